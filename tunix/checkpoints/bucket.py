@@ -176,9 +176,8 @@ class Bucket:
 
     def move(self, step: int, aside: str) -> None:
         """The server copies the objects."""
-        filesystem(self.folder, KEY).copy(
-            join(self.folder, str(step)), join(self.root, aside, str(step)), recursive=True
-        )
+        source, target = join(self.folder, str(step)), join(self.root, aside, str(step))
+        filesystem(self.folder, KEY).copy(source, target, recursive=True)
         self.delete(step)
 
     def read(self, step: int, name: str) -> str:

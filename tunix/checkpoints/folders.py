@@ -16,8 +16,9 @@ step, so that an item of another step is found too.
 import asyncio
 import json
 import shutil
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -70,8 +71,12 @@ class Folder:
         # No parents: where a user has moved or deleted the run's folder, it is not made anew.
         for folder in (unfinished, unfinished / "state"):
             folder.mkdir(exist_ok=True)
-        handler = ocp.StandardCheckpointHandler()
-        futures = _run(handler.async_save(epath.Path(unfinished / "state"), args=ocp.args.StandardSave(state)))
+        saving = ocp.StandardCheckpointHandler().async_save(
+            epath.Path(unfinished / "state"), args=ocp.args.StandardSave(state)
+        )
+        # A thread of its own has an event loop of its own: in a notebook, this one has a loop that runs.
+        with ThreadPoolExecutor(1) as pool, closing(asyncio.new_event_loop()) as loop:
+            futures = pool.submit(loop.run_until_complete, saving).result()
 
         def write() -> dict[str, Any]:
             for future in futures or []:
@@ -217,20 +222,6 @@ class OneHostFolder(Folder):
         read = super().restore
         # If process 0 alone raised an error, the others would wait for its shards for ever.
         return from_main(read_together(lambda: read(step, on_host) if peers.is_main() else None), abstract)
-
-
-def _run(work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of a coroutine, which has a thread of its own: in a notebook, this one has an event loop."""
-
-    def run() -> T:
-        loop = asyncio.new_event_loop()
-        try:
-            return loop.run_until_complete(work)
-        finally:
-            loop.close()
-
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(run).result()
 
 
 def _read_arrays(folder: Path, share: int, num_shares: int) -> None:

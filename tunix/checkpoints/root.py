@@ -22,6 +22,7 @@ from tunix.config.saved_runs import COPIED, split_step
 from tunix.processes import peers
 
 CONFIG = "config.yaml"
+TAKEN = f"{KEY}={{root}} holds another run; resume={{root}} goes on with it"
 
 
 def find_root(job: Job, folder: Path) -> str:
@@ -55,13 +56,8 @@ def _reject_other_run(job: Job, root: str) -> None:
                 "a new run from its weights"
             )
         return
-    holds_run = read_text(join(root, CONFIG), KEY) is not None if is_address(root) else (Path(root) / CONFIG).is_file()
-    if holds_run:
-        raise _make_taken_error(root)
-
-
-def _make_taken_error(root: str) -> UserError:
-    return UserError(f"{KEY}={root} holds another run; resume={root} goes on with it")
+    if read_text(join(root, CONFIG), KEY) is not None if is_address(root) else (Path(root) / CONFIG).is_file():
+        raise UserError(TAKEN.format(root=root))
 
 
 def _try_out_folder(root: Path) -> None:
@@ -107,7 +103,7 @@ def _write(job: Job, folder: Path, root: str) -> None:
                 # same time with the same address, only one gets it.
                 files.pipe_file(place, text.encode(), mode="overwrite" if job.config.resume else "create")
             except FileExistsError:
-                raise _make_taken_error(root) from None
+                raise UserError(TAKEN.format(root=root)) from None
         for name in COPIED:
             if (folder / name).is_dir():
                 upload(folder / name, join(root, name), KEY)
@@ -120,6 +116,6 @@ def _write(job: Job, folder: Path, root: str) -> None:
             if (folder / name).is_dir() and not is_local:
                 shutil.copytree(folder / name, Path(root) / name, dirs_exist_ok=True)
     except FileExistsError:
-        raise _make_taken_error(root) from None
+        raise UserError(TAKEN.format(root=root)) from None
     except OSError as error:
         raise UserError(f"{KEY}={root} cannot be written: {error.strerror}") from None

@@ -124,11 +124,8 @@ class Store:
     def save(self, step: int, state: State, record: Record) -> None:
         """Start saving; returns when the arrays are copied. A failure of the save before is raised here."""
         self.wait()
-        texts = {}
-        if peers.is_main():
-            texts = {"run/metadata": json.dumps(record.info), "tokenizer/metadata": json.dumps(record.tokenizer)}
-            if record.metrics is not None:
-                texts["metrics/metrics"] = json.dumps(record.metrics)
+        items = {"run/metadata": record.info, "tokenizer/metadata": record.tokenizer, "metrics/metrics": record.metrics}
+        texts = {name: json.dumps(item) for name, item in items.items() if item is not None and peers.is_main()}
         try:
             write = self.storage.copy(step, state, texts)  # now: the next step overwrites the memory of the state
         except Exception as error:
@@ -219,22 +216,26 @@ class Store:
 
     def _delete_old(self) -> None:
         """Delete the checkpoints that are not kept."""
+        losses: dict[int, float | None] = {}  # of the held-out data, None where nothing was measured
         try:
-            losses = {step: self._read_loss(step) for step in self.storage.list_steps()}
+            for step in self.storage.list_steps():
+                try:
+                    metrics = self.storage.read_metrics(step)
+                    losses[step] = None if metrics is None else float(metrics["held_out_loss"])
+                except (
+                    Damaged,
+                    OSError,
+                    ValueError,
+                    KeyError,
+                    TypeError,
+                ) as error:  # the others stay usable
+                    losses[step] = None
+                    log.error("step %d in %s: %r: this checkpoint does not count as the best", step, self.folder, error)
             for step in list_dropped(self.cfg, losses):
                 self.storage.delete(step)
         except Exception as error:  # some buckets allow nobody to delete
             reason = self.storage.explain(error) or repr(error)
             log.warning("older checkpoints in %s could not be deleted: %s", self.folder, reason)
-
-    def _read_loss(self, step: int) -> float | None:
-        """Return the number that is lowest for the best checkpoint; None where nothing was measured."""
-        try:
-            metrics = self.storage.read_metrics(step)
-            return None if metrics is None else float(metrics["held_out_loss"])
-        except (Damaged, OSError, ValueError, KeyError, TypeError) as error:  # the other checkpoints stay usable
-            log.error("step %d in %s: %r: this checkpoint does not count as the best", step, self.folder, error)
-            return None
 
     def _explain(self, error: Exception) -> Exception:
         """Return a `UserError` for a disk or a bucket that takes no more, and any other error, a bug, as it is."""
@@ -372,7 +373,7 @@ def _find_folders(source: str) -> list[tuple[Path, bool]]:
         # Files and links to nothing with such a name are listed too: whoever wants to know is told that they are wrong.
         steps = sorted(int(path.name) for path in (run[0] / "checkpoints").glob("*") if is_whole_number(path.name))
         requested = steps if run[1] is None else [run[1]]
-        if not steps or not set(requested) <= set(steps):
+        if not steps or not {*requested} <= {*steps}:
             entries = f"the run has {', '.join(map(str, steps))}" if steps else f"{run[0]} has none yet"
             raise UserError(f"checkpoint={source}: there is no such checkpoint; {entries}")
         return [(run[0] / "checkpoints" / str(step), True) for step in requested]

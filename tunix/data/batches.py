@@ -7,7 +7,7 @@ field. Its dimensions are those of `BatchShape`: A microbatches, B sequences of 
 import copy
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import grain
 import jax
@@ -17,14 +17,20 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from tunix.base.errors import UserError
 from tunix.config import Config
 from tunix.config.batch import BatchKeys, BatchPeriod, BatchShape
-from tunix.data.sample_order import BEGINNING, DataSchedule, Position, Samples, make_data_schedule, schedule_after
+from tunix.data.sample_order import (
+    BEGINNING,
+    DataSchedule,
+    Parts,
+    Position,
+    Samples,
+    make_data_schedule,
+    schedule_after,
+)
 from tunix.sharding.arrays import local_rows, to_global
 from tunix.sharding.layout import activation_spec
 
-if TYPE_CHECKING:  # it makes its examples of the fields below
-    from tunix.data.packing import Sequences
-
 Numbers = dict[str, float]  # of one step, by their names in metrics.jsonl
+Fields = Mapping[str, "Field"]
 Batch = dict[str, jax.Array]  # [A, B, T] on the devices; [B, T] inside the loop over microbatches
 Example = dict[str, np.ndarray]  # [T], one sequence; or several of them stacked, [A, B, T]
 
@@ -48,9 +54,7 @@ FIELDS = {
 }
 
 
-def abstract_arrays(
-    fields: Mapping[str, Field], shape: BatchShape, mesh: Mesh | AbstractMesh
-) -> dict[str, jax.ShapeDtypeStruct]:
+def abstract_arrays(fields: Fields, shape: BatchShape, mesh: Mesh | AbstractMesh) -> dict[str, jax.ShapeDtypeStruct]:
     """Return shapes, dtypes and shardings of the fields of a global batch. No array is made."""
     arrays = {}
     for name, field in fields.items():
@@ -59,12 +63,12 @@ def abstract_arrays(
     return arrays
 
 
-def add_fields(batch: Example, fields: Mapping[str, Field]) -> Example:
+def add_fields(batch: Example, fields: Fields) -> Example:
     """Return a batch with the fields that are computed from its other fields."""
     return batch | {name: field.make(batch).astype(field.dtype) for name, field in fields.items() if field.make}
 
 
-def empty_example(seq_len: int, fields: Mapping[str, Field] = FIELDS) -> Example:
+def empty_example(seq_len: int, fields: Fields = FIELDS) -> Example:
     """Return one sequence of padding: zeros in every field, [T] or a scalar."""
     shape = BatchShape(1, 1, seq_len)
     return {name: np.zeros(shape.of(field.dims[2:]), field.dtype) for name, field in fields.items()}
@@ -103,18 +107,11 @@ class TrainBatches(Samples):
     These are A x B samples. In a stage of `training.batch_stages` with shorter sequences a sample becomes several rows.
     """
 
-    def __init__(
-        self,
-        parts: "dict[str, Sequences]",
-        cfg: Config,
-        batch: BatchKeys,
-        mesh: Mesh,
-        fields: Mapping[str, Field] = FIELDS,
-    ):
+    def __init__(self, parts: Parts, cfg: Config, batch: BatchKeys, mesh: Mesh, fields: Fields = FIELDS):
         """`fields` are those of the loss."""
         self.cfg, self.batch, self.mesh, self.fields = cfg, batch, mesh, fields
         schedule = schedule_after(BEGINNING, batch, mesh.shape)
-        self._set_period(schedule.periods[-1])
+        self.set_period(schedule.periods[-1])
         num_sequences, needed = sum(map(len, parts.values())), max(period.num_samples for period in schedule.periods)
         if num_sequences < needed:
             raise UserError(
@@ -123,16 +120,11 @@ class TrainBatches(Samples):
             )
         super().__init__(parts, cfg, make_data_schedule(cfg, schedule, BEGINNING), cfg.training.seq_len)
 
-    def _set_period(self, period: BatchPeriod) -> None:
+    def set_period(self, period: BatchPeriod) -> None:
+        """Read batches of the shape that a period of the run has."""
         self.batch_size, self.num_cuts = period.num_samples, period.num_cuts
         self.num_rows = period.shape.num_rows // period.num_cuts  # samples of a microbatch, on all processes
         self.rows = local_rows(self.mesh, self.num_rows)  # numbers of the samples of this process among them
-
-    def in_period(self, period: BatchPeriod) -> "TrainBatches":
-        """Return these data in batches of another shape."""
-        data = copy.copy(self)
-        data._set_period(period)
-        return data
 
     def read(self, first_sample: int) -> Example:
         """Return this process's rows [A, B_local, T] of the batch that starts at `first_sample`.
@@ -214,7 +206,9 @@ class PrefetchReader:
     def _iterate(self, last: int) -> Generator[Batch]:
         for period in self.schedule.periods:
             steps = period.steps(self.start.step + 1, last)
-            yield from self.data.in_period(period).iterate(FirstSamples(self.data_schedule, steps))
+            data = copy.copy(self.data)  # the same data in batches of another shape
+            data.set_period(period)
+            yield from data.iterate(FirstSamples(self.data_schedule, steps))
 
     def next(self, state: dict[str, Any]) -> tuple[Batch, Numbers]:
         start_time = time.perf_counter()

@@ -45,9 +45,10 @@ def list_sources(cfg: Config) -> dict[str, Source]:
     return cfg.data.parts if isinstance(cfg.data, Mixture) else {cfg.data.source: cfg.data}
 
 
-def take_all(source: Source) -> Source:
-    """Return a source of evaluation.sets with nothing held out: all of its documents are for evaluation."""
-    return source.model_copy(update={"held_out_fraction": 0.0})
+def find_set(source: Source, cfg: Config) -> tuple[Source, list[Unit]]:
+    """Return a source of evaluation.sets with nothing held out, since all documents are for evaluation; its units."""
+    everything = source.model_copy(update={"held_out_fraction": 0.0})
+    return everything, find_units(everything, cfg.loading)
 
 
 def find_inputs(cfg: Config) -> Inputs:
@@ -108,18 +109,16 @@ def _open_copied(folder: Path, vocab: Vocab, cfg: Config) -> Prepared:
 def compute_fingerprint(data: Source | Mixture, prepared: dict[str, Prepared], packing: str) -> str:
     """Hash everything that decides which samples a run trains on; a checkpoint keeps it, and resuming compares it."""
     # A run of one source does not hash its name, which has no effect on the samples. `max_epochs` only refuses runs.
-    mixing, parts = "", []
+    mixing, parts = "", [folder.fingerprint for folder in prepared.values()]
     if isinstance(data, Mixture):
         mixing = f"{data.source} {data.model_dump_json(exclude={'source', 'parts', 'max_epochs'})}"
-    for name, folder in prepared.items():
-        parts += [name, folder.fingerprint] if mixing else [folder.fingerprint]
+        parts = [text for name, folder in prepared.items() for text in (name, folder.fingerprint)]
     return hashlib.sha256("\0".join([packing, mixing, *parts]).encode()).hexdigest()[:20]
 
 
 def warn_left_out(name: str, prepared: Prepared) -> None:
     """Log how many items gave no document, with the names of the first ones. Empty documents are not named."""
-    left_out = {reason: count for reason, count in prepared.index["left_out"].items() if count}
-    if left_out:
+    if left_out := {reason: count for reason, count in prepared.index["left_out"].items() if count}:
         names = prepared.index["left_out_names"]
         more = ["..."] if sum(left_out.values()) - left_out.get("empty", 0) > len(names) else []
         counted = ", ".join(f"{count:,} {reason}" for reason, count in sorted(left_out.items()))
@@ -148,9 +147,7 @@ def make_shares(cfg: Config) -> None:
         )
     inputs = peers.main_first(lambda: find_inputs(cfg), "finding the tokenizer")  # process 0 may have to train it
     sources = {name: (source, inputs.units[name]) for name, source in list_sources(cfg).items() if name in inputs.units}
-    for name, source in cfg.evaluation.sets.items():
-        everything = take_all(source)
-        sources[f"evaluation.sets.{name}"] = everything, find_units(everything, cfg.loading)
+    sources |= {f"evaluation.sets.{name}": find_set(source, cfg) for name, source in cfg.evaluation.sets.items()}
     workers = cfg.loading.prepare_processes or max(1, (os.cpu_count() or 1) // peers.num_on_host())
     loading = cfg.loading.model_copy(update={"prepare_processes": workers})
     share = slice(jax.process_index(), None, jax.process_count())
@@ -218,8 +215,7 @@ def load_corpus(cfg: Config) -> Corpus:
                 f"training.seq_len={cfg.training.seq_len}; up to 4,294,967,295 can be shuffled"
             )
     indices = [folder.index for folder in prepared.values()]
-    size = sum(index["bytes"] for index in indices)
-    entropy = sum(index["unigram_bits_per_byte"] * index["bytes"] for index in indices) / size
+    bits = sum(index["unigram_bits_per_byte"] * index["bytes"] for index in indices)
     return Corpus(
         prepared=prepared,
         train=train,
@@ -228,7 +224,7 @@ def load_corpus(cfg: Config) -> Corpus:
         num_held_out=sum(part.stream.num_documents for part in held_out.values()),
         vocab=vocab,
         fingerprint=compute_fingerprint(cfg.data, prepared, cfg.loading.packing),
-        unigram_bits_per_byte=entropy,
+        unigram_bits_per_byte=bits / sum(index["bytes"] for index in indices),
         summary="\n".join(_summarise(name, prepared[name], train[name], held_out[name], vocab) for name in prepared),
         example=_pick_example(held_out),
         sets={name: _load_set(name, source, vocab, cfg) for name, source in cfg.evaluation.sets.items()},
@@ -247,8 +243,7 @@ def _load_set(name: str, source: Source, vocab: Vocab, cfg: Config) -> grain.Map
     Raises:
         UserError: the documents make no sequence.
     """
-    everything = take_all(source)
-    prepared = prepare(everything, find_units(everything, cfg.loading), cfg.task, vocab, cfg.loading)
+    prepared = prepare(*find_set(source, cfg), cfg.task, vocab, cfg.loading)
     warn_left_out(f"evaluation.sets.{name}", prepared)
     sequences = _pack(prepared, "train", cfg)
     if not len(sequences):
@@ -289,13 +284,12 @@ def _summarise(name: str, prepared: Prepared, train: Sequences, held_out: Sequen
 def _pick_example(held_out: dict[str, Sequences]) -> list[int]:
     """Return up to 4096 tokens of the longest among the first 32 held-out documents of each source."""
     sample: list[int] = []
-    for sequences in held_out.values():
-        for number, (_, documents) in enumerate(sequences.stream.sizes):
-            if documents:
-                shard = sequences.stream.shard(number)
-                ends = [*shard.starts[1:33].tolist(), len(shard.tokens)]
-                for start, end in zip(shard.starts[:32].tolist(), ends, strict=False):
-                    if end - start > len(sample):
-                        sample = shard.tokens[start : min(end, start + 4096)].tolist()
-                break  # the first shard with documents is enough
+    for stream in (sequences.stream for sequences in held_out.values()):
+        # The first shard with documents is enough.
+        for number in [number for number, (_, documents) in enumerate(stream.sizes) if documents][:1]:
+            shard = stream.shard(number)
+            ends = [*shard.starts[1:33].tolist(), len(shard.tokens)]
+            for start, end in zip(shard.starts[:32].tolist(), ends, strict=False):
+                if end - start > len(sample):
+                    sample = shard.tokens[start : min(end, start + 4096)].tolist()
     return sample

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -248,22 +249,15 @@ def _read_turns(columns: Columns, meaning: str, row: dict[str, Any], role: str) 
     Without a column for the prompt, text is refused: it does not say where the answer begins.
     """
     value, name = _read_cell(columns, meaning, row, (str, list)), getattr(columns, meaning)
-    if isinstance(value, list) or _is_json_list(value):
-        return _read_messages(value, name)
+    turns: Any = value
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        with suppress(ValueError):
+            turns = json.loads(value)  # a JSON list of objects: turns in a CSV file
+    if isinstance(value, list) or (turns and all(isinstance(turn, dict) and "role" in turn for turn in turns)):
+        return _read_messages(turns, name)
     if columns.prompt is None:
         raise BadRow(f"has text in column {name}, not a conversation; set data.columns.prompt to the prompt's column")
     return [{"role": role, "content": value}] if value else []
-
-
-def _is_json_list(text: str) -> bool:
-    """True for text that is a JSON list of objects: turns in a CSV file."""
-    if not text.lstrip().startswith("["):
-        return False
-    try:
-        turns = json.loads(text)
-    except ValueError:
-        return False
-    return bool(turns) and all(isinstance(turn, dict) and "role" in turn for turn in turns)
 
 
 def _read_messages(value: Any, column: str | None) -> list[Message]:

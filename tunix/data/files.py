@@ -218,6 +218,20 @@ class Source(Section):
         """Run the user's own code once, if the source has any; raise `UserError` if it does not work."""
 
 
+class Files(Source):
+    """Documents in files; those that end in .gz or .zst are unpacked."""
+
+    source: str  # stands here, and again in each subclass, since the order of keys is part of the names of caches
+    """Where documents come from."""
+    paths: Paths
+    """Files, folders, globs, or addresses of them: s3://, gs://, https://."""
+    extensions: tuple[str, ...]
+    """Endings of the files that are read below a folder, also with .gz or .zst behind them."""
+
+    def units(self, unit_bytes: int) -> list[Unit]:
+        return find_files(self.paths, self.extensions)
+
+
 class Columns(Section):
     """Names of the columns that hold a document. The task says which are read: pretrain the text; sft the prompt and
     its completion if `prompt` is set, else the messages; dpo the prompt, chosen and rejected."""
@@ -257,15 +271,10 @@ class Rows(Limited, Source):
         return self.read(unit)
 
 
-class Jsonl(Rows):
+class Jsonl(Files, Rows):
     """Files with one JSON object a line; those that end in .gz or .zst are unpacked."""
 
     source: Literal["jsonl"]
-    """Where documents come from."""
-    paths: Paths
-    """Files, folders, globs, or addresses of them: s3://, gs://, https://."""
-    extensions: tuple[str, ...]
-    """Endings of the files that are read below a folder, also with .gz or .zst behind them."""
 
     def units(self, unit_bytes: int) -> list[Unit]:
         """List ranges of about `unit_bytes` bytes. A packed file is one unit: it is unpacked from its first byte on."""
@@ -323,20 +332,12 @@ def skip_line(file: IO[bytes]) -> int:
     return size
 
 
-class Csv(Rows):
+class Csv(Files, Rows):
     """Comma-separated files with a header line; those that end in .gz or .zst are unpacked."""
 
     source: Literal["csv"]
-    """Where documents come from."""
-    paths: Paths
-    """Files, folders, globs, or addresses of them: s3://, gs://, https://."""
-    extensions: tuple[str, ...]
-    """Endings of the files that are read below a folder, also with .gz or .zst behind them."""
     delimiter: Annotated[str, Field(min_length=1, max_length=1)]
     """Character between columns."""
-
-    def units(self, unit_bytes: int) -> list[Unit]:
-        return find_files(self.paths, self.extensions)
 
     def read(self, unit: Unit) -> Iterator[Item]:
         limit = self.max_document_bytes or 2**31 - 1
@@ -383,13 +384,10 @@ def _too_long_cell(path: str, line: int) -> UserError:
     )
 
 
-class Parquet(Rows):
+class Parquet(Files, Rows):
     """Parquet files (needs pyarrow, of the extra `hf`)."""
 
     source: Literal["parquet"]
-    """Where documents come from."""
-    paths: Paths
-    """Files, folders, globs, or addresses of them: s3://, gs://, https://."""
     extensions: tuple[str, ...]
     """Endings of the files that are read below a folder."""
 

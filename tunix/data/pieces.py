@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # a config is checked without it
     from tokenizers import Tokenizer as Backend
 
+Part = dict[str, Any]  # of a tokenizer, as its JSON has it
 PIECE = 1 << 17  # characters of a piece, at least
 GROUP = 8  # pieces that are tokenized at a time
 
@@ -107,7 +108,7 @@ def find_cutter(backend: "Backend") -> Cutter | None:
     return cutter and replace(cutter, not_within=frozenset(pairs))
 
 
-def _list_steps(step: dict[str, Any] | None, key: str) -> list[dict[str, Any]]:
+def _list_steps(step: Part | None, key: str) -> list[Part]:
     """Return the steps of a normalizer or pre-tokenizer, those of a sequence one after the other."""
     if step is None:
         return []
@@ -116,9 +117,7 @@ def _list_steps(step: dict[str, Any] | None, key: str) -> list[dict[str, Any]]:
     return [step]
 
 
-def _find_by_words(
-    model: dict[str, Any], normalizers: list[dict[str, Any]], words: list[dict[str, Any]]
-) -> Cutter | None:
+def _find_by_words(model: Part, normalizers: list[Part], words: list[Part]) -> Cutter | None:
     kinds = [step["type"] for step in words]
     if kinds and kinds[-1] == "ByteLevel":
         return _find_in_bytes(model, normalizers, words)
@@ -135,9 +134,7 @@ def _find_by_words(
     return Cutter(re.compile(rf"[{before}] (?=[{ASCII}])"), drops)
 
 
-def _find_in_bytes(
-    model: dict[str, Any], normalizers: list[dict[str, Any]], words: list[dict[str, Any]]
-) -> Cutter | None:
+def _find_in_bytes(model: Part, normalizers: list[Part], words: list[Part]) -> Cutter | None:
     """Return the cutter of a tokenizer whose tokens are made of bytes."""
     has_prefix, regex = words[-1]["add_prefix_space"], words[-1]["use_regex"]
     if {step["type"] for step in normalizers} - {"NFC", "NFD", "NFKC", "NFKD"}:
@@ -162,7 +159,7 @@ def _cut_words(letters: str, spaces: str) -> Cutter:
 TRAINED_HERE = _cut_words(LETTERS, r" \t\r\n")  # what `train_vocab` learns from: GPT-2's words of each text
 
 
-def _finds_no_words(words: list[dict[str, Any]], normalizers: list[dict[str, Any]]) -> bool:
+def _finds_no_words(words: list[Part], normalizers: list[Part]) -> bool:
     """Return whether the model gets its text as one word: nothing cuts it, or only at spaces, which are gone."""
     replaces = any(step["type"] == "Replace" and step["pattern"] == {"String": " "} for step in normalizers)
     return all(
@@ -172,7 +169,7 @@ def _finds_no_words(words: list[dict[str, Any]], normalizers: list[dict[str, Any
     ) and (replaces or bool(words))
 
 
-def _find_letters_before_space(model: dict[str, Any]) -> str:
+def _find_letters_before_space(model: Part) -> str:
     """Return the ASCII letters and digits that no token of a BPE has before a space (▁): no merge joins the two."""
     vocab = model["vocab"]
     odd = ("ignore_merges", "continuing_subword_prefix", "end_of_word_suffix")
@@ -182,7 +179,7 @@ def _find_letters_before_space(model: dict[str, Any]) -> str:
     return "".join(c for c in map(chr, range(128)) if c.isalnum() and c in vocab and c not in joined)
 
 
-def _is_local(step: dict[str, Any], drops_space: bool) -> bool:
+def _is_local(step: Part, drops_space: bool) -> bool:
     """Return whether a normalizer gives the same for two pieces and for the whole.
 
     Where the space at a cut is dropped, a piece has no space at its ends: what changes spaces there changes nothing.

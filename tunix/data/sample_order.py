@@ -145,10 +145,7 @@ class DataSchedule:
 def make_data_schedule(cfg: Config, schedule: BatchSchedule, start: Position) -> DataSchedule:
     """Return the samples of the steps of a run that goes on from `start`, with the batches of `schedule_after` it."""
     *before, remaining = schedule.periods
-    stages = []
-    for period in before:
-        assert period.last_step is not None
-        stages.append((period.last_step, cfg.task.cycle(period.num_samples)))
+    stages = [(period.last_step or 0, cfg.task.cycle(period.num_samples)) for period in before]  # all have a last step
     return DataSchedule(start, cfg.task.cycle(remaining.num_samples), cfg.training.skip_steps, stages)
 
 
@@ -176,6 +173,9 @@ class SamplePart(Protocol):
     @property
     def documents_per_sequence(self) -> float:
         """Documents in one sample, on average."""
+
+
+Parts = Mapping[str, SamplePart]  # keyed by the name of the source
 
 
 @dataclass(frozen=True)
@@ -233,9 +233,7 @@ class SampleOrder(grain.transforms.DatasetSelectionMap):
         return part, before[part]
 
 
-def read_stages(
-    mixture: Mixture | None, parts: Mapping[str, SamplePart], data_schedule: DataSchedule, seq_len: int
-) -> list[Stage]:
+def read_stages(mixture: Mixture | None, parts: Parts, data_schedule: DataSchedule, seq_len: int) -> list[Stage]:
     """Return the stages of a run, in samples; None, a single source, is a mixture of one part with one stage.
 
     Raises:
@@ -258,7 +256,7 @@ def read_stages(
     return stages
 
 
-def _compute_ratios(mixture: Mixture, weights: dict[str, float], parts: Mapping[str, SamplePart]) -> tuple[int, ...]:
+def _compute_ratios(mixture: Mixture, weights: dict[str, float], parts: Parts) -> tuple[int, ...]:
     """Convert the weights, which are of samples, tokens or documents, to shares of samples in millionths."""
     per_sample = {
         "sample": lambda part: 1.0,
@@ -284,7 +282,7 @@ def count_read(order: SampleOrder, first: int, end: int, left_out: Sequence[Sequ
         begin, stop = max(first, gap_first), min(end, gap_end)
         if begin < stop:
             counts = counts - count(begin, stop)
-    return [int(each) for each in counts]
+    return counts.tolist()
 
 
 class Samples:
@@ -294,9 +292,7 @@ class Samples:
     Each part (source) is shuffled anew in each epoch. In a mixture, `SampleOrder` says which part gives sample n.
     """
 
-    def __init__(
-        self, parts: Mapping[str, SamplePart], cfg: Config, data_schedule: DataSchedule, tokens_per_sample: int
-    ):
+    def __init__(self, parts: Parts, cfg: Config, data_schedule: DataSchedule, tokens_per_sample: int):
         """`data_schedule` begins at step 0; it says at which sample a stage with `from_step` begins. A sample counts as
         `tokens_per_sample` tokens."""
         self.parts, self.data_schedule, self.tokens_per_sample = parts, data_schedule, tokens_per_sample

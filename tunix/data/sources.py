@@ -20,6 +20,7 @@ from tunix.base.dotted_path import DottedPath, blame_user, import_object
 from tunix.base.errors import UserError, did_you_mean
 from tunix.data.files import (
     TOO_LONG,
+    Files,
     Item,
     Limited,
     Paths,
@@ -72,18 +73,11 @@ class PythonStdlib(Limited, Source):
             yield Item(unit.name, text)
 
 
-class TextFiles(PythonStdlib):
+class TextFiles(Files, PythonStdlib):
     """Text files, one document each; those that end in .gz or .zst are unpacked."""
 
     source: Literal["text"]  # type: ignore[assignment]
     """Where documents come from."""
-    paths: Paths
-    """Files, folders, globs, or addresses of them: s3://, gs://, https://."""
-    extensions: tuple[str, ...]
-    """Endings of the files that are read below a folder, also with .gz or .zst behind them."""
-
-    def units(self, unit_bytes: int) -> list[Unit]:
-        return find_files(self.paths, self.extensions)
 
 
 # Real conversations on every machine, for `task=sft`.

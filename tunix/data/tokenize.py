@@ -62,8 +62,7 @@ def _make_missing(plans: list[ShardPlan], folder: Path, num_workers: int) -> Ite
     With one worker, this process makes them all, and the tokenizer uses a thread for each core.
     """
     if num_workers <= 1:
-        for plan in plans:
-            yield _make_one(plan, folder)
+        yield from (_make_one(plan, folder) for plan in plans)
         return
     # "spawn" starts a new interpreter. "fork" would copy this process, whose other threads (JAX, a tokenizer) may hold
     # locks; the copy has no such thread, so its locks would never open.

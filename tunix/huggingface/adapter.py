@@ -8,7 +8,7 @@ their place in the files follows from that of the matrix which they update:
     q.lora.b           NAME.lora_B.weight   "NH,r"
 """
 
-from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,17 @@ from jax.sharding import Mesh
 from tunix.base.errors import UserError
 from tunix.config import Model
 from tunix.huggingface.adapter_config import PREFIX, WEIGHTS
-from tunix.huggingface.table import Family, Name, find_family
-from tunix.huggingface.weights import FLOATS, TensorFiles, first_names, layers_of, load_parameter, pack, shape_in_files
+from tunix.huggingface.table import Name, find_family
+from tunix.huggingface.weights import (
+    FLOATS,
+    Parameters,
+    TensorFiles,
+    first_names,
+    layers_of,
+    load_parameter,
+    pack,
+    shape_in_files,
+)
 from tunix.models.layers import named, parameter_name
 from tunix.sharding.arrays import replicate_part
 from tunix.sharding.layout import Layout
@@ -39,7 +48,7 @@ class AdapterFiles(TensorFiles):
         return super()._canonical(name.removeprefix(PREFIX))
 
 
-def check_adapter(folder: Path, cfg: Model, weights: Mapping[str, Any]) -> None:
+def check_adapter(folder: Path, cfg: Model, weights: Parameters) -> None:
     """Compare names and shapes of an adapter's tensors with those of the model's updates; reads headers alone.
 
     Raises:
@@ -67,7 +76,7 @@ def check_adapter(folder: Path, cfg: Model, weights: Mapping[str, Any]) -> None:
 
 
 def write_updates(
-    params: Mapping[str, Any], folder: Path, cfg: Model, weights: Mapping[str, Any], layout: Layout, mesh: Mesh
+    params: Parameters, folder: Path, cfg: Model, weights: Parameters, layout: Layout, mesh: Mesh
 ) -> dict[str, Any]:
     """Return parameters whose low-rank updates, None in `params`, are those of an adapter; see `load_weights`."""
     check_adapter(folder, cfg, weights)
@@ -83,7 +92,7 @@ def write_updates(
 
 
 def gather_adapter(
-    params: Mapping[str, Any], cfg: Model, weights: Mapping[str, Any], dtype: str
+    params: Parameters, cfg: Model, weights: Parameters, dtype: str
 ) -> tuple[dict[str, np.ndarray], set[str]]:
     """Return the tensors of an adapter with PEFT's names, and the last names of the modules that they update.
 
@@ -105,24 +114,21 @@ def gather_adapter(
     return tensors, modules
 
 
-def _list_factors(cfg: Model, weights: Mapping[str, Any]) -> list[tuple[str, Name, Any]]:
+def _list_factors(cfg: Model, weights: Parameters) -> list[tuple[str, Name, Any]]:
     """Return the parameters of low-rank updates with their places in an adapter's files."""
-    family = find_family(cfg.family)
-    return [
-        (path, _find_target(path, weight.equation.w, family), weight)
-        for path, weight in named(weights)
-        if ".lora." in path
-    ]
-
-
-def _find_target(path: str, dim_names: str, family: Family) -> Name:
-    """Return the place of a factor with these dimensions."""
-    matrix, _, which = path.rpartition(".lora.")
-    updated = family.name(f"{matrix}.w")
-    assert updated is not None, path
-    module = updated.tensor.removesuffix(".weight")
-    # A factor has one side of its matrix: "NH,D" of q has the groups NH and D, and of them lora.a, "LDr", has D.
-    side = next(group for group in updated.dims.split(",") if set(group) <= set(dim_names))
-    if which == "a":  # weights in one tensor have the same inputs: PEFT's one lora_A is the first factor of each
-        return Name(f"{module}.lora_A.weight", f"r,{side}")
-    return Name(f"{module}.lora_B.weight", f"{side},r", updated.part, updated.fused, interleaved=updated.interleaved)
+    family, factors = find_family(cfg.family), []
+    for path, weight in named(weights):
+        matrix, is_factor, which = path.rpartition(".lora.")
+        if not is_factor:
+            continue
+        updated = family.name(f"{matrix}.w")
+        assert updated is not None, path
+        module = updated.tensor.removesuffix(".weight")
+        # A factor has one side of its matrix: "NH,D" of q has the groups NH and D, and of them lora.a, "LDr", has D.
+        side = next(group for group in updated.dims.split(",") if set(group) <= set(weight.equation.w))
+        if which == "a":  # weights in one tensor have the same inputs: PEFT's one lora_A is the first factor of each
+            name = Name(f"{module}.lora_A.weight", f"r,{side}")
+        else:
+            name = replace(updated, tensor=f"{module}.lora_B.weight", dims=f"{side},r", fused_dim=0)
+        factors.append((path, name, weight))
+    return factors

@@ -4,7 +4,7 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cache, partial
 from pathlib import Path
@@ -114,10 +114,11 @@ def weight_files(folder: Path) -> list[Path]:
 # The way out for a folder of tunix.export whose files are not those of its digests.
 CHANGED = "export it again, or remove its digests.json if you have changed the file on purpose"
 FLOATS = ("F64", "F32", "F16", "BF16")  # as safetensors names what weights are read from
+Parameters = Mapping[str, Any]  # a tree of arrays, or of `state.Weight`
 PIECE = 2**19  # numbers of a tensor that are copied to the devices of this process at one time
 
 
-def load_weights(folder: Path, cfg: Model, weights: Mapping[str, Any], layout: Layout, mesh: Mesh) -> dict[str, Any]:
+def load_weights(folder: Path, cfg: Model, weights: Parameters, layout: Layout, mesh: Mesh) -> dict[str, Any]:
     """Load the parameters of a model, laid out at rest; low-rank updates, which the files do not have, are None.
 
     `weights` is the tree of `state.Weight`. Each process reads the slices of its own devices and nothing else. It reads
@@ -147,7 +148,7 @@ def load_weights(folder: Path, cfg: Model, weights: Mapping[str, Any], layout: L
     return jax.tree.map_with_path(lambda path, _: loaded.get(parameter_name(path)), weights)
 
 
-def list_in_files(weights: Mapping[str, Any], family: Family) -> list[tuple[str, Name, Any]]:
+def list_in_files(weights: Parameters, family: Family) -> list[tuple[str, Name, Any]]:
     """Return the parameters that have a name in the family's table: all but low-rank updates and scales."""
     all_names = [(path, family.name(path), weight) for path, weight in named(weights)]
     return [(path, name, weight) for path, name, weight in all_names if name is not None]
@@ -166,24 +167,24 @@ def list_numbers(path: str, name: Name, cfg: Model) -> list[tuple[int, ...]]:
 
 def shape_in_files(name: Name, dims: Mapping[str, int]) -> tuple[int, ...]:
     """Return the shape of a tensor in the files: "NH,D" is [num_heads * head_dim, embed_dim]."""
-    shape = [math.prod(dims[dim_name] for dim_name in group) for group in name.dims.split(",")]
+    shape = list_sizes(name.dims.split(","), dims)
     if name.fused:
-        shape[name.fused_dim] = sum(_list_fused_sizes(name, dims))
+        shape[name.fused_dim] = sum(list_sizes(name.fused, dims))
     return tuple(shape)
 
 
-def _list_fused_sizes(name: Name, dims: Mapping[str, int]) -> list[int]:
-    """Return the sizes of the weights that one tensor holds one after the other."""
-    return [math.prod(dims[dim_name] for dim_name in group) for group in name.fused]
+def list_sizes(groups: Iterable[str], dims: Mapping[str, int]) -> list[int]:
+    """Return the size of each group of dimensions: num_heads * head_dim for "NH"."""
+    return [math.prod(dims[dim_name] for dim_name in group) for group in groups]
 
 
-def check_weights(folder: Path, cfg: Model, weights: Mapping[str, Any]) -> None:
+def check_weights(folder: Path, cfg: Model, weights: Parameters) -> None:
     """Check names and shapes as `load_weights` does, with its errors; reads only the headers of the files."""
     with TensorFiles(folder, find_family(cfg.family), cfg.vocab_size) as files:
         _check(files, cfg, weights)
 
 
-def _check(files: TensorFiles, cfg: Model, weights: Mapping[str, Any]) -> None:
+def _check(files: TensorFiles, cfg: Model, weights: Parameters) -> None:
     """Compare the tensors of the files with those that the parameters need.
 
     Raises:
@@ -296,7 +297,7 @@ def _find_slices(
         inner = math.prod(dims[dim_name] for dim_name in group[1:])
         # Shards and pieces cut NH between heads, never within one: they cut the first letter of a group alone.
         assert all(ranges[dim_name] == (0, dims[dim_name]) for dim_name in group[1:]), f"{group} is split within"
-        begin = sum(_list_fused_sizes(name, dims)[: name.part]) if index == name.fused_dim else 0
+        begin = sum(list_sizes(name.fused, dims)[: name.part]) if index == name.fused_dim else 0
         first, last = ranges[group[0]]
         if name.interleaved and index == name.fused_dim:
             # Rows of up[2:4], in  gate 0 | up 0 | gate 1 | up 1 | ...: those of entries 2 and 3 of both, rows 4 to 7. A
@@ -312,7 +313,7 @@ def _find_slices(
 
 def entry_sizes(name: Name, dims: Mapping[str, int]) -> list[int]:
     """Return how many rows an entry has in each of the weights that are interleaved."""
-    return [size // dims[name.interleaved] for size in _list_fused_sizes(name, dims)]
+    return [size // dims[name.interleaved] for size in list_sizes(name.fused, dims)]
 
 
 def _take_entries(stored: np.ndarray, name: Name, dims: Mapping[str, int], entries: tuple[int, int]) -> np.ndarray:
@@ -330,7 +331,7 @@ def _take_entries(stored: np.ndarray, name: Name, dims: Mapping[str, int], entri
     return taken.take(range(first, first + (entries[1] - entries[0]) * inner), dim)
 
 
-def save_weights(folder: Path, params: Mapping[str, Any], cfg: Model, weights: Any, dtype: str, shard_gb: float) -> int:
+def save_weights(folder: Path, params: Parameters, cfg: Model, weights: Any, dtype: str, shard_gb: float) -> int:
     """Write `params` as safetensors files of at most `shard_gb` GB, with an index if there are several.
 
     Returns the bytes of all tensors. Files are written in rounds: in a round, each process that sees the folder writes
@@ -366,8 +367,8 @@ def _write_round(folder: Path, files: dict[int, tuple[str, list[Any]]], dtype: s
     local: dict[str, np.ndarray] = {}
     for writer, (_, tensors) in files.items():
         is_local = writer == jax.process_index()
-        made = [(name, make(dtype, is_local)) for name, _, make in tensors]  # every process takes part
-        local |= {name: tensor for name, tensor in made if is_local}
+        made = {name: make(dtype, is_local) for name, _, make in tensors}  # every process takes part
+        local |= made if is_local else {}
 
     def write() -> None:
         if local:
@@ -380,7 +381,7 @@ def _write_round(folder: Path, files: dict[int, tuple[str, list[Any]]], dtype: s
     peers.together(write, "writing weights", peers.NO_LIMIT_S)
 
 
-def _list_tensors(params: Mapping[str, Any], cfg: Model, weights: Any) -> list[tuple[str, tuple[int, ...], Any]]:
+def _list_tensors(params: Parameters, cfg: Model, weights: Any) -> list[tuple[str, tuple[int, ...], Any]]:
     """Return name, shape and a function for each tensor in the files, ordered by layer.
 
     The function of (dtype, is_local) gathers the tensor, with all processes, and returns it, None without `is_local`.
@@ -439,6 +440,5 @@ def pack(value: np.ndarray, name: Name, weight) -> np.ndarray:
     """Return one layer of a parameter (of one expert) with the dimensions that the files have."""
     ours = "".join(dim_name for dim_name in weight.equation.w if dim_name not in name.numbered)
     dim_names = name.dims.replace(",", "")
-    sizes = dict(zip(ours, value.shape, strict=True))
-    shape = [math.prod(sizes[dim_name] for dim_name in group) for group in name.dims.split(",")]
+    shape = list_sizes(name.dims.split(","), dict(zip(ours, value.shape, strict=True)))
     return value.transpose([ours.index(dim_name) for dim_name in dim_names]).reshape(shape)

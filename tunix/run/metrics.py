@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -94,6 +94,7 @@ class StartedStep:
     numbers: dict[str, float]  # what the source of its batch gave with it (`BatchSource.next`)
 
 
+@dataclass
 class StepLog:
     """Writes the line of each step while the next one runs: no step waits for its own numbers.
 
@@ -104,24 +105,15 @@ class StepLog:
     runs ahead of them.
     """
 
-    def __init__(
-        self,
-        metrics: Metrics,
-        sizes: Sizes,
-        peak_tflops: float | None,
-        samples: Callable[[int], range],
-        norms_every: int | None,
-        pace: Pace,
-    ):
-        """`samples` gives the samples of a step: those of a step that changed nothing are named in the log.
-
-        Norms of layers are written after every `norms_every` steps. `pace` learns the time of each step.
-        """
-        self.metrics, self.sizes, self.peak_tflops, self.samples = metrics, sizes, peak_tflops, samples
-        self.norms_every, self.pace = norms_every, pace
-        self.pending: StartedStep | None = None
-        self.last: dict[str, Any] = {}  # the newest line
-        self.clock = time.perf_counter()
+    metrics: Metrics
+    sizes: Sizes
+    peak_tflops: float | None
+    samples: Callable[[int], range]  # of a step: those of a step that changed nothing are named in the log
+    norms_every: int | None  # norms of layers are written after so many steps
+    pace: Pace  # learns the time of each step
+    pending: StartedStep | None = None
+    last: dict[str, Any] = field(default_factory=dict)  # the newest line
+    clock: float = field(default_factory=time.perf_counter)
 
     def restart_clock(self) -> None:
         """Count the next step's time from now: something else has run since the last one."""
