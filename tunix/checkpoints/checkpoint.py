@@ -165,7 +165,15 @@ class Checkpoints:
                 info = self.store.info(candidate)
                 position = Position(**info["position"])
                 check_same(config, info["config"], position, now)
-                state = self.store.restore(candidate, _without_absent_parts(abstract, info["parts"]))
+                # Without a copy of the parameters, or a window of spikes, that the checkpoint does not have.
+                requested, present = dict(abstract), info["parts"]
+                copies = {name: tree for name, tree in requested.pop("copies", {}).items() if name in present["copies"]}
+                spikes = requested.pop("spikes", None)
+                if copies:
+                    requested["copies"] = copies
+                if spikes and spikes["loss"].size == present["spike_window"]:
+                    requested["spikes"] = spikes
+                state = self.store.restore(candidate, requested)
             except UserError:
                 raise  # of another model, tokenizer or corpus: an older checkpoint would be refused too
             except Exception as error:
@@ -178,22 +186,10 @@ class Checkpoints:
                 continue
             # Only now: a checkpoint that cannot be read is moved too, but not before an older one could be read.
             self.store.put_aside([newer for newer in steps if newer > candidate])
-            for name in sorted(set(info["parts"]["copies"]) - set(abstract.get("copies", {}))):
+            for name in sorted(set(present["copies"]) - set(abstract.get("copies", {}))):
                 log.warning("the checkpoint's copy of the parameters %s is not wanted any more: it is dropped", name)
             # Checkpoints of version 0.1.0 do not say how the held-out loss went.
             return state, replace(position, data=now.data), Improvement(**info.get("improvement", {}))
         if steps:
             raise UserError(f"resume: all checkpoints in {folder} are damaged ({entries})")
         return None
-
-
-def _without_absent_parts(abstract: State, present: dict[str, Any]) -> State:
-    """Return the state to read from a checkpoint that has these parts (`store.find_parts`)."""
-    requested = dict(abstract)
-    copies = {name: tree for name, tree in requested.pop("copies", {}).items() if name in present["copies"]}
-    spikes = requested.pop("spikes", None)
-    if copies:
-        requested["copies"] = copies
-    if spikes and spikes["loss"].size == present["spike_window"]:
-        requested["spikes"] = spikes
-    return requested

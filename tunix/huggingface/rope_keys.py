@@ -48,13 +48,11 @@ def _read_layers(per_layer: dict[str, Any], values: dict[str, Any]) -> dict[str,
 
 def write_global_heads(model: Model) -> dict[str, Any]:
     """Return the keys of config.json for the heads of global layers."""
-    heads = model.global_heads
-    if heads is None:  # like those of local layers
-        return {"global_head_dim": model.head_dim, "num_global_key_value_heads": None, "attention_k_eq_v": False}
+    heads = model.global_heads  # None where they are like those of local layers
     return {
-        "global_head_dim": heads.head_dim,
-        "num_global_key_value_heads": heads.num_kv_heads,
-        "attention_k_eq_v": heads.values_are_keys,
+        "global_head_dim": (heads or model).head_dim,
+        "num_global_key_value_heads": heads and heads.num_kv_heads,
+        "attention_k_eq_v": heads is not None and heads.values_are_keys,
     }
 
 

@@ -128,11 +128,10 @@ def load_weights(folder: Path, cfg: Model, weights: Parameters, layout: Layout, 
     Raises:
         UserError: tensors that are missing, too many, of another shape, or no floats: they are named.
     """
+    check_weights(folder, cfg, weights)
     family = find_family(cfg.family)
     loaded: dict[str, jax.Array] = {}
     with TensorFiles(folder, family, cfg.vocab_size) as files:
-        _check(files, cfg, weights)
-
         load = partial(load_parameter, files, cfg, layout, mesh)
         try:
             for path, name, weight in list_in_files(weights, family):
@@ -179,46 +178,41 @@ def list_sizes(groups: Iterable[str], dims: Mapping[str, int]) -> list[int]:
 
 
 def check_weights(folder: Path, cfg: Model, weights: Parameters) -> None:
-    """Check names and shapes as `load_weights` does, with its errors; reads only the headers of the files."""
-    with TensorFiles(folder, find_family(cfg.family), cfg.vocab_size) as files:
-        _check(files, cfg, weights)
-
-
-def _check(files: TensorFiles, cfg: Model, weights: Parameters) -> None:
-    """Compare the tensors of the files with those that the parameters need.
+    """Compare the tensors of the files with those that the parameters need; reads only the headers of the files.
 
     Raises:
         UserError: a tensor is missing, not needed, of another shape, or not of floats.
     """
-    tensors, folder = files.tensors, files.folder
-    requested = {
-        name.tensor.format(*numbers): shape_in_files(name, cfg.dims)
-        for path, name, _ in list_in_files(weights, files.family)
-        for numbers in list_numbers(path, name, cfg)
-    }
-    constants = list_constants(files.family, cfg)
-    ignored = [pattern.replace("{num_layers}", str(cfg.num_layers)) for pattern in files.family.ignored]
-    # Old versions of transformers saved the frequencies of RoPE. Some files have a tied head a second time.
-    ignored += [*map(re.escape, constants), r".*rotary_emb\.inv_freq$", *([r"lm_head\."] if cfg.tied_head else [])]
-    # No layer uses the keys and values of layers that take those of earlier layers.
-    unused = [files.family.name(f"blocks.attention.{part}") for part in ("k.w", "v.w", "k_norm.scale")]
-    shared = [layer for layer in range(cfg.num_layers) if cfg.is_shared(layer)]
-    ignored += [re.escape(name.tensor.format(layer)) for name in unused if name for layer in shared]
-    if missing := sorted(requested.keys() - tensors.keys()):
-        raise UserError(f"{folder} lacks {first_names(missing)}")
-    extra = sorted(tensors.keys() - requested.keys())
-    if extra := [name for name in extra if not any(re.match(pattern, name) for pattern in ignored)]:
-        raise UserError(f"{folder} has {first_names(extra)}, which a {cfg.family} of its config.json does not have")
-    for name, number in constants.items():
-        # A file in bfloat16 has three digits of the number.
-        if name in tensors and not math.isclose(number, value := files.read(name, ()), rel_tol=0.01):
-            raise UserError(f"{folder}: {name} is {value}, and layers of a {cfg.family} compute with {number}")
-    for name, shape in requested.items():
-        stored, dtype = tensors[name].shape, tensors[name].dtype
-        if stored != shape:
-            raise UserError(f"{folder}: {name} is {list(stored)}, its config.json says {list(shape)}")
-        if dtype not in FLOATS:
-            raise UserError(f"{folder}: {name} holds {dtype}, not {', '.join(FLOATS)}; dequantize it first")
+    family = find_family(cfg.family)
+    with TensorFiles(folder, family, cfg.vocab_size) as files:
+        tensors, constants = files.tensors, list_constants(family, cfg)
+        requested = {
+            name.tensor.format(*numbers): shape_in_files(name, cfg.dims)
+            for path, name, _ in list_in_files(weights, family)
+            for numbers in list_numbers(path, name, cfg)
+        }
+        ignored = [pattern.replace("{num_layers}", str(cfg.num_layers)) for pattern in family.ignored]
+        # Old versions of transformers saved the frequencies of RoPE. Some files have a tied head a second time.
+        ignored += [*map(re.escape, constants), r".*rotary_emb\.inv_freq$", *([r"lm_head\."] if cfg.tied_head else [])]
+        # No layer uses the keys and values of layers that take those of earlier layers.
+        unused = [family.name(f"blocks.attention.{part}") for part in ("k.w", "v.w", "k_norm.scale")]
+        shared = [layer for layer in range(cfg.num_layers) if cfg.is_shared(layer)]
+        ignored += [re.escape(name.tensor.format(layer)) for name in unused if name for layer in shared]
+        if missing := sorted(requested.keys() - tensors.keys()):
+            raise UserError(f"{folder} lacks {first_names(missing)}")
+        extra = sorted(tensors.keys() - requested.keys())
+        if extra := [name for name in extra if not any(re.match(pattern, name) for pattern in ignored)]:
+            raise UserError(f"{folder} has {first_names(extra)}, which a {cfg.family} of its config.json does not have")
+        for name, number in constants.items():
+            # A file in bfloat16 has three digits of the number.
+            if name in tensors and not math.isclose(number, value := files.read(name, ()), rel_tol=0.01):
+                raise UserError(f"{folder}: {name} is {value}, and layers of a {cfg.family} compute with {number}")
+        for name, shape in requested.items():
+            stored, dtype = tensors[name].shape, tensors[name].dtype
+            if stored != shape:
+                raise UserError(f"{folder}: {name} is {list(stored)}, its config.json says {list(shape)}")
+            if dtype not in FLOATS:
+                raise UserError(f"{folder}: {name} holds {dtype}, not {', '.join(FLOATS)}; dequantize it first")
 
 
 def list_constants(family: Family, cfg: Model) -> dict[str, float]:

@@ -126,12 +126,9 @@ VARIABLES = ("XLA_", "JAX_", "NCCL_", "TUNIX_", "CUDA_", "SLURM_")  # beginnings
 @cache
 def list_packages() -> dict[str, str]:
     """Return the version of every installed package by its name."""
-    packages: dict[str, str] = {}
-    for each in metadata.distributions():
-        fields = each.metadata  # read once: each use of `metadata` and of `version` parses the package's file again
-        if fields and fields["Name"]:
-            packages[fields["Name"]] = fields["Version"]
-    return packages
+    # Read once: each use of `metadata` and of `version` parses the package's file again.
+    all_fields = [each.metadata for each in metadata.distributions()]
+    return {fields["Name"]: fields["Version"] for fields in all_fields if fields and fields["Name"]}
 
 
 def describe_environment() -> dict[str, Any]:
@@ -205,13 +202,13 @@ def _is_shared(folder: Path, requested: bool | str) -> bool:
         return True
     if requested is False:
         return False
-    blind = {peers.hosts()[rank] for rank in find_blind(folder)}
+    hosts = peers.hosts()
+    blind = {hosts[rank] for rank in find_blind(folder)}
     if not blind:
         return True
     # Where every other host lacks the folder, no disk is shared, and the run knows how to do without. Where only some
     # hosts lack it, a disk is meant to be shared, and is not mounted there.
-    others = set(peers.hosts()) - {peers.hosts()[0]}
-    if requested is True or blind != others:
+    if requested is True or blind != set(hosts) - {hosts[0]}:
         raise UserError(
             f"the run's folder {folder} is not seen by {', '.join(sorted(blind))}; "
             "choose one on a disk that all processes share: hydra.run.dir=DIR"
@@ -250,8 +247,7 @@ def write_record(job: compose.Job, folder: Path, shared: bool, waiting: MemoryHa
         temporary = link.with_name(f".latest-{os.getpid()}")
         try:
             link.parent.mkdir(parents=True, exist_ok=True)
-            # Made beside and renamed, because a link cannot be changed in place; relative, so that outputs/ can be
-            # moved.
+            # Made beside and renamed, since a link cannot be changed in place; relative, so that outputs/ can be moved.
             temporary.symlink_to(os.path.relpath(folder, link.parent))
             os.replace(temporary, link)
         except OSError as error:

@@ -124,15 +124,15 @@ class StepLog:
         # Asked for now, the copies to the host begin by themselves when the step has ended. `_write` finds them there.
         for value in jax.tree.leaves(scalars):
             value.copy_to_host_async()
-        before, self.pending = self.pending, StartedStep(step, scalars, numbers)
-        self._write(before)
+        self._write(StartedStep(step, scalars, numbers))
 
     def finish(self) -> None:
         """Wait for the last step started and write it."""
-        before, self.pending = self.pending, None
-        self._write(before)
+        self._write(None)
 
-    def _write(self, started: StartedStep | None) -> None:
+    def _write(self, following: StartedStep | None) -> None:
+        """Write the step that was started last; `following` is the one after it."""
+        started, self.pending = self.pending, following
         if started is None:
             return
         scalars = dict(started.scalars)
@@ -140,7 +140,12 @@ class StepLog:
         if self.norms_every and started.step % self.norms_every == 0:
             scalars |= norms
         waits_since = time.perf_counter()
-        values = _read_numbers(scalars)  # waits until the step has ended
+        values: dict[str, float] = {}
+        for name, value in scalars.items():  # waits until the step has ended
+            if value.ndim == 0:
+                values[name] = float(value)
+            else:  # number 3 of a vector `expert_load` is `expert_load/3`
+                values |= {f"{name}/{index}": number for index, number in enumerate(value.tolist())}
         now = time.perf_counter()
         # From line to line, and not from the call of a step to its end: the call comes while the step before runs.
         step_time_s, self.clock = now - self.clock, now
@@ -149,17 +154,6 @@ class StepLog:
         if remark := remark_on_skipped(self.last, self.samples(started.step)):
             log.warning("%s", remark)
         self.metrics.write(self.last)
-
-
-def _read_numbers(scalars: dict[str, jax.Array]) -> dict[str, float]:
-    """Return the numbers by name; number 3 of a vector `expert_load` is `expert_load/3`."""
-    values: dict[str, float] = {}
-    for name, value in scalars.items():
-        if value.ndim == 0:
-            values[name] = float(value)
-        else:
-            values |= {f"{name}/{index}": number for index, number in enumerate(value.tolist())}
-    return values
 
 
 def make_record(

@@ -10,6 +10,7 @@ import tempfile
 import threading
 import time
 import urllib.request
+from contextlib import suppress
 from datetime import timedelta
 from importlib.util import find_spec
 from io import BytesIO
@@ -124,10 +125,9 @@ def _has_key(host: str) -> bool:
     """Return True where the environment or the file ~/.netrc has a key for the host."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
-    try:
+    with suppress(OSError, netrc.NetrcParseError):
         return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
-    except (OSError, netrc.NetrcParseError):
-        return False
+    return False
 
 
 FLUSH_S = 2.0  # numbers of so many seconds are sent in one request: steps may be faster than requests

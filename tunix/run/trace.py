@@ -109,7 +109,13 @@ class CommunicationTrace:
         collectives = read_collectives(hlo)
         local_timelines: dict[str, Timeline] = {}
         if self.traces:
-            trace = ProfileData.from_file(str(self._keep_trace()))
+            # Where TensorBoard's profile plugin looks, named by process.
+            session = self.folder / "plugins" / "profile" / f"after_step_{self.edges[0]}"
+            session.mkdir(parents=True, exist_ok=True)
+            kept = session / f"{socket.gethostname()}_{jax.process_index()}.xplane.pb"
+            max(self._trace_folder.rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime).replace(kept)
+            shutil.rmtree(self._trace_folder)
+            trace = ProfileData.from_file(str(kept))
             module = re.match(r"HloModule ([\w.\-]+)", hlo)
             assert module
             names = {each.name for each in collectives}
@@ -130,10 +136,8 @@ class CommunicationTrace:
         if not of_all:
             log.warning("the trace in %s shows no operation of the step: no communication report", self.folder)
             return
-        sizes = dict(self.mesh.shape)
-        device = self.mesh.devices.flat[0]
-        kind, costs = find_kind(device.device_kind), derive_costs(self.program)
-        predicted = predict(costs.transfers, sizes, kind, per_host)
+        sizes, kind = dict(self.mesh.shape), find_kind(self.mesh.devices.flat[0].device_kind)
+        predicted = predict(derive_costs(self.program).transfers, sizes, kind, per_host)
         communication = measure(self.edges[0] + 1, self.cfg.profile.steps, of_all, collectives, sizes, predicted)
         text, png = trace_analysis.format_text(communication), plot_communication(communication)
         for name, content in (("txt", text), ("csv", trace_analysis.format_csv(communication))):
@@ -143,13 +147,3 @@ class CommunicationTrace:
         self.metrics.image("communication_by_axis", png, step)
         log.info("communication of %s", text.partition("\n\nby collective")[0])
         log.info("trace and communication report: %s", self.folder)
-
-    def _keep_trace(self) -> Path:
-        """Move the trace to where TensorBoard's profile plugin looks, named by process; returns its path."""
-        session = self.folder / "plugins" / "profile" / f"after_step_{self.edges[0]}"
-        session.mkdir(parents=True, exist_ok=True)
-        target = session / f"{socket.gethostname()}_{jax.process_index()}.xplane.pb"
-        written = max(self._trace_folder.rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime)
-        written.replace(target)
-        shutil.rmtree(self._trace_folder)
-        return target
