@@ -14,11 +14,16 @@ from tunix.base.errors import UserError
 from tunix.config.compose import compose
 from tunix.models.attention import plain
 from tunix.models.attention_mask import row_mask_rule
-from tunix.models.context_parallel import RINGS, ring_attention
 from tunix.models.flash_attention import flash
-from tunix.models.kernel_blocks import FLASH_BLOCKS, FlashBlock, FlashBlocks, computed_pairs, computed_pairs_in_ring
-from tunix.models.kernels import select_kernel
-from tunix.models.ring_flash import Flash
+from tunix.models.kernels import (
+    FLASH_BLOCKS,
+    FlashBlock,
+    FlashBlocks,
+    computed_pairs,
+    computed_pairs_in_ring,
+    select_kernel,
+)
+from tunix.models.ring import RINGS, FlashRing, ring_attention
 from tunix.training.choices import build_layout, build_mesh
 from tunix.training.kernel_check import check_attention
 
@@ -57,10 +62,6 @@ def test_numbers_are_those_of_the_plain_kernel(length, heads, kv_heads, dim, win
         np.testing.assert_allclose(one, other, atol=3e-6 * np.abs(other).max())
 
 
-def interpreted_ring(cap):
-    return Flash(cap, SMALL_BLOCKS)
-
-
 def test_a_ring_of_kernels_computes_what_plain_blocks_do(monkeypatch):
     """Three devices of 96 tokens, filled up to 128; documents and windows end in blocks of other devices."""
     rng = np.random.default_rng(1)
@@ -81,7 +82,7 @@ def test_a_ring_of_kernels_computes_what_plain_blocks_do(monkeypatch):
         return *out, *pull_back((d_out, d_out[..., 0]))
 
     expected = jax.jit(results)(q, k, v)
-    monkeypatch.setitem(RINGS, "xla", f"{__name__}:interpreted_ring")
+    monkeypatch.setitem(RINGS, "xla", partial(FlashRing, blocks=SMALL_BLOCKS))
     for one, other in zip(jax.jit(lambda *qkv: results(*qkv))(q, k, v), expected, strict=True):
         np.testing.assert_allclose(one, other, atol=3e-6 * np.abs(other).max())
 

@@ -14,8 +14,7 @@ from support.harness import batch, cli_here, program
 from tunix.base.errors import UserError
 from tunix.config.compose import compose
 from tunix.models.grouped_matmul import grouped
-from tunix.models.kernel_blocks import GROUPED_BLOCKS, GroupedBlock, GroupedBlocks, empty_rows
-from tunix.models.kernels import select_expert_matmul
+from tunix.models.kernels import GROUPED_BLOCKS, GroupedBlock, GroupedBlocks, empty_rows, select_expert_matmul
 from tunix.training.choices import build_layout, build_mesh
 from tunix.training.kernel_check import check_expert_matmul
 

@@ -61,7 +61,7 @@ def test_same_loss_and_gradient_norm_on_every_mesh(mesh, reference):
 )
 def test_keys_that_go_round_in_a_ring(mesh, words, reference, monkeypatch):
     """A device has 4 or 16 tokens, and computes with those 2 at a time: whole blocks and parts of blocks are skipped."""
-    monkeypatch.setattr("tunix.models.ring_xla.MAX_QUERIES", 2)
+    monkeypatch.setattr("tunix.models.context_parallel.MAX_QUERIES", 2)
     assert_same(program(f"model.mesh_shape={mesh}", *CLIPPED, *words).run(batch(), steps=3), reference)
 
 

@@ -192,7 +192,7 @@ class _Walk:
             work = count_grouped(instruction, scope, data.num_experts, data.empty_rows.get(kernel, math.nan))
             return work, speeds.kernel_flops_per_s
         work = self._count(instruction, scope)
-        name = kernel.removesuffix("_own").removesuffix("_before")  # two kernels of models/ring_flash.py for each
+        name = kernel.removesuffix("_own").removesuffix("_before")  # two kernels of models/ring.py for each
         if num_matmul := KERNEL_MATMUL.get(name, 0):
             batch, _, heads, dim = scope[instruction.operands[0]].dims  # queries [B, T, N, H]
             in_block = data.ring_pairs.get(kernel[len(name) :], math.nan)

@@ -1,16 +1,11 @@
-"""Ring attention: keys and values travel from device to device, and queries stay (arXiv:2310.01889).
+"""Exchanges of attention: how a query meets the keys of its sequence that rest on other devices.
 
-Four devices share a sequence. Device 2 sees the blocks of keys in this order, and computes with those it needs:
-
-    step        0        1        2        3
-    keys of     2        1        0        3        each device hands its block on to the next one
-                part     all      all      skipped: these tokens come later
-
-This file moves the blocks. The products with a block are those of a row of `RINGS`: kernels (ring_flash.py) or XLA's
-own operations (ring_xla.py).
-
-The backward pass is written by hand: automatic differentiation would keep the scores of every block. Keys and values go
-round once more, and their gradients travel with them, float32, until they are home again.
+Outside attention each device has a share of the tokens of a sequence, with all heads of its part of the model. Inside
+it a query needs the keys of all earlier tokens. An exchange is a function that runs inside a `shard_map`, on one
+device's arrays: (kernel, q [B, T, N, H], k and v [B, T, K, H], mask_rule) -> [B, T, N, H], where T are the tokens of
+this device, and `mask_rule` is that of the whole sequence. `kernel` is a key of `KERNELS` or a path. An exchange
+takes the options of kernels (`models/attention.py`), and returns what the kernel returns. `CP_EXCHANGES` of
+`models/table.py` has their names; the ring is in `models/ring.py`.
 """
 
 import math
@@ -30,15 +25,6 @@ from tunix.models.kernels import Choice, find_kernel
 from tunix.models.table import CP_EXCHANGES, RING_KERNELS
 from tunix.sharding.mesh_shape import count_devices, token_shards
 from tunix.sharding.table import DIMS, token_axes
-
-# Exchanges of attention: how a query meets the keys of its sequence that rest on other devices.
-#
-# Outside attention each device has a share of the tokens of a sequence, with all heads of its part of the model. Inside
-# it a query needs the keys of all earlier tokens. An exchange is a function that runs inside a `shard_map`, on one
-# device's arrays: (kernel, q [B, T, N, H], k and v [B, T, K, H], mask_rule) -> [B, T, N, H], where T are the tokens of
-# this device, and `mask_rule` is that of the whole sequence. `kernel` is a key of `KERNELS` or a path. An exchange
-# takes the options of kernels (`models/attention.py`), and returns what the kernel returns. `CP_EXCHANGES` of
-# `models/table.py` has their names.
 
 Exchange = Callable[..., jax.Array]
 
@@ -92,6 +78,14 @@ def count_repeats(num_kv_heads: int, num_devices: int) -> int:
     return num_devices // math.gcd(num_devices, num_kv_heads)
 
 
+MAX_QUERIES = 512  # of a device, whose scores with a block of keys exist at one time in a ring of XLA's operations
+
+
+def chunk_size(local_tokens: int) -> int:
+    """Return how many queries of a device are computed, or skip a block of keys, together in such a ring."""
+    return max(n for n in range(1, MAX_QUERIES + 1) if local_tokens % n == 0)
+
+
 def keep_local(kernel: str, q: jax.Array, k: jax.Array, v: jax.Array, mask_rule: MaskRule, **options: Any) -> Any:
     """Run the kernel on what this device has, every key of its sequences, for its heads: q [B, T, N, H], k and v
     [B, T, K, H] -> [B, T, N, H]."""
@@ -132,105 +126,3 @@ def swap_tokens_for_heads(
     out = find_kernel(kernel)(*map(gather_tokens, (q, k, v)), mask_rule, **options)
     back = partial(jax.lax.all_to_all, axis_name=axes, split_axis=1, concat_axis=2, tiled=True)
     return checkpoint_name(jax.tree.map(back, out), "exchange")
-
-
-# Products with a block by kernel, a key of `config.model.KERNELS`: a class with the methods of `ring_xla.Plain`. Its
-# place is given, because the kernels import Pallas.
-RINGS = {"flash": "tunix.models.ring_flash:Flash", "xla": "tunix.models.ring_xla:Plain"}
-
-
-def ring_attention(
-    kernel: str,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    mask_rule: MaskRule,
-    cap: float | None = None,
-    with_sums: bool = False,
-) -> Any:
-    """Return [B, T, N, H] of this device's queries over the keys of all devices, inside a `shard_map`.
-
-    `mask_rule` is the rule for the whole sequence, in which each segment is one run. `kernel` is a key of `RINGS`.
-    """
-    ring_kernel = import_object(RINGS[kernel])(cap)
-    arranged, mask_info = ring_kernel.arrange(q, k.shape[2], mask_rule)
-    out, log_sums = ring_kernel.restore(*_attention(ring_kernel, arranged, k, v, mask_info))
-    return (out, log_sums) if with_sums else out
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(ring_kernel, q, k, v, mask_info):
-    return _forward(ring_kernel, q, k, v, mask_info)
-
-
-def _attention_forward(ring_kernel, q, k, v, mask_info):
-    # Both have the name by which remat policies keep them: without them the keys would go round once more.
-    out, log_sums = (checkpoint_name(x, "attention") for x in _forward(ring_kernel, q, k, v, mask_info))
-    return (out, log_sums), (q, k, v, mask_info, out, log_sums)
-
-
-def _attention_backward(ring_kernel, residuals, gradients):
-    """Take the keys round once more. The gradients of a block go with it, one step behind, and each device adds a part.
-
-    Four devices, the block of device 0:
-
-        step            0      1      2      3
-        keys are on     0      1      2      3
-        gradients on    0 +=   1 +=   2 +=   3 +=   then home to 0
-    """
-    q, k, v, mask_info, out, log_sums = residuals
-    backward = ring_kernel.start_backward(out, log_sums, *gradients)
-    add_gradients = partial(ring_kernel.add_gradients, q, mask_info, backward)
-    block = _hand_on((k, v))
-    dq, *gradients = add_gradients(jnp.zeros_like(q, jnp.float32), (k, v), 0)
-
-    def visit(carry, step):
-        # Two sends run while the device computes: the next block, and the gradients of the block before this one,
-        # which belong to the keys that the next device has now.
-        dq, block, gradients = carry
-        next_block, received = _hand_on(block), _hand_on(gradients)
-        dq, *more = add_gradients(dq, block, step)
-        return (dq, next_block, tuple(a + b for a, b in zip(received, more, strict=True))), None
-
-    num_devices = jax.lax.axis_size(token_axes())
-    steps = jnp.arange(1, num_devices - 1)
-    (dq, block, gradients), _ = jax.lax.scan(visit, (dq, block, tuple(gradients)), steps)
-    received = _hand_on(gradients)
-    dq, *more = add_gradients(dq, block, num_devices - 1)
-    dk, dv = _hand_on(tuple(a + b for a, b in zip(received, more, strict=True)))  # home
-    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None
-
-
-_attention.defvjp(_attention_forward, _attention_backward)
-
-
-def _forward(ring_kernel, q, k, v, mask_info) -> tuple[jax.Array, jax.Array]:
-    """Return the results of `ring_kernel.finish` after all blocks."""
-    sums = ring_kernel.start(q, v)
-    add = partial(ring_kernel.add, q, mask_info)
-    # The first and the last block stand outside of the loop: the first is the device's own, and behind the last one
-    # nothing is left to hand on. With four devices:
-    #
-    #     compute with    own | block 1    block 2 | block 3
-    #     hand on         own | block 1    block 2 |
-    #                         |<---- visit ------->|
-    block = _hand_on((k, v))  # on its way while the device computes with its own
-    sums = add(sums, (k, v), 0)
-
-    def visit(carry, step):
-        sums, block = carry
-        next_block = _hand_on(block)
-        return (add(sums, block, step), next_block), None
-
-    num_devices = jax.lax.axis_size(token_axes())
-    (sums, block), _ = jax.lax.scan(visit, (sums, block), jnp.arange(1, num_devices - 1))
-    sums = add(sums, block, num_devices - 1)
-    return ring_kernel.finish(q, sums)
-
-
-def _hand_on(arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-    """Send arrays to the next device of the ring, and return those of the one before."""
-    axes = token_axes()
-    num_devices = jax.lax.axis_size(axes)
-    pairs = [(device, (device + 1) % num_devices) for device in range(num_devices)]
-    return tuple(jax.lax.ppermute(x, axes, pairs) for x in arrays)

@@ -29,10 +29,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from tunix.models.attention_mask import MASKED, first_keys, last_queries
-from tunix.models.kernel_blocks import FLASH_BLOCKS, FlashBlocks, find_row_in_use, padded_dim
+from tunix.models.kernels import FLASH_BLOCKS, FlashBlocks, find_row_in_use, padded_dim
 from tunix.models.layers import soft_cap
-
-# Calls of kernels that are written in Pallas and lowered by Triton. It stands apart because it imports Pallas.
 
 
 def call_kernel(kernel: Any, arrays: tuple[Any, ...], *, block: Any, **params: Any) -> Any:
@@ -196,7 +194,7 @@ def _sees(first, rows, keys, num_before):
     return (keys >= first[:, None]) & upper
 
 
-def _through_cap(gradient: jax.Array, capped: jax.Array, cap: float | None) -> jax.Array:
+def through_cap(gradient: jax.Array, capped: jax.Array, cap: float | None) -> jax.Array:
     """Return the gradient of scores, out of that of the capped scores."""
     return gradient if cap is None else gradient * (1 - (capped / cap) ** 2)
 
@@ -251,7 +249,7 @@ def _queries_kernel(inputs: Inputs, backward: BackwardInputs, dq_ref, *, variant
             keys = n * block_k + jnp.arange(block_k)
             p = jnp.where(_sees(first, rows, keys, num_before), p, 0)
         d_scores = p * (triton.dot(d_out, inputs.v[span, :].T) - delta[:, None])
-        d_scores = _through_cap(d_scores, scores, cap)
+        d_scores = through_cap(d_scores, scores, cap)
         return dq + triton.dot(d_scores.astype(k.dtype), k)
 
     dq = _over_keys(body, jnp.zeros((block_q, dim), jnp.float32), first, begin, block_q, block_k, num_before)
@@ -276,7 +274,7 @@ def _keys_kernel(inputs: Inputs, backward: BackwardInputs, dk_ref, dv_ref, *, va
             p = jnp.where(sees if are_before else sees & (rows >= keys[:, None]), p, 0)
         dv += triton.dot(p.astype(d_out.dtype), d_out)
         d_scores = p * (triton.dot(v, d_out.T) - backward.delta[head, span][None, :])
-        d_scores = _through_cap(d_scores, scores, cap)
+        d_scores = through_cap(d_scores, scores, cap)
         return dk + triton.dot(d_scores.astype(q.dtype), q), dv
 
     # block of queries    0   1   2   3   4   5   6       the places of the keys lie in block 1, and their ends, of a

@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from tunix.models.flash_attention import call_kernel, shape_like
-from tunix.models.kernel_blocks import GROUPED_BLOCKS, GroupedBlock, GroupedBlocks, find_row_in_use
+from tunix.models.kernels import GROUPED_BLOCKS, GroupedBlock, GroupedBlocks, find_row_in_use
 
 FULL_ARRAY = pl.BlockSpec()  # a program sees all of it, and loads the blocks that it needs
 

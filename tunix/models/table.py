@@ -61,7 +61,7 @@ CP_EXCHANGES = {
         splits_heads=True,
     ),
     "ring": AttentionExchange(
-        function="tunix.models.context_parallel:ring_attention",
+        function="tunix.models.ring:ring_attention",
         transfers="tunix.costs.communication:hand_on_keys",
         time="tunix.plan.derived_time:time_of_ring",
         in_blocks=True,

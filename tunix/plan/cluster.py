@@ -15,13 +15,14 @@ from tunix.costs.communication import Transfer, predict_seconds
 from tunix.costs.compiled_time import KernelData, Speeds
 from tunix.costs.devices import read_device_kinds, read_kind, replace_network
 from tunix.costs.hlo import Collective
-from tunix.models import kernel_blocks
 from tunix.models.expert_parallel import experts_with_capacity, select_expert_exchange
-from tunix.models.kernel_blocks import (
+from tunix.models.kernels import (
     FLASH_BLOCKS,
+    GROUPED_BLOCKS,
     blocks_for,
     computed_pairs,
     computed_pairs_in_ring,
+    empty_rows,
     find_row_of_chip,
 )
 from tunix.sharding.mesh_shape import token_shards
@@ -133,9 +134,9 @@ def derive_kernel_data(cfg: Config, device_kind: str, sizes: dict[str, int]) -> 
             steps = [computed_pairs_in_ring(local_tokens, num_devices, window, block) for window, block in with_kernel]
             local, *before = np.mean(steps, 0)
             in_ring = {"_own": local, "_before": sum(before) / max(1, len(before))}
-    expert_blocks = find_row_of_chip(kernel_blocks.GROUPED_BLOCKS, device_kind)
+    expert_blocks = find_row_of_chip(GROUPED_BLOCKS, device_kind)
     if expert_blocks is None or not isinstance(model.mlp, ExpertsMlp):
         return KernelData(pairs, in_ring)
     exchange = select_expert_exchange(model, sizes, PLATFORM).name
     num_experts = experts_with_capacity(model, sizes, exchange)
-    return KernelData(pairs, in_ring, num_experts, kernel_blocks.empty_rows(expert_blocks))
+    return KernelData(pairs, in_ring, num_experts, empty_rows(expert_blocks))

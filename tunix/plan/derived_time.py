@@ -16,15 +16,14 @@ from tunix.costs.compiled_time import StepTime
 from tunix.costs.derived import Costs
 from tunix.costs.devices import compute_peak_tflops
 from tunix.models.attention import select_query_block
-from tunix.models.context_parallel import is_in_blocks, select_exchange
-from tunix.models.kernel_blocks import (
+from tunix.models.context_parallel import chunk_size, is_in_blocks, select_exchange
+from tunix.models.kernels import (
     FLASH_BLOCKS,
     blocks_for,
     computed_pairs,
     computed_pairs_in_ring,
     find_row_of_chip,
 )
-from tunix.models.ring_xla import chunk_size
 from tunix.models.table import CP_EXCHANGES, RING_KERNELS
 from tunix.plan.cluster import HBM_SHARE, KERNEL_SHARE, PLATFORM, Cluster
 from tunix.sharding.table import axis_names, token_axes
@@ -195,7 +194,7 @@ def count_pairs_in_ring(length: int, window: int, num_devices: int) -> np.ndarra
     """Return the pairs of a query and a key that the device with the last tokens computes in each step, [devices].
 
     The products are XLA's own operations: queries skip a block of keys together, a chunk at a time
-    (`models/ring_xla.py`).
+    (`models/ring.py`).
     """
     local = length // num_devices
     size = chunk_size(local)
