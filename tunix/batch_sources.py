@@ -26,8 +26,7 @@ from tunix.rl.reference import add_reference, make_reference
 from tunix.rl.rollouts import RolloutEngine, Rollouts, SamplesFile
 from tunix.rl.scoring import Scorer
 from tunix.run.metrics import Metrics
-from tunix.training.held_out import HeldOut
-from tunix.training.loss import find_loss_kind
+from tunix.training.loss import HeldOut, find_loss_kind
 from tunix.training.program import Program
 
 log = logging.getLogger(__name__)

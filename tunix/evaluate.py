@@ -26,7 +26,7 @@ from tunix.rl.evaluation import Numbers, evaluate_answers, is_sampling
 from tunix.rl.reference import add_reference
 from tunix.run.folder import TOKENIZER
 from tunix.training.choices import build_layout, build_mesh
-from tunix.training.held_out import HeldOut
+from tunix.training.loss import HeldOut
 from tunix.training.program import assemble
 from tunix.training.state import Architecture, describe
 

@@ -18,7 +18,7 @@ from tunix.data.prompts import load_prompts
 from tunix.data.sources import read_questions
 from tunix.data.tokenize import find_units
 from tunix.training.choices import build_mesh
-from tunix.training.held_out import HeldOut
+from tunix.training.loss import HeldOut
 
 GEMMA = (  # as the tokenizer_config.json of gemma-3-it has it, for texts
     "{{ bos_token }}\n{%- if messages[0]['role'] == 'system' -%}\n"

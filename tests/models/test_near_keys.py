@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 from jax.extend.core import Jaxpr
 
-from tunix.models.attention import NEAR_BLOCK, SPANS, _near, _triangle, plain, select_query_block
+from tunix.models.attention import NEAR_BLOCK, SPANS, _near, _triangle, _weigh_values, plain, select_query_block
 from tunix.models.attention_mask import row_mask_rule
 
 HEADS, DIM = 2, 8
+TRIANGLE, NEAR = (partial(way, weigh=_weigh_values) for way in (_triangle, partial(_near, span=SPANS[0])))
 
 
 def row(length: int, segments: jax.Array | None = None) -> tuple:
@@ -47,7 +48,7 @@ def test_pairs_that_are_computed(length):
     """
     block = select_query_block(length)
     ends = range(block, length + 1, block)
-    pairs = {_triangle: block * sum(ends), partial(_near, span=SPANS[0]): length * (SPANS[0] + NEAR_BLOCK)}
+    pairs = {TRIANGLE: block * sum(ends), NEAR: length * (SPANS[0] + NEAR_BLOCK)}
     q, k, v, segments = row(length)
     for way, num_pairs in pairs.items():
 
@@ -72,7 +73,7 @@ def test_the_size_of_the_window_chooses_the_way_and_gradients_stay():
     @jax.jit
     def both(window):
         results = []
-        for kernel in (plain, _triangle):
+        for kernel in (plain, TRIANGLE):
             out, pull_back = jax.vjp(
                 lambda *qkv, kernel=kernel: attended(kernel, *qkv, segments, window), *arguments[:3]
             )

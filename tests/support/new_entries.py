@@ -130,7 +130,7 @@ SINKS: dict[str, Callable[[Start], Sink]] = {"lines": Lines, """,
     "a copy of the parameters": entry(
         "tunix/training/ema.py",
         '= {"ema":',
-        '= {"first": lambda training: lambda copy, params: copy, "ema":',
+        '= {"first": lambda training: {"first": Copy(lambda copy, params: copy)}, "ema":',
     ),
     "a reason to end a run": entry(
         "tunix/run/early_stopping.py",

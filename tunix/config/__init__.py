@@ -20,7 +20,8 @@ from tunix.config.model_checks import check_stages
 from tunix.config.sections import Checkpoint, Distributed, Evaluation, Logging, Plan, Profile
 from tunix.config.task import AnyTask, Dpo, Grpo, Sampling, Task
 from tunix.config.training import Training, read_steps
-from tunix.optimizers.table import AnyOptimizer, Optimizer, ParameterGroup, Scheduler
+from tunix.optimizers.schedules import Scheduler
+from tunix.optimizers.table import AnyOptimizer, Optimizer, ParameterGroup
 from tunix.sharding import mesh_shape
 from tunix.sharding.table import read_dims
 

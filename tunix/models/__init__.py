@@ -5,8 +5,8 @@ equal blocks as one piece of program. Then what a block is made of:
 
     weights and their products      layers, matmul, quantized
     attention                       attention (grouped-query), mla, linear_attention; attention_mask, rope
-      its kernels                   flash_attention, kernel_blocks; kernels chooses
-      keys on other devices         context_parallel, ring_xla, ring_flash
+      its kernels                   flash_attention; kernels has their blocks, and chooses
+      keys on other devices         context_parallel, ring
     experts                         experts, expert_parallel, grouped_matmul
     ways through the layers         layer_stacks, remat, prefetch, pipeline
 

@@ -9,7 +9,7 @@ With `values_are_keys` they have no v: the product with k is both, before its no
 and values of earlier ones (`model.shared_kv`) have neither: their mix brings those of the other layer.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,18 +18,17 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+from tunix.base.dotted_path import import_object
 from tunix.config import Model
 from tunix.models.attention_mask import MaskRule
-from tunix.models.context_parallel import find_attention_exchange
-from tunix.models.kernels import branches_are_cheap
+from tunix.models.kernels import branches_are_cheap, find_kernel
 from tunix.models.layers import NORMS, Bias, Einsum, Initializer, divide_by_rms, soft_cap, unchanged
-from tunix.models.mla import AttentionFn, Heads
+from tunix.models.mla import Heads
 from tunix.models.rope import apply_rope, grow_queries
+from tunix.models.table import CP_EXCHANGES
 from tunix.sharding.layout import Layout
 from tunix.sharding.mesh import stage_shard_map
 
-# Attention: which keys a query sees, and the kernels that compute it.
-#
 # One function serves training, prefill and decoding. They differ only in `MaskRule`:
 #
 #              queries                    keys                          segments
@@ -67,9 +66,14 @@ def compute_attention(
     q_spec, kv_spec, segments = (layout.activation(dim_names) for dim_names in ("BTNH", f"BT{kv_dim_name}H", "BS"))
     mask_spec: Any = MaskRule._make([jax.P(), jax.P(), segments, segments, jax.P()])
 
+    if method.exchange == "none":
+        attend = find_kernel(method.kernel)
+    else:
+        attend = partial(import_object(CP_EXCHANGES[method.exchange].function), method.kernel)
+
     def local_attention(q, k, v, mask_rule):
         k, v = (layout.local_kv_heads(x, q.shape[2], kv_dim_name) for x in (k, v))
-        return find_attention_exchange(method.exchange)(method.kernel, q, k, v, mask_rule, **method.options)
+        return attend(q, k, v, mask_rule, **method.options)
 
     in_specs = (q_spec, kv_spec, kv_spec, mask_spec)
     out_specs = (q_spec, layout.activation("BTN")) if "with_sums" in method.options else q_spec
@@ -118,26 +122,22 @@ def plain(
     Where a branch is cheap, a layer whose window is small goes another way (`_near`), which skips the keys before the
     window too. The window is data, so that a scan over layers is one program: it has both ways once, at any depth.
     """
-    length = q.shape[1]
+    length, weigh = q.shape[1], partial(_weigh_values, cap=cap, with_sums=with_sums)
     if length <= select_query_block(length):
-        out = _weigh_values(q, k, v, mask_rule.mask(), cap, with_sums)
-        return checkpoint_name(out, "attention")
+        return checkpoint_name(weigh(q, k, v, mask_rule.mask()), "attention")
     assert k.shape[1] == length, "more queries than a block: they and the keys must be the same tokens"
 
     spans = [span for span in SPANS if 2 * span <= length] if branches_are_cheap() else []
-    triangle: Any = partial(_triangle, cap=cap, with_sums=with_sums)
     # The number of spans that are smaller than the window: it is the place of the first span in which the window fits.
     # The last way takes a window that fits in none.
-    ways = [*(partial(_near, cap=cap, with_sums=with_sums, span=span) for span in spans), triangle]
+    ways: list[Any] = [*(partial(_near, weigh=weigh, span=span) for span in spans), partial(_triangle, weigh=weigh)]
     way = jnp.sum(jnp.asarray(mask_rule.window) > jnp.asarray(spans, jnp.int32))
-    out = jax.lax.switch(way, ways, q, k, v, mask_rule) if spans else triangle(q, k, v, mask_rule)
+    out = jax.lax.switch(way, ways, q, k, v, mask_rule) if spans else ways[0](q, k, v, mask_rule)
     return checkpoint_name(out, "attention")
 
 
-def _triangle(
-    q: jax.Array, k: jax.Array, v: jax.Array, mask_rule: MaskRule, cap: float | None = None, with_sums: bool = False
-) -> Any:
-    """Let each block of queries attend to all keys up to its own end; see `plain`."""
+def _triangle(q: jax.Array, k: jax.Array, v: jax.Array, mask_rule: MaskRule, *, weigh: Callable) -> Any:
+    """Let each block of queries attend to all keys up to its own end; see `plain`. `weigh` is `_weigh_values`."""
     length, size = q.shape[1], select_query_block(q.shape[1])
 
     @partial(jax.checkpoint, prevent_cse=False, static_argnums=0)
@@ -145,22 +145,13 @@ def _triangle(
         end = min(start + size, length)
         rule = mask_rule.queries(start, end - start)
         rule = rule._replace(k_positions=mask_rule.k_positions[:end], k_segments=mask_rule.k_segments[:, :end])
-        return _weigh_values(q[:, start:end], k[:, :end], v[:, :end], rule.mask(), cap, with_sums)
+        return weigh(q[:, start:end], k[:, :end], v[:, :end], rule.mask())
 
     blocks = [one_block(start, q, k, v, mask_rule) for start in range(0, length, size)]
     return jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), *blocks)
 
 
-def _near(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    mask_rule: MaskRule,
-    cap: float | None = None,
-    with_sums: bool = False,
-    *,
-    span: int,
-) -> Any:
+def _near(q: jax.Array, k: jax.Array, v: jax.Array, mask_rule: MaskRule, *, weigh: Callable, span: int) -> Any:
     """Attend where windows have at most `span` tokens: a block of queries takes the keys of a few blocks.
 
         keys      0     1     2     3     4          a span of two blocks
@@ -192,16 +183,16 @@ def _near(
         #     blocks        0  1  2  3  4
         blocks = split(x, dim, filler)
         remaining = [(0, 0)] * (blocks.ndim - 1)
-        earlier = [
+        moved = [
             jnp.pad(blocks[: count - n], [(n, 0), *remaining], constant_values=filler)
-            for n in range(num_earlier, 0, -1)
+            for n in range(num_earlier, -1, -1)
         ]
-        return jnp.concatenate([*earlier, blocks], dim + 1)
+        return jnp.concatenate(moved, dim + 1)
 
     @partial(jax.checkpoint, prevent_cse=False)
     def one_block(_, block):
         q, k, v, *rule = block
-        return None, _weigh_values(q, k, v, MaskRule._make([*rule, mask_rule.window]).mask(), cap, with_sums)
+        return None, weigh(q, k, v, MaskRule._make([*rule, mask_rule.window]).mask())
 
     rules = MaskRule(
         q_positions=split(mask_rule.q_positions, 0),
@@ -221,7 +212,9 @@ def _near(
     return jax.tree.map(join, blocks)
 
 
-def _weigh_values(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, cap: float | None, with_sums: bool) -> Any:
+def _weigh_values(
+    q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, cap: float | None = None, with_sums: bool = False
+) -> Any:
     """Return the sum of values, weighed by the softmax of the scores, for a mask [B, 1, T, S]; see `plain`.
 
     Scores stand as the product of matrices gives them: for each key/value head, the queries of a token that share it
@@ -282,11 +275,9 @@ class Attention(nnx.Module):
         self.kv_dim_name, width = dim_names[0], dim_names[1]
         self.q = Einsum("attention.q", f"BTD,DN{width}->BTN{width}", cfg, layout, initializer)
         self.k = Einsum("attention.k", f"BTD,D{dim_names}->BT{dim_names}", cfg, layout, initializer) if has_kv else None
-        has_values = dim_names == "KH" or cfg.global_heads is None or not cfg.global_heads.values_are_keys
-        has_values = has_values and has_kv
-        self.v = (
-            Einsum("attention.v", f"BTD,D{dim_names}->BT{dim_names}", cfg, layout, initializer) if has_values else None
-        )
+        values_are_keys = dim_names != "KH" and cfg.global_heads is not None and cfg.global_heads.values_are_keys
+        has_v = has_kv and not values_are_keys
+        self.v = Einsum("attention.v", f"BTD,D{dim_names}->BT{dim_names}", cfg, layout, initializer) if has_v else None
         self.o = Einsum("attention.o", f"BTN{width},N{width}D->BtD", cfg, layout, initializer)
         self.q_norm = self._norm(f"BTN{width}", cfg, layout)
         self.k_norm = self._norm(f"BT{dim_names}", cfg, layout) if has_kv else unchanged
@@ -309,19 +300,17 @@ class Attention(nnx.Module):
         """
         x = self.layout.gather_tokens(x)
         kv: tuple[jax.Array, ...] = ()
-        q = self.q(x, dropout_key)
+        q = self._apply_rope(self.q_norm(self.q(x, dropout_key)), positions, rope)
         if self.k is not None:
             k = self.k(x, dropout_key)
             v = k if self.v is None else self.v(x, dropout_key)  # before the norm and the rotation of k
             v = divide_by_rms(v, self.cfg.norm_eps) if self.cfg.value_norm else v
-            q, k = self._apply_rope(self.q_norm(q), positions, rope), self._apply_rope(self.k_norm(k), positions, rope)
-            kv = k, v
-        else:
-            q = self._apply_rope(self.q_norm(q), positions, rope)
+            kv = self._apply_rope(self.k_norm(k), positions, rope), v
         if self.cfg.query_growth is not None:
             q = grow_queries(q, positions, rope, self.cfg.query_growth)
         # The mix knows which keys there are: in training those of the row, in generation those of a cache.
-        out, cache = mix.compute_attention(q * self.scale, kv, Heads(_pass_on, self._look_back, self.kv_dim_name))
+        heads = Heads(lambda k, v: (k, v), lambda q, kv, attend: attend(q, *kv, self.layout), self.kv_dim_name)
+        out, cache = mix.compute_attention(q * self.scale, kv, heads)
         out = out if self.sinks is None else self._add_sinks(*out)
         if self.gate is not None:
             out = out * jax.nn.sigmoid(self.gate(x, dropout_key))
@@ -336,9 +325,6 @@ class Attention(nnx.Module):
             x = jnp.where(rope.rotates, divide_by_rms(x, self.cfg.norm_eps), x)
         return x
 
-    def _look_back(self, q: jax.Array, entries: tuple[jax.Array, ...], compute_attention: AttentionFn) -> Any:
-        return compute_attention(q, *entries, self.layout)
-
     def _add_sinks(self, out: jax.Array, log_sums: jax.Array) -> jax.Array:
         """Return the results [B, T, N, H] as if each head's softmax had one more score, the sink, without a value.
 
@@ -350,7 +336,3 @@ class Attention(nnx.Module):
         # `sinks` is a bias, which adds: log_sums - sinks = -(sinks - log_sums).
         share = jax.nn.sigmoid(-self.sinks(-log_sums))
         return out * share[..., None].astype(out.dtype)
-
-
-def _pass_on(k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return k, v

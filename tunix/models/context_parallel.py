@@ -9,7 +9,7 @@ takes the options of kernels (`models/attention.py`), and returns what the kerne
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from tunix.base.dotted_path import import_object
 from tunix.base.errors import UserError
 from tunix.config import Model
 from tunix.models.attention_mask import MaskRule
@@ -25,8 +24,6 @@ from tunix.models.kernels import Choice, find_kernel
 from tunix.models.table import CP_EXCHANGES, RING_KERNELS
 from tunix.sharding.mesh_shape import count_devices, token_shards
 from tunix.sharding.table import DIMS, token_axes
-
-Exchange = Callable[..., jax.Array]
 
 
 def select_exchange(model: Model, sizes: Mapping[str, int], name: str) -> Choice:
@@ -63,11 +60,6 @@ def select_exchange(model: Model, sizes: Mapping[str, int], name: str) -> Choice
     return Choice("ring", f"{together}={num_devices} does not divide the {model.num_heads} query heads")
 
 
-def find_attention_exchange(name: str) -> Exchange:
-    """Return the exchange with this key of `CP_EXCHANGES`; that of `none` exchanges nothing."""
-    return keep_local if name == "none" else import_object(CP_EXCHANGES[name].function)
-
-
 def is_in_blocks(name: str) -> bool:
     """Return whether keys come block by block with the exchange of this name (`AttentionExchange.in_blocks`)."""
     return name != "none" and CP_EXCHANGES[name].in_blocks
@@ -84,12 +76,6 @@ MAX_QUERIES = 512  # of a device, whose scores with a block of keys exist at one
 def chunk_size(local_tokens: int) -> int:
     """Return how many queries of a device are computed, or skip a block of keys, together in such a ring."""
     return max(n for n in range(1, MAX_QUERIES + 1) if local_tokens % n == 0)
-
-
-def keep_local(kernel: str, q: jax.Array, k: jax.Array, v: jax.Array, mask_rule: MaskRule, **options: Any) -> Any:
-    """Run the kernel on what this device has, every key of its sequences, for its heads: q [B, T, N, H], k and v
-    [B, T, K, H] -> [B, T, N, H]."""
-    return find_kernel(kernel)(q, k, v, mask_rule, **options)
 
 
 def swap_tokens_for_heads(

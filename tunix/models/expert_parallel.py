@@ -24,7 +24,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractDevice
 
-from tunix.base.dotted_path import import_object
 from tunix.base.errors import UserError
 from tunix.config import Model
 from tunix.config.layers import ExpertsMlp
@@ -32,11 +31,6 @@ from tunix.models.kernels import Choice
 from tunix.models.table import EXPERT_EXCHANGES
 from tunix.sharding.mesh_shape import count_devices
 from tunix.sharding.table import DIMS, EXPERTS
-
-# Rows of tokens on their way to the devices that have their experts, and back: who sends how many to whom, and where.
-#
-# `jax.lax.ragged_all_to_all` moves rows whose numbers are data. It must be told where the rows for each device begin,
-# and at which place of the other device's buffer they arrive: a `Plan`, which each device makes out of the same counts.
 
 
 class Trips(NamedTuple):
@@ -49,7 +43,11 @@ class Trips(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Plan of one device's exchange of rows."""
+    """Plan of one device's exchange of rows, which each device makes out of the same counts.
+
+    `jax.lax.ragged_all_to_all` moves rows whose numbers are data. It must be told where the rows for each device begin,
+    and at which place of the other device's buffer they arrive.
+    """
 
     there: Trips
     back: Trips
@@ -189,9 +187,8 @@ class LocalExperts(NamedTuple):
     num_experts: int
     axes: tuple[str, ...]  # mesh axes that split the experts of a layer
     weighs_inputs: bool  # shares multiply what experts take, and not what they give
-    capacity: (
-        float | None
-    )  # rows of the buffer of `rows`, as a multiple of the choices of a device; None: for all choices
+    # Rows of the buffer of `exchange_rows`, as a multiple of the choices of a device; None: for all choices.
+    capacity: float | None
     # (rows [R, D], numbers of own experts [R]; `num_experts` is of none; weights [R] of the results, or None)
     # -> results [R, D], 0 of none
     compute: Callable[[jax.Array, jax.Array, jax.Array | None], jax.Array]
@@ -205,9 +202,8 @@ def exchange_by_gather(tokens: Tokens, local: LocalExperts) -> tuple[jax.Array, 
     With as many experts for a token as devices, it sends no more than `exchange_rows`.
     """
     x, experts, probs = (jax.lax.all_gather(each, local.axes, tiled=True) for each in tokens)
-    group = (
-        experts.reshape(-1) - jax.lax.axis_index(local.axes) * local.num_experts
-    )  # numbers from the first own expert on
+    # Numbers from the first own expert on.
+    group = experts.reshape(-1) - jax.lax.axis_index(local.axes) * local.num_experts
     group = jnp.where((group >= 0) & (group < local.num_experts), group, local.num_experts)
     # A row for each choice of a token, also of experts elsewhere: those have no group, and results of 0.
     rows = jnp.repeat(x, experts.shape[1], axis=0)
@@ -259,14 +255,6 @@ def exchange_rows(tokens: Tokens, local: LocalExperts) -> tuple[jax.Array, jax.A
     return jnp.sum(results.reshape(num_tokens, per_token, -1), 1), dropped
 
 
-Exchange = Callable[[Tokens, LocalExperts], tuple[jax.Array, jax.Array]]
-
-
-def find_expert_exchange(name: str) -> Exchange:
-    """Return the exchange with this key of `EXPERT_EXCHANGES`."""
-    return import_object(EXPERT_EXCHANGES[name].function)
-
-
 def count_rows(num_tokens: int, per_token: int, num_devices: int, num_local: int, capacity: float | None) -> int:
     """Return the rows of the buffer of `exchange_rows`: all that may come, or at most `capacity` times the mean."""
     # All tokens of all devices may choose this device's experts; a token chooses an expert once at most.
@@ -289,7 +277,6 @@ def experts_with_capacity(model: Model, sizes: Mapping[str, int], exchange: str)
     """Return for how many experts of equal loads a device's rows have room, on a mesh of these sizes."""
     assert isinstance(model.mlp, ExpertsMlp)
     num_devices = count_devices(sizes, DIMS[EXPERTS].weight_axes)
+    # A multiple of the rows of own experts.
     capacity = buffer_rows_per_token(model, num_devices, exchange) / model.mlp.experts_per_token
-    return (
-        max(1.0, capacity) * model.mlp.num_experts / num_devices
-    )  # `capacity` is a multiple of the rows of own experts
+    return max(1.0, capacity) * model.mlp.num_experts / num_devices

@@ -23,16 +23,16 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+from tunix.base.dotted_path import import_object
 from tunix.config import Model
 from tunix.config.layers import ExpertsMlp
-from tunix.models.expert_parallel import LocalExperts, Tokens, find_expert_exchange
+from tunix.models.expert_parallel import LocalExperts, Tokens
 from tunix.models.layers import ACTIVATIONS, MLP, Bias, BlockSums, Initializer, Matrix, RMSNorm, Routing, unchanged
 from tunix.models.matmul import grouped_product, product
+from tunix.models.table import EXPERT_EXCHANGES
 from tunix.sharding.equations import Equation
 from tunix.sharding.layout import Layout
 from tunix.sharding.mesh import stage_shard_map
-
-# Router of a mixture of experts: a score of each expert for each token, and the choice of the best.
 
 SCORES: dict[str, Callable[[jax.Array], jax.Array]] = {
     "softmax": partial(jax.nn.softmax, axis=-1),
@@ -59,9 +59,8 @@ class Router(Matrix):
     """Scores of experts for a token, and the choice of the best: [B, t, D] -> `Routes`, and sums for the loss."""
 
     def __init__(self, cfg: Model, layout: Layout, initializer: Initializer):
-        super().__init__(
-            "BtD,DY->BtY", cfg, layout, initializer
-        )  # each device has whole experts' scores of its own tokens
+        # Each device has the scores of all experts, of its own tokens.
+        super().__init__("BtD,DY->BtY", cfg, layout, initializer)
         assert isinstance(cfg.mlp, ExpertsMlp)
         self.mlp = cfg.mlp
         self.logits_bias = Bias("BtY", cfg, layout) if self.mlp.biases else unchanged
@@ -141,10 +140,6 @@ class Router(Matrix):
 CLAMP, GAIN = 7.0, 1.702  # of the gate of GPT-OSS
 
 
-def _gated(activation: Callable[[jax.Array], jax.Array], gate: jax.Array, up: jax.Array) -> jax.Array:
-    return activation(gate) * up
-
-
 def _clamped(gate: jax.Array, up: jax.Array) -> jax.Array:
     gate, up = jnp.minimum(gate, CLAMP), jnp.clip(up, -CLAMP, CLAMP)
     return gate * jax.nn.sigmoid(GAIN * gate) * (up + 1)
@@ -152,7 +147,7 @@ def _clamped(gate: jax.Array, up: jax.Array) -> jax.Array:
 
 # (rows times the gate's matrix, rows times the other one) -> what the third matrix multiplies; all are [rows, G].
 GATES: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
-    **{name: partial(_gated, activation) for name, activation in ACTIVATIONS.items()},
+    **{name: partial(lambda f, gate, up: f(gate) * up, activation) for name, activation in ACTIVATIONS.items()},
     "clamped_silu": _clamped,
 }
 
@@ -162,9 +157,8 @@ class ExpertBias(nnx.Module):
 
     def __init__(self, dim_names: str, cfg: Model, layout: Layout):
         self.equation, self.layout = Equation(f"BTX{dim_names[1]},{dim_names}->BTX{dim_names[1]}"), layout
-        self.b = nnx.Param(
-            jnp.zeros([cfg.dims[dim_name] for dim_name in dim_names], layout.param), equation=self.equation
-        )
+        shape = [cfg.dims[dim_name] for dim_name in dim_names]
+        self.b = nnx.Param(jnp.zeros(shape, layout.param), equation=self.equation)
 
     def gathered(self) -> jax.Array:
         """Return the vectors [X, G] or [X, D], float32."""
@@ -201,15 +195,12 @@ class Experts(nnx.Module):
             sums = sums._replace(routing=sums.routing._replace(dropped=dropped))
         if self.shared is not None:
             with jax.named_scope("shared_expert"):
-                y = y + self._weigh_shared(x, self.shared(x, dropout_key)[0])
+                shared, _ = self.shared(x, dropout_key)
+                if self.shared_gate is not None:  # a share of the result, for each token
+                    gate = product(self.shared_gate.equation, x, self.shared_gate.gathered(), self.layout)
+                    shared = shared * jax.nn.sigmoid(gate.astype(jnp.float32)).astype(shared.dtype)
+                y = y + shared
         return y, sums
-
-    def _weigh_shared(self, x: jax.Array, result: jax.Array) -> jax.Array:
-        """Return the shared expert's result for tokens x, both [B, t, D], times the share that their gate gives it."""
-        if self.shared_gate is None:
-            return result
-        gate = product(self.shared_gate.equation, x, self.shared_gate.gathered(), self.layout)
-        return result * jax.nn.sigmoid(gate.astype(jnp.float32)).astype(result.dtype)
 
     def _compute(self, x: jax.Array, routes: Routes) -> tuple[jax.Array, jax.Array]:
         """Return the sum over each token's experts of weight x result, [B, t, D], and the choices that were dropped."""
@@ -234,7 +225,7 @@ class Experts(nnx.Module):
             tokens = Tokens(*(each.reshape(-1, each.shape[-1]) for each in (tokens, experts, probs)))
             compute = partial(self._compute_rows, weights)
             local = LocalExperts(len(weights[0]), layout.expert_axes, self.weighs_inputs, self.capacity, compute)
-            y, dropped = find_expert_exchange(layout.expert_exchange)(tokens, local)
+            y, dropped = import_object(EXPERT_EXCHANGES[layout.expert_exchange].function)(tokens, local)
             dropped = _sum_over_devices(dropped, width_axes)
             if layout.stream_axes:
                 y = y.reshape(shape).astype(x.dtype)
@@ -264,19 +255,15 @@ class Experts(nnx.Module):
         sizes = jnp.bincount(group, length=num_experts + 1)[:num_experts].astype(jnp.int32)
         # Rows of no expert come last. Products leave their results undefined, which may be no numbers at all.
         has_expert = (jnp.arange(len(group)) < jnp.sum(sizes))[:, None]
-        rows = rows.at[order].get(unique_indices=True)
-        rows = jnp.where(has_expert, rows, 0)
+        rows = jnp.where(has_expert, rows.at[order].get(unique_indices=True), 0)
         add_biases = self._bias_adders(biases, group[order], probs if probs is None else probs[order])
-        gates, ups = (
-            add(self.product(rows, weight, sizes)) for add, weight in zip(add_biases[:2], (gate, up), strict=True)
-        )
-        hidden = self.gated(gates, ups)
+        gates, ups = (self.product(rows, weight, sizes) for weight in (gate, up))
+        hidden = self.gated(add_biases[0](gates), add_biases[1](ups))
         if probs is not None:
             # The last product is linear, and its operand is narrower than its result: this is one pass with the gate.
             probs = jnp.where(has_expert, probs[order][:, None], 0)
             hidden = hidden * probs.astype(hidden.dtype)
-        results = add_biases[2](self.product(hidden, down, sizes))
-        results = jnp.where(has_expert, results, 0)
+        results = jnp.where(has_expert, add_biases[2](self.product(hidden, down, sizes)), 0)
         return jnp.zeros_like(results).at[order].set(results, unique_indices=True)  # in the old order of rows
 
     def _bias_adders(
@@ -294,11 +281,8 @@ class Experts(nnx.Module):
         if probs is not None:
             outer = outer * probs[:, None]
         is_first = jax.lax.axis_index(width_axes) == 0 if width_axes else True
-        return [partial(_add, bias) for bias in (*inner, jnp.where(is_first, outer, 0))]
-
-
-def _add(bias: jax.Array, rows: jax.Array) -> jax.Array:
-    return rows + bias.astype(rows.dtype)
+        biases = [*inner, jnp.where(is_first, outer, 0)]
+        return [partial(lambda bias, rows: rows + bias.astype(rows.dtype), bias) for bias in biases]
 
 
 def _sum_over_devices(count: jax.Array, copied_over: tuple[str, ...]) -> jax.Array:

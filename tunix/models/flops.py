@@ -29,7 +29,8 @@ def forward_flops_per_token(cfg: Model, num_active: int, seq_len: int) -> float:
     scores = 0.0
     for heads, layers in cfg.head_kinds.items():
         scores += 2.0 * cfg.num_heads * (heads.dim + heads.value_dim) * attended_tokens(cfg, seq_len, layers)
-    return 2.0 * _multiplied(cfg, num_active) + scores + _memory_flops_per_token(cfg)
+    memory = 0.0 if cfg.linear_attention is None else 6.0 * _num_linear(cfg) * cfg.linear_attention.state_size
+    return 2.0 * _multiplied(cfg, num_active) + scores + memory
 
 
 def chunk_flops_per_token(cfg: Model, seq_len: int) -> float:
@@ -46,11 +47,6 @@ def chunk_flops_per_token(cfg: Model, seq_len: int) -> float:
     key_flops = 4 * linear.num_key_heads * linear.key_dim
     value_flops = linear.num_value_heads * (both + 2 * linear.value_dim)
     return float(_num_linear(cfg) * size * (key_flops + value_flops))
-
-
-def _memory_flops_per_token(cfg: Model) -> float:
-    linear = cfg.linear_attention
-    return 0.0 if linear is None else 6.0 * _num_linear(cfg) * linear.state_size
 
 
 def _num_linear(cfg: Model) -> int:

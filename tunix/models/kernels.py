@@ -87,14 +87,7 @@ def computed_pairs(length: int, windows: list[int], block: FlashBlock) -> float:
     It is the mean over layers with these windows. A block at the end of a range counts in full, as the kernel computes
     it in full and masks what no query sees.
     """
-    starts_at = np.arange(0, length, block.queries)
-    stops = -(-np.minimum(starts_at + block.queries, length) // block.keys)
-
-    def pairs(window: int) -> float:
-        starts = np.maximum(starts_at - window + 1, 0) // block.keys
-        return float(np.sum(stops - starts)) * block.queries * block.keys
-
-    return sum(map(pairs, windows)) / len(windows)
+    return sum(float(computed_pairs_in_ring(length, 1, window, block)[0]) for window in windows) / len(windows)
 
 
 def computed_pairs_in_ring(local_tokens: int, num_devices: int, window: int, block: FlashBlock) -> np.ndarray:
@@ -102,15 +95,13 @@ def computed_pairs_in_ring(local_tokens: int, num_devices: int, window: int, blo
 
     Sequences have one document. The device with the last tokens sees the keys of all others, and all wait for it.
     """
-    starts_at = np.arange(0, local_tokens, block.queries)
-    stop = -(-local_tokens // block.keys)
-    pairs = [computed_pairs(local_tokens, [window], block)]
-    for distance in range(
-        local_tokens, num_devices * local_tokens, local_tokens
-    ):  # tokens from the block to the queries
-        starts = np.clip(starts_at + distance - window + 1, 0, local_tokens) // block.keys
-        pairs.append(float(np.sum(np.maximum(stop - starts, 0))) * block.queries * block.keys)
-    return np.array(pairs)
+    queries = np.arange(0, local_tokens, block.queries)
+    pairs = []
+    for distance in range(0, num_devices * local_tokens, local_tokens):  # tokens from the block to the queries
+        ends = local_tokens if distance else np.minimum(queries + block.queries, local_tokens)
+        starts = np.clip(queries + distance - window + 1, 0, local_tokens) // block.keys
+        pairs.append(np.sum(np.maximum(-(-ends // block.keys) - starts, 0)) * block.queries * block.keys)
+    return np.array(pairs, float)
 
 
 class GroupedBlock(NamedTuple):

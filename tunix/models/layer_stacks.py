@@ -40,7 +40,7 @@ from tunix.models.layers import (
 )
 from tunix.models.pipeline import run_stages
 from tunix.models.prefetch import as_variables, scan_prefetch
-from tunix.models.remat import Remat, checkpoint_block, merge_blocks, scan_blocks
+from tunix.models.remat import checkpoint_block, merge_blocks, scan_blocks
 from tunix.sharding.layout import Layout
 
 
@@ -72,25 +72,15 @@ def list_stacks(cfg: Model) -> tuple[Stack, ...]:
 
 
 class Stacks:
-    """The blocks of a model, and how they are run. Iterates over the stacks.
+    """The blocks of a model, and how they are run. Iterates over the stacks."""
 
-    See `Transformer` for `remat`, `parts_per_stage` and `prefetch`.
-    """
-
-    def __init__(
-        self,
-        cfg: Model,
-        layout: Layout,
-        modules: dict[str, nnx.Module],
-        remat: Remat,
-        parts_per_stage: int | None,
-        prefetch: bool,
-    ):
-        """`modules` are the blocks of each stack by its name, as `Stack.make` returns them."""
-        self.cfg, self.layout, self.modules = cfg, layout, modules
-        self.remat, self.parts_per_stage, self.prefetch = remat, parts_per_stage, prefetch
-        self.stacks = {stack.name: stack for stack in list_stacks(cfg)}
-        self.donors = find_donors(cfg)
+    def __init__(self, model: Any):
+        """`model` is a `Transformer`; an attribute with the name of a stack is what `Stack.make` returned."""
+        self.cfg, self.layout, self.remat = model.cfg, model.layout, model.remat
+        self.parts_per_stage, self.prefetch = model.parts_per_stage, model.prefetch
+        self.stacks = {stack.name: stack for stack in list_stacks(model.cfg)}
+        self.modules = {name: getattr(model, name) for name in self.stacks}
+        self.donors = find_donors(model.cfg)
 
     def __iter__(self) -> Iterator[Stack]:
         return iter(self.stacks.values())
@@ -173,10 +163,11 @@ class Stacks:
         """Run all layers on stages: parts of the batch go from stage to stage (pipeline.py)."""
         forward = forward._replace(seed=None)
         layers = {name: self.layers_of(name, forward) for name in dict.fromkeys(run.pattern)}
-        rows = run_stages(
-            lambda layers, rows: self.run_on_stages(layers, rows, forward)[0],
-            layers, self.enter_stages(rows, None), self.layout, self.parts_per_stage,
-        )  # fmt: skip
+
+        def run_layers(layers, rows):
+            return self.run_on_stages(layers, rows, forward)[0]
+
+        rows = run_stages(run_layers, layers, self.enter_stages(rows, None), self.layout, self.parts_per_stage)
         return rows, BlockSums(rows.penalties, None)
 
     def _scan_run(self, run: Run, rows: Rows, forward: Forward) -> tuple[Rows, BlockSums]:
@@ -187,9 +178,7 @@ class Stacks:
             numbers = run.layers[index :: len(run.pattern)]
             indices = [self.stacks[name].layers.index(number) for number in numbers]
             layers.append(_take_layers(stacks[name], indices))
-        donors = {
-            dim_names: run.layers.index(number) for dim_names, number in self.donors.items() if number in run.layers
-        }
+        donors = {names: run.layers.index(number) for names, number in self.donors.items() if number in run.layers}
         rows, sums, caches = self._scan(run.pattern, tuple(layers), rows, forward, tuple(donors.values()))
         if donors:  # in a run of one turn
             shared = {dim_names: jax.tree.map(lambda x: x[0], caches[index].kv) for dim_names, index in donors.items()}
@@ -211,9 +200,8 @@ class Stacks:
                 other_rows, seed = others
                 # The seed comes with the arguments: a backward rule may not close over a value that is traced.
                 seeded = forward._replace(seed=seed)
-                after, cache, sums = self._run_layer(
-                    name, Rows(x, *other_rows), (params, layer), seeded, is_donor=index in donors
-                )
+                rows = Rows(x, *other_rows)
+                after, cache, sums = self._run_layer(name, rows, (params, layer), seeded, is_donor=index in donors)
                 return after.x, (sums, cache)
 
             return block

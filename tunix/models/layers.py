@@ -20,8 +20,6 @@ from tunix.sharding.equations import Equation
 from tunix.sharding.layout import Layout
 from tunix.sharding.table import STREAM_TOKENS
 
-# Names of parameters in a tree.
-
 
 def named(tree: Mapping[str, Any]) -> list[tuple[str, Any]]:
     """Return the leaves of a tree with their names, like `blocks.attention.q.w`."""
@@ -32,8 +30,6 @@ def parameter_name(path: Any) -> str:
     """Return the name of a path in a tree of parameters, like `blocks.attention.q.w`."""
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
-
-# Random numbers of the initial weights.
 
 KEYS_AT_ONCE = 16  # XLA compiles how sixteen keys are made in the time of one
 
@@ -71,11 +67,8 @@ def _list_keys(key: jax.Array) -> Iterator[jax.Array]:
         yield from jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(first, first + KEYS_AT_ONCE))
 
 
-# Random choices of dropout, the same for a row of a microbatch wherever the row is computed.
-
-
 class DropoutKey(NamedTuple):
-    """Source of the random choices of one layer, for some rows of a microbatch."""
+    """Source of the random choices of one layer, the same for a row of a microbatch wherever the row is computed."""
 
     key: jax.Array  # of the microbatch and the layer
     rows: jax.Array | None = None  # [B] int32: numbers of these rows in the microbatch; None where all are here
@@ -87,15 +80,12 @@ class DropoutKey(NamedTuple):
         return jax.vmap(lambda row: jax.random.bernoulli(jax.random.fold_in(key, row), share, shape[1:]))(rows)
 
 
-# A soft cap, of the scores of attention and of logits (Gemma 2, arXiv:2408.00118).
-
-
 def soft_cap(x: jax.Array, cap: float | None) -> jax.Array:
-    """Return cap * tanh(x / cap) of any shape, near x for small x and never beyond the cap; x where there is no cap."""
+    """Return cap * tanh(x / cap) of any shape, near x for small x and never beyond the cap; x where there is no cap.
+
+    It is for the scores of attention and for logits (Gemma 2, arXiv:2408.00118).
+    """
     return x if cap is None else cap * jnp.tanh(x / cap)
-
-
-# Numbers that blocks return beside their result: penalties, which a loss adds to its own, and tokens per expert.
 
 
 class Routing(NamedTuple):
@@ -108,7 +98,7 @@ class Routing(NamedTuple):
 
 
 class BlockSums(NamedTuple):
-    """Numbers of blocks, summed over their tokens and layers."""
+    """Numbers that blocks return beside their result, summed over their tokens and layers."""
 
     # [B] float32 by name in metrics.jsonl: a mean over the tokens of each sequence. A loss minimises these penalties
     # with its own, each sequence with the weight that it has in the loss.
@@ -159,14 +149,10 @@ def merge_runs(first: BlockSums, second: BlockSums) -> BlockSums:
 # Weights, their products, and the MLP. The letters of shapes and equations are in sharding/table.py.
 
 
-def _relu_squared(x: jax.Array) -> jax.Array:
-    return jnp.square(jax.nn.relu(x))
-
-
 ACTIVATIONS: dict[str, Any] = {
     "silu": jax.nn.silu,
     "gelu": partial(jax.nn.gelu, approximate=True),
-    "relu2": _relu_squared,
+    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
 }
 
 
@@ -249,8 +235,7 @@ class Matrix(nnx.Module):
             self.w_scale = nnx.Param(scales, equation=scale_equation)
 
     def gathered(self) -> jax.Array:
-        """Return the weight in the shape of its equation as the product takes it: gathered, a matrix if it rests
-        quantized."""
+        """Return the weight, of the shape `equation.w`, as the product takes it: gathered, and no longer quantized."""
         if self.product != "plain":
             return self.w[...]
         if self.qtype is None:
@@ -262,9 +247,8 @@ class Matrix(nnx.Module):
         quantized = self.layout.gather(self.w[...], code_equation)
         scales = self.layout.gather(self.w_scale[...], scale_equation)
         spec = self.layout.in_use(code_equation)
-        return dequantize(
-            quantized, scales, self.equation, self.qtype, self.layout.compute, spec, self.layout.stages_around
-        )
+        dtype, stage_axes = self.layout.compute, self.layout.stages_around
+        return dequantize(quantized, scales, self.equation, self.qtype, dtype, spec, stage_axes)
 
 
 class Einsum(Matrix):
@@ -285,8 +269,7 @@ class Einsum(Matrix):
         self.lora = LowRank(name, self.equation, cfg, layout, initializer) if has_update else None
 
     def __call__(self, x: jax.Array, dropout_key: DropoutKey | None = None) -> jax.Array:
-        """x -> y in the shapes of the equation; `dropout_key` draws what dropout leaves out, and is None outside of
-        training."""
+        """x -> y in the shapes of the equation; `dropout_key` is for the update, and None outside of training."""
         kind = self.layout.block_matmul if self.product == "plain" else self.product
         y = self.bias(product(self.equation, x, self.gathered(), self.layout, kind, self.result_name))
         return y if self.lora is None else y + self.lora(x, dropout_key)
@@ -343,9 +326,6 @@ def unchanged(x: jax.Array) -> jax.Array:
     return x
 
 
-# Norms: of the residual stream, of queries and keys, of the results of a branch. All compute in float32.
-
-
 def divide_by_rms(x: jax.Array, eps: float, axes: tuple[int, ...] = (-1,)) -> jax.Array:
     """Return x / rms(x) of any shape, computed in float32, the mean taken over `axes`, in the dtype of x."""
     x32 = x.astype(jnp.float32)
@@ -368,23 +348,26 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[B, t, D], or with heads [B, T, N, H] -> the same shape and dtype."""
-        normed = divide_by_rms(x.astype(jnp.float32), self.eps, self.axes)
-        scaled = _multiply_by_scale(normed, self.offset, self.scale, self.equation, self.layout)
+        scaled = self.multiply_by_scale(divide_by_rms(x.astype(jnp.float32), self.eps, self.axes))
         return checkpoint_name(scaled.astype(x.dtype), "norm")
 
+    def multiply_by_scale(self, normed: jax.Array) -> jax.Array:
+        """Return normed [B, t, D] * (offset + scale [D]), where the scale is the weight of the equation.
 
-class LayerNorm(nnx.Module):
+        The scale is repeated for every token before it is multiplied, so its gradient is a sum over tokens. The
+        gradient of a product "BtD,D->BtD" is the same sum, but as a product of matrices, before which XLA's CPU backend
+        copies both factors into another order.
+        """
+        scale, spec = self.layout.gather(self.scale[...], self.equation), self.layout.activation(self.equation.y)
+        dims = [self.equation.y.index(dim_name) for dim_name in self.equation.w]
+        return normed * jax.lax.broadcast_in_dim(self.offset + scale, normed.shape, dims, out_sharding=spec)
+
+
+class LayerNorm(RMSNorm):
     """(x - mean) / standard deviation * (offset + scale) + bias over [B, t, D], in float32 (arXiv:1607.06450)."""
 
     def __init__(self, dim_names: str, cfg: Model, layout: Layout, offset: float = 0.0):
-        self.equation, self.eps, self.layout = (
-            Equation(f"{dim_names},{dim_names[-1]}->{dim_names}"),
-            cfg.norm_eps,
-            layout,
-        )
-        self.offset = offset
-        scale = jnp.full(cfg.dims[dim_names[-1]], 1 - offset, layout.param)
-        self.scale = nnx.Param(scale, equation=self.equation)
+        super().__init__(dim_names, cfg, layout, offset=offset)
         self.bias = Bias(dim_names, cfg, layout)
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -393,22 +376,7 @@ class LayerNorm(nnx.Module):
         # In two passes: the mean of squares less the square of the mean loses digits where the mean is large.
         centred = x32 - jnp.mean(x32, -1, keepdims=True)
         normed = centred * jax.lax.rsqrt(jnp.mean(centred * centred, -1, keepdims=True) + self.eps)
-        scaled = _multiply_by_scale(normed, self.offset, self.scale, self.equation, self.layout)
-        return checkpoint_name(self.bias(scaled).astype(x.dtype), "norm")
-
-
-def _multiply_by_scale(
-    normed: jax.Array, offset: float, scale: nnx.Param, equation: Equation, layout: Layout
-) -> jax.Array:
-    """Return normed [B, t, D] * (offset + scale [D]), where the scale is the weight of the equation.
-
-    The scale is repeated for every token before it is multiplied, so its gradient is a sum over tokens. The gradient of
-    a product "BtD,D->BtD" is the same sum, but as a product of matrices, before which XLA's CPU backend copies both
-    factors into another order.
-    """
-    gathered = offset + layout.gather(scale[...], equation)
-    dims = [equation.y.index(dim_name) for dim_name in equation.w]
-    return normed * jax.lax.broadcast_in_dim(gathered, normed.shape, dims, out_sharding=layout.activation(equation.y))
+        return checkpoint_name(self.bias(self.multiply_by_scale(normed)).astype(x.dtype), "norm")
 
 
 NORMS: dict[str, Any] = {
@@ -417,9 +385,6 @@ NORMS: dict[str, Any] = {
     "layer": LayerNorm,
     "layer_unit_offset": partial(LayerNorm, offset=1.0),
 }
-
-
-# Tables of vectors: of the tokens, at both ends of the decoder, and of the places in the context.
 
 
 class Embedding(nnx.Module):
@@ -433,8 +398,7 @@ class Embedding(nnx.Module):
         self.table = nnx.Param(table, equation=self.equation)
 
     def gathered(self) -> jax.Array:
-        """Return the table [V, D] as `lookup` and `logits` take it; gathered once for both, so its gradient travels
-        once."""
+        """Return the table [V, D] for `lookup` and `logits`, gathered once for both: its gradient travels once."""
         return self.layout.gather(self.table[...], self.equation)
 
     def lookup(self, table: jax.Array, tokens: jax.Array) -> jax.Array:

@@ -184,9 +184,8 @@ class LinearAttention(nnx.Module):
         self.beta = Einsum("attention.beta", "BTD,DJ->BTJ", cfg, layout, initializer)
         self.decay = Einsum("attention.decay", "BTD,DJ->BTJ", cfg, layout, initializer)
         self.o = Einsum("attention.o", "BTJM,JMD->BtD", cfg, layout, initializer)
-        self.q_filter, self.k_filter, self.v_filter = (
-            Filter(dim_names, cfg, layout, initializer) for dim_names in DIM_NAMES[:3]
-        )
+        filters = (Filter(dim_names, cfg, layout, initializer) for dim_names in DIM_NAMES[:3])
+        self.q_filter, self.k_filter, self.v_filter = filters
         self.rate = Decay("BTJ", cfg, layout, initializer)
         self.out_norm = RMSNorm("BTJM", cfg, layout)
 
@@ -194,16 +193,10 @@ class LinearAttention(nnx.Module):
         """[B, t, D] -> ([B, t, D], the cache of the layer, a `Memory`); `positions` and `rope` are not used."""
         x = self.layout.gather_tokens(x)
         beta = jax.nn.sigmoid(self.beta(x, dropout_key).astype(jnp.float32))
-        projected = (
-            self.q(x, dropout_key),
-            self.k(x, dropout_key),
-            self.v(x, dropout_key),
-            self.rate(self.decay(x, dropout_key)),
-            beta,
-        )
-        arrays = [
-            reshard(x, self.layout.activation(dim_names)) for x, dim_names in zip(projected, DIM_NAMES, strict=True)
-        ]
+        decay = self.rate(self.decay(x, dropout_key))
+        projected = *(project(x, dropout_key) for project in (self.q, self.k, self.v)), decay, beta
+        specs = map(self.layout.activation, DIM_NAMES)
+        arrays = [reshard(each, spec) for each, spec in zip(projected, specs, strict=True)]
         out, cache = mix.recur(Recurrence(partial(self._run_rows, *arrays), partial(self._step, *arrays)))
         out = reshard(out, self.layout.activation("BTJM"))
         gate = jax.nn.silu(self.gate(x, dropout_key).astype(jnp.float32))
@@ -297,8 +290,7 @@ class Decay(nnx.Module):
         shape = [cfg.dims[dim_name] for dim_name in dim_names[2:]]
         rates = initializer.uniform(shape, 0.01, MAX_RATE)
         self.log_rate = nnx.Param(jnp.log(rates).astype(layout.param), equation=self.equation)
-        log_steps = initializer.uniform(shape, jnp.log(SLOWEST), jnp.log(FASTEST))
-        steps = jnp.exp(log_steps)
+        steps = jnp.exp(initializer.uniform(shape, jnp.log(SLOWEST), jnp.log(FASTEST)))
         self.shift.b.set_value((steps + jnp.log(-jnp.expm1(-steps))).astype(layout.param))  # softplus of it is a step
 
     def __call__(self, x: jax.Array) -> jax.Array:

@@ -39,8 +39,7 @@ FORWARD, GRADIENT = jnp.float8_e4m3fn, jnp.float8_e5m2
 
 
 def fp8_product(equation: Equation, x: jax.Array, w: jax.Array, spec: PartitionSpec) -> jax.Array:
-    """Return y of `x,w->y`, laid out as `spec`; y and both gradients are products of 8-bit floats. Shapes are those
-    of the equation."""
+    """Return y of `x,w->y`, of the equation's shape, laid out as `spec`. All three products take 8-bit floats."""
     x_spec, w_spec = (jax.typeof(each).sharding.spec for each in (x, w))
     dtype = x.dtype
 
@@ -100,9 +99,6 @@ def _multiply(text: str, a: Rounded, b: Rounded, dtype: jnp.dtype, spec: Partiti
     return y * scale.astype(dtype)
 
 
-# Low-rank updates as arrays: added to the matrices they belong to.
-
-
 def merge(params: dict[str, Any], weights: dict[str, Any], cfg: Lora, layout: Layout) -> dict[str, Any]:
     """Return the tree without its low-rank updates: each matrix w becomes w + a b * alpha / r, computed in float32.
 
@@ -121,9 +117,8 @@ def merge(params: dict[str, Any], weights: dict[str, Any], cfg: Lora, layout: La
         w, lora = weights["w"].equation.dequantized().w, params["lora"]
         first, second = (weights["lora"][name].equation.w for name in "ab")
         spec = jax.typeof(merged["w"]).sharding.spec
-        update = jnp.einsum(
-            f"{first},{second}->{w}", *(lora[name].astype(jnp.float32) for name in "ab"), out_sharding=spec
-        )
+        factors = (lora[name].astype(jnp.float32) for name in "ab")
+        update = jnp.einsum(f"{first},{second}->{w}", *factors, out_sharding=spec)
         total = merged["w"].astype(jnp.float32) + update * (cfg.alpha / cfg.rank)
         merged["w"] = total.astype(merged["w"].dtype)
     return merged
@@ -184,18 +179,18 @@ class _Matrices(NamedTuple):
         """
         rows, summed = equation.batch, equation.summed
         out = "".join(dim_name for dim_name in equation.y if dim_name not in rows)
-        orders = {summed + out: ("rs,so->ro", summed, out), out + summed: ("rs,os->ro", out, summed)}
+        orders = {summed + out: ("rs,so->ro", summed), out + summed: ("rs,os->ro", out)}
         if equation.x != rows + summed or equation.y != rows + out or equation.w not in orders:
             return None
         num_rows = math.prod(x.shape[: len(rows)])
         num_summed = x.size // num_rows
         if num_rows * max(num_summed, w.size // num_summed) < MANY_NUMBERS:
             return None
-        text, first, _ = orders[equation.w]
-        x_type, w_type = jax.typeof(x).sharding, jax.typeof(w).sharding
-        x_spec = _merge(x_type.spec, len(rows), x_type.mesh)
-        w_spec = _merge(w_type.spec, len(first), x_type.mesh)
-        y_spec = _merge(spec, len(rows), x_type.mesh)
+        text, first = orders[equation.w]
+        mesh = jax.typeof(x).sharding.mesh
+        x_spec = _merge(jax.typeof(x).sharding.spec, len(rows), mesh)
+        w_spec = _merge(jax.typeof(w).sharding.spec, len(first), mesh)
+        y_spec = _merge(spec, len(rows), mesh)
         if x_spec is None or w_spec is None or y_spec is None:
             return None
         return cls(text, out, num_rows, num_summed, x_spec, w_spec, y_spec)

@@ -13,6 +13,7 @@ heads. In generation there is one query to each row, so the query goes through `
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -60,24 +61,19 @@ class LatentAttention(nnx.Module):
     def __call__(self, x, positions, rope, mix, dropout_key):
         """[B, t, D] -> ([B, t, D], the cache of the layer, made of latents [B, T, C] and rotated keys [B, T, R])."""
         x = self.layout.gather_tokens(x)
-        q = self._make_queries(x, dropout_key)
+        if self.queries_have_latent:
+            q = self.q(self.q_norm(self.q_down(x, dropout_key)), dropout_key)
+        else:
+            q = self.q_whole(x, dropout_key)
         plain, rotated = q[..., : self.num_plain], q[..., self.num_plain :]
         rotated = apply_rope(rotated, positions, rope, self.cfg.rotated_pairs)
         q = jnp.concatenate([plain, rotated], -1) * self.scale
         latent = self.kv_norm(self.kv_down(x, dropout_key))
         shared = apply_rope(self.k(x, dropout_key)[:, :, None], positions, rope, self.cfg.rotated_pairs)[:, :, 0]
 
-        def expand(latent: jax.Array, shared: jax.Array) -> tuple[jax.Array, jax.Array]:
-            return self._expand(latent, shared, dropout_key)
-
-        out, cache = mix.compute_attention(q, (latent, shared), Heads(expand, self._look_back))
+        heads = Heads(partial(self._expand, dropout_key=dropout_key), self._look_back)
+        out, cache = mix.compute_attention(q, (latent, shared), heads)
         return self.o(out, dropout_key), cache
-
-    def _make_queries(self, x: jax.Array, dropout_key: Any) -> jax.Array:
-        """Return the queries [B, T, N, H] of tokens [B, T, D], not rotated yet."""
-        if not self.queries_have_latent:
-            return self.q_whole(x, dropout_key)
-        return self.q(self.q_norm(self.q_down(x, dropout_key)), dropout_key)
 
     def _expand(self, latent: jax.Array, shared: jax.Array, dropout_key: Any = None) -> tuple[jax.Array, jax.Array]:
         """Return keys [B, S, N, H] and values [B, S, N, W] of latents [B, S, C] and the keys of all heads [B, S, R]."""

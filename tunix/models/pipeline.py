@@ -17,7 +17,7 @@ before, and nothing is gathered.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -26,72 +26,6 @@ from jax.sharding import PartitionSpec, get_abstract_mesh, reshard
 
 from tunix.sharding.layout import Layout
 from tunix.sharding.mesh_shape import count_devices
-
-# Layers dealt out to stages in turn: each stage gets every S-th chunk of the layers, in the place of a run of them.
-#
-#     layers at rest     stage 0:  0 1 2 3     stage 1:  4 5 6 7          S = 2 stages, v = 2 chunks, L = 8
-#     dealt out          stage 0:  0 1 4 5     stage 1:  2 3 6 7
-#
-# Shape and sharding of an array stay, so nothing outside of a step knows of the order: checkpoints, exports, averages
-# and evaluations have the layers in their own order. Each stage sends each of its chunks to one stage, in v permutes.
-
-
-def deal_out(x: jax.Array, axes: tuple[str, ...], num_stages: int, num_chunks: int) -> jax.Array:
-    """[L, ...], whose first dimension `axes` split, with the layers in the order of the stages' chunks."""
-    return _exchange(x, axes, num_stages, num_chunks, to_chunks=True)
-
-
-def take_back(x: jax.Array, axes: tuple[str, ...], num_stages: int, num_chunks: int) -> jax.Array:
-    """[L, ...] in the order of `deal_out`'s result, with the layers in their own order again."""
-    return _exchange(x, axes, num_stages, num_chunks, to_chunks=False)
-
-
-def _exchange(x: jax.Array, axes: tuple[str, ...], num_stages: int, num_chunks: int, *, to_chunks: bool) -> jax.Array:
-    spec = jax.typeof(x).sharding.spec
-
-    def on_each_stage(x: jax.Array) -> jax.Array:
-        chunks = x.reshape(num_chunks, -1, *x.shape[1:])
-        result = jnp.zeros_like(chunks)
-        stage = jax.lax.axis_index(axes)
-        for each in range(num_chunks):
-            # A permute sends one array from each device and brings one to each: so v permutes, of a chunk each.
-            sends = list_sends(num_stages, num_chunks, each)
-            if not to_chunks:  # the same trips, from their end to their beginning
-                sends = [(target, slot, source, index) for source, index, target, slot in sends]
-            # All stages run one program, in which the number of the stage is data: tables say which chunk it sends, and
-            # where it puts the one that it gets.
-            num_slots, slots = _by_stage([trip[:2] for trip in sends]), _by_stage([trip[2:] for trip in sends])
-            chunk = jax.lax.dynamic_index_in_dim(chunks, num_slots[stage], keepdims=False)
-            chunk = jax.lax.ppermute(chunk, axes, [(source, target) for source, _, target, _ in sends])
-            result = jax.lax.dynamic_update_index_in_dim(result, chunk, slots[stage], 0)
-        return result.reshape(x.shape)
-
-    return jax.shard_map(on_each_stage, in_specs=spec, out_specs=spec)(x)
-
-
-def list_sends(num_stages: int, num_chunks: int, number: int) -> list[tuple[int, int, int, int]]:
-    """Return the trips of one permute: stage and place of a chunk at rest, stage and place where it is dealt to.
-
-    Chunk g = p v + i is the i-th at rest on stage p, and belongs to stage g mod S. Each permute takes one chunk of each
-    stage, so that each stage gets one. p v mod S repeats after S / d stages, where d is the greatest common divisor of
-    v and S; from one such run of stages to the next, i moves on by one, which fills the gaps. For S = v = 2:
-
-        permute 0    stage 0 sends chunk 0 to stage 0    stage 1 sends chunk 3 to stage 1
-                1    stage 0 sends chunk 1 to stage 1    stage 1 sends chunk 2 to stage 0
-    """
-    run = num_stages // math.gcd(num_stages, num_chunks)
-    sends = []
-    for stage in range(num_stages):
-        index = (number + stage // run) % num_chunks
-        chunk = stage * num_chunks + index
-        sends.append((stage, index, chunk % num_stages, chunk // num_stages))
-    return sends
-
-
-def _by_stage(pairs: Sequence[tuple[int, ...]]) -> jax.Array:
-    """Return the place of each stage, [S], of pairs of a stage and a place."""
-    return jnp.asarray([index for _, index in sorted(pairs)])
-
 
 # (layers, rows) -> rows: the layers of each stage, arrays [S, L / S, ...], on its rows, [S, rows, ...]
 RunLayers = Callable[[Any, Any], Any]
@@ -241,3 +175,163 @@ class Lanes:
 
         with jax.named_scope("send"):
             return jax.tree.map(one, rows)
+
+
+class Chunks:
+    """Chunks of layers: each stage of a pipeline has v of them, and works on one in each tick.
+
+    Layers are dealt out to stages in turn: each stage gets every S-th chunk of the layers. S = 2 stages, v = 2, L = 8:
+
+                                       stage 0              stage 1
+        at rest, [L, ...]              0 1 2 3              4 5 6 7
+           | deal_out: layers travel
+        dealt out, [L, ...]            0 1   4 5            2 3   6 7
+           | split: nothing travels
+        chunks, [S, v, L / (S v), ...] [0 1] [4 5]          [2 3] [6 7]         one chunk (v = 1) is [S, L / S, ...]
+
+    Shape and sharding of an array at rest stay, so nothing outside of a step knows of the order: checkpoints, exports,
+    averages and evaluations have the layers in their own order.
+    """
+
+    def __init__(self, lanes: Lanes, num_chunks: int):
+        self.lanes, self.num_chunks = lanes, num_chunks
+        self._of_stages = PartitionSpec(lanes.stage_axes)
+
+    def deal_out(self, x: jax.Array) -> jax.Array:
+        """Return arrays [L, ...] at rest as [L, ...] in the order of the stages' chunks."""
+        return self._exchange(x, to_chunks=True)
+
+    def take_back(self, x: jax.Array) -> jax.Array:
+        """Return arrays [L, ...] in the order of the chunks as they rest: the inverse of `deal_out`."""
+        return self._exchange(x, to_chunks=False)
+
+    def _exchange(self, x: jax.Array, *, to_chunks: bool) -> jax.Array:
+        """Each stage sends each of its chunks to one stage, in v permutes."""
+        if self.num_chunks == 1:
+            return x
+        axes, spec = self.lanes.stage_axes, jax.typeof(x).sharding.spec
+
+        def on_each_stage(x: jax.Array) -> jax.Array:
+            chunks = x.reshape(self.num_chunks, -1, *x.shape[1:])
+            result = jnp.zeros_like(chunks)
+            stage = jax.lax.axis_index(axes)
+            for number in range(self.num_chunks):
+                # A permute sends one array from each device and brings one to each: so v permutes, of a chunk each.
+                sends = list_sends(self.lanes.num_stages, self.num_chunks, number)
+                if not to_chunks:  # the same trips, from their end to their beginning
+                    sends = [(target, slot, source, index) for source, index, target, slot in sends]
+                # All stages run one program, in which the number of the stage is data: tables [S] say which chunk it
+                # sends, and where it puts the one that it gets.
+                sent = jnp.asarray([index for _, index, _, _ in sorted(sends)])
+                put = jnp.asarray([slot for _, slot in sorted(trip[2:] for trip in sends)])
+                chunk = jax.lax.dynamic_index_in_dim(chunks, sent[stage], keepdims=False)
+                chunk = jax.lax.ppermute(chunk, axes, [(source, target) for source, _, target, _ in sends])
+                result = jax.lax.dynamic_update_index_in_dim(result, chunk, put[stage], 0)
+            return result.reshape(x.shape)
+
+        return jax.shard_map(on_each_stage, in_specs=spec, out_specs=spec)(x)
+
+    def split(self, x: jax.Array) -> jax.Array:
+        """Return arrays [L, ...] that are dealt out as chunks."""
+        return self.split_stage(self.lanes.split_layers(x))
+
+    def split_values(self, x: jax.Array) -> jax.Array:
+        """Return arrays [L, ...] in the order of the layers, which every device has, as chunks."""
+        # In the order of the layers they are [v, S, layers of a chunk]. Every device has all of them: nothing travels.
+        by_chunk = x.reshape(self.num_chunks, self.lanes.num_stages, -1, *x.shape[1:])
+        return self.split(by_chunk.swapaxes(0, 1).reshape(x.shape))
+
+    def in_order(self, tree: Any) -> Any:
+        """Return arrays [L, ...], which every device has, in the order of the layers again."""
+
+        def one(x: jax.Array) -> jax.Array:
+            by_stage = x.reshape(self.lanes.num_stages, self.num_chunks, -1, *x.shape[1:])
+            return by_stage.swapaxes(0, 1).reshape(x.shape)
+
+        return jax.tree.map(one, tree)
+
+    def split_stage(self, x: jax.Array) -> jax.Array:
+        """Return arrays [S, L / S, ...] as chunks."""
+        if self.num_chunks == 1:
+            return x
+        spec = jax.typeof(x).sharding.spec
+        front, others = spec.partitions[0], spec.partitions[2:]
+        spec = PartitionSpec(front, None, None, *others, reduced=spec.reduced, unreduced=spec.unreduced)
+        return x.reshape(x.shape[0], self.num_chunks, -1, *x.shape[2:], out_sharding=spec)
+
+    def merge_stage(self, x: jax.Array) -> jax.Array:
+        """Return chunks as arrays [S, L / S, ...]."""
+        if self.num_chunks == 1:
+            return x
+        return x.reshape(x.shape[0], -1, *x.shape[3:], out_sharding=_without_chunks(jax.typeof(x).sharding.spec))
+
+    def take(self, tree: Any, chunk: jax.Array) -> Any:
+        """Return the layers of one chunk of each stage, [S, L / (S v), ...]; `chunk` is [S]."""
+        if self.num_chunks == 1:
+            return tree
+
+        # Stages work on different chunks in a tick: an index that differs between devices needs a shard_map.
+        def on_each_stage(x: jax.Array, chunk: jax.Array) -> jax.Array:
+            return jax.lax.dynamic_index_in_dim(x, chunk[0], axis=1, keepdims=False)
+
+        def one(x: jax.Array) -> jax.Array:
+            spec = jax.typeof(x).sharding.spec
+            taken = jax.shard_map(on_each_stage, in_specs=(spec, self._of_stages), out_specs=_without_chunks(spec))
+            return taken(x, chunk)
+
+        return jax.tree.map(one, tree)
+
+    def add(self, total: Any, more: Any, chunk: jax.Array) -> Any:
+        """Return totals [S, v, L / (S v), ...] with `more` [S, L / (S v), ...] added to one chunk [S] of each stage.
+
+        jax 0.10.2 has no `dynamic_slice` of arrays that are still to be summed over devices, so the chunk comes out of
+        a choice among all.
+        """
+        if self.num_chunks == 1:
+            return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, more)
+
+        def on_each_stage(total: jax.Array, more: jax.Array, chunk: jax.Array) -> jax.Array:
+            local = total[:, 0]
+            for number in range(1, self.num_chunks):
+                local = jax.lax.select(chunk[0] == number, total[:, number], local)
+            return jax.lax.dynamic_update_slice_in_dim(total, (local + more)[:, None], chunk[0], axis=1)
+
+        def one(total: jax.Array, more: jax.Array) -> jax.Array:
+            spec, more = jax.typeof(total).sharding.spec, more.astype(total.dtype)
+            specs = spec, _without_chunks(spec), self._of_stages
+            return jax.shard_map(on_each_stage, in_specs=specs, out_specs=spec)(total, more, chunk)
+
+        return jax.tree.map(one, total, more)
+
+    def zeros(self, of_chunk: jax.ShapeDtypeStruct) -> jax.Array:
+        """Return zeros for all chunks of arrays of this shape, [S, L / (S v), ...]."""
+        spec, shape = of_chunk.sharding.spec, of_chunk.shape
+        if self.num_chunks == 1:
+            return reshard(jnp.zeros(shape, of_chunk.dtype), spec)
+        chunks = jnp.zeros((shape[0], self.num_chunks, *shape[1:]), of_chunk.dtype)
+        return reshard(chunks, PartitionSpec(spec[0], None, *spec[1:]))
+
+
+def list_sends(num_stages: int, num_chunks: int, number: int) -> list[tuple[int, int, int, int]]:
+    """Return the trips of one permute: stage and place of a chunk at rest, stage and place where it is dealt to.
+
+    Chunk g = p v + i is the i-th at rest on stage p, and belongs to stage g mod S. Each permute takes one chunk of each
+    stage, so that each stage gets one. p v mod S repeats after S / d stages, where d is the greatest common divisor of
+    v and S; from one such run of stages to the next, i moves on by one, which fills the gaps. For S = v = 2:
+
+        permute 0    stage 0 sends chunk 0 to stage 0    stage 1 sends chunk 3 to stage 1
+                1    stage 0 sends chunk 1 to stage 1    stage 1 sends chunk 2 to stage 0
+    """
+    run = num_stages // math.gcd(num_stages, num_chunks)
+    sends = []
+    for stage in range(num_stages):
+        index = (number + stage // run) % num_chunks
+        chunk = stage * num_chunks + index
+        sends.append((stage, index, chunk % num_stages, chunk // num_stages))
+    return sends
+
+
+def _without_chunks(spec: PartitionSpec) -> PartitionSpec:
+    """Return the spec of [S, layers, ...] for that of [S, v, layers, ...]."""
+    front, _, *others = spec.partitions
+    return PartitionSpec(front, *others, reduced=spec.reduced, unreduced=spec.unreduced)

@@ -57,7 +57,7 @@ def scan_prefetch(
 
 def as_variables(module: nnx.Module, values: Any) -> Any:
     """Return values of the parameters of a module as its variables, which know their equations."""
-    variables, tree = jax.tree.flatten(nnx.state(module), is_leaf=_is_variable)
+    variables, tree = jax.tree.flatten(nnx.state(module), is_leaf=lambda node: isinstance(node, nnx.Variable))
     pairs = zip(variables, jax.tree.leaves(values), strict=True)
     return jax.tree.unflatten(tree, [variable.replace(value) for variable, value in pairs])
 
@@ -70,16 +70,17 @@ class Passes:
     """
 
     def __init__(self, block: Block, weights: "Weights", unroll: int):
-        self.block, self.weights, self.unroll = block, weights, unroll
-        self._run_block = weights.on_each_stage(self._run_one_block)
+        self.weights, self.unroll = weights, unroll
+        self._run_block = weights.on_each_stage(
+            lambda gathered, x, layer, shared: block(x, weights.as_params(gathered), layer, shared)
+        )
 
     def run(self, params: list[jax.Array], x: jax.Array, layers: Any, shared: Any) -> tuple[jax.Array, Any]:
         """Return x [B, t, D] and the results of each layer [L, ...], where no gradient is asked for."""
         return self._run_layers(params, x, layers, shared, self._run_block)[:2]
 
     def forward(self, params: Any, x: Any, layers: Any, shared: Any) -> tuple[tuple[jax.Array, Any], Any]:
-        """Return what `run` returns, and what `backward` needs, [L, ...]. Each argument says whether it has a
-        gradient."""
+        """Return what `run` returns, and what `backward` needs, [L, ...]. Arguments say whether they have gradients."""
         is_trained = [each.perturbed for each in params]
         params, x, layers, shared = jax.tree.map(lambda each: each.value, (params, x, layers, shared))
 
@@ -103,7 +104,13 @@ class Passes:
     def backward(self, residuals: Any, gradients: Any) -> tuple[list[jax.Array | None], jax.Array, None, None]:
         """Return the gradients of the arguments of `run`, in their shapes."""
         params, layers, shared, vjps, gathered, is_trained = residuals
-        d_x, d_results = jax.tree.map(_instantiate, gradients, is_leaf=lambda leaf: isinstance(leaf, SymbolicZero))
+
+        def instantiate(gradient):  # of a result that the loss does not use, JAX says only that it is zero
+            is_array = not isinstance(gradient, SymbolicZero)
+            shape = gradient.aval
+            return gradient if is_array else jnp.zeros(shape.shape, shape.dtype, out_sharding=shape.sharding)
+
+        d_x, d_results = jax.tree.map(instantiate, gradients, is_leaf=lambda leaf: isinstance(leaf, SymbolicZero))
         weights, count = self.weights, self.weights.count(params)
 
         def mask_frozen(values):
@@ -138,9 +145,6 @@ class Passes:
         d_x, _, open_sums, sums = carry
         return write_sums(sums, open_sums, 0), d_x, None, None
 
-    def _run_one_block(self, gathered: list[jax.Array], x: jax.Array, layer: Any, shared: Any) -> tuple[jax.Array, Any]:
-        return self.block(x, self.weights.as_params(gathered), layer, shared)
-
     def _run_layers(
         self, params: list[jax.Array], x: jax.Array, layers: Any, shared: Any, run: Callable[..., tuple[jax.Array, Any]]
     ) -> tuple[jax.Array, Any, list[jax.Array]]:
@@ -167,7 +171,7 @@ class Weights:
     def __init__(self, layout: Layout, params: Any):
         """`params` is a tree of variables."""
         self.layout = layout
-        self.variables, self.tree = jax.tree.flatten(params, is_leaf=_is_variable)
+        self.variables, self.tree = jax.tree.flatten(params, is_leaf=lambda node: isinstance(node, nnx.Variable))
         self.equations: list[Equation] = [each.get_metadata()["equation"] for each in self.variables]
         self.stages = layout.stages_around
         self.dim = 1 if self.stages else 0  # that of the layers
@@ -200,8 +204,7 @@ class Weights:
             return self.on_each_stage(gather)(one_layer)
 
     def zero_parts(self, gathered: list[jax.Array]) -> list[jax.Array]:
-        """Return zeros of the shapes of `gathered`: each device's part of the gradients, still to be summed
-        (`unreduced`)."""
+        """Return zeros of the shapes of `gathered`: each device's part of the gradients, `unreduced`."""
         zeros = []
         for weight, equation in zip(gathered, self.equations, strict=True):
             spec = self.layout.unreduced(equation)
@@ -211,17 +214,15 @@ class Weights:
         return zeros
 
     def sum_over_devices(self, gradients: list[jax.Array | None], params: list[jax.Array]) -> list[jax.Array | None]:
-        """Return the gradients of one layer, in the shapes of its weights, as a scan over `Layout.gather` would;
-        None stays None."""
+        """Return the gradients of one layer, in the shapes of its weights, as `Layout.gather` would; None stays."""
         rests = [PartitionSpec(*jax.typeof(p).sharding.spec.partitions[self.dim + 1 :]) for p in params]
         dtypes = [param.dtype for param in params]
 
         def sum_all(gradients):
-            sums: list[jax.Array | None] = []
-            for gradient, remaining, dtype in zip(gradients, rests, dtypes, strict=True):
-                total = None if gradient is None else self.layout.sum_gradient(gradient, remaining).astype(dtype)
-                sums.append(total)
-            return sums
+            return [
+                None if gradient is None else self.layout.sum_gradient(gradient, spec).astype(dtype)
+                for gradient, spec, dtype in zip(gradients, rests, dtypes, strict=True)
+            ]
 
         with jax.named_scope("reduce"):
             return self.on_each_stage(sum_all)(gradients)
@@ -238,15 +239,3 @@ class _Static:
 
 
 jax.tree_util.register_pytree_node(_Static, lambda each: ((), each.value), lambda value, _: _Static(value))
-
-
-def _is_variable(node: Any) -> bool:
-    return isinstance(node, nnx.Variable)
-
-
-def _instantiate(gradient: Any) -> Any:
-    """Return a gradient as an array: of a result that the loss does not use, JAX says only that it is zero."""
-    if not isinstance(gradient, SymbolicZero):
-        return gradient
-    aval: Any = gradient.aval
-    return jnp.zeros(aval.shape, aval.dtype, out_sharding=aval.sharding)

@@ -92,14 +92,6 @@ def _rotations(theta: float, dim: int) -> np.ndarray:
 #     longrope    a factor of its own for each pair, found by a search; others for short sequences than for long ones
 
 
-def _unscaled(cfg, theta, dim):
-    return _rotations(theta, dim), 1.0
-
-
-def _linear(cfg, theta, dim):
-    return _rotations(theta, dim) / cfg.rope_scaling.factor, 1.0
-
-
 def _proportional(cfg, theta, dim):
     is_rotated = np.arange(dim // 2) < int(cfg.rope_scaling.share * dim // 2)
     return _rotations(theta, dim) * is_rotated, 1.0
@@ -141,8 +133,8 @@ def _longrope(cfg, theta, dim):
 
 # (model, RoPE base, R) -> radians per position of each pair, [R / 2] float64, and the magnitude of a rotated vector.
 SCALINGS = {
-    "none": _unscaled,
-    "linear": _linear,
+    "none": lambda cfg, theta, dim: (_rotations(theta, dim), 1.0),
+    "linear": lambda cfg, theta, dim: (_rotations(theta, dim) / cfg.rope_scaling.factor, 1.0),
     "llama3": _llama3,
     "yarn": _yarn,
     "longrope": _longrope,

@@ -50,8 +50,7 @@ class Transformer(nnx.Module):
     @property
     def stacks(self) -> Stacks:
         """All blocks, and the ways through them."""
-        modules = {stack.name: getattr(self, stack.name) for stack in list_stacks(self.cfg)}
-        return Stacks(self.cfg, self.layout, modules, self.remat, self.parts_per_stage, self.prefetch)
+        return Stacks(self)
 
     def __call__(self, tokens, positions=None, segment_ids=None) -> jax.Array:
         """[B, T] int32 -> logits [B, T, V] float32. Without the last two, each row is one document."""
@@ -102,9 +101,8 @@ class Transformer(nnx.Module):
 
         def row_attention(q, entries, heads):
             k, v = heads.expand(*entries)
-            return compute_attention(
-                q, k, v, mask_rule, self.block_layout, self.method_of(heads), heads.kv_dim_name
-            ), None
+            method, layout = self.method_of(heads), self.block_layout
+            return compute_attention(q, k, v, mask_rule, layout, method, heads.kv_dim_name), None
 
         return Mix(row_attention, lambda recurrence: (recurrence.run_rows(segment_ids)[0], None))
 

@@ -1,5 +1,5 @@
-"""Optimizers and schedules: the choices of the groups `optimizer` and `scheduler`, with what they compute.
+"""Optimizers (`table`) and schedules (`schedules`): the choices of two groups of the config, with what they compute.
 
-To add an optimizer, write its class (`rules`) and add it to `OPTIMIZERS` (`table`); to add a schedule, add a shape to
-`SHAPES` (`schedules`). Nothing here imports jax until it is called.
+`muon` is the rule of matrices, `moments` keeps moments in fewer bits. `table` and `schedules` import no jax until they
+are called.
 """

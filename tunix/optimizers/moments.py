@@ -94,10 +94,6 @@ def _select_block(weight: Any) -> Block | None:
     return best if best.size >= LEAST_BLOCK else None
 
 
-def _make_half(zeros: jax.Array, block: Block, is_square: bool, count: Any) -> jax.Array:
-    return zeros.astype(jnp.bfloat16)
-
-
 def _to_half(moment: jax.Array, block: Block, is_square: bool, count: jax.Array) -> jax.Array:
     """Return a moment in bfloat16; a square is rounded up or down at random, so that its mean stays.
 
@@ -109,10 +105,6 @@ def _to_half(moment: jax.Array, block: Block, is_square: bool, count: jax.Array)
     bits = jax.lax.bitcast_convert_type(moment.astype(jnp.float32), jnp.uint32)
     rounded = bits + (_hash(moment.shape, count) >> 16)  # float32 is bfloat16 with 16 more bits behind
     return jax.lax.bitcast_convert_type((rounded >> 16).astype(jnp.uint16), jnp.bfloat16)
-
-
-def _from_half(moment: jax.Array, block: Block, is_square: bool, count: Any) -> jax.Array:
-    return moment.astype(jnp.float32)
 
 
 def _hash(shape: tuple[int, ...], count: jax.Array) -> jax.Array:
@@ -182,6 +174,6 @@ def _split_blocks(array: jax.Array, block: Block) -> jax.Array:
 # How moments rest: functions that make them of zeros, store a moment, and read it. Arguments: the moment, its block,
 # whether it is a mean of squares, the number of updates so far.
 KINDS: dict[str, tuple[Callable, Callable, Callable]] = {
-    "bfloat16": (_make_half, _to_half, _from_half),
+    "bfloat16": (lambda zeros, *_: zeros.astype(jnp.bfloat16), _to_half, lambda half, *_: half.astype(jnp.float32)),
     "int8": (_make_quantized, _encode, _decode),
 }

@@ -20,7 +20,7 @@ import optax
 from jax.sharding import PartitionSpec
 from optax.contrib import MuonDimensionNumbers, MuonState, scale_by_muon
 
-from tunix.optimizers.rules import Muon, store_moments_as
+from tunix.optimizers.table import Muon, store_moments_as
 from tunix.sharding.table import DIMS, LAYERS, data_axes, keeping_axes
 
 RMS = 0.2  # updates as large as AdamW's: one learning rate serves both (arXiv:2502.16982)
@@ -98,9 +98,8 @@ def _orthogonalise(x: jax.Array, matrix: MuonDimensionNumbers, coefficients: jax
     # norm was at most 1 before, as that needs, and X keeps its U and V.
     for _ in range(keys.ns_steps):
         squares = matrices @ matrices.mT
-        matrices = (
-            coefficients[0] * matrices + (coefficients[1] * squares + coefficients[2] * squares @ squares) @ matrices
-        )
+        a, b, c = (coefficients[n] for n in range(3))
+        matrices = a * matrices + (b * squares + c * squares @ squares) @ matrices
     if num_in > num_out:
         matrices = matrices.mT
     # Numbers of an orthogonal matrix [in, out] have a root mean square of 1 / sqrt(max(in, out)).

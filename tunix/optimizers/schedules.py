@@ -44,10 +44,6 @@ def _linear(phases: Phases) -> Factor:
     return optax.linear_schedule(1.0, phases.final, phases.rest)
 
 
-def _constant(phases: Phases) -> Factor:
-    return lambda step: 1.0
-
-
 def _inverse_sqrt(phases: Phases) -> Factor:
     # sqrt(warmup / step), with steps counted from the beginning of the run (Vaswani et al. 2017, arXiv:1706.03762).
     return lambda step: (1 + step / max(1, phases.warmup)) ** -0.5
@@ -89,7 +85,7 @@ def _rise(phases: Phases) -> Factor:
 SHAPES = {
     "warmup_cosine": Shape(_cosine),
     "warmup_linear": Shape(_linear),
-    "constant": Shape(_constant),
+    "constant": Shape(lambda phases: lambda step: 1.0),
     "wsd": Shape(_hold_then(lambda share: 1 - share), has_decay=True),  # Hu et al. 2024, arXiv:2404.06395
     "cosine_hold": Shape(_hold_then(_half_cosine), has_decay=True),
     "inverse_sqrt": Shape(_inverse_sqrt),
@@ -126,9 +122,8 @@ class Scheduler(Section):
         for phase in ("warmup", "decay"):
             if getattr(self, f"{phase}_steps") is not None and getattr(self, f"{phase}_tokens") is not None:
                 raise ValueError(f"scheduler.{phase}_steps and scheduler.{phase}_tokens are both set; keep one")
-        by_ratio = all(
-            getattr(self, f"{phase}_{unit}") is None for phase in ("warmup", "decay") for unit in ("steps", "tokens")
-        )
+        others = self.warmup_steps, self.warmup_tokens, self.decay_steps, self.decay_tokens
+        by_ratio = all(length is None for length in others)
         if by_ratio and self.shape.has_decay and self.warmup_ratio + self.decay_ratio > 1:
             raise ValueError(
                 f"scheduler.warmup_ratio={self.warmup_ratio:g} and scheduler.decay_ratio={self.decay_ratio:g} "

@@ -1,17 +1,216 @@
-"""Optimizers and schedules: the choices of the groups `optimizer` and `scheduler`, with what they compute.
+"""Optimizers: the choices of the group `optimizer`. Each is one class: its keys, and how it makes a direction.
 
-To add an optimizer, write its class (`rules.py`) and add it to `OPTIMIZERS`; to add a schedule, add a shape to `SHAPES`
-(`schedules.py`). Nothing here imports jax until it is called.
+To add an optimizer, write its class and add it to `OPTIMIZERS`; to add a schedule, add a shape to `SHAPES` of
+`schedules.py`. optax is imported where it is called, because a config is checked before jax is imported.
 """
 
-from typing import TYPE_CHECKING, Annotated, Union
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from tunix.optimizers.rules import SGD, Adafactor, AdamW, Custom, Lion, Muon, Optimizer, ParameterGroup
-from tunix.optimizers.schedules import SHAPES, Scheduler
+from tunix.base.config_types import Count, Flag, Positive, PositiveOrZero, Regex, Section, Share
+from tunix.base.dotted_path import DottedPath, blame_user, import_object
 
-__all__ = ["OPTIMIZERS", "SHAPES", "AnyOptimizer", "Optimizer", "ParameterGroup", "Scheduler"]
+if TYPE_CHECKING:
+    from optax import GradientTransformation
+
+
+class ParameterGroup(Section):
+    """Parameters with an optimizer setting of their own. The one class with defaults: lists have no file in conf/."""
+
+    params: Regex
+    """Regular expression searched for in the parameter's dotted path."""
+    weight_decay: PositiveOrZero | None = Field(default=None)
+    """Weight decay of these parameters."""
+    learning_rate: Positive | None = Field(default=None)
+    """Peak learning rate of these parameters."""
+
+
+class Optimizer(Section):
+    learning_rate: Positive
+    """Peak learning rate; the scheduler scales it."""
+    weight_decay: PositiveOrZero
+    """Decoupled weight decay, times the learning rate; not for vectors (norm scales)."""
+    groups: tuple[ParameterGroup, ...]
+    """Settings for some parameters; the first pattern that matches wins, one that matches nothing is an error."""
+
+    if TYPE_CHECKING:  # each subclass declares the one value that it takes
+        name: str
+
+    def rule(self, weights: dict[str, Any]) -> "GradientTransformation":
+        """Return the optax transformation of clipped gradients to a direction that is subtracted from the parameters.
+
+        `weights` is the tree of `state.Weight`. The learning rate and weight decay are applied after it.
+        """
+        raise NotImplementedError
+
+    def try_out(self) -> None:
+        """Run the user's own code once, if the rule has any; raise `UserError` if it does not work."""
+
+
+# How moments rest between two updates: as the parameters do, or as one of `KINDS` of moments.py.
+Moments = Literal["param", "bfloat16", "int8"]
+
+
+def store_moments_as(rule: "GradientTransformation", moments: str, weights: dict[str, Any]) -> "GradientTransformation":
+    """Return the rule with moments that rest as the key says. `weights` is the tree of `state.Weight`."""
+    if moments == "param":
+        return rule
+    from tunix.optimizers.moments import store_moments
+
+    return store_moments(rule, moments, weights)
+
+
+class AdamW(Optimizer):
+    """Loshchilov & Hutter 2019, arXiv:1711.05101."""
+
+    name: Literal["adamw"]
+    """Update rule."""
+    b1: Share
+    """Decay of the mean of gradients."""
+    b2: Share
+    """Decay of the mean of squared gradients."""
+    eps: Positive
+    """Added to the root of the second moment."""
+    moments: Moments
+    """Both moments between two updates: param, in training.param_dtype; bfloat16; or int8, codes of 8 bits with a scale
+    for each block of 128. Those of vectors stay as param."""
+
+    def rule(self, weights):
+        import optax
+
+        return store_moments_as(optax.scale_by_adam(self.b1, self.b2, self.eps), self.moments, weights)
+
+
+class Adafactor(Optimizer):
+    """Shazeer & Stern 2018, arXiv:1804.04235: second moments as row and column means."""
+
+    name: Literal["adafactor"]
+    """Update rule."""
+    decay_rate: Share
+    """Exponent of the second moment's decay, 1 - step ** -decay_rate."""
+    clipping_threshold: Positive
+    """Root mean square above which an update is scaled down."""
+
+    def rule(self, weights):
+        import optax
+
+        # In the paper's order: divide by the root of the second moment, clip, multiply by the size of the parameter.
+        return optax.chain(
+            optax.scale_by_factored_rms(decay_rate=self.decay_rate),
+            optax.clip_by_block_rms(self.clipping_threshold),
+            optax.scale_by_param_block_rms(),
+        )
+
+
+class Lion(Optimizer):
+    """Chen et al. 2023, arXiv:2302.06675: the sign of an interpolated momentum."""
+
+    name: Literal["lion"]
+    """Update rule."""
+    b1: Share
+    """Weight of the momentum in the update."""
+    b2: Share
+    """Decay of the momentum."""
+    moments: Moments
+    """The momentum between two updates: param, in training.param_dtype; bfloat16; or int8, codes of 8 bits with a scale
+    for each block of 128. Those of vectors stay as param."""
+
+    def rule(self, weights):
+        import optax
+
+        return store_moments_as(optax.scale_by_lion(self.b1, self.b2), self.moments, weights)
+
+
+class Muon(Optimizer):
+    """Jordan et al. 2024: orthogonalised momentum for matrices, AdamW for embeddings and vectors."""
+
+    name: Literal["muon"]
+    """Update rule."""
+    beta: Share
+    """Decay of the momentum of matrices."""
+    ns_steps: Count
+    """Newton-Schulz iterations."""
+    b1: Share
+    """AdamW's decay of the mean, for embeddings and vectors."""
+    b2: Share
+    """AdamW's decay of the squares, for embeddings and vectors."""
+    eps: Positive
+    """AdamW's epsilon, for embeddings and vectors."""
+    moments: Moments
+    """All moments between two updates: param, in training.param_dtype; bfloat16; or int8, codes of 8 bits with a scale
+    for each block of 128. Those of vectors stay as param."""
+
+    def rule(self, weights):
+        import optax
+
+        from tunix.optimizers.muon import make_muon
+
+        # `make_muon` is made of optax's parts, whose updates are added to the parameters; the step subtracts.
+        return optax.chain(make_muon(self, weights), optax.scale(-1.0))
+
+
+class SGD(Optimizer):
+    """Stochastic gradient descent with momentum."""
+
+    name: Literal["sgd"]
+    """Update rule."""
+    momentum: Share
+    """Decay of the momentum; 0 keeps none."""
+    nesterov: Flag
+    """Look ahead along the momentum."""
+    moments: Moments
+    """The momentum between two updates: param, in training.param_dtype; bfloat16; or int8, codes of 8 bits with a scale
+    for each block of 128. Those of vectors stay as param."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "SGD":
+        if not self.momentum and self.moments != "param":
+            raise ValueError(f"optimizer.moments={self.moments}: optimizer.momentum=0 keeps no moments; leave one out")
+        return self
+
+    def rule(self, weights):
+        import optax
+
+        if not self.momentum:
+            return optax.identity()
+        return store_moments_as(optax.trace(self.momentum, self.nesterov), self.moments, weights)
+
+
+class Custom(Optimizer):
+    """Update rule of your own function (docs/extending.md)."""
+
+    name: Literal["custom"]
+    """Update rule."""
+    function: DottedPath
+    """`package.module:name` of a function that returns an optax transformation for a learning rate of 1."""
+    arguments: dict[str, Any] | None
+    """Keyword arguments of the function, {name: value}; null gives none."""
+
+    def rule(self, weights):
+        import optax
+
+        with blame_user("optimizer.function", self.function):
+            rule = import_object(self.function)(**(self.arguments or {}))
+        return optax.chain(rule, optax.scale(-1.0))  # optax adds its updates to the parameters, the step subtracts
+
+    def try_out(self) -> None:
+        """Make one update of two small parameters; raise `UserError` unless it lowers the loss, as optax's own do."""
+        import jax
+        import jax.numpy as jnp
+
+        params = {"matrix": jnp.ones((4, 4)), "vector": jnp.ones(4)}
+        gradients = jax.tree.map(lambda leaf: 0.1 * leaf, params)
+        rule = self.rule(params)
+        with blame_user("optimizer.function", self.function):
+            direction, _ = rule.update(gradients, rule.init(params), params)
+            slope = jax.tree.reduce(jnp.add, jax.tree.map(jnp.vdot, gradients, direction))
+            if not slope > 0:
+                raise ValueError(
+                    "its update does not lower the loss; return optax's updates, which are added to the parameters, "
+                    "like optax.adam(1.0)"
+                )
+
 
 OPTIMIZERS = (AdamW, Adafactor, Lion, Muon, SGD, Custom)
 

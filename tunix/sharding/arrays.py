@@ -17,8 +17,6 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, resha
 from tunix.sharding.layout import activation_spec
 from tunix.sharding.mesh_shape import data_shards
 
-# Fill arrays on devices from host memory, a piece at a time.
-
 POOL = ThreadPoolExecutor(2, "tunix-pieces")  # makes pieces; one for all arrays: new threads keep memory of their own
 AHEAD = 1  # pieces that are made or waiting while one is put into its place
 
@@ -46,7 +44,7 @@ def fill(
     """
     local = sharding.shard_shape(shape)
     starts_at = {
-        device: [put_leaf.indices(size)[0] for put_leaf, size in zip(index, shape, strict=True)]
+        device: [part.indices(size)[0] for part, size in zip(index, shape, strict=True)]
         for device, index in sharding.addressable_devices_indices_map(shape).items()
         if index is not None
     }
@@ -118,9 +116,8 @@ def to_global(batch: dict[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:
 
     def put(rows: np.ndarray) -> jax.Array:
         sharding = NamedSharding(mesh, activation_spec("ABT"[: rows.ndim]))
-        return jax.make_array_from_process_local_data(
-            sharding, rows, (rows.shape[0], rows.shape[1] * share, *rows.shape[2:])
-        )
+        shape = rows.shape[0], rows.shape[1] * share, *rows.shape[2:]
+        return jax.make_array_from_process_local_data(sharding, rows, shape)
 
     return {name: put(rows) for name, rows in batch.items()}
 
@@ -215,15 +212,14 @@ def replicate(array: jax.Array) -> jax.Array:
 
 
 @jax.jit
-def replicate_part(array: jax.Array, *put_leaf: int) -> jax.Array:
-    """Return the part [...] of an array [first dimensions, ...] at this index on every device; every process calls
-    this."""
-    if not put_leaf:
+def replicate_part(array: jax.Array, *index: int) -> jax.Array:
+    """Return the part [...] of an array [first dimensions, ...] at this index on every device, to all processes."""
+    if not index:
         return replicate(array)
     # Indices as arrays make a gather, which sums over the devices that split these dimensions: only the part travels.
     sharding = jax.typeof(array).sharding
-    part_sharding = NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec[len(put_leaf) :]))
-    part = array.at[tuple(jnp.reshape(index, 1) for index in put_leaf)].get(out_sharding=part_sharding)
+    part_sharding = NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec[len(index) :]))
+    part = array.at[tuple(jnp.reshape(each, 1) for each in index)].get(out_sharding=part_sharding)
     return replicate(part)[0]
 
 

@@ -47,9 +47,8 @@ class Equation:
     @property
     def copies(self) -> str:
         """Dimensions of the weight along which products stand side by side: layers, and those in x, w and y."""
-        return "".join(
-            dim_name for dim_name in self.w if dim_name == LAYERS or (dim_name in self.x and dim_name in self.y)
-        )
+        in_all = {LAYERS, *set(self.x) & set(self.y)}
+        return "".join(dim_name for dim_name in self.w if dim_name in in_all)
 
     @property
     def summed(self) -> str:

@@ -10,8 +10,6 @@ from jax.sharding import PartitionSpec, reshard
 from tunix.sharding.equations import Equation
 from tunix.sharding.table import DIMS, EXPERTS, LAYERS, STREAM_TOKENS, TOKENS, axis_names, stream_axes
 
-# Places of weights, activations and gradients on the mesh, which follow from equations and the tables of table.py.
-#
 # A weight has two places. `in use` is where a product takes it: each dimension that the axes of table.py split, but for
 # those that are gathered. `stored` adds the axes that keep weights, which split it further between two uses. A device
 # then holds a smaller part, and gathers the rest when it needs it:
@@ -47,12 +45,45 @@ def activation_spec(dim_names: str) -> PartitionSpec:
     return _make_spec([DIMS[dim_name].activation_axes for dim_name in dim_names])
 
 
-@dataclass(frozen=True)
-class Placement:
-    """Places and dtypes of the arrays of a run, and the kernels and exchanges that compute with them.
+# Ways of weights, gradients and activations between their places on the mesh, by methods of `Layout`.
+#
+# One weight `BTD,DNH->BTNH` on a mesh with dp, fsdp and tp. D rests on fsdp, an axis that keeps weights; N is split
+# over tp at rest and in use; dp and fsdp split the batch, so that each data shard computes a gradient of its own:
+#
+#     at rest      P(fsdp, tp, -)                            one shard for each device, float32
+#        | gather: cast to the compute dtype, then all-gather over fsdp
+#     in use       P(-, tp, -)  reduced={dp, fsdp}           the same on all data shards, and of type "reduced"
+#        | forward and backward pass of a microbatch
+#     gradient     P(-, tp, -)  unreduced={dp, fsdp}         each data shard has its own part of the sum
+#        | sum_gradient: reduce-scatter over fsdp, which splits the weight at rest, ...
+#                  P(fsdp, tp, -)  unreduced={dp}
+#        | ... then all-reduce over dp, where replicas exchange one shard each
+#     summed       P(fsdp, tp, -)                            laid out as the weight at rest
+#
+# `reduced` and `unreduced` are types of JAX: a gradient cannot be used as if it were summed, and nothing is summed
+# twice. The backward pass of `gather` is `sum_gradient`. So the place of `gather` decides when gradients are summed: in
+# a block, once in each microbatch; before all microbatches, once in a step, which costs memory and saves traffic.
+#
+# Activations of a block go the same way with `splits_stream`, where tp splits the tokens t of the residual stream
+# (sequence parallelism, Korthikanti et al. 2022, arXiv:2205.05198):
+#
+#     stream       [B, t, D]   P(data, tp, -)                norms, sums and dropout of own tokens
+#        | gather_tokens: all-gather over tp                  backward: reduce-scatter
+#     branch       [B, T, D]   P(data, -, -)  reduced={tp}   all tokens meet this device's part of the weights
+#        | products
+#     result       [B, T, D]   P(data, -, -)  unreduced={tp} each device has its own part of the sum
+#        | scatter_tokens: reduce-scatter over tp              backward: all-gather
+#     stream       [B, t, D]   P(data, tp, -)
+#
+# Without it both places are [B, T, D], whole along tp, and the sum of a result is an all-reduce.
 
-    Weights rest in `param` dtype. A matrix product takes them in `compute` dtype. Gradients are summed over devices in
-    `reduce` dtype.
+
+@dataclass(frozen=True)
+class Layout:
+    """Places and dtypes of the arrays of a run, the ways between the places, and the kernels and exchanges.
+
+    Places follow from equations and the tables of table.py. Weights rest in `param` dtype. A matrix product takes them
+    in `compute` dtype. Gradients are summed over devices in `reduce` dtype.
     """
 
     strategy: Strategy
@@ -218,53 +249,6 @@ class Placement:
     def _weight_axes(self, dim_name: str) -> tuple[str, ...]:
         return () if dim_name in self.unsplit else DIMS[dim_name].weight_axes
 
-
-def _make_spec(axes: list[tuple[str, ...]], **types: set[str]) -> PartitionSpec:
-    """Return the PartitionSpec of the axes of each dimension; `types` are `reduced` or `unreduced` axes."""
-    return PartitionSpec(*(each if len(each) > 1 else each[0] if each else None for each in axes), **types)
-
-
-def _sort_axes(axes: set[str]) -> tuple[str, ...]:
-    """Return mesh axes in the order of the table."""
-    return tuple(axis for axis in axis_names() if axis in axes)
-
-
-# Ways of weights, gradients and activations between their places on the mesh (layout.py).
-#
-# One weight `BTD,DNH->BTNH` on a mesh with dp, fsdp and tp. D rests on fsdp, an axis that keeps weights; N is split
-# over tp at rest and in use; dp and fsdp split the batch, so that each data shard computes a gradient of its own:
-#
-#     at rest      P(fsdp, tp, -)                            one shard for each device, float32
-#        | gather: cast to the compute dtype, then all-gather over fsdp
-#     in use       P(-, tp, -)  reduced={dp, fsdp}           the same on all data shards, and of type "reduced"
-#        | forward and backward pass of a microbatch
-#     gradient     P(-, tp, -)  unreduced={dp, fsdp}         each data shard has its own part of the sum
-#        | sum_gradient: reduce-scatter over fsdp, which splits the weight at rest, ...
-#                  P(fsdp, tp, -)  unreduced={dp}
-#        | ... then all-reduce over dp, where replicas exchange one shard each
-#     summed       P(fsdp, tp, -)                            laid out as the weight at rest
-#
-# `reduced` and `unreduced` are types of JAX: a gradient cannot be used as if it were summed, and nothing is summed
-# twice. The backward pass of `gather` is `sum_gradient`. So the place of `gather` decides when gradients are summed: in
-# a block, once in each microbatch; before all microbatches, once in a step, which costs memory and saves traffic.
-#
-# Activations of a block go the same way with `splits_stream`, where tp splits the tokens t of the residual stream
-# (sequence parallelism, Korthikanti et al. 2022, arXiv:2205.05198):
-#
-#     stream       [B, t, D]   P(data, tp, -)                norms, sums and dropout of own tokens
-#        | enter_branch: all-gather over tp                  backward: reduce-scatter
-#     branch       [B, T, D]   P(data, -, -)  reduced={tp}   all tokens meet this device's part of the weights
-#        | products
-#     result       [B, T, D]   P(data, -, -)  unreduced={tp} each device has its own part of the sum
-#        | leave_branch: reduce-scatter over tp              backward: all-gather
-#     stream       [B, t, D]   P(data, tp, -)
-#
-# Without it both places are [B, T, D], whole along tp, and the sum of a result is an all-reduce.
-
-
-class Layout(Placement):
-    """A placement with the operations that bring arrays from one place to another."""
-
     def gather(self, weight: jax.Array, equation: Equation) -> jax.Array:
         """Return the weight, in the shape of `equation.w`, as a matrix product takes it; one that is gathered passes
         as it is.
@@ -296,7 +280,7 @@ class Layout(Placement):
         """
         gradient = gradient.astype(self.reduce)
         local_parts = jax.typeof(gradient).sharding.spec.unreduced  # axes along which each device has a part of the sum
-        others = local_parts - _list_axes(spec)
+        others = local_parts - {axis for axes in spec for axis in ((axes,) if isinstance(axes, str) else axes or ())}
         if others and others != local_parts:
             gradient = reshard(gradient, PartitionSpec(*spec, unreduced=others))
         return reshard(gradient, spec)
@@ -365,6 +349,11 @@ class Layout(Placement):
         return weight
 
 
-def _list_axes(spec: PartitionSpec) -> set[str]:
-    """Return the mesh axes that split an array."""
-    return {axis for entry in spec for axis in ((entry,) if isinstance(entry, str) else entry or ())}
+def _make_spec(axes: list[tuple[str, ...]], **types: set[str]) -> PartitionSpec:
+    """Return the PartitionSpec of the axes of each dimension; `types` are `reduced` or `unreduced` axes."""
+    return PartitionSpec(*(each if len(each) > 1 else each[0] if each else None for each in axes), **types)
+
+
+def _sort_axes(axes: set[str]) -> tuple[str, ...]:
+    """Return mesh axes in the order of the table."""
+    return tuple(axis for axis in axis_names() if axis in axes)

@@ -14,8 +14,6 @@ from tunix.base.errors import UserError
 from tunix.sharding.mesh_shape import MeshShape, resolve, token_shards
 from tunix.sharding.table import axis_names, data_axes, keeping_axes, token_axes
 
-# The device mesh, and a table of its devices.
-
 MAX_ROWS = 16  # of a table in the start report; longer ones are cut off
 
 
@@ -85,9 +83,6 @@ def device_table(mesh: Mesh) -> list[list[str]]:
     if len(grid) > MAX_ROWS:
         table.append([f"... {len(grid) - MAX_ROWS} more", *([""] * len(columns))])
     return table
-
-
-# Stages side by side: `vmap` over a first dimension [S, ...] that mesh axes split, so a device computes its own.
 
 
 def stage_shard_map(

@@ -1,11 +1,10 @@
 """Training: one optimizer step, and all that it is made of.
 
-Read `step` first: a schedule over the microbatches, one division, clipping, the update. `loss` says what is
-minimised, of the `logprobs` of targets; `grpo` and `dpo` have the losses of those tasks. `optimizer` makes the
-optimizer, `ema` the averages of weights, `state` has weights and moments, `choices` makes the choices that a config
-leaves to the mesh, and `program` puts model, mesh and optimizer together. `held_out` evaluates, `kernel_check`
-compares kernels.
+Read `step` first: a schedule over the microbatches, one division, clipping, the update. `loss` says what is minimised,
+of the `logprobs` of targets, and evaluates held-out sets; `grpo` and `dpo` have the losses of those tasks. `optimizer`
+makes the optimizer, `ema` the averages of weights, `state` has weights and moments, `choices` makes the choices that a
+config leaves to the mesh, and `program` puts model, mesh and optimizer together. `kernel_check` compares kernels.
 
-Where stages split the layers (pp), `pipeline_schedule` says which stage works on which microbatch, and
-`pipeline_step` does the work of all stages and makes the gradients.
+Where stages split the layers (pp), `pipeline_schedule` says which stage works on which microbatch, and `pipeline_step`
+does the work of all stages and makes the gradients.
 """

@@ -78,7 +78,11 @@ def select(
     layout = _lay_out(cfg, planned, sizes, device, platform, reasons)
     pipeline = planned.batch.pipeline(sizes)
     sync_every = _choose_sync(training, sizes, pipeline)
-    remat = _choose_remat(training, planned.remat, platform)
+    if planned.remat == "budget":
+        choices = ", ".join(REMAT)
+        raise UserError(f"training.remat=budget is chosen by a run and by tunix.plan only; choose from {choices}")
+    policy = REMAT_BY_PLATFORM.get(platform or "", "full") if planned.remat == "auto" else planned.remat
+    remat = Remat(policy, training.remat_every, on_host=training.offload == "activations")
     prefetch, options, reasons["training.overlap"] = _choose_overlap(cfg, layout, sync_every, sizes, platform)
     shape, parts = planned.batch.batch_shape(sizes), planned.batch.parts_per_stage(sizes)
     return Choices(planned, shape, layout, pipeline, parts, remat, sync_every, prefetch, options, reasons)
@@ -151,16 +155,6 @@ def _splits_stream(model: Model, batch: BatchKeys, sizes: Mapping[str, int]) -> 
             "training.sequence_parallel=auto"
         )
     return batch.splits_stream(sizes) and not has_biases
-
-
-def _choose_remat(training: Training, policy: str, platform: str | None) -> Remat:
-    if policy == "budget":
-        raise UserError(
-            f"training.remat=budget is chosen by a run and by tunix.plan only; choose from {', '.join(REMAT)}"
-        )
-    if policy == "auto":
-        policy = REMAT_BY_PLATFORM.get(platform or "", "full")
-    return Remat(policy, training.remat_every, on_host=training.offload == "activations")
 
 
 def _choose_sync(training: Training, sizes: Mapping[str, int], pipeline: PipelineShape) -> int:

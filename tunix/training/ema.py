@@ -1,6 +1,6 @@
 """Copies of the trained parameters that the state carries beside them, like their moving averages.
 
-`state["ema"]` is {name: tree}; it is not there where the config asks for no copy. A copy starts as the parameters,
+`state["copies"]` is {name: tree}; it is not there where the config asks for no copy. A copy starts as the parameters,
 and is laid out as the optimizer works on them. A new kind of copy is a function here, and its row in `EMA`.
 """
 
@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from tunix.config import Training
-from tunix.sharding.arrays import to_device_memory, to_host_memory
+from tunix.sharding.arrays import to_host_memory
 
 Tree = dict[str, Any]
 Update = Callable[[Tree, Tree], Tree]  # (copy, trained parameters after the step) -> copy after the step
@@ -45,44 +45,22 @@ def _make_averages(training: Training) -> dict[str, Copy]:
     return {name: average(decay) for name, decay in training.ema_names.items()}
 
 
-# Each takes the training section: the update of its copy in float32, copies by name, or None where there is none.
-EMA: dict[str, Callable[[Training], Update | dict[str, Copy] | None]] = {"ema": _make_averages}
+# Each takes the training section and returns copies by name.
+EMA: dict[str, Callable[[Training], dict[str, Copy]]] = {"ema": _make_averages}
 
 
 def make_ema(training: Training) -> dict[str, Copy]:
     """Make the copies that the config asks for, by name."""
-    ema: dict[str, Copy] = {}
-    for name, make in EMA.items():
-        made = make(training)
-        if isinstance(made, dict):
-            ema |= made
-        elif made is not None:
-            ema[name] = Copy(made)
-    return ema
+    return {name: copy for make in EMA.values() for name, copy in make(training).items()}
 
 
-def init_ema(ema: dict[str, Copy], params: Tree) -> dict[str, Any]:
-    """Return new copies of the trained parameters as a part of the state: {} or {"copies": {name: tree}}."""
+def init_ema(ema: dict[str, Copy], params: Tree) -> dict[str, Tree]:
+    """Return new copies of the trained parameters by name, where they are kept between two steps."""
     # `d=copy.dtype` binds the value now: a lambda sees the variable of the loop as it is when it is called.
     trees = {name: jax.tree.map(lambda p, d=copy.dtype: p.astype(d), params) for name, copy in ema.items()}
-    return write_ema(ema, {"copies": trees} if trees else {})
+    return move_ema(ema, trees, to_host_memory)
 
 
-def read_ema(ema: dict[str, Copy], state: dict[str, Any]) -> dict[str, Tree]:
-    """Return the copies of a state by name, all in the memory of the devices."""
-    trees = state.get("copies", {})
-    return {name: to_device_memory(tree) if ema[name].on_host else tree for name, tree in trees.items()}
-
-
-def update_ema(ema: dict[str, Copy], trees: dict[str, Tree], params: Tree) -> dict[str, Any]:
-    """Return the copies after a step that came to `params`, as a part of the state: {} or {"copies": {name: tree}}."""
-    new = {name: ema[name].update(tree, params) for name, tree in trees.items()}
-    return {"copies": new} if new else {}
-
-
-def write_ema(ema: dict[str, Copy], state: dict[str, Any]) -> dict[str, Any]:
-    """Return the copies of a state where they are kept between two steps: {} or {"copies": {name: tree}}."""
-    if "copies" not in state:
-        return {}
-    trees = state["copies"]
-    return {"copies": {name: to_host_memory(tree) if ema[name].on_host else tree for name, tree in trees.items()}}
+def move_ema(ema: dict[str, Copy], trees: dict[str, Tree], move: Callable[[Tree], Tree]) -> dict[str, Tree]:
+    """Return copies by name, moved by `to_host_memory` or `to_device_memory` where they are kept on the host."""
+    return {name: move(tree) if ema[name].on_host else tree for name, tree in trees.items()}

@@ -4,6 +4,7 @@ A kernel is compiled for each kind of chip. An error in it would not stop a run:
 only less.
 """
 
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import jax
@@ -116,10 +117,8 @@ def _compare(
         out, pull_back = jax.vjp(attended, *(x.astype(dtype) for x in (q, k, v)))
         return [out, *pull_back(d_out.astype(dtype))]
 
-    # The plain kernel computes in float32, so the difference is the error of the kernel and of its dtype alone.
     labels = ("outputs", "gradients of queries", "gradients of keys", "gradients of values")
-    pairs = zip(labels, results(name, layout.compute), results("xla", "float32"), strict=True)
-    return {label: _compute_difference(x, y) for label, x, y in pairs}
+    return _compute_differences(labels, results, name, layout.compute)
 
 
 def _compare_matmul(
@@ -147,12 +146,19 @@ def _compare_matmul(
         return [out, jnp.where(has_expert, d_rows, 0), d_weights]
 
     labels = ("outputs", "gradients of rows", "gradients of weights")
+    return jax.lax.pmax(_compute_differences(labels, results, name, dtype), axes)
+
+
+def _compute_differences(
+    labels: Sequence[str], results: Callable[[str, str], list[jax.Array]], name: str, dtype: str
+) -> dict[str, jax.Array]:
+    """Return the largest difference of each result, relative to the largest number; infinity for what is no number."""
+
+    def compute_difference(x: jax.Array, y: jax.Array) -> jax.Array:
+        # A comparison with NaN is false, so a NaN would pass as a small difference.
+        value = jnp.max(jnp.abs(x - y)) / jnp.max(jnp.abs(y))
+        return jnp.where(jnp.isnan(value), jnp.inf, value)
+
+    # The plain kernel computes in float32, so the difference is the error of the kernel and of its dtype alone.
     pairs = zip(labels, results(name, dtype), results("xla", "float32"), strict=True)
-    return {label: jax.lax.pmax(_compute_difference(x, y), axes) for label, x, y in pairs}
-
-
-def _compute_difference(x: jax.Array, y: jax.Array) -> jax.Array:
-    """Return the largest difference, relative to the largest number of y; infinity where it is not a number."""
-    # A comparison with NaN is false, so a NaN would pass as a small difference.
-    value = jnp.max(jnp.abs(x - y)) / jnp.max(jnp.abs(y))
-    return jnp.where(jnp.isnan(value), jnp.inf, value)
+    return {label: compute_difference(x, y) for label, x, y in pairs}

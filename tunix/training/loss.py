@@ -1,4 +1,7 @@
-"""Losses: what is minimised, what it is divided by, and sums to report. Sums, not means: microbatches are added up."""
+"""Losses: what is minimised, what it is divided by, and sums to report; and the loss of a held-out set.
+
+A loss returns sums, not means: microbatches are added up.
+"""
 
 import math
 from collections.abc import Callable, Mapping
@@ -7,13 +10,17 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from tunix.base.dotted_path import blame_user, import_object, is_dotted
 from tunix.base.errors import UserError, did_you_mean
 from tunix.config import Config
 from tunix.config.task import Dpo, Grpo
-from tunix.data.batches import FIELDS, Batch, Field
+from tunix.data.batches import FIELDS, Batch, Field, add_fields, read_held_out
+from tunix.data.dataset import Corpus
+from tunix.data.tokenizer import bytes_by_token
 from tunix.models.transformer import Transformer
+from tunix.sharding.arrays import local_rows, to_global
 from tunix.training.dpo import PAIR_FIELDS, evaluate_preferences, preference_loss
 from tunix.training.grpo import POLICY_FIELDS, policy_loss
 from tunix.training.logprobs import (
@@ -24,12 +31,15 @@ from tunix.training.logprobs import (
     Scores,
     Sums,
     add_block_sums,
+    add_up,
     compute_token_log_probs,
     sum_over_tokens,
 )
+from tunix.training.state import Architecture
 
 __all__ = [
     "LOSSES",
+    "HeldOut",
     "Loss",
     "LossFn",
     "LossKind",
@@ -139,3 +149,59 @@ def try_out_loss(cfg: Config, loss_fn: LossFn, model: Callable[[Any], Transforme
             for leaf in jax.tree.leaves(value):
                 if leaf.shape or not jnp.issubdtype(leaf.dtype, jnp.floating):
                     raise TypeError(f"its {name} is {leaf.dtype}{list(leaf.shape)}, not a float scalar")
+
+
+class HeldOut:
+    """A held-out set on the devices, of the corpus or one of its `sets` by name, and the loss over it.
+
+    The loss is the same number on every mesh.
+    """
+
+    def __init__(
+        self, cfg: Config, corpus: Corpus, arch: Architecture, mesh: Mesh, num_rows: int, name: str | None = None
+    ):
+        """`num_rows` are the sequences of a microbatch; `name` is that of a set of evaluation.sets."""
+        sequences = corpus.held_out if name is None else corpus.sets[name]
+        arguments = sequences, cfg.evaluation.num_sequences, num_rows
+        # Each process reads the whole set once, so that all of them know the same number of bytes.
+        everything = read_held_out(*arguments, list(range(num_rows)))
+        # Bits per byte count the bytes of the predicted text alone, as the loss does: masked targets have none.
+        num_bytes = bytes_by_token(corpus.tokenizer)[everything["targets"]]
+        self.num_bytes = int((num_bytes * everything["loss_mask"]).sum())
+        if self.num_bytes == 0:
+            which = "the held-out sequences" if name is None else f"the sequences of evaluation.sets.{name}"
+            raise UserError(
+                f"{which} have no text to be predicted: their answers are empty, or none begins within "
+                f"training.seq_len={cfg.training.seq_len} tokens; raise it, hold out more, or set "
+                "data.held_out_fraction=0"
+            )
+        self.kind = find_loss_kind(cfg)
+        # The whole set rests on the devices: an evaluation is one program, which waits for no data.
+        local = read_held_out(*arguments, local_rows(mesh, num_rows))
+        self.batches = to_global(add_fields(local, self.kind.fields), mesh)
+        loss_fn = self.kind.make(cfg)
+
+        @jax.jit
+        def totals(params, batches):
+            def report(_, batch):
+                loss = loss_fn(arch.module(params), batch, None)
+                return None, (loss.sums, loss.weight)
+
+            # Sums over all batches, divided once at the end: a mean of means is wrong where masks differ.
+            return add_up(jax.lax.scan(report, None, batches)[1])
+
+        self.totals = totals
+
+    def evaluate(self, params: dict) -> dict[str, float]:
+        """Return the numbers of the held-out set by their names in metrics.jsonl, `loss` among them."""
+        sums, weight = self.totals(params, self.batches)
+        return self.kind.evaluate(sums, weight, self.num_bytes)
+
+    def cost(self, record: dict[str, float]) -> float:
+        """Return the number that is lowest for the best model."""
+        return record["loss"]
+
+    def describe(self, record: dict[str, float]) -> str:
+        """Return an evaluation in a few words for the log."""
+        bits = f", {record['bits_per_byte']:.4f} bits per byte" if "bits_per_byte" in record else ""
+        return f"loss {record['loss']:.4f}{bits}"

@@ -82,8 +82,6 @@ def make_guard(training: Training) -> SpikeGuard | None:
     return None if deviations is None else SpikeGuard(deviations, window)
 
 
-# Optimizer and schedule: one optax chain that gives the direction, and the learning rate that scales it.
-
 Schedule = Callable[[jax.Array | int], jax.Array]
 
 
@@ -128,7 +126,7 @@ def _assign_groups(optimizer: Optimizer, weights: dict[str, Any]) -> dict[str, A
                 rate = rate if group.learning_rate is None else group.learning_rate
                 break
         # A multiple, because the schedule multiplies the direction of all parameters by one rate.
-        return _Settings((decay, rate / optimizer.learning_rate))
+        return decay, rate / optimizer.learning_rate
 
     assigned = jax.tree.map_with_path(settings, weights)
     for index, group in enumerate(optimizer.groups):
@@ -139,10 +137,6 @@ def _assign_groups(optimizer: Optimizer, weights: dict[str, Any]) -> dict[str, A
                 f"parameters are {', '.join(names)}"
             )
     return assigned
-
-
-class _Settings(tuple):
-    """Weight decay and learning rate of one parameter: a leaf, where jax would take a plain tuple for a branch."""
 
 
 def make_schedule(scheduler: Scheduler, peak: float, spans: Spans) -> Schedule:
@@ -201,17 +195,14 @@ def _count_steps_with(tokens: int, spans: Spans) -> int:
     return steps + round(tokens / last[1])
 
 
-# Biases of routers follow the loads of experts, without a gradient (Wang et al. 2024, arXiv:2408.15664).
-
-
 def move_biases(params: dict[str, Any], weights: dict[str, Any], routing: Routing, rate: jax.Array) -> dict[str, Any]:
-    """Return the parameters with the bias [L, X] of each expert raised or lowered by `rate`.
+    """Return the parameters with the bias [L, X] of each expert raised or lowered by `rate` (arXiv:2408.15664).
 
-    It rises where the expert had fewer tokens in this step than the mean of its layer, and falls where it had more.
+    It follows the loads, without a gradient: it rises where the expert had fewer tokens in this step than the mean of
+    its layer, and falls where it had more.
     `weights` is the tree of `state.Weight`.
     """
     # The sign alone: a bias moves as far for an expert with few tokens as for one with none, so it never jumps.
     missing = jnp.sign(jnp.mean(routing.load, 1, keepdims=True) - routing.load)
-    return jax.tree.map(
-        lambda param, weight: param + rate * missing if weight.equation.is_choice else param, params, weights
-    )
+    step = rate * missing
+    return jax.tree.map(lambda param, weight: param + step if weight.equation.is_choice else param, params, weights)

@@ -34,11 +34,11 @@ from jax.sharding import PartitionSpec, reshard
 from tunix.data.batches import Batch
 from tunix.models.block import Forward, Rows
 from tunix.models.layers import BlockSums, merge_stages
-from tunix.models.pipeline import Lanes
+from tunix.models.pipeline import Chunks, Lanes
 from tunix.models.transformer import Transformer
 from tunix.sharding.layout import Layout
 from tunix.training.logprobs import ROUTING, LossFn, Sums, add_sums
-from tunix.training.pipeline_schedule import Chunks, ScheduleSlot, Turns
+from tunix.training.pipeline_schedule import ScheduleSlot, Turns
 from tunix.training.state import Architecture, Weight, add_gradients, keep_trained
 from tunix.training.step import Gradients
 
@@ -94,8 +94,18 @@ class Parts:
         """`seeds` [A] are those of the microbatches, `layout` is that of one part outside of the stages."""
         # Fields are laid out by parts once, before the first tick: the ticks then take one by its number.
         self.lanes, self.seeds = lanes, seeds
-        self.fields = {name: lanes.list_parts(x, model.parts_per_stage, layout) for name, x in batch.items()}
-        self.entering = list_entering(model, lanes, batch, seeds[0], layout)
+
+        def split(x: jax.Array) -> jax.Array:
+            return lanes.list_parts(x, model.parts_per_stage, layout)
+
+        def repeat(x: jax.Array) -> jax.Array:
+            spec = PartitionSpec(None, *jax.typeof(x).sharding.spec)
+            return split(jnp.broadcast_to(x, (len(seeds), *x.shape), out_sharding=spec))
+
+        self.fields = {name: split(x) for name, x in batch.items()}
+        # What the rows of a part have on stages beside x and the batch: the same in all microbatches.
+        rows = model.stacks.enter_stages(Rows(None, batch["positions"][0], None), seeds[0])
+        self.entering = jax.tree.map(repeat, rows._replace(positions=None))
         self.count = len(self.fields["tokens"])
         self.per_microbatch = self.count // len(seeds)
 
@@ -113,28 +123,12 @@ class Parts:
 
     def seeds_on_stages(self, numbers: jax.Array) -> jax.Array:
         """Return the seeds [S] of the parts [S] that the stages work on."""
-        spec = PartitionSpec(self.lanes.stage_axes)
-        return self.seeds.at[self._clip(numbers) // self.per_microbatch].get(out_sharding=spec)
+        microbatches = jnp.clip(numbers, 0, self.count - 1) // self.per_microbatch
+        return self.seeds.at[microbatches].get(out_sharding=PartitionSpec(self.lanes.stage_axes))
 
     def _take(self, arrays: Any, number: jax.Array | int) -> Any:
-        slot_index = self._clip(number)
-        return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, slot_index, keepdims=False), arrays)
-
-    def _clip(self, number: jax.Array | int) -> jax.Array:
-        return jnp.clip(number, 0, self.count - 1)
-
-
-def list_entering(model: Transformer, lanes: Lanes, batch: Batch, seed: jax.Array, layout: Layout) -> Rows:
-    """Return, for each part of the step, what its rows have on stages beside x and the batch: arrays [M, rows]."""
-    count = len(batch["tokens"])
-    rows = model.stacks.enter_stages(Rows(None, batch["positions"][0], None), seed)._replace(positions=None)
-
-    def of_parts(x: jax.Array) -> jax.Array:
-        spec = PartitionSpec(None, *jax.typeof(x).sharding.spec)
-        repeated = jnp.broadcast_to(x, (count, *x.shape), out_sharding=spec)
-        return lanes.list_parts(repeated, model.parts_per_stage, layout)
-
-    return jax.tree.map(of_parts, rows)
+        index = jnp.clip(number, 0, self.count - 1)
+        return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), arrays)
 
 
 class StagedModel:
@@ -144,15 +138,7 @@ class StagedModel:
     `outer`. They have None in the place of frozen weights, which come from the step.
     """
 
-    def __init__(
-        self,
-        arch: Architecture,
-        loss_fn: LossFn,
-        params: dict[str, Any],
-        weights: dict[str, Any],
-        parts: Parts,
-        chunks: Chunks,
-    ):
+    def __init__(self, arch: Architecture, loss_fn: LossFn, params: dict, weights: dict, parts: Parts, chunks: Chunks):
         """`params` are at rest; `weights` are gathered, unless blocks gather them themselves."""
         self.model, self.arch, self.loss_fn = arch.module(params), arch, loss_fn
         self.outer = arch.with_tokens_on_stages()
@@ -177,11 +163,8 @@ class StagedModel:
         model = self._outer_model(outer)
         return model.embed(model.tables(), part["tokens"], part["positions"])
 
-    def loss(
-        self, outer: Any, stream: Stream, part: Batch, seed: jax.Array
-    ) -> tuple[jax.Array, tuple[jax.Array, Sums]]:
-        """Return the objective of a part whose blocks have run, and beside it its weight and its sums; all are
-        scalars."""
+    def loss(self, outer: Any, stream: Stream, part: Batch, seed: jax.Array) -> tuple[jax.Array, tuple]:
+        """Return the objective of a part whose blocks have run, and with it its weight and its sums, all scalars."""
         after = AfterBlocks(self._outer_model(outer), *stream)
         result = self.loss_fn(after, part, seed)  # type: ignore[arg-type]
         return result.objective, (result.weight, result.sums)
@@ -243,8 +226,6 @@ class StagedModel:
         return reshard(x, PartitionSpec(self.lanes.stage_axes, *spec("BtD")))
 
 
-# Ticks of a pipeline: the work of all stages between two times that they send rows to one another.
-#
 # A tick has up to three parts. Which of them a tick has, all stages know before they begin (`Turns.loops`):
 #
 #     forward    each stage computes the rows that it has got, keeps what went in, and sends the result on
@@ -324,9 +305,8 @@ class Iterations:
         (entering,) = self.schedule.if_due(is_due, lambda _: (model.enter(self.outer, number),), no_rows)
         # The first stage takes a part of the batch for its first chunk, and for the others what the last stage sends.
         rows = lanes.select(self.is_first & (slot.chunk == 0), entering, carry.forth)
-        saved = jax.tree.map(
-            lambda x, new: jax.lax.dynamic_update_index_in_dim(x, new, slot_index, 1), carry.saved, rows
-        )
+        put = partial(jax.lax.dynamic_update_index_in_dim, index=slot_index, axis=1)
+        saved = jax.tree.map(put, carry.saved, rows)
         stream, more = model.run_blocks(self.chunks.take(self.blocks, slot.chunk), take_stream(rows), rows, slot)
         routing = self.chunks.add(carry.routing, more, slot.chunk)
         return carry._replace(saved=saved, forth=lanes.send(replace_stream(rows, stream), 1), routing=routing), stream
@@ -346,12 +326,8 @@ class Iterations:
                 lambda outer, stream: model.loss(outer, stream, part, seed), self.outer, finished, has_aux=True
             )
             d_more, d_finished = vjp(jnp.ones((), jnp.float32))
-            return (
-                add_gradients(d_outer, d_more),
-                weight + more_weight,
-                add_sums(sums, more),
-                model.spread(d_finished),
-            )
+            d_outer, sums = add_gradients(d_outer, d_more), add_sums(sums, more)
+            return d_outer, weight + more_weight, sums, model.spread(d_finished)
 
         so_far = carry.d_outer, carry.weight, carry.sums
         d_outer, weight, sums, d_finished = self.schedule.if_due(is_due, finish, *so_far, nothing)
@@ -366,17 +342,12 @@ class Iterations:
         model, lanes, slot = self.model, self.lanes, self.schedule.backward(now, self.stages)
         slot_index = self.schedule.taken_at(now, self.stages) % self.schedule.num_saved  # [S]
         # Each stage reads another place of its ring: it took these rows 2 (S - 1 - s) ticks ago with one chunk.
-        rows = jax.tree.map(
-            lambda x: jax.vmap(partial(jax.lax.dynamic_index_in_dim, keepdims=False))(x, slot_index), carry.saved
-        )
+        read = jax.vmap(partial(jax.lax.dynamic_index_in_dim, keepdims=False))
+        rows = jax.tree.map(lambda x: read(x, slot_index), carry.saved)
         is_last = self.is_last & (slot.chunk == self.schedule.num_chunks - 1)
         # The gradient of a bubble is zero: `carry.back` begins as zeros, and a stage hands zeros on.
-        _, vjp, _ = jax.vjp(
-            lambda chunk, stream: model.run_blocks(chunk, stream, rows, slot),
-            self.chunks.take(self.blocks, slot.chunk),
-            take_stream(rows),
-            has_aux=True,
-        )
+        run, chunk = partial(model.run_blocks, rows=rows, slot=slot), self.chunks.take(self.blocks, slot.chunk)
+        _, vjp, _ = jax.vjp(run, chunk, take_stream(rows), has_aux=True)
         d_chunk, d_before = vjp(lanes.select(is_last, d_finished, carry.back))
         is_due, number = self.schedule.returning(now)
 
@@ -388,11 +359,8 @@ class Iterations:
             return (add_gradients(d_outer, more),)
 
         (d_outer,) = self.schedule.if_due(is_due, recompute_entry, carry.d_outer)
-        return carry._replace(
-            back=lanes.send(d_before, -1),
-            d_blocks=self.chunks.add(carry.d_blocks, d_chunk, slot.chunk),
-            d_outer=d_outer,
-        )
+        d_blocks = self.chunks.add(carry.d_blocks, d_chunk, slot.chunk)
+        return carry._replace(back=lanes.send(d_before, -1), d_blocks=d_blocks, d_outer=d_outer)
 
 
 def make_pipelined_gradients(arch: Architecture, loss_fn: LossFn, sync_every: int, num_chunks: int = 1) -> Gradients:
@@ -454,14 +422,12 @@ class Zeros:
         self.lanes, self.layout, self.blocks, self.in_blocks = lanes, layout, blocks, in_blocks
 
     def gather(self, path: Any, parameter: jax.Array, weight: Weight) -> jax.Array:
-        """Return a parameter [L, ...] as the ticks take it: at rest where blocks gather it themselves, else
-        gathered."""
+        """Return a parameter [L, ...] as the ticks take it: at rest where blocks gather it, else gathered."""
         rests = self.in_blocks and self._is_in_blocks(path)
         return parameter if rests else self.layout.gather(parameter, weight.equation)
 
     def zeros(self, path: Any, weight: Weight) -> jax.Array:
-        """Return zeros, float32, to add the gradients of the ticks to: [S, L / S, ...] of blocks, the weight's shape
-        elsewhere."""
+        """Return float32 zeros to add gradients of ticks to: [S, L / S, ...] of blocks, else the weight's shape."""
         if not self._is_in_blocks(path):
             return reshard(jnp.zeros(weight.shape), self.layout.unreduced(weight.equation))
         spec = self._remaining(weight) if self.in_blocks else self.layout.unreduced(weight.equation)

@@ -43,9 +43,6 @@ from tunix.training.step import Gradients, Update, make_gradients, make_train_st
 log = logging.getLogger(__name__)
 
 
-# The numbers that follow from config and mesh: batch, tokens, steps.
-
-
 @dataclass(frozen=True)
 class Sizes:
     """The numbers that follow from config and mesh."""
@@ -108,9 +105,6 @@ def last_step(
     if training.max_steps is not None:
         limits.append(training.max_steps)
     return max(start.step, min(limits)) if limits else None
-
-
-# Checks of a model on a mesh, beyond those of the config; errors name the keys, the values and the way out.
 
 
 def check_model_on_mesh(model: Model, sizes: Mapping[str, int]) -> None:
@@ -218,29 +212,27 @@ class Program:
         `initial` is a tree of parameters that exist already (see `load_init_from`), with None for those to be made; its
         arrays are donated.
         """
-        return self._new_state(seed, initial)
+        return self._jit_new_state()(seed, initial)
 
     def compile_new_state(self, seed: int) -> Callable[[], State]:
         """Compile what `new_state` runs for a seed, and return a function that runs it."""
-        compiled = self._new_state.lower(seed, None).compile()
-        return lambda: compiled(seed, None)
-
-    @property
-    def _new_state(self) -> Any:
-        # With these shardings each device makes its own shards, and no larger part of a weight than it keeps.
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract)
-        make = partial(new_state, self.arch, self.optimizer, self.ema, self.guard)
-        return jax.jit(make, out_shardings=shardings, donate_argnums=1)
+        return partial(self._jit_new_state().lower(seed, None).compile(), seed, None)
 
     def new_params(self, seed: int, initial: dict[str, Any] | None = None) -> dict[str, Any]:
         """Make the parameters of step 0 without the rest of the state; see `new_state`."""
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract["params"])
-        make = partial(new_state, self.arch, self.optimizer, {}, None)
-        # XLA leaves out what the result does not need: no moments are made.
-        params_alone = jax.jit(
-            lambda seed, initial: make(seed, initial)["params"], out_shardings=shardings, donate_argnums=1
-        )
-        return params_alone(seed, initial)
+        return self._jit_new_state("params")(seed, initial)["params"]
+
+    def _jit_new_state(self, *parts: str) -> Any:
+        """Return what makes the state of step 0, or these parts of it: XLA leaves out what the others need."""
+        # With these shardings each device makes its own shards, and no larger part of a weight than it keeps.
+        wanted = {name: tree for name, tree in self.abstract.items() if not parts or name in parts}
+
+        def make(seed, initial):
+            state = new_state(self.arch, self.optimizer, self.ema, self.guard, seed, initial)
+            return {name: state[name] for name in wanted}
+
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, wanted)
+        return jax.jit(make, out_shardings=shardings, donate_argnums=1)
 
     def try_out_loss(self) -> None:
         """Raise `UserError` where the loss that a user brings does not work on a microbatch of this program."""
@@ -266,7 +258,7 @@ class Program:
         shardings = jax.tree.map(lambda leaf: leaf.sharding, {name: self.abstract["copies"][name] for name in absent})
 
         def start(params):
-            return init_ema(ema, lay_out_for_optimizer(self.arch.trained(params), self.arch))["copies"]
+            return init_ema(ema, lay_out_for_optimizer(self.arch.trained(params), self.arch))
 
         started = jax.jit(start, out_shardings=shardings)(state["params"])
         return state | {"copies": state.get("copies", {}) | started}
@@ -286,10 +278,12 @@ class Program:
         """Return the train step of a run of these steps, on which the learning rate depends; to be compiled."""
         cfg = self.cfg
         schedule = make_schedule(cfg.scheduler, cfg.optimizer.learning_rate, spans)
-        gradients = self.gradients()
+        # A frozen base keeps the biases of its routers.
+        mlp = cfg.model.mlp
+        bias_rate = mlp.bias_rate if isinstance(mlp, ExpertsMlp) and not cfg.model.lora.rank else None
         norms_every = cfg.logging.layer_norms_every
-        update = Update(self.optimizer, schedule, self.ema, self.guard, _read_bias_rate(cfg.model), norms_every)
-        return make_train_step(gradients, self.arch, update)
+        update = Update(self.optimizer, schedule, self.ema, self.guard, bias_rate, norms_every)
+        return make_train_step(self.gradients(), self.arch, update)
 
 
 def assemble(
@@ -329,8 +323,3 @@ def assemble_stages(program: Program, schedule: BatchSchedule) -> dict[BatchShap
             planned = program.choices.planned._replace(batch=period.batch)
             programs[period.shape] = assemble(program.cfg, program.mesh, program.platform, planned)
     return programs
-
-
-def _read_bias_rate(model: Model) -> float | None:
-    """Return the rate of the routers' biases; None where they have none, or where a frozen base keeps them."""
-    return model.mlp.bias_rate if isinstance(model.mlp, ExpertsMlp) and not model.lora.rank else None

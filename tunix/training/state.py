@@ -2,7 +2,9 @@
 
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -29,7 +31,6 @@ from tunix.training.optimizer import SpikeGuard
 # spikes: the window of the guard (optimizer.py), absent without a guard; step: optimizer steps taken;
 # skipped: steps in a row, to now, that were not finite
 State = dict[str, Any]
-
 
 MAX_REMEMBERED = 16  # architectures that `describe` keeps
 
@@ -133,24 +134,21 @@ def describe(
     if key not in _known:
         if len(_known) > MAX_REMEMBERED:
             _known.clear()
-        _known[key] = _describe(cfg, layout, remat, parts_per_stage, prefetch)
+        _known[key] = _describe(cfg, layout, partial(Transformer, cfg, layout, Initializer(None), *key[2:]))
     return _known[key]
 
 
-def _describe(cfg: Model, layout: Layout, remat: Remat, parts_per_stage: int | None, prefetch: bool) -> Architecture:
+def _describe(cfg: Model, layout: Layout, make: Callable[[], Transformer]) -> Architecture:
     # `eval_shape` of JAX, not of NNX: that one also takes the model apart and puts it together again.
-    graphdef, variables = jax.eval_shape(
-        lambda: nnx.split(Transformer(cfg, layout, Initializer(None), remat, parts_per_stage, prefetch))
-    )
-
+    graphdef, variables = jax.eval_shape(lambda: nnx.split(make()))
     active_share = cfg.mlp.experts_per_token / cfg.mlp.num_experts if isinstance(cfg.mlp, ExpertsMlp) else 1.0
 
     def weight(variable: nnx.Variable) -> Weight:
-        equation, shape = variable.get_metadata()["equation"], variable.get_value().shape
-        dtype = variable.get_value().dtype
+        equation, value = variable.get_metadata()["equation"], variable.get_value()
         used = active_share if EXPERTS in equation.w else 1.0
         # One dimension more than the equation names: the layers of a stack, [L, ...].
-        return Weight(equation.stacked() if len(shape) > len(equation.w) else equation, shape, dtype, used)
+        equation = equation.stacked() if value.ndim > len(equation.w) else equation
+        return Weight(equation, value.shape, value.dtype, used)
 
     def is_trained(path, weight: Weight) -> bool:
         name = parameter_name(path)
@@ -176,10 +174,10 @@ def new_state(
     seed: jax.Array | int,
     initial: dict[str, Any] | None = None,
 ) -> State:
-    """Make the state of step 0 from `seed`, a scalar. To be compiled: each device then makes only its own shards,
-    the same on every mesh.
+    """Make the state of step 0 from `seed`, a scalar, the same on every mesh.
 
-    `initial` is a tree of parameters that exist already, with None for those to be made.
+    It is to be compiled: each device then makes only its own shards. `initial` is a tree of parameters that exist
+    already, with None for those to be made.
     """
     params = nnx.to_pure_dict(nnx.state(Transformer(arch.model, arch.layout, Initializer(jax.random.key(seed)))))
     params = params if initial is None else arch.merge(initial, params)
@@ -201,7 +199,8 @@ def start_state(
     zero, moments = jnp.zeros((), jnp.int32), optimizer.init(trained)
     moments = to_host_memory(moments) if arch.layout.moments_on_host else moments
     state = {"params": params, "opt_state": moments, "step": zero, "skipped": zero}
-    return state | init_ema(ema, trained) | (guard.start() if guard else {})
+    copies = {"copies": init_ema(ema, trained)} if ema else {}
+    return state | copies | (guard.start() if guard else {})
 
 
 def lay_out_for_optimizer(tree: dict[str, Any], arch: Architecture) -> dict[str, Any]:

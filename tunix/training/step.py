@@ -13,16 +13,13 @@ from tunix.data.batches import Batch
 from tunix.models.layers import named
 from tunix.sharding.arrays import bring_to, to_device_memory, to_host_memory
 from tunix.sharding.equations import Equation
-from tunix.training.ema import Copy, read_ema, update_ema, write_ema
+from tunix.training.ema import Copy, move_ema
 from tunix.training.logprobs import ROUTING, LossFn, Sums, add_up, report_sums
 from tunix.training.optimizer import Schedule, SpikeGuard, move_biases
 from tunix.training.state import Architecture, State, Weight, add_gradients, lay_out_for_optimizer
 
-# Norms of each weight in each layer: of its gradient, of the weight, and of its change in a step.
-#
-# They tell which layer a spike comes from, and whether all layers learn at the same pace: in a healthy run, the norm of
-# a change over the norm of its weight is about the same in every layer.
-
+# Norms of each weight in each layer tell which layer a spike comes from, and whether all layers learn at the same pace:
+# in a healthy run, the norm of a change over the norm of its weight is about the same in every layer.
 NORMS = "layer_norms"  # their name among the numbers of a step
 
 
@@ -30,31 +27,18 @@ def compute_norms(weights: dict[str, Any], trees: dict[str, dict[str, Any]]) -> 
     """Return the norms of the leaves of `trees`, such as {"gradient": ...}, keyed `gradient/blocks.attention.q.w`.
 
     `weights` is the tree of `Weight` of what is trained. A weight that is stacked over layers gives a norm for each
-    layer, [L]; any other one a scalar.
+    layer, [L]; any other one a scalar. Norms are whole on every device.
     """
     equations = {name: weight.equation for name, weight in named(weights)}
+
+    def norm(x: jax.Array, equation: Equation) -> jax.Array:
+        first = int(equation.is_stacked)
+        squares = jnp.square(x.astype(jnp.float32)).sum(range(first, x.ndim))
+        return reshard(jnp.sqrt(squares), PartitionSpec(*[None] * first))
+
     return {
-        f"{label}/{name}": _compute_norm(leaf, equations[name])
-        for label, tree in trees.items()
-        for name, leaf in named(tree)
+        f"{label}/{name}": norm(leaf, equations[name]) for label, tree in trees.items() for name, leaf in named(tree)
     }
-
-
-def compute_norms_if_due(
-    is_due: jax.Array, weights: dict[str, Any], trees: dict[str, dict[str, Any]]
-) -> dict[str, jax.Array]:
-    """Return `compute_norms` where the scalar `is_due` is true in a step, else zeros in their place: [L] or scalars."""
-    # Both ways of a condition must return equal shapes; a step between two due ones reads none of the trees.
-    shapes = jax.eval_shape(partial(compute_norms, weights), trees)
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-    return jax.lax.cond(is_due, partial(compute_norms, weights), lambda _: zeros, trees)
-
-
-def _compute_norm(x: jax.Array, equation: Equation) -> jax.Array:
-    """Return the norm of each layer, whole on every device; the sum over split dimensions is one over devices."""
-    first = int(equation.is_stacked)
-    squares = jnp.square(x.astype(jnp.float32)).sum(range(first, x.ndim))
-    return reshard(jnp.sqrt(squares), PartitionSpec(*[None] * first))
 
 
 # (params, batch [A, B, T], seeds [A]) -> (gradients, weight, sums), summed over microbatches.
@@ -71,24 +55,17 @@ class Update(NamedTuple):
     bias_rate: float | None  # of routers (optimizer.py); None where they have no bias
     norms_every: int | None  # steps between two that report the norms of each layer; None reports none
 
-    def direct(self, grads: Any, moments: Any, params: Any) -> tuple[Any, Any]:
-        """Return the direction of the update, and the new moments, both laid out like the old ones."""
-        # Optimizers that mix elements (Muon's matrix products) name no mesh axes, so XLA lays their inside out.
-        specs = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, (params, moments))
-        return auto_axes(self.optimizer.update, out_sharding=specs)(grads, moments, params)
-
     def report_norms(self, step: jax.Array, arch: Architecture, grads: Any, old: Any, new: Any) -> dict[str, Any]:
-        """Return the norms of each layer, [L], of gradients, parameters and their change; zeros between two due
-        steps."""
+        """Return norms [L] of gradients, parameters and their change by `compute_norms`; zeros between due steps."""
         if not self.norms_every:
             return {}
-        is_due = (step + 1) % self.norms_every == 0  # `step` counts the steps before this one
         change = jax.tree.map(lambda n, o: n.astype(jnp.float32) - o, new, old)
-        return {
-            NORMS: compute_norms_if_due(
-                is_due, arch.trained_weights, {"gradient": grads, "weight": new, "change": change}
-            )
-        }
+        compute = partial(compute_norms, arch.trained_weights)
+        trees = {"gradient": grads, "weight": new, "change": change}
+        # Both ways of a condition must return equal shapes; a step between two due ones reads none of the trees.
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(compute, trees))
+        is_due = (step + 1) % self.norms_every == 0  # `step` counts the steps before this one
+        return {NORMS: jax.lax.cond(is_due, compute, lambda _: zeros, trees)}
 
 
 def make_train_step(
@@ -100,7 +77,7 @@ def make_train_step(
     sums of the loss divided by its weight; and a dict `NORMS` where the update has `norms_every`.
 
     A gradient g and a parameter p go this way. `rests` and `works` are their places in the state and in the optimizer
-    (`Placement.at_rest`), which differ with shard_optimizer alone:
+    (`Layout.stored`), which differ with shard_optimizer alone:
 
         gradients   g, summed over microbatches and devices     rests
         division    g / weight                                  works
@@ -126,7 +103,9 @@ def make_train_step(
             params = lay_out_for_optimizer(trained, arch)
             # The optimizer may work on other shards than the forward pass (shard_optimizer): `params` are laid out so.
             moments = to_device_memory(state["opt_state"]) if on_host else state["opt_state"]
-            direction, opt_state = update.direct(grads, moments, params)
+            # Optimizers that mix elements (Muon's matrix products) name no mesh axes, so XLA lays their inside out.
+            specs = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, (params, moments))
+            direction, opt_state = auto_axes(update.optimizer.update, out_sharding=specs)(grads, moments, params)
             rate = update.schedule(state["step"])
             params = jax.tree.map(lambda p, d: (p - rate * d).astype(p.dtype), params, direction)
             reported = {**report_sums(sums, weight), "grad_norm": grad_norm}
@@ -138,22 +117,22 @@ def make_train_step(
             if update.guard:
                 spike, watched, numbers = update.guard.check(state["spikes"], reported, finite)
                 is_good, reported = finite & ~spike, reported | numbers
-            old_ema = read_ema(update.ema, state)
-            ema = update_ema(update.ema, old_ema, params)
+            copies = move_ema(update.ema, state.get("copies", {}), to_device_memory)
+            moved = {name: update.ema[name].update(tree, params) for name, tree in copies.items()}
             # Back from the layout of the optimizer to that of the state, which is where updated weights are gathered.
-            new = {"params": params, "opt_state": opt_state, **ema}
-            old = {"params": trained, "opt_state": moments} | ({"copies": old_ema} if old_ema else {})
+            new = {"params": params, "opt_state": opt_state, "copies": moved}
+            old = {"params": trained, "opt_state": moments, "copies": copies}
             new = jax.tree.map(lambda n, o: bring_to(n, jax.typeof(o).sharding.spec), new, old)
             selected = jax.tree.map(lambda n, o: jax.lax.select(is_good, n, o), new, old)
             reported |= update.report_norms(state["step"], arch, grads, trained, selected["params"])
             if on_host:
                 selected["opt_state"] = to_host_memory(selected["opt_state"])
-            selected |= write_ema(update.ema, selected)
+            if copies := move_ema(update.ema, selected.pop("copies"), to_host_memory):
+                selected["copies"] = copies
         # Counted in a row: training.max_skipped_steps ends the run. A spike has a count of its own (optimizer.py).
         skipped = jnp.where(finite, 0, state["skipped"] + 1)
-        selected["params"] = arch.merge(
-            selected["params"], state["params"]
-        )  # frozen parameters come from the old state
+        # Frozen parameters come from the old state.
+        selected["params"] = arch.merge(selected["params"], state["params"])
         if update.bias_rate:  # a router's bias follows the loads of its experts, and has no gradient
             rate_of_biases = jnp.where(is_good, update.bias_rate, 0.0)
             selected["params"] = move_biases(selected["params"], arch.weights, sums[ROUTING], rate_of_biases)
@@ -201,9 +180,10 @@ def make_gradients(arch: Architecture, loss_fn: LossFn, sync_every: int) -> Grad
         return layout.stored(weight.equation, layout.strategy.gradients)
 
     def zeros(*, local_part: bool):
-        return jax.tree.map(
-            lambda weight: reshard(jnp.zeros(weight.shape), spec(weight, local_part=local_part)), arch.trained_weights
-        )
+        def of_weight(weight: Weight) -> jax.Array:
+            return reshard(jnp.zeros(weight.shape), spec(weight, local_part=local_part))
+
+        return jax.tree.map(of_weight, arch.trained_weights)
 
     def gather_all(params):
         with jax.named_scope("gather"):
