@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from tunix.base.config_types import CONF, read_descriptions
+from tunix.base.config_types import list_options, read_descriptions
 from tunix.base.dotted_path import Choices
 from tunix.config import Config, Section
 from tunix.config.compose import compose
@@ -49,7 +49,7 @@ def page() -> str:
     for group, field in Config.model_fields.items():
         kinds = list_sections(field.annotation)
         for kind in kinds:
-            choices = sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+            choices = list_options(group)
             choice = find_tag(kind) if len(kinds) > 1 else None
             parts.append(f"## {group}{f'={choice}' if choice else ''}\n")
             if kind is kinds[0]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
 
-from tunix.config.mistakes import Row, read_rows
+from tunix.config.mistakes import ForeignName, read_rows
 
 DOCS = Path(__file__).parents[1] / "docs"
 HEAD = """## Keys of other trainers
@@ -29,7 +29,7 @@ def coming_from(text: str) -> str:
     return "\n".join(parts)
 
 
-def _lines(row: Row) -> Iterator[str]:
+def _lines(row: ForeignName) -> Iterator[str]:
     """Yield the lines of a row: one, or one for each value."""
     first, *others = row.there
     for value in row.values if row.lists_values and row.values else [row.value]:

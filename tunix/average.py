@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from tunix.base.errors import UserError
 from tunix.config import Average
 from tunix.config.command_line import run_command
-from tunix.config.saved_runs import find_checkpoints, find_run
+from tunix.config.saved_runs import find_checkpoints
 from tunix.export import write_export
 from tunix.inference.pretrained import Pretrained, load_pretrained
 
@@ -31,14 +31,12 @@ def average(command: Average) -> str:
         raise UserError(
             f"shares={list(shares)} has {len(shares)} numbers for {len(sources)} checkpoints; give one for each"
         )
+
     # A function loads the weights, since `write_export` first looks whether it may write to `output`.
-    line = write_export(
-        command.output,
-        lambda strategy: average_weights(sources, shares, command, strategy),
-        command.dtype,
-        command.shard_gb,
-        merge_lora=True,
-    )
+    def load(strategy: str) -> Pretrained:
+        return average_weights(sources, shares, command, strategy)
+
+    line = write_export(command.output, load, command.dtype, command.shard_gb, merge_lora=True)
     return f"{line}; the average of {len(sources)} checkpoints"
 
 
@@ -56,16 +54,10 @@ def list_sources(command: Average) -> list[str]:
             )
         sources = list(command.checkpoint)
     else:
-        run = find_run(command.checkpoint)
-        if run is None or run[1] is not None or command.steps is None:
-            label = (
-                "is no run of tunix" if run is None else "is one checkpoint" if run[1] is not None else "needs steps"
-            )
-            raise UserError(
-                f"checkpoint={command.checkpoint} {label}; give the folder of a run and steps=[300,400] or steps=all, "
-                "or several checkpoints: checkpoint=[DIR,DIR]"
-            )
-        sources = [folder for _, folder in find_checkpoints(run[0], command.steps, "steps")]
+        hint = " and steps=[300,400] or steps=all, or several checkpoints: checkpoint=[DIR,DIR]"
+        if command.steps is None:
+            raise UserError(f"checkpoint={command.checkpoint} needs steps; give the folder of a run{hint}")
+        sources = [folder for _, folder in find_checkpoints(command.checkpoint, command.steps, "steps", hint)]
     if len(sources) < 2:
         raise UserError(f"an average needs two checkpoints or more, {len(sources)} given: {', '.join(sources)}")
     return sources
@@ -86,7 +78,13 @@ def average_weights(sources: list[str], shares: tuple[float, ...], command: Aver
     total = _scale(first.params, shares[0] / sum(shares))
     for source, share in zip(sources[1:], shares[1:], strict=True):
         model = load(source)
-        _check_same(first, model, sources[0], source)
+        other = model.cfg.architecture
+        for key, value in first.cfg.architecture.items():
+            if other[key] != value:
+                raise UserError(
+                    f"checkpoint: model.{key} is {value} in {sources[0]}, but {other[key]} in {source}; their weights "
+                    "have no average"
+                )
         total = _add(total, model.params, share / sum(shares))  # two models in memory at a time, however many sources
     return replace(first, params=jax.tree.map(lambda mean, p: mean.astype(p.dtype), total, first.params))
 
@@ -99,16 +97,6 @@ def _scale(params: Any, share: float) -> Any:
 @jax.jit
 def _add(total: Any, params: Any, share: float) -> Any:
     return jax.tree.map(lambda t, p: t + share * p.astype(jnp.float32), total, params)
-
-
-def _check_same(first: Pretrained, other: Pretrained, name: str, other_name: str) -> None:
-    keys, others = first.cfg.architecture, other.cfg.architecture
-    for key, value in keys.items():
-        if others[key] != value:
-            raise UserError(
-                f"checkpoint: model.{key} is {value} in {name}, but {others[key]} in {other_name}; their weights "
-                "have no average"
-            )
 
 
 if __name__ == "__main__":

@@ -78,9 +78,8 @@ class CorpusFeed:
 
     def __init__(self, cfg: Config, corpus: Corpus, program: Program, mesh: Mesh, watchdog: Watchdog):
         self.cfg, self.corpus, self.program, self.mesh = cfg, corpus, program, mesh
-        self.samples: TrainBatches = TrainBatches(
-            corpus.train, cfg, program.choices.batch, mesh, find_loss_kind(cfg).fields
-        )
+        fields = find_loss_kind(cfg).fields
+        self.samples: TrainBatches = TrainBatches(corpus.train, cfg, program.choices.batch, mesh, fields)
         info = cfg, corpus, program.arch, mesh, program.batch.num_rows
         self.held_out = HeldOut(*info) if corpus.num_held_out else None
         self.sets = {name: HeldOut(*info, name) for name in corpus.sets}
@@ -97,7 +96,12 @@ class CorpusFeed:
     def sum_up(self, state: dict[str, Any], evaluation: dict[str, Any], metrics: Metrics) -> None:
         """Log the last evaluation beside the corpus's unigrams, and how the model continues a held-out document."""
         if "bits_per_byte" in evaluation:
-            log.info("%s", _compare_with_unigram(evaluation["bits_per_byte"], self.corpus.unigram_bits_per_byte))
+            # Beside what word frequencies alone would give.
+            bits, unigram = evaluation["bits_per_byte"], self.corpus.unigram_bits_per_byte
+            log.info(
+                "held out: %.3f bits per byte; unigram entropy of the corpus: %.3f; %.1f %% %s",
+                bits, unigram, 100 * abs(1 - bits / unigram), "below" if bits <= unigram else "above",
+            )  # fmt: skip
         if self.cfg.evaluation.sample_tokens:
             sample = self._continue_document(state["params"])
             log.info("continuation of a held-out document, after >>>:\n%s", sample)
@@ -112,13 +116,6 @@ class CorpusFeed:
         sampling = Sampling(min(cfg.evaluation.sample_tokens, context // 2), cfg.evaluation.sample_temperature)
         (answer,) = Sampler(self.program.arch, context, self.mesh)(params, [prompt], sampling, cfg.seed)
         return f"{corpus.tokenizer.decode(prompt)}>>>{corpus.tokenizer.decode(answer.tokens)}"
-
-
-def _compare_with_unigram(bits: float, unigram: float) -> str:
-    """Describe the held-out loss beside what word frequencies alone would give; both in bits per byte."""
-    side = "below" if bits <= unigram else "above"
-    share = 100 * abs(1 - bits / unigram)
-    return f"held out: {bits:.3f} bits per byte; unigram entropy of the corpus: {unigram:.3f}; {share:.1f} % {side}"
 
 
 class PairFeed(CorpusFeed):

@@ -5,7 +5,6 @@ Exit code 0; 1 if something would make training fail; 2 for an error in the comm
 """
 
 import difflib
-import importlib.util
 import json
 import math
 import mmap
@@ -20,15 +19,17 @@ import subprocess
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import jaxlib
 import numpy as np
 import psutil
 import yaml
@@ -37,7 +38,7 @@ from packaging.specifiers import SpecifierSet
 from rich.console import Console
 
 from tunix.base.config_types import CONF
-from tunix.base.errors import PeerLost, UserError
+from tunix.base.errors import PeerLost, UserError, did_you_mean
 from tunix.config import command_line, compose
 from tunix.config.compose import Job, add_search_path
 from tunix.costs.communication import Transfer, predict_seconds
@@ -48,8 +49,6 @@ from tunix.processes.joining import find_blind
 from tunix.sharding.table import DIMS, LAYERS, keeping_axes, token_axes
 from tunix.training.choices import build_mesh
 from tunix.training.program import assemble
-
-# A finding: the result of one check.
 
 Status = Literal["ok", "warning", "error"]
 
@@ -63,7 +62,7 @@ class Finding:
     says: str  # the measured value, and what to do
 
 
-# Checks before jax starts: versions and known conflicts, environment variables, XLA_FLAGS. Imports no jax.
+# Checks before jax starts: versions and known conflicts, environment variables, XLA_FLAGS.
 
 SHOWN = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "tunix-trainer")
 # A package and its versions, another package and its versions, and what happens if both are installed. Where the other
@@ -124,13 +123,15 @@ def _matches(number: str | None, specifier: str) -> bool:
 
 def check_variables(environment: Mapping[str, str]) -> Iterator[Finding]:
     """Find variables that nothing reads, which are often typos, and values that make training slow."""
-    client = (f"XLA_PYTHON_CLIENT_{name}" for name in CLIENT)
-    known = {*(f"NCCL_{name}" for name in _read_nccl_names()), *client, *_read_own_names()}
+    # The names TUNIX_... are those in tunix's own source and config files.
+    sources = [*Path(__file__).parent.rglob("*.py"), *CONF.rglob("*.yaml")]
+    own = (name for path in sources for name in re.findall(r"\bTUNIX_[A-Z_]+[A-Z]\b", path.read_text()))
+    nccl = yaml.safe_load((CONF / "command" / "nccl.yaml").read_text())["names"]
+    known = {*(f"NCCL_{name}" for name in nccl), *(f"XLA_PYTHON_CLIENT_{name}" for name in CLIENT), *own}
     variables = sorted(name for name in environment if name.startswith(PREFIXES))
     for name in variables:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-            meant = f"; did you mean {near[0]}?" if near else ""
+            meant = did_you_mean(name, list(known))
             if "TIMEOUT" in name:
                 meant = f"; distributed.init_timeout_s and distributed.heartbeat_timeout_s say how long to wait{meant}"
             yield Finding("variables", "warning", f"{name}={environment[name]}: nothing reads this name{meant}")
@@ -139,21 +140,6 @@ def check_variables(environment: Mapping[str, str]) -> Iterator[Finding]:
             yield Finding("variables", "warning", f"{name}={value}: {effect}")
     values = [f"{name}={environment[name]}" for name in variables if name in known]
     yield Finding("variables", "ok", ", ".join(values) or f"none of {', '.join(f'{prefix}*' for prefix in PREFIXES)}")
-
-
-def _read_nccl_names() -> set[str]:
-    """Return NCCL's names without NCCL_: those of its manual, and those in the installed library."""
-    names = set(yaml.safe_load((CONF / "command" / "nccl.yaml").read_text())["names"])
-    for folder in map(Path, sys.path):
-        for library in folder.glob("nvidia/nccl/lib/libnccl.so*"):
-            names |= {name.decode() for name in re.findall(rb"NCCL_([A-Z0-9_]+)\0", library.read_bytes())}
-    return names
-
-
-def _read_own_names() -> set[str]:
-    """Return the names TUNIX_... in tunix's own source and config files."""
-    sources = [*Path(__file__).parent.rglob("*.py"), *CONF.rglob("*.yaml")]
-    return {name for path in sources for name in re.findall(r"\bTUNIX_[A-Z_]+[A-Z]\b", path.read_text())}
 
 
 def check_xla_flags(environment: MutableMapping[str, str]) -> Iterator[Finding]:
@@ -175,9 +161,8 @@ def check_xla_flags(environment: MutableMapping[str, str]) -> Iterator[Finding]:
             refused = [word for word in command if word.lstrip("-").partition("=")[0] == bad_value[1]]
         if not refused:
             del environment["XLA_FLAGS"]
-            yield Finding(
-                "XLA_FLAGS", "error", f"XLA does not start with them: {last_messages.strip().splitlines()[0]}"
-            )
+            first = last_messages.strip().splitlines()[0]
+            yield Finding("XLA_FLAGS", "error", f"XLA does not start with them: {first}")
             break
         environment["XLA_FLAGS"] = " ".join(word for word in command if word not in refused)
         for word in refused:
@@ -195,10 +180,8 @@ def _read_flag_names() -> set[str]:
 
     In the library's table of strings each one stands between two zero bytes.
     """
-    spec = importlib.util.find_spec("jaxlib")
-    folders = (spec.submodule_search_locations or []) if spec else []
     names: set[bytes] = set()
-    for library in (path for folder in folders for path in Path(folder).glob("libjax_common*")):
+    for library in Path(jaxlib.__file__).parent.glob("libjax_common*"):
         with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as binary:
             names |= set(re.findall(rb"\0(xla_[a-z0-9_]+)(?=\0)", binary))
     return {name.decode() for name in names}
@@ -208,8 +191,7 @@ def _query_xla(environment: Mapping[str, str]) -> str | None:
     """Start XLA in a child process; return what it prints before it aborts, or None if it starts."""
     command = [sys.executable, "-c", QUERY_XLA]
     result = subprocess.run(command, env=dict(environment), capture_output=True, text=True, check=False, timeout=60)
-    # The line that names the flags first, without the time and the place in the source before it: F0101 ... flags.cc:1]
-    # ...
+    # The line that names the flags first, without the time and the place in the source: F0101 ... flags.cc:1] ...
     lines = [
         line.partition("] ")[2] or line
         for line in result.stderr.splitlines()
@@ -228,10 +210,8 @@ SHM_GIB = 1  # shared memory for the buffers of NCCL and of data workers
 
 def examine_machine(job: Job) -> Iterator[Finding]:
     """Run all checks of this process. jax must have started."""
-    yield from _check_devices()
-    yield from _check_limits()
-    yield from _check_ports()
-    yield from _check_space(job)
+    for findings in (_check_devices(), _check_limits(), _check_ports(), _check_space(job)):
+        yield from findings
 
 
 def _check_devices() -> Iterator[Finding]:
@@ -293,12 +273,8 @@ def _check_ports() -> Iterator[Finding]:
     handed_out = Path("/proc/sys/net/ipv4/ip_local_port_range")
     last = int(handed_out.read_text().split()[1]) if handed_out.exists() else 0
     if last >= FIRST_PORT:
-        yield Finding(
-            "ports",
-            "warning",
-            f"Linux hands out ports up to {last}, Slurm runs listen on {FIRST_PORT} to {FIRST_PORT + NUM_PORTS - 1}: "
-            "one may be taken",
-        )
+        slurm = f"Slurm runs listen on {FIRST_PORT} to {FIRST_PORT + NUM_PORTS - 1}: one may be taken"
+        yield Finding("ports", "warning", f"Linux hands out ports up to {last}, {slurm}")
 
 
 def _check_space(job: Job) -> Iterator[Finding]:
@@ -314,21 +290,14 @@ def _check_space(job: Job) -> Iterator[Finding]:
     size = sum(leaf.size * leaf.dtype.itemsize for leaf in state) / GIB
     here = size * neighbours / jax.process_count()  # each process copies its own part of the state to this host
     memory = psutil.virtual_memory().available / GIB
-    yield Finding(
-        "host memory",
-        "ok" if memory > here else "error",
-        f"{memory:.1f} GiB available; a checkpoint takes {here:.2f} GiB of this host's while it is saved",
-    )
+    text = f"{memory:.1f} GiB available; a checkpoint takes {here:.2f} GiB of this host's while it is saved"
+    yield Finding("host memory", "ok" if memory > here else "error", text)
     folder = find_existing(job.run_dir)
     free = shutil.disk_usage(folder).free / GIB
     count = cfg.checkpoint.max_to_keep + 1  # the oldest is removed when the newest is complete
     status: Status = "ok" if free > count * size else "warning" if free > 2 * size else "error"
-    yield Finding(
-        "disk",
-        status,
-        f"{free:.1f} GiB free in {folder}; checkpoint.max_to_keep={cfg.checkpoint.max_to_keep} needs "
-        f"{count} x {size:.2f} = {count * size:.1f} GiB",
-    )
+    needed = f"checkpoint.max_to_keep={cfg.checkpoint.max_to_keep} needs {count} x {size:.2f} = {count * size:.1f} GiB"
+    yield Finding("disk", status, f"{free:.1f} GiB free in {folder}; {needed}")
 
 
 def find_existing(folder: Path) -> Path:
@@ -348,7 +317,8 @@ COLLECTIVES: dict[str, Callable] = {
     "all-gather": lambda x, axis: jax.lax.all_gather(x, axis, axis=1, tiled=True),
     "reduce-scatter": lambda x, axis: jax.lax.psum_scatter(x, axis, scatter_dimension=1, tiled=True),
     "all-to-all": lambda x, axis: jax.lax.all_to_all(x, axis, split_axis=1, concat_axis=1, tiled=True),
-    "collective-permute": lambda x, axis: jax.lax.ppermute(x, axis, _ring(jax.lax.axis_size(axis))),
+    # Each device sends to the next one.
+    "collective-permute": lambda x, axis: jax.lax.pshuffle(x, axis, np.roll(np.arange(jax.lax.axis_size(axis)), 1)),
 }
 # The axes over which a step runs a collective; one that is not named here runs over every axis.
 AXES = {
@@ -384,14 +354,15 @@ def compare(job: Job, info: dict[str, Any]) -> Iterator[Finding]:
         for rank, values in enumerate(info_by_rank):
             ranks.setdefault(str(values.get(key)), []).append(rank)
         if len(ranks) > 1:
-            text = "; ".join(f"{value} on processes {_format_ranks(numbers)}" for value, numbers in ranks.items())
+            text = "; ".join(f"{value} on processes {_list_first(numbers)}" for value, numbers in ranks.items())
             yield Finding("same everywhere", "error", f"{key} differs: {text}")
     yield _compare_clocks()
     yield _check_files(find_existing(job.run_dir), must=job.config.distributed.shared_filesystem is True)
 
 
-def _format_ranks(numbers: list[int]) -> str:
-    return ", ".join(map(str, numbers[:4])) + (f" and {len(numbers) - 4} more" if len(numbers) > 4 else "")
+def _list_first(names: Sequence[object]) -> str:
+    """Return the first four as text, and how many more there are."""
+    return ", ".join(map(str, names[:4])) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def _compare_clocks() -> Finding:
@@ -414,7 +385,7 @@ def _check_files(folder: Path, must: bool) -> Finding:
         return Finding("files", "error", str(error))
     if blind:
         advice = "put hydra.run.dir on a disk that all processes share, or process 0 keeps the checkpoints of all"
-        text = f"{where}: not seen by processes {_format_ranks(blind)}; {advice}"
+        text = f"{where}: not seen by processes {_list_first(blind)}; {advice}"
         return Finding("files", "error" if must else "warning", text)
     return Finding("files", "ok", f"{where} is seen by {jax.process_count()} process(es)")
 
@@ -423,10 +394,8 @@ def find_slow_processes() -> Iterator[Finding]:
     """Time a matrix product on each process alone: in training all processes wait for the slowest one."""
     x = jax.device_put(jnp.ones((1024, 1024), jnp.float32), jax.local_devices()[0])
     product = jax.jit(lambda x: x @ x)
-    time_s = _time(lambda: product(x))
-    times = [float(text) for text in peers.gather(repr(time_s), "times")]
-    middle = float(np.median(times))
-    slowest = int(np.argmax(times))
+    times = _time(lambda: product(x))
+    middle, slowest = float(np.median(times)), int(np.argmax(times))
     status: Status = "warning" if times[slowest] > SLOW * middle else "ok"
     text = f"a product takes {1e3 * middle:.2f} ms"
     if len(times) > 1:
@@ -442,11 +411,6 @@ def measure_links(mesh: Mesh, per_node: int) -> Iterator[Link]:
                 yield _measure(mesh, axis, collective, per_node)
 
 
-def _ring(size: int) -> list[tuple[int, int]]:
-    """Return pairs of sender and receiver: each device sends to the next one."""
-    return [(index, (index + 1) % size) for index in range(size)]
-
-
 def _measure(mesh: Mesh, axis: str, collective: str, per_node: int) -> Link:
     # Each device has one row of float32 numbers. A gather makes `PAYLOAD_MIB` of the rows of a group; every other
     # collective begins with so much on each device.
@@ -457,28 +421,23 @@ def _measure(mesh: Mesh, axis: str, collective: str, per_node: int) -> Link:
     if collective != "all-gather":
         share *= size
     x = jax.jit(lambda: jnp.ones((mesh.size, share)), out_shardings=NamedSharding(mesh, everywhere))()
+    on_device = partial(COLLECTIVES[collective], axis=axis)
     run_collective = jax.jit(
-        jax.shard_map(
-            lambda x: COLLECTIVES[collective](x, axis),
-            mesh=mesh,
-            in_specs=everywhere,
-            out_specs=everywhere,
-            check_vma=False,
-        )
+        jax.shard_map(on_device, mesh=mesh, in_specs=everywhere, out_specs=everywhere, check_vma=False)
     )
-    time_s = _time(lambda: run_collective(x))
-    times = [float(text) for text in peers.gather(repr(time_s), "times")]
+    times = _time(lambda: run_collective(x))
     middle, slowest = float(np.median(times)), int(np.argmax(times))
-    kind = find_kind(mesh.devices.flat[0].device_kind)
-    predicted = (
-        predict_seconds(Transfer(collective, (axis,), num_bytes), dict(mesh.shape), kind, per_node) if kind else None
-    )
+    kind, transfer = find_kind(mesh.devices.flat[0].device_kind), Transfer(collective, (axis,), num_bytes)
+    predicted = predict_seconds(transfer, dict(mesh.shape), kind, per_node) if kind else None
     bus = num_bytes / middle / 1e9 * BUS_FACTORS[collective](size)
     return Link(axis, size, collective, num_bytes, middle, slowest, times[slowest], bus, predicted)
 
 
-def _time(work: Callable[[], jax.Array]) -> float:
-    """Return the median seconds of a call. Every process makes the same number of calls: a call may be a collective."""
+def _time(work: Callable[[], jax.Array]) -> list[float]:
+    """Return the median seconds of a call on each process.
+
+    Every process makes the same number of calls: a call may be a collective.
+    """
     jax.block_until_ready(work())  # the first call compiles, and opens connections
     began = time.perf_counter()
     jax.block_until_ready(work())
@@ -489,17 +448,16 @@ def _time(work: Callable[[], jax.Array]) -> float:
         began = time.perf_counter()
         jax.block_until_ready(work())
         times.append(time.perf_counter() - began)
-    return float(np.median(times))  # not the mean: one call that the system interrupts may take ten times as long
+    # Not the mean: one call that the system interrupts may take ten times as long.
+    return [float(text) for text in peers.gather(repr(float(np.median(times))), "times")]
 
 
 def judge(links: list[Link]) -> Iterator[Finding]:
     """Yield a finding for each link; a link that is slower than others, or than predicted, gets a warning."""
     for link in links:
-        text = (
-            f"{link.collective} over {link.axis} ({link.group_size} devices, {link.num_bytes / 2**20:.0f} MiB): "
-            f"{link.bus_gb_per_s:.3g} GB/s on the bus"
-        )
         status: Status = "ok"
+        size = f"{link.group_size} devices, {link.num_bytes / 2**20:.0f} MiB"
+        text = f"{link.collective} over {link.axis} ({size}): {link.bus_gb_per_s:.3g} GB/s on the bus"
         if link.slowest_s > SLOW * link.time_s:
             status = "warning"
             text += f"; the groups of process {link.slowest_process} take {link.slowest_s / link.time_s:.1f} x as long"
@@ -544,14 +502,10 @@ class Diagnosis:
 def examine(job: compose.Job) -> Diagnosis:
     """Check this process, join the others, and exchange findings with them."""
     # The software first: flags of XLA, which may abort this process, must be checked before jax starts.
-    findings = [
-        *check_versions(),
-        *check_variables(os.environ),
-        *check_xla_flags(os.environ),
-    ]
+    findings = [*check_versions(), *check_variables(os.environ), *check_xla_flags(os.environ)]
     distributed = job.config.distributed.model_copy(update={"init_timeout_s": START_S})
     try:
-        joining.start(distributed, {})  # no facts to compare here: `together.compare` reports every difference
+        joining.start(distributed, {})  # no facts to compare here: `compare` reports every difference
     except (UserError, PeerLost) as error:
         error_finding = Finding("processes", "error", str(error))
         return Diagnosis([socket.gethostname()], [[*findings, error_finding]], joined=False)
@@ -565,38 +519,34 @@ def _examine_together(job: compose.Job, findings: list[Finding]) -> Diagnosis:
     hosts = peers.hosts()
     answers = [json.loads(text) for text in peers.gather(json.dumps([*map(asdict, findings)]), "findings")]
     diagnosis = Diagnosis(hosts, [[Finding(**values) for values in answer] for answer in answers])
+    # The names of all processes, so that a variable that one process lacks is compared too.
+    own = json.dumps([name for name in os.environ if name.startswith("NCCL_")])
+    nccl = {name for text in peers.gather(own, "variables") for name in json.loads(text)}
     info = {
         **{name: installed_version(name) for name in SHOWN},
         "Python": platform.python_version(),
         "kind of device": jax.local_devices()[0].device_kind,
         "number of devices": str(jax.local_device_count()),
-        # The names of all processes, so that a variable that one process lacks is compared too.
-        **{name: os.environ.get(name) for name in sorted({"XLA_FLAGS", *_gather_nccl_names()})},
+        **{name: os.environ.get(name) for name in sorted({"XLA_FLAGS", *nccl})},
     }
     diagnosis.between = [*compare(job, info), *find_slow_processes()]
     try:
         mesh = build_mesh(job.config)
     except UserError:
-        return diagnosis  # `machine.examine` has reported the error on each process
+        return diagnosis  # `examine_machine` has reported the error on each process
     per_node = max(Counter(hosts).values()) * jax.local_device_count()
     diagnosis.links = list(measure_links(mesh, per_node))
     diagnosis.between += judge(diagnosis.links)
     return diagnosis
 
 
-def _gather_nccl_names() -> set[str]:
-    """Return the names of NCCL's variables that at least one process has."""
-    names = [name for name in os.environ if name.startswith("NCCL_")]
-    return {name for text in peers.gather(json.dumps(names), "variables") for name in json.loads(text)}
-
-
 def show(diagnosis: Diagnosis) -> None:
     """Print a line for each finding, the bad ones last."""
     console, num_processes = Console(highlight=False, soft_wrap=True), len(diagnosis.by_process)
-    lines = []
+    lines = [(finding, "") for finding in diagnosis.between]
     for finding, ranks in diagnosis.merge().items():
-        lines.append((finding, "" if len(ranks) == num_processes else _name_processes(ranks, diagnosis.hosts)))
-    lines += [(finding, "") for finding in diagnosis.between]
+        names = _list_first([f"{rank} ({diagnosis.hosts[rank]})" for rank in ranks])
+        lines.append((finding, "" if len(ranks) == num_processes else f"process {names}: "))
     for finding, processes in sorted(lines, key=lambda line: list(MARKS).index(line[0].status)):
         console.print(MARKS[finding.status], f"{finding.check:16}", end=" ")
         console.print(f"{processes}{finding.says}", markup=False)
@@ -605,23 +555,13 @@ def show(diagnosis: Diagnosis) -> None:
     console.print(f"{num_processes} process(es): {verdict}")
 
 
-def _name_processes(ranks: list[int], hosts: list[str]) -> str:
-    names = ", ".join(f"{rank} ({hosts[rank]})" for rank in ranks[:4])
-    return f"process {names}{f' and {len(ranks) - 4} more' if len(ranks) > 4 else ''}: "
-
-
 def format_json(diagnosis: Diagnosis) -> str:
     """Format the diagnosis as --json shows it."""
-    findings = [{**asdict(finding), "processes": ranks} for finding, ranks in diagnosis.merge().items()]
-    return json.dumps(
-        {
-            "fit": diagnosis.is_fit,
-            "hosts": diagnosis.hosts,
-            "findings": findings + [{**asdict(finding), "processes": None} for finding in diagnosis.between],
-            "links": [asdict(link) for link in diagnosis.links],
-        },
-        indent=1,
-    )
+    findings: list[dict] = [{**asdict(finding), "processes": ranks} for finding, ranks in diagnosis.merge().items()]
+    findings += [{**asdict(finding), "processes": None} for finding in diagnosis.between]
+    links = [asdict(link) for link in diagnosis.links]
+    content = {"fit": diagnosis.is_fit, "hosts": diagnosis.hosts, "findings": findings, "links": links}
+    return json.dumps(content, indent=1)
 
 
 @contextmanager

@@ -71,12 +71,8 @@ def _list_steps(cmd: Evaluate) -> dict[int | None, str]:
     """
     if cmd.step is None:
         return {None: cmd.checkpoint}
-    run = find_run(cmd.checkpoint)
-    if run is None or run[1] is not None:
-        label = "is no run of tunix" if run is None else "is one checkpoint"
-        raise UserError(f"step={cmd.step}: checkpoint={cmd.checkpoint} {label}; give the folder of a run")
     choice = (cmd.step,) if isinstance(cmd.step, int) else cmd.step
-    return dict(find_checkpoints(run[0], choice, f"step={cmd.step}"))
+    return dict(find_checkpoints(cmd.checkpoint, choice, f"step={cmd.step}"))
 
 
 def _make_config(cmd: Evaluate) -> Config:
@@ -155,9 +151,8 @@ def evaluate_tasks(cmd: Evaluate, cfg: Config, checkpoints: list[str]) -> list[N
     """Ask the tasks of EleutherAI's harness; return their numbers as TASK/METRIC for each checkpoint."""
     measured = []
     for checkpoint in checkpoints:
-        dtype, decoder = cfg.training.dtypes["compute"], cfg.model
-        info = describe_files(checkpoint, decoder)
-        model = load_pretrained(checkpoint, dtype, decoder.mesh_shape, cmd.weights, **info)
+        dtype, info = cfg.training.dtypes["compute"], describe_files(checkpoint, cfg.model)
+        model = load_pretrained(checkpoint, dtype, cfg.model.mesh_shape, cmd.weights, **info)
         measured.append(list_tasks(model, cmd))
     return measured
 

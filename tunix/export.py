@@ -32,14 +32,9 @@ from tunix.processes import peers
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")  # keys of config.json
 TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
 TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    *TEMPLATE_FILES,
-)
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "merges.txt", *TEMPLATE_FILES,
+)  # fmt: skip
 
 
 def export(command: Export) -> str:
@@ -72,7 +67,12 @@ def write_export(
     if is_address(output_name):
         return _export_to_bucket(output_name, load, dtype, shard_gb, merge_lora=merge_lora)
     output = Path(output_name).expanduser()
-    peers.on_main(lambda: _check_output(output), "checking output")
+
+    def check() -> None:
+        if output.exists() and (not output.is_dir() or any(output.iterdir())):
+            raise UserError(f"output={output} exists already; name a new folder")
+
+    peers.on_main(check, "checking output")
     # One process has each weight whole. Several split the weights, which one alone may not have the memory for.
     model = load("no_shard" if jax.process_count() == 1 else "full_shard")
     adapter = model.cfg.lora.rank and not merge_lora
@@ -108,11 +108,6 @@ def _export_to_bucket(
     return line.replace(str(folder), address, 1)
 
 
-def _check_output(output: Path) -> None:
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise UserError(f"output={output} exists already; name a new folder")
-
-
 def _make_folder(output: Path, stack: ExitStack) -> Path:
     """Make the folder to write in, and return its path on every process.
 
@@ -137,7 +132,8 @@ def _write_model(model: Pretrained, folder: Path, dtype: str, shard_gb: float) -
     def write_others() -> None:
         tokens = _find_token_ids(model)
         _write_json(folder / "config.json", write_config(model.cfg) | tokens | {"dtype": dtype})
-        _write_generation_config(model, folder, tokens)
+        if model.files is None or not _copy_files(model.files, ("generation_config.json",), folder):
+            _write_json(folder / "generation_config.json", tokens)
         _write_tokenizer(model, folder)
 
     peers.on_main(write_others, "writing the config and the tokenizer")
@@ -197,11 +193,6 @@ def _find_token_ids(model: Pretrained) -> dict[str, Any]:
     return {key: config[key] for key in TOKEN_IDS if key in config}
 
 
-def _write_generation_config(model: Pretrained, folder: Path, tokens: dict[str, Any]) -> None:
-    if model.files is None or not _copy_files(model.files, ("generation_config.json",), folder):
-        _write_json(folder / "generation_config.json", tokens)
-
-
 def _copy_files(source: Path, names: tuple[str, ...], folder: Path) -> bool:
     """Copy those files of a model that are there; return whether there was one."""
     found = list(list_copied_files(source, names))
@@ -222,10 +213,9 @@ def _write_tokenizer(model: Pretrained, folder: Path) -> None:
     if model.files is None:
         return
     _copy_files(model.files, TOKENIZER_FILES, folder)
-    if (
-        own is not None
-        and own.chat_template != load_vocab(str(model.files), own.bos_token, own.eos_token).chat_template
-    ):
+    if own is None:
+        return
+    if own.chat_template != load_vocab(str(model.files), own.bos_token, own.eos_token).chat_template:
         # A template in a file of its own wins over the one in tokenizer_config.json.
         for name in TEMPLATE_FILES:
             (folder / name).unlink(missing_ok=True)

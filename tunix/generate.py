@@ -2,13 +2,14 @@
 
 import csv
 import json
-import os
 import sys
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 from tunix.base.errors import UserError
+from tunix.base.files import find_writable
 from tunix.config import Generate
 from tunix.config.command_line import run_command
 from tunix.data.tokenizer import read_chat
@@ -26,15 +27,8 @@ def generate(command: Generate) -> None:
     """
     # Files first: a mistake in them is reported before a model is loaded, which takes minutes.
     rows, write = peers.on_main(lambda: _open_files(command), "reading the prompts") or ([], None)
-    model = load_pretrained(
-        command.checkpoint,
-        command.dtype,
-        command.mesh_shape,
-        command.weights,
-        family=command.family,
-        adapter=command.adapter,
-    )
-    speaker = Speaker(model, command)
+    source = command.checkpoint, command.dtype, command.mesh_shape, command.weights
+    speaker = Speaker(load_pretrained(*source, family=command.family, adapter=command.adapter), command)
     if command.prompt is None and command.input is None:
         _converse(speaker, command)
         return
@@ -42,7 +36,11 @@ def generate(command: Generate) -> None:
     try:
         for start in range(0, num_rows, command.batch_size):
             batch = rows[start : start + command.batch_size]
-            own = json.dumps([_make_prompt(row, command) for row in batch])
+            # With chat=true a prompt is the first turns of a conversation.
+            texts = [row[command.column] for row in batch]
+            begun = _begin_conversation(command)
+            turns = [[*begun, {"role": "user", "content": text}] for text in texts]
+            own = json.dumps(turns if command.chat else texts)
             prompts = json.loads(peers.agree(own, "prompts of a batch"))
             answers = speaker.answer(prompts, command.seed, start)
             for row, answer in zip(batch, answers, strict=False):  # only process 0 has rows
@@ -72,8 +70,13 @@ class Speaker:
             raise UserError(f"checkpoint={command.checkpoint} has no tokenizer.json")
         self.model, self.tokenizer = model, model.tokenizer
         self.template = read_chat(model.tokenizer_files, command.chat_template) if command.chat else None
-        stop = (*find_stop_ids(model), *(self._find_id(word) for word in command.stop))
-        self.sampling = select_sampling(command, stop)
+        stop = find_stop_ids(model)
+        for word in command.stop:
+            index = self.tokenizer.token_to_id(word)
+            if index is None:
+                raise UserError(f"stop={word} is not a token of the tokenizer")
+            stop.append(index)
+        self.sampling = select_sampling(command, tuple(stop))
 
     def answer(self, prompts: list[str] | list[list[Row]], seed: int, first_row: int = 0) -> list[Answer]:
         """Return an answer to each text, or to each conversation; they draw by the seed and their row."""
@@ -99,12 +102,6 @@ class Speaker:
         ids = self.tokenizer.encode(prompt, add_special_tokens=False).ids
         return ids if vocab.bos is None else [vocab.bos, *ids]  # as the documents in training
 
-    def _find_id(self, word: str) -> int:
-        index = self.tokenizer.token_to_id(word)
-        if index is None:
-            raise UserError(f"stop={word} is not a token of the tokenizer")
-        return index
-
 
 def find_stop_ids(model: Pretrained) -> list[int]:
     """Return the ids of the tokens that end an answer.
@@ -115,12 +112,6 @@ def find_stop_ids(model: Pretrained) -> list[int]:
     return sorted(own | set(read_stop_ids(model.files) if model.files else ()))
 
 
-def _make_prompt(row: Row, command: Generate) -> Any:
-    """Return the prompt of a row as the model takes it: text, or with chat=true the first turns of a conversation."""
-    prompt = row[command.column]
-    return [*_begin_conversation(command), {"role": "user", "content": prompt}] if command.chat else prompt
-
-
 def _begin_conversation(command: Generate) -> list[Row]:
     return [] if command.system is None else [{"role": "system", "content": command.system}]
 
@@ -129,8 +120,12 @@ def _converse(speaker: Speaker, command: Generate) -> None:
     """Answer turn by turn at the terminal, until an empty line or the end of input."""
     messages = _begin_conversation(command)
     for turn in count():
-        line = peers.agree(_read_line() if peers.is_main() else "", "the next line", peers.NO_LIMIT_S)
-        if not line:
+        line = ""
+        if peers.is_main():
+            with suppress(EOFError):
+                line = input("> " if sys.stdin.isatty() else "")
+        line = peers.agree(line, "the next line", peers.NO_LIMIT_S)
+        if not line.strip():
             return
         messages.append({"role": "user", "content": line})
         # The whole conversation is computed again at each turn. Another seed, or a repeated question would be answered
@@ -141,15 +136,6 @@ def _converse(speaker: Speaker, command: Generate) -> None:
             print(text, flush=True)
 
 
-def _read_line() -> str:
-    """Return what the user types, nothing for an empty line and at the end of input."""
-    try:
-        line = input("> " if sys.stdin.isatty() else "")
-    except EOFError:
-        return ""
-    return line if line.strip() else ""
-
-
 def _read_rows(path: Path, column: str) -> list[Row]:
     """Read the rows of a file of prompts.
 
@@ -158,7 +144,7 @@ def _read_rows(path: Path, column: str) -> list[Row]:
     """
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
-            rows = READERS.get(path.suffix, _read_text)(file, column)
+            rows = READERS.get(path.suffix, READERS[".txt"])(file, column)
     except OSError as error:
         raise UserError(f"input={path} cannot be read: {error.strerror}") from None
     except (ValueError, csv.Error) as error:
@@ -168,9 +154,8 @@ def _read_rows(path: Path, column: str) -> list[Row]:
     for number, row in enumerate(rows, 1):
         if problem := _find_problem(row, column):
             columns = f"; row {number} has the columns {', '.join(filter(None, row))}" if isinstance(row, dict) else ""
-            raise UserError(
-                f"input={path} {problem} in row {number}; column=NAME says which column holds the prompts{columns}"
-            )
+            hint = f"column=NAME says which column holds the prompts{columns}"
+            raise UserError(f"input={path} {problem} in row {number}; {hint}")
     return rows
 
 
@@ -187,16 +172,13 @@ def _find_problem(row: Any, column: str) -> str | None:
     return None
 
 
-def _read_text(file: Any, column: str) -> list[Row]:
-    return [{column: line.rstrip("\n")} for line in file if line.strip()]
-
-
 def _read_csv(file: Any, column: str) -> list[Row]:
     csv.field_size_limit(2**31 - 1)  # the module refuses cells above 131072 characters otherwise
     return list(csv.DictReader(file, strict=True))
 
 
 READERS = {
+    ".txt": lambda file, column: [{column: line.rstrip("\n")} for line in file if line.strip()],
     ".csv": _read_csv,
     ".jsonl": lambda file, column: [json.loads(line) for line in file if line.strip()],
 }
@@ -219,10 +201,7 @@ def _make_writer(path: Path) -> Any:
     """Return a function that writes rows to a file. A file that cannot be written is refused now, not after hours."""
     if path.suffix not in WRITERS:
         raise UserError(f"output={path} must end in {' or '.join(WRITERS)}")
-    if not path.absolute().parent.is_dir():
-        raise UserError(f"output={path}: there is no folder {path.parent}")
-    if path.is_dir() or not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
-        raise UserError(f"output={path} cannot be written: it is {'a folder' if path.is_dir() else 'write-protected'}")
+    find_writable("output", str(path))
 
     def write(rows: list[Row]) -> None:
         with path.open("w", encoding="utf-8", newline="") as file:

@@ -66,12 +66,10 @@ def reject_foreign_flags() -> None:
 def sweep(argv: list[str], config_dir: str | None, config_name: str) -> int:
     """Run every point of a grid; returns the first exit code that is not 0."""
     first = compose.check_sweep(argv, config_dir, config_name)
-    if (
-        first
-        and first.config.launcher.name == "local"
-        and (code := supervisor.supervise(first.config.distributed)) is not None
-    ):
-        return code
+    if first and first.config.launcher.name == "local":
+        code = supervisor.supervise(first.config.distributed)
+        if code is not None:
+            return code
     codes: list[int] = []  # one for each point that has begun
 
     def next_point(composed: DictConfig) -> None:

@@ -92,7 +92,7 @@ def run(job: compose.Job) -> Result:
             log.warning("%s", remark)
         if setup.corpus is None:
             return Result(None, {}, {})
-        feed = stack.enter_context(setup.make_feed(watchdog))
+        feed = stack.enter_context(make_feed(cfg, setup.corpus, setup.program, mesh, watchdog))
         check_before_writing(setup, feed)
         if not cfg.resume:  # a checkpoint may be refused, and its program is mostly in the compile cache
             compiler.begin_run(setup.programs, setup.sizes.schedule, setup.sizes.total_steps)
@@ -144,16 +144,6 @@ class Setup:
     sizes: Sizes  # of a run from step 0 on
     compiler: Compiler  # has begun with what the run needs first
     report: str  # the derived numbers for the reader of the log
-
-    def sizes_after(self, start: Position) -> Sizes:
-        """Return the sizes of a run that goes on from `start`."""
-        num_samples = self.corpus.num_samples if self.corpus else None
-        return derive_sizes(self.program, num_samples, start)
-
-    def make_feed(self, watchdog: Watchdog) -> Feed:
-        """Return what the loop takes its batches from; entering it starts its processes."""
-        assert self.corpus is not None, "a dry run takes no batches"
-        return make_feed(self.cfg, self.corpus, self.program, self.mesh, watchdog)
 
 
 def try_out(cfg: Config) -> None:
@@ -241,7 +231,7 @@ def restore_or_begin(job: compose.Job, checkpoints: Checkpoints, setup: Setup, f
         weights = load_init_from(program, setup.mesh)
         state = setup.compiler.new_state(program) if weights is None else program.new_state(cfg.seed, weights)
         start, improvement = beginning, Improvement()
-    sizes = setup.sizes_after(start)
+    sizes = derive_sizes(program, corpus.num_samples, start)
     last = find_last_step(setup, sizes, start, improvement)
     return Progress(state, start, improvement, restored is None, sizes, last)
 
@@ -457,10 +447,9 @@ def open_loop(
     """
     cfg, mesh, start, last, schedule = setup.cfg, setup.mesh, progress.start, progress.last, progress.sizes.schedule
     traced = setup.programs[schedule.at(cfg.profile.after_step + 1).shape]
+    beginning = Start(folder, mask_values(cfg.model_dump(mode="json")), start.step, last)
     with (
-        Metrics(
-            cfg.logging.sinks, Start(folder, mask_values(cfg.model_dump(mode="json")), start.step, last)
-        ) as metrics,
+        Metrics(cfg.logging.sinks, beginning) as metrics,
         CommunicationTrace(traced, mesh, folder / "profile", metrics) as trace,
         closing(feed.batches(start, last, metrics, folder)) as source,
     ):
@@ -469,22 +458,12 @@ def open_loop(
         metrics.text("report", setup.report, start.step)
         seq_len, device_kind = progress.sizes.batch.seq_len, mesh.devices.flat[0].device_kind
         peak = find_run_peak_tflops(cfg, setup.program.arch, seq_len, device_kind)
+        compiled = CompiledSteps(setup.programs, schedule, setup.sizes.schedule.spans(last), setup.compiler)
         every = cfg.logging.layer_norms_every
-        yield Loop(
-            setup,
-            folder,
-            watch_folder(folder),
-            start_time,
-            progress,
-            source,
-            CompiledSteps(setup.programs, schedule, setup.sizes.schedule.spans(last), setup.compiler),
-            metrics,
-            StepLog(metrics, progress.sizes, peak, source.samples, every, watchdog.pace),
-            trace,
-            Evaluations(feed, progress, cfg.evaluation, metrics, watchdog),
-            checkpoints,
-            watchdog,
-        )
+        step_log = StepLog(metrics, progress.sizes, peak, source.samples, every, watchdog.pace)
+        evaluations = Evaluations(feed, progress, cfg.evaluation, metrics, watchdog)
+        around = setup, folder, watch_folder(folder), start_time, progress, source
+        yield Loop(*around, compiled, metrics, step_log, trace, evaluations, checkpoints, watchdog)
 
 
 def is_due(every: int | None, step: int, last: int) -> bool:

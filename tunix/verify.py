@@ -12,11 +12,11 @@ The processes of a launcher join as they do for training. If the devices of proc
 trains on it alone and the others wait. So one device is compared with a cluster.
 """
 
-import argparse
 import json
 import math
 import os
 import sys
+from argparse import Namespace
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -25,7 +25,7 @@ import jax
 import yaml
 from rich.table import Table
 
-from tunix.base.config_types import CONF
+from tunix.base.config_types import list_options
 from tunix.base.errors import UserError
 from tunix.base.text import print_table
 from tunix.batch_sources import load_data, make_feed
@@ -46,14 +46,12 @@ from tunix.sharding.table import axis_names
 from tunix.training.choices import build_mesh, check_compiler_options
 from tunix.training.program import assemble, check_on_mesh, derive_sizes
 
-# Trials: a few steps of one config on several meshes, from the same weights and with the same global batches.
-#
 # A mesh says only where arrays are, so it must not change the numbers. Two meshes sum the same numbers in another
 # order: in float32 that changes about the seventh digit. A wrong sharding changes the first digits.
-#
-# `verify` chooses the meshes, `_on_mesh` makes the config of each, `_train` takes the steps.
 
 COMPARED = ("loss", "grad_norm")
+FAKE_DEVICES = 8
+EVERY = "all"  # --meshes all: every mesh that divides the model and the batch
 
 
 @dataclass(frozen=True)
@@ -72,7 +70,8 @@ class Trial:
 
 def verify(cfg: Config, mesh_shapes: list[Any] | None, num_steps: int, every: bool = False) -> list[Trial]:
     """Take `num_steps` steps on each mesh, by default on those of `select_meshes`; the first is the reference."""
-    sequences = _global_batch(cfg)
+    visible = resolve(cfg.model.mesh_shape, jax.device_count(), cfg.dims, cfg.distributed.allow_idle_devices)
+    sequences = cfg.training.batch_shape(visible).num_sequences
     shapes = mesh_shapes or [yaml.safe_load(format_mesh_shape(sizes)) for sizes in select_meshes(cfg, sequences, every)]
     configs = [_on_mesh(cfg, shape, sequences) for shape in shapes]
     # All meshes are built, and so checked, before the first one trains for minutes.
@@ -138,12 +137,6 @@ def _is_valid(cfg: Config, sizes: dict[str, int], sequences: int) -> bool:
     return True
 
 
-def _global_batch(cfg: Config) -> int:
-    """Return the sequences in one step of this config on the visible devices."""
-    sizes = resolve(cfg.model.mesh_shape, jax.device_count(), cfg.dims, cfg.distributed.allow_idle_devices)
-    return cfg.training.batch_shape(sizes).num_sequences
-
-
 def _in_sequences(count: int) -> dict[str, Any]:
     """Return the keys of `training` that ask for a global batch of so many sequences, without stages."""
     keys = {"gradient_accumulation_steps": None, "global_batch_tokens": None, "global_batch_size": count}
@@ -199,27 +192,24 @@ def _relative(ours: float, theirs: float) -> float:
     return 0.0 if ours == theirs else abs(ours - theirs) / abs(theirs or ours)
 
 
-FAKE_DEVICES = 8
-EVERY = "all"  # --meshes all: every mesh that divides the model and the batch
-
-
-def report(trials: list[Trial], tolerance: float) -> tuple[Table, float]:
-    """Return a table with a row for each mesh, and the largest difference from the first mesh."""
+def _print_report(trials: list[Trial], tolerance: float) -> int:
+    """Print a row for each mesh on process 0; return the exit code, the same on every process."""
     num_steps = len(trials[0].metrics[COMPARED[0]])
     table = Table(title=f"after {num_steps} steps on {jax.devices()[0].device_kind}", title_justify="left")
     for name in ("mesh", "microbatches", "loss", "gradient norm", "loss differs by", "norm differs by"):
         table.add_column(name, justify="left" if name == "mesh" else "right", no_wrap=True)
     max_difference = 0.0
     for trial in trials:
-        differences = trial.compute_differences(trials[0])
-        max_difference = max(max_difference, *differences.values())
-        table.add_row(
-            trial.mesh,
-            str(trial.num_microbatches),
-            *(f"{trial.metrics[name][-1]:.8g}" for name in COMPARED),
-            *(f"{value:.1e}{' !' if value > tolerance else ''}" for value in differences.values()),
-        )
-    return table, max_difference
+        differences = trial.compute_differences(trials[0]).values()
+        max_difference = max(max_difference, *differences)
+        numbers = [f"{trial.metrics[name][-1]:.8g}" for name in COMPARED]
+        numbers += [f"{value:.1e}{' !' if value > tolerance else ''}" for value in differences]
+        table.add_row(trial.mesh, str(trial.num_microbatches), *numbers)
+    if peers.is_main():
+        print_table(table)
+        verdict = "within" if max_difference <= tolerance else "past"
+        print(f"largest relative difference {max_difference:.2e}, {verdict} the tolerance of {tolerance:g}")
+    return int(max_difference > tolerance)
 
 
 def _read_meshes(text: str) -> list[Any]:
@@ -234,19 +224,7 @@ def _read_meshes(text: str) -> list[Any]:
     return shapes
 
 
-def _read_arguments() -> argparse.Namespace:
-    parser = command_line.command_parser("verify", __doc__)
-    parser.add_argument(
-        "--meshes",
-        help='list of meshes like [[[8],["fsdp"]],[[2,4],["dp","tp"]]], the first is the reference; or all: every mesh '
-        "that divides the model and the batch",
-    )
-    parser.add_argument("--steps", type=int, default=3, help="optimizer steps on each mesh")
-    parser.add_argument("--tolerance", type=float, default=1e-5, help="largest relative difference")
-    return parser.parse_intermixed_args()
-
-
-def _compose_config(args: argparse.Namespace) -> Config:
+def _compose_config(args: Namespace) -> Config:
     passed = [word.lstrip("+").split("=")[0] for word in args.overrides]
     if "resume" in passed:
         raise UserError("resume: tunix.verify starts from new weights; leave it out, or set model.init_from")
@@ -261,7 +239,7 @@ def _compose_config(args: argparse.Namespace) -> Config:
 
 def _find_checked_folder(argv: list[str]) -> str | None:
     """Return the FOLDER of checkpoint=FOLDER; None without it, or where it names a file of conf/checkpoint."""
-    choices = {f"checkpoint={path.stem}" for path in (CONF / "checkpoint").glob("*.yaml")}
+    choices = [f"checkpoint={name}" for name in list_options("checkpoint")]
     passed = [word for word in argv if word.startswith("checkpoint=") and word not in choices]
     if passed and len(argv) > 1:
         others = " ".join(word for word in argv if word != passed[0])
@@ -271,7 +249,15 @@ def _find_checked_folder(argv: list[str]) -> str | None:
 
 def main() -> int:
     """Run the command line and return its exit code."""
-    args = _read_arguments()
+    parser = command_line.command_parser("verify", __doc__)
+    parser.add_argument(
+        "--meshes",
+        help='list of meshes like [[[8],["fsdp"]],[[2,4],["dp","tp"]]], the first is the reference; or all: every mesh '
+        "that divides the model and the batch",
+    )
+    parser.add_argument("--steps", type=int, default=3, help="optimizer steps on each mesh")
+    parser.add_argument("--tolerance", type=float, default=1e-5, help="largest relative difference")
+    args = parser.parse_intermixed_args()
     command_line.print_warnings()
 
     def work() -> int:
@@ -295,16 +281,6 @@ def main() -> int:
         return command_line.run_joined("verify", cfg.distributed, info, compare)
 
     return exits.report_errors(work)
-
-
-def _print_report(trials: list[Trial], tolerance: float) -> int:
-    """Print the table on process 0; return the exit code, the same on every process."""
-    table, max_difference = report(trials, tolerance)
-    if peers.is_main():
-        print_table(table)
-        verdict = "within" if max_difference <= tolerance else "past"
-        print(f"largest relative difference {max_difference:.2e}, {verdict} the tolerance of {tolerance:g}")
-    return int(max_difference > tolerance)
 
 
 if __name__ == "__main__":

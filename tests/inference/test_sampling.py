@@ -152,7 +152,7 @@ MISTAKES = [
     (["prompt=a", "temperature=1e-39"], "temperature=1e-39: must be 0, which takes the likeliest token, or at least 1e-6"),
     (["prompt=a", "seed=99999999999999999999"], "seed=99999999999999999999: expected a number below 2147483648"),
     (["prompt=a", "output=."], "output=. must end in .csv or .jsonl"),
-    (["prompt=a", "output=folder.csv"], "output=folder.csv cannot be written: it is a folder"),
+    (["prompt=a", "output=folder.csv"], "output=folder.csv is a folder; name a file to write"),
     (["prompt="], "prompt is empty: it has no token to continue from; give prompt=TEXT"),
     (["input=none.csv"], "input=none.csv cannot be read: No such file or directory"),
     ([".csv", ""], "is empty"),

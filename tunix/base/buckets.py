@@ -10,13 +10,13 @@ import json
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 from tunix.base.errors import UserError
-from tunix.base.files import CACHE_FORMS, replacing, resolve_below, write_whole
+from tunix.base.files import CACHE_FORMS, read_json, replacing, resolve_below, write_whole
 
 log = logging.getLogger(__name__)
 
@@ -171,8 +171,10 @@ def mirror(address: str, patterns: tuple[str, ...], key: str) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     # All names are looked at before the first byte is fetched: a listing with one bad name is not to be trusted.
     paths = {name: resolve_below(folder, name, f"{key}={address}") for name in requested}
-    notes = folder / VERSIONS
-    before = _read_notes(notes)
+    # Which version of each object is in the folder; where that is not known, all are fetched again.
+    notes, before = folder / VERSIONS, {}
+    with suppress(UserError):
+        before = read_json(notes)
     if not is_bucket(address):  # the page of a web server names its files, and says nothing else about them
         with explaining(address, key):
             requested = {name: files.info(join(address, name)) for name in requested}
@@ -207,15 +209,6 @@ def _is_wanted(name: str, patterns: tuple[str, ...], in_bucket: bool) -> bool:
     if not last or last == VERSIONS or (not in_bucket and {"?", "#"} & set(name)):
         return False
     return any(fnmatch(name, pattern) or fnmatch(last, pattern) for pattern in patterns)
-
-
-def _read_notes(notes: Path) -> dict[str, Any]:
-    """Return which version of each object is in a mirrored folder; {} if that is not known: all are fetched again."""
-    try:
-        read = json.loads(notes.read_text())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return read if isinstance(read, dict) else {}
 
 
 def local_copy(address: str) -> Path:

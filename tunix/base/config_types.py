@@ -13,10 +13,14 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from tunix.base.files import is_plain
 
-# Section of a config, and the types of its values.
-
-
 # The folder that holds the values of all keys.
+PACKAGED = Path(__file__).parents[1] / "conf"  # in an installed wheel
+CONF = PACKAGED if PACKAGED.is_dir() else Path(__file__).parents[2] / "conf"
+
+
+def list_options(group: str) -> list[str]:
+    """Return the names of the files of a group of values: conf/GROUP/NAME.yaml."""
+    return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
 
 
 def reject_bool(value: object) -> object:
@@ -84,7 +88,3 @@ def read_descriptions(section: type[Section]) -> dict[str, str]:
                 assert isinstance(key.target, ast.Name)
                 descriptions[key.target.id] = " ".join(ast.literal_eval(below.value).split())
     return descriptions
-
-
-PACKAGED = Path(__file__).parents[1] / "conf"  # in an installed wheel
-CONF = PACKAGED if PACKAGED.is_dir() else Path(__file__).parents[2] / "conf"

@@ -12,7 +12,7 @@ overlooks one in four billion of larger ones; it is in the standard library, and
 import json
 import os
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -33,7 +33,11 @@ class Damaged(Exception):
 
 def write_digests(folder: Path, files: Iterable[Path], name: str = FILE, **info: Any) -> None:
     """Write the digests of some files of a folder to its file `name`; `info` is written beside them."""
-    digests = {str(path.relative_to(folder)): _digest(path) for path in sorted(files)}
+    digests = {}
+    for path in sorted(files):
+        size = path.stat().st_size
+        crcs = [_crc(path, start)[0] for start in _starts(size)]
+        digests[str(path.relative_to(folder))] = {"size": size, "crc32": crcs}
     (folder / name).write_text(json.dumps({**info, "files": digests}))
 
 
@@ -106,11 +110,6 @@ def _check_block(path: Path, start: int, crc: int) -> int:
     return size
 
 
-def _digest(path: Path) -> dict[str, Any]:
-    size = path.stat().st_size
-    return {"size": size, "crc32": [_crc(path, start)[0] for start in _starts(size)]}
-
-
 def digest_bytes(data: bytes | memoryview) -> dict[str, Any]:
     """Return the digest of a file with these bytes, before it is written."""
     view = memoryview(data)
@@ -124,19 +123,12 @@ def _starts(size: int) -> range:
 
 def _crc(path: Path, start: int) -> tuple[int, int]:
     """Return the CRC-32 of the block that begins at `start`, and its bytes."""
-    crc, size = 0, 0
-    for part in _read(path, start):
-        crc, size = zlib.crc32(part, crc), size + len(part)
-    return crc, size
-
-
-def _read(path: Path, start: int) -> Iterator[memoryview]:
-    buffer, end = memoryview(bytearray(READ)), start + BLOCK
+    crc, size, buffer = 0, 0, memoryview(bytearray(READ))
     with path.open("rb", buffering=0) as file:
         file.seek(start)
-        while start < end and (count := file.readinto(buffer[: end - start])):
-            yield buffer[:count]
-            start += count
+        while size < BLOCK and (count := file.readinto(buffer[: BLOCK - size])):
+            crc, size = zlib.crc32(buffer[:count], crc), size + count
+    return crc, size
 
 
 def reject_damaged(folder: Path, key: str, hint: str) -> None:

@@ -53,14 +53,8 @@ def _check(path: str, kind: type | None = None) -> str:
 
 
 DottedPath = Annotated[str, AfterValidator(lambda path: _check(path))]
-
-
-def _check_if_dotted(name: str) -> str:
-    return _check(name) if is_dotted(name) else name
-
-
 # A name that is looked up later, in a table whose module imports jax; a dotted path is imported at once.
-NameOrPath = Annotated[str, AfterValidator(_check_if_dotted)]
+NameOrPath = Annotated[str, AfterValidator(lambda name: _check(name) if is_dotted(name) else name)]
 
 
 class Choices(NamedTuple):

@@ -68,12 +68,12 @@ class Diverged(Ending):
 # Secrets in texts: passwords and signatures of addresses, values of variables. Messages, files and logs get `***`.
 
 MASK = "***"
-PATTERNS = "KEY|TOKEN|SECRET|PASS|PWD|CRED|AUTH|WEBHOOK|JWT|SIG|COOKIE|SESSION"
-NAME = re.compile(PATTERNS, re.IGNORECASE)  # of a variable or of a parameter of an address, whose value is a secret
+SECRET_WORDS = "KEY|TOKEN|SECRET|PASS|PWD|CRED|AUTH|WEBHOOK|JWT|SIG|COOKIE|SESSION"
+SECRET_NAME = re.compile(SECRET_WORDS, re.IGNORECASE)  # of a variable, or of a parameter of an address
 # https://USER:PASSWORD@HOST/x?name=1&X-Amz-Signature=VALUE: the user with the password, and the value.
-USER = re.compile(r"(?<=://)[^/\s?#'\"]+@")
-PARAMETER = re.compile(
-    rf"([?&][^=&#\s'\"]*(?:{PATTERNS})[^=&#\s'\"]*=)[^&#\s'\"]+?(?=[:,.;)\]]*(?:[&#\s'\"]|$))", re.IGNORECASE
+URL_USER = re.compile(r"(?<=://)[^/\s?#'\"]+@")
+URL_PARAMETER = re.compile(
+    rf"([?&][^=&#\s'\"]*(?:{SECRET_WORDS})[^=&#\s'\"]*=)[^&#\s'\"]+?(?=[:,.;)\]]*(?:[&#\s'\"]|$))", re.IGNORECASE
 )
 MASKED = re.compile(rf"://{re.escape(MASK)}@|[?&][^=&\s]*={re.escape(MASK)}")
 
@@ -82,7 +82,7 @@ def mask_secrets(text: str) -> str:
     """Return the text with `***` in place of the users, passwords and signatures of the addresses in it."""
     if "://" not in text:
         return text
-    return PARAMETER.sub(rf"\1{MASK}", USER.sub(f"{MASK}@", text))
+    return URL_PARAMETER.sub(rf"\1{MASK}", URL_USER.sub(f"{MASK}@", text))
 
 
 def mask_values(values: Any) -> Any:
@@ -96,7 +96,7 @@ def mask_values(values: Any) -> Any:
 
 def mask_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """Return environment variables with `***` for each whose name says that its value is a secret."""
-    return {name: MASK if NAME.search(name) else mask_secrets(value) for name, value in environment.items()}
+    return {name: MASK if SECRET_NAME.search(name) else mask_secrets(value) for name, value in environment.items()}
 
 
 def is_masked(text: str) -> bool:

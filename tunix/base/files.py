@@ -13,11 +13,9 @@ from tunix.base.errors import UserError
 
 MAX_NAME = 255  # bytes of one part of a path: what Linux and macOS take
 
-# Names that come from outside (a server's listing, an index, digests): what they may be, and where they lie.
-
 
 def is_plain(name: str) -> bool:
-    """Return whether a name can only be a file below a folder, as far as its text tells.
+    """Return whether a name from outside can only be a file below a folder, as far as its text tells.
 
     It is not absolute, has no part that is empty, `.`, `..` or too long for a file system, no backslash, drive letter
     or control character, and can be written as UTF-8.

@@ -1,13 +1,12 @@
 """Tables as text, values as YAML text, nested dicts as flat ones."""
 
 import io
+from contextlib import suppress
 from typing import Any
 
 import yaml
 from rich.console import Console
 from rich.table import Table
-
-# Tables as text.
 
 
 def print_table(table: Table) -> None:
@@ -26,9 +25,6 @@ def as_text(table: Table, width: int = 160) -> str:
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
 
-# Plain values as YAML text that OmegaConf reads back as the same values.
-
-
 class _Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]
     """Writes by libyaml, where PyYAML has it: OmegaConf's own way takes ten times as long."""
 
@@ -39,27 +35,19 @@ class _Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[mi
 def _represent_text(dumper: Any, text: str) -> yaml.ScalarNode:
     # PyYAML quotes what it would read as another type. OmegaConf reads more numbers, `1e5` among them, and other
     # readers of YAML more words for true and false.
-    style = "'" if _is_number(text) or text in {"y", "Y", "n", "N"} else None
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
-
-
-def _is_number(text: str) -> bool:
-    try:
+    style = "'" if text in {"y", "Y", "n", "N"} else None
+    with suppress(ValueError):
         float(text)
-    except ValueError:
-        return False
-    return True
+        style = "'"
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 
 _Dumper.add_representer(str, _represent_text)
 
 
 def format_yaml(values: Any) -> str:
-    """Return the text of plain values, in their order."""
+    """Return plain values, in their order, as YAML text that OmegaConf reads back as the same values."""
     return yaml.dump(values, Dumper=_Dumper, default_flow_style=False, allow_unicode=True, sort_keys=False)
-
-
-# Nested dicts, as a config is one.
 
 
 def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -32,9 +32,6 @@ __all__ = [
 ]  # fmt: skip
 
 
-FILTERS = ("top_k", "top_p", "min_p")  # keys of the section sampling that leave tokens out
-
-
 def list_dims(model: Model, batch: BatchKeys) -> dict[str, int]:
     """Return the size of each dimension of weights and activations by its letter (`tunix.sharding.table.DIMS`)."""
     return model.dims | read_dims("training", batch)
@@ -97,16 +94,11 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check(self) -> "Config":
-        if self.tokenizer.path is None and self.tokenizer.vocab_size > self.model.vocab_size:
-            raise ValueError(
-                f"tokenizer.vocab_size={self.tokenizer.vocab_size} is more than "
-                f"model.vocab_size={self.model.vocab_size}"
-            )
-        if self.training.seq_len > self.model.context_length:
-            raise ValueError(
-                f"training.seq_len={self.training.seq_len} is more than "
-                f"model.context_length={self.model.context_length}"
-            )
+        rows, context = self.model.vocab_size, self.model.context_length
+        if self.tokenizer.path is None and self.tokenizer.vocab_size > rows:
+            raise ValueError(f"tokenizer.vocab_size={self.tokenizer.vocab_size} is more than model.vocab_size={rows}")
+        if self.training.seq_len > context:
+            raise ValueError(f"training.seq_len={self.training.seq_len} is more than model.context_length={context}")
         # A launcher takes exit code 75 for a time limit and starts the job again: a hard stop would have no effect.
         key, hard_stop = self.launcher.again_key, self.training.hard_stop
         if hard_stop is not None and key and (times := getattr(self.launcher, key)):
@@ -161,7 +153,8 @@ class Config(Section):
                 "sampling.temperature=0 gives all answers of a group the same tokens, so none is better than another; "
                 "set sampling=default"
             )
-        filters = [f"sampling.{key}={value}" for key in FILTERS if (value := getattr(sampling, key)) is not None]
+        leaving_out = {key: getattr(sampling, key) for key in ("top_k", "top_p", "min_p")}
+        filters = [f"sampling.{key}={value}" for key, value in leaving_out.items() if value is not None]
         if filters and task.max_importance is not None:
             raise ValueError(
                 f"{' and '.join(filters)} with task.max_importance={task.max_importance:g}: a filtered distribution is "
@@ -188,10 +181,8 @@ class Config(Section):
                     f"training.skip_steps={text} is not made of whole rollouts, each of which serves {cycle} steps "
                     f"(task.steps_per_rollout x task.passes_per_rollout); nearest: {first}:{last}"
                 )
-        for key, steps in (
-            ("checkpoint.save_every_steps", self.checkpoint.save_every_steps),
-            ("training.max_steps", self.training.max_steps),
-        ):
+        every, max_steps = self.checkpoint.save_every_steps, self.training.max_steps
+        for key, steps in (("checkpoint.save_every_steps", every), ("training.max_steps", max_steps)):
             if steps is not None and steps % cycle:
                 raise ValueError(
                     f"{key}={steps} is within a rollout, which serves {cycle} steps (task.steps_per_rollout x "

@@ -1,4 +1,4 @@
-"""The batch of an optimizer step: its shape, and the stages of a run that have another batch.
+"""The batch of an optimizer step: its shape, its way through a pipeline, and stages of a run with another batch.
 
     training.global_batch_size=8 training.seq_len=2048
     training.batch_stages=[{until_step: 1000, global_batch_size: 8, seq_len: 512},
@@ -222,23 +222,15 @@ class BatchKeys(Section):
         num_rows = self.sequences_per_shard * shards
         num_microbatches = self.gradient_accumulation_steps or 1
         factors = f"micro_batch_size={self.micro_batch_size} x {shards} data shards"
-        for key, asked, unit, unit_text in (
-            ("global_batch_size", self.global_batch_size, num_rows, factors),
-            (
-                "global_batch_tokens",
-                self.global_batch_tokens,
-                num_rows * self.seq_len,
-                f"{factors} x seq_len={self.seq_len}",
-            ),
-        ):
-            if asked is None:
-                continue
-            if asked % unit:
+        of_tokens = num_rows * self.seq_len, f"{factors} x seq_len={self.seq_len}"
+        for name, (unit, unit_text) in {"size": (num_rows, factors), "tokens": of_tokens}.items():
+            asked = getattr(self, f"global_batch_{name}")
+            if asked is not None and asked % unit:
                 raise UserError(
-                    f"training.{key}={asked} is not divisible by {unit} = {unit_text}; "
+                    f"training.global_batch_{name}={asked} is not divisible by {unit} = {unit_text}; "
                     f"nearest: {near_multiples(asked, unit)}"
                 )
-            num_microbatches = asked // unit
+            num_microbatches = asked // unit if asked is not None else num_microbatches
         if self.sync_gradients_every != "auto" and num_microbatches % self.sync_gradients_every:
             raise UserError(
                 f"training.sync_gradients_every={self.sync_gradients_every} does not divide the {num_microbatches} "

@@ -12,11 +12,9 @@ import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import hydra
-from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
-from tunix.base.config_types import CONF
+from tunix.base.config_types import CONF, list_options
 from tunix.base.errors import UserError, did_you_mean
 from tunix.base.text import flat
 from tunix.config import Distributed, Section, compose
@@ -38,7 +36,9 @@ def run_command(section: type[S], work: Callable[[S], str | None]) -> int:
     """
     argv, name = sys.argv[1:], section.__name__.lower()
     if "--help" in argv or "-h" in argv:
-        return exits.report_errors(lambda: _print_help(section))
+        lines = [f"  {key:24} {description}" for key, description in list_keys(section)]
+        text = "\n".join([f"python -m tunix.{name} key=value ...", "", section.__doc__ or "", "", *lines])
+        return exits.report_errors(lambda: print(text))
     print_warnings()
     fields = section.model_fields
     joins = [word for word in argv if word.startswith(JOINING)]
@@ -50,15 +50,17 @@ def run_command(section: type[S], work: Callable[[S], str | None]) -> int:
         info = flat({name: settings.model_dump(mode="json")})
         if given := info.get(f"{name}.overrides"):
             info[f"{name}.overrides"] = [word for word in given if not word.startswith(JOINING)]
-        return run_joined(name, compose.compose(joins).config.distributed, info, lambda: _print_once(work(settings)))
+
+        def work_and_print() -> None:
+            from tunix.processes import peers
+
+            text = work(settings)
+            if text is not None and peers.is_main():
+                print(text)
+
+        return run_joined(name, compose.compose(joins).config.distributed, info, work_and_print)
 
     return exits.report_errors(run)
-
-
-def _print_help(section: type[Section]) -> None:
-    print(f"python -m tunix.{section.__name__.lower()} key=value ...\n\n{section.__doc__}\n")
-    for key, description in list_keys(section):
-        print(f"  {key:24} {description}")
 
 
 def print_warnings() -> None:
@@ -81,24 +83,13 @@ def run_joined(name: str, distributed: Distributed, info: dict[str, Any], work: 
         return code
 
     def join_and_work() -> int | None:
-        from tunix.processes import (
-            joining,
-            watchdog,  # jax starts here, after the config has passed
-        )
+        from tunix.processes import joining, watchdog  # jax starts here, after the config has passed
 
         joining.start(distributed, list_versions() | info)
         with watchdog.Watchdog(distributed) as watching, watching.phase(name, math.inf):
             return work()
 
     return supervisor.run_member(distributed, join_and_work)
-
-
-def _print_once(text: str | None) -> None:
-    """Print a text on process 0."""
-    from tunix.processes import peers
-
-    if text is not None and peers.is_main():
-        print(text)
 
 
 def command_parser(name: str, description: str | None) -> argparse.ArgumentParser:
@@ -118,9 +109,7 @@ def read_settings(section: type[S], argv: list[str], more: dict[str, Any] | None
     """Return the section of conf/command, changed by the words of the command line and then by the values `more`."""
     preset = _find_preset(argv) if "sampling" in section.model_fields else []
     with describe_errors(section):
-        GlobalHydra.instance().clear()
-        with hydra.initialize_config_dir(str(CONF / "command"), version_base="1.3"):
-            composed = hydra.compose(section.__name__.lower(), [*preset, *argv])
+        composed = compose.compose_file(CONF / "command" / section.__name__.lower(), [*preset, *argv])
         values: Any = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
     return validate(section, values | (more or {}))
 
@@ -137,10 +126,8 @@ def _find_preset(argv: list[str]) -> list[str]:
     name = next((word.partition("=")[2] for word in reversed(argv) if word.startswith("sampling=")), "null")
     if name == "null":
         return []
-    names = sorted(path.stem for path in (CONF / "sampling").glob("*.yaml"))
+    names = list_options("sampling")
     if name not in names:
         raise UserError(f"sampling={name}: expected one of {', '.join(names)}{did_you_mean(name, names)}")
-    GlobalHydra.instance().clear()
-    with hydra.initialize_config_dir(str(CONF / "sampling"), version_base="1.3"):
-        values = hydra.compose(name)
+    values = compose.compose_file(CONF / "sampling" / name)
     return [f"{key}={'null' if values[key] is None else values[key]}" for key in PRESET_KEYS]

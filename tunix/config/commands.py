@@ -7,70 +7,71 @@ from pydantic import Field, model_validator
 from tunix.base.config_types import Count, CountOrZero, Flag, Positive, Section, Seed, Share, Temperature
 from tunix.base.dotted_path import entry_of
 from tunix.config.model import MeshShape
-from tunix.config.task import RewardTerms
+from tunix.config.task import RewardTerms, Sampling
 from tunix.huggingface.table import FAMILIES, Family
 from tunix.rl.table import REWARDS
 
 
-class Export(Section):
-    """Write a trained model as a Hugging Face directory."""
+class ReadWeights(Section):
+    """Keys of a command that reads weights."""
 
     checkpoint: str
     """A run's folder, RUN_DIR/checkpoints/STEP, latest, or a Hugging Face directory or ID; also in a bucket."""
     weights: str
     """Of a run: trained, or the name of a copy that it has kept of them, like ema (training.ema_decay)."""
+
+
+class ReadModel(ReadWeights):
+    """Keys of a command that reads a whole model."""
+
     family: entry_of(FAMILIES, Family) | None  # type: ignore[valid-type]
     """Of a Hugging Face directory: its family of models, or your own, `package.module:name`; null finds the family by
     model_type in config.json."""
     adapter: str | None
     """Of a Hugging Face directory: low-rank updates beside its weights, a folder as PEFT or tunix.export writes it, or
     an ID of the Hugging Face hub; null for none."""
+
+
+class WrittenModel(Section):
+    """Keys of a command that writes a Hugging Face directory."""
+
     output: str
     """The folder to write, or its address in a bucket (s3://BUCKET/NAME); it must not exist, or be empty."""
+    shard_gb: Positive
+    """Largest size of one safetensors file, in GB."""
+
+
+class Export(WrittenModel, ReadModel):
+    """Write a trained model as a Hugging Face directory."""
+
     dtype: Literal["float32", "bfloat16", "float16"] | None
     """dtype of the written weights; null is the one of the files that the run began with, else float32;
     float32 for an adapter."""
     merge_lora: Flag
     """Of a model with low-rank updates: add them to the matrices; false writes only them, as an adapter for PEFT."""
-    shard_gb: Positive
-    """Largest size of one safetensors file, in GB."""
 
 
-class Average(Section):
+class Average(WrittenModel):
     """Write the average of the weights of several checkpoints as a Hugging Face directory."""
 
     checkpoint: str | tuple[str, ...]
     """A run's folder, whose checkpoints `steps` names; or several runs and Hugging Face directories: [DIR,DIR]."""
+    weights: str
+    """Of a run: trained, or the name of a copy that it has kept of them, like ema (training.ema_decay)."""
     steps: tuple[Count, ...] | Literal["all"] | None
     """Of one run: the steps of the checkpoints to average, or all that are kept; null where several are named."""
     shares: tuple[Positive, ...] | None
     """Share of each checkpoint in the average, in their order; only the ratios count. null means equal shares."""
-    weights: str
-    """Of a run: trained, or the name of a copy that it has kept of them, like ema (training.ema_decay)."""
     family: entry_of(FAMILIES, Family) | None  # type: ignore[valid-type]
     """Of Hugging Face directories: their family of models, or your own, `package.module:name`; null finds the family by
     model_type in config.json."""
-    output: str
-    """The folder to write, or its address in a bucket (s3://BUCKET/NAME); it must not exist, or be empty."""
     dtype: Literal["float32", "bfloat16", "float16"] | None
     """dtype of the written weights; null is the one of the files that the first run began with, else float32."""
-    shard_gb: Positive
-    """Largest size of one safetensors file, in GB."""
 
 
-class Generate(Section):
+class Generate(Sampling, ReadModel):
     """Continue prompts with a trained model, or answer them."""
 
-    checkpoint: str
-    """A run's folder, RUN_DIR/checkpoints/STEP, latest, or a Hugging Face directory or ID; also in a bucket."""
-    weights: str
-    """Of a run: trained, or the name of a copy that it has kept of them, like ema (training.ema_decay)."""
-    family: entry_of(FAMILIES, Family) | None  # type: ignore[valid-type]
-    """Of a Hugging Face directory: its family of models, or your own, `package.module:name`; null finds the family by
-    model_type in config.json."""
-    adapter: str | None
-    """Of a Hugging Face directory: low-rank updates beside its weights, a folder as PEFT or tunix.export writes it, or
-    an ID of the Hugging Face hub; null for none."""
     prompt: str | None
     """One prompt; null takes them from `input`, or asks for them with `chat`."""
     input: str | None
@@ -87,19 +88,7 @@ class Generate(Section):
     """A Jinja file, or the name of one of the tokenizer's templates; null is the tokenizer's own."""
     sampling: str | None
     """A file of conf/sampling, like greedy, standard or liberal: its temperature, top_k, top_p and min_p, unless they
-    are typed too; null keeps those below."""
-    max_new_tokens: Count
-    """Longest answer, in tokens."""
-    temperature: Temperature
-    """Logits are divided by it; 0 takes the likeliest token."""
-    top_k: Count | None
-    """Draw from the k likeliest tokens only."""
-    top_p: Annotated[Share, Field(gt=0)] | None
-    """Draw from the likeliest tokens that together have this probability."""
-    min_p: Share | None
-    """Draw from tokens with at least this share of the likeliest one's probability."""
-    stop: tuple[str, ...]
-    """Tokens that end an answer, beside those that the model names."""
+    are typed too; null keeps the values of these keys."""
     seed: Seed
     """What is drawn follows from it."""
     batch_size: Count
@@ -126,13 +115,9 @@ class Generate(Section):
         return self
 
 
-class Evaluate(Section):
+class Evaluate(ReadWeights):
     """Measure a trained model on the data of its run, or on others: keys of training, like data=jsonl, work too."""
 
-    checkpoint: str
-    """A run's folder, RUN_DIR/checkpoints/STEP, latest, or a Hugging Face directory or ID; also in a bucket."""
-    weights: str
-    """Of a run: trained, or the name of a copy that it has kept of them, like ema (training.ema_decay)."""
     step: Count | tuple[Count, ...] | Literal["all"] | None
     """Of a run: the checkpoint of this step, of several steps, or all that are kept; null is the one that `checkpoint`
     names."""

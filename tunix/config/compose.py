@@ -1,9 +1,15 @@
-"""From a command line to a checked `Config`: words, files, checks, remarks. Imports no jax."""
+"""From a command line to a checked `Config`. Imports no jax.
+
+    words -> Hydra composes conf/ and the words -> architecture of model.init_from -> pydantic checks -> Job
+
+With resume=RUN_DIR the saved config of that run takes the place of conf/. Every error is one line that names the key,
+the value and the way out (`tunix.config.mistakes`). Read `compose` first.
+"""
 
 import glob
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +23,7 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
 from tunix.base.buckets import is_address, join
-from tunix.base.config_types import CONF
+from tunix.base.config_types import CONF, list_options
 from tunix.base.errors import UserError, did_you_mean, is_masked, mask_values
 from tunix.base.text import flat, format_yaml
 from tunix.config import Config, Slurm
@@ -34,8 +40,6 @@ from tunix.config.saved_runs import (
     upgrade,
 )
 
-# Overrides of a command line, as users type them and as Hydra composes them with conf/. Imports no jax.
-#
 # word                        means
 # group=option                take the file conf/GROUP/OPTION.yaml
 # section.key=value           change one value
@@ -50,8 +54,7 @@ def select_set(word: str) -> str:
     match = re.fullmatch(r"\+*evaluation\.sets\.(\w+)=(\w+)", word)
     if match is None:
         return word
-    if not (CONF / "data" / f"{match[2]}.yaml").is_file():
-        choices = sorted(path.stem for path in (CONF / "data").glob("*.yaml"))
+    if match[2] not in (choices := list_options("data")):
         raise UserError(f"{word}: takes a file of conf/data ({', '.join(choices)}){did_you_mean(match[2], choices)}")
     return f"+data@evaluation.sets.{match[1]}={match[2]}"
 
@@ -93,18 +96,23 @@ def check_choice(override: Override) -> None:
     value: Any = override.value()
     if not all(isinstance(choice, str) for choice in (value if isinstance(value, list) else [value])):
         keys = "shapes go to model.mesh_shape" if group == "mesh_shape" else f"its keys are set by {group}.KEY=VALUE"
-        choices = ", ".join(sorted(path.stem for path in (CONF / group).glob("*.yaml")))
+        choices = ", ".join(list_options(group))
         raise UserError(f"{override.input_line}: takes a file of conf/{group} ({choices}); {keys}")
 
 
-def compose_overrides(overrides: list[str], config_dir: str | Path | None = None, name: str = "config") -> DictConfig:
-    """Compose a file of values, by default conf/config.yaml, with overrides."""
+def compose_file(file: Path, overrides: Sequence[str] = (), *, with_hydra: bool = False) -> DictConfig:
+    """Compose a file of values, given without its suffix, with overrides; `with_hydra` adds Hydra's own settings."""
     # Hydra keeps one state for the whole process, and refuses a second composition without this.
     GlobalHydra.instance().clear()
+    with hydra.initialize_config_dir(str(file.parent.absolute()), version_base="1.3"):
+        return hydra.compose(file.name, list(overrides), return_hydra_config=with_hydra)
+
+
+def compose_overrides(overrides: list[str], config_dir: str | Path | None = None, name: str = "config") -> DictConfig:
+    """Compose a config, by default conf/config.yaml, with overrides."""
     if config_dir is not None and not any(word.startswith(SEARCH) for word in overrides):
         overrides = add_search_path(overrides, CONF)
-    with hydra.initialize_config_dir(str(Path(config_dir or CONF).absolute()), version_base="1.3"):
-        return hydra.compose(name, overrides, return_hydra_config=True)
+    return compose_file(Path(config_dir or CONF) / name, overrides, with_hydra=True)
 
 
 def compose_saved(run_dir: Path, parsed: list[Override]) -> DictConfig:
@@ -141,13 +149,6 @@ def compose_saved(run_dir: Path, parsed: list[Override]) -> DictConfig:
     keys = [str(word.input_line) for word in parsed if word not in groups and word not in sets]
     return compose_overrides(keys, name="saved_run")
 
-
-# From a command line to a checked `Config`. Imports no jax.
-#
-#     words -> Hydra composes conf/ and the words -> architecture of model.init_from -> pydantic checks -> Job
-#
-# With resume=RUN_DIR the saved config of that run takes the place of conf/. Every error is one line that names the key,
-# the value and the way out (`tunix.config.mistakes`). Read `compose` first.
 
 IDENTITY = ("coordinator_address", "num_processes", "process_id", "local_device_ids")  # keys of `distributed`
 
@@ -225,8 +226,10 @@ def check(composed: DictConfig, fresh: bool = True) -> Config:
     A saved config (not `fresh`) is complete: nothing is filled in.
     """
     with describe_errors():
-        own = {str(key): composed[key] for key in composed if key != "hydra"}
-        values: dict[Any, Any] = {key: _resolve(value) for key, value in own.items()}
+        values: dict[Any, Any] = {str(key): composed[key] for key in composed if key != "hydra"}
+        for key, value in values.items():
+            if OmegaConf.is_config(value):
+                values[key] = OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
     upgrade(values)
     for key, value in flat(values).items():
         for text in value if isinstance(value, list) else [value]:
@@ -249,11 +252,6 @@ def check(composed: DictConfig, fresh: bool = True) -> Config:
     if values["model"]["vocab_size"] == "auto":
         values["model"]["vocab_size"] = count_rows(values)
     return build(values)
-
-
-def _resolve(value: Any) -> Any:
-    """Return plain values in place of a section of a composed config; a value alone stays."""
-    return OmegaConf.to_container(value, resolve=True, throw_on_missing=True) if OmegaConf.is_config(value) else value
 
 
 def build(values: dict[Any, Any]) -> Config:
@@ -308,14 +306,10 @@ def _compose_resumed(overrides: list[str], parsed: dict[str, Override]) -> Job:
     return Job(config, overrides, folder, is_explicit, resume_step=step, came_from=root)
 
 
-# Checks that the files of a run exist, before anything is written or submitted. Imports no jax.
-#
-# A job may wait in a queue for hours: a typo in a path should be found before, on the machine that submits it.
-
-
 def reject_missing_inputs(job: Job) -> None:
     """Raise `UserError` for data or a tokenizer that is not there, and for folders that are addresses of buckets.
 
+    A job may wait in a queue for hours: a typo in a path is found before, on the machine that submits it.
     A job in a container sees other files than this machine, and a script may be written here for another one: then only
     addresses are refused.
     """
@@ -335,7 +329,9 @@ def reject_missing_inputs(job: Job) -> None:
     ):
         return
     for key, path in _list_paths(cfg):
-        if ":/" not in path and not _exists(path):
+        expanded = str(Path(path).expanduser())
+        matches = glob.iglob(expanded, recursive=True) if glob.has_magic(expanded) else ()
+        if ":/" not in path and not Path(expanded).exists() and not any(matches):
             raise UserError(f"{key}: {path} does not exist")
 
 
@@ -348,23 +344,14 @@ def _list_paths(cfg: Config) -> Iterator[tuple[str, str]]:
         for path in getattr(source, "paths", None) or ():
             yield f"{key}.paths", path
     path = cfg.tokenizer.path
-    if path is not None and not cfg.tokenizer.train and _is_local(path):
+    if path is None or cfg.tokenizer.train:
+        return
+    # Anything else may be the ID of something on the hub, NAME or ORGANISATION/NAME.
+    if path.startswith((".", "/", "~")) or path.count("/") > 1 or Path(path).suffix in (".json", ".model"):
         yield "tokenizer.path", path
 
 
-def _is_local(path: str) -> bool:
-    """Return whether a path cannot be the ID of something on the hub, NAME or ORGANISATION/NAME."""
-    return path.startswith((".", "/", "~")) or path.count("/") > 1 or Path(path).suffix in (".json", ".model")
-
-
-def _exists(path: str) -> bool:
-    expanded = str(Path(path).expanduser())
-    return Path(expanded).exists() or (glob.has_magic(expanded) and any(glob.iglob(expanded, recursive=True)))
-
-
 # Command lines that are legal and probably not what the user wants: refused, or answered with a remark.
-#
-# Imports no jax.
 
 OWN_SIZES = {"tiny", "pretrained"}  # choices of `model` whose vocabulary is that of the run's tokenizer
 DIMENSIONS = ("embed_dim", "mlp_dim", "num_layers", "num_heads", "num_kv_heads", "head_dim")
@@ -378,7 +365,7 @@ def reject_foreign_vocab(job: Job) -> None:
     """
     cfg, typed = job.config, _typed(job)
     name = typed.get("model", "tiny")
-    published = {path.stem for path in (CONF / "model").glob("*.yaml")} - OWN_SIZES
+    published = set(list_options("model")) - OWN_SIZES
     if cfg.resume or cfg.dry_run or cfg.model.init_from or name not in published or "model.vocab_size" in typed:
         return
     if idle := count_idle_rows(cfg, None):

@@ -8,50 +8,30 @@ from pydantic import AfterValidator, Field, model_validator
 from tunix.base.config_types import Count, CountOrZero, Flag, Positive, Section
 
 
-def _assignment(text: str) -> str:
-    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*=.*", text):
-        raise ValueError("expected NAME=VALUE, in quotes")
-    return text
+def _matching(pattern: str, expected: str) -> AfterValidator:
+    """Return a check that a text matches a regular expression as a whole; `expected` says so to users."""
+
+    def check(text: str) -> str:
+        if not re.fullmatch(pattern, text):
+            raise ValueError(f"expected {expected}")
+        return text
+
+    return AfterValidator(check)
 
 
-def _time_limit(text: str) -> str:
-    if not re.fullmatch(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}", text):
-        raise ValueError("expected MINUTES, HH:MM:SS or DAYS-HH:MM:SS")
-    return text
-
-
-def _one_line(text: str) -> str:
-    if not text.strip() or any(character in text for character in "\n\r\0"):
-        raise ValueError("expected one line of text")
-    return text
-
-
-def _label(text: str) -> str:
-    if not re.fullmatch(r"[A-Za-z0-9./_-]+=[A-Za-z0-9._-]*", text):
-        raise ValueError("expected LABEL=VALUE, in quotes")
-    return text
-
-
-def _head_node(text: str) -> str:
-    if text != "auto" and not re.fullmatch(r"[^\s/]+:\d+", text):
-        raise ValueError(
-            "expected auto, or HOST:PORT of the head node; without access to a node, use `ray job submit` (docs/ray.md)"
-        )
-    return text
-
-
-def _amount(text: str) -> str:
-    if not re.fullmatch(r"[^\s=]+=\d+(\.\d+)?", text):
-        raise ValueError("expected NAME=NUMBER, in quotes")
-    return text
-
-
-Assignment = Annotated[str, AfterValidator(_assignment), AfterValidator(_one_line)]
-Label = Annotated[str, AfterValidator(_label)]
-Amount = Annotated[str, AfterValidator(_amount)]
-HeadNode = Annotated[str, AfterValidator(_head_node)]
-TimeLimit = Annotated[str, AfterValidator(_time_limit)]
-Line = Annotated[str, AfterValidator(_one_line)]
+ONE_LINE = _matching(r"[^\n\r\0]*[^\s\0][^\n\r\0]*", "one line of text")
+Line = Annotated[str, ONE_LINE]
+Assignment = Annotated[str, _matching(r"[A-Za-z_][A-Za-z0-9_]*=.*", "NAME=VALUE, in quotes"), ONE_LINE]
+TimeLimit = Annotated[str, _matching(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}", "MINUTES, HH:MM:SS or DAYS-HH:MM:SS")]
+Label = Annotated[str, _matching(r"[A-Za-z0-9./_-]+=[A-Za-z0-9._-]*", "LABEL=VALUE, in quotes")]
+HeadNode = Annotated[
+    str,
+    _matching(
+        r"auto|[^\s/]+:\d+",
+        "auto, or HOST:PORT of the head node; without access to a node, use `ray job submit` (docs/ray.md)",
+    ),
+]
+Amount = Annotated[str, _matching(r"[^\s=]+=\d+(\.\d+)?", "NAME=NUMBER, in quotes")]
 
 
 class Local(Section):

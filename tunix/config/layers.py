@@ -1,4 +1,4 @@
-"""The projections of a block by name, and low-rank updates of them."""
+"""Parts of a model: RoPE and its scalings, attention, MLPs and experts, shared layers, low-rank updates."""
 
 import re
 from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
@@ -11,21 +11,23 @@ if TYPE_CHECKING:
     from tunix.config.model import Model
 
 
-# Rotary positions (RoPE): the ways to stretch them over a longer context.
+class Rope(Section):
+    """Rotary positions (RoPE), and a way to stretch them over a longer context."""
+
+    name: str
+    """How the rotations are slowed down for a longer context, in layers that attend to everything."""
 
 
-class RopeUnscaled(Section):
+class RopeUnscaled(Rope):
     """Positions as they are."""
 
-    name: Literal["none"]
-    """How the rotations are slowed down for a longer context, in layers that attend to everything."""
+    name: Literal["none"]  # type: ignore[assignment]
 
 
-class RopeLinear(Section):
+class RopeLinear(Rope):
     """Positions divided by a factor (Chen et al. 2023, arXiv:2306.15595)."""
 
-    name: Literal["linear"]
-    """How the rotations are slowed down for a longer context, in layers that attend to everything."""
+    name: Literal["linear"]  # type: ignore[assignment]
     factor: Positive
     """Ratio of the longer context to the original one."""
 
@@ -34,7 +36,6 @@ class RopeLlama3(RopeLinear):
     """Slow rotations divided by a factor, fast ones left, those between mixed (Llama 3.1's model card)."""
 
     name: Literal["llama3"]  # type: ignore[assignment]
-    """How the rotations are slowed down for a longer context, in layers that attend to everything."""
     original_context: Count
     """Tokens of the context before it was made longer."""
     low_freq_factor: Positive
@@ -47,7 +48,6 @@ class RopeYarn(RopeLinear):
     """YaRN (Peng et al. 2023, arXiv:2309.00071)."""
 
     name: Literal["yarn"]  # type: ignore[assignment]
-    """How the rotations are slowed down for a longer context, in layers that attend to everything."""
     original_context: Count
     """Tokens of the context before it was made longer."""
     beta_fast: Positive
@@ -60,11 +60,10 @@ class RopeYarn(RopeLinear):
     """Round the borders between fast, mixed and slow rotations to whole pairs of dimensions."""
 
 
-class RopeLong(Section):
+class RopeLong(Rope):
     """LongRoPE (Ding et al. 2024, arXiv:2402.13753): a divisor for each rotation, found by a search."""
 
-    name: Literal["longrope"]
-    """How the rotations are slowed down for a longer context, in layers that attend to everything."""
+    name: Literal["longrope"]  # type: ignore[assignment]
     original_context: Count
     """Tokens of the context before it was made longer."""
     short_factors: list[Positive]
@@ -75,11 +74,10 @@ class RopeLong(Section):
     """Queries and keys are multiplied by this; null is sqrt(1 + log(context_length / original) / log(original))."""
 
 
-class RopeProportional(Section):
+class RopeProportional(Rope):
     """Rotations of a share of the pairs, as fast as if all pairs were rotated; the others are left as they are."""
 
-    name: Literal["proportional"]
-    """How the rotations are slowed down for a longer context, in layers that attend to everything."""
+    name: Literal["proportional"]  # type: ignore[assignment]
     share: Annotated[float, Field(gt=0, le=1)]
     """Share of the pairs of a head that are rotated, the fastest ones."""
 
@@ -87,10 +85,6 @@ class RopeProportional(Section):
 RopeScaling = Annotated[
     RopeUnscaled | RopeLinear | RopeLlama3 | RopeYarn | RopeLong | RopeProportional, Field(discriminator="name")
 ]
-
-
-# Parts that the attention of some families has: latent vectors, layers with a memory, queries that grow,
-# global layers with heads of their own.
 
 
 class Latent(Section):
@@ -159,8 +153,6 @@ class HeadSizes(NamedTuple):
     # both kinds, and an equation must tell their sizes apart.
     dim_names: str
 
-
-# The part of a block that works on each token alone: one MLP, or experts of which a router chooses a few.
 
 Activation = Literal["silu", "gelu", "relu2", "xielu"]
 
@@ -266,12 +258,9 @@ class ExpertsMlp(Section):
 AnyMlp = Annotated[GatedMlp | PlainMlp | ExpertsMlp, Field(discriminator="kind")]
 
 
-# Layers that share keys and values of earlier layers, inputs of each layer (both of Gemma 4), and runs of layers.
-
-
 class SharedKv(Section):
-    """Last layers, which have no keys and values of their own. A local one takes those of the last local layer before
-    all of them, a global one those of the last global layer."""
+    """KV sharing (Gemma 4): last layers, which have no keys and values of their own. A local one takes those of the
+    last local layer before all of them, a global one those of the last global layer."""
 
     layers: Count
     """Number of these layers."""
@@ -280,7 +269,7 @@ class SharedKv(Section):
 
 
 class LayerInputs(Section):
-    """A vector of each token for each layer: a row of a table, and a projection of the token's embedding."""
+    """A vector of each token for each layer (Gemma 4): a row of a table, and a projection of the token's embedding."""
 
     dim: Count
     """Width of the vector (p)."""

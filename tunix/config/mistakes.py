@@ -20,7 +20,7 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 
-from tunix.base.config_types import CONF, read_descriptions
+from tunix.base.config_types import CONF, list_options, read_descriptions
 from tunix.base.errors import UserError, did_you_mean
 from tunix.config import Config, ParameterGroup, Section
 from tunix.config.saved_runs import GONE
@@ -64,24 +64,19 @@ def is_mapping(key: str) -> bool:
     return any(typing.get_origin(field.annotation) is dict for field in fields)
 
 
-def find_variants(section: type[BaseModel] = Config) -> dict[tuple[str, str], type[Section]]:
-    """Return the members of all unions (data sources, optimizers), by the key and the value that tell them apart."""
-    found: dict[tuple[str, str], type[Section]] = {}
+def find_variant(values: Mapping[str, Any], section: type[Section] = Config) -> type[Section] | None:
+    """Return the member of a union below a section that these values are meant for; None if they have no known tag."""
     for field in section.model_fields.values():
         kinds = list_sections(field.annotation)
-        found |= {(find_tag_key(kind), find_tag(kind)): kind for kind in kinds} if len(kinds) > 1 else {}
         for kind in kinds:
-            found |= find_variants(kind)
-    return found
+            if len(kinds) > 1 and str(values.get(find_tag_key(kind))) == find_tag(kind):
+                return kind
+            if found := find_variant(values, kind):
+                return found
+    return None
 
 
-def find_variant(values: Mapping[str, Any]) -> type[Section] | None:
-    """Return the section that these values are meant for, by their tag; None if they have no known tag."""
-    members = (find_variants().get((name, str(values.get(name)))) for name in TAGS)
-    return next(filter(None, members), None)
-
-
-def drop_tags(path: list[str], root: type[Section] = Config) -> tuple[list[str], type[Section] | None, bool]:
+def drop_tags(path: list[str]) -> tuple[list[str], type[Section] | None, bool]:
     """Return a path as users type it, the member of a union that it leads through, and whether null is legal there.
 
     pydantic adds two kinds of words to the path of an error, which are no keys:
@@ -90,8 +85,8 @@ def drop_tags(path: list[str], root: type[Section] = Config) -> tuple[list[str],
         distributed, shared_filesystem, bool   the type that it tried           ... distributed.shared_filesystem
     """
     parts: list[str] = []
-    remaining, kinds = list(path), [root]
-    member: type[Section] | None = None
+    kinds: list[type[Section]] = [Config]
+    remaining, member = list(path), None
     types_of_value: list[Any] = []
     while remaining and kinds:
         if len(kinds) > 1:
@@ -99,11 +94,9 @@ def drop_tags(path: list[str], root: type[Section] = Config) -> tuple[list[str],
             kinds = [member] if member else []
             remaining = remaining[1:] if member else remaining
             continue
-        field = next(
-            (field for name, field in kinds[0].model_fields.items() if remaining[0] in (name, field.alias)), None
-        )
+        fields = [field for name, field in kinds[0].model_fields.items() if remaining[0] in (name, field.alias)]
         parts.append(remaining.pop(0))
-        annotation: Any = field.annotation if field else None
+        annotation: Any = fields[0].annotation if fields else None
         if remaining and typing.get_origin(annotation) is dict:  # a name that the user chose comes next
             parts.append(remaining.pop(0))
             annotation = typing.get_args(annotation)[1]
@@ -137,7 +130,7 @@ def find_tag(kind: type[Section]) -> str:
 
 
 @dataclass(frozen=True)
-class Row:
+class ForeignName:
     """Names of another program that mean the same, and what they are here; conf/foreign_names.yaml has the fields."""
 
     project: str
@@ -181,23 +174,16 @@ def read_values() -> dict[str, dict[str, str]]:
 
 
 @cache
-def read_rows() -> list[Row]:
+def read_rows() -> list[ForeignName]:
     """Read all rows, in the order of the file."""
     rows = []
     for project in _read_file()["projects"]:
         for row in project["rows"]:
             own = row.get("values")
             values = read_values()[own] if isinstance(own, str) else own and {str(k).lower(): v for k, v in own.items()}
-            texts = {name: str(row[name]) for name in ("value", "here", "unit", "remark", "axis") if name in row}
-            rows.append(
-                Row(
-                    project["name"],
-                    tuple(row["there"].split()),
-                    values=values,
-                    lists_values=isinstance(own, dict),
-                    **texts,  # type: ignore[arg-type]
-                )
-            )
+            others: Any = {name: str(row[name]) for name in row.keys() - {"there", "values"}}
+            others |= {"values": values, "lists_values": isinstance(own, dict)}
+            rows.append(ForeignName(project["name"], tuple(row["there"].split()), **others))
     return rows
 
 
@@ -208,10 +194,10 @@ def _read_file() -> dict:
 
 
 @cache
-def _index() -> tuple[dict[str, Row], dict[str, Row]]:
+def _index() -> tuple[dict[str, ForeignName], dict[str, ForeignName]]:
     """Return the rows by their names, and by the last part of names with points; the first row of a name wins."""
-    names: dict[str, Row] = {}
-    leaves: dict[str, Row] = {}
+    names: dict[str, ForeignName] = {}
+    leaves: dict[str, ForeignName] = {}
     for row in read_rows():
         for name in map(normalize, row.there):
             names.setdefault(name, row)
@@ -219,7 +205,7 @@ def _index() -> tuple[dict[str, Row], dict[str, Row]]:
     return names, leaves
 
 
-def find_row(key: str, own_leaves: Collection[str] = ()) -> Row | None:
+def find_row(key: str, own_leaves: Collection[str] = ()) -> ForeignName | None:
     """Return the row of a name: the longest end of it that is a name of theirs, else its last part alone.
 
     `own_leaves` are last parts of keys of ours, which do not answer alone.
@@ -294,9 +280,9 @@ def describe_errors(root: type[Section] = Config) -> Iterator[None]:
         options = list(error.options or [])
         if not group:
             raise UserError(f"{error}".splitlines()[0]) from None
+        hint = find_value(group, choice) or did_you_mean(choice, options)
         raise UserError(
-            f"{group}={choice}: conf/{group} has no such file; "
-            f"choose from {', '.join(options)}{find_value(group, choice) or did_you_mean(choice, options)}"
+            f"{group}={choice}: conf/{group} has no such file; choose from {', '.join(options)}{hint}"
         ) from None
     except OverrideParseException as error:
         # The lines of the message that are neither a marker (^^^) nor a link; the last one says what is wrong.
@@ -307,8 +293,8 @@ def describe_errors(root: type[Section] = Config) -> Iterator[None]:
     except MissingMandatoryValue as error:
         key = str(error.full_key)
         descriptions = dict(reversed([*list_keys(root)]))  # reversed: where several variants have a key, the first wins
-        known = key if key in descriptions else f"data.{key.rpartition('.')[2]}"  # data.parts.NAME.KEY of a mixture
-        description = descriptions[known]
+        # A key of no section is data.parts.NAME.KEY of a mixture.
+        description = descriptions.get(key) or descriptions[f"data.{key.rpartition('.')[2]}"]
         raise UserError(f"{key} must be given: {description[0].lower()}{description[1:]}") from None
     except (HydraException, OmegaConfBaseException) as error:
         # Hydra raises one type for all of this; what is wrong stands in its text, or in OmegaConf's error behind it.
@@ -436,11 +422,11 @@ def _describe_flag(key: str, value: str) -> str:
         return hint
     if key in leaves:
         return f"here it is {leaves[key]}={value}"
-    if (CONF / key / f"{value}.yaml").is_file():
+    if value in list_options(key):
         return f"keys are written without dashes: {key}={value}"
     if key in Config.model_fields:
-        choices = sorted(path.stem for path in (CONF / key).glob("*.yaml"))
-        return f"{key} takes a file of conf/{key}{find_value(key, value) or did_you_mean(value, choices)}"
+        hint = find_value(key, value) or did_you_mean(value, list_options(key))
+        return f"{key} takes a file of conf/{key}{hint}"
     return describe_unknown_key(key).partition("; ")[2]
 
 

@@ -5,18 +5,11 @@ What depends on a mesh is checked elsewhere: `check_stages` (model_checks.py), `
 
 import re
 from collections.abc import Mapping
+from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 from tunix.base.errors import UserError
-from tunix.config.layers import (
-    PROJECTIONS,
-    ExpertsMlp,
-    GlobalHeads,
-    Latent,
-    LinearAttention,
-    RopeLong,
-    check_shared_layers,
-)
+from tunix.config.layers import PROJECTIONS, ExpertsMlp, Latent, RopeLong, check_shared_layers
 from tunix.models.table import CP_EXCHANGES, EXPERT_EXCHANGES, RING_KERNELS
 from tunix.sharding.equations import values_per_byte
 from tunix.sharding.mesh_shape import list_divisors, nearest, num_stages
@@ -24,9 +17,6 @@ from tunix.sharding.table import DIMS, LAYERS
 
 if TYPE_CHECKING:
     from tunix.config.model import Model
-
-
-# Checks of the layers of a model against the stages of a mesh (its axis pp).
 
 
 def check_stages(model: "Model", sizes: Mapping[str, int]) -> None:
@@ -59,12 +49,27 @@ def check_stages(model: "Model", sizes: Mapping[str, int]) -> None:
         )
 
 
+def _read(model: "Model", key: str) -> Any:
+    """Return the value of a key of the model, like `mlp.every`."""
+    return reduce(getattr, key.split("."), model)
+
+
+def _check_divisible(model: "Model", key: str, by: str) -> None:
+    if (value := _read(model, key)) % (divisor := _read(model, by)):
+        raise ValueError(f"model.{key}={value} is not divisible by model.{by}={divisor}")
+
+
+def _check_values(model: "Model", expected: dict[str, Any], reason: str) -> None:
+    """Raise ValueError for the first key of the model with another value; `reason` says why that does not go."""
+    for key, usual in expected.items():
+        if (value := _read(model, key)) != usual:
+            text = "null" if usual is None else str(usual).lower() if isinstance(usual, bool) else usual
+            raise ValueError(f"model.{key}={value}{reason}; set it to {text}")
+
+
 def check_model_keys(model: "Model") -> None:
     """Raise ValueError where keys of the model contradict one another; the message says which, and the way out."""
-    if model.num_heads % model.num_kv_heads:
-        raise ValueError(
-            f"model.num_heads={model.num_heads} is not divisible by model.num_kv_heads={model.num_kv_heads}"
-        )
+    _check_divisible(model, "num_heads", "num_kv_heads")
     if model.positions == "rope":
         _check_rotations(model)
     if model.qk_norm == "after_rotation" and model.positions != "rope":
@@ -86,14 +91,15 @@ def check_model_keys(model: "Model") -> None:
     if model.latent is not None:
         _check_latent(model, model.latent)
     if model.linear_attention is not None:
-        _check_linear(model, model.linear_attention)
+        _check_linear(model)
     if model.global_heads is not None:
-        _check_global_heads(model, model.global_heads)
+        _check_global_heads(model)
     check_shared_layers(model)
     if isinstance(model.mlp, ExpertsMlp):
         _check_experts(model, model.mlp)
     else:
-        _check_no_experts(model)
+        usual = {"expert_products": "auto", "expert_exchange": "auto", "expert_buffer_factor": None}
+        _check_values(model, usual, f": model.mlp.kind={model.mlp.kind} has no experts")
     exchange = CP_EXCHANGES.get(model.cp_exchange)
     if exchange is not None and exchange.in_blocks and model.attention not in RING_KERNELS:
         raise ValueError(
@@ -108,12 +114,8 @@ def check_model_keys(model: "Model") -> None:
         raise ValueError(f"model.embed_dim={model.embed_dim} must be even: model.lora.quantize_base={quantized}")
 
 
-def _check_linear(model: "Model", linear: LinearAttention) -> None:
-    if linear.num_value_heads % linear.num_key_heads:
-        raise ValueError(
-            f"model.linear_attention.num_value_heads={linear.num_value_heads} is not divisible by "
-            f"model.linear_attention.num_key_heads={linear.num_key_heads}"
-        )
+def _check_linear(model: "Model") -> None:
+    _check_divisible(model, "linear_attention.num_value_heads", "linear_attention.num_key_heads")
     if model.num_layers < model.global_every:
         raise ValueError(
             f"model.global_every={model.global_every} leaves no layer of model.num_layers={model.num_layers} that "
@@ -128,44 +130,31 @@ def _check_linear(model: "Model", linear: LinearAttention) -> None:
     _check_equal_experts(model, "linear_attention")
 
 
-def _check_global_heads(model: "Model", wide: GlobalHeads) -> None:
-    for key, value in (("latent", model.latent), ("linear_attention", model.linear_attention)):
-        if value is not None:
+def _check_global_heads(model: "Model") -> None:
+    for key in ("latent", "linear_attention"):
+        if _read(model, key) is not None:
             raise ValueError(f"model.global_heads does not go with model.{key}; set one of them to null")
     if not 1 < model.global_every <= model.num_layers:
         raise ValueError(
             f"model.global_every={model.global_every} leaves no local or no global layer of model.num_layers="
             f"{model.num_layers}, and model.global_heads needs both; change it, or set model.global_heads=null"
         )
-    if model.num_heads % wide.num_kv_heads:
-        raise ValueError(
-            f"model.num_heads={model.num_heads} is not divisible by model.global_heads.num_kv_heads={wide.num_kv_heads}"
-        )
+    _check_divisible(model, "num_heads", "global_heads.num_kv_heads")
     _check_equal_experts(model, "global_heads")
 
 
 def _check_equal_experts(model: "Model", part: str) -> None:
     """Raise `ValueError` where only some layers have experts, or experts have biases; `part` is a key of the model."""
-    if not isinstance(model.mlp, ExpertsMlp):
-        return
-    for key, expected in (("dense_layers", 0), ("every", 1), ("bias_rate", None)):
-        if (value := getattr(model.mlp, key)) != expected:
-            raise ValueError(
-                f"model.mlp.{key}={value} does not go with model.{part}, whose layers all have the same experts, "
-                f"without biases in the choice; set it to {'null' if expected is None else expected}"
-            )
+    if isinstance(model.mlp, ExpertsMlp):
+        reason = f" does not go with model.{part}, whose layers all have the same experts, without biases in the choice"
+        _check_values(model, {"mlp.dense_layers": 0, "mlp.every": 1, "mlp.bias_rate": None}, reason)
 
 
 def _check_latent(model: "Model", latent: Latent) -> None:
     # Each head has keys of its own, made of the latent; a norm, a sink or a gate has no place in the absorbed products
     # that decode from latents (DeepSeek-V2, section 2.1).
-    expected_values: tuple[tuple[str, Any], ...] = (
-        ("num_kv_heads", model.num_heads), ("qk_norm", "none"), ("attention_sinks", False),
-        ("attention_gate", False),
-    )  # fmt: skip
-    for key, expected in expected_values:
-        if (value := getattr(model, key)) != expected:
-            raise ValueError(f"model.{key}={value} does not go with model.latent; set it to {expected}")
+    plain = {"qk_norm": "none", "attention_sinks": False, "attention_gate": False}
+    _check_values(model, {"num_kv_heads": model.num_heads, **plain}, " does not go with model.latent")
     if model.rotated_dim is None or model.rotated_dim >= model.head_dim:
         raise ValueError(
             f"model.rotated_dim={model.rotated_dim} must be a number below model.head_dim={model.head_dim} with "
@@ -224,12 +213,3 @@ def _check_experts(model: "Model", mlp: ExpertsMlp) -> None:
             f"model.expert_exchange={model.expert_exchange} lacks; set model.expert_exchange=rows, or "
             "model.expert_buffer_factor=null"
         )
-
-
-def _check_no_experts(model: "Model") -> None:
-    for key, usual in (("expert_products", "auto"), ("expert_exchange", "auto"), ("expert_buffer_factor", None)):
-        if (value := getattr(model, key)) != usual:
-            raise ValueError(
-                f"model.{key}={value}: model.mlp.kind={model.mlp.kind} has no experts; set model.{key}="
-                f"{'null' if usual is None else usual}"
-            )

@@ -49,18 +49,13 @@ def fill_from_pretrained(values: dict[Any, Any]) -> None:
     family = model.get("family")
     own = family if family is not None and is_dotted(str(family)) else None
     if own is not None:
-        _check_family(own)
+        try:
+            find_family(own)
+        except UserError as error:
+            raise UserError(f"model.family={own}: {error}") from None
     read, where = config_json.read_config(folder, own), f"{folder}/config.json"
     read["vocab_size"] = _find_num_rows(values, read["vocab_size"], where)
     _fill_architecture(model, read, where)
-
-
-def _check_family(path: str) -> None:
-    """Raise `UserError`, with the key, if a dotted path names no family."""
-    try:
-        find_family(path)
-    except UserError as error:
-        raise UserError(f"model.family={path}: {error}") from None
 
 
 def _find_num_rows(values: dict[Any, Any], in_files: int, where: str) -> int:
@@ -114,9 +109,8 @@ def _read_parts(path: Path) -> Any:
     """
     try:
         own: Any = OmegaConf.load(path)
-        names = [
-            choice for choice in own.pop("defaults", []) if isinstance(choice, str)
-        ]  # others are of other sections
+        # Choices that are no texts are of other sections.
+        names = [choice for choice in own.pop("defaults", []) if isinstance(choice, str)]
         below = [_read_parts(_file_of_values(name.removesuffix("@_here_"))) for name in names]
         return OmegaConf.merge(*below, own)
     except (OSError, AttributeError, YAMLError) as error:
@@ -206,9 +200,8 @@ def trained_model(folder: Path, mesh_shape: Any, family: str | None = None) -> M
     `family` is the dotted path of the user's own family, for a folder of Hugging Face's.
     """
     if not (folder / "config.yaml").is_file():
-        return _describe_model(
-            config_json.read_config(folder, family, "checkpoint"), f"{folder}/config.json", mesh_shape
-        )
+        read = config_json.read_config(folder, family, "checkpoint")
+        return _describe_model(read, f"{folder}/config.json", mesh_shape)
     return validate(Model, read_saved(folder)["model"] | {"mesh_shape": mesh_shape}, "model")
 
 
@@ -230,22 +223,13 @@ def describe_keys_outside_family(cfg: Model) -> str:
         expressed = _describe_model(read, where, cfg.mesh_shape)
     except UserError as error:
         return str(error)
-    other = [
-        key
-        for key in sorted(Model.model_fields.keys() - OUTSIDE)
-        if _architecture(cfg, key) != _architecture(expressed, key)
-        # Another pattern of layers is no difference where all windows are as long as the context.
-        and not (
-            key == "global_every" and cfg.list_windows(cfg.context_length) == expressed.list_windows(cfg.context_length)
-        )
-    ]
+    ours, theirs = (
+        # config.json says that experts have biases, and nothing about their rate.
+        keys | {"mlp": keys["mlp"] | {"bias_rate": keys["mlp"].get("bias_rate") is not None}}
+        for keys in (cfg.architecture, expressed.architecture)
+    )
+    other = [key for key in sorted(Model.model_fields.keys() - OUTSIDE) if ours[key] != theirs[key]]
+    # Another pattern of layers is no difference where all windows are as long as the context.
+    if cfg.list_windows(cfg.context_length) == expressed.list_windows(cfg.context_length):
+        other = [key for key in other if key != "global_every"]
     return ", ".join(f"model.{key}={getattr(cfg, key)} (a {cfg.family} has {getattr(expressed, key)})" for key in other)
-
-
-def _architecture(model: Model, key: str) -> Any:
-    """Return the value of a key of the model, without the parts that only training reads."""
-    value = model.architecture[key]
-    if key != "mlp":
-        return value
-    # config.json says that experts have biases, and nothing about their rate.
-    return value | {"bias_rate": value.get("bias_rate") is not None}

@@ -17,9 +17,8 @@ from tunix.base.errors import UserError, did_you_mean
 from tunix.base.files import is_whole_number, list_numbers, write_whole
 from tunix.huggingface import hub
 
-# The config of a run, in the form of today: conf/saved/VERSION.yaml says what has changed.
-
-# By version, the oldest first: its keys that are gone, those with another form, and those that it lacks.
+# What conf/saved/VERSION.yaml says of each version, the oldest first: its keys that are gone, those with another form,
+# and those that it lacks.
 OLD_FORMS = [yaml.safe_load(path.read_text()) for path in sorted((CONF / "saved").glob("*.yaml"))]
 GONE: dict[str, str] = {key: hint for old in OLD_FORMS for key, hint in old["gone"].items()}
 # Sections that the saved config of every version has.
@@ -36,13 +35,9 @@ def read_saved(run_dir: Path) -> dict[Any, Any]:
         UserError: the file cannot be read, or is not the whole config of a run.
     """
     values = load_saved(run_dir)
-    if missing := _find_missing_section(values):
+    if missing := next((name for name in SECTIONS if not isinstance(values.get(name), dict)), None):
         raise _describe_damage(run_dir, f"it has no section {missing}")
     return upgrade(values)
-
-
-def _find_missing_section(values: dict[Any, Any]) -> str | None:
-    return next((name for name in SECTIONS if not isinstance(values.get(name), dict)), None)
 
 
 def is_run_config(text: str) -> bool:
@@ -51,7 +46,7 @@ def is_run_config(text: str) -> bool:
         values: Any = OmegaConf.to_container(OmegaConf.create(text))
     except (ValueError, RecursionError, YAMLError):
         return False
-    return isinstance(values, dict) and _find_missing_section(values) is None
+    return isinstance(values, dict) and all(isinstance(values.get(name), dict) for name in SECTIONS)
 
 
 def load_saved(run_dir: Path) -> dict[Any, Any]:
@@ -249,13 +244,19 @@ def read_saved_root(run_dir: Path) -> str | None:
     return load_saved(run_dir).get("checkpoint", {}).get("folder")
 
 
-def find_checkpoints(run_dir: Path, choice: Sequence[int] | Literal["all"], key: str) -> list[tuple[int, str]]:
-    """Return steps and folders of checkpoints of a run, of `choice` or all that are kept; `key` is for the message.
+def find_checkpoints(
+    source: str, choice: Sequence[int] | Literal["all"], key: str, hint: str = ""
+) -> list[tuple[int, str]]:
+    """Return steps and folders of checkpoints of the run `checkpoint=source`, of `choice` or all that are kept.
 
     Raises:
-        UserError: the run lacks one of them, or has none at all.
+        UserError: it is no run, lacks one of them, or has none at all. `key` begins the message, `hint` may end it.
     """
-    folder = run_dir / "checkpoints"
+    run = find_run(source)
+    if run is None or run[1] is not None:
+        label = "is no run of tunix" if run is None else "is one checkpoint"
+        raise UserError(f"{key}: checkpoint={source} {label}; give the folder of a run{hint}")
+    folder = run[0] / "checkpoints"
     saved_steps = list_numbers(folder)
     steps = saved_steps if choice == "all" else choice
     missing = [str(step) for step in steps if step not in saved_steps]

@@ -10,8 +10,6 @@ from tunix.base.errors import UserError, near_multiples
 from tunix.rl.table import REWARDS
 from tunix.sharding.mesh_shape import list_divisors
 
-# Rewards of a run: which functions score answers, and with what weights.
-
 
 class RewardTerm(Section):
     """One term of the reward of an answer, which is the sum of all terms."""
@@ -32,9 +30,6 @@ AnyTerm = Annotated[
     RewardTerm, BeforeValidator(lambda value: {"function": value, "weight": 1.0} if isinstance(value, str) else value)
 ]
 RewardTerms = Annotated[tuple[AnyTerm, ...], Field(min_length=1)]
-
-
-# How answers are drawn from a model.
 
 
 class Sampling(Section):

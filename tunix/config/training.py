@@ -1,4 +1,4 @@
-"""Keys of the section `training` that must fit one another, and those that must fit a mesh."""
+"""The section `training`: the step, its batch and its precision; the length of the run."""
 
 from itertools import pairwise
 from typing import Annotated, Literal
@@ -8,8 +8,6 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from tunix.base.config_types import Count, CountOrZero, Flag, Positive, PositiveOrZero, Section, reject_bool
 from tunix.config.batch import BatchKeys, check_batch_stages
 from tunix.models.table import MATMUL_DTYPES
-
-# Ranges of steps as users write them.
 
 
 def read_steps(text: str) -> range:
@@ -30,38 +28,6 @@ def _check_steps(text: str) -> str:
 
 
 Steps = Annotated[str, AfterValidator(_check_steps)]
-
-
-def check_training(training: "Training") -> None:
-    """Raise ValueError where keys contradict one another, whatever the mesh is."""
-    batch_keys = ("gradient_accumulation_steps", "global_batch_size", "global_batch_tokens")
-    given = [f"training.{key}={getattr(training, key)}" for key in batch_keys if getattr(training, key) is not None]
-    if len(given) > 1:
-        raise ValueError(f"{' and '.join(given)} are both set; keep one and leave the others null")
-    if training.max_steps is None and training.max_tokens is None and training.num_epochs is None:
-        raise ValueError("the run has no end; set one of training.max_steps, training.max_tokens, training.num_epochs")
-    if training.remat == "budget" and training.micro_batch_size == "auto":
-        raise ValueError(
-            "training.remat=budget and training.micro_batch_size=auto both take what memory is left; give a number "
-            "of sequences, or one policy"
-        )
-    if training.remat_memory_gib is not None and training.remat != "budget":
-        raise ValueError(
-            f"training.remat_memory_gib={training.remat_memory_gib:g} says how much training.remat=budget may take; "
-            f"training.remat={training.remat} takes what it needs: leave it out, or set training.remat=budget"
-        )
-    check_batch_stages(training)
-    ranges = [read_steps(text) for text in training.skip_steps]
-    for before, after in pairwise(ranges):
-        if after[0] <= before[-1]:
-            raise ValueError(
-                f"training.skip_steps={','.join(training.skip_steps)}: the range from {after[0]} begins before the one "
-                f"to {before[-1]} ends; write them in order"
-            )
-
-
-# The step, its batch and its precision; the length of the run.
-
 Dtype = Literal["float32", "bfloat16"]
 
 # Rematerialization: the values of a block that a policy keeps from its forward pass until its backward pass, by name.
@@ -197,5 +163,30 @@ class Training(StepKeys, BatchKeys):
 
     @model_validator(mode="after")
     def _check(self) -> "Training":
-        check_training(self)
+        """Refuse keys that contradict one another, whatever the mesh is."""
+        batch_keys = ("gradient_accumulation_steps", "global_batch_size", "global_batch_tokens")
+        given = [f"training.{key}={getattr(self, key)}" for key in batch_keys if getattr(self, key) is not None]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} are both set; keep one and leave the others null")
+        if self.max_steps is None and self.max_tokens is None and self.num_epochs is None:
+            raise ValueError(
+                "the run has no end; set one of training.max_steps, training.max_tokens, training.num_epochs"
+            )
+        if self.remat == "budget" and self.micro_batch_size == "auto":
+            raise ValueError(
+                "training.remat=budget and training.micro_batch_size=auto both take what memory is left; give a number "
+                "of sequences, or one policy"
+            )
+        if self.remat_memory_gib is not None and self.remat != "budget":
+            raise ValueError(
+                f"training.remat_memory_gib={self.remat_memory_gib:g} says how much training.remat=budget may take; "
+                f"training.remat={self.remat} takes what it needs: leave it out, or set training.remat=budget"
+            )
+        check_batch_stages(self)
+        for before, after in pairwise(read_steps(text) for text in self.skip_steps):
+            if after[0] <= before[-1]:
+                raise ValueError(
+                    f"training.skip_steps={','.join(self.skip_steps)}: the range from {after[0]} begins before the one "
+                    f"to {before[-1]} ends; write them in order"
+                )
         return self
