@@ -225,13 +225,11 @@ class ExpertsMlp(Section):
 
     @model_validator(mode="after")
     def _check(self) -> "ExpertsMlp":
-        prefix, groups = "model.mlp.", self.num_groups
+        prefix, groups, taken = "model.mlp.", self.num_groups, self.groups_per_token
         if self.num_experts % groups:
             raise ValueError(f"{prefix}num_experts={self.num_experts} is not divisible by {prefix}num_groups={groups}")
-        if self.groups_per_token > groups:
-            raise ValueError(
-                f"{prefix}groups_per_token={self.groups_per_token} is more than {prefix}num_groups={groups}"
-            )
+        if taken > groups:
+            raise ValueError(f"{prefix}groups_per_token={taken} is more than {prefix}num_groups={groups}")
         if self.activation == "clamped_silu" and (self.shared_dim or self.dense_layers or self.every > 1):
             raise ValueError(
                 f"{prefix}activation=clamped_silu is one of experts; set {prefix}shared_dim=null, "
@@ -241,16 +239,11 @@ class ExpertsMlp(Section):
             raise ValueError(
                 f"{prefix}shared_gate=true: there is no shared expert; give {prefix}shared_dim, or leave the gate out"
             )
-        choices = self.num_experts // groups * self.groups_per_token
+        choices = self.num_experts // groups * taken
         if self.experts_per_token > choices:
-            where = (
-                f"{prefix}num_experts={self.num_experts}"
-                if groups == 1
-                else (
-                    f"the {choices} experts in {prefix}groups_per_token={self.groups_per_token} of "
-                    f"{prefix}num_groups={groups} groups"
-                )
-            )
+            where = f"the {choices} experts in {prefix}groups_per_token={taken} of {prefix}num_groups={groups} groups"
+            if groups == 1:
+                where = f"{prefix}num_experts={self.num_experts}"
             raise ValueError(f"{prefix}experts_per_token={self.experts_per_token} is more than {where}; lower it")
         return self
 

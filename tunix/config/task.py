@@ -8,7 +8,7 @@ from tunix.base.config_types import Count, Flag, Positive, PositiveOrZero, Secti
 from tunix.base.dotted_path import NameOrPath, entry_of
 from tunix.base.errors import UserError, near_multiples
 from tunix.rl.table import REWARDS
-from tunix.sharding.mesh_shape import list_divisors
+from tunix.sharding.mesh_shape import list_divisors, nearest
 
 
 class RewardTerm(Section):
@@ -196,13 +196,11 @@ class Grpo(Prompted):
             UserError: the groups do not fill the sequences, with the nearest values that do.
         """
         if num_sequences % self.group_size:
-            near = sorted(
-                sorted(list_divisors(num_sequences, least=2), key=lambda size: abs(size - self.group_size))[:2]
-            )
+            near = " or ".join(map(str, nearest(list_divisors(num_sequences, least=2), self.group_size)))
             raise UserError(
                 f"task.group_size={self.group_size} does not divide the {num_sequences} answers of a step "
                 f"(training.global_batch_size); nearest: a batch of {near_multiples(num_sequences, self.group_size)}"
-                + (f", or task.group_size={' or '.join(map(str, near))}" if near else "")
+                f"{f', or task.group_size={near}' if near else ''}"
             )
         return num_sequences // self.group_size
 
