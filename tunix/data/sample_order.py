@@ -67,8 +67,10 @@ class DataSchedule:
     ):
         """`stages` are those that end after `start`, each with its last step and its cycle; `cycle` follows them."""
         self.start, self.cycle = start, cycle
-        # Every stage has an end, so that the loops below need no case for the last one.
-        self.stages: list[tuple[float, Cycle]] = [*stages, (math.inf, cycle)]
+        # Each stage: the last step before it, its last step, its cycle. Every stage has an end, so that the loops below
+        # need no case for the last one.
+        ends: list[float] = [start.step, *(end for end, _ in stages), math.inf]
+        self.stages = list(zip(map(int, ends[:-1]), ends[1:], [*(each for _, each in stages), cycle], strict=True))
         # The steps to leave out. What was left out before `start` is in its position already.
         self.gaps = [steps for steps in map(read_steps, skip_steps) if steps[0] > start.step]
 
@@ -109,22 +111,20 @@ class DataSchedule:
 
     def _locate(self, num_samples: int) -> tuple[int, int, Cycle]:
         """Return the last step before the stage in which so many samples end, the samples in that stage, its cycle."""
-        step = self.start.step
-        for end, cycle in self.stages[:-1]:
-            of_stage = self._count(range(step + 1, int(end) + 1))
+        *with_end, (last, _, last_cycle) = self.stages
+        for before, end, cycle in with_end:
+            of_stage = self._count(range(before + 1, int(end) + 1))
             if num_samples < of_stage:
-                return step, num_samples, cycle
-            step, num_samples = int(end), num_samples - of_stage
-        return step, num_samples, self.cycle
+                return before, num_samples, cycle
+            num_samples -= of_stage
+        return last, num_samples, last_cycle
 
     def _count(self, steps: range) -> int:
         """Return how many samples the readings of these steps have; a reading begins with the first of the steps."""
-        count, first = 0, steps.start
-        for end, cycle in self.stages:
-            last = min(steps.stop - 1, end)
-            if last >= first:
-                count += math.ceil((last - first + 1) / cycle.steps) * cycle.samples
-                first = int(last) + 1
+        count = 0
+        for before, end, cycle in self.stages:
+            num_steps = min(steps.stop - 1, end) - max(steps.start - 1, before)
+            count += max(0, math.ceil(num_steps / cycle.steps)) * cycle.samples
         return count
 
     def _first_step(self, step: int) -> int:
@@ -134,12 +134,7 @@ class DataSchedule:
 
     def _stage(self, step: int) -> tuple[int, Cycle]:
         """Return the last step before the stage of `step`, and its cycle."""
-        before = self.start.step
-        for end, cycle in self.stages[:-1]:
-            if step <= end:
-                return before, cycle
-            before = int(end)
-        return before, self.cycle
+        return next((before, cycle) for before, end, cycle in self.stages if step <= end)
 
 
 def make_data_schedule(cfg: Config, schedule: BatchSchedule, start: Position) -> DataSchedule:

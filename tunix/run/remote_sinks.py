@@ -1,5 +1,6 @@
 """Sinks on other machines: Weights & Biases, MLflow, and a webhook for messages."""
 
+import html
 import json
 import netrc
 import os
@@ -64,7 +65,7 @@ class Wandb(Sink):
     def __init__(self, start: Start):
         import wandb
 
-        self.start, config = start, start.config
+        self.start, self.wandb, config = start, wandb, start.config
         keys, timeout_s = config["logging"]["wandb"], config["logging"]["close_timeout_s"]
         run_id = read_id(start.folder, "wandb") or secrets.token_hex(4)
         self.run = wandb.init(
@@ -88,31 +89,22 @@ class Wandb(Sink):
         self.run.log(numbers, step=record["step"])
 
     def text(self, name: str, text: str, step: int) -> None:
-        import html
-
-        import wandb
-
-        self.run.log({name: wandb.Html(f"<pre>{html.escape(text)}</pre>")}, step=step)
+        self.run.log({name: self.wandb.Html(f"<pre>{html.escape(text)}</pre>")}, step=step)
 
     def image(self, name: str, png: bytes, step: int) -> None:
-        import wandb
         from PIL import Image
 
-        self.run.log({name: wandb.Image(Image.open(BytesIO(png)))}, step=step)
+        self.run.log({name: self.wandb.Image(Image.open(BytesIO(png)))}, step=step)
 
     def table(self, name: str, rows: list[dict[str, Any]], text: str, step: int) -> None:
         """Log rows with the same keys as a table; lists in them (log-probabilities) are left out."""
-        import wandb
-
         columns = [key for key, value in rows[0].items() if not isinstance(value, list)]
-        table = wandb.Table(columns=[*columns], data=[[row[key] for key in columns] for row in rows])
+        table = self.wandb.Table(columns=[*columns], data=[[row[key] for key in columns] for row in rows])
         self.run.log({name: table}, step=step)
 
     def close(self, error: BaseException | None) -> None:
-        import wandb
-
         if self.artifacts:
-            artifact = wandb.Artifact(f"run-{self.run.id}", type="run")
+            artifact = self.wandb.Artifact(f"run-{self.run.id}", type="run")
             for path in [path for pattern in self.artifacts for path in sorted(self.start.folder.glob(pattern))]:
                 if path.is_file():
                     artifact.add_file(str(path), str(path.relative_to(self.start.folder)))
