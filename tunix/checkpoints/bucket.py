@@ -29,7 +29,6 @@ import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
-from functools import partial
 from typing import Any
 
 import jax
@@ -136,31 +135,27 @@ class Bucket:
         return list_steps(self.root, KEY)
 
     def copy(self, step: int, state: State, texts: dict[str, str]) -> Callable[[], dict[str, Any]]:
-        chunks = copy_chunks(state)
-        names = [key.decode() for key in chunks.list().result()]
-        # Each object by name, with the function that makes its bytes: they are made when they are sent.
-        local: list[tuple[str, Callable[[], bytes]]] = [
-            (name, partial(lambda name: chunks.read(name).result().value, name))
-            for name in names
-            if texts or not name.endswith(".zarray")
-        ]
+        objects = copy_chunks(state)
         if texts:  # on process 0
             arrays = {
                 name_array(path): {"shape": leaf.shape, "dtype": leaf.dtype.name}
                 for path, leaf in jax.tree_util.tree_leaves_with_path(state)
             }
-            local += [(name, text.encode) for name, text in (texts | {ARRAYS: json.dumps(arrays)}).items()]
+            for name, text in (texts | {ARRAYS: json.dumps(arrays)}).items():
+                objects.write(name, text.encode()).result()
+        names = [key.decode() for key in objects.list().result()]
 
-        def send(item: tuple[str, Callable[[], bytes]]) -> tuple[str, dict[str, Any]]:
-            name, make = item
-            data = make()
+        def send(name: str) -> tuple[str, dict[str, Any]]:
+            data = objects.read(name).result().value
             self.objects.write(f"{step}/{name}", data)
             return name, digest_bytes(data)
 
         def write() -> dict[str, Any]:
             with ThreadPoolExecutor(NUM_THREADS) as pool:
-                digests = json.dumps({"files": dict(pool.map(send, local))}).encode()
-            return dict([send((f"digests.{jax.process_index()}.json", lambda: digests))])
+                digests = dict(pool.map(send, [name for name in names if texts or not name.endswith(".zarray")]))
+            name = f"digests.{jax.process_index()}.json"
+            objects.write(name, json.dumps({"files": digests}).encode()).result()
+            return dict([send(name)])
 
         return write
 
@@ -291,8 +286,7 @@ def split_shard(leaf: jax.Array) -> tuple[int, ...]:
     shape = leaf.sharding.shard_shape(leaf.shape)
     chunk = list(shape)
     # Dimension by dimension from the first, into as few equal parts as bring the chunk below the limit. A float32 shard
-    # of 262,144 x 1,152 has 1,152 MiB: its first dimension is cut into 32 parts, the first divisor of 262,144 from 18
-    # on.
+    # of 262,144 x 1,152 has 1,152 MiB: its first dimension is cut into 32 parts, its first divisor from 18 on.
     for dim, size in enumerate(shape):
         others = math.prod(chunk) // max(size, 1) * leaf.dtype.itemsize
         parts = next((n for n in range(1, size + 1) if size % n == 0 and others * (size // n) <= CHUNK), max(size, 1))
