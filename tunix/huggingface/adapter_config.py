@@ -48,12 +48,24 @@ def read_adapter(folder: Path, family: str) -> dict[str, Any]:
     rank, alpha = raw.get("r"), raw.get("lora_alpha")
     if not isinstance(rank, int) or not isinstance(alpha, int | float):
         raise UserError(f"{where}: r={rank} and lora_alpha={alpha} must be numbers")
-    updated = _find_projections(folder, find_family(family), family)
+    try:
+        with safe_open(folder / WEIGHTS, framework="np") as file:
+            tensors = list(file.keys())
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{folder / WEIGHTS} is missing or no safetensors file: {error}") from None
+    modules, found = list_projections(find_family(family)), set[str]()
+    for tensor in tensors:
+        factor = FACTOR.fullmatch(find_family(family).usual_name(tensor.removeprefix(PREFIX)))
+        module = re.sub(r"\.\d+\.", ".{}.", factor[1], count=1) if factor else None
+        updated = {name for name, own in modules.items() if own == module}  # one tensor may hold several
+        if not updated:
+            raise UserError(f"{folder / WEIGHTS}: {tensor} is no low-rank update of a projection of a {family}")
+        found |= updated
     # An update is scaled by alpha / r here, and by alpha / sqrt(r) in rsLoRA (Kalajdzievski 2023, arXiv:2312.03732).
     return {
         "rank": rank,
         "alpha": float(alpha * math.sqrt(rank) if raw.get("use_rslora") else alpha),
-        "targets": f"^({'|'.join(updated)})$",
+        "targets": f"^({'|'.join(name for name in PROJECTIONS if name in found)})$",
     }
 
 
@@ -61,25 +73,6 @@ def list_projections(family: Family) -> dict[str, str]:
     """Return the module at Hugging Face of each projection that low-rank updates are for: {} is the layer's number."""
     targets = {name: family.names.get(f"blocks.{name}.w") for name in PROJECTIONS}
     return {name: target.tensor.removesuffix(".weight") for name, target in targets.items() if target is not None}
-
-
-def _find_projections(folder: Path, family: Family, family_name: str) -> list[str]:
-    """Return the projections that the tensors of an adapter update."""
-    try:
-        with safe_open(folder / WEIGHTS, framework="np") as file:
-            tensors = list(file.keys())
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{folder / WEIGHTS} is missing or no safetensors file: {error}") from None
-    modules = list_projections(family)
-    found = set()
-    for tensor in tensors:
-        factor = FACTOR.fullmatch(family.usual_name(tensor.removeprefix(PREFIX)))
-        module = re.sub(r"\.\d+\.", ".{}.", factor[1], count=1) if factor else None
-        updated = {name for name, own in modules.items() if own == module}
-        if not updated:
-            raise UserError(f"{folder / WEIGHTS}: {tensor} is no low-rank update of a projection of a {family_name}")
-        found |= updated
-    return [name for name in PROJECTIONS if name in found]
 
 
 def write_adapter_config(model: Model, modules: set[str]) -> dict[str, Any]:

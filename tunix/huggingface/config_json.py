@@ -1,6 +1,6 @@
 """config.json, as Hugging Face writes it for each family, to and from the keys of our model section. Knows no jax."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -212,7 +212,14 @@ def translate_config(raw: dict[str, Any], where: str, family_name: str | None = 
     raw = _find_decoder(raw)
     kind = raw.get("model_type")
     families = FAMILIES if family_name is None else {family_name: find_family(family_name)}
-    name = _find_family(raw, families)
+    # Several families may have one model_type. The one with the longest `signature` that fits is taken.
+    fitting = [
+        name
+        for name, family in families.items()
+        if kind in (family.model_type, *family.also)
+        and all(raw.get(key) == value for key, value in family.signature.items())
+    ]
+    name = max(fitting, key=lambda name: len(families[name].signature), default=None)
     if "auto_map" in raw and not (name and families[name].published_code):
         raise UserError(f"{where}: auto_map asks for code of the model's own, which is never run")
     if name is None:
@@ -301,20 +308,6 @@ def _read_values(raw: dict[str, Any], family: Family) -> dict[str, Any]:
     if ROPE_KEYS & family.absent.keys():
         values |= read_rope(raw, values, family)
     return values
-
-
-def _find_family(raw: dict[str, Any], families: Mapping[str, Family]) -> str | None:
-    """Return the name of the family of a config.json; None for none.
-
-    Several families may have one model_type. The one with the longest `signature` that fits is taken.
-    """
-    fitting = [
-        name
-        for name, family in families.items()
-        if raw.get("model_type") in (family.model_type, *family.also)
-        and all(raw.get(key) == value for key, value in family.signature.items())
-    ]
-    return max(fitting, key=lambda name: len(families[name].signature), default=None)
 
 
 def _find_decoder(raw: dict[str, Any]) -> dict[str, Any]:

@@ -19,20 +19,12 @@ def read_global_heads(raw: dict[str, Any], values: dict[str, Any]) -> dict[str, 
     Raises:
         ValueError: layers that differ from one another in more ways than global layers from local ones.
     """
-    values_are_keys = raw["attention_k_eq_v"]
-    like_local = {ours: values[ours] for ours in SIZES.values()}
-    if raw[PER_LAYER] is not None:
-        return like_local | _read_layers(raw[PER_LAYER], values) | {"values_are_keys": values_are_keys}
-    num_kv_heads = raw["num_global_key_value_heads"] if values_are_keys else None
-    return {
-        "head_dim": raw["global_head_dim"],
-        "num_kv_heads": num_kv_heads or values["num_kv_heads"],
-        "values_are_keys": values_are_keys,
-    }
-
-
-def _read_layers(per_layer: dict[str, Any], values: dict[str, Any]) -> dict[str, int]:
-    """Return the sizes that config.json gives to each global layer, where they are the same and no others have any."""
+    values_are_keys, per_layer = raw["attention_k_eq_v"], raw[PER_LAYER]
+    if per_layer is None:
+        num_kv_heads = raw["num_global_key_value_heads"] if values_are_keys else None
+        sizes = {"head_dim": raw["global_head_dim"], "num_kv_heads": num_kv_heads or values["num_kv_heads"]}
+        return sizes | {"values_are_keys": values_are_keys}
+    # It gives sizes to each global layer, the same to all, and to no others.
     every = values["global_every"]
     numbers = {str(layer) for layer in range(every - 1, values["num_layers"], every)}
     entries = {str(number): entry for number, entry in per_layer.items()}
@@ -43,7 +35,8 @@ def _read_layers(per_layer: dict[str, Any], values: dict[str, Any]) -> dict[str,
             f"{PER_LAYER}={per_layer} is not understood; it must give {' and '.join(SIZES)} to the layers with full "
             "attention, the same to each"
         )
-    return {ours: first[theirs] for theirs, ours in SIZES.items() if theirs in first}
+    sizes = {ours: first.get(theirs, values[ours]) for theirs, ours in SIZES.items()}
+    return sizes | {"values_are_keys": values_are_keys}
 
 
 def write_global_heads(model: Model) -> dict[str, Any]:
