@@ -222,14 +222,8 @@ class Store:
                 try:
                     metrics = self.storage.read_metrics(step)
                     losses[step] = None if metrics is None else float(metrics["held_out_loss"])
-                except (
-                    Damaged,
-                    OSError,
-                    ValueError,
-                    KeyError,
-                    TypeError,
-                ) as error:  # the others stay usable
-                    losses[step] = None
+                except (Damaged, OSError, ValueError, KeyError, TypeError) as error:
+                    losses[step] = None  # the other checkpoints stay usable
                     log.error("step %d in %s: %r: this checkpoint does not count as the best", step, self.folder, error)
             for step in list_dropped(self.cfg, losses):
                 self.storage.delete(step)

@@ -314,16 +314,14 @@ class Part:
         self.files = {name: ArrayFile(path, dtypes[name]) for name, path in self.paths.items()}
 
     def add(self, encoded: Encoded) -> None:
-        files = self.files
-        files["starts"].append(np.array([files["tokens"].count]))
+        files, row = self.files, np.frombuffer(encoded.row, np.uint8)
+        starts = np.array([files["tokens"].count])
         for tokens in encoded.tokens:
             files["tokens"].append(tokens)
-        if "answers" in files:
-            files["answers"].append(encoded.answers)
-        if "splits" in files:
-            files["splits"].append(np.array([encoded.split]))
+        arrays = {"starts": starts, "answers": encoded.answers, "splits": np.array([encoded.split]), "rows": row}
+        for name in arrays.keys() & files.keys():
+            files[name].append(arrays[name])
         if "rows" in files:
-            files["rows"].append(np.frombuffer(encoded.row, np.uint8))
             files["row_ends"].append(np.array([files["rows"].count]))
         self.bytes += encoded.text_bytes
 
