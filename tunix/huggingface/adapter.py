@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from tunix.base.errors import UserError
 from tunix.config import Model
@@ -81,7 +81,7 @@ def write_updates(
     """Return parameters whose low-rank updates, None in `params`, are those of an adapter; see `load_weights`."""
     check_adapter(folder, cfg, weights)
     with AdapterFiles(folder, find_family(cfg.family)) as files:
-        load = partial(load_parameter, files, cfg, layout, mesh)
+        load = partial(load_parameter, files, cfg, lambda equation: NamedSharding(mesh, layout.stored(equation)))
         updates = {
             path: load(name, weight.equation, weight.dtype, layers_of(path, cfg))
             for path, name, weight in _list_factors(cfg, weights)

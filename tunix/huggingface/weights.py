@@ -4,7 +4,7 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cache, partial
 from pathlib import Path
@@ -132,7 +132,7 @@ def load_weights(folder: Path, cfg: Model, weights: Parameters, layout: Layout, 
     family = find_family(cfg.family)
     loaded: dict[str, jax.Array] = {}
     with TensorFiles(folder, family, cfg.vocab_size) as files:
-        load = partial(load_parameter, files, cfg, layout, mesh)
+        load = partial(load_parameter, files, cfg, lambda equation: NamedSharding(mesh, layout.stored(equation)))
         try:
             for path, name, weight in list_in_files(weights, family):
                 layers = layers_of(path, cfg)
@@ -229,14 +229,13 @@ def first_names(names: list[str]) -> str:
 def load_parameter(
     files: TensorFiles,
     cfg: Model,
-    layout: Layout,
-    mesh: Mesh,
+    find_sharding: Callable[[Equation], NamedSharding],
     name: Name,
     equation: Equation,
     dtype: Any,
     layers: Sequence[int],
 ) -> jax.Array:
-    """Load a parameter, laid out at rest; of dimension L, only the layers of `layers`.
+    """Load a parameter, laid out as `find_sharding` says; of dimension L, only the layers of `layers`.
 
     The files have one tensor for each layer (and expert), with dimensions grouped and in another order than ours. A
     piece of a tensor is a view of the mapped file, whose strides are turned into our order while it is copied:
@@ -244,7 +243,7 @@ def load_parameter(
         q.w of Llama 3    files: "NH,D" [num_heads * head_dim, embed_dim]    ours: "LDNH"
         a piece           rows of some heads, seen as [n, H, D]              copied as [1, D, n, H] to the device
     """
-    sharding = NamedSharding(mesh, layout.stored(equation))
+    sharding = find_sharding(equation)
     ours, dim_names = equation.w, name.dims.replace(",", "")
     sizes = cfg.dims | {LAYERS: len(layers)}
     shape = tuple(sizes[dim_name] for dim_name in ours)
