@@ -1,7 +1,7 @@
 """Bytes that a GPU moves for a token of a rollout, beside the least: compiled for a GPU that need not be there.
 
 `python -m benchmarks.decode_loop [model=gemma3_1b] [rows=256] [slots=1024]`, with JAX's CUDA plugin installed
-(requirements/cuda12.txt). The program is the loop of `inference.stretches.draw_stretch` for one H100. Its bytes are
+(requirements/cuda12.txt). The program is the loop of `inference.engine` (decode) for one H100. Its bytes are
 counted in its compiled text as the costs of a step are: what each instruction reads and writes, once. The least is
 weights and cache read once, and logits written once and read twice.
 """
@@ -21,7 +21,8 @@ def main(words: list[str]) -> None:
     from tunix.config.compose import compose
     from tunix.costs.compiled_time import Speeds, predict_time
     from tunix.costs.rollout import derive_rollout_costs
-    from tunix.inference.sampling import Sampler, Sampling
+    from tunix.inference.rollout import Sampler
+    from tunix.inference.sampling import Sampling
     from tunix.plan.cluster import read_topology
     from tunix.plan.compile import describe_devices
     from tunix.training.choices import build_mesh
@@ -35,12 +36,12 @@ def main(words: list[str]) -> None:
         program = assemble(cfg, mesh)
         sampler = Sampler(program.arch, slots, mesh)
         params = program.abstract["params"]
-        compiled = sampler.compile_decode_chunk(params, rows // ANSWERS, ANSWERS, slots, Sampling(slots // 2))
+        compiled = sampler.compile_decode(params, rows, slots, Sampling(slots // 2))
     hlo = compiled.as_text() or ""
     # At one byte a second, and products for nothing, the time of a program is the bytes that it moves.
     counting = Speeds(float("inf"), float("inf"), float("inf"), 1.0, 1.0, 0.0, lambda collective: 0.0)
     moved = predict_time(_body_of_loop(hlo), [], counting).compute_s
-    parts = derive_rollout_costs(program, rows // ANSWERS, ANSWERS, slots // 2, slots // 2).num_bytes
+    parts = derive_rollout_costs(program, rows, rows // ANSWERS, ANSWERS, slots // 2, slots // 2).num_bytes
     kept = {"weights": parts["gathered weights"], "keys and values": parts["cache"]}
     kept["logits"] = 3 * 4 * rows * cfg.model.vocab_size  # written once; read for their largest and for their weights
     least = sum(kept.values())
@@ -50,12 +51,14 @@ def main(words: list[str]) -> None:
 
 
 def _body_of_loop(hlo: str) -> str:
-    """Return the program whose first computation is the body of the loop over tokens, which ENTRY runs."""
-    entry = hlo[hlo.index("\nENTRY ") :]
-    body = re.search(r" while\(.*body=%?([\w.\-]+)", entry)
-    assert body, "the program has no loop"
-    hlo = hlo.replace("\nENTRY ", "\n")
-    return re.sub(rf"\n(%?{re.escape(body[1])} \()", r"\nENTRY \1", hlo)
+    """Return the program whose first computation is the body of the loop over tokens, the inner one of two."""
+    for _ in range(2):
+        entry = hlo[hlo.index("\nENTRY ") :]
+        body = re.search(r" while\(.*body=%?([\w.\-]+)", entry[: entry.index("\n}")])
+        assert body, "the program has no loop"
+        hlo = hlo.replace("\nENTRY ", "\n")
+        hlo = re.sub(rf"\n(%?{re.escape(body[1])} \()", r"\nENTRY \1", hlo)
+    return hlo
 
 
 if __name__ == "__main__":

@@ -41,7 +41,8 @@ def measure(folder: str, batch: str) -> dict:
     import jax.numpy as jnp
 
     import tunix
-    from tunix.inference.sampling import Request, Sampling
+    from tunix.inference.rollout import Request
+    from tunix.inference.sampling import Sampling
 
     large = jnp.ones(1 << 27, jnp.float32)  # 0.5 GB: no cache has it
     read = jax.jit(jnp.sum)

@@ -18,7 +18,8 @@ from tunix.data.dataset import Corpus
 from tunix.data.prompts import AnyCorpus, PromptCorpus, load_prompts
 from tunix.data.sample_order import BEGINNING, DataSchedule, Position, Samples
 from tunix.data.table import DOCUMENTS
-from tunix.inference.sampling import Sampler, Sampling
+from tunix.inference.rollout import Sampler
+from tunix.inference.sampling import Sampling
 from tunix.processes import peers
 from tunix.processes.watchdog import Watchdog
 from tunix.rl.evaluation import HeldOutAnswers

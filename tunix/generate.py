@@ -13,8 +13,9 @@ from tunix.base.files import find_writable
 from tunix.config import Generate
 from tunix.config.command_line import run_command
 from tunix.data.tokenizer import read_chat
+from tunix.inference.engine import Answer
 from tunix.inference.pretrained import Pretrained, load_pretrained
-from tunix.inference.sampling import Answer, read_stop_ids, select_sampling
+from tunix.inference.sampling import read_stop_ids, select_sampling
 from tunix.processes import peers
 
 Row = dict[str, Any]

@@ -1,16 +1,18 @@
-"""A rollout draws the same answers on every mesh, and its loop moves nothing between data shards."""
+"""A rollout draws the same answers on every mesh, with any number of rows, and its loop moves no cache."""
 
+import json
 from functools import cache
 
 import jax
 import numpy as np
 import pytest
-from support.harness import program
+from support.harness import ROOT, program
 
 from tunix.costs import rollout as rollout_sizes
 from tunix.costs.hlo import read_collectives
 from tunix.costs.rollout import derive_rollout_costs
-from tunix.inference.sampling import PromptBatch, Request, Sampler, Sampling
+from tunix.inference.rollout import Request, Sampler
+from tunix.inference.sampling import Sampling
 from tunix.sharding.arrays import bytes_per_device
 from tunix.sharding.table import data_axes
 from tunix.training.program import assemble
@@ -21,6 +23,8 @@ STOP = tuple(range(0, 320, 16))  # most answers end early, at different lengths;
 HOW = Sampling(40, temperature=1.3, stop=STOP)
 ALONE, PURE_TP = "[[1],[fsdp]]", "[[2],[tp]]"
 MESHES = (PURE_TP, "[[8],[fsdp]]", "[[4,2],[fsdp,tp]]", "[[2,2,2],[fsdp,cp,tp]]", "[[2,2],[pp,fsdp]]")
+# Drawn by the sampler that answered prompts in waves (commit b0fcd05).
+EXPECTED = json.loads((ROOT / "tests" / "inference" / "expected_tokens.json").read_text())["rollout"]
 WORDS = ["model.num_layers=2", "model.global_every=2", "distributed.allow_idle_devices=true"]
 
 
@@ -31,19 +35,19 @@ class Rollout:
         self.program = program(*WORDS, f"model.mesh_shape={mesh}", *words)
         self.mesh, self.params = self.program.mesh, self.program.state["params"]
         self.sampler = Sampler(self.program.arch, 128, self.mesh)
-        take, self.halved = self.sampler.take, []  # rows that went on, each time that ended ones were let go
+        resize, self.resized = self.sampler.programs.resize, []  # rows that went on, each time that the cache changed
 
-        def take_and_note(rows, places):
-            self.halved.append(len(places))
-            return take(rows, places)
+        def resize_and_note(cache, rows, windows):
+            self.resized.append(len(rows))
+            return resize(cache, rows, windows)
 
-        self.sampler.take = take_and_note
+        self.sampler.programs.resize = resize_and_note
         self.answers = self.draw(PROMPTS)
 
-    def draw(self, prompts, sampling=HOW, seed=1, first_row=5, answers_per_prompt=8, prompts_at_once=None):
+    def draw(self, prompts, sampling=HOW, seed=1, first_row=5, answers_per_prompt=8, rows_at_once=None):
         with jax.set_mesh(self.mesh):
             request = Request(prompts, answers_per_prompt, seed, first_row)
-            return self.sampler.rollout(self.params, request, sampling, prompts_at_once)
+            return self.sampler.rollout(self.params, request, sampling, rows_at_once)
 
 
 @pytest.fixture(scope="module")
@@ -56,9 +60,9 @@ def alone(rollout_on):
     return rollout_on(ALONE)
 
 
-def test_answers_differ_and_rows_of_ended_ones_are_dropped(alone):
-    assert len({tuple(answer.tokens) for answer in alone.answers}) == len(alone.answers)
-    assert alone.halved[:2] == [16, 8]  # of 32 rows on a device
+def test_answers_are_those_of_waves_and_rows_of_ended_ones_are_dropped(alone):
+    assert [answer.tokens for answer in alone.answers] == EXPECTED
+    assert alone.resized == [8]  # of 32 rows on a device
 
 
 @pytest.mark.nightly(but=[PURE_TP, "[[8],[fsdp]]", "[[4,2],[fsdp,tp]]"])
@@ -70,7 +74,7 @@ def test_same_answers_on_every_mesh(mesh, alone, rollout_on):
     for one, same in zip(alone.answers, other.answers, strict=True):
         np.testing.assert_allclose(one.sampled_log_probabilities, same.sampled_log_probabilities, atol=1e-5)
     # On other meshes than PURE_TP each device has 8 rows or fewer.
-    assert other.halved[:2] == ([16, 8] if mesh == PURE_TP else [])
+    assert other.resized == ([8] if mesh == PURE_TP else [])
 
 
 def test_an_answer_ends_at_its_first_stop_id_or_at_its_length(alone):
@@ -95,33 +99,36 @@ def test_an_answer_depends_on_its_prompt_its_number_and_the_seed_alone(alone, mo
     tokens = [answer.tokens for answer in alone.answers]
     repeated = [prompt for prompt in PROMPTS for _ in range(8)]
     assert [answer.tokens for answer in alone.draw(repeated, answers_per_prompt=1)] == tokens
-    assert [answer.tokens for answer in alone.draw(PROMPTS, prompts_at_once=2)] == tokens
+    # Each of five rows takes the next answer when its own has ended.
+    assert [answer.tokens for answer in alone.draw(PROMPTS, rows_at_once=5)] == tokens
     assert [answer.tokens for answer in alone.draw(PROMPTS[1:2], first_row=5 + 8)] == tokens[8:16]
     for other in ({"seed": 2}, {"first_row": 6}):
         assert all(answer.tokens != before for answer, before in zip(alone.draw(PROMPTS, **other), tokens, strict=True))
     monkeypatch.setattr(rollout_sizes, "SMALLEST_CACHE", 16)  # the cache grows while answers do
+    monkeypatch.setattr(rollout_sizes, "PREFILL_TOKENS", 32)  # prompts are computed two at a time
     assert [answer.tokens for answer in alone.draw(PROMPTS[2:3], first_row=5 + 16)] == tokens[16:24]
 
 
 def test_the_loop_moves_nothing_between_data_shards(rollout_on):
+    """But for the number of rows at work, one number after every few tokens, in the outer one of two loops."""
     for mesh, kinds in (("[[8],[fsdp]]", set()), ("[[4,2],[fsdp,tp]]", {"all-reduce", "all-gather"})):
         rollout = rollout_on(mesh)
+        sizes = dict(rollout.mesh.shape)
         with jax.set_mesh(rollout.mesh):
-            compiled = rollout.sampler.compile_decode_chunk(rollout.params, 4, 8, 72, HOW)
-        inside = [each for each in read_collectives(compiled.as_text()) if "while" in each.scope]
-        axes = {axis for each in inside for axis in each.find_axes(dict(rollout.mesh.shape))}
+            compiled = rollout.sampler.compile_decode(rollout.params, 32, 72, HOW)
+        outer = [each for each in read_collectives(compiled.as_text()) if "while" in each.scope]
+        inside = [each for each in outer if each.scope.count("while") > 1]
+        axes = {axis for each in inside for axis in each.find_axes(sizes)}
         assert not axes & set(data_axes()), mesh
-        assert {each.kind for each in inside if each.find_axes(dict(rollout.mesh.shape))} == kinds
+        assert {each.kind for each in inside if each.find_axes(sizes)} == kinds
+        (counted,) = [each for each in outer if set(each.find_axes(sizes)) & set(data_axes())]
+        assert (counted.kind, counted.num_bytes) == ("all-reduce", 4)
 
 
 def test_sizes():
-    looks = [0]
-    while looks[-1] < 200:
-        looks.append(rollout_sizes.find_next_look(looks[-1], 200))
-    assert looks[1:] == [8, 16, 32, 64, 128, 192, 200]
-    assert [rollout_sizes.pad_prompts(n) for n in range(1, 14)] == [1, 2, 3, 4, 6, 6, 8, 8, 12, 12, 12, 12, 16]
-    spread = [rollout_sizes.spread_prompts(n, 8, 16) for n in (16, 20, 8, 3, 1)]
-    assert spread == [(16, 1), (24, 2), (8, 2), (4, 4), (2, 8)]
+    assert [rollout_sizes.pad_rows(n) for n in range(1, 14)] == [1, 2, 3, 4, 6, 6, 8, 8, 12, 12, 12, 12, 16]
+    assert [rollout_sizes.pad_batch(n) for n in range(1, 10)] == [1, 2, 4, 4, 8, 8, 8, 8, 16]
+    assert [rollout_sizes.count_prefill_prompts(n) for n in (1, 16, 17, 5000, 40_000)] == [1024, 1024, 512, 2, 1]
     assert [rollout_sizes.count_slots(n, 300) for n in (20, 128, 129, 257)] == [128, 128, 256, 300]
     assert [rollout_sizes.select_fewer_rows(64, n) for n in (64, 33, 32, 17, 1, 0)] == [64, 64, 32, 32, 8, 8]
 
@@ -130,7 +137,7 @@ def test_memory_has_room_for_the_rows_that_go_on(alone):
     """They are taken out of the whole cache, which is there until then: 32 rows of one size, of which 16 go on."""
     with jax.set_mesh(alone.mesh):
         built = assemble(alone.program.cfg, alone.mesh)
-        of_32, of_8 = (derive_rollout_costs(built, count, 8, 20, HOW.max_new_tokens).num_bytes for count in (4, 1))
+        of_32, of_8 = (derive_rollout_costs(built, rows, 4, 8, 20, HOW.max_new_tokens).num_bytes for rows in (32, 8))
     assert of_32["cache"] == 4 * of_8["cache"]
     assert (of_32["other cache"], of_8["other cache"]) == (of_32["cache"] // 2, 0)
 
@@ -141,11 +148,13 @@ def test_memory_is_that_of_the_arrays(rollout_on):
     mesh, sampler = rollout.mesh, rollout.sampler
     with jax.set_mesh(mesh):
         built = assemble(rollout.program.cfg, mesh)
-        costs = derive_rollout_costs(built, len(PROMPTS), 8, 20, HOW.max_new_tokens)
+        costs = derive_rollout_costs(built, 32, len(PROMPTS), 8, 20, HOW.max_new_tokens)
         weights = sampler.gather(rollout.params)
-        wave = PromptBatch(PROMPTS, list(range(8 * len(PROMPTS))), 0)
-        rows, *_ = sampler._begin(weights, wave, HOW, jax.random.key(0))
+        engine = sampler.engine(weights, HOW, 1, 72)
+        for number, prompt in enumerate(PROMPTS):
+            engine.admit(prompt, range(8 * number, 8 * number + 8), HOW.max_new_tokens)
+        engine.run()
     assert costs.num_bytes["gathered weights"] == bytes_per_device(weights)
-    assert costs.num_bytes["cache"] == bytes_per_device(rows.cache)
-    assert costs.rows == len(rows.token) // 4
-    assert sampler.run_decode_chunk._cache_size() + sampler.begin._cache_size() < costs.num_programs
+    assert costs.num_bytes["cache"] == bytes_per_device(engine.cache)
+    assert costs.rows == engine.num_rows == 8
+    assert sampler.programs.num_compiled < costs.num_programs

@@ -19,7 +19,7 @@ from tunix.config import Generate
 from tunix.config.command_line import read_settings, run_command
 from tunix.data.tokenizer import load_vocab
 from tunix.inference.gathered import gather
-from tunix.inference.kv_cache import prefill
+from tunix.inference.kv_cache import make_cache, prefill
 from tunix.inference.sampling import Sampling, find_stop_ids, select
 
 PARITY = ROOT / "tests" / "models" / "parity"
@@ -120,13 +120,14 @@ def test_every_id_that_ends_an_answer_is_known(hf_dir, tmp_path):
 
 def test_a_local_layers_cache_is_no_larger_than_its_window(gemma):
     with jax.set_mesh(gemma.mesh):
-        tokens, first = gemma.rows(np.ones((2, 16), np.int32)), gemma.rows(np.zeros(2, np.int32))
+        tokens, count = gemma.rows(np.ones((2, 16), np.int32)), gemma.rows(np.full(2, 16, np.int32))
 
         def after_prompts():
             weights = gather(gemma.arch, gemma.params, as_matrices=False)
-            return prefill(weights.module(gemma.arch), weights, tokens, first, 40)
+            _, entries = prefill(weights.module(gemma.arch), weights, tokens, count, 40)
+            return make_cache(entries, 2, tuple(gemma.cfg.list_windows(40)))
 
-        _, cache = jax.eval_shape(after_prompts)
+        cache = jax.eval_shape(after_prompts)
     assert [keys.shape[2] for keys, _ in cache] == [5, 5, 40, 5, 5, 40, 5]
 
 

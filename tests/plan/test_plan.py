@@ -471,7 +471,7 @@ def test_rollouts_are_counted():
     assert one.tokens_per_s == pytest.approx(one.costs.tokens_per_step / (one.time.step_s + one.rollout_s))
     assert two.rollout.costs.rows == 32
     assert two.rollout_s < one.rollout_s  # the weights are read once for the answers of two steps
-    assert best("task.rollout_rows=64").rollout.num_batches == 2
+    assert best("task.rollout_rows=64").rollout.rows_at_once == 64
     program = find_program(one.cfg, one.sizes)
     memories = None, 80 << 30, one.rollout_memory, 1 << 20
     assert [select_rows(program, device_bytes) for device_bytes in memories] == [None, 128, 64, 8]

@@ -21,7 +21,7 @@ from tunix.config.command_line import read_settings
 from tunix.config.compose import compose
 from tunix.data.batches import BatchSource
 from tunix.evaluate import evaluate
-from tunix.inference.sampling import Answer, Sampler
+from tunix.inference.engine import Answer, Engine
 from tunix.rl.rollouts import arrange_answers, derive_seed
 from tunix.run.early_stopping import Moment, check_stop_request
 
@@ -245,19 +245,20 @@ def test_a_run_that_is_killed_and_stopped_while_answers_are_scored(wide, tmp_pat
 
 def test_a_stop_gives_up_the_answers_that_are_being_drawn(wide, tmp_path, monkeypatch):
     """SIGTERM within the third rollout: its answers are neither finished nor scored, and step 2 is saved."""
-    begin, start_time, folder = Sampler._begin, [], tmp_path / "run"
+    run, begun, folder = Engine.run, [], tmp_path / "run"
 
-    def begin_and_strike(self, weights, wave, *remaining):
-        start_time.append(len(wave.answer_indices))
-        if start_time == [16, 16, 16]:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return begin(self, weights, wave, *remaining)
+    def run_and_strike(self):
+        if not self.rows:  # a rollout begins
+            begun.append(self.num_working)
+            if begun == [16, 16, 16]:
+                os.kill(os.getpid(), signal.SIGTERM)
+        return run(self)
 
-    monkeypatch.setattr(Sampler, "_begin", begin_and_strike)
+    monkeypatch.setattr(Engine, "run", run_and_strike)
     words = ["training.max_steps=4", "checkpoint.save_every_steps=null", "evaluation.every_steps=null"]
     with pytest.raises(Stopped, match="SIGTERM: saved after step 2; go on with resume="):
         tunix.train([*TASK, WIDE, *words, f"hydra.run.dir={folder}"])
-    assert start_time == [16, 16, 16]
+    assert begun == [16, 16, 16]
     assert samples(folder) == samples(wide)[:32]
     assert [line["grad_norm"] for line in metrics(folder)] == [line["grad_norm"] for line in metrics(wide)[:2]]
     position = read_about(*find_storage(folder.absolute() / "checkpoints" / "2"))["position"]

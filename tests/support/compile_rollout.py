@@ -14,13 +14,14 @@ import jax
 
 from tunix.config.compose import compose
 from tunix.costs.rollout import derive_rollout_costs
-from tunix.inference.sampling import Sampler, Sampling
+from tunix.inference.rollout import Sampler
+from tunix.inference.sampling import Sampling
 from tunix.plan.cluster import read_topology
 from tunix.plan.compile import describe_devices
 from tunix.training.choices import build_mesh
 from tunix.training.program import assemble
 
-PROMPTS, ANSWERS, SLOTS = 8, 8, 4096
+ROWS, SLOTS = 64, 4096
 
 
 def main(words: list[str]) -> None:
@@ -29,8 +30,8 @@ def main(words: list[str]) -> None:
     with jax.set_mesh(mesh):
         program = assemble(cfg, mesh)
         sampler, sampling = Sampler(program.arch, SLOTS, mesh), Sampling(SLOTS // 2)
-        compiled = sampler.compile_decode_chunk(program.abstract["params"], PROMPTS, ANSWERS, SLOTS, sampling)
-        costs = derive_rollout_costs(program, PROMPTS, ANSWERS, SLOTS // 2, SLOTS // 2)
+        compiled = sampler.compile_decode(program.abstract["params"], ROWS, SLOTS, sampling)
+        costs = derive_rollout_costs(program, ROWS, ROWS // 8, 8, SLOTS // 2, SLOTS // 2)
     memory = compiled.memory_analysis()
     found = {"cache": costs.num_bytes["cache"], "in_place": memory.alias_size_in_bytes}
     print(json.dumps({**found, "temporary": memory.temp_size_in_bytes}))

@@ -20,69 +20,54 @@ from tunix.training.program import Program
 
 # Sizes of a rollout: how its arrays are padded, and from this its compiled programs and its memory.
 #
-# A rollout draws answers to many prompts at once. Shapes are rounded up, so that few programs serve all of them:
+# Shapes are rounded up, so that few programs serve all rollouts (inference/engine.py):
 #
-#     prompts     padded on the left to a power of two
-#     rows        rounded up to 1, 2, 3, 4, 6, 8, 12, 16, ... prompts, times the answers to each
-#     slots       of the cache: a power of two, at most twice what is filled; it grows while the answers grow
-#     stretches   the host looks at the answers after 8, 16, 32, 64, 128, 192, ... tokens, and lets ended rows go
+#     prompts     padded to a power of two, and 1, 2, 4, 8, ... of them computed at one time
+#     rows        of a data shard: 1, 2, 3, 4, 6, 8, 12, 16, ...; halved at the end of a rollout, when half are enough
+#     slots       of the cache: a power of two, at most twice what the longest row fills; it grows while rows grow
+#     tokens      drawn as one loop on the devices, between two looks of the host
 
 SMALLEST_PROMPT = 16  # tokens that a prompt is padded to, and more by powers of two
+PREFILL_TOKENS = 16384  # of prompts that a data shard computes at one time; a longer prompt is computed alone
 SMALLEST_CACHE = 128  # slots; below it, weights are nearly all that is read for a token
-CHUNK = 64  # tokens between two looks at the answers
-FIRST_CHUNK = 8
+CHUNK = 64  # tokens of a row that are drawn between two looks of the host, at most
 MATRIX_SHARE = 0.25  # of a device's memory: quantized weights that take more of it as matrices stay codes
 FEWEST_ROWS = 8  # of a data shard, that are not halved again: reading the weights is most of the time
 
 
 def pad_prompt(num_tokens: int) -> int:
     """Return the tokens that prompts of at most `num_tokens` are padded to."""
-    return max(SMALLEST_PROMPT, 1 << (num_tokens - 1).bit_length())
+    return max(SMALLEST_PROMPT, pad_batch(num_tokens))
 
 
-def pad_prompts(num_prompts: int) -> int:
-    """Return the number that so many prompts are filled up to: 1, 2, 3, 4, 6, 8, 12, 16, 24, ..."""
-    power = 1 << (num_prompts - 1).bit_length()
-    return power * 3 // 4 if power >= 4 and num_prompts <= power * 3 // 4 else power
+def pad_batch(count: int) -> int:
+    """Return the number that so many prompts are filled up to: 1, 2, 4, 8, 16, ..."""
+    return 1 << (count - 1).bit_length()
 
 
-def count_prompts_at_once(rows_at_once: int | None, answers_per_prompt: int) -> int | None:
-    """Return the prompts that are answered at one time, where so many answers are drawn; None for all."""
-    return None if rows_at_once is None else max(1, rows_at_once // answers_per_prompt)
+def pad_few(count: int) -> int:
+    """Return the number that so many rows with observations are filled up to: 1, 4, 16, 64, ..."""
+    return 1 << (pad_batch(count).bit_length() // 2 * 2)
 
 
-def spread_prompts(num_prompts: int, answers_per_prompt: int, num_shards: int) -> tuple[int, int]:
-    """Return the number that so many prompts are filled up to, and how often each is computed.
-
-    The data shards divide the product of both. Each prompt is computed once where the shards divide the prompts. Fewer
-    prompts than shards are computed several times, and the answers to one are spread over several shards: with 8 shards
-    and 8 answers to a prompt, 32 prompts are computed once, and each of 3 prompts 8 times, once for each answer.
-    """
-    count, best = pad_prompts(num_prompts), []
-    for repeats in range(1, answers_per_prompt + 1):
-        if answers_per_prompt % repeats == 0:
-            multiple = num_shards // math.gcd(num_shards, repeats)
-            best.append((-(-count // multiple) * multiple, repeats))
-    return min(best)
+def pad_rows(count: int) -> int:
+    """Return the number that so many rows of a data shard are filled up to: 1, 2, 3, 4, 6, 8, 12, 16, 24, ..."""
+    power = pad_batch(count)
+    return power * 3 // 4 if power >= 4 and count <= power * 3 // 4 else power
 
 
-def count_slots(num_times: int, last: int) -> int:
-    """Return the slots of the cache for `num_times` times of rows that end at `last` times at the latest."""
-    return min(last, max(SMALLEST_CACHE, 1 << (num_times - 1).bit_length()))
+def count_prefill_prompts(num_tokens: int) -> int:
+    """Return how many prompts of at most `num_tokens` a data shard computes at one time."""
+    return max(1, PREFILL_TOKENS // pad_prompt(num_tokens))
 
 
-def find_next_look(number: int, last: int) -> int:
-    """Return the number of tokens after which the host looks next, when it has `number` of at most `last`.
-
-    It looks after 8, 16, 32, 64 tokens, and from then on after every 64.
-    """
-    if number < CHUNK:
-        return min(last, max(FIRST_CHUNK, 1 << number.bit_length()))
-    return min(last, (number // CHUNK + 1) * CHUNK)
+def count_slots(num_tokens: int, max_length: int) -> int:
+    """Return the slots of the cache for rows of `num_tokens` tokens that have `max_length` tokens at the end."""
+    return min(max_length, max(SMALLEST_CACHE, pad_batch(num_tokens)))
 
 
 def select_fewer_rows(rows: int, going_on: int) -> int:
-    """Return the rows of a data shard to go on with, of which `going_on` have no end yet: a half, a quarter, ..."""
+    """Return the rows of a data shard to go on with, of which `going_on` are needed: all, a half, a quarter, ..."""
     while rows % 2 == 0 and rows // 2 >= max(FEWEST_ROWS, going_on):
         rows //= 2
     return rows
@@ -103,18 +88,18 @@ USABLE = 0.9  # share of a device's memory: the rest is for what is not derived
 class RolloutCosts:
     """Costs of a rollout on one device."""
 
-    rows: int  # answers that the device draws at one time, with those that only fill up
+    rows: int  # answers that its data shard draws at one time, with those that only fill up
     num_bytes: dict[str, int]  # at one time, beside the training state, by what it is
     num_programs: int  # of the model; a run compiles at most so many, each when it is first needed
-    bytes_read: int  # for the tokens of these rows: weights, cache and logits once for each token
-    flops: float  # for the prompts and the tokens of these rows
+    bytes_read: float  # for all answers: weights, cache and logits once for each token of all rows
+    flops: float  # for all prompts and answers
 
     @property
     def memory(self) -> int:
         return sum(self.num_bytes.values())
 
     def predict_seconds(self, kind: DeviceKind) -> float:
-        """Return the time of these rows, all of them as long as they may be, where memory or products are the limit."""
+        """Return the time of all answers, each as long as it may be, where memory or products are the limit."""
         return max(
             self.bytes_read / (kind.hbm_gb_per_s * 1e9), self.flops / (kind.peak_tflops * 1e12 * kind.efficiency)
         )
@@ -127,8 +112,8 @@ class RolloutPlan:
     num_prompts: int
     max_prompt_length: int
     steps: int  # from one rollout to the next
-    num_batches: int  # in which its prompts are answered, one after the other
-    costs: RolloutCosts  # of a wave
+    rows_at_once: int  # answers that are drawn at one time, over the whole mesh
+    costs: RolloutCosts
     reference_bytes: int  # of the model of step 0, which is beside the training state in steps too
 
 
@@ -137,14 +122,11 @@ def plan_rollout(program: Program, device_bytes: int | None) -> RolloutPlan:
     task = program.cfg.task
     assert isinstance(task, Grpo)
     cycle = task.cycle(program.batch.num_sequences)
-    rows = select_rows(program, device_bytes)
-    at_once = min(cycle.samples, count_prompts_at_once(rows, task.group_size) or cycle.samples)
-    costs = _derive_batch_costs(program, at_once, device_bytes)
-    num_batches = math.ceil(cycle.samples / at_once)
+    num_answers = cycle.samples * task.group_size
+    rows = min(num_answers, select_rows(program, device_bytes) or num_answers)
+    costs = _derive_costs_of_run(program, rows, device_bytes)
     max_prompt_length = _find_max_prompt_length(program.cfg)
-    return RolloutPlan(
-        cycle.samples, max_prompt_length, cycle.steps, num_batches, costs, count_reference_bytes(program)
-    )
+    return RolloutPlan(cycle.samples, max_prompt_length, cycle.steps, rows, costs, count_reference_bytes(program))
 
 
 def count_reference_bytes(program: Program) -> int:
@@ -176,8 +158,8 @@ def read_device_bytes() -> int | None:
 def select_rows(program: Program, device_bytes: int | None) -> int | None:
     """Return the answers of a run with task=grpo that are drawn at one time, over the whole mesh; None for all.
 
-    task.rollout_rows=auto takes all prompts of a rollout, or a half, a quarter, ... of them, so that their answers fit
-    into `device_bytes` beside the training state and the reference. The answers to one prompt are the least.
+    task.rollout_rows=auto takes all answers of a rollout, or fewer, so that their rows of the cache fit into
+    `device_bytes` beside the training state and the reference. One row on each data shard is the least.
     """
     task = program.cfg.task
     assert isinstance(task, Grpo)
@@ -186,65 +168,73 @@ def select_rows(program: Program, device_bytes: int | None) -> int | None:
     if device_bytes is None:
         return None
     free = USABLE * device_bytes - bytes_per_device(program.abstract) - count_reference_bytes(program)
-    count = task.cycle(program.batch.num_sequences).samples
-    # Halves, so that few sizes are tried. The answers to one prompt stay together: its keys are computed once.
-    while count > 1 and _derive_batch_costs(program, count, device_bytes).memory > free:
-        count = math.ceil(count / 2)
-    return count * task.group_size
+    shards = data_shards(whole_sequences(program.mesh).shape)
+    count = pad_rows(math.ceil(task.cycle(program.batch.num_sequences).samples * task.group_size / shards))
+    # The sizes of `pad_rows` are tried: 16, 12, 8, 6, ...
+    while count > 1 and _derive_costs_of_run(program, count * shards, device_bytes).memory > free:
+        count = pad_rows(math.ceil(count * 2 / 3))
+    return count * shards
 
 
 def _find_max_prompt_length(cfg: Config) -> int:
     return cfg.training.seq_len - cfg.sampling.max_new_tokens
 
 
-def _derive_batch_costs(program: Program, num_prompts: int, device_bytes: int | None) -> RolloutCosts:
-    """Return the costs of the answers to so many prompts of a run, drawn at one time."""
+def _derive_costs_of_run(program: Program, rows: int, device_bytes: int | None) -> RolloutCosts:
+    """Return the costs of a rollout of a run, of which so many answers are drawn at one time over the whole mesh."""
     cfg = program.cfg
     assert isinstance(cfg.task, Grpo)
-    arguments = num_prompts, cfg.task.group_size, _find_max_prompt_length(cfg), cfg.sampling.max_new_tokens
-    return derive_rollout_costs(program, *arguments, device_bytes)
+    prompts = cfg.task.cycle(program.batch.num_sequences).samples
+    sizes = cfg.task.group_size, _find_max_prompt_length(cfg), cfg.sampling.max_new_tokens
+    return derive_rollout_costs(program, rows, prompts, *sizes, device_bytes)
 
 
 def derive_rollout_costs(
     program: Program,
+    rows_at_once: int,
     num_prompts: int,
     answers_per_prompt: int,
     max_prompt_length: int,
     max_new_tokens: int,
     device_bytes: int | None = None,
 ) -> RolloutCosts:
-    """Return the costs of answers to `num_prompts` prompts that are drawn at one time.
+    """Return the costs of answers to `num_prompts` prompts, of which `rows_at_once` are drawn at one time.
 
     Prompts have at most `max_prompt_length` tokens. `device_bytes` is the memory of a device, if it is known: it
     decides in which form quantized weights are used.
     """
     mesh, layout = whole_sequences(program.mesh), program.layout.for_generation()
     shards = data_shards(mesh.shape)
-    count, repeats = spread_prompts(num_prompts, answers_per_prompt, shards)
-    prompts, rows = count * repeats // shards, count * answers_per_prompt // shards
+    rows = pad_rows(math.ceil(rows_at_once / shards))
+    answers = num_prompts * answers_per_prompt / shards  # of a data shard
     length = pad_prompt(max_prompt_length)
-    chunks = _list_chunks(length, max_new_tokens)
-    # A stretch reads the cache of its length: it is larger for later tokens.
-    caches = [_count_cache_bytes(program, mesh, slots) * rows for _, slots in chunks]
-    sizes = sorted(set(caches))
+    max_length = length + max_new_tokens
+    prompts = min(count_prefill_prompts(max_prompt_length), pad_batch(math.ceil(num_prompts / shards)))
+    slots = _list_slots(length, max_length)
+    of_row = [_count_cache_bytes(program, mesh, num_slots) for num_slots in slots]
     vocab = program.cfg.model.vocab_size
     local_vocab = find_shard_shape((vocab,), layout.activation("V"), mesh)[0]
     parts = {
         "gathered weights": _count_weight_bytes(program, mesh, device_bytes),
-        "cache": sizes[-1],
+        "cache": rows * of_row[-1],
         # While a cache grows, or is cut to half of its rows, the old one and the new one are there.
-        "other cache": max([*sizes[-2:-1], sizes[-1] // 2 if select_fewer_rows(rows, 0) < rows else 0]),
+        "other cache": rows * max([*of_row[-2:-1], of_row[-1] // 2 if select_fewer_rows(rows, 0) < rows else 0]),
         # float32: the device's part of the vocabulary, and the whole rows that it draws from, with their exponentials.
-        "logits": 4 * rows * (local_vocab + 2 * vocab),
-        "prompts": prompts * estimate_inside_bytes(program.cfg, layout, mesh, length),
+        "logits": 4 * max(rows, prompts) * (local_vocab + 2 * vocab),
+        # Prompts at work, and the entries of the cache that they leave for the answers to them.
+        "prompts": prompts * (estimate_inside_bytes(program.cfg, layout, mesh, length) + of_row[0]),
     }
     every_token = parts["gathered weights"] + parts["logits"]
-    # Each token reads all weights, and the cache as long as it is in its stretch.
-    bytes_read = sum(count * (every_token + cache) for (count, _), cache in zip(chunks, caches, strict=True))
-    tokens = prompts * length + rows * max_new_tokens
+    # Each token reads all weights, and the cache of all rows. The cache grows while the first rows do, and stays so.
+    tokens_at = [min(each, max_length) - before for before, each in zip([length, *slots], slots, strict=False)]
+    first_rows = sum(count * size for count, size in zip(tokens_at, of_row, strict=True)) * rows
+    rounds = max(1, answers / rows)  # that so many answers take, one after the other
+    later_rows = (rounds - 1) * max_new_tokens * of_row[-1] * rows
+    bytes_read = rounds * max_new_tokens * every_token + first_rows + later_rows
+    tokens = num_prompts / shards * length + answers * max_new_tokens
     model = program.cfg.model
-    flops = forward_flops_per_token(model, program.arch.num_active, length + max_new_tokens) * tokens
-    num_programs = _count_programs(rows, length, max_new_tokens)
+    flops = forward_flops_per_token(model, program.arch.num_active, max_length) * tokens
+    num_programs = _count_programs(rows, length, max_length)
     return RolloutCosts(rows, parts, num_programs, bytes_read, flops * shards / mesh.size)
 
 
@@ -294,19 +284,17 @@ def _count_memory_bytes(program: Program, mesh: Mesh | AbstractMesh) -> int:
     return 4 * size("JEM") + inputs * jnp.dtype(layout.compute).itemsize
 
 
-def _list_chunks(length: int, max_new_tokens: int) -> list[tuple[int, int]]:
-    """Return (tokens, slots of the cache) of each stretch of answers to prompts padded to `length`."""
-    number, last, chunks = 1, length + max_new_tokens, []
-    while number < max_new_tokens:
-        end = find_next_look(number, max_new_tokens)
-        chunks.append((end - number, count_slots(length + end, last)))
-        number = end
-    return chunks or [(1, count_slots(length + 1, last))]
+def _list_slots(length: int, max_length: int) -> list[int]:
+    """Return the numbers of slots of a cache from prompts of `length` tokens to rows of `max_length`."""
+    slots = [count_slots(length + 1, max_length)]
+    while slots[-1] < max_length:
+        slots.append(count_slots(slots[-1] + 1, max_length))
+    return slots
 
 
-def _count_programs(rows: int, length: int, max_new_tokens: int) -> int:
+def _count_programs(rows: int, length: int, max_length: int) -> int:
     """Count the programs of prompts of all lengths up to `length`, and of loops with all rows down to the fewest."""
     lengths = [SMALLEST_PROMPT << n for n in range((length // SMALLEST_PROMPT).bit_length())]
+    prefills = sum(min(count_prefill_prompts(each), pad_batch(rows)).bit_length() for each in lengths)
     sizes = {select_fewer_rows(rows, rows >> halvings) for halvings in range(rows.bit_length())}
-    slots = {slots for each in lengths for _, slots in _list_chunks(each, max_new_tokens)}
-    return 1 + len(lengths) + len(sizes) * len(slots)
+    return 1 + prefills + len(sizes) * len(_list_slots(SMALLEST_PROMPT, max_length))

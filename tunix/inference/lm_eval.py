@@ -149,7 +149,7 @@ class Respondent:
         answers = [""] * len(prompts)
         # Requests with the same choice of tokens are one rollout, whatever their order is.
         for sampling, numbers in groups.items():
-            sampled = self.model.sample([prompts[n] for n in numbers], sampling, prompts_at_once=self.batch_size)
+            sampled = self.model.sample([prompts[n] for n in numbers], sampling, rows_at_once=self.batch_size)
             for n, answer in zip(numbers, sampled, strict=True):
                 answers[n] = _truncate(self.backend.decode(answer.text_tokens), stops[n])
         return answers

@@ -21,7 +21,9 @@ from tunix.huggingface.adapter import check_adapter, write_updates
 from tunix.huggingface.adapter_config import read_adapter
 from tunix.huggingface.hub import INFO_FILES, WEIGHTS, find
 from tunix.huggingface.weights import CHANGED, check_weights, load_weights
-from tunix.inference.sampling import Answer, Request, Sampler, Sampling
+from tunix.inference.engine import Answer
+from tunix.inference.rollout import Request, Sampler
+from tunix.inference.sampling import Sampling
 from tunix.models.kernels import choose_kernels, select_expert_matmul
 from tunix.models.matmul import merge
 from tunix.processes import peers
@@ -74,12 +76,12 @@ class Pretrained:
         seed: int = 0,
         first_row: int = 0,
         answers_per_prompt: int = 1,
-        prompts_at_once: int | None = None,
+        rows_at_once: int | None = None,
     ) -> list[Answer]:
         """Return answers to prompts of token ids; see `Sampler.rollout`."""
         with jax.set_mesh(self.mesh):
             request = Request(prompts, answers_per_prompt, seed, first_row)
-            return self.sampler.rollout(self.params, request, sampling, prompts_at_once)
+            return self.sampler.rollout(self.params, request, sampling, rows_at_once)
 
     @cached_property
     def _logits(self):

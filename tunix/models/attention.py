@@ -29,15 +29,19 @@ from tunix.models.table import CP_EXCHANGES
 from tunix.sharding.layout import Layout
 from tunix.sharding.mesh import stage_shard_map
 
-# One function serves training, prefill and decoding. They differ only in `MaskRule`:
+# Attention: which keys a query sees, and the kernels that compute it.
 #
-#              queries                    keys                          segments
-#     train    T tokens of a row          the same tokens               one for each document of the row
-#     prefill  T tokens of a prompt       the same tokens               0 before the prompt begins, then 1
-#     decode   the newest token           the slots of a cache          1 where a slot holds a token of the row
+# `compute_attention` serves training and prefill, `attend_to_cache` tokens that look into a cache:
+#
+#              queries                    keys                                 which keys a query sees
+#     train    T tokens of a row          the same tokens                      a `MaskRule`, by documents
+#     prefill  T tokens of a prompt       the same tokens                      a `MaskRule`
+#     extend   T tokens behind others     slots of a cache, the same tokens    a mask [B, T, S]: each row has a time
+#     decode   the newest token           slots of a cache                     of its own
 
 FEWEST_QUERIES, MAX_QUERIES = 128, 512  # of a block of the plain kernel, which has the scores of one block at a time
 SPANS = (512, 1024)  # windows up to which the plain kernel skips the keys before them: those of Gemma 3
+CACHE_BLOCK = 256  # queries that look into a cache at one time; a power of two, which divides the longer ones
 NEAR_BLOCK = 256  # queries of a block there: a smaller block has fewer keys that none of its queries sees
 
 
@@ -79,6 +83,49 @@ def compute_attention(
     out_specs = (q_spec, layout.activation("BTN")) if "with_sums" in method.options else q_spec
     mapped = stage_shard_map(local_attention, in_specs, out_specs, layout.stages_around)
     return mapped(q, k, v, mask_rule._replace(window=jnp.asarray(mask_rule.window, jnp.int32)))
+
+
+def attend_to_cache(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    visible: jax.Array,
+    layout: Layout,
+    options: Mapping[str, Any],
+    kv_dim_name: str = "K",
+) -> Any:
+    """Do as `compute_attention` for queries [B, T, N, H] of which each sees keys of its own: `visible` [B, T, S] bool.
+
+    `options` are those of the kernel.
+    """
+    q_spec, kv_spec = layout.activation("BTNH"), layout.activation(f"BT{kv_dim_name}H")
+
+    def local_attention(q, k, v, visible):
+        k, v = (layout.local_kv_heads(x, q.shape[2], kv_dim_name) for x in (k, v))
+        return _attend_in_blocks(q, k, v, visible, **options)
+
+    out_specs = (q_spec, layout.activation("BTN")) if "with_sums" in options else q_spec
+    in_specs = (q_spec, kv_spec, kv_spec, jax.P(q_spec[0], None, None))
+    return stage_shard_map(local_attention, in_specs, out_specs, layout.stages_around)(q, k, v, visible)
+
+
+def _attend_in_blocks(
+    q: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array, cap: float | None = None, with_sums: bool = False
+) -> Any:
+    """Attend with the scores of `CACHE_BLOCK` queries at a time, which divides T; the results are [B, T, ...]."""
+    length = q.shape[1]
+    if length <= CACHE_BLOCK:
+        return _weigh_values(q, k, v, visible[:, None], cap, with_sums)
+
+    def split(x: jax.Array) -> jax.Array:
+        """[B, T, ...] -> [blocks, B, queries of a block, ...]."""
+        return jnp.moveaxis(x.reshape(x.shape[0], -1, CACHE_BLOCK, *x.shape[2:]), 1, 0)
+
+    def one_block(block: tuple[jax.Array, jax.Array]) -> Any:
+        return _weigh_values(block[0], k, v, block[1][:, None], cap, with_sums)
+
+    blocks = jax.lax.map(one_block, (split(q), split(visible)))
+    return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(x.shape[1], length, *x.shape[3:]), blocks)
 
 
 # A kernel is a function of one device's arrays: (q [B, T, N, H], k and v [B, S, K, H], seen) -> [B, T, N, H].

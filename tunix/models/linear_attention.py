@@ -71,12 +71,19 @@ def step(
 
 
 def run_chunks(
-    q: jax.Array, k: jax.Array, v: jax.Array, decay: jax.Array, beta: jax.Array, runs: jax.Array, chunk: int = CHUNK
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    decay: jax.Array,
+    beta: jax.Array,
+    runs: jax.Array,
+    chunk: int = CHUNK,
+    memory: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the results [B, T, J, M] of rows whose memory begins empty, and the memory [B, J, E, M] after them.
+    """Return the results [B, T, J, M] of rows, and the memory [B, J, E, M] after them.
 
-    q and k are [B, T, I, E], v is [B, T, J, M], decay and beta are [B, T, J], runs are [B, T] int32. A chunk has at
-    most `chunk` tokens.
+    q and k are [B, T, I, E], v is [B, T, J, M], decay and beta are [B, T, J], runs are [B, T] int32. The first run of a
+    row begins with `memory`; with None it is empty. A chunk has at most `chunk` tokens.
     """
     batch, length, _, key_dim = k.shape
     size = min(chunk, length)
@@ -117,12 +124,21 @@ def run_chunks(
         remaining = memory * memory_share[:, -1, ..., None, None]
         return remaining + jnp.einsum("bcie,bigcm->bigem", k, errors * to_end[..., None]), out
 
-    empty = 0 * jnp.einsum("bie,bigm->bigem", k[:, 0, 0], v[:, 0, 0])  # of the type that it has after a chunk
+    if memory is None:
+        start = 0 * jnp.einsum("bie,bigm->bigem", k[:, 0, 0], v[:, 0, 0])  # of the type that it has after a chunk
+    else:
+        start = _by_key_head(memory, k.shape[3], 1)
     chunks = (q, k, values, reads, scores, memory_share, fades[..., -1, :])
-    memory, out = jax.lax.scan(one_chunk, empty, jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), chunks))
+    after, out = jax.lax.scan(one_chunk, start, jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), chunks))
     out = jnp.moveaxis(out, 0, 1).reshape(batch, -1, *v.shape[3:])[:, :length]
     out = out.reshape(batch, length, -1, v.shape[-1])
-    return checkpoint_name(out, "attention"), memory.reshape(batch, -1, key_dim, v.shape[-1])
+    return checkpoint_name(out, "attention"), after.reshape(batch, -1, key_dim, v.shape[-1])
+
+
+def _run_behind(*arrays: Any) -> tuple[jax.Array, jax.Array]:
+    """Do as `run_chunks` for rows that begin with a memory, the last of the arrays."""
+    *inputs, runs, memory = arrays
+    return run_chunks(*inputs, runs, CHUNK, memory)
 
 
 def number_runs(segments: jax.Array) -> jax.Array:
@@ -169,6 +185,8 @@ class Recurrence(NamedTuple):
     """Ways from the projections of tokens to results [B, T, J, M] and the memory behind the last token."""
 
     run_rows: Callable[[jax.Array], tuple[jax.Array, Memory]]  # of whole rows, with their segments [B, T]
+    # of tokens behind a memory, None for an empty one; so many [B] of them count, and others stand behind these
+    extend: Callable[[Memory | None, jax.Array], tuple[jax.Array, Memory]]
     step: Callable[[Memory], tuple[jax.Array, Memory]]  # of one token of each row
 
 
@@ -197,7 +215,8 @@ class LinearAttention(nnx.Module):
         projected = *(project(x, dropout_key) for project in (self.q, self.k, self.v)), decay, beta
         specs = map(self.layout.activation, DIM_NAMES)
         arrays = [reshard(each, spec) for each, spec in zip(projected, specs, strict=True)]
-        out, cache = mix.recur(Recurrence(partial(self._run_rows, *arrays), partial(self._step, *arrays)))
+        ways = (partial(way, *arrays) for way in (self._run_rows, self._extend, self._step))
+        out, cache = mix.recur(Recurrence(*ways))
         out = reshard(out, self.layout.activation("BTJM"))
         gate = jax.nn.silu(self.gate(x, dropout_key).astype(jnp.float32))
         out = self.out_norm(out.astype(x.dtype)).astype(jnp.float32) * gate
@@ -211,6 +230,37 @@ class LinearAttention(nnx.Module):
         last = (each.last_inputs(x, runs) for each, x in zip(self._filters, inputs, strict=True))
         return out, Memory(tuple(last), state)
 
+    def _extend(self, *arrays: Any) -> tuple[jax.Array, Memory]:
+        *inputs, decay, beta, memory, count = arrays
+        length, num_before = decay.shape[1], self.q_filter.size - 1
+        one_run = jnp.zeros_like(count)[:, None] + jnp.zeros(num_before + length, jnp.int32)
+        # The last Z - 1 inputs of each filter stand before the new ones.
+        before = (
+            [x[:, :1] * jnp.zeros((1, num_before, 1, 1), x.dtype) for x in inputs] if memory is None else memory.inputs
+        )
+        windows = [jnp.concatenate([old, new], 1) for old, new in zip(before, inputs, strict=True)]
+        filtered = [each(x, one_run)[:, num_before:] for each, x in zip(self._filters, windows, strict=True)]
+        # A token that does not count leaves the memory as it is: nothing fades, and nothing is written.
+        counts = (jnp.arange(length) < count[:, None])[..., None]
+        decay, beta = jnp.where(counts, decay, 0), jnp.where(counts, beta, 0)
+        runs = one_run[:, num_before:]
+        if memory is None:
+            out, state = self._map_devices(run_chunks, "BS")(*filtered, decay, beta, runs)
+        else:
+            out, state = self._map_devices(_run_behind, "BS", "BJEM")(*filtered, decay, beta, runs, memory.state)
+        index = count[:, None] + jnp.arange(num_before)
+        last = (self._take_tokens(x, index, dim_names) for x, dim_names in zip(windows, DIM_NAMES[:3], strict=True))
+        return out, Memory(tuple(last), state)
+
+    def _take_tokens(self, x: jax.Array, index: jax.Array, dim_names: str) -> jax.Array:
+        """Return the tokens of rows [B, T, I, E] at the places [B, n]."""
+        spec = self.layout.activation(dim_names)
+
+        def take(x, index):
+            return jnp.take_along_axis(x, index[:, :, None, None], axis=1)
+
+        return jax.shard_map(take, in_specs=(spec, jax.P(spec[0], None)), out_specs=spec)(x, index)
+
     def _step(self, *arrays: Any) -> tuple[jax.Array, Memory]:
         *inputs, decay, beta, memory = arrays
         # The last Z - 1 inputs of each filter and the new one: the filter takes all Z, and the oldest is dropped.
@@ -223,9 +273,9 @@ class LinearAttention(nnx.Module):
     def _filters(self) -> tuple["Filter", ...]:
         return self.q_filter, self.k_filter, self.v_filter
 
-    def _map_devices(self, function: Callable, last: str) -> Callable:
-        """Return a function of this file for arrays split over devices; its last one has the letters `last`."""
-        in_specs = tuple(self.layout.activation(dim_names) for dim_names in (*DIM_NAMES, last))
+    def _map_devices(self, function: Callable, *last: str) -> Callable:
+        """Return a function of this file for arrays split over devices; its last ones have the letters `last`."""
+        in_specs = tuple(self.layout.activation(dim_names) for dim_names in (*DIM_NAMES, *last))
         out_specs = self.layout.activation("BSJM"), self.layout.activation("BJEM")
         return stage_shard_map(function, in_specs, out_specs, self.layout.stages_around)
 

@@ -163,7 +163,7 @@ class Candidate:
         """Seconds of rollouts for each step, if every answer is as long as it may be."""
         if self.rollout is None:
             return 0.0
-        return self.rollout.num_batches * self.rollout.costs.predict_seconds(self.cluster.kind) / self.rollout.steps
+        return self.rollout.costs.predict_seconds(self.cluster.kind) / self.rollout.steps
 
     @property
     def source(self) -> str:

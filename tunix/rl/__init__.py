@@ -1,7 +1,7 @@
 """Learning from rewards: completions of the model in training, their rewards, and batches made of them.
 
     prompts      `data.prompts`         in the order of all samples, with the columns of their rows
-    completions  `inference.sampling`   drawn from the model in training, several for each prompt: a rollout
+    completions  `inference.rollout`    drawn from the model in training, several for each prompt: a rollout
     rewards      `scoring`, `table`     how good each completion is, by processes of `reward_worker`
     advantages   `rollouts`             each completion compared with those of its group
     batch        `rollouts`             rows of tokens with advantages, which `training.grpo` learns from

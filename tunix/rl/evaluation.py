@@ -17,8 +17,10 @@ from tunix.config.task import Grpo, Prompted, RewardTerm
 from tunix.data.prompts import Prompt, PromptCorpus, load_prompts
 from tunix.data.table import Rows
 from tunix.data.tokenizer import Vocab
+from tunix.inference.engine import Answer
 from tunix.inference.pretrained import describe_files, load_params, load_pretrained
-from tunix.inference.sampling import Answer, Request, find_stop_ids, select_sampling
+from tunix.inference.rollout import Request
+from tunix.inference.sampling import find_stop_ids, select_sampling
 from tunix.processes import peers
 from tunix.rl.rollouts import RolloutEngine, derive_seed, score_together
 from tunix.rl.scoring import Scorer
@@ -148,7 +150,7 @@ def evaluate_answers(cmd: Evaluate, cfg: Config, checkpoints: list[str]) -> list
             if checkpoint != checkpoints[0]:
                 params, _ = load_params(checkpoint, model.cfg, model.arch, model.layout, model.mesh, cmd.weights)
             request = Request([prompt.tokens for prompt in prompts], cmd.num_samples, cfg.seed)
-            answers = model.sampler.rollout(params, request, sampling, max(1, cmd.batch_size // cmd.num_samples))
+            answers = model.sampler.rollout(params, request, sampling, cmd.batch_size)
             rows, num_errors = _make_rows(cmd, prompts, answers, corpus.vocab, scorer)
             if samples is not None:
                 lines = (json.dumps({"checkpoint": checkpoint, **row}, ensure_ascii=False) for row in rows)

@@ -38,11 +38,13 @@ from tunix.config import Config
 from tunix.config import Sampling as SamplingKeys
 from tunix.config.batch import BatchShape
 from tunix.config.task import Grpo
-from tunix.costs.rollout import count_prompts_at_once, read_device_bytes, select_rows
+from tunix.costs.rollout import read_device_bytes, select_rows
 from tunix.data.batches import Batch, Example, Numbers
 from tunix.data.prompts import Prompt, PromptCorpus, gather_columns
 from tunix.data.sample_order import DataSchedule, Position, Samples
-from tunix.inference.sampling import Answer, Request, Sampler, find_stop_ids, select_sampling
+from tunix.inference.engine import Answer
+from tunix.inference.rollout import Request, Sampler
+from tunix.inference.sampling import find_stop_ids, select_sampling
 from tunix.processes import peers, watchdog
 from tunix.processes.watchdog import Watchdog
 from tunix.rl.scoring import Scorer, Scores
@@ -215,7 +217,7 @@ class RolloutEngine:
         """Choose how many answers are drawn at one time: the device with the least memory decides for all processes."""
         assert isinstance(cfg.task, Grpo)
         self.mesh, self.vocab, self.scorer, self.watchdog = mesh, corpus.vocab, scorer, watchdog
-        # The size of a wave is the shape of a program that all processes run together, so they must agree on it. If
+        # The number of rows is the shape of a program that all processes run together, so they must agree on it. If
         # one of them does not know its memory (None), as on CPUs, nothing limits the size but task.rollout_rows.
         known = [json.loads(text) for text in peers.gather(json.dumps(read_device_bytes()), "memory of a device")]
         self.rows_at_once = select_rows(program, None if None in known else min(known))
@@ -239,8 +241,8 @@ class RolloutEngine:
         """
         start_time = time.perf_counter()
         request = Request([prompt.tokens for prompt in prompts], group_size, seed)
-        sampling, at_once = select_sampling(keys, self.stop), count_prompts_at_once(self.rows_at_once, group_size)
-        answers = self.sampler.rollout(params, request, sampling, at_once, between_chunks)
+        sampling = select_sampling(keys, self.stop)
+        answers = self.sampler.rollout(params, request, sampling, self.rows_at_once, between_chunks)
         if between_chunks is not None:
             between_chunks()
         rollout_s = time.perf_counter() - start_time

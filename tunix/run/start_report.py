@@ -322,11 +322,12 @@ def _describe_rollout(program: Program, task: Grpo) -> dict[str, str]:
             f"{rollout.reference_bytes / 2**30:.3f} GiB beside the state: the model of step 0 in "
             f"{program.layout.compute} (task.kl_coefficient={task.kl_coefficient:g})"
         )
-    waves = f", in {rollout.num_batches} waves (task.rollout_rows={task.rollout_rows})"
+    rows_at_once = f", {rollout.rows_at_once:,} over the whole mesh (task.rollout_rows={task.rollout_rows})"
+    is_limited = rollout.rows_at_once < rollout.num_prompts * task.group_size
     return rows | {
         "rollout": f"{rollout.num_prompts:,} prompts of at most {rollout.max_prompt_length:,} tokens "
         f"x {task.group_size} answers of at most {cfg.sampling.max_new_tokens:,}, for {rollout.steps} step(s); "
-        f"{costs.rows:,} answers at a time on a device" + (waves if rollout.num_batches > 1 else ""),
+        f"{costs.rows:,} answers at a time on a device" + (rows_at_once if is_limited else ""),
         "bytes of a rollout": f"{costs.memory / 2**30:.3f} GiB beside weights and {cfg.optimizer.name} = {parts}; at "
         f"most {costs.num_programs} compiled programs",
     }

@@ -1,0 +1,124 @@
+"""Rows of the engine: turns with observations between them, rows that wait, and models with caches of every kind."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from support.harness import ROOT
+
+import tunix
+from tunix.base.errors import UserError
+from tunix.inference.sampling import Sampling
+
+PARITY = ROOT / "tests" / "models" / "parity"
+# Drawn by the sampler that answered prompts in waves (commit b0fcd05).
+EXPECTED = json.loads((ROOT / "tests" / "inference" / "expected_tokens.json").read_text())
+FAMILIES = sorted(set(EXPECTED) - {"rollout"})
+FEW = ["gemma4_small"]  # windows, shared keys and values
+
+
+def make_prompts(vocab_size: int, lengths=(3, 20, 9)) -> list[list[int]]:
+    rng = np.random.default_rng(0)
+    return [rng.integers(3, min(vocab_size, 60), length).tolist() for length in lengths]
+
+
+@pytest.mark.nightly(but=FEW)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_tokens_are_those_of_waves(name):
+    """Two answers to each of three prompts, on four rows: the last ones take rows of others."""
+    model = tunix.load_pretrained(PARITY / name)
+    sampling = Sampling(24, temperature=1.3, stop=tuple(range(0, model.cfg.vocab_size, 24)))
+    prompts = make_prompts(model.cfg.vocab_size)
+    answers = model.sample(prompts, sampling, seed=7, first_row=5, answers_per_prompt=2, rows_at_once=4)
+    assert [answer.tokens for answer in answers] == EXPECTED[name]
+
+
+OBSERVATIONS = [[41, 42], [43] * 13, [44, 45, 46]]  # a short one, and one that is longer than the windows
+TURN = 6  # tokens of a turn at most
+LENGTHS = 3, 14, 9  # of the prompts
+
+
+def converse(model, sampling, rows, waits):
+    """Three turns of each of three conversations; conversation n waits `waits[n]` calls of `run` for each observation."""
+    engine = model.sampler.engine(model.params, sampling, 3, 64, rows)
+    for number, prompt in enumerate(make_prompts(model.cfg.vocab_size, LENGTHS)):
+        engine.admit(prompt, [number], TURN)
+    turns, due, calls = {0: [], 1: [], 2: []}, {}, 0
+    while engine.is_busy:
+        for number, answer in engine.run():
+            turns[number].append(answer)
+            due[number] = calls + waits[number]
+        for number in [each for each, call in due.items() if call <= calls]:
+            del due[number]
+            if len(turns[number]) == 3:
+                engine.release(number)
+            else:
+                engine.extend(number, OBSERVATIONS[(number + len(turns[number])) % 3], TURN)
+        calls += 1
+    return turns
+
+
+def check_against_one_pass(model, turns, temperature):
+    """Log-probabilities of all turns are those of one pass over the whole conversation."""
+    for number, prompt in enumerate(make_prompts(model.cfg.vocab_size, LENGTHS)):
+        text, places, found = list(prompt), [], []
+        for count, answer in enumerate(turns[number], 1):
+            places += range(len(text), len(text) + len(answer.tokens))
+            found += answer.sampled_log_probabilities
+            text += answer.tokens + (OBSERVATIONS[(number + count) % 3] if count < 3 else [])
+        logits = np.asarray(model(np.array([text + [0] * (64 - len(text))])), np.float64)[0] / temperature
+        log_probs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+        expected = [log_probs[place - 1, text[place]] for place in places]
+        np.testing.assert_allclose(found, expected, atol=2e-5)
+
+
+@pytest.mark.nightly(but=["qwen3_5"])
+@pytest.mark.parametrize(
+    "name",
+    ["gemma4_small", "qwen3_5", "qwen3_next", "deepseek_v3", "llama4", "gpt_oss", "gpt2", "gemma2", "phi3_short"],
+)
+def test_turns_continue_the_cache(name):
+    """Observations stand behind the turns, whatever the kinds of layers, the number of rows, and who waits for whom."""
+    model = tunix.load_pretrained(PARITY / name)
+    sampling = Sampling(TURN, temperature=1.3, stop=tuple(range(0, model.cfg.vocab_size, 24)))
+    turns = converse(model, sampling, None, (0, 0, 0))
+    assert {len(each) for each in turns.values()} == {3}
+    assert len({answer.stopped for each in turns.values() for answer in each}) == 2
+    check_against_one_pass(model, turns, 1.3)
+    other = converse(model, sampling, 2, (0, 3, 1))
+    assert [[a.tokens for a in turns[number]] for number in turns] == [
+        [a.tokens for a in other[number]] for number in other
+    ]
+
+
+@pytest.mark.nightly
+def test_rows_on_data_shards_are_the_same():
+    """Turns on four devices: two data shards, whose devices share the heads."""
+    words = {"mesh_shape": ((2, 2), ("fsdp", "tp"))}
+    alone, split = (tunix.load_pretrained(PARITY / "gemma3", **more) for more in ({}, words))
+    sampling = Sampling(TURN, temperature=1.3)
+    one, other = (converse(model, sampling, None, waits) for model, waits in ((alone, (0, 0, 0)), (split, (2, 0, 1))))
+    assert [[a.tokens for a in one[number]] for number in one] == [
+        [a.tokens for a in other[number]] for number in other
+    ]
+
+
+def test_a_row_that_waits_holds_its_place_and_a_released_one_gives_it_up():
+    model = tunix.load_pretrained(PARITY / "gpt2")
+    engine = model.sampler.engine(model.params, Sampling(4), 0, 32, 2)
+    engine.admit([5, 6, 7], range(4), 4)
+    with jax.set_mesh(model.mesh):
+        (first, _), (second, _) = engine.run()
+    assert (first, second, engine.num_working) == (0, 1, 2)
+    assert engine.run() == []  # two answers wait for the rows
+    assert engine.room(0) == 32 - 3 - 4
+    engine.release(0)
+    assert [number for number, _ in engine.run()] == [2]
+    engine.release(1)
+    engine.release(2)
+    assert [number for number, _ in engine.run()] == [3]
+    engine.release(3)
+    assert not engine.is_busy
+    with pytest.raises(UserError, match="rows of 99999 tokens are longer than the model's context of"):
+        model.sampler.engine(model.params, Sampling(4), 0, 99999)

@@ -1,0 +1,603 @@
+"""The engine: rows of a cache that draw tokens side by side, each at its own pace.
+
+A row is a place for one answer, or for a conversation of several turns. It goes through
+
+    admit           waits until a row of the cache is free; then its prompt is computed, once for all answers to it
+    run             draws tokens until the turn ends: by a stop id, or by the length
+    extend          behind the turn come the tokens of an observation, and the row draws again
+    release         the row of the cache is free for the next prompt
+
+Programs, each compiled for few shapes (`costs/rollout.py`):
+
+    prefill         prompts -> their entries, and logits              [prompts, tokens]
+    place           entries into rows of the cache; the first token   [rows]
+    extend          several tokens behind those of some rows          [rows, tokens]
+    decode          up to `CHUNK` tokens of all rows at work, as one loop on the devices
+    resize          more slots; more or fewer rows
+
+Token i of a row stands in slot i of its cache, whatever the other rows do. Noise depends on the seed, the number of the
+answer and the number of the token. So the tokens of a row depend on its own prompt and observations alone: not on the
+number of rows, on when it was admitted, on its neighbours, or on the mesh.
+
+The host knows for each row how many tokens it has, and what they are. On the devices is the cache alone. With several
+processes each calls the engine with the same arguments, and all decide the same.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec, reshard
+
+from tunix.costs.rollout import (
+    CHUNK,
+    count_prefill_prompts,
+    count_slots,
+    pad_batch,
+    pad_few,
+    pad_prompt,
+    pad_rows,
+    select_fewer_rows,
+)
+from tunix.inference.gathered import Gathered
+from tunix.inference.kv_cache import (
+    Cache,
+    decode,
+    extend,
+    make_cache,
+    place_rows,
+    prefill,
+    resize,
+    take_rows,
+)
+from tunix.inference.sampling import Sampled, Sampling, sample
+from tunix.sharding.arrays import rows_to_global
+from tunix.sharding.mesh_shape import data_shards
+from tunix.training.state import Architecture
+
+# Programs.
+
+TOKENS_UNCHECKED = 8  # that the loop draws between two looks at how many rows are at work
+NO_TOKEN = -1  # in the place of the tokens of a row that is not at work
+
+
+class Drawing(NamedTuple):
+    """Rows that are to draw a token: arrays [B]."""
+
+    token: jax.Array  # int32, the newest, which is not in the cache yet
+    length: jax.Array  # int32, tokens in the cache
+    number: jax.Array  # int32, of the answer, which its noise depends on
+    drawn: jax.Array  # int32, tokens drawn so far, in all turns
+    limit: jax.Array  # int32, of `drawn`: the turn ends when it is reached
+    working: jax.Array  # bool
+
+
+class Extent(NamedTuple):
+    """Bounds of a loop over tokens, int32 scalars, and ids [n] int32 that end a turn. They are data: one program."""
+
+    steps: Any  # tokens at most
+    fewest: Any  # the loop ends when fewer rows are at work
+    reach: Any  # tokens of the longest row when it ends
+    stop: Any
+
+
+class Programs:
+    """The programs of engines of one model on one mesh. Engines come and go; compiled programs stay."""
+
+    def __init__(self, arch: Architecture, mesh: Mesh):
+        self.arch, self.mesh, self.num_shards = arch, mesh, data_shards(mesh.shape)
+        self.prefill = jax.jit(partial(_prefill, arch))
+        self.place = jax.jit(partial(_place, arch), static_argnames="sampling", donate_argnames="cache")
+        self.extend = jax.jit(partial(_extend, arch), static_argnames="sampling", donate_argnames="cache")
+        self.decode = jax.jit(partial(_decode, arch), static_argnames="sampling", donate_argnames="cache")
+        self.make_cache = jax.jit(make_cache, static_argnums=(1, 2))
+        self.resize = jax.jit(resize, static_argnums=2)
+
+    @property
+    def num_compiled(self) -> int:
+        """Programs of the model that have been compiled."""
+        programs: list[Any] = [self.prefill, self.extend, self.decode]
+        return sum(each._cache_size() for each in programs)
+
+
+def _prefill(arch: Architecture, weights: Gathered, tokens: jax.Array, count: jax.Array, reach: jax.Array):
+    """Return the logits [P, V] after prompts [P, C], and their entries; see `kv_cache.prefill`."""
+    return prefill(weights.module(arch), weights, tokens, count, reach)
+
+
+def _place(
+    arch: Architecture,
+    cache: Cache,
+    entries: Cache,
+    logits: jax.Array,
+    source: jax.Array,
+    rows: jax.Array,
+    number: jax.Array,
+    key: jax.Array,
+    *,
+    sampling: Sampling,
+) -> tuple[Cache, Sampled]:
+    """Put entries into rows [R] of the cache; return it, and the first token of each row, [R] on every device."""
+    cache = place_rows(cache, entries, source, rows)
+    sampled = sample(take_rows(logits, source), key, number, jnp.zeros_like(number), sampling, arch.layout)
+    return cache, _replicate(sampled)
+
+
+def _extend(
+    arch: Architecture,
+    weights: Gathered,
+    cache: Cache,
+    rows: jax.Array,
+    tokens: jax.Array,
+    start: jax.Array,
+    count: jax.Array,
+    number: jax.Array,
+    drawn: jax.Array,
+    key: jax.Array,
+    reach: jax.Array,
+    *,
+    sampling: Sampling,
+) -> tuple[Cache, Sampled]:
+    """Give rows [A] more tokens [A, C]; return the cache, and the token behind them, [A] on every device."""
+    logits, cache = extend(weights.module(arch), weights, cache, rows, tokens, start, count, reach)
+    return cache, _replicate(sample(logits, key, number, drawn, sampling, arch.layout))
+
+
+def _decode(
+    arch: Architecture,
+    weights: Gathered,
+    cache: Cache,
+    rows: Drawing,
+    key: jax.Array,
+    extent: Extent,
+    *,
+    sampling: Sampling,
+) -> tuple[Cache, Sampled]:
+    """Draw tokens of the rows at work; return the cache and the tokens, [B, CHUNK] on every device.
+
+    A row rests when it has drawn a stop id, or reached its limit. From there on its tokens are `NO_TOKEN`. The loop
+    ends when fewer rows than `fewest` are at work; it counts them after every few tokens, because a count is a sum over
+    devices.
+    """
+    model = weights.module(arch)
+    of_rows = model.layout.activation("B")
+
+    def step(state):
+        n, rows, cache, chunk = state
+        bound = _keep_in_loop(n, weights)
+        logits, cache = decode(model, bound, cache, rows.token, rows.length, rows.working, extent.reach)
+        sampled = sample(logits, key, rows.number, rows.drawn, sampling, model.layout)
+        chunk = jax.tree.map(
+            lambda tokens, new: jax.lax.dynamic_update_slice_in_dim(
+                tokens, jnp.where(rows.working, new, jnp.asarray(NO_TOKEN, new.dtype))[:, None], n, 1
+            ),
+            chunk,
+            sampled,
+        )
+        one = rows.working.astype(jnp.int32)
+        drawn = rows.drawn + one
+        ends = jnp.any(sampled.tokens[:, None] == extent.stop, axis=1) | (drawn >= rows.limit)
+        rows = rows._replace(
+            token=jnp.where(rows.working, sampled.tokens, rows.token),
+            length=rows.length + one,
+            drawn=drawn,
+            working=rows.working & ~ends,
+        )
+        return n + 1, rows, cache, chunk
+
+    def steps(state):
+        (n, *_), _ = state
+        last = jnp.minimum(n + TOKENS_UNCHECKED, extent.steps)
+        after = jax.lax.while_loop(lambda inner: inner[0] < last, step, state[0])
+        return after, jnp.sum(after[1].working.astype(jnp.int32))
+
+    def goes_on(state):
+        (n, *_), count = state
+        return (n < extent.steps) & (count >= extent.fewest)
+
+    def empty(dtype):
+        return jnp.full((len(rows.token), CHUNK), NO_TOKEN, dtype, out_sharding=of_rows)
+
+    chunk = Sampled(empty("int32"), empty("float32"), empty("float32"))
+    start = (jnp.int32(0), rows, cache, chunk), jnp.sum(rows.working.astype(jnp.int32))
+    (_, _, cache, chunk), _ = jax.lax.while_loop(goes_on, steps, start)
+    return cache, _replicate(chunk)
+
+
+def _keep_in_loop(now: jax.Array, weights: Gathered) -> Gathered:
+    """Return the weights; quantized ones are made to depend on `now`, the number of the token.
+
+    XLA moves out of a loop what does not depend on its turn. For quantized weights that would be their conversion to
+    matrices, and the matrices of all layers would be in memory at one time.
+    """
+    if all(jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in jax.tree.leaves(weights)):
+        return weights
+    return jax.lax.optimization_barrier((weights, now))[0]
+
+
+def _replicate(tree: Any) -> Any:
+    return jax.tree.map(lambda x: reshard(x, PartitionSpec()), tree)
+
+
+# Rows, as the host knows them.
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Tokens that a row has drawn in one turn."""
+
+    tokens: list[int]  # with the stop id, if there is one
+    log_probabilities: list[float]  # of each token under the model, before temperature and filters
+    sampled_log_probabilities: list[float]  # of each token under the distribution that it was drawn from
+    stopped: bool  # by a stop id, not by the length
+
+    @property
+    def text_tokens(self) -> list[int]:
+        """The tokens without the one that stopped the answer, which is no part of its text."""
+        return self.tokens[:-1] if self.stopped else self.tokens
+
+
+@dataclass
+class _Row:
+    """A row that is held: its place, its clock, and the tokens of its turn."""
+
+    number: int  # of the answer
+    shard: int
+    place: int  # on its shard
+    length: int  # tokens in the cache
+    limit: int  # of `drawn`
+    drawn: int = 0  # in all turns
+    observation: list[int] | None = None  # tokens that are to follow the turn
+    tokens: list[int] = field(default_factory=list)
+    model_log_probs: list[float] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    newest: int = 0  # the token that is drawn and not in the cache yet
+    state: str = "working"  # working; ended: its turn is to be reported; resting: it is reported; extending
+
+    def take(self, sampled: Sampled, stop: frozenset[int]) -> None:
+        """Take tokens [n] that the row has drawn; the last of them may end the turn."""
+        tokens, model_log_probs, log_probs = (each.tolist() for each in sampled)
+        self.tokens += tokens
+        self.model_log_probs += model_log_probs
+        self.log_probs += log_probs
+        self.drawn += len(tokens)
+        self.newest = self.tokens[-1]
+        if self.newest in stop or self.drawn >= self.limit:
+            self.state = "ended"
+
+    def report(self, stop: frozenset[int]) -> Answer:
+        """Return the turn, which has ended; the row rests."""
+        answer = Answer(self.tokens, self.model_log_probs, self.log_probs, self.newest in stop)
+        self.tokens, self.model_log_probs, self.log_probs = [], [], []
+        self.state = "resting"
+        return answer
+
+
+@dataclass
+class _Prompt:
+    """A prompt that waits for rows, one for each number of an answer."""
+
+    tokens: list[int]
+    numbers: deque[int]
+    limit: int
+    entries: Any = None  # (logits, entries) of the batch that it was computed in
+    source: int = 0  # its row there, on its shard
+
+
+class Engine:
+    """Draws the turns of many answers at one time, on rows of a cache. Each answer is known by its number.
+
+        engine.admit(prompt, numbers, max_new_tokens)      # answers to a prompt, which wait until rows are free
+        while engine.is_busy:
+            for number, answer in engine.run():            # turns that have ended since the last call; maybe none
+                engine.release(number)                     # done: another answer takes the row; or, after a tool:
+                engine.extend(number, tokens, max_new_tokens)
+
+    A row whose turn has ended keeps its cache and its clock until one of the last two is called: it may wait for a tool
+    as long as it likes, while the others draw. `run` draws up to `CHUNK` tokens of each row at work, and returns
+    earlier when an eighth of these rows have ended. It returns at once when no row is at work (all wait for their
+    tools).
+
+    `extend` takes the tokens of what the row sees next, without those that it has drawn itself: the engine has them.
+    The next turn draws at least one token. `max_new_tokens` bounds the tokens of the turn. A row has at most
+    `max_length` tokens, seen and drawn; `room(number)` says how many more it can have.
+
+    Numbers are those of answers in the whole rollout: the noise of an answer depends on `seed`, its number, and how
+    many tokens it has drawn in all its turns. A number is used once.
+
+    With several processes each calls the same methods with the same arguments in the same order.
+    """
+
+    def __init__(
+        self,
+        programs: Programs,
+        weights: Gathered,
+        sampling: Sampling,
+        seed: int,
+        max_length: int,
+        max_rows: int | None,
+    ):
+        """`max_rows` bounds the rows over the whole mesh; None: as many as there are answers."""
+        self.programs, self.weights, self.max_length = programs, weights, max_length
+        self.mesh, self.num_shards = programs.mesh, programs.num_shards
+        # What ends an answer is data of the programs, so that they are compiled once for all lengths and stop ids.
+        self.sampling, self.stop = replace(sampling, max_new_tokens=0, stop=()), frozenset(sampling.stop)
+        self.stop_ids = np.full(pad_batch(max(1, len(self.stop))), NO_TOKEN, np.int32)
+        self.stop_ids[: len(self.stop)] = sorted(self.stop)
+        self.key = jax.random.key(seed)
+        self.max_rows = None if max_rows is None else max(1, max_rows // self.num_shards)  # of a data shard
+        self.cache: Cache | None = None
+        self.num_rows = self.num_slots = 0  # rows of a data shard, and slots of a layer without a window
+        self.rows: dict[int, _Row] = {}
+        self.waiting: deque[_Prompt] = deque()  # not computed yet
+        self.computed: list[list[_Prompt]] = [[] for _ in range(self.num_shards)]  # with answers that wait for rows
+
+    @property
+    def is_busy(self) -> bool:
+        """True while an answer waits for a row, or a row is held."""
+        return bool(self.waiting or self.rows or any(self.computed))
+
+    @property
+    def num_working(self) -> int:
+        """Rows that `run` would let draw, with those that wait for a row."""
+        return sum(row.state in ("working", "extending") for row in self.rows.values()) + self._count_waiting()
+
+    def admit(self, prompt: Sequence[int], numbers: Sequence[int], max_new_tokens: int) -> None:
+        """Let the answers with these numbers begin behind a prompt, when rows are free: in the order of the calls."""
+        assert min(len(prompt), len(numbers), max_new_tokens) > 0
+        assert len(prompt) + max_new_tokens <= self.max_length, "a row would have more tokens than max_length"
+        self.waiting.append(_Prompt(list(prompt), deque(numbers), max_new_tokens))
+
+    def extend(self, number: int, tokens: Sequence[int], max_new_tokens: int) -> None:
+        """Put tokens behind the turn of a row, which has been reported, and let it draw the next turn."""
+        row = self.rows[number]
+        assert row.state == "resting", "its turn has not been reported yet"
+        assert min(len(tokens), max_new_tokens) > 0
+        assert len(tokens) + max_new_tokens <= self.room(number), "a row would have more tokens than max_length"
+        row.observation, row.limit, row.state = list(tokens), row.drawn + max_new_tokens, "extending"
+
+    def room(self, number: int) -> int:
+        """Return how many more tokens a row can have."""
+        return self.max_length - self.rows[number].length - 1  # the newest token is not in the cache yet
+
+    def release(self, number: int) -> None:
+        """Give up a row, whatever it does."""
+        del self.rows[number]
+
+    def run(self) -> list[tuple[int, Answer]]:
+        """Draw tokens, and return the turns that have ended, as (number, turn) in the order of their numbers."""
+        with jax.set_mesh(self.mesh):
+            self._place_waiting()
+            self._extend_rows()
+            self._decode()
+        ended = [(number, row.report(self.stop)) for number, row in self.rows.items() if row.state == "ended"]
+        return sorted(ended, key=lambda turn: turn[0])
+
+    # Rows of the cache.
+
+    def _count_waiting(self) -> int:
+        prompts = [*self.waiting, *(prompt for shard in self.computed for prompt in shard)]
+        return sum(len(prompt.numbers) for prompt in prompts)
+
+    def _list_free(self, shard: int) -> list[int]:
+        """Return the places without a row on a data shard."""
+        taken = {row.place for row in self.rows.values() if row.shard == shard}
+        return [place for place in range(self.num_rows) if place not in taken]
+
+    def _to_devices(self, values: np.ndarray) -> jax.Array:
+        return rows_to_global(values, self.mesh)
+
+    def _select_num_rows(self) -> int:
+        """Return how many rows of a data shard are wanted now: for those that are held, and for those that wait."""
+        wanted = -(-(len(self.rows) + self._count_waiting()) // self.num_shards)
+        # Answers to a prompt that is computed draw on the shard of its entries.
+        for shard, prompts in enumerate(self.computed):
+            held = sum(row.shard == shard for row in self.rows.values())
+            wanted = max(wanted, held + sum(len(prompt.numbers) for prompt in prompts))
+        limit = wanted if self.max_rows is None else self.max_rows
+        if min(wanted, limit) > self.num_rows:
+            return min(pad_rows(wanted), limit) if self.max_rows is not None else pad_rows(wanted)
+        return select_fewer_rows(self.num_rows, wanted)
+
+    def _resize(self, num_rows: int, length: int) -> None:
+        """Give the cache `num_rows` rows on each data shard, and slots for rows of `length` tokens."""
+        num_slots = max(self.num_slots, count_slots(length, self.max_length))
+        if (num_rows, num_slots) == (self.num_rows, self.num_slots):
+            return
+        if self.cache is not None:
+            # Rows keep their data shard, so that no cache travels. Where the number of rows stays, so do their places.
+            index = np.full((self.num_shards, num_rows), self.num_rows, np.int32)
+            free = [deque(range(num_rows)) for _ in range(self.num_shards)]
+            for row in self.rows.values():
+                place = row.place if num_rows >= self.num_rows else free[row.shard].popleft()
+                index[row.shard, place], row.place = row.place, place
+            windows = tuple(self._list_windows(num_slots))
+            self.cache = self.programs.resize(self.cache, self._to_devices(index.reshape(-1)), windows)
+        self.num_rows, self.num_slots = num_rows, num_slots
+
+    def _list_windows(self, num_slots: int) -> list[int]:
+        return self.programs.arch.model.list_windows(num_slots)
+
+    # Prompts.
+
+    def _place_waiting(self) -> None:
+        """Give free rows to answers that wait; compute the prompts that have not been computed yet."""
+        longest = max(map(len, (prompt.tokens for prompt in self.waiting)), default=0)
+        held = max((row.length for row in self.rows.values()), default=0)
+        if num_rows := self._select_num_rows():
+            self._resize(num_rows, max(longest, held) + 1)
+        while True:
+            free = [self._list_free(shard) for shard in range(self.num_shards)]
+            for batch in self._list_batches(free):
+                self._place(*batch, free)
+            if not self._compute_prompts(free):
+                return
+
+    def _list_batches(self, free: list[list[int]]) -> list[tuple[Any, list[list[_Prompt]]]]:
+        """Return the batches of computed prompts with answers that find a row, and these prompts of each data shard."""
+        batches: dict[int, tuple[Any, list[list[_Prompt]]]] = {}
+        for shard, prompts in enumerate(self.computed):
+            for prompt in prompts if free[shard] else []:
+                empty: list[list[_Prompt]] = [[] for _ in range(self.num_shards)]
+                batches.setdefault(id(prompt.entries), (prompt.entries, empty))[1][shard].append(prompt)
+        return list(batches.values())
+
+    def _compute_prompts(self, free: list[list[int]]) -> bool:
+        """Compute the next prompts, for the rows that are free [shards]; return False if there are none."""
+        chosen = self._choose_prompts([len(places) for places in free])
+        if not any(chosen):
+            return False
+        longest = max(len(prompt.tokens) for prompts in chosen for prompt in prompts)
+        length, count = pad_prompt(longest), pad_batch(max(map(len, chosen)))
+        tokens = np.zeros((self.num_shards, count, length), np.int32)
+        counts = np.ones((self.num_shards, count), np.int32)  # a filler is a prompt of one token
+        for shard, prompts in enumerate(chosen):
+            for place, prompt in enumerate(prompts):
+                tokens[shard, place, : len(prompt.tokens)], counts[shard, place] = prompt.tokens, len(prompt.tokens)
+        inputs = self._to_devices(tokens.reshape(-1, length)), self._to_devices(counts.reshape(-1))
+        computed = self.programs.prefill(self.weights, *inputs, np.int32(self.max_length))
+        if self.cache is None:
+            windows = tuple(self._list_windows(self.num_slots))
+            self.cache = self.programs.make_cache(computed[1], self.num_shards * self.num_rows, windows)
+        for shard, prompts in enumerate(chosen):
+            for place, prompt in enumerate(prompts):
+                prompt.entries, prompt.source = computed, place
+            self.computed[shard] += prompts
+        return True
+
+    def _choose_prompts(self, free_rows: list[int]) -> list[list[_Prompt]]:
+        """Return the prompts that each data shard computes next, for so many free rows of each; they wait no more."""
+        chosen: list[list[_Prompt]] = [[] for _ in range(self.num_shards)]
+        longest = 0
+        while self.waiting and max(free_rows) > 0:
+            # The shard with most free rows takes the next prompt, with all of its answers.
+            shard = max(range(self.num_shards), key=lambda shard: free_rows[shard])
+            longest = max(longest, len(self.waiting[0].tokens))
+            if len(chosen[shard]) >= count_prefill_prompts(longest):
+                break
+            prompt = self.waiting.popleft()
+            # Where other shards have more free rows than the prompts behind this one fill, they take answers to it, and
+            # compute it too: 3 prompts with 8 answers each keep 8 shards busy.
+            room, others = free_rows[shard], sum(map(max, free_rows, [0] * self.num_shards)) - free_rows[shard]
+            if len(prompt.numbers) > room and others > sum(len(each.numbers) for each in self.waiting):
+                numbers = list(prompt.numbers)
+                self.waiting.appendleft(replace(prompt, numbers=deque(numbers[room:])))
+                prompt = replace(prompt, numbers=deque(numbers[:room]))
+            free_rows[shard] -= len(prompt.numbers)
+            chosen[shard].append(prompt)
+        # Each number of prompts is a program: 1, 2, 4, 8, ... Of 11 prompts 8 are computed now, then 2, then 1.
+        count = 1 << (max(map(len, chosen)).bit_length() - 1) if any(chosen) else 0
+        for prompts in chosen:
+            self.waiting.extendleft(reversed(prompts[count:]))
+            del prompts[count:]
+        return chosen
+
+    def _place(self, computed: tuple[jax.Array, Cache], batch: list[list[_Prompt]], free: list[list[int]]) -> None:
+        """Give rows to answers of prompts that were computed together, and draw their first tokens."""
+        begun: list[list[tuple[_Row, int]]] = [[] for _ in range(self.num_shards)]  # with the row of the prompt
+        for shard, prompts in enumerate(batch):
+            for prompt in prompts:
+                while prompt.numbers and free[shard]:
+                    row = _Row(prompt.numbers.popleft(), shard, free[shard].pop(0), len(prompt.tokens), prompt.limit)
+                    begun[shard].append((row, prompt.source))
+            self.computed[shard] = [prompt for prompt in self.computed[shard] if prompt.numbers]
+        if not any(begun):  # the rows that were free have been taken by prompts of another batch
+            return
+        count = pad_batch(max(map(len, begun)))
+        source = np.zeros((self.num_shards, count), np.int32)
+        rows = np.full((self.num_shards, count), self.num_rows, np.int32)
+        number = np.zeros((self.num_shards, count), np.int32)
+        for shard, each in enumerate(begun):
+            for index, (row, at) in enumerate(each):
+                source[shard, index], rows[shard, index], number[shard, index] = at, row.place, row.number
+        logits, entries = computed
+        self.cache, sampled = self.programs.place(
+            self.cache, entries, logits, *(self._to_devices(each.reshape(-1)) for each in (source, rows, number)),
+            self.key, sampling=self.sampling,
+        )  # fmt: skip
+        on_host = [np.asarray(each).reshape(self.num_shards, count) for each in sampled]
+        for shard, each in enumerate(begun):
+            for index, (row, _) in enumerate(each):
+                assert row.number not in self.rows, "a number is used once"
+                self.rows[row.number] = row
+                row.take(Sampled(*(values[shard, index : index + 1] for values in on_host)), self.stop)
+
+    # Observations.
+
+    def _extend_rows(self) -> None:
+        """Give rows the tokens that are to follow their turns, and draw the token behind them."""
+        extending = [row for row in self.rows.values() if row.observation is not None]
+        extending.sort(key=lambda row: len(row.observation or ()))
+        if extending:
+            end = max(row.length + 1 + len(row.observation or ()) for row in extending)
+            self._resize(self.num_rows, end + 1)
+        while extending:
+            by_shard: list[list[_Row]] = [[] for _ in range(self.num_shards)]
+            later, longest = [], 0
+            for row in extending:
+                longest_now = max(longest, 1 + len(row.observation or ()))
+                if len(by_shard[row.shard]) < count_prefill_prompts(longest_now) or not by_shard[row.shard]:
+                    by_shard[row.shard].append(row)
+                    longest = longest_now
+                else:
+                    later.append(row)
+            self._extend_batch(by_shard, pad_prompt(longest))
+            extending = later
+
+    def _extend_batch(self, by_shard: list[list[_Row]], length: int) -> None:
+        shape = self.num_shards, pad_few(max(map(len, by_shard)))
+        tokens = np.zeros((*shape, length), np.int32)
+        rows = np.full(shape, self.num_rows, np.int32)
+        start, number, drawn = (np.zeros(shape, np.int32) for _ in range(3))
+        count = np.ones(shape, np.int32)
+        for shard, each in enumerate(by_shard):
+            for index, row in enumerate(each):
+                text = [row.newest, *(row.observation or ())]
+                at = shard, index
+                tokens[at][: len(text)], count[at], rows[at] = text, len(text), row.place
+                start[at], number[at], drawn[at] = row.length, row.number, row.drawn
+        inputs = (rows, tokens, start, count, number, drawn)
+        on_devices = (self._to_devices(each.reshape(-1, *each.shape[2:])) for each in inputs)
+        self.cache, sampled = self.programs.extend(
+            self.weights, self.cache, *on_devices, self.key, np.int32(self.max_length), sampling=self.sampling
+        )
+        on_host = [np.asarray(each).reshape(shape) for each in sampled]
+        for shard, each in enumerate(by_shard):
+            for index, row in enumerate(each):
+                row.length += int(count[shard, index])
+                row.observation, row.state = None, "working"
+                row.take(Sampled(*(values[shard, index : index + 1] for values in on_host)), self.stop)
+
+    # Tokens.
+
+    def _decode(self) -> None:
+        """Draw tokens of the rows at work."""
+        working = [row for row in self.rows.values() if row.state == "working"]
+        if not working:
+            return
+        steps = min(CHUNK, max(row.limit - row.drawn for row in working))
+        longest = max(row.length + min(steps, row.limit - row.drawn) for row in working)
+        self._resize(self.num_rows, longest)
+        shape = self.num_shards, self.num_rows
+        fields = {name: np.zeros(shape, np.int32) for name in Drawing._fields}
+        for row in working:
+            at = row.shard, row.place
+            fields["token"][at], fields["length"][at], fields["number"][at] = row.newest, row.length, row.number
+            fields["drawn"][at], fields["limit"][at], fields["working"][at] = row.drawn, row.limit, 1
+        rows = Drawing(**{name: self._to_devices(values.reshape(-1)) for name, values in fields.items()})
+        # It returns when an eighth of the rows have ended, so that others take them.
+        fewest = len(working) - max(1, len(working) // 8) + 1
+        extent = Extent(np.int32(steps), np.int32(fewest), np.int32(self.max_length), self.stop_ids)
+        self.cache, sampled = self.programs.decode(
+            self.weights, self.cache, rows._replace(working=rows.working > 0), self.key, extent, sampling=self.sampling
+        )
+        on_host = [np.asarray(each).reshape(*shape, CHUNK) for each in sampled]
+        for row in working:
+            count = int((on_host[0][row.shard, row.place] != NO_TOKEN).sum())
+            row.length += count
+            row.take(Sampled(*(values[row.shard, row.place, :count] for values in on_host)), self.stop)

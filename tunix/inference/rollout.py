@@ -1,0 +1,162 @@
+"""A rollout: answers to prompts, drawn from a model with weights that are gathered once."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+
+from tunix.base.errors import UserError
+from tunix.costs.rollout import SMALLEST_PROMPT, fit_as_matrices, pad_prompt
+from tunix.inference.engine import Answer, Drawing, Engine, Extent, Programs
+from tunix.inference.gathered import Gathered, gather
+from tunix.inference.kv_cache import make_cache, prefill
+from tunix.inference.sampling import Sampling
+from tunix.sharding.arrays import abstract_results, bytes_per_device, lay_out
+from tunix.sharding.layout import activation_spec
+from tunix.sharding.mesh import whole_sequences
+from tunix.training.state import Architecture
+
+
+@dataclass(frozen=True)
+class Request:
+    """Prompts, how many answers to each are wanted, and the noise that these draw by."""
+
+    prompts: Sequence[list[int]]  # token ids
+    answers_per_prompt: int = 1
+    seed: int = 0
+    first_row: int = 0  # answer n of the request draws by the number `first_row` + n, and by the seed
+
+    @property
+    def max_prompt_length(self) -> int:
+        return max(map(len, self.prompts))
+
+
+class Sampler:
+    """Draws answers with the parameters that it is called with, laid out as `arch` has them at rest.
+
+    With several processes each calls it with the same arguments and gets all answers. One token after the other has
+    nothing to split among devices that share a sequence, and stages would wait for one another. So the parameters are
+    laid out anew for each rollout: on whole sequences (`whole_sequences`), and with all layers on each device, where
+    the axis of the stages splits the rows alone.
+    """
+
+    def __init__(self, arch: Architecture, context_length: int, mesh: Mesh):
+        self.context_length, self.mesh = context_length, whole_sequences(mesh)
+        self.arch = arch = arch.for_generation()
+        self.programs = Programs(arch, self.mesh)
+        self.gathering = jax.jit(partial(gather, arch), static_argnames="as_matrices")
+
+    def __call__(
+        self, params: Any, prompts: Sequence[list[int]], sampling: Sampling, seed: int = 0, first_row: int = 0
+    ) -> list[Answer]:
+        """Return an answer to each prompt (token ids); see `rollout`."""
+        return self.rollout(params, Request(prompts, 1, seed, first_row), sampling)
+
+    def gather(self, params: Any) -> Gathered:
+        """Return the parameters for several calls of `rollout` or `engine`, gathered once."""
+        with jax.set_mesh(self.mesh):
+            params = lay_out(params, self.mesh)
+            return self.gathering(params, as_matrices=self._fit_as_matrices(params))
+
+    def engine(
+        self, params: Any, sampling: Sampling, seed: int, max_length: int, rows_at_once: int | None = None
+    ) -> Engine:
+        """Return an engine for rows of at most `max_length` tokens, prompts, observations and drawn ones together.
+
+        `params` are the parameters at rest, or what `gather` made of them. `rows_at_once` limits memory: it is the
+        number of rows that are held at one time over the whole mesh; None sets no limit.
+
+        Raises:
+            UserError: `max_length` is longer than the context.
+        """
+        if max_length > self.context_length:
+            raise UserError(f"rows of {max_length} tokens are longer than the model's context of {self.context_length}")
+        weights = params if isinstance(params, Gathered) else self.gather(params)
+        return Engine(self.programs, weights, sampling, seed, max_length, rows_at_once)
+
+    def rollout(
+        self,
+        params: Any,
+        request: Request,
+        sampling: Sampling,
+        rows_at_once: int | None = None,
+        between_chunks: Callable[[], None] | None = None,
+    ) -> list[Answer]:
+        """Return all answers to the first prompt of a request, then all to the second, ...
+
+        `params` are the parameters at rest, or what `gather` made of them. `rows_at_once` limits memory: so many
+        answers are drawn at one time, over the whole mesh, and each that ends makes room for another. `between_chunks`
+        is called by the host before each stretch of tokens, as often on every process; an error that it raises ends the
+        rollout.
+
+        Raises:
+            UserError: an empty prompt, or one that with its answer is longer than the context.
+        """
+        self._check(request, sampling)
+        if not request.prompts:
+            return []
+        weights = params if isinstance(params, Gathered) else self.gather(params)
+        # The length of prompts is rounded up, so that requests of about the same length share programs.
+        max_length = pad_prompt(request.max_prompt_length) + sampling.max_new_tokens
+        engine = Engine(self.programs, weights, sampling, request.seed, max_length, rows_at_once)
+        # Prompts of about the same length are computed together, and are padded to the longest of them.
+        for index in sorted(range(len(request.prompts)), key=lambda index: len(request.prompts[index])):
+            first = request.first_row + index * request.answers_per_prompt
+            numbers = range(first, first + request.answers_per_prompt)
+            engine.admit(request.prompts[index], numbers, sampling.max_new_tokens)
+        answers: dict[int, Answer] = {}
+        while engine.is_busy:
+            if between_chunks is not None:
+                between_chunks()
+            for number, answer in engine.run():
+                answers[number] = answer
+                engine.release(number)
+        return [answers[number] for number in sorted(answers)]
+
+    def compile_decode(self, params: Any, num_rows: int, num_slots: int, sampling: Sampling) -> jax.stages.Compiled:
+        """Compile the loop that draws tokens, of `num_rows` rows over the whole mesh with `num_slots` slots.
+
+        It takes parameters or their shapes. The devices need not exist.
+        """
+
+        def of_rows(dtype="int32", *shape):
+            sharding = NamedSharding(self.mesh, activation_spec("BT"[: len(shape)]))
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+        def after_prompts(params, tokens, count):
+            weights = gather(self.arch, params, as_matrices)
+            entries = prefill(weights.module(self.arch), weights, tokens, count, num_slots)[1]
+            return weights, make_cache(entries, num_rows, tuple(self.arch.model.list_windows(num_slots)))
+
+        with jax.set_mesh(self.mesh):
+            params = lay_out(params, self.mesh)
+            as_matrices = self._fit_as_matrices(params)
+            shards = self.programs.num_shards
+            prompts = of_rows("int32", shards, SMALLEST_PROMPT), of_rows("int32", shards)
+            weights, cache = abstract_results(self.mesh, after_prompts, params, *prompts)
+            rows = Drawing(*[of_rows("int32", num_rows)] * 5, of_rows("bool", num_rows))
+            scalar = jax.ShapeDtypeStruct((), "int32")
+            extent = Extent(scalar, scalar, scalar, jax.ShapeDtypeStruct((1,), "int32"))
+            key = jax.eval_shape(lambda: jax.random.key(0))
+            return self.programs.decode.lower(weights, cache, rows, key, extent, sampling=sampling).compile()
+
+    def _check(self, request: Request, sampling: Sampling) -> None:
+        if not all(request.prompts):
+            raise UserError("a prompt is empty: it has no token to continue from")
+        max_length = max(map(len, request.prompts), default=0)
+        if max_length + sampling.max_new_tokens > self.context_length:
+            raise UserError(
+                f"a prompt of {max_length} tokens and max_new_tokens={sampling.max_new_tokens} are more than the "
+                f"model's context of {self.context_length}"
+            )
+
+    def _fit_as_matrices(self, params: Any) -> bool:
+        """Return whether quantized weights, as matrices, leave most of a device's memory free; on a CPU, always."""
+        # A process knows the memory of its own devices only; of devices that do not exist, nobody knows it.
+        local = [device for device in self.mesh.devices.flat if device in jax.local_devices()]
+        memory = (local[0].memory_stats() if local else None) or {}
+        matrices = jax.eval_shape(partial(gather, self.arch, as_matrices=True), params)
+        return fit_as_matrices(bytes_per_device(matrices), memory.get("bytes_limit"))
