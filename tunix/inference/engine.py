@@ -24,7 +24,7 @@ processes each calls the engine with the same arguments, and all decide the same
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -259,8 +259,8 @@ class _Row:
     newest: int = 0  # the token that is drawn and not in the cache yet
     state: str = "working"  # working; ended: its turn is to be reported; resting: it is reported; extending
 
-    def take(self, sampled: Sampled, stop: frozenset[int]) -> None:
-        """Take tokens [n] that the row has drawn; the last of them may end the turn."""
+    def take(self, sampled: Iterable[np.ndarray], stop: frozenset[int]) -> None:
+        """Take what the row has drawn, the arrays [n] of a `Sampled`; the last token may end the turn."""
         tokens, model_log_probs, log_probs = (each.tolist() for each in sampled)
         self.tokens += tokens
         self.model_log_probs += model_log_probs
@@ -525,7 +525,7 @@ class Engine:
             for index, (row, _) in enumerate(each):
                 assert row.number not in self.rows, "a number is used once"
                 self.rows[row.number] = row
-                row.take(Sampled(*(values[shard, index : index + 1] for values in on_host)), self.stop)
+                row.take((values[shard, index : index + 1] for values in on_host), self.stop)
 
     # Observations.
 
@@ -571,7 +571,7 @@ class Engine:
             for index, row in enumerate(each):
                 row.length += int(count[shard, index])
                 row.observation, row.state = None, "working"
-                row.take(Sampled(*(values[shard, index : index + 1] for values in on_host)), self.stop)
+                row.take((values[shard, index : index + 1] for values in on_host), self.stop)
 
     # Tokens.
 
@@ -600,4 +600,4 @@ class Engine:
         for row in working:
             count = int((on_host[0][row.shard, row.place] != NO_TOKEN).sum())
             row.length += count
-            row.take(Sampled(*(values[row.shard, row.place, :count] for values in on_host)), self.stop)
+            row.take((values[row.shard, row.place, :count] for values in on_host), self.stop)

@@ -137,7 +137,8 @@ class Sampler:
             shards = self.programs.num_shards
             prompts = of_rows("int32", shards, SMALLEST_PROMPT), of_rows("int32", shards)
             weights, cache = abstract_results(self.mesh, after_prompts, params, *prompts)
-            rows = Drawing(*[of_rows("int32", num_rows)] * 5, of_rows("bool", num_rows))
+            fields = dict.fromkeys(Drawing._fields, of_rows("int32", num_rows)) | {"working": of_rows("bool", num_rows)}
+            rows = Drawing(**fields)
             scalar = jax.ShapeDtypeStruct((), "int32")
             extent = Extent(scalar, scalar, scalar, jax.ShapeDtypeStruct((1,), "int32"))
             key = jax.eval_shape(lambda: jax.random.key(0))

@@ -135,10 +135,9 @@ def run_chunks(
     return checkpoint_name(out, "attention"), after.reshape(batch, -1, key_dim, v.shape[-1])
 
 
-def _run_behind(*arrays: Any) -> tuple[jax.Array, jax.Array]:
-    """Do as `run_chunks` for rows that begin with a memory, the last of the arrays."""
-    *inputs, runs, memory = arrays
-    return run_chunks(*inputs, runs, CHUNK, memory)
+def _run_behind(q, k, v, decay, beta, runs, memory) -> tuple[jax.Array, jax.Array]:
+    """Do as `run_chunks` for rows that begin with a memory."""
+    return run_chunks(q, k, v, decay, beta, runs, memory=memory)
 
 
 def number_runs(segments: jax.Array) -> jax.Array:
