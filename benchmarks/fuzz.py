@@ -53,7 +53,7 @@ NASTY = [
     "/dev/full", "/proc/nosuch", "rows.jsonl", "run", "hf", "s3://", "gs:///x", "file:///x", "http://127.0.0.1:9/x",
     "s3:/x", "os:getcwd", "os.getcwd", "nosuch:f", "a:b:c", "'*'", "'['", "'(?P<'", "a=b", "'${seed}'", "'${nosuch}'",
     "'${oc.env:NOSUCH}'", "x" * 300, "'%s'", "'{'", "[a,b]", "1,2", "choice(1,2)", "range(1,3)", "?", "???",
-    "'\\x00'", "'\\n'", "~", "-", "--", "1_000", "0x10", "yes",
+    "'\\x00'", "'\\n'", "~", "-", "--", "0x10", "yes",
 ]  # fmt: skip
 EDGES = ("0", "1", "-1", "2", "3", "7", "64", "0.5", "1.0", "-0.5", "1e-9", "2147483647", "4294967296", "1e30")
 VARIABLES = [
@@ -202,7 +202,7 @@ COMMANDS: dict[str, tuple[list[str], type[Section] | None]] = {
 }
 FLAGS = [
     "--nprocs=", "--nnodes=", "--node_rank=", "--master_addr=", "--master_port=", "--rdzv_endpoint=", "--json",
-    "--steps=", "--meshes=", "--html=", "--accelerate_config=", "--help", "--nosuch=", "-m", "--multirun",
+    "--steps=", "--meshes=", "--html=", "--accelerate_config=", "--help", "--nosuch=", "--multirun",
 ]  # fmt: skip
 
 

@@ -1,8 +1,10 @@
 """Input from outside that is wrong in ways nobody means: each gets one line, and no traceback (docs/security.md)."""
 
+import errno
 import functools
 import http.server
 import json
+import logging
 import subprocess
 import sys
 import threading
@@ -12,11 +14,13 @@ from support.harness import ONE_LAYER, ROOT, SMALL, cli
 
 from tunix.base.dotted_path import blame_user, import_object
 from tunix.base.errors import UserError, is_masked, mask_secrets, mask_values, mask_variables
-from tunix.base.files import is_plain, open_lines
+from tunix.base.files import is_plain, open_lines, read_yaml
 from tunix.data.chat import ChatTemplate
 from tunix.data.documents import BadRow, _read_messages
 from tunix.huggingface.weights import weight_files
 from tunix.inference.sampling import read_stop_ids
+from tunix.launch.nodes import read_config
+from tunix.run.folder import hold_lock
 
 TURNS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
 
@@ -143,3 +147,60 @@ def test_no_file_of_a_run_has_a_secret(tmp_path, corpus, monkeypatch):
     for text in texts:
         assert password.encode() not in text
         assert signature.encode() not in text
+
+
+BOMBS = [
+    "{{ 'a' * 10**10 }}", "{{ [0] * 10**9 }}", "{{ 9 ** (9 ** 9) }}", "{{ 'a'.center(10**10) }}", "{{ 'a'|center(10**10) }}",
+    "{% set n = namespace(x='ab') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+    "{% set n = namespace(x='ab') %}{% for i in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}",
+    "{{ '%10000000000d' % 1 }}", "{{ '%*d' % (10**10, 1) }}", "{{ '%10000000000d'|format(1) }}",
+    "{{ '{:10000000000}'.format(1) }}", "{{ ('a' * 10**6).replace('a', 'b' * 10**6) }}",
+    "{{ ('a' * 10**6)|replace('a', 'b' * 10**6) }}", "{{ ('a\\n' * 10**6)|indent(10**6) }}",
+    "{% for i in range(99999) %}{{ 'a' * 1000 }}{% endfor %}",
+    "{% for i in range(99999) %}{% for each in messages %}{{ each.content }}{% endfor %}{% endfor %}",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("source", BOMBS)
+def test_a_template_that_makes_a_long_text_is_refused(source):
+    with pytest.raises(UserError, match=r"task\.chat_template refuses a conversation: it (makes|computes).* more than"):
+        ChatTemplate(source, {}).render([{"role": "user", "content": "a" * 1000}])
+
+
+def test_what_templates_do_with_texts_still_works():
+    source = "{{ 'a' ~ 1 ~ [2] }} {{ 2**10 }} {{ '%05.2f' % 1.5 }} {{ '{:3}'.format(1) }} {{ 'ab'|replace('b', 'c') }} {{ 'a\n'|indent }}"
+    assert ChatTemplate(source, {}).render(TURNS) == "a1[2] 1024 01.50   1 ac a\n"
+    long = [{"role": "user", "content": "a" * (1 << 25)}]
+    assert len(ChatTemplate("{{ messages[0].content ~ messages[0].content }}", {}).render(long)) == 1 << 26
+
+
+def test_a_file_of_a_run_that_is_a_folder_ends_it_in_one_line(tmp_path):
+    (tmp_path / "train.log").mkdir()
+    said = r"cannot be written: .*train\.log: Is a directory; .* resume="
+    with pytest.raises(UserError, match=said) as error, hold_lock(tmp_path):
+        logging.FileHandler(tmp_path / "train.log")
+    assert "\n" not in str(error.value)
+    with pytest.raises(ConnectionResetError), hold_lock(tmp_path):  # another matter
+        raise ConnectionResetError(errno.ECONNRESET, "Connection reset by peer")
+
+
+def test_ctrl_c_in_a_callback_of_a_library_is_not_lost(tmp_path):
+    """Python drops an exception that is raised in a destructor, as it does in callbacks of JAX."""
+    code = (
+        "import os, signal, time; from tunix.processes import exits\n"
+        "class Dropped:\n    def __del__(self): os.kill(os.getpid(), signal.SIGINT); time.sleep(0.1)\n"
+        "def work():\n    Dropped()\n    time.sleep(60)\n"
+        "exits.report_errors(work)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=50)
+    assert done.returncode == -2
+    assert "Traceback" not in done.stderr
+
+
+def test_yaml_that_is_nested_too_deep_or_no_date(tmp_path):
+    for text in ["[" * 50_000, "a: [", "2026-99-99"]:
+        with pytest.raises(ValueError):
+            read_yaml(text)
+        (tmp_path / "words.yaml").write_text(text)
+        with pytest.raises(UserError, match="cannot be read"):
+            read_config(tmp_path / "words.yaml")

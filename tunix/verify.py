@@ -22,11 +22,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import jax
-import yaml
 from rich.table import Table
 
 from tunix.base.config_types import list_options
 from tunix.base.errors import UserError
+from tunix.base.files import read_yaml
 from tunix.base.text import print_table
 from tunix.batch_sources import load_data, make_feed
 from tunix.checkpoints.store import check_everything
@@ -72,7 +72,7 @@ def verify(cfg: Config, mesh_shapes: list[Any] | None, num_steps: int, every: bo
     """Take `num_steps` steps on each mesh, by default on those of `select_meshes`; the first is the reference."""
     visible = resolve(cfg.model.mesh_shape, jax.device_count(), cfg.dims, cfg.distributed.allow_idle_devices)
     sequences = cfg.training.batch_shape(visible).num_sequences
-    shapes = mesh_shapes or [yaml.safe_load(format_mesh_shape(sizes)) for sizes in select_meshes(cfg, sequences, every)]
+    shapes = mesh_shapes or [read_yaml(format_mesh_shape(sizes)) for sizes in select_meshes(cfg, sequences, every)]
     configs = [_on_mesh(cfg, shape, sequences) for shape in shapes]
     # All meshes are built, and so checked, before the first one trains for minutes.
     device_meshes = [build_mesh(each, _select_devices(each)) for each in configs]
@@ -214,8 +214,8 @@ def _print_report(trials: list[Trial], tolerance: float) -> int:
 
 def _read_meshes(text: str) -> list[Any]:
     try:
-        shapes = yaml.safe_load(text)
-    except yaml.YAMLError:
+        shapes = read_yaml(text)
+    except ValueError:
         shapes = None
     if not isinstance(shapes, list) or not shapes or not all(isinstance(shape, list) for shape in shapes):
         raise UserError(

@@ -9,6 +9,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
+import yaml
+
 from tunix.base.errors import UserError
 
 MAX_NAME = 255  # bytes of one part of a path: what Linux and macOS take
@@ -55,6 +57,14 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise UserError(f"{path} is not a JSON object")
     return value
+
+
+def read_yaml(text: str) -> Any:
+    """Return the value of a YAML text; raises `ValueError`, of one line, where it is none, or is nested too deep."""
+    try:
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, RecursionError, ValueError) as error:  # ValueError: a date like 2026-99-99
+        raise ValueError(str(error).splitlines()[0]) from None
 
 
 def list_numbers(folder: Path) -> list[int]:

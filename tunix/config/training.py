@@ -47,7 +47,7 @@ REMAT_BY_PLATFORM = {"cpu": "dots"}
 
 def _differ(decays: tuple[float, ...]) -> tuple[float, ...]:
     if len(set(decays)) < len(decays):
-        raise ValueError("names a decay twice")
+        raise ValueError("expected each decay once")
     return decays
 
 

@@ -5,13 +5,16 @@ that a template gives the same text there and here.
 """
 
 import datetime
+import functools
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from jinja2 import TemplateError
+from jinja2.compiler import CodeGenerator
 from jinja2.ext import Extension, loopcontrols
-from jinja2.nodes import Scope
+from jinja2.nodes import Concat, Scope
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -19,6 +22,11 @@ from tunix.base.dotted_path import time_limit
 from tunix.base.errors import UserError
 
 TIME_LIMIT_S = 10.0  # for the text of one conversation; templates take less than a millisecond
+
+# Characters of a text that a template makes: of short conversations, and more as a multiple of what it was given. A
+# template that shows each message five times would take the memory of the machine with a document of its largest size.
+SHORT, MOST_COPIES = 1 << 24, 4
+MAX_DIGITS = 5000  # of a whole number that a template computes
 
 # role and content, and what a template may know of a call of tools: tool_calls, tool_call_id, name, reasoning_content
 Message = dict[str, Any]
@@ -49,19 +57,108 @@ class GenerationBlock(Extension):
         return Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
 
 
+class _Generator(CodeGenerator):
+    """Compiles `~`, which joins texts, to a call that may be refused."""
+
+    def visit_Concat(self, node: Concat, frame: Any) -> None:
+        self.write("environment.join_texts((")
+        for each in node.nodes:
+            self.visit(each, frame)
+            self.write(", ")
+        self.write("))")
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """The sandbox of Jinja, in which no value has more than `max_length` characters, items or digits.
+
+    Jinja's own bounds the length of `range` alone: `'a' * 10**10` ends in the kernel's out-of-memory killer.
+    """
+
+    code_generator_class = _Generator
+    intercepted_binops = frozenset({"+", "*", "**", "%"})
+    max_length = SHORT
+
+    def refuse_longer(self, length: int) -> None:
+        if length > self.max_length:
+            raise TemplateError(f"it makes more than {self.max_length:,} characters of a conversation")
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        self.refuse_longer(_bound_length(operator, left, right))
+        return super().call_binop(context, operator, left, right)
+
+    def join_texts(self, parts: Sequence[Any]) -> str:
+        texts = [str(part) for part in parts]
+        self.refuse_longer(sum(map(len, texts)))
+        return "".join(texts)
+
+    def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+        __self.check_width(args, kwargs)
+        method = getattr(__obj, "__wrapped__", __obj)  # Jinja wraps `format`
+        text, name = getattr(method, "__self__", None), getattr(method, "__name__", "")
+        if isinstance(text, str) and name == "replace":
+            __self.refuse_longer(_bound_replaced(text, *args))
+        if isinstance(text, str) and name in ("format", "format_map"):
+            __self.refuse_longer(_find_width(text))
+        return super().call(__context, __obj, *args, **kwargs)
+
+    def check_width(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Refuse a number that may be the width of a text: `'a'.center(10**9)`."""
+        for each in (*args, *kwargs.values()):
+            if isinstance(each, int):
+                self.refuse_longer(each)
+
+
+def _bound_length(operator: str, left: Any, right: Any) -> int:
+    """Return the length of what an operator makes at most, of a number 1 per digit that is allowed too much."""
+    for one, other in ((left, right), (right, left)):
+        if isinstance(one, int) and operator == "*" and isinstance(other, str | list | tuple):
+            return len(other) * max(0, one)
+    if isinstance(left, int) and isinstance(right, int) and operator in ("*", "**"):
+        bits = left.bit_length() * abs(right) if operator == "**" else left.bit_length() + right.bit_length()
+        if bits > MAX_DIGITS * 3:
+            raise TemplateError(f"it computes a number of more than {MAX_DIGITS:,} digits")
+    if operator == "+" and isinstance(left, str | list | tuple) and isinstance(right, str | list | tuple):
+        return len(left) + len(right)
+    if operator == "%" and isinstance(left, str):
+        stars = [each for each in (right if isinstance(right, tuple) else (right,)) if isinstance(each, int)]
+        return max([_find_width(left), *(stars if "*" in left else [])])
+    return 0
+
+
+def _find_width(text: str) -> int:
+    """Return the largest number of a format."""
+    return max((int(digits[:12]) for digits in re.findall(r"\d+", text)), default=0)
+
+
+def _bound_replaced(text: str, old: Any = "", new: Any = "", *_: Any) -> int:
+    if not isinstance(old, str) or not isinstance(new, str):
+        return 0
+    return len(text) + (text.count(old) if old else len(text) + 1) * len(new)
+
+
+def _count_characters(value: Any) -> int:
+    """Return the characters of all texts in nested lists and mappings."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(map(_count_characters, (*value.keys(), *value.values())))
+    return sum(map(_count_characters, value)) if isinstance(value, list | tuple) else 0
+
+
 class ChatTemplate:
     """A compiled template with the special tokens that it may name."""
 
     def __init__(self, source: str, special_tokens: dict[str, str]):
         """`special_tokens` maps bos_token, eos_token and others to their text. A template with an error is refused."""
         extensions = [GenerationBlock, loopcontrols]
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+        environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
         environment.filters["tojson"] = lambda x, **options: json.dumps(x, ensure_ascii=False, **options)
         environment.globals |= {
             "raise_exception": _reject,
             "strftime_now": lambda pattern: datetime.datetime.now().strftime(pattern),
         }
-        self.special_tokens = special_tokens
+        environment.filters |= {name: _bounded(environment, name) for name in ("center", "indent", "replace", "format")}
+        self.environment, self.special_tokens = environment, special_tokens
         try:
             with time_limit(TIME_LIMIT_S):
                 self.template = environment.from_string(source)
@@ -74,13 +171,20 @@ class ChatTemplate:
         """Return the text of a conversation; `add_generation_prompt` adds the text that asks for the next answer.
 
         Raises:
-            UserError: the template fails, or its text has half of a pair of surrogates, which no tokenizer takes.
+            UserError: the template fails, its text is many times longer than the conversation, or has half of a pair
+                of surrogates, which no tokenizer takes.
         """
         values = {"messages": messages, "add_generation_prompt": add_generation_prompt, **self.special_tokens}
         values |= {"tools": None, "documents": None, **options}  # transformers gives a template these two always
+        self.environment.max_length = SHORT + MOST_COPIES * _count_characters([*messages, dict(options)])
+        parts, length = [], 0
         try:
             with time_limit(TIME_LIMIT_S):
-                text = self.template.render(values)
+                for part in self.template.generate(values):
+                    length += len(part)
+                    self.environment.refuse_longer(length)
+                    parts.append(part)
+            text = "".join(parts)
             text.encode()
         except Exception as error:  # as above
             raise UserError(f"task.chat_template refuses a conversation: {error}") from None
@@ -167,6 +271,27 @@ class ChatTemplate:
 
 MARK = "\u241fanswer\u241f"  # stands for an answer; no template has it
 WORDS = "seven of nine"
+
+
+def _bounded(environment: _Environment, name: str) -> Any:
+    """Return a filter of Jinja that refuses to make a long text: a wide one, or one with long replacements."""
+    work = environment.filters[name]
+
+    def bounded(*args: Any, **kwargs: Any) -> Any:
+        environment.check_width(args, kwargs)
+        texts = [each for each in (*args, *kwargs.values()) if isinstance(each, str)]
+        if name == "replace" and len(texts) > 2:
+            environment.refuse_longer(_bound_replaced(*texts))
+        if name == "indent" and len(texts) > 1 and len(args) > 1:
+            environment.refuse_longer(texts[0].count("\n") * len(texts[1]))
+        elif name == "indent" and texts:
+            width = next((each for each in (*args[1:2], *kwargs.values()) if isinstance(each, int)), 4)
+            environment.refuse_longer((texts[0].count("\n") + 1) * width)
+        if name == "format" and texts:
+            environment.refuse_longer(_bound_length("%", texts[0], args[1:]))
+        return work(*args, **kwargs)
+
+    return functools.wraps(work)(bounded)
 
 
 def _reject(message: str) -> Any:

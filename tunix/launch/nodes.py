@@ -10,11 +10,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tunix.base.errors import UserError
-from tunix.base.files import is_whole_number
+from tunix.base.files import is_whole_number, read_yaml
 from tunix.processes.identity import count_gpus
 from tunix.processes.rollcall import READ_S, read, write
 
@@ -372,8 +371,8 @@ def read_config(file: Path) -> Settings:
         UserError: the file cannot be read, or a key or value has no meaning here; the message names it.
     """
     try:
-        values: Any = yaml.safe_load(file.read_text())
-    except (OSError, UnicodeError, yaml.YAMLError) as error:
+        values: Any = read_yaml(file.read_text())
+    except (OSError, ValueError) as error:
         raise UserError(f"--accelerate_config={file} cannot be read: {str(error).splitlines()[0]}") from None
     if isinstance(values, dict):  # `accelerate config` writes an empty section for each plugin that is not used
         values = {key: value for key, value in values.items() if value != {} or key in Settings.model_fields}

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import yaml
 from pydantic import ValidationError
 
 from tunix.base.errors import UserError, did_you_mean
+from tunix.base.files import read_yaml
 from tunix.config import Config, DeviceKind
 from tunix.config.layers import ExpertsMlp
 from tunix.costs.communication import Transfer, predict_seconds
@@ -73,10 +73,10 @@ def _read_kind(name: str) -> DeviceKind:
         hint = did_you_mean(name, list(known))
         raise UserError(f"plan.topology: there is no kind {name}; kinds are {', '.join(known)}, or FILE.yaml{hint}")
     try:
-        return read_kind(yaml.safe_load(path.read_text()))
+        return read_kind(read_yaml(path.read_text()))
     except OSError as error:
         raise UserError(f"plan.topology: {path} cannot be read: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError):
+    except ValueError:
         raise UserError(f"plan.topology: {path} is not YAML") from None
     except ValidationError as error:
         first = error.errors()[0]

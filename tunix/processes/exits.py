@@ -5,6 +5,7 @@ import io
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +25,7 @@ def report_errors(work: Callable[[], int | None]) -> int:
     cannot be written, and when stdout or stderr is closed from the start.
     """
     drop_unread_output()
-    sys.excepthook = _report_interrupt
+    sys.excepthook, sys.unraisablehook = _report_interrupt, _send_again
     try:
         try:
             os.getcwd()
@@ -42,6 +43,15 @@ def _report_interrupt(kind: type[BaseException], error: BaseException, trace: An
         print("interrupted; a training run goes on from its newest checkpoint with resume=latest", file=sys.stderr)
     else:
         sys.__excepthook__(kind, error, trace)
+
+
+def _send_again(unraisable: Any) -> None:
+    """Send Ctrl-C once more where it came inside a callback of a library, in which Python drops exceptions."""
+    if issubclass(unraisable.exc_type, KeyboardInterrupt):
+        # Not here, where it is dropped as well: when this function has ended.
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    else:
+        sys.__unraisablehook__(unraisable)
 
 
 class _Output(io.FileIO):

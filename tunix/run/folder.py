@@ -24,7 +24,7 @@ from rich.logging import RichHandler
 
 from tunix.base.buckets import is_address
 from tunix.base.errors import MaskingFilter, UserError, mask_values, mask_variables
-from tunix.base.files import create_file, write_whole
+from tunix.base.files import create_file, find_way_out, write_whole
 from tunix.base.text import format_yaml
 from tunix.config import Config, Logging, compose
 from tunix.config.saved_runs import OUTPUTS, find_mirrored, find_run
@@ -52,18 +52,22 @@ def hold_lock(folder: Path) -> Iterator[None]:
     """Hold the lock of a run's folder: process 0 locks a file in it until the block or the process ends.
 
     Raises:
-        UserError: another run still holds the lock after a while, and is named; or the disk is full.
+        UserError: another run still holds the lock after a while, and is named; or a file of the folder cannot be
+            written.
     """
     with ExitStack() as stack:
         try:
             peers.together(lambda: _lock(folder / LOCK, stack) if peers.is_main() else None, "the run's lock")
             yield
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+            path = Path(os.fsdecode(error.filename)) if error.filename else folder
+            is_full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+            is_here = path.is_relative_to(folder) and error.errno in (errno.EISDIR, errno.ENOTDIR, errno.EACCES)
+            if not (is_full or is_here):
                 raise
             raise UserError(
-                f"the run's folder {folder} cannot be written ({error.strerror}); make room and go on with "
-                f"resume={folder}"
+                f"the run's folder cannot be written: {path}: {error.strerror}; "
+                f"{find_way_out(error, 'mend that')} and go on with resume={folder}"
             ) from None
 
 

@@ -5,9 +5,8 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 
-import yaml
-
 from tunix.base.errors import UserError
+from tunix.base.files import read_yaml
 from tunix.sharding.table import (
     DIMS,
     LAYERS,
@@ -38,8 +37,8 @@ def parse(value: object) -> MeshShape:
     if value == "auto":
         return "auto"
     if isinstance(value, str):  # a list within quotes
-        with suppress(yaml.YAMLError):
-            value = yaml.safe_load(value)
+        with suppress(ValueError):
+            value = read_yaml(value)
     pair = list(value) if isinstance(value, list | tuple) else []
     if len(pair) != 2 or not all(isinstance(part, list | tuple) for part in pair):
         raise ValueError(f"expected {TYPE_HINT}")
