@@ -128,7 +128,7 @@ def _attend_in_blocks(
     return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(x.shape[1], length, *x.shape[3:]), blocks)
 
 
-# A kernel is a function of one device's arrays: (q [B, T, N, H], k and v [B, S, K, H], seen) -> [B, T, N, H].
+# A kernel is a function of one device's arrays: (q [B, T, N, H], k and v [B, S, K, H], mask_rule) -> [B, T, N, H].
 #
 # It may take options, which are given where the model needs them. With `cap` the softmax takes cap * tanh(score / cap).
 # With `with_sums=True` the result is a pair, whose second array are the logs of the sums of exp(score), [B, T, N]
@@ -175,7 +175,7 @@ def plain(
     assert k.shape[1] == length, "more queries than a block: they and the keys must be the same tokens"
 
     spans = [span for span in SPANS if 2 * span <= length] if branches_are_cheap() else []
-    # The number of spans that are smaller than the window: it is the place of the first span in which the window fits.
+    # The number of spans that are smaller than the window: it is the index of the first span in which the window fits.
     # The last way takes a window that fits in none.
     ways: list[Any] = [*(partial(_near, weigh=weigh, span=span) for span in spans), partial(_triangle, weigh=weigh)]
     way = jnp.sum(jnp.asarray(mask_rule.window) > jnp.asarray(spans, jnp.int32))
@@ -209,11 +209,11 @@ def _near(q: jax.Array, k: jax.Array, v: jax.Array, mask_rule: MaskRule, *, weig
               4               #     #     #
 
     All blocks are one piece of the program, a scan. In the place of blocks before the first one stand zeros, whose
-    places no query sees. Zeros also fill up the last block, if the length is not a multiple of a block.
+    positions no query sees. Zeros also fill up the last block, if the length is not a multiple of a block.
     """
     length, num_earlier = q.shape[1], span // NEAR_BLOCK
     count = -(-length // NEAR_BLOCK)
-    unseen = 2 * count * NEAR_BLOCK  # a place behind all queries, which none of them sees: attention is causal
+    unseen = 2 * count * NEAR_BLOCK  # a position behind all queries, which none of them sees: attention is causal
 
     def split(x: jax.Array, dim: int, filler: int = 0) -> jax.Array:
         """[.., T, ..] -> [blocks, .., tokens of a block, ..]."""
@@ -223,7 +223,7 @@ def _near(q: jax.Array, k: jax.Array, v: jax.Array, mask_rule: MaskRule, *, weig
 
     def split_with_earlier(x: jax.Array, dim: int, filler: int = 0) -> jax.Array:
         """Like `split`, with the tokens of the blocks before each."""
-        # Blocks that are moved down by n places stand beside the block that comes n later:
+        # Blocks that are moved down by n positions stand beside the block that comes n later:
         #
         #     moved by 2    -  -  0  1  2
         #     moved by 1    -  0  1  2  3         a column has the keys of one block of queries; -: filler

@@ -1,4 +1,4 @@
-"""Rule that says which keys a query sees: by places, segments and a window. It stands in place of a mask."""
+"""Rule that says which keys a query sees: by positions, segments and a window. It stands in place of a mask."""
 
 from typing import NamedTuple
 
@@ -9,9 +9,9 @@ MASKED = -1e30  # score of a key that a query does not see; finite, as a block o
 
 
 class MaskRule(NamedTuple):
-    """Which keys a query sees: those of its segment, at its own place and at the `window - 1` places before it.
+    """Which keys a query sees: those of its segment, at its own position and at the `window - 1` positions before it.
 
-    A place is the number of a token in its row. A rule in this form, in place of a mask [T, S], is small, may travel
+    A position is the number of a token in its row. A rule in this form, in place of a mask [T, S], is small, may travel
     between devices beside the keys that it describes, and lets a kernel skip keys: where a segment is one run of a row,
     as a document is, query i of equal queries and keys sees exactly the keys first(i) ... i, and `first` never falls.
     """
@@ -42,13 +42,13 @@ def row_mask_rule(segment_ids: jax.Array, window: jax.Array | int) -> MaskRule:
 
 
 def first_keys(segments: jax.Array, window: jax.Array | int) -> jax.Array:
-    """Return the place of the first key that each query of [B, T] sees: of its segment, one run, or of its window."""
+    """Return the position of the first key that each query of [B, T] sees: of its segment, one run, or its window."""
     positions = jnp.arange(segments.shape[1], dtype=jnp.int32)
     return jnp.maximum(_find_starts(segments, positions), positions - window + 1)
 
 
 def last_queries(segments: jax.Array, window: jax.Array | int) -> jax.Array:
-    """Return the place behind the last query that sees each key of [B, T], in its segment, one run, and its window."""
+    """Return the position behind the last query that sees each key of [B, T], in its segment, one run, and window."""
     length = segments.shape[1]
     positions = jnp.arange(length, dtype=jnp.int32)
     # A token that ends its segment says where that is; the others take it from the next such token behind them.
@@ -60,9 +60,9 @@ def last_queries(segments: jax.Array, window: jax.Array | int) -> jax.Array:
 
 
 def split_chunks(segments: jax.Array, size: jax.Array | int) -> jax.Array:
-    """Cut each segment of [B, S], one run, into chunks of `size` tokens; return the place of the first token of each.
+    """Cut each segment of [B, S], one run, into chunks of `size` tokens; return the position of each one's first token.
 
-    These places are segments themselves, of which a layer with chunks of local attention sees one:
+    These positions are segments themselves, of which a layer with chunks of local attention sees one:
 
         segments  4 4 4 4 4 4 4 7 7 7 7
         size 3    0 0 0 3 3 3 6 7 7 7 10
@@ -73,12 +73,12 @@ def split_chunks(segments: jax.Array, size: jax.Array | int) -> jax.Array:
 
 
 def _find_starts(segments: jax.Array, positions: jax.Array) -> jax.Array:
-    """Return the place of the first token of the segment of each token of [B, S].
+    """Return the position of the first token of the segment of each token of [B, S].
 
-    segments         4 4 4 7 7
-    is_first         1 0 0 1 0
-    its place, or 0  0 0 0 3 0
-    largest so far   0 0 0 3 3
+    segments             4 4 4 7 7
+    is_first             1 0 0 1 0
+    its position, or 0   0 0 0 3 0
+    largest so far       0 0 0 3 3
     """
     changes = segments[:, 1:] != segments[:, :-1]
     is_first = jnp.concatenate([jnp.ones_like(changes[:, :1]), changes], 1)

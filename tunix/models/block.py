@@ -235,7 +235,7 @@ class Rows(NamedTuple):
 class Forward(NamedTuple):
     """Values that all layers share in a forward pass."""
 
-    # (a layer, `Rows.beside`) -> how tokens of these rows act on one another in this layer
+    # (a layer, `Rows.mask_inputs`) -> how tokens of these rows act on one another in this layer
     mix_of: Callable[[Layer, Any], Mix]
     length: int  # tokens of the sequences, or those for which a cache has room
     seed: Any = None  # int32 scalar for the dropout of training, or None

@@ -36,9 +36,9 @@ from tunix.sharding.table import DIMS, EXPERTS
 class Trips(NamedTuple):
     """Rows that one device exchanges with each device, [devices] int32 each, as `ragged_all_to_all` takes them."""
 
-    starts: jax.Array  # places of the first row for each device, among those that this device has
+    starts: jax.Array  # positions of the first row for each device, among those that this device has
     sizes: jax.Array  # rows for each device
-    offsets: jax.Array  # places that these rows get on the other device
+    offsets: jax.Array  # positions that these rows get on the other device
     arriving: jax.Array  # rows from each device
 
 
@@ -46,7 +46,7 @@ class Plan(NamedTuple):
     """Plan of one device's exchange of rows, which each device makes out of the same counts.
 
     `jax.lax.ragged_all_to_all` moves rows whose numbers are data. It must be told where the rows for each device begin,
-    and at which place of the other device's buffer they arrive.
+    and at which position of the other device's buffer they arrive.
     """
 
     there: Trips
@@ -63,10 +63,10 @@ def plan_rows(counts: jax.Array, device: jax.Array | int, capacity: int) -> Plan
         sizes [f, t]    2 1     device 0 has   to 0, to 0, to 1          device 0 gets   of 0, of 0, of 1
                         1 3     device 1 has   to 0, to 1, to 1, to 1    device 1 gets   of 0, of 1, of 1, of 1
         starts [f, t]   0 2     sums along t of what comes before
-        places [f, t]   0 0     sums along f of what comes before
+        offsets [f, t]  0 0     sums along f of what comes before
                         2 1
 
-    The way back has the same rows: what was a start is a place, and what was a place is a start.
+    The way back has the same rows: what was a start is an offset, and what was an offset is a start.
     """
     num_devices = len(counts)
     sent = limit_to_capacity(counts, capacity)
@@ -76,11 +76,11 @@ def plan_rows(counts: jax.Array, device: jax.Array | int, capacity: int) -> Plan
     there = Trips(starts[device], sizes[device], offsets[device], sizes[:, device])
     back = Trips(offsets[:, device], sizes[:, device], starts[:, device], sizes[device])
     # The own expert of each row. Rows arrive in runs: those of the first sender for own expert 0, for own expert 1, and
-    # so on, then those of the second sender. The number of runs that have ended says in which run a place is:
+    # so on, then those of the second sender. The number of runs that have ended says in which run a position is:
     #
     #     rows of runs    2 1 | 0 3              two senders, two own experts; ends 2 3 3 6
-    #     place           0 1 2 3 4 5 | 6 7
-    #     run             0 0 1 3 3 3 | 4 4      ends at or before the place
+    #     position        0 1 2 3 4 5 | 6 7
+    #     run             0 0 1 3 3 3 | 4 4      ends at or before the position
     #     own expert      0 0 1 1 1 1 | 2 2      run mod 2; 2 is of none
     ends = jnp.cumsum(by_device[:, device].reshape(-1))
     run = jnp.cumsum(jnp.zeros(capacity, jnp.int32).at[ends].add(1, mode="drop"))
@@ -105,7 +105,7 @@ def limit_to_capacity(counts: jax.Array, capacity: int) -> jax.Array:
 
 def rank_in_group(group: jax.Array, counts: jax.Array) -> jax.Array:
     """Return how many earlier entries of `group` [n] have the same number; `counts` [X] are those of each number."""
-    # JAX sorts in a stable way: entries of one number come in their order, from the first place of this number on.
+    # JAX sorts in a stable way: entries of one number come in their order, from the first position of this number on.
     order = jnp.argsort(group)
     position = jnp.zeros_like(order).at[order].set(jnp.arange(len(group)), unique_indices=True)
     return position - (jnp.cumsum(counts) - counts)[group]
@@ -116,7 +116,7 @@ def move_rows(rows: Any, trips: Trips, opposite: Trips, lengths: tuple[int, int]
     """Return the rows that come to this device, [lengths[0], ...], in the places of `trips`; 0 elsewhere.
 
     `rows` are [lengths[1], ...]. A gradient goes to where its row came from, by the trips of the way back, `opposite`.
-    JAX's own rule would have the devices tell one another these places once more.
+    JAX's own rule would have the devices tell one another these positions once more.
     """
     empty = jnp.zeros((lengths[0], *rows.shape[1:]), rows.dtype)
     empty = jax.lax.pcast(empty, tuple(sorted(jax.typeof(rows).manual_axis_type.varying)), to="varying")

@@ -58,8 +58,8 @@ class Inputs(NamedTuple):
     q: Any  # [B, T, N, H], scaled
     k: Any  # [B, T, K, H]
     v: Any  # [B, T, K, H]
-    first: Any  # [B, T] int32: place of the first key that each query sees
-    end: Any  # [B, T] int32: place behind the last query that sees each key
+    first: Any  # [B, T] int32: position of the first key that each query sees
+    end: Any  # [B, T] int32: position behind the last query that sees each key
 
 
 class BackwardInputs(NamedTuple):
@@ -195,7 +195,7 @@ def _sees(first, rows, keys, num_before):
 
 
 def through_cap(gradient: jax.Array, capped: jax.Array, cap: float | None) -> jax.Array:
-    """Return the gradient of scores, out of that of the capped scores."""
+    """Return the gradient of scores of any shape, out of that of the capped scores."""
     return gradient if cap is None else gradient * (1 - (capped / cap) ** 2)
 
 
@@ -277,7 +277,7 @@ def _keys_kernel(inputs: Inputs, backward: BackwardInputs, dk_ref, dv_ref, *, va
         d_scores = through_cap(d_scores, scores, cap)
         return dk + triton.dot(d_scores.astype(q.dtype), q), dv
 
-    # block of queries    0   1   2   3   4   5   6       the places of the keys lie in block 1, and their ends, of a
+    # block of queries    0   1   2   3   4   5   6       the positions of the keys lie in block 1, and their ends, of a
     #                         m   #   #   m               document or of a window, in block 4; m: masked, #: each query
     #                        low full    last             sees each key; high is 5
     #
@@ -311,7 +311,7 @@ def flash(
     With a `cap`, scores s become cap * tanh(s / cap) before the softmax. Values may be narrower than keys. With
     `with_sums` the result is a pair with the logs of the sums of exp(score), [B, T, N] float32.
     Each segment of `mask_rule` must be one run of its row. T is filled up to a multiple of 128 and H to the next size
-    that `BLOCKS` has. With `blocks` given, the kernels are interpreted: slow, on any device, for tests.
+    that `FLASH_BLOCKS` has. With `blocks` given, the kernels are interpreted: slow, on any device, for tests.
     """
     rows, interpret = blocks or find_row_in_use(FLASH_BLOCKS), blocks is not None
     length, dim = q.shape[1], padded_dim(rows, q.shape[3])
@@ -346,7 +346,7 @@ def _attention_backward(variant, residuals, gradients):
     backward = BackwardInputs.from_gradients(out, log_sums, *gradients)
     dq = queries_gradient(inputs, backward, variant)
     dk, dv = keys_gradient(inputs, backward, variant)
-    return (Inputs(dq, dk, dv, first=None, end=None),)  # places are whole numbers, which have no gradient
+    return (Inputs(dq, dk, dv, first=None, end=None),)  # positions are whole numbers, which have no gradient
 
 
 _attention.defvjp(_attention_forward, _attention_backward)

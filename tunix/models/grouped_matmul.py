@@ -180,12 +180,12 @@ def _weights_kernel(begin_ref, end_ref, rows_ref, gradient_ref, dw_ref, *, block
 
 
 def _are_before(end: Any, begin: Any, size: int) -> jax.Array:
-    """Return which of the places begin ... begin + size - 1 lie before `end`."""
+    """Return which of the positions begin ... begin + size - 1 lie before `end`."""
     return begin + jnp.arange(size) < end
 
 
 def _part(n: Any, size: int, length: int) -> tuple[Any, jax.Array | None]:
-    """Return the places of the n-th part of a dimension, and which of them it has; None if its parts are all full."""
+    """Return positions of the n-th part of a dimension, and which of them it has; None if its parts are all full."""
     return pl.ds(n * size, size), None if length % size == 0 else _are_before(length, n * size, size)
 
 

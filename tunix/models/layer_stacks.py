@@ -35,7 +35,6 @@ from tunix.models.layers import (
     Initializer,
     Routing,
     merge_layers,
-    merge_pattern,
     merge_runs,
 )
 from tunix.models.pipeline import run_stages
@@ -216,7 +215,7 @@ class Stacks:
             x, results = scan_prefetch(block, params, rows.x, values, others, self.layout.inside_stage())
         else:
             x, results = scan_blocks(blocks, rows.x, layers, others, self.remat)
-        sums = merge_pattern([merge_layers(local_sums) for local_sums, _ in results])
+        sums = merge_layers([local_sums for local_sums, _ in results])
         return rows._replace(x=x), sums, [cache for _, cache in results]
 
     def _run_layer(

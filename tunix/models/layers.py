@@ -109,19 +109,17 @@ class BlockSums(NamedTuple):
 NO_SUMS = BlockSums({}, None)
 
 
-def merge_layers(sums: BlockSums) -> BlockSums:
-    """Return the numbers of layers, whose arrays come with a first dimension L: penalties added up, counts apart."""
-    return sums._replace(penalties={name: value.sum(0) for name, value in sums.penalties.items()})
+def merge_layers(blocks: list[BlockSums]) -> BlockSums:
+    """Return the numbers of stacks that take turns, given those of each slot of a turn, with a first dimension L.
 
+    Penalties are added up. Routing comes in the order of layers:
 
-def merge_pattern(blocks: list[BlockSums]) -> BlockSums:
-    """Return the numbers of stacks that take turns, given those of each place; routing in the order of layers.
-
-    place 0    layers 0 2 4
-    place 1    layers 1 3 5        --> 0 1 2 3 4 5: stacked along a second dimension, then joined with the first
+        slot 0    layers 0 2 4
+        slot 1    layers 1 3 5        --> 0 1 2 3 4 5: stacked along a second dimension, then joined with the first
     """
-    routings = [sums.routing for sums in blocks if sums.routing is not None]
-    sums = reduce(merge_runs, (sums._replace(routing=None) for sums in blocks))
+    penalties = [{name: values.sum(0) for name, values in each.penalties.items()} for each in blocks]
+    sums = reduce(merge_runs, (BlockSums(each, None) for each in penalties))
+    routings = [each.routing for each in blocks if each.routing is not None]
     if not routings:
         return sums
     in_turns = jax.tree.map(lambda *each: jnp.stack(each, 1).reshape(-1, *each[0].shape[1:]), *routings)

@@ -10,9 +10,9 @@ alone, one part a tick. Training goes backward in the same ticks (training/pipel
     stage 3     .    .    .   p0   p1   p2   p3
 
 Outside of the blocks the axis of the stages splits the batch, so no stage waits for the embedding or the loss. The
-parts lie in a queue that is split over the stages (as in MaxText). In a tick stage 0 takes the part at one place of its
-queue. This place then moves on: each stage gets what the next stage had there, and the last stage puts in the part
-that it has finished. So a tick sends two things, computed rows to the next stage and a place of the queue to the stage
+parts lie in a queue that is split over the stages (as in MaxText). In a tick stage 0 takes the part at one slot of its
+queue. This slot then moves on: each stage gets what the next stage had there, and the last stage puts in the part
+that it has finished. So a tick sends two things, computed rows to the next stage and a slot of the queue to the stage
 before, and nothing is gathered.
 """
 
@@ -37,8 +37,8 @@ def run_stages(run: RunLayers, layers: Any, rows: Any, layout: Layout, parts_per
     The queue of each stage has `parts_per_stage` parts; None gives each sequence of a device a part of its own. It is
     for evaluations: a backward pass would keep what each tick computes.
     """
-    # The queue, with two stages and two places for each. In tick t stage 0 takes the part at place t mod 2. Then this
-    # place moves up by one stage, and the last stage puts in the part that it has finished:
+    # The queue, with two stages and two slots for each. In tick t stage 0 takes the part at slot t mod 2. Then this
+    # slot moves up by one stage, and the last stage puts in the part that it has finished:
     #
     #     after tick             0           1           2           3           4
     #     stage 0    p0 p1       p2 p1       p2 p3       -- p3       -- P0       P1 P0      P: finished
@@ -62,7 +62,7 @@ def run_stages(run: RunLayers, layers: Any, rows: Any, layout: Layout, parts_per
     iterations = jnp.arange(num_slots * num_stages + num_stages - 1)
     start = queue, jax.tree.map(lambda x: jnp.zeros_like(x[:, 0]), queue)
     (queue, _), _ = jax.lax.scan(tick, start, iterations)
-    # The first part is finished in tick S - 1, and so lies at the place of this tick.
+    # The first part is finished in tick S - 1, and so lies at the slot of this tick.
     return jax.tree.map(lambda x: lanes.unfold(jnp.roll(x, 1 - num_stages, axis=1)), queue)
 
 
@@ -70,7 +70,7 @@ class Lanes:
     """Places of rows and layers in a pipeline, on the mesh in use.
 
     Rows [B, ...] of a batch are split over the axes of the stages, and then over the other axes of the batch. In the
-    pipeline they are [S, places, rows, ...], in which each device has the rows that it had, and nothing is sent.
+    pipeline they are [S, slots, rows, ...], in which each device has the rows that it had, and nothing is sent.
     """
 
     def __init__(self, layout: Layout):
@@ -83,13 +83,13 @@ class Lanes:
         self.num_shards = count_devices(sizes, self.row_axes)
 
     def fold(self, x: jax.Array, num_slots: int | None, dim: int = 0) -> jax.Array:
-        """[B, ...] -> [S, places, rows, ...]; with `dim` 1, [A, B, ...] -> [A, S, places, rows, ...]."""
-        # Rows of a device stay on it, so places cut each device's rows, not the batch. With two stages of two devices
-        # and two places, a batch of eight rows lies as follows:
+        """[B, ...] -> [S, slots, rows, ...]; with `dim` 1, [A, B, ...] -> [A, S, slots, rows, ...]."""
+        # Rows of a device stay on it, so slots cut each device's rows, not the batch. With two stages of two devices
+        # and two slots, a batch of eight rows lies as follows:
         #
         #     rows        0 1 | 2 3 | 4 5 | 6 7         |: between devices
-        #     stage 0     place 0: 0 2    place 1: 1 3
-        #     stage 1     place 0: 4 6    place 1: 5 7
+        #     stage 0     slot 0: 0 2    slot 1: 1 3
+        #     stage 1     slot 0: 4 6    slot 1: 5 7
         num_local = x.shape[dim] // (self.num_stages * self.num_shards)
         num_slots = num_slots or num_local
         spec = jax.typeof(x).sharding.spec
@@ -113,7 +113,7 @@ class Lanes:
         return x.reshape(-1, *x.shape[3:], out_sharding=PartitionSpec(None, *spec))
 
     def unfold(self, x: jax.Array) -> jax.Array:
-        """[S, places, rows, ...] -> [B, ...]"""
+        """[S, slots, rows, ...] -> [B, ...]"""
         remaining = jax.typeof(x).sharding.spec[3:]
         x = x.reshape(
             self.num_stages, x.shape[1], self.num_shards, -1, *x.shape[3:],
@@ -313,7 +313,7 @@ class Chunks:
 
 
 def list_sends(num_stages: int, num_chunks: int, number: int) -> list[tuple[int, int, int, int]]:
-    """Return the trips of one permute: stage and place of a chunk at rest, stage and place where it is dealt to.
+    """Return the trips of one permute: stage and slot of a chunk at rest, stage and slot where it is dealt to.
 
     Chunk g = p v + i is the i-th at rest on stage p, and belongs to stage g mod S. Each permute takes one chunk of each
     stage, so that each stage gets one. p v mod S repeats after S / d stages, where d is the greatest common divisor of

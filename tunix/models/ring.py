@@ -220,7 +220,7 @@ class XlaRing(NamedTuple):
     cap: float | None
 
     def attend(self, q: jax.Array, k: jax.Array, v: jax.Array, ranges: Ranges) -> Pair:
-        """Return what `FlashRing.attend` does."""
+        """Return what `FlashRing.attend` does: [B, T, N, H] and [B, N, T]."""
 
         def compute(q, rows, first):
             scores, mask = self._scores(q, k, rows, first, ranges.is_own)
@@ -243,7 +243,7 @@ class XlaRing(NamedTuple):
         return _join_chunks(out), jnp.swapaxes(_join_chunks(log_sums[..., None])[..., 0], 1, 2)
 
     def gradients(self, q: jax.Array, k: jax.Array, v: jax.Array, ranges: Ranges, backward: BackwardInputs) -> Any:
-        """Return what `FlashRing.gradients` does."""
+        """Return what `FlashRing.gradients` does, each of the shape of q, k or v."""
 
         def compute(d_block, q, rows, first, log_sums, delta, d_out):
             dk, dv = d_block

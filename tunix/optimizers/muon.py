@@ -122,7 +122,7 @@ def spread(matrices: jax.Array) -> jax.Array:
 
 
 def collect(matrices: jax.Array) -> jax.Array:
-    """Return matrices that `spread` gave to the devices, split again as the arrays that they came from."""
+    """Return matrices [n, in, out] that `spread` gave to the devices, split again as the arrays they came from."""
     axes = _split_axes()
     for index in range(len(axes), 0, -1):
         matrices = _lay_out(matrices, axes[:index])

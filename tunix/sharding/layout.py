@@ -94,7 +94,7 @@ class Layout:
     # What the axes of the stages split here: `sequences` of a batch; `layers` inside of a stage, and nothing else; or
     # `tokens` of sequences, where one part of a batch is at work outside of the stages (1F1B).
     stages_split: str = "sequences"
-    block_matmul: str = "plain"  # kind of the products of attention and MLP: a key of PRODUCTS (models/matmul.py)
+    block_matmul: str = "plain"  # kind of the products of attention and MLP: a key of MATMUL (models/matmul.py)
     moments_on_host: bool = False  # the optimizer's state is in the host's memory between two updates
     # Keys of the tables of models/table.py, or dotted paths. Kernels of attention come with the letter of their
     # key/value heads.

@@ -236,7 +236,7 @@ class StagedModel:
 class Carry(NamedTuple):
     """State of the stages between two ticks."""
 
-    saved: Rows  # [S, places, rows, ...]: the rows that each stage took in the last ticks
+    saved: Rows  # [S, slots, rows, ...]: the rows that each stage took in the last ticks
     forth: Rows  # [S, rows, ...]: rows that each stage has got from the stage before it, to go forward through
     back: Stream  # [S, rows, ...]: gradients that each stage has got from the stage behind it, to go backward through
     d_blocks: Any  # gradients so far, [S, v, L / (S v), ...] for v > 1 chunks, else [S, L / S, ...]
@@ -249,13 +249,13 @@ class Carry(NamedTuple):
 class Iterations:
     """Ticks of the schedule: the work of all stages between two times that they send rows to one another.
 
-    `saved` is a ring: what a stage takes in tick t it puts at place t % (2 S v - 1). With one chunk (v = 1), stage s
-    goes backward through it 2 (S - 1 - s) ticks later: the last stage at once, the first just before the place is
+    `saved` is a ring: what a stage takes in tick t it puts at slot t % (2 S v - 1). With one chunk (v = 1), stage s
+    goes backward through it 2 (S - 1 - s) ticks later: the last stage at once, the first just before the slot is
     needed again.
 
-        place         0    1    2    3    4             S = 3, stage 0
+        slot          0    1    2    3    4             S = 3, stage 0
         tick 4       p0   p1   p2   p3   p4             takes p4, then goes backward through p0
-        tick 5       p5   p1   p2   p3   p4             takes p5 in its place, then goes backward through p1
+        tick 5       p5   p1   p2   p3   p4             takes p5 in its slot, then goes backward through p1
     """
 
     def __init__(self, model: StagedModel, schedule: Turns):
@@ -341,7 +341,7 @@ class Iterations:
         """
         model, lanes, slot = self.model, self.lanes, self.schedule.backward(now, self.stages)
         slot_index = self.schedule.taken_at(now, self.stages) % self.schedule.num_saved  # [S]
-        # Each stage reads another place of its ring: it took these rows 2 (S - 1 - s) ticks ago with one chunk.
+        # Each stage reads another slot of its ring: it took these rows 2 (S - 1 - s) ticks ago with one chunk.
         read = jax.vmap(partial(jax.lax.dynamic_index_in_dim, keepdims=False))
         rows = jax.tree.map(lambda x: read(x, slot_index), carry.saved)
         is_last = self.is_last & (slot.chunk == self.schedule.num_chunks - 1)

@@ -55,6 +55,12 @@ class Update(NamedTuple):
     bias_rate: float | None  # of routers (optimizer.py); None where they have no bias
     norms_every: int | None  # steps between two that report the norms of each layer; None reports none
 
+    def direct(self, grads: Any, moments: Any, params: Any) -> tuple[Any, Any]:
+        """Return the direction of the update, and the new moments, both laid out like the old ones."""
+        # Optimizers that mix elements (Muon's matrix products) name no mesh axes, so XLA lays their inside out.
+        specs = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, (params, moments))
+        return auto_axes(self.optimizer.update, out_sharding=specs)(grads, moments, params)
+
     def report_norms(self, step: jax.Array, arch: Architecture, grads: Any, old: Any, new: Any) -> dict[str, Any]:
         """Return norms [L] of gradients, parameters and their change by `compute_norms`; zeros between due steps."""
         if not self.norms_every:
@@ -103,9 +109,7 @@ def make_train_step(
             params = lay_out_for_optimizer(trained, arch)
             # The optimizer may work on other shards than the forward pass (shard_optimizer): `params` are laid out so.
             moments = to_device_memory(state["opt_state"]) if on_host else state["opt_state"]
-            # Optimizers that mix elements (Muon's matrix products) name no mesh axes, so XLA lays their inside out.
-            specs = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, (params, moments))
-            direction, opt_state = auto_axes(update.optimizer.update, out_sharding=specs)(grads, moments, params)
+            direction, opt_state = update.direct(grads, moments, params)
             rate = update.schedule(state["step"])
             params = jax.tree.map(lambda p, d: (p - rate * d).astype(p.dtype), params, direction)
             reported = {**report_sums(sums, weight), "grad_norm": grad_norm}
