@@ -51,18 +51,16 @@ class BatchShape(NamedTuple):
         return tuple(sizes[char] for char in dims)
 
 
-# How a step goes through the stages of the layers (the mesh axis pp).
-#
-# The sequences of a microbatch are cut into P parts, and S stages work on S parts at a time. In a tick each stage
-# computes one part, so the last stage has the last part after P + S - 1 ticks. In S - 1 of them a stage has nothing to
-# do: the bubble. training/pipeline_step.py has a picture.
-#
-# The parts of all microbatches of a step follow one another (1f1b). interleaved cuts the layers of a stage into chunks:
-# a tick is shorter, and the same number of idle ticks takes less time.
-
-
 class PipelineShape(NamedTuple):
-    """Sizes of a pipeline: stages, parts of a microbatch, microbatches and chunks, and what follows from them."""
+    """How a step goes through the stages of the layers (the mesh axis pp), and what follows from it.
+
+    The sequences of a microbatch are cut into P parts, and S stages work on S parts at a time. In a tick each stage
+    computes one part, so the last stage has the last part after P + S - 1 ticks. In S - 1 of them a stage has nothing
+    to do: the bubble. training/pipeline_step.py has a picture.
+
+    The parts of all microbatches of a step follow one another (1f1b). interleaved cuts the layers of a stage into
+    chunks: a tick is shorter, and the same number of idle ticks takes less time.
+    """
 
     num_stages: int  # S
     num_parts: int  # P, of one microbatch; each has sequences of every data shard
