@@ -170,9 +170,9 @@ def select_rows(program: Program, device_bytes: int | None) -> int | None:
     free = USABLE * device_bytes - bytes_per_device(program.abstract) - count_reference_bytes(program)
     shards = data_shards(whole_sequences(program.mesh).shape)
     count = pad_rows(math.ceil(task.cycle(program.batch.num_sequences).samples * task.group_size / shards))
-    # The sizes of `pad_rows` are tried: 16, 12, 8, 6, ...
+    # The sizes of `pad_rows` are tried: 16, 12, 8, 6, 4, 2, 1.
     while count > 1 and _derive_costs_of_run(program, count * shards, device_bytes).memory > free:
-        count = pad_rows(math.ceil(count * 2 / 3))
+        count = pad_rows(count * 2 // 3)
     return count * shards
 
 
