@@ -413,26 +413,19 @@ class Parquet(Files, Rows):
         file = _open_parquet(unit.path)
         present = file.schema_arrow.names
         requested = present if columns is None else [name for name in columns if name in present]
-        for number, row in enumerate(_read_rows(file, unit, requested)):
-            # If none of the columns is there, the row has their names alone: an error message lists them.
-            location = f"row {number} of row group {unit.start},"
-            content = row if requested else dict.fromkeys(present)
-            yield Item(f"{unit.name}@{unit.start}.{number}", content, "", partial("{}, {}".format, unit.path, location))
-
-
-def _read_rows(file: Any, unit: Unit, columns: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a row group, as many at a time as fit into `ROWS_BYTES` if all were as long as their column.
-
-    A column that names one long text a million times is short on disk.
-    """
-    try:
-        group = file.metadata.row_group(unit.start)
-        max_length = max([1, *(group.column(at).total_uncompressed_size for at in range(group.num_columns))])
-        at_a_time = min(1024, max(1, ROWS_BYTES // max_length))
-        for batch in file.iter_batches(at_a_time, [unit.start], columns or None):
-            yield from batch.to_pylist()
-    except (OSError, ValueError) as error:
-        raise UserError(f"data: {unit.path} is damaged or ends early: {str(error).splitlines()[0]}") from None
+        try:
+            # As many rows at a time as fit into `ROWS_BYTES` if all were as long as their column: a column that names
+            # one long text a million times is short on disk.
+            group = file.metadata.row_group(unit.start)
+            max_length = max([1, *(group.column(at).total_uncompressed_size for at in range(group.num_columns))])
+            batches = file.iter_batches(min(1024, max(1, ROWS_BYTES // max_length)), [unit.start], requested or None)
+            for number, row in enumerate(row for batch in batches for row in batch.to_pylist()):
+                # If none of the columns is there, the row has their names alone: an error message lists them.
+                content = row if requested else dict.fromkeys(present)
+                where = partial("{}, row {} of row group {},".format, unit.path, number, unit.start)
+                yield Item(f"{unit.name}@{unit.start}.{number}", content, "", where)
+        except (OSError, ValueError) as error:
+            raise UserError(f"data: {unit.path} is damaged or ends early: {str(error).splitlines()[0]}") from None
 
 
 def _open_parquet(path: str) -> Any:

@@ -15,6 +15,12 @@ from tunix.huggingface.families import (
     qk_norm,
 )
 
+FIXED: dict[str, tuple] = {"hidden_activation": ("gelu_pytorch_tanh",), "attention_bias": (False,)}
+ABSENT = {
+    "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "head_dim": 256, "rms_norm_eps": 1e-6, "tie_word_embeddings": True,
+}  # fmt: skip
+
 GEMMA2 = Family(
     model_type="gemma2",
     architecture="Gemma2ForCausalLM",
@@ -23,16 +29,10 @@ GEMMA2 = Family(
         "query_scale": "query_pre_attn_scalar", "sliding_window": "sliding_window",
         "attention_cap": "attn_logit_softcapping", "logits_cap": "final_logit_softcapping",
     },
-    fixed={
-        "hidden_activation": ("gelu_pytorch_tanh",), "hidden_act": ("gelu_pytorch_tanh",),
-        "attention_bias": (False,), "use_bidirectional_attention": (None, False),
-    },
-    absent={
-        "vocab_size": 256000, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
-        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 8192,
-        "rms_norm_eps": 1e-6, "tie_word_embeddings": True, "query_pre_attn_scalar": 256, "sliding_window": 4096,
-        "sliding_window_pattern": 2, "rope_theta": 1e4, "attn_logit_softcapping": 50.0,
-        "final_logit_softcapping": 30.0,
+    fixed=FIXED | {"hidden_act": ("gelu_pytorch_tanh",), "use_bidirectional_attention": (None, False)},
+    absent=ABSENT | {
+        "vocab_size": 256000, "max_position_embeddings": 8192, "query_pre_attn_scalar": 256, "sliding_window": 4096,
+        "sliding_window_pattern": 2, "rope_theta": 1e4, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
     },
 )  # fmt: skip
 
@@ -41,15 +41,12 @@ GEMMA3 = Family(
     architecture="Gemma3ForCausalLM",
     names=GEMMA_NAMES | qk_norm("H", "H"),
     keys=LLAMA_KEYS | {"query_scale": "query_pre_attn_scalar", "sliding_window": "sliding_window"},
-    fixed={
-        "hidden_activation": ("gelu_pytorch_tanh",), "attention_bias": (False,),
+    fixed=FIXED | {
         "attn_logit_softcapping": (None,), "final_logit_softcapping": (None,),
         "use_bidirectional_attention": (False, None),
     },
-    absent={
-        "vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
-        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-6, "tie_word_embeddings": True, "query_pre_attn_scalar": 256, "sliding_window": 4096,
+    absent=ABSENT | {
+        "vocab_size": 262208, "max_position_embeddings": 131072, "query_pre_attn_scalar": 256, "sliding_window": 4096,
         "sliding_window_pattern": 6, "rope_theta": 1e6, "rope_local_base_freq": 1e4,
     },
     local_rope=True,
@@ -88,16 +85,14 @@ GEMMA4 = Family(
         **qk_norm("H", "H", "local_blocks"), **SHARED_NAMES, **INPUT_NAMES,
     },
     keys=LLAMA_KEYS | {"sliding_window": "sliding_window", "logits_cap": "final_logit_softcapping"},
-    fixed={
-        "hidden_activation": ("gelu_pytorch_tanh",), "attention_bias": (False,),
+    fixed=FIXED | {
         "use_bidirectional_attention": (None, "vision"),  # tokens of images alone see later ones
         "enable_moe_block": (False,), "num_experts": (None,), "top_k_experts": (None,),
         "moe_intermediate_size": (None,),
     },
-    absent={
-        "vocab_size": 262144, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 30,
-        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-6, "tie_word_embeddings": True, "sliding_window": 512, "sliding_window_pattern": 6,
+    absent=ABSENT | {
+        "vocab_size": 262144, "num_hidden_layers": 30, "max_position_embeddings": 131072, "sliding_window": 512,
+        "sliding_window_pattern": 6,
         "final_logit_softcapping": None, "hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262144,
         "num_kv_shared_layers": 0, "use_double_wide_mlp": False,
         "global_head_dim": 512, "num_global_key_value_heads": None, "attention_k_eq_v": False, "per_layer_config": None,

@@ -392,26 +392,23 @@ def _list_tensors(params: Parameters, cfg: Model, weights: Any) -> list[tuple[st
             at = (layers.index(numbers[0]), *numbers[1:]) if numbers else ()
             chunks_of.setdefault(name.tensor.format(*numbers), []).append((numbers, at, name, leaves[path], weight))
 
+    def make(parts: list[Any], dtype: str, is_local: bool) -> np.ndarray | None:
+        values = [replicate_part(leaf, *at) if at else replicate(leaf) for _, at, _, leaf, _ in parts]
+        if not is_local:
+            return None
+        chunks = [
+            # The router's bias moves by steps that 16 bits do not resolve.
+            pack(np.asarray(value), name, weight).astype("float32" if weight.equation.is_choice else dtype)
+            for value, (_, _, name, _, weight) in zip(values, parts, strict=True)
+        ]
+        return np.ascontiguousarray(_fuse(chunks, parts[0][2], cfg.dims))
+
     # A function for each tensor, because all tensors at once would not fit into the memory of a host.
-    def maker(parts):
-        def make(dtype, is_local):
-            values = [replicate_part(leaf, *at) if at else replicate(leaf) for _, at, _, leaf, _ in parts]
-            if not is_local:
-                return None
-            chunks = [
-                # The router's bias moves by steps that 16 bits do not resolve.
-                pack(np.asarray(value), name, weight).astype("float32" if weight.equation.is_choice else dtype)
-                for value, (_, _, name, _, weight) in zip(values, parts, strict=True)
-            ]
-            return np.ascontiguousarray(_fuse(chunks, parts[0][2], cfg.dims))
-
-        return make
-
     made: list[tuple[str, tuple[int, ...], Any]] = []
     # By layer, the first of the numbers (layer,) or (layer, expert); tensors of no layer have () and come first.
     for tensor, parts in sorted(chunks_of.items(), key=lambda item: item[1][0][0][:1]):
         parts.sort(key=lambda part: part[2].part)
-        made.append((tensor, shape_in_files(parts[0][2], cfg.dims), maker(parts)))
+        made.append((tensor, shape_in_files(parts[0][2], cfg.dims), partial(make, parts)))
     for tensor, number in list_constants(family, cfg).items():
         made.append((tensor, (), lambda dtype, _, number=number: np.asarray(number, jnp.dtype(dtype))))
     return made
