@@ -13,17 +13,18 @@ from tunix.base.dotted_path import import_object
 from tunix.base.errors import UserError
 from tunix.config import Config
 from tunix.config.task import Cycle, Grpo
-from tunix.data.batches import BatchSource, PrefetchReader, TrainBatches
+from tunix.data.batches import TEACHER, Batch, BatchSource, PrefetchReader, TrainBatches
 from tunix.data.dataset import Corpus
 from tunix.data.prompts import AnyCorpus, PromptCorpus, load_prompts
 from tunix.data.sample_order import BEGINNING, DataSchedule, Position, Samples
 from tunix.data.table import DOCUMENTS
 from tunix.inference.rollout import Sampler
 from tunix.inference.sampling import Sampling
+from tunix.inference.teacher import load_teacher
 from tunix.processes import peers
 from tunix.processes.watchdog import Watchdog
 from tunix.rl.evaluation import HeldOutAnswers
-from tunix.rl.reference import add_reference, make_reference
+from tunix.rl.reference import add_reference, make_judge, make_reference
 from tunix.rl.rollouts import RolloutEngine, Rollouts, SamplesFile
 from tunix.rl.scoring import Scorer
 from tunix.run.metrics import Metrics
@@ -79,11 +80,14 @@ class CorpusFeed:
 
     def __init__(self, cfg: Config, corpus: Corpus, program: Program, mesh: Mesh, watchdog: Watchdog):
         self.cfg, self.corpus, self.program, self.mesh = cfg, corpus, program, mesh
+        params = load_teacher(program, mesh, corpus.tokenizer)
+        self.shared = {} if params is None else {TEACHER: params}
         fields = find_loss_kind(cfg).fields
         self.samples: TrainBatches = TrainBatches(corpus.train, cfg, program.choices.batch, mesh, fields)
         info = cfg, corpus, program.arch, mesh, program.batch.num_rows
-        self.held_out = HeldOut(*info) if corpus.num_held_out else None
-        self.sets = {name: HeldOut(*info, name) for name in corpus.sets}
+        teacher = (program.teacher, params) if program.teacher and params else None
+        self.held_out = HeldOut(*info, teacher=teacher) if corpus.num_held_out else None
+        self.sets = {name: HeldOut(*info, name, teacher) for name in corpus.sets}
 
     def __enter__(self) -> Self:
         return self
@@ -92,7 +96,7 @@ class CorpusFeed:
         pass
 
     def batches(self, start: Position, last: int, metrics: Metrics | None, folder: Path | None) -> BatchSource:
-        return PrefetchReader(self.samples, start, last)
+        return PrefetchReader(self.samples, start, last, self.shared)
 
     def sum_up(self, state: dict[str, Any], evaluation: dict[str, Any], metrics: Metrics) -> None:
         """Log the last evaluation beside the corpus's unigrams, and how the model continues a held-out document."""
@@ -152,7 +156,9 @@ class PromptFeed:
         self.samples = Samples(corpus.train, cfg, data_schedule, shape.num_tokens // per_step)
         self.scorer = Scorer(task.rewards, task.reward_processes, task.reward_timeout_s, task.reward_errors)
         self.engine = RolloutEngine(cfg, corpus, program, mesh, self.scorer, watchdog)
-        self.held_out = HeldOutAnswers(cfg, corpus, self.engine) if corpus.num_held_out else None
+        # Without rewards nothing says how good held-out answers are.
+        self.held_out = HeldOutAnswers(cfg, corpus, self.engine) if corpus.num_held_out and task.rewards else None
+        self.teacher = load_teacher(program, mesh, corpus.tokenizer)
         self.sets: dict[str, Evaluator] = {}  # the config refuses them for prompts
         self.stack = ExitStack()
 
@@ -175,7 +181,14 @@ class PromptFeed:
         reference = make_reference(self.cfg, self.program, self.mesh) if task.kl_coefficient else None
         every = task.samples_every_steps
         file = SamplesFile(folder, every, metrics) if folder and metrics and every else None
-        return Rollouts(self.cfg, self.program.batch, self.samples, self.engine, reference, start, file)
+        judge, shared = None, Batch()
+        if self.teacher is not None:
+            if task.teacher_in_loss:
+                shared[TEACHER] = self.teacher
+            else:
+                judge = make_judge(self.cfg, self.program, self.teacher)
+        info = self.cfg, self.program.batch, self.samples, self.engine, reference, start, file
+        return Rollouts(*info, judge, shared)
 
     def sum_up(self, state: dict[str, Any], evaluation: dict[str, Any], metrics: Metrics) -> None:
         """Log what the last evaluation says."""

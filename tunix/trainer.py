@@ -173,8 +173,8 @@ def set_up(
     if sizes.total_steps is not None:  # None: the config counts epochs, and only the data tell how many steps they are
         check_window(cfg, sizes.total_steps)
     # Compile while the data are read, but only where nothing else can be refused: an error would wait for the compiler
-    # to end. A run that resumes, or starts from other weights, has files to check first.
-    if not (cfg.dry_run or cfg.resume or cfg.model.init_from):
+    # to end. A run that resumes, starts from other weights or has a teacher has files to check first.
+    if not (cfg.dry_run or cfg.resume or cfg.model.init_from or program.teacher):
         # Where the config counts epochs, the data may end the run before its other limits.
         compiler.begin_run(programs, sizes.schedule, None if cfg.training.num_epochs else sizes.total_steps)
     clock.end("program")

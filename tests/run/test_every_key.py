@@ -11,7 +11,7 @@ from typing import Literal, get_args, get_origin
 import jax
 import numpy as np
 import pytest
-from support.harness import ONE_LAYER, RUN
+from support.harness import ONE_LAYER, ROOT, RUN
 from support.installs import one_at_a_time
 from support.rollouts import ONE, TASK
 
@@ -21,7 +21,7 @@ from tunix.checkpoints.store import open_store
 from tunix.config import Config, Section
 from tunix.config.compose import compose
 from tunix.config.mistakes import list_sections
-from tunix.data.batches import TrainBatches
+from tunix.data.batches import TrainBatches, split_shared
 from tunix.data.dataset import load_corpus
 from tunix.data.sample_order import Position
 from tunix.models.rope import layer_rope
@@ -102,19 +102,28 @@ def post_training(folder: Path, corpus: Path) -> Callable[[], None]:
     words = ["training.max_steps=1", "task.kl_coefficient=0.1", f"loading.cache_dir={folder}/cache"]
     job = compose([*TASK, *ONE, *words, f"hydra.run.dir={folder}/run"])
     pairs = compose([*RUN, *words_of_pairs(folder), "model.mesh_shape=[[1],[fsdp]]", words[-1]]).config
+    teacher = [*ONE, f"task.teacher={ROOT}/tests/models/parity/llama"]
+    talk = ["task=sft", "data=arithmetic", "data.below=20", words[-1]]
+    taught = [[*RUN, *talk, *teacher], [*RUN, *teacher], [*TASK, *teacher, "task.teacher_loss=full"]]
+    traced = pairs, *(compose(words).config for words in taught)
 
     def use() -> None:
         run(job)
-        load_corpus(pairs)
-        mesh = build_mesh(pairs)
-        with jax.set_mesh(mesh):
-            program = assemble(pairs, mesh)
-            rows = {name: jax.eval_shape(lambda x: x[0], leaf) for name, leaf in program.abstract_batch.items()}
-            jax.eval_shape(
-                lambda params, rows: program.loss_fn(program.arch.module(params), rows, None).objective,
-                program.abstract["params"],
-                rows,
-            )
+        for cfg in traced[:2]:
+            load_corpus(cfg)
+        for cfg in traced:
+            mesh = build_mesh(cfg)
+            with jax.set_mesh(mesh):
+                program = assemble(cfg, mesh)
+                fields, shared = split_shared(program.abstract_batch)
+                rows = {name: jax.eval_shape(lambda x: x[0], leaf) for name, leaf in fields.items()}
+                jax.eval_shape(
+                    lambda params, rows, program=program: (
+                        program.loss_fn(program.arch.module(params), rows, None).objective
+                    ),
+                    program.abstract["params"],
+                    rows | shared,
+                )
 
     return use
 
@@ -277,9 +286,11 @@ def untested() -> tuple[str, ...]:
 
 def words_of_pairs(folder: Path) -> list[str]:
     """Words of task=dpo on pairs made on the spot."""
-    (folder / "pairs.jsonl").write_text('{"prompt": "a", "chosen": "b c", "rejected": "d"}\n' * 9)
+    pairs = [{"prompt": "a", "chosen": "b c" * size, "rejected": "d"} for size in (*[1] * 9, 200)]
+    (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
     return [
         "task=dpo",
+        "task.long_pairs=skip",
         "data=pairs",
         f"data.paths=[{folder}/pairs.jsonl]",
         "distributed.allow_idle_devices=true",

@@ -166,7 +166,7 @@ def test_fields_of_a_batch_are_listed_in_one_place():
         for path in (ROOT / "tunix").rglob("*.py")
         if '"segment_ids"' in path.read_text()
     }
-    losses = {"training/logprobs.py", "training/dpo.py"}
+    losses = {"training/logprobs.py", "training/dpo.py", "training/teacher.py"}
     stages = {"training/pipeline_step.py"}  # it sends rows of a batch from stage to stage
     assert named == {"data/batches.py", "data/packing.py", "rl/rollouts.py"} | losses | stages
 

@@ -29,7 +29,13 @@ from tunix.base.text import flat, format_yaml
 from tunix.config import Config, Slurm
 from tunix.config.data import Mixture
 from tunix.config.mistakes import describe_errors, find_foreign, validate
-from tunix.config.pretrained_config import count_rows, fill_from_adapter, fill_from_pretrained, fill_from_run
+from tunix.config.pretrained_config import (
+    count_rows,
+    fill_from_adapter,
+    fill_from_pretrained,
+    fill_from_run,
+    fill_teacher,
+)
 from tunix.config.saved_runs import (
     OUTPUTS,
     find_resume_point,
@@ -249,6 +255,8 @@ def check(composed: DictConfig, fresh: bool = True) -> Config:
         )
     elif values["model"]["family"] is None:
         raise UserError("model=pretrained needs model.init_from=DIR or an ID of the Hugging Face hub")
+    if fresh and values["task"].get("teacher"):
+        fill_teacher(values["task"])
     if values["model"]["vocab_size"] == "auto":
         values["model"]["vocab_size"] = count_rows(values)
     return build(values)

@@ -8,6 +8,7 @@ The values of the section `model` come from three places:
 """
 
 import re
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from tunix.base.files import list_numbers
 from tunix.config import Model, Tokenizer
 from tunix.config.mistakes import validate
 from tunix.config.model import list_keys_outside
-from tunix.config.saved_runs import read_saved, split_step
+from tunix.config.saved_runs import COPIED, find_run, read_saved, split_step
 from tunix.huggingface import config_json, hub
 from tunix.huggingface.adapter_config import list_projections, read_adapter
 from tunix.huggingface.table import find_family
@@ -189,9 +190,44 @@ def fill_from_run(values: dict[Any, Any], folder: Path, step: int | None) -> Non
     root = split_step(source)[0] if is_address(source) else str(folder.resolve())
     if tokenizer["path"] is None:
         tokenizer["path"] = join(root, "tokenizer")
+    model["init_from"] = _name_checkpoint(root, folder, step)
+
+
+def _name_checkpoint(root: str, folder: Path, step: int | None) -> str:
+    """Return the checkpoint of a run by its path or address; `step` None is the newest of those in `folder`."""
     steps = list_numbers(folder / "checkpoints")
     at = max(steps, default=None) if step is None else step
-    model["init_from"] = root if at is None else join(root, "checkpoints", str(at))
+    return root if at is None else join(root, "checkpoints", str(at))
+
+
+# The teacher of a run: a run of tunix or a model of Hugging Face's.
+
+TEACHER = "task.teacher"  # the key
+
+
+def fill_teacher(task: dict[Any, Any]) -> None:
+    """Write the checkpoint of the run that `task.teacher` names into it, as `fill_from_run` does; others stay.
+
+    Raises:
+        UserError: it names neither a run nor a model.
+    """
+    source = str(task["teacher"])
+    if run := find_run(source, TEACHER):
+        folder, step = run
+        root = split_step(source)[0] if is_address(source) else str(folder.resolve())
+        task["teacher"] = _name_checkpoint(root, folder, step)
+    read_teacher(task["teacher"])
+
+
+@cache  # a plan asks for it on hundreds of meshes
+def read_teacher(source: str) -> Model:
+    """Return the architecture of the model that `task.teacher` names, whose mesh is that of the run."""
+    run = find_run(source, TEACHER, copied=COPIED)
+    folder = run[0] if run else hub.find(source, hub.INFO_FILES, key=TEACHER)
+    try:
+        return trained_model(folder, "auto")
+    except UserError as error:
+        raise UserError(f"{TEACHER}={source}: {error}") from None
 
 
 def trained_model(folder: Path, mesh_shape: Any, family: str | None = None) -> Model:

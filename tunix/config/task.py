@@ -29,7 +29,7 @@ class RewardTerm(Section):
 AnyTerm = Annotated[
     RewardTerm, BeforeValidator(lambda value: {"function": value, "weight": 1.0} if isinstance(value, str) else value)
 ]
-RewardTerms = Annotated[tuple[AnyTerm, ...], Field(min_length=1)]
+RewardTerms = Annotated[tuple[AnyTerm, ...], Field(min_length=1)]  # of a command that measures
 
 
 class Sampling(Section):
@@ -84,7 +84,40 @@ class Task(Section):
         return {"chat_template_kwargs": self.chat_template_kwargs} if self.chat_template_kwargs else {}
 
 
-class Pretrain(Task):
+class Taught(Task):
+    """A task that may have a teacher: a second model, whose distributions are learnt."""
+
+    teacher: str | None
+    """A run's folder, or a folder or an ID of Hugging Face's: a model with the same tokenizer, of any family; null for
+    none."""
+    teacher_beta: Share
+    """Divergence from the teacher: KL(teacher || model) (0), KL(model || teacher) (1), or between them the generalized
+    Jensen-Shannon divergence (GKD, arXiv:2306.13649)."""
+
+    @property
+    def teacher_in_loss(self) -> bool:
+        """True where the loss takes whole distributions of a teacher, which is then a part of the step."""
+        return self.teacher is not None
+
+    @model_validator(mode="after")
+    def _check_loss(self) -> "Taught":
+        if self.teacher_in_loss and self.loss is not None:
+            raise ValueError(
+                f"task.loss={self.loss} knows nothing of task.teacher={self.teacher}; leave one of the two out"
+            )
+        return self
+
+
+class Distilled(Taught):
+    """A task on documents, beside whose targets the distributions of a teacher are learnt."""
+
+    teacher_weight: Share
+    """Weight of the divergence from the teacher; the cross entropy has the rest. 1 learns from the teacher alone."""
+    teacher_temperature: Positive
+    """Logits of both models are divided by it in the divergence (arXiv:1503.02531)."""
+
+
+class Pretrain(Distilled):
     """Next-token loss on every token of documents."""
 
     documents = "text"
@@ -94,7 +127,7 @@ class Pretrain(Task):
     """What is learnt."""
 
 
-class Sft(Task):
+class Sft(Distilled):
     """Next-token loss on the answers of conversations alone."""
 
     documents = "conversation"
@@ -125,8 +158,9 @@ class Prompted(Task):
         return False
 
 
-class Grpo(Prompted):
-    """The model answers prompts, and learns from the rewards of its answers, each compared with its group."""
+class Grpo(Prompted, Taught):
+    """The model answers prompts, and learns from the rewards of its answers, each compared with its group, or from what
+    a teacher says of their tokens."""
 
     default_loss = "grpo"
 
@@ -165,8 +199,14 @@ class Grpo(Prompted):
     """An answer that is cut at sampling.max_new_tokens: counts with its reward, has no loss, or gets the reward 0."""
     oversample: Annotated[Positive, Field(ge=1)]
     """Prompts that are answered for each prompt that a step uses. Groups with unlike rewards are used first."""
-    rewards: RewardTerms
-    """Terms of the reward, each {function: NAME, weight: NUMBER}, or a name alone, which has the weight 1."""
+    teacher_weight: PositiveOrZero
+    """Weight of the divergence from the teacher, in rewards per nat."""
+    teacher_loss: Literal["sampled", "full"]
+    """Divergence from the teacher at each token of an answer: by the token that was drawn (sampled), whose advantage
+    gets log p of the teacher less log p of the model; or over all tokens of the vocabulary, in the loss (full)."""
+    rewards: tuple[AnyTerm, ...]
+    """Terms of the reward, each {function: NAME, weight: NUMBER}, or a name alone, which has the weight 1. A term of
+    weight 0 is measured and not learnt. None ([]) needs a teacher."""
     reward_processes: Count
     """Processes that compute rewards, on each host of the run."""
     reward_timeout_s: Positive
@@ -178,6 +218,22 @@ class Grpo(Prompted):
     beside the training state, and all of a rollout where that memory is not known; null draws all of a rollout."""
     samples_every_steps: Count | None
     """Steps between those whose answers are written to samples.jsonl; null writes none."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "Grpo":
+        if not self.rewards and self.teacher is None:
+            raise ValueError("task.rewards=[] leaves nothing to learn from; name a reward, or give task.teacher=RUN")
+        if self.teacher is not None and self.teacher_loss == "sampled" and self.teacher_beta != 1:
+            raise ValueError(
+                f"task.teacher_beta={self.teacher_beta:g} needs the whole distribution; set task.teacher_loss=full, or "
+                "task.teacher_beta=1"
+            )
+        return self
+
+    @property
+    def teacher_in_loss(self) -> bool:
+        """As in `Taught`."""
+        return self.teacher is not None and self.teacher_loss == "full"
 
     @property
     def on_policy(self) -> bool:

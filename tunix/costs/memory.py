@@ -14,7 +14,7 @@ from tunix.config.layers import ExpertsMlp
 from tunix.config.model import list_keys_outside
 from tunix.config.training import StepKeys
 from tunix.costs.communication import count_microbatch_rows, count_shard_bytes, find_gathered_dtype, find_shard_shape
-from tunix.data.batches import abstract_arrays
+from tunix.data.batches import abstract_arrays, split_shared
 from tunix.models.attention import select_query_block
 from tunix.models.context_parallel import is_in_blocks
 from tunix.models.expert_parallel import buffer_rows_per_token
@@ -27,7 +27,7 @@ from tunix.sharding.mesh_shape import count_devices, data_shards, token_shards
 from tunix.sharding.table import STREAM_TOKENS, axis_names, data_axes
 from tunix.training.choices import select
 from tunix.training.logprobs import count_chunk_positions
-from tunix.training.loss import find_loss_kind
+from tunix.training.loss import find_loss_kind, make_loss
 from tunix.training.program import Program, assemble
 from tunix.training.state import Weight, abstract_params, describe
 
@@ -77,7 +77,13 @@ def count_state_bytes(program: Program) -> dict[str, int]:
         "optimizer": bytes_per_device([program.abstract["opt_state"], program.abstract.get("copies", {})]),
         "gradients": _count_gradient_bytes(program),
         "gathered": _count_gathered_bytes(program),
+        **({"teacher": count_teacher_bytes(program)} if program.teacher else {}),
     }
+
+
+def count_teacher_bytes(program: Program) -> int:
+    """Return the bytes of one device for the teacher between two uses; 0 without one."""
+    return bytes_per_device(program.teacher.abstract_params(program.mesh)) if program.teacher else 0
 
 
 def _count_gathered_bytes(program: Program) -> int:
@@ -187,7 +193,8 @@ def count_activation_bytes(program: Program) -> int:
     def count_logit_bytes(num_rows: int, num_tokens: int) -> float:
         """Return the bytes of a chunk's logits in float32, and of part of their gradient, for each row."""
         chunk_size = program.cfg.training.loss_chunk_size
-        return 1.75 * count_chunk_positions(chunk_size, num_rows, num_tokens) * vocab_size * 4
+        num_models = 2 if program.abstract_shared else 1  # a teacher in the loss has logits too
+        return 1.75 * num_models * count_chunk_positions(chunk_size, num_rows, num_tokens) * vocab_size * 4
 
     num_rows, residual = program.choices.batch.sequences_per_shard, _count_residual_bytes(program)
     if pipeline.num_stages == 1:
@@ -262,7 +269,8 @@ def _count_residual_bytes(program: Program) -> int:
     step = cfg.training.model_dump_json(include=set(StepKeys.model_fields))
     # Each data shard has its own sequences, so the axes that split the batch change nothing of one sequence.
     others = (size for axis, size in program.mesh.shape.items() if axis not in data_axes())
-    key = (model, step, length, layout, program.choices.remat, *others)
+    task = cfg.task.model_dump_json() if program.abstract_shared else ""
+    key = (model, step, length, layout, program.choices.remat, task, *others)
     if key not in _known_residual_bytes:
         _known_residual_bytes[key] = _trace_residuals(program)
     return _known_residual_bytes[key]
@@ -277,21 +285,31 @@ def _trace_residuals(program: Program) -> int:
         [p, T, D]   grows: an activation         [D, F]   does not: a weight
     """
     cfg, mesh = program.cfg, program.mesh
+
     # cuDNN's kernel cannot be traced without cuDNN; it keeps what the plain one keeps of long sequences.
-    kernels = tuple((dim_name, "xla") for dim_name, _ in program.layout.kernels)
-    layout, remat = replace(program.layout.with_all_layers(), kernels=kernels), program.choices.remat
+    def kernels_of(layout: Layout) -> tuple[tuple[str, str], ...]:
+        return tuple((dim_name, "xla") for dim_name, _ in layout.kernels)
+
+    layout, remat = program.layout.with_all_layers(), program.choices.remat
+    layout = replace(layout, kernels=kernels_of(layout))
     # Where what is kept waits in the host's memory, what blocks take does too: the rest is outside of blocks.
     arch = describe(cfg.model, layout, Remat("full") if remat.on_host else remat)
+    teacher, loss_fn = program.teacher, program.loss_fn
+    if teacher is not None and teacher.in_loss:
+        plain = describe(teacher.arch.model, replace(teacher.arch.layout, kernels=kernels_of(teacher.arch.layout)))
+        loss_fn = make_loss(cfg, replace(teacher, arch=plain))
 
     def residuals(params, batch):
-        rows, seed = {name: leaf[0] for name, leaf in batch.items()}, jnp.zeros((), jnp.int32)
+        fields, shared = split_shared(batch)
+        rows, seed = {name: leaf[0] for name, leaf in fields.items()}, jnp.zeros((), jnp.int32)
 
         def objective(trained):
-            return program.loss_fn(arch.module(arch.merge(trained, params)), rows, seed).objective
+            return loss_fn(arch.module(arch.merge(trained, params)), rows | shared, seed).objective
 
         return jax.vjp(objective, arch.trained(params))[1]
 
-    prime = next(prime for prime in MARKS if all(size % prime for size in program.dims.values() if size))
+    sizes = [*program.dims.values(), *(teacher.arch.model.dims.values() if teacher else ())]
+    prime = next(prime for prime in MARKS if all(size % prime for size in sizes if size))
     # What is kept of a sequence grows with its tokens. The plain attention is a piece of program for each block of
     # queries, so a long sequence takes long to trace: a part of it is traced, and counted several times.
     times, length = 1, program.batch.seq_len
@@ -299,7 +317,7 @@ def _trace_residuals(program: Program) -> int:
     while length % (2 * times * shards) == 0 and length // (2 * times) >= LONG * token_shards(mesh.shape):
         times *= 2
     shape = BatchShape(1, prime * data_shards(mesh.shape), length // times)
-    batch = abstract_arrays(find_loss_kind(cfg).fields, shape, mesh)
+    batch = abstract_arrays(find_loss_kind(cfg).fields, shape, mesh) | program.abstract_shared
     leaves = jax.tree.leaves(jax.eval_shape(residuals, abstract_params(arch, mesh), batch))
     grown = [leaf for leaf in leaves if any(size % prime == 0 for size in leaf.shape)]
     num_bytes = times * bytes_per_device(grown) // prime

@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, Mesh
 from tunix.config import Config, DeviceKind
 from tunix.config.task import Grpo
 from tunix.costs.communication import count_shard_bytes, find_gathered_dtype, find_shard_shape
-from tunix.costs.memory import estimate_inside_bytes
+from tunix.costs.memory import count_teacher_bytes, estimate_inside_bytes
 from tunix.models.flops import forward_flops_per_token
 from tunix.sharding.arrays import bytes_per_device
 from tunix.sharding.mesh import whole_sequences
@@ -159,7 +159,7 @@ def select_rows(program: Program, device_bytes: int | None) -> int | None:
     """Return the answers of a run with task=grpo that are drawn at one time, over the whole mesh; None for all.
 
     task.rollout_rows=auto takes all answers of a rollout, or fewer, so that their rows of the cache fit into
-    `device_bytes` beside the training state and the reference. One row on each data shard is the least.
+    `device_bytes` beside the training state, the reference and the teacher. One row on each data shard is the least.
     """
     task = program.cfg.task
     assert isinstance(task, Grpo)
@@ -167,7 +167,8 @@ def select_rows(program: Program, device_bytes: int | None) -> int | None:
         return task.rollout_rows
     if device_bytes is None:
         return None
-    free = USABLE * device_bytes - bytes_per_device(program.abstract) - count_reference_bytes(program)
+    others = bytes_per_device(program.abstract) + count_reference_bytes(program) + count_teacher_bytes(program)
+    free = USABLE * device_bytes - others
     shards = data_shards(whole_sequences(program.mesh).shape)
     count = pad_rows(math.ceil(task.cycle(program.batch.num_sequences).samples * task.group_size / shards))
     # The sizes of `pad_rows` are tried: 16, 12, 8, 6, 4, 2, 1.

@@ -31,7 +31,7 @@ from tunix.sharding.layout import activation_spec
 
 Numbers = dict[str, float]  # of one step, by their names in metrics.jsonl
 Fields = Mapping[str, "Field"]
-Batch = dict[str, jax.Array]  # [A, B, T] on the devices; [B, T] inside the loop over microbatches
+Batch = dict[str, Any]  # jax.Array [A, B, T] on the devices; [B, T] inside the loop over microbatches; and `TEACHER`
 Example = dict[str, np.ndarray]  # [T], one sequence; or several of them stacked, [A, B, T]
 
 
@@ -42,6 +42,16 @@ class Field(NamedTuple):
     dtype: str
     # Computes the field from the other fields of a batch [A, B, T]; None if the source of the batches fills it.
     make: Callable[[Example], np.ndarray] | None = None
+
+
+# An item that is no field: the parameters of a teacher, which all microbatches share (training/teacher.py).
+TEACHER = "teacher"
+
+
+def split_shared(batch: Batch) -> tuple[Batch, Batch]:
+    """Return the fields of a batch, which have a microbatch dimension, and what all of its microbatches share."""
+    shared = {name: batch[name] for name in (TEACHER,) if name in batch}
+    return {name: leaf for name, leaf in batch.items() if name not in shared}, shared
 
 
 # A loss that needs more adds fields to these (`LossKind.fields`).
@@ -197,8 +207,9 @@ class PrefetchReader:
     phase = "reading a batch"
     waits_for_state = False
 
-    def __init__(self, data: TrainBatches, start: Position, last: int):
-        self.data, self.start, self.step = data, start, start.step
+    def __init__(self, data: TrainBatches, start: Position, last: int, shared: Batch | None = None):
+        """`shared` is what all microbatches of each batch share: `TEACHER`."""
+        self.data, self.start, self.step, self.shared = data, start, start.step, shared or {}
         self.schedule = schedule_after(start, data.batch, data.mesh.shape)
         self.data_schedule = make_data_schedule(data.cfg, self.schedule, start)
         self.batches = self._iterate(last)
@@ -212,7 +223,7 @@ class PrefetchReader:
 
     def next(self, state: dict[str, Any]) -> tuple[Batch, Numbers]:
         start_time = time.perf_counter()
-        batch = next(self.batches)
+        batch = next(self.batches) | self.shared
         wait_s = time.perf_counter() - start_time
         self.step += 1
         position = self.after(self.step)

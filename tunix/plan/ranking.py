@@ -14,7 +14,7 @@ from typing import Any
 
 from tunix.base.errors import UserError
 from tunix.config import Config
-from tunix.config.task import Grpo
+from tunix.config.task import Grpo, Taught
 from tunix.config.training import REMAT
 from tunix.costs.compiled_time import StepTime
 from tunix.costs.derived import Costs, check_matmul_dtype, derive, derive_costs
@@ -130,22 +130,30 @@ class Candidate:
         return self.rollout.reference_bytes if self.rollout else 0
 
     @property
+    def teacher_bytes(self) -> int:
+        """Bytes of task.teacher, which stays beside the state; 0 without one."""
+        return self.costs.num_bytes.get("teacher", 0)
+
+    @property
     def num_bytes(self) -> dict[str, int]:
         """Bytes of one device by purpose. Weights and optimizer are exact, and the total of a compiled step is too."""
         derived = self.costs.num_bytes
-        state = derived["weights"] + derived["optimizer"]
+        state = derived["weights"] + derived["optimizer"] + (self.teacher_bytes if self._teacher_in_step else 0)
         if self.compiled is None:
             remaining = derived["gathered"] + derived["activations"]
         else:
             remaining = max(0, self.compiled.memory - state - derived["gradients"])
-        reference = {"reference": self.reference_bytes} if self.reference_bytes else {}
-        return {name: derived[name] for name in ("weights", "optimizer")} | reference | {
+        others = {"reference": self.reference_bytes, "teacher": self.teacher_bytes}
+        others = {name: size for name, size in others.items() if size}
+        return {name: derived[name] for name in ("weights", "optimizer")} | others | {
             "gradients": derived["gradients"], "temporary": remaining,
         }  # fmt: skip
 
     @property
     def memory(self) -> int:
-        step = self.compiled.memory if self.compiled else self.costs.memory
+        step = self.costs.memory
+        if self.compiled:  # which knows a teacher only where the step takes it
+            step = self.compiled.memory + (0 if self._teacher_in_step else self.teacher_bytes)
         # What a stage of the batch takes beyond the batch behind it is derived.
         more = max((stage.costs.memory - self.costs.memory for stage in self.stages), default=0)
         return max(step + max(0, more) + self.reference_bytes, self.rollout_memory)
@@ -155,8 +163,12 @@ class Candidate:
         """Bytes of one device in a rollout: what rests there, and what the rollout needs beside it; 0 without one."""
         if self.rollout is None:
             return 0
-        state = self.costs.num_bytes["weights"] + self.costs.num_bytes["optimizer"]
+        state = self.costs.num_bytes["weights"] + self.costs.num_bytes["optimizer"] + self.teacher_bytes
         return state + self.reference_bytes + self.rollout.costs.memory
+
+    @property
+    def _teacher_in_step(self) -> bool:
+        return isinstance(self.cfg.task, Taught) and self.cfg.task.teacher_in_loss
 
     @property
     def rollout_s(self) -> float:
@@ -256,6 +268,7 @@ HELP = {
     "gradients": "training.sharding_strategy=full_shard with training.sync_gradients_every=1",
     "weights": "training.sharding_strategy=full_shard, more of the mesh on fsdp",
     "optimizer": "optimizer=lion or adafactor (smaller moments), training.sharding_strategy=full_shard",
+    "teacher": "a smaller task.teacher, training.sharding_strategy=full_shard",
     "reference": "model.lora.rank=32, whose base is the reference, or task.kl_coefficient=0",
 }
 

@@ -26,6 +26,7 @@ MEMORY = {
     "weights": "#2a6f97",
     "optimizer": "#61a5c2",
     "reference": "#8d99ae",
+    "teacher": "#b08968",
     "gradients": "#e9c46a",
     "temporary": "#c9d6df",
 }
@@ -112,8 +113,8 @@ def _make_mesh_table(ranking: Ranking, cluster: Cluster) -> Table:
     """Make a table with a row for each mesh that divides the model."""
     table = Table(title=f"{cluster}: {LABEL}", title_justify="left")
     shown = [*ranking.fit, *ranking.too_large]
-    reference = ("reference",) if any(each.reference_bytes for each in shown) else ()
-    memory = ("weights", "optimizer", *reference, "gradients", "temporary")
+    others = [name for name in ("reference", "teacher") if any(name in each.num_bytes for each in shown)]
+    memory = ("weights", "optimizer", *others, "gradients", "temporary")
     time = ("compute s", "exposed s", "step s", "tokens/s", "MFU", "exposed share")
     rollout = ("rollout GiB", "rollout s") if any(each.rollout for each in shown) else ()
     for name in ("mesh", "batch", "from", *memory, "GiB in all", *time, *rollout):
@@ -123,7 +124,7 @@ def _make_mesh_table(ranking: Ranking, cluster: Cluster) -> Table:
             format_mesh_shape(each.sizes),
             str(each.cfg.training.micro_batch_size),
             each.source,
-            *(f"{each.num_bytes[name] / GIB:.2f}" for name in memory),
+            *(f"{each.num_bytes.get(name, 0) / GIB:.2f}" for name in memory),
             f"{each.memory / GIB:.2f}{' !' if each.memory > ranking.limit else ''}",
             *(f"{value:.3f}" for value in (each.time.compute_s, each.time.exposed_s, each.time.step_s)),
             f"{each.tokens_per_s:,.0f}",

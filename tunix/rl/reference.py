@@ -3,6 +3,7 @@
 import hashlib
 import logging
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ def make_reference(cfg: Config, program: Program, mesh: Mesh) -> Reference:
     kept. Else it is made once more as step 0 made it, with the same bits, and rests beside the state in the dtype of
     products.
     """
-    score = jax.jit(_make_scores(cfg, program))
+    score = jax.jit(_make_scores(cfg, program.arch.module))
     if cfg.model.keeps_base:
         remove = jax.jit(_remove_updates)
         return lambda params, batch: score(remove(params), batch)
@@ -50,10 +51,17 @@ def make_reference(cfg: Config, program: Program, mesh: Mesh) -> Reference:
     return lambda params, batch: score(copied, batch)
 
 
-def _make_scores(cfg: Config, program: Program) -> Any:
+def make_judge(cfg: Config, program: Program, params: dict[str, Any]) -> Callable[[Batch], jax.Array]:
+    """Return the function that gives log-probabilities [A, B, T] of the targets of a batch under the teacher."""
+    assert program.teacher is not None
+    score = jax.jit(_make_scores(cfg, program.teacher.module))
+    return lambda batch: score(params, batch)
+
+
+def _make_scores(cfg: Config, module: Callable[[dict[str, Any]], Any]) -> Any:
     def score(params: Any, batch: Batch) -> jax.Array:
         def microbatch(_, rows):
-            model = program.arch.module(params)
+            model = module(params)
             chunk, temperature = cfg.training.loss_chunk_size, cfg.sampling.temperature
             return None, compute_token_log_probs(model, rows, None, chunk_size=chunk, temperature=temperature)[0]
 

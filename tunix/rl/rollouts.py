@@ -199,8 +199,8 @@ class RolloutGroup:
     def numbers(self) -> dict[str, float]:
         """Return what metrics.jsonl says about the answers and their scores."""
         lengths = [len(answer.tokens) for answer in self.answers]
-        return {
-            "reward": float(np.mean(self.scores.total)),
+        rewards = {"reward": float(np.mean(self.scores.total))} if self.scores.values else {}
+        return rewards | {
             **{f"reward_{label}": float(np.mean(values)) for label, values in self.scores.values.items()},
             "answer_tokens": float(np.mean(lengths)),
             "truncated": float(1 - self.stopped.mean()),
@@ -362,11 +362,18 @@ class Rollouts:
         reference: Reference | None,
         start: Position,
         file: SamplesFile | None,
+        judge: Callable[[Batch], jax.Array] | None = None,
+        shared: Batch | None = None,
     ):
-        """`reference` is None where task.kl_coefficient is 0; `file` gets the answers, if there is one."""
+        """`reference` is None where task.kl_coefficient is 0; `file` gets the answers, if there is one.
+
+        `judge` gives log-probabilities [A, B, T] under a teacher that scores tokens; `shared` is what all microbatches
+        share: a teacher in the loss.
+        """
         assert isinstance(cfg.task, Grpo)
         self.cfg, self.task, self.prompts, self.engine, self.mesh = cfg, cfg.task, samples, engine, engine.mesh
         self.reference, self.start, self.step, self.file = reference, start, start.step, file
+        self.judge, self.shared = judge, shared or {}
         self.shape = shape
         self.cycle = cfg.task.cycle(shape.num_sequences)
         self.data_schedule = DataSchedule(start, self.cycle, cfg.training.skip_steps)
@@ -425,21 +432,23 @@ class Rollouts:
         # both kinds: the choice is the same on every process. The second sort brings the chosen ones back into order.
         chosen = np.sort(np.argsort(~signal, kind="stable")[: num_groups * self.task.steps_per_rollout])
         advantages = np.full(rewards.shape, np.nan)  # stays so where an answer is not trained on
-        batches = []
+        batches, gaps = [], []
         for groups in chosen.reshape(-1, num_groups):
-            batch, advantages[groups] = self._make_batch(params, rollouts, rewards[groups], groups)
-            batches.append(batch)
+            batch, advantages[groups], gap = self._make_batch(params, rollouts, rewards[groups], groups)
+            batches.append(batch | self.shared)
+            gaps.append(gap)
         if self.file is not None:
             self.file.write(self.step + 1, first, rollouts, advantages)
         num_tokens = sum(len(answer.tokens) for answer in rollouts.answers)
         numbers = rollouts.numbers() | {
-            "no_signal": float(1 - signal.mean()),
+            **({"no_signal": float(1 - signal.mean())} if self.task.rewards else {}),
+            **({"teacher_kl": float(np.mean(gaps))} if self.judge else {}),
             "data_wait_s": data_wait_s,
             "rollout_s": rollouts.rollout_s,
             "rollout_tokens_per_s": num_tokens / rollouts.rollout_s,
             "reward_s": rollouts.scores.seconds,
         }
-        if warning := self.trend.add(numbers["reward"]):
+        if self.task.rewards and (warning := self.trend.add(numbers["reward"])):
             log.warning("step %d: %s", self.step + 1, warning)
         return batches, numbers
 
@@ -450,8 +459,9 @@ class Rollouts:
 
     def _make_batch(
         self, params: Any, rollouts: RolloutGroup, rewards: np.ndarray, groups: np.ndarray
-    ) -> tuple[Batch, Any]:
-        """Return the batch of a step made of some groups with these rewards [P, G], and their advantages."""
+    ) -> tuple[Batch, np.ndarray, float]:
+        """Return the batch of a step made of some groups with these rewards [P, G], their advantages, and how far a
+        teacher is from their tokens: nats a token, an estimate of KL(model || teacher); 0 without one."""
         size, task = self.task.group_size, self.task
         rows = [group * size + n for group in groups.tolist() for n in range(size)]
         answers = [rollouts.answers[row] for row in rows]
@@ -469,8 +479,14 @@ class Rollouts:
                 gap = (fields["log_probs"] - reference.reshape(fields["log_probs"].shape)) * fields["loss_mask"]
                 rewards = rewards - task.kl_coefficient * gap.sum(axis=1).reshape(rewards.shape)
         advantages = ADVANTAGES[task.advantage](rewards)
-        of_tokens = advantages.reshape(-1, 1) * fields["loss_mask"]
-        return batch | self._to_devices({"advantages": of_tokens.astype(np.float32)}), advantages
+        mask = fields["loss_mask"]
+        of_tokens, gap = advantages.reshape(-1, 1) * mask, 0.0
+        if self.judge is not None:
+            judged = np.asarray(multihost_utils.process_allgather(self.judge(batch), tiled=True)).reshape(mask.shape)
+            gains = (judged - fields["log_probs"]) * mask  # whose mean is minus the divergence: its gradient is that
+            of_tokens = of_tokens + task.teacher_weight * gains
+            gap = -float(gains.sum() / max(mask.sum(), 1))
+        return batch | self._to_devices({"advantages": of_tokens.astype(np.float32)}), advantages, gap
 
     def _to_devices(self, fields: Example) -> Batch:
         """Return fields [sequences, ...], which every process has, as global arrays [A, B, ...]."""

@@ -99,7 +99,7 @@ class Scores:
     """Scores of the answers of one batch."""
 
     values: dict[str, list[float]]  # {label of a reward: a score for each answer}, 0 where there is none
-    total: list[float]  # for each answer the weighted sum of its scores
+    total: list[float]  # for each answer the weighted sum of its scores: 0 without rewards
     errors: dict[str, int]  # {label of a reward: answers that it did not score}
     seconds: float
 
@@ -129,13 +129,13 @@ class Scorer:
             raise UserError(f"rewards: {twice[0]} stands there twice; numbers are recorded by name, so rename one")
         self.rewards, self.processes, self.timeout_s, self.errors, self.start_s = (
             rewards,
-            processes,
+            processes if rewards else 0,
             timeout_s,
             errors,
             start_s,
         )
         self.workers: list[ScoringProcess] = []
-        self.threads = ThreadPoolExecutor(processes, "scoring")  # each waits for one worker
+        self.threads = ThreadPoolExecutor(max(1, self.processes), "scoring")  # each waits for one worker
 
     def __enter__(self) -> Self:
         functions = [term.function for term in self.rewards]
@@ -225,10 +225,8 @@ class Scorer:
             values[term.label] = [0.0 if isinstance(score, str) else score for score in scores]
             errors[term.label] = len(failed)
         weights = [term.weight for term in self.rewards]
-        total = [
-            sum(weight * score for weight, score in zip(weights, row, strict=True))
-            for row in zip(*values.values(), strict=True)
-        ]
+        rows = zip(*values.values(), strict=True) if values else [()] * len(completions)
+        total = [sum(weight * score for weight, score in zip(weights, row, strict=True)) for row in rows]
         return Scores(values, total, errors, time.perf_counter() - start_time)
 
 

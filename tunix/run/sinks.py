@@ -218,7 +218,10 @@ class Terminal(Sink):
         # In reinforcement learning the loss says little: it is near 0, or moves with the batch. The reward says how the
         # run goes.
         name = "reward" if "reward" in record else "loss"
-        line = f"{name} {_decimals(record[name])}  {record['tokens_per_s']:,.0f} tokens/s"
+        line = f"{name} {_decimals(record[name])}  "
+        if "teacher_kl" in record:
+            line += f"KL to the teacher {_decimals(record['teacher_kl'])}  "
+        line += f"{record['tokens_per_s']:,.0f} tokens/s"
         if record["mfu"] is not None:
             line += f"  MFU {record['mfu']:.1%}"
         if record.get("dropped_share"):

@@ -14,10 +14,11 @@ from tunix.config.compose import count_idle_rows
 from tunix.config.layers import ExpertsMlp
 from tunix.config.pretrained_config import describe_keys_outside_family
 from tunix.config.saved_runs import find_run, split_step
-from tunix.config.task import Grpo
+from tunix.config.task import Grpo, Taught
 from tunix.config.training import read_steps
 from tunix.costs.communication import count_microbatch_rows
 from tunix.costs.derived import derive_costs
+from tunix.costs.memory import count_teacher_bytes
 from tunix.costs.rollout import plan_rollout, read_device_bytes
 from tunix.data.prompts import AnyCorpus
 from tunix.huggingface.config_json import read_num_rows
@@ -113,8 +114,25 @@ def describe_model(cfg: Config, program: Program, corpus: AnyCorpus | None) -> d
     return {
         **rows,
         **_describe_trained(cfg, arch, program.abstract),
+        **_describe_teacher(cfg, program),
         "data": corpus.summary if corpus else "not read in a dry run",
     }
+
+
+def _describe_teacher(cfg: Config, program: Program) -> dict[str, str]:
+    """Return rows about the teacher, if there is one, and about answers that nothing scores."""
+    teacher, task, rows = program.teacher, cfg.task, {}
+    if teacher is not None:
+        assert isinstance(task, Taught)
+        how = "its distributions in the loss" if teacher.in_loss else "the tokens that are drawn, in their advantages"
+        rows["teacher"] = (
+            f"{teacher.source}: {teacher.model.family}, {teacher.arch.num_parameters:,} parameters, "
+            f"{count_teacher_bytes(program) / 2**30:.3f} GiB beside the state in {program.layout.compute}; {how}, with "
+            f"task.teacher_weight={task.teacher_weight:g}"
+        )
+    if isinstance(task, Grpo) and not task.rewards:
+        rows["held out"] = "no answers: nothing scores them (task.rewards=[]); a reward of weight 0 only measures"
+    return rows
 
 
 def _describe_experts(cfg: Config, program: Program, mlp: ExpertsMlp) -> str:

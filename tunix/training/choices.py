@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -103,6 +103,21 @@ def build_layout(cfg: Config, mesh: Mesh | AbstractMesh) -> Layout:
     """Return the layout of a config on a mesh, whatever its batch is."""
     device = find_device(mesh)
     return _lay_out(cfg, Planned.of(cfg), mesh.shape, device, device.platform if device else None, {})
+
+
+def lay_out_teacher(
+    cfg: Config, model: Model, mesh: Mesh | AbstractMesh, platform: str | None, planned: Planned
+) -> Layout:
+    """Return the layout of a second model of a run, which is not trained: it rests in the dtype of products.
+
+    Every device has all of its layers; axes of stages split the sequences.
+    """
+    device = find_device(mesh)
+    platform = platform or (device.platform if device else None)
+    own = planned._replace(cp_exchange=model.cp_exchange)
+    layout = _lay_out(cfg.model_copy(update={"model": model}), own, mesh.shape, device, platform, {})
+    plain = replace(layout, param=layout.compute, block_matmul="plain", moments_on_host=False)
+    return plain.with_all_layers()
 
 
 def _lay_out(

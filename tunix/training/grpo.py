@@ -22,6 +22,7 @@ from tunix.config.task import Grpo
 from tunix.data.batches import FIELDS, Batch, Field
 from tunix.models.transformer import Transformer
 from tunix.training.logprobs import Largest, Loss, Mean, add_block_sums, score_targets
+from tunix.training.teacher import Teacher
 
 POLICY_FIELDS = {
     **FIELDS,
@@ -53,13 +54,16 @@ def policy_loss(
     sampling: Sampling,
     chunk_size: int | str,
     z_loss: float,
+    teacher: Teacher | None = None,
 ) -> Loss:
     """Compute the clipped policy gradient over the tokens of answers, where `loss_mask` [B, T] is 1; see this file's
     top.
 
-    `sampling` is that of the rollouts: the policy that learns is the one that was drawn from, at its temperature.
+    `sampling` is that of the rollouts: the policy that learns is the one that was drawn from, at its temperature. The
+    divergence from a teacher in the loss is added.
     """
-    scores, blocks = score_targets(model, batch, seed, chunk_size, sampling.temperature, with_entropy=True)
+    output = None if teacher is None else teacher.read(batch)
+    scores, blocks = score_targets(model, batch, seed, chunk_size, sampling.temperature, True, output)
     assert scores.entropy is not None
     with jax.named_scope("loss"):
         mask = batch["loss_mask"]
@@ -68,6 +72,9 @@ def policy_loss(
         penalty, block_sums = add_block_sums(blocks, row_weights)
         loss = -jnp.sum(gains.gain * mask * share)
         z_part = z_loss * jnp.sum(scores.log_z**2 * mask * share)
+        learnt = loss
+        if scores.divergence is not None:
+            learnt = loss + task.teacher_weight * jnp.sum(scores.divergence * mask * share)
 
         def mean(x):
             return Mean(jnp.sum(jax.lax.stop_gradient(x) * mask), jnp.sum(mask) + ALMOST_NOTHING)
@@ -80,10 +87,11 @@ def policy_loss(
             "mismatch": mean(gains.gap),
             "mismatch_max": Largest(jnp.max(gains.gap)),
             **({} if gains.kl is None else {"kl": mean(gains.kl)}),
+            **({} if scores.divergence is None else {"teacher_kl": mean(scores.divergence)}),
             **({"z_loss": z_part} if z_loss else {}),
             **block_sums,
         }
-        return Loss(loss + z_part + penalty, jnp.sum(row_weights) + ALMOST_NOTHING, sums)
+        return Loss(learnt + z_part + penalty, jnp.sum(row_weights) + ALMOST_NOTHING, sums)
 
 
 def compute_gains(log_probs: jax.Array, batch: Batch, task: Grpo) -> Gains:

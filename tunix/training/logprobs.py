@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec, reshard
 
-from tunix.data.batches import Batch
+from tunix.data.batches import Batch, split_shared
 from tunix.models.layers import BlockSums, Routing
 from tunix.models.transformer import Transformer
 
@@ -95,6 +95,8 @@ class Largest(NamedTuple):
 
     value: jax.Array
 
+
+STATES = "teacher_states"  # of a chunk, among the fields that `sum_over_tokens` splits
 
 Sums = dict[str, Any]  # a scalar, a Mean, a Largest or a Routing, by the name of the number
 
@@ -188,6 +190,7 @@ class Scores(NamedTuple):
     nll: jax.Array  # negative log-probability of the target, in nats
     log_z: jax.Array  # Z is the sum of exp(logits)
     entropy: jax.Array | None = None  # of the distribution, without a gradient; None where it is not asked for
+    divergence: jax.Array | None = None  # from a teacher, nats; None without one
 
 
 # (scores, fields of the batch) -> (what is minimised, numbers by name). All are [B, C] float32 of a chunk
@@ -195,8 +198,23 @@ class Scores(NamedTuple):
 TokenLoss = Callable[[Scores, Batch], tuple[jax.Array, dict[str, jax.Array]]]
 
 
+class TeacherOutput(NamedTuple):
+    """What a teacher gives to the loss of a batch. Chunks of it give its logits, which never exist as a whole."""
+
+    measure: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+    """(logits [B, C, V] of the model in training, table, hidden states [B, C, D]) -> divergence [B, C]"""
+    table: jax.Array  # [V, D], of the teacher's width
+    hidden: jax.Array  # [B, T, D], results of its final norm
+
+
 def sum_over_tokens(
-    model: Transformer, batch: Batch, seed: jax.Array | None, token_loss: TokenLoss, *, chunk_size: int | str
+    model: Transformer,
+    batch: Batch,
+    seed: jax.Array | None,
+    token_loss: TokenLoss,
+    *,
+    chunk_size: int | str,
+    teacher: TeacherOutput | None = None,
 ) -> tuple[jax.Array, dict[str, jax.Array], BlockSums]:
     """Return the sum of a loss over the tokens of a batch, its sums by name, and the numbers of the blocks.
 
@@ -211,23 +229,25 @@ def sum_over_tokens(
     tables = model.tables()
     hidden, blocks = model.hidden(tables, batch["tokens"], batch["positions"], batch["segment_ids"], seed)
 
-    def one_chunk(table, hidden, fields):
-        return token_loss(_score_chunk(model, table, hidden, fields["targets"]), fields)
+    def one_chunk(table, hidden, teacher_table, fields):
+        chunk = None if teacher is None else teacher._replace(table=teacher_table, hidden=fields[STATES])
+        return token_loss(_score_chunk(model, table, hidden, fields["targets"], teacher=chunk), fields)
 
     # The forward pass of autodiff would leave the logits of all chunks for the backward pass, or compute them again.
     @jax.custom_vjp
-    def sum_up(table, hidden, fields):
+    def sum_up(table, hidden, teacher_table, fields):
         def without_gradient(_, chunk):
             hidden, fields = chunk
-            return None, one_chunk(table, hidden, fields)
+            return None, one_chunk(table, hidden, teacher_table, fields)
 
         values = jax.lax.scan(without_gradient, None, (hidden, fields))[1]
         return jax.tree.map(jnp.sum, values)
 
-    def forward(table, hidden, fields):
+    def forward(table, hidden, teacher_table, fields):
         def with_gradient(d_table, chunk):
             hidden, fields = chunk
-            objective, vjp, numbers = jax.vjp(partial(one_chunk, fields=fields), table, hidden, has_aux=True)
+            loss = partial(one_chunk, teacher_table=teacher_table, fields=fields)
+            objective, vjp, numbers = jax.vjp(loss, table, hidden, has_aux=True)
             more, d_hidden = vjp(jnp.ones_like(objective))
             return d_table + more.astype(d_table.dtype), ((objective, numbers), d_hidden)
 
@@ -241,13 +261,15 @@ def sum_over_tokens(
         local_parts = jax.typeof(d_table).sharding.spec.unreduced
         table_factor = reshard(factor.astype(d_table.dtype), jax.P(reduced=local_parts))
         # Both gradients are for an objective that counts once. The loss behind it may count more, by `factor`.
-        return d_table * table_factor, d_hidden * factor.astype(d_hidden.dtype), None
+        return d_table * table_factor, d_hidden * factor.astype(d_hidden.dtype), None, None
 
     sum_up.defvjp(forward, backward)
     with jax.named_scope("loss"):
         split = make_splitter(hidden, chunk_size)
-        fields = {name: split(field) for name, field in batch.items() if field.ndim == 2}
-        objective, sums = sum_up(tables[1], split(hidden), fields)
+        fields = {name: split(field) for name, field in split_shared(batch)[0].items() if field.ndim == 2}
+        if teacher is not None:
+            fields[STATES] = split(teacher.hidden)
+        objective, sums = sum_up(tables[1], split(hidden), None if teacher is None else teacher.table, fields)
     return objective, jax.lax.stop_gradient(sums), blocks
 
 
@@ -258,6 +280,7 @@ def score_targets(
     chunk_size: int | str,
     temperature: float = 1.0,
     with_entropy: bool = False,
+    teacher: TeacherOutput | None = None,
 ) -> tuple[Scores, BlockSums]:
     """Score the targets [B, T] of a batch in nats under softmax(logits / temperature); return the blocks' numbers
     too.
@@ -271,12 +294,14 @@ def score_targets(
 
     @jax.checkpoint
     def one_chunk(_, chunk):
-        hidden, targets = chunk
-        return None, _score_chunk(model, tables[1], hidden, targets, temperature, with_entropy)
+        hidden, targets, states = chunk
+        part = None if teacher is None else teacher._replace(hidden=states)
+        return None, _score_chunk(model, tables[1], hidden, targets, temperature, with_entropy, part)
 
     with jax.named_scope("loss"):
         split = make_splitter(hidden, chunk_size)
-        scores = jax.lax.scan(one_chunk, None, (split(hidden), split(batch["targets"])))[1]
+        states = None if teacher is None else split(teacher.hidden)
+        scores = jax.lax.scan(one_chunk, None, (split(hidden), split(batch["targets"]), states))[1]
         return jax.tree.map(lambda x: merge_chunks(x, hidden.shape[1]), scores), blocks
 
 
@@ -287,9 +312,14 @@ def _score_chunk(
     targets: jax.Array,
     temperature: float = 1.0,
     with_entropy: bool = False,
+    teacher: TeacherOutput | None = None,
 ) -> Scores:
-    """Return the scores [B, C] of targets [B, C]; hidden is [B, C, D], the table is [V, D]."""
+    """Return the scores [B, C] of targets [B, C]; hidden is [B, C, D], the table is [V, D].
+
+    A teacher has the hidden states of the chunk. Its divergence has a temperature of its own.
+    """
     logits = model.logits((table, table), hidden)
+    divergence = None if teacher is None else teacher.measure(logits, teacher.table, teacher.hidden)
     if temperature != 1:
         logits = logits / temperature
     log_z = jax.nn.logsumexp(logits, -1)
@@ -297,7 +327,7 @@ def _score_chunk(
     # A comparison in place of a lookup: it fuses, and needs no communication where the vocabulary is split.
     target_logits = jnp.sum(jnp.where(ids == targets[..., None], logits, 0), -1)
     entropy = _compute_entropy(*jax.lax.stop_gradient((logits, log_z))) if with_entropy else None
-    return Scores(log_z - target_logits, log_z, entropy)
+    return Scores(log_z - target_logits, log_z, entropy, divergence)
 
 
 def _make_zeros(table: jax.Array) -> jax.Array:

@@ -15,8 +15,8 @@ from jax.sharding import Mesh
 from tunix.base.dotted_path import blame_user, import_object, is_dotted
 from tunix.base.errors import UserError, did_you_mean
 from tunix.config import Config
-from tunix.config.task import Dpo, Grpo
-from tunix.data.batches import FIELDS, Batch, Field, add_fields, read_held_out
+from tunix.config.task import Distilled, Dpo, Grpo
+from tunix.data.batches import FIELDS, TEACHER, Batch, Field, add_fields, read_held_out
 from tunix.data.dataset import Corpus
 from tunix.data.tokenizer import bytes_by_token
 from tunix.models.transformer import Transformer
@@ -36,6 +36,7 @@ from tunix.training.logprobs import (
     sum_over_tokens,
 )
 from tunix.training.state import Architecture
+from tunix.training.teacher import Teacher
 
 __all__ = [
     "LOSSES",
@@ -47,6 +48,7 @@ __all__ = [
     "add_block_sums",
     "compute_token_log_probs",
     "find_loss_kind",
+    "make_loss",
     "next_token_loss",
 ]
 
@@ -54,26 +56,41 @@ __all__ = [
 class LossKind(NamedTuple):
     """A row of the table of losses."""
 
-    make: Callable[[Config], LossFn]  # takes from the config what this loss needs
+    # Takes from the config what this loss needs; a loss that may have a teacher takes a `Teacher` too.
+    make: Callable[..., LossFn]
     evaluate: Callable[[Sums, jax.Array, int], dict[str, float]]  # (sums, weight, bytes of the text) of a held-out set
     fields: Mapping[str, Field] = FIELDS  # of the batches that it takes
 
 
 def next_token_loss(
-    model: Transformer, batch: Batch, seed: jax.Array | None = None, *, chunk_size: int | str, z_loss: float
+    model: Transformer,
+    batch: Batch,
+    seed: jax.Array | None = None,
+    *,
+    chunk_size: int | str,
+    z_loss: float,
+    teacher: Teacher | None = None,
+    teacher_weight: float = 0.0,
 ) -> Loss:
     """Compute the next-token cross entropy in nats over tokens [B, T] where `loss_mask` is not 0.
 
-    Minimised is nll + z_loss * log(Z)^2 (PaLM, arXiv:2204.02311); `loss` is the nll alone.
+    Minimised is nll + z_loss * log(Z)^2 (PaLM, arXiv:2204.02311); `loss` is the nll alone. With a teacher, the nll
+    counts with 1 - teacher_weight, and the divergence from the teacher (`teacher_kl`) with teacher_weight.
     """
+    output = None if teacher is None else teacher.read(batch)
 
     def token_loss(scores: Scores, fields: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
         mask = fields["loss_mask"]
         nll, squares = scores.nll * mask, z_loss * (scores.log_z**2 * mask)
-        return nll + squares, {"loss": nll, "z_loss": squares}
+        sums = {"loss": nll, "z_loss": squares}
+        if scores.divergence is None:
+            return nll + squares, sums
+        divergence = scores.divergence * mask
+        learnt = (1 - teacher_weight) * nll + teacher_weight * divergence
+        return learnt + squares, sums | {"teacher_kl": divergence}
 
     # The blocks' penalties are means over tokens of a sequence, and count by the tokens that it has in the loss.
-    objective, sums, blocks = sum_over_tokens(model, batch, seed, token_loss, chunk_size=chunk_size)
+    objective, sums, blocks = sum_over_tokens(model, batch, seed, token_loss, chunk_size=chunk_size, teacher=output)
     added, reported = add_block_sums(blocks, jnp.sum(batch["loss_mask"], 1))
     return Loss(objective + added, jnp.sum(batch["loss_mask"]), sums | reported)
 
@@ -90,14 +107,19 @@ def _measure_text(sums: Sums, weight: jax.Array, num_bytes: int) -> dict[str, fl
         "perplexity": math.exp(min(loss, 700.0)),
         "bits_per_byte": nll / math.log(2) / num_bytes,
         "eval_tokens": int(num_tokens),
+        **({"teacher_kl": float(sums["teacher_kl"]) / num_tokens} if "teacher_kl" in sums else {}),
     }
 
 
-def _make_next_token(cfg: Config) -> LossFn:
-    return partial(next_token_loss, chunk_size=cfg.training.loss_chunk_size, z_loss=cfg.training.z_loss)
+def _make_next_token(cfg: Config, teacher: Teacher | None = None) -> LossFn:
+    loss = partial(next_token_loss, chunk_size=cfg.training.loss_chunk_size, z_loss=cfg.training.z_loss)
+    if teacher is None:
+        return loss
+    assert isinstance(cfg.task, Distilled)
+    return partial(loss, teacher=teacher, teacher_weight=cfg.task.teacher_weight)
 
 
-def _make_policy(cfg: Config) -> LossFn:
+def _make_policy(cfg: Config, teacher: Teacher | None = None) -> LossFn:
     assert isinstance(cfg.task, Grpo)
     return partial(
         policy_loss,
@@ -105,6 +127,7 @@ def _make_policy(cfg: Config) -> LossFn:
         sampling=cfg.sampling,
         chunk_size=cfg.training.loss_chunk_size,
         z_loss=cfg.training.z_loss,
+        teacher=teacher,
     )
 
 
@@ -129,6 +152,12 @@ def find_loss_kind(cfg: Config) -> LossKind:
         hint = did_you_mean(name, list(LOSSES))
         raise UserError(f"task.loss={name}: expected one of {', '.join(LOSSES)}, or package.module:name{hint}")
     return LOSSES[name]
+
+
+def make_loss(cfg: Config, teacher: Teacher | None) -> LossFn:
+    """Return the loss of a config; a teacher is given where the loss takes its distributions."""
+    kind = find_loss_kind(cfg)
+    return kind.make(cfg) if teacher is None or not teacher.in_loss else kind.make(cfg, teacher)
 
 
 def try_out_loss(cfg: Config, loss_fn: LossFn, model: Callable[[Any], Transformer], params: Any, batch: Batch) -> None:
@@ -158,9 +187,19 @@ class HeldOut:
     """
 
     def __init__(
-        self, cfg: Config, corpus: Corpus, arch: Architecture, mesh: Mesh, num_rows: int, name: str | None = None
+        self,
+        cfg: Config,
+        corpus: Corpus,
+        arch: Architecture,
+        mesh: Mesh,
+        num_rows: int,
+        name: str | None = None,
+        teacher: tuple[Teacher, dict[str, Any]] | None = None,
     ):
-        """`num_rows` are the sequences of a microbatch; `name` is that of a set of evaluation.sets."""
+        """`num_rows` are the sequences of a microbatch; `name` is that of a set of evaluation.sets.
+
+        `teacher` is that of the loss, with its parameters.
+        """
         sequences = corpus.held_out if name is None else corpus.sets[name]
         arguments = sequences, cfg.evaluation.num_sequences, num_rows
         # Each process reads the whole set once, so that all of them know the same number of bytes.
@@ -179,12 +218,13 @@ class HeldOut:
         # The whole set rests on the devices: an evaluation is one program, which waits for no data.
         local = read_held_out(*arguments, local_rows(mesh, num_rows))
         self.batches = to_global(add_fields(local, self.kind.fields), mesh)
-        loss_fn = self.kind.make(cfg)
+        loss_fn = make_loss(cfg, teacher[0] if teacher else None)
+        self.shared = {TEACHER: teacher[1]} if teacher else {}
 
         @jax.jit
-        def totals(params, batches):
+        def totals(params, batches, shared):
             def report(_, batch):
-                loss = loss_fn(arch.module(params), batch, None)
+                loss = loss_fn(arch.module(params), batch | shared, None)
                 return None, (loss.sums, loss.weight)
 
             # Sums over all batches, divided once at the end: a mean of means is wrong where masks differ.
@@ -194,7 +234,7 @@ class HeldOut:
 
     def evaluate(self, params: dict) -> dict[str, float]:
         """Return the numbers of the held-out set by their names in metrics.jsonl, `loss` among them."""
-        sums, weight = self.totals(params, self.batches)
+        sums, weight = self.totals(params, self.batches, self.shared)
         return self.kind.evaluate(sums, weight, self.num_bytes)
 
     def cost(self, record: dict[str, float]) -> float:

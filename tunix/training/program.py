@@ -17,7 +17,7 @@ from tunix.config import Config, Model, Training, list_dims
 from tunix.config.batch import BatchSchedule, BatchShape, PipelineShape, Spans
 from tunix.config.layers import ExpertsMlp
 from tunix.config.model_checks import check_stages
-from tunix.data.batches import abstract_arrays
+from tunix.data.batches import TEACHER, abstract_arrays
 from tunix.data.sample_order import BEGINNING, DataSchedule, Position, make_data_schedule, schedule_after
 from tunix.models.context_parallel import select_exchange
 from tunix.models.flops import flops_per_token
@@ -26,7 +26,7 @@ from tunix.sharding.layout import Layout
 from tunix.sharding.mesh_shape import check_divides, nearest
 from tunix.training.choices import Choices, Options, Planned, keep_known_options, select
 from tunix.training.ema import Copy, init_ema, make_ema
-from tunix.training.loss import LossFn, find_loss_kind, try_out_loss
+from tunix.training.loss import LossFn, find_loss_kind, make_loss, try_out_loss
 from tunix.training.optimizer import SpikeGuard, make_guard, make_optimizer, make_schedule
 from tunix.training.pipeline_step import make_pipelined_gradients
 from tunix.training.state import (
@@ -39,6 +39,7 @@ from tunix.training.state import (
     start_state,
 )
 from tunix.training.step import Gradients, Update, make_gradients, make_train_step
+from tunix.training.teacher import Teacher, describe_teacher
 
 log = logging.getLogger(__name__)
 
@@ -183,6 +184,7 @@ class Program:
     ema: dict[str, Copy]  # of the parameters, that the state carries
     guard: SpikeGuard | None
     abstract: State  # shapes, dtypes and shardings of the state
+    teacher: Teacher | None
 
     @property
     def abstract_mesh(self) -> AbstractMesh:
@@ -198,9 +200,16 @@ class Program:
         return list_dims(self.cfg.model, self.choices.batch)
 
     @property
-    def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Shapes, dtypes and shardings of the batch that a step takes: the fields that the loss needs."""
-        return abstract_arrays(find_loss_kind(self.cfg).fields, self.batch, self.mesh)
+    def abstract_batch(self) -> dict[str, Any]:
+        """Shapes, dtypes and shardings of the batch that a step takes: the fields that the loss needs, and its
+        teacher."""
+        return abstract_arrays(find_loss_kind(self.cfg).fields, self.batch, self.mesh) | self.abstract_shared
+
+    @property
+    def abstract_shared(self) -> dict[str, Any]:
+        """Shapes, dtypes and shardings of what all microbatches of a batch share."""
+        teacher = self.teacher
+        return {TEACHER: teacher.abstract_params(self.mesh)} if teacher and teacher.in_loss else {}
 
     @property
     def layout(self) -> Layout:
@@ -306,8 +315,9 @@ def assemble(
     ema, guard = make_ema(training), make_guard(training)
     start = partial(start_state, arch, optimizer, ema, guard)
     abstract = abstract_results(mesh, start, abstract_params(arch, mesh))
-    loss_fn = find_loss_kind(cfg).make(cfg)
-    return Program(cfg, mesh, platform, choices, arch, optimizer, loss_fn, ema, guard, abstract)
+    teacher = describe_teacher(cfg, choices.planned, mesh, platform)
+    loss_fn = make_loss(cfg, teacher)
+    return Program(cfg, mesh, platform, choices, arch, optimizer, loss_fn, ema, guard, abstract, teacher)
 
 
 def assemble_stages(program: Program, schedule: BatchSchedule) -> dict[BatchShape, Program]:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec, auto_axes, reshard
 
-from tunix.data.batches import Batch
+from tunix.data.batches import Batch, split_shared
 from tunix.models.layers import named
 from tunix.sharding.arrays import bring_to, to_device_memory, to_host_memory
 from tunix.sharding.equations import Equation
@@ -97,7 +97,7 @@ def make_train_step(
     on_host = arch.layout.moments_on_host
 
     def train_step(state, batch):
-        num_microbatches = len(jax.tree.leaves(batch)[0])
+        num_microbatches = len(batch["tokens"])
         # Seeds follow from the step alone: a resumed run drops the same numbers out as one that was never stopped.
         seeds = state["step"] * num_microbatches + jnp.arange(num_microbatches)
         grads, weight, sums = gradients(state["params"], batch, seeds)
@@ -200,12 +200,13 @@ def make_gradients(arch: Architecture, loss_fn: LossFn, sync_every: int) -> Grad
             )
 
     def gradients(params, batch, seeds):
+        fields, shared = split_shared(batch)
         # Where blocks gather their weights, `weights` are at rest: a block's gradient then arrives summed and split.
         weights = params if in_blocks else gather_all(params)
-        groups = jax.tree.map(lambda x: x.reshape(-1, sync_every, *x.shape[1:]), (batch, seeds))
+        groups = jax.tree.map(lambda x: x.reshape(-1, sync_every, *x.shape[1:]), (fields, seeds))
 
-        def objective(trained, batch, seed):
-            loss = loss_fn(arch.module(arch.merge(trained, weights)), batch, seed)
+        def objective(trained, fields, seed):
+            loss = loss_fn(arch.module(arch.merge(trained, weights)), fields | shared, seed)
             return loss.objective, (loss.weight, loss.sums)
 
         def microbatch(total, inputs):
