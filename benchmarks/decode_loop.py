@@ -20,10 +20,10 @@ def main(words: list[str]) -> None:
 
     from tunix.config.compose import compose
     from tunix.costs.compiled_time import Speeds, predict_time
+    from tunix.costs.devices import read_topology
     from tunix.costs.rollout import derive_rollout_costs
     from tunix.inference.rollout import Sampler
     from tunix.inference.sampling import Sampling
-    from tunix.plan.cluster import read_topology
     from tunix.plan.compile import describe_devices
     from tunix.training.choices import build_mesh
     from tunix.training.program import assemble

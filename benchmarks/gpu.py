@@ -167,8 +167,7 @@ def step(name: str, tiny: bool, only_compile: bool = False) -> dict[str, Any]:
     import jax
 
     from tunix.config.compose import compose
-    from tunix.costs.devices import find_kind, read_device_kinds
-    from tunix.plan.cluster import Cluster
+    from tunix.costs.devices import Cluster, find_kind, read_device_kinds
     from tunix.plan.compile import compile_for
 
     cfg = compose(words_of(name, tiny)).config

@@ -19,11 +19,11 @@ import yaml
 from tunix.config import Config
 from tunix.config.compose import compose
 from tunix.costs.compiled_time import predict_time
-from tunix.costs.derived import derive
+from tunix.costs.devices import HBM_SHARE, Cluster, read_topology
 from tunix.costs.hlo import read_collectives
-from tunix.plan.cluster import HBM_SHARE, Cluster, assume_speeds, derive_kernel_data, read_topology
-from tunix.plan.compile import compile_for, describe_devices
-from tunix.plan.ranking import Candidate
+from tunix.costs.step import derive
+from tunix.plan.compile import assume_speeds, compile_for, derive_kernel_data, describe_devices
+from tunix.plan.derived_time import derive_time
 from tunix.sharding.mesh_shape import explicit_sizes
 
 CACHE = Path(__file__).parents[1] / ".cache" / "published"
@@ -89,7 +89,7 @@ class Run:
         """Return the predicted seconds of a step that is not compiled."""
         sizes = explicit_sizes(self.cfg.model.mesh_shape)
         assert sizes is not None
-        return Candidate(sizes, self.cfg, derive(self.cfg, sizes), self.cluster).time.step_s + self.unfused_s()
+        return derive_time(self.cfg, sizes, derive(self.cfg, sizes), self.cluster).step_s + self.unfused_s()
 
 
 def main(words: list[str]) -> None:

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import jax
 
 from tunix.config.compose import compose
-from tunix.costs.derived import derive
-from tunix.plan.cluster import read_topology
+from tunix.costs.devices import read_topology
+from tunix.costs.step import derive
 from tunix.plan.compile import compile_for
 from tunix.sharding.mesh_shape import count_devices
 from tunix.sharding.table import axis_names

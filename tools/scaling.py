@@ -14,9 +14,8 @@ import jax
 from tunix.config import Config
 from tunix.config.compose import compose
 from tunix.config.layers import ExpertsMlp
-from tunix.costs.derived import derive
 from tunix.costs.devices import BUS_FACTORS
-from tunix.costs.memory import find_program
+from tunix.costs.step import derive, find_program
 from tunix.models.context_parallel import count_repeats
 from tunix.sharding.mesh_shape import count_devices
 from tunix.sharding.table import EXPERTS, axis_names

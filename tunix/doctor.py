@@ -43,9 +43,9 @@ from tunix.config import command_line, compose
 from tunix.config.compose import Job, add_search_path
 from tunix.costs.communication import Transfer, predict_seconds
 from tunix.costs.devices import BUS_FACTORS, find_kind
-from tunix.processes import exits, joining, peers
+from tunix.processes import exits, peers
 from tunix.processes.identity import FIRST_PORT, NUM_PORTS
-from tunix.processes.joining import find_blind
+from tunix.processes.peers import find_blind
 from tunix.sharding.table import DIMS, LAYERS, keeping_axes, token_axes
 from tunix.training.choices import build_mesh
 from tunix.training.program import assemble
@@ -505,7 +505,7 @@ def examine(job: compose.Job) -> Diagnosis:
     findings = [*check_versions(), *check_variables(os.environ), *check_xla_flags(os.environ)]
     distributed = job.config.distributed.model_copy(update={"init_timeout_s": START_S})
     try:
-        joining.start(distributed, {})  # no facts to compare here: `compare` reports every difference
+        peers.join(distributed, {})  # no facts to compare here: `compare` reports every difference
     except (UserError, PeerLost) as error:
         error_finding = Finding("processes", "error", str(error))
         return Diagnosis([socket.gethostname()], [[*findings, error_finding]], joined=False)

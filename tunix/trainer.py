@@ -26,14 +26,14 @@ from tunix.checkpoints.store import open_store
 from tunix.config import Config, Evaluation, compose
 from tunix.config.batch import BatchShape
 from tunix.config.compose import remark_on_tiny, to_yaml
-from tunix.costs.derived import check_matmul_dtype, find_run_peak_tflops
+from tunix.costs.step import check_matmul_dtype, find_run_peak_tflops
 from tunix.data.batches import Batch, BatchSource, Numbers
 from tunix.data.prompts import AnyCorpus
 from tunix.data.sample_order import Position
 from tunix.data.tokenizer import tokenizer_digest
 from tunix.inference.pretrained import check_init_from, load_init_from
-from tunix.plan.choice import plan_run
-from tunix.processes import joining, peers
+from tunix.plan.ranking import plan_run
+from tunix.processes import peers
 from tunix.processes.rollcall import list_versions
 from tunix.processes.watchdog import Watchdog, listening
 from tunix.run.compiling import CompiledSteps, Compiler, StartClock, describe_memory, keep_programs
@@ -72,7 +72,7 @@ def run(job: compose.Job) -> Result:
     # Join the other processes first: jax must know all devices before it is asked for one. The roll call compares
     # configs and versions, so a mistake in one of them ends every process here. `auto` becomes a value: only now are
     # the devices known.
-    remarks = joining.start(job.config.distributed, list_versions() | compose.list_info(job.config))
+    remarks = peers.join(job.config.distributed, list_versions() | compose.list_info(job.config))
     keep_programs(job.config)
     waiting_log = start_logging(remarks, job.config.logging)
     cfg = job.config

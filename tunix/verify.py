@@ -33,7 +33,7 @@ from tunix.checkpoints.store import check_everything
 from tunix.config import Config, command_line, compose
 from tunix.config.compose import add_search_path
 from tunix.config.saved_runs import find_run
-from tunix.costs.derived import check_matmul_dtype
+from tunix.costs.step import check_matmul_dtype
 from tunix.data.prompts import AnyCorpus
 from tunix.data.sample_order import Position
 from tunix.data.table import DOCUMENTS

@@ -27,9 +27,9 @@ from tunix.base.errors import UserError
 from tunix.config.compose import compose
 from tunix.costs import trace_analysis
 from tunix.costs.communication import Transfer, predict_seconds
-from tunix.costs.derived import derive
 from tunix.costs.devices import read_device_kinds
 from tunix.costs.hlo import Collective, read_collectives
+from tunix.costs.step import derive
 from tunix.costs.trace_analysis import (
     COLOURS,
     EXPOSED,

@@ -10,7 +10,7 @@ from tunix.base.errors import UserError
 from tunix.config import compose
 from tunix.launch import kubernetes
 from tunix.launch.__main__ import parser
-from tunix.launch.nodes import NodeFlags, find_node
+from tunix.launch.nodes import find_node
 
 WORDS = [
     "launcher=kubernetes",
@@ -104,7 +104,6 @@ def test_the_pods_find_each_other(here, tasks):
     assert container["command"] == ["python3", "-m", "tunix.launch"]
     flags = parser().parse_args(container["args"])
     assert (flags.script, flags.arguments) == ("run_training.py", ["resume=/outputs/r"])
-    asked = NodeFlags(**{name: getattr(flags, name) for name in NodeFlags.__annotations__})
     index, *given = container["env"]
     assert index["name"] == "NODE_RANK"
     assert (
@@ -114,7 +113,7 @@ def test_the_pods_find_each_other(here, tasks):
     environment = {variable["name"]: variable["value"] for variable in given}
     ranks = []
     for pod_index in range(4):
-        node = find_node(asked, {**environment, "NODE_RANK": str(pod_index)})
+        node = find_node(flags, {**environment, "NODE_RANK": str(pod_index)})
         ranks += [int(node.environment(local)["RANK"]) for local in range(node.num_processes)]
         assert (node.master_addr, node.master_port, node.world_size) == ("r-workers-0-0.r", 29500, 4 * tasks)
     assert ranks == list(range(4 * tasks))

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from argparse import Namespace
 from contextlib import suppress
 from pathlib import Path
 
@@ -17,8 +18,8 @@ from support.harness import ROOT
 
 from tunix.base.errors import UserError
 from tunix.launch import children, nodes
-from tunix.launch.__main__ import main, parser
-from tunix.launch.nodes import NodeFlags, find_free_port, find_node, meet
+from tunix.launch.__main__ import main, parser, read_flags
+from tunix.launch.nodes import Node, find_free_port, find_node, meet
 
 LAUNCHED = str(ROOT / "tests" / "support" / "launched.py")
 SEED = {"MASTER_ADDR": "192.0.2.10", "MASTER_PORT": "29500"}
@@ -96,9 +97,8 @@ def test_which_node(flags, environment, ranks):
         assert (found[0]["MASTER_ADDR"], found[0]["MASTER_PORT"]) == ("192.0.2.10", "29500")
 
 
-def asked(flags: str) -> NodeFlags:
-    parsed = parser().parse_args([*flags.split(), "script.py"])
-    return NodeFlags(**{name: getattr(parsed, name) for name in NodeFlags.__annotations__})
+def asked(flags: str) -> Namespace:
+    return parser().parse_args([*flags.split(), "script.py"])
 
 
 @pytest.mark.parametrize(
@@ -217,21 +217,19 @@ TWO_MACHINES = (
 def test_accelerate_config(tmp_path):
     """num_processes counts the processes of all machines, as accelerate counts them."""
     file = tmp_path / "accelerate.yaml"
+
+    def found(flags: str, environment: dict[str, str]) -> Node:
+        return find_node(*read_flags([f"--accelerate_config={file}", *flags.split(), "script.py"], environment))
+
     file.write_text(ONE_MACHINE)
-    node = find_node(nodes.read_config(file).flags, {"RANK": "3", "WORLD_SIZE": "4"})
+    node = found("", {"RANK": "3", "WORLD_SIZE": "4"})
     assert (node.num_processes, node.world_size, node.master_addr) == (8, 8, "127.0.0.1")
     file.write_text(TWO_MACHINES)
-    flags = asked("--node_rank=1")
-    node = find_node(flags.with_defaults(nodes.read_config(file).flags, {}), {})
+    node = found("--node_rank=1", {})
     assert (node.num_processes, node.world_size, node.rank, node.master_port) == (4, 8, 1, 29500)
-    assert (
-        find_node(asked("").with_defaults(nodes.read_config(file).flags, {"NODE_RANK": "1"}), {"NODE_RANK": "1"}).rank
-        == 1
-    )
+    assert found("", {"NODE_RANK": "1"}).rank == 1
     file.write_text(TWO_MACHINES.replace("machine_rank: 0", "machine_rank: 1"))
-    assert (
-        find_node(asked("--node_rank=0").with_defaults(nodes.read_config(file).flags, {"NODE_RANK": "1"}), {}).rank == 0
-    )  # flags win
+    assert found("--node_rank=0", {"NODE_RANK": "1"}).rank == 0  # flags win
     file.write_text(ONE_MACHINE.replace("use_cpu: false", "use_cpu: true"))
     assert nodes.read_config(file).environment == {"JAX_PLATFORMS": "cpu"}
     file.write_text(ONE_MACHINE.replace("gpu_ids: all", "gpu_ids: 2,3"))

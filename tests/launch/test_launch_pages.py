@@ -11,10 +11,9 @@ from support.harness import ROOT
 
 from tunix.config import compose
 from tunix.launch import kubernetes, ray, slurm
-from tunix.launch import nodes as accelerate
 from tunix.launch import nodes as rendezvous
-from tunix.launch.__main__ import parser
-from tunix.launch.nodes import Node, NodeFlags, find_node
+from tunix.launch.__main__ import read_flags
+from tunix.launch.nodes import Node, find_node
 
 PAGES = [ROOT / "docs" / name for name in ("coming_from.md", "slurm.md", "kubernetes.md", "ray.md")]
 HERE = {  # what the shell of each example has
@@ -70,11 +69,7 @@ def test_command(environment, words, tmp_path, monkeypatch):
 
 
 def launched(words: list[str], environment: dict[str, str]) -> Node:
-    flags = parser().parse_args(words)
-    asked = NodeFlags(**{name: getattr(flags, name) for name in NodeFlags.__annotations__})
-    if flags.accelerate_config:
-        asked = asked.with_defaults(accelerate.read_config(flags.accelerate_config).flags, environment)
-    return find_node(asked, environment)
+    return find_node(*read_flags(words, environment))
 
 
 def test_every_launcher_is_shown():

@@ -10,7 +10,7 @@ from support.harness import experts as few_experts
 
 from tunix.base.errors import UserError
 from tunix.config.compose import compose
-from tunix.costs.derived import derive_costs
+from tunix.costs.step import derive_costs
 from tunix.models.experts import Experts
 from tunix.models.layers import Initializer
 from tunix.training.choices import build_layout, build_mesh

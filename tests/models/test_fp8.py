@@ -9,8 +9,8 @@ from support.harness import SGD, SMALL, Program, batch, program
 
 from tunix.base.errors import UserError
 from tunix.config.compose import compose
-from tunix.costs.derived import check_matmul_dtype, derive
 from tunix.costs.devices import compute_peak_tflops, read_device_kinds
+from tunix.costs.step import check_matmul_dtype, derive
 from tunix.models.matmul import product
 from tunix.models.remat import Remat, make_policy
 from tunix.sharding.arrays import to_global

@@ -9,7 +9,7 @@ from support.harness import ONE_DEVICE, SGD, SPLIT_MESHES, batch, program
 
 from tunix.base.errors import UserError
 from tunix.config.compose import compose
-from tunix.costs.derived import derive
+from tunix.costs.step import derive
 from tunix.huggingface.config_json import read_config, translate_config, write_config
 from tunix.models.layers import named
 from tunix.sharding.table import axis_names

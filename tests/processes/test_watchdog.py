@@ -8,7 +8,6 @@ import pytest
 
 from tunix.config.compose import compose
 from tunix.processes import peers, watchdog
-from tunix.processes import peers as pace
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -52,7 +51,7 @@ def test_the_slow_process_is_named(monkeypatch, caplog):
         return {key.removeprefix("progress/"): value for key, value in board.items() if key.startswith(f"{folder}/")}
 
     monkeypatch.setattr(peers, "published", published)
-    others = [pace.Pace(), pace.Pace()]
+    others = [watchdog.Pace(), watchdog.Pace()]
     for each, host_s in zip(others, (0.9, 0.02), strict=True):
         for step_time_s in (0.5, 1.5):
             each.note(step_time_s, step_time_s - host_s, host_s / 2)
@@ -72,7 +71,7 @@ def test_the_slow_process_is_named(monkeypatch, caplog):
 
 def test_processes_of_one_pace_are_not_named(caplog):
     """Where all are equally busy beside their devices, as on CPUs, nobody waits for one of them."""
-    own = pace.Pace()
+    own = watchdog.Pace()
     own.compare({0: {"host": "a"}})
     assert own.slowest == {}
     same = {"step_time_s": 1.0, "host_s": 0.9, "data_wait_s": 0.1}

@@ -26,7 +26,7 @@ from tunix.data.dataset import load_corpus
 from tunix.data.sample_order import Position
 from tunix.models.rope import layer_rope
 from tunix.plan import __main__ as plan
-from tunix.processes import joining
+from tunix.processes import peers
 from tunix.sharding.equations import Equation
 from tunix.train_command import LAUNCHERS
 from tunix.trainer import run
@@ -202,8 +202,8 @@ def processes_that_join(folder: Path, corpus: Path) -> Callable[[], None]:
     def use() -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("jax.distributed.initialize", lambda *args, **kwargs: None)
-            patch.setattr("tunix.processes.joining.roll_call", lambda *args: [])
-            joining.start(cfg.distributed, {})
+            patch.setattr("tunix.processes.peers.roll_call", lambda *args: [])
+            peers.join(cfg.distributed, {})
 
     return use
 

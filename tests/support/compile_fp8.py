@@ -13,8 +13,8 @@ from jax.sharding import AxisType
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from tunix.costs.devices import read_topology
 from tunix.models.matmul import fp8_product
-from tunix.plan.cluster import read_topology
 from tunix.plan.compile import describe_devices
 from tunix.sharding.equations import Equation
 

@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tunix.config.compose import compose
 from tunix.costs.compiled_time import Speeds, predict_time
+from tunix.costs.devices import read_topology
 from tunix.costs.hlo import read_collectives
 from tunix.models.attention import Method, compute_attention
 from tunix.models.attention_mask import row_mask_rule
@@ -27,8 +28,7 @@ from tunix.models.experts import Experts
 from tunix.models.flash_attention import flash
 from tunix.models.layers import Initializer
 from tunix.models.table import CP_EXCHANGES
-from tunix.plan.cluster import derive_kernel_data, read_topology
-from tunix.plan.compile import describe_devices
+from tunix.plan.compile import derive_kernel_data, describe_devices
 from tunix.sharding.table import axis_names
 from tunix.training.choices import build_layout
 

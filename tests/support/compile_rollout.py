@@ -13,10 +13,10 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import jax
 
 from tunix.config.compose import compose
+from tunix.costs.devices import read_topology
 from tunix.costs.rollout import derive_rollout_costs
 from tunix.inference.rollout import Sampler
 from tunix.inference.sampling import Sampling
-from tunix.plan.cluster import read_topology
 from tunix.plan.compile import describe_devices
 from tunix.training.choices import build_mesh
 from tunix.training.program import assemble

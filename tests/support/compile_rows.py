@@ -13,8 +13,8 @@ from collections import Counter
 from support.harness import experts
 
 from tunix.config.compose import compose
-from tunix.costs.derived import derive
-from tunix.plan.cluster import read_topology
+from tunix.costs.devices import read_topology
+from tunix.costs.step import derive
 from tunix.plan.compile import compile_for, describe_devices
 from tunix.sharding.mesh_shape import explicit_sizes
 

@@ -12,16 +12,17 @@ import jax
 import numpy as np
 
 from tunix.config.compose import compose
+from tunix.costs.devices import read_topology
 from tunix.costs.hlo import (
     ARRAY,
     FREE,
     Instruction,
+    count_alone,
     count_array_bytes,
-    count_moved_bytes,
+    count_fusion,
     parse_instructions,
     read_computations,
 )
-from tunix.plan.cluster import read_topology
 from tunix.plan.compile import compile_for, describe_devices
 from tunix.training.choices import build_mesh
 from tunix.training.program import assemble
@@ -42,7 +43,9 @@ def update_bytes(program: dict[str, list[Instruction]]) -> int:
     for instruction in scope.values():
         index = re.search(r'op_name="[^"]*/optimizer/([^"]*)"', instruction.text)
         if index and index[1] != "reduce_sum" and instruction.opcode not in FREE:
-            moved += count_moved_bytes(instruction, scope, program)
+            is_fusion = instruction.opcode == "fusion"
+            work = count_fusion(instruction.called, program) if is_fusion else count_alone(instruction, scope)
+            moved += round(work.device_bytes + work.host_bytes)
     return moved
 
 

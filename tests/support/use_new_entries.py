@@ -9,9 +9,9 @@ import sys
 import jax
 
 from tunix.config.compose import compose
-from tunix.costs.derived import derive
+from tunix.costs.devices import read_topology
+from tunix.costs.step import derive
 from tunix.models.matmul import product_of_few_rows
-from tunix.plan.cluster import read_topology
 from tunix.plan.derived_time import resolve_exchange
 from tunix.rl.environments import open_episode
 from tunix.rl.table import find_environment, find_reward

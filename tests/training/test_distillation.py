@@ -15,10 +15,10 @@ from support.rollouts import ONE, TASK, WIDE
 import tunix
 from tunix.base.errors import UserError
 from tunix.config.compose import compose
+from tunix.costs.devices import read_topology
 from tunix.data.batches import TEACHER
 from tunix.inference.teacher import _fit_rows, check_tokenizers
 from tunix.models.layers import named
-from tunix.plan.cluster import read_topology
 from tunix.plan.ranking import rank
 from tunix.training.grpo import policy_loss
 from tunix.training.loss import next_token_loss

@@ -9,8 +9,7 @@ from support.harness import SMALL, batch, program
 
 from tunix.base.errors import UserError
 from tunix.config.compose import compose
-from tunix.costs.derived import derive
-from tunix.costs.memory import find_program
+from tunix.costs.step import derive, find_program
 from tunix.sharding.table import axis_names
 
 TP = "model.mesh_shape=[[2,4],[fsdp,tp]]"

@@ -83,9 +83,9 @@ def run_joined(name: str, distributed: Distributed, info: dict[str, Any], work: 
         return code
 
     def join_and_work() -> int | None:
-        from tunix.processes import joining, watchdog  # jax starts here, after the config has passed
+        from tunix.processes import peers, watchdog  # jax starts here, after the config has passed
 
-        joining.start(distributed, list_versions() | info)
+        peers.join(distributed, list_versions() | info)
         with watchdog.Watchdog(distributed) as watching, watching.phase(name, math.inf):
             return work()
 

@@ -1,4 +1,15 @@
-"""Collectives of a step, derived from equations: weights gathered, gradients reduced, tokens exchanged."""
+"""Collectives of a training step, derived from equations: weights gathered, gradients reduced, tokens exchanged.
+
+An example: a weight [1024, 4096] in each of 4 blocks, over 8 devices of fsdp, with full_shard, products in bfloat16,
+gradients reduced in float32, and one microbatch. Each block gathers its weight before the forward pass and again
+before the backward pass, and then sums its gradient. One block's weight has 4 Mi numbers, so a step has
+
+    8 all-gathers        4 blocks x 2 passes x 4 Mi x 2 bytes   64 MiB
+    4 reduce-scatters    4 blocks x 4 Mi x 4 bytes              64 MiB
+
+Blocks that gather ahead (training.overlap) have one more of each, so 72 and 80 MiB. These are the bytes of whole
+arrays. Each device has 1/8 of an array already, and sends 7/8 of the bytes (BUS_FACTORS).
+"""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -27,21 +38,6 @@ from tunix.training.loss import find_loss_kind
 from tunix.training.program import Program
 from tunix.training.state import Weight
 
-# Collectives of a training step, derived from equations: weights gathered, gradients reduced, tokens exchanged.
-#
-# An example: a weight [1024, 4096] in each of 4 blocks, over 8 devices of fsdp, with full_shard, products in bfloat16,
-# gradients reduced in float32, and one microbatch. Each block gathers its weight before the forward pass and again
-# before the backward pass, and then sums its gradient. One block's weight has 4 Mi numbers, so a step has
-#
-#     8 all-gathers        4 blocks x 2 passes x 4 Mi x 2 bytes   64 MiB
-#     4 reduce-scatters    4 blocks x 4 Mi x 4 bytes              64 MiB
-#
-# Blocks that gather ahead (training.overlap) have one more of each, so 72 and 80 MiB. These are the bytes of whole
-# arrays. Each device has 1/8 of an array already, and sends 7/8 of the bytes (BUS_FACTORS).
-
-
-# Collectives of experts: what devices with different experts send each other, by the name of the exchange.
-
 
 @dataclass(frozen=True)
 class Transfer:
@@ -61,9 +57,8 @@ def predict_seconds(transfer: Transfer, sizes: dict[str, int], kind: DeviceKind,
     """
     size = count_devices(sizes, transfer.axes)
     group = Group(size, min(_count_neighbours(transfer.axes, sizes, per_node), size))
-    return transfer.count * predict_collective_s(
-        transfer.kind, transfer.num_bytes / transfer.count, group, kind, per_node
-    )
+    num_bytes = transfer.num_bytes / transfer.count
+    return transfer.count * predict_collective_s(transfer.kind, num_bytes, group, kind, per_node)
 
 
 def _count_neighbours(axes: Sequence[str], sizes: dict[str, int], per_node: int) -> int:
@@ -87,8 +82,12 @@ def _count_neighbours(axes: Sequence[str], sizes: dict[str, int], per_node: int)
 
 
 def list_transfers(program: Program) -> list[Transfer]:
-    """Return the collectives of one step that are not of products or experts, which have files of their own."""
-    return [*_list_weight_transfers(program), *_list_attention_transfers(program), *_list_stage_transfers(program)]
+    """Return all collectives of one step."""
+    lists = (
+        _list_weight_transfers, _list_attention_transfers, _list_stage_transfers, _list_matmul_transfers,
+        _list_expert_transfers,
+    )  # fmt: skip
+    return [transfer for each in lists for transfer in each(program)]
 
 
 def _list_weight_transfers(program: Program) -> Iterator[Transfer]:
@@ -142,17 +141,10 @@ def _list_stage_transfers(program: Program) -> Iterator[Transfer]:
     local_tokens = tokens // token_shards(mesh.shape)
     joined = rows * local_tokens * cfg.model.embed_dim * jnp.dtype(layout.compute).itemsize
     stream = joined // count_devices(mesh.shape, layout.stream_axes)
-    extra_bytes = (
-        rows * (local_tokens + tokens) * 4
-    )  # positions, and segments of whole sequences; they have no gradient
+    extra_bytes = rows * (local_tokens + tokens) * 4  # positions, and segments of whole sequences: no gradients
+    times = pipeline.num_iterations
     # The next stage waits for the rows.
-    yield Transfer(
-        "collective-permute",
-        layout.stage_axes,
-        pipeline.num_iterations * (2 * stream + extra_bytes),
-        False,
-        pipeline.num_iterations,
-    )
+    yield Transfer("collective-permute", layout.stage_axes, times * (2 * stream + extra_bytes), False, times)
     # A part comes in and its result goes out, forward; backward the gradients of both.
     parts = pipeline.num_microbatches * pipeline.num_parts
     entered = parts + pipeline.num_stages - 1  # with what the first stage takes when all parts have gone in
@@ -167,26 +159,16 @@ def _list_stage_transfers(program: Program) -> Iterator[Transfer]:
     batch = pipeline.num_microbatches * program.choices.batch.sequences_per_shard * local_tokens * 4
     yield Transfer("all-to-all", layout.stage_axes, fields * batch, overlaps=False)
     if pipeline.num_chunks > 1:
-        yield _deal_layers(program)
-
-
-def _deal_layers(program: Program) -> Transfer:
-    """Return the transfer of layers that stages deal out before the first tick, and of gradients afterwards."""
-    layout, mesh, num_chunks = program.layout, program.mesh, program.choices.pipeline.num_chunks
-    num_bytes, count = 0, 0
-    is_trained = jax.tree.leaves(program.arch.is_trained)
-    for weight, trained in zip(jax.tree.leaves(program.arch.weights), is_trained, strict=True):
-        if not weight.equation.is_stacked:
-            continue
-        num_bytes += count_shard_bytes(
-            weight, layout.stored(weight.equation, layout.strategy.params), weight.dtype, mesh
-        )
-        count += num_chunks
-        if trained:
-            stored = layout.stored(weight.equation, layout.strategy.gradients)
-            num_bytes += count_shard_bytes(weight, stored, "float32", mesh)
-            count += num_chunks
-    return Transfer("collective-permute", layout.stage_axes, num_bytes, overlaps=False, count=count)
+        # Stages deal layers out before the first tick, and gradients of the trained ones afterwards.
+        arch, strategy = program.arch, layout.strategy
+        dealt_out = [(weight, strategy.params, weight.dtype) for weight in jax.tree.leaves(arch.weights)]
+        dealt_out += [(weight, strategy.gradients, "float32") for weight in jax.tree.leaves(arch.trained_weights)]
+        num_bytes, count = 0, 0
+        for weight, is_split, dtype in dealt_out:
+            if weight.equation.is_stacked:
+                num_bytes += count_shard_bytes(weight, layout.stored(weight.equation, is_split), dtype, mesh)
+                count += pipeline.num_chunks
+        yield Transfer("collective-permute", layout.stage_axes, num_bytes, overlaps=False, count=count)
 
 
 def count_microbatch_rows(program: Program) -> int:
@@ -230,9 +212,8 @@ def measure_heads(model: Model, kind: HeadSizes, choices: Choices, mesh: Mesh | 
     shape = rows, tokens, model.num_heads, kind.dim
     local_rows, local_tokens, queries, head_dim = find_shard_shape(shape, layout.activation("BTNH"), mesh)
     dim_name = kind.dim_names[0]
-    keys = layout.num_local_kv_heads(
-        find_shard_shape((kind.num_kv_heads,), layout.activation(dim_name), mesh)[0], dim_name
-    )
+    [kv_heads] = find_shard_shape((kind.num_kv_heads,), layout.activation(dim_name), mesh)
+    keys = layout.num_local_kv_heads(kv_heads, dim_name)
     numbers, itemsize = local_rows * local_tokens * head_dim, jnp.dtype(layout.compute).itemsize
     return LocalHeads(local_rows, queries, keys, numbers, token_shards(mesh.shape), itemsize)
 
@@ -288,8 +269,8 @@ class Exchange(NamedTuple):
     times: float  # in one microbatch
 
 
-def list_matmul_transfers(program: Program) -> list[Transfer]:
-    """Return the collectives of one step that bring activations to products and sum their results.
+def _list_matmul_transfers(program: Program) -> Iterator[Transfer]:
+    """Yield the collectives of one step that bring activations to products and sum their results.
 
     A product `x,w->y` of a block runs forward, once more where `training.remat` computes it again, and transposed for
     the gradient of x.
@@ -297,27 +278,24 @@ def list_matmul_transfers(program: Program) -> list[Transfer]:
     cfg, layout, mesh, batch = program.cfg, program.layout, program.mesh, program.batch
     sizes = program.dims | {"B": batch.num_rows, STREAM_TOKENS: batch.seq_len}
     item = jnp.dtype(layout.compute).itemsize
-    transfers = []
 
-    def add(kind: str, axes: tuple[str, ...], num_bytes: float, times: float) -> None:
+    def transfer(kind: str, axes: tuple[str, ...], num_bytes: float, times: float) -> Transfer:
         count = round(batch.num_microbatches * times)
-        transfers.append(Transfer(kind, axes, round(count * num_bytes), overlaps=False, count=count))
+        return Transfer(kind, axes, round(count * num_bytes), overlaps=False, count=count)
 
     def count_numbers(dim_names: str) -> int:
-        return math.prod(
-            find_shard_shape([sizes[dim_name] for dim_name in dim_names], layout.activation(dim_names), mesh)
-        )
+        shape = [sizes[dim_name] for dim_name in dim_names]
+        return math.prod(find_shard_shape(shape, layout.activation(dim_names), mesh))
 
     for kind, dim_names, axes, times in (*_list_in_blocks(program), *_list_at_ends(program)):
         if axes and times:
-            add(kind, axes, count_numbers(dim_names) * item, times)
+            yield transfer(kind, axes, count_numbers(dim_names) * item, times)
     if isinstance(cfg.model.mlp, ExpertsMlp) and layout.stream_axes:  # numbers of a token's experts, and their weights
         layers = cfg.model.num_expert_layers * program.choices.pipeline.iterations_per_microbatch
         forward = 1 + program.choices.remat.recompute_fraction("product") + program.choices.pipeline.recompute_runs
         choices = count_numbers("BT") * cfg.model.mlp.experts_per_token * 4
-        add("all-gather", layout.stream_axes, choices, 2 * forward * layers)
-        add("reduce-scatter", layout.stream_axes, choices, layers)  # the gradient of the weights
-    return transfers
+        yield transfer("all-gather", layout.stream_axes, choices, 2 * forward * layers)
+        yield transfer("reduce-scatter", layout.stream_axes, choices, layers)  # the gradient of the weights
 
 
 def _list_in_blocks(program: Program) -> Iterator[Exchange]:
@@ -332,7 +310,8 @@ def _list_in_blocks(program: Program) -> Iterator[Exchange]:
             continue
         name, layers = parameter_name(path), weight.shape[0] * pipeline.iterations_per_microbatch
         recompute = remat.recompute_fraction(product_name(name))
-        if name.split(".")[1] == "mlp" and _gives_stream(equation) and cfg.model.norm_placement == "pre":
+        gives_stream = equation.y.endswith("D") and not equation.x.endswith("D")
+        if name.split(".")[1] == "mlp" and gives_stream and cfg.model.norm_placement == "pre":
             recompute = 0.0  # nothing behind the last product needs its result again
         forward = (1 + recompute + pipeline.recompute_runs) * layers
         if EXPERTS in equation.w:
@@ -346,7 +325,8 @@ def _list_in_blocks(program: Program) -> Iterator[Exchange]:
             yield Exchange("all-reduce", equation.x, layout.product_axes(equation.transposed()), layers)
         else:
             yield Exchange("all-reduce", equation.y, layout.product_axes(equation), forward)
-            if stream and equation.x == ENTERED and not _is_update(equation):
+            is_update = "r" in equation.w  # of low rank: it takes what the product beside it takes
+            if stream and equation.x == ENTERED and not is_update:
                 entered[name.rsplit(".", 2)[0]] = layers
             else:
                 yield Exchange("all-reduce", equation.x, layout.product_axes(equation.transposed()), layers)
@@ -386,60 +366,47 @@ def _list_at_ends(program: Program) -> Iterator[Exchange]:
     yield Exchange("all-gather", ENTERED, program.layout.stream_axes, 2)
 
 
-def _is_update(equation: Equation) -> bool:
-    """Return whether a low-rank update has this product: it takes what the product beside it takes."""
-    return "r" in equation.w
-
-
-def _gives_stream(equation: Equation) -> bool:
-    return equation.y.endswith("D") and not equation.x.endswith("D")
-
-
 NUMBER = 4  # bytes of the number of an expert, of a share and of a count
 
 
-class Exchanged(NamedTuple):
+class ExpertTokens(NamedTuple):
     """Sizes and counts of an exchange of experts in one step."""
 
+    mlp: ExpertsMlp
     axes: tuple[str, ...]  # that split the experts
     num_devices: int  # along them
     num_tokens: int  # of one device in a microbatch
-    per_token: int  # experts of a token
-    num_experts: int  # of a layer
     row: int  # bytes of a token in products
     capacity: float | None  # of `count_rows`
-    weighs_inputs: bool
     layers: float  # layers with experts x microbatches, with those of the bubble of a pipeline
     runs: float  # forward passes of a layer: one, and those that the backward pass needs again
     results: float  # forward passes of which the results come back: nothing but a norm behind them needs them again
 
 
-def list_expert_transfers(program: Program) -> list[Transfer]:
-    """Return the collectives of one step that bring tokens to experts of other devices, and results back."""
+def _list_expert_transfers(program: Program) -> Iterator[Transfer]:
+    """Yield the collectives of one step that bring tokens to experts of other devices, and results back."""
     cfg, layout, mesh, batch = program.cfg, program.layout, program.mesh, program.batch
     axes, mlp = layout.expert_axes, cfg.model.mlp
     num_devices = count_devices(mesh.shape, axes)
     if num_devices == 1 or not isinstance(mlp, ExpertsMlp):
-        return []
+        return
     num_tokens = math.prod(find_shard_shape((batch.num_rows, batch.seq_len), layout.activation("BT"), mesh))
     pipeline, remat = program.choices.pipeline, program.choices.remat
-    exchanged = Exchanged(
+    exchanged = ExpertTokens(
+        mlp,
         axes,
         num_devices,
         num_tokens,
-        mlp.experts_per_token,
-        mlp.num_experts,
         row=cfg.model.embed_dim * jnp.dtype(layout.compute).itemsize,
         capacity=cfg.model.expert_buffer_factor,
-        weighs_inputs=mlp.weighted == "inputs",
         layers=cfg.model.num_expert_layers * batch.num_microbatches * pipeline.iterations_per_microbatch,
         runs=1 + remat.recompute_fraction("exchange") + pipeline.recompute_runs,
         results=1 + pipeline.recompute_runs + remat.recompute_fraction("product") * (cfg.model.norm_placement != "pre"),
     )
-    return list(import_object(EXPERT_EXCHANGES[layout.expert_exchange].transfers)(exchanged))
+    yield from import_object(EXPERT_EXCHANGES[layout.expert_exchange].transfers)(exchanged)
 
 
-def gather_tokens(each: Exchanged) -> Iterator[Transfer]:
+def gather_tokens(each: ExpertTokens) -> Iterator[Transfer]:
     """Yield gathers of tokens, experts and shares, reduce-scatters of sums, and the opposite for gradients.
 
     An example: tokens of 2,048 bytes (`row`) with 2 experts each; their numbers are 8 bytes (`choices`), and so are
@@ -451,7 +418,7 @@ def gather_tokens(each: Exchanged) -> Iterator[Transfer]:
                          2,048 + 8       backward: the gradients of the token and of its shares
     """
     local = each.num_tokens * each.num_devices  # tokens of a group
-    choices = each.per_token * NUMBER
+    choices = each.mlp.experts_per_token * NUMBER
     gathers = each.runs * (each.row + 2 * choices) + each.row
     count = round(each.layers * (3 * each.runs + 1))
     yield Transfer("all-gather", each.axes, round(each.layers * local * gathers), overlaps=False, count=count)
@@ -460,7 +427,7 @@ def gather_tokens(each: Exchanged) -> Iterator[Transfer]:
     yield Transfer("reduce-scatter", each.axes, num_bytes, overlaps=False, count=count)
 
 
-def send_rows(each: Exchanged) -> Iterator[Transfer]:
+def send_rows(each: ExpertTokens) -> Iterator[Transfer]:
     """Yield counts that all devices gather, rows and their shares there, results back, and the same for gradients.
 
     A row is a token on its way to one expert: a token with 2 experts sends 2 rows. Before rows travel, each device
@@ -469,14 +436,15 @@ def send_rows(each: Exchanged) -> Iterator[Transfer]:
         forward    counts to all   rows and shares to the experts   results back
         backward                   gradients of results there       gradients of rows and shares back
     """
-    counts = each.num_devices * each.num_experts * NUMBER
+    num_experts, per_token = each.mlp.num_experts, each.mlp.experts_per_token
+    counts = each.num_devices * num_experts * NUMBER
     times = each.layers * each.runs
     yield Transfer("all-gather", each.axes, round(times * counts), overlaps=False, count=round(times))
-    num_local = each.num_experts // each.num_devices
-    capacity = count_rows(each.num_tokens, each.per_token, each.num_devices, num_local, each.capacity)
-    num_rows = min(each.num_tokens * each.per_token, capacity)
+    num_local = num_experts // each.num_devices
+    capacity = count_rows(each.num_tokens, per_token, each.num_devices, num_local, each.capacity)
+    num_rows = min(each.num_tokens * per_token, capacity)
     there = each.runs + 1
-    factor = 0.0 if each.weighs_inputs else there
+    factor = 0.0 if each.mlp.weighted == "inputs" else there
     num_bytes = round(each.layers * num_rows * ((there + each.results + 1) * each.row + factor * NUMBER))
     count = round(each.layers * (there + each.results + 1 + factor))
     yield Transfer("ragged-all-to-all", each.axes, num_bytes, overlaps=False, count=count)

@@ -113,28 +113,19 @@ class _Clocks:
     """Times of one computation so far: of its arithmetic, and of the two links."""
 
     total: StepTime = field(default_factory=StepTime)
-    link_free: float = 0.0  # when the link to other devices has sent everything so far
-    host_free: float = 0.0  # the same of the link to the host's memory
+    # When each link has sent everything so far: to other devices ("peers"), and to the host's memory ("host").
+    free: dict[str, float] = field(default_factory=lambda: {"peers": 0.0, "host": 0.0})
     ends: dict[str, float] = field(default_factory=dict)  # when each collective and each copy that has started ends
 
-    def compute(self, time: StepTime) -> None:
-        self.total = time.after(self.total)
-
-    def start_copy(self, name: str, seconds: float) -> None:
-        self.host_free = self.ends[name] = max(self.total.step_s, self.host_free) + seconds
-
-    def wait_for_copy(self, name: str) -> None:
-        wait = max(0.0, self.ends.get(name, 0.0) - self.total.step_s)
-        self.total = replace(self.total, compute_s=self.total.compute_s + wait)
-
-    def start_collective(self, name: str, seconds: float) -> None:
+    def start(self, link: str, name: str, seconds: float) -> None:
         # It begins when both are ready: arithmetic has come to it, and the link has sent what was put there before.
-        self.link_free = self.ends[name] = max(self.total.step_s, self.link_free) + seconds
-        self.total = replace(self.total, communication_s=self.total.communication_s + seconds)
+        self.free[link] = self.ends[name] = max(self.total.step_s, self.free[link]) + seconds
+        if link == "peers":
+            self.total = replace(self.total, communication_s=self.total.communication_s + seconds)
 
-    def wait_for_collective(self, name: str) -> None:
-        wait = max(0.0, self.ends[name] - self.total.step_s)
-        self.total = replace(self.total, exposed_s=self.total.exposed_s + wait)
+    def wait_for(self, name: str) -> float:
+        """Return the seconds until a collective or a copy ends; 0 for what takes no time on a link."""
+        return max(0.0, self.ends.get(name, 0.0) - self.total.step_s)
 
 
 class _Walk:
@@ -157,15 +148,16 @@ class _Walk:
             if opcode.removesuffix("-start").removesuffix("-done") in KINDS:
                 # A collective is `-start` and `-done`, or one instruction that is both.
                 if not ends:
-                    clocks.start_collective(instruction.name, self.collective_s[instruction.name])
+                    clocks.start("peers", instruction.name, self.collective_s[instruction.name])
                 if not starts:
-                    clocks.wait_for_collective(instruction.operands[0] if ends else instruction.name)
+                    wait_s = clocks.wait_for(instruction.operands[0] if ends else instruction.name)
+                    clocks.total = StepTime(exposed_s=wait_s).after(clocks.total)
             elif ends:
-                clocks.wait_for_copy(instruction.operands[0])
+                clocks.total = StepTime(clocks.wait_for(instruction.operands[0])).after(clocks.total)
             elif starts and (num_bytes := self._count(instruction, scope).host_bytes):
-                clocks.start_copy(instruction.name, num_bytes / self.speeds.host_bytes_per_s)
+                clocks.start("host", instruction.name, num_bytes / self.speeds.host_bytes_per_s)
             else:
-                clocks.compute(self._time(instruction, scope))
+                clocks.total = self._time(instruction, scope).after(clocks.total)
         return clocks.total
 
     def _time(self, instruction: Instruction, scope: Scope) -> StepTime:

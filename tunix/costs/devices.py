@@ -1,18 +1,31 @@
-"""Kinds of devices and networks: speed, memory and links; and the time of one collective on them."""
+"""Kinds of devices, networks and clusters: speed, memory and links; and the time of one collective on them."""
 
 import math
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import ValidationError
 
 from tunix.base.config_types import CONF
 from tunix.base.errors import UserError, did_you_mean
+from tunix.base.files import read_yaml
 from tunix.config import DeviceKind, Network
 from tunix.models.table import MATMUL_DTYPES
 
-# Kinds of devices and networks: speed, memory and links, read from conf/command/device and conf/command/network.
+PLATFORM = "gpu"  # of all kinds of conf/command/device, whichever compiler is installed
+
+# Share of the speed of matrix products that our own kernels are assumed to reach: 415 TFLOP/s on an H100, where
+# kernels of this kind (FlashAttention-2 in Triton) are reported to reach 350 to 500. Not measured.
+KERNEL_SHARE = 0.6
+HBM_SHARE = 0.8  # share of the memory's bandwidth that everything but matrix products is assumed to reach
+# Share of PCIe's bandwidth that copies from and to pinned memory are assumed to reach: about 25 of 32 GB/s, 52 of 64.
+HOST_SHARE = 0.8
+# Seconds that a kernel adds beside its own work where kernels follow one another: 3.8 microseconds a kernel of 2.9
+# (NVIDIA, "Getting Started with CUDA Graphs").
+LAUNCH_S = 0.9e-6
 
 
 @cache
@@ -45,12 +58,10 @@ def read_kind(values: Any) -> DeviceKind:
 
 def replace_network(kind: DeviceKind, name: str) -> DeviceKind:
     """Return the kind of device with another network; raises `UserError` for one that is not known."""
-    if name not in read_networks():
-        hint = did_you_mean(name, list(read_networks()))
-        raise UserError(
-            f"plan.network={name}: there is no such network; choose from {', '.join(read_networks())}{hint}"
-        )
-    network = read_networks()[name]
+    if (network := read_networks().get(name)) is None:
+        known = list(read_networks())
+        hint = did_you_mean(name, known)
+        raise UserError(f"plan.network={name}: there is no such network; choose from {', '.join(known)}{hint}")
     return kind.model_copy(update={"network": network, "nics_per_node": network.nics_per_node or kind.nics_per_node})
 
 
@@ -71,6 +82,58 @@ def compute_peak_tflops(kind: DeviceKind, matmul_dtype: str | None, share: float
     if matmul_dtype is None:
         return kind.peak_tflops
     return 1 / (share / (find_matmul_tflops(kind, matmul_dtype) or kind.peak_tflops) + (1 - share) / kind.peak_tflops)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A number of nodes with equal devices."""
+
+    kind: DeviceKind
+    num_nodes: int
+    per_node: int  # devices of a node
+
+    @property
+    def num_devices(self) -> int:
+        return self.num_nodes * self.per_node
+
+    def __str__(self) -> str:
+        return f"{self.num_nodes} x {self.per_node} {self.kind.name}"
+
+
+def read_topology(text: str, network: str | None = None) -> Cluster:
+    """Read `h200:8` (devices) or `h200:32x8` (nodes x devices); the kind may be the path of a YAML file.
+
+    `network` names a file of conf/command/network; None is the network of the kind.
+
+    Raises:
+        UserError: the text has another form, or the kind is not known.
+    """
+    name, _, product = text.rpartition(":")
+    numbers = product.split("x")
+    if not name or len(numbers) > 2 or not all(number.isdecimal() and int(number) for number in numbers):
+        raise UserError(f"plan.topology={text}: expected KIND:GPUS or KIND:NODESxGPUS like h200:8 or h200:32x8")
+    nodes, per_node = map(int, numbers if len(numbers) == 2 else ("1", *numbers))
+    kind = _load_kind(name)
+    return Cluster(replace_network(kind, network) if network else kind, nodes, per_node)
+
+
+def _load_kind(name: str) -> DeviceKind:
+    known, path = read_device_kinds(), Path(name).expanduser()
+    if name in known:
+        return known[name]
+    if path.suffix != ".yaml":
+        hint = did_you_mean(name, list(known))
+        raise UserError(f"plan.topology: there is no kind {name}; kinds are {', '.join(known)}, or FILE.yaml{hint}")
+    try:
+        return read_kind(read_yaml(path.read_text()))
+    except OSError as error:
+        raise UserError(f"plan.topology: {path} cannot be read: {error.strerror}") from None
+    except ValueError:
+        raise UserError(f"plan.topology: {path} is not YAML") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"])) or "its content"
+        raise UserError(f"plan.topology: {path}: {key}: {first['msg'].lower()}") from None
 
 
 # Time of one collective, from first principles: bytes over the slowest link, a latency for each hop, and a start.

@@ -1,13 +1,29 @@
-"""Pictures of horizontal bars, each made of stacked parts, drawn with Pillow."""
+"""Tables as text, and pictures of horizontal bars, each made of stacked parts, drawn with Pillow."""
 
 import io
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from PIL import Image, ImageDraw, ImageFont
+from rich.table import Table
+
+from tunix.base.text import as_text
 
 ROW, LABEL, BARS = 26, 250, 430  # pixels: a row's height; widths of labels and of the longest bar
 INK, PALE, LIMIT = "#222222", "#8a8a8a", "#b02a37"
+
+
+def format_table(
+    title: str, columns: Sequence[str], left: Collection[str], rows: Iterable[Sequence[str]], width: int = 190
+) -> str:
+    """Format rows of cells as lines of at most `width` characters; all columns but `left` are aligned to the right."""
+    table = Table(title=title, title_justify="left")
+    for name in columns:
+        table.add_column(name, justify="left" if name in left else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    return as_text(table, width)
 
 
 @dataclass(frozen=True)
@@ -66,10 +82,8 @@ def _plot(canvas: ImageDraw.ImageDraw, font: Any, panel: Panel, left: int) -> No
             text_at = limit_at + 6
         canvas.text((text_at, top + 5), bar.text, INK, font)
         if bar.mark is not None:
-            _plot_line(canvas, left + scale * bar.mark, top, top + ROW - 2, INK)
+            mark_at = left + scale * bar.mark
+            canvas.line((mark_at, top, mark_at, top + ROW - 2), INK, 2)
     if panel.limit:
-        _plot_line(canvas, left + scale * panel.limit, 3 * ROW, ROW * (len(panel.bars) + 3), LIMIT)
-
-
-def _plot_line(canvas: ImageDraw.ImageDraw, x: float, top: int, bottom: int, colour: str) -> None:
-    canvas.line((x, top, x, bottom), colour, 2)
+        limit_at = left + scale * panel.limit
+        canvas.line((limit_at, 3 * ROW, limit_at, ROW * (len(panel.bars) + 3)), LIMIT, 2)

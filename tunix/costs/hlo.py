@@ -1,4 +1,11 @@
-"""Compiled programs, read from their optimized HLO text: collectives, instructions, and the work of each."""
+"""Compiled programs, read from their optimized HLO text: collectives, instructions, and the work of each.
+
+HLO is XLA's own language. A program is a list of computations; a computation is a list of instructions, one a line:
+
+    %all-gather.3 = bf16[1024,640]{1,0} all-gather(%param.2), replica_groups=[2,4]<=[8], metadata={op_name="..."}
+
+The parser reads only what the cost report needs: kind, size, group of devices, and how often a loop runs the line.
+"""
 
 import math
 import re
@@ -9,14 +16,6 @@ from functools import reduce
 from typing import NamedTuple
 
 import numpy as np
-
-# Collectives of a compiled program, read from its optimized HLO text.
-#
-# HLO is XLA's own language. A program is a list of computations; a computation is a list of instructions, one a line:
-#
-#     %all-gather.3 = bf16[1024,640]{1,0} all-gather(%param.2), replica_groups=[2,4]<=[8], metadata={op_name="..."}
-#
-# The parser reads only what the cost report needs: kind, size, group of devices, and how often a loop runs the line.
 
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute")
 
@@ -106,14 +105,13 @@ def _count_runs(computations: dict[str, list[str]]) -> dict[str, int]:
 
 
 def _parse(line: str, match: re.Match, times: int) -> Collective:
-    arrays = [(dtype, count_array_bytes(dtype, dims)) for dtype, dims in ARRAY.findall(match["type"])]
-    if match["start"] and match["kind"] != "all-reduce":
-        # The type of a -start is (operands, results), and may end with numbers without dimensions that only XLA needs.
-        arrays = [(dtype, count_array_bytes(dtype, dims)) for dtype, dims in ARRAY.findall(match["type"]) if dims]
-    sizes, group = [size for _, size in arrays], _read_group(line)
+    # The type of a -start is (operands, results), and may end with numbers without dimensions that only XLA needs.
+    has_operands = match["start"] and match["kind"] != "all-reduce"
+    arrays = [(dtype, dims) for dtype, dims in ARRAY.findall(match["type"]) if dims or not has_operands]
+    sizes, group = [count_array_bytes(*array) for array in arrays], _read_group(line)
     if match["kind"] == "ragged-all-to-all":
         num_bytes = min(sizes[:2])  # of the operand and the result: no more rows travel than the smaller one has
-    elif match["start"] and match["kind"] != "all-reduce":
+    elif has_operands:
         # The larger half is the whole array.
         num_bytes = max(sum(sizes[: len(sizes) // 2]), sum(sizes[len(sizes) // 2 :]))
     else:
@@ -176,14 +174,11 @@ def summarise(collectives: list[Collective]) -> str:
     """Format count and size by kind for one run of the program: `all-gather 112 x, 3.200 GiB; ...`."""
     parts = []
     for kind in KINDS:
-        members = [each for each in collectives if each.kind == kind and each.group_size > 1]
-        if members:
+        if members := [each for each in collectives if each.kind == kind and each.group_size > 1]:
             size = sum(each.num_bytes * each.times for each in members)
             parts.append(f"{kind} {sum(each.times for each in members):,} x, {size / 2**30:.3f} GiB")
     return "; ".join(parts) or "none"
 
-
-# Instructions of a compiled program, as its optimized HLO text writes them.
 
 _INSTRUCTION_PARTS = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)$")
 _PLACED_ARRAY = re.compile(ARRAY.pattern + r"(\{[^}]*\})?")  # an array with its layout, which may name a memory
@@ -271,13 +266,6 @@ class Work(NamedTuple):
         return Work(*(a + b for a, b in zip(self, other, strict=True)))
 
 
-def count_moved_bytes(instruction: Instruction, scope: Scope, program: Computations) -> int:
-    """Count the bytes that an instruction, or the fusion that it runs, reads and writes; `scope` is its computation."""
-    is_fusion = instruction.opcode == "fusion"
-    work = count_fusion(instruction.called, program) if is_fusion else count_alone(instruction, scope)
-    return round(work.device_bytes + work.host_bytes)
-
-
 def count_fusion(name: str, program: Computations) -> Work:
     """Count the work of a fusion.
 
@@ -315,16 +303,13 @@ def _count_read(user: Instruction, parameter: Instruction, scope: Scope) -> int:
     """Return the bytes of a parameter that one of its users reads."""
     if user.opcode in ("dynamic-slice", "slice", "gather"):
         return user.num_bytes
-    if user.opcode == "dynamic-update-slice" and _skip_bitcasts(user.operands[0], scope) == parameter.name:
-        return 0  # updated in place
+    if user.opcode == "dynamic-update-slice":
+        updated = scope[user.operands[0]]
+        while updated.opcode == "bitcast":
+            updated = scope[updated.operands[0]]
+        if updated is parameter:
+            return 0  # in place
     return parameter.num_bytes
-
-
-def _skip_bitcasts(name: str, scope: Scope) -> str:
-    """Return the name of the array that this one renames, through all bitcasts."""
-    while scope[name].opcode == "bitcast":
-        name = scope[name].operands[0]
-    return name
 
 
 def _count_written(root: Instruction, scope: Scope) -> Work:

@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, Mesh
 from tunix.config import Config, DeviceKind
 from tunix.config.task import Grpo
 from tunix.costs.communication import count_shard_bytes, find_gathered_dtype, find_shard_shape
-from tunix.costs.memory import count_teacher_bytes, estimate_inside_bytes
+from tunix.costs.step import count_teacher_bytes, estimate_inside_bytes
 from tunix.models.flops import forward_flops_per_token
 from tunix.sharding.arrays import bytes_per_device
 from tunix.sharding.mesh import whole_sequences

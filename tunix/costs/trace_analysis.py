@@ -1,4 +1,8 @@
-"""Traces of a step: when each device computed and communicated, beside what a plan predicts."""
+"""Traces of a step: when each device computed and communicated, beside what a plan predicts.
+
+Each operation in the trace is an interval of time. Collectives and all other operations are two sets of intervals,
+and communication that no other operation overlaps is exposed: the device did nothing but wait for it.
+"""
 
 import csv
 import io
@@ -9,19 +13,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from jax.profiler import ProfileData
-from rich.table import Table
 
-from tunix.base.text import as_text
 from tunix.config import DeviceKind
 from tunix.costs.communication import Transfer, predict_seconds
 from tunix.costs.devices import BUS_FACTORS
-from tunix.costs.figure import INK, Bar, Panel, plot
+from tunix.costs.figure import INK, Bar, Panel, format_table, plot
 from tunix.costs.hlo import Collective
-
-# Activity of each device in a trace: how long each collective took, and how much of that time arithmetic hid.
-#
-# Each operation in the trace is an interval of time. Collectives and all other operations are two sets of intervals,
-# and communication that no other operation overlaps is exposed: the device did nothing but wait for it.
 
 GPU = re.compile(r"/device:GPU:\d+")
 NCCL = re.compile(r"nccl(?:Dev)?Kernel", re.IGNORECASE)
@@ -86,10 +83,8 @@ def measure_devices(
         if event.name not in control_flow:
             is_collective = event.name in communicating or event.name == UNKNOWN
             (collectives if is_collective else others)[event.device].append(event)
-    return {
-        device: _measure_device(others[device], collectives[device], num_steps)
-        for device in sorted({*others, *collectives})
-    }
+    devices = sorted({*others, *collectives})
+    return {device: _measure_device(others[device], collectives[device], num_steps) for device in devices}
 
 
 def _measure_device(others: list[Event], collectives: list[Event], num_steps: int) -> Timeline:
@@ -104,12 +99,9 @@ def _measure_device(others: list[Event], collectives: list[Event], num_steps: in
     # Collectives may overlap each other; their union counts such a time once.
     communicating = _merge_intervals(moves)
     communication = float(np.sum(communicating[:, 1] - communicating[:, 0]))
-    return Timeline(
-        _measure_span([*others, *collectives], num_steps) / 1e9,
-        communication / 1e9,
-        (communication - float(np.sum(_measure_covered(communicating, busy)))) / 1e9,
-        totals,
-    )
+    exposed_ns = communication - float(np.sum(_measure_covered(communicating, busy)))
+    span_ns = _measure_span([*others, *collectives], num_steps)
+    return Timeline(span_ns / 1e9, communication / 1e9, exposed_ns / 1e9, totals)
 
 
 def _measure_span(events: list[Event], num_steps: int) -> float:
@@ -157,7 +149,7 @@ def _measure_covered(intervals: np.ndarray, by: np.ndarray) -> np.ndarray:
 
 # Communication of a traced step: bytes come from the compiled program, times from the trace.
 #
-# Beside each measured row stands the prediction that `tunix.costs.derived` makes from the config.
+# Beside each measured row stands the prediction that `tunix.costs.step` makes from the config.
 #
 # Two bandwidths are reported, defined as in NCCL-tests (doc/PERFORMANCE.md). The algorithm bandwidth is the size of the
 # whole array divided by the time. The bus bandwidth is the algorithm bandwidth times the bytes that each device has to
@@ -256,52 +248,31 @@ def measure(
     rows = []
     for collective in collectives:
         if collective.group_size > 1:
-            time_s, exposed_s = average_times(collective.name)
-            rows.append(
-                Row(
-                    kind=collective.kind,
-                    axes=collective.find_axes(sizes),
-                    group_size=collective.group_size,
-                    count=collective.times,
-                    num_bytes=collective.num_bytes * collective.times,
-                    time_s=time_s,
-                    exposed_s=exposed_s,
-                    name=collective.name,
-                    dtype=collective.dtype,
-                    scope=format_scope(collective.scope),
-                )
-            )
+            where = collective.kind, collective.find_axes(sizes), collective.group_size
+            num_bytes, named = collective.num_bytes * collective.times, (collective.name, collective.dtype)
+            times = average_times(collective.name)
+            rows.append(Row(*where, collective.times, num_bytes, *times, *named, format_scope(collective.scope)))
     rows.sort(key=lambda row: -row.time_s)
-    return Communication(
-        first_step, num_steps, timelines, rows, _sum_by_axes(rows), predicted, average_times(UNKNOWN)[0]
-    )
-
-
-def _sum_by_axes(rows: list[Row]) -> list[Row]:
-    groups: dict[tuple, list[Row]] = defaultdict(list)
+    sums: dict[tuple[str, tuple[str, ...], int], Row] = {}
     for row in rows:
-        groups[row.kind, row.axes, row.group_size].append(row)
-    sums = []
-    for key, members in groups.items():
-        totals = (sum(getattr(row, name) for row in members) for name in ("count", "num_bytes", "time_s", "exposed_s"))
-        sums.append(Row(*key, *totals))
-    return sorted(sums, key=lambda row: -row.time_s)
+        key = row.kind, row.axes, row.group_size
+        before = sums.get(key, Row(*key, 0, 0, 0.0, 0.0))
+        num_bytes, time_s = before.num_bytes + row.num_bytes, before.time_s + row.time_s
+        sums[key] = Row(*key, before.count + row.count, num_bytes, time_s, before.exposed_s + row.exposed_s)
+    per_axis = sorted(sums.values(), key=lambda row: -row.time_s)
+    return Communication(first_step, num_steps, timelines, rows, per_axis, predicted, average_times(UNKNOWN)[0])
 
 
 def predict(
     transfers: Iterable[Transfer], sizes: Mapping[str, int], kind: DeviceKind | None, per_node: int
 ) -> dict[tuple[str, tuple[str, ...]], Prediction]:
-    """Sum the transfers that `tunix.costs.derived` derives from a config, by kind and mesh axes."""
+    """Sum the transfers that `tunix.costs.step` derives from a config, by kind and mesh axes."""
     predicted: dict[tuple[str, tuple[str, ...]], Prediction] = {}
     for transfer in transfers:
-        axes = tuple(axis for axis in transfer.axes if sizes[axis] > 1)
-        if not axes:
-            continue
-        before = predicted.get((transfer.kind, axes), Prediction(0, 0.0 if kind else None))
-        time_s = None
-        if kind and before.time_s is not None:
-            time_s = before.time_s + predict_seconds(transfer, dict(sizes), kind, per_node)
-        predicted[transfer.kind, axes] = Prediction(before.num_bytes + transfer.num_bytes, time_s)
+        if axes := tuple(axis for axis in transfer.axes if sizes[axis] > 1):
+            before = predicted.get((transfer.kind, axes), Prediction(0, 0.0))
+            time_s = (before.time_s or 0.0) + predict_seconds(transfer, dict(sizes), kind, per_node) if kind else None
+            predicted[transfer.kind, axes] = Prediction(before.num_bytes + transfer.num_bytes, time_s)
     return predicted
 
 
@@ -314,14 +285,12 @@ def format_scope(op_name: str) -> str:
         return ""
     common, bracket, remaining = op_name.partition("/(")
     stacks = [f"{common}/{part}" for part in remaining.removesuffix(")").split(":")] if bracket else [op_name]
-    scopes = list(dict.fromkeys(_read_scopes(stack) for stack in stacks))
-    phases = list(dict.fromkeys(_read_phase(stack) for stack in stacks))
+    scopes: dict[str, None] = {}  # each once, in their order
+    for stack in stacks:
+        parts = [re.sub(r"transpose\(|jvp\(|[()]", "", part) for part in stack.split("/")[1:-1]]
+        scopes["/".join(part for part in parts if not NO_SCOPE.fullmatch(part))] = None
+    phases = dict.fromkeys(map(_read_phase, stacks))
     return f"{' + '.join(filter(None, scopes)) or 'step'} {'/'.join(phases)}"
-
-
-def _read_scopes(stack: str) -> str:
-    parts = [re.sub(r"transpose\(|jvp\(|[()]", "", part) for part in stack.split("/")[1:-1]]
-    return "/".join(part for part in parts if not NO_SCOPE.fullmatch(part))
 
 
 def _read_phase(stack: str) -> str:
@@ -333,7 +302,7 @@ def _read_phase(stack: str) -> str:
     return "forward" if "jvp(" in stack else "update"
 
 
-# The communication of a step as text, as CSV and as a picture: what `profile/` of a run shows.
+# What `profile/` of a run shows.
 
 MIB = 2**20
 TIMED = ("ms/step", "exposed ms", "algbw GB/s", "busbw GB/s")
@@ -366,64 +335,44 @@ def format_text(communication: Communication) -> str:
     if communication.unnamed_s:
         unnamed_ms = _format_ms(communication.unnamed_s)
         lines.append(f"besides, {unnamed_ms} ms of NCCL kernels for which the trace names no instruction")
-    return "\n".join(
-        [
-            *lines,
-            "",
-            as_text(_make_axes_table(communication), 200),
-            "",
-            as_text(_make_collectives_table(communication), 200),
-            "",
-        ]
-    )
+    return "\n".join([*lines, "", _format_axes(communication), "", _format_collectives(communication), ""])
 
 
-def _make_axes_table(communication: Communication) -> Table:
-    table = Table(title="by mesh axis, beside what is derived from the config", title_justify="left")
-    for name in ("axes", "kind", "count", "MiB/step", *TIMED, "derived MiB", "predicted ms"):
-        table.add_column(name, justify="left" if name in ("axes", "kind") else "right", no_wrap=True)
-    left = dict(communication.predicted)
+def _format_axes(communication: Communication) -> str:
+    left, rows = dict(communication.predicted), []
     for row in communication.per_axis:
-        derived = left.pop((row.kind, row.axes), None)
-        table.add_row(
-            "+".join(row.axes), row.kind, f"{row.count:,}", f"{row.num_bytes / MIB:,.2f}", *_format_times(row),
-            f"{derived.num_bytes / MIB:,.2f}" if derived else "-",
-            _format_ms(derived.time_s) if derived and derived.time_s is not None else "-",
-        )  # fmt: skip
+        derived = _format_prediction(left.pop((row.kind, row.axes), None))
+        measured = f"{row.count:,}", f"{row.num_bytes / MIB:,.2f}", *_format_times(row)
+        rows.append(["+".join(row.axes), row.kind, *measured, *derived])
     # Predictions without a measured row: XLA chose another collective for them.
-    for (kind, axes), derived in left.items():
-        predicted = _format_ms(derived.time_s) if derived.time_s is not None else "-"
-        table.add_row("+".join(axes), kind, "0", *["-"] * 5, f"{derived.num_bytes / MIB:,.2f}", predicted)
-    return table
+    for (kind, axes), prediction in left.items():
+        rows.append(["+".join(axes), kind, "0", *["-"] * 5, *_format_prediction(prediction)])
+    columns = ("axes", "kind", "count", "MiB/step", *TIMED, "derived MiB", "predicted ms")
+    title = "by mesh axis, beside what is derived from the config"
+    return format_table(title, columns, ("axes", "kind"), rows, 200)
 
 
-def _make_collectives_table(communication: Communication) -> Table:
-    table = Table(title="by collective of the compiled step", title_justify="left")
-    for name in ("kind", "axes", "dtype", "count", "KiB each", *TIMED, "where", "instruction"):
-        left = ("kind", "axes", "dtype", "where", "instruction")
-        table.add_column(name, justify="left" if name in left else "right", no_wrap=True)
+def _format_collectives(communication: Communication) -> str:
+    rows = []
     for row in communication.rows:
         kib_each = row.num_bytes / row.count / 1024 if row.count else 0.0
-        table.add_row(
-            row.kind,
-            "+".join(row.axes),
-            row.dtype,
-            f"{row.count:,}",
-            f"{kib_each:,.1f}",
-            *_format_times(row),
-            row.scope,
-            row.name,
-        )
-    return table
+        counts = f"{row.count:,}", f"{kib_each:,.1f}"
+        rows.append([row.kind, "+".join(row.axes), row.dtype, *counts, *_format_times(row), row.scope, row.name])
+    columns = ("kind", "axes", "dtype", "count", "KiB each", *TIMED, "where", "instruction")
+    left = ("kind", "axes", "dtype", "where", "instruction")
+    return format_table("by collective of the compiled step", columns, left, rows, 200)
+
+
+def _format_prediction(derived: Prediction | None) -> tuple[str, str]:
+    if derived is None:
+        return "-", "-"
+    return f"{derived.num_bytes / MIB:,.2f}", _format_ms(derived.time_s) if derived.time_s is not None else "-"
 
 
 def _format_times(row: Row) -> list[str]:
-    return [
-        _format_ms(row.time_s),
-        _format_ms(row.exposed_s),
-        f"{row.algorithm_gb_per_s:.3g}",
-        f"{row.bus_gb_per_s:.3g}",
-    ]
+    """Return the cells of the columns `TIMED`."""
+    speeds = row.algorithm_gb_per_s, row.bus_gb_per_s
+    return [_format_ms(row.time_s), _format_ms(row.exposed_s), *(f"{speed:.3g}" for speed in speeds)]
 
 
 def _format_ms(seconds: float) -> str:
@@ -436,12 +385,10 @@ def format_csv(communication: Communication) -> str:
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow(COLUMNS)
     for row in communication.rows:
-        numbers = (row.time_s, row.exposed_s, row.algorithm_gb_per_s, row.bus_gb_per_s)
-        writer.writerow(
-            [row.name, row.kind, "+".join(row.axes), row.group_size, row.dtype, row.count, row.num_bytes]
-            + [f"{number:.6g}" for number in numbers]
-            + [row.scope]
-        )
+        counted = row.group_size, row.dtype, row.count, row.num_bytes
+        times = (row.time_s, row.exposed_s, row.algorithm_gb_per_s, row.bus_gb_per_s)
+        numbers = (f"{number:.6g}" for number in times)
+        writer.writerow([row.name, row.kind, "+".join(row.axes), *counted, *numbers, row.scope])
     return file.getvalue()
 
 

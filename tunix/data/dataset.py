@@ -24,7 +24,7 @@ from tunix.data.table import Source, Tokens
 from tunix.data.tokenize import find_folder, find_units, find_vocab, make_share, open_verified, prepare
 from tunix.data.tokenizer import Vocab, check_fits, read_vocab
 from tunix.processes import peers
-from tunix.processes.joining import find_blind
+from tunix.processes.peers import find_blind
 
 log = logging.getLogger(__name__)
 

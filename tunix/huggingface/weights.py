@@ -26,7 +26,7 @@ from tunix.huggingface.table import Family, Name, find_family
 from tunix.models.layers import named, parameter_name
 from tunix.models.quantized import stack_quantized
 from tunix.processes import peers
-from tunix.processes.joining import find_blind
+from tunix.processes.peers import find_blind
 from tunix.sharding.arrays import Index, fill, replicate, replicate_part
 from tunix.sharding.equations import Equation
 from tunix.sharding.layout import Layout

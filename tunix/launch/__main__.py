@@ -11,9 +11,10 @@ import sys
 from pathlib import Path
 
 from tunix.base.files import is_whole_number
-from tunix.launch import children, nodes
-from tunix.launch.nodes import NodeFlags, find_node
+from tunix.launch import children
+from tunix.launch.nodes import find_node, read_config
 from tunix.processes import exits
+from tunix.processes.identity import Environment
 
 EPILOG = """
 MASTER_ADDR, MASTER_PORT, WORLD_SIZE and RANK are read from the environment if no flag is given; RANK is the first
@@ -23,21 +24,39 @@ global rank of this node, or the number of this node. docs/coming_from.md has ex
 
 def main(argv: list[str]) -> int:
     """Run the command line; return 0, or the worst exit code of the processes."""
-    args = parser().parse_args(argv)
 
     def work() -> int:
-        environment = dict(os.environ)
-        flags = NodeFlags(**{name: getattr(args, name) for name in NodeFlags.__annotations__})
-        if args.accelerate_config:
-            file = nodes.read_config(args.accelerate_config)
-            flags, environment = flags.with_defaults(file.flags, environment), environment | file.environment
+        args, environment = read_flags(argv, os.environ)
         command = children.build_command(args.script, args.arguments, args.module, args.no_python)
-        return children.run(find_node(flags, environment), command, environment, args.log_dir, args.grace_s, args.label)
+        return children.run(find_node(args, environment), command, environment, args.log_dir, args.grace_s, args.label)
 
     try:
         return exits.report_errors(work)
     except KeyboardInterrupt:  # while this node waits for the others
         return 130
+
+
+def read_flags(argv: list[str], environment: Environment) -> tuple[argparse.Namespace, dict[str, str]]:
+    """Return the flags of a command line, and the environment of the processes.
+
+    An accelerate config adds to both, but a flag wins over it. All nodes may share one file, so NODE_RANK in the
+    environment wins over the file's node_rank.
+
+    Raises:
+        UserError: as `read_config` raises it.
+    """
+    reader = parser()
+    args = reader.parse_args(argv)
+    if args.accelerate_config is None:
+        return args, dict(environment)
+    file = read_config(args.accelerate_config)
+    values = file.flags
+    if (args.nnodes or 1) > 1:
+        values["standalone"] = None
+    if environment.get("NODE_RANK"):
+        values["node_rank"] = None
+    reader.set_defaults(**values)
+    return reader.parse_args(argv), {**environment, **file.environment}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -48,9 +67,8 @@ def parser() -> argparse.ArgumentParser:
         spellings = dict.fromkeys(spelling for name in names for spelling in (name, name.replace("_", "-")))
         parser.add_argument(*(f"--{spelling}" for spelling in spellings), **kwargs)
 
-    flag(
-        "nprocs", "nproc_per_node", help="processes on this node: a number, gpu (one a GPU), cpu (one a core), or auto"
-    )
+    processes = "processes on this node: a number, gpu (one a GPU), cpu (one a core), or auto"
+    flag("nprocs", "nproc_per_node", help=processes)
     flag("nnodes", type=_read_nodes, help="nodes of the run")
     flag("node_rank", type=int, help="number of this node, from 0 [NODE_RANK]")
     flag("master_addr", help="host name or address of node 0 [MASTER_ADDR]")
@@ -62,12 +80,8 @@ def parser() -> argparse.ArgumentParser:
     flag("max_restarts", type=int, choices=[0], help="only 0: resume=RUN_DIR goes on with a run")
     flag("accelerate_config", type=Path, metavar="FILE", help="read an accelerate config; flags win over it")
     flag("log_dir", type=Path, help="folder for train.RANK.log; a temporary one if not given")
-    flag(
-        "grace_s",
-        type=_read_seconds,
-        default=30.0,
-        help="seconds between SIGTERM and SIGKILL after a process died [30]",
-    )
+    grace = "seconds between SIGTERM and SIGKILL after a process died [30]"
+    flag("grace_s", type=_read_seconds, default=30.0, help=grace)
     flag("label", action="store_true", help="show the output of every process, each line behind its rank")
     parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module, as in python -m")
     flag("no_python", action="store_true", help="SCRIPT is a program, not a Python script")

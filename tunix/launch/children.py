@@ -1,4 +1,9 @@
-"""The processes of one node: start them together, log each in its own file, end them together."""
+"""The parts of a run as a launcher sees them: start them together, pass signals on, log each, end them together.
+
+A part is a process of this node (`Child`), or a node with its processes (`ray_cluster.Node`).
+
+    a part dies -- LAST_MESSAGES_S --> SIGTERM to the others -- grace_s --> SIGKILL
+"""
 
 import os
 import shutil
@@ -12,18 +17,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import IO, BinaryIO, Protocol, TypeVar
 
 from tunix.base.errors import UserError
 from tunix.launch.nodes import Node
 from tunix.processes import exits
-
-# The parts of a run as a launcher sees them: pass signals on, end all parts together, find the exit code that counts.
-#
-# A part is a process of this node (`children`), or a node with its processes (`ray`).
-#
-#     a part dies -- LAST_WORDS_S --> SIGTERM to the others -- grace_s --> SIGKILL
 
 # Exit codes from the best to the worst; every other code is worse than these.
 SEVERITY = (0, exits.STOPPED, exits.PEER, exits.DIVERGED, exits.USER_ERROR)
@@ -58,11 +56,7 @@ AnyPart = TypeVar("AnyPart", bound=Part)
 def receive_signals() -> Iterator[list[int]]:
     """Note the signals of `FORWARDED` in a list, in place of what they did before."""
     received: list[int] = []
-
-    def note_signal(number: int, _frame: FrameType | None) -> None:
-        received.append(number)
-
-    before = {number: signal.signal(number, note_signal) for number in FORWARDED}
+    before = {number: signal.signal(number, lambda number, _frame: received.append(number)) for number in FORWARDED}
     try:
         yield received
     finally:
@@ -167,7 +161,7 @@ class Child:
     rank: int
     process: subprocess.Popen[bytes]
     log: Path
-    copiers: list["Copier"] = field(default_factory=list)
+    copiers: list[Copier] = field(default_factory=list)
     code: int | None = None  # its exit code, once it has ended
     was_ended: bool = False  # the launcher has sent SIGTERM to it, because another process died
 
@@ -190,13 +184,6 @@ class Child:
         # that it has started, for example workers that read data.
         with suppress(ProcessLookupError, PermissionError):  # the group is empty
             os.killpg(self.process.pid, signal.SIGKILL)
-
-    def copy_output(self, label: bytes) -> None:
-        """Copy the output of the process to the terminal, each line behind `label`, and the log, if it has pipes."""
-        for source, terminal in ((self.process.stdout, sys.stdout), (self.process.stderr, sys.stderr)):
-            if source is not None:
-                self.copiers.append(Copier(source, terminal.buffer, self.log, label))
-                self.copiers[-1].start()
 
 
 def build_command(script: str, arguments: list[str], module: bool, no_python: bool) -> list[str]:
@@ -239,12 +226,15 @@ def run(
             # Only now, because this starts threads: a process that is forked while another thread holds a lock (of the
             # memory allocator, for example) may wait for that lock for ever.
             for child in children:
-                child.copy_output(f"{child.rank}: ".encode() if label else b"")
+                for source, terminal in ((child.process.stdout, sys.stdout), (child.process.stderr, sys.stderr)):
+                    if source is not None:
+                        begin = f"{child.rank}: ".encode() if label else b""
+                        child.copiers.append(Copier(source, terminal.buffer, child.log, begin))
+                        child.copiers[-1].start()
             say(f"{len(children)} of {node.world_size} processes; output of each in {log_dir}/train.RANK.log")
             wait_for_all(children, received, grace_s)
-            for child in children:
-                for copier in child.copiers:
-                    copier.finish(received)
+            for copier in (copier for child in children for copier in child.copiers):
+                copier.finish(received)
             return _report(children)
         finally:
             for child in children:
@@ -276,12 +266,9 @@ def _report(children: list[Child]) -> int:
     assert worst.code is not None
     if worst.code not in (0, exits.STOPPED):
         if worst.process.stdout is None:  # else its output is on the terminal already
-            print("\n".join(_read_tail(worst.log)), file=sys.stderr)
+            with worst.log.open("rb") as file:
+                file.seek(max(0, worst.log.stat().st_size - 100_000))
+                last_lines = file.read().decode(errors="replace").splitlines()[-TAIL_LINES:]
+            print("\n".join(last_lines), file=sys.stderr)
         say(f"process {worst.rank} ended with exit code {worst.code}; its output is in {worst.log}")
     return worst.code
-
-
-def _read_tail(log: Path) -> list[str]:
-    with log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - 100_000))
-        return file.read().decode(errors="replace").splitlines()[-TAIL_LINES:]

@@ -45,12 +45,8 @@ def make_manifests(config: Config, kubernetes: Kubernetes, name: str) -> list[di
     """Return the two manifests of a run: a ConfigMap with the resolved config, and the JobSet that trains it."""
     local = config.model_copy(update={"launcher": Local(name="local"), "dry_run": False})
     metadata = {"name": name, "namespace": kubernetes.namespace}
-    config_map = {
-        "apiVersion": "v1",
-        "kind": "ConfigMap",
-        "metadata": metadata,
-        "data": {"config.yaml": compose.to_yaml(local)},
-    }
+    data = {"config.yaml": compose.to_yaml(local)}
+    config_map = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": data}
     jobset = {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
         "kind": "JobSet",
@@ -75,26 +71,30 @@ def make_manifests(config: Config, kubernetes: Kubernetes, name: str) -> list[di
 
 def _job(kubernetes: Kubernetes, name: str) -> dict[str, Any]:
     """Return the Job: all pods at once, each with an index. A pod that fails ends the Job, and JobSet decides."""
+    ends_for_good = {"containerName": CONTAINER, "operator": "In", "values": FOR_GOOD}
     return {
         "parallelism": kubernetes.nodes,
         "completions": kubernetes.nodes,
         "completionMode": "Indexed",
         "backoffLimit": 0,  # the Job starts no pod again: the other pods could not take it back into their run
-        "podFailurePolicy": {
-            "rules": [
-                {
-                    "action": "FailJob",
-                    "onExitCodes": {"containerName": CONTAINER, "operator": "In", "values": FOR_GOOD},
-                }
-            ]
-        },
+        "podFailurePolicy": {"rules": [{"action": "FailJob", "onExitCodes": ends_for_good}]},
         "template": {"spec": _pod(kubernetes, name)},
     }
 
 
 def _pod(kubernetes: Kubernetes, name: str) -> dict[str, Any]:
     folder = _pod_folder(kubernetes, name)
-    outputs, config = _mount("outputs", kubernetes.mount_path), _mount("config", "/etc/tunix")
+    mounts = {"outputs": kubernetes.mount_path, "config": "/etc/tunix", "shared-memory": "/dev/shm"}
+    outputs, config, shared_memory = ({"name": volume, "mountPath": path} for volume, path in mounts.items())
+    nodes = [f"--nnodes={kubernetes.nodes}", f"--nprocs={kubernetes.tasks}", f"--log_dir={folder}"]
+    index = {"fieldRef": {"fieldPath": f"metadata.annotations['{INDEX}']"}}
+    variables = {
+        "MASTER_ADDR": f"{name}-{JOB}-0-0.{name}",  # the host name that JobSet gives pod 0
+        "MASTER_PORT": str(kubernetes.port),
+        **_pairs(kubernetes.extra_env),
+    }
+    gpus = kubernetes.gpus_per_node or None
+    limits = {"nvidia.com/gpu": gpus, "cpu": kubernetes.cpu, "memory": kubernetes.memory}
     # Every pod writes the same text to a file of its own and renames it, so that nobody reads half a file.
     new = f"{folder}/config.$HOSTNAME"
     copy = f"mkdir -p {folder} && cp /etc/tunix/config.yaml {new} && mv {new} {folder}/config.yaml"
@@ -116,16 +116,17 @@ def _pod(kubernetes: Kubernetes, name: str) -> dict[str, Any]:
                 "name": CONTAINER,
                 "image": kubernetes.image,
                 "command": ["python3", "-m", "tunix.launch"],
-                "args": [
-                    f"--nnodes={kubernetes.nodes}",
-                    f"--nprocs={kubernetes.tasks}",
-                    f"--log_dir={folder}",
-                    kubernetes.train_script,
-                    f"resume={folder}",
+                "args": [*nodes, kubernetes.train_script, f"resume={folder}"],
+                "env": [
+                    {"name": "NODE_RANK", "valueFrom": index},
+                    *({"name": key, "value": value} for key, value in variables.items()),
                 ],
-                "env": _environment(kubernetes, name),
-                "resources": _resources(kubernetes),
-                "volumeMounts": [_mount("outputs", kubernetes.mount_path), _mount("shared-memory", "/dev/shm")],
+                # Kubernetes sets the requests to the values of the limits.
+                "resources": {"limits": {key: value for key, value in limits.items() if value is not None}},
+                "volumeMounts": [
+                    dict(outputs),
+                    shared_memory,
+                ],  # a copy: YAML would refer to the same dict by an anchor
             }
         ],
         "volumes": [
@@ -135,30 +136,6 @@ def _pod(kubernetes: Kubernetes, name: str) -> dict[str, Any]:
         ],
     }
     return {key: value for key, value in pod.items() if value is not None}
-
-
-def _mount(volume: str, path: str) -> dict[str, str]:
-    return {"name": volume, "mountPath": path}
-
-
-def _environment(kubernetes: Kubernetes, name: str) -> list[dict[str, Any]]:
-    index = {"fieldRef": {"fieldPath": f"metadata.annotations['{INDEX}']"}}
-    flags = {
-        "MASTER_ADDR": f"{name}-{JOB}-0-0.{name}",  # the host name that JobSet gives pod 0
-        "MASTER_PORT": str(kubernetes.port),
-        **_pairs(kubernetes.extra_env),
-    }
-    return [{"name": "NODE_RANK", "valueFrom": index}, *({"name": key, "value": value} for key, value in flags.items())]
-
-
-def _resources(kubernetes: Kubernetes) -> dict[str, Any]:
-    """Return the limits of the pod; Kubernetes sets the requests to the same values."""
-    limits = {
-        "nvidia.com/gpu": kubernetes.gpus_per_node or None,
-        "cpu": kubernetes.cpu,
-        "memory": kubernetes.memory,
-    }
-    return {"limits": {name: value for name, value in limits.items() if value is not None}}
 
 
 def _pairs(assignments: tuple[str, ...]) -> dict[str, str]:

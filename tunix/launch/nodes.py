@@ -1,12 +1,12 @@
 """Nodes of a run: who is who, from flags, an accelerate config, the environment, or by meeting the others."""
 
+import argparse
 import errno
 import os
 import socket
 import time
-from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tunix.base.errors import UserError
 from tunix.base.files import is_whole_number, read_yaml
-from tunix.processes.identity import count_gpus
+from tunix.processes.identity import Environment, count_gpus, count_nodes, find_node_rank, read_whole
 from tunix.processes.rollcall import READ_S, read, write
 
 # Rendezvous: nodes that all run the same command meet at one address, and are numbered in the order they come.
@@ -77,10 +77,9 @@ def _welcome(server: socket.socket, num_nodes: int, run: dict[str, Any], deadlin
                 continue
             guests.append(guest)
             if theirs != run:
-                keys = [key for key in run if theirs.get(key) != run[key]]
-                answer = {
-                    "error": "; ".join(f"{key}={theirs.get(key)} on {name}, {run[key]} on node 0" for key in keys)
-                }
+                different = [key for key in run if theirs.get(key) != run[key]]
+                values = (f"{key}={theirs.get(key)} on {name}, {run[key]} on node 0" for key in different)
+                answer = {"error": "; ".join(values)}
         for number, guest in enumerate(guests, start=1):
             with suppress(OSError):  # the node has died since; the roll call of the processes will say who is missing
                 guest.settimeout(READ_S)
@@ -112,40 +111,7 @@ def _join(address: Any, run: dict[str, Any], deadline: float) -> int:
         raise UserError(f"--rdzv_endpoint={address[0]}:{address[1]}: {problem}")
 
 
-# Find out which node of a run this is: from flags, from the environment, or by meeting the other nodes.
-
-Environment = Mapping[str, str]
 STATIC_PORT, MEETING_PORT = 29500, 29400  # torchrun's defaults
-
-
-@dataclass(frozen=True)
-class NodeFlags:
-    """Flags of the launcher that describe the run; None where a flag is not given."""
-
-    nprocs: str | None = None
-    nnodes: int | None = None
-    node_rank: int | None = None
-    master_addr: str | None = None
-    master_port: int | None = None
-    standalone: bool | None = None
-    rdzv_backend: str | None = None
-    rdzv_endpoint: str | None = None
-    rdzv_id: str | None = None
-
-    def with_defaults(self, file: "NodeFlags", environment: Environment) -> "NodeFlags":
-        """Return these flags, with the values of `file` for those that are not given.
-
-        All nodes may share one file, so NODE_RANK in the environment wins over the file's node_rank.
-        """
-        values = {field.name: getattr(file, field.name) for field in fields(NodeFlags)}
-        if (self.nnodes or 1) > 1:
-            values["standalone"] = None
-        if environment.get("NODE_RANK"):
-            values["node_rank"] = None
-        for field in fields(NodeFlags):
-            if (local := getattr(self, field.name)) is not None:
-                values[field.name] = local
-        return NodeFlags(**values)
 
 
 @dataclass(frozen=True)
@@ -177,8 +143,8 @@ class Node:
         return {name: str(value) for name, value in values.items()}
 
 
-def find_node(flags: NodeFlags, environment: Environment = os.environ) -> Node:
-    """Return this node of the run. A flag wins over the environment.
+def find_node(flags: argparse.Namespace, environment: Environment = os.environ) -> Node:
+    """Return this node of the run. A flag (`launch.__main__.parser`) wins over the environment.
 
     Raises:
         UserError: flags and environment contradict each other, have two meanings, or lack the address of node 0.
@@ -189,12 +155,12 @@ def find_node(flags: NodeFlags, environment: Environment = os.environ) -> Node:
         raise UserError(f"--nnodes={flags.nnodes}: must be at least 1")
     env = {} if flags.standalone else environment
     num_local = _count_processes(flags.nprocs or "1", environment)
-    nodes = 1 if flags.standalone else _count_nodes(flags, env, num_local)
-    rank = _find_node_rank(flags, env, nodes, num_local)
+    nodes = 1 if flags.standalone else count_nodes(flags.nnodes, env, num_local)
+    rank = find_node_rank(flags.node_rank, env, nodes, num_local)
     meeting_host, _, meeting_port = (flags.rdzv_endpoint or "").partition(":")
     addr = flags.master_addr or meeting_host or env.get("MASTER_ADDR")
-    port = flags.master_port or _read_number({"--rdzv_endpoint": meeting_port}, "--rdzv_endpoint")
-    port = port or _read_number(env, "MASTER_PORT")
+    port = flags.master_port or read_whole({"--rdzv_endpoint": meeting_port}, "--rdzv_endpoint")
+    port = port or read_whole(env, "MASTER_PORT")
     if port is not None and not 0 < port < 65535:
         raise UserError(f"port {port} of node 0: must be from 1 to 65534, and the port after it is used too")
     if nodes == 1:
@@ -241,68 +207,8 @@ def _count_processes(nprocs: str, environment: Environment) -> int:
     return count
 
 
-def _count_nodes(flags: NodeFlags, env: Environment, num_local: int) -> int:
-    """Return the number of nodes, by --nnodes or WORLD_SIZE; `num_local` is the number of processes on each node."""
-    world = _read_number(env, "WORLD_SIZE")
-    if world is None:
-        if "RANK" in env and flags.nnodes is None:
-            raise UserError(f"RANK={env['RANK']} is set; WORLD_SIZE or --nnodes must be set too, or --standalone")
-        return flags.nnodes or 1
-    if flags.nnodes and world != flags.nnodes * num_local:
-        raise UserError(
-            f"WORLD_SIZE={world}, but --nnodes={flags.nnodes} x --nprocs={num_local} is {flags.nnodes * num_local}"
-        )
-    if not world or world % num_local:
-        raise UserError(f"WORLD_SIZE={world} is not a multiple of --nprocs={num_local}, the processes of each node")
-    return world // num_local
-
-
-def _find_node_rank(flags: NodeFlags, env: Environment, nodes: int, num_local: int) -> int | None:
-    """Return the number of this node, or None if neither a flag nor the environment gives it.
-
-    Users export RANK with two meanings: the first global rank of the node, and the number of the node. With 2 nodes of
-    4 processes RANK=4 can only be the former, RANK=1 only the latter. RANK=2 on 4 nodes of 2 can be both: an error.
-    """
-    node = flags.node_rank if flags.node_rank is not None else _read_number(env, "NODE_RANK")
-    rank = _read_number(env, "RANK")
-    if node is not None:
-        if not 0 <= node < nodes:
-            raise UserError(f"--node_rank={node}: the {nodes} nodes have the numbers 0 to {nodes - 1}")
-        if rank is not None and rank not in (node, node * num_local):
-            raise UserError(
-                f"RANK={rank} contradicts --node_rank={node}: expected {node * num_local}, its first global rank"
-            )
-        return node
-    if rank is None:
-        return 0 if nodes == 1 else None
-    readings = {rank // num_local} if rank % num_local == 0 and rank // num_local < nodes else set()
-    readings |= {rank} if rank < nodes else set()
-    if len(readings) == 1:
-        return readings.pop()
-    if readings:
-        raise UserError(
-            f"RANK={rank} can be the first global rank of node {rank // num_local}, or the number of node {rank} "
-            f"({nodes} nodes x {num_local} processes); say which with --node_rank"
-        )
-    raise UserError(
-        f"RANK={rank} is neither a node's number nor its first global rank ({nodes} nodes x {num_local} processes)"
-    )
-
-
-def _read_number(values: Environment, name: str) -> int | None:
-    value = values.get(name)
-    if not value:
-        return None
-    if not is_whole_number(value):
-        raise UserError(f"{name}={value}: expected a whole number")
-    return int(value)
-
-
-# Read a config file of accelerate (made by `accelerate config`) as flags of the launcher.
-
-
 class Settings(BaseModel):
-    """Keys of accelerate's config file, with its defaults.
+    """Keys of accelerate's config file (made by `accelerate config`), with its defaults.
 
     The first keys say how many processes run where. From `distributed_type` on, a key asks for something that is chosen
     elsewhere in tunix, or not needed: it is accepted only with a value that asks for nothing.
@@ -333,19 +239,19 @@ class Settings(BaseModel):
     tpu_use_sudo: Literal[False] = False
 
     @property
-    def flags(self) -> NodeFlags:
+    def flags(self) -> dict[str, Any]:
         """The flags of the launcher that mean the same."""
         if self.num_processes % self.num_machines:
             raise UserError(f"num_processes={self.num_processes} is not a multiple of num_machines={self.num_machines}")
         many = self.num_machines > 1
-        return NodeFlags(
-            nprocs=str(self.num_processes // self.num_machines),
-            nnodes=self.num_machines,
-            node_rank=self.machine_rank if many else None,
-            master_addr=self.main_process_ip if many else None,
-            master_port=self.main_process_port,
-            standalone=not many,
-        )
+        return {
+            "nprocs": str(self.num_processes // self.num_machines),
+            "nnodes": self.num_machines,
+            "node_rank": self.machine_rank if many else None,
+            "master_addr": self.main_process_ip if many else None,
+            "master_port": self.main_process_port,
+            "standalone": not many,
+        }
 
     @property
     def environment(self) -> dict[str, str]:

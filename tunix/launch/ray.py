@@ -37,12 +37,8 @@ def launch(job: compose.Job) -> int:
     sizes = list_sizes(job.config, launcher)
     if job.config.dry_run:
         command = make_command(launcher, 0, sizes[0], ("ADDRESS", 0), job.run_dir.absolute(), job.resume_step)
-        shown = {
-            "nodes": sizes,
-            "bundle": make_bundle(launcher),
-            "environment": make_environment(launcher),
-            "python": command,
-        }
+        bundle, environment = make_bundle(launcher), make_environment(launcher)
+        shown = {"nodes": sizes, "bundle": bundle, "environment": environment, "python": command}
         print(f"# {submission.describe(job.config, launcher)}. A bundle and a command for each node, node 0's here.")
         print(yaml.safe_dump(shown, sort_keys=False, width=1000), end="")
         return 0
@@ -61,7 +57,10 @@ def launch(job: compose.Job) -> int:
         start_at = job.resume_step
         for restart in range(launcher.max_restarts + 1):
             code, is_requested = _run_once(launcher, nodes, folder, start_at, received)
-            if is_requested or code not in submission.AGAIN or _stops_by_itself(job.config, code):
+            training = job.config.training
+            # An end that the run's own keys ask for; starting again at once would undo it.
+            stops_by_itself = code == exits.STOPPED and bool(training.time_limit_s or training.hard_stop)
+            if is_requested or code not in submission.AGAIN or stops_by_itself:
                 break
             if restart == launcher.max_restarts:
                 children.say(f"exit code {code}; launcher.max_restarts={restart} are used up")
@@ -92,8 +91,8 @@ def _run_once(
             command = make_command(launcher, node.rank, len(nodes), nodes[0].address, folder, step)
             node.start(command, make_environment(launcher), str(Path.cwd()), config, config.read_text())
         is_requested = children.wait_for_all(nodes, received, launcher.grace_period_s)
-    finally:
-        ray_cluster.give_back(nodes)
+    finally:  # end what still runs on the nodes, and let others use them
+        ray_cluster.remove_placement_group(nodes[0].group)
     worst = children.find_worst(nodes)
     assert worst.code is not None
     return worst.code, is_requested
@@ -157,8 +156,3 @@ def make_environment(launcher: Ray) -> dict[str, str]:
     # Ray does not hide the GPUs of a node from a run that asks for none: without this, jax would take all of them.
     cpu = {} if launcher.gpus_per_node else {"JAX_PLATFORMS": "cpu"}
     return cpu | {name: value for name, _, value in pairs}
-
-
-def _stops_by_itself(config: Config, code: int) -> bool:
-    """Return True for an end that the run's own keys ask for; starting again at once would undo it."""
-    return code == exits.STOPPED and bool(config.training.time_limit_s or config.training.hard_stop)

@@ -24,8 +24,6 @@ from tunix.launch import children
 from tunix.launch.nodes import find_free_port
 from tunix.processes import exits
 
-# The part of a Ray launch that runs on a node: start the node's processes, send their output, pass signals on.
-
 STDOUT, STDERR = 1, 2
 
 
@@ -51,7 +49,7 @@ class RayNode:
         """Run a command of Python's; yield its output as it comes (`STDOUT` or `STDERR`, bytes), then its exit code.
 
         Args:
-            words: the command, without the interpreter.
+            command: its words, without the interpreter.
             environment: variables beside those of this process.
             here: the folder of the driver; the command starts there if this node has such a folder.
             config: the file with the run's config; it is written with `text` if this node does not see it.
@@ -143,7 +141,7 @@ class Node:
         )
         self.address = "", 0  # host and port, once the actor has sent them
         self.code: int | None = None
-        self.was_ended = False  # as in `watch.Part`
+        self.was_ended = False  # as in `children.Part`
         self.is_killed = False  # `send` has ended the actor
 
     @property
@@ -172,6 +170,10 @@ class Node:
         """Copy the output of the node to the terminal, whole lines at a time, until the exit code comes."""
         remaining = dict.fromkeys(TERMINALS, b"")  # of each stream, the begin of a line whose end has not come yet
         code = None
+
+        def show(stream: int, text: bytes) -> None:
+            print(text.decode(errors="replace"), end="", file=getattr(sys, TERMINALS[stream]), flush=True)
+
         try:
             for item in map(ray.get, items):  # as `RayNode.run` yields them: pieces of output, then the exit code
                 if isinstance(item, int):
@@ -179,12 +181,12 @@ class Node:
                 else:
                     stream, data = item
                     lines, newline, remaining[stream] = (remaining[stream] + data).rpartition(b"\n")
-                    _print(stream, lines + newline)
+                    show(stream, lines + newline)
         except RayError as error:
             if not self.is_killed:
                 children.say(f"node {self.rank} ({self.host}) is lost: {_first_line(error)}")
         for stream, text in remaining.items():
-            _print(stream, text)
+            show(stream, text)
         if code is None:
             code = 128 + signal.SIGKILL if self.is_killed else exits.PEER
         self.code = code
@@ -222,11 +224,6 @@ def take_nodes(bundle: dict[str, float], sizes: Sequence[int], timeout_s: float,
     )
 
 
-def give_back(nodes: Sequence[Node]) -> None:
-    """End what still runs on the nodes, and let others use them."""
-    remove_placement_group(nodes[0].group)
-
-
 def _start_actors(group: PlacementGroup, bundle: dict[str, float], size: int) -> list[Node]:
     """Return the nodes of a placement group; none if one of them is lost already.
 
@@ -248,12 +245,6 @@ def _start_actors(group: PlacementGroup, bundle: dict[str, float], size: int) ->
     for node, address in zip(nodes, addresses, strict=True):
         node.address = address
     return nodes
-
-
-def _print(stream: int, text: bytes) -> None:
-    terminal = getattr(sys, TERMINALS[stream])
-    terminal.write(text.decode(errors="replace"))
-    terminal.flush()
 
 
 def _first_line(error: BaseException) -> str:

@@ -119,9 +119,9 @@ def format_script(config: Config, slurm: Slurm, folder: Path, resume_step: int |
     exports = [f"export {name}={shlex.quote(value)}" for name, _, value in variables]
     quoted = re.sub(r'(["`\\])', r"\\\1", slurm.tmp_dir)  # in double quotes: $SLURM_JOB_ID is replaced on the node
     setup = "\n".join([f'export TMPDIR="{quoted}"', *exports, *slurm.pre_launch_commands])
-    resume = _resume_word(folder)
+    resume = shlex.quote(submission.make_resume_word(folder))
     if resume_step is not None:  # only the first start begins at the given step; a restart takes the newest
-        first = _resume_word(folder / "checkpoints" / str(resume_step))
+        first = shlex.quote(submission.make_resume_word(folder / "checkpoints" / str(resume_step)))
         resume = f'"$([ $restarts -gt 0 ] && echo {resume} || echo {first})"'
     python = slurm.python or ("python3" if slurm.container_image else sys.executable)
     training = shlex.join([python, str(Path(slurm.train_script or RUN_TRAINING).absolute())])
@@ -165,10 +165,6 @@ case $code in {AGAIN})
 esac
 exit $code
 """
-
-
-def _resume_word(path: Path) -> str:
-    return shlex.quote(submission.make_resume_word(path))
 
 
 def _options(config: Config, slurm: Slurm, folder: Path) -> list[str]:

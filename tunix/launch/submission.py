@@ -54,8 +54,12 @@ def prepare_folder(job: compose.Job) -> Iterator[Path]:
     except BaseException:
         if resumes:
             (folder / "config.yaml").write_text(before)
-        else:
-            _remove(folder)
+        else:  # with the folders above it that were made for it: those that are empty then
+            shutil.rmtree(folder)
+            for parent in folder.parents:
+                if parent == Path.cwd() or any(parent.iterdir()):
+                    break
+                os.rmdir(parent)
         raise
 
 
@@ -86,12 +90,3 @@ def write_file(path: Path, text: str) -> Path:
     except OSError as error:
         raise UserError(f"{path} cannot be written ({error.strerror})") from None
     return path
-
-
-def _remove(folder: Path) -> None:
-    """Remove the folder, and the folders above it that were made for it: those that are empty then."""
-    shutil.rmtree(folder)
-    for parent in folder.parents:
-        if parent == Path.cwd() or any(parent.iterdir()):
-            return
-        os.rmdir(parent)

@@ -11,8 +11,8 @@ import sys
 from tunix.base.errors import UserError
 from tunix.config import command_line, compose
 from tunix.config.compose import add_search_path
+from tunix.costs.devices import read_topology
 from tunix.plan import report
-from tunix.plan.cluster import read_topology
 from tunix.plan.ranking import describe_no_fit, rank
 from tunix.processes import exits
 
@@ -27,7 +27,8 @@ def main() -> int:
         overrides = add_search_path(args.overrides, args.config_dir)
         cfg = compose.compose(overrides).config
         cluster = read_topology(cfg.plan.topology, cfg.plan.network)
-        folder = report.find_folder(cfg.plan.output)  # refused now, and not after minutes of compiling
+        # A folder is refused now, and not after minutes of compiling.
+        folder = report.find_folder(cfg.plan.output) if cfg.plan.output is not None else None
         ranking = rank(cfg, cluster, lambda line: print(line, file=sys.stderr))
         show = report.format_json if args.json else report.format_text
         print(show(ranking, cluster, overrides))

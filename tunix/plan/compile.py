@@ -1,6 +1,11 @@
-"""Steps compiled for devices that are only described, each in a process of its own."""
+"""Steps compiled for devices that are only described, each in a process of its own: memory, collectives and time.
+
+If JAX's CUDA plugin is installed, XLA's whole GPU compiler runs, without a GPU and without a driver. If not, the CPU
+backend compiles.
+"""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -14,16 +19,21 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from jax.experimental import topologies
+from pydantic import TypeAdapter
 
 from tunix.config import Config, DeviceKind, compose
-from tunix.costs.compiled_time import StepTime, predict_time
+from tunix.config.layers import ExpertsMlp
+from tunix.costs.communication import Transfer, predict_seconds
+from tunix.costs.compiled_time import KernelData, Speeds, StepTime, predict_time
+from tunix.costs.devices import HBM_SHARE, HOST_SHARE, KERNEL_SHARE, LAUNCH_S, PLATFORM, Cluster
 from tunix.costs.hlo import Collective, read_collectives
-from tunix.plan.cluster import Cluster, assume_speeds, derive_kernel_data
+from tunix.models import kernels
+from tunix.models.expert_parallel import experts_with_capacity, select_expert_exchange
+from tunix.sharding.mesh_shape import token_shards
 from tunix.training.choices import build_mesh
 from tunix.training.program import assemble
-
-# Devices that are described and need not exist: XLA compiles for them, and nothing runs on them.
 
 # XLA's description of a GPU (a GpuTargetConfigProto in text form), filled in from a file of conf/command/device.
 TARGET = """
@@ -49,10 +59,14 @@ def find_backend() -> str:
     return "gpu" if has_cuda else "cpu"
 
 
-def format_target(kind: DeviceKind) -> str:
-    """Format a kind of device as XLA's GPU compiler reads it."""
+def describe_devices(cluster: Cluster) -> list[Any]:
+    """Return descriptions of the cluster's devices: XLA can compile for them, and nothing can run on them.
+
+    Needs JAX's CUDA plugin.
+    """
+    kind, topology = cluster.kind, f"1x{cluster.num_nodes}x{cluster.per_node}"
     major, minor = kind.compute_capability.split(".")
-    return TARGET.format(
+    target = TARGET.format(
         kind=kind,
         major=major,
         minor=minor,
@@ -62,21 +76,54 @@ def format_target(kind: DeviceKind) -> str:
         memory=round(kind.memory_gib * 2**30),
         bandwidth=round(kind.hbm_gb_per_s * 1e9),
     )
-
-
-def describe_devices(cluster: Cluster) -> list[Any]:
-    """Return descriptions of the cluster's devices: XLA can compile for them, and nothing can run on them.
-
-    Needs JAX's CUDA plugin.
-    """
-    topology, target = f"1x{cluster.num_nodes}x{cluster.per_node}", format_target(cluster.kind)
     return topologies.get_topology_desc(platform="cuda", target_config=target, topology=topology).devices
 
 
-# A training step compiled for a mesh of devices that are not there: its memory, collectives and predicted time.
-#
-# If JAX's CUDA plugin is installed, XLA's whole GPU compiler runs, without a GPU and without a driver. If not, the CPU
-# backend compiles.
+def assume_speeds(cluster: Cluster, sizes: dict[str, int]) -> Speeds:
+    """Return the speeds of a cluster's devices and links, for collectives on a mesh of these sizes."""
+    kind = cluster.kind
+
+    def collective_s(collective: Collective) -> float:
+        axes = collective.find_axes(sizes)
+        if not axes:
+            return 0.0
+        return predict_seconds(Transfer(collective.kind, axes, collective.num_bytes), sizes, kind, cluster.per_node)
+
+    matmul_flops_per_s = kind.peak_tflops * 1e12 * kind.efficiency
+    fp8 = (kind.fp8_tflops or kind.peak_tflops) * 1e12 * kind.efficiency
+    memory, host = kind.hbm_gb_per_s * 1e9 * HBM_SHARE, kind.host_gb_per_s * 1e9 * HOST_SHARE
+    return Speeds(matmul_flops_per_s, fp8, matmul_flops_per_s * KERNEL_SHARE, memory, host, LAUNCH_S, collective_s)
+
+
+def derive_kernel_data(cfg: Config, device_kind: str, sizes: dict[str, int]) -> KernelData:
+    """Return what our own kernels compute on this kind of device: rows have one document, experts equal loads.
+
+    `sizes` are those of the mesh's axes. Of a ring the pairs are those of the device with the last tokens.
+    """
+    model, length, num_devices = cfg.model, cfg.training.seq_len, token_shards(sizes)
+    pairs, in_ring = math.nan, dict[str, float]()
+    flash_blocks = kernels.find_row_of_chip(kernels.FLASH_BLOCKS, device_kind)
+    if flash_blocks is not None:
+        windows = model.list_windows(length)
+        with_kernel = [  # that run the kernel
+            (windows[layer], kernels.blocks_for(flash_blocks, heads.dim).forward)
+            for heads, layers in model.head_kinds.items()
+            for layer in layers
+            if heads.dim <= max(flash_blocks)
+        ]
+        if with_kernel:
+            local_tokens = length // num_devices
+            in_all = [kernels.computed_pairs(length, [window], block) for window, block in with_kernel]
+            steps = [kernels.computed_pairs_in_ring(local_tokens, num_devices, *each) for each in with_kernel]
+            pairs = sum(in_all) / len(with_kernel)
+            local, *before = np.mean(steps, 0)
+            in_ring = {"_own": local, "_before": sum(before) / max(1, len(before))}
+    expert_blocks = kernels.find_row_of_chip(kernels.GROUPED_BLOCKS, device_kind)
+    if expert_blocks is None or not isinstance(model.mlp, ExpertsMlp):
+        return KernelData(pairs, in_ring)
+    exchange = select_expert_exchange(model, sizes, PLATFORM).name
+    num_experts = experts_with_capacity(model, sizes, exchange)
+    return KernelData(pairs, in_ring, num_experts, kernels.empty_rows(expert_blocks))
 
 
 @dataclass(frozen=True)
@@ -147,10 +194,9 @@ def sum_by_axes(collectives: list[Collective], sizes: dict[str, int]) -> list[Ax
     return sorted(sums.values(), key=lambda traffic: -traffic.num_bytes)
 
 
-# Processes that compile training steps: each reads a question as JSON on stdin, and writes its answer on stdout.
-#
-# Each compile has a process of its own, `python -m tunix.plan.compile`, for two reasons: XLA reads its options
-# from the environment of a process, and when XLA aborts, only that process ends.
+# Each compile has a process of its own, `python -m tunix.plan.compile`, which reads a question as JSON on stdin, and
+# writes its answer on stdout. XLA reads its options from the environment of a process, and when XLA aborts, only that
+# process ends.
 #
 #     compile_all -> _compile_in_process -> [stdin, stdout] -> main -> compile_for
 
@@ -176,35 +222,22 @@ def _compile_in_process(cfg: Config, cluster: Cluster) -> Compiled | str:
         "backend": find_backend(),
     }
     path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))
-    environment = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "JAX_ENABLE_COMPILATION_CACHE": "false",
-        "PYTHONPATH": path,
-    }
+    variables = {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "false", "PYTHONPATH": path}
+    environment = os.environ | variables
     # Variables of the caller that would give the new process other devices than the plan asks for.
     environment.pop("JAX_NUM_CPU_DEVICES", None)
     if question["backend"] == "gpu":
         environment["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
     else:  # the CPU backend compiles for devices that exist: it makes as many as the cluster has
         count = f"--xla_force_host_platform_device_count={cluster.num_devices}"
-        flags = f"{os.environ.get('XLA_FLAGS', '')} {count} --xla_backend_optimization_level=0"
-        environment["XLA_FLAGS"] = flags
-    result = subprocess.run(
-        [sys.executable, "-m", __name__],
-        input=json.dumps(question),
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+        environment["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {count} --xla_backend_optimization_level=0"
+    command, text = [sys.executable, "-m", __name__], json.dumps(question)
+    result = subprocess.run(command, input=text, env=environment, capture_output=True, text=True, check=False)
     if result.returncode:
         # XLA may abort with pages of text: the last line that names an error says most.
         lines = [line for line in result.stderr.splitlines() if line.strip() and "JAX_TRACEBACK_FILTERING" not in line]
         return next((line for line in reversed(lines) if "rror" in line), lines[-1] if lines else "killed")
-    answer = json.loads(result.stdout.splitlines()[-1])
-    traffic = [AxisTraffic(**each | {"axes": tuple(each["axes"])}) for each in answer["traffic"]]
-    step_time = StepTime(**answer["step_time"]) if answer["step_time"] else None
-    return Compiled(**answer | {"traffic": traffic, "step_time": step_time})
+    return TypeAdapter(Compiled).validate_json(result.stdout.splitlines()[-1])
 
 
 def main() -> None:

@@ -1,4 +1,13 @@
-"""Time of a step that is not compiled, and of attention where devices share sequences."""
+"""Time of a step that is not compiled, derived from its FLOPs, its bytes and its transfers.
+
+Transfers that overlap arithmetic cost nothing, until they take longer than it. For the others arithmetic waits. A step
+with 100 ms of arithmetic, 120 ms of transfers that overlap it and 20 ms of others takes 140 ms; 40 ms are exposed:
+
+    arithmetic    |==================== 100 ms ====================|
+    overlapping   |========================= 120 ms =========================|
+    others                                                                   |= 20 ms =|
+    exposed                                                        |===== 40 ms =======|
+"""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -13,19 +22,12 @@ from tunix.config import Config
 from tunix.config.layers import HeadSizes
 from tunix.costs.communication import LocalHeads, Transfer, measure_heads, predict_seconds, swap_heads
 from tunix.costs.compiled_time import StepTime
-from tunix.costs.derived import Costs
-from tunix.costs.devices import compute_peak_tflops
+from tunix.costs.devices import HBM_SHARE, KERNEL_SHARE, PLATFORM, Cluster, compute_peak_tflops
+from tunix.costs.step import Costs
+from tunix.models import kernels
 from tunix.models.attention import select_query_block
 from tunix.models.context_parallel import chunk_size, is_in_blocks, select_exchange
-from tunix.models.kernels import (
-    FLASH_BLOCKS,
-    blocks_for,
-    computed_pairs,
-    computed_pairs_in_ring,
-    find_row_of_chip,
-)
 from tunix.models.table import CP_EXCHANGES, RING_KERNELS
-from tunix.plan.cluster import HBM_SHARE, KERNEL_SHARE, PLATFORM, Cluster
 from tunix.sharding.table import axis_names, token_axes
 from tunix.training.choices import Choices, select
 
@@ -62,10 +64,18 @@ def resolve_exchange(cfg: Config, sizes: dict[str, int], cluster: Cluster) -> tu
     if not is_open or select_exchange(model, sizes, "auto").name != "ulysses":
         return cfg, ""
     # Ulysses is what the sizes allow; whether a ring is faster depends on the speeds of devices and links.
-    compared = [name for name, each in CP_EXCHANGES.items() if each.time is not None]
-    times = {name: predict_attention_s(cfg, name, sizes, cluster) for name in compared}
+    # Compared are the seconds of all attention of one step on the slowest device, with what it waits for.
+    cases, times = list(_list_cases(cfg, sizes, cluster)), {}
+    for name, each in CP_EXCHANGES.items():
+        if each.time is not None:
+            time_of_layer = import_object(each.time)
+            times[name] = sum(
+                case.microbatches * num_layers * time_of_layer(case, window)
+                for case in cases
+                for window, num_layers in case.windows.items()
+            )
     name = min(times, key=lambda name: times[name])
-    others = [f"by {other} {times[other]:.3g} s" for other in compared if other != name]
+    others = [f"by {other} {seconds:.3g} s" for other, seconds in times.items() if other != name]
     reason = (
         f"model.cp_exchange={name}: attention is predicted to take {times[name]:.3g} s of a step on {cluster}, "
         f"and {', '.join(others)}"
@@ -73,40 +83,24 @@ def resolve_exchange(cfg: Config, sizes: dict[str, int], cluster: Cluster) -> tu
     return cfg.model_copy(update={"model": model.model_copy(update={"cp_exchange": name})}), reason
 
 
-def predict_attention_s(cfg: Config, exchange: str, sizes: dict[str, int], cluster: Cluster) -> float:
-    """Return the seconds that all attention of one step takes on the slowest device, with what it waits for.
-
-    `exchange` is a key of `CP_EXCHANGES` with a `time`.
-    """
-    time_of_layer = import_object(CP_EXCHANGES[exchange].time or "")
-    return sum(
-        case.microbatches * num_layers * time_of_layer(case, window)
-        for case in _list_cases(cfg, sizes, cluster)
-        for window, num_layers in case.windows.items()
-    )
-
-
 def predict_beyond_mean_s(cfg: Config, sizes: dict[str, int], cluster: Cluster, flops_per_s: float) -> float:
     """Return the seconds by which the last device of a ring computes longer than the mean device at `flops_per_s`.
 
     0 where keys do not come in blocks. The mean is what `Costs.flops` counts.
     """
+    total, length = 0.0, cfg.training.seq_len
     if not is_in_blocks(select_exchange(cfg.model, sizes, cfg.model.cp_exchange).name):
-        return 0.0
-    return sum(_predict_beyond_mean_s(case, flops_per_s) for case in _list_cases(cfg, sizes, cluster))
-
-
-def _predict_beyond_mean_s(case: "AttentionCase", flops_per_s: float) -> float:
-    """Return `predict_beyond_mean_s` of the layers of one place."""
-    length, heads, times = case.cfg.training.seq_len, case.heads, _predict_pair_times(case, case.kernel)
-    (flops, _), total = _count_pair_flops(case.kind), 0.0
-    for window, num_layers in case.windows.items():
-        slowest = float(np.sum(_count_pairs(case, window)))
-        mean = float(np.sum(np.minimum(np.arange(1, length + 1), window))) / heads.num_devices
-        # What the ring's slowest device computes, less what `Costs.flops` has counted for the mean device already.
-        seconds_of_pair = (1 + case.recompute) * times.forward + times.backward
-        total += num_layers * (slowest * seconds_of_pair - mean * (3 + case.recompute) * flops / flops_per_s)
-    return case.microbatches * heads.rows * heads.queries * total
+        return total
+    for case in _list_cases(cfg, sizes, cluster):
+        heads, times, (flops, _), layers = case.heads, _predict_pair_times(case), _count_pair_flops(case.kind), 0.0
+        for window, num_layers in case.windows.items():
+            slowest = float(np.sum(_count_pairs(case, window)))
+            mean = float(np.sum(np.minimum(np.arange(1, length + 1), window))) / heads.num_devices
+            # What the ring's slowest device computes, less what `Costs.flops` has counted for the mean device already.
+            seconds_of_pair = (1 + case.recompute) * times.forward + times.backward
+            layers += num_layers * (slowest * seconds_of_pair - mean * (3 + case.recompute) * flops / flops_per_s)
+        total += case.microbatches * heads.rows * heads.queries * layers
+    return total
 
 
 class AttentionCase(NamedTuple):
@@ -149,20 +143,20 @@ def _list_cases(cfg: Config, sizes: dict[str, int], cluster: Cluster) -> Iterato
 def time_of_ulysses(case: AttentionCase, window: int) -> float:
     """Return the seconds of one layer for one microbatch: heads are swapped, and a share of them is computed."""
     heads, kind = case.heads, case.cluster.kind
-    length, blocks = case.cfg.training.seq_len, find_row_of_chip(FLASH_BLOCKS, kind.name)
+    length, blocks = case.cfg.training.seq_len, kernels.find_row_of_chip(kernels.FLASH_BLOCKS, kind.name)
     swap = swap_heads(case.choices.remat, heads, case.choices.pipeline.recompute_runs)
     if case.kernel == "flash" and blocks is not None:
-        pairs = computed_pairs(length, [window], blocks_for(blocks, case.kind.dim).forward)
+        pairs = kernels.computed_pairs(length, [window], kernels.blocks_for(blocks, case.kind.dim).forward)
     else:  # the triangle of blocks of `plain`, whose windows skip nothing on GPUs
         pairs = (length + min(length, select_query_block(length))) * length / 2
-    times, count = _predict_pair_times(case, case.kernel), pairs * heads.rows * heads.queries / heads.num_devices
+    times, count = _predict_pair_times(case), pairs * heads.rows * heads.queries / heads.num_devices
     computing_s = count * ((1 + case.recompute) * times.forward + times.backward)
     return computing_s + predict_seconds(swap, case.sizes, kind, case.cluster.per_node)
 
 
 def time_of_ring(case: AttentionCase, window: int) -> float:
     """Return the seconds of one layer for one microbatch, step by step on the device with the last tokens."""
-    heads, times = case.heads, _predict_pair_times(case, case.kernel)
+    heads, times = case.heads, _predict_pair_times(case)
     pairs = _count_pairs(case, window) * heads.rows * heads.queries
 
     def hop(itemsize: int) -> float:
@@ -183,11 +177,11 @@ def time_of_ring(case: AttentionCase, window: int) -> float:
 def _count_pairs(case: AttentionCase, window: int) -> np.ndarray:
     """Return what `count_pairs_in_ring` does, for the kernel of this place."""
     length, num_devices = case.cfg.training.seq_len, case.heads.num_devices
-    blocks = find_row_of_chip(FLASH_BLOCKS, case.cluster.kind.name)
+    blocks = kernels.find_row_of_chip(kernels.FLASH_BLOCKS, case.cluster.kind.name)
     if case.kernel != "flash" or blocks is None:
         return count_pairs_in_ring(length, window, num_devices)
-    block = blocks_for(blocks, case.kind.dim).forward
-    return computed_pairs_in_ring(length // num_devices, num_devices, window, block)
+    block = kernels.blocks_for(blocks, case.kind.dim).forward
+    return kernels.computed_pairs_in_ring(length // num_devices, num_devices, window, block)
 
 
 def count_pairs_in_ring(length: int, window: int, num_devices: int) -> np.ndarray:
@@ -213,8 +207,8 @@ def _count_pair_flops(kind: HeadSizes) -> tuple[int, int]:
     return 2 * (kind.dim + kind.value_dim), 6 * kind.dim + 4 * kind.value_dim
 
 
-def _predict_pair_times(case: AttentionCase, kernel: str) -> PairTimes:
-    """Return the times of a kernel on a kind of device.
+def _predict_pair_times(case: AttentionCase) -> PairTimes:
+    """Return the times of the kernel on the kind of device.
 
     Scores of the kernel `xla` pass through memory. Forward they are written, read for their maximum and read for the
     exponentials, float32; these are written and read by a product in the dtype of products. Backward two arrays are
@@ -222,40 +216,27 @@ def _predict_pair_times(case: AttentionCase, kernel: str) -> PairTimes:
     """
     kind, item, flops = case.cluster.kind, case.heads.itemsize, _count_pair_flops(case.kind)
     matmul_flops_per_s = kind.peak_tflops * 1e12 * kind.efficiency
-    if kernel != "xla":
+    if case.kernel != "xla":
         return PairTimes(*(each / (matmul_flops_per_s * KERNEL_SHARE) for each in flops))
     num_bytes = 3 * 4 + 2 * item, 4 * 4 + 5 * item
     memory = kind.hbm_gb_per_s * 1e9 * HBM_SHARE
     return PairTimes(*(max(a / matmul_flops_per_s, b / memory) for a, b in zip(flops, num_bytes, strict=True)))
 
 
-# Time of a step that is not compiled: derived from its FLOPs, its bytes and its transfers.
-#
-# Transfers that overlap arithmetic cost nothing, until they take longer than it. For the others arithmetic waits. A
-# step with 100 ms of arithmetic, 120 ms of transfers that overlap it and 20 ms of others takes 140 ms; 40 ms are
-# exposed:
-#
-#     arithmetic    |==================== 100 ms ====================|
-#     overlapping   |========================= 120 ms =========================|
-#     others                                                                   |= 20 ms =|
-#     exposed                                                        |===== 40 ms =======|
-
 MATMUL_SHARE = 0.8  # share of a step's arithmetic time that matrix products take
 
 
 def derive_time(cfg: Config, sizes: dict[str, int], costs: Costs, cluster: Cluster) -> StepTime:
     """Return the predicted time of a step with these costs on a mesh of these sizes."""
-    compute_s = _derive_compute_s(cfg, sizes, costs, cluster)
-    overlapping_s = _predict_transfers_s(sizes, costs, cluster, overlaps=True)
-    waited_s = _predict_transfers_s(sizes, costs, cluster, overlaps=False)
+    compute_s, overlapping_s, waited_s = _derive_compute_s(cfg, sizes, costs, cluster), 0.0, 0.0
+    for transfer in costs.transfers:
+        seconds = predict_seconds(transfer, sizes, cluster.kind, cluster.per_node)
+        if transfer.overlaps:
+            overlapping_s += seconds
+        else:
+            waited_s += seconds
     exposed_s = max(0.0, overlapping_s - compute_s) + waited_s
     return StepTime(compute_s, exposed_s, communication_s=overlapping_s + waited_s, flops=costs.flops)
-
-
-def _predict_transfers_s(sizes: dict[str, int], costs: Costs, cluster: Cluster, *, overlaps: bool) -> float:
-    """Return the seconds of the transfers that overlap arithmetic, or of those that do not."""
-    chosen = [transfer for transfer in costs.transfers if transfer.overlaps == overlaps]
-    return sum(predict_seconds(each, sizes, cluster.kind, cluster.per_node) for each in chosen)
 
 
 def _derive_compute_s(cfg: Config, sizes: dict[str, int], costs: Costs, cluster: Cluster) -> float:

@@ -4,33 +4,41 @@
 
 Deriving takes milliseconds and is approximate; compiling takes up to a minute and is exact for memory. So all meshes
 are derived, and plan.num_compiled of them are compiled.
+
+`plan_run` takes the best one for a run that leaves open its mesh (plan.choose_mesh=true), its micro batch
+(training.micro_batch_size=auto), what blocks keep (training.remat=budget or auto), or the exchange of attention
+(model.cp_exchange=auto).
 """
 
+import json
+import logging
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+import jax
+
 from tunix.base.errors import UserError
 from tunix.config import Config
 from tunix.config.task import Grpo, Taught
 from tunix.config.training import REMAT
 from tunix.costs.compiled_time import StepTime
-from tunix.costs.derived import Costs, check_matmul_dtype, derive, derive_costs
-from tunix.costs.devices import compute_peak_tflops
-from tunix.costs.memory import find_program
+from tunix.costs.devices import PLATFORM, Cluster, compute_peak_tflops, find_kind, read_topology, replace_network
 from tunix.costs.rollout import RolloutPlan, plan_rollout
-from tunix.plan.cluster import PLATFORM, Cluster
+from tunix.costs.step import Costs, check_matmul_dtype, derive, derive_costs, find_program
 from tunix.plan.compile import WORKERS, Compiled, compile_all
 from tunix.plan.derived_time import derive_time, resolve_exchange
-from tunix.sharding.mesh_shape import format_mesh_shape, meshes, resolve
-from tunix.training.choices import Choices
+from tunix.processes import peers
+from tunix.sharding.mesh_shape import format_mesh_shape, meshes, resolve, token_shards
+from tunix.training.choices import Choices, Planned
 from tunix.training.program import check_on_mesh
 
-# The key of `training` that a config leaves open: its values, and the config with one of them.
+log = logging.getLogger(__name__)
 
-MAX_MICRO_BATCH = 1024
+MAX_MICRO_BATCH = 1024  # that training.micro_batch_size=auto chooses
 
 
 def find_open_key(cfg: Config) -> str | None:
@@ -49,12 +57,15 @@ def replace_mesh(cfg: Config, sizes: dict[str, int], choice: Any = None) -> Conf
 
 def list_choices(cfg: Config, sizes: dict[str, int]) -> list[Any]:
     """Return the values that the open key of a config may take, the one of least memory first."""
-    return CHOICES[find_open_key(cfg) or ""](cfg, sizes)
+    listed: dict[str, Callable[[Config, dict[str, int]], list[Any]]] = {
+        "micro_batch_size": list_micro_batch_sizes,
+        "remat": _list_policies,
+    }
+    return listed[find_open_key(cfg) or ""](cfg, sizes)
 
 
 def _list_policies(cfg: Config, sizes: dict[str, int]) -> list[str]:
     """Return the policies that training.remat=budget chooses from, the one that keeps the least first."""
-
     policies = list(REMAT)  # most first: of two that need the same, the one that keeps less comes first here
 
     def least_first(policy: str) -> tuple[int, int]:
@@ -86,20 +97,11 @@ def list_micro_batch_sizes(cfg: Config, sizes: dict[str, int]) -> list[int]:
     return allowed
 
 
-# What an open key may be, by the key.
-CHOICES: dict[str, Callable[[Config, dict[str, int]], list[Any]]] = {
-    "micro_batch_size": list_micro_batch_sizes,
-    "remat": _list_policies,
-}
-
-
 def describe_choice(cfg: Config, chosen: Config) -> str:
     """Return the open key of a config with the value that `chosen` has for it."""
     key = find_open_key(cfg)
     return f"training.{key}={getattr(chosen.training, key or '')}"
 
-
-# A mesh with the costs and the predicted time of a step on it, derived or compiled.
 
 GIB = 2**30
 # What `training.remat=auto` takes on devices whose memory is known, where the step fits: the fastest policy, by the
@@ -250,15 +252,6 @@ def count_usable_bytes(cfg: Config, cluster: Cluster) -> float:
     return cluster.kind.memory_gib * GIB * cfg.plan.memory_share
 
 
-def list_smaller(cfg: Config, candidate: Candidate) -> list[Any]:
-    """Return the values of the open key below the candidate's, smallest first; none if the config gives all values."""
-    key = find_open_key(cfg)
-    if key is None:
-        return []
-    choices = list_choices(cfg, candidate.sizes)
-    return choices[: choices.index(getattr(candidate.cfg.training, key))]
-
-
 DERIVED_MARGIN = 1.5  # derived memory can be this many times the memory of the compiled step
 MANY = 48  # meshes that are shown: of more than these, the fastest that fit by derived costs
 SMALLEST = 4  # and those that need the least memory
@@ -301,10 +294,12 @@ def rank(cfg: Config, cluster: Cluster, progress: Callable[[str], None] = lambda
     original, cfg = cfg, fix_batch(cfg, cluster.num_devices)
     budget_gib = cfg.training.remat_memory_gib
     limit = GIB * budget_gib if budget_gib else count_usable_bytes(cfg, cluster)
-    candidates: list[Candidate] = []
-    refused = {}
-    valid = []
-    for sizes in _list_meshes(cfg, cluster):
+    candidates, refused, valid = list[Candidate](), {}, []
+    if cfg.model.mesh_shape == "auto":
+        all_sizes = list(meshes(cluster.num_devices))
+    else:
+        all_sizes = [resolve(cfg.model.mesh_shape, cluster.num_devices, cfg.dims, False, "in plan.topology")]
+    for sizes in all_sizes:
         try:
             check_on_mesh(cfg, sizes)
             valid.append(sizes)
@@ -370,8 +365,7 @@ def _narrow(
         if len(chosen) == MANY:
             break
     chosen += [each.sizes for each in smallest if each.sizes not in chosen]
-    num_hopeless = len(bounds) - len(may_fit)
-    return chosen, max(0, len(may_fit) - len(chosen)), num_hopeless
+    return chosen, max(0, len(may_fit) - len(chosen)), len(bounds) - len(may_fit)
 
 
 def fix_batch(cfg: Config, num_devices: int) -> Config:
@@ -386,12 +380,6 @@ def fix_batch(cfg: Config, num_devices: int) -> Config:
         return cfg
     sequences = num_devices * training.micro_batch_size * (training.gradient_accumulation_steps or 1)
     return cfg.with_training(global_batch_size=sequences, gradient_accumulation_steps=None)
-
-
-def _list_meshes(cfg: Config, cluster: Cluster) -> list[dict[str, int]]:
-    if cfg.model.mesh_shape == "auto":
-        return list(meshes(cluster.num_devices))
-    return [resolve(cfg.model.mesh_shape, cluster.num_devices, cfg.dims, False, "in plan.topology")]
 
 
 def _pick_to_compile(candidates: list[Candidate], count: int, limit: float) -> list[int]:
@@ -429,28 +417,29 @@ def _compile_candidates(
     With an open key each starts at the largest value that may fit. While the compiled step is too large, it is compiled
     again with the next smaller one. All candidates of a round compile side by side.
     """
-    results = list(chosen)
-    if find_open_key(cfg):
+    results, key = list(chosen), find_open_key(cfg)
+    if key:
         results = [derive_candidate(cfg, each.sizes, cluster, DERIVED_MARGIN * limit) for each in chosen]
     indices = list(range(len(results)))  # of the candidates that this round compiles
     while indices:
         answers = compile_all([results[index].cfg for index in indices], cluster)
-        too_large = []
+        too_large = {}  # the next smaller value of the open key, by index
         for index, answer in zip(indices, answers, strict=True):
             candidate = results[index]
             if isinstance(answer, str):
                 progress(f"{format_mesh_shape(candidate.sizes)} not compiled: {answer}")
                 results[index] = replace(candidate, note=answer)
                 continue
-            choice = "" if find_open_key(cfg) is None else f" with {describe_choice(cfg, candidate.cfg)}"
+            choice = f" with {describe_choice(cfg, candidate.cfg)}" if key else ""
             progress(f"{format_mesh_shape(candidate.sizes)}{choice} compiled in {answer.compile_s:.0f} s")
             results[index] = replace(candidate, compiled=answer)
-            if results[index].memory > limit and list_smaller(cfg, candidate):
-                too_large.append(index)
-        for index in too_large:
-            smaller = list_smaller(cfg, results[index])[-1]
+            if key and results[index].memory > limit:
+                choices = list_choices(cfg, candidate.sizes)
+                if position := choices.index(getattr(candidate.cfg.training, key)):
+                    too_large[index] = choices[position - 1]
+        for index, smaller in too_large.items():
             results[index] = make_candidate(cfg, results[index].sizes, smaller, cluster)
-        indices = too_large
+        indices = list(too_large)
     return results
 
 
@@ -472,3 +461,93 @@ def describe_no_fit(ranking: Ranking, cluster: Cluster, where: str = "plan.topol
         f"{over / GIB:.1f} more than the {ranking.limit / GIB:.1f} GiB that a device may use, most of it {largest}; "
         f"take {devices}, {HELP[largest]}, or raise {ranking.limit_key}"
     )
+
+
+def plan_run(cfg: Config) -> tuple[Planned, str]:
+    """Return values of the keys that a config leaves open, the same on every process, and in words what was chosen.
+
+    Nothing is compiled for exchange and policy, which are those that `tunix.plan` would take on this run's devices.
+    Devices whose speed and memory are not known leave `auto` to the sizes of the model (`select_exchange`) and to
+    their platform (`REMAT_BY_PLATFORM`).
+
+    Raises:
+        UserError: nothing fits. The message says how much is missing and what would fit.
+    """
+    cfg, chosen = _resolve_planned(cfg)
+    reasons, kind = [chosen], find_kind(jax.devices()[0].device_kind)
+    if kind is not None and "auto" in (cfg.model.cp_exchange, cfg.training.remat):
+        sizes, cluster = _resolve_mesh(cfg), _describe_cluster(cfg)
+        if cfg.model.cp_exchange == "auto" and token_shards(sizes) > 1:
+            cfg, reason = resolve_exchange(cfg, sizes, cluster)
+            reasons.append(reason)
+        if cfg.training.remat == "auto":
+            candidate = make_candidate(cfg, sizes, None, cluster)
+            policy = candidate.choices.remat.policy
+            cfg = cfg.with_training(remat=policy)
+            reasons.append(
+                f"training.remat={policy}: a step needs {candidate.memory / GIB:.1f} GiB of a device (derived), and "
+                f"may use {cfg.plan.memory_share:.0%} of {kind.memory_gib:g}"
+            )
+    reasons = [reason for reason in reasons if reason]
+    for reason in reasons:
+        log.info("%s", reason)
+    return Planned.of(cfg), "; ".join(reasons)
+
+
+def _resolve_planned(cfg: Config) -> tuple[Config, str]:
+    """Return the config with mesh, micro batch and remat policy in place of what it leaves open, and what was chosen.
+
+    Process 0 chooses the mesh that `tunix.plan` ranks first, and sends it to the others. The text is empty where
+    nothing is open.
+
+    Raises:
+        UserError: nothing fits. The message says how much is missing and what would fit.
+    """
+    chooses_mesh = cfg.plan.choose_mesh and cfg.model.mesh_shape == "auto"
+    if not chooses_mesh and find_open_key(cfg) is None:
+        return cfg, ""
+    cluster, answer = _describe_cluster(cfg), {}
+    if chooses_mesh:
+        cfg = fix_batch(cfg, cluster.num_devices)
+    # One process chooses for all: a mesh that differs between processes would hang the run.
+    if peers.is_main():
+        try:
+            answer = _select(cfg if chooses_mesh else replace_mesh(cfg, _resolve_mesh(cfg)), cluster)
+        except UserError as error:
+            answer = {"error": str(error)}  # raised on every process, so that all of them leave with exit code 2
+    answer = json.loads(peers.agree(json.dumps(answer), "choosing a mesh"))
+    if "error" in answer:
+        raise UserError(answer["error"])
+    return replace_mesh(cfg, answer["sizes"], answer["choice"]), answer["message"]
+
+
+def _select(cfg: Config, cluster: Cluster) -> dict:
+    ranking = rank(cfg, cluster, log.info)
+    if not ranking.fit:
+        raise UserError(describe_no_fit(ranking, cluster, "this run's devices"))
+    best = ranking.fit[0]
+    key, choice, also = find_open_key(cfg), None, ""
+    if key:
+        choice, also = getattr(best.cfg.training, key), f", {describe_choice(cfg, best.cfg)}"
+    message = (
+        f"chosen by plan: model.mesh_shape={format_mesh_shape(best.sizes)}{also}; predicted ({best.source}): "
+        f"{best.memory / GIB:.2f} of {ranking.limit / GIB:.1f} GiB, {best.time.step_s:.3g} s a step"
+    )
+    return {"sizes": best.sizes, "choice": choice, "message": message}
+
+
+def _resolve_mesh(cfg: Config) -> dict[str, int]:
+    """Return the sizes of this run's mesh, also where they are `auto` or -1."""
+    return resolve(cfg.model.mesh_shape, jax.device_count(), cfg.dims, cfg.distributed.allow_idle_devices)
+
+
+def _describe_cluster(cfg: Config) -> Cluster:
+    """Describe this run's devices as a cluster. If their kind is not known, the kind of plan.topology replaces it."""
+    kind = find_kind(jax.devices()[0].device_kind) or read_topology(cfg.plan.topology).kind
+    if cfg.plan.network:
+        kind = replace_network(kind, cfg.plan.network)
+    num_devices = jax.device_count()
+    if not isinstance(cfg.model.mesh_shape, str) and -1 not in cfg.model.mesh_shape[0]:
+        num_devices = math.prod(cfg.model.mesh_shape[0])  # other devices stay idle, if that is allowed
+    per_node = max(1, num_devices // len(set(peers.hosts())))
+    return Cluster(kind, num_devices // per_node, per_node)

@@ -8,19 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from rich.table import Table
 
 from tunix.base.errors import UserError
-from tunix.base.text import as_text
-from tunix.config import DeviceKind
-from tunix.costs.devices import find_matmul_tflops
-from tunix.costs.figure import INK, PALE, Bar, Panel, plot
-from tunix.plan.cluster import HBM_SHARE, Cluster
+from tunix.costs.devices import HBM_SHARE, Cluster, find_matmul_tflops
+from tunix.costs.figure import INK, PALE, Bar, Panel, format_table, plot
 from tunix.plan.compile import find_backend
 from tunix.plan.ranking import GIB, MANY, Candidate, Ranking
 from tunix.sharding.mesh_shape import format_mesh_shape
-
-# A plan as a picture: memory of each mesh beside the limit of a device, and the parts of the time of its step.
 
 MEMORY = {
     "weights": "#2a6f97",
@@ -35,7 +29,10 @@ MAX_ROWS = 16  # meshes in the picture
 
 
 def plot_plan(ranking: Ranking, cluster: Cluster) -> bytes:
-    """Return a PNG of the meshes that divide model and batch, best first."""
+    """Return a PNG of the meshes that divide model and batch, best first.
+
+    It shows the memory of each beside the limit of a device, and the parts of the time of its step.
+    """
     candidates = [*ranking.fit, *ranking.too_large][:MAX_ROWS]
     labels = [(format_mesh_shape(each.sizes), INK if each.memory <= ranking.limit else PALE) for each in candidates]
     colors = {name: color for name, color in MEMORY.items() if any(name in each.num_bytes for each in candidates)}
@@ -65,7 +62,7 @@ LABEL = "derived, compiled and predicted, not measured"
 def format_text(ranking: Ranking, cluster: Cluster, overrides: list[str]) -> str:
     """Format the table of meshes, the reasons why others are refused, and the traffic and command of the best mesh."""
     candidates = [*ranking.fit, *ranking.too_large]
-    lines = [as_text(_make_mesh_table(ranking, cluster), 190)] if candidates else []
+    lines = [_format_meshes(ranking, cluster)] if candidates else []
     if ranking.too_large:
         lines.append(f"! more than the {ranking.limit / GIB:.1f} GiB that a device may use ({ranking.limit_key})")
     lines += _list_refused(ranking.refused)
@@ -79,18 +76,16 @@ def format_text(ranking: Ranking, cluster: Cluster, overrides: list[str]) -> str
         lines.append(f"meshes are compared on one global batch, of {ranking.global_batch_size:,} sequences")
     if ranking.chooses_remat and candidates:
         lines += _list_remat(candidates)
-    for each in candidates:
-        if (name := each.choices.layout.cp_exchange) not in ("none", "ulysses"):
-            lines.append(f"{format_mesh_shape(each.sizes)} takes model.cp_exchange={name}")
-    for each in candidates:
-        if (name := each.choices.layout.expert_exchange) != "gather":
-            lines.append(f"{format_mesh_shape(each.sizes)} takes model.expert_exchange={name}")
+    for key, usual in (("cp_exchange", ("none", "ulysses")), ("expert_exchange", ("gather",))):
+        for each in candidates:
+            if (name := getattr(each.choices.layout, key)) not in usual:
+                lines.append(f"{format_mesh_shape(each.sizes)} takes model.{key}={name}")
     lines += _list_assumptions(cluster, candidates)
     if ranking.fit:
         if ranking.fit[0].compiled:
-            lines += ["", as_text(_make_traffic_table(ranking.fit[0]), 190)]
+            lines += ["", _format_traffic(ranking.fit[0])]
         if ranking.fit[0].stages:
-            lines += ["", as_text(_make_stage_table(ranking.fit[0]), 190)]
+            lines += ["", _format_stages(ranking.fit[0])]
         lines += ["", format_command(overrides, ranking)]
     return "\n".join(lines)
 
@@ -109,80 +104,66 @@ def _list_refused(refused: dict[str, str]) -> list[str]:
     return [f"refused {len(lines):,} meshes, like {lines[0]}" for lines in examples.values()]
 
 
-def _make_mesh_table(ranking: Ranking, cluster: Cluster) -> Table:
-    """Make a table with a row for each mesh that divides the model."""
-    table = Table(title=f"{cluster}: {LABEL}", title_justify="left")
+def _format_meshes(ranking: Ranking, cluster: Cluster) -> str:
+    """Format a table with a row for each mesh that divides the model."""
     shown = [*ranking.fit, *ranking.too_large]
     others = [name for name in ("reference", "teacher") if any(name in each.num_bytes for each in shown)]
     memory = ("weights", "optimizer", *others, "gradients", "temporary")
     time = ("compute s", "exposed s", "step s", "tokens/s", "MFU", "exposed share")
     rollout = ("rollout GiB", "rollout s") if any(each.rollout for each in shown) else ()
-    for name in ("mesh", "batch", "from", *memory, "GiB in all", *time, *rollout):
-        table.add_column(name, justify="left" if name in ("mesh", "from") else "right", no_wrap=True)
+    rows = []
     for each in shown:
-        table.add_row(
-            format_mesh_shape(each.sizes),
-            str(each.cfg.training.micro_batch_size),
-            each.source,
-            *(f"{each.num_bytes.get(name, 0) / GIB:.2f}" for name in memory),
-            f"{each.memory / GIB:.2f}{' !' if each.memory > ranking.limit else ''}",
-            *(f"{value:.3f}" for value in (each.time.compute_s, each.time.exposed_s, each.time.step_s)),
-            f"{each.tokens_per_s:,.0f}",
-            f"{each.mfu:.1%}",
-            f"{each.time.exposed_s / each.time.step_s:.0%}",
-            *((f"{each.rollout_memory / GIB:.2f}", f"{each.rollout_s:.3f}") if rollout else ()),
+        step = each.time
+        rows.append(
+            [
+                format_mesh_shape(each.sizes),
+                str(each.cfg.training.micro_batch_size),
+                each.source,
+                *(f"{each.num_bytes.get(name, 0) / GIB:.2f}" for name in memory),
+                f"{each.memory / GIB:.2f}{' !' if each.memory > ranking.limit else ''}",
+                *(f"{seconds:.3f}" for seconds in (step.compute_s, step.exposed_s, step.step_s)),
+                *(f"{each.tokens_per_s:,.0f}", f"{each.mfu:.1%}", f"{step.exposed_s / step.step_s:.0%}"),
+                *((f"{each.rollout_memory / GIB:.2f}", f"{each.rollout_s:.3f}") if rollout else ()),
+            ]
         )
-    return table
+    columns = ("mesh", "batch", "from", *memory, "GiB in all", *time, *rollout)
+    return format_table(f"{cluster}: {LABEL}", columns, ("mesh", "from"), rows)
 
 
-def _make_traffic_table(candidate: Candidate) -> Table:
-    """Make a table of the compiled step's collectives by mesh axis, without those of less than 1 MiB."""
+def _format_traffic(candidate: Candidate) -> str:
+    """Format a table of the compiled step's collectives by mesh axis, without those of less than 1 MiB."""
     assert candidate.compiled
-    title = f"collectives of a step on {format_mesh_shape(candidate.sizes)}, per device group"
-    table = Table(title=title, title_justify="left")
-    for name in ("axes", "collective", "dtype", "count", "GiB"):
-        table.add_column(name, justify="right" if name in ("count", "GiB") else "left")
-    for each in candidate.compiled.traffic:
-        if each.num_bytes >= 2**20:
-            row = ("+".join(each.axes), each.kind, each.dtype, f"{each.count:,}", f"{each.num_bytes / GIB:.3f}")
-            table.add_row(*row)
-    return table
+    title, left = f"collectives of a step on {format_mesh_shape(candidate.sizes)}", ("axes", "collective", "dtype")
+    rows = [
+        ("+".join(each.axes), each.kind, each.dtype, f"{each.count:,}", f"{each.num_bytes / GIB:.3f}")
+        for each in candidate.compiled.traffic
+        if each.num_bytes >= 2**20
+    ]
+    return format_table(f"{title}, per device group", (*left, "count", "GiB"), left, rows)
 
 
-def _make_stage_table(candidate: Candidate) -> Table:
-    """Make a table of the batches of training.batch_stages, and of the batch that follows them."""
-    table = Table(title=f"stages of the batch on {format_mesh_shape(candidate.sizes)}", title_justify="left")
-    for name in ("steps", "sequences", "tokens each", "tokens a step", "from", "GiB in all", "step s", "tokens/s"):
-        table.add_column(name, justify="left" if name in ("steps", "from") else "right")
-    by_shape = {each.choices.shape: each for each in (*candidate.stages, candidate)}
+def _format_stages(candidate: Candidate) -> str:
+    """Format a table of the batches of training.batch_stages, and of the batch that follows them."""
+    by_shape, rows = {each.choices.shape: each for each in (*candidate.stages, candidate)}, []
     for period in candidate.cfg.training.batch_schedule(candidate.sizes).periods:
         each, shape = by_shape[period.shape], period.shape
-        numbers = shape.num_sequences, shape.seq_len, shape.num_tokens
-        table.add_row(
-            period.to_text,
-            *(f"{number:,}" for number in numbers),
-            each.source,
-            f"{each.memory / GIB:.2f}",
-            f"{each.time.step_s:.3f}",
-            f"{each.tokens_per_s:,.0f}",
-        )
-    return table
-
-
-def _narrow_matmul(kind: DeviceKind, candidates: list[Candidate]) -> str:
-    """Return in words the peak of products of `training.matmul_dtype`; nothing without them."""
-    if not any(each.costs.matmul_share for each in candidates):
-        return ""
-    share, dtype = max(each.costs.matmul_share for each in candidates), candidates[0].cfg.training.matmul_dtype
-    assert dtype is not None
-    return f" ({share:.0%} of the arithmetic {dtype}: of {find_matmul_tflops(kind, dtype):g})"
+        batch = (f"{number:,}" for number in (shape.num_sequences, shape.seq_len, shape.num_tokens))
+        predicted = f"{each.memory / GIB:.2f}", f"{each.time.step_s:.3f}", f"{each.tokens_per_s:,.0f}"
+        rows.append([period.to_text, *batch, each.source, *predicted])
+    columns = ("steps", "sequences", "tokens each", "tokens a step", "from", "GiB in all", "step s", "tokens/s")
+    title = f"stages of the batch on {format_mesh_shape(candidate.sizes)}"
+    return format_table(title, columns, ("steps", "from"), rows)
 
 
 def _list_assumptions(cluster: Cluster, candidates: list[Candidate]) -> list[str]:
-    kind = cluster.kind
+    kind, narrow = cluster.kind, ""
+    if share := max((each.costs.matmul_share for each in candidates), default=0.0):
+        dtype = candidates[0].cfg.training.matmul_dtype
+        assert dtype is not None
+        narrow = f" ({share:.0%} of the arithmetic {dtype}: of {find_matmul_tflops(kind, dtype):g})"
     lines = [
-        f"predicted with matrix products at {kind.efficiency:.0%} of {kind.peak_tflops:g} TFLOP/s"
-        f"{_narrow_matmul(kind, candidates)}, the rest at {HBM_SHARE:.0%} of {kind.hbm_gb_per_s:g} GB/s, "
+        f"predicted with matrix products at {kind.efficiency:.0%} of {kind.peak_tflops:g} TFLOP/s{narrow}, the rest at "
+        f"{HBM_SHARE:.0%} of {kind.hbm_gb_per_s:g} GB/s, "
         f"collectives as NCCL predicts them, with links of {kind.link_gb_per_s:g} GB/s in a node and "
         f"{kind.nics_per_node} network cards a node of {kind.network.nic_gb_per_s:g} GB/s"
     ]
@@ -199,9 +180,7 @@ def _list_assumptions(cluster: Cluster, candidates: list[Candidate]) -> list[str
         )
     elif candidates and all(each.compiled is None for each in candidates):
         lines.append("nothing is compiled: temporary memory is an estimate, and all of a schedule's overlap is assumed")
-    if any(
-        not (each.compiled and each.compiled.step_time) and each.cfg.optimizer.name == "muon" for each in candidates
-    ):
+    if any(each.source != "compiled" and each.cfg.optimizer.name == "muon" for each in candidates):
         lines.append(
             "derived numbers leave out the matrix products of Muon, which take much memory, communication and time; "
             "compile to see them (plan.num_compiled)"
@@ -261,10 +240,8 @@ def format_json(ranking: Ranking, cluster: Cluster, overrides: list[str]) -> str
     return json.dumps(values, indent=1)
 
 
-def find_folder(output: str | None) -> Path | None:
+def find_folder(output: str) -> Path:
     """Return the folder of `plan.output`; raises `UserError` where it cannot be made."""
-    if output is None:
-        return None
     folder = Path(output).expanduser().absolute()
     above = next(path for path in (folder, *folder.parents) if path.exists())
     if not above.is_dir() or not os.access(above, os.W_OK):
@@ -279,11 +256,8 @@ def _list_remat(candidates: list[Candidate]) -> list[str]:
     for each in candidates:
         by_policy.setdefault(each.choices.remat.policy, []).append(format_mesh_shape(each.sizes))
     *others, common = sorted(by_policy, key=lambda policy: len(by_policy[policy]))
-    where = "the others" if others else "every mesh"
-    return [
-        *(f"training.remat={policy}: {', '.join(by_policy[policy])}" for policy in others),
-        f"training.remat={common}: {where}",
-    ]
+    lines = [f"training.remat={policy}: {', '.join(by_policy[policy])}" for policy in others]
+    return [*lines, f"training.remat={common}: {'the others' if others else 'every mesh'}"]
 
 
 def save(folder: Path, ranking: Ranking, cluster: Cluster, overrides: list[str]) -> None:

@@ -1,4 +1,7 @@
-"""Exit codes, and how a process ends: with one of them, and not after its parent. Knows no jax."""
+"""Exit codes, and how a process ends: with one of them, and not after its parent.
+
+Imports little, and no jax: the command sets its handlers of signals by this file before it imports the rest.
+"""
 
 import ctypes
 import io
@@ -24,8 +27,16 @@ def report_errors(work: Callable[[], int | None]) -> int:
     The work goes on, and keeps its exit code, when the reader of a pipe leaves early, as `head` does, when the output
     cannot be written, and when stdout or stderr is closed from the start.
     """
+
+    def report_interrupt(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        # One line for Ctrl-C, after which Python ends by the signal (130); a traceback for everything else.
+        if issubclass(kind, KeyboardInterrupt):
+            print("interrupted; a training run goes on from its newest checkpoint with resume=latest", file=sys.stderr)
+        else:
+            sys.__excepthook__(kind, error, trace)
+
     drop_unread_output()
-    sys.excepthook, sys.unraisablehook = _report_interrupt, _send_again
+    sys.excepthook, sys.unraisablehook = report_interrupt, _send_again
     try:
         try:
             os.getcwd()
@@ -35,14 +46,6 @@ def report_errors(work: Callable[[], int | None]) -> int:
     except Ending as ending:
         print(f"error: {ending}", file=sys.stderr)
         return ending.code
-
-
-def _report_interrupt(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-    """Write one line for Ctrl-C, after which Python ends by the signal (130); a traceback for everything else."""
-    if issubclass(kind, KeyboardInterrupt):
-        print("interrupted; a training run goes on from its newest checkpoint with resume=latest", file=sys.stderr)
-    else:
-        sys.__excepthook__(kind, error, trace)
 
 
 def _send_again(unraisable: Any) -> None:

@@ -1,7 +1,8 @@
 """Identity of this process: its rank, the number of processes, and the address where they meet.
 
 The first source that recognises the environment decides: the config, torchrun, Slurm, Open MPI, JAX's own detectors.
-jax is imported only if JAX's detectors are asked.
+jax is imported only if JAX's detectors are asked. What users export for a node's launcher (`tunix.launch`) is read here
+too: the number of nodes, and which of them this is.
 """
 
 import os
@@ -20,6 +21,7 @@ Environment = Mapping[str, str]
 # Variables of Kubernetes' indexed Jobs and of TPU pods: with one of them, JAX's own detectors are asked.
 JAX_VARIABLES = {"JOB_COMPLETION_INDEX", "TPU_WORKER_HOSTNAMES", "TPU_PROCESS_ADDRESSES"}
 GPUS = ("cuda", "gpu")  # names of the platform in JAX_PLATFORMS
+# Of process 0: a port that all processes compute from the job's number, so that most jobs of a node have another one.
 FIRST_PORT, NUM_PORTS = 61440, 4096  # above the ports that Linux gives to outgoing connections
 
 
@@ -76,14 +78,12 @@ def find_identity(distributed: Distributed, environment: Environment = os.enviro
 
 def reject_idle_gpus(identity: Identity, distributed: Distributed, environment: Environment = os.environ) -> None:
     """Raise `UserError` if the processes of this host take one GPU each, and leave others without work."""
-    platforms = environment.get("JAX_PLATFORMS", "cuda")
+    platforms = environment.get("JAX_PLATFORMS", "cuda").split(",")
     is_chosen = distributed.allow_idle_devices or distributed.local_device_ids is not None
-    if is_chosen or identity.local_device_ids is None or not identity.num_local:
+    num_local = 0 if is_chosen or identity.local_device_ids is None else identity.num_local
+    if not num_local or not set(GPUS) & set(platforms):
         return
-    if not set(GPUS) & set(platforms.split(",")):
-        return
-    num_gpus, num_local = count_gpus(environment), identity.num_local
-    if num_gpus > num_local:
+    if (num_gpus := count_gpus(environment)) > num_local:
         raise UserError(
             f"{identity.source}: {num_local} processes of this host take one GPU each, and it has {num_gpus}: "
             f"{num_gpus - num_local} would have no work. Start {num_gpus} processes on each host, or one; hide GPUs by "
@@ -100,6 +100,61 @@ def count_gpus(environment: Environment = os.environ) -> int:
         return 0
     entries = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False).stdout
     return sum(line.startswith("GPU ") for line in entries.splitlines())
+
+
+def count_nodes(nnodes: int | None, env: Environment, num_local: int) -> int:
+    """Return the number of nodes, by --nnodes or WORLD_SIZE; `num_local` is the number of processes on each node."""
+    world = read_whole(env, "WORLD_SIZE")
+    if world is None:
+        if "RANK" in env and nnodes is None:
+            raise UserError(f"RANK={env['RANK']} is set; WORLD_SIZE or --nnodes must be set too, or --standalone")
+        return nnodes or 1
+    if nnodes and world != nnodes * num_local:
+        raise UserError(f"WORLD_SIZE={world}, but --nnodes={nnodes} x --nprocs={num_local} is {nnodes * num_local}")
+    if not world or world % num_local:
+        raise UserError(f"WORLD_SIZE={world} is not a multiple of --nprocs={num_local}, the processes of each node")
+    return world // num_local
+
+
+def find_node_rank(node_rank: int | None, env: Environment, nodes: int, num_local: int) -> int | None:
+    """Return the number of this node, or None if neither a flag nor the environment gives it.
+
+    Users export RANK with two meanings: the first global rank of the node, and the number of the node. With 2 nodes of
+    4 processes RANK=4 can only be the former, RANK=1 only the latter. RANK=2 on 4 nodes of 2 can be both: an error.
+    """
+    node = node_rank if node_rank is not None else read_whole(env, "NODE_RANK")
+    rank = read_whole(env, "RANK")
+    if node is not None:
+        if not 0 <= node < nodes:
+            raise UserError(f"--node_rank={node}: the {nodes} nodes have the numbers 0 to {nodes - 1}")
+        if rank is not None and rank not in (node, node * num_local):
+            raise UserError(
+                f"RANK={rank} contradicts --node_rank={node}: expected {node * num_local}, its first global rank"
+            )
+        return node
+    if rank is None:
+        return 0 if nodes == 1 else None
+    readings = {rank // num_local} if rank % num_local == 0 and rank // num_local < nodes else set()
+    readings |= {rank} if rank < nodes else set()
+    if len(readings) == 1:
+        return readings.pop()
+    if readings:
+        raise UserError(
+            f"RANK={rank} can be the first global rank of node {rank // num_local}, or the number of node {rank} "
+            f"({nodes} nodes x {num_local} processes); say which with --node_rank"
+        )
+    raise UserError(
+        f"RANK={rank} is neither a node's number nor its first global rank ({nodes} nodes x {num_local} processes)"
+    )
+
+
+def read_whole(values: Environment, name: str) -> int | None:
+    value = values.get(name)
+    if not value:
+        return None
+    if not is_whole_number(value):
+        raise UserError(f"{name}={value}: expected a whole number")
+    return int(value)
 
 
 def _read_torchrun(env: Environment) -> Identity | None:
@@ -134,7 +189,7 @@ def _read_slurm(env: Environment) -> Identity | None:
     if size == 1:
         return ALONE
     # Nothing tells the tasks a port. They compute one from the job's number, so that jobs that share a node differ.
-    port = _select_port(_read_number(env, "SLURM_JOB_ID"))
+    port = FIRST_PORT + _read_number(env, "SLURM_JOB_ID") % NUM_PORTS
     coordinator = env.get("JAX_COORDINATOR_ADDRESS") or f"{_find_first_node(env['SLURM_STEP_NODELIST'])}:{port}"
     num_local = _count_local_tasks(env)
     local = _select_devices(env, _read_number(env, "SLURM_LOCALID"), num_local)
@@ -157,7 +212,7 @@ def _read_open_mpi(env: Environment) -> Identity | None:
             raise UserError("Open MPI does not tell where process 0 is; set distributed.coordinator_address=HOST:PORT")
         number = int("".join(filter(str.isdigit, job.split(".")[0])) or 0)
         # mpirun counts jobs in the bits from the 12th on, so the rest of a division by `NUM_PORTS` is 0 for every job.
-        port = _select_port(number >> 12 if number % (1 << 12) == 0 else number)
+        port = FIRST_PORT + (number >> 12 if number % (1 << 12) == 0 else number) % NUM_PORTS
         coordinator = f"{address.split(',')[0].split(':')[0]}:{port}"
     local_size = _read_number(env, "OMPI_COMM_WORLD_LOCAL_SIZE", 1)
     local = _select_devices(env, _read_number(env, "OMPI_COMM_WORLD_LOCAL_RANK", 0), local_size)
@@ -198,11 +253,6 @@ def _select_devices(env: Environment, local_rank: int, local_size: int) -> tuple
     return None if local_size == 1 or hidden else (local_rank,)
 
 
-def _select_port(job: int) -> int:
-    """Return the port of a job: one on all of its processes, and another one for most other jobs on the same node."""
-    return FIRST_PORT + job % NUM_PORTS
-
-
 def _count_local_tasks(env: Environment) -> int:
     """Return the number of tasks on this node.
 
@@ -236,10 +286,9 @@ def _find_first_node(nodes: str) -> str:
 
 def _check(identity: Identity) -> Identity:
     """Check rank and address, and return the identity with an IPv6 address in brackets, as JAX reads it."""
-    source, address = identity.source, identity.coordinator_address
+    source, address, last = identity.source, identity.coordinator_address, identity.num_processes - 1
     host, _, port = address.rpartition(":")
-    if identity.process_id >= identity.num_processes:
-        last = identity.num_processes - 1
+    if identity.process_id > last:
         raise UserError(f"{source}: this is process {identity.process_id}, but the processes are 0 to {last}")
     if not host or not is_whole_number(port) or not 0 < int(port) < 65536:
         raise UserError(f"{source}: coordinator address {address} must be HOST:PORT, with a port from 1 to 65535")

@@ -1,4 +1,4 @@
-"""The other processes of a run: agree with them, wait for them, and leave them so that none waits in vain.
+"""The other processes of a run: join them, agree with them, wait for them, and leave them so that none waits in vain.
 
 Everything here goes through the key-value store of JAX's runtime, which process 0 keeps, and not through collectives of
 the devices. So it works while the devices compute, in any thread, and before the first program is compiled.
@@ -11,97 +11,83 @@ import json
 import logging
 import os
 import socket
-import statistics
 import sys
 import threading
 import time
 import traceback
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from itertools import count
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import jax
 from jax._src import distributed as runtime
 
 from tunix.base.errors import UserError
+from tunix.config import Distributed
 from tunix.processes import exits
+from tunix.processes.identity import find_identity, reject_idle_gpus
+from tunix.processes.rollcall import roll_call
 
 log = logging.getLogger(__name__)
-
-
-# Pace of each process: the seconds of a step in which it does not wait for its devices.
-#
-# All devices take a step together, so every process measures the time of the slowest one. The part that is a process's
-# own is the time that it spends beside its devices: reading data, writing, waiting for a core.
-#
-#     process 0   |host|  waits for the devices                  |
-#     process 1   |host . . . . . . . . . . . . . . .|  waits    |      process 0 waits for process 1
-
-NUM_STEPS = 20  # the newest ones, of which means are taken
-MAX_OF = 0.5  # of a step: a process that spends more of it beside its devices may hold up the others
-TIMES_OTHERS = 3  # and this many times what the others spend
-AGAIN_S = 600.0  # before a process is named again
-
-
-class Pace:
-    """Pace of this process, which its loop notes; on process 0 also the pace of the slowest process.
-
-    The watchdog publishes what `average` returns. On process 0 it gives `compare` what all processes have published.
-    """
-
-    def __init__(self) -> None:
-        self.steps = deque[tuple[float, float, float]](maxlen=NUM_STEPS)
-        self.slowest: dict[str, float] = {}  # numbers for metrics.jsonl; empty for a run of one process
-        self.named: dict[int, float] = {}  # when each process was last named in the log
-
-    def note(self, step_time_s: float, device_wait_s: float, data_wait_s: float) -> None:
-        """Note the seconds of a step, those in which this process waited for devices, and those for data."""
-        self.steps.append((step_time_s, step_time_s - device_wait_s, data_wait_s))
-
-    def average(self) -> dict[str, float]:
-        """Return the means of this process over the newest steps; empty before the first one."""
-        # A list first: the watchdog calls this from its thread while the loop adds a step.
-        if not (steps := list(self.steps)):
-            return {}
-        names = ("step_time_s", "host_s", "data_wait_s")
-        return {name: statistics.fmean(column) for name, column in zip(names, zip(*steps, strict=True), strict=True)}
-
-    def compare(self, states: Mapping[int, dict[str, Any]]) -> None:
-        """Find the slowest of the processes, and name it in the log if the others wait for it.
-
-        `states` has what each process has published, by rank: its `host` and the numbers of `average`.
-        """
-        known = {rank: state for rank, state in states.items() if "host_s" in state}
-        if len(known) < 2:
-            return
-        rank = max(known, key=lambda rank: known[rank]["host_s"])
-        state = known[rank]
-        self.slowest = {
-            "slowest_process": rank,
-            "slowest_host_s": state["host_s"],
-            "slowest_data_wait_s": state["data_wait_s"],
-        }
-        # The median and not the mean: one more slow process among the others must not hide this one.
-        others_s = statistics.median(other["host_s"] for each, other in known.items() if each != rank)
-        is_slow = state["host_s"] > max(MAX_OF * state["step_time_s"], TIMES_OTHERS * others_s)
-        now = time.monotonic()
-        if is_slow and now - self.named.get(rank, -AGAIN_S) >= AGAIN_S:
-            self.named[rank] = now
-            log.warning(
-                "process %d (%s) is slow: of a step of %.3f s it spends %.3f s beside its devices, %.3f s of them "
-                "waiting for data; the median of the other processes is %.3f s",
-                rank, state["host"], state["step_time_s"], state["host_s"], state["data_wait_s"], others_s,
-            )  # fmt: skip
-
 
 T = TypeVar("T")
 # Words in the runtime's errors that mean a lost peer.
 LOST_PEER = ("Gloo", "NCCL", "Connection reset", "Connection closed", "heartbeat", "Barrier timed out")
+PROBE_S = 5.0  # seconds that a network file system may take to show a new file
 NO_LIMIT_S = 7 * 24 * 3600.0  # preparing a large corpus takes hours; the heartbeat detects a process that dies
 _gathers = count()  # gives each gather a number
+
+
+def join(cfg: Distributed, info: dict[str, Any]) -> list[str]:
+    """Join the other processes, if there are any; return remarks for the log.
+
+    Args:
+        info: values that must be the same on all of them.
+
+    Raises:
+        UserError, PeerLost: as `roll_call` raises them.
+    """
+    identity = find_identity(cfg)
+    if identity is None:
+        _check_devices()
+    if identity is None or jax.distributed.is_initialized():
+        return []
+    reject_idle_gpus(identity, cfg)
+    # Our own roll call comes first: its messages name who is missing or different. The runtime would abort instead.
+    remarks = roll_call(identity, info, cfg.init_timeout_s)
+    try:
+        with deadline(cfg.init_timeout_s, f"the {identity.num_processes} processes could not join"):
+            jax.distributed.initialize(
+                identity.coordinator_address,
+                identity.num_processes,
+                identity.process_id,
+                identity.local_device_ids,
+                cluster_detection_method="deactivate",
+                initialization_timeout=cfg.init_timeout_s + 30,  # the runtime aborts; our deadline comes first
+                heartbeat_timeout_seconds=cfg.heartbeat_timeout_s,
+                shutdown_timeout_seconds=cfg.shutdown_timeout_s,
+            )
+    except (RuntimeError, ValueError) as error:
+        raise UserError(f"{identity.source}: cannot join the run: {str(error).splitlines()[0]}") from None
+    _check_devices()
+    return remarks
+
+
+def _check_devices() -> None:
+    """Raise `UserError` where JAX finds no device, or none of the platform that JAX_PLATFORMS names."""
+    try:
+        jax.local_devices()
+    except (RuntimeError, AssertionError) as error:
+        platforms = os.environ.get("JAX_PLATFORMS")
+        reason = str(error).splitlines()[0] if str(error) else "no such platform"
+        raise UserError(
+            f"JAX_PLATFORMS={platforms}: JAX finds no device ({reason}); install jax[cuda13] or unset the variable"
+            if platforms
+            else f"JAX finds no device: {reason}"
+        ) from None
 
 
 def is_main() -> bool:
@@ -210,6 +196,34 @@ def published(folder: str) -> dict[str, str]:
     except RuntimeError:
         return {}
     return {key.rsplit("/", 1)[1]: value for key, value in entries}
+
+
+def find_blind(folder: Path) -> list[int]:
+    """Return the ranks of the processes that do not see a file which process 0 makes in the folder.
+
+    Every process must call this.
+
+    Raises:
+        UserError: process 0 cannot write there.
+    """
+    # A name that no earlier run has used: a file that is left over would be seen on another disk too.
+    probe = folder / agree(f".probe-{time.time_ns()}", "name of the probe file")
+
+    def make_probe() -> None:
+        try:
+            if is_main():
+                probe.touch()
+        except OSError as error:
+            raise UserError(f"{folder} cannot be written: {error.strerror}") from None
+
+    together(make_probe, "the probe file is there")
+    latest = time.monotonic() + PROBE_S
+    while not (is_there := probe.exists()) and time.monotonic() < latest:
+        time.sleep(0.2)
+    answers = gather("seen" if is_there else "", "the probe file")
+    if is_main():
+        probe.unlink()
+    return [rank for rank, answer in enumerate(answers) if not answer]
 
 
 @contextmanager

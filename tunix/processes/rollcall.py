@@ -24,44 +24,31 @@ from typing import Any
 from tunix.base.errors import PeerLost, UserError
 from tunix.processes.identity import Identity
 
-# Versions that must be the same on all processes of a run.
-
+# Versions of these must be the same on all processes of a run.
 PACKAGES = (
-    "jax",
-    "jaxlib",
-    "flax",
-    "optax",
-    "orbax-checkpoint",
-    "grain",
-    "tokenizers",
-    "numpy",
-    "jax-cuda12-plugin",
+    "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "tokenizers", "numpy", "jax-cuda12-plugin",
     "jax-cuda13-plugin",
-)
-
-
-def list_versions() -> dict[str, str]:
-    """Return versions of Python and of the packages that a run's numbers depend on, and a hash of tunix's own code."""
-    by_name = {"python": platform.python_version(), "code of tunix": _hash_code()}
-    for package in PACKAGES:
-        with suppress(metadata.PackageNotFoundError):
-            by_name[package] = metadata.version(package)
-    return by_name
-
-
-@cache  # the code that this process runs is that of its start
-def _hash_code() -> str:
-    """Return a hash of tunix's own files: two copies of a development version have the same number."""
-    root = Path(__file__).parents[1]
-    files = sorted(root.rglob("*.py"))
-    return hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()[:12]
-
-
+)  # fmt: skip
 READ_S = 5.0  # for one line of another process, from its first byte to its last
 MAX_LINE = 1_000_000  # bytes
 CLOCKS_S = 5.0  # clocks of hosts that differ by more give a remark
 LATE_S = 5.0  # after an error, seconds that process 0 waits for the other processes, so that it can tell them too
 REPORT: dict[str, type | tuple[type, ...]] = {"process": int, "host": str, "facts": dict, "time": (int, float)}
+
+
+@cache  # the code that this process runs is that of its start
+def list_versions() -> dict[str, str]:
+    """Return versions of Python and of the packages that a run's numbers depend on, and a hash of tunix's own code.
+
+    Two copies of a development version have the same number, and not the same hash.
+    """
+    files = sorted(Path(__file__).parents[1].rglob("*.py"))
+    code = hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()[:12]
+    by_name = {"python": platform.python_version(), "code of tunix": code}
+    for package in PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            by_name[package] = metadata.version(package)
+    return by_name
 
 
 def roll_call(identity: Identity, info: dict[str, Any], timeout_s: float) -> list[str]:

@@ -2,9 +2,8 @@
 
     launcher ── parent (`supervise`: waits, passes signals on) ── child (`run_member`: jax, training)
 
-The child may be aborted or killed at any moment; the parent then still reports the end with an exit code of ours.
-
-Imports jax only where the work begins.
+The JAX runtime aborts a process that has lost the coordinator, and no Python code runs after that in the process
+itself. The parent then still reports the end with an exit code of ours. Imports jax only where the work begins.
 """
 
 import os
@@ -18,12 +17,7 @@ from pathlib import Path
 from tunix.base.errors import Ending
 from tunix.config import Distributed
 from tunix.processes import exits
-from tunix.processes.identity import Identity, find_identity
-
-# Supervise one process of a run: run it as a child, and turn any end of the child into one of our exit codes.
-#
-# The JAX runtime aborts a process that has lost the coordinator. No Python code runs after that in the process itself,
-# so its parent has to report the end. Imports no jax.
+from tunix.processes.identity import find_identity
 
 CHILD = "TUNIX_SUPERVISED"
 
@@ -32,22 +26,20 @@ def is_child() -> bool:
     return CHILD in os.environ
 
 
-def rebuild_command() -> list[str]:
-    """Return the words that start this program again with its arguments: a script, or `python -m NAME`."""
-    spec = sys.modules["__main__"].__spec__
-    if spec is None:
-        return [sys.executable, *sys.argv]
-    return [sys.executable, "-m", spec.name.removesuffix(".__main__"), *sys.argv[1:]]
+def supervise(distributed: Distributed) -> int | None:
+    """Run this command line in a child and return its exit code; None in the child, and for a run of one process.
 
-
-def supervise_child(identity: Identity, patience_s: float) -> int:
-    """Run this command line again as a child; return its exit code, or 76 if the runtime aborted it.
-
-    If somebody stops the child (SIGSTOP) for longer than `patience_s`, it is killed: the other processes no longer wait
-    for it.
+    The code is 76 where the runtime aborted the child. If somebody stops the child (SIGSTOP) for longer than
+    distributed.heartbeat_timeout_s, it is killed: the other processes no longer wait for it.
     """
+    identity, patience_s = find_identity(distributed), distributed.heartbeat_timeout_s
+    if identity is None or is_child():
+        return None
+    spec = sys.modules["__main__"].__spec__  # of `python -m NAME`; None for a script
+    program = ["-m", spec.name.removesuffix(".__main__")] if spec else sys.argv[:1]
     environment = {**os.environ, CHILD: "1", "PYTHONUNBUFFERED": "1"}
-    child = subprocess.Popen(rebuild_command(), env=environment, preexec_fn=exits.end_with_parent())
+    command = [sys.executable, *program, *sys.argv[1:]]
+    child = subprocess.Popen(command, env=environment, preexec_fn=exits.end_with_parent())
     signals_sent: list[int] = []
 
     def pass_on(number: int, _frame: object) -> None:
@@ -96,14 +88,6 @@ def _is_stopped(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
     except OSError:
         return False
-
-
-def supervise(distributed: Distributed) -> int | None:
-    """Run this command line in a child and return its exit code; None in the child, and for a run of one process."""
-    identity = find_identity(distributed)
-    if identity is None or is_child():
-        return None
-    return supervise_child(identity, distributed.heartbeat_timeout_s)
 
 
 def run_member(distributed: Distributed, work: Callable[[], int | None]) -> int:

@@ -32,7 +32,7 @@ from tunix.data.tokenizer import Vocab
 from tunix.huggingface.hub import INFO_FILES, find, list_copied_files
 from tunix.huggingface.weights import INDEX
 from tunix.processes import peers
-from tunix.processes.joining import find_blind
+from tunix.processes.peers import find_blind
 from tunix.processes.rollcall import list_versions
 
 log = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ import jax
 from tunix.base.errors import UserError
 from tunix.base.files import find_way_out
 from tunix.processes import peers
-from tunix.processes.peers import Pace
+from tunix.processes.watchdog import Pace
 from tunix.run.sinks import Background, give_table
 from tunix.run.table import Sink, Start, open_sink
 from tunix.training.optimizer import WATCHED

@@ -17,9 +17,8 @@ from tunix.config.saved_runs import find_run, split_step
 from tunix.config.task import Grpo, Taught
 from tunix.config.training import read_steps
 from tunix.costs.communication import count_microbatch_rows
-from tunix.costs.derived import derive_costs
-from tunix.costs.memory import count_teacher_bytes
 from tunix.costs.rollout import plan_rollout, read_device_bytes
+from tunix.costs.step import count_teacher_bytes, derive_costs
 from tunix.data.prompts import AnyCorpus
 from tunix.huggingface.config_json import read_num_rows
 from tunix.huggingface.hub import CONFIG, find

@@ -17,9 +17,9 @@ from tunix.base.errors import UserError
 from tunix.config import Config
 from tunix.config.batch import stage_ends
 from tunix.costs import trace_analysis
-from tunix.costs.derived import derive_costs
 from tunix.costs.devices import find_kind
 from tunix.costs.hlo import read_collectives, read_control_flow
+from tunix.costs.step import derive_costs
 from tunix.costs.trace_analysis import Timeline, measure, measure_devices, plot_communication, predict, read_events
 from tunix.processes import peers
 from tunix.run.metrics import Metrics

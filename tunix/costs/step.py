@@ -1,26 +1,41 @@
-"""Memory of a step on one device, derived: weights, optimizer, gradients, and activations."""
+"""Costs of a training step on one device, derived from config and mesh: memory, FLOPs, and with them its transfers.
+
+No device and no compile is needed. Read `derive_costs` first. `count_state_bytes` counts what does not grow with the
+batch: weights, optimizer, gradients and gathered weights; `count_activation_bytes` counts what does.
+"""
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
+from tunix.base.errors import UserError
 from tunix.config import Config, Model
 from tunix.config.batch import BatchShape
 from tunix.config.layers import ExpertsMlp
 from tunix.config.model import list_keys_outside
 from tunix.config.training import StepKeys
-from tunix.costs.communication import count_microbatch_rows, count_shard_bytes, find_gathered_dtype, find_shard_shape
+from tunix.costs.communication import (
+    Transfer,
+    count_microbatch_rows,
+    count_shard_bytes,
+    find_gathered_dtype,
+    find_shard_shape,
+    list_transfers,
+)
+from tunix.costs.devices import compute_peak_tflops, find_kind, find_matmul_tflops, read_device_kinds
 from tunix.data.batches import abstract_arrays, split_shared
 from tunix.models.attention import select_query_block
 from tunix.models.context_parallel import is_in_blocks
 from tunix.models.expert_parallel import buffer_rows_per_token
+from tunix.models.flops import chunk_flops_per_token, flops_per_token, forward_flops_per_token
+from tunix.models.layers import parameter_name
 from tunix.models.linear_attention import CHUNK
-from tunix.models.remat import Remat
-from tunix.models.table import EXPERT_EXCHANGES
+from tunix.models.remat import Remat, product_name
+from tunix.models.table import EXPERT_EXCHANGES, MATMUL_DTYPES
 from tunix.sharding.arrays import bytes_per_device
 from tunix.sharding.layout import Layout
 from tunix.sharding.mesh_shape import count_devices, data_shards, token_shards
@@ -29,9 +44,76 @@ from tunix.training.choices import select
 from tunix.training.logprobs import count_chunk_positions
 from tunix.training.loss import find_loss_kind, make_loss
 from tunix.training.program import Program, assemble
-from tunix.training.state import Weight, abstract_params, describe
+from tunix.training.state import Architecture, Weight, abstract_params, describe
 
-# Programs for devices that need not exist: costs are derived from them.
+
+@dataclass(frozen=True)
+class Costs:
+    """Costs of one optimizer step on one device."""
+
+    num_bytes: dict[str, int]  # at one time, by what they are for
+    transfers: list[Transfer]
+    model_flops: float  # what MFU counts
+    flops: float  # with what rematerialization computes again
+    tokens_per_step: int  # of the whole mesh
+    matmul_share: float = 0.0  # of the FLOPs: products of `training.matmul_dtype`
+
+    @property
+    def memory(self) -> int:
+        return sum(self.num_bytes.values())
+
+
+def derive(cfg: Config, sizes: dict[str, int], platform: str | None = None, with_activations: bool = True) -> Costs:
+    """Return the costs of a step of `cfg` on a mesh of these sizes; see `find_program` and `derive_costs`."""
+    return derive_costs(find_program(cfg, sizes, platform), with_activations)
+
+
+def derive_costs(program: Program, with_activations: bool = True) -> Costs:
+    """Return the costs of a step of a program.
+
+    Activations are traced, which takes most of the time. Without them, everything else is the same.
+    """
+    cfg, arch, batch = program.cfg, program.arch, program.batch
+    num_tokens = batch.num_tokens / program.mesh.size  # of one device
+    flops = flops_per_token(cfg.model, arch.num_active, arch.num_active_trained, batch.seq_len) * num_tokens
+    forward_flops = forward_flops_per_token(cfg.model, arch.num_active, batch.seq_len) * num_tokens
+    chunk_flops = chunk_flops_per_token(cfg.model, batch.seq_len) * num_tokens
+    recompute = _derive_recompute_fraction(program)
+    # `flops` leaves out what linear attention computes inside of its chunks: one time forward and two times backward.
+    all_flops = flops + recompute * forward_flops + (3 + recompute) * chunk_flops
+    all_flops += _count_pipeline_flops(program, all_flops, forward_flops, num_tokens)
+    with jax.sharding.use_abstract_mesh(program.abstract_mesh):
+        num_bytes = count_state_bytes(program)
+        num_bytes["activations"] = count_activation_bytes(program) if with_activations else 0
+        transfers = list_transfers(program)
+    share = compute_matmul_share(cfg, arch, batch.seq_len)
+    return Costs(num_bytes, transfers, flops, all_flops, batch.num_tokens, share)
+
+
+def _derive_recompute_fraction(program: Program) -> float:
+    """Return the share of the blocks' products that the backward pass computes again; the logits are not in blocks."""
+    recompute, in_all = 0.0, 0
+    for path, weight in jax.tree.leaves_with_path(program.arch.weights):
+        if weight.equation.is_stacked and not weight.equation.is_vector:
+            size = round(weight.size * weight.used)
+            recompute += size * program.choices.remat.recompute_fraction(product_name(parameter_name(path)))
+            in_all += size
+    return recompute / in_all
+
+
+def _count_pipeline_flops(program: Program, flops: float, forward_flops: float, num_tokens: float) -> float:
+    """Return the FLOPs that stages add on one device: the bubble, and the forward pass of the stages once more.
+
+    `flops` are those without stages, of `num_tokens` tokens. The logits are outside of the stages. In a bubble a stage
+    computes what nobody uses: 4 stages with 12 parts take 12 + 3 ticks, 15 / 12 = 1.25 for each part, so the blocks'
+    FLOPs grow by a quarter.
+    """
+    model, pipeline = program.cfg.model, program.choices.pipeline
+    logits = 2.0 * model.vocab_size * model.embed_dim * num_tokens  # forward; three times in all
+    recompute = pipeline.recompute_runs * (forward_flops - logits)
+    in_blocks = flops - 3 * logits + recompute
+    return recompute + in_blocks * (pipeline.iterations_per_microbatch - 1)
+
 
 # Values of the keys of training that say how many sequences there are, for one sequence per data shard.
 ONE_SEQUENCE = {"micro_batch_size": 1, "pipeline_microbatches": "auto", "batch_stages": ()}
@@ -97,10 +179,9 @@ def _count_gathered_bytes(program: Program) -> int:
     # XLA transposes tables too; a trained one's copy is gone before its own part of the gradient is there.
     frozen_tables = [weight for weight in jax.tree.leaves(arch.frozen(arch.weights)) if not weight.equation.is_stacked]
     for weight in jax.tree.leaves(arch.weights) + frozen_tables:
-        is_in_blocks = in_blocks and weight.equation.is_stacked
-        if not is_in_blocks:
+        if not (in_blocks and weight.equation.is_stacked):
             gathered += _count_bytes_in_use(weight, program)
-        if is_in_blocks and num_chunks > 1:  # dealt out to the stages, and the chunk at work
+        elif num_chunks > 1:  # dealt out to the stages, and the chunk at work
             dealt_out = count_shard_bytes(weight, layout.stored(weight.equation, True), weight.dtype, program.mesh)
             gathered += (1 + 1 / num_chunks) * dealt_out
     return round(gathered)
@@ -169,7 +250,6 @@ def _count_gradient_bytes(program: Program) -> int:
 
 
 # Memory of activations: what the forward pass keeps for the backward pass, and what one layer needs while it works.
-#
 # The first part is traced: JAX says which arrays the backward pass takes. The second part is an estimate, because XLA
 # decides which arrays of a layer exist at the same time.
 
@@ -211,11 +291,12 @@ def count_activation_bytes(program: Program) -> int:
 def estimate_inside_bytes(cfg: Config, layout: Layout, mesh: Mesh | AbstractMesh, length: int) -> int:
     """Return the bytes inside of one layer on one device, for a sequence of `length` tokens. An estimate."""
     model, item = cfg.model, jnp.dtype(layout.compute).itemsize
-    local = {
-        dim_name: find_shard_shape((size,), layout.activation(dim_name), mesh)[0]
-        for dim_name, size in model.dims.items()
-    }
-    tokens = find_shard_shape((length,), layout.activation("T"), mesh)[0]
+
+    def measure_local(size: int, dim_name: str) -> int:
+        return find_shard_shape((size,), layout.activation(dim_name), mesh)[0]
+
+    local = {dim_name: measure_local(size, dim_name) for dim_name, size in model.dims.items()}
+    tokens = measure_local(length, "T")
     heads, kinds = local["N"], model.head_kinds
     # Numbers of queries and keys of a token; of key/value heads that every device keeps, it uses one.
     head_numbers = max((heads + min(local[each.dim_names[0]], heads)) * each.dim for each in kinds)
@@ -225,9 +306,12 @@ def estimate_inside_bytes(cfg: Config, layout: Layout, mesh: Mesh | AbstractMesh
     # Also where a mesh has no devices. Devices that share a sequence split its scores, by heads or by keys.
     if is_in_blocks(layout.cp_exchange) or "xla" in dict(layout.kernels).values():
         inside += heads * min(length, select_query_block(length)) * tokens * (4 + item)
-    if model.linear_attention is None:
+    if (linear := model.linear_attention) is None:
         return inside
-    numbers = _count_linear_numbers(model, length, local)  # float32
+    # What linear attention has inside for each token, float32 (models/linear_attention.py).
+    chunk = min(CHUNK, length)
+    per_value_head = 3 * linear.value_dim + 2 * linear.key_dim + 4 * chunk + linear.key_dim * linear.value_dim / chunk
+    numbers = 2 * local["I"] * linear.key_dim + local["J"] * per_value_head
     return max(inside, round(2 * tokens * (item * (6 * local["D"] + mlp) + 4 * numbers)))
 
 
@@ -244,15 +328,6 @@ def _count_mlp_numbers(model: Model, layout: Layout, mesh: Mesh | AbstractMesh, 
     if model.mlp.beside_mlp:
         return round(expert_numbers) + mlp
     return max(round(expert_numbers), mlp if "dense_blocks" in model.stacks else 0)
-
-
-def _count_linear_numbers(model: Model, length: int, local: dict[str, int]) -> float:
-    """Return the numbers that linear attention has inside for each token of a device (models/linear_attention.py)."""
-    linear = model.linear_attention
-    assert linear is not None
-    chunk = min(CHUNK, length)
-    per_value_head = 3 * linear.value_dim + 2 * linear.key_dim + 4 * chunk + linear.key_dim * linear.value_dim / chunk
-    return 2 * local["I"] * linear.key_dim + local["J"] * per_value_head
 
 
 _known_residual_bytes: dict[tuple[Any, ...], int] = {}  # a plan asks for one model on many meshes
@@ -329,3 +404,44 @@ def _count_stream_bytes(program: Program) -> int:
     layout = program.layout
     local_tokens = find_shard_shape((program.batch.seq_len,), layout.activation(STREAM_TOKENS), program.mesh)[0]
     return local_tokens * program.cfg.model.embed_dim * jnp.dtype(layout.compute).itemsize
+
+
+# Letters of experts, of a router's scores, and of inputs of layers: their products keep the compute dtype, whatever
+# `training.matmul_dtype` is.
+OTHERS = "XYp"
+
+
+def check_matmul_dtype(cfg: Config, platform: str, device_kind: str) -> None:
+    """Raise `UserError` where `training.matmul_dtype` is asked of devices that do not multiply its numbers.
+
+    CPUs are no mistake: they emulate it, for tests and for a look at the loss. `device_kind` is the driver's name.
+    """
+    dtype, kind = cfg.training.matmul_dtype, find_kind(device_kind)
+    if dtype is None or platform == "cpu" or (kind is not None and find_matmul_tflops(kind, dtype) is not None):
+        return
+    chips = ", ".join(each.name for each in read_device_kinds().values() if find_matmul_tflops(each, dtype) is not None)
+    raise UserError(
+        f"training.matmul_dtype={dtype}: {device_kind} has no products of {MATMUL_DTYPES[dtype].numbers} that are "
+        f"known here; {chips} have them, and CPUs emulate them. Leave training.matmul_dtype=null"
+    )
+
+
+def compute_matmul_share(cfg: Config, arch: Architecture, seq_len: int) -> float:
+    """Return the share of a step's model FLOPs that products of `training.matmul_dtype` have; 0 without it."""
+    if cfg.training.matmul_dtype is None:
+        return 0.0
+    flops = 0.0
+    trained = jax.tree.leaves(arch.is_trained)
+    for (path, weight), is_trained in zip(jax.tree.leaves_with_path(arch.weights), trained, strict=True):
+        # Products of an `Einsum` (models/layers.py) have this dtype.
+        name, equation = parameter_name(path), weight.equation
+        if equation.is_stacked and name.endswith(".w") and not set(OTHERS) & set(equation.w):
+            flops += (6 if is_trained else 4) * weight.size
+    return flops / flops_per_token(cfg.model, arch.num_active, arch.num_active_trained, seq_len)
+
+
+def find_run_peak_tflops(cfg: Config, arch: Architecture, seq_len: int, device_kind: str) -> float | None:
+    """Return the peak of one device for a run's products, by the driver's name; None if the name is not known."""
+    if (kind := find_kind(device_kind)) is None:
+        return None
+    return compute_peak_tflops(kind, cfg.training.matmul_dtype, compute_matmul_share(cfg, arch, seq_len))
