@@ -23,6 +23,7 @@ from tunix.inference.sampling import Sampling
 from tunix.inference.teacher import load_teacher
 from tunix.processes import peers
 from tunix.processes.watchdog import Watchdog
+from tunix.rl.episodes import make_pool, try_user_code
 from tunix.rl.evaluation import HeldOutAnswers
 from tunix.rl.reference import add_reference, make_judge, make_reference
 from tunix.rl.rollouts import RolloutEngine, Rollouts, SamplesFile
@@ -155,9 +156,10 @@ class PromptFeed:
         data_schedule = DataSchedule(BEGINNING, Cycle(per_step, 1), ())
         self.samples = Samples(corpus.train, cfg, data_schedule, shape.num_tokens // per_step)
         self.scorer = Scorer(task.rewards, task.reward_processes, task.reward_timeout_s, task.reward_errors)
-        self.engine = RolloutEngine(cfg, corpus, program, mesh, self.scorer, watchdog)
+        self.pool = make_pool(task, corpus.vocab)
+        self.engine = RolloutEngine(cfg, corpus, program, mesh, self.scorer, watchdog, self.pool)
         # Without rewards nothing says how good held-out answers are.
-        self.held_out = HeldOutAnswers(cfg, corpus, self.engine) if corpus.num_held_out and task.rewards else None
+        self.held_out = HeldOutAnswers(cfg, corpus, self.engine) if corpus.num_held_out and task.is_rewarded else None
         self.teacher = load_teacher(program, mesh, corpus.tokenizer)
         self.sets: dict[str, Evaluator] = {}  # the config refuses them for prompts
         self.stack = ExitStack()
@@ -168,7 +170,9 @@ class PromptFeed:
         # If the trial fails, this block ends the processes. If not, `pop_all` hands them on to `__exit__`.
         with ExitStack() as stack:
             stack.enter_context(self.scorer)
-            peers.together(lambda: self.scorer.try_out(example.text, example.columns), "trying the rewards")
+            if self.pool is not None:
+                stack.enter_context(self.pool)
+            peers.together(lambda: try_user_code(example, self.scorer, self.pool), "trying the rewards")
             self.stack = stack.pop_all()
         return self
 

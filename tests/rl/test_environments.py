@@ -8,6 +8,7 @@ from typing import Literal
 import pytest
 
 from tunix.base.errors import UserError
+from tunix.config.compose import compose
 from tunix.rl.environments import Reply, describe_tools, gives_reward, open_episode
 from tunix.rl.table import ENVIRONMENTS
 from tunix.rl.tool_calls import TOOL_CALLS, choose_tool_calls
@@ -104,8 +105,8 @@ def test_schemas_of_tools():
         }
     ]
     assert describe_tools(Gymnasium) == []
-    for kind in ENVIRONMENTS.values():
-        (tool,) = describe_tools(kind)
+    for name in ("python", "calculator", "search_folder"):
+        (tool,) = describe_tools(ENVIRONMENTS[name])
         assert all("description" in each for each in tool["function"]["parameters"]["properties"].values())
 
     class Untyped:
@@ -197,6 +198,24 @@ def test_the_format_follows_from_the_template():
         '{"name": , "parameters": }': "llama", "```tool_code": "python", "{{ message.content }}": "hermes",
     }  # fmt: skip
     assert {text: choose_tool_calls(text) for text in templates} == templates
+
+
+def test_look_up():
+    """Each demonstration of the data is an episode that the environment would play."""
+    source = compose(["data=look_up", "data.num_rows=200", "task=sft"]).config.data
+    (unit,) = source.units(1000)
+    right = 0
+    for item in source.read(unit):
+        (user, *turns), key, value = (item.content[name] for name in ("messages", "key", "value"))
+        assert user["content"] == f"{key}>"
+        episode = open_episode(ENVIRONMENTS["look_up"], {}, "hermes")
+        episode.reset(1, {"key": key, "value": value, "messages": turns})
+        while turns:
+            reply = episode.step(turns.pop(0)["content"])
+            assert reply.observations == ([turns.pop(0)["content"]] if turns else None)
+        assert reply.done
+        right += reply.reward
+    assert 60 < right < 110, "four of ten, and a tenth of the others by chance"
 
 
 def test_calculator():

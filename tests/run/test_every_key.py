@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from support.harness import ONE_LAYER, ROOT, RUN
 from support.installs import one_at_a_time
-from support.rollouts import ONE, TASK
+from support.rollouts import AGENT, ONE, TASK
 
 from tunix.base.errors import UserError
 from tunix.checkpoints.checkpoint import check_same
@@ -99,8 +99,13 @@ def the_sources(folder: Path, corpus: Path) -> Callable[[], None]:
 
 
 def post_training(folder: Path, corpus: Path) -> Callable[[], None]:
-    words = ["training.max_steps=1", "task.kl_coefficient=0.1", f"loading.cache_dir={folder}/cache"]
-    job = compose([*TASK, *ONE, *words, f"hydra.run.dir={folder}/run"])
+    words = [
+        "training.max_steps=1",
+        "task.kl_coefficient=0.1",
+        "task.credit=turns",
+        f"loading.cache_dir={folder}/cache",
+    ]
+    job = compose([*AGENT, *ONE, *words, f"hydra.run.dir={folder}/run"])
     pairs = compose([*RUN, *words_of_pairs(folder), "model.mesh_shape=[[1],[fsdp]]", words[-1]]).config
     teacher = [*ONE, f"task.teacher={ROOT}/tests/models/parity/llama"]
     talk = ["task=sft", "data=arithmetic", "data.below=20", words[-1]]
@@ -328,6 +333,7 @@ def words_of_every_source(tmp_path: Path) -> list[list[str]]:
         words_of_pairs(tmp_path),
         ["data=python_docstrings", "task=sft"],
         ["data=arithmetic", "data.below=20", "task=sft"],
+        ["data=look_up", "data.num_rows=200", "task=sft"],
         ["data=mixture", f"data.parts={{a: {synthetic}}}", "data.weights={a: 1}", stages, "data.max_epochs={a: 9}"],
     ]
     if find_spec("reasoning_gym"):

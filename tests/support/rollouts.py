@@ -1,5 +1,7 @@
 """Words of a tiny run of task=grpo, which compiles few programs."""
 
+import string
+
 from support.harness import ONE_LAYER, SMALL
 
 TASK = [
@@ -13,3 +15,10 @@ TASK = [
 ]  # fmt: skip
 WIDE = "model.mesh_shape=[[4,2],[fsdp,tp]]"
 ONE = "model.mesh_shape=[[1],[fsdp]]", "distributed.allow_idle_devices=true", "training.micro_batch_size=4"
+# With an environment: most turns end, because each letter ends one.
+AGENT = [
+    *TASK, "task.environment=support.own_environment:Chatty", "task.environment_processes=2",
+    f"sampling.stop=[{','.join(string.ascii_letters)}]", "task.max_turns=3", "sampling.max_new_tokens=24",
+    "training.seq_len=32", "sampling.max_turn_tokens=6", "evaluation.sampling.max_turn_tokens=6",
+    "optimizer.learning_rate=0.003",
+]  # fmt: skip

@@ -7,7 +7,9 @@ from pydantic import BeforeValidator, Field, model_validator
 from tunix.base.config_types import Count, Flag, Positive, PositiveOrZero, Section, Share, Temperature
 from tunix.base.dotted_path import NameOrPath, entry_of
 from tunix.base.errors import UserError, near_multiples
-from tunix.rl.table import REWARDS
+from tunix.rl.environments import describe_tools, gives_reward
+from tunix.rl.table import ENVIRONMENTS, REWARDS, find_environment
+from tunix.rl.tool_calls import TOOL_CALLS
 from tunix.sharding.mesh_shape import list_divisors, nearest
 
 
@@ -47,6 +49,8 @@ class Sampling(Section):
     """Draw from tokens with at least this share of the likeliest one's probability (arXiv:2407.01082)."""
     stop: tuple[str, ...]
     """Tokens that end an answer, beside those that the model and its chat template name."""
+    max_turn_tokens: Count | None
+    """Longest turn of an episode, in tokens (task.environment); null: what max_new_tokens leaves."""
 
 
 class Cycle(NamedTuple):
@@ -206,7 +210,7 @@ class Grpo(Prompted, Taught):
     gets log p of the teacher less log p of the model; or over all tokens of the vocabulary, in the loss (full)."""
     rewards: tuple[AnyTerm, ...]
     """Terms of the reward, each {function: NAME, weight: NUMBER}, or a name alone, which has the weight 1. A term of
-    weight 0 is measured and not learnt. None ([]) needs a teacher."""
+    weight 0 is measured and not learnt. None ([]) needs a teacher, or an environment that rewards."""
     reward_processes: Count
     """Processes that compute rewards, on each host of the run."""
     reward_timeout_s: Positive
@@ -218,11 +222,61 @@ class Grpo(Prompted, Taught):
     beside the training state, and all of a rollout where that memory is not known; null draws all of a rollout."""
     samples_every_steps: Count | None
     """Steps between those whose answers are written to samples.jsonl; null writes none."""
+    environment: entry_of(ENVIRONMENTS, type) | None  # type: ignore[valid-type]
+    """What the model talks with in several turns (docs/agents.md): a row of tunix, or `package.module:name` of a class
+    of your own; null: an answer is one turn."""
+    environment_options: dict[str, Any] | None
+    """Arguments of its class; null for none."""
+    max_turns: Count
+    """Most turns of the model in an episode. sampling.max_new_tokens counts what it draws and what it sees together."""
+    tool_calls: entry_of(("auto", *TOOL_CALLS))  # type: ignore[valid-type]
+    """How the model writes calls of tools; auto chooses by the chat template."""
+    environment_processes: Count
+    """Processes that hold environments, on each host of the run."""
+    environment_timeout_s: Positive
+    """Seconds that one call of an environment may take; then its process is killed, and the episode has no score."""
+    environment_memory_mib: Count
+    """Memory of each process of environments."""
+    environment_errors: Literal["zero", "stop"]
+    """An episode whose environment fails: counts as 0 and is counted in reward_errors, or ends the run."""
+    credit: Literal["answer", "turns"]
+    """Advantage of an episode's tokens: one for all of its turns (answer), or for each turn the rewards from it on,
+    compared with the same turn of the others of its group (turns)."""
+
+    @property
+    def has_environment(self) -> bool:
+        return self.environment is not None
+
+    @property
+    def is_rewarded(self) -> bool:
+        """True where answers have a reward, of task.rewards or of the environment."""
+        return bool(self.rewards) or (self.environment is not None and gives_reward(find_environment(self.environment)))
+
+    def describe_tools(self) -> list[dict[str, Any]]:
+        return [] if self.environment is None else describe_tools(find_environment(self.environment))
+
+    def list_turn_choices(self) -> dict[str, Any]:
+        tools = {"tools": self.describe_tools(), "episode": True} if self.has_environment else {}
+        return super().list_turn_choices() | tools
+
+    @model_validator(mode="after")
+    def _check_environment(self) -> "Grpo":
+        if self.environment is None and (self.credit == "turns" or self.environment_options is not None):
+            key = "credit=turns" if self.credit == "turns" else "environment_options"
+            raise ValueError(f"task.{key} is of an environment, and task.environment=null")
+        if self.environment is not None:
+            if not callable(getattr(find_environment(self.environment), "reset", None)):
+                raise ValueError(f"task.environment={self.environment} has no method reset (docs/agents.md)")
+            self.describe_tools()  # a tool without types is refused
+        return self
 
     @model_validator(mode="after")
     def _check(self) -> "Grpo":
-        if not self.rewards and self.teacher is None:
-            raise ValueError("task.rewards=[] leaves nothing to learn from; name a reward, or give task.teacher=RUN")
+        if not self.is_rewarded and self.teacher is None:
+            hint = "" if self.environment is None else f" (task.environment={self.environment} rewards nothing itself)"
+            raise ValueError(
+                f"task.rewards=[] leaves nothing to learn from; name a reward{hint}, or give task.teacher=RUN"
+            )
         if self.teacher is not None and self.teacher_loss == "sampled" and self.teacher_beta != 1:
             raise ValueError(
                 f"task.teacher_beta={self.teacher_beta:g} needs the whole distribution; set task.teacher_loss=full, or "

@@ -158,7 +158,7 @@ class ChatTemplate:
             "strftime_now": lambda pattern: datetime.datetime.now().strftime(pattern),
         }
         environment.filters |= {name: _bounded(environment, name) for name in ("center", "indent", "replace", "format")}
-        self.environment, self.special_tokens = environment, special_tokens
+        self.source, self.environment, self.special_tokens = source, environment, special_tokens
         try:
             with time_limit(TIME_LIMIT_S):
                 self.template = environment.from_string(source)
@@ -240,7 +240,7 @@ class ChatTemplate:
             UserError: the template fails, or does not show the answer.
         """
         # Templates of alternating roles take one message of the user; a call has one message of its tool.
-        said = ["\n\n".join(texts)] if role == "user" else texts
+        said = ["\n\n".join(texts)] if role == "user" and texts else texts
         messages = [
             {"role": "user", "content": "?"},
             {"role": "assistant", "content": MARK},

@@ -22,7 +22,7 @@ from tokenizers import Tokenizer as Backend
 from tunix.base.errors import UserError
 from tunix.config import Config, Task
 from tunix.data.dataset import Corpus, compute_fingerprint, list_sources, prepare_corpus
-from tunix.data.documents import read_prompt
+from tunix.data.documents import Question, read_prompt
 from tunix.data.shards import Prepared, Stream, locate
 from tunix.data.table import Rows, Source
 from tunix.data.tokenizer import Vocab
@@ -36,6 +36,24 @@ class Prompt(NamedTuple):
     tokens: list[int]
     text: str  # by the chat template
     columns: dict[str, Any]  # of its row; if none has such a name also `answer` of the data, `messages` of the prompt
+    question: Question | None = None  # its turns, and what the template got; None of a copied folder
+
+    def encode_with(self, vocab: Vocab, texts: Sequence[str]) -> list[int]:
+        """Return the tokens of the prompt whose last message goes on with some texts.
+
+        Raises:
+            UserError: the prompt comes from a copied folder, which keeps its tokens alone.
+        """
+        if self.question is None:
+            raise UserError(
+                "what reset says belongs to the prompt, of which data=tokens keeps the tokens alone; give rows"
+            )
+        *before, last = self.question.messages
+        messages = [*before, {**last, "content": last["content"] + "".join(texts)}]
+        vocab.backend.encode_special_tokens = False
+        return vocab.backend.encode(
+            vocab.chat.render(messages, True, self.question.options), add_special_tokens=False
+        ).ids
 
 
 class PromptPart(grain.sources.RandomAccessDataSource):
@@ -71,14 +89,12 @@ class PromptPart(grain.sources.RandomAccessDataSource):
         tokens = shard.tokens[int(starts[0]) : int(starts[1])]
         begin = int(shard.row_ends[document - 1]) if document else 0
         row = json.loads(shard.rows[begin : int(shard.row_ends[document])].tobytes())
-        return Prompt(tokens.tolist(), row["text"], self._add_messages(row["columns"]))
-
-    def _add_messages(self, row: dict[str, Any]) -> dict[str, Any]:
-        if "messages" in row or not isinstance(self.source, Rows):  # a copied folder does not say what its columns are
-            return row
-        question = read_prompt(self.source.columns, row, self.task)
-        assert question is not None
-        return {"messages": question.messages, **row}
+        # A copied folder does not say what its columns are.
+        question = (
+            read_prompt(self.source.columns, row["columns"], self.task) if isinstance(self.source, Rows) else None
+        )
+        columns = row["columns"] if question is None else {"messages": question.messages, **row["columns"]}
+        return Prompt(tokens.tolist(), row["text"], columns, question)
 
 
 @dataclass(frozen=True)

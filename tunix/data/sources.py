@@ -192,6 +192,39 @@ class Arithmetic(Rows):
                 yield Item(f"{a}+{b}", row)
 
 
+class LookUp(Rows):
+    """Conversations with the environment `look_up`, made up: nothing to download. Columns: messages, key, value.
+
+    Of ten conversations, four look the right key up and say what they read. The others look up another key, or none, or
+    say something else.
+    """
+
+    source: Literal["look_up"]
+    """Where documents come from."""
+    num_rows: Count
+    """Conversations."""
+
+    def units(self, unit_bytes: int) -> list[Unit]:
+        return [Unit("look_up", "", 0, self.num_rows, 200 * self.num_rows, str(self.num_rows))]
+
+    def read(self, unit: Unit) -> Iterator[Item]:
+        for number in range(unit.start, unit.stop):
+            key, value, other_key, other_value, way = self._draw(number)
+            turns = [("user", f"{key}>")]
+            if way < 9:
+                asked = key if way < 6 else other_key
+                turns += [("assistant", f"?{asked}"), ("tool", f"={value if asked == key else '-'}")]
+            turns.append(("assistant", f"!{value if way < 4 else other_value}"))
+            messages = [{"role": role, "content": content} for role, content in turns]
+            yield Item(f"look_up@{number}", {"messages": messages, "key": key, "value": value})
+
+    def _draw(self, number: int) -> tuple[str, str, str, str, int]:
+        """Return a key with its value, another key and value, and a number below 10 that chooses the way."""
+        digest = hashlib.sha256(f"look_up {number}".encode()).digest()
+        first, second = ("abcdefghij"[digest[place] % 10] for place in (0, 2))
+        return first, str(digest[1] % 10), second, str(digest[3] % 10), digest[4] % 10
+
+
 class Custom(Rows):
     """Documents that your own Python function yields: texts, or rows as {column: value}."""
 

@@ -9,6 +9,7 @@ from tunix.data.sources import (
     Arithmetic,
     Custom,
     HuggingFace,
+    LookUp,
     PythonDocstrings,
     PythonStdlib,
     ReasoningGym,
@@ -78,7 +79,7 @@ __all__ = ["SOURCES", "AnySource", "Columns", "Custom", "Item", "Rows", "Source"
 
 SOURCES = (
     PythonStdlib, TextFiles, Jsonl, Csv, Parquet, PythonDocstrings, HuggingFace, ReasoningGym, Tokens, Synthetic,
-    Arithmetic, Custom,
+    Arithmetic, LookUp, Custom,
 )  # fmt: skip
 
 # A type checker needs a type that it can read. At run time pydantic chooses the class by the value of the key `source`.

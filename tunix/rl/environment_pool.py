@@ -57,6 +57,7 @@ class _Holder(threading.Thread):
         self.played: dict[int, _Played] = {}
         self.present: set[int] = set()  # episodes that the process holds
         self.generation = 0
+        self.seconds = 0.0  # that its environments have worked since `EnvironmentPool.begin`
 
     def run(self) -> None:
         while (item := self.inbox.get()) is not None:
@@ -87,6 +88,7 @@ class _Holder(threading.Thread):
                 replies, problem, seconds = self.process.exchange(
                     ("play", number, requests), self.pool.timeout_s * len(requests)
                 )
+                self.seconds += seconds
             except LostProcess as lost:
                 if not self.process.closed:
                     self._replace(lost)
@@ -135,7 +137,7 @@ class EnvironmentPool:
         timeout_s: float,
         memory_mib: int,
     ):
-        """`name` is a row of `ENVIRONMENTS` or a dotted path, and `tool_calls` a row of `TOOL_CALLS`.
+        """`name` is a row of `ENVIRONMENTS`, `tool_calls` one of `TOOL_CALLS`, or either a dotted path.
 
         Args:
             timeout_s: seconds that one call of an environment may take.
@@ -147,6 +149,7 @@ class EnvironmentPool:
         self.num_processes, self.holders = processes, list[_Holder]()
         self.outbox: queue.SimpleQueue[tuple[int, Answered | BaseException]] = queue.SimpleQueue()
         self.generation, self.num_lost, self.lock = 0, 0, threading.Lock()
+        self.num_pending = 0  # replies that are still to come
 
     def __enter__(self) -> Self:
         """Start the processes.
@@ -181,10 +184,18 @@ class EnvironmentPool:
     def begin(self) -> None:
         """Begin new episodes: those before are forgotten, and so are the replies that they still owe."""
         self.generation += 1
-        self.num_lost = 0
+        self.num_lost = self.num_pending = 0
+        for holder in self.holders:
+            holder.seconds = 0.0
+
+    @property
+    def busiest_s(self) -> float:
+        """Seconds that the environments of the busiest process have worked since `begin`."""
+        return max(holder.seconds for holder in self.holders)
 
     def ask(self, number: int, request: Request) -> None:
         """Send a request of an episode; its reply comes with `replies`."""
+        self.num_pending += request[0] != "forget"
         self.holders[number % len(self.holders)].inbox.put((self.generation, number, request))
 
     def forget(self, number: int) -> None:
@@ -192,25 +203,27 @@ class EnvironmentPool:
         self.ask(number, ("forget",))
 
     def replies(self, timeout_s: float) -> list[Answered]:
-        """Return the replies that have come, after waiting for the first of them for at most `timeout_s`.
+        """Return the replies that have come: all that are due, or those of the next `timeout_s`.
 
         Raises:
             UserError: a process that was lost cannot be started again.
         """
         found: list[Answered] = []
         deadline = time.monotonic() + timeout_s
-        while True:
+        while self.num_pending:
+            wait_s = deadline - time.monotonic()
             try:
-                wait_s = 0.0 if found else max(0.0, deadline - time.monotonic())
-                generation, answered = self.outbox.get(timeout=wait_s) if wait_s else self.outbox.get_nowait()
+                generation, answered = self.outbox.get(timeout=wait_s) if wait_s > 0 else self.outbox.get_nowait()
             except queue.Empty:
-                return found
+                break
             if isinstance(answered, LostProcess):
                 raise UserError(f"task.environment={self.name}: a new process {answered}")
             if isinstance(answered, BaseException):
                 raise answered
             if generation == self.generation:
+                self.num_pending -= 1
                 found.append(answered)
+        return found
 
     def count_lost(self) -> None:
         with self.lock:

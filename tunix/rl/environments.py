@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 from pydantic import TypeAdapter
 
+from tunix.base.dotted_path import import_object, is_dotted
 from tunix.base.errors import UserError
 from tunix.rl.tool_calls import TOOL_CALLS, Call
 
@@ -84,8 +85,9 @@ class Episode:
 
 
 def open_episode(make: Callable[..., Any], options: Mapping[str, Any], tool_calls: str) -> Episode:
-    """Return a new environment; `tool_calls` is a row of `TOOL_CALLS`."""
-    return Episode(make(**options), TOOL_CALLS[tool_calls])
+    """Return a new environment; `tool_calls` is a row of `TOOL_CALLS`, or the dotted path of such a function."""
+    read_calls = import_object(tool_calls) if is_dotted(tool_calls) else TOOL_CALLS[tool_calls]
+    return Episode(make(**options), read_calls)
 
 
 def select_arguments(reset: Callable[..., Any], seed: int, columns: Mapping[str, Any]) -> dict[str, Any]:

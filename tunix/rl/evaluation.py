@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any, TextIO
 
 import jax
@@ -22,6 +23,7 @@ from tunix.inference.pretrained import describe_files, load_params, load_pretrai
 from tunix.inference.rollout import Request
 from tunix.inference.sampling import find_stop_ids, select_sampling
 from tunix.processes import peers
+from tunix.rl.episodes import Played, Player, make_pool, try_user_code
 from tunix.rl.rollouts import RolloutEngine, derive_seed, score_together
 from tunix.rl.scoring import Scorer
 from tunix.rl.table import REWARDS
@@ -134,7 +136,10 @@ def evaluate_answers(cmd: Evaluate, cfg: Config, checkpoints: list[str]) -> list
     if not prompts:
         raise UserError("no prompt is held out; split=all takes all of them")
     stop = find_stop_ids(corpus.vocab, settings.stop, model.files)
-    sampling = select_sampling(settings, stop)
+    # Episodes are played where the run has an environment, or the command line names one.
+    task = cfg.task if cmd.metric == "reward" and isinstance(cfg.task, Grpo) else None
+    pool = None if task is None else make_pool(task, corpus.vocab)
+    player = Player(pool, task, corpus.vocab, stop, max_length) if pool is not None and task is not None else None
     measured: list[Numbers] = []
     with (
         Scorer(terms, cmd.reward_processes, cmd.reward_timeout_s, cmd.reward_errors) as scorer,
@@ -142,20 +147,31 @@ def evaluate_answers(cmd: Evaluate, cfg: Config, checkpoints: list[str]) -> list
         ExitStack() as files,
     ):
         # Rewards and the file of samples are tried before answers are drawn, which may take hours.
-        scorer.try_out(prompts[0].text, prompts[0].columns)
+        if pool is not None:
+            files.enter_context(pool)
+        try_user_code(prompts[0], scorer, pool)
         samples = peers.on_main(lambda: _open_samples(cmd, files), "opening the file of samples")
         for checkpoint in checkpoints:
             # The model of the first checkpoint is loaded with its tokenizer; of the others only parameters are read.
             params = model.params
             if checkpoint != checkpoints[0]:
                 params, _ = load_params(checkpoint, model.cfg, model.arch, model.layout, model.mesh, cmd.weights)
-            request = Request([prompt.tokens for prompt in prompts], cmd.num_samples, cfg.seed)
-            answers = model.sampler.rollout(params, request, sampling, cmd.batch_size)
-            rows, num_errors = _make_rows(cmd, prompts, answers, corpus.vocab, scorer)
+            played = None
+            if player is None:
+                request = Request([prompt.tokens for prompt in prompts], cmd.num_samples, cfg.seed)
+                answers = model.sampler.rollout(params, request, select_sampling(settings, stop), cmd.batch_size)
+            else:
+                seeds = [derive_seed(cfg.seed, "environment", index) for index in range(len(prompts))]
+                played = player.rollout(
+                    model.sampler, params, prompts, settings, cfg.seed, seeds, cmd.num_samples, cmd.batch_size
+                )
+                answers = [episode.to_answer() for episode in played.episodes]
+            rows, num_errors = _make_rows(cmd, prompts, answers, corpus.vocab, scorer, played)
             if samples is not None:
                 lines = (json.dumps({"checkpoint": checkpoint, **row}, ensure_ascii=False) for row in rows)
                 samples.writelines(f"{line}\n" for line in lines)
-            numbers = summarise(rows, [term.label for term in terms], cmd.num_samples)
+            labels = [name.removeprefix("reward_") for name in rows[0] if name.startswith("reward_")]
+            numbers = summarise(rows, labels, cmd.num_samples) | ({} if played is None else played.numbers())
             # metric=gsm8k is also reported under its own name, beside `reward`.
             alone = {cmd.metric: numbers["reward"]} if cmd.metric in REWARDS else {}
             measured.append(alone | numbers | {"reward_errors": num_errors})
@@ -163,18 +179,26 @@ def evaluate_answers(cmd: Evaluate, cfg: Config, checkpoints: list[str]) -> list
 
 
 def _make_rows(
-    cmd: Evaluate, prompts: list[Prompt], answers: list[Answer], vocab: Vocab, scorer: Scorer
+    cmd: Evaluate,
+    prompts: list[Prompt],
+    answers: list[Answer],
+    vocab: Vocab,
+    scorer: Scorer,
+    played: Played | None,
 ) -> tuple[list[Row], int]:
     """Score the answers; return a row for each, those to the first prompt first, and the number of missing scores."""
     rows: list[Row] = []
     num_errors = 0
     texts = [vocab.backend.decode(answer.text_tokens) for answer in answers]
+    if played is not None:
+        texts = [vocab.backend.decode(answer.tokens, skip_special_tokens=False) for answer in answers]
     count = cmd.num_samples
     # In batches, because reward_timeout_s is the time that a reward has for one batch.
     size = max(1, cmd.batch_size // count)
     for start in range(0, len(prompts), size):
         rollouts, part = prompts[start : start + size], slice(start * count, (start + size) * count)
-        scores = score_together(scorer, rollouts, texts[part], count)
+        episodes = None if played is None else replace(played, episodes=played.episodes[part])
+        scores = score_together(scorer, rollouts, texts[part], count, episodes)
         num_errors += sum(scores.errors.values())
         for number, (text, answer) in enumerate(zip(texts[part], answers[part], strict=True)):
             rows.append(
@@ -185,6 +209,7 @@ def _make_rows(
                     **{f"reward_{label}": values[number] for label, values in scores.values.items()},
                     "num_tokens": len(answer.tokens),
                     "stopped": answer.stopped,
+                    **({} if episodes is None else {"turns": episodes.episodes[number].turns}),
                 }
             )
     return rows, num_errors

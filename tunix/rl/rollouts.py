@@ -47,6 +47,8 @@ from tunix.inference.rollout import Request, Sampler
 from tunix.inference.sampling import find_stop_ids, select_sampling
 from tunix.processes import peers, watchdog
 from tunix.processes.watchdog import Watchdog
+from tunix.rl.environment_pool import EnvironmentPool
+from tunix.rl.episodes import Played, Player, credit_turns
 from tunix.rl.scoring import Scorer, Scores
 from tunix.run.folder import find_model_files
 from tunix.run.metrics import Metrics
@@ -101,9 +103,15 @@ def has_signal(rewards: np.ndarray) -> np.ndarray:
 
 
 def arrange_answers(
-    prompts: Sequence[list[int]], answers: Sequence[Answer], seq_len: int, masked: Sequence[bool]
+    prompts: Sequence[list[int]],
+    answers: Sequence[Answer],
+    seq_len: int,
+    masked: Sequence[bool],
+    learnt: Sequence[list[bool]] | None = None,
 ) -> Example:
     """Return fields [rows, T] of answers after their prompts, then padding: those of `FIELDS`, and `log_probs`.
+
+    `learnt` says of each token of an answer whether it was drawn: an environment has said the others.
 
         tokens      p p p a b      .  .        prompt p p p, answer a b c, T = 7
         targets     p p a b c      .  .        c is the token that stops the answer: it is learnt too
@@ -123,7 +131,7 @@ def arrange_answers(
         fields["tokens"][row, :end], fields["targets"][row, :end] = text[:-1], text[1:]
         fields["positions"][row, :end] = np.arange(end)
         fields["segment_ids"][row, :end] = 1
-        fields["loss_mask"][row, answered] = not is_masked
+        fields["loss_mask"][row, answered] = 0 if is_masked else (1 if learnt is None else learnt[row])
         fields["log_probs"][row, answered] = answer.sampled_log_probabilities
     return fields
 
@@ -181,6 +189,7 @@ class RolloutGroup:
     texts: list[str]  # of the answers, without the token that stopped them
     scores: Scores
     rollout_s: float
+    played: Played | None = None  # where the answers are episodes
 
     @property
     def group_size(self) -> int:
@@ -199,12 +208,15 @@ class RolloutGroup:
     def numbers(self) -> dict[str, float]:
         """Return what metrics.jsonl says about the answers and their scores."""
         lengths = [len(answer.tokens) for answer in self.answers]
+        if self.played is not None:
+            lengths = [sum(episode.learnt) for episode in self.played.episodes]
         rewards = {"reward": float(np.mean(self.scores.total))} if self.scores.values else {}
         return rewards | {
             **{f"reward_{label}": float(np.mean(values)) for label, values in self.scores.values.items()},
             "answer_tokens": float(np.mean(lengths)),
             "truncated": float(1 - self.stopped.mean()),
             "reward_errors": sum(self.scores.errors.values()),
+            **({} if self.played is None else self.played.numbers()),
         }
 
 
@@ -212,9 +224,22 @@ class RolloutEngine:
     """Asks the model in training. Every process calls it with the same arguments and gets all answers and scores."""
 
     def __init__(
-        self, cfg: Config, corpus: PromptCorpus, program: Program, mesh: Mesh, scorer: Scorer, watchdog: Watchdog
+        self,
+        cfg: Config,
+        corpus: PromptCorpus,
+        program: Program,
+        mesh: Mesh,
+        scorer: Scorer,
+        watchdog: Watchdog,
+        pool: EnvironmentPool | None = None,
     ):
-        """Choose how many answers are drawn at one time: the device with the least memory decides for all processes."""
+        """Choose how many answers are drawn at one time: the device with the least memory decides for all processes.
+
+        With a pool of environments each answer is an episode.
+
+        Raises:
+            UserError: the chat template does not show what an environment says.
+        """
         assert isinstance(cfg.task, Grpo)
         self.mesh, self.vocab, self.scorer, self.watchdog = mesh, corpus.vocab, scorer, watchdog
         # The number of rows is the shape of a program that all processes run together, so they must agree on it. If
@@ -224,6 +249,11 @@ class RolloutEngine:
         self.sampler = Sampler(program.arch, cfg.model.context_length, mesh)
         folder = None if cfg.model.init_from is None else find_model_files(cfg.model.init_from)
         self.stop = find_stop_ids(corpus.vocab, cfg.sampling.stop, folder)
+        self.player = (
+            None
+            if pool is None
+            else Player(pool, cfg.task, corpus.vocab, self.stop, cfg.training.seq_len - cfg.sampling.max_new_tokens)
+        )
 
     def ask(
         self,
@@ -240,32 +270,50 @@ class RolloutEngine:
         before they are scored.
         """
         start_time = time.perf_counter()
-        request = Request([prompt.tokens for prompt in prompts], group_size, seed)
-        sampling = select_sampling(keys, self.stop)
-        answers = self.sampler.rollout(params, request, sampling, self.rows_at_once, between_chunks)
+        played = None
+        if self.player is None:
+            sampling = select_sampling(keys, self.stop)
+            request = Request([prompt.tokens for prompt in prompts], group_size, seed)
+            answers = self.sampler.rollout(params, request, sampling, self.rows_at_once, between_chunks)
+            texts = self.vocab.backend.decode_batch([answer.text_tokens for answer in answers])
+        else:
+            seeds = [derive_seed(seed, "environment", index) for index in range(len(prompts))]
+            rows = self.rows_at_once
+            played = self.player.rollout(
+                self.sampler, params, prompts, keys, seed, seeds, group_size, rows, between_chunks
+            )
+            answers = [episode.to_answer() for episode in played.episodes]
+            texts = [self.vocab.backend.decode(answer.tokens, skip_special_tokens=False) for answer in answers]
         if between_chunks is not None:
             between_chunks()
         rollout_s = time.perf_counter() - start_time
-        texts = self.vocab.backend.decode_batch([answer.text_tokens for answer in answers])
         with self.watchdog.phase("scoring answers"):
-            scores = score_together(self.scorer, prompts, texts, group_size)
-        return RolloutGroup(prompts, answers, texts, scores, rollout_s)
+            scores = score_together(self.scorer, prompts, texts, group_size, played)
+        return RolloutGroup(prompts, answers, texts, scores, rollout_s, played)
 
 
-def score_together(scorer: Scorer, prompts: list[Prompt], texts: list[str], group_size: int) -> Scores:
+def score_together(
+    scorer: Scorer, prompts: list[Prompt], texts: list[str], group_size: int, played: Played | None = None
+) -> Scores:
     """Score answers: each process scores those of its share of the prompts and gets the scores of all.
 
     `texts` are all answers to the first prompt, then all to the second, ... An error of one process is raised on all.
+    Of an episode the last turn is scored, and a reward may ask for all of them as `turns`.
     """
     share = peers.share(len(prompts))
     local = [prompt for prompt in prompts[share.start : share.stop] for _ in range(group_size)]
-    local_texts = texts[share.start * group_size : share.stop * group_size]
+    part = slice(share.start * group_size, share.stop * group_size)
+    local_texts, columns = texts[part], gather_columns(local)
+    if played is not None:
+        local_texts = [episode.last_turn for episode in played.episodes[part]]
+        columns["turns"] = [episode.turns for episode in played.episodes[part]]
 
     def score() -> Scores:
-        return scorer.score([prompt.text for prompt in local], local_texts, gather_columns(local), group_size)
+        return scorer.score([prompt.text for prompt in local], local_texts, columns, group_size)
 
     local_scores = peers.together(score, "scoring answers")
-    return _join([Scores(**json.loads(text)) for text in peers.gather(json.dumps(asdict(local_scores)), "scores")])
+    scores = _join([Scores(**json.loads(text)) for text in peers.gather(json.dumps(asdict(local_scores)), "scores")])
+    return scores if played is None else played.add_rewards(scores)
 
 
 def _join(parts: Sequence[Scores]) -> Scores:
@@ -326,6 +374,7 @@ class SamplesFile:
                     "stopped": answer.stopped,
                     "tokens": answer.tokens,
                     "log_probabilities": answer.sampled_log_probabilities,
+                    **({} if rollouts.played is None else rollouts.played.episodes[row].describe()),
                 }
             )
         # One line an answer: a file that a kill cuts short loses its last line and no more.
@@ -441,14 +490,14 @@ class Rollouts:
             self.file.write(self.step + 1, first, rollouts, advantages)
         num_tokens = sum(len(answer.tokens) for answer in rollouts.answers)
         numbers = rollouts.numbers() | {
-            **({"no_signal": float(1 - signal.mean())} if self.task.rewards else {}),
+            **({"no_signal": float(1 - signal.mean())} if self.task.is_rewarded else {}),
             **({"teacher_kl": float(np.mean(gaps))} if self.judge else {}),
             "data_wait_s": data_wait_s,
             "rollout_s": rollouts.rollout_s,
             "rollout_tokens_per_s": num_tokens / rollouts.rollout_s,
             "reward_s": rollouts.scores.seconds,
         }
-        if self.task.rewards and (warning := self.trend.add(numbers["reward"])):
+        if self.task.is_rewarded and (warning := self.trend.add(numbers["reward"])):
             log.warning("step %d: %s", self.step + 1, warning)
         return batches, numbers
 
@@ -467,7 +516,11 @@ class Rollouts:
         answers = [rollouts.answers[row] for row in rows]
         masked = [task.truncated == "mask" and not answer.stopped for answer in answers]
         prompts = [rollouts.prompts[row // size].tokens for row in rows]
-        fields = arrange_answers(prompts, answers, self.shape.seq_len, masked)
+        episodes = None if rollouts.played is None else [rollouts.played.episodes[row] for row in rows]
+        if episodes is not None:
+            prompts = [episode.begin for episode in episodes]
+        learnt = None if episodes is None else [episode.learnt for episode in episodes]
+        fields = arrange_answers(prompts, answers, self.shape.seq_len, masked, learnt)
         batch = self._to_devices(fields)
         if self.reference is None:
             batch |= self._to_devices({"reference_log_probs": np.zeros_like(fields["log_probs"])})
@@ -481,6 +534,10 @@ class Rollouts:
         advantages = ADVANTAGES[task.advantage](rewards)
         mask = fields["loss_mask"]
         of_tokens, gap = advantages.reshape(-1, 1) * mask, 0.0
+        if episodes is not None and task.credit == "turns":
+            zeroed = [task.truncated == "zero" and not episode.stopped for episode in episodes]
+            of_tokens = mask * credit_turns(episodes, rewards, zeroed, ADVANTAGES[task.advantage], self.shape.seq_len)
+            advantages = (of_tokens.sum(1) / np.maximum(1, mask.sum(1))).reshape(rewards.shape)
         if self.judge is not None:
             judged = np.asarray(multihost_utils.process_allgather(self.judge(batch), tiled=True)).reshape(mask.shape)
             gains = (judged - fields["log_probs"]) * mask  # whose mean is minus the divergence: its gradient is that

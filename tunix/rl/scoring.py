@@ -140,7 +140,7 @@ class Scorer:
     def __enter__(self) -> Self:
         functions = [term.function for term in self.rewards]
         try:
-            for _ in range(self.processes):
+            for _ in range(self.processes if functions else 0):
                 self.workers.append(ScoringProcess(functions, self.start_s))
             for worker in self.workers:  # they start side by side
                 worker.wait_for_rewards()

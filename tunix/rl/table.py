@@ -8,7 +8,7 @@ returns. `tunix.rl.environments` says what an environment is.
 
 from tunix.base.dotted_path import import_object, is_dotted
 from tunix.rl.rewards import Reward, exact_match, format_tags, gsm8k, length, math_verify, reasoning_gym
-from tunix.rl.tools import Calculator, Python, SearchFolder
+from tunix.rl.tools import Calculator, LookUp, Python, SearchFolder
 
 __all__ = ["ENVIRONMENTS", "REWARDS", "Reward", "find_environment", "find_reward"]
 
@@ -32,7 +32,12 @@ def find_reward(name: str) -> Reward:
 
 
 # Environments by name; `task.environment_options` are the arguments of the class.
-ENVIRONMENTS: dict[str, type] = {"python": Python, "calculator": Calculator, "search_folder": SearchFolder}
+ENVIRONMENTS: dict[str, type] = {
+    "python": Python,
+    "calculator": Calculator,
+    "search_folder": SearchFolder,
+    "look_up": LookUp,
+}
 
 
 def find_environment(name: str) -> type:

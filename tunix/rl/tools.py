@@ -1,6 +1,6 @@
-"""Environments of tunix, each with one tool: an interpreter of Python, a calculator, a search in a folder.
+"""Environments of tunix: an interpreter of Python, a calculator, a search in a folder; and a game. Imports no jax.
 
-Imports no jax. They give no reward of their own: `task.rewards` scores the last turn of an episode.
+The first three have one tool each, and give no reward of their own: `task.rewards` scores the last turn of an episode.
 """
 
 import ast
@@ -114,6 +114,24 @@ class Python:
         ):
             with suppress(ValueError, OSError):  # a limit of the machine may be lower
                 resource.setrlimit(limit, (value, value))
+
+
+# A value that the environment alone knows.
+
+
+class LookUp:
+    """A game for a model from scratch (`data=look_up`): "?c" asks for the value of the key c, and "!7" answers.
+
+    The prompt names the key. The reward is 1 for its value.
+    """
+
+    def reset(self, key: str, value: str) -> None:
+        self.key, self.value = key, value
+
+    def step(self, text: str) -> tuple[str | None, float, bool]:
+        if text.startswith("?"):
+            return f"={self.value if text[1:] == self.key else '-'}", 0.0, False
+        return None, float(text == f"!{self.value}"), True
 
 
 # A calculator.

@@ -1,0 +1,189 @@
+"""Runs of task=grpo with an environment: what their files say, the same on every mesh, after kill -9, with any tools."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.harness import ROOT, cli_here, metrics
+from support.processes import Processes
+from support.rollouts import AGENT, ONE, WIDE
+
+import tunix
+from tunix.base.errors import UserError
+from tunix.config import Evaluate
+from tunix.config.command_line import read_settings
+from tunix.evaluate import evaluate
+from tunix.inference.engine import Answer
+from tunix.rl.episodes import Episode, credit_turns
+from tunix.rl.rollouts import arrange_answers, center
+
+
+def samples(folder: Path) -> list[dict]:
+    """Return the lines of samples.jsonl, without the seconds that tools took."""
+    answers = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    for answer in answers:
+        for turn in answer["turns"]:
+            turn.pop("seconds", None)
+    return answers
+
+
+def same_numbers(line: dict) -> dict:
+    """Return the numbers of a line of metrics.jsonl that do not depend on time, or on processes that were lost."""
+    return {
+        name: value
+        for name, value in line.items()
+        if not name.endswith(("_s", "_per_device", "tflops")) and name not in ("environment_lost", "tool_s")
+    }
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory) -> Path:
+    """Four steps with an environment that behaves."""
+    folder = tmp_path_factory.mktemp("calm") / "run"
+    tunix.train([*AGENT, *ONE, "training.max_steps=4", f"hydra.run.dir={folder}"])
+    return folder
+
+
+def test_the_files_of_a_run_agree(calm):
+    lines, answers = metrics(calm), samples(calm)
+    assert len(answers) == 64
+    for line in lines:
+        own = [answer for answer in answers if answer["step"] == line["step"]]
+        turns = [[turn for turn in answer["turns"] if turn["role"] == "assistant"] for answer in own]
+        assert line["turns"] == np.mean(list(map(len, turns)))
+        assert line["answer_tokens"] == np.mean([sum(answer["learnt"]) for answer in own])
+        assert line["seen_tokens"] == np.mean([answer["learnt"].count(0) for answer in own])
+        assert line["reward"] == pytest.approx(np.mean([answer["reward"] for answer in own]))
+        assert line["reward"] == pytest.approx(line["reward_letters"] + line["reward_environment"])
+        assert (line["reward_errors"], line["tool_errors"], line["environment_lost"]) == (0, 0, 0)
+        assert line["tool_s"] > 0
+        assert line["mismatch_max"] < 1e-5, "the cache is kept over what the environment says"
+    (held_out, *_) = metrics(calm, "held_out")
+    assert held_out["turns"] >= 1
+    assert held_out["reward"] == pytest.approx(held_out["reward_letters"] + held_out["reward_environment"])
+    for answer in answers:
+        assert len(answer["learnt"]) == len(answer["tokens"]) == len(answer["log_probabilities"]) <= 24
+        assert answer["answer"].startswith(answer["turns"][0]["content"])
+        if answer["stopped"]:
+            given = sum(turn.get("reward", 0) for turn in answer["turns"])
+            assert answer["reward_environment"] == pytest.approx(given)
+    assert {answer["turns"][1]["content"][0] for answer in answers if len(answer["turns"]) > 2} == {"="}
+    assert {len(answer["turns"]) for answer in answers} > {1, 3}
+    assert any(not answer["stopped"] for answer in answers)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("words", [[WIDE], [*ONE, "task.rollout_rows=4", "task.environment_processes=1"]])
+def test_neither_mesh_nor_rows_change_an_episode(calm, tmp_path, words):
+    tunix.train([*AGENT, *words, "training.max_steps=1", f"hydra.run.dir={tmp_path}/run"])
+    names = "tokens", "learnt", "turns", "reward", "stopped"
+    for one, two in zip(samples(calm)[:16], samples(tmp_path / "run"), strict=True):
+        assert [one[name] for name in names] == [two[name] for name in names]
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+def test_two_processes_play_the_same_episodes(tmp_path):
+    words = [
+        *AGENT, "training.micro_batch_size=4", "training.max_steps=2", "evaluation.every_steps=null",
+        "distributed.allow_idle_devices=true", "model.mesh_shape=[[2],[fsdp]]",
+    ]  # fmt: skip
+    tunix.train([*words, f"hydra.run.dir={tmp_path}/alone"])
+    with Processes(*words, "hydra.run.dir=run", folder=tmp_path, count=2, PYTHONPATH=f"{ROOT}:{ROOT}/tests") as run:
+        assert run.wait() == [0, 0]
+    alone, together = samples(tmp_path / "alone"), samples(tmp_path / "run")
+    assert [each["tokens"] for each in alone[:16]] == [each["tokens"] for each in together[:16]]
+    assert [each["turns"] for each in alone[:16]] == [each["turns"] for each in together[:16]]
+    assert len(together) == 32
+
+
+def test_an_evaluation_plays_episodes(calm, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = [f"checkpoint={calm}", "metric=reward", "num_prompts=4", "num_samples=2", "samples=played.jsonl"]
+    evaluate(read_settings(Evaluate, words, {"overrides": [*ONE[:2], "sampling=default"]}))
+    numbers = json.loads(Path("results.json").read_text())
+    rows = [json.loads(line) for line in Path("played.jsonl").read_text().splitlines()]
+    assert len(rows) == 8
+    assert numbers["reward"] == pytest.approx(np.mean([row["reward"] for row in rows]))
+    assert numbers["turns"] == np.mean([sum(turn["role"] == "assistant" for turn in row["turns"]) for row in rows])
+    assert {"reward_environment", "reward_letters", "tool_s"} <= numbers.keys()
+
+
+REFUSED = {
+    "task.environment=support.own_environment:Forgetful": "has no method reset",
+    "task.environment=support.own_environment:Failing": "Failing fails: RuntimeError: out of order (",
+    "task.environment=nothing:Here": "module nothing cannot be imported",
+    "task.environment=calculatr": "expected one of python, calculator, search_folder, look_up, or package.module:name",
+    "task.environment_options={mild: true}": "unexpected keyword argument 'mild'",
+    "task.chat_template='{{ messages[0].content }}'": "shows neither a message of the role tool nor one of the role user",
+    "task.tool_calls=hermess": "did you mean hermes?",
+}
+
+
+@pytest.mark.parametrize("word", REFUSED)
+def test_what_cannot_be_played_is_refused(word, tmp_path):
+    """In one line, and nothing is written."""
+    done = cli_here(*AGENT, *ONE, "training.max_steps=1", "hydra.run.dir=run", word, cwd=tmp_path)
+    assert done.returncode == 2
+    (line,) = done.stderr.strip().splitlines()
+    assert REFUSED[word] in line
+    assert not (tmp_path / "run").exists()
+
+
+def test_without_rewards_an_environment_must_reward(tmp_path):
+    silent = "task.environment=support.own_environment:Silent"
+    done = cli_here(*AGENT, *ONE, silent, "task.rewards=[]", cwd=tmp_path)
+    assert "task.rewards=[] leaves nothing to learn from" in done.stderr
+    assert "Silent rewards nothing itself" in done.stderr
+
+
+def test_an_environment_that_fails_may_end_the_run(tmp_path, monkeypatch):
+    """Failing at the first call is refused before; this one fails later."""
+    from support import own_environment
+
+    words = [*AGENT, *ONE, "training.max_steps=1", "evaluation.every_steps=null", "hydra.run.dir=run"]
+    monkeypatch.setattr("tunix.rl.environment_pool.EnvironmentPool.try_out", lambda self, columns: [])
+    failing = f"task.environment={own_environment.__name__}:Failing"
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="Failing fails: RuntimeError: out of order .*environment_errors=zero scores"):
+        tunix.train([*words, failing, "task.environment_errors=stop"])
+
+
+def episode(spans: list[tuple[int, int]], rewards: list[float], **values) -> Episode:
+    count = spans[-1][1]
+    learnt = [any(first <= place < stop for first, stop in spans) for place in range(count)]
+    return Episode(
+        0, None, 0, [1, 2], list(range(count)), learnt, [0.0] * count, [0.0] * count, [], spans, rewards, **values
+    )
+
+
+def test_credit_of_turns():
+    """Each turn has what is rewarded from it on, against the same turn of its group; tokens of tools have none."""
+    group = [
+        episode([(0, 2), (3, 5), (6, 7)], [0.0, 0.0, 1.0]),
+        episode([(0, 1), (2, 4)], [0.5, 0.0]),
+        episode([(0, 1)], [0.0], problem="late"),
+    ]
+    rewards = np.array([[1.0, 0.5, 0.0]])
+    found = credit_turns(group, rewards, [False] * 3, center, 10)
+    answers = [Answer(each.tokens, [0.0] * len(each.tokens), [0.0] * len(each.tokens), True) for each in group]
+    fields = arrange_answers([[1, 2]] * 3, answers, 10, [False] * 3, [each.learnt for each in group])
+    assert fields["loss_mask"][0].tolist() == [0, 1, 1, 0, 1, 1, 0, 1, 0, 0]
+    np.testing.assert_allclose(found[0], [0, 0.5, 0.5, 0, 0.5, 0.5, 0, 0, 0, 0])
+    np.testing.assert_allclose(found[1], [0, 0, 0, -0.5, -0.5, 0, 0, 0, 0, 0])
+    np.testing.assert_allclose(found[2], [0, -0.5, 0, 0, 0, 0, 0, 0, 0, 0])
+    # With rewards of the last turn (0.2), and an episode that is cut and counts as 0.
+    found = credit_turns(group, np.array([[1.2, 0.0, 0.0]]), [False, True, False], center, 10)
+    np.testing.assert_allclose(found[0], [0, 0.8, 0.8, 0, 0.6, 0.6, 0, 0, 0, 0])
+    np.testing.assert_allclose(found[1], [0, -0.4, 0, -0.6, -0.6, 0, 0, 0, 0, 0])
+
+
+@pytest.mark.nightly
+def test_a_run_with_credit_of_turns(tmp_path):
+    folder = tmp_path / "run"
+    tunix.train(
+        [*AGENT, *ONE, "task.credit=turns", "task.rewards=[]", "training.max_steps=2", f"hydra.run.dir={folder}"]
+    )
+    assert [np.isfinite(line["grad_norm"]) for line in metrics(folder)] == [True, True]
+    assert any(answer["advantage"] != 0 for answer in samples(folder))

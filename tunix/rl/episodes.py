@@ -1,0 +1,512 @@
+"""Episodes: answers of several turns, between which an environment speaks.
+
+    prompt        p p p                                given
+    turn 1              a a s                          drawn; s is the token that stops it          learnt
+    observation               o o o o                  what the environment says, in the template   not learnt
+    turn 2                            b b s            drawn                                        learnt
+
+Tokens are only ever added: what was drawn is never made text and read again. While an environment works, its row of the
+engine waits with its cache, and the others go on. The tokens of an episode depend on its prompt, the seed and what its
+environment says alone: not on how long environments take, on rows, or on which process holds them.
+
+With several processes each holds the environments of its share of the episodes. All of them run the engine together, so
+they exchange the replies before each stretch of tokens.
+"""
+
+import json
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from tunix.base.errors import UserError
+from tunix.config.task import Grpo
+from tunix.config.task import Sampling as SamplingKeys
+from tunix.data.chat import Options
+from tunix.data.prompts import Prompt
+from tunix.data.tokenizer import Vocab
+from tunix.inference.engine import Answer
+from tunix.inference.rollout import Sampler
+from tunix.inference.sampling import select_sampling
+from tunix.processes import peers
+from tunix.rl.environment_pool import Answered, EnvironmentPool
+from tunix.rl.environments import Reply, gives_reward
+from tunix.rl.scoring import Scorer, Scores
+from tunix.rl.table import find_environment
+from tunix.rl.tool_calls import choose_tool_calls
+
+log = logging.getLogger(__name__)
+
+WAIT_S = 0.2  # for a reply, when no row can draw; then it is asked whether the run is to stop
+
+
+# What an environment says, as tokens behind a turn.
+
+
+class ObservationEncoder:
+    """Turns what an environment says into the tokens between a turn and the next one."""
+
+    def __init__(self, vocab: Vocab, stop: Sequence[int], options: Options):
+        """`stop` ends a turn, and `options` are the variables of the chat template.
+
+        Raises:
+            UserError: the template shows neither a message of a tool nor one of the user behind an answer.
+        """
+        self.vocab, self.stop, self.options = vocab, frozenset(stop), options
+        self.role = vocab.chat.choose_observation_role(options)
+        added = vocab.backend.get_added_tokens_decoder()
+        self.special = sorted(token.content for token in added.values() if token.special)
+
+    def encode(self, texts: Sequence[str]) -> list[int]:
+        """Return the tokens behind a turn that has ended with its stop token, up to where the next one begins.
+
+        Raises:
+            UserError: the chat template refuses the texts.
+        """
+        said = self.vocab.chat.text_behind_turn(self.role, list(map(self._mask, texts)), self.options)
+        self.vocab.backend.encode_special_tokens = False
+        tokens = self.vocab.backend.encode(said, add_special_tokens=False).ids
+        # The turn was drawn with the token that stops it: that of the template is left out, with white space before it.
+        for number, token in enumerate(tokens):
+            if token in self.stop:
+                return tokens[number + 1 :]
+            if self.vocab.backend.decode([token], skip_special_tokens=False).strip():
+                break
+        return tokens
+
+    def _mask(self, text: str) -> str:
+        """Return a text in which no special token is written out: a tool that says <|im_end|> ends no turn."""
+        for word in self.special:
+            text = text.replace(word, f"{word[:1]} {word[1:]}")
+        return text
+
+
+# An episode while it is played, and afterwards.
+
+
+@dataclass
+class Episode:
+    """One answer of several turns."""
+
+    number: int  # of the answer in the rollout
+    prompt: Prompt
+    seed: int  # of the environment, the same for all answers to the prompt
+    begin: list[int] = field(default_factory=list)  # the prompt's tokens, with what `reset` has said
+    tokens: list[int] = field(default_factory=list)  # behind them, of all turns and observations
+    learnt: list[bool] = field(default_factory=list)  # of each token: drawn, and not said by the environment
+    log_probabilities: list[float] = field(default_factory=list)  # of each token; 0 where it was not drawn
+    sampled_log_probabilities: list[float] = field(default_factory=list)
+    turns: list[dict[str, Any]] = field(default_factory=list)  # {role, content}, and of environments seconds and reward
+    spans: list[tuple[int, int]] = field(default_factory=list)  # of each turn of the model: its tokens in `tokens`
+    rewards: list[float] = field(default_factory=list)  # of each turn of the model
+    stopped: bool = True  # by the environment, or by an answer without a call; False: a budget has ended it
+    problem: str = ""  # what is wrong with its environment; it has no score then
+    tool_errors: int = 0
+
+    @property
+    def num_turns(self) -> int:
+        return len(self.spans)
+
+    @property
+    def reward(self) -> float:
+        """Sum of what the environment has given; 0 where it has failed."""
+        return 0.0 if self.problem else sum(self.rewards)
+
+    @property
+    def last_turn(self) -> str:
+        """Text of the model's last turn: what `task.rewards` score."""
+        return next((turn["content"] for turn in reversed(self.turns) if turn["role"] == "assistant"), "")
+
+    def add_turn(self, drawn: Answer, text: str) -> None:
+        self.spans.append((len(self.tokens), len(self.tokens) + len(drawn.tokens)))
+        self.rewards.append(0.0)
+        self.tokens += drawn.tokens
+        self.learnt += [True] * len(drawn.tokens)
+        self.log_probabilities += drawn.log_probabilities
+        self.sampled_log_probabilities += drawn.sampled_log_probabilities
+        self.turns.append({"role": "assistant", "content": text})
+
+    def add_observation(self, tokens: list[int]) -> None:
+        self.tokens += tokens
+        self.learnt += [False] * len(tokens)
+        self.log_probabilities += [0.0] * len(tokens)
+        self.sampled_log_probabilities += [0.0] * len(tokens)
+
+    def to_answer(self) -> Answer:
+        return Answer(self.tokens, self.log_probabilities, self.sampled_log_probabilities, self.stopped)
+
+    def describe(self) -> dict[str, Any]:
+        """Return what samples.jsonl says of an episode beside what it says of every answer."""
+        return {
+            "learnt": list(map(int, self.learnt)),
+            "turns": self.turns,
+            **({"problem": self.problem} if self.problem else {}),
+        }
+
+
+class TurnEngine(Protocol):
+    """What is used of `tunix.inference.engine.Engine`."""
+
+    @property
+    def num_working(self) -> int: ...
+
+    def admit(self, prompt: Sequence[int], numbers: Sequence[int], max_new_tokens: int) -> None: ...
+
+    def extend(self, number: int, tokens: Sequence[int], max_new_tokens: int) -> None: ...
+
+    def release(self, number: int) -> None: ...
+
+    def run(self) -> list[tuple[int, Answer]]: ...
+
+
+@dataclass(frozen=True)
+class Played:
+    """Episodes that are over, and what their environments took."""
+
+    episodes: list[Episode]
+    tool_s: float  # that the busiest process of environments has worked
+    num_lost: int  # processes of environments
+    task: Grpo
+
+    def numbers(self) -> dict[str, float]:
+        """Return what metrics.jsonl says of episodes beside what it says of all answers."""
+        return {
+            "turns": float(np.mean([episode.num_turns for episode in self.episodes])),
+            "seen_tokens": float(np.mean([len(episode.learnt) - sum(episode.learnt) for episode in self.episodes])),
+            "tool_errors": sum(episode.tool_errors for episode in self.episodes),
+            "tool_s": self.tool_s,
+            "environment_lost": self.num_lost,
+        }
+
+    def add_rewards(self, scores: Scores) -> Scores:
+        """Return scores of the last turns with what the environments have given; an episode that failed gets 0.
+
+        Raises:
+            UserError: an environment has failed, and task.environment_errors is "stop".
+        """
+        name, stops = self.task.environment, self.task.environment_errors == "stop"
+        problems = [each.problem for each in self.episodes if each.problem]
+        if problems and stops:
+            hint = "task.environment_errors=zero scores such episodes 0 and counts them"
+            raise UserError(f"task.environment={name} fails: {problems[0]}; {hint}")
+        if problems:
+            log.warning(
+                "environment %s: %d of %d episodes have no score and get 0: %s",
+                name, len(problems), len(self.episodes), problems[0],
+            )  # fmt: skip
+        own = [episode.reward for episode in self.episodes]
+        total = [
+            0.0 if episode.problem else episode.reward + score
+            for episode, score in zip(self.episodes, scores.total, strict=True)
+        ]
+        values = scores.values | ({LABEL: own} if gives_reward(find_environment(str(name))) else {})
+        return Scores(values, total, scores.errors | {LABEL: len(problems)}, scores.seconds)
+
+
+LABEL = "environment"  # of its reward in records
+
+
+def make_pool(task: Grpo, vocab: Vocab) -> EnvironmentPool | None:
+    """Return the pool of a task's environment, which is not started; None where the task has none."""
+    if task.environment is None:
+        return None
+    name = choose_tool_calls(vocab.chat.source) if task.tool_calls == "auto" else task.tool_calls
+    if task.describe_tools():
+        log.info("tools of %s: calls are read as %s (task.tool_calls)", task.environment, name)
+    return EnvironmentPool(
+        task.environment,
+        task.environment_options or {},
+        name,
+        task.environment_processes,
+        task.environment_timeout_s,
+        task.environment_memory_mib,
+    )
+
+
+def try_user_code(example: Prompt, scorer: Scorer, pool: EnvironmentPool | None) -> None:
+    """Call the environment and the rewards once, with the columns of a prompt.
+
+    Raises:
+        UserError: one of them fails.
+    """
+    columns = example.columns
+    if pool is not None:
+        pool.try_out(columns)
+        columns = columns | {"turns": [{"role": "assistant", "content": ""}]}
+    scorer.try_out(example.text, columns)
+
+
+def credit_turns(
+    episodes: Sequence[Episode],
+    rewards: np.ndarray,
+    zeroed: Sequence[bool],
+    advantage: Callable[[np.ndarray], np.ndarray],
+    seq_len: int,
+) -> np.ndarray:
+    """Return advantages of tokens [P x G, T]: those of a turn compare what is rewarded from it on with the others.
+
+        rewards of two episodes     0  0  1         of each turn and behind it     1  1  1
+                                    0  0                                           0  0
+        centered, turn by turn      0.5  0.5  0
+                                   -0.5 -0.5        nothing compares with the third turn, which has no advantage
+
+    `rewards` [P, G] are those of whole episodes. What they have beside the environment's (`task.rewards`, penalties)
+    counts for each turn. An episode that is `zeroed` has none of its environment.
+    """
+    returns = []
+    for episode, total, is_zeroed in zip(episodes, rewards.reshape(-1), zeroed, strict=True):
+        given = np.array(episode.rewards) * (not is_zeroed and not episode.problem)
+        returns.append(float(total) - given.sum() + np.cumsum(given[::-1])[::-1])
+    of_tokens = np.zeros((len(episodes), seq_len), np.float32)
+    size = rewards.shape[1]
+    for first in range(0, len(episodes), size):
+        group = range(first, first + size)
+        for turn in range(max(len(returns[row]) for row in group)):
+            rows = [row for row in group if len(returns[row]) > turn]
+            if len(rows) == 1:
+                continue
+            values = advantage(np.array([[returns[row][turn] for row in rows]]))[0]
+            for row, value in zip(rows, values, strict=True):
+                # The target at a place is the token behind it, as in `arrange_answers`.
+                begin, (start, stop) = len(episodes[row].begin) - 1, episodes[row].spans[turn]
+                of_tokens[row, begin + start : begin + stop] = value
+    return of_tokens
+
+
+class Player:
+    """Plays episodes: rows of an engine, and replies of a pool of environments."""
+
+    def __init__(self, pool: EnvironmentPool, task: Grpo, vocab: Vocab, stop: Sequence[int], max_prompt_length: int):
+        """`stop` ends a turn. A prompt has at most `max_prompt_length` tokens, with what `reset` says.
+
+        Raises:
+            UserError: the chat template does not show what an environment says.
+        """
+        tools = task.describe_tools()
+        options = (task.chat_template_kwargs or {}) | ({"tools": tools} if tools else {})
+        self.pool, self.task, self.vocab, self.max_prompt_length = pool, task, vocab, max_prompt_length
+        self.encoder = ObservationEncoder(vocab, stop, options)
+        self.rank, self.num_processes = jax.process_index(), jax.process_count()
+
+    def rollout(
+        self,
+        sampler: Sampler,
+        params: Any,
+        prompts: Sequence[Prompt],
+        keys: SamplingKeys,
+        seed: int,
+        seeds: Sequence[int],
+        group_size: int,
+        rows_at_once: int | None,
+        between_chunks: Callable[[], None] | None = None,
+    ) -> Played:
+        """Play `group_size` episodes from each prompt with parameters at rest; see `play`.
+
+        Args:
+            seed: of the noise that tokens are drawn by.
+            seeds: of environments, for each prompt: the episodes of a group meet the same one.
+        """
+        episodes = [
+            Episode(index * group_size + member, prompt, seeds[index])
+            for index, prompt in enumerate(prompts)
+            for member in range(group_size)
+        ]
+        sampling = select_sampling(keys, tuple(sorted(self.encoder.stop)))
+        max_length = self.max_prompt_length + keys.max_new_tokens
+        engine = sampler.engine(params, sampling, seed, max_length, rows_at_once)
+        return self.play(engine, episodes, group_size, keys, rows_at_once, between_chunks)
+
+    def play(
+        self,
+        engine: TurnEngine,
+        episodes: list[Episode],
+        group_size: int,
+        keys: SamplingKeys,
+        rows_at_once: int | None,
+        between_chunks: Callable[[], None] | None = None,
+    ) -> Played:
+        """Play episodes to their ends; those of a group follow one another.
+
+        Every process calls it with the same arguments, and gets all episodes. At most `rows_at_once` are played at one
+        time; None plays all.
+
+        Raises:
+            UserError: a process of environments cannot be started again.
+        """
+        game = _Game(self, engine, episodes, group_size, keys)
+        self.pool.begin()
+        run_s = 0.0  # of the newest stretch of tokens
+        while game.live or game.waiting:
+            if between_chunks is not None:
+                between_chunks()
+            game.begin_groups(rows_at_once)
+            # While most rows wait for their environments, a stretch of tokens costs nearly as much as one of all rows:
+            # then it is worth a wait of the same time.
+            waits = len(game.live) - engine.num_working > engine.num_working
+            timeout_s = min(WAIT_S, run_s) if waits else 0.0
+            for answered in self._gather_replies(timeout_s if engine.num_working else WAIT_S):
+                game.take_reply(answered)
+            start_time = time.perf_counter()
+            for number, drawn in engine.run():
+                game.take_turn(number, drawn)
+            run_s = time.perf_counter() - start_time
+        count = json.dumps([self.pool.busiest_s, self.pool.num_lost])
+        facts = [json.loads(text) for text in peers.gather(count, "times of environments")]
+        return Played(episodes, max(fact[0] for fact in facts), sum(fact[1] for fact in facts), self.task)
+
+    def _gather_replies(self, timeout_s: float) -> list[Answered]:
+        """Return the replies that have come to any process, in the order of the episodes."""
+        here = [
+            answered._replace(number=answered.number * self.num_processes + self.rank)
+            for answered in peers.together(lambda: self.pool.replies(timeout_s), "replies of environments")
+        ]
+        if self.num_processes == 1:
+            return sorted(here, key=lambda answered: answered.number)
+        parts = [json.loads(text) for text in peers.gather(json.dumps(here), "replies of environments")]
+        replies = [
+            Answered(number, None if reply is None else Reply(*reply), problem, seconds)
+            for part in parts
+            for number, reply, problem, seconds in part
+        ]
+        return sorted(replies, key=lambda answered: answered.number)
+
+    def ask(self, number: int, *request: Any) -> None:
+        if number % self.num_processes == self.rank:
+            self.pool.ask(number // self.num_processes, request)
+
+
+class _Game:
+    """Episodes of one call of `Player.play`: what each is at."""
+
+    def __init__(
+        self, player: Player, engine: TurnEngine, episodes: list[Episode], group_size: int, keys: SamplingKeys
+    ):
+        self.player, self.engine, self.keys = player, engine, keys
+        self.waiting = [episodes[first : first + group_size] for first in range(0, len(episodes), group_size)][::-1]
+        self.live: dict[int, Episode] = {}
+        self.resets: dict[int, list[Episode]] = {}  # groups of which some have not answered `reset`, by each number
+        self.num_resets: dict[int, int] = {}  # replies that a group still waits for, by its first number
+        self.held: set[int] = set()  # episodes that have a row, or wait for one
+        self.finishing: set[int] = set()  # episodes that wait for the reward at their end
+
+    def begin_groups(self, rows_at_once: int | None) -> None:
+        """Begin groups while there is room for their episodes; one is always played."""
+        while self.waiting and (
+            not self.live or rows_at_once is None or len(self.live) + len(self.waiting[-1]) <= rows_at_once
+        ):
+            group = self.waiting.pop()
+            self.num_resets[group[0].number] = len(group)
+            for episode in group:
+                self.live[episode.number], self.resets[episode.number] = episode, group
+                self.player.ask(episode.number, "reset", episode.seed, episode.prompt.columns)
+
+    def take_reply(self, answered: Answered) -> None:
+        episode = self.live[answered.number]
+        group = self.resets.pop(episode.number, None)
+        if group is not None:
+            self._take_reset(episode, answered)
+            first = group[0].number
+            self.num_resets[first] -= 1
+            if not self.num_resets[first]:
+                self._admit(group)
+        elif answered.reply is None:
+            self._end(episode, answered.problem)
+        else:
+            self._take_step(episode, answered.reply, answered.seconds)
+
+    def take_turn(self, number: int, drawn: Answer) -> None:
+        """Take a turn that has ended, and let the environment answer it."""
+        episode, backend = self.live[number], self.player.vocab.backend
+        # Special tokens are a part of the text: some models mark their calls with them.
+        episode.add_turn(drawn, backend.decode(drawn.text_tokens, skip_special_tokens=False))
+        if drawn.stopped:
+            self.player.ask(number, "step", episode.turns[-1]["content"])
+        else:
+            self._finish(episode, stopped=False)
+
+    def _take_reset(self, episode: Episode, answered: Answered) -> None:
+        """Take what an environment says at the beginning."""
+        episode.begin = episode.prompt.tokens
+        if answered.reply is None:
+            self._end(episode, answered.problem)
+        elif answered.reply.observations:
+            try:
+                episode.begin = episode.prompt.encode_with(self.player.vocab, answered.reply.observations)
+            except UserError as error:
+                self._end(episode, str(error))
+                return
+            if (length := len(episode.begin)) > self.player.max_prompt_length:
+                episode.begin = episode.prompt.tokens
+                self._end(
+                    episode,
+                    f"with what reset says the prompt has {length} tokens; training.seq_len leaves "
+                    f"{self.player.max_prompt_length}",
+                )
+
+    def _admit(self, group: list[Episode]) -> None:
+        """Let a group begin to draw: those with the same tokens share what is computed of them."""
+        by_tokens: dict[tuple[int, ...], list[int]] = {}
+        for episode in group:
+            if episode.number in self.live:
+                by_tokens.setdefault(tuple(episode.begin), []).append(episode.number)
+        for tokens, numbers in by_tokens.items():
+            self.held.update(numbers)
+            self.engine.admit(tokens, numbers, self._bound(self.keys.max_new_tokens))
+
+    def _bound(self, room: int) -> int:
+        """Return the most tokens of a turn that has room for so many."""
+        return min(room, self.keys.max_turn_tokens or room)
+
+    def _take_step(self, episode: Episode, reply: Reply, seconds: float) -> None:
+        episode.rewards[-1] += reply.reward
+        if episode.number in self.finishing:
+            self._end(episode)
+            return
+        episode.tool_errors += reply.tool_errors
+        said = reply.observations or []
+        for text in said:
+            episode.turns.append({"role": "tool", "content": text})
+        if said:
+            episode.turns[-1] |= {"reward": reply.reward, "seconds": round(seconds, 3)}
+        if reply.done:
+            self._end(episode)
+        elif episode.num_turns >= self.player.task.max_turns:
+            self._finish(episode, stopped=False)
+        else:
+            self._go_on(episode, said)
+
+    def _go_on(self, episode: Episode, said: list[str]) -> None:
+        """Let an episode draw its next turn behind what the environment has said."""
+        try:
+            tokens = self.player.encoder.encode(said)
+        except UserError as error:
+            self._end(episode, str(error))
+            return
+        room = self.keys.max_new_tokens - len(episode.tokens) - len(tokens)
+        if room < 1:
+            self._finish(episode, stopped=False)
+            return
+        episode.add_observation(tokens)
+        self.engine.extend(episode.number, tokens, self._bound(room))
+
+    def _finish(self, episode: Episode, stopped: bool) -> None:
+        """End an episode that a budget ends: its environment may still have a reward for it."""
+        episode.stopped = stopped
+        self._release(episode)
+        self.finishing.add(episode.number)
+        self.player.ask(episode.number, "finish")
+
+    def _end(self, episode: Episode, problem: str = "") -> None:
+        episode.problem = problem
+        self._release(episode)
+        del self.live[episode.number]
+        self.player.ask(episode.number, "forget")
+
+    def _release(self, episode: Episode) -> None:
+        if episode.number in self.held:
+            self.held.discard(episode.number)
+            self.engine.release(episode.number)
