@@ -242,7 +242,7 @@ def surroundings(rng: random.Random) -> Case:
 
 GENERATE, EXPORT = "-m tunix.generate prompt=ab max_new_tokens=2 checkpoint=", "-m tunix.export output=new checkpoint="
 RESUME, PREPARE = "run_training.py resume=run training.max_steps=3", "-m tunix.prepare TRAIN"
-OF_FILES = "tokenizer=pretrained tokenizer.path=hf"
+OF_FILES = "tokenizer=bpe tokenizer.path=hf"
 READERS = {  # commands that read each file or folder; TRAIN stands for the words above
     "run": (f"{GENERATE}run", "-m tunix.verify checkpoint=run", "-m tunix.compare run other", RESUME, f"{EXPORT}run"),
     "hf": (f"{GENERATE}hf", f"run_training.py TRAIN {OF_FILES} model.init_from=hf dry_run=true",

@@ -8,6 +8,7 @@ stop signals have their exit code before the rest is imported.
 """
 
 import gc
+import re
 import runpy
 import sys
 
@@ -39,7 +40,7 @@ def main() -> int:
         runpy.run_module(f"tunix.{name}", run_name="__main__", alter_sys=True)  # ends with SystemExit
     if name == "train":
         del sys.argv[1]
-    elif name.isidentifier():  # an override has a =, a flag has a -
+    elif re.fullmatch(r"\w[\w.-]*", name):  # an override has a =, a flag begins with a -
         return exits.report_errors(lambda: reject_command(name))
     exits.exit_on_stop_signals()
     from tunix.train_command import train_command

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tunix.base.errors import UserError
-from tunix.base.files import find_writable
+from tunix.base.files import find_writable, parse_json
 from tunix.config import Generate
 from tunix.config.command_line import run_command
 from tunix.data.tokenizer import read_chat
@@ -181,7 +181,7 @@ def _read_csv(file: Any, column: str) -> list[Row]:
 READERS = {
     ".txt": lambda file, column: [{column: line.rstrip("\n")} for line in file if line.strip()],
     ".csv": _read_csv,
-    ".jsonl": lambda file, column: [json.loads(line) for line in file if line.strip()],
+    ".jsonl": lambda file, column: [parse_json(line) for line in file if line.strip()],
 }
 
 

@@ -184,12 +184,17 @@ def test_groups_set_decay_and_rate_of_what_they_match(weights):
     np.testing.assert_array_equal(grouped["blocks"]["attention"]["q"]["w"], plain["blocks"]["attention"]["q"]["w"])
 
 
-@pytest.mark.parametrize("groups", ["[{params:nothing}]", "[{params:mlp},{params:'mlp[.]up'}]"])
-def test_a_group_that_matches_nothing_is_an_error(groups, weights):
+@pytest.mark.parametrize(
+    ("groups", "message"),
+    [
+        ("[{params:nothing}]", r"params=nothing matches no parameter; parameters are blocks.attention"),
+        ("[{params:embeddings.weight}]", r"matches no parameter; did you mean embedding\?; parameters are "),
+        ("[{params:mlp},{params:'mlp[.]up'}]", r"groups.1.params=mlp\[.\]up matches blocks.mlp.up.w, which an earlier"),
+    ],
+)
+def test_a_group_that_matches_nothing_is_an_error(groups, message, weights):
     cfg = compose([f"optimizer.groups={groups}"]).config.optimizer
-    with pytest.raises(
-        UserError, match=r"matches no parameter that an earlier group left; parameters are blocks.attention"
-    ):
+    with pytest.raises(UserError, match=message):
         make_optimizer(cfg, weights, None)
 
 

@@ -25,7 +25,7 @@ def import_object(path: str, kind: type | None = None) -> Any:
     """
     module_name, colon, name = path.partition(":")
     if not colon or not name.isidentifier():
-        raise UserError("expected package.module:name")
+        raise UserError(f"expected package.module:name{suggest_colon(path)}")
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.append(os.getcwd())
     try:
@@ -45,6 +45,12 @@ def import_object(path: str, kind: type | None = None) -> Any:
         hint = did_you_mean(name, [name for name in fitting if not name.startswith("_")])
         raise UserError(f"module {module_name} has no {label} {name}{hint}")
     return getattr(module, name)
+
+
+def suggest_colon(path: str) -> str:
+    """Return a hint for `package.module.name`, which has a point in the place of the colon."""
+    module, point, name = path.rpartition(".")
+    return f"; did you mean {module}:{name}?" if point and ":" not in path and name.isidentifier() else ""
 
 
 def _check(path: str, kind: type | None = None) -> str:
@@ -70,7 +76,7 @@ def entry_of(table: Collection[str], kind: type | None = None) -> Any:
         if is_dotted(name):
             return _check(name, kind)
         if name not in table:
-            hint = did_you_mean(name, list(table))
+            hint = suggest_colon(name) or did_you_mean(name, list(table))
             raise ValueError(f"expected one of {', '.join(table)}, or package.module:name{hint}")
         return name
 

@@ -6,7 +6,7 @@ Any other exception is a bug.
 import difflib
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 
@@ -14,6 +14,21 @@ def did_you_mean(value: str, choices: list[str]) -> str:
     """Return "; did you mean CHOICE?" for the choice nearest to `value`; empty if none is near."""
     near = difflib.get_close_matches(value, choices, n=1, cutoff=0.5)
     return f"; did you mean {near[0]}?" if near else ""
+
+
+FEW = 20  # choices that a message names
+
+
+def name_choices(value: str, choices: Sequence[str]) -> str:
+    """Return "choose from A, B, C" as the end of a message; of many choices the three that are nearest to `value`."""
+    if len(choices) <= FEW:
+        return f"choose from {', '.join(choices)}{did_you_mean(value, list(choices))}"
+
+    def compare(choice: str) -> tuple[bool, float]:
+        ours, theirs = (re.sub(r"[^a-z0-9]", "", each.lower()) for each in (choice, value))
+        return bool(theirs) and ours.startswith(theirs), difflib.SequenceMatcher(None, ours, theirs).ratio()
+
+    return f"the nearest of its {len(choices)} are {', '.join(sorted(choices, key=compare, reverse=True)[:3])}"
 
 
 def near_multiples(value: int, unit: int) -> str:

@@ -51,12 +51,20 @@ def is_whole_number(text: str) -> bool:
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object; raises `UserError` where there is none."""
     try:
-        value = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError) as error:
+        value = parse_json(path.read_text())
+    except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read: {error}") from None
     if not isinstance(value, dict):
         raise UserError(f"{path} is not a JSON object")
     return value
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Return the value of a JSON text; raises `ValueError` where it is none, or is nested too deep."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
 
 
 def read_yaml(text: str) -> Any:

@@ -164,7 +164,8 @@ class Config(Section):
         if sampling.max_new_tokens >= self.training.seq_len:
             raise ValueError(
                 f"sampling.max_new_tokens={sampling.max_new_tokens} leaves no room for a prompt within "
-                f"training.seq_len={self.training.seq_len}; lower the one or raise the other"
+                f"training.seq_len={self.training.seq_len}; lower it (sampling.max_new_tokens="
+                f"{max(1, self.training.seq_len // 2)}), or raise training.seq_len"
             )
         if self.model.lora.rank and self.model.lora.dropout:
             raise ValueError(

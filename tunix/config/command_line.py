@@ -39,6 +39,10 @@ def run_command(section: type[S], work: Callable[[S], str | None]) -> int:
         lines = [f"  {key:24} {description}" for key, description in list_keys(section)]
         text = "\n".join([f"python -m tunix.{name} key=value ...", "", section.__doc__ or "", "", *lines])
         return exits.report_errors(lambda: print(text))
+    if swept := [word for word in argv if word in ("--multirun", "-m")]:
+        lists = [word.replace("=", "=[", 1) + "]" for word in argv if "," in word and "[" not in word]
+        hint = f"; a list is {lists[0]}" if lists else ""
+        return exits.report_errors(lambda: _reject(f"tunix.{name} has no {swept[0]}{hint}"))
     print_warnings()
     fields = section.model_fields
     joins = [word for word in argv if word.startswith(JOINING)]
@@ -61,6 +65,10 @@ def run_command(section: type[S], work: Callable[[S], str | None]) -> int:
         return run_joined(name, compose.compose(joins).config.distributed, info, work_and_print)
 
     return exits.report_errors(run)
+
+
+def _reject(message: str) -> None:
+    raise UserError(message)
 
 
 def print_warnings() -> None:

@@ -8,6 +8,7 @@ the value and the way out (`tunix.config.mistakes`). Read `compose` first.
 
 import glob
 import re
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from tunix.base.buckets import is_address, join
 from tunix.base.config_types import CONF, list_options
 from tunix.base.errors import UserError, did_you_mean, is_masked, mask_values
 from tunix.base.text import flat, format_yaml
-from tunix.config import Config, Slurm
+from tunix.config import Config, Grpo, Slurm
 from tunix.config.data import Mixture
 from tunix.config.mistakes import describe_errors, find_foreign, validate
 from tunix.config.pretrained_config import (
@@ -318,8 +319,8 @@ def reject_missing_inputs(job: Job) -> None:
     """Raise `UserError` for data or a tokenizer that is not there, and for folders that are addresses of buckets.
 
     A job may wait in a queue for hours: a typo in a path is found before, on the machine that submits it.
-    A job in a container sees other files than this machine, and a script may be written here for another one: then only
-    addresses are refused.
+    A job in a container sees other files than this machine: then only addresses are refused. A script that is only
+    written (launcher.dry_run) may be for another machine: what is not here is a remark.
     """
     cfg = job.config
     for key, folder in (("hydra.run.dir", str(job.run_dir)), ("loading.cache_dir", cfg.loading.cache_dir)):
@@ -331,16 +332,19 @@ def reject_missing_inputs(job: Job) -> None:
             )
     if any(re.fullmatch(r"hydra\.run\.dir=['\"]*", word) for word in job.overrides):
         raise UserError("hydra.run.dir is empty; name a folder, or leave it out")
+    if job.run_dir_is_explicit and not (cfg.resume or cfg.dry_run) and (job.run_dir / "config.yaml").exists():
+        raise UserError(f"hydra.run.dir={job.run_dir} holds another run; resume={job.run_dir} goes on with it")
     launcher = cfg.launcher
-    if launcher.name == "kubernetes" or (
-        isinstance(launcher, Slurm) and (launcher.dry_run or launcher.container_image is not None)
-    ):
+    if launcher.name == "kubernetes" or (isinstance(launcher, Slurm) and launcher.container_image is not None):
         return
     for key, path in _list_paths(cfg):
         expanded = str(Path(path).expanduser())
         matches = glob.iglob(expanded, recursive=True) if glob.has_magic(expanded) else ()
-        if ":/" not in path and not Path(expanded).exists() and not any(matches):
+        if ":/" in path or Path(expanded).exists() or any(matches):
+            continue
+        if not (isinstance(launcher, Slurm) and launcher.dry_run):
             raise UserError(f"{key}: {path} does not exist")
+        print(f"remark: {key}: {path} does not exist here; the job reads it", file=sys.stderr)
 
 
 def _list_paths(cfg: Config) -> Iterator[tuple[str, str]]:
@@ -351,6 +355,8 @@ def _list_paths(cfg: Config) -> Iterator[tuple[str, str]]:
     for key, source in parts.items():
         for path in getattr(source, "paths", None) or ():
             yield f"{key}.paths", path
+    if isinstance(cfg.launcher, Slurm) and cfg.launcher.dry_run and cfg.launcher.train_script:
+        yield "launcher.train_script", cfg.launcher.train_script
     path = cfg.tokenizer.path
     if path is None or cfg.tokenizer.train:
         return
@@ -414,8 +420,22 @@ def remark_on_tiny(job: Job) -> str:
         return ""
     return (
         f"{', '.join(changed)} {'are' if len(changed) > 1 else 'is'} given, the rest is that of model=tiny: also "
-        f"{', '.join(default_keys)}, which are chosen for 1 million parameters; training=default is for larger models"
+        f"{', '.join(default_keys)}, which {'are' if len(default_keys) > 1 else 'is'} chosen for 1 million parameters; "
+        "training=default is for larger models"
     )
+
+
+def remark_on_random(job: Job) -> str:
+    """Return a remark for random weights where a user may expect pretrained ones: below LoRA, and in rollouts."""
+    cfg = job.config
+    if cfg.resume or cfg.model.init_from:
+        return ""
+    way_out = "model.init_from=FOLDER_OR_ID starts from weights"
+    if cfg.model.lora.rank:
+        return f"model.lora.rank={cfg.model.lora.rank}: the frozen base is random; {way_out}"
+    if isinstance(cfg.task, Grpo):
+        return f"task=grpo: the model is random, and answers that earn no reward teach nothing; {way_out}"
+    return ""
 
 
 def _typed(job: Job) -> dict[str, str]:

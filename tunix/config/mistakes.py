@@ -21,7 +21,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 
 from tunix.base.config_types import CONF, list_options, read_descriptions
-from tunix.base.errors import UserError, did_you_mean
+from tunix.base.errors import UserError, did_you_mean, name_choices
 from tunix.config import Config, ParameterGroup, Section
 from tunix.config.saved_runs import GONE
 
@@ -261,13 +261,31 @@ def validate(section: type[S], values: dict[Any, Any], *above: str) -> S:
     except ValidationError as errors:
         # A value that may be of several types gives an error for each of them: one line for all errors of a place.
         by_location: dict[str, list[_Mistake]] = {}
+        mixed = _find_mixed(errors.errors(), above)
         for error in errors.errors():
+            if line := next((line for path, line in mixed.items() if error["loc"][: len(path)] == path), ""):
+                by_location[line] = [_Mistake("", line)]
+                continue
             below = [other["loc"] for other in errors.errors() if len(other["loc"]) > len(error["loc"])]
             if error["type"] == "too_short" and any(loc[: len(error["loc"])] == error["loc"] for loc in below):
                 continue  # an entry that is wrong does not count for pydantic
             mistake = _explain({**error, "loc": (*above, *error["loc"])})
             by_location.setdefault(mistake.prefix or mistake.message, []).append(mistake)
         raise UserError("\n".join(map(_join, by_location.values()))) from None
+
+
+def _find_mixed(errors: Sequence[Any], above: Sequence[str]) -> dict[tuple, str]:
+    """Return a line for each section with a new tag (launcher.name=ray) and the keys of another kind, by its path."""
+    lines, unknown = {}, [error["loc"] for error in errors if error["type"] == "extra_forbidden"]
+    for loc in {path[:-1] for path in unknown}:
+        foreign = [str(path[-1]) for path in unknown if path[:-1] == loc]
+        path, variant, _ = drop_tags([str(part) for part in (*above, *loc, foreign[0]) if "[" not in str(part)])
+        group = ".".join(path[:-1])
+        if variant and len(foreign) > 1 and find_tag(variant) in list_options(group):
+            tag = f"{group}.{find_tag_key(variant)}={find_tag(variant)}"
+            others = f"{', '.join(foreign[:3])}{', ...' if len(foreign) > 3 else ''}"
+            lines[loc] = f"{tag} has no keys {others}; {group}={find_tag(variant)} chooses the file with its own keys"
+    return lines
 
 
 @contextmanager
@@ -280,14 +298,15 @@ def describe_errors(root: type[Section] = Config) -> Iterator[None]:
         options = list(error.options or [])
         if not group:
             raise UserError(f"{error}".splitlines()[0]) from None
-        hint = find_value(group, choice) or did_you_mean(choice, options)
-        raise UserError(
-            f"{group}={choice}: conf/{group} has no such file; choose from {', '.join(options)}{hint}"
-        ) from None
+        hint = find_value(group, choice) or f"; {name_choices(choice, options)}"
+        raise UserError(f"{group}={choice}: conf/{group} has no such file{hint}") from None
     except OverrideParseException as error:
         # The lines of the message that are neither a marker (^^^) nor a link; the last one says what is wrong.
         lines = [line for line in str(error).splitlines() if line.strip(" ^") and "https://" not in line]
         hint = "values with special characters need quotes within quotes: \"key='<a b>'\""
+        if entries := re.fullmatch(r"([\w.+]+)=\[([^][{}'\"]+=[^][{}'\"]*)\]", str(error.override)):
+            quoted = ",".join(f"'{each}'" for each in entries[2].split(","))
+            hint = f'entries with = need quotes: "{entries[1]}=[{quoted}]"'
         override = str(error.override).replace("\n", "\\n")
         raise UserError(f"cannot read {override}: {lines[-1]}; {hint}") from None
     except MissingMandatoryValue as error:
@@ -314,7 +333,8 @@ def describe_errors(root: type[Section] = Config) -> Iterator[None]:
         if first.startswith("Ambiguous value"):
             word = re.findall("'(.*)'", first)[0]
             key, _, values = word.partition("=")
-            raise UserError(f"{word}: --multirun runs each of them; as a list it is {key}=[{values}]") from None
+            hint = "--multirun runs each of them; as a list it is " if root is Config else "a list is "
+            raise UserError(f"{word}: {hint}{key}=[{values}]") from None
         if first.startswith("Error merging override "):
             form = "a list like [a,b]" if "object_type=list" in str(cause) else "a mapping like {a:b}"
             raise UserError(f"{first.removeprefix('Error merging override ')}: expected {form}") from None
@@ -385,7 +405,8 @@ def _explain(error: dict[str, Any]) -> _Mistake:
         return _Mistake(f"{key}={value}", f"expected one of {', '.join(choices)}", hint, takes_null)
     if isinstance(value, dict | BaseModel):  # a check across several keys: its own message names them
         return _Mistake("", message)
-    return _Mistake(f"{key}={value}", message[0].lower() + message[1:], "", takes_null and kind in EXPECTED)
+    hint = find_value(key, str(value))
+    return _Mistake(f"{key}={value}", message[0].lower() + message[1:], hint, takes_null and kind in EXPECTED)
 
 
 def find_foreign(key: str, value: str | None = None) -> str:

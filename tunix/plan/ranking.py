@@ -529,9 +529,11 @@ def _select(cfg: Config, cluster: Cluster) -> dict:
     key, choice, also = find_open_key(cfg), None, ""
     if key:
         choice, also = getattr(best.cfg.training, key), f", {describe_choice(cfg, best.cfg)}"
+    kind = find_kind(jax.devices()[0].device_kind)
+    where = "" if kind else f" on a device of plan.topology={cfg.plan.topology}, since this machine's are not known"
     message = (
         f"chosen by plan: model.mesh_shape={format_mesh_shape(best.sizes)}{also}; predicted ({best.source}): "
-        f"{best.memory / GIB:.2f} of {ranking.limit / GIB:.1f} GiB, {best.time.step_s:.3g} s a step"
+        f"{best.memory / GIB:.2f} of {ranking.limit / GIB:.1f} GiB, {best.time.step_s:.3g} s a step{where}"
     )
     return {"sizes": best.sizes, "choice": choice, "message": message}
 

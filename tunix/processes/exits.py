@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tunix.base.errors import Diverged, Ending, PeerLost, Stopped, UserError
+from tunix.base.files import is_whole_number
 
 # Schedulers act on these codes: start again after STOPPED and PEER, and not after the others. Any other is a bug.
 USER_ERROR, STOPPED, PEER, DIVERGED = UserError.code, Stopped.code, PeerLost.code, Diverged.code
@@ -36,6 +37,9 @@ def report_errors(work: Callable[[], int | None]) -> int:
             sys.__excepthook__(kind, error, trace)
 
     drop_unread_output()
+    for name in ("COLUMNS", "LINES"):  # libraries take any text of digits for a number
+        if not is_whole_number(os.environ.get(name, "0")):
+            del os.environ[name]
     sys.excepthook, sys.unraisablehook = report_interrupt, _send_again
     try:
         try:

@@ -24,7 +24,7 @@ from rich.logging import RichHandler
 
 from tunix.base.buckets import is_address
 from tunix.base.errors import MaskingFilter, UserError, mask_values, mask_variables
-from tunix.base.files import create_file, find_way_out, write_whole
+from tunix.base.files import create_file, find_way_out, parse_json, write_whole
 from tunix.base.text import format_yaml
 from tunix.config import Config, Logging, compose
 from tunix.config.saved_runs import OUTPUTS, find_mirrored, find_run
@@ -322,7 +322,7 @@ def _write_environment(folder: Path) -> None:
     record = describe_environment()
     if path.exists():
         try:
-            first = json.loads(path.read_text())
+            first = parse_json(path.read_text())
             first.setdefault("resumed", []).append(record)
             record = first
         except (ValueError, AttributeError) as error:

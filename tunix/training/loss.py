@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from tunix.base.dotted_path import blame_user, import_object, is_dotted
+from tunix.base.dotted_path import blame_user, import_object, is_dotted, suggest_colon
 from tunix.base.errors import UserError, did_you_mean
 from tunix.config import Config
 from tunix.config.task import Distilled, Dpo, Grpo
@@ -149,7 +149,7 @@ def find_loss_kind(cfg: Config) -> LossKind:
     if is_dotted(name):
         return LossKind(lambda cfg: import_object(name), _measure_text)
     if name not in LOSSES:
-        hint = did_you_mean(name, list(LOSSES))
+        hint = suggest_colon(name) or did_you_mean(name, list(LOSSES))
         raise UserError(f"task.loss={name}: expected one of {', '.join(LOSSES)}, or package.module:name{hint}")
     return LOSSES[name]
 

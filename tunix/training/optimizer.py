@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from tunix.base.errors import UserError
+from tunix.base.errors import UserError, did_you_mean
 from tunix.config import Optimizer, Scheduler, Training
 from tunix.config.batch import Spans
 from tunix.models.layers import Routing, parameter_name
@@ -132,10 +132,11 @@ def _assign_groups(optimizer: Optimizer, weights: dict[str, Any]) -> dict[str, A
     for index, group in enumerate(optimizer.groups):
         if index not in used:
             names = [parameter_name(path) for path, _ in jax.tree.leaves_with_path(weights)]
-            raise UserError(
-                f"optimizer.groups.{index}.params={group.params} matches no parameter that an earlier group left; "
-                f"parameters are {', '.join(names)}"
-            )
+            key = f"optimizer.groups.{index}.params={group.params}"
+            if taken := [name for name in names if re.search(group.params, name)]:
+                raise UserError(f"{key} matches {taken[0]}, which an earlier group has; put the narrower group first")
+            hint = did_you_mean(group.params, [*names, *(name.partition(".")[0] for name in names)])
+            raise UserError(f"{key} matches no parameter{hint}; parameters are {', '.join(names)}")
     return assigned
 
 

@@ -1,0 +1,100 @@
+"""What a newcomer types in the first quarter of an hour, and the one line that answers it."""
+
+import sys
+
+import pytest
+
+from tunix.base.config_types import list_options
+from tunix.base.dotted_path import import_object
+from tunix.base.errors import UserError, name_choices
+from tunix.config.compose import compose, reject_missing_inputs, remark_on_random, remark_on_tiny
+from tunix.training.loss import find_loss_kind
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("model=GPT2", r"model=GPT2: conf/model has no such file; the nearest of its \d+ are gpt2_\w+, gpt2_\w+, gpt2_\w+$"),
+        ("model=gemma-3-1b", r"the nearest of its \d+ are gemma3_1b, "),
+        ("+experiment=full_training", r"conf/experiment has no such file; here it is \+experiment=grpo_gsm8k"),
+        ("logging.ranks=all", r"logging\.ranks=all: .*; here it is logging\.ranks=null"),
+        ("launcher.extra_env=[NCCL_DEBUG=WARN]", r"entries with = need quotes: \"launcher\.extra_env=\['NCCL_DEBUG=WARN'\]\""),
+        ("task=grpo", r"leaves no room .* lower it \(sampling\.max_new_tokens=64\), or raise training\.seq_len"),
+        ("task=grpo sampling.max_new_tokens=64 task.rewards=[my_rewards.shaky]", r"did you mean my_rewards:shaky\?$"),
+        ("data=custom data.function=my_data.read", r"expected package\.module:name; did you mean my_data:read\?$"),
+        ("launcher=slurm launcher.name=ray", r"^launcher\.name=ray has no keys .*; launcher=ray chooses the file with its own keys$"),
+        ("optimizer.name=lion", r"^optimizer\.name=lion has no keys |unknown key"),
+    ],
+)  # fmt: skip
+def test_a_wrong_word_is_answered_by_one_line(words, message):
+    with pytest.raises(UserError, match=message) as error:
+        compose(words.split())
+    assert len(str(error.value)) < 500
+
+
+def test_every_choice_is_answered_by_few_names():
+    for group in ("model", "data", "task"):
+        text = name_choices("nosuch", list_options(group))
+        assert text.count(",") < 20
+    assert name_choices("", list_options("model")).startswith("the nearest of its ")
+
+
+def test_the_name_of_a_loss_with_a_point():
+    with pytest.raises(UserError, match=r"did you mean my\.loss:f\?$"):
+        find_loss_kind(compose(["task.loss=my.loss.f"]).config)
+
+
+def test_the_module_of_a_name_with_a_point():
+    with pytest.raises(UserError, match=r"did you mean os\.path:join\?"):
+        import_object("os.path.join")
+
+
+def test_a_random_base_is_said():
+    assert remark_on_random(compose(["model.lora.rank=4"])).startswith("model.lora.rank=4: the frozen base is random; ")
+    assert "model is random" in remark_on_random(compose(["+experiment=grpo_addition"]))
+    assert remark_on_random(compose([])) == remark_on_random(compose(["+experiment=sft_addition"])) == ""
+    words = ["model.embed_dim=256", "training.max_steps=10", "training.seq_len=64"]
+    assert "also optimizer.learning_rate, which is chosen for" in remark_on_tiny(compose(words))
+
+
+def test_a_folder_that_holds_a_run_is_refused_before_anything_is_read(tmp_path):
+    (tmp_path / "config.yaml").write_text("")
+    with pytest.raises(UserError, match=r"holds another run; resume=.* goes on with it"):
+        reject_missing_inputs(compose([f"hydra.run.dir={tmp_path}"]))
+    reject_missing_inputs(compose([f"hydra.run.dir={tmp_path}", "dry_run=true"]))
+    reject_missing_inputs(compose([f"hydra.run.dir={tmp_path}/new"]))
+
+
+def test_a_script_for_another_machine_says_what_is_not_here(capsys):
+    words = [
+        "launcher=slurm",
+        "launcher.dry_run=true",
+        "data=text",
+        "data.paths=[nosuch/]",
+        "launcher.train_script=my.py",
+    ]
+    reject_missing_inputs(compose([*words, "tokenizer.path=./nosuch.json"]))
+    said = capsys.readouterr().err
+    assert [line.split(":")[1].strip() for line in said.splitlines()] == [
+        "data.paths",
+        "launcher.train_script",
+        "tokenizer.path",
+    ]
+
+
+def test_a_sweep_of_a_command_is_answered(monkeypatch, capsys):
+    from tunix.config.command_line import run_command as run
+    from tunix.config.commands import Evaluate
+
+    for words in (["--multirun", "step=3,6"], ["step=3,6"]):
+        monkeypatch.setattr(sys, "argv", ["evaluate", "checkpoint=run", *words])
+        assert run(Evaluate, lambda settings: None) == 2
+        assert "step=[3,6]" in capsys.readouterr().err
+
+
+def test_a_word_with_a_dash_is_no_override(monkeypatch, capsys):
+    from tunix.__main__ import main
+
+    monkeypatch.setattr(sys, "argv", ["tunix", "convert-dataset", "in.csv"])
+    assert main() == 2
+    assert "there is no command convert-dataset; choose from train, " in capsys.readouterr().err
