@@ -20,6 +20,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from tunix.base.dotted_path import import_object
 from tunix.config import Model
+from tunix.models import cpu_library
 from tunix.models.attention_mask import MaskRule
 from tunix.models.kernels import branches_are_cheap, find_kernel
 from tunix.models.layers import NORMS, Bias, Einsum, Initializer, divide_by_rms, soft_cap, unchanged
@@ -273,6 +274,8 @@ def _weigh_values(
     # JAX's own function has no cap and no sums, and wants values as wide as keys.
     if length < FEWEST_QUERIES and cap is None and not with_sums and dim == v.shape[3]:
         return jax.nn.dot_product_attention(q, k, v, mask=mask, scale=1.0)
+    if length >= FEWEST_QUERIES and cpu_library.takes_attention(q, k, v):
+        return cpu_library.weigh_values(q, k, v, mask, cap, with_sums)
     grouped = q.reshape(batch, length, k.shape[2], -1, dim)
     scores = jnp.einsum("btkgh,bskh->bktgs", grouped, k, preferred_element_type=jnp.float32)
     # The least finite number, not -inf: a token that fills a block up may see no key, and a softmax of nothing but -inf

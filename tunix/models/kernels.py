@@ -254,3 +254,10 @@ def branches_are_cheap() -> bool:
     """Return whether a program on the mesh in use may branch in each layer: on a GPU, a branch waits for the host."""
     device = mesh_device()
     return device is not None and device.platform == "cpu"
+
+
+def has_product_library(*dtypes: Any) -> bool:
+    """Return whether XLA's library on the mesh in use multiplies factors of these dtypes (models/cpu_library.py)."""
+    device = mesh_device()
+    on_cpu = device is not None and device.platform == "cpu"
+    return on_cpu and all(dtype in ("bfloat16", "float32") for dtype in dtypes) and len(set(dtypes)) == 1

@@ -11,11 +11,12 @@ from jax.sharding import AbstractMesh, PartitionSpec, reshard
 
 from tunix.base.dotted_path import import_object
 from tunix.config import Lora
+from tunix.models import cpu_library
 from tunix.models.kernels import mesh_device
 from tunix.models.quantized import dequantize
 from tunix.models.table import GROUPED, MATMUL_DTYPES
 from tunix.sharding.equations import Equation
-from tunix.sharding.layout import Layout
+from tunix.sharding.layout import Layout, gradient_spec
 
 # Products of 8-bit floats ("FP8 Formats for Deep Learning", Micikevicius et al. 2022, arXiv:2209.05433).
 #
@@ -54,17 +55,12 @@ def fp8_product(equation: Equation, x: jax.Array, w: jax.Array, spec: PartitionS
     def backward(rounded, gradient):
         x8, w8 = rounded
         g8 = _round(gradient, GRADIENT)
-        d_x = _multiply(f"{equation.y},{equation.w}->{equation.x}", g8, w8, dtype, _gradient_spec(x_spec))
-        d_w = _multiply(f"{equation.x},{equation.y}->{equation.w}", x8, g8, w.dtype, _gradient_spec(w_spec))
+        d_x = _multiply(f"{equation.y},{equation.w}->{equation.x}", g8, w8, dtype, gradient_spec(x_spec))
+        d_w = _multiply(f"{equation.x},{equation.y}->{equation.w}", x8, g8, w.dtype, gradient_spec(w_spec))
         return d_x, d_w
 
     multiply.defvjp(forward, backward)
     return multiply(x, w)
-
-
-def _gradient_spec(spec: PartitionSpec) -> PartitionSpec:
-    """Return where the gradient of an array lies: over axes where the array is `reduced`, it is a sum still open."""
-    return PartitionSpec(*spec.partitions, unreduced=spec.reduced)
 
 
 Rounded = tuple[jax.Array, jax.Array]  # numbers in 8 bits, and the power of two that they were divided by (float32)
@@ -141,7 +137,8 @@ def product(
 
 
 def _plain(equation: Equation, x: jax.Array, w: jax.Array, spec: PartitionSpec) -> jax.Array:
-    """Multiply in the dtype of the operands: as two matrices where `_Matrices` fit, else as the equation says.
+    """Multiply in the dtype of the operands: by XLA's library for CPUs where it takes the product, else as two matrices
+    where `_Matrices` fit, else as the equation says.
 
     The gradient of a weight is a sum over sequences and tokens. Before XLA's CPU backend sums over two dimensions, it
     copies an operand into another order, and it takes the gradient of the result, with all that computes it:
@@ -149,6 +146,8 @@ def _plain(equation: Equation, x: jax.Array, w: jax.Array, spec: PartitionSpec) 
         [B, T, D] . [B, T, F] -> [D, F]     copies [B, T, F], one number at a time
         [BT, D] . [BT, F]     -> [D, F]     copies nothing
     """
+    if cpu_library.takes_product(equation, x, w):
+        return cpu_library.multiply(equation, x, w, spec)
     matrices = _Matrices.find(equation, x, w, spec)
     if matrices is None:
         return jnp.einsum(equation.text, x, w, out_sharding=spec)

@@ -45,6 +45,11 @@ def activation_spec(dim_names: str) -> PartitionSpec:
     return _make_spec([DIMS[dim_name].activation_axes for dim_name in dim_names])
 
 
+def gradient_spec(spec: PartitionSpec) -> PartitionSpec:
+    """Return where the gradient of an array lies: over axes where the array is `reduced`, it is a sum still open."""
+    return PartitionSpec(*spec.partitions, unreduced=spec.reduced)
+
+
 # Ways of weights, gradients and activations between their places on the mesh, by methods of `Layout`.
 #
 # One weight `BTD,DNH->BTNH` on a mesh with dp, fsdp and tp. D rests on fsdp, an axis that keeps weights; N is split
