@@ -110,7 +110,8 @@ def post_training(folder: Path, corpus: Path) -> Callable[[], None]:
     teacher = [*ONE, f"task.teacher={ROOT}/tests/models/parity/llama"]
     talk = ["task=sft", "data=arithmetic", "data.below=20", words[-1]]
     taught = [[*RUN, *talk, *teacher], [*RUN, *teacher], [*TASK, *teacher, "task.teacher_loss=full"]]
-    traced = pairs, *(compose(words).config for words in taught)
+    simpo = compose([*RUN, *words_of_pairs(folder), "task.objective=simpo", *ONE, words[-1]]).config
+    traced = pairs, *(compose(words).config for words in taught), simpo
 
     def use() -> None:
         run(job)

@@ -25,7 +25,7 @@ from tunix.data.packing import _fill_pairs
 from tunix.data.shards import Arrays
 from tunix.evaluate import evaluate
 from tunix.models.layers import named
-from tunix.rl.reference import digest_weights
+from tunix.rl.reference import add_reference, digest_weights
 from tunix.training.dpo import preference_loss, sum_answers
 from tunix.training.logprobs import compute_token_log_probs
 
@@ -36,6 +36,8 @@ VARIANTS = {
     "ipo": {"objective": "ipo"},
     "length_normalized": {"length_normalized": True},
     "smoothed": {"label_smoothing": TRL["label_smoothing"]},
+    "simpo": {"objective": "simpo", "simpo_gamma": TRL["simpo_gamma"]},
+    "orpo": {"objective": "orpo"},
 }
 ROWS = {"a pair a row": [[0], [1], [2], [3], [4]], "several pairs a row": [[4, 0], [2, 1], [3]]}
 
@@ -102,10 +104,14 @@ def batches(policy):
         return {name: policy.batch(rows) for name, rows in ROWS.items()}
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize(
+    ("variant", "rows"), [(v, r) for v in VARIANTS for r in ROWS if v not in ("simpo", "orpo") or r != "a pair a row"]
+)
 def test_losses_and_gradients_are_trls(variant, rows, policy, batches):
-    (loss, _), grads = policy(batches[rows], TASK.model_copy(update=VARIANTS[variant]))
+    task, batch = TASK.model_copy(update=VARIANTS[variant]), batches[rows]
+    if not task.has_reference:
+        batch = batch | {"reference_log_probs": jnp.zeros_like(batch["reference_log_probs"])}
+    (loss, _), grads = policy(batch, task)
     requested = TRL["losses"][variant]
     assert float(loss) == pytest.approx(requested["loss"], rel=2e-5)
     assert float(optax.tree.norm(grads)) == pytest.approx(requested["grad_norm"], rel=1e-4)
@@ -169,6 +175,7 @@ MISTAKES = [
     (PAIR | {"chosen": "words " * 90}, [], "1 of 1 pairs are longer than training.seq_len=64 tokens"),
     (PAIR, ["loading.packing=concat"], "loading.packing=concat cuts pairs of task=dpo in two"),
     (PAIR, ["task.objective=ipo", "task.label_smoothing=0.1"], "task.label_smoothing=0.1 belongs to task.objective=sigmoid"),
+    (PAIR, ["task.objective=orpo", "task.label_smoothing=0.1"], "belongs to task.objective=sigmoid or simpo"),
 ]  # fmt: skip
 
 
@@ -198,6 +205,21 @@ def test_mistakes(row, words, message, tmp_path):
     with pytest.raises(UserError) as error:
         read(tmp_path, [row], *words)
     assert message in str(error.value)
+
+
+def test_without_a_reference_nothing_is_scored(tmp_path):
+    """The answers of ORPO have zeros in the place of the reference, and no model is asked for them."""
+    rows = [PAIR | {"prompt": f"{QUESTION} {n}"} for n in range(4)]
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    own = ["task=dpo", "task.objective=orpo", "data=pairs", f"data.paths=[{path}]", "data.held_out_fraction=0.3"]
+    cfg = compose([*SMALL, *own, "training.seq_len=64", f"loading.cache_dir={tmp_path}/cache"]).config
+    corpus = load_corpus(cfg)
+    add_reference(cfg, corpus, None, None)
+    for part in (corpus.train["jsonl"], corpus.held_out_parts["jsonl"]):
+        assert not part[0]["reference_log_probs"].any()
+        assert part[0]["loss_mask"].any()
+    assert not (tmp_path / "cache" / "reference").exists()
 
 
 @pytest.mark.nightly

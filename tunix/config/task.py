@@ -317,32 +317,42 @@ class Grpo(Prompted, Taught):
 
 class Dpo(Task):
     """The better of two answers becomes likelier than the worse, compared with the model of step 0 (DPO,
-    arXiv:2305.18290)."""
+    arXiv:2305.18290; IPO), or without a reference (SimPO, ORPO)."""
 
     documents = "pair"
     default_loss = "dpo"
 
     name: Literal["dpo"]  # type: ignore[assignment]
     """What is learnt."""
-    objective: Literal["sigmoid", "ipo"]
+    objective: Literal["sigmoid", "ipo", "simpo", "orpo"]
     """Loss, a function of the margin: -log sigmoid(beta x margin) (sigmoid: DPO), or (margin - 1 / (2 beta))^2, per
     token of an answer (ipo: arXiv:2310.12036). The margin is how much more the log-probability of the chosen answer has
-    grown since step 0 than that of the rejected one."""
+    grown since step 0 than that of the rejected one. Without a reference, with log-probabilities per token: -log
+    sigmoid(beta x margin - simpo_gamma) (simpo: arXiv:2405.14734), or the loss of the chosen answer and its prompt less
+    beta x log sigmoid(log-odds of the chosen answer less those of the rejected one) (orpo: arXiv:2403.07691)."""
     beta: Positive
-    """Strength of the tie to the model of step 0."""
+    """Strength of the tie to the model of step 0; of simpo, scale of the margin; of orpo, weight of the odds (lambda of
+    the paper)."""
+    simpo_gamma: PositiveOrZero
+    """simpo: margin, times beta, that a pair should have."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)]
-    """sigmoid: share of the pairs that are taken to be in the wrong order (arXiv:2306.14111)."""
+    """sigmoid, simpo: share of the pairs that are taken to be in the wrong order (arXiv:2306.14111)."""
     length_normalized: Flag
     """sigmoid: log-probabilities per token of an answer in place of their sum."""
     long_pairs: Literal["error", "skip"]
     """Pairs of which both answers, each with its prompt, do not fit into training.seq_len: refused, or left out and
     counted."""
 
+    @property
+    def has_reference(self) -> bool:
+        """True where answers are compared with those of the model of step 0."""
+        return self.objective in ("sigmoid", "ipo")
+
     @model_validator(mode="after")
     def _check(self) -> "Dpo":
-        if self.objective == "ipo" and self.label_smoothing:
+        if self.objective not in ("sigmoid", "simpo") and self.label_smoothing:
             raise ValueError(
-                f"task.label_smoothing={self.label_smoothing:g} belongs to task.objective=sigmoid; set it to 0"
+                f"task.label_smoothing={self.label_smoothing:g} belongs to task.objective=sigmoid or simpo; set it to 0"
             )
         return self
 

@@ -16,6 +16,7 @@ from jax.sharding import Mesh, PartitionSpec, reshard
 from tunix.base.files import locate_cached, make_once
 from tunix.config import Config
 from tunix.config.model import list_keys_outside
+from tunix.config.task import Dpo
 from tunix.costs.rollout import describe_reference
 from tunix.data.batches import Batch, stack_examples
 from tunix.data.dataset import Corpus
@@ -95,8 +96,15 @@ def _remove_updates(params: Any) -> Any:
 def add_reference(cfg: Config, corpus: Corpus, program: Program, mesh: Mesh) -> None:
     """Give all pairs of the corpus their log-probabilities under the model of step 0.
 
-    The mesh must be the one in use. With several processes, each calls it.
+    The mesh must be the one in use. With several processes, each calls it. An objective without a reference gets zeros,
+    at no cost.
     """
+    assert isinstance(cfg.task, Dpo)
+    parts = (*corpus.train.values(), *corpus.held_out_parts.values())
+    if not cfg.task.has_reference:
+        for part in parts:
+            part.of_pairs = [np.zeros((count, 2), np.float32) for _, count in part.stream.sizes].__getitem__
+        return
     start_time = time.perf_counter()
     params = program.new_params(cfg.seed, load_init_from(program, mesh))
     # Without an adapter the updates are 0 at step 0, so runs of other ranks may use the same files.
@@ -107,7 +115,7 @@ def add_reference(cfg: Config, corpus: Corpus, program: Program, mesh: Mesh) -> 
     info = model, program.layout.compute, str(cfg.training.seq_len), digest
     score = jax.jit(_make_score(cfg, program))
     num_computed = 0
-    for part in (*corpus.train.values(), *corpus.held_out_parts.values()):
+    for part in parts:
         key = hashlib.sha256("\0".join([*info, part.stream.fingerprint]).encode()).hexdigest()[:20]
         folder = locate_cached(cfg.loading.cache_dir, "reference", key)
         numbers = range(len(part.stream.sizes))

@@ -9,7 +9,8 @@ with the even number behind it.
 
     margin = (log p(chosen) - x) - (log p(rejected) - y)      nats: how far the policy has moved the pair apart
 
-DPO is arXiv:2305.18290, its smoothed labels arXiv:2306.14111, IPO arXiv:2310.12036.
+DPO is arXiv:2305.18290, its smoothed labels arXiv:2306.14111, IPO arXiv:2310.12036. SimPO (arXiv:2405.14734) and ORPO
+(arXiv:2403.07691) have no reference: x, y, z and w are 0.
 """
 
 from typing import NamedTuple
@@ -35,6 +36,19 @@ class Sides(NamedTuple):
     rejected: jax.Array
 
 
+class Pairs(NamedTuple):
+    """What an objective takes of the pairs of a batch."""
+
+    # How much likelier each answer has become since step 0; without a reference, its log-probability.
+    gains: Sides
+    nll: jax.Array  # mean over the tokens of the chosen answer and its prompt, nats
+
+    @property
+    def margin(self) -> jax.Array:
+        """How far the policy has moved each pair apart, nats."""
+        return self.gains.chosen - self.gains.rejected
+
+
 def preference_loss(
     model: Transformer, batch: Batch, seed: jax.Array | None = None, *, task: Dpo, chunk_size: int | str
 ) -> Loss:
@@ -44,14 +58,16 @@ def preference_loss(
         log_probs = sum_answers(per_token * batch["loss_mask"], batch)
         reference = sum_answers(batch["reference_log_probs"], batch)
         num_tokens = sum_answers(batch["loss_mask"], batch)
-        if task.objective == "ipo" or task.length_normalized:
+        if task.objective != "sigmoid" or task.length_normalized:
             log_probs, reference = (
                 Sides(*(side / jnp.maximum(count, 1) for side, count in zip(sides, num_tokens, strict=True)))
                 for sides in (log_probs, reference)
             )
-        # How much likelier each answer has become since step 0. The reference has no gradient: it is data of the batch.
+        # The reference has no gradient: it is data of the batch.
         gains = Sides(*(now - before for now, before in zip(log_probs, reference, strict=True)))
-        margin = gains.chosen - gains.rejected
+        lengths = sum_answers(jnp.ones_like(per_token), batch)  # with the prompt
+        pairs = Pairs(gains, -sum_answers(per_token, batch).chosen / jnp.maximum(lengths.chosen, 1))
+        margin = pairs.margin
         # A row has room for T / 2 pairs and has fewer; a pair of which one answer has no tokens left is none.
         is_pair = ((num_tokens.chosen > 0) & (num_tokens.rejected > 0)).astype(jnp.float32)
 
@@ -59,7 +75,7 @@ def preference_loss(
             return jnp.sum(per_pair * is_pair)
 
         penalty, block_sums = add_block_sums(blocks, jnp.sum(is_pair, 1))
-        loss = total(OBJECTIVES[task.objective](margin, task))
+        loss = total(OBJECTIVES[task.objective](pairs, task))
         sums: Sums = {
             "loss": loss,
             # Of pairs that are as far apart as at step 0, half are counted: the first step has no right order yet.
@@ -80,16 +96,30 @@ def sum_answers(x: jax.Array, batch: Batch) -> Sides:
     return Sides(*(jnp.sum(jnp.where(segments == numbers + side, x[:, None, :], 0), -1) for side in (1, 2)))
 
 
-def _sigmoid(margin: jax.Array, task: Dpo) -> jax.Array:
-    scaled, smoothing = task.beta * margin, task.label_smoothing
+def _smoothed(scaled: jax.Array, smoothing: float) -> jax.Array:
     return -(1 - smoothing) * jax.nn.log_sigmoid(scaled) - smoothing * jax.nn.log_sigmoid(-scaled)
 
 
-def _ipo(margin: jax.Array, task: Dpo) -> jax.Array:
-    return (margin - 1 / (2 * task.beta)) ** 2
+def _sigmoid(pairs: Pairs, task: Dpo) -> jax.Array:
+    return _smoothed(task.beta * pairs.margin, task.label_smoothing)
 
 
-OBJECTIVES = {"sigmoid": _sigmoid, "ipo": _ipo}
+def _ipo(pairs: Pairs, task: Dpo) -> jax.Array:
+    return (pairs.margin - 1 / (2 * task.beta)) ** 2
+
+
+def _simpo(pairs: Pairs, task: Dpo) -> jax.Array:
+    return _smoothed(task.beta * pairs.margin - task.simpo_gamma, task.label_smoothing)
+
+
+def _orpo(pairs: Pairs, task: Dpo) -> jax.Array:
+    # log(p / (1 - p)) of each side. p is 1 where a row has no pair, and may round to 1 elsewhere: log(1 - p) is kept
+    # finite, and so are its gradients.
+    chosen, rejected = (log_p - jax.nn.log1mexp(jnp.maximum(-log_p, 1e-6)) for log_p in pairs.gains)
+    return pairs.nll - task.beta * jax.nn.log_sigmoid(chosen - rejected)
+
+
+OBJECTIVES = {"sigmoid": _sigmoid, "ipo": _ipo, "simpo": _simpo, "orpo": _orpo}
 
 
 def evaluate_preferences(sums: Sums, weight: jax.Array, num_bytes: int) -> dict[str, float]:
