@@ -1,11 +1,12 @@
 """Runs of task=grpo with an environment: what their files say, the same on every mesh, after kill -9, with any tools."""
 
 import json
+import signal
 from pathlib import Path
 
 import numpy as np
 import pytest
-from support.harness import ROOT, cli_here, metrics
+from support.harness import ROOT, cli, cli_here, metrics
 from support.processes import Processes
 from support.rollouts import AGENT, ONE, WIDE
 
@@ -71,6 +72,27 @@ def test_the_files_of_a_run_agree(calm):
     assert {answer["turns"][1]["content"][0] for answer in answers if len(answer["turns"]) > 2} == {"="}
     assert {len(answer["turns"]) for answer in answers} > {1, 3}
     assert any(not answer["stopped"] for answer in answers)
+
+
+def test_a_run_killed_with_tools_that_sleep_and_die_is_the_same(calm, tmp_path, monkeypatch):
+    """Tools end their processes in each rollout; kill -9 strikes while an environment answers in step 3.
+
+    What was not saved by then runs again, with the same digits.
+    """
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT}/tests")
+    words = [*AGENT, *ONE, "training.max_steps=4", "hydra.run.dir=run", "task.environment_options={wild: true}"]
+    assert cli(*words, cwd=tmp_path).returncode == -signal.SIGKILL
+    assert (tmp_path / "struck").is_dir()
+    assert cli_here("resume=run", cwd=tmp_path).returncode == 0
+    folder = tmp_path / "run"
+    answers = samples(calm)
+    for number, answer in enumerate(samples(folder)[:32]):
+        assert answer == answers[number]
+    assert samples(folder)[-32:] == answers[-32:], "with the same bits, after kill -9"
+    expected = {line["step"]: same_numbers(line) for line in metrics(calm)}
+    lines = metrics(folder)
+    assert {line["step"]: same_numbers(line) for line in lines} == expected
+    assert sum(line["environment_lost"] for line in lines) > 0
 
 
 @pytest.mark.nightly

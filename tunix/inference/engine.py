@@ -289,6 +289,11 @@ class _Prompt:
     source: int = 0  # its row there, on its shard
 
 
+# With shapes that do not depend on time (`Engine`), texts that a data shard computes at one time.
+FIXED_BATCH = 16
+FIXED_TOKENS = 2048  # of all of them: one alone is padded to so many
+
+
 class Engine:
     """Draws the turns of many answers at one time, on rows of a cache. Each answer is known by its number.
 
@@ -321,8 +326,15 @@ class Engine:
         seed: int,
         max_length: int,
         max_rows: int | None,
+        fixed_shapes: bool = False,
     ):
-        """`max_rows` bounds the rows over the whole mesh; None: as many as there are answers."""
+        """`max_rows` bounds the rows over the whole mesh; None: as many as there are answers.
+
+        With `fixed_shapes`, which needs `max_rows`, the shapes of all programs follow from the length of a row's own
+        tokens. Programs of other shapes round in another way. So the log-probabilities of a row are the same to the
+        last bit whenever others are admitted, extended and released: that depends on how long tools take.
+        """
+        assert max_rows is not None or not fixed_shapes
         self.programs, self.weights, self.max_length = programs, weights, max_length
         self.mesh, self.num_shards = programs.mesh, programs.num_shards
         # What ends an answer is data of the programs, so that they are compiled once for all lengths and stop ids.
@@ -331,6 +343,7 @@ class Engine:
         self.stop_ids[: len(self.stop)] = sorted(self.stop)
         self.key = jax.random.key(seed)
         self.max_rows = None if max_rows is None else max(1, max_rows // self.num_shards)  # of a data shard
+        self.fixed_rows = -(-(max_rows or 0) // self.num_shards) if fixed_shapes else None  # of a data shard
         self.cache: Cache | None = None
         self.num_rows = self.num_slots = 0  # rows of a data shard, and slots of a layer without a window
         self.rows: dict[int, _Row] = {}
@@ -394,6 +407,8 @@ class Engine:
 
     def _select_num_rows(self) -> int:
         """Return how many rows of a data shard are wanted now: for those that are held, and for those that wait."""
+        if self.fixed_rows is not None:
+            return self.fixed_rows
         wanted = -(-(len(self.rows) + self._count_waiting()) // self.num_shards)
         # Answers to a prompt that is computed draw on the shard of its entries.
         for shard, prompts in enumerate(self.computed):
@@ -406,6 +421,7 @@ class Engine:
 
     def _resize(self, num_rows: int, length: int) -> None:
         """Give the cache `num_rows` rows on each data shard, and slots for rows of `length` tokens."""
+        length = length if self.fixed_rows is None else self.max_length
         num_slots = max(self.num_slots, count_slots(length, self.max_length))
         if (num_rows, num_slots) == (self.num_rows, self.num_slots):
             return
@@ -422,6 +438,17 @@ class Engine:
 
     def _list_windows(self, num_slots: int) -> list[int]:
         return self.programs.arch.model.list_windows(num_slots)
+
+    def _count_at_once(self, length: int) -> int:
+        """Return how many prompts or observations of a padded length a data shard computes at one time, at most."""
+        most = count_prefill_prompts(length)
+        if self.fixed_rows is None:
+            return most
+        return max(1, min(most, self.fixed_rows, FIXED_BATCH, FIXED_TOKENS // length))
+
+    def _share_batch(self, length: int, other: int) -> bool:
+        """Return whether texts of these lengths may be computed together."""
+        return self.fixed_rows is None or pad_prompt(length) == pad_prompt(other)
 
     # Prompts.
 
@@ -454,6 +481,8 @@ class Engine:
             return False
         longest = max(len(prompt.tokens) for prompts in chosen for prompt in prompts)
         length, count = pad_prompt(longest), pad_batch(max(map(len, chosen)))
+        if self.fixed_rows is not None:
+            count = self._count_at_once(length)
         tokens = np.zeros((self.num_shards, count, length), np.int32)
         counts = np.ones((self.num_shards, count), np.int32)  # a filler is a prompt of one token
         for shard, prompts in enumerate(chosen):
@@ -477,8 +506,11 @@ class Engine:
         while self.waiting and max(free_rows) > 0:
             # The shard with most free rows takes the next prompt, with all of its answers.
             shard = max(range(self.num_shards), key=lambda shard: free_rows[shard])
-            longest = max(longest, len(self.waiting[0].tokens))
-            if len(chosen[shard]) >= count_prefill_prompts(longest):
+            length = len(self.waiting[0].tokens)
+            if longest and not self._share_batch(longest, length):
+                break
+            longest = max(longest, length)
+            if len(chosen[shard]) >= self._count_at_once(pad_prompt(longest)):
                 break
             prompt = self.waiting.popleft()
             # Where other shards have more free rows than the prompts behind this one fill, they take answers to it, and
@@ -490,6 +522,8 @@ class Engine:
                 prompt = replace(prompt, numbers=deque(numbers[:room]))
             free_rows[shard] -= len(prompt.numbers)
             chosen[shard].append(prompt)
+        if self.fixed_rows is not None:
+            return chosen
         # Each number of prompts is a program: 1, 2, 4, 8, ... Of 11 prompts 8 are computed now, then 2, then 1.
         count = 1 << (max(map(len, chosen)).bit_length() - 1) if any(chosen) else 0
         for prompts in chosen:
@@ -508,7 +542,7 @@ class Engine:
             self.computed[shard] = [prompt for prompt in self.computed[shard] if prompt.numbers]
         if not any(begun):  # the rows that were free have been taken by prompts of another batch
             return
-        count = pad_batch(max(map(len, begun)))
+        count = pad_batch(max(map(len, begun))) if self.fixed_rows is None else self.num_rows
         source = np.zeros((self.num_shards, count), np.int32)
         rows = np.full((self.num_shards, count), self.num_rows, np.int32)
         number = np.zeros((self.num_shards, count), np.int32)
@@ -540,8 +574,10 @@ class Engine:
             by_shard: list[list[_Row]] = [[] for _ in range(self.num_shards)]
             later, longest = [], 0
             for row in extending:
-                longest_now = max(longest, 1 + len(row.observation or ()))
-                if len(by_shard[row.shard]) < count_prefill_prompts(longest_now) or not by_shard[row.shard]:
+                length = 1 + len(row.observation or ())
+                longest_now = max(longest, length)
+                has_room = len(by_shard[row.shard]) < self._count_at_once(pad_prompt(longest_now))
+                if (has_room or not by_shard[row.shard]) and self._share_batch(longest or length, length):
                     by_shard[row.shard].append(row)
                     longest = longest_now
                 else:
@@ -550,7 +586,8 @@ class Engine:
             extending = later
 
     def _extend_batch(self, by_shard: list[list[_Row]], length: int) -> None:
-        shape = self.num_shards, pad_few(max(map(len, by_shard)))
+        most = pad_few(max(map(len, by_shard)))
+        shape = self.num_shards, most if self.fixed_rows is None else self._count_at_once(length)
         tokens = np.zeros((*shape, length), np.int32)
         rows = np.full(shape, self.num_rows, np.int32)
         start, number, drawn = (np.zeros(shape, np.int32) for _ in range(3))

@@ -62,12 +62,19 @@ class Sampler:
             return self.gathering(params, as_matrices=self._fit_as_matrices(params))
 
     def engine(
-        self, params: Any, sampling: Sampling, seed: int, max_length: int, rows_at_once: int | None = None
+        self,
+        params: Any,
+        sampling: Sampling,
+        seed: int,
+        max_length: int,
+        rows_at_once: int | None = None,
+        fixed_shapes: bool = False,
     ) -> Engine:
         """Return an engine for rows of at most `max_length` tokens, prompts, observations and drawn ones together.
 
         `params` are the parameters at rest, or what `gather` made of them. `rows_at_once` limits memory: it is the
-        number of rows that are held at one time over the whole mesh; None sets no limit.
+        number of rows that are held at one time over the whole mesh; None sets no limit. `fixed_shapes` is for rows
+        that wait for tools (see `Engine`).
 
         Raises:
             UserError: `max_length` is longer than the context.
@@ -75,7 +82,7 @@ class Sampler:
         if max_length > self.context_length:
             raise UserError(f"rows of {max_length} tokens are longer than the model's context of {self.context_length}")
         weights = params if isinstance(params, Gathered) else self.gather(params)
-        return Engine(self.programs, weights, sampling, seed, max_length, rows_at_once)
+        return Engine(self.programs, weights, sampling, seed, max_length, rows_at_once, fixed_shapes)
 
     def rollout(
         self,

@@ -317,7 +317,8 @@ class Player:
         ]
         sampling = select_sampling(keys, tuple(sorted(self.encoder.stop)))
         max_length = self.max_prompt_length + keys.max_new_tokens
-        engine = sampler.engine(params, sampling, seed, max_length, rows_at_once)
+        rows = len(episodes) if rows_at_once is None else min(rows_at_once, len(episodes))
+        engine = sampler.engine(params, sampling, seed, max_length, rows, fixed_shapes=True)
         return self.play(engine, episodes, group_size, keys, rows_at_once, between_chunks)
 
     def play(
