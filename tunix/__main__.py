@@ -25,6 +25,7 @@ COMMANDS = (
     "export",
     "launch",
     "compare",
+    "samples",
     "average",
 )  # tunix.NAME
 

@@ -36,8 +36,7 @@ def run_command(section: type[S], work: Callable[[S], str | None]) -> int:
     """
     argv, name = sys.argv[1:], section.__name__.lower()
     if "--help" in argv or "-h" in argv:
-        lines = [f"  {key:24} {description}" for key, description in list_keys(section)]
-        text = "\n".join([f"python -m tunix.{name} key=value ...", "", section.__doc__ or "", "", *lines])
+        text = describe_command(section, f"python -m tunix.{name} key=value ...")
         return exits.report_errors(lambda: print(text))
     if swept := [word for word in argv if word in ("--multirun", "-m")]:
         lists = [word.replace("=", "=[", 1) + "]" for word in argv if "," in word and "[" not in word]
@@ -69,6 +68,37 @@ def run_command(section: type[S], work: Callable[[S], str | None]) -> int:
 
 def _reject(message: str) -> None:
     raise UserError(message)
+
+
+def describe_command(section: type[Section], usage: str) -> str:
+    """Return the help of a command with the keys of a section."""
+    lines = [f"  {key:24} {description}" for key, description in list_keys(section)]
+    return "\n".join([usage, "", section.__doc__ or "", "", *lines])
+
+
+def run_local(section: type[S], work: Callable[[S], str | None], first: str) -> int:
+    """Run `work` as `run_command` does, in this process alone and without jax; return the exit code.
+
+    A word without a `=` is the value of the key `first`: `python -m tunix.NAME RUN key=value`.
+    """
+    argv, name = sys.argv[1:], section.__name__.lower()
+    if "--help" in argv or "-h" in argv:
+        text = describe_command(section, f"python -m tunix.{name} {first.upper()} key=value ...")
+        return exits.report_errors(lambda: print(text))
+    print_warnings()
+
+    def run() -> None:
+        plain = [word for word in argv if "=" not in word]
+        words = [word for word in argv if "=" in word]
+        if len(plain) > 1:
+            raise UserError(f"{plain[1]}: one {first.upper()} is named already, {plain[0]}; other words are key=value")
+        given = {first: plain[0]} if plain else {}
+        # Composed with a stand-in, because the characters of a path may have a meaning in Hydra's grammar.
+        text = work(read_settings(section, [*words, *(f"{key}=given" for key in given)], given))
+        if text is not None:
+            print(text)
+
+    return exits.report_errors(run)
 
 
 def print_warnings() -> None:

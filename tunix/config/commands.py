@@ -115,6 +115,25 @@ class Generate(Sampling, ReadModel):
         return self
 
 
+class Samples(Section):
+    """Write one HTML file with the answers that a run of task=grpo has learnt from, which needs no server."""
+
+    run: str
+    """The folder of a run; the word before the keys names it: `python -m tunix.samples RUN`."""
+    against: str | None
+    """The folder of another run on the same data, whose answers to the same prompts stand beside; null for none."""
+    output: str
+    """The HTML file to write."""
+    steps: tuple[Count, ...] | None
+    """Steps to show; null takes `num_steps` of them, evenly, with the first and the last."""
+    num_steps: Count
+    """Largest number of steps that are chosen."""
+    num_groups: Count
+    """Prompts of each step with their answers; those whose rewards are furthest apart come first."""
+    max_mb: Positive
+    """Largest size of the answers in the page, in MB; the first groups of all steps come first."""
+
+
 class Evaluate(ReadWeights):
     """Measure a trained model on the data of its run, or on others: keys of training, like data=jsonl, work too."""
 
