@@ -141,6 +141,7 @@ def test_patterns_read_what_a_parser_reads():
         (["good", "against=other"], "have no prompt in common"),
         (["good", "against=dpo"], "learns task=grpo, dpo task=dpo"),
         (["good", "good"], "one RUN is named already"),
+        (["good", "--json"], "tunix.samples has no --json"),
         (["good", "num_stesp=3"], "did you mean num_steps"),
         (["good", "output=nowhere/page.html"], "there is no folder nowhere"),
         ([], "run"),
@@ -207,7 +208,7 @@ try {
       found.push(document.querySelector(".prompt").textContent);
     }
   }
-  at("search").value = "answer 3"; at("search").dispatchEvent(new Event("input"));
+  at("search").value = "x x x"; at("search").dispatchEvent(new Event("input"));
   result.textContent = JSON.stringify({prompts: found, count: at("count").textContent, script: document.scripts.length,
     images: document.images.length, title: document.title, wide: document.documentElement.scrollWidth > innerWidth,
     turns: document.querySelectorAll(".turn").length, grey: document.querySelectorAll(".unlearnt").length});
@@ -266,7 +267,7 @@ def test_in_a_browser(tmp_path):
         assert len(result["prompts"]) == 2 * len(HOSTILE)
         assert HOSTILE[0] in result["prompts"]
         assert (result["images"], result["script"], result["title"]) == (0, 3, "samples of one and two")
-        assert (result["wide"], result["count"]) == (False, f"{2 * len(HOSTILE)} prompts")
+        assert (result["wide"], result["count"]) == (False, f"{len(HOSTILE)} prompts")  # those with turns
         assert result["turns"] > 0
         assert result["grey"] > 0
 

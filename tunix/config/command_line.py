@@ -88,6 +88,8 @@ def run_local(section: type[S], work: Callable[[S], str | None], first: str) -> 
     print_warnings()
 
     def run() -> None:
+        if flags := [word for word in argv if word.startswith("-")]:
+            raise UserError(f"tunix.{name} has no {flags[0]}; `python -m tunix.{name} --help` lists its keys")
         plain = [word for word in argv if "=" not in word]
         words = [word for word in argv if "=" in word]
         if len(plain) > 1:
