@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol, Self
 
+import jax
 from jax.sharding import Mesh
 
 from tunix.base.dotted_path import import_object
@@ -145,6 +146,11 @@ class PromptFeed:
         assert isinstance(cfg.task, Grpo)
         self.cfg, self.corpus, self.program, self.mesh, task = cfg, corpus, program, mesh, cfg.task
         shape = program.batch
+        if task.staleness and jax.process_count() > 1:
+            raise UserError(
+                f"task.staleness={task.staleness} runs in one process, and this run has {jax.process_count()}: threads "
+                "of several processes would run their programs in unequal orders; set task.staleness=0"
+            )
         cycle = task.cycle(shape.num_sequences)
         if corpus.num_samples < cycle.samples:
             raise UserError(
@@ -192,7 +198,7 @@ class PromptFeed:
             else:
                 judge = make_judge(self.cfg, self.program, self.teacher)
         info = self.cfg, self.program.batch, self.samples, self.engine, reference, start, file
-        return Rollouts(*info, judge, shared)
+        return Rollouts(*info, judge, shared, last)
 
     def sum_up(self, state: dict[str, Any], evaluation: dict[str, Any], metrics: Metrics) -> None:
         """Log what the last evaluation says."""

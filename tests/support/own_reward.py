@@ -1,7 +1,9 @@
 """Rewards that users bring by dotted path, for tests."""
 
 import os
+import random
 import signal
+import time
 from pathlib import Path
 
 
@@ -31,3 +33,9 @@ def digits(prompts: list[str], completions: list[str], **columns: list) -> list[
 def places(prompts: list[str], completions: list[str], **columns: list) -> list[float]:
     """Score answers by their places in the list, whatever they say: nothing is to be learnt."""
     return [(index % 4) / 3 for index in range(len(completions))]
+
+
+def slow_letters(prompts: list[str], completions: list[str], **columns: list) -> list[float]:
+    """Score like `letters`, after a time that nobody can foresee."""
+    time.sleep(random.SystemRandom().random())
+    return letters(prompts, completions)

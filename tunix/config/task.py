@@ -4,7 +4,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from tunix.base.config_types import Count, Flag, Positive, PositiveOrZero, Section, Share, Temperature
+from tunix.base.config_types import Count, CountOrZero, Flag, Positive, PositiveOrZero, Section, Share, Temperature
 from tunix.base.dotted_path import NameOrPath, entry_of
 from tunix.base.errors import UserError, near_multiples
 from tunix.rl.environments import describe_tools, gives_reward
@@ -194,6 +194,15 @@ class Grpo(Prompted, Taught):
     """Share by which a ratio may rise."""
     max_importance: Positive | None
     """Cap of the probability in training over the one in sampling, which weights each token; null does not weight."""
+    importance: Literal["truncate", "mask", "sequence"]
+    """What task.max_importance does with one step a rollout: caps the weight of each token (truncate), leaves tokens
+    beyond it out (mask), or caps one weight of the whole answer, the product of those of its tokens (sequence)."""
+    staleness: CountOrZero
+    """Rollouts that are drawn ahead, beside learning: each by the weights that are so many rollouts older than those
+    that learn from it, always. 0 draws between steps."""
+    rollout_devices: Count | None
+    """Devices that draw answers on a mesh of their own, the last ones of each host; null draws on the mesh that
+    learns. Needs task.staleness."""
     kl: Literal["advantage", "loss"]
     """Where the divergence from the model of step 0 enters: as a penalty of each answer's reward, whose gradient is
     exact (advantage: k1), or in the loss of each token (loss: k3, http://joschu.net/blog/kl-approx.html)."""
@@ -272,6 +281,11 @@ class Grpo(Prompted, Taught):
 
     @model_validator(mode="after")
     def _check(self) -> "Grpo":
+        if self.rollout_devices is not None and not self.staleness:
+            raise ValueError(
+                f"task.rollout_devices={self.rollout_devices} would wait for the devices that learn, and they for it; "
+                "set task.staleness=1 or more"
+            )
         if not self.is_rewarded and self.teacher is None:
             hint = "" if self.environment is None else f" (task.environment={self.environment} rewards nothing itself)"
             raise ValueError(

@@ -16,7 +16,9 @@ from tunix.models.flops import forward_flops_per_token
 from tunix.sharding.arrays import bytes_per_device
 from tunix.sharding.mesh import whole_sequences
 from tunix.sharding.mesh_shape import data_shards
+from tunix.training.choices import select_rollout_sizes
 from tunix.training.program import Program
+from tunix.training.state import abstract_params
 
 # Sizes of a rollout: how its arrays are padded, and from this its compiled programs and its memory.
 #
@@ -115,6 +117,8 @@ class RolloutPlan:
     rows_at_once: int  # answers that are drawn at one time, over the whole mesh
     costs: RolloutCosts
     reference_bytes: int  # of the model of step 0, which is beside the training state in steps too
+    copy_bytes: int  # of one device that draws: weights at rest that wait for their turn (task.staleness)
+    is_apart: bool  # drawn on devices of its own (task.rollout_devices)
 
 
 def plan_rollout(program: Program, device_bytes: int | None) -> RolloutPlan:
@@ -126,7 +130,38 @@ def plan_rollout(program: Program, device_bytes: int | None) -> RolloutPlan:
     rows = min(num_answers, select_rows(program, device_bytes) or num_answers)
     costs = _derive_costs_of_run(program, rows, device_bytes)
     max_prompt_length = _find_max_prompt_length(program.cfg)
-    return RolloutPlan(cycle.samples, max_prompt_length, cycle.steps, rows, costs, count_reference_bytes(program))
+    return RolloutPlan(
+        cycle.samples,
+        max_prompt_length,
+        cycle.steps,
+        rows,
+        costs,
+        count_reference_bytes(program),
+        count_copy_bytes(program),
+        task.rollout_devices is not None,
+    )
+
+
+def find_rollout_mesh(program: Program) -> Mesh | AbstractMesh:
+    """Return the mesh that draws answers: that of the program, or one of task.rollout_devices, which need not exist.
+
+    One host is assumed: several processes are refused.
+    """
+    task = program.cfg.task
+    assert isinstance(task, Grpo)
+    if task.rollout_devices is None:
+        return program.mesh
+    sizes = select_rollout_sizes(program.cfg, program.mesh.shape, task.rollout_devices)
+    return program.abstract_mesh.update(axis_sizes=tuple(sizes[axis] for axis in program.mesh.axis_names))
+
+
+def count_copy_bytes(program: Program) -> int:
+    """Return the bytes of one device that draws for the copies of weights that wait there, as the mesh at rest has
+    them."""
+    task, mesh = program.cfg.task, find_rollout_mesh(program)
+    assert isinstance(task, Grpo)
+    copies = task.staleness + 1 if task.staleness else 0
+    return copies * bytes_per_device(abstract_params(program.arch, mesh))
 
 
 def count_reference_bytes(program: Program) -> int:
@@ -167,9 +202,11 @@ def select_rows(program: Program, device_bytes: int | None) -> int | None:
         return task.rollout_rows
     if device_bytes is None:
         return None
-    others = bytes_per_device(program.abstract) + count_reference_bytes(program) + count_teacher_bytes(program)
+    others = count_copy_bytes(program)
+    if task.rollout_devices is None:  # else nothing of learning is there
+        others += bytes_per_device(program.abstract) + count_reference_bytes(program) + count_teacher_bytes(program)
     free = USABLE * device_bytes - others
-    shards = data_shards(whole_sequences(program.mesh).shape)
+    shards = data_shards(whole_sequences(find_rollout_mesh(program)).shape)
     count = pad_rows(math.ceil(task.cycle(program.batch.num_sequences).samples * task.group_size / shards))
     # The sizes of `pad_rows` are tried: 16, 12, 8, 6, 4, 2, 1.
     while count > 1 and _derive_costs_of_run(program, count * shards, device_bytes).memory > free:
@@ -187,7 +224,7 @@ def _derive_costs_of_run(program: Program, rows: int, device_bytes: int | None) 
     assert isinstance(cfg.task, Grpo)
     prompts = cfg.task.cycle(program.batch.num_sequences).samples
     sizes = cfg.task.group_size, _find_max_prompt_length(cfg), cfg.sampling.max_new_tokens
-    return derive_rollout_costs(program, rows, prompts, *sizes, device_bytes)
+    return derive_rollout_costs(program, rows, prompts, *sizes, device_bytes, find_rollout_mesh(program))
 
 
 def derive_rollout_costs(
@@ -198,13 +235,14 @@ def derive_rollout_costs(
     max_prompt_length: int,
     max_new_tokens: int,
     device_bytes: int | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
 ) -> RolloutCosts:
     """Return the costs of answers to `num_prompts` prompts, of which `rows_at_once` are drawn at one time.
 
     Prompts have at most `max_prompt_length` tokens. `device_bytes` is the memory of a device, if it is known: it
-    decides in which form quantized weights are used.
+    decides in which form quantized weights are used. They are drawn on `mesh`, or else on that of the program.
     """
-    mesh, layout = whole_sequences(program.mesh), program.layout.for_generation()
+    mesh, layout = whole_sequences(mesh or program.mesh), program.layout.for_generation()
     shards = data_shards(mesh.shape)
     rows = pad_rows(math.ceil(rows_at_once / shards))
     answers = num_prompts * answers_per_prompt / shards  # of a data shard

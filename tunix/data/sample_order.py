@@ -37,6 +37,7 @@ class Position:
     tokenizer: str  # digest
     source_tokens: dict[str, int] = field(default_factory=dict)  # of a mixture: tokens of each source so far
     left_out: list[list[int]] = field(default_factory=list)  # samples [first, end) that no step took
+    waiting: str = ""  # answers that were drawn ahead (rl/ahead.py)
 
     @property
     def num_samples(self) -> int:

@@ -13,7 +13,7 @@ from tunix.config import command_line, compose
 from tunix.config.compose import add_search_path
 from tunix.costs.devices import read_topology
 from tunix.plan import report
-from tunix.plan.ranking import describe_no_fit, rank
+from tunix.plan.ranking import describe_no_fit, leave_to_learning, rank
 from tunix.processes import exits
 
 
@@ -29,7 +29,7 @@ def main() -> int:
         cluster = read_topology(cfg.plan.topology, cfg.plan.network)
         # A folder is refused now, and not after minutes of compiling.
         folder = report.find_folder(cfg.plan.output) if cfg.plan.output is not None else None
-        ranking = rank(cfg, cluster, lambda line: print(line, file=sys.stderr))
+        ranking = rank(cfg, leave_to_learning(cfg, cluster), lambda line: print(line, file=sys.stderr))
         show = report.format_json if args.json else report.format_text
         print(show(ranking, cluster, overrides))
         if not ranking.fit:

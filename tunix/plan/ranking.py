@@ -33,7 +33,7 @@ from tunix.plan.compile import WORKERS, Compiled, compile_all
 from tunix.plan.derived_time import derive_time, resolve_exchange
 from tunix.processes import peers
 from tunix.sharding.mesh_shape import format_mesh_shape, meshes, resolve, token_shards
-from tunix.training.choices import Choices, Planned
+from tunix.training.choices import Choices, Planned, check_rollout_devices, split_devices
 from tunix.training.program import check_on_mesh
 
 log = logging.getLogger(__name__)
@@ -113,7 +113,8 @@ REMAT_THAT_FITS = "dots"
 class Candidate:
     """A mesh, the costs of a step on it, and the predicted time.
 
-    Its memory is that of the step or of a rollout, whichever is larger; its time is both, one after the other.
+    Its memory is that of the step or of a rollout, whichever is larger; its time is both, one after the other, or the
+    longer one where answers are drawn on devices of their own.
     """
 
     sizes: dict[str, int]  # devices along each mesh axis
@@ -153,20 +154,29 @@ class Candidate:
 
     @property
     def memory(self) -> int:
+        return max(self._step_memory, self.rollout_memory)
+
+    @property
+    def _step_memory(self) -> int:
         step = self.costs.memory
         if self.compiled:  # which knows a teacher only where the step takes it
             step = self.compiled.memory + (0 if self._teacher_in_step else self.teacher_bytes)
         # What a stage of the batch takes beyond the batch behind it is derived.
         more = max((stage.costs.memory - self.costs.memory for stage in self.stages), default=0)
-        return max(step + max(0, more) + self.reference_bytes, self.rollout_memory)
+        return step + max(0, more) + self.reference_bytes
 
     @property
     def rollout_memory(self) -> int:
         """Bytes of one device in a rollout: what rests there, and what the rollout needs beside it; 0 without one."""
         if self.rollout is None:
             return 0
+        drawing = self.rollout.costs.memory + self.rollout.copy_bytes
+        if self.rollout.is_apart:  # on devices of its own
+            return drawing
+        if self.rollout.copy_bytes:  # beside a step
+            return self._step_memory + drawing
         state = self.costs.num_bytes["weights"] + self.costs.num_bytes["optimizer"] + self.teacher_bytes
-        return state + self.reference_bytes + self.rollout.costs.memory
+        return state + self.reference_bytes + drawing
 
     @property
     def _teacher_in_step(self) -> bool:
@@ -195,7 +205,9 @@ class Candidate:
 
     @property
     def tokens_per_s(self) -> float:
-        return self.costs.tokens_per_step / (self.time.step_s + self.rollout_s)
+        beside = self.rollout is not None and self.rollout.is_apart
+        seconds = max(self.time.step_s, self.rollout_s) if beside else self.time.step_s + self.rollout_s
+        return self.costs.tokens_per_step / seconds
 
     @property
     def mfu(self) -> float:
@@ -280,6 +292,18 @@ class Ranking:
     open_key: str | None = None  # key of `training` whose value each mesh chose for itself
     limit_key: str = "plan.memory_share"  # the key that sets the limit
     chooses_remat: bool = False  # each mesh chose its `training.remat`
+
+
+def leave_to_learning(cfg: Config, cluster: Cluster) -> Cluster:
+    """Return the cluster without the devices of task.rollout_devices.
+
+    Raises:
+        UserError: they would be all of a node's, or nodes would be several.
+    """
+    per_node = check_rollout_devices(cfg, cluster.per_node)
+    if per_node < cluster.per_node and cluster.num_nodes > 1:
+        raise UserError(f"task.rollout_devices and task.staleness run in one process, not on {cluster.num_nodes} nodes")
+    return replace(cluster, per_node=per_node)
 
 
 def rank(cfg: Config, cluster: Cluster, progress: Callable[[str], None] = lambda line: None) -> Ranking:
@@ -540,7 +564,12 @@ def _select(cfg: Config, cluster: Cluster) -> dict:
 
 def _resolve_mesh(cfg: Config) -> dict[str, int]:
     """Return the sizes of this run's mesh, also where they are `auto` or -1."""
-    return resolve(cfg.model.mesh_shape, jax.device_count(), cfg.dims, cfg.distributed.allow_idle_devices)
+    return resolve(cfg.model.mesh_shape, _count_devices(cfg), cfg.dims, cfg.distributed.allow_idle_devices)
+
+
+def _count_devices(cfg: Config) -> int:
+    """Return how many devices of this run learn."""
+    return len(split_devices(cfg, jax.devices())[0])
 
 
 def _describe_cluster(cfg: Config) -> Cluster:
@@ -548,7 +577,7 @@ def _describe_cluster(cfg: Config) -> Cluster:
     kind = find_kind(jax.devices()[0].device_kind) or read_topology(cfg.plan.topology).kind
     if cfg.plan.network:
         kind = replace_network(kind, cfg.plan.network)
-    num_devices = jax.device_count()
+    num_devices = _count_devices(cfg)
     if not isinstance(cfg.model.mesh_shape, str) and -1 not in cfg.model.mesh_shape[0]:
         num_devices = math.prod(cfg.model.mesh_shape[0])  # other devices stay idle, if that is allowed
     per_node = max(1, num_devices // len(set(peers.hosts())))

@@ -20,10 +20,12 @@ import hashlib
 import json
 import logging
 import math
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,12 +49,14 @@ from tunix.inference.rollout import Request, Sampler
 from tunix.inference.sampling import find_stop_ids, select_sampling
 from tunix.processes import peers, watchdog
 from tunix.processes.watchdog import Watchdog
+from tunix.rl.ahead import Drawn, RolloutsAhead, pack, unpack
 from tunix.rl.environment_pool import EnvironmentPool
 from tunix.rl.episodes import Played, Player, credit_turns
 from tunix.rl.scoring import Scorer, Scores
 from tunix.run.folder import find_model_files
 from tunix.run.metrics import Metrics
 from tunix.sharding.arrays import local_rows, to_global
+from tunix.training.choices import build_rollout_mesh
 from tunix.training.program import Program
 
 log = logging.getLogger(__name__)
@@ -242,11 +246,14 @@ class RolloutEngine:
         """
         assert isinstance(cfg.task, Grpo)
         self.mesh, self.vocab, self.scorer, self.watchdog = mesh, corpus.vocab, scorer, watchdog
+        self.rollout_mesh = build_rollout_mesh(cfg, mesh)
+        # Held-out prompts are answered while answers are drawn ahead: environments and rewards serve one at a time.
+        self.turn = threading.Lock()
         # The number of rows is the shape of a program that all processes run together, so they must agree on it. If
         # one of them does not know its memory (None), as on CPUs, nothing limits the size but task.rollout_rows.
         known = [json.loads(text) for text in peers.gather(json.dumps(read_device_bytes()), "memory of a device")]
         self.rows_at_once = select_rows(program, None if None in known else min(known))
-        self.sampler = Sampler(program.arch, cfg.model.context_length, mesh)
+        self.sampler = Sampler(program.arch, cfg.model.context_length, self.rollout_mesh)
         folder = None if cfg.model.init_from is None else find_model_files(cfg.model.init_from)
         self.stop = find_stop_ids(corpus.vocab, cfg.sampling.stop, folder)
         self.player = (
@@ -263,31 +270,47 @@ class RolloutEngine:
         group_size: int,
         seed: int,
         between_chunks: Callable[[], None] | None = None,
+        beside: bool = False,
     ) -> RolloutGroup:
         """Draw `group_size` answers to each prompt with parameters at rest, and score them.
 
         `between_chunks` is called from time to time while answers are drawn (see `Sampler.rollout`), and once more
-        before they are scored.
+        before they are scored. `beside` says that another thread than the main one calls.
         """
+        with self.turn:
+            return self._ask(params, prompts, keys, group_size, seed, between_chunks, beside)
+
+    def _ask(
+        self,
+        params: Any,
+        prompts: list[Prompt],
+        keys: SamplingKeys,
+        group_size: int,
+        seed: int,
+        between_chunks: Callable[[], None] | None,
+        beside: bool,
+    ) -> RolloutGroup:
         start_time = time.perf_counter()
         played = None
         if self.player is None:
             sampling = select_sampling(keys, self.stop)
             request = Request([prompt.tokens for prompt in prompts], group_size, seed)
-            answers = self.sampler.rollout(params, request, sampling, self.rows_at_once, between_chunks)
+            with jax.set_mesh(self.rollout_mesh):
+                answers = self.sampler.rollout(params, request, sampling, self.rows_at_once, between_chunks)
             texts = self.vocab.backend.decode_batch([answer.text_tokens for answer in answers])
         else:
             seeds = [derive_seed(seed, "environment", index) for index in range(len(prompts))]
             rows = self.rows_at_once
-            played = self.player.rollout(
-                self.sampler, params, prompts, keys, seed, seeds, group_size, rows, between_chunks
-            )
+            with jax.set_mesh(self.rollout_mesh):
+                played = self.player.rollout(
+                    self.sampler, params, prompts, keys, seed, seeds, group_size, rows, between_chunks
+                )
             answers = [episode.to_answer() for episode in played.episodes]
             texts = [self.vocab.backend.decode(answer.tokens, skip_special_tokens=False) for answer in answers]
         if between_chunks is not None:
             between_chunks()
         rollout_s = time.perf_counter() - start_time
-        with self.watchdog.phase("scoring answers"):
+        with nullcontext() if beside else self.watchdog.phase("scoring answers"):
             scores = score_together(self.scorer, prompts, texts, group_size, played)
         return RolloutGroup(prompts, answers, texts, scores, rollout_s, played)
 
@@ -413,11 +436,12 @@ class Rollouts:
         file: SamplesFile | None,
         judge: Callable[[Batch], jax.Array] | None = None,
         shared: Batch | None = None,
+        last: int = 0,
     ):
         """`reference` is None where task.kl_coefficient is 0; `file` gets the answers, if there is one.
 
         `judge` gives log-probabilities [A, B, T] under a teacher that scores tokens; `shared` is what all microbatches
-        share: a teacher in the loss.
+        share: a teacher in the loss. `last` is the last step, beyond which nothing is drawn ahead.
         """
         assert isinstance(cfg.task, Grpo)
         self.cfg, self.task, self.prompts, self.engine, self.mesh = cfg, cfg.task, samples, engine, engine.mesh
@@ -429,6 +453,14 @@ class Rollouts:
         self.rows = local_rows(self.mesh, self.shape.num_rows)  # of B, those of this process
         self.trend = RewardTrend(self.cycle.steps)
         self.batches: list[Batch] = []  # of the newest rollout, one for each step of a pass
+        self.ahead: RolloutsAhead | None = None
+        if self.task.staleness:
+            first_steps = range(start.step + 1, last + 1, self.cycle.steps)
+            waiting = unpack(start.waiting, self.task, self._prompts_of)
+            waiting = {step: drawn for step, drawn in waiting.items() if self._fits(step, drawn)}
+            info = self._draw_ahead, engine.rollout_mesh, first_steps, self.task.staleness, waiting
+            self.ahead, self.waits_for_state = RolloutsAhead(*info), False
+        self.is_closed = False
 
     def next(self, state: dict[str, Any]) -> tuple[Batch, Numbers]:
         """Return the batch of the next step; the first step of a rollout draws answers with the parameters of `state`.
@@ -449,7 +481,8 @@ class Rollouts:
 
     def after(self, step: int) -> Position:
         """Return the position after `step`; within a rollout, the one after all of it."""
-        return self.prompts.position_after(step, self.start, self.data_schedule)
+        position = self.prompts.position_after(step, self.start, self.data_schedule)
+        return position if self.ahead is None else replace(position, waiting=pack(self.ahead.wait(step)))
 
     def samples(self, step: int) -> range:
         return self.data_schedule.samples(step)
@@ -459,19 +492,59 @@ class Rollouts:
         return (step - self.start.step) % self.cycle.steps == 0
 
     def close(self) -> None:
+        self.is_closed = True
+        if self.ahead is not None:
+            self.ahead.close()
         if self.file is not None:
             self.file.close()
 
+    def _ask(self, params: Any, first_step: int) -> tuple[int, RolloutGroup, float, int]:
+        """Return the first sample of the rollout that begins with a step, its answers, the seconds that the step waits
+        for its data, and the step after which the weights were that drew it."""
+        start_time = time.perf_counter()
+        samples = self.data_schedule.samples(first_step)
+        prompts = [self.prompts[number] for number in samples]
+        if self.ahead is None:
+            data_wait_s = time.perf_counter() - start_time
+            seed = derive_seed(self.cfg.seed, "rollout", samples.start)
+            size = self.task.group_size
+            rollouts = self.engine.ask(params, prompts, self.cfg.sampling, size, seed, self._stop_if_requested)
+            return samples.start, rollouts, data_wait_s, first_step - 1
+        drawn = self.ahead.take(params, first_step)
+        rollouts = RolloutGroup(prompts, drawn.answers, drawn.texts, drawn.scores, drawn.rollout_s, drawn.played)
+        return samples.start, rollouts, time.perf_counter() - start_time, drawn.weights_step
+
+    def _draw_ahead(self, params: Any, first_step: int) -> Drawn:
+        """Draw and score the rollout that begins with a step, in another thread than the main one."""
+        samples = self.data_schedule.samples(first_step)
+        prompts, seed = (
+            [self.prompts[number] for number in samples],
+            derive_seed(self.cfg.seed, "rollout", samples.start),
+        )
+        sampling, size = self.cfg.sampling, self.task.group_size
+        rollouts = self.engine.ask(params, prompts, sampling, size, seed, self._stop_if_closed, beside=True)
+        return Drawn(0, rollouts.answers, rollouts.texts, rollouts.scores, rollouts.rollout_s, rollouts.played)
+
+    def _prompts_of(self, first_step: int) -> list[Prompt]:
+        return [self.prompts[number] for number in self.data_schedule.samples(first_step)]
+
+    def _fits(self, first_step: int, drawn: Drawn) -> bool:
+        """Return whether a rollout of a checkpoint has the answers and the rewards that this run asks for."""
+        labels = {term.label for term in self.task.rewards}
+        fits = len(drawn.answers) == self.cycle.samples * self.task.group_size and labels <= drawn.scores.values.keys()
+        if not fits:
+            log.warning(
+                "the answers that wait for step %d were drawn for another batch: they are drawn anew", first_step
+            )
+        return fits
+
+    def _stop_if_closed(self) -> None:
+        if self.is_closed:
+            raise Stopped("given up: the run has ended while answers were drawn ahead")
+
     def _generate_and_score(self, params: Any) -> tuple[list[Batch], Numbers]:
         """Draw and score answers; return a batch for each step of one pass, and numbers of all answers."""
-        start_time = time.perf_counter()
-        samples = self.data_schedule.samples(self.step + 1)
-        first, prompts = samples.start, [self.prompts[number] for number in samples]
-        data_wait_s = time.perf_counter() - start_time
-        seed = derive_seed(self.cfg.seed, "rollout", first)
-        rollouts = self.engine.ask(
-            params, prompts, self.cfg.sampling, self.task.group_size, seed, self._stop_if_requested
-        )
+        first, rollouts, data_wait_s, weights_step = self._ask(params, self.step + 1)
         rewards = rollouts.totals
         if self.task.truncated == "zero":
             rewards = np.where(rollouts.stopped, rewards, 0.0)
@@ -492,6 +565,7 @@ class Rollouts:
         numbers = rollouts.numbers() | {
             **({"no_signal": float(1 - signal.mean())} if self.task.is_rewarded else {}),
             **({"teacher_kl": float(np.mean(gaps))} if self.judge else {}),
+            **({"staleness": self.step - weights_step} if self.ahead else {}),
             "data_wait_s": data_wait_s,
             "rollout_s": rollouts.rollout_s,
             "rollout_tokens_per_s": num_tokens / rollouts.rollout_s,

@@ -17,7 +17,7 @@ from tunix.config.saved_runs import find_run, split_step
 from tunix.config.task import Grpo, Taught
 from tunix.config.training import read_steps
 from tunix.costs.communication import count_microbatch_rows
-from tunix.costs.rollout import plan_rollout, read_device_bytes
+from tunix.costs.rollout import find_rollout_mesh, plan_rollout, read_device_bytes
 from tunix.costs.step import count_teacher_bytes, derive_costs
 from tunix.data.prompts import AnyCorpus
 from tunix.huggingface.config_json import read_num_rows
@@ -334,6 +334,13 @@ def _describe_rollout(program: Program, task: Grpo) -> dict[str, str]:
     costs = rollout.costs
     parts = " + ".join(f"{name} {size / 2**30:.3f}" for name, size in costs.num_bytes.items())
     rows = {}
+    if task.staleness:
+        drawing = find_rollout_mesh(program)
+        where = f"{format_mesh_shape(drawing.shape)}, the last devices" if rollout.is_apart else "the mesh of training"
+        rows["drawn ahead"] = (
+            f"{task.staleness} rollout(s) beside learning, on {where}, by weights {task.staleness * rollout.steps} "
+            f"step(s) old; copies of weights {rollout.copy_bytes / 2**30:.3f} GiB (task.staleness={task.staleness})"
+        )
     if rollout.reference_bytes:
         rows["reference"] = (
             f"{rollout.reference_bytes / 2**30:.3f} GiB beside the state: the model of step 0 in "

@@ -12,6 +12,7 @@ from tunix.base.errors import UserError
 from tunix.config import Config, Model, Training, list_dims
 from tunix.config.batch import BatchKeys, BatchShape, PipelineShape
 from tunix.config.layers import ExpertsMlp
+from tunix.config.task import Grpo
 from tunix.config.training import REMAT, REMAT_BY_PLATFORM
 from tunix.models.context_parallel import select_exchange
 from tunix.models.expert_parallel import check_expert_exchange, select_expert_exchange
@@ -19,7 +20,7 @@ from tunix.models.kernels import Choice, choose_kernels, select_expert_matmul
 from tunix.models.remat import Remat
 from tunix.sharding.layout import STRATEGIES, Layout
 from tunix.sharding.mesh import device_mesh
-from tunix.sharding.mesh_shape import data_shards, num_stages, unsplit_dims
+from tunix.sharding.mesh_shape import check_divides, data_shards, num_stages, unsplit_dims
 from tunix.sharding.table import data_axes, keeping_axes
 
 log = logging.getLogger(__name__)
@@ -91,7 +92,66 @@ def select(
 def build_mesh(cfg: Config, devices: Sequence[jax.Device] | None = None, planned: Planned | None = None) -> Mesh:
     """Return the mesh of a run; see `device_mesh`."""
     mesh_shape = (planned or Planned.of(cfg)).mesh_shape
+    devices = split_devices(cfg, jax.devices())[0] if devices is None else devices
     return device_mesh(mesh_shape, cfg.dims, cfg.distributed.allow_idle_devices, devices)
+
+
+def split_devices(cfg: Config, devices: Sequence[jax.Device]) -> tuple[list[jax.Device], list[jax.Device]]:
+    """Return the devices of a run that learn, and those of task.rollout_devices: the last ones of each host.
+
+    Raises:
+        UserError: no device of a host would be left to learn.
+    """
+    count = cfg.task.rollout_devices if isinstance(cfg.task, Grpo) else None
+    if count is None:
+        return list(devices), []
+    learning: list[jax.Device] = []
+    drawing: list[jax.Device] = []
+    for host in dict.fromkeys(device.process_index for device in devices):
+        local = [device for device in devices if device.process_index == host]
+        check_rollout_devices(cfg, len(local))
+        learning += local[:-count]
+        drawing += local[-count:]
+    return learning, drawing
+
+
+def check_rollout_devices(cfg: Config, per_host: int) -> int:
+    """Return how many of the devices of a host learn; raise `UserError` where none does."""
+    count = cfg.task.rollout_devices if isinstance(cfg.task, Grpo) else None
+    if count is not None and count >= per_host:
+        raise UserError(
+            f"task.rollout_devices={count} leaves none of {per_host} device(s) of a host to learn; lower it, or set it "
+            "to null: then the same devices learn and draw"
+        )
+    return per_host - (count or 0)
+
+
+def build_rollout_mesh(cfg: Config, mesh: Mesh) -> Mesh:
+    """Return the mesh that draws answers: that of training, or one of task.rollout_devices.
+
+    Raises:
+        UserError: the model does not fit that mesh.
+    """
+    drawing = split_devices(cfg, jax.devices())[1]
+    if not drawing:
+        return mesh
+    sizes = select_rollout_sizes(cfg, mesh.shape, len(drawing))
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=mesh.axis_types, devices=drawing)
+
+
+def select_rollout_sizes(cfg: Config, sizes: Mapping[str, int], num_devices: int) -> dict[str, int]:
+    """Return the sizes of the axes of a mesh that draws answers on devices of its own.
+
+    tp stays as it is where it divides the devices; the others split sequences, and keep weights between two uses.
+    """
+    tp = sizes["tp"] if num_devices % sizes["tp"] == 0 else 1
+    keeping = keeping_axes()[0]
+    rollout_sizes = {**dict.fromkeys(sizes, 1), "tp": tp, keeping: num_devices // tp}
+    try:
+        check_divides(cfg.model.dims, rollout_sizes)
+    except UserError as error:
+        raise UserError(f"task.rollout_devices={num_devices}: {error}") from None
+    return rollout_sizes
 
 
 def find_device(mesh: Mesh | AbstractMesh) -> AbstractDevice | None:

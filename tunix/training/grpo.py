@@ -118,7 +118,7 @@ def compute_gains(log_probs: jax.Array, batch: Batch, task: Grpo) -> Gains:
         gain = jnp.minimum(bounded * advantages, clipped * advantages)
     # The sampler's rounding makes q unlike p. A weight p / q corrects for it, and its bound keeps the variance small.
     if task.on_policy and max_ratio is not None:
-        gain = gain * jnp.minimum(jnp.exp(masked(now - sampled)), max_ratio)
+        gain = gain * IMPORTANCE[task.importance](masked(now - sampled), max_ratio)
     kl = _estimate_kl(masked(batch["reference_log_probs"] - log_probs)) if task.kl_coefficient else None
     if kl is not None and task.kl == "loss":
         gain = gain - task.kl_coefficient * kl
@@ -127,6 +127,26 @@ def compute_gains(log_probs: jax.Array, batch: Batch, task: Grpo) -> Gains:
     outside = ((ratio > clipped) & (advantages > 0)) | ((ratio < clipped) & (advantages < 0))
     gap = jnp.abs(masked(now - sampled))
     return Gains(masked(gain), masked(ratio), masked(outside.astype(jnp.float32)), gap, kl)
+
+
+def _truncate(log_weights: jax.Array, largest: float) -> jax.Array:
+    """Return the weights [B, T] of tokens, capped; `log_weights` is 0 where there is no token of an answer."""
+    return jnp.minimum(jnp.exp(log_weights), largest)
+
+
+def _mask(log_weights: jax.Array, largest: float) -> jax.Array:
+    """Return the weights [B, T] of tokens, 0 where one is larger."""
+    weights = jnp.exp(log_weights)
+    return jnp.where(weights > largest, 0.0, weights)
+
+
+def _weigh_sequences(log_weights: jax.Array, largest: float) -> jax.Array:
+    """Return the weight of each whole answer for all of its tokens, [B, 1], capped."""
+    return jnp.minimum(jnp.exp(jnp.sum(log_weights, axis=1, keepdims=True)), largest)
+
+
+# Weights p / q of tokens, by the value of task.importance: (log p - log q [B, T], largest weight) -> [B, T] or [B, 1].
+IMPORTANCE = {"truncate": _truncate, "mask": _mask, "sequence": _weigh_sequences}
 
 
 def weigh_answers(mask: jax.Array, task: Grpo, max_new_tokens: int) -> tuple[jax.Array, jax.Array]:

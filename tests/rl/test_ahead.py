@@ -1,0 +1,167 @@
+"""Rollouts drawn ahead: weights of a fixed age, whatever takes how long, on devices of their own, after a resume too."""
+
+import json
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from support.harness import metrics
+from support.rollouts import AGENT, TASK
+
+import tunix
+from tunix.base.errors import UserError
+from tunix.batch_sources import PromptFeed
+from tunix.config.compose import compose
+from tunix.costs.devices import read_topology
+from tunix.data.prompts import Prompt
+from tunix.inference.engine import Answer
+from tunix.plan.ranking import leave_to_learning, rank
+from tunix.rl.ahead import Drawn, RolloutsAhead, pack, unpack
+from tunix.rl.episodes import Episode, Played
+from tunix.rl.scoring import Scores
+from tunix.training.choices import build_mesh, build_rollout_mesh
+from tunix.training.grpo import IMPORTANCE
+
+APART = "model.mesh_shape=[[2],[fsdp]]", "distributed.allow_idle_devices=true", "training.micro_batch_size=4"
+WORDS = [
+    *TASK, *APART, "task.staleness=2", "task.rollout_devices=2", "evaluation.every_steps=4",
+    "checkpoint.save_every_steps=2", "checkpoint.max_to_keep=9", "training.max_steps=5",
+]  # fmt: skip
+
+
+def read(folder: Path) -> tuple[list[dict], list[tuple]]:
+    """Numbers that no time changes, of each step, and its answers."""
+    names = "loss", "grad_norm", "reward", "mismatch", "mismatch_max", "staleness", "entropy"
+    lines = [{"step": line["step"]} | {name: line[name] for name in names} for line in metrics(folder)]
+    samples = map(json.loads, (folder / "samples.jsonl").read_text().splitlines())
+    return lines, [(answer["step"], answer["tokens"], answer["log_probabilities"]) for answer in samples]
+
+
+@pytest.fixture(scope="module")
+def ahead(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("ahead") / "run"
+    tunix.train([*WORDS, f"hydra.run.dir={folder}"])
+    return folder
+
+
+def test_weights_have_a_fixed_age(ahead):
+    lines, answers = read(ahead)
+    assert [line["staleness"] for line in lines] == [0, 1, 2, 2, 2]
+    assert lines[0]["mismatch_max"] < 1e-5
+    assert all(line["mismatch"] > 1e-5 for line in lines[1:])  # the weights have moved since the answers were drawn
+    assert [step for step, *_ in answers] == [step for step in range(1, 6) for _ in range(16)]
+    report = (ahead / "train.log").read_text()
+    assert '2 rollout(s) beside learning, on [[2],["fsdp"]], the last devices, by weights 2 step(s) old' in report
+
+
+def test_a_resumed_run_learns_from_the_same_answers(ahead):
+    """Also where the answers that waited are drawn and scored at other times."""
+    before, drawn = read(ahead)
+    tunix.train([f"resume={ahead}/checkpoints/2"])
+    after, again = read(ahead)
+    first, *_ = [line for line in metrics(ahead, "held_out") if line["step"] == 4]
+    assert all(line["reward"] == first["reward"] for line in metrics(ahead, "held_out") if line["step"] == 4)
+    assert after[5:] == before[2:]
+    assert again[80:] == drawn[32:]
+
+
+@pytest.mark.nightly
+def test_no_time_changes_a_token(ahead, tmp_path):
+    """Rewards wait for random times; the same devices learn and draw."""
+    folder = tmp_path / "run"
+    words = [word for word in WORDS if "rollout_devices" not in word]
+    tunix.train([*words, "task.rewards=[support.own_reward:slow_letters]", f"hydra.run.dir={folder}"])
+    (lines, answers), (expected, drawn) = read(folder), read(ahead)
+    assert [(step, tokens) for step, tokens, _ in answers[:80]] == [(step, tokens) for step, tokens, _ in drawn[:80]]
+    for line, other in zip(lines, expected, strict=False):
+        assert line["loss"] == pytest.approx(other["loss"], rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.nightly
+def test_episodes_wait_too(tmp_path):
+    """With their turns: a resumed run learns from the same ones."""
+    folder = tmp_path / "run"
+    words = ["task.staleness=1", "training.max_steps=3", "checkpoint.max_to_keep=9", "checkpoint.save_every_steps=2"]
+    tunix.train([*AGENT, *APART, *words, "evaluation.every_steps=2", f"hydra.run.dir={folder}"])
+    before, drawn = read(folder)
+    tunix.train([f"resume={folder}/checkpoints/2"])
+    after, again = read(folder)
+    assert [line["staleness"] for line in before] == [0, 1, 1]
+    assert after[3:] == before[2:]
+    assert again[48:] == drawn[32:]
+
+
+def test_the_order_of_work():
+    """Each rollout gets the weights of its time, though the first ones take longest; a checkpoint keeps those that wait."""
+    cfg = compose([*TASK, *APART]).config
+    mesh, task, prompts = build_mesh(cfg), cfg.task, [Prompt([1], "a", {})]
+
+    def draw(params, first_step):
+        time.sleep(0.02 * (first_step < 4))
+        answer = Answer([int(params["w"])], [-0.1], [-1 / 3], True)
+        turns, spans = [{"role": "assistant", "content": "b"}], [(0, 1)]
+        episode = Episode(0, prompts[0], 5, [1], answer.tokens, [True], [-0.1], [-1 / 3], turns, spans, [0.5])
+        scores = Scores({"a": [1.0]}, [1.0], {"a": 0}, 0.1)
+        return Drawn(0, [answer], ["b"], scores, 1.0, Played([episode], 0.1, 0, task))
+
+    def weights(step):
+        return {"w": jax.device_put(jnp.full((), step), NamedSharding(mesh, jax.P()))}
+
+    def tokens(drawn):
+        return drawn.weights_step, drawn.answers[0].tokens
+
+    rollouts = RolloutsAhead(draw, mesh, range(1, 9), 2, {})
+    taken = [tokens(rollouts.take(weights(step), step + 1)) for step in range(5)]
+    assert taken == [(0, [0]), (0, [0]), (0, [0]), (1, [1]), (2, [2])]
+    waiting = unpack(pack(rollouts.wait(4)), task, lambda step: prompts)
+    assert waiting == rollouts.wait(4)
+    assert {step: tokens(drawn) for step, drawn in waiting.items()} == {5: (2, [2]), 6: (3, [3])}
+    resumed = RolloutsAhead(draw, mesh, range(5, 9), 2, waiting)
+    again = [tokens(resumed.take(weights(step), step + 1)) for step in range(4, 8)]
+    assert again == [(2, [2]), (3, [3]), (4, [4]), (5, [5])]
+    for each in (rollouts, resumed):
+        each.close()
+
+
+def test_weights_of_importance():
+    logs = jnp.log(jnp.array([[0.5, 3.0, 1.0], [1.5, 1.5, 1.0]]))
+    np.testing.assert_allclose(IMPORTANCE["truncate"](logs, 2.0), [[0.5, 2, 1], [1.5, 1.5, 1]], rtol=1e-6)
+    np.testing.assert_allclose(IMPORTANCE["mask"](logs, 2.0), [[0.5, 0, 1], [1.5, 1.5, 1]], rtol=1e-6)
+    np.testing.assert_allclose(IMPORTANCE["sequence"](logs, 2.0), [[1.5], [2.0]], rtol=1e-6)
+
+
+def test_the_plan_knows_both_meshes():
+    cluster = read_topology("h100:4")
+
+    def best(*words):
+        cfg = compose([*TASK, "plan.num_compiled=0", *words]).config
+        return rank(cfg, leave_to_learning(cfg, cluster)).fit[0]
+
+    between, beside, apart = best(), best("task.staleness=1"), best("task.staleness=1", "task.rollout_devices=2")
+    assert apart.sizes["fsdp"] * apart.sizes["dp"] * apart.sizes["tp"] <= 2
+    weights = beside.costs.num_bytes["weights"]
+    assert beside.rollout.copy_bytes == 2 * weights  # one that waits, one that draws
+    assert beside.memory >= between.costs.memory + beside.rollout.costs.memory + 2 * weights
+    assert apart.rollout_memory == apart.rollout.costs.memory + apart.rollout.copy_bytes
+    assert apart.tokens_per_s == apart.costs.tokens_per_step / max(apart.time.step_s, apart.rollout_s)
+
+
+def test_what_is_refused(monkeypatch):
+    with pytest.raises(UserError, match="task.rollout_devices=2 would wait for the devices that learn"):
+        compose([*TASK, "task.rollout_devices=2"])
+    cfg = compose([*TASK, "task.rollout_devices=8", "task.staleness=1"]).config
+    with pytest.raises(UserError, match=r"task.rollout_devices=8 leaves none of 8 device\(s\) of a host to learn"):
+        build_mesh(cfg)
+    cfg = compose([*TASK, *APART, "task.rollout_devices=3", "task.staleness=1"]).config
+    with pytest.raises(UserError, match="task.rollout_devices=3: "):
+        build_rollout_mesh(cfg, build_mesh(cfg))
+    with pytest.raises(UserError, match="run in one process, not on 2 nodes"):
+        leave_to_learning(cfg, read_topology("h100:2x8"))
+    monkeypatch.setattr("jax.process_count", lambda: 2)
+    with pytest.raises(UserError, match="task.staleness=1 runs in one process, and this run has 2"):
+        PromptFeed(cfg, None, SimpleNamespace(batch=None), None, None)

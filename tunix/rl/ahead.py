@@ -1,0 +1,163 @@
+"""Rollouts that are drawn ahead, beside learning, each by weights of a fixed age (task.staleness).
+
+Rollout r is drawn by the weights after rollout r - 1 - k has been learnt, always. How long anything takes changes no
+token. With k = 2 and one step a rollout:
+
+    main thread   learn 5      | learn 6      | learn 7      | learn 8        waits for the answers that it needs next
+    drawing         draw 7 (4)  draw 8 (5)  | draw 9 (6) |    draw 10 (7)     (by the weights after this step)
+
+The first k rollouts are drawn by the weights that the run begins with. A checkpoint keeps the k rollouts that wait, so
+a resumed run learns from the same answers.
+"""
+
+import base64
+import json
+import logging
+import zlib
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, fields
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+
+from tunix.config.task import Grpo
+from tunix.data.prompts import Prompt
+from tunix.inference.engine import Answer
+from tunix.rl.episodes import Episode, Played
+from tunix.rl.scoring import Scores
+
+log = logging.getLogger(__name__)
+
+
+class Drawn(NamedTuple):
+    """Answers of a rollout with their scores, as they wait."""
+
+    weights_step: int  # step after which the weights were that drew them
+    answers: list[Answer]
+    texts: list[str]
+    scores: Scores
+    rollout_s: float
+    played: Played | None = None
+
+
+class RolloutsAhead:
+    """Draws in a thread, one rollout after the other, `staleness` rollouts ahead. Rollouts go by their first step."""
+
+    def __init__(
+        self,
+        draw: Callable[[Any, int], Drawn],
+        mesh: Mesh,
+        first_steps: range,
+        staleness: int,
+        waiting: dict[int, Drawn],
+    ):
+        """`draw(parameters, first_step)` draws and scores a rollout; `first_steps` are those of all rollouts to come.
+
+        `mesh` is that of drawing, `waiting` are rollouts of a checkpoint.
+        """
+        self.draw, self.mesh, self.first_steps, self.staleness = draw, mesh, first_steps, staleness
+        self.thread = ThreadPoolExecutor(1, "drawing")
+        self.rollouts: dict[int, Future[Drawn]] = {}
+        for first_step, drawn in waiting.items():
+            self.rollouts[first_step] = Future()
+            self.rollouts[first_step].set_result(drawn)
+
+    def take(self, params: Any, first_step: int) -> Drawn:
+        """Return the rollout that begins with a step, drawn by weights of the past.
+
+        What is to be drawn by `params`, those after the step before, is begun.
+        """
+        index = self.first_steps.index(first_step)
+        ahead = self.first_steps[index : index + self.staleness + 1]
+        if missing := [each for each in ahead if each not in self.rollouts]:
+            # The step that follows takes the memory of its parameters, so those that wait for the thread are copied.
+            copied = copy_params(params, self.mesh)
+            for each in missing:
+                self.rollouts[each] = self.thread.submit(self._draw, copied, each, first_step - 1)
+        for past in [each for each in self.rollouts if each < first_step]:
+            del self.rollouts[past]
+        return self.rollouts[first_step].result()
+
+    def wait(self, after: int) -> dict[int, Drawn]:
+        """Return the rollouts that a checkpoint after a step keeps; waits until they are drawn.
+
+        One drawn by the weights after that step is left out: a resumed run draws it again.
+        """
+        later = {first_step: future for first_step, future in self.rollouts.items() if first_step > after}
+        kept = {}
+        for first_step, future in sorted(later.items())[: self.staleness]:
+            if (drawn := future.result()).weights_step < after:
+                kept[first_step] = drawn
+        return kept
+
+    def close(self) -> None:
+        """Give up what is not drawn yet; wait for the thread."""
+        self.thread.shutdown(cancel_futures=True)
+
+    def _draw(self, params: Any, first_step: int, weights_step: int) -> Drawn:
+        with jax.set_mesh(self.mesh):  # `jax.set_mesh` of the main thread does not reach this thread
+            return self.draw(params, first_step)._replace(weights_step=weights_step)
+
+
+def copy_params(params: Any, mesh: Mesh) -> Any:
+    """Return a copy of parameters at rest on a mesh, of the same devices or of others."""
+    return jax.tree.map(
+        lambda leaf: jax.device_put(leaf, NamedSharding(mesh, leaf.sharding.spec), may_alias=False), params
+    )
+
+
+# Rollouts that wait, as a checkpoint keeps them: JSON, packed, because log-probabilities are many digits.
+
+
+def pack(waiting: dict[int, Drawn]) -> str:
+    """Return rollouts by their first steps as a text."""
+    plain = {
+        str(first_step): {
+            "weights_step": drawn.weights_step,
+            "answers": [asdict(answer) for answer in drawn.answers],
+            "texts": drawn.texts,
+            "played": None if drawn.played is None else _to_plain(drawn.played),
+            "scores": asdict(drawn.scores),
+            "rollout_s": drawn.rollout_s,
+        }
+        for first_step, drawn in waiting.items()
+    }
+    return base64.b64encode(zlib.compress(json.dumps(plain).encode())).decode() if plain else ""
+
+
+def _to_plain(played: Played) -> dict[str, Any]:
+    """Return episodes as plain values, without their prompts, which the data have."""
+    episodes = [
+        {each.name: getattr(episode, each.name) for each in fields(episode) if each.name != "prompt"}
+        for episode in played.episodes
+    ]
+    return {"episodes": episodes, "tool_s": played.tool_s, "num_lost": played.num_lost}
+
+
+def _to_played(plain: dict[str, Any], task: Grpo, prompts: Sequence[Prompt]) -> Played:
+    episodes = [
+        Episode(prompt=prompts[row // task.group_size], **values | {"spans": [(a, b) for a, b in values["spans"]]})
+        for row, values in enumerate(plain["episodes"])
+    ]
+    return Played(episodes, plain["tool_s"], plain["num_lost"], task)
+
+
+def unpack(text: str, task: Grpo, prompts_of: Callable[[int], Sequence[Prompt]]) -> dict[int, Drawn]:
+    """Return the rollouts of a text that `pack` has made: the same digits.
+
+    `prompts_of` gives the prompts of the rollout that begins with a step.
+    """
+    plain = json.loads(zlib.decompress(base64.b64decode(text))) if text else {}
+    return {
+        int(first_step): Drawn(
+            drawn["weights_step"],
+            [Answer(**answer) for answer in drawn["answers"]],
+            drawn["texts"],
+            Scores(**drawn["scores"]),
+            drawn["rollout_s"],
+            None if drawn["played"] is None else _to_played(drawn["played"], task, prompts_of(int(first_step))),
+        )
+        for first_step, drawn in plain.items()
+    }
