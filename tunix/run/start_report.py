@@ -129,7 +129,7 @@ def _describe_teacher(cfg: Config, program: Program) -> dict[str, str]:
             f"{count_teacher_bytes(program) / 2**30:.3f} GiB beside the state in {program.layout.compute}; {how}, with "
             f"task.teacher_weight={task.teacher_weight:g}"
         )
-    if isinstance(task, Grpo) and not task.rewards:
+    if isinstance(task, Grpo) and not task.is_rewarded:
         rows["held out"] = "no answers: nothing scores them (task.rewards=[]); a reward of weight 0 only measures"
     return rows
 
@@ -345,6 +345,11 @@ def _describe_rollout(program: Program, task: Grpo) -> dict[str, str]:
         rows["reference"] = (
             f"{rollout.reference_bytes / 2**30:.3f} GiB beside the state: the model of step 0 in "
             f"{program.layout.compute} (task.kl_coefficient={task.kl_coefficient:g})"
+        )
+    if task.environment is not None:
+        rows["environment"] = (
+            f"{task.environment}, at most {task.max_turns} turns; {task.environment_processes} processes on each host, "
+            f"{task.environment_timeout_s:g} s a call"
         )
     rows_at_once = f", {rollout.rows_at_once:,} over the whole mesh (task.rollout_rows={task.rollout_rows})"
     is_limited = rollout.rows_at_once < rollout.num_prompts * task.group_size
