@@ -1,7 +1,7 @@
 """Bytes that a GPU moves for a token of a rollout, beside the least: compiled for a GPU that need not be there.
 
-`python -m benchmarks.decode_loop [model=gemma3_1b] [rows=256] [slots=1024]`, with JAX's CUDA plugin installed
-(requirements/cuda12.txt). The program is the loop of `inference.engine` (decode) for one H100. Its bytes are
+`python -m benchmarks.decode_loop [model=gemma3_1b] [rows=256] [slots=1024] [cache_dtype=int8]`, with JAX's CUDA plugin
+installed (requirements/cuda12.txt). The program is the loop of `inference.engine` (decode) for one H100. Its bytes are
 counted in its compiled text as the costs of a step are: what each instruction reads and writes, once. The least is
 weights and cache read once, and logits written once and read twice.
 """
@@ -29,25 +29,29 @@ def main(words: list[str]) -> None:
     from tunix.training.program import assemble
 
     given = {"model": "gemma3_1b", "rows": "256", "slots": "1024"} | dict(word.split("=") for word in words)
-    rows, slots = int(given["rows"]), int(given["slots"])
+    rows, slots, cache_dtype = int(given["rows"]), int(given["slots"]), given.get("cache_dtype")
+    sampling = Sampling(slots // 2, cache_dtype=cache_dtype)
     cfg = compose([f"model={given['model']}", "tokenizer.path=x.json", "model.mesh_shape=[[1],[fsdp]]"]).config
     mesh = build_mesh(cfg, describe_devices(read_topology("h100:1")))
     with jax.set_mesh(mesh):
         program = assemble(cfg, mesh)
         sampler = Sampler(program.arch, slots, mesh)
         params = program.abstract["params"]
-        compiled = sampler.compile_decode(params, rows, slots, Sampling(slots // 2))
+        compiled = sampler.compile_decode(params, rows, slots, sampling)
     hlo = compiled.as_text() or ""
     # At one byte a second, and products for nothing, the time of a program is the bytes that it moves.
     counting = Speeds(float("inf"), float("inf"), float("inf"), 1.0, 1.0, 0.0, lambda collective: 0.0)
     moved = predict_time(_body_of_loop(hlo), [], counting).compute_s
-    parts = derive_rollout_costs(program, rows, rows // ANSWERS, ANSWERS, slots // 2, slots // 2).num_bytes
+    sizes = rows, rows // ANSWERS, ANSWERS, slots // 2, slots // 2
+    parts = derive_rollout_costs(program, *sizes, cache_dtype=cache_dtype).num_bytes
     kept = {"weights": parts["gathered weights"], "keys and values": parts["cache"]}
     kept["logits"] = 3 * 4 * rows * cfg.model.vocab_size  # written once; read for their largest and for their weights
     least = sum(kept.values())
     each = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in kept.items())
-    label = f"{given['model']}, {rows} rows, {slots} slots"
+    label = f"{given['model']}, {rows} rows, {slots} slots of {cache_dtype or 'bfloat16'}"
+    temporary = compiled.memory_analysis().temp_size_in_bytes
     print(f"{label}: a token moves {moved / 1e9:.2f} GB; the least is {least / 1e9:.2f}: {each}")
+    print(f"temporary memory: {temporary / 1e9:.2f} GB")
 
 
 def _body_of_loop(hlo: str) -> str:

@@ -1,6 +1,7 @@
 """Rows of the engine: turns with observations between them, rows that wait, and models with caches of every kind."""
 
 import json
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -32,6 +33,45 @@ def test_tokens_are_those_of_waves(name):
     prompts = make_prompts(model.cfg.vocab_size)
     answers = model.sample(prompts, sampling, seed=7, first_row=5, answers_per_prompt=2, rows_at_once=4)
     assert [answer.tokens for answer in answers] == EXPECTED[name]
+
+
+@pytest.mark.nightly(but=["gemma4_small"])
+@pytest.mark.parametrize("name", ["gemma4_small", "qwen3_5", "deepseek_v3", "llama4", "gpt_oss", "gpt2"])
+def test_guesses_change_no_token(name):
+    """Rows guess what followed the two newest tokens earlier; here a prompt repeats itself, so that many are right."""
+    model = tunix.load_pretrained(PARITY / name)
+    sampling = Sampling(24, temperature=0.2, stop=(0,), guess=3)
+    prompts = [prompt * 2 for prompt in make_prompts(model.cfg.vocab_size)]
+    calls, guess = [], model.sampler.programs.guess
+
+    def guess_and_note(*arguments, **keywords):
+        cache, sampled = guess(*arguments, **keywords)
+        calls.append(np.asarray(sampled.tokens))
+        return cache, sampled
+
+    model.sampler.programs.guess = guess_and_note
+    guessed, plain = (model.sample(prompts, each, seed=7) for each in (sampling, replace(sampling, guess=0)))
+    assert [answer.tokens for answer in guessed] == [answer.tokens for answer in plain]
+    assert calls
+    for one, other in zip(guessed, plain, strict=True):
+        np.testing.assert_allclose(one.sampled_log_probabilities, other.sampled_log_probabilities, atol=1e-4)
+
+
+@pytest.mark.nightly(but=["gemma3"])
+@pytest.mark.parametrize("name", ["gemma3", "deepseek_v3", "gemma4_small", "gpt_oss"])
+def test_a_cache_of_8_bits_is_near(name):
+    """Log-probabilities of tokens are nearly those of the model; the cache is of int8, with a scale for each vector."""
+    model = tunix.load_pretrained(PARITY / name)
+    sampling = Sampling(16, temperature=1.0, cache_dtype="int8")
+    prompts = make_prompts(model.cfg.vocab_size)
+    answers = model.sample(prompts, sampling, seed=7, rows_at_once=2)
+    assert [a.tokens for a in model.sample(prompts, sampling, seed=7)] == [a.tokens for a in answers]
+    for prompt, answer in zip(prompts, answers, strict=True):
+        logits = np.asarray(model(np.array([prompt + answer.tokens])), np.float64)[0]
+        log_probs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+        expected = [log_probs[len(prompt) - 1 + n, token] for n, token in enumerate(answer.tokens)]
+        np.testing.assert_allclose(answer.log_probabilities, expected, atol=0.1)
+        assert np.abs(np.array(answer.log_probabilities) - expected).max() > 1e-6  # it is rounded
 
 
 OBSERVATIONS = [[41, 42], [43] * 13, [44, 45, 46]]  # a short one, and one that is longer than the windows

@@ -224,7 +224,8 @@ def _derive_costs_of_run(program: Program, rows: int, device_bytes: int | None) 
     assert isinstance(cfg.task, Grpo)
     prompts = cfg.task.cycle(program.batch.num_sequences).samples
     sizes = cfg.task.group_size, _find_max_prompt_length(cfg), cfg.sampling.max_new_tokens
-    return derive_rollout_costs(program, rows, prompts, *sizes, device_bytes, find_rollout_mesh(program))
+    last = device_bytes, find_rollout_mesh(program), cfg.sampling.cache_dtype
+    return derive_rollout_costs(program, rows, prompts, *sizes, *last)
 
 
 def derive_rollout_costs(
@@ -236,11 +237,13 @@ def derive_rollout_costs(
     max_new_tokens: int,
     device_bytes: int | None = None,
     mesh: Mesh | AbstractMesh | None = None,
+    cache_dtype: str | None = None,
 ) -> RolloutCosts:
     """Return the costs of answers to `num_prompts` prompts, of which `rows_at_once` are drawn at one time.
 
     Prompts have at most `max_prompt_length` tokens. `device_bytes` is the memory of a device, if it is known: it
     decides in which form quantized weights are used. They are drawn on `mesh`, or else on that of the program.
+    `cache_dtype` is that of sampling.cache_dtype.
     """
     mesh, layout = whole_sequences(mesh or program.mesh), program.layout.for_generation()
     shards = data_shards(mesh.shape)
@@ -250,7 +253,7 @@ def derive_rollout_costs(
     max_length = length + max_new_tokens
     prompts = min(count_prefill_prompts(max_prompt_length), pad_batch(math.ceil(num_prompts / shards)))
     slots = _list_slots(length, max_length)
-    of_row = [_count_cache_bytes(program, mesh, num_slots) for num_slots in slots]
+    of_row = [_count_cache_bytes(program, mesh, num_slots, cache_dtype) for num_slots in slots]
     vocab = program.cfg.model.vocab_size
     local_vocab = find_shard_shape((vocab,), layout.activation("V"), mesh)[0]
     parts = {
@@ -290,21 +293,21 @@ def _count_weight_bytes(program: Program, mesh: Mesh | AbstractMesh, device_byte
     return matrices if fit_as_matrices(matrices, device_bytes) else quantized
 
 
-def _count_cache_bytes(program: Program, mesh: Mesh | AbstractMesh, num_slots: int) -> int:
-    """Return the bytes of keys and values of one row, or of their latents.
+def _count_cache_bytes(
+    program: Program, mesh: Mesh | AbstractMesh, num_slots: int, cache_dtype: str | None = None
+) -> int:
+    """Return the bytes of keys and values of one row, or of their latents; of 8 bits, with their scales.
 
     A local layer has as many slots as its window. A layer of linear attention has a memory of fixed size.
     """
     model, layout = program.cfg.model, program.layout
     windows, num_bytes = model.list_windows(num_slots), 0
+    item, scale = (1, 4) if cache_dtype == "int8" else (jnp.dtype(layout.compute).itemsize, 0)
     for heads, layers in model.head_kinds.items():
         local_heads = find_shard_shape((heads.num_kv_heads,), layout.activation(heads.dim_names[0]), mesh)[0]
-        numbers = 2 * local_heads * heads.dim if model.latent is None else model.latent.dim + model.num_rotated
-        num_bytes += (
-            sum(windows[layer] for layer in layers if not model.is_shared(layer))
-            * numbers
-            * jnp.dtype(layout.compute).itemsize
-        )
+        vectors = [heads.dim] * (2 * local_heads) if model.latent is None else [model.latent.dim, model.num_rotated]
+        slots = sum(windows[layer] for layer in layers if not model.is_shared(layer))
+        num_bytes += slots * sum(size * item + scale for size in vectors)
     num_linear = sum(model.is_linear(layer) for layer in range(model.num_layers))
     return num_bytes + num_linear * _count_memory_bytes(program, mesh) if num_linear else num_bytes
 

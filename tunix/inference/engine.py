@@ -7,17 +7,10 @@ A row is a place for one answer, or for a conversation of several turns. It goes
     extend          behind the turn come the tokens of an observation, and the row draws again
     release         the row of the cache is free for the next prompt
 
-Programs, each compiled for few shapes (`costs/rollout.py`):
-
-    prefill         prompts -> their entries, and logits              [prompts, tokens]
-    place           entries into rows of the cache; the first token   [rows]
-    extend          several tokens behind those of some rows          [rows, tokens]
-    decode          up to `CHUNK` tokens of all rows at work, as one loop on the devices
-    resize          more slots; more or fewer rows
-
-Token i of a row stands in slot i of its cache, whatever the other rows do. Noise depends on the seed, the number of the
-answer and the number of the token. So the tokens of a row depend on its own prompt and observations alone: not on the
-number of rows, on when it was admitted, on its neighbours, or on the mesh.
+Its compiled programs are those of `programs.py`. Token i of a row stands in slot i of its cache, whatever the other
+rows do. Noise depends on the seed, the number of the answer and the number of the token. So the tokens of a row depend
+on its own prompt and observations alone: not on the number of rows, on when it was admitted, on its neighbours, or on
+the mesh.
 
 The host knows for each row how many tokens it has, and what they are. On the devices is the cache alone. With several
 processes each calls the engine with the same arguments, and all decide the same.
@@ -26,13 +19,10 @@ processes each calls the engine with the same arguments, and all decide the same
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, PartitionSpec, reshard
 
 from tunix.costs.rollout import (
     CHUNK,
@@ -45,186 +35,10 @@ from tunix.costs.rollout import (
     select_fewer_rows,
 )
 from tunix.inference.gathered import Gathered
-from tunix.inference.kv_cache import (
-    Cache,
-    decode,
-    extend,
-    make_cache,
-    place_rows,
-    prefill,
-    resize,
-    take_rows,
-)
-from tunix.inference.sampling import Sampled, Sampling, sample
+from tunix.inference.kv_cache import Cache
+from tunix.inference.programs import NO_TOKEN, Drawing, Extent, Programs
+from tunix.inference.sampling import Sampling
 from tunix.sharding.arrays import rows_to_global
-from tunix.sharding.mesh_shape import data_shards
-from tunix.training.state import Architecture
-
-# Programs.
-
-TOKENS_UNCHECKED = 8  # that the loop draws between two looks at how many rows are at work
-NO_TOKEN = -1  # in the place of the tokens of a row that is not at work
-
-
-class Drawing(NamedTuple):
-    """Rows that are to draw a token: arrays [B]."""
-
-    token: jax.Array  # int32, the newest, which is not in the cache yet
-    length: jax.Array  # int32, tokens in the cache
-    number: jax.Array  # int32, of the answer, which its noise depends on
-    drawn: jax.Array  # int32, tokens drawn so far, in all turns
-    limit: jax.Array  # int32, of `drawn`: the turn ends when it is reached
-    working: jax.Array  # bool
-
-
-class Extent(NamedTuple):
-    """Bounds of a loop over tokens, int32 scalars, and ids [n] int32 that end a turn. They are data: one program."""
-
-    steps: Any  # tokens at most
-    fewest: Any  # the loop ends when fewer rows are at work
-    reach: Any  # tokens of the longest row when it ends
-    stop: Any
-
-
-class Programs:
-    """The programs of engines of one model on one mesh. Engines come and go; compiled programs stay."""
-
-    def __init__(self, arch: Architecture, mesh: Mesh):
-        self.arch, self.mesh, self.num_shards = arch, mesh, data_shards(mesh.shape)
-        self.prefill = jax.jit(partial(_prefill, arch))
-        self.place = jax.jit(partial(_place, arch), static_argnames="sampling", donate_argnames="cache")
-        self.extend = jax.jit(partial(_extend, arch), static_argnames="sampling", donate_argnames="cache")
-        self.decode = jax.jit(partial(_decode, arch), static_argnames="sampling", donate_argnames="cache")
-        self.make_cache = jax.jit(make_cache, static_argnums=(1, 2))
-        self.resize = jax.jit(resize, static_argnums=2)
-
-    @property
-    def num_compiled(self) -> int:
-        """Programs of the model that have been compiled."""
-        programs: list[Any] = [self.prefill, self.extend, self.decode]
-        return sum(each._cache_size() for each in programs)
-
-
-def _prefill(arch: Architecture, weights: Gathered, tokens: jax.Array, count: jax.Array, reach: jax.Array):
-    """Return the logits [P, V] after prompts [P, C], and their entries; see `kv_cache.prefill`."""
-    return prefill(weights.module(arch), weights, tokens, count, reach)
-
-
-def _place(
-    arch: Architecture,
-    cache: Cache,
-    entries: Cache,
-    logits: jax.Array,
-    source: jax.Array,
-    rows: jax.Array,
-    number: jax.Array,
-    key: jax.Array,
-    *,
-    sampling: Sampling,
-) -> tuple[Cache, Sampled]:
-    """Put entries into rows [R] of the cache; return it, and the first token of each row, [R] on every device."""
-    cache = place_rows(cache, entries, source, rows)
-    sampled = sample(take_rows(logits, source), key, number, jnp.zeros_like(number), sampling, arch.layout)
-    return cache, _replicate(sampled)
-
-
-def _extend(
-    arch: Architecture,
-    weights: Gathered,
-    cache: Cache,
-    rows: jax.Array,
-    tokens: jax.Array,
-    start: jax.Array,
-    count: jax.Array,
-    number: jax.Array,
-    drawn: jax.Array,
-    key: jax.Array,
-    reach: jax.Array,
-    *,
-    sampling: Sampling,
-) -> tuple[Cache, Sampled]:
-    """Give rows [A] more tokens [A, C]; return the cache, and the token behind them, [A] on every device."""
-    logits, cache = extend(weights.module(arch), weights, cache, rows, tokens, start, count, reach)
-    return cache, _replicate(sample(logits, key, number, drawn, sampling, arch.layout))
-
-
-def _decode(
-    arch: Architecture,
-    weights: Gathered,
-    cache: Cache,
-    rows: Drawing,
-    key: jax.Array,
-    extent: Extent,
-    *,
-    sampling: Sampling,
-) -> tuple[Cache, Sampled]:
-    """Draw tokens of the rows at work; return the cache and the tokens, [B, CHUNK] on every device.
-
-    A row rests when it has drawn a stop id, or reached its limit. From there on its tokens are `NO_TOKEN`. The loop
-    ends when fewer rows than `fewest` are at work; it counts them after every few tokens, because a count is a sum over
-    devices.
-    """
-    model = weights.module(arch)
-    of_rows = model.layout.activation("B")
-
-    def step(state):
-        n, rows, cache, chunk = state
-        bound = _keep_in_loop(n, weights)
-        logits, cache = decode(model, bound, cache, rows.token, rows.length, rows.working, extent.reach)
-        sampled = sample(logits, key, rows.number, rows.drawn, sampling, model.layout)
-        chunk = jax.tree.map(
-            lambda tokens, new: jax.lax.dynamic_update_slice_in_dim(
-                tokens, jnp.where(rows.working, new, jnp.asarray(NO_TOKEN, new.dtype))[:, None], n, 1
-            ),
-            chunk,
-            sampled,
-        )
-        one = rows.working.astype(jnp.int32)
-        drawn = rows.drawn + one
-        ends = jnp.any(sampled.tokens[:, None] == extent.stop, axis=1) | (drawn >= rows.limit)
-        rows = rows._replace(
-            token=jnp.where(rows.working, sampled.tokens, rows.token),
-            length=rows.length + one,
-            drawn=drawn,
-            working=rows.working & ~ends,
-        )
-        return n + 1, rows, cache, chunk
-
-    def steps(state):
-        (n, *_), _ = state
-        last = jnp.minimum(n + TOKENS_UNCHECKED, extent.steps)
-        after = jax.lax.while_loop(lambda inner: inner[0] < last, step, state[0])
-        return after, jnp.sum(after[1].working.astype(jnp.int32))
-
-    def goes_on(state):
-        (n, *_), count = state
-        return (n < extent.steps) & (count >= extent.fewest)
-
-    def empty(dtype):
-        return jnp.full((len(rows.token), CHUNK), NO_TOKEN, dtype, out_sharding=of_rows)
-
-    chunk = Sampled(empty("int32"), empty("float32"), empty("float32"))
-    start = (jnp.int32(0), rows, cache, chunk), jnp.sum(rows.working.astype(jnp.int32))
-    (_, _, cache, chunk), _ = jax.lax.while_loop(goes_on, steps, start)
-    return cache, _replicate(chunk)
-
-
-def _keep_in_loop(now: jax.Array, weights: Gathered) -> Gathered:
-    """Return the weights; quantized ones are made to depend on `now`, the number of the token.
-
-    XLA moves out of a loop what does not depend on its turn. For quantized weights that would be their conversion to
-    matrices, and the matrices of all layers would be in memory at one time.
-    """
-    if all(jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in jax.tree.leaves(weights)):
-        return weights
-    return jax.lax.optimization_barrier((weights, now))[0]
-
-
-def _replicate(tree: Any) -> Any:
-    return jax.tree.map(lambda x: reshard(x, PartitionSpec()), tree)
-
-
-# Rows, as the host knows them.
 
 
 @dataclass(frozen=True)
@@ -251,6 +65,7 @@ class _Row:
     place: int  # on its shard
     length: int  # tokens in the cache
     limit: int  # of `drawn`
+    text: list[int]  # all tokens, of the prompt, of observations and drawn ones
     drawn: int = 0  # in all turns
     observation: list[int] | None = None  # tokens that are to follow the turn
     tokens: list[int] = field(default_factory=list)
@@ -263,6 +78,7 @@ class _Row:
         """Take what the row has drawn, the arrays [n] of a `Sampled`; the last token may end the turn."""
         tokens, model_log_probs, log_probs = (each.tolist() for each in sampled)
         self.tokens += tokens
+        self.text += tokens
         self.model_log_probs += model_log_probs
         self.log_probs += log_probs
         self.drawn += len(tokens)
@@ -489,7 +305,8 @@ class Engine:
             for place, prompt in enumerate(prompts):
                 tokens[shard, place, : len(prompt.tokens)], counts[shard, place] = prompt.tokens, len(prompt.tokens)
         inputs = self._to_devices(tokens.reshape(-1, length)), self._to_devices(counts.reshape(-1))
-        computed = self.programs.prefill(self.weights, *inputs, np.int32(self.max_length))
+        reach, cache_dtype = np.int32(self.max_length), self.sampling.cache_dtype
+        computed = self.programs.prefill(self.weights, *inputs, reach, cache_dtype=cache_dtype)
         if self.cache is None:
             windows = tuple(self._list_windows(self.num_slots))
             self.cache = self.programs.make_cache(computed[1], self.num_shards * self.num_rows, windows)
@@ -537,7 +354,8 @@ class Engine:
         for shard, prompts in enumerate(batch):
             for prompt in prompts:
                 while prompt.numbers and free[shard]:
-                    row = _Row(prompt.numbers.popleft(), shard, free[shard].pop(0), len(prompt.tokens), prompt.limit)
+                    where = prompt.numbers.popleft(), shard, free[shard].pop(0)
+                    row = _Row(*where, len(prompt.tokens), prompt.limit, list(prompt.tokens))
                     begun[shard].append((row, prompt.source))
             self.computed[shard] = [prompt for prompt in self.computed[shard] if prompt.numbers]
         if not any(begun):  # the rows that were free have been taken by prompts of another batch
@@ -607,6 +425,7 @@ class Engine:
         for shard, each in enumerate(by_shard):
             for index, row in enumerate(each):
                 row.length += int(count[shard, index])
+                row.text += row.observation or ()
                 row.observation, row.state = None, "working"
                 row.take((values[shard, index : index + 1] for values in on_host), self.stop)
 
@@ -617,8 +436,9 @@ class Engine:
         working = [row for row in self.rows.values() if row.state == "working"]
         if not working:
             return
+        guess = self.sampling.guess
         steps = min(CHUNK, max(row.limit - row.drawn for row in working))
-        longest = max(row.length + min(steps, row.limit - row.drawn) for row in working)
+        longest = max(row.length + min(steps + guess, row.limit - row.drawn) for row in working)
         self._resize(self.num_rows, longest)
         shape = self.num_shards, self.num_rows
         fields = {name: np.zeros(shape, np.int32) for name in Drawing._fields}
@@ -630,10 +450,18 @@ class Engine:
         # It returns when an eighth of the rows have ended, so that others take them.
         fewest = len(working) - max(1, len(working) // 8) + 1
         extent = Extent(np.int32(steps), np.int32(fewest), np.int32(self.max_length), self.stop_ids)
-        self.cache, sampled = self.programs.decode(
-            self.weights, self.cache, rows._replace(working=rows.working > 0), self.key, extent, sampling=self.sampling
-        )
-        on_host = [np.asarray(each).reshape(*shape, CHUNK) for each in sampled]
+        rows = rows._replace(working=rows.working > 0)
+        if guess:
+            text = np.zeros((*shape, self.num_slots + 1), np.int32)  # with a place for the newest token
+            for row in working:
+                text[row.shard, row.place, : len(row.text)] = row.text
+            inputs = rows, self._to_devices(text.reshape(-1, text.shape[-1])), self.key, extent
+            self.cache, sampled = self.programs.guess(self.weights, self.cache, *inputs, sampling=self.sampling)
+        else:
+            self.cache, sampled = self.programs.decode(
+                self.weights, self.cache, rows, self.key, extent, sampling=self.sampling
+            )
+        on_host = [np.asarray(each).reshape(*shape, -1) for each in sampled]
         for row in working:
             count = int((on_host[0][row.shard, row.place] != NO_TOKEN).sum())
             row.length += count

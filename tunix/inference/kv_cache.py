@@ -8,21 +8,22 @@ the slots of the cache if those are fewer: a later token takes the place of one 
     row 1       f  g  -  -  -  -  -  -        2 tokens
 
 The cache of a layer is a tuple of arrays [B, ..., S, H]: keys and values [B, K, S, H], or the latents that they are
-made of, [B, S, C] and [B, S, R] (models/mla.py). Rows live on data shards, heads are split like those of the model. A
-layer of linear attention has a `Memory` in the place of slots, which does not grow. A layer that takes keys and values
-of an earlier one has no arrays: it looks into the slots of that layer.
+made of, [B, S, C] and [B, S, R] (models/mla.py); of 8 bits each, with their scales behind them. Rows live on data
+shards, heads are split like those of the model. A layer of linear attention has a `Memory` in the place of slots, which
+does not grow. A layer that takes keys and values of an earlier one has no arrays: it looks into the slots of that
+layer.
 
 Tokens at work have heads behind times, [B, T, K, H]. The cache has them before the slots, because products of matrices
 take one head at a time. Otherwise XLA keeps a copy of the whole cache in that order beside it for the loop over tokens.
 
-Three passes through the model:
+Passes through the model:
 
     prefill     prompts by themselves -> their entries; `place_rows` writes each into several rows of a cache
     extend      several tokens behind those that some rows have
-    decode      one token behind those that all rows have
+    decode      one token behind those that all rows have; `verify` several, of which those are kept that were guessed
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -38,16 +39,23 @@ from tunix.models.transformer import Transformer
 Cache = list[tuple[jax.Array, ...] | Memory]
 
 SLOTS = -2  # the dimension of the slots, in each array of a cache
+SMALLEST_SCALE = 1e-30  # of a vector of 8 bits: one of zeros has the codes 0
 
 
 def prefill(
-    model: Transformer, weights: Gathered, tokens: jax.Array, count: jax.Array, reach: int | jax.Array
+    model: Transformer,
+    weights: Gathered,
+    tokens: jax.Array,
+    count: jax.Array,
+    reach: int | jax.Array,
+    cache_dtype: str | None = None,
 ) -> tuple[jax.Array, Cache]:
     """Return the logits [P, V] after prompts, and a cache of their rows, which has a slot for each token.
 
     Args:
         tokens: [P, C] int32, of which the first `count` [P] are the prompt.
         reach: number of tokens of the longest row when it ends.
+        cache_dtype: "int8", or None for the dtype of products.
     """
     # Tokens that fill a row up stand behind the prompt, which does not see them. They have the last token's position,
     # because a table of positions may end there.
@@ -59,7 +67,8 @@ def prefill(
             mask = row_mask_rule(model.local_segments(segments, layer), layer.window)
             k, v = heads.expand(*new)
             out = compute_attention(q, k, v, mask, model.layout, model.method_of(heads), heads.kv_dim_name)
-            return out, tuple(_to_slots(_swap_heads(x), count, layer.window) for x in new)
+            kept = new if cache_dtype is None else quantize(new)
+            return out, tuple(_to_slots(_swap_heads(x), count, layer.window) for x in kept)
 
         return Mix(prompt_attention, lambda recurrence: recurrence.extend(None, count))
 
@@ -84,33 +93,71 @@ def extend(
         tokens: [A, C] int32, of which the first `count` [A] stand behind the `start` [A] tokens that the rows have.
         reach: int32 scalar, number of tokens of the longest row when it ends.
     """
+    hidden, write = _run_behind(model, weights, cache, rows, tokens, start, reach)
+    return _compute_logits(model, hidden, count), write(count)
+
+
+def verify(
+    model: Transformer, weights: Gathered, cache: Cache, tokens: jax.Array, start: jax.Array, reach: jax.Array
+) -> tuple[jax.Array, Callable[[jax.Array], Cache]]:
+    """Return the logits [B, C, V] after each of more tokens [B, C] of all rows, which have `start` [B] tokens.
+
+    Returns also the function that gives the cache with the first so many [B] of them.
+    """
+    hidden, write = _run_behind(model, weights, cache, None, tokens, start, reach)
+    return model.logits(model.tables(), hidden), write
+
+
+def _run_behind(
+    model: Transformer,
+    weights: Gathered,
+    cache: Cache,
+    rows: jax.Array | None,
+    tokens: jax.Array,
+    start: jax.Array,
+    reach: jax.Array,
+) -> tuple[jax.Array, Callable[[jax.Array], Cache]]:
+    """Return the hidden states [A, C, D] of more tokens of some rows, or of all (None); see `extend` and `verify`."""
     times = start[:, None] + jnp.arange(tokens.shape[1])  # [A, C]
-    end = (start + count)[:, None]
-    positions = jnp.minimum(times, end - 1)
+    # A table of positions may end before the tokens that only fill up.
+    positions = jnp.minimum(times, model.cfg.context_length - 1)
 
     def mix_of(layer: Layer, _: None) -> Mix:
         def cache_attention(q, new, heads):
             kept = cache[layer.number]
             size = kept[0].shape[SLOTS]
-            # New tokens may take the slots of tokens that others of them see: all look at the old slots and the new
-            # tokens, side by side. Of the new ones, those stay that are in the window of the next token.
-            old = take_rows(kept, rows)
-            entries = tuple(jnp.concatenate([_swap_heads(x), y], axis=1) for x, y in zip(old, new, strict=True))
-            key_times = jnp.concatenate([_list_times(start, size), times], axis=1)
-            visible = _find_visible(model, layer, times, key_times)
-            slots = jnp.where((times < end) & (times >= end - size), times % size, size)
-            look = _look_at(model, heads, visible)
-            return heads.look_back(q, entries, look), _write(kept, new, rows, slots)
+            new = _pack(new, kept)
+            # New tokens may take the slots of tokens that others of them see. So they look at the old slots and at one
+            # another, and are written afterwards: those that are in the window of the next token.
+            old = tuple(map(_swap_heads, kept if rows is None else take_rows(kept, rows)))
+            parts = ((old, _list_times(start, size)), (new, times))
+            out = _look_at_parts(model, layer, q, heads, times, parts)
+
+            def write(count):
+                end = (start + count)[:, None]
+                slots = jnp.where((times < end) & (times >= end - size), times % size, size)
+                return _write(kept, new, rows, slots)
+
+            return out, write
 
         def recur(recurrence):
-            memory = cache[layer.number]
-            out, after = recurrence.extend(take_rows(memory, rows), count)
-            return out, _on_shards(lambda x, y, rows: x.at[rows].set(y, mode="drop"), memory, after, rows)
+            kept = cache[layer.number]
+            memory = kept if rows is None else take_rows(kept, rows)
+
+            def write(count):
+                _, after = recurrence.extend(memory, count)
+                if rows is None:
+                    return after
+                return _on_shards(lambda x, y, rows: x.at[rows].set(y, mode="drop"), kept, after, rows)
+
+            return recurrence.extend(memory, jnp.full_like(start, tokens.shape[1]))[0], write
 
         return Mix(cache_attention, recur)
 
-    hidden, cache = _run_blocks(model, weights, tokens, positions, Forward(mix_of, max(list_slots(cache)), reach=reach))
-    return _compute_logits(model, hidden, count), cache
+    forward = Forward(mix_of, max(list_slots(cache)), reach=reach)
+    hidden, writes = _run_blocks(model, weights, tokens, positions, forward)
+    # A layer that takes keys and values of an earlier one has no cache to write: () in the place of a function.
+    return hidden, lambda count: [each(count) if callable(each) else each for each in writes]
 
 
 def decode(
@@ -131,11 +178,13 @@ def decode(
 
     def mix_of(layer: Layer, _: None) -> Mix:
         def cache_attention(q, new, heads):
+            # The token is written before it looks: what stood in its slot has left the window.
             kept = cache[layer.number]
             size = kept[0].shape[SLOTS]
-            kept = _write(kept, new, None, jnp.where(working[:, None], time % size, size))
+            kept = _write(kept, _pack(new, kept), None, jnp.where(working[:, None], time % size, size))
             visible = _find_visible(model, layer, time, _list_times(length + 1, size))
-            return heads.look_back(q, tuple(map(_swap_heads, kept)), _look_at(model, heads, visible)), kept
+            entries = _unpack(tuple(map(_swap_heads, kept)), q.dtype)
+            return heads.look_back(q, entries, _look_at(model, heads, visible, model.cfg.attention_options)), kept
 
         def recur(recurrence):
             memory = cache[layer.number]
@@ -188,11 +237,69 @@ def _find_visible(model: Transformer, layer: Layer, times: jax.Array, key_times:
     return visible
 
 
-def _look_at(model: Transformer, heads: Any, visible: jax.Array) -> Callable:
+def _look_at(model: Transformer, heads: Any, visible: jax.Array, options: Mapping[str, Any]) -> Callable:
     def look(q, k, v, layout):
-        return attend_to_cache(q, k, v, visible, layout, model.cfg.attention_options, heads.kv_dim_name)
+        return attend_to_cache(q, k, v, visible, layout, options, heads.kv_dim_name)
 
     return look
+
+
+def _look_at_parts(
+    model: Transformer,
+    layer: Layer,
+    q: jax.Array,
+    heads: Any,
+    times: jax.Array,
+    parts: tuple[tuple[tuple[jax.Array, ...], jax.Array], ...],
+) -> Any:
+    """Return the results of queries [B, T, N, H] at `times` [B, T] over entries in several parts, each with its times.
+
+    A softmax over all keys is the sum of those over its parts, each with its share of the sum of exp(score). So no copy
+    of a cache with the new tokens behind it is made.
+    """
+    options, outs, log_sums = model.cfg.attention_options, [], []
+    for entries, key_times in parts:
+        attend = _look_at(model, heads, _find_visible(model, layer, times, key_times), {**options, "with_sums": True})
+
+        def look(*arguments, attend=attend):
+            out, sums = attend(*arguments)
+            log_sums.append(sums)
+            return out
+
+        outs.append(heads.look_back(q, _unpack(entries, q.dtype), look))
+    total = jax.nn.logsumexp(jnp.stack(log_sums), axis=0)
+    shares = [jnp.exp(sums - total)[..., None] for sums in log_sums]
+    out = sum(out * share for out, share in zip(outs, shares, strict=True)).astype(q.dtype)
+    return (out, total) if "with_sums" in options else out
+
+
+# Entries of 8 bits (sampling.cache_dtype=int8): codes, then the scales of all codes. Each vector has a scale of its
+# own, its largest number / 127, so a token changes nothing of those before it.
+
+
+def _pack(entries: tuple[jax.Array, ...], kept: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    """Return the entries of new tokens as a layer keeps them."""
+    return quantize(entries) if kept[0].dtype == jnp.int8 else entries
+
+
+def quantize(entries: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    """Return arrays [..., H] as codes of 8 bits, and after all of them their scales [..., 1] float32."""
+    scales = [jnp.max(jnp.abs(x.astype(jnp.float32)), axis=-1, keepdims=True) / 127 for x in entries]
+    codes = [
+        jnp.round(x.astype(jnp.float32) / jnp.maximum(scale, SMALLEST_SCALE)).astype(jnp.int8)
+        for x, scale in zip(entries, scales, strict=True)
+    ]
+    return (*codes, *scales)
+
+
+def _unpack(kept: tuple[jax.Array, ...], dtype: Any) -> tuple[jax.Array, ...]:
+    """Return the entries of a layer, of any order of dimensions, in the dtype of products."""
+    if kept[0].dtype != jnp.int8:
+        return kept
+    half = len(kept) // 2
+    return tuple(
+        (x.astype(jnp.float32) * scale).astype(dtype) for x, scale in zip(kept[:half], kept[half:], strict=True)
+    )
 
 
 def _write(

@@ -10,9 +10,10 @@ from jax.sharding import Mesh, NamedSharding
 
 from tunix.base.errors import UserError
 from tunix.costs.rollout import SMALLEST_PROMPT, fit_as_matrices, pad_prompt
-from tunix.inference.engine import Answer, Drawing, Engine, Extent, Programs
+from tunix.inference.engine import Answer, Engine
 from tunix.inference.gathered import Gathered, gather
 from tunix.inference.kv_cache import make_cache, prefill
+from tunix.inference.programs import Drawing, Extent, Programs
 from tunix.inference.sampling import Sampling
 from tunix.sharding.arrays import abstract_results, bytes_per_device, lay_out
 from tunix.sharding.layout import activation_spec
@@ -135,7 +136,7 @@ class Sampler:
 
         def after_prompts(params, tokens, count):
             weights = gather(self.arch, params, as_matrices)
-            entries = prefill(weights.module(self.arch), weights, tokens, count, num_slots)[1]
+            entries = prefill(weights.module(self.arch), weights, tokens, count, num_slots, sampling.cache_dtype)[1]
             return weights, make_cache(entries, num_rows, tuple(self.arch.model.list_windows(num_slots)))
 
         with jax.set_mesh(self.mesh):

@@ -88,11 +88,14 @@ class Sampling:
     top_p: float | None = None  # keep the likeliest that together have this probability (Holtzman et al. 2020)
     min_p: float | None = None  # keep those with this share of the likeliest's probability (arXiv:2407.01082)
     stop: tuple[int, ...] = ()  # ids that end an answer
+    cache_dtype: str | None = None  # "int8", or None for the dtype of products
+    guess: int = 0  # tokens that are guessed beside each that is drawn
 
 
 def select_sampling(keys: SamplingKeys | Generate, stop: tuple[int, ...]) -> Sampling:
     """Return the choice that keys of the config make, with the ids that end an answer."""
-    return Sampling(keys.max_new_tokens, keys.temperature, keys.top_k, keys.top_p, keys.min_p, stop)
+    choice = keys.max_new_tokens, keys.temperature, keys.top_k, keys.top_p, keys.min_p
+    return Sampling(*choice, stop, keys.cache_dtype, keys.guess)
 
 
 class Sampled(NamedTuple):

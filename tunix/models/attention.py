@@ -42,6 +42,7 @@ from tunix.sharding.mesh import stage_shard_map
 
 FEWEST_QUERIES, MAX_QUERIES = 128, 512  # of a block of the plain kernel, which has the scores of one block at a time
 SPANS = (512, 1024)  # windows up to which the plain kernel skips the keys before them: those of Gemma 3
+FEW_QUERIES = 16  # of a row, up to which keys and values are taken as a cache has them
 CACHE_BLOCK = 256  # queries that look into a cache at one time; a power of two, which divides the longer ones
 NEAR_BLOCK = 256  # queries of a block there: a smaller block has fewer keys that none of its queries sees
 
@@ -115,6 +116,8 @@ def _attend_in_blocks(
 ) -> Any:
     """Attend with the scores of `CACHE_BLOCK` queries at a time, which divides T; the results are [B, T, ...]."""
     length = q.shape[1]
+    if length <= FEW_QUERIES:
+        return _weigh_slots(q, k, v, visible, cap, with_sums)
     if length <= CACHE_BLOCK:
         return _weigh_values(q, k, v, visible[:, None], cap, with_sums)
 
@@ -269,8 +272,6 @@ def _weigh_values(
     beside one another, [B, K, T, G, S]. With one such head, as in Gemma 3 1B, no array is copied into another order.
     """
     batch, length, num_heads, dim = q.shape
-    if length == 1:
-        return _weigh_slots(q, k, v, mask, cap, with_sums)
     # JAX's own function has no cap and no sums, and wants values as wide as keys.
     if length < FEWEST_QUERIES and cap is None and not with_sums and dim == v.shape[3]:
         return jax.nn.dot_product_attention(q, k, v, mask=mask, scale=1.0)
@@ -289,19 +290,23 @@ def _weigh_values(
     return out, jnp.moveaxis(sums, 1, 2).reshape(batch, length, num_heads)
 
 
-def _weigh_slots(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, cap: float | None, with_sums: bool) -> Any:
-    """Do as `_weigh_values` for one query of each row, [B, 1, N, H], which looks into a cache.
+def _weigh_slots(
+    q: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array, cap: float | None, with_sums: bool
+) -> Any:
+    """Do as `_weigh_values` for few queries of each row, [B, T, N, H], which look into a cache; visible [B, T, S] bool.
 
     The products take keys and values as the cache has them, [B, K, S, H]: XLA's loop over tokens then needs no copy of
     the cache in another order.
     """
     k, v = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
-    grouped = q.reshape(q.shape[0], k.shape[1], -1, q.shape[3])
-    scores = jnp.einsum("bkgh,bksh->bkgs", grouped, k, preferred_element_type=jnp.float32)
-    scores = jnp.where(mask, soft_cap(scores, cap), jnp.finfo(jnp.float32).min)
+    grouped = jnp.swapaxes(q.reshape(*q.shape[:2], k.shape[1], -1, q.shape[3]), 1, 2)  # [B, K, T, G, H]
+    scores = jnp.einsum("bktgh,bksh->bktgs", grouped, k, preferred_element_type=jnp.float32)
+    scores = jnp.where(visible[:, None, :, None], soft_cap(scores, cap), jnp.finfo(jnp.float32).min)
     weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-    out = jnp.einsum("bkgs,bksh->bkgh", weights, v).reshape(*q.shape[:3], -1)
-    return (out, jax.nn.logsumexp(scores, axis=-1).reshape(q.shape[:3])) if with_sums else out
+    out = jnp.swapaxes(jnp.einsum("bktgs,bksh->bktgh", weights, v), 1, 2).reshape(*q.shape[:3], -1)
+    if not with_sums:
+        return out
+    return out, jnp.swapaxes(jax.nn.logsumexp(scores, axis=-1), 1, 2).reshape(q.shape[:3])
 
 
 def cudnn(q: jax.Array, k: jax.Array, v: jax.Array, mask_rule: MaskRule) -> jax.Array:
