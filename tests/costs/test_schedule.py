@@ -74,6 +74,17 @@ def test_what_stands_between_start_and_done_hides(gather_s, exposed_s):
     assert timeline.exposed_s == pytest.approx(5 * exposed_s)
 
 
+def test_a_scatter_writes_its_numbers_alone():
+    hlo = HLO.replace("dynamic-update-slice(%stack, %row, %at, %zero)", "scatter(%stack, %at, %row), to_apply=%set")
+    counting = Speeds(math.inf, math.inf, math.inf, 1.0, 1.0, 0.0, lambda collective: 0.0)
+    assert "scatter" in hlo
+    whole = hlo.replace("scatter(%stack,", "scatter(%new,").replace(
+        "%zero = s32[] constant(0)", "%new = f32[9,100]{1,0} broadcast(%at)"
+    )
+    seconds = [predict_time(text, read_collectives(text), counting).compute_s for text in (HLO, hlo, whole)]
+    assert seconds[0] == seconds[1] < seconds[2]
+
+
 def test_products_of_8_bit_floats_have_their_own_speed():
     hlo = HLO.replace("%a = bf16", "%a = f8e4m3fn").replace("%b = bf16", "%b = f8e5m2")
     speeds = Speeds(

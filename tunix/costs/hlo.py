@@ -303,13 +303,28 @@ def _count_read(user: Instruction, parameter: Instruction, scope: Scope) -> int:
     """Return the bytes of a parameter that one of its users reads."""
     if user.opcode in ("dynamic-slice", "slice", "gather"):
         return user.num_bytes
-    if user.opcode == "dynamic-update-slice":
-        updated = scope[user.operands[0]]
-        while updated.opcode == "bitcast":
-            updated = scope[updated.operands[0]]
-        if updated is parameter:
-            return 0  # in place
+    if _find_update(user, scope) and _skip_bitcasts(user.operands[0], scope) == parameter.name:
+        return 0  # updated in place
     return parameter.num_bytes
+
+
+def _find_update(instruction: Instruction, scope: Scope) -> Instruction | None:
+    """Return the numbers that an instruction writes into a part of its first operand; None for any other one."""
+    if instruction.opcode == "dynamic-update-slice":
+        return scope[instruction.operands[1]]
+    # A scatter of one array has three operands: the array, the places, the numbers. An array that the same fusion
+    # computes is written whole.
+    if instruction.opcode == "scatter" and len(instruction.operands) == 3:
+        operand, _, update = instruction.operands
+        return scope[update] if scope[_skip_bitcasts(operand, scope)].opcode == "parameter" else None
+    return None
+
+
+def _skip_bitcasts(name: str, scope: Scope) -> str:
+    """Return the name of the array that this one renames, through all bitcasts."""
+    while scope[name].opcode == "bitcast":
+        name = scope[name].operands[0]
+    return name
 
 
 def _count_written(root: Instruction, scope: Scope) -> Work:
@@ -319,8 +334,8 @@ def _count_written(root: Instruction, scope: Scope) -> Work:
         return reduce(Work.add, parts, Work())
     if root.opcode == "bitcast":
         return _count_written(scope[root.operands[0]], scope)
-    updates = root.opcode == "dynamic-update-slice"
-    return _count_moved(root, scope[root.operands[1]].num_bytes if updates else root.num_bytes)
+    update = _find_update(root, scope)
+    return _count_moved(root, update.num_bytes if update else root.num_bytes)
 
 
 def count_alone(instruction: Instruction, scope: Scope) -> Work:
