@@ -298,15 +298,26 @@ def _weigh_slots(
     The products take keys and values as the cache has them, [B, K, S, H]: XLA's loop over tokens then needs no copy of
     the cache in another order.
     """
+    batch, length, num_heads, _ = q.shape
     k, v = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
-    grouped = jnp.swapaxes(q.reshape(*q.shape[:2], k.shape[1], -1, q.shape[3]), 1, 2)  # [B, K, T, G, H]
-    scores = jnp.einsum("bktgh,bksh->bktgs", grouped, k, preferred_element_type=jnp.float32)
-    scores = jnp.where(visible[:, None, :, None], soft_cap(scores, cap), jnp.finfo(jnp.float32).min)
+    num_shared = num_heads // k.shape[1]
+
+    def group(x: jax.Array) -> jax.Array:
+        """[B, T, N, ..] -> [B, K, queries, ..], the queries of all tokens that share a head of keys."""
+        grouped = jnp.swapaxes(x.reshape(batch, length, -1, num_shared, *x.shape[3:]), 1, 2)
+        return grouped.reshape(batch, -1, length * num_shared, *x.shape[3:])
+
+    def ungroup(x: jax.Array) -> jax.Array:
+        """The other way round."""
+        tokens = jnp.swapaxes(x.reshape(batch, -1, length, num_shared, *x.shape[3:]), 1, 2)
+        return tokens.reshape(batch, length, num_heads, *x.shape[3:])
+
+    scores = jnp.einsum("bkgh,bksh->bkgs", group(q), k, preferred_element_type=jnp.float32)
+    mask = jnp.repeat(visible, num_shared, axis=1)[:, None] if length > 1 else visible[:, None]
+    scores = jnp.where(mask, soft_cap(scores, cap), jnp.finfo(jnp.float32).min)
     weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-    out = jnp.swapaxes(jnp.einsum("bktgs,bksh->bktgh", weights, v), 1, 2).reshape(*q.shape[:3], -1)
-    if not with_sums:
-        return out
-    return out, jnp.swapaxes(jax.nn.logsumexp(scores, axis=-1), 1, 2).reshape(q.shape[:3])
+    out = ungroup(jnp.einsum("bkgs,bksh->bkgh", weights, v))
+    return (out, ungroup(jax.nn.logsumexp(scores, axis=-1))) if with_sums else out
 
 
 def cudnn(q: jax.Array, k: jax.Array, v: jax.Array, mask_rule: MaskRule) -> jax.Array:
