@@ -78,7 +78,15 @@ def vocab():
 
 
 def keys(max_new_tokens=100, max_turn_tokens=None) -> Sampling:
-    values = {"temperature": 1.0, "top_k": None, "top_p": None, "min_p": None, "stop": ()}
+    values = {
+        "temperature": 1.0,
+        "top_k": None,
+        "top_p": None,
+        "min_p": None,
+        "stop": (),
+        "cache_dtype": None,
+        "guess": 0,
+    }
     return Sampling(max_new_tokens=max_new_tokens, max_turn_tokens=max_turn_tokens, **values)
 
 
