@@ -1,8 +1,7 @@
 """Train: `python run_training.py [group=option] [key=value]`; the same as `python -m tunix`."""
 
-import sys
-
 from tunix.__main__ import main
+from tunix.processes.exits import leave
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -176,7 +176,7 @@ def test_what_templates_do_with_texts_still_works():
 
 def test_a_file_of_a_run_that_is_a_folder_ends_it_in_one_line(tmp_path):
     (tmp_path / "train.log").mkdir()
-    said = r"cannot be written: .*train\.log: Is a directory; .* resume="
+    said = r"train\.log of the run's folder cannot be written .Is a directory.; .* resume="
     with pytest.raises(UserError, match=said) as error, hold_lock(tmp_path):
         logging.FileHandler(tmp_path / "train.log")
     assert "\n" not in str(error.value)

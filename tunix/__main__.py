@@ -55,5 +55,10 @@ def reject_command(name: str) -> None:
     raise UserError(f"there is no command {name}; choose from {', '.join(commands)}{did_you_mean(name, commands)}")
 
 
+def script() -> None:
+    """Run the command, and end the process with its exit code."""
+    exits.leave(main())
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    script()

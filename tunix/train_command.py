@@ -134,7 +134,11 @@ def train(job: compose.Job) -> int:
 
         run(job)
 
-    return supervisor.run_member(distributed, work)
+    exits.ends_with_leave.set()
+    try:
+        return supervisor.run_member(distributed, work)
+    finally:
+        exits.ends_with_leave.clear()
 
 
 def launch_elsewhere(job: compose.Job) -> int:

@@ -1,14 +1,24 @@
 """What a newcomer types in the first quarter of an hour, and the one line that answers it."""
 
+import contextlib
 import sys
+import threading
+from types import SimpleNamespace
 
+import jax
 import pytest
+from support.harness import ROOT
 
 from tunix.base.config_types import list_options
 from tunix.base.dotted_path import import_object
 from tunix.base.errors import UserError, name_choices
 from tunix.config.compose import compose, reject_missing_inputs, remark_on_random, remark_on_tiny
+from tunix.processes import exits
+from tunix.run.compiling import Compiler
 from tunix.training.loss import find_loss_kind
+
+MESH = jax.make_mesh((1,), ("a",), devices=jax.devices()[:1])
+WATCHDOG = SimpleNamespace(phase=lambda name: contextlib.nullcontext())
 
 
 @pytest.mark.parametrize(
@@ -42,6 +52,56 @@ def test_every_choice_is_answered_by_few_names():
 def test_the_name_of_a_loss_with_a_point():
     with pytest.raises(UserError, match=r"did you mean my\.loss:f\?$"):
         find_loss_kind(compose(["task.loss=my.loss.f"]).config)
+
+
+def test_a_task_that_needs_rows_says_so_before_anything_is_read():
+    for words in (["task=dpo"], ["task=sft"], ["task=grpo", "sampling.max_new_tokens=64"]):
+        with pytest.raises(UserError, match=r"needs conversations, and data\.source=python_stdlib .* data=jsonl"):
+            reject_missing_inputs(compose([*words, "dry_run=true"]))
+    reject_missing_inputs(compose(["task=sft", "data=arithmetic"]))
+
+
+EXPERTS = ["model.init_from=tests/models/parity/qwen3_moe", "training.seq_len=32", "training.loss_chunk_size=32"]
+
+
+def test_keys_of_experts_whose_folder_decides_the_kind(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    mlp = compose([*EXPERTS, "model.mlp.balance_loss=0"]).config.model.mlp
+    assert mlp.balance_loss == 0 != compose(EXPERTS).config.model.mlp.balance_loss
+    with pytest.raises(UserError, match=r"model\.mlp\.num_experts=3, but .* says 4; leave it out"):
+        compose([*EXPERTS, "model.mlp.num_experts=3"])
+
+
+def test_bytes_beside_other_weights_are_bytes(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    words = [*EXPERTS, "model.vocab_size=auto"]
+    assert compose([*words, "tokenizer=bytes"]).config.tokenizer.path is None
+    assert compose(EXPERTS).config.tokenizer.path == "tests/models/parity/qwen3_moe"
+
+
+def test_layers_without_end_are_refused():
+    with pytest.raises(UserError, match=r"model\.num_layers=2147483647: expected a number of at most 10000"):
+        compose(["model.num_layers=2147483647"])
+
+
+@pytest.mark.parametrize(("of_command", "seconds"), [(True, 10), (False, 0.2)])
+def test_an_error_does_not_wait_for_the_compiler(of_command, seconds, monkeypatch):
+    """In a command; where Python goes on after the error, it waits."""
+    monkeypatch.setattr(exits, "ends_with_leave", threading.Event())
+    monkeypatch.setattr(exits, "still_compiles", threading.Event())
+    if of_command:
+        exits.ends_with_leave.set()
+    ended = threading.Event()
+
+    def fail() -> None:
+        with Compiler(MESH, WATCHDOG) as compiler:
+            compiler._begin("state", lambda: ended.wait(seconds))
+            raise UserError("it cannot be done")
+
+    with pytest.raises(UserError):
+        fail()
+    assert exits.still_compiles.is_set() == of_command
+    ended.set()
 
 
 def test_the_module_of_a_name_with_a_point():

@@ -46,6 +46,7 @@ from tunix.config.saved_runs import (
     split_step,
     upgrade,
 )
+from tunix.data.table import DOCUMENTS, Rows, Source, Tokens
 
 # word                        means
 # group=option                take the file conf/GROUP/OPTION.yaml
@@ -67,9 +68,14 @@ def select_set(word: str) -> str:
 
 
 def add_implied_model(overrides: list[str]) -> list[str]:
-    """Add model=pretrained to the overrides, if they have model.init_from without a model."""
+    """Add model=pretrained to the overrides, if they have model.init_from without a model.
+
+    The folder decides what kind of MLP the model has. So keys of an MLP are added: no file of values has them yet.
+    """
     parsed = {word.split("=")[0] for word in overrides}
-    return ["model=pretrained", *overrides] if "model.init_from" in parsed and "model" not in parsed else overrides
+    if "model.init_from" not in parsed or "model" in parsed:
+        return overrides
+    return ["model=pretrained", *(f"++{word}" if word.startswith("model.mlp.") else word for word in overrides)]
 
 
 def add_search_path(overrides: list[str], *folders: str | Path | None) -> list[str]:
@@ -337,6 +343,13 @@ def reject_missing_inputs(job: Job) -> None:
     launcher = cfg.launcher
     if launcher.name == "kubernetes" or (isinstance(launcher, Slurm) and launcher.container_image is not None):
         return
+    if not DOCUMENTS[cfg.task.documents].takes_text:
+        for key, source in _list_parts(cfg).items():
+            if not isinstance(source, Rows | Tokens):
+                raise UserError(
+                    f"task={cfg.task.name} needs conversations, and {key}.source={source.source} gives plain text: "
+                    "choose rows, like data=jsonl data.paths=[FILE], or task=pretrain"
+                )
     for key, path in _list_paths(cfg):
         expanded = str(Path(path).expanduser())
         matches = glob.iglob(expanded, recursive=True) if glob.has_magic(expanded) else ()
@@ -347,12 +360,16 @@ def reject_missing_inputs(job: Job) -> None:
         print(f"remark: {key}: {path} does not exist here; the job reads it", file=sys.stderr)
 
 
+def _list_parts(cfg: Config) -> dict[str, Source]:
+    """Return the source of the data, or those of a mixture, each by its key."""
+    if isinstance(cfg.data, Mixture):
+        return {f"data.parts.{name}": part for name, part in cfg.data.parts.items()}
+    return {"data": cfg.data}
+
+
 def _list_paths(cfg: Config) -> Iterator[tuple[str, str]]:
     """Yield the paths of the data and of the tokenizer, each with its key."""
-    parts: dict[str, Any] = {"data": cfg.data}
-    if isinstance(cfg.data, Mixture):
-        parts = {f"data.parts.{name}": part for name, part in cfg.data.parts.items()}
-    for key, source in parts.items():
+    for key, source in _list_parts(cfg).items():
         for path in getattr(source, "paths", None) or ():
             yield f"{key}.paths", path
     if isinstance(cfg.launcher, Slurm) and cfg.launcher.dry_run and cfg.launcher.train_script:

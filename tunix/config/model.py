@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from tunix.base.config_types import Count, Flag, Positive, Regex, Section
 from tunix.base.dotted_path import entry_of
@@ -63,7 +63,7 @@ class Model(Section):
     """Width of the residual stream (D)."""
     mlp_dim: Count
     """Hidden width of the MLP (F); with experts, of dense layers alone, or of the MLP beside experts."""
-    num_layers: Count
+    num_layers: Annotated[Count, Field(le=10_000)]
     """Decoder blocks (L)."""
     num_heads: Count
     """Query heads (N)."""

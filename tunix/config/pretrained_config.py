@@ -45,7 +45,7 @@ def fill_from_pretrained(values: dict[Any, Any]) -> None:
     # A dry run fetches no tokenizer, unless the number of its tokens is asked for.
     needs_config_alone = values.get("dry_run") and model.get("vocab_size") != "auto"
     folder = hub.find(str(model["init_from"]), hub.CONFIG if needs_config_alone else hub.INFO_FILES)
-    if tokenizer["path"] is None:
+    if tokenizer["path"] is None and not _is_byte_level(tokenizer):
         tokenizer["path"] = str(folder)
     family = model.get("family")
     own = family if family is not None and is_dotted(str(family)) else None
@@ -57,6 +57,12 @@ def fill_from_pretrained(values: dict[Any, Any]) -> None:
     read, where = config_json.read_config(folder, own), f"{folder}/config.json"
     read["vocab_size"] = _find_num_rows(values, read["vocab_size"], where)
     _fill_architecture(model, read, where)
+
+
+def _is_byte_level(tokenizer: dict[Any, Any]) -> bool:
+    """Return whether the user chose tokenizer=bytes, which is then that of a model of other weights, too."""
+    values: Any = OmegaConf.load(CONF / "tokenizer" / "bytes.yaml")
+    return tokenizer["vocab_size"] == values.vocab_size
 
 
 def _find_num_rows(values: dict[Any, Any], in_files: int, where: str) -> int:
@@ -188,7 +194,7 @@ def fill_from_run(values: dict[Any, Any], folder: Path, step: int | None) -> Non
     _fill(model, decided, f"{folder}/config.yaml")
     source = str(model["init_from"])
     root = split_step(source)[0] if is_address(source) else str(folder.resolve())
-    if tokenizer["path"] is None:
+    if tokenizer["path"] is None and not _is_byte_level(tokenizer):
         tokenizer["path"] = join(root, "tokenizer")
     model["init_from"] = _name_checkpoint(root, folder, step)
 

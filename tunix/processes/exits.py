@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from tunix.base.errors import Diverged, Ending, PeerLost, Stopped, UserError
 from tunix.base.files import is_whole_number
@@ -20,6 +20,20 @@ USER_ERROR, STOPPED, PEER, DIVERGED = UserError.code, Stopped.code, PeerLost.cod
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 # Loaded here and not in the child: between fork and exec a child must not wait for locks of its parent's threads.
 LIBC, PR_SET_PDEATHSIG = ctypes.CDLL(None), 1  # prctl(2)
+
+
+# The compiler of a run cannot be interrupted, and may need minutes. A command that fails does not wait for it: the
+# first is set by a command, which ends with `leave`, and the second where XLA works on.
+ends_with_leave, still_compiles = threading.Event(), threading.Event()
+
+
+def leave(code: int) -> NoReturn:
+    """End the process with this code: as Python ends, or at once where XLA still compiles for nobody."""
+    if still_compiles.is_set():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def report_errors(work: Callable[[], int | None]) -> int:

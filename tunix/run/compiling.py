@@ -14,10 +14,12 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from tunix.base.errors import UserError
 from tunix.base.files import locate_cached
 from tunix.config import Config
 from tunix.config.batch import BatchSchedule, BatchShape, Spans
 from tunix.costs.hlo import read_collectives, summarise
+from tunix.processes import exits
 from tunix.processes.watchdog import Watchdog
 from tunix.training.program import Program
 from tunix.training.state import State
@@ -139,8 +141,13 @@ class Compiler:
         """Wait for the thread: Python aborts the process if it ends while a thread is inside jaxlib.
 
         XLA cannot be interrupted, so this may take as long as one program. Programs that have not begun are left out.
+        A command of one process that fails does not wait: it ends without Python's help (`exits.leave`).
         """
         if any(future.running() for future in self.futures.values()):
+            if isinstance(error, UserError) and exits.ends_with_leave.is_set() and jax.process_count() == 1:
+                exits.still_compiles.set()
+                self.thread.shutdown(wait=False, cancel_futures=True)
+                return
             reason = f": {error}" if error else ""
             log.info("the run ends as soon as XLA has compiled the program that it is at%s", reason)
         with self.watchdog.phase("compiling"):

@@ -66,7 +66,7 @@ def hold_lock(folder: Path) -> Iterator[None]:
             if not (is_full or is_here):
                 raise
             raise UserError(
-                f"the run's folder cannot be written: {path}: {error.strerror}; "
+                f"{path} of the run's folder cannot be written ({error.strerror}); "
                 f"{find_way_out(error, 'mend that')} and go on with resume={folder}"
             ) from None
 
