@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import numpy as np
@@ -96,6 +97,22 @@ def test_of_two_processes_at_once_none_takes_a_shard_away(tmp_path, monkeypatch)
 
     monkeypatch.setattr(tokenize, "make_shards", interrupted)
     assert load_corpus(cfg).num_held_out == 1
+
+
+def test_progress_is_told_while_shards_are_made(tmp_path, monkeypatch):
+    """Of shards that are not done either; a folder that goes away does not end the report."""
+    monkeypatch.setattr(tokenize, "REPORT_EVERY_S", 0.01)
+    (tmp_path / ".00000-x").mkdir()
+    (tmp_path / ".00000-x" / "train.tokens.npy").write_bytes(bytes(3_000_000))
+    told, is_told = [], threading.Event()
+
+    def report(megabytes):
+        told.append(megabytes)
+        is_told.set()
+
+    with tokenize._reporting_tokens(tmp_path, report):
+        assert is_told.wait(60)
+    assert told[0] == 3.0
 
 
 def test_unigram_entropy_is_the_streams_own(corpus):

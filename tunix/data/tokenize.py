@@ -5,6 +5,7 @@ folder in `loading.cache_dir`, named by the hash of the sources' files, of the t
 result. Training and `python -m tunix.prepare` both come here and find each other's work.
 """
 
+import contextlib
 import filecmp
 import hashlib
 import json
@@ -16,7 +17,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
@@ -48,12 +49,50 @@ def make_shards(plans: list[ShardPlan], folder: Path, loading: Loading) -> list[
         log.info("%d of %d shards are there already", len(plans) - len(missing), len(plans))
     num_workers = min(len(missing), loading.prepare_processes or os.cpu_count() or 1)
     sizes = {plan.name: sum(unit.size for unit in plan.units) for plan in missing}
-    columns = TextColumn("tokenizing"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
-    with Progress(*columns, transient=True, disable=not sys.stdout.isatty()) as progress:
-        bar = progress.add_task("", total=sum(sizes.values()))
-        for name in _make_missing(missing, folder, num_workers):
-            progress.advance(bar, sizes[name])
+    text = TextColumn("tokenizing, {task.description}")
+    columns = text, BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
+    is_watched = sys.stdout.isatty()
+    with Progress(*columns, transient=True, disable=not is_watched) as progress:
+        bar = progress.add_task("0.0 MB of tokens", total=sum(sizes.values()))
+
+        def report(megabytes: float) -> None:
+            progress.update(bar, description=f"{megabytes:.1f} MB of tokens")
+            if not is_watched:
+                log.info("tokenizing, %.1f MB of tokens so far", megabytes)
+
+        with _reporting_tokens(folder, report):
+            for name in _make_missing(missing, folder, num_workers):
+                progress.advance(bar, sizes[name])
     return [json.loads((folder / plan.name / "facts.json").read_text()) for plan in plans]
+
+
+REPORT_EVERY_S = 4.0  # while a shard is made, so that nobody thinks that the process is stuck
+
+
+@contextlib.contextmanager
+def _reporting_tokens(folder: Path, report: Callable[[float], None]) -> Iterator[None]:
+    """Call `report` every few seconds with the megabytes of tokens that all processes have written in a folder."""
+    done = threading.Event()
+
+    def count_bytes() -> int:
+        size = 0
+        for path in folder.rglob("*.tokens.npy"):  # also in the folders of shards that are not done
+            with contextlib.suppress(OSError):  # of a shard that has just got its name
+                size += path.stat().st_size
+        return size
+
+    def watch() -> None:
+        while not done.wait(REPORT_EVERY_S):
+            with contextlib.suppress(OSError):  # a folder that goes away while it is listed
+                report(count_bytes() / 1e6)
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
 
 
 def _make_missing(plans: list[ShardPlan], folder: Path, num_workers: int) -> Iterator[str]:

@@ -23,6 +23,7 @@ from tunix.base.files import read_json
 from tunix.config import Tokenizer
 from tunix.data.chat import PLAIN, ChatTemplate
 from tunix.data.pieces import GROUP, PIECE, Cutter, cut_text, find_cutter
+from tunix.data.words import WordMemory, find_word_memory
 from tunix.huggingface.hub import fetch
 
 # Values in files of SentencePiece (Kudo and Richardson 2018, arXiv:1808.06226).
@@ -234,22 +235,33 @@ class Vocab:
     def cutter(self) -> Cutter | None:
         return find_cutter(self.backend)
 
+    @cached_property
+    def words(self) -> WordMemory | None:
+        return find_word_memory(self.backend, self.dtype)
+
     def encode(self, texts: Sequence[str]) -> Iterator[np.ndarray]:
         """Yield the tokens [T] of each text, without those around a document.
 
         Long texts are tokenized in pieces, so that this takes about 4 times their size in memory.
         """
         if all(len(text) <= PIECE for text in texts):
-            for encoding in self.backend.encode_batch_fast(list(texts), add_special_tokens=False):
-                yield np.array(encoding.ids, self.dtype)
+            yield from self._encode_pieces(texts)
             return
         for text in texts:
             tokens = bytearray()
             pieces = cut_text(text, self.cutter)
             while group := list(islice(pieces, GROUP)):
-                for encoding in self.backend.encode_batch_fast(group, add_special_tokens=False):
-                    tokens += np.array(encoding.ids, self.dtype).data
+                for piece in self._encode_pieces(group):
+                    tokens += piece.data
             yield np.frombuffer(tokens, self.dtype)
+
+    def _encode_pieces(self, pieces: Sequence[str]) -> Iterator[np.ndarray]:
+        """Yield the tokens [T] of each piece of a text."""
+        if self.words is not None:
+            yield from map(self.words.encode, pieces)
+            return
+        for encoding in self.backend.encode_batch_fast(list(pieces), add_special_tokens=False):
+            yield np.array(encoding.ids, self.dtype)
 
     @cached_property
     def chat(self) -> ChatTemplate:
