@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 from support.harness import ROOT, metrics
+from support.hf_files import write_hf_dir
+from support.processes import Processes
 from support.rollouts import ONE, TASK, WIDE
 
 import tunix
@@ -213,6 +215,22 @@ def test_another_mesh_judges_alike(judged, teacher, tmp_path):
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("loss", ["sampled", "full"])
+def test_processes_share_a_teacher(loss, teacher, tmp_path):
+    """Two processes with a device each give the numbers of one with both."""
+    words = [
+        *JUDGED, "model.mesh_shape=[[2],[fsdp]]", "training.micro_batch_size=4", f"task.teacher={teacher}",
+        f"task.teacher_loss={loss}", "checkpoint.save_every_steps=null",
+    ]  # fmt: skip
+    with Processes(*words, "hydra.run.dir=run", folder=tmp_path, count=2) as run:
+        assert [end.code for end in run.ends()] == [0, 0]
+    tunix.train([*words, "distributed.allow_idle_devices=true", f"hydra.run.dir={tmp_path}/alone"])
+    (together,), (alone,) = metrics(tmp_path / "run"), metrics(tmp_path / "alone")
+    for name in ("teacher_kl", "loss", "grad_norm"):
+        assert together[name] == pytest.approx(alone[name], rel=1e-4, abs=1e-7)
+
+
+@pytest.mark.nightly
 def test_a_resumed_run_has_the_same_teacher(teacher, tmp_path):
     """Whole distributions in the loss beside rewards: the same digits, though the teacher's run has gone on."""
     folder = tmp_path / "run"
@@ -229,20 +247,36 @@ def test_a_resumed_run_has_the_same_teacher(teacher, tmp_path):
         assert before[name] == after[name]
 
 
+TEMPLATE = next(word for word in TASK if word.startswith("task.chat_template"))
+OTHERS = [word for word in TASK if not word.startswith(("task.", "task=", "sampling"))]
+TALK = [*OTHERS, *ONE, "task=sft", TEMPLATE, "loading.packing=pad", "checkpoint.save_every_steps=null"]
+
+
 def test_documents_teach_beside_a_teacher(teacher, tmp_path):
     """task=sft: the held-out set has its divergence; the start report counts the teacher."""
-    words = [word for word in TASK if not word.startswith(("task.", "task=", "sampling"))]
-    template = next(word for word in TASK if word.startswith("task.chat_template"))
     folder = tmp_path / "run"
-    tunix.train(
-        [*words, *ONE, "task=sft", template, "loading.packing=pad", f"task.teacher={teacher}", "training.max_steps=2",
-         "evaluation.num_sequences=4", "checkpoint.save_every_steps=null", f"hydra.run.dir={folder}"]
-    )  # fmt: skip
+    words = [f"task.teacher={teacher}", "training.max_steps=2", "evaluation.num_sequences=4", f"hydra.run.dir={folder}"]
+    tunix.train([*TALK, *words])
     lines, (held_out,) = metrics(folder), metrics(folder, "held_out")
     assert all(line["teacher_kl"] > 0 for line in [*lines, held_out])
     assert re.search(
         r"teacher +/\S+/checkpoints/1: \w+, [\d,]+ parameters, [\d.]+ GiB", (folder / "train.log").read_text()
     )
+
+
+def test_a_model_of_another_family_teaches(tmp_path):
+    """A Llama of Hugging Face's with 320 rows of vocabulary; its tokenizer must be that of the run."""
+    llama, folder = write_hf_dir(tmp_path), tmp_path / "run"
+    words = [f"task.teacher={llama}", "training.max_steps=1", "evaluation.every_steps=null", f"hydra.run.dir={folder}"]
+    with pytest.raises(
+        UserError,
+        match="has another tokenizer than the run: 277 tokens and 259; the first that differs is 'be', number 259",
+    ):
+        tunix.train([*TALK, *words])
+    assert not folder.exists()
+    tunix.train([*(word for word in TALK if word != "tokenizer=bytes"), f"tokenizer.path={llama}", *words])
+    (line,) = metrics(folder)
+    assert 0 < line["teacher_kl"] < 10
 
 
 def test_the_plan_counts_the_teacher():
