@@ -79,9 +79,9 @@ TURN = 6  # tokens of a turn at most
 LENGTHS = 3, 14, 9  # of the prompts
 
 
-def converse(model, sampling, rows, waits):
+def converse(model, sampling, rows, waits, fixed_shapes=False):
     """Three turns of each of three conversations; conversation n waits `waits[n]` calls of `run` for each observation."""
-    engine = model.sampler.engine(model.params, sampling, 3, 64, rows)
+    engine = model.sampler.engine(model.params, sampling, 3, 64, rows, fixed_shapes)
     for number, prompt in enumerate(make_prompts(model.cfg.vocab_size, LENGTHS)):
         engine.admit(prompt, [number], TURN)
     turns, due, calls = {0: [], 1: [], 2: []}, {}, 0
@@ -130,6 +130,18 @@ def test_turns_continue_the_cache(name):
     assert [[a.tokens for a in turns[number]] for number in turns] == [
         [a.tokens for a in other[number]] for number in other
     ]
+
+
+@pytest.mark.nightly(but=["gpt2"])
+@pytest.mark.parametrize("name", ["gemma4_small", "qwen3_5", "gpt2", "deepseek_v3"])
+def test_with_fixed_shapes_waits_change_no_bit(name):
+    """Who waits for whom decides which rows are computed together; log-probabilities are the same to the last bit."""
+    model = tunix.load_pretrained(PARITY / name)
+    sampling = Sampling(TURN, temperature=1.3)
+    turns = converse(model, sampling, 3, (0, 0, 0), fixed_shapes=True)
+    check_against_one_pass(model, turns, 1.3)
+    for waits in ((0, 3, 1), (2, 0, 2)):
+        assert converse(model, sampling, 3, waits, fixed_shapes=True) == turns
 
 
 @pytest.mark.nightly

@@ -1,11 +1,13 @@
 """Environments: both forms of the protocol, tools with their schemas, formats of calls, and the rows of the table."""
 
 import os
+import re
 import tempfile
 import time
 from typing import Literal
 
 import pytest
+from support.harness import ROOT
 
 from tunix.base.errors import UserError
 from tunix.config.compose import compose
@@ -129,6 +131,23 @@ def test_gymnasium_form():
         open_episode(type("Needy", (), {"reset": lambda self, target: None, "step": None}), {}, "hermes").reset(
             1, {"q": 2}
         )
+
+
+def test_the_environments_of_the_page():
+    """docs/agents.md has one of each form."""
+    names: dict = {}
+    for block in re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "agents.md").read_text(), re.DOTALL):
+        exec(block, names)
+    game = open_episode(names["Game"], {}, "hermes")
+    assert game.reset(1, {"answer": "4", "question": "?"}) == Reply(None, 0.0, False)
+    assert game.step("3") == Reply(["no, try again"], 0.0, False)
+    assert game.step(" 4 ") == Reply(["no, try again"], 1.0, True)
+    counter = open_episode(names["Counter"], {}, "hermes")
+    counter.reset(1, {"target": "2"})
+    assert counter.step(call("increment", '{"step": 2}')).observations == ["2"]
+    assert counter.step("done") == Reply(None, 1.0, True)
+    (schema,) = describe_tools(names["Counter"])
+    assert schema["function"]["parameters"]["properties"]["step"]["description"] == "By how much."
 
 
 NONSENSE = {
