@@ -26,6 +26,7 @@ COMMANDS = (
     "launch",
     "compare",
     "samples",
+    "play",
     "average",
 )  # tunix.NAME
 

@@ -38,7 +38,7 @@ def evaluate(cmd: Evaluate) -> None:
     """
     output = peers.on_main(lambda: find_writable("output", cmd.output), "checking output")
     steps = _list_steps(cmd)
-    cfg = peers.main_first(lambda: _make_config(cmd), "reading the config")
+    cfg = peers.main_first(lambda: make_config(cmd), "reading the config")
     split = cfg if cmd.split == "held_out" else _hold_out_nothing(cfg)
     evaluate_fn = {"loss": evaluate_loss, "lm_eval": evaluate_tasks}.get(cmd.metric, evaluate_answers)
     measured = evaluate_fn(cmd, split, list(steps.values()))
@@ -75,7 +75,7 @@ def _list_steps(cmd: Evaluate) -> dict[int | None, str]:
     return dict(find_checkpoints(cmd.checkpoint, choice, f"step={cmd.step}"))
 
 
-def _make_config(cmd: Evaluate) -> Config:
+def make_config(cmd: Evaluate) -> Config:
     """Return the config of the run or the model, with the overrides and the tokenizer that it was trained with."""
     run = find_run(cmd.checkpoint, copied=(TOKENIZER,))
     if override := next((word for word in cmd.overrides if run and word.lstrip("+").startswith("tokenizer")), None):

@@ -12,10 +12,11 @@ from support.rollouts import AGENT, ONE, WIDE
 
 import tunix
 from tunix.base.errors import UserError
-from tunix.config import Evaluate
+from tunix.config import Evaluate, Play
 from tunix.config.command_line import read_settings
 from tunix.evaluate import evaluate
 from tunix.inference.engine import Answer
+from tunix.play import play
 from tunix.rl.episodes import Episode, credit_turns
 from tunix.rl.rollouts import arrange_answers, center
 
@@ -72,6 +73,15 @@ def test_the_files_of_a_run_agree(calm):
     assert {answer["turns"][1]["content"][0] for answer in answers if len(answer["turns"]) > 2} == {"="}
     assert {len(answer["turns"]) for answer in answers} > {1, 3}
     assert any(not answer["stopped"] for answer in answers)
+
+
+def test_a_checkpoint_plays(calm, capsys):
+    play(read_settings(Play, [f"checkpoint={calm}", "episodes=2"]))
+    said = capsys.readouterr().out
+    assert said.count("prompt\n") == 2
+    assert said.count("\nreward ") == 2
+    assert "\nassistant\n" in said
+    assert ", environment " in said
 
 
 def test_a_run_killed_with_tools_that_sleep_and_die_is_the_same(calm, tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ from tunix.base.dotted_path import entry_of
 from tunix.config.model import MeshShape
 from tunix.config.task import RewardTerms, Sampling
 from tunix.huggingface.table import FAMILIES, Family
-from tunix.rl.table import REWARDS
+from tunix.rl.table import ENVIRONMENTS, REWARDS
 
 
 class ReadWeights(Section):
@@ -113,6 +113,26 @@ class Generate(Sampling, ReadModel):
                 f"{key} is of a chat, and prompts are plain text without one; add chat=true, or drop {key}"
             )
         return self
+
+
+class Play(Section):
+    """Play an environment by hand, or let a checkpoint play it; keys of training, like data=jsonl, work too."""
+
+    environment: entry_of(ENVIRONMENTS, type) | None  # type: ignore[valid-type]
+    """What is played: a row of tunix, or `package.module:name`; null is that of the run."""
+    checkpoint: str | None
+    """A run's folder, RUN_DIR/checkpoints/STEP, latest, or a Hugging Face directory or ID: it plays. null: you play, a
+    line is a turn."""
+    weights: str
+    """Of a run: trained, or the name of a copy that it has kept of them, like ema (training.ema_decay)."""
+    episodes: Count | None
+    """Episodes to play; null is 1 by hand, and 10 by a checkpoint."""
+    row: CountOrZero
+    """By hand: the first prompt of the data to play, from 0 on."""
+    seed: Seed
+    """What an environment does by chance, and what is drawn, follows from it."""
+    overrides: tuple[str, ...]
+    """Keys of training, like task.environment_options."""
 
 
 class Samples(Section):

@@ -1,0 +1,82 @@
+"""Episodes that a person plays at a terminal: what environments get, what is printed, and what is refused."""
+
+import io
+import json
+
+import pytest
+from support.harness import ROOT
+
+from tunix.base.errors import UserError
+from tunix.config import Play
+from tunix.config.command_line import read_settings
+from tunix.play import EXAMPLES, play
+from tunix.rl.tool_calls import TOOL_CALLS
+
+CHATTY = "environment=support.own_environment:Chatty"
+
+
+@pytest.fixture(autouse=True)
+def own_module(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT}/tests")
+
+
+def play_lines(monkeypatch, text: str, words: list[str], *overrides: str) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(text))
+    play(read_settings(Play, words, {"overrides": list(overrides)}))
+
+
+def data_of(tmp_path, *questions: str) -> list[str]:
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps({"question": text, "answer": "a"}) + "\n" for text in questions))
+    columns = ["data.columns.prompt=question", "data.columns.completion=answer", f"loading.cache_dir={tmp_path}/cache"]
+    return ["data=jsonl", f"data.paths=[{file}]", *columns]
+
+
+def test_tools_by_hand(monkeypatch, capsys):
+    """A call over two lines, a call that fails, and an answer without one, which ends the episode."""
+    call = '<tool_call>{"name": "calculate", \\\n"arguments": {"expression": "6*7"}}</tool_call>\n'
+    play_lines(monkeypatch, f"{call}{call.replace('6*7', 'six')}it is 42\nnever read\n", ["environment=calculator"])
+    said = capsys.readouterr().out
+    assert "tool calculate(expression): Compute an expression" in said
+    assert "environment\n  42\n" in said
+    assert "calls that failed: 1" in said
+    assert said.endswith("the episode is over after 3 turns; the environment's reward is 0\n")
+    assert EXAMPLES.keys() == TOOL_CALLS.keys()
+
+
+def test_data_by_hand(tmp_path, monkeypatch, capsys):
+    """Rows of the data, one episode after the other; the same seed is the same game; nothing steers the terminal."""
+    data = data_of(tmp_path, "one\x1b[31m", "two", "three")
+    for _ in range(2):
+        play_lines(monkeypatch, "a\nb\n", [CHATTY, "episodes=2", "row=1"], "task.max_turns=1", *data)
+    said = capsys.readouterr().out
+    first, second = said[: len(said) // 2], said[len(said) // 2 :]
+    assert first == second
+    assert ("two" in first, "three" in first, "one" in first) == (True, True, False)
+    assert first.count("the episode is over after 1 turns") == 2
+    play_lines(monkeypatch, "", [CHATTY], *data)
+    said = capsys.readouterr().out
+    assert "one\\x1b[31m" in said
+    assert "\x1b" not in said
+    assert "over after 0 turns" in said
+    with pytest.raises(UserError, match="row=7: the data have 3 prompts"):
+        play_lines(monkeypatch, "", [CHATTY, "row=7"], *data)
+
+
+@pytest.mark.parametrize(
+    ("words", "overrides", "message"),
+    [
+        ([], [], "nothing is to be played; give environment=NAME"),
+        ([CHATTY], [], "reset takes the column question, which the data lack"),
+        (["environment=calculator"], ["sampling.temperature=1"], "nothing is drawn where you play"),
+        (["environment=calculator"], ["task=sft"], "task=sft"),
+    ],
+)
+def test_what_is_refused(words, overrides, message, monkeypatch):
+    with pytest.raises(UserError, match=message):
+        play_lines(monkeypatch, "hello\n", words, *overrides)
+
+
+def test_an_environment_that_fails_is_named(tmp_path, monkeypatch):
+    with pytest.raises(UserError, match=r"Failing fails: RuntimeError: out of order \(.*own_environment.py, line"):
+        play_lines(monkeypatch, "x\n", [CHATTY.replace("Chatty", "Failing")], *data_of(tmp_path, "one"))

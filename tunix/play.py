@@ -1,0 +1,198 @@
+"""Play an environment by hand, or let a checkpoint play it: `python -m tunix.play environment=NAME [checkpoint=RUN]`.
+
+By hand, a line of stdin is a turn, and a line that ends with a backslash goes on in the next one. The environment runs
+in a process of its own, with the limits that it has in training, and gets the texts that it would get there.
+"""
+
+import json
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from tunix.base.errors import UserError
+from tunix.config import Config, Evaluate, Play
+from tunix.config.command_line import read_settings, run_command
+from tunix.config.compose import compose
+from tunix.config.task import Grpo
+from tunix.data.prompts import Prompt, PromptCorpus, load_prompts
+from tunix.evaluate import make_config
+from tunix.processes import peers
+from tunix.rl.environment_pool import EnvironmentPool
+from tunix.rl.environment_worker import Request
+from tunix.rl.environments import Reply
+from tunix.rl.evaluation import evaluate_answers, is_sampling
+from tunix.rl.rollouts import derive_seed
+
+# No model reads the prompts where a person plays, so they may be long.
+WITHOUT_MODEL = (
+    "model.context_length=32768",
+    "training.seq_len=32768",
+    "sampling.max_new_tokens=1",
+    "data.held_out_fraction=0",
+)
+EPISODES = 10  # that a checkpoint plays where the key `episodes` is null
+EXAMPLES = {  # how a call is written, for a tool NAME with one argument
+    "hermes": '<tool_call>{"name": NAME, "arguments": {ARGUMENT: VALUE}}</tool_call>',
+    "xml": "<tool_call><function=NAME><parameter=ARGUMENT>VALUE</parameter></function></tool_call>",
+    "llama": '{"name": NAME, "parameters": {ARGUMENT: VALUE}}',
+    "json": '[TOOL_CALLS][{"name": NAME, "arguments": {ARGUMENT: VALUE}}]',
+    "python": "[NAME(ARGUMENT=VALUE)]",
+}
+
+
+def play(command: Play) -> None:
+    """Play episodes, and print them turn by turn.
+
+    Raises:
+        UserError: there is no environment, it fails, or the data or the checkpoint cannot be read.
+    """
+    if command.checkpoint is not None:
+        play_by_checkpoint(command)
+        return
+    if command.environment is None:
+        raise UserError("nothing is to be played; give environment=NAME, or checkpoint=RUN")
+    if texts := [word for word in command.overrides if is_sampling(word)]:
+        raise UserError(f"{texts[0]}: nothing is drawn where you play; add checkpoint=RUN, or leave it out")
+    cfg = compose(["task=grpo", f"task.environment={command.environment}", *WITHOUT_MODEL, *command.overrides]).config
+    if not isinstance(cfg.task, Grpo) or cfg.task.environment is None:
+        raise UserError(f"task={cfg.task.name} has no environment; leave the key task out")
+    if peers.is_main():
+        play_by_hand(command, cfg, cfg.task)
+
+
+# By hand.
+
+
+def play_by_hand(command: Play, cfg: Config, task: Grpo) -> None:
+    """Ask stdin for turns, until the episodes or the input are over."""
+    tool_calls = "hermes" if task.tool_calls == "auto" else task.tool_calls
+    has_data = any(word.split("=")[0].split(".")[0] in ("data", "+experiment") for word in command.overrides)
+    corpus = load_prompts(cfg, cfg.training.seq_len) if has_data else None
+    lines = _read_turns()
+    pool = EnvironmentPool(
+        str(task.environment), task.environment_options or {}, tool_calls, 1,
+        task.environment_timeout_s, task.environment_memory_mib,
+    )  # fmt: skip
+    with pool:
+        for number in range(command.episodes or 1):
+            prompt = None if corpus is None else _find_prompt(corpus, command.row + number)
+            pool.begin()
+            _play_episode(pool, task, prompt, derive_seed(command.seed, "environment", number), lines, tool_calls)
+
+
+def _find_prompt(corpus: PromptCorpus, row: int) -> Prompt:
+    """Return a prompt by its number in the training data; raises `UserError` where there are fewer."""
+    rest = row
+    for part in corpus.train.values():
+        if rest < len(part):
+            return part[rest]
+        rest -= len(part)
+    raise UserError(f"row={row}: the data have {row - rest:,} prompts; the first is row=0")
+
+
+def _read_turns() -> Iterator[str]:
+    """Yield the turns of stdin."""
+    text = ""
+    with suppress(EOFError):
+        while True:
+            line = input("> " if sys.stdin.isatty() else "")
+            if line.endswith("\\"):
+                text += line[:-1] + "\n"
+                continue
+            yield text + line
+            text = ""
+
+
+def _play_episode(
+    pool: EnvironmentPool, task: Grpo, prompt: Prompt | None, seed: int, lines: Iterator[str], tool_calls: str
+) -> None:
+    if prompt is not None:
+        print(f"prompt\n{_indent(prompt.text)}", flush=True)
+    for tool in task.describe_tools():
+        function = tool["function"]
+        parameters = ", ".join(function["parameters"]["properties"])
+        print(f"tool {function['name']}({parameters}): {function['description']}")
+        print(f"a call is {EXAMPLES[tool_calls].replace('NAME', json.dumps(function['name']))}", flush=True)
+    reply = _ask(pool, ("reset", seed, {} if prompt is None else prompt.columns))
+    _show(reply.observations)
+    total, num_turns = 0.0, 0
+    while not reply.done:
+        text = next(lines, None) if num_turns < task.max_turns else None
+        if text is None:  # the input is over, or the turns are: the environment may have a reward for what was done
+            reply = _ask(pool, ("finish",))
+            total += reply.reward
+            break
+        num_turns += 1
+        reply = _ask(pool, ("step", text))
+        total += reply.reward
+        _show(reply.observations)
+        print(f"reward {reply.reward:g}{', calls that failed: ' + str(reply.tool_errors) if reply.tool_errors else ''}")
+    pool.forget(0)
+    print(f"the episode is over after {num_turns} turns; the environment's reward is {total:g}", flush=True)
+
+
+def _ask(pool: EnvironmentPool, request: Request) -> Reply:
+    """Return the reply of the one episode of the pool; raises `UserError` where its environment fails."""
+    pool.ask(0, request)
+    while not (answers := pool.replies(1.0)):
+        pass
+    if answers[0].reply is None:
+        raise UserError(f"task.environment={pool.name} fails: {answers[0].problem}")
+    return answers[0].reply
+
+
+def _show(observations: Sequence[str] | None) -> None:
+    for text in observations or []:
+        print(f"environment\n{_indent(text)}", flush=True)
+
+
+def _indent(text: str) -> str:
+    return "\n".join(f"  {line}" for line in _printable(text).splitlines())
+
+
+def _printable(text: str) -> str:
+    """Return a text without characters that steer a terminal: a model or a tool may have written any."""
+    return "".join(char if char.isprintable() or char in "\n\t" else f"\\x{ord(char):02x}" for char in text)
+
+
+# By a checkpoint.
+
+
+def play_by_checkpoint(command: Play) -> None:
+    """Let a model play episodes from held-out prompts as evaluation does, and print them."""
+    words = [f"task.environment={command.environment}"] if command.environment is not None else []
+    overrides = [*words, *command.overrides]
+    count = command.episodes or EPISODES
+    with tempfile.TemporaryDirectory(prefix="tunix_play_") as folder:
+        file = Path(folder) / "episodes.jsonl"
+        given: dict[str, Any] = {
+            "checkpoint": command.checkpoint, "weights": command.weights, "overrides": overrides,
+            "num_prompts": count, "samples": str(file),
+        }  # fmt: skip
+        settings = read_settings(Evaluate, ["checkpoint=given", "metric=reward"], given)
+        cfg = peers.main_first(lambda: make_config(settings), "reading the config")
+        if not isinstance(cfg.task, Grpo) or cfg.task.environment is None:
+            raise UserError(
+                f"checkpoint={command.checkpoint} was trained without an environment; give environment=NAME"
+            )
+        evaluate_answers(settings, cfg.model_copy(update={"seed": command.seed}), [str(command.checkpoint)])
+        if peers.is_main():
+            for line in file.read_text().splitlines():
+                print_episode(json.loads(line))
+
+
+def print_episode(row: dict[str, Any]) -> None:
+    """Print an episode: its prompt, its turns, and its reward with each part."""
+    print(f"prompt\n{_indent(row['prompt'])}")
+    for turn in row["turns"]:
+        print(f"{turn['role']}\n{_indent(turn['content'])}")
+    parts = ", ".join(f"{name[7:]} {value:g}" for name, value in row.items() if name.startswith("reward_"))
+    ended = "" if row["stopped"] else ", cut"
+    print(f"reward {row['reward']:g} ({parts}), {row['num_tokens']} tokens{ended}\n", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(Play, play))
