@@ -46,7 +46,7 @@ class Episode:
 
     def __init__(self, environment: Any, read_calls: Callable[[str], list[Call]]):
         self.environment, self.read_calls = environment, read_calls
-        self.tools = None if hasattr(environment, "step") else find_tools(type(environment))
+        self.tools = None if hasattr(self.environment, "step") else find_tools(type(environment))
 
     def reset(self, seed: int, columns: Mapping[str, Any]) -> Reply:
         observation = self.environment.reset(**select_arguments(self.environment.reset, seed, columns))
