@@ -123,7 +123,7 @@ def test_two_processes_play_the_same_episodes(tmp_path):
     ]  # fmt: skip
     tunix.train([*words, f"hydra.run.dir={tmp_path}/alone"])
     with Processes(*words, "hydra.run.dir=run", folder=tmp_path, count=2, PYTHONPATH=f"{ROOT}:{ROOT}/tests") as run:
-        assert run.wait() == [0, 0]
+        assert [end.code for end in run.ends()] == [0, 0]
     alone, together = samples(tmp_path / "alone"), samples(tmp_path / "run")
     assert [each["tokens"] for each in alone[:16]] == [each["tokens"] for each in together[:16]]
     assert [each["turns"] for each in alone[:16]] == [each["turns"] for each in together[:16]]
