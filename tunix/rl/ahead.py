@@ -43,7 +43,8 @@ class Drawn(NamedTuple):
 
 
 class RolloutsAhead:
-    """Draws in a thread, one rollout after the other, `staleness` rollouts ahead. Rollouts go by their first step."""
+    """Draws in threads, `staleness` rollouts ahead: one is drawn while another is scored. They go by their first
+    steps."""
 
     def __init__(
         self,
@@ -58,7 +59,8 @@ class RolloutsAhead:
         `mesh` is that of drawing, `waiting` are rollouts of a checkpoint.
         """
         self.draw, self.mesh, self.first_steps, self.staleness = draw, mesh, first_steps, staleness
-        self.thread = ThreadPoolExecutor(1, "drawing")
+        # Two: one rollout is scored while the next one is drawn. `RolloutEngine.ask` does one of each at a time.
+        self.threads = ThreadPoolExecutor(min(2, staleness), "drawing")
         self.rollouts: dict[int, Future[Drawn]] = {}
         for first_step, drawn in waiting.items():
             self.rollouts[first_step] = Future()
@@ -72,10 +74,10 @@ class RolloutsAhead:
         index = self.first_steps.index(first_step)
         ahead = self.first_steps[index : index + self.staleness + 1]
         if missing := [each for each in ahead if each not in self.rollouts]:
-            # The step that follows takes the memory of its parameters, so those that wait for the thread are copied.
+            # The step that follows takes the memory of its parameters, so those that wait for a thread are copied.
             copied = copy_params(params, self.mesh)
             for each in missing:
-                self.rollouts[each] = self.thread.submit(self._draw, copied, each, first_step - 1)
+                self.rollouts[each] = self.threads.submit(self._draw, copied, each, first_step - 1)
         for past in [each for each in self.rollouts if each < first_step]:
             del self.rollouts[past]
         return self.rollouts[first_step].result()
@@ -93,8 +95,8 @@ class RolloutsAhead:
         return kept
 
     def close(self) -> None:
-        """Give up what is not drawn yet; wait for the thread."""
-        self.thread.shutdown(cancel_futures=True)
+        """Give up what is not drawn yet; wait for the threads."""
+        self.threads.shutdown(cancel_futures=True)
 
     def _draw(self, params: Any, first_step: int, weights_step: int) -> Drawn:
         with jax.set_mesh(self.mesh):  # `jax.set_mesh` of the main thread does not reach this thread

@@ -247,8 +247,9 @@ class RolloutEngine:
         assert isinstance(cfg.task, Grpo)
         self.mesh, self.vocab, self.scorer, self.watchdog = mesh, corpus.vocab, scorer, watchdog
         self.rollout_mesh = build_rollout_mesh(cfg, mesh)
-        # Held-out prompts are answered while answers are drawn ahead: environments and rewards serve one at a time.
-        self.turn = threading.Lock()
+        # Threads draw ahead, and held-out prompts are answered meanwhile: the devices with the environments, and the
+        # processes of rewards, each serve one at a time.
+        self.drawing, self.scoring = threading.Lock(), threading.Lock()
         # The number of rows is the shape of a program that all processes run together, so they must agree on it. If
         # one of them does not know its memory (None), as on CPUs, nothing limits the size but task.rollout_rows.
         known = [json.loads(text) for text in peers.gather(json.dumps(read_device_bytes()), "memory of a device")]
@@ -277,10 +278,17 @@ class RolloutEngine:
         `between_chunks` is called from time to time while answers are drawn (see `Sampler.rollout`), and once more
         before they are scored. `beside` says that another thread than the main one calls.
         """
-        with self.turn:
-            return self._ask(params, prompts, keys, group_size, seed, between_chunks, beside)
+        with self.drawing:
+            start_time = time.perf_counter()
+            answers, texts, played = self._draw(params, prompts, keys, group_size, seed, between_chunks)
+            rollout_s = time.perf_counter() - start_time
+        if between_chunks is not None:
+            between_chunks()
+        with self.scoring, nullcontext() if beside else self.watchdog.phase("scoring answers"):
+            scores = score_together(self.scorer, prompts, texts, group_size, played)
+        return RolloutGroup(prompts, answers, texts, scores, rollout_s, played)
 
-    def _ask(
+    def _draw(
         self,
         params: Any,
         prompts: list[Prompt],
@@ -288,9 +296,8 @@ class RolloutEngine:
         group_size: int,
         seed: int,
         between_chunks: Callable[[], None] | None,
-        beside: bool,
-    ) -> RolloutGroup:
-        start_time = time.perf_counter()
+    ) -> tuple[list[Answer], list[str], Played | None]:
+        """Return answers and their texts, and episodes where there is an environment."""
         played = None
         if self.player is None:
             sampling = select_sampling(keys, self.stop)
@@ -307,12 +314,7 @@ class RolloutEngine:
                 )
             answers = [episode.to_answer() for episode in played.episodes]
             texts = [self.vocab.backend.decode(answer.tokens, skip_special_tokens=False) for answer in answers]
-        if between_chunks is not None:
-            between_chunks()
-        rollout_s = time.perf_counter() - start_time
-        with nullcontext() if beside else self.watchdog.phase("scoring answers"):
-            scores = score_together(self.scorer, prompts, texts, group_size, played)
-        return RolloutGroup(prompts, answers, texts, scores, rollout_s, played)
+        return answers, texts, played
 
 
 def score_together(
