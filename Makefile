@@ -84,6 +84,7 @@ lock: ## exact versions for Linux and macOS and every Python >= 3.11, by uv (htt
 	$(COMPILE_TESTED) --extra wandb --extra mlflow --extra mlflow_server -o requirements/sinks.txt
 	$(COMPILE_TESTED) --extra buckets --extra servers -o requirements/buckets.txt
 	$(COMPILE_TESTED) --extra lm_eval -o requirements/lm-eval.txt
+	$(COMPILE_TESTED) --extra serve -o requirements/serve.txt
 	$(COMPILE_TESTED) --extra reasoning -o requirements/reasoning.txt
 	$(COMPILE_TESTED) --extra ray -o requirements/ray.txt
 	$(COMPILE_TESTED) --extra cuda12 -o requirements/cuda12.txt

@@ -28,6 +28,7 @@ COMMANDS = (
     "samples",
     "play",
     "average",
+    "serve",
 )  # tunix.NAME
 
 

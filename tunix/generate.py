@@ -88,20 +88,26 @@ class Speaker:
         return self.tokenizer.decode(answer.text_tokens)
 
     def _encode(self, prompt: str | list[Row]) -> list[int]:
-        """Return the tokens of a prompt; raises `UserError` for one with half of a surrogate pair."""
+        """Return the tokens of a prompt."""
         if not isinstance(prompt, str):
             assert self.template is not None
             text = self.template.render(prompt, add_generation_prompt=True)
             return self.tokenizer.encode(text, add_special_tokens=False).ids
-        try:
-            prompt.encode()
-        except UnicodeEncodeError as error:
-            raise UserError(f"prompt {prompt[:40]!r} is no text: character {error.start + 1} is no character") from None
-        vocab = self.model.vocab
-        if vocab is None or self.model.files is not None:
-            return self.tokenizer.encode(prompt).ids  # a tokenizer of Hugging Face adds the first token itself
-        ids = self.tokenizer.encode(prompt, add_special_tokens=False).ids
-        return ids if vocab.bos is None else [vocab.bos, *ids]  # as the documents in training
+        return encode_text(self.model, prompt)
+
+
+def encode_text(model: Pretrained, text: str) -> list[int]:
+    """Return the tokens of a text that is to be continued; raises `UserError` for one with half of a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"prompt {text[:40]!r} is no text: character {error.start + 1} is no character") from None
+    vocab, tokenizer = model.vocab, model.tokenizer
+    assert tokenizer is not None
+    if vocab is None or model.files is not None:
+        return tokenizer.encode(text).ids  # a tokenizer of Hugging Face adds the first token itself
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    return ids if vocab.bos is None else [vocab.bos, *ids]  # as the documents in training
 
 
 def find_stop_ids(model: Pretrained) -> list[int]:

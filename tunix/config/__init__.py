@@ -11,7 +11,7 @@ from pydantic import model_validator
 from tunix.base.config_types import Flag, ProjectName, Section, Seed
 from tunix.base.errors import near_multiples
 from tunix.config.batch import BatchKeys
-from tunix.config.commands import Average, DeviceKind, Evaluate, Export, Generate, Network, Play, Samples
+from tunix.config.commands import Average, DeviceKind, Evaluate, Export, Generate, Network, Play, Samples, Serve
 from tunix.config.data import AnyData, Loading, Tokenizer
 from tunix.config.launcher import AnyLauncher, Kubernetes, Local, Ray, Slurm
 from tunix.config.layers import PROJECTIONS, Lora
@@ -28,8 +28,8 @@ from tunix.sharding.table import read_dims
 __all__ = [
     "PROJECTIONS", "Average", "Checkpoint", "Config", "DeviceKind", "Distributed", "Evaluate", "Evaluation", "Export",
     "Generate", "Kubernetes", "Loading", "Local", "Logging", "Lora", "Model", "Network", "Optimizer", "ParameterGroup",
-    "Plan", "Play", "Profile", "Ray", "Samples", "Sampling", "Scheduler", "Section", "Slurm", "Task", "Tokenizer",
-    "Training",
+    "Plan", "Play", "Profile", "Ray", "Samples", "Sampling", "Scheduler", "Section", "Serve", "Slurm", "Task",
+    "Tokenizer", "Training",
 ]  # fmt: skip
 
 

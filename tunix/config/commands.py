@@ -1,8 +1,10 @@
 """Settings of `python -m tunix.NAME key=value ...`; values stand in conf/command/NAME.yaml."""
 
-from typing import Annotated, Literal
+import ipaddress
+from contextlib import suppress
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, SecretStr, model_validator
 
 from tunix.base.config_types import Count, CountOrZero, Flag, Positive, Section, Seed, Share, Temperature
 from tunix.base.dotted_path import entry_of
@@ -152,6 +154,80 @@ class Samples(Section):
     """Prompts of each step with their answers; those whose rewards are furthest apart come first."""
     max_mb: Positive
     """Largest size of the answers in the page, in MB; the first groups of all steps come first."""
+
+
+def _to_text(value: Any) -> Any:
+    return str(value) if type(value) is int else value  # a key of digits
+
+
+class Server(Section):
+    """Where the server listens, and its bounds."""
+
+    host: str
+    """Address to listen on. One that other machines reach needs `api_key`."""
+    port: Annotated[int, Field(ge=0, le=65535)]
+    """Port to listen on; 0 takes a free one, which is printed."""
+    api_key: Annotated[SecretStr, BeforeValidator(_to_text), Field(min_length=1)] | None
+    """Key that clients send as `Authorization: Bearer KEY`; the environment variable TUNIX_API_KEY hides it from the
+    list of processes. null asks for none."""
+    model_name: str | None
+    """Name of the model in requests; null is the name of its folder, or its ID."""
+    max_rows: Count
+    """Answers that are drawn at one time; each has a row of the cache."""
+    max_length: Count | None
+    """Longest prompt with its answer, in tokens; null is the context of the model. The cache grows to the longest."""
+    max_waiting: CountOrZero
+    """Answers that wait for a row; a request beyond them gets 503 with Retry-After."""
+    max_answers: Count
+    """Largest `n` of a request, with its prompts: answers of one request."""
+    max_body_mb: Positive
+    """Largest request, in MB; a longer one gets 413."""
+    request_timeout_s: Positive
+    """Seconds from the arrival of a request to its last token; a slower one gets 504."""
+    shutdown_timeout_s: Positive
+    """Seconds that running requests have after SIGTERM."""
+
+
+class Serve(ReadModel):
+    """Serve a model to clients of OpenAI's API."""
+
+    server: Server
+    """Where it listens, and its bounds."""
+    chat_template: str | None
+    """A Jinja file, or the name of one of the tokenizer's templates; null is the tokenizer's own."""
+    sampling: str | None
+    """A file of conf/sampling, like greedy, standard or liberal: its temperature, top_k, top_p and min_p, unless they
+    are typed too; null keeps the values of these keys."""
+    max_new_tokens: Count
+    """Longest answer of a request that does not say, in tokens; where less fits behind the prompt, as many as fit."""
+    temperature: Temperature
+    """Of requests that do not say: logits are divided by it; 0 takes the likeliest token."""
+    top_k: Count | None
+    """Of requests that do not say: draw from the k likeliest tokens only."""
+    top_p: Annotated[Share, Field(gt=0)] | None
+    """Of requests that do not say: draw from the likeliest tokens that together have this probability."""
+    min_p: Share | None
+    """Of requests that do not say: draw from tokens with this share of the likeliest one's probability."""
+    dtype: Literal["float32", "bfloat16"]
+    """dtype of weights and products."""
+    mesh_shape: MeshShape | None
+    """Devices: rows are split over dp and fsdp, weights and heads over tp; null is one device."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "Serve":
+        if not is_loopback(self.server.host) and self.server.api_key is None:
+            raise ValueError(
+                f"server.host={self.server.host} can be reached from other machines, and server.api_key is null; set "
+                "the environment variable TUNIX_API_KEY, or server.host=127.0.0.1"
+            )
+        return self
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether an address is reached from this machine alone."""
+    with suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
 
 
 class Evaluate(ReadWeights):

@@ -37,7 +37,7 @@ from tunix.costs.rollout import (
 from tunix.inference.gathered import Gathered
 from tunix.inference.kv_cache import Cache
 from tunix.inference.programs import NO_TOKEN, Drawing, Extent, Programs
-from tunix.inference.sampling import Sampling
+from tunix.inference.sampling import RowChoices, Sampling
 from tunix.sharding.arrays import rows_to_global
 
 
@@ -157,7 +157,8 @@ class Engine:
         self.sampling, self.stop = replace(sampling, max_new_tokens=0, stop=()), frozenset(sampling.stop)
         self.stop_ids = np.full(pad_batch(max(1, len(self.stop))), NO_TOKEN, np.int32)
         self.stop_ids[: len(self.stop)] = sorted(self.stop)
-        self.key = jax.random.key(seed)
+        self.key: jax.Array | RowChoices = jax.random.key(seed)  # choices of the rows where they differ in them
+        self.chunk = CHUNK  # tokens of a row that `run` draws, at most `CHUNK`
         self.max_rows = None if max_rows is None else max(1, max_rows // self.num_shards)  # of a data shard
         self.fixed_rows = -(-(max_rows or 0) // self.num_shards) if fixed_shapes else None  # of a data shard
         self.cache: Cache | None = None
@@ -197,6 +198,13 @@ class Engine:
     def release(self, number: int) -> None:
         """Give up a row, whatever it does."""
         del self.rows[number]
+
+    def peek(self, number: int) -> Answer | None:
+        """Return what a row has drawn so far in its turn; None of an answer that waits for a row."""
+        row = self.rows.get(number)
+        if row is None:
+            return None
+        return Answer(row.tokens, row.model_log_probs, row.log_probs, False)
 
     def run(self) -> list[tuple[int, Answer]]:
         """Draw tokens, and return the turns that have ended, as (number, turn) in the order of their numbers."""
@@ -437,7 +445,7 @@ class Engine:
         if not working:
             return
         guess = self.sampling.guess
-        steps = min(CHUNK, max(row.limit - row.drawn for row in working))
+        steps = min(self.chunk, max(row.limit - row.drawn for row in working))
         longest = max(row.length + min(steps + guess, row.limit - row.drawn) for row in working)
         self._resize(self.num_rows, longest)
         shape = self.num_shards, self.num_rows

@@ -4,7 +4,7 @@ The harness (package lm_eval, of the extra `lm_eval`) brings tasks, prompts and 
 for. Tokens, prefixes and windows are those of its own backend for transformers, so the numbers are comparable.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,10 +37,19 @@ def import_harness() -> Any:
     return lm_eval
 
 
+class TopScores(NamedTuple):
+    """Scores of the n tokens of a row without its first, and of the k likeliest tokens in the place of each."""
+
+    log_probs: np.ndarray  # [n] float32, nats
+    top_tokens: np.ndarray  # [n, k] int32, the likeliest first
+    top_log_probs: np.ndarray  # [n, k] float32
+
+
 class TokenScorer:
     """Scores of tokens under a model, on its mesh: the log-probability of each, and whether no other is likelier."""
 
-    def __init__(self, model: Pretrained):
+    def __init__(self, model: Pretrained, num_top: int = 0):
+        """`num_top` likeliest tokens of each place are found for `score_with_top`."""
         self.model = model
 
         def score(params, tokens, targets):
@@ -53,7 +62,15 @@ class TokenScorer:
                 hidden, targets = chunk
                 logits = module.logits((tables[1], tables[1]), hidden)  # which reads the second table, the head, alone
                 target_logits = jnp.sum(jnp.where(ids == targets[..., None], logits, 0), -1)
-                return None, (target_logits - jax.nn.logsumexp(logits, -1), target_logits >= jnp.max(logits, -1))
+                total = jax.nn.logsumexp(logits, -1)
+                scores = target_logits - total, target_logits >= jnp.max(logits, -1)
+                if not num_top:
+                    return None, (scores, [], [])
+                whole = reshard(logits, PartitionSpec(*jax.typeof(logits).sharding.spec[:2], None))
+                values, tokens = jax.lax.top_k(whole, min(num_top, whole.shape[-1]))
+                # One array for each of the likeliest: chunks that are merged have no more dimensions.
+                places = range(values.shape[-1])
+                return None, (scores, [tokens[..., n] for n in places], [values[..., n] - total for n in places])
 
             split = make_splitter(hidden, "auto")
             scores = jax.lax.scan(one_chunk, None, (split(hidden), split(targets)))[1]
@@ -63,7 +80,15 @@ class TokenScorer:
 
     def __call__(self, rows: list[list[int]], batch_size: int) -> list[tuple[np.ndarray, np.ndarray]]:
         """Return log-probabilities and likeliest-flags of rows of tokens, each without the first token."""
-        scores: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        return [(log_probs, likeliest) for log_probs, likeliest, _, _ in self._score_rows(rows, batch_size)]
+
+    def score_with_top(self, tokens: list[int]) -> TopScores:
+        """Return the scores of a row of tokens without its first, with the likeliest tokens in the place of each."""
+        log_probs, _, top_tokens, top_log_probs = self._score_rows([tokens], 1)[0]
+        return TopScores(log_probs, top_tokens, top_log_probs)
+
+    def _score_rows(self, rows: list[list[int]], batch_size: int) -> list[tuple[np.ndarray, ...]]:
+        scores: dict[int, tuple[np.ndarray, ...]] = {}
         # Longest first: rows of a batch are about equally long, and too little memory shows in the first batch.
         order = sorted(range(len(rows)), key=lambda n: -len(rows[n]))
         with jax.set_mesh(self.model.mesh):
@@ -76,10 +101,12 @@ class TokenScorer:
                 for index, n in enumerate(batch):
                     tokens[index, : len(rows[n])] = rows[n]
                 arguments = (self.model.rows(np.ascontiguousarray(part)) for part in (tokens[:, :-1], tokens[:, 1:]))
-                log_probs, likeliest = (np.asarray(x) for x in self.score(self.model.params, *arguments))
+                own, top_tokens, top_log_probs = self.score(self.model.params, *arguments)
+                found = [np.asarray(x) for x in own]
+                found += [np.stack([np.asarray(x) for x in top], -1) for top in (top_tokens, top_log_probs) if top]
+                found += [np.zeros((*found[0].shape, 0))] * (4 - len(found))
                 for index, n in enumerate(batch):
-                    size = len(rows[n]) - 1
-                    scores[n] = log_probs[index, :size], likeliest[index, :size]
+                    scores[n] = tuple(x[index, : len(rows[n]) - 1] for x in found)
         return [scores[n] for n in range(len(rows))]
 
 

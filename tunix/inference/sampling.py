@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -98,6 +98,23 @@ def select_sampling(keys: SamplingKeys | Generate, stop: tuple[int, ...]) -> Sam
     return Sampling(*choice, stop, keys.cache_dtype, keys.guess)
 
 
+NO_TOP_K, NO_TOP_P, NO_MIN_P = 2**31 - 1, 2.0, 0.0  # in `RowChoices`: values that leave every token in
+
+
+class RowChoices(NamedTuple):
+    """Choices of rows that differ in them, as data of a program: arrays [N], of which row n has the place `number[n]`.
+
+    They stand where the key of a rollout stands, so that requests of a server draw side by side.
+    """
+
+    seed: Any  # int32
+    answer: Any  # int32, the number of the answer in its request, which its noise depends on
+    temperature: Any  # float32; 0 takes the likeliest token
+    top_k: Any  # int32
+    top_p: Any  # float32
+    min_p: Any  # float32
+
+
 class Sampled(NamedTuple):
     """A token of each row, [B], or several, [B, n]."""
 
@@ -107,17 +124,25 @@ class Sampled(NamedTuple):
 
 
 def sample(
-    logits: jax.Array, key: jax.Array, number: jax.Array, count: jax.Array, sampling: Sampling, layout: Layout
+    logits: jax.Array,
+    key: jax.Array | RowChoices,
+    number: jax.Array,
+    count: jax.Array,
+    sampling: Sampling,
+    layout: Layout,
 ) -> Sampled:
     """Draw a token of each answer, of logits [B, V]: token `count` [B] of the answer `number` [B], both int32.
 
     Each data shard draws its own rows. Noise depends on the key and these two numbers alone. Where the
-    mesh splits the vocabulary, logits of a row are put together on the devices of its shard.
+    mesh splits the vocabulary, logits of a row are put together on the devices of its shard. With `RowChoices` in place
+    of the key, `number` is a place in them, and they alone say how a row draws.
     """
     split = layout.activation("B")
 
     @partial(jax.shard_map, in_specs=(split, PartitionSpec(), split, split), out_specs=split)
     def on_each_shard(logits, key, number, count):
+        if isinstance(key, RowChoices):
+            return select_by_row(logits, RowChoices(*(each[number] for each in key)), count)
         if sampling.temperature == 0:
             return select_greedy(logits)
         fold = jax.vmap(lambda number, count: jax.random.fold_in(jax.random.fold_in(key, number), count))
@@ -135,7 +160,29 @@ def select_greedy(logits: jax.Array) -> Sampled:
 
 def select(logits: jax.Array, keys: jax.Array, sampling: Sampling) -> Sampled:
     """Draw a token for each row of logits [B, V] float32, with a key of its own, [B]; not at temperature 0."""
-    scaled = _filter(logits / sampling.temperature, sampling)
+    tokens, log_probs = _draw(_filter(logits / sampling.temperature, sampling), keys)
+    is_models = sampling.temperature == 1 and (sampling.top_k, sampling.top_p, sampling.min_p) == (None, None, None)
+    return Sampled(tokens, log_probs if is_models else _compute_log_probs(logits, tokens), log_probs)
+
+
+def select_by_row(logits: jax.Array, rows: RowChoices, count: jax.Array) -> Sampled:
+    """Draw a token for each row of logits [B, V] float32 by its own choices [B]: token `count` [B] of its answer.
+
+    The token is the one that `select` draws with these values and the row's seed.
+    """
+
+    def fold(seed: jax.Array, answer: jax.Array, count: jax.Array) -> jax.Array:
+        return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), answer), count)
+
+    greedy = rows.temperature == 0
+    scaled = _filter_by_row(logits / jnp.where(greedy, 1, rows.temperature)[:, None], rows)
+    tokens, log_probs = _draw(scaled, jax.vmap(fold)(rows.seed, rows.answer, count))
+    tokens = jnp.where(greedy, jnp.argmax(logits, -1).astype(jnp.int32), tokens)
+    return Sampled(tokens, _compute_log_probs(logits, tokens), jnp.where(greedy, 0, log_probs))
+
+
+def _draw(scaled: jax.Array, keys: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Draw a token for each row of logits [B, V], and return it with its log-probability under them, both [B]."""
     top = jnp.max(scaled, -1, keepdims=True)
     weights = _split_blocks(jnp.exp(scaled - top))  # the largest is 1: the sums stay in the range of float32
     sums = weights.sum(-1)
@@ -143,9 +190,7 @@ def select(logits: jax.Array, keys: jax.Array, sampling: Sampling) -> Sampled:
     block = _run_race(sums, first)
     inside = jnp.take_along_axis(weights, block[:, None, None], 1)[:, 0]
     tokens = block * BLOCK + _run_race(inside, second)  # never a token that fills up the last block: its weight is 0
-    log_probs = _pick(scaled - top, tokens) - jnp.log(sums.sum(-1))
-    is_models = sampling.temperature == 1 and (sampling.top_k, sampling.top_p, sampling.min_p) == (None, None, None)
-    return Sampled(tokens, log_probs if is_models else _compute_log_probs(logits, tokens), log_probs)
+    return tokens, _pick(scaled - top, tokens) - jnp.log(sums.sum(-1))
 
 
 def _split_blocks(weights: jax.Array) -> jax.Array:
@@ -188,3 +233,21 @@ def _filter(logits: jax.Array, sampling: Sampling) -> jax.Array:
         least = jnp.max(logits, -1, keepdims=True) + jnp.log(sampling.min_p)
         logits = jnp.where(logits < least, -jnp.inf, logits)
     return logits
+
+
+def _filter_by_row(logits: jax.Array, rows: RowChoices) -> jax.Array:
+    """Do as `_filter`, each row of logits [B, V] with its own values; nothing is sorted where no row asks for it."""
+    rows = rows._replace(**{name: getattr(rows, name)[:, None] for name in ("top_k", "top_p", "min_p")})
+
+    def keep_top(logits: jax.Array) -> jax.Array:
+        ordered = -jnp.sort(-logits, -1)
+        least = jnp.take_along_axis(ordered, jnp.clip(rows.top_k, 1, logits.shape[-1]) - 1, 1)
+        ordered = jnp.where(ordered < least, -jnp.inf, ordered)
+        probs = jax.nn.softmax(ordered, -1)
+        is_likely = jnp.cumsum(probs, -1) - probs < rows.top_p
+        least = jnp.maximum(least, jnp.min(jnp.where(is_likely, ordered, jnp.inf), -1, keepdims=True))
+        return jnp.where(logits < least, -jnp.inf, logits)
+
+    is_bound = (rows.top_k < logits.shape[-1]) | (rows.top_p <= 1)
+    logits = jax.lax.cond(jnp.any(is_bound), keep_top, lambda logits: logits, logits)
+    return jnp.where(logits < jnp.max(logits, -1, keepdims=True) + jnp.log(rows.min_p), -jnp.inf, logits)

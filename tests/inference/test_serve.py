@@ -1,0 +1,484 @@
+"""The server: real clients get the answers of the model, each its own, whatever else is served; and errors that say why."""
+
+import asyncio
+import contextlib
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import numpy as np
+import openai
+import pytest
+import uvicorn
+from support.devices import xla_flags
+from support.harness import ROOT, run_python
+
+import tunix
+from tunix.base.errors import UserError
+from tunix.config import Serve
+from tunix.config.command_line import read_settings
+from tunix.inference.openai_api import AnswerText
+from tunix.inference.sampling import NO_MIN_P, NO_TOP_K, NO_TOP_P, RowChoices, Sampling, select, select_by_row
+from tunix.serve import App, open_socket
+
+KEY = "a-key-of-the-tests"
+PROMPTS = ["a few words", "to be", "merged", "words to merge, a few"]
+
+
+@pytest.fixture(scope="module")
+def model(hf_dir):
+    return tunix.load_pretrained(hf_dir)
+
+
+@contextlib.contextmanager
+def serving(model, hf_dir, *words):
+    """A server in a thread of this process, and its port."""
+    command = read_settings(Serve, [f"checkpoint={hf_dir}", "server.model_name=small", *words])
+    app, sock = App(model, command), open_socket("127.0.0.1", 0)
+    server = uvicorn.Server(uvicorn.Config(app.starlette, access_log=False, lifespan="off", log_level="warning"))
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve([sock])), daemon=True)
+    thread.start()
+    while not server.started:
+        assert thread.is_alive()
+        time.sleep(0.01)
+    try:
+        yield app, sock.getsockname()[1]
+    finally:
+        server.should_exit = True
+        thread.join(30)
+        app.serving.close(30)
+
+
+@pytest.fixture(scope="module")
+def served(model, hf_dir):
+    with serving(model, hf_dir, "server.max_rows=8", f"server.api_key={KEY}", "server.max_body_mb=0.1") as (app, port):
+        yield app, port
+
+
+@pytest.fixture(scope="module")
+def client(served):
+    return openai.OpenAI(api_key=KEY, base_url=f"http://127.0.0.1:{served[1]}/v1", max_retries=0, timeout=120)
+
+
+def post(port, body, path="/v1/completions", key=KEY, method="POST", **headers):
+    """Send bytes, and return the status, the headers and the JSON of what comes back."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
+    connection.request(method, path, body, {"Authorization": f"Bearer {key}"} | headers)
+    response = connection.getresponse()
+    return response.status, response.headers, json.loads(response.read())
+
+
+def ask(client, prompt="a few", **parameters):
+    return client.completions.create(model="small", prompt=prompt, **parameters)
+
+
+# The tokens.
+
+
+def test_rows_with_choices_of_their_own_draw_as_if_alone():
+    logits = jax.random.normal(jax.random.key(0), (6, 300)) * 3
+    many = jax.numpy.repeat(logits, 50, 0)
+    count = np.arange(300, dtype=np.int32)
+    choices = [
+        Sampling(1), Sampling(1, temperature=0), Sampling(1, 0.7, top_k=5), Sampling(1, 1.3, top_p=0.8),
+        Sampling(1, 1.1, min_p=0.1), Sampling(1, 0.9, top_k=40, top_p=0.7, min_p=0.05),
+    ]  # fmt: skip
+
+    def repeat(values, dtype):
+        return jax.numpy.asarray(np.repeat(np.array(values, dtype), 50))
+
+    rows = RowChoices(
+        repeat(range(6), "int32"), repeat(range(6), "int32"), repeat([each.temperature for each in choices], "float32"),
+        repeat([each.top_k or NO_TOP_K for each in choices], "int32"),
+        repeat([each.top_p or NO_TOP_P for each in choices], "float32"),
+        repeat([each.min_p or NO_MIN_P for each in choices], "float32"),
+    )  # fmt: skip
+    together = jax.jit(select_by_row)(many, rows, count)
+    for index, choice in enumerate(choices):
+        part = slice(index * 50, index * 50 + 50)
+        if choice.temperature:
+            key = jax.random.fold_in(jax.random.key(index), index)
+            keys = jax.vmap(lambda n, key=key: jax.random.fold_in(key, n))(count[part])
+            alone = select(many[part], keys, choice)
+            assert np.array_equal(together.tokens[part], alone.tokens), choice
+            np.testing.assert_allclose(together.log_probs[part], alone.log_probs, atol=1e-5)
+        else:
+            assert (together.tokens[part] == logits[index].argmax()).all()
+
+
+CHOICES = [
+    {"temperature": 0.0}, {"temperature": 1.3, "top_p": 0.9}, {"temperature": 0.8, "top_k": 50, "min_p": 0.01},
+]  # fmt: skip
+
+
+def test_a_seeded_request_draws_the_tokens_of_generate_whatever_else_is_served(model, client):
+    """Twelve requests at one time, with three choices of tokens, on eight rows; two answers to each."""
+    ids = [model.tokenizer.encode(prompt).ids for prompt in PROMPTS]
+    stop = (2,)
+
+    def draw_alone(index, choice, seed):
+        answers = model.sample([ids[index]], Sampling(12, stop=stop, **choice), seed, answers_per_prompt=2)
+        return [(model.tokenizer.decode(each.text_tokens), sum(each.log_probabilities)) for each in answers]
+
+    def request(index, choice, seed):
+        own = {name: choice[name] for name in choice if name in ("top_k", "min_p")}
+        usual = {name: choice[name] for name in choice if name not in own}
+        answer = ask(client, PROMPTS[index], max_tokens=12, seed=seed, n=2, logprobs=0, extra_body=own, **usual)
+        return [(each.text, sum(each.logprobs.token_logprobs)) for each in answer.choices]
+
+    cases = [(index, choice, 3 * index + n) for index in range(len(PROMPTS)) for n, choice in enumerate(CHOICES)]
+    with ThreadPoolExecutor(len(cases)) as pool:
+        found = list(pool.map(lambda case: request(*case), cases))
+    for case, answers in zip(cases, found, strict=True):
+        for (text, log_prob), (own_text, own_log_prob) in zip(answers, draw_alone(*case), strict=True):
+            assert text == own_text, case
+            assert log_prob == pytest.approx(own_log_prob, abs=1e-3)
+
+
+def test_several_prompts_draw_as_a_file_of_prompts(model, client):
+    ids = [model.tokenizer.encode(prompt).ids for prompt in PROMPTS]
+    expected = [model.tokenizer.decode(each.text_tokens) for each in model.sample(ids, Sampling(6, stop=(2,)), seed=5)]
+    answer = client.completions.create(model="small", prompt=PROMPTS, max_tokens=6, seed=5)
+    assert [each.text for each in answer.choices] == expected
+    assert [each.index for each in answer.choices] == [0, 1, 2, 3]
+    assert client.completions.create(model="small", prompt=ids, max_tokens=6, seed=5).choices == answer.choices
+
+
+def test_chat_is_the_template_and_streams_what_it_answers(model, served, client):
+    messages = [{"role": "system", "content": "be"}, {"role": "user", "content": [{"type": "text", "text": "a few"}]}]
+    text = "<bos>system: be<eos><bos>user: a few<eos><bos>assistant:"
+    prompt = model.tokenizer.encode(text, add_special_tokens=False).ids
+    asked = {"model": "small", "messages": messages, "max_tokens": 20, "seed": 3, "n": 2}
+    whole = client.chat.completions.create(**asked)
+    expected = model.sample([prompt], Sampling(20, stop=(2,)), seed=3, answers_per_prompt=2)
+    assert [each.message.content for each in whole.choices] == [model.tokenizer.decode(e.text_tokens) for e in expected]
+    assert [each.finish_reason for each in whole.choices] == ["stop" if e.stopped else "length" for e in expected]
+    assert whole.usage.prompt_tokens == len(prompt)
+    assert whole.usage.completion_tokens == sum(len(each.tokens) for each in expected)
+    texts, ends, usage = ["", ""], [None, None], None
+    for chunk in client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}):
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+            ends[choice.index] = choice.finish_reason or ends[choice.index]
+    assert texts == [each.message.content for each in whole.choices]
+    assert ends == [each.finish_reason for each in whole.choices]
+    assert usage == whole.usage
+
+
+def test_a_stop_string_ends_an_answer_and_is_no_part_of_it(client):
+    whole = ask(client, max_tokens=30, seed=1).choices[0].text
+    word = whole[4:7]
+    cut = ask(client, max_tokens=30, seed=1, stop=["nowhere", word]).choices[0]
+    assert (cut.text, cut.finish_reason) == (whole[: whole.index(word)], "stop")
+    pieces = ask(client, max_tokens=30, seed=1, stop=word, stream=True)
+    assert "".join(each.choices[0].text for each in pieces) == cut.text
+
+
+def test_texts_grow_by_whole_characters_and_hold_back_what_may_be_a_stop_string(model):
+    tokens = model.tokenizer.encode("a few wörds 漢字 to be").ids
+    text, parts = AnswerText(model.tokenizer, ["to me", "字 x"]), []
+    parts = [text.add([token]) for token in tokens]
+    assert not any("\ufffd" in part for part in parts)
+    assert "".join(parts) + text.close() == "a few wörds 漢字 to be"
+    stopped = AnswerText(model.tokenizer, ["字"])
+    assert "".join(stopped.add([token]) for token in tokens) == "a few wörds 漢"
+    assert stopped.is_stopped
+
+
+def test_log_probabilities_of_prompts_answers_and_other_tokens(model, client):
+    ids = model.tokenizer.encode("a few words to be").ids
+    answer = ask(client, ids, max_tokens=3, temperature=0, echo=True, logprobs=2).choices[0].logprobs
+    whole = ids + model.sample([ids], Sampling(3, temperature=0, stop=()))[0].tokens
+    logits = np.asarray(model(np.array([whole])), np.float64)[0]
+    own = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    expected = own[np.arange(len(whole) - 1), whole[1:]]
+    assert answer.token_logprobs[0] is None
+    np.testing.assert_allclose(answer.token_logprobs[1:], expected, atol=1e-4)
+    for place in range(len(whole) - 3, len(whole)):  # drawn as the likeliest
+        assert max(answer.top_logprobs[place].values()) == answer.token_logprobs[place]
+    chat = client.chat.completions.create(
+        model="small", messages=[{"role": "user", "content": "be"}], max_tokens=4, temperature=0, logprobs=True, top_logprobs=3
+    )  # fmt: skip
+    for each in chat.choices[0].logprobs.content:
+        assert len(each.top_logprobs) == 3
+        assert each.top_logprobs[0].logprob == each.logprob
+
+
+def test_tools_reach_the_template_and_calls_are_read(model, hf_dir):
+    template = (
+        "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}<tool_call>"
+        "{% for m in messages %}{{ m.content }}{{ m.tool_calls[0].function.arguments.a if m.tool_calls }}{% endfor %}"
+    )
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+    with serving(model, hf_dir, f"chat_template='{template}'") as (app, port):
+        call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 17}'}}
+        messages = [{"role": "user", "content": "u"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+        body = {"messages": messages, "tools": [tool], "max_tokens": 2}
+        job = asyncio.run(app._read_chat(json.dumps(body).encode(), 0))
+        assert model.tokenizer.decode(job.prompts[0], skip_special_tokens=False) == "add <tool_call>u17"
+        read = job.read_calls('<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
+        assert read == [("add", {"a": 1}, "")]
+        status, _, answer = post(port, json.dumps(body), "/v1/chat/completions")
+        assert (status, answer["choices"][0]["message"]["role"]) == (200, "assistant")
+
+
+# Many clients.
+
+
+def load(model, port, num_clients, seconds):
+    """Let clients ask until the time is over, each at least twice; return how many answers were right, and how many not."""
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(3, 300, length).tolist() for length in rng.integers(2, 16, num_clients)]
+    expected = [
+        model.tokenizer.decode(each.text_tokens)
+        for each in model.sample(prompts, Sampling(10, temperature=0, stop=(2,)))
+    ]
+    end = time.monotonic() + seconds
+    right, wrong = [], []
+
+    def work(index):
+        own = openai.OpenAI(api_key=KEY, base_url=f"http://127.0.0.1:{port}/v1", max_retries=0, timeout=120)
+        turn = 0
+        while turn < 2 or time.monotonic() < end:
+            # Seeded and greedy requests, whole and streamed, side by side.
+            ask(own, prompts[index], max_tokens=5, seed=turn)
+            answer = ask(own, prompts[index], max_tokens=10, temperature=0, stream=bool(turn % 2))
+            parts = answer if turn % 2 else [answer]
+            text = "".join(part.choices[0].text for part in parts)
+            (right if text == expected[index] else wrong).append(index)
+            turn += 1
+
+    with ThreadPoolExecutor(num_clients) as pool:
+        list(pool.map(work, range(num_clients)))
+    return right, wrong
+
+
+@pytest.mark.parametrize("seconds", [0, pytest.param(60, marks=pytest.mark.nightly)])
+def test_64_clients_get_their_own_answers(model, served, seconds):
+    right, wrong = load(model, served[1], 64, seconds)
+    assert wrong == []
+    assert len(right) >= 128
+    assert (served[0].serving.num_running, served[0].serving.num_waiting) == (0, 0)
+
+
+def test_a_full_queue_says_when_to_come_again_and_a_client_that_goes_frees_its_row(model, hf_dir):
+    with serving(model, hf_dir, "server.max_rows=1", "server.max_waiting=0") as (app, port):
+        gate = threading.Event()
+        run = app.serving.engine.run
+        app.serving.engine.run = lambda: gate.wait(60) and run()  # an engine that draws when we like
+        connection = socket.create_connection(("127.0.0.1", port))
+        body = json.dumps({"prompt": "a few", "max_tokens": 50})
+        connection.sendall(
+            f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode()
+        )
+        wait_until(lambda: app.serving.num_running == 1)
+        status, headers, answer = post(port, body)
+        assert (status, answer["error"]["type"]) == (503, "server_busy")
+        assert 1 <= int(headers["retry-after"]) <= 60
+        status, _, answer = post(port, json.dumps({"prompt": "a", "n": 2}))
+        assert (status, answer["error"]["message"]) == (400, "2 answers are more than 1 of one request")
+        held = next(iter(app.serving.held.values()))
+        connection.close()
+        wait_until(lambda: held.request.cancelled)
+        gate.set()
+        wait_until(lambda: app.serving.num_running == 0)
+        assert held.num_sent < 50
+        assert post(port, body)[0] == 200
+
+
+def wait_until(is_so):
+    while not is_so():
+        time.sleep(0.01)
+
+
+def test_a_deadline_and_a_broken_engine_end_requests_and_not_the_server(model, hf_dir, caplog):
+    with serving(model, hf_dir, "server.request_timeout_s=0.5", "server.max_rows=2") as (app, port):
+        gate = threading.Event()
+        engine, run = app.serving.engine, app.serving.engine.run
+        engine.run = lambda: gate.wait(60) and run()
+        status, _, answer = post(port, json.dumps({"prompt": "a few"}))
+        assert (status, answer["error"]["type"]) == (504, "timeout")
+        assert "server.request_timeout_s=0.5" in answer["error"]["message"]
+        gate.set()
+        wait_until(lambda: app.serving.num_running == 0)
+
+        def fail():
+            raise RuntimeError("RESOURCE_EXHAUSTED")
+
+        engine.run = fail
+        status, _, answer = post(port, json.dumps({"prompt": "a few"}))
+        assert (status, answer["error"]["type"]) == (500, "server_error")
+        app.limits = app.limits.model_copy(update={"request_timeout_s": 60})
+        assert post(port, json.dumps({"prompt": "a few", "max_tokens": 3}))[0] == 200
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+    ("parameters", "kind", "message"),
+    [
+        ({"model": "other"}, openai.NotFoundError, "there is no model other; this server has small"),
+        ({"prompt": [3] * 60, "max_tokens": 5}, openai.BadRequestError, "60 tokens and max_tokens=5 are more than 64"),
+        ({"prompt": ""}, openai.BadRequestError, "prompt is empty"),
+        ({"prompt": [5000]}, openai.BadRequestError, "tokens outside of 0 to 319"),
+        ({"temperature": -1}, openai.BadRequestError, "temperature: "),
+        ({"temperature": "hot"}, openai.BadRequestError, "temperature: "),
+        ({"top_p": 0}, openai.BadRequestError, "top_p: "),
+        ({"n": 0}, openai.BadRequestError, "n: "),
+        ({"n": 1000}, openai.BadRequestError, "1000 answers are more than 128 of one request"),
+        ({"stop": [""]}, openai.BadRequestError, "stop"),
+        ({"presence_penalty": 1}, openai.BadRequestError, "presence_penalty: "),
+        ({"best_of": 3}, openai.BadRequestError, "best_of is served where it is n"),
+        ({"stream": True, "logprobs": 2}, openai.BadRequestError, "logprobs is served without stream"),
+        ({"extra_body": {"nonsense": 1}}, openai.BadRequestError, "nonsense is not a parameter that is served"),
+    ],
+)
+def test_parameters_that_are_refused_are_named(client, parameters, kind, message):
+    with pytest.raises(kind) as error:
+        client.completions.create(**{"model": "small", "prompt": "a"} | parameters)
+    assert message in error.value.message
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"messages": []}, "messages: "),
+        ({"messages": ["hi"]}, "messages.0: "),
+        ({"messages": [{"content": "a"}]}, "messages.0 has no role"),
+        ({"messages": [{"role": "user"}]}, "messages.0 has no content that is a text"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "parts other than text"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"function": 3}]}]}, "messages.0.tool_calls"),
+        ({"messages": [{"role": "user", "content": "a"}], "tool_choice": "required"}, "tool_choice"),
+        ({"messages": [{"role": "user", "content": "a"}], "response_format": {"type": "json_object"}}, "response_format"),
+        ({"messages": [{"role": "user", "content": "a\ud800"}]}, "surrogates"),
+        ({"messages": [{"role": "user", "content": "a"}], "top_logprobs": 2}, "top_logprobs needs logprobs=true"),
+    ],
+)  # fmt: skip
+def test_chats_that_are_refused(served, body, message):
+    status, _, answer = post(served[1], json.dumps(body), "/v1/chat/completions")
+    assert status == 400
+    assert message in answer["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (b"", 400), (b"{", 400), (b"[]", 400), (b"\xff\x00", 400), (b"[" * 50_000, 400), (b'{"prompt": 1e999}', 400),
+        (b'{"prompt": "a", "temperature": NaN}', 400), (b'{"prompt": "\\ud800"}', 400), (b"<html>", 400),
+        (b'{"prompt": "' + b"a" * 200_000 + b'"}', 413),
+    ],
+)  # fmt: skip
+def test_bodies_that_are_nonsense(served, body, status):
+    found, _, answer = post(served[1], body)
+    assert found == status
+    assert set(answer["error"]) == {"message", "type", "param", "code"}
+
+
+def test_a_body_of_unknown_length_is_bounded_too(served):
+    def parts():
+        for _ in range(100):
+            yield b"a" * 10_000
+
+    connection = http.client.HTTPConnection("127.0.0.1", served[1], timeout=60)
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        connection.request("POST", "/v1/completions", parts(), {"Authorization": f"Bearer {KEY}"}, encode_chunked=True)
+    assert connection.getresponse().status == 413
+
+
+def test_other_addresses_keys_and_what_is_shown(served, client):
+    port = served[1]
+    assert post(port, b"{}", key="wrong")[0] == 401
+    with pytest.raises(openai.AuthenticationError):
+        openai.OpenAI(api_key="no", base_url=f"http://127.0.0.1:{port}/v1", max_retries=0).models.list()
+    assert post(port, None, "/v1/nothing", method="GET")[0] == 404
+    assert post(port, None, "/v1/completions", method="GET")[0] == 405
+    assert [each.id for each in client.models.list()] == ["small"]
+    assert client.models.retrieve("small").id == "small"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("other")
+    assert post(port, None, "/health", key="", method="GET")[2] == {"status": "ok"}
+    connection = http.client.HTTPConnection("127.0.0.1", port)
+    connection.request("GET", "/metrics", headers={"Authorization": f"Bearer {KEY}"})
+    text = connection.getresponse().read().decode()
+    assert 'tunix_requests_total{path="/v1/models",status="401"}' in text
+    assert KEY not in text
+
+
+def test_without_a_key_names_other_than_those_of_loopback_are_refused(model, hf_dir):
+    with serving(model, hf_dir) as (_, port):
+        assert post(port, None, "/v1/models", method="GET", Host="rebound.example")[0] == 403
+        assert post(port, None, "/v1/models", method="GET", Host=f"localhost:{port}")[0] == 200
+
+
+def test_settings_that_are_refused(hf_dir):
+    words = [f"checkpoint={hf_dir}", "server.host=0.0.0.0"]
+    with pytest.raises(UserError, match=r"server.host=0.0.0.0 can be reached from other machines.*TUNIX_API_KEY"):
+        read_settings(Serve, words)
+    settings = read_settings(Serve, [*words, f"server.api_key={KEY}"])
+    assert KEY not in str(settings) + repr(settings) + str(settings.model_dump(mode="json"))
+    with (
+        socket.create_server(("127.0.0.1", 0)) as taken,
+        pytest.raises(UserError, match="cannot be used: Address already"),
+    ):
+        open_socket("127.0.0.1", taken.getsockname()[1])
+
+
+# The command.
+
+
+def test_the_command_ends_clean_on_sigterm_after_the_answers_that_run(hf_dir, tmp_path):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TUNIX_API_KEY": KEY, "XLA_FLAGS": xla_flags(1)}
+    words = [sys.executable, "-m", "tunix", "serve", f"checkpoint={hf_dir}", "server.port=0", "max_new_tokens=40"]
+    with (tmp_path / "err").open("w") as err:
+        process = subprocess.Popen(words, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=err, text=True)
+        try:
+            line = process.stdout.readline()
+            url = line.split()[3]
+            assert line.startswith(f"serving {hf_dir.name} on http://127.0.0.1:")
+            own = openai.OpenAI(api_key=KEY, base_url=url, max_retries=0, timeout=120)
+            asked = {"model": hf_dir.name, "prompt": "a few", "seed": 1, "max_tokens": 40, "logit_bias": {}}
+            whole = own.completions.create(**asked).choices[0].text
+            stream = own.completions.create(**asked, stream=True)
+            first = next(stream).choices[0].text
+            process.send_signal(signal.SIGTERM)
+            assert first + "".join(each.choices[0].text for each in stream) == whole
+            assert process.wait(60) == 0
+            with pytest.raises(openai.APIConnectionError):
+                own.models.list()
+        finally:
+            process.kill()
+    assert KEY not in line + (tmp_path / "err").read_text()
+
+
+def test_an_open_server_without_a_key_is_refused_in_one_line(hf_dir, tmp_path):
+    run = run_python("-m", "tunix.serve", f"checkpoint={hf_dir}", "server.host=::", cwd=tmp_path)
+    assert run.returncode == 2
+    assert run.stderr.startswith("error: ")
+    assert run.stderr.count("\n") == 1
+
+
+@pytest.mark.nightly
+def test_the_client_of_the_harness_gets_the_scores_of_the_model(model, hf_dir, served):
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.openai_completions import LocalCompletionsAPI
+
+    url = f"http://127.0.0.1:{served[1]}/v1/completions"
+    os.environ["OPENAI_API_KEY"] = KEY
+    harness = LocalCompletionsAPI(base_url=url, model="small", tokenizer=str(hf_dir), max_length=64, num_concurrent=1)
+    pairs = [("a few", " words"), ("to be", " merged to be")]
+    asked = [Instance("loglikelihood", {}, pair, index) for index, pair in enumerate(pairs)]
+    for (context, rest), (log_prob, _) in zip(pairs, harness.loglikelihood(asked), strict=True):
+        start, ids = len(model.tokenizer.encode(context).ids), model.tokenizer.encode(context + rest).ids
+        logits = np.asarray(model(np.array([ids])), np.float64)[0]
+        own = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+        assert log_prob == pytest.approx(own[np.arange(start - 1, len(ids) - 1), ids[start:]].sum(), abs=1e-3)

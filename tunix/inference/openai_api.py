@@ -1,0 +1,345 @@
+"""OpenAI's API: what requests may say, and the objects that answer them. It knows nothing of sockets or of the engine.
+
+The names and shapes are those of https://platform.openai.com/docs/api-reference: chat/completions and completions. A
+parameter that OpenAI has and tunix does not is refused by its name, unless its value changes nothing. `top_k`, `min_p`
+and `chat_template_kwargs` are tunix's own, with the names that vLLM has for them.
+"""
+
+import json
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from tokenizers import Tokenizer
+
+from tunix.rl.tool_calls import Call
+
+# Requests.
+
+Zero = Annotated[float, Field(ge=0, le=0)]
+Few = Annotated[int, Field(ge=1, le=1024)]
+
+
+def _to_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+class StreamOptions(BaseModel):
+    """How a stream ends."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    include_usage: bool | None = None
+
+
+class Parameters(BaseModel):
+    """What chats and completions have in common; None is what the server was started with."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
+
+    model: str | None = None
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None  # 0 and -1: all tokens
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    n: Few | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    stop: Annotated[
+        list[Annotated[str, Field(min_length=1, max_length=1000)]], BeforeValidator(_to_list), Field(max_length=16)
+    ] | None = None  # fmt: skip
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    # Values of OpenAI's parameters that change nothing.
+    frequency_penalty: Zero | None = None
+    presence_penalty: Zero | None = None
+    logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+
+    @property
+    def num_top(self) -> int:
+        """How many of the likeliest tokens the answer shows in each place."""
+        return 0
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return False
+
+
+class CompletionParameters(Parameters):
+    """A request for continuations of texts, or of tokens."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None  # likeliest tokens of each place, beside the drawn one
+    echo: bool | None = None
+    best_of: Few | None = None
+    suffix: None = None
+
+    @property
+    def num_top(self) -> int:
+        return self.logprobs or 0
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return self.logprobs is not None
+
+
+class ResponseFormat(BaseModel):
+    """The form of an answer: free text."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    type: Literal["text"]
+
+
+class ChatParameters(Parameters):
+    """A request for answers in a conversation."""
+
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: ResponseFormat | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def num_top(self) -> int:
+        return self.top_logprobs or 0
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return bool(self.logprobs)
+
+
+P = TypeVar("P", bound=Parameters)
+
+
+class ApiError(Exception):
+    """A request that gets an error, with the status of HTTP."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ):
+        super().__init__(message)
+        self.status, self.param, self.code, self.headers = status, param, code, headers or {}
+
+    @property
+    def body(self) -> dict[str, Any]:
+        kinds = {401: "authentication_error", 404: "not_found_error", 503: "server_busy", 504: "timeout"}
+        kind = kinds.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+
+def read_parameters(kind: type[P], body: bytes) -> P:
+    """Read the body of a request.
+
+    Raises:
+        ApiError: it is no JSON object, or a parameter is unknown or has a value that is not served.
+    """
+    try:
+        values = json.loads(body)
+    except (ValueError, RecursionError):
+        raise ApiError(400, "the body is no JSON") from None
+    if not isinstance(values, dict):
+        raise ApiError(400, "the body is no JSON object")
+    try:
+        return kind.model_validate(values)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        param = str(first["loc"][0])[:100]
+        where = ".".join(str(each)[:100] for each in first["loc"] if not str(each).startswith(("list[", "function-")))
+        reason = "is not a parameter that is served" if first["type"] == "extra_forbidden" else f": {first['msg']}"
+        raise ApiError(400, f"{where}{'' if reason[0] == ':' else ' '}{reason}"[:500], param) from None
+
+
+def read_message(message: dict[str, Any], index: int) -> dict[str, Any]:
+    """Return a message as chat templates take it: a text as content, and arguments of calls as objects.
+
+    Raises:
+        ApiError: it has no role, or a content that is no text.
+    """
+    where = f"messages.{index}"
+    if not isinstance(message.get("role"), str):
+        raise ApiError(400, f"{where} has no role", "messages")
+    content = message.get("content")
+    if isinstance(content, list):
+        parts = [
+            part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content
+        ]
+        if not all(isinstance(part, str) for part in parts):
+            raise ApiError(400, f"{where}: parts other than text are not served", "messages")
+        content = "".join(map(str, parts))
+    if content is None and message.get("tool_calls"):
+        content = ""
+    if not isinstance(content, str):
+        raise ApiError(400, f"{where} has no content that is a text", "messages")
+    keys = ("name", "tool_call_id", "reasoning_content")
+    read = {"role": message["role"], "content": content} | {key: message[key] for key in keys if message.get(key)}
+    if message.get("tool_calls"):
+        read["tool_calls"] = _read_calls(message["tool_calls"], where)
+    return read
+
+
+def _read_calls(calls: Any, where: str) -> list[dict[str, Any]]:
+    try:
+        return [
+            call | {"function": call["function"] | {"arguments": _read_arguments(call["function"]["arguments"])}}
+            for call in calls
+        ]
+    except (TypeError, KeyError, ValueError, RecursionError):
+        raise ApiError(400, f"{where}.tool_calls are no calls with a function and JSON arguments", "messages") from None
+
+
+def _read_arguments(arguments: Any) -> Any:
+    return json.loads(arguments) if isinstance(arguments, str) else arguments
+
+
+# Texts of answers.
+
+UNFINISHED = "\ufffd"  # at the end of a text: bytes of a character whose other bytes may follow
+
+
+class AnswerText:
+    """The text of an answer that grows token by token, up to the first of the stop strings."""
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str], keep_special: bool = False):
+        """With `keep_special` special tokens are part of the text."""
+        self.tokenizer, self.stop, self.skip = tokenizer, tuple(stop), not keep_special
+        self.tokens: list[int] = []
+        self.starts: list[int] = []  # place in the text of each token
+        self.text, self.num_sent, self.is_stopped = "", 0, False
+        self.first, self.read = 0, 0  # tokens from `first` on give the context of those from `read` on
+
+    def add(self, tokens: Sequence[int]) -> str:
+        """Take tokens, and return the text that is now certain, and was not before."""
+        for token in tokens:
+            if self.is_stopped:
+                break
+            self.tokens.append(token)
+            self.starts.append(len(self.text))
+            before = self._decode(self.tokens[self.first : self.read])
+            now = self._decode(self.tokens[self.first :])
+            if len(now) > len(before) and not now.endswith(UNFINISHED):
+                self._grow(self.text + now[len(before) :])
+                self.first, self.read = self.read, len(self.tokens)
+        return self._send(len(self.text) if self.is_stopped else len(self.text) - self._count_held_back())
+
+    def close(self) -> str:
+        """Return the rest of the text: the answer has ended."""
+        whole = self._decode(self.tokens)
+        if not self.is_stopped and whole.startswith(self.text[: self.num_sent]):
+            self._grow(whole)
+        return self._send(len(self.text))
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that have a part of the text, or of a character that is not finished."""
+        return sum(start < len(self.text) for start in self.starts) if self.is_stopped else len(self.tokens)
+
+    def _decode(self, tokens: list[int]) -> str:
+        return self.tokenizer.decode(tokens, skip_special_tokens=self.skip)
+
+    def _grow(self, text: str) -> None:
+        self.text = text
+        places = [place for word in self.stop if (place := text.find(word, max(0, self.num_sent))) >= 0]
+        if places:
+            self.text, self.is_stopped = text[: min(places)], True
+
+    def _count_held_back(self) -> int:
+        """Return how many characters at the end may be the beginning of a stop string."""
+        longest = 0
+        for word in self.stop:
+            for size in range(1, min(len(word), len(self.text) + 1)):
+                if self.text.endswith(word[:size]):
+                    longest = max(longest, size)
+        return longest
+
+    def _send(self, end: int) -> str:
+        part = self.text[self.num_sent : end]
+        self.num_sent = max(self.num_sent, end)
+        return part
+
+
+# Objects of answers.
+
+
+class TokenScores:
+    """Log-probabilities of tokens as both kinds of answers show them."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, tokens: Sequence[int], log_probs: Sequence[float | None], tops: Any, offset: int = 0
+    ):
+        """`tops` has (token, log-probability) pairs for each token, or is None; `offset` is the place of the text."""
+        self.texts = [tokenizer.decode([token], skip_special_tokens=False) for token in tokens]
+        self.log_probs, self.offset = list(log_probs), offset
+        decode = lambda token: tokenizer.decode([token], skip_special_tokens=False)  # noqa: E731
+        self.tops = None if tops is None else [[(decode(t), p) for t, p in top] for top in tops]
+
+    def for_completion(self) -> dict[str, Any]:
+        offsets, place = [], self.offset
+        for text in self.texts:
+            offsets.append(place)
+            place += len(text)
+        tops = None
+        if self.tops is not None:
+            # Several tokens may have the same text, such as a byte that is no character: the likeliest comes first.
+            tops = [
+                None if each is None else dict(reversed(top))
+                for each, top in zip(self.log_probs, self.tops, strict=True)
+            ]
+        return {
+            "tokens": self.texts, "token_logprobs": self.log_probs, "top_logprobs": tops, "text_offset": offsets,
+        }  # fmt: skip
+
+    def for_chat(self) -> dict[str, Any]:
+        def show(text: str, log_prob: float | None) -> dict[str, Any]:
+            return {"token": text, "logprob": log_prob, "bytes": list(text.encode())}
+
+        tops = self.tops or [[] for _ in self.texts]
+        content = [
+            show(text, log_prob) | {"top_logprobs": [show(*pair) for pair in top]}
+            for text, log_prob, top in zip(self.texts, self.log_probs, tops, strict=True)
+        ]
+        return {"content": content, "refusal": None}
+
+
+def show_calls(calls: Sequence[Call]) -> list[dict[str, Any]]:
+    """Return calls of tools as a message has them."""
+    return [
+        {
+            "id": f"call_{uuid.uuid4().hex[:24]}",
+            "type": "function",
+            "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
+        }
+        for call in calls
+    ]
+
+
+def make_envelope(is_chat: bool, is_stream: bool, model: str) -> dict[str, Any]:
+    """Return what every object of one answer begins with."""
+    kind = "text_completion"
+    if is_chat:
+        kind = "chat.completion.chunk" if is_stream else "chat.completion"
+    prefix = "chatcmpl" if is_chat else "cmpl"
+    return {"id": f"{prefix}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": model}
+
+
+def show_usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+    }

@@ -1,0 +1,641 @@
+"""Serve a model to clients of OpenAI's API: `python -m tunix.serve checkpoint=RUN|FOLDER|ID`.
+
+    POST /v1/chat/completions    an answer in a conversation, whole or as a stream
+    POST /v1/completions         continuations of texts, whole or as a stream
+    GET  /v1/models              the model that is served
+    GET  /health, /metrics       for those who look after the server; the second in Prometheus' text
+
+The event loop reads requests, turns them into tokens, and tokens into texts. The engine draws in a thread of its own
+(inference/serving.py).
+"""
+
+import asyncio
+import hmac
+import json
+import secrets
+import signal
+import socket
+import sys
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import aclosing, contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jax
+
+from tunix.base.errors import UserError
+from tunix.config import Serve
+from tunix.config.command_line import run_command
+from tunix.config.commands import is_loopback
+from tunix.data.chat import ChatTemplate
+from tunix.data.tokenizer import read_chat
+from tunix.generate import encode_text, find_stop_ids
+from tunix.inference.openai_api import (
+    AnswerText,
+    ApiError,
+    ChatParameters,
+    CompletionParameters,
+    Parameters,
+    TokenScores,
+    make_envelope,
+    read_message,
+    read_parameters,
+    show_calls,
+    show_usage,
+)
+from tunix.inference.pretrained import Pretrained, load_pretrained
+from tunix.inference.sampling import Sampling
+from tunix.inference.serving import Piece, QueueFull, Request, Serving
+from tunix.rl.tool_calls import TOOL_CALLS, choose_tool_calls
+
+try:
+    import prometheus_client
+    import uvicorn
+    from starlette.applications import Starlette
+    from starlette.exceptions import HTTPException
+    from starlette.requests import ClientDisconnect
+    from starlette.requests import Request as HttpRequest
+    from starlette.responses import JSONResponse, Response, StreamingResponse
+    from starlette.routing import Route
+except ImportError:
+    print("error: tunix.serve needs a web server: pip install 'tunix-trainer[serve]'", file=sys.stderr)
+    sys.exit(2)
+
+P = TypeVar("P", bound=Parameters)
+SEEDS = 2**31  # of the noise
+DRAIN_RETRY_S = 5  # that clients are told to wait when the server ends
+
+
+def serve(command: Serve) -> None:
+    """Load the model, and answer requests until SIGTERM or Ctrl-C; those that run then are answered."""
+    if jax.process_count() > 1:
+        raise UserError("tunix.serve runs in one process; mesh_shape spreads the model over the devices of its host")
+    sock = open_socket(command.server.host, command.server.port)  # before the model is loaded, which takes minutes
+    source = command.checkpoint, command.dtype, command.mesh_shape, command.weights
+    model = load_pretrained(*source, family=command.family, adapter=command.adapter)
+    asyncio.run(_run(App(model, command), sock, command))
+
+
+def open_socket(host: str, port: int) -> socket.socket:
+    """Return a socket with the address, on which nobody listens yet.
+
+    Raises:
+        UserError: the address is not one of this machine, or another program has it.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        sock = socket.socket(family, kind, protocol)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+    except OSError as error:
+        raise UserError(f"server.host={host} server.port={port} cannot be used: {error.strerror}") from None
+    return sock
+
+
+class _Uvicorn(uvicorn.Server):
+    """uvicorn without its handlers of signals: it would end by the signal, and not with exit code 0."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def _run(app: "App", sock: socket.socket, command: Serve) -> None:
+    patience = command.server.shutdown_timeout_s
+    config = uvicorn.Config(
+        app.starlette,
+        access_log=False,
+        log_level="warning",
+        lifespan="off",
+        timeout_graceful_shutdown=max(1, round(patience)),
+    )
+    server = _Uvicorn(config)
+
+    def end() -> None:
+        app.is_draining = server.should_exit = True
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, end)
+    host, port = sock.getsockname()[:2]
+    host = f"[{host}]" if ":" in host else host
+    print(f"serving {app.name} on http://{host}:{port}/v1 (Ctrl-C ends it)", flush=True)
+    try:
+        await server.serve([sock])
+    finally:
+        await asyncio.to_thread(app.serving.close, patience)
+
+
+SECONDS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)  # buckets of histograms
+
+
+class Metrics:
+    """Counters of the server, as Prometheus reads them."""
+
+    def __init__(self, serving: Serving):
+        self.registry = prometheus_client.CollectorRegistry()
+        registry = self.registry
+        self.requests = prometheus_client.Counter(
+            "tunix_requests", "Requests by status", ["path", "status"], registry=registry
+        )
+        self.prompt_tokens = prometheus_client.Counter("tunix_prompt_tokens", "Tokens of prompts", registry=registry)
+        self.drawn_tokens = prometheus_client.Counter("tunix_generated_tokens", "Tokens drawn", registry=registry)
+        self.first_s = prometheus_client.Histogram(
+            "tunix_first_token_seconds", "Until the first token", buckets=SECONDS, registry=registry
+        )
+        self.whole_s = prometheus_client.Histogram(
+            "tunix_request_seconds", "Until the last token", buckets=SECONDS, registry=registry
+        )
+        running = prometheus_client.Gauge("tunix_answers_running", "Answers that are drawn", registry=registry)
+        running.set_function(lambda: serving.num_running)
+        waiting = prometheus_client.Gauge("tunix_answers_waiting", "Answers that wait for a row", registry=registry)
+        waiting.set_function(lambda: serving.num_waiting)
+
+
+@dataclass
+class _Answer:
+    """One answer of a request, as far as it has come."""
+
+    index: int
+    prompt: list[int]
+    text: AnswerText
+    raw: AnswerText | None  # with special tokens, where calls of tools are read
+    log_probs: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    stop_token: list[int] = field(default_factory=list)  # the id that has ended it, if one has
+    finish: str | None = None
+
+    def take(self, piece: Piece) -> str:
+        """Take what was drawn, and return the text that may be sent."""
+        if piece.finish == "error":
+            raise ApiError(500, "the engine failed while it drew this answer; its log says why")
+        own = len(piece.tokens) - (piece.finish == "stop")
+        self.tokens += piece.tokens[:own]
+        self.stop_token = piece.tokens[own:]
+        self.log_probs += piece.log_probs
+        sent = self.text.add(piece.tokens[:own])
+        if self.raw is not None:
+            self.raw.add(piece.tokens[:own])
+        self.finish = piece.finish
+        if self.finish or self.text.is_stopped:
+            sent += self.text.close()
+            self.finish = "stop" if self.text.is_stopped else self.finish
+        return sent
+
+
+@dataclass
+class _Job:
+    """A request as the engine gets it."""
+
+    parameters: Parameters
+    is_chat: bool
+    prompts: list[list[int]]
+    num_answers: int  # to each prompt
+    max_new_tokens: int
+    read_calls: Callable[[str], Any] | None  # of tools in the text of an answer
+    arrived: float  # time.monotonic()
+    texts: list[str] = field(default_factory=list)  # of the prompts, where they are echoed
+
+
+class App:
+    """The web application: one model under one name."""
+
+    def __init__(self, model: Pretrained, command: Serve):
+        if model.tokenizer is None:
+            raise UserError(f"checkpoint={command.checkpoint} has no tokenizer.json")
+        self.model, self.tokenizer, self.command, self.limits = model, model.tokenizer, command, command.server
+        place = Path(command.checkpoint).expanduser()
+        self.name = self.limits.model_name or (place.resolve().name if place.exists() else command.checkpoint)
+        self.template: ChatTemplate | None = None
+        try:
+            self.template = read_chat(model.tokenizer_files, command.chat_template)
+        except UserError:
+            if command.chat_template is not None:
+                raise
+        self.max_length = min(model.cfg.context_length, self.limits.max_length or model.cfg.context_length)
+        stop = tuple(find_stop_ids(model))
+        self.serving = Serving(model, stop, self.limits.max_rows, self.max_length, self.limits.max_waiting)
+        self.metrics, self.started, self.is_draining = Metrics(self.serving), int(time.time()), False
+        self.key = None if self.limits.api_key is None else self.limits.api_key.get_secret_value().encode()
+        routes = [
+            Route("/v1/chat/completions", self._guard(partial(self._answer, True)), methods=["POST"]),
+            Route("/v1/completions", self._guard(partial(self._answer, False)), methods=["POST"]),
+            Route("/v1/models", self._guard(self._list_models)),
+            Route("/v1/models/{name:path}", self._guard(self._show_model)),
+            Route("/health", self._guard(self._show_health, is_open=True)),
+            Route("/metrics", self._guard(self._show_metrics)),
+        ]
+        self.starlette = Starlette(
+            routes=routes, exception_handlers={HTTPException: _show_http_error, Exception: _show_bug}
+        )
+
+    # Who may ask, and what.
+
+    def _guard(
+        self, work: Callable[[HttpRequest], Awaitable[Response]], is_open: bool = False
+    ) -> Callable[[HttpRequest], Awaitable[Response]]:
+        async def endpoint(request: HttpRequest) -> Response:
+            try:
+                if not is_open:
+                    self._check_client(request)
+                response = await work(request)
+            except ApiError as error:
+                response = _Json(error.body, error.status, headers=error.headers)
+            except UserError as error:
+                response = _Json(ApiError(400, str(error)).body, 400)
+            except ClientDisconnect:
+                response = Response(status_code=499)  # nobody reads it; in metrics, the number of nginx
+            # The pattern and not the address, which a client may invent.
+            self.metrics.requests.labels(request.scope["route"].path, response.status_code).inc()
+            return response
+
+        return endpoint
+
+    def _check_client(self, request: HttpRequest) -> None:
+        if self.key is None:
+            # A web page that the user looks at must not reach the server by a name that leads to this machine.
+            if not is_loopback(request.url.hostname or ""):
+                raise ApiError(403, "this server has no key, and answers to the names of loopback alone")
+            return
+        kind, _, given = request.headers.get("authorization", "").partition(" ")
+        if kind.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), self.key):
+            message = "wrong or no key: send `Authorization: Bearer KEY`"
+            raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+
+    def _check_model(self, name: str | None) -> None:
+        if name is not None and name != self.name:
+            raise ApiError(
+                404, f"there is no model {name[:100]}; this server has {self.name}", "model", "model_not_found"
+            )
+
+    async def _read_body(self, request: HttpRequest) -> bytes:
+        limit = int(self.limits.max_body_mb * 1e6)
+        too_large = ApiError(413, f"the body is larger than server.max_body_mb={self.limits.max_body_mb:g}")
+        length = request.headers.get("content-length", "0")
+        if not length.isdigit() or int(length) > limit:
+            raise too_large
+        parts, size = [], 0
+        try:
+            async with asyncio.timeout(self.limits.request_timeout_s):
+                async for part in request.stream():
+                    size += len(part)
+                    if size > limit:
+                        raise too_large
+                    parts.append(part)
+        except TimeoutError:
+            raise ApiError(408, "the body did not arrive in time") from None
+        return b"".join(parts)
+
+    # Small answers.
+
+    async def _list_models(self, request: HttpRequest) -> Response:
+        return _Json({"object": "list", "data": [self._describe_model()]})
+
+    async def _show_model(self, request: HttpRequest) -> Response:
+        self._check_model(request.path_params["name"])
+        return _Json(self._describe_model())
+
+    def _describe_model(self) -> dict[str, Any]:
+        own = {"id": self.name, "object": "model", "created": self.started, "owned_by": "tunix"}
+        return own | {"max_model_len": self.max_length}
+
+    async def _show_health(self, request: HttpRequest) -> Response:
+        is_well = self.serving.thread.is_alive() and not self.is_draining
+        return _Json({"status": "ok" if is_well else "ending"}, 200 if is_well else 503)
+
+    async def _show_metrics(self, request: HttpRequest) -> Response:
+        text = prometheus_client.generate_latest(self.metrics.registry)
+        return Response(text, media_type=prometheus_client.CONTENT_TYPE_LATEST)
+
+    # Requests for tokens.
+
+    async def _answer(self, is_chat: bool, request: HttpRequest) -> Response:
+        arrived = time.monotonic()
+        if self.is_draining:
+            raise ApiError(
+                503, "the server is ending", headers={"Retry-After": str(DRAIN_RETRY_S), "Connection": "close"}
+            )
+        body = await self._read_body(request)
+        job = await (self._read_chat(body, arrived) if is_chat else self._read_completion(body, arrived))
+        answers = self._submit(job, request)
+        if job.parameters.stream:
+            return StreamingResponse(self._stream(job, answers), media_type="text/event-stream", headers=NO_BUFFERS)
+        return _Json(await self._collect(job, answers))
+
+    async def _read_chat(self, body: bytes, arrived: float) -> _Job:
+        parameters = read_parameters(ChatParameters, body)
+        self._check_model(parameters.model)
+        if self.template is None:
+            raise ApiError(400, "the model has no chat template; ask /v1/completions, or start with chat_template=FILE")
+        if parameters.top_logprobs and not parameters.logprobs:
+            raise ApiError(400, "top_logprobs needs logprobs=true", "top_logprobs")
+        messages = [read_message(message, index) for index, message in enumerate(parameters.messages)]
+        tools = None if parameters.tool_choice == "none" else parameters.tools
+        options = {**(parameters.chat_template_kwargs or {}), **({"tools": tools} if tools else {})}
+        # In this thread, which alone can end a template that takes too long.
+        text = self.template.render(messages, add_generation_prompt=True, options=options)
+        encode = partial(self.tokenizer.encode, text, add_special_tokens=False)
+        prompt = (await asyncio.to_thread(encode)).ids
+        longest = parameters.max_completion_tokens or parameters.max_tokens
+        read_calls = TOOL_CALLS[choose_tool_calls(self.template.source)] if tools else None
+        return self._make_job(parameters, True, [prompt], longest, read_calls, arrived)
+
+    async def _read_completion(self, body: bytes, arrived: float) -> _Job:
+        parameters = read_parameters(CompletionParameters, body)
+        self._check_model(parameters.model)
+        if parameters.best_of not in (None, parameters.n or 1):
+            raise ApiError(400, "best_of is served where it is n", "best_of")
+        given: Any = parameters.prompt
+        prompts = given if isinstance(given, list) and not all(isinstance(each, int) for each in given) else [given]
+        tokens = await asyncio.to_thread(lambda: [self._read_prompt(each) for each in prompts])
+        job = self._make_job(parameters, False, tokens, parameters.max_tokens, None, arrived)
+        if parameters.echo:
+            job.texts = [each if isinstance(each, str) else self.tokenizer.decode(each) for each in prompts]
+        return job
+
+    def _read_prompt(self, prompt: str | list[int]) -> list[int]:
+        if isinstance(prompt, str):
+            return encode_text(self.model, prompt)
+        if not all(0 <= token < self.model.cfg.vocab_size for token in prompt):
+            raise ApiError(400, f"prompt has tokens outside of 0 to {self.model.cfg.vocab_size - 1}", "prompt")
+        return prompt
+
+    def _make_job(
+        self,
+        parameters: Parameters,
+        is_chat: bool,
+        prompts: list[list[int]],
+        longest: int | None,
+        read_calls: Any,
+        arrived: float,
+    ) -> _Job:
+        """Return the job of a request; raises `ApiError` for one that is too large, or asks for what is not served."""
+        echo = isinstance(parameters, CompletionParameters) and bool(parameters.echo)
+        count = parameters.n or 1
+        most = min(self.limits.max_answers, self.serving.capacity)
+        if count * len(prompts) > most:
+            raise ApiError(400, f"{count * len(prompts)} answers are more than {most} of one request", "n")
+        for prompt in prompts:
+            if not prompt:
+                raise ApiError(400, "prompt is empty: it has no token to continue from", "prompt")
+            if len(prompt) + (1 if longest is None else longest) > self.max_length:
+                raise ApiError(
+                    400,
+                    f"a prompt of {len(prompt)} tokens and max_tokens={longest or 1} are more than {self.max_length}",
+                    "messages" if is_chat else "prompt",
+                    "context_length_exceeded",
+                )
+        if longest is None:
+            longest = min(self.command.max_new_tokens, self.max_length - max(map(len, prompts)))
+        if longest == 0 and not echo:
+            raise ApiError(400, "max_tokens=0 asks for nothing; with echo=true it scores the prompt", "max_tokens")
+        if parameters.stream and (parameters.num_top or echo):
+            param = "top_logprobs" if is_chat else "echo" if echo else "logprobs"
+            raise ApiError(400, f"{param} is served without stream", param)
+        return _Job(parameters, is_chat, prompts, count, longest, read_calls, arrived)
+
+    def _select_sampling(self, asked: Parameters) -> Sampling:
+        """Return the choice of tokens that a request asks for; values that leave every token in are no filters."""
+        own = self.command
+        temperature = own.temperature if asked.temperature is None else asked.temperature
+        top_k = own.top_k if asked.top_k is None else asked.top_k
+        top_p = own.top_p if asked.top_p is None else asked.top_p
+        min_p = own.min_p if asked.min_p is None else asked.min_p
+        return Sampling(
+            0,
+            temperature,
+            None if top_k is None or top_k <= 0 else top_k,
+            None if top_p is None or top_p >= 1 else top_p,
+            min_p or None,
+        )
+
+    def _submit(self, job: _Job, request: HttpRequest) -> "_Answers":
+        """Put a request into the queue, and return its answers, which are to come."""
+        asked = job.parameters
+        answers = _Answers(self, job, request)
+        if job.max_new_tokens:
+            seed = secrets.randbelow(SEEDS) if asked.seed is None else asked.seed % SEEDS
+            for place, prompt in enumerate(job.prompts):
+                first = place * job.num_answers
+                work = (prompt, job.num_answers, job.max_new_tokens, self._select_sampling(asked), seed, first)
+                answers.requests.append(Request(*work, emit=partial(answers.emit, first)))
+            try:
+                self.serving.submit(answers.requests)
+            except QueueFull as full:
+                raise ApiError(503, str(full), headers={"Retry-After": str(full.retry_after_s)}) from None
+        self.metrics.prompt_tokens.inc(sum(map(len, job.prompts)))
+        return answers
+
+    async def _collect(self, job: _Job, answers: "_Answers") -> dict[str, Any]:
+        """Return the object of a whole answer."""
+        async with aclosing(answers.draw()) as pieces:
+            async for _ in pieces:
+                pass
+        show = self._show_chat_choice if job.is_chat else self._show_completion_choice
+        choices = [await show(job, answer) for answer in answers.all]
+        return make_envelope(job.is_chat, False, self.name) | {"choices": choices, "usage": answers.show_usage()}
+
+    async def _show_chat_choice(self, job: _Job, answer: _Answer) -> dict[str, Any]:
+        message, finish = _show_message(job, answer)
+        scores = (await self._score(job, answer)).for_chat() if job.parameters.wants_logprobs else None
+        return {"index": answer.index, "message": message, "logprobs": scores, "finish_reason": finish}
+
+    async def _show_completion_choice(self, job: _Job, answer: _Answer) -> dict[str, Any]:
+        prefix = job.texts[answer.index // job.num_answers] if job.texts else ""
+        scores = (await self._score(job, answer)).for_completion() if job.parameters.wants_logprobs else None
+        text = prefix + answer.text.text
+        return {"index": answer.index, "text": text, "logprobs": scores, "finish_reason": answer.finish or "length"}
+
+    async def _score(self, job: _Job, answer: _Answer) -> TokenScores:
+        """Return the log-probabilities of an answer; those of a prompt and of other tokens are computed for it."""
+        count = answer.text.num_tokens
+        tokens = answer.tokens[:count] + ([] if job.is_chat or answer.text.is_stopped else answer.stop_token)
+        if not job.texts and not job.parameters.num_top:
+            return TokenScores(self.tokenizer, tokens, answer.log_probs[: len(tokens)], None)
+        whole = [*answer.prompt, *tokens]
+        if len(whole) < 2:
+            return TokenScores(self.tokenizer, whole, [None], [[]])
+        scores = await asyncio.wrap_future(self.serving.score(whole))
+        log_probs: list[float | None] = [None, *scores.log_probs.tolist()]
+        pairs = zip(scores.top_tokens.tolist(), scores.top_log_probs.tolist(), strict=True)
+        tops = [[], *(list(zip(*pair, strict=True))[: job.parameters.num_top] for pair in pairs)]
+        start = 0 if job.texts else len(answer.prompt)
+        return TokenScores(self.tokenizer, whole[start:], log_probs[start:], tops[start:])
+
+    async def _stream(self, job: _Job, answers: "_Answers") -> AsyncIterator[str]:
+        """Yield the events of a stream: a piece of an answer each, then the usage if it is asked for, then the end."""
+        envelope = make_envelope(job.is_chat, True, self.name)
+        options = job.parameters.stream_options
+        shows_usage = bool(options and options.include_usage)
+        more = {"usage": None} if shows_usage else {}
+
+        def event(choice: dict[str, Any]) -> str:
+            return _to_event(envelope | {"choices": [choice]} | more)
+
+        try:
+            if job.is_chat:
+                for answer in answers.all:
+                    start = {"role": "assistant", "content": ""}
+                    yield event({"index": answer.index, "delta": start, "logprobs": None, "finish_reason": None})
+            async with aclosing(answers.draw()) as pieces:
+                async for answer, text, drawn in pieces:
+                    for choice in self._show_piece(job, answer, text, drawn):
+                        yield event(choice)
+            if shows_usage:
+                yield _to_event(envelope | {"choices": [], "usage": answers.show_usage()})
+        except ApiError as error:
+            yield _to_event(error.body)
+        except ClientDisconnect:
+            return
+        yield "data: [DONE]\n\n"
+
+    def _show_piece(self, job: _Job, answer: _Answer, text: str, drawn: slice) -> Iterator[dict[str, Any]]:
+        """Yield the choices of a stream that show a piece of an answer, and its end."""
+        scores = None
+        if job.parameters.wants_logprobs:
+            tokens, log_probs = answer.tokens[drawn], answer.log_probs[drawn]
+            found = TokenScores(self.tokenizer, tokens, log_probs[: len(tokens)], None)
+            scores = found.for_chat() if job.is_chat else found.for_completion()
+        own = {"index": answer.index, "logprobs": scores}
+        if not job.is_chat:
+            if text or scores or answer.finish:
+                yield own | {"text": text, "finish_reason": answer.finish}
+            return
+        finish = answer.finish
+        if job.read_calls is not None:  # whether it is a call shows at its end
+            if finish is None:
+                return
+            message, finish = _show_message(job, answer)
+            delta = {"content": message["content"]}
+            if calls := message.get("tool_calls"):
+                delta["tool_calls"] = [{"index": index, **call} for index, call in enumerate(calls)]
+            yield own | {"delta": delta, "finish_reason": None}
+        elif text or scores:
+            yield own | {"delta": {"content": text}, "finish_reason": None}
+        if finish:
+            yield {"index": answer.index, "delta": {}, "logprobs": None, "finish_reason": finish}
+
+
+NO_BUFFERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # a proxy passes each event on
+
+
+class _Answers:
+    """The answers to one request, as they come from the engine."""
+
+    def __init__(self, app: App, job: _Job, request: HttpRequest):
+        self.app, self.job, self.request = app, job, request
+        self.requests: list[Request] = []
+        self.queue: asyncio.Queue[tuple[int, Piece] | None] = asyncio.Queue()
+        self.loop = asyncio.get_running_loop()
+        stop = job.parameters.stop or []
+        self.all = [
+            _Answer(
+                place * job.num_answers + index,
+                prompt,
+                AnswerText(app.tokenizer, stop),
+                None if job.read_calls is None else AnswerText(app.tokenizer, stop, keep_special=True),
+            )
+            for place, prompt in enumerate(job.prompts)
+            for index in range(job.num_answers)
+        ]
+
+    def emit(self, first: int, piece: Piece) -> None:
+        """Take a piece; the thread of the engine calls it."""
+        with suppress(RuntimeError):  # the loop has ended
+            self.loop.call_soon_threadsafe(self.queue.put_nowait, (first + piece.index, piece))
+
+    async def draw(self) -> AsyncGenerator[tuple[_Answer, str, slice], None]:
+        """Yield answers with the text that each has got, and which of its tokens these are, until all have ended.
+
+        Raises:
+            ApiError: it takes too long, or the engine fails.
+            ClientDisconnect: nobody waits for the answers.
+        """
+        metrics, job = self.app.metrics, self.job
+        deadline = job.arrived + self.app.limits.request_timeout_s
+        watch = asyncio.create_task(self._watch())
+        left = len(self.all) if self.requests else 0
+        is_first = True
+        try:
+            while left:
+                async with asyncio.timeout(deadline - time.monotonic()):
+                    event = await self.queue.get()
+                if event is None:
+                    raise ClientDisconnect
+                answer, piece = self.all[event[0]], event[1]
+                if answer.finish is not None:
+                    continue
+                if is_first:
+                    metrics.first_s.observe(time.monotonic() - job.arrived)
+                    is_first = False
+                before = len(answer.tokens)
+                text = answer.take(piece)
+                metrics.drawn_tokens.inc(len(piece.tokens))
+                if answer.finish is not None:
+                    left -= 1
+                    if piece.finish is None:  # by a stop string, of which the engine knows nothing
+                        place, index = divmod(answer.index, job.num_answers)
+                        self.app.serving.cancel(self.requests[place], index)
+                yield answer, text, slice(before, answer.text.num_tokens)
+            metrics.whole_s.observe(time.monotonic() - job.arrived)
+        except TimeoutError:
+            limit = f"server.request_timeout_s={self.app.limits.request_timeout_s:g}"
+            raise ApiError(504, f"the answer is not complete after {limit}") from None
+        finally:
+            watch.cancel()
+            self._cancel()
+
+    async def _watch(self) -> None:
+        """Give up the answers when the client goes."""
+        while (await self.request.receive())["type"] != "http.disconnect":
+            pass
+        self._cancel()
+        self.queue.put_nowait(None)
+
+    def _cancel(self) -> None:
+        for each in self.requests:
+            self.app.serving.cancel(each)
+
+    def show_usage(self) -> dict[str, int]:
+        drawn = sum(len(answer.tokens) + len(answer.stop_token) for answer in self.all)
+        return show_usage(sum(map(len, self.job.prompts)), drawn)
+
+
+def _show_message(job: _Job, answer: _Answer) -> tuple[dict[str, Any], str]:
+    """Return the message of an answer in a chat, with its calls of tools, and why it ends."""
+    message: dict[str, Any] = {"role": "assistant", "content": answer.text.text, "refusal": None}
+    finish = answer.finish or "length"
+    if job.read_calls is None or answer.raw is None:
+        return message, finish
+    answer.raw.close()
+    calls = job.read_calls(answer.raw.text)
+    if not calls or any(call.problem for call in calls):  # text that is no call, or a call that cannot be read
+        return message, finish
+    return message | {"content": None, "tool_calls": show_calls(calls)}, "tool_calls"
+
+
+class _Json(JSONResponse):
+    """JSON in ASCII: half of a surrogate pair, which a client may send, has no other form."""
+
+    def render(self, content: Any) -> bytes:
+        return json.dumps(content, separators=(",", ":")).encode()
+
+
+def _to_event(value: Any) -> str:
+    return f"data: {json.dumps(value, separators=(',', ':'))}\n\n"
+
+
+async def _show_http_error(request: HttpRequest, error: Any) -> Response:
+    """Return what there is for an address or a method that is not served."""
+    message = f"{error.detail}: see /v1/models, /v1/completions, /v1/chat/completions, /health, /metrics"
+    return _Json(ApiError(error.status_code, message).body, error.status_code, headers=error.headers)
+
+
+async def _show_bug(request: HttpRequest, error: Exception) -> Response:
+    return _Json(ApiError(500, "an error of the server; its log says more").body, 500)
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(Serve, serve))
