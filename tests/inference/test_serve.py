@@ -468,17 +468,26 @@ def test_an_open_server_without_a_key_is_refused_in_one_line(hf_dir, tmp_path):
 
 
 @pytest.mark.nightly
-def test_the_client_of_the_harness_gets_the_scores_of_the_model(model, hf_dir, served):
+def test_the_client_of_the_harness_gets_the_answers_and_scores_of_the_model(model, served, client, monkeypatch):
     from lm_eval.api.instance import Instance
     from lm_eval.models.openai_completions import LocalCompletionsAPI
 
     url = f"http://127.0.0.1:{served[1]}/v1/completions"
-    os.environ["OPENAI_API_KEY"] = KEY
-    harness = LocalCompletionsAPI(base_url=url, model="small", tokenizer=str(hf_dir), max_length=64, num_concurrent=1)
-    pairs = [("a few", " words"), ("to be", " merged to be")]
-    asked = [Instance("loglikelihood", {}, pair, index) for index, pair in enumerate(pairs)]
-    for (context, rest), (log_prob, _) in zip(pairs, harness.loglikelihood(asked), strict=True):
-        start, ids = len(model.tokenizer.encode(context).ids), model.tokenizer.encode(context + rest).ids
-        logits = np.asarray(model(np.array([ids])), np.float64)[0]
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    # Without transformers, whose tokenizer the harness would load: texts for answers, tokens for scores.
+    harness = LocalCompletionsAPI(base_url=url, model="small", tokenizer_backend="none", max_length=64)
+    until = {"until": ["X"], "max_gen_toks": 8, "temperature": 0}
+    answers = harness.generate_until([Instance("generate_until", {}, (prompt, until), 0) for prompt in PROMPTS])
+    own = [ask(client, prompt, max_tokens=8, temperature=0, stop="X").choices[0].text for prompt in PROMPTS]
+    assert answers == own
+    harness.tokenized_requests = True
+    pairs = [
+        (model.tokenizer.encode(a).ids, model.tokenizer.encode(b).ids)
+        for a, b in [("a few", " words"), ("to", " be a")]
+    ]
+    scores = harness._loglikelihood_tokens([(("", str(index)), *pair) for index, pair in enumerate(pairs)])
+    for (context, rest), (log_prob, _) in zip(pairs, scores, strict=True):
+        logits = np.asarray(model(np.array([context + rest])), np.float64)[0]
         own = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-        assert log_prob == pytest.approx(own[np.arange(start - 1, len(ids) - 1), ids[start:]].sum(), abs=1e-3)
+        places = np.arange(len(context) - 1, len(context + rest) - 1)
+        assert log_prob == pytest.approx(own[places, rest].sum(), abs=1e-3)
