@@ -480,14 +480,15 @@ def test_the_client_of_the_harness_gets_the_answers_and_scores_of_the_model(mode
     answers = harness.generate_until([Instance("generate_until", {}, (prompt, until), 0) for prompt in PROMPTS])
     own = [ask(client, prompt, max_tokens=8, temperature=0, stop="X").choices[0].text for prompt in PROMPTS]
     assert answers == own
-    harness.tokenized_requests = True
+    harness.tokenized_requests, harness.tokenizer = True, model.tokenizer
     pairs = [
         (model.tokenizer.encode(a).ids, model.tokenizer.encode(b).ids)
         for a, b in [("a few", " words"), ("to", " be a")]
     ]
     scores = harness._loglikelihood_tokens([(("", str(index)), *pair) for index, pair in enumerate(pairs)])
-    for (context, rest), (log_prob, _) in zip(pairs, scores, strict=True):
+    for (context, rest), (log_prob, is_greedy) in zip(pairs, scores, strict=True):
         logits = np.asarray(model(np.array([context + rest])), np.float64)[0]
         own = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
         places = np.arange(len(context) - 1, len(context + rest) - 1)
         assert log_prob == pytest.approx(own[places, rest].sum(), abs=1e-3)
+        assert is_greedy == (own[places].argmax(-1) == rest).all()
