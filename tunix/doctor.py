@@ -125,9 +125,9 @@ def check_variables(environment: Mapping[str, str]) -> Iterator[Finding]:
     """Find variables that nothing reads, which are often typos, and values that make training slow."""
     # The names TUNIX_... are those in tunix's own source and config files.
     sources = [*Path(__file__).parent.rglob("*.py"), *CONF.rglob("*.yaml")]
-    own = (name for path in sources for name in re.findall(r"\bTUNIX_[A-Z_]+[A-Z]\b", path.read_text()))
+    names = (name for path in sources for name in re.findall(r"\bTUNIX_[A-Z_]+[A-Z]\b", path.read_text()))
     nccl = yaml.safe_load((CONF / "command" / "nccl.yaml").read_text())["names"]
-    known = {*(f"NCCL_{name}" for name in nccl), *(f"XLA_PYTHON_CLIENT_{name}" for name in CLIENT), *own}
+    known = {*(f"NCCL_{name}" for name in nccl), *(f"XLA_PYTHON_CLIENT_{name}" for name in CLIENT), *names}
     variables = sorted(name for name in environment if name.startswith(PREFIXES))
     for name in variables:
         if name not in known:
@@ -378,16 +378,16 @@ def _compare_clocks() -> Finding:
 
 def _check_files(folder: Path, must: bool) -> Finding:
     """Check that all processes see a file that process 0 makes; it is an error if they `must`, else a warning."""
-    where = Path(peers.agree(str(folder), "probe folder"))
+    path = Path(peers.agree(str(folder), "probe folder"))
     try:
-        blind = find_blind(where)
+        blind = find_blind(path)
     except UserError as error:
         return Finding("files", "error", str(error))
     if blind:
         advice = "put hydra.run.dir on a disk that all processes share, or process 0 keeps the checkpoints of all"
-        text = f"{where}: not seen by processes {_list_first(blind)}; {advice}"
+        text = f"{path}: not seen by processes {_list_first(blind)}; {advice}"
         return Finding("files", "error" if must else "warning", text)
-    return Finding("files", "ok", f"{where} is seen by {jax.process_count()} process(es)")
+    return Finding("files", "ok", f"{path} is seen by {jax.process_count()} process(es)")
 
 
 def find_slow_processes() -> Iterator[Finding]:
@@ -520,8 +520,8 @@ def _examine_together(job: compose.Job, findings: list[Finding]) -> Diagnosis:
     answers = [json.loads(text) for text in peers.gather(json.dumps([*map(asdict, findings)]), "findings")]
     diagnosis = Diagnosis(hosts, [[Finding(**values) for values in answer] for answer in answers])
     # The names of all processes, so that a variable that one process lacks is compared too.
-    own = json.dumps([name for name in os.environ if name.startswith("NCCL_")])
-    nccl = {name for text in peers.gather(own, "variables") for name in json.loads(text)}
+    names = json.dumps([name for name in os.environ if name.startswith("NCCL_")])
+    nccl = {name for text in peers.gather(names, "variables") for name in json.loads(text)}
     info = {
         **{name: installed_version(name) for name in SHOWN},
         "Python": platform.python_version(),

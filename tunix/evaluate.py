@@ -93,8 +93,8 @@ def make_config(cmd: Evaluate) -> Config:
     cfg = cfg.with_training(batch_stages=())
     if cfg.training.remat == "budget":  # a budget is for what the backward pass needs, and there is none here
         cfg = cfg.with_training(remat="full")
-    own = {"path": str(run[0] / TOKENIZER), "train": False} if run else {"train": False}
-    return cfg.model_copy(update={"tokenizer": cfg.tokenizer.model_copy(update=own)})
+    tokenizer = {"path": str(run[0] / TOKENIZER), "train": False} if run else {"train": False}
+    return cfg.model_copy(update={"tokenizer": cfg.tokenizer.model_copy(update=tokenizer)})
 
 
 def evaluate_loss(cmd: Evaluate, cfg: Config, checkpoints: list[str]) -> list[dict[str, Any]]:

@@ -173,22 +173,22 @@ def _find_dtype(files: Path | None) -> str:
 
 def _has_source_tokenizer(model: Pretrained) -> bool:
     """Return whether the run's tokenizer is the one of the files from which its training began."""
-    own, source = model.vocab, read_backend(model.files) if model.files is not None else None
-    return own is None or (source is not None and tokenizer_digest(source) == tokenizer_digest(own.backend))
+    vocab, source = model.vocab, read_backend(model.files) if model.files is not None else None
+    return vocab is None or (source is not None and tokenizer_digest(source) == tokenizer_digest(vocab.backend))
 
 
-def _list_special_tokens(own: Vocab) -> dict[str, str]:
+def _list_special_tokens(vocab: Vocab) -> dict[str, str]:
     """Return the special tokens of a run's tokenizer by Hugging Face's keys: beginning, end, and padding."""
-    pad = PAD if own.backend.token_to_id(PAD) is not None else None
-    tokens = {"bos_token": own.bos_token, "eos_token": own.eos_token, "pad_token": pad}
+    pad = PAD if vocab.backend.token_to_id(PAD) is not None else None
+    tokens = {"bos_token": vocab.bos_token, "eos_token": vocab.eos_token, "pad_token": pad}
     return {key: token for key, token in tokens.items() if token is not None}
 
 
 def _find_token_ids(model: Pretrained) -> dict[str, Any]:
     """Return the ids of special tokens: those of the run's own tokenizer, or those in the source's config.json."""
-    own = model.vocab
-    if own is not None and not _has_source_tokenizer(model):
-        return {f"{key}_id": own.backend.token_to_id(token) for key, token in _list_special_tokens(own).items()}
+    vocab = model.vocab
+    if vocab is not None and not _has_source_tokenizer(model):
+        return {f"{key}_id": vocab.backend.token_to_id(token) for key, token in _list_special_tokens(vocab).items()}
     config = {} if model.files is None else read_json(model.files / "config.json")
     return {key: config[key] for key in TOKEN_IDS if key in config}
 
@@ -203,24 +203,24 @@ def _copy_files(source: Path, names: tuple[str, ...], folder: Path) -> bool:
 
 def _write_tokenizer(model: Pretrained, folder: Path) -> None:
     """Write the tokenizer: the run's own, or the source's files with the run's chat template if that differs."""
-    own, config_file = model.vocab, folder / "tokenizer_config.json"
-    if own is not None and not _has_source_tokenizer(model):
-        own.with_bos().save(str(folder / "tokenizer.json"))
+    vocab, config_file = model.vocab, folder / "tokenizer_config.json"
+    if vocab is not None and not _has_source_tokenizer(model):
+        vocab.with_bos().save(str(folder / "tokenizer.json"))
         length = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": model.cfg.context_length}
-        template = {} if own.chat_template is None else {"chat_template": own.chat_template}
-        _write_json(config_file, _list_special_tokens(own) | length | template)
+        template = {} if vocab.chat_template is None else {"chat_template": vocab.chat_template}
+        _write_json(config_file, _list_special_tokens(vocab) | length | template)
         return
     if model.files is None:
         return
     _copy_files(model.files, TOKENIZER_FILES, folder)
-    if own is None:
+    if vocab is None:
         return
-    if own.chat_template != load_vocab(str(model.files), own.bos_token, own.eos_token).chat_template:
+    if vocab.chat_template != load_vocab(str(model.files), vocab.bos_token, vocab.eos_token).chat_template:
         # A template in a file of its own wins over the one in tokenizer_config.json.
         for name in TEMPLATE_FILES:
             (folder / name).unlink(missing_ok=True)
         before = read_json(config_file) if config_file.is_file() else {}
-        _write_json(config_file, before | {"chat_template": own.chat_template})
+        _write_json(config_file, before | {"chat_template": vocab.chat_template})
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

@@ -37,15 +37,15 @@ def train_command() -> int:
     def work() -> int | None:
         argv = add_search_path(args.overrides, args.config_dir, args.config_path and CONF)
         sys.argv[1:] = [*flags, *add_implied_model(argv)]  # flags anywhere
-        where = args.config_path, args.config_name or "config"
+        config_file = args.config_path, args.config_name or "config"
         if not any(only_hydra):
-            return launch(compose.compose(argv, *where))
+            return launch(compose.compose(argv, *config_file))
         if args.cfg == "job" and any(word.startswith("resume=") for word in argv):
             print(compose.to_yaml(compose.compose(argv).config), end="")
             return None
         with describe_errors():
             if args.multirun:
-                return sweep(argv, *where)
+                return sweep(argv, *config_file)
             under_hydra(run_point)
             return 0
 

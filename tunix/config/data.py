@@ -46,15 +46,15 @@ class Mixture(Section):
 
     @model_validator(mode="after")
     def _check(self) -> "Mixture":
-        for where, weights in (("data.weights", self.weights), *((f"stage {s.name}", s.weights) for s in self.stages)):
+        for label, weights in (("data.weights", self.weights), *((f"stage {s.name}", s.weights) for s in self.stages)):
             if weights.keys() != self.parts.keys():
-                raise ValueError(f"{where} names {_names(weights)}, data.parts are {_names(self.parts)}; name the same")
+                raise ValueError(f"{label} names {_names(weights)}, data.parts are {_names(self.parts)}; name the same")
             total = sum(weights.values())
             if total == 0:
-                raise ValueError(f"{where} add up to 0, not to 1; give a part a share")
+                raise ValueError(f"{label} add up to 0, not to 1; give a part a share")
             if abs(total - 1) > 1e-6:
                 shares = ", ".join(f"{name}: {weight / total:.4g}" for name, weight in weights.items())
-                raise ValueError(f"{where} add up to {total:g}, not to 1; scaled: {{{shares}}}")
+                raise ValueError(f"{label} add up to {total:g}, not to 1; scaled: {{{shares}}}")
         if unknown := (self.max_epochs or {}).keys() - self.parts.keys():
             raise ValueError(f"data.max_epochs names {_names(unknown)}, data.parts are {_names(self.parts)}")
         return self

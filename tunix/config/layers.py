@@ -241,10 +241,10 @@ class ExpertsMlp(Section):
             )
         choices = self.num_experts // groups * taken
         if self.experts_per_token > choices:
-            where = f"the {choices} experts in {prefix}groups_per_token={taken} of {prefix}num_groups={groups} groups"
+            limit = f"the {choices} experts in {prefix}groups_per_token={taken} of {prefix}num_groups={groups} groups"
             if groups == 1:
-                where = f"{prefix}num_experts={self.num_experts}"
-            raise ValueError(f"{prefix}experts_per_token={self.experts_per_token} is more than {where}; lower it")
+                limit = f"{prefix}num_experts={self.num_experts}"
+            raise ValueError(f"{prefix}experts_per_token={self.experts_per_token} is more than {limit}; lower it")
         return self
 
 

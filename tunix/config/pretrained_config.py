@@ -54,9 +54,9 @@ def fill_from_pretrained(values: dict[Any, Any]) -> None:
             find_family(own)
         except UserError as error:
             raise UserError(f"model.family={own}: {error}") from None
-    read, where = config_json.read_config(folder, own), f"{folder}/config.json"
-    read["vocab_size"] = _find_num_rows(values, read["vocab_size"], where)
-    _fill_architecture(model, read, where)
+    read, source = config_json.read_config(folder, own), f"{folder}/config.json"
+    read["vocab_size"] = _find_num_rows(values, read["vocab_size"], source)
+    _fill_architecture(model, read, source)
 
 
 def _is_byte_level(tokenizer: dict[Any, Any]) -> bool:
@@ -65,7 +65,7 @@ def _is_byte_level(tokenizer: dict[Any, Any]) -> bool:
     return tokenizer["vocab_size"] == values.vocab_size
 
 
-def _find_num_rows(values: dict[Any, Any], in_files: int, where: str) -> int:
+def _find_num_rows(values: dict[Any, Any], in_files: int, source: str) -> int:
     """Return the rows of vocabulary of a model whose initial weights have `in_files` rows."""
     given = values["model"].get("vocab_size")
     if given == "auto":
@@ -74,7 +74,7 @@ def _find_num_rows(values: dict[Any, Any], in_files: int, where: str) -> int:
         return in_files
     if given < in_files:
         raise UserError(
-            f"model.vocab_size={given}, but {where} says {in_files}: rows are added, never taken away; leave it out"
+            f"model.vocab_size={given}, but {source} says {in_files}: rows are added, never taken away; leave it out"
         )
     values["model"]["vocab_size"] = given
     return given
@@ -95,13 +95,13 @@ def count_rows(values: dict[Any, Any], at_least: int = 0) -> int:
     return at_least if num_tokens <= at_least else pad_rows(num_tokens)
 
 
-def _fill_architecture(model: dict[Any, Any], read: dict[str, Any], where: str) -> None:
+def _fill_architecture(model: dict[Any, Any], read: dict[str, Any], source: str) -> None:
     """Set the keys of the model to those read from a config.json, on top of the values of its family."""
     name = read["family"]
     family: Any = OmegaConf.to_container(_read_parts(find_family(name).values or _file_of_values(name)))
     mlp = {**family["mlp"], **read.get("mlp", {})}
     values: Any = OmegaConf.to_container(OmegaConf.create({**family, **read, "mlp": mlp}), resolve=True)
-    _fill(model, {key: values[key] for key in values.keys() - OUTSIDE - {"defaults"}}, where)
+    _fill(model, {key: values[key] for key in values.keys() - OUTSIDE - {"defaults"}}, source)
 
 
 def _file_of_values(family: str) -> Path:
@@ -124,7 +124,7 @@ def _read_parts(path: Path) -> Any:
         raise UserError(f"model.family: the file of values {path} cannot be read: {error}") from None
 
 
-def _fill(model: dict[Any, Any], decided: dict[str, Any], where: str) -> None:
+def _fill(model: dict[Any, Any], decided: dict[str, Any], source: str) -> None:
     """Set keys of the model to the values `decided`, which come from the file `where`.
 
     The user may give keys that say how experts are trained: they change nothing in what the weights compute.
@@ -142,9 +142,9 @@ def _fill(model: dict[Any, Any], decided: dict[str, Any], where: str) -> None:
                 decided["mlp"]["bias_rate"] = values.pop("bias_rate")
             for name, value in values.items():
                 if value != (found := decided["mlp"].get(name)):
-                    raise UserError(f"model.mlp.{name}={value}, but {where} says {found}; leave it out")
+                    raise UserError(f"model.mlp.{name}={value}, but {source} says {found}; leave it out")
         elif given is not None and given != decided[key]:
-            raise UserError(f"model.{key}={given}, but {where} says {decided[key]}; leave it out")
+            raise UserError(f"model.{key}={given}, but {source} says {decided[key]}; leave it out")
         model[key] = decided[key]
 
 
@@ -247,12 +247,12 @@ def trained_model(folder: Path, mesh_shape: Any, family: str | None = None) -> M
     return validate(Model, read_saved(folder)["model"] | {"mesh_shape": mesh_shape}, "model")
 
 
-def _describe_model(read: dict[str, Any], where: str, mesh_shape: Any) -> Model:
+def _describe_model(read: dict[str, Any], source: str, mesh_shape: Any) -> Model:
     """Return the model that a config.json describes."""
     files = (OmegaConf.load(CONF / "model" / name) for name in ("family/common.yaml", "pretrained.yaml"))
     values: Any = OmegaConf.to_container(OmegaConf.merge(*files))
     del values["defaults"]
-    _fill_architecture(values, read, where)
+    _fill_architecture(values, read, source)
     return validate(Model, values | {"mesh_shape": mesh_shape}, "model")
 
 
@@ -260,9 +260,9 @@ def describe_keys_outside_family(cfg: Model) -> str:
     """Return in words which keys of the model its family's config.json cannot express; empty if there are none."""
     # The config is translated to config.json and back. A key that comes back with another value cannot be expressed.
     try:
-        where = "its config.json"
-        read = config_json.translate_config(config_json.write_config(cfg), where, cfg.family)
-        expressed = _describe_model(read, where, cfg.mesh_shape)
+        source = "its config.json"
+        read = config_json.translate_config(config_json.write_config(cfg), source, cfg.family)
+        expressed = _describe_model(read, source, cfg.mesh_shape)
     except UserError as error:
         return str(error)
     ours, theirs = (

@@ -77,19 +77,19 @@ def measure_devices(
     Operations in neither set are arithmetic or copies. They can hide communication. An operation of `control_flow`
     lasts as long as the operations that it runs, so it is left out.
     """
-    others: dict[str, list[Event]] = defaultdict(list)
+    compute: dict[str, list[Event]] = defaultdict(list)
     collectives: dict[str, list[Event]] = defaultdict(list)
     for event in events:
         if event.name not in control_flow:
             is_collective = event.name in communicating or event.name == UNKNOWN
-            (collectives if is_collective else others)[event.device].append(event)
-    devices = sorted({*others, *collectives})
-    return {device: _measure_device(others[device], collectives[device], num_steps) for device in devices}
+            (collectives if is_collective else compute)[event.device].append(event)
+    devices = sorted({*compute, *collectives})
+    return {device: _measure_device(compute[device], collectives[device], num_steps) for device in devices}
 
 
-def _measure_device(others: list[Event], collectives: list[Event], num_steps: int) -> Timeline:
+def _measure_device(compute: list[Event], collectives: list[Event], num_steps: int) -> Timeline:
     moves = _list_intervals(collectives)  # nanoseconds, [collectives, 2]
-    busy = _merge_intervals(_list_intervals(others))
+    busy = _merge_intervals(_list_intervals(compute))
     lengths = moves[:, 1] - moves[:, 0]
     exposed = lengths - _measure_covered(moves, busy)
     totals: dict[str, tuple[int, float, float]] = {}
@@ -100,7 +100,7 @@ def _measure_device(others: list[Event], collectives: list[Event], num_steps: in
     communicating = _merge_intervals(moves)
     communication = float(np.sum(communicating[:, 1] - communicating[:, 0]))
     exposed_ns = communication - float(np.sum(_measure_covered(communicating, busy)))
-    span_ns = _measure_span([*others, *collectives], num_steps)
+    span_ns = _measure_span([*compute, *collectives], num_steps)
     return Timeline(span_ns / 1e9, communication / 1e9, exposed_ns / 1e9, totals)
 
 
@@ -248,10 +248,10 @@ def measure(
     rows = []
     for collective in collectives:
         if collective.group_size > 1:
-            where = collective.kind, collective.find_axes(sizes), collective.group_size
+            group = collective.kind, collective.find_axes(sizes), collective.group_size
             num_bytes, named = collective.num_bytes * collective.times, (collective.name, collective.dtype)
             times = average_times(collective.name)
-            rows.append(Row(*where, collective.times, num_bytes, *times, *named, format_scope(collective.scope)))
+            rows.append(Row(*group, collective.times, num_bytes, *times, *named, format_scope(collective.scope)))
     rows.sort(key=lambda row: -row.time_s)
     sums: dict[tuple[str, tuple[str, ...], int], Row] = {}
     for row in rows:

@@ -112,7 +112,7 @@ def _read_row(source: Rows, task: Task, item: Item, read: Callable[..., Any]) ->
         if source.bad_rows == "error":
             problem = "is not UTF-8" if isinstance(error, UnicodeEncodeError) else error
             raise UserError(
-                f"data: {item.where()} {problem}; data.bad_rows=skip leaves such rows out and counts them"
+                f"data: {item.source()} {problem}; data.bad_rows=skip leaves such rows out and counts them"
             ) from None
         return LeftOut(item.name, "bad row")
     return Document(item.name, content) if content else LeftOut(item.name, "empty")

@@ -172,7 +172,7 @@ class Item(NamedTuple):
     name: str  # does not depend on where a unit begins: its hash decides whether the document is held out
     content: str | dict[str, Any] | None
     problem: str = ""  # why there is no content
-    where: Callable[[], str] = str  # file and line for a message; a function, since counting lines takes time
+    source: Callable[[], str] = str  # file and line for a message; a function, since counting lines takes time
 
 
 ROWS_BYTES = 1 << 29  # of the rows of a Parquet file that are in memory at a time
@@ -305,21 +305,21 @@ class Jsonl(Files, Rows):
             begin = file.tell() if unit.start else 0
             while (all_lines or begin < unit.stop) and (line := file.readline(-1 if limit is None else limit + 1)):
                 offset, begin = begin, begin + len(line)
-                name, where = f"{unit.name}@{offset}", partial(name_line, unit.path, offset)
+                name, source = f"{unit.name}@{offset}", partial(name_line, unit.path, offset)
                 if limit is not None and len(line) > limit and not line.endswith(b"\n"):
                     begin += skip_line(file)
-                    yield Item(name, None, TOO_LONG, where)
+                    yield Item(name, None, TOO_LONG, source)
                     continue
                 if not line.strip():
                     continue
                 try:
                     row = json.loads(line)
                 except (ValueError, RecursionError) as error:
-                    yield Item(name, None, f"is not JSON ({str(error).split(': line')[0]})", where)
+                    yield Item(name, None, f"is not JSON ({str(error).split(': line')[0]})", source)
                 else:
                     problem = "" if isinstance(row, dict) else "is not a JSON object"
                     del line  # memory of a long one
-                    yield Item(name, None if problem else row, problem, where)
+                    yield Item(name, None if problem else row, problem, source)
 
 
 def skip_line(file: IO[bytes]) -> int:
@@ -352,11 +352,11 @@ class Csv(Files, Rows):
                 if twice := [name for name in self.columns.model_dump().values() if list(head).count(name) > 1]:
                     raise UserError(f"data: {unit.path} has column {twice[0]} more than once; rename all but one")
                 for number, row in enumerate(table):
-                    name, where = f"{unit.name}@{number}", partial("{}, line {},".format, unit.path, table.line_num)
+                    name, source = f"{unit.name}@{number}", partial("{}, line {},".format, unit.path, table.line_num)
                     if None in row or None in row.values():
-                        yield Item(name, None, f"does not have the {len(head)} columns of the header line", where)
+                        yield Item(name, None, f"does not have the {len(head)} columns of the header line", source)
                     else:
-                        yield Item(name, row, "", where)
+                        yield Item(name, row, "", source)
                     begin = table.line_num + 1
             except csv.Error as error:  # where the next row begins is not known, so this row cannot be skipped
                 if "field limit" in str(error):
@@ -422,8 +422,8 @@ class Parquet(Files, Rows):
             for number, row in enumerate(row for batch in batches for row in batch.to_pylist()):
                 # If none of the columns is there, the row has their names alone: an error message lists them.
                 content = row if requested else dict.fromkeys(present)
-                where = partial("{}, row {} of row group {},".format, unit.path, number, unit.start)
-                yield Item(f"{unit.name}@{unit.start}.{number}", content, "", where)
+                source = partial("{}, row {} of row group {},".format, unit.path, number, unit.start)
+                yield Item(f"{unit.name}@{unit.start}.{number}", content, "", source)
         except (OSError, ValueError) as error:
             raise UserError(f"data: {unit.path} is damaged or ends early: {str(error).splitlines()[0]}") from None
 

@@ -86,10 +86,10 @@ class Sequences(grain.sources.RandomAccessDataSource):
         if self.plans is None:
             return _slice_window(shard, local * self.seq_len, self.seq_len)
         pieces, bounds = self.plans[number]
-        own = pieces[bounds[local] : bounds[local + 1]].tolist()
+        local_pieces = pieces[bounds[local] : bounds[local + 1]].tolist()
         if shard.splits is None:
-            return _fill_chunks(shard, own, self.seq_len)
-        return _fill_pairs(shard, own, self.seq_len, None if self.of_pairs is None else self.of_pairs(number))
+            return _fill_chunks(shard, local_pieces, self.seq_len)
+        return _fill_pairs(shard, local_pieces, self.seq_len, None if self.of_pairs is None else self.of_pairs(number))
 
 
 def _slice_window(shard: Arrays, first: int, seq_len: int) -> Example:
@@ -103,18 +103,18 @@ def _slice_window(shard: Arrays, first: int, seq_len: int) -> Example:
     loss_mask              1 0 1 0 1 1               0 where the target belongs to the next document
     """
     tokens = shard.tokens[first : first + seq_len + 1]
-    where = np.arange(first, first + seq_len + 1)
+    indices = np.arange(first, first + seq_len + 1)
     # The documents of the window: from the one that `first` lies in to the last that begins within.
     opening = int(np.searchsorted(shard.starts, first, side="right")) - 1
     closing = int(np.searchsorted(shard.starts, first + seq_len, side="right"))
     starts = np.maximum(shard.starts[opening:closing], first)
-    document = np.searchsorted(starts, where, side="right") - 1
+    document = np.searchsorted(starts, indices, side="right") - 1
     learnt = document[1:] == document[:-1]
     if shard.answers is not None:
         learnt &= shard.answers[first + 1 : first + seq_len + 1]
     example = empty_example(seq_len)
     example["tokens"][:], example["targets"][:] = tokens[:-1], tokens[1:]
-    example["positions"][:] = (where - starts[document])[:-1]
+    example["positions"][:] = (indices - starts[document])[:-1]
     example["segment_ids"][:] = (document + 1)[:-1]
     example["loss_mask"][:] = learnt
     return example

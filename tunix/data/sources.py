@@ -37,8 +37,8 @@ def list_standard_library() -> list[Unit]:
     """List the files of the running interpreter's standard library, without installed packages."""
     root = Path(sysconfig.get_path("stdlib"))
     names = [path.relative_to(root) for path in sorted(root.rglob("*.py"))]
-    own = [name for name in names if not {"site-packages", "dist-packages"} & set(name.parts)]
-    return [make_file_unit(root / name, name.as_posix()) for name in own]
+    stdlib = [name for name in names if not {"site-packages", "dist-packages"} & set(name.parts)]
+    return [make_file_unit(root / name, name.as_posix()) for name in stdlib]
 
 
 class PythonStdlib(Limited, Source):
@@ -247,8 +247,8 @@ class Custom(Rows):
         documents = self._documents()
         for number, content in enumerate(documents):
             problem = "" if isinstance(content, str | dict) else f"is {type(content).__name__}, not a text or a row"
-            where = partial("{}, document {},".format, self.function, number)
-            yield Item(f"{self.function}@{number}", None if problem else content, problem, where)
+            source = partial("{}, document {},".format, self.function, number)
+            yield Item(f"{self.function}@{number}", None if problem else content, problem, source)
 
     def try_out(self) -> None:
         """Raise `UserError` where the function does not yield a document."""

@@ -210,8 +210,12 @@ def prepare(source: Source, units: list[Unit], task: Task, vocab: Vocab, loading
         # Written last: a folder with an index has all of its shards. A second process that is here at the same time has
         # made the same bytes.
         make_once(folder / "index.json", lambda path: path.write_text(json.dumps(index)))
-        own = [folder / "index.json", *list_files(folder / "tokenizer"), *(folder / plan.name / FILE for plan in plans)]
-        write_digests(folder, [path for path in own if path.is_file()])
+        files = [
+            folder / "index.json",
+            *list_files(folder / "tokenizer"),
+            *(folder / plan.name / FILE for plan in plans),
+        ]
+        write_digests(folder, [path for path in files if path.is_file()])
         note_verified(folder, folder / FILE)
         log.info("tokenized %s in %.1f s: %s", source.source, time.perf_counter() - start_time, folder)
     return open_verified(folder, loading)

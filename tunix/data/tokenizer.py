@@ -183,8 +183,8 @@ def select_template(files: dict[str, Path], settings: Settings, name_or_file: st
 
     None gives the tokenizer's default template, or None if it has no template.
     """
-    own = settings.chat_template
-    templates = {each.name: each.template for each in own} if isinstance(own, list) else {"default": own}
+    template = settings.chat_template
+    templates = {each.name: each.template for each in template} if isinstance(template, list) else {"default": template}
     if "chat_template.jinja" in files:
         templates["default"] = files["chat_template.jinja"].read_text()
     if name_or_file is None or templates.get(name_or_file):

@@ -36,18 +36,18 @@ def read_adapter(folder: Path, family: str) -> dict[str, Any]:
     Raises:
         UserError: a key or a tensor that is not understood: it is named.
     """
-    where = f"{folder}/{CONFIG}"
+    source = f"{folder}/{CONFIG}"
     if not (folder / CONFIG).is_file():
         raise UserError(f"{folder} has no {CONFIG}: it is no adapter of PEFT")
     raw = read_json(folder / CONFIG)
     for key, value in raw.items():
         if key in FIXED and value not in FIXED[key]:
-            raise UserError(f"{where}: {key}={value} is not supported; it must be {' or '.join(map(str, FIXED[key]))}")
+            raise UserError(f"{source}: {key}={value} is not supported; it must be {' or '.join(map(str, FIXED[key]))}")
         if value and key not in (*FIXED, *IGNORED, *READ):
-            raise UserError(f"{where}: {key}={value} is not understood")
+            raise UserError(f"{source}: {key}={value} is not understood")
     rank, alpha = raw.get("r"), raw.get("lora_alpha")
     if not isinstance(rank, int) or not isinstance(alpha, int | float):
-        raise UserError(f"{where}: r={rank} and lora_alpha={alpha} must be numbers")
+        raise UserError(f"{source}: r={rank} and lora_alpha={alpha} must be numbers")
     try:
         with safe_open(folder / WEIGHTS, framework="np") as file:
             tensors = list(file.keys())

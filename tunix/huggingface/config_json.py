@@ -192,19 +192,19 @@ def read_config(folder: Path, family: str | None = None, key: str = "model.init_
     Raises:
         UserError: there is no config.json, or it has a key or value that is not understood; the message names it.
     """
-    where = f"{folder}/config.json"
+    source = f"{folder}/config.json"
     if not (folder / "config.json").is_file():
         raise UserError(
             f"{key}={folder} is not a model's folder: it has no config.json; give a folder or an ID of the Hugging "
             "Face hub, or a run's folder, which has a config.yaml"
         )
     try:
-        return translate_config(read_json(folder / "config.json"), where, family)
+        return translate_config(read_json(folder / "config.json"), source, family)
     except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
-        raise UserError(f"{where}: a key has a value of the wrong type ({error})") from None
+        raise UserError(f"{source}: a key has a value of the wrong type ({error})") from None
 
 
-def translate_config(raw: dict[str, Any], where: str, family_name: str | None = None) -> dict[str, Any]:
+def translate_config(raw: dict[str, Any], source: str, family_name: str | None = None) -> dict[str, Any]:
     """Return the keys of the section `model` that `raw`, the content of config.json, decides; see `read_config`.
 
     `where` is the file's path, for messages.
@@ -221,28 +221,28 @@ def translate_config(raw: dict[str, Any], where: str, family_name: str | None = 
     ]
     name = max(fitting, key=lambda name: len(families[name].signature), default=None)
     if "auto_map" in raw and not (name and families[name].published_code):
-        raise UserError(f"{where}: auto_map asks for code of the model's own, which is never run")
+        raise UserError(f"{source}: auto_map asks for code of the model's own, which is never run")
     if name is None:
         known = ", ".join(family.model_type for family in families.values())
         own = "" if family_name else ", and a family of your own: model.family=package.module:name"
-        raise UserError(f"{where}: model_type={kind} is not understood; understood are {known}{own}")
+        raise UserError(f"{source}: model_type={kind} is not understood; understood are {known}{own}")
     family = families[name]
     method = (raw.get(QUANTIZATION) or {}).get("quant_method")
     if method is not None and method not in READ_CODES:
         raise UserError(
-            f"{where}: {QUANTIZATION} says quant_method={method}, whose codes are not read (those of "
+            f"{source}: {QUANTIZATION} says quant_method={method}, whose codes are not read (those of "
             f"{' and '.join(READ_CODES)} are); take the model's files in 16 bits, or write them: load this folder with "
             "transformers, then model.dequantize() and model.save_pretrained(DIR). model.lora.quantize_base trains on "
             "codes of our own"
         )
-    raw = _check_keys(raw, family, where)
+    raw = _check_keys(raw, family, source)
     try:
         return {"family": name} | _nest(_read_values(raw, family))
     except ValueError as error:
-        raise UserError(f"{where}: {error}") from None
+        raise UserError(f"{source}: {error}") from None
 
 
-def _check_keys(raw: dict[str, Any], family: Family, where: str) -> dict[str, Any]:
+def _check_keys(raw: dict[str, Any], family: Family, source: str) -> dict[str, Any]:
     """Return the keys of a config.json by their usual names, with the values of those that it leaves out.
 
     A key that nobody knows may change what a model computes. So it is refused, and never left out in silence.
@@ -257,14 +257,14 @@ def _check_keys(raw: dict[str, Any], family: Family, where: str) -> dict[str, An
     }  # fmt: skip
     for key, value in raw.items():
         if key not in keys:
-            raise UserError(f"{where}: {key}={value} is not understood for model_type={raw.get('model_type')}")
+            raise UserError(f"{source}: {key}={value} is not understood for model_type={raw.get('model_type')}")
     raw = family.absent | raw
     for key, value in raw.items():
         if key in family.fixed and value not in family.fixed[key]:
             usual = " or ".join(map(str, family.fixed[key]))
-            raise UserError(f"{where}: {key}={value} is not supported; it must be {usual}")
+            raise UserError(f"{source}: {key}={value} is not supported; it must be {usual}")
     if missing := [key for key in family.keys.values() if key not in raw]:
-        raise UserError(f"{where}: {', '.join(missing)} is missing")
+        raise UserError(f"{source}: {', '.join(missing)} is missing")
     return raw
 
 

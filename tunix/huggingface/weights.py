@@ -254,12 +254,12 @@ def load_parameter(
     def part(index: Index) -> np.ndarray:
         ranges = {dim_name: (each.start, each.stop) for dim_name, each in zip(ours, index, strict=True)}
         requested = [numbers[dim_name][slice(*ranges[dim_name])] for dim_name in name.numbered]
-        where, unpacked = _find_slices(name, cfg.dims, ranges)
+        slices, unpacked = _find_slices(name, cfg.dims, ranges)
         entries = ranges[name.dims.split(",")[name.fused_dim][0]]
         views = []
         for which in itertools.product(*requested):
             tensor = name.tensor.format(*which)
-            stored = files.read(tensor, where)
+            stored = files.read(tensor, slices)
             if name.interleaved:
                 stored = _take_entries(stored, name, cfg.dims, entries)
             views.append(stored.reshape(unpacked).transpose(order))
@@ -285,7 +285,7 @@ def _find_slices(
     name: Name, dims: Mapping[str, int], ranges: Mapping[str, tuple[int, int]]
 ) -> tuple[tuple[slice, ...], list[int]]:
     """Return the slice of a tensor in the files that has these ranges of our dimensions, and its shape by letter."""
-    where, unpacked = [], []
+    slices, unpacked = [], []
     for index, group in enumerate(name.dims.split(",")):
         inner = math.prod(dims[dim_name] for dim_name in group[1:])
         # Shards and pieces cut NH between heads, never within one: they cut the first letter of a group alone.
@@ -297,11 +297,11 @@ def _find_slices(
             # range that begins or ends within an entry takes all of it; `_take_entries` cuts it.
             rows = entry_sizes(name, dims)
             local, of_all = rows[name.part], sum(rows)
-            where.append(slice(first * inner // local * of_all, math.ceil(last * inner / local) * of_all))
+            slices.append(slice(first * inner // local * of_all, math.ceil(last * inner / local) * of_all))
         else:
-            where.append(slice(begin + first * inner, begin + last * inner))
+            slices.append(slice(begin + first * inner, begin + last * inner))
         unpacked += [last - first, *(dims[dim_name] for dim_name in group[1:])]
-    return tuple(where), unpacked
+    return tuple(slices), unpacked
 
 
 def entry_sizes(name: Name, dims: Mapping[str, int]) -> list[int]:

@@ -25,12 +25,12 @@ class Gathered(NamedTuple):
     of their own: a slice of a stacked array inside of a loop would be a copy for each token.
     """
 
-    others: Tree  # embedding, final norm, head
+    remaining: Tree  # embedding, final norm, head
     layers: dict[str, list[Tree]]  # by the name of a stack, a tree for each of its layers
 
     def module(self, arch: Architecture) -> Transformer:
         """Return the model, whose stacks hold one layer: `hidden_apart` takes the others as its `params`."""
-        module = arch.module(self.others | {name: trees[0] for name, trees in self.layers.items()})
+        module = arch.module(self.remaining | {name: trees[0] for name, trees in self.layers.items()})
         parts: list[Einsum | Embedding] = [*_list_einsums(module), module.embedding]
         for part in parts:
             part.product = product_of_few_rows()

@@ -106,9 +106,9 @@ def connect(address: str) -> Iterator[None]:
         UserError: there is no such cluster, or it has another version of Ray or Python.
     """
     try:
-        where = os.environ.get("RAY_ADDRESS", address) if address == "auto" else address
-        if where != "auto":  # try the port first: Ray itself would try for minutes
-            host, _, port = where.rpartition(":")
+        target = os.environ.get("RAY_ADDRESS", address) if address == "auto" else address
+        if target != "auto":  # try the port first: Ray itself would try for minutes
+            host, _, port = target.rpartition(":")
             socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
         ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
     except (OSError, RuntimeError, ValueError, RayError) as error:

@@ -70,8 +70,8 @@ def describe(config: Config, nodes: Nodes) -> str:
         return f"{number} {noun}{'' if number == 1 else 's' if noun[-1] != 's' else 'es'}"
 
     devices = count(nodes.gpus_per_node, "GPU") if nodes.gpus_per_node else "CPUs only"
-    where = f"{count(nodes.nodes, 'node')}, {devices} each, {count(nodes.nodes * nodes.tasks, 'process')}"
-    return f"{config.run_name}, {where}" if config.run_name else where
+    resources = f"{count(nodes.nodes, 'node')}, {devices} each, {count(nodes.nodes * nodes.tasks, 'process')}"
+    return f"{config.run_name}, {resources}" if config.run_name else resources
 
 
 def make_resume_word(path: Path) -> str:

@@ -195,8 +195,8 @@ class Stacks:
         """
 
         def block_of(index, name):
-            def block(x, params, layer, others):
-                other_rows, seed = others
+            def block(x, params, layer, shared):
+                other_rows, seed = shared
                 # The seed comes with the arguments: a backward rule may not close over a value that is traced.
                 seeded = forward._replace(seed=seed)
                 rows = Rows(x, *other_rows)
@@ -207,14 +207,14 @@ class Stacks:
 
         blocks = [block_of(index, name) for index, name in enumerate(pattern)]
         # What a block does not change stays outside: the scan would keep it for each layer.
-        others = tuple(rows[1:]), forward.seed
+        shared = tuple(rows[1:]), forward.seed
         if self.prefetch:
             params, values = zip(*layers, strict=True)
             params = tuple(as_variables(self.modules[name], each) for name, each in zip(pattern, params, strict=True))
             block = checkpoint_block(merge_blocks(blocks), self.remat)
-            x, results = scan_prefetch(block, params, rows.x, values, others, self.layout.inside_stage())
+            x, results = scan_prefetch(block, params, rows.x, values, shared, self.layout.inside_stage())
         else:
-            x, results = scan_blocks(blocks, rows.x, layers, others, self.remat)
+            x, results = scan_blocks(blocks, rows.x, layers, shared, self.remat)
         sums = merge_layers([local_sums for local_sums, _ in results])
         return rows._replace(x=x), sums, [cache for _, cache in results]
 

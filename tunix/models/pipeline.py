@@ -94,13 +94,13 @@ class Lanes:
         num_slots = num_slots or num_local
         spec = jax.typeof(x).sharding.spec
         front, remaining = spec[:dim], spec[dim + 1 :]
-        shape, others = x.shape[:dim], x.shape[dim + 1 :]
+        shape, remaining = x.shape[:dim], x.shape[dim + 1 :]
         x = x.reshape(
-            *shape, self.num_stages, self.num_shards, num_slots, num_local // num_slots, *others,
+            *shape, self.num_stages, self.num_shards, num_slots, num_local // num_slots, *remaining,
             out_sharding=PartitionSpec(*front, self.stage_axes, self.row_axes, None, None, *remaining),
         ).swapaxes(dim + 1, dim + 2)  # fmt: skip
         folded = PartitionSpec(*front, self.stage_axes, None, self.row_axes, *remaining)
-        return x.reshape(*shape, self.num_stages, num_slots, -1, *others, out_sharding=folded)
+        return x.reshape(*shape, self.num_stages, num_slots, -1, *remaining, out_sharding=folded)
 
     def list_parts(self, x: jax.Array, num_slots: int | None, layout: Layout) -> jax.Array:
         """[A, B] or [A, B, T] -> [M, rows, ...]: the parts of all microbatches in the order in which they go in.
@@ -129,23 +129,23 @@ class Lanes:
 
     def spec_of_stages(self, spec: PartitionSpec) -> PartitionSpec:
         """Return the spec of an array [L, ...] as [S, L / S, ...]."""
-        others = spec.partitions[1:]
-        return PartitionSpec(self.stage_axes, None, *others, reduced=spec.reduced, unreduced=spec.unreduced)
+        remaining = spec.partitions[1:]
+        return PartitionSpec(self.stage_axes, None, *remaining, reduced=spec.reduced, unreduced=spec.unreduced)
 
     def leave_bubbles_out(self, counts: Any, part: jax.Array, num_parts: int) -> Any:
         """Return counts [S, ...], zero on the stages where the number of the part, [S], is that of no part."""
         counts = jax.tree.map(lambda x: reshard(x, PartitionSpec(self.stage_axes)), counts)
         return self.select((part >= 0) & (part < num_parts), counts, jax.tree.map(jnp.zeros_like, counts))
 
-    def select(self, condition: jax.Array, chosen: Any, others: Any) -> Any:
+    def select(self, condition: jax.Array, chosen: Any, remaining: Any) -> Any:
         """Return rows [S, ...]: the chosen ones on the stages where the condition [S] is true, the others elsewhere."""
 
         def one(a: jax.Array, b: jax.Array) -> jax.Array:
             spec = jax.typeof(a).sharding.spec
-            where = condition.reshape(-1, *[1] * (a.ndim - 1))
-            return jnp.where(jnp.broadcast_to(where, a.shape, out_sharding=spec), a, b)
+            mask = condition.reshape(-1, *[1] * (a.ndim - 1))
+            return jnp.where(jnp.broadcast_to(mask, a.shape, out_sharding=spec), a, b)
 
-        return jax.tree.map(one, chosen, others)
+        return jax.tree.map(one, chosen, remaining)
 
     def on_every_stage(self, x: jax.Array, spec: PartitionSpec) -> jax.Array:
         """[rows, ...] -> [S, rows, ...], the same rows on each stage, which has them laid out as `spec`."""
@@ -255,8 +255,8 @@ class Chunks:
         if self.num_chunks == 1:
             return x
         spec = jax.typeof(x).sharding.spec
-        front, others = spec.partitions[0], spec.partitions[2:]
-        spec = PartitionSpec(front, None, None, *others, reduced=spec.reduced, unreduced=spec.unreduced)
+        front, remaining = spec.partitions[0], spec.partitions[2:]
+        spec = PartitionSpec(front, None, None, *remaining, reduced=spec.reduced, unreduced=spec.unreduced)
         return x.reshape(x.shape[0], self.num_chunks, -1, *x.shape[2:], out_sharding=spec)
 
     def merge_stage(self, x: jax.Array) -> jax.Array:
@@ -333,5 +333,5 @@ def list_sends(num_stages: int, num_chunks: int, number: int) -> list[tuple[int,
 
 def _without_chunks(spec: PartitionSpec) -> PartitionSpec:
     """Return the spec of [S, layers, ...] for that of [S, v, layers, ...]."""
-    front, _, *others = spec.partitions
-    return PartitionSpec(front, *others, reduced=spec.reduced, unreduced=spec.unreduced)
+    front, _, *remaining = spec.partitions
+    return PartitionSpec(front, *remaining, reduced=spec.reduced, unreduced=spec.unreduced)

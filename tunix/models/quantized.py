@@ -28,10 +28,10 @@ def quantize(weight: jax.Array, dim_names: str, qtype: str) -> tuple[jax.Array, 
     [.., D / codes in a byte, ..] and scales [.., D / weights of a scale, ..].
     """
     axis = dim_names.index("D")
-    others = tuple(dim for dim in range(weight.ndim) if dim != axis)
+    remaining = tuple(dim for dim in range(weight.ndim) if dim != axis)
     block = weights_per_scale(weight.shape[axis])
     array = _qwix().quantize(
-        weight.astype(jnp.float32), qtype, channelwise_axes=others, tiled_axes={axis: block}, scale_dtype="bfloat16"
+        weight.astype(jnp.float32), qtype, channelwise_axes=remaining, tiled_axes={axis: block}, scale_dtype="bfloat16"
     )
     quantized = array.qvalue
     if values_per_byte(qtype) == 2:

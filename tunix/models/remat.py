@@ -53,12 +53,12 @@ KEEP_ALL = Remat("none")
 
 
 def scan_blocks(
-    blocks: Sequence[BlockFn], x: jax.Array, layers: Any, others: Any, remat: Remat
+    blocks: Sequence[BlockFn], x: jax.Array, layers: Any, shared: Any, remat: Remat
 ) -> tuple[jax.Array, tuple[Any, ...]]:
     """Return x after every layer, and the results of each block's layers with a first dimension L.
 
     The blocks take turns. `layers` are the weights and values of the layers of each block, trees of arrays [L, ...];
-    all layers take `others`. With `remat.every` the scan takes so many turns at a time:
+    all layers take `shared`. With `remat.every` the scan takes so many turns at a time:
 
         every=3     layer  0    1    2    |  3    4    5    |  ...       one block: an iteration is a group of 3 layers
                     again  yes  no   no   |  yes  no   no   |
@@ -71,7 +71,7 @@ def scan_blocks(
         """Run one layer of each block; `number` is that of the first one within its group."""
         each = [(keeping if (number + index) % remat.every else by_policy)[index] for index in range(len(blocks))]
         weights, values = zip(*layers, strict=True)
-        return merge_blocks(each)(x, weights, values, others)
+        return merge_blocks(each)(x, weights, values, shared)
 
     if remat.every == 1:
         return jax.lax.scan(lambda x, layers: turn(x, layers, 0), x, layers)
@@ -92,10 +92,10 @@ def scan_blocks(
 def merge_blocks(blocks: Sequence[BlockFn]) -> BlockFn:
     """Return blocks one after the other as one, whose weights, values and results are those of each."""
 
-    def block(x, weights, values, others):
+    def block(x, weights, values, shared):
         results = []
         for each, layer in zip(blocks, zip(weights, values, strict=True), strict=True):
-            x, result = each(x, *layer, others)
+            x, result = each(x, *layer, shared)
             results.append(result)
         return x, tuple(results)
 

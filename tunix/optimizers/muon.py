@@ -139,6 +139,6 @@ def _split_axes() -> tuple[str, ...]:
     """Return the mesh axes of more than one device: first those that split layers and weights at rest."""
     sizes = jax.sharding.get_abstract_mesh().shape
     first = (*DIMS[LAYERS].weight_axes, *keeping_axes())
-    others = [axis for axis in sizes if axis not in first]
-    others.sort(key=lambda axis: axis in data_axes())  # along those of the batch alone, momenta are all the same
-    return tuple(axis for axis in (*first, *others) if sizes.get(axis, 1) > 1)
+    remaining = [axis for axis in sizes if axis not in first]
+    remaining.sort(key=lambda axis: axis in data_axes())  # along those of the batch alone, momenta are all the same
+    return tuple(axis for axis in (*first, *remaining) if sizes.get(axis, 1) > 1)

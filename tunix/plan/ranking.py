@@ -467,7 +467,7 @@ def _compile_candidates(
     return results
 
 
-def describe_no_fit(ranking: Ranking, cluster: Cluster, where: str = "plan.topology") -> str:
+def describe_no_fit(ranking: Ranking, cluster: Cluster, key: str = "plan.topology") -> str:
     """Return the message for a ranking in which nothing fits: how much is missing, and what would make it fit."""
     if not ranking.too_large:
         [(reason, _)] = Counter(ranking.refused.values()).most_common(1)
@@ -481,7 +481,7 @@ def describe_no_fit(ranking: Ranking, cluster: Cluster, where: str = "plan.topol
         least = -(-state * cluster.num_devices // round(ranking.limit))
         devices = f"more devices ({least:,} hold weights and optimizer alone)"
     return (
-        f"the model fits on no mesh of {where}: {format_mesh_shape(best.sizes)} needs {best.memory / GIB:.1f} GiB, "
+        f"the model fits on no mesh of {key}: {format_mesh_shape(best.sizes)} needs {best.memory / GIB:.1f} GiB, "
         f"{over / GIB:.1f} more than the {ranking.limit / GIB:.1f} GiB that a device may use, most of it {largest}; "
         f"take {devices}, {HELP[largest]}, or raise {ranking.limit_key}"
     )
@@ -554,10 +554,10 @@ def _select(cfg: Config, cluster: Cluster) -> dict:
     if key:
         choice, also = getattr(best.cfg.training, key), f", {describe_choice(cfg, best.cfg)}"
     kind = find_kind(jax.devices()[0].device_kind)
-    where = "" if kind else f" on a device of plan.topology={cfg.plan.topology}, since this machine's are not known"
+    suffix = "" if kind else f" on a device of plan.topology={cfg.plan.topology}, since this machine's are not known"
     message = (
         f"chosen by plan: model.mesh_shape={format_mesh_shape(best.sizes)}{also}; predicted ({best.source}): "
-        f"{best.memory / GIB:.2f} of {ranking.limit / GIB:.1f} GiB, {best.time.step_s:.3g} s a step{where}"
+        f"{best.memory / GIB:.2f} of {ranking.limit / GIB:.1f} GiB, {best.time.step_s:.3g} s a step{suffix}"
     )
     return {"sizes": best.sizes, "choice": choice, "message": message}
 

@@ -198,12 +198,12 @@ class Played:
                 "environment %s: %d of %d episodes have no score and get 0: %s",
                 name, len(problems), len(self.episodes), problems[0],
             )  # fmt: skip
-        own = [episode.reward for episode in self.episodes]
+        rewards = [episode.reward for episode in self.episodes]
         total = [
             0.0 if episode.problem else episode.reward + score
             for episode, score in zip(self.episodes, scores.total, strict=True)
         ]
-        values = scores.values | ({LABEL: own} if gives_reward(find_environment(str(name))) else {})
+        values = scores.values | ({LABEL: rewards} if gives_reward(find_environment(str(name))) else {})
         return Scores(values, total, scores.errors | {LABEL: len(problems)}, scores.seconds)
 
 

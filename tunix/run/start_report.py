@@ -157,8 +157,8 @@ def _describe_attention(choices: Choices) -> str:
     """Return the attention kernel in words, and why it was chosen."""
     texts, exchange = [], choices.layout.cp_exchange
     for dim_name, kernel in choices.layout.kernels:
-        where = " in global layers" if dim_name == "k" else ""
-        texts.append(f"{kernel} attention{where}{choices.reason(f'model.attention.{dim_name}')}")
+        suffix = " in global layers" if dim_name == "k" else ""
+        texts.append(f"{kernel} attention{suffix}{choices.reason(f'model.attention.{dim_name}')}")
     text = ", ".join(texts)
     if exchange == "none":
         return text
@@ -336,9 +336,9 @@ def _describe_rollout(program: Program, task: Grpo) -> dict[str, str]:
     rows = {}
     if task.staleness:
         drawing = find_rollout_mesh(program)
-        where = f"{format_mesh_shape(drawing.shape)}, the last devices" if rollout.is_apart else "the mesh of training"
+        mesh = f"{format_mesh_shape(drawing.shape)}, the last devices" if rollout.is_apart else "the mesh of training"
         rows["drawn ahead"] = (
-            f"{task.staleness} rollout(s) beside learning, on {where}, by weights {task.staleness * rollout.steps} "
+            f"{task.staleness} rollout(s) beside learning, on {mesh}, by weights {task.staleness * rollout.steps} "
             f"step(s) old; copies of weights {rollout.copy_bytes / 2**30:.3f} GiB (task.staleness={task.staleness})"
         )
     if rollout.reference_bytes:

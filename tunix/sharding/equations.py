@@ -76,8 +76,8 @@ class Equation:
 
     def summed_last(self) -> "Equation":
         """Return the same product of a weight whose summed dimensions stand last: `BTD,NHD->BTNH`."""
-        others = "".join(dim_name for dim_name in self.w if dim_name not in self.summed)
-        return Equation(f"{self.x},{others}{self.summed}->{self.y}")
+        remaining = "".join(dim_name for dim_name in self.w if dim_name not in self.summed)
+        return Equation(f"{self.x},{remaining}{self.summed}->{self.y}")
 
     @property
     def is_stacked(self) -> bool:

@@ -47,8 +47,8 @@ def check_attention(cfg: Config, layout: Layout, mesh: Mesh) -> str | None:
         if name == "xla":
             continue
         compare = partial(_compare, model, heads, layout, name, data_shards(mesh.shape), token_shards(mesh.shape))
-        where = " in global layers" if heads.dim_names == "kh" else ""
-        source = f"{name} attention{where}"
+        suffix = " in global layers" if heads.dim_names == "kh" else ""
+        source = f"{name} attention{suffix}"
         findings.append(_judge(f"model.attention={name}", source, jax.jit(compare)(), layout.compute, mesh))
     return "; ".join(findings) or None
 
