@@ -67,9 +67,12 @@ def pip(*words: object) -> None:
     assert done.returncode == 0, done.stderr
 
 
+SUFFIXES = (".py", ".yaml", ".html")
+
+
 def test_every_module_and_config_is_in_it(wheel):
     """pyproject.toml lists the packages by hand: a new folder must be added there."""
-    expected = {str(path.relative_to(ROOT)) for path in (ROOT / "tunix").rglob("*") if path.suffix in (".py", ".yaml")}
+    expected = {str(path.relative_to(ROOT)) for path in (ROOT / "tunix").rglob("*") if path.suffix in SUFFIXES}
     expected |= {f"tunix/{path.relative_to(ROOT)}" for path in (ROOT / "conf").rglob("*.yaml")}
     names = zipfile.ZipFile(wheel).namelist()
     assert expected - set(names) == set()
