@@ -30,7 +30,7 @@ import jax
 import jax.numpy as jnp
 
 from tunix.inference.gathered import Gathered
-from tunix.models.attention import attend_to_cache, compute_attention
+from tunix.models.attention import Scaled, attend_to_cache, compute_attention
 from tunix.models.attention_mask import row_mask_rule
 from tunix.models.block import Forward, Layer, Mix
 from tunix.models.linear_attention import Memory
@@ -292,14 +292,16 @@ def quantize(entries: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
     return (*codes, *scales)
 
 
-def _unpack(kept: tuple[jax.Array, ...], dtype: Any) -> tuple[jax.Array, ...]:
-    """Return the entries of a layer, of any order of dimensions, in the dtype of products."""
+def _unpack(kept: tuple[jax.Array, ...], dtype: Any) -> tuple[Any, ...]:
+    """Return the entries of a layer, tokens before heads: of 8 bits as `Scaled`; latents in the dtype of products.
+
+    Latents are added up before they are keys, so their scales cannot multiply the scores.
+    """
     if kept[0].dtype != jnp.int8:
         return kept
     half = len(kept) // 2
-    return tuple(
-        (x.astype(jnp.float32) * scale).astype(dtype) for x, scale in zip(kept[:half], kept[half:], strict=True)
-    )
+    entries = tuple(map(Scaled, kept[:half], kept[half:]))
+    return entries if kept[0].ndim == 4 else tuple(each.read(dtype) for each in entries)
 
 
 def _write(

@@ -87,10 +87,21 @@ def compute_attention(
     return mapped(q, k, v, mask_rule._replace(window=jnp.asarray(mask_rule.window, jnp.int32)))
 
 
+class Scaled(NamedTuple):
+    """Keys or values of 8 bits: codes [B, S, K, H] int8, each vector of which has a scale, [B, S, K, 1] float32."""
+
+    codes: jax.Array
+    scales: jax.Array
+
+    def read(self, dtype: Any) -> jax.Array:
+        """Return the numbers that the codes stand for."""
+        return (self.codes.astype(jnp.float32) * self.scales).astype(dtype)
+
+
 def attend_to_cache(
     q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    k: jax.Array | Scaled,
+    v: jax.Array | Scaled,
     visible: jax.Array,
     layout: Layout,
     options: Mapping[str, Any],
@@ -103,21 +114,28 @@ def attend_to_cache(
     q_spec, kv_spec = layout.activation("BTNH"), layout.activation(f"BT{kv_dim_name}H")
 
     def local_attention(q, k, v, visible):
-        k, v = (layout.local_kv_heads(x, q.shape[2], kv_dim_name) for x in (k, v))
+        k, v = jax.tree.map(lambda x: layout.local_kv_heads(x, q.shape[2], kv_dim_name), (k, v))
         return _attend_in_blocks(q, k, v, visible, **options)
 
     out_specs = (q_spec, layout.activation("BTN")) if "with_sums" in options else q_spec
-    in_specs = (q_spec, kv_spec, kv_spec, jax.P(q_spec[0], None, None))
+    kv_specs = jax.tree.map(lambda _: kv_spec, (k, v))
+    in_specs = (q_spec, *kv_specs, jax.P(q_spec[0], None, None))
     return stage_shard_map(local_attention, in_specs, out_specs, layout.stages_around)(q, k, v, visible)
 
 
 def _attend_in_blocks(
-    q: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array, cap: float | None = None, with_sums: bool = False
+    q: jax.Array,
+    k: jax.Array | Scaled,
+    v: jax.Array | Scaled,
+    visible: jax.Array,
+    cap: float | None = None,
+    with_sums: bool = False,
 ) -> Any:
     """Attend with the scores of `CACHE_BLOCK` queries at a time, which divides T; the results are [B, T, ...]."""
     length = q.shape[1]
     if length <= FEW_QUERIES:
         return _weigh_slots(q, k, v, visible, cap, with_sums)
+    k, v = (x.read(q.dtype) if isinstance(x, Scaled) else x for x in (k, v))
     if length <= CACHE_BLOCK:
         return _weigh_values(q, k, v, visible[:, None], cap, with_sums)
 
@@ -291,15 +309,21 @@ def _weigh_values(
 
 
 def _weigh_slots(
-    q: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array, cap: float | None, with_sums: bool
+    q: jax.Array,
+    k: jax.Array | Scaled,
+    v: jax.Array | Scaled,
+    visible: jax.Array,
+    cap: float | None,
+    with_sums: bool,
 ) -> Any:
     """Do as `_weigh_values` for few queries of each row, [B, T, N, H], which look into a cache; visible [B, T, S] bool.
 
     The products take keys and values as the cache has them, [B, K, S, H]: XLA's loop over tokens then needs no copy of
-    the cache in another order.
+    the cache in another order. Scales of 8 bits multiply scores and weights, which are few: so codes are widened inside
+    of the products, and no array of all keys in the dtype of products is written.
     """
     batch, length, num_heads, _ = q.shape
-    k, v = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
+    (k, k_scales), (v, v_scales) = (_split_scales(x, q.dtype) for x in (k, v))
     num_shared = num_heads // k.shape[1]
 
     def group(x: jax.Array) -> jax.Array:
@@ -313,11 +337,20 @@ def _weigh_slots(
         return tokens.reshape(batch, length, num_heads, *x.shape[3:])
 
     scores = jnp.einsum("bkgh,bksh->bkgs", group(q), k, preferred_element_type=jnp.float32)
+    scores = scores if k_scales is None else scores * k_scales
     mask = jnp.repeat(visible, num_shared, axis=1)[:, None] if length > 1 else visible[:, None]
     scores = jnp.where(mask, soft_cap(scores, cap), jnp.finfo(jnp.float32).min)
-    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+    weights = jax.nn.softmax(scores, axis=-1)
+    weights = (weights if v_scales is None else weights * v_scales).astype(v.dtype)
     out = ungroup(jnp.einsum("bkgs,bksh->bkgh", weights, v))
     return (out, ungroup(jax.nn.logsumexp(scores, axis=-1))) if with_sums else out
+
+
+def _split_scales(x: jax.Array | Scaled, dtype: Any) -> tuple[jax.Array, jax.Array | None]:
+    """Return keys or values [B, K, S, H] in a dtype, and the scales [B, K, 1, S] of their products, if any."""
+    if not isinstance(x, Scaled):
+        return jnp.swapaxes(x, 1, 2), None
+    return jnp.swapaxes(x.codes, 1, 2).astype(dtype), jnp.transpose(x.scales, (0, 2, 3, 1))
 
 
 def cudnn(q: jax.Array, k: jax.Array, v: jax.Array, mask_rule: MaskRule) -> jax.Array:
