@@ -216,7 +216,7 @@ try {
 </script>"""
 
 
-@pytest.mark.skipif(BROWSER is None, reason="needs a browser: apt-get update && apt-get install -y chromium")
+@pytest.mark.skipif(BROWSER is None, reason="NOT TESTED: no browser; apt-get update && apt-get install -y chromium")
 def test_in_a_browser(tmp_path):
     """Hostile text runs nothing and makes no element, every button works, and the page is not wider than its window."""
     turns = [
