@@ -1,6 +1,7 @@
 """Environments: both forms of the protocol, tools with their schemas, formats of calls, and the rows of the table."""
 
 import os
+import random
 import re
 import tempfile
 import time
@@ -11,7 +12,7 @@ from support.harness import ROOT
 
 from tunix.base.errors import UserError
 from tunix.config.compose import compose
-from tunix.rl.environments import Reply, describe_tools, gives_reward, open_episode
+from tunix.rl.environments import Reply, describe_tools, gives_reward, open_environment
 from tunix.rl.table import ENVIRONMENTS
 from tunix.rl.tool_calls import TOOL_CALLS, choose_tool_calls
 from tunix.rl.tools import Calculator, Python, SearchFolder
@@ -68,7 +69,7 @@ def call(name: str, arguments: str) -> str:
 
 
 def test_public_methods_with_docstrings_are_tools():
-    episode = open_episode(Counter, {}, "hermes")
+    episode = open_environment(Counter, {}, "hermes")
     assert episode.reset(7, {"target": 5}) == Reply(["Reach 5."], 0.0, False)
     assert episode.step(call("increment", '{"step": 2}')) == Reply(["2"], 0.0, False)
     two = episode.step(f"I think. {call('increment', '{}')} {call('no_tool', '{}')} <tool_call>{{")
@@ -120,7 +121,7 @@ def test_schemas_of_tools():
 
 
 def test_gymnasium_form():
-    episode = open_episode(Gymnasium, {"least": 2}, "hermes")
+    episode = open_environment(Gymnasium, {"least": 2}, "hermes")
     assert episode.reset(7, {"q": "not taken"}) == Reply(["above 9?"], 0.0, False)
     assert episode.step("3") == Reply(["no"], 0.0, False)
     assert episode.step("12") == Reply(["no"], 1.0, True)
@@ -128,7 +129,7 @@ def test_gymnasium_form():
     with pytest.raises(ValueError, match="the data have a column seed, which is an argument of reset"):
         episode.reset(7, {"seed": 1})
     with pytest.raises(ValueError, match="reset takes the column target, which the data lack; their columns are q"):
-        open_episode(type("Needy", (), {"reset": lambda self, target: None, "step": None}), {}, "hermes").reset(
+        open_environment(type("Needy", (), {"reset": lambda self, target: None, "step": None}), {}, "hermes").reset(
             1, {"q": 2}
         )
 
@@ -138,11 +139,11 @@ def test_the_environments_of_the_page():
     names: dict = {}
     for block in re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "agents.md").read_text(), re.DOTALL):
         exec(block, names)
-    game = open_episode(names["Game"], {}, "hermes")
+    game = open_environment(names["Game"], {}, "hermes")
     assert game.reset(1, {"answer": "4", "question": "?"}) == Reply(None, 0.0, False)
     assert game.step("3") == Reply(["no, try again"], 0.0, False)
     assert game.step(" 4 ") == Reply(["no, try again"], 1.0, True)
-    counter = open_episode(names["Counter"], {}, "hermes")
+    counter = open_environment(names["Counter"], {}, "hermes")
     counter.reset(1, {"target": "2"})
     assert counter.step(call("increment", '{"step": 2}')).observations == ["2"]
     assert counter.step("done") == Reply(None, 1.0, True)
@@ -165,13 +166,13 @@ NONSENSE = {
 def test_nonsense_is_named(result):
     kind = type("Odd", (), {"reset": lambda self: None, "step": lambda self, text: result})
     with pytest.raises(ValueError) as error:
-        open_episode(kind, {}, "hermes").step("?")
+        open_environment(kind, {}, "hermes").step("?")
     assert str(error.value) == NONSENSE[result]
 
 
 def test_half_a_character_is_replaced():
     kind = type("Odd", (), {"reset": lambda self: None, "step": lambda self, text: (["a\ud83d", "b"], 0, False)})
-    assert open_episode(kind, {}, "hermes").step("?").observations == ["a?", "b"]
+    assert open_environment(kind, {}, "hermes").step("?").observations == ["a?", "b"]
 
 
 ADD = ("add", {"a": 1, "b": "x"})
@@ -211,6 +212,23 @@ def test_other_ways_of_writing_calls():
     assert read["hermes"]("<tool_call>" + "[" * 100_000)[0].problem
 
 
+WORDS = [
+    "<tool_call>", "</tool_call>", "<function=f>", "</function>", "<parameter=a>", "</parameter>", "<|python_tag|>", "{", "}",
+    "[TOOL_CALLS]", "[", "]", "```tool_code", "```json", "```", '"name"', ":", '"arguments"', "f(", "a=", "1", ")", ",", "\n", "\x00", '"',
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TOOL_CALLS)
+def test_whatever_a_model_writes_is_read(name):
+    """Any text gives calls, each of which can be made or says what is wrong with it."""
+    draw = random.Random(name)
+    for _ in range(300):
+        for call in TOOL_CALLS[name]("".join(draw.choices(WORDS, k=draw.randint(1, 12)))):
+            assert isinstance(call.arguments, dict)
+            assert isinstance(call.name, str)
+            assert call.problem or call.name
+
+
 def test_the_format_follows_from_the_template():
     templates = {
         "<tool_call>{...}</tool_call>": "hermes", "<tool_call>\n<function=name>": "xml", "[TOOL_CALLS]": "json",
@@ -227,7 +245,7 @@ def test_look_up():
     for item in source.read(unit):
         (user, *turns), key, value = (item.content[name] for name in ("messages", "key", "value"))
         assert user["content"] == f"{key}>"
-        episode = open_episode(ENVIRONMENTS["look_up"], {}, "hermes")
+        episode = open_environment(ENVIRONMENTS["look_up"], {}, "hermes")
         episode.reset(1, {"key": key, "value": value, "messages": turns})
         while turns:
             reply = episode.step(turns.pop(0)["content"])

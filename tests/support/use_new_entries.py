@@ -13,7 +13,7 @@ from tunix.costs.devices import read_topology
 from tunix.costs.step import derive
 from tunix.models.matmul import product_of_few_rows
 from tunix.plan.derived_time import resolve_exchange
-from tunix.rl.environments import open_episode
+from tunix.rl.environments import open_environment
 from tunix.rl.table import find_environment, find_reward
 from tunix.training.choices import build_mesh
 from tunix.training.program import assemble
@@ -53,7 +53,9 @@ print(
             "exchange": resolve_exchange(split, sizes, cluster)[1],
             "network": cluster.kind.network.nic_gb_per_s,
             "scores": find_reward(term.function)(["Hi"] * 2, ["please", "no"]),
-            "said": open_episode(find_environment("echo"), {}, "arrow").step('->["echo", {"text": "Hi"}]').observations,
+            "said": open_environment(find_environment("echo"), {}, "arrow")
+            .step('->["echo", {"text": "Hi"}]')
+            .observations,
         }
     )
 )

@@ -21,7 +21,7 @@ from typing import Any
 from tunix.base import dotted_path
 from tunix.rl import environments
 from tunix.rl.child_process import connect, describe_error
-from tunix.rl.environments import Episode, Reply, open_episode
+from tunix.rl.environments import OpenEnvironment, Reply, open_environment
 from tunix.rl.table import find_environment
 
 OWN_FILES = {__file__, environments.__file__, dotted_path.__file__}
@@ -32,11 +32,11 @@ def serve(descriptor: int, parent: int, name: str, options: dict[str, Any], tool
     """Import the environment, report that all is ready, and answer requests until the parent closes the socket."""
     connection = connect(descriptor, parent)
     process_id = os.getpid()
-    make = partial(open_episode, find_environment(name), options, tool_calls)
+    make = partial(open_environment, find_environment(name), options, tool_calls)
     # Of anonymous memory: what libraries map without using it does not count. A child that it starts has the same.
     with suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_DATA, (memory_mib * 2**20, memory_mib * 2**20))
-    episodes: dict[int, Episode] = {}
+    episodes: dict[int, OpenEnvironment] = {}
     connection.send("ready")
     while True:
         try:
@@ -57,7 +57,7 @@ def serve(descriptor: int, parent: int, name: str, options: dict[str, Any], tool
 
 
 def play(
-    episodes: dict[int, Episode], make: Callable[[], Episode], number: int, requests: list[Request]
+    episodes: dict[int, OpenEnvironment], make: Callable[[], OpenEnvironment], number: int, requests: list[Request]
 ) -> tuple[list[Reply], str]:
     """Return the replies of an episode's environment, and the text of an error, which ends the episode."""
     replies = []
@@ -69,7 +69,9 @@ def play(
     return replies, ""
 
 
-def _call(episodes: dict[int, Episode], make: Callable[[], Episode], number: int, request: Request) -> Reply:
+def _call(
+    episodes: dict[int, OpenEnvironment], make: Callable[[], OpenEnvironment], number: int, request: Request
+) -> Reply:
     kind, *arguments = request
     if kind == "reset":
         episodes[number] = make()

@@ -12,8 +12,8 @@ One object is made for each episode. Its class has one of two forms:
         def get_reward(self) -> float: ...
 
 `seed` is the same for all episodes of a group, and `columns` are those of the prompt's row; a method gets those that it
-names. `open_episode` gives both forms one face, an `Episode`. An observation is a text, or a list of texts, each of
-which is a message; None says nothing, and the model goes on only after an observation.
+names. `open_environment` gives both forms one face, an `OpenEnvironment`. An observation is a text, or a list of texts,
+each of which is a message; None says nothing, and the model goes on at once.
 """
 
 import inspect
@@ -41,7 +41,7 @@ class Reply(NamedTuple):
     tool_errors: int = 0  # calls of tools that failed; their errors are among the observations
 
 
-class Episode:
+class OpenEnvironment:
     """One environment, in either form."""
 
     def __init__(self, environment: Any, read_calls: Callable[[str], list[Call]]):
@@ -84,10 +84,10 @@ class Episode:
             close()
 
 
-def open_episode(make: Callable[..., Any], options: Mapping[str, Any], tool_calls: str) -> Episode:
+def open_environment(make: Callable[..., Any], options: Mapping[str, Any], tool_calls: str) -> OpenEnvironment:
     """Return a new environment; `tool_calls` is a row of `TOOL_CALLS`, or the dotted path of such a function."""
     read_calls = import_object(tool_calls) if is_dotted(tool_calls) else TOOL_CALLS[tool_calls]
-    return Episode(make(**options), read_calls)
+    return OpenEnvironment(make(**options), read_calls)
 
 
 def select_arguments(reset: Callable[..., Any], seed: int, columns: Mapping[str, Any]) -> dict[str, Any]:
