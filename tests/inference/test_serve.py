@@ -332,6 +332,7 @@ def test_a_deadline_and_a_broken_engine_end_requests_and_not_the_server(model, h
         ({"prompt": ""}, openai.BadRequestError, "prompt is empty"),
         ({"prompt": [5000]}, openai.BadRequestError, "tokens outside of 0 to 319"),
         ({"temperature": -1}, openai.BadRequestError, "temperature: "),
+        ({"temperature": 1e-40}, openai.BadRequestError, "temperature: "),
         ({"temperature": "hot"}, openai.BadRequestError, "temperature: "),
         ({"top_p": 0}, openai.BadRequestError, "top_p: "),
         ({"n": 0}, openai.BadRequestError, "n: "),

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from tokenizers import Tokenizer
 
+from tunix.base.config_types import Temperature
 from tunix.rl.tool_calls import Call
 
 # Requests.
@@ -41,7 +42,7 @@ class Parameters(BaseModel):
 
     model: str | None = None
     max_tokens: Annotated[int, Field(ge=0)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] | None = None
+    temperature: Temperature | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None  # 0 and -1: all tokens
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
