@@ -30,7 +30,7 @@ from tunix.rl.reference import add_reference, make_judge, make_reference
 from tunix.rl.rollouts import RolloutEngine, Rollouts, SamplesFile
 from tunix.rl.scoring import Scorer
 from tunix.run.metrics import Metrics
-from tunix.training.loss import HeldOut, find_loss_kind
+from tunix.training.loss import HeldOut, find_loss_kind, make_completion
 from tunix.training.program import Program
 
 log = logging.getLogger(__name__)
@@ -98,7 +98,8 @@ class CorpusFeed:
         pass
 
     def batches(self, start: Position, last: int, metrics: Metrics | None, folder: Path | None) -> BatchSource:
-        return PrefetchReader(self.samples, start, last, self.shared)
+        complete = make_completion(self.cfg, self.program.arch)
+        return PrefetchReader(self.samples, start, last, self.shared, None if complete is None else jax.jit(complete))
 
     def sum_up(self, state: dict[str, Any], evaluation: dict[str, Any], metrics: Metrics) -> None:
         """Log the last evaluation beside the corpus's unigrams, and how the model continues a held-out document."""
@@ -126,7 +127,7 @@ class CorpusFeed:
 
 
 class PairFeed(CorpusFeed):
-    """Pairs of answers, each with its log-probabilities under the model of step 0 (the reference of DPO)."""
+    """Pairs of answers, each with its log-probabilities under the model of step 0 (the reference of DPO and KTO)."""
 
     def __init__(self, cfg: Config, corpus: Corpus, program: Program, mesh: Mesh, watchdog: Watchdog):
         # Without a limit of time: it takes as long as a forward pass over all data.

@@ -16,7 +16,7 @@ from tunix.base.text import print_table
 from tunix.config import Config, Evaluate, command_line, compose
 from tunix.config.data import Mixture
 from tunix.config.saved_runs import find_checkpoints, find_run
-from tunix.config.task import Dpo
+from tunix.config.task import Compared
 from tunix.data.dataset import Corpus, load_corpus
 from tunix.huggingface.hub import find
 from tunix.inference.lm_eval import list_tasks
@@ -130,7 +130,7 @@ def _load_held_out(cmd: Evaluate, cfg: Config, arch: Architecture, mesh: Mesh) -
     Pairs of answers come with their scores by the model of step 0.
     """
     corpus = peers.main_first(lambda: _load_documents(cmd, cfg), "preparing the data")
-    if isinstance(cfg.task, Dpo):
+    if isinstance(cfg.task, Compared):
         add_reference(cfg, corpus, assemble(cfg, mesh), mesh)
     info = cfg, corpus, arch, mesh, cfg.training.batch_shape(mesh.shape).num_rows
     return HeldOut(*info), {name: HeldOut(*info, name) for name in corpus.sets}

@@ -20,6 +20,7 @@ KINDS = {
     "conversation": (["data=arithmetic", "task=sft"], {"answers"}),
     "prompt": (["data=arithmetic", "task=grpo", "sampling.max_new_tokens=8"], {"rows", "row_ends"}),
     "pair": (["data=pairs", "task=dpo"], {"answers", "splits"}),
+    "labelled": (["data=labelled", "task=kto"], {"answers", "splits", "labels"}),
 }
 # The form of version 3 of tokens. Where this changes, raise CACHE_FORMS["tokens"], and change it here too.
 INDEX_OF_3 = {
@@ -31,8 +32,10 @@ SPLIT_OF_3 = {"tokens", "documents", "bytes", "digest"}
 
 
 def config(kind, corpus, tmp_path, *words):
-    (tmp_path / "pairs.jsonl").write_text("\n".join(json.dumps(PAIRS | {"prompt": f"{n} + 1 ="}) for n in range(40)))
-    paths = {"text": [f"data.paths=['{corpus}']"], "pair": [f"data.paths=['{tmp_path}/pairs.jsonl']"]}.get(kind, [])
+    rows = [PAIRS | {"prompt": f"{n} + 1 =", "label": n % 2 == 0} for n in range(40)]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    pairs = [f"data.paths=['{tmp_path}/pairs.jsonl']"]
+    paths = {"text": [f"data.paths=['{corpus}']"], "pair": pairs, "labelled": pairs}.get(kind, [])
     return compose(
         [*SMALL, *KINDS[kind][0], *paths, "tokenizer=bytes", f"loading.cache_dir={tmp_path}/cache", *words]
     ).config

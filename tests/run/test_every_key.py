@@ -111,11 +111,21 @@ def post_training(folder: Path, corpus: Path) -> Callable[[], None]:
     talk = ["task=sft", "data=arithmetic", "data.below=20", words[-1]]
     taught = [[*RUN, *talk, *teacher], [*RUN, *teacher], [*TASK, *teacher, "task.teacher_loss=full"]]
     simpo = compose([*RUN, *words_of_pairs(folder), "task.objective=simpo", *ONE, words[-1]]).config
-    traced = pairs, *(compose(words).config for words in taught), simpo
+    answers = [{"prompt": "a", "completion": "b c" * (200 if n == 8 else 1), "label": n % 2 == 0} for n in range(9)]
+    (folder / "answers.jsonl").write_text("\n".join(map(json.dumps, answers)))
+    labelled = [
+        "task=kto",
+        "task.long_pairs=skip",
+        "data=labelled",
+        f"data.paths=[{folder}/answers.jsonl]",
+        "training.seq_len=64",
+    ]
+    kto = compose([*RUN, *labelled, *ONE, words[-1]]).config
+    traced = pairs, kto, *(compose(words).config for words in taught), simpo
 
     def use() -> None:
         run(job)
-        for cfg in traced[:2]:
+        for cfg in traced[:3]:
             load_corpus(cfg)
         for cfg in traced:
             mesh = build_mesh(cfg)

@@ -3,6 +3,8 @@
 import csv
 import json
 import math
+from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +29,7 @@ from tunix.evaluate import evaluate
 from tunix.models.layers import named
 from tunix.rl.reference import add_reference, digest_weights
 from tunix.training.dpo import preference_loss, sum_answers
+from tunix.training.kto import evaluate_labelled, labelled_loss, make_kl_estimate
 from tunix.training.logprobs import compute_token_log_probs
 
 TRL = json.loads((ROOT / "tests" / "training" / "trl" / "losses.json").read_text())
@@ -65,8 +68,8 @@ class Policy:
         self.sides = jax.jit(self._sides)
         self.value_and_grad = jax.jit(jax.value_and_grad(self.loss, has_aux=True), static_argnums=2)
 
-    def batch(self, rows, swapped=False):
-        shard = shard_of(TRL["pairs"], swapped)
+    def batch(self, rows, swapped=False, shard=None):
+        shard = shard or shard_of(TRL["pairs"], swapped)
         ends = [*shard.starts[1:], len(shard.tokens)]
         chunks = [[int(start), int(end - start) - 2] for start, end in zip(shard.starts, ends, strict=True)]
 
@@ -128,16 +131,68 @@ def test_at_step_0_nothing_is_known_and_swapped_answers_turn_the_gradient(policy
     assert float(optax.tree.norm(jax.tree.map(jnp.add, grads, turned))) < 1e-5 * scale
 
 
+@pytest.fixture(scope="module")
+def labelled(policy):
+    """Loss and gradient of the answers with labels in rows of 2, 2 and 1, as (head of the policy) -> numbers of a step.
+
+    The second answer of each is that of the answer before, as TRL's trainer sees them.
+    """
+    kto, pairs = TRL["kto"], TRL["pairs"]
+    others = [
+        pair | {"rejected_ids": before["chosen_ids"]} for pair, before in zip(pairs, pairs[-1:] + pairs, strict=False)
+    ]
+    task = compose(["task=kto", "data=labelled", "data.paths=[none]", f"task.beta={TRL['beta']}"]).config.task
+    task = task.model_copy(update={"undesirable_weight": kto["undesirable_weight"]})
+    rows = ROWS["several pairs a row"]
+    with jax.set_mesh(policy.model.mesh):
+        batch = policy.batch(rows, shard=replace(shard_of(others), labels=np.array(kto["labels"])))
+    batch = {name: field[None] for name, field in batch.items()}
+    add_kl = jax.jit(make_kl_estimate(policy.model.arch.module, 32))
+
+    @jax.jit
+    @partial(jax.value_and_grad, has_aux=True)
+    def step(params, batch):
+        loss = labelled_loss(policy.model.arch.module(params), batch, task=task, chunk_size=32)
+        return loss.objective / loss.weight, loss
+
+    def numbers(head):
+        table = policy.reference["head"]["table"] * head
+        params = policy.reference | {"head": {"table": table}}
+        with jax.set_mesh(policy.model.mesh):
+            full = add_kl(params, batch)
+            (loss, parts), grads = step(params, {name: field[0] for name, field in full.items()})
+        return {"loss": loss, "kl": full["kl"][0, 0], "grad_norm": optax.tree.norm(grads)}, parts
+
+    return numbers
+
+
+@pytest.mark.parametrize("requested", TRL["kto"]["losses"], ids=lambda numbers: f"head {numbers['head']}")
+def test_the_loss_of_labels_is_trls(requested, labelled):
+    found, parts = labelled(requested["head"])
+    assert float(parts.weight) == len(TRL["kto"]["labels"])
+    for name, value in found.items():
+        assert float(value) == pytest.approx(requested[name], rel=1e-4, abs=1e-6), name
+
+
+def test_at_step_0_an_answer_is_worth_half_its_weight(labelled):
+    found, parts = labelled(1.0)
+    mean_weight = (3 * 1.0 + 2 * TRL["kto"]["undesirable_weight"]) / 5
+    assert float(found["loss"]) == pytest.approx(mean_weight / 2, rel=1e-5)
+    numbers = evaluate_labelled(parts.sums, parts.weight, 0)
+    assert abs(numbers["reward_desirable"]) < 1e-5
+    assert numbers["eval_answers"] == 5
+
+
 QUESTION, GOOD, BAD = "what is it", "a few good words", "bad words"
 TURNS = [{"role": "user", "content": QUESTION}]
 ANSWERS = [[{"role": "assistant", "content": text}] for text in (GOOD, BAD)]
 
 
-def read(folder, rows, *words):
+def read(folder, rows, *words, kind=("task=dpo", "data=pairs")):
     """The corpus of task=dpo from rows of JSON."""
     path = folder / "pairs.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    own = ["task=dpo", "data=pairs", f"data.paths=[{path}]", "data.held_out_fraction=0", "training.seq_len=64"]
+    own = [*kind, f"data.paths=[{path}]", "data.held_out_fraction=0", "training.seq_len=64"]
     return load_corpus(compose([*SMALL, *own, *words]).config)
 
 
@@ -205,6 +260,81 @@ def test_mistakes(row, words, message, tmp_path):
     with pytest.raises(UserError) as error:
         read(tmp_path, [row], *words)
     assert message in str(error.value)
+
+
+LABELLED = ("task=kto", "data=labelled")
+ANSWER = {"prompt": QUESTION, "completion": GOOD, "label": True}
+
+
+def test_an_answer_with_a_label_has_the_one_before_beside_it(tmp_path):
+    """Text, turns, and labels as 0 and 1 or as words are the same documents."""
+    rows = [ANSWER, ANSWER | {"completion": BAD, "label": False}]
+    other = [
+        {"messages": TURNS + ANSWERS[0], "label": 1},
+        {"messages": json.dumps(TURNS + ANSWERS[1]), "label": "False"},
+    ]
+    corpora = []
+    for number, (table, words) in enumerate(
+        ((rows, []), (other, ["data.columns.prompt=null", "data.columns.messages=messages"]))
+    ):
+        (tmp_path / str(number)).mkdir()
+        corpora.append(read(tmp_path / str(number), table, "loading.packing=pad", *words, kind=LABELLED))
+    part = corpora[0].train["jsonl"]
+    for index, (own, before, sign) in enumerate(((GOOD, BAD, 1), (BAD, GOOD, -1))):
+        example = part[index]
+        for name, field in corpora[1].train["jsonl"][index].items():
+            np.testing.assert_array_equal(field, example[name], err_msg=name)
+        for segment, text in ((1, own), (2, before)):
+            learnt = (example["segment_ids"] == segment) & (example["loss_mask"] > 0)
+            assert corpora[0].tokenizer.decode(example["targets"][learnt].tolist()).strip() == text
+        last = np.flatnonzero((example["segment_ids"] == 1) & (example["loss_mask"] > 0))[-1]
+        assert np.flatnonzero(example["labels"]).tolist() == [last]
+        assert example["labels"][last] == sign
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([ANSWER] * 2, "all answers to train on have the label true (data.columns.label)"),
+        ([ANSWER, ANSWER | {"label": "maybe"}], "line 2, has no label in column label: true or false"),
+        ([ANSWER | {"label": None}], "has no label in column label"),
+        ([{"prompt": QUESTION, "completion": GOOD}], "has no column label (data.columns.label)"),
+        ([ANSWER | {"completion": ""}], "has no answer in column completion"),
+    ],
+)
+def test_mistakes_of_labels(rows, message, tmp_path):
+    with pytest.raises(UserError) as error:
+        read(tmp_path, rows, kind=LABELLED)
+    assert message in str(error.value)
+
+
+@pytest.mark.nightly
+def test_a_run_with_labels_is_the_same_in_other_microbatches_and_on_other_meshes(tmp_path, monkeypatch):
+    """It learns which answers are good, and goes on from a checkpoint with the same digits."""
+    monkeypatch.chdir(tmp_path)
+    rows = [{"prompt": f"say {n}", "completion": ("yes, this", "no")[n % 2], "label": n % 2 == 0} for n in range(24)]
+    (tmp_path / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = [
+        *SMALL, *LABELLED, "data.paths=[answers.jsonl]", "data.held_out_fraction=0.2", "training.seq_len=96", "loading.packing=pad",
+        "training.mixed_precision=fp32", "training.max_steps=4", "training.global_batch_size=8", "optimizer.learning_rate=1e-2",
+        "logging.every_steps=1", "loading.cache_dir=cache", "evaluation.num_sequences=4", "evaluation.sample_tokens=0",
+        "checkpoint.save_every_steps=2", "distributed.allow_idle_devices=true",
+    ]  # fmt: skip
+    shapes = {"one": ("[[1],[fsdp]]", 8), "cut": ("[[1],[fsdp]]", 2), "mesh": ("[[2,2],[fsdp,tp]]", 2)}
+    found = {}
+    for name, (mesh, size) in shapes.items():
+        words = [f"model.mesh_shape={mesh}", f"training.micro_batch_size={size}", f"hydra.run.dir={name}"]
+        found[name] = metrics(tunix.train([*run, *words]).folder)
+    assert found["one"][0]["loss"] == pytest.approx(0.5, abs=1e-5)
+    assert found["one"][-1]["loss"] < 0.49
+    held_out = {name: metrics(tmp_path / name, "held_out")[-1] for name in shapes}
+    for name in ("cut", "mesh"):
+        for line, other in zip(found["one"], found[name], strict=True):
+            for key in ("loss", "grad_norm", "kl"):
+                assert other[key] == pytest.approx(line[key], rel=1e-4, abs=1e-5), (name, key)
+        assert held_out[name]["loss"] == pytest.approx(held_out["one"]["loss"], rel=1e-4)
+    tunix.train(["resume=one/checkpoints/2"])
+    assert [line["loss"] for line in metrics(tmp_path / "one")][4:] == [line["loss"] for line in found["one"][2:]]
 
 
 def test_without_a_reference_nothing_is_scored(tmp_path):

@@ -18,7 +18,7 @@ from tunix.config.layers import PROJECTIONS, Lora
 from tunix.config.model import Model
 from tunix.config.model_checks import check_stages
 from tunix.config.sections import Checkpoint, Distributed, Evaluation, Logging, Plan, Profile
-from tunix.config.task import AnyTask, Dpo, Grpo, Sampling, Task
+from tunix.config.task import AnyTask, Compared, Grpo, Sampling, Task
 from tunix.config.training import Training, read_steps
 from tunix.optimizers.schedules import Scheduler
 from tunix.optimizers.table import AnyOptimizer, Optimizer, ParameterGroup
@@ -137,8 +137,10 @@ class Config(Section):
                 f"evaluation.sets.{next(iter(self.evaluation.sets))}: task={self.task.name} has no loss on other "
                 "documents; leave evaluation.sets out, or measure the checkpoints with another task"
             )
-        if isinstance(self.task, Dpo) and self.loading.packing == "concat":
-            raise ValueError("loading.packing=concat cuts pairs of task=dpo in two; set it to best_fit or pad")
+        if isinstance(self.task, Compared) and self.loading.packing == "concat":
+            raise ValueError(
+                f"loading.packing=concat cuts pairs of task={self.task.name} in two; set it to best_fit or pad"
+            )
         return self
 
     def _check_grpo(self, task: Grpo) -> None:

@@ -338,7 +338,20 @@ class Grpo(Prompted, Taught):
         return num_sequences // self.group_size
 
 
-class Dpo(Task):
+class Compared(Task):
+    """A task on documents of two answers to one prompt, which stay in one row of a batch."""
+
+    long_pairs: Literal["error", "skip"]
+    """Pairs of which both answers, each with its prompt, do not fit into training.seq_len: refused, or left out and
+    counted."""
+
+    @property
+    def has_reference(self) -> bool:
+        """True where answers are compared with those of the model of step 0."""
+        return True
+
+
+class Dpo(Compared):
     """The better of two answers becomes likelier than the worse, compared with the model of step 0 (DPO,
     arXiv:2305.18290; IPO), or without a reference (SimPO, ORPO)."""
 
@@ -362,13 +375,10 @@ class Dpo(Task):
     """sigmoid, simpo: share of the pairs that are taken to be in the wrong order (arXiv:2306.14111)."""
     length_normalized: Flag
     """sigmoid: log-probabilities per token of an answer in place of their sum."""
-    long_pairs: Literal["error", "skip"]
-    """Pairs of which both answers, each with its prompt, do not fit into training.seq_len: refused, or left out and
-    counted."""
 
     @property
     def has_reference(self) -> bool:
-        """True where answers are compared with those of the model of step 0."""
+        """As in `Compared`."""
         return self.objective in ("sigmoid", "ipo")
 
     @model_validator(mode="after")
@@ -380,4 +390,24 @@ class Dpo(Task):
         return self
 
 
-AnyTask = Annotated[Pretrain | Sft | Grpo | Dpo, Field(discriminator="name")]
+class Kto(Compared):
+    """Answers with a label: desirable ones become likelier and undesirable ones less likely, compared with the model of
+    step 0 (KTO, arXiv:2402.01306).
+
+    Each answer is paired with another one, which tells how far the model has moved from that of step 0.
+    """
+
+    documents = "labelled"
+    default_loss = "kto"
+
+    name: Literal["kto"]  # type: ignore[assignment]
+    """What is learnt."""
+    beta: Positive
+    """Strength of the tie to the model of step 0: scale of the gain in log-probability beyond the divergence."""
+    desirable_weight: PositiveOrZero
+    """Weight of answers whose label is true."""
+    undesirable_weight: PositiveOrZero
+    """Weight of answers whose label is false."""
+
+
+AnyTask = Annotated[Pretrain | Sft | Grpo | Dpo | Kto, Field(discriminator="name")]

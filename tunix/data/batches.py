@@ -207,9 +207,18 @@ class PrefetchReader:
     phase = "reading a batch"
     waits_for_state = False
 
-    def __init__(self, data: TrainBatches, start: Position, last: int, shared: Batch | None = None):
-        """`shared` is what all microbatches of each batch share: `TEACHER`."""
+    def __init__(
+        self,
+        data: TrainBatches,
+        start: Position,
+        last: int,
+        shared: Batch | None = None,
+        complete: Callable[[Any, Batch], Batch] | None = None,
+    ):
+        """`shared` is what all microbatches of each batch share: `TEACHER`; `complete` fills fields that depend on the
+        parameters of the step."""
         self.data, self.start, self.step, self.shared = data, start, start.step, shared or {}
+        self.complete = complete
         self.schedule = schedule_after(start, data.batch, data.mesh.shape)
         self.data_schedule = make_data_schedule(data.cfg, self.schedule, start)
         self.batches = self._iterate(last)
@@ -223,8 +232,10 @@ class PrefetchReader:
 
     def next(self, state: dict[str, Any]) -> tuple[Batch, Numbers]:
         start_time = time.perf_counter()
-        batch = next(self.batches) | self.shared
+        batch = next(self.batches)
         wait_s = time.perf_counter() - start_time
+        # The devices do this behind the step before: nothing waits for its result here.
+        batch = (batch if self.complete is None else self.complete(state["params"], batch)) | self.shared
         self.step += 1
         position = self.after(self.step)
         by_source = {f"tokens_{name}": count for name, count in position.source_tokens.items()}

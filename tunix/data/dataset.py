@@ -11,12 +11,13 @@ from typing import NamedTuple
 
 import grain
 import jax
+import numpy as np
 from tokenizers import Tokenizer as Backend
 
 from tunix.base.errors import UserError
 from tunix.config import Config
 from tunix.config.data import Mixture
-from tunix.config.task import Dpo
+from tunix.config.task import Compared, Kto
 from tunix.data.files import Unit
 from tunix.data.packing import Sequences
 from tunix.data.shards import Prepared
@@ -201,8 +202,10 @@ def load_corpus(cfg: Config) -> Corpus:
     train, held_out = (
         {name: _pack(folder, split, cfg) for name, folder in prepared.items()} for split in ("train", "held_out")
     )
-    if isinstance(cfg.task, Dpo):
+    if isinstance(cfg.task, Compared):
         _report_long_pairs({**train, **{f"{name}, held out": part for name, part in held_out.items()}}, cfg, cfg.task)
+    if isinstance(cfg.task, Kto):
+        _check_labels(train)
     for name, sequences in train.items():
         if not len(sequences):
             raise UserError(
@@ -254,7 +257,7 @@ def _load_set(name: str, source: Source, vocab: Vocab, cfg: Config) -> grain.Map
     return grain.MapDataset.source(sequences)
 
 
-def _report_long_pairs(parts: dict[str, Sequences], cfg: Config, task: Dpo) -> None:
+def _report_long_pairs(parts: dict[str, Sequences], cfg: Config, task: Compared) -> None:
     """Log how many pairs are longer than a sequence and therefore left out, or refuse them.
 
     Raises:
@@ -269,6 +272,18 @@ def _report_long_pairs(parts: dict[str, Sequences], cfg: Config, task: Dpo) -> N
             if task.long_pairs == "error":
                 raise UserError(f"data: {problem}; raise it, or set task.long_pairs=skip to leave them out")
             log.warning("%s: left out", problem)
+
+
+def _check_labels(train: dict[str, Sequences]) -> None:
+    """Raise `UserError` if the answers to train on all have the same label."""
+    arrays = (part.stream.shard(n).labels for part in train.values() for n in range(len(part.stream.sizes)))
+    found = {bool(label) for labels in arrays if labels is not None for label in np.unique(labels)}
+    if len(found) == 1:
+        label = str(found.pop()).lower()
+        raise UserError(
+            f"data: all answers to train on have the label {label} (data.columns.label); task=kto needs both labels; "
+            "task=sft learns from good answers alone"
+        )
 
 
 def _summarise(name: str, prepared: Prepared, train: Sequences, held_out: Sequences, vocab: Vocab) -> str:

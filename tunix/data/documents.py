@@ -45,9 +45,18 @@ class Pair(NamedTuple):
     options: Options = NO_OPTIONS  # of the chat template
 
 
+class Labelled(NamedTuple):
+    """An answer to a prompt, as turns of a conversation, and whether it is desirable."""
+
+    prompt: list[Message]
+    answer: list[Message]
+    label: bool
+    options: Options = NO_OPTIONS  # of the chat template
+
+
 class Document(NamedTuple):
     name: str
-    content: str | Conversation | Question | Pair
+    content: str | Conversation | Question | Pair | Labelled
 
     @property
     def text(self) -> str:
@@ -56,6 +65,8 @@ class Document(NamedTuple):
             return self.content
         if isinstance(self.content, Pair):
             turns = [*self.content.prompt, *self.content.chosen, *self.content.rejected]
+        elif isinstance(self.content, Labelled):
+            turns = [*self.content.prompt, *self.content.answer]
         else:
             turns = self.content.messages
         return "\n".join(turn["content"] for turn in turns)
@@ -196,6 +207,28 @@ def read_pair(columns: Columns, row: dict[str, Any], task: Task) -> Pair:
     return Pair(prompt, chosen, rejected, _read_options(columns, row, task))
 
 
+LABELS = {"true": True, "1": True, "false": False, "0": False}  # as a CSV file has them
+
+
+def read_labelled(columns: Columns, row: dict[str, Any], task: Task) -> Labelled:
+    """Return a row's answer with its label. Without a column for the prompt, the answer is the last turn of the
+    messages."""
+    if columns.prompt is None:
+        messages = _read_messages(_read_cell(columns, "messages", row, (str, list)), columns.messages)
+        prompt, answer, name = messages[:-1], messages[-1:], columns.messages
+    else:
+        prompt = [*_read_system(columns, row), *_read_turns(columns, "prompt", row, "user")]
+        answer, name = _read_turns(columns, "completion", row, "assistant"), columns.completion
+    if not prompt:
+        raise BadRow("has no prompt")
+    if not any(turn["role"] == "assistant" and turn["content"] for turn in answer):
+        raise BadRow(f"has no answer in column {name}")
+    value = str(_read_cell(columns, "label", row, (str, bool, int))).lower()
+    if value not in LABELS:
+        raise BadRow(f"has no label in column {columns.label}: true or false")
+    return Labelled(prompt, answer, LABELS[value], _read_options(columns, row, task))
+
+
 def _read_system(columns: Columns, row: dict[str, Any]) -> list[Message]:
     """Return the system prompt of a row as a turn; no turn if it is empty, or if no column holds one."""
     content = "" if columns.system is None else _read_cell(columns, "system", row)
@@ -326,12 +359,14 @@ class Encoded(NamedTuple):
     conversation   the turns by the chat template; `answers` marks the tokens of the assistant
     prompt         the turns by the chat template, up to where an answer begins
     pair           prompt, chosen answer, prompt, rejected answer; `split` is where the second prompt begins
+    labelled       prompt, answer, prompt, answer of another document; `split` as of a pair
     """
 
     text_bytes: int
     tokens: Sequence[np.ndarray]  # parts of its tokens, one after the other
     answers: np.ndarray = NO_ANSWERS  # [T] bool of a conversation or a pair: which tokens are answers
     split: int = 0  # of a pair: where the rejected answer begins, with its prompt
+    label: bool = False  # of a labelled answer: true for a desirable one
     row: bytes = b""  # of a prompt: its text and its columns, as JSON
 
 
@@ -370,7 +405,25 @@ def encode_prompts(vocab: Vocab, documents: list[Document]) -> Iterator[Encoded]
 
 def encode_pairs(vocab: Vocab, documents: list[Document]) -> Iterator[Encoded]:
     """Yield both answers, each after the prompt. Earlier answers in the prompt are not learnt."""
-    pairs: list[Pair] = [document.content for document in documents]  # type: ignore[misc]
+    return _encode_pairs(vocab, [document.content for document in documents])  # type: ignore[misc]
+
+
+def encode_labelled(vocab: Vocab, documents: list[Document]) -> Iterator[Encoded]:
+    """Yield each answer after its prompt, and after the same prompt the answer of the document before.
+
+    Such pairs of a prompt and an unrelated answer measure how far a model has moved (KTO). The first document gets the
+    answer of the last, as in TRL; documents come about `BATCH_CHARS` of text at a time (data/shards.py).
+    """
+    answers: list[Labelled] = [document.content for document in documents]  # type: ignore[misc]
+    before = [*answers[-1:], *answers[:-1]]
+    pairs = [
+        Pair(own.prompt, own.answer, other.answer, own.options) for own, other in zip(answers, before, strict=True)
+    ]
+    for own, encoded in zip(answers, _encode_pairs(vocab, pairs), strict=True):
+        yield encoded._replace(label=own.label)
+
+
+def _encode_pairs(vocab: Vocab, pairs: list[Pair]) -> Iterator[Encoded]:
     both = [
         Document("", Conversation([*pair.prompt, *answer], pair.options))
         for pair in pairs

@@ -234,7 +234,8 @@ class Files(Source):
 
 class Columns(Section):
     """Names of the columns that hold a document. The task says which are read: pretrain the text; sft the prompt and
-    its completion if `prompt` is set, else the messages; dpo the prompt, chosen and rejected."""
+    its completion if `prompt` is set, else the messages; dpo the prompt, chosen and rejected; kto what sft reads, and
+    the label."""
 
     text: str | None
     """Column of a document's text."""
@@ -250,6 +251,8 @@ class Columns(Section):
     """Column of the better of two answers: text, or the list of its turns; without `prompt`, the whole conversation."""
     rejected: str | None
     """Column of the worse of two answers, in the same form."""
+    label: str | None
+    """Column that says whether an answer is desirable: true or false."""
     tools: str | None
     """Column of the tools of a conversation: a list of JSON schemas, or that list as JSON. A row need not have it."""
     learnt_turns: str | None

@@ -24,7 +24,8 @@ class Sequences(grain.sources.RandomAccessDataSource):
 
     A pair of answers is one piece, which is never cut. It becomes two segments: the chosen answer after the prompt,
     with an odd number, and the rejected one after the same prompt, with the even number behind it. So both are in one
-    row. A pair that is longer than a sequence is left out.
+    row. A pair that is longer than a sequence is left out. A labelled answer is such a pair: its second answer is that
+    of another document.
     """
 
     def __init__(self, stream: Stream, seq_len: int, packing: str, cache_dir: Path):
@@ -138,7 +139,8 @@ def _fill_pairs(shard: Arrays, pieces: list[list[int]], seq_len: int, of_pairs: 
     """Return the example of pairs one after the other, each as two segments, then padding.
 
     `of_pairs` [documents, 2] float32 are the log-probabilities of the answers under the reference. Each stands at the
-    last token of its answer, in the field `reference_log_probs`.
+    last token of its answer, in the field `reference_log_probs`. Where documents have labels, the field `labels` has 1
+    or -1 at the last token of each first answer.
     """
     assert shard.splits is not None
     # A pair is one piece of the shard: prompt, chosen, prompt, rejected. The last token of each half is only a target,
@@ -148,16 +150,21 @@ def _fill_pairs(shard: Arrays, pieces: list[list[int]], seq_len: int, of_pairs: 
         split = int(shard.splits[np.searchsorted(shard.starts, first)])
         halves += [[first, split - 1], [first + split, length - split + 1]]
     example = _fill_chunks(shard, halves, seq_len)
-    if of_pairs is None:
-        return example
-    example["reference_log_probs"] = np.zeros(seq_len, np.float32)
+    if shard.labels is not None:
+        example["labels"] = np.zeros(seq_len, np.float32)
+    if of_pairs is not None:
+        example["reference_log_probs"] = np.zeros(seq_len, np.float32)
     offset = 0
     for number, (first, length) in enumerate(halves):
         offset += length
         # The document begins with its first half. The answer ends with the last token that is learnt, from the right.
         start = first if number % 2 == 0 else halves[number - 1][0]
         last = offset - 1 - int(np.argmax(example["loss_mask"][offset - length : offset][::-1] > 0))
-        example["reference_log_probs"][last] = of_pairs[np.searchsorted(shard.starts, start), number % 2]
+        document = np.searchsorted(shard.starts, start)
+        if of_pairs is not None:
+            example["reference_log_probs"][last] = of_pairs[document, number % 2]
+        if shard.labels is not None and number % 2 == 0:
+            example["labels"][last] = 1 if shard.labels[document] else -1
     return example
 
 

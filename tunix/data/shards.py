@@ -41,7 +41,7 @@ OPEN_SHARDS = 256  # open at one time; each takes up to three file descriptors
 FORMAT = str(CACHE_FORMS["tokens"])  # in the index: a folder of the cache may be copied to a place of the user's own
 READABLE = {"2", FORMAT}  # formats of copied folders; those of 2 name the kind of their documents in several ways
 SPLITS = ("train", "held_out")
-DTYPES = {"answers": bool, "splits": np.int64, "rows": np.uint8, "row_ends": np.int64}
+DTYPES = {"answers": bool, "splits": np.int64, "labels": bool, "rows": np.uint8, "row_ends": np.int64}
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,8 @@ class Arrays:
     starts: np.ndarray  # [documents] int64: where each document begins
     # Of conversations and pairs, [tokens] bool: the tokens of answers, which are learnt; None means all of them.
     answers: np.ndarray | None = None
-    splits: np.ndarray | None = None  # of pairs, [documents] int64: tokens of the chosen answer with its prompt
+    splits: np.ndarray | None = None  # of pairs, [documents] int64: tokens of the first answer with its prompt
+    labels: np.ndarray | None = None  # of labelled answers, [documents] bool: true for a desirable one
     rows: np.ndarray | None = None  # of prompts, [bytes] uint8: text and columns of each as JSON
     row_ends: np.ndarray | None = None  # [documents] int64: where the JSON of each prompt ends
 
@@ -319,6 +320,7 @@ class Part:
         for tokens in encoded.tokens:
             files["tokens"].append(tokens)
         arrays = {"starts": starts, "answers": encoded.answers, "splits": np.array([encoded.split]), "rows": row}
+        arrays["labels"] = np.array([encoded.label])
         for name in arrays.keys() & files.keys():
             files[name].append(arrays[name])
         if "rows" in files:

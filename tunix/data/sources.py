@@ -172,12 +172,15 @@ def _make_vocab() -> list[str]:
 
 # A small model learns this task in minutes, and rewards can check its answers.
 class Arithmetic(Rows):
-    """Every sum of two numbers, made up: nothing to download. Columns: question ("07+85="), answer ("92")."""
+    """Every sum of two numbers, made up: nothing to download. Columns: question ("07+85="), answer ("92"); where some
+    answers are wrong, also label (true: the answer is right)."""
 
     source: Literal["arithmetic"]
     """Where documents come from."""
     below: Count
     """Both numbers are below this; they are written with as many digits as the largest has."""
+    wrong_share: Share
+    """Share of the sums whose answer is wrong, by 1 to 9: undesirable answers of task=kto. Which ones, is fixed."""
 
     def units(self, unit_bytes: int) -> list[Unit]:
         """Return one unit: the range of the first number."""
@@ -188,7 +191,11 @@ class Arithmetic(Rows):
         width = len(str(self.below - 1))
         for a in range(unit.start, unit.stop):
             for b in range(self.below):
-                row = {"question": f"{a:0{width}}+{b:0{width}}=", "answer": str(a + b)}
+                row: dict[str, Any] = {"question": f"{a:0{width}}+{b:0{width}}=", "answer": str(a + b)}
+                if self.wrong_share:
+                    digest = hashlib.sha256(f"wrong {a}+{b}".encode()).digest()
+                    row["label"] = int.from_bytes(digest[:4], "big") >= self.wrong_share * 2**32
+                    row["answer"] = str(a + b + (0 if row["label"] else 1 + digest[4] % 9))
                 yield Item(f"{a}+{b}", row)
 
 

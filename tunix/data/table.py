@@ -68,6 +68,14 @@ DOCUMENTS = {
         feed="tunix.batch_sources:PairFeed",
         asks_peers=True,
     ),
+    "labelled": DocumentKind(
+        "tunix.data.documents:read_labelled",
+        "tunix.data.documents:encode_labelled",
+        "labelled",
+        arrays=("answers", "splits", "labels"),
+        feed="tunix.batch_sources:PairFeed",
+        asks_peers=True,
+    ),
 }
 
 

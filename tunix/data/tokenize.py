@@ -143,7 +143,8 @@ def _start_worker(parent: int) -> None:
 
 FINGERPRINT = "2"  # first word of what is hashed; checkpoints hold the result, so it stays where the files change
 LOCATION_KEYS = {"paths"}  # keys of a source that say where it is: they may change while its documents stay the same
-TURN_COLUMNS = {"tools": True, "learnt_turns": True}  # which texts alone do not have (`_list_turn_choices`)
+# Columns that texts alone do not have (`_list_turn_choices`).
+TURN_COLUMNS = {"tools": True, "learnt_turns": True, "label": True}
 
 
 def find_units(source: Source, loading: Loading) -> list[Unit]:

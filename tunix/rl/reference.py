@@ -16,7 +16,7 @@ from jax.sharding import Mesh, PartitionSpec, reshard
 from tunix.base.files import locate_cached, make_once
 from tunix.config import Config
 from tunix.config.model import list_keys_outside
-from tunix.config.task import Dpo
+from tunix.config.task import Compared
 from tunix.costs.rollout import describe_reference
 from tunix.data.batches import Batch, stack_examples
 from tunix.data.dataset import Corpus
@@ -99,7 +99,7 @@ def add_reference(cfg: Config, corpus: Corpus, program: Program, mesh: Mesh) -> 
     The mesh must be the one in use. With several processes, each calls it. An objective without a reference gets zeros,
     at no cost.
     """
-    assert isinstance(cfg.task, Dpo)
+    assert isinstance(cfg.task, Compared)
     parts = (*corpus.train.values(), *corpus.held_out_parts.values())
     if not cfg.task.has_reference:
         for part in parts:

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from tunix.base.dotted_path import blame_user, import_object, is_dotted, suggest_colon
 from tunix.base.errors import UserError, did_you_mean
 from tunix.config import Config
-from tunix.config.task import Distilled, Dpo, Grpo
+from tunix.config.task import Distilled, Dpo, Grpo, Kto
 from tunix.data.batches import FIELDS, TEACHER, Batch, Field, add_fields, read_held_out
 from tunix.data.dataset import Corpus
 from tunix.data.tokenizer import bytes_by_token
@@ -23,6 +23,7 @@ from tunix.models.transformer import Transformer
 from tunix.sharding.arrays import local_rows, to_global
 from tunix.training.dpo import PAIR_FIELDS, evaluate_preferences, preference_loss
 from tunix.training.grpo import POLICY_FIELDS, policy_loss
+from tunix.training.kto import LABELLED_FIELDS, evaluate_labelled, labelled_loss, make_kl_estimate
 from tunix.training.logprobs import (
     ROUTING,
     Loss,
@@ -60,6 +61,9 @@ class LossKind(NamedTuple):
     make: Callable[..., LossFn]
     evaluate: Callable[[Sums, jax.Array, int], dict[str, float]]  # (sums, weight, bytes of the text) of a held-out set
     fields: Mapping[str, Field] = FIELDS  # of the batches that it takes
+    # (model of parameters, chunk size) -> function of (parameters, batch [A, B, T]) that fills fields which depend on
+    # the model in training and on all rows of a step; None where there are none.
+    complete: Callable[[Callable[[Any], Transformer], int | str], Callable[[Any, Batch], Batch]] | None = None
 
 
 def next_token_loss(
@@ -136,9 +140,15 @@ def _make_preference(cfg: Config) -> LossFn:
     return partial(preference_loss, task=cfg.task, chunk_size=cfg.training.loss_chunk_size)
 
 
+def _make_labelled(cfg: Config) -> LossFn:
+    assert isinstance(cfg.task, Kto)
+    return partial(labelled_loss, task=cfg.task, chunk_size=cfg.training.loss_chunk_size)
+
+
 LOSSES = {
     "next_token": LossKind(_make_next_token, _measure_text),  # of sft too: its loss_mask keeps only the answers
     "dpo": LossKind(_make_preference, evaluate_preferences, PAIR_FIELDS),
+    "kto": LossKind(_make_labelled, evaluate_labelled, LABELLED_FIELDS, make_kl_estimate),
     "grpo": LossKind(_make_policy, _measure_text, POLICY_FIELDS),
 }
 
@@ -152,6 +162,12 @@ def find_loss_kind(cfg: Config) -> LossKind:
         hint = suggest_colon(name) or did_you_mean(name, list(LOSSES))
         raise UserError(f"task.loss={name}: expected one of {', '.join(LOSSES)}, or package.module:name{hint}")
     return LOSSES[name]
+
+
+def make_completion(cfg: Config, arch: Architecture) -> Callable[[Any, Batch], Batch] | None:
+    """Return the function of (parameters, batch [A, B, T]) that fills fields of the loss which depend on the model."""
+    complete = find_loss_kind(cfg).complete
+    return None if complete is None else complete(arch.module, cfg.training.loss_chunk_size)
 
 
 def make_loss(cfg: Config, teacher: Teacher | None) -> LossFn:
@@ -221,8 +237,13 @@ class HeldOut:
         loss_fn = make_loss(cfg, teacher[0] if teacher else None)
         self.shared = {TEACHER: teacher[1]} if teacher else {}
 
+        complete = make_completion(cfg, arch)
+
         @jax.jit
         def totals(params, batches, shared):
+            if complete is not None:
+                batches = complete(params, batches)
+
             def report(_, batch):
                 loss = loss_fn(arch.module(params), batch | shared, None)
                 return None, (loss.sums, loss.weight)

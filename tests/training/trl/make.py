@@ -19,10 +19,13 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from trl.experimental.cpo import CPOConfig, CPOTrainer
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 from trl.trainer.dpo_trainer import DataCollatorForPreference
+from trl.trainer.kto_trainer import DataCollatorForUnpairedPreference
 
 HERE = Path(__file__).parent
 MODEL = HERE.parents[1] / "models" / "parity" / "llama"
 HEAD, BETA, SMOOTHING, GAMMA = 1.2, 0.3, 0.2, 0.5
+# Of KTO. With a flatter policy than the reference, the divergence is above 0, where it is not cut off.
+FLAT_HEAD, UNDESIRABLE_WEIGHT, LABELS = 0.9, 1.5, [True, False, True, True, False]
 # TRL has no smoothed labels for its sigmoid loss. Those of `aot` are the same where a batch is one pair: nothing is sorted.
 LOSSES = {"sigmoid": "sigmoid", "ipo": "ipo", "length_normalized": "sigmoid_norm", "smoothed": "aot"}
 # Losses without a reference: trainer, its config, keys of its config.
@@ -42,11 +45,11 @@ def make_pairs(seed: int = 0) -> list[dict[str, list[int]]]:
     return [{"prompt_ids": tokens(6), "chosen_ids": tokens(7), "rejected_ids": tokens(9)} for _ in range(5)]
 
 
-def make_models() -> tuple[torch.nn.Module, torch.nn.Module]:
+def make_models(head: float = HEAD) -> tuple[torch.nn.Module, torch.nn.Module]:
     """Return the policy and the reference."""
     policy, reference = (AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32) for _ in range(2))
     with torch.no_grad():
-        policy.lm_head.weight.mul_(HEAD)
+        policy.lm_head.weight.mul_(head)
     return policy, reference
 
 
@@ -95,6 +98,26 @@ def measure_free(name: str, pairs: list[dict[str, list[int]]]) -> dict[str, floa
     return measure(model, sum(losses) / len(pairs))
 
 
+def measure_kto(pairs: list[dict[str, list[int]]], head: float) -> dict[str, float]:
+    """Return the loss of the chosen answers with LABELS as one batch; the divergence comes from the answer before."""
+    policy, reference = make_models(head)
+    unread = Dataset.from_list([{"prompt": "t1 t2", "completion": " t3", "label": label} for label in LABELS])
+    with tempfile.TemporaryDirectory() as folder:
+        config = trl.KTOConfig(
+            folder, beta=BETA, undesirable_weight=UNDESIRABLE_WEIGHT, report_to=[], use_cpu=True, bf16=False,
+            disable_dropout=True, per_device_train_batch_size=len(LABELS),
+        )  # fmt: skip
+        trainer = trl.KTOTrainer(policy, reference, config, train_dataset=unread, processing_class=make_tokenizer())
+    trainer.model.eval()
+    answers = [pair["chosen_ids"] for pair in pairs]
+    examples = [
+        {"prompt_ids": pair["prompt_ids"], "completion_ids": own, "KL_completion_ids": other, "label": label}
+        for pair, own, other, label in zip(pairs, answers, answers[-1:] + answers[:-1], LABELS, strict=True)
+    ]
+    loss = trainer._compute_loss(trainer.model, DataCollatorForUnpairedPreference(pad_token_id=1)(examples), False)
+    return measure(trainer.model, loss) | {"head": head, "kl": trainer._metrics["eval"]["kl"][-1]}
+
+
 def main() -> None:
     pairs, results = make_pairs(), {}
     collate = DataCollatorForPreference(pad_token_id=1)
@@ -108,6 +131,11 @@ def main() -> None:
     versions = {"trl": trl.__version__, "transformers": transformers.__version__, "torch": torch.__version__}
     info = {"versions": versions, "head": HEAD, "beta": BETA, "label_smoothing": SMOOTHING}
     info["simpo_gamma"] = GAMMA
+    info["kto"] = {
+        "undesirable_weight": UNDESIRABLE_WEIGHT,
+        "labels": LABELS,
+        "losses": [measure_kto(pairs, head) for head in (HEAD, FLAT_HEAD)],
+    }
     (HERE / "losses.json").write_text(json.dumps(info | {"losses": results, "pairs": pairs}, indent=1) + "\n")
 
 
