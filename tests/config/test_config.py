@@ -94,6 +94,7 @@ MISTAKES = [
     ("launcher=slurm launcher.time_limit=soon", "launcher.time_limit=soon: expected MINUTES, HH:MM:SS or DAYS-HH:MM:SS"),
     ("launcher=slurm launcher.extra_env=[NCCL]", "launcher.extra_env.0=NCCL: expected NAME=VALUE, in quotes"),
     ("launcher=slurm launcher.image=a", "unknown key launcher.image: launcher=slurm has none; its keys are"),
+    ("task.teacher=-1", "task.teacher=-1 is neither a folder nor the ID of a model"),
     ("launcher=slrum", "launcher=slrum: conf/launcher has no such file; choose from kubernetes, local, ray, slurm; did you mean slurm?"),
     ("launcher=slurm launcher.time_limit=2", "launcher.signal_before_end_s=120 must be less than launcher.time_limit=2, which is 120 s"),
     ("launcher=kubernetes launcher.image=a launcher.volume_claim=b launcher.extra_env=['NODE_RANK=1']", "launcher.extra_env has NODE_RANK, which the manifest sets"),

@@ -9,10 +9,10 @@ import jax
 import pytest
 from support.harness import ROOT
 
-from tunix.base.config_types import list_options
+from tunix.base.config_types import list_options, read_version
 from tunix.base.dotted_path import import_object
 from tunix.base.errors import UserError, name_choices
-from tunix.config.compose import compose, reject_missing_inputs, remark_on_random, remark_on_tiny
+from tunix.config.compose import compose, reject_missing_inputs, remark_on_random, remark_on_tiny, to_yaml
 from tunix.processes import exits
 from tunix.run.compiling import Compiler
 from tunix.training.loss import find_loss_kind
@@ -158,3 +158,18 @@ def test_a_word_with_a_dash_is_no_override(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["tunix", "convert-dataset", "in.csv"])
     assert main() == 2
     assert "there is no command convert-dataset; choose from train, " in capsys.readouterr().err
+
+
+def test_a_run_of_a_newer_version_is_refused_by_both_versions(tmp_path):
+    (tmp_path / "config.yaml").write_text(to_yaml(compose(["+training.compiler_options.a=1"]).config))
+    compose([f"resume={tmp_path}"])
+    (tmp_path / "config.yaml").write_text(
+        to_yaml(compose([]).config).replace("training:\n", "training:\n  new_key: 1\n")
+    )
+    (tmp_path / "environment.json").write_text('{"versions": {"tunix": "9.1"}}')
+    said = (
+        rf"was written by tunix 9\.1, and this is tunix {read_version()}, which does not know training\.new_key; go on"
+    )
+    for words in ([f"resume={tmp_path}"], [f"model.init_from={tmp_path}"]):
+        with pytest.raises(UserError, match=said):
+            compose(words)

@@ -4,7 +4,9 @@ import ast
 import inspect
 import re
 import textwrap
+import tomllib
 from functools import cache
+from importlib import metadata
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated
@@ -15,6 +17,16 @@ from tunix.base.files import is_plain
 
 # The folder that holds the values of all keys.
 PACKAGED = Path(__file__).parents[1] / "conf"  # in an installed wheel
+PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"  # in a clone
+
+
+def read_version() -> str:
+    """Return the version of tunix: that of the clone, or of the installed wheel."""
+    if PYPROJECT.is_file():
+        return tomllib.loads(PYPROJECT.read_text())["project"]["version"]
+    return metadata.version("tunix-trainer")
+
+
 CONF = PACKAGED if PACKAGED.is_dir() else Path(__file__).parents[2] / "conf"
 
 

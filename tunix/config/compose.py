@@ -29,7 +29,7 @@ from tunix.base.errors import UserError, did_you_mean, is_masked, mask_values
 from tunix.base.text import flat, format_yaml
 from tunix.config import Config, Grpo, Slurm
 from tunix.config.data import Mixture
-from tunix.config.mistakes import describe_errors, find_foreign, validate
+from tunix.config.mistakes import describe_errors, find_foreign, reject_newer, validate
 from tunix.config.pretrained_config import (
     count_rows,
     fill_from_adapter,
@@ -138,7 +138,9 @@ def compose_saved(run_dir: Path, parsed: list[Override]) -> DictConfig:
         conf/ + choices -> parts of the groups ----+
         RUN_DIR/config.yaml -> brought up to date -+-> + keys -> config
     """
-    saved = OmegaConf.create(read_saved(run_dir))
+    values = read_saved(run_dir)
+    reject_newer(values, run_dir)
+    saved = OmegaConf.create(values)
     # Three kinds of words: choices of a group (`groups`), sets of held-out data (`sets`), and keys.
     groups = [word for word in parsed if (CONF / word.key_or_group).is_dir() and isinstance(word.value(), str)]
     sets = [word for word in groups if str(word.package or "").startswith(SETS)]

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from itertools import zip_longest
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import yaml
@@ -20,8 +21,10 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 
-from tunix.base.config_types import CONF, list_options, read_descriptions
+from tunix.base.config_types import CONF, list_options, read_descriptions, read_version
 from tunix.base.errors import UserError, did_you_mean, name_choices
+from tunix.base.files import read_json
+from tunix.base.text import flat
 from tunix.config import Config, ParameterGroup, Section
 from tunix.config.saved_runs import GONE
 
@@ -33,13 +36,42 @@ def list_keys(section: type[Section] = Config, prefix: str = "") -> Iterator[tup
 
     A union of sections (data sources, optimizers, tasks) gives the keys of all its members, so a key may come twice.
     """
+    for key, name, holder in _list_leaves(section, prefix):
+        yield key, read_descriptions(holder).get(name, "")
+
+
+def _list_leaves(section: type[Section], prefix: str = "") -> Iterator[tuple[str, str, type[Section]]]:
+    """Yield every key as users type it, the name of its field and the section that has it."""
     for name, field in section.model_fields.items():
         key = prefix + (field.alias or name)
         kinds = list_sections(field.annotation)
         for kind in kinds:
-            yield from list_keys(kind, f"{key}.")
+            yield from _list_leaves(kind, f"{key}.")
         if not kinds:
-            yield key, read_descriptions(section).get(name, "")
+            yield key, name, section
+
+
+def _list_beginnings(key: str) -> list[str]:
+    """Return the sections that a dotted key lies in: a and a.b for a.b.c."""
+    parts = key.split(".")
+    return [".".join(parts[:depth]) for depth in range(1, len(parts))]
+
+
+def reject_newer(values: Mapping[str, Any], run_dir: Path) -> None:
+    """Raise `UserError` for the saved config of a run with keys that nobody reads here: a newer version wrote it."""
+    leaves = {key for key, _, _ in _list_leaves(Config)}
+    sections = {begin for key in leaves for begin in _list_beginnings(key)}  # one may be null
+    unknown = [key for key in flat(dict(values)) if key not in sections and not leaves & {key, *_list_beginnings(key)}]
+    if not unknown:
+        return
+    try:
+        theirs = read_json(run_dir / "environment.json")["versions"]["tunix"]
+    except (UserError, KeyError, TypeError):
+        theirs = "another version"
+    raise UserError(
+        f"{run_dir}/config.yaml was written by tunix {theirs}, and this is tunix {read_version()}, which does not "
+        f"know {', '.join(unknown[:3])}{', ...' if len(unknown) > 3 else ''}; go on with a version that does"
+    )
 
 
 def list_sections(annotation: Any) -> list[type[Section]]:

@@ -21,7 +21,7 @@ from tunix.base.dotted_path import is_dotted
 from tunix.base.errors import UserError
 from tunix.base.files import list_numbers
 from tunix.config import Model, Tokenizer
-from tunix.config.mistakes import validate
+from tunix.config.mistakes import reject_newer, validate
 from tunix.config.model import list_keys_outside
 from tunix.config.saved_runs import COPIED, find_run, read_saved, split_step
 from tunix.huggingface import config_json, hub
@@ -184,7 +184,9 @@ def fill_from_run(values: dict[Any, Any], folder: Path, step: int | None) -> Non
     Raises:
         UserError: the user has given a key of the model with another value, or the run trained low-rank updates.
     """
-    model, tokenizer, found = values["model"], values["tokenizer"], read_saved(folder)["model"]
+    model, tokenizer, saved = values["model"], values["tokenizer"], read_saved(folder)
+    reject_newer(saved, folder)
+    found = saved["model"]
     if found["lora"]["rank"]:
         raise UserError(
             f"model.init_from={model['init_from']} has low-rank updates beside its matrices; add them first: "
@@ -222,7 +224,7 @@ def fill_teacher(task: dict[Any, Any]) -> None:
         folder, step = run
         root = split_step(source)[0] if is_address(source) else str(folder.resolve())
         task["teacher"] = _name_checkpoint(root, folder, step)
-    read_teacher(task["teacher"])
+    read_teacher(str(task["teacher"]))
 
 
 @cache  # a plan asks for it on hundreds of meshes
@@ -244,7 +246,9 @@ def trained_model(folder: Path, mesh_shape: Any, family: str | None = None) -> M
     if not (folder / "config.yaml").is_file():
         read = config_json.read_config(folder, family, "checkpoint")
         return _describe_model(read, f"{folder}/config.json", mesh_shape)
-    return validate(Model, read_saved(folder)["model"] | {"mesh_shape": mesh_shape}, "model")
+    saved = read_saved(folder)
+    reject_newer(saved, folder)
+    return validate(Model, saved["model"] | {"mesh_shape": mesh_shape}, "model")
 
 
 def _describe_model(read: dict[str, Any], source: str, mesh_shape: Any) -> Model:

@@ -21,6 +21,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from tunix.base.config_types import read_version
 from tunix.base.errors import PeerLost, UserError
 from tunix.processes.identity import Identity
 
@@ -44,7 +45,7 @@ def list_versions() -> dict[str, str]:
     """
     files = sorted(Path(__file__).parents[1].rglob("*.py"))
     code = hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()[:12]
-    by_name = {"python": platform.python_version(), "code of tunix": code}
+    by_name = {"python": platform.python_version(), "tunix": read_version(), "code of tunix": code}
     for package in PACKAGES:
         with suppress(metadata.PackageNotFoundError):
             by_name[package] = metadata.version(package)
