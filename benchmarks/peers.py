@@ -7,7 +7,11 @@ Each side is a Python of its own, which a variable of the environment names; a s
 
 All train the same decoder, of the Gemma 3 architecture with 27 million parameters, on 4 x 512 random tokens with AdamW
 and their own defaults. Sides run in processes of their own, in turn, so that other work on the machine slows down all.
-CPU time is told beside wall time: on a machine that is shared, its ratio is the more certain of the two.
+
+CPU time is that of the process, user and system, of all threads. Threads of all sides wait passively
+(OMP_WAIT_POLICY=PASSIVE): those of torch otherwise spin while they wait for a core, and on a shared machine count up to
+three times the CPU time of their work. Wall clock says something on a quiet machine alone: where the load before the
+first side is above half of the cores, the table has CPU time and no rate.
 
 ROUNDS, STEPS and PRECISIONS (`float32,bf16`) in the environment say how often, how long and in what.
 """
@@ -49,7 +53,7 @@ def by_tunix(precision: str) -> dict[str, Any]:
 
 def ask(command: list[str], question: dict[str, Any], compiled: str) -> dict[str, Any]:
     """Return the answer of a side's process, the last line of its output; `compiled` keeps programs between rounds."""
-    environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": compiled}
+    environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": compiled, "OMP_WAIT_POLICY": "PASSIVE"}
     done = subprocess.run(
         command, cwd=ROOT, env=environment, input=json.dumps(question), capture_output=True, text=True, check=False
     )
@@ -102,8 +106,11 @@ def compare(precision: str, peers: list[str], compiled: str) -> list[dict[str, d
     return rounds
 
 
-def rows(precision: str, rounds: list[dict[str, dict[str, Any]]]) -> list[str]:
-    """Return a row for each side; those of peers say how many times as fast tunix is in each round."""
+def rows(precision: str, rounds: list[dict[str, dict[str, Any]]], is_quiet: bool) -> list[str]:
+    """Return a row for each side; those of peers say how many times as fast tunix is in each round.
+
+    Numbers of the wall clock stand in it only where the machine is quiet.
+    """
     lines = []
     for side in rounds[0]:
         rate, cpu_s = (statistics.median(each[side][key] for each in rounds) for key in ("tokens_per_s", "cpu_s"))
@@ -113,7 +120,9 @@ def rows(precision: str, rounds: list[dict[str, dict[str, Any]]]) -> list[str]:
             faster = [each["tunix"]["tokens_per_s"] / each[side]["tokens_per_s"] for each in rounds]
             cheaper = [each[side]["cpu_s"] / each["tunix"]["cpu_s"] for each in rounds]
             ratios = [", ".join(f"{ratio:.2f}" for ratio in each) for each in (faster, cheaper)]
-        lines.append(f"| {precision} | {side} | {rate:,.0f} | {cpu_s:.2f} | {peak:.2f} | {' | '.join(ratios)} |")
+        shown = f"{rate:,.0f}" if is_quiet else "busy"
+        ratios[0] = ratios[0] if is_quiet else ""
+        lines.append(f"| {precision} | {side} | {shown} | {cpu_s:.2f} | {peak:.2f} | {' | '.join(ratios)} |")
     return lines
 
 
@@ -121,14 +130,17 @@ def main() -> None:
     peers = [name for name, (variable, *_) in PEERS.items() if variable in os.environ]
     if not peers:
         sys.exit(f"name a Python by {' or '.join(variable for variable, *_ in PEERS.values())}")
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
     print("| precision | side | tokens/s | CPU s a step | peak GiB | ratio of tokens/s | ratio of CPU time |")
     print("|---|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as compiled:
         for precision in PRECISIONS:
             rounds = compare(precision, peers, compiled)
-            print("\n".join(rows(precision, rounds)), flush=True)
+            print("\n".join(rows(precision, rounds, load < cores / 2)), flush=True)
     versions = "; ".join(rounds[0][name]["versions"] for name in peers)
-    print(f"\n{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; {versions}")
+    print(
+        f"\n{platform.machine()}, {cores} cores, load {load:.1f} before and {os.getloadavg()[0]:.1f} after; {versions}"
+    )
 
 
 if __name__ == "__main__":
