@@ -140,3 +140,22 @@ def test_no_product_of_16_bits_stands_outside_of_the_library(name, every_product
     with jax.set_mesh(mesh):
         grads, _, sums = compiled(*arguments)
     assert all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves((grads, sums)))
+
+
+def test_a_product_outside_of_the_library_is_found():
+    """XLA folds the turn of a result into its product, which the library does not take then."""
+    x, w = (jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((256, 128), (128, 512)))
+    compiled = jax.jit(lambda x, w: jnp.dot(x, w, preferred_element_type=jnp.float32).T).lower(x, w).compile()
+    assert list_slow_dots(compiled.as_text())
+
+
+def test_sine_and_cosine_are_computed_once_for_each_rotation():
+    """Gemma 3 has one of global and one of local layers."""
+    cfg = config("gemma3")
+    cfg = cfg.model_copy(update={"model": cfg.model.model_copy(update={"mesh_shape": ((1,), ("fsdp",))})})
+    mesh = build_mesh(cfg)
+    with jax.set_mesh(mesh):
+        program = assemble(cfg, mesh)
+        seeds = jax.ShapeDtypeStruct((1,), jnp.int32)
+        traced = jax.jit(program.gradients()).trace(program.abstract["params"], program.abstract_batch, seeds)
+    assert len(re.findall(r"= sin\b", str(traced.jaxpr))) == 2

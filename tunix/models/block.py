@@ -17,7 +17,7 @@ from tunix.models.layers import ACTIVATIONS, MLP, NORMS, BlockSums, DropoutKey, 
 from tunix.models.linear_attention import LinearAttention, Recurrence
 from tunix.models.matmul import product
 from tunix.models.mla import Heads, LatentAttention
-from tunix.models.rope import Rope, layer_rope
+from tunix.models.rope import Rope, Turns, layer_rope, make_tables
 from tunix.sharding.equations import Equation
 from tunix.sharding.layout import Layout
 
@@ -244,8 +244,15 @@ class Forward(NamedTuple):
 
     def rope(self, cfg: Model, layers: Any) -> Rope | None:
         """Return the rotations of layers with heads of one width, arrays [L, ...]; None with learned positions."""
-        reach = self.length if self.reach is None else self.reach
-        return layer_rope(cfg, layers, reach) if cfg.positions == "rope" else None
+        return layer_rope(cfg, layers, self._reach) if cfg.positions == "rope" else None
+
+    def rope_tables(self, cfg: Model, layers: Any, positions: jax.Array) -> Turns | None:
+        """Return `make_tables` of such layers and of positions [B, T]; None with learned positions."""
+        return make_tables(cfg, layers, self._reach, positions) if cfg.positions == "rope" else None
+
+    @property
+    def _reach(self) -> int | jax.Array:
+        return self.length if self.reach is None else self.reach
 
 
 # Keys and values of one layer that later layers use too (`model.shared_kv`).

@@ -28,6 +28,7 @@ from tunix.config.layers import find_donors
 from tunix.config.model import Run
 from tunix.models.block import MIXERS, MLPS, Block, Forward, Layer, Rows, donate_kv, find_part, take_kv
 from tunix.models.experts import penalty_names
+from tunix.models.kernels import branches_are_cheap
 from tunix.models.layers import (
     NO_SUMS,
     BlockSums,
@@ -196,9 +197,12 @@ class Stacks:
 
         def block_of(index, name):
             def block(x, params, layer, shared):
-                other_rows, seed = shared
+                other_rows, seed, tables = shared
                 # The seed comes with the arguments: a backward rule may not close over a value that is traced.
                 seeded = forward._replace(seed=seed)
+                if (table := tables.get(name)) is not None:
+                    turns = tuple(each[layer.rope.kind] for each in table)
+                    layer = layer._replace(rope=layer.rope._replace(turns=turns))
                 rows = Rows(x, *other_rows)
                 after, cache, sums = self._run_layer(name, rows, (params, layer), seeded, is_donor=index in donors)
                 return after.x, (sums, cache)
@@ -207,7 +211,13 @@ class Stacks:
 
         blocks = [block_of(index, name) for index, name in enumerate(pattern)]
         # What a block does not change stays outside: the scan would keep it for each layer.
-        shared = tuple(rows[1:]), forward.seed
+        # So do sine and cosine, where XLA would compute them in each layer.
+        has_tables = branches_are_cheap() and not self.layout.stage_axes
+        tables = {
+            name: forward.rope_tables(self.cfg, self.stacks[name].layers, rows.positions)
+            for name in dict.fromkeys(pattern if has_tables else ())
+        }
+        shared = tuple(rows[1:]), forward.seed, tables
         if self.prefetch:
             params, values = zip(*layers, strict=True)
             params = tuple(as_variables(self.modules[name], each) for name, each in zip(pattern, params, strict=True))

@@ -11,6 +11,8 @@ import numpy as np
 from tunix.config import Model
 from tunix.config.layers import QueryGrowth, RopeLong
 
+Turns = tuple[jax.Array, jax.Array]  # sine and cosine of angles
+
 
 class Rope(NamedTuple):
     """Rotations of several layers, or of one without the first dimension.
@@ -21,6 +23,9 @@ class Rope(NamedTuple):
     frequencies: jax.Array  # [L, R / 2] float32, radians per position of each pair of dimensions
     magnitude: jax.Array  # [L] float32, of a rotated vector
     rotates: jax.Array  # [L] bool: false in layers without positions, whose frequencies are 0
+    kind: jax.Array  # [L] int32: which of the different rotations of these layers; see `make_tables`
+    # Sine and cosine of one layer's angles, [B, T, R / 2] float32, times the magnitude, where they are computed already
+    turns: Turns | None = None
 
 
 def layer_rope(cfg: Model, layers: Sequence[int], reach: int | jax.Array) -> Rope:
@@ -41,7 +46,35 @@ def layer_rope(cfg: Model, layers: Sequence[int], reach: int | jax.Array) -> Rop
     where = jnp.where if isinstance(scaled, jax.Array) else np.where  # numpy's are float64
     frequencies = where(is_scaled[:, None], scaled, local) * is_rotated[:, None]
     magnitudes = np.where(is_scaled & is_rotated, magnitude, 1.0)
-    return Rope(jnp.asarray(frequencies, jnp.float32), jnp.asarray(magnitudes, jnp.float32), jnp.asarray(is_rotated))
+    arrays = jnp.asarray(frequencies, jnp.float32), jnp.asarray(magnitudes, jnp.float32), jnp.asarray(is_rotated)
+    return Rope(*arrays, jnp.asarray(_list_kinds(cfg, layers)[1], jnp.int32))
+
+
+def make_tables(cfg: Model, layers: Sequence[int], reach: int | jax.Array, positions: jax.Array) -> Turns:
+    """Return sine and cosine [kinds, B, T, R / 2] of positions [B, T], for each different rotation of these layers.
+
+    XLA's CPU backend takes both for cheap, and computes them anew wherever they are used: for each head of each layer,
+    forward and backward. A table is computed once.
+    """
+    first, _ = _list_kinds(cfg, layers)
+    rope = layer_rope(cfg, [layers[index] for index in first], reach)
+    ropes = [jax.tree.map(lambda x, index=index: x[index], rope) for index in range(len(first))]
+    sines, cosines = zip(*(find_turns(positions, each) for each in ropes), strict=True)
+    return jnp.stack(sines), jnp.stack(cosines)
+
+
+def _list_kinds(cfg: Model, layers: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Return the indices of the first layers of each different rotation, and which rotation each layer has."""
+    rotations = [(cfg.is_rotated(layer), cfg.local_rope_theta is None or cfg.is_global(layer)) for layer in layers]
+    different = list(dict.fromkeys(rotations))
+    return [rotations.index(each) for each in different], [different.index(each) for each in rotations]
+
+
+def find_turns(positions: jax.Array, rope: Rope) -> Turns:
+    """Return sine and cosine [B, T, R / 2] of positions [B, T] x one layer's frequencies, times its magnitude."""
+    # float32: in bfloat16 the positions 257 and 256 are equal.
+    angles = positions[:, :, None].astype(jnp.float32) * rope.frequencies
+    return jnp.sin(angles) * rope.magnitude, jnp.cos(angles) * rope.magnitude
 
 
 def apply_rope(x: jax.Array, positions: jax.Array, rope: Rope, pairs: str) -> jax.Array:
@@ -52,9 +85,7 @@ def apply_rope(x: jax.Array, positions: jax.Array, rope: Rope, pairs: str) -> ja
         halves        a b c A B C - -        a turns with A, b with B, c with C
         neighbours    a A b B c C - -        the last two are left as they are
     """
-    # float32: in bfloat16 the positions 257 and 256 are equal.
-    angles = positions[:, :, None, None].astype(jnp.float32) * rope.frequencies
-    sin, cos = jnp.sin(angles) * rope.magnitude, jnp.cos(angles) * rope.magnitude
+    sin, cos = (turn[:, :, None] for turn in rope.turns or find_turns(positions, rope))
     num_rotated = 2 * rope.frequencies.shape[-1]
     rotated, remaining = x[..., :num_rotated].astype(jnp.float32), x[..., num_rotated:]
     if pairs == "neighbours":
