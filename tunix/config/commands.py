@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, SecretStr, model_validator
 from tunix.base.config_types import Count, CountOrZero, Flag, Positive, Section, Seed, Share, Temperature
 from tunix.base.dotted_path import entry_of
 from tunix.config.model import MeshShape
-from tunix.config.task import RewardTerms, Sampling
+from tunix.config.task import Decoding, RewardTerms
 from tunix.huggingface.table import FAMILIES, Family
 from tunix.rl.table import ENVIRONMENTS, REWARDS
 
@@ -71,7 +71,7 @@ class Average(WrittenModel):
     """dtype of the written weights; null is the one of the files that the first run began with, else float32."""
 
 
-class Generate(Sampling, ReadModel):
+class Generate(Decoding, ReadModel):
     """Continue prompts with a trained model, or answer them."""
 
     prompt: str | None

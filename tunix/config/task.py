@@ -37,7 +37,7 @@ RewardTerms = Annotated[tuple[AnyTerm, ...], Field(min_length=1)]  # of a comman
 MAX_GUESS = 15  # with the newest token, so many are few queries of attention (models/attention.py)
 
 
-class Sampling(Section):
+class Decoding(Section):
     """Choice of each token of an answer, and where an answer ends. The filters apply in the order of their keys."""
 
     max_new_tokens: Count
@@ -52,14 +52,19 @@ class Sampling(Section):
     """Draw from tokens with at least this share of the likeliest one's probability (arXiv:2407.01082)."""
     stop: tuple[str, ...]
     """Tokens that end an answer, beside those that the model and its chat template name."""
-    max_turn_tokens: Count | None
-    """Longest turn of an episode, in tokens (task.environment); null: what max_new_tokens leaves."""
     cache_dtype: Literal["int8"] | None
     """dtype of the keys and values of earlier tokens: int8, with a scale for each vector, takes half of bfloat16's
     memory and rounds probabilities; null is the dtype of products."""
     guess: Annotated[int, Field(ge=0, le=MAX_GUESS)]
     """Tokens that are guessed beside each that is drawn: those that followed the two newest tokens where they stood
     before in the prompt or the answer. One pass checks all of them, and the answer stays the same; 0 guesses none."""
+
+
+class Sampling(Decoding):
+    """Choice of each token of an answer, and where a turn and an answer end."""
+
+    max_turn_tokens: Count | None
+    """Longest turn of an episode, in tokens (task.environment); null: what max_new_tokens leaves."""
 
 
 class Cycle(NamedTuple):

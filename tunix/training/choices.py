@@ -21,7 +21,7 @@ from tunix.models.remat import Remat
 from tunix.sharding.layout import STRATEGIES, Layout
 from tunix.sharding.mesh import device_mesh
 from tunix.sharding.mesh_shape import check_divides, data_shards, num_stages, unsplit_dims
-from tunix.sharding.table import data_axes, keeping_axes
+from tunix.sharding.table import DIMS, data_axes, keeping_axes
 
 log = logging.getLogger(__name__)
 
@@ -142,11 +142,12 @@ def build_rollout_mesh(cfg: Config, mesh: Mesh) -> Mesh:
 def select_rollout_sizes(cfg: Config, sizes: Mapping[str, int], num_devices: int) -> dict[str, int]:
     """Return the sizes of the axes of a mesh that draws answers on devices of its own.
 
-    tp stays as it is where it divides the devices; the others split sequences, and keep weights between two uses.
+    The axis of the heads (tp) keeps its size where it divides the devices; the others split sequences, and keep weights
+    between two uses.
     """
-    tp = sizes["tp"] if num_devices % sizes["tp"] == 0 else 1
-    keeping = keeping_axes()[0]
-    rollout_sizes = {**dict.fromkeys(sizes, 1), "tp": tp, keeping: num_devices // tp}
+    (heads,), keeping = DIMS["N"].activation_axes, keeping_axes()[0]
+    num_parts = sizes[heads] if num_devices % sizes[heads] == 0 else 1
+    rollout_sizes = {**dict.fromkeys(sizes, 1), heads: num_parts, keeping: num_devices // num_parts}
     try:
         check_divides(cfg.model.dims, rollout_sizes)
     except UserError as error:
