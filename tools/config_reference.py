@@ -30,7 +30,10 @@ People set these keys most: `model`, `model.init_from`, `model.mesh_shape`, `dat
 PART = "{source: synthetic, held_out_fraction: 0.01, num_documents: 1, mean_document_bytes: 1}"
 FUNCTION = "tunix.base.text:as_text"  # a dotted path is imported when it is checked
 REQUIRED = {  # words that a choice does not compose without
-    **{f"data={name}": ["data.paths=[PATH]"] for name in ("text", "jsonl", "csv", "parquet", "pairs", "tokens")},
+    **{
+        f"data={name}": ["data.paths=[PATH]"]
+        for name in ("text", "jsonl", "csv", "parquet", "pairs", "labelled", "tokens")
+    },
     "data=hf": ["data.path=NAME"],
     "data=reasoning_gym": ["data.tasks={chain_sum: {}}"],
     "data=custom": [f"data.function={FUNCTION}"],

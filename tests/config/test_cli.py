@@ -164,6 +164,7 @@ def test_a_saved_run_replays_and_reads_its_programs(words, tmp_path, monkeypatch
     for name in list(os.environ):
         if "COMPILATION_CACHE" in name or "PERSISTENT_CACHE" in name:
             monkeypatch.delenv(name)
+    monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")  # a quiet machine compiles it in 0.4 s
     words = [*words, f"loading.cache_dir={tmp_path / 'cache'}"]
     cli(*words, "hydra.run.dir=first", "training.max_steps=2", cwd=tmp_path, devices=1)
     again = cli(

@@ -177,8 +177,8 @@ def test_auto_takes_what_sends_fewer_bytes():
         (["model=tiny_moe", "model.expert_exchange=rows"], "model.expert_exchange=rows: an exchange of rows .* does not compile for cpu"),
         (["model=tiny_moe", "model.expert_buffer_factor=1.25"], "model.expert_buffer_factor=1.25: .* set model.expert_buffer_factor=null and"),
         (["model=tiny_moe", "model.expert_exchange=gather", "model.expert_buffer_factor=2"], "bounds a buffer that model.expert_exchange=gather lacks"),
-        (["model.expert_exchange=rows"], "model.expert_exchange=rows: model.mlp.kind=gated has no experts; set model.expert_exchange=auto"),
-        (["model.expert_buffer_factor=2"], "model.expert_buffer_factor=2.0: .* set model.expert_buffer_factor=null"),
+        (["model.expert_exchange=rows"], "model.expert_exchange=rows: model.mlp.kind=gated has no experts; set it to auto"),
+        (["model.expert_buffer_factor=2"], "model.expert_buffer_factor=2.0: .* set it to null"),
     ],
 )  # fmt: skip
 def test_mistakes(words, message):

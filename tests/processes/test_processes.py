@@ -151,7 +151,10 @@ def test_a_mistake_is_everyones(words, tmp_path):
     """A folder that is taken, and a corpus that is missing, end both processes with the same line."""
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml").write_text("seed: 1\n")
-    for more, said in (([], "hydra.run.dir"), (["data.paths=[missing]"], "missing does not exist")):
+    for more, said in (
+        ([], "hydra.run.dir"),
+        (["data.paths=[missing]", "hydra.run.dir=other"], "missing does not exist"),
+    ):
         ends = processes(*words, *more, cwd=tmp_path, count=2, devices=1)
         assert [end.code for end in ends] == [2, 2], ends
         for end in ends:

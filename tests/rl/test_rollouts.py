@@ -203,7 +203,7 @@ BAD = {
     "task.passes_per_rollout=2 training.max_steps=3": "training.max_steps=3 is within a rollout, which serves 2 steps",
     "evaluation.num_samples=4": "evaluation.num_samples=4 answers are all the same",
     "task.rewards=[nothing:here]": "module nothing cannot be imported",
-    "task.rewards=[]": "give at least one",
+    "task.rewards=[]": "name a reward, or give task.teacher=RUN",
 }
 
 

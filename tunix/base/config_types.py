@@ -21,10 +21,13 @@ PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"  # in a clone
 
 
 def read_version() -> str:
-    """Return the version of tunix: that of the clone, or of the installed wheel."""
+    """Return the version of tunix: of the clone, or of the installed wheel; "unknown" in a bare copy of the code."""
     if PYPROJECT.is_file():
         return tomllib.loads(PYPROJECT.read_text())["project"]["version"]
-    return metadata.version("tunix-trainer")
+    try:
+        return metadata.version("tunix-trainer")
+    except metadata.PackageNotFoundError:
+        return "unknown"
 
 
 CONF = PACKAGED if PACKAGED.is_dir() else Path(__file__).parents[2] / "conf"

@@ -94,13 +94,13 @@ class Lanes:
         num_slots = num_slots or num_local
         spec = jax.typeof(x).sharding.spec
         front, remaining = spec[:dim], spec[dim + 1 :]
-        shape, remaining = x.shape[:dim], x.shape[dim + 1 :]
+        shape, row_shape = x.shape[:dim], x.shape[dim + 1 :]
         x = x.reshape(
-            *shape, self.num_stages, self.num_shards, num_slots, num_local // num_slots, *remaining,
+            *shape, self.num_stages, self.num_shards, num_slots, num_local // num_slots, *row_shape,
             out_sharding=PartitionSpec(*front, self.stage_axes, self.row_axes, None, None, *remaining),
         ).swapaxes(dim + 1, dim + 2)  # fmt: skip
         folded = PartitionSpec(*front, self.stage_axes, None, self.row_axes, *remaining)
-        return x.reshape(*shape, self.num_stages, num_slots, -1, *remaining, out_sharding=folded)
+        return x.reshape(*shape, self.num_stages, num_slots, -1, *row_shape, out_sharding=folded)
 
     def list_parts(self, x: jax.Array, num_slots: int | None, layout: Layout) -> jax.Array:
         """[A, B] or [A, B, T] -> [M, rows, ...]: the parts of all microbatches in the order in which they go in.

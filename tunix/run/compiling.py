@@ -2,6 +2,7 @@
 
 import hashlib
 import logging
+import os
 import platform
 import threading
 import time
@@ -88,7 +89,8 @@ def keep_programs(cfg: Config) -> None:
         folder = locate_cached(cfg.loading.cache_dir, "programs", processor)
         jax.config.update("jax_compilation_cache_dir", str(folder))
         jax.config.update("jax_compilation_cache_max_size", int(size_gib * 2**30))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", SHORTEST_COMPILE_S)
+        if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
+            jax.config.update("jax_persistent_cache_min_compile_time_secs", SHORTEST_COMPILE_S)
 
 
 def compile_step(program: Program, spans: Spans, mesh: Mesh) -> Any:
