@@ -1,12 +1,13 @@
 """Objects that a user brings, named by a dotted path: `package.module:name`. Imports no jax."""
 
 import importlib
+import inspect
 import os
 import signal
 import sys
 import threading
 import traceback
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Annotated, Any, NamedTuple
 
@@ -128,3 +129,22 @@ def blame_user(key: str, path: str) -> Iterator[None]:
 def _first_line(error: BaseException) -> str:
     text = (str(error).splitlines() or [""])[0][:300]
     return f"{type(error).__name__}: {text}"
+
+
+def select_named(
+    caller: str, parameters: Iterable[inspect.Parameter], given: Mapping[str, Any], columns: Iterable[str]
+) -> dict[str, Any]:
+    """Return those values of `given` that `parameters` of a user's function name, or all where it has **columns.
+
+    Raises:
+        ValueError: `given` lacks a parameter without a default; the message names `caller` and the data's `columns`.
+    """
+    parameters = list(parameters)
+    for each in parameters:
+        required = each.default is each.empty and each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
+        if required and each.name not in given:
+            present = ", ".join(columns) or "none"
+            raise ValueError(f"{caller} takes the column {each.name}, which the data lack; their columns are {present}")
+    if any(each.kind is each.VAR_KEYWORD for each in parameters):
+        return dict(given)
+    return {each.name: given[each.name] for each in parameters if each.name in given}

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from pydantic import TypeAdapter
 
-from tunix.base.dotted_path import import_object, is_dotted
+from tunix.base.dotted_path import import_object, is_dotted, select_named
 from tunix.base.errors import UserError
 from tunix.rl.tool_calls import TOOL_CALLS, Call
 
@@ -98,16 +98,8 @@ def select_arguments(reset: Callable[..., Any], seed: int, columns: Mapping[str,
     """
     if "seed" in columns:
         raise ValueError("the data have a column seed, which is an argument of reset; rename the column")
-    given = {"seed": seed, **columns}
     parameters = inspect.signature(reset).parameters.values()
-    for each in parameters:
-        required = each.default is each.empty and each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
-        if required and each.name not in given:
-            names = ", ".join(columns) or "none"
-            raise ValueError(f"reset takes the column {each.name}, which the data lack; their columns are {names}")
-    if any(each.kind is each.VAR_KEYWORD for each in parameters):
-        return given
-    return {each.name: given[each.name] for each in parameters if each.name in given}
+    return select_named("reset", parameters, {"seed": seed, **columns}, columns)
 
 
 def read_step(result: Any) -> Reply:

@@ -8,12 +8,13 @@
 
 from typing import Any
 
+from tunix.base import dotted_path
 from tunix.rl import rewards as rewards_of_tunix
 from tunix.rl.child_process import connect, describe_error
 from tunix.rl.rewards import call_reward
 from tunix.rl.table import find_reward
 
-OWN_FILES = {__file__, rewards_of_tunix.__file__}
+OWN_FILES = {__file__, rewards_of_tunix.__file__, dotted_path.__file__}
 
 
 def serve(descriptor: int, parent: int, rewards: list[str]) -> None:

@@ -9,6 +9,8 @@ from fractions import Fraction
 from functools import cache
 from typing import Any
 
+from tunix.base.dotted_path import select_named
+
 # Call of a reward: the columns that it takes, and a check of what it returns.
 
 Reward = Callable[..., list[float]]  # (prompts, completions, **columns) -> a score for each completion
@@ -32,14 +34,7 @@ def select_columns(function: Reward, columns: Columns) -> dict[str, Sequence[Any
     if taken := [name for name in columns if name in reserved]:
         raise ValueError(f"the data have a column {taken[0]}, which is an argument of every reward; rename the column")
     keywords = [each for each in parameters if each.name not in positional[:2]]
-    for each in keywords:
-        required = each.default is each.empty and each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
-        if required and each.name not in columns:
-            present = ", ".join(columns) or "none"
-            raise ValueError(f"it takes the column {each.name}, which the data lack; their columns are {present}")
-    if any(each.kind is each.VAR_KEYWORD for each in keywords):
-        return dict(columns)
-    return {each.name: columns[each.name] for each in keywords if each.name in columns}
+    return select_named("it", keywords, columns, columns)
 
 
 def call_reward(
