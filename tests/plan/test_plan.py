@@ -1,8 +1,13 @@
 """`python -m tunix.plan`: what is derived is what the compiled step holds and moves; what cannot be is refused."""
 
 import json
+import os
 import re
+import signal
 import sys
+import threading
+import time
+from pathlib import Path
 
 import jax
 import pytest
@@ -31,7 +36,7 @@ from tunix.costs.rollout import USABLE, select_rows
 from tunix.costs.step import derive, find_program
 from tunix.models.flops import flops_per_token, forward_flops_per_token
 from tunix.plan import __main__ as plan
-from tunix.plan.compile import Compiled, find_backend
+from tunix.plan.compile import WORKERS, Compiled, compile_all, find_backend
 from tunix.plan.derived_time import count_pairs_in_ring, resolve_exchange
 from tunix.plan.ranking import _pick_to_compile, list_micro_batch_sizes, make_candidate, plan_run, rank
 from tunix.plan.report import _list_refused, format_text, make_record
@@ -303,6 +308,26 @@ def test_compiled_by_the_cpu_where_there_is_no_cuda_plugin(run, tmp_path):
     assert best["micro_batch_size"] == 2
     width, height = Image.open(folder / "plan.png").size
     assert width > height > 100
+
+
+def test_ctrl_c_does_not_wait_for_compiles(tmp_path, monkeypatch):
+    """They take minutes, and XLA cannot be interrupted."""
+    compiler, begun = tmp_path / "python", tmp_path / "begun"
+    compiler.write_text(f"#!/bin/sh\necho $$ >> {begun}\nexec sleep 600\n")
+    compiler.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(compiler))
+
+    def press() -> None:
+        while len(begun.read_text().split() if begun.exists() else []) < WORKERS:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=press).start()
+    with pytest.raises(KeyboardInterrupt):
+        list(compile_all([compose(SMALL).config] * 3, read_topology("h100:8")))
+    numbers = begun.read_text().split()
+    assert len(numbers) == WORKERS
+    assert not [number for number in numbers if Path(f"/proc/{number}").exists()]
 
 
 def test_what_does_not_compile_is_told(run):

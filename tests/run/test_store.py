@@ -9,6 +9,7 @@ import pytest
 
 from tunix.base.errors import UserError
 from tunix.checkpoints import folders
+from tunix.checkpoints.checkpoint import Checkpoints
 from tunix.checkpoints.folders import Folder
 from tunix.checkpoints.store import Record, Store, list_dropped
 from tunix.config.compose import compose
@@ -58,6 +59,15 @@ def test_who_dies_while_a_checkpoint_is_deleted_leaves_no_half_of_it(tmp_path, m
     assert store.steps() == []
     assert open_at(tmp_path).steps() == []
     assert list(tmp_path.iterdir()) == []  # the next start has deleted the rest
+
+
+@pytest.mark.parametrize("num_saved", [0, 2])
+def test_ctrl_c_says_where_the_run_can_go_on(tmp_path, num_saved):
+    checkpoints, pressed = Checkpoints(open_at(tmp_path)), KeyboardInterrupt()
+    for step in range(1, num_saved + 1):
+        save(checkpoints.store, step)
+    checkpoints.__exit__(KeyboardInterrupt, pressed)
+    assert getattr(pressed, "__notes__", []) == (["resume=latest goes on after step 2"] if num_saved else [])
 
 
 def test_a_folder_that_is_gone_is_not_made_anew(tmp_path):

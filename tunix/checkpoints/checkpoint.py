@@ -16,6 +16,7 @@ from tunix.config.model import list_keys_outside
 from tunix.config.saved_runs import upgrade
 from tunix.config.training import read_steps
 from tunix.data.sample_order import Position
+from tunix.processes import peers
 from tunix.training.state import State
 
 log = logging.getLogger(__name__)
@@ -109,14 +110,19 @@ class Checkpoints:
     def __enter__(self) -> "Checkpoints":
         return self
 
-    def __exit__(self, kind: type | None, *_: object) -> None:
-        """Finish what was begun, also when the run ends by an error; then that error is the one to show."""
+    def __exit__(self, kind: type | None, error: BaseException | None, *_: object) -> None:
+        """Finish what was begun, also when the run ends by an error; then that error is the one to show.
+
+        Ctrl-C gets a note that says from which step the run can go on.
+        """
         try:
             self.store.wait()
-        except Exception as error:
+        except Exception as failure:
             if kind is None:
                 raise
-            log.error("%s", error)
+            log.error("%s", failure)
+        if isinstance(error, KeyboardInterrupt) and peers.is_main() and (steps := self.store.storage.list_steps()):
+            error.add_note(f"resume=latest goes on after step {steps[-1]}")
 
     def save(
         self,

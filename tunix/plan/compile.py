@@ -7,6 +7,7 @@ backend compiles.
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -31,6 +32,7 @@ from tunix.costs.devices import HBM_SHARE, HOST_SHARE, KERNEL_SHARE, LAUNCH_S, P
 from tunix.costs.hlo import Collective, read_collectives
 from tunix.models import kernels
 from tunix.models.expert_parallel import experts_with_capacity, select_expert_exchange
+from tunix.processes.exits import end_with_parent
 from tunix.sharding.mesh_shape import token_shards
 from tunix.training.choices import build_mesh
 from tunix.training.program import assemble
@@ -208,11 +210,19 @@ def compile_all(configs: list[Config], cluster: Cluster) -> Iterator[Compiled | 
 
     A result is text where a compile failed: the reason.
     """
+    running: list[subprocess.Popen] = []
     with ThreadPoolExecutor(WORKERS) as pool:
-        yield from pool.map(partial(_compile_in_process, cluster=cluster), configs)
+        try:
+            yield from pool.map(partial(_compile_in_process, cluster=cluster, running=running), configs)
+        except BaseException:  # Ctrl-C too: the end of the pool waits for its threads, and these for their processes
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in running:
+                process.kill()
+            raise
 
 
-def _compile_in_process(cfg: Config, cluster: Cluster) -> Compiled | str:
+def _compile_in_process(cfg: Config, cluster: Cluster, running: list[subprocess.Popen]) -> Compiled | str:
+    """Return what `compile_for` returns in a process of its own, which is added to `running`."""
     question = {
         # A plan compiles for meshes of other sizes than the launcher would start.
         "config": cfg.model_dump(mode="json", by_alias=True) | {"launcher": {"name": "local"}},
@@ -231,17 +241,27 @@ def _compile_in_process(cfg: Config, cluster: Cluster) -> Compiled | str:
     else:  # the CPU backend compiles for devices that exist: it makes as many as the cluster has
         count = f"--xla_force_host_platform_device_count={cluster.num_devices}"
         environment["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {count} --xla_backend_optimization_level=0"
-    command, text = [sys.executable, "-m", __name__], json.dumps(question)
-    result = subprocess.run(command, input=text, env=environment, capture_output=True, text=True, check=False)
-    if result.returncode:
+    process = subprocess.Popen(
+        [sys.executable, "-m", __name__],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment,
+        text=True,
+        preexec_fn=end_with_parent(),
+    )
+    running.append(process)
+    stdout, stderr = process.communicate(json.dumps(question))
+    if process.returncode:
         # XLA may abort with pages of text: the last line that names an error says most.
-        lines = [line for line in result.stderr.splitlines() if line.strip() and "JAX_TRACEBACK_FILTERING" not in line]
+        lines = [line for line in stderr.splitlines() if line.strip() and "JAX_TRACEBACK_FILTERING" not in line]
         return next((line for line in reversed(lines) if "rror" in line), lines[-1] if lines else "killed")
-    return TypeAdapter(Compiled).validate_json(result.stdout.splitlines()[-1])
+    return TypeAdapter(Compiled).validate_json(stdout.splitlines()[-1])
 
 
 def main() -> None:
     """Answer one question of `_compile_in_process`."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python would react to Ctrl-C when XLA is done
     question = json.load(sys.stdin)
     cluster = Cluster(DeviceKind.model_validate(question["kind"]), question["num_nodes"], question["per_node"])
     for_gpu = question["backend"] == "gpu"

@@ -46,7 +46,7 @@ def report_errors(work: Callable[[], int | None]) -> int:
     def report_interrupt(kind: type[BaseException], error: BaseException, trace: Any) -> None:
         # One line for Ctrl-C, after which Python ends by the signal (130); a traceback for everything else.
         if issubclass(kind, KeyboardInterrupt):
-            print("interrupted; a training run goes on from its newest checkpoint with resume=latest", file=sys.stderr)
+            print("; ".join(["interrupted", *getattr(error, "__notes__", [])]), file=sys.stderr)
         else:
             sys.__excepthook__(kind, error, trace)
 
