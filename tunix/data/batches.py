@@ -42,6 +42,13 @@ class Field(NamedTuple):
     dtype: str
     # Computes the field from the other fields of a batch [A, B, T]; None if the source of the batches fills it.
     make: Callable[[Example], np.ndarray] | None = None
+    padding: int = 0  # of a sequence of nothing but padding
+    sizes: tuple[tuple[str, int], ...] = ()  # of dimensions beside A, B and T, by their letters
+
+    def shape(self, batch: BatchShape) -> tuple[int, ...]:
+        """Return the shape of the field of a whole batch."""
+        sizes = dict(zip("ABT", batch, strict=True)) | dict(self.sizes)
+        return tuple(sizes[dim_name] for dim_name in self.dims)
 
 
 # An item that is no field: the parameters of a teacher, which all microbatches share (training/teacher.py).
@@ -64,12 +71,35 @@ FIELDS = {
 }
 
 
+# Pictures of a batch, in a run of a model with a tower (`model.vision`) and training.images_per_row of at least 1.
+#
+#     images        [A, B, P, H, W, 3] uint8    P = training.images_per_row slots of a row, each of image_size x
+#                                               image_size pixels; a slot without a picture is zeros
+#     image_index   [A, B, T] int32             which soft token of the row's P * tokens_per_image a token is: slot *
+#                                               tokens_per_image + k; -1 of a token of text, and of padding
+#
+#     tokens        <begin> <image> <image> ... <image> <end> What is this ?      <image>: model.vision.image_token
+#     image_index   -1      0       1       ... 255     -1    -1   -1 -1   -1
+#
+# Pixels are as they were decoded and resized. The model divides them by 255 and normalizes them (models/vision.py).
+IMAGES, IMAGE_INDEX = "images", "image_index"
+
+
+def picture_fields(cfg: Config) -> Fields:
+    """Return the fields of pictures of a run; none where the model has no tower, or its rows no slots."""
+    if cfg.model.vision is None or not cfg.training.images_per_row:
+        return {}
+    dims = cfg.dims
+    sizes = tuple((dim_name, dims[dim_name]) for dim_name in "jyxz")
+    return {IMAGES: Field("ABjyxz", "uint8", sizes=sizes), IMAGE_INDEX: Field("ABT", "int32", padding=-1)}
+
+
 def abstract_arrays(fields: Fields, shape: BatchShape, mesh: Mesh | AbstractMesh) -> dict[str, jax.ShapeDtypeStruct]:
     """Return shapes, dtypes and shardings of the fields of a global batch. No array is made."""
     arrays = {}
     for name, field in fields.items():
         sharding = NamedSharding(mesh, activation_spec(field.dims))
-        arrays[name] = jax.ShapeDtypeStruct(shape.of(field.dims), field.dtype, sharding=sharding)
+        arrays[name] = jax.ShapeDtypeStruct(field.shape(shape), field.dtype, sharding=sharding)
     return arrays
 
 
@@ -79,9 +109,9 @@ def add_fields(batch: Example, fields: Fields) -> Example:
 
 
 def empty_example(seq_len: int, fields: Fields = FIELDS) -> Example:
-    """Return one sequence of padding: zeros in every field, [T] or a scalar."""
+    """Return one sequence of padding, [T] or a scalar in each field: zeros, or the number that the field pads with."""
     shape = BatchShape(1, 1, seq_len)
-    return {name: np.zeros(shape.of(field.dims[2:]), field.dtype) for name, field in fields.items()}
+    return {name: np.full(field.shape(shape)[2:], field.padding, field.dtype) for name, field in fields.items()}
 
 
 def split_rows(batch: Example, num_cuts: int) -> Example:
