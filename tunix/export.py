@@ -17,6 +17,7 @@ from tunix.base.buckets import is_address, is_bucket, list_names, upload
 from tunix.base.digests import FILE, list_files, write_digests
 from tunix.base.errors import UserError
 from tunix.base.files import read_json, replacing
+from tunix.base.forms import sign
 from tunix.config import Export, pretrained_config
 from tunix.config.command_line import run_command
 from tunix.data.tokenizer import PAD, Vocab, load_vocab, read_backend, tokenizer_digest
@@ -82,7 +83,8 @@ def write_export(
         with ExitStack() as stack:
             folder = _make_folder(output, stack)
             line = write(model, folder, dtype, shard_gb)
-            peers.on_main(lambda: write_digests(folder, list_files(folder)), "writing the digests")
+            kind = "adapter" if adapter else "export"
+            peers.on_main(lambda: write_digests(folder, list_files(folder), **sign(kind)), "writing the digests")
     except OSError as error:
         raise UserError(f"output={output} cannot be written: {error.strerror}") from None
     return f"{output}: {line}"

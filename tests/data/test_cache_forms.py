@@ -3,12 +3,12 @@
 import json
 import re
 
+import numpy as np
 import pytest
 from support.harness import SMALL
 
-from tunix.base import buckets
-from tunix.base import files as cache_files
-from tunix.base.files import CACHE_FORMS
+from tunix.base import buckets, forms
+from tunix.base.forms import CACHE_FORMS
 from tunix.config.compose import compose
 from tunix.data.dataset import load_corpus, prepare_corpus
 from tunix.data.shards import open_prepared
@@ -64,6 +64,12 @@ def test_what_is_cached_has_the_version_of_its_form_in_its_name(corpus, tmp_path
     for kind in kinds:
         for path in (tmp_path / kind).iterdir():
             assert re.match(rf"v{CACHE_FORMS[kind]}-\w", path.name), path
+    # Their forms. Where one changes, raise its number, and change it here too.
+    assert CACHE_FORMS["tokenizers"] == CACHE_FORMS["packing"] == 1
+    (tokenizer,) = (tmp_path / "tokenizers").iterdir()
+    assert {path.name for path in tokenizer.iterdir()} == {"tokenizer.json", "tokenizer_config.json"}
+    arrays = {(path.name, np.load(path).dtype.name, np.load(path).ndim) for path in tmp_path.glob("packing/*/*/*.npy")}
+    assert arrays == {("bounds.npy", "int64", 1), ("pieces.npy", "int64", 2)}
 
 
 def test_versions_with_other_forms_share_a_cache(corpus, tmp_path, monkeypatch):
@@ -79,7 +85,7 @@ def test_versions_with_other_forms_share_a_cache(corpus, tmp_path, monkeypatch):
     first, files = load(), list_files()
     with monkeypatch.context() as newer:
         for kind, form in CACHE_FORMS.items():
-            newer.setitem(cache_files.CACHE_FORMS, kind, form + 1)
+            newer.setitem(forms.CACHE_FORMS, kind, form + 1)
         assert load() == first
         assert len(list_files()) == 2 * len(files)
     assert load() == first

@@ -13,6 +13,8 @@ import pytest
 import yaml
 from support.harness import cli, metrics
 
+from tunix.base.config_types import read_version
+from tunix.base.forms import FORMS
 from tunix.base.text import flat
 from tunix.config.compose import compose
 from tunix.config.saved_runs import upgrade
@@ -54,6 +56,8 @@ def test_a_saved_run_goes_on_with_the_same_digits(version, unpack):
     assert done.returncode == 0, done.stderr
     assert "resumed at step 3" in done.stdout
     assert [line["step"] for line in metrics(saved / "run")] == [4, 5, 6]
+    made = json.loads((saved / "run" / "checkpoints" / "6" / "run" / "metadata").read_text())
+    assert made["written_by"] == {"tunix": read_version(), "kind": "checkpoint", "form": FORMS["checkpoint"]}
     resumed = numbers(saved / "run")
     if (saved / "cpu_flags").read_text() in Path("/proc/cpuinfo").read_text():
         assert resumed == expected

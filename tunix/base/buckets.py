@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from tunix.base.errors import UserError
-from tunix.base.files import CACHE_FORMS, read_json, replacing, resolve_below, write_whole
+from tunix.base.files import read_json, replacing, resolve_below, write_whole
+from tunix.base.forms import CACHE_FORMS
 
 log = logging.getLogger(__name__)
 

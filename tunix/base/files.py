@@ -183,24 +183,6 @@ def make_once(target: Path, make: Callable[[Path], object], key: str = "loading.
     return target
 
 
-# Version of the form of what each folder of `loading.cache_dir` holds: which files, and what they mean. The version is
-# part of the names there (`locate_cached`): versions of tunix with different forms share a cache, and none reads files
-# of another form. Raise the number when you change a form; for tokens, tests/data/test_cache_forms.py fails until then.
-CACHE_FORMS = {
-    "tokens": 3,  # tokenized corpora (data/shards.py)
-    "tokenizers": 1,  # trained ones (data/tokenize.py)
-    "packing": 1,  # which pieces of documents a sequence has (data/packing.py)
-    "reference": 2,  # log-probabilities of pairs under the model of step 0 (rl/reference.py)
-    "programs": 1,  # compiled ones, in JAX's form, whose names hold JAX's own version (run/compiling.py)
-    "buckets": 1,  # copies of objects (base/buckets.py), and stand-ins of checkpoints (config/saved_runs.py)
-}
-
-
-def locate_cached(cache_dir: str | Path, kind: str, key: str) -> Path:
-    """Return the path of something in `loading.cache_dir`: CACHE_DIR/KIND/vFORM-KEY."""
-    return Path(cache_dir).expanduser() / kind / f"v{CACHE_FORMS[kind]}-{key}"
-
-
 def find_writable(key: str, name: str) -> Path:
     """Return the path of a file to write; raises `UserError` where there can be none."""
     path = Path(name).expanduser()

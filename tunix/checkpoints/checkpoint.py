@@ -9,6 +9,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from tunix.base.errors import UserError, mask_values
+from tunix.base.forms import sign
 from tunix.base.text import flat
 from tunix.checkpoints.store import Record, Store
 from tunix.config import Config, Evaluation
@@ -138,6 +139,7 @@ class Checkpoints:
             "position": asdict(position),
             "improvement": asdict(improvement),
             "config": mask_values(config.model_dump(mode="json", by_alias=True)),
+            **sign("checkpoint"),
         }
         metrics = None if held_out_loss is None else {"held_out_loss": held_out_loss}
         self.store.save(position.step, state, Record(info, json.loads(tokenizer.to_str()), metrics))

@@ -20,7 +20,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
@@ -29,7 +29,8 @@ import jax
 from tunix.base.buckets import is_address
 from tunix.base.digests import FILE, Damaged, check_files, list_files
 from tunix.base.errors import UserError
-from tunix.base.files import is_whole_number, list_numbers
+from tunix.base.files import is_whole_number, list_numbers, parse_json
+from tunix.base.forms import reject_newer_form
 from tunix.checkpoints.bucket import Bucket
 from tunix.checkpoints.folders import Folder, OneHostFolder, read_together
 from tunix.config import Checkpoint
@@ -155,7 +156,9 @@ class Store:
 
         Raises:
             Damaged: on every process, if a file is not what was written.
+            UserError: a newer version of tunix wrote it, in a form that is not read here.
         """
+        self._ask_main(lambda: reject_newer_checkpoint(self.storage, step))
         if self.cfg.verify == "never":
             return
         if self.cfg.verify == "once" and self._ask_main(lambda: self.storage.is_verified(step)):
@@ -276,6 +279,14 @@ def _wait_for_others(answers: str) -> dict[str, Any]:
     return written
 
 
+def reject_newer_checkpoint(storage: Storage, step: int) -> None:
+    """Raise `UserError` for a checkpoint whose form is newer than what is read here."""
+    record = None
+    with suppress(OSError, ValueError):  # damage, which whoever reads more of the checkpoint describes
+        record = parse_json(storage.read(step, "run/metadata"))
+    reject_newer_form(record, f"{storage.folder}/{step}")
+
+
 def read_about(storage: Storage, step: int) -> dict[str, Any]:
     """Read the item `run`: position in the data, config, ...; the key `parts` has what `find_parts` finds."""
     return {**json.loads(storage.read(step, "run/metadata")), "parts": find_parts(storage, step)}
@@ -300,12 +311,15 @@ ADDRESS = "address"  # a file in a checkpoint's folder that is a stand-in for on
 
 
 def find_storage(checkpoint: Path) -> tuple[Storage, int]:
-    """Return the place and the step of a checkpoint."""
+    """Return the place and the step of a checkpoint; raises `UserError` for one of a newer form."""
     file = checkpoint / ADDRESS
-    if not file.is_file():
-        return Folder(checkpoint.parent), int(checkpoint.name)
-    folder, _, step = file.read_text().strip().rpartition("/")
-    return Bucket(folder), int(step)
+    storage: Storage = Folder(checkpoint.parent)
+    step = checkpoint.name
+    if file.is_file():
+        folder, _, step = file.read_text().strip().rpartition("/")
+        storage = Bucket(folder)
+    reject_newer_checkpoint(storage, int(step))
+    return storage, int(step)
 
 
 def reject_damaged_checkpoint(checkpoint: Path, key: str = "checkpoint") -> None:

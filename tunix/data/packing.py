@@ -8,7 +8,8 @@ from typing import Any
 import grain
 import numpy as np
 
-from tunix.base.files import locate_cached, make_once
+from tunix.base.files import make_once
+from tunix.base.forms import locate_cached
 from tunix.data.batches import Example, empty_example
 from tunix.data.shards import Arrays, Stream, locate
 

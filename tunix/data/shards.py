@@ -28,7 +28,8 @@ import numpy as np
 from tunix.base.digests import list_files, write_digests
 from tunix.base.dotted_path import import_object
 from tunix.base.errors import UserError
-from tunix.base.files import CACHE_FORMS, read_json
+from tunix.base.files import read_json
+from tunix.base.forms import CACHE_FORMS, naming_writer
 from tunix.config import Task
 from tunix.data.documents import Document, Encoded, LeftOut, read_documents
 from tunix.data.files import Limited, Unit
@@ -126,14 +127,15 @@ def open_prepared(folder: Path) -> Prepared:
     """Open the folder of a tokenized corpus.
 
     Raises:
-        UserError: the index is damaged or of another version.
+        UserError: the index is damaged, or of a version whose form is not read here.
     """
-    index = read_json(folder / "index.json")
-    if index.get("format") not in READABLE:
-        raise UserError(
-            f"{folder}/index.json is of format {index.get('format')}, not {FORMAT}; remove the folder and prepare it "
-            "again"
-        )
+    with naming_writer(folder):
+        index = read_json(folder / "index.json")
+        if index.get("format") not in READABLE:
+            raise UserError(
+                f"{folder}/index.json is of format {index.get('format')}, not {FORMAT}; remove the folder and prepare "
+                "it again"
+            )
     return Prepared(folder, index)
 
 

@@ -29,7 +29,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from tunix.base.digests import FILE, is_verified, list_files, note_verified, reject_damaged, write_digests
 from tunix.base.errors import UserError
-from tunix.base.files import locate_cached, make_once, replacing
+from tunix.base.files import make_once, replacing
+from tunix.base.forms import locate_cached, sign
 from tunix.config import Loading, Task, Tokenizer
 from tunix.config.task import Prompted
 from tunix.data.documents import Document, read_documents
@@ -216,7 +217,7 @@ def prepare(source: Source, units: list[Unit], task: Task, vocab: Vocab, loading
             *list_files(folder / "tokenizer"),
             *(folder / plan.name / FILE for plan in plans),
         ]
-        write_digests(folder, [path for path in files if path.is_file()])
+        write_digests(folder, [path for path in files if path.is_file()], **sign("corpus"))
         note_verified(folder, folder / FILE)
         log.info("tokenized %s in %.1f s: %s", source.source, time.perf_counter() - start_time, folder)
     return open_verified(folder, loading)

@@ -9,6 +9,7 @@ from safetensors import SafetensorError, safe_open
 
 from tunix.base.errors import UserError
 from tunix.base.files import read_json
+from tunix.base.forms import naming_writer
 from tunix.config import PROJECTIONS, Model
 from tunix.huggingface.table import Family, find_family
 
@@ -36,6 +37,11 @@ def read_adapter(folder: Path, family: str) -> dict[str, Any]:
     Raises:
         UserError: a key or a tensor that is not understood: it is named.
     """
+    with naming_writer(folder):
+        return _read_adapter(folder, family)
+
+
+def _read_adapter(folder: Path, family: str) -> dict[str, Any]:
     source = f"{folder}/{CONFIG}"
     if not (folder / CONFIG).is_file():
         raise UserError(f"{folder} has no {CONFIG}: it is no adapter of PEFT")

@@ -7,6 +7,7 @@ from typing import Any
 
 from tunix.base.errors import UserError
 from tunix.base.files import read_json
+from tunix.base.forms import naming_writer
 from tunix.config import Model
 from tunix.config.layers import ExpertsMlp
 from tunix.huggingface.rope_keys import (
@@ -198,10 +199,11 @@ def read_config(folder: Path, family: str | None = None, key: str = "model.init_
             f"{key}={folder} is not a model's folder: it has no config.json; give a folder or an ID of the Hugging "
             "Face hub, or a run's folder, which has a config.yaml"
         )
-    try:
-        return translate_config(read_json(folder / "config.json"), source, family)
-    except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
-        raise UserError(f"{source}: a key has a value of the wrong type ({error})") from None
+    with naming_writer(folder):
+        try:
+            return translate_config(read_json(folder / "config.json"), source, family)
+        except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
+            raise UserError(f"{source}: a key has a value of the wrong type ({error})") from None
 
 
 def translate_config(raw: dict[str, Any], source: str, family_name: str | None = None) -> dict[str, Any]:

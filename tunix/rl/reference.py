@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec, reshard
 
-from tunix.base.files import locate_cached, make_once
+from tunix.base.files import make_once
+from tunix.base.forms import locate_cached
 from tunix.config import Config
 from tunix.config.model import list_keys_outside
 from tunix.config.task import Compared

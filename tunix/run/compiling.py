@@ -16,7 +16,7 @@ import jax
 from jax.sharding import Mesh
 
 from tunix.base.errors import UserError
-from tunix.base.files import locate_cached
+from tunix.base.forms import locate_cached
 from tunix.config import Config
 from tunix.config.batch import BatchSchedule, BatchShape, Spans
 from tunix.costs.hlo import read_collectives, summarise
