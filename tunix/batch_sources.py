@@ -27,7 +27,9 @@ from tunix.processes.watchdog import Watchdog
 from tunix.rl.episodes import make_pool, try_user_code
 from tunix.rl.evaluation import HeldOutAnswers
 from tunix.rl.reference import add_reference, make_judge, make_reference
-from tunix.rl.rollouts import RolloutEngine, Rollouts, SamplesFile
+from tunix.rl.rollout_engine import RolloutEngine
+from tunix.rl.rollouts import Rollouts
+from tunix.rl.samples_file import SamplesFile
 from tunix.rl.scoring import Scorer
 from tunix.run.metrics import Metrics
 from tunix.training.loss import HeldOut, find_loss_kind, make_completion

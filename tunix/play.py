@@ -20,11 +20,11 @@ from tunix.config.task import Grpo
 from tunix.data.prompts import Prompt, PromptCorpus, load_prompts
 from tunix.evaluate import make_config
 from tunix.processes import peers
-from tunix.rl.environment_pool import EnvironmentPool
+from tunix.rl.environment_pool import EnvironmentPool, Session
 from tunix.rl.environment_worker import Request
 from tunix.rl.environments import Reply
+from tunix.rl.episodes import derive_seed
 from tunix.rl.evaluation import evaluate_answers, is_sampling
-from tunix.rl.rollouts import derive_seed
 
 # No model reads the prompts where a person plays, so they may be long.
 WITHOUT_MODEL = (
@@ -79,8 +79,9 @@ def play_by_hand(command: Play, cfg: Config, task: Grpo) -> None:
     with pool:
         for number in range(command.episodes or 1):
             prompt = None if corpus is None else _find_prompt(corpus, command.row + number)
-            pool.begin()
-            _play_episode(pool, task, prompt, derive_seed(command.seed, "environment", number), lines, tool_calls)
+            with pool.open() as session:
+                seed = derive_seed(command.seed, "environment", number)
+                _play_episode(session, task, prompt, seed, lines, tool_calls)
 
 
 def _find_prompt(corpus: PromptCorpus, row: int) -> Prompt:
@@ -107,7 +108,7 @@ def _read_turns() -> Iterator[str]:
 
 
 def _play_episode(
-    pool: EnvironmentPool, task: Grpo, prompt: Prompt | None, seed: int, lines: Iterator[str], tool_calls: str
+    session: Session, task: Grpo, prompt: Prompt | None, seed: int, lines: Iterator[str], tool_calls: str
 ) -> None:
     if prompt is not None:
         print(f"prompt\n{_indent(prompt.text)}", flush=True)
@@ -116,31 +117,30 @@ def _play_episode(
         parameters = ", ".join(function["parameters"]["properties"])
         print(f"tool {function['name']}({parameters}): {function['description']}")
         print(f"a call is {EXAMPLES[tool_calls].replace('NAME', json.dumps(function['name']))}", flush=True)
-    reply = _ask(pool, ("reset", seed, {} if prompt is None else prompt.columns))
+    reply = _ask(session, ("reset", seed, {} if prompt is None else prompt.columns))
     _show(reply.observations)
     total, num_turns = 0.0, 0
     while not reply.done:
         text = next(lines, None) if num_turns < task.max_turns else None
         if text is None:  # the input is over, or the turns are: the environment may have a reward for what was done
-            reply = _ask(pool, ("finish",))
+            reply = _ask(session, ("finish",))
             total += reply.reward
             break
         num_turns += 1
-        reply = _ask(pool, ("step", text))
+        reply = _ask(session, ("step", text))
         total += reply.reward
         _show(reply.observations)
         print(f"reward {reply.reward:g}{', calls that failed: ' + str(reply.tool_errors) if reply.tool_errors else ''}")
-    pool.forget(0)
     print(f"the episode is over after {num_turns} turns; the environment's reward is {total:g}", flush=True)
 
 
-def _ask(pool: EnvironmentPool, request: Request) -> Reply:
-    """Return the reply of the one episode of the pool; raises `UserError` where its environment fails."""
-    pool.ask(0, request)
-    while not (answers := pool.replies(1.0)):
+def _ask(session: Session, request: Request) -> Reply:
+    """Return the reply of the one episode of a session; raises `UserError` where its environment fails."""
+    session.ask(0, request)
+    while not (answers := session.replies(1.0)):
         pass
     if answers[0].reply is None:
-        raise UserError(f"task.environment={pool.name} fails: {answers[0].problem}")
+        raise UserError(f"task.environment={session.pool.name} fails: {answers[0].problem}")
     return answers[0].reply
 
 

@@ -84,16 +84,18 @@ def test_no_time_changes_a_token(ahead, tmp_path):
 
 @pytest.mark.nightly
 def test_episodes_wait_too(tmp_path):
-    """With their turns: a resumed run learns from the same ones."""
+    """With their turns: a resumed run learns from the same ones, also where fewer are drawn at one time."""
     folder = tmp_path / "run"
-    words = ["task.staleness=1", "training.max_steps=3", "checkpoint.max_to_keep=9", "checkpoint.save_every_steps=2"]
+    words = ["task.staleness=2", "training.max_steps=4", "checkpoint.max_to_keep=9", "checkpoint.save_every_steps=2"]
     tunix.train([*AGENT, *APART, *words, "evaluation.every_steps=2", f"hydra.run.dir={folder}"])
     before, drawn = read(folder)
-    tunix.train([f"resume={folder}/checkpoints/2"])
+    assert "3 at one time have a cache" in (folder / "train.log").read_text()
+    tunix.train([f"resume={folder}/checkpoints/2", "task.rollout_rows=16", "task.environment_processes=1"])
+    assert "1 at one time have a cache" in (folder / "train.log").read_text()
     after, again = read(folder)
-    assert [line["staleness"] for line in before] == [0, 1, 1]
-    assert after[3:] == before[2:]
-    assert again[48:] == drawn[32:]
+    assert [line["staleness"] for line in before] == [0, 1, 2, 2]
+    assert after[4:] == before[2:]
+    assert again[64:] == drawn[32:]
 
 
 def test_the_order_of_work():
@@ -148,6 +150,10 @@ def test_the_plan_knows_both_meshes():
     assert beside.rollout.copy_bytes == 2 * weights  # one that waits, one that draws
     assert beside.memory >= between.costs.memory + beside.rollout.costs.memory + 2 * weights
     assert apart.rollout_memory == apart.rollout.costs.memory + apart.rollout.copy_bytes
+    agents = best("task.staleness=1", "task.environment=look_up", "sampling.max_turn_tokens=2")
+    held = [agents.rollout.costs.num_bytes[name] for name in ("gathered weights", "cache", "other cache")]
+    assert (beside.rollout.at_once, agents.rollout.at_once) == (1, 2)
+    assert agents.rollout.costs.num_bytes["other rollouts"] == sum(held)
     assert apart.tokens_per_s == apart.costs.tokens_per_step / max(apart.time.step_s, apart.rollout_s)
 
 

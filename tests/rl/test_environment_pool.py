@@ -9,7 +9,7 @@ import pytest
 from support.processes import wait_until
 
 from tunix.base.errors import UserError
-from tunix.rl.environment_pool import EnvironmentPool
+from tunix.rl.environment_pool import EnvironmentPool, Session
 
 ENVIRONMENTS = '''
 import os, random, signal, subprocess, sys, time
@@ -85,28 +85,33 @@ def make_pool(kind: str, processes: int = 2, timeout_s: float = 20.0, memory_mib
 
 def play(pool: EnvironmentPool, episodes: dict[int, list[str]]) -> dict[int, list]:
     """Play some episodes, each with the texts of its turns; return what each was replied, and last the problem."""
-    pool.begin()
+    with pool.open() as session:
+        return play_in(session, episodes)
+
+
+def play_in(session: Session, episodes: dict[int, list[str]]) -> dict[int, list]:
     said = {number: [] for number in episodes}
     for number in episodes:
-        pool.ask(number, ("reset", 100 + number, {"first": number}))
+        session.ask(number, ("reset", 100 + number, {"first": number}))
     waiting = set(episodes)
     while waiting:
-        for answered in pool.replies(30.0):
+        for answered in session.replies(30.0):
             number, texts = answered.number, episodes[answered.number]
             said[number].append(answered.problem or answered.reply)
             if answered.problem or len(said[number]) > len(texts):
                 waiting.discard(number)
-                pool.forget(number)
+                session.forget(number)
             else:
-                pool.ask(number, ("step", texts[len(said[number]) - 1]))
+                session.ask(number, ("step", texts[len(said[number]) - 1]))
     return said
 
 
 def test_episodes_of_several_processes(folder):
     with make_pool("Sums") as pool:
         said = play(pool, {number: ["add 1", "add 2"] for number in range(5)})
-        again = play(pool, {number: ["add 1", "add 2"] for number in range(5)})
-        assert pool.num_lost == 0
+        with pool.open() as session:
+            again = play_in(session, {number: ["add 1", "add 2"] for number in range(5)})
+        assert session.num_lost == 0
         pids = [holder.process.process.pid for holder in pool.holders]
     assert said == again
     assert said[3][0].observations == ["103 3"]
@@ -121,8 +126,9 @@ def test_bad_episodes_cost_themselves_alone(folder):
     bad = {0: "raises", 1: "exits", 2: "dies", 3: "dies_once", 4: "forks", 5: "grows"}
     with make_pool("Sums") as pool:
         expected = play(pool, good)
-        mixed = play(pool, good | {number: ["add 1", "add 1", f"{word} 1", "add 1"] for number, word in bad.items()})
-        num_lost = pool.num_lost
+        words = {number: ["add 1", "add 1", f"{word} 1", "add 1"] for number, word in bad.items()}
+        with pool.open() as session:
+            mixed = play_in(session, good | words)
     problems = {number: mixed[number][-1] for number in bad if isinstance(mixed[number][-1], str)}
     assert problems.keys() == {0, 1, 2, 5}
     assert problems[0].startswith("ZeroDivisionError: division by zero (")
@@ -130,7 +136,7 @@ def test_bad_episodes_cost_themselves_alone(folder):
     assert problems[1].startswith("SystemExit: enough (")
     assert problems[2] == "its process ended with exit code 3, twice"
     assert problems[5].startswith("MemoryError: ")
-    assert num_lost == 3, "two for the episode that dies, one for that which dies once"
+    assert session.num_lost == 3, "two for the episode that dies, one for that which dies once"
     assert {number: mixed[number] for number in good if number not in problems} == {
         number: expected[number] for number in good if number not in problems
     }
@@ -138,8 +144,10 @@ def test_bad_episodes_cost_themselves_alone(folder):
 
 def test_an_environment_that_hangs_is_killed_with_its_children(folder):
     with make_pool("Sums", processes=1, timeout_s=1.0) as pool:
-        said = play(pool, {0: ["add 1", "hangs 1"], 1: ["add 1", "add 1"], 77: ["add 1"], 78: ["add 1", "add 1"]})
-        assert pool.num_lost == 1 or said[78], "a close that hangs costs no episode"
+        words = {0: ["add 1", "hangs 1"], 1: ["add 1", "add 1"], 77: ["add 1"], 78: ["add 1", "add 1"]}
+        with pool.open() as session:
+            said = play_in(session, words)
+        assert session.num_lost == 1 or said[78], "a close that hangs costs no episode"
     assert said[0][-1] == "its process takes longer than 1 s"
     assert [reply.reward for reply in said[1]] == [0.0, 2.0, 3.0]
     assert [reply.reward for reply in said[78]] == [0.0, 79.0, 80.0]
@@ -158,20 +166,39 @@ def test_what_is_not_played_again(folder):
 
 
 def test_a_process_that_is_killed_from_outside(folder):
-    with make_pool("Sums", processes=1) as pool:
-        pool.begin()
-        pool.ask(0, ("reset", 1, {"first": 0}))
-        (before,) = pool.replies(30.0)
+    with make_pool("Sums", processes=1) as pool, pool.open() as session:
+        session.ask(0, ("reset", 1, {"first": 0}))
+        (before,) = session.replies(30.0)
         os.kill(pool.holders[0].process.process.pid, signal.SIGKILL)
-        pool.ask(0, ("step", "add 1"))
-        (after,) = pool.replies(30.0)
-        assert (after.problem, after.reply.reward, pool.num_lost) == ("", 1.0, 1)
+        session.ask(0, ("step", "add 1"))
+        (after,) = session.replies(30.0)
+        assert (after.problem, after.reply.reward, session.num_lost) == ("", 1.0, 1)
         # Replies of episodes that were given up do not come later.
-        pool.ask(0, ("step", "add 1"))
-        pool.begin()
-        pool.ask(0, ("reset", 1, {"first": 0}))
-        time.sleep(0.2)
-        assert [answered.reply for answered in pool.replies(30.0)] == [before.reply]
+        session.ask(0, ("step", "add 1"))
+        with pool.open() as later:
+            session.__exit__()
+            later.ask(0, ("reset", 1, {"first": 0}))
+            time.sleep(0.2)
+            assert [answered.reply for answered in later.replies(30.0)] == [before.reply]
+
+
+def test_sessions_share_processes(folder):
+    """Episodes of two rollouts have the same numbers and do not meet, also when a process of both is lost."""
+    words = {number: ["add 1", "add 2"] for number in range(4)}
+    with make_pool("Sums", processes=1) as pool:
+        alone = play(pool, words)
+        with pool.open() as first, pool.open() as second:
+            first.ask(0, ("reset", 7, {"first": 5}))
+            (before,) = first.replies(30.0)
+            assert play_in(second, words) == alone
+            assert play_in(second, {8: ["dies 1"]})[8][-1] == "its process ended with exit code 3, twice"
+            first.ask(0, ("step", "add 3"))
+            (after,) = first.replies(30.0)
+        assert (before.reply.observations, after.reply.reward) == (["7 5"], 8.0)
+        assert (first.num_lost, second.num_lost) == (0, 2)
+        pool.fail(ZeroDivisionError("a thread of the pool has ended"))
+        with pytest.raises(ZeroDivisionError):
+            first.replies(30.0)
 
 
 def test_an_environment_is_tried_out_first(folder, capfd, monkeypatch):

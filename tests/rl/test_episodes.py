@@ -4,6 +4,7 @@ tests/rl/test_agents.py plays them with a model and its engine.
 """
 
 import random
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,10 +20,11 @@ from tunix.data.prompts import Prompt
 from tunix.data.tokenizer import train_vocab
 from tunix.inference.engine import Answer
 from tunix.rl.environment_pool import EnvironmentPool
-from tunix.rl.episodes import Episode, ObservationEncoder, Player
+from tunix.rl.episodes import Episode, ObservationEncoder, Player, RolloutRequest
 
 ENVIRONMENTS = '''
 import time
+from pathlib import Path
 
 class Riddle:
     """Wants the number that it has said, plus one."""
@@ -55,6 +57,21 @@ class Adder:
         "Add two numbers."
         return a + b
     def get_reward(self): return 0.5
+
+class Meeting:
+    """Waits until an environment of the other rollout is at work too."""
+
+    def reset(self, seed, own):
+        self.own = own
+
+    def step(self, text):
+        Path("met" + self.own).touch()
+        deadline = time.monotonic() + 15
+        while not all(Path("met" + name).exists() for name in "12"):
+            if time.monotonic() > deadline:
+                raise RuntimeError("nobody came")
+            time.sleep(0.01)
+        return None, 1.0, True
 '''
 
 
@@ -175,7 +192,7 @@ def play(vocab, name, policy, *, prompts=3, group_size=4, seed=0, rows=None, sam
     with EnvironmentPool(f"riddles:{name}", {}, "hermes", 2, 20.0, 400) as pool:
         task = SimpleNamespace(describe_tools=list, chat_template_kwargs=None, max_turns=max_turns)
         player = Player(pool, task, vocab, [stop], longest)
-        player.play(engine, episodes, group_size, sampling or keys(), rows, None)
+        player.play(engine, episodes, RolloutRequest([], sampling or keys(), group_size, 0), rows)
     assert not engine.rows
     return episodes, engine
 
@@ -210,6 +227,30 @@ def test_neither_rows_nor_waits_change_an_episode(vocab, rows):
     assert list(map(list_facts, first)) == list(map(list_facts, again))
     assert sorted(engine.admitted) == [(0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10, 11)], "a prompt is computed once"
     assert {episode.seed for episode in first[:4]} == {100}
+
+
+def test_rollouts_play_beside_one_another(vocab):
+    """While one waits for its environments, another one has the devices: here each waits for the other's."""
+    stop = vocab.backend.token_to_id("<eos>")
+
+    def policy(text, number):
+        return "?"
+
+    with EnvironmentPool("riddles:Meeting", {}, "hermes", 4, 20.0, 400) as pool:
+        task = SimpleNamespace(describe_tools=list, chat_template_kwargs=None, max_turns=5)
+        player = Player(pool, task, vocab, [stop], 100)
+
+        def play_one(name: str) -> list[Episode]:
+            tokens = vocab.backend.encode("?", add_special_tokens=False).ids
+            prompt = Prompt(tokens, "?", {"own": name}, Question([], {}))
+            episodes = [Episode(number, prompt, 1) for number in range(2)]
+            engine = ScriptedEngine(vocab, stop, policy)
+            player.play(engine, episodes, RolloutRequest([], keys(), 2, 0, rank=int(name)), None)
+            return episodes
+
+        with ThreadPoolExecutor(2) as threads:
+            played = [*threads.map(play_one, ["1", "2"])]
+    assert [(episode.problem, episode.reward) for each in played for episode in each] == [("", 1.0)] * 4
 
 
 def test_budgets(vocab):

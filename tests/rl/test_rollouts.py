@@ -22,7 +22,8 @@ from tunix.config.compose import compose
 from tunix.data.batches import BatchSource
 from tunix.evaluate import evaluate
 from tunix.inference.engine import Answer, Engine
-from tunix.rl.rollouts import arrange_answers, derive_seed
+from tunix.rl.episodes import derive_seed
+from tunix.rl.rollouts import arrange_answers
 from tunix.run.early_stopping import Moment, check_stop_request
 
 

@@ -1,7 +1,7 @@
 """Memory and time of a rollout on one device, and the programs that it compiles; derived, without a device."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -100,6 +100,13 @@ class RolloutCosts:
     def memory(self) -> int:
         return sum(self.num_bytes.values())
 
+    def with_others(self, count: int) -> "RolloutCosts":
+        """Return the costs where so many other rollouts have weights and caches beside this one."""
+        if not count:
+            return self
+        held = sum(self.num_bytes[name] for name in ("gathered weights", "cache", "other cache"))
+        return replace(self, num_bytes=self.num_bytes | {"other rollouts": count * held})
+
     def predict_seconds(self, kind: DeviceKind) -> float:
         """Return the time of all answers, each as long as it may be, where memory or products are the limit."""
         return max(
@@ -115,7 +122,8 @@ class RolloutPlan:
     max_prompt_length: int
     steps: int  # from one rollout to the next
     rows_at_once: int  # answers that are drawn at one time, over the whole mesh
-    costs: RolloutCosts
+    at_once: int  # rollouts that have caches at one time
+    costs: RolloutCosts  # of all these
     reference_bytes: int  # of the model of step 0, which is beside the training state in steps too
     copy_bytes: int  # of one device that draws: weights at rest that wait for their turn (task.staleness)
     is_apart: bool  # drawn on devices of its own (task.rollout_devices)
@@ -126,15 +134,17 @@ def plan_rollout(program: Program, device_bytes: int | None) -> RolloutPlan:
     task = program.cfg.task
     assert isinstance(task, Grpo)
     cycle = task.cycle(program.batch.num_sequences)
-    num_answers = cycle.samples * task.group_size
+    num_answers = _count_answers(program, task)
     rows = min(num_answers, select_rows(program, device_bytes) or num_answers)
-    costs = _derive_costs_of_run(program, rows, device_bytes)
+    at_once = select_rollouts_at_once(program, device_bytes)
+    costs = _derive_costs_of_run(program, rows, device_bytes).with_others(at_once - 1)
     max_prompt_length = _find_max_prompt_length(program.cfg)
     return RolloutPlan(
         cycle.samples,
         max_prompt_length,
         cycle.steps,
         rows,
+        at_once,
         costs,
         count_reference_bytes(program),
         count_copy_bytes(program),
@@ -202,16 +212,46 @@ def select_rows(program: Program, device_bytes: int | None) -> int | None:
         return task.rollout_rows
     if device_bytes is None:
         return None
-    others = count_copy_bytes(program)
-    if task.rollout_devices is None:  # else nothing of learning is there
-        others += bytes_per_device(program.abstract) + count_reference_bytes(program) + count_teacher_bytes(program)
-    free = USABLE * device_bytes - others
+    free = _count_free_bytes(program, task, device_bytes)
     shards = data_shards(whole_sequences(find_rollout_mesh(program)).shape)
-    count = pad_rows(math.ceil(task.cycle(program.batch.num_sequences).samples * task.group_size / shards))
+    count = pad_rows(math.ceil(_count_answers(program, task) / shards))
     # The sizes of `pad_rows` are tried: 16, 12, 8, 6, 4, 2, 1.
     while count > 1 and _derive_costs_of_run(program, count * shards, device_bytes).memory > free:
         count = pad_rows(count * 2 // 3)
     return count * shards
+
+
+def select_rollouts_at_once(program: Program, device_bytes: int | None) -> int:
+    """Return how many rollouts of a run with task=grpo have caches at one time.
+
+    One, where nothing but the devices is waited for. With an environment it is all that are begun (task.staleness), or
+    as many as fit with all of their rows.
+    """
+    task = program.cfg.task
+    assert isinstance(task, Grpo)
+    if task.environment is None or not task.staleness:
+        return 1
+    most, answers = task.staleness + 1, _count_answers(program, task)
+    if isinstance(task.rollout_rows, int):
+        return min(most, max(1, task.rollout_rows // answers))
+    if device_bytes is None or task.rollout_rows is None:
+        return most
+    costs = _derive_costs_of_run(program, answers, device_bytes)
+    free = _count_free_bytes(program, task, device_bytes)
+    return max((count for count in range(2, most + 1) if costs.with_others(count - 1).memory <= free), default=1)
+
+
+def _count_answers(program: Program, task: Grpo) -> int:
+    """Return the answers of a rollout."""
+    return task.cycle(program.batch.num_sequences).samples * task.group_size
+
+
+def _count_free_bytes(program: Program, task: Grpo, device_bytes: int) -> float:
+    """Return the bytes of a device that rollouts may take, beside what rests there."""
+    others = count_copy_bytes(program)
+    if task.rollout_devices is None:  # else nothing of learning is there
+        others += bytes_per_device(program.abstract) + count_reference_bytes(program) + count_teacher_bytes(program)
+    return USABLE * device_bytes - others
 
 
 def _find_max_prompt_length(cfg: Config) -> int:

@@ -43,8 +43,10 @@ class Drawn(NamedTuple):
 
 
 class RolloutsAhead:
-    """Draws in threads, `staleness` rollouts ahead: one is drawn while another is scored. They go by their first
-    steps."""
+    """Draws in threads, `staleness` rollouts ahead, each known by its first step.
+
+    All that are begun are under way at one time: `RolloutEngine.ask` says what of them runs side by side.
+    """
 
     def __init__(
         self,
@@ -59,8 +61,8 @@ class RolloutsAhead:
         `mesh` is that of drawing, `waiting` are rollouts of a checkpoint.
         """
         self.draw, self.mesh, self.first_steps, self.staleness = draw, mesh, first_steps, staleness
-        # Two: one rollout is scored while the next one is drawn. `RolloutEngine.ask` does one of each at a time.
-        self.threads = ThreadPoolExecutor(min(2, staleness), "drawing")
+        # While a step waits for its rollout, the ones of the next `staleness` steps are begun too.
+        self.threads = ThreadPoolExecutor(staleness + 1, "drawing")
         self.rollouts: dict[int, Future[Drawn]] = {}
         for first_step, drawn in waiting.items():
             self.rollouts[first_step] = Future()

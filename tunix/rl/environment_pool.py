@@ -1,14 +1,18 @@
 """Processes that hold environments: asked without waiting, killed when one call is late, and filled again by replay.
 
-    episode      0 1 2 3 4 5 6 7
+    episode      0 1 2 3 4 5 6 7      the process that has the fewest takes an episode
     process 0    0   2   4   6        each calls one environment at a time, in the order of the requests
     process 1      1   3   5   7
 
 A process that ends or is killed takes all of its episodes with it. Each of them is played again, from its seed and the
 texts of its turns, when it is asked next. The episode that was at work is played again once: after the second death it
 is given up, and has no score. So one bad episode costs itself, and no other.
+
+Episodes that are played together belong to a session. Several sessions share the processes at one time: those of
+rollouts that are drawn ahead, and of held-out prompts. Each has replies of its own.
 """
 
+import itertools
 import logging
 import queue
 import threading
@@ -19,7 +23,7 @@ from typing import Any, NamedTuple, Self
 
 from tunix.base.errors import UserError
 from tunix.rl.child_process import START_S, ChildProcess, LateProcess, LostProcess
-from tunix.rl.environment_worker import Request
+from tunix.rl.environment_worker import Key, Request
 from tunix.rl.environments import Reply
 from tunix.rl.table import find_environment
 
@@ -49,49 +53,50 @@ class _Played:
 class _Holder(threading.Thread):
     """A thread that talks with one process, and what is known of the episodes that the process holds."""
 
-    def __init__(self, pool: "EnvironmentPool"):
+    def __init__(self, pool: "EnvironmentPool", place: int):
         super().__init__(name="environments", daemon=True)
-        self.pool = pool
-        self.inbox: queue.SimpleQueue[tuple[int, int, Request] | None] = queue.SimpleQueue()
+        self.pool, self.place = pool, place
+        self.inbox: queue.SimpleQueue[tuple[Session, int, Request] | None] = queue.SimpleQueue()
         self.process = ChildProcess("tunix.rl.environment_worker:serve", pool.arguments)
-        self.played: dict[int, _Played] = {}
-        self.present: set[int] = set()  # episodes that the process holds
-        self.generation = 0
-        self.seconds = 0.0  # that its environments have worked since `EnvironmentPool.begin`
+        self.played: dict[Key, _Played] = {}
+        self.present: set[Key] = set()  # episodes that the process holds
+        self.num_episodes = 0  # that are not over yet
 
     def run(self) -> None:
         while (item := self.inbox.get()) is not None:
-            generation, number, request = item
-            if generation != self.generation:  # episodes of an earlier rollout, which may have been given up
-                self.generation = generation
-                for old in [*self.played]:
-                    self._forget(old)
+            session, number, request = item
             try:
-                if request[0] == "forget":
-                    self._forget(number)
+                if request[0] == "close":
+                    for key in [key for key in self.played if key[0] == session.number]:
+                        self._forget(session, key)
+                elif session.is_closed:
+                    continue
+                elif request[0] == "forget":
+                    self._forget(session, (session.number, number))
                 else:
-                    self.pool.outbox.put((generation, self._ask(number, request)))
-            except BaseException as error:  # the thread that waits for replies raises it
-                self.pool.outbox.put((generation, error))
+                    session.outbox.put(self._ask(session, number, request))
+            except BaseException as error:  # the threads that wait for replies raise it
+                self.pool.fail(error)
                 return
 
-    def _ask(self, number: int, request: Request) -> Answered:
-        played = self.played.setdefault(number, _Played())
+    def _ask(self, session: "Session", number: int, request: Request) -> Answered:
+        key = session.number, number
+        played = self.played.setdefault(key, _Played())
         played.requests.append(request)
         while True:
-            again = number not in self.present and len(played.requests) > 1
+            again = key not in self.present and len(played.requests) > 1
             if again and not self.pool.replays:
                 return Answered(number, None, "its process was lost, and replays=False forbids to play it again", 0.0)
-            requests = played.requests if number not in self.present else [request]
-            self.present.add(number)
+            requests = played.requests if key not in self.present else [request]
+            self.present.add(key)
             try:
                 replies, problem, seconds = self.process.exchange(
-                    ("play", number, requests), self.pool.timeout_s * len(requests)
+                    ("play", key, requests), self.pool.timeout_s * len(requests)
                 )
-                self.seconds += seconds
+                session.seconds[self.place] += seconds
             except LostProcess as lost:
                 if not self.process.closed:
-                    self._replace(lost)
+                    self._replace(session, lost)
                 played.deaths += 1
                 if isinstance(lost, LateProcess) or played.deaths == DEATHS or self.process.closed:
                     twice = "" if isinstance(lost, LateProcess) else ", twice"
@@ -104,20 +109,21 @@ class _Holder(threading.Thread):
             played.replies.append(replies[-1])
             return Answered(number, replies[-1], "", seconds)
 
-    def _forget(self, number: int) -> None:
-        self.played.pop(number, None)
-        if number not in self.present:
+    def _forget(self, session: "Session", key: Key) -> None:
+        self.played.pop(key, None)
+        if key not in self.present:
             return
-        self.present.discard(number)
+        self.present.discard(key)
         try:
-            self.process.exchange(("forget", number), self.pool.timeout_s)
+            self.process.exchange(("forget", key), self.pool.timeout_s)
         except LostProcess as lost:
             if not self.process.closed:
-                self._replace(lost)
+                self._replace(session, lost)
 
-    def _replace(self, lost: LostProcess) -> None:
+    def _replace(self, session: "Session", lost: LostProcess) -> None:
         log.debug("a process of environments %s; it is started again", lost)
-        self.pool.count_lost()
+        with self.pool.lock:
+            session.num_lost += 1
         self.process.kill()
         self.process.connection.close()
         self.present.clear()
@@ -125,8 +131,83 @@ class _Holder(threading.Thread):
         self.process.wait_until_ready(START_S)
 
 
+class Session:
+    """Episodes that are played together, each known by its number: `with pool.open() as session`."""
+
+    def __init__(self, pool: "EnvironmentPool", number: int):
+        self.pool, self.number, self.is_closed = pool, number, False
+        self.outbox: queue.SimpleQueue[Answered | None] = queue.SimpleQueue()  # None: the pool has failed
+        self.seconds = [0.0] * len(pool.holders)  # that the environments of each process have worked
+        self.num_lost = 0  # processes, while they worked for this session
+        self.num_pending = 0  # replies that are still to come
+        self.holders: dict[int, _Holder] = {}  # of the episodes that are not over
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Give up the episodes, and the replies that they still owe."""
+        self.is_closed = True
+        self.pool.sessions.discard(self)
+        for number in [*self.holders]:
+            self._leave(number)
+        for holder in self.pool.holders:
+            holder.inbox.put((self, 0, ("close",)))
+
+    @property
+    def busiest_s(self) -> float:
+        """Seconds that the environments of the busiest process have worked."""
+        return max(self.seconds)
+
+    def ask(self, number: int, request: Request) -> None:
+        """Send a request of an episode; its reply comes with `replies`.
+
+        The process with the fewest episodes takes a new one.
+        """
+        self.num_pending += request[0] != "forget"
+        if number not in self.holders:
+            with self.pool.lock:
+                holder = min(self.pool.holders, key=lambda holder: holder.num_episodes)
+                holder.num_episodes += 1
+            self.holders[number] = holder
+        self.holders[number].inbox.put((self, number, request))
+        if request[0] == "forget":
+            self._leave(number)
+
+    def forget(self, number: int) -> None:
+        """End an episode, whose environment is closed; there is no reply."""
+        self.ask(number, ("forget",))
+
+    def replies(self, timeout_s: float) -> list[Answered]:
+        """Return the replies that have come: all that are due, or those of the next `timeout_s`.
+
+        Raises:
+            UserError: a process that was lost cannot be started again.
+        """
+        found: list[Answered] = []
+        deadline = time.monotonic() + timeout_s
+        self.pool.check()
+        while self.num_pending:
+            wait_s = deadline - time.monotonic()
+            try:
+                answered = self.outbox.get(timeout=wait_s) if wait_s > 0 else self.outbox.get_nowait()
+            except queue.Empty:
+                break
+            if answered is None:
+                self.pool.check()
+            else:
+                self.num_pending -= 1
+                found.append(answered)
+        return found
+
+    def _leave(self, number: int) -> None:
+        holder = self.holders.pop(number)
+        with self.pool.lock:
+            holder.num_episodes -= 1
+
+
 class EnvironmentPool:
-    """Processes with environments: `with EnvironmentPool(...) as pool: pool.ask(...)`, then `pool.replies(...)`."""
+    """Processes with environments: `with EnvironmentPool(...) as pool, pool.open() as session: session.ask(...)`."""
 
     def __init__(
         self,
@@ -147,9 +228,9 @@ class EnvironmentPool:
         self.arguments = name, dict(options), tool_calls, memory_mib
         self.replays = getattr(find_environment(name), "replays", True)
         self.num_processes, self.holders = processes, list[_Holder]()
-        self.outbox: queue.SimpleQueue[tuple[int, Answered | BaseException]] = queue.SimpleQueue()
-        self.generation, self.num_lost, self.lock = 0, 0, threading.Lock()
-        self.num_pending = 0  # replies that are still to come
+        self.sessions: set[Session] = set()
+        self.numbers, self.lock = itertools.count(), threading.Lock()
+        self.error: BaseException | None = None
 
     def __enter__(self) -> Self:
         """Start the processes.
@@ -158,8 +239,8 @@ class EnvironmentPool:
             UserError: one ends, or takes too long, before it has imported the environment.
         """
         try:
-            for _ in range(self.num_processes):
-                self.holders.append(_Holder(self))
+            for place in range(self.num_processes):
+                self.holders.append(_Holder(self, place))
             for holder in self.holders:  # they start side by side
                 holder.process.wait_until_ready(START_S)
         except LostProcess as lost:
@@ -181,53 +262,24 @@ class EnvironmentPool:
                 holder.join()
             holder.process.connection.close()
 
-    def begin(self) -> None:
-        """Begin new episodes: those before are forgotten, and so are the replies that they still owe."""
-        self.generation += 1
-        self.num_lost = self.num_pending = 0
-        for holder in self.holders:
-            holder.seconds = 0.0
+    def open(self) -> Session:
+        """Return a session for new episodes."""
+        session = Session(self, next(self.numbers))
+        self.sessions.add(session)
+        return session
 
-    @property
-    def busiest_s(self) -> float:
-        """Seconds that the environments of the busiest process have worked since `begin`."""
-        return max(holder.seconds for holder in self.holders)
+    def fail(self, error: BaseException) -> None:
+        """Take an error after which a process is not there any more: all sessions raise it."""
+        self.error = error
+        for session in [*self.sessions]:
+            session.outbox.put(None)
 
-    def ask(self, number: int, request: Request) -> None:
-        """Send a request of an episode; its reply comes with `replies`."""
-        self.num_pending += request[0] != "forget"
-        self.holders[number % len(self.holders)].inbox.put((self.generation, number, request))
-
-    def forget(self, number: int) -> None:
-        """End an episode, whose environment is closed; there is no reply."""
-        self.ask(number, ("forget",))
-
-    def replies(self, timeout_s: float) -> list[Answered]:
-        """Return the replies that have come: all that are due, or those of the next `timeout_s`.
-
-        Raises:
-            UserError: a process that was lost cannot be started again.
-        """
-        found: list[Answered] = []
-        deadline = time.monotonic() + timeout_s
-        while self.num_pending:
-            wait_s = deadline - time.monotonic()
-            try:
-                generation, answered = self.outbox.get(timeout=wait_s) if wait_s > 0 else self.outbox.get_nowait()
-            except queue.Empty:
-                break
-            if isinstance(answered, LostProcess):
-                raise UserError(f"task.environment={self.name}: a new process {answered}")
-            if isinstance(answered, BaseException):
-                raise answered
-            if generation == self.generation:
-                self.num_pending -= 1
-                found.append(answered)
-        return found
-
-    def count_lost(self) -> None:
-        with self.lock:
-            self.num_lost += 1
+    def check(self) -> None:
+        """Raise the error of the processes, if there is one."""
+        if isinstance(self.error, LostProcess):
+            raise UserError(f"task.environment={self.name}: a new process {self.error}")
+        if self.error is not None:
+            raise self.error
 
     def try_out(self, columns: Mapping[str, Any]) -> Sequence[Reply]:
         """Play an episode of one empty turn in every process; `columns` are those of a prompt's row.
@@ -239,20 +291,18 @@ class EnvironmentPool:
         Raises:
             UserError: the environment fails; the message names it and its error.
         """
-        self.begin()
         usual, self.timeout_s = self.timeout_s, START_S
         first = []
-        for requests in ([("reset", 0, dict(columns))], [("step", "")]):
-            for number in range(len(self.holders)):
-                self.ask(number, requests[0])
-            waiting = set(range(len(self.holders)))
-            while waiting:
-                for answered in self.replies(START_S):
-                    if answered.reply is None:
-                        raise UserError(f"task.environment={self.name} fails: {answered.problem}")
-                    waiting.discard(answered.number)
-                    first.append(answered.reply)
-        for number in range(len(self.holders)):
-            self.forget(number)
+        with self.open() as session:
+            for request in (("reset", 0, dict(columns)), ("step", "")):
+                for number in range(len(self.holders)):
+                    session.ask(number, request)
+                waiting = set(range(len(self.holders)))
+                while waiting:
+                    for answered in session.replies(START_S):
+                        if answered.reply is None:
+                            raise UserError(f"task.environment={self.name} fails: {answered.problem}")
+                        waiting.discard(answered.number)
+                        first.append(answered.reply)
         self.timeout_s = usual
         return first

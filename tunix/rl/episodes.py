@@ -11,12 +11,17 @@ environment says alone: not on how long environments take, on rows, or on which 
 
 With several processes each holds the environments of its share of the episodes. All of them run the engine together, so
 they exchange the replies before each stretch of tokens.
+
+Several rollouts may be under way at one time, in threads of one process. One of them has the devices: a rollout that
+waits for its environments lends them to the others.
 """
 
+import hashlib
 import json
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -24,6 +29,7 @@ import jax
 import numpy as np
 
 from tunix.base.errors import UserError
+from tunix.base.priority_slots import PrioritySlots
 from tunix.config.task import Grpo
 from tunix.config.task import Sampling as SamplingKeys
 from tunix.data.chat import Options
@@ -33,7 +39,7 @@ from tunix.inference.engine import Answer
 from tunix.inference.rollout import Sampler
 from tunix.inference.sampling import select_sampling
 from tunix.processes import peers
-from tunix.rl.environment_pool import Answered, EnvironmentPool
+from tunix.rl.environment_pool import Answered, EnvironmentPool, Session
 from tunix.rl.environments import Reply, gives_reward
 from tunix.rl.scoring import Scorer, Scores
 from tunix.rl.table import find_environment
@@ -42,6 +48,28 @@ from tunix.rl.tool_calls import choose_tool_calls
 log = logging.getLogger(__name__)
 
 WAIT_S = 0.2  # for a reply, when no row can draw; then it is asked whether the run is to stop
+
+
+@dataclass(frozen=True)
+class RolloutRequest:
+    """Prompts, and how answers to them are drawn."""
+
+    prompts: Sequence[Prompt]
+    sampling: SamplingKeys
+    group_size: int  # answers to each prompt
+    seed: int  # of the noise that tokens are drawn by, and of environments
+    # Called from time to time while answers are drawn, on every process as often; an error that it raises ends all.
+    between_chunks: Callable[[], None] | None = None
+    rank: int = 0  # of the rollouts that are under way at one time, the lowest goes first
+
+
+def derive_seed(*parts: object) -> int:
+    """Return a seed below 2^31 that depends on all parts.
+
+    A hash, because a sum would give two rollouts the same noise: seed 1 at prompt 8, and seed 2 at prompt 7.
+    """
+    digest = hashlib.sha256("\0".join(map(str, parts)).encode()).digest()
+    return int.from_bytes(digest[:4], "big") >> 1  # 31 bits: a seed is an int32, which is not negative
 
 
 # What an environment says, as tokens behind a turn.
@@ -291,44 +319,28 @@ class Player:
         self.pool, self.task, self.vocab, self.max_prompt_length = pool, task, vocab, max_prompt_length
         self.encoder = ObservationEncoder(vocab, stop, options)
         self.rank, self.num_processes = jax.process_index(), jax.process_count()
+        self.devices = PrioritySlots(1)  # of the rollout that computes
 
-    def rollout(
-        self,
-        sampler: Sampler,
-        params: Any,
-        prompts: Sequence[Prompt],
-        keys: SamplingKeys,
-        seed: int,
-        seeds: Sequence[int],
-        group_size: int,
-        rows_at_once: int | None,
-        between_chunks: Callable[[], None] | None = None,
-    ) -> Played:
-        """Play `group_size` episodes from each prompt with parameters at rest; see `play`.
+    def rollout(self, sampler: Sampler, params: Any, request: RolloutRequest, rows_at_once: int | None) -> Played:
+        """Play the episodes of a request with parameters at rest; see `play`.
 
-        Args:
-            seed: of the noise that tokens are drawn by.
-            seeds: of environments, for each prompt: the episodes of a group meet the same one.
+        The episodes of a group meet the same environment: its seed follows from that of the request.
         """
+        size, keys = request.group_size, request.sampling
         episodes = [
-            Episode(index * group_size + member, prompt, seeds[index])
-            for index, prompt in enumerate(prompts)
-            for member in range(group_size)
+            Episode(index * size + member, prompt, derive_seed(request.seed, "environment", index))
+            for index, prompt in enumerate(request.prompts)
+            for member in range(size)
         ]
         sampling = select_sampling(keys, tuple(sorted(self.encoder.stop)))
         max_length = self.max_prompt_length + keys.max_new_tokens
         rows = len(episodes) if rows_at_once is None else min(rows_at_once, len(episodes))
-        engine = sampler.engine(params, sampling, seed, max_length, rows, fixed_shapes=True)
-        return self.play(engine, episodes, group_size, keys, rows_at_once, between_chunks)
+        with self.devices.hold(request.rank):
+            engine = sampler.engine(params, sampling, request.seed, max_length, rows, fixed_shapes=True)
+        return self.play(engine, episodes, request, rows_at_once)
 
     def play(
-        self,
-        engine: TurnEngine,
-        episodes: list[Episode],
-        group_size: int,
-        keys: SamplingKeys,
-        rows_at_once: int | None,
-        between_chunks: Callable[[], None] | None = None,
+        self, engine: TurnEngine, episodes: list[Episode], request: RolloutRequest, rows_at_once: int | None
     ) -> Played:
         """Play episodes to their ends; those of a group follow one another.
 
@@ -338,32 +350,37 @@ class Player:
         Raises:
             UserError: a process of environments cannot be started again.
         """
-        game = _Game(self, engine, episodes, group_size, keys)
-        self.pool.begin()
-        run_s = 0.0  # of the newest stretch of tokens
-        while game.live or game.waiting:
-            if between_chunks is not None:
-                between_chunks()
-            game.begin_groups(rows_at_once)
-            # While most rows wait for their environments, a stretch of tokens costs nearly as much as one of all rows:
-            # then it is worth a wait of the same time.
-            waits = len(game.live) - engine.num_working > engine.num_working
-            timeout_s = min(WAIT_S, run_s) if waits else 0.0
-            for answered in self._gather_replies(timeout_s if engine.num_working else WAIT_S):
-                game.take_reply(answered)
-            start_time = time.perf_counter()
-            for number, drawn in engine.run():
-                game.take_turn(number, drawn)
-            run_s = time.perf_counter() - start_time
-        count = json.dumps([self.pool.busiest_s, self.pool.num_lost])
+        with self.pool.open() as session, self.devices.hold(request.rank):
+            game = _Game(self, session, engine, episodes, request)
+            run_s = 0.0  # of the newest stretch of tokens
+            while game.live or game.waiting:
+                if request.between_chunks is not None:
+                    request.between_chunks()
+                game.begin_groups(rows_at_once)
+                # While most rows wait for their environments, a stretch of tokens costs nearly as much as one of all
+                # rows: then it is worth a wait of the same time.
+                waits = len(game.live) - engine.num_working > engine.num_working
+                timeout_s = min(WAIT_S, run_s) if waits else 0.0
+                for answered in self._gather_replies(game, timeout_s if engine.num_working else WAIT_S):
+                    game.take_reply(answered)
+                start_time = time.perf_counter()
+                for number, drawn in engine.run():
+                    game.take_turn(number, drawn)
+                run_s = time.perf_counter() - start_time
+        count = json.dumps([session.busiest_s, session.num_lost])
         facts = [json.loads(text) for text in peers.gather(count, "times of environments")]
         return Played(episodes, max(fact[0] for fact in facts), sum(fact[1] for fact in facts), self.task)
 
-    def _gather_replies(self, timeout_s: float) -> list[Answered]:
+    def _gather_replies(self, game: "_Game", timeout_s: float) -> list[Answered]:
         """Return the replies that have come to any process, in the order of the episodes."""
+
+        def wait() -> list[Answered]:
+            with self.devices.lend(game.request.rank) if timeout_s else nullcontext():
+                return game.session.replies(timeout_s)
+
         here = [
             answered._replace(number=answered.number * self.num_processes + self.rank)
-            for answered in peers.together(lambda: self.pool.replies(timeout_s), "replies of environments")
+            for answered in peers.together(wait, "replies of environments")
         ]
         if self.num_processes == 1:
             return sorted(here, key=lambda answered: answered.number)
@@ -375,19 +392,16 @@ class Player:
         ]
         return sorted(replies, key=lambda answered: answered.number)
 
-    def ask(self, number: int, *request: Any) -> None:
-        if number % self.num_processes == self.rank:
-            self.pool.ask(number // self.num_processes, request)
-
 
 class _Game:
     """Episodes of one call of `Player.play`: what each is at."""
 
     def __init__(
-        self, player: Player, engine: TurnEngine, episodes: list[Episode], group_size: int, keys: SamplingKeys
+        self, player: Player, session: Session, engine: TurnEngine, episodes: list[Episode], request: RolloutRequest
     ):
-        self.player, self.engine, self.keys = player, engine, keys
-        self.waiting = [episodes[first : first + group_size] for first in range(0, len(episodes), group_size)][::-1]
+        self.player, self.session, self.engine = player, session, engine
+        self.request, self.keys, size = request, request.sampling, request.group_size
+        self.waiting = [episodes[first : first + size] for first in range(0, len(episodes), size)][::-1]
         self.live: dict[int, Episode] = {}
         self.resets: dict[int, list[Episode]] = {}  # groups of which some have not answered `reset`, by each number
         self.num_resets: dict[int, int] = {}  # replies that a group still waits for, by its first number
@@ -403,7 +417,7 @@ class _Game:
             self.num_resets[group[0].number] = len(group)
             for episode in group:
                 self.live[episode.number], self.resets[episode.number] = episode, group
-                self.player.ask(episode.number, "reset", episode.seed, episode.prompt.columns)
+                self._ask(episode.number, "reset", episode.seed, episode.prompt.columns)
 
     def take_reply(self, answered: Answered) -> None:
         episode = self.live[answered.number]
@@ -425,7 +439,7 @@ class _Game:
         # Special tokens are a part of the text: some models mark their calls with them.
         episode.add_turn(drawn, backend.decode(drawn.text_tokens, skip_special_tokens=False))
         if drawn.stopped:
-            self.player.ask(number, "step", episode.turns[-1]["content"])
+            self._ask(number, "step", episode.turns[-1]["content"])
         else:
             self._finish(episode, stopped=False)
 
@@ -499,15 +513,20 @@ class _Game:
         episode.stopped = stopped
         self._release(episode)
         self.finishing.add(episode.number)
-        self.player.ask(episode.number, "finish")
+        self._ask(episode.number, "finish")
 
     def _end(self, episode: Episode, problem: str = "") -> None:
         episode.problem = problem
         self._release(episode)
         del self.live[episode.number]
-        self.player.ask(episode.number, "forget")
+        self._ask(episode.number, "forget")
 
     def _release(self, episode: Episode) -> None:
         if episode.number in self.held:
             self.held.discard(episode.number)
             self.engine.release(episode.number)
+
+    def _ask(self, number: int, *request: Any) -> None:
+        """Send a request of an episode to its environment, if this process has it."""
+        if number % self.player.num_processes == self.player.rank:
+            self.session.ask(number // self.player.num_processes, request)

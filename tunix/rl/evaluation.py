@@ -23,8 +23,8 @@ from tunix.inference.pretrained import describe_files, load_params, load_pretrai
 from tunix.inference.rollout import Request
 from tunix.inference.sampling import find_stop_ids, select_sampling
 from tunix.processes import peers
-from tunix.rl.episodes import Played, Player, make_pool, try_user_code
-from tunix.rl.rollouts import RolloutEngine, derive_seed, score_together
+from tunix.rl.episodes import Played, Player, RolloutRequest, derive_seed, make_pool, try_user_code
+from tunix.rl.rollout_engine import RolloutEngine, score_together
 from tunix.rl.scoring import Scorer
 from tunix.rl.table import REWARDS
 
@@ -99,7 +99,7 @@ class HeldOutAnswers:
         size = self.cfg.evaluation.num_samples
         # The same noise at every evaluation: two evaluations differ by their parameters alone.
         seed = derive_seed(self.cfg.seed, "held_out")
-        rollouts = self.engine.ask(params, self.prompts, self.cfg.evaluation.sampling, size, seed)
+        rollouts = self.engine.ask(params, RolloutRequest(self.prompts, self.cfg.evaluation.sampling, size, seed))
         # The first reward of task.rewards says which answers are right; the others may reward their form.
         first = np.array(next(iter(rollouts.scores.values.values()))).reshape(-1, size)
         return {
@@ -161,10 +161,8 @@ def evaluate_answers(cmd: Evaluate, cfg: Config, checkpoints: list[str]) -> list
                 request = Request([prompt.tokens for prompt in prompts], cmd.num_samples, cfg.seed)
                 answers = model.sampler.rollout(params, request, select_sampling(settings, stop), cmd.batch_size)
             else:
-                seeds = [derive_seed(cfg.seed, "environment", index) for index in range(len(prompts))]
-                played = player.rollout(
-                    model.sampler, params, prompts, settings, cfg.seed, seeds, cmd.num_samples, cmd.batch_size
-                )
+                asked = RolloutRequest(prompts, settings, cmd.num_samples, cfg.seed)
+                played = player.rollout(model.sampler, params, asked, cmd.batch_size)
                 answers = [episode.to_answer() for episode in played.episodes]
             rows, num_errors = _make_rows(cmd, prompts, answers, corpus.vocab, scorer, played)
             if samples is not None:

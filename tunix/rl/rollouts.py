@@ -16,48 +16,32 @@ What depends on what:
     batch          [A, B, T]: an answer a row, with an advantage for each of its tokens
 """
 
-import hashlib
-import json
 import logging
 import math
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh
 
 from tunix.base.errors import Stopped
-from tunix.base.files import open_lines
 from tunix.config import Config
-from tunix.config import Sampling as SamplingKeys
 from tunix.config.batch import BatchShape
 from tunix.config.task import Grpo
-from tunix.costs.rollout import read_device_bytes, select_rows
 from tunix.data.batches import Batch, Example, Numbers
-from tunix.data.prompts import Prompt, PromptCorpus, gather_columns
+from tunix.data.prompts import Prompt
 from tunix.data.sample_order import DataSchedule, Position, Samples
 from tunix.inference.engine import Answer
-from tunix.inference.rollout import Request, Sampler
-from tunix.inference.sampling import find_stop_ids, select_sampling
-from tunix.processes import peers, watchdog
-from tunix.processes.watchdog import Watchdog
+from tunix.processes import watchdog
 from tunix.rl.ahead import Drawn, RolloutsAhead, pack, unpack
-from tunix.rl.environment_pool import EnvironmentPool
-from tunix.rl.episodes import Played, Player, credit_turns
-from tunix.rl.scoring import Scorer, Scores
-from tunix.run.folder import find_model_files
-from tunix.run.metrics import Metrics
+from tunix.rl.episodes import RolloutRequest, credit_turns, derive_seed
+from tunix.rl.rollout_engine import RolloutEngine, RolloutGroup
+from tunix.rl.samples_file import SamplesFile
 from tunix.sharding.arrays import local_rows, to_global
-from tunix.training.choices import build_rollout_mesh
-from tunix.training.program import Program
 
 log = logging.getLogger(__name__)
 
@@ -181,242 +165,6 @@ class RewardTrend:
         )
 
 
-# Questions to the model in training: it answers, and rewards score its answers.
-
-
-@dataclass(frozen=True)
-class RolloutGroup:
-    """P prompts and their P x G answers, grouped by prompt, with scores."""
-
-    prompts: list[Prompt]
-    answers: list[Answer]
-    texts: list[str]  # of the answers, without the token that stopped them
-    scores: Scores
-    rollout_s: float
-    played: Played | None = None  # where the answers are episodes
-
-    @property
-    def group_size(self) -> int:
-        return len(self.answers) // len(self.prompts)
-
-    @property
-    def stopped(self) -> np.ndarray:
-        """[P, G] bool: the answer has an end, and was not cut at its longest length."""
-        return np.array([answer.stopped for answer in self.answers]).reshape(-1, self.group_size)
-
-    @property
-    def totals(self) -> np.ndarray:
-        """[P, G] float64: the weighted sum of the scores of each answer."""
-        return np.array(self.scores.total).reshape(-1, self.group_size)
-
-    def numbers(self) -> dict[str, float]:
-        """Return what metrics.jsonl says about the answers and their scores."""
-        lengths = [len(answer.tokens) for answer in self.answers]
-        if self.played is not None:
-            lengths = [sum(episode.learnt) for episode in self.played.episodes]
-        rewards = {"reward": float(np.mean(self.scores.total))} if self.scores.values else {}
-        return rewards | {
-            **{f"reward_{label}": float(np.mean(values)) for label, values in self.scores.values.items()},
-            "answer_tokens": float(np.mean(lengths)),
-            "truncated": float(1 - self.stopped.mean()),
-            "reward_errors": sum(self.scores.errors.values()),
-            **({} if self.played is None else self.played.numbers()),
-        }
-
-
-class RolloutEngine:
-    """Asks the model in training. Every process calls it with the same arguments and gets all answers and scores."""
-
-    def __init__(
-        self,
-        cfg: Config,
-        corpus: PromptCorpus,
-        program: Program,
-        mesh: Mesh,
-        scorer: Scorer,
-        watchdog: Watchdog,
-        pool: EnvironmentPool | None = None,
-    ):
-        """Choose how many answers are drawn at one time: the device with the least memory decides for all processes.
-
-        With a pool of environments each answer is an episode.
-
-        Raises:
-            UserError: the chat template does not show what an environment says.
-        """
-        assert isinstance(cfg.task, Grpo)
-        self.mesh, self.vocab, self.scorer, self.watchdog = mesh, corpus.vocab, scorer, watchdog
-        self.rollout_mesh = build_rollout_mesh(cfg, mesh)
-        # Threads draw ahead, and held-out prompts are answered meanwhile: the devices with the environments, and the
-        # processes of rewards, each serve one at a time.
-        self.drawing, self.scoring = threading.Lock(), threading.Lock()
-        # The number of rows is the shape of a program that all processes run together, so they must agree on it. If
-        # one of them does not know its memory (None), as on CPUs, nothing limits the size but task.rollout_rows.
-        known = [json.loads(text) for text in peers.gather(json.dumps(read_device_bytes()), "memory of a device")]
-        self.rows_at_once = select_rows(program, None if None in known else min(known))
-        self.sampler = Sampler(program.arch, cfg.model.context_length, self.rollout_mesh)
-        folder = None if cfg.model.init_from is None else find_model_files(cfg.model.init_from)
-        self.stop = find_stop_ids(corpus.vocab, cfg.sampling.stop, folder)
-        self.player = (
-            None
-            if pool is None
-            else Player(pool, cfg.task, corpus.vocab, self.stop, cfg.training.seq_len - cfg.sampling.max_new_tokens)
-        )
-
-    def ask(
-        self,
-        params: Any,
-        prompts: list[Prompt],
-        keys: SamplingKeys,
-        group_size: int,
-        seed: int,
-        between_chunks: Callable[[], None] | None = None,
-        beside: bool = False,
-    ) -> RolloutGroup:
-        """Draw `group_size` answers to each prompt with parameters at rest, and score them.
-
-        `between_chunks` is called from time to time while answers are drawn (see `Sampler.rollout`), and once more
-        before they are scored. `beside` says that another thread than the main one calls.
-        """
-        with self.drawing:
-            start_time = time.perf_counter()
-            answers, texts, played = self._draw(params, prompts, keys, group_size, seed, between_chunks)
-            rollout_s = time.perf_counter() - start_time
-        if between_chunks is not None:
-            between_chunks()
-        with self.scoring, nullcontext() if beside else self.watchdog.phase("scoring answers"):
-            scores = score_together(self.scorer, prompts, texts, group_size, played)
-        return RolloutGroup(prompts, answers, texts, scores, rollout_s, played)
-
-    def _draw(
-        self,
-        params: Any,
-        prompts: list[Prompt],
-        keys: SamplingKeys,
-        group_size: int,
-        seed: int,
-        between_chunks: Callable[[], None] | None,
-    ) -> tuple[list[Answer], list[str], Played | None]:
-        """Return answers and their texts, and episodes where there is an environment."""
-        played = None
-        if self.player is None:
-            sampling = select_sampling(keys, self.stop)
-            request = Request([prompt.tokens for prompt in prompts], group_size, seed)
-            with jax.set_mesh(self.rollout_mesh):
-                answers = self.sampler.rollout(params, request, sampling, self.rows_at_once, between_chunks)
-            texts = self.vocab.backend.decode_batch([answer.text_tokens for answer in answers])
-        else:
-            seeds = [derive_seed(seed, "environment", index) for index in range(len(prompts))]
-            rows = self.rows_at_once
-            with jax.set_mesh(self.rollout_mesh):
-                played = self.player.rollout(
-                    self.sampler, params, prompts, keys, seed, seeds, group_size, rows, between_chunks
-                )
-            answers = [episode.to_answer() for episode in played.episodes]
-            texts = [self.vocab.backend.decode(answer.tokens, skip_special_tokens=False) for answer in answers]
-        return answers, texts, played
-
-
-def score_together(
-    scorer: Scorer, prompts: list[Prompt], texts: list[str], group_size: int, played: Played | None = None
-) -> Scores:
-    """Score answers: each process scores those of its share of the prompts and gets the scores of all.
-
-    `texts` are all answers to the first prompt, then all to the second, ... An error of one process is raised on all.
-    Of an episode the last turn is scored, and a reward may ask for all of them as `turns`.
-    """
-    share = peers.share(len(prompts))
-    local = [prompt for prompt in prompts[share.start : share.stop] for _ in range(group_size)]
-    part = slice(share.start * group_size, share.stop * group_size)
-    local_texts, columns = texts[part], gather_columns(local)
-    if played is not None:
-        local_texts = [episode.last_turn for episode in played.episodes[part]]
-        columns["turns"] = [episode.turns for episode in played.episodes[part]]
-
-    def score() -> Scores:
-        return scorer.score([prompt.text for prompt in local], local_texts, columns, group_size)
-
-    local_scores = peers.together(score, "scoring answers")
-    scores = _join([Scores(**json.loads(text)) for text in peers.gather(json.dumps(asdict(local_scores)), "scores")])
-    return scores if played is None else played.add_rewards(scores)
-
-
-def _join(parts: Sequence[Scores]) -> Scores:
-    """Return the scores of consecutive parts of a batch as one."""
-    labels = list(parts[0].values)
-    return Scores(
-        {label: [score for part in parts for score in part.values[label]] for label in labels},
-        [total for part in parts for total in part.total],
-        {label: sum(part.errors[label] for part in parts) for label in labels},
-        max(part.seconds for part in parts),  # processes score at the same time: the slowest one counts
-    )
-
-
-def derive_seed(*parts: object) -> int:
-    """Return a seed below 2^31 that depends on all parts.
-
-    A hash, because a sum would give two rollouts the same noise: seed 1 at prompt 8, and seed 2 at prompt 7.
-    """
-    digest = hashlib.sha256("\0".join(map(str, parts)).encode()).digest()
-    return int.from_bytes(digest[:4], "big") >> 1  # 31 bits: a seed is an int32, which is not negative
-
-
-# samples.jsonl: the answers that a run has learnt from, one JSON object a line, to be read by people.
-
-SHOWN = 4  # answers of a step that other sinks get as text
-WIDTH = 300  # characters of a prompt or an answer there
-
-
-class SamplesFile:
-    """The file samples.jsonl in the run's folder, which process 0 writes; a resumed run appends to it."""
-
-    def __init__(self, folder: Path, every_steps: int, metrics: Metrics):
-        self.every_steps, self.metrics = every_steps, metrics
-        self.file = open_lines(folder / "samples.jsonl") if peers.is_main() else None
-
-    def write(self, step: int, first_sample: int, rollouts: RolloutGroup, advantages: np.ndarray) -> None:
-        """Write the answers that `step` begins to learn from.
-
-        Args:
-            first_sample: number of the first prompt in the order of all samples.
-            advantages: [P, G]; not a number for an answer that is not trained on.
-        """
-        if self.file is None or (step - 1) % self.every_steps:
-            return
-        records = []
-        for row, (answer, text) in enumerate(zip(rollouts.answers, rollouts.texts, strict=True)):
-            group, member = divmod(row, rollouts.group_size)
-            advantage = float(advantages[group, member])
-            records.append(
-                {
-                    "step": step,
-                    "sample": first_sample + group,
-                    "prompt": rollouts.prompts[group].text,
-                    "answer": text,
-                    "reward": rollouts.scores.total[row],
-                    **{f"reward_{label}": values[row] for label, values in rollouts.scores.values.items()},
-                    "advantage": advantage if math.isfinite(advantage) else None,
-                    "stopped": answer.stopped,
-                    "tokens": answer.tokens,
-                    "log_probabilities": answer.sampled_log_probabilities,
-                    **({} if rollouts.played is None else rollouts.played.episodes[row].describe()),
-                }
-            )
-        # One line an answer: a file that a kill cuts short loses its last line and no more.
-        for record in records:
-            self.file.write(json.dumps(record, ensure_ascii=False) + "\n")
-        self.metrics.table("samples", records, "\n".join(map(_shorten, records[:SHOWN])), step)
-
-    def close(self) -> None:
-        if self.file is not None:
-            self.file.close()
-
-
-def _shorten(record: dict) -> str:
-    prompt, answer = (str(record[key])[:WIDTH] for key in ("prompt", "answer"))
-    return f"{prompt} >>> {answer}   reward {record['reward']:g}"
-
-
 # (parameters of the policy, batch) -> log-probabilities [A, B, T] under the reference
 Reference = Callable[[Any, Batch], jax.Array]
 
@@ -504,28 +252,28 @@ class Rollouts:
         """Return the first sample of the rollout that begins with a step, its answers, the seconds that the step waits
         for its data, and the step after which the weights were that drew it."""
         start_time = time.perf_counter()
-        samples = self.data_schedule.samples(first_step)
-        prompts = [self.prompts[number] for number in samples]
+        first_sample, request = self._make_request(first_step)
         if self.ahead is None:
             data_wait_s = time.perf_counter() - start_time
-            seed = derive_seed(self.cfg.seed, "rollout", samples.start)
-            size = self.task.group_size
-            rollouts = self.engine.ask(params, prompts, self.cfg.sampling, size, seed, self._stop_if_requested)
-            return samples.start, rollouts, data_wait_s, first_step - 1
+            return first_sample, self.engine.ask(params, request), data_wait_s, first_step - 1
         drawn = self.ahead.take(params, first_step)
+        prompts = list(request.prompts)
         rollouts = RolloutGroup(prompts, drawn.answers, drawn.texts, drawn.scores, drawn.rollout_s, drawn.played)
-        return samples.start, rollouts, time.perf_counter() - start_time, drawn.weights_step
+        return first_sample, rollouts, time.perf_counter() - start_time, drawn.weights_step
 
     def _draw_ahead(self, params: Any, first_step: int) -> Drawn:
         """Draw and score the rollout that begins with a step, in another thread than the main one."""
-        samples = self.data_schedule.samples(first_step)
-        prompts, seed = (
-            [self.prompts[number] for number in samples],
-            derive_seed(self.cfg.seed, "rollout", samples.start),
-        )
-        sampling, size = self.cfg.sampling, self.task.group_size
-        rollouts = self.engine.ask(params, prompts, sampling, size, seed, self._stop_if_closed, beside=True)
+        request = self._make_request(first_step)[1]
+        rollouts = self.engine.ask(params, request, beside=True)
         return Drawn(0, rollouts.answers, rollouts.texts, rollouts.scores, rollouts.rollout_s, rollouts.played)
+
+    def _make_request(self, first_step: int) -> tuple[int, RolloutRequest]:
+        """Return the first sample of the rollout that begins with a step, and what it asks the model."""
+        first_sample = self.data_schedule.samples(first_step).start
+        seed = derive_seed(self.cfg.seed, "rollout", first_sample)
+        stop = self._stop_if_requested if self.ahead is None else self._stop_if_closed
+        prompts, sampling, size = self._prompts_of(first_step), self.cfg.sampling, self.task.group_size
+        return first_sample, RolloutRequest(prompts, sampling, size, seed, stop, first_step)
 
     def _prompts_of(self, first_step: int) -> list[Prompt]:
         return [self.prompts[number] for number in self.data_schedule.samples(first_step)]

@@ -1,14 +1,15 @@
 """Scores of answers, computed by rewards in processes of their own.
 
     rows of a batch     0 1 2 3 4 5 6 7
-    worker 0            0 1 2 3                each worker scores its rows with one reward after the other
-    worker 1                    4 5 6 7
+    a worker            0 1 2 3                each worker scores its rows with one reward after the other
+    another one                 4 5 6 7
 
 A reward is code of the user. It may raise, hang, end its process or return anything; training must go on or end with a
 message that names it. So each reward runs in a process that can be killed (`tunix.rl.child_process`).
 """
 
 import logging
+import queue
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -135,7 +136,9 @@ class Scorer:
             start_s,
         )
         self.workers: list[ScoringProcess] = []
-        self.threads = ThreadPoolExecutor(max(1, self.processes), "scoring")  # each waits for one worker
+        # Each thread waits for one worker. Batches of several callers share the workers, the first that came first.
+        self.threads = ThreadPoolExecutor(max(1, self.processes), "scoring")
+        self.idle: queue.SimpleQueue[ScoringProcess] = queue.SimpleQueue()
 
     def __enter__(self) -> Self:
         functions = [term.function for term in self.rewards]
@@ -144,6 +147,7 @@ class Scorer:
                 self.workers.append(ScoringProcess(functions, self.start_s))
             for worker in self.workers:  # they start side by side
                 worker.wait_for_rewards()
+                self.idle.put(worker)
         except BaseException:
             self.__exit__()
             raise
@@ -195,15 +199,18 @@ class Scorer:
         start_time = time.perf_counter()
         slices = _split(len(completions), group_size, len(self.workers))
 
-        def score_share(worker: "ScoringProcess", share: slice) -> list[list[float | str]]:
+        def score_share(share: slice) -> list[list[float | str]]:
             """Return for each reward the scores of the share's answers."""
             local = {name: list(values[share]) for name, values in columns.items()}
             texts = list(prompts[share]), list(completions[share])
-            return [worker.ask((term.function, *texts, local, group_size), self.timeout_s) for term in self.rewards]
+            worker = self.idle.get()  # there is one, because there are as many threads as workers
+            try:
+                return [worker.ask((term.function, *texts, local, group_size), self.timeout_s) for term in self.rewards]
+            finally:
+                self.idle.put(worker)
 
         # A thread waits for each worker: the workers compute side by side, and this process does nothing meanwhile.
-        # With fewer groups than workers there are fewer shares: `map` ends with the shorter list, other workers rest.
-        parts = list(self.threads.map(score_share, self.workers, slices))
+        parts = list(self.threads.map(score_share, slices)) if self.workers else []
         values: dict[str, list[float]] = {}
         errors: dict[str, int] = {}
         for number, term in enumerate(self.rewards):

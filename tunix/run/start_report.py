@@ -339,7 +339,8 @@ def _describe_rollout(program: Program, task: Grpo) -> dict[str, str]:
         mesh = f"{format_mesh_shape(drawing.shape)}, the last devices" if rollout.is_apart else "the mesh of training"
         rows["drawn ahead"] = (
             f"{task.staleness} rollout(s) beside learning, on {mesh}, by weights {task.staleness * rollout.steps} "
-            f"step(s) old; copies of weights {rollout.copy_bytes / 2**30:.3f} GiB (task.staleness={task.staleness})"
+            f"step(s) old; {rollout.at_once} at one time have a cache; copies of weights "
+            f"{rollout.copy_bytes / 2**30:.3f} GiB (task.staleness={task.staleness})"
         )
     if rollout.reference_bytes:
         rows["reference"] = (

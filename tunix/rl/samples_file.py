@@ -1,0 +1,65 @@
+"""The file samples.jsonl: the answers that a run has learnt from, one JSON object a line, to be read by people."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+
+from tunix.base.files import open_lines
+from tunix.processes import peers
+from tunix.rl.rollout_engine import RolloutGroup
+from tunix.run.metrics import Metrics
+
+SHOWN = 4  # answers of a step that other sinks get as text
+WIDTH = 300  # characters of a prompt or an answer there
+
+
+class SamplesFile:
+    """The file samples.jsonl in the run's folder, which process 0 writes; a resumed run appends to it."""
+
+    def __init__(self, folder: Path, every_steps: int, metrics: Metrics):
+        self.every_steps, self.metrics = every_steps, metrics
+        self.file = open_lines(folder / "samples.jsonl") if peers.is_main() else None
+
+    def write(self, step: int, first_sample: int, rollouts: RolloutGroup, advantages: np.ndarray) -> None:
+        """Write the answers that `step` begins to learn from.
+
+        Args:
+            first_sample: number of the first prompt in the order of all samples.
+            advantages: [P, G]; not a number for an answer that is not trained on.
+        """
+        if self.file is None or (step - 1) % self.every_steps:
+            return
+        records = []
+        for row, (answer, text) in enumerate(zip(rollouts.answers, rollouts.texts, strict=True)):
+            group, member = divmod(row, rollouts.group_size)
+            advantage = float(advantages[group, member])
+            records.append(
+                {
+                    "step": step,
+                    "sample": first_sample + group,
+                    "prompt": rollouts.prompts[group].text,
+                    "answer": text,
+                    "reward": rollouts.scores.total[row],
+                    **{f"reward_{label}": values[row] for label, values in rollouts.scores.values.items()},
+                    "advantage": advantage if math.isfinite(advantage) else None,
+                    "stopped": answer.stopped,
+                    "tokens": answer.tokens,
+                    "log_probabilities": answer.sampled_log_probabilities,
+                    **({} if rollouts.played is None else rollouts.played.episodes[row].describe()),
+                }
+            )
+        # One line an answer: a file that a kill cuts short loses its last line and no more.
+        for record in records:
+            self.file.write(json.dumps(record, ensure_ascii=False) + "\n")
+        self.metrics.table("samples", records, "\n".join(map(_shorten, records[:SHOWN])), step)
+
+    def close(self) -> None:
+        if self.file is not None:
+            self.file.close()
+
+
+def _shorten(record: dict) -> str:
+    prompt, answer = (str(record[key])[:WIDTH] for key in ("prompt", "answer"))
+    return f"{prompt} >>> {answer}   reward {record['reward']:g}"
