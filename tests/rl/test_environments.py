@@ -12,8 +12,8 @@ from support.harness import ROOT
 
 from tunix.base.errors import UserError
 from tunix.config.compose import compose
-from tunix.rl.environments import Reply, describe_tools, gives_reward, open_environment
-from tunix.rl.table import ENVIRONMENTS
+from tunix.rl.environments import Reply, describe_tools, gives_reward, join_tools, open_environment
+from tunix.rl.table import ENVIRONMENTS, find_environment
 from tunix.rl.tool_calls import TOOL_CALLS, choose_tool_calls
 from tunix.rl.tools import Calculator, Python, SearchFolder
 
@@ -313,3 +313,35 @@ def test_python_ends_with_all_that_it_has_started(tmp_path, monkeypatch):
     time.sleep(max(0.0, start_time + 4 - time.monotonic()))
     assert not mark.exists()
     assert not os.listdir(folder)
+
+
+def test_tools_of_several_environments():
+    task = compose(
+        ["+experiment=grpo_python_tool", "task.environment=[calculator,search_folder]", "task.environment_options=null"]
+    ).config.task
+    kind = find_environment(task.environment)
+    assert [tool["function"]["name"] for tool in task.describe_tools()] == ["calculate", "search"]
+    assert task.describe_tools() == [*describe_tools(Calculator), *describe_tools(SearchFolder)]
+    assert (gives_reward(kind), kind.replays) == (False, True)
+    folder = str(ROOT / "docs" / "log")
+    environment = open_environment(kind, {"search_folder": {"folder": folder, "results": 1}}, "hermes")
+    assert environment.reset(3, {"question": "a"}).observations is None
+    said = environment.step('<tool_call>{"name": "calculate", "arguments": {"expression": "6 * 7"}}</tool_call>')
+    assert said.observations == ["42"]
+    said = environment.step('<tool_call>{"name": "search", "arguments": {"query": "staleness"}}</tool_call>')
+    assert "staleness" in said.observations[0]
+    joined = open_environment(join_tools({"a": Counter, "b": Calculator}), {}, "hermes")
+    assert joined.reset(3, {"target": 0}).observations == ["Reach 0."]
+    assert joined.finish() == 1.0
+    with pytest.raises(ValueError, match=r"options of c, which is none of a, b"):
+        open_environment(join_tools({"a": Counter, "b": Calculator}), {"c": {}}, "hermes")
+
+
+@pytest.mark.parametrize(("names", "problem"), [
+    ("look_up,calculator", "look_up has no tools, but a method step; it can only stand alone"),
+    ("calculator,calculator", "expected names that differ"),
+    ("calculator,nowhere", "expected one of python, calculator"),
+])  # fmt: skip
+def test_environments_that_do_not_go_together(names, problem):
+    with pytest.raises(UserError, match=re.escape(problem)):
+        compose(["+experiment=grpo_python_tool", f"task.environment=[{names}]", "task.environment_options=null"])

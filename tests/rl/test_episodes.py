@@ -175,10 +175,23 @@ def decode(vocab, tokens: list[int]) -> str:
 def list_facts(episode: Episode) -> dict:
     """Return all of an episode but the seconds that it took."""
     turns = [{name: value for name, value in turn.items() if name != "seconds"} for turn in episode.turns]
-    return {**vars(episode), "prompt": None, "turns": turns}
+    return {**vars(episode), "prompt": None, "turns": turns, "environment_s": 0}
 
 
-def play(vocab, name, policy, *, prompts=3, group_size=4, seed=0, rows=None, sampling=None, max_turns=5, longest=100):
+def play(
+    vocab,
+    name,
+    policy,
+    *,
+    prompts=3,
+    group_size=4,
+    seed=0,
+    rows=None,
+    sampling=None,
+    max_turns=5,
+    longest=100,
+    limit_s=None,
+):
     """Play episodes; return them, and the engine."""
     stop = vocab.backend.token_to_id("<eos>")
     engine = ScriptedEngine(vocab, stop, policy, seed)
@@ -190,7 +203,9 @@ def play(vocab, name, policy, *, prompts=3, group_size=4, seed=0, rows=None, sam
         prompt = Prompt(tokens, text, {"first": group}, Question(messages, {}))
         episodes += [Episode(group * group_size + n, prompt, 100 + group) for n in range(group_size)]
     with EnvironmentPool(f"riddles:{name}", {}, "hermes", 2, 20.0, 400) as pool:
-        task = SimpleNamespace(describe_tools=list, chat_template_kwargs=None, max_turns=max_turns)
+        task = SimpleNamespace(
+            describe_tools=list, chat_template_kwargs=None, max_turns=max_turns, episode_timeout_s=limit_s
+        )
         player = Player(pool, task, vocab, [stop], longest)
         player.play(engine, episodes, RolloutRequest([], sampling or keys(), group_size, 0), rows)
     assert not engine.rows
@@ -237,7 +252,7 @@ def test_rollouts_play_beside_one_another(vocab):
         return "?"
 
     with EnvironmentPool("riddles:Meeting", {}, "hermes", 4, 20.0, 400) as pool:
-        task = SimpleNamespace(describe_tools=list, chat_template_kwargs=None, max_turns=5)
+        task = SimpleNamespace(describe_tools=list, chat_template_kwargs=None, max_turns=5, episode_timeout_s=None)
         player = Player(pool, task, vocab, [stop], 100)
 
         def play_one(name: str) -> list[Episode]:
@@ -262,6 +277,8 @@ def test_budgets(vocab):
     assert not tokens[0].stopped
     cut, _ = play(vocab, "Riddle", lambda text, number: "?" * 50, sampling=keys(100, 10), prompts=1, group_size=2)
     assert [(len(episode.tokens), episode.stopped, episode.num_turns) for episode in cut] == [(10, False, 1)] * 2
+    late, _ = play(vocab, "Riddle", lambda text, number: "?", prompts=1, group_size=2, limit_s=1e-9)
+    assert [(episode.num_turns, episode.stopped, episode.reward) for episode in late] == [(1, False, -0.25)] * 2
     tools, _ = play(vocab, "Adder", lambda text, number: "<tool_call>" * 9, sampling=keys(20), prompts=1, group_size=2)
     assert [(episode.reward, episode.stopped) for episode in tools] == [(0.5, False)] * 2, (
         "get_reward is asked at the end"

@@ -8,7 +8,7 @@ from tunix.base.config_types import Count, CountOrZero, Flag, Positive, Positive
 from tunix.base.dotted_path import NameOrPath, entry_of
 from tunix.base.errors import UserError, near_multiples
 from tunix.rl.environments import describe_tools, gives_reward
-from tunix.rl.table import ENVIRONMENTS, REWARDS, find_environment
+from tunix.rl.table import ENVIRONMENTS, REWARDS, find_environment, format_environment
 from tunix.rl.tool_calls import TOOL_CALLS
 from tunix.sharding.mesh_shape import list_divisors, nearest
 
@@ -245,11 +245,11 @@ class Grpo(Prompted, Taught):
     beside the training state, and all of a rollout where that memory is not known; null draws all of a rollout."""
     samples_every_steps: Count | None
     """Steps between those whose answers are written to samples.jsonl; null writes none."""
-    environment: entry_of(ENVIRONMENTS, type) | None  # type: ignore[valid-type]
+    environment: entry_of(ENVIRONMENTS, type) | tuple[entry_of(ENVIRONMENTS, type), ...] | None  # type: ignore[valid-type]
     """What the model talks with in several turns (docs/agents.md): a row of tunix, or `package.module:name` of a class
-    of your own; null: an answer is one turn."""
+    of your own; a list gives the tools of several; null: an answer is one turn."""
     environment_options: dict[str, Any] | None
-    """Arguments of its class; null for none."""
+    """Arguments of its class; of several {NAME: {ARGUMENT: VALUE}}; null for none."""
     max_turns: Count
     """Most turns of the model in an episode. sampling.max_new_tokens counts what it draws and what it sees together."""
     tool_calls: entry_of(("auto", *TOOL_CALLS))  # type: ignore[valid-type]
@@ -258,6 +258,9 @@ class Grpo(Prompted, Taught):
     """Processes that hold environments, on each host of the run."""
     environment_timeout_s: Positive
     """Seconds that one call of an environment may take; then its process is killed, and the episode has no score."""
+    episode_timeout_s: Positive | None
+    """Seconds that the environment of one episode may work in all its calls; the turn after which it has worked longer
+    is the last one. Then answers depend on the speed of the machine. null sets no limit."""
     environment_memory_mib: Count
     """Memory of each process of environments."""
     environment_errors: Literal["zero", "stop"]
@@ -287,9 +290,15 @@ class Grpo(Prompted, Taught):
         if self.environment is None and (self.credit == "turns" or self.environment_options is not None):
             key = "credit=turns" if self.credit == "turns" else "environment_options"
             raise ValueError(f"task.{key} is of an environment, and task.environment=null")
+        if isinstance(self.environment, tuple) and len({*self.environment}) < max(1, len(self.environment)):
+            raise ValueError(
+                f"task.environment={format_environment(self.environment)}: expected names that differ, or null"
+            )
         if self.environment is not None:
             if not callable(getattr(find_environment(self.environment), "reset", None)):
-                raise ValueError(f"task.environment={self.environment} has no method reset (docs/agents.md)")
+                raise ValueError(
+                    f"task.environment={format_environment(self.environment)} has no method reset (docs/agents.md)"
+                )
             self.describe_tools()  # a tool without types is refused
         return self
 
@@ -301,7 +310,11 @@ class Grpo(Prompted, Taught):
                 "set task.staleness=1 or more"
             )
         if not self.is_rewarded and self.teacher is None:
-            hint = "" if self.environment is None else f" (task.environment={self.environment} rewards nothing itself)"
+            hint = (
+                ""
+                if self.environment is None
+                else f" (task.environment={format_environment(self.environment)} rewards nothing itself)"
+            )
             raise ValueError(
                 f"task.rewards=[] leaves nothing to learn from; name a reward{hint}, or give task.teacher=RUN"
             )

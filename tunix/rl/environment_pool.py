@@ -25,7 +25,7 @@ from tunix.base.errors import UserError
 from tunix.rl.child_process import START_S, ChildProcess, LateProcess, LostProcess
 from tunix.rl.environment_worker import Key, Request
 from tunix.rl.environments import Reply
-from tunix.rl.table import find_environment
+from tunix.rl.table import find_environment, format_environment
 
 log = logging.getLogger(__name__)
 
@@ -211,20 +211,20 @@ class EnvironmentPool:
 
     def __init__(
         self,
-        name: str,
+        name: str | Sequence[str],
         options: Mapping[str, Any],
         tool_calls: str,
         processes: int,
         timeout_s: float,
         memory_mib: int,
     ):
-        """`name` is a row of `ENVIRONMENTS`, `tool_calls` one of `TOOL_CALLS`, or either a dotted path.
+        """`name` is a row of `ENVIRONMENTS`, or several, `tool_calls` one of `TOOL_CALLS`; or dotted paths.
 
         Args:
             timeout_s: seconds that one call of an environment may take.
             memory_mib: of each process.
         """
-        self.name, self.timeout_s = name, timeout_s
+        self.name, self.timeout_s = format_environment(name), timeout_s
         self.arguments = name, dict(options), tool_calls, memory_mib
         self.replays = getattr(find_environment(name), "replays", True)
         self.num_processes, self.holders = processes, list[_Holder]()

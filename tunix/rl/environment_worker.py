@@ -29,7 +29,9 @@ Request = tuple[Any, ...]
 Key = tuple[int, int]  # of an episode: the number of its session (environment_pool.py), and its own
 
 
-def serve(descriptor: int, parent: int, name: str, options: dict[str, Any], tool_calls: str, memory_mib: int) -> None:
+def serve(
+    descriptor: int, parent: int, name: str | list[str], options: dict[str, Any], tool_calls: str, memory_mib: int
+) -> None:
     """Import the environment, report that all is ready, and answer requests until the parent closes the socket."""
     connection = connect(descriptor, parent)
     process_id = os.getpid()

@@ -16,6 +16,7 @@ names. `open_environment` gives both forms one face, an `OpenEnvironment`. An ob
 each of which is a message; None says nothing, and the model goes on at once.
 """
 
+import functools
 import inspect
 import math
 import typing
@@ -205,6 +206,60 @@ def _read_arguments(text: str) -> dict[str, str]:
             elif name:
                 found[name] += f" {line.strip()}"
     return found
+
+
+def join_tools(kinds: Mapping[str, type]) -> type:
+    """Return a class that has the tools of several: a method `reset` of each is called, and rewards are added up.
+
+    Its arguments are those of the classes, as {name: {argument: value}}.
+
+    Raises:
+        UserError: one of them has no tools, or two have a tool of one name.
+    """
+    owners: dict[str, str] = {}
+    members: dict[str, Any] = {"replays": all(getattr(kind, "replays", True) for kind in kinds.values())}
+    for name, kind in kinds.items():
+        if hasattr(kind, "step"):
+            raise UserError(f"task.environment: {name} has no tools, but a method step; it can only stand alone")
+        for tool, method in find_tools(kind).items():
+            if tool in owners:
+                raise UserError(f"task.environment: {owners[tool]} and {name} both have a tool {tool}; rename one")
+            owners[tool], members[tool] = name, _forward(name, tool, method)
+
+    def __init__(self: Any, **options: Mapping[str, Any]) -> None:
+        if unknown := options.keys() - kinds.keys():
+            raise ValueError(f"options of {min(unknown)}, which is none of {', '.join(kinds)}; give {{NAME: {{...}}}}")
+        self.parts = {name: kind(**options.get(name, {})) for name, kind in kinds.items()}
+
+    def reset(self: Any, seed: int, **columns: Any) -> list[str] | None:
+        texts = []
+        for part in self.parts.values():
+            said = part.reset(**select_arguments(part.reset, seed, columns))
+            texts += _read_observation(said[0] if isinstance(said, tuple) else said) or []
+        return texts or None
+
+    def close(self: Any) -> None:
+        for part in self.parts.values():
+            if callable(end := getattr(part, "close", None)):
+                end()
+
+    def get_reward(self: Any) -> float:
+        return sum(float(part.get_reward()) for part in self.parts.values() if hasattr(part, "get_reward"))
+
+    members |= {"__init__": __init__, "reset": reset, "close": close}
+    if any(map(gives_reward, kinds.values())):
+        members["get_reward"] = get_reward
+    return type("JoinedTools", (), members)
+
+
+def _forward(name: str, tool: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method that calls a tool of the part `name`; it has the tool's types and docstring."""
+
+    @functools.wraps(method)
+    def call(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        return getattr(self.parts[name], tool)(*arguments, **keywords)
+
+    return call
 
 
 def gives_reward(kind: type) -> bool:

@@ -42,7 +42,7 @@ from tunix.processes import peers
 from tunix.rl.environment_pool import Answered, EnvironmentPool, Session
 from tunix.rl.environments import Reply, gives_reward
 from tunix.rl.scoring import Scorer, Scores
-from tunix.rl.table import find_environment
+from tunix.rl.table import find_environment, format_environment
 from tunix.rl.tool_calls import choose_tool_calls
 
 log = logging.getLogger(__name__)
@@ -134,6 +134,7 @@ class Episode:
     stopped: bool = True  # by the environment, or by an answer without a call; False: a budget has ended it
     problem: str = ""  # what is wrong with its environment; it has no score then
     tool_errors: int = 0
+    environment_s: float = 0.0  # seconds that its environment has worked in `step`
 
     @property
     def num_turns(self) -> int:
@@ -216,7 +217,8 @@ class Played:
         Raises:
             UserError: an environment has failed, and task.environment_errors is "stop".
         """
-        name, stops = self.task.environment, self.task.environment_errors == "stop"
+        environment, stops = self.task.environment, self.task.environment_errors == "stop"
+        name = format_environment(environment)
         problems = [each.problem for each in self.episodes if each.problem]
         if problems and stops:
             hint = "task.environment_errors=zero scores such episodes 0 and counts them"
@@ -231,7 +233,7 @@ class Played:
             0.0 if episode.problem else episode.reward + score
             for episode, score in zip(self.episodes, scores.total, strict=True)
         ]
-        values = scores.values | ({LABEL: rewards} if gives_reward(find_environment(str(name))) else {})
+        values = scores.values | ({LABEL: rewards} if gives_reward(find_environment(environment or "")) else {})
         return Scores(values, total, scores.errors | {LABEL: len(problems)}, scores.seconds)
 
 
@@ -244,7 +246,7 @@ def make_pool(task: Grpo, vocab: Vocab) -> EnvironmentPool | None:
         return None
     name = choose_tool_calls(vocab.chat.source) if task.tool_calls == "auto" else task.tool_calls
     if task.describe_tools():
-        log.info("tools of %s: calls are read as %s (task.tool_calls)", task.environment, name)
+        log.info("tools of %s: calls are read as %s (task.tool_calls)", format_environment(task.environment), name)
     return EnvironmentPool(
         task.environment,
         task.environment_options or {},
@@ -482,6 +484,7 @@ class _Game:
             self._end(episode)
             return
         episode.tool_errors += reply.tool_errors
+        episode.environment_s += seconds
         said = reply.observations or []
         for text in said:
             episode.turns.append({"role": "tool", "content": text})
@@ -489,10 +492,15 @@ class _Game:
             episode.turns[-1] |= {"reward": reply.reward, "seconds": round(seconds, 3)}
         if reply.done:
             self._end(episode)
-        elif episode.num_turns >= self.player.task.max_turns:
+        elif episode.num_turns >= self.player.task.max_turns or self._is_late(episode):
             self._finish(episode, stopped=False)
         else:
             self._go_on(episode, said)
+
+    def _is_late(self, episode: Episode) -> bool:
+        """Return whether the environment of an episode has worked longer than it may."""
+        limit_s = self.player.task.episode_timeout_s
+        return limit_s is not None and episode.environment_s > limit_s
 
     def _go_on(self, episode: Episode, said: list[str]) -> None:
         """Let an episode draw its next turn behind what the environment has said."""

@@ -6,11 +6,14 @@ the columns of the data, each a list with a value for each answer. `tunix.rl.rew
 returns. `tunix.rl.environments` says what an environment is.
 """
 
+from collections.abc import Sequence
+
 from tunix.base.dotted_path import import_object, is_dotted
+from tunix.rl.environments import join_tools
 from tunix.rl.rewards import Reward, exact_match, format_tags, gsm8k, length, math_verify, reasoning_gym
 from tunix.rl.tools import Calculator, LookUp, Python, SearchFolder
 
-__all__ = ["ENVIRONMENTS", "REWARDS", "Reward", "find_environment", "find_reward"]
+__all__ = ["ENVIRONMENTS", "REWARDS", "Reward", "find_environment", "find_reward", "format_environment"]
 
 REWARDS: dict[str, Reward] = {
     "gsm8k": gsm8k,
@@ -40,10 +43,17 @@ ENVIRONMENTS: dict[str, type] = {
 }
 
 
-def find_environment(name: str) -> type:
-    """Return the class of a row of the table, or that of a dotted path.
+def format_environment(name: str | Sequence[str] | None) -> str:
+    """Return the name of an environment, or several names, as they are typed."""
+    return str(name) if name is None or isinstance(name, str) else f"[{','.join(name)}]"
+
+
+def find_environment(name: str | Sequence[str]) -> type:
+    """Return the class of a row of the table, or that of a dotted path; of several names one with all of their tools.
 
     Raises:
-        UserError: the module of a dotted path cannot be imported, or lacks the class.
+        UserError: the module of a dotted path cannot be imported, or lacks the class; or several do not go together.
     """
-    return import_object(name) if is_dotted(name) else ENVIRONMENTS[name]
+    if isinstance(name, str):
+        return import_object(name) if is_dotted(name) else ENVIRONMENTS[name]
+    return join_tools({each: find_environment(each) for each in name})

@@ -24,6 +24,7 @@ from tunix.huggingface.config_json import read_num_rows
 from tunix.huggingface.hub import CONFIG, find
 from tunix.huggingface.table import find_family
 from tunix.processes import peers
+from tunix.rl.table import format_environment
 from tunix.sharding.arrays import bytes_per_device
 from tunix.sharding.mesh import MAX_ROWS, device_table
 from tunix.sharding.mesh_shape import data_shards, format_mesh_shape, stream_shards, token_shards, unsplit_dims
@@ -349,8 +350,8 @@ def _describe_rollout(program: Program, task: Grpo) -> dict[str, str]:
         )
     if task.environment is not None:
         rows["environment"] = (
-            f"{task.environment}, at most {task.max_turns} turns; {task.environment_processes} processes on each host, "
-            f"{task.environment_timeout_s:g} s a call"
+            f"{format_environment(task.environment)}, at most {task.max_turns} turns; {task.environment_processes} "
+            f"processes on each host, {task.environment_timeout_s:g} s a call"
         )
     rows_at_once = f", {rollout.rows_at_once:,} over the whole mesh (task.rollout_rows={task.rollout_rows})"
     is_limited = rollout.rows_at_once < rollout.num_prompts * task.group_size
