@@ -11,7 +11,7 @@ LAYERS, ROWS = 2, 4 * 512  # of tests/support/compile_steps.py: layers, and toke
 
 @pytest.fixture(scope="module")
 def compiled(cache_dir, installs_dir):
-    """What tests/support/compile_steps.py says about a way of offloading; one worker of the session asks, all read."""
+    """What tests/support/compile_steps.py says about one of its ways; one worker of the session asks, all read."""
 
     def compile_step(name: str) -> dict:
         file = cache_dir / f"gpu_memory {name}.json"
@@ -54,3 +54,11 @@ def test_activations_on_the_host_leave_the_device(compiled):
     assert step["arguments"] == plain["arguments"]
     one_product = 2 * LAYERS * ROWS * 1024  # bytes of the wide product of the MLP in all layers
     assert step["temporary"] < plain["temporary"] - 2 * one_product
+
+
+@pytest.mark.nightly(but=["accumulated by ZeRO 1"])
+@pytest.mark.parametrize("way", ["accumulated", "accumulated by ZeRO 1"])
+def test_layers_add_their_gradients_to_the_sums(way, compiled):
+    """A layer of a float32 sum is read and written in one kernel, and gradients of all layers never exist at once."""
+    step = compiled(way)
+    assert step["sums"] == {"f32": ["in place"] * step["matrices"]}

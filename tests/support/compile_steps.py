@@ -1,7 +1,8 @@
-"""Compile a small step for one H100 that is not there, once for each way of offloading: `python compile_steps.py NAME ...`.
+"""Compile a small step for one H100 that is not there, once for each name in `WAYS`: `python compile_steps.py NAME ...`.
 
 Prints a line of JSON for each name: the bytes of its arguments and temporaries, the bytes that the update reads and
-writes, the number of parameters, and what lies in the host's memory or is copied there.
+writes, the number of parameters, what lies in the host's memory or is copied there, and what layers do to the sums of
+their gradients.
 """
 
 import json
@@ -34,6 +35,11 @@ WORDS = [
     "model.sliding_window=256", "model.mesh_shape=[[1],[fsdp]]", "training.seq_len=512", "training.micro_batch_size=4",
     "training.mixed_precision=bf16", "training.remat=dots",
 ]  # fmt: skip
+WAYS = {
+    **{name: [f"training.offload={name}"] for name in ("none", "optimizer", "activations")},
+    "accumulated": ["training.gradient_accumulation_steps=4"],
+    "accumulated by ZeRO 1": ["training.gradient_accumulation_steps=4", "training.sharding_strategy=shard_optimizer"],
+}
 ON_HOST = "S(5)"  # how XLA writes the host's pinned memory in a type
 
 
@@ -60,15 +66,34 @@ def moments_on_host(program: dict[str, list[Instruction]]) -> dict[str, int]:
     return {"rests_on_host": held, "copied_to_host": copied}
 
 
+def updates_of_sums(program: dict[str, list[Instruction]], shapes: set[tuple[int, ...]]) -> dict[str, list[str]]:
+    """Return what the backward scan writes into arrays of these shapes, those of stacked matrices [L, ...].
+
+    By dtype: "in place" for a kernel that reads and writes one layer of the array, and "written" for any other one.
+    """
+    found: dict[str, list[str]] = {}
+    for name, lines in program.items():
+        for each in (each for each in lines if name != "ENTRY" and each.opcode == "fusion"):
+            arrays = [(dtype, tuple(map(int, dims.split(",")))) for dtype, dims in ARRAY.findall(each.type) if dims]
+            backward = re.search(r'op_name="[^"]*transpose\(jvp\(blocks\)\)[^"]*dynamic_update_slice', each.text)
+            if backward and arrays[0][1] in shapes:
+                *inside, root = program[each.called]
+                reads = [other for other in inside if other.opcode == "dynamic-slice"]
+                in_place = any(other.operands[0] == root.operands[0] for other in reads)
+                found.setdefault(arrays[0][0], []).append("in place" if in_place else "written")
+    return found
+
+
 def main() -> None:
     cluster = read_topology("h100:1")
     devices = describe_devices(cluster)
     for name in sys.argv[1:]:
-        cfg = compose([*WORDS, f"training.offload={name}"]).config
+        cfg = compose([*WORDS, *WAYS[name]]).config
         compiled, hlo = compile_for(cfg, cluster, devices, timed=False)
         mesh = build_mesh(cfg, devices)
         with jax.set_mesh(mesh):
-            shapes = jax.tree.leaves(assemble(cfg, mesh).abstract["params"])
+            params = assemble(cfg, mesh).abstract["params"]
+        shapes, blocks = jax.tree.leaves(params), jax.tree.leaves(params["blocks"])
         program = {name: parse_instructions(lines) for name, lines in read_computations(hlo).items()}
         answer = {
             "arguments": compiled.argument_bytes,
@@ -84,6 +109,8 @@ def main() -> None:
                 }
             ),
             **moments_on_host(program),
+            "matrices": sum(leaf.ndim > 2 for leaf in blocks),
+            "sums": updates_of_sums(program, {leaf.shape for leaf in blocks if leaf.ndim > 2}),
         }
         print(json.dumps({name: answer}), flush=True)
 

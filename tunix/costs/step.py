@@ -32,6 +32,7 @@ from tunix.models.attention import select_query_block
 from tunix.models.context_parallel import is_in_blocks
 from tunix.models.expert_parallel import buffer_rows_per_token
 from tunix.models.flops import chunk_flops_per_token, flops_per_token, forward_flops_per_token
+from tunix.models.layer_scan import sums_in_layers
 from tunix.models.layers import parameter_name
 from tunix.models.linear_attention import CHUNK
 from tunix.models.remat import Remat, product_name
@@ -223,25 +224,31 @@ def _count_gradient_bytes(program: Program) -> int:
        | sum over devices
     summed      as the weight rests, float32
        | added to
-    sum of all microbatches: with several of them, one more array beside the gradients of the newest
+    sum of all microbatches: with several of them, one more array beside the gradients of the newest, of which layers
+        that add to the sums (models/layer_scan.py) have one layer at a time
     """
     layout, mesh, pipeline = program.layout, program.mesh, program.choices.pipeline
     in_blocks = layout.gathers_in_blocks(program.choices.sync_every)
-    local_parts, summed = 0, 0
+    in_layers = sums_in_layers(program.cfg.model, layout, program.choices.remat)
+    local_parts, summed, newest_parts, newest_summed = 0, 0, 0.0, 0.0
     for weight in jax.tree.leaves(program.arch.trained_weights):
         equation = weight.equation
-        summed += count_shard_bytes(weight, layout.stored(equation, layout.strategy.gradients), "float32", mesh)
+        # Of the newest microbatch, layers that add to the sums have the gradients of one layer at a time.
+        newest_share = 1 / weight.shape[0] if equation.is_stacked and in_layers else 1.0
+        summed_bytes = count_shard_bytes(weight, layout.stored(equation, layout.strategy.gradients), "float32", mesh)
+        summed, newest_summed = summed + summed_bytes, newest_summed + newest_share * summed_bytes
         if not (in_blocks and equation.is_stacked):
-            local_parts += count_shard_bytes(weight, layout.in_use(equation), "float32", mesh)
+            local_bytes = count_shard_bytes(weight, layout.in_use(equation), "float32", mesh)
+            local_parts, newest_parts = local_parts + local_bytes, newest_parts + newest_share * local_bytes
         elif program.choices.prefetch:  # of the block whose gradients are summed while another is at work
             local_part = count_shard_bytes(weight, layout.in_use(equation), layout.compute, mesh)
             local_parts += local_part * pipeline.num_stages // weight.shape[0]
         if not (equation.is_stacked or equation.is_vector):  # the loss adds the table's up, and then rounds the sum
             local_parts += count_shard_bytes(weight, layout.in_use(equation), layout.compute, mesh)
-    in_compute = local_parts * jnp.dtype(layout.compute).itemsize // 4  # own parts, in the dtype of products
+    in_compute = round(newest_parts * jnp.dtype(layout.compute).itemsize / 4)  # own parts, in the dtype of products
     newest, sums_later = 0, in_blocks or program.choices.sync_every > 1
     if pipeline.num_stages == 1 and program.batch.num_microbatches > 1 and sums_later:
-        newest = summed if in_blocks else in_compute
+        newest = round(newest_summed) if in_blocks else in_compute
     elif in_blocks and jnp.dtype(layout.param).itemsize < 4:  # gradients of blocks have the dtype of their weights
         newest = summed * jnp.dtype(layout.param).itemsize // 4
     if pipeline.num_stages > 1:  # the gradients of the newest tick beside the sum of all ticks

@@ -14,7 +14,7 @@ stages, each stage scans its own (`Stacks.run_on_stages`). In decoding each laye
 layer is a piece of program of its own (`Stacks.run_apart`).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -29,6 +29,7 @@ from tunix.config.model import Run
 from tunix.models.block import MIXERS, MLPS, Block, Forward, Layer, Rows, donate_kv, find_part, take_kv
 from tunix.models.experts import penalty_names
 from tunix.models.kernels import branches_are_cheap
+from tunix.models.layer_scan import Place, as_variables, scan_into_sums
 from tunix.models.layers import (
     NO_SUMS,
     BlockSums,
@@ -39,7 +40,7 @@ from tunix.models.layers import (
     merge_runs,
 )
 from tunix.models.pipeline import run_stages
-from tunix.models.prefetch import as_variables, scan_prefetch
+from tunix.models.prefetch import scan_prefetch
 from tunix.models.remat import checkpoint_block, merge_blocks, scan_blocks
 from tunix.sharding.layout import Layout
 
@@ -78,6 +79,7 @@ class Stacks:
         """`model` is a `Transformer`; an attribute with the name of a stack is what `Stack.make` returned."""
         self.cfg, self.layout, self.remat = model.cfg, model.layout, model.remat
         self.parts_per_stage, self.prefetch = model.parts_per_stage, model.prefetch
+        self.gradient_sums = model.gradient_sums
         self.stacks = {stack.name: stack for stack in list_stacks(model.cfg)}
         self.modules = {name: getattr(model, name) for name in self.stacks}
         self.donors = find_donors(model.cfg)
@@ -173,22 +175,31 @@ class Stacks:
     def _scan_run(self, run: Run, rows: Rows, forward: Forward) -> tuple[Rows, BlockSums]:
         """Run the layers of a run; its donors leave their keys and values in `Rows.shared`."""
         stacks = {name: self.layers_of(name, forward) for name in run.pattern}
-        layers = []  # at each place of the pattern
+        layers, places = [], []  # at each place of the pattern
         for index, name in enumerate(run.pattern):
             numbers = run.layers[index :: len(run.pattern)]
             indices = [self.stacks[name].layers.index(number) for number in numbers]
             layers.append(_take_layers(stacks[name], indices))
+            places.append(Place(name, indices[0], _step_of(indices)))
         donors = {names: run.layers.index(number) for names, number in self.donors.items() if number in run.layers}
-        rows, sums, caches = self._scan(run.pattern, tuple(layers), rows, forward, tuple(donors.values()))
+        rows, sums, caches = self._scan(run.pattern, tuple(layers), rows, forward, tuple(donors.values()), places)
         if donors:  # in a run of one turn
             shared = {dim_names: jax.tree.map(lambda x: x[0], caches[index].kv) for dim_names, index in donors.items()}
             rows = rows._replace(shared=shared)
         return rows, sums
 
     def _scan(
-        self, pattern: tuple[str, ...], layers, rows: Rows, forward: Forward, donors: tuple[int, ...] = ()
+        self,
+        pattern: tuple[str, ...],
+        layers,
+        rows: Rows,
+        forward: Forward,
+        donors: tuple[int, ...] = (),
+        places: Sequence[Place] = (),
     ) -> tuple[Rows, BlockSums, list[Any]]:
         """Scan over the turns of a pattern, and return the rows, the sums of the layers, and their caches.
+
+        Gradients of the layers go into `gradient_sums`, where the model has them; `places` say where to.
 
         `layers` are parameters and values of the layers at each place of the pattern, arrays [turns, ...], and so are
         the caches. Those at the places `donors` are a `Donation`. Layers that gather ahead on stages are
@@ -218,15 +229,19 @@ class Stacks:
             for name in dict.fromkeys(pattern if has_tables else ())
         }
         shared = tuple(rows[1:]), forward.seed, tables
-        if self.prefetch:
+        sums = self.gradient_sums
+        if sums is not None and not (sums.slots and sums.can_take(self.cfg, self.layout, self.remat)):
+            sums = None
+        if self.prefetch or sums is not None:
             params, values = zip(*layers, strict=True)
             params = tuple(as_variables(self.modules[name], each) for name, each in zip(pattern, params, strict=True))
-            block = checkpoint_block(merge_blocks(blocks), self.remat)
-            x, results = scan_prefetch(block, params, rows.x, values, shared, self.layout.inside_stage())
+            block, layout = checkpoint_block(merge_blocks(blocks), self.remat), self.layout.inside_stage()
+            scan = scan_prefetch if self.prefetch else scan_into_sums
+            x, results = scan(block, params, rows.x, values, shared, layout, sums, places)
         else:
             x, results = scan_blocks(blocks, rows.x, layers, shared, self.remat)
-        sums = merge_layers([local_sums for local_sums, _ in results])
-        return rows._replace(x=x), sums, [cache for _, cache in results]
+        of_layers = merge_layers([local_sums for local_sums, _ in results])
+        return rows._replace(x=x), of_layers, [cache for _, cache in results]
 
     def _run_layer(
         self, name: str, rows: Rows, params_and_layer: tuple[Any, Layer], forward: Forward, is_donor: bool
@@ -272,9 +287,13 @@ def _split_turns(pattern: tuple[str, ...], layers: dict[str, Any], dim: int) -> 
 
 def _take_layers(layers: Any, indices: list[int]) -> Any:
     """Return the layers at these places, which have equal distances, of arrays [L, ...]."""
-    step = indices[1] - indices[0] if len(indices) > 1 else 1
+    step = _step_of(indices)
 
     def take(x: jax.Array) -> jax.Array:
         return x if len(indices) == len(x) else jax.lax.slice_in_dim(x, indices[0], indices[-1] + 1, step)
 
     return jax.tree.map(take, layers)
+
+
+def _step_of(indices: list[int]) -> int:
+    return indices[1] - indices[0] if len(indices) > 1 else 1

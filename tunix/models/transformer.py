@@ -11,6 +11,7 @@ from tunix.config import Model
 from tunix.models.attention import Method, compute_attention
 from tunix.models.attention_mask import row_mask_rule, split_chunks
 from tunix.models.block import Forward, Layer, LayerInputs, Mix, Rows
+from tunix.models.layer_scan import GradientSums
 from tunix.models.layer_stacks import Stacks, list_stacks
 from tunix.models.layers import NORMS, BlockSums, Embedding, Initializer, LearnedPositions
 from tunix.models.mla import Heads
@@ -37,6 +38,7 @@ class Transformer(nnx.Module):
     ):
         self.cfg, self.layout, self.remat, self.parts_per_stage = cfg, layout, remat, parts_per_stage
         self.prefetch = prefetch
+        self.gradient_sums: GradientSums | None = None  # of a step that adds up gradients in its layers
         self.block_layout = layout.inside_stage()  # of one stage's arrays; without stages it is `layout`
         self.embedding = Embedding(cfg, layout, initializer)
         self.positions = LearnedPositions(cfg, layout, initializer) if cfg.positions == "learned" else None

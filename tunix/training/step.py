@@ -10,6 +10,7 @@ import optax
 from jax.sharding import PartitionSpec, auto_axes, reshard
 
 from tunix.data.batches import Batch, split_shared
+from tunix.models.layer_scan import GradientSums, Static, make_slots
 from tunix.models.layers import named
 from tunix.sharding.arrays import bring_to, to_device_memory, to_host_memory
 from tunix.sharding.equations import Equation
@@ -203,20 +204,37 @@ def make_gradients(arch: Architecture, loss_fn: LossFn, sync_every: int) -> Grad
         fields, shared = split_shared(batch)
         # Where blocks gather their weights, `weights` are at rest: a block's gradient then arrives summed and split.
         weights = params if in_blocks else gather_all(params)
-        groups = jax.tree.map(lambda x: x.reshape(-1, sync_every, *x.shape[1:]), (fields, seeds))
+        trained = arch.trained(weights)
+        # Of one microbatch with sums that rest as weights do, the gradients of autodiff are the sums.
+        names = () if in_blocks and len(seeds) == 1 else tuple(arch.model.stacks)
 
-        def objective(trained, fields, seed):
-            loss = loss_fn(arch.module(arch.merge(trained, weights)), fields | shared, seed)
-            return loss.objective, (loss.weight, loss.sums)
+        def objective(trained, slots, fields, seed):
+            model = arch.module(arch.merge(trained, weights))
+            model.gradient_sums = GradientSums(slots)
+            loss = loss_fn(model, fields | shared, seed)
+            sums = model.gradient_sums
+            return (loss.objective, sums.slots), (loss.weight, loss.sums, Static(sums.missed))
 
         def microbatch(total, inputs):
-            (_, reported), grads = jax.value_and_grad(objective, has_aux=True)(arch.trained(weights), *inputs)
-            return add_gradients(total, grads), reported
+            # Layers add to the sums of stacks (models/layer_scan.py). Other gradients are added here, and so are those
+            # of layers that are run in a way of their own.
+            stacks = {name: jax.tree.flatten(total[name], is_leaf=lambda leaf: leaf is None) for name in names}
+            sums = {name: leaves for name, (leaves, _) in stacks.items()}
+            rows = partial(objective, fields=inputs[0], seed=inputs[1])
+            (value, _), vjp, (*reported, missed) = jax.vjp(rows, trained, make_slots(sums), has_aux=True)
+            grads, sums = vjp((jnp.ones_like(value), sums))
+            total = total | {name: jax.tree.unflatten(tree, sums[name]) for name, (_, tree) in stacks.items()}
+            added = [name for name in total if missed.value or name not in names]
+            return total | {name: add_gradients(total[name], grads[name]) for name in added}, tuple(reported)
 
         def group(total, inputs):
-            part, reported = jax.lax.scan(microbatch, zeros(local_part=not in_blocks), inputs)
-            return add_gradients(total, part if in_blocks else sum_over_devices(part)), add_up(reported)
+            part, reported = jax.lax.scan(microbatch, zeros(local_part=True), inputs)
+            return add_gradients(total, sum_over_devices(part)), add_up(reported)
 
+        if in_blocks:
+            grads, reported = jax.lax.scan(microbatch, zeros(local_part=False), (fields, seeds))
+            return grads, *add_up(reported)
+        groups = jax.tree.map(lambda x: x.reshape(-1, sync_every, *x.shape[1:]), (fields, seeds))
         grads, reported = jax.lax.scan(group, zeros(local_part=False), groups)
         return grads, *add_up(reported)
 

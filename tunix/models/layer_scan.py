@@ -1,0 +1,316 @@
+"""A scan over layers with a backward rule of its own, which adds the gradients of a layer to sums as they are made.
+
+Autodiff stacks the gradients of all layers in the dtype of products, and the step converts this array and adds it to
+the float32 sums of the microbatches before: 48 bytes of a GPU's memory are read and written for each parameter, and
+there is room for two arrays of gradients. Here the backward pass carries the sums, and a layer adds to its own place:
+
+    backward    layer 3          layer 2          layer 1          layer 0
+    sums        [. . . +]   ->   [. . + .]   ->   [. + . .]   ->   [+ . . .]
+
+The sums come into the backward pass by JAX's own way: as the gradient of an array that the scan takes and returns
+unchanged. Such an array is a *slot*. It has the shape of the sums, nobody reads its numbers, and so it takes no memory:
+
+    forward     slot -----------> scan over layers -----------> the same slot
+    backward    new sums <------- a layer adds its own <------- sums so far
+
+`GradientSums` has the slots of all stacks. A scan that takes a part of a stack, or a second scan over the same stack
+(models whose stacks take turns), hands the slot on to the next.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import get_opaque_trace_state
+from jax.sharding import PartitionSpec, get_abstract_mesh, reshard
+
+from tunix.config import Model
+from tunix.models.remat import Remat
+from tunix.sharding.arrays import bring_to
+from tunix.sharding.equations import Equation
+from tunix.sharding.layout import Layout
+
+# (x, weights of one layer, values of the layer, values of all layers) -> (x, results)
+Block = Callable[[jax.Array, Any, Any, Any], tuple[jax.Array, Any]]
+
+
+def sums_in_layers(model: Model, layout: Layout, remat: Remat) -> bool:
+    """Return whether layers can add to sums: not on stages, which have sums of their own, and not in groups.
+
+    Layers that share keys or take inputs need gradients of these, which this scan does not give.
+    """
+    return not (layout.stage_axes or model.shared_kv or model.layer_inputs) and remat.every == 1
+
+
+def make_slots(sums: Any) -> Any:
+    """Return arrays whose gradients are arrays like `sums`: gradients of `reduced` arrays are `unreduced`."""
+
+    def make(total: jax.Array) -> jax.Array:
+        spec = jax.typeof(total).sharding.spec
+        return reshard(jnp.zeros(total.shape, total.dtype), PartitionSpec(*spec.partitions, reduced=spec.unreduced))
+
+    return jax.tree.map(make, sums)
+
+
+class GradientSums:
+    """Slots of stacked parameters, [L, ...] float32 in lists by the name of a stack; None where one is frozen."""
+
+    def __init__(self, slots: dict[str, list[jax.Array | None]]):
+        self.slots = slots
+        self.missed = False  # whether some layers left their gradients to autodiff
+        self._trace = get_opaque_trace_state()
+
+    def can_take(self, model: Model, layout: Layout, remat: Remat) -> bool:
+        """Return whether layers that run now can take the slots.
+
+        A loss of a user may run the model inside of a loop or of a `jax.checkpoint`, whose arrays are its own.
+        """
+        fits = sums_in_layers(model, layout, remat) and get_opaque_trace_state() == self._trace
+        self.missed |= not fits
+        return fits
+
+
+class Place(NamedTuple):
+    """Where the layers of a scan are in a stack: layer n of the scan is layer first + n step of the stack."""
+
+    stack: str
+    first: int = 0
+    step: int = 1
+
+
+def scan_into_sums(
+    block: Block,
+    params: Sequence[Any],
+    x: jax.Array,
+    layers: Any,
+    shared: Any,
+    layout: Layout,
+    sums: GradientSums,
+    places: Sequence[Place],
+) -> tuple[jax.Array, Any]:
+    """Return x after `block` of every layer, and the results of all layers with a first dimension L.
+
+    `params` are trees of variables, one for each of `places`, and `layers` a tree of values, all [L, ...]; all layers
+    take `shared`. Gradients of `params` go into `sums`. That of `layers` and `shared` is left out.
+    """
+    weights = Weights(layout, params)
+    return Passes(block, weights, Places(sums, places, params)).scan(x, layers, shared)
+
+
+def as_variables(module: nnx.Module, values: Any) -> Any:
+    """Return values of the parameters of a module as its variables, which know their equations."""
+    variables, tree = jax.tree.flatten(nnx.state(module), is_leaf=_is_variable)
+    pairs = zip(variables, jax.tree.leaves(values), strict=True)
+    return jax.tree.unflatten(tree, [variable.replace(value) for variable, value in pairs])
+
+
+def _is_variable(node: Any) -> bool:
+    return isinstance(node, nnx.Variable)
+
+
+class Weights:
+    """Parameters of layers, arrays [L, ...] or on stages [S, L / S, ...] in a list, with the equation of each."""
+
+    def __init__(self, layout: Layout, params: Any):
+        """`params` is a tree of variables."""
+        self.layout = layout
+        self.variables, self.tree = jax.tree.flatten(params, is_leaf=_is_variable)
+        self.equations: list[Equation] = [each.get_metadata()["equation"] for each in self.variables]
+        self.values: list[jax.Array] = [each.get_value() for each in self.variables]
+        self.stages = layout.stages_around
+        self.dim = 1 if self.stages else 0  # that of the layers
+
+    def on_each_stage(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function of one stage's arrays as one of the arrays of all stages, [S, ...]."""
+        return jax.vmap(function) if self.stages else function
+
+    def count(self, params: list[jax.Array]) -> int:
+        """Return L, the number of layers; on stages L / S, that of each stage."""
+        return params[0].shape[self.dim]
+
+    def by_layer(self, values: Any) -> Any:
+        """[S, L / S, ...] -> [L / S, S, ...], as a scan over layers takes values; without stages they stay."""
+        return jax.tree.map(lambda x: x.swapaxes(0, 1), values) if self.stages else values
+
+    def as_params(self, values: list[jax.Array]) -> Any:
+        """Return the tree of variables with the values of one layer, arrays without the dimension L."""
+        replaced = [each.replace(value) for each, value in zip(self.variables, values, strict=True)]
+        return jax.tree.unflatten(self.tree, replaced)
+
+
+class Places:
+    """The slots of a scan, and for each of its parameters which slot and which layers of it are its own."""
+
+    def __init__(self, sums: GradientSums | None, places: Sequence[Place] = (), params: Sequence[Any] = ()):
+        """`params` are trees of variables, one for each place. Without `sums` there are no slots."""
+        self.sums, self.stacks = sums, list(dict.fromkeys(place.stack for place in places))
+        self.parts: list[tuple[str, int, Place]] = []  # of each parameter: the stack, its number there, the place
+        for place, tree in zip(places, params, strict=True):
+            count = len(jax.tree.leaves(tree, is_leaf=_is_variable))
+            self.parts += [(place.stack, number, place) for number in range(count)]
+
+    def read(self) -> dict[str, list[jax.Array | None]]:
+        """Return the slots of the stacks of this scan."""
+        return {} if self.sums is None else {name: self.sums.slots[name] for name in self.stacks}
+
+    def write(self, slots: dict[str, list[jax.Array | None]]) -> None:
+        """Hand the slots on to the next scan."""
+        if self.sums is not None:
+            self.sums.slots = self.sums.slots | slots
+
+    def add(self, sums: Any, gradients: Sequence[jax.Array | None], number: jax.Array | int) -> Any:
+        """Return sums [L, ...] of stacks with the gradients [...] of layer `number` of the scan added in place."""
+        sums = {name: list(each) for name, each in sums.items()}
+        for (stack, index, place), gradient in zip(self.parts, gradients, strict=True):
+            if (total := sums[stack][index]) is not None and gradient is not None:
+                sums[stack][index] = add_in_place(total, gradient, place.first + place.step * number)
+        return sums
+
+
+def add_in_place(total: jax.Array, gradient: jax.Array, index: jax.Array | int) -> jax.Array:
+    """Return [L, ...] with a gradient [...] added to the layer `index`, in the dtype of the sums."""
+
+    # XLA reads, adds and writes in one kernel where both places are the same scalar of its loop: no check for negative
+    # indices, and no array of numbers that is looked up.
+    def add(total: jax.Array, gradient: jax.Array, index: jax.Array | int) -> jax.Array:
+        where = (index, *[0] * gradient.ndim)
+        local = jax.lax.dynamic_slice(total, where, (1, *gradient.shape), allow_negative_indices=False)
+        added = local + gradient[None].astype(total.dtype)
+        return jax.lax.dynamic_update_slice(total, added, where, allow_negative_indices=False)
+
+    specs = [jax.typeof(each).sharding.spec for each in (total, gradient)]
+    # jax 0.10.2 has no slices of arrays that are still to be summed over devices. Each device adds to its own part in a
+    # `shard_map` that does not ask for types. Where these axes have one device, nothing is left to be summed.
+    sizes = get_abstract_mesh().shape
+    if all(sizes[axis] == 1 for axis in specs[0].unreduced):
+        total, gradient = (
+            bring_to(each, PartitionSpec(*spec.partitions)) for each, spec in zip((total, gradient), specs, strict=True)
+        )
+        return bring_to(add(total, gradient, index), specs[0])
+    specs_in = *specs, PartitionSpec()
+    return jax.shard_map(add, in_specs=specs_in, out_specs=specs[0], check_vma=False)(total, gradient, index)
+
+
+class Passes:
+    """Forward and backward pass of a scan over layers, in the form that `jax.custom_vjp` takes."""
+
+    def __init__(self, block: Block, weights: Weights, places: Places):
+        self.weights, self.places = weights, places
+        self.run_block = weights.on_each_stage(
+            lambda local, x, layer, shared: block(x, weights.as_params(local), layer, shared)
+        )
+
+    def scan(self, x: jax.Array, layers: Any, shared: Any) -> tuple[jax.Array, Any]:
+        """Return x [B, t, D] after all layers, and the results of each layer [L, ...]."""
+        scan = jax.custom_vjp(self._run)
+        # With symbolic zeros the forward rule learns which parameters are frozen, so their gradients are not computed.
+        scan.defvjp(self._forward, self._backward, symbolic_zeros=True)
+        weights, places = self.weights, self.places
+        x, results, slots = scan(weights.values, places.read(), x, weights.by_layer(layers), shared)
+        places.write(slots)
+        return x, results
+
+    def run_layers(
+        self, params: list[jax.Array], x: jax.Array, layers: Any, shared: Any, run: Callable[..., tuple[jax.Array, Any]]
+    ) -> tuple[jax.Array, Any, Any]:
+        """Return what `run` gives for all layers, and what the backward pass begins with."""
+
+        def body(x, each):
+            local, layer = each
+            return run(local, x, layer, shared)
+
+        return *jax.lax.scan(body, x, (params, layers)), None
+
+    def run_backward(self, saved: "Saved", d_x: jax.Array, d_results: Any, sums: Any) -> tuple[Any, jax.Array, Any]:
+        """Return the gradients of parameters that go into no sums, that of x, and the new sums."""
+
+        def body(carry, each):
+            d_x, sums, number = carry
+            local, layer, vjp, d_results = each
+            gradients, d_x = saved.go_back(vjp, local, layer, d_x, d_results)
+            return (d_x, self.places.add(sums, gradients, number), number - 1), None
+
+        first = d_x, sums, jnp.asarray(self.weights.count(saved.params) - 1)
+        each = saved.params, saved.layers, saved.vjps, d_results
+        (d_x, sums, _), _ = jax.lax.scan(body, first, each, reverse=True)
+        return [None] * len(saved.params), d_x, sums
+
+    def _run(self, params: list[jax.Array], slots: Any, x: jax.Array, layers: Any, shared: Any) -> tuple[Any, ...]:
+        """Return x, results and slots, where no gradient is asked for."""
+        return *self.run_layers(params, x, layers, shared, self.run_block)[:2], slots
+
+    def _forward(self, params: Any, slots: Any, x: Any, layers: Any, shared: Any) -> tuple[tuple[Any, ...], "Saved"]:
+        """Return what `_run` returns, and what `_backward` needs, [L, ...]. Arguments say whether they have
+        gradients."""
+        is_trained = tuple(each.perturbed for each in params)
+        params, slots, x, layers, shared = jax.tree.map(lambda each: each.value, (params, slots, x, layers, shared))
+
+        # A scan stacks what its body returns. JAX's backward function of a block is a tree of arrays, so the scan can
+        # return it for each layer: the values that the policy of the block keeps, and in `args_res` those arguments of
+        # the block that its backward pass needs. Three of these are taken out here and put back by `Saved.go_back`:
+        #
+        #     local       the weights: the backward scan takes them again, and where layers gather them, it gathers
+        #                 them again; stacked, they would be the whole model
+        #     layer       the backward scan has them anyway
+        #     shared      one copy serves all layers
+        def run_with_vjp(local, x, layer, shared):
+            vjp: Any
+            (x, results), vjp = jax.vjp(self.run_block, local, x, layer, shared)
+            _, x_needed, _, _ = vjp.args_res
+            vjp.args_res = [None, x_needed, None, None]
+            return x, (results, vjp)
+
+        x, (results, vjps), last = self.run_layers(params, x, layers, shared, run_with_vjp)
+        return (x, results, slots), Saved(params, layers, shared, vjps, last, Static(is_trained))
+
+    def _backward(self, saved: "Saved", gradients: Any) -> tuple[Any, Any, jax.Array, None, None]:
+        """Return the gradients of the arguments of `_run`, in their shapes."""
+
+        def instantiate(gradient):  # of a result that the loss does not use, JAX says only that it is zero
+            is_array = not isinstance(gradient, SymbolicZero)
+            shape = gradient.aval
+            return gradient if is_array else jnp.zeros(shape.shape, shape.dtype, out_sharding=shape.sharding)
+
+        zeros = jax.tree.map(instantiate, gradients, is_leaf=lambda leaf: isinstance(leaf, SymbolicZero))
+        d_x, d_results, sums = zeros
+        d_params, d_x, sums = self.run_backward(saved, d_x, d_results, sums)
+        return d_params, sums, d_x, None, None
+
+
+class Static:
+    """A value that JAX passes through as it is: a part of the structure of a tree, and no leaf.
+
+    What a forward rule returns for the backward rule must be a tree of arrays; which parameters are trained is none.
+    """
+
+    def __init__(self, value: Any):
+        self.value = value
+
+
+jax.tree_util.register_pytree_node(Static, lambda each: ((), each.value), lambda value, _: Static(value))
+
+
+class Saved(NamedTuple):
+    """What the forward pass of a scan leaves for its backward pass."""
+
+    params: list[jax.Array]
+    layers: Any
+    shared: Any
+    vjps: Any  # the backward functions of all blocks, as a tree of arrays [L, ...]
+    last: Any  # what `Passes.run_layers` returns last
+    is_trained: Static
+
+    def go_back(
+        self, vjp: Any, local: list[jax.Array], layer: Any, d_x: jax.Array, d_results: Any
+    ) -> tuple[list[jax.Array | None], jax.Array]:
+        """Return the gradients of one layer's weights, None for frozen ones, and that of its x."""
+        vjp.args_res = [local, vjp.args_res[1], layer, self.shared]
+        gradients, d_x, *_ = vjp((d_x, d_results))
+        return self.mask_frozen(gradients), d_x
+
+    def mask_frozen(self, values: Sequence[jax.Array | None]) -> list[jax.Array | None]:
+        """Return values of all parameters with None in the place of those that are frozen."""
+        return [value if trained else None for value, trained in zip(values, self.is_trained.value, strict=True)]
