@@ -133,7 +133,7 @@ def check_variables(environment: Mapping[str, str]) -> Iterator[Finding]:
         if name not in known:
             meant = did_you_mean(name, list(known))
             if "TIMEOUT" in name:
-                meant = f"; distributed.init_timeout_s and distributed.heartbeat_timeout_s say how long to wait{meant}"
+                meant = "; distributed.init_timeout_s and distributed.heartbeat_timeout_s say how long to wait"
             yield Finding("variables", "warning", f"{name}={environment[name]}: nothing reads this name{meant}")
     for (name, value), effect in COSTLY.items():
         if environment.get(name) == value:

@@ -18,8 +18,10 @@ from tunix.base.digests import FILE, list_files, write_digests
 from tunix.base.errors import UserError
 from tunix.base.files import read_json, replacing
 from tunix.base.forms import sign
+from tunix.checkpoints.store import describe_unreadable, find_storage, reject_damaged_checkpoint
 from tunix.config import Export, pretrained_config
 from tunix.config.command_line import run_command
+from tunix.config.saved_runs import find_run
 from tunix.data.tokenizer import PAD, Vocab, load_vocab, read_backend, tokenizer_digest
 from tunix.huggingface.adapter import gather_adapter
 from tunix.huggingface.adapter_config import CONFIG, WEIGHTS, write_adapter_config
@@ -27,7 +29,7 @@ from tunix.huggingface.config_json import read_num_rows, write_config
 from tunix.huggingface.hub import list_copied_files
 from tunix.huggingface.table import find_family
 from tunix.huggingface.weights import save_weights
-from tunix.inference.pretrained import Pretrained, load_pretrained
+from tunix.inference.pretrained import Pretrained, find_checkpoint, load_pretrained
 from tunix.processes import peers
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")  # keys of config.json
@@ -46,6 +48,8 @@ def export(command: Export) -> str:
     Raises:
         UserError: the output exists, the checkpoint cannot be read, or PEFT has no form for the adapter.
     """
+    if command.format == "state":
+        return _export_state(command)
     return write_export(
         command.output,
         lambda strategy: load_pretrained(
@@ -59,6 +63,33 @@ def export(command: Export) -> str:
         command.shard_gb,
         merge_lora=command.merge_lora,
     )
+
+
+def _export_state(command: Export) -> str:
+    """Write all arrays of a run's checkpoint into one file, by process 0, which needs memory for them."""
+    run, output = find_run(command.checkpoint), Path(command.output).expanduser()
+    if run is None:
+        raise UserError(f"format=state: checkpoint={command.checkpoint} is no run of tunix; it has weights alone")
+    checkpoint = find_checkpoint(run[0] / "checkpoints", run[1])
+
+    def write() -> str:
+        if output.exists() or is_address(command.output):
+            raise UserError(f"output={command.output}: format=state writes a new file on this machine; name one")
+        reject_damaged_checkpoint(checkpoint)
+        storage, step = find_storage(checkpoint)
+        with describe_unreadable(checkpoint):
+            arrays = storage.read_arrays(step)
+            texts = {name: storage.read(step, f"{name}/metadata") for name in ("run", "tokenizer")}
+        try:
+            output.parent.mkdir(parents=True, exist_ok=True)
+            with replacing(output) as new:
+                save_file(arrays, new, metadata=texts)
+        except OSError as error:
+            raise UserError(f"output={output} cannot be written: {error.strerror or error}") from None
+        size = sum(array.nbytes for array in arrays.values())
+        return f"{output}: the state after step {step}, {len(arrays)} arrays, {size / 1e9:.3f} GB"
+
+    return peers.on_main(write, "writing the state") or ""
 
 
 def write_export(

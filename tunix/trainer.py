@@ -7,6 +7,7 @@ Behind it stand its parts: what it derives before it writes (`Setup`), how far i
 import json
 import logging
 import math
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
@@ -25,7 +26,7 @@ from tunix.checkpoints.root import check_root, find_root, write_root
 from tunix.checkpoints.store import open_store
 from tunix.config import Config, Evaluation, compose
 from tunix.config.batch import BatchShape
-from tunix.config.compose import remark_on_random, remark_on_tiny, to_yaml
+from tunix.config.compose import remark_on_environment, remark_on_random, remark_on_tiny, to_yaml
 from tunix.costs.step import check_matmul_dtype, find_run_peak_tflops
 from tunix.data.batches import Batch, BatchSource, Numbers
 from tunix.data.prompts import AnyCorpus
@@ -88,7 +89,9 @@ def run(job: compose.Job) -> Result:
         compiler = stack.enter_context(Compiler(mesh, watchdog))
         setup = set_up(cfg, planned, mesh, chosen, watchdog, compiler, clock)
         log.info("%s", setup.report)
-        for remark in filter(None, (remark_on_tiny(job), remark_on_random(job))):
+        for remark in filter(
+            None, (remark_on_tiny(job), remark_on_random(job), remark_on_environment(job, os.environ))
+        ):
             log.warning("%s", remark)
         if setup.corpus is None:
             return Result(None, {}, {})

@@ -56,6 +56,8 @@ MISTAKES = [
     ("model.mesh_shape=[[4],[fsdp]] training.global_batch_size=100", "training.global_batch_size=100 is not divisible by 64 = micro_batch_size=16 x 4 data shards; nearest: 64 or 128"),
     ("model.mesh_shape=[[4],[fsdp]] training.global_batch_tokens=9000", "x 4 data shards x seq_len=128; nearest: 8192 or 16384"),
     ("model.mesh_shape=[[1],[fsdp]] training.gradient_accumulation_steps=6 training.sync_gradients_every=4", "does not divide the 6 microbatches of a step; it may be 1, 2, 3, 6"),
+    ("training.micro_batch_tokens=100", "training.micro_batch_tokens=100 is no multiple of training.seq_len=128; nearest: 128 or 256"),
+    ("training.micro_batch_tokens=256 training.micro_batch_size=auto", "training.micro_batch_size=auto are both set"),
     ("training.max_steps=null", "the run has no end; set one of training.max_steps"),
     ("training.loss_chunk_size=half", "training.loss_chunk_size=half: expected a whole number or auto"),
     ("task=grpo task.rollout_rows=some", "task.rollout_rows=some: expected a whole number, auto or null"),
@@ -257,6 +259,8 @@ def test_batch_keys_agree():
     ):
         assert compose([*base, words]).config.training.batch_shape(four).num_microbatches == 3
     assert compose(base).config.training.batch_shape(four).num_microbatches == 1
+    in_tokens = compose([*base, "training.micro_batch_tokens=1024"]).config.training
+    assert in_tokens.batch_shape(four) == (1, 4 * 1024 // in_tokens.seq_len, in_tokens.seq_len)
 
 
 def test_every_key_is_described():

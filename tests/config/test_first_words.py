@@ -12,7 +12,15 @@ from support.harness import ROOT
 from tunix.base.config_types import list_options, read_version
 from tunix.base.dotted_path import import_object
 from tunix.base.errors import UserError, name_choices
-from tunix.config.compose import compose, reject_missing_inputs, remark_on_random, remark_on_tiny, to_yaml
+from tunix.config.compose import (
+    compose,
+    reject_missing_inputs,
+    remark_on_environment,
+    remark_on_random,
+    remark_on_tiny,
+    to_yaml,
+)
+from tunix.doctor import check_variables
 from tunix.processes import exits
 from tunix.run.compiling import Compiler
 from tunix.training.loss import find_loss_kind
@@ -173,3 +181,18 @@ def test_a_run_of_a_newer_version_is_refused_by_both_versions(tmp_path):
     for words in ([f"resume={tmp_path}"], [f"model.init_from={tmp_path}"]):
         with pytest.raises(UserError, match=said):
             compose(words)
+
+
+def test_a_variable_of_another_program_is_answered_with_our_key():
+    given = {"OLMO_SHARED_FS": "1", "NCCL_P2P_CONNECT_TIMEOUT": "300", "HOME": "/root"}
+    assert remark_on_environment(compose([]), given) == (
+        "NCCL_P2P_CONNECT_TIMEOUT=300: nothing reads this variable; here it is distributed.init_timeout_s=300 (NCCL "
+        "itself has no such variable); OLMO_SHARED_FS=1: nothing reads this variable; here it is "
+        "distributed.shared_filesystem=true"
+    )
+    words = ["distributed.shared_filesystem=true", "distributed.init_timeout_s=300"]
+    assert remark_on_environment(compose(words), given) == ""
+    (finding,) = [each.says for each in check_variables(given) if each.status == "warning"]
+    assert finding.endswith(
+        "nothing reads this name; distributed.init_timeout_s and distributed.heartbeat_timeout_s say how long to wait"
+    )

@@ -60,7 +60,7 @@ def test_no_key_of_ours_is_taken_for_another():
         ("train_module.dp_config={name: hsdp, param_dtype: bfloat16}", "here it is mesh_shape=hsdp training.sharding_strategy=full_shard; here it is training.compute_dtype=bfloat16"),
         ("train_module.dp_config='{name: ddp}'", "here it is model.mesh_shape=[[-1],[dp]]"),
         ("train_module.ac_config={mode: budget, activation_memory_budget: 0.9}", "here it is training.remat=budget; here it is training.remat training.remat_memory_gib: GiB"),
-        ("train_module.rank_microbatch_size=16384", "here it is training.micro_batch_size: sequences, where theirs counts tokens"),
+        ("train_module.rank_microbatch_size=16384", "here it is training.micro_batch_tokens=16384"),
         ("scheduler.min_lr=3e-5", "here it is scheduler.final_ratio: a share"),
         ("~training.gradient_clip", "here it is training.max_grad_norm=null"),
         ("remat_policy=save_dot_with_context_except_mlp", "here it is training.remat, whose values docs/config.md lists"),

@@ -154,6 +154,28 @@ def test_dry_run_of_the_training_writes_nothing(here, capsys):
     assert list(here.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            (),
+            [
+                "gemma3, 999,885,952 parameters",
+                r"\[\[4,8\],\[\"dp\",\"fsdp\"\]\] over 32 devices \(gpu\)",
+                "= 1 microbatch",
+            ],
+        ),
+        (("training.micro_batch_size=auto", "training.global_batch_size=64"), ["the devices choose the batch"]),
+    ],
+)
+def test_dry_run_of_the_training_shows_its_numbers(words, said, here, capsys):
+    run = "launcher=slurm", "launcher.nodes=4", "launcher.gpus_per_node=8", "model=gemma3_1b", "dry_run=true"
+    slurm.launch(compose.compose([*run, "model.vocab_size=262144", "model.mesh_shape=[[4,-1],[dp,fsdp]]", *words]))
+    report = capsys.readouterr().err
+    for text in said:
+        assert re.search(text, report), report
+
+
 @pytest.mark.parametrize(("launcher", "key"), [("slurm", "max_requeues"), ("kubernetes", "max_restarts")])
 def test_a_hard_stop_is_not_undone_by_a_new_start(launcher, key):
     needed = ["launcher.image=x", "launcher.volume_claim=y"] if launcher == "kubernetes" else []

@@ -122,6 +122,9 @@ def test_a_bucket_and_a_folder_give_the_same_bytes_on_every_mesh(server, tmp_pat
             )
         assert store.info(3)["position"] == INFO_FILES["position"]
         store.check(3)
+    whole = [store.storage.read_arrays(3) for store in (in_bucket, in_folder)]
+    assert whole[0].keys() == whole[1].keys()
+    assert same(*whole)
     assert in_bucket.info(3)["parts"] == {"copies": [], "spike_window": 0}
     assert jnp.asarray(state["params"]["count"]) == 3
 

@@ -9,15 +9,25 @@ import json
 import tarfile
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
 import yaml
+from safetensors import safe_open
+from safetensors.numpy import load_file
 from support.harness import cli, metrics
 
 from tunix.base.config_types import read_version
+from tunix.base.errors import UserError
 from tunix.base.forms import FORMS
 from tunix.base.text import flat
+from tunix.checkpoints.bucket import name_array
+from tunix.config import Export
+from tunix.config.command_line import read_settings
 from tunix.config.compose import compose
 from tunix.config.saved_runs import upgrade
+from tunix.export import export
+from tunix.inference.pretrained import load_pretrained
 
 CONFIGS = {
     "0_1_0": ("default", "gpt2", "llama", "qwen_sft", "olmo_lora", "experiment", "tokens", "mixture"),
@@ -94,3 +104,25 @@ def test_a_config_of_0979945_is_understood(name, unpack):
 
 def test_a_run_by_gpipe_goes_on_by_1f1b():
     assert upgrade({"training": {"pipeline_schedule": "gpipe"}})["training"]["pipeline_schedule"] == "1f1b"
+
+
+def test_the_whole_state_in_one_file(unpack):
+    """Arrays as a resume reads them, and what a checkpoint says beside them."""
+    run = unpack("0979945") / "run"
+    words = [f"checkpoint={run}", "format=state"]
+    line = export(read_settings(Export, [*words, f"output={run}/one.safetensors"]))
+    assert "the state after step 3, " in line
+    arrays = load_file(run / "one.safetensors")
+    model = load_pretrained(run)
+    for path, leaf in jax.tree_util.tree_leaves_with_path({"params": model.params}):
+        np.testing.assert_array_equal(arrays[name_array(path)], leaf)
+    moments = {name for name in arrays if name.startswith("opt_state/")}
+    assert {name.split("/")[0] for name in arrays} == {"params", "opt_state", "copies", "skipped", "step"}
+    assert len(moments) > 2 * len(jax.tree.leaves(model.params))
+    with safe_open(run / "one.safetensors", "np") as file:
+        about = {name: json.loads(text) for name, text in file.metadata().items()}
+    assert about["run"]["position"]["step"] == 3
+    assert about["tokenizer"]["model"]
+    for output in (f"{run}/one.safetensors", "s3://bucket/one"):
+        with pytest.raises(UserError, match=f"output={output}: format=state writes a new file on this machine"):
+            export(read_settings(Export, [*words, f"output={output}"]))

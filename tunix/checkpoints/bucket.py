@@ -32,6 +32,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import tensorstore as ts
 
@@ -185,11 +186,23 @@ class Bucket:
         arrays = json.loads(self.read(step, ARRAYS))
         return {name: tuple(array["shape"]) for name, array in arrays.items()}
 
+    def read_arrays(self, step: int) -> dict[str, np.ndarray]:
+        def read(item: tuple[str, dict[str, Any]]) -> np.ndarray:
+            numbers = self._open_array(step, item[0]).read().result(2 * self.objects.timeout_s)
+            return np.asarray(numbers).astype(jnp.dtype(item[1]["dtype"]))
+
+        arrays = json.loads(self.read(step, ARRAYS))
+        with ThreadPoolExecutor(NUM_THREADS) as pool:
+            return dict(zip(arrays, pool.map(read, arrays.items()), strict=True))
+
+    def _open_array(self, step: int, name: str) -> ts.TensorStore:
+        chunks = self.objects.store / f"{step}/state/{name}/"
+        return ts.open({"driver": "zarr"}, kvstore=chunks, open=True, read=True).result(2 * self.objects.timeout_s)
+
     def restore(self, step: int, abstract: Any) -> Any:
         def read(path: Any, leaf: Any) -> jax.Array:
             name, slices = name_array(path), {}
-            chunks = self.objects.store / f"{step}/state/{name}/"
-            array = ts.open({"driver": "zarr"}, kvstore=chunks, open=True, read=True).result(2 * self.objects.timeout_s)
+            array = self._open_array(step, name)
             if tuple(array.shape) != tuple(leaf.shape):
                 raise ValueError(f"{name} has shape {tuple(array.shape)}, not {tuple(leaf.shape)}")
 

@@ -140,6 +140,12 @@ class Folder:
         tree = ocp.PyTreeCheckpointHandler().metadata(epath.Path(self.folder / str(step) / "state")).tree
         return {name_array(path): tuple(leaf.shape) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
+    def read_arrays(self, step: int) -> dict[str, np.ndarray]:
+        handler, folder = ocp.PyTreeCheckpointHandler(), epath.Path(self.folder / str(step) / "state")
+        on_host = jax.tree.map(lambda leaf: ocp.RestoreArgs(restore_type=np.ndarray), handler.metadata(folder).tree)
+        state = handler.restore(folder, args=ocp.args.PyTreeRestore(restore_args=on_host))
+        return {name_array(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(state)}
+
     def restore(self, step: int, abstract: Any) -> Any:
         arguments = ocp.args.PyTreeRestore(
             abstract, restore_args=ocp.checkpoint_utils.construct_restore_args(abstract), partial_restore=True

@@ -161,6 +161,8 @@ class BatchKeys(Section):
     """Pictures that a sequence has room for (P), in a model with model.vision; 0 takes text alone."""
     micro_batch_size: Count | Literal["auto"]
     """Sequences per data shard per microbatch; auto is the largest that is predicted to fit (the keys of plan)."""
+    micro_batch_tokens: Count | None
+    """The same in tokens, in the place of micro_batch_size: a multiple of seq_len; null takes micro_batch_size."""
     gradient_accumulation_steps: Count | None
     """Microbatches per optimizer step (A); null derives it from a global batch, or is 1."""
     global_batch_size: Count | None
@@ -193,13 +195,15 @@ class BatchKeys(Section):
 
     @property
     def sequences_per_shard(self) -> int:
-        """`micro_batch_size` as a number.
+        """Sequences of a data shard in a microbatch: `micro_batch_size` as a number, or those of `micro_batch_tokens`.
 
         Raises:
             UserError: it is `auto`, and nothing has chosen a number yet.
         """
         if self.micro_batch_size == "auto":
             raise UserError("training.micro_batch_size=auto is chosen by a run and by tunix.plan only; give a number")
+        if self.micro_batch_tokens is not None:
+            return self.micro_batch_tokens // self.seq_len
         return self.micro_batch_size
 
     def batch_shape(self, mesh_sizes: Mapping[str, int]) -> BatchShape:
@@ -216,7 +220,7 @@ class BatchKeys(Section):
         shards = data_shards(mesh_sizes)
         num_rows = self.sequences_per_shard * shards
         num_microbatches = self.gradient_accumulation_steps or 1
-        factors = f"micro_batch_size={self.micro_batch_size} x {shards} data shards"
+        factors = f"micro_batch_size={self.sequences_per_shard} x {shards} data shards"
         of_tokens = num_rows * self.seq_len, f"{factors} x seq_len={self.seq_len}"
         for name, (unit, unit_text) in {"size": (num_rows, factors), "tokens": of_tokens}.items():
             asked = getattr(self, f"global_batch_{name}")
@@ -429,6 +433,7 @@ def keys_in_stage(batch: BatchKeys, number: int, mesh_sizes: Mapping[str, int]) 
     changed = {
         "seq_len": length,
         "micro_batch_size": rows * num_cuts,
+        "micro_batch_tokens": None,
         "global_batch_size": num_sequences,
         "global_batch_tokens": None,
         "gradient_accumulation_steps": None,

@@ -44,8 +44,11 @@ class WrittenModel(Section):
 
 
 class Export(WrittenModel, ReadModel):
-    """Write a trained model as a Hugging Face directory."""
+    """Write a trained model as a Hugging Face directory, or the whole state of a run as one file."""
 
+    format: Literal["huggingface", "state"]
+    """huggingface is a directory; state is one safetensors file `output` with all arrays of a run's checkpoint:
+    parameters, moments of the optimizer, averages; its metadata have position, config and tokenizer as JSON."""
     dtype: Literal["float32", "bfloat16", "float16"] | None
     """dtype of the written weights; null is the one of the files that the run began with, else float32;
     float32 for an adapter."""

@@ -10,7 +10,7 @@ import glob
 import re
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from tunix.base.errors import UserError, did_you_mean, is_masked, mask_values
 from tunix.base.text import flat, format_yaml
 from tunix.config import Config, Grpo, Slurm
 from tunix.config.data import Mixture
-from tunix.config.mistakes import describe_errors, find_foreign, reject_newer, validate
+from tunix.config.mistakes import describe_errors, find_foreign, read_rows, reject_newer, validate
 from tunix.config.pretrained_config import (
     count_rows,
     fill_from_adapter,
@@ -455,6 +455,18 @@ def remark_on_random(job: Job) -> str:
     if isinstance(cfg.task, Grpo):
         return f"task=grpo: the model is random, and answers that earn no reward teach nothing; {way_out}"
     return ""
+
+
+def remark_on_environment(job: Job, environment: Mapping[str, str]) -> str:
+    """Return a remark for variables of other programs that nothing reads here, with the keys that do the same."""
+    typed, remarks = _typed(job), []
+    for row in read_rows():
+        names = [name for name in row.there if name.isupper() and name in environment]
+        if names and row.here.partition("=")[0] not in typed:
+            remarks.append(
+                f"{names[0]}={environment[names[0]]}: nothing reads this variable; {row.answer(environment[names[0]])}"
+            )
+    return "; ".join(remarks)
 
 
 def _typed(job: Job) -> dict[str, str]:

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from tunix.base.config_types import Count, CountOrZero, Flag, Positive, PositiveOrZero, Section, reject_bool
+from tunix.base.errors import near_multiples
 from tunix.config.batch import BatchKeys, check_batch_stages
 from tunix.models.table import MATMUL_DTYPES
 
@@ -168,6 +169,13 @@ class Training(StepKeys, BatchKeys):
         given = [f"training.{key}={getattr(self, key)}" for key in batch_keys if getattr(self, key) is not None]
         if len(given) > 1:
             raise ValueError(f"{' and '.join(given)} are both set; keep one and leave the others null")
+        if self.micro_batch_tokens is not None:
+            text = f"training.micro_batch_tokens={self.micro_batch_tokens}"
+            if self.micro_batch_size == "auto":
+                raise ValueError(f"{text} and training.micro_batch_size=auto are both set; leave one out")
+            if self.micro_batch_tokens % self.seq_len:
+                near = near_multiples(self.micro_batch_tokens, self.seq_len)
+                raise ValueError(f"{text} is no multiple of training.seq_len={self.seq_len}; nearest: {near}")
         if self.max_steps is None and self.max_tokens is None and self.num_epochs is None:
             raise ValueError(
                 "the run has no end; set one of training.max_steps, training.max_tokens, training.num_epochs"

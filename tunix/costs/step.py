@@ -117,7 +117,7 @@ def _count_pipeline_flops(program: Program, flops: float, forward_flops: float, 
 
 
 # Values of the keys of training that say how many sequences there are, for one sequence per data shard.
-ONE_SEQUENCE = {"micro_batch_size": 1, "pipeline_microbatches": "auto", "batch_stages": ()}
+ONE_SEQUENCE = {"micro_batch_size": 1, "micro_batch_tokens": None, "pipeline_microbatches": "auto", "batch_stages": ()}
 MOST_PROGRAMS = 8  # as many as there are policies that training.remat=budget compares, and a few more
 _programs: dict[tuple[str, AbstractMesh, str | None], Program] = {}  # each with one sequence, the newest last
 

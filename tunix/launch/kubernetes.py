@@ -32,6 +32,7 @@ def launch(job: compose.Job) -> int:
     text = yaml.safe_dump_all(make_manifests(job.config, kubernetes, name), sort_keys=False)
     if job.config.dry_run:
         print(text)
+        submission.print_numbers(job.config, kubernetes)
         return 0
     with submission.prepare_folder(job) as folder:
         file = submission.write_file(folder / "jobset.yaml", text)

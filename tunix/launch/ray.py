@@ -41,6 +41,7 @@ def launch(job: compose.Job) -> int:
         shown = {"nodes": sizes, "bundle": bundle, "environment": environment, "python": command}
         print(f"# {submission.describe(job.config, launcher)}. A bundle and a command for each node, node 0's here.")
         print(yaml.safe_dump(shown, sort_keys=False, width=1000), end="")
+        submission.print_numbers(job.config, launcher)
         return 0
     if find_spec("ray") is None:
         raise UserError("launcher=ray needs the package ray: pip install 'tunix-trainer[ray]'")

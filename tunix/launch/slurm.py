@@ -34,6 +34,7 @@ def launch(job: compose.Job) -> int:
     assert isinstance(slurm, Slurm)
     if job.config.dry_run:
         print(format_script(job.config, slurm, job.run_dir.absolute(), job.resume_step))
+        submission.print_numbers(job.config, slurm)
         return 0
     if not slurm.dry_run and not shutil.which("sbatch"):
         raise UserError(

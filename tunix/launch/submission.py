@@ -3,6 +3,7 @@
 import os
 import re
 import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -72,6 +73,23 @@ def describe(config: Config, nodes: Nodes) -> str:
     devices = count(nodes.gpus_per_node, "GPU") if nodes.gpus_per_node else "CPUs only"
     resources = f"{count(nodes.nodes, 'node')}, {devices} each, {count(nodes.nodes * nodes.tasks, 'process')}"
     return f"{config.run_name}, {resources}" if config.run_name else resources
+
+
+def print_numbers(config: Config, nodes: Nodes) -> None:
+    """Print the derived numbers of the run on stderr: on stdout is what would be submitted, which may go to a file.
+
+    What is chosen by the devices themselves is only known there.
+    """
+    if config.training.micro_batch_size == "auto" or config.plan.choose_mesh:
+        print("the devices choose the batch or the mesh: python -m tunix.plan predicts them", file=sys.stderr)
+        return
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")  # nothing is computed, and a login node's GPU is others' too
+    from tunix.run.start_report import make_report_of_launched
+
+    platform = "gpu" if nodes.gpus_per_node else "cpu"
+    print(make_report_of_launched(config, nodes.num_devices, platform), file=sys.stderr)
 
 
 def make_resume_word(path: Path) -> str:

@@ -402,7 +402,7 @@ def fix_batch(cfg: Config, num_devices: int) -> Config:
     is_given = training.global_batch_size is not None or training.global_batch_tokens is not None
     if is_given or training.micro_batch_size == "auto" or cfg.model.mesh_shape != "auto":
         return cfg
-    sequences = num_devices * training.micro_batch_size * (training.gradient_accumulation_steps or 1)
+    sequences = num_devices * training.sequences_per_shard * (training.gradient_accumulation_steps or 1)
     return cfg.with_training(global_batch_size=sequences, gradient_accumulation_steps=None)
 
 

@@ -117,7 +117,7 @@ def _format_meshes(ranking: Ranking, cluster: Cluster) -> str:
         rows.append(
             [
                 format_mesh_shape(each.sizes),
-                str(each.cfg.training.micro_batch_size),
+                str(each.cfg.training.sequences_per_shard),
                 each.source,
                 *(f"{each.num_bytes.get(name, 0) / GIB:.2f}" for name in memory),
                 f"{each.memory / GIB:.2f}{' !' if each.memory > ranking.limit else ''}",
@@ -197,7 +197,7 @@ def make_record(candidate: Candidate) -> dict[str, Any]:
     compiled = candidate.compiled
     return {
         "mesh_shape": format_mesh_shape(candidate.sizes),
-        "micro_batch_size": candidate.cfg.training.micro_batch_size,
+        "micro_batch_size": candidate.cfg.training.sequences_per_shard,
         "remat": candidate.choices.remat.policy,
         "cp_exchange": candidate.choices.layout.cp_exchange,
         "expert_exchange": candidate.choices.layout.expert_exchange,

@@ -4,7 +4,7 @@ import socket
 from pathlib import Path
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 from rich.table import Table
 
 from tunix.base.buckets import is_address
@@ -18,7 +18,7 @@ from tunix.config.task import Grpo, Taught
 from tunix.config.training import read_steps
 from tunix.costs.communication import count_microbatch_rows
 from tunix.costs.rollout import find_rollout_mesh, plan_rollout, read_device_bytes
-from tunix.costs.step import count_teacher_bytes, derive_costs
+from tunix.costs.step import count_teacher_bytes, derive_costs, find_program
 from tunix.data.prompts import AnyCorpus
 from tunix.huggingface.config_json import read_num_rows
 from tunix.huggingface.hub import CONFIG, find
@@ -27,15 +27,15 @@ from tunix.processes import peers
 from tunix.rl.table import format_environment
 from tunix.sharding.arrays import bytes_per_device
 from tunix.sharding.mesh import MAX_ROWS, device_table
-from tunix.sharding.mesh_shape import data_shards, format_mesh_shape, stream_shards, token_shards, unsplit_dims
+from tunix.sharding.mesh_shape import data_shards, format_mesh_shape, resolve, stream_shards, token_shards, unsplit_dims
 from tunix.sharding.table import DIMS, stream_axes
 from tunix.training.choices import Choices
 from tunix.training.optimizer import count_phase_steps
-from tunix.training.program import Program, Sizes
+from tunix.training.program import Program, Sizes, derive_sizes
 from tunix.training.state import Architecture, State, count
 
 
-def describe_batch(cfg: Config, program: Program, mesh: Mesh, sizes: Sizes) -> dict[str, str]:
+def describe_batch(cfg: Config, program: Program, mesh: Mesh | AbstractMesh, sizes: Sizes) -> dict[str, str]:
     """Return the rows about the batch of a step, its way through the devices, and the length of the run."""
     batch, choices, pipeline = sizes.batch, program.choices, program.choices.pipeline
     reduced = f"gradients reduced every {choices.sync_every} microbatch(es)"
@@ -245,6 +245,25 @@ def make_start_report(
     for row in body:
         devices.add_row(*row)
     return f"{as_text(table)}\ndevice ids by place on the mesh\n{as_text(devices)}"
+
+
+def make_report_of_launched(cfg: Config, num_devices: int, platform: str) -> str:
+    """Return the derived numbers of a run on devices that are elsewhere, as text; they are not asked for anything.
+
+    Raises:
+        UserError: the mesh divides neither model nor batch.
+    """
+    sizes = resolve(cfg.model.mesh_shape, num_devices, cfg.dims, cfg.distributed.allow_idle_devices)
+    program = find_program(cfg, sizes, platform)
+    of_run = derive_sizes(program, None)
+    rows = describe_model(cfg, program, None)
+    rows["mesh"] = f"{format_mesh_shape(sizes)} over {num_devices} devices ({platform}), which are not here"
+    rows |= describe_batch(cfg, program, program.mesh, of_run) | _describe_costs(cfg, program, of_run)
+    rows |= _describe_exceptions(cfg, program, None)
+    table = Table(show_header=False, box=None)
+    for name, text in rows.items():
+        table.add_row(name, text)
+    return as_text(table)
 
 
 def _describe_devices(cfg: Config, program: Program, mesh: Mesh) -> dict[str, str]:
