@@ -198,7 +198,7 @@ def test_answers_of_no_token_are_neither_measured_nor_asked(tmp_path):
 def test_docstrings_are_questions_with_answers():
     cfg = compose(["task=sft", "data=python_docstrings"]).config
     units = [unit for unit in find_units(cfg.data, cfg.loading) if unit.name in ("bisect.py", "json/__init__.py")]
-    found = {name: content for unit in units for name, content in read_documents(cfg.data, cfg.task, unit)}
+    found = {name: content for unit in units for name, content, _ in read_documents(cfg.data, cfg.task, unit)}
     assert {"bisect.insort_right", "bisect.bisect_left", "json.dumps", "json.load"} <= found.keys()
     assert found["json.dumps"].messages == [
         {"role": "user", "content": "What does json.dumps do?"},

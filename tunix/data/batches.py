@@ -126,7 +126,10 @@ def split_rows(batch: Example, num_cuts: int) -> Example:
         return batch
     sizes, num_rows, length = batch["tokens"].shape
     shape = sizes, num_rows * num_cuts, length // num_cuts
-    rows = {name: leaf.reshape(shape) for name, leaf in batch.items()}
+    # What is not one number a token, like pictures, belongs to each row of a sequence.
+    rows = {
+        name: leaf.reshape(shape) if leaf.ndim == 3 else np.repeat(leaf, num_cuts, 1) for name, leaf in batch.items()
+    }
     # In each row, documents are numbered from 1 again, and one that began before the row begins with it. A row that
     # begins with padding has nothing else.
     segments = rows["segment_ids"]
@@ -297,7 +300,8 @@ def read_held_out(sequences: grain.MapDataset, num_sequences: int, num_rows: int
             "the held-out documents make no sequence of training.seq_len tokens; "
             "add data, raise data.held_out_fraction, or set it to 0 to hold out none"
         )
-    padding = {name: np.zeros_like(field) for name, field in sequences[0].items()}
+    # A token of padding is no token of a picture.
+    padding = {name: np.full_like(field, -(name == IMAGE_INDEX)) for name, field in sequences[0].items()}
 
     def row(index: int) -> Example:
         return sequences[index * len(sequences) // count] if index < count else padding

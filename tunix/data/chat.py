@@ -9,6 +9,7 @@ import functools
 import json
 import re
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any, Literal
 
 from jinja2 import TemplateError
@@ -35,6 +36,16 @@ Options = Mapping[
 ]  # variables of a template beside the messages: `tools`, and those of task.chat_template_kwargs
 NO_OPTIONS: Options = {}
 LearntTurns = Literal["all", "last", "assistant"]
+
+START = "<start_of_image>"  # the token by which a template writes a picture (data/pictures.py)
+
+
+def join_parts(content: str | Sequence[Mapping[str, Any]]) -> str:
+    """Return the text of a turn's content, with `START` for each of its pictures."""
+    if isinstance(content, str):
+        return content
+    return "".join(START if part["type"] == "image" else part["text"] for part in content)
+
 
 # The template of tokenizers that are trained here. A conversation becomes "<bos>user:\nHi\nassistant:\nHello<eos>".
 PLAIN = (
@@ -174,6 +185,11 @@ class ChatTemplate:
             UserError: the template fails, its text is many times longer than the conversation, or has half of a pair
                 of surrogates, which no tokenizer takes.
         """
+        if any(isinstance(message.get("content"), list) for message in messages) and not self.takes_parts:
+            messages = [{**message, "content": join_parts(message["content"])} for message in messages]
+        return self._generate(messages, add_generation_prompt, options)
+
+    def _generate(self, messages: Sequence[Message], add_generation_prompt: bool, options: Options) -> str:
         values = {"messages": messages, "add_generation_prompt": add_generation_prompt, **self.special_tokens}
         values |= {"tools": None, "documents": None, **options}  # transformers gives a template these two always
         self.environment.max_length = SHORT + MOST_COPIES * _count_characters([*messages, dict(options)])
@@ -189,6 +205,16 @@ class ChatTemplate:
         except Exception as error:  # as above
             raise UserError(f"task.chat_template refuses a conversation: {error}") from None
         return text
+
+    @cached_property
+    def takes_parts(self) -> bool:
+        """Whether the template writes `START` for a part {"type": "image"}; others get it in a turn's text."""
+        parts = [{"type": "image"}, {"type": "text", "text": WORDS}]
+        try:
+            text = self._generate([{"role": "user", "content": parts}], True, NO_OPTIONS)
+        except UserError:
+            return False
+        return text.count(START) == 1 and WORDS in text and "'type'" not in text
 
     def segments(
         self,

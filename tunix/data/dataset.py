@@ -18,8 +18,12 @@ from tunix.base.errors import UserError
 from tunix.config import Config
 from tunix.config.data import Mixture
 from tunix.config.task import Compared, Kto
+from tunix.config.vision import Vision
+from tunix.data.chat import START
 from tunix.data.files import Unit
 from tunix.data.packing import Sequences
+from tunix.data.picture_slots import PictureSlots
+from tunix.data.pictures import END, SOFT, PictureForm
 from tunix.data.shards import Prepared
 from tunix.data.table import Source, Tokens
 from tunix.data.tokenize import find_folder, find_units, find_vocab, make_share, open_verified, prepare
@@ -71,9 +75,31 @@ def find_inputs(cfg: Config) -> Inputs:
         first = next(iter(copied.values()))
         tokenizer = tokenizer.model_copy(update={"path": str(first / "tokenizer"), "train": False})
     pairs: list[tuple[Source, list[Unit]]] = [(sources[name], units[name]) for name in units]
-    vocab = find_vocab(tokenizer, cfg.task, pairs, cache_dir)
+    vocab = find_vocab(tokenizer, cfg.task, pairs, cache_dir, find_picture_form(cfg))
     check_fits(vocab, cfg.model.vocab_size)
+    _check_picture_tokens(vocab, cfg.model.vision)
     return Inputs(copied, units, vocab)
+
+
+def find_picture_form(cfg: Config) -> PictureForm | None:
+    """Return the form of the pictures of a run; None where its model takes none."""
+    vision = cfg.model.vision
+    if vision is None or not cfg.training.images_per_row:
+        return None
+    return PictureForm(vision.image_size, vision.tokens_per_image)
+
+
+def _check_picture_tokens(vocab: Vocab, vision: Vision | None) -> None:
+    """Raise `UserError` where the tokens of pictures have other ids in the tokenizer than in the model."""
+    if vision is None or vocab.pictures is None:
+        return
+    keys = {START: "begin_token", SOFT: "image_token", END: "end_token"}
+    for token, key in keys.items():
+        if (index := vocab.backend.token_to_id(token)) != getattr(vision, key):
+            raise UserError(
+                f"model.vision.{key}={getattr(vision, key)}, and in the tokenizer {token} is {index}; set "
+                f"model.vision.{key}={index}, or choose the tokenizer of the model"
+            )
 
 
 def prepare_corpus(cfg: Config) -> tuple[dict[str, Prepared], Vocab]:
@@ -102,6 +128,13 @@ def _open_copied(folder: Path, vocab: Vocab, cfg: Config) -> Prepared:
             f"{cfg.tokenizer.path} ({vocab.num_tokens} tokens); leave tokenizer.path=null to take its own"
         )
     prepared = open_verified(folder, cfg.loading)
+    pictures = prepared.index.get("pictures")
+    if pictures is not None and (vocab.pictures is None or pictures != vocab.pictures._asdict()):
+        raise UserError(
+            f"data.paths: {folder} was made for a model with pictures of {pictures['image_size']} x "
+            f"{pictures['image_size']} pixels and {pictures['tokens_per_image']} tokens (model.vision), and this one "
+            f"takes {'none' if vocab.pictures is None else 'others'}; prepare it with this model"
+        )
     if prepared.documents != cfg.task.documents:
         raise UserError(f"data.paths: {folder} was not made for task={cfg.task.name}; prepare it with that task")
     return prepared
@@ -236,8 +269,9 @@ def load_corpus(cfg: Config) -> Corpus:
 
 def _pack(prepared: Prepared, split: str, cfg: Config) -> Sequences:
     """Return the sequences of a split, "train" or "held_out"."""
-    cache_dir = Path(cfg.loading.cache_dir).expanduser()
-    return Sequences(prepared.stream(split), cfg.training.seq_len, cfg.loading.packing, cache_dir)
+    cache_dir, form = Path(cfg.loading.cache_dir).expanduser(), find_picture_form(cfg)
+    slots = None if form is None else PictureSlots(form, cfg.training.images_per_row)
+    return Sequences(prepared.stream(split), cfg.training.seq_len, cfg.loading.packing, cache_dir, slots)
 
 
 def _load_set(name: str, source: Source, vocab: Vocab, cfg: Config) -> grain.MapDataset:
@@ -287,8 +321,11 @@ def _check_labels(train: dict[str, Sequences]) -> None:
 
 
 def _summarise(name: str, prepared: Prepared, train: Sequences, held_out: Sequences, vocab: Vocab) -> str:
+    pictures = sum(shard["train"].get("pictures", 0) for shard in prepared.index["shards"])
+    with_pictures = f" with {pictures:,} pictures" if pictures else ""
     return (
-        f"{name}: {train.stream.num_documents:,} documents, {train.stream.num_tokens:,} tokens to train on; "
+        f"{name}: {train.stream.num_documents:,} documents{with_pictures}, {train.stream.num_tokens:,} tokens to train "
+        "on; "
         f"{held_out.stream.num_documents:,} documents, {held_out.stream.num_tokens:,} tokens held out; "
         f"{vocab.num_tokens:,} tokens, {prepared.index['bytes_per_token']:.2f} bytes per token; unigram entropy "
         f"{prepared.index['unigram_bits_per_byte']:.3f} bits per byte; {train.packing}: {len(train):,} sequences, "

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,8 +12,18 @@ from tunix.base.dotted_path import import_object
 from tunix.base.errors import UserError
 from tunix.config import Task
 from tunix.config.task import Prompted, Sft
-from tunix.data.chat import NO_OPTIONS, LearntTurns, Message, Options
-from tunix.data.files import TOO_LONG, Columns, Item, Limited, Rows, Source, Unit, is_longer
+from tunix.data.chat import NO_OPTIONS, LearntTurns, Message, Options, join_parts
+from tunix.data.files import TOO_LONG, BadRow, Columns, Item, Limited, Rows, Source, Unit, is_longer
+from tunix.data.pictures import (
+    PictureForm,
+    PictureReader,
+    count_threads,
+    find_root,
+    list_column,
+    map_ahead,
+    read_parts,
+    take_pictures,
+)
 from tunix.data.pieces import count_bytes
 from tunix.data.table import DOCUMENTS
 from tunix.data.tokenizer import Vocab
@@ -57,19 +68,23 @@ class Labelled(NamedTuple):
 class Document(NamedTuple):
     name: str
     content: str | Conversation | Question | Pair | Labelled
+    pictures: Sequence[bytes] = ()  # as shards keep them (data/pictures.py), in the order of their places in the turns
 
     @property
     def text(self) -> str:
         """Text of the document without a template: what a tokenizer learns from."""
         if isinstance(self.content, str):
             return self.content
-        if isinstance(self.content, Pair):
-            turns = [*self.content.prompt, *self.content.chosen, *self.content.rejected]
-        elif isinstance(self.content, Labelled):
-            turns = [*self.content.prompt, *self.content.answer]
-        else:
-            turns = self.content.messages
-        return "\n".join(turn["content"] for turn in turns)
+        return "\n".join(join_parts(turn["content"]) for turn in list_turns(self.content))
+
+
+def list_turns(content: Conversation | Question | Pair | Labelled) -> list[Message]:
+    """Return all turns of a document."""
+    if isinstance(content, Pair):
+        return [*content.prompt, *content.chosen, *content.rejected]
+    if isinstance(content, Labelled):
+        return [*content.prompt, *content.answer]
+    return content.messages
 
 
 class LeftOut(NamedTuple):
@@ -79,44 +94,60 @@ class LeftOut(NamedTuple):
     reason: str  # "empty", "not UTF-8", "bad row", `TOO_LONG`, `NOT_CUT` (data/shards.py)
 
 
-def read_documents(source: Source, task: Task, unit: Unit) -> Iterator[Document | LeftOut]:
+def read_documents(
+    source: Source, task: Task, unit: Unit, form: PictureForm | None = None, with_pictures: bool = True
+) -> Iterator[Document | LeftOut]:
     """Yield the documents of one unit in order, and a `LeftOut` in place of each item that gives none.
+
+    `form` is that of pictures for a model that sees. Without `with_pictures` their places alone are read.
 
     Raises:
         UserError: a file cannot be read, or a row is bad and data.bad_rows=error.
     """
     limit = source.max_document_bytes if isinstance(source, Limited) else None
-    read = import_object(DOCUMENTS[task.documents].read)
+    reader = None
+    if form is not None and isinstance(source, Rows):
+        rules = limit or 1 << 31, source.max_picture_pixels, source.picture_addresses
+        reader = PictureReader(form, find_root(unit.path), *rules, only_places=not with_pictures)
+    read = partial(_read_item, source, task, reader, import_object(DOCUMENTS[task.documents].read), limit)
     is_prompt = task.documents == "prompt" and isinstance(source, Rows)
-    for item in source.read_all_columns(unit) if is_prompt else source.read(unit):  # type: ignore[attr-defined]
-        if item.problem == TOO_LONG:
-            document: Document | LeftOut = LeftOut(item.name, TOO_LONG)
-        elif isinstance(item.content, str):
-            if not DOCUMENTS[task.documents].takes_text:
-                raise UserError(
-                    f"task={task.name} needs conversations: rows of jsonl, csv, parquet or hf, "
-                    f"not data.source={source.source}"
-                )
-            document = Document(item.name, item.content) if item.content else LeftOut(item.name, "empty")
-        elif isinstance(source, Rows):
-            document = _read_row(source, task, item, read)
-        else:
-            assert item.content is None
-            document = LeftOut(item.name, item.problem)
-        if limit and isinstance(document, Document) and is_longer(document.text, limit):
-            document = LeftOut(item.name, TOO_LONG)
-        yield document
+    items = source.read_all_columns(unit) if is_prompt else source.read(unit)  # type: ignore[attr-defined]
+    yield from map(read, items) if reader is None else map_ahead(read, items, count_threads())
 
 
-class BadRow(ValueError):
-    """A row that gives no document; the text says why, and begins with a verb: "has no column text"."""
+def _read_item(
+    source: Source, task: Task, reader: PictureReader | None, read: Callable[..., Any], limit: int | None, item: Item
+) -> Document | LeftOut:
+    if item.problem == TOO_LONG:
+        document: Document | LeftOut = LeftOut(item.name, TOO_LONG)
+    elif isinstance(item.content, str):
+        if not DOCUMENTS[task.documents].takes_text:
+            raise UserError(
+                f"task={task.name} needs conversations: rows of jsonl, csv, parquet or hf, "
+                f"not data.source={source.source}"
+            )
+        document = Document(item.name, item.content) if item.content else LeftOut(item.name, "empty")
+    elif isinstance(source, Rows):
+        document = _read_row(source, task, item, read, reader)
+    else:
+        assert item.content is None
+        document = LeftOut(item.name, item.problem)
+    if limit and isinstance(document, Document) and is_longer(document.text, limit):
+        document = LeftOut(item.name, TOO_LONG)
+    return document
 
 
-def _read_row(source: Rows, task: Task, item: Item, read: Callable[..., Any]) -> Document | LeftOut:
+def _read_row(
+    source: Rows, task: Task, item: Item, read: Callable[..., Any], reader: PictureReader | None
+) -> Document | LeftOut:
+    pictures: Sequence[bytes] = ()
     try:
         if not isinstance(item.content, dict):
             raise BadRow(item.problem)
         content = read(source.columns, item.content, task)
+        if content and not isinstance(content, str):
+            references = take_pictures(list_turns(content), list_column(source.columns, item.content), reader)
+            pictures = reader.read(references) if reader else ()
         # Fails for text that is not UTF-8: half of a character, as JSON's "\ud83d" is.
         count_bytes(content) if isinstance(content, str) else encode_json(content)
     except (BadRow, UnicodeEncodeError) as error:
@@ -126,7 +157,7 @@ def _read_row(source: Rows, task: Task, item: Item, read: Callable[..., Any]) ->
                 f"data: {item.source()} {problem}; data.bad_rows=skip leaves such rows out and counts them"
             ) from None
         return LeftOut(item.name, "bad row")
-    return Document(item.name, content) if content else LeftOut(item.name, "empty")
+    return Document(item.name, content, pictures) if content else LeftOut(item.name, "empty")
 
 
 def encode_json(value: Any) -> bytes:
@@ -300,8 +331,11 @@ def _read_messages(value: Any, column: str | None) -> list[Message]:
         messages = [_read_message(turn) for turn in turns]
     except (ValueError, TypeError, KeyError, RecursionError):
         raise BadRow(f"has no list of {{role, content}} in column {column}") from None
-    if not all(isinstance(message["content"], str) for message in messages):
-        raise BadRow(f"has a content in column {column} that is not text")
+    for message in messages:
+        if isinstance(message["content"], list):
+            message["content"] = read_parts(message["content"], column)
+        if not isinstance(message["content"], str | list):
+            raise BadRow(f"has a content in column {column} that is not text")
     if not all(isinstance(message["role"], str) and message["role"] for message in messages):
         raise BadRow(f"has a role in column {column} that is not text")
     roles = {message["role"] for message in messages}
@@ -349,7 +383,7 @@ def _read_cell(columns: Columns, meaning: str, row: dict[str, Any], kinds: tuple
     return value
 
 
-NO_ANSWERS = np.zeros(0, bool)
+NO_ANSWERS, NO_PLACES = np.zeros(0, bool), np.zeros(0, np.int64)
 
 
 class Encoded(NamedTuple):
@@ -364,10 +398,13 @@ class Encoded(NamedTuple):
 
     text_bytes: int
     tokens: Sequence[np.ndarray]  # parts of its tokens, one after the other
+    # All fields below are empty where the kind of documents has no such thing.
     answers: np.ndarray = NO_ANSWERS  # [T] bool of a conversation or a pair: which tokens are answers
     split: int = 0  # of a pair: where the rejected answer begins, with its prompt
     label: bool = False  # of a labelled answer: true for a desirable one
     row: bytes = b""  # of a prompt: its text and its columns, as JSON
+    pictures: Sequence[bytes] = ()  # in the order of their places
+    places: np.ndarray = NO_PLACES  # [pictures] int64: the first token of each, counted from the document's first
 
 
 def encode_texts(vocab: Vocab, documents: list[Document]) -> Iterator[Encoded]:
@@ -387,11 +424,16 @@ def encode_conversations(vocab: Vocab, documents: list[Document]) -> Iterator[En
     vocab.backend.encode_special_tokens = False
     # A conversation is tokenized in pieces, cut where an answer begins and ends: no token belongs to both sides.
     pieces = [text for segments in conversations for text, _ in segments]
-    encoded = vocab.encode(pieces)
-    for segments in conversations:
+    encoded = vocab.encode([vocab.expand_pictures(text) for text in pieces])
+    for document, segments in zip(documents, conversations, strict=True):
         tokens = [next(encoded) for _ in segments]
         answers = [np.full(len(own), is_answer) for own, (_, is_answer) in zip(tokens, segments, strict=True)]
-        yield Encoded(sum(count_bytes(text) for text, _ in segments), tokens, np.concatenate([NO_ANSWERS, *answers]))
+        size = sum(count_bytes(text) for text, _ in segments)
+        learnt = np.concatenate([NO_ANSWERS, *answers])
+        places = vocab.find_pictures(tokens, len(document.pictures))
+        if len(places):  # with learnt_turns=all
+            learnt &= ~vocab.is_of_picture(np.concatenate(tokens))
+        yield Encoded(size, tokens, learnt, pictures=document.pictures, places=places)
 
 
 def encode_prompts(vocab: Vocab, documents: list[Document]) -> Iterator[Encoded]:
@@ -399,13 +441,17 @@ def encode_prompts(vocab: Vocab, documents: list[Document]) -> Iterator[Encoded]
     questions: list[Question] = [document.content for document in documents]  # type: ignore[misc]
     texts = [vocab.chat.render(question.messages, True, question.options) for question in questions]
     vocab.backend.encode_special_tokens = False
-    for text, tokens, question in zip(texts, vocab.encode(texts), questions, strict=True):
-        yield Encoded(count_bytes(text), (tokens,), row=encode_json({"text": text, "columns": question.columns}))
+    encoded = vocab.encode([vocab.expand_pictures(text) for text in texts])
+    for text, tokens, question, document in zip(texts, encoded, questions, documents, strict=True):
+        row = encode_json({"text": text, "columns": question.columns})
+        places = vocab.find_pictures([tokens], len(document.pictures))
+        yield Encoded(count_bytes(text), (tokens,), row=row, pictures=document.pictures, places=places)
 
 
 def encode_pairs(vocab: Vocab, documents: list[Document]) -> Iterator[Encoded]:
     """Yield both answers, each after the prompt. Earlier answers in the prompt are not learnt."""
-    return _encode_pairs(vocab, [document.content for document in documents])  # type: ignore[misc]
+    pairs: list[Pair] = [document.content for document in documents]  # type: ignore[misc]
+    return _encode_pairs(vocab, pairs, [document.pictures for document in documents])
 
 
 def encode_labelled(vocab: Vocab, documents: list[Document]) -> Iterator[Encoded]:
@@ -419,25 +465,30 @@ def encode_labelled(vocab: Vocab, documents: list[Document]) -> Iterator[Encoded
     pairs = [
         Pair(own.prompt, own.answer, other.answer, own.options) for own, other in zip(answers, before, strict=True)
     ]
-    for own, encoded in zip(answers, _encode_pairs(vocab, pairs), strict=True):
+    pictures = [document.pictures for document in documents]
+    for own, encoded in zip(answers, _encode_pairs(vocab, pairs, pictures), strict=True):
         yield encoded._replace(label=own.label)
 
 
-def _encode_pairs(vocab: Vocab, pairs: list[Pair]) -> Iterator[Encoded]:
+def _encode_pairs(vocab: Vocab, pairs: list[Pair], pictures: Sequence[Sequence[bytes]]) -> Iterator[Encoded]:
+    """Yield pairs; `pictures` are those of each prompt, which both of its answers follow."""
     both = [
-        Document("", Conversation([*pair.prompt, *answer], pair.options))
-        for pair in pairs
+        Document("", Conversation([*pair.prompt, *answer], pair.options), own)
+        for pair, own in zip(pairs, pictures, strict=True)
         for answer in (pair.chosen, pair.rejected)
     ]
     encoded = encode_conversations(vocab, both)
     # One iterator given twice: each pair takes two of its items, the chosen answer and the rejected one.
     for pair, chosen, rejected in zip(pairs, encoded, encoded, strict=False):
         num_earlier = sum(turn["role"] == "assistant" for turn in pair.prompt)
+        split = sum(map(len, chosen.tokens))
         yield Encoded(
             chosen.text_bytes + rejected.text_bytes,
             (*chosen.tokens, *rejected.tokens),
             np.concatenate([_without_first(each.answers, num_earlier) for each in (chosen, rejected)]),
-            sum(map(len, chosen.tokens)),
+            split,
+            pictures=(*chosen.pictures, *rejected.pictures),
+            places=np.concatenate([chosen.places, rejected.places + split]),
         )
 
 

@@ -175,6 +175,10 @@ class Item(NamedTuple):
     source: Callable[[], str] = str  # file and line for a message; a function, since counting lines takes time
 
 
+class BadRow(ValueError):
+    """A row that gives no document; the text says why, and begins with a verb: "has no column text"."""
+
+
 ROWS_BYTES = 1 << 29  # of the rows of a Parquet file that are in memory at a time
 TOO_LONG = "longer than data.max_document_bytes"  # the problem of an item that is not read to its end
 
@@ -258,6 +262,14 @@ class Columns(Section):
     learnt_turns: str | None
     """Column that says for each turn of `messages` whether it is learnt: a list of true and false; null: as
     task.learnt_turns says."""
+    images: str | None
+    """Column of a row's pictures, for models that see: paths below the folder of the file, bytes, {bytes, path}; one
+    or a list. Where it is `images` and a row has none, the column `image` is read."""
+
+    def list_names(self) -> list[str]:
+        """Return the names of all columns that may be read."""
+        names = [name for name in self.model_dump().values() if name]
+        return [*names, "image"] if self.images == "images" else names
 
 
 class Rows(Limited, Source):
@@ -266,8 +278,12 @@ class Rows(Limited, Source):
     columns: Columns
     """Which columns are read."""
     bad_rows: Literal["error", "skip"]
-    """A row that is not JSON, lacks a column, or holds no text or conversation in it: refused, or left out and
-    counted."""
+    """A row that is not JSON, lacks a column, or holds no text or conversation in it, or a picture that is missing or
+    broken: refused, or left out and counted."""
+    max_picture_pixels: Count
+    """Pixels of the largest picture, before it is resized: a small file may unpack to more than the memory has."""
+    picture_addresses: tuple[str, ...]
+    """Beginnings of the addresses that rows may name for pictures: [https://example.org/photos/]."""
 
     def read_all_columns(self, unit: Unit) -> Iterator[Item]:
         """Yield the rows of one unit with every column, also those that `columns` does not name."""
@@ -352,7 +368,7 @@ class Csv(Files, Rows):
             table, begin = csv.DictReader(lines, delimiter=self.delimiter, strict=True), 1
             try:
                 head = table.fieldnames or ()
-                if twice := [name for name in self.columns.model_dump().values() if list(head).count(name) > 1]:
+                if twice := [name for name in self.columns.list_names() if list(head).count(name) > 1]:
                     raise UserError(f"data: {unit.path} has column {twice[0]} more than once; rename all but one")
                 for number, row in enumerate(table):
                     name, source = f"{unit.name}@{number}", partial("{}, line {},".format, unit.path, table.line_num)
@@ -406,7 +422,7 @@ class Parquet(Files, Rows):
 
     def read(self, unit: Unit) -> Iterator[Item]:
         """Read the columns that `columns` names, and no others: they may be large."""
-        return self._read_columns(unit, [name for name in self.columns.model_dump().values() if name])
+        return self._read_columns(unit, self.columns.list_names())
 
     def read_all_columns(self, unit: Unit) -> Iterator[Item]:
         return self._read_columns(unit, None)

@@ -11,6 +11,7 @@ import numpy as np
 from tunix.base.files import make_once
 from tunix.base.forms import locate_cached
 from tunix.data.batches import Example, empty_example
+from tunix.data.picture_slots import PictureSlots
 from tunix.data.shards import Arrays, Stream, locate
 
 
@@ -27,10 +28,16 @@ class Sequences(grain.sources.RandomAccessDataSource):
     with an odd number, and the rejected one after the same prompt, with the even number behind it. So both are in one
     row. A pair that is longer than a sequence is left out. A labelled answer is such a pair: its second answer is that
     of another document.
+
+    For a model that sees, each example has the pictures of its pieces in slots (`PictureSlots`). No piece ends within
+    a picture.
     """
 
-    def __init__(self, stream: Stream, seq_len: int, packing: str, cache_dir: Path):
-        self.stream, self.seq_len, self.packing = stream, seq_len, packing
+    def __init__(self, stream: Stream, seq_len: int, packing: str, cache_dir: Path, slots: PictureSlots | None = None):
+        """Raises `UserError` where a picture would be cut, or has no room in a sequence."""
+        self.stream, self.seq_len, self.packing, self.slots = stream, seq_len, packing, slots
+        if slots is not None and any(len(_list_places(stream, n)) for n in range(len(stream.sizes))):
+            slots.check(seq_len, packing)
         # Of pairs, once the reference has scored them: number of a shard -> its log-probabilities (`_fill_pairs`).
         self.of_pairs: Callable[[int], np.ndarray] | None = None
         self.plans: list[tuple[np.ndarray, np.ndarray]] | None = None
@@ -38,7 +45,7 @@ class Sequences(grain.sources.RandomAccessDataSource):
         # begins with that token: a shard of n tokens has (n - 1) // T sequences.
         counts = [max(0, (tokens - 1) // seq_len) for tokens, _ in stream.sizes]
         if packing != "concat":
-            self.plans = [_make_plan(stream, n, seq_len, packing, cache_dir) for n in range(len(stream.sizes))]
+            self.plans = [_make_plan(stream, n, seq_len, packing, cache_dir, slots) for n in range(len(stream.sizes))]
             counts = [len(bounds) - 1 for _, bounds in self.plans]
         self.ends = np.cumsum(counts)  # number of the first sequence behind each shard
 
@@ -86,12 +93,18 @@ class Sequences(grain.sources.RandomAccessDataSource):
         number, local = locate(index, self.ends)
         shard = self.stream.shard(number)
         if self.plans is None:
-            return _slice_window(shard, local * self.seq_len, self.seq_len)
+            return _slice_window(shard, local * self.seq_len, self.seq_len) | self._fill_slots(shard, [])
         pieces, bounds = self.plans[number]
         local_pieces = pieces[bounds[local] : bounds[local + 1]].tolist()
         if shard.splits is None:
-            return _fill_chunks(shard, local_pieces, self.seq_len)
-        return _fill_pairs(shard, local_pieces, self.seq_len, None if self.of_pairs is None else self.of_pairs(number))
+            example = _fill_chunks(shard, local_pieces, self.seq_len)
+            return example | self._fill_slots(shard, local_pieces)
+        of_pairs = None if self.of_pairs is None else self.of_pairs(number)
+        halves = _split_pairs(shard, local_pieces)
+        return _fill_pairs(shard, halves, self.seq_len, of_pairs) | self._fill_slots(shard, halves)
+
+    def _fill_slots(self, shard: Arrays, pieces: list[list[int]]) -> Example:
+        return {} if self.slots is None else self.slots.fill(shard, pieces, self.seq_len)
 
 
 def _slice_window(shard: Arrays, first: int, seq_len: int) -> Example:
@@ -136,13 +149,8 @@ def _fill_chunks(shard: Arrays, pieces: list[list[int]], seq_len: int) -> Exampl
     return example
 
 
-def _fill_pairs(shard: Arrays, pieces: list[list[int]], seq_len: int, of_pairs: np.ndarray | None) -> Example:
-    """Return the example of pairs one after the other, each as two segments, then padding.
-
-    `of_pairs` [documents, 2] float32 are the log-probabilities of the answers under the reference. Each stands at the
-    last token of its answer, in the field `reference_log_probs`. Where documents have labels, the field `labels` has 1
-    or -1 at the last token of each first answer.
-    """
+def _split_pairs(shard: Arrays, pieces: list[list[int]]) -> list[list[int]]:
+    """Return both halves of each pair as a piece: the chosen answer after the prompt, the rejected one after it."""
     assert shard.splits is not None
     # A pair is one piece of the shard: prompt, chosen, prompt, rejected. The last token of each half is only a target,
     # so a piece is two tokens shorter than its document (`_take_whole_pairs`).
@@ -150,6 +158,16 @@ def _fill_pairs(shard: Arrays, pieces: list[list[int]], seq_len: int, of_pairs: 
     for first, length in pieces:
         split = int(shard.splits[np.searchsorted(shard.starts, first)])
         halves += [[first, split - 1], [first + split, length - split + 1]]
+    return halves
+
+
+def _fill_pairs(shard: Arrays, halves: list[list[int]], seq_len: int, of_pairs: np.ndarray | None) -> Example:
+    """Return the example of pairs one after the other, each as two segments, then padding.
+
+    `of_pairs` [documents, 2] float32 are the log-probabilities of the answers under the reference. Each stands at the
+    last token of its answer, in the field `reference_log_probs`. Where documents have labels, the field `labels` has 1
+    or -1 at the last token of each first answer.
+    """
     example = _fill_chunks(shard, halves, seq_len)
     if shard.labels is not None:
         example["labels"] = np.zeros(seq_len, np.float32)
@@ -169,8 +187,14 @@ def _fill_pairs(shard: Arrays, pieces: list[list[int]], seq_len: int, of_pairs: 
     return example
 
 
+def _list_places(stream: Stream, number: int) -> np.ndarray:
+    """Return the first token [pictures] of each picture of a shard."""
+    places = stream.shard(number).picture_places
+    return np.zeros(0, np.int64) if places is None else places
+
+
 def _make_plan(
-    stream: Stream, number: int, seq_len: int, packing: str, cache_dir: Path
+    stream: Stream, number: int, seq_len: int, packing: str, cache_dir: Path, slots: PictureSlots | None
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the pieces of a shard [pieces, 2] int64, and where those of each sequence begin [sequences + 1] int64.
 
@@ -182,12 +206,21 @@ def _make_plan(
         folder.mkdir()
         shard, tokens = stream.shard(number), stream.sizes[number][0]
         lengths, starts = np.diff(shard.starts, append=tokens), np.asarray(shard.starts)
-        pieces = (_split_chunks if shard.splits is None else _take_whole_pairs)(lengths, starts, seq_len)
-        rows = list(PACKINGS[packing](pieces[:, 1], seq_len))
+        places = _list_places(stream, number)
+        if shard.splits is not None:
+            pieces = _take_whole_pairs(lengths, starts, seq_len)
+            pieces = pieces if slots is None else pieces[slots.has_room(pieces, places)]
+        elif slots is None or not len(places):
+            pieces = _split_chunks(lengths, starts, seq_len)
+        else:
+            pieces = slots.split_chunks(lengths, starts, places, seq_len)
+        rooms = pieces[:, 1] if slots is None else slots.weigh(pieces, places, seq_len)
+        rows = list(PACKINGS[packing](rooms, seq_len))
         np.save(folder / "bounds.npy", np.cumsum([0, *map(len, rows)]))
         np.save(folder / "pieces.npy", pieces[np.concatenate([np.zeros(0, np.int64), *rows]).astype(np.int64)])
 
-    plans = locate_cached(cache_dir, "packing", f"{stream.fingerprint}-{packing}-{seq_len}")
+    suffix = "" if slots is None else slots.suffix
+    plans = locate_cached(cache_dir, "packing", f"{stream.fingerprint}-{packing}-{seq_len}{suffix}")
     folder = make_once(plans / f"{number:05}", make)
     pieces, bounds = (np.load(folder / f"{name}.npy", mmap_mode="r") for name in ("pieces", "bounds"))
     return pieces, bounds

@@ -23,7 +23,7 @@ from tunix.base.errors import UserError
 from tunix.config import Config, Task
 from tunix.data.dataset import Corpus, compute_fingerprint, list_sources, prepare_corpus
 from tunix.data.documents import Question, read_prompt
-from tunix.data.shards import Prepared, Stream, locate
+from tunix.data.shards import SPLITS, Prepared, Stream, locate
 from tunix.data.table import Rows, Source
 from tunix.data.tokenizer import Vocab
 
@@ -147,6 +147,10 @@ def load_prompts(cfg: Config, max_length: int) -> PromptCorpus:
             raise UserError(
                 f"task={cfg.task.name} needs rows with prompts, and data: {name} holds tokens alone; "
                 "give the rows: data=jsonl, csv, parquet or hf"
+            )
+        if any(shard[split].get("pictures") for shard in folder.index["shards"] for split in SPLITS):
+            raise UserError(
+                f"task={cfg.task.name} does not take pictures, and data: {name} has some; use task=sft or dpo"
             )
     train, held_out = (
         {

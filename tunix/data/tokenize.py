@@ -35,10 +35,11 @@ from tunix.config import Loading, Task, Tokenizer
 from tunix.config.task import Prompted
 from tunix.data.documents import Document, read_documents
 from tunix.data.files import Unit
+from tunix.data.pictures import TOKENS, PictureForm
 from tunix.data.pieces import TRAINED_HERE, cut_text
 from tunix.data.shards import FORMAT, HASH_BITS, Prepared, ShardPlan, hash_document, is_cut, make_shard, open_prepared
 from tunix.data.table import DOCUMENTS, Source, Tokens
-from tunix.data.tokenizer import Vocab, bytes_by_token, read_vocab, train_vocab
+from tunix.data.tokenizer import Vocab, add_pictures, bytes_by_token, read_vocab, train_vocab
 
 log = logging.getLogger(__name__)
 
@@ -51,15 +52,19 @@ def make_shards(plans: list[ShardPlan], folder: Path, loading: Loading) -> list[
     num_workers = min(len(missing), loading.prepare_processes or os.cpu_count() or 1)
     sizes = {plan.name: sum(unit.size for unit in plan.units) for plan in missing}
     text = TextColumn("tokenizing, {task.description}")
+    start_time = time.perf_counter()
     columns = text, BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
     is_watched = sys.stdout.isatty()
     with Progress(*columns, transient=True, disable=not is_watched) as progress:
         bar = progress.add_task("0.0 MB of tokens", total=sum(sizes.values()))
 
-        def report(megabytes: float) -> None:
-            progress.update(bar, description=f"{megabytes:.1f} MB of tokens")
+        def report(megabytes: float, num_pictures: int) -> None:
+            text = f"{megabytes:.1f} MB of tokens"
+            if num_pictures:
+                text += f", {num_pictures:,} pictures, {num_pictures / (time.perf_counter() - start_time):.0f} a second"
+            progress.update(bar, description=text)
             if not is_watched:
-                log.info("tokenizing, %.1f MB of tokens so far", megabytes)
+                log.info("tokenizing, %s so far", text)
 
         with _reporting_tokens(folder, report):
             for name in _make_missing(missing, folder, num_workers):
@@ -71,13 +76,14 @@ REPORT_EVERY_S = 4.0  # while a shard is made, so that nobody thinks that the pr
 
 
 @contextlib.contextmanager
-def _reporting_tokens(folder: Path, report: Callable[[float], None]) -> Iterator[None]:
-    """Call `report` every few seconds with the megabytes of tokens that all processes have written in a folder."""
+def _reporting_tokens(folder: Path, report: Callable[[float, int], None]) -> Iterator[None]:
+    """Call `report` every few seconds with the megabytes of tokens and the pictures that all processes have written in
+    a folder."""
     done = threading.Event()
 
-    def count_bytes() -> int:
+    def count_bytes(array: str) -> int:
         size = 0
-        for path in folder.rglob("*.tokens.npy"):  # also in the folders of shards that are not done
+        for path in folder.rglob(f"*.{array}.npy"):  # also in the folders of shards that are not done
             with contextlib.suppress(OSError):  # of a shard that has just got its name
                 size += path.stat().st_size
         return size
@@ -85,7 +91,7 @@ def _reporting_tokens(folder: Path, report: Callable[[float], None]) -> Iterator
     def watch() -> None:
         while not done.wait(REPORT_EVERY_S):
             with contextlib.suppress(OSError):  # a folder that goes away while it is listed
-                report(count_bytes() / 1e6)
+                report(count_bytes("tokens") / 1e6, count_bytes("picture_ends") // 8)
 
     thread = threading.Thread(target=watch, daemon=True)
     thread.start()
@@ -145,7 +151,8 @@ def _start_worker(parent: int) -> None:
 FINGERPRINT = "2"  # first word of what is hashed; checkpoints hold the result, so it stays where the files change
 LOCATION_KEYS = {"paths"}  # keys of a source that say where it is: they may change while its documents stay the same
 # Columns that texts alone do not have (`_list_turn_choices`).
-TURN_COLUMNS = {"tools": True, "learnt_turns": True, "label": True}
+TURN_COLUMNS = {"tools": True, "learnt_turns": True, "label": True, "images": True}
+PICTURE_KEYS = {"max_picture_pixels", "picture_addresses"}  # of rows; texts alone do not depend on them
 
 
 def find_units(source: Source, loading: Loading) -> list[Unit]:
@@ -154,20 +161,28 @@ def find_units(source: Source, loading: Loading) -> list[Unit]:
     return sorted(units, key=lambda unit: (hash_document(unit.name), unit.start))
 
 
-def find_vocab(tokenizer: Tokenizer, task: Task, sources: list[tuple[Source, list[Unit]]], cache_dir: Path) -> Vocab:
+def find_vocab(
+    tokenizer: Tokenizer,
+    task: Task,
+    sources: list[tuple[Source, list[Unit]]],
+    cache_dir: Path,
+    form: PictureForm | None = None,
+) -> Vocab:
     """Read the tokenizer of the config, or train it on the training documents of all sources.
+
+    `form` is that of pictures for a model that sees.
 
     Raises:
         UserError: there is no tokenizer, or none can be trained, or a trained one would overwrite another file.
     """
     if tokenizer.path is not None and not tokenizer.train:
-        return read_vocab(tokenizer, task.chat_template)
+        return add_pictures(read_vocab(tokenizer, task.chat_template), form)
     if tokenizer.train is False:
         raise UserError("tokenizer.train=false, and tokenizer.path names none; set the path, or tokenizer.train=null")
     if any(isinstance(source, Tokens) for source, _ in sources):
         raise UserError("data.source=tokens needs the tokenizer that made the tokens: set tokenizer.path")
-    settings = tokenizer.model_dump_json(exclude={"path", "train"})
-    key = _hash(settings, DOCUMENTS[task.documents].in_hashes, *(_hash_source(*source) for source in sources))
+    settings, more = tokenizer.model_dump_json(exclude={"path", "train"}), () if form is None else TOKENS
+    key = _hash(settings, DOCUMENTS[task.documents].in_hashes, *(_hash_source(*source) for source in sources), *more)
     root = locate_cached(cache_dir, "tokenizers", key)
     trained = root / "tokenizer.json"
     path = None if tokenizer.path is None else Path(tokenizer.path).expanduser()
@@ -179,14 +194,14 @@ def find_vocab(tokenizer: Tokenizer, task: Task, sources: list[tuple[Source, lis
 
     def make(folder: Path) -> None:
         log.info("training a tokenizer of %d tokens", tokenizer.vocab_size)
-        train_vocab(tokenizer, _sample_texts(sources, task, tokenizer.train_bytes)).save(folder)
+        train_vocab(tokenizer, _sample_texts(sources, task, tokenizer.train_bytes, form), more).save(folder)
 
     folder = make_once(root, make)
     if path and not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as new:  # a second process may write it at the same time
             shutil.copy(folder / "tokenizer.json", new)
-    return read_vocab(tokenizer.model_copy(update={"path": str(folder)}), task.chat_template)
+    return add_pictures(read_vocab(tokenizer.model_copy(update={"path": str(folder)}), task.chat_template), form)
 
 
 def prepare(source: Source, units: list[Unit], task: Task, vocab: Vocab, loading: Loading) -> Prepared:
@@ -248,6 +263,7 @@ def find_folder(source: Source, units: list[Unit], task: Task, vocab: Vocab, loa
         shard_size,
         *system,
         *_list_turn_choices(source, task),
+        *([source.model_dump_json(include=PICTURE_KEYS)] if vocab.pictures else []),
     )
     return locate_cached(loading.cache_dir, "tokens", key)
 
@@ -282,7 +298,8 @@ def _plan_shards(
         groups[-1].append(unit)
         collected += unit.size
     return [
-        ShardPlan(f"{number:05}", tuple(group), source, task, tokenizer, limit) for number, group in enumerate(groups)
+        ShardPlan(f"{number:05}", tuple(group), source, task, tokenizer, limit, vocab.pictures)
+        for number, group in enumerate(groups)
     ]
 
 
@@ -348,11 +365,14 @@ def _make_index(source: Source, task: Task, info: list[dict], folder: Path, voca
         "left_out": left_out,
         "left_out_names": [name for fact in info for name in fact["left_out_names"]][:5],
         "kind": "text" if isinstance(source, Tokens) else task.documents,
+        **({"pictures": vocab.pictures._asdict()} if vocab.pictures and not isinstance(source, Tokens) else {}),
         "shards": [{"name": fact["name"], "train": fact["train"], "held_out": fact["held_out"]} for fact in info],
     }
 
 
-def _sample_texts(sources: list[tuple[Source, list[Unit]]], task: Task, limit: int) -> Iterator[str]:
+def _sample_texts(
+    sources: list[tuple[Source, list[Unit]]], task: Task, limit: int, form: PictureForm | None
+) -> Iterator[str]:
     """Yield about `limit` bytes of training documents, for a tokenizer to learn from.
 
     Sources give equal shares. At most an eighth comes from one unit, so that no single large file decides.
@@ -363,7 +383,7 @@ def _sample_texts(sources: list[tuple[Source, list[Unit]]], task: Task, limit: i
             if left <= 0:  # the other files are not even opened
                 break
             left_of_unit = max(1, left if len(units) < 8 else limit // 8)
-            for document in read_documents(source, task, unit):
+            for document in read_documents(source, task, unit, form, with_pictures=False):
                 if left <= 0 or left_of_unit <= 0:
                     break
                 held_out = hash_document(document.name) < int(source.held_out_fraction * 2**HASH_BITS)
@@ -377,7 +397,7 @@ def _hash_source(source: Source, units: list[Unit]) -> str:
     """Hash everything that decides a source's documents, without reading them: its keys, and its files' versions."""
     # Tokens are read from their own place in training.
     places = {} if isinstance(source, Tokens) else dict.fromkeys(LOCATION_KEYS, True)
-    excluded: dict[str, Any] = {**places, "columns": TURN_COLUMNS}
+    excluded: dict[str, Any] = {**places, **dict.fromkeys(PICTURE_KEYS, True), "columns": TURN_COLUMNS}
     return _hash(source.model_dump_json(exclude=excluded), *(unit.digest for unit in units))
 
 

@@ -6,7 +6,7 @@ A `Vocab` is such a tokenizer (its `backend`) with the special tokens around a d
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -21,7 +21,8 @@ from tunix.base.buckets import is_address, mirror
 from tunix.base.errors import UserError
 from tunix.base.files import read_json
 from tunix.config import Tokenizer
-from tunix.data.chat import PLAIN, ChatTemplate
+from tunix.data.chat import PLAIN, START, ChatTemplate
+from tunix.data.pictures import SOFT, TOKENS, PictureForm
 from tunix.data.pieces import GROUP, PIECE, Cutter, cut_text, find_cutter
 from tunix.data.words import WordMemory, find_word_memory
 from tunix.huggingface.hub import fetch
@@ -210,6 +211,7 @@ class Vocab:
     bos_token: str | None  # first token of a document; None: documents have none
     eos_token: str  # last token of a document
     chat_template: str | None  # Jinja
+    pictures: PictureForm | None = None  # of a model that sees
 
     @cached_property
     def bos(self) -> int | None:
@@ -263,6 +265,35 @@ class Vocab:
         for encoding in self.backend.encode_batch_fast(list(pieces), add_special_tokens=False):
             yield np.array(encoding.ids, self.dtype)
 
+    def expand_pictures(self, text: str) -> str:
+        """Return a text with all tokens of each of its pictures."""
+        return text if self.pictures is None else self.pictures.expand(text)
+
+    def find_pictures(self, tokens: Sequence[np.ndarray], count: int) -> np.ndarray:
+        """Return the place [count] int64 of the first soft token of each picture in a document's parts.
+
+        Raises:
+            UserError: the chat template has written more pictures, or fewer.
+        """
+        if self.pictures is None:
+            return np.zeros(0, np.int64)
+        places = self.pictures.find(np.concatenate([np.zeros(0, self.dtype), *tokens]), self.soft_id)
+        if len(places) != count:
+            raise UserError(
+                f"task.chat_template writes {len(places)} times {START} for the {count} pictures of a conversation"
+            )
+        return places
+
+    def is_of_picture(self, tokens: np.ndarray) -> np.ndarray:
+        """Return which tokens [T] stand for pictures, which no model learns to write."""
+        return np.isin(tokens, [index for token in TOKENS if (index := self.backend.token_to_id(token)) is not None])
+
+    @cached_property
+    def soft_id(self) -> int:
+        index = self.backend.token_to_id(SOFT)
+        assert index is not None  # `check_pictures`
+        return index
+
     @cached_property
     def chat(self) -> ChatTemplate:
         if self.chat_template is None:
@@ -272,7 +303,8 @@ class Vocab:
     @cached_property
     def digest(self) -> str:
         """Hash of everything that decides the tokens of a document."""
-        parts = (tokenizer_digest(self.backend), str(self.bos_token), self.eos_token)
+        pictures = () if self.pictures is None else (str(self.pictures),)
+        parts = (tokenizer_digest(self.backend), str(self.bos_token), self.eos_token, *pictures)
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
 
     def with_bos(self) -> Backend:
@@ -341,15 +373,15 @@ def read_chat(folder: Path, chat_template: str | None) -> ChatTemplate:
     return ChatTemplate(template, {name: token_text(token) or "" for name, token in tokens.items()})
 
 
-def train_vocab(tokenizer: Tokenizer, texts: Iterable[str]) -> Vocab:
-    """Train a byte-level BPE. The same texts give the same tokenizer."""
+def train_vocab(tokenizer: Tokenizer, texts: Iterable[str], more: Sequence[str] = ()) -> Vocab:
+    """Train a byte-level BPE. The same texts give the same tokenizer. `more` special tokens follow the first three."""
     bos, eos = tokenizer.bos_token or BOS, tokenizer.eos_token or EOS
     backend = Backend(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=tokenizer.vocab_size,
-        special_tokens=[PAD, bos, eos],
+        vocab_size=tokenizer.vocab_size + len(more),
+        special_tokens=[PAD, bos, eos, *more],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -364,6 +396,22 @@ def pad_rows(num_tokens: int) -> int:
     The sizes of mesh axes divide such a number, and matrix units need no padding for it.
     """
     return -(-num_tokens // ROW_MULTIPLE) * ROW_MULTIPLE
+
+
+def add_pictures(vocab: Vocab, form: PictureForm | None) -> Vocab:
+    """Return a tokenizer for a model that sees pictures in this form; the same one where it sees none.
+
+    Raises:
+        UserError: the tokenizer lacks the tokens that stand for a picture.
+    """
+    if form is None:
+        return vocab
+    if missing := [token for token in TOKENS if vocab.backend.token_to_id(token) is None]:
+        raise UserError(
+            f"the tokenizer has no token {missing[0]}, and model.vision needs {', '.join(TOKENS)} for a picture; take "
+            "the tokenizer of a model that sees, or tokenizer.path=null trains one"
+        )
+    return replace(vocab, pictures=form)
 
 
 def check_fits(vocab: Vocab, model_vocab_size: int) -> None:

@@ -1,0 +1,373 @@
+"""Pictures of rows: pixels as transformers has them, places in the text, slots in a batch, and what is refused."""
+
+import base64
+import io
+import json
+import struct
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from support.harness import SMALL
+from support.pictures import GOLDENS, SEES, SIZE, TOWER, digest, draw, list_pictures, save
+
+from tunix.base.errors import UserError
+from tunix.config.compose import compose
+from tunix.data.chat import PLAIN, ChatTemplate
+from tunix.data.dataset import load_corpus
+from tunix.data.files import BadRow
+from tunix.data.picture_slots import PictureSlots
+from tunix.data.pictures import PictureForm, PictureReader, decode_picture, keep_picture, map_ahead
+
+pytestmark = pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")  # as tunix has it
+PICTURES = list_pictures()
+FORM = PictureForm(TOWER["image_size"], TOWER["tokens_per_image"])
+ANSWERS = ["one", "two", "three"]
+# As the chat template of gemma-3-it writes the parts of a turn.
+GEMMA_PARTS = (
+    "{{ bos_token }}{%- for message in messages -%}{{ '<start_of_turn>' + message.role + '\n' }}"
+    "{%- if message['content'] is string -%}{{ message['content'] | trim }}"
+    "{%- elif message['content'] is iterable -%}{%- for item in message['content'] -%}"
+    "{%- if item['type'] == 'image' -%}{{ '<start_of_image>' }}"
+    "{%- elif item['type'] == 'text' -%}{{ item['text'] | trim }}{%- endif -%}{%- endfor -%}{%- endif -%}"
+    "{{ '<end_of_turn>\n' }}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{'<start_of_turn>model\n'}}{%- endif -%}"
+)
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_pixels_are_those_of_transformers(name):
+    expected = json.loads(GOLDENS.read_text())[name]
+    assert digest(decode_picture(PICTURES[name], SIZE)) == expected
+    kept = keep_picture(PICTURES[name], name, SIZE, 10_000)
+    assert digest(decode_picture(kept, SIZE)) == expected
+
+
+def test_a_large_picture_is_kept_in_the_size_of_the_tower():
+    assert keep_picture(PICTURES["rgb"], "", 100, 10_000) == PICTURES["rgb"]
+    kept = keep_picture(PICTURES["wide"], "", SIZE, 10_000)
+    with Image.open(io.BytesIO(kept)) as image:
+        assert (image.format, image.size) == ("PNG", (SIZE, SIZE))
+
+
+def chunk(kind, data):
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
+def png(width, height, depth=8):
+    head = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, depth, 2, 0, 0, 0))
+    return b"\x89PNG\r\n\x1a\n" + head + chunk(b"IDAT", zlib.compress(bytes(100))) + chunk(b"IEND", b"")
+
+
+GRAYS = Image.fromarray(np.arange(4096, dtype=np.uint16).reshape(64, 64))
+FRAMES = [Image.fromarray(draw(9, 9, seed=n)) for n in range(3)]
+BAD = {
+    "empty": (b"", "a picture that is none of JPEG, "),
+    "text": (b"not a picture", "a picture that is none of JPEG, "),
+    "cut off": (PICTURES["rgb"][:400], "a broken picture, "),
+    "cut off in its head": (PICTURES["rgb"][:20], "a broken picture, |a picture that is none of"),
+    "animated": (save(FRAMES[0], "GIF", save_all=True, append_images=FRAMES[1:]), "an animation, "),
+    "16 bits": (save(GRAYS), "a picture of more than 8 bits a channel, "),
+    "a bomb": (png(150, 100), "a picture of more than data.max_picture_pixels=10000 pixels, it, 150 x 100"),
+    "a larger bomb": (png(60_000, 60_000), "a picture of more than data.max_picture_pixels=10000 pixels, it"),
+    "of no size": (png(0, 5), "a broken picture, |a picture that is none of"),
+    "of another format": (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "a picture that is none of"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_pictures_that_are_refused(name):
+    data, message = BAD[name]
+    with pytest.raises(BadRow, match=f"^has ({message})") as error:
+        keep_picture(data, "it", SIZE, 10_000)
+    assert "\n" not in str(error.value)
+    assert "0x" not in str(error.value)  # an object's address
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Three pictures."""
+    (tmp_path / "photos").mkdir()
+    for number in range(3):
+        (tmp_path / "photos" / f"{number}.png").write_bytes(save(Image.fromarray(draw(20 + number, 30, seed=number))))
+    return tmp_path
+
+
+def turn(content, answer):
+    return [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]
+
+
+def load(folder, rows, *words, name="rows.jsonl", source=None):
+    """Load rows of a file, or those of another `source`, given as words."""
+    (folder / name).write_text("\n".join(map(json.dumps, rows)))
+    source = source or ["data=jsonl", f"data.paths=['{folder}/{name}']", "data.held_out_fraction=0"]
+    return load_corpus(
+        compose(
+            [*SMALL, *SEES, "task=sft", "tokenizer=bytes", "training.seq_len=64", f"loading.cache_dir='{folder}/cache'",
+             *source, *words]
+        ).config
+    )  # fmt: skip
+
+
+def describe(corpus):
+    """Return the text and the pixels of each document, in the order of the texts."""
+    (packed,) = corpus.train.values()
+    found = []
+    for row in map(packed.__getitem__, range(len(packed))):
+        index = row["image_index"]
+        for segment in range(1, row["segment_ids"].max() + 1):
+            here = row["segment_ids"] == segment
+            tokens = [*row["tokens"][here], row["targets"][here][-1]]
+            slots = sorted({int(each) // FORM.tokens_per_image for each in index[here] if each >= 0})
+            places = np.flatnonzero(here & (index >= 0))
+            assert (row["tokens"][places] == TOWER["image_token"]).all()
+            assert (row["loss_mask"][places] == 0).all()
+            assert index[places].tolist() == [4 * slot + k for slot in slots for k in range(4)]
+            text = corpus.tokenizer.decode(tokens, skip_special_tokens=False)
+            found.append((text, [row["images"][slot].tobytes() for slot in slots]))
+    return sorted(found)
+
+
+def write_parquet(folder):
+    import pyarrow
+    from pyarrow import parquet
+
+    rows = [
+        {"messages": turn("what?", ANSWERS[n]),
+         "image": {"bytes": (folder / f"photos/{n}.png").read_bytes(), "path": f"{n}.png"}} for n in range(3)
+    ]  # fmt: skip
+    parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "rows.parquet")
+
+
+def write_feature(folder):
+    """As the library `datasets` writes a column of lists of pictures, with its type."""
+    import datasets
+
+    pictures = [[str(folder / f"photos/{n}.png")] for n in range(3)]
+    rows = datasets.Dataset.from_dict({"messages": [turn("what?", answer) for answer in ANSWERS], "images": pictures})
+    rows.cast_column("images", datasets.List(datasets.Image())).to_parquet(folder / "feature.parquet")
+    return f"'{folder}/feature.parquet'"
+
+
+def make_forms(folder):
+    """The same three conversations in the forms that are read."""
+    paths = [f"photos/{n}.png" for n in range(3)]
+    urls = ["data:image/png;base64," + base64.b64encode((folder / path).read_bytes()).decode() for path in paths]
+
+    def part(n):
+        return [
+            {"type": "image", "image": paths[n]},
+            {"type": "image", "path": str(folder / paths[n])},
+            {"type": "image_url", "image_url": {"url": urls[n]}},
+        ]
+
+    text = {"type": "text", "text": "what?"}
+    return {
+        "parts": [{"messages": turn([part(n)[0], text], ANSWERS[n])} for n in range(3)],
+        "absolute": [{"messages": turn([part(n)[1], text], ANSWERS[n])} for n in range(3)],
+        "data URLs": [{"messages": turn([part(n)[2], text], ANSWERS[n])} for n in range(3)],
+        "parts and a column": [
+            {"messages": turn([{"type": "image"}, text], ANSWERS[n]), "images": [paths[n]]} for n in range(3)
+        ],
+        "column": [{"messages": turn("what?", ANSWERS[n]), "images": paths[n]} for n in range(3)],
+        "column image": [{"messages": turn("what?", ANSWERS[n]), "image": {"path": paths[n]}} for n in range(3)],
+        "placeholder": [{"messages": turn("<start_of_image>what?", ANSWERS[n]), "image": paths[n]} for n in range(3)],
+        "messages as text": [
+            {"messages": json.dumps(turn([part(n)[0], text], ANSWERS[n])), "images": "[]"} for n in range(3)
+        ],
+    }  # fmt: skip
+
+
+def test_every_form_gives_the_same_conversations(folder):
+    found = {name: describe(load(folder, rows, name=f"{name}.jsonl")) for name, rows in make_forms(folder).items()}
+    write_parquet(folder)
+    file, whole = f"'{folder}/rows.parquet'", "data.held_out_fraction=0"
+    found["parquet"] = describe(load(folder, [], source=["data=parquet", f"data.paths=[{file}]", whole]))
+    words = ["data=hf", "data.path=parquet", f"data.data_files=[{file}]", whole]
+    found["hf"] = describe(load(folder, [], source=words))
+    found["image feature"] = describe(
+        load(folder, [], source=[*words[:2], f"data.data_files=[{write_feature(folder)}]", whole])
+    )
+    soft = "<start_of_image>" + "<image_soft_token>" * 4 + "<end_of_image>"
+    expected = [
+        (f"<bos>user:\n\n\n{soft}\n\nwhat?\nassistant:\n{answer}<eos>",
+         [decode_picture((folder / f"photos/{n}.png").read_bytes(), 8).tobytes()])
+        for n, answer in enumerate(ANSWERS)
+    ]  # fmt: skip
+    for name, each in found.items():
+        assert each == sorted(expected), name
+
+
+def test_templates_with_parts_and_without():
+    tokens = {"bos_token": "<bos>", "eos_token": "<eos>"}
+    messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": " a "}, {"type": "image"}]}]
+    gemma, plain = ChatTemplate(GEMMA_PARTS, tokens), ChatTemplate(PLAIN, tokens)
+    assert (gemma.takes_parts, plain.takes_parts) == (True, False)
+    mark = "<start_of_image>"
+    assert gemma.render(messages) == f"<bos><start_of_turn>user\n{mark}a{mark}<end_of_turn>\n"
+    assert plain.render(messages) == f"<bos>user:\n{mark} a {mark}"
+    # What Gemma3Processor of transformers makes of a text with a picture.
+    assert FORM.expand(f"a{mark}b") == f"a\n\n{mark}{'<image_soft_token>' * 4}<end_of_image>\n\nb"
+
+
+PART = {"type": "image", "image": "photos/0.png"}
+BAD_ROWS = [
+    ({"messages": turn([{"type": "image", "image": "gone.png"}], "a")}, "has a picture that is not there, {folder}/gone.png"),
+    ({"messages": turn([{"type": "image", "image": "a\0b"}], "a")}, "has a picture that is not there, '{folder}/a\\x00b'"),
+    ({"messages": turn([{"type": "image", "image": "a" * 5000}], "a")}, "has a picture that cannot be read, aaaa"),
+    ({"messages": turn([{"type": "image", "image": "photos"}], "a")}, "has a picture that is no file, {folder}/photos"),
+    ({"messages": turn([{"type": "image", "image": "rows.jsonl"}], "a")}, "has a picture that is none of JPEG"),
+    ({"messages": turn([{"type": "image", "image": "https://example.org/a.png"}], "a")}, "has a picture at https://example.org/a.png, which begins with none of data.picture_addresses=[]"),
+    ({"messages": turn([{"type": "image", "url": "data:image/png,AAAA"}], "a")}, "has a data URL that is not"),
+    ({"messages": turn([{"type": "image", "url": "data:image/png;base64,A"}], "a")}, "has a data URL whose bytes are not base64"),
+    ({"messages": turn([{"type": "image"}], "a")}, "has 1 places for pictures and 0 pictures"),
+    ({"messages": turn([PART], "a"), "images": ["photos/1.png"]}, "has 1 places for pictures and 2 pictures"),
+    ({"messages": turn("<start_of_image> a", "a"), "images": ["photos/1.png"] * 2}, "has 1 places for pictures and 2 pictures"),
+    ({"messages": turn("<start_of_image> a", "a")}, "has <start_of_image> in its text where there is no picture"),
+    ({"messages": turn("<image_soft_token> a", "a")}, "has <image_soft_token> in its text"),
+    ({"messages": turn("a", [PART])}, "has a picture in an answer"),
+    ({"messages": turn([{"type": "video", "video": "a"}], "a")}, "has a content in column messages with a part that is neither text nor an image: video"),
+    ({"messages": turn("a", "a"), "images": [7]}, "has int in place of a picture"),
+    ({"messages": turn("a", "a"), "images": [{}]}, "has a picture without any of"),
+    ({"messages": turn("a", "a"), "images": "[1"}, "has no list of pictures in column images"),
+    ({"messages": turn("a", "a"), "images": [{"url": {"url": {"url": "a"}}}]}, "has dict in place of a picture"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("row", "message"), BAD_ROWS, ids=[message[:40] for _, message in BAD_ROWS])
+def test_bad_rows_are_named_or_left_out(folder, row, message):
+    good = {"messages": turn([PART, {"type": "text", "text": "?"}], "yes")}
+    with pytest.raises(UserError) as error:
+        load(folder, [good, row])
+    assert f"data: {folder}/rows.jsonl, line 2, {message.format(folder=folder)}" in str(error.value)
+    assert "\n" not in str(error.value)
+    corpus = load(folder, [good, row], "data.bad_rows=skip")
+    assert corpus.prepared["jsonl"].index["left_out"] == {"bad row": 1}
+    assert len(describe(corpus)) == 1
+
+
+def test_bounds_of_a_row(folder):
+    big = {"messages": turn([PART], "a")}
+    with pytest.raises(UserError, match="line 1, has a picture of more than data.max_picture_pixels=500 pixels"):
+        load(folder, [big], "data.max_picture_pixels=500")
+    with pytest.raises(UserError, match="line 1, has pictures that are longer than data.max_document_bytes"):
+        load(folder, [{"messages": turn([PART] * 2, "a")}], "data.max_document_bytes=1500")
+
+
+def test_addresses_begin_as_one_that_is_allowed():
+    reader = PictureReader(FORM, ".", 1000, 1000, ("https://a.org/photos",))
+    for address in ("https://a.org/photos.evil/a.png", "https://a.org/photos/../b.png", "http://a.org/photos/a.png"):
+        with pytest.raises(BadRow, match="which begins with none of"):
+            reader.read([address])
+    # Rows of a bucket may name what is beside them, and no file of this machine.
+    for path in ("/etc/passwd", "../a.png", "~/a.png"):
+        with pytest.raises(BadRow, match="names a picture outside of s3://bucket/rows"):
+            PictureReader(FORM, "s3://bucket/rows", 1000, 1000).read([path])
+
+
+@pytest.mark.parametrize("words", [["model.vision=null"], ["training.images_per_row=0"]])
+def test_a_model_of_text_refuses_pictures(folder, words):
+    for row in ({"messages": turn([PART], "a")}, {"messages": turn("a", "a"), "image": "photos/0.png"}):
+        with pytest.raises(UserError, match=r"line 1, has a picture, and the model takes none \(model.vision=null"):
+            load(folder, [row], *words)
+    texts = [{"type": "text", "text": "a"}, {"type": "text", "text": " b"}]
+    corpus = load(folder, [{"messages": turn(texts, "c"), "image": "gone"}], *words, "data.columns.images=null")
+    (packed,) = corpus.train.values()
+    assert corpus.tokenizer.decode(packed[0]["tokens"]).startswith("user:\na b\nassistant:\nc")
+    assert "images" not in packed[0]
+
+
+def test_choices_that_do_not_go_with_pictures(folder):
+    rows = make_forms(folder)["parts"]
+    for words, message in (
+        (["loading.packing=concat"], "loading.packing=concat cuts documents wherever a sequence is full"),
+        (["training.seq_len=5", "training.loss_chunk_size=5"], "training.seq_len=5 is shorter than one picture, which is 6 tokens"),
+        (["model.vision.image_token=7"], "model.vision.image_token=7, and in the tokenizer <image_soft_token> is 4"),
+    ):  # fmt: skip
+        with pytest.raises(UserError, match=message):
+            load(folder, rows, *words)
+
+
+def test_a_copied_folder_keeps_its_pictures(folder):
+    corpus = load(folder, make_forms(folder)["parts"])
+    words = ["data=tokens", f"data.paths=['{corpus.prepared['jsonl'].folder}']"]
+    assert describe(load(folder, [], source=words)) == describe(corpus)
+    for other, takes in (("model.vision=null", "none"), ("model.vision.image_size=16", "others")):
+        with pytest.raises(UserError, match=f"pictures of 8 x 8 pixels and 4 tokens .*, and this one takes {takes}"):
+            load(folder, [], other, source=words)
+
+
+def test_documents_are_cut_before_a_picture(folder):
+    """Conversations of several pictures in sequences of 40 tokens, two slots each."""
+    rows, pixels = [], {}
+    for number in range(12):
+        count = 1 + number % 5
+        names = [f"{number}.{k}.png" for k in range(count)]
+        for k, name in enumerate(names):
+            (folder / name).write_bytes(save(Image.fromarray(draw(8, 8, seed=10 * number + k))))
+            pixels[decode_picture((folder / name).read_bytes(), 8).tobytes()] = name
+        content = [part for k, name in enumerate(names) for part in
+                   ({"type": "image", "image": name}, {"type": "text", "text": "x" * ((7 * number + 3 * k) % 30)})]  # fmt: skip
+        rows.append({"messages": turn(content, f"answer {number}")})
+    corpus = load(folder, rows, "training.seq_len=40")
+    (packed,) = corpus.train.values()
+    found = []
+    for row in map(packed.__getitem__, range(len(packed))):
+        index = row["image_index"]
+        used = np.unique(index[index >= 0] // 4)
+        assert used.tolist() == list(range(len(used)))
+        assert len(used) <= 2
+        for slot in used:
+            places = np.flatnonzero(index // 4 == slot)
+            assert places.tolist() == list(range(places[0], places[0] + 4))  # whole
+            assert len(np.unique(row["segment_ids"][places])) == 1
+            if places[-1] + 1 < 40:
+                assert row["targets"][places[-1]] == TOWER["end_token"]
+            found.append(pixels[row["images"][slot].tobytes()])
+        assert not row["images"][len(used) :].any()
+    assert sorted(found) == sorted(pixels.values())
+
+
+def test_cuts():
+    lengths, starts, places = np.array([14]), np.array([0]), np.array([4, 10])  # a a a [ 1 1 ] b b [ 2 2 ] c
+    for slots, seq_len, expected in (
+        (2, 14, [[0, 13]]),
+        (2, 11, [[0, 9], [9, 4]]),  # the second picture would be cut
+        (1, 14, [[0, 9], [9, 4]]),  # or has no slot
+        (1, 8, [[0, 8], [8, 5]]),
+        (1, 6, [[0, 3], [3, 6], [9, 4]]),
+    ):
+        form = PictureSlots(PictureForm(8, 2), slots)
+        pieces = form.split_chunks(lengths, starts, places, seq_len)
+        assert pieces.tolist() == expected
+        counts = [sum(first <= place < first + length for place in places) for first, length in expected]
+        rooms = [max(length, -(-count * seq_len // slots)) for (_, length), count in zip(expected, counts, strict=True)]
+        assert form.weigh(pieces, places, seq_len).tolist() == rooms
+
+
+def test_work_ahead_keeps_the_order_and_raises_in_its_turn():
+    def work(item):
+        if item == 30:
+            raise ValueError("30")
+        return item
+
+    done = []
+    with pytest.raises(ValueError, match="30"):
+        done.extend(map_ahead(work, range(100), 3))
+    assert done == list(range(30))
+
+
+def test_two_runs_write_the_same_bytes(folder):
+    rows = make_forms(folder)["parts"]
+    made = [
+        load(folder, rows, f"loading.cache_dir='{folder}/{name}'", f"loading.prepare_processes={n}").prepared["jsonl"]
+        for name, n in (("a", 1), ("b", 2))
+    ]
+    assert made[0].fingerprint == made[1].fingerprint
+    files = [
+        {path.relative_to(each.folder): path.read_bytes() for path in Path(each.folder).rglob("*.npy")} for each in made
+    ]
+    assert files[0] == files[1]
+    assert len(files[0]) > 8

@@ -1,0 +1,93 @@
+"""Pictures that tests draw, and what transformers' processor of Gemma 3 makes of them.
+
+`make parity` writes `tests/data/pictures.json` again: it runs this file with a Python that has transformers.
+"""
+
+import hashlib
+import io
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+GOLDENS = Path(__file__).parents[1] / "data" / "pictures.json"
+SIZE = 24  # of the tower
+# A model that sees: pictures of 8 x 8 pixels, 4 soft tokens each; the ids are those of a tokenizer that is trained here.
+TOWER = {
+    "image_size": 8, "patch_size": 4, "embed_dim": 16, "mlp_dim": 32, "num_layers": 1, "num_heads": 2, "norm_eps": 1e-6,
+    "tokens_per_image": 4, "image_mean": [0.5] * 3, "image_std": [0.5] * 3, "begin_token": 3, "image_token": 4,
+    "end_token": 5, "freeze_tower": False, "freeze_projector": False,
+}  # fmt: skip
+SEES = [
+    f"++model.vision={json.dumps(TOWER).replace(chr(34), '')}",
+    "loading.packing=best_fit",
+    "training.images_per_row=2",
+]
+
+
+def draw(width, height, channels=3, seed=0):
+    """Pixels that are smooth in some places and noise in others."""
+    rng = np.random.default_rng(seed)
+    y, x = np.mgrid[:height, :width]
+    waves = [128 + 90 * np.sin(x / (3 + c) + y / 5) for c in range(channels)]
+    noise = rng.integers(-40, 40, (height, width, channels)) * (x > width / 2)[..., None]
+    return np.clip(np.stack(waves, -1) + noise, 0, 255).astype(np.uint8)
+
+
+def save(image, kind="PNG", **options):
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+def rotated(image, orientation):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    return save(image, exif=exif)
+
+
+def list_pictures():
+    """Return files of pictures by name."""
+    rgb, wide = Image.fromarray(draw(61, 40)), Image.fromarray(draw(200, 30, seed=1))
+    palette = rgb.quantize(16)
+    return {
+        "rgb": save(rgb),
+        "wide": save(wide),
+        "small": save(Image.fromarray(draw(5, 7))),
+        "as large as the tower": save(Image.fromarray(draw(SIZE, SIZE))),
+        "gray": save(rgb.convert("L")),
+        "black and white": save(rgb.convert("1")),
+        "transparent": save(Image.fromarray(draw(50, 40, 4))),
+        "gray and transparent": save(Image.fromarray(draw(50, 40, 4)).convert("LA")),
+        "palette": save(palette),
+        "palette with a transparent color": save(palette, transparency=3),
+        "cmyk": save(Image.fromarray(draw(50, 40, 4)).convert("RGB").convert("CMYK"), "TIFF"),
+        "webp": save(rgb, "WEBP", lossless=True),
+        **{f"rotated {n}": rotated(rgb, n) for n in range(2, 9)},
+    }
+
+
+def digest(pixels):
+    assert pixels.shape == (SIZE, SIZE, 3)
+    assert pixels.dtype == np.uint8
+    return hashlib.sha256(np.ascontiguousarray(pixels).tobytes()).hexdigest()
+
+
+def make():
+    from PIL import ImageOps
+    from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+
+    processor = Gemma3ImageProcessorPil(size={"height": SIZE, "width": SIZE}, do_rescale=False, do_normalize=False)
+    found = {}
+    for name, data in list_pictures().items():
+        # As `load_image` and the library `datasets` turn it; the processor does the rest.
+        image = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
+        (pixels,) = processor(image)["pixel_values"]
+        found[name] = digest(np.moveaxis(np.asarray(pixels), 0, -1))
+    GOLDENS.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(make())
