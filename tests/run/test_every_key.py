@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from support.harness import ONE_LAYER, ROOT, RUN
 from support.installs import one_at_a_time
+from support.pictures import SEES
 from support.rollouts import AGENT, ONE, TASK
 
 from tunix.base.errors import UserError
@@ -346,6 +347,7 @@ def words_of_every_source(tmp_path: Path) -> list[list[str]]:
         ["data=python_docstrings", "task=sft"],
         ["data=arithmetic", "data.below=20", "task=sft"],
         ["data=look_up", "data.num_rows=200", "task=sft"],
+        ["data=shapes", "data.num_rows=60", "task=sft", *SEES],
         ["data=mixture", f"data.parts={{a: {synthetic}}}", "data.weights={a: 1}", stages, "data.max_epochs={a: 9}"],
     ]
     if find_spec("reasoning_gym"):

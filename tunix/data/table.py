@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple, Union
 from pydantic import Field
 
 from tunix.data.files import Columns, Csv, Item, Jsonl, Parquet, Rows, Source
+from tunix.data.shapes import Shapes
 from tunix.data.sources import (
     Arithmetic,
     Custom,
@@ -87,7 +88,7 @@ __all__ = ["SOURCES", "AnySource", "Columns", "Custom", "Item", "Rows", "Source"
 
 SOURCES = (
     PythonStdlib, TextFiles, Jsonl, Csv, Parquet, PythonDocstrings, HuggingFace, ReasoningGym, Tokens, Synthetic,
-    Arithmetic, LookUp, Custom,
+    Arithmetic, LookUp, Shapes, Custom,
 )  # fmt: skip
 
 # A type checker needs a type that it can read. At run time pydantic chooses the class by the value of the key `source`.
