@@ -345,3 +345,43 @@ def test_tools_of_several_environments():
 def test_environments_that_do_not_go_together(names, problem):
     with pytest.raises(UserError, match=re.escape(problem)):
         compose(["+experiment=grpo_python_tool", f"task.environment=[{names}]", "task.environment_options=null"])
+
+
+CLIENT = """
+from types import SimpleNamespace
+
+class GenericEnvClient:
+    \"\"\"As that of openenv-core 0.3.0, without its server.\"\"\"
+
+    def __init__(self, base_url): self.url = base_url
+    def sync(self): return self
+    def connect(self): self.said = []
+    def close(self): self.said = None
+    def reset(self, **given): return self._reply({"heard": str(given)})
+    def step(self, action):
+        self.said.append(action)
+        return self._reply({"heard": action["message"]}, 0.5, action["message"] == "end")
+    def _reply(self, fields, reward=None, done=False):
+        return SimpleNamespace(observation=fields | {"num": len(self.said)}, reward=reward, done=done)
+"""
+
+
+def test_a_server_of_openenv(tmp_path, monkeypatch):
+    """By the library's client, which is played here; docs/log/rl.md says what was tried with a server."""
+    options = {"url": "http://127.0.0.1:8000", "action": "message"}
+    with pytest.raises(ValueError, match="needs OpenEnv: pip install openenv-core"):
+        open_environment(ENVIRONMENTS["openenv"], options, "hermes")
+    (tmp_path / "openenv" / "core").mkdir(parents=True)
+    (tmp_path / "openenv" / "core" / "generic_client.py").write_text(CLIENT)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    episode = open_environment(ENVIRONMENTS["openenv"], options | {"observation": "heard"}, "hermes")
+    assert episode.reset(5, {"question": "a"}).observations == ["{'seed': 5}"]
+    assert episode.step("a") == Reply(["a"], 0.5, False)
+    assert episode.step("end") == Reply(["end"], 0.5, True)
+    episode.close()
+    whole = open_environment(ENVIRONMENTS["openenv"], options, "hermes")
+    whole.reset(5, {})
+    assert whole.step("a").observations == ['{"heard": "a", "num": 1}']
+    other = open_environment(ENVIRONMENTS["openenv"], options | {"observation": "seen"}, "hermes")
+    with pytest.raises(ValueError, match="has no field seen; it has heard, num"):
+        other.reset(5, {})

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from tunix.base.dotted_path import import_object, is_dotted
 from tunix.rl.environments import join_tools
 from tunix.rl.rewards import Reward, exact_match, format_tags, gsm8k, length, math_verify, reasoning_gym
-from tunix.rl.tools import Calculator, LookUp, Python, SearchFolder
+from tunix.rl.tools import Calculator, LookUp, OpenEnv, Python, SearchFolder
 
 __all__ = ["ENVIRONMENTS", "REWARDS", "Reward", "find_environment", "find_reward", "format_environment"]
 
@@ -40,6 +40,7 @@ ENVIRONMENTS: dict[str, type] = {
     "calculator": Calculator,
     "search_folder": SearchFolder,
     "look_up": LookUp,
+    "openenv": OpenEnv,
 }
 
 

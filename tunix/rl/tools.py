@@ -1,9 +1,11 @@
-"""Environments of tunix: an interpreter of Python, a calculator, a search in a folder; and a game. Imports no jax.
+"""Environments of tunix: an interpreter of Python, a calculator, a search in a folder; a game; and servers of OpenEnv.
+Imports no jax.
 
 The first three have one tool each, and give no reward of their own: `task.rewards` scores the last turn of an episode.
 """
 
 import ast
+import json
 import math
 import operator
 import os
@@ -132,6 +134,46 @@ class LookUp:
         if text.startswith("?"):
             return f"={self.value if text[1:] == self.key else '-'}", 0.0, False
         return None, float(text == f"!{self.value}"), True
+
+
+# A server of OpenEnv (https://github.com/meta-pytorch/OpenEnv), by the library's own client.
+
+
+class OpenEnv:
+    """An environment that a server of OpenEnv holds: a turn is an action of one text, and it rewards turns."""
+
+    replays = False  # nobody says that a server answers the same again
+
+    def __init__(self, url: str, action: str, observation: str | None = None):
+        """`url` is the address of the server; a turn is sent as {action: text}.
+
+        Args:
+            observation: field of an observation that the model reads; None: all of them, as JSON.
+        """
+        try:
+            from openenv.core.generic_client import GenericEnvClient
+        except ImportError:
+            raise ValueError("task.environment=openenv needs OpenEnv: pip install openenv-core") from None
+        self.action, self.observation = action, observation
+        self.client = GenericEnvClient(base_url=url).sync()
+
+    def reset(self, seed: int) -> str:
+        self.client.connect()
+        return self._read(self.client.reset(seed=seed).observation)
+
+    def step(self, text: str) -> tuple[str, float, bool]:
+        result = self.client.step({self.action: text})
+        return self._read(result.observation), float(result.reward or 0), bool(result.done)
+
+    def close(self) -> None:
+        self.client.close()
+
+    def _read(self, fields: dict[str, Any]) -> str:
+        if self.observation is None:
+            return json.dumps(fields, ensure_ascii=False)
+        if self.observation not in fields:
+            raise ValueError(f"the server's observation has no field {self.observation}; it has {', '.join(fields)}")
+        return str(fields[self.observation])
 
 
 # A calculator.
