@@ -40,6 +40,7 @@ REQUIRED = {  # words that a choice does not compose without
     "data=mixture": [f"data.parts={{NAME: {PART}}}", "data.weights={NAME: 1}"],
     "optimizer=custom": [f"optimizer.function={FUNCTION}"],
     "task=grpo": ["sampling.max_new_tokens=64"],  # model=tiny trains on sequences of 128 tokens
+    "task=classify": ["task.labels=null"],
     "launcher=kubernetes": ["launcher.image=NAME", "launcher.volume_claim=NAME"],
 }
 NAMES = {int: "integer", float: "number", bool: "true, false", str: "text", type(None): "null", Any: "mesh"}

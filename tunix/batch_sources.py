@@ -112,7 +112,7 @@ class CorpusFeed:
                 "held out: %.3f bits per byte; unigram entropy of the corpus: %.3f; %.1f %% %s",
                 bits, unigram, 100 * abs(1 - bits / unigram), "below" if bits <= unigram else "above",
             )  # fmt: skip
-        if self.cfg.evaluation.sample_tokens:
+        if self.cfg.evaluation.sample_tokens and self.cfg.model.labels is None:  # scores do not continue a text
             sample = self._continue_document(state["params"])
             log.info("continuation of a held-out document, after >>>:\n%s", sample)
             metrics.text("sample", sample, evaluation["step"])

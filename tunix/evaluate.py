@@ -20,7 +20,7 @@ from tunix.config.task import Compared
 from tunix.data.dataset import Corpus, load_corpus
 from tunix.huggingface.hub import find
 from tunix.inference.lm_eval import list_tasks
-from tunix.inference.pretrained import describe_files, load_params, load_pretrained
+from tunix.inference.pretrained import describe_files, load_language_model, load_params
 from tunix.processes import peers
 from tunix.rl.evaluation import Numbers, evaluate_answers, is_sampling
 from tunix.rl.reference import add_reference
@@ -152,7 +152,7 @@ def evaluate_tasks(cmd: Evaluate, cfg: Config, checkpoints: list[str]) -> list[N
     measured = []
     for checkpoint in checkpoints:
         dtype, info = cfg.training.dtypes["compute"], describe_files(checkpoint, cfg.model)
-        model = load_pretrained(checkpoint, dtype, cfg.model.mesh_shape, cmd.weights, **info)
+        model = load_language_model(checkpoint, dtype, cfg.model.mesh_shape, cmd.weights, **info)
         measured.append(list_tasks(model, cmd))
     return measured
 

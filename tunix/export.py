@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from safetensors.numpy import save_file
 
 from tunix.base.buckets import is_address, is_bucket, list_names, upload
@@ -23,8 +25,8 @@ from tunix.config import Export, pretrained_config
 from tunix.config.command_line import run_command
 from tunix.config.saved_runs import find_run
 from tunix.data.tokenizer import PAD, Vocab, load_vocab, read_backend, tokenizer_digest
-from tunix.huggingface.adapter import gather_adapter
-from tunix.huggingface.adapter_config import CONFIG, WEIGHTS, write_adapter_config
+from tunix.huggingface.adapter import gather_adapter, gather_score
+from tunix.huggingface.adapter_config import CONFIG, PREFIX, WEIGHTS, write_adapter_config
 from tunix.huggingface.config_json import read_num_rows, write_config
 from tunix.huggingface.hub import list_copied_files
 from tunix.huggingface.table import find_family
@@ -184,6 +186,8 @@ def _write_adapter(model: Pretrained, folder: Path, dtype: str, shard_gb: float)
             "an adapter does not hold them; set merge_lora=true"
         )
     tensors, modules = gather_adapter(model.params, cfg, model.arch.weights, dtype)
+    if cfg.labels is not None:  # PEFT keeps a head that is trained whole beside the updates (modules_to_save)
+        tensors[f"{PREFIX}score.weight"] = np.ascontiguousarray(gather_score(model.params).astype(jnp.dtype(dtype)))
 
     def write_files() -> None:
         save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})

@@ -14,7 +14,7 @@ from tunix.config import Generate
 from tunix.config.command_line import run_command
 from tunix.data.tokenizer import read_chat
 from tunix.inference.engine import Answer
-from tunix.inference.pretrained import Pretrained, load_pretrained
+from tunix.inference.pretrained import Pretrained, load_language_model
 from tunix.inference.sampling import read_stop_ids, select_sampling
 from tunix.processes import peers
 
@@ -29,7 +29,7 @@ def generate(command: Generate) -> None:
     # Files first: a mistake in them is reported before a model is loaded, which takes minutes.
     rows, write = peers.on_main(lambda: _open_files(command), "reading the prompts") or ([], None)
     source = command.checkpoint, command.dtype, command.mesh_shape, command.weights
-    speaker = Speaker(load_pretrained(*source, family=command.family, adapter=command.adapter), command)
+    speaker = Speaker(load_language_model(*source, family=command.family, adapter=command.adapter), command)
     if command.prompt is None and command.input is None:
         _converse(speaker, command)
         return

@@ -46,7 +46,7 @@ from tunix.inference.openai_api import (
     show_calls,
     show_usage,
 )
-from tunix.inference.pretrained import Pretrained, load_pretrained
+from tunix.inference.pretrained import Pretrained, load_language_model
 from tunix.inference.sampling import Sampling
 from tunix.inference.serving import Piece, QueueFull, Request, Serving
 from tunix.rl.tool_calls import TOOL_CALLS, choose_tool_calls
@@ -75,7 +75,7 @@ def serve(command: Serve) -> None:
         raise UserError("tunix.serve runs in one process; mesh_shape spreads the model over the devices of its host")
     sock = open_socket(command.server.host, command.server.port)  # before the model is loaded, which takes minutes
     source = command.checkpoint, command.dtype, command.mesh_shape, command.weights
-    model = load_pretrained(*source, family=command.family, adapter=command.adapter)
+    model = load_language_model(*source, family=command.family, adapter=command.adapter)
     asyncio.run(_run(App(model, command), sock, command))
 
 

@@ -122,11 +122,18 @@ def post_training(folder: Path, corpus: Path) -> Callable[[], None]:
         "training.seq_len=64",
     ]
     kto = compose([*RUN, *labelled, *ONE, words[-1]]).config
-    traced = pairs, kto, *(compose(words).config for words in taught), simpo
+    (folder / "classes.jsonl").write_text(
+        "\n".join(json.dumps({"text": "a b " * (n * 9 + 1), "label": n}) for n in range(9))
+    )
+    classes = ["task=classify", "task.labels=null", "data=jsonl", f"data.paths=[{folder}/classes.jsonl]"]
+    classified = compose([*RUN, *classes, "task.long_documents=skip", *ONE, words[-1]]).config
+    pairs_of_rewards = [word.replace("dpo", "reward") for word in words_of_pairs(folder)]
+    reward = compose([*RUN, *pairs_of_rewards, *ONE, words[-1]]).config
+    traced = pairs, kto, classified, reward, *(compose(words).config for words in taught), simpo
 
     def use() -> None:
         run(job)
-        for cfg in traced[:3]:
+        for cfg in traced[:5]:
             load_corpus(cfg)
         for cfg in traced:
             mesh = build_mesh(cfg)

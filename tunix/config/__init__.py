@@ -18,7 +18,7 @@ from tunix.config.layers import PROJECTIONS, Lora
 from tunix.config.model import Model
 from tunix.config.model_checks import check_stages
 from tunix.config.sections import Checkpoint, Distributed, Evaluation, Logging, Plan, Profile
-from tunix.config.task import AnyTask, Compared, Grpo, Sampling, Task
+from tunix.config.task import AnyTask, Classify, Grpo, Paired, Sampling, Task
 from tunix.config.training import Training, read_steps
 from tunix.optimizers.schedules import Scheduler
 from tunix.optimizers.table import AnyOptimizer, Optimizer, ParameterGroup
@@ -137,11 +137,29 @@ class Config(Section):
                 f"evaluation.sets.{next(iter(self.evaluation.sets))}: task={self.task.name} has no loss on other "
                 "documents; leave evaluation.sets out, or measure the checkpoints with another task"
             )
-        if isinstance(self.task, Compared) and self.loading.packing == "concat":
+        if isinstance(self.task, Paired | Classify) and self.loading.packing == "concat":
+            cut = "pairs" if isinstance(self.task, Paired) else "documents"
             raise ValueError(
-                f"loading.packing=concat cuts pairs of task={self.task.name} in two; set it to best_fit or pad"
+                f"loading.packing=concat cuts {cut} of task={self.task.name} in two; set it to best_fit or pad"
             )
+        if self.model.labels != self.task.output_labels:
+            raise ValueError(self._describe_labels())
         return self
+
+    def _describe_labels(self) -> str:
+        """Return what is wrong where the model gives other numbers than the task learns."""
+        found, wanted = self.model.labels, self.task.output_labels
+        if found is None:
+            return f"task={self.task.name} needs model.labels={list(wanted or ())}"
+        if wanted is None:
+            return (
+                f"task={self.task.name} needs a model that gives logits, and this one gives {', '.join(found)} "
+                "(model.labels); start from a language model, or set task=reward or task=classify"
+            )
+        return (
+            f"task={self.task.name} learns {', '.join(wanted)}, and the model gives {', '.join(found)} "
+            "(model.labels); start from a language model, or give the labels that it has"
+        )
 
     def _check_grpo(self, task: Grpo) -> None:
         """Raise ValueError where sections contradict the task: the policy that learns must be the one that answers."""

@@ -35,6 +35,7 @@ from tunix.config.pretrained_config import (
     fill_from_adapter,
     fill_from_pretrained,
     fill_from_run,
+    fill_labels,
     fill_teacher,
 )
 from tunix.config.saved_runs import (
@@ -268,6 +269,7 @@ def check(composed: DictConfig, fresh: bool = True) -> Config:
         fill_teacher(values["task"])
     if values["model"]["vocab_size"] == "auto":
         values["model"]["vocab_size"] = count_rows(values)
+    fill_labels(values)
     return build(values)
 
 

@@ -148,6 +148,10 @@ class Model(Section):
     """Logits are divided by this."""
     logits_cap: Positive | None
     """Logits l become cap * tanh(l / cap); null for no cap."""
+    labels: Annotated[tuple[str, ...], Field(min_length=1)] | None
+    """Names of the numbers that a head gives each document in the place of logits, at its last token; null: the model
+    gives logits. task=reward and task=classify set it, and so does the config.json of a `...ForSequenceClassification`
+    (id2label)."""
     init_from: str | None
     """Start from these weights: a folder with config.json and safetensors, or an ID of the Hugging Face hub. Sets the
     keys above, and the tokenizer unless tokenizer.path is given."""
@@ -186,6 +190,8 @@ class Model(Section):
         if self.latent is not None:
             # One projection makes keys and values of a latent. RoPE's part of the keys is apart: all heads share it.
             dims |= {"R": self.num_rotated, "O": self.head_dim - self.num_rotated + self.latent.value_dim}
+        if self.labels is not None:
+            dims["y"] = len(self.labels)
         if self.layer_inputs is not None:
             dims["l"] = self.num_layers
         if self.vision is not None:
@@ -198,6 +204,11 @@ class Model(Section):
             dims["c"] = self.embed_dim // values_per_byte(self.lora.quantize_base)
             dims["e"] = self.embed_dim // weights_per_scale(self.embed_dim)
         return dims
+
+    @property
+    def num_outputs(self) -> int:
+        """Numbers that the head gives: of a language model, a logit for each row of the vocabulary."""
+        return self.vocab_size if self.labels is None else len(self.labels)
 
     def stack_of(self, layer: int) -> str:
         """Return the name of the stack of equal blocks that a layer is in.
@@ -265,7 +276,7 @@ class Model(Section):
 
         Then the model without its updates is the model of step 0, and a run needs no second copy as its reference.
         """
-        return self.lora.rank > 0 and self.lora.train_also is None and self.init_adapter is None
+        return self.lora.rank > 0 and not (self.lora.train_also or self.init_adapter or self.labels)
 
     @property
     def num_rotated(self) -> int:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
+from pydantic import TypeAdapter, ValidationError
 from yaml import YAMLError
 
 from tunix.base.buckets import is_address, join
@@ -24,6 +25,7 @@ from tunix.config import Model, Tokenizer
 from tunix.config.mistakes import reject_newer, validate
 from tunix.config.model import list_keys_outside
 from tunix.config.saved_runs import COPIED, find_run, read_saved, split_step
+from tunix.config.task import AnyTask
 from tunix.huggingface import config_json, hub
 from tunix.huggingface.adapter_config import list_projections, read_adapter
 from tunix.huggingface.table import find_family
@@ -175,6 +177,19 @@ def fill_from_adapter(model: dict[Any, Any]) -> None:
         lora[key] = value
 
 
+def fill_labels(values: dict[Any, Any]) -> None:
+    """Give the model the labels of its task, where it has none yet, or as many that nobody has named."""
+    try:
+        wanted = TypeAdapter(AnyTask).validate_python(values["task"]).output_labels
+    except ValidationError:  # the check of the whole config says what is wrong
+        return
+    found = values["model"].get("labels")
+    if wanted is None:
+        return
+    if found is None or (len(found) == len(wanted) and (len(found) == 1 or config_json.are_unnamed(found))):
+        values["model"]["labels"] = list(wanted)
+
+
 def fill_from_run(values: dict[Any, Any], folder: Path, step: int | None) -> None:
     """Set architecture, tokenizer and checkpoint from the run in `folder`, which `model.init_from` names.
 
@@ -233,9 +248,12 @@ def read_teacher(source: str) -> Model:
     run = find_run(source, TEACHER, copied=COPIED)
     folder = run[0] if run else hub.find(source, hub.INFO_FILES, key=TEACHER)
     try:
-        return trained_model(folder, "auto")
+        model = trained_model(folder, "auto")
     except UserError as error:
         raise UserError(f"{TEACHER}={source}: {error}") from None
+    if model.labels is not None:
+        raise UserError(f"{TEACHER}={source} gives {', '.join(model.labels)} and no text; a teacher gives logits")
+    return model
 
 
 def trained_model(folder: Path, mesh_shape: Any, family: str | None = None) -> Model:

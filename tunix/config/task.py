@@ -89,6 +89,11 @@ class Task(Section):
     loss: NameOrPath | None
     """Name of a loss, or `package.module:name` of your own (docs/extending.md); null takes the loss of the task."""
 
+    @property
+    def output_labels(self) -> tuple[str, ...] | None:
+        """Names of the numbers that the model gives in the place of logits (`model.labels`); None for logits."""
+        return None
+
     def cycle(self, num_sequences: int) -> Cycle:
         """Return what is read at one time for steps of `num_sequences` sequences."""
         return Cycle(num_sequences, 1)
@@ -356,12 +361,16 @@ class Grpo(Prompted, Taught):
         return num_sequences // self.group_size
 
 
-class Compared(Task):
+class Paired(Task):
     """A task on documents of two answers to one prompt, which stay in one row of a batch."""
 
     long_pairs: Literal["error", "skip"]
     """Pairs of which both answers, each with its prompt, do not fit into training.seq_len: refused, or left out and
     counted."""
+
+
+class Compared(Paired):
+    """A task on pairs, which may compare them with a reference model."""
 
     @property
     def has_reference(self) -> bool:
@@ -428,4 +437,59 @@ class Kto(Compared):
     """Weight of answers whose label is false."""
 
 
-AnyTask = Annotated[Pretrain | Sft | Grpo | Dpo | Kto, Field(discriminator="name")]
+class Reward(Paired):
+    """A head gives each answer a number, its reward, which becomes larger for the better of two answers (Bradley and
+    Terry 1952; Ouyang et al. 2022, arXiv:2203.02155)."""
+
+    documents = "comparison"
+    default_loss = "reward"
+
+    name: Literal["reward"]  # type: ignore[assignment]
+    """What is learnt."""
+    center_coefficient: PositiveOrZero
+    """Weight of the square of the sum of both rewards of a pair, which keeps rewards around 0 (arXiv:2312.09244)."""
+
+    @property
+    def output_labels(self) -> tuple[str, ...]:
+        """As in `Task`."""
+        return ("reward",)
+
+
+# The type of the name of a class. A column may have numbers, or true and false, and so may the list of the classes.
+ClassName = Annotated[
+    str,
+    BeforeValidator(lambda value: str(value).lower() if isinstance(value, bool) else value),
+    BeforeValidator(lambda value: str(value) if isinstance(value, int) and not isinstance(value, bool) else value),
+]
+
+
+class Classify(Task):
+    """A head gives each document a score for each class, or a number."""
+
+    documents = "example"
+    default_loss = "classify"
+
+    name: Literal["classify"]  # type: ignore[assignment]
+    """What is learnt."""
+    labels: Annotated[tuple[ClassName, ...], Field(min_length=2)] | None
+    """Classes, as the column data.columns.label has them; null: that column has numbers, and the loss is the squared
+    error."""
+    long_documents: Literal["error", "skip"]
+    """Documents that do not fit into training.seq_len: refused, or left out and counted."""
+
+    @property
+    def output_labels(self) -> tuple[str, ...]:
+        """As in `Task`."""
+        return ("number",) if self.labels is None else self.labels
+
+    def list_turn_choices(self) -> dict[str, Any]:
+        return super().list_turn_choices() | {"labels": self.labels}
+
+    @model_validator(mode="after")
+    def _check(self) -> "Classify":
+        if self.labels is not None and len(set(self.labels)) < len(self.labels):
+            raise ValueError(f"task.labels={list(self.labels)} names a class twice")
+        return self
+
+
+AnyTask = Annotated[Pretrain | Sft | Grpo | Dpo | Kto | Reward | Classify, Field(discriminator="name")]

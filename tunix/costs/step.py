@@ -110,7 +110,7 @@ def _count_pipeline_flops(program: Program, flops: float, forward_flops: float, 
     FLOPs grow by a quarter.
     """
     model, pipeline = program.cfg.model, program.choices.pipeline
-    logits = 2.0 * model.vocab_size * model.embed_dim * num_tokens  # forward; three times in all
+    logits = 2.0 * model.num_outputs * model.embed_dim * num_tokens  # forward; three times in all
     recompute = pipeline.recompute_runs * (forward_flops - logits)
     in_blocks = flops - 3 * logits + recompute
     return recompute + in_blocks * (pipeline.iterations_per_microbatch - 1)
@@ -275,13 +275,14 @@ def count_activation_bytes(program: Program) -> int:
     layout, mesh, pipeline, length = program.layout, program.mesh, program.choices.pipeline, program.batch.seq_len
     inside = estimate_inside_bytes(program.cfg, layout, mesh, length)
     local_tokens = find_shard_shape((length,), layout.activation("T"), mesh)[0]
-    vocab_size = find_shard_shape((program.cfg.model.vocab_size,), layout.activation("V"), mesh)[0]
+    outputs = layout.activation("V" if program.cfg.model.labels is None else "y")
+    num_outputs = find_shard_shape((program.cfg.model.num_outputs,), outputs, mesh)[0]
 
     def count_logit_bytes(num_rows: int, num_tokens: int) -> float:
         """Return the bytes of a chunk's logits in float32, and of part of their gradient, for each row."""
         chunk_size = program.cfg.training.loss_chunk_size
         num_models = 2 if program.abstract_shared else 1  # a teacher in the loss has logits too
-        return 1.75 * num_models * count_chunk_positions(chunk_size, num_rows, num_tokens) * vocab_size * 4
+        return 1.75 * num_models * count_chunk_positions(chunk_size, num_rows, num_tokens) * num_outputs * 4
 
     num_rows, residual = program.choices.batch.sequences_per_shard, _count_residual_bytes(program)
     if pipeline.num_stages == 1:

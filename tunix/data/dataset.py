@@ -17,7 +17,7 @@ from tokenizers import Tokenizer as Backend
 from tunix.base.errors import UserError
 from tunix.config import Config
 from tunix.config.data import Mixture
-from tunix.config.task import Compared, Kto
+from tunix.config.task import Classify, Kto, Paired
 from tunix.config.vision import Vision
 from tunix.data.chat import START
 from tunix.data.files import Unit
@@ -235,10 +235,12 @@ def load_corpus(cfg: Config) -> Corpus:
     train, held_out = (
         {name: _pack(folder, split, cfg) for name, folder in prepared.items()} for split in ("train", "held_out")
     )
-    if isinstance(cfg.task, Compared):
-        _report_long_pairs({**train, **{f"{name}, held out": part for name, part in held_out.items()}}, cfg, cfg.task)
+    if isinstance(cfg.task, Paired | Classify):
+        _report_long({**train, **{f"{name}, held out": part for name, part in held_out.items()}}, cfg, cfg.task)
     if isinstance(cfg.task, Kto):
         _check_labels(train)
+    if isinstance(cfg.task, Classify):
+        _check_classes(train, cfg.task)
     for name, sequences in train.items():
         if not len(sequences):
             raise UserError(
@@ -291,21 +293,38 @@ def _load_set(name: str, source: Source, vocab: Vocab, cfg: Config) -> grain.Map
     return grain.MapDataset.source(sequences)
 
 
-def _report_long_pairs(parts: dict[str, Sequences], cfg: Config, task: Compared) -> None:
-    """Log how many pairs are longer than a sequence and therefore left out, or refuse them.
+def _report_long(parts: dict[str, Sequences], cfg: Config, task: Paired | Classify) -> None:
+    """Log how many pairs or documents are longer than a sequence and therefore left out, or refuse them.
 
     Raises:
-        UserError: there are such pairs, and task.long_pairs=error.
+        UserError: there are such pairs, and task.long_pairs=error; or documents, and task.long_documents=error.
     """
+    key, choice = (
+        ("long_documents", task.long_documents) if isinstance(task, Classify) else ("long_pairs", task.long_pairs)
+    )
+    kind, counted = ("documents", "") if isinstance(task, Classify) else ("pairs", ", both answers with their prompts")
     for name, part in parts.items():
         if part.num_left_out:
             problem = (
-                f"{name}: {part.num_left_out:,} of {part.stream.num_documents:,} pairs are longer than "
-                f"training.seq_len={cfg.training.seq_len} tokens, both answers with their prompts"
+                f"{name}: {part.num_left_out:,} of {part.stream.num_documents:,} {kind} are longer than "
+                f"training.seq_len={cfg.training.seq_len} tokens{counted}"
             )
-            if task.long_pairs == "error":
-                raise UserError(f"data: {problem}; raise it, or set task.long_pairs=skip to leave them out")
+            if choice == "error":
+                raise UserError(f"data: {problem}; raise it, or set task.{key}=skip to leave them out")
             log.warning("%s: left out", problem)
+
+
+def _check_classes(train: dict[str, Sequences], task: Classify) -> None:
+    """Raise `UserError` if the documents to train on all have the same label."""
+    arrays = (part.stream.shard(n).label_values for part in train.values() for n in range(len(part.stream.sizes)))
+    found = {float(label) for labels in arrays if labels is not None for label in np.unique(labels)}
+    if len(found) == 1:
+        (value,) = found
+        label = f"{value:g}" if task.labels is None else task.labels[int(value)]
+        raise UserError(
+            f"data: all documents to train on have the label {label} (data.columns.label), which leaves nothing to "
+            "learn; give documents with other labels too"
+        )
 
 
 def _check_labels(train: dict[str, Sequences]) -> None:

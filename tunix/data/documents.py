@@ -1,6 +1,7 @@
 """Documents: items of a source become texts, conversations, prompts or pairs, and then tokens."""
 
 import json
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
@@ -11,7 +12,7 @@ import numpy as np
 from tunix.base.dotted_path import import_object
 from tunix.base.errors import UserError
 from tunix.config import Task
-from tunix.config.task import Prompted, Sft
+from tunix.config.task import Classify, Prompted, Sft
 from tunix.data.chat import NO_OPTIONS, LearntTurns, Message, Options, join_parts
 from tunix.data.files import TOO_LONG, BadRow, Columns, Item, Limited, Rows, Source, Unit, is_longer
 from tunix.data.pictures import (
@@ -65,21 +66,31 @@ class Labelled(NamedTuple):
     options: Options = NO_OPTIONS  # of the chat template
 
 
+class Example(NamedTuple):
+    """A text or a conversation, and what it is: the number of its class, or a number of its own."""
+
+    content: str | Conversation
+    label: float
+
+
 class Document(NamedTuple):
     name: str
-    content: str | Conversation | Question | Pair | Labelled
+    content: str | Conversation | Question | Pair | Labelled | Example
     pictures: Sequence[bytes] = ()  # as shards keep them (data/pictures.py), in the order of their places in the turns
 
     @property
     def text(self) -> str:
         """Text of the document without a template: what a tokenizer learns from."""
-        if isinstance(self.content, str):
-            return self.content
-        return "\n".join(join_parts(turn["content"]) for turn in list_turns(self.content))
+        content = self.content.content if isinstance(self.content, Example) else self.content
+        if isinstance(content, str):
+            return content
+        return "\n".join(join_parts(turn["content"]) for turn in list_turns(content))
 
 
-def list_turns(content: Conversation | Question | Pair | Labelled) -> list[Message]:
-    """Return all turns of a document."""
+def list_turns(content: Conversation | Question | Pair | Labelled | Example) -> list[Message]:
+    """Return all turns of a document; a text has none."""
+    if isinstance(content, Example):
+        return [] if isinstance(content.content, str) else content.content.messages
     if isinstance(content, Pair):
         return [*content.prompt, *content.chosen, *content.rejected]
     if isinstance(content, Labelled):
@@ -260,6 +271,44 @@ def read_labelled(columns: Columns, row: dict[str, Any], task: Task) -> Labelled
     return Labelled(prompt, answer, LABELS[value], _read_options(columns, row, task))
 
 
+def read_example(columns: Columns, row: dict[str, Any], task: Task) -> Example | None:
+    """Return a row's text or conversation with its label; None if it is empty.
+
+    A column for the prompt, if there is one, makes a conversation of it and the completion; else the row has a text, or
+    the messages of a conversation.
+    """
+    assert isinstance(task, Classify)
+    content: str | Conversation
+    if columns.prompt is not None:
+        turns = [*_read_system(columns, row), *_read_turns(columns, "prompt", row, "user")]
+        if columns.completion in row:
+            turns += _read_turns(columns, "completion", row, "assistant")
+        content = Conversation(turns, _read_options(columns, row, task))
+    elif columns.text is not None and (columns.text in row or columns.messages not in row):
+        content = _read_cell(columns, "text", row)
+    else:
+        messages = _read_messages(_read_cell(columns, "messages", row, (str, list)), columns.messages)
+        content = Conversation(messages, _read_options(columns, row, task))
+    if not content or (isinstance(content, Conversation) and not content.messages):
+        return None
+    return Example(content, _read_class(columns, row, task))
+
+
+def _read_class(columns: Columns, row: dict[str, Any], task: Classify) -> float:
+    """Return the number of a row's class among task.labels, or without these the number in its column."""
+    value = _read_cell(columns, "label", row, (str, bool, int, float))
+    if task.labels is None:
+        with suppress(ValueError):
+            number = float("nan" if isinstance(value, bool) else value)
+            if math.isfinite(number):
+                return number
+        raise BadRow(f"has {value!r} in column {columns.label}, no number; task.labels names classes")
+    text = str(value).lower() if isinstance(value, bool) else str(value)
+    if text not in task.labels:
+        raise BadRow(f"has {text!r} in column {columns.label}, which is none of task.labels={list(task.labels)}")
+    return task.labels.index(text)
+
+
 def _read_system(columns: Columns, row: dict[str, Any]) -> list[Message]:
     """Return the system prompt of a row as a turn; no turn if it is empty, or if no column holds one."""
     content = "" if columns.system is None else _read_cell(columns, "system", row)
@@ -394,6 +443,8 @@ class Encoded(NamedTuple):
     prompt         the turns by the chat template, up to where an answer begins
     pair           prompt, chosen answer, prompt, rejected answer; `split` is where the second prompt begins
     labelled       prompt, answer, prompt, answer of another document; `split` as of a pair
+    comparison     as a pair, with <eos> behind each answer, which is never read: `answers` marks it alone
+    example        <bos> text, or the turns by the chat template; then <eos>, as of a comparison
     """
 
     text_bytes: int
@@ -401,7 +452,7 @@ class Encoded(NamedTuple):
     # All fields below are empty where the kind of documents has no such thing.
     answers: np.ndarray = NO_ANSWERS  # [T] bool of a conversation or a pair: which tokens are answers
     split: int = 0  # of a pair: where the rejected answer begins, with its prompt
-    label: bool = False  # of a labelled answer: true for a desirable one
+    label: float = False  # of a labelled answer: true for a desirable one; of an example: its class or number
     row: bytes = b""  # of a prompt: its text and its columns, as JSON
     pictures: Sequence[bytes] = ()  # in the order of their places
     places: np.ndarray = NO_PLACES  # [pictures] int64: the first token of each, counted from the document's first
@@ -452,6 +503,42 @@ def encode_pairs(vocab: Vocab, documents: list[Document]) -> Iterator[Encoded]:
     """Yield both answers, each after the prompt. Earlier answers in the prompt are not learnt."""
     pairs: list[Pair] = [document.content for document in documents]  # type: ignore[misc]
     return _encode_pairs(vocab, pairs, [document.pictures for document in documents])
+
+
+def encode_comparisons(vocab: Vocab, documents: list[Document]) -> Iterator[Encoded]:
+    """Yield both answers, each after the prompt, and behind each one a token that only marks its end.
+
+    A sequence does not read the last token of a document, and here the model has to read the whole answer.
+    """
+    for pair in encode_pairs(vocab, documents):
+        tokens = np.concatenate(pair.tokens)
+        halves = [_with_end(vocab, half) for half in (tokens[: pair.split], tokens[pair.split :])]
+        answers = np.concatenate([mark for _, mark in halves])
+        places = pair.places + (pair.places >= pair.split)
+        parts = {"tokens": [half for half, _ in halves], "answers": answers, "places": places}
+        yield pair._replace(**parts, split=pair.split + 1)
+
+
+def encode_examples(vocab: Vocab, documents: list[Document]) -> Iterator[Encoded]:
+    """Yield each text or conversation with a token behind it that only marks its end, as in `encode_comparisons`."""
+    examples: list[Example] = [document.content for document in documents]  # type: ignore[misc]
+    is_text = [isinstance(example.content, str) for example in examples]
+    contents = [document._replace(content=document.content.content) for document in documents]  # type: ignore[union-attr]
+    texts = encode_texts(vocab, [each for each, own in zip(contents, is_text, strict=True) if own])
+    turns = encode_conversations(vocab, [each for each, own in zip(contents, is_text, strict=True) if not own])
+    # Both set what the tokenizer takes for a special token, so one of them ends before the other begins.
+    texts, turns = iter(list(texts)), iter(list(turns))
+    for example, own in zip(examples, is_text, strict=True):
+        encoded = next(texts if own else turns)
+        tokens = np.concatenate(encoded.tokens[:-1] if own else encoded.tokens)  # a text has <eos> already
+        tokens, mark = _with_end(vocab, tokens)
+        yield encoded._replace(tokens=(tokens,), answers=mark, label=example.label)
+
+
+def _with_end(vocab: Vocab, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return tokens [T + 1] with <eos> behind them, and a mark [T + 1] bool of that token."""
+    with_end = np.append(tokens, np.array(vocab.eos, tokens.dtype))
+    return with_end, np.arange(len(with_end)) == len(tokens)
 
 
 def encode_labelled(vocab: Vocab, documents: list[Document]) -> Iterator[Encoded]:

@@ -238,8 +238,8 @@ class Files(Source):
 
 class Columns(Section):
     """Names of the columns that hold a document. The task says which are read: pretrain the text; sft the prompt and
-    its completion if `prompt` is set, else the messages; dpo the prompt, chosen and rejected; kto what sft reads, and
-    the label."""
+    its completion if `prompt` is set, else the messages; dpo and reward the prompt, chosen and rejected; kto what
+    sft reads, and the label; classify the prompt if it is set, else the text or the messages, and the label."""
 
     text: str | None
     """Column of a document's text."""
@@ -256,7 +256,8 @@ class Columns(Section):
     rejected: str | None
     """Column of the worse of two answers, in the same form."""
     label: str | None
-    """Column that says whether an answer is desirable: true or false."""
+    """Column that says whether an answer is desirable: true or false; of task=classify, the class or the number of a
+    document."""
     tools: str | None
     """Column of the tools of a conversation: a list of JSON schemas, or that list as JSON. A row need not have it."""
     learnt_turns: str | None

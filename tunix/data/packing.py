@@ -27,7 +27,7 @@ class Sequences(grain.sources.RandomAccessDataSource):
     A pair of answers is one piece, which is never cut. It becomes two segments: the chosen answer after the prompt,
     with an odd number, and the rejected one after the same prompt, with the even number behind it. So both are in one
     row. A pair that is longer than a sequence is left out. A labelled answer is such a pair: its second answer is that
-    of another document.
+    of another document. A document with a label (`label_values`) is one piece, too.
 
     For a model that sees, each example has the pictures of its pieces in slots (`PictureSlots`). No piece ends within
     a picture.
@@ -57,14 +57,14 @@ class Sequences(grain.sources.RandomAccessDataSource):
         """Tokens in all sequences, without padding."""
         if self.plans is None:
             return len(self) * self.seq_len
-        if self._has_pairs:
+        if self._is_whole:
             return sum(int(pieces[:, 1].sum()) for pieces, _ in self.plans)
         return self.stream.num_tokens - self.stream.num_documents  # a document's last token is only a target
 
     @property
     def num_left_out(self) -> int:
-        """Pairs that are longer than a sequence."""
-        if self.plans is None or not self._has_pairs:
+        """Pairs, or documents with a label, that are longer than a sequence."""
+        if self.plans is None or not self._is_whole:
             return 0
         return self.stream.num_documents - sum(len(pieces) for pieces, _ in self.plans)
 
@@ -77,8 +77,12 @@ class Sequences(grain.sources.RandomAccessDataSource):
         return number, np.searchsorted(self.stream.shard(number).starts, pieces[bounds[local] : bounds[local + 1], 0])
 
     @property
-    def _has_pairs(self) -> bool:
-        return bool(self.stream.sizes) and self.stream.shard(0).splits is not None
+    def _is_whole(self) -> bool:
+        """True where documents are never cut."""
+        if not self.stream.sizes:
+            return False
+        shard = self.stream.shard(0)
+        return shard.splits is not None or shard.label_values is not None
 
     @property
     def utilisation(self) -> float:
@@ -97,7 +101,8 @@ class Sequences(grain.sources.RandomAccessDataSource):
         pieces, bounds = self.plans[number]
         local_pieces = pieces[bounds[local] : bounds[local + 1]].tolist()
         if shard.splits is None:
-            example = _fill_chunks(shard, local_pieces, self.seq_len)
+            fill = _fill_chunks if shard.label_values is None else _fill_examples
+            example = fill(shard, local_pieces, self.seq_len)
             return example | self._fill_slots(shard, local_pieces)
         of_pairs = None if self.of_pairs is None else self.of_pairs(number)
         halves = _split_pairs(shard, local_pieces)
@@ -146,6 +151,17 @@ def _fill_chunks(shard: Arrays, pieces: list[list[int]], seq_len: int) -> Exampl
         example["positions"][span], example["segment_ids"][span] = np.arange(length), segment
         example["loss_mask"][span] = 1 if shard.answers is None else shard.answers[first + 1 : first + length + 1]
         offset += length
+    return example
+
+
+def _fill_examples(shard: Arrays, pieces: list[list[int]], seq_len: int) -> Example:
+    """Return the example of whole documents; the field `label_values` has the label of each at its last token."""
+    assert shard.label_values is not None
+    example = _fill_chunks(shard, pieces, seq_len)
+    example["label_values"] = np.zeros(seq_len, np.float32)
+    lasts = np.cumsum([length for _, length in pieces]) - 1
+    documents = np.searchsorted(shard.starts, [first for first, _ in pieces])
+    example["label_values"][lasts] = shard.label_values[documents]
     return example
 
 
@@ -210,6 +226,9 @@ def _make_plan(
         if shard.splits is not None:
             pieces = _take_whole_pairs(lengths, starts, seq_len)
             pieces = pieces if slots is None else pieces[slots.has_room(pieces, places)]
+        elif shard.label_values is not None:
+            pieces = _take_whole_documents(lengths, starts, seq_len)
+            pieces = pieces if slots is None else pieces[slots.has_room(pieces, places)]
         elif slots is None or not len(places):
             pieces = _split_chunks(lengths, starts, seq_len)
         else:
@@ -243,6 +262,12 @@ def _split_chunks(lengths: np.ndarray, starts: np.ndarray, seq_len: int) -> np.n
 def _take_whole_pairs(lengths: np.ndarray, starts: np.ndarray, seq_len: int) -> np.ndarray:
     """Return each pair that fits into T tokens as one piece: the tokens of both halves but the last of each."""
     pieces = np.stack([starts, lengths - 2], axis=1)
+    return pieces[pieces[:, 1] <= seq_len]
+
+
+def _take_whole_documents(lengths: np.ndarray, starts: np.ndarray, seq_len: int) -> np.ndarray:
+    """Return each document that fits into T tokens as one piece: its tokens but the last, which is only a target."""
+    pieces = np.stack([starts, lengths - 1], axis=1)
     return pieces[pieces[:, 1] <= seq_len]
 
 

@@ -44,8 +44,8 @@ FORMAT = str(CACHE_FORMS["tokens"])  # in the index: a folder of the cache may b
 READABLE = {"2", FORMAT}  # formats of copied folders; those of 2 name the kind of their documents in several ways
 SPLITS = ("train", "held_out")
 DTYPES = {
-    "answers": bool, "splits": np.int64, "labels": bool, "rows": np.uint8, "row_ends": np.int64, "pictures": np.uint8,
-    "picture_ends": np.int64, "picture_places": np.int64,
+    "answers": bool, "splits": np.int64, "labels": bool, "label_values": np.float32, "rows": np.uint8,
+    "row_ends": np.int64, "pictures": np.uint8, "picture_ends": np.int64, "picture_places": np.int64,
 }  # fmt: skip
 PICTURE_ARRAYS = ("pictures", "picture_ends", "picture_places")  # of documents for a model that sees
 
@@ -60,6 +60,7 @@ class Arrays:
     answers: np.ndarray | None = None
     splits: np.ndarray | None = None  # of pairs, [documents] int64: tokens of the first answer with its prompt
     labels: np.ndarray | None = None  # of labelled answers, [documents] bool: true for a desirable one
+    label_values: np.ndarray | None = None  # of examples, [documents] float32: number of the class, or a number
     rows: np.ndarray | None = None  # of prompts, [bytes] uint8: text and columns of each as JSON
     row_ends: np.ndarray | None = None  # [documents] int64: where the JSON of each prompt ends
     pictures: np.ndarray | None = None  # [bytes] uint8: files of pictures, one after the other
@@ -338,7 +339,7 @@ class Part:
         for tokens in encoded.tokens:
             files["tokens"].append(tokens)
         arrays = {"starts": starts, "answers": encoded.answers, "splits": np.array([encoded.split]), "rows": row}
-        arrays["labels"] = np.array([encoded.label])
+        arrays["labels"] = arrays["label_values"] = np.array([encoded.label])
         for name in arrays.keys() & files.keys():
             files[name].append(arrays[name])
         if "rows" in files:

@@ -77,6 +77,18 @@ DOCUMENTS = {
         feed="tunix.batch_sources:PairFeed",
         asks_peers=True,
     ),
+    "comparison": DocumentKind(
+        "tunix.data.documents:read_pair",
+        "tunix.data.documents:encode_comparisons",
+        "comparison",
+        arrays=("answers", "splits"),
+    ),
+    "example": DocumentKind(
+        "tunix.data.documents:read_example",
+        "tunix.data.documents:encode_examples",
+        "example",
+        arrays=("answers", "label_values"),
+    ),
 }
 
 

@@ -33,7 +33,7 @@ from tunix.huggingface.weights import (
     shape_in_files,
 )
 from tunix.models.layers import named, parameter_name
-from tunix.sharding.arrays import replicate_part
+from tunix.sharding.arrays import replicate, replicate_part
 from tunix.sharding.layout import Layout
 
 
@@ -112,6 +112,11 @@ def gather_adapter(
             factor = np.asarray(replicate_part(leaves[path], index)).astype(jnp.dtype(dtype))
             tensors[PREFIX + name.tensor.format(layer)] = np.ascontiguousarray(pack(factor, name, weight))
     return tensors, modules
+
+
+def gather_score(params: Parameters) -> np.ndarray:
+    """Return the head of scores [y, D], as torch has it."""
+    return np.asarray(replicate(params["score"]["w"])).T
 
 
 def _list_factors(cfg: Model, weights: Parameters) -> list[tuple[str, Name, Any]]:

@@ -81,11 +81,17 @@ def list_projections(family: Family) -> dict[str, str]:
     return {name: target.tensor.removesuffix(".weight") for name, target in targets.items() if target is not None}
 
 
+TASK_TYPES: dict[bool, dict[str, Any]] = {  # by whether the model gives scores
+    False: {"task_type": "CAUSAL_LM"},
+    True: {"task_type": "SEQ_CLS", "modules_to_save": ["score"]},
+}
+
+
 def write_adapter_config(model: Model, modules: set[str]) -> dict[str, Any]:
     """Return adapter_config.json for updates of modules with these last names."""
     return {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        **TASK_TYPES[model.labels is not None],
         "base_model_name_or_path": model.init_from,
         "r": model.lora.rank,
         "lora_alpha": model.lora.alpha,

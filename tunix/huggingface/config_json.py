@@ -1,6 +1,6 @@
 """config.json, as Hugging Face writes it for each family, to and from the keys of our model section. Knows no jax."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -163,7 +163,7 @@ NOT_THE_DECODER = {
     "chunk_size_feed_forward", "is_encoder_decoder", "problem_type", "tokenizer_class", "unsloth_fixed",
     "auto_map", "num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings",
     "ep_size", "seq_aux", "aux_loss_alpha",
-    "for_llm_compressor",
+    "for_llm_compressor", "num_labels",
 }  # fmt: skip
 ROPE_KEYS = {"rope_theta", "rope_scaling", "rope_parameters", "rope_local_base_freq"}
 # Keys of config.json whose value is another than that of our key: (from theirs to ours, from ours to theirs).
@@ -211,6 +211,7 @@ def translate_config(raw: dict[str, Any], source: str, family_name: str | None =
 
     `where` is the file's path, for messages.
     """
+    labels = read_labels(raw)
     raw = _find_decoder(raw)
     kind = raw.get("model_type")
     families = FAMILIES if family_name is None else {family_name: find_family(family_name)}
@@ -239,7 +240,7 @@ def translate_config(raw: dict[str, Any], source: str, family_name: str | None =
         )
     raw = _check_keys(raw, family, source)
     try:
-        return {"family": name} | _nest(_read_values(raw, family))
+        return {"family": name, "labels": labels} | _nest(_read_values(raw, family))
     except ValueError as error:
         raise UserError(f"{source}: {error}") from None
 
@@ -312,6 +313,38 @@ def _read_values(raw: dict[str, Any], family: Family) -> dict[str, Any]:
     return values
 
 
+# Classes with a head of scores, and the labels of its numbers.
+CLASSIFIER = "ForSequenceClassification"  # ends the name of such a class
+
+
+def read_labels(raw: dict[str, Any]) -> list[str] | None:
+    """Return the names of the numbers that a config.json gives a document; None for a language model."""
+    if not any(str(name).endswith(CLASSIFIER) for name in raw.get("architectures") or ()):
+        return None
+    names = raw.get("id2label")
+    if not names:  # transformers writes no names where there are two numbers without names
+        return [f"LABEL_{number}" for number in range(int(raw.get("num_labels", 2)))]
+    return [str(name) for _, name in sorted(names.items(), key=lambda item: int(item[0]))]
+
+
+def are_unnamed(labels: Sequence[str]) -> bool:
+    """Return whether nobody has named these labels: transformers then numbers them."""
+    return list(labels) == [f"LABEL_{number}" for number in range(len(labels))]
+
+
+def write_labels(labels: Sequence[str], family: Family) -> dict[str, Any]:
+    """Return the keys of config.json of a model with these labels.
+
+    Raises:
+        UserError: transformers has no class for scores of this family.
+    """
+    if family.classifier is None:
+        raise UserError(f"transformers has no class {CLASSIFIER} for model_type={family.model_type}")
+    numbered = dict(enumerate(labels))
+    names = {"id2label": {str(number): name for number, name in numbered.items()}}
+    return {"architectures": [family.classifier], **names, "label2id": {name: n for n, name in numbered.items()}}
+
+
 def _find_decoder(raw: dict[str, Any]) -> dict[str, Any]:
     """Return the keys of the decoder, of a config.json that may be of a model for images and text."""
     if not isinstance(raw.get("text_config"), dict):
@@ -357,6 +390,8 @@ def write_config(model: Model) -> dict[str, Any]:
         config[theirs] = int(value) if theirs in INTEGERS and float(value).is_integer() else value
     config |= {key: names in (model.biases or "").split("|") for key, names in family.biases.items()}
     config |= {theirs: usual for theirs, (usual, *_) in family.fixed.items()}
+    if model.labels is not None:
+        config |= write_labels(model.labels, family)
     if isinstance(model.mlp, ExpertsMlp):
         if "mlp_only_layers" in family.absent:
             config["mlp_only_layers"] = list(range(model.mlp.dense_layers))

@@ -36,6 +36,19 @@ class Name:
         return "LX"[: self.tensor.count("{}")]
 
 
+SCORE = {"score.w": Name("score.weight", "y,D")}  # of the classes of all families that give scores
+# Classes with scores in transformers, of architectures for which it has another name than usual, or none.
+CLASSIFIERS = {
+    "Gemma3ForCausalLM": "Gemma3TextForSequenceClassification",
+    "Qwen3_5ForCausalLM": "Qwen3_5TextForSequenceClassification",
+} | dict.fromkeys(
+    (
+        "ApertusForCausalLM", "Gemma4ForCausalLM", "Gemma4UnifiedForCausalLM", "Glm4MoeForCausalLM",
+        "GraniteForCausalLM", "Llama4ForCausalLM", "OlmoeForCausalLM", "Qwen3_5MoeForCausalLM",
+    )
+)  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Family:
     """Form of one family at Hugging Face: names of tensors, keys of config.json."""
@@ -74,7 +87,7 @@ class Family:
         """
         stack, _, part = path.partition(".")
         if not stack.startswith(("dense_blocks", "linear_blocks", "local_blocks", "shared_")):
-            return self.names.get(path)
+            return self.names.get(path) or SCORE.get(path)
         kind = stack.rstrip("_0123456789")
         return self.names.get(f"{kind}.{part}") or self.names.get(f"blocks.{part}")
 
@@ -84,6 +97,12 @@ class Family:
             if tensor.startswith(old):
                 return new + tensor.removeprefix(old)
         return tensor
+
+    @property
+    def classifier(self) -> str | None:
+        """Class in transformers that gives scores in the place of logits; None where there is none."""
+        usual = re.sub("(ForCausalLM|LMHeadModel)$", "ForSequenceClassification", self.architecture)
+        return CLASSIFIERS.get(self.architecture, usual)
 
     @property
     def tables(self) -> set[str]:

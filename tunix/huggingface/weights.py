@@ -20,7 +20,8 @@ from safetensors.numpy import save_file
 from tunix.base.errors import UserError
 from tunix.base.files import is_plain, read_json
 from tunix.config import Model
-from tunix.huggingface.config_json import fp8_block_sizes, read_num_rows
+from tunix.huggingface.config_json import fp8_block_sizes, read_labels, read_num_rows
+from tunix.huggingface.families import SCORE
 from tunix.huggingface.quantized_tensors import Enlarged, MappedFile, Plain, Stored, concat_quantized
 from tunix.huggingface.table import Family, Name, find_family
 from tunix.models.layers import named, parameter_name
@@ -113,13 +114,15 @@ def weight_files(folder: Path) -> list[Path]:
 
 # The way out for a folder of tunix.export whose files are not those of its digests.
 CHANGED = "export it again, or remove its digests.json if you have changed the file on purpose"
+SCORE_TENSORS = {name.tensor for name in SCORE.values()}
 FLOATS = ("F64", "F32", "F16", "BF16")  # as safetensors names what weights are read from
 Parameters = Mapping[str, Any]  # a tree of arrays, or of `state.Weight`
 PIECE = 2**19  # numbers of a tensor that are copied to the devices of this process at one time
 
 
 def load_weights(folder: Path, cfg: Model, weights: Parameters, layout: Layout, mesh: Mesh) -> dict[str, Any]:
-    """Load the parameters of a model, laid out at rest; low-rank updates, which the files do not have, are None.
+    """Load the parameters of a model, laid out at rest. What the files do not have is None: low-rank updates, and
+    scores of a language model.
 
     `weights` is the tree of `state.Weight`. Each process reads the slices of its own devices and nothing else. It reads
     matrices that are to be quantized one layer at a time. Tables of fewer tokens than the model has get rows with the
@@ -136,6 +139,8 @@ def load_weights(folder: Path, cfg: Model, weights: Parameters, layout: Layout, 
         try:
             for path, name, weight in list_in_files(weights, family):
                 layers = layers_of(path, cfg)
+                if name.tensor in SCORE_TENSORS and name.tensor not in files.tensors:
+                    continue  # of a language model, whose head of scores is new
                 if weight.equation.is_quantized:
                     equation = weight.equation.dequantized()
                     matrices = (load(name, equation, "float32", layers[n : n + 1]) for n in range(len(layers)))
@@ -198,6 +203,10 @@ def check_weights(folder: Path, cfg: Model, weights: Parameters) -> None:
         unused = [family.name(f"blocks.attention.{part}") for part in ("k.w", "v.w", "k_norm.scale")]
         shared = [layer for layer in range(cfg.num_layers) if cfg.is_shared(layer)]
         ignored += [re.escape(name.tensor.format(layer)) for name in unused if name for layer in shared]
+        if cfg.labels is not None:  # a language model has logits, and no scores: step 0 makes them
+            ignored.append(r"lm_head\.")
+            if read_labels(read_json(folder / "config.json")) is None:
+                requested = {name: shape for name, shape in requested.items() if name not in SCORE_TENSORS}
         if missing := sorted(requested.keys() - tensors.keys()):
             raise UserError(f"{folder} lacks {first_names(missing)}")
         extra = sorted(tensors.keys() - requested.keys())

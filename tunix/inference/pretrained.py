@@ -1,5 +1,6 @@
 """A trained model ready for use, out of a run's folder or Hugging Face's files: `tunix.load_pretrained`."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -15,7 +16,7 @@ from tunix.base.errors import UserError
 from tunix.base.files import list_numbers
 from tunix.checkpoints.store import describe_unreadable, find_parts, find_storage, reject_damaged_checkpoint
 from tunix.config import Config, Model, pretrained_config
-from tunix.config.saved_runs import COPIED, find_run
+from tunix.config.saved_runs import COPIED, find_run, read_saved
 from tunix.data.tokenizer import Vocab, load_vocab, read_backend
 from tunix.huggingface.adapter import check_adapter, write_updates
 from tunix.huggingface.adapter_config import read_adapter
@@ -26,6 +27,7 @@ from tunix.inference.rollout import Request, Sampler
 from tunix.inference.sampling import Sampling
 from tunix.models.kernels import choose_kernels, select_expert_matmul
 from tunix.models.matmul import merge
+from tunix.models.scores import score_rows
 from tunix.processes import peers
 from tunix.run.folder import FILES, TOKENIZER
 from tunix.sharding.arrays import rows_to_global
@@ -52,7 +54,13 @@ class Pretrained:
     tokenizer_files: Path  # of a run, its own folder of them
 
     def __call__(self, tokens: Any) -> jax.Array:
-        """Return logits [B, T, V] float32 of tokens [B, T] int32."""
+        """Return logits [B, T, V] float32 of tokens [B, T] int32.
+
+        Raises:
+            UserError: the model gives scores.
+        """
+        if self.cfg.labels is not None:
+            raise UserError(f"the model gives {', '.join(self.cfg.labels)} and no logits; call its method score")
         with jax.set_mesh(self.mesh):
             return self._logits(self.params, self.rows(np.asarray(tokens, np.int32)), len(tokens))
 
@@ -65,8 +73,38 @@ class Pretrained:
         """The tokenizer as a run trained with it: with its marks and template; None for Hugging Face's files."""
         return None if self.tokenizer_files == self.files else load_vocab(str(self.tokenizer_files))
 
+    def score(self, rows: Sequence[Sequence[int]], num_at_once: int = 8) -> np.ndarray:
+        """Return the numbers [documents, y] float32 that the model gives to documents, lists of token ids.
+
+        Raises:
+            UserError: the model gives logits.
+        """
+        if self.cfg.labels is None:
+            raise UserError("the model gives logits and no scores; train it with task=reward or task=classify")
+        scores = [self._score_some(rows[start : start + num_at_once]) for start in range(0, len(rows), num_at_once)]
+        return np.concatenate([np.zeros((0, len(self.cfg.labels)), np.float32), *scores])
+
+    def _score_some(self, rows: Sequence[Sequence[int]]) -> np.ndarray:
+        length = max(map(len, rows))
+        # Few lengths, so that few programs are compiled.
+        tokens = np.zeros((len(rows), min(self.cfg.context_length, 1 << (length - 1).bit_length())), np.int32)
+        segment_ids = np.zeros_like(tokens)
+        for number, row in enumerate(rows):
+            tokens[number, : len(row)], segment_ids[number, : len(row)] = row, 1
+        with jax.set_mesh(self.mesh):
+            return np.asarray(self._scores(self.params, self.rows(tokens), self.rows(segment_ids)))[: len(rows)]
+
+    @cached_property
+    def _scores(self):
+        def scores(params, tokens, segment_ids):
+            return reshard(score_rows(self.arch.module(params), tokens, segment_ids), PartitionSpec())
+
+        return jax.jit(scores)
+
     @cached_property
     def sampler(self) -> Sampler:
+        if self.cfg.labels is not None:
+            raise UserError(f"the model gives {', '.join(self.cfg.labels)} and no text")
         return Sampler(self.arch, self.cfg.context_length, self.mesh)
 
     def sample(
@@ -150,6 +188,20 @@ def load_pretrained(
     files = folder / FILES if run else folder
     tokenizer_files = folder / TOKENIZER if run else folder
     return Pretrained(cfg, mesh, layout, arch, params, files if files.is_dir() else None, tokenizer, tokenizer_files)
+
+
+def load_language_model(source: str | Path, *arguments: Any, **named_arguments: Any) -> Pretrained:
+    """Load a model that gives logits, with the arguments of `load_pretrained`.
+
+    Raises:
+        UserError: as `load_pretrained`; or the model gives scores.
+    """
+    model = load_pretrained(source, *arguments, **named_arguments)
+    if (labels := model.cfg.labels) is not None:
+        raise UserError(
+            f"checkpoint={source} gives {', '.join(labels)} and no text; python -m tunix.evaluate measures it"
+        )
+    return model
 
 
 def load_params(
@@ -265,13 +317,16 @@ def load_init_from(program: Program, mesh: Mesh) -> dict[str, Any] | None:
 
 def _load_base(program: Program, mesh: Mesh, source: str) -> dict[str, Any]:
     if run := find_run(source, "model.init_from"):
-        # A run without low-rank updates has no arrays for them: they are left out of the read, and made by step 0.
-        abstract = abstract_params(program.arch, mesh)
-        own, lacking = _split_updates(abstract)
+        # A run without low-rank updates has no arrays for them: they are left out of the read, and made by step 0. So
+        # are scores, of a run of a language model.
+        abstract, absent = abstract_params(program.arch, mesh), {"lora"}
+        if read_saved(run[0])["model"]["labels"] is None:
+            absent.add("score")
+        own, lacking = _split_parts(abstract, absent)
         checkpoint = _find_checkpoint_of(program.cfg, *run)
         with describe_unreadable(checkpoint, "model.init_from"):
             index, step = find_storage(checkpoint)
-            return _fill(index.restore(step, {"params": own})["params"], lacking)
+            return _fill(index.restore(step, {"params": own})["params"], lacking, absent)
     folder = find(source, INFO_FILES + WEIGHTS)
     return load_weights(folder, program.cfg.model, program.arch.weights, program.layout, mesh)
 
@@ -285,26 +340,26 @@ def _find_checkpoint_of(cfg: Config, folder: Path, step: int | None) -> Path:
     return find_checkpoint(folder / "checkpoints", step, "model.init_from")
 
 
-def _split_updates(params: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the tree of parameters without its low-rank updates, which a run of whole matrices lacks, and those."""
+def _split_parts(params: dict[str, Any], absent: set[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the tree of parameters without the parts of these names, and the tree of those."""
     own: dict[str, Any] = {}
     lacking: dict[str, Any] = {}
     for name, node in params.items():
-        if name == "lora":
+        if name in absent:
             lacking[name] = node
         elif isinstance(node, dict):
-            own[name], lacking[name] = _split_updates(node)
+            own[name], lacking[name] = _split_parts(node, absent)
         else:
             own[name] = node
     return own, lacking
 
 
-def _fill(params: dict[str, Any], lacking: dict[str, Any]) -> dict[str, Any]:
-    """Return the tree with None in the places that it lacks."""
+def _fill(params: dict[str, Any], lacking: dict[str, Any], absent: set[str]) -> dict[str, Any]:
+    """Return the tree with None in the places of the parts of these names."""
     filled = dict(params)
     for name, node in lacking.items():
-        if name == "lora":
+        if name in absent:
             filled[name] = dict.fromkeys(node)
         else:
-            filled[name] = _fill(params[name], node)
+            filled[name] = _fill(params[name], node, absent)
     return filled

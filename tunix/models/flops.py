@@ -67,6 +67,7 @@ def attended_tokens(cfg: Model, seq_len: int, layers: Sequence[int]) -> float:
 
 def _multiplied(cfg: Model, num_active: int) -> int:
     # A lookup multiplies nothing. A tied table is multiplied once, for the logits.
-    looked_up = (0 if cfg.tied_head else cfg.vocab_size) + (cfg.context_length if cfg.positions == "learned" else 0)
+    gives_logits = cfg.tied_head and cfg.labels is None
+    looked_up = (0 if gives_logits else cfg.vocab_size) + (cfg.context_length if cfg.positions == "learned" else 0)
     rows = 0 if cfg.layer_inputs is None else cfg.vocab_size * cfg.num_layers * cfg.layer_inputs.dim
     return num_active - looked_up * cfg.embed_dim - rows

@@ -1,4 +1,4 @@
-"""The decoder: embedding, blocks, final norm, logits."""
+"""The decoder: embedding, blocks, final norm, logits or scores."""
 
 from typing import Any
 
@@ -16,6 +16,7 @@ from tunix.models.layer_stacks import Stacks, list_stacks
 from tunix.models.layers import NORMS, BlockSums, Embedding, Initializer, LearnedPositions
 from tunix.models.mla import Heads
 from tunix.models.remat import KEEP_ALL, Remat
+from tunix.models.scores import ScoreHead
 from tunix.sharding.layout import Layout
 
 
@@ -46,7 +47,10 @@ class Transformer(nnx.Module):
         for stack in list_stacks(cfg):
             setattr(self, stack.name, stack.make(cfg, self.block_layout, initializer))
         self.final_norm = NORMS[cfg.norm]("BtD", cfg, layout)
-        self.head = None if cfg.tied_head else Embedding(cfg, layout, initializer)
+        # A model with labels gives scores in the place of logits.
+        has_logits = cfg.labels is None
+        self.head = Embedding(cfg, layout, initializer) if has_logits and not cfg.tied_head else None
+        self.score = None if has_logits else ScoreHead(cfg, layout, initializer)
         self.layer_inputs = None if cfg.layer_inputs is None else LayerInputs(cfg, layout, initializer)
 
     @property

@@ -19,7 +19,7 @@ from tunix.data.prompts import Prompt, PromptCorpus, load_prompts
 from tunix.data.table import Rows
 from tunix.data.tokenizer import Vocab
 from tunix.inference.engine import Answer
-from tunix.inference.pretrained import describe_files, load_params, load_pretrained
+from tunix.inference.pretrained import describe_files, load_language_model, load_params
 from tunix.inference.rollout import Request
 from tunix.inference.sampling import find_stop_ids, select_sampling
 from tunix.processes import peers
@@ -129,7 +129,7 @@ def evaluate_answers(cmd: Evaluate, cfg: Config, checkpoints: list[str]) -> list
     settings = _find_sampling(cmd, cfg)
     dtype, decoder = cfg.training.dtypes["compute"], cfg.model
     info = describe_files(checkpoints[0], decoder)
-    model = load_pretrained(checkpoints[0], dtype, decoder.mesh_shape, cmd.weights, **info)
+    model = load_language_model(checkpoints[0], dtype, decoder.mesh_shape, cmd.weights, **info)
     max_length = model.cfg.context_length - settings.max_new_tokens
     corpus = peers.main_first(lambda: _load_prompts(cmd, cfg, max_length), "preparing the data")
     prompts = corpus.spread("held_out" if cmd.split == "held_out" else "train", cmd.num_prompts)

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from tunix.base.dotted_path import blame_user, import_object, is_dotted, suggest_colon
 from tunix.base.errors import UserError, did_you_mean
 from tunix.config import Config
-from tunix.config.task import Distilled, Dpo, Grpo, Kto
+from tunix.config.task import Classify, Distilled, Dpo, Grpo, Kto, Reward
 from tunix.data.batches import FIELDS, TEACHER, Batch, Field, add_fields, picture_fields, read_held_out
 from tunix.data.dataset import Corpus
 from tunix.data.tokenizer import bytes_by_token
@@ -35,6 +35,12 @@ from tunix.training.logprobs import (
     add_up,
     compute_token_log_probs,
     sum_over_tokens,
+)
+from tunix.training.scores import (
+    EXAMPLE_FIELDS,
+    classification_loss,
+    evaluate_examples,
+    reward_loss,
 )
 from tunix.training.state import Architecture
 from tunix.training.teacher import Teacher
@@ -64,6 +70,7 @@ class LossKind(NamedTuple):
     # (model of parameters, chunk size) -> function of (parameters, batch [A, B, T]) that fills fields which depend on
     # the model in training and on all rows of a step; None where there are none.
     complete: Callable[[Callable[[Any], Transformer], int | str], Callable[[Any, Batch], Batch]] | None = None
+    measures_text: bool = True  # False: it needs no token of a text as a target
 
 
 def next_token_loss(
@@ -145,11 +152,23 @@ def _make_labelled(cfg: Config) -> LossFn:
     return partial(labelled_loss, task=cfg.task, chunk_size=cfg.training.loss_chunk_size)
 
 
+def _make_reward(cfg: Config) -> LossFn:
+    assert isinstance(cfg.task, Reward)
+    return partial(reward_loss, task=cfg.task)
+
+
+def _make_classification(cfg: Config) -> LossFn:
+    assert isinstance(cfg.task, Classify)
+    return partial(classification_loss, task=cfg.task)
+
+
 LOSSES = {
     "next_token": LossKind(_make_next_token, _measure_text),  # of sft too: its loss_mask keeps only the answers
     "dpo": LossKind(_make_preference, evaluate_preferences, PAIR_FIELDS),
     "kto": LossKind(_make_labelled, evaluate_labelled, LABELLED_FIELDS, make_kl_estimate),
     "grpo": LossKind(_make_policy, _measure_text, POLICY_FIELDS),
+    "reward": LossKind(_make_reward, evaluate_preferences, measures_text=False),
+    "classify": LossKind(_make_classification, evaluate_examples, EXAMPLE_FIELDS, measures_text=False),
 }
 
 
@@ -227,14 +246,14 @@ class HeldOut:
         # Bits per byte count the bytes of the predicted text alone, as the loss does: masked targets have none.
         num_bytes = bytes_by_token(corpus.tokenizer)[everything["targets"]]
         self.num_bytes = int((num_bytes * everything["loss_mask"]).sum())
-        if self.num_bytes == 0:
+        self.kind = find_loss_kind(cfg)
+        if self.num_bytes == 0 and self.kind.measures_text:
             which = "the held-out sequences" if name is None else f"the sequences of evaluation.sets.{name}"
             raise UserError(
                 f"{which} have no text to be predicted: their answers are empty, or none begins within "
                 f"training.seq_len={cfg.training.seq_len} tokens; raise it, hold out more, or set "
                 "data.held_out_fraction=0"
             )
-        self.kind = find_loss_kind(cfg)
         # The whole set rests on the devices: an evaluation is one program, which waits for no data.
         local = read_held_out(*arguments, local_rows(mesh, num_rows))
         self.batches = to_global(add_fields(local, self.kind.fields), mesh)
@@ -268,5 +287,6 @@ class HeldOut:
 
     def describe(self, record: dict[str, float]) -> str:
         """Return an evaluation in a few words for the log."""
-        bits = f", {record['bits_per_byte']:.4f} bits per byte" if "bits_per_byte" in record else ""
-        return f"loss {record['loss']:.4f}{bits}"
+        words = {"bits_per_byte": "bits per byte", "accuracy": "accuracy"}
+        others = (f", {record[name]:.4f} {text}" for name, text in words.items() if name in record)
+        return f"loss {record['loss']:.4f}{''.join(others)}"

@@ -160,7 +160,8 @@ def _describe(cfg: Model, layout: Layout, make: Callable[[], Transformer]) -> Ar
             )
         if weight.equation.is_choice:  # a step moves the router's bias by the experts' loads
             return False
-        return not cfg.lora.rank or ".lora." in name or also
+        # The base has no scores, so its head is always trained.
+        return not cfg.lora.rank or ".lora." in name or also or name.startswith("score.")
 
     weights = nnx.to_pure_dict(jax.tree.map(weight, variables, is_leaf=lambda node: isinstance(node, nnx.Variable)))
     return Architecture(graphdef, weights, jax.tree.map_with_path(is_trained, weights), cfg, layout)

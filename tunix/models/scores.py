@@ -1,0 +1,58 @@
+"""A head that gives numbers for a document in the place of logits: a reward, or a score of each class.
+
+    tokens -> blocks -> hidden [B, T, D] -> scores [B, T, y] of each token -> those of a document, by its pooling
+
+The head is a linear map without a bias, as in `...ForSequenceClassification` of transformers. So pooling may come
+behind it: a weighted sum of scores is the score of the weighted sum of hidden states.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import reshard
+
+from tunix.config import Model
+from tunix.models.layers import Initializer, Matrix
+from tunix.models.matmul import product
+from tunix.sharding.layout import Layout
+
+
+def weigh_last_token(segment_ids: jax.Array) -> jax.Array:
+    """Return weights [B, T] float32 of segments [B, T] int32: 1 at the last token of each document, else 0."""
+    following = jnp.pad(segment_ids[:, 1:], ((0, 0), (0, 1)))
+    return ((segment_ids != following) & (segment_ids > 0)).astype(jnp.float32)
+
+
+# How the tokens of a document become one: weights of its tokens [B, T], out of the segments [B, T] of whole sequences.
+POOLINGS: dict[str, Callable[[jax.Array], jax.Array]] = {"last": weigh_last_token}
+
+
+def pool_weights(segment_ids: jax.Array, layout: Layout, pooling: str = "last") -> jax.Array:
+    """Return the weights [B, T] of tokens in their documents by a row of `POOLINGS`, laid out as tokens are."""
+    # Whether a token is the last one, the next token says, which may be on another device.
+    whole = reshard(segment_ids, layout.activation("BS"))
+    return reshard(POOLINGS[pooling](whole), layout.activation("BT"))
+
+
+class ScoreHead(Matrix):
+    """Scores of tokens: [B, T, D] -> [B, T, y] float32, one number for each of `model.labels`."""
+
+    def __init__(self, cfg: Model, layout: Layout, initializer: Initializer):
+        super().__init__("BTD,Dy->BTy", cfg, layout, initializer)
+
+    def __call__(self, hidden: jax.Array) -> jax.Array:
+        """[B, T, D] -> [B, T, y] float32."""
+        with jax.named_scope("scores"):
+            return product(self.equation, hidden, self.gathered(), self.layout).astype(jnp.float32)
+
+
+def score_rows(model: Any, tokens: jax.Array, segment_ids: jax.Array) -> jax.Array:
+    """Return the numbers [B, y] float32 of rows of one document each, with tokens [B, T] int32.
+
+    `segment_ids` [B, T] are 1 in the document and 0 behind it.
+    """
+    hidden, _ = model.hidden(model.tables(), tokens, None, segment_ids)
+    weights = pool_weights(segment_ids, model.layout)
+    return jnp.sum(model.score(hidden) * weights[..., None], 1)
