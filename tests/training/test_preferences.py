@@ -23,7 +23,7 @@ from tunix.config.command_line import read_settings
 from tunix.config.compose import compose
 from tunix.data.batches import stack_examples
 from tunix.data.dataset import load_corpus
-from tunix.data.packing import _fill_pairs
+from tunix.data.packing import _fill_pairs, _split_pairs
 from tunix.data.shards import Arrays
 from tunix.evaluate import evaluate
 from tunix.models.layers import named
@@ -74,7 +74,7 @@ class Policy:
         chunks = [[int(start), int(end - start) - 2] for start, end in zip(shard.starts, ends, strict=True)]
 
         def stacked(of_pairs):
-            examples = [_fill_pairs(shard, [chunks[n] for n in row], 64, of_pairs) for row in rows]
+            examples = [_fill_pairs(shard, _split_pairs(shard, [chunks[n] for n in row]), 64, of_pairs) for row in rows]
             return {name: jnp.asarray(field[0]) for name, field in stack_examples([examples]).items()}
 
         batch, table = stacked(None), np.zeros((len(chunks), 2), np.float32)

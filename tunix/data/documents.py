@@ -515,8 +515,8 @@ def encode_comparisons(vocab: Vocab, documents: list[Document]) -> Iterator[Enco
         halves = [_with_end(vocab, half) for half in (tokens[: pair.split], tokens[pair.split :])]
         answers = np.concatenate([mark for _, mark in halves])
         places = pair.places + (pair.places >= pair.split)
-        parts = {"tokens": [half for half, _ in halves], "answers": answers, "places": places}
-        yield pair._replace(**parts, split=pair.split + 1)
+        pair = pair._replace(tokens=[half for half, _ in halves], answers=answers, places=places)
+        yield pair._replace(split=pair.split + 1)
 
 
 def encode_examples(vocab: Vocab, documents: list[Document]) -> Iterator[Encoded]:
