@@ -104,7 +104,9 @@ def test_a_family_of_ones_own(folder):
     np.testing.assert_allclose(np.asarray(model(expected["tokens"])), expected["logits"], atol=1e-4)
     assert describe_keys_outside_family(model.cfg) == ""
     words = {"checkpoint": "hf", "weights": "trained", "family": name, "adapter": None, "output": "out"}
-    export(Export(**words, dtype="bfloat16", merge_lora=False, shard_gb=5.0))
+    export(
+        Export(**words, dtype="bfloat16", merge_lora=False, format="huggingface", push=None, private=True, shard_gb=5.0)
+    )
     average(read_settings(Average, ["checkpoint=[hf,out]", f"family={name}", "output=mean", "dtype=bfloat16"]))
     written = json.loads((folder / "out/config.json").read_text())
     assert (written["model_type"], written["architectures"]) == ("my_model", ["MyModelForCausalLM"])

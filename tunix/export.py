@@ -7,6 +7,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +21,23 @@ from tunix.base.digests import FILE, list_files, write_digests
 from tunix.base.errors import UserError
 from tunix.base.files import read_json, replacing
 from tunix.base.forms import sign
+from tunix.base.text import flat
 from tunix.checkpoints.store import describe_unreadable, find_storage, reject_damaged_checkpoint
+from tunix.compare import read_history
 from tunix.config import Export, pretrained_config
 from tunix.config.command_line import run_command
-from tunix.config.saved_runs import find_run
+from tunix.config.saved_runs import find_run, read_saved
 from tunix.data.tokenizer import PAD, Vocab, load_vocab, read_backend, tokenizer_digest
+from tunix.huggingface import gguf_file, hub
 from tunix.huggingface.adapter import gather_adapter, gather_score
 from tunix.huggingface.adapter_config import CONFIG, PREFIX, WEIGHTS, write_adapter_config
 from tunix.huggingface.config_json import read_num_rows, write_config
 from tunix.huggingface.hub import list_copied_files
 from tunix.huggingface.table import find_family
-from tunix.huggingface.weights import save_weights
+from tunix.huggingface.weights import list_tensors, save_weights
 from tunix.inference.pretrained import Pretrained, find_checkpoint, load_pretrained
 from tunix.processes import peers
+from tunix.run.model_card import write_card
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")  # keys of config.json
 TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
@@ -50,9 +55,11 @@ def export(command: Export) -> str:
     Raises:
         UserError: the output exists, the checkpoint cannot be read, or PEFT has no form for the adapter.
     """
+    if command.push is not None:
+        peers.on_main(lambda: hub.create(str(command.push), command.private), "making the model on the hub")
     if command.format == "state":
         return _export_state(command)
-    return write_export(
+    line = write_export(
         command.output,
         lambda strategy: load_pretrained(
             command.checkpoint,
@@ -64,7 +71,14 @@ def export(command: Export) -> str:
         command.dtype,
         command.shard_gb,
         merge_lora=command.merge_lora,
+        write_whole=FORMATS[command.format],
+        add_files=None if command.push is None else partial(_write_card, command),
     )
+    if command.push is not None:
+        folder = Path(command.output).expanduser()
+        address = peers.on_main(lambda: hub.upload(folder, str(command.push)), "sending files to the hub")
+        line += f"; sent to {address}" if address else ""
+    return line
 
 
 def _export_state(command: Export) -> str:
@@ -95,11 +109,21 @@ def _export_state(command: Export) -> str:
 
 
 def write_export(
-    output_name: str, load: Callable[[str], Pretrained], dtype: str | None, shard_gb: float, *, merge_lora: bool
+    output_name: str,
+    load: Callable[[str], Pretrained],
+    dtype: str | None,
+    shard_gb: float,
+    *,
+    merge_lora: bool,
+    write_whole: "Write | None" = None,
+    add_files: Callable[[Path, Pretrained], None] | None = None,
 ) -> str:
-    """Write the folder of the model that `load` returns for a sharding strategy, as `export` does."""
+    """Write the folder of the model that `load` returns for a sharding strategy, as `export` does.
+
+    `write_whole` is a function of `FORMATS`; `add_files` writes more into the folder, on process 0.
+    """
     if is_address(output_name):
-        return _export_to_bucket(output_name, load, dtype, shard_gb, merge_lora=merge_lora)
+        return _export_to_bucket(output_name, load, dtype, shard_gb, merge_lora=merge_lora, write_whole=write_whole)
     output = Path(output_name).expanduser()
 
     def check() -> None:
@@ -110,12 +134,16 @@ def write_export(
     # One process has each weight whole. Several split the weights, which one alone may not have the memory for.
     model = load("no_shard" if jax.process_count() == 1 else "full_shard")
     adapter = model.cfg.lora.rank and not merge_lora
+    if adapter and write_whole is _write_gguf:
+        raise UserError("format=gguf holds whole models; add the updates to the matrices: merge_lora=true")
     dtype = dtype or ("float32" if adapter else _find_dtype(model.files))  # an adapter is small: it loses no digit
-    write = _write_adapter if adapter else _write_model
+    write = _write_adapter if adapter else write_whole or _write_model
     try:
         with ExitStack() as stack:
             folder = _make_folder(output, stack)
             line = write(model, folder, dtype, shard_gb)
+            if add_files is not None:
+                peers.on_main(lambda: add_files(folder, model), "writing the model card")
             kind = "adapter" if adapter else "export"
             peers.on_main(lambda: write_digests(folder, list_files(folder), **sign(kind)), "writing the digests")
     except OSError as error:
@@ -124,7 +152,13 @@ def write_export(
 
 
 def _export_to_bucket(
-    address: str, load: Callable[[str], Pretrained], dtype: str | None, shard_gb: float, *, merge_lora: bool
+    address: str,
+    load: Callable[[str], Pretrained],
+    dtype: str | None,
+    shard_gb: float,
+    *,
+    merge_lora: bool,
+    write_whole: "Write | None",
 ) -> str:
     """Write the folder on this machine first, then into the bucket, with its digests as the last object."""
 
@@ -138,7 +172,7 @@ def _export_to_bucket(
     with ExitStack() as stack:
         made = stack.enter_context(tempfile.TemporaryDirectory(prefix="tunix-export-")) if peers.is_main() else ""
         folder = Path(peers.agree(made, "the folder")) / "export"
-        line = write_export(str(folder), load, dtype, shard_gb, merge_lora=merge_lora)
+        line = write_export(str(folder), load, dtype, shard_gb, merge_lora=merge_lora, write_whole=write_whole)
         peers.on_main(lambda: upload(folder, address, "output", last=FILE), "writing to the bucket")
     return line.replace(str(folder), address, 1)
 
@@ -173,6 +207,40 @@ def _write_model(model: Pretrained, folder: Path, dtype: str, shard_gb: float) -
 
     peers.on_main(write_others, "writing the config and the tokenizer")
     return f"{model.cfg.family}, {model.arch.num_parameters:,} parameters in {dtype}, {size / 1e9:.3f} GB"
+
+
+def _write_gguf(model: Pretrained, folder: Path, dtype: str, shard_gb: float) -> str:
+    """Write model.gguf, which holds the tokenizer too, and a Modelfile for Ollama; `shard_gb` splits nothing."""
+    if jax.process_count() > 1:
+        raise UserError("format=gguf is written by one process: start one")
+    gguf_file.check(model.cfg, dtype)
+    model, path = model.merged(), folder / gguf_file.FILE
+    tensors = list_tensors(model.params, model.cfg, model.arch.weights)
+    with tempfile.TemporaryDirectory(prefix="tunix-tokenizer-") as tokenizer:
+        _write_tokenizer(model, Path(tokenizer))
+        size = gguf_file.write_gguf(path, tensors, model.cfg, Path(tokenizer), dtype, folder.name.split(".")[0])
+    stops = [model.vocab.eos_token] if model.vocab is not None and model.vocab.eos_token else []
+    gguf_file.write_modelfile(folder, stops)
+    count = model.arch.num_parameters
+    return f"{model.cfg.family} as {gguf_file.FILE}, {count:,} parameters in {dtype}, {size / 1e9:.3f} GB"
+
+
+Write = Callable[[Pretrained, Path, str, float], str]
+FORMATS: dict[str, Write] = {"huggingface": _write_model, "gguf": _write_gguf}
+
+
+def _write_card(command: Export, folder: Path, model: Pretrained) -> None:
+    """Write the page of the model for the hub, out of the files of the run, if it is one."""
+    keys, steps, evaluations, results = dict[str, Any](), list[Any](), list[Any](), None
+    if run := find_run(command.checkpoint):
+        keys = flat(read_saved(run[0]))
+        if (run[0] / "metrics.jsonl").is_file():
+            history = read_history(run[0])
+            steps, evaluations = history.steps, history.evaluations
+        if (run[0] / "results.json").is_file():
+            results = read_json(run[0] / "results.json")
+    base = model.cfg.init_from if run else command.checkpoint
+    write_card(folder, str(command.push).rpartition("/")[2], base, keys, steps, evaluations, results)
 
 
 def _write_adapter(model: Pretrained, folder: Path, dtype: str, shard_gb: float) -> str:

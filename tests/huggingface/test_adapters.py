@@ -59,7 +59,7 @@ def test_an_adapter_of_a_llama():
     """PEFT's logits, and PEFT's bits on the way out; alpha is divided by the root of the rank there."""
     built, mesh, state = start("llama", "[[2],[tp]]")
     assert built.cfg.model.lora.targets == "^(attention.q|attention.v|mlp.down)$"
-    assert (built.cfg.model.lora.rank, built.cfg.model.lora.alpha) == (4, 6 * 4**0.5)
+    assert (built.cfg.model.lora.rank, built.cfg.model.lora.alpha, built.cfg.model.lora.scale) == (4, 6, 3)
     assert not built.cfg.model.keeps_base
     tokens = load_file(PARITY / "llama/expected.safetensors")["tokens"]
     expected = load_file(ADAPTERS / "llama/expected.safetensors")["logits"]
@@ -124,13 +124,9 @@ def test_an_adapter_of_latents_learns():
     tokens = load_file(PARITY / "deepseek_v3/expected.safetensors")["tokens"]
     expected = load_file(ADAPTERS / "deepseek_v3/expected.safetensors")["logits"]
     before = {name: np.asarray(leaf) for name, leaf in named(state["params"])}
-    targets = np.roll(tokens, -1, 1)
-    rows = {
-        "tokens": tokens, "targets": targets, "positions": np.tile(np.arange(24, dtype=np.int32), (2, 1)),
-        "segment_ids": np.zeros((2, 24), np.int32), "loss_mask": np.ones((2, 24), np.float32),
-    }  # fmt: skip
+    rows, targets = batch_of(tokens)
     with jax.set_mesh(mesh):
-        batch = to_global({name: leaf[None] for name, leaf in rows.items()}, mesh)
+        batch = to_global(rows, mesh)
         step = jax.jit(built.step([(100, 1000)])).lower(state, batch).compile()
         losses = []
         for _ in range(2):
@@ -144,8 +140,118 @@ def test_an_adapter_of_latents_learns():
         assert np.array_equal(before[name], np.asarray(leaf)) == (".lora." not in name), name
 
 
+def batch_of(tokens: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """A microbatch of rows that learn the next token, the first one behind the last, and these targets."""
+    targets = np.roll(tokens, -1, 1)
+    rows = {
+        "tokens": tokens, "targets": targets, "positions": np.tile(np.arange(tokens.shape[1], dtype=np.int32), (len(tokens), 1)),
+        "segment_ids": np.zeros(tokens.shape, np.int32), "loss_mask": np.ones(tokens.shape, np.float32),
+    }  # fmt: skip
+    return {name: leaf[None] for name, leaf in rows.items()}, targets
+
+
+FORMS = {
+    "llama_dora": ["model.init_adapter=DIR", "model.lora.loraplus_lr_ratio=4"],
+    "llama_pissa": ["model.lora.rank=4", "model.lora.alpha=6", "model.lora.init=pissa", "model.lora.targets='attention.[qv]|down'"],
+}  # fmt: skip
+ADAMW = [
+    "optimizer.learning_rate=1e-2", "optimizer.b1=0.9", "optimizer.b2=0.95", "optimizer.eps=1e-8", "optimizer.weight_decay=0",
+    "scheduler=constant", "scheduler.warmup_ratio=0", "training.max_grad_norm=null",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("mesh_shape", ["[[1],[fsdp]]", "[[2,2],[fsdp,tp]]"])
+@pytest.mark.parametrize("name", FORMS)
+def test_forms_of_updates_learn_as_in_peft(name, mesh_shape):
+    """rsLoRA with DoRA and LoRA+, and PiSSA: losses of four steps, logits behind them, and the adapter that is written."""
+    words = [word.replace("DIR", str(ADAPTERS / name)) for word in FORMS[name]]
+    cfg = compose(
+        [f"model.init_from={PARITY / 'llama'}", *SHORT, *words, *ADAMW, f"model.mesh_shape={mesh_shape}"]
+    ).config
+    mesh, expected = build_mesh(cfg), load_file(ADAPTERS / name / "expected.safetensors")
+    tokens = load_file(PARITY / "llama/expected.safetensors")["tokens"]
+    with jax.set_mesh(mesh):
+        built = training.assemble(cfg, mesh)
+        state = built.new_state(0, load_init_from(built, mesh))
+        start = {path: np.asarray(leaf) for path, leaf in named(state["params"])}
+        batch = to_global(batch_of(tokens)[0], mesh)
+        step = jax.jit(built.step([(100, 1000)])).lower(state, batch).compile()
+        losses = []
+        for _ in expected["losses"]:
+            state, metrics = step(state, batch)
+            losses.append(float(metrics["loss"]))
+        tensors, _ = gather_adapter(state["params"], cfg.model, built.arch.weights, "float32")
+    np.testing.assert_allclose(losses, expected["losses"], atol=2e-5)
+    np.testing.assert_allclose(logits(built, mesh, state, tokens), expected["logits"], atol=2e-3)
+    moved = {path for path, leaf in named(state["params"]) if not np.array_equal(start[path], np.asarray(leaf))}
+    assert moved == {path for path in start if path.endswith((".lora.a", ".lora.b", ".lora.magnitude"))}
+    theirs = load_file(ADAPTERS / name / "adapter_model.safetensors")
+    assert tensors.keys() == theirs.keys()
+    if name == "llama_pissa":  # as it ends; a singular vector and its partner may have the other sign
+        for path in theirs:
+            if ".lora_A." in path:
+                ours, given = (each[path.replace("lora_A", "lora_B")] @ each[path] for each in (tensors, theirs))
+                np.testing.assert_allclose(ours, given, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["olmoe", "mixtral"])
+def test_each_expert_has_updates(name, tmp_path):
+    """PEFT's logits of a file with factors for each expert, on a mesh that splits experts, and its bits on the way out."""
+    built, mesh, state = start(name, "[[2,2],[ep,tp]]")
+    tokens = load_file(PARITY / name / "expected.safetensors")["tokens"]
+    expected = load_file(ADAPTERS / name / "expected.safetensors")["logits"]
+    np.testing.assert_allclose(logits(built, mesh, state, tokens), expected, atol=1e-4)
+    export(
+        read_settings(
+            Export, [f"checkpoint={PARITY / name}", f"adapter={ADAPTERS / name}", f"output={tmp_path / 'out'}"]
+        )
+    )
+    before, after = (load_file(folder / "adapter_model.safetensors") for folder in (ADAPTERS / name, tmp_path / "out"))
+    assert before.keys() == after.keys()
+    assert all(np.array_equal(after[path], before[path]) for path in before)
+    words = [f"checkpoint={PARITY / name}", f"adapter={ADAPTERS / name}", f"output={tmp_path / 'merged'}"]
+    export(read_settings(Export, [*words, "merge_lora=true", "dtype=float32"]))
+    np.testing.assert_allclose(tunix.load_pretrained(tmp_path / "merged")(tokens), expected, atol=1e-4)
+
+
+def test_a_dora_is_merged_and_generates(tmp_path, capsys):
+    """The merged matrices give what the adapter gives; decoding, which divides by the norms once, too."""
+    base = tmp_path / "base"
+    shutil.copytree(PARITY / "llama", base)
+    words_of_the_vocabulary(base, 97)
+    tensors = load_file(ADAPTERS / "llama_dora/adapter_model.safetensors")
+    rng = np.random.default_rng(0)
+    changed = {path: value + rng.normal(size=value.shape).astype(np.float32) * 0.1 for path, value in tensors.items()}
+    shutil.copytree(ADAPTERS / "llama_dora", tmp_path / "adapter")
+    save_file(changed, tmp_path / "adapter/adapter_model.safetensors")
+    tokens = load_file(base / "expected.safetensors")["tokens"]
+    expected = np.asarray(tunix.load_pretrained(base, adapter=tmp_path / "adapter")(tokens))
+    beside = [f"checkpoint={base}", f"adapter={tmp_path / 'adapter'}"]
+    export(read_settings(Export, [*beside, f"output={tmp_path / 'merged'}", "merge_lora=true", "dtype=float32"]))
+    np.testing.assert_allclose(tunix.load_pretrained(tmp_path / "merged")(tokens), expected, atol=1e-4)
+    prompt = " ".join(f"w{token}" for token in tokens[0])
+    for words in (beside, [f"checkpoint={tmp_path / 'merged'}"]):
+        generate(
+            read_settings(Generate, [*words, f"prompt={prompt}", "max_new_tokens=4", "temperature=0", "dtype=float32"])
+        )
+    one, other = capsys.readouterr().out.splitlines()
+    assert one == other
+    assert one.split()[0] == f"w{expected[0, -1].argmax()}"
+
+
+def test_forms_that_do_not_go():
+    base = words("llama")
+    for more, message in (
+        ([*base, "model.lora.init=pissa"], "model.lora.init=pissa: the updates start from model.init_adapter; leave one out"),
+        ([*base, "model.lora.use_dora=true"], "model.lora.use_dora=True, but the adapter in .* has use_dora=False; leave it out"),
+        ([f"model.init_from={PARITY / 'qwen3_moe'}", *SHORT, "model.lora.rank=2", "model.lora.use_dora=true"],
+         "model.lora.use_dora=True: updates of experts have none, as in PEFT, and model.lora.targets=attention|mlp matches"),
+    ):  # fmt: skip
+        with pytest.raises(UserError, match=message.replace("attention|mlp", r"attention\|mlp")):
+            compose(more)
+
+
 REFUSED = {
-    "use_dora": (True, "use_dora=True is not understood"),
     "modules_to_save": (["lm_head"], r"modules_to_save=\['lm_head'\] is not understood"),
     "rank_pattern": ({"q_proj": 8}, r"rank_pattern={'q_proj': 8} is not understood"),
     "layers_to_transform": ([0], r"layers_to_transform=\[0\] is not understood"),

@@ -155,8 +155,8 @@ def test_in_trained_with_lora_and_out_again(hf_dir, corpus, tmp_path, monkeypatc
         "dtype": "float32",
         "shard_gb": 5.0,
     }
-    export(Export(**settings, output="merged", merge_lora=True))
-    export(Export(**settings, output="adapter", merge_lora=False))
+    export(Export(**settings, output="merged", merge_lora=True, format="huggingface", push=None, private=True))
+    export(Export(**settings, output="adapter", merge_lora=False, format="huggingface", push=None, private=True))
     assert {path.name for path in (tmp_path / "merged").iterdir()} == {
         "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
         "digests.json",
@@ -183,6 +183,9 @@ def test_out_as_it_came_in(hf_dir, tmp_path):
             output=str(tmp_path / "out"),
             dtype=None,
             merge_lora=False,
+            format="huggingface",
+            push=None,
+            private=True,
             shard_gb=3e-5,
         )
     )
@@ -200,6 +203,9 @@ def test_out_as_it_came_in(hf_dir, tmp_path):
                 output=str(tmp_path / "out"),
                 dtype=None,
                 merge_lora=False,
+                format="huggingface",
+                push=None,
+                private=True,
                 shard_gb=1,
             )
         )

@@ -149,7 +149,7 @@ def test_a_layer_is_its_definition(scores, groups, normalized, more):
         ([experts(num_groups=3)], "model.mlp.num_experts=8 is not divisible by model.mlp.num_groups=3"),
         ([experts(groups_per_token=5)], "model.mlp.groups_per_token=5 is more than model.mlp.num_groups=4"),
         ([experts(dense_layers=6)], "model.mlp.dense_layers=6 leaves none of model.num_layers=6 layers to the experts"),
-        ([experts(), "model.lora.rank=2"], "model.lora.targets=attention|mlp matches mlp.gate: experts have no low-rank updates"),
+        ([experts(), "model.lora.rank=2", "model.lora.dropout=0.1"], "model.lora.dropout=0.1: updates of experts have none, as in PEFT, and model.lora.targets=attention|mlp matches mlp.expert_gate"),
         ([experts(), "model.biases=mlp"], "model.biases=mlp matches projections of the MLP: experts have no biases"),
         (["++model.mlp.num_experts=8"], "model.mlp"),
         (["model.mesh_shape=[[8],[ep]]"], "mesh axis ep=8 splits experts, of which this model has none; leave ep out of model.mesh_shape"),

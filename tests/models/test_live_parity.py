@@ -70,6 +70,9 @@ def test_transformers_loads_what_is_exported_without_a_warning(python, tmp_path)
                 output=output,
                 dtype=None,
                 merge_lora=False,
+                format="huggingface",
+                push=None,
+                private=True,
                 shard_gb=5,
             )
         )
@@ -101,6 +104,9 @@ def test_peft_loads_an_adapter(python, tmp_path):
             output=str(tmp_path / "base"),
             dtype=None,
             merge_lora=False,
+            format="huggingface",
+            push=None,
+            private=True,
             shard_gb=5,
         )
     )

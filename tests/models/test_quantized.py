@@ -83,6 +83,9 @@ def test_a_run(hf_dir, corpus, tmp_path, monkeypatch):
             output="merged",
             dtype="float32",
             merge_lora=True,
+            format="huggingface",
+            push=None,
+            private=True,
             shard_gb=5,
         )
     )

@@ -267,6 +267,9 @@ def test_two_processes_tune_a_pretrained_model(hf_dir, corpus, tmp_path):
                 output=str(folder / "out"),
                 dtype="float32",
                 merge_lora=True,
+                format="huggingface",
+                push=None,
+                private=True,
                 shard_gb=5,
             )
         )

@@ -296,7 +296,17 @@ def test_commands_take_addresses(run, texts, files, tmp_path):
     assert is_whole
     assert len(lines) >= 2
     output = f"s3://{BUCKET}/exported"
-    keys = {"weights": "trained", "family": None, "adapter": None, "dtype": None, "merge_lora": True, "shard_gb": 5.0}
+    keys = {
+        "weights": "trained",
+        "family": None,
+        "adapter": None,
+        "dtype": None,
+        "merge_lora": True,
+        "shard_gb": 5.0,
+        "format": "huggingface",
+        "push": None,
+        "private": True,
+    }
     assert export(Export(checkpoint=f"{root}/checkpoints/6", output=output, **keys)).startswith(output)
     with pytest.raises(UserError, match=f"output={output} exists already"):
         export(Export(checkpoint=root, output=output, **keys))

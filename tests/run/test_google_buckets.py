@@ -52,7 +52,17 @@ def test_a_run_goes_on_from_the_bucket_alone(run, tmp_path, monkeypatch):
     assert is_whole, lines
     ours = tunix.load_pretrained(f"{HOME}/checkpoints/6")
     output = f"gs://{BUCKET}/exported"
-    keys = {"weights": "trained", "family": None, "adapter": None, "dtype": None, "merge_lora": True, "shard_gb": 5.0}
+    keys = {
+        "weights": "trained",
+        "family": None,
+        "adapter": None,
+        "dtype": None,
+        "merge_lora": True,
+        "shard_gb": 5.0,
+        "format": "huggingface",
+        "push": None,
+        "private": True,
+    }
     assert export(Export(checkpoint=f"{HOME}/checkpoints/6", output=output, **keys)).startswith(output)
     exported = tunix.load_pretrained(output)
     for mine, same in zip(jax.tree.leaves(ours.params), jax.tree.leaves(exported.params), strict=True):

@@ -44,16 +44,32 @@ class WrittenModel(Section):
 
 
 class Export(WrittenModel, ReadModel):
-    """Write a trained model as a Hugging Face directory, or the whole state of a run as one file."""
+    """Write a trained model as a Hugging Face directory, as a GGUF file, or the whole state of a run as one file."""
 
-    format: Literal["huggingface", "state"]
-    """huggingface is a directory; state is one safetensors file `output` with all arrays of a run's checkpoint:
-    parameters, moments of the optimizer, averages; its metadata have position, config and tokenizer as JSON."""
-    dtype: Literal["float32", "bfloat16", "float16"] | None
+    format: Literal["huggingface", "gguf", "state"]
+    """huggingface is a directory; gguf, a directory with model.gguf for llama.cpp and a Modelfile for Ollama; state is
+    one safetensors file `output` with all arrays of a run's checkpoint: parameters, moments of the optimizer, averages;
+    its metadata have position, config and tokenizer as JSON."""
+    dtype: Literal["float32", "bfloat16", "float16", "q8_0"] | None
     """dtype of the written weights; null is the one of the files that the run began with, else float32;
-    float32 for an adapter."""
+    float32 for an adapter. q8_0, 8 bits with a scale for each 32 weights, is for format=gguf."""
     merge_lora: Flag
     """Of a model with low-rank updates: add them to the matrices; false writes only them, as an adapter for PEFT."""
+    push: Annotated[str, Field(pattern=r"^[\w.-]+/[\w.-]+$")] | None
+    """OWNER/NAME of a model on the Hugging Face hub, which gets the files and a page about the run; null for none.
+    HF_TOKEN is the key, HF_ENDPOINT another hub."""
+    private: Flag
+    """Whether a model that `push` makes is seen by its owner alone."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "Export":
+        if self.dtype == "q8_0" and self.format != "gguf":
+            raise ValueError("dtype=q8_0 is for format=gguf; add it, or take bfloat16")
+        if self.push is not None and self.format == "state":
+            raise ValueError(f"push={self.push} sends a model, and format=state is none; leave one out")
+        if self.push is not None and self.output.startswith(("s3://", "gs://")):
+            raise ValueError(f"push={self.push} sends a folder of this machine, and output={self.output} is none")
+        return self
 
 
 class Average(WrittenModel):

@@ -347,6 +347,8 @@ PROJECTIONS = (
     "attention.q_down", "attention.kv_down", "attention.kv_up", "attention.q_whole",
     "attention.gate", "attention.beta", "attention.decay",
 )  # fmt: skip
+EXPERT_PROJECTIONS = ("mlp.expert_gate", "mlp.expert_up", "mlp.expert_down")
+UPDATED = (*PROJECTIONS, *EXPERT_PROJECTIONS)  # what low-rank updates are for
 
 
 def match_projections(pattern: str | None) -> str | None:
@@ -355,8 +357,8 @@ def match_projections(pattern: str | None) -> str | None:
     Raises:
         ValueError: it matches no projection. A typo would otherwise train nothing, in silence.
     """
-    if pattern is not None and not any(re.search(pattern, name) for name in PROJECTIONS):
-        raise ValueError(f"matches none of {', '.join(PROJECTIONS)}")
+    if pattern is not None and not any(re.search(pattern, name) for name in UPDATED):
+        raise ValueError(f"matches none of {', '.join(UPDATED)}")
     return pattern
 
 
@@ -366,14 +368,26 @@ class Lora(Section):
     rank: CountOrZero
     """Rank of the updates (r); 0 trains all weights, without them."""
     alpha: Positive
-    """Updates are multiplied by alpha / rank."""
+    """Updates are multiplied by alpha / rank, or with use_rslora by alpha / sqrt(rank)."""
+    use_rslora: Flag
+    """Divide alpha by the root of the rank, so that updates of a high rank learn as fast (rsLoRA, arXiv:2312.03732)."""
+    use_dora: Flag
+    """Train the norm of each output of a matrix beside the update, which changes its direction alone (DoRA,
+    arXiv:2402.09353). Not of experts."""
+    init: Literal["zero", "pissa"]
+    """Start of an update: zero, a random first factor and a second one of 0; pissa, the largest singular values of the
+    matrix, which its frozen part lacks (PiSSA, arXiv:2404.02948). Either way step 0 computes what the base computes."""
+    loraplus_lr_ratio: Positive
+    """Learning rate of the second factor, as a multiple of optimizer.learning_rate (LoRA+, arXiv:2402.12354: 16); 1 for
+    one rate."""
     dropout: Annotated[float, Field(ge=0, lt=1)]
     """Share of an update's inputs that a training step leaves out."""
     targets: Regex
     """Regular expression of the projections that are updated: of attention.q, attention.k, attention.v, attention.o,
     mlp.gate, mlp.up and mlp.down; with model.latent also attention.q_down (or
     attention.q_whole in its and attention.q's place), attention.kv_down and attention.kv_up; with gates also
-    attention.gate; with model.linear_attention also attention.beta and attention.decay."""
+    attention.gate; with model.linear_attention also attention.beta and attention.decay; with experts also
+    mlp.expert_gate, mlp.expert_up and mlp.expert_down, of which each expert has an update of its own."""
     train_also: Regex | None
     """Regular expression of parameters that are trained fully beside the updates, like embedding|head; null for
     none."""
@@ -382,3 +396,8 @@ class Lora(Section):
     in training.param_dtype. Needs qwix."""
 
     _matches = field_validator("targets")(match_projections)
+
+    @property
+    def scale(self) -> float:
+        """What updates are multiplied by."""
+        return self.alpha / (self.rank**0.5 if self.use_rslora else self.rank)

@@ -159,7 +159,7 @@ class Model(Section):
     """Low-rank updates in place of full training."""
     init_adapter: str | None
     """Start from the low-rank updates of an adapter: a folder as PEFT or tunix.export writes it, or an ID of the
-    Hugging Face hub. Sets rank, alpha and targets of model.lora; the adapter's base is model.init_from."""
+    Hugging Face hub. Sets rank, alpha, targets, use_rslora and use_dora of model.lora; its base is model.init_from."""
     attention: entry_of(("auto", *KERNELS))  # type: ignore[valid-type]
     """Attention kernel: flash (our own; GPUs, 16-bit products), cudnn (GPUs, 16-bit products), xla (anywhere), or auto:
     the fastest one that is exact here. The start report says which, and why."""
@@ -272,11 +272,12 @@ class Model(Section):
 
     @property
     def keeps_base(self) -> bool:
-        """True where only low-rank updates are trained, and they begin at zero.
+        """True where only low-rank updates beside the matrices are trained, and they begin at zero.
 
         Then the model without its updates is the model of step 0, and a run needs no second copy as its reference.
         """
-        return self.lora.rank > 0 and not (self.lora.train_also or self.init_adapter or self.labels)
+        others = self.lora.train_also or self.init_adapter or self.labels
+        return self.lora.rank > 0 and not (others or self.lora.use_dora)  # DoRA also trains norms of the base
 
     @property
     def num_rotated(self) -> int:

@@ -9,7 +9,7 @@ from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 from tunix.base.errors import UserError
-from tunix.config.layers import PROJECTIONS, ExpertsMlp, Latent, RopeLong, check_shared_layers
+from tunix.config.layers import EXPERT_PROJECTIONS, PROJECTIONS, ExpertsMlp, Latent, RopeLong, check_shared_layers
 from tunix.config.vision import check_vision
 from tunix.models.table import CP_EXCHANGES, EXPERT_EXCHANGES, RING_KERNELS
 from tunix.sharding.equations import values_per_byte
@@ -117,6 +117,8 @@ def check_model_keys(model: "Model") -> None:
         raise ValueError(f"model.lora.quantize_base={quantized} freezes what model.lora.rank=0 trains; give a rank")
     if quantized and model.embed_dim % values_per_byte(quantized):
         raise ValueError(f"model.embed_dim={model.embed_dim} must be even: model.lora.quantize_base={quantized}")
+    if model.init_adapter is not None and model.lora.init != "zero":
+        raise ValueError(f"model.lora.init={model.lora.init}: the updates start from model.init_adapter; leave one out")
 
 
 def _check_linear(model: "Model") -> None:
@@ -203,12 +205,13 @@ def _check_experts(model: "Model", mlp: ExpertsMlp) -> None:
             f"model.mlp.{key}={getattr(mlp, key)} leaves none of model.num_layers={model.num_layers} layers to the "
             "experts; lower it, or take model.mlp={kind:gated,activation:silu}"
         )
-    updated = [name for name in PROJECTIONS if name.startswith("mlp.") and re.search(model.lora.targets, name)]
-    if model.lora.rank and updated:
-        raise ValueError(
-            f"model.lora.targets={model.lora.targets} matches {updated[0]}: experts have no low-rank updates; set "
-            "model.lora.targets=attention"
-        )
+    updated = [name for name in EXPERT_PROJECTIONS if re.search(model.lora.targets, name)]
+    for key in ("dropout", "use_dora"):
+        if model.lora.rank and updated and (value := getattr(model.lora, key)):
+            raise ValueError(
+                f"model.lora.{key}={value}: updates of experts have none, as in PEFT, and model.lora.targets="
+                f"{model.lora.targets} matches {updated[0]}; leave it out, or set model.lora.targets=attention"
+            )
     if model.biases is not None and any(re.search(model.biases, name) for name in PROJECTIONS if "mlp." in name):
         raise ValueError(f"model.biases={model.biases} matches projections of the MLP: experts have no biases")
     exchange = EXPERT_EXCHANGES.get(model.expert_exchange)

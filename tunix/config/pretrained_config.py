@@ -151,20 +151,20 @@ def _fill(model: dict[Any, Any], decided: dict[str, Any], source: str) -> None:
 
 
 def fill_from_adapter(model: dict[Any, Any]) -> None:
-    """Set rank, alpha and targets of the low-rank updates from the adapter of `model.init_adapter`.
+    """Set rank, alpha, targets and form of the low-rank updates from the adapter of `model.init_adapter`.
 
     Raises:
-        UserError: the user has given one of the three with another value.
+        UserError: the user has given one of these keys with another value.
     """
     source, lora = str(model["init_adapter"]), model["lora"]
     folder = hub.find(source, hub.INFO_FILES + hub.WEIGHTS, key="model.init_adapter")
     read = read_adapter(folder, model["family"])
     defaults: Any = OmegaConf.load(CONF / "model" / "family" / "common.yaml").lora
-    existing = list_projections(find_family(model["family"]))
+    existing = set().union(*list_projections(find_family(model["family"])).values())
 
     def resolve(key: str, value: Any) -> Any:
         """Return the projections that `targets` matches: two regular expressions may mean the same."""
-        return [name for name in existing if re.search(str(value), name)] if key == "targets" else value
+        return sorted(name for name in existing if re.search(str(value), name)) if key == "targets" else value
 
     for key, value in read.items():
         if resolve(key, lora[key]) == resolve(key, value):

@@ -6,6 +6,10 @@ their place in the files follows from that of the matrix which they update:
     q.w of Llama 3     NAME.weight          "NH,D"
     q.lora.a           NAME.lora_A.weight   "r,D"
     q.lora.b           NAME.lora_B.weight   "NH,r"
+
+Each expert has factors of its own, and the matrices of DoRA have their magnitudes, NAME.lora_magnitude_vector "NH". An
+update of PiSSA, a b - a0 b0, is written as one of twice the rank: a and a0 are the rows of lora_A, b and -b0 are the
+columns of lora_B.
 """
 
 from dataclasses import replace
@@ -20,7 +24,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from tunix.base.errors import UserError
 from tunix.config import Model
-from tunix.huggingface.adapter_config import PREFIX, WEIGHTS
+from tunix.huggingface.adapter_config import MAGNITUDE, PREFIX, WEIGHTS
 from tunix.huggingface.table import Name, find_family
 from tunix.huggingface.weights import (
     FLOATS,
@@ -28,6 +32,7 @@ from tunix.huggingface.weights import (
     TensorFiles,
     first_names,
     layers_of,
+    list_numbers,
     load_parameter,
     pack,
     shape_in_files,
@@ -35,6 +40,7 @@ from tunix.huggingface.weights import (
 from tunix.models.layers import named, parameter_name
 from tunix.sharding.arrays import replicate, replicate_part
 from tunix.sharding.layout import Layout
+from tunix.sharding.table import EXPERTS
 
 
 class AdapterFiles(TensorFiles):
@@ -55,9 +61,9 @@ def check_adapter(folder: Path, cfg: Model, weights: Parameters) -> None:
         UserError: a tensor is missing, of another shape, or not of floats.
     """
     requested = {
-        name.tensor.format(layer): shape_in_files(name, cfg.dims)
+        name.tensor.format(*numbers): shape_in_files(name, cfg.dims)
         for path, name, _ in _list_factors(cfg, weights)
-        for layer in layers_of(path, cfg)
+        for numbers in list_numbers(path, name, cfg)
     }
     with AdapterFiles(folder, find_family(cfg.family)) as files:
         if missing := sorted(requested.keys() - files.tensors.keys()):
@@ -102,15 +108,21 @@ def gather_adapter(
     tensors, modules = {}, set()
     leaves = dict(named(params))
     for path, name, weight in _list_factors(cfg, weights):
-        if name.fused:
+        if name.fused or (EXPERTS in weight.equation.w) > (EXPERTS in name.numbered):
             raise UserError(
                 f"{cfg.family} keeps several projections in one tensor, which an adapter cannot follow; "
                 "set merge_lora=true"
             )
-        modules.add(name.tensor.split(".")[-3])  # "q_proj" of "model.layers.{}.self_attn.q_proj.lora_A.weight"
-        for index, layer in enumerate(layers_of(path, cfg)):
-            factor = np.asarray(replicate_part(leaves[path], index)).astype(jnp.dtype(dtype))
-            tensors[PREFIX + name.tensor.format(layer)] = np.ascontiguousarray(pack(factor, name, weight))
+        modules.add(name.tensor.partition(".lora_")[0].rpartition(".")[2])
+        layers, start = layers_of(path, cfg), leaves.get(f"{path}_start")
+        for numbers in list_numbers(path, name, cfg):
+            at = (layers.index(numbers[0]), *numbers[1:])
+            parts = [pack(np.asarray(replicate_part(leaves[path], *at)), name, weight)]
+            if start is not None:
+                sign = 1 if path.endswith(".a") else -1
+                parts.append(sign * pack(np.asarray(replicate_part(start, *at)), name, weight))
+            factor = np.concatenate(parts, 0 if path.endswith(".a") else -1).astype(jnp.dtype(dtype))
+            tensors[PREFIX + name.tensor.format(*numbers)] = np.ascontiguousarray(factor)
     return tensors, modules
 
 
@@ -124,11 +136,15 @@ def _list_factors(cfg: Model, weights: Parameters) -> list[tuple[str, Name, Any]
     family, factors = find_family(cfg.family), []
     for path, weight in named(weights):
         matrix, is_factor, which = path.rpartition(".lora.")
-        if not is_factor:
+        if not is_factor or which.endswith("_start"):
             continue
         updated = family.name(f"{matrix}.w")
         assert updated is not None, path
         module = updated.tensor.removesuffix(".weight")
+        if which == "magnitude":
+            side = next(group for group in updated.dims.split(",") if set(group) <= set(weight.equation.w))
+            factors.append((path, replace(updated, tensor=f"{module}.{MAGNITUDE}", dims=side, fused_dim=0), weight))
+            continue
         # A factor has one side of its matrix: "NH,D" of q has the groups NH and D, and of them lora.a, "LDr", has D.
         side = next(group for group in updated.dims.split(",") if set(group) <= set(weight.equation.w))
         if which == "a":  # weights in one tensor have the same inputs: PEFT's one lora_A is the first factor of each

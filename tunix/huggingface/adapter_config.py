@@ -1,6 +1,5 @@
 """adapter_config.json of PEFT, to and from the keys of `model.lora`. Imports no jax."""
 
-import math
 import re
 from pathlib import Path
 from typing import Any
@@ -10,12 +9,14 @@ from safetensors import SafetensorError, safe_open
 from tunix.base.errors import UserError
 from tunix.base.files import read_json
 from tunix.base.forms import naming_writer
-from tunix.config import PROJECTIONS, Model
+from tunix.config import Model
+from tunix.config.layers import UPDATED
 from tunix.huggingface.table import Family, find_family
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # begins the names of all tensors
-FACTOR = re.compile(r"(.+)\.lora_[AB]\.weight")
+MAGNITUDE = "lora_magnitude_vector"
+FACTOR = re.compile(rf"(.+)\.(?:lora_[AB]\.weight|{MAGNITUDE})")
 # Keys that say where an adapter comes from, or how it was initialised and trained; and keys that repeat others.
 IGNORED = {
     "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
@@ -28,7 +29,7 @@ FIXED: dict[str, tuple[Any, ...]] = {
     "bias": ("none",),
     "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),  # others change the base's matrices too
 }
-READ = {"r", "lora_alpha", "use_rslora"}
+READ = {"r", "lora_alpha", "use_rslora", "use_dora"}
 
 
 def read_adapter(folder: Path, family: str) -> dict[str, Any]:
@@ -62,23 +63,30 @@ def _read_adapter(folder: Path, family: str) -> dict[str, Any]:
     modules, found = list_projections(find_family(family)), set[str]()
     for tensor in tensors:
         factor = FACTOR.fullmatch(find_family(family).usual_name(tensor.removeprefix(PREFIX)))
-        module = re.sub(r"\.\d+\.", ".{}.", factor[1], count=1) if factor else None
-        updated = {name for name, own in modules.items() if own == module}  # one tensor may hold several
-        if not updated:
+        module = re.sub(r"\.\d+\.", ".{}.", factor[1]) if factor else ""
+        if not (updated := modules.get(module)):
             raise UserError(f"{folder / WEIGHTS}: {tensor} is no low-rank update of a projection of a {family}")
         found |= updated
-    # An update is scaled by alpha / r here, and by alpha / sqrt(r) in rsLoRA (Kalajdzievski 2023, arXiv:2312.03732).
     return {
         "rank": rank,
-        "alpha": float(alpha * math.sqrt(rank) if raw.get("use_rslora") else alpha),
-        "targets": f"^({'|'.join(name for name in PROJECTIONS if name in found)})$",
+        "alpha": float(alpha),
+        "use_rslora": bool(raw.get("use_rslora")),
+        "use_dora": bool(raw.get("use_dora")),
+        "targets": f"^({'|'.join(name for name in UPDATED if name in found)})$",
     }
 
 
-def list_projections(family: Family) -> dict[str, str]:
-    """Return the module at Hugging Face of each projection that low-rank updates are for: {} is the layer's number."""
-    targets = {name: family.names.get(f"blocks.{name}.w") for name in PROJECTIONS}
-    return {name: target.tensor.removesuffix(".weight") for name, target in targets.items() if target is not None}
+def list_projections(family: Family) -> dict[str, set[str]]:
+    """Return the projections in each module at Hugging Face that low-rank updates are for; one may hold several.
+
+    In the module's name {} is the number of the layer, and a second {} that of the expert.
+    """
+    modules: dict[str, set[str]] = {}
+    for projection in UPDATED:
+        for path in (projection, projection.replace("mlp.", "mlp.shared.")):
+            if name := family.names.get(f"blocks.{path}.w"):
+                modules.setdefault(name.tensor.removesuffix(".weight"), set()).add(projection)
+    return modules
 
 
 TASK_TYPES: dict[bool, dict[str, Any]] = {  # by whether the model gives scores
@@ -89,13 +97,18 @@ TASK_TYPES: dict[bool, dict[str, Any]] = {  # by whether the model gives scores
 
 def write_adapter_config(model: Model, modules: set[str]) -> dict[str, Any]:
     """Return adapter_config.json for updates of modules with these last names."""
+    lora, rank, alpha = model.lora, model.lora.rank, model.lora.alpha
+    if lora.init == "pissa":  # with the factors that it started from, and the same scale
+        rank, alpha = 2 * rank, alpha * (2**0.5 if lora.use_rslora else 2)
     return {
         "peft_type": "LORA",
         **TASK_TYPES[model.labels is not None],
         "base_model_name_or_path": model.init_from,
-        "r": model.lora.rank,
-        "lora_alpha": model.lora.alpha,
-        "lora_dropout": model.lora.dropout,
+        "r": rank,
+        "lora_alpha": alpha,
+        "use_rslora": lora.use_rslora,
+        "use_dora": lora.use_dora,
+        "lora_dropout": lora.dropout,
         "target_modules": sorted(modules),
         "bias": "none",
         "fan_in_fan_out": False,

@@ -6,6 +6,7 @@ Imports no jax.
 import logging
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from tunix.base.buckets import is_address, mirror
@@ -60,6 +61,39 @@ def fetch(source: str, patterns: tuple[str, ...], key: str, kind: str) -> Path:
         raise UserError(
             f"{key}={source} is not a {kind} here and could not be fetched from the Hugging Face hub: {reason}"
         ) from None
+
+
+def create(name: str, private: bool) -> None:
+    """Make a model of this name on the hub, unless it is there.
+
+    Raises:
+        UserError: the hub refuses, or is out of reach.
+    """
+    from huggingface_hub import HfApi
+
+    with _explain_push(name):
+        HfApi().create_repo(name, private=private, exist_ok=True)
+
+
+def upload(folder: Path, name: str) -> str:
+    """Send the files of a folder to a model on the hub, which is there, and return its address."""
+    from huggingface_hub import HfApi
+
+    with _explain_push(name):
+        HfApi().upload_folder(repo_id=name, folder_path=folder, commit_message="Export of tunix")
+    return f"{HfApi().endpoint}/{name}"
+
+
+@contextmanager
+def _explain_push(name: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # many kinds, as above
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        reason = str(error).strip().partition("\n")[0]
+        if status in (401, 403):
+            reason = "HF_TOKEN is missing, or may not write there"
+        raise UserError(f"push={name} could not be sent to the hub: {reason}") from None
 
 
 def list_copied_files(folder: Path, patterns: tuple[str, ...]) -> Iterator[Path]:

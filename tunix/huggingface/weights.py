@@ -339,7 +339,7 @@ def save_weights(folder: Path, params: Parameters, cfg: Model, weights: Any, dty
     Returns the bytes of all tensors. Files are written in rounds: in a round, each process that sees the folder writes
     one file, whose tensors are all that its host has at that time. Every process calls this.
     """
-    tensors = _list_tensors(params, cfg, weights)
+    tensors = list_tensors(params, cfg, weights)
     size = sum(math.prod(shape) for _, shape, _ in tensors) * jnp.dtype(dtype).itemsize
     files: list[list[Any]] = []
     budget = 0.0
@@ -383,7 +383,7 @@ def _write_round(folder: Path, files: dict[int, tuple[str, list[Any]]], dtype: s
     peers.together(write, "writing weights", peers.NO_LIMIT_S)
 
 
-def _list_tensors(params: Parameters, cfg: Model, weights: Any) -> list[tuple[str, tuple[int, ...], Any]]:
+def list_tensors(params: Parameters, cfg: Model, weights: Any) -> list[tuple[str, tuple[int, ...], Any]]:
     """Return name, shape and a function for each tensor in the files, ordered by layer.
 
     The function of (dtype, is_local) gathers the tensor, with all processes, and returns it, None without `is_local`.

@@ -5,8 +5,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import reshard
 
 from tunix.models.layers import Einsum, Embedding
+from tunix.models.low_rank import LowRank
 from tunix.models.matmul import MATMUL, product_of_few_rows
 from tunix.models.quantized import dequantize
 from tunix.models.transformer import Transformer
@@ -34,6 +36,8 @@ class Gathered(NamedTuple):
         parts: list[Einsum | Embedding] = [*_list_einsums(module), module.embedding]
         for part in parts:
             part.product = product_of_few_rows()
+        for update in _list_normalized(module):
+            update.is_divided = True
         return module
 
 
@@ -65,6 +69,11 @@ def _order_weights(block: nnx.GraphDef, tree: Tree) -> Tree:
     """Return the parameters of a layer; weights have their dimensions in the order that `product_of_few_rows` takes."""
     # Transposed once here, and not at each of the many tokens.
     module = nnx.merge(block, tree)
+    for _, part in nnx.iter_modules(module):
+        if isinstance(part, Einsum) and part.lora is not None and part.lora.magnitude is not None:
+            magnitude = part.lora.magnitude[...]
+            norms = reshard(part.lora.norms(part.gathered()), jax.typeof(magnitude).sharding.spec)
+            part.lora.magnitude.set_value(magnitude / norms)
     for part in _list_einsums(module):
         dims = MATMUL[product_of_few_rows()].order(part.equation)
         part.w.set_value(jnp.transpose(part.w[...], [part.equation.w.index(dim_name) for dim_name in dims.w]))
@@ -75,6 +84,12 @@ def _list_einsums(module: nnx.Module) -> list[Einsum]:
     """Return the products of a module; those with quantized weights are left out, because codes keep their order."""
     parts = [part for _, part in nnx.iter_modules(module) if isinstance(part, Einsum)]
     return [part for part in parts if jnp.issubdtype(part.w.dtype, jnp.floating)]
+
+
+def _list_normalized(module: nnx.Module) -> list[LowRank]:
+    """Return the updates of a module that have magnitudes, which `_order_weights` has divided by their norms."""
+    parts = [part for _, part in nnx.iter_modules(module) if isinstance(part, LowRank)]
+    return [part for part in parts if part.magnitude is not None]
 
 
 def _split_layers(stack: Tree) -> list[Tree]:

@@ -26,7 +26,7 @@ from tunix.inference.engine import Answer
 from tunix.inference.rollout import Request, Sampler
 from tunix.inference.sampling import Sampling
 from tunix.models.kernels import choose_kernels, select_expert_matmul
-from tunix.models.matmul import merge
+from tunix.models.low_rank import merge
 from tunix.models.scores import score_rows
 from tunix.processes import peers
 from tunix.run.folder import FILES, TOKENIZER

@@ -14,9 +14,10 @@ No token is dropped, unless `model.expert_buffer_factor` says so: a device has r
 loads are.
 """
 
+import re
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +29,7 @@ from tunix.config import Model
 from tunix.config.layers import ExpertsMlp
 from tunix.models.expert_parallel import LocalExperts, Tokens
 from tunix.models.layers import ACTIVATIONS, MLP, Bias, BlockSums, Initializer, Matrix, RMSNorm, Routing, unchanged
+from tunix.models.low_rank import ExpertFactors
 from tunix.models.matmul import grouped_product, product
 from tunix.models.table import EXPERT_EXCHANGES
 from tunix.sharding.equations import Equation
@@ -165,6 +167,23 @@ class ExpertBias(nnx.Module):
         return self.layout.gather(self.b[...], self.equation)
 
 
+class ExpertMatrix(Matrix):
+    """A matrix of each expert, [X, D, G] or [X, G, D], with low-rank updates where `model.lora.targets` names it."""
+
+    def __init__(self, name: str, equation: str, cfg: Model, layout: Layout, initializer: Initializer):
+        super().__init__(equation, cfg, layout, initializer, cfg.lora.quantize_base)
+        has_update = cfg.lora.rank and re.search(cfg.lora.targets, name)
+        self.lora = ExpertFactors(self.equation, cfg, layout, initializer) if has_update else None
+
+
+class Weights(NamedTuple):
+    """What the products of experts take, gathered: those of gate, up and down in this order."""
+
+    matrices: list[jax.Array]
+    biases: list[jax.Array]  # none, or one for each matrix
+    factors: list[list[jax.Array] | None]  # of low-rank updates
+
+
 class Experts(nnx.Module):
     """The experts of a layer behind their router, and a shared one beside them: [B, t, D] -> [B, t, D]."""
 
@@ -173,11 +192,11 @@ class Experts(nnx.Module):
         self.layout, self.gated = layout, GATES[cfg.mlp.activation]
         self.weighs_inputs = cfg.mlp.weighted == "inputs"
         self.product, self.capacity = partial(grouped_product, kind=layout.expert_products), cfg.expert_buffer_factor
+        self.update_scale = cfg.lora.scale if cfg.lora.rank else 0.0
         self.router = Router(cfg, layout, initializer)
-        qtype = cfg.lora.quantize_base
-        self.expert_gate = Matrix("BTXD,XDG->BTXG", cfg, layout, initializer, qtype)
-        self.expert_up = Matrix("BTXD,XDG->BTXG", cfg, layout, initializer, qtype)
-        self.expert_down = Matrix("BTXG,XGD->BTXD", cfg, layout, initializer, qtype)
+        self.expert_gate = ExpertMatrix("mlp.expert_gate", "BTXD,XDG->BTXG", cfg, layout, initializer)
+        self.expert_up = ExpertMatrix("mlp.expert_up", "BTXD,XDG->BTXG", cfg, layout, initializer)
+        self.expert_down = ExpertMatrix("mlp.expert_down", "BTXG,XGD->BTXD", cfg, layout, initializer)
         self.gate_bias, self.up_bias, self.down_bias = (
             ExpertBias(dim_names, cfg, layout) if cfg.mlp.biases else None for dim_names in ("XG", "XG", "XD")
         )
@@ -205,10 +224,14 @@ class Experts(nnx.Module):
     def _compute(self, x: jax.Array, routes: Routes) -> tuple[jax.Array, jax.Array]:
         """Return the sum over each token's experts of weight x result, [B, t, D], and the choices that were dropped."""
         layout, token_spec = self.layout, self.layout.activation("Bt")
-        parts: list[Any] = [self.expert_gate, self.expert_up, self.expert_down]
-        parts += [part for part in (self.gate_bias, self.up_bias, self.down_bias) if part is not None]
-        weights = [layout.as_local_input(part.gathered()) for part in parts]
-        specs = [jax.typeof(weight).sharding.spec for weight in weights]
+        matrices = [self.expert_gate, self.expert_up, self.expert_down]
+        biases = [part for part in (self.gate_bias, self.up_bias, self.down_bias) if part is not None]
+        weights = Weights(
+            [layout.as_local_input(part.gathered()) for part in matrices],
+            [layout.as_local_input(part.gathered()) for part in biases],
+            [None if part.lora is None else part.lora.as_local_inputs() for part in matrices],
+        )
+        specs = jax.tree.map(lambda weight: jax.typeof(weight).sharding.spec, weights)
         width_axes = layout.product_axes(self.expert_down.equation)  # these devices have parts of the same experts
         assert layout.stream_axes in ((), width_axes), "the axes that split the stream split the width of experts"
 
@@ -224,7 +247,8 @@ class Experts(nnx.Module):
             shape = tokens.shape
             tokens = Tokens(*(each.reshape(-1, each.shape[-1]) for each in (tokens, experts, probs)))
             compute = partial(self._compute_rows, weights)
-            local = LocalExperts(len(weights[0]), layout.expert_axes, self.weighs_inputs, self.capacity, compute)
+            num_local = len(weights.matrices[0])
+            local = LocalExperts(num_local, layout.expert_axes, self.weighs_inputs, self.capacity, compute)
             y, dropped = import_object(EXPERT_EXCHANGES[layout.expert_exchange].function)(tokens, local)
             dropped = _sum_over_devices(dropped, width_axes)
             if layout.stream_axes:
@@ -240,15 +264,12 @@ class Experts(nnx.Module):
         y, dropped = mapped(x, *routes, weights)
         return checkpoint_name(y, "product"), jax.lax.stop_gradient(dropped)
 
-    def _compute_rows(
-        self, weights: list[jax.Array], rows: jax.Array, group: jax.Array, probs: jax.Array | None
-    ) -> jax.Array:
+    def _compute_rows(self, weights: Weights, rows: jax.Array, group: jax.Array, probs: jax.Array | None) -> jax.Array:
         """Return what this device's experts give for rows [R, D]: results [R, D], times their shares [R] if given.
 
         `group` [R] are the numbers of the experts; the number behind the last expert is of no expert, and gives 0.
         """
-        (gate, up, down), biases = weights[:3], weights[3:]
-        num_experts = len(gate)
+        num_experts = len(weights.matrices[0])
         # One sort brings the rows of each expert together: a grouped product then reads an expert's weights once for
         # all of its rows.
         order = jnp.argsort(group)
@@ -256,14 +277,22 @@ class Experts(nnx.Module):
         # Rows of no expert come last. Products leave their results undefined, which may be no numbers at all.
         has_expert = (jnp.arange(len(group)) < jnp.sum(sizes))[:, None]
         rows = jnp.where(has_expert, rows.at[order].get(unique_indices=True), 0)
-        add_biases = self._bias_adders(biases, group[order], probs if probs is None else probs[order])
-        gates, ups = (self.product(rows, weight, sizes) for weight in (gate, up))
+        add_biases = self._bias_adders(weights.biases, group[order], probs if probs is None else probs[order])
+
+        def multiply(rows: jax.Array, which: int) -> jax.Array:
+            y, factors = self.product(rows, weights.matrices[which], sizes), weights.factors[which]
+            if factors is None:
+                return y
+            a, b = factors
+            return y + self.update_scale * self.product(self.product(rows, a, sizes), b, sizes)
+
+        gates, ups = (multiply(rows, which) for which in (0, 1))
         hidden = self.gated(add_biases[0](gates), add_biases[1](ups))
         if probs is not None:
             # The last product is linear, and its operand is narrower than its result: this is one pass with the gate.
             probs = jnp.where(has_expert, probs[order][:, None], 0)
             hidden = hidden * probs.astype(hidden.dtype)
-        results = jnp.where(has_expert, add_biases[2](self.product(hidden, down, sizes)), 0)
+        results = jnp.where(has_expert, add_biases[2](multiply(hidden, 2)), 0)
         return jnp.zeros_like(results).at[order].set(results, unique_indices=True)  # in the old order of rows
 
     def _bias_adders(

@@ -13,7 +13,8 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec, reshard
 
-from tunix.config import PROJECTIONS, Model
+from tunix.config import Model
+from tunix.models.low_rank import LowRank
 from tunix.models.matmul import product
 from tunix.models.quantized import dequantize, quantize
 from tunix.sharding.equations import Equation
@@ -268,34 +269,12 @@ class Einsum(Matrix):
 
     def __call__(self, x: jax.Array, dropout_key: DropoutKey | None = None) -> jax.Array:
         """x -> y in the shapes of the equation; `dropout_key` is for the update, and None outside of training."""
-        kind = self.layout.block_matmul if self.product == "plain" else self.product
-        y = self.bias(product(self.equation, x, self.gathered(), self.layout, kind, self.result_name))
+        kind, w = self.layout.block_matmul if self.product == "plain" else self.product, self.gathered()
+        y = product(self.equation, x, w, self.layout, kind, self.result_name)
+        if self.lora is not None and self.lora.magnitude is not None:
+            return self.bias(self.lora.normalize(x, y, w, dropout_key, kind))
+        y = self.bias(y)
         return y if self.lora is None else y + self.lora(x, dropout_key)
-
-
-class LowRank(nnx.Module):
-    """A product's low-rank update x a b * alpha / r, zero at first (LoRA, arXiv:2106.09685)."""
-
-    def __init__(self, name: str, updated: Equation, cfg: Model, layout: Layout, initializer: Initializer):
-        self.first, self.second = updated.low_rank()
-        self.layout, self.scale, self.dropout = layout, cfg.lora.alpha / cfg.lora.rank, cfg.lora.dropout
-        self.index = PROJECTIONS.index(name)
-        fan_in = math.prod(cfg.dims[dim_name] for dim_name in self.first.summed)
-        a, b = ([cfg.dims[dim_name] for dim_name in equation.w] for equation in (self.first, self.second))
-        self.a = nnx.Param(initializer.normal(a, layout.param, fan_in**-0.5), equation=self.first)
-        # a is random and b is 0: the update is 0 at first, and b has a gradient. With both at 0 neither would have one.
-        self.b = nnx.Param(jnp.zeros(b, layout.param), equation=self.second)
-
-    def __call__(self, x: jax.Array, dropout_key: DropoutKey | None) -> jax.Array:
-        """x -> the update of y, in the shapes of the updated equation."""
-        x = self.layout.as_matmul_input(x, self.first)
-        if dropout_key is not None and self.dropout:
-            stays = dropout_key.sample(self.index, 1 - self.dropout, x.shape)
-            # Divided by the share that stays, so that the mean of the sum is that without dropout.
-            x = jnp.where(reshard(stays, jax.typeof(x).sharding.spec), x / (1 - self.dropout), 0).astype(x.dtype)
-        for equation, factor in ((self.first, self.a), (self.second, self.b)):
-            x = product(equation, x, self.layout.gather(factor[...], equation), self.layout)
-        return x * self.scale
 
 
 class MLP(nnx.Module):

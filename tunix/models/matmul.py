@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +10,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, PartitionSpec, reshard
 
 from tunix.base.dotted_path import import_object
-from tunix.config import Lora
 from tunix.models import cpu_library
 from tunix.models.kernels import mesh_device
-from tunix.models.quantized import dequantize
 from tunix.models.table import GROUPED, MATMUL_DTYPES
 from tunix.sharding.equations import Equation
 from tunix.sharding.layout import Layout, gradient_spec
@@ -93,31 +91,6 @@ def _multiply(text: str, a: Rounded, b: Rounded, dtype: jnp.dtype, spec: Partiti
     # A factor of a sum that is still open over some axes must be `reduced` over them.
     scale = reshard(scale_a * scale_b, PartitionSpec(reduced=spec.unreduced))
     return y * scale.astype(dtype)
-
-
-def merge(params: dict[str, Any], weights: dict[str, Any], cfg: Lora, layout: Layout) -> dict[str, Any]:
-    """Return the tree without its low-rank updates: each matrix w becomes w + a b * alpha / r, computed in float32.
-
-    Quantized matrices are matrices again, in `layout.param`. `weights` is the tree of `state.Weight` of the same
-    parameters.
-    """
-    if not isinstance(params, dict):
-        return params
-    merged: Any = {name: merge(leaf, weights[name], cfg, layout) for name, leaf in params.items() if name != "lora"}
-    if "w_scale" in params:
-        equation, scales = weights["w"].equation, merged.pop("w_scale")
-        spec = layout.in_use(equation)
-        quantized, scales, qtype = reshard(params["w"], spec), reshard(scales, spec), str(cfg.quantize_base)
-        merged["w"] = dequantize(quantized, scales, equation.dequantized(), qtype, "float32", spec).astype(layout.param)
-    if "lora" in params:
-        w, lora = weights["w"].equation.dequantized().w, params["lora"]
-        first, second = (weights["lora"][name].equation.w for name in "ab")
-        spec = jax.typeof(merged["w"]).sharding.spec
-        factors = (lora[name].astype(jnp.float32) for name in "ab")
-        update = jnp.einsum(f"{first},{second}->{w}", *factors, out_sharding=spec)
-        total = merged["w"].astype(jnp.float32) + update * (cfg.alpha / cfg.rank)
-        merged["w"] = total.astype(merged["w"].dtype)
-    return merged
 
 
 MANY_NUMBERS = 2**16  # of x or y, from which on `plain` multiplies matrices

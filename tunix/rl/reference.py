@@ -23,7 +23,8 @@ from tunix.data.batches import Batch, stack_examples
 from tunix.data.dataset import Corpus
 from tunix.data.packing import Sequences
 from tunix.inference.pretrained import load_init_from
-from tunix.models.layers import named, parameter_name
+from tunix.models.layers import named
+from tunix.models.low_rank import remove_updates
 from tunix.processes import peers
 from tunix.rl.rollouts import Reference
 from tunix.sharding.arrays import local_rows, to_global
@@ -46,7 +47,7 @@ def make_reference(cfg: Config, program: Program, mesh: Mesh) -> Reference:
     """
     score = jax.jit(_make_scores(cfg, program.arch.module))
     if cfg.model.keeps_base:
-        remove = jax.jit(_remove_updates)
+        remove = jax.jit(remove_updates)
         return lambda params, batch: score(remove(params), batch)
     start = program.new_params(cfg.seed, load_init_from(program, mesh))
     copied = jax.jit(partial(_cast, describe_reference(program)), donate_argnums=0)(start)
@@ -74,15 +75,6 @@ def _make_scores(cfg: Config, module: Callable[[dict[str, Any]], Any]) -> Any:
 
 def _cast(shapes: Any, params: Any) -> Any:
     return jax.tree.map(lambda shape, leaf: leaf.astype(shape.dtype), shapes, params)
-
-
-def _remove_updates(params: Any) -> Any:
-    """Return the parameters with 0 for the second factor of each low-rank update: W + a b with b = 0 is the base W."""
-
-    def base(path, leaf):
-        return jnp.zeros_like(leaf) if parameter_name(path).endswith(".lora.b") else leaf
-
-    return jax.tree.map_with_path(base, params)
 
 
 # Log-probabilities of pairs of answers under the model of step 0: computed once, before step 1, and kept on disk.
@@ -168,10 +160,9 @@ def _compute(part: Sequences, score: Any, params: Any, num_rows: int, mesh: Mesh
 def digest_weights(params: Any, with_updates: bool = False) -> str:
     """Digest of the weights; each device reads its own part, and it is the same on every mesh.
 
-    The first factors of low-rank updates, which each seed draws anew, are left out unless the updates come from an
-    adapter: the second factors are 0 at step 0.
+    Low-rank updates are left out unless they come from an adapter: else the model of step 0 is its base.
     """
-    leaves = [leaf for name, leaf in named(params) if with_updates or not name.endswith(".lora.a")]
+    leaves = [leaf for name, leaf in named(params) if with_updates or ".lora." not in name]
     sums = np.asarray(jax.jit(lambda leaves: jnp.stack([_sum_bits(leaf) for leaf in leaves]))(leaves))
     return hashlib.sha256(sums.tobytes()).hexdigest()
 

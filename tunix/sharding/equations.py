@@ -94,12 +94,18 @@ class Equation:
 
     def low_rank(self) -> tuple["Equation", "Equation"]:
         """Return the two products of a low-rank update, with r between them: `BTD,Dr->BTr` and `BTr,rNH->BTNH`."""
-        # x,A->between and between,B->y: A has the fan-in of w and r, B has r and the fan-out.
+        # x,A->between and between,B->y: A has the fan-in of w and r, B has r and the fan-out. Both have all copies.
         between = "".join(dim_name for dim_name in self.x if dim_name not in self.summed) + "r"
         if self.leaves_branch:  # with the narrow result of the first product
             between = between.replace(TOKENS, STREAM_TOKENS)
+        outer = "".join(dim_name for dim_name in self.w if dim_name not in self.summed + self.copies)
+        first, second = f"{self.copies}{self.summed}r", f"{self.copies}r{outer}"
+        return Equation(f"{self.x},{first}->{between}"), Equation(f"{between},{second}->{self.y}")
+
+    def magnitudes(self) -> "Equation":
+        """Return the product of each output with a number of its own: `BTNH,NH->BTNH`."""
         outer = "".join(dim_name for dim_name in self.w if dim_name not in self.summed)
-        return Equation(f"{self.x},{self.summed}r->{between}"), Equation(f"{between},r{outer}->{self.y}")
+        return Equation(f"{self.y},{outer}->{self.y}")
 
     @property
     def is_quantized(self) -> bool:

@@ -86,14 +86,15 @@ Schedule = Callable[[jax.Array | int], jax.Array]
 
 
 def make_optimizer(
-    optimizer: Optimizer, weights: dict[str, Any], max_grad_norm: float | None
+    optimizer: Optimizer, weights: dict[str, Any], max_grad_norm: float | None, loraplus_lr_ratio: float = 1.0
 ) -> optax.GradientTransformation:
     """Make the chain from gradients to the direction, which is multiplied by the learning rate and then subtracted.
 
     It clips by global norm, applies the update rule, adds decoupled weight decay, and applies the groups' settings.
-    `weights` is the tree of `state.Weight`.
+    `weights` is the tree of `state.Weight`. Second factors of low-rank updates, and magnitudes, learn by
+    `loraplus_lr_ratio` times the rate, unless a group names them.
     """
-    groups = _assign_groups(optimizer, weights)
+    groups = _assign_groups(optimizer, weights, loraplus_lr_ratio)
 
     def decay_and_scale(update, param, group):
         decay, rate = group
@@ -108,7 +109,7 @@ def make_optimizer(
     )
 
 
-def _assign_groups(optimizer: Optimizer, weights: dict[str, Any]) -> dict[str, Any]:
+def _assign_groups(optimizer: Optimizer, weights: dict[str, Any], loraplus_lr_ratio: float) -> dict[str, Any]:
     """Return for each parameter its weight decay, and its learning rate as a multiple of the optimizer's.
 
     Raises:
@@ -119,6 +120,8 @@ def _assign_groups(optimizer: Optimizer, weights: dict[str, Any]) -> dict[str, A
     def settings(path, weight):
         decay = 0.0 if weight.equation.is_vector else optimizer.weight_decay  # norms and biases are not pulled to 0
         rate = optimizer.learning_rate
+        if parameter_name(path).endswith((".lora.b", ".lora.magnitude")):
+            rate *= loraplus_lr_ratio
         for index, group in enumerate(optimizer.groups):
             if re.search(group.params, parameter_name(path)):  # the first group that matches has the parameter
                 used.add(index)

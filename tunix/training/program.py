@@ -311,7 +311,9 @@ def assemble(
     check_host_memory(cfg, choices.pipeline, mesh)
     # From here on everything is made of shapes: `describe` traces the model, `abstract_results` the state of step 0.
     arch = describe(cfg.model, choices.layout, choices.remat, choices.parts_per_stage, choices.prefetch)
-    optimizer = make_optimizer(cfg.optimizer, arch.trained_weights, training.max_grad_norm)
+    optimizer = make_optimizer(
+        cfg.optimizer, arch.trained_weights, training.max_grad_norm, cfg.model.lora.loraplus_lr_ratio
+    )
     ema, guard = make_ema(training), make_guard(training)
     start = partial(start_state, arch, optimizer, ema, guard)
     abstract = abstract_results(mesh, start, abstract_params(arch, mesh))

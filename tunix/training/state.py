@@ -18,6 +18,7 @@ from tunix.config import Model
 from tunix.config.layers import ExpertsMlp
 from tunix.config.model import list_keys_outside
 from tunix.models.layers import Initializer, parameter_name
+from tunix.models.low_rank import start_updates
 from tunix.models.remat import KEEP_ALL, Remat
 from tunix.models.transformer import Transformer
 from tunix.sharding.arrays import bring_to, to_host_memory
@@ -160,8 +161,9 @@ def _describe(cfg: Model, layout: Layout, make: Callable[[], Transformer]) -> Ar
             )
         if weight.equation.is_choice:  # a step moves the router's bias by the experts' loads
             return False
+        is_update = ".lora." in name and not name.endswith("_start")  # PiSSA's start is frozen
         # The base has no scores, so its head is always trained.
-        return not cfg.lora.rank or ".lora." in name or also or name.startswith("score.")
+        return not cfg.lora.rank or is_update or also or name.startswith("score.")
 
     weights = nnx.to_pure_dict(jax.tree.map(weight, variables, is_leaf=lambda node: isinstance(node, nnx.Variable)))
     return Architecture(graphdef, weights, jax.tree.map_with_path(is_trained, weights), cfg, layout)
@@ -182,6 +184,7 @@ def new_state(
     """
     params = nnx.to_pure_dict(nnx.state(Transformer(arch.model, arch.layout, Initializer(jax.random.key(seed)))))
     params = params if initial is None else arch.merge(initial, params)
+    params = start_updates(params, initial, arch.weights, arch.model.lora, arch.layout)
     return start_state(arch, optimizer, ema, guard, params)
 
 

@@ -1,0 +1,120 @@
+"""GGUF files: the tensors and keys of llama.cpp's converter (`gguf/make.py`), the tokenizer, and what is refused."""
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+from models.test_parity import PARITY
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+import tunix
+from tunix.base.errors import UserError
+from tunix.config import Export
+from tunix.config.command_line import read_settings
+from tunix.export import export
+
+EXPECTED = json.loads((Path(__file__).parent / "gguf/expected.json").read_text())
+
+
+def give_tokenizer(folder: Path) -> Path:
+    tokenizer = Tokenizer(models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def write(folder: Path, output: Path, *words: str) -> gguf.GGUFReader:
+    export(read_settings(Export, [f"checkpoint={folder}", f"output={output}", "format=gguf", *words]))
+    return gguf.GGUFReader(output / "model.gguf")
+
+
+def keys_of(reader: gguf.GGUFReader) -> dict:
+    return {name: field.contents() for name, field in reader.fields.items()}
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_tensors_are_those_of_the_converter(name, tmp_path):
+    """To the bit: rotated pairs, norms, stacked experts, factors of Llama 3's RoPE; and every key that it writes."""
+    folder = give_tokenizer(Path(shutil.copytree(PARITY / name, tmp_path / name)))
+    config = json.loads((folder / "config.json").read_text())
+    if "query_pre_attn_scalar" in config:  # llama.cpp has one scale of queries
+        (folder / "config.json").write_text(json.dumps(config | {"query_pre_attn_scalar": config["head_dim"]}))
+    reader, expected = write(folder, tmp_path / "out", "dtype=float32"), EXPECTED[name]
+    ours = {
+        each.name: [list(each.data.shape), hashlib.sha256(each.data.tobytes()).hexdigest()] for each in reader.tensors
+    }
+    # A factor of RoPE is computed in float64 here: it may differ in the last bit.
+    rope = ours.pop("rope_freqs.weight", None), expected["tensors"].pop("rope_freqs.weight", None)
+    assert (rope[0] is None) == (rope[1] is None)
+    assert ours == expected["tensors"]
+    keys = keys_of(reader)
+    for key, value in expected["keys"].items():
+        assert keys[key] == (pytest.approx(value) if isinstance(value, float) else value), key
+
+
+def test_rope_factors_of_llama_3(tmp_path):
+    reader = write(give_tokenizer(Path(shutil.copytree(PARITY / "llama", tmp_path / "llama"))), tmp_path / "out")
+    factors = next(each.data for each in reader.tensors if each.name == "rope_freqs.weight")
+    frequencies = 500.0 ** -(np.arange(0, 8, 2) / 8)
+    # transformers' own function, for this config: see LLAMA_ROPE in tests/models/parity/make.py.
+    smooth = np.clip((16 / (2 * np.pi / frequencies) - 1) / 3, 0, 1)
+    np.testing.assert_allclose(factors, 1 / ((1 - smooth) / 4 + smooth), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kind", "tolerance"), [("bfloat16", "BF16", 0), ("float16", "F16", 0), ("q8_0", "Q8_0", 0.005)]
+)
+def test_dtypes_and_tokenizer(dtype, kind, tolerance, hf_dir, tmp_path):
+    """bfloat16 weights survive bfloat16 (and here float16); q8_0 is within half a step of the largest of 32."""
+    reader = write(hf_dir, tmp_path / "out", f"dtype={dtype}")
+    tensors = {each.name: each for each in reader.tensors}
+    assert tensors["blk.1.ffn_up.weight"].tensor_type.name == kind
+    assert tensors["blk.1.ffn_norm.weight"].tensor_type.name == "F32"
+    up = gguf.quants.dequantize(tensors["blk.1.ffn_up.weight"].data, tensors["blk.1.ffn_up.weight"].tensor_type)
+    expected = np.asarray(tunix.load_pretrained(hf_dir).params["blocks"]["mlp"]["up"]["w"])[1].T
+    np.testing.assert_allclose(up, expected, atol=tolerance * np.abs(expected).max() + 1e-6)
+    keys, backend = keys_of(reader), Tokenizer.from_file(str(hf_dir / "tokenizer.json"))
+    tokens = keys["tokenizer.ggml.tokens"]
+    assert [backend.id_to_token(index) or f"[PAD{index}]" for index in range(320)] == tokens
+    assert keys["tokenizer.ggml.token_type"][:4] == [3, 3, 3, 1]
+    assert keys["tokenizer.ggml.token_type"][-1] == 5
+    assert [tokens[keys[f"tokenizer.ggml.{name}_token_id"]] for name in ("bos", "eos")] == ["<bos>", "<eos>"]
+    assert (keys["tokenizer.ggml.model"], keys["tokenizer.ggml.pre"]) == ("gpt2", "gpt-2")
+    merges = json.loads((hf_dir / "tokenizer.json").read_text())["model"]["merges"]
+    assert keys["tokenizer.ggml.merges"] == [" ".join(merge) for merge in merges]
+    assert "add_generation_prompt" in keys["tokenizer.chat_template"]
+    assert (tmp_path / "out/Modelfile").read_text().startswith("FROM ./model.gguf\n")
+
+
+def test_what_has_no_place_in_a_file(tmp_path, hf_dir, monkeypatch):
+    cases = {
+        "gemma2": "model.query_scale=1 is not model.head_dim=16, as in llama.cpp",
+        "gpt2": "format=gguf has no model.family=gpt2; it has gemma2, gemma3, llama",
+        "gemma3": "model.global_every=3: llama.cpp has one global layer in 6 of a gemma3, so format=gguf cannot hold it",
+        "phi3_long": "format=gguf has no model.family=phi3",
+        "qwen3_moe": "model.mlp.dense_layers=1: llama.cpp has none in a qwen3_moe",
+        "llama_linear": "format=gguf holds a tokenizer, and the model has no tokenizer.json",
+    }
+    for name, message in cases.items():
+        with pytest.raises(UserError) as error:
+            write(PARITY / name, tmp_path / "out")
+        assert message in str(error.value)
+        assert not (tmp_path / "out").exists()
+    with pytest.raises(
+        UserError, match="format=gguf holds whole models; add the updates to the matrices: merge_lora=true"
+    ):
+        write(PARITY / "llama", tmp_path / "out", f"adapter={Path(__file__).parent / 'adapters/llama'}")
+    with pytest.raises(UserError, match="dtype=q8_0 is for format=gguf; add it, or take bfloat16"):
+        read_settings(Export, ["checkpoint=x", "output=y", "dtype=q8_0"])
+    words = give_tokenizer(Path(shutil.copytree(PARITY / "llama", tmp_path / "llama"))) / "tokenizer.json"
+    info = json.loads(words.read_text())
+    words.write_text(json.dumps(info | {"pre_tokenizer": {"type": "Whitespace"}}))
+    with pytest.raises(UserError, match=r"cuts texts in a way that llama.cpp has no name for \(Whitespace\)"):
+        write(tmp_path / "llama", tmp_path / "out")
+    monkeypatch.setitem(__import__("sys").modules, "gguf", None)
+    with pytest.raises(UserError, match=r"format=gguf needs gguf: pip install 'tunix-trainer\[gguf\]'"):
+        export(read_settings(Export, [f"checkpoint={hf_dir}", f"output={tmp_path / 'out'}", "format=gguf"]))

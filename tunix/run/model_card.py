@@ -1,0 +1,105 @@
+"""The page of a model on the Hugging Face hub: README.md and a picture of the losses, made of the run's own files."""
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from PIL import Image, ImageDraw
+
+CARD, CURVE = "README.md", "loss.png"
+WIDTH, HEIGHT, MARGIN = 800, 400, 50  # of the picture, in pixels
+COLORS = {"training": (90, 120, 200), "held out": (200, 90, 60)}
+SHOWN = (  # keys of a run that say what it learnt from, and how
+    "task.name", "data.source", "data.path", "data.paths", "data.name", "data.split", "training.seq_len",
+    "optimizer.name", "optimizer.learning_rate", "scheduler.name", "model.lora.rank", "model.lora.targets", "seed",
+)  # fmt: skip
+Line = dict[str, Any]
+Curve = list[tuple[int, float]]
+
+
+def write_card(
+    folder: Path,
+    name: str,
+    base: str | None,
+    keys: dict[str, Any],
+    steps: Sequence[Line],
+    evaluations: Sequence[Line],
+    results: dict[str, Any] | None,
+) -> None:
+    """Write the page into the folder of an export.
+
+    `keys` are those of the run by dotted name, `steps` and `evaluations` its lines of metrics.jsonl, `results` what
+    tunix.evaluate has written; all are empty where the model is of no run. It began with `base`, a folder or an ID.
+    """
+    library = "peft" if (folder / "adapter_config.json").is_file() else "transformers"
+    front: dict[str, Any] = {"library_name": library, "pipeline_tag": "text-generation", "tags": ["tunix"]}
+    front |= read_license(base)
+    if base is not None and is_id(base):
+        front["base_model"] = base
+    if isinstance(path := keys.get("data.path"), str) and is_id(path):
+        front["datasets"] = [path]
+    text = ["---", *(f"{key}: {json.dumps(value)}" for key, value in front.items()), "---", "", f"# {name}", ""]
+    text += [f"Trained by tunix{f' from {Path(base).name if not is_id(base) else base}' if base else ''}.", ""]
+    if steps:
+        curves = {"training": _read_curve(steps), "held out": _read_curve(evaluations)}
+        draw_curves(folder / CURVE, {label: curve for label, curve in curves.items() if len(curve) > 1})
+        text += _describe_run(keys, steps, evaluations)
+    if results:
+        text += ["## Evaluation", "", "| number | value |", "|---|---|"]
+        text += [f"| {key} | {value} |" for key, value in results.items() if isinstance(value, int | float | str)]
+        text.append("")
+    (folder / CARD).write_text("\n".join(text))
+
+
+def is_id(source: str) -> bool:
+    """Return whether a text is the ID of a model or of data on the hub, and no folder here."""
+    return re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", source) is not None and not Path(source).exists()
+
+
+def read_license(base: str | None) -> dict[str, str]:
+    """Return the licence that the page of the base names; none where it is not here."""
+    card = Path(base or "", CARD)
+    text = card.read_text(errors="replace") if base and card.is_file() else ""
+    found = re.search(r"^license:\s*(\S+)\s*$", text, re.M)
+    return {"license": found[1].strip("'\"")} if found else {}
+
+
+def _describe_run(keys: dict[str, Any], steps: Sequence[Line], evaluations: Sequence[Line]) -> list[str]:
+    text = ["## Training", "", "| key | value |", "|---|---|"]
+    text += [f"| `{key}` | {keys[key]} |" for key in SHOWN if keys.get(key) is not None]
+    last = steps[-1]
+    text += [f"| steps | {last['step']} |", f"| tokens | {sum(line['tokens'] for line in steps):,} |"]
+    if "loss" in last:
+        text.append(f"| training loss of the last step | {last['loss']:.4f} |")
+    if evaluations and "loss" in evaluations[-1]:
+        text.append(f"| held-out loss at step {evaluations[-1]['step']} | {evaluations[-1]['loss']:.4f} |")
+    return [*text, "", f"![Loss by step: {' and '.join(COLORS)}]({CURVE})", ""]
+
+
+def _read_curve(lines: Sequence[Line]) -> Curve:
+    return [(line["step"], line["loss"]) for line in lines if isinstance(line.get("loss"), float)]
+
+
+def draw_curves(path: Path, curves: dict[str, Curve]) -> None:
+    """Draw losses by step as a PNG; the labels are keys of `COLORS`."""
+    image = Image.new("RGB", (WIDTH, HEIGHT), "white")
+    draw = ImageDraw.Draw(image)
+    points = [point for curve in curves.values() for point in curve] or [(0, 0.0)]
+    first, last = min(step for step, _ in points), max(step for step, _ in points)
+    low, high = min(loss for _, loss in points), max(loss for _, loss in points)
+
+    def place(step: int, loss: float) -> tuple[float, float]:
+        x = MARGIN + (step - first) / max(1, last - first) * (WIDTH - 2 * MARGIN)
+        return x, HEIGHT - MARGIN - (loss - low) / max(1e-9, high - low) * (HEIGHT - 2 * MARGIN)
+
+    draw.line([place(first, high), place(first, low), place(last, low)], fill="black")
+    for loss in (low, high):
+        draw.text((4, place(first, loss)[1] - 6), f"{loss:.3f}", fill="black")
+    for step in (first, last):
+        draw.text((place(step, low)[0] - 10, HEIGHT - MARGIN + 6), str(step), fill="black")
+    for row, (label, curve) in enumerate(curves.items()):
+        draw.line([place(*point) for point in curve], fill=COLORS[label], width=2)
+        draw.text((WIDTH - 2 * MARGIN, 10 + 14 * row), label, fill=COLORS[label])
+    image.save(path)
