@@ -23,7 +23,6 @@ from tunix.base.files import read_json, replacing
 from tunix.base.forms import sign
 from tunix.base.text import flat
 from tunix.checkpoints.store import describe_unreadable, find_storage, reject_damaged_checkpoint
-from tunix.compare import read_history
 from tunix.config import Export, pretrained_config
 from tunix.config.command_line import run_command
 from tunix.config.saved_runs import find_run, read_saved
@@ -37,6 +36,7 @@ from tunix.huggingface.table import find_family
 from tunix.huggingface.weights import list_tensors, save_weights
 from tunix.inference.pretrained import Pretrained, find_checkpoint, load_pretrained
 from tunix.processes import peers
+from tunix.run.history import read_history
 from tunix.run.model_card import write_card
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")  # keys of config.json

@@ -4,5 +4,5 @@
 class, and the parts that rows share; the rows of Gemma are in `gemma`. `config_json` and `rope_keys` read and write the
 keys of config.json. `weights` reads tensors into sharded arrays, a slice at a time, and writes them;
 `quantized_tensors` reads those that files hold as codes. `adapter` and `adapter_config` are for the files of PEFT.
-`hub` finds a folder here or downloads it.
+`gguf_file` writes the file of llama.cpp. `hub` finds a folder here or downloads it, and sends one.
 """

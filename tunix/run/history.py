@@ -1,0 +1,82 @@
+"""What a run's folder says of it: its keys, and the lines of metrics.jsonl. The folder may be a copy."""
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tunix.base.errors import UserError
+from tunix.base.text import flat
+from tunix.config.saved_runs import read_saved
+
+Line = dict[str, Any]  # one line of metrics.jsonl: numbers by name
+NEEDED = ("step", "tokens", "step_time_s", "tokens_per_s", "tokens_per_s_per_device")  # in each line of training
+
+
+@dataclass(frozen=True)
+class History:
+    """The config of a run, and the numbers that it logged."""
+
+    name: str
+    folder: Path
+    keys: dict[str, Any]  # every key by its dotted name
+    steps: list[Line]  # of training, one for each step; a step that ran twice has the newer line
+    evaluations: list[Line]  # of held-out data, one for each evaluated step
+    seconds: float  # sum of the times of all steps; a step that ran twice (a resumed run) counts twice
+
+    @property
+    def metric(self) -> str:
+        """The number by which models are compared: the reward in a run with rewards, else the loss."""
+        return "reward" if any("reward" in line for line in self.steps) else "loss"
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of the newest step; a run may be resumed on another number of them."""
+        last = self.steps[-1]
+        return round(last["tokens_per_s"] / last["tokens_per_s_per_device"])
+
+
+def read_history(folder: Path) -> History:
+    """Read a run's folder, whose name is the name of the run.
+
+    Raises:
+        UserError: it is no folder of a run, has no line of training, or one that lacks a number.
+    """
+    lines = folder / "metrics.jsonl"
+    if not (folder / "config.yaml").is_file():
+        raise UserError(f"{folder} is no folder of a run: it has no config.yaml")
+    # A run of older code gets today's keys, or each new key would be a difference.
+    keys = flat(read_saved(folder))
+    records = _read_lines(lines) if lines.is_file() else []
+    steps = [record for record in records if "split" not in record]
+    if not steps:
+        raise UserError(f"{folder} has no line of training in metrics.jsonl, which logging.sinks=[jsonl] writes")
+    for name in NEEDED:
+        if any(name not in record for record in steps):
+            raise UserError(f"{lines}: a line of training has no {name}, so the run cannot be compared")
+    held_out = [record for record in records if record.get("split") == "held_out"]
+    seconds = sum(record["step_time_s"] for record in steps)
+    return History(folder.resolve().name, folder, keys, _keep_newest(steps), _keep_newest(held_out), seconds)
+
+
+def _read_lines(file: Path) -> list[Line]:
+    records = []
+    for number, text in enumerate(file.read_text(errors="replace").splitlines(), 1):
+        if not text.endswith("}"):  # the run is writing this line, or was killed while it wrote it
+            continue
+        try:
+            record = json.loads(text)
+        except (ValueError, RecursionError):
+            record = None
+        if isinstance(record, dict):
+            records.append(record)
+        else:  # a crash has left a part of a line in the middle
+            print(f"{file}, line {number}, is no JSON object: it is left out", file=sys.stderr)
+    return records
+
+
+def _keep_newest(lines: list[Line]) -> list[Line]:
+    """Return the lines in the order of their steps; of several lines for one step, the last that was written."""
+    # A resumed run repeats the steps behind its checkpoint. In a dict the later line replaces the earlier one.
+    return [line for _, line in sorted({line["step"]: line for line in lines}.items())]
