@@ -115,6 +115,7 @@ def check_docker(words: list[str]) -> None:
 
 OF_OTHERS: dict[str, Callable[[list[str]], None]] = {
     "make": check_make, "pip": check_pip, "docker": check_docker,
+    "ollama": lambda words: None,  # a program of others; tests/huggingface/test_gguf.py reads its file
     "wandb": lambda words: None,  # needs an account
     "tensorboard": lambda words: None,  # a server that does not end
 }  # fmt: skip
