@@ -181,7 +181,7 @@ class Weights(NamedTuple):
 
     matrices: list[jax.Array]
     biases: list[jax.Array]  # none, or one for each matrix
-    factors: list[list[jax.Array] | None]  # of low-rank updates
+    factors: list[list[tuple[jax.Array, jax.Array]]]  # pairs of low-rank updates, of which each matrix may have none
 
 
 class Experts(nnx.Module):
@@ -192,7 +192,6 @@ class Experts(nnx.Module):
         self.layout, self.gated = layout, GATES[cfg.mlp.activation]
         self.weighs_inputs = cfg.mlp.weighted == "inputs"
         self.product, self.capacity = partial(grouped_product, kind=layout.expert_products), cfg.expert_buffer_factor
-        self.update_scale = cfg.lora.scale if cfg.lora.rank else 0.0
         self.router = Router(cfg, layout, initializer)
         self.expert_gate = ExpertMatrix("mlp.expert_gate", "BTXD,XDG->BTXG", cfg, layout, initializer)
         self.expert_up = ExpertMatrix("mlp.expert_up", "BTXD,XDG->BTXG", cfg, layout, initializer)
@@ -229,7 +228,7 @@ class Experts(nnx.Module):
         weights = Weights(
             [layout.as_local_input(part.gathered()) for part in matrices],
             [layout.as_local_input(part.gathered()) for part in biases],
-            [None if part.lora is None else part.lora.as_local_inputs() for part in matrices],
+            [[] if part.lora is None else part.lora.as_local_inputs() for part in matrices],
         )
         specs = jax.tree.map(lambda weight: jax.typeof(weight).sharding.spec, weights)
         width_axes = layout.product_axes(self.expert_down.equation)  # these devices have parts of the same experts
@@ -280,11 +279,10 @@ class Experts(nnx.Module):
         add_biases = self._bias_adders(weights.biases, group[order], probs if probs is None else probs[order])
 
         def multiply(rows: jax.Array, which: int) -> jax.Array:
-            y, factors = self.product(rows, weights.matrices[which], sizes), weights.factors[which]
-            if factors is None:
-                return y
-            a, b = factors
-            return y + self.update_scale * self.product(self.product(rows, a, sizes), b, sizes)
+            y = self.product(rows, weights.matrices[which], sizes)
+            for a, b in weights.factors[which]:
+                y = y + self.product(self.product(rows, a, sizes), b, sizes)
+            return y
 
         gates, ups = (multiply(rows, which) for which in (0, 1))
         hidden = self.gated(add_biases[0](gates), add_biases[1](ups))

@@ -45,14 +45,13 @@ class Factors(nnx.Module):
         self.a_start = nnx.Param(jnp.zeros(a, layout.param), equation=self.first) if has_start else None
         self.b_start = nnx.Param(jnp.zeros(b, layout.param), equation=self.second) if has_start else None
 
-    def gathered(self) -> tuple[jax.Array, jax.Array]:
-        """Return both factors as products take them; PiSSA's a b - a0 b0 is one product of twice the rank."""
-        a, b = self.layout.gather(self.a[...], self.first), self.layout.gather(self.b[...], self.second)
-        if self.a_start is None or self.b_start is None:
-            return a, b
-        a0, b0 = (self.layout.gather(self.a_start[...], self.first), self.layout.gather(self.b_start[...], self.second))
-        axes = self.first.w.index("r"), self.second.w.index("r")
-        return jnp.concatenate([a, a0], axes[0]), jnp.concatenate([b, -b0], axes[1])
+    def gathered(self) -> list[tuple[float, jax.Array, jax.Array]]:
+        """Return the pairs of factors as products take them, each with the number that multiplies its product."""
+        pairs: list[Any] = [(self.scale, self.a, self.b)]
+        if self.a_start is not None:  # not one product of twice the rank: jax 0.10.2 cannot join them on stages
+            pairs.append((-self.scale, self.a_start, self.b_start))
+        gather = self.layout.gather
+        return [(scale, gather(a[...], self.first), gather(b[...], self.second)) for scale, a, b in pairs]
 
 
 class LowRank(Factors):
@@ -72,9 +71,11 @@ class LowRank(Factors):
         x = self.layout.as_matmul_input(x, self.first)
         if dropout_key is not None and self.dropout:
             x = self._drop(x, dropout_key)
-        for equation, factor in zip((self.first, self.second), self.gathered(), strict=True):
-            x = product(equation, x, factor, self.layout)
-        return x * self.scale
+        updates = []
+        for scale, a, b in self.gathered():
+            between = product(self.first, x, a, self.layout)
+            updates.append(product(self.second, between, b, self.layout) * scale)
+        return sum(updates[1:], updates[0])
 
     def _drop(self, x: jax.Array, dropout_key: "DropoutKey") -> jax.Array:
         stays = dropout_key.sample(self.index, 1 - self.dropout, x.shape)
@@ -111,27 +112,26 @@ class LowRank(Factors):
 
     def norms(self, w: jax.Array) -> jax.Array:
         """Return the norm of each output of the updated matrix, float32, without a gradient (DoRA, section 4.3)."""
-        w, a, b = (_detach(each).astype(jnp.float32) for each in (w, *self.gathered()))
-        return _norms(w, a, b, self.updated, self.scale)
+        equation, total = self.updated, _detach(w).astype(jnp.float32)
+        spec = jax.typeof(total).sharding.spec
+        for scale, a, b in self.gathered():
+            a32, b32 = (_detach(each).astype(jnp.float32) for each in (a, b))
+            total += scale * _multiply(a32, b32, equation, spec)
+        return jnp.sqrt(jnp.sum(total * total, [equation.w.index(dim_name) for dim_name in equation.summed]))
 
 
 class ExpertFactors(Factors):
     """The update of a matrix [X, in, out] of experts: each expert has factors of its own."""
 
-    def as_local_inputs(self) -> list[jax.Array]:
-        """Return both factors, gathered, as a `shard_map` takes them."""
-        return [self.layout.as_local_input(factor) for factor in self.gathered()]
+    def as_local_inputs(self) -> list[tuple[jax.Array, jax.Array]]:
+        """Return the pairs of factors, gathered, as a `shard_map` takes them; the second one times its number."""
+        local = self.layout.as_local_input
+        return [(local(a), local(b) * jnp.asarray(scale, b.dtype)) for scale, a, b in self.gathered()]
 
 
 def _detach(x: jax.Array) -> jax.Array:
     """Return an array that nothing differentiates; `reduced` in its type says how a gradient would be summed."""
     return jax.lax.stop_gradient(reshard(x, PartitionSpec(*jax.typeof(x).sharding.spec.partitions)))
-
-
-def _norms(w: jax.Array, a: jax.Array, b: jax.Array, equation: Equation, scale: float) -> jax.Array:
-    """Return |w + scale a b| of each output (and layer), float32."""
-    total = w + scale * _multiply(a, b, equation, jax.typeof(w).sharding.spec)
-    return jnp.sqrt(jnp.sum(total * total, [equation.w.index(dim_name) for dim_name in equation.summed]))
 
 
 def _multiply(a: jax.Array, b: jax.Array, updated: Equation, spec: PartitionSpec) -> jax.Array:
