@@ -72,6 +72,8 @@ def check(cfg: Model, dtype: str) -> None:
         raise UserError(f"format=gguf has no model.family={cfg.family}; it has {', '.join(ARCHITECTURES)}")
     if dtype not in DTYPES:
         raise UserError(f"dtype={dtype} is none of {', '.join(DTYPES)}, which format=gguf writes")
+    if part := next((key for key in ("labels", "vision") if getattr(cfg, key) is not None), None):
+        raise UserError(f"format=gguf holds the text decoder alone, and this model has model.{part}; export it without")
     has_window = cfg.sliding_window is not None and cfg.global_every > 1
     if has_window and architecture.global_every not in (cfg.global_every, None):
         raise UserError(
