@@ -12,7 +12,7 @@ from rich.table import Table
 
 from tunix.base.errors import UserError
 from tunix.base.files import find_writable
-from tunix.base.text import print_table
+from tunix.base.text import announcing, print_table
 from tunix.config import Config, Evaluate, command_line, compose
 from tunix.config.data import Mixture
 from tunix.config.saved_runs import find_checkpoints, find_run
@@ -118,7 +118,8 @@ def evaluate_loss(cmd: Evaluate, cfg: Config, checkpoints: list[str]) -> list[di
             # After the first weights: reading the data may take long, and missing weights are noticed in a second.
             if held_out is None:
                 held_out, sets = _load_held_out(cmd, cfg, arch, mesh)
-            numbers = held_out.evaluate(params)
+            with announcing(f"measuring {checkpoint}", peers.print_progress):
+                numbers = held_out.evaluate(params)
             labelled = {name: each.evaluate(params) for name, each in sets.items()}
             measured.append(numbers | ({"sets": labelled} if labelled else {}))
     return measured
@@ -129,7 +130,8 @@ def _load_held_out(cmd: Evaluate, cfg: Config, arch: Architecture, mesh: Mesh) -
 
     Pairs of answers come with their scores by the model of step 0.
     """
-    corpus = peers.main_first(lambda: _load_documents(cmd, cfg), "preparing the data")
+    with announcing("preparing the data", peers.print_progress):
+        corpus = peers.main_first(lambda: _load_documents(cmd, cfg), "preparing the data")
     if isinstance(cfg.task, Compared):
         add_reference(cfg, corpus, assemble(cfg, mesh), mesh)
     info = cfg, corpus, arch, mesh, cfg.training.batch_shape(mesh.shape).num_rows

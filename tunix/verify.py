@@ -27,7 +27,7 @@ from rich.table import Table
 from tunix.base.config_types import list_options
 from tunix.base.errors import UserError
 from tunix.base.files import read_yaml
-from tunix.base.text import print_table
+from tunix.base.text import announcing, print_table
 from tunix.batch_sources import load_data, make_feed
 from tunix.checkpoints.store import check_everything
 from tunix.config import Config, command_line, compose
@@ -79,8 +79,13 @@ def verify(cfg: Config, mesh_shapes: list[Any] | None, num_steps: int, every: bo
     check_compiler_options(cfg.training.compiler_options)
     device = device_meshes[0].devices.flat[0]
     check_matmul_dtype(cfg, device.platform, device.device_kind)
-    corpus = peers.main_first(lambda: load_data(cfg), "preparing the data")
-    return [_train_together(each, mesh, corpus, num_steps) for each, mesh in zip(configs, device_meshes, strict=True)]
+    with announcing("preparing the data", peers.print_progress):
+        corpus = peers.main_first(lambda: load_data(cfg), "preparing the data")
+    trials = []
+    for each, mesh in zip(configs, device_meshes, strict=True):
+        with announcing(f"compiling and training on {format_mesh_shape(mesh.shape)}", peers.print_progress):
+            trials.append(_train_together(each, mesh, corpus, num_steps))
+    return trials
 
 
 def _select_devices(cfg: Config) -> list[jax.Device]:

@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from tunix.base import text
 from tunix.config.compose import compose
 from tunix.processes import peers, watchdog
 
@@ -78,3 +79,41 @@ def test_processes_of_one_pace_are_not_named(caplog):
     own.compare({rank: {"host": "a", **same} for rank in range(4)})
     assert own.slowest["slowest_host_s"] == 0.9
     assert "slow" not in caplog.text
+
+
+def test_a_phase_that_takes_long_is_announced(monkeypatch, caplog):
+    """A step is not: it has a line of its own. Nor is a command that waits for its user."""
+    monkeypatch.setattr(watchdog, "POLL_S", 0)
+    monkeypatch.setattr(text, "QUIET_S", 0.01)
+    looked = threading.Semaphore(0)
+    monkeypatch.setattr(peers, "published", lambda folder: looked.release() or {})
+    caplog.set_level("INFO", "tunix")
+
+    def look(count: int = 3) -> None:
+        for _ in range(count):
+            looked.acquire()
+            time.sleep(0.01)
+
+    with watchdog.Watchdog(compose([]).config.distributed) as dog:
+        with dog.phase("saving"):
+            look()
+        dog.step(1)
+        look()
+        with dog.phase("generate", is_announced=False):
+            look()
+    assert caplog.text.count("saving: 0 s so far") == 1
+    assert "a step" not in caplog.text
+    assert "generate" not in caplog.text
+
+
+def test_work_is_announced_by_its_time(monkeypatch):
+    monkeypatch.setattr(text, "QUIET_S", 0.0)
+    monkeypatch.setattr(text, "AGAIN_S", 0.01)
+    lines: list[str] = []
+    with text.announcing("compiling", lines.append):
+        while len(lines) < 2:
+            time.sleep(0.01)
+    assert lines[0] == "compiling: 0 s so far"
+    count = len(lines)
+    time.sleep(0.05)
+    assert len(lines) == count

@@ -126,7 +126,7 @@ def run_joined(name: str, distributed: Distributed, info: dict[str, Any], work: 
         from tunix.processes import peers, watchdog  # jax starts here, after the config has passed
 
         peers.join(distributed, list_versions() | info)
-        with watchdog.Watchdog(distributed) as watching, watching.phase(name, math.inf):
+        with watchdog.Watchdog(distributed) as watching, watching.phase(name, math.inf, is_announced=False):
             return work()
 
     return supervisor.run_member(distributed, join_and_work)

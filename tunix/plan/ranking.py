@@ -14,14 +14,15 @@ import json
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 
 from tunix.base.errors import UserError
+from tunix.base.text import announcing
 from tunix.config import Config
 from tunix.config.task import Grpo, Taught
 from tunix.config.training import REMAT
@@ -37,6 +38,7 @@ from tunix.training.choices import Choices, Planned, check_rollout_devices, spli
 from tunix.training.program import check_on_mesh
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 MAX_MICRO_BATCH = 1024  # that training.micro_batch_size=auto chooses
 
@@ -332,12 +334,14 @@ def rank(cfg: Config, cluster: Cluster, progress: Callable[[str], None] = lambda
     promising, num_slower, num_hopeless = valid, 0, 0
     if len(valid) > MANY:
         progress(f"{len(valid)} meshes divide the model")
-        promising, num_slower, num_hopeless = _narrow(cfg, valid, cluster, limit)
-    for sizes in promising:
-        try:
-            candidates.append(derive_candidate(cfg, sizes, cluster, limit))
-        except UserError as error:
-            refused[format_mesh_shape(sizes)] = str(error)
+    with announcing(f"deriving memory and time of {len(valid)} meshes", progress):
+        if len(valid) > MANY:
+            promising, num_slower, num_hopeless = _narrow(cfg, valid, cluster, limit)
+        for sizes in promising:
+            try:
+                candidates.append(derive_candidate(cfg, sizes, cluster, limit))
+            except UserError as error:
+                refused[format_mesh_shape(sizes)] = str(error)
     # A derived time may be too short. So the fastest are compiled, and then those that seem faster than the best one,
     # until a compiled mesh is first.
     chosen = _pick_to_compile(candidates, cfg.plan.num_compiled, limit)
@@ -418,6 +422,12 @@ def _pick_to_compile(candidates: list[Candidate], count: int, limit: float) -> l
     return list(dict.fromkeys([*may_fit[:first], *smallest, *may_fit[first:]]))[:count]
 
 
+def _announce_each(items: Iterable[T], work: str, progress: Callable[[str], None]) -> Iterator[T]:
+    """Yield items that take long to come."""
+    with announcing(work, progress):
+        yield from items
+
+
 def _find_faster(candidates: list[Candidate], limit: float) -> list[int]:
     """Return the places of the next candidates to compile: those predicted faster than the fastest compiled one.
 
@@ -446,7 +456,9 @@ def _compile_candidates(
         results = [derive_candidate(cfg, each.sizes, cluster, DERIVED_MARGIN * limit) for each in chosen]
     indices = list(range(len(results)))  # of the candidates that this round compiles
     while indices:
-        answers = compile_all([results[index].cfg for index in indices], cluster)
+        names = ", ".join(format_mesh_shape(results[index].sizes) for index in indices)
+        compiling = compile_all([results[index].cfg for index in indices], cluster)
+        answers = _announce_each(compiling, f"compiling {names}", progress)
         too_large = {}  # the next smaller value of the open key, by index
         for index, answer in zip(indices, answers, strict=True):
             candidate = results[index]

@@ -148,6 +148,12 @@ def on_main(work: Callable[[], T], name: str, timeout_s: float = NO_LIMIT_S) -> 
     return together(lambda: work() if is_main() else None, name, timeout_s)
 
 
+def print_progress(line: str) -> None:
+    """Print a line on stderr of process 0: what a command returns is on stdout."""
+    if is_main():
+        print(line, file=sys.stderr, flush=True)
+
+
 def share(size: int) -> range:
     """Return this process's part of `size` pieces of work; the parts of all processes, in order, are all of it."""
     rank, count = jax.process_index(), jax.process_count()

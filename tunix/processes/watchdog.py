@@ -26,6 +26,7 @@ from typing import Any
 import jax
 from jax.experimental import multihost_utils
 
+from tunix.base import text
 from tunix.config import Distributed
 from tunix.processes import exits, peers
 
@@ -178,6 +179,8 @@ class Watchdog:
         # When the step began. A phase within the step changes `since`, and not this.
         self.start_time = self.since
         self.pace = Pace()
+        # Whether the log says what the main thread does, where that takes long, and when it said so last.
+        self.is_announced, self.announced = True, 0.0
         self.ended = threading.Event()
         self.thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
@@ -199,6 +202,7 @@ class Watchdog:
         median = statistics.median(self.steps) if self.steps else float("inf")
         limit = max(self.cfg.step_deadline_s, self.cfg.step_deadline_factor * median)
         self.doing, self.number, self.start_time, self.since = "a step", number, now, now
+        self.is_announced = False  # each step has a line of its own
         self.limit = min(limit, self.cfg.phase_deadline_s)
 
     def start_over(self) -> None:
@@ -207,16 +211,19 @@ class Watchdog:
         self.doing, self.since, self.limit = "a change of batch", time.monotonic(), float(self.cfg.phase_deadline_s)
 
     @contextmanager
-    def phase(self, name: str, limit_s: float | None = None) -> Iterator[None]:
-        """Name the work of the block, which may take `limit_s`, or `phase_deadline_s` where that is None."""
+    def phase(self, name: str, limit_s: float | None = None, is_announced: bool = True) -> Iterator[None]:
+        """Name the work of the block, which may take `limit_s`, or `phase_deadline_s` where that is None.
+
+        Without `is_announced` nothing says that it takes long.
+        """
         # Phases may lie within one another. After one, the work around it has its full time again.
-        before = self.doing, self.limit
+        before = self.doing, self.limit, self.is_announced
         limit = self.cfg.phase_deadline_s if limit_s is None else limit_s
-        self.doing, self.since, self.limit = name, time.monotonic(), limit
+        self.doing, self.since, self.limit, self.is_announced = name, time.monotonic(), limit, is_announced
         try:
             yield
         finally:
-            self.doing, self.limit = before
+            self.doing, self.limit, self.is_announced = before
             self.since = time.monotonic()
 
     def _watch(self) -> None:
@@ -235,6 +242,16 @@ class Watchdog:
                     self._follow(int(rank), json.loads(failure))
             if now - self.since > self.limit:
                 self._expire(now - self.since)
+            self._announce(now)
+
+    def _announce(self, now: float) -> None:
+        """Say on process 0 what takes long: after text.QUIET_S, and again every text.AGAIN_S."""
+        begun = self.since
+        is_new = self.announced < begun
+        wait_s = text.QUIET_S if is_new else text.AGAIN_S
+        if self.is_announced and peers.is_main() and now - max(begun, self.announced) > wait_s:
+            self.announced = now
+            log.info("%s: %.0f s so far", self.doing, now - begun)
 
     def _publish(self) -> None:
         state = {"step": self.number, "doing": self.doing, "host": socket.gethostname(), **self.pace.average()}
