@@ -31,6 +31,7 @@ import pyarrow.parquet
 from support import forks
 from support.harness import ROOT, SMALL
 
+from benchmarks.fuzz_requests import make_requests
 from tunix.config import Config, Section, commands
 from tunix.config.mistakes import list_sections, read_rows
 
@@ -315,6 +316,14 @@ def interrupted(rng: random.Random) -> Case:
     return Case("signal", words, signal=(int(rng.choice([*SIGNALS])), round(rng.uniform(0, 8), 2)))
 
 
+def requests(rng: random.Random) -> Case:
+    """A server that gets nonsense."""
+    words = "-m benchmarks.fuzz_requests checkpoint=run chat_template=chat.jinja requests=requests.json"
+    sent = json.dumps(make_requests(rng, NUM_REQUESTS, damage)).encode()
+    return Case("requests", words.split(), files={"requests.json": base64.b64encode(sent).decode()})
+
+
+NUM_REQUESTS = 60  # to one server
 KINDS: dict[Callable[..., Case], int] = {
     dry_run: 30,
     other_size: 8,
@@ -324,6 +333,7 @@ KINDS: dict[Callable[..., Case], int] = {
     launcher: 4,
     surroundings: 8,
     interrupted: 5,
+    requests: 2,
 }
 DAMAGED = 21  # of a hundred tries
 
@@ -344,7 +354,7 @@ def run_case(case: Case, root: Path, *, fork: bool) -> End:
         folder = Path(name) / "work"
         shutil.copytree(root, folder, symlinks=True)
         for path, content in case.files.items():
-            (folder / path).unlink()
+            (folder / path).unlink(missing_ok=True)
             if content != "-":
                 (folder / path).write_bytes(base64.b64decode(content))
         before = list_files(Path(name))
@@ -434,7 +444,7 @@ def find_faults(case: Case, end: End) -> list[str]:
         faults.append(f"not gone after {LIMIT_S:g} s, or more than {MAX_MEMORY_GIB:g} GiB ({end.memory_gib:.1f})")
     elif end.code not in codes:
         faults.append(f"exit code {end.code}")
-    if "Traceback (most recent call last)" in end.stdout + end.stderr:
+    if "Traceback (most recent call last)" in end.stdout + end.stderr or "Exception in ASGI" in end.stderr:
         faults.append("a traceback")
     if end.code == 2:
         if "launch" not in case.kind and len(errors) != 1 and "usage: " not in end.stderr:
@@ -473,6 +483,7 @@ def make_root(root: Path) -> None:
     pyarrow.parquet.write_table(
         pyarrow.table({"text": [row["text"] for row in rows]}), root / "rows.parquet", row_group_size=20
     )
+    (root / "chat.jinja").write_text("{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}")
     (root / "words.yaml").write_text("num_processes: 1\nnum_machines: 1\nmixed_precision: 'no'\nuse_cpu: true\n")
     train_words = [str(ROOT / "run_training.py"), *TRAIN]
     lora = ["model.init_from=hf", "model.lora.rank=2", "checkpoint.keep_every_steps=1"]

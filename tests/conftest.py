@@ -82,6 +82,14 @@ def rare_garbage_collection() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def no_announcements() -> None:
+    """Tests compare what a command prints, and on a busy machine everything takes long (`tunix.base.text.announcing`)."""
+    from tunix.base import text
+
+    text.QUIET_S = 1e6
+
+
+@pytest.fixture(scope="session", autouse=True)
 def cache_dir(tmp_path_factory) -> Path:
     """Shared by all workers of one test session."""
     root = tmp_path_factory.getbasetemp()

@@ -5,6 +5,7 @@ import contextlib
 import http.client
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -22,6 +23,7 @@ from support.devices import xla_flags
 from support.harness import ROOT, run_python
 
 import tunix
+from benchmarks.fuzz_requests import make_request, send
 from tunix.base.errors import UserError
 from tunix.config import Serve
 from tunix.config.command_line import read_settings
@@ -30,6 +32,14 @@ from tunix.inference.sampling import NO_MIN_P, NO_TOP_K, NO_TOP_P, RowChoices, S
 from tunix.serve import App, open_socket
 
 KEY = "a-key-of-the-tests"
+
+
+def damage(rng: random.Random, whole: bytes) -> bytes:
+    """Return bytes with one changed, or some cut off or put in."""
+    at = rng.randrange(len(whole) + 1)
+    return whole[:at] + rng.choice((b"", b"\0", b"\xff", b"{", b"[" * 300)) + whole[at + rng.choice((0, 1, 9, 999)) :]
+
+
 PROMPTS = ["a few words", "to be", "merged", "words to merge, a few"]
 
 
@@ -383,6 +393,16 @@ def test_bodies_that_are_nonsense(served, body, status):
     found, _, answer = post(served[1], body)
     assert found == status
     assert set(answer["error"]) == {"message", "type", "param", "code"}
+
+
+def test_nonsense_gets_an_answer_and_ends_nothing(model, hf_dir):
+    """The requests of a try of `make fuzz`, which takes other seeds."""
+    rng = random.Random(5)
+    with serving(model, hf_dir, "server.max_rows=8") as (_, port):
+        for number in range(80):
+            request = make_request(rng, damage)
+            assert send(port, request) == "", (number, request[:500])
+        assert post(port, b"", "/health", method="GET")[0] == 200
 
 
 def test_a_body_of_unknown_length_is_bounded_too(served):

@@ -334,7 +334,7 @@ def rank(cfg: Config, cluster: Cluster, progress: Callable[[str], None] = lambda
     promising, num_slower, num_hopeless = valid, 0, 0
     if len(valid) > MANY:
         progress(f"{len(valid)} meshes divide the model")
-    with announcing(f"deriving memory and time of {len(valid)} meshes", progress):
+    with announcing(f"deriving memory and time of {len(valid)} mesh{'es' if len(valid) != 1 else ''}", progress):
         if len(valid) > MANY:
             promising, num_slower, num_hopeless = _narrow(cfg, valid, cluster, limit)
         for sizes in promising:
