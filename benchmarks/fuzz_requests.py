@@ -3,8 +3,9 @@
     python -m benchmarks.fuzz_requests checkpoint=run chat_template=chat.jinja requests=FILE
 
 FILE has the requests as JSON: a list of bytes in base64. This program starts the server with the other words, sends
-each request over a connection of its own, and looks at what comes back: a status below 500 or 503, an error of the API's own
-form, and at the end a server that is well and leaves with exit code 0. It exits with 1 where something is wrong.
+each request over a connection of its own, and looks at what comes back: a status below 500 or 503, an error of the
+API's own form, and at the end a server that is well and leaves with exit code 0. It exits with 1 where something is
+wrong.
 """
 
 import base64

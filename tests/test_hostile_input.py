@@ -1,25 +1,31 @@
 """Input from outside that is wrong in ways nobody means: each gets one line, and no traceback (docs/security.md)."""
 
+import argparse
 import errno
 import functools
 import http.server
 import json
 import logging
+import os
 import subprocess
 import sys
 import threading
 
 import pytest
+from rich.table import Table
 from support.harness import ONE_LAYER, ROOT, SMALL, cli
 
 from tunix.base.dotted_path import blame_user, import_object
 from tunix.base.errors import UserError, is_masked, mask_secrets, mask_values, mask_variables
 from tunix.base.files import is_plain, open_lines, read_yaml
+from tunix.base.text import as_text
 from tunix.data.chat import ChatTemplate
 from tunix.data.documents import BadRow, _read_messages
+from tunix.generate import _read_rows
 from tunix.huggingface.weights import weight_files
 from tunix.inference.sampling import read_stop_ids
 from tunix.launch.nodes import read_config
+from tunix.processes import exits
 from tunix.run.folder import hold_lock
 
 TURNS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
@@ -204,3 +210,19 @@ def test_yaml_that_is_nested_too_deep_or_no_date(tmp_path):
         (tmp_path / "words.yaml").write_text(text)
         with pytest.raises(UserError, match="cannot be read"):
             read_config(tmp_path / "words.yaml")
+
+
+def test_rows_of_prompts_that_are_nested_too_deep(tmp_path):
+    (tmp_path / "deep.jsonl").write_text("[" * 50_000 + "\n")
+    with pytest.raises(UserError, match=r"deep\.jsonl cannot be read: it is nested too deep"):
+        _read_rows(tmp_path / "deep.jsonl", "text")
+
+
+@pytest.mark.parametrize("value", ["1" * 5000, "\u00b2", "-1", "x"])
+@pytest.mark.parametrize("name", ["COLUMNS", "LINES"])
+def test_sizes_of_a_terminal_that_are_no_numbers_are_ignored(name, value, monkeypatch, capsys):
+    """rich and argparse would end with a traceback."""
+    monkeypatch.setenv(name, value)
+    assert exits.report_errors(lambda: print(as_text(Table("a")), argparse.ArgumentParser().format_help())) == 0
+    assert name not in os.environ
+    assert "usage: " in capsys.readouterr().out
