@@ -9,15 +9,19 @@ import numpy as np
 import pytest
 from models.test_experts import SMALL, STEPS
 from models.test_flash import compile_kernels
+from models.test_fused_experts import SMALL_BLOCKS as SMALL_EXPERT_BLOCKS
 from support.harness import batch, cli_here, program
+from support.harness import experts as few_experts
 
 from tunix.base.errors import UserError
 from tunix.config.compose import compose
 from tunix.models.grouped_matmul import grouped
 from tunix.models.kernels import GROUPED_BLOCKS, GroupedBlock, GroupedBlocks, empty_rows, select_expert_matmul
+from tunix.training import kernel_check
 from tunix.training.choices import build_layout, build_mesh
 from tunix.training.kernel_check import check_expert_matmul
 
+EXACT = ["distributed.allow_idle_devices=true", "training.mixed_precision=fp32"]
 SMALL_BLOCKS = GroupedBlocks(
     GroupedBlock(16, 32, 16, 1, 1), GroupedBlock(32, 16, 32, 1, 1), GroupedBlock(16, 16, 32, 1, 1)
 )
@@ -63,8 +67,8 @@ def test_a_step_is_that_of_ragged_dot(words, monkeypatch):
 @pytest.mark.parametrize(
     ("kind", "dtype", "name", "reason"),
     [
-        ("NVIDIA H100 80GB HBM3", "bfloat16", "grouped", "a row meets one expert"),
-        ("NVIDIA L40S", "float16", "grouped", "exact here"),
+        ("NVIDIA H100 80GB HBM3", "bfloat16", "fused", "copies no row"),
+        ("NVIDIA L40S", "float16", "fused", "exact here"),
         ("NVIDIA H200", "float32", "xla", "multiplies 16-bit numbers, and products are float32"),
         ("Tesla T4", "float16", "xla", "block sizes for H100, H200, A100, B200, L40S, not for Tesla T4"),
         ("cpu", "bfloat16", "xla", "not for cpu"),
@@ -77,8 +81,22 @@ def test_auto_takes_the_kernel_where_it_is_exact(kind, dtype, name, reason):
     assert reason in choice.reason
     assert select_expert_matmul("xla", dtype, device).name == "xla"
     if name == "xla":
-        with pytest.raises(UserError, match="model.expert_products=grouped: .*set model.expert_products=auto"):
-            select_expert_matmul("grouped", dtype, device)
+        for refused in ["grouped"] if kind == "cpu" else ["grouped", "fused"]:
+            with pytest.raises(UserError, match=f"model.expert_products={refused}: .*set model.expert_products=auto"):
+                select_expert_matmul(refused, dtype, device)
+
+
+def test_auto_takes_products_where_the_fused_kernels_lack_a_part():
+    """Biases are added behind the weights of the router, which these experts multiply before."""
+    mlp = compose([few_experts(biases=True, weighted="inputs")]).config.model.mlp
+    device = jax.sharding.AbstractDevice(device_kind="NVIDIA H100", num_cores=None, platform="gpu")
+    choice = select_expert_matmul("auto", "bfloat16", device, mlp)
+    assert choice == ("grouped", choice.reason)
+    assert "add no biases (model.mlp.biases) to weighted inputs" in choice.reason
+    for kind in ("gpu", "cpu"):
+        named = jax.sharding.AbstractDevice(device_kind="NVIDIA H100", num_cores=None, platform=kind)
+        with pytest.raises(UserError, match="model.expert_products=fused: the fused kernels add no biases"):
+            select_expert_matmul("fused", "bfloat16", named, mlp)
 
 
 def test_a_run_says_which_products_and_a_dense_model_refuses_them(tmp_path):
@@ -105,6 +123,31 @@ def test_products_are_compared_with_ragged_dot_before_the_first_step():
     with pytest.raises(UserError, match=r"(outputs|gradients of \w+) differ .* train with model.expert_products=xla"):
         compared(f"{__name__}:wrong")
     assert compared(f"{__name__}:wrong", "training.check_attention=false") is None
+    assert compared("fused") is None  # operations of JAX stand for the kernels
+
+
+@pytest.mark.nightly(but=["False"])
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_fused_kernels_are_compared_before_the_first_step(is_wrong, monkeypatch):
+    """The kernels are interpreted; a wrong one takes the weights of the router twice."""
+    monkeypatch.setattr(jax, "shard_map", partial(jax.shard_map, check_vma=False))
+    monkeypatch.setattr(kernel_check, "blocks_in_use", lambda activation: SMALL_EXPERT_BLOCKS)
+    kernels = kernel_check.FusedProgram
+
+    def interpreted_program(hidden, room, blocks):
+        twice = lambda a, b, probs: hidden(a, b, probs * probs)  # noqa: E731
+        return kernels(twice if is_wrong and blocks else hidden, room, blocks, interpret=True)
+
+    monkeypatch.setattr(kernel_check, "FusedProgram", interpreted_program)
+    cfg = compose([*SMALL, "model.mesh_shape=[[1],[fsdp]]", "model.expert_products=fused", *EXACT]).config
+    mesh = build_mesh(cfg)
+    with jax.set_mesh(mesh):
+        if is_wrong:
+            with pytest.raises(UserError, match=r"fused: its \w+.* differ .* train with model.expert_products=xla"):
+                check_expert_matmul(cfg, build_layout(cfg, mesh), mesh)
+        else:
+            found = check_expert_matmul(cfg, build_layout(cfg, mesh), mesh)
+            assert "fused products of experts agrees with the plain kernel within 0.00%" in (found or "")
 
 
 def test_rows_that_are_computed_beside_those_of_the_groups():
@@ -120,7 +163,7 @@ def test_blocks_fit_into_the_chip(chip, installs_dir):
 
     The layer of Qwen 3 30B-A3B, forward and backward: three products with three kernels each, and no product beside them.
     """
-    found = json.loads(compile_kernels(chip, "experts", installs_dir))
+    found = json.loads(compile_kernels(chip, "experts-qwen3_30b_a3b-grouped", installs_dir))
     assert found["kernels"] == {"grouped_d_rows": 3, "grouped_d_weights": 3, "grouped_forward": 3}
     # Products with eight experts and the router's, forward and backward. XLA's own product of one of the three matrices
     # would have 16 times as many FLOPs as all of these, and 16 GiB of copies of the rows.

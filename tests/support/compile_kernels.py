@@ -1,6 +1,6 @@
 """Compile kernels for a chip that is not there: compile_kernels.py CHIP WHAT.
 
-WHAT is HEAD_DIM, HEAD_DIM-capped, experts, rows, ulysses or ring. Prints the names of the attention kernels. Of a layer of experts, also on four devices that exchange rows, and of attention
+WHAT is HEAD_DIM, HEAD_DIM-capped, experts-MODEL-PRODUCTS, rows, ulysses or ring. Prints the names of the attention kernels. Of a layer of experts, also on four devices that exchange rows, and of attention
 on two devices that share a sequence, it prints what the program has, as JSON.
 """
 
@@ -33,6 +33,7 @@ from tunix.sharding.table import axis_names
 from tunix.training.choices import build_layout
 
 SPLIT = jax.P("fsdp")
+NO_SPILLS = {"xla_gpu_fail_ptx_compilation_on_register_spilling": True}
 WITHOUT_TIME = Speeds(1.0, 1.0, 1.0, 1.0, 1.0, 0.0, lambda _: 0.0)
 
 
@@ -55,24 +56,29 @@ def compile_attention(mesh: Mesh, dim: int, options: dict[str, Any]) -> str:
     return jax.jit(gradients).lower(queries, keys, keys, *numbers).compile().as_text()
 
 
-def compile_experts(mesh: Mesh, kind: str, num_tokens: int = 4096) -> dict[str, Any]:
-    """Return what the program of a layer of Qwen 3 30B-A3B with its gradients has, and what its definition says."""
-    cfg = compose(["model=qwen3_30b_a3b", "model.mesh_shape=[[1],[fsdp]]", "training.param_dtype=bfloat16"]).config
+def compile_experts(mesh: Mesh, kind: str, model: str, products: str, num_tokens: int = 4096) -> dict[str, Any]:
+    """Return what the program of a layer of a model with its gradients has, and what its definition says.
+
+    XLA refuses a kernel that spills registers into memory.
+    """
+    words = [f"model={model}", "model.mesh_shape=[[1],[fsdp]]", "training.param_dtype=bfloat16"]
+    cfg = compose([*words, f"model.expert_products={products}"]).config
     layout = build_layout(cfg, mesh)
     layer, state = nnx.split(nnx.eval_shape(lambda: Experts(cfg.model, layout, Initializer(None))))
     shaped = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=jax.NamedSharding(mesh, jax.P())), state
     )
     spec = layout.activation("BtD")
-    x = jax.ShapeDtypeStruct((1, num_tokens, 2048), jnp.bfloat16, sharding=jax.NamedSharding(mesh, spec))
+    shape = (1, num_tokens, cfg.model.embed_dim)
+    x = jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=jax.NamedSharding(mesh, spec))
 
     def gradients(state, x):
         out, pull_back = jax.vjp(lambda state, x: nnx.merge(layer, state)(x, None)[0], state, x)
         return pull_back(out)
 
-    compiled = jax.jit(gradients).lower(shaped, x).compile()
+    compiled = jax.jit(gradients).lower(shaped, x).compile(NO_SPILLS)
     text = compiled.as_text()
-    counts = Counter(re.findall(r'name = "(grouped_\w+)"', text))
+    counts = Counter(re.findall(r'name = "((?:grouped|experts)_\w+)"', text))
     return {
         "kernels": dict(sorted(counts.items())),
         "flops": predict_time(text, [], WITHOUT_TIME, derive_kernel_data(cfg, kind, dict(mesh.shape))).flops,
@@ -112,8 +118,8 @@ axes = ("fsdp",) if dim.isdigit() else axis_names()
 sizes = [len(devices) if axis == ("fsdp" if dim.isdigit() else "cp") else 1 for axis in axes]
 mesh = jax.make_mesh(sizes, axes, axis_types=(AxisType.Explicit,) * len(axes), devices=devices)
 with jax.set_mesh(mesh):
-    if label == "experts":
-        print(json.dumps(compile_experts(mesh, cluster.kind.name)))
+    if label.startswith("experts"):
+        print(json.dumps(compile_experts(mesh, cluster.kind.name, *label.split("-")[1:])))
     elif label in CP_EXCHANGES:
         print(json.dumps(compile_exchange(mesh, label)))
     else:

@@ -25,7 +25,7 @@ from tunix.config.layers import (
 from tunix.config.model_checks import check_model_keys
 from tunix.config.vision import Vision
 from tunix.huggingface.table import FAMILIES, Family
-from tunix.models.table import CP_EXCHANGES, EXPERT_EXCHANGES, GROUPED, KERNELS
+from tunix.models.table import CP_EXCHANGES, EXPERT_EXCHANGES, FUSED, GROUPED, KERNELS
 from tunix.sharding import mesh_shape
 from tunix.sharding.equations import values_per_byte, weights_per_scale
 from tunix.sharding.table import read_dims
@@ -163,9 +163,11 @@ class Model(Section):
     attention: entry_of(("auto", *KERNELS))  # type: ignore[valid-type]
     """Attention kernel: flash (our own; GPUs, 16-bit products), cudnn (GPUs, 16-bit products), xla (anywhere), or auto:
     the fastest one that is exact here. The start report says which, and why."""
-    expert_products: entry_of(("auto", *GROUPED))  # type: ignore[valid-type]
-    """Products of experts: grouped (our own kernel; GPUs, 16-bit products), xla (anywhere; on GPUs it multiplies all
-    tokens with all experts), or auto: the fastest one that is exact here. The start report says which, and why."""
+    expert_products: entry_of(("auto", FUSED, *GROUPED))  # type: ignore[valid-type]
+    """Products of experts: fused (our own kernels, which take tokens by their indices and copy no rows; GPUs, 16-bit
+    products; on CPUs operations of JAX stand for them), grouped (our own kernel of one product; GPUs, 16-bit products),
+    xla (anywhere; on GPUs it multiplies all tokens with all experts), or auto: the fastest one that is exact here. The
+    start report says which, and why."""
     expert_exchange: Literal[("auto", *EXPERT_EXCHANGES)]  # type: ignore[valid-type]
     """How tokens reach experts of other devices: gather (all tokens go to all devices; anywhere), rows (each token goes
     to its experts alone; GPUs), or auto: the one that sends fewer bytes. The start report says which, and why."""

@@ -22,7 +22,9 @@ from functools import cache
 
 from tunix.costs.hlo import (
     ASYNC_CALLS,
+    COMBINE,
     FREE,
+    FUSED_KERNELS,
     KINDS,
     TRIP_COUNT,
     Collective,
@@ -30,6 +32,7 @@ from tunix.costs.hlo import (
     Scope,
     Work,
     count_alone,
+    count_fused,
     count_fusion,
     count_grouped,
     multiplies_fp8,
@@ -41,6 +44,8 @@ from tunix.costs.hlo import (
 # Products in the kernels of models/flash_attention.py: scores and outputs; scores, gradients of scores and of queries;
 # scores, gradients of scores, of keys and of values.
 KERNEL_MATMUL = {"attention_forward": 2, "attention_d_queries": 3, "attention_d_keys": 4}
+FURTHER_ROUNDS = "further_rounds"  # the scope of the loop of models/fused_experts.py
+HOST_READ_S = 15e-6  # seconds in which the host reads the condition of a loop whose end is data; assumed
 GROUPED_KERNELS = ("grouped_forward", "grouped_d_rows", "grouped_d_weights")  # of models/grouped_matmul.py
 
 
@@ -50,7 +55,7 @@ class Speeds:
 
     flops_per_s: float  # of matrix products
     fp8_flops_per_s: float  # of those of 8-bit floats
-    # Of our kernels: models/flash_attention.py, which also compute a softmax, and models/grouped_matmul.py.
+    # Of our kernels: models/flash_attention.py, which also compute a softmax, grouped_matmul.py, and fused_experts.py.
     kernel_flops_per_s: float
     bytes_per_s: float  # of reading and writing the device's memory
     host_bytes_per_s: float  # between the device and the host's memory
@@ -72,7 +77,9 @@ class KernelData:
     # For which a device has rows, where experts have equal loads: those of a layer on all devices, unless a buffer is
     # bounded. It computes its own.
     num_experts: float = math.nan
-    # Rows that a grouped product computes for each expert beside the expert's own, by kernel.
+    # Rows for which fused kernels have room, for each row of a device whose experts have equal loads.
+    expert_room: float = math.nan
+    # Rows that a product of experts computes for each expert beside the expert's own, by kernel.
     empty_rows: dict[str, float] = field(default_factory=dict)
 
 
@@ -167,6 +174,8 @@ class _Walk:
             return max(branches, key=lambda branch: branch.step_s).after(StepTime())
         if instruction.opcode in ("while", "call"):
             trip_count = TRIP_COUNT.search(instruction.text)
+            if not trip_count and FURTHER_ROUNDS in instruction.text:  # none with equal loads; the host reads that
+                return StepTime(HOST_READ_S)
             return self.run(instruction.called).after(StepTime(), int(trip_count[1]) if trip_count else 1)
         speeds, (work, flops_per_s) = self.speeds, self._work_and_speed(instruction, scope)
         # A kernel computes and reads at the same time: the slowest of these decides ("roofline").
@@ -180,6 +189,9 @@ class _Walk:
         HLO shows nothing of the inside of our own kernels: their FLOPs come from the shapes of their operands.
         """
         speeds, data, kernel = self.speeds, self.data, instruction.kernel
+        if kernel in (*FUSED_KERNELS, COMBINE):
+            work = count_fused(instruction, scope, data.expert_room, data.empty_rows.get(kernel, math.nan))
+            return work, speeds.kernel_flops_per_s
         if kernel in GROUPED_KERNELS:
             work = count_grouped(instruction, scope, data.num_experts, data.empty_rows.get(kernel, math.nan))
             return work, speeds.kernel_flops_per_s

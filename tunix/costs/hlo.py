@@ -390,6 +390,51 @@ def count_grouped(instruction: Instruction, scope: Scope, num_experts: float, em
     return Work(flops, weights.num_bytes + share * sum(array.num_bytes for array in row_arrays))
 
 
+class FusedKernel(NamedTuple):
+    """What a kernel of models/fused_experts.py multiplies, and what it reads and writes of each row."""
+
+    num_matmul: int  # products of rows [room, D] and [room, G] with weights, or with one another
+    wide: int  # arrays of rows of width D
+    narrow: int  # arrays of rows of width G
+
+
+FUSED_KERNELS = {
+    "experts_up": FusedKernel(2, 1, 3),
+    "experts_down": FusedKernel(1, 1, 1),
+    "experts_d_hidden": FusedKernel(1, 1, 5),
+    "experts_d_down": FusedKernel(1, 1, 1),
+    "experts_d_inputs": FusedKernel(2, 1, 2),
+    "experts_d_rows": FusedKernel(2, 1, 2),
+}
+COMBINE = "experts_combine"
+
+
+def count_fused(instruction: Instruction, scope: Scope, room: float, empty_rows: float) -> Work:
+    """Count the work of a kernel of models/fused_experts.py, whose experts have equal loads.
+
+    Its arrays of rows have `room` times as many rows as equal loads give. `empty_rows` is how many rows it computes for
+    each expert beside those that the expert has.
+    """
+    arrays = [scope[name] for name in instruction.operands]
+    results = [[int(size) for size in dims.split(",") if size] for _, dims in ARRAY.findall(instruction.type)]
+    if instruction.kernel == COMBINE:
+        places, z = arrays[-2:]
+        return Work(0.0, places.num_bytes + z.num_bytes / room + instruction.num_bytes)
+    each = FUSED_KERNELS[instruction.kernel]
+    shapes = [array.dims for array in arrays]
+    num_experts, *sides = next(dims for dims in (*shapes, *results) if len(dims) == 3)  # weights, or their gradient
+    if instruction.kernel in ("experts_down", "experts_d_hidden", "experts_d_down"):  # these are [X, G, D]
+        sides.reverse()
+    dim, width = sides
+    # Results are rows; of those that are weights, the longest operand of one dimension are the tokens of rows.
+    of_rows = len(results[0]) == 2
+    num_rows = (results[0][0] if of_rows else max(dims[0] for dims in shapes if len(dims) == 1)) / room
+    itemsize = min(count_array_bytes(dtype, "1") for dtype, _ in ARRAY.findall(instruction.type))
+    flops = 2.0 * each.num_matmul * (num_rows + num_experts * empty_rows) * dim * width
+    numbers = num_rows * (each.wide * dim + each.narrow * width) + each.num_matmul * num_experts * dim * width
+    return Work(flops, itemsize * numbers)
+
+
 def multiplies_fp8(instruction: Instruction, scope: Scope, program: Computations) -> bool:
     """Return whether an instruction multiplies matrices of 8-bit floats, itself or in the fusion that it is."""
     if instruction.opcode == "fusion":

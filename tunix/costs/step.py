@@ -32,11 +32,12 @@ from tunix.models.attention import select_query_block
 from tunix.models.context_parallel import is_in_blocks
 from tunix.models.expert_parallel import buffer_rows_per_token
 from tunix.models.flops import chunk_flops_per_token, flops_per_token, forward_flops_per_token
+from tunix.models.kernels import ROOM
 from tunix.models.layer_scan import sums_in_layers
 from tunix.models.layers import parameter_name
 from tunix.models.linear_attention import CHUNK
 from tunix.models.remat import Remat, product_name
-from tunix.models.table import EXPERT_EXCHANGES, MATMUL_DTYPES
+from tunix.models.table import EXPERT_EXCHANGES, FUSED, MATMUL_DTYPES
 from tunix.sharding.arrays import bytes_per_device
 from tunix.sharding.layout import Layout
 from tunix.sharding.mesh_shape import count_devices, data_shards, token_shards
@@ -330,7 +331,15 @@ def _count_mlp_numbers(model: Model, layout: Layout, mesh: Mesh | AbstractMesh, 
         return mlp
     # Rows for which the exchange has room, for each token of this device.
     num_rows = buffer_rows_per_token(model, count_devices(mesh.shape, layout.expert_axes), layout.expert_exchange)
-    expert_numbers = num_rows * (3 * local["G"] + 2 * local["D"]) + 3 * local.get("U", 0)
+    if layout.expert_products == FUSED:
+        # Tokens arrive, and sums for them or for rows go back; rows of a round have room for more than equal loads.
+        per_token = model.mlp.experts_per_token
+        arriving = num_rows if EXPERT_EXCHANGES[layout.expert_exchange].has_buffer else num_rows / per_token
+        in_round = min(num_rows, ROOM * per_token)
+        expert_numbers = in_round * (3 * local["G"] + local["D"]) + 2 * arriving * local["D"]
+    else:
+        expert_numbers = num_rows * (3 * local["G"] + 2 * local["D"])
+    expert_numbers += 3 * local.get("U", 0)
     if EXPERT_EXCHANGES[layout.expert_exchange].has_buffer:  # sent, and returned
         expert_numbers += 2 * model.mlp.experts_per_token * local["D"]
     if model.mlp.beside_mlp:

@@ -192,6 +192,9 @@ class LocalExperts(NamedTuple):
     # (rows [R, D], numbers of own experts [R]; `num_experts` is of none; weights [R] of the results, or None)
     # -> results [R, D], 0 of none
     compute: Callable[[jax.Array, jax.Array, jax.Array | None], jax.Array]
+    # With fused kernels: (tokens [n, D], numbers of own experts [n, k], weights of the router [n, k], rows of this
+    # device with equal loads) -> sums of results [n, D]. None: `compute` takes the rows.
+    compute_fused: Callable[[jax.Array, jax.Array, jax.Array, int], jax.Array] | None = None
 
 
 def exchange_by_gather(tokens: Tokens, local: LocalExperts) -> tuple[jax.Array, jax.Array]:
@@ -203,13 +206,16 @@ def exchange_by_gather(tokens: Tokens, local: LocalExperts) -> tuple[jax.Array, 
     """
     x, experts, probs = (jax.lax.all_gather(each, local.axes, tiled=True) for each in tokens)
     # Numbers from the first own expert on.
-    group = experts.reshape(-1) - jax.lax.axis_index(local.axes) * local.num_experts
+    group = experts - jax.lax.axis_index(local.axes) * local.num_experts
     group = jnp.where((group >= 0) & (group < local.num_experts), group, local.num_experts)
+    if local.compute_fused is not None:
+        sums = local.compute_fused(x, group, probs, tokens.experts.size)
+        return jax.lax.psum_scatter(sums, local.axes, scatter_dimension=0, tiled=True), jnp.zeros(())
     # A row for each choice of a token, also of experts elsewhere: those have no group, and results of 0.
     rows = jnp.repeat(x, experts.shape[1], axis=0)
     if local.weighs_inputs:
         rows, probs = rows * probs.reshape(-1, 1).astype(rows.dtype), jnp.ones_like(probs)
-    results = local.compute(rows, group, None).reshape(*experts.shape, -1)
+    results = local.compute(rows, group.reshape(-1), None).reshape(*experts.shape, -1)
     sums = jnp.einsum("nkD,nk->nD", results, probs.astype(results.dtype))
     return jax.lax.psum_scatter(sums, local.axes, scatter_dimension=0, tiled=True), jnp.zeros(())
 
@@ -245,7 +251,9 @@ def exchange_rows(tokens: Tokens, local: LocalExperts) -> tuple[jax.Array, jax.A
         return move_rows(sort_by_expert(rows), plan.there, plan.back, (capacity, len(choices)), local.axes)
 
     rows, probs = jnp.repeat(tokens.x, per_token, axis=0), tokens.probs.reshape(-1)
-    if local.weighs_inputs:
+    if local.compute_fused is not None:  # each row is a token with one expert
+        results = local.compute_fused(send(rows), plan.group[:, None], send(probs)[:, None], len(choices))
+    elif local.weighs_inputs:
         results = local.compute(send(rows * probs[:, None].astype(rows.dtype)), plan.group, None)
     else:
         results = local.compute(send(rows), plan.group, send(probs))

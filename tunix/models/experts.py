@@ -28,10 +28,13 @@ from tunix.base.dotted_path import import_object
 from tunix.config import Model
 from tunix.config.layers import ExpertsMlp
 from tunix.models.expert_parallel import LocalExperts, Tokens
+from tunix.models.fused_experts import HIDDEN, ExpertWeights, blocks_in_use, compute_experts, count_room, sort_rows
+from tunix.models.fused_experts import Program as FusedProgram
+from tunix.models.grouped_matmul import vary_alike
 from tunix.models.layers import ACTIVATIONS, MLP, Bias, BlockSums, Initializer, Matrix, RMSNorm, Routing, unchanged
 from tunix.models.low_rank import ExpertFactors
 from tunix.models.matmul import grouped_product, product
-from tunix.models.table import EXPERT_EXCHANGES
+from tunix.models.table import EXPERT_EXCHANGES, FUSED
 from tunix.sharding.equations import Equation
 from tunix.sharding.layout import Layout
 from tunix.sharding.mesh import stage_shard_map
@@ -191,6 +194,8 @@ class Experts(nnx.Module):
         assert isinstance(cfg.mlp, ExpertsMlp)
         self.layout, self.gated = layout, GATES[cfg.mlp.activation]
         self.weighs_inputs = cfg.mlp.weighted == "inputs"
+        self.activation = cfg.mlp.activation
+        self.hidden = partial(HIDDEN[cfg.mlp.weighted], self.gated)
         self.product, self.capacity = partial(grouped_product, kind=layout.expert_products), cfg.expert_buffer_factor
         self.router = Router(cfg, layout, initializer)
         self.expert_gate = ExpertMatrix("mlp.expert_gate", "BTXD,XDG->BTXG", cfg, layout, initializer)
@@ -246,8 +251,9 @@ class Experts(nnx.Module):
             shape = tokens.shape
             tokens = Tokens(*(each.reshape(-1, each.shape[-1]) for each in (tokens, experts, probs)))
             compute = partial(self._compute_rows, weights)
+            fused = partial(self._compute_fused, weights) if layout.expert_products == FUSED else None
             num_local = len(weights.matrices[0])
-            local = LocalExperts(num_local, layout.expert_axes, self.weighs_inputs, self.capacity, compute)
+            local = LocalExperts(num_local, layout.expert_axes, self.weighs_inputs, self.capacity, compute, fused)
             y, dropped = import_object(EXPERT_EXCHANGES[layout.expert_exchange].function)(tokens, local)
             dropped = _sum_over_devices(dropped, width_axes)
             if layout.stream_axes:
@@ -262,6 +268,31 @@ class Experts(nnx.Module):
         mapped = stage_shard_map(compute_on_device, in_specs, out_specs, layout.stages_around, stand_in)
         y, dropped = mapped(x, *routes, weights)
         return checkpoint_name(y, "product"), jax.lax.stop_gradient(dropped)
+
+    def _compute_fused(
+        self, weights: Weights, x: jax.Array, group: jax.Array, probs: jax.Array, mean_rows: int
+    ) -> jax.Array:
+        """Return the sums [n, D] of what this device's experts give for tokens [n, D], by fused kernels.
+
+        `group` [n, k] are the numbers of the experts; the number behind the last expert is of no expert. `probs` [n, k]
+        are the weights of the router. With equal loads there would be `mean_rows` rows.
+        """
+        (gate, up, down), biases = weights.matrices, weights.biases
+        num_experts, (num_tokens, per_token) = len(gate), group.shape
+        room = count_room(mean_rows, num_tokens * min(per_token, num_experts))
+        program = FusedProgram(self.hidden, room, blocks_in_use(self.activation))
+        y = compute_experts(
+            x, probs, ExpertWeights(gate, up, down, *biases[:2]), sort_rows(group, num_experts), program
+        )
+        if not biases:
+            return y
+        # The bias of the last product, times the router's weights, is a product of its own: [n, X] times [X, D].
+        is_chosen = group[..., None] == jnp.arange(num_experts)
+        probs_of_experts = jnp.sum(jnp.where(is_chosen, probs[..., None], 0), 1).astype(x.dtype)
+        width_axes = self.layout.product_axes(self.expert_down.equation)
+        is_first = jax.lax.axis_index(width_axes) == 0 if width_axes else True
+        probs_of_experts, bias = vary_alike(probs_of_experts, biases[2].astype(x.dtype))
+        return y + probs_of_experts @ jnp.where(is_first, bias, 0)
 
     def _compute_rows(self, weights: Weights, rows: jax.Array, group: jax.Array, probs: jax.Array | None) -> jax.Array:
         """Return what this device's experts give for rows [R, D]: results [R, D], times their shares [R] if given.

@@ -41,10 +41,10 @@ def grouped(rows: jax.Array, w: jax.Array, sizes: jax.Array, blocks: GroupedBloc
     Results of rows behind the last group are undefined, and so are their gradients. With `blocks` given, the kernels
     are interpreted: slow, on any device, for tests.
     """
-    return _multiply(*_vary_alike(rows, w, sizes), blocks or find_row_in_use(GROUPED_BLOCKS), blocks is not None)
+    return _multiply(*vary_alike(rows, w, sizes), blocks or find_row_in_use(GROUPED_BLOCKS), blocks is not None)
 
 
-def _vary_alike(*arrays: jax.Array) -> list[jax.Array]:
+def vary_alike(*arrays: jax.Array) -> list[jax.Array]:
     """Return the arrays as types that vary over the same mesh axes, as JAX's own operations take them.
 
     The casts stand outside of the rule of the gradient, so JAX sums gradients over the axes where that is due.
@@ -81,7 +81,7 @@ _multiply.defvjp(_multiply_forward, _multiply_backward)
 def _product(rows, w, sizes, block: GroupedBlock, interpret: bool, transposed: bool, name: str) -> jax.Array:
     """Return rows [R, in] times the weights [X, in, out] of their groups; `transposed` weights are [X, out, in]."""
     num_columns = w.shape[1] if transposed else w.shape[2]
-    tiles = _list_tiles(sizes, len(rows), block.rows)
+    tiles = list_tiles(sizes, len(rows), block.rows)
     tile_spec = pl.BlockSpec((None,), lambda _, tile: (tile,))
     return call_kernel(
         partial(_product_kernel, block=block, transposed=transposed),
@@ -115,7 +115,7 @@ def _weights_gradient(rows, gradient, w, sizes, block: GroupedBlock, interpret: 
     )
 
 
-def _list_tiles(sizes: jax.Array, num_rows: int, tile_rows: int) -> Tiles:
+def list_tiles(sizes: jax.Array, num_rows: int, tile_rows: int) -> Tiles:
     """Return the blocks of `tile_rows` rows: as many as may be needed, of which those without rows come last.
 
     For 12 rows, groups of 5, 0 and 4 rows, and blocks of 3 (see above):
@@ -142,51 +142,51 @@ def _product_kernel(tile: Tiles, rows_ref, w_ref, out_ref, *, block: GroupedBloc
     """Some columns of the results of one block of rows, which meets the weights of its group."""
     group, begin, end = tile.group[...], tile.begin[...], tile.end[...]
     num_inputs, num_columns = rows_ref.shape[1], out_ref.shape[1]
-    rows, is_row = pl.ds(begin, block.rows), _are_before(end, begin, block.rows)
-    columns, is_column = _part(pl.program_id(0), block.columns, num_columns)
+    rows, is_row = pl.ds(begin, block.rows), are_before(end, begin, block.rows)
+    columns, is_column = part_of(pl.program_id(0), block.columns, num_columns)
 
     def body(n, total):
-        inputs, is_input = _part(n, block.depth, num_inputs)
-        x = _load(rows_ref.at[rows, inputs], is_row, is_input)
+        inputs, is_input = part_of(n, block.depth, num_inputs)
+        x = load_block(rows_ref.at[rows, inputs], is_row, is_input)
         if transposed:
-            return total + triton.dot(x, _load(w_ref.at[group, columns, inputs], is_column, is_input).T)
-        return total + triton.dot(x, _load(w_ref.at[group, inputs, columns], is_input, is_column))
+            return total + triton.dot(x, load_block(w_ref.at[group, columns, inputs], is_column, is_input).T)
+        return total + triton.dot(x, load_block(w_ref.at[group, inputs, columns], is_input, is_column))
 
     num_blocks = pl.cdiv(num_inputs, block.depth) * (begin < end).astype(jnp.int32)  # none without rows
     total = jax.lax.fori_loop(0, num_blocks, body, jnp.zeros((block.rows, block.columns), jnp.float32))
-    _store(out_ref.at[rows, columns], total, is_row, is_column)
+    store_block(out_ref.at[rows, columns], total, is_row, is_column)
 
 
 def _weights_kernel(begin_ref, end_ref, rows_ref, gradient_ref, dw_ref, *, block: GroupedBlock):
     """A block of the gradient of one group's weights: the sum over the rows of the group, `block.depth` at a time."""
     group, begin, end = pl.program_id(2), begin_ref[...], end_ref[...]
     _, num_inputs, num_columns = dw_ref.shape
-    inputs, is_input = _part(pl.program_id(1), block.rows, num_inputs)
-    columns, is_column = _part(pl.program_id(0), block.columns, num_columns)
+    inputs, is_input = part_of(pl.program_id(1), block.rows, num_inputs)
+    columns, is_column = part_of(pl.program_id(0), block.columns, num_columns)
 
     def body(n, total):
         first = begin + n * block.depth
-        rows, is_row = pl.ds(first, block.depth), _are_before(end, first, block.depth)
-        x = _load(rows_ref.at[rows, inputs], is_row, is_input)
-        return total + triton.dot(x.T, _load(gradient_ref.at[rows, columns], is_row, is_column))
+        rows, is_row = pl.ds(first, block.depth), are_before(end, first, block.depth)
+        x = load_block(rows_ref.at[rows, inputs], is_row, is_input)
+        return total + triton.dot(x.T, load_block(gradient_ref.at[rows, columns], is_row, is_column))
 
     num_blocks = pl.cdiv(end - begin, block.depth)
     total = jax.lax.fori_loop(0, num_blocks, body, jnp.zeros((block.rows, block.columns), jnp.float32))
-    _store(dw_ref.at[group, inputs, columns], total, is_input, is_column)
+    store_block(dw_ref.at[group, inputs, columns], total, is_input, is_column)
 
 
 # A block at the edge of an array or of a group reaches beyond it. What lies there is read as 0 and not written. `None`
 # in place of a mask says that all of a block is there: Triton then loads it without a comparison for each number.
 
 
-def _are_before(end: Any, begin: Any, size: int) -> jax.Array:
+def are_before(end: Any, begin: Any, size: int) -> jax.Array:
     """Return which of the positions begin ... begin + size - 1 lie before `end`."""
     return begin + jnp.arange(size) < end
 
 
-def _part(n: Any, size: int, length: int) -> tuple[Any, jax.Array | None]:
+def part_of(n: Any, size: int, length: int) -> tuple[Any, jax.Array | None]:
     """Return positions of the n-th part of a dimension, and which of them it has; None if its parts are all full."""
-    return pl.ds(n * size, size), None if length % size == 0 else _are_before(length, n * size, size)
+    return pl.ds(n * size, size), None if length % size == 0 else are_before(length, n * size, size)
 
 
 def _mask(is_row: jax.Array | None, is_column: jax.Array | None) -> jax.Array | None:
@@ -196,13 +196,13 @@ def _mask(is_row: jax.Array | None, is_column: jax.Array | None) -> jax.Array | 
     return is_row[:, None] if is_column is None else is_row[:, None] & is_column[None, :]
 
 
-def _load(ref: Any, is_row: jax.Array | None, is_column: jax.Array | None) -> jax.Array:
+def load_block(ref: Any, is_row: jax.Array | None, is_column: jax.Array | None) -> jax.Array:
     """Return the numbers of a block; 0 where the masks of its rows or of its columns are false."""
     mask = _mask(is_row, is_column)
     return ref[...] if mask is None else triton.load(ref, mask=jnp.broadcast_to(mask, ref.shape), other=0.0)
 
 
-def _store(ref: Any, values: jax.Array, is_row: jax.Array | None, is_column: jax.Array | None) -> None:
+def store_block(ref: Any, values: jax.Array, is_row: jax.Array | None, is_column: jax.Array | None) -> None:
     """Write the numbers of a block where both masks are true: another program writes those beside them."""
     mask = _mask(is_row, is_column)
     mask = None if mask is None else jnp.broadcast_to(mask, ref.shape)

@@ -19,6 +19,9 @@ KERNELS = {
 # of each softmax, which JAX's function for cuDNN does not.
 RING_KERNELS = ("auto", "flash", "xla")
 
+# What `model.expert_products` may be beside products by name: kernels that compute experts as a whole
+# (models/fused_experts.py).
+FUSED = "fused"
 # Products of rows with the weights of their experts; `models/matmul.py` says what one takes.
 GROUPED = {
     "grouped": "tunix.models.grouped_matmul:grouped",

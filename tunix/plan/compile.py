@@ -33,7 +33,8 @@ from tunix.costs.hlo import Collective, read_collectives
 from tunix.models import kernels
 from tunix.models.expert_parallel import experts_with_capacity, select_expert_exchange
 from tunix.processes.exits import end_with_parent
-from tunix.sharding.mesh_shape import token_shards
+from tunix.sharding.mesh_shape import count_devices, token_shards
+from tunix.sharding.table import DIMS, EXPERTS
 from tunix.training.choices import build_mesh
 from tunix.training.program import assemble
 
@@ -125,7 +126,11 @@ def derive_kernel_data(cfg: Config, device_kind: str, sizes: dict[str, int]) -> 
         return KernelData(pairs, in_ring)
     exchange = select_expert_exchange(model, sizes, PLATFORM).name
     num_experts = experts_with_capacity(model, sizes, exchange)
-    return KernelData(pairs, in_ring, num_experts, kernels.empty_rows(expert_blocks))
+    fused_blocks = kernels.find_row_of_chip(kernels.EXPERT_BLOCKS, device_kind)
+    assert fused_blocks is not None, "tables of kernels have the same chips"
+    room = min(kernels.ROOM, num_experts * count_devices(sizes, DIMS[EXPERTS].weight_axes) / model.mlp.num_experts)
+    empty_rows = kernels.empty_rows(expert_blocks) | kernels.fused_empty_rows(fused_blocks)
+    return KernelData(pairs, in_ring, num_experts, room, empty_rows)
 
 
 @dataclass(frozen=True)

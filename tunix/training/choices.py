@@ -198,7 +198,7 @@ def _lay_out(
         return choice.name
 
     kernels = choose_kernels(model, dtypes["compute"], device)
-    products = select_expert_matmul(model.expert_products, dtypes["compute"], device)
+    products = select_expert_matmul(model.expert_products, dtypes["compute"], device, model.mlp)
     layout = Layout(
         STRATEGIES[cfg.training.sharding_strategy],
         frozenset(unsplit_dims(list_dims(cfg.model, planned.batch), sizes)),

@@ -17,7 +17,11 @@ from tunix.config.layers import ExpertsMlp, HeadSizes
 from tunix.models.attention import Method, compute_attention
 from tunix.models.attention_mask import row_mask_rule
 from tunix.models.context_parallel import is_in_blocks
+from tunix.models.experts import GATES
+from tunix.models.fused_experts import HIDDEN, ExpertWeights, blocks_in_use, compute_experts, sort_rows
+from tunix.models.fused_experts import Program as FusedProgram
 from tunix.models.matmul import grouped_product
+from tunix.models.table import FUSED
 from tunix.sharding.layout import Layout
 from tunix.sharding.mesh_shape import data_shards, token_shards
 
@@ -25,6 +29,7 @@ from tunix.sharding.mesh_shape import data_shards, token_shards
 # which have 32 to 128 tokens: errors of masks show there.
 LENGTH, DOCUMENT, WINDOW = 512, 200, 160
 SIZES = (LENGTH // 2 + 3, 0, 1, LENGTH // 4)  # rows of each expert: an odd number, none, one; of LENGTH rows in all
+FACTORS = ("the gate", "the other factor", "the last product")  # of an expert
 # Largest difference that rounding explains, relative to the largest number: eight times the spacing of the dtype's
 # numbers. Kernels round scores, weights and sums in different orders.
 LIMITS = {"bfloat16": 2**-5, "float16": 2**-8, "float32": 2**-14}
@@ -61,7 +66,12 @@ def check_expert_matmul(cfg: Config, layout: Layout, mesh: Mesh) -> str | None:
     name = layout.expert_products
     if name == "xla":
         return None
-    compare = partial(_compare_matmul, name, cfg.model.embed_dim, mlp.expert_dim, layout.compute, mesh.axis_names)
+    if name == FUSED:
+        if blocks_in_use(mlp.activation) is None:
+            return None  # operations of JAX stand for the kernels
+        compare = partial(_compare_fused, mlp, cfg.model.embed_dim, layout.compute, mesh.axis_names)
+    else:
+        compare = partial(_compare_matmul, name, cfg.model.embed_dim, mlp.expert_dim, layout.compute, mesh.axis_names)
     # Each device computes the same numbers with its own copy: the largest difference of any device counts.
     differences = jax.jit(jax.shard_map(compare, in_specs=(), out_specs=PartitionSpec()))()
     return _judge(f"model.expert_products={name}", f"{name} products of experts", differences, layout.compute, mesh)
@@ -147,6 +157,46 @@ def _compare_matmul(
 
     labels = ("outputs", "gradients of rows", "gradients of weights")
     return jax.lax.pmax(_compute_differences(labels, results, name, dtype), axes)
+
+
+def _compare_fused(mlp: ExpertsMlp, num_inputs: int, dtype: str, axes: tuple[str, ...]) -> dict[str, jax.Array]:
+    """Return what `_compare` does for experts of this kind, each token with two of 4 experts, by fused kernels.
+
+    One expert has no rows, and some choices are of other devices. Half of the rows are computed in a second round.
+    """
+    num_tokens, num_experts = LENGTH // 2, len(SIZES)
+    choices = jnp.repeat(
+        jnp.arange(num_experts + 1), jnp.array([*SIZES, LENGTH - sum(SIZES)]), total_repeat_length=LENGTH
+    )
+    group = jax.random.permutation(jax.random.key(3), choices).reshape(num_tokens, 2).astype(jnp.int32)
+
+    def numbers(seed: int, *shape: int, scale: float = 1.0) -> jax.Array:
+        values = jax.random.normal(jax.random.key(seed), shape, dtype) * jnp.asarray(scale, dtype)
+        return jax.lax.pcast(values, axes, to="varying")
+
+    x, gradient, probs = (
+        numbers(4, num_tokens, num_inputs),
+        numbers(5, num_tokens, num_inputs),
+        numbers(9, num_tokens, 2),
+    )
+    inputs, outputs = (num_experts, num_inputs, mlp.expert_dim), (num_experts, mlp.expert_dim, num_inputs)
+    gate, up = (numbers(seed, *inputs, scale=num_inputs**-0.5) for seed in (6, 7))
+    biases = [numbers(seed, num_experts, mlp.expert_dim).astype("float32") for seed in ((10, 11) if mlp.biases else ())]
+    weights = ExpertWeights(gate, up, numbers(8, *outputs, scale=mlp.expert_dim**-0.5), *biases)
+    hidden, blocks = partial(HIDDEN[mlp.weighted], GATES[mlp.activation]), blocks_in_use(mlp.activation)
+
+    def results(kernel: str, dtype: str) -> list[jax.Array]:
+        program = FusedProgram(hidden, LENGTH // 2, blocks if kernel == FUSED else None)
+        rows = sort_rows(jax.lax.pcast(group, axes, to="varying"), num_experts)
+        cast = jax.tree.map(lambda array: array.astype(dtype), (x, weights._replace(gate_bias=None, up_bias=None)))
+        cast_weights = cast[1]._replace(gate_bias=weights.gate_bias, up_bias=weights.up_bias)
+        compute = partial(compute_experts, rows=rows, program=program)
+        out, pull_back = jax.vjp(compute, cast[0], probs.astype("float32"), cast_weights)
+        d_x, d_probs, d_weights = pull_back(gradient.astype(dtype))
+        return [out, d_x, d_probs, *d_weights[:3]]
+
+    labels = ("outputs", *(f"gradients of {label}" for label in ("tokens", "weights of the router", *FACTORS)))
+    return jax.lax.pmax(_compute_differences(labels, results, FUSED, dtype), axes)
 
 
 def _compute_differences(

@@ -1,0 +1,507 @@
+"""Experts of one device in fused kernels, which take rows of tokens by their indices and write no sorted copies.
+
+All choices of experts by tokens are sorted by expert once, as whole numbers (`sort_rows`). With 3 tokens, 2 experts for
+each token, and experts 0 and 1 on this device (2: of another device):
+
+    experts [N, k]   1 0 | 2 1 | 0 2       choices, token by token
+    order            1 4 | 0 3 | 2 5       choices sorted by expert: two of expert 0, two of expert 1, two of others
+    ends [X]         2 4                   the row behind the last one of each expert
+    place [N, k]     2 0 | - 3 | 1 -       the row of each choice; NOWHERE where the expert is on another device
+
+A row r is then the token `order[r] // k`, and these kernels (Pallas, lowered by Triton) compute all else:
+
+    up          a = x[token] Wg, b = x[token] Wu; hidden = gated(a, b) x weight of the router     [room, G]
+    down        z = hidden Wd                                                                     [room, D]
+    combine     y[t] = sum of z[place[t, j]] over the choices j of token t that are here          [N, D]
+
+    d_hidden    dy[token] Wd^T, then gradients of a, of b and of the router's weight, and hidden once more
+    d_down      the gradient of Wd: a sum over the rows of an expert of hidden^T dy[token]
+    d_inputs    gradients of Wg and Wu: a sum of x[token]^T da and x[token]^T db
+    d_rows      da Wg^T + db Wu^T, which `combine` adds up for each token: dx
+
+Rows behind the last one of this device are neither computed nor read. SonicMoE (Guo et al. 2025, arXiv:2512.14080)
+computes in the same way, and gets the gradient of the router's weight without the result of the last product, too.
+
+Arrays of rows have room for `ROOM` times the rows of equal loads. Where more rows arrive, further rounds of the same
+kernels compute them (`_add_rounds`), so no choice is dropped. With even loads there is no further round.
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+
+from tunix.models.flash_attention import call_kernel, shape_like
+from tunix.models.grouped_matmul import (
+    FULL_ARRAY,
+    Tiles,
+    are_before,
+    list_tiles,
+    load_block,
+    part_of,
+    store_block,
+    vary_alike,
+)
+from tunix.models.kernels import (
+    EXPERT_BLOCKS,
+    LONG_GATES,
+    ROOM,
+    ExpertBlocks,
+    GroupedBlock,
+    find_row_of_chip,
+    mesh_device,
+)
+
+# Hidden rows [R, G] by what the router's weights [R, G] multiply (`weighted` of model.mlp), out of the function of the
+# gate, a, b, and these weights. a and b are rows times the gate's matrix and times the other one.
+HIDDEN: dict[str, Callable[..., jax.Array]] = {
+    "results": lambda gated, a, b, prob: gated(a, b) * prob,  # the last product is linear
+    "inputs": lambda gated, a, b, prob: gated(a * prob, b * prob),  # the first products are
+}
+NOWHERE = 2**30  # the row of a choice whose expert is on another device
+FEW_ROWS = 4096  # for so many there is room in any case: a loop whose end is data makes a GPU wait for the host
+
+
+class ExpertWeights(NamedTuple):
+    """Weights of a device's experts; the bias of the last product is no matter of these kernels."""
+
+    gate: jax.Array  # [X, D, G]
+    up: jax.Array  # [X, D, G]
+    down: jax.Array  # [X, G, D]
+    gate_bias: jax.Array | None = None  # [X, G] float32
+    up_bias: jax.Array | None = None  # [X, G] float32
+
+
+class Rows(NamedTuple):
+    """Rows of a device's experts: the choices of all tokens, sorted by expert. All are int32."""
+
+    order: jax.Array  # [N k]: the choice (a position in the flattened [N, k]) of each row
+    place: jax.Array  # [N, k]: the row of each choice; NOWHERE where the expert is on another device
+    ends: jax.Array  # [X]: the row behind the last one of each expert
+
+
+class Program(NamedTuple):
+    """What a program of these kernels is compiled for."""
+
+    # (a, b, weights of the router), all [R, G] float32 -> hidden rows [R, G], which the last product takes
+    hidden: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+    room: int  # rows of a round
+    blocks: ExpertBlocks | None  # None: JAX's own operations, for CPUs and comparisons
+    interpret: bool = False  # kernels are interpreted: slow, on any device, for tests
+
+
+def blocks_in_use(activation: str) -> ExpertBlocks | None:
+    """Return the blocks for this gate (`model.mlp.activation`) on the devices of the mesh in use; None on CPUs."""
+    device = mesh_device()
+    blocks = None if device is None else find_row_of_chip(EXPERT_BLOCKS, device.device_kind)
+    if blocks is None or activation not in LONG_GATES:
+        return blocks
+    return blocks._replace(d_hidden=blocks.d_hidden_long)
+
+
+def count_room(mean_rows: int, max_rows: int) -> int:
+    """Return the rows for which a device has room, of `mean_rows` with equal loads and `max_rows` in the worst case."""
+    if max_rows <= FEW_ROWS:
+        return max_rows
+    return min(math.ceil(ROOM * mean_rows), max_rows)
+
+
+def sort_rows(group: jax.Array, num_experts: int) -> Rows:
+    """Return the rows of a device's experts; `group` [N, k] int32 are their numbers, and `num_experts` of no expert."""
+    flat = group.reshape(-1)
+    order = jnp.argsort(flat).astype(jnp.int32)
+    place = jnp.zeros_like(order).at[order].set(jnp.arange(len(order), dtype=jnp.int32), unique_indices=True)
+    # A comparison in place of a scatter: it fuses.
+    sizes = jnp.sum(flat[:, None] == jnp.arange(num_experts), 0, dtype=jnp.int32)
+    place = jnp.where(group < num_experts, place.reshape(group.shape), NOWHERE)
+    return Rows(order, place, jnp.cumsum(sizes))
+
+
+def compute_experts(x: jax.Array, probs: jax.Array, weights: ExpertWeights, rows: Rows, program: Program) -> jax.Array:
+    """Return what this device's experts add to each token, [N, D].
+
+    `x` [N, D] are the tokens, `probs` [N, k] the router's weights of their choices.
+    """
+    leaves, tree = jax.tree.flatten((x, probs.astype(jnp.float32), weights, rows))
+    # Weights that vary over no axis get a gradient that is summed outside of the rule below, by JAX's types.
+    return _compute(*jax.tree.unflatten(tree, vary_alike(*leaves)), program)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _compute(x, probs, weights, rows, program):
+    return _forward(x, probs, weights, rows, program)[0]
+
+
+def _forward(x, probs, weights, rows, program):
+    y, kept = _forward_round(_take_window(0, probs, rows, program), x, probs, weights, program)
+    kept = jax.tree.map(lambda each: checkpoint_name(each, "product"), kept)
+
+    def add_round(number, y):
+        window = _take_window(number, probs, rows, program)
+        return y + _forward_round(window, x, probs, weights, program)[0]
+
+    return _add_rounds(add_round, y, rows, program), (x, probs, weights, rows, kept)
+
+
+def _backward(program, residuals, dy):
+    x, probs, weights, rows, kept = residuals
+    gradients = _backward_round(_take_window(0, probs, rows, program), kept, dy, x, probs, weights, program)
+
+    def add_round(number, gradients):
+        window = _take_window(number, probs, rows, program)
+        kept = None if program.blocks is None else _up(x, weights, window, program)[:2]
+        more = _backward_round(window, kept, dy, x, probs, weights, program)
+        return jax.tree.map(jnp.add, gradients, more)
+
+    return (*_add_rounds(add_round, gradients, rows, program), None)
+
+
+_compute.defvjp(_forward, _backward)
+
+
+def _add_rounds(add_round: Callable[[jax.Array, Any], Any], first: Any, rows: Rows, program: Program) -> Any:
+    """Return the sum of `first`, which is of round 0, and of further rounds while there are rows."""
+    (num_tokens, per_token), num_experts = rows.place.shape, len(rows.ends)
+    if program.room >= num_tokens * min(per_token, num_experts):
+        return first
+    last = rows.ends[-1]
+    with jax.named_scope("further_rounds"):  # the predicted time knows them by this name
+        return jax.lax.while_loop(
+            lambda carry: carry[0] * program.room < last,
+            lambda carry: (carry[0] + 1, add_round(*carry)),
+            (jnp.ones_like(last), first),
+        )[1]
+
+
+class Window(NamedTuple):
+    """Rows of one round: positions from 0 to `room`, of which the first ones are taken."""
+
+    token: jax.Array  # [room] int32; behind the last row anything
+    prob: jax.Array  # [room] float32: the router's weight; behind the last row anything
+    begin: jax.Array  # [X] int32: first row of each expert
+    end: jax.Array  # [X] int32: row behind its last one
+    place: jax.Array  # [N, k] int32: NOWHERE also for rows of other rounds
+
+
+def _take_window(number: Any, probs: jax.Array, rows: Rows, program: Program) -> Window:
+    room, low = program.room, number * program.room
+    # A slice that reaches beyond the end of an array would be moved, so the array is filled up.
+    order = jnp.pad(rows.order, (0, -len(rows.order) % room))
+    order = order[:room] if isinstance(number, int) else jax.lax.dynamic_slice(order, (low,), (room,))
+    starts = jnp.concatenate([jnp.zeros_like(rows.ends[:1]), rows.ends[:-1]])
+    place = rows.place - low
+    place = jnp.where((place >= 0) & (place < room), place, NOWHERE)
+    begin, end = (jnp.clip(each - low, 0, room) for each in (starts, rows.ends))
+    return Window(order // probs.shape[1], probs.reshape(-1)[order], begin, end, place)
+
+
+def _forward_round(window, x, probs, weights, program):
+    """Return what the rows of a window add to each token, and a and b [room, G], which the backward pass takes."""
+    if program.blocks is None:
+        return _compute_plainly(x, probs, weights, window, program), None
+    a, b, hidden = _up(x, weights, window, program)
+    return _combine(_down(hidden, weights.down, window, program), window, program), (a, b)
+
+
+def _backward_round(window, kept, dy, x, probs, weights, program):
+    """Return the gradients of x, probs and weights from the rows of a window; dy [N, D] is that of the result."""
+    if program.blocks is None:
+        plain = partial(_compute_plainly, window=window, program=program)
+        return jax.vjp(plain, x, probs, weights)[1](dy)
+    a, b = kept
+    d_a, d_b, hidden, d_prob = _d_hidden(dy, weights.down, a, b, window, program)
+    d_down = _d_down(hidden, dy, weights.down, window, program)
+    d_inputs = _d_inputs(x, d_a, d_b, weights, window, program)
+    dx = _combine(_d_rows(d_a, d_b, weights, window, program), window, program)
+    # Rows that nobody wrote are at no place.
+    d_probs = jnp.sum(d_prob, 0).at[window.place].get(mode="fill", fill_value=0)
+    return dx, d_probs, ExpertWeights(d_inputs[0], d_inputs[1], d_down, *d_inputs[2:])
+
+
+def _compute_plainly(
+    x: jax.Array, probs: jax.Array, weights: ExpertWeights, window: Window, program: Program
+) -> jax.Array:
+    """Return what `_forward_round` does, by operations of JAX, which have gradients."""
+    sizes, num_rows = window.end - window.begin, len(window.token)
+    has_row = (jnp.arange(num_rows) < window.end[-1])[:, None]
+    group = jnp.sum(jnp.arange(num_rows)[:, None] >= window.end, 1)
+    # The router's weight of a row by its place, so that it has a gradient.
+    prob = jnp.zeros(num_rows, probs.dtype).at[window.place].set(probs, mode="drop", unique_indices=True)[:, None]
+
+    def multiply(rows, w, bias=None):
+        product = jnp.where(has_row, jax.lax.ragged_dot(rows, w, sizes), 0).astype(jnp.float32)
+        return product if bias is None else product + jnp.where(has_row, bias.at[group].get(mode="clip"), 0)
+
+    rows = jnp.where(has_row, x[window.token], 0)
+    a, b = multiply(rows, weights.gate, weights.gate_bias), multiply(rows, weights.up, weights.up_bias)
+    hidden = jnp.where(has_row, program.hidden(a, b, prob), 0).astype(x.dtype)
+    z = multiply(hidden, weights.down)
+    return jnp.sum(z.at[window.place].get(mode="fill", fill_value=0), 1).astype(x.dtype)
+
+
+# Kernels. A block of rows has rows of one expert (`Tiles`, grouped_matmul.py). Those of products that sum over D or G
+# are programs of a grid (columns, blocks of rows). Operands have 16 bits, sums are float32.
+
+
+def _call(kernel, arrays: tuple[Any, ...], results: Any, grid: tuple[int, ...], block: GroupedBlock, program, name):
+    """Return the results of a kernel, whose programs see arrays and results whole, and one entry of `Tiles`."""
+    tile_spec = pl.BlockSpec((None,), lambda _, tile: (tile,))
+
+    def specs_of(array: Any) -> Any:
+        return Tiles(*[tile_spec] * 3) if isinstance(array, Tiles) else jax.tree.map(lambda _: FULL_ARRAY, array)
+
+    return call_kernel(
+        kernel,
+        arrays,
+        out_shape=results,
+        in_specs=tuple(map(specs_of, arrays)),
+        out_specs=jax.tree.map(lambda _: FULL_ARRAY, results),
+        grid=grid,
+        block=block,
+        interpret=program.interpret,
+        name=f"experts_{name}",
+    )
+
+
+def _tiles(window: Window, room: int, block: GroupedBlock) -> Tiles:
+    return list_tiles(window.end - window.begin, room, block.rows)
+
+
+def _gather(ref: Any, token: jax.Array, numbers: Any, is_number: jax.Array | None) -> jax.Array:
+    """Return the rows [R, part] of these tokens [R]; 0 where the mask of the numbers of a row is false."""
+    if is_number is None:
+        return ref[token, numbers]
+    shape = len(token), numbers.size
+    indices = (numbers.start + jnp.arange(numbers.size))[None, :]
+    places = jnp.broadcast_to(token[:, None], shape), jnp.broadcast_to(indices, shape)
+    return triton.load(ref.at[places], mask=jnp.broadcast_to(is_number[None, :], shape), other=0.0)
+
+
+def _load_vector(ref: Any, is_there: jax.Array | None, other: float = 0) -> jax.Array:
+    return ref[...] if is_there is None else triton.load(ref, mask=is_there, other=other)
+
+
+def _up(x: jax.Array, weights: ExpertWeights, window: Window, program: Program) -> list[jax.Array]:
+    """Return a, b and hidden rows, [room, G] each; the gate takes rounded a and b, as the backward pass will."""
+    assert program.blocks is not None
+    block, (_, _, width) = program.blocks.up, weights.gate.shape
+    tiles, result = _tiles(window, program.room, block), shape_like(x, (program.room, width))
+
+    def kernel(tile, token_ref, prob_ref, x_ref, refs, a_ref, b_ref, hidden_ref):
+        group, begin, end = (each[...] for each in tile)
+        rows, is_row = pl.ds(begin, block.rows), are_before(end, begin, block.rows)
+        columns, is_column = part_of(pl.program_id(0), block.columns, width)
+        token = _load_vector(token_ref.at[rows], is_row)
+
+        def body(n, sums):
+            depth, is_depth = part_of(n, block.depth, x_ref.shape[1])
+            factor = _gather(x_ref, token, depth, is_depth)
+            return tuple(
+                total + triton.dot(factor, load_block(ref.at[group, depth, columns], is_depth, is_column))
+                for total, ref in zip(sums, (refs.gate, refs.up), strict=True)
+            )
+
+        zero = jnp.zeros((block.rows, block.columns), jnp.float32)
+        a, b = jax.lax.fori_loop(0, _num_blocks(x_ref.shape[1], block, tile), body, (zero, zero))
+        if refs.gate_bias is not None:
+            a += _load_vector(refs.gate_bias.at[group, columns], is_column)[None, :]
+            b += _load_vector(refs.up_bias.at[group, columns], is_column)[None, :]
+        a, b = (each.astype(x_ref.dtype).astype(jnp.float32) for each in (a, b))
+        prob = _load_vector(prob_ref.at[rows], is_row)
+        hidden = program.hidden(a, b, jnp.broadcast_to(prob[:, None], a.shape))
+        for ref, values in ((a_ref, a), (b_ref, b), (hidden_ref, hidden)):
+            store_block(ref.at[rows, columns], values, is_row, is_column)
+
+    grid, arrays = (pl.cdiv(width, block.columns), len(tiles.group)), (window.token, window.prob, x, weights)
+    return _call(kernel, (tiles, *arrays), [result] * 3, grid, block, program, "up")
+
+
+def _num_blocks(length: int, block: GroupedBlock, tile: Tiles) -> Any:
+    """Return the parts of a dimension that a program sums over: none in a program without rows."""
+    return pl.cdiv(length, block.depth) * (tile.begin[...] < tile.end[...]).astype(jnp.int32)
+
+
+def _down(hidden: jax.Array, down: jax.Array, window: Window, program: Program) -> jax.Array:
+    """Return hidden rows [room, G] times the weights [X, G, D] of their experts: [room, D]."""
+    assert program.blocks is not None
+    return _multiply_rows((hidden,), (down,), program.blocks.down, window, program, transposed=False, name="down")
+
+
+def _d_rows(d_a: jax.Array, d_b: jax.Array, weights: ExpertWeights, window: Window, program: Program) -> jax.Array:
+    """Return the gradient of each row's token, [room, D]."""
+    assert program.blocks is not None
+    factors = (weights.gate, weights.up)
+    return _multiply_rows((d_a, d_b), factors, program.blocks.d_rows, window, program, transposed=True, name="d_rows")
+
+
+def _multiply_rows(arrays, factors, block, window, program, transposed: bool, name: str):
+    """Return the sum of products of arrays [room, G] and weights [X, G, D], or [X, D, G] if `transposed`: [room, D]."""
+    width, dim = arrays[0].shape[1], factors[0].shape[1 if transposed else 2]
+    tiles = _tiles(window, program.room, block)
+
+    def kernel(tile, array_refs, factor_refs, out_ref):
+        group, begin, end = (each[...] for each in tile)
+        rows, is_row = pl.ds(begin, block.rows), are_before(end, begin, block.rows)
+        columns, is_column = part_of(pl.program_id(0), block.columns, dim)
+        total = jnp.zeros((block.rows, block.columns), jnp.float32)
+        for array_ref, w_ref in zip(array_refs, factor_refs, strict=True):
+
+            def body(n, total, array_ref=array_ref, w_ref=w_ref):
+                depth, is_depth = part_of(n, block.depth, width)
+                factor = load_block(array_ref.at[rows, depth], is_row, is_depth)
+                if transposed:
+                    return total + triton.dot(
+                        factor, load_block(w_ref.at[group, columns, depth], is_column, is_depth).T
+                    )
+                return total + triton.dot(factor, load_block(w_ref.at[group, depth, columns], is_depth, is_column))
+
+            total = jax.lax.fori_loop(0, _num_blocks(width, block, tile), body, total)
+        store_block(out_ref.at[rows, columns], total, is_row, is_column)
+
+    grid, result = (pl.cdiv(dim, block.columns), len(tiles.group)), shape_like(arrays[0], (program.room, dim))
+    return _call(kernel, (tiles, arrays, factors), result, grid, block, program, name)
+
+
+def _combine(z: jax.Array, window: Window, program: Program) -> jax.Array:
+    """Return for each token the sum [N, D] of its rows of z [room, D], in the order of its choices."""
+    assert program.blocks is not None
+    block, (num_tokens, per_token), dim = program.blocks.combine, window.place.shape, z.shape[1]
+
+    def kernel(place_ref, z_ref, y_ref):
+        tokens, is_token = part_of(pl.program_id(1), block.rows, num_tokens)
+        columns, is_column = part_of(pl.program_id(0), block.columns, dim)
+        shape = block.rows, block.columns
+        numbers = jnp.broadcast_to((columns.start + jnp.arange(block.columns))[None, :], shape)
+        total = jnp.zeros(shape, jnp.float32)
+        for choice in range(per_token):
+            place = _load_vector(place_ref.at[tokens, jnp.full((), choice, jnp.int32)], is_token, other=NOWHERE)
+            mask = (place < NOWHERE)[:, None]
+            mask = jnp.broadcast_to(mask if is_column is None else mask & is_column[None, :], shape)
+            places = jnp.broadcast_to(jnp.where(place < NOWHERE, place, 0)[:, None], shape)
+            total += triton.load(z_ref.at[places, numbers], mask=mask, other=0.0).astype(jnp.float32)
+        store_block(y_ref.at[tokens, columns], total, is_token, is_column)
+
+    grid = pl.cdiv(dim, block.columns), pl.cdiv(num_tokens, block.rows)
+    return _call(kernel, (window.place, z), shape_like(z, (num_tokens, dim)), grid, block, program, "combine")
+
+
+def _d_hidden(dy, down, a, b, window: Window, program: Program) -> tuple[jax.Array, ...]:
+    """Return gradients of a and of b, hidden rows, all [room, G], and parts [parts, room] of those of router's weights.
+
+    `dy` is [N, D], `down` [X, G, D].
+    """
+    assert program.blocks is not None
+    block, (_, width, dim) = program.blocks.d_hidden, down.shape
+    tiles, result = _tiles(window, program.room, block), shape_like(a, (program.room, width))
+    num_parts = pl.cdiv(width, block.columns)
+
+    def kernel(tile, token_ref, prob_ref, dy_ref, down_ref, a_ref, b_ref, d_a_ref, d_b_ref, hidden_ref, d_prob_ref):
+        group, begin, end = (each[...] for each in tile)
+        rows, is_row = pl.ds(begin, block.rows), are_before(end, begin, block.rows)
+        columns, is_column = part_of(pl.program_id(0), block.columns, width)
+        token = _load_vector(token_ref.at[rows], is_row)
+
+        def body(n, total):
+            depth, is_depth = part_of(n, block.depth, dim)
+            factor = _gather(dy_ref, token, depth, is_depth)
+            return total + triton.dot(factor, load_block(down_ref.at[group, columns, depth], is_column, is_depth).T)
+
+        zero = jnp.zeros((block.rows, block.columns), jnp.float32)
+        total = jax.lax.fori_loop(0, _num_blocks(dim, block, tile), body, zero)
+        a, b = (load_block(ref.at[rows, columns], is_row, is_column).astype(jnp.float32) for ref in (a_ref, b_ref))
+        prob = jnp.broadcast_to(_load_vector(prob_ref.at[rows], is_row)[:, None], total.shape)
+        hidden, pull_back = jax.vjp(program.hidden, a, b, prob)
+        d_a, d_b, d_prob = pull_back(total)
+        triton.store(d_prob_ref.at[pl.program_id(0), rows], jnp.sum(d_prob, 1), mask=is_row)
+        for ref, values in ((d_a_ref, d_a), (d_b_ref, d_b), (hidden_ref, hidden)):
+            store_block(ref.at[rows, columns], values, is_row, is_column)
+
+    results = (result, result, result, shape_like(a, (num_parts, program.room), jnp.float32))
+    arrays, grid = (tiles, window.token, window.prob, dy, down, a, b), (num_parts, len(tiles.group))
+    return _call(kernel, arrays, results, grid, block, program, "d_hidden")
+
+
+def _d_down(hidden: jax.Array, dy: jax.Array, down: jax.Array, window: Window, program: Program) -> jax.Array:
+    """Return the gradient [X, G, D] of the weights of the last product, of hidden rows [room, G] and dy [N, D]."""
+    assert program.blocks is not None
+    block, (num_experts, width, dim) = program.blocks.d_down, down.shape
+
+    def kernel(begin_ref, end_ref, token_ref, hidden_ref, dy_ref, dw_ref):
+        group = pl.program_id(2)
+        inputs, is_input = part_of(pl.program_id(1), block.rows, width)
+        columns, is_column = part_of(pl.program_id(0), block.columns, dim)
+
+        def body(n, total):
+            rows, is_row, token = _part_of_rows(n, begin_ref[group], end_ref[group], block, token_ref)
+            factor = load_block(hidden_ref.at[rows, inputs], is_row, is_input).T
+            return total + triton.dot(factor, _gather(dy_ref, token, columns, is_column))
+
+        zero = jnp.zeros((block.rows, block.columns), jnp.float32)
+        num_blocks = pl.cdiv(end_ref[group] - begin_ref[group], block.depth)
+        total = jax.lax.fori_loop(0, num_blocks, body, zero)
+        store_block(dw_ref.at[group, inputs, columns], total, is_input, is_column)
+
+    grid = pl.cdiv(dim, block.columns), pl.cdiv(width, block.rows), num_experts
+    arrays, result = (window.begin, window.end, window.token, hidden, dy), shape_like(hidden, down.shape, down.dtype)
+    return _call(kernel, arrays, result, grid, block, program, "d_down")
+
+
+def _d_inputs(x, d_a, d_b, weights: ExpertWeights, window: Window, program: Program) -> tuple[jax.Array, ...]:
+    """Return the gradients of the gate's and the other weights [X, D, G], and of their biases [X, G] if there are some.
+
+    `x` is [N, D]; those of a and of b are [room, G].
+    """
+    assert program.blocks is not None
+    block, (num_experts, dim, width) = program.blocks.d_inputs, weights.gate.shape
+    biases = [bias for bias in weights[3:] if bias is not None]
+
+    def kernel(begin_ref, end_ref, token_ref, x_ref, side_refs, *refs):
+        group = pl.program_id(2)
+        inputs, is_input = part_of(pl.program_id(1), block.rows, dim)
+        columns, is_column = part_of(pl.program_id(0), block.columns, width)
+        num_blocks = pl.cdiv(end_ref[group] - begin_ref[group], block.depth)
+
+        def body(n, sums):
+            # Rows behind the last one are those of some token: what they meet is 0.
+            rows, is_row, token = _part_of_rows(n, begin_ref[group], end_ref[group], block, token_ref)
+            factor = _gather(x_ref, token, inputs, is_input).T
+            return tuple(
+                total + triton.dot(factor, load_block(ref.at[rows, columns], is_row, is_column))
+                for total, ref in zip(sums, side_refs, strict=True)
+            )
+
+        zero = jnp.zeros((block.rows, block.columns), jnp.float32)
+        sums = jax.lax.fori_loop(0, num_blocks, body, (zero, zero))
+        for ref, total in zip(refs, sums, strict=False):
+            store_block(ref.at[group, inputs, columns], total, is_input, is_column)
+        is_first = pl.program_id(1) == 0  # of the programs with these columns
+
+        def add_biases(n, sums):
+            rows, is_row, _ = _part_of_rows(n, begin_ref[group], end_ref[group], block, token_ref)
+            parts = (load_block(ref.at[rows, columns], is_row, is_column) for ref in side_refs)
+            return tuple(total + jnp.sum(each.astype(jnp.float32), 0) for total, each in zip(sums, parts, strict=True))
+
+        if biases:
+            zeros = (jnp.zeros(block.columns, jnp.float32),) * 2
+            sums = jax.lax.fori_loop(0, num_blocks * is_first.astype(jnp.int32), add_biases, zeros)
+            mask = is_first if is_column is None else is_first & is_column
+            for ref, total in zip(refs[2:], sums, strict=True):
+                triton.store(ref.at[group, columns], total, mask=jnp.broadcast_to(mask, total.shape))
+
+    grid = pl.cdiv(width, block.columns), pl.cdiv(dim, block.rows), num_experts
+    results = tuple(shape_like(x, each.shape, each.dtype) for each in (weights.gate, weights.up, *biases))
+    arrays = (window.begin, window.end, window.token, x, (d_a, d_b))
+    return _call(kernel, arrays, results, grid, block, program, "d_inputs")
+
+
+def _part_of_rows(n, begin, end, block: GroupedBlock, token_ref) -> tuple[Any, jax.Array, jax.Array]:
+    """Return the positions of the n-th part of an expert's rows, which of them it has, and their tokens."""
+    first = begin + n * block.depth
+    rows, is_row = pl.ds(first, block.depth), are_before(end, first, block.depth)
+    return rows, is_row, _load_vector(token_ref.at[rows], is_row)
