@@ -43,19 +43,23 @@ def reference() -> tuple[Program, list[dict]]:
     return trained(*ONE)
 
 
-@pytest.mark.nightly(but=["fsdp, ep, tp"])
+@pytest.mark.nightly(but=["fsdp, ep, tp", "fsdp, ep, two parts, fused"])
 @pytest.mark.parametrize(
     "words",
     [
         ["model.mesh_shape=[[2,2,2],[fsdp,ep,tp]]"],
         ["model.mesh_shape=[[2,2],[ep,cp]]", "distributed.allow_idle_devices=true",
          "training.gradient_accumulation_steps=2", "training.sharding_strategy=shard_grad_op"],
+        # Two parts of each device's sequences take turns.
+        ["model.mesh_shape=[[2,2],[fsdp,ep]]", "distributed.allow_idle_devices=true", "training.overlap=prefetch",
+         "training.micro_batch_size=2", "training.global_batch_size=8", "model.expert_products=fused"],
     ],
-    ids=["fsdp, ep, tp", "ep, cp, two microbatches, weights gathered once"],
+    ids=["fsdp, ep, tp", "ep, cp, two microbatches, weights gathered once", "fsdp, ep, two parts, fused"],
 )  # fmt: skip
 def test_same_numbers_on_every_mesh(words, reference):
     """Penalties are sums over sequences and loads are counts: neither microbatches nor devices change them."""
     step, lines = trained(*words, microbatches=1 + any("accumulation_steps=2" in word for word in words))
+    assert step.built.layout.batch_parts == 1 + ("training.overlap=prefetch" in words)
     for found, expected in zip(lines, reference[1], strict=True):
         assert found.keys() == expected.keys()
         for name, value in expected.items():

@@ -46,7 +46,8 @@ class Transfer:
     kind: str  # of links.BUS_FACTORS
     axes: tuple[str, ...]
     num_bytes: int  # in one step: of the arrays that BUS_FACTORS counts
-    overlaps: bool = True  # arithmetic goes on meanwhile; false where the next instruction waits for the result
+    # Share of its time in which arithmetic goes on meanwhile; 0 where the next instruction waits for the result.
+    overlaps: float = 1.0
     count: int = 1  # executions in one step, which have equal shares of the bytes
 
 
@@ -129,7 +130,7 @@ def _list_weight_transfers(program: Program) -> Iterator[Transfer]:
             size //= count_devices(mesh.shape, gathered_over)
             summed_over = tuple(axis for axis in summed_over if axis not in gathered_over)
         # Compiled programs sum over dp at the end of the backward pass, where nothing is left to do meanwhile.
-        yield Transfer("all-reduce", summed_over, size, overlaps=False, count=count)
+        yield Transfer("all-reduce", summed_over, size, overlaps=0.0, count=count)
 
 
 def _list_stage_transfers(program: Program) -> Iterator[Transfer]:
@@ -149,15 +150,15 @@ def _list_stage_transfers(program: Program) -> Iterator[Transfer]:
     parts = pipeline.num_microbatches * pipeline.num_parts
     entered = parts + pipeline.num_stages - 1  # with what the first stage takes when all parts have gone in
     times = entered + parts
-    yield Transfer("all-gather", layout.stage_axes, times * joined + entered * extra_bytes, overlaps=False)
+    yield Transfer("all-gather", layout.stage_axes, times * joined + entered * extra_bytes, overlaps=0.0)
     returned = parts if pipeline.num_chunks > 1 else entered
-    yield Transfer("reduce-scatter", layout.stage_axes, (parts + returned) * joined, overlaps=False)
+    yield Transfer("reduce-scatter", layout.stage_axes, (parts + returned) * joined, overlaps=0.0)
     if layout.stream_axes:  # on its way between stages and what is outside of them, a part has its tokens joined
         yield Transfer("all-gather", layout.stream_axes, times * (joined + joined // pipeline.num_stages), False)
     # Once a step the batch is dealt out anew: its tokens in the place of its sequences.
     fields = sum(field.dims == "ABT" for field in find_loss_kind(cfg).fields.values())
     batch = pipeline.num_microbatches * program.choices.batch.sequences_per_shard * local_tokens * 4
-    yield Transfer("all-to-all", layout.stage_axes, fields * batch, overlaps=False)
+    yield Transfer("all-to-all", layout.stage_axes, fields * batch, overlaps=0.0)
     if pipeline.num_chunks > 1:
         # Stages deal layers out before the first tick, and gradients of the trained ones afterwards.
         arch, strategy = program.arch, layout.strategy
@@ -168,7 +169,7 @@ def _list_stage_transfers(program: Program) -> Iterator[Transfer]:
             if weight.equation.is_stacked:
                 num_bytes += count_shard_bytes(weight, layout.stored(weight.equation, is_split), dtype, mesh)
                 count += pipeline.num_chunks
-        yield Transfer("collective-permute", layout.stage_axes, num_bytes, overlaps=False, count=count)
+        yield Transfer("collective-permute", layout.stage_axes, num_bytes, overlaps=0.0, count=count)
 
 
 def count_microbatch_rows(program: Program) -> int:
@@ -184,7 +185,7 @@ def _list_attention_transfers(program: Program) -> Iterator[Transfer]:
         return
     num_microbatches, rows, tokens = program.batch
     segment_ids = math.prod(find_shard_shape((rows, tokens), program.layout.activation("BS"), mesh)) * 4
-    yield Transfer("all-gather", axes, num_microbatches * segment_ids, overlaps=False, count=num_microbatches)
+    yield Transfer("all-gather", axes, num_microbatches * segment_ids, overlaps=0.0, count=num_microbatches)
     pipeline = program.choices.pipeline
     exchanged = import_object(CP_EXCHANGES[program.layout.cp_exchange].transfers)
     for kind, numbers in cfg.model.head_kinds.items():
@@ -227,7 +228,7 @@ def swap_heads(remat: Remat, heads: LocalHeads, recompute_runs: bool) -> Transfe
     # Forward, once more where they are not kept, and backward the same in the other direction.
     times = 2 + remat.recompute_fraction("exchange") + recompute_runs
     num_bytes = round(times * 2 * (heads.queries + keys) * heads.numbers * heads.itemsize)
-    return Transfer("all-to-all", token_axes(), num_bytes, overlaps=False, count=round(4 * times))
+    return Transfer("all-to-all", token_axes(), num_bytes, overlaps=0.0, count=round(4 * times))
 
 
 def hand_on_keys(remat: Remat, heads: LocalHeads, recompute_runs: bool) -> Transfer:
@@ -281,7 +282,7 @@ def _list_matmul_transfers(program: Program) -> Iterator[Transfer]:
 
     def transfer(kind: str, axes: tuple[str, ...], num_bytes: float, times: float) -> Transfer:
         count = round(batch.num_microbatches * times)
-        return Transfer(kind, axes, round(count * num_bytes), overlaps=False, count=count)
+        return Transfer(kind, axes, round(count * num_bytes), overlaps=0.0, count=count)
 
     def count_numbers(dim_names: str) -> int:
         shape = [sizes[dim_name] for dim_name in dim_names]
@@ -380,6 +381,7 @@ class ExpertTokens(NamedTuple):
     capacity: float | None  # of `count_rows`
     layers: float  # layers with experts x microbatches, with those of the bubble of a pipeline
     runs: float  # forward passes of a layer: one, and those that the backward pass needs again
+    hidden: float  # share of the time in which another part of the batch computes
     results: float  # forward passes of which the results come back: nothing but a norm behind them needs them again
 
 
@@ -390,16 +392,18 @@ def _list_expert_transfers(program: Program) -> Iterator[Transfer]:
     num_devices = count_devices(mesh.shape, axes)
     if num_devices == 1 or not isinstance(mlp, ExpertsMlp):
         return
-    num_tokens = math.prod(find_shard_shape((batch.num_rows, batch.seq_len), layout.activation("BT"), mesh))
+    num_rows, length = find_shard_shape((batch.num_rows, batch.seq_len), layout.activation("BT"), mesh)
     pipeline, remat = program.choices.pipeline, program.choices.remat
     exchanged = ExpertTokens(
         mlp,
         axes,
         num_devices,
-        num_tokens,
+        num_rows * length,
         row=cfg.model.embed_dim * jnp.dtype(layout.compute).itemsize,
         capacity=cfg.model.expert_buffer_factor,
         layers=cfg.model.num_expert_layers * batch.num_microbatches * pipeline.iterations_per_microbatch,
+        # The exchange of one of two parts hides behind the other part; nothing is left to hide that of the last one.
+        hidden=1 - 1 / layout.batch_parts if num_rows % layout.batch_parts == 0 else 0.0,
         runs=1 + remat.recompute_fraction("exchange") + pipeline.recompute_runs,
         results=1 + pipeline.recompute_runs + remat.recompute_fraction("product") * (cfg.model.norm_placement != "pre"),
     )
@@ -412,7 +416,7 @@ def gather_tokens(each: ExpertTokens) -> Iterator[Transfer]:
     An example: tokens of 2,048 bytes (`row`) with 2 experts each; their numbers are 8 bytes (`choices`), and so are
     their shares. Where the backward pass needs nothing again, one layer moves for each token
 
-        all-gather       2,048 + 8 + 8   forward: the token, the numbers of its experts, their shares
+        all-gather       8 + 8, 2,048    forward: the numbers of its experts with their shares, and the token
                          2,048           backward: the gradient of its sum
         reduce-scatter   2,048           forward: the sum of its experts' results
                          2,048 + 8       backward: the gradients of the token and of its shares
@@ -420,11 +424,11 @@ def gather_tokens(each: ExpertTokens) -> Iterator[Transfer]:
     local = each.num_tokens * each.num_devices  # tokens of a group
     choices = each.mlp.experts_per_token * NUMBER
     gathers = each.runs * (each.row + 2 * choices) + each.row
-    count = round(each.layers * (3 * each.runs + 1))
-    yield Transfer("all-gather", each.axes, round(each.layers * local * gathers), overlaps=False, count=count)
+    count = round(each.layers * (2 * each.runs + 1))
+    yield Transfer("all-gather", each.axes, round(each.layers * local * gathers), overlaps=each.hidden, count=count)
     num_bytes = round(each.layers * local * ((each.results + 1) * each.row + choices))
     count = round(each.layers * (each.results + 2))
-    yield Transfer("reduce-scatter", each.axes, num_bytes, overlaps=False, count=count)
+    yield Transfer("reduce-scatter", each.axes, num_bytes, overlaps=each.hidden, count=count)
 
 
 def send_rows(each: ExpertTokens) -> Iterator[Transfer]:
@@ -439,7 +443,7 @@ def send_rows(each: ExpertTokens) -> Iterator[Transfer]:
     num_experts, per_token = each.mlp.num_experts, each.mlp.experts_per_token
     counts = each.num_devices * num_experts * NUMBER
     times = each.layers * each.runs
-    yield Transfer("all-gather", each.axes, round(times * counts), overlaps=False, count=round(times))
+    yield Transfer("all-gather", each.axes, round(times * counts), overlaps=0.0, count=round(times))
     num_local = num_experts // each.num_devices
     capacity = count_rows(each.num_tokens, per_token, each.num_devices, num_local, each.capacity)
     num_rows = min(each.num_tokens * per_token, capacity)
@@ -447,4 +451,4 @@ def send_rows(each: ExpertTokens) -> Iterator[Transfer]:
     factor = 0.0 if each.mlp.weighted == "inputs" else there
     num_bytes = round(each.layers * num_rows * ((there + each.results + 1) * each.row + factor * NUMBER))
     count = round(each.layers * (there + each.results + 1 + factor))
-    yield Transfer("ragged-all-to-all", each.axes, num_bytes, overlaps=False, count=count)
+    yield Transfer("ragged-all-to-all", each.axes, num_bytes, overlaps=each.hidden, count=count)

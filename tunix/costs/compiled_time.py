@@ -44,6 +44,7 @@ from tunix.costs.hlo import (
 # Products in the kernels of models/flash_attention.py: scores and outputs; scores, gradients of scores and of queries;
 # scores, gradients of scores, of keys and of values.
 KERNEL_MATMUL = {"attention_forward": 2, "attention_d_queries": 3, "attention_d_keys": 4}
+RECOMPUTED = ".remat"  # in the names of instructions that XLA's own rematerialization has copied
 FURTHER_ROUNDS = "further_rounds"  # the scope of the loop of models/fused_experts.py
 HOST_READ_S = 15e-6  # seconds in which the host reads the condition of a loop whose end is data; assumed
 GROUPED_KERNELS = ("grouped_forward", "grouped_d_rows", "grouped_d_weights")  # of models/grouped_matmul.py
@@ -91,6 +92,7 @@ class StepTime:
     exposed_s: float = 0.0  # arithmetic waits for a collective
     communication_s: float = 0.0  # of all collectives, hidden or exposed
     flops: float = 0.0  # of matrix products
+    recomputed_flops: float = 0.0  # of those that XLA computes once more to save memory, whatever `training.remat` is
 
     @property
     def step_s(self) -> float:
@@ -103,6 +105,7 @@ class StepTime:
             other.exposed_s + times * self.exposed_s,
             other.communication_s + times * self.communication_s,
             other.flops + times * self.flops,
+            other.recomputed_flops + times * self.recomputed_flops,
         )
 
 
@@ -181,7 +184,9 @@ class _Walk:
         # A kernel computes and reads at the same time: the slowest of these decides ("roofline").
         memory_s = work.device_bytes / speeds.bytes_per_s, work.host_bytes / speeds.host_bytes_per_s
         launch_s = 0.0 if instruction.opcode in FREE else speeds.launch_s
-        return StepTime(launch_s + max(work.flops / flops_per_s, *memory_s), flops=work.flops)
+        recomputed_flops = work.flops if RECOMPUTED in instruction.name else 0.0
+        seconds = launch_s + max(work.flops / flops_per_s, *memory_s)
+        return StepTime(seconds, flops=work.flops, recomputed_flops=recomputed_flops)
 
     def _work_and_speed(self, instruction: Instruction, scope: Scope) -> tuple[Work, float]:
         """Return the work of an instruction, and the FLOPs per second with which the device does it.

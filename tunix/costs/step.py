@@ -6,7 +6,7 @@ batch: weights, optimizer, gradients and gathered weights; `count_activation_byt
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -49,6 +49,17 @@ from tunix.training.program import Program, assemble
 from tunix.training.state import Architecture, Weight, abstract_params, describe
 
 
+class FusedWork(NamedTuple):
+    """Work of one step in the fused kernels of experts (models/fused_experts.py), on one device."""
+
+    counted_flops: float = 0.0  # that `Costs.flops` has for experts
+    flops: float = 0.0  # that the kernels compute
+    num_bytes: float = 0.0  # of rows and their sums, which `combine` reads and writes
+
+
+NO_FUSED_WORK = FusedWork()
+
+
 @dataclass(frozen=True)
 class Costs:
     """Costs of one optimizer step on one device."""
@@ -59,10 +70,14 @@ class Costs:
     flops: float  # with what rematerialization computes again
     tokens_per_step: int  # of the whole mesh
     matmul_share: float = 0.0  # of the FLOPs: products of `training.matmul_dtype`
+    fused: "FusedWork" = NO_FUSED_WORK
 
     @property
     def memory(self) -> int:
         return sum(self.num_bytes.values())
+
+
+EMPTY_ROWS = 64  # that a fused kernel computes for each expert beside its own: half of a block of 128
 
 
 def derive(cfg: Config, sizes: dict[str, int], platform: str | None = None, with_activations: bool = True) -> Costs:
@@ -89,7 +104,28 @@ def derive_costs(program: Program, with_activations: bool = True) -> Costs:
         num_bytes["activations"] = count_activation_bytes(program) if with_activations else 0
         transfers = list_transfers(program)
     share = compute_matmul_share(cfg, arch, batch.seq_len)
-    return Costs(num_bytes, transfers, flops, all_flops, batch.num_tokens, share)
+    return Costs(num_bytes, transfers, flops, all_flops, batch.num_tokens, share, _count_fused_work(program))
+
+
+def _count_fused_work(program: Program) -> FusedWork:
+    """Return the work of fused kernels of experts with equal loads; nothing where other products compute experts."""
+    model, layout, mlp, batch = program.cfg.model, program.layout, program.cfg.model.mlp, program.batch
+    if not isinstance(mlp, ExpertsMlp) or layout.expert_products != FUSED:
+        return NO_FUSED_WORK
+    num_tokens, per_token = batch.num_tokens / program.mesh.size, mlp.experts_per_token
+    num_devices = count_devices(program.mesh.shape, layout.expert_axes)
+    forward = 6.0 * model.embed_dim * mlp.expert_dim * per_token * model.num_expert_layers * num_tokens
+    recompute, runs = program.choices.remat.recompute_fraction("product"), program.choices.pipeline.recompute_runs
+    # Half a block of each expert is empty, of the rows of one part of a microbatch.
+    local_rows = num_tokens / batch.num_microbatches * per_token / layout.batch_parts
+    empty = 1 + EMPTY_ROWS * mlp.num_experts / num_devices / local_rows
+    # The backward pass needs two of the three products again, and no result of the third one.
+    flops = (3 + recompute * 2 / 3 + runs) * forward * empty
+    # For each row and for each token that arrives, forward and backward.
+    has_buffer = EXPERT_EXCHANGES[layout.expert_exchange].has_buffer
+    numbers = 2 * (per_token + (per_token if has_buffer else num_devices)) * model.embed_dim
+    num_bytes = model.num_expert_layers * num_tokens * numbers * jnp.dtype(layout.compute).itemsize
+    return FusedWork((3 + recompute + runs) * forward, flops, num_bytes)
 
 
 def _derive_recompute_fraction(program: Program) -> float:

@@ -204,7 +204,7 @@ def exchange_by_gather(tokens: Tokens, local: LocalExperts) -> tuple[jax.Array, 
 
     With as many experts for a token as devices, it sends no more than `exchange_rows`.
     """
-    x, experts, probs = (jax.lax.all_gather(each, local.axes, tiled=True) for each in tokens)
+    x, experts, probs = _gather_tokens(tokens, local.axes)
     # Numbers from the first own expert on.
     group = experts - jax.lax.axis_index(local.axes) * local.num_experts
     group = jnp.where((group >= 0) & (group < local.num_experts), group, local.num_experts)
@@ -218,6 +218,27 @@ def exchange_by_gather(tokens: Tokens, local: LocalExperts) -> tuple[jax.Array, 
     results = local.compute(rows, group.reshape(-1), None).reshape(*experts.shape, -1)
     sums = jnp.einsum("nkD,nk->nD", results, probs.astype(results.dtype))
     return jax.lax.psum_scatter(sums, local.axes, scatter_dimension=0, tiled=True), jnp.zeros(())
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _gather_tokens(tokens: Tokens, axes: tuple[str, ...]) -> Tokens:
+    """Return the tokens of all devices along the axes, [n x devices, ...].
+
+    What the router says travels as one array: XLA would join two small gathers of it with those of other layers.
+    """
+    per_token = tokens.experts.shape[1]
+    packed = jnp.concatenate([tokens.experts, jax.lax.bitcast_convert_type(tokens.probs, jnp.int32)], 1)
+    packed = jax.lax.all_gather(packed, axes, tiled=True)
+    probs = jax.lax.bitcast_convert_type(packed[:, per_token:], jnp.float32)
+    return Tokens(jax.lax.all_gather(tokens.x, axes, tiled=True), packed[:, :per_token], probs)
+
+
+def _gather_backward(axes: tuple[str, ...], _: None, gradient: Any) -> tuple[Any]:
+    d_x, d_probs = (jax.lax.psum_scatter(each, axes, scatter_dimension=0, tiled=True) for each in gradient[::2])
+    return (Tokens(d_x, None, d_probs),)  # type: ignore[arg-type]  # whole numbers have no gradient
+
+
+_gather_tokens.defvjp(lambda tokens, axes: (_gather_tokens(tokens, axes), None), _gather_backward)
 
 
 def exchange_rows(tokens: Tokens, local: LocalExperts) -> tuple[jax.Array, jax.Array]:
@@ -251,12 +272,15 @@ def exchange_rows(tokens: Tokens, local: LocalExperts) -> tuple[jax.Array, jax.A
         return move_rows(sort_by_expert(rows), plan.there, plan.back, (capacity, len(choices)), local.axes)
 
     rows, probs = jnp.repeat(tokens.x, per_token, axis=0), tokens.probs.reshape(-1)
-    if local.compute_fused is not None:  # each row is a token with one expert
-        results = local.compute_fused(send(rows), plan.group[:, None], send(probs)[:, None], len(choices))
-    elif local.weighs_inputs:
-        results = local.compute(send(rows * probs[:, None].astype(rows.dtype)), plan.group, None)
+    if local.weighs_inputs:
+        rows, probs_there = send(rows * probs[:, None].astype(rows.dtype)), None
     else:
-        results = local.compute(send(rows), plan.group, send(probs))
+        rows, probs_there = send(rows), send(probs)
+    if local.compute_fused is None:
+        results = local.compute(rows, plan.group, probs_there)
+    else:  # each row is a token with one expert
+        probs_there = jnp.ones_like(plan.group, probs.dtype) if probs_there is None else probs_there
+        results = local.compute_fused(rows, plan.group[:, None], probs_there[:, None], len(choices))
     results = move_rows(results, plan.back, plan.there, (len(choices), capacity), local.axes)
     results = jnp.zeros_like(results).at[order].set(results, unique_indices=True)
     dropped = jnp.sum(local_counts - plan.sent).astype(jnp.float32)

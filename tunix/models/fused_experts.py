@@ -155,7 +155,7 @@ def _backward(program, residuals, dy):
 
     def add_round(number, gradients):
         window = _take_window(number, probs, rows, program)
-        kept = None if program.blocks is None else _up(x, weights, window, program)[:2]
+        kept = _up_plainly(x, weights, window) if program.blocks is None else _up(x, weights, window, program)[:2]
         more = _backward_round(window, kept, dy, x, probs, weights, program)
         return jax.tree.map(jnp.add, gradients, more)
 
@@ -204,17 +204,20 @@ def _take_window(number: Any, probs: jax.Array, rows: Rows, program: Program) ->
 def _forward_round(window, x, probs, weights, program):
     """Return what the rows of a window add to each token, and a and b [room, G], which the backward pass takes."""
     if program.blocks is None:
-        return _compute_plainly(x, probs, weights, window, program), None
+        a, b = _up_plainly(x, weights, window)
+        return _down_plainly(a, b, probs, weights.down, window, program), (a, b)
     a, b, hidden = _up(x, weights, window, program)
     return _combine(_down(hidden, weights.down, window, program), window, program), (a, b)
 
 
 def _backward_round(window, kept, dy, x, probs, weights, program):
     """Return the gradients of x, probs and weights from the rows of a window; dy [N, D] is that of the result."""
-    if program.blocks is None:
-        plain = partial(_compute_plainly, window=window, program=program)
-        return jax.vjp(plain, x, probs, weights)[1](dy)
     a, b = kept
+    if program.blocks is None:
+        into, out = partial(_up_plainly, window=window), partial(_down_plainly, window=window, program=program)
+        d_a, d_b, d_probs, d_down = jax.vjp(out, a, b, probs, weights.down)[1](dy)
+        dx, d_weights = jax.vjp(into, x, weights)[1]((d_a, d_b))
+        return dx, d_probs, d_weights._replace(down=d_down)
     d_a, d_b, hidden, d_prob = _d_hidden(dy, weights.down, a, b, window, program)
     d_down = _d_down(hidden, dy, weights.down, window, program)
     d_inputs = _d_inputs(x, d_a, d_b, weights, window, program)
@@ -224,25 +227,41 @@ def _backward_round(window, kept, dy, x, probs, weights, program):
     return dx, d_probs, ExpertWeights(d_inputs[0], d_inputs[1], d_down, *d_inputs[2:])
 
 
-def _compute_plainly(
-    x: jax.Array, probs: jax.Array, weights: ExpertWeights, window: Window, program: Program
-) -> jax.Array:
-    """Return what `_forward_round` does, by operations of JAX, which have gradients."""
-    sizes, num_rows = window.end - window.begin, len(window.token)
-    has_row = (jnp.arange(num_rows) < window.end[-1])[:, None]
-    group = jnp.sum(jnp.arange(num_rows)[:, None] >= window.end, 1)
+# The same by operations of JAX, which have gradients.
+
+
+def _up_plainly(x: jax.Array, weights: ExpertWeights, window: Window) -> tuple[jax.Array, jax.Array]:
+    """Return a and b, [room, G] each; 0 behind the last row. They do not take `weights.down`."""
+    rows = jnp.where(_has_row(window), x[window.token], 0)
+    group = jnp.sum(jnp.arange(len(window.token))[:, None] >= window.end, 1)
+
+    def multiply(w: jax.Array, bias: jax.Array | None) -> jax.Array:
+        product = _multiply_plainly(rows, w, window)
+        return product if bias is None else (product + bias.at[group].get(mode="clip")).astype(x.dtype)
+
+    return multiply(weights.gate, weights.gate_bias), multiply(weights.up, weights.up_bias)
+
+
+def _down_plainly(
+    a: jax.Array, b: jax.Array, probs: jax.Array, down: jax.Array, window: Window, program: Program
+) -> Any:
+    """Return the sums [N, D] of rows a and b [room, G], with the weights of the router [N, k]."""
     # The router's weight of a row by its place, so that it has a gradient.
-    prob = jnp.zeros(num_rows, probs.dtype).at[window.place].set(probs, mode="drop", unique_indices=True)[:, None]
+    prob = jnp.zeros(len(a), probs.dtype).at[window.place].set(probs, mode="drop", unique_indices=True)[:, None]
+    hidden = program.hidden(a.astype(jnp.float32), b.astype(jnp.float32), prob)
+    z = _multiply_plainly(jnp.where(_has_row(window), hidden, 0).astype(a.dtype), down, window)
+    sums = jnp.sum(z.at[window.place].get(mode="fill", fill_value=0).astype(jnp.float32), 1)
+    return sums.astype(a.dtype)
 
-    def multiply(rows, w, bias=None):
-        product = jnp.where(has_row, jax.lax.ragged_dot(rows, w, sizes), 0).astype(jnp.float32)
-        return product if bias is None else product + jnp.where(has_row, bias.at[group].get(mode="clip"), 0)
 
-    rows = jnp.where(has_row, x[window.token], 0)
-    a, b = multiply(rows, weights.gate, weights.gate_bias), multiply(rows, weights.up, weights.up_bias)
-    hidden = jnp.where(has_row, program.hidden(a, b, prob), 0).astype(x.dtype)
-    z = multiply(hidden, weights.down)
-    return jnp.sum(z.at[window.place].get(mode="fill", fill_value=0), 1).astype(x.dtype)
+def _has_row(window: Window) -> jax.Array:
+    """Return which of the positions of a window are taken, [room, 1]."""
+    return (jnp.arange(len(window.token)) < window.end[-1])[:, None]
+
+
+def _multiply_plainly(rows: jax.Array, w: jax.Array, window: Window) -> jax.Array:
+    """Return rows [room, in] times the weights [X, in, out] of their experts; 0 behind the last row."""
+    return jnp.where(_has_row(window), jax.lax.ragged_dot(rows, w, window.end - window.begin), 0)
 
 
 # Kernels. A block of rows has rows of one expert (`Tiles`, grouped_matmul.py). Those of products that sum over D or G

@@ -282,12 +282,18 @@ def _check_cudnn(device: AbstractDevice, head_dim: int, dtype: str) -> str | Non
 CHECKS = {"flash": _check_flash, "cudnn": _check_cudnn}
 
 
-def select_expert_matmul(name: str, dtype: str, device: AbstractDevice | None, mlp: Any | None = None) -> Choice:
+def select_expert_matmul(
+    name: str, dtype: str, device: AbstractDevice | None, mlp: Any | None = None, platform: str | None = None
+) -> Choice:
     """Return what computes the experts `mlp` with `model.expert_products=name` and products in `dtype` on this device.
+
+    Without a device, it is one of this platform; a GPU has the kernels then.
 
     Raises:
         UserError: it does not run or is not exact there.
     """
+    if device is None and platform == "gpu":
+        device = AbstractDevice(next(iter(EXPERT_BLOCKS)), None, platform)
     problems = {
         FUSED: _check_fused(mlp) or _check_kernel("the fused kernels", EXPERT_BLOCKS, device, dtype),
         "grouped": _check_kernel("the grouped kernel", GROUPED_BLOCKS, device, dtype),

@@ -26,6 +26,7 @@ from jax.sharding import reshard
 from tunix.config import Model
 from tunix.config.layers import find_donors
 from tunix.config.model import Run
+from tunix.models.batch_parts import count_parts, join_rows, run_parts, split_rows
 from tunix.models.block import MIXERS, MLPS, Block, Forward, Layer, Rows, donate_kv, find_part, take_kv
 from tunix.models.experts import penalty_names
 from tunix.models.kernels import branches_are_cheap
@@ -207,7 +208,7 @@ class Stacks:
         """
 
         def block_of(index, name):
-            def block(x, params, layer, shared):
+            def run_block(x, params, layer, shared):
                 other_rows, seed, tables = shared
                 # The seed comes with the arguments: a backward rule may not close over a value that is traced.
                 seeded = forward._replace(seed=seed)
@@ -218,17 +219,32 @@ class Stacks:
                 after, cache, sums = self._run_layer(name, rows, (params, layer), seeded, is_donor=index in donors)
                 return after.x, (sums, cache)
 
-            return block
+            def block(xs, params, layer, shared):
+                parts_of_rows, seed, _ = shared
 
+                def run_part(x, other_rows):
+                    x, (sums, cache) = run_block(x, params, layer, (other_rows, seed, {}))
+                    assert cache is None, "only training splits a batch into parts"
+                    return x, sums
+
+                xs, sums = run_parts(run_part, xs, parts_of_rows)
+                return xs, (sums, None)
+
+            return run_block if num_parts == 1 else block
+
+        num_parts = 1 if donors or forward.inputs is not None else count_parts(self.layout, rows.x)
         blocks = [block_of(index, name) for index, name in enumerate(pattern)]
         # What a block does not change stays outside: the scan would keep it for each layer.
         # So do sine and cosine, where XLA would compute them in each layer.
-        has_tables = branches_are_cheap() and not self.layout.stage_axes
+        has_tables = branches_are_cheap() and not self.layout.stage_axes and num_parts == 1
         tables = {
             name: forward.rope_tables(self.cfg, self.stacks[name].layers, rows.positions)
             for name in dict.fromkeys(pattern if has_tables else ())
         }
-        shared = tuple(rows[1:]), forward.seed, tables
+        x, others = rows.x, tuple(rows[1:])
+        if num_parts > 1:
+            x, others = zip(*((part[0], part[1:]) for part in split_rows(tuple(rows), num_parts)), strict=True)
+        shared = others, forward.seed, tables
         sums = self.gradient_sums
         if sums is not None and not (sums.slots and sums.can_take(self.cfg, self.layout, self.remat)):
             sums = None
@@ -237,9 +253,10 @@ class Stacks:
             params = tuple(as_variables(self.modules[name], each) for name, each in zip(pattern, params, strict=True))
             block, layout = checkpoint_block(merge_blocks(blocks), self.remat), self.layout.inside_stage()
             scan = scan_prefetch if self.prefetch else scan_into_sums
-            x, results = scan(block, params, rows.x, values, shared, layout, sums, places)
+            x, results = scan(block, params, x, values, shared, layout, sums, places)
         else:
-            x, results = scan_blocks(blocks, rows.x, layers, shared, self.remat)
+            x, results = scan_blocks(blocks, x, layers, shared, self.remat)
+        x = x if num_parts == 1 else join_rows(list(x))
         of_layers = merge_layers([local_sums for local_sums, _ in results])
         return rows._replace(x=x), of_layers, [cache for _, cache in results]
 

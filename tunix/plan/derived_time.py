@@ -231,23 +231,23 @@ def derive_time(cfg: Config, sizes: dict[str, int], costs: Costs, cluster: Clust
     compute_s, overlapping_s, waited_s = _derive_compute_s(cfg, sizes, costs, cluster), 0.0, 0.0
     for transfer in costs.transfers:
         seconds = predict_seconds(transfer, sizes, cluster.kind, cluster.per_node)
-        if transfer.overlaps:
-            overlapping_s += seconds
-        else:
-            waited_s += seconds
+        overlapping_s += transfer.overlaps * seconds
+        waited_s += (1 - transfer.overlaps) * seconds
     exposed_s = max(0.0, overlapping_s - compute_s) + waited_s
     return StepTime(compute_s, exposed_s, communication_s=overlapping_s + waited_s, flops=costs.flops)
 
 
 def _derive_compute_s(cfg: Config, sizes: dict[str, int], costs: Costs, cluster: Cluster) -> float:
     """Return the seconds of arithmetic: matrix products, everything else, and the optimizer's update."""
-    kind, num_bytes = cluster.kind, costs.num_bytes
+    kind, num_bytes, fused = cluster.kind, costs.num_bytes, costs.fused
     # The optimizer's update reads and writes all of the state once; its arithmetic is small beside that.
     update_s = 2 * (num_bytes["weights"] + num_bytes["optimizer"]) / (kind.hbm_gb_per_s * 1e9)
     bf16 = kind.peak_tflops * 1e12 * kind.efficiency
+    flops = costs.flops - fused.counted_flops
+    fused_s = fused.flops / (bf16 * KERNEL_SHARE) + fused.num_bytes / (kind.hbm_gb_per_s * 1e9 * HBM_SHARE)
     peak = compute_peak_tflops(kind, cfg.training.matmul_dtype, costs.matmul_share)
-    matmul_s = costs.flops / (peak * 1e12 * kind.efficiency)
+    matmul_s = flops / (peak * 1e12 * kind.efficiency)
     # What is no product takes as long beside products of 8-bit floats as beside others.
-    others_s = costs.flops / bf16 * (1 / MATMUL_SHARE - 1)
+    others_s = flops / bf16 * (1 / MATMUL_SHARE - 1)
     beyond_mean_s = predict_beyond_mean_s(cfg, sizes, cluster, bf16 * MATMUL_SHARE)
-    return matmul_s + others_s + update_s + beyond_mean_s
+    return matmul_s + others_s + fused_s + update_s + beyond_mean_s

@@ -27,6 +27,8 @@ MEMORY = {
 TIME = {"arithmetic": "#2a6f97", "hidden communication": "#c9d6df", "exposed communication": "#d1495b"}
 MAX_ROWS = 16  # meshes in the picture
 
+RECOMPUTED_SHARE = 0.01  # of the FLOPs of a step, from which a plan names what XLA computes once more
+
 
 def plot_plan(ranking: Ranking, cluster: Cluster) -> bytes:
     """Return a PNG of the meshes that divide model and batch, best first.
@@ -80,6 +82,7 @@ def format_text(ranking: Ranking, cluster: Cluster, overrides: list[str]) -> str
         for each in candidates:
             if (name := getattr(each.choices.layout, key)) not in usual:
                 lines.append(f"{format_mesh_shape(each.sizes)} takes model.{key}={name}")
+    lines += _list_recomputing(candidates)
     lines += _list_assumptions(cluster, candidates)
     if ranking.fit:
         if ranking.fit[0].compiled:
@@ -153,6 +156,22 @@ def _format_stages(candidate: Candidate) -> str:
     columns = ("steps", "sequences", "tokens each", "tokens a step", "from", "GiB in all", "step s", "tokens/s")
     title = f"stages of the batch on {format_mesh_shape(candidate.sizes)}"
     return format_table(title, columns, ("steps", "from"), rows)
+
+
+def _list_recomputing(candidates: list[Candidate]) -> list[str]:
+    """Return lines that name the compiled steps in which XLA computes much once more, and what to set."""
+    lines = []
+    for each in candidates:
+        time = each.compiled.step_time if each.compiled else None
+        if time is not None and time.recomputed_flops > RECOMPUTED_SHARE * time.flops:
+            lines.append(
+                f"{format_mesh_shape(each.sizes)}: XLA takes the step for larger than the memory, and computes "
+                f"{time.recomputed_flops / time.flops:.0%} of its FLOPs once more, beside what training.remat says. "
+                "Its estimate may be 10 GiB too large: it uses more of the memory with "
+                "+training.compiler_options.xla_gpu_memory_limit_slop_factor=112 (its own value is 95). Or set "
+                "training.remat=full"
+            )
+    return lines
 
 
 def _list_assumptions(cluster: Cluster, candidates: list[Candidate]) -> list[str]:

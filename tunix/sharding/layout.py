@@ -107,6 +107,8 @@ class Layout:
     cp_exchange: str = "none"  # how queries meet keys on other devices
     expert_products: str = "xla"
     expert_exchange: str = "gather"  # how tokens reach their experts
+    # Parts of a device's sequences that take turns in a layer (models/batch_parts.py), where they divide them.
+    batch_parts: int = 1
     splits_stream: bool = False  # devices with parts of the same products split the tokens of the residual stream
 
     @property
@@ -152,7 +154,7 @@ class Layout:
         Products are plain: the scale of an 8-bit array would tie each answer to those that are drawn beside it. So
         would a bounded buffer of rows, and tokens of experts are gathered.
         """
-        layout = self.with_all_layers()
+        layout = replace(self.with_all_layers(), batch_parts=1)
         return replace(layout, splits_stream=False, block_matmul="plain", expert_exchange="gather", cp_exchange="none")
 
     def kernel_of(self, dim_name: str) -> str:

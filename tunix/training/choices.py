@@ -85,6 +85,8 @@ def select(
     policy = REMAT_BY_PLATFORM.get(platform or "", "full") if planned.remat == "auto" else planned.remat
     remat = Remat(policy, training.remat_every, on_host=training.offload == "activations")
     prefetch, options, reasons["training.overlap"] = _choose_overlap(cfg, layout, sync_every, sizes, platform)
+    if _takes_turns(cfg, layout, sizes, prefetch or bool(options) and training.overlap == "auto"):
+        layout = replace(layout, batch_parts=2)
     shape, parts = planned.batch.batch_shape(sizes), planned.batch.parts_per_stage(sizes)
     return Choices(planned, shape, layout, pipeline, parts, remat, sync_every, prefetch, options, reasons)
 
@@ -198,7 +200,7 @@ def _lay_out(
         return choice.name
 
     kernels = choose_kernels(model, dtypes["compute"], device)
-    products = select_expert_matmul(model.expert_products, dtypes["compute"], device, model.mlp)
+    products = select_expert_matmul(model.expert_products, dtypes["compute"], device, model.mlp, platform)
     layout = Layout(
         STRATEGIES[cfg.training.sharding_strategy],
         frozenset(unsplit_dims(list_dims(cfg.model, planned.batch), sizes)),
@@ -284,6 +286,18 @@ def _choose_overlap(
     if all(sizes[axis] == 1 for axis in (*data_axes(), *keeping_axes())):
         return False, options, "no weights or gradients travel"
     return not lacks, options, lacks or "layers gather their weights"
+
+
+def _takes_turns(cfg: Config, layout: Layout, sizes: Mapping[str, int], hides: bool) -> bool:
+    """Return whether two parts of a microbatch take turns in a layer, to hide the exchange of experts of each other.
+
+    `hides` says whether communication is to be hidden at all.
+    """
+    lora = cfg.model.lora
+    # With dropout, rows draw by their numbers in the whole microbatch, and donors of keys leave them for whole rows.
+    whole = bool(lora.rank and lora.dropout) or cfg.model.shared_kv is not None or bool(layout.stage_axes)
+    has_exchange = isinstance(cfg.model.mlp, ExpertsMlp) and any(sizes[axis] > 1 for axis in layout.expert_axes)
+    return hides and has_exchange and not whole
 
 
 def _find_obstacle(cfg: Config, layout: Layout, sync_every: int) -> str | None:
