@@ -277,6 +277,19 @@ def no_time(_) -> Compiled:
     return Compiled("gpu", 1, 1, [], StepTime(compute_s=1e-12), 0.0)
 
 
+def test_a_plan_names_steps_that_xla_computes_once_more(monkeypatch):
+    """From 1 % of the FLOPs on, with the share and what to set."""
+    words, cluster = [*SMALL, "plan.num_compiled=1", "model.mesh_shape=[[4],[fsdp]]"], read_topology("h200:4")
+    texts = []
+    for recomputed in (0.5, 15.0):
+        step = Compiled("gpu", 1, 1, [], StepTime(1.0, flops=100.0, recomputed_flops=recomputed), 0.0)
+        monkeypatch.setattr("tunix.plan.ranking.compile_all", lambda configs, _, step=step: [step] * len(configs))
+        texts.append(format_text(rank(compose(words).config, cluster), cluster, words))
+    assert "once more" not in texts[0]
+    assert "computes 15% of its FLOPs once more, beside what training.remat says" in texts[1]
+    assert "+training.compiler_options.xla_gpu_memory_limit_slop_factor=112" in texts[1]
+
+
 def test_one_compile_is_for_the_fastest():
     """Not for the mesh of least memory."""
     ranking = rank(compose([*AUTO, "plan.num_compiled=0"]).config, read_topology("h200:8"))
