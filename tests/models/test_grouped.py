@@ -1,6 +1,7 @@
 """Grouped products: their numbers, interpreted on CPUs; their programs, compiled for GPUs that are not there."""
 
 import json
+import re
 from functools import partial
 
 import jax
@@ -88,15 +89,19 @@ def test_auto_takes_the_kernel_where_it_is_exact(kind, dtype, name, reason):
 
 def test_auto_takes_products_where_the_fused_kernels_lack_a_part():
     """Biases are added behind the weights of the router, which these experts multiply before."""
-    mlp = compose([few_experts(biases=True, weighted="inputs")]).config.model.mlp
-    device = jax.sharding.AbstractDevice(device_kind="NVIDIA H100", num_cores=None, platform="gpu")
-    choice = select_expert_matmul("auto", "bfloat16", device, mlp)
-    assert choice == ("grouped", choice.reason)
-    assert "add no biases (model.mlp.biases) to weighted inputs" in choice.reason
-    for kind in ("gpu", "cpu"):
-        named = jax.sharding.AbstractDevice(device_kind="NVIDIA H100", num_cores=None, platform=kind)
-        with pytest.raises(UserError, match="model.expert_products=fused: the fused kernels add no biases"):
-            select_expert_matmul("fused", "bfloat16", named, mlp)
+    lora = ["model.lora.rank=2", "model.lora.targets=mlp.expert_up"]
+    for words, lack in (
+        ([few_experts(biases=True, weighted="inputs")], r"add no biases \(model.mlp.biases\) to weighted inputs"),
+        ([few_experts(), *lora], r"add no low-rank updates to experts \(model.lora.targets\)"),
+    ):
+        model = compose(words).config.model
+        for kind in ("gpu", "cpu"):
+            device = jax.sharding.AbstractDevice(device_kind="NVIDIA H100", num_cores=None, platform=kind)
+            choice = select_expert_matmul("auto", "bfloat16", device, model)
+            assert choice.name == "grouped"
+            assert re.search(lack, choice.reason)
+            with pytest.raises(UserError, match=f"model.expert_products=fused: the fused kernels {lack}"):
+                select_expert_matmul("fused", "bfloat16", device, model)
 
 
 def test_a_run_says_which_products_and_a_dense_model_refuses_them(tmp_path):

@@ -179,7 +179,7 @@ def load_pretrained(
     unsplit = frozenset(unsplit_dims(cfg.dims, mesh.shape))
     device = mesh.abstract_mesh.abstract_device
     kernels = tuple((dim_name, each.name) for dim_name, each in choose_kernels(cfg, dtype, device).items())
-    products = select_expert_matmul(cfg.expert_products, dtype, device, cfg.mlp).name
+    products = select_expert_matmul(cfg.expert_products, dtype, device, cfg).name
     layout = Layout(STRATEGIES[strategy], unsplit, dtype, dtype, "float32", kernels=kernels, expert_products=products)
     layout = layout.for_generation()
     with jax.set_mesh(mesh):

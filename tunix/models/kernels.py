@@ -4,6 +4,7 @@ The tables stand apart from the kernels, which import Pallas.
 """
 
 import inspect
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
@@ -283,9 +284,9 @@ CHECKS = {"flash": _check_flash, "cudnn": _check_cudnn}
 
 
 def select_expert_matmul(
-    name: str, dtype: str, device: AbstractDevice | None, mlp: Any | None = None, platform: str | None = None
+    name: str, dtype: str, device: AbstractDevice | None, model: Model | None = None, platform: str | None = None
 ) -> Choice:
-    """Return what computes the experts `mlp` with `model.expert_products=name` and products in `dtype` on this device.
+    """Return what computes the experts of a model, with `model.expert_products=name` and products in `dtype`.
 
     Without a device, it is one of this platform; a GPU has the kernels then.
 
@@ -295,7 +296,7 @@ def select_expert_matmul(
     if device is None and platform == "gpu":
         device = AbstractDevice(next(iter(EXPERT_BLOCKS)), None, platform)
     problems = {
-        FUSED: _check_fused(mlp) or _check_kernel("the fused kernels", EXPERT_BLOCKS, device, dtype),
+        FUSED: _check_fused(model) or _check_kernel("the fused kernels", EXPERT_BLOCKS, device, dtype),
         "grouped": _check_kernel("the grouped kernel", GROUPED_BLOCKS, device, dtype),
     }
     if name == "auto":
@@ -305,17 +306,24 @@ def select_expert_matmul(
         return Choice("grouped", not_fused) if not_fused else Choice(FUSED, "exact here, and copies no row")
     problem = problems.get(name)
     if name == FUSED and device is not None and device.platform == "cpu":  # there JAX's own operations stand for them
-        problem = _check_fused(mlp)
+        problem = _check_fused(model)
     if device is not None and problem:
         raise UserError(f"model.expert_products={name}: {problem}; set model.expert_products=auto")
     return Choice(name, f"model.expert_products={name}")
 
 
-def _check_fused(mlp: Any | None) -> str | None:
-    """Return what of these experts the fused kernels do not compute; None if they compute all."""
-    if isinstance(mlp, ExpertsMlp) and mlp.biases and mlp.weighted == "inputs":
+def _check_fused(model: Model | None) -> str | None:
+    """Return what of a model's experts the fused kernels do not compute; None if they compute all."""
+    if model is None or not isinstance(model.mlp, ExpertsMlp):
+        return None
+    if model.mlp.biases and model.mlp.weighted == "inputs":
         return "the fused kernels add no biases (model.mlp.biases) to weighted inputs (model.mlp.weighted=inputs)"
+    if model.lora.rank and any(re.search(model.lora.targets, f"mlp.{name}") for name in EXPERT_MATRICES):
+        return "the fused kernels add no low-rank updates to experts (model.lora.targets)"
     return None
+
+
+EXPERT_MATRICES = ("expert_gate", "expert_up", "expert_down")
 
 
 def branches_are_cheap() -> bool:

@@ -85,8 +85,8 @@ def select(
     policy = REMAT_BY_PLATFORM.get(platform or "", "full") if planned.remat == "auto" else planned.remat
     remat = Remat(policy, training.remat_every, on_host=training.offload == "activations")
     prefetch, options, reasons["training.overlap"] = _choose_overlap(cfg, layout, sync_every, sizes, platform)
-    if _takes_turns(cfg, layout, sizes, prefetch or bool(options) and training.overlap == "auto"):
-        layout = replace(layout, batch_parts=2)
+    if _takes_turns(cfg, layout, sizes, prefetch or (bool(options) and training.overlap == "auto")):
+        layout, options = replace(layout, batch_parts=2), options | OPTIONS_OF_PARTS.get(platform or "", {})
     shape, parts = planned.batch.batch_shape(sizes), planned.batch.parts_per_stage(sizes)
     return Choices(planned, shape, layout, pipeline, parts, remat, sync_every, prefetch, options, reasons)
 
@@ -200,7 +200,7 @@ def _lay_out(
         return choice.name
 
     kernels = choose_kernels(model, dtypes["compute"], device)
-    products = select_expert_matmul(model.expert_products, dtypes["compute"], device, model.mlp, platform)
+    products = select_expert_matmul(model.expert_products, dtypes["compute"], device, model, platform)
     layout = Layout(
         STRATEGIES[cfg.training.sharding_strategy],
         frozenset(unsplit_dims(list_dims(cfg.model, planned.batch), sizes)),
@@ -264,6 +264,14 @@ OPTIONS: dict[str, Options] = {
     # Collectives that XLA's scheduler lets run at the same time. With 1, its own choice, a gather waits for the sum
     # before it, and begins only when its result is already needed.
     "gpu": {"xla_gpu_experimental_parallel_collective_overlap_limit": 8},
+}
+
+
+# The same where two parts of a microbatch take turns.
+OPTIONS_OF_PARTS: dict[str, Options] = {
+    # XLA joins gathers of up to so many bytes. It would join what the routers of both parts say: the first part would
+    # wait for the second one.
+    "gpu": {"xla_gpu_all_gather_combine_threshold_bytes": 1000},
 }
 
 
