@@ -59,7 +59,7 @@ NORMS = 0.02  # norm scales and scalars come on top
         ("full_shard", 4, 1, 1),
         ("shard_grad_op", 1, 1, MICROBATCHES),
         ("shard_grad_op", 4, 1, 1),
-        ("shard_optimizer", 1, 1, MICROBATCHES),  # the updated parameters are gathered
+        ("shard_optimizer", 1, 1, MICROBATCHES),
         ("shard_optimizer", 4, 1, 1),
         ("no_shard", 1, 0, MICROBATCHES),
         ("no_shard", 4, 0, 1),
@@ -114,7 +114,7 @@ def test_muon_sends_each_momentum_out_and_back_once():
 def test_strategies_order_by_bytes_per_device():
     strategies = {"full_shard": 1, "shard_optimizer": MICROBATCHES, "no_shard": MICROBATCHES}
     sizes = [moved(strategy, sync)["arguments"] for strategy, sync in strategies.items()]
-    assert sizes[0] < sizes[1] < sizes[2]
+    assert sizes[0] == sizes[1] < sizes[2]  # between two steps ZeRO 1 has shards alone; in a step it has all weights
     assert moved("shard_grad_op", 1)["temporary"] > moved("full_shard", 1)["temporary"]
 
 

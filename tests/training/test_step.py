@@ -206,7 +206,7 @@ def test_initial_state_on_every_mesh(monkeypatch):
 
 @pytest.mark.parametrize(
     ("strategy", "params", "moments"),
-    [("full_shard", 8, 8), ("shard_grad_op", 8, 8), ("shard_optimizer", 1, 8), ("no_shard", 1, 1)],
+    [("full_shard", 8, 8), ("shard_grad_op", 8, 8), ("shard_optimizer", 8, 8), ("no_shard", 1, 1)],
 )
 def test_bytes_per_device_of_each_strategy(strategy, params, moments):
     """Divisors of the whole, up to the norms' vectors, which every device keeps."""

@@ -107,7 +107,7 @@ def _list_weight_transfers(program: Program) -> Iterator[Transfer]:
         equation = weight.equation
         in_use, gathered_over = layout.in_use(equation), layout.gather_axes(equation)
         blocks = weight.shape[0] // pipeline.num_stages if equation.is_stacked else 1
-        if gathered_over and strategy.params:
+        if gathered_over and strategy.splits:
             times = gathers_of_block if in_blocks and equation.is_stacked else 1
             size = round(times * count_shard_bytes(weight, in_use, find_gathered_dtype(weight, layout), mesh))
             count = round(times * blocks) if in_blocks else 1
@@ -115,8 +115,6 @@ def _list_weight_transfers(program: Program) -> Iterator[Transfer]:
                 more = (1 + pipeline.recompute_runs) * pipeline.num_iterations
                 size, count = size * (count + more) // count, count + more
             yield Transfer("all-gather", gathered_over, size, count=count)
-        elif gathered_over and strategy.optimizer and trained:  # the updated weights
-            yield Transfer("all-gather", gathered_over, count_shard_bytes(weight, in_use, layout.param, mesh))
         if not trained:
             continue
         times = pipeline.num_passes if in_blocks and equation.is_stacked else reductions
@@ -125,7 +123,7 @@ def _list_weight_transfers(program: Program) -> Iterator[Transfer]:
         count = round(times * blocks) if in_blocks else reductions
         if ahead and equation.is_stacked:  # and each backward pass begins with one more, of zeros
             size, count = size * (count + pipeline.num_iterations) // count, count + pipeline.num_iterations
-        if gathered_over and strategy.gradients:
+        if gathered_over and strategy.splits:
             yield Transfer("reduce-scatter", gathered_over, size, count=count)
             size //= count_devices(mesh.shape, gathered_over)
             summed_over = tuple(axis for axis in summed_over if axis not in gathered_over)
@@ -161,13 +159,13 @@ def _list_stage_transfers(program: Program) -> Iterator[Transfer]:
     yield Transfer("all-to-all", layout.stage_axes, fields * batch, overlaps=0.0)
     if pipeline.num_chunks > 1:
         # Stages deal layers out before the first tick, and gradients of the trained ones afterwards.
-        arch, strategy = program.arch, layout.strategy
-        dealt_out = [(weight, strategy.params, weight.dtype) for weight in jax.tree.leaves(arch.weights)]
-        dealt_out += [(weight, strategy.gradients, "float32") for weight in jax.tree.leaves(arch.trained_weights)]
+        arch = program.arch
+        dealt_out = [(weight, weight.dtype) for weight in jax.tree.leaves(arch.weights)]
+        dealt_out += [(weight, "float32") for weight in jax.tree.leaves(arch.trained_weights)]
         num_bytes, count = 0, 0
-        for weight, is_split, dtype in dealt_out:
+        for weight, dtype in dealt_out:
             if weight.equation.is_stacked:
-                num_bytes += count_shard_bytes(weight, layout.stored(weight.equation, is_split), dtype, mesh)
+                num_bytes += count_shard_bytes(weight, layout.stored(weight.equation), dtype, mesh)
                 count += pipeline.num_chunks
         yield Transfer("collective-permute", layout.stage_axes, num_bytes, overlaps=0.0, count=count)
 

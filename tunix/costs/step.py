@@ -220,7 +220,7 @@ def _count_gathered_bytes(program: Program) -> int:
         if not (in_blocks and weight.equation.is_stacked):
             gathered += _count_bytes_in_use(weight, program)
         elif num_chunks > 1:  # dealt out to the stages, and the chunk at work
-            dealt_out = count_shard_bytes(weight, layout.stored(weight.equation, True), weight.dtype, program.mesh)
+            dealt_out = count_shard_bytes(weight, layout.stored(weight.equation), weight.dtype, program.mesh)
             gathered += (1 + 1 / num_chunks) * dealt_out
     return round(gathered)
 
@@ -272,7 +272,7 @@ def _count_gradient_bytes(program: Program) -> int:
         equation = weight.equation
         # Of the newest microbatch, layers that add to the sums have the gradients of one layer at a time.
         newest_share = 1 / weight.shape[0] if equation.is_stacked and in_layers else 1.0
-        summed_bytes = count_shard_bytes(weight, layout.stored(equation, layout.strategy.gradients), "float32", mesh)
+        summed_bytes = count_shard_bytes(weight, layout.stored(equation), "float32", mesh)
         summed, newest_summed = summed + summed_bytes, newest_summed + newest_share * summed_bytes
         if not (in_blocks and equation.is_stacked):
             local_bytes = count_shard_bytes(weight, layout.in_use(equation), "float32", mesh)

@@ -23,20 +23,22 @@ from tunix.sharding.table import DIMS, EXPERTS, LAYERS, STREAM_TOKENS, TOKENS, a
 
 @dataclass(frozen=True)
 class Strategy:
-    """A ZeRO stage: what the axes that keep weights split between uses, and how long gathered weights live."""
+    """A ZeRO stage: what lies split between two uses, and how long gathered weights and own parts of gradients live."""
 
-    params: bool
-    gradients: bool  # the accumulator of a step
-    optimizer: bool
+    splits: bool  # whether the axes that keep weights split weights, summed gradients and moments between uses
     gathered_for: str  # "block": gathered in each block's forward and again in its backward pass; "step": once
+    summed_for: (
+        str  # "microbatch": gradients are summed over devices after each one; "step": once, if a config says auto
+    )
 
 
 STRATEGIES = {
-    #                           params  gradients optimizer
-    "full_shard": Strategy(True, True, True, gathered_for="block"),  # ZeRO 3
-    "shard_grad_op": Strategy(True, True, True, gathered_for="step"),  # ZeRO 2
-    "shard_optimizer": Strategy(False, False, True, gathered_for="step"),  # ZeRO 1
-    "no_shard": Strategy(False, False, False, gathered_for="step"),  # plain data parallelism
+    "full_shard": Strategy(True, gathered_for="block", summed_for="microbatch"),  # ZeRO 3
+    "shard_grad_op": Strategy(True, gathered_for="step", summed_for="microbatch"),  # ZeRO 2
+    # ZeRO 1: a device has all weights in the dtype of products, and all gradients, while a step runs. Between two steps
+    # it has its shards of the float32 weights, which the optimizer works on, and of the moments.
+    "shard_optimizer": Strategy(True, gathered_for="step", summed_for="step"),
+    "no_shard": Strategy(False, gathered_for="step", summed_for="step"),  # plain data parallelism
 }
 
 
@@ -161,13 +163,9 @@ class Layout:
         """Return the kernel of attention whose key/value heads have this letter."""
         return dict(self.kernels)[dim_name]
 
-    def stored(self, equation: Equation, sharded: bool | None = None) -> PartitionSpec:
-        """Return where a weight lives between uses.
-
-        With `sharded` given, where its gradient or its moments live: split over the axes that keep weights, or not.
-        """
-        sharded = self.strategy.params if sharded is None else sharded
-        return _make_spec(self._stored_axes(equation)) if sharded else _make_spec(self._axes_in_use(equation))
+    def stored(self, equation: Equation) -> PartitionSpec:
+        """Return where a weight lives between uses, and so do the sum of its gradients and its moments."""
+        return _make_spec(self._stored_axes(equation) if self.strategy.splits else self._axes_in_use(equation))
 
     def in_use(self, equation: Equation) -> PartitionSpec:
         """Return where a weight lives while a product uses it."""

@@ -243,7 +243,7 @@ def _choose_sync(training: Training, sizes: Mapping[str, int], pipeline: Pipelin
     """
     strategy, every = STRATEGIES[training.sharding_strategy], training.sync_gradients_every
     if every == "auto":
-        splits = strategy.gradients and any(sizes[axis] > 1 for axis in keeping_axes())
+        splits = strategy.summed_for == "microbatch" and any(sizes[axis] > 1 for axis in keeping_axes())
         every = 1 if splits or data_shards(sizes) == 1 else pipeline.num_microbatches
     # On stages a tick works on parts of two microbatches, whose gradients are added up together: they are reduced in
     # every tick, or once for all microbatches.

@@ -446,4 +446,4 @@ class Zeros:
         return path[0].key in self.blocks
 
     def _remaining(self, weight: Weight) -> PartitionSpec:
-        return self.layout.stored(weight.equation, self.layout.strategy.gradients)
+        return self.layout.stored(weight.equation)

@@ -34,7 +34,6 @@ from tunix.training.state import (
     State,
     abstract_params,
     describe,
-    lay_out_for_optimizer,
     new_state,
     start_state,
 )
@@ -267,7 +266,7 @@ class Program:
         shardings = jax.tree.map(lambda leaf: leaf.sharding, {name: self.abstract["copies"][name] for name in absent})
 
         def start(params):
-            return init_ema(ema, lay_out_for_optimizer(self.arch.trained(params), self.arch))
+            return init_ema(ema, self.arch.trained(params))
 
         started = jax.jit(start, out_shardings=shardings)(state["params"])
         return state | {"copies": state.get("copies", {}) | started}

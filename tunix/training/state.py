@@ -21,7 +21,7 @@ from tunix.models.layers import Initializer, parameter_name
 from tunix.models.low_rank import start_updates
 from tunix.models.remat import KEEP_ALL, Remat
 from tunix.models.transformer import Transformer
-from tunix.sharding.arrays import bring_to, to_host_memory
+from tunix.sharding.arrays import to_host_memory
 from tunix.sharding.equations import Equation
 from tunix.sharding.layout import Layout
 from tunix.sharding.table import EXPERTS
@@ -196,21 +196,14 @@ def start_state(
     params: dict[str, Any],
 ) -> State:
     """Return the state of step 0 with these parameters."""
-    # Moments and copies start from parameters in the optimizer's layout: they have this layout through the whole run.
     stored = arch.layout.stored
     params = jax.tree.map(lambda p, weight: reshard(p, stored(weight.equation)), params, arch.weights)
-    trained = lay_out_for_optimizer(arch.trained(params), arch)
+    trained = arch.trained(params)  # moments and copies lie like them, through the whole run
     zero, moments = jnp.zeros((), jnp.int32), optimizer.init(trained)
     moments = to_host_memory(moments) if arch.layout.moments_on_host else moments
     state = {"params": params, "opt_state": moments, "step": zero, "skipped": zero}
     copies = {"copies": init_ema(ema, trained)} if ema else {}
     return state | copies | (guard.start() if guard else {})
-
-
-def lay_out_for_optimizer(tree: dict[str, Any], arch: Architecture) -> dict[str, Any]:
-    """Return trained parameters or gradients laid out as the optimizer works on them."""
-    stored, sharded = arch.layout.stored, arch.layout.strategy.optimizer
-    return jax.tree.map(lambda x, weight: bring_to(x, stored(weight.equation, sharded)), tree, arch.trained_weights)
 
 
 def abstract_params(arch: Architecture, mesh: Mesh | AbstractMesh) -> dict[str, Any]:

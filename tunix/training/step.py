@@ -12,12 +12,12 @@ from jax.sharding import PartitionSpec, auto_axes, reshard
 from tunix.data.batches import Batch, split_shared
 from tunix.models.layer_scan import GradientSums, Static, make_slots
 from tunix.models.layers import named
-from tunix.sharding.arrays import bring_to, to_device_memory, to_host_memory
+from tunix.sharding.arrays import to_device_memory, to_host_memory
 from tunix.sharding.equations import Equation
 from tunix.training.ema import Copy, move_ema
 from tunix.training.logprobs import ROUTING, LossFn, Sums, add_up, report_sums
 from tunix.training.optimizer import Schedule, SpikeGuard, move_biases
-from tunix.training.state import Architecture, State, Weight, add_gradients, lay_out_for_optimizer
+from tunix.training.state import Architecture, State, Weight, add_gradients
 
 # Norms of each weight in each layer tell which layer a spike comes from, and whether all layers learn at the same pace:
 # in a healthy run, the norm of a change over the norm of its weight is about the same in every layer.
@@ -83,14 +83,13 @@ def make_train_step(
     Fields of the batch are [A, B, T]. Metrics are scalars: grad_norm before clipping, learning_rate, skipped, and the
     sums of the loss divided by its weight; and a dict `NORMS` where the update has `norms_every`.
 
-    A gradient g and a parameter p go this way. `rests` and `works` are their places in the state and in the optimizer
-    (`Layout.stored`), which differ with shard_optimizer alone:
+    A gradient g and a parameter p go this way, each device with the shards of both that it keeps:
 
-        gradients   g, summed over microbatches and devices     rests
-        division    g / weight                                  works
-        optimizer   clip, update rule, decay: direction d       works
-        update      p - rate d                                  works
-        choice      the new p or the old one                    rests
+        gradients   g, summed over microbatches and devices
+        division    g / weight
+        optimizer   clip, update rule, decay: direction d
+        update      p - rate d
+        choice      the new p or the old one
 
     A step whose loss or gradient is not finite changes nothing but its counters, and so does a spike, where there is a
     guard. `gradients` is what `make_gradients` or `make_pipelined_gradients` returns.
@@ -104,15 +103,13 @@ def make_train_step(
         grads, weight, sums = gradients(state["params"], batch, seeds)
         with jax.named_scope("optimizer"):
             # The one division: `weight` is that of all microbatches on all devices, and sums become means here.
-            grads = lay_out_for_optimizer(jax.tree.map(lambda g: g / weight, grads), arch)
+            grads = jax.tree.map(lambda g: g / weight, grads)
             grad_norm = optax.tree.norm(grads)  # before clipping, which is a part of the optimizer
             trained = arch.trained(state["params"])
-            params = lay_out_for_optimizer(trained, arch)
-            # The optimizer may work on other shards than the forward pass (shard_optimizer): `params` are laid out so.
             moments = to_device_memory(state["opt_state"]) if on_host else state["opt_state"]
-            direction, opt_state = update.direct(grads, moments, params)
+            direction, opt_state = update.direct(grads, moments, trained)
             rate = update.schedule(state["step"])
-            params = jax.tree.map(lambda p, d: (p - rate * d).astype(p.dtype), params, direction)
+            params = jax.tree.map(lambda p, d: (p - rate * d).astype(p.dtype), trained, direction)
             reported = {**report_sums(sums, weight), "grad_norm": grad_norm}
             # A step that is not good changes nothing. Its update is computed like any other, and then left out: each
             # array takes its new values or keeps its old ones, so no step waits for the host to look at its numbers.
@@ -124,10 +121,8 @@ def make_train_step(
                 is_good, reported = finite & ~spike, reported | numbers
             copies = move_ema(update.ema, state.get("copies", {}), to_device_memory)
             moved = {name: update.ema[name].update(tree, params) for name, tree in copies.items()}
-            # Back from the layout of the optimizer to that of the state, which is where updated weights are gathered.
             new = {"params": params, "opt_state": opt_state, "copies": moved}
             old = {"params": trained, "opt_state": moments, "copies": copies}
-            new = jax.tree.map(lambda n, o: bring_to(n, jax.typeof(o).sharding.spec), new, old)
             selected = jax.tree.map(lambda n, o: jax.lax.select(is_good, n, o), new, old)
             reported |= update.report_norms(state["step"], arch, grads, trained, selected["params"])
             if on_host:
@@ -182,7 +177,7 @@ def make_gradients(arch: Architecture, loss_fn: LossFn, sync_every: int) -> Grad
     def spec(weight: Weight, *, local_part: bool) -> PartitionSpec:
         if local_part:  # as large as the weight in use, and of a type that cannot be taken for the sum
             return layout.unreduced(weight.equation)
-        return layout.stored(weight.equation, layout.strategy.gradients)
+        return layout.stored(weight.equation)
 
     def zeros(*, local_part: bool):
         def of_weight(weight: Weight) -> jax.Array:
