@@ -1,4 +1,4 @@
-"""The other side of models.py and rollouts.py: transformers does the same. Its Python has torch and no jax."""
+"""The other side of models.py, rollouts.py and generation.py: transformers does the same, by torch and without jax."""
 
 import json
 import sys
@@ -38,9 +38,32 @@ def rate(folder: str, batch: str, prompt: str, new: str) -> dict:
     return {"seconds": (seconds[0] - seconds[1]) / int(new)}
 
 
+def lengths(folder: str) -> dict:
+    """CPU seconds of batches of answers, each row with a length of its own; stdin has what is asked (generation.py)."""
+    question = json.load(sys.stdin)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, question["dtype"]))
+
+    def answer(lengths: list[int], prompts: list[list[int]]) -> float:
+        tokens, wanted = torch.tensor(prompts), torch.tensor(lengths)
+        ends = lambda ids, _: ids.shape[1] - tokens.shape[1] >= wanted  # noqa: E731
+        start_time = time.process_time()
+        with torch.inference_mode():
+            model.generate(
+                tokens, attention_mask=torch.ones_like(tokens), pad_token_id=0, do_sample=False, use_cache=True,
+                max_new_tokens=max(lengths), eos_token_id=None, stopping_criteria=[ends],
+            )  # fmt: skip
+        return time.process_time() - start_time
+
+    seconds = []
+    for each, prompts in zip(question["lengths"], question["prompts"], strict=True):
+        answer(each, prompts)
+        seconds.append(min(answer(each, prompts) for _ in range(2)))
+    return {"seconds": seconds}
+
+
 if __name__ == "__main__":
     transformers.logging.set_verbosity_error()
-    answer = {"load": load, "decode": decode, "rate": rate}[sys.argv[1]](*sys.argv[2:])
+    answer = {"load": load, "decode": decode, "rate": rate, "lengths": lengths}[sys.argv[1]](*sys.argv[2:])
     with open("/proc/self/status") as status:
         peak = next(int(line.split()[1]) for line in status if line.startswith("VmHWM"))
     versions = f"transformers {transformers.__version__}, torch {torch.__version__}, {torch.get_num_threads()} threads"

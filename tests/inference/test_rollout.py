@@ -129,7 +129,8 @@ def test_sizes():
     assert [rollout_sizes.pad_rows(n) for n in range(1, 14)] == [1, 2, 3, 4, 6, 6, 8, 8, 12, 12, 12, 12, 16]
     assert [rollout_sizes.pad_batch(n) for n in range(1, 10)] == [1, 2, 4, 4, 8, 8, 8, 8, 16]
     assert [rollout_sizes.count_prefill_prompts(n) for n in (1, 16, 17, 5000, 40_000)] == [1024, 1024, 512, 2, 1]
-    assert [rollout_sizes.count_slots(n, 300) for n in (20, 128, 129, 257)] == [128, 128, 256, 300]
+    assert [rollout_sizes.count_slots(n, 400) for n in (20, 128, 129, 257)] == [128, 128, 256, 400]
+    assert [rollout_sizes.count_slots(n, 300) for n in (128, 129)] == [128, 300]  # 256 slots would be nearly all
     assert [rollout_sizes.select_fewer_rows(64, n) for n in (64, 33, 32, 17, 1, 0)] == [64, 64, 32, 32, 8, 8]
 
 

@@ -26,7 +26,8 @@ from tunix.training.state import abstract_params
 #
 #     prompts     padded to a power of two, and 1, 2, 4, 8, ... of them computed at one time
 #     rows        of a data shard: 1, 2, 3, 4, 6, 8, 12, 16, ...; halved at the end of a rollout, when half are enough
-#     slots       of the cache: a power of two, at most twice what the longest row fills; it grows while rows grow
+#     slots       of the cache: a power of two, at most twice what the longest row fills, or those of the longest row
+#                 that may be; it grows while rows grow
 #     tokens      drawn as one loop on the devices, between two looks of the host
 
 SMALLEST_PROMPT = 16  # tokens that a prompt is padded to, and more by powers of two
@@ -64,8 +65,12 @@ def count_prefill_prompts(num_tokens: int) -> int:
 
 
 def count_slots(num_tokens: int, max_length: int) -> int:
-    """Return the slots of the cache for rows of `num_tokens` tokens that have `max_length` tokens at the end."""
-    return min(max_length, max(SMALLEST_CACHE, pad_batch(num_tokens)))
+    """Return the slots of the cache for rows of `num_tokens` tokens that have `max_length` tokens at the end.
+
+    A cache that would have nearly all slots has all of them: while a cache grows, the old one is in memory too.
+    """
+    slots = max(SMALLEST_CACHE, pad_batch(num_tokens))
+    return max_length if slots > 3 * max_length // 4 else slots
 
 
 def select_fewer_rows(rows: int, going_on: int) -> int:
@@ -291,7 +296,9 @@ def derive_rollout_costs(
     answers = num_prompts * answers_per_prompt / shards  # of a data shard
     length = pad_prompt(max_prompt_length)
     max_length = length + max_new_tokens
-    prompts = min(count_prefill_prompts(max_prompt_length), pad_batch(math.ceil(num_prompts / shards)))
+    # Prompts are computed when rows are free for answers to them; entries of the one before may still wait for rows.
+    begun = min(math.ceil(num_prompts / shards), math.ceil(rows / answers_per_prompt) + 1)
+    prompts = min(count_prefill_prompts(max_prompt_length), pad_batch(begun))
     slots = _list_slots(length, max_length)
     of_row = [_count_cache_bytes(program, mesh, num_slots, cache_dtype) for num_slots in slots]
     vocab = program.cfg.model.vocab_size
