@@ -36,7 +36,7 @@ from tunix.costs.rollout import (
 )
 from tunix.inference.gathered import Gathered
 from tunix.inference.kv_cache import Cache
-from tunix.inference.programs import NO_TOKEN, Drawing, Extent, Programs
+from tunix.inference.programs import NO_TOKEN, Drawing, Extension, Extent, Placement, Programs
 from tunix.inference.sampling import RowChoices, Sampling
 from tunix.sharding.arrays import rows_to_global
 
@@ -375,11 +375,8 @@ class Engine:
         for shard, each in enumerate(begun):
             for index, (row, at) in enumerate(each):
                 source[shard, index], rows[shard, index], number[shard, index] = at, row.place, row.number
-        logits, entries = computed
-        self.cache, sampled = self.programs.place(
-            self.cache, entries, logits, *(self._to_devices(each.reshape(-1)) for each in (source, rows, number)),
-            self.key, sampling=self.sampling,
-        )  # fmt: skip
+        answers = Placement(*(self._to_devices(each.reshape(-1)) for each in (source, rows, number)))
+        self.cache, sampled = self.programs.place(self.cache, computed, answers, self.key, sampling=self.sampling)
         on_host = [np.asarray(each).reshape(self.num_shards, count) for each in sampled]
         for shard, each in enumerate(begun):
             for index, (row, _) in enumerate(each):
@@ -425,9 +422,9 @@ class Engine:
                 tokens[at][: len(text)], count[at], rows[at] = text, len(text), row.place
                 start[at], number[at], drawn[at] = row.length, row.number, row.drawn
         inputs = (rows, tokens, start, count, number, drawn)
-        on_devices = (self._to_devices(each.reshape(-1, *each.shape[2:])) for each in inputs)
+        more = Extension(*(self._to_devices(each.reshape(-1, *each.shape[2:])) for each in inputs))
         self.cache, sampled = self.programs.extend(
-            self.weights, self.cache, *on_devices, self.key, np.int32(self.max_length), sampling=self.sampling
+            self.weights, self.cache, more, self.key, np.int32(self.max_length), sampling=self.sampling
         )
         on_host = [np.asarray(each).reshape(shape) for each in sampled]
         for shard, each in enumerate(by_shard):

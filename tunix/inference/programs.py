@@ -50,6 +50,25 @@ class Drawing(NamedTuple):
     working: jax.Array  # bool
 
 
+class Placement(NamedTuple):
+    """Answers that get rows: int32 arrays [R]."""
+
+    source: jax.Array  # row of the prompt among those that were computed, on its data shard
+    row: jax.Array  # of the cache, on its data shard; the number of all of them for a filler
+    number: jax.Array  # of the answer, which its noise depends on
+
+
+class Extension(NamedTuple):
+    """Tokens that are to follow those of some rows: int32 arrays [A], `tokens` [A, C]."""
+
+    row: jax.Array  # of the cache, on its data shard; the number of all of them for a filler
+    tokens: jax.Array
+    start: jax.Array  # tokens in the cache
+    num_tokens: jax.Array  # of `tokens`, which are filled up behind these
+    number: jax.Array  # of the answer
+    drawn: jax.Array  # tokens drawn so far, in all turns
+
+
 class Extent(NamedTuple):
     """Bounds of a loop over tokens, int32 scalars, and ids [n] int32 that end a turn. They are data: one program."""
 
@@ -95,18 +114,20 @@ def _prefill(
 def _place(
     arch: Architecture,
     cache: Cache,
-    entries: Cache,
-    logits: jax.Array,
-    source: jax.Array,
-    rows: jax.Array,
-    number: jax.Array,
+    computed: tuple[jax.Array, Cache],
+    answers: Placement,
     key: jax.Array,
     *,
     sampling: Sampling,
 ) -> tuple[Cache, Sampled]:
-    """Put entries into rows [R] of the cache; return it, and the first token of each row, [R] on every device."""
-    cache = place_rows(cache, entries, source, rows)
-    sampled = sample(take_rows(logits, source), key, number, jnp.zeros_like(number), sampling, arch.layout)
+    """Put entries of prompts into rows [R] of the cache; return it, and the first token of each, [R] on every device.
+
+    `computed` is what `_prefill` returns.
+    """
+    logits, entries = computed
+    cache = place_rows(cache, entries, answers.source, answers.row)
+    first = take_rows(logits, answers.source)
+    sampled = sample(first, key, answers.number, jnp.zeros_like(answers.number), sampling, arch.layout)
     return cache, _replicate(sampled)
 
 
@@ -114,20 +135,16 @@ def _extend(
     arch: Architecture,
     weights: Gathered,
     cache: Cache,
-    rows: jax.Array,
-    tokens: jax.Array,
-    start: jax.Array,
-    count: jax.Array,
-    number: jax.Array,
-    drawn: jax.Array,
+    more: Extension,
     key: jax.Array,
     reach: jax.Array,
     *,
     sampling: Sampling,
 ) -> tuple[Cache, Sampled]:
     """Give rows [A] more tokens [A, C]; return the cache, and the token behind them, [A] on every device."""
-    logits, cache = extend(weights.module(arch), weights, cache, rows, tokens, start, count, reach)
-    return cache, _replicate(sample(logits, key, number, drawn, sampling, arch.layout))
+    model = weights.module(arch)
+    logits, cache = extend(model, weights, cache, more.row, more.tokens, more.start, more.num_tokens, reach)
+    return cache, _replicate(sample(logits, key, more.number, more.drawn, sampling, arch.layout))
 
 
 def _decode(
