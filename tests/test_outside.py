@@ -214,7 +214,7 @@ SEED_CSV = b'text,answer\n"a, ""b""",c\n\xc3\xa9,"d\ne"\n'
 def test_csv(folder, data):
     path = folder / "rows.csv"
     path.write_bytes(data)
-    columns = Columns.model_construct(text="text")
+    columns = Columns.model_construct(**dict.fromkeys(Columns.model_fields) | {"text": "text"})
     source = Csv.model_construct(
         source="csv", paths=(str(path),), extensions=(".csv",), delimiter=",", columns=columns, max_document_bytes=None
     )
@@ -235,7 +235,7 @@ def test_parquet(parquet, tmp_path):
     def read(folder, data):
         path = folder / "rows.parquet"
         path.write_bytes(data)
-        columns = Columns.model_construct(text="text")
+        columns = Columns.model_construct(**dict.fromkeys(Columns.model_fields) | {"text": "text"})
         source = Parquet.model_construct(
             source="parquet", paths=(str(path),), extensions=(".parquet",), columns=columns
         )
