@@ -1,7 +1,8 @@
 """A run that is hurt at random moments and goes on by itself: `make chaos ARGS="seconds=3600 seed=1"`.
 
 `kinds=SIGKILL,bit_flip` draws from these events alone. A damaged checkpoint needs one that stops a run before its end.
-It needs Linux, root, `ip` and `tc` (a network of its own, which is cut), and `strace` (a disk that becomes slow).
+It needs Linux, root, `ip` and `tc` (a network of its own, which is cut), `strace` (a disk that becomes slow), and
+`mount` (a folder that becomes read-only).
 
     start or resume, on 1, 2 or 4 processes and a random mesh -> hurt it at a random moment -> wait until it is gone
 
@@ -22,6 +23,7 @@ import random
 import resource
 import shutil
 import signal
+import socket
 import statistics
 import subprocess
 import sys
@@ -90,17 +92,74 @@ def cut_network(seconds: float) -> Callable[[int], None]:
     return cut
 
 
+def find_run(pid: int) -> Path:
+    """Return the folder of the run that a process trains."""
+    return Path(f"/proc/{pid}/cwd").resolve() / "run"
+
+
+def move_folder(pid: int) -> None:
+    """Let the run's folder vanish for a while, as a disk does that is mounted anew."""
+    run = find_run(pid)
+    away = run.rename(run.with_name("away"))
+    time.sleep(4)
+    away.rename(run)  # fails where it was made anew, and then its lines are missing
+
+
+def write_protect(pid: int) -> None:
+    """Let the run's folder be read-only for a while, as after an error of its disk; files that are open are written."""
+    run = find_run(pid)
+    for words in (["--bind", str(run), str(run)], ["-o", "remount,ro,bind", str(run)]):
+        subprocess.run(["mount", *words], check=True)
+    time.sleep(8)
+    subprocess.run(["umount", "--lazy", str(run)], check=True)
+
+
+def limit_memory(pid: int) -> None:
+    """Leave the process 16 MiB of address space more than it has."""
+    size = int(Path(f"/proc/{pid}/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.prlimit(pid, resource.RLIMIT_AS, (size + (16 << 20), resource.RLIM_INFINITY))
+
+
+def come_as_stranger(_: int) -> None:
+    """Send nonsense to every port of the run, and keep a connection to each of them for a while."""
+    held = []
+    for port in list_ports():
+        for words in (b"", b"\0" * 100, b"GET / HTTP/1.1\r\n\r\n", b'{"process": 1}\n', os.urandom(2000)):
+            with suppress(OSError), socket.create_connection(("127.0.0.1", port), 2) as connection:
+                connection.sendall(words)
+        with suppress(OSError):
+            held.append(socket.create_connection(("127.0.0.1", port), 2))
+    time.sleep(3)
+    for connection in held:
+        connection.close()
+
+
+def list_ports() -> list[int]:
+    """Return the ports of this network on which somebody listens: those of the run."""
+    rows = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
+    return sorted({int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == "0A"})
+
+
 EVENTS = {  # what happens to the process that trains, by its id
     "SIGKILL": send(signal.SIGKILL), "SIGSTOP": send(signal.SIGSTOP), "disk full": fill_disk,
     "SIGTERM": send(signal.SIGTERM), "SIGUSR1": send(signal.SIGUSR1),
     "pause": pause, "slow disk": slow_disk,
     "cut of 5 s": cut_network(5), "cut of 20 s": cut_network(20),  # the heartbeat is 10 s
+    "folder away": move_folder, "read-only": write_protect, "memory limit": limit_memory, "stranger": come_as_stranger,
+    "slow start": pause,  # of a process that has just begun
 }  # fmt: skip
+TORN = "torn line"  # at the end of metrics.jsonl, while no process runs
 DAMAGES = ("bit flip", "truncation", "lost file")  # of the newest checkpoint, while no process runs
 FAULTS = {"exception": "exception", "clock jump": "clock"}  # by tests/support/faulty.py
-HARMLESS = ("pause", "clock jump", "slow disk", "cut of 5 s")  # the run may go on
-OF_SEVERAL = ("SIGSTOP", "cut of 5 s", "cut of 20 s", *FAULTS)  # the others notice it, or there is nothing to notice
-KINDS = (*EVENTS, *FAULTS, *DAMAGES)
+# The run may go on.
+HARMLESS = (
+    "pause", "clock jump", "slow disk", "cut of 5 s", "folder away", "read-only", "stranger", "slow start",
+    "memory limit", TORN,
+)  # fmt: skip
+# The others notice it, or there is nothing to notice.
+OF_SEVERAL = ("SIGSTOP", "cut of 5 s", "cut of 20 s", "slow start", "stranger", *FAULTS)
+OUT_OF_MEMORY = {134, 139, -6, -11}  # a library that gets no memory may abort
+KINDS = (*EVENTS, *FAULTS, *DAMAGES, TORN)
 
 
 @dataclass
@@ -166,8 +225,19 @@ def damage(run: Path, label: str, rng: random.Random) -> None:
         file.write_bytes(content)
 
 
+def tear_line(run: Path) -> None:
+    """Leave half of a line at the end of metrics.jsonl, as a crash in a write does."""
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(read_lines(run)[-1])[:40])
+
+
 def hurt(processes: Processes, label: str, run: Path, rng: random.Random) -> float:
     """Send a row of `EVENTS` to one process after a random step, or in its first seconds; return the Unix time."""
+    if label == "slow start":
+        happened = time.time()
+        with suppress(OSError):
+            EVENTS[label](rng.choice(processes.started).pid)
+        return happened
     start_time = len(read_lines(run))
     steps, delay_s = rng.randrange(1, STEPS // 3), rng.uniform(0, 10 if rng.random() < 0.3 else 0.5)
     if delay_s < 0.5:
@@ -203,12 +273,18 @@ def start(folder: Path, data: list[str], rng: random.Random, kinds: Sequence[str
     """Start or resume the run, hurt it, and wait until it is gone."""
     run, count = folder / "run", rng.choice([1, 2, 2, 4])
     several, two = count > 1, len(list_steps(run)) > 1  # one checkpoint must be left
-    possible = [kind for kind in kinds if (several or kind not in OF_SEVERAL) and (two or kind not in DAMAGES)]
+    possible = [
+        kind
+        for kind in kinds
+        if (several or kind not in OF_SEVERAL) and (two or kind not in DAMAGES) and (read_lines(run) or kind != TORN)
+    ]
     label = rng.choice(possible)
     session = Session(rng.choice(MESHES[count]), label)
     if label in DAMAGES:
         damage(run, label, rng)
     before = len(read_lines(run))
+    if label == TORN:
+        tear_line(run)
     has_begun = (run / "config.yaml").exists()
     words = ["resume=run"] if has_begun else [*WORDS, *data]
     fault = {"script": "run_training.py"}
@@ -241,6 +317,7 @@ def start(folder: Path, data: list[str], rng: random.Random, kinds: Sequence[str
     outputs = "".join(path.read_text() for path in sorted(folder.glob("std*.[0-9]")))
     session.refused_damage = "IS DAMAGED, taking the one before" in outputs
     known = CODES if session.lines else CODES | BEFORE_IT_BEGAN
+    known = known | OUT_OF_MEMORY if label == "memory limit" else known
     assert set(session.codes) <= known, f"{session}\n{outputs[-4000:]}"
     return session
 
@@ -329,7 +406,7 @@ def describe(seconds: list[float]) -> str:
 def main(words: list[str]) -> int:
     if os.environ.setdefault("CHAOS_NETWORK", "machine") == "machine":  # take a network of our own, to cut it
         os.environ["CHAOS_NETWORK"] = "own"
-        os.execvp("unshare", ["unshare", "--net", sys.executable, "-m", "benchmarks.chaos", *words])
+        os.execvp("unshare", ["unshare", "--net", "--mount", sys.executable, "-m", "benchmarks.chaos", *words])
     subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
     given = dict(word.split("=") for word in words)
     kinds = [name.replace("_", " ") for name in given["kinds"].split(",")] if "kinds" in given else KINDS
