@@ -66,7 +66,8 @@ def list_sizes() -> dict[str, list[str]]:
         defaults = OmegaConf.load(path).defaults if path.stem not in OWN else []
         for choice in defaults:
             if found := re.fullmatch(r"family/(\w+)@_here_", str(choice)):
-                sizes[found[1]].append(path.stem)
+                family = OmegaConf.load(CONF / "model" / "family" / f"{found[1]}.yaml").family
+                sizes[family].append(path.stem)
     return sizes
 
 

@@ -6,14 +6,16 @@ import sys
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tunix.base.errors import UserError
 from tunix.base.files import find_writable, parse_json
 from tunix.config import Generate
 from tunix.config.command_line import run_command
+from tunix.data.chat import join_parts
 from tunix.data.tokenizer import read_chat
 from tunix.inference.engine import Answer
+from tunix.inference.picture_prompts import find_picture_prompts, list_references
 from tunix.inference.pretrained import Pretrained, load_language_model
 from tunix.inference.sampling import read_stop_ids, select_sampling
 from tunix.processes import peers
@@ -37,12 +39,12 @@ def generate(command: Generate) -> None:
     try:
         for start in range(0, num_rows, command.batch_size):
             batch = rows[start : start + command.batch_size]
-            # With chat=true a prompt is the first turns of a conversation.
-            texts = [row[command.column] for row in batch]
-            begun = _begin_conversation(command)
-            turns = [[*begun, {"role": "user", "content": text}] for text in texts]
-            own = json.dumps(turns if command.chat else texts)
-            prompts = json.loads(peers.agree(own, "prompts of a batch"))
+
+            def read(batch: list[Row] = batch, start: int = start) -> str:
+                return json.dumps([speaker.read(row, start + number) for number, row in enumerate(batch, 1)])
+
+            own = peers.on_main(read, "reading the prompts of a batch") or ""
+            prompts = [Prompt(*each) for each in json.loads(peers.agree(own, "prompts of a batch"))]
             answers = speaker.answer(prompts, command.seed, start)
             for row, answer in zip(batch, answers, strict=False):  # only process 0 has rows
                 row["prediction"], row["log_probability"] = speaker.decode(answer), sum(answer.log_probabilities)
@@ -63,10 +65,18 @@ def _open_files(command: Generate) -> tuple[list[Row], Any]:
     return rows, None if command.output is None else _make_writer(Path(command.output).expanduser())
 
 
+class Prompt(NamedTuple):
+    """What is to be answered."""
+
+    turns: list[Row]  # of a conversation; of a text that is to be continued one turn, whose role says nothing
+    images: list[str] = []  # noqa: RUF012  files of its pictures, as base64
+
+
 class Speaker:
     """A model with its tokenizer: it takes text or conversations, and returns answers."""
 
     def __init__(self, model: Pretrained, command: Generate):
+        self.command = command
         if model.tokenizer is None:
             raise UserError(f"checkpoint={command.checkpoint} has no tokenizer.json")
         self.model, self.tokenizer = model, model.tokenizer
@@ -78,22 +88,48 @@ class Speaker:
                 raise UserError(f"stop={word} is not a token of the tokenizer")
             stop.append(index)
         self.sampling = select_sampling(command, tuple(stop))
+        self.pictures = find_picture_prompts(model.cfg, self.tokenizer, command.max_picture_pixels)
 
-    def answer(self, prompts: list[str] | list[list[Row]], seed: int, first_row: int = 0) -> list[Answer]:
-        """Return an answer to each text, or to each conversation; they draw by the seed and their row."""
-        return self.model.sample([self._encode(prompt) for prompt in prompts], self.sampling, seed, first_row)
+    def read(self, row: Row, number: int) -> Prompt:
+        """Return the prompt of a row of the input, or of the command line, with the files of its pictures.
+
+        Raises:
+            UserError: a picture that cannot be read, or one for a model that sees none.
+        """
+        command = self.command
+        turns = [*_begin_conversation(command), {"role": "user", "content": row[command.column]}]
+        if command.image is None and command.image_column is None:
+            return Prompt(turns)
+        key = f"image={command.image}" if command.image else f"input={command.input}, row {number}"
+        if self.pictures is None:
+            raise UserError(f"{key}: checkpoint={command.checkpoint} is no model that sees pictures")
+        column = [command.image] if command.image else list_references(row, command.image_column)
+        try:
+            return Prompt(turns, self.pictures.read(turns, column, command.input or ""))
+        except UserError as error:
+            raise UserError(f"{key}: {error}") from None
+
+    def answer(self, prompts: list[Prompt], seed: int, first_row: int = 0) -> list[Answer]:
+        """Return an answer to each prompt; they draw by the seed and their row."""
+        tokens = [self._encode(prompt) for prompt in prompts]
+        pictures = None
+        if self.pictures is not None and any(prompt.images for prompt in prompts):
+            pictures = [self.pictures.find(ids, prompt.images) for ids, prompt in zip(tokens, prompts, strict=True)]
+        return self.model.sample(tokens, self.sampling, seed, first_row, pictures=pictures)
 
     def decode(self, answer: Answer) -> str:
         """Return the text of an answer, without the token that stopped it."""
         return self.tokenizer.decode(answer.text_tokens)
 
-    def _encode(self, prompt: str | list[Row]) -> list[int]:
-        """Return the tokens of a prompt."""
-        if not isinstance(prompt, str):
-            assert self.template is not None
-            text = self.template.render(prompt, add_generation_prompt=True)
+    def _encode(self, prompt: Prompt) -> list[int]:
+        """Return the tokens of a prompt; a text without a template is continued."""
+        if self.template is not None:
+            text = self._expand(self.template.render(prompt.turns, add_generation_prompt=True), prompt)
             return self.tokenizer.encode(text, add_special_tokens=False).ids
-        return encode_text(self.model, prompt)
+        return encode_text(self.model, self._expand(join_parts(prompt.turns[-1]["content"]), prompt))
+
+    def _expand(self, text: str, prompt: Prompt) -> str:
+        return self.pictures.expand(text) if self.pictures is not None and prompt.images else text
 
 
 def encode_text(model: Pretrained, text: str) -> list[int]:
@@ -137,7 +173,7 @@ def _converse(speaker: Speaker, command: Generate) -> None:
         messages.append({"role": "user", "content": line})
         # The whole conversation is computed again at each turn. Another seed, or a repeated question would be answered
         # with the same noise.
-        text = speaker.decode(speaker.answer([messages], command.seed + turn)[0])
+        text = speaker.decode(speaker.answer([Prompt(messages)], command.seed + turn)[0])
         messages.append({"role": "assistant", "content": text})
         if peers.is_main():
             print(text, flush=True)

@@ -38,6 +38,7 @@ MESHES = {
     "experts": ("pp,ep,tp", "dp,fsdp,cp"),
     "linear, experts": ("pp,ep,tp", "dp,fsdp,tp"),
     "dense first": ("fsdp,ep,tp", "dp,ep,cp"),
+    "seeing": ("fsdp,cp,tp", "dp,cp,tp"),
 }
 NO_EXPERTS = {"ep": "splits experts, of which this model has none"}
 WHOLE_SEQUENCES = {"cp": "model.linear_attention takes whole sequences"}
@@ -46,6 +47,7 @@ REFUSED = {
     "experts": {},
     "linear": NO_EXPERTS | WHOLE_SEQUENCES,
     "linear, experts": WHOLE_SEQUENCES,
+    "seeing": NO_EXPERTS | {"pp": "stages do not take pictures"},
     "dense first": {"pp": "the first stage would have layers without experts"},
 }
 
@@ -60,11 +62,15 @@ def config(family: str) -> Config:
     changed = {"init_from": None, "num_layers": layers, "global_every": every, "unrotated_every": unrotated}
     if family == "qwen3_moe":  # the only one of these whose dense layers no published size has
         changed["mlp"] = cfg.model.mlp.model_dump() | {"dense_layers": 0}
+    if cfg.model.vision is not None:
+        changed["vision"] = cfg.model.vision.model_dump() | {"freeze_tower": False}
     model = type(cfg.model).model_validate(cfg.model.model_dump() | changed)
     return cfg.model_copy(update={"model": model})
 
 
 def kind(cfg: Config) -> str:
+    if cfg.model.vision is not None:
+        return "seeing"
     mlp, is_linear = cfg.model.mlp, cfg.model.linear_attention is not None
     if not isinstance(mlp, ExpertsMlp):
         return "linear" if is_linear else "dense"
@@ -92,11 +98,22 @@ def loss_and_norm(cfg: Config, axes: str) -> dict[str, float]:
             return jax.tree.map(lambda x: x / weight, {"grad_norm": optax.tree.norm(grads), **named})
 
         params = weights(cfg.model.family, program)
-        rows = to_global(batch(SEQUENCES, length=LENGTH, vocab=min(cfg.model.vocab_size, 96)), mesh)
+        rows = batch(SEQUENCES, length=LENGTH, vocab=min(cfg.model.vocab_size, 96))
+        rows = to_global(rows | pictures(program.abstract_batch), mesh)
         return {name: float(value) for name, value in run(params, rows).items()}
 
 
 _weights: dict[str, Any] = {}
+
+
+def pictures(fields: dict[str, Any]) -> dict[str, np.ndarray]:
+    """Of a model that sees: a picture in every other row, from its third token on."""
+    if "images" not in fields:
+        return {}
+    images = np.random.default_rng(0).integers(0, 256, fields["images"].shape).astype(np.uint8)
+    index = np.full(fields["image_index"].shape, -1, np.int32)
+    index[:, ::2, 2:11] = np.arange(9)
+    return {"images": images, "image_index": index}
 
 
 def weights(family: str, program: Any) -> Any:
@@ -107,7 +124,7 @@ def weights(family: str, program: Any) -> Any:
     return jax.tree.map(jax.device_put, _weights[family], shardings)
 
 
-@pytest.mark.nightly(but=["llama"])
+@pytest.mark.nightly(but=["llama", "gemma3_vision"])
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_one_step_on_every_axis(family):
     cfg = config(family)
@@ -119,7 +136,7 @@ def test_one_step_on_every_axis(family):
             np.testing.assert_allclose(found[name], value, rtol=TOLERANCE, err_msg=f"{axes} {name}")
 
 
-@pytest.mark.parametrize("family", ["llama", "deepseek_v3", "qwen3_5"])
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3", "qwen3_5", "gemma3_vision"])
 def test_the_other_axes_are_refused(family):
     cfg = config(family)
     of_kind = kind(cfg)

@@ -24,6 +24,7 @@ from tunix.models.kernels import (
     select_kernel,
 )
 from tunix.models.ring import RINGS, FlashRing, ring_attention
+from tunix.models.vision import find_ends
 from tunix.training.choices import build_layout, build_mesh
 from tunix.training.kernel_check import check_attention
 
@@ -60,6 +61,33 @@ def test_numbers_are_those_of_the_plain_kernel(length, heads, kv_heads, dim, win
 
     for one, other in zip(*(results(kernel, q * dim**-0.5, k, v) for kernel in (interpreted, plain)), strict=True):
         np.testing.assert_allclose(one, other, atol=3e-6 * np.abs(other).max())
+
+
+@pytest.mark.parametrize("window", [13, 256], ids=["shorter than a picture", "whole rows"])
+def test_tokens_of_a_picture_see_one_another(window):
+    """Pictures of 40 tokens, one cut by the end of its row; both kernels compute what the mask says."""
+    length, tokens, reach = 200, 40, 39
+    rng = np.random.default_rng(0)
+    index, segments = np.full((2, length), -1, np.int32), np.zeros((2, length), np.int32)
+    for row, start, slot in ((0, 3, 0), (0, 60, 1), (0, 180, 2), (1, 101, 0)):
+        end = min(start + tokens, length)
+        index[row, start:end] = slot * tokens + np.arange(end - start)
+        segments[row, start - 1 :] += 1
+    seen = row_mask_rule(jnp.asarray(segments), jnp.int32(window), find_ends(jnp.asarray(index), tokens))
+    q, k, v, d_out = (jnp.asarray(rng.normal(size=(2, length, n, 8)), jnp.float32) for n in (4, 2, 2, 4))
+
+    def masked(q, k, v, rule, reach):
+        return jax.nn.dot_product_attention(q, k, v, mask=rule.mask(), scale=1.0)
+
+    @partial(jax.jit, static_argnums=0)
+    def results(kernel, q, k, v):
+        out, pull_back = jax.vjp(lambda *qkv: kernel(*qkv, seen, reach=reach), q, k, v)
+        return out, *pull_back(d_out)
+
+    expected = results(masked, q, k, v)
+    for kernel in (interpreted, plain):
+        for one, other in zip(results(kernel, q, k, v), expected, strict=True):
+            np.testing.assert_allclose(one, other, atol=3e-6 * np.abs(other).max())
 
 
 def test_a_ring_of_kernels_computes_what_plain_blocks_do(monkeypatch):

@@ -99,6 +99,14 @@ class Generate(Decoding, ReadModel):
     """A file of prompts: .csv or .jsonl with a column `column`, or text with one prompt a line."""
     column: str
     """Column of the file that holds the prompts."""
+    image: str | None
+    """A file with a picture, which the prompt asks about; null for none. It stands before the text, or where the text
+    has <start_of_image>."""
+    image_column: str | None
+    """Column of the file that holds the pictures of each prompt: a path that begins at the file's folder, or a list of
+    them as JSON; null for prompts without pictures."""
+    max_picture_pixels: Count
+    """Pixels of a picture: one with more is an error."""
     output: str | None
     """A .csv or .jsonl file to write: the rows of the input, with prediction and log_probability; null prints."""
     chat: Flag
@@ -124,6 +132,10 @@ class Generate(Decoding, ReadModel):
     def _check(self) -> "Generate":
         if self.prompt is not None and self.input is not None:
             raise ValueError("prompt and input are both given; keep one")
+        if self.image is not None and self.prompt is None:
+            raise ValueError(f"image={self.image} needs prompt=TEXT; for prompts of a file give image_column=NAME")
+        if self.image_column is not None and self.input is None:
+            raise ValueError(f"image_column={self.image_column} is a column of input=FILE, which is null; give it")
         if self.prompt == "":
             raise ValueError("prompt is empty: it has no token to continue from; give prompt=TEXT")
         if self.prompt is None and self.input is None and not self.chat:

@@ -346,6 +346,9 @@ PROJECTIONS = (
     "attention.q", "attention.k", "attention.v", "attention.o", "mlp.gate", "mlp.up", "mlp.down",
     "attention.q_down", "attention.kv_down", "attention.kv_up", "attention.q_whole",
     "attention.gate", "attention.beta", "attention.decay",
+    # Of the tower of `model.vision`:
+    "tower.attention.q", "tower.attention.k", "tower.attention.v", "tower.attention.o", "tower.mlp.up",
+    "tower.mlp.down",
 )  # fmt: skip
 EXPERT_PROJECTIONS = ("mlp.expert_gate", "mlp.expert_up", "mlp.expert_down")
 UPDATED = (*PROJECTIONS, *EXPERT_PROJECTIONS)  # what low-rank updates are for
@@ -387,7 +390,9 @@ class Lora(Section):
     mlp.gate, mlp.up and mlp.down; with model.latent also attention.q_down (or
     attention.q_whole in its and attention.q's place), attention.kv_down and attention.kv_up; with gates also
     attention.gate; with model.linear_attention also attention.beta and attention.decay; with experts also
-    mlp.expert_gate, mlp.expert_up and mlp.expert_down, of which each expert has an update of its own."""
+    mlp.expert_gate, mlp.expert_up and mlp.expert_down, of which each expert has an update of its own.
+    With model.vision and model.vision.freeze_tower=false also those of the tower: tower.attention.q, ..., tower.mlp.up
+    and tower.mlp.down; '^attention|^mlp' is the decoder alone, tower the tower alone."""
     train_also: Regex | None
     """Regular expression of parameters that are trained fully beside the updates, like embedding|head; null for
     none."""

@@ -305,9 +305,15 @@ class Model(Section):
 
     @property
     def attention_options(self) -> dict[str, Any]:
-        """Options of attention kernels that this model needs (`models/attention.py`)."""
+        """Options of attention that this model needs in every pass (`models/attention.py`)."""
         capped = {} if self.attention_cap is None else {"cap": self.attention_cap}
         return capped | ({"with_sums": True} if self.attention_sinks else {})
+
+    @property
+    def kernel_options(self) -> dict[str, Any]:
+        """Options of kernels of attention that this model needs for whole rows (`models/attention.py`)."""
+        reach = {} if self.vision is None else {"reach": self.vision.tokens_per_image - 1}
+        return self.attention_options | reach
 
     def list_windows(self, length: int) -> list[int]:
         """Return how many tokens each layer attends to in a sequence of `length` tokens; 0 with linear attention."""
@@ -333,4 +339,6 @@ class Model(Section):
     @model_validator(mode="after")
     def _check(self) -> "Model":
         check_model_keys(self)
+        if self.vision is None and self.family in FAMILIES and FAMILIES[self.family].sees:
+            raise ValueError(f"model.family={self.family} has a tower: model.vision=null goes with another family")
         return self

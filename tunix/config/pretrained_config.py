@@ -33,6 +33,7 @@ from tunix.huggingface.table import find_family
 # Sections and keys of the model that are no part of an architecture, and keys of experts that are none.
 OUTSIDE = {key for key in list_keys_outside() if "." not in key}
 OUTSIDE_MLP = {key.removeprefix("mlp.") for key in list_keys_outside("losses")}
+OUTSIDE_VISION = {key.removeprefix("vision.") for key in list_keys_outside() if key.startswith("vision.")}
 
 
 def fill_from_pretrained(values: dict[Any, Any]) -> None:
@@ -56,7 +57,7 @@ def fill_from_pretrained(values: dict[Any, Any]) -> None:
             find_family(own)
         except UserError as error:
             raise UserError(f"model.family={own}: {error}") from None
-    read, source = config_json.read_config(folder, own), f"{folder}/config.json"
+    read, source = config_json.read_config(folder, own, preferred=family), f"{folder}/config.json"
     read["vocab_size"] = _find_num_rows(values, read["vocab_size"], source)
     _fill_architecture(model, read, source)
 
@@ -102,7 +103,9 @@ def _fill_architecture(model: dict[Any, Any], read: dict[str, Any], source: str)
     name = read["family"]
     family: Any = OmegaConf.to_container(_read_parts(find_family(name).values or _file_of_values(name)))
     mlp = {**family["mlp"], **read.get("mlp", {})}
-    values: Any = OmegaConf.to_container(OmegaConf.create({**family, **read, "mlp": mlp}), resolve=True)
+    vision = {**family["vision"], **read.get("vision", {})} if family["vision"] else None
+    parts = {**family, **read, "mlp": mlp, "vision": vision}
+    values: Any = OmegaConf.to_container(OmegaConf.create(parts), resolve=True)
     _fill(model, {key: values[key] for key in values.keys() - OUTSIDE - {"defaults"}}, source)
 
 
@@ -145,6 +148,16 @@ def _fill(model: dict[Any, Any], decided: dict[str, Any], source: str) -> None:
             for name, value in values.items():
                 if value != (found := decided["mlp"].get(name)):
                     raise UserError(f"model.mlp.{name}={value}, but {source} says {found}; leave it out")
+        elif key == "vision" and given is not None:
+            values = {name: value for name, value in given.items() if value is not None}
+            if values and decided["vision"] is None:
+                name, value = next(iter(values.items()))
+                raise UserError(f"model.vision.{name}={value}, but the model of {source} does not see; leave it out")
+            if values:
+                decided["vision"] |= {name: values.pop(name) for name in OUTSIDE_VISION if name in values}
+            for name, value in values.items():
+                if value != (found := decided["vision"].get(name)):
+                    raise UserError(f"model.vision.{name}={value}, but {source} says {found}; leave it out")
         elif given is not None and given != decided[key]:
             raise UserError(f"model.{key}={given}, but {source} says {decided[key]}; leave it out")
         model[key] = decided[key]

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from tunix.config.model import Model
 
 KEY = "model.vision"
+TOWER = "tower"  # names of its projections begin with it: tower.attention.q
 NUM_CHANNELS = 3  # red, green, blue
 Channels = Annotated[tuple[float, float, float], Field(min_length=NUM_CHANNELS, max_length=NUM_CHANNELS)]
 PositiveChannels = Annotated[tuple[Positive, Positive, Positive], Field(min_length=3, max_length=3)]

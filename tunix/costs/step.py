@@ -5,6 +5,7 @@ batch: weights, optimizer, gradients and gathered weights; `count_activation_byt
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -27,17 +28,18 @@ from tunix.costs.communication import (
     list_transfers,
 )
 from tunix.costs.devices import compute_peak_tflops, find_kind, find_matmul_tflops, read_device_kinds
-from tunix.data.batches import abstract_arrays, split_shared
+from tunix.data.batches import IMAGE_INDEX, IMAGES, abstract_arrays, split_shared
 from tunix.models.attention import select_query_block
 from tunix.models.context_parallel import is_in_blocks
 from tunix.models.expert_parallel import buffer_rows_per_token
-from tunix.models.flops import chunk_flops_per_token, flops_per_token, forward_flops_per_token
+from tunix.models.flops import chunk_flops_per_token, flops_per_token, forward_flops_per_token, tower_flops
 from tunix.models.kernels import ROOM
 from tunix.models.layer_scan import sums_in_layers
 from tunix.models.layers import parameter_name
 from tunix.models.linear_attention import CHUNK
 from tunix.models.remat import Remat, product_name
 from tunix.models.table import EXPERT_EXCHANGES, FUSED, MATMUL_DTYPES
+from tunix.models.vision import Pictures
 from tunix.sharding.arrays import bytes_per_device
 from tunix.sharding.layout import Layout
 from tunix.sharding.mesh_shape import count_devices, data_shards, token_shards
@@ -93,12 +95,16 @@ def derive_costs(program: Program, with_activations: bool = True) -> Costs:
     cfg, arch, batch = program.cfg, program.arch, program.batch
     num_tokens = batch.num_tokens / program.mesh.size  # of one device
     flops = flops_per_token(cfg.model, arch.num_active, arch.num_active_trained, batch.seq_len) * num_tokens
+    num_pictures = batch.num_sequences * cfg.training.images_per_row / program.mesh.size
     forward_flops = forward_flops_per_token(cfg.model, arch.num_active, batch.seq_len) * num_tokens
     chunk_flops = chunk_flops_per_token(cfg.model, batch.seq_len) * num_tokens
     recompute = _derive_recompute_fraction(program)
     # `flops` leaves out what linear attention computes inside of its chunks: one time forward and two times backward.
     all_flops = flops + recompute * forward_flops + (3 + recompute) * chunk_flops
     all_flops += _count_pipeline_flops(program, all_flops, forward_flops, num_tokens)
+    # Devices that share the tokens of a row all compute its pictures.
+    all_flops += tower_flops(cfg.model, recompute) * num_pictures * token_shards(program.mesh.shape)
+    flops += tower_flops(cfg.model) * num_pictures
     with jax.sharding.use_abstract_mesh(program.abstract_mesh):
         num_bytes = count_state_bytes(program)
         num_bytes["activations"] = count_activation_bytes(program) if with_activations else 0
@@ -240,6 +246,9 @@ def _count_neighbour_bytes(program: Program) -> int:
         blocks = [block_bytes[name] for name in run.pattern]
         neighbours = max(block + following for block, following in zip(blocks, [*blocks[1:], blocks[0]], strict=True))
         peak = max(peak, 2 * sum(blocks) if program.choices.prefetch else neighbours)
+    if model.vision is not None:  # the tower has run before the first block does
+        tower = jax.tree.leaves(program.arch.weights["vision"]["tower"]["blocks"])
+        peak = max(peak, 2 * sum(_count_bytes_in_use(each, program) / each.shape[0] for each in tower))
     return round(peak)
 
 
@@ -271,7 +280,9 @@ def _count_gradient_bytes(program: Program) -> int:
     for weight in jax.tree.leaves(program.arch.trained_weights):
         equation = weight.equation
         # Of the newest microbatch, layers that add to the sums have the gradients of one layer at a time.
-        newest_share = 1 / weight.shape[0] if equation.is_stacked and in_layers else 1.0
+        # A tower has blocks of its own, whose gradients are added as a whole.
+        adds_itself = equation.is_stacked and in_layers and weight.used > 0
+        newest_share = 1 / weight.shape[0] if adds_itself else 1.0
         summed_bytes = count_shard_bytes(weight, layout.stored(equation), "float32", mesh)
         summed, newest_summed = summed + summed_bytes, newest_summed + newest_share * summed_bytes
         if not (in_blocks and equation.is_stacked):
@@ -310,7 +321,7 @@ def count_activation_bytes(program: Program) -> int:
     without stages.
     """
     layout, mesh, pipeline, length = program.layout, program.mesh, program.choices.pipeline, program.batch.seq_len
-    inside = estimate_inside_bytes(program.cfg, layout, mesh, length)
+    inside = max(estimate_inside_bytes(program.cfg, layout, mesh, length), _estimate_tower_bytes(program))
     local_tokens = find_shard_shape((length,), layout.activation("T"), mesh)[0]
     outputs = layout.activation("V" if program.cfg.model.labels is None else "y")
     num_outputs = find_shard_shape((program.cfg.model.num_outputs,), outputs, mesh)[0]
@@ -360,6 +371,20 @@ def estimate_inside_bytes(cfg: Config, layout: Layout, mesh: Mesh | AbstractMesh
     return max(inside, round(2 * tokens * (item * (6 * local["D"] + mlp) + 4 * numbers)))
 
 
+def _estimate_tower_bytes(program: Program) -> int:
+    """Return the bytes inside of one layer of the tower on one device, for the pictures of a row. An estimate."""
+    vision, layout = program.cfg.model.vision, program.layout
+    if vision is None:
+        return 0
+    sizes, item = {"m": vision.mlp_dim, "q": vision.num_heads}, jnp.dtype(layout.compute).itemsize
+    local = {name: find_shard_shape((size,), layout.activation(name), program.mesh)[0] for name, size in sizes.items()}
+    patches, width = vision.num_patches, local["q"] * vision.head_dim
+    numbers = 6 * vision.embed_dim + 4 * width + 2 * local["m"]
+    passes = 1 if vision.freeze_tower else 2  # forward, and backward at once
+    scores = local["q"] * min(patches, select_query_block(patches)) * patches * (4 + item)
+    return program.cfg.training.images_per_row * (passes * patches * item * numbers + scores)
+
+
 def _count_mlp_numbers(model: Model, layout: Layout, mesh: Mesh | AbstractMesh, local: dict[str, int]) -> int:
     """Return the numbers that the MLP has inside for each token of a device; `local` has its sizes of dimensions."""
     mlp = (2 if model.mlp.kind == "plain" else 3) * max(local["F"], local.get("f", 0))
@@ -398,7 +423,8 @@ def _count_residual_bytes(program: Program) -> int:
     # Each data shard has its own sequences, so the axes that split the batch change nothing of one sequence.
     others = (size for axis, size in program.mesh.shape.items() if axis not in data_axes())
     task = cfg.task.model_dump_json() if program.abstract_shared else ""
-    key = (model, step, length, layout, program.choices.remat, task, *others)
+    pictures = cfg.training.images_per_row if cfg.model.vision is not None else 0
+    key = (model, step, length, pictures, layout, program.choices.remat, task, *others)
     if key not in _known_residual_bytes:
         _known_residual_bytes[key] = _trace_residuals(program)
     return _known_residual_bytes[key]
@@ -436,6 +462,15 @@ def _trace_residuals(program: Program) -> int:
 
         return jax.vjp(objective, arch.trained(params))[1]
 
+    def residuals_of_pictures(params, batch):
+        pictures = Pictures(batch.pop(IMAGES)[0], batch.pop(IMAGE_INDEX)[0])
+
+        def see(trained):
+            module = arch.module(arch.merge(trained, params))
+            return module.see(module.embed(module.tables(), batch["tokens"][0], batch["positions"][0]), pictures)
+
+        return jax.vjp(see, arch.trained(params))[1]
+
     sizes = [*program.dims.values(), *(teacher.arch.model.dims.values() if teacher else ())]
     prime = next(prime for prime in MARKS if all(size % prime for size in sizes if size))
     # What is kept of a sequence grows with its tokens. The plain attention is a piece of program for each block of
@@ -446,9 +481,15 @@ def _trace_residuals(program: Program) -> int:
         times *= 2
     shape = BatchShape(1, prime * data_shards(mesh.shape), length // times)
     batch = abstract_arrays(find_loss_kind(cfg).fields, shape, mesh) | program.abstract_shared
-    leaves = jax.tree.leaves(jax.eval_shape(residuals, abstract_params(arch, mesh), batch))
-    grown = [leaf for leaf in leaves if any(size % prime == 0 for size in leaf.shape)]
-    num_bytes = times * bytes_per_device(grown) // prime
+
+    def count_bytes(function: Callable, batch: Any) -> int:
+        leaves = jax.tree.leaves(jax.eval_shape(function, abstract_params(arch, mesh), batch))
+        return bytes_per_device([leaf for leaf in leaves if any(size % prime == 0 for size in leaf.shape)]) // prime
+
+    # What is kept of pictures does not grow with the tokens, so it is traced apart.
+    text = {name: leaf for name, leaf in batch.items() if name not in (IMAGES, IMAGE_INDEX)}
+    num_bytes = times * count_bytes(residuals, text)
+    num_bytes += count_bytes(residuals_of_pictures, batch) if IMAGES in batch else 0
     return num_bytes - cfg.model.num_layers * _count_stream_bytes(program) if remat.on_host else num_bytes
 
 

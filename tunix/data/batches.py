@@ -91,7 +91,19 @@ def picture_fields(cfg: Config) -> Fields:
         return {}
     dims = cfg.dims
     sizes = tuple((dim_name, dims[dim_name]) for dim_name in "jyxz")
-    return {IMAGES: Field("ABjyxz", "uint8", sizes=sizes), IMAGE_INDEX: Field("ABT", "int32", padding=-1)}
+    slots = tuple(size for _, size in sizes)
+
+    # Rows without pictures, of a source that knows of none, have empty slots.
+    def fill_images(batch: Example) -> np.ndarray:
+        return batch[IMAGES] if IMAGES in batch else np.zeros((*batch["tokens"].shape[:2], *slots), np.uint8)
+
+    def fill_index(batch: Example) -> np.ndarray:
+        return batch[IMAGE_INDEX] if IMAGE_INDEX in batch else np.full(batch["tokens"].shape, -1, np.int32)
+
+    return {
+        IMAGES: Field("ABjyxz", "uint8", fill_images, sizes=sizes),
+        IMAGE_INDEX: Field("ABT", "int32", fill_index, padding=-1),
+    }
 
 
 def abstract_arrays(fields: Fields, shape: BatchShape, mesh: Mesh | AbstractMesh) -> dict[str, jax.ShapeDtypeStruct]:

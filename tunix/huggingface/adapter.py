@@ -105,7 +105,7 @@ def gather_adapter(
     Raises:
         UserError: the family keeps several projections in one tensor.
     """
-    tensors, modules = {}, set()
+    tensors, modules, family = {}, set(), find_family(cfg.family)
     leaves = dict(named(params))
     for path, name, weight in _list_factors(cfg, weights):
         if name.fused or (EXPERTS in weight.equation.w) > (EXPERTS in name.numbered):
@@ -122,7 +122,7 @@ def gather_adapter(
                 sign = 1 if path.endswith(".a") else -1
                 parts.append(sign * pack(np.asarray(replicate_part(start, *at)), name, weight))
             factor = np.concatenate(parts, 0 if path.endswith(".a") else -1).astype(jnp.dtype(dtype))
-            tensors[PREFIX + name.tensor.format(*numbers)] = np.ascontiguousarray(factor)
+            tensors[PREFIX + family.module_name(name.tensor.format(*numbers))] = np.ascontiguousarray(factor)
     return tensors, modules
 
 

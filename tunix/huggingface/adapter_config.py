@@ -11,6 +11,7 @@ from tunix.base.files import read_json
 from tunix.base.forms import naming_writer
 from tunix.config import Model
 from tunix.config.layers import UPDATED
+from tunix.config.vision import TOWER
 from tunix.huggingface.table import Family, find_family
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -84,7 +85,7 @@ def list_projections(family: Family) -> dict[str, set[str]]:
     modules: dict[str, set[str]] = {}
     for projection in UPDATED:
         for path in (projection, projection.replace("mlp.", "mlp.shared.")):
-            if name := family.names.get(f"blocks.{path}.w"):
+            if name := family.names.get(f"{stack_of_projection(path)}.w"):
                 modules.setdefault(name.tensor.removesuffix(".weight"), set()).add(projection)
     return modules
 
@@ -93,6 +94,11 @@ TASK_TYPES: dict[bool, dict[str, Any]] = {  # by whether the model gives scores
     False: {"task_type": "CAUSAL_LM"},
     True: {"task_type": "SEQ_CLS", "modules_to_save": ["score"]},
 }
+
+
+def stack_of_projection(name: str) -> str:
+    """Return the parameter of a projection, without the end of its name: `blocks.attention.q` of `attention.q`."""
+    return f"vision.{TOWER}.blocks.{name.removeprefix(TOWER + '.')}" if name.startswith(TOWER) else f"blocks.{name}"
 
 
 def write_adapter_config(model: Model, modules: set[str]) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from tunix.huggingface.rope_keys import (
     write_rope,
 )
 from tunix.huggingface.table import FAMILIES, Family, find_family
+from tunix.huggingface.vision_keys import TOWER, read_vision, write_vision
 
 # config.json has several ways to say which layers are of one kind. We have one number n: every n-th layer is of it.
 #
@@ -184,11 +185,14 @@ DERIVED = {
 MAX_LAYERS = 10_000  # a larger number is that of a damaged file
 
 
-def read_config(folder: Path, family: str | None = None, key: str = "model.init_from") -> dict[str, Any]:
+def read_config(
+    folder: Path, family: str | None = None, key: str = "model.init_from", preferred: str | None = None
+) -> dict[str, Any]:
     """Read the keys of the section `model` that config.json decides; the family's file of values decides the others.
 
-    `family` is a name or a dotted path; None finds the one of tunix's that has the file's model_type. `key` is the key
-    that names the folder, for messages.
+    `family` is a name or a dotted path; None finds the one of tunix's that has the file's model_type, and of several
+    takes the `preferred` one: the decoder of a model that sees is a model too. `key` is the key that names the folder,
+    for messages.
 
     Raises:
         UserError: there is no config.json, or it has a key or value that is not understood; the message names it.
@@ -201,28 +205,27 @@ def read_config(folder: Path, family: str | None = None, key: str = "model.init_
         )
     with naming_writer(folder):
         try:
-            return translate_config(read_json(folder / "config.json"), source, family)
+            return translate_config(read_json(folder / "config.json"), source, family, preferred)
         except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
             raise UserError(f"{source}: a key has a value of the wrong type ({error})") from None
 
 
-def translate_config(raw: dict[str, Any], source: str, family_name: str | None = None) -> dict[str, Any]:
+def translate_config(
+    raw: dict[str, Any], source: str, family_name: str | None = None, preferred: str | None = None
+) -> dict[str, Any]:
     """Return the keys of the section `model` that `raw`, the content of config.json, decides; see `read_config`.
 
     `where` is the file's path, for messages.
     """
     labels = read_labels(raw)
-    raw = _find_decoder(raw)
+    whole, raw = raw, _find_decoder(raw)
     kind = raw.get("model_type")
     families = FAMILIES if family_name is None else {family_name: find_family(family_name)}
-    # Several families may have one model_type. The one with the longest `signature` that fits is taken.
-    fitting = [
-        name
-        for name, family in families.items()
-        if kind in (family.model_type, *family.also)
-        and all(raw.get(key) == value for key, value in family.signature.items())
-    ]
-    name = max(fitting, key=lambda name: len(families[name].signature), default=None)
+    # Several families may have one model_type. One that sees is taken before its decoder alone, then the one with the
+    # longest `signature` that fits.
+    fitting = [name for name, family in families.items() if _fits(family, whole if family.sees else raw)]
+    name = max(fitting, key=lambda name: (families[name].sees, len(families[name].signature)), default=None)
+    name = preferred if preferred in fitting else name
     if "auto_map" in raw and not (name and families[name].published_code):
         raise UserError(f"{source}: auto_map asks for code of the model's own, which is never run")
     if name is None:
@@ -240,9 +243,17 @@ def translate_config(raw: dict[str, Any], source: str, family_name: str | None =
         )
     raw = _check_keys(raw, family, source)
     try:
-        return {"family": name, "labels": labels} | _nest(_read_values(raw, family))
+        seen = {"vision": read_vision(whole, NOT_THE_DECODER | {QUANTIZATION})} if family.sees else {}
+        return {"family": name, "labels": labels} | _nest(_read_values(raw, family)) | seen
     except ValueError as error:
         raise UserError(f"{source}: {error}") from None
+
+
+def _fits(family: Family, raw: dict[str, Any]) -> bool:
+    """Return whether a config.json, or the part of it about the decoder, is of a family."""
+    is_of_type = raw.get("model_type") in (family.model_type, *family.also)
+    has_tower = isinstance(raw.get(TOWER), dict) or not family.sees
+    return is_of_type and has_tower and all(raw.get(key) == value for key, value in family.signature.items())
 
 
 def _check_keys(raw: dict[str, Any], family: Family, source: str) -> dict[str, Any]:
@@ -382,6 +393,14 @@ def _nest(values: dict[str, Any]) -> dict[str, Any]:
 
 def write_config(model: Model) -> dict[str, Any]:
     """Return config.json of a model, in the keys that all versions of transformers read."""
+    decoder = _write_decoder(model)
+    if model.vision is None or not find_family(model.family).sees:
+        return decoder
+    return write_vision(model.vision, decoder)
+
+
+def _write_decoder(model: Model) -> dict[str, Any]:
+    """Return config.json of the decoder."""
     family = find_family(model.family)
     config: dict[str, Any] = {"architectures": [family.architecture], "model_type": family.model_type}
     for ours, theirs in family.keys.items():

@@ -75,6 +75,9 @@ class Family:
     ignored: tuple[str, ...] = ()
     constants: dict[str, float] = field(default_factory=dict)  # tensor -> the number that our layers have in its place
     published_code: bool = False  # auto_map names code that computes what transformers' own class computes
+    sees: bool = False  # has a tower (`model.vision`); its config.json has text_config and vision_config
+    # (beginning of a tensor's name, beginning of its module's name in transformers), where these differ
+    modules: tuple[tuple[str, str], ...] = ()
     values: Path | None = None  # YAML file of the family's parts; None for conf/model/family/NAME.yaml
 
     def name(self, path: str) -> Name | None:
@@ -94,6 +97,13 @@ class Family:
     def usual_name(self, tensor: str) -> str:
         """Return the name in `names` of a tensor whose class or version begins its names otherwise."""
         for old, new in self.renamed:
+            if tensor.startswith(old):
+                return new + tensor.removeprefix(old)
+        return tensor
+
+    def module_name(self, tensor: str) -> str:
+        """Return how transformers names a tensor inside of the model, given its name in the files."""
+        for old, new in self.modules:
             if tensor.startswith(old):
                 return new + tensor.removeprefix(old)
         return tensor
@@ -319,6 +329,39 @@ def gpt2_names() -> dict[str, Name]:
 # Of models that also see: beginnings of the decoder's tensors in their files, and the tensors of their other parts.
 SEEING_NAMES = (("language_model.", ""), ("model.language_model.", "model."))
 SEEING_PARTS = (r"(model\.)?vision_tower\.", r"(model\.)?multi_modal_projector\.")
+
+
+def tower_names(tower: str, projector: str) -> dict[str, Name]:
+    """Return the names of a SigLIP tower and of Gemma 3's projector; tensors begin with `tower` and `projector`."""
+    layer = f"{tower}encoder.layers.{{}}."
+
+    def linear(path: str, tensor: str, outer: str, inner: str) -> dict[str, Name]:
+        return {
+            f"{path}.w": Name(f"{tensor}.weight", f"{outer},{inner}"),
+            f"{path}.bias.b": Name(f"{tensor}.bias", outer),
+        }
+
+    def norm(path: str, tensor: str) -> dict[str, Name]:
+        return {f"{path}.scale": Name(f"{tensor}.weight", "d"), f"{path}.bias.b": Name(f"{tensor}.bias", "d")}
+
+    names = {
+        "patches.product.w": Name(f"{tower}embeddings.patch_embedding.weight", "d,z,a,b"),
+        "patches.bias.b": Name(f"{tower}embeddings.patch_embedding.bias", "d"),
+        "patches.positions": Name(f"{tower}embeddings.position_embedding.weight", "i,d"),
+        **norm("blocks.pre_attention", f"{layer}layer_norm1"),
+        **norm("blocks.pre_mlp", f"{layer}layer_norm2"),
+        **linear("blocks.attention.q", f"{layer}self_attn.q_proj", "qw", "d"),
+        **linear("blocks.attention.k", f"{layer}self_attn.k_proj", "qw", "d"),
+        **linear("blocks.attention.v", f"{layer}self_attn.v_proj", "qw", "d"),
+        **linear("blocks.attention.o", f"{layer}self_attn.out_proj", "d", "qw"),
+        **linear("blocks.mlp.up", f"{layer}mlp.fc1", "m", "d"),
+        **linear("blocks.mlp.down", f"{layer}mlp.fc2", "d", "m"),
+        **norm("norm", f"{tower}post_layernorm"),
+    }
+    return {f"vision.tower.{path}": name for path, name in names.items()} | {
+        "vision.projector.norm.scale": Name(f"{projector}mm_soft_emb_norm.weight", "d"),
+        "vision.projector.product.w": Name(f"{projector}mm_input_projection_weight", "d,D"),
+    }
 
 
 def like_llama(

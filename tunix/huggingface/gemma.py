@@ -13,6 +13,7 @@ from tunix.huggingface.families import (
     fused_experts,
     mlp_names,
     qk_norm,
+    tower_names,
 )
 
 FIXED: dict[str, tuple] = {"hidden_activation": ("gelu_pytorch_tanh",), "attention_bias": (False,)}
@@ -52,6 +53,27 @@ GEMMA3 = Family(
     local_rope=True,
     renamed=SEEING_NAMES,
     ignored=SEEING_PARTS,
+)  # fmt: skip
+
+# Gemma 3 with its tower. Files begin names as those on the hub do; modules of transformers have had other names since.
+DECODER, VISION_MODEL, PROJECTOR = "language_model.model.", "vision_tower.vision_model.", "multi_modal_projector."
+
+GEMMA3_VISION = replace(
+    GEMMA3,
+    model_type="gemma3",
+    architecture="Gemma3ForConditionalGeneration",
+    names={path: replace(name, tensor=name.tensor.replace("model.", DECODER, 1)) for path, name in GEMMA3.names.items()}
+    | tower_names(VISION_MODEL, PROJECTOR) | {"head.table": Name("lm_head.weight", "V,D")},
+    renamed=(
+        ("model.language_model.", DECODER), ("language_model.lm_head.", "lm_head."),
+        ("model.vision_tower.vision_model.", VISION_MODEL), (VISION_MODEL, VISION_MODEL),
+        ("model.vision_tower.", VISION_MODEL), ("vision_tower.", VISION_MODEL), (f"model.{PROJECTOR}", PROJECTOR),
+    ),
+    modules=(
+        (DECODER, "model.language_model."), (VISION_MODEL, "model.vision_tower."), (PROJECTOR, f"model.{PROJECTOR}"),
+    ),
+    ignored=(),
+    sees=True,
 )  # fmt: skip
 
 # Gemma 4: the text decoder of its dense models.

@@ -105,6 +105,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "gemma2": gemma.GEMMA2,
     "gemma3": gemma.GEMMA3,
+    "gemma3_vision": gemma.GEMMA3_VISION,
     "gemma4": gemma.GEMMA4,
     "gemma4_moe": gemma.GEMMA4_MOE,
     "gemma4_unified": gemma.GEMMA4_UNIFIED,

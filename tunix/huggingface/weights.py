@@ -160,6 +160,8 @@ def list_in_files(weights: Parameters, family: Family) -> list[tuple[str, Name, 
 
 def layers_of(path: str, cfg: Model) -> tuple[int, ...]:
     """Return the numbers of the layers that a stacked parameter holds; of another parameter, none."""
+    if cfg.vision is not None and path.startswith("vision.tower.blocks."):
+        return tuple(range(cfg.vision.num_layers))
     return cfg.stacks.get(path.partition(".")[0], ())
 
 

@@ -24,6 +24,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from tunix.config.vision import NUM_CHANNELS
 from tunix.costs.rollout import (
     CHUNK,
     count_prefill_prompts,
@@ -38,6 +39,7 @@ from tunix.inference.gathered import Gathered
 from tunix.inference.kv_cache import Cache
 from tunix.inference.programs import NO_TOKEN, Drawing, Extension, Extent, Placement, Programs
 from tunix.inference.sampling import RowChoices, Sampling
+from tunix.models.vision import Pictures
 from tunix.sharding.arrays import rows_to_global
 
 
@@ -101,8 +103,14 @@ class _Prompt:
     tokens: list[int]
     numbers: deque[int]
     limit: int
+    pictures: Pictures | None = None  # without a dimension of rows
     entries: Any = None  # (logits, entries) of the batch that it was computed in
     source: int = 0  # its row there, on its shard
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of pictures that it is computed with: a power of two, or 0 without pictures."""
+        return 0 if self.pictures is None else pad_batch(len(self.pictures.images))
 
 
 # With shapes that do not depend on time (`Engine`), texts that a data shard computes at one time.
@@ -177,11 +185,17 @@ class Engine:
         """Rows that `run` would let draw, with those that wait for a row."""
         return sum(row.state in ("working", "extending") for row in self.rows.values()) + self._count_waiting()
 
-    def admit(self, prompt: Sequence[int], numbers: Sequence[int], max_new_tokens: int) -> None:
-        """Let the answers with these numbers begin behind a prompt, when rows are free: in the order of the calls."""
+    def admit(
+        self, prompt: Sequence[int], numbers: Sequence[int], max_new_tokens: int, pictures: Pictures | None = None
+    ) -> None:
+        """Let the answers with these numbers begin behind a prompt, when rows are free: in the order of the calls.
+
+        `pictures` are those of the prompt: images [n, y, x, 3] uint8, and the index [tokens] of its soft tokens.
+        """
         assert min(len(prompt), len(numbers), max_new_tokens) > 0
         assert len(prompt) + max_new_tokens <= self.max_length, "a row would have more tokens than max_length"
-        self.waiting.append(_Prompt(list(prompt), deque(numbers), max_new_tokens))
+        assert pictures is None or len(pictures.image_index) == len(prompt)
+        self.waiting.append(_Prompt(list(prompt), deque(numbers), max_new_tokens, pictures))
 
     def extend(self, number: int, tokens: Sequence[int], max_new_tokens: int) -> None:
         """Put tokens behind the turn of a row, which has been reported, and let it draw the next turn."""
@@ -263,9 +277,15 @@ class Engine:
     def _list_windows(self, num_slots: int) -> list[int]:
         return self.programs.arch.model.list_windows(num_slots)
 
-    def _count_at_once(self, length: int) -> int:
-        """Return how many prompts or observations of a padded length a data shard computes at one time, at most."""
+    def _count_at_once(self, length: int, num_slots: int = 0) -> int:
+        """Return how many prompts or observations of a padded length a data shard computes at one time, at most.
+
+        Each prompt has so many slots of pictures, whose patches are tokens of the tower.
+        """
         most = count_prefill_prompts(length)
+        vision = self.programs.arch.model.vision
+        if num_slots and vision is not None:
+            most = min(most, count_prefill_prompts(num_slots * vision.num_patches))
         if self.fixed_rows is None:
             return most
         return max(1, min(most, self.fixed_rows, FIXED_BATCH, FIXED_TOKENS // length))
@@ -305,8 +325,9 @@ class Engine:
             return False
         longest = max(len(prompt.tokens) for prompts in chosen for prompt in prompts)
         length, count = pad_prompt(longest), pad_batch(max(map(len, chosen)))
+        num_slots = max(prompt.num_slots for prompts in chosen for prompt in prompts)
         if self.fixed_rows is not None:
-            count = self._count_at_once(length)
+            count = self._count_at_once(length, num_slots)
         tokens = np.zeros((self.num_shards, count, length), np.int32)
         counts = np.ones((self.num_shards, count), np.int32)  # a filler is a prompt of one token
         for shard, prompts in enumerate(chosen):
@@ -314,7 +335,8 @@ class Engine:
                 tokens[shard, place, : len(prompt.tokens)], counts[shard, place] = prompt.tokens, len(prompt.tokens)
         inputs = self._to_devices(tokens.reshape(-1, length)), self._to_devices(counts.reshape(-1))
         reach, cache_dtype = np.int32(self.max_length), self.sampling.cache_dtype
-        computed = self.programs.prefill(self.weights, *inputs, reach, cache_dtype=cache_dtype)
+        pictures = self._gather_pictures(chosen, tokens.shape, num_slots)
+        computed = self.programs.prefill(self.weights, *inputs, reach, pictures, cache_dtype=cache_dtype)
         if self.cache is None:
             windows = tuple(self._list_windows(self.num_slots))
             self.cache = self.programs.make_cache(computed[1], self.num_shards * self.num_rows, windows)
@@ -324,18 +346,34 @@ class Engine:
             self.computed[shard] += prompts
         return True
 
+    def _gather_pictures(self, chosen: list[list[_Prompt]], shape: tuple[int, ...], num_slots: int) -> Pictures | None:
+        """Return the pictures of prompts on the devices, for tokens of a shape [shards, prompts, C]; None without."""
+        vision = self.programs.arch.model.vision
+        if vision is None or not num_slots:
+            return None
+        size = vision.image_size
+        images = np.zeros((*shape[:2], num_slots, size, size, NUM_CHANNELS), np.uint8)
+        index = np.full(shape, -1, np.int32)
+        for shard, prompts in enumerate(chosen):
+            for place, prompt in enumerate(prompts):
+                if prompt.pictures is not None:
+                    images[shard, place, : len(prompt.pictures.images)] = prompt.pictures.images
+                    index[shard, place, : len(prompt.tokens)] = prompt.pictures.image_index
+        flat = images.reshape(-1, *images.shape[2:])
+        return Pictures(self._to_devices(flat), self._to_devices(index.reshape(-1, shape[2])))
+
     def _choose_prompts(self, free_rows: list[int]) -> list[list[_Prompt]]:
         """Return the prompts that each data shard computes next, for so many free rows of each; they wait no more."""
         chosen: list[list[_Prompt]] = [[] for _ in range(self.num_shards)]
-        longest = 0
+        longest = num_slots = 0
         while self.waiting and max(free_rows) > 0:
             # The shard with most free rows takes the next prompt, with all of its answers.
             shard = max(range(self.num_shards), key=lambda shard: free_rows[shard])
-            length = len(self.waiting[0].tokens)
-            if longest and not self._share_batch(longest, length):
+            length, slots = len(self.waiting[0].tokens), self.waiting[0].num_slots
+            if longest and (slots != num_slots or not self._share_batch(longest, length)):
                 break
-            longest = max(longest, length)
-            if len(chosen[shard]) >= self._count_at_once(pad_prompt(longest)):
+            longest, num_slots = max(longest, length), slots
+            if len(chosen[shard]) >= self._count_at_once(pad_prompt(longest), num_slots):
                 break
             prompt = self.waiting.popleft()
             # Where other shards have more free rows than the prompts behind this one fill, they take answers to it, and

@@ -33,7 +33,8 @@ class Gathered(NamedTuple):
     def module(self, arch: Architecture) -> Transformer:
         """Return the model, whose stacks hold one layer: `hidden_apart` takes the others as its `params`."""
         module = arch.module(self.remaining | {name: trees[0] for name, trees in self.layers.items()})
-        parts: list[Einsum | Embedding] = [*_list_einsums(module), module.embedding]
+        parts: list[Einsum | Embedding] = [module.embedding]  # a tower keeps its products: it has many patches
+        parts += [part for name in self.layers for part in _list_einsums(getattr(module, name))]
         for part in parts:
             part.product = product_of_few_rows()
         for update in _list_normalized(module):

@@ -35,6 +35,7 @@ from tunix.models.attention_mask import row_mask_rule
 from tunix.models.block import Forward, Layer, Mix
 from tunix.models.linear_attention import Memory
 from tunix.models.transformer import Transformer
+from tunix.models.vision import Pictures
 
 Cache = list[tuple[jax.Array, ...] | Memory]
 
@@ -49,6 +50,7 @@ def prefill(
     count: jax.Array,
     reach: int | jax.Array,
     cache_dtype: str | None = None,
+    pictures: Pictures | None = None,
 ) -> tuple[jax.Array, Cache]:
     """Return the logits [P, V] after prompts, and a cache of their rows, which has a slot for each token.
 
@@ -56,15 +58,17 @@ def prefill(
         tokens: [P, C] int32, of which the first `count` [P] are the prompt.
         reach: number of tokens of the longest row when it ends.
         cache_dtype: "int8", or None for the dtype of products.
+        pictures: those of the prompts; None where no prompt has any.
     """
     # Tokens that fill a row up stand behind the prompt, which does not see them. They have the last token's position,
     # because a table of positions may end there.
     positions = jnp.minimum(jnp.arange(tokens.shape[1]), count[:, None] - 1)
     segments = jnp.zeros_like(positions)  # whole on each device, as the keys are
+    ends = model.find_ends(pictures)
 
     def mix_of(layer: Layer, _: None) -> Mix:
         def prompt_attention(q, new, heads):
-            mask = row_mask_rule(model.local_segments(segments, layer), layer.window)
+            mask = row_mask_rule(model.local_segments(segments, layer), layer.window, ends)
             k, v = heads.expand(*new)
             out = compute_attention(q, k, v, mask, model.layout, model.method_of(heads), heads.kv_dim_name)
             kept = new if cache_dtype is None else quantize(new)
@@ -72,7 +76,8 @@ def prefill(
 
         return Mix(prompt_attention, lambda recurrence: recurrence.extend(None, count))
 
-    hidden, entries = _run_blocks(model, weights, tokens, positions, Forward(mix_of, tokens.shape[1], reach=reach))
+    forward = Forward(mix_of, tokens.shape[1], reach=reach)
+    hidden, entries = _run_blocks(model, weights, tokens, positions, forward, pictures)
     return _compute_logits(model, hidden, count), entries
 
 
@@ -202,9 +207,14 @@ def decode(
 
 
 def _run_blocks(
-    model: Transformer, weights: Gathered, tokens: jax.Array, positions: jax.Array, forward: Forward
+    model: Transformer,
+    weights: Gathered,
+    tokens: jax.Array,
+    positions: jax.Array,
+    forward: Forward,
+    pictures: Pictures | None = None,
 ) -> tuple[jax.Array, Cache]:
-    return model.hidden_apart(model.tables(), tokens, positions, forward, weights.layers)
+    return model.hidden_apart(model.tables(), tokens, positions, forward, weights.layers, pictures)
 
 
 def _compute_logits(model: Transformer, hidden: jax.Array, count: jax.Array | None) -> jax.Array:

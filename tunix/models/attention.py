@@ -70,7 +70,8 @@ def compute_attention(
     Positions and segments of `mask_rule` are those of whole sequences, on every device that has a part of them.
     """
     q_spec, kv_spec, segments = (layout.activation(dim_names) for dim_names in ("BTNH", f"BT{kv_dim_name}H", "BS"))
-    mask_spec: Any = MaskRule._make([jax.P(), jax.P(), segments, segments, jax.P()])
+    ends = None if mask_rule.q_ends is None else segments
+    mask_spec: Any = MaskRule._make([jax.P(), jax.P(), segments, segments, jax.P(), ends])
 
     if method.exchange == "none":
         attend = find_kernel(method.kernel)
@@ -154,7 +155,7 @@ def _attend_in_blocks(
 #
 # It may take options, which are given where the model needs them. With `cap` the softmax takes cap * tanh(score / cap).
 # With `with_sums=True` the result is a pair, whose second array are the logs of the sums of exp(score), [B, T, N]
-# float32 in nats.
+# float32 in nats. With `reach` a query may see so many keys behind its own, as the rule says (`MaskRule.q_ends`).
 #
 # It gives its result the name "attention", by which remat policies keep it. If it has a backward rule of its own
 # (jax.custom_vjp), its forward rule gives this name to all that the backward rule needs beside q, k and v: a value
@@ -171,7 +172,13 @@ def select_query_block(length: int) -> int:
 
 
 def plain(
-    q: jax.Array, k: jax.Array, v: jax.Array, mask_rule: MaskRule, cap: float | None = None, with_sums: bool = False
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    mask_rule: MaskRule,
+    cap: float | None = None,
+    with_sums: bool = False,
+    reach: int = 0,
 ) -> Any:
     """Attention in XLA's own operations, for a block of queries at a time (Rabe and Staats 2021, arXiv:2112.05682):
     q [B, T, N, H], scaled, k and v [B, S, K, H] -> [B, T, N, H], and with `with_sums` also [B, T, N] float32.
@@ -190,31 +197,38 @@ def plain(
 
     Where a branch is cheap, a layer whose window is small goes another way (`_near`), which skips the keys before the
     window too. The window is data, so that a scan over layers is one program: it has both ways once, at any depth.
+
+    Where queries see keys behind their own, a block attends to `reach` more keys, and goes the first way.
     """
     length, weigh = q.shape[1], partial(_weigh_values, cap=cap, with_sums=with_sums)
     if length <= select_query_block(length):
         return checkpoint_name(weigh(q, k, v, mask_rule.mask()), "attention")
     assert k.shape[1] == length, "more queries than a block: they and the keys must be the same tokens"
 
-    spans = [span for span in SPANS if 2 * span <= length] if branches_are_cheap() else []
+    is_causal = mask_rule.q_ends is None
+    spans = [span for span in SPANS if 2 * span <= length] if branches_are_cheap() and is_causal else []
+    triangle = partial(_triangle, weigh=weigh, reach=0 if is_causal else reach)
     # The number of spans that are smaller than the window: it is the index of the first span in which the window fits.
     # The last way takes a window that fits in none.
-    ways: list[Any] = [*(partial(_near, weigh=weigh, span=span) for span in spans), partial(_triangle, weigh=weigh)]
+    ways: list[Any] = [*(partial(_near, weigh=weigh, span=span) for span in spans), triangle]
     way = jnp.sum(jnp.asarray(mask_rule.window) > jnp.asarray(spans, jnp.int32))
     out = jax.lax.switch(way, ways, q, k, v, mask_rule) if spans else ways[0](q, k, v, mask_rule)
     return checkpoint_name(out, "attention")
 
 
-def _triangle(q: jax.Array, k: jax.Array, v: jax.Array, mask_rule: MaskRule, *, weigh: Callable) -> Any:
-    """Let each block of queries attend to all keys up to its own end; see `plain`. `weigh` is `_weigh_values`."""
+def _triangle(q: jax.Array, k: jax.Array, v: jax.Array, mask_rule: MaskRule, *, weigh: Callable, reach: int = 0) -> Any:
+    """Let each block of queries attend to all keys up to `reach` behind its own end; see `plain`.
+
+    `weigh` is `_weigh_values`.
+    """
     length, size = q.shape[1], select_query_block(q.shape[1])
 
     @partial(jax.checkpoint, prevent_cse=False, static_argnums=0)
     def one_block(start, q, k, v, mask_rule):
         end = min(start + size, length)
-        rule = mask_rule.queries(start, end - start)
-        rule = rule._replace(k_positions=mask_rule.k_positions[:end], k_segments=mask_rule.k_segments[:, :end])
-        return weigh(q[:, start:end], k[:, :end], v[:, :end], rule.mask())
+        rule, seen = mask_rule.queries(start, end - start), min(end + reach, length)
+        rule = rule._replace(k_positions=mask_rule.k_positions[:seen], k_segments=mask_rule.k_segments[:, :seen])
+        return weigh(q[:, start:end], k[:, :seen], v[:, :seen], rule.mask())
 
     blocks = [one_block(start, q, k, v, mask_rule) for start in range(0, length, size)]
     return jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), *blocks)
@@ -261,7 +275,7 @@ def _near(q: jax.Array, k: jax.Array, v: jax.Array, mask_rule: MaskRule, *, weig
     @partial(jax.checkpoint, prevent_cse=False)
     def one_block(_, block):
         q, k, v, *rule = block
-        return None, weigh(q, k, v, MaskRule._make([*rule, mask_rule.window]).mask())
+        return None, weigh(q, k, v, MaskRule._make([*rule, mask_rule.window, None]).mask())
 
     rules = MaskRule(
         q_positions=split(mask_rule.q_positions, 0),
@@ -271,7 +285,7 @@ def _near(q: jax.Array, k: jax.Array, v: jax.Array, mask_rule: MaskRule, *, weig
         window=mask_rule.window,
     )
     arrays = split(q, 1), split_with_earlier(k, 1), split_with_earlier(v, 1)
-    _, blocks = jax.lax.scan(one_block, None, (*arrays, *rules[:-1]))
+    _, blocks = jax.lax.scan(one_block, None, (*arrays, *rules[:4]))
 
     def join(blocks: jax.Array) -> jax.Array:
         """[blocks, B, tokens of a block, ..] -> [B, T, ..]."""
@@ -353,8 +367,11 @@ def _split_scales(x: jax.Array | Scaled, dtype: Any) -> tuple[jax.Array, jax.Arr
     return jnp.swapaxes(x.codes, 1, 2).astype(dtype), jnp.transpose(x.scales, (0, 2, 3, 1))
 
 
-def cudnn(q: jax.Array, k: jax.Array, v: jax.Array, mask_rule: MaskRule) -> jax.Array:
-    """The fused attention of cuDNN, for GPUs. It takes the rule as a mask [B, 1, T, S], which takes memory and time."""
+def cudnn(q: jax.Array, k: jax.Array, v: jax.Array, mask_rule: MaskRule, reach: int = 0) -> jax.Array:
+    """The fused attention of cuDNN, for GPUs. It takes the rule as a mask [B, 1, T, S], which takes memory and time.
+
+    A mask has every `reach`.
+    """
     out = jax.nn.dot_product_attention(q, k, v, mask=mask_rule.mask(), scale=1.0, implementation="cudnn")
     return checkpoint_name(out, "attention")
 

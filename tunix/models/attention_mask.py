@@ -14,6 +14,7 @@ class MaskRule(NamedTuple):
     A position is the number of a token in its row. A rule in this form, in place of a mask [T, S], is small, may travel
     between devices beside the keys that it describes, and lets a kernel skip keys: where a segment is one run of a row,
     as a document is, query i of equal queries and keys sees exactly the keys first(i) ... i, and `first` never falls.
+    With `q_ends` these are first(i) ... end(i) - 1, and neither falls.
     """
 
     q_positions: jax.Array  # [T] int32, the same for all rows
@@ -21,24 +22,31 @@ class MaskRule(NamedTuple):
     q_segments: jax.Array  # [B, T] int32
     k_segments: jax.Array  # [B, S] int32
     window: jax.Array | int  # int32 scalar; data, so that layers with different windows are one program
+    # [B, T] int32: position behind the last key that a query sees, for tokens of pictures, which also see the later
+    # tokens of their picture. None: a query sees no key behind its own position.
+    q_ends: jax.Array | None = None
 
     def mask(self) -> jax.Array:
         """Return the rule as a mask, [B, 1, T, S] bool."""
         distance = self.q_positions[:, None] - self.k_positions
-        near = (distance >= 0) & (distance < self.window)
+        if self.q_ends is None:
+            near = (distance >= 0) & (distance < self.window)
+        else:
+            near = (self.k_positions < self.q_ends[:, :, None]) & (distance < self.window)
         same = self.q_segments[:, :, None] == self.k_segments[:, None, :]
         return (near & same)[:, None]
 
     def queries(self, start: jax.Array, size: int) -> "MaskRule":
         """Return the rule for `size` of the T queries, from the scalar `start` on."""
         index = start + jnp.arange(size)
-        return self._replace(q_positions=self.q_positions[index], q_segments=self.q_segments[:, index])
+        ends = None if self.q_ends is None else self.q_ends[:, index]
+        return self._replace(q_positions=self.q_positions[index], q_segments=self.q_segments[:, index], q_ends=ends)
 
 
-def row_mask_rule(segment_ids: jax.Array, window: jax.Array | int) -> MaskRule:
-    """Return the rule for the tokens of a row among themselves; `segment_ids` are [B, T] int32."""
+def row_mask_rule(segment_ids: jax.Array, window: jax.Array | int, ends: jax.Array | None = None) -> MaskRule:
+    """Return the rule for the tokens of a row among themselves; `segment_ids` and `ends` are [B, T] int32."""
     positions = jnp.arange(segment_ids.shape[1])
-    return MaskRule(positions, positions, segment_ids, segment_ids, window)
+    return MaskRule(positions, positions, segment_ids, segment_ids, window, ends)
 
 
 def first_keys(segments: jax.Array, window: jax.Array | int) -> jax.Array:
@@ -57,6 +65,19 @@ def last_queries(segments: jax.Array, window: jax.Array | int) -> jax.Array:
     behind = jnp.where(jnp.concatenate([changes, edge], 1), positions + 1, length)
     behind = jax.lax.cummin(behind, axis=1, reverse=True)
     return jnp.minimum(behind, positions + window)
+
+
+def first_queries(ends: jax.Array) -> jax.Array:
+    """Return the position of the first query that sees each key of [B, T]: of its picture, or its own.
+
+    `ends` are `MaskRule.q_ends`, which are equal in a picture:
+
+        ends            1  5 5 5 5  6  7
+        first queries   0  1 1 1 1  5  6
+    """
+    positions = jnp.arange(ends.shape[1], dtype=jnp.int32)
+    starts = jnp.concatenate([jnp.ones_like(ends[:, :1], bool), ends[:, 1:] != ends[:, :-1]], 1)
+    return jax.lax.cummax(jnp.where(starts, positions, 0), axis=1)
 
 
 def split_chunks(segments: jax.Array, size: jax.Array | int) -> jax.Array:

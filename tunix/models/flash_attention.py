@@ -12,6 +12,9 @@ one run of it. So the keys of a block of queries are one range of blocks, and th
             4                     #   d
             5                     #   #   d
 
+Tokens of a picture also see the later ones of their picture (`MaskRule.q_ends`). Then two more numbers bound the range:
+the end of the keys of each query, and the first query that sees each key. They do not fall along a row either.
+
 The algorithm is FlashAttention-2 (Dao 2023, arXiv:2307.08691), written in Pallas and lowered by Triton. There are three
 kernels: the forward pass; the gradient of queries, a block of queries at a time; the gradients of keys and values, a
 block of keys at a time (flash_attention.py). Products take 16-bit operands and add up in float32, and the softmax is
@@ -28,7 +31,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from tunix.models.attention_mask import MASKED, first_keys, last_queries
+from tunix.models.attention_mask import MASKED, first_keys, first_queries, last_queries
 from tunix.models.kernels import FLASH_BLOCKS, FlashBlocks, find_row_in_use, padded_dim
 from tunix.models.layers import soft_cap
 
@@ -60,6 +63,9 @@ class Inputs(NamedTuple):
     v: Any  # [B, T, K, H]
     first: Any  # [B, T] int32: position of the first key that each query sees
     end: Any  # [B, T] int32: position behind the last query that sees each key
+    # Of rows with pictures, where a query may see keys behind its own; else None:
+    q_end: Any = None  # [B, T] int32: position behind the last key that each query sees
+    k_first: Any = None  # [B, T] int32: position of the first query that sees each key
 
 
 class BackwardInputs(NamedTuple):
@@ -100,7 +106,7 @@ def forward(inputs: Inputs, variant: Variant) -> Any:
     specs, sums = _query_specs(inputs, block.queries)
     return call_kernel(
         partial(_forward_kernel, variant=variant),
-        (inputs._replace(end=None),),
+        (inputs._replace(end=None, k_first=None),),
         out_shape=[
             shape_like(inputs.q, inputs.q.shape, variant.dtype),
             shape_like(inputs.q, (batch, heads, length), jnp.float32),
@@ -121,7 +127,7 @@ def queries_gradient(inputs: Inputs, backward: BackwardInputs, variant: Variant)
     specs, sums = _query_specs(inputs, block.queries)
     return call_kernel(
         partial(_queries_kernel, variant=variant),
-        (inputs._replace(end=None), backward),
+        (inputs._replace(end=None, k_first=None), backward),
         out_shape=shape_like(inputs.q, inputs.q.shape, variant.dtype),
         in_specs=(specs, BackwardInputs(sums, sums, specs.q)),
         out_specs=specs.q,
@@ -144,9 +150,12 @@ def keys_gradient(inputs: Inputs, backward: BackwardInputs, variant: Variant) ->
     sums = pl.BlockSpec((None, group, length), lambda head, n, row: (row, head, 0))
     return call_kernel(
         partial(_keys_kernel, variant=variant),
-        (inputs._replace(first=None), backward),
+        (inputs._replace(first=None, q_end=None), backward),
         out_shape=[shape_like(x, x.shape, variant.dtype) for x in (inputs.k, inputs.v)],
-        in_specs=(Inputs(queries, keys, keys, None, ends), BackwardInputs(sums, sums, queries)),
+        in_specs=(
+            Inputs(queries, keys, keys, None, ends, k_first=None if inputs.k_first is None else ends),
+            BackwardInputs(sums, sums, queries),
+        ),
         out_specs=[keys, keys],
         grid=(kv_heads, length // block.keys, batch),
         block=block,
@@ -163,7 +172,7 @@ def _query_specs(inputs: Inputs, block_q: int) -> tuple[Inputs, pl.BlockSpec]:
     keys = pl.BlockSpec((None, length, None, dim), lambda head, n, row: (row, 0, head // group, 0))
     firsts = pl.BlockSpec((None, block_q), lambda head, n, row: (row, n))
     sums = pl.BlockSpec((None, None, block_q), lambda head, n, row: (row, head, n))
-    return Inputs(queries, keys, keys, firsts, None), sums
+    return Inputs(queries, keys, keys, firsts, None, q_end=None if inputs.q_end is None else firsts), sums
 
 
 def _over_blocks(body, carry, low, full, last, high):
@@ -173,7 +182,7 @@ def _over_blocks(body, carry, low, full, last, high):
     return carry
 
 
-def _over_keys(body, carry, first, begin, block_q, block_k, num_before):
+def _over_keys(body, carry, first, q_end, begin, block_q, block_k, num_before):
     """Run `body` over the blocks of keys that the block of queries at `begin` sees.
 
     block of keys    0   1   2   3   4   5   6        the first keys of the queries lie in blocks 1 and 2, the queries
@@ -184,13 +193,16 @@ def _over_keys(body, carry, first, begin, block_q, block_k, num_before):
     """
     low, end = jnp.min(first) // block_k, begin + block_q if num_before is None else num_before
     last, high = (begin if num_before is None else num_before) // block_k, pl.cdiv(end, block_k)
+    if q_end is not None:  # each query sees its keys up to an end of its own
+        last, high = jnp.min(q_end) // block_k, pl.cdiv(jnp.max(q_end), block_k)
     full = jnp.minimum(pl.cdiv(jnp.max(first), block_k), last)
     return _over_blocks(body, carry, low, full, last, high)
 
 
-def _sees(first, rows, keys, num_before):
+def _sees(first, q_end, rows, keys, num_before):
     """Return which keys the queries at `rows` see, [queries, keys] bool."""
     upper = keys <= rows[:, None] if num_before is None else (keys < num_before)[None]
+    upper = upper if q_end is None else keys < q_end[:, None]
     return (keys >= first[:, None]) & upper
 
 
@@ -212,6 +224,7 @@ def _forward_kernel(inputs: Inputs, out_ref, log_sums_ref, *, variant: Variant):
     (block_q, dim), block_k, cap = inputs.q.shape, variant.blocks.forward.keys, variant.cap
     begin, num_before = pl.program_id(1) * block_q, variant.num_before
     q, first, rows = inputs.q[...], inputs.first[...], begin + jnp.arange(block_q)
+    q_end = None if inputs.q_end is None else inputs.q_end[...]
 
     def body(n, carry, *, masked):
         out, top, total = carry
@@ -219,14 +232,14 @@ def _forward_kernel(inputs: Inputs, out_ref, log_sums_ref, *, variant: Variant):
         scores = soft_cap(triton.dot(q, inputs.k[span, :].T), cap) * LOG2_E
         if masked:
             keys = n * block_k + jnp.arange(block_k)
-            scores = jnp.where(_sees(first, rows, keys, num_before), scores, MASKED)
+            scores = jnp.where(_sees(first, q_end, rows, keys, num_before), scores, MASKED)
         higher = jnp.maximum(top, scores.max(1))
         p, scale = jnp.exp2(scores - higher[:, None]), jnp.exp2(top - higher)
         v = inputs.v[span, :]
         return out * scale[:, None] + triton.dot(p.astype(v.dtype), v), higher, total * scale + p.sum(1)
 
     nothing = jnp.zeros((block_q, dim), jnp.float32), jnp.full(block_q, -jnp.inf), jnp.zeros(block_q, jnp.float32)
-    out, top, total = _over_keys(body, nothing, first, begin, block_q, block_k, num_before)
+    out, top, total = _over_keys(body, nothing, first, q_end, begin, block_q, block_k, num_before)
     if num_before is not None:  # no block of keys may be in reach
         top, total = jnp.where(total == 0, MASKED, top), jnp.where(total == 0, 1, total)
     out_ref[...] = (out / total[:, None]).astype(out_ref.dtype)
@@ -238,6 +251,7 @@ def _queries_kernel(inputs: Inputs, backward: BackwardInputs, dq_ref, *, variant
     (block_q, dim), block_k, cap = inputs.q.shape, variant.blocks.d_queries.keys, variant.cap
     begin, num_before = pl.program_id(1) * block_q, variant.num_before
     q, first, rows = inputs.q[...], inputs.first[...], begin + jnp.arange(block_q)
+    q_end = None if inputs.q_end is None else inputs.q_end[...]
     log_sums, delta, d_out = backward.log_sums[...], backward.delta[...], backward.d_out[...]
 
     def body(n, dq, *, masked):
@@ -247,12 +261,13 @@ def _queries_kernel(inputs: Inputs, backward: BackwardInputs, dq_ref, *, variant
         p = jnp.exp2(scores * LOG2_E - log_sums[:, None])  # the softmax once more, out of the sums of the forward pass
         if masked:
             keys = n * block_k + jnp.arange(block_k)
-            p = jnp.where(_sees(first, rows, keys, num_before), p, 0)
+            p = jnp.where(_sees(first, q_end, rows, keys, num_before), p, 0)
         d_scores = p * (triton.dot(d_out, inputs.v[span, :].T) - delta[:, None])
         d_scores = through_cap(d_scores, scores, cap)
         return dq + triton.dot(d_scores.astype(k.dtype), k)
 
-    dq = _over_keys(body, jnp.zeros((block_q, dim), jnp.float32), first, begin, block_q, block_k, num_before)
+    dq = jnp.zeros((block_q, dim), jnp.float32)
+    dq = _over_keys(body, dq, first, q_end, begin, block_q, block_k, num_before)
     dq_ref[...] = dq.astype(dq_ref.dtype)
 
 
@@ -260,7 +275,8 @@ def _keys_kernel(inputs: Inputs, backward: BackwardInputs, dk_ref, dv_ref, *, va
     """Gradients of a block of keys and values of one head; the query heads that share it come one after the other."""
     (block_k, dim), block_q, cap = inputs.k.shape, variant.blocks.d_keys.queries, variant.cap
     begin, are_before = pl.program_id(1) * block_k, variant.num_before is not None
-    k, v, end, keys = inputs.k[...], inputs.v[...], inputs.end[...], begin + jnp.arange(block_k)
+    k, v, end = inputs.k[...], inputs.v[...], inputs.end[...]
+    k_first = begin + jnp.arange(block_k) if inputs.k_first is None else inputs.k_first[...]
 
     def body(n, carry, *, masked, head):
         dk, dv = carry
@@ -271,7 +287,7 @@ def _keys_kernel(inputs: Inputs, backward: BackwardInputs, dk_ref, dv_ref, *, va
         if masked:
             rows = n * block_q + jnp.arange(block_q)
             sees = rows < end[:, None]
-            p = jnp.where(sees if are_before else sees & (rows >= keys[:, None]), p, 0)
+            p = jnp.where(sees if are_before else sees & (rows >= k_first[:, None]), p, 0)
         dv += triton.dot(p.astype(d_out.dtype), d_out)
         d_scores = p * (triton.dot(v, d_out.T) - backward.delta[head, span][None, :])
         d_scores = through_cap(d_scores, scores, cap)
@@ -284,6 +300,8 @@ def _keys_kernel(inputs: Inputs, backward: BackwardInputs, dk_ref, dv_ref, *, va
     # All queries come after keys before them: the first blocks need no mask then.
     low, high = 0 if are_before else begin // block_q, pl.cdiv(jnp.max(end), block_q)
     full = 0 if are_before else jnp.minimum(pl.cdiv(begin + block_k, block_q), high)
+    if inputs.k_first is not None:
+        low, full = jnp.min(k_first) // block_q, jnp.minimum(pl.cdiv(jnp.max(k_first), block_q), high)
     last = jnp.maximum(jnp.min(end) // block_q, full)
 
     def one_head(head, carry):
@@ -305,13 +323,15 @@ def flash(
     blocks: dict[int, FlashBlocks] | None = None,
     cap: float | None = None,
     with_sums: bool = False,
+    reach: int = 0,
 ) -> Any:
     """Attention of [B, T, N, H] queries, which come scaled, over [B, T, K, H] keys and values of the same rows.
 
     With a `cap`, scores s become cap * tanh(s / cap) before the softmax. Values may be narrower than keys. With
     `with_sums` the result is a pair with the logs of the sums of exp(score), [B, T, N] float32.
     Each segment of `mask_rule` must be one run of its row. T is filled up to a multiple of 128 and H to the next size
-    that `FLASH_BLOCKS` has. With `blocks` given, the kernels are interpreted: slow, on any device, for tests.
+    that `FLASH_BLOCKS` has. With `blocks` given, the kernels are interpreted: slow, on any device, for tests. Ends of
+    `mask_rule` have any `reach`.
     """
     rows, interpret = blocks or find_row_in_use(FLASH_BLOCKS), blocks is not None
     length, dim = q.shape[1], padded_dim(rows, q.shape[3])
@@ -319,6 +339,12 @@ def flash(
     segments = jnp.pad(mask_rule.q_segments, [(0, 0), (0, -length % MULTIPLE)], constant_values=-1)
     first, end = first_keys(segments, mask_rule.window), last_queries(segments, mask_rule.window)
     inputs = Inputs(pad_heads(q, dim), pad_heads(k, dim), pad_heads(v, dim), first, end)
+    if mask_rule.q_ends is not None:
+        positions = jnp.arange(length, segments.shape[1], dtype=jnp.int32)
+        filler = jnp.broadcast_to(positions + 1, (len(segments), len(positions)))
+        # No end is beyond the row: a picture may have been cut there.
+        q_end = jnp.concatenate([jnp.minimum(mask_rule.q_ends, length), filler], 1)
+        inputs = inputs._replace(q_end=q_end, k_first=first_queries(q_end))
     out, log_sums = _attention(inputs, Variant(rows[dim], cap, interpret))
     # The kernels compute exp2, which is faster, so their sums are log2: nats are log2 / log2(e).
     out = out[:, :length, :, : v.shape[3]]
@@ -346,7 +372,7 @@ def _attention_backward(variant, residuals, gradients):
     backward = BackwardInputs.from_gradients(out, log_sums, *gradients)
     dq = queries_gradient(inputs, backward, variant)
     dk, dv = keys_gradient(inputs, backward, variant)
-    return (Inputs(dq, dk, dv, first=None, end=None),)  # positions are whole numbers, which have no gradient
+    return (Inputs(dq, dk, dv, None, None),)  # positions are whole numbers, which have no gradient
 
 
 _attention.defvjp(_attention_forward, _attention_backward)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from tunix.config import Model
+from tunix.config.vision import NUM_CHANNELS, Vision
 from tunix.models.linear_attention import CHUNK
 
 
@@ -47,6 +48,32 @@ def chunk_flops_per_token(cfg: Model, seq_len: int) -> float:
     key_flops = 4 * linear.num_key_heads * linear.key_dim
     value_flops = linear.num_value_heads * (both + 2 * linear.value_dim)
     return float(_num_linear(cfg) * size * (key_flops + value_flops))
+
+
+def tower_flops(cfg: Model, recompute: float = 0.0) -> float:
+    """Return FLOPs of both passes per picture of tower and projector; 0 of a model of text alone.
+
+    A part that is trained has three passes, as in `flops_per_token`. A frozen tower has one, as no gradient reaches it;
+    low-rank updates of the tower leave the weights' gradients out. `recompute` is the share of a trained tower that the
+    backward pass computes again.
+    """
+    vision = cfg.vision
+    if vision is None:
+        return 0.0
+    tower, projector = forward_tower_flops(cfg, vision)
+    is_updated = cfg.lora.rank > 0
+    tower_passes = 1 if vision.freeze_tower else recompute + (2 if is_updated else 3)
+    projector_passes = 1 + (not vision.freeze_tower) + (not vision.freeze_projector and not is_updated)
+    return tower_passes * tower + projector_passes * projector
+
+
+def forward_tower_flops(cfg: Model, vision: Vision) -> tuple[float, float]:
+    """Return FLOPs of the forward pass of the tower for a picture, and those of the projector."""
+    width, patches = vision.embed_dim, vision.num_patches
+    pixels = NUM_CHANNELS * vision.patch_size**2
+    products = patches * width * (4 * width + 2 * vision.mlp_dim) + 2 * patches**2 * width
+    tower = 2.0 * (vision.num_layers * products + patches * pixels * width)
+    return tower, 2.0 * vision.tokens_per_image * width * cfg.embed_dim
 
 
 def _num_linear(cfg: Model) -> int:

@@ -197,7 +197,11 @@ def fused_empty_rows(blocks: ExpertBlocks) -> dict[str, float]:
 DTYPES = ("bfloat16", "float16")
 MAX_HEAD_DIM = 256
 # Which key of the model needs each kernel option (for error messages).
-NEEDED_FOR = {"cap": "cap of scores (model.attention_cap)", "with_sums": "sums for model.attention_sinks"}
+NEEDED_FOR = {
+    "cap": "cap of scores (model.attention_cap)",
+    "with_sums": "sums for model.attention_sinks",
+    "reach": "way for tokens of a picture to see later ones (model.vision)",
+}
 
 
 class Choice(NamedTuple):
@@ -223,7 +227,7 @@ def find_kernel(name: str) -> Any:
 def choose_kernels(model: Model, dtype: str, device: AbstractDevice | None) -> dict[str, Choice]:
     """Return the kernel of attention by the letter of its key/value heads; see `select_kernel`."""
     return {
-        heads.dim_names[0]: select_kernel(model.attention, heads.dim, dtype, device, model.attention_options)
+        heads.dim_names[0]: select_kernel(model.attention, heads.dim, dtype, device, model.kernel_options)
         for heads in model.head_kinds
     }
 
@@ -233,7 +237,7 @@ def select_kernel(
 ) -> Choice:
     """Return the kernel of `model.attention=name` for products in `dtype` on this device; None is not known.
 
-    `options` are the names of those that the model needs (`Model.attention_options`).
+    `options` are the names of those that the model needs (`Model.kernel_options`).
 
     Raises:
         UserError: the kernel does not run or is not exact there.

@@ -14,6 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec, reshard
 
 from tunix.config import Model
+from tunix.config.vision import TOWER
 from tunix.models.low_rank import LowRank
 from tunix.models.matmul import product
 from tunix.models.quantized import dequantize, quantize
@@ -262,9 +263,11 @@ class Einsum(Matrix):
         qtype = cfg.lora.quantize_base if "D" in Equation(equation).w else None
         super().__init__(equation, cfg, layout, initializer, qtype)
         self.result_name = f"product.{name}"  # by which remat policies keep the result
-        has_bias = cfg.biases is not None and re.search(cfg.biases, name)
+        in_tower = name.startswith(TOWER)
+        has_bias = in_tower or (cfg.biases is not None and re.search(cfg.biases, name))
         self.bias = Bias(self.equation.y, cfg, layout) if has_bias else unchanged
-        has_update = cfg.lora.rank and re.search(cfg.lora.targets, name)
+        is_frozen = in_tower and cfg.vision is not None and cfg.vision.freeze_tower
+        has_update = cfg.lora.rank and not is_frozen and re.search(cfg.lora.targets, name)
         self.lora = LowRank(name, self.equation, cfg, layout, initializer) if has_update else None
 
     def __call__(self, x: jax.Array, dropout_key: DropoutKey | None = None) -> jax.Array:
@@ -316,9 +319,19 @@ class RMSNorm(nnx.Module):
     scales are 0 at first.
     """
 
-    def __init__(self, dim_names: str, cfg: Model, layout: Layout, dims: str | None = None, offset: float = 0.0):
+    def __init__(
+        self,
+        dim_names: str,
+        cfg: Model,
+        layout: Layout,
+        dims: str | None = None,
+        offset: float = 0.0,
+        eps: float | None = None,
+    ):
+        """`eps` None is that of the decoder."""
         dims = dims or dim_names[-1]
-        self.equation, self.eps, self.layout = Equation(f"{dim_names},{dims}->{dim_names}"), cfg.norm_eps, layout
+        self.equation, self.layout = Equation(f"{dim_names},{dims}->{dim_names}"), layout
+        self.eps = cfg.norm_eps if eps is None else eps
         self.offset, self.axes = offset, tuple(range(-len(dims), 0))
         scale = jnp.full([cfg.dims[dim_name] for dim_name in dims], 1 - offset, layout.param)
         self.scale = nnx.Param(scale, equation=self.equation)
@@ -343,8 +356,8 @@ class RMSNorm(nnx.Module):
 class LayerNorm(RMSNorm):
     """(x - mean) / standard deviation * (offset + scale) + bias over [B, t, D], in float32 (arXiv:1607.06450)."""
 
-    def __init__(self, dim_names: str, cfg: Model, layout: Layout, offset: float = 0.0):
-        super().__init__(dim_names, cfg, layout, offset=offset)
+    def __init__(self, dim_names: str, cfg: Model, layout: Layout, offset: float = 0.0, eps: float | None = None):
+        super().__init__(dim_names, cfg, layout, offset=offset, eps=eps)
         self.bias = Bias(dim_names, cfg, layout)
 
     def __call__(self, x: jax.Array) -> jax.Array:

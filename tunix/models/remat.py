@@ -129,7 +129,10 @@ def make_policy(remat: Remat) -> Policy:
 
 def product_name(parameter: str) -> str:
     """Return the name of the product that takes a parameter: `product.mlp.up` of `blocks.mlp.up.w`."""
+    stack = "vision.tower.blocks."
     name = ".".join(parameter.split(".")[1:3])
+    if parameter.startswith(stack):
+        name = ".".join(["tower", *parameter.removeprefix(stack).split(".")[:2]])
     return f"product.{name}" if name in PROJECTIONS else "product"
 
 

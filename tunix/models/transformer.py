@@ -1,6 +1,6 @@
 """The decoder: embedding, blocks, final norm, logits or scores."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,15 @@ from tunix.models.layers import NORMS, BlockSums, Embedding, Initializer, Learne
 from tunix.models.mla import Heads
 from tunix.models.remat import KEEP_ALL, Remat
 from tunix.models.scores import ScoreHead
+from tunix.models.vision import Eyes, Pictures, find_ends
 from tunix.sharding.layout import Layout
+
+
+class RowMask(NamedTuple):
+    """What says which tokens of its own row a token sees, beside the layer: `Rows.mask_inputs` of training."""
+
+    segment_ids: jax.Array  # [B, S] int32
+    ends: jax.Array | None  # [B, S] int32 of rows with pictures (`MaskRule.q_ends`)
 
 
 class Transformer(nnx.Module):
@@ -52,26 +60,29 @@ class Transformer(nnx.Module):
         self.head = Embedding(cfg, layout, initializer) if has_logits and not cfg.tied_head else None
         self.score = None if has_logits else ScoreHead(cfg, layout, initializer)
         self.layer_inputs = None if cfg.layer_inputs is None else LayerInputs(cfg, layout, initializer)
+        self.vision = None if cfg.vision is None else Eyes(cfg, cfg.vision, layout, initializer)
 
     @property
     def stacks(self) -> Stacks:
         """All blocks, and the ways through them."""
         return Stacks(self)
 
-    def __call__(self, tokens, positions=None, segment_ids=None) -> jax.Array:
-        """[B, T] int32 -> logits [B, T, V] float32. Without the last two, each row is one document."""
+    def __call__(self, tokens, positions=None, segment_ids=None, pictures: Pictures | None = None) -> jax.Array:
+        """[B, T] int32 -> logits [B, T, V] float32. Without positions and segments, each row is one document."""
         tables = self.tables()
-        return self.logits(tables, self.hidden(tables, tokens, positions, segment_ids)[0])
+        return self.logits(tables, self.hidden(tables, tokens, positions, segment_ids, pictures=pictures)[0])
 
     def tables(self) -> tuple[jax.Array, jax.Array]:
         """Return the tables of both ends, gathered: [V, D] to look tokens up in and [V, D] to take logits with."""
         table = self.embedding.gathered()
         return table, table if self.head is None else self.head.gathered()
 
-    def hidden(self, tables, tokens, positions=None, segment_ids=None, seed=None) -> tuple[jax.Array, BlockSums]:
+    def hidden(
+        self, tables, tokens, positions=None, segment_ids=None, seed=None, pictures: Pictures | None = None
+    ) -> tuple[jax.Array, BlockSums]:
         """[B, T] int32 -> [B, T, D], the result of the final norm, and the numbers of all blocks.
 
-        `seed`, an int32 scalar, seeds the dropout of training.
+        `seed`, an int32 scalar, seeds the dropout of training. A model with a tower takes the pictures of the rows.
         """
         if positions is None:
             positions = jnp.zeros_like(tokens) + jnp.arange(tokens.shape[1])
@@ -81,29 +92,53 @@ class Transformer(nnx.Module):
         # device gets those of its sequences.
         tokens, positions = (reshard(x, self.layout.activation("BT")) for x in (tokens, positions))
         segment_ids = reshard(segment_ids, self.layout.activation("BS"))
-        rows = Rows(self.embed(tables, tokens, positions), positions, segment_ids)
+        x = self.embed(tables, tokens, positions)
+        if pictures is not None:
+            x = self.see(x, pictures, seed)
+        rows = Rows(x, positions, RowMask(segment_ids, self.find_ends(pictures)))
         forward = Forward(self.mix_of_row, tokens.shape[1], seed, inputs=self.make_layer_inputs(tokens, rows.x))
         with jax.named_scope("blocks"):
             rows, sums = self.stacks.run(rows, forward)
         return self.finish(rows.x), sums
 
+    def see(self, x: jax.Array, pictures: Pictures, seed: Any = None) -> jax.Array:
+        """Return embeddings [B, t, D] with those of the soft tokens of pictures in their places."""
+        assert self.vision is not None, "a model of text alone is given pictures"
+        with jax.named_scope("vision"):
+            return self.vision(x, pictures, self.remat, seed)
+
+    def find_ends(self, pictures: Pictures | None) -> jax.Array | None:
+        """Return the position behind the last key that each token of [B, S] may see; None without pictures."""
+        if pictures is None:
+            return None
+        assert self.cfg.vision is not None
+        index = reshard(pictures.image_index, self.layout.activation("BS"))
+        return find_ends(index, self.cfg.vision.tokens_per_image)
+
     def hidden_apart(
-        self, tables, tokens, positions, forward: Forward, params: dict[str, list[Any]]
+        self,
+        tables,
+        tokens,
+        positions,
+        forward: Forward,
+        params: dict[str, list[Any]],
+        pictures: Pictures | None = None,
     ) -> tuple[jax.Array, list]:
         """[B, T] int32 -> [B, T, D], the result of the final norm, and the cache of each layer.
 
         `params` are the parameters of each layer of each stack on their own (`Stacks.run_apart`).
         """
-        rows = Rows(self.embed(tables, tokens, positions), positions, None)
+        x = self.embed(tables, tokens, positions)
+        rows = Rows(x if pictures is None else self.see(x, pictures), positions, None)
         forward = forward._replace(inputs=self.make_layer_inputs(tokens, rows.x))
         with jax.named_scope("blocks"):
             rows, caches = self.stacks.run_apart(rows, forward, params)
         return self.finish(rows.x), caches
 
-    def mix_of_row(self, layer: Layer, segment_ids: jax.Array) -> Mix:
-        """Return the mix of a layer in training: a token sees tokens of its own row; `segment_ids` are [B, S] int32."""
-        segment_ids = self.local_segments(segment_ids, layer)
-        mask_rule = row_mask_rule(segment_ids, layer.window)
+    def mix_of_row(self, layer: Layer, mask_inputs: "RowMask") -> Mix:
+        """Return the mix of a layer in training: a token sees tokens of its own row."""
+        segment_ids = self.local_segments(mask_inputs.segment_ids, layer)
+        mask_rule = row_mask_rule(segment_ids, layer.window, mask_inputs.ends)
 
         def row_attention(q, entries, heads):
             k, v = heads.expand(*entries)
@@ -114,7 +149,7 @@ class Transformer(nnx.Module):
 
     def method_of(self, heads: Heads) -> Method:
         """Return how attention with these heads is computed."""
-        return Method(self.layout.kernel_of(heads.kv_dim_name), self.layout.cp_exchange, self.cfg.attention_options)
+        return Method(self.layout.kernel_of(heads.kv_dim_name), self.layout.cp_exchange, self.cfg.kernel_options)
 
     def local_segments(self, segment_ids: jax.Array, layer: Layer) -> jax.Array:
         """Return segments [B, S] of which a token sees its own: documents, or in a local layer chunks of documents."""

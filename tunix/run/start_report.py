@@ -16,6 +16,7 @@ from tunix.config.pretrained_config import describe_keys_outside_family
 from tunix.config.saved_runs import find_run, split_step
 from tunix.config.task import Grpo, Taught
 from tunix.config.training import read_steps
+from tunix.config.vision import Vision
 from tunix.costs.communication import count_microbatch_rows
 from tunix.costs.rollout import find_rollout_mesh, plan_rollout, read_device_bytes
 from tunix.costs.step import count_teacher_bytes, derive_costs, find_program
@@ -23,6 +24,7 @@ from tunix.data.prompts import AnyCorpus
 from tunix.huggingface.config_json import read_num_rows
 from tunix.huggingface.hub import CONFIG, find
 from tunix.huggingface.table import find_family
+from tunix.models.flops import tower_flops
 from tunix.processes import peers
 from tunix.rl.table import format_environment
 from tunix.sharding.arrays import bytes_per_device
@@ -111,6 +113,8 @@ def describe_model(cfg: Config, program: Program, corpus: AnyCorpus | None) -> d
         )
     if isinstance(model.mlp, ExpertsMlp):
         rows["experts"] = _describe_experts(cfg, program, model.mlp)
+    if model.vision is not None:
+        rows["pictures"] = _describe_vision(cfg, program, model.vision)
     return {
         **rows,
         **_describe_trained(cfg, arch, program.abstract),
@@ -151,6 +155,19 @@ def _describe_experts(cfg: Config, program: Program, mlp: ExpertsMlp) -> str:
         f"{mlp.experts_per_token} of {mlp.num_experts} of width {mlp.expert_dim:,} for each token{extra}{dense}; "
         f"{program.arch.num_active:,} parameters compute a token; {exchange}; products by {layout.expert_products}"
         + reason("model.expert_products")
+    )
+
+
+def _describe_vision(cfg: Config, program: Program, vision: Vision) -> str:
+    """Return in words what sees, what of it is trained, and what a picture costs."""
+    parts, trained, said = program.arch.weights["vision"], program.arch.trained_weights["vision"], []
+    for name in ("tower", "projector"):
+        number = count(trained[name])
+        said.append(f"{name} {count(parts[name]):,} parameters, {f'{number:,} trained' if number else 'frozen'}")
+    slots, gflop = cfg.training.images_per_row, tower_flops(cfg.model) / 1e9
+    return (
+        f"{'; '.join(said)}; {slots} of {vision.image_size} x {vision.image_size} pixels a sequence, each "
+        f"{vision.num_patches:,} patches, {vision.tokens_per_image} tokens, {gflop:,.3f} GFLOP"
     )
 
 

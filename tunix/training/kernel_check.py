@@ -120,7 +120,7 @@ def _compare(
 
     def results(kernel: str, dtype: str) -> list[jax.Array]:
         def attended(q, k, v):
-            method = Method(kernel, layout.cp_exchange, model.attention_options)
+            method = Method(kernel, layout.cp_exchange, model.kernel_options)
             out = compute_attention(q, k, v, row_mask_rule(segments, WINDOW), layout, method, kv_dim_name)
             return out[0] if model.attention_sinks else out  # with sinks a kernel also returns its sums
 

@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec, reshard
 
-from tunix.data.batches import Batch, split_shared
+from tunix.data.batches import IMAGE_INDEX, IMAGES, Batch, split_shared
 from tunix.models.layers import BlockSums, Routing
 from tunix.models.transformer import Transformer
+from tunix.models.vision import Pictures
 
 # Chunks of positions: logits [B, T, V] never exist, only those of one chunk at a time.
 
@@ -207,6 +208,16 @@ class TeacherOutput(NamedTuple):
     hidden: jax.Array  # [B, T, D], results of its final norm
 
 
+def compute_hidden(
+    model: Transformer, tables: Any, batch: Batch, seed: jax.Array | None = None
+) -> tuple[jax.Array, BlockSums]:
+    """Return the results [B, T, D] of the final norm for a batch, with its pictures, and the numbers of the blocks."""
+    pictures = None
+    if model.cfg.vision is not None and IMAGES in batch:
+        pictures = Pictures(batch[IMAGES], batch[IMAGE_INDEX])
+    return model.hidden(tables, batch["tokens"], batch["positions"], batch["segment_ids"], seed, pictures)
+
+
 def sum_over_tokens(
     model: Transformer,
     batch: Batch,
@@ -227,7 +238,7 @@ def sum_over_tokens(
     The gradient of the table [V, D] is added up over the chunks in float32. The sums by name have no gradient.
     """
     tables = model.tables()
-    hidden, blocks = model.hidden(tables, batch["tokens"], batch["positions"], batch["segment_ids"], seed)
+    hidden, blocks = compute_hidden(model, tables, batch, seed)
 
     def one_chunk(table, hidden, teacher_table, fields):
         chunk = None if teacher is None else teacher._replace(table=teacher_table, hidden=fields[STATES])
@@ -290,7 +301,7 @@ def score_targets(
     `sum_over_tokens` computes them once.
     """
     tables = model.tables()
-    hidden, blocks = model.hidden(tables, batch["tokens"], batch["positions"], batch["segment_ids"], seed)
+    hidden, blocks = compute_hidden(model, tables, batch, seed)
 
     @jax.checkpoint
     def one_chunk(_, chunk):

@@ -35,7 +35,7 @@ from tunix.data.batches import Batch
 from tunix.models.block import Forward, Rows
 from tunix.models.layers import BlockSums, merge_stages
 from tunix.models.pipeline import Chunks, Lanes
-from tunix.models.transformer import Transformer
+from tunix.models.transformer import RowMask, Transformer
 from tunix.sharding.layout import Layout
 from tunix.training.logprobs import ROUTING, LossFn, Sums, add_sums
 from tunix.training.pipeline_schedule import ScheduleSlot, Turns
@@ -194,7 +194,7 @@ class StagedModel:
         positions = lanes.on_every_stage(part["positions"], spec("BT"))
         segments = lanes.on_every_stage(part["segment_ids"], spec("BS"))
         mask_inputs = jax.tree.map(lambda each: lanes.on_every_stage(each, spec("B")), self.parts.mask_inputs(number))
-        return mask_inputs._replace(x=x, positions=positions, mask_inputs=segments)
+        return mask_inputs._replace(x=x, positions=positions, mask_inputs=RowMask(segments, None))
 
     def leave(self, condition: jax.Array, stream: Stream) -> Stream:
         """Return the stream of the one stage where the condition [S] holds, [rows, t, D], split by all stages.

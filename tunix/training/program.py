@@ -20,7 +20,7 @@ from tunix.config.model_checks import check_stages
 from tunix.data.batches import TEACHER, abstract_arrays
 from tunix.data.sample_order import BEGINNING, DataSchedule, Position, make_data_schedule, schedule_after
 from tunix.models.context_parallel import select_exchange
-from tunix.models.flops import flops_per_token
+from tunix.models.flops import flops_per_token, tower_flops
 from tunix.sharding.arrays import abstract_results, has_host_memory
 from tunix.sharding.layout import Layout
 from tunix.sharding.mesh_shape import check_divides, nearest
@@ -73,11 +73,16 @@ def derive_sizes(program: "Program", num_samples: int | None, start: Position = 
     schedule = schedule_after(start, program.choices.batch, program.mesh.shape)
     data_schedule = make_data_schedule(cfg, schedule, start)
     lengths = {period.shape.seq_len for period in schedule.periods}
+    # Pictures of a row are computed whatever its slots hold; each token has its share of them.
+    of_pictures = tower_flops(cfg.model) * cfg.training.images_per_row
     return Sizes(
         schedule,
         data_schedule,
         last_step(cfg.training, data_schedule, schedule.periods[-1].shape.num_tokens, num_samples),
-        {length: flops_per_token(cfg.model, arch.num_active, arch.num_active_trained, length) for length in lengths},
+        {
+            length: flops_per_token(cfg.model, arch.num_active, arch.num_active_trained, length) + of_pictures / length
+            for length in lengths
+        },
         program.mesh.size,
     )
 

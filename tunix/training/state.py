@@ -17,6 +17,7 @@ from tunix.base.errors import UserError
 from tunix.config import Model
 from tunix.config.layers import ExpertsMlp
 from tunix.config.model import list_keys_outside
+from tunix.config.vision import Vision
 from tunix.models.layers import Initializer, parameter_name
 from tunix.models.low_rank import start_updates
 from tunix.models.remat import KEEP_ALL, Remat
@@ -33,6 +34,7 @@ from tunix.training.optimizer import SpikeGuard
 # skipped: steps in a row, to now, that were not finite
 State = dict[str, Any]
 
+VISION = "vision."  # names of the tower's and the projector's parameters begin with it
 MAX_REMEMBERED = 16  # architectures that `describe` keeps
 
 
@@ -43,7 +45,7 @@ class Weight:
     equation: Equation
     shape: tuple[int, ...]
     dtype: Any  # at rest
-    used: float = 1.0  # share of it that computes each token: less than 1 of experts
+    used: float = 1.0  # share of it that computes each token: less than 1 of experts, 0 of what computes pictures
 
     @property
     def size(self) -> int:
@@ -144,9 +146,10 @@ def _describe(cfg: Model, layout: Layout, make: Callable[[], Transformer]) -> Ar
     graphdef, variables = jax.eval_shape(lambda: nnx.split(make()))
     active_share = cfg.mlp.experts_per_token / cfg.mlp.num_experts if isinstance(cfg.mlp, ExpertsMlp) else 1.0
 
-    def weight(variable: nnx.Variable) -> Weight:
+    def weight(path: Any, variable: nnx.Variable) -> Weight:
         equation, value = variable.get_metadata()["equation"], variable.get_value()
         used = active_share if EXPERTS in equation.w else 1.0
+        used = 0.0 if parameter_name(path).startswith(VISION) else used
         # One dimension more than the equation names: the layers of a stack, [L, ...].
         equation = equation.stacked() if value.ndim > len(equation.w) else equation
         return Weight(equation, value.shape, value.dtype, used)
@@ -161,12 +164,21 @@ def _describe(cfg: Model, layout: Layout, make: Callable[[], Transformer]) -> Ar
             )
         if weight.equation.is_choice:  # a step moves the router's bias by the experts' loads
             return False
+        if cfg.vision is not None and name.startswith(frozen_parts(cfg.vision)):
+            return False
         is_update = ".lora." in name and not name.endswith("_start")  # PiSSA's start is frozen
         # The base has no scores, so its head is always trained.
         return not cfg.lora.rank or is_update or also or name.startswith("score.")
 
-    weights = nnx.to_pure_dict(jax.tree.map(weight, variables, is_leaf=lambda node: isinstance(node, nnx.Variable)))
+    described = jax.tree.map_with_path(weight, variables, is_leaf=lambda node: isinstance(node, nnx.Variable))
+    weights = nnx.to_pure_dict(described)
     return Architecture(graphdef, weights, jax.tree.map_with_path(is_trained, weights), cfg, layout)
+
+
+def frozen_parts(vision: Vision) -> tuple[str, ...]:
+    """Return how the names of the parameters begin that `model.vision` freezes."""
+    parts = {f"{VISION}tower.": vision.freeze_tower, f"{VISION}projector.": vision.freeze_projector}
+    return tuple(part for part, is_frozen in parts.items() if is_frozen)
 
 
 def new_state(

@@ -27,7 +27,7 @@ from tunix.models.context_parallel import select_exchange
 from tunix.models.transformer import Transformer
 from tunix.sharding.mesh_shape import check_divides, num_stages
 from tunix.training.choices import Planned, lay_out_teacher
-from tunix.training.logprobs import TeacherOutput
+from tunix.training.logprobs import TeacherOutput, compute_hidden
 from tunix.training.state import Architecture, abstract_params, describe
 
 NO_TOKEN = -1e30  # logit of a row of the vocabulary that one of the two models lacks
@@ -59,7 +59,7 @@ class Teacher:
         with jax.named_scope("teacher"):
             module = self.module(jax.lax.stop_gradient(batch[TEACHER]))
             tables = module.tables()
-            hidden, _ = module.hidden(tables, batch["tokens"], batch["positions"], batch["segment_ids"])
+            hidden, _ = compute_hidden(module, tables, batch)
 
         def measure(logits: jax.Array, table: jax.Array, hidden: jax.Array) -> jax.Array:
             others = module.logits((table, table), hidden)

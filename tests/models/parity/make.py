@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 import transformers
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 SIZE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
 EVERY_THIRD = ["full_attention" if layer % 3 == 2 else "sliding_attention" for layer in range(7)]
@@ -38,6 +38,19 @@ def gemma3(window: int, layers: list[str] = EVERY_THIRD) -> transformers.PreTrai
     )  # fmt: skip
 
 
+def gemma3_vision() -> transformers.PreTrainedConfig:
+    """A picture is 24 x 24 pixels, 36 patches and 9 soft tokens, more than a window."""
+    tower = transformers.SiglipVisionConfig(
+        hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, image_size=24, patch_size=4,
+        vision_use_head=False,
+    )  # fmt: skip
+    return transformers.Gemma3Config(
+        text_config=gemma3(5, EVERY_THIRD[:3]), vision_config=tower, mm_tokens_per_image=9, boi_token_index=90,
+        eoi_token_index=91, image_token_index=IMAGE,
+    )  # fmt: skip
+
+
+BEGIN, END, IMAGE, PICTURE = 90, 91, 92, 9  # tokens around pictures, and of one
 PLAIN_ROPE = {"rope_type": "default", "rope_theta": 1e4}
 HALF_ROPE = PLAIN_ROPE | {"partial_rotary_factor": 0.5}
 LONG_ROPE = {
@@ -56,6 +69,7 @@ TWO = SIZE | {"num_hidden_layers": 2}
 
 CONFIGS = {
     "gemma3": gemma3(window=5),
+    "gemma3_vision": gemma3_vision(),
     "gemma3_long_window": gemma3(window=100, layers=["sliding_attention", "full_attention"]),
     "llama": transformers.LlamaConfig(  # odd vocabulary, untied head
         **SIZE, vocab_size=97, num_key_value_heads=2, rms_norm_eps=1e-5, rope_parameters=LLAMA_ROPE,
@@ -255,7 +269,7 @@ def random_model(config: transformers.PreTrainedConfig) -> transformers.PreTrain
 
 @torch.no_grad()
 def expected(model: transformers.PreTrainedModel) -> dict[str, torch.Tensor]:
-    words = model.config.vocab_size
+    words = model.config.get_text_config().vocab_size
     tokens = torch.randint(0, words, (2, 24))
     lengths = torch.tensor([[9, 15], [20, 4]])
     segments = torch.stack([torch.repeat_interleave(torch.arange(2), row) for row in lengths])
@@ -283,6 +297,43 @@ def gradients(model: transformers.PreTrainedModel, tokens: torch.Tensor) -> dict
     return {f"gradient.{name}": weight.grad.clone() for name, weight in model.named_parameters()}
 
 
+def with_pictures(model: transformers.PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Two rows with two pictures and with one: what it says of them, gradients, and greedy generation after one."""
+    text, picture = torch.randint(0, BEGIN, (2, 24)), [BEGIN, *[IMAGE] * PICTURE, END]
+    tokens = text.clone()
+    index = torch.full_like(text, -1)
+    for row, start, slot in ((0, 1, 0), (0, 13, 1), (1, 5, 0)):
+        tokens[row, start : start + len(picture)] = torch.tensor(picture)
+        index[row, start + 1 : start + 1 + PICTURE] = slot * PICTURE + torch.arange(PICTURE)
+    images = torch.randint(0, 256, (2, 2, 24, 24, 3), dtype=torch.uint8)
+    pixels = ((images.float() / 255 - 0.5) / 0.5).permute(0, 1, 4, 2, 3)
+    seen = torch.stack([pixels[0, 0], pixels[0, 1], pixels[1, 0]])
+    model.zero_grad()
+    logits = model(tokens, pixel_values=seen, token_type_ids=(index >= 0).long()).logits
+    log_probs = logits[:, :-1].log_softmax(-1)
+    (-log_probs.gather(-1, tokens[:, 1:, None]).sum()).backward()
+    gradients = {
+        f"picture_gradient.{published(name)}": weight.grad.clone()
+        for name, weight in model.named_parameters()
+        if "vision_tower" in name or "multi_modal" in name
+    }
+    prompt = tokens[1:, :19]
+    greedy = model.generate(
+        prompt, pixel_values=seen[2:], token_type_ids=(index[1:, :19] >= 0).long(),
+        attention_mask=torch.ones_like(prompt), max_new_tokens=NEW_TOKENS, do_sample=False,
+    )  # fmt: skip
+    return gradients | {
+        "picture_tokens": tokens, "image_index": index, "images": images, "picture_logits": logits.detach(),
+        "picture_greedy": greedy[0],
+    }  # fmt: skip
+
+
+def published(name: str) -> str:
+    """Return the name in published files of a tensor that transformers 5 calls otherwise."""
+    name = name.removeprefix("model.").replace("language_model.", "language_model.model.", 1)
+    return name.replace("vision_tower.", "vision_tower.vision_model.", 1)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path, nargs="?", default=Path(__file__).parent)
@@ -297,12 +348,20 @@ def main() -> None:
         tensors = expected(model)
         if name == "qwen3":
             tensors |= gradients(model, tensors["tokens"])
+        if name == "gemma3_vision":
+            tensors |= with_pictures(model)
         tensors = {key: value.int() if value.dtype == torch.int64 else value for key, value in tensors.items()}
         biases = {path: buffer.clone() for path, buffer in model.named_buffers() if path.endswith(ROUTER_BIAS)}
         model.bfloat16()
         for path, bias in biases.items():
             model.get_submodule(path.rpartition(".")[0])._buffers[ROUTER_BIAS] = bias
         model.save_pretrained(folder / name)
+        if name == "gemma3_vision":  # transformers 5 leaves a part of the names out that published files have
+            weights = folder / name / "model.safetensors"
+            whole = {
+                key.replace("vision_tower.", "vision_tower.vision_model."): x for key, x in load_file(weights).items()
+            }
+            save_file(whole, weights, {"format": "pt"})
         (folder / name / "generation_config.json").unlink(missing_ok=True)
         save_file(
             {key: value.contiguous() for key, value in tensors.items()}, folder / name / "expected.safetensors", info

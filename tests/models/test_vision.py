@@ -1,0 +1,219 @@
+"""Models that see: what transformers says of pictures, on every mesh, in training and in generation."""
+
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+from omegaconf import OmegaConf
+from PIL import Image
+from safetensors.numpy import load_file, save_file
+from support.harness import ROOT
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+
+import tunix
+from tunix.base.errors import UserError
+from tunix.config import Generate
+from tunix.config.compose import compose
+from tunix.data.pictures import TOKENS
+from tunix.generate import generate
+from tunix.huggingface.table import find_family
+from tunix.huggingface.weights import save_weights
+from tunix.inference.pretrained import load_init_from
+from tunix.inference.sampling import Sampling
+from tunix.models.layers import named
+from tunix.models.vision import Pictures
+from tunix.sharding.arrays import to_global
+from tunix.training.choices import build_mesh
+from tunix.training.loss import next_token_loss
+from tunix.training.program import assemble
+
+SEEING = ROOT / "tests/models/parity/gemma3_vision"
+WORDS = [
+    f"model.init_from={SEEING}", "training.seq_len=24", "training.loss_chunk_size=24", "training.micro_batch_size=2",
+    "training.images_per_row=2", "model.mesh_shape=[[1],[fsdp]]", "distributed.allow_idle_devices=true",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return load_file(SEEING / "expected.safetensors")
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tunix.load_pretrained(SEEING, mesh_shape=((2, 2), ("fsdp", "tp")))
+
+
+def rows_of(model, expected) -> dict:
+    return {name: model.rows(leaf) for name, leaf in host_rows(expected).items()}
+
+
+def host_rows(expected) -> dict[str, np.ndarray]:
+    tokens = expected["picture_tokens"]
+    targets = np.roll(tokens, -1, 1)
+    mask = np.ones(tokens.shape, np.float32)
+    mask[:, -1] = 0
+    return {
+        "tokens": tokens, "targets": targets, "loss_mask": mask, "images": expected["images"],
+        "positions": np.tile(np.arange(tokens.shape[1], dtype=np.int32), (2, 1)), "segment_ids": np.zeros_like(tokens),
+        "image_index": expected["image_index"],
+    }  # fmt: skip
+
+
+def test_logits_and_gradients_are_those_of_transformers(model, expected, tmp_path):
+    """Two pictures in a row, windows that are shorter than a picture, and the gradients of tower and projector."""
+
+    def logits(params, rows):
+        pictures = Pictures(rows["images"], rows["image_index"])
+        return model.arch.module(params)(rows["tokens"], rows["positions"], rows["segment_ids"], pictures)
+
+    def objective(params, rows):
+        return next_token_loss(model.arch.module(params), rows, chunk_size=24, z_loss=0.0).objective
+
+    with jax.set_mesh(model.mesh):
+        rows = rows_of(model, expected)
+        said, gradient = jax.jit(lambda params, rows: (logits(params, rows), jax.grad(objective)(params, rows)))(
+            model.params, rows
+        )
+    np.testing.assert_allclose(said, expected["picture_logits"], atol=1e-4)
+    save_weights(tmp_path, gradient, model.cfg, model.arch.weights, "float32", shard_gb=5)
+    found = load_file(tmp_path / "model.safetensors")
+    theirs = {name: value for name, value in expected.items() if name.startswith("picture_gradient.")}
+    assert len(theirs) == 39
+    for name, value in theirs.items():
+        ours = found[name.removeprefix("picture_gradient.")]
+        np.testing.assert_allclose(ours, value, atol=1e-4 * max(1, np.abs(value).max()), err_msg=name)
+
+
+def test_greedy_generation_behind_a_picture(model, expected):
+    """Token for token, beside a prompt of text alone and one with two pictures."""
+    whole, index, images = expected["picture_greedy"].tolist(), expected["image_index"], expected["images"]
+    prompts = [whole[:19], expected["picture_tokens"][0].tolist(), whole[:3]]
+    pictures = [Pictures(images[1, :1], index[1, :19]), Pictures(images[0], index[0]), None]
+    answers = model.sample(prompts, Sampling(max_new_tokens=16, temperature=0.0), pictures=pictures)
+    assert answers[0].tokens == whole[19:]
+    assert answers[1].tokens[0] == expected["picture_logits"][0, -1].argmax()
+
+
+def test_a_model_of_text_refuses_pictures(expected):
+    text = tunix.load_pretrained(ROOT / "tests/models/parity/gemma3")
+    with pytest.raises(UserError, match="a prompt has a picture, and this gemma3 is a model of text alone"):
+        text.sample([[1, 2]], Sampling(max_new_tokens=1), pictures=[Pictures(expected["images"][0], np.zeros(2))])
+
+
+def test_both_layouts_of_names_are_read(expected, tmp_path):
+    """Of transformers 5: files without `vision_model.`, and the names of its modules."""
+    tensors = load_file(SEEING / "model.safetensors")
+    (tmp_path / "config.json").write_text((SEEING / "config.json").read_text())
+    first = tunix.load_pretrained(SEEING).params
+    for begins in ({"vision_tower.vision_model.": "vision_tower."}, dict(find_family("gemma3_vision").modules)):
+
+        def rename(name, begins=begins):
+            return next((new + name.removeprefix(old) for old, new in begins.items() if name.startswith(old)), name)
+
+        save_file({rename(name): value for name, value in tensors.items()}, tmp_path / "model.safetensors")
+        again = tunix.load_pretrained(tmp_path).params
+        assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), first, again))
+
+
+def test_the_decoder_alone_of_a_model_that_sees():
+    words = [f"model.init_from={SEEING}", "training.seq_len=32"]
+    assert compose(words).config.model.vision.freeze_tower
+    assert not compose([*words, "model.vision.freeze_tower=false"]).config.model.vision.freeze_tower
+    assert compose([*words, "model.family=gemma3"]).config.model.vision is None
+    with pytest.raises(UserError, match="model.vision.freeze_tower=False, but the model of .* does not see"):
+        compose([f"model.init_from={ROOT}/tests/models/parity/gemma3", "model.vision.freeze_tower=false"])
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        ([], {"projector"}),
+        (["freeze_tower=false"], {"tower", "projector"}),
+        (["freeze_projector=true"], set()),
+    ],
+    ids=["usual", "all", "neither"],
+)
+def test_parts_are_frozen(words, parts):
+    arch = assembled(*(f"model.vision.{word}" for word in words)).arch
+    trained = {name.split(".")[1] for name, _ in named(arch.trained_weights) if name.startswith("vision.")}
+    assert trained == parts
+
+
+@pytest.mark.parametrize(
+    ("targets", "freeze_tower", "updated"),
+    [
+        ("attention|mlp", "true", {"blocks"}),
+        ("^attention|^mlp", "false", {"blocks"}),
+        ("tower", "false", {"vision"}),
+        ("attention.q", "false", {"blocks", "vision"}),
+    ],
+)
+def test_low_rank_updates_of_each_part(targets, freeze_tower, updated):
+    words = ["model.lora.rank=2", f"model.lora.targets='{targets}'", f"model.vision.freeze_tower={freeze_tower}"]
+    arch = assembled(*words).arch
+    trained = [name for name, _ in named(arch.trained_weights)]
+    assert all(".lora." in name for name in trained)
+    assert {name.split(".")[0] for name in trained} == updated
+
+
+def test_a_step_learns_from_pictures_and_leaves_a_frozen_tower_as_it_is(expected):
+    """What is trained moves, by another way than without the pictures; what is frozen is the same to the last bit."""
+    one = assembled("optimizer.learning_rate=0.1", "training.mixed_precision=fp32")
+    batch = {name: np.asarray(leaf)[None] for name, leaf in host_rows(expected).items()}
+    blind = batch | {"image_index": np.full_like(batch["image_index"], -1)}
+    with jax.set_mesh(one.mesh):
+        state = one.new_state(0, load_init_from(one, one.mesh))
+        step = jax.jit(one.step([(10, 10)]))
+        (after, said), (_, blindly) = (step(state, to_global(rows, one.mesh)) for rows in (batch, blind))
+    assert abs(said["loss"] - blindly["loss"]) > 1e-3
+    before = dict(named(state["params"]))
+    for name, leaf in named(after["params"]):
+        is_frozen = name.startswith("vision.tower.")
+        assert bool((leaf == before[name]).all()) == is_frozen, name
+
+
+def assembled(*words):
+    cfg = compose([*WORDS, *words]).config
+    mesh = build_mesh(cfg)
+    with jax.set_mesh(mesh):
+        return assemble(cfg, mesh)
+
+
+def test_generate_takes_files_of_pictures(model, expected, tmp_path, capsys):
+    """A picture before the text of `prompt=`, and pictures of the rows of a file, by paths beside it."""
+    folder, picture = tmp_path / "model", expected["images"][0, 0]
+    shutil.copytree(SEEING, folder)
+    words = {f"w{n}": n for n in range(96)}
+    words = {name: n for name, n in words.items() if n not in (90, 91, 92)} | dict(
+        zip(TOKENS, (90, 92, 91), strict=True)
+    )
+    tokenizer = Tokenizer(WordLevel(words, "w0"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    tokenizer.add_special_tokens(list(TOKENS))
+    tokenizer.save(str(folder / "tokenizer.json"))
+    Image.fromarray(picture).save(tmp_path / "a.png")
+    row = {"prompt": "w5", "image": ["a.png"]}
+    (tmp_path / "rows.jsonl").write_text(f"{json.dumps(row)}\n{json.dumps({'prompt': 'w5'})}\n")
+    values = OmegaConf.to_container(OmegaConf.load(ROOT / "conf/command/generate.yaml"))
+    values |= {"checkpoint": str(folder), "temperature": 0.0, "max_new_tokens": 3}
+
+    prompt = [90, *[92] * 9, 91, 5]
+    pictures = [Pictures(picture[None], np.array([-1, *range(9), -1, -1])), None]
+    answers = model.sample([prompt, [5]], Sampling(max_new_tokens=3, temperature=0.0), pictures=pictures)
+    said = [tokenizer.decode(answer.tokens) for answer in answers]
+    generate(Generate.model_validate(values | {"prompt": "w5", "image": str(tmp_path / "a.png")}))
+    assert capsys.readouterr().out.strip() == said[0]
+    generate(Generate.model_validate(values | {"input": str(tmp_path / "rows.jsonl"), "image_column": "image"}))
+    assert capsys.readouterr().out.split("\n---\n") == [said[0], said[1] + "\n"]
+    with pytest.raises(UserError, match=r"image=.*none.png: the prompt has a picture that is not there"):
+        generate(Generate.model_validate(values | {"prompt": "w5", "image": str(tmp_path / "none.png")}))
+    blind = values | {"prompt": "w5", "image": "a.png", "checkpoint": str(tmp_path / "blind")}
+    shutil.copytree(ROOT / "tests/models/parity/gemma3", tmp_path / "blind")
+    shutil.copy(folder / "tokenizer.json", tmp_path / "blind")
+    with pytest.raises(UserError, match=r"image=a.png: checkpoint=.*blind is no model that sees pictures"):
+        generate(Generate.model_validate(blind))
