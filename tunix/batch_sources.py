@@ -24,6 +24,7 @@ from tunix.inference.sampling import Sampling
 from tunix.inference.teacher import load_teacher
 from tunix.processes import peers
 from tunix.processes.watchdog import Watchdog
+from tunix.rl.engine_rewards import EngineRewards
 from tunix.rl.episodes import make_pool, try_user_code
 from tunix.rl.evaluation import HeldOutAnswers
 from tunix.rl.reference import add_reference, make_judge, make_reference
@@ -164,9 +165,12 @@ class PromptFeed:
         per_step = max(1, cycle.samples // cycle.steps)
         data_schedule = DataSchedule(BEGINNING, Cycle(per_step, 1), ())
         self.samples = Samples(corpus.train, cfg, data_schedule, shape.num_tokens // per_step)
-        self.scorer = Scorer(task.rewards, task.reward_processes, task.reward_timeout_s, task.reward_errors)
+        in_processes = [term for term in task.rewards if not term.is_of_engine]
+        self.scorer = Scorer(in_processes, task.reward_processes, task.reward_timeout_s, task.reward_errors)
         self.pool = make_pool(task, corpus.vocab)
-        self.engine = RolloutEngine(cfg, corpus, program, mesh, self.scorer, watchdog, self.pool)
+        info = cfg.sampling.max_new_tokens, task.reward_errors, cfg.training.dtypes["compute"], cfg.model.mesh_shape
+        engine_rewards = EngineRewards(task.rewards, *info) if len(in_processes) < len(task.rewards) else None
+        self.engine = RolloutEngine(cfg, corpus, program, mesh, self.scorer, watchdog, self.pool, engine_rewards)
         # Without rewards nothing says how good held-out answers are.
         self.held_out = HeldOutAnswers(cfg, corpus, self.engine) if corpus.num_held_out and task.is_rewarded else None
         self.teacher = load_teacher(program, mesh, corpus.tokenizer)

@@ -36,6 +36,7 @@ from tunix.config.pretrained_config import (
     fill_from_pretrained,
     fill_from_run,
     fill_labels,
+    fill_reward_models,
     fill_teacher,
 )
 from tunix.config.saved_runs import (
@@ -267,6 +268,8 @@ def check(composed: DictConfig, fresh: bool = True) -> Config:
         raise UserError("model=pretrained needs model.init_from=DIR or an ID of the Hugging Face hub")
     if fresh and values["task"].get("teacher"):
         fill_teacher(values["task"])
+    if fresh and isinstance(values["task"].get("rewards"), list):
+        fill_reward_models(values["task"])
     if values["model"]["vocab_size"] == "auto":
         values["model"]["vocab_size"] = count_rows(values)
     fill_labels(values)

@@ -238,7 +238,7 @@ def _name_checkpoint(root: str, folder: Path, step: int | None) -> str:
 
 # The teacher of a run: a run of tunix or a model of Hugging Face's.
 
-TEACHER = "task.teacher"  # the key
+TEACHER, REWARDS = "task.teacher", "task.rewards"  # the keys that name other models
 
 
 def fill_teacher(task: dict[Any, Any]) -> None:
@@ -253,6 +253,35 @@ def fill_teacher(task: dict[Any, Any]) -> None:
         root = split_step(source)[0] if is_address(source) else str(folder.resolve())
         task["teacher"] = _name_checkpoint(root, folder, step)
     read_teacher(str(task["teacher"]))
+
+
+def fill_reward_models(task: dict[Any, Any]) -> None:
+    """Write the checkpoint of each run that a term of task.rewards names into its path, as `fill_teacher` does.
+
+    Raises:
+        UserError: a path names neither a run nor a model, or a model that does not give one number.
+    """
+    for term in task["rewards"]:
+        if not isinstance(term, dict) or term.get("function") != "model" or not term.get("path"):
+            continue
+        source = str(term["path"])
+        if run := find_run(source, REWARDS, copied=COPIED):
+            folder, step = run
+            root = split_step(source)[0] if is_address(source) else str(folder.resolve())
+            term["path"] = _name_checkpoint(root, folder, step)
+        else:
+            folder = hub.find(source, hub.INFO_FILES, key=REWARDS)
+        try:
+            check_gives_reward(trained_model(folder, "auto"))
+        except UserError as error:
+            raise UserError(f"{REWARDS}: path={source}: {error}") from None
+
+
+def check_gives_reward(model: Model) -> None:
+    """Raise `UserError` for a model that does not give one number."""
+    if model.labels is None or len(model.labels) != 1:
+        gives = "logits" if model.labels is None else ", ".join(model.labels)
+        raise UserError(f"the model gives {gives}, not one number; train one with task=reward")
 
 
 @cache  # a plan asks for it on hundreds of meshes

@@ -173,14 +173,14 @@ def _make_vocab() -> list[str]:
 # A small model learns this task in minutes, and rewards can check its answers.
 class Arithmetic(Rows):
     """Every sum of two numbers, made up: nothing to download. Columns: question ("07+85="), answer ("92"); where some
-    answers are wrong, also label (true: the answer is right)."""
+    answers are wrong, also label (true: the answer is right), right and wrong, two answers to each question."""
 
     source: Literal["arithmetic"]
     """Where documents come from."""
     below: Count
     """Both numbers are below this; they are written with as many digits as the largest has."""
     wrong_share: Share
-    """Share of the sums whose answer is wrong, by 1 to 9: undesirable answers of task=kto. Which ones, is fixed."""
+    """Share of the sums whose answer has one digit wrong: undesirable answers of task=kto. Which ones, is fixed."""
 
     def units(self, unit_bytes: int) -> list[Unit]:
         """Return one unit: the range of the first number."""
@@ -195,8 +195,19 @@ class Arithmetic(Rows):
                 if self.wrong_share:
                     digest = hashlib.sha256(f"wrong {a}+{b}".encode()).digest()
                     row["label"] = int.from_bytes(digest[:4], "big") >= self.wrong_share * 2**32
-                    row["answer"] = str(a + b + (0 if row["label"] else 1 + digest[4] % 9))
+                    row["right"], row["wrong"] = str(a + b), _change_digit(str(a + b), *digest[4:6])
+                    row["answer"] = row["right" if row["label"] else "wrong"]
                 yield Item(f"{a}+{b}", row)
+
+
+def _change_digit(number: str, place: int, change: int) -> str:
+    """Return a number of as many digits with another one at a place; `place` and `change` may be of any size.
+
+    A wrong sum that were always too large would teach to answer less, and not to add.
+    """
+    index = place % len(number)
+    others = [digit for digit in "0123456789" if digit != number[index] and (digit != "0" or index or len(number) == 1)]
+    return number[:index] + others[change % len(others)] + number[index + 1 :]
 
 
 class LookUp(Rows):

@@ -23,6 +23,7 @@ from tunix.inference.pretrained import describe_files, load_language_model, load
 from tunix.inference.rollout import Request
 from tunix.inference.sampling import find_stop_ids, select_sampling
 from tunix.processes import peers
+from tunix.rl.engine_rewards import EngineRewards
 from tunix.rl.episodes import Played, Player, RolloutRequest, derive_seed, make_pool, try_user_code
 from tunix.rl.rollout_engine import RolloutEngine, score_together
 from tunix.rl.scoring import Scorer
@@ -140,9 +141,11 @@ def evaluate_answers(cmd: Evaluate, cfg: Config, checkpoints: list[str]) -> list
     task = cfg.task if cmd.metric == "reward" and isinstance(cfg.task, Grpo) else None
     pool = None if task is None else make_pool(task, corpus.vocab)
     player = Player(pool, task, corpus.vocab, stop, max_length) if pool is not None and task is not None else None
+    engine_rewards = EngineRewards(terms, settings.max_new_tokens, cmd.reward_errors, dtype, decoder.mesh_shape)
+    in_processes = [term for term in terms if not term.is_of_engine]
     measured: list[Numbers] = []
     with (
-        Scorer(terms, cmd.reward_processes, cmd.reward_timeout_s, cmd.reward_errors) as scorer,
+        Scorer(in_processes, cmd.reward_processes, cmd.reward_timeout_s, cmd.reward_errors) as scorer,
         jax.set_mesh(model.mesh),
         ExitStack() as files,
     ):
@@ -164,7 +167,7 @@ def evaluate_answers(cmd: Evaluate, cfg: Config, checkpoints: list[str]) -> list
                 asked = RolloutRequest(prompts, settings, cmd.num_samples, cfg.seed)
                 played = player.rollout(model.sampler, params, asked, cmd.batch_size)
                 answers = [episode.to_answer() for episode in played.episodes]
-            rows, num_errors = _make_rows(cmd, prompts, answers, corpus.vocab, scorer, played)
+            rows, num_errors = _make_rows(cmd, prompts, answers, corpus.vocab, scorer, engine_rewards, played)
             if samples is not None:
                 lines = (json.dumps({"checkpoint": checkpoint, **row}, ensure_ascii=False) for row in rows)
                 samples.writelines(f"{line}\n" for line in lines)
@@ -182,6 +185,7 @@ def _make_rows(
     answers: list[Answer],
     vocab: Vocab,
     scorer: Scorer,
+    engine_rewards: EngineRewards,
     played: Played | None,
 ) -> tuple[list[Row], int]:
     """Score the answers; return a row for each, those to the first prompt first, and the number of missing scores."""
@@ -197,6 +201,7 @@ def _make_rows(
         rollouts, part = prompts[start : start + size], slice(start * count, (start + size) * count)
         episodes = None if played is None else replace(played, episodes=played.episodes[part])
         scores = score_together(scorer, rollouts, texts[part], count, episodes)
+        scores = engine_rewards.add(scores, rollouts, texts[part], answers[part])
         num_errors += sum(scores.errors.values())
         for number, (text, answer) in enumerate(zip(texts[part], answers[part], strict=True)):
             rows.append(
@@ -220,7 +225,7 @@ def _open_samples(cmd: Evaluate, files: ExitStack) -> TextIO | None:
 def _find_rewards(cmd: Evaluate, cfg: Config) -> tuple[RewardTerm, ...]:
     """Return the rewards that the command names, or those of the run."""
     if cmd.metric != "reward":
-        return (RewardTerm(function=cmd.metric, weight=1.0),)
+        return (RewardTerm(function=cmd.metric, weight=1.0, path=None, buffer=None),)
     if cmd.rewards is not None:
         return cmd.rewards
     if not isinstance(cfg.task, Grpo):

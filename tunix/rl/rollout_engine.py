@@ -30,6 +30,7 @@ from tunix.inference.rollout import Request, Sampler
 from tunix.inference.sampling import find_stop_ids, select_sampling
 from tunix.processes import peers
 from tunix.processes.watchdog import Watchdog
+from tunix.rl.engine_rewards import EngineRewards
 from tunix.rl.environment_pool import EnvironmentPool
 from tunix.rl.episodes import Played, Player, RolloutRequest
 from tunix.rl.scoring import Scorer, Scores
@@ -90,6 +91,7 @@ class RolloutEngine:
         scorer: Scorer,
         watchdog: Watchdog,
         pool: EnvironmentPool | None = None,
+        engine_rewards: EngineRewards | None = None,
     ):
         """Choose how many answers are drawn at one time: the device with the least memory decides for all processes.
 
@@ -104,7 +106,9 @@ class RolloutEngine:
         # The number of rows is the shape of a program that all processes run together, so they must agree on it. If
         # one of them does not know its memory (None), as on CPUs, nothing limits the size but task.rollout_rows.
         known = [json.loads(text) for text in peers.gather(json.dumps(read_device_bytes()), "memory of a device")]
-        device_bytes = None if None in known else min(known)
+        self.engine_rewards = engine_rewards
+        taken = 0 if engine_rewards is None else engine_rewards.bytes_per_device
+        device_bytes = None if None in known else min(known) - taken
         self.rows_at_once = select_rows(program, device_bytes)
         # Threads draw ahead, and held-out prompts are answered meanwhile.
         self.caches = PrioritySlots(select_rollouts_at_once(program, device_bytes))
@@ -133,6 +137,9 @@ class RolloutEngine:
         prompts = list(request.prompts)
         with nullcontext() if beside else self.watchdog.phase("scoring answers"):
             scores = score_together(self.scorer, prompts, texts, request.group_size, played)
+            if self.engine_rewards is not None:
+                with self.devices.hold(request.rank):
+                    scores = self.engine_rewards.add(scores, prompts, texts, answers)
         return RolloutGroup(prompts, answers, texts, scores, rollout_s, played)
 
     def _draw(self, params: Any, request: RolloutRequest) -> tuple[list[Answer], list[str], Played | None]:

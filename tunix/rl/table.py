@@ -23,6 +23,8 @@ REWARDS: dict[str, Reward] = {
     "format": format_tags,
     "length": length,
 }
+# Rewards that the run computes itself (rl/engine_rewards.py), each with the key that it needs.
+ENGINE_REWARDS = {"model": "path", "overlong": "buffer"}
 
 
 def find_reward(name: str) -> Reward:

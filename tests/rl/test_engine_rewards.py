@@ -1,0 +1,127 @@
+"""Rewards that a run computes itself: a reward model, and the punishment of long answers."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+from safetensors import safe_open
+from safetensors.numpy import save_file
+from support.harness import metrics
+from support.rollouts import ONE, TASK
+
+import tunix
+from tunix.base.errors import UserError
+from tunix.config import Evaluate
+from tunix.config.command_line import read_settings
+from tunix.config.compose import compose
+from tunix.data.documents import Question
+from tunix.data.prompts import Prompt
+from tunix.inference.engine import Answer
+from tunix.rl.engine_rewards import Answered, EngineRewards, score_length
+from tunix.rl.scoring import Scores
+
+CHAT = 'task.chat_template="{% for message in messages %}{{ message.content }}{{ eos_token }}{% endfor %}"'
+
+
+def test_the_punishment_of_long_answers_is_that_of_dapo():
+    """Equation 13 of arXiv:2503.14476 with answers of at most 10 tokens and a buffer of 4."""
+    lengths = [1, 6, 7, 8, 10]
+    assert score_length(4, Answered([], [], lengths, 10)) == [0, 0, -0.25, -0.5, -1]
+
+
+@pytest.mark.parametrize(
+    ("terms", "message"),
+    [
+        ("[{function: overlong}]", "the reward overlong needs buffer"),
+        ("[model]", "the reward model needs path"),
+        ("[{function: exact_match, path: RUN}]", "path=RUN is of the reward model, not of exact_match"),
+        ("[{function: overlong, buffer: 0}]", "task.rewards.0.buffer=0"),
+    ],
+)
+def test_mistakes_of_terms(terms, message):
+    with pytest.raises(UserError) as error:
+        compose([*TASK, f"task.rewards={terms}"])
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.nightly
+def test_a_run_learns_from_a_reward_model_and_resumes(tmp_path, monkeypatch):
+    """The rewards are the scores of the model for question and answer; a resumed run has the same digits."""
+    monkeypatch.chdir(tmp_path)
+    of_pairs = ["data.wrong_share=0.5", "loading.packing=pad"]
+    common = [word for word in TASK if not word.startswith(("task", "sampling", "evaluation"))]
+    reward = ["task=reward", *of_pairs, "training.max_steps=2", "evaluation.sample_tokens=0", "hydra.run.dir=reward"]
+    tunix.train([*common, *ONE, CHAT, *reward])
+    terms = "task.rewards=[{function: model, path: reward, weight: 2}, {function: overlong, buffer: 3}]"
+    run = tunix.train([*TASK, *ONE, CHAT, terms, "training.max_steps=4", "hydra.run.dir=run"]).folder
+    assert "checkpoints/2" in (run / "config.yaml").read_text()  # the checkpoint of the reward model, by its step
+    lines = metrics(run)
+    samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    model = tunix.load_pretrained("reward")
+    eos = model.vocab.eos_token
+    model.vocab.backend.encode_special_tokens = False
+    rows = [
+        model.vocab.backend.encode(f"{each['prompt'].removesuffix(eos)}{eos}{each['answer']}{eos}").ids
+        for each in samples[:8]
+    ]
+    np.testing.assert_allclose([each["reward_model"] for each in samples[:8]], model.score(rows)[:, 0], atol=1e-5)
+    for each in samples:
+        assert each["reward"] == pytest.approx(2 * each["reward_model"] + each["reward_overlong"], abs=1e-9)
+        assert each["reward_overlong"] == pytest.approx(-max(0, len(each["tokens"]) - 3) / 3)
+    tunix.train(["resume=run/checkpoints/2"])
+    again = metrics(run)[4:]
+    assert [line["loss"] for line in again] == [line["loss"] for line in lines[2:]]
+    assert [line["reward_model"] for line in again] == [line["reward_model"] for line in lines[2:]]
+
+
+def test_a_language_model_is_no_reward(hf_dir):
+    terms = f"task.rewards=[{{function: model, path: '{hf_dir}'}}]"
+    with pytest.raises(UserError, match="gives logits, not one number; train one with task=reward"):
+        compose([*TASK, terms])
+
+
+@pytest.fixture(scope="module")
+def reward_dir(hf_dir, tmp_path_factory):
+    """The folder of a reward model, as transformers writes one."""
+    folder = tmp_path_factory.mktemp("reward") / "model"
+    shutil.copytree(hf_dir, folder, ignore=shutil.ignore_patterns("*.safetensors*"))
+    tensors = {}
+    for path in hf_dir.glob("*.safetensors"):
+        with safe_open(path, framework="np") as file:
+            tensors |= {
+                name: file.get_tensor(name).astype(np.float32)
+                for name in sorted(file.keys())
+                if name != "lm_head.weight"
+            }
+    head = np.random.default_rng(0).normal(size=(1, 32)).astype(np.float32)
+    save_file(tensors | {"score.weight": head}, folder / "model.safetensors")
+    config = json.loads((hf_dir / "config.json").read_text())
+    config |= {"architectures": ["LlamaForSequenceClassification"], "id2label": {"0": "reward"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_an_answer_is_read_by_the_template_of_the_reward_model(reward_dir):
+    """Also where answers are scored a few at a time; a prompt that is too long has no score."""
+    compose([*TASK, f"task.rewards=[{{function: model, path: {reward_dir}}}]"])
+    terms = read_settings(
+        Evaluate, ["checkpoint=x", "metric=reward", f"rewards=[{{function: model, path: {reward_dir}, weight: 3}}]"]
+    ).rewards
+    rewards = EngineRewards(terms, 10, "zero", "float32", "auto")
+    questions = [Question([{"role": "user", "content": text}], {}) for text in ("a few", "words " * 60)]
+    prompts = [Prompt([], "", {}, question) for question in questions]
+    texts = ["merged", "to be", "words", "few"]
+    answers = [Answer([1, 2], [0.0, 0.0], [0.0, 0.0], True)] * 4
+    none = Scores({"length": [1.0] * 4}, [0.5] * 4, {"length": 0}, 0.1)
+    scores = rewards.add(none, prompts, texts, answers)
+    model = tunix.load_pretrained(reward_dir)
+    rows = [model.tokenizer.encode(f"<bos>user: a few<eos><bos>assistant: {text}<eos>").ids for text in texts[:2]]
+    np.testing.assert_allclose(scores.values["model"], [*model.score(rows)[:, 0], 0, 0], atol=1e-4)
+    np.testing.assert_allclose(scores.total, 0.5 + 3 * np.array(scores.values["model"]))
+    assert scores.errors == {"length": 0, "model": 2}
+    with pytest.raises(
+        UserError, match="rewards: model fails: it has .* tokens with its prompt, more than model.context_"
+    ):
+        EngineRewards(terms, 10, "stop", "float32", "auto").add(none, prompts, texts, answers)
