@@ -17,6 +17,7 @@ from rich.table import Table
 
 from tunix.base.text import print_table
 from tunix.processes import exits
+from tunix.run.goodput import describe
 from tunix.run.history import History, read_history
 
 IGNORED = ("resume", "dry_run", "run_name")  # keys that say nothing about how a run trains
@@ -87,6 +88,7 @@ NUMBERS: dict[str, Callable[[History], str]] = {
     "tokens/s of a device": lambda run: f"{_find_median(run, 'tokens_per_s_per_device'):,.0f}",
     "MFU (median)": lambda run: f"{_find_median(run, 'mfu'):.1%}",
     "waiting for data": lambda run: f"{sum(line['data_wait_s'] for line in run.steps) / run.seconds:.1%}",
+    "goodput": lambda run: describe(run.goodput or {}),
     "peak memory of a device": lambda run: f"{max(line['peak_memory_gib'] for line in run.steps):.2f} GiB",
     "devices": lambda run: f"{run.num_devices:,}",
     "hours of steps": lambda run: f"{run.seconds / 3600:.3g}",

@@ -40,6 +40,7 @@ from tunix.processes.watchdog import Watchdog, listening
 from tunix.run.compiling import CompiledSteps, Compiler, StartClock, describe_memory, keep_programs
 from tunix.run.early_stopping import REASONS, REASONS_OF_EVALUATIONS, Moment, find_ending
 from tunix.run.folder import hold_lock, keep_files, open_folder, start_logging, watch_folder, write_record
+from tunix.run.goodput import SPLIT, Goodput
 from tunix.run.metrics import Metrics, StepLog, read_peak_memory_gib
 from tunix.run.start_report import make_start_report
 from tunix.run.table import Start
@@ -117,17 +118,23 @@ def run(job: compose.Job) -> Result:
             # Wait for the first step and train; make up for an evaluation that a stop prevented, and wait for the last
             # checkpoint.
             with open_loop(setup, progress, feed, checkpoints, folder, watchdog, start_time) as loop:
-                loop.compiled.at(min(progress.start.step + 1, progress.last))
+                loop.goodput.end_start()
+                with loop.goodput.count("compile"):
+                    loop.compiled.at(min(progress.start.step + 1, progress.last))
                 clock.end("step")
                 log.info("%s", clock)
                 if progress.is_new and cfg.checkpoint.save_first:
                     loop.save(progress.start, None)
+                loop.write_goodput(progress.start.step)
+                loop.step_log.restart_clock()  # the first step has not begun yet
                 last = loop.run()
                 loop.evaluations.make_up(last)
                 with watchdog.phase("closing"):
                     loop.check_folder()  # what is saved into a folder that is gone fails with many words
-                    checkpoints.finish()
+                    with loop.goodput.count("checkpoint"):
+                        checkpoints.finish()
                     loop.check_folder()
+                    loop.write_goodput(last)
                     log.info("%s", describe_memory(loop.compiled.at(last), read_peak_memory_gib()))
                     if loop.evaluations.newest:
                         feed.sum_up(progress.state, loop.evaluations.newest, loop.metrics)
@@ -291,7 +298,16 @@ class Evaluations:
     turned.
     """
 
-    def __init__(self, feed: Feed, progress: Progress, evaluation: Evaluation, metrics: Metrics, watchdog: Watchdog):
+    def __init__(
+        self,
+        feed: Feed,
+        progress: Progress,
+        evaluation: Evaluation,
+        metrics: Metrics,
+        watchdog: Watchdog,
+        goodput: Goodput,
+    ):
+        self.goodput = goodput
         self.held_out, self.sets, self.progress, self.evaluation = feed.held_out, feed.sets, progress, evaluation
         self.metrics, self.watchdog = metrics, watchdog
         self.newest: dict[str, Any] = {}
@@ -315,7 +331,7 @@ class Evaluations:
         return self.held_out.cost(self.newest) if self.held_out and self.newest.get("step") == step else None
 
     def _evaluate(self, evaluator: Evaluator, step: int, split: str, group: str, label: str) -> dict[str, Any]:
-        with self.watchdog.phase("evaluation"):
+        with self.watchdog.phase("evaluation"), self.goodput.count("evaluation"):
             numbers = evaluator.evaluate(self.progress.state["params"])
         record: dict[str, Any] = {"step": step, "split": split, **numbers}
         self.metrics.write(record, group)
@@ -340,6 +356,7 @@ class Loop:
     evaluations: Evaluations
     checkpoints: Checkpoints
     watchdog: Watchdog
+    goodput: Goodput
 
     def run(self) -> int:
         """Train to the last step. Return the step after which the run has ended: a reason may end it before.
@@ -382,7 +399,14 @@ class Loop:
         corpus, progress = self.setup.corpus, self.progress
         assert corpus is not None
         self.check_folder()
-        self.checkpoints.save(progress.state, position, progress.improvement, self.setup.cfg, corpus.tokenizer, cost)
+        saved = progress.state, position, progress.improvement, self.setup.cfg, corpus.tokenizer, cost
+        with self.goodput.count("checkpoint"):
+            self.checkpoints.save(*saved)
+
+    def write_goodput(self, step: int) -> None:
+        """Write where the time of the run went, up to now; not where nothing is left to train."""
+        if self.progress.start.step < self.progress.last:
+            self.metrics.write(self.goodput.record(step), SPLIT)
 
     def _next_batch(self) -> tuple[Batch, Numbers]:
         # A source that draws answers with the new weights has to wait for the step that makes them. The line of that
@@ -423,7 +447,10 @@ class Loop:
             with self.watchdog.phase("saving"):
                 self.save(self.source.after(step), self.evaluations.cost(step))
                 if ending:  # the message of the ending says that everything is saved, so wait until that is true
-                    self.checkpoints.finish()
+                    with self.goodput.count("checkpoint"):
+                        self.checkpoints.finish()
+        if save_now or evaluate_now or ending:
+            self.write_goodput(step)
         if isinstance(ending, Finished):
             log.info("%s", ending)
             return True
@@ -463,10 +490,13 @@ def open_loop(
         peak = find_run_peak_tflops(cfg, setup.program.arch, seq_len, device_kind)
         compiled = CompiledSteps(setup.programs, schedule, setup.sizes.schedule.spans(last), setup.compiler)
         every = cfg.logging.layer_norms_every
-        step_log = StepLog(metrics, progress.sizes, peak, source.samples, every, watchdog.pace)
-        evaluations = Evaluations(feed, progress, cfg.evaluation, metrics, watchdog)
+        goodput = Goodput(time.monotonic() - start_time)
+        if peers.is_main():
+            goodput.go_on(folder / "metrics.jsonl", start.step)
+        step_log = StepLog(metrics, progress.sizes, peak, source.samples, every, watchdog.pace, goodput=goodput)
+        evaluations = Evaluations(feed, progress, cfg.evaluation, metrics, watchdog, goodput)
         around = setup, folder, watch_folder(folder), start_time, progress, source
-        yield Loop(*around, compiled, metrics, step_log, trace, evaluations, checkpoints, watchdog)
+        yield Loop(*around, compiled, metrics, step_log, trace, evaluations, checkpoints, watchdog, goodput)
 
 
 def is_due(every: int | None, step: int, last: int) -> bool:

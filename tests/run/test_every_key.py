@@ -313,9 +313,11 @@ def untested() -> tuple[str, ...]:
         "Logging.wandb",
         "Logging.mlflow",
         "Logging.webhook",
+        "Logging.prometheus",
         "WandbKeys.",
         "MlflowKeys.",
         "WebhookKeys.",
+        "PrometheusKeys.",
         *([] if find_spec("datasets") else ["HuggingFace", "Parquet"]),
         *([] if find_spec("reasoning_gym") else ["ReasoningGym"]),
     )

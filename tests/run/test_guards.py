@@ -1,6 +1,5 @@
 """Guards of a whole run: spikes are named, their data are left out by one key, and a run ends when it learns no more."""
 
-import json
 import shutil
 from pathlib import Path
 
@@ -100,4 +99,4 @@ def test_a_run_ends_when_the_held_out_loss_stays(words):
     more = ["evaluation.patience=3", "training.spike_deviations=9"]  # a guard may begin with a resume
     assert tunix.train([f"resume={result.folder}", *more]).train["step"] == 4
     assert "has no window of 128 steps for spikes: it starts empty" in (result.folder / "train.log").read_text()
-    assert json.loads(Path("run/metrics.jsonl").read_text().splitlines()[-1])["split"] == "held_out"
+    assert metrics(Path("run"), "held_out")[-1]["step"] == 4

@@ -51,6 +51,7 @@ def unpack(tmp_path):
 def numbers(folder: Path) -> list[tuple]:
     """Step, split, loss and gradient norm of each line of metrics after step 3."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = [line for line in lines if line.get("split") != "goodput"]
     return [
         (line["step"], line.get("split"), line["loss"], line.get("grad_norm")) for line in lines if line["step"] > 3
     ]

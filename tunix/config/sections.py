@@ -1,6 +1,6 @@
 """Sections around the training: checkpoints, evaluation, logs, processes."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -120,6 +120,15 @@ class WebhookKeys(Section):
     which is not saved with the config."""
 
 
+class PrometheusKeys(Section):
+    """Numbers of a running job in Prometheus' text format, where logging.sinks names prometheus."""
+
+    host: str
+    """Address to listen on: 127.0.0.1 is this machine alone, 0.0.0.0 everybody who can reach it."""
+    port: Annotated[int, Field(ge=1, le=65535)] | None
+    """Port of http://HOST:PORT/metrics; null is none."""
+
+
 class Logging(Section):
     """Sinks of numbers, texts and pictures, and how often a line is shown."""
 
@@ -132,8 +141,9 @@ class Logging(Section):
     ranks: tuple[CountOrZero, ...] | None
     """Processes whose messages are shown on their terminal; null is all of them. Each has a log file of its own."""
     sinks: tuple[entry_of(SINKS), ...]  # type: ignore[valid-type]
-    """What is written: jsonl is metrics.jsonl, tensorboard its events; wandb, mlflow and webhook tell other programs
-    (docs/metrics.md); `package.module:name` is a sink of your own (docs/extending.md). The console is always there."""
+    """What is written: jsonl is metrics.jsonl, tensorboard its events; wandb, mlflow, webhook and prometheus tell other
+    programs (docs/metrics.md); `package.module:name` is a sink of your own (docs/extending.md). The console is always
+    there."""
     close_timeout_s: PositiveOrZero
     """Seconds at the end of a run for sinks that have not sent everything yet."""
     wandb: WandbKeys
@@ -142,6 +152,8 @@ class Logging(Section):
     """MLflow."""
     webhook: WebhookKeys
     """Messages."""
+    prometheus: PrometheusKeys
+    """Numbers for a monitor to fetch."""
 
     def try_out(self) -> None:
         """Raise `UserError` where a sink cannot work: a package, a key or an address is missing, or its code fails."""

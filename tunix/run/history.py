@@ -9,6 +9,7 @@ from typing import Any
 from tunix.base.errors import UserError
 from tunix.base.text import flat
 from tunix.config.saved_runs import read_saved
+from tunix.run.goodput import SPLIT
 
 Line = dict[str, Any]  # one line of metrics.jsonl: numbers by name
 NEEDED = ("step", "tokens", "step_time_s", "tokens_per_s", "tokens_per_s_per_device")  # in each line of training
@@ -23,6 +24,7 @@ class History:
     keys: dict[str, Any]  # every key by its dotted name
     steps: list[Line]  # of training, one for each step; a step that ran twice has the newer line
     evaluations: list[Line]  # of held-out data, one for each evaluated step
+    goodput: Line | None  # the newest line about where its time went (run/goodput.py)
     seconds: float  # sum of the times of all steps; a step that ran twice (a resumed run) counts twice
 
     @property
@@ -56,8 +58,10 @@ def read_history(folder: Path) -> History:
         if any(name not in record for record in steps):
             raise UserError(f"{lines}: a line of training has no {name}, so the run cannot be compared")
     held_out = [record for record in records if record.get("split") == "held_out"]
+    goodput = next((record for record in reversed(records) if record.get("split") == SPLIT), None)
     seconds = sum(record["step_time_s"] for record in steps)
-    return History(folder.resolve().name, folder, keys, _keep_newest(steps), _keep_newest(held_out), seconds)
+    name = folder.resolve().name
+    return History(name, folder, keys, _keep_newest(steps), _keep_newest(held_out), goodput, seconds)
 
 
 def _read_lines(file: Path) -> list[Line]:

@@ -15,6 +15,7 @@ from tunix.base.errors import UserError
 from tunix.base.files import find_way_out
 from tunix.processes import peers
 from tunix.processes.watchdog import Pace
+from tunix.run.goodput import Goodput
 from tunix.run.sinks import Background, give_table
 from tunix.run.table import Sink, Start, open_sink
 from tunix.training.optimizer import WATCHED
@@ -114,6 +115,7 @@ class StepLog:
     pending: StartedStep | None = None
     last: dict[str, Any] = field(default_factory=dict)  # the newest line
     clock: float = field(default_factory=time.perf_counter)
+    goodput: Goodput | None = None  # counts the time of each step
 
     def restart_clock(self) -> None:
         """Count the next step's time from now: something else has run since the last one."""
@@ -153,6 +155,8 @@ class StepLog:
         self.last = make_record(started, values, step_time_s, self.sizes, self.peak_tflops) | self.pace.slowest
         if remark := remark_on_skipped(self.last, self.samples(started.step)):
             log.warning("%s", remark)
+        if self.goodput is not None:
+            self.goodput.note_step(self.last)
         self.metrics.write(self.last)
 
 

@@ -261,3 +261,50 @@ class Webhook(Sink):
 
 def _url(logging: dict[str, Any]) -> str:
     return logging["webhook"]["url"] or os.environ.get(VARIABLE, "")
+
+
+class Prometheus(Sink):
+    """The newest numbers as gauges, `tunix_train_loss`, that Prometheus fetches from http://HOST:PORT/metrics."""
+
+    @staticmethod
+    def check(logging: dict[str, Any]) -> None:
+        """Raise `UserError` without the package or a port, or where the port is taken."""
+        keys = logging["prometheus"]
+        if find_spec("prometheus_client") is None:
+            raise UserError("logging.sinks=prometheus needs a package: pip install 'tunix-trainer[serve]'")
+        if keys["port"] is None:
+            raise UserError("logging.sinks=prometheus needs a port: set logging.prometheus.port=9400")
+        try:
+            with socket.create_server((keys["host"], keys["port"])):
+                pass
+        except OSError as error:
+            raise UserError(
+                f"logging.prometheus.port={keys['port']} of host {keys['host']} cannot be listened on: "
+                f"{error.strerror or error}; take another"
+            ) from None
+
+    def __init__(self, start: Start):
+        from prometheus_client import CollectorRegistry, Gauge, start_http_server
+
+        config = start.config
+        self.gauge, self.registry, self.gauges = Gauge, CollectorRegistry(), dict[str, Any]()
+        self.labels = {"run": str(config["run_name"] or start.folder.name), "project": str(config["project_name"])}
+        keys = config["logging"]["prometheus"]
+        self.server, _ = start_http_server(keys["port"], keys["host"], self.registry)
+        self._set("last_step", start.last_step)
+
+    def _set(self, name: str, value: float) -> None:
+        """Set the gauge of a name, which is made when it comes first."""
+        name = "tunix_" + re.sub(r"\W+", "_", name)
+        if name not in self.gauges:
+            self.gauges[name] = self.gauge(name, "see docs/metrics.md", list(self.labels), registry=self.registry)
+        self.gauges[name].labels(**self.labels).set(value)
+
+    def write(self, record: dict[str, Any], group: str) -> None:
+        for name, value in record.items():
+            if isinstance(value, int | float):
+                self._set(f"{group}_{name}", value)
+
+    def close(self, error: BaseException | None) -> None:
+        self.server.shutdown()
+        self.server.server_close()

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tunix.base.dotted_path import blame_user, import_object, is_dotted
-from tunix.run.remote_sinks import Mlflow, Wandb, Webhook
+from tunix.run.remote_sinks import Mlflow, Prometheus, Wandb, Webhook
 from tunix.run.sinks import Background, Jsonl, Sink, Start, TensorBoard, Terminal
 
 __all__ = ["SINKS", "Sink", "Start", "find_sink", "open_sink", "try_out"]
@@ -21,6 +21,7 @@ SINKS: dict[str, Callable[[Start], Sink]] = {
     "wandb": Wandb,
     "mlflow": Mlflow,
     "webhook": Webhook,
+    "prometheus": Prometheus,
 }
 
 

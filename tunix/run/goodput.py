@@ -1,0 +1,110 @@
+"""Goodput: the share of a run's wall time in which it trained, over all its restarts, and where the rest went.
+
+    start         from the start of the program until it waits for the compiler: joining, data, weights, a checkpoint
+    compile       waiting for the compiler
+    data          steps that waited for their batch
+    checkpoint    steps that waited while a checkpoint was begun, and the end of the last one
+    evaluation    held-out data
+    stops         between the last sign of one start and the next start
+    lost_steps    steps behind the checkpoint that a restart went on from: they were trained again
+    other         what is left: writing, traces, tables
+
+Each line of `metrics.jsonl` with `"split": "goodput"` has the seconds of the whole run up to then. A restart reads the
+newest one, and the times of the steps behind it; so nothing else is kept.
+"""
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+SPLIT = "goodput"
+COUNTED = ("start", "compile", "data", "checkpoint", "evaluation", "stops", "lost_steps")
+
+
+class Goodput:
+    """Seconds of a run by what they went to. Process 0 has the numbers of its run; the others count their own."""
+
+    def __init__(self, elapsed_s: float):
+        """`elapsed_s` are the seconds since this program began."""
+        self.started_at = self.began_at = time.time() - elapsed_s  # of this start, and of the run
+        self.seconds = dict.fromkeys(("train", *COUNTED), 0.0)
+
+    def go_on(self, file: Path, step: int) -> None:
+        """Add what earlier starts have written into metrics.jsonl; this one goes on behind `step`."""
+        newest: dict[str, Any] | None = None
+        behind: list[dict[str, Any]] = []  # lines of steps behind the newest line of goodput
+        steps: dict[int, dict[str, Any]] = {}  # the newest line of each step
+        for line in _read(file):
+            if line.get("split") == SPLIT:
+                newest, behind = line, []
+            elif "split" not in line and isinstance(line.get("step_time_s"), float):
+                behind.append(line)
+                steps[line["step"]] = line
+        if newest is None:
+            return
+        for name in self.seconds:
+            self.seconds[name] += newest[f"{name}_s"]
+        for line in behind:
+            self.note_step(line)
+        for line in (line for number, line in steps.items() if number > step):
+            self.seconds["train"] -= line["step_time_s"] - line["data_wait_s"]
+            self.seconds["data"] -= line["data_wait_s"]
+            self.seconds["lost_steps"] += line["step_time_s"]
+        self.began_at = newest["began_at"]
+        last_sign = newest["began_at"] + newest["total_s"] + sum(line["step_time_s"] for line in behind)
+        self.seconds["stops"] += max(0.0, self.started_at - last_sign)
+
+    def note_step(self, line: dict[str, Any]) -> None:
+        """Count a step of this start by its line of metrics.jsonl."""
+        self.seconds["train"] += line["step_time_s"] - line["data_wait_s"]
+        self.seconds["data"] += line["data_wait_s"]
+
+    def end_start(self) -> None:
+        """Count the time since the program began as its start."""
+        self.seconds["start"] += time.time() - self.started_at
+
+    @contextmanager
+    def count(self, name: str) -> Iterator[None]:
+        """Count the seconds of a block."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] += time.perf_counter() - begin
+
+    def record(self, step: int) -> dict[str, Any]:
+        """Return the line of metrics.jsonl after `step`."""
+        total = time.time() - self.began_at
+        seconds = {f"{name}_s": value for name, value in self.seconds.items()}
+        other = max(0.0, total - sum(seconds.values()))
+        share = min(1.0, max(0.0, self.seconds["train"] / max(total, 1e-9)))
+        return {
+            "step": step, "split": SPLIT, "goodput": share, **seconds, "other_s": other, "total_s": total,
+            "began_at": self.began_at,
+        }  # fmt: skip
+
+
+def _read(file: Path) -> Iterator[dict[str, Any]]:
+    """Yield the lines of metrics.jsonl that are whole."""
+    if not file.is_file():
+        return
+    with file.open(errors="replace") as lines:
+        for text in lines:
+            try:
+                line = json.loads(text)
+            except (ValueError, RecursionError):  # a part of a line, which a crash has left
+                continue
+            if isinstance(line, dict) and isinstance(line.get("step"), int):
+                yield line
+
+
+def describe(line: dict[str, Any]) -> str:
+    """Return the share of a line, and its causes by size: "81% (compile 9%, start 6%, lost steps 4%)"."""
+    total = max(line["total_s"], 1e-9)
+    causes = {name: line[f"{name}_s"] / total for name in (*COUNTED, "other")}
+    largest = sorted((name for name in causes if causes[name] >= 0.005), key=lambda name: -causes[name])
+    texts = [f"{name.replace('_', ' ')} {causes[name]:.0%}" for name in largest]
+    return f"{line['goodput']:.0%}" + (f" ({', '.join(texts)})" if texts else "")
