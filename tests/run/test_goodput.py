@@ -28,7 +28,7 @@ def test_seconds_over_two_starts(tmp_path):
     line = {"step": 0, "split": "goodput", **first, "total_s": 8.0, "began_at": began}
     lines = [
         line,
-        step(1, 2.0, 0.5),
+        step(1, 3.0, 1.0),
         step(2, 2.0),
         {"step": 2, "split": "held_out", "loss": 1.0},
         step(3, 4.0),
