@@ -93,8 +93,8 @@ def cut_network(seconds: float) -> Callable[[int], None]:
 
 
 def find_run(pid: int) -> Path:
-    """Return the folder of the run that a process trains."""
-    return Path(f"/proc/{pid}/cwd").resolve() / "run"
+    """Return the folder of the run that a process trains; `FileNotFoundError` where it is not made yet."""
+    return (Path(f"/proc/{pid}/cwd") / "run").resolve(strict=True)
 
 
 def move_folder(pid: int) -> None:

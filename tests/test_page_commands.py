@@ -1,4 +1,6 @@
-"""Every command in a block of a page is taken by the program that it names, with what the page names around it.
+"""Every command in a block of a page, or with keys in its text, is taken by the program that it names.
+
+What the page names is around it.
 
 A block that cannot be tried here says why in its first line: `# No test runs this: ...`. Words of training compose a
 config; commands with keys of their own read them. The commands about data and own parts also run, in test_data_page.py
@@ -37,6 +39,8 @@ SECTIONS: dict[str, type[Section]] = {
 # What stands for a folder or a model of the user's.
 RUNS = "RUN_DIR", "RUN", "outputs/addition_sft/latest", "outputs/addition_teacher/latest", "outputs/look_up_sft/latest"
 MODELS = "HF_DIR", "DIR", "OTHER_DIR", "SMALL", "LARGE", "google/gemma-3-1b-it", "google/gemma-3-270m"
+# Pages show what is answered, or a part of a command.
+REFUSED = ("python run_training.py lr=1e-3", "python -m tunix.evaluate metric=lm_eval")
 ELSEWHERE = ("checkpoint=", "resume=s3:")  # tests/test_verify.py, tests/run/test_buckets.py
 SHELL = {"NUM_NODES": "2", "HOST_NODE_ADDR": "10.0.0.1:29400", "JOB_ID": "7", "NODE": "1", "MASTER_ADDR": "10.0.0.1"}
 
@@ -49,11 +53,22 @@ def list_commands() -> list:
             lines = body.replace("\\\n", " ").splitlines()
             if language in NO_COMMANDS or lines[0].startswith(REASON) or page.name in OWN_TESTS:
                 continue
-            for line in lines:
-                words = shlex.split(re.sub(r"\$(\w+)", lambda name: SHELL.get(name[1], "x"), line), comments=True)
-                if words and words[0] != "export":
-                    cases.append(pytest.param(words, id=f"{page.name}: {' '.join(words)}"[:110]))
+            cases += [make_case(page, line) for line in lines if line.strip() and not line.startswith(("export", "#"))]
+        # And those in sentences and tables that have keys and no gaps.
+        sentences = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
+        for line in dict.fromkeys(re.findall(r"`(python [^`\n]*=[^`\n]*)`", sentences)):
+            if (
+                not re.search(r" \.\.\. |NAME|jax\.distributed", line)
+                and line not in REFUSED
+                and page.name not in OWN_TESTS
+            ):
+                cases.append(make_case(page, line))
     return cases
+
+
+def make_case(page: Path, line: str) -> Any:
+    words = shlex.split(re.sub(r"\$(\w+)", lambda name: SHELL.get(name[1], "x"), line), comments=True)
+    return pytest.param(words, id=f"{page.name}: {' '.join(words)}"[:110])
 
 
 @pytest.fixture(scope="module")
