@@ -33,6 +33,7 @@ from tunix.huggingface.adapter_config import CONFIG, PREFIX, WEIGHTS, write_adap
 from tunix.huggingface.config_json import read_num_rows, write_config
 from tunix.huggingface.hub import list_copied_files
 from tunix.huggingface.table import find_family
+from tunix.huggingface.vision_keys import PROCESSOR_FILES, write_processor
 from tunix.huggingface.weights import list_tensors, save_weights
 from tunix.inference.pretrained import Pretrained, find_checkpoint, load_pretrained
 from tunix.processes import peers
@@ -203,6 +204,9 @@ def _write_model(model: Pretrained, folder: Path, dtype: str, shard_gb: float) -
         _write_json(folder / "config.json", write_config(model.cfg) | tokens | {"dtype": dtype})
         if model.files is None or not _copy_files(model.files, ("generation_config.json",), folder):
             _write_json(folder / "generation_config.json", tokens)
+        if model.cfg.vision is not None and not (model.files and _copy_files(model.files, PROCESSOR_FILES, folder)):
+            for name, content in write_processor(model.cfg.vision).items():
+                _write_json(folder / name, content)
         _write_tokenizer(model, folder)
 
     peers.on_main(write_others, "writing the config and the tokenizer")

@@ -16,10 +16,12 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 
 import tunix
 from tunix.base.errors import UserError
-from tunix.config import Generate
+from tunix.config import Export, Generate
 from tunix.config.compose import compose
 from tunix.data.pictures import TOKENS
+from tunix.export import export
 from tunix.generate import generate
+from tunix.huggingface.config_json import read_config
 from tunix.huggingface.table import find_family
 from tunix.huggingface.weights import save_weights
 from tunix.inference.pretrained import load_init_from
@@ -217,3 +219,19 @@ def test_generate_takes_files_of_pictures(model, expected, tmp_path, capsys):
     shutil.copy(folder / "tokenizer.json", tmp_path / "blind")
     with pytest.raises(UserError, match=r"image=a.png: checkpoint=.*blind is no model that sees pictures"):
         generate(Generate.model_validate(blind))
+
+
+def test_an_export_keeps_the_tower_and_says_how_pixels_are_normalized(tmp_path):
+    source, output = tmp_path / "model", tmp_path / "out"
+    shutil.copytree(SEEING, source)
+    (source / "preprocessor_config.json").write_text(json.dumps({"image_mean": [0.4, 0.5, 0.6]}))
+    assert read_config(source)["vision"]["image_mean"] == [0.4, 0.5, 0.6]
+    (source / "preprocessor_config.json").unlink()
+    values = OmegaConf.to_container(OmegaConf.load(ROOT / "conf/command/export.yaml"))
+    export(Export.model_validate(values | {"checkpoint": str(source), "output": str(output)}))
+    before, after = (load_file(folder / "model.safetensors") for folder in (SEEING, output))
+    assert before.keys() == after.keys()
+    assert all((before[name] == after[name]).all() for name in before)
+    processor = json.loads((output / "preprocessor_config.json").read_text())
+    assert (processor["image_mean"], processor["size"]) == ([0.5] * 3, {"height": 24, "width": 24})
+    assert list(read_config(output)["vision"]["image_mean"]) == [0.5] * 3

@@ -23,7 +23,7 @@ from tunix.huggingface.rope_keys import (
     write_rope,
 )
 from tunix.huggingface.table import FAMILIES, Family, find_family
-from tunix.huggingface.vision_keys import TOWER, read_vision, write_vision
+from tunix.huggingface.vision_keys import PROCESSOR_FILES, TOWER, read_normalization, read_vision, write_vision
 
 # config.json has several ways to say which layers are of one kind. We have one number n: every n-th layer is of it.
 #
@@ -205,7 +205,10 @@ def read_config(
         )
     with naming_writer(folder):
         try:
-            return translate_config(read_json(folder / "config.json"), source, family, preferred)
+            read = translate_config(read_json(folder / "config.json"), source, family, preferred)
+            if "vision" in read and (file := folder / PROCESSOR_FILES[0]).is_file():
+                read["vision"] |= read_normalization(read_json(file))
+            return read
         except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
             raise UserError(f"{source}: a key has a value of the wrong type ({error})") from None
 

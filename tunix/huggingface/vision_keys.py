@@ -67,3 +67,23 @@ def write_vision(vision: Vision, text: dict[str, Any]) -> dict[str, Any]:
         TEXT: decoder | {"model_type": f"{text['model_type']}_text"},
         TOWER: {key: usual for key, (usual, *_) in FIXED.items()} | tower,
     }
+
+
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+
+
+def read_normalization(raw: dict[str, Any]) -> dict[str, Any]:
+    """Return the keys of `model.vision` that preprocessor_config.json decides: means and deviations of pixels."""
+    return {key: raw[key] for key in ("image_mean", "image_std") if raw.get(key) is not None}
+
+
+def write_processor(vision: Vision) -> dict[str, dict[str, Any]]:
+    """Return by name the files with which transformers makes a picture what this tower takes."""
+    size = {"height": vision.image_size, "width": vision.image_size}
+    names = {"processor_class": "Gemma3Processor", "image_seq_length": vision.tokens_per_image}
+    image = {
+        "image_processor_type": "Gemma3ImageProcessor", "do_convert_rgb": True, "do_resize": True, "resample": 2,
+        "size": size, "do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True,
+        "image_mean": list(vision.image_mean), "image_std": list(vision.image_std),
+    }  # fmt: skip
+    return dict(zip(PROCESSOR_FILES, (image | names, names), strict=True))
