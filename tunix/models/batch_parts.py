@@ -9,7 +9,8 @@ parts do not wait for each other:
 A device splits its own sequences, so a part lies on the devices as the whole does, and no number changes its place.
 """
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Generator
 from typing import Any
 
 import jax
@@ -52,20 +53,33 @@ def join_rows(parts: list[Any]) -> Any:
     return jax.tree.map(join, *parts)
 
 
-def run_parts(
-    run: Callable[[jax.Array, Any], tuple[jax.Array, BlockSums]], xs: tuple[jax.Array, ...], others: list[Any]
-) -> tuple[tuple[jax.Array, ...], BlockSums]:
-    """Run a block on each part, x [B, t, D] and the other arrays of its rows; return all x, and the sums of all."""
-    results: list[tuple[jax.Array, BlockSums]] = []
-    for x, other in zip(xs, others, strict=True):
-        if results:
-            # A part begins when the router of the part before has chosen, so that attention of this part is computed
-            # while tokens of the one before travel. In the backward pass the barrier stands the other way round.
-            before, sums = results[-1]
-            x, sums = jax.lax.optimization_barrier((x, sums))
-            results[-1] = before, sums
-        results.append(run(x, other))
-    all_x, all_sums = zip(*results, strict=True)
-    penalties = join_rows([sums.penalties for sums in all_sums])
-    routing = jax.tree.map(lambda *each: sum(each[1:], each[0]), *[sums.routing for sums in all_sums])
-    return all_x, BlockSums(penalties, routing)
+# A block in two steps: it gives x [B, t, D] behind attention, takes an array or None, and returns what it returns. Its
+# experts do not begin before the array is computed.
+Steps = Generator[jax.Array, jax.Array | None, Any]
+
+
+def finish(steps: Steps, after: jax.Array | None = None) -> Any:
+    """Run the steps of a block to their end, from the first one on or from behind attention, and return its result."""
+    if inspect.getgeneratorstate(steps) == inspect.GEN_CREATED:
+        next(steps)
+    try:
+        steps.send(after)
+    except StopIteration as end:
+        return end.value
+    raise AssertionError("a block has two steps")
+
+
+def finish_parts(parts: list[Steps]) -> list[Any]:
+    """Return the results of a block on all parts: attention of each part, and then the MLP of each part.
+
+    Experts of a part begin behind attention of the next part, so that tokens travel while that is computed. XLA does
+    not know how long our kernels take, and would let the experts wait for the tokens.
+    """
+    attended = [next(steps) for steps in parts]
+    return [finish(steps, after) for steps, after in zip(parts, [*attended[1:], None], strict=True)]
+
+
+def merge_sums(sums: list[BlockSums]) -> BlockSums:
+    """Return the sums of a block over all its parts."""
+    penalties = join_rows([each.penalties for each in sums])
+    return BlockSums(penalties, jax.tree.map(lambda *each: sum(each[1:], each[0]), *[each.routing for each in sums]))

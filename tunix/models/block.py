@@ -12,6 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from tunix.config import Model
 from tunix.config.layers import ExpertsMlp
 from tunix.models.attention import Attention
+from tunix.models.batch_parts import Steps, finish
 from tunix.models.experts import Experts
 from tunix.models.layers import ACTIVATIONS, MLP, NORMS, BlockSums, DropoutKey, Initializer, Matrix, unchanged
 from tunix.models.linear_attention import LinearAttention, Recurrence
@@ -88,11 +89,11 @@ class ExpertsBesideMlp(nnx.Module):
         self.pre_dense, self.post_dense = norm(), norm()
         self.pre_experts, self.post_experts = norm(), norm()
 
-    def __call__(self, x, dropout_key) -> tuple[jax.Array, BlockSums]:
-        """Return [B, t, D], and the sums of the router."""
+    def __call__(self, x, dropout_key, after=None) -> tuple[jax.Array, BlockSums]:
+        """Return [B, t, D], and the sums of the router; `after` is that of `Experts`."""
         with jax.named_scope("dense"):
             dense = self.post_dense(self.dense(self.pre_dense(x), dropout_key)[0])
-        y, sums = self.experts(self.pre_experts(x), dropout_key, routed=x)
+        y, sums = self.experts(self.pre_experts(x), dropout_key, x, after)
         return dense + self.post_experts(y), sums
 
 
@@ -177,7 +178,7 @@ class Block(nnx.Module):
         self.multiplier = cfg.residual_multiplier
         before, after = cfg.norm_placement != "post", cfg.norm_placement != "pre"
         self.attention = MIXERS[mixer].make(cfg, layout, initializer)
-        self.mlp = MLPS[mlp].make(cfg, layout, initializer)
+        self.mlp, self.has_experts = MLPS[mlp].make(cfg, layout, initializer), mlp in ("experts", "experts_beside")
         self.pre_attention, self.post_attention = norm(before), norm(after)
         self.pre_mlp, self.post_mlp = norm(before and mlp != "experts_beside"), norm(after)
         self.scale = LayerScale("BtD", layout) if cfg.layer_scale else unchanged
@@ -187,12 +188,20 @@ class Block(nnx.Module):
         self, x, positions, rope, mix: Mix, dropout_key: DropoutKey | None = None, inputs: jax.Array | None = None
     ) -> tuple[jax.Array, Any, BlockSums]:
         """Return [B, t, D], the cache, and numbers for the loss; `inputs` [B, t, p] are those of the layer."""
+        return finish(self.steps(x, positions, rope, mix, dropout_key, inputs))
+
+    def steps(
+        self, x, positions, rope, mix: Mix, dropout_key: DropoutKey | None = None, inputs: jax.Array | None = None
+    ) -> Steps:
+        """Do what `__call__` does in two steps, of which the first one ends behind attention (batch_parts.py)."""
         with jax.named_scope("attention"):
             h, cache = self.attention(self.pre_attention(x), positions, rope, mix, dropout_key)
             # Both branches start from the residual stream and add to it: x + attention(norm(x)), then x + mlp(norm(x)).
             x = checkpoint_name(x + self._scaled(self.post_attention(h)), "residual")
+        after = yield x
         with jax.named_scope("mlp"):
-            h, sums = self.mlp(self.pre_mlp(x), dropout_key)
+            waits = {"after": after} if self.has_experts else {}
+            h, sums = self.mlp(self.pre_mlp(x), dropout_key, **waits)
             x = x + self._scaled(self.post_mlp(h))
         if self.input_gate is not None and inputs is not None:
             with jax.named_scope("input_gate"):

@@ -195,6 +195,7 @@ class LocalExperts(NamedTuple):
     # With fused kernels: (tokens [n, D], numbers of own experts [n, k], weights of the router [n, k], rows of this
     # device with equal loads) -> sums of results [n, D]. None: `compute` takes the rows.
     compute_fused: Callable[[jax.Array, jax.Array, jax.Array, int], jax.Array] | None = None
+    after: tuple[jax.Array, ...] = ()  # fused kernels begin when these are computed
 
 
 def exchange_by_gather(tokens: Tokens, local: LocalExperts) -> tuple[jax.Array, jax.Array]:
@@ -209,6 +210,8 @@ def exchange_by_gather(tokens: Tokens, local: LocalExperts) -> tuple[jax.Array, 
     group = experts - jax.lax.axis_index(local.axes) * local.num_experts
     group = jnp.where((group >= 0) & (group < local.num_experts), group, local.num_experts)
     if local.compute_fused is not None:
+        if local.after:
+            x, group, probs, *_ = jax.lax.optimization_barrier((x, group, probs, *local.after))
         sums = local.compute_fused(x, group, probs, tokens.experts.size)
         return jax.lax.psum_scatter(sums, local.axes, scatter_dimension=0, tiled=True), jnp.zeros(())
     # A row for each choice of a token, also of experts elsewhere: those have no group, and results of 0.
@@ -279,6 +282,8 @@ def exchange_rows(tokens: Tokens, local: LocalExperts) -> tuple[jax.Array, jax.A
     if local.compute_fused is None:
         results = local.compute(rows, plan.group, probs_there)
     else:  # each row is a token with one expert
+        if local.after:
+            rows, *_ = jax.lax.optimization_barrier((rows, *local.after))
         probs_there = jnp.ones_like(plan.group, probs.dtype) if probs_there is None else probs_there
         results = local.compute_fused(rows, plan.group[:, None], probs_there[:, None], len(choices))
     results = move_rows(results, plan.back, plan.there, (len(choices), capacity), local.axes)

@@ -207,12 +207,15 @@ class Experts(nnx.Module):
         self.shared = None if cfg.mlp.shared_dim is None else MLP(cfg, layout, initializer, "gated", width="U")
         self.shared_gate = Matrix("BtD,Do->Bto", cfg, layout, initializer) if cfg.mlp.shared_gate else None
 
-    def __call__(self, x, dropout_key, routed=None) -> tuple[jax.Array, BlockSums]:
-        """Return [B, t, D], and the sums of the router, which takes `routed` [B, t, D], or x where that is None."""
+    def __call__(self, x, dropout_key, routed=None, after=None) -> tuple[jax.Array, BlockSums]:
+        """Return [B, t, D], and the sums of the router, which takes `routed` [B, t, D], or x where that is None.
+
+        With `after` [B, t, D] given, fused kernels begin when it is computed; tokens travel before.
+        """
         with jax.named_scope("router"):
             routes, sums = self.router(x if routed is None else routed)
         with jax.named_scope("experts"):
-            y, dropped = self._compute(x, routes)
+            y, dropped = self._compute(x, routes, () if after is None else (after,))
         if self.capacity is not None:  # a bounded buffer: some choices may have found no room
             assert sums.routing is not None
             sums = sums._replace(routing=sums.routing._replace(dropped=dropped))
@@ -225,7 +228,7 @@ class Experts(nnx.Module):
                 y = y + shared
         return y, sums
 
-    def _compute(self, x: jax.Array, routes: Routes) -> tuple[jax.Array, jax.Array]:
+    def _compute(self, x: jax.Array, routes: Routes, after: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
         """Return the sum over each token's experts of weight x result, [B, t, D], and the choices that were dropped."""
         layout, token_spec = self.layout, self.layout.activation("Bt")
         matrices = [self.expert_gate, self.expert_up, self.expert_down]
@@ -241,7 +244,7 @@ class Experts(nnx.Module):
 
         # Each device along `width_axes` has a part of the width of its experts, and so a part of the sum that their
         # last product is: all must compute the same tokens, and their results are added up.
-        def compute_on_device(x, experts, probs, weights):
+        def compute_on_device(x, experts, probs, weights, after):
             if layout.stream_axes:  # and these devices have different tokens: each gathers those of all
                 arrays = (jax.lax.all_gather(each, width_axes, axis=1, tiled=True) for each in (x, experts, probs))
                 tokens, experts, probs = arrays
@@ -253,7 +256,9 @@ class Experts(nnx.Module):
             compute = partial(self._compute_rows, weights)
             fused = partial(self._compute_fused, weights) if layout.expert_products == FUSED else None
             num_local = len(weights.matrices[0])
-            local = LocalExperts(num_local, layout.expert_axes, self.weighs_inputs, self.capacity, compute, fused)
+            local = LocalExperts(
+                num_local, layout.expert_axes, self.weighs_inputs, self.capacity, compute, fused, after
+            )
             y, dropped = import_object(EXPERT_EXCHANGES[layout.expert_exchange].function)(tokens, local)
             dropped = _sum_over_devices(dropped, width_axes)
             if layout.stream_axes:
@@ -264,9 +269,12 @@ class Experts(nnx.Module):
         def stand_in(x, *_):
             return x, jnp.zeros(())
 
-        in_specs, out_specs = (token_spec, token_spec, token_spec, specs), (token_spec, jax.P())
+        in_specs, out_specs = (
+            (token_spec, token_spec, token_spec, specs, (token_spec,) * len(after)),
+            (token_spec, jax.P()),
+        )
         mapped = stage_shard_map(compute_on_device, in_specs, out_specs, layout.stages_around, stand_in)
-        y, dropped = mapped(x, *routes, weights)
+        y, dropped = mapped(x, *routes, weights, after)
         return checkpoint_name(y, "product"), jax.lax.stop_gradient(dropped)
 
     def _compute_fused(

@@ -26,7 +26,7 @@ from jax.sharding import reshard
 from tunix.config import Model
 from tunix.config.layers import find_donors
 from tunix.config.model import Run
-from tunix.models.batch_parts import count_parts, join_rows, run_parts, split_rows
+from tunix.models.batch_parts import Steps, count_parts, finish, finish_parts, join_rows, merge_sums, split_rows
 from tunix.models.block import MIXERS, MLPS, Block, Forward, Layer, Rows, donate_kv, find_part, take_kv
 from tunix.models.experts import penalty_names
 from tunix.models.kernels import branches_are_cheap
@@ -208,7 +208,7 @@ class Stacks:
         """
 
         def block_of(index, name):
-            def run_block(x, params, layer, shared):
+            def start(x, params, layer, shared):
                 other_rows, seed, tables = shared
                 # The seed comes with the arguments: a backward rule may not close over a value that is traced.
                 seeded = forward._replace(seed=seed)
@@ -216,21 +216,20 @@ class Stacks:
                     turns = tuple(each[layer.rope.kind] for each in table)
                     layer = layer._replace(rope=layer.rope._replace(turns=turns))
                 rows = Rows(x, *other_rows)
-                after, cache, sums = self._run_layer(name, rows, (params, layer), seeded, is_donor=index in donors)
-                return after.x, (sums, cache)
+                return self._start_layer(name, rows, (params, layer), seeded, is_donor=index in donors)
 
-            def block(xs, params, layer, shared):
+            def run_block(*arguments):
+                x, cache, sums = finish(start(*arguments))
+                return x, (sums, cache)
+
+            def run_parts(xs, params, layer, shared):
                 parts_of_rows, seed, _ = shared
+                parts = [start(x, params, layer, (rows, seed, {})) for x, rows in zip(xs, parts_of_rows, strict=True)]
+                xs, caches, sums = zip(*finish_parts(parts), strict=True)
+                assert all(cache is None for cache in caches), "only training splits a batch into parts"
+                return xs, (merge_sums(list(sums)), None)
 
-                def run_part(x, other_rows):
-                    x, (sums, cache) = run_block(x, params, layer, (other_rows, seed, {}))
-                    assert cache is None, "only training splits a batch into parts"
-                    return x, sums
-
-                xs, sums = run_parts(run_part, xs, parts_of_rows)
-                return xs, (sums, None)
-
-            return run_block if num_parts == 1 else block
+            return run_block if num_parts == 1 else run_parts
 
         num_parts = 1 if donors or forward.inputs is not None else count_parts(self.layout, rows.x)
         blocks = [block_of(index, name) for index, name in enumerate(pattern)]
@@ -264,6 +263,13 @@ class Stacks:
         self, name: str, rows: Rows, params_and_layer: tuple[Any, Layer], forward: Forward, is_donor: bool
     ) -> tuple[Rows, Any, BlockSums]:
         """Run a layer of a stack; return the rows, its cache (of a donor a `Donation`), and its sums."""
+        x, cache, sums = finish(self._start_layer(name, rows, params_and_layer, forward, is_donor))
+        return rows._replace(x=x), cache, sums
+
+    def _start_layer(
+        self, name: str, rows: Rows, params_and_layer: tuple[Any, Layer], forward: Forward, is_donor: bool
+    ) -> Steps:
+        """Return the steps of a layer of a stack: their result is x, its cache (of a donor a `Donation`), its sums."""
         params, layer = params_and_layer
         dropout_key = None
         if forward.seed is not None:
@@ -280,8 +286,7 @@ class Stacks:
             mix = forward.mix_of(layer, rows.mask_inputs)
             mix = donate_kv(mix) if is_donor else mix
         block = nnx.merge(nnx.graphdef(self.modules[name]), params)
-        x, cache, sums = block(rows.x, rows.positions, layer.rope, mix, dropout_key, layer.inputs)
-        return rows._replace(x=x), cache, sums
+        return block.steps(rows.x, rows.positions, layer.rope, mix, dropout_key, layer.inputs)
 
 
 def _split_turns(pattern: tuple[str, ...], layers: dict[str, Any], dim: int) -> tuple[Any, ...]:
