@@ -1,7 +1,7 @@
 """Steps a minute where environments wait, with rollouts drawn ahead and without: `python -m benchmarks.staleness`.
 
-Words: `wait_s=1.0` (of each turn), `steps=30`, `processes=64`, and others that training takes. The model of
-`+experiment=sft_look_up` learns with `+experiment=grpo_look_up`, 16 answers a step; its environment sleeps before it
+Words: `wait_s=1.0` (of each turn), `steps=30`, `processes=64`, `ahead=0,1,3`, and others that training takes. The model
+of `+experiment=sft_look_up` learns with `+experiment=grpo_look_up`, 16 answers a step; its environment sleeps before it
 answers, as one that asks a server does. The seconds of a step are the mean of those after the first ten.
 """
 
@@ -29,14 +29,14 @@ class SlowLookUp(LookUp):
 def main(words: list[str]) -> None:
     import tunix
 
-    given = {"wait_s": "1.0", "steps": "30", "processes": "64"}
+    given = {"wait_s": "1.0", "steps": "30", "processes": "64", "ahead": "0,1,3"}
     own = [word for word in words if word.split("=")[0] in given]
     given |= dict(word.split("=") for word in own)
     words = [word for word in words if word not in own]
     with tempfile.TemporaryDirectory() as name:
         taught = Path(name) / "taught"
         tunix.train(["+experiment=sft_look_up", f"hydra.run.dir={taught}", *words])
-        for staleness in (0, 1, 3):
+        for staleness in given["ahead"].split(","):
             folder = Path(name) / f"staleness_{staleness}"
             tunix.train([
                 "+experiment=grpo_look_up", f"model.init_from={taught}", f"task.staleness={staleness}",
