@@ -42,7 +42,7 @@ QK_NORMS = {
 }
 GATES = {"gated": "gated {}", "plain": "{}"}
 EVEN_LAYERS = 48  # two stages divide these, and layers that take turns make whole turns
-OWN = ("tiny", "tiny_moe", "adder", "pretrained")  # sizes that nobody has published
+OWN = ("tiny", "tiny_moe", "tiny_vision", "adder", "pretrained")  # sizes that nobody has published
 
 
 def page(text: str) -> str:

@@ -16,11 +16,12 @@ from tunix.config import Config
 from tunix.config.task import Cycle, Grpo
 from tunix.data.batches import TEACHER, Batch, BatchSource, PrefetchReader, TrainBatches
 from tunix.data.dataset import Corpus
+from tunix.data.picture_slots import find_slots
 from tunix.data.prompts import AnyCorpus, PromptCorpus, load_prompts
 from tunix.data.sample_order import BEGINNING, DataSchedule, Position, Samples
 from tunix.data.table import DOCUMENTS
-from tunix.inference.rollout import Sampler
-from tunix.inference.sampling import Sampling
+from tunix.inference.rollout import Request, Sampler
+from tunix.inference.sampling import Sampling, find_stop_ids
 from tunix.inference.teacher import load_teacher
 from tunix.processes import peers
 from tunix.processes.watchdog import Watchdog
@@ -32,11 +33,15 @@ from tunix.rl.rollout_engine import RolloutEngine
 from tunix.rl.rollouts import Rollouts
 from tunix.rl.samples_file import SamplesFile
 from tunix.rl.scoring import Scorer
+from tunix.run.answer_sheet import AnsweredPicture, draw_sheet
+from tunix.run.folder import find_model_files
 from tunix.run.metrics import Metrics
 from tunix.training.loss import HeldOut, find_loss_kind, make_completion
 from tunix.training.program import Program
 
 log = logging.getLogger(__name__)
+
+NUM_ANSWERED = 16  # pictures that are shown with what the model says about them
 
 
 class Evaluator(Protocol):
@@ -85,6 +90,7 @@ class CorpusFeed:
 
     def __init__(self, cfg: Config, corpus: Corpus, program: Program, mesh: Mesh, watchdog: Watchdog):
         self.cfg, self.corpus, self.program, self.mesh = cfg, corpus, program, mesh
+        self.slots = find_slots(cfg)
         params = load_teacher(program, mesh, corpus.tokenizer)
         self.shared = {} if params is None else {TEACHER: params}
         fields = find_loss_kind(cfg).fields
@@ -95,6 +101,9 @@ class CorpusFeed:
         self.sets = {name: HeldOut(*info, name, teacher) for name in corpus.sets}
 
     def __enter__(self) -> Self:
+        for name, sequences in self.corpus.train.items():
+            if said := sequences.describe_decoding(self.program.batch.num_sequences, self.cfg.loading.read_threads):
+                log.info("%s: %s", name, said)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -113,7 +122,13 @@ class CorpusFeed:
                 "held out: %.3f bits per byte; unigram entropy of the corpus: %.3f; %.1f %% %s",
                 bits, unigram, 100 * abs(1 - bits / unigram), "below" if bits <= unigram else "above",
             )  # fmt: skip
-        if self.cfg.evaluation.sample_tokens and self.cfg.model.labels is None:  # scores do not continue a text
+        if not self.cfg.evaluation.sample_tokens or self.cfg.model.labels is not None:  # scores do not continue a text
+            return
+        if self.slots is not None and (answered := self._answer(state["params"])):
+            right = sum(each.is_right for each in answered)
+            log.info("answers to %d pictures that are held out: %d are right", len(answered), right)
+            metrics.image("answers", draw_sheet(answered), evaluation["step"])
+        else:
             sample = self._continue_document(state["params"])
             log.info("continuation of a held-out document, after >>>:\n%s", sample)
             metrics.text("sample", sample, evaluation["step"])
@@ -127,6 +142,26 @@ class CorpusFeed:
         sampling = Sampling(min(cfg.evaluation.sample_tokens, context // 2), cfg.evaluation.sample_temperature)
         (answer,) = Sampler(self.program.arch, context, self.mesh)(params, [prompt], sampling, cfg.seed)
         return f"{corpus.tokenizer.decode(prompt)}>>>{corpus.tokenizer.decode(answer.tokens)}"
+
+    def _answer(self, params: Any) -> list[AnsweredPicture]:
+        """Answer the first question of some held-out conversations with pictures, by the likeliest tokens."""
+        cfg, slots, decode = self.cfg, self.slots, self.corpus.tokenizer.decode
+        assert slots is not None
+        num_tokens = min(cfg.evaluation.sample_tokens, cfg.model.context_length // 2)
+        asked = slots.find_questions(self.corpus.held_out, NUM_ANSWERED, cfg.model.context_length - num_tokens)
+        if not asked:
+            return []
+        files = None if cfg.model.init_from is None else find_model_files(cfg.model.init_from)
+        stop = find_stop_ids(self.corpus.vocab, (), files)
+        sampling = Sampling(num_tokens, 0.0, stop=stop)
+        request = Request([each.prompt for each in asked], seed=cfg.seed, pictures=[each.pictures for each in asked])
+        answers = Sampler(self.program.arch, cfg.model.context_length, self.mesh).rollout(params, request, sampling)
+        return [
+            AnsweredPicture(
+                each.pictures.images[-1], decode(each.prompt), decode(answer.text_tokens), decode(each.answer)
+            )
+            for each, answer in zip(asked, answers, strict=True)
+        ]
 
 
 class PairFeed(CorpusFeed):

@@ -228,7 +228,7 @@ BAD_ROWS = [
     ({"messages": turn("<start_of_image> a", "a")}, "has <start_of_image> in its text where there is no picture"),
     ({"messages": turn("<image_soft_token> a", "a")}, "has <image_soft_token> in its text"),
     ({"messages": turn("a", [PART])}, "has a picture in an answer"),
-    ({"messages": turn([{"type": "video", "video": "a"}], "a")}, "has a content in column messages with a part that is neither text nor an image: video"),
+    ({"messages": turn([{"type": "video", "video": "a"}], "a")}, "has a content with a part that is neither text nor an image: video"),
     ({"messages": turn("a", "a"), "images": [7]}, "has int in place of a picture"),
     ({"messages": turn("a", "a"), "images": [{}]}, "has a picture without any of"),
     ({"messages": turn("a", "a"), "images": "[1"}, "has no list of pictures in column images"),
@@ -328,6 +328,24 @@ def test_documents_are_cut_before_a_picture(folder):
             found.append(pixels[row["images"][slot].tobytes()])
         assert not row["images"][len(used) :].any()
     assert sorted(found) == sorted(pixels.values())
+
+
+def test_pairs_have_their_pictures_in_both_halves(folder):
+    rows = [
+        {"prompt": "what?", "chosen": f"a {n}", "rejected": f"b {n}", "images": [f"photos/{n}.png"]} for n in range(3)
+    ]
+    source = ["data=pairs", f"data.paths=['{folder}/rows.jsonl']", "data.held_out_fraction=0", "task=dpo"]
+    (packed,) = load(folder, rows, "training.seq_len=128", source=source).train.values()
+    assert len(packed) == 3
+    for row in map(packed.__getitem__, range(3)):
+        assert row["images"][0].tobytes() == row["images"][1].tobytes()
+        for segment, slot in ((1, 0), (2, 1)):
+            here = row["segment_ids"] == segment
+            index = row["image_index"][here]
+            assert index[index >= 0].tolist() == [4 * slot + k for k in range(4)]
+            assert (row["tokens"][here][index >= 0] == TOWER["image_token"]).all()
+    with pytest.raises(UserError, match="3 of 3 pairs .*, or have more than training.images_per_row=1 pictures, both"):
+        load(folder, rows, "training.images_per_row=1", "training.seq_len=128", source=source)
 
 
 def test_cuts():

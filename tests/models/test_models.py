@@ -44,7 +44,7 @@ SIZES = {
 
 
 def test_every_size_is_counted():
-    own = {"tiny", "tiny_moe", "adder", "pretrained"}
+    own = {"tiny", "tiny_moe", "tiny_vision", "adder", "pretrained"}
     assert {path.stem for path in (CONF / "model").glob("*.yaml")} - own == set(SIZES)
 
 

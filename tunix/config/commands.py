@@ -10,6 +10,7 @@ from tunix.base.config_types import Count, CountOrZero, Flag, Positive, Section,
 from tunix.base.dotted_path import entry_of
 from tunix.config.model import MeshShape
 from tunix.config.task import Decoding, RewardTerms
+from tunix.data.files import Pixels
 from tunix.huggingface.table import FAMILIES, Family
 from tunix.rl.table import ENVIRONMENTS, REWARDS
 
@@ -105,7 +106,7 @@ class Generate(Decoding, ReadModel):
     image_column: str | None
     """Column of the file that holds the pictures of each prompt: a path that begins at the file's folder, or a list of
     them as JSON; null for prompts without pictures."""
-    max_picture_pixels: Count
+    max_picture_pixels: Pixels
     """Pixels of a picture: one with more is an error."""
     output: str | None
     """A .csv or .jsonl file to write: the rows of the input, with prediction and log_probability; null prints."""
@@ -212,7 +213,11 @@ class Server(Section):
     max_answers: Count
     """Largest `n` of a request, with its prompts: answers of one request."""
     max_body_mb: Positive
-    """Largest request, in MB; a longer one gets 413."""
+    """Largest request, in MB; a longer one gets 413. So many MB may the files of its pictures have, too."""
+    picture_folders: tuple[str, ...]
+    """Folders with pictures that requests may name by their paths (file:///photos/cat.jpg); data URLs need none."""
+    max_picture_pixels: Pixels
+    """Pixels of the largest picture of a request, before it is resized; a larger one gets 400."""
     request_timeout_s: Positive
     """Seconds from the arrival of a request to its last token; a slower one gets 504."""
     shutdown_timeout_s: Positive

@@ -22,8 +22,8 @@ from tunix.config.vision import Vision
 from tunix.data.chat import START
 from tunix.data.files import Unit
 from tunix.data.packing import Sequences
-from tunix.data.picture_slots import PictureSlots
-from tunix.data.pictures import END, SOFT, PictureForm
+from tunix.data.picture_slots import find_slots
+from tunix.data.pictures import END, SOFT
 from tunix.data.shards import Prepared
 from tunix.data.table import Source, Tokens
 from tunix.data.tokenize import find_folder, find_units, find_vocab, make_share, open_verified, prepare
@@ -75,18 +75,11 @@ def find_inputs(cfg: Config) -> Inputs:
         first = next(iter(copied.values()))
         tokenizer = tokenizer.model_copy(update={"path": str(first / "tokenizer"), "train": False})
     pairs: list[tuple[Source, list[Unit]]] = [(sources[name], units[name]) for name in units]
-    vocab = find_vocab(tokenizer, cfg.task, pairs, cache_dir, find_picture_form(cfg))
+    slots = find_slots(cfg)
+    vocab = find_vocab(tokenizer, cfg.task, pairs, cache_dir, slots.form if slots else None)
     check_fits(vocab, cfg.model.vocab_size)
     _check_picture_tokens(vocab, cfg.model.vision)
     return Inputs(copied, units, vocab)
-
-
-def find_picture_form(cfg: Config) -> PictureForm | None:
-    """Return the form of the pictures of a run; None where its model takes none."""
-    vision = cfg.model.vision
-    if vision is None or not cfg.training.images_per_row:
-        return None
-    return PictureForm(vision.image_size, vision.tokens_per_image)
 
 
 def _check_picture_tokens(vocab: Vocab, vision: Vision | None) -> None:
@@ -271,9 +264,8 @@ def load_corpus(cfg: Config) -> Corpus:
 
 def _pack(prepared: Prepared, split: str, cfg: Config) -> Sequences:
     """Return the sequences of a split, "train" or "held_out"."""
-    cache_dir, form = Path(cfg.loading.cache_dir).expanduser(), find_picture_form(cfg)
-    slots = None if form is None else PictureSlots(form, cfg.training.images_per_row)
-    return Sequences(prepared.stream(split), cfg.training.seq_len, cfg.loading.packing, cache_dir, slots)
+    cache_dir = Path(cfg.loading.cache_dir).expanduser()
+    return Sequences(prepared.stream(split), cfg.training.seq_len, cfg.loading.packing, cache_dir, find_slots(cfg))
 
 
 def _load_set(name: str, source: Source, vocab: Vocab, cfg: Config) -> grain.MapDataset:
@@ -305,9 +297,10 @@ def _report_long(parts: dict[str, Sequences], cfg: Config, task: Paired | Classi
     kind, counted = ("documents", "") if isinstance(task, Classify) else ("pairs", ", both answers with their prompts")
     for name, part in parts.items():
         if part.num_left_out:
+            slots = f", or have more than training.images_per_row={cfg.training.images_per_row} pictures"
             problem = (
                 f"{name}: {part.num_left_out:,} of {part.stream.num_documents:,} {kind} are longer than "
-                f"training.seq_len={cfg.training.seq_len} tokens{counted}"
+                f"training.seq_len={cfg.training.seq_len} tokens{slots if part.slots else ''}{counted}"
             )
             if choice == "error":
                 raise UserError(f"data: {problem}; raise it, or set task.{key}=skip to leave them out")

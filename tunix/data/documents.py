@@ -159,6 +159,8 @@ def _read_row(
         if content and not isinstance(content, str):
             references = take_pictures(list_turns(content), list_column(source.columns, item.content), reader)
             pictures = reader.read(references) if reader else ()
+            if references and isinstance(content, Question):
+                content = _drop_pictures(content, source.columns)
         # Fails for text that is not UTF-8: half of a character, as JSON's "\ud83d" is.
         count_bytes(content) if isinstance(content, str) else encode_json(content)
     except (BadRow, UnicodeEncodeError) as error:
@@ -169,6 +171,14 @@ def _read_row(
             ) from None
         return LeftOut(item.name, "bad row")
     return Document(item.name, content, pictures) if content else LeftOut(item.name, "empty")
+
+
+def _drop_pictures(question: Question, columns: Columns) -> Question:
+    """Return a question whose columns, which rewards get, have the places of pictures and not the pictures."""
+    kept = {name: value for name, value in question.columns.items() if name not in (columns.images, "image")}
+    if columns.prompt is None and columns.messages in kept:
+        kept[columns.messages] = question.messages
+    return question._replace(columns=kept)
 
 
 def encode_json(value: Any) -> bytes:
@@ -382,7 +392,7 @@ def _read_messages(value: Any, column: str | None) -> list[Message]:
         raise BadRow(f"has no list of {{role, content}} in column {column}") from None
     for message in messages:
         if isinstance(message["content"], list):
-            message["content"] = read_parts(message["content"], column)
+            message["content"] = read_parts(message["content"])
         if not isinstance(message["content"], str | list):
             raise BadRow(f"has a content in column {column} that is not text")
     if not all(isinstance(message["role"], str) and message["role"] for message in messages):
@@ -494,7 +504,8 @@ def encode_prompts(vocab: Vocab, documents: list[Document]) -> Iterator[Encoded]
     vocab.backend.encode_special_tokens = False
     encoded = vocab.encode([vocab.expand_pictures(text) for text in texts])
     for text, tokens, question, document in zip(texts, encoded, questions, documents, strict=True):
-        row = encode_json({"text": text, "columns": question.columns})
+        turns = {"messages": question.messages} if document.pictures else {}
+        row = encode_json({"text": text, "columns": question.columns, **turns})
         places = vocab.find_pictures([tokens], len(document.pictures))
         yield Encoded(count_bytes(text), (tokens,), row=row, pictures=document.pictures, places=places)
 

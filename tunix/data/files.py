@@ -179,6 +179,8 @@ class BadRow(ValueError):
     """A row that gives no document; the text says why, and begins with a verb: "has no column text"."""
 
 
+Pixels = Annotated[Count, Field(le=178_956_970)]  # of a picture: Pillow refuses larger ones
+
 ROWS_BYTES = 1 << 29  # of the rows of a Parquet file that are in memory at a time
 TOO_LONG = "longer than data.max_document_bytes"  # the problem of an item that is not read to its end
 
@@ -281,7 +283,7 @@ class Rows(Limited, Source):
     bad_rows: Literal["error", "skip"]
     """A row that is not JSON, lacks a column, or holds no text or conversation in it, or a picture that is missing or
     broken: refused, or left out and counted."""
-    max_picture_pixels: Count
+    max_picture_pixels: Pixels
     """Pixels of the largest picture, before it is resized: a small file may unpack to more than the memory has."""
     picture_addresses: tuple[str, ...]
     """Beginnings of the addresses that rows may name for pictures: [https://example.org/photos/]."""

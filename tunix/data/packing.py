@@ -11,7 +11,7 @@ import numpy as np
 from tunix.base.files import make_once
 from tunix.base.forms import locate_cached
 from tunix.data.batches import Example, empty_example
-from tunix.data.picture_slots import PictureSlots
+from tunix.data.picture_slots import PictureSlots, has_pictures, list_places
 from tunix.data.shards import Arrays, Stream, locate
 
 
@@ -36,7 +36,7 @@ class Sequences(grain.sources.RandomAccessDataSource):
     def __init__(self, stream: Stream, seq_len: int, packing: str, cache_dir: Path, slots: PictureSlots | None = None):
         """Raises `UserError` where a picture would be cut, or has no room in a sequence."""
         self.stream, self.seq_len, self.packing, self.slots = stream, seq_len, packing, slots
-        if slots is not None and any(len(_list_places(stream, n)) for n in range(len(stream.sizes))):
+        if slots is not None and any(len(list_places(stream, n)) for n in range(len(stream.sizes))):
             slots.check(seq_len, packing)
         # Of pairs, once the reference has scored them: number of a shard -> its log-probabilities (`_fill_pairs`).
         self.of_pairs: Callable[[int], np.ndarray] | None = None
@@ -107,6 +107,21 @@ class Sequences(grain.sources.RandomAccessDataSource):
         of_pairs = None if self.of_pairs is None else self.of_pairs(number)
         halves = _split_pairs(shard, local_pieces)
         return _fill_pairs(shard, halves, self.seq_len, of_pairs) | self._fill_slots(shard, halves)
+
+    def describe_decoding(self, rows_per_step: int, num_threads: int) -> str:
+        """Say how long the pictures of a step take to decode, after a trial; empty where there are none."""
+        shard = next(
+            (each for each in map(self.stream.shard, range(len(self.stream.sizes))) if has_pictures(each)), None
+        )
+        if self.slots is None or shard is None:
+            return ""
+        per_row = sum(len(list_places(self.stream, n)) for n in range(len(self.stream.sizes))) / max(1, len(self))
+        seconds = self.slots.time_decoding(shard)
+        count = per_row * rows_per_step
+        return (
+            f"a picture takes {1000 * seconds:.1f} ms to decode, the {count:.0f} of a step {count * seconds:.2g} s of "
+            f"one core; loading.read_threads={num_threads} keep up with steps of {count * seconds / num_threads:.2g} s"
+        )
 
     def _fill_slots(self, shard: Arrays, pieces: list[list[int]]) -> Example:
         return {} if self.slots is None else self.slots.fill(shard, pieces, self.seq_len)
@@ -203,12 +218,6 @@ def _fill_pairs(shard: Arrays, halves: list[list[int]], seq_len: int, of_pairs: 
     return example
 
 
-def _list_places(stream: Stream, number: int) -> np.ndarray:
-    """Return the first token [pictures] of each picture of a shard."""
-    places = stream.shard(number).picture_places
-    return np.zeros(0, np.int64) if places is None else places
-
-
 def _make_plan(
     stream: Stream, number: int, seq_len: int, packing: str, cache_dir: Path, slots: PictureSlots | None
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -222,7 +231,7 @@ def _make_plan(
         folder.mkdir()
         shard, tokens = stream.shard(number), stream.sizes[number][0]
         lengths, starts = np.diff(shard.starts, append=tokens), np.asarray(shard.starts)
-        places = _list_places(stream, number)
+        places = list_places(stream, number)
         if shard.splits is not None:
             pieces = _take_whole_pairs(lengths, starts, seq_len)
             pieces = pieces if slots is None else pieces[slots.has_room(pieces, places)]

@@ -1,13 +1,62 @@
 """Slots for the pictures of a sequence: which pictures its pieces have, and where documents may be cut."""
 
+import time
+from collections.abc import Sequence
 from typing import NamedTuple
 
+import grain
 import numpy as np
 
 from tunix.base.errors import UserError
+from tunix.config import Config
 from tunix.data.batches import IMAGE_INDEX, IMAGES, Example
 from tunix.data.pictures import PictureForm, decode_picture
-from tunix.data.shards import Arrays
+from tunix.data.shards import Arrays, Stream
+from tunix.models.vision import Pictures
+
+NUM_TIMED = 8  # pictures that are decoded to know how long it takes
+
+
+def list_places(stream: Stream, number: int) -> np.ndarray:
+    """Return the first token [pictures] of each picture of a shard."""
+    places = stream.shard(number).picture_places
+    return np.zeros(0, np.int64) if places is None else places
+
+
+def has_pictures(shard: Arrays) -> bool:
+    return shard.picture_places is not None and len(shard.picture_places) > 0
+
+
+def find_slots(cfg: Config) -> "PictureSlots | None":
+    """Return the slots of each sequence of a run; None where its model takes no pictures."""
+    vision, per_row = cfg.model.vision, cfg.training.images_per_row
+    if vision is None or not per_row:
+        return None
+    return PictureSlots(PictureForm(vision.image_size, vision.tokens_per_image), per_row)
+
+
+def index_pictures(tokens: Sequence[int], files: Sequence[bytes], form: PictureForm, soft_id: int) -> Pictures | None:
+    """Return the pictures of a prompt, out of their files: images [n, y, x, 3], index [tokens]; None without any.
+
+    Raises:
+        UserError: the text has another number of pictures.
+    """
+    ids = np.asarray(tokens)
+    if len(places := form.find(ids, soft_id)) != len(files):
+        raise UserError(f"the chat template writes {len(places)} pictures, and the messages have {len(files)}")
+    if not files:
+        return None
+    index = np.full(len(ids), -1, np.int32)
+    index[ids == soft_id] = np.arange(len(files) * form.tokens_per_image)
+    return Pictures(np.stack([decode_picture(data, form.image_size) for data in files]), index)
+
+
+class PictureQuestion(NamedTuple):
+    """The tokens of a conversation up to its first answer, its pictures until there, and the tokens of the answer."""
+
+    prompt: list[int]
+    pictures: Pictures
+    answer: list[int]
 
 
 class PictureSlots(NamedTuple):
@@ -41,7 +90,7 @@ class PictureSlots(NamedTuple):
         size, num_tokens = self.form
         images = np.zeros((self.per_row, size, size, 3), np.uint8)
         index = np.full(seq_len, -1, np.int32)
-        if shard.picture_places is None or shard.picture_ends is None or shard.pictures is None:
+        if shard.picture_places is None:
             return {IMAGES: images, IMAGE_INDEX: index}
         slot, offset = 0, 0
         for first, length in pieces:
@@ -49,11 +98,61 @@ class PictureSlots(NamedTuple):
             for number in range(begin, end):
                 start = offset + int(shard.picture_places[number]) - first
                 index[start : start + num_tokens] = np.arange(slot * num_tokens, (slot + 1) * num_tokens)
-                data_begin = int(shard.picture_ends[number - 1]) if number else 0
-                images[slot] = decode_picture(shard.pictures[data_begin : shard.picture_ends[number]].tobytes(), size)
+                images[slot] = self._decode(shard, number)
                 slot += 1
             offset += length
         return {IMAGES: images, IMAGE_INDEX: index}
+
+    def read(self, shard: Arrays, first: int, length: int) -> Pictures | None:
+        """Return the pictures of a piece: images [pictures, y, x, 3] and the index [tokens]; None if it has none."""
+        fields = self.fill(shard, [[first, length]], length)
+        count = int(fields[IMAGE_INDEX].max(initial=-1) + 1) // self.form.tokens_per_image
+        return Pictures(fields[IMAGES][:count], fields[IMAGE_INDEX]) if count else None
+
+    def stack(self, prompts: Sequence[Pictures | None], seq_len: int) -> Example:
+        """Return the pictures of sequences [sequences, ...] that begin with these prompts."""
+        size = self.form.image_size
+        images = np.zeros((len(prompts), self.per_row, size, size, 3), np.uint8)
+        index = np.full((len(prompts), seq_len), -1, np.int32)
+        for row, pictures in enumerate(prompts):
+            if pictures is not None:
+                images[row, : len(pictures.images)] = pictures.images
+                index[row, : len(pictures.image_index)] = pictures.image_index
+        return {IMAGES: images, IMAGE_INDEX: index}
+
+    def find_questions(self, sequences: grain.MapDataset, count: int, max_length: int) -> list[PictureQuestion]:
+        """Return what the first conversations of at most `count` sequences ask, spread evenly over all of them.
+
+        Left out are those without pictures, without an answer, or with more than `max_length` tokens before it.
+        """
+        found, count = [], min(count, len(sequences))
+        for number in range(count):
+            example = sequences[number * len(sequences) // count]
+            learnt = (example["loss_mask"] > 0) & (example["segment_ids"] == 1)
+            begin = int(np.argmax(learnt))
+            index = example[IMAGE_INDEX][: begin + 1]
+            num_pictures = int(index.max(initial=-1) + 1) // self.form.tokens_per_image
+            if not learnt.any() or not num_pictures or begin + 1 > max_length:
+                continue
+            end = begin + int(np.argmin(np.append(learnt[begin:], False)))
+            tokens, answer = example["tokens"][: begin + 1].tolist(), example["targets"][begin:end].tolist()
+            found.append(PictureQuestion(tokens, Pictures(example[IMAGES][:num_pictures], index), answer))
+        return found
+
+    def time_decoding(self, shard: Arrays) -> float:
+        """Return the mean seconds in which the first pictures of a shard are decoded."""
+        count = min(NUM_TIMED, len(shard.picture_places) if shard.picture_places is not None else 0)
+        start_time = time.perf_counter()
+        for number in range(count):
+            self._decode(shard, number)
+        return (time.perf_counter() - start_time) / max(1, count)
+
+    def _decode(self, shard: Arrays, number: int) -> np.ndarray:
+        """Return the pixels [y, x, 3] of a picture of a shard."""
+        assert shard.picture_ends is not None
+        assert shard.pictures is not None
+        begin = int(shard.picture_ends[number - 1]) if number else 0
+        return decode_picture(shard.pictures[begin : shard.picture_ends[number]].tobytes(), self.form.image_size)
 
     def split_chunks(self, lengths: np.ndarray, starts: np.ndarray, places: np.ndarray, seq_len: int) -> np.ndarray:
         """Cut documents as `_split_chunks` does, but before a picture that does not fit, or that has no slot.

@@ -28,7 +28,7 @@ from tunix.data.files import BadRow, Columns
 SOFT, END = "<image_soft_token>", "<end_of_image>"
 TOKENS = (START, SOFT, END)
 
-# `keep_picture` compares with the limit itself.
+# Pillow warns of pictures with more than half of its `Pixels`; `keep_picture` compares with the limit itself.
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
 
 # What Pillow may be asked to read: others of its formats start programs, or nobody has pictures in them.
@@ -95,8 +95,6 @@ def keep_picture(data: bytes, name: str, image_size: int, max_pixels: int) -> by
     Raises:
         BadRow: it cannot be read, or has too many pixels.
     """
-    # Pillow warns of a picture with more pixels than this number, and refuses one with twice as many.
-    Image.MAX_IMAGE_PIXELS = max_pixels
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             width, height = image.size
@@ -138,6 +136,7 @@ class PictureReader(NamedTuple):
     max_pixels: int  # of one picture
     addresses: tuple[str, ...] = ()  # beginnings of the addresses that rows may name
     only_places: bool = False  # of a text that is read for its words, without the pictures
+    folders: tuple[str, ...] | None = None  # of requests to a server: where files may be; None: anywhere
 
     def read(self, references: list[Any]) -> list[bytes]:
         """Return what is kept of each picture; a reference is a path, an address, a data URL, bytes, a mapping with one
@@ -188,16 +187,22 @@ class PictureReader(NamedTuple):
             return _open_address(join(self.root, path), limit)
         try:
             full = Path(self.root, Path(path).expanduser())
+            if self.folders is not None and not any(full.resolve().is_relative_to(each) for each in self.folders):
+                raise BadRow(f"names a file outside of server.picture_folders, {_show(path)}")
             if full.is_file():  # a pipe or a device has no end
                 with full.open("rb") as file:
                     return file.read(limit + 1)
             exists = full.exists()
+        except BadRow:
+            raise
         except (OSError, ValueError, RuntimeError) as error:  # a name that no file can have, a home that nobody has
             reason = getattr(error, "strerror", None) or error
             raise BadRow(f"has a picture that cannot be read, {_show(path)}: {reason}") from None
         raise BadRow(f"has a picture that is {'no file' if exists else 'not there'}, {_show(str(full))}")
 
     def _download(self, address: str, limit: int) -> bytes:
+        if self.folders is not None:
+            raise BadRow("names a picture at an address; send a data URL, or name a file of server.picture_folders")
         allowed = any(address.startswith(root.rstrip("/") + "/") for root in self.addresses)
         if not allowed or ".." in address.split("/"):
             raise BadRow(
@@ -244,7 +249,7 @@ def find_root(path: str) -> str:
     return os.path.dirname(path) or "." if os.path.isfile(path) else "."
 
 
-def read_parts(content: list[Any], column: str | None) -> str | list[dict[str, Any]]:
+def read_parts(content: list[Any]) -> str | list[dict[str, Any]]:
     """Return the parts of a turn: {"type": "text", "text"} or {"type": "image"}, with `image` where the part has its
     picture. Texts alone are joined.
 
@@ -260,7 +265,7 @@ def read_parts(content: list[Any], column: str | None) -> str | list[dict[str, A
             reference = {key: part[key] for key in REFERENCE_KEYS if part.get(key) is not None}
             parts.append({"type": "image", "image": reference} if reference else {"type": "image"})
         else:
-            raise BadRow(f"has a content in column {column} with a part that is neither text nor an image: {kind}")
+            raise BadRow(f"has a content with a part that is neither text nor an image: {kind}")
     if all(part["type"] == "text" for part in parts):
         return "".join(part["text"] for part in parts)
     return parts

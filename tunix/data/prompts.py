@@ -21,11 +21,14 @@ from tokenizers import Tokenizer as Backend
 
 from tunix.base.errors import UserError
 from tunix.config import Config, Task
+from tunix.config.task import Grpo
 from tunix.data.dataset import Corpus, compute_fingerprint, list_sources, prepare_corpus
 from tunix.data.documents import Question, read_prompt
+from tunix.data.picture_slots import PictureSlots, find_slots, list_places
 from tunix.data.shards import SPLITS, Prepared, Stream, locate
 from tunix.data.table import Rows, Source
 from tunix.data.tokenizer import Vocab
+from tunix.models.vision import Pictures
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +40,7 @@ class Prompt(NamedTuple):
     text: str  # by the chat template
     columns: dict[str, Any]  # of its row; if none has such a name also `answer` of the data, `messages` of the prompt
     question: Question | None = None  # its turns, and what the template got; None of a copied folder
+    pictures: Pictures | None = None  # of a model that sees: images [n, y, x, 3], index [tokens]; None without any
 
     def encode_with(self, vocab: Vocab, texts: Sequence[str]) -> list[int]:
         """Return the tokens of the prompt whose last message goes on with some texts.
@@ -61,14 +65,19 @@ class PromptPart(grain.sources.RandomAccessDataSource):
 
     documents_per_sequence = 1.0
 
-    def __init__(self, stream: Stream, max_length: int, source: Source, task: Task):
-        """`source` and `task` are those of the prompts, of which `stream` holds the texts and the rows."""
-        self.stream, self.source, self.task = stream, source, task
+    def __init__(self, stream: Stream, max_length: int, source: Source, task: Task, slots: PictureSlots | None = None):
+        """`source` and `task` are those of the prompts, of which `stream` holds the texts and the rows; `slots` are
+        those of a sequence for pictures."""
+        self.stream, self.source, self.task, self.slots = stream, source, task, slots
         self.selected: list[np.ndarray] = []  # of each shard, the numbers of its documents
         self.num_tokens = 0
         for number, (tokens, _) in enumerate(stream.sizes):
             lengths = np.diff(stream.shard(number).starts, append=tokens)
-            self.selected.append(np.flatnonzero(lengths <= max_length))
+            fits = lengths <= max_length
+            if slots is not None:
+                pieces = np.stack([stream.shard(number).starts, lengths], axis=1)
+                fits &= slots.has_room(pieces, list_places(stream, number))
+            self.selected.append(np.flatnonzero(fits))
             self.num_tokens += int(lengths[self.selected[-1]].sum())
         self.ends = np.cumsum([len(selected) for selected in self.selected])
 
@@ -93,8 +102,12 @@ class PromptPart(grain.sources.RandomAccessDataSource):
         question = (
             read_prompt(self.source.columns, row["columns"], self.task) if isinstance(self.source, Rows) else None
         )
+        if question is not None and "messages" in row:  # with the places of pictures
+            question = question._replace(messages=row["messages"])
         columns = row["columns"] if question is None else {"messages": question.messages, **row["columns"]}
-        return Prompt(tokens.tolist(), row["text"], columns, question)
+        begin, length = int(starts[0]), len(tokens)
+        pictures = None if self.slots is None else self.slots.read(shard, begin, length)
+        return Prompt(tokens.tolist(), row["text"], columns, question, pictures)
 
 
 @dataclass(frozen=True)
@@ -148,13 +161,15 @@ def load_prompts(cfg: Config, max_length: int) -> PromptCorpus:
                 f"task={cfg.task.name} needs rows with prompts, and data: {name} holds tokens alone; "
                 "give the rows: data=jsonl, csv, parquet or hf"
             )
-        if any(shard[split].get("pictures") for shard in folder.index["shards"] for split in SPLITS):
+        has_pictures = any(shard[split].get("pictures") for shard in folder.index["shards"] for split in SPLITS)
+        if has_pictures and isinstance(cfg.task, Grpo) and cfg.task.environment is not None:
             raise UserError(
-                f"task={cfg.task.name} does not take pictures, and data: {name} has some; use task=sft or dpo"
+                f"task.environment={cfg.task.environment} does not take pictures, and data: {name} has some; leave out "
+                "the environment, or the column with data.columns.images=null"
             )
     train, held_out = (
         {
-            name: PromptPart(folder.stream(split), max_length, list_sources(cfg)[name], cfg.task)
+            name: PromptPart(folder.stream(split), max_length, list_sources(cfg)[name], cfg.task, find_slots(cfg))
             for name, folder in prepared.items()
         }
         for split in ("train", "held_out")
@@ -162,7 +177,8 @@ def load_prompts(cfg: Config, max_length: int) -> PromptCorpus:
     for name, part in train.items():
         too_long = part.num_too_long + held_out[name].num_too_long
         if too_long:
-            log.warning("%s: left out: %d prompts of more than %d tokens", name, too_long, max_length)
+            slots = f", or {part.slots.per_row} pictures (training.images_per_row)" if part.slots else ""
+            log.warning("%s: left out: %d prompts of more than %d tokens%s", name, too_long, max_length, slots)
         if not len(part):
             raise UserError(
                 f"data: all {part.num_too_long} prompts of {name} have more than the {max_length} tokens that the "

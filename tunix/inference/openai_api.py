@@ -15,6 +15,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from tokenizers import Tokenizer
 
 from tunix.base.config_types import Temperature
+from tunix.data.files import BadRow
+from tunix.data.pictures import read_parts
 from tunix.rl.tool_calls import Call
 
 # Requests.
@@ -167,25 +169,24 @@ def read_parameters(kind: type[P], body: bytes) -> P:
 
 
 def read_message(message: dict[str, Any], index: int) -> dict[str, Any]:
-    """Return a message as chat templates take it: a text as content, and arguments of calls as objects.
+    """Return a message as chat templates take it: a text or parts with pictures as content, and arguments of calls as
+    objects.
 
     Raises:
-        ApiError: it has no role, or a content that is no text.
+        ApiError: it has no role, or a content that is neither text nor pictures.
     """
     where = f"messages.{index}"
     if not isinstance(message.get("role"), str):
         raise ApiError(400, f"{where} has no role", "messages")
     content = message.get("content")
     if isinstance(content, list):
-        parts = [
-            part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content
-        ]
-        if not all(isinstance(part, str) for part in parts):
-            raise ApiError(400, f"{where}: parts other than text are not served", "messages")
-        content = "".join(map(str, parts))
+        try:
+            content = read_parts(content)
+        except BadRow:
+            raise ApiError(400, f"{where}: parts other than text and image_url are not served", "messages") from None
     if content is None and message.get("tool_calls"):
         content = ""
-    if not isinstance(content, str):
+    if not isinstance(content, str | list):
         raise ApiError(400, f"{where} has no content that is a text", "messages")
     keys = ("name", "tool_call_id", "reasoning_content")
     read = {"role": message["role"], "content": content} | {key: message[key] for key in keys if message.get(key)}

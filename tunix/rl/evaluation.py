@@ -20,12 +20,11 @@ from tunix.data.table import Rows
 from tunix.data.tokenizer import Vocab
 from tunix.inference.engine import Answer
 from tunix.inference.pretrained import describe_files, load_language_model, load_params
-from tunix.inference.rollout import Request
 from tunix.inference.sampling import find_stop_ids, select_sampling
 from tunix.processes import peers
 from tunix.rl.engine_rewards import EngineRewards
 from tunix.rl.episodes import Played, Player, RolloutRequest, derive_seed, make_pool, try_user_code
-from tunix.rl.rollout_engine import RolloutEngine, score_together
+from tunix.rl.rollout_engine import RolloutEngine, make_request, score_together
 from tunix.rl.scoring import Scorer
 from tunix.rl.table import REWARDS
 
@@ -161,7 +160,7 @@ def evaluate_answers(cmd: Evaluate, cfg: Config, checkpoints: list[str]) -> list
                 params, _ = load_params(checkpoint, model.cfg, model.arch, model.layout, model.mesh, cmd.weights)
             played = None
             if player is None:
-                request = Request([prompt.tokens for prompt in prompts], cmd.num_samples, cfg.seed)
+                request = make_request(prompts, cmd.num_samples, cfg.seed)
                 answers = model.sampler.rollout(params, request, select_sampling(settings, stop), cmd.batch_size)
             else:
                 asked = RolloutRequest(prompts, settings, cmd.num_samples, cfg.seed)

@@ -150,10 +150,18 @@ class RolloutEngine:
             answers = [episode.to_answer() for episode in played.episodes]
             return answers, [decode(answer.tokens, skip_special_tokens=False) for answer in answers], played
         sampling = select_sampling(request.sampling, self.stop)
-        drawing = Request([prompt.tokens for prompt in request.prompts], request.group_size, request.seed)
+        drawing = make_request(request.prompts, request.group_size, request.seed)
         with self.devices.hold(request.rank):
             answers = self.sampler.rollout(params, drawing, sampling, self.rows_at_once, request.between_chunks)
         return answers, [decode(answer.text_tokens) for answer in answers], None
+
+
+def make_request(prompts: Sequence[Prompt], answers_per_prompt: int, seed: int) -> Request:
+    """Return what a sampler is asked for, with the pictures of the prompts."""
+    pictures = [prompt.pictures for prompt in prompts]
+    has_pictures = any(each is not None for each in pictures)
+    tokens = [prompt.tokens for prompt in prompts]
+    return Request(tokens, answers_per_prompt, seed, pictures=pictures if has_pictures else None)
 
 
 def score_together(

@@ -33,6 +33,7 @@ from tunix.config import Config
 from tunix.config.batch import BatchShape
 from tunix.config.task import Grpo
 from tunix.data.batches import Batch, Example, Numbers
+from tunix.data.picture_slots import find_slots
 from tunix.data.prompts import Prompt
 from tunix.data.sample_order import DataSchedule, Position, Samples
 from tunix.inference.engine import Answer
@@ -197,7 +198,7 @@ class Rollouts:
         self.cfg, self.task, self.prompts, self.engine, self.mesh = cfg, cfg.task, samples, engine, engine.mesh
         self.reference, self.start, self.step, self.file = reference, start, start.step, file
         self.judge, self.shared = judge, shared or {}
-        self.shape = shape
+        self.shape, self.slots = shape, find_slots(cfg)
         self.cycle = cfg.task.cycle(shape.num_sequences)
         self.data_schedule = DataSchedule(start, self.cycle, cfg.training.skip_steps)
         self.rows = local_rows(self.mesh, self.shape.num_rows)  # of B, those of this process
@@ -345,6 +346,8 @@ class Rollouts:
             prompts = [episode.begin for episode in episodes]
         learnt = None if episodes is None else [episode.learnt for episode in episodes]
         fields = arrange_answers(prompts, answers, self.shape.seq_len, masked, learnt)
+        if self.slots is not None:
+            fields |= self.slots.stack([rollouts.prompts[row // size].pictures for row in rows], self.shape.seq_len)
         batch = self._to_devices(fields)
         if self.reference is None:
             batch |= self._to_devices({"reference_log_probs": np.zeros_like(fields["log_probs"])})

@@ -1,0 +1,177 @@
+"""Runs of a model that sees: answers about pictures, resumed to the last digit, without leaks, drawn and scored."""
+
+import base64
+import io
+import json
+import re
+
+import jax
+import numpy as np
+import pytest
+from inference.test_serve import post, serving
+from PIL import Image
+from support.harness import ONE_DEVICE, ONE_LAYER, RUN, metrics
+from support.pictures import SEES, draw, save
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+import tunix
+from tunix.config.compose import compose
+from tunix.data.dataset import load_corpus
+from tunix.data.picture_slots import index_pictures
+from tunix.data.pictures import PictureForm
+from tunix.data.prompts import load_prompts
+from tunix.inference.sampling import Sampling
+from tunix.models.transformer import Transformer
+from tunix.sharding.arrays import to_global
+from tunix.training.choices import build_mesh
+from tunix.training.logprobs import compute_token_log_probs
+from tunix.training.program import assemble
+
+SHAPES = [
+    *RUN, *ONE_LAYER, *SEES, ONE_DEVICE, "distributed.allow_idle_devices=true", "data=shapes", "data.num_rows=60",
+    "data.picture_size=16", "data.held_out_fraction=0.1", "tokenizer=bytes", "scheduler=constant", "training.global_batch_size=4",
+    "training.micro_batch_size=4", "training.seq_len=80", "training.loss_chunk_size=80",
+]  # fmt: skip
+
+
+TRAINED = [
+    *SHAPES, "task=sft", "checkpoint.save_every_steps=2", "evaluation.every_steps=null", "evaluation.sample_tokens=4",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run of four steps."""
+    return tunix.train(
+        [*TRAINED, "training.max_steps=4", f"hydra.run.dir={tmp_path_factory.mktemp('run')}/whole"]
+    ).folder
+
+
+def test_a_resumed_run_reads_the_same_pictures(trained, tmp_path):
+    tunix.train([*TRAINED, "training.max_steps=2", f"hydra.run.dir={tmp_path}/cut"])
+    tunix.train([f"resume={tmp_path}/cut", "training.max_steps=4"])
+    lines, again = metrics(trained), metrics(tmp_path / "cut")
+    assert len(lines) == 4
+    assert [line["loss"] for line in again] == [line["loss"] for line in lines]
+    assert [line["grad_norm"] for line in again] == [line["grad_norm"] for line in lines]
+
+
+def test_the_end_of_a_run_shows_pictures_with_answers(trained):
+    log = (trained / "train.log").read_text()
+    (count,) = re.findall(r"answers to (\d+) pictures that are held out: ", log)
+    assert int(count) > 0
+    assert "ms to decode, the " in log
+    events = EventAccumulator(str(trained), size_guidance={"images": 0}).Reload()
+    (sheet,) = events.Images("answers")
+    assert Image.open(io.BytesIO(sheet.encoded_image_string)).size == (4 * 172, -(-int(count) // 4) * 220)
+
+
+def test_a_picture_is_seen_by_its_own_conversation_alone():
+    """Two conversations in a row: another picture in one of them changes no number of the other."""
+    cfg = compose([*SHAPES, "task=sft"]).config
+    (packed,) = load_corpus(cfg).train.values()
+    row = next(row for row in map(packed.__getitem__, range(len(packed))) if row["image_index"].max() >= 4)
+    other = row | {"images": row["images"].copy()}
+    other["images"][0] = 255 - other["images"][0]
+    mesh = build_mesh(cfg)
+
+    def score(params, batch):
+        module: Transformer = program.arch.module(params)
+        return compute_token_log_probs(module, batch, None, chunk_size=80)[0]
+
+    with jax.set_mesh(mesh):
+        program = assemble(cfg, mesh)
+        params = program.new_state(cfg.seed)["params"]
+        batch = to_global({name: np.stack([row[name], other[name]])[None] for name in row}, mesh)
+        one, two = np.asarray(jax.jit(score)(params, {name: leaf[0] for name, leaf in batch.items()}))
+    segments, place = row["segment_ids"], int(np.argmax(row["image_index"] >= 0))
+    own = segments == segments[place]
+    behind = own & (np.arange(len(own)) >= place)
+    assert (one[behind] != two[behind]).any()
+    before = own & (np.arange(len(own)) < place - 1)
+    assert (segments > 0).sum() > own.sum() > 0
+    np.testing.assert_array_equal(one[~own], two[~own])
+    np.testing.assert_array_equal(one[before], two[before])
+
+
+def test_prompts_have_their_pictures():
+    cfg = compose(
+        [*SHAPES, "task=grpo", "task.group_size=2", "sampling.max_new_tokens=8", "task.rewards=[exact_match]"]
+    ).config
+    prompts = load_prompts(cfg, 72)
+    found = prompts.spread("train", 100)
+    assert len(found) > 50
+    for prompt in found:
+        index, tokens = prompt.pictures.image_index, np.array(prompt.tokens)
+        assert prompt.pictures.images.shape == (1, 8, 8, 3)
+        assert index[tokens == 4].tolist() == [0, 1, 2, 3]
+        assert (index[tokens != 4] == -1).all()
+        assert prompt.columns.keys() == {"question", "answer", "messages"}
+        assert prompt.columns["messages"][0]["content"] == [
+            {"type": "image"}, {"type": "text", "text": prompt.columns["question"]},
+        ]  # fmt: skip
+
+
+def test_answers_to_pictures_are_drawn_and_learnt_from(tmp_path):
+    """GRPO: the log-probabilities that an answer was drawn with are those of the step, which sees the same pictures."""
+    words = [
+        *SHAPES, "task=grpo", "task.rewards=[exact_match]", "task.group_size=2", "task.reward_processes=1",
+        "sampling.max_new_tokens=4", "training.max_steps=1", "evaluation.num_prompts=2", "optimizer.learning_rate=1e-9",
+    ]  # fmt: skip
+    result = tunix.train([*words, f"hydra.run.dir={tmp_path}"])
+    (line,) = metrics(tmp_path)
+    assert line["mismatch_max"] < 1e-4
+    assert result.held_out["prompts"] > 0
+
+
+def test_the_server_takes_pictures(trained, tmp_path):
+    """Data URLs, and files of the folders that were allowed; the answer is that of the model to the same pixels."""
+    allowed, other = tmp_path / "allowed", tmp_path / "other"
+    for folder in (allowed, other):
+        folder.mkdir()
+        (folder / "a.png").write_bytes(save(Image.fromarray(draw(20, 12))))
+    (allowed / "link.png").symlink_to(other / "a.png")
+    (allowed / "broken.png").write_bytes(b"PNG")
+    data = (allowed / "a.png").read_bytes()
+    model = tunix.load_pretrained(trained)
+    key = "a key"
+
+    def ask(port, *urls, text="how many?"):
+        parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+        body = {"messages": [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}], "logprobs": True,
+                "temperature": 0, "max_tokens": 4}  # fmt: skip
+        status, _, said = post(port, json.dumps(body), "/v1/chat/completions", key)
+        if status != 200:
+            return status, said["error"]["message"]
+        return status, [each["logprob"] for each in said["choices"][0]["logprobs"]["content"]]
+
+    form = PictureForm(8, 4)
+    text = model.vocab.chat.render(
+        [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "how many?"}]}], True
+    )
+    tokens = model.tokenizer.encode(form.expand(text), add_special_tokens=False).ids
+    pictures = index_pictures(tokens, [data], form, 4)
+    (expected,) = model.sample([tokens], Sampling(4, 0.0), pictures=[pictures])
+    words = f"server.api_key={key}", f"server.picture_folders=['{allowed}']", "server.max_picture_pixels=500"
+    with serving(model, trained, *words) as (_, port):
+        status, found = ask(port, "data:image/png;base64," + base64.b64encode(data).decode())
+        assert status == 200
+        np.testing.assert_allclose(found, expected.log_probabilities[: len(found)], atol=1e-5)
+        assert ask(port, f"file://{allowed}/a.png") == (200, found)
+        assert (
+            ask(port, "data:image/png;base64," + base64.b64encode(save(Image.new("RGB", (9, 9)))).decode())[1] != found
+        )
+        for urls, message in (
+            ([f"file://{other}/a.png"], "names a file outside of server.picture_folders"),
+            ([f"file://{allowed}/../other/a.png"], "names a file outside of server.picture_folders"),
+            ([f"{allowed}/link.png"], "names a file outside of server.picture_folders"),
+            (["https://example.org/a.png"], "names a picture at an address"),
+            ([f"{allowed}/broken.png"], "has a picture that is none of JPEG"),
+            (["data:image/png;base64," + base64.b64encode(save(Image.new("RGB", (30, 30)))).decode()], "more than data.max_picture_pixels=500"),
+            ([f"{allowed}/a.png"] * 9000, "9000 pictures are more tokens than"),
+        ):  # fmt: skip
+            status, said = ask(port, *urls)
+            assert (status, message in said) == (400, True), said
+        assert ask(port, text="<image_soft_token>") == (
+            400, "the conversation has <image_soft_token> in its text where there is no picture",
+        )  # fmt: skip
