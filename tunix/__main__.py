@@ -19,6 +19,7 @@ COMMANDS = (
     "plan",
     "doctor",
     "verify",
+    "parity",
     "prepare",
     "generate",
     "evaluate",
