@@ -255,7 +255,9 @@ class HeldOut:
                 "data.held_out_fraction=0"
             )
         # The whole set rests on the devices: an evaluation is one program, which waits for no data.
-        local = read_held_out(*arguments, local_rows(mesh, num_rows))
+        rows = local_rows(mesh, num_rows)
+        # Pictures are decoded once where one process has all rows.
+        local = everything if len(rows) == num_rows else read_held_out(*arguments, rows)
         self.batches = to_global(add_fields(local, self.kind.fields), mesh)
         loss_fn = make_loss(cfg, teacher[0] if teacher else None)
         self.shared = {TEACHER: teacher[1]} if teacher else {}
