@@ -4,13 +4,21 @@
 `tunix.load_pretrained(DIR_OR_RUN)` returns a model, which maps tokens [B, T] int32 to logits [B, T, V] float32.
 """
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from tunix.processes import exits
 
 if TYPE_CHECKING:
     from tunix.config import Config
     from tunix.inference.pretrained import Pretrained
     from tunix.trainer import Result
+
+if sys.argv[:1] == [
+    "-m"
+]:  # `python -m tunix.NAME` imports this package first: Ctrl-C may come while it imports the rest
+    exits.report_interrupts()
 
 # Imports stand inside the functions: jax takes seconds to import, and a typo in a config should not wait for it.
 

@@ -38,6 +38,7 @@ def main() -> int:
     # Imports and tracing make millions of objects that live on. At Python's own thresholds the garbage collector looks
     # at them again and again, a tenth of the time until the first step.
     gc.set_threshold(50_000, 50, 50)
+    exits.report_interrupts()
     name = sys.argv[1] if len(sys.argv) > 1 else ""
     if name in COMMANDS:
         del sys.argv[1]

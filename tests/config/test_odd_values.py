@@ -90,6 +90,16 @@ def test_ctrl_c_is_one_line(tmp_path):
     assert done.stderr == "interrupted\n"
 
 
+def test_ctrl_c_while_a_command_imports_is_one_line(tmp_path):
+    """A command imports for seconds: numpy, its first library, stands for all of them here."""
+    (tmp_path / "numpy.py").write_text("import os, signal, time; os.kill(os.getpid(), signal.SIGINT); time.sleep(60)")
+    (tmp_path / "hydra.py").write_text((tmp_path / "numpy.py").read_text())
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    words = [sys.executable, "-m", "tunix.generate", "checkpoint=x"]
+    done = subprocess.run(words, cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (-2, "interrupted\n")
+
+
 def test_a_resumed_run_that_lost_its_checkpoints_is_warned(tmp_path, caplog):
     job = SimpleNamespace(run_dir=tmp_path, config=SimpleNamespace(checkpoint=SimpleNamespace(save_every_steps=3)))
     _warn_of_lost_steps(job)  # no metrics yet

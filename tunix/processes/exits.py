@@ -36,25 +36,30 @@ def leave(code: int) -> NoReturn:
     sys.exit(code)
 
 
+def report_interrupts() -> None:
+    """Let Ctrl-C be one line, after which Python ends by the signal (130); everything else keeps its traceback."""
+
+    def report(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        if issubclass(kind, KeyboardInterrupt):
+            print("; ".join(["interrupted", *getattr(error, "__notes__", [])]), file=sys.stderr)
+        else:
+            sys.__excepthook__(kind, error, trace)
+
+    sys.excepthook = report
+
+
 def report_errors(work: Callable[[], int | None]) -> int:
     """Return the exit code of `work()`, 0 if it returns none; the message of an `Ending` goes to stderr.
 
     The work goes on, and keeps its exit code, when the reader of a pipe leaves early, as `head` does, when the output
     cannot be written, and when stdout or stderr is closed from the start.
     """
-
-    def report_interrupt(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-        # One line for Ctrl-C, after which Python ends by the signal (130); a traceback for everything else.
-        if issubclass(kind, KeyboardInterrupt):
-            print("; ".join(["interrupted", *getattr(error, "__notes__", [])]), file=sys.stderr)
-        else:
-            sys.__excepthook__(kind, error, trace)
-
     drop_unread_output()
     for name in ("COLUMNS", "LINES"):  # libraries take any text of digits for a number
         if not is_whole_number(os.environ.get(name, "0")):
             del os.environ[name]
-    sys.excepthook, sys.unraisablehook = report_interrupt, _send_again
+    report_interrupts()
+    sys.unraisablehook = _send_again
     try:
         try:
             os.getcwd()
