@@ -27,6 +27,7 @@ from typing import Any, TypeVar
 import jax
 
 from tunix.base.errors import UserError
+from tunix.base.files import is_whole_number
 from tunix.config import Serve
 from tunix.config.command_line import run_command
 from tunix.config.commands import is_loopback
@@ -223,7 +224,8 @@ class App:
         self.form = None if vision is None else PictureForm(vision.image_size, vision.tokens_per_image)
         self.max_length = min(model.cfg.context_length, self.limits.max_length or model.cfg.context_length)
         stop = tuple(find_stop_ids(model))
-        self.serving = Serving(model, stop, self.limits.max_rows, self.max_length, self.limits.max_waiting)
+        drawing = Sampling(0, stop=stop, cache_dtype=command.cache_dtype, guess=command.guess)
+        self.serving = Serving(model, drawing, self.limits.max_rows, self.max_length, self.limits.max_waiting)
         self.metrics, self.started, self.is_draining = Metrics(self.serving), int(time.time()), False
         self.key = None if self.limits.api_key is None else self.limits.api_key.get_secret_value().encode()
         routes = [
@@ -281,7 +283,7 @@ class App:
         limit = int(self.limits.max_body_mb * 1e6)
         too_large = ApiError(413, f"the body is larger than server.max_body_mb={self.limits.max_body_mb:g}")
         length = request.headers.get("content-length", "0")
-        if not length.isdigit() or int(length) > limit:
+        if not is_whole_number(length) or int(length) > limit:
             raise too_large
         parts, size = [], 0
         try:

@@ -153,6 +153,31 @@ def test_a_seeded_request_draws_the_tokens_of_generate_whatever_else_is_served(m
             assert log_prob == pytest.approx(own_log_prob, abs=1e-3)
 
 
+def test_guesses_change_no_answer_and_the_cache_may_have_8_bits(model, hf_dir, client):
+    """Each of four prompts, with other tokens after it; with a cache of 8 bits probabilities are near."""
+    expected = [ask(client, prompt, max_tokens=12, seed=3, temperature=0.7).choices[0].text for prompt in PROMPTS]
+    with serving(model, hf_dir, "server.max_rows=8", "guess=3") as (_, port):
+        guessing = openai.OpenAI(api_key=KEY, base_url=f"http://127.0.0.1:{port}/v1", max_retries=0, timeout=120)
+        assert [
+            ask(guessing, text, max_tokens=12, seed=3, temperature=0.7).choices[0].text for text in PROMPTS
+        ] == expected
+    with serving(model, hf_dir, "server.max_rows=8", "cache_dtype=int8") as (_, port):
+        rounding = openai.OpenAI(api_key=KEY, base_url=f"http://127.0.0.1:{port}/v1", max_retries=0, timeout=120)
+        found, usual = (
+            ask(each, "a few", max_tokens=1, temperature=0, logprobs=0).choices[0].logprobs.token_logprobs
+            for each in (rounding, client)
+        )
+    assert found == pytest.approx(usual, abs=0.05)
+
+
+@pytest.mark.parametrize("length", ["²".encode(), b"-1", b"1" * 5000, b"1e3"])
+def test_a_length_that_is_no_number_is_refused(served, length):
+    with socket.create_connection(("127.0.0.1", served[1]), timeout=60) as connection:
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEY}\r\n".encode()
+        connection.sendall(head + b"Content-Length: " + length + b"\r\n\r\n")
+        assert connection.recv(100).split()[1] in (b"400", b"413")
+
+
 def test_several_prompts_draw_as_a_file_of_prompts(model, client):
     ids = [model.tokenizer.encode(prompt).ids for prompt in PROMPTS]
     expected = [model.tokenizer.decode(each.text_tokens) for each in model.sample(ids, Sampling(6, stop=(2,)), seed=5)]

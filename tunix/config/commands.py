@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, SecretStr, model_validator
 from tunix.base.config_types import Count, CountOrZero, Flag, Positive, Section, Seed, Share, Temperature
 from tunix.base.dotted_path import entry_of
 from tunix.config.model import MeshShape
-from tunix.config.task import Decoding, RewardTerms
+from tunix.config.task import MAX_GUESS, Decoding, RewardTerms
 from tunix.data.files import Pixels
 from tunix.huggingface.table import FAMILIES, Family
 from tunix.rl.table import ENVIRONMENTS, REWARDS
@@ -244,6 +244,10 @@ class Serve(ReadModel):
     """Of requests that do not say: draw from the likeliest tokens that together have this probability."""
     min_p: Share | None
     """Of requests that do not say: draw from tokens with this share of the likeliest one's probability."""
+    cache_dtype: Literal["int8"] | None
+    """As `sampling.cache_dtype` of a run: int8 halves the cache of bfloat16 and rounds probabilities."""
+    guess: Annotated[int, Field(ge=0, le=MAX_GUESS)]
+    """As `sampling.guess` of a run: tokens that are guessed beside each that is drawn; the answers stay the same."""
     dtype: Literal["float32", "bfloat16"]
     """dtype of weights and products."""
     mesh_shape: MeshShape | None

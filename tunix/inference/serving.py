@@ -78,8 +78,9 @@ class _Held:
 class Serving:
     """A thread with the engine of a model, and the queue before it."""
 
-    def __init__(self, model: Pretrained, stop: tuple[int, ...], max_rows: int, max_length: int, max_waiting: int):
-        self.model, self.stop, self.max_length = model, stop, max_length
+    def __init__(self, model: Pretrained, drawing: Sampling, max_rows: int, max_length: int, max_waiting: int):
+        """`drawing` has what all requests share: tokens that end an answer, guesses, the dtype of the cache."""
+        self.model, self.drawing, self.max_length = model, drawing, max_length
         num_shards = model.sampler.programs.num_shards
         self.num_rows = max(1, max_rows // num_shards) * num_shards
         self.max_waiting = max_waiting
@@ -155,8 +156,7 @@ class Serving:
 
     def _make_engine(self) -> Engine:
         # The choices of rows are data; those of the engine say nothing.
-        sampling = Sampling(0, stop=self.stop)
-        engine = self.model.sampler.engine(self.weights, sampling, 0, self.max_length, self.num_rows)
+        engine = self.model.sampler.engine(self.weights, self.drawing, 0, self.max_length, self.num_rows)
         engine.chunk = CHUNK
         return engine
 
