@@ -39,7 +39,7 @@ def main() -> None:
             if [axis for axis in each.axes if sizes[axis] > 1] == ["ep"]:
                 count, num_bytes = bytes_of[name].get(each.kind, [0, 0])
                 bytes_of[name][each.kind] = [count + each.count, num_bytes + each.num_bytes]
-    kernels = Counter(re.findall(r'name = "(grouped_\w+)"', hlo))
+    kernels = Counter(re.findall(r'name = "((?:grouped|experts)_\w+)"', hlo))
     assert compiled.step_time is not None
     is_timed = not math.isnan(compiled.step_time.step_s)
     print(json.dumps({**bytes_of, "kernels": kernels, "is_timed": is_timed, "temporary": compiled.temporary_bytes}))
