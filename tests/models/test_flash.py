@@ -232,6 +232,7 @@ def test_blocks_fit_into_the_chip(chip, dim, installs_dir):
 def test_soft_caps_and_sinks_compile_for_a_gpu(chip, installs_dir):
     """With heads as wide as those of Gemma 2: the cap and the sums of a sink need more registers in each block."""
     assert compile_kernels(chip, "256-capped", installs_dir).split() == KERNEL_NAMES
+    assert compile_kernels(chip, "256-pictures", installs_dir).split() == KERNEL_NAMES
 
 
 @pytest.mark.nightly

@@ -1,6 +1,6 @@
 """Compile kernels for a chip that is not there: compile_kernels.py CHIP WHAT.
 
-WHAT is HEAD_DIM, HEAD_DIM-capped, experts-MODEL-PRODUCTS, rows, ulysses or ring. Prints the names of the attention kernels. Of a layer of experts, also on four devices that exchange rows, and of attention
+WHAT is HEAD_DIM, HEAD_DIM-capped, HEAD_DIM-pictures, experts-MODEL-PRODUCTS, rows, ulysses or ring. Prints the names of the attention kernels. Of a layer of experts, also on four devices that exchange rows, and of attention
 on two devices that share a sequence, it prints what the program has, as JSON.
 """
 
@@ -43,7 +43,10 @@ def compile_attention(mesh: Mesh, dim: int, options: dict[str, Any]) -> str:
     def gradients(q, k, v, segments, window):
         @jax.shard_map(in_specs=(SPLIT,) * 4 + (jax.P(),), out_specs=SPLIT)
         def on_each_device(q, k, v, segments, window):
-            out, pull_back = jax.vjp(lambda *qkv: flash(*qkv, row_mask_rule(segments, window), **options), q, k, v)
+            ends = segments if "reach" in options else None  # any numbers: nothing runs
+            out, pull_back = jax.vjp(
+                lambda *qkv: flash(*qkv, row_mask_rule(segments, window, ends), **options), q, k, v
+            )
             return pull_back(out)
 
         return on_each_device(q, k, v, segments, window)
@@ -113,7 +116,7 @@ def compile_exchange(mesh: Mesh, exchange: str) -> dict[str, list[str]]:
 chip, label = sys.argv[1:]
 cluster = read_topology(f"{chip}:{2 if label in CP_EXCHANGES else 1}")
 devices = describe_devices(cluster)
-dim, _, capped = label.partition("-")
+dim, _, kind = label.partition("-")
 axes = ("fsdp",) if dim.isdigit() else axis_names()
 sizes = [len(devices) if axis == ("fsdp" if dim.isdigit() else "cp") else 1 for axis in axes]
 mesh = jax.make_mesh(sizes, axes, axis_types=(AxisType.Explicit,) * len(axes), devices=devices)
@@ -123,5 +126,6 @@ with jax.set_mesh(mesh):
     elif label in CP_EXCHANGES:
         print(json.dumps(compile_exchange(mesh, label)))
     else:
-        text = compile_attention(mesh, int(dim), {"cap": 30.0, "with_sums": True} if capped else {})
+        options = {"": {}, "capped": {"cap": 30.0, "with_sums": True}, "pictures": {"reach": 255}}[kind]
+        text = compile_attention(mesh, int(dim), options)
         print(*sorted(set(re.findall(r'name = "(attention_\w+)"', text))))

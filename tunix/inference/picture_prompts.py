@@ -1,7 +1,7 @@
 """Prompts with pictures: files and texts -> tokens, and what the tower takes.
 
-In a text a picture is one token, `START`; a chat template writes it for a part {"type": "image"}. A text without it has
-its pictures before it. In the tokens it is what the model was trained with (`PictureForm`).
+In a text a picture is one token, `<start_of_image>`; a chat template writes it for a part {"type": "image"}. A text
+without it has its pictures before it. In the tokens it is what the model was trained with (`PictureForm`).
 """
 
 import base64
@@ -10,14 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from tokenizers import Tokenizer
 
 from tunix.base.errors import UserError
 from tunix.config import Model
-from tunix.data.chat import START
 from tunix.data.files import BadRow
-from tunix.data.pictures import SOFT, PictureForm, PictureReader, decode_picture, find_root, take_pictures
+from tunix.data.picture_slots import index_pictures
+from tunix.data.pictures import SOFT, PictureForm, PictureReader, find_root, take_pictures
 from tunix.models.vision import Pictures
 
 MAX_BYTES = 1 << 30  # of the files of one prompt
@@ -56,16 +55,8 @@ class PicturePrompts:
         Raises:
             UserError: the text has another number of pictures.
         """
-        ids = np.asarray(tokens)
-        places = self.form.find(ids, self.soft_id)
-        if len(places) != len(files):
-            raise UserError(f"the prompt has {len(files)} pictures, and its text has {START} {len(places)} times")
-        if not files:
-            return None
-        images = np.stack([decode_picture(base64.b64decode(data), self.form.image_size) for data in files])
-        index = np.full(len(ids), -1, np.int32)
-        index[ids == self.soft_id] = np.arange(len(files) * self.form.tokens_per_image)
-        return Pictures(images, index)
+        decoded = [base64.b64decode(data) for data in files]
+        return index_pictures(tokens, decoded, self.form, self.soft_id)
 
 
 def find_picture_prompts(model: Model, tokenizer: Tokenizer, max_pixels: int) -> PicturePrompts | None:
