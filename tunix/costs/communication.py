@@ -26,6 +26,7 @@ from tunix.config.layers import ExpertsMlp, HeadSizes
 from tunix.costs.devices import Group, predict_collective_s
 from tunix.models.context_parallel import count_repeats
 from tunix.models.expert_parallel import count_rows
+from tunix.models.layer_scan import sums_in_layers
 from tunix.models.layers import parameter_name
 from tunix.models.remat import Remat, product_name
 from tunix.models.table import CP_EXCHANGES, EXPERT_EXCHANGES
@@ -100,7 +101,7 @@ def _list_weight_transfers(program: Program) -> Iterator[Transfer]:
     mesh, pipeline, sync_every = program.mesh, program.choices.pipeline, program.choices.sync_every
     in_blocks = layout.gathers_in_blocks(sync_every)
     reductions = 1 if pipeline.num_stages > 1 else program.batch.num_microbatches // sync_every
-    ahead = program.choices.prefetch
+    ahead, has_replicas = program.choices.prefetch, layout.has_replicas(mesh.shape)
     gathers_of_block = (2 + pipeline.recompute_runs) * pipeline.num_passes
     is_trained = jax.tree.leaves(program.arch.is_trained)
     for weight, trained in zip(jax.tree.leaves(program.arch.weights), is_trained, strict=True):
@@ -127,6 +128,13 @@ def _list_weight_transfers(program: Program) -> Iterator[Transfer]:
             yield Transfer("reduce-scatter", gathered_over, size, count=count)
             size //= count_devices(mesh.shape, gathered_over)
             summed_over = tuple(axis for axis in summed_over if axis not in gathered_over)
+        if ahead and equation.is_stacked and has_replicas:
+            # Over replicas one iteration later; of several microbatches in the last one, if layers add to the sums.
+            once = sums_in_layers(program.cfg.model, layout, program.choices.remat)
+            passes, iterations = (1, 1) if once else (pipeline.num_passes, pipeline.num_iterations)
+            later = round(passes * blocks) + 2 * iterations
+            yield Transfer("all-reduce", summed_over, size // count * later, count=later)
+            continue
         # Compiled programs sum over dp at the end of the backward pass, where nothing is left to do meanwhile.
         yield Transfer("all-reduce", summed_over, size, overlaps=0.0, count=count)
 

@@ -17,7 +17,7 @@ unchanged. Such an array is a *slot*. It has the shape of the sums, nobody reads
 (models whose stacks take turns), hands the slot on to the next.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -58,8 +58,12 @@ def make_slots(sums: Any) -> Any:
 class GradientSums:
     """Slots of stacked parameters, [L, ...] float32 in lists by the name of a stack; None where one is frozen."""
 
-    def __init__(self, slots: dict[str, list[jax.Array | None]]):
-        self.slots = slots
+    def __init__(self, slots: dict[str, list[jax.Array | None]], is_last: bool = False):
+        """With `is_last` the sums are complete when a layer has added to them, and it sums them over replicas.
+
+        It does so in the memory of the parts, so their type still says that each device has a part (`as_summed`).
+        """
+        self.slots, self.is_last = slots, is_last
         self.missed = False  # whether some layers left their gradients to autodiff
         self._trace = get_opaque_trace_state()
 
@@ -161,37 +165,76 @@ class Places:
         if self.sums is not None:
             self.sums.slots = self.sums.slots | slots
 
-    def add(self, sums: Any, gradients: Sequence[jax.Array | None], number: jax.Array | int) -> Any:
-        """Return sums [L, ...] of stacks with the gradients [...] of layer `number` of the scan added in place."""
+    def add(
+        self,
+        sums: Any,
+        gradients: Sequence[jax.Array | None],
+        number: jax.Array | int,
+        over_replicas: "SumOverReplicas | None" = None,
+    ) -> Any:
+        """Return sums [L, ...] of stacks with the gradients [...] of layer `number` of the scan added in place.
+
+        `over_replicas` says how replicas sum the result, where these gradients are the last ones.
+        """
         sums = {name: list(each) for name, each in sums.items()}
+        if self.sums is None or not self.sums.is_last:
+            over_replicas = None
         for (stack, index, place), gradient in zip(self.parts, gradients, strict=True):
             if (total := sums[stack][index]) is not None and gradient is not None:
-                sums[stack][index] = add_in_place(total, gradient, place.first + place.step * number)
+                sums[stack][index] = add_in_place(total, gradient, place.first + place.step * number, over_replicas)
         return sums
 
 
-def add_in_place(total: jax.Array, gradient: jax.Array, index: jax.Array | int) -> jax.Array:
+class SumOverReplicas(NamedTuple):
+    """How devices sum a layer of which each has a part, when it has got all of its gradients."""
+
+    dtype: str
+    is_due: jax.Array | bool  # false where only zeros are added: a layer that is summed twice would be too large
+
+
+def add_in_place(
+    total: jax.Array, gradient: jax.Array, index: jax.Array | int, over_replicas: SumOverReplicas | None = None
+) -> jax.Array:
     """Return [L, ...] with a gradient [...] added to the layer `index`, in the dtype of the sums."""
+    spec = jax.typeof(total).sharding.spec
+    axes = tuple(sorted(spec.unreduced))
+    of_layer = PartitionSpec(*spec.partitions[1:], unreduced=spec.unreduced)
+    gradient = bring_to(gradient, of_layer)
 
     # XLA reads, adds and writes in one kernel where both places are the same scalar of its loop: no check for negative
     # indices, and no array of numbers that is looked up.
-    def add(total: jax.Array, gradient: jax.Array, index: jax.Array | int) -> jax.Array:
-        where = (index, *[0] * gradient.ndim)
+    def add(total: jax.Array, gradient: jax.Array, index: jax.Array, is_due: jax.Array) -> jax.Array:
+        where = [index, *[jnp.zeros_like(index)] * gradient.ndim]
         local = jax.lax.dynamic_slice(total, where, (1, *gradient.shape), allow_negative_indices=False)
         added = local + gradient[None].astype(total.dtype)
+        if over_replicas is not None and axes:
+            summed = jax.lax.psum(added.astype(over_replicas.dtype), axes).astype(total.dtype)
+            added = jnp.where(is_due, summed, local)
         return jax.lax.dynamic_update_slice(total, added, where, allow_negative_indices=False)
 
-    specs = [jax.typeof(each).sharding.spec for each in (total, gradient)]
     # jax 0.10.2 has no slices of arrays that are still to be summed over devices. Each device adds to its own part in a
     # `shard_map` that does not ask for types. Where these axes have one device, nothing is left to be summed.
+    scalars = jnp.asarray(index), jnp.asarray(True if over_replicas is None else over_replicas.is_due)
+    if _are_single(axes):
+        plain = PartitionSpec(*spec.partitions)
+        of_layer = PartitionSpec(*plain[1:])
+        return bring_to(add(bring_to(total, plain), bring_to(gradient, of_layer), *scalars), spec)
+    specs_in = spec, of_layer, PartitionSpec(), PartitionSpec()
+    return jax.shard_map(add, in_specs=specs_in, out_specs=spec, check_vma=False)(total, gradient, *scalars)
+
+
+def as_summed(total: jax.Array) -> jax.Array:
+    """Return an array that devices have summed in the memory of their parts with the type of the sum."""
+    spec = jax.typeof(total).sharding.spec
+    summed = PartitionSpec(*spec.partitions)
+    if _are_single(spec.unreduced):
+        return bring_to(total, summed)
+    return jax.shard_map(lambda x: x, in_specs=spec, out_specs=summed, check_vma=False)(total)
+
+
+def _are_single(axes: Iterable[str]) -> bool:
     sizes = get_abstract_mesh().shape
-    if all(sizes[axis] == 1 for axis in specs[0].unreduced):
-        total, gradient = (
-            bring_to(each, PartitionSpec(*spec.partitions)) for each, spec in zip((total, gradient), specs, strict=True)
-        )
-        return bring_to(add(total, gradient, index), specs[0])
-    specs_in = *specs, PartitionSpec()
-    return jax.shard_map(add, in_specs=specs_in, out_specs=specs[0], check_vma=False)(total, gradient, index)
+    return all(sizes[axis] == 1 for axis in axes)
 
 
 class Passes:

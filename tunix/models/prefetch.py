@@ -24,9 +24,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec, reshard
+from jax.sharding import PartitionSpec, get_abstract_mesh, reshard
 
-from tunix.models.layer_scan import Block, GradientSums, Passes, Place, Places, Saved, Weights
+from tunix.models.layer_scan import Block, GradientSums, Passes, Place, Places, Saved, SumOverReplicas, Weights
 from tunix.sharding.layout import Layout
 
 
@@ -88,36 +88,60 @@ class PrefetchPasses(Passes):
         weights, params, has_sums = self.weights, saved.params, bool(sums)
         count = weights.count(params)
 
-        def write_sums(sums, open_sums, number):
-            """Sum the gradients of a layer over devices, and put them at its place."""
-            layer_sums = weights.sum_over_devices(open_sums, params)
+        def write_sums(sums, parts, number, is_due=True):
+            """Sum the gradients of a layer over replicas, and put them at its place.
+
+            Sums of several microbatches are parts of replicas too; the last microbatch sums both at once.
+            """
             if has_sums:
-                return self.places.add(sums, layer_sums, number)
+                return self.places.add(sums, parts, number, SumOverReplicas(weights.layout.reduce, is_due))
+            summed = weights.sum_parts(parts, params)
+            layer_sums = [
+                None if each is None else each.astype(p.dtype) for each, p in zip(summed, params, strict=True)
+            ]
             update = partial(jax.lax.dynamic_update_index_in_dim, index=number, axis=weights.dim)
             return jax.tree.map(update, sums, layer_sums)
 
-        # Layer n. What it computes with was gathered in the iteration before, and what it leaves is summed in the next.
+        # Layer n. What it computes with was gathered in the iteration before, and what it leaves is summed in the next
+        # ones: inside of a replica, and one later over replicas. So no sum waits for something of its iteration.
         #
-        #     carry         gathered weights of n     open sums: each device's part of the gradients of n + 1
-        #                       |                         |
-        #     iteration     backward pass of n        sum them over devices, put them at n + 1       gather n - 1
-        #                       |                                                                       |
-        #     carry         open sums of n                                                           weights of n - 1
+        #     carry         gathered weights of n     open sums: each        parts: shards of
+        #                       |                     device's own of n + 1  a replica, of n + 2
+        #     iteration     backward pass of n        reduce-scatter         all-reduce, put at n + 2     gather n - 1
+        #                       |                         |                                                  |
+        #     carry         open sums of n            parts of n + 1                               weights of n - 1
+        #
+        # Without replicas the result of the reduce-scatter is put at n + 1 at once.
+        has_replicas = weights.layout.has_replicas(get_abstract_mesh().shape)
+        delay = 2 if has_replicas else 1
+
         def body(carry, each):
-            d_x, gathered, open_sums, sums = carry
+            d_x, gathered, open_sums, parts, sums = carry
             number, layer, vjp, d_results = each
             next_weights = weights.gather(params, jnp.maximum(number - 1, 0))
-            # In the first iteration these are zeros: the next one overwrites them, and sums do not change by them.
-            sums = write_sums(sums, open_sums, jnp.minimum(number + 1, count - 1))
+            scattered = weights.scatter_over_devices(open_sums, params)
+            # In the first iterations these are zeros: the next ones overwrite them, and sums do not change by them.
+            done = parts if has_replicas else scattered
+            sums = write_sums(sums, done, jnp.minimum(number + delay, count - 1), number + delay < count)
             open_sums, d_x = saved.go_back(vjp, gathered, layer, d_x, d_results)
-            return (d_x, next_weights, open_sums, sums), None
+            return (d_x, next_weights, open_sums, scattered if has_replicas else None, sums), None
 
         gradients = sums if has_sums else saved.mask_frozen(jax.tree.map(jnp.zeros_like, params))
-        first = d_x, saved.last, saved.mask_frozen(weights.zero_parts(saved.last)), gradients
+        nothing = saved.mask_frozen(weights.zero_parts(saved.last))
+        parts = saved.mask_frozen(weights.zero_shards(params)) if has_replicas else None
         each = jnp.arange(count), saved.layers, saved.vjps, d_results
-        carry, _ = jax.lax.scan(body, first, each, reverse=True, unroll=self.UNROLL)
-        d_x, _, open_sums, gradients = carry
-        gradients = write_sums(gradients, open_sums, 0)
+        # In an iteration of two layers the second sum over replicas would wait for the first layer's reduce-scatter.
+        carry, _ = jax.lax.scan(
+            body,
+            (d_x, saved.last, nothing, parts, gradients),
+            each,
+            reverse=True,
+            unroll=1 if has_replicas else self.UNROLL,
+        )
+        d_x, _, open_sums, parts, gradients = carry
+        if has_replicas:
+            gradients = write_sums(gradients, parts, min(1, count - 1), count > 1)
+        gradients = write_sums(gradients, weights.scatter_over_devices(open_sums, params), 0)
         return ([None] * len(params), d_x, gradients) if has_sums else (gradients, d_x, sums)
 
 
@@ -144,16 +168,39 @@ class GatheredWeights(Weights):
             zeros.append(reshard(jnp.zeros(weight.shape, weight.dtype), spec))
         return zeros
 
-    def sum_over_devices(self, gradients: list[jax.Array | None], params: list[jax.Array]) -> list[jax.Array | None]:
-        """Return the gradients of one layer, in the shapes of its weights, as `Layout.gather` would; None stays."""
-        rests = [PartitionSpec(*jax.typeof(p).sharding.spec.partitions[self.dim + 1 :]) for p in params]
-        dtypes = [param.dtype for param in params]
+    def zero_shards(self, params: list[jax.Array]) -> list[jax.Array]:
+        """Return zeros like the results of `scatter_over_devices`."""
+        zeros = []
+        for param, equation in zip(params, self.equations, strict=True):
+            spec = self.layout.scattered(equation)
+            if self.stages:
+                spec = PartitionSpec(self.stages, *spec.partitions, unreduced=spec.unreduced)
+            shape = tuple(size for dim, size in enumerate(param.shape) if dim != self.dim)
+            zeros.append(reshard(jnp.zeros(shape, self.layout.reduce), spec))
+        return zeros
 
-        def sum_all(gradients):
-            return [
-                None if gradient is None else self.layout.sum_gradient(gradient, spec).astype(dtype)
-                for gradient, spec, dtype in zip(gradients, rests, dtypes, strict=True)
-            ]
+    def scatter_over_devices(
+        self, gradients: list[jax.Array | None], params: list[jax.Array]
+    ) -> list[jax.Array | None]:
+        """Return the gradients of one layer as parts of sums over replicas (`Layout.scatter_gradient`); None stays."""
+        return self._map(self.layout.scatter_gradient, gradients, params)
+
+    def sum_parts(self, parts: list[jax.Array | None], params: list[jax.Array]) -> list[jax.Array | None]:
+        """Return the gradients of one layer, in the shapes of its weights, as `Layout.gather` would; None stays."""
+        return self._map(reshard, parts, params)
+
+    def _map(
+        self,
+        function: Callable[[jax.Array, PartitionSpec], jax.Array],
+        arrays: list[jax.Array | None],
+        params: list[jax.Array],
+    ) -> list[jax.Array | None]:
+        """Return a function of each gradient of one layer and of the place where its weight rests."""
+        rests = [PartitionSpec(*jax.typeof(p).sharding.spec.partitions[self.dim + 1 :]) for p in params]
+
+        def map_all(arrays):
+            pairs = zip(arrays, rests, strict=True)
+            return [None if array is None else function(array, spec) for array, spec in pairs]
 
         with jax.named_scope("reduce"):
-            return self.on_each_stage(sum_all)(gradients)
+            return self.on_each_stage(map_all)(arrays)

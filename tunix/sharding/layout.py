@@ -1,5 +1,6 @@
 """Layouts: how weights, activations and gradients are split at rest and in use, and the ways between."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -175,6 +176,16 @@ class Layout:
         """Return where the gradient of a gathered weight lives before it is summed over devices."""
         return _make_spec(self._axes_in_use(equation), unreduced=set(self.gradient_axes(equation)))
 
+    def scattered(self, equation: Equation) -> PartitionSpec:
+        """Return where the gradient of a gathered weight lives when it is summed inside of a replica alone."""
+        stored = self.stored(equation)
+        return PartitionSpec(*stored, unreduced=set(self.gradient_axes(equation)) - _list_axes(stored))
+
+    def has_replicas(self, sizes: Mapping[str, int]) -> bool:
+        """Return whether gradients are sums over axes of this mesh that keep no weights."""
+        keeping = {axis for dim in DIMS.values() if dim.is_gathered for axis in dim.weight_axes}
+        return any(sizes[axis] > 1 for axis in set(self.batch_axes) - keeping)
+
     def activation(self, dim_names: str) -> PartitionSpec:
         """Return where an activation of these dimensions lives."""
         return _make_spec([self._activation_axes(dim_name) for dim_name in dim_names])
@@ -283,12 +294,17 @@ class Layout:
 
         It is summed first over the axes that split `spec`, so that over the others only a shard of it travels.
         """
+        return reshard(self.scatter_gradient(gradient, spec), spec)
+
+    def scatter_gradient(self, gradient: jax.Array, spec: PartitionSpec) -> jax.Array:
+        """Return a gradient in `reduce` dtype, summed over the axes that split `spec`, and a part of a sum over others.
+
+        Where these others are all axes that it is a sum over, it stays as it lies.
+        """
         gradient = gradient.astype(self.reduce)
         local_parts = jax.typeof(gradient).sharding.spec.unreduced  # axes along which each device has a part of the sum
-        others = local_parts - {axis for axes in spec for axis in ((axes,) if isinstance(axes, str) else axes or ())}
-        if others and others != local_parts:
-            gradient = reshard(gradient, PartitionSpec(*spec, unreduced=others))
-        return reshard(gradient, spec)
+        others = local_parts - _list_axes(spec)
+        return gradient if others == local_parts else reshard(gradient, PartitionSpec(*spec, unreduced=others))
 
     def split_stream(self, x: jax.Array) -> jax.Array:
         """Return [B, T, ...] as the residual stream has it, [B, t, ...]: each device keeps its own tokens."""
@@ -357,6 +373,11 @@ class Layout:
 def _make_spec(axes: list[tuple[str, ...]], **types: set[str]) -> PartitionSpec:
     """Return the PartitionSpec of the axes of each dimension; `types` are `reduced` or `unreduced` axes."""
     return PartitionSpec(*(each if len(each) > 1 else each[0] if each else None for each in axes), **types)
+
+
+def _list_axes(spec: PartitionSpec) -> set[str]:
+    """Return the axes that split an array."""
+    return {axis for axes in spec.partitions for axis in ((axes,) if isinstance(axes, str) else axes or ())}
 
 
 def _sort_axes(axes: set[str]) -> tuple[str, ...]:

@@ -261,18 +261,25 @@ def _choose_sync(training: Training, sizes: Mapping[str, int], pipeline: Pipelin
 
 # By platform; a platform that is not named has none, and `auto` takes `none` there.
 OPTIONS: dict[str, Options] = {
-    # Collectives that XLA's scheduler lets run at the same time. With 1, its own choice, a gather waits for the sum
-    # before it, and begins only when its result is already needed.
-    "gpu": {"xla_gpu_experimental_parallel_collective_overlap_limit": 8},
+    "gpu": {
+        # Collectives that XLA's scheduler lets run at the same time. With 1, its own choice, a gather waits for the sum
+        # before it, and begins only when its result is already needed.
+        "xla_gpu_experimental_parallel_collective_overlap_limit": 8,
+        # The scheduler itself: by itself XLA takes it for Hopper and Blackwell alone, and elsewhere waits for each
+        # transfer where it starts.
+        "xla_gpu_enable_latency_hiding_scheduler": True,
+    },
 }
-
-
 # The same where two parts of a microbatch take turns.
 OPTIONS_OF_PARTS: dict[str, Options] = {
     # XLA joins gathers of up to so many bytes. It would join what the routers of both parts say: the first part would
     # wait for the second one.
     "gpu": {"xla_gpu_all_gather_combine_threshold_bytes": 1000},
 }
+
+# The same where layers that gather ahead have replicas: an iteration has gathers, sums inside of a replica and sums
+# over replicas, some twenty in all. With 8 the gathers that are needed last keep the sums over replicas waiting.
+OPTIONS_OF_REPLICAS: dict[str, Options] = {"gpu": {"xla_gpu_experimental_parallel_collective_overlap_limit": 64}}
 
 
 def _choose_overlap(
@@ -285,6 +292,8 @@ def _choose_overlap(
     """
     name, options = cfg.training.overlap, OPTIONS.get(platform or "", {})
     lacks = _find_obstacle(cfg, layout, sync_every)
+    if lacks is None and name in ("auto", "prefetch") and layout.has_replicas(sizes):
+        options = options | OPTIONS_OF_REPLICAS.get(platform or "", {})
     if name == "prefetch" and lacks:
         raise UserError(f"training.overlap=prefetch: {lacks}; training.overlap=auto takes what fits")
     if name != "auto":

@@ -284,7 +284,7 @@ class Program:
         """Return what computes the gradients of a step: one microbatch after another, or one stream through stages."""
         pipeline, sync_every = self.choices.pipeline, self.choices.sync_every
         if pipeline.num_stages == 1:
-            return make_gradients(self.arch, self.loss_fn, sync_every)
+            return make_gradients(self.arch, self.loss_fn, sync_every, self.choices.prefetch)
         return make_pipelined_gradients(self.arch, self.loss_fn, sync_every, pipeline.num_chunks)
 
     def step(self, spans: Spans) -> Callable[[State, dict[str, Any]], tuple[State, dict]]:

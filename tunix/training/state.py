@@ -22,7 +22,7 @@ from tunix.models.layers import Initializer, parameter_name
 from tunix.models.low_rank import start_updates
 from tunix.models.remat import KEEP_ALL, Remat
 from tunix.models.transformer import Transformer
-from tunix.sharding.arrays import to_host_memory
+from tunix.sharding.arrays import bring_to, to_host_memory
 from tunix.sharding.equations import Equation
 from tunix.sharding.layout import Layout
 from tunix.sharding.table import EXPERTS
@@ -116,8 +116,11 @@ def keep_trained(tree: Any, is_trained: Any) -> Any:
 
 
 def add_gradients(total: Any, more: Any) -> Any:
-    """Return the sum of two trees of gradients, each in the dtype of the first: float32, also of 16-bit gradients."""
-    return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, more)
+    """Return the sum of two trees of gradients, each in the dtype of the first: float32, also of 16-bit gradients.
+
+    Gradients that are sums over devices may be added to arrays of which each device has a part.
+    """
+    return jax.tree.map(lambda a, b: a + bring_to(b.astype(a.dtype), jax.typeof(a).sharding.spec), total, more)
 
 
 def count(weights: dict[str, Any], active: bool = False) -> int:

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import PartitionSpec, auto_axes, reshard
+from jax.sharding import PartitionSpec, auto_axes, get_abstract_mesh, reshard
 
 from tunix.data.batches import Batch, split_shared
-from tunix.models.layer_scan import GradientSums, Static, make_slots
+from tunix.models.layer_scan import GradientSums, as_summed, make_slots
 from tunix.models.layers import named
 from tunix.sharding.arrays import to_device_memory, to_host_memory
 from tunix.sharding.equations import Equation
@@ -160,7 +160,7 @@ def make_train_step(
 # (`reduced`, `unreduced`) make a forgotten sum an error while tracing.
 
 
-def make_gradients(arch: Architecture, loss_fn: LossFn, sync_every: int) -> Gradients:
+def make_gradients(arch: Architecture, loss_fn: LossFn, sync_every: int, prefetch: bool = False) -> Gradients:
     """Return a function (params, batch [A, B, T], seeds [A]) -> (gradients, weight, sums), summed over microbatches.
 
     Gradients are float32 and summed over devices too; weight and sums are those of `Loss`. The dropout of a microbatch
@@ -175,9 +175,11 @@ def make_gradients(arch: Architecture, loss_fn: LossFn, sync_every: int) -> Grad
     in_blocks = layout.gathers_in_blocks(sync_every)
 
     def spec(weight: Weight, *, local_part: bool) -> PartitionSpec:
-        if local_part:  # as large as the weight in use, and of a type that cannot be taken for the sum
+        if not local_part:
+            return layout.stored(weight.equation)
+        if not in_blocks:  # as large as the weight in use, and of a type that cannot be taken for the sum
             return layout.unreduced(weight.equation)
-        return layout.stored(weight.equation)
+        return layout.scattered(weight.equation) if weight.equation.is_stacked else layout.stored(weight.equation)
 
     def zeros(*, local_part: bool):
         def of_weight(weight: Weight) -> jax.Array:
@@ -203,29 +205,44 @@ def make_gradients(arch: Architecture, loss_fn: LossFn, sync_every: int) -> Grad
         # Of one microbatch with sums that rest as weights do, the gradients of autodiff are the sums.
         names = () if in_blocks and len(seeds) == 1 else tuple(arch.model.stacks)
 
-        def objective(trained, slots, fields, seed):
+        def objective(trained, slots, fields, seed, is_last):
             model = arch.module(arch.merge(trained, weights))
-            model.gradient_sums = GradientSums(slots)
+            model.gradient_sums = GradientSums(slots, is_last)
             loss = loss_fn(model, fields | shared, seed)
             sums = model.gradient_sums
-            return (loss.objective, sums.slots), (loss.weight, loss.sums, Static(sums.missed))
+            missed.append(sums.missed)
+            return (loss.objective, sums.slots), (loss.weight, loss.sums)
 
-        def microbatch(total, inputs):
+        missed: list[bool] = []  # whether layers left gradients to autodiff, for each trace
+
+        def microbatch(total, inputs, is_last=False):
             # Layers add to the sums of stacks (models/layer_scan.py). Other gradients are added here, and so are those
             # of layers that are run in a way of their own.
             stacks = {name: jax.tree.flatten(total[name], is_leaf=lambda leaf: leaf is None) for name in names}
             sums = {name: leaves for name, (leaves, _) in stacks.items()}
-            rows = partial(objective, fields=inputs[0], seed=inputs[1])
-            (value, _), vjp, (*reported, missed) = jax.vjp(rows, trained, make_slots(sums), has_aux=True)
+            rows = partial(objective, fields=inputs[0], seed=inputs[1], is_last=is_last)
+            (value, _), vjp, reported = jax.vjp(rows, trained, make_slots(sums), has_aux=True)
             grads, sums = vjp((jnp.ones_like(value), sums))
             total = total | {name: jax.tree.unflatten(tree, sums[name]) for name, (_, tree) in stacks.items()}
-            added = [name for name in total if missed.value or name not in names]
-            return total | {name: add_gradients(total[name], grads[name]) for name in added}, tuple(reported)
+            added = [name for name in total if missed[-1] or name not in names]
+            return total | {name: add_gradients(total[name], grads[name]) for name in added}, reported
+
+        def in_replicas(inputs):
+            """Return gradients of several microbatches, which replicas sum in the last one."""
+            first, last = (jax.tree.map(lambda x, part=part: x[part], inputs) for part in (slice(-1), -1))
+            total, reported = jax.lax.scan(microbatch, zeros(local_part=True), first)
+            are_summed = not missed[-1]
+            total, newest = microbatch(total, last, is_last=are_summed)
+            reported = jax.tree.map(lambda x, y: jnp.concatenate([x, y[None]]), reported, newest)
+            return jax.tree.map(as_summed, total) if are_summed else sum_over_devices(total), reported
 
         def group(total, inputs):
             part, reported = jax.lax.scan(microbatch, zeros(local_part=True), inputs)
             return add_gradients(total, sum_over_devices(part)), add_up(reported)
 
+        if in_blocks and names and prefetch and layout.has_replicas(get_abstract_mesh().shape):
+            grads, reported = in_replicas((fields, seeds))
+            return grads, *add_up(reported)
         if in_blocks:
             grads, reported = jax.lax.scan(microbatch, zeros(local_part=False), (fields, seeds))
             return grads, *add_up(reported)
