@@ -24,11 +24,13 @@ from safetensors.numpy import load_file
 
 from tunix.base.errors import UserError
 from tunix.base.text import print_table
+from tunix.config.layers import ExpertsMlp
 from tunix.huggingface.weights import save_weights
 from tunix.inference.pretrained import Pretrained, load_pretrained
 from tunix.inference.sampling import Sampling
 from tunix.processes import exits
 from tunix.training.loss import next_token_loss
+from tunix.training.state import describe
 
 VARIABLE = "TRANSFORMERS_PYTHON"
 MESHES = {"one device": ((1,), ("tp",)), "fsdp=2 tp=2": ((2, 2), ("fsdp", "tp"))}
@@ -91,13 +93,22 @@ def _compare_gradients(model: Pretrained, folder: Path, tokens: np.ndarray, labe
     }  # fmt: skip
     batch["loss_mask"][:, -1] = 0
     loss = partial(next_token_loss, chunk_size=tokens.shape[1], z_loss=0.0)
+    cfg, mlp = model.cfg, model.cfg.mlp
+    if isinstance(mlp, ExpertsMlp):  # routers' penalties are no part of transformers' cross entropy
+        cfg = cfg.model_copy(update={"mlp": mlp.model_copy(update={"balance_loss": 0.0, "z_loss": 0.0})})
+    arch = describe(cfg, model.layout)
     with jax.set_mesh(model.mesh), tempfile.TemporaryDirectory() as written:
         rows = {name: model.rows(leaf) for name, leaf in batch.items()}
-        gradient = jax.jit(jax.grad(lambda params: loss(model.arch.module(params), rows).objective))(model.params)
+        gradient = jax.jit(jax.grad(lambda params: loss(arch.module(params), rows).objective))(model.params)
         save_weights(Path(written), gradient, model.cfg, model.arch.weights, "float32", shard_gb=5)
         ours, theirs = load_file(Path(written) / WEIGHTS), load_file(folder / "gradients" / WEIGHTS)
     # A number that no gradient reaches (a router's bias, a constant of a layer) is not compared.
-    distances = {name: _distance(ours[name], value) for name, value in theirs.items() if name in ours and value.any()}
+    # Gradients are sums over tokens, of any size: a difference is a share of the tensor's largest number above 1.
+    distances = {
+        name: _distance(ours[name], value) / max(1.0, float(np.abs(value).max()))
+        for name, value in theirs.items()
+        if name in ours and value.any()
+    }
     wrong = {name: distance for name, distance in distances.items() if distance > tolerance}
     worst = sorted(wrong, key=lambda name: -wrong[name])
     return Check(f"gradients, {label}", max(distances.values(), default=float("inf")), ", ".join(worst[:3]))
