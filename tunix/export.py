@@ -273,7 +273,7 @@ def _write_adapter(model: Pretrained, folder: Path, dtype: str, shard_gb: float)
 
 def _find_dtype(files: Path | None) -> str:
     """Return the dtype of the Hugging Face files from which the model was trained; float32 if there are none."""
-    if files is None or not (files / "config.json").is_file():
+    if files is None:
         return "float32"
     config = read_json(files / "config.json")
     config |= config.get("text_config", {})

@@ -274,6 +274,16 @@ def test_a_new_model_keeps_the_tokenizer_and_template_that_it_learnt_with(hf_dir
 
 
 @pytest.mark.nightly
+def test_an_adapter_of_a_run_that_began_with_a_run(corpus, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = [*RUN, "data=text", f"data.paths=[{corpus}]", "training.max_steps=1", "evaluation.every_steps=null"]
+    tunix.train([*words, "hydra.run.dir=first"])
+    tunix.train([*words, "model=pretrained", "model.init_from=first", "model.lora.rank=2", "hydra.run.dir=second"])
+    export(read_settings(Export, ["checkpoint=second", "output=out"]))
+    assert Path("out/adapter_config.json").is_file()
+
+
+@pytest.mark.nightly
 def test_a_model_that_its_family_cannot_say_is_not_written(corpus, tmp_path, monkeypatch, caplog):
     monkeypatch.chdir(tmp_path)
     words = [*RUN, "data=text", f"data.paths=[{corpus}]", "model.mlp=gated_silu", "training.max_steps=1"]

@@ -191,7 +191,8 @@ def load_pretrained(
         params, tokenizer = load_params(str(source), cfg, arch, layout, mesh, weights)
     files = folder / FILES if run else folder
     tokenizer_files = folder / TOKENIZER if run else folder
-    return Pretrained(cfg, mesh, layout, arch, params, files if files.is_dir() else None, tokenizer, tokenizer_files)
+    has_files = (files / "config.json").is_file()  # not in a run that went on from one without them
+    return Pretrained(cfg, mesh, layout, arch, params, files if has_files else None, tokenizer, tokenizer_files)
 
 
 def load_language_model(source: str | Path, *arguments: Any, **named_arguments: Any) -> Pretrained:
