@@ -18,7 +18,7 @@ OPTIONAL = {
     "datasets": "hf", "sentencepiece": "hf", "pyarrow": "hf", "qwix": "quantize", "math_verify": "math",
     "wandb": "wandb", "mlflow": "mlflow", "fsspec": "buckets", "s3fs": "buckets", "gcsfs": "buckets",
     "aiohttp": "buckets", "lm_eval": "lm_eval", "reasoning_gym": "reasoning", "ray": "ray",
-    "starlette": "serve", "uvicorn": "serve", "prometheus_client": "serve",
+    "gguf": "gguf", "starlette": "serve", "uvicorn": "serve", "prometheus_client": "serve",
 }  # fmt: skip
 NOT_IMPORTED = {
     "cuda12",

@@ -29,12 +29,17 @@ from tunix.huggingface.weights import save_weights
 from tunix.inference.pretrained import Pretrained, load_pretrained
 from tunix.inference.sampling import Sampling
 from tunix.processes import exits
+from tunix.sharding.table import MESH
 from tunix.training.loss import next_token_loss
 from tunix.training.state import describe
 
 VARIABLE = "TRANSFORMERS_PYTHON"
-MESHES = {"one device": ((1,), ("tp",)), "fsdp=2 tp=2": ((2, 2), ("fsdp", "tp"))}
-NUM_DEVICES = 4
+AXES = tuple(axis.name for axis in MESH if axis.suggested)
+NUM_DEVICES = 2 ** len(AXES)
+MESHES = {
+    "one device": ((1,), AXES[-1:]),
+    " ".join(f"{name}=2" for name in AXES): ((2,) * len(AXES), AXES),
+}
 EXPECTED = "expected.safetensors"
 WEIGHTS = "model.safetensors"
 

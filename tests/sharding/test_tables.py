@@ -1,6 +1,7 @@
 """The tables of dimensions and mesh axes: names of axes stand there alone, and a new axis is one row there."""
 
 import ast
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -81,3 +82,8 @@ def test_an_axis_that_splits_tokens_is_refused_where_it_does_not_divide_them(mon
     monkeypatch.setitem(DIMS, "T", replace(DIMS["T"], activation="xp"))
     with pytest.raises(UserError, match="training.seq_len=32 is not divisible by mesh axis xp=3"):
         check_divides({"T": 32}, dict.fromkeys(axis_names(), 1) | {"xp": 3})
+
+
+def test_a_letter_stands_for_one_dimension():
+    letters = re.findall(r'^ +Dim\("(\w)"', TABLES.read_text(), re.MULTILINE)
+    assert len(letters) == len(set(letters)) == len(DIMS)

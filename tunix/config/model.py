@@ -193,7 +193,7 @@ class Model(Section):
             # One projection makes keys and values of a latent. RoPE's part of the keys is apart: all heads share it.
             dims |= {"R": self.num_rotated, "O": self.head_dim - self.num_rotated + self.latent.value_dim}
         if self.labels is not None:
-            dims["y"] = len(self.labels)
+            dims["v"] = len(self.labels)
         if self.layer_inputs is not None:
             dims["l"] = self.num_layers
         if self.vision is not None:

@@ -327,7 +327,7 @@ def count_activation_bytes(program: Program) -> int:
     layout, mesh, pipeline, length = program.layout, program.mesh, program.choices.pipeline, program.batch.seq_len
     inside = max(estimate_inside_bytes(program.cfg, layout, mesh, length), _estimate_tower_bytes(program))
     local_tokens = find_shard_shape((length,), layout.activation("T"), mesh)[0]
-    outputs = layout.activation("V" if program.cfg.model.labels is None else "y")
+    outputs = layout.activation("V" if program.cfg.model.labels is None else "v")
     num_outputs = find_shard_shape((program.cfg.model.num_outputs,), outputs, mesh)[0]
 
     def count_logit_bytes(num_rows: int, num_tokens: int) -> float:

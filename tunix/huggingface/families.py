@@ -36,7 +36,7 @@ class Name:
         return "LX"[: self.tensor.count("{}")]
 
 
-SCORE = {"score.w": Name("score.weight", "y,D")}  # of the classes of all families that give scores
+SCORE = {"score.w": Name("score.weight", "v,D")}  # of the classes of all families that give scores
 # Classes with scores in transformers, of architectures for which it has another name than usual, or none.
 CLASSIFIERS = {
     "Gemma3ForCausalLM": "Gemma3TextForSequenceClassification",

@@ -40,7 +40,7 @@ class ScoreHead(Matrix):
     """Scores of tokens: [B, T, D] -> [B, T, y] float32, one number for each of `model.labels`."""
 
     def __init__(self, cfg: Model, layout: Layout, initializer: Initializer):
-        super().__init__("BTD,Dy->BTy", cfg, layout, initializer)
+        super().__init__("BTD,Dv->BTv", cfg, layout, initializer)
 
     def __call__(self, hidden: jax.Array) -> jax.Array:
         """[B, T, D] -> [B, T, y] float32."""

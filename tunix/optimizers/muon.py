@@ -55,7 +55,7 @@ def _is_dims(node: Any) -> bool:
 def _find_matrix_dims(weight: Any) -> MuonDimensionNumbers:
     """Return the places of the fan-in and of the fan-out among the dimensions of a weight."""
     equation = weight.equation
-    if equation.is_vector or {"V", "P", "y"} & set(equation.w):
+    if equation.is_vector or {"V", "P", "v"} & set(equation.w):
         return ADAM
     matrix_dims = [n for n, dim_name in enumerate(equation.w) if dim_name not in equation.summed + equation.copies]
     return MuonDimensionNumbers([equation.w.index(dim_name) for dim_name in equation.summed], matrix_dims)

@@ -116,7 +116,7 @@ DIMS = {
         Dim("L", "layers",           "pp",    None, key="model.num_layers"),
         # Stages take equal shares of the turns (`Model.num_turns`): a turn of layers of several kinds is not cut.
         Dim("s", "turns of layers",  "pp"),
-        Dim("y", "labels"),  # numbers that a document gets (`model.labels`)
+        Dim("v", "labels"),  # numbers that a document gets (`model.labels`)
         Dim("o", "single numbers"),  # one for a whole layer
         # Inside attention each device has whole sequences, so the axis of the tokens splits heads there.
         Dim("n", "query heads in attention", None, ("tp", "cp"), key="model.num_heads"),
