@@ -186,6 +186,7 @@ def assembled(*words):
         return assemble(cfg, mesh)
 
 
+@pytest.mark.nightly
 def test_generate_takes_files_of_pictures(model, expected, tmp_path, capsys):
     """A picture before the text of `prompt=`, and pictures of the rows of a file, by paths beside it."""
     folder, picture = tmp_path / "model", expected["images"][0, 0]
