@@ -13,9 +13,10 @@ from tunix.base.files import find_writable, parse_json
 from tunix.config import Generate
 from tunix.config.command_line import run_command
 from tunix.data.chat import join_parts
+from tunix.data.pictures import list_references
 from tunix.data.tokenizer import read_chat
 from tunix.inference.engine import Answer
-from tunix.inference.picture_prompts import find_picture_prompts, list_references
+from tunix.inference.picture_prompts import find_picture_prompts
 from tunix.inference.pretrained import Pretrained, load_language_model
 from tunix.inference.sampling import read_stop_ids, select_sampling
 from tunix.processes import peers
@@ -103,7 +104,10 @@ class Speaker:
         key = f"image={command.image}" if command.image else f"input={command.input}, row {number}"
         if self.pictures is None:
             raise UserError(f"{key}: checkpoint={command.checkpoint} is no model that sees pictures")
-        column = [command.image] if command.image else list_references(row, command.image_column)
+        try:
+            column = [command.image] if command.image else list_references(row.get(str(command.image_column)))
+        except ValueError:
+            raise UserError(f"{key}: column {command.image_column} has no list of pictures") from None
         try:
             return Prompt(turns, self.pictures.read(turns, column, command.input or ""))
         except UserError as error:

@@ -221,7 +221,7 @@ class App:
             if command.chat_template is not None:
                 raise
         vision = model.cfg.vision
-        self.form = None if vision is None else PictureForm(vision.image_size, vision.tokens_per_image)
+        self.form = None if vision is None else PictureForm.of(vision)
         self.max_length = min(model.cfg.context_length, self.limits.max_length or model.cfg.context_length)
         stop = tuple(find_stop_ids(model))
         drawing = Sampling(0, stop=stop, cache_dtype=command.cache_dtype, guess=command.guess)

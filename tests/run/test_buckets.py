@@ -30,6 +30,7 @@ from tunix.checkpoints import bucket
 from tunix.checkpoints.root import check_root, write_root
 from tunix.checkpoints.store import Record, check_everything, open_store
 from tunix.config import Export
+from tunix.config.command_line import read_settings
 from tunix.config.compose import compose
 from tunix.config.saved_runs import find_run, split_step
 from tunix.data.files import find_files, open_unpacked
@@ -296,20 +297,10 @@ def test_commands_take_addresses(run, texts, files, tmp_path):
     assert is_whole
     assert len(lines) >= 2
     output = f"s3://{BUCKET}/exported"
-    keys = {
-        "weights": "trained",
-        "family": None,
-        "adapter": None,
-        "dtype": None,
-        "merge_lora": True,
-        "shard_gb": 5.0,
-        "format": "huggingface",
-        "push": None,
-        "private": True,
-    }
-    assert export(Export(checkpoint=f"{root}/checkpoints/6", output=output, **keys)).startswith(output)
+    words = [f"output={output}", "merge_lora=true"]
+    assert export(read_settings(Export, [f"checkpoint={root}/checkpoints/6", *words])).startswith(output)
     with pytest.raises(UserError, match=f"output={output} exists already"):
-        export(Export(checkpoint=root, output=output, **keys))
+        export(read_settings(Export, [f"checkpoint={root}", *words]))
     ours, exported = (tunix.load_pretrained(source) for source in (f"{root}/checkpoints/6", output))
     assert same(ours.params, exported.params)
     cfg = compose([f"model.init_from={root}", "data=jsonl", f"data.paths=['{texts}']"]).config

@@ -18,6 +18,7 @@ from tunix.checkpoints.bucket import Objects
 from tunix.checkpoints.root import check_root
 from tunix.checkpoints.store import check_everything
 from tunix.config import Export
+from tunix.config.command_line import read_settings
 from tunix.config.compose import compose
 from tunix.export import export
 
@@ -52,18 +53,8 @@ def test_a_run_goes_on_from_the_bucket_alone(run, tmp_path, monkeypatch):
     assert is_whole, lines
     ours = tunix.load_pretrained(f"{HOME}/checkpoints/6")
     output = f"gs://{BUCKET}/exported"
-    keys = {
-        "weights": "trained",
-        "family": None,
-        "adapter": None,
-        "dtype": None,
-        "merge_lora": True,
-        "shard_gb": 5.0,
-        "format": "huggingface",
-        "push": None,
-        "private": True,
-    }
-    assert export(Export(checkpoint=f"{HOME}/checkpoints/6", output=output, **keys)).startswith(output)
+    words = [f"checkpoint={HOME}/checkpoints/6", f"output={output}", "merge_lora=true"]
+    assert export(read_settings(Export, words)).startswith(output)
     exported = tunix.load_pretrained(output)
     for mine, same in zip(jax.tree.leaves(ours.params), jax.tree.leaves(exported.params), strict=True):
         np.testing.assert_array_equal(mine, same)

@@ -67,6 +67,26 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError("it is nested too deep") from None
 
 
+def read_json_lines(file: Path, report: Callable[[int], object] = lambda number: None) -> Iterator[dict[str, Any]]:
+    """Yield the JSON objects in the lines of a file that may be written meanwhile, or that a crash has cut.
+
+    A line without its end is left out; so is any other that is no object, and `report` gets its number.
+    """
+    with file.open(errors="replace") as lines:
+        for number, line in enumerate(lines, 1):
+            text = line.rstrip("\n")
+            if not text.endswith("}"):  # it is being written, or whoever wrote it was killed
+                continue
+            try:
+                value = parse_json(text)
+            except ValueError:
+                value = None
+            if isinstance(value, dict):
+                yield value
+            else:
+                report(number)
+
+
 def read_yaml(text: str) -> Any:
     """Return the value of a YAML text; raises `ValueError`, of one line, where it is none, or is nested too deep."""
     try:

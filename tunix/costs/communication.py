@@ -160,7 +160,8 @@ def _list_stage_transfers(program: Program) -> Iterator[Transfer]:
     returned = parts if pipeline.num_chunks > 1 else entered
     yield Transfer("reduce-scatter", layout.stage_axes, (parts + returned) * joined, overlaps=0.0)
     if layout.stream_axes:  # on its way between stages and what is outside of them, a part has its tokens joined
-        yield Transfer("all-gather", layout.stream_axes, times * (joined + joined // pipeline.num_stages), False)
+        num_bytes = times * (joined + joined // pipeline.num_stages)
+        yield Transfer("all-gather", layout.stream_axes, num_bytes, overlaps=0.0)
     # Once a step the batch is dealt out anew: its tokens in the place of its sequences.
     fields = sum(field.dims == "ABT" for field in find_loss_kind(cfg).fields.values())
     batch = pipeline.num_microbatches * program.choices.batch.sequences_per_shard * local_tokens * 4

@@ -32,7 +32,7 @@ def find_slots(cfg: Config) -> "PictureSlots | None":
     vision, per_row = cfg.model.vision, cfg.training.images_per_row
     if vision is None or not per_row:
         return None
-    return PictureSlots(PictureForm(vision.image_size, vision.tokens_per_image), per_row)
+    return PictureSlots(PictureForm.of(vision), per_row)
 
 
 def index_pictures(tokens: Sequence[int], files: Sequence[bytes], form: PictureForm, soft_id: int) -> Pictures | None:

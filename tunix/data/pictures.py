@@ -9,7 +9,6 @@ pixels of its pictures in slots, and for each `SOFT` token the number of the tow
 import base64
 import binascii
 import io
-import json
 import os
 import warnings
 from collections import deque
@@ -22,6 +21,8 @@ import numpy as np
 from PIL import Image, ImageOps
 
 from tunix.base.buckets import explain, filesystem, is_address, join
+from tunix.base.files import parse_json
+from tunix.config.vision import Vision
 from tunix.data.chat import START, Message
 from tunix.data.files import BadRow, Columns
 
@@ -46,6 +47,11 @@ class PictureForm(NamedTuple):
 
     image_size: int
     tokens_per_image: int
+
+    @classmethod
+    def of(cls, vision: Vision) -> "PictureForm":
+        """Return the form that a tower takes."""
+        return cls(vision.image_size, vision.tokens_per_image)
 
     @property
     def text(self) -> str:
@@ -276,15 +282,24 @@ def list_column(columns: Columns, row: dict[str, Any]) -> list[Any]:
     name = columns.images
     if name == "images" and name not in row:
         name = "image"
-    value = None if name is None else row.get(name)
+    try:
+        references = list_references(None if name is None else row.get(name))
+    except ValueError:
+        raise BadRow(f"has no list of pictures in column {name}") from None
+    return [each for each in references if each is not None]
+
+
+def list_references(value: Any) -> list[Any]:
+    """Return the pictures in a cell: one of them, a list, or a list as JSON; none where it is empty.
+
+    Raises:
+        ValueError: a text that begins like a list and is none.
+    """
     if isinstance(value, str) and value.lstrip().startswith("["):
-        try:
-            value = json.loads(value)
-        except ValueError:
-            raise BadRow(f"has no list of pictures in column {name}") from None
+        value = parse_json(value)
     if value is None or value == "":
         return []
-    return [each for each in value if each is not None] if isinstance(value, list) else [value]
+    return value if isinstance(value, list) else [value]
 
 
 def take_pictures(turns: list[Message], column: list[Any], reader: PictureReader | None) -> list[Any]:

@@ -127,7 +127,7 @@ def gather_adapter(
 
 
 def gather_score(params: Parameters) -> np.ndarray:
-    """Return the head of scores [y, D], as torch has it."""
+    """Return the head of scores [v, D], as torch has it."""
     return np.asarray(replicate(params["score"]["w"])).T
 
 

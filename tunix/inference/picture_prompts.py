@@ -5,7 +5,6 @@ without it has its pictures before it. In the tokens it is what the model was tr
 """
 
 import base64
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -64,15 +63,4 @@ def find_picture_prompts(model: Model, tokenizer: Tokenizer, max_pixels: int) ->
     soft_id = tokenizer.token_to_id(SOFT)
     if model.vision is None or soft_id is None:
         return None
-    return PicturePrompts(PictureForm(model.vision.image_size, model.vision.tokens_per_image), soft_id, max_pixels)
-
-
-def list_references(row: dict[str, Any], column: str | None) -> list[Any]:
-    """Return the pictures that a row names in a column: a path, a list, or a list as JSON; none where it is empty."""
-    value = row.get(str(column))
-    if isinstance(value, str) and value.lstrip().startswith("["):
-        try:
-            value = json.loads(value)
-        except ValueError:
-            raise UserError(f"column {column} has no list of pictures") from None
-    return value if isinstance(value, list) else [value] if value else []
+    return PicturePrompts(PictureForm.of(model.vision), soft_id, max_pixels)

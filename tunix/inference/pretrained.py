@@ -75,7 +75,7 @@ class Pretrained:
         return None if self.tokenizer_files == self.files else load_vocab(str(self.tokenizer_files))
 
     def score(self, rows: Sequence[Sequence[int]], num_at_once: int = 8) -> np.ndarray:
-        """Return the numbers [documents, y] float32 that the model gives to documents, lists of token ids.
+        """Return the numbers [documents, v] float32 that the model gives to documents, lists of token ids.
 
         Raises:
             UserError: the model gives logits.

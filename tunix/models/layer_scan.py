@@ -85,25 +85,6 @@ class Place(NamedTuple):
     step: int = 1
 
 
-def scan_into_sums(
-    block: Block,
-    params: Sequence[Any],
-    x: jax.Array,
-    layers: Any,
-    shared: Any,
-    layout: Layout,
-    sums: GradientSums,
-    places: Sequence[Place],
-) -> tuple[jax.Array, Any]:
-    """Return x after `block` of every layer, and the results of all layers with a first dimension L.
-
-    `params` are trees of variables, one for each of `places`, and `layers` a tree of values, all [L, ...]; all layers
-    take `shared`. Gradients of `params` go into `sums`. That of `layers` and `shared` is left out.
-    """
-    weights = Weights(layout, params)
-    return Passes(block, weights, Places(sums, places, params)).scan(x, layers, shared)
-
-
 def as_variables(module: nnx.Module, values: Any) -> Any:
     """Return values of the parameters of a module as its variables, which know their equations."""
     variables, tree = jax.tree.flatten(nnx.state(module), is_leaf=_is_variable)
@@ -240,14 +221,28 @@ def _are_single(axes: Iterable[str]) -> bool:
 class Passes:
     """Forward and backward pass of a scan over layers, in the form that `jax.custom_vjp` takes."""
 
-    def __init__(self, block: Block, weights: Weights, places: Places):
-        self.weights, self.places = weights, places
+    WEIGHTS = Weights
+
+    def __init__(
+        self,
+        block: Block,
+        params: Sequence[Any],
+        layout: Layout,
+        sums: GradientSums | None,
+        places: Sequence[Place] = (),
+    ):
+        """`params` are trees of variables [L, ...]. Their gradients go into `sums`, if given; `places` say where to."""
+        weights = self.weights = self.WEIGHTS(layout, params)
+        self.places = Places(sums, places, params if places else ())
         self.run_block = weights.on_each_stage(
             lambda local, x, layer, shared: block(x, weights.as_params(local), layer, shared)
         )
 
     def scan(self, x: jax.Array, layers: Any, shared: Any) -> tuple[jax.Array, Any]:
-        """Return x [B, t, D] after all layers, and the results of each layer [L, ...]."""
+        """Return x [B, t, D] after `block` of every layer, and the results of each layer [L, ...].
+
+        `layers` is a tree of values [L, ...]; all layers take `shared`. There is no gradient of these two.
+        """
         scan = jax.custom_vjp(self._run)
         # With symbolic zeros the forward rule learns which parameters are frozen, so their gradients are not computed.
         scan.defvjp(self._forward, self._backward, symbolic_zeros=True)

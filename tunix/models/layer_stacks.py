@@ -30,7 +30,7 @@ from tunix.models.batch_parts import Steps, count_parts, finish, finish_parts, j
 from tunix.models.block import MIXERS, MLPS, Block, Forward, Layer, Rows, donate_kv, find_part, take_kv
 from tunix.models.experts import penalty_names
 from tunix.models.kernels import branches_are_cheap
-from tunix.models.layer_scan import Place, as_variables, scan_into_sums
+from tunix.models.layer_scan import Passes, Place, as_variables
 from tunix.models.layers import (
     NO_SUMS,
     BlockSums,
@@ -41,7 +41,7 @@ from tunix.models.layers import (
     merge_runs,
 )
 from tunix.models.pipeline import run_stages
-from tunix.models.prefetch import scan_prefetch
+from tunix.models.prefetch import PrefetchPasses
 from tunix.models.remat import checkpoint_block, merge_blocks, scan_blocks
 from tunix.sharding.layout import Layout
 
@@ -251,8 +251,8 @@ class Stacks:
             params, values = zip(*layers, strict=True)
             params = tuple(as_variables(self.modules[name], each) for name, each in zip(pattern, params, strict=True))
             block, layout = checkpoint_block(merge_blocks(blocks), self.remat), self.layout.inside_stage()
-            scan = scan_prefetch if self.prefetch else scan_into_sums
-            x, results = scan(block, params, x, values, shared, layout, sums, places)
+            passes = PrefetchPasses if self.prefetch else Passes
+            x, results = passes(block, params, layout, sums, places).scan(x, values, shared)
         else:
             x, results = scan_blocks(blocks, x, layers, shared, self.remat)
         x = x if num_parts == 1 else join_rows(list(x))

@@ -18,7 +18,7 @@ layers are [S, L / S, ...], the scan goes along their second dimension, and its 
 `vmap` stands inside of the backward rule, because a kernel on stages must be vmapped before its gradient is taken.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -26,42 +26,79 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec, get_abstract_mesh, reshard
 
-from tunix.models.layer_scan import Block, GradientSums, Passes, Place, Places, Saved, SumOverReplicas, Weights
-from tunix.sharding.layout import Layout
+from tunix.models.layer_scan import Passes, Saved, SumOverReplicas, Weights
 
 
-def scan_prefetch(
-    block: Block,
-    params: Sequence[Any],
-    x: jax.Array,
-    layers: Any,
-    shared: Any,
-    layout: Layout,
-    sums: GradientSums | None = None,
-    places: Sequence[Place] = (),
-) -> tuple[jax.Array, Any]:
-    """Return x after `block` of every layer, and the results of all layers with a first dimension L.
+class GatheredWeights(Weights):
+    """Parameters of layers which are gathered for use, and whose gradients are then sums over devices."""
 
-    `params` are trees of variables and `layers` a tree of values, all [L, ...]; all layers take `shared`. The gradient
-    is that of a scan over `block`, of `params` and x alone: that of `layers` and `shared` is left out. What `block`
-    keeps for its backward pass is its own matter (`jax.checkpoint`), but no gathered weight is kept. With `sums` the
-    gradients of `params` go there (layer_scan.py); `places` has a place for each tree.
+    def gather(self, params: list[jax.Array], number: jax.Array | int) -> list[jax.Array]:
+        """Return the weights of layer `number` of [L, ...] as products take them, arrays [...]; on stages [S, ...]."""
+        one_layer = [jax.lax.dynamic_index_in_dim(p, number, axis=self.dim, keepdims=False) for p in params]
 
-    Where `layout` is that inside of stages, all arrays have a first dimension [S] before these dimensions, also those
-    of `shared`; only the results are [L / S, S, ...]. `block` is written for one stage.
-    """
-    weights = GatheredWeights(layout, params)
-    return PrefetchPasses(block, weights, Places(sums, places, params if places else ())).scan(x, layers, shared)
+        def gather(one_layer):
+            return [self.layout.gather(p, equation) for p, equation in zip(one_layer, self.equations, strict=True)]
+
+        with jax.named_scope("gather"):
+            return self.on_each_stage(gather)(one_layer)
+
+    def zero_parts(self, gathered: list[jax.Array]) -> list[jax.Array]:
+        """Return zeros of the shapes of `gathered`: each device's part of the gradients, `unreduced`."""
+        pairs = zip(gathered, self.equations, strict=True)
+        return [self._zeros(weight.shape, weight.dtype, self.layout.unreduced(equation)) for weight, equation in pairs]
+
+    def zero_shards(self, params: list[jax.Array]) -> list[jax.Array]:
+        """Return zeros like the results of `scatter_over_devices`."""
+        shapes = [(*param.shape[: self.dim], *param.shape[self.dim + 1 :]) for param in params]
+        pairs = zip(shapes, self.equations, strict=True)
+        return [self._zeros(shape, self.layout.reduce, self.layout.scattered(equation)) for shape, equation in pairs]
+
+    def _zeros(self, shape: tuple[int, ...], dtype: Any, spec: PartitionSpec) -> jax.Array:
+        """Return zeros of one layer, laid out as `spec` says of one stage."""
+        if self.stages:
+            spec = PartitionSpec(self.stages, *spec.partitions, unreduced=spec.unreduced)
+        return reshard(jnp.zeros(shape, dtype), spec)
+
+    def scatter_over_devices(
+        self, gradients: list[jax.Array | None], params: list[jax.Array]
+    ) -> list[jax.Array | None]:
+        """Return the gradients of one layer as parts of sums over replicas (`Layout.scatter_gradient`); None stays."""
+        return self._map(self.layout.scatter_gradient, gradients, params)
+
+    def sum_parts(self, parts: list[jax.Array | None], params: list[jax.Array]) -> list[jax.Array | None]:
+        """Return the gradients of one layer, in the shapes of its weights, as `Layout.gather` would; None stays."""
+        return self._map(reshard, parts, params)
+
+    def _map(
+        self,
+        function: Callable[[jax.Array, PartitionSpec], jax.Array],
+        arrays: list[jax.Array | None],
+        params: list[jax.Array],
+    ) -> list[jax.Array | None]:
+        """Return a function of each gradient of one layer and of the place where its weight rests."""
+        rests = [PartitionSpec(*jax.typeof(p).sharding.spec.partitions[self.dim + 1 :]) for p in params]
+
+        def map_all(arrays):
+            pairs = zip(arrays, rests, strict=True)
+            return [None if array is None else function(array, spec) for array, spec in pairs]
+
+        with jax.named_scope("reduce"):
+            return self.on_each_stage(map_all)(arrays)
 
 
 class PrefetchPasses(Passes):
-    """Forward and backward pass of `scan_prefetch`.
+    """Passes that gather the weights of each layer ahead.
+
+    What `block` keeps for its backward pass is its own matter (`jax.checkpoint`), but no gathered weight is kept. Where
+    the layout is that inside of stages, all arrays have a first dimension [S] before these dimensions, also those that
+    all layers share; only the results are [L / S, S, ...]. `block` is written for one stage.
 
     A scan over layers of which JAX takes the gradient would keep the gathered weights of every layer, because the
     backward pass of a product needs them. So the backward pass is written here: it gathers them once more.
     """
 
-    weights: "GatheredWeights"
+    WEIGHTS = GatheredWeights
+    weights: GatheredWeights
     UNROLL = 2  # layers of an iteration: weights that arrive are then not copied to the place of those in use
 
     def run_layers(
@@ -143,64 +180,3 @@ class PrefetchPasses(Passes):
             gradients = write_sums(gradients, parts, min(1, count - 1), count > 1)
         gradients = write_sums(gradients, weights.scatter_over_devices(open_sums, params), 0)
         return ([None] * len(params), d_x, gradients) if has_sums else (gradients, d_x, sums)
-
-
-class GatheredWeights(Weights):
-    """Parameters of layers which are gathered for use, and whose gradients are then sums over devices."""
-
-    def gather(self, params: list[jax.Array], number: jax.Array | int) -> list[jax.Array]:
-        """Return the weights of layer `number` of [L, ...] as products take them, arrays [...]; on stages [S, ...]."""
-        one_layer = [jax.lax.dynamic_index_in_dim(p, number, axis=self.dim, keepdims=False) for p in params]
-
-        def gather(one_layer):
-            return [self.layout.gather(p, equation) for p, equation in zip(one_layer, self.equations, strict=True)]
-
-        with jax.named_scope("gather"):
-            return self.on_each_stage(gather)(one_layer)
-
-    def zero_parts(self, gathered: list[jax.Array]) -> list[jax.Array]:
-        """Return zeros of the shapes of `gathered`: each device's part of the gradients, `unreduced`."""
-        zeros = []
-        for weight, equation in zip(gathered, self.equations, strict=True):
-            spec = self.layout.unreduced(equation)
-            if self.stages:
-                spec = PartitionSpec(self.stages, *spec.partitions, unreduced=spec.unreduced)
-            zeros.append(reshard(jnp.zeros(weight.shape, weight.dtype), spec))
-        return zeros
-
-    def zero_shards(self, params: list[jax.Array]) -> list[jax.Array]:
-        """Return zeros like the results of `scatter_over_devices`."""
-        zeros = []
-        for param, equation in zip(params, self.equations, strict=True):
-            spec = self.layout.scattered(equation)
-            if self.stages:
-                spec = PartitionSpec(self.stages, *spec.partitions, unreduced=spec.unreduced)
-            shape = tuple(size for dim, size in enumerate(param.shape) if dim != self.dim)
-            zeros.append(reshard(jnp.zeros(shape, self.layout.reduce), spec))
-        return zeros
-
-    def scatter_over_devices(
-        self, gradients: list[jax.Array | None], params: list[jax.Array]
-    ) -> list[jax.Array | None]:
-        """Return the gradients of one layer as parts of sums over replicas (`Layout.scatter_gradient`); None stays."""
-        return self._map(self.layout.scatter_gradient, gradients, params)
-
-    def sum_parts(self, parts: list[jax.Array | None], params: list[jax.Array]) -> list[jax.Array | None]:
-        """Return the gradients of one layer, in the shapes of its weights, as `Layout.gather` would; None stays."""
-        return self._map(reshard, parts, params)
-
-    def _map(
-        self,
-        function: Callable[[jax.Array, PartitionSpec], jax.Array],
-        arrays: list[jax.Array | None],
-        params: list[jax.Array],
-    ) -> list[jax.Array | None]:
-        """Return a function of each gradient of one layer and of the place where its weight rests."""
-        rests = [PartitionSpec(*jax.typeof(p).sharding.spec.partitions[self.dim + 1 :]) for p in params]
-
-        def map_all(arrays):
-            pairs = zip(arrays, rests, strict=True)
-            return [None if array is None else function(array, spec) for array, spec in pairs]
-
-        with jax.named_scope("reduce"):
-            return self.on_each_stage(map_all)(arrays)

@@ -1,6 +1,6 @@
 """A head that gives numbers for a document in the place of logits: a reward, or a score of each class.
 
-    tokens -> blocks -> hidden [B, T, D] -> scores [B, T, y] of each token -> those of a document, by its pooling
+    tokens -> blocks -> hidden [B, T, D] -> scores [B, T, v] of each token -> those of a document, by its pooling
 
 The head is a linear map without a bias, as in `...ForSequenceClassification` of transformers. So pooling may come
 behind it: a weighted sum of scores is the score of the weighted sum of hidden states.
@@ -37,19 +37,19 @@ def pool_weights(segment_ids: jax.Array, layout: Layout, pooling: str = "last") 
 
 
 class ScoreHead(Matrix):
-    """Scores of tokens: [B, T, D] -> [B, T, y] float32, one number for each of `model.labels`."""
+    """Scores of tokens: [B, T, D] -> [B, T, v] float32, one number for each of `model.labels`."""
 
     def __init__(self, cfg: Model, layout: Layout, initializer: Initializer):
         super().__init__("BTD,Dv->BTv", cfg, layout, initializer)
 
     def __call__(self, hidden: jax.Array) -> jax.Array:
-        """[B, T, D] -> [B, T, y] float32."""
+        """[B, T, D] -> [B, T, v] float32."""
         with jax.named_scope("scores"):
             return product(self.equation, hidden, self.gathered(), self.layout).astype(jnp.float32)
 
 
 def score_rows(model: Any, tokens: jax.Array, segment_ids: jax.Array) -> jax.Array:
-    """Return the numbers [B, y] float32 of rows of one document each, with tokens [B, T] int32.
+    """Return the numbers [B, v] float32 of rows of one document each, with tokens [B, T] int32.
 
     `segment_ids` [B, T] are 1 in the document and 0 behind it.
     """

@@ -13,12 +13,13 @@ Each line of `metrics.jsonl` with `"split": "goodput"` has the seconds of the wh
 newest one, and the times of the steps behind it; so nothing else is kept.
 """
 
-import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from tunix.base.files import read_json_lines
 
 SPLIT = "goodput"
 COUNTED = ("start", "compile", "data", "checkpoint", "evaluation", "stops", "lost_steps")
@@ -37,7 +38,9 @@ class Goodput:
         newest: dict[str, Any] | None = None
         behind: list[dict[str, Any]] = []  # lines of steps behind the newest line of goodput
         steps: dict[int, dict[str, Any]] = {}  # the newest line of each step
-        for line in _read(file):
+        for line in read_json_lines(file) if file.is_file() else ():
+            if not isinstance(line.get("step"), int):
+                continue
             if line.get("split") == SPLIT:
                 newest, behind = line, []
             elif "split" not in line and isinstance(line.get("step_time_s"), float):
@@ -85,20 +88,6 @@ class Goodput:
             "step": step, "split": SPLIT, "goodput": share, **seconds, "other_s": other, "total_s": total,
             "began_at": self.began_at,
         }  # fmt: skip
-
-
-def _read(file: Path) -> Iterator[dict[str, Any]]:
-    """Yield the lines of metrics.jsonl that are whole."""
-    if not file.is_file():
-        return
-    with file.open(errors="replace") as lines:
-        for text in lines:
-            try:
-                line = json.loads(text)
-            except (ValueError, RecursionError):  # a part of a line, which a crash has left
-                continue
-            if isinstance(line, dict) and isinstance(line.get("step"), int):
-                yield line
 
 
 def describe(line: dict[str, Any]) -> str:

@@ -1,12 +1,12 @@
 """What a run's folder says of it: its keys, and the lines of metrics.jsonl. The folder may be a copy."""
 
-import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tunix.base.errors import UserError
+from tunix.base.files import read_json_lines
 from tunix.base.text import flat
 from tunix.config.saved_runs import read_saved
 from tunix.run.goodput import SPLIT
@@ -50,7 +50,11 @@ def read_history(folder: Path) -> History:
         raise UserError(f"{folder} is no folder of a run: it has no config.yaml")
     # A run of older code gets today's keys, or each new key would be a difference.
     keys = flat(read_saved(folder))
-    records = _read_lines(lines) if lines.is_file() else []
+
+    def report(number: int) -> None:  # a crash has left a part of a line in the middle
+        print(f"{lines}, line {number}, is no JSON object: it is left out", file=sys.stderr)
+
+    records = list(read_json_lines(lines, report)) if lines.is_file() else []
     steps = [record for record in records if "split" not in record]
     if not steps:
         raise UserError(f"{folder} has no line of training in metrics.jsonl, which logging.sinks=[jsonl] writes")
@@ -62,22 +66,6 @@ def read_history(folder: Path) -> History:
     seconds = sum(record["step_time_s"] for record in steps)
     name = folder.resolve().name
     return History(name, folder, keys, _keep_newest(steps), _keep_newest(held_out), goodput, seconds)
-
-
-def _read_lines(file: Path) -> list[Line]:
-    records = []
-    for number, text in enumerate(file.read_text(errors="replace").splitlines(), 1):
-        if not text.endswith("}"):  # the run is writing this line, or was killed while it wrote it
-            continue
-        try:
-            record = json.loads(text)
-        except (ValueError, RecursionError):
-            record = None
-        if isinstance(record, dict):
-            records.append(record)
-        else:  # a crash has left a part of a line in the middle
-            print(f"{file}, line {number}, is no JSON object: it is left out", file=sys.stderr)
-    return records
 
 
 def _keep_newest(lines: list[Line]) -> list[Line]:

@@ -28,7 +28,7 @@ EXAMPLE_FIELDS = {
 
 
 def score_documents(model: Transformer, batch: Batch, seed: jax.Array | None) -> tuple[jax.Array, jax.Array, BlockSums]:
-    """Return scores [B, T, y] float32 of tokens, weights [B, T] that make those of documents, and the blocks' numbers.
+    """Return scores [B, T, v] float32 of tokens, weights [B, T] that make those of documents, and the blocks' numbers.
 
     The weights are 0 in segments that are no document.
     """
