@@ -283,7 +283,7 @@ def _special(model: Model) -> str:
         parts.append(
             f"a tower that sees: {vision.num_layers} layers of width {vision.embed_dim}, {vision.num_heads} heads, MLP "
             f"width {vision.mlp_dim}, patches of {vision.patch_size} x {vision.patch_size} of {vision.image_size} x "
-            f"{vision.image_size} pixels, {vision.tokens_per_image} soft tokens of a picture, which see one another"
+            f"{vision.image_size} pixels, {vision.tokens_per_image} soft tokens of an image, which see one another"
         )
     parts += ["a trained scale of each layer's result"] * model.layer_scale
     parts += [f"residual branches times {model.residual_multiplier:g}"] if model.residual_multiplier != 1 else []

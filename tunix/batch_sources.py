@@ -16,7 +16,7 @@ from tunix.config import Config
 from tunix.config.task import Cycle, Grpo
 from tunix.data.batches import TEACHER, Batch, BatchSource, PrefetchReader, TrainBatches
 from tunix.data.dataset import Corpus
-from tunix.data.picture_slots import find_slots
+from tunix.data.image_slots import find_slots
 from tunix.data.prompts import AnyCorpus, PromptCorpus, load_prompts
 from tunix.data.sample_order import BEGINNING, DataSchedule, Position, Samples
 from tunix.data.table import DOCUMENTS
@@ -33,7 +33,7 @@ from tunix.rl.rollout_engine import RolloutEngine
 from tunix.rl.rollouts import Rollouts
 from tunix.rl.samples_file import SamplesFile
 from tunix.rl.scoring import Scorer
-from tunix.run.answer_sheet import AnsweredPicture, draw_sheet
+from tunix.run.answer_sheet import AnsweredImage, draw_sheet
 from tunix.run.folder import find_model_files
 from tunix.run.metrics import Metrics
 from tunix.training.loss import HeldOut, find_loss_kind, make_completion
@@ -41,7 +41,7 @@ from tunix.training.program import Program
 
 log = logging.getLogger(__name__)
 
-NUM_ANSWERED = 16  # pictures that are shown with what the model says about them
+NUM_ANSWERED = 16  # images that are shown with what the model says about them
 
 
 class Evaluator(Protocol):
@@ -126,7 +126,7 @@ class CorpusFeed:
             return
         if self.slots is not None and (answered := self._answer(state["params"])):
             right = sum(each.is_right for each in answered)
-            log.info("answers to %d pictures that are held out: %d are right", len(answered), right)
+            log.info("answers to %d images that are held out: %d are right", len(answered), right)
             metrics.image("answers", draw_sheet(answered), evaluation["step"])
         else:
             sample = self._continue_document(state["params"])
@@ -143,8 +143,8 @@ class CorpusFeed:
         (answer,) = Sampler(self.program.arch, context, self.mesh)(params, [prompt], sampling, cfg.seed)
         return f"{corpus.tokenizer.decode(prompt)}>>>{corpus.tokenizer.decode(answer.tokens)}"
 
-    def _answer(self, params: Any) -> list[AnsweredPicture]:
-        """Answer the first question of some held-out conversations with pictures, by the likeliest tokens."""
+    def _answer(self, params: Any) -> list[AnsweredImage]:
+        """Answer the first question of some held-out conversations with images, by the likeliest tokens."""
         cfg, slots, decode = self.cfg, self.slots, self.corpus.tokenizer.decode
         assert slots is not None
         num_tokens = min(cfg.evaluation.sample_tokens, cfg.model.context_length // 2)
@@ -154,12 +154,10 @@ class CorpusFeed:
         files = None if cfg.model.init_from is None else find_model_files(cfg.model.init_from)
         stop = find_stop_ids(self.corpus.vocab, (), files)
         sampling = Sampling(num_tokens, 0.0, stop=stop)
-        request = Request([each.prompt for each in asked], seed=cfg.seed, pictures=[each.pictures for each in asked])
+        request = Request([each.prompt for each in asked], seed=cfg.seed, images=[each.images for each in asked])
         answers = Sampler(self.program.arch, cfg.model.context_length, self.mesh).rollout(params, request, sampling)
         return [
-            AnsweredPicture(
-                each.pictures.images[-1], decode(each.prompt), decode(answer.text_tokens), decode(each.answer)
-            )
+            AnsweredImage(each.images.pixels[-1], decode(each.prompt), decode(answer.text_tokens), decode(each.answer))
             for each, answer in zip(asked, answers, strict=True)
         ]
 

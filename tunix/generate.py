@@ -13,10 +13,10 @@ from tunix.base.files import find_writable, parse_json
 from tunix.config import Generate
 from tunix.config.command_line import run_command
 from tunix.data.chat import join_parts
-from tunix.data.pictures import list_references
+from tunix.data.images import list_references
 from tunix.data.tokenizer import read_chat
 from tunix.inference.engine import Answer
-from tunix.inference.picture_prompts import find_picture_prompts
+from tunix.inference.image_prompts import find_image_prompts
 from tunix.inference.pretrained import Pretrained, load_language_model
 from tunix.inference.sampling import read_stop_ids, select_sampling
 from tunix.processes import peers
@@ -70,7 +70,7 @@ class Prompt(NamedTuple):
     """What is to be answered."""
 
     turns: list[Row]  # of a conversation; of a text that is to be continued one turn, whose role says nothing
-    images: list[str] = []  # noqa: RUF012  files of its pictures, as base64
+    files: list[str] = []  # noqa: RUF012  files of its images, as base64
 
 
 class Speaker:
@@ -89,37 +89,37 @@ class Speaker:
                 raise UserError(f"stop={word} is not a token of the tokenizer")
             stop.append(index)
         self.sampling = select_sampling(command, tuple(stop))
-        self.pictures = find_picture_prompts(model.cfg, self.tokenizer, command.max_picture_pixels)
+        self.images = find_image_prompts(model.cfg, self.tokenizer, command.max_image_pixels)
 
     def read(self, row: Row, number: int) -> Prompt:
-        """Return the prompt of a row of the input, or of the command line, with the files of its pictures.
+        """Return the prompt of a row of the input, or of the command line, with the files of its images.
 
         Raises:
-            UserError: a picture that cannot be read, or one for a model that sees none.
+            UserError: an image that cannot be read, or one for a model that sees none.
         """
         command = self.command
         turns = [*_begin_conversation(command), {"role": "user", "content": row[command.column]}]
         if command.image is None and command.image_column is None:
             return Prompt(turns)
         key = f"image={command.image}" if command.image else f"input={command.input}, row {number}"
-        if self.pictures is None:
-            raise UserError(f"{key}: checkpoint={command.checkpoint} is no model that sees pictures")
+        if self.images is None:
+            raise UserError(f"{key}: checkpoint={command.checkpoint} is no model that sees images")
         try:
             column = [command.image] if command.image else list_references(row.get(str(command.image_column)))
         except ValueError:
-            raise UserError(f"{key}: column {command.image_column} has no list of pictures") from None
+            raise UserError(f"{key}: column {command.image_column} has no list of images") from None
         try:
-            return Prompt(turns, self.pictures.read(turns, column, command.input or ""))
+            return Prompt(turns, self.images.read(turns, column, command.input or ""))
         except UserError as error:
             raise UserError(f"{key}: {error}") from None
 
     def answer(self, prompts: list[Prompt], seed: int, first_row: int = 0) -> list[Answer]:
         """Return an answer to each prompt; they draw by the seed and their row."""
         tokens = [self._encode(prompt) for prompt in prompts]
-        pictures = None
-        if self.pictures is not None and any(prompt.images for prompt in prompts):
-            pictures = [self.pictures.find(ids, prompt.images) for ids, prompt in zip(tokens, prompts, strict=True)]
-        return self.model.sample(tokens, self.sampling, seed, first_row, pictures=pictures)
+        images = None
+        if self.images is not None and any(prompt.files for prompt in prompts):
+            images = [self.images.find(ids, prompt.files) for ids, prompt in zip(tokens, prompts, strict=True)]
+        return self.model.sample(tokens, self.sampling, seed, first_row, images=images)
 
     def decode(self, answer: Answer) -> str:
         """Return the text of an answer, without the token that stopped it."""
@@ -133,7 +133,7 @@ class Speaker:
         return encode_text(self.model, self._expand(join_parts(prompt.turns[-1]["content"]), prompt))
 
     def _expand(self, text: str, prompt: Prompt) -> str:
-        return self.pictures.expand(text) if self.pictures is not None and prompt.images else text
+        return self.images.expand(text) if self.images is not None and prompt.files else text
 
 
 def encode_text(model: Pretrained, text: str) -> list[int]:

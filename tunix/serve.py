@@ -33,8 +33,8 @@ from tunix.config.command_line import run_command
 from tunix.config.commands import is_loopback
 from tunix.data.chat import ChatTemplate
 from tunix.data.files import BadRow
-from tunix.data.picture_slots import index_pictures
-from tunix.data.pictures import SOFT, PictureForm, PictureReader, take_pictures
+from tunix.data.image_slots import index_images
+from tunix.data.images import SOFT, ImageForm, ImageReader, take_images
 from tunix.data.tokenizer import read_chat
 from tunix.generate import encode_text, find_stop_ids
 from tunix.inference.openai_api import (
@@ -53,7 +53,7 @@ from tunix.inference.openai_api import (
 from tunix.inference.pretrained import Pretrained, load_language_model
 from tunix.inference.sampling import Sampling
 from tunix.inference.serving import Piece, QueueFull, Request, Serving
-from tunix.models.vision import Pictures
+from tunix.models.vision import Images
 from tunix.rl.tool_calls import TOOL_CALLS, choose_tool_calls
 
 try:
@@ -202,7 +202,7 @@ class _Job:
     read_calls: Callable[[str], Any] | None  # of tools in the text of an answer
     arrived: float  # time.monotonic()
     texts: list[str] = field(default_factory=list)  # of the prompts, where they are echoed
-    pictures: Pictures | None = None  # of the one prompt of a chat
+    images: Images | None = None  # of the one prompt of a chat
 
 
 class App:
@@ -221,7 +221,7 @@ class App:
             if command.chat_template is not None:
                 raise
         vision = model.cfg.vision
-        self.form = None if vision is None else PictureForm.of(vision)
+        self.form = None if vision is None else ImageForm.of(vision)
         self.max_length = min(model.cfg.context_length, self.limits.max_length or model.cfg.context_length)
         stop = tuple(find_stop_ids(model))
         drawing = Sampling(0, stop=stop, cache_dtype=command.cache_dtype, guess=command.guess)
@@ -343,47 +343,47 @@ class App:
         messages = [read_message(message, index) for index, message in enumerate(parameters.messages)]
         tools = None if parameters.tool_choice == "none" else parameters.tools
         options = {**(parameters.chat_template_kwargs or {}), **({"tools": tools} if tools else {})}
-        files = await asyncio.to_thread(self._read_pictures, messages)
+        files = await asyncio.to_thread(self._read_images, messages)
         # In this thread, which alone can end a template that takes too long.
         text = self.template.render(messages, add_generation_prompt=True, options=options)
-        prompt, pictures = await asyncio.to_thread(self._encode_chat, text, files)
+        prompt, images = await asyncio.to_thread(self._encode_chat, text, files)
         longest = parameters.max_completion_tokens or parameters.max_tokens
         read_calls = TOOL_CALLS[choose_tool_calls(self.template.source)] if tools else None
         job = self._make_job(parameters, True, [prompt], longest, read_calls, arrived)
-        job.pictures = pictures
+        job.images = images
         return job
 
-    def _read_pictures(self, messages: list[dict[str, Any]]) -> list[bytes]:
-        """Return the files of the pictures of messages, in which their places stay.
+    def _read_images(self, messages: list[dict[str, Any]]) -> list[bytes]:
+        """Return the files of the images of messages, in which their places stay.
 
         Raises:
             ApiError: the model sees none, or one cannot be read, or is a file of a folder that is not allowed.
         """
         if self.form is None:
             if any(isinstance(message["content"], list) for message in messages):
-                raise ApiError(400, "parts other than text are not served: the model sees no pictures", "messages")
+                raise ApiError(400, "parts other than text are not served: the model sees no images", "messages")
             return []
         limits = self.limits
-        folders = tuple(str(Path(folder).expanduser().resolve()) for folder in limits.picture_folders)
-        size = int(limits.max_body_mb * 1e6)  # of pictures in files too
-        reader = PictureReader(self.form, "/", size, limits.max_picture_pixels, folders=folders)
+        folders = tuple(str(Path(folder).expanduser().resolve()) for folder in limits.image_folders)
+        size = int(limits.max_body_mb * 1e6)  # of images in files too
+        reader = ImageReader(self.form, "/", size, limits.max_image_pixels, folders=folders)
         try:
-            references = take_pictures(messages, [], reader)
+            references = take_images(messages, [], reader)
             if len(references) * self.form.tokens_per_image > self.max_length:
                 raise ApiError(
-                    400, f"{len(references)} pictures are more tokens than {self.max_length}", "messages",
+                    400, f"{len(references)} images are more tokens than {self.max_length}", "messages",
                     "context_length_exceeded",
                 )  # fmt: skip
             return reader.read(references)
         except BadRow as error:
             raise ApiError(400, f"the conversation {error}"[:500], "messages") from None
 
-    def _encode_chat(self, text: str, files: list[bytes]) -> tuple[list[int], Pictures | None]:
+    def _encode_chat(self, text: str, files: list[bytes]) -> tuple[list[int], Images | None]:
         if self.form is None:
             return self.tokenizer.encode(text, add_special_tokens=False).ids, None
         tokens = self.tokenizer.encode(self.form.expand(text), add_special_tokens=False).ids
         soft_id = self.tokenizer.token_to_id(SOFT)
-        return tokens, None if soft_id is None else index_pictures(tokens, files, self.form, soft_id)
+        return tokens, None if soft_id is None else index_images(tokens, files, self.form, soft_id)
 
     async def _read_completion(self, body: bytes, arrived: float) -> _Job:
         parameters = read_parameters(CompletionParameters, body)
@@ -464,7 +464,7 @@ class App:
                 first = place * job.num_answers
                 work = (prompt, job.num_answers, job.max_new_tokens, self._select_sampling(asked), seed, first)
                 emit = partial(answers.emit, first)
-                answers.requests.append(Request(*work, emit=emit, pictures=job.pictures))
+                answers.requests.append(Request(*work, emit=emit, images=job.images))
             try:
                 self.serving.submit(answers.requests)
             except QueueFull as full:

@@ -118,7 +118,7 @@ CHROMIUM = (
 @pytest.mark.nightly
 @pytest.mark.slow
 def test_tensorboard_in_a_browser(outputs, tmp_path):
-    """Scalars, text, the picture and the trace of `tensorboard --logdir outputs/`, as chromium shows them."""
+    """Scalars, text, the image and the trace of `tensorboard --logdir outputs/`, as chromium shows them."""
     installs.apt(("chromium",), ("chromium", "fonts-dejavu-core"))
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

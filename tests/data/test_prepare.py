@@ -106,7 +106,7 @@ def test_progress_is_told_while_shards_are_made(tmp_path, monkeypatch):
     (tmp_path / ".00000-x" / "train.tokens.npy").write_bytes(bytes(3_000_000))
     told, is_told = [], threading.Event()
 
-    def report(megabytes, num_pictures):
+    def report(megabytes, num_images):
         told.append(megabytes)
         is_told.set()
 

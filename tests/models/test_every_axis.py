@@ -47,7 +47,7 @@ REFUSED = {
     "experts": {},
     "linear": NO_EXPERTS | WHOLE_SEQUENCES,
     "linear, experts": WHOLE_SEQUENCES,
-    "seeing": NO_EXPERTS | {"pp": "stages do not take pictures"},
+    "seeing": NO_EXPERTS | {"pp": "stages do not take images"},
     "dense first": {"pp": "the first stage would have layers without experts"},
 }
 
@@ -99,15 +99,15 @@ def loss_and_norm(cfg: Config, axes: str) -> dict[str, float]:
 
         params = weights(cfg.model.family, program)
         rows = batch(SEQUENCES, length=LENGTH, vocab=min(cfg.model.vocab_size, 96))
-        rows = to_global(rows | pictures(program.abstract_batch), mesh)
+        rows = to_global(rows | images(program.abstract_batch), mesh)
         return {name: float(value) for name, value in run(params, rows).items()}
 
 
 _weights: dict[str, Any] = {}
 
 
-def pictures(fields: dict[str, Any]) -> dict[str, np.ndarray]:
-    """Of a model that sees: a picture in every other row, from its third token on."""
+def images(fields: dict[str, Any]) -> dict[str, np.ndarray]:
+    """Of a model that sees: an image in every other row, from its third token on."""
     if "images" not in fields:
         return {}
     images = np.random.default_rng(0).integers(0, 256, fields["images"].shape).astype(np.uint8)

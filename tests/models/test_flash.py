@@ -63,9 +63,9 @@ def test_numbers_are_those_of_the_plain_kernel(length, heads, kv_heads, dim, win
         np.testing.assert_allclose(one, other, atol=3e-6 * np.abs(other).max())
 
 
-@pytest.mark.parametrize("window", [13, 256], ids=["shorter than a picture", "whole rows"])
-def test_tokens_of_a_picture_see_one_another(window):
-    """Pictures of 40 tokens, one cut by the end of its row; both kernels compute what the mask says."""
+@pytest.mark.parametrize("window", [13, 256], ids=["shorter than an image", "whole rows"])
+def test_tokens_of_a_image_see_one_another(window):
+    """Images of 40 tokens, one cut by the end of its row; both kernels compute what the mask says."""
     length, tokens, reach = 200, 40, 39
     rng = np.random.default_rng(0)
     index, segments = np.full((2, length), -1, np.int32), np.zeros((2, length), np.int32)
@@ -232,7 +232,7 @@ def test_blocks_fit_into_the_chip(chip, dim, installs_dir):
 def test_soft_caps_and_sinks_compile_for_a_gpu(chip, installs_dir):
     """With heads as wide as those of Gemma 2: the cap and the sums of a sink need more registers in each block."""
     assert compile_kernels(chip, "256-capped", installs_dir).split() == KERNEL_NAMES
-    assert compile_kernels(chip, "256-pictures", installs_dir).split() == KERNEL_NAMES
+    assert compile_kernels(chip, "256-images", installs_dir).split() == KERNEL_NAMES
 
 
 @pytest.mark.nightly

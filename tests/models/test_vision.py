@@ -1,4 +1,4 @@
-"""Models that see: what transformers says of pictures, on every mesh, in training and in generation."""
+"""Models that see: what transformers says of images, on every mesh, in training and in generation."""
 
 import json
 import shutil
@@ -18,7 +18,7 @@ import tunix
 from tunix.base.errors import UserError
 from tunix.config import Export, Generate
 from tunix.config.compose import compose
-from tunix.data.pictures import TOKENS
+from tunix.data.images import TOKENS
 from tunix.export import export
 from tunix.generate import generate
 from tunix.huggingface.config_json import read_config
@@ -27,7 +27,7 @@ from tunix.huggingface.weights import save_weights
 from tunix.inference.pretrained import load_init_from
 from tunix.inference.sampling import Sampling
 from tunix.models.layers import named
-from tunix.models.vision import Pictures
+from tunix.models.vision import Images
 from tunix.sharding.arrays import to_global
 from tunix.training.choices import build_mesh
 from tunix.training.loss import next_token_loss
@@ -55,7 +55,7 @@ def rows_of(model, expected) -> dict:
 
 
 def host_rows(expected) -> dict[str, np.ndarray]:
-    tokens = expected["picture_tokens"]
+    tokens = expected["image_tokens"]
     targets = np.roll(tokens, -1, 1)
     mask = np.ones(tokens.shape, np.float32)
     mask[:, -1] = 0
@@ -67,11 +67,11 @@ def host_rows(expected) -> dict[str, np.ndarray]:
 
 
 def test_logits_and_gradients_are_those_of_transformers(model, expected, tmp_path):
-    """Two pictures in a row, windows that are shorter than a picture, and the gradients of tower and projector."""
+    """Two images in a row, windows that are shorter than an image, and the gradients of tower and projector."""
 
     def logits(params, rows):
-        pictures = Pictures(rows["images"], rows["image_index"])
-        return model.arch.module(params)(rows["tokens"], rows["positions"], rows["segment_ids"], pictures)
+        images = Images(rows["images"], rows["image_index"])
+        return model.arch.module(params)(rows["tokens"], rows["positions"], rows["segment_ids"], images)
 
     def objective(params, rows):
         return next_token_loss(model.arch.module(params), rows, chunk_size=24, z_loss=0.0).objective
@@ -81,30 +81,30 @@ def test_logits_and_gradients_are_those_of_transformers(model, expected, tmp_pat
         said, gradient = jax.jit(lambda params, rows: (logits(params, rows), jax.grad(objective)(params, rows)))(
             model.params, rows
         )
-    np.testing.assert_allclose(said, expected["picture_logits"], atol=1e-4)
+    np.testing.assert_allclose(said, expected["image_logits"], atol=1e-4)
     save_weights(tmp_path, gradient, model.cfg, model.arch.weights, "float32", shard_gb=5)
     found = load_file(tmp_path / "model.safetensors")
-    theirs = {name: value for name, value in expected.items() if name.startswith("picture_gradient.")}
+    theirs = {name: value for name, value in expected.items() if name.startswith("image_gradient.")}
     assert len(theirs) == 39
     for name, value in theirs.items():
-        ours = found[name.removeprefix("picture_gradient.")]
+        ours = found[name.removeprefix("image_gradient.")]
         np.testing.assert_allclose(ours, value, atol=1e-4 * max(1, np.abs(value).max()), err_msg=name)
 
 
-def test_greedy_generation_behind_a_picture(model, expected):
-    """Token for token, beside a prompt of text alone and one with two pictures."""
-    whole, index, images = expected["picture_greedy"].tolist(), expected["image_index"], expected["images"]
-    prompts = [whole[:19], expected["picture_tokens"][0].tolist(), whole[:3]]
-    pictures = [Pictures(images[1, :1], index[1, :19]), Pictures(images[0], index[0]), None]
-    answers = model.sample(prompts, Sampling(max_new_tokens=16, temperature=0.0), pictures=pictures)
+def test_greedy_generation_behind_a_image(model, expected):
+    """Token for token, beside a prompt of text alone and one with two images."""
+    whole, index, images = expected["image_greedy"].tolist(), expected["image_index"], expected["images"]
+    prompts = [whole[:19], expected["image_tokens"][0].tolist(), whole[:3]]
+    images = [Images(images[1, :1], index[1, :19]), Images(images[0], index[0]), None]
+    answers = model.sample(prompts, Sampling(max_new_tokens=16, temperature=0.0), images=images)
     assert answers[0].tokens == whole[19:]
-    assert answers[1].tokens[0] == expected["picture_logits"][0, -1].argmax()
+    assert answers[1].tokens[0] == expected["image_logits"][0, -1].argmax()
 
 
-def test_a_model_of_text_refuses_pictures(expected):
+def test_a_model_of_text_refuses_images(expected):
     text = tunix.load_pretrained(ROOT / "tests/models/parity/gemma3")
-    with pytest.raises(UserError, match="a prompt has a picture, and this gemma3 is a model of text alone"):
-        text.sample([[1, 2]], Sampling(max_new_tokens=1), pictures=[Pictures(expected["images"][0], np.zeros(2))])
+    with pytest.raises(UserError, match="a prompt has an image, and this gemma3 is a model of text alone"):
+        text.sample([[1, 2]], Sampling(max_new_tokens=1), images=[Images(expected["images"][0], np.zeros(2))])
 
 
 def test_both_layouts_of_names_are_read(expected, tmp_path):
@@ -163,8 +163,8 @@ def test_low_rank_updates_of_each_part(targets, freeze_tower, updated):
     assert {name.split(".")[0] for name in trained} == updated
 
 
-def test_a_step_learns_from_pictures_and_leaves_a_frozen_tower_as_it_is(expected):
-    """What is trained moves, by another way than without the pictures; what is frozen is the same to the last bit."""
+def test_a_step_learns_from_images_and_leaves_a_frozen_tower_as_it_is(expected):
+    """What is trained moves, by another way than without the images; what is frozen is the same to the last bit."""
     one = assembled("optimizer.learning_rate=0.1", "training.mixed_precision=fp32")
     batch = {name: np.asarray(leaf)[None] for name, leaf in host_rows(expected).items()}
     blind = batch | {"image_index": np.full_like(batch["image_index"], -1)}
@@ -187,9 +187,9 @@ def assembled(*words):
 
 
 @pytest.mark.nightly
-def test_generate_takes_files_of_pictures(model, expected, tmp_path, capsys):
-    """A picture before the text of `prompt=`, and pictures of the rows of a file, by paths beside it."""
-    folder, picture = tmp_path / "model", expected["images"][0, 0]
+def test_generate_takes_files_of_images(model, expected, tmp_path, capsys):
+    """An image before the text of `prompt=`, and images of the rows of a file, by paths beside it."""
+    folder, image = tmp_path / "model", expected["images"][0, 0]
     shutil.copytree(SEEING, folder)
     words = {f"w{n}": n for n in range(96)}
     words = {name: n for name, n in words.items() if n not in (90, 91, 92)} | dict(
@@ -199,26 +199,26 @@ def test_generate_takes_files_of_pictures(model, expected, tmp_path, capsys):
     tokenizer.pre_tokenizer = WhitespaceSplit()
     tokenizer.add_special_tokens(list(TOKENS))
     tokenizer.save(str(folder / "tokenizer.json"))
-    Image.fromarray(picture).save(tmp_path / "a.png")
+    Image.fromarray(image).save(tmp_path / "a.png")
     row = {"prompt": "w5", "image": ["a.png"]}
     (tmp_path / "rows.jsonl").write_text(f"{json.dumps(row)}\n{json.dumps({'prompt': 'w5'})}\n")
     values = OmegaConf.to_container(OmegaConf.load(ROOT / "conf/command/generate.yaml"))
     values |= {"checkpoint": str(folder), "temperature": 0.0, "max_new_tokens": 3}
 
     prompt = [90, *[92] * 9, 91, 5]
-    pictures = [Pictures(picture[None], np.array([-1, *range(9), -1, -1])), None]
-    answers = model.sample([prompt, [5]], Sampling(max_new_tokens=3, temperature=0.0), pictures=pictures)
+    images = [Images(image[None], np.array([-1, *range(9), -1, -1])), None]
+    answers = model.sample([prompt, [5]], Sampling(max_new_tokens=3, temperature=0.0), images=images)
     said = [tokenizer.decode(answer.tokens) for answer in answers]
     generate(Generate.model_validate(values | {"prompt": "w5", "image": str(tmp_path / "a.png")}))
     assert capsys.readouterr().out.strip() == said[0]
     generate(Generate.model_validate(values | {"input": str(tmp_path / "rows.jsonl"), "image_column": "image"}))
     assert capsys.readouterr().out.split("\n---\n") == [said[0], said[1] + "\n"]
-    with pytest.raises(UserError, match=r"image=.*none.png: the prompt has a picture that is not there"):
+    with pytest.raises(UserError, match=r"image=.*none.png: the prompt has an image that is not there"):
         generate(Generate.model_validate(values | {"prompt": "w5", "image": str(tmp_path / "none.png")}))
     blind = values | {"prompt": "w5", "image": "a.png", "checkpoint": str(tmp_path / "blind")}
     shutil.copytree(ROOT / "tests/models/parity/gemma3", tmp_path / "blind")
     shutil.copy(folder / "tokenizer.json", tmp_path / "blind")
-    with pytest.raises(UserError, match=r"image=a.png: checkpoint=.*blind is no model that sees pictures"):
+    with pytest.raises(UserError, match=r"image=a.png: checkpoint=.*blind is no model that sees images"):
         generate(Generate.model_validate(blind))
 
 

@@ -12,8 +12,8 @@ import jax
 import numpy as np
 import pytest
 from support.harness import ONE_LAYER, ROOT, RUN
+from support.images import SEES
 from support.installs import one_at_a_time
-from support.pictures import SEES
 from support.rollouts import AGENT, ONE, TASK
 
 from tunix.base.errors import UserError

@@ -1,6 +1,6 @@
 """Compile kernels for a chip that is not there: compile_kernels.py CHIP WHAT.
 
-WHAT is HEAD_DIM, HEAD_DIM-capped, HEAD_DIM-pictures, experts-MODEL-PRODUCTS, rows, ulysses or ring. Prints the names of the attention kernels. Of a layer of experts, also on four devices that exchange rows, and of attention
+WHAT is HEAD_DIM, HEAD_DIM-capped, HEAD_DIM-images, experts-MODEL-PRODUCTS, rows, ulysses or ring. Prints the names of the attention kernels. Of a layer of experts, also on four devices that exchange rows, and of attention
 on two devices that share a sequence, it prints what the program has, as JSON.
 """
 
@@ -126,6 +126,6 @@ with jax.set_mesh(mesh):
     elif label in CP_EXCHANGES:
         print(json.dumps(compile_exchange(mesh, label)))
     else:
-        options = {"": {}, "capped": {"cap": 30.0, "with_sums": True}, "pictures": {"reach": 255}}[kind]
+        options = {"": {}, "capped": {"cap": 30.0, "with_sums": True}, "images": {"reach": 255}}[kind]
         text = compile_attention(mesh, int(dim), options)
         print(*sorted(set(re.findall(r'name = "(attention_\w+)"', text))))

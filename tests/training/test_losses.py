@@ -168,7 +168,7 @@ def test_fields_of_a_batch_are_listed_in_one_place():
     }
     losses = {"training/logprobs.py", "training/dpo.py", "training/scores.py"}
     stages = {"training/pipeline_step.py"}  # it sends rows of a batch from stage to stage
-    fill = {"data/batches.py", "data/packing.py", "data/picture_slots.py", "rl/rollouts.py", "parity.py"}
+    fill = {"data/batches.py", "data/packing.py", "data/image_slots.py", "rl/rollouts.py", "parity.py"}
     assert named == fill | losses | stages
 
 

@@ -51,7 +51,7 @@ class PipelineShape(NamedTuple):
 
     The sequences of a microbatch are cut into P parts, and S stages work on S parts at a time. In a tick each stage
     computes one part, so the last stage has the last part after P + S - 1 ticks. In S - 1 of them a stage has nothing
-    to do: the bubble. training/pipeline_step.py has a picture.
+    to do: the bubble. training/pipeline_step.py draws it.
 
     The parts of all microbatches of a step follow one another (1f1b). interleaved cuts the layers of a stage into
     chunks: a tick is shorter, and the same number of idle ticks takes less time.
@@ -158,7 +158,7 @@ class BatchKeys(Section):
     seq_len: Count
     """Tokens per sequence (T)."""
     images_per_row: CountOrZero
-    """Pictures that a sequence has room for (P), in a model with model.vision; 0 takes text alone."""
+    """Images that a sequence has room for (P), in a model with model.vision; 0 takes text alone."""
     micro_batch_size: Count | Literal["auto"]
     """Sequences per data shard per microbatch; auto is the largest that is predicted to fit (the keys of plan)."""
     micro_batch_tokens: Count | None

@@ -101,13 +101,13 @@ class Generate(Decoding, ReadModel):
     column: str
     """Column of the file that holds the prompts."""
     image: str | None
-    """A file with a picture, which the prompt asks about; null for none. It stands before the text, or where the text
+    """A file with an image, which the prompt asks about; null for none. It stands before the text, or where the text
     has <start_of_image>."""
     image_column: str | None
-    """Column of the file that holds the pictures of each prompt: a path that begins at the file's folder, or a list of
-    them as JSON; null for prompts without pictures."""
-    max_picture_pixels: Pixels
-    """Pixels of a picture: one with more is an error."""
+    """Column of the file that holds the images of each prompt: a path that begins at the file's folder, or a list of
+    them as JSON; null for prompts without images."""
+    max_image_pixels: Pixels
+    """Pixels of an image: one with more is an error."""
     output: str | None
     """A .csv or .jsonl file to write: the rows of the input, with prediction and log_probability; null prints."""
     chat: Flag
@@ -213,11 +213,11 @@ class Server(Section):
     max_answers: Count
     """Largest `n` of a request, with its prompts: answers of one request."""
     max_body_mb: Positive
-    """Largest request, in MB; a longer one gets 413. So many MB may the files of its pictures have, too."""
-    picture_folders: tuple[str, ...]
-    """Folders with pictures that requests may name by their paths (file:///photos/cat.jpg); data URLs need none."""
-    max_picture_pixels: Pixels
-    """Pixels of the largest picture of a request, before it is resized; a larger one gets 400."""
+    """Largest request, in MB; a longer one gets 413. So many MB may the files of its images have, too."""
+    image_folders: tuple[str, ...]
+    """Folders with images that requests may name by their paths (file:///photos/cat.jpg); data URLs need none."""
+    max_image_pixels: Pixels
+    """Pixels of the largest image of a request, before it is resized; a larger one gets 400."""
     request_timeout_s: Positive
     """Seconds from the arrival of a request to its last token; a slower one gets 504."""
     shutdown_timeout_s: Positive

@@ -33,7 +33,7 @@ def check_stages(model: "Model", sizes: Mapping[str, int]) -> None:
     first, *others = model.runs
     leave_out = f"leave {', '.join(DIMS[LAYERS].weight_axes)} out of model.mesh_shape"
     if model.vision is not None:
-        raise UserError(f"model.vision: stages do not take pictures yet; {leave_out}, or set model.vision=null")
+        raise UserError(f"model.vision: stages do not take images yet; {leave_out}, or set model.vision=null")
     for key in ("shared_kv", "layer_inputs"):
         if getattr(model, key) is not None:
             raise UserError(f"model.{key} gives a layer arrays that do not travel from stage to stage; {leave_out}")

@@ -130,7 +130,7 @@ class PrometheusKeys(Section):
 
 
 class Logging(Section):
-    """Sinks of numbers, texts and pictures, and how often a line is shown."""
+    """Sinks of numbers, texts and images, and how often a line is shown."""
 
     every_steps: Count
     """Steps between lines on the console and in train.log; every other sink gets every step."""

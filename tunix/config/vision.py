@@ -1,4 +1,4 @@
-"""Section `model.vision`: a tower that turns pictures into vectors of the residual stream."""
+"""Section `model.vision`: a tower that turns images into vectors of the residual stream."""
 
 import math
 from typing import TYPE_CHECKING, Annotated
@@ -20,12 +20,12 @@ PositiveChannels = Annotated[tuple[Positive, Positive, Positive], Field(min_leng
 class Vision(Section):
     """A vision tower (SigLIP, arXiv:2303.15343), and a projector of its results into the residual stream (Gemma 3).
 
-    A batch brings pictures of image_size x image_size pixels in slots of its rows, and says which tokens of a row are
-    soft tokens: those whose embeddings are results of the projector (`picture_fields` in data/batches.py).
+    A batch brings images of image_size x image_size pixels in slots of its rows, and says which tokens of a row are
+    soft tokens: those whose embeddings are results of the projector (`image_fields` in data/batches.py).
     """
 
     image_size: Count
-    """Rows and columns of pixels of a picture: pictures are resized to a square before they reach the model."""
+    """Rows and columns of pixels of an image: images are resized to a square before they reach the model."""
     patch_size: Count
     """Rows and columns of pixels of a patch, which is one token of the tower; divides image_size."""
     embed_dim: Count
@@ -39,7 +39,7 @@ class Vision(Section):
     norm_eps: Positive
     """Added to the variance in the tower's LayerNorms, and to the mean square in the projector's RMSNorm."""
     tokens_per_image: Count
-    """Soft tokens of a picture in the decoder: the projector takes means over squares of patches."""
+    """Soft tokens of an image in the decoder: the projector takes means over squares of patches."""
     image_mean: Channels
     """Pixels, divided by 255, less these means of red, green and blue, ..."""
     image_std: PositiveChannels
@@ -47,7 +47,7 @@ class Vision(Section):
     image_token: CountOrZero
     """Id that a soft token has in the text; its row of the embedding table is not read."""
     begin_token: CountOrZero
-    """Id of the token before the soft tokens of a picture."""
+    """Id of the token before the soft tokens of an image."""
     end_token: CountOrZero
     """Id of the token behind them."""
     freeze_tower: Flag
@@ -57,17 +57,17 @@ class Vision(Section):
 
     @property
     def patches_per_side(self) -> int:
-        """Patches in a row of a picture, and in a column."""
+        """Patches in a row of an image, and in a column."""
         return self.image_size // self.patch_size
 
     @property
     def num_patches(self) -> int:
-        """Tokens of the tower for one picture."""
+        """Tokens of the tower for one image."""
         return self.patches_per_side**2
 
     @property
     def tokens_per_side(self) -> int:
-        """Soft tokens in a row of a picture, and in a column."""
+        """Soft tokens in a row of an image, and in a column."""
         return math.isqrt(self.tokens_per_image)
 
     @property
@@ -91,7 +91,7 @@ class Vision(Section):
         if self.tokens_per_side**2 != self.tokens_per_image or self.patches_per_side % self.tokens_per_side:
             raise ValueError(
                 f"{KEY}.tokens_per_image={self.tokens_per_image} must be the square of a divisor of the "
-                f"{self.patches_per_side} patches in a row of a picture"
+                f"{self.patches_per_side} patches in a row of an image"
             )
         return self
 
@@ -108,6 +108,6 @@ def check_vision(model: "Model", vision: Vision) -> None:
         raise ValueError(f"model.local_attention={model.local_attention} does not go with {KEY}; set it to window")
     if model.cp_exchange == "ring":
         raise ValueError(
-            f"model.cp_exchange=ring brings keys in blocks of earlier tokens, and tokens of a picture ({KEY}) also see "
+            f"model.cp_exchange=ring brings keys in blocks of earlier tokens, and tokens of an image ({KEY}) also see "
             "later ones; set it to ulysses"
         )

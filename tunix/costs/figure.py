@@ -1,4 +1,4 @@
-"""Tables as text, and pictures of horizontal bars, each made of stacked parts, drawn with Pillow."""
+"""Tables as text, and images of horizontal bars, each made of stacked parts, drawn with Pillow."""
 
 import io
 from collections.abc import Collection, Iterable, Sequence

@@ -39,7 +39,7 @@ from tunix.models.layers import parameter_name
 from tunix.models.linear_attention import CHUNK
 from tunix.models.remat import Remat, product_name
 from tunix.models.table import EXPERT_EXCHANGES, FUSED, MATMUL_DTYPES
-from tunix.models.vision import Pictures
+from tunix.models.vision import Images
 from tunix.sharding.arrays import bytes_per_device
 from tunix.sharding.layout import Layout
 from tunix.sharding.mesh_shape import count_devices, data_shards, token_shards
@@ -98,16 +98,16 @@ def derive_costs(program: Program, with_activations: bool = True) -> Costs:
     cfg, arch, batch = program.cfg, program.arch, program.batch
     num_tokens = batch.num_tokens / program.mesh.size  # of one device
     flops = flops_per_token(cfg.model, arch.num_active, arch.num_active_trained, batch.seq_len) * num_tokens
-    num_pictures = batch.num_sequences * cfg.training.images_per_row / program.mesh.size
+    num_images = batch.num_sequences * cfg.training.images_per_row / program.mesh.size
     forward_flops = forward_flops_per_token(cfg.model, arch.num_active, batch.seq_len) * num_tokens
     chunk_flops = chunk_flops_per_token(cfg.model, batch.seq_len) * num_tokens
     recompute = _derive_recompute_fraction(program)
     # `flops` leaves out what linear attention computes inside of its chunks: one time forward and two times backward.
     all_flops = flops + recompute * forward_flops + (3 + recompute) * chunk_flops
     all_flops += _count_pipeline_flops(program, all_flops, forward_flops, num_tokens)
-    # Devices that share the tokens of a row all compute its pictures.
-    all_flops += tower_flops(cfg.model, recompute) * num_pictures * token_shards(program.mesh.shape)
-    flops += tower_flops(cfg.model) * num_pictures
+    # Devices that share the tokens of a row all compute its images.
+    all_flops += tower_flops(cfg.model, recompute) * num_images * token_shards(program.mesh.shape)
+    flops += tower_flops(cfg.model) * num_images
     with jax.sharding.use_abstract_mesh(program.abstract_mesh):
         num_bytes = count_state_bytes(program)
         num_bytes["activations"] = count_activation_bytes(program) if with_activations else 0
@@ -376,7 +376,7 @@ def estimate_inside_bytes(cfg: Config, layout: Layout, mesh: Mesh | AbstractMesh
 
 
 def _estimate_tower_bytes(program: Program) -> int:
-    """Return the bytes inside of one layer of the tower on one device, for the pictures of a row. An estimate."""
+    """Return the bytes inside of one layer of the tower on one device, for the images of a row. An estimate."""
     vision, layout = program.cfg.model.vision, program.layout
     if vision is None:
         return 0
@@ -427,8 +427,8 @@ def _count_residual_bytes(program: Program) -> int:
     # Each data shard has its own sequences, so the axes that split the batch change nothing of one sequence.
     others = (size for axis, size in program.mesh.shape.items() if axis not in data_axes())
     task = cfg.task.model_dump_json() if program.abstract_shared else ""
-    pictures = cfg.training.images_per_row if cfg.model.vision is not None else 0
-    key = (model, step, length, pictures, layout, program.choices.remat, task, *others)
+    images = cfg.training.images_per_row if cfg.model.vision is not None else 0
+    key = (model, step, length, images, layout, program.choices.remat, task, *others)
     if key not in _known_residual_bytes:
         _known_residual_bytes[key] = _trace_residuals(program)
     return _known_residual_bytes[key]
@@ -466,12 +466,12 @@ def _trace_residuals(program: Program) -> int:
 
         return jax.vjp(objective, arch.trained(params))[1]
 
-    def residuals_of_pictures(params, batch):
-        pictures = Pictures(batch.pop(IMAGES)[0], batch.pop(IMAGE_INDEX)[0])
+    def residuals_of_images(params, batch):
+        images = Images(batch.pop(IMAGES)[0], batch.pop(IMAGE_INDEX)[0])
 
         def see(trained):
             module = arch.module(arch.merge(trained, params))
-            return module.see(module.embed(module.tables(), batch["tokens"][0], batch["positions"][0]), pictures)
+            return module.see(module.embed(module.tables(), batch["tokens"][0], batch["positions"][0]), images)
 
         return jax.vjp(see, arch.trained(params))[1]
 
@@ -490,10 +490,10 @@ def _trace_residuals(program: Program) -> int:
         leaves = jax.tree.leaves(jax.eval_shape(function, abstract_params(arch, mesh), batch))
         return bytes_per_device([leaf for leaf in leaves if any(size % prime == 0 for size in leaf.shape)]) // prime
 
-    # What is kept of pictures does not grow with the tokens, so it is traced apart.
+    # What is kept of images does not grow with the tokens, so it is traced apart.
     text = {name: leaf for name, leaf in batch.items() if name not in (IMAGES, IMAGE_INDEX)}
     num_bytes = times * count_bytes(residuals, text)
-    num_bytes += count_bytes(residuals_of_pictures, batch) if IMAGES in batch else 0
+    num_bytes += count_bytes(residuals_of_images, batch) if IMAGES in batch else 0
     return num_bytes - cfg.model.num_layers * _count_stream_bytes(program) if remat.on_host else num_bytes
 
 

@@ -71,10 +71,10 @@ FIELDS = {
 }
 
 
-# Pictures of a batch, in a run of a model with a tower (`model.vision`) and training.images_per_row of at least 1.
+# Images of a batch, in a run of a model with a tower (`model.vision`) and training.images_per_row of at least 1.
 #
 #     images        [A, B, P, H, W, 3] uint8    P = training.images_per_row slots of a row, each of image_size x
-#                                               image_size pixels; a slot without a picture is zeros
+#                                               image_size pixels; a slot without an image is zeros
 #     image_index   [A, B, T] int32             which soft token of the row's P * tokens_per_image a token is: slot *
 #                                               tokens_per_image + k; -1 of a token of text, and of padding
 #
@@ -85,15 +85,15 @@ FIELDS = {
 IMAGES, IMAGE_INDEX = "images", "image_index"
 
 
-def picture_fields(cfg: Config) -> Fields:
-    """Return the fields of pictures of a run; none where the model has no tower, or its rows no slots."""
+def image_fields(cfg: Config) -> Fields:
+    """Return the fields of images of a run; none where the model has no tower, or its rows no slots."""
     if cfg.model.vision is None or not cfg.training.images_per_row:
         return {}
     dims = cfg.dims
     sizes = tuple((dim_name, dims[dim_name]) for dim_name in "jyxz")
     slots = tuple(size for _, size in sizes)
 
-    # Rows without pictures, of a source that knows of none, have empty slots.
+    # Rows without images, of a source that knows of none, have empty slots.
     def fill_images(batch: Example) -> np.ndarray:
         return batch[IMAGES] if IMAGES in batch else np.zeros((*batch["tokens"].shape[:2], *slots), np.uint8)
 
@@ -138,7 +138,7 @@ def split_rows(batch: Example, num_cuts: int) -> Example:
         return batch
     sizes, num_rows, length = batch["tokens"].shape
     shape = sizes, num_rows * num_cuts, length // num_cuts
-    # What is not one number a token, like pictures, belongs to each row of a sequence.
+    # What is not one number a token, like images, belongs to each row of a sequence.
     rows = {
         name: leaf.reshape(shape) if leaf.ndim == 3 else np.repeat(leaf, num_cuts, 1) for name, leaf in batch.items()
     }
@@ -312,7 +312,7 @@ def read_held_out(sequences: grain.MapDataset, num_sequences: int, num_rows: int
             "the held-out documents make no sequence of training.seq_len tokens; "
             "add data, raise data.held_out_fraction, or set it to 0 to hold out none"
         )
-    # A token of padding is no token of a picture.
+    # A token of padding is no token of an image.
     padding = {name: np.full_like(field, -(name == IMAGE_INDEX)) for name, field in sequences[0].items()}
 
     def row(index: int) -> Example:

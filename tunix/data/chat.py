@@ -37,11 +37,11 @@ Options = Mapping[
 NO_OPTIONS: Options = {}
 LearntTurns = Literal["all", "last", "assistant"]
 
-START = "<start_of_image>"  # the token by which a template writes a picture (data/pictures.py)
+START = "<start_of_image>"  # the token by which a template writes an image (data/images.py)
 
 
 def join_parts(content: str | Sequence[Mapping[str, Any]]) -> str:
-    """Return the text of a turn's content, with `START` for each of its pictures."""
+    """Return the text of a turn's content, with `START` for each of its images."""
     if isinstance(content, str):
         return content
     return "".join(START if part["type"] == "image" else part["text"] for part in content)

@@ -21,9 +21,9 @@ from tunix.config.task import Classify, Kto, Paired
 from tunix.config.vision import Vision
 from tunix.data.chat import START
 from tunix.data.files import Unit
+from tunix.data.image_slots import find_slots
+from tunix.data.images import END, SOFT
 from tunix.data.packing import Sequences
-from tunix.data.picture_slots import find_slots
-from tunix.data.pictures import END, SOFT
 from tunix.data.shards import Prepared
 from tunix.data.table import Source, Tokens
 from tunix.data.tokenize import find_folder, find_units, find_vocab, make_share, open_verified, prepare
@@ -78,13 +78,13 @@ def find_inputs(cfg: Config) -> Inputs:
     slots = find_slots(cfg)
     vocab = find_vocab(tokenizer, cfg.task, pairs, cache_dir, slots.form if slots else None)
     check_fits(vocab, cfg.model.vocab_size)
-    _check_picture_tokens(vocab, cfg.model.vision)
+    _check_image_tokens(vocab, cfg.model.vision)
     return Inputs(copied, units, vocab)
 
 
-def _check_picture_tokens(vocab: Vocab, vision: Vision | None) -> None:
-    """Raise `UserError` where the tokens of pictures have other ids in the tokenizer than in the model."""
-    if vision is None or vocab.pictures is None:
+def _check_image_tokens(vocab: Vocab, vision: Vision | None) -> None:
+    """Raise `UserError` where the tokens of images have other ids in the tokenizer than in the model."""
+    if vision is None or vocab.images is None:
         return
     keys = {START: "begin_token", SOFT: "image_token", END: "end_token"}
     for token, key in keys.items():
@@ -121,12 +121,12 @@ def _open_copied(folder: Path, vocab: Vocab, cfg: Config) -> Prepared:
             f"{cfg.tokenizer.path} ({vocab.num_tokens} tokens); leave tokenizer.path=null to take its own"
         )
     prepared = open_verified(folder, cfg.loading)
-    pictures = prepared.index.get("pictures")
-    if pictures is not None and (vocab.pictures is None or pictures != vocab.pictures._asdict()):
+    images = prepared.index.get("images")
+    if images is not None and (vocab.images is None or images != vocab.images._asdict()):
         raise UserError(
-            f"data.paths: {folder} was made for a model with pictures of {pictures['image_size']} x "
-            f"{pictures['image_size']} pixels and {pictures['tokens_per_image']} tokens (model.vision), and this one "
-            f"takes {'none' if vocab.pictures is None else 'others'}; prepare it with this model"
+            f"data.paths: {folder} was made for a model with images of {images['image_size']} x "
+            f"{images['image_size']} pixels and {images['tokens_per_image']} tokens (model.vision), and this one "
+            f"takes {'none' if vocab.images is None else 'others'}; prepare it with this model"
         )
     if prepared.documents != cfg.task.documents:
         raise UserError(f"data.paths: {folder} was not made for task={cfg.task.name}; prepare it with that task")
@@ -297,7 +297,7 @@ def _report_long(parts: dict[str, Sequences], cfg: Config, task: Paired | Classi
     kind, counted = ("documents", "") if isinstance(task, Classify) else ("pairs", ", both answers with their prompts")
     for name, part in parts.items():
         if part.num_left_out:
-            slots = f", or have more than training.images_per_row={cfg.training.images_per_row} pictures"
+            slots = f", or have more than training.images_per_row={cfg.training.images_per_row} images"
             problem = (
                 f"{name}: {part.num_left_out:,} of {part.stream.num_documents:,} {kind} are longer than "
                 f"training.seq_len={cfg.training.seq_len} tokens{slots if part.slots else ''}{counted}"
@@ -333,10 +333,10 @@ def _check_labels(train: dict[str, Sequences]) -> None:
 
 
 def _summarise(name: str, prepared: Prepared, train: Sequences, held_out: Sequences, vocab: Vocab) -> str:
-    pictures = sum(shard["train"].get("pictures", 0) for shard in prepared.index["shards"])
-    with_pictures = f" with {pictures:,} pictures" if pictures else ""
+    images = sum(shard["train"].get("images", 0) for shard in prepared.index["shards"])
+    with_images = f" with {images:,} images" if images else ""
     return (
-        f"{name}: {train.stream.num_documents:,} documents{with_pictures}, {train.stream.num_tokens:,} tokens to train "
+        f"{name}: {train.stream.num_documents:,} documents{with_images}, {train.stream.num_tokens:,} tokens to train "
         "on; "
         f"{held_out.stream.num_documents:,} documents, {held_out.stream.num_tokens:,} tokens held out; "
         f"{vocab.num_tokens:,} tokens, {prepared.index['bytes_per_token']:.2f} bytes per token; unigram entropy "

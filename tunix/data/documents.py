@@ -15,15 +15,15 @@ from tunix.config import Task
 from tunix.config.task import Classify, Prompted, Sft
 from tunix.data.chat import NO_OPTIONS, LearntTurns, Message, Options, join_parts
 from tunix.data.files import TOO_LONG, BadRow, Columns, Item, Limited, Rows, Source, Unit, is_longer
-from tunix.data.pictures import (
-    PictureForm,
-    PictureReader,
+from tunix.data.images import (
+    ImageForm,
+    ImageReader,
     count_threads,
     find_root,
     list_column,
     map_ahead,
     read_parts,
-    take_pictures,
+    take_images,
 )
 from tunix.data.pieces import count_bytes
 from tunix.data.table import DOCUMENTS
@@ -76,7 +76,7 @@ class Example(NamedTuple):
 class Document(NamedTuple):
     name: str
     content: str | Conversation | Question | Pair | Labelled | Example
-    pictures: Sequence[bytes] = ()  # as shards keep them (data/pictures.py), in the order of their places in the turns
+    images: Sequence[bytes] = ()  # as shards keep them (data/images.py), in the order of their places in the turns
 
     @property
     def text(self) -> str:
@@ -106,11 +106,11 @@ class LeftOut(NamedTuple):
 
 
 def read_documents(
-    source: Source, task: Task, unit: Unit, form: PictureForm | None = None, with_pictures: bool = True
+    source: Source, task: Task, unit: Unit, form: ImageForm | None = None, with_images: bool = True
 ) -> Iterator[Document | LeftOut]:
     """Yield the documents of one unit in order, and a `LeftOut` in place of each item that gives none.
 
-    `form` is that of pictures for a model that sees. Without `with_pictures` their places alone are read.
+    `form` is that of images for a model that sees. Without `with_images` their places alone are read.
 
     Raises:
         UserError: a file cannot be read, or a row is bad and data.bad_rows=error.
@@ -118,8 +118,8 @@ def read_documents(
     limit = source.max_document_bytes if isinstance(source, Limited) else None
     reader = None
     if form is not None and isinstance(source, Rows):
-        rules = limit or 1 << 31, source.max_picture_pixels, source.picture_addresses
-        reader = PictureReader(form, find_root(unit.path), *rules, only_places=not with_pictures)
+        rules = limit or 1 << 31, source.max_image_pixels, source.image_addresses
+        reader = ImageReader(form, find_root(unit.path), *rules, only_places=not with_images)
     read = partial(_read_item, source, task, reader, import_object(DOCUMENTS[task.documents].read), limit)
     is_prompt = task.documents == "prompt" and isinstance(source, Rows)
     items = source.read_all_columns(unit) if is_prompt else source.read(unit)  # type: ignore[attr-defined]
@@ -127,7 +127,7 @@ def read_documents(
 
 
 def _read_item(
-    source: Source, task: Task, reader: PictureReader | None, read: Callable[..., Any], limit: int | None, item: Item
+    source: Source, task: Task, reader: ImageReader | None, read: Callable[..., Any], limit: int | None, item: Item
 ) -> Document | LeftOut:
     if item.problem == TOO_LONG:
         document: Document | LeftOut = LeftOut(item.name, TOO_LONG)
@@ -149,18 +149,18 @@ def _read_item(
 
 
 def _read_row(
-    source: Rows, task: Task, item: Item, read: Callable[..., Any], reader: PictureReader | None
+    source: Rows, task: Task, item: Item, read: Callable[..., Any], reader: ImageReader | None
 ) -> Document | LeftOut:
-    pictures: Sequence[bytes] = ()
+    images: Sequence[bytes] = ()
     try:
         if not isinstance(item.content, dict):
             raise BadRow(item.problem)
         content = read(source.columns, item.content, task)
         if content and not isinstance(content, str):
-            references = take_pictures(list_turns(content), list_column(source.columns, item.content), reader)
-            pictures = reader.read(references) if reader else ()
+            references = take_images(list_turns(content), list_column(source.columns, item.content), reader)
+            images = reader.read(references) if reader else ()
             if references and isinstance(content, Question):
-                content = _drop_pictures(content, source.columns)
+                content = _drop_images(content, source.columns)
         # Fails for text that is not UTF-8: half of a character, as JSON's "\ud83d" is.
         count_bytes(content) if isinstance(content, str) else encode_json(content)
     except (BadRow, UnicodeEncodeError) as error:
@@ -170,11 +170,11 @@ def _read_row(
                 f"data: {item.source()} {problem}; data.bad_rows=skip leaves such rows out and counts them"
             ) from None
         return LeftOut(item.name, "bad row")
-    return Document(item.name, content, pictures) if content else LeftOut(item.name, "empty")
+    return Document(item.name, content, images) if content else LeftOut(item.name, "empty")
 
 
-def _drop_pictures(question: Question, columns: Columns) -> Question:
-    """Return a question whose columns, which rewards get, have the places of pictures and not the pictures."""
+def _drop_images(question: Question, columns: Columns) -> Question:
+    """Return a question whose columns, which rewards get, have the places of images and not the images."""
     kept = {name: value for name, value in question.columns.items() if name not in (columns.images, "image")}
     if columns.prompt is None and columns.messages in kept:
         kept[columns.messages] = question.messages
@@ -464,8 +464,8 @@ class Encoded(NamedTuple):
     split: int = 0  # of a pair: where the rejected answer begins, with its prompt
     label: float = False  # of a labelled answer: true for a desirable one; of an example: its class or number
     row: bytes = b""  # of a prompt: its text and its columns, as JSON
-    pictures: Sequence[bytes] = ()  # in the order of their places
-    places: np.ndarray = NO_PLACES  # [pictures] int64: the first token of each, counted from the document's first
+    images: Sequence[bytes] = ()  # in the order of their places
+    places: np.ndarray = NO_PLACES  # [images] int64: the first token of each, counted from the document's first
 
 
 def encode_texts(vocab: Vocab, documents: list[Document]) -> Iterator[Encoded]:
@@ -485,16 +485,16 @@ def encode_conversations(vocab: Vocab, documents: list[Document]) -> Iterator[En
     vocab.backend.encode_special_tokens = False
     # A conversation is tokenized in pieces, cut where an answer begins and ends: no token belongs to both sides.
     pieces = [text for segments in conversations for text, _ in segments]
-    encoded = vocab.encode([vocab.expand_pictures(text) for text in pieces])
+    encoded = vocab.encode([vocab.expand_images(text) for text in pieces])
     for document, segments in zip(documents, conversations, strict=True):
         tokens = [next(encoded) for _ in segments]
         answers = [np.full(len(own), is_answer) for own, (_, is_answer) in zip(tokens, segments, strict=True)]
         size = sum(count_bytes(text) for text, _ in segments)
         learnt = np.concatenate([NO_ANSWERS, *answers])
-        places = vocab.find_pictures(tokens, len(document.pictures))
+        places = vocab.find_images(tokens, len(document.images))
         if len(places):  # with learnt_turns=all
-            learnt &= ~vocab.is_of_picture(np.concatenate(tokens))
-        yield Encoded(size, tokens, learnt, pictures=document.pictures, places=places)
+            learnt &= ~vocab.is_of_image(np.concatenate(tokens))
+        yield Encoded(size, tokens, learnt, images=document.images, places=places)
 
 
 def encode_prompts(vocab: Vocab, documents: list[Document]) -> Iterator[Encoded]:
@@ -502,18 +502,18 @@ def encode_prompts(vocab: Vocab, documents: list[Document]) -> Iterator[Encoded]
     questions: list[Question] = [document.content for document in documents]  # type: ignore[misc]
     texts = [vocab.chat.render(question.messages, True, question.options) for question in questions]
     vocab.backend.encode_special_tokens = False
-    encoded = vocab.encode([vocab.expand_pictures(text) for text in texts])
+    encoded = vocab.encode([vocab.expand_images(text) for text in texts])
     for text, tokens, question, document in zip(texts, encoded, questions, documents, strict=True):
-        turns = {"messages": question.messages} if document.pictures else {}
+        turns = {"messages": question.messages} if document.images else {}
         row = encode_json({"text": text, "columns": question.columns, **turns})
-        places = vocab.find_pictures([tokens], len(document.pictures))
-        yield Encoded(count_bytes(text), (tokens,), row=row, pictures=document.pictures, places=places)
+        places = vocab.find_images([tokens], len(document.images))
+        yield Encoded(count_bytes(text), (tokens,), row=row, images=document.images, places=places)
 
 
 def encode_pairs(vocab: Vocab, documents: list[Document]) -> Iterator[Encoded]:
     """Yield both answers, each after the prompt. Earlier answers in the prompt are not learnt."""
     pairs: list[Pair] = [document.content for document in documents]  # type: ignore[misc]
-    return _encode_pairs(vocab, pairs, [document.pictures for document in documents])
+    return _encode_pairs(vocab, pairs, [document.images for document in documents])
 
 
 def encode_comparisons(vocab: Vocab, documents: list[Document]) -> Iterator[Encoded]:
@@ -563,16 +563,16 @@ def encode_labelled(vocab: Vocab, documents: list[Document]) -> Iterator[Encoded
     pairs = [
         Pair(own.prompt, own.answer, other.answer, own.options) for own, other in zip(answers, before, strict=True)
     ]
-    pictures = [document.pictures for document in documents]
-    for own, encoded in zip(answers, _encode_pairs(vocab, pairs, pictures), strict=True):
+    images = [document.images for document in documents]
+    for own, encoded in zip(answers, _encode_pairs(vocab, pairs, images), strict=True):
         yield encoded._replace(label=own.label)
 
 
-def _encode_pairs(vocab: Vocab, pairs: list[Pair], pictures: Sequence[Sequence[bytes]]) -> Iterator[Encoded]:
-    """Yield pairs; `pictures` are those of each prompt, which both of its answers follow."""
+def _encode_pairs(vocab: Vocab, pairs: list[Pair], images: Sequence[Sequence[bytes]]) -> Iterator[Encoded]:
+    """Yield pairs; `images` are those of each prompt, which both of its answers follow."""
     both = [
         Document("", Conversation([*pair.prompt, *answer], pair.options), own)
-        for pair, own in zip(pairs, pictures, strict=True)
+        for pair, own in zip(pairs, images, strict=True)
         for answer in (pair.chosen, pair.rejected)
     ]
     encoded = encode_conversations(vocab, both)
@@ -585,7 +585,7 @@ def _encode_pairs(vocab: Vocab, pairs: list[Pair], pictures: Sequence[Sequence[b
             (*chosen.tokens, *rejected.tokens),
             np.concatenate([_without_first(each.answers, num_earlier) for each in (chosen, rejected)]),
             split,
-            pictures=(*chosen.pictures, *rejected.pictures),
+            images=(*chosen.images, *rejected.images),
             places=np.concatenate([chosen.places, rejected.places + split]),
         )
 

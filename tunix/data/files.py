@@ -179,7 +179,7 @@ class BadRow(ValueError):
     """A row that gives no document; the text says why, and begins with a verb: "has no column text"."""
 
 
-Pixels = Annotated[Count, Field(le=178_956_970)]  # of a picture: Pillow refuses larger ones
+Pixels = Annotated[Count, Field(le=178_956_970)]  # of an image: Pillow refuses larger ones
 
 ROWS_BYTES = 1 << 29  # of the rows of a Parquet file that are in memory at a time
 TOO_LONG = "longer than data.max_document_bytes"  # the problem of an item that is not read to its end
@@ -266,7 +266,7 @@ class Columns(Section):
     """Column that says for each turn of `messages` whether it is learnt: a list of true and false; null: as
     task.learnt_turns says."""
     images: str | None
-    """Column of a row's pictures, for models that see: paths below the folder of the file, bytes, {bytes, path}; one
+    """Column of a row's images, for models that see: paths below the folder of the file, bytes, {bytes, path}; one
     or a list. Where it is `images` and a row has none, the column `image` is read."""
 
     def list_names(self) -> list[str]:
@@ -281,12 +281,12 @@ class Rows(Limited, Source):
     columns: Columns
     """Which columns are read."""
     bad_rows: Literal["error", "skip"]
-    """A row that is not JSON, lacks a column, or holds no text or conversation in it, or a picture that is missing or
+    """A row that is not JSON, lacks a column, or holds no text or conversation in it, or an image that is missing or
     broken: refused, or left out and counted."""
-    max_picture_pixels: Pixels
-    """Pixels of the largest picture, before it is resized: a small file may unpack to more than the memory has."""
-    picture_addresses: tuple[str, ...]
-    """Beginnings of the addresses that rows may name for pictures: [https://example.org/photos/]."""
+    max_image_pixels: Pixels
+    """Pixels of the largest image, before it is resized: a small file may unpack to more than the memory has."""
+    image_addresses: tuple[str, ...]
+    """Beginnings of the addresses that rows may name for images: [https://example.org/photos/]."""
 
     def read_all_columns(self, unit: Unit) -> Iterator[Item]:
         """Yield the rows of one unit with every column, also those that `columns` does not name."""

@@ -11,7 +11,7 @@ import numpy as np
 from tunix.base.files import make_once
 from tunix.base.forms import locate_cached
 from tunix.data.batches import Example, empty_example
-from tunix.data.picture_slots import PictureSlots, has_pictures, list_places
+from tunix.data.image_slots import ImageSlots, has_images, list_places
 from tunix.data.shards import Arrays, Stream, locate
 
 
@@ -29,12 +29,12 @@ class Sequences(grain.sources.RandomAccessDataSource):
     row. A pair that is longer than a sequence is left out. A labelled answer is such a pair: its second answer is that
     of another document. A document with a label (`label_values`) is one piece, too.
 
-    For a model that sees, each example has the pictures of its pieces in slots (`PictureSlots`). No piece ends within
-    a picture.
+    For a model that sees, each example has the images of its pieces in slots (`ImageSlots`). No piece ends within
+    an image.
     """
 
-    def __init__(self, stream: Stream, seq_len: int, packing: str, cache_dir: Path, slots: PictureSlots | None = None):
-        """Raises `UserError` where a picture would be cut, or has no room in a sequence."""
+    def __init__(self, stream: Stream, seq_len: int, packing: str, cache_dir: Path, slots: ImageSlots | None = None):
+        """Raises `UserError` where an image would be cut, or has no room in a sequence."""
         self.stream, self.seq_len, self.packing, self.slots = stream, seq_len, packing, slots
         if slots is not None and any(len(list_places(stream, n)) for n in range(len(stream.sizes))):
             slots.check(seq_len, packing)
@@ -109,17 +109,15 @@ class Sequences(grain.sources.RandomAccessDataSource):
         return _fill_pairs(shard, halves, self.seq_len, of_pairs) | self._fill_slots(shard, halves)
 
     def describe_decoding(self, rows_per_step: int, num_threads: int) -> str:
-        """Say how long the pictures of a step take to decode, after a trial; empty where there are none."""
-        shard = next(
-            (each for each in map(self.stream.shard, range(len(self.stream.sizes))) if has_pictures(each)), None
-        )
+        """Say how long the images of a step take to decode, after a trial; empty where there are none."""
+        shard = next((each for each in map(self.stream.shard, range(len(self.stream.sizes))) if has_images(each)), None)
         if self.slots is None or shard is None:
             return ""
         per_row = sum(len(list_places(self.stream, n)) for n in range(len(self.stream.sizes))) / max(1, len(self))
         seconds = self.slots.time_decoding(shard)
         count = per_row * rows_per_step
         return (
-            f"a picture takes {1000 * seconds:.1f} ms to decode, the {count:.0f} of a step {count * seconds:.2g} s of "
+            f"an image takes {1000 * seconds:.1f} ms to decode, the {count:.0f} of a step {count * seconds:.2g} s of "
             f"one core; loading.read_threads={num_threads} keep up with steps of {count * seconds / num_threads:.2g} s"
         )
 
@@ -219,7 +217,7 @@ def _fill_pairs(shard: Arrays, halves: list[list[int]], seq_len: int, of_pairs: 
 
 
 def _make_plan(
-    stream: Stream, number: int, seq_len: int, packing: str, cache_dir: Path, slots: PictureSlots | None
+    stream: Stream, number: int, seq_len: int, packing: str, cache_dir: Path, slots: ImageSlots | None
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the pieces of a shard [pieces, 2] int64, and where those of each sequence begin [sequences + 1] int64.
 

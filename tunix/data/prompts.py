@@ -24,11 +24,11 @@ from tunix.config import Config, Task
 from tunix.config.task import Grpo
 from tunix.data.dataset import Corpus, compute_fingerprint, list_sources, prepare_corpus
 from tunix.data.documents import Question, read_prompt
-from tunix.data.picture_slots import PictureSlots, find_slots, list_places
+from tunix.data.image_slots import ImageSlots, find_slots, list_places
 from tunix.data.shards import SPLITS, Prepared, Stream, locate
 from tunix.data.table import Rows, Source
 from tunix.data.tokenizer import Vocab
-from tunix.models.vision import Pictures
+from tunix.models.vision import Images
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class Prompt(NamedTuple):
     text: str  # by the chat template
     columns: dict[str, Any]  # of its row; if none has such a name also `answer` of the data, `messages` of the prompt
     question: Question | None = None  # its turns, and what the template got; None of a copied folder
-    pictures: Pictures | None = None  # of a model that sees: images [n, y, x, 3], index [tokens]; None without any
+    images: Images | None = None  # of a model that sees: images [n, y, x, 3], index [tokens]; None without any
 
     def encode_with(self, vocab: Vocab, texts: Sequence[str]) -> list[int]:
         """Return the tokens of the prompt whose last message goes on with some texts.
@@ -65,9 +65,9 @@ class PromptPart(grain.sources.RandomAccessDataSource):
 
     documents_per_sequence = 1.0
 
-    def __init__(self, stream: Stream, max_length: int, source: Source, task: Task, slots: PictureSlots | None = None):
+    def __init__(self, stream: Stream, max_length: int, source: Source, task: Task, slots: ImageSlots | None = None):
         """`source` and `task` are those of the prompts, of which `stream` holds the texts and the rows; `slots` are
-        those of a sequence for pictures."""
+        those of a sequence for images."""
         self.stream, self.source, self.task, self.slots = stream, source, task, slots
         self.selected: list[np.ndarray] = []  # of each shard, the numbers of its documents
         self.num_tokens = 0
@@ -102,12 +102,12 @@ class PromptPart(grain.sources.RandomAccessDataSource):
         question = (
             read_prompt(self.source.columns, row["columns"], self.task) if isinstance(self.source, Rows) else None
         )
-        if question is not None and "messages" in row:  # with the places of pictures
+        if question is not None and "messages" in row:  # with the places of images
             question = question._replace(messages=row["messages"])
         columns = row["columns"] if question is None else {"messages": question.messages, **row["columns"]}
         begin, length = int(starts[0]), len(tokens)
-        pictures = None if self.slots is None else self.slots.read(shard, begin, length)
-        return Prompt(tokens.tolist(), row["text"], columns, question, pictures)
+        images = None if self.slots is None else self.slots.read(shard, begin, length)
+        return Prompt(tokens.tolist(), row["text"], columns, question, images)
 
 
 @dataclass(frozen=True)
@@ -161,10 +161,10 @@ def load_prompts(cfg: Config, max_length: int) -> PromptCorpus:
                 f"task={cfg.task.name} needs rows with prompts, and data: {name} holds tokens alone; "
                 "give the rows: data=jsonl, csv, parquet or hf"
             )
-        has_pictures = any(shard[split].get("pictures") for shard in folder.index["shards"] for split in SPLITS)
-        if has_pictures and isinstance(cfg.task, Grpo) and cfg.task.environment is not None:
+        has_images = any(shard[split].get("images") for shard in folder.index["shards"] for split in SPLITS)
+        if has_images and isinstance(cfg.task, Grpo) and cfg.task.environment is not None:
             raise UserError(
-                f"task.environment={cfg.task.environment} does not take pictures, and data: {name} has some; leave out "
+                f"task.environment={cfg.task.environment} does not take images, and data: {name} has some; leave out "
                 "the environment, or the column with data.columns.images=null"
             )
     train, held_out = (
@@ -177,7 +177,7 @@ def load_prompts(cfg: Config, max_length: int) -> PromptCorpus:
     for name, part in train.items():
         too_long = part.num_too_long + held_out[name].num_too_long
         if too_long:
-            slots = f", or {part.slots.per_row} pictures (training.images_per_row)" if part.slots else ""
+            slots = f", or {part.slots.per_row} images (training.images_per_row)" if part.slots else ""
             log.warning("%s: left out: %d prompts of more than %d tokens%s", name, too_long, max_length, slots)
         if not len(part):
             raise UserError(

@@ -1,4 +1,4 @@
-"""The source `shapes`: pictures that the project draws, with questions about them. Nothing to download."""
+"""The source `shapes`: images that the project draws, with questions about them. Nothing to download."""
 
 import io
 from collections.abc import Iterator
@@ -14,29 +14,29 @@ if TYPE_CHECKING:  # a config is checked without it
 
 COLORS = {"red": (214, 39, 40), "green": (44, 160, 44), "blue": (31, 90, 200), "yellow": (240, 200, 20)}
 SHAPES = ("circle", "square", "triangle")
-CELLS = 2  # in a row of the picture, each with room for one shape
-PICTURE_BYTES = 500  # of one picture, roughly: it decides only how the work is cut
+CELLS = 2  # in a row of the image, each with room for one shape
+IMAGE_BYTES = 500  # of one image, roughly: it decides only how the work is cut
 
 
 class Shapes(Rows):
-    """Pictures of one to four equal shapes in one color, each with a question. Columns: images, question ("how many?",
+    """Images of one to four equal shapes in one color, each with a question. Columns: images, question ("how many?",
     "what color?", "what shape?"), answer ("3", "red", "circle")."""
 
     source: Literal["shapes"]
     """Where documents come from."""
     num_rows: Count
-    """Pictures."""
-    picture_size: Annotated[Count, Field(ge=16)]
+    """Images."""
+    image_size: Annotated[Count, Field(ge=16)]
     """Rows and columns of pixels."""
 
     def units(self, unit_bytes: int) -> list[Unit]:
-        """Return one unit: all pictures."""
-        version = f"{self.num_rows} {self.picture_size}"
-        return [Unit("shapes", "", 0, self.num_rows, self.num_rows * PICTURE_BYTES, version)]
+        """Return one unit: all images."""
+        version = f"{self.num_rows} {self.image_size}"
+        return [Unit("shapes", "", 0, self.num_rows, self.num_rows * IMAGE_BYTES, version)]
 
     def read(self, unit: Unit) -> Iterator[Item]:
         for number in range(unit.start, unit.stop):
-            yield Item(f"shapes@{number}", draw_row(number, self.picture_size))
+            yield Item(f"shapes@{number}", draw_row(number, self.image_size))
 
 
 def draw_row(number: int, size: int) -> dict[str, Any]:
@@ -47,16 +47,16 @@ def draw_row(number: int, size: int) -> dict[str, Any]:
     rng = np.random.default_rng(number)
     color, shape = rng.choice(list(COLORS)), rng.choice(SHAPES)
     background = int(rng.integers(160, 256))
-    picture = Image.new("RGB", (size, size), (background,) * 3)
+    image = Image.new("RGB", (size, size), (background,) * 3)
     cells = rng.permutation(CELLS * CELLS)[: rng.integers(1, CELLS * CELLS + 1)]
     for cell in cells.tolist():
         side = size // CELLS
         radius = int(rng.integers(side // 4, side * 3 // 8 + 1))
         # The middle of a shape, such that the shape stays within its cell.
         x, y = (int(rng.integers(radius, side - radius)) for _ in range(2))
-        _draw_shape(ImageDraw.Draw(picture), shape, cell % CELLS * side + x, cell // CELLS * side + y, radius, color)
+        _draw_shape(ImageDraw.Draw(image), shape, cell % CELLS * side + x, cell // CELLS * side + y, radius, color)
     file = io.BytesIO()
-    picture.save(file, "PNG")
+    image.save(file, "PNG")
     answers = {"how many?": str(len(cells)), "what color?": str(color), "what shape?": str(shape)}
     question = list(answers)[number % len(answers)]
     return {"images": [{"bytes": file.getvalue()}], "question": question, "answer": answers[question]}

@@ -33,10 +33,10 @@ from tunix.base.forms import CACHE_FORMS, naming_writer
 from tunix.config import Task
 from tunix.data.documents import Document, Encoded, LeftOut, read_documents
 from tunix.data.files import Limited, Unit
-from tunix.data.pictures import PictureForm
+from tunix.data.images import ImageForm
 from tunix.data.pieces import Cutter, find_longest_piece
 from tunix.data.table import DOCUMENTS, Source, Tokens
-from tunix.data.tokenizer import Vocab, add_pictures, load_vocab
+from tunix.data.tokenizer import Vocab, add_images, load_vocab
 
 BLOCK = 1 << 24  # elements of an array that are read at one time
 OPEN_SHARDS = 256  # open at one time; each takes up to three file descriptors
@@ -45,9 +45,9 @@ READABLE = {"2", FORMAT}  # formats of copied folders; those of 2 name the kind 
 SPLITS = ("train", "held_out")
 DTYPES = {
     "answers": bool, "splits": np.int64, "labels": bool, "label_values": np.float32, "rows": np.uint8,
-    "row_ends": np.int64, "pictures": np.uint8, "picture_ends": np.int64, "picture_places": np.int64,
+    "row_ends": np.int64, "images": np.uint8, "image_ends": np.int64, "image_places": np.int64,
 }  # fmt: skip
-PICTURE_ARRAYS = ("pictures", "picture_ends", "picture_places")  # of documents for a model that sees
+IMAGE_ARRAYS = ("images", "image_ends", "image_places")  # of documents for a model that sees
 
 
 @dataclass(frozen=True)
@@ -63,9 +63,9 @@ class Arrays:
     label_values: np.ndarray | None = None  # of examples, [documents] float32: number of the class, or a number
     rows: np.ndarray | None = None  # of prompts, [bytes] uint8: text and columns of each as JSON
     row_ends: np.ndarray | None = None  # [documents] int64: where the JSON of each prompt ends
-    pictures: np.ndarray | None = None  # [bytes] uint8: files of pictures, one after the other
-    picture_ends: np.ndarray | None = None  # [pictures] int64: where each of them ends
-    picture_places: np.ndarray | None = None  # [pictures] int64: the first of the tokens that stand for each of them
+    images: np.ndarray | None = None  # [bytes] uint8: files of images, one after the other
+    image_ends: np.ndarray | None = None  # [images] int64: where each of them ends
+    image_places: np.ndarray | None = None  # [images] int64: the first of the tokens that stand for each of them
 
 
 class Stream:
@@ -128,13 +128,13 @@ class Prepared:
         flat_path = shard[split].get("flat")  # data.source=tokens: the tokens stay in the user's own file
         tokens = map_tokens(**flat_path) if flat_path else _map_array(folder / f"{split}.tokens.npy")
         starts = _map_array(folder / f"{split}.starts.npy")
-        names = list_arrays(self.documents, "pictures" in self.index)
+        names = list_arrays(self.documents, "images" in self.index)
         return Arrays(tokens, starts, **{name: _map_array(folder / f"{split}.{name}.npy") for name in names})
 
 
-def list_arrays(documents: str, with_pictures: bool) -> tuple[str, ...]:
+def list_arrays(documents: str, with_images: bool) -> tuple[str, ...]:
     """Return the names of the arrays that a shard has beside tokens and starts; `documents` is a key of `DOCUMENTS`."""
-    return DOCUMENTS[documents].arrays + (PICTURE_ARRAYS if with_pictures else ())
+    return DOCUMENTS[documents].arrays + (IMAGE_ARRAYS if with_images else ())
 
 
 def open_prepared(folder: Path) -> Prepared:
@@ -270,7 +270,7 @@ def locate_tokens(source: Tokens, path: Path) -> dict[str, Any]:
 
 
 BATCH_CHARS = 1 << 20  # characters of text that are tokenized at one time
-PICTURE_BYTES_PER_CHAR = 64  # bytes of pictures that count as a character there: 64 MiB are in memory at one time
+IMAGE_BYTES_PER_CHAR = 64  # bytes of images that count as a character there: 64 MiB are in memory at one time
 HASH_BITS = 64
 
 
@@ -284,7 +284,7 @@ class ShardPlan:
     task: Task
     tokenizer: Path  # folder of the tokenizer's files
     held_out_below: int  # a document is held out if the hash of its name is less than this
-    pictures: PictureForm | None = None  # of a model that sees
+    images: ImageForm | None = None  # of a model that sees
 
 
 def hash_document(name: str) -> int:
@@ -325,10 +325,10 @@ class ArrayFile:
 class Part:
     """One split of a shard, written document by document."""
 
-    def __init__(self, documents: str, folder: Path, split: str, dtype: np.dtype, with_pictures: bool = False):
+    def __init__(self, documents: str, folder: Path, split: str, dtype: np.dtype, with_images: bool = False):
         """`documents` is their kind, a key of `DOCUMENTS`; `dtype` that of the tokens."""
         self.bytes = 0  # of text
-        arrays = list_arrays(documents, with_pictures)
+        arrays = list_arrays(documents, with_images)
         dtypes = {"tokens": dtype, "starts": np.int64} | {name: DTYPES[name] for name in arrays}
         self.paths = {name: folder / f"{split}.{name}.npy" for name in dtypes}
         self.files = {name: ArrayFile(path, dtypes[name]) for name, path in self.paths.items()}
@@ -344,10 +344,10 @@ class Part:
             files[name].append(arrays[name])
         if "rows" in files:
             files["row_ends"].append(np.array([files["rows"].count]))
-        for picture, place in zip(encoded.pictures, encoded.places, strict=True):
-            files["pictures"].append(np.frombuffer(picture, np.uint8))
-            files["picture_ends"].append(np.array([files["pictures"].count]))
-            files["picture_places"].append(starts + place)
+        for image, place in zip(encoded.images, encoded.places, strict=True):
+            files["images"].append(np.frombuffer(image, np.uint8))
+            files["image_ends"].append(np.array([files["images"].count]))
+            files["image_places"].append(starts + place)
         self.bytes += encoded.text_bytes
 
     def close(self) -> dict[str, Any]:
@@ -365,7 +365,7 @@ _load_vocab = lru_cache(1)(load_vocab)  # a process makes many shards with one t
 def make_shard(plan: ShardPlan, folder: Path) -> None:
     """Make a shard in `folder`: the arrays of each split, counts.npy with a count for each token, facts, digests."""
     folder.mkdir()
-    vocab = add_pictures(_load_vocab(str(plan.tokenizer)), plan.pictures)
+    vocab = add_images(_load_vocab(str(plan.tokenizer)), plan.images)
     if isinstance(plan.source, Tokens):
         (unit,) = plan.units
         info, counts = scan_tokens(plan.source, unit, folder, vocab)
@@ -378,8 +378,8 @@ def make_shard(plan: ShardPlan, folder: Path) -> None:
 
 def _tokenize(plan: ShardPlan, folder: Path, vocab: Vocab) -> tuple[dict[str, Any], np.ndarray]:
     """Tokenize the documents of a plan; return the facts of the shard, and a count for each token of the vocabulary."""
-    has_pictures = plan.pictures is not None
-    parts = {split: Part(plan.task.documents, folder, split, vocab.dtype, has_pictures) for split in SPLITS}
+    has_images = plan.images is not None
+    parts = {split: Part(plan.task.documents, folder, split, vocab.dtype, has_images) for split in SPLITS}
     left_out: Counter[str] = Counter()
     examples: list[str] = []
     smallest = 2**HASH_BITS  # of a small corpus, `tokenize.prepare` holds out the document with the smallest hash
@@ -390,9 +390,9 @@ def _tokenize(plan: ShardPlan, folder: Path, vocab: Vocab) -> tuple[dict[str, An
         for number, encoded in zip(hashes, encode(vocab, documents) if documents else (), strict=True):
             parts["held_out" if number < plan.held_out_below else "train"].add(encoded)
     info = {split: part.close() for split, part in parts.items()}
-    if has_pictures:
+    if has_images:
         for split, part in parts.items():
-            info[split]["pictures"] = part.files["picture_ends"].count
+            info[split]["images"] = part.files["image_ends"].count
     counts = np.zeros(vocab.num_tokens, np.int64)
     for _, block in read_blocks(np.load(folder / "train.tokens.npy", mmap_mode="r")):
         counts += np.bincount(block, minlength=len(counts))
@@ -424,7 +424,7 @@ def _read_batches(
     batch: list[Document] = []
     size = 0
     for unit in plan.units:
-        for document in read_documents(plan.source, plan.task, unit, plan.pictures):
+        for document in read_documents(plan.source, plan.task, unit, plan.images):
             if isinstance(document, Document) and not is_cut(plan.source, document, vocab.cutter):
                 document = LeftOut(document.name, NOT_CUT)
             if isinstance(document, LeftOut):
@@ -433,7 +433,7 @@ def _read_batches(
                     examples.append(document.name.encode(errors="replace").decode())  # a name that can be printed
                 continue
             batch.append(document)
-            size += len(document.text) + sum(map(len, document.pictures)) // PICTURE_BYTES_PER_CHAR
+            size += len(document.text) + sum(map(len, document.images)) // IMAGE_BYTES_PER_CHAR
             if size >= BATCH_CHARS:
                 yield batch
                 batch, size = [], 0

@@ -361,13 +361,13 @@ class HuggingFace(Rows):
         files = list(self.data_files) if self.data_files else None
         try:
             options = {"split": self.split, "revision": self.revision, "streaming": self.streaming}
-            return _keep_pictures(datasets.load_dataset(self.path, self.name, data_files=files, **options), datasets)
+            return _keep_images(datasets.load_dataset(self.path, self.name, data_files=files, **options), datasets)
         except Exception as error:  # the library passes on any error of the libraries below it
             raise UserError(f"data.path={self.path}: {(str(error) or repr(error)).splitlines()[0]}") from None
 
 
-def _keep_pictures(data: Any, datasets: Any) -> Any:
-    """Return a data set that gives the files of its pictures, where the library would decode them."""
+def _keep_images(data: Any, datasets: Any) -> Any:
+    """Return a data set that gives the files of its images, where the library would decode them."""
     file = datasets.Image(decode=False)
     for name, feature in (data.features or {}).items():
         if isinstance(feature, datasets.Image):

@@ -35,11 +35,11 @@ from tunix.config import Loading, Task, Tokenizer
 from tunix.config.task import Prompted
 from tunix.data.documents import Document, read_documents
 from tunix.data.files import Unit
-from tunix.data.pictures import TOKENS, PictureForm
+from tunix.data.images import TOKENS, ImageForm
 from tunix.data.pieces import TRAINED_HERE, cut_text
 from tunix.data.shards import FORMAT, HASH_BITS, Prepared, ShardPlan, hash_document, is_cut, make_shard, open_prepared
 from tunix.data.table import DOCUMENTS, Source, Tokens
-from tunix.data.tokenizer import Vocab, add_pictures, bytes_by_token, read_vocab, train_vocab
+from tunix.data.tokenizer import Vocab, add_images, bytes_by_token, read_vocab, train_vocab
 
 log = logging.getLogger(__name__)
 
@@ -58,10 +58,10 @@ def make_shards(plans: list[ShardPlan], folder: Path, loading: Loading) -> list[
     with Progress(*columns, transient=True, disable=not is_watched) as progress:
         bar = progress.add_task("0.0 MB of tokens", total=sum(sizes.values()))
 
-        def report(megabytes: float, num_pictures: int) -> None:
+        def report(megabytes: float, num_images: int) -> None:
             text = f"{megabytes:.1f} MB of tokens"
-            if num_pictures:
-                text += f", {num_pictures:,} pictures, {num_pictures / (time.perf_counter() - start_time):.0f} a second"
+            if num_images:
+                text += f", {num_images:,} images, {num_images / (time.perf_counter() - start_time):.0f} a second"
             progress.update(bar, description=text)
             if not is_watched:
                 log.info("tokenizing, %s so far", text)
@@ -77,7 +77,7 @@ REPORT_EVERY_S = 4.0  # while a shard is made, so that nobody thinks that the pr
 
 @contextlib.contextmanager
 def _reporting_tokens(folder: Path, report: Callable[[float, int], None]) -> Iterator[None]:
-    """Call `report` every few seconds with the megabytes of tokens and the pictures that all processes have written in
+    """Call `report` every few seconds with the megabytes of tokens and the images that all processes have written in
     a folder."""
     done = threading.Event()
 
@@ -91,7 +91,7 @@ def _reporting_tokens(folder: Path, report: Callable[[float, int], None]) -> Ite
     def watch() -> None:
         while not done.wait(REPORT_EVERY_S):
             with contextlib.suppress(OSError):  # a folder that goes away while it is listed
-                report(count_bytes("tokens") / 1e6, count_bytes("picture_ends") // 8)
+                report(count_bytes("tokens") / 1e6, count_bytes("image_ends") // 8)
 
     thread = threading.Thread(target=watch, daemon=True)
     thread.start()
@@ -152,7 +152,7 @@ FINGERPRINT = "2"  # first word of what is hashed; checkpoints hold the result, 
 LOCATION_KEYS = {"paths"}  # keys of a source that say where it is: they may change while its documents stay the same
 # Columns that texts alone do not have (`_list_turn_choices`).
 TURN_COLUMNS = {"tools": True, "learnt_turns": True, "label": True, "images": True}
-PICTURE_KEYS = {"max_picture_pixels", "picture_addresses"}  # of rows; texts alone do not depend on them
+IMAGE_KEYS = {"max_image_pixels", "image_addresses"}  # of rows; texts alone do not depend on them
 
 
 def find_units(source: Source, loading: Loading) -> list[Unit]:
@@ -166,17 +166,17 @@ def find_vocab(
     task: Task,
     sources: list[tuple[Source, list[Unit]]],
     cache_dir: Path,
-    form: PictureForm | None = None,
+    form: ImageForm | None = None,
 ) -> Vocab:
     """Read the tokenizer of the config, or train it on the training documents of all sources.
 
-    `form` is that of pictures for a model that sees.
+    `form` is that of images for a model that sees.
 
     Raises:
         UserError: there is no tokenizer, or none can be trained, or a trained one would overwrite another file.
     """
     if tokenizer.path is not None and not tokenizer.train:
-        return add_pictures(read_vocab(tokenizer, task.chat_template), form)
+        return add_images(read_vocab(tokenizer, task.chat_template), form)
     if tokenizer.train is False:
         raise UserError("tokenizer.train=false, and tokenizer.path names none; set the path, or tokenizer.train=null")
     if any(isinstance(source, Tokens) for source, _ in sources):
@@ -201,7 +201,7 @@ def find_vocab(
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as new:  # a second process may write it at the same time
             shutil.copy(folder / "tokenizer.json", new)
-    return add_pictures(read_vocab(tokenizer.model_copy(update={"path": str(folder)}), task.chat_template), form)
+    return add_images(read_vocab(tokenizer.model_copy(update={"path": str(folder)}), task.chat_template), form)
 
 
 def prepare(source: Source, units: list[Unit], task: Task, vocab: Vocab, loading: Loading) -> Prepared:
@@ -263,7 +263,7 @@ def find_folder(source: Source, units: list[Unit], task: Task, vocab: Vocab, loa
         shard_size,
         *system,
         *_list_turn_choices(source, task),
-        *([source.model_dump_json(include=PICTURE_KEYS)] if vocab.pictures else []),
+        *([source.model_dump_json(include=IMAGE_KEYS)] if vocab.images else []),
     )
     return locate_cached(loading.cache_dir, "tokens", key)
 
@@ -298,7 +298,7 @@ def _plan_shards(
         groups[-1].append(unit)
         collected += unit.size
     return [
-        ShardPlan(f"{number:05}", tuple(group), source, task, tokenizer, limit, vocab.pictures)
+        ShardPlan(f"{number:05}", tuple(group), source, task, tokenizer, limit, vocab.images)
         for number, group in enumerate(groups)
     ]
 
@@ -365,13 +365,13 @@ def _make_index(source: Source, task: Task, info: list[dict], folder: Path, voca
         "left_out": left_out,
         "left_out_names": [name for fact in info for name in fact["left_out_names"]][:5],
         "kind": "text" if isinstance(source, Tokens) else task.documents,
-        **({"pictures": vocab.pictures._asdict()} if vocab.pictures and not isinstance(source, Tokens) else {}),
+        **({"images": vocab.images._asdict()} if vocab.images and not isinstance(source, Tokens) else {}),
         "shards": [{"name": fact["name"], "train": fact["train"], "held_out": fact["held_out"]} for fact in info],
     }
 
 
 def _sample_texts(
-    sources: list[tuple[Source, list[Unit]]], task: Task, limit: int, form: PictureForm | None
+    sources: list[tuple[Source, list[Unit]]], task: Task, limit: int, form: ImageForm | None
 ) -> Iterator[str]:
     """Yield about `limit` bytes of training documents, for a tokenizer to learn from.
 
@@ -383,7 +383,7 @@ def _sample_texts(
             if left <= 0:  # the other files are not even opened
                 break
             left_of_unit = max(1, left if len(units) < 8 else limit // 8)
-            for document in read_documents(source, task, unit, form, with_pictures=False):
+            for document in read_documents(source, task, unit, form, with_images=False):
                 if left <= 0 or left_of_unit <= 0:
                     break
                 held_out = hash_document(document.name) < int(source.held_out_fraction * 2**HASH_BITS)
@@ -397,7 +397,7 @@ def _hash_source(source: Source, units: list[Unit]) -> str:
     """Hash everything that decides a source's documents, without reading them: its keys, and its files' versions."""
     # Tokens are read from their own place in training.
     places = {} if isinstance(source, Tokens) else dict.fromkeys(LOCATION_KEYS, True)
-    excluded: dict[str, Any] = {**places, **dict.fromkeys(PICTURE_KEYS, True), "columns": TURN_COLUMNS}
+    excluded: dict[str, Any] = {**places, **dict.fromkeys(IMAGE_KEYS, True), "columns": TURN_COLUMNS}
     return _hash(source.model_dump_json(exclude=excluded), *(unit.digest for unit in units))
 
 

@@ -22,7 +22,7 @@ from tunix.base.errors import UserError
 from tunix.base.files import read_json
 from tunix.config import Tokenizer
 from tunix.data.chat import PLAIN, START, ChatTemplate
-from tunix.data.pictures import SOFT, TOKENS, PictureForm
+from tunix.data.images import SOFT, TOKENS, ImageForm
 from tunix.data.pieces import GROUP, PIECE, Cutter, cut_text, find_cutter
 from tunix.data.words import WordMemory, find_word_memory
 from tunix.huggingface.hub import fetch
@@ -211,7 +211,7 @@ class Vocab:
     bos_token: str | None  # first token of a document; None: documents have none
     eos_token: str  # last token of a document
     chat_template: str | None  # Jinja
-    pictures: PictureForm | None = None  # of a model that sees
+    images: ImageForm | None = None  # of a model that sees
 
     @cached_property
     def bos(self) -> int | None:
@@ -265,33 +265,33 @@ class Vocab:
         for encoding in self.backend.encode_batch_fast(list(pieces), add_special_tokens=False):
             yield np.array(encoding.ids, self.dtype)
 
-    def expand_pictures(self, text: str) -> str:
-        """Return a text with all tokens of each of its pictures."""
-        return text if self.pictures is None else self.pictures.expand(text)
+    def expand_images(self, text: str) -> str:
+        """Return a text with all tokens of each of its images."""
+        return text if self.images is None else self.images.expand(text)
 
-    def find_pictures(self, tokens: Sequence[np.ndarray], count: int) -> np.ndarray:
-        """Return the place [count] int64 of the first soft token of each picture in a document's parts.
+    def find_images(self, tokens: Sequence[np.ndarray], count: int) -> np.ndarray:
+        """Return the place [count] int64 of the first soft token of each image in a document's parts.
 
         Raises:
-            UserError: the chat template has written more pictures, or fewer.
+            UserError: the chat template has written more images, or fewer.
         """
-        if self.pictures is None:
+        if self.images is None:
             return np.zeros(0, np.int64)
-        places = self.pictures.find(np.concatenate([np.zeros(0, self.dtype), *tokens]), self.soft_id)
+        places = self.images.find(np.concatenate([np.zeros(0, self.dtype), *tokens]), self.soft_id)
         if len(places) != count:
             raise UserError(
-                f"task.chat_template writes {len(places)} times {START} for the {count} pictures of a conversation"
+                f"task.chat_template writes {len(places)} times {START} for the {count} images of a conversation"
             )
         return places
 
-    def is_of_picture(self, tokens: np.ndarray) -> np.ndarray:
-        """Return which tokens [T] stand for pictures, which no model learns to write."""
+    def is_of_image(self, tokens: np.ndarray) -> np.ndarray:
+        """Return which tokens [T] stand for images, which no model learns to write."""
         return np.isin(tokens, [index for token in TOKENS if (index := self.backend.token_to_id(token)) is not None])
 
     @cached_property
     def soft_id(self) -> int:
         index = self.backend.token_to_id(SOFT)
-        assert index is not None  # `check_pictures`
+        assert index is not None  # `check_images`
         return index
 
     @cached_property
@@ -303,8 +303,8 @@ class Vocab:
     @cached_property
     def digest(self) -> str:
         """Hash of everything that decides the tokens of a document."""
-        pictures = () if self.pictures is None else (str(self.pictures),)
-        parts = (tokenizer_digest(self.backend), str(self.bos_token), self.eos_token, *pictures)
+        images = () if self.images is None else (str(self.images),)
+        parts = (tokenizer_digest(self.backend), str(self.bos_token), self.eos_token, *images)
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
 
     def with_bos(self) -> Backend:
@@ -398,20 +398,20 @@ def pad_rows(num_tokens: int) -> int:
     return -(-num_tokens // ROW_MULTIPLE) * ROW_MULTIPLE
 
 
-def add_pictures(vocab: Vocab, form: PictureForm | None) -> Vocab:
-    """Return a tokenizer for a model that sees pictures in this form; the same one where it sees none.
+def add_images(vocab: Vocab, form: ImageForm | None) -> Vocab:
+    """Return a tokenizer for a model that sees images in this form; the same one where it sees none.
 
     Raises:
-        UserError: the tokenizer lacks the tokens that stand for a picture.
+        UserError: the tokenizer lacks the tokens that stand for an image.
     """
     if form is None:
         return vocab
     if missing := [token for token in TOKENS if vocab.backend.token_to_id(token) is None]:
         raise UserError(
-            f"the tokenizer has no token {missing[0]}, and model.vision needs {', '.join(TOKENS)} for a picture; take "
+            f"the tokenizer has no token {missing[0]}, and model.vision needs {', '.join(TOKENS)} for an image; take "
             "the tokenizer of a model that sees, or tokenizer.path=null trains one"
         )
-    return replace(vocab, pictures=form)
+    return replace(vocab, images=form)
 
 
 def check_fits(vocab: Vocab, model_vocab_size: int) -> None:

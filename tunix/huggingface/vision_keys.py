@@ -78,7 +78,7 @@ def read_normalization(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_processor(vision: Vision) -> dict[str, dict[str, Any]]:
-    """Return by name the files with which transformers makes a picture what this tower takes."""
+    """Return by name the files with which transformers makes an image what this tower takes."""
     size = {"height": vision.image_size, "width": vision.image_size}
     names = {"processor_class": "Gemma3Processor", "image_seq_length": vision.tokens_per_image}
     image = {

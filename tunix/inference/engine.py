@@ -39,7 +39,7 @@ from tunix.inference.gathered import Gathered
 from tunix.inference.kv_cache import Cache
 from tunix.inference.programs import NO_TOKEN, Drawing, Extension, Extent, Placement, Programs
 from tunix.inference.sampling import RowChoices, Sampling
-from tunix.models.vision import Pictures
+from tunix.models.vision import Images
 from tunix.sharding.arrays import rows_to_global
 
 
@@ -103,14 +103,14 @@ class _Prompt:
     tokens: list[int]
     numbers: deque[int]
     limit: int
-    pictures: Pictures | None = None  # without a dimension of rows
+    images: Images | None = None  # without a dimension of rows
     entries: Any = None  # (logits, entries) of the batch that it was computed in
     source: int = 0  # its row there, on its shard
 
     @property
     def num_slots(self) -> int:
-        """Slots of pictures that it is computed with: a power of two, or 0 without pictures."""
-        return 0 if self.pictures is None else pad_batch(len(self.pictures.images))
+        """Slots of images that it is computed with: a power of two, or 0 without images."""
+        return 0 if self.images is None else pad_batch(len(self.images.pixels))
 
 
 # With shapes that do not depend on time (`Engine`), texts that a data shard computes at one time.
@@ -186,16 +186,16 @@ class Engine:
         return sum(row.state in ("working", "extending") for row in self.rows.values()) + self._count_waiting()
 
     def admit(
-        self, prompt: Sequence[int], numbers: Sequence[int], max_new_tokens: int, pictures: Pictures | None = None
+        self, prompt: Sequence[int], numbers: Sequence[int], max_new_tokens: int, images: Images | None = None
     ) -> None:
         """Let the answers with these numbers begin behind a prompt, when rows are free: in the order of the calls.
 
-        `pictures` are those of the prompt: images [n, y, x, 3] uint8, and the index [tokens] of its soft tokens.
+        `images` are those of the prompt: pixels [n, y, x, 3] uint8, and the index [tokens] of its soft tokens.
         """
         assert min(len(prompt), len(numbers), max_new_tokens) > 0
         assert len(prompt) + max_new_tokens <= self.max_length, "a row would have more tokens than max_length"
-        assert pictures is None or len(pictures.image_index) == len(prompt)
-        self.waiting.append(_Prompt(list(prompt), deque(numbers), max_new_tokens, pictures))
+        assert images is None or len(images.image_index) == len(prompt)
+        self.waiting.append(_Prompt(list(prompt), deque(numbers), max_new_tokens, images))
 
     def extend(self, number: int, tokens: Sequence[int], max_new_tokens: int) -> None:
         """Put tokens behind the turn of a row, which has been reported, and let it draw the next turn."""
@@ -280,7 +280,7 @@ class Engine:
     def _count_at_once(self, length: int, num_slots: int = 0) -> int:
         """Return how many prompts or observations of a padded length a data shard computes at one time, at most.
 
-        Each prompt has so many slots of pictures, whose patches are tokens of the tower.
+        Each prompt has so many slots of images, whose patches are tokens of the tower.
         """
         most = count_prefill_prompts(length)
         vision = self.programs.arch.model.vision
@@ -335,8 +335,8 @@ class Engine:
                 tokens[shard, place, : len(prompt.tokens)], counts[shard, place] = prompt.tokens, len(prompt.tokens)
         inputs = self._to_devices(tokens.reshape(-1, length)), self._to_devices(counts.reshape(-1))
         reach, cache_dtype = np.int32(self.max_length), self.sampling.cache_dtype
-        pictures = self._gather_pictures(chosen, tokens.shape, num_slots)
-        computed = self.programs.prefill(self.weights, *inputs, reach, pictures, cache_dtype=cache_dtype)
+        images = self._gather_images(chosen, tokens.shape, num_slots)
+        computed = self.programs.prefill(self.weights, *inputs, reach, images, cache_dtype=cache_dtype)
         if self.cache is None:
             windows = tuple(self._list_windows(self.num_slots))
             self.cache = self.programs.make_cache(computed[1], self.num_shards * self.num_rows, windows)
@@ -346,21 +346,21 @@ class Engine:
             self.computed[shard] += prompts
         return True
 
-    def _gather_pictures(self, chosen: list[list[_Prompt]], shape: tuple[int, ...], num_slots: int) -> Pictures | None:
-        """Return the pictures of prompts on the devices, for tokens of a shape [shards, prompts, C]; None without."""
+    def _gather_images(self, chosen: list[list[_Prompt]], shape: tuple[int, ...], num_slots: int) -> Images | None:
+        """Return the images of prompts on the devices, for tokens of a shape [shards, prompts, C]; None without."""
         vision = self.programs.arch.model.vision
         if vision is None or not num_slots:
             return None
         size = vision.image_size
-        images = np.zeros((*shape[:2], num_slots, size, size, NUM_CHANNELS), np.uint8)
+        pixels = np.zeros((*shape[:2], num_slots, size, size, NUM_CHANNELS), np.uint8)
         index = np.full(shape, -1, np.int32)
         for shard, prompts in enumerate(chosen):
             for place, prompt in enumerate(prompts):
-                if prompt.pictures is not None:
-                    images[shard, place, : len(prompt.pictures.images)] = prompt.pictures.images
-                    index[shard, place, : len(prompt.tokens)] = prompt.pictures.image_index
-        flat = images.reshape(-1, *images.shape[2:])
-        return Pictures(self._to_devices(flat), self._to_devices(index.reshape(-1, shape[2])))
+                if prompt.images is not None:
+                    pixels[shard, place, : len(prompt.images.pixels)] = prompt.images.pixels
+                    index[shard, place, : len(prompt.tokens)] = prompt.images.image_index
+        flat = pixels.reshape(-1, *pixels.shape[2:])
+        return Images(self._to_devices(flat), self._to_devices(index.reshape(-1, shape[2])))
 
     def _choose_prompts(self, free_rows: list[int]) -> list[list[_Prompt]]:
         """Return the prompts that each data shard computes next, for so many free rows of each; they wait no more."""

@@ -35,7 +35,7 @@ from tunix.models.attention_mask import row_mask_rule
 from tunix.models.block import Forward, Layer, Mix
 from tunix.models.linear_attention import Memory
 from tunix.models.transformer import Transformer
-from tunix.models.vision import Pictures
+from tunix.models.vision import Images
 
 Cache = list[tuple[jax.Array, ...] | Memory]
 
@@ -50,7 +50,7 @@ def prefill(
     count: jax.Array,
     reach: int | jax.Array,
     cache_dtype: str | None = None,
-    pictures: Pictures | None = None,
+    images: Images | None = None,
 ) -> tuple[jax.Array, Cache]:
     """Return the logits [P, V] after prompts, and a cache of their rows, which has a slot for each token.
 
@@ -58,13 +58,13 @@ def prefill(
         tokens: [P, C] int32, of which the first `count` [P] are the prompt.
         reach: number of tokens of the longest row when it ends.
         cache_dtype: "int8", or None for the dtype of products.
-        pictures: those of the prompts; None where no prompt has any.
+        images: those of the prompts; None where no prompt has any.
     """
     # Tokens that fill a row up stand behind the prompt, which does not see them. They have the last token's position,
     # because a table of positions may end there.
     positions = jnp.minimum(jnp.arange(tokens.shape[1]), count[:, None] - 1)
     segments = jnp.zeros_like(positions)  # whole on each device, as the keys are
-    ends = model.find_ends(pictures)
+    ends = model.find_ends(images)
 
     def mix_of(layer: Layer, _: None) -> Mix:
         def prompt_attention(q, new, heads):
@@ -77,7 +77,7 @@ def prefill(
         return Mix(prompt_attention, lambda recurrence: recurrence.extend(None, count))
 
     forward = Forward(mix_of, tokens.shape[1], reach=reach)
-    hidden, entries = _run_blocks(model, weights, tokens, positions, forward, pictures)
+    hidden, entries = _run_blocks(model, weights, tokens, positions, forward, images)
     return _compute_logits(model, hidden, count), entries
 
 
@@ -212,9 +212,9 @@ def _run_blocks(
     tokens: jax.Array,
     positions: jax.Array,
     forward: Forward,
-    pictures: Pictures | None = None,
+    images: Images | None = None,
 ) -> tuple[jax.Array, Cache]:
-    return model.hidden_apart(model.tables(), tokens, positions, forward, weights.layers, pictures)
+    return model.hidden_apart(model.tables(), tokens, positions, forward, weights.layers, images)
 
 
 def _compute_logits(model: Transformer, hidden: jax.Array, count: jax.Array | None) -> jax.Array:

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 
 from tunix.base.config_types import Temperature
 from tunix.data.files import BadRow
-from tunix.data.pictures import read_parts
+from tunix.data.images import read_parts
 from tunix.rl.tool_calls import Call
 
 # Requests.
@@ -169,11 +169,11 @@ def read_parameters(kind: type[P], body: bytes) -> P:
 
 
 def read_message(message: dict[str, Any], index: int) -> dict[str, Any]:
-    """Return a message as chat templates take it: a text or parts with pictures as content, and arguments of calls as
+    """Return a message as chat templates take it: a text or parts with images as content, and arguments of calls as
     objects.
 
     Raises:
-        ApiError: it has no role, or a content that is neither text nor pictures.
+        ApiError: it has no role, or a content that is neither text nor images.
     """
     where = f"messages.{index}"
     if not isinstance(message.get("role"), str):

@@ -28,7 +28,7 @@ from tunix.inference.sampling import Sampling
 from tunix.models.kernels import choose_kernels, select_expert_matmul
 from tunix.models.low_rank import merge
 from tunix.models.scores import score_rows
-from tunix.models.vision import Pictures
+from tunix.models.vision import Images
 from tunix.processes import peers
 from tunix.run.folder import FILES, TOKENIZER
 from tunix.sharding.arrays import rows_to_global
@@ -116,13 +116,13 @@ class Pretrained:
         first_row: int = 0,
         answers_per_prompt: int = 1,
         rows_at_once: int | None = None,
-        pictures: list[Pictures | None] | None = None,
+        images: list[Images | None] | None = None,
     ) -> list[Answer]:
-        """Return answers to prompts of token ids, and of pictures (`Engine.admit`); see `Sampler.rollout`."""
-        if pictures is not None and any(each is not None for each in pictures) and self.cfg.vision is None:
-            raise UserError(f"a prompt has a picture, and this {self.cfg.family} is a model of text alone")
+        """Return answers to prompts of token ids, and of images (`Engine.admit`); see `Sampler.rollout`."""
+        if images is not None and any(each is not None for each in images) and self.cfg.vision is None:
+            raise UserError(f"a prompt has an image, and this {self.cfg.family} is a model of text alone")
         with jax.set_mesh(self.mesh):
-            request = Request(prompts, answers_per_prompt, seed, first_row, pictures)
+            request = Request(prompts, answers_per_prompt, seed, first_row, images)
             return self.sampler.rollout(self.params, request, sampling, rows_at_once)
 
     @cached_property

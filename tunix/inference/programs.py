@@ -1,6 +1,6 @@
 """The compiled programs of the engine: each for few shapes, whatever the rows of a rollout do.
 
-    prefill         prompts -> their entries, and logits              [prompts, tokens], and slots of pictures
+    prefill         prompts -> their entries, and logits              [prompts, tokens], and slots of images
     place           entries into rows of the cache; the first token   [rows]
     extend          several tokens behind those of some rows          [rows, tokens]
     decode          up to `CHUNK` tokens of all rows at work, as one loop on the devices
@@ -31,7 +31,7 @@ from tunix.inference.kv_cache import (
     verify,
 )
 from tunix.inference.sampling import Sampled, Sampling, sample
-from tunix.models.vision import Pictures
+from tunix.models.vision import Images
 from tunix.sharding.mesh_shape import data_shards
 from tunix.training.state import Architecture
 
@@ -105,12 +105,12 @@ def _prefill(
     tokens: jax.Array,
     count: jax.Array,
     reach: jax.Array,
-    pictures: Pictures | None = None,
+    images: Images | None = None,
     *,
     cache_dtype: str | None,
 ) -> tuple[jax.Array, Cache]:
     """Return the logits [P, V] after prompts [P, C], and their entries; see `kv_cache.prefill`."""
-    return prefill(weights.module(arch), weights, tokens, count, reach, cache_dtype, pictures)
+    return prefill(weights.module(arch), weights, tokens, count, reach, cache_dtype, images)
 
 
 def _place(

@@ -15,7 +15,7 @@ from tunix.inference.gathered import Gathered, gather
 from tunix.inference.kv_cache import make_cache, prefill
 from tunix.inference.programs import Drawing, Extent, Programs
 from tunix.inference.sampling import Sampling
-from tunix.models.vision import Pictures
+from tunix.models.vision import Images
 from tunix.sharding.arrays import abstract_results, bytes_per_device, lay_out
 from tunix.sharding.layout import activation_spec
 from tunix.sharding.mesh import whole_sequences
@@ -30,7 +30,7 @@ class Request:
     answers_per_prompt: int = 1
     seed: int = 0
     first_row: int = 0  # answer n of the request draws by the number `first_row` + n, and by the seed
-    pictures: Sequence[Pictures | None] | None = None  # of each prompt (`Engine.admit`); None: no prompt has any
+    images: Sequence[Images | None] | None = None  # of each prompt (`Engine.admit`); None: no prompt has any
 
     @property
     def max_prompt_length(self) -> int:
@@ -116,8 +116,8 @@ class Sampler:
         for index in sorted(range(len(request.prompts)), key=lambda index: len(request.prompts[index])):
             first = request.first_row + index * request.answers_per_prompt
             numbers = range(first, first + request.answers_per_prompt)
-            pictures = None if request.pictures is None else request.pictures[index]
-            engine.admit(request.prompts[index], numbers, sampling.max_new_tokens, pictures)
+            images = None if request.images is None else request.images[index]
+            engine.admit(request.prompts[index], numbers, sampling.max_new_tokens, images)
         answers: dict[int, Answer] = {}
         while engine.is_busy:
             if between_chunks is not None:

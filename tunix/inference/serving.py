@@ -24,7 +24,7 @@ from tunix.inference.lm_eval import TokenScorer, TopScores
 from tunix.inference.pretrained import Pretrained
 from tunix.inference.programs import TOKENS_UNCHECKED
 from tunix.inference.sampling import NO_MIN_P, NO_TOP_K, NO_TOP_P, RowChoices, Sampling
-from tunix.models.vision import Pictures
+from tunix.models.vision import Images
 
 log = logging.getLogger(__name__)
 CHUNK = TOKENS_UNCHECKED  # tokens of a row between two looks at the queue, and in a piece of a stream
@@ -52,7 +52,7 @@ class Request:
     seed: int
     first_number: int
     emit: Callable[[Piece], None]  # called by the thread of the engine
-    pictures: Pictures | None = None  # of the prompt (`Engine.admit`)
+    images: Images | None = None  # of the prompt (`Engine.admit`)
     num_admitted: int = 0
     cancelled: set[int] = field(default_factory=set)  # answers that nobody waits for
 
@@ -202,7 +202,7 @@ class Serving:
                 numbers.append(number)
             if numbers:
                 request.num_admitted = self.held[numbers[-1]].index + 1
-                self.engine.admit(request.prompt, numbers, request.max_new_tokens, request.pictures)
+                self.engine.admit(request.prompt, numbers, request.max_new_tokens, request.images)
             if len(numbers) < len(left):
                 return
             self.waiting.popleft()

@@ -22,8 +22,8 @@ class MaskRule(NamedTuple):
     q_segments: jax.Array  # [B, T] int32
     k_segments: jax.Array  # [B, S] int32
     window: jax.Array | int  # int32 scalar; data, so that layers with different windows are one program
-    # [B, T] int32: position behind the last key that a query sees, for tokens of pictures, which also see the later
-    # tokens of their picture. None: a query sees no key behind its own position.
+    # [B, T] int32: position behind the last key that a query sees, for tokens of images, which also see the later
+    # tokens of their image. None: a query sees no key behind its own position.
     q_ends: jax.Array | None = None
 
     def mask(self) -> jax.Array:
@@ -68,9 +68,9 @@ def last_queries(segments: jax.Array, window: jax.Array | int) -> jax.Array:
 
 
 def first_queries(ends: jax.Array) -> jax.Array:
-    """Return the position of the first query that sees each key of [B, T]: of its picture, or its own.
+    """Return the position of the first query that sees each key of [B, T]: of its image, or its own.
 
-    `ends` are `MaskRule.q_ends`, which are equal in a picture:
+    `ends` are `MaskRule.q_ends`, which are equal in an image:
 
         ends            1  5 5 5 5  6  7
         first queries   0  1 1 1 1  5  6

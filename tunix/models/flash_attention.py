@@ -12,7 +12,7 @@ one run of it. So the keys of a block of queries are one range of blocks, and th
             4                     #   d
             5                     #   #   d
 
-Tokens of a picture also see the later ones of their picture (`MaskRule.q_ends`). Then two more numbers bound the range:
+Tokens of an image also see the later ones of their image (`MaskRule.q_ends`). Then two more numbers bound the range:
 the end of the keys of each query, and the first query that sees each key. They do not fall along a row either.
 
 The algorithm is FlashAttention-2 (Dao 2023, arXiv:2307.08691), written in Pallas and lowered by Triton. There are three
@@ -63,7 +63,7 @@ class Inputs(NamedTuple):
     v: Any  # [B, T, K, H]
     first: Any  # [B, T] int32: position of the first key that each query sees
     end: Any  # [B, T] int32: position behind the last query that sees each key
-    # Of rows with pictures, where a query may see keys behind its own; else None:
+    # Of rows with images, where a query may see keys behind its own; else None:
     q_end: Any = None  # [B, T] int32: position behind the last key that each query sees
     k_first: Any = None  # [B, T] int32: position of the first query that sees each key
 
@@ -342,7 +342,7 @@ def flash(
     if mask_rule.q_ends is not None:
         positions = jnp.arange(length, segments.shape[1], dtype=jnp.int32)
         filler = jnp.broadcast_to(positions + 1, (len(segments), len(positions)))
-        # No end is beyond the row: a picture may have been cut there.
+        # No end is beyond the row: an image may have been cut there.
         q_end = jnp.concatenate([jnp.minimum(mask_rule.q_ends, length), filler], 1)
         inputs = inputs._replace(q_end=q_end, k_first=first_queries(q_end))
     out, log_sums = _attention(inputs, Variant(rows[dim], cap, interpret))

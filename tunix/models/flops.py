@@ -51,7 +51,7 @@ def chunk_flops_per_token(cfg: Model, seq_len: int) -> float:
 
 
 def tower_flops(cfg: Model, recompute: float = 0.0) -> float:
-    """Return FLOPs of both passes per picture of tower and projector; 0 of a model of text alone.
+    """Return FLOPs of both passes per image of tower and projector; 0 of a model of text alone.
 
     A part that is trained has three passes, as in `flops_per_token`. A frozen tower has one, as no gradient reaches it;
     low-rank updates of the tower leave the weights' gradients out. `recompute` is the share of a trained tower that the
@@ -68,7 +68,7 @@ def tower_flops(cfg: Model, recompute: float = 0.0) -> float:
 
 
 def forward_tower_flops(cfg: Model, vision: Vision) -> tuple[float, float]:
-    """Return FLOPs of the forward pass of the tower for a picture, and those of the projector."""
+    """Return FLOPs of the forward pass of the tower for an image, and those of the projector."""
     width, patches = vision.embed_dim, vision.num_patches
     pixels = NUM_CHANNELS * vision.patch_size**2
     products = patches * width * (4 * width + 2 * vision.mlp_dim) + 2 * patches**2 * width

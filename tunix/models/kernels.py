@@ -200,7 +200,7 @@ MAX_HEAD_DIM = 256
 NEEDED_FOR = {
     "cap": "cap of scores (model.attention_cap)",
     "with_sums": "sums for model.attention_sinks",
-    "reach": "way for tokens of a picture to see later ones (model.vision)",
+    "reach": "way for tokens of an image to see later ones (model.vision)",
 }
 
 

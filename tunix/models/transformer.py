@@ -17,7 +17,7 @@ from tunix.models.layers import NORMS, BlockSums, Embedding, Initializer, Learne
 from tunix.models.mla import Heads
 from tunix.models.remat import KEEP_ALL, Remat
 from tunix.models.scores import ScoreHead
-from tunix.models.vision import Eyes, Pictures, find_ends
+from tunix.models.vision import Eyes, Images, find_ends
 from tunix.sharding.layout import Layout
 
 
@@ -25,7 +25,7 @@ class RowMask(NamedTuple):
     """What says which tokens of its own row a token sees, beside the layer: `Rows.mask_inputs` of training."""
 
     segment_ids: jax.Array  # [B, S] int32
-    ends: jax.Array | None  # [B, S] int32 of rows with pictures (`MaskRule.q_ends`)
+    ends: jax.Array | None  # [B, S] int32 of rows with images (`MaskRule.q_ends`)
 
 
 class Transformer(nnx.Module):
@@ -67,10 +67,10 @@ class Transformer(nnx.Module):
         """All blocks, and the ways through them."""
         return Stacks(self)
 
-    def __call__(self, tokens, positions=None, segment_ids=None, pictures: Pictures | None = None) -> jax.Array:
+    def __call__(self, tokens, positions=None, segment_ids=None, images: Images | None = None) -> jax.Array:
         """[B, T] int32 -> logits [B, T, V] float32. Without positions and segments, each row is one document."""
         tables = self.tables()
-        return self.logits(tables, self.hidden(tables, tokens, positions, segment_ids, pictures=pictures)[0])
+        return self.logits(tables, self.hidden(tables, tokens, positions, segment_ids, images=images)[0])
 
     def tables(self) -> tuple[jax.Array, jax.Array]:
         """Return the tables of both ends, gathered: [V, D] to look tokens up in and [V, D] to take logits with."""
@@ -78,11 +78,11 @@ class Transformer(nnx.Module):
         return table, table if self.head is None else self.head.gathered()
 
     def hidden(
-        self, tables, tokens, positions=None, segment_ids=None, seed=None, pictures: Pictures | None = None
+        self, tables, tokens, positions=None, segment_ids=None, seed=None, images: Images | None = None
     ) -> tuple[jax.Array, BlockSums]:
         """[B, T] int32 -> [B, T, D], the result of the final norm, and the numbers of all blocks.
 
-        `seed`, an int32 scalar, seeds the dropout of training. A model with a tower takes the pictures of the rows.
+        `seed`, an int32 scalar, seeds the dropout of training. A model with a tower takes the images of the rows.
         """
         if positions is None:
             positions = jnp.zeros_like(tokens) + jnp.arange(tokens.shape[1])
@@ -93,26 +93,26 @@ class Transformer(nnx.Module):
         tokens, positions = (reshard(x, self.layout.activation("BT")) for x in (tokens, positions))
         segment_ids = reshard(segment_ids, self.layout.activation("BS"))
         x = self.embed(tables, tokens, positions)
-        if pictures is not None:
-            x = self.see(x, pictures, seed)
-        rows = Rows(x, positions, RowMask(segment_ids, self.find_ends(pictures)))
+        if images is not None:
+            x = self.see(x, images, seed)
+        rows = Rows(x, positions, RowMask(segment_ids, self.find_ends(images)))
         forward = Forward(self.mix_of_row, tokens.shape[1], seed, inputs=self.make_layer_inputs(tokens, rows.x))
         with jax.named_scope("blocks"):
             rows, sums = self.stacks.run(rows, forward)
         return self.finish(rows.x), sums
 
-    def see(self, x: jax.Array, pictures: Pictures, seed: Any = None) -> jax.Array:
-        """Return embeddings [B, t, D] with those of the soft tokens of pictures in their places."""
-        assert self.vision is not None, "a model of text alone is given pictures"
+    def see(self, x: jax.Array, images: Images, seed: Any = None) -> jax.Array:
+        """Return embeddings [B, t, D] with those of the soft tokens of images in their places."""
+        assert self.vision is not None, "a model of text alone is given images"
         with jax.named_scope("vision"):
-            return self.vision(x, pictures, self.remat, seed)
+            return self.vision(x, images, self.remat, seed)
 
-    def find_ends(self, pictures: Pictures | None) -> jax.Array | None:
-        """Return the position behind the last key that each token of [B, S] may see; None without pictures."""
-        if pictures is None:
+    def find_ends(self, images: Images | None) -> jax.Array | None:
+        """Return the position behind the last key that each token of [B, S] may see; None without images."""
+        if images is None:
             return None
         assert self.cfg.vision is not None
-        index = reshard(pictures.image_index, self.layout.activation("BS"))
+        index = reshard(images.image_index, self.layout.activation("BS"))
         return find_ends(index, self.cfg.vision.tokens_per_image)
 
     def hidden_apart(
@@ -122,14 +122,14 @@ class Transformer(nnx.Module):
         positions,
         forward: Forward,
         params: dict[str, list[Any]],
-        pictures: Pictures | None = None,
+        images: Images | None = None,
     ) -> tuple[jax.Array, list]:
         """[B, T] int32 -> [B, T, D], the result of the final norm, and the cache of each layer.
 
         `params` are the parameters of each layer of each stack on their own (`Stacks.run_apart`).
         """
         x = self.embed(tables, tokens, positions)
-        rows = Rows(x if pictures is None else self.see(x, pictures), positions, None)
+        rows = Rows(x if images is None else self.see(x, images), positions, None)
         forward = forward._replace(inputs=self.make_layer_inputs(tokens, rows.x))
         with jax.named_scope("blocks"):
             rows, caches = self.stacks.run_apart(rows, forward, params)

@@ -1,14 +1,14 @@
-"""Pictures: a vision tower, and a projector of its results into the residual stream.
+"""Images: a vision tower, and a projector of its results into the residual stream.
 
 The tower is a vision transformer (SigLIP, arXiv:2303.15343), the projector that of Gemma 3 (arXiv:2503.19786):
 
-    images [B, P, y, x, 3] uint8 -- / 255, normalized -- patches, a product, + positions --> [B', i, d]      B' = B P
+    pixels [B, P, y, x, 3] uint8 -- / 255, normalized -- patches, a product, + positions --> [B', i, d]      B' = B P
         -- blocks: x + attention(norm(x)), then x + mlp(norm(x)) -- norm ---------------> [B', i, d]
         -- means over squares of patches, norm, a product ------------------------------> [B', g, D]
         -- the tokens of a row that hold soft tokens get them as their embeddings ------> [B, t, D]
 
-Patches of one picture all see one another. Each device computes the pictures of its own rows; tp splits heads and the
-MLP as in the decoder. Devices that share the tokens of a row (cp) all compute its pictures.
+Patches of one image all see one another. Each device computes the images of its own rows; tp splits heads and the
+MLP as in the decoder. Devices that share the tokens of a row (cp) all compute its images.
 """
 
 from typing import Any, NamedTuple
@@ -30,17 +30,17 @@ from tunix.sharding.equations import Equation
 from tunix.sharding.layout import Layout
 
 
-class Pictures(NamedTuple):
-    """The pictures of some rows."""
+class Images(NamedTuple):
+    """The images of some rows."""
 
-    images: Any  # [B, P, y, x, 3] uint8
+    pixels: Any  # [B, P, y, x, 3] uint8
     image_index: Any  # [B, T] int32: which of the row's P * g soft tokens a token is, or -1
 
 
 def find_ends(index: jax.Array, tokens_per_image: int) -> jax.Array:
-    """Return the position behind the last key that each token of [B, T] may see: the end of its picture, or itself.
+    """Return the position behind the last key that each token of [B, T] may see: the end of its image, or itself.
 
-    index    -1 0 1 2 3 -1       4 tokens of a picture
+    index    -1 0 1 2 3 -1       4 tokens of an image
     ends     1  5 5 5 5  6
     """
     positions = jnp.arange(index.shape[1], dtype=jnp.int32)
@@ -48,7 +48,7 @@ def find_ends(index: jax.Array, tokens_per_image: int) -> jax.Array:
 
 
 class TowerAttention(nnx.Module):
-    """Attention among the patches of one picture: [B', i, d] -> [B', i, d]."""
+    """Attention among the patches of one image: [B', i, d] -> [B', i, d]."""
 
     def __init__(self, cfg: Model, vision: Vision, layout: Layout, initializer: Initializer):
         self.layout, self.scale, self.num_patches = layout, vision.head_dim**-0.5, vision.num_patches
@@ -111,7 +111,7 @@ def _reshape(x: jax.Array, *sizes: int) -> jax.Array:
 
 
 class Patches(nnx.Module):
-    """Patches as vectors: a product of their pixels, a bias, and a vector for each place in the picture."""
+    """Patches as vectors: a product of their pixels, a bias, and a vector for each place in the image."""
 
     def __init__(self, cfg: Model, vision: Vision, layout: Layout, initializer: Initializer):
         self.vision, self.layout, self.equation = vision, layout, Equation("Bid,id->Bid")
@@ -121,10 +121,10 @@ class Patches(nnx.Module):
         table = initializer.normal(shape, layout.param, vision.embed_dim**-0.5)
         self.positions = nnx.Param(table, equation=self.equation)
 
-    def __call__(self, images: jax.Array) -> jax.Array:
+    def __call__(self, pixels: jax.Array) -> jax.Array:
         """[B', y, x, 3] uint8 -> [B', i, d]."""
         mean, std = (jnp.asarray(each, jnp.float32) for each in (self.vision.image_mean, self.vision.image_std))
-        pixels = ((images.astype(jnp.float32) / 255 - mean) / std).astype(self.layout.compute)
+        pixels = ((pixels.astype(jnp.float32) / 255 - mean) / std).astype(self.layout.compute)
         side, size = self.vision.patches_per_side, self.vision.patch_size
         split = _reshape(pixels, side, size, side, size, pixels.shape[-1])  # [B', rows, a, columns, b, z]
         patches = _reshape(split.transpose(0, 1, 3, 5, 2, 4), side * side, pixels.shape[-1], size, size)
@@ -147,7 +147,7 @@ class Tower(nnx.Module):
         self.blocks = nnx.merge(graphdef, params)
         self.norm = LayerNorm("Bid", cfg, layout, eps=vision.norm_eps)
 
-    def __call__(self, images: jax.Array, remat: Remat, seed: Any) -> jax.Array:
+    def __call__(self, pixels: jax.Array, remat: Remat, seed: Any) -> jax.Array:
         """[B', y, x, 3] uint8 -> [B', i, d]; `seed` is for the dropout of low-rank updates, or None."""
         graphdef, params = nnx.split(self.blocks)
 
@@ -159,7 +159,7 @@ class Tower(nnx.Module):
             return nnx.merge(graphdef, params)(x, dropout_key), None
 
         layers = ((params, jnp.arange(self.num_layers)),)
-        x, _ = scan_blocks([block], self.patches(images), layers, seed, remat._replace(every=1))
+        x, _ = scan_blocks([block], self.patches(pixels), layers, seed, remat._replace(every=1))
         return self.norm(x)
 
 
@@ -188,19 +188,19 @@ class Eyes(nnx.Module):
         self.tower = Tower(cfg, vision, layout, initializer)
         self.projector = Projector(cfg, vision, layout, initializer)
 
-    def __call__(self, x: jax.Array, pictures: Pictures, remat: Remat, seed: Any) -> jax.Array:
+    def __call__(self, x: jax.Array, images: Images, remat: Remat, seed: Any) -> jax.Array:
         """Return embeddings [B, t, D] of tokens with those of the soft tokens in their places."""
-        images = reshard(pictures.images, self.layout.activation("Bjyxz"))
+        pixels = reshard(images.pixels, self.layout.activation("Bjyxz"))
         flat = jax.lax.reshape(
-            images, (images.shape[0] * images.shape[1], *images.shape[2:]), out_sharding=self.layout.activation("Byxz")
+            pixels, (pixels.shape[0] * pixels.shape[1], *pixels.shape[2:]), out_sharding=self.layout.activation("Byxz")
         )
         with jax.named_scope("tower"):
             seen = self.tower(flat, remat, seed)
         with jax.named_scope("projector"):
             soft = self.projector(seen).astype(x.dtype)
         rows = self.layout.activation("BgD")
-        soft = jax.lax.reshape(soft, (x.shape[0], images.shape[1] * soft.shape[1], soft.shape[2]), out_sharding=rows)
-        index = self.layout.split_stream(reshard(pictures.image_index, self.layout.activation("BT")))
+        soft = jax.lax.reshape(soft, (x.shape[0], pixels.shape[1] * soft.shape[1], soft.shape[2]), out_sharding=rows)
+        index = self.layout.split_stream(reshard(images.image_index, self.layout.activation("BT")))
         specs = rows, self.layout.activation("Bt"), self.layout.activation("BtD")
         return jax.shard_map(_replace, in_specs=specs, out_specs=specs[2])(soft, index, x)
 

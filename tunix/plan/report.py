@@ -25,7 +25,7 @@ MEMORY = {
     "temporary": "#c9d6df",
 }
 TIME = {"arithmetic": "#2a6f97", "hidden communication": "#c9d6df", "exposed communication": "#d1495b"}
-MAX_ROWS = 16  # meshes in the picture
+MAX_ROWS = 16  # meshes in the image
 
 RECOMPUTED_SHARE = 0.01  # of the FLOPs of a step, from which a plan names what XLA computes once more
 

@@ -157,11 +157,11 @@ class RolloutEngine:
 
 
 def make_request(prompts: Sequence[Prompt], answers_per_prompt: int, seed: int) -> Request:
-    """Return what a sampler is asked for, with the pictures of the prompts."""
-    pictures = [prompt.pictures for prompt in prompts]
-    has_pictures = any(each is not None for each in pictures)
+    """Return what a sampler is asked for, with the images of the prompts."""
+    images = [prompt.images for prompt in prompts]
+    has_images = any(each is not None for each in images)
     tokens = [prompt.tokens for prompt in prompts]
-    return Request(tokens, answers_per_prompt, seed, pictures=pictures if has_pictures else None)
+    return Request(tokens, answers_per_prompt, seed, images=images if has_images else None)
 
 
 def score_together(

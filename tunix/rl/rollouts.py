@@ -33,7 +33,7 @@ from tunix.config import Config
 from tunix.config.batch import BatchShape
 from tunix.config.task import Grpo
 from tunix.data.batches import Batch, Example, Numbers
-from tunix.data.picture_slots import find_slots
+from tunix.data.image_slots import find_slots
 from tunix.data.prompts import Prompt
 from tunix.data.sample_order import DataSchedule, Position, Samples
 from tunix.inference.engine import Answer
@@ -347,7 +347,7 @@ class Rollouts:
         learnt = None if episodes is None else [episode.learnt for episode in episodes]
         fields = arrange_answers(prompts, answers, self.shape.seq_len, masked, learnt)
         if self.slots is not None:
-            fields |= self.slots.stack([rollouts.prompts[row // size].pictures for row in rows], self.shape.seq_len)
+            fields |= self.slots.stack([rollouts.prompts[row // size].images for row in rows], self.shape.seq_len)
         batch = self._to_devices(fields)
         if self.reference is None:
             batch |= self._to_devices({"reference_log_probs": np.zeros_like(fields["log_probs"])})

@@ -66,7 +66,7 @@ class Metrics:
             give_table(sink, name, rows, text, step)
 
     def image(self, name: str, png: bytes, step: int) -> None:
-        """Give a picture to every sink."""
+        """Give an image to every sink."""
         for sink in self.sinks:
             sink.image(name, png, step)
 

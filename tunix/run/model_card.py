@@ -1,4 +1,4 @@
-"""The page of a model on the Hugging Face hub: README.md and a picture of the losses, made of the run's own files."""
+"""The page of a model on the Hugging Face hub: README.md and an image of the losses, made of the run's own files."""
 
 import json
 import re
@@ -9,7 +9,7 @@ from typing import Any
 from PIL import Image, ImageDraw
 
 CARD, CURVE = "README.md", "loss.png"
-WIDTH, HEIGHT, MARGIN = 800, 400, 50  # of the picture, in pixels
+WIDTH, HEIGHT, MARGIN = 800, 400, 50  # of the image, in pixels
 COLORS = {"training": (90, 120, 200), "held out": (200, 90, 60)}
 SHOWN = (  # keys of a run that say what it learnt from, and how
     "task.name", "data.source", "data.path", "data.paths", "data.name", "data.split", "training.seq_len",

@@ -128,7 +128,7 @@ MAX_LENGTH = 5000  # characters of a parameter
 
 
 class Mlflow(Sink):
-    """A run of MLflow: metrics GROUP/NAME, the config as parameters, texts and pictures as artifacts. A resumed run
+    """A run of MLflow: metrics GROUP/NAME, the config as parameters, texts and images as artifacts. A resumed run
     goes on with its id."""
 
     in_background = True

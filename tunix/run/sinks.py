@@ -40,7 +40,7 @@ class Sink(Protocol):
         """Take a text of several lines."""
 
     def image(self, name: str, png: bytes, step: int) -> None:
-        """Take a picture."""
+        """Take an image."""
 
     def close(self, error: BaseException | None) -> None:
         """End with the run: `error` is the one that ends it, None at its proper end."""
@@ -166,7 +166,7 @@ class Jsonl(Sink):
 
 
 class TensorBoard(Sink):
-    """Events in the run's folder (`tensorboard --logdir outputs/`): scalars GROUP/NAME, texts as they are, pictures."""
+    """Events in the run's folder (`tensorboard --logdir outputs/`): scalars GROUP/NAME, texts as they are, images."""
 
     def __init__(self, start: Start):
         # Here, because TensorBoard takes a while to import.

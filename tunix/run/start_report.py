@@ -114,7 +114,7 @@ def describe_model(cfg: Config, program: Program, corpus: AnyCorpus | None) -> d
     if isinstance(model.mlp, ExpertsMlp):
         rows["experts"] = _describe_experts(cfg, program, model.mlp)
     if model.vision is not None:
-        rows["pictures"] = _describe_vision(cfg, program, model.vision)
+        rows["images"] = _describe_vision(cfg, program, model.vision)
     return {
         **rows,
         **_describe_trained(cfg, arch, program.abstract),
@@ -159,7 +159,7 @@ def _describe_experts(cfg: Config, program: Program, mlp: ExpertsMlp) -> str:
 
 
 def _describe_vision(cfg: Config, program: Program, vision: Vision) -> str:
-    """Return in words what sees, what of it is trained, and what a picture costs."""
+    """Return in words what sees, what of it is trained, and what an image costs."""
     parts, trained, said = program.arch.weights["vision"], program.arch.trained_weights["vision"], []
     for name in ("tower", "projector"):
         number = count(trained[name])

@@ -1,4 +1,4 @@
-"""Sinks: where the numbers, texts and pictures of a run go. Process 0 writes them; `logging.sinks` names them.
+"""Sinks: where the numbers, texts and images of a run go. Process 0 writes them; `logging.sinks` names them.
 
 To add one, write its class and add it to `SINKS`. Nothing here imports jax: the config asks for the names.
 """
@@ -51,5 +51,5 @@ def try_out(name: str, logging: dict[str, Any]) -> None:
         sink = find_sink(name)(Start(Path(folder), config={}, step=0, last_step=1))
         sink.write({"step": 1, "loss": 1.0}, "train")
         sink.text("report", "a made-up text", 1)
-        sink.image("picture", b"a made-up picture", 1)
+        sink.image("image", b"a made-up image", 1)
         sink.close(None)

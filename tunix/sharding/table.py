@@ -120,19 +120,19 @@ DIMS = {
         Dim("o", "single numbers"),  # one for a whole layer
         # Inside attention each device has whole sequences, so the axis of the tokens splits heads there.
         Dim("n", "query heads in attention", None, ("tp", "cp"), key="model.num_heads"),
-        # Pictures: `a` and `b` of a weight are `y` and `x` of one patch.
-        Dim("j", "picture slots of a sequence", None, None, key="training.images_per_row"),
+        # Images: `a` and `b` of a weight are `y` and `x` of one patch.
+        Dim("j", "image slots of a sequence", None, None, key="training.images_per_row"),
         Dim("y", "rows of pixels",   None,    None, key="model.vision.image_size"),
         Dim("x", "columns of pixels", None,   None, key="model.vision.image_size"),
         Dim("z", "channels",         None,    None),
         Dim("a", "rows of a patch",  None,    None, key="model.vision.patch_size"),
         Dim("b", "columns of a patch", None,  None, key="model.vision.patch_size"),
-        Dim("i", "patches of a picture", None, None),
+        Dim("i", "patches of an image", None, None),
         Dim("d", "tower's width",    KEEPING, None, key="model.vision.embed_dim", may_stay_whole=Whole.ALWAYS),
         Dim("m", "tower's MLP width", "tp",   "tp", key="model.vision.mlp_dim", may_stay_whole=Whole.ALWAYS),
         Dim("q", "tower's heads",    "tp",    "tp", key="model.vision.num_heads", may_stay_whole=Whole.ALWAYS),
         Dim("w", "tower's head width", None,  None),
-        Dim("g", "soft tokens of a picture", None, None),
+        Dim("g", "soft tokens of an image", None, None),
         # Other small letters are dimensions that a way to keep a weight adds: low-rank factors, quantized codes.
         Dim("r", "LoRA rank",        None,    None, key="model.lora.rank"),
         Dim("c", "codes along the width",  KEEPING, may_stay_whole=Whole.ALWAYS),  # bytes of codes, in the place of D

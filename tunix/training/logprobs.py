@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec, reshard
 from tunix.data.batches import IMAGE_INDEX, IMAGES, Batch, split_shared
 from tunix.models.layers import BlockSums, Routing
 from tunix.models.transformer import Transformer
-from tunix.models.vision import Pictures
+from tunix.models.vision import Images
 
 # Chunks of positions: logits [B, T, V] never exist, only those of one chunk at a time.
 
@@ -211,11 +211,11 @@ class TeacherOutput(NamedTuple):
 def compute_hidden(
     model: Transformer, tables: Any, batch: Batch, seed: jax.Array | None = None
 ) -> tuple[jax.Array, BlockSums]:
-    """Return the results [B, T, D] of the final norm for a batch, with its pictures, and the numbers of the blocks."""
-    pictures = None
+    """Return the results [B, T, D] of the final norm for a batch, with its images, and the numbers of the blocks."""
+    images = None
     if model.cfg.vision is not None and IMAGES in batch:
-        pictures = Pictures(batch[IMAGES], batch[IMAGE_INDEX])
-    return model.hidden(tables, batch["tokens"], batch["positions"], batch["segment_ids"], seed, pictures)
+        images = Images(batch[IMAGES], batch[IMAGE_INDEX])
+    return model.hidden(tables, batch["tokens"], batch["positions"], batch["segment_ids"], seed, images)
 
 
 def sum_over_tokens(

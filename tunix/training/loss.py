@@ -16,7 +16,7 @@ from tunix.base.dotted_path import blame_user, import_object, is_dotted, suggest
 from tunix.base.errors import UserError, did_you_mean
 from tunix.config import Config
 from tunix.config.task import Classify, Distilled, Dpo, Grpo, Kto, Reward
-from tunix.data.batches import FIELDS, TEACHER, Batch, Field, add_fields, picture_fields, read_held_out
+from tunix.data.batches import FIELDS, TEACHER, Batch, Field, add_fields, image_fields, read_held_out
 from tunix.data.dataset import Corpus
 from tunix.data.tokenizer import bytes_by_token
 from tunix.models.transformer import Transformer
@@ -175,16 +175,16 @@ LOSSES = {
 def find_loss_kind(cfg: Config) -> LossKind:
     """Return the row of the table that `task.loss` or else the task names, or a row made of the user's own loss.
 
-    Its fields are those of the loss and of the run's pictures.
+    Its fields are those of the loss and of the run's images.
     """
     name = cfg.task.loss or cfg.task.default_loss  # a task has a loss of its own, which task.loss replaces
     if is_dotted(name):
-        return LossKind(lambda cfg: import_object(name), _measure_text, {**FIELDS, **picture_fields(cfg)})
+        return LossKind(lambda cfg: import_object(name), _measure_text, {**FIELDS, **image_fields(cfg)})
     if name not in LOSSES:
         hint = suggest_colon(name) or did_you_mean(name, list(LOSSES))
         raise UserError(f"task.loss={name}: expected one of {', '.join(LOSSES)}, or package.module:name{hint}")
     kind = LOSSES[name]
-    return kind._replace(fields={**kind.fields, **picture_fields(cfg)})
+    return kind._replace(fields={**kind.fields, **image_fields(cfg)})
 
 
 def make_completion(cfg: Config, arch: Architecture) -> Callable[[Any, Batch], Batch] | None:
@@ -256,7 +256,7 @@ class HeldOut:
             )
         # The whole set rests on the devices: an evaluation is one program, which waits for no data.
         rows = local_rows(mesh, num_rows)
-        # Pictures are decoded once where one process has all rows.
+        # Images are decoded once where one process has all rows.
         local = everything if len(rows) == num_rows else read_held_out(*arguments, rows)
         self.batches = to_global(add_fields(local, self.kind.fields), mesh)
         loss_fn = make_loss(cfg, teacher[0] if teacher else None)

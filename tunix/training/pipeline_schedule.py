@@ -63,7 +63,7 @@ class Turns:
         return ScheduleSlot(self.num_chunks - 1 - chunk, part)
 
     # Rows are found again by the tick in which they were taken, so a stage needs no list of the parts that it keeps. In
-    # the picture above, part 0 goes through its last two pieces of layers and back:
+    # the image above, part 0 goes through its last two pieces of layers and back:
     #
     #     tick          2           3                 4
     #     stage 0       F chunk 1                     B chunk 1        taken_at(4) = 2

@@ -73,14 +73,14 @@ def derive_sizes(program: "Program", num_samples: int | None, start: Position = 
     schedule = schedule_after(start, program.choices.batch, program.mesh.shape)
     data_schedule = make_data_schedule(cfg, schedule, start)
     lengths = {period.shape.seq_len for period in schedule.periods}
-    # Pictures of a row are computed whatever its slots hold; each token has its share of them.
-    of_pictures = tower_flops(cfg.model) * cfg.training.images_per_row
+    # Images of a row are computed whatever its slots hold; each token has its share of them.
+    of_images = tower_flops(cfg.model) * cfg.training.images_per_row
     return Sizes(
         schedule,
         data_schedule,
         last_step(cfg.training, data_schedule, schedule.periods[-1].shape.num_tokens, num_samples),
         {
-            length: flops_per_token(cfg.model, arch.num_active, arch.num_active_trained, length) + of_pictures / length
+            length: flops_per_token(cfg.model, arch.num_active, arch.num_active_trained, length) + of_images / length
             for length in lengths
         },
         program.mesh.size,

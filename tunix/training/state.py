@@ -45,7 +45,7 @@ class Weight:
     equation: Equation
     shape: tuple[int, ...]
     dtype: Any  # at rest
-    used: float = 1.0  # share of it that computes each token: less than 1 of experts, 0 of what computes pictures
+    used: float = 1.0  # share of it that computes each token: less than 1 of experts, 0 of what computes images
 
     @property
     def size(self) -> int:

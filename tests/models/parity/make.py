@@ -39,7 +39,7 @@ def gemma3(window: int, layers: list[str] = EVERY_THIRD) -> transformers.PreTrai
 
 
 def gemma3_vision() -> transformers.PreTrainedConfig:
-    """A picture is 24 x 24 pixels, 36 patches and 9 soft tokens, more than a window."""
+    """An image is 24 x 24 pixels, 36 patches and 9 soft tokens, more than a window."""
     tower = transformers.SiglipVisionConfig(
         hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, image_size=24, patch_size=4,
         vision_use_head=False,
@@ -50,7 +50,7 @@ def gemma3_vision() -> transformers.PreTrainedConfig:
     )  # fmt: skip
 
 
-BEGIN, END, IMAGE, PICTURE = 90, 91, 92, 9  # tokens around pictures, and of one
+BEGIN, END, IMAGE, IMAGE_TOKENS = 90, 91, 92, 9  # tokens around images, and of one
 PLAIN_ROPE = {"rope_type": "default", "rope_theta": 1e4}
 HALF_ROPE = PLAIN_ROPE | {"partial_rotary_factor": 0.5}
 LONG_ROPE = {
@@ -297,14 +297,14 @@ def gradients(model: transformers.PreTrainedModel, tokens: torch.Tensor) -> dict
     return {f"gradient.{name}": weight.grad.clone() for name, weight in model.named_parameters()}
 
 
-def with_pictures(model: transformers.PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Two rows with two pictures and with one: what it says of them, gradients, and greedy generation after one."""
-    text, picture = torch.randint(0, BEGIN, (2, 24)), [BEGIN, *[IMAGE] * PICTURE, END]
+def with_images(model: transformers.PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Two rows with two images and with one: what it says of them, gradients, and greedy generation after one."""
+    text, image = torch.randint(0, BEGIN, (2, 24)), [BEGIN, *[IMAGE] * IMAGE_TOKENS, END]
     tokens = text.clone()
     index = torch.full_like(text, -1)
     for row, start, slot in ((0, 1, 0), (0, 13, 1), (1, 5, 0)):
-        tokens[row, start : start + len(picture)] = torch.tensor(picture)
-        index[row, start + 1 : start + 1 + PICTURE] = slot * PICTURE + torch.arange(PICTURE)
+        tokens[row, start : start + len(image)] = torch.tensor(image)
+        index[row, start + 1 : start + 1 + IMAGE_TOKENS] = slot * IMAGE_TOKENS + torch.arange(IMAGE_TOKENS)
     images = torch.randint(0, 256, (2, 2, 24, 24, 3), dtype=torch.uint8)
     pixels = ((images.float() / 255 - 0.5) / 0.5).permute(0, 1, 4, 2, 3)
     seen = torch.stack([pixels[0, 0], pixels[0, 1], pixels[1, 0]])
@@ -313,7 +313,7 @@ def with_pictures(model: transformers.PreTrainedModel) -> dict[str, torch.Tensor
     log_probs = logits[:, :-1].log_softmax(-1)
     (-log_probs.gather(-1, tokens[:, 1:, None]).sum()).backward()
     gradients = {
-        f"picture_gradient.{published(name)}": weight.grad.clone()
+        f"image_gradient.{published(name)}": weight.grad.clone()
         for name, weight in model.named_parameters()
         if "vision_tower" in name or "multi_modal" in name
     }
@@ -323,8 +323,8 @@ def with_pictures(model: transformers.PreTrainedModel) -> dict[str, torch.Tensor
         attention_mask=torch.ones_like(prompt), max_new_tokens=NEW_TOKENS, do_sample=False,
     )  # fmt: skip
     return gradients | {
-        "picture_tokens": tokens, "image_index": index, "images": images, "picture_logits": logits.detach(),
-        "picture_greedy": greedy[0],
+        "image_tokens": tokens, "image_index": index, "images": images, "image_logits": logits.detach(),
+        "image_greedy": greedy[0],
     }  # fmt: skip
 
 
@@ -349,7 +349,7 @@ def main() -> None:
         if name == "qwen3":
             tensors |= gradients(model, tensors["tokens"])
         if name == "gemma3_vision":
-            tensors |= with_pictures(model)
+            tensors |= with_images(model)
         tensors = {key: value.int() if value.dtype == torch.int64 else value for key, value in tensors.items()}
         biases = {path: buffer.clone() for path, buffer in model.named_buffers() if path.endswith(ROUTER_BIAS)}
         model.bfloat16()

@@ -1,4 +1,4 @@
-"""Runs of a model that sees: answers about pictures, resumed to the last digit, without leaks, drawn and scored."""
+"""Runs of a model that sees: answers about images, resumed to the last digit, without leaks, drawn and scored."""
 
 import base64
 import io
@@ -11,14 +11,14 @@ import pytest
 from inference.test_serve import post, serving
 from PIL import Image
 from support.harness import ONE_DEVICE, ONE_LAYER, RUN, metrics
-from support.pictures import SEES, draw, save
+from support.images import SEES, draw, save
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import tunix
 from tunix.config.compose import compose
 from tunix.data.dataset import load_corpus
-from tunix.data.picture_slots import index_pictures
-from tunix.data.pictures import PictureForm
+from tunix.data.image_slots import index_images
+from tunix.data.images import ImageForm
 from tunix.data.prompts import load_prompts
 from tunix.inference.sampling import Sampling
 from tunix.models.transformer import Transformer
@@ -29,7 +29,7 @@ from tunix.training.program import assemble
 
 SHAPES = [
     *RUN, *ONE_LAYER, *SEES, ONE_DEVICE, "distributed.allow_idle_devices=true", "data=shapes", "data.num_rows=60",
-    "data.picture_size=16", "data.held_out_fraction=0.1", "tokenizer=bytes", "scheduler=constant", "training.global_batch_size=4",
+    "data.image_size=16", "data.held_out_fraction=0.1", "tokenizer=bytes", "scheduler=constant", "training.global_batch_size=4",
     "training.micro_batch_size=4", "training.seq_len=80", "training.loss_chunk_size=80",
 ]  # fmt: skip
 
@@ -47,7 +47,7 @@ def trained(tmp_path_factory):
     ).folder
 
 
-def test_a_resumed_run_reads_the_same_pictures(trained, tmp_path):
+def test_a_resumed_run_reads_the_same_images(trained, tmp_path):
     tunix.train([*TRAINED, "training.max_steps=2", f"hydra.run.dir={tmp_path}/cut"])
     tunix.train([f"resume={tmp_path}/cut", "training.max_steps=4"])
     lines, again = metrics(trained), metrics(tmp_path / "cut")
@@ -56,9 +56,9 @@ def test_a_resumed_run_reads_the_same_pictures(trained, tmp_path):
     assert [line["grad_norm"] for line in again] == [line["grad_norm"] for line in lines]
 
 
-def test_the_end_of_a_run_shows_pictures_with_answers(trained):
+def test_the_end_of_a_run_shows_images_with_answers(trained):
     log = (trained / "train.log").read_text()
-    (count,) = re.findall(r"answers to (\d+) pictures that are held out: ", log)
+    (count,) = re.findall(r"answers to (\d+) images that are held out: ", log)
     assert int(count) > 0
     assert "ms to decode, the " in log
     events = EventAccumulator(str(trained), size_guidance={"images": 0}).Reload()
@@ -66,8 +66,8 @@ def test_the_end_of_a_run_shows_pictures_with_answers(trained):
     assert Image.open(io.BytesIO(sheet.encoded_image_string)).size == (4 * 172, -(-int(count) // 4) * 220)
 
 
-def test_a_picture_is_seen_by_its_own_conversation_alone():
-    """Two conversations in a row: another picture in one of them changes no number of the other."""
+def test_a_image_is_seen_by_its_own_conversation_alone():
+    """Two conversations in a row: another image in one of them changes no number of the other."""
     cfg = compose([*SHAPES, "task=sft"]).config
     (packed,) = load_corpus(cfg).train.values()
     row = next(row for row in map(packed.__getitem__, range(len(packed))) if row["image_index"].max() >= 4)
@@ -94,7 +94,7 @@ def test_a_picture_is_seen_by_its_own_conversation_alone():
     np.testing.assert_array_equal(one[before], two[before])
 
 
-def test_prompts_have_their_pictures():
+def test_prompts_have_their_images():
     cfg = compose(
         [*SHAPES, "task=grpo", "task.group_size=2", "sampling.max_new_tokens=8", "task.rewards=[exact_match]"]
     ).config
@@ -102,8 +102,8 @@ def test_prompts_have_their_pictures():
     found = prompts.spread("train", 100)
     assert len(found) > 50
     for prompt in found:
-        index, tokens = prompt.pictures.image_index, np.array(prompt.tokens)
-        assert prompt.pictures.images.shape == (1, 8, 8, 3)
+        index, tokens = prompt.images.image_index, np.array(prompt.tokens)
+        assert prompt.images.pixels.shape == (1, 8, 8, 3)
         assert index[tokens == 4].tolist() == [0, 1, 2, 3]
         assert (index[tokens != 4] == -1).all()
         assert prompt.columns.keys() == {"question", "answer", "messages"}
@@ -112,8 +112,8 @@ def test_prompts_have_their_pictures():
         ]  # fmt: skip
 
 
-def test_answers_to_pictures_are_drawn_and_learnt_from(tmp_path):
-    """GRPO: the log-probabilities that an answer was drawn with are those of the step, which sees the same pictures."""
+def test_answers_to_images_are_drawn_and_learnt_from(tmp_path):
+    """GRPO: the log-probabilities that an answer was drawn with are those of the step, which sees the same images."""
     words = [
         *SHAPES, "task=grpo", "task.rewards=[exact_match]", "task.group_size=2", "task.reward_processes=1",
         "sampling.max_new_tokens=4", "training.max_steps=1", "evaluation.num_prompts=2", "optimizer.learning_rate=1e-9",
@@ -124,7 +124,7 @@ def test_answers_to_pictures_are_drawn_and_learnt_from(tmp_path):
     assert result.held_out["prompts"] > 0
 
 
-def test_the_server_takes_pictures(trained, tmp_path):
+def test_the_server_takes_images(trained, tmp_path):
     """Data URLs, and files of the folders that were allowed; the answer is that of the model to the same pixels."""
     allowed, other = tmp_path / "allowed", tmp_path / "other"
     for folder in (allowed, other):
@@ -145,14 +145,14 @@ def test_the_server_takes_pictures(trained, tmp_path):
             return status, said["error"]["message"]
         return status, [each["logprob"] for each in said["choices"][0]["logprobs"]["content"]]
 
-    form = PictureForm(8, 4)
+    form = ImageForm(8, 4)
     text = model.vocab.chat.render(
         [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "how many?"}]}], True
     )
     tokens = model.tokenizer.encode(form.expand(text), add_special_tokens=False).ids
-    pictures = index_pictures(tokens, [data], form, 4)
-    (expected,) = model.sample([tokens], Sampling(4, 0.0), pictures=[pictures])
-    words = f"server.api_key={key}", f"server.picture_folders=['{allowed}']", "server.max_picture_pixels=500"
+    images = index_images(tokens, [data], form, 4)
+    (expected,) = model.sample([tokens], Sampling(4, 0.0), images=[images])
+    words = f"server.api_key={key}", f"server.image_folders=['{allowed}']", "server.max_image_pixels=500"
     with serving(model, trained, *words) as (_, port):
         status, found = ask(port, "data:image/png;base64," + base64.b64encode(data).decode())
         assert status == 200
@@ -162,16 +162,16 @@ def test_the_server_takes_pictures(trained, tmp_path):
             ask(port, "data:image/png;base64," + base64.b64encode(save(Image.new("RGB", (9, 9)))).decode())[1] != found
         )
         for urls, message in (
-            ([f"file://{other}/a.png"], "names a file outside of server.picture_folders"),
-            ([f"file://{allowed}/../other/a.png"], "names a file outside of server.picture_folders"),
-            ([f"{allowed}/link.png"], "names a file outside of server.picture_folders"),
-            (["https://example.org/a.png"], "names a picture at an address"),
-            ([f"{allowed}/broken.png"], "has a picture that is none of JPEG"),
-            (["data:image/png;base64," + base64.b64encode(save(Image.new("RGB", (30, 30)))).decode()], "more than data.max_picture_pixels=500"),
-            ([f"{allowed}/a.png"] * 9000, "9000 pictures are more tokens than"),
+            ([f"file://{other}/a.png"], "names a file outside of server.image_folders"),
+            ([f"file://{allowed}/../other/a.png"], "names a file outside of server.image_folders"),
+            ([f"{allowed}/link.png"], "names a file outside of server.image_folders"),
+            (["https://example.org/a.png"], "names an image at an address"),
+            ([f"{allowed}/broken.png"], "has an image that is none of JPEG"),
+            (["data:image/png;base64," + base64.b64encode(save(Image.new("RGB", (30, 30)))).decode()], "more than data.max_image_pixels=500"),
+            ([f"{allowed}/a.png"] * 9000, "9000 images are more tokens than"),
         ):  # fmt: skip
             status, said = ask(port, *urls)
             assert (status, message in said) == (400, True), said
         assert ask(port, text="<image_soft_token>") == (
-            400, "the conversation has <image_soft_token> in its text where there is no picture",
+            400, "the conversation has <image_soft_token> in its text where there is no image",
         )  # fmt: skip

@@ -1,9 +1,9 @@
-"""Pictures of rows: found, checked once, kept compressed in the shards, and decoded for a batch.
+"""Images of rows: found, checked once, kept compressed in the shards, and decoded for a batch.
 
-A row names a picture by a path beside its file, by an address, or has its bytes. In the text of a conversation a
-picture is one token, `START`, by the chat template. The tokenizer gets in its place what Gemma 3's processor writes:
-`START`, as many `SOFT` tokens as the tower gives for a picture, `END`, and empty lines around them. A batch has the
-pixels of its pictures in slots, and for each `SOFT` token the number of the tower's result that belongs there.
+A row names an image by a path beside its file, by an address, or has its bytes. In the text of a conversation an
+image is one token, `START`, by the chat template. The tokenizer gets in its place what Gemma 3's processor writes:
+`START`, as many `SOFT` tokens as the tower gives for an image, `END`, and empty lines around them. A batch has the
+pixels of its images in slots, and for each `SOFT` token the number of the tower's result that belongs there.
 """
 
 import base64
@@ -29,48 +29,48 @@ from tunix.data.files import BadRow, Columns
 SOFT, END = "<image_soft_token>", "<end_of_image>"
 TOKENS = (START, SOFT, END)
 
-# Pillow warns of pictures with more than half of its `Pixels`; `keep_picture` compares with the limit itself.
+# Pillow warns of images with more than half of its `Pixels`; `keep_image` compares with the limit itself.
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
 
-# What Pillow may be asked to read: others of its formats start programs, or nobody has pictures in them.
+# What Pillow may be asked to read: others of its formats start programs, or nobody has images in them.
 Image.init()  # now, because threads would do it side by side
 FORMATS = tuple(
     name for name in ("JPEG", "MPO", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF") if name in Image.OPEN
 )
 KEPT_FORMATS = ("JPEG", "PNG", "WEBP")  # whose files are kept as they are
-KEPT_AREAS = 4  # a picture with more than so many times the pixels that the tower sees is kept in the tower's size
+KEPT_AREAS = 4  # an image with more than so many times the pixels that the tower sees is kept in the tower's size
 DEEP_MODES = ("I", "F")  # with more than 8 bits a channel, which Pillow would cut off
 
 
-class PictureForm(NamedTuple):
-    """How a model sees a picture: the side of its square in pixels, and the tokens that stand for it."""
+class ImageForm(NamedTuple):
+    """How a model sees an image: the side of its square in pixels, and the tokens that stand for it."""
 
     image_size: int
     tokens_per_image: int
 
     @classmethod
-    def of(cls, vision: Vision) -> "PictureForm":
+    def of(cls, vision: Vision) -> "ImageForm":
         """Return the form that a tower takes."""
         return cls(vision.image_size, vision.tokens_per_image)
 
     @property
     def text(self) -> str:
-        """What stands for a picture in a text that is tokenized."""
+        """What stands for an image in a text that is tokenized."""
         return f"\n\n{START}{SOFT * self.tokens_per_image}{END}\n\n"
 
     def expand(self, text: str) -> str:
-        """Return a text with all tokens of each picture."""
+        """Return a text with all tokens of each image."""
         return text.replace(START, self.text)
 
     def find(self, tokens: np.ndarray, soft_id: int) -> np.ndarray:
-        """Return the place [pictures] of the first `SOFT` token of each picture among the tokens [T]."""
+        """Return the place [images] of the first `SOFT` token of each image among the tokens [T]."""
         places = np.flatnonzero(tokens == soft_id)
         assert len(places) % self.tokens_per_image == 0
         return places[:: self.tokens_per_image]
 
 
-def decode_picture(data: bytes, image_size: int) -> np.ndarray:
-    """Return the pixels [image_size, image_size, 3] uint8 of a picture in a file's bytes.
+def decode_image(data: bytes, image_size: int) -> np.ndarray:
+    """Return the pixels [image_size, image_size, 3] uint8 of an image in a file's bytes.
 
     They are those of transformers' Gemma3ImageProcessor in its form for Pillow, before it scales them: upright by the
     EXIF tag, transparent parts white, resized by Pillow's bilinear filter.
@@ -80,7 +80,7 @@ def decode_picture(data: bytes, image_size: int) -> np.ndarray:
 
 
 def _convert(image: Image.Image) -> Image.Image:
-    """Return a picture upright and in RGB."""
+    """Return an image upright and in RGB."""
     image = ImageOps.exif_transpose(image)
     if "A" not in image.getbands() and image.info.get("transparency") is None:
         return image.convert("RGB")
@@ -93,10 +93,10 @@ def _resize(image: Image.Image, image_size: int) -> Image.Image:
     return image.resize((image_size, image_size), Image.Resampling.BILINEAR)
 
 
-def keep_picture(data: bytes, name: str, image_size: int, max_pixels: int) -> bytes:
-    """Return what the shards keep of a picture: its file, or of a large one a PNG of the pixels that the tower sees.
+def keep_image(data: bytes, name: str, image_size: int, max_pixels: int) -> bytes:
+    """Return what the shards keep of an image: its file, or of a large one a PNG of the pixels that the tower sees.
 
-    `decode_picture` gives the same pixels for both. The picture is decoded here once, so it can be read later.
+    `decode_image` gives the same pixels for both. The image is decoded here once, so it can be read later.
 
     Raises:
         BadRow: it cannot be read, or has too many pixels.
@@ -108,19 +108,19 @@ def keep_picture(data: bytes, name: str, image_size: int, max_pixels: int) -> by
             if width * height > max_pixels:
                 raise BadRow(_describe_bomb(name, max_pixels, f", {width} x {height}"))
             if getattr(image, "is_animated", False) and kind != "MPO":  # a camera's MPO has a preview behind the photo
-                raise BadRow(f"has an animation, {name}; give one picture of it")
+                raise BadRow(f"has an animation, {name}; give one image of it")
             if image.mode.split(";")[0] in DEEP_MODES:
-                raise BadRow(f"has a picture of more than 8 bits a channel, {name}; store it with 8")
+                raise BadRow(f"has an image of more than 8 bits a channel, {name}; store it with 8")
             pixels = _convert(image)
     except BadRow:
         raise
     except Image.DecompressionBombError:
         raise BadRow(_describe_bomb(name, max_pixels)) from None
     except Image.UnidentifiedImageError:
-        raise BadRow(f"has a picture that is none of {', '.join(FORMATS)}, {name}") from None
+        raise BadRow(f"has an image that is none of {', '.join(FORMATS)}, {name}") from None
     except Exception as error:  # decoders raise errors of many kinds for a file that is broken
         reason = (str(error) or repr(error)).splitlines()[0][:200]
-        raise BadRow(f"has a broken picture, {name}: {reason}") from None
+        raise BadRow(f"has a broken image, {name}: {reason}") from None
     area = image_size * image_size
     if kind in KEPT_FORMATS and width * height <= KEPT_AREAS * area and len(data) <= 3 * area:
         return data
@@ -130,47 +130,47 @@ def keep_picture(data: bytes, name: str, image_size: int, max_pixels: int) -> by
 
 
 def _describe_bomb(name: str, max_pixels: int, size: str = "") -> str:
-    return f"has a picture of more than data.max_picture_pixels={max_pixels} pixels, {name}{size}"
+    return f"has an image of more than data.max_image_pixels={max_pixels} pixels, {name}{size}"
 
 
-class PictureReader(NamedTuple):
-    """Finds the pictures that the rows of one file name."""
+class ImageReader(NamedTuple):
+    """Finds the images that the rows of one file name."""
 
-    form: PictureForm
+    form: ImageForm
     root: str  # folder, or address of a folder, that relative paths begin at
-    max_bytes: int  # of the pictures of one row
-    max_pixels: int  # of one picture
+    max_bytes: int  # of the images of one row
+    max_pixels: int  # of one image
     addresses: tuple[str, ...] = ()  # beginnings of the addresses that rows may name
-    only_places: bool = False  # of a text that is read for its words, without the pictures
+    only_places: bool = False  # of a text that is read for its words, without the images
     folders: tuple[str, ...] | None = None  # of requests to a server: where files may be; None: anywhere
 
     def read(self, references: list[Any]) -> list[bytes]:
-        """Return what is kept of each picture; a reference is a path, an address, a data URL, bytes, a mapping with one
-        of these, or a picture of Pillow.
+        """Return what is kept of each image; a reference is a path, an address, a data URL, bytes, a mapping with one
+        of these, or an image of Pillow.
 
         Raises:
-            BadRow: a picture cannot be found or read.
+            BadRow: an image cannot be found or read.
         """
         if self.only_places:
             return []
-        pictures, left = [], self.max_bytes
+        images, left = [], self.max_bytes
         for reference in references:
             data, name = self._fetch(reference, left)
             left -= len(data)
             if left < 0:
-                raise BadRow(f"has pictures that are longer than data.max_document_bytes, {name}")
-            pictures.append(keep_picture(data, name, self.form.image_size, self.max_pixels))
-        return pictures
+                raise BadRow(f"has images that are longer than data.max_document_bytes, {name}")
+            images.append(keep_image(data, name, self.form.image_size, self.max_pixels))
+        return images
 
     def _fetch(self, reference: Any, limit: int) -> tuple[bytes, str]:
-        """Return at most `limit` + 1 bytes of a picture, and its name for messages."""
+        """Return at most `limit` + 1 bytes of an image, and its name for messages."""
         name = ""
         for _ in range(2):  # {"image_url": {"url": ...}} has one mapping in another
             if isinstance(reference, dict):
                 name = name or _show(str(reference.get("path") or ""))
                 key = next((key for key in REFERENCE_KEYS if reference.get(key) is not None), None)
                 if key is None:
-                    raise BadRow(f"has a picture without any of {', '.join(REFERENCE_KEYS)}")
+                    raise BadRow(f"has an image without any of {', '.join(REFERENCE_KEYS)}")
                 reference = f"data:;base64,{reference[key]}" if key == "base64" else reference[key]
         if isinstance(reference, bytes):
             return reference, name or "in its bytes"
@@ -179,7 +179,7 @@ class PictureReader(NamedTuple):
             _convert(reference).save(file, "PNG", compress_level=1)
             return file.getvalue(), "of Pillow"
         if not isinstance(reference, str):
-            raise BadRow(f"has {type(reference).__name__} in place of a picture")
+            raise BadRow(f"has {type(reference).__name__} in place of an image")
         if reference.startswith("data:"):
             return _decode_url(reference), "in a data URL"
         if is_address(reference) and not reference.startswith("file://"):
@@ -189,12 +189,12 @@ class PictureReader(NamedTuple):
     def _read_file(self, path: str, limit: int) -> bytes:
         if is_address(self.root):
             if path.startswith(("/", "~")) or ".." in path.split("/"):
-                raise BadRow(f"names a picture outside of {self.root}, {_show(path)}")
+                raise BadRow(f"names an image outside of {self.root}, {_show(path)}")
             return _open_address(join(self.root, path), limit)
         try:
             full = Path(self.root, Path(path).expanduser())
             if self.folders is not None and not any(full.resolve().is_relative_to(each) for each in self.folders):
-                raise BadRow(f"names a file outside of server.picture_folders, {_show(path)}")
+                raise BadRow(f"names a file outside of server.image_folders, {_show(path)}")
             if full.is_file():  # a pipe or a device has no end
                 with full.open("rb") as file:
                     return file.read(limit + 1)
@@ -203,22 +203,22 @@ class PictureReader(NamedTuple):
             raise
         except (OSError, ValueError, RuntimeError) as error:  # a name that no file can have, a home that nobody has
             reason = getattr(error, "strerror", None) or error
-            raise BadRow(f"has a picture that cannot be read, {_show(path)}: {reason}") from None
-        raise BadRow(f"has a picture that is {'no file' if exists else 'not there'}, {_show(str(full))}")
+            raise BadRow(f"has an image that cannot be read, {_show(path)}: {reason}") from None
+        raise BadRow(f"has an image that is {'no file' if exists else 'not there'}, {_show(str(full))}")
 
     def _download(self, address: str, limit: int) -> bytes:
         if self.folders is not None:
-            raise BadRow("names a picture at an address; send a data URL, or name a file of server.picture_folders")
+            raise BadRow("names an image at an address; send a data URL, or name a file of server.image_folders")
         allowed = any(address.startswith(root.rstrip("/") + "/") for root in self.addresses)
         if not allowed or ".." in address.split("/"):
             raise BadRow(
-                f"has a picture at {_show(address)}, which begins with none of data.picture_addresses="
+                f"has an image at {_show(address)}, which begins with none of data.image_addresses="
                 f"[{','.join(self.addresses)}]"
             )
         return _open_address(address, limit)
 
 
-# Keys of a mapping that stands for a picture: Hugging Face's image feature, and message parts of it and of OpenAI.
+# Keys of a mapping that stands for an image: Hugging Face's image feature, and message parts of it and of OpenAI.
 REFERENCE_KEYS = ("bytes", "image", "path", "url", "image_url", "base64")
 
 
@@ -232,7 +232,7 @@ def _open_address(address: str, limit: int) -> bytes:
         with filesystem(address, "data").open(address, "rb") as file:
             return file.read(limit + 1)
     except Exception as error:  # each file system has kinds of its own
-        raise BadRow(f"has a picture that cannot be read, {_show(address)}: {explain(error)}") from None
+        raise BadRow(f"has an image that cannot be read, {_show(address)}: {explain(error)}") from None
 
 
 def _decode_url(url: str) -> bytes:
@@ -257,7 +257,7 @@ def find_root(path: str) -> str:
 
 def read_parts(content: list[Any]) -> str | list[dict[str, Any]]:
     """Return the parts of a turn: {"type": "text", "text"} or {"type": "image"}, with `image` where the part has its
-    picture. Texts alone are joined.
+    image. Texts alone are joined.
 
     Raises:
         BadRow: a part of another kind.
@@ -278,19 +278,19 @@ def read_parts(content: list[Any]) -> str | list[dict[str, Any]]:
 
 
 def list_column(columns: Columns, row: dict[str, Any]) -> list[Any]:
-    """Return the pictures in a row's column: one of them, a list, or a list as JSON."""
+    """Return the images in a row's column: one of them, a list, or a list as JSON."""
     name = columns.images
     if name == "images" and name not in row:
         name = "image"
     try:
         references = list_references(None if name is None else row.get(name))
     except ValueError:
-        raise BadRow(f"has no list of pictures in column {name}") from None
+        raise BadRow(f"has no list of images in column {name}") from None
     return [each for each in references if each is not None]
 
 
 def list_references(value: Any) -> list[Any]:
-    """Return the pictures in a cell: one of them, a list, or a list as JSON; none where it is empty.
+    """Return the images in a cell: one of them, a list, or a list as JSON; none where it is empty.
 
     Raises:
         ValueError: a text that begins like a list and is none.
@@ -302,21 +302,21 @@ def list_references(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-def take_pictures(turns: list[Message], column: list[Any], reader: PictureReader | None) -> list[Any]:
-    """Take the pictures out of the turns, where {"type": "image"} stays; return them in the order of their places.
+def take_images(turns: list[Message], column: list[Any], reader: ImageReader | None) -> list[Any]:
+    """Take the images out of the turns, where {"type": "image"} stays; return them in the order of their places.
 
-    A part without a picture of its own takes the next one of the row's column. Where no turn has a part, the pictures
+    A part without an image of its own takes the next one of the row's column. Where no turn has a part, the images
     of the column stand at each `START` of the text, or before the text of the first turn of the user.
 
     Raises:
-        BadRow: more places than pictures or fewer, a picture in an answer, a text with a token that stands for
-            pictures, or pictures without a reader: for a model that sees none.
+        BadRow: more places than images or fewer, an image in an answer, a text with a token that stands for
+            images, or images without a reader: for a model that sees none.
     """
     if reader is None:
         if column or any(isinstance(turn["content"], list) for turn in turns):
             raise BadRow(
-                "has a picture, and the model takes none (model.vision=null, or training.images_per_row=0): choose one "
-                "that does; data.columns.images=null leaves a column of pictures out"
+                "has an image, and the model takes none (model.vision=null, or training.images_per_row=0): choose one "
+                "that does; data.columns.images=null leaves a column of images out"
             )
         return []
     if column and not any(isinstance(turn["content"], list) for turn in turns):
@@ -328,25 +328,25 @@ def take_pictures(turns: list[Message], column: list[Any], reader: PictureReader
         for part in parts:
             if part["type"] == "text":
                 if token := next((token for token in TOKENS if token in part["text"]), None):
-                    raise BadRow(f"has {token} in its text where there is no picture")
+                    raise BadRow(f"has {token} in its text where there is no image")
                 continue
             if turn["role"] == "assistant":
-                raise BadRow("has a picture in an answer, and a model answers with text")
-            picture = part.pop("image", None)
-            found.append(next(rest, None) if picture is None else picture)
+                raise BadRow("has an image in an answer, and a model answers with text")
+            image = part.pop("image", None)
+            found.append(next(rest, None) if image is None else image)
     num_missing, num_left = sum(each is None for each in found), len(list(rest))
     if num_missing or num_left:
-        raise BadRow(f"has {len(found)} places for pictures and {len(found) - num_missing + num_left} pictures")
+        raise BadRow(f"has {len(found)} places for images and {len(found) - num_missing + num_left} images")
     return found
 
 
 def _place(turns: list[Message], count: int) -> None:
-    """Put places for `count` pictures into turns of text."""
+    """Put places for `count` images into turns of text."""
     num_marks = sum(turn["content"].count(START) for turn in turns)
     if num_marks == 0:
         first = next((turn for turn in turns if turn["role"] == "user"), None)
         if first is None:
-            raise BadRow("has pictures and no turn of the user")
+            raise BadRow("has images and no turn of the user")
         first["content"] = [{"type": "image"}] * count + [{"type": "text", "text": first["content"]}]
         first["content"] = [dict(part) for part in first["content"]]
         return
@@ -364,7 +364,7 @@ def _split(text: str) -> Iterator[dict[str, Any]]:
 
 
 def count_threads() -> int:
-    """Return the threads that read pictures in this process: one for each core, as the tokenizer's."""
+    """Return the threads that read images in this process: one for each core, as the tokenizer's."""
     return int(os.environ.get("RAYON_NUM_THREADS") or os.cpu_count() or 1)
 
 

@@ -1,4 +1,4 @@
-"""Pictures of rows: pixels as transformers has them, places in the text, slots in a batch, and what is refused."""
+"""Images of rows: pixels as transformers has them, places in the text, slots in a batch, and what is refused."""
 
 import base64
 import io
@@ -11,19 +11,19 @@ import numpy as np
 import pytest
 from PIL import Image
 from support.harness import SMALL
-from support.pictures import GOLDENS, SEES, SIZE, TOWER, digest, draw, list_pictures, save
+from support.images import GOLDENS, SEES, SIZE, TOWER, digest, draw, list_images, save
 
 from tunix.base.errors import UserError
 from tunix.config.compose import compose
 from tunix.data.chat import PLAIN, ChatTemplate
 from tunix.data.dataset import load_corpus
 from tunix.data.files import BadRow
-from tunix.data.picture_slots import PictureSlots
-from tunix.data.pictures import PictureForm, PictureReader, decode_picture, keep_picture, map_ahead
+from tunix.data.image_slots import ImageSlots
+from tunix.data.images import ImageForm, ImageReader, decode_image, keep_image, map_ahead
 
 pytestmark = pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")  # as tunix has it
-PICTURES = list_pictures()
-FORM = PictureForm(TOWER["image_size"], TOWER["tokens_per_image"])
+IMAGES = list_images()
+FORM = ImageForm(TOWER["image_size"], TOWER["tokens_per_image"])
 ANSWERS = ["one", "two", "three"]
 # As the chat template of gemma-3-it writes the parts of a turn.
 GEMMA_PARTS = (
@@ -37,17 +37,17 @@ GEMMA_PARTS = (
 )
 
 
-@pytest.mark.parametrize("name", PICTURES)
+@pytest.mark.parametrize("name", IMAGES)
 def test_pixels_are_those_of_transformers(name):
     expected = json.loads(GOLDENS.read_text())[name]
-    assert digest(decode_picture(PICTURES[name], SIZE)) == expected
-    kept = keep_picture(PICTURES[name], name, SIZE, 10_000)
-    assert digest(decode_picture(kept, SIZE)) == expected
+    assert digest(decode_image(IMAGES[name], SIZE)) == expected
+    kept = keep_image(IMAGES[name], name, SIZE, 10_000)
+    assert digest(decode_image(kept, SIZE)) == expected
 
 
-def test_a_large_picture_is_kept_in_the_size_of_the_tower():
-    assert keep_picture(PICTURES["rgb"], "", 100, 10_000) == PICTURES["rgb"]
-    kept = keep_picture(PICTURES["wide"], "", SIZE, 10_000)
+def test_a_large_image_is_kept_in_the_size_of_the_tower():
+    assert keep_image(IMAGES["rgb"], "", 100, 10_000) == IMAGES["rgb"]
+    kept = keep_image(IMAGES["wide"], "", SIZE, 10_000)
     with Image.open(io.BytesIO(kept)) as image:
         assert (image.format, image.size) == ("PNG", (SIZE, SIZE))
 
@@ -64,31 +64,31 @@ def png(width, height, depth=8):
 GRAYS = Image.fromarray(np.arange(4096, dtype=np.uint16).reshape(64, 64))
 FRAMES = [Image.fromarray(draw(9, 9, seed=n)) for n in range(3)]
 BAD = {
-    "empty": (b"", "a picture that is none of JPEG, "),
-    "text": (b"not a picture", "a picture that is none of JPEG, "),
-    "cut off": (PICTURES["rgb"][:400], "a broken picture, "),
-    "cut off in its head": (PICTURES["rgb"][:20], "a broken picture, |a picture that is none of"),
+    "empty": (b"", "an image that is none of JPEG, "),
+    "text": (b"not an image", "an image that is none of JPEG, "),
+    "cut off": (IMAGES["rgb"][:400], "a broken image, "),
+    "cut off in its head": (IMAGES["rgb"][:20], "a broken image, |an image that is none of"),
     "animated": (save(FRAMES[0], "GIF", save_all=True, append_images=FRAMES[1:]), "an animation, "),
-    "16 bits": (save(GRAYS), "a picture of more than 8 bits a channel, "),
-    "a bomb": (png(150, 100), "a picture of more than data.max_picture_pixels=10000 pixels, it, 150 x 100"),
-    "a larger bomb": (png(60_000, 60_000), "a picture of more than data.max_picture_pixels=10000 pixels, it"),
-    "of no size": (png(0, 5), "a broken picture, |a picture that is none of"),
-    "of another format": (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "a picture that is none of"),
+    "16 bits": (save(GRAYS), "an image of more than 8 bits a channel, "),
+    "a bomb": (png(150, 100), "an image of more than data.max_image_pixels=10000 pixels, it, 150 x 100"),
+    "a larger bomb": (png(60_000, 60_000), "an image of more than data.max_image_pixels=10000 pixels, it"),
+    "of no size": (png(0, 5), "a broken image, |an image that is none of"),
+    "of another format": (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "an image that is none of"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_pictures_that_are_refused(name):
+def test_images_that_are_refused(name):
     data, message = BAD[name]
     with pytest.raises(BadRow, match=f"^has ({message})") as error:
-        keep_picture(data, "it", SIZE, 10_000)
+        keep_image(data, "it", SIZE, 10_000)
     assert "\n" not in str(error.value)
     assert "0x" not in str(error.value)  # an object's address
 
 
 @pytest.fixture
 def folder(tmp_path):
-    """Three pictures."""
+    """Three images."""
     (tmp_path / "photos").mkdir()
     for number in range(3):
         (tmp_path / "photos" / f"{number}.png").write_bytes(save(Image.fromarray(draw(20 + number, 30, seed=number))))
@@ -142,11 +142,11 @@ def write_parquet(folder):
 
 
 def write_feature(folder):
-    """As the library `datasets` writes a column of lists of pictures, with its type."""
+    """As the library `datasets` writes a column of lists of images, with its type."""
     import datasets
 
-    pictures = [[str(folder / f"photos/{n}.png")] for n in range(3)]
-    rows = datasets.Dataset.from_dict({"messages": [turn("what?", answer) for answer in ANSWERS], "images": pictures})
+    images = [[str(folder / f"photos/{n}.png")] for n in range(3)]
+    rows = datasets.Dataset.from_dict({"messages": [turn("what?", answer) for answer in ANSWERS], "images": images})
     rows.cast_column("images", datasets.List(datasets.Image())).to_parquet(folder / "feature.parquet")
     return f"'{folder}/feature.parquet'"
 
@@ -193,7 +193,7 @@ def test_every_form_gives_the_same_conversations(folder):
     soft = "<start_of_image>" + "<image_soft_token>" * 4 + "<end_of_image>"
     expected = [
         (f"<bos>user:\n\n\n{soft}\n\nwhat?\nassistant:\n{answer}<eos>",
-         [decode_picture((folder / f"photos/{n}.png").read_bytes(), 8).tobytes()])
+         [decode_image((folder / f"photos/{n}.png").read_bytes(), 8).tobytes()])
         for n, answer in enumerate(ANSWERS)
     ]  # fmt: skip
     for name, each in found.items():
@@ -208,31 +208,31 @@ def test_templates_with_parts_and_without():
     mark = "<start_of_image>"
     assert gemma.render(messages) == f"<bos><start_of_turn>user\n{mark}a{mark}<end_of_turn>\n"
     assert plain.render(messages) == f"<bos>user:\n{mark} a {mark}"
-    # What Gemma3Processor of transformers makes of a text with a picture.
+    # What Gemma3Processor of transformers makes of a text with an image.
     assert FORM.expand(f"a{mark}b") == f"a\n\n{mark}{'<image_soft_token>' * 4}<end_of_image>\n\nb"
 
 
 PART = {"type": "image", "image": "photos/0.png"}
 BAD_ROWS = [
-    ({"messages": turn([{"type": "image", "image": "gone.png"}], "a")}, "has a picture that is not there, {folder}/gone.png"),
-    ({"messages": turn([{"type": "image", "image": "a\0b"}], "a")}, "has a picture that is not there, '{folder}/a\\x00b'"),
-    ({"messages": turn([{"type": "image", "image": "a" * 5000}], "a")}, "has a picture that cannot be read, aaaa"),
-    ({"messages": turn([{"type": "image", "image": "photos"}], "a")}, "has a picture that is no file, {folder}/photos"),
-    ({"messages": turn([{"type": "image", "image": "rows.jsonl"}], "a")}, "has a picture that is none of JPEG"),
-    ({"messages": turn([{"type": "image", "image": "https://example.org/a.png"}], "a")}, "has a picture at https://example.org/a.png, which begins with none of data.picture_addresses=[]"),
+    ({"messages": turn([{"type": "image", "image": "gone.png"}], "a")}, "has an image that is not there, {folder}/gone.png"),
+    ({"messages": turn([{"type": "image", "image": "a\0b"}], "a")}, "has an image that is not there, '{folder}/a\\x00b'"),
+    ({"messages": turn([{"type": "image", "image": "a" * 5000}], "a")}, "has an image that cannot be read, aaaa"),
+    ({"messages": turn([{"type": "image", "image": "photos"}], "a")}, "has an image that is no file, {folder}/photos"),
+    ({"messages": turn([{"type": "image", "image": "rows.jsonl"}], "a")}, "has an image that is none of JPEG"),
+    ({"messages": turn([{"type": "image", "image": "https://example.org/a.png"}], "a")}, "has an image at https://example.org/a.png, which begins with none of data.image_addresses=[]"),
     ({"messages": turn([{"type": "image", "url": "data:image/png,AAAA"}], "a")}, "has a data URL that is not"),
     ({"messages": turn([{"type": "image", "url": "data:image/png;base64,A"}], "a")}, "has a data URL whose bytes are not base64"),
-    ({"messages": turn([{"type": "image"}], "a")}, "has 1 places for pictures and 0 pictures"),
-    ({"messages": turn([PART], "a"), "images": ["photos/1.png"]}, "has 1 places for pictures and 2 pictures"),
-    ({"messages": turn("<start_of_image> a", "a"), "images": ["photos/1.png"] * 2}, "has 1 places for pictures and 2 pictures"),
-    ({"messages": turn("<start_of_image> a", "a")}, "has <start_of_image> in its text where there is no picture"),
+    ({"messages": turn([{"type": "image"}], "a")}, "has 1 places for images and 0 images"),
+    ({"messages": turn([PART], "a"), "images": ["photos/1.png"]}, "has 1 places for images and 2 images"),
+    ({"messages": turn("<start_of_image> a", "a"), "images": ["photos/1.png"] * 2}, "has 1 places for images and 2 images"),
+    ({"messages": turn("<start_of_image> a", "a")}, "has <start_of_image> in its text where there is no image"),
     ({"messages": turn("<image_soft_token> a", "a")}, "has <image_soft_token> in its text"),
-    ({"messages": turn("a", [PART])}, "has a picture in an answer"),
+    ({"messages": turn("a", [PART])}, "has an image in an answer"),
     ({"messages": turn([{"type": "video", "video": "a"}], "a")}, "has a content with a part that is neither text nor an image: video"),
-    ({"messages": turn("a", "a"), "images": [7]}, "has int in place of a picture"),
-    ({"messages": turn("a", "a"), "images": [{}]}, "has a picture without any of"),
-    ({"messages": turn("a", "a"), "images": "[1"}, "has no list of pictures in column images"),
-    ({"messages": turn("a", "a"), "images": [{"url": {"url": {"url": "a"}}}]}, "has dict in place of a picture"),
+    ({"messages": turn("a", "a"), "images": [7]}, "has int in place of an image"),
+    ({"messages": turn("a", "a"), "images": [{}]}, "has an image without any of"),
+    ({"messages": turn("a", "a"), "images": "[1"}, "has no list of images in column images"),
+    ({"messages": turn("a", "a"), "images": [{"url": {"url": {"url": "a"}}}]}, "has dict in place of an image"),
 ]  # fmt: skip
 
 
@@ -250,27 +250,27 @@ def test_bad_rows_are_named_or_left_out(folder, row, message):
 
 def test_bounds_of_a_row(folder):
     big = {"messages": turn([PART], "a")}
-    with pytest.raises(UserError, match="line 1, has a picture of more than data.max_picture_pixels=500 pixels"):
-        load(folder, [big], "data.max_picture_pixels=500")
-    with pytest.raises(UserError, match="line 1, has pictures that are longer than data.max_document_bytes"):
+    with pytest.raises(UserError, match="line 1, has an image of more than data.max_image_pixels=500 pixels"):
+        load(folder, [big], "data.max_image_pixels=500")
+    with pytest.raises(UserError, match="line 1, has images that are longer than data.max_document_bytes"):
         load(folder, [{"messages": turn([PART] * 2, "a")}], "data.max_document_bytes=1500")
 
 
 def test_addresses_begin_as_one_that_is_allowed():
-    reader = PictureReader(FORM, ".", 1000, 1000, ("https://a.org/photos",))
+    reader = ImageReader(FORM, ".", 1000, 1000, ("https://a.org/photos",))
     for address in ("https://a.org/photos.evil/a.png", "https://a.org/photos/../b.png", "http://a.org/photos/a.png"):
         with pytest.raises(BadRow, match="which begins with none of"):
             reader.read([address])
     # Rows of a bucket may name what is beside them, and no file of this machine.
     for path in ("/etc/passwd", "../a.png", "~/a.png"):
-        with pytest.raises(BadRow, match="names a picture outside of s3://bucket/rows"):
-            PictureReader(FORM, "s3://bucket/rows", 1000, 1000).read([path])
+        with pytest.raises(BadRow, match="names an image outside of s3://bucket/rows"):
+            ImageReader(FORM, "s3://bucket/rows", 1000, 1000).read([path])
 
 
 @pytest.mark.parametrize("words", [["model.vision=null"], ["training.images_per_row=0"]])
-def test_a_model_of_text_refuses_pictures(folder, words):
+def test_a_model_of_text_refuses_images(folder, words):
     for row in ({"messages": turn([PART], "a")}, {"messages": turn("a", "a"), "image": "photos/0.png"}):
-        with pytest.raises(UserError, match=r"line 1, has a picture, and the model takes none \(model.vision=null"):
+        with pytest.raises(UserError, match=r"line 1, has an image, and the model takes none \(model.vision=null"):
             load(folder, [row], *words)
     texts = [{"type": "text", "text": "a"}, {"type": "text", "text": " b"}]
     corpus = load(folder, [{"messages": turn(texts, "c"), "image": "gone"}], *words, "data.columns.images=null")
@@ -279,35 +279,35 @@ def test_a_model_of_text_refuses_pictures(folder, words):
     assert "images" not in packed[0]
 
 
-def test_choices_that_do_not_go_with_pictures(folder):
+def test_choices_that_do_not_go_with_images(folder):
     rows = make_forms(folder)["parts"]
     for words, message in (
         (["loading.packing=concat"], "loading.packing=concat cuts documents wherever a sequence is full"),
-        (["training.seq_len=5", "training.loss_chunk_size=5"], "training.seq_len=5 is shorter than one picture, which is 6 tokens"),
+        (["training.seq_len=5", "training.loss_chunk_size=5"], "training.seq_len=5 is shorter than one image, which is 6 tokens"),
         (["model.vision.image_token=7"], "model.vision.image_token=7, and in the tokenizer <image_soft_token> is 4"),
     ):  # fmt: skip
         with pytest.raises(UserError, match=message):
             load(folder, rows, *words)
 
 
-def test_a_copied_folder_keeps_its_pictures(folder):
+def test_a_copied_folder_keeps_its_images(folder):
     corpus = load(folder, make_forms(folder)["parts"])
     words = ["data=tokens", f"data.paths=['{corpus.prepared['jsonl'].folder}']"]
     assert describe(load(folder, [], source=words)) == describe(corpus)
     for other, takes in (("model.vision=null", "none"), ("model.vision.image_size=16", "others")):
-        with pytest.raises(UserError, match=f"pictures of 8 x 8 pixels and 4 tokens .*, and this one takes {takes}"):
+        with pytest.raises(UserError, match=f"images of 8 x 8 pixels and 4 tokens .*, and this one takes {takes}"):
             load(folder, [], other, source=words)
 
 
-def test_documents_are_cut_before_a_picture(folder):
-    """Conversations of several pictures in sequences of 40 tokens, two slots each."""
+def test_documents_are_cut_before_a_image(folder):
+    """Conversations of several images in sequences of 40 tokens, two slots each."""
     rows, pixels = [], {}
     for number in range(12):
         count = 1 + number % 5
         names = [f"{number}.{k}.png" for k in range(count)]
         for k, name in enumerate(names):
             (folder / name).write_bytes(save(Image.fromarray(draw(8, 8, seed=10 * number + k))))
-            pixels[decode_picture((folder / name).read_bytes(), 8).tobytes()] = name
+            pixels[decode_image((folder / name).read_bytes(), 8).tobytes()] = name
         content = [part for k, name in enumerate(names) for part in
                    ({"type": "image", "image": name}, {"type": "text", "text": "x" * ((7 * number + 3 * k) % 30)})]  # fmt: skip
         rows.append({"messages": turn(content, f"answer {number}")})
@@ -330,7 +330,7 @@ def test_documents_are_cut_before_a_picture(folder):
     assert sorted(found) == sorted(pixels.values())
 
 
-def test_pairs_have_their_pictures_in_both_halves(folder):
+def test_pairs_have_their_images_in_both_halves(folder):
     rows = [
         {"prompt": "what?", "chosen": f"a {n}", "rejected": f"b {n}", "images": [f"photos/{n}.png"]} for n in range(3)
     ]
@@ -344,7 +344,7 @@ def test_pairs_have_their_pictures_in_both_halves(folder):
             index = row["image_index"][here]
             assert index[index >= 0].tolist() == [4 * slot + k for k in range(4)]
             assert (row["tokens"][here][index >= 0] == TOWER["image_token"]).all()
-    with pytest.raises(UserError, match="3 of 3 pairs .*, or have more than training.images_per_row=1 pictures, both"):
+    with pytest.raises(UserError, match="3 of 3 pairs .*, or have more than training.images_per_row=1 images, both"):
         load(folder, rows, "training.images_per_row=1", "training.seq_len=128", source=source)
 
 
@@ -352,12 +352,12 @@ def test_cuts():
     lengths, starts, places = np.array([14]), np.array([0]), np.array([4, 10])  # a a a [ 1 1 ] b b [ 2 2 ] c
     for slots, seq_len, expected in (
         (2, 14, [[0, 13]]),
-        (2, 11, [[0, 9], [9, 4]]),  # the second picture would be cut
+        (2, 11, [[0, 9], [9, 4]]),  # the second image would be cut
         (1, 14, [[0, 9], [9, 4]]),  # or has no slot
         (1, 8, [[0, 8], [8, 5]]),
         (1, 6, [[0, 3], [3, 6], [9, 4]]),
     ):
-        form = PictureSlots(PictureForm(8, 2), slots)
+        form = ImageSlots(ImageForm(8, 2), slots)
         pieces = form.split_chunks(lengths, starts, places, seq_len)
         assert pieces.tolist() == expected
         counts = [sum(first <= place < first + length for place in places) for first, length in expected]

@@ -1,6 +1,6 @@
-"""Pictures that tests draw, and what transformers' processor of Gemma 3 makes of them.
+"""Images that tests draw, and what transformers' processor of Gemma 3 makes of them.
 
-`make parity` writes `tests/data/pictures.json` again: it runs this file with a Python that has transformers.
+`make parity` writes `tests/data/images.json` again: it runs this file with a Python that has transformers.
 """
 
 import hashlib
@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-GOLDENS = Path(__file__).parents[1] / "data" / "pictures.json"
+GOLDENS = Path(__file__).parents[1] / "data" / "images.json"
 SIZE = 24  # of the tower
-# A model that sees: pictures of 8 x 8 pixels, 4 soft tokens each; the ids are those of a tokenizer that is trained here.
+# A model that sees: images of 8 x 8 pixels, 4 soft tokens each; the ids are those of a tokenizer that is trained here.
 TOWER = {
     "image_size": 8, "patch_size": 4, "embed_dim": 16, "mlp_dim": 32, "num_layers": 1, "num_heads": 2, "norm_eps": 1e-6,
     "tokens_per_image": 4, "image_mean": [0.5] * 3, "image_std": [0.5] * 3, "begin_token": 3, "image_token": 4,
@@ -48,8 +48,8 @@ def rotated(image, orientation):
     return save(image, exif=exif)
 
 
-def list_pictures():
-    """Return files of pictures by name."""
+def list_images():
+    """Return files of images by name."""
     rgb, wide = Image.fromarray(draw(61, 40)), Image.fromarray(draw(200, 30, seed=1))
     palette = rgb.quantize(16)
     return {
@@ -81,7 +81,7 @@ def make():
 
     processor = Gemma3ImageProcessorPil(size={"height": SIZE, "width": SIZE}, do_rescale=False, do_normalize=False)
     found = {}
-    for name, data in list_pictures().items():
+    for name, data in list_images().items():
         # As `load_image` and the library `datasets` turn it; the processor does the rest.
         image = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
         (pixels,) = processor(image)["pixel_values"]

@@ -1,0 +1,66 @@
+"""Prompts with images: files and texts -> tokens, and what the tower takes.
+
+In a text an image is one token, `<start_of_image>`; a chat template writes it for a part {"type": "image"}. A text
+without it has its images before it. In the tokens it is what the model was trained with (`ImageForm`).
+"""
+
+import base64
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from tunix.base.errors import UserError
+from tunix.config import Model
+from tunix.data.files import BadRow
+from tunix.data.image_slots import index_images
+from tunix.data.images import SOFT, ImageForm, ImageReader, find_root, take_images
+from tunix.models.vision import Images
+
+MAX_BYTES = 1 << 30  # of the files of one prompt
+
+
+@dataclass(frozen=True)
+class ImagePrompts:
+    """Reads the images of prompts, and finds their soft tokens, for a model that sees."""
+
+    form: ImageForm
+    soft_id: int
+    max_pixels: int  # of one image
+
+    def read(self, turns: list[dict[str, Any]], references: Sequence[Any], source: str) -> list[str]:
+        """Return the files of a conversation's images as base64, and put their places into its turns.
+
+        Paths begin at the folder of the file `source`, or at the working folder.
+
+        Raises:
+            UserError: an image that cannot be read, or other places than images.
+        """
+        reader = ImageReader(self.form, find_root(source), MAX_BYTES, self.max_pixels)
+        try:
+            found = take_images(turns, list(references), reader)
+            return [base64.b64encode(data).decode() for data in reader.read(found)]
+        except BadRow as error:
+            raise UserError(f"the prompt {error}") from None
+
+    def expand(self, text: str) -> str:
+        """Return a text with all tokens of each image."""
+        return self.form.expand(text)
+
+    def find(self, tokens: list[int], files: Sequence[str]) -> Images | None:
+        """Return the images of a prompt's tokens, out of their files as base64; None without images.
+
+        Raises:
+            UserError: the text has another number of images.
+        """
+        decoded = [base64.b64decode(data) for data in files]
+        return index_images(tokens, decoded, self.form, self.soft_id)
+
+
+def find_image_prompts(model: Model, tokenizer: Tokenizer, max_pixels: int) -> ImagePrompts | None:
+    """Return what reads images for a model; None where it sees none, or its tokenizer has no token for them."""
+    soft_id = tokenizer.token_to_id(SOFT)
+    if model.vision is None or soft_id is None:
+        return None
+    return ImagePrompts(ImageForm.of(model.vision), soft_id, max_pixels)
