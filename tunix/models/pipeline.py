@@ -284,22 +284,23 @@ class Chunks:
     def add(self, total: Any, more: Any, chunk: jax.Array) -> Any:
         """Return totals [S, v, L / (S v), ...] with `more` [S, L / (S v), ...] added to one chunk [S] of each stage.
 
-        jax 0.10.2 has no `dynamic_slice` of arrays that are still to be summed over devices, so the chunk comes out of
-        a choice among all.
+        jax 0.10.2 has no slices of arrays that are still to be summed over devices: each device adds to its own part in
+        a `shard_map` that does not ask for types.
         """
         if self.num_chunks == 1:
             return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, more)
 
+        # XLA reads, adds and writes in one kernel where both places are the same scalars: the other chunks are not read.
         def on_each_stage(total: jax.Array, more: jax.Array, chunk: jax.Array) -> jax.Array:
-            local = total[:, 0]
-            for number in range(1, self.num_chunks):
-                local = jax.lax.select(chunk[0] == number, total[:, number], local)
-            return jax.lax.dynamic_update_slice_in_dim(total, (local + more)[:, None], chunk[0], axis=1)
+            where = [0, chunk[0], *[0] * (more.ndim - 1)]
+            local = jax.lax.dynamic_slice(total, where, (1, 1, *more.shape[1:]), allow_negative_indices=False)
+            added = local + more[:, None].astype(total.dtype)
+            return jax.lax.dynamic_update_slice(total, added, where, allow_negative_indices=False)
 
         def one(total: jax.Array, more: jax.Array) -> jax.Array:
-            spec, more = jax.typeof(total).sharding.spec, more.astype(total.dtype)
+            spec = jax.typeof(total).sharding.spec
             specs = spec, _without_chunks(spec), self._of_stages
-            return jax.shard_map(on_each_stage, in_specs=specs, out_specs=spec)(total, more, chunk)
+            return jax.shard_map(on_each_stage, in_specs=specs, out_specs=spec, check_vma=False)(total, more, chunk)
 
         return jax.tree.map(one, total, more)
 
