@@ -290,7 +290,7 @@ class Chunks:
         if self.num_chunks == 1:
             return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, more)
 
-        # XLA reads, adds and writes in one kernel where both places are the same scalars: the other chunks are not read.
+        # XLA reads, adds and writes in one kernel where both places are the same scalars; other chunks are not read.
         def on_each_stage(total: jax.Array, more: jax.Array, chunk: jax.Array) -> jax.Array:
             where = [0, chunk[0], *[0] * (more.ndim - 1)]
             local = jax.lax.dynamic_slice(total, where, (1, 1, *more.shape[1:]), allow_negative_indices=False)
