@@ -292,7 +292,8 @@ class Chunks:
 
         # XLA reads, adds and writes in one kernel where both places are the same scalars; other chunks are not read.
         def on_each_stage(total: jax.Array, more: jax.Array, chunk: jax.Array) -> jax.Array:
-            where = [0, chunk[0], *[0] * (more.ndim - 1)]
+            zero = jnp.zeros_like(chunk[0])
+            where = [zero, chunk[0], *[zero] * (more.ndim - 1)]
             local = jax.lax.dynamic_slice(total, where, (1, 1, *more.shape[1:]), allow_negative_indices=False)
             added = local + more[:, None].astype(total.dtype)
             return jax.lax.dynamic_update_slice(total, added, where, allow_negative_indices=False)
