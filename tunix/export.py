@@ -21,7 +21,7 @@ from tunix.base.digests import FILE, list_files, write_digests
 from tunix.base.errors import UserError
 from tunix.base.files import read_json, replacing
 from tunix.base.forms import sign
-from tunix.base.text import flat
+from tunix.base.text import announcing, flat
 from tunix.checkpoints.store import describe_unreadable, find_storage, reject_damaged_checkpoint
 from tunix.config import Export, pretrained_config
 from tunix.config.command_line import run_command
@@ -142,7 +142,8 @@ def write_export(
     try:
         with ExitStack() as stack:
             folder = _make_folder(output, stack)
-            line = write(model, folder, dtype, shard_gb)
+            with announcing(f"writing {output}", peers.print_progress):
+                line = write(model, folder, dtype, shard_gb)
             if add_files is not None:
                 peers.on_main(lambda: add_files(folder, model), "writing the model card")
             kind = "adapter" if adapter else "export"

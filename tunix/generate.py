@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from tunix.base.errors import UserError
 from tunix.base.files import find_writable, parse_json
+from tunix.base.text import announcing
 from tunix.config import Generate
 from tunix.config.command_line import run_command
 from tunix.data.chat import join_parts
@@ -46,7 +47,9 @@ def generate(command: Generate) -> None:
 
             own = peers.on_main(read, "reading the prompts of a batch") or ""
             prompts = [Prompt(*each) for each in json.loads(peers.agree(own, "prompts of a batch"))]
-            answers = speaker.answer(prompts, command.seed, start)
+            work = f"answering prompts {start + 1} to {start + len(prompts)} of {num_rows}"
+            with announcing(work, peers.print_progress):
+                answers = speaker.answer(prompts, command.seed, start)
             for row, answer in zip(batch, answers, strict=False):  # only process 0 has rows
                 row["prediction"], row["log_probability"] = speaker.decode(answer), sum(answer.log_probabilities)
     finally:  # answers that exist are written, even if an error or Ctrl-C ends this

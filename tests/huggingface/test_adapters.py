@@ -14,6 +14,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
 import tunix
+from tunix.base import text
 from tunix.base.errors import UserError
 from tunix.config import Export, Generate
 from tunix.config.command_line import read_settings
@@ -79,8 +80,11 @@ def words_of_the_vocabulary(folder: Path, count: int) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
 
 
-def test_commands_take_a_loose_adapter(tmp_path, capsys):
-    """Generated words are PEFT's; an export has the adapter's bits, or the base with the updates added."""
+def test_commands_take_a_loose_adapter(tmp_path, capsys, monkeypatch):
+    """Generated words are PEFT's; an export has the adapter's bits, or the base with the updates added. What takes
+    long says so.
+    """
+    monkeypatch.setattr(text, "QUIET_S", 0.001)
     base, adapter = tmp_path / "base", ADAPTERS / "llama"
     shutil.copytree(PARITY / "llama", base)
     words_of_the_vocabulary(base, 97)
@@ -90,9 +94,13 @@ def test_commands_take_a_loose_adapter(tmp_path, capsys):
     prompt = " ".join(f"w{token}" for token in tokens[0])
     words = [*beside, f"prompt={prompt}", "max_new_tokens=1", "temperature=0"]
     generate(read_settings(Generate, words))
-    assert capsys.readouterr().out == f"w{expected[0, -1].argmax()}\n"
+    printed = capsys.readouterr()
+    assert printed.out == f"w{expected[0, -1].argmax()}\n"
+    assert f"reading {base}: 0 s so far" in printed.err
+    assert "answering prompts 1 to 1 of 1: 0 s so far" in printed.err
     export(read_settings(Export, [*beside, f"output={tmp_path / 'adapter'}"]))
     export(read_settings(Export, [*beside, f"output={tmp_path / 'merged'}", "merge_lora=true", "dtype=float32"]))
+    assert f"writing {tmp_path / 'merged'}: 0 s so far" in capsys.readouterr().err
     np.testing.assert_allclose(tunix.load_pretrained(tmp_path / "merged")(tokens), expected, atol=1e-4)
     before, after = (load_file(folder / "adapter_model.safetensors") for folder in (adapter, tmp_path / "adapter"))
     assert before.keys() == after.keys()

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 from tunix.base.digests import reject_damaged
 from tunix.base.errors import UserError
 from tunix.base.files import list_numbers
+from tunix.base.text import announcing
 from tunix.checkpoints.store import describe_unreadable, find_parts, find_storage, reject_damaged_checkpoint
 from tunix.config import Config, Model, pretrained_config
 from tunix.config.saved_runs import COPIED, find_run, read_saved
@@ -186,7 +187,7 @@ def load_pretrained(
     products = select_expert_matmul(cfg.expert_products, dtype, device, cfg).name
     layout = Layout(STRATEGIES[strategy], unsplit, dtype, dtype, "float32", kernels=kernels, expert_products=products)
     layout = layout.for_generation()
-    with jax.set_mesh(mesh):
+    with jax.set_mesh(mesh), announcing(f"reading {source}", peers.print_progress):
         arch = describe(cfg, layout)
         params, tokenizer = load_params(str(source), cfg, arch, layout, mesh, weights)
     files = folder / FILES if run else folder
