@@ -6,7 +6,10 @@ from dataclasses import replace
 import pytest
 
 from tunix.costs.compiled_time import KernelData, Speeds, predict_time
-from tunix.costs.hlo import read_collectives
+from tunix.costs.devices import read_topology
+from tunix.costs.hlo import Collective, read_collectives
+from tunix.plan.compile import assume_speeds
+from tunix.sharding.table import axis_names
 
 HLO = """HloModule step, is_scheduled=true
 
@@ -72,6 +75,43 @@ def test_what_stands_between_start_and_done_hides(gather_s, exposed_s):
     assert timeline.compute_s == pytest.approx(5 * (MOVED + 1e5))  # the loop's stack is updated in place
     assert timeline.communication_s == pytest.approx(5 * gather_s)
     assert timeline.exposed_s == pytest.approx(5 * exposed_s)
+
+
+TWO_LINKS = """
+HloModule two_links
+
+ENTRY %main (w: bf16[64,64]) -> bf16[64,128] {
+  %w = bf16[64,64]{1,0} parameter(0)
+  %far-start = (bf16[64,64]{1,0}, bf16[64,128]{1,0}) all-gather-start(%w), replica_groups=[1,2]<=[2], dimensions={1}
+  %near-start = (bf16[64,64]{1,0}, bf16[64,128]{1,0}) all-gather-start(%w), replica_groups=[1,2]<=[2], dimensions={1}
+  %near-done = bf16[64,128]{1,0} all-gather-done(%near-start)
+  ROOT %far-done = bf16[64,128]{1,0} all-gather-done(%far-start)
+}
+"""
+
+
+@pytest.mark.parametrize(("links", "waits_s"), [("one", 13), ("own", 10)])
+def test_a_gather_in_a_node_does_not_wait_for_one_between_nodes(links, waits_s):
+    """13 s where both take one link, one after the other; 10 s, those of the longer one, where each has its own."""
+    speeds = Speeds(
+        math.inf, math.inf, math.inf, math.inf, math.inf, 0.0,
+        collective_s=lambda each: {"far": 10.0, "near": 3.0}[each.name.removesuffix("-start")],
+        link_of=lambda each: each.name if links == "own" else "one",
+    )  # fmt: skip
+    timeline = predict_time(TWO_LINKS, read_collectives(TWO_LINKS), speeds)
+    assert timeline.exposed_s == pytest.approx(waits_s)
+    assert timeline.communication_s == pytest.approx(13)
+
+
+def test_links_of_a_cluster():
+    """On two nodes of 8 devices a gather over fsdp stays in a node, and a sum over dp goes between the nodes."""
+    sizes = dict.fromkeys(axis_names(), 1) | {"dp": 2, "fsdp": 8}
+    speeds = assume_speeds(read_topology("h100:2x8"), sizes)
+    within = Collective("a", "all-gather", "bf16", 1 << 20, tuple(range(8)), 1, "")
+    across = Collective("b", "all-reduce", "f32", 1 << 20, (0, 8), 1, "")
+    assert speeds.link_of(within) != speeds.link_of(across)
+    alone = assume_speeds(read_topology("h100:16"), sizes)
+    assert alone.link_of(within) == alone.link_of(across)
 
 
 def test_a_scatter_writes_its_numbers_alone():

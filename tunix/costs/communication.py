@@ -53,14 +53,15 @@ class Transfer:
 
 
 def predict_seconds(transfer: Transfer, sizes: dict[str, int], kind: DeviceKind, per_node: int) -> float:
-    """Return the time of all executions of a transfer, if nothing else uses the links.
-
-    Neighbours on inner axes are neighbours in a node.
-    """
-    size = count_devices(sizes, transfer.axes)
-    group = Group(size, min(_count_neighbours(transfer.axes, sizes, per_node), size))
-    num_bytes = transfer.num_bytes / transfer.count
+    """Return the time of all executions of a transfer, if nothing else uses the links."""
+    group, num_bytes = find_group(transfer.axes, sizes, per_node), transfer.num_bytes / transfer.count
     return transfer.count * predict_collective_s(transfer.kind, num_bytes, group, kind, per_node)
+
+
+def find_group(axes: Sequence[str], sizes: dict[str, int], per_node: int) -> Group:
+    """Return the devices that communicate over these axes. Neighbours on inner axes are neighbours in a node."""
+    size = count_devices(sizes, axes)
+    return Group(size, min(_count_neighbours(axes, sizes, per_node), size))
 
 
 def _count_neighbours(axes: Sequence[str], sizes: dict[str, int], per_node: int) -> int:

@@ -1,6 +1,6 @@
-"""Predicted time of a compiled program: a walk through its schedule with two clocks.
+"""Predicted time of a compiled program: a walk through its schedule with a clock for arithmetic and one for each link.
 
-One clock is the device's arithmetic, the other is the link to other devices. A collective is two instructions. Its
+One clock is the device's arithmetic, another is a link to other devices. A collective is two instructions. Its
 `-start` puts it on the link; arithmetic goes on. At its `-done` arithmetic waits until the collective has ended:
 
     instruction    gather-start   fusion.1   fusion.2   gather-done   fusion.3
@@ -11,8 +11,9 @@ One clock is the device's arithmetic, the other is the link to other devices. A 
 The wait is *exposed* communication: it makes the step longer. The rest of the collective is hidden. If each fusion
 takes 2 ms and the gather takes 5 ms, arithmetic waits for 1 ms: the program takes 7 ms, of which 1 ms is exposed.
 
-The link takes one collective at a time. Copies between the memories of device and host (`training.offload`) go the
-same way on a link of their own; a wait for one of them counts as arithmetic.
+A link takes one collective at a time. Links in a node (NVLink) and the network are different hardware, so a collective
+between nodes holds up none in a node: each kind has a clock of its own. Copies between the memories of device and host
+(`training.offload`) go the same way on a third link; a wait for one of them counts as arithmetic.
 """
 
 import math
@@ -47,6 +48,7 @@ KERNEL_MATMUL = {"attention_forward": 2, "attention_d_queries": 3, "attention_d_
 RECOMPUTED = ".remat"  # in the names of instructions that XLA's own rematerialization has copied
 FURTHER_ROUNDS = "further_rounds"  # the scope of the loop of models/fused_experts.py
 HOST_READ_S = 15e-6  # seconds in which the host reads the condition of a loop whose end is data; assumed
+HOST = "host"  # the link to the host's memory
 GROUPED_KERNELS = ("grouped_forward", "grouped_d_rows", "grouped_d_weights")  # of models/grouped_matmul.py
 
 
@@ -62,6 +64,7 @@ class Speeds:
     host_bytes_per_s: float  # between the device and the host's memory
     launch_s: float  # between the end of a kernel and the start of the next
     collective_s: Callable[[Collective], float]  # seconds of one execution
+    link_of: Callable[[Collective], str] = lambda _: "peers"  # the link that it takes; each has a clock
 
 
 @dataclass(frozen=True)
@@ -120,17 +123,16 @@ def predict_time(hlo: str, collectives: list[Collective], speeds: Speeds, data: 
 
 @dataclass
 class _Clocks:
-    """Times of one computation so far: of its arithmetic, and of the two links."""
+    """Times of one computation so far: of its arithmetic, and of each link."""
 
     total: StepTime = field(default_factory=StepTime)
-    # When each link has sent everything so far: to other devices ("peers"), and to the host's memory ("host").
-    free: dict[str, float] = field(default_factory=lambda: {"peers": 0.0, "host": 0.0})
+    free: dict[str, float] = field(default_factory=dict)  # when each link has sent everything so far
     ends: dict[str, float] = field(default_factory=dict)  # when each collective and each copy that has started ends
 
     def start(self, link: str, name: str, seconds: float) -> None:
         # It begins when both are ready: arithmetic has come to it, and the link has sent what was put there before.
-        self.free[link] = self.ends[name] = max(self.total.step_s, self.free[link]) + seconds
-        if link == "peers":
+        self.free[link] = self.ends[name] = max(self.total.step_s, self.free.get(link, 0.0)) + seconds
+        if link != HOST:
             self.total = replace(self.total, communication_s=self.total.communication_s + seconds)
 
     def wait_for(self, name: str) -> float:
@@ -143,7 +145,7 @@ class _Walk:
 
     def __init__(self, hlo: str, collectives: list[Collective], speeds: Speeds, data: KernelData):
         self.program = {name: parse_instructions(lines) for name, lines in read_computations(hlo).items()}
-        self.collective_s = {each.name: speeds.collective_s(each) for each in collectives}
+        self.collectives = {each.name: (speeds.link_of(each), speeds.collective_s(each)) for each in collectives}
         self.speeds, self.data = speeds, data
         self.run = cache(self._run)
         self.count_fusion = cache(lambda name: count_fusion(name, self.program))
@@ -158,14 +160,15 @@ class _Walk:
             if opcode.removesuffix("-start").removesuffix("-done") in KINDS:
                 # A collective is `-start` and `-done`, or one instruction that is both.
                 if not ends:
-                    clocks.start("peers", instruction.name, self.collective_s[instruction.name])
+                    link, seconds = self.collectives[instruction.name]
+                    clocks.start(link, instruction.name, seconds)
                 if not starts:
                     wait_s = clocks.wait_for(instruction.operands[0] if ends else instruction.name)
                     clocks.total = StepTime(exposed_s=wait_s).after(clocks.total)
             elif ends:
                 clocks.total = StepTime(clocks.wait_for(instruction.operands[0])).after(clocks.total)
             elif starts and (num_bytes := self._count(instruction, scope).host_bytes):
-                clocks.start("host", instruction.name, num_bytes / self.speeds.host_bytes_per_s)
+                clocks.start(HOST, instruction.name, num_bytes / self.speeds.host_bytes_per_s)
             else:
                 clocks.total = self._time(instruction, scope).after(clocks.total)
         return clocks.total

@@ -26,7 +26,7 @@ from pydantic import TypeAdapter
 
 from tunix.config import Config, DeviceKind, compose
 from tunix.config.layers import ExpertsMlp
-from tunix.costs.communication import Transfer, predict_seconds
+from tunix.costs.communication import Transfer, find_group, predict_seconds
 from tunix.costs.compiled_time import KernelData, Speeds, StepTime, predict_time
 from tunix.costs.devices import HBM_SHARE, HOST_SHARE, KERNEL_SHARE, LAUNCH_S, PLATFORM, Cluster
 from tunix.costs.hlo import Collective, read_collectives
@@ -92,10 +92,15 @@ def assume_speeds(cluster: Cluster, sizes: dict[str, int]) -> Speeds:
             return 0.0
         return predict_seconds(Transfer(collective.kind, axes, collective.num_bytes), sizes, kind, cluster.per_node)
 
+    def link_of(collective: Collective) -> str:
+        group = find_group(collective.find_axes(sizes), sizes, cluster.per_node)
+        return "network" if group.num_nodes > 1 else "node"
+
     matmul_flops_per_s = kind.peak_tflops * 1e12 * kind.efficiency
     fp8 = (kind.fp8_tflops or kind.peak_tflops) * 1e12 * kind.efficiency
     memory, host = kind.hbm_gb_per_s * 1e9 * HBM_SHARE, kind.host_gb_per_s * 1e9 * HOST_SHARE
-    return Speeds(matmul_flops_per_s, fp8, matmul_flops_per_s * KERNEL_SHARE, memory, host, LAUNCH_S, collective_s)
+    of_kernels = matmul_flops_per_s * KERNEL_SHARE
+    return Speeds(matmul_flops_per_s, fp8, of_kernels, memory, host, LAUNCH_S, collective_s, link_of)
 
 
 def derive_kernel_data(cfg: Config, device_kind: str, sizes: dict[str, int]) -> KernelData:
