@@ -18,6 +18,7 @@ from tunix.base.config_types import read_version
 from tunix.base.digests import FILE
 from tunix.base.errors import UserError
 from tunix.base.forms import FORMS, KEY, read_signature
+from tunix.checkpoints.root import check_root
 from tunix.checkpoints.store import check_everything, open_store
 from tunix.config import Export
 from tunix.config.command_line import read_settings
@@ -93,7 +94,14 @@ def test_a_checkpoint_of_a_newer_form_is_refused(earlier):
         store.check(3)  # an older one passes
     load_pretrained(run)
     sign_as_newer(run / "checkpoints" / "3" / "run" / "metadata", "checkpoint")
-    for read in (lambda: store.check(3), lambda: load_pretrained(run), lambda: check_everything(str(run))):
+    resumed = compose([f"resume={run}"])
+    readers = (
+        lambda: store.check(3),
+        lambda: load_pretrained(run),
+        lambda: check_everything(str(run)),
+        lambda: check_root(resumed),  # before data are read
+    )
+    for read in readers:
         with pytest.raises(UserError, match=refused("checkpoint")):
             read()
 

@@ -16,7 +16,9 @@ import jax
 from tunix.base.buckets import explaining, filesystem, is_address, join, read_text, upload
 from tunix.base.errors import UserError
 from tunix.base.files import create_file, write_whole
-from tunix.checkpoints.bucket import KEY, Objects
+from tunix.checkpoints.bucket import KEY, Bucket, Objects
+from tunix.checkpoints.folders import Folder
+from tunix.checkpoints.store import reject_newer_checkpoint
 from tunix.config.compose import Job
 from tunix.config.saved_runs import COPIED, split_step
 from tunix.processes import peers
@@ -34,8 +36,11 @@ def check_root(job: Job) -> None:
     """Write and delete a small file in the home, on process 0; in a bucket a small object on every process.
 
     Raises:
-        UserError: the home holds another run, or cannot be written; before anything else is written.
+        UserError: the home holds another run, or cannot be written; or the checkpoint to go on from has a newer form.
+            Nothing else has been read or written before.
     """
+    if job.config.resume:
+        peers.on_main(lambda: _reject_newer_checkpoint(job), "looking at the checkpoint")
     root = job.config.checkpoint.folder
     if root is None:
         return
@@ -44,6 +49,14 @@ def check_root(job: Job) -> None:
         peers.together(lambda: _try_out_bucket(root, job.config.checkpoint.timeout_s), "writing to the bucket")
     else:
         peers.on_main(lambda: _try_out_folder(Path(root)), "writing to the home of the checkpoints")
+
+
+def _reject_newer_checkpoint(job: Job) -> None:
+    kept_in = join(find_root(job, job.run_dir), "checkpoints")
+    storage = Bucket(kept_in) if is_address(kept_in) else Folder(Path(kept_in))
+    steps = storage.list_steps()
+    for step in steps[-1:] if job.resume_step is None else [job.resume_step]:
+        reject_newer_checkpoint(storage, step)
 
 
 def _reject_other_run(job: Job, root: str) -> None:
