@@ -4,6 +4,7 @@ import base64
 import io
 import json
 import re
+import shutil
 
 import jax
 import numpy as np
@@ -15,6 +16,7 @@ from support.images import SEES, draw, save
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import tunix
+from tunix.checkpoints.store import check_everything
 from tunix.config.compose import compose
 from tunix.data.dataset import load_corpus
 from tunix.data.image_slots import index_images
@@ -26,6 +28,7 @@ from tunix.sharding.arrays import to_global
 from tunix.training.choices import build_mesh
 from tunix.training.logprobs import compute_token_log_probs
 from tunix.training.program import assemble
+from tunix.verify import verify
 
 SHAPES = [
     *RUN, *ONE_LAYER, *SEES, ONE_DEVICE, "distributed.allow_idle_devices=true", "data=shapes", "data.num_rows=60",
@@ -45,6 +48,27 @@ def trained(tmp_path_factory):
     return tunix.train(
         [*TRAINED, "training.max_steps=4", f"hydra.run.dir={tmp_path_factory.mktemp('run')}/whole"]
     ).folder
+
+
+def test_a_mesh_of_three_axes_computes_the_same_of_images():
+    """`tunix.verify` on a run with images."""
+    cfg = compose([*SHAPES, "task=sft", "training.micro_batch_size=2"]).config
+    one, split = verify(cfg, [[[1], ["fsdp"]], [[2, 2, 2], ["fsdp", "cp", "tp"]]], num_steps=2)
+    assert max(split.compute_differences(one).values()) < 1e-5
+
+
+def test_damage_of_a_run_with_images_is_found(trained, tmp_path):
+    lines, is_whole = check_everything(str(trained))
+    assert is_whole
+    assert len(lines) == 2
+    folder = tmp_path / "run"
+    shutil.copytree(trained, folder, symlinks=True)
+    checkpoint = folder / "checkpoints/4"
+    file = max((path for path in checkpoint.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    file.write_bytes(bytes([file.read_bytes()[0] ^ 1]) + file.read_bytes()[1:])
+    lines, is_whole = check_everything(str(folder))
+    assert not is_whole
+    assert [line.startswith("DAMAGED") for line in lines].count(True) == 1
 
 
 def test_a_resumed_run_reads_the_same_images(trained, tmp_path):

@@ -10,12 +10,16 @@ import base64
 import binascii
 import io
 import os
+import time
+import urllib.request
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import quote, unquote
 
 import numpy as np
 from PIL import Image, ImageOps
@@ -209,14 +213,23 @@ class ImageReader(NamedTuple):
     def _download(self, address: str, limit: int) -> bytes:
         if self.folders is not None:
             raise BadRow("names an image at an address; send a data URL, or name a file of server.image_folders")
-        allowed = any(address.startswith(root.rstrip("/") + "/") for root in self.addresses)
-        if not allowed or ".." in address.split("/"):
-            raise BadRow(
-                f"has an image at {_show(address)}, which begins with none of data.image_addresses="
-                f"[{','.join(self.addresses)}]"
-            )
+        self.check_address(address)
+        if address.startswith(("http://", "https://")):
+            return _fetch_page(address, limit, self.check_address)
         return _open_address(address, limit)
 
+    def check_address(self, address: str, source: str = "has an image at") -> None:
+        """Raise `BadRow` for an address that begins with none of those that are allowed, or that a server may take for
+        one: by `..`, whose dots may be encoded."""
+        allowed = any(address.startswith(root.rstrip("/") + "/") for root in self.addresses)
+        if not allowed or ".." in unquote(address).replace("\\", "/").split("/"):
+            raise BadRow(
+                f"{source} {_show(address)}, which begins with none of data.image_addresses=[{','.join(self.addresses)}]"
+            )
+
+
+DOWNLOAD_S, SILENCE_S = 120, 30  # of an image from a web server: in all, and without a byte
+KEPT = "%/:?#[]@!$&'()*+,;=~"  # characters of an address that are sent as they are
 
 # Keys of a mapping that stands for an image: Hugging Face's image feature, and message parts of it and of OpenAI.
 REFERENCE_KEYS = ("bytes", "image", "path", "url", "image_url", "base64")
@@ -233,6 +246,38 @@ def _open_address(address: str, limit: int) -> bytes:
             return file.read(limit + 1)
     except Exception as error:  # each file system has kinds of its own
         raise BadRow(f"has an image that cannot be read, {_show(address)}: {explain(error)}") from None
+
+
+class _Redirects(urllib.request.HTTPRedirectHandler):
+    """Follows a server to another address where that is allowed, too."""
+
+    def __init__(self, check: Callable[[str, str], None]):
+        self.check = check
+
+    def redirect_request(self, *arguments: Any) -> Any:
+        self.check(arguments[-1], "has an image that is redirected to")
+        return super().redirect_request(*arguments)
+
+
+def _fetch_page(address: str, limit: int, check: Callable[[str, str], None]) -> bytes:
+    """Return at most `limit` + 1 bytes from a web server; `check` says where it may redirect to.
+
+    fsspec follows every redirect, and takes a part of an answer of unknown length for the whole.
+    """
+    data, deadline = bytearray(), time.monotonic() + DOWNLOAD_S
+    try:
+        with urllib.request.build_opener(_Redirects(check)).open(quote(address, safe=KEPT), timeout=SILENCE_S) as page:
+            while len(data) <= limit and (block := page.read1(min(1 << 16, limit + 1 - len(data)))):
+                data += block
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"it takes more than {DOWNLOAD_S} s")
+            if len(data) <= limit and page.length:
+                raise ConnectionError(f"the server ended {page.length:,} bytes before the end")
+    except BadRow:
+        raise
+    except (OSError, ValueError, HTTPException) as error:
+        raise BadRow(f"has an image that cannot be read, {_show(address)}: {explain(error)}") from None
+    return bytes(data)
 
 
 def _decode_url(url: str) -> bytes:
