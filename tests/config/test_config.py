@@ -227,7 +227,13 @@ def test_a_place_inside_a_run_is_answered_with_the_run(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "rate"), [(["optimizer=adamw"], 0.015), (["optimizer=lion"], 5e-4), (["model=gemma3_270m"], 3e-4)]
+    ("words", "rate"),
+    [
+        (["optimizer=adamw"], 0.015),
+        (["optimizer=muon"], 0.015),
+        (["optimizer=lion"], 5e-4),
+        (["model=gemma3_270m"], 3e-4),
+    ],
 )
 def test_the_rate_of_tiny_is_that_of_its_own_optimizer(words, rate, tmp_path):
     fresh = compose(words).config
