@@ -129,7 +129,10 @@ def test_images_are_fetched(server, name):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("elsewhere.png", "has an image that is redirected to {other}/secret.png, which begins with none of data.image_"),
+        (
+            "elsewhere.png",
+            "has an image that is redirected to {other}/secret.png, which begins with none of data.image_",
+        ),
         ("above.png", "has an image that is redirected to .*/photos/%2e%2e/secret.png, which begins with none of"),
         ("local.png", "has an image that cannot be read, {root}/local.png: .*file:///etc/passwd' is not allowed"),
         ("loop.png", "has an image that cannot be read, {root}/loop.png: .*infinite loop"),

@@ -224,7 +224,8 @@ class ImageReader(NamedTuple):
         allowed = any(address.startswith(root.rstrip("/") + "/") for root in self.addresses)
         if not allowed or ".." in unquote(address).replace("\\", "/").split("/"):
             raise BadRow(
-                f"{source} {_show(address)}, which begins with none of data.image_addresses=[{','.join(self.addresses)}]"
+                f"{source} {_show(address)}, which begins with none of data.image_addresses="
+                f"[{','.join(self.addresses)}]"
             )
 
 
