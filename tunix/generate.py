@@ -19,7 +19,7 @@ from tunix.data.tokenizer import read_chat
 from tunix.inference.engine import Answer
 from tunix.inference.image_prompts import find_image_prompts
 from tunix.inference.pretrained import Pretrained, load_language_model
-from tunix.inference.sampling import read_stop_ids, select_sampling
+from tunix.inference.sampling import select_sampling
 from tunix.processes import peers
 
 Row = dict[str, Any]
@@ -85,7 +85,7 @@ class Speaker:
             raise UserError(f"checkpoint={command.checkpoint} has no tokenizer.json")
         self.model, self.tokenizer = model, model.tokenizer
         self.template = read_chat(model.tokenizer_files, command.chat_template) if command.chat else None
-        stop = find_stop_ids(model)
+        stop = model.stop_ids
         for word in command.stop:
             index = self.tokenizer.token_to_id(word)
             if index is None:
@@ -133,33 +133,10 @@ class Speaker:
         if self.template is not None:
             text = self._expand(self.template.render(prompt.turns, add_generation_prompt=True), prompt)
             return self.tokenizer.encode(text, add_special_tokens=False).ids
-        return encode_text(self.model, self._expand(join_parts(prompt.turns[-1]["content"]), prompt))
+        return self.model.encode(self._expand(join_parts(prompt.turns[-1]["content"]), prompt))
 
     def _expand(self, text: str, prompt: Prompt) -> str:
         return self.images.expand(text) if self.images is not None and prompt.files else text
-
-
-def encode_text(model: Pretrained, text: str) -> list[int]:
-    """Return the tokens of a text that is to be continued; raises `UserError` for one with half of a surrogate pair."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise UserError(f"prompt {text[:40]!r} is no text: character {error.start + 1} is no character") from None
-    vocab, tokenizer = model.vocab, model.tokenizer
-    assert tokenizer is not None
-    if vocab is None or model.files is not None:
-        return tokenizer.encode(text).ids  # a tokenizer of Hugging Face adds the first token itself
-    ids = tokenizer.encode(text, add_special_tokens=False).ids
-    return ids if vocab.bos is None else [vocab.bos, *ids]  # as the documents in training
-
-
-def find_stop_ids(model: Pretrained) -> list[int]:
-    """Return the ids of the tokens that end an answer.
-
-    They are those that the files of Hugging Face's model name, and for a run the token that ends a document.
-    """
-    own = set() if model.vocab is None else {model.vocab.eos}
-    return sorted(own | set(read_stop_ids(model.files) if model.files else ()))
 
 
 def _begin_conversation(command: Generate) -> list[Row]:

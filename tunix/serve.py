@@ -31,30 +31,19 @@ from tunix.base.files import is_whole_number
 from tunix.config import Serve
 from tunix.config.command_line import run_command
 from tunix.config.commands import is_loopback
-from tunix.data.chat import ChatTemplate
-from tunix.data.files import BadRow
-from tunix.data.image_slots import index_images
-from tunix.data.images import SOFT, ImageForm, ImageReader, take_images
-from tunix.data.tokenizer import read_chat
-from tunix.generate import encode_text, find_stop_ids
 from tunix.inference.openai_api import (
     AnswerText,
     ApiError,
-    ChatParameters,
-    CompletionParameters,
     Parameters,
     TokenScores,
     make_envelope,
-    read_message,
-    read_parameters,
     show_calls,
     show_usage,
 )
+from tunix.inference.openai_requests import Job, RequestReader
 from tunix.inference.pretrained import Pretrained, load_language_model
 from tunix.inference.sampling import Sampling
 from tunix.inference.serving import Piece, QueueFull, Request, Serving
-from tunix.models.vision import Images
-from tunix.rl.tool_calls import TOOL_CALLS, choose_tool_calls
 
 try:
     import prometheus_client
@@ -79,6 +68,7 @@ def serve(command: Serve) -> None:
     if jax.process_count() > 1:
         raise UserError("tunix.serve runs in one process; mesh_shape spreads the model over the devices of its host")
     sock = open_socket(command.server.host, command.server.port)  # before the model is loaded, which takes minutes
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))  # while the model is loaded; `_run` takes over
     source = command.checkpoint, command.dtype, command.mesh_shape, command.weights
     model = load_language_model(*source, family=command.family, adapter=command.adapter)
     asyncio.run(_run(App(model, command), sock, command))
@@ -190,21 +180,6 @@ class _Answer:
         return sent
 
 
-@dataclass
-class _Job:
-    """A request as the engine gets it."""
-
-    parameters: Parameters
-    is_chat: bool
-    prompts: list[list[int]]
-    num_answers: int  # to each prompt
-    max_new_tokens: int
-    read_calls: Callable[[str], Any] | None  # of tools in the text of an answer
-    arrived: float  # time.monotonic()
-    texts: list[str] = field(default_factory=list)  # of the prompts, where they are echoed
-    images: Images | None = None  # of the one prompt of a chat
-
-
 class App:
     """The web application: one model under one name."""
 
@@ -214,18 +189,12 @@ class App:
         self.model, self.tokenizer, self.command, self.limits = model, model.tokenizer, command, command.server
         place = Path(command.checkpoint).expanduser()
         self.name = self.limits.model_name or (place.resolve().name if place.exists() else command.checkpoint)
-        self.template: ChatTemplate | None = None
-        try:
-            self.template = read_chat(model.tokenizer_files, command.chat_template)
-        except UserError:
-            if command.chat_template is not None:
-                raise
-        vision = model.cfg.vision
-        self.form = None if vision is None else ImageForm.of(vision)
         self.max_length = min(model.cfg.context_length, self.limits.max_length or model.cfg.context_length)
-        stop = tuple(find_stop_ids(model))
-        drawing = Sampling(0, stop=stop, cache_dtype=command.cache_dtype, guess=command.guess)
+        drawing = Sampling(0, stop=tuple(model.stop_ids), cache_dtype=command.cache_dtype, guess=command.guess)
         self.serving = Serving(model, drawing, self.limits.max_rows, self.max_length, self.limits.max_waiting)
+        self.reader = RequestReader(
+            model, self.name, command, self.max_length, min(self.limits.max_answers, self.serving.capacity)
+        )
         self.metrics, self.started, self.is_draining = Metrics(self.serving), int(time.time()), False
         self.key = None if self.limits.api_key is None else self.limits.api_key.get_secret_value().encode()
         routes = [
@@ -273,12 +242,6 @@ class App:
             message = "wrong or no key: send `Authorization: Bearer KEY`"
             raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
-    def _check_model(self, name: str | None) -> None:
-        if name is not None and name != self.name:
-            raise ApiError(
-                404, f"there is no model {name[:100]}; this server has {self.name}", "model", "model_not_found"
-            )
-
     async def _read_body(self, request: HttpRequest) -> bytes:
         limit = int(self.limits.max_body_mb * 1e6)
         too_large = ApiError(413, f"the body is larger than server.max_body_mb={self.limits.max_body_mb:g}")
@@ -303,7 +266,7 @@ class App:
         return _Json({"object": "list", "data": [self._describe_model()]})
 
     async def _show_model(self, request: HttpRequest) -> Response:
-        self._check_model(request.path_params["name"])
+        self.reader.check_model(request.path_params["name"])
         return _Json(self._describe_model())
 
     def _describe_model(self) -> dict[str, Any]:
@@ -327,134 +290,13 @@ class App:
                 503, "the server is ending", headers={"Retry-After": str(DRAIN_RETRY_S), "Connection": "close"}
             )
         body = await self._read_body(request)
-        job = await (self._read_chat(body, arrived) if is_chat else self._read_completion(body, arrived))
+        job = await (self.reader.read_chat(body, arrived) if is_chat else self.reader.read_completion(body, arrived))
         answers = self._submit(job, request)
         if job.parameters.stream:
             return StreamingResponse(self._stream(job, answers), media_type="text/event-stream", headers=NO_BUFFERS)
         return _Json(await self._collect(job, answers))
 
-    async def _read_chat(self, body: bytes, arrived: float) -> _Job:
-        parameters = read_parameters(ChatParameters, body)
-        self._check_model(parameters.model)
-        if self.template is None:
-            raise ApiError(400, "the model has no chat template; ask /v1/completions, or start with chat_template=FILE")
-        if parameters.top_logprobs and not parameters.logprobs:
-            raise ApiError(400, "top_logprobs needs logprobs=true", "top_logprobs")
-        messages = [read_message(message, index) for index, message in enumerate(parameters.messages)]
-        tools = None if parameters.tool_choice == "none" else parameters.tools
-        options = {**(parameters.chat_template_kwargs or {}), **({"tools": tools} if tools else {})}
-        files = await asyncio.to_thread(self._read_images, messages)
-        # In this thread, which alone can end a template that takes too long.
-        text = self.template.render(messages, add_generation_prompt=True, options=options)
-        prompt, images = await asyncio.to_thread(self._encode_chat, text, files)
-        longest = parameters.max_completion_tokens or parameters.max_tokens
-        read_calls = TOOL_CALLS[choose_tool_calls(self.template.source)] if tools else None
-        job = self._make_job(parameters, True, [prompt], longest, read_calls, arrived)
-        job.images = images
-        return job
-
-    def _read_images(self, messages: list[dict[str, Any]]) -> list[bytes]:
-        """Return the files of the images of messages, in which their places stay.
-
-        Raises:
-            ApiError: the model sees none, or one cannot be read, or is a file of a folder that is not allowed.
-        """
-        if self.form is None:
-            if any(isinstance(message["content"], list) for message in messages):
-                raise ApiError(400, "parts other than text are not served: the model sees no images", "messages")
-            return []
-        limits = self.limits
-        folders = tuple(str(Path(folder).expanduser().resolve()) for folder in limits.image_folders)
-        size = int(limits.max_body_mb * 1e6)  # of images in files too
-        reader = ImageReader(self.form, "/", size, limits.max_image_pixels, folders=folders)
-        try:
-            references = take_images(messages, [], reader)
-            if len(references) * self.form.tokens_per_image > self.max_length:
-                raise ApiError(
-                    400, f"{len(references)} images are more tokens than {self.max_length}", "messages",
-                    "context_length_exceeded",
-                )  # fmt: skip
-            return reader.read(references)
-        except BadRow as error:
-            raise ApiError(400, f"the conversation {error}"[:500], "messages") from None
-
-    def _encode_chat(self, text: str, files: list[bytes]) -> tuple[list[int], Images | None]:
-        if self.form is None:
-            return self.tokenizer.encode(text, add_special_tokens=False).ids, None
-        tokens = self.tokenizer.encode(self.form.expand(text), add_special_tokens=False).ids
-        soft_id = self.tokenizer.token_to_id(SOFT)
-        return tokens, None if soft_id is None else index_images(tokens, files, self.form, soft_id)
-
-    async def _read_completion(self, body: bytes, arrived: float) -> _Job:
-        parameters = read_parameters(CompletionParameters, body)
-        self._check_model(parameters.model)
-        if parameters.best_of not in (None, parameters.n or 1):
-            raise ApiError(400, "best_of is served where it is n", "best_of")
-        given: Any = parameters.prompt
-        prompts = given if isinstance(given, list) and not all(isinstance(each, int) for each in given) else [given]
-        tokens = await asyncio.to_thread(lambda: [self._read_prompt(each) for each in prompts])
-        job = self._make_job(parameters, False, tokens, parameters.max_tokens, None, arrived)
-        if parameters.echo:
-            job.texts = [each if isinstance(each, str) else self.tokenizer.decode(each) for each in prompts]
-        return job
-
-    def _read_prompt(self, prompt: str | list[int]) -> list[int]:
-        if isinstance(prompt, str):
-            return encode_text(self.model, prompt)
-        if not all(0 <= token < self.model.cfg.vocab_size for token in prompt):
-            raise ApiError(400, f"prompt has tokens outside of 0 to {self.model.cfg.vocab_size - 1}", "prompt")
-        return prompt
-
-    def _make_job(
-        self,
-        parameters: Parameters,
-        is_chat: bool,
-        prompts: list[list[int]],
-        longest: int | None,
-        read_calls: Any,
-        arrived: float,
-    ) -> _Job:
-        """Return the job of a request; raises `ApiError` for one that is too large, or asks for what is not served."""
-        echo = isinstance(parameters, CompletionParameters) and bool(parameters.echo)
-        count = parameters.n or 1
-        most = min(self.limits.max_answers, self.serving.capacity)
-        if count * len(prompts) > most:
-            raise ApiError(400, f"{count * len(prompts)} answers are more than {most} of one request", "n")
-        for prompt in prompts:
-            if not prompt:
-                raise ApiError(400, "prompt is empty: it has no token to continue from", "prompt")
-            if len(prompt) + (1 if longest is None else longest) > self.max_length:
-                raise ApiError(
-                    400,
-                    f"a prompt of {len(prompt)} tokens and max_tokens={longest or 1} are more than {self.max_length}",
-                    "messages" if is_chat else "prompt",
-                    "context_length_exceeded",
-                )
-        if longest is None:
-            longest = min(self.command.max_new_tokens, self.max_length - max(map(len, prompts)))
-        if longest == 0 and not echo:
-            raise ApiError(400, "max_tokens=0 asks for nothing; with echo=true it scores the prompt", "max_tokens")
-        if parameters.stream and (parameters.num_top or echo):
-            param = "top_logprobs" if is_chat else "echo" if echo else "logprobs"
-            raise ApiError(400, f"{param} is served without stream", param)
-        return _Job(parameters, is_chat, prompts, count, longest, read_calls, arrived)
-
-    def _select_sampling(self, asked: Parameters) -> Sampling:
-        """Return the choice of tokens that a request asks for; values that leave every token in are no filters."""
-        own = self.command
-        temperature = own.temperature if asked.temperature is None else asked.temperature
-        top_k = own.top_k if asked.top_k is None else asked.top_k
-        top_p = own.top_p if asked.top_p is None else asked.top_p
-        min_p = own.min_p if asked.min_p is None else asked.min_p
-        return Sampling(
-            0,
-            temperature,
-            None if top_k is None or top_k <= 0 else top_k,
-            None if top_p is None or top_p >= 1 else top_p,
-            min_p or None,
-        )
-
-    def _submit(self, job: _Job, request: HttpRequest) -> "_Answers":
+    def _submit(self, job: Job, request: HttpRequest) -> "_Answers":
         """Put a request into the queue, and return its answers, which are to come."""
         asked = job.parameters
         answers = _Answers(self, job, request)
@@ -462,7 +304,7 @@ class App:
             seed = secrets.randbelow(SEEDS) if asked.seed is None else asked.seed % SEEDS
             for place, prompt in enumerate(job.prompts):
                 first = place * job.num_answers
-                work = (prompt, job.num_answers, job.max_new_tokens, self._select_sampling(asked), seed, first)
+                work = (prompt, job.num_answers, job.max_new_tokens, self.reader.select_sampling(asked), seed, first)
                 emit = partial(answers.emit, first)
                 answers.requests.append(Request(*work, emit=emit, images=job.images))
             try:
@@ -472,7 +314,7 @@ class App:
         self.metrics.prompt_tokens.inc(sum(map(len, job.prompts)))
         return answers
 
-    async def _collect(self, job: _Job, answers: "_Answers") -> dict[str, Any]:
+    async def _collect(self, job: Job, answers: "_Answers") -> dict[str, Any]:
         """Return the object of a whole answer."""
         async with aclosing(answers.draw()) as pieces:
             async for _ in pieces:
@@ -481,18 +323,18 @@ class App:
         choices = [await show(job, answer) for answer in answers.all]
         return make_envelope(job.is_chat, False, self.name) | {"choices": choices, "usage": answers.show_usage()}
 
-    async def _show_chat_choice(self, job: _Job, answer: _Answer) -> dict[str, Any]:
+    async def _show_chat_choice(self, job: Job, answer: _Answer) -> dict[str, Any]:
         message, finish = _show_message(job, answer)
         scores = (await self._score(job, answer)).for_chat() if job.parameters.wants_logprobs else None
         return {"index": answer.index, "message": message, "logprobs": scores, "finish_reason": finish}
 
-    async def _show_completion_choice(self, job: _Job, answer: _Answer) -> dict[str, Any]:
+    async def _show_completion_choice(self, job: Job, answer: _Answer) -> dict[str, Any]:
         prefix = job.texts[answer.index // job.num_answers] if job.texts else ""
         scores = (await self._score(job, answer)).for_completion() if job.parameters.wants_logprobs else None
         text = prefix + answer.text.text
         return {"index": answer.index, "text": text, "logprobs": scores, "finish_reason": answer.finish or "length"}
 
-    async def _score(self, job: _Job, answer: _Answer) -> TokenScores:
+    async def _score(self, job: Job, answer: _Answer) -> TokenScores:
         """Return the log-probabilities of an answer; those of a prompt and of other tokens are computed for it."""
         count = answer.text.num_tokens
         tokens = answer.tokens[:count] + ([] if job.is_chat or answer.text.is_stopped else answer.stop_token)
@@ -508,7 +350,7 @@ class App:
         start = 0 if job.texts else len(answer.prompt)
         return TokenScores(self.tokenizer, whole[start:], log_probs[start:], tops[start:])
 
-    async def _stream(self, job: _Job, answers: "_Answers") -> AsyncIterator[str]:
+    async def _stream(self, job: Job, answers: "_Answers") -> AsyncIterator[str]:
         """Yield the events of a stream: a piece of an answer each, then the usage if it is asked for, then the end."""
         envelope = make_envelope(job.is_chat, True, self.name)
         options = job.parameters.stream_options
@@ -535,7 +377,7 @@ class App:
             return
         yield "data: [DONE]\n\n"
 
-    def _show_piece(self, job: _Job, answer: _Answer, text: str, drawn: slice) -> Iterator[dict[str, Any]]:
+    def _show_piece(self, job: Job, answer: _Answer, text: str, drawn: slice) -> Iterator[dict[str, Any]]:
         """Yield the choices of a stream that show a piece of an answer, and its end."""
         scores = None
         if job.parameters.wants_logprobs:
@@ -568,7 +410,7 @@ NO_BUFFERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # a proxy
 class _Answers:
     """The answers to one request, as they come from the engine."""
 
-    def __init__(self, app: App, job: _Job, request: HttpRequest):
+    def __init__(self, app: App, job: Job, request: HttpRequest):
         self.app, self.job, self.request = app, job, request
         self.requests: list[Request] = []
         self.queue: asyncio.Queue[tuple[int, Piece] | None] = asyncio.Queue()
@@ -647,7 +489,7 @@ class _Answers:
         return show_usage(sum(map(len, self.job.prompts)), drawn)
 
 
-def _show_message(job: _Job, answer: _Answer) -> tuple[dict[str, Any], str]:
+def _show_message(job: Job, answer: _Answer) -> tuple[dict[str, Any], str]:
     """Return the message of an answer in a chat, with its calls of tools, and why it ends."""
     message: dict[str, Any] = {"role": "assistant", "content": answer.text.text, "refusal": None}
     finish = answer.finish or "length"

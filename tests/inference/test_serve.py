@@ -29,7 +29,7 @@ from tunix.config import Serve
 from tunix.config.command_line import read_settings
 from tunix.inference.openai_api import AnswerText
 from tunix.inference.sampling import NO_MIN_P, NO_TOP_K, NO_TOP_P, RowChoices, Sampling, select, select_by_row
-from tunix.serve import App, open_socket
+from tunix.serve import App, open_socket, serve
 
 KEY = "a-key-of-the-tests"
 
@@ -258,7 +258,7 @@ def test_tools_reach_the_template_and_calls_are_read(model, hf_dir):
         call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 17}'}}
         messages = [{"role": "user", "content": "u"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
         body = {"messages": messages, "tools": [tool], "max_tokens": 2}
-        job = asyncio.run(app._read_chat(json.dumps(body).encode(), 0))
+        job = asyncio.run(app.reader.read_chat(json.dumps(body).encode(), 0))
         assert model.tokenizer.decode(job.prompts[0], skip_special_tokens=False) == "add <tool_call>u17"
         read = job.read_calls('<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
         assert read == [("add", {"a": 1}, "")]
@@ -504,6 +504,22 @@ def test_the_command_ends_clean_on_sigterm_after_the_answers_that_run(hf_dir, tm
         finally:
             process.kill()
     assert KEY not in line + (tmp_path / "err").read_text()
+
+
+def test_sigterm_ends_a_server_that_still_loads_its_model(hf_dir, monkeypatch):
+    before = signal.getsignal(signal.SIGTERM)
+
+    def load(*words, **options):
+        signal.raise_signal(signal.SIGTERM)
+        raise AssertionError("loading goes on")
+
+    monkeypatch.setattr("tunix.serve.load_language_model", load)
+    try:
+        with pytest.raises(SystemExit) as ended:
+            serve(read_settings(Serve, [f"checkpoint={hf_dir}", "server.port=0"]))
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert ended.value.code == 0
 
 
 def test_an_open_server_without_a_key_is_refused_in_one_line(hf_dir, tmp_path):

@@ -25,7 +25,7 @@ from tunix.huggingface.hub import INFO_FILES, WEIGHTS, find
 from tunix.huggingface.weights import CHANGED, check_weights, load_weights
 from tunix.inference.engine import Answer
 from tunix.inference.rollout import Request, Sampler
-from tunix.inference.sampling import Sampling
+from tunix.inference.sampling import Sampling, read_stop_ids
 from tunix.models.kernels import choose_kernels, select_expert_matmul
 from tunix.models.low_rank import merge
 from tunix.models.scores import score_rows
@@ -74,6 +74,31 @@ class Pretrained:
     def vocab(self) -> Vocab | None:
         """The tokenizer as a run trained with it: with its marks and template; None for Hugging Face's files."""
         return None if self.tokenizer_files == self.files else load_vocab(str(self.tokenizer_files))
+
+    @property
+    def stop_ids(self) -> list[int]:
+        """Ids of the tokens that end an answer.
+
+        They are those that the files of Hugging Face's model name, and for a run the token that ends a document.
+        """
+        own = set() if self.vocab is None else {self.vocab.eos}
+        return sorted(own | set(read_stop_ids(self.files) if self.files else ()))
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of a text that is to be continued.
+
+        Raises:
+            UserError: the text has half of a surrogate pair.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise UserError(f"prompt {text[:40]!r} is no text: character {error.start + 1} is no character") from None
+        assert self.tokenizer is not None
+        if self.vocab is None or self.files is not None:
+            return self.tokenizer.encode(text).ids  # a tokenizer of Hugging Face adds the first token itself
+        ids = self.tokenizer.encode(text, add_special_tokens=False).ids
+        return ids if self.vocab.bos is None else [self.vocab.bos, *ids]  # as the documents in training
 
     def score(self, rows: Sequence[Sequence[int]], num_at_once: int = 8) -> np.ndarray:
         """Return the numbers [documents, v] float32 that the model gives to documents, lists of token ids.

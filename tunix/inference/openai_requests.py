@@ -1,0 +1,189 @@
+"""Requests of OpenAI's API -> jobs for the engine: texts and images become tokens, and limits are checked.
+
+`openai_api.py` says what a request may have; here it meets the model, its tokenizer and the limits of the server.
+"""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tunix.base.errors import UserError
+from tunix.config import Serve
+from tunix.data.chat import ChatTemplate
+from tunix.data.files import BadRow
+from tunix.data.image_slots import index_images
+from tunix.data.images import SOFT, ImageForm, ImageReader, take_images
+from tunix.data.tokenizer import read_chat
+from tunix.inference.openai_api import (
+    ApiError,
+    ChatParameters,
+    CompletionParameters,
+    Parameters,
+    read_message,
+    read_parameters,
+)
+from tunix.inference.pretrained import Pretrained
+from tunix.inference.sampling import Sampling
+from tunix.models.vision import Images
+from tunix.rl.tool_calls import TOOL_CALLS, choose_tool_calls
+
+
+@dataclass
+class Job:
+    """A request as the engine gets it."""
+
+    parameters: Parameters
+    is_chat: bool
+    prompts: list[list[int]]
+    num_answers: int  # to each prompt
+    max_new_tokens: int
+    read_calls: Callable[[str], Any] | None  # of tools in the text of an answer
+    arrived: float  # time.monotonic()
+    texts: list[str] = field(default_factory=list)  # of the prompts, where they are echoed
+    images: Images | None = None  # of the one prompt of a chat
+
+
+class RequestReader:
+    """Reads the requests for one model under one name: at most `max_answers` each, of `max_length` tokens."""
+
+    def __init__(self, model: Pretrained, name: str, command: Serve, max_length: int, max_answers: int):
+        if model.tokenizer is None:
+            raise UserError(f"checkpoint={command.checkpoint} has no tokenizer.json")
+        self.model, self.tokenizer, self.command, self.limits = model, model.tokenizer, command, command.server
+        self.name, self.max_length, self.max_answers = name, max_length, max_answers
+        self.template: ChatTemplate | None = None
+        try:
+            self.template = read_chat(model.tokenizer_files, command.chat_template)
+        except UserError:
+            if command.chat_template is not None:
+                raise
+        vision = model.cfg.vision
+        self.form = None if vision is None else ImageForm.of(vision)
+
+    def check_model(self, name: str | None) -> None:
+        if name is not None and name != self.name:
+            raise ApiError(
+                404, f"there is no model {name[:100]}; this server has {self.name}", "model", "model_not_found"
+            )
+
+    async def read_chat(self, body: bytes, arrived: float) -> Job:
+        parameters = read_parameters(ChatParameters, body)
+        self.check_model(parameters.model)
+        if self.template is None:
+            raise ApiError(400, "the model has no chat template; ask /v1/completions, or start with chat_template=FILE")
+        if parameters.top_logprobs and not parameters.logprobs:
+            raise ApiError(400, "top_logprobs needs logprobs=true", "top_logprobs")
+        messages = [read_message(message, index) for index, message in enumerate(parameters.messages)]
+        tools = None if parameters.tool_choice == "none" else parameters.tools
+        options = {**(parameters.chat_template_kwargs or {}), **({"tools": tools} if tools else {})}
+        files = await asyncio.to_thread(self._read_images, messages)
+        # In this thread, which alone can end a template that takes too long.
+        text = self.template.render(messages, add_generation_prompt=True, options=options)
+        prompt, images = await asyncio.to_thread(self._encode_chat, text, files)
+        longest = parameters.max_completion_tokens or parameters.max_tokens
+        read_calls = TOOL_CALLS[choose_tool_calls(self.template.source)] if tools else None
+        job = self._make_job(parameters, True, [prompt], longest, read_calls, arrived)
+        job.images = images
+        return job
+
+    def _read_images(self, messages: list[dict[str, Any]]) -> list[bytes]:
+        """Return the files of the images of messages, in which their places stay.
+
+        Raises:
+            ApiError: the model sees none, or one cannot be read, or is a file of a folder that is not allowed.
+        """
+        if self.form is None:
+            if any(isinstance(message["content"], list) for message in messages):
+                raise ApiError(400, "parts other than text are not served: the model sees no images", "messages")
+            return []
+        limits = self.limits
+        folders = tuple(str(Path(folder).expanduser().resolve()) for folder in limits.image_folders)
+        size = int(limits.max_body_mb * 1e6)  # of images in files too
+        reader = ImageReader(self.form, "/", size, limits.max_image_pixels, folders=folders)
+        try:
+            references = take_images(messages, [], reader)
+            if len(references) * self.form.tokens_per_image > self.max_length:
+                raise ApiError(
+                    400, f"{len(references)} images are more tokens than {self.max_length}", "messages",
+                    "context_length_exceeded",
+                )  # fmt: skip
+            return reader.read(references)
+        except BadRow as error:
+            raise ApiError(400, f"the conversation {error}"[:500], "messages") from None
+
+    def _encode_chat(self, text: str, files: list[bytes]) -> tuple[list[int], Images | None]:
+        if self.form is None:
+            return self.tokenizer.encode(text, add_special_tokens=False).ids, None
+        tokens = self.tokenizer.encode(self.form.expand(text), add_special_tokens=False).ids
+        soft_id = self.tokenizer.token_to_id(SOFT)
+        return tokens, None if soft_id is None else index_images(tokens, files, self.form, soft_id)
+
+    async def read_completion(self, body: bytes, arrived: float) -> Job:
+        parameters = read_parameters(CompletionParameters, body)
+        self.check_model(parameters.model)
+        if parameters.best_of not in (None, parameters.n or 1):
+            raise ApiError(400, "best_of is served where it is n", "best_of")
+        given: Any = parameters.prompt
+        prompts = given if isinstance(given, list) and not all(isinstance(each, int) for each in given) else [given]
+        tokens = await asyncio.to_thread(lambda: [self._read_prompt(each) for each in prompts])
+        job = self._make_job(parameters, False, tokens, parameters.max_tokens, None, arrived)
+        if parameters.echo:
+            job.texts = [each if isinstance(each, str) else self.tokenizer.decode(each) for each in prompts]
+        return job
+
+    def _read_prompt(self, prompt: str | list[int]) -> list[int]:
+        if isinstance(prompt, str):
+            return self.model.encode(prompt)
+        if not all(0 <= token < self.model.cfg.vocab_size for token in prompt):
+            raise ApiError(400, f"prompt has tokens outside of 0 to {self.model.cfg.vocab_size - 1}", "prompt")
+        return prompt
+
+    def _make_job(
+        self,
+        parameters: Parameters,
+        is_chat: bool,
+        prompts: list[list[int]],
+        longest: int | None,
+        read_calls: Any,
+        arrived: float,
+    ) -> Job:
+        """Return the job of a request; raises `ApiError` for one that is too large, or asks for what is not served."""
+        echo = isinstance(parameters, CompletionParameters) and bool(parameters.echo)
+        count = parameters.n or 1
+        if count * len(prompts) > self.max_answers:
+            raise ApiError(400, f"{count * len(prompts)} answers are more than {self.max_answers} of one request", "n")
+        for prompt in prompts:
+            if not prompt:
+                raise ApiError(400, "prompt is empty: it has no token to continue from", "prompt")
+            if len(prompt) + (1 if longest is None else longest) > self.max_length:
+                raise ApiError(
+                    400,
+                    f"a prompt of {len(prompt)} tokens and max_tokens={longest or 1} are more than {self.max_length}",
+                    "messages" if is_chat else "prompt",
+                    "context_length_exceeded",
+                )
+        if longest is None:
+            longest = min(self.command.max_new_tokens, self.max_length - max(map(len, prompts)))
+        if longest == 0 and not echo:
+            raise ApiError(400, "max_tokens=0 asks for nothing; with echo=true it scores the prompt", "max_tokens")
+        if parameters.stream and (parameters.num_top or echo):
+            param = "top_logprobs" if is_chat else "echo" if echo else "logprobs"
+            raise ApiError(400, f"{param} is served without stream", param)
+        return Job(parameters, is_chat, prompts, count, longest, read_calls, arrived)
+
+    def select_sampling(self, asked: Parameters) -> Sampling:
+        """Return the choice of tokens that a request asks for; values that leave every token in are no filters."""
+        own = self.command
+        temperature = own.temperature if asked.temperature is None else asked.temperature
+        top_k = own.top_k if asked.top_k is None else asked.top_k
+        top_p = own.top_p if asked.top_p is None else asked.top_p
+        min_p = own.min_p if asked.min_p is None else asked.min_p
+        return Sampling(
+            0,
+            temperature,
+            None if top_k is None or top_k <= 0 else top_k,
+            None if top_p is None or top_p >= 1 else top_p,
+            min_p or None,
+        )
