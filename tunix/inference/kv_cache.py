@@ -325,7 +325,11 @@ def _write(
     # One scatter. Inside a loop over tokens, XLA writes it in place.
     def write(old, new, slots, rows=None):
         rows = jnp.arange(old.shape[0]) if rows is None else rows
-        return old.at[rows[:, None], ..., slots, :].set(new.astype(old.dtype), mode="drop")
+        # XLA's CPU backend has no scatter of bfloat16: it would widen the whole cache, and narrow it again.
+        bits = jnp.uint16 if old.dtype == jnp.bfloat16 else old.dtype
+        old_bits, new_bits = (jax.lax.bitcast_convert_type(x.astype(old.dtype), bits) for x in (old, new))
+        written = old_bits.at[rows[:, None], ..., slots, :].set(new_bits, mode="drop")
+        return jax.lax.bitcast_convert_type(written, old.dtype)
 
     others = (slots,) if rows is None else (slots, rows)
     return tuple(_on_shards(write, old, each, *others) for old, each in zip(kept, new, strict=True))

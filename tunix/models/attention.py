@@ -356,7 +356,8 @@ def _weigh_slots(
     scores = jnp.where(mask, soft_cap(scores, cap), jnp.finfo(jnp.float32).min)
     weights = jax.nn.softmax(scores, axis=-1)
     weights = (weights if v_scales is None else weights * v_scales).astype(v.dtype)
-    out = ungroup(jnp.einsum("bkgs,bksh->bkgh", weights, v))
+    out = jnp.einsum("bkgs,bksh->bkgh", weights, v, preferred_element_type=jnp.float32).astype(v.dtype)
+    out = ungroup(out)
     return (out, ungroup(jax.nn.logsumexp(scores, axis=-1))) if with_sums else out
 
 

@@ -199,7 +199,10 @@ def _few_rows(equation: Equation, x: jax.Array, w: jax.Array, spec: PartitionSpe
     rows = equation.batch
     y = "".join(dim_name for dim_name in equation.y if dim_name not in rows) + rows
     out_sharding = PartitionSpec(*(spec[equation.y.index(dim_name)] for dim_name in y))
-    turned = jnp.einsum(f"{equation.w},{equation.x}->{y}", w, x, out_sharding=out_sharding)
+    # A float32 result, which is cast before anything turns it: so XLA's library takes factors of 16 bits as they are.
+    turned = jnp.einsum(
+        f"{equation.w},{equation.x}->{y}", w, x, preferred_element_type=jnp.float32, out_sharding=out_sharding
+    ).astype(x.dtype)
     # Without a barrier XLA folds the transposition into the product, and swaps the factors again.
     return jnp.einsum(f"{y}->{equation.y}", jax.lax.optimization_barrier(turned))
 
