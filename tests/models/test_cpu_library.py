@@ -11,6 +11,8 @@ from models.test_every_axis import config
 from support.harness import SMALL, batch
 
 from tunix.config.compose import compose
+from tunix.inference.rollout import Sampler
+from tunix.inference.sampling import Sampling
 from tunix.models import attention, cpu_library
 from tunix.models.kernels import has_product_library
 from tunix.models.matmul import product
@@ -29,19 +31,22 @@ def every_product(monkeypatch):
     monkeypatch.setattr(cpu_library, "MANY_MULTIPLICATIONS", 0)
 
 
+def list_dots(compiled: str) -> list[tuple[str, str, set[str | None]]]:
+    """Return the products of a program: the name of the computation, the line, and the dtypes of the factors."""
+    found = []
+    for part in re.split(r"\n(?=%|ENTRY)", compiled):
+        dtypes = dict(re.findall(r"(%[\w.\-]+)(?: =|:) (\w+)\[", part))
+        for line in part.splitlines():
+            if factors := re.search(r" dot\((%[\w.\-]+), (%[\w.\-]+)\)", line):
+                found.append((part.split(" ")[0], line, {dtypes.get(factor) for factor in factors.groups()}))
+    return found
+
+
 def list_slow_dots(compiled: str) -> list[str]:
     """Return the products of 16-bit factors outside of the library: XLA has no loop for them, so they fail in a run."""
     in_library = set(re.findall(r"calls=(%[\w.\-]+).*__ynn_fusion", compiled))
-    found = []
-    for part in re.split(r"\n(?=%|ENTRY)", compiled):
-        if part.split(" ")[0] in in_library:
-            continue
-        dtypes = dict(re.findall(r"(%[\w.\-]+)(?: =|:) (\w+)\[", part))
-        for line in part.splitlines():
-            factors = re.search(r" dot\((%[\w.\-]+), (%[\w.\-]+)\)", line)
-            if factors and {dtypes.get(factor) for factor in factors.groups()} & {"bf16", "f16", None}:
-                found.append(line)
-    return found
+    dots = [dot for dot in list_dots(compiled) if dot[0] not in in_library]
+    return [line for _, line, dtypes in dots if dtypes & {"bf16", "f16", None}]
 
 
 @pytest.mark.parametrize(
@@ -110,8 +115,8 @@ def test_attention_of_float32_takes_the_library_on_cpus_alone():
             assert has_product_library(*map(jnp.dtype, dtypes)) == expected
 
 
-def gradients_of(family: str, rank: int):
-    """Return the mesh, the compiled gradients of a tiny model in bfloat16 on one device, and their arguments."""
+def assemble_in_16_bits(family: str, rank: int):
+    """Return a mesh of one device, and the program of a tiny model in bfloat16."""
     cfg = config(family)
     lora = cfg.model.lora.model_copy(update={"rank": rank})
     model = {"mesh_shape": ((1,), ("fsdp",)), "context_length": max(LENGTH, cfg.model.context_length), "lora": lora}
@@ -120,8 +125,14 @@ def gradients_of(family: str, rank: int):
     cfg = cfg.model_copy(update=parts)
     mesh = build_mesh(cfg)
     with jax.set_mesh(mesh):
-        program = assemble(cfg, mesh)
-        rows = to_global(batch(2, length=LENGTH, vocab=min(cfg.model.vocab_size, 96)), mesh)
+        return mesh, assemble(cfg, mesh)
+
+
+def gradients_of(family: str, rank: int):
+    """Return the mesh, the compiled gradients of a tiny model in bfloat16 on one device, and their arguments."""
+    mesh, program = assemble_in_16_bits(family, rank)
+    with jax.set_mesh(mesh):
+        rows = to_global(batch(2, length=LENGTH, vocab=min(program.cfg.model.vocab_size, 96)), mesh)
         arguments = program.new_params(0), rows, jnp.zeros(1, jnp.int32)
         return mesh, jax.jit(program.gradients()).lower(*arguments).compile(), arguments
 
@@ -140,6 +151,25 @@ def test_no_product_of_16_bits_stands_outside_of_the_library(name, every_product
     with jax.set_mesh(mesh):
         grads, _, sums = compiled(*arguments)
     assert all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves((grads, sums)))
+
+
+@pytest.mark.nightly(but=["llama"])
+@pytest.mark.parametrize(
+    "family", ["llama", "gemma2", "gemma3", "gpt2", "qwen3_moe", "gpt_oss", "deepseek_v3", "qwen3_next"]
+)
+def test_decoding_in_16_bits_takes_the_library_and_writes_the_cache_as_it_is(family):
+    """Of the compiled loop over tokens; and answers are drawn, of one row and of 16."""
+    mesh, program = assemble_in_16_bits(family, rank=0)
+    with jax.set_mesh(mesh):
+        params = program.new_params(0)
+        sampler = Sampler(program.arch, LENGTH, mesh)
+    text = sampler.compile_decode(params, 16, LENGTH, Sampling(4)).as_text() or ""
+    assert any(dtypes == {"bf16"} for _, _, dtypes in list_dots(text)), "weights are widened"
+    assert not list_slow_dots(text)
+    assert not re.findall(r"= f32\[16,(?:\d+,)?128,\d+\]\S* scatter\(", text), "the cache is widened"
+    for count in (1, 16):
+        answers = sampler(params, [[1, 2, 3]] * count, Sampling(4))
+        assert np.isfinite([answer.log_probabilities for answer in answers]).all()
 
 
 def test_a_product_outside_of_the_library_is_found():

@@ -33,6 +33,7 @@ from tunix.inference.gathered import Gathered
 from tunix.models.attention import Scaled, attend_to_cache, compute_attention
 from tunix.models.attention_mask import row_mask_rule
 from tunix.models.block import Forward, Layer, Mix
+from tunix.models.kernels import has_product_library
 from tunix.models.linear_attention import Memory
 from tunix.models.transformer import Transformer
 from tunix.models.vision import Images
@@ -71,7 +72,7 @@ def prefill(
             mask = row_mask_rule(model.local_segments(segments, layer), layer.window, ends)
             k, v = heads.expand(*new)
             out = compute_attention(q, k, v, mask, model.layout, model.method_of(heads), heads.kv_dim_name)
-            kept = new if cache_dtype is None else quantize(new)
+            kept = _to_bits(new) if cache_dtype is None else quantize(new)
             return out, tuple(_to_slots(_swap_heads(x), count, layer.window) for x in kept)
 
         return Mix(prompt_attention, lambda recurrence: recurrence.extend(None, count))
@@ -289,7 +290,16 @@ def _look_at_parts(
 
 def _pack(entries: tuple[jax.Array, ...], kept: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
     """Return the entries of new tokens as a layer keeps them."""
-    return quantize(entries) if kept[0].dtype == jnp.int8 else entries
+    return quantize(entries) if kept[0].dtype == jnp.int8 else _to_bits(entries)
+
+
+def _to_bits(entries: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    """Return entries of bfloat16 as uint16 where XLA has no scatter of bfloat16, which is on CPUs; others as they are.
+
+    It would widen the whole cache for each token, and narrow it again.
+    """
+    is_narrow = all(x.dtype == jnp.bfloat16 and has_product_library(x.dtype) for x in entries)
+    return tuple(jax.lax.bitcast_convert_type(x, jnp.uint16) for x in entries) if is_narrow else entries
 
 
 def quantize(entries: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -308,7 +318,7 @@ def _unpack(kept: tuple[jax.Array, ...], dtype: Any) -> tuple[Any, ...]:
     Latents are added up before they are keys, so their scales cannot multiply the scores.
     """
     if kept[0].dtype != jnp.int8:
-        return kept
+        return tuple(x if x.dtype != jnp.uint16 else jax.lax.bitcast_convert_type(x, jnp.bfloat16) for x in kept)
     half = len(kept) // 2
     entries = tuple(map(Scaled, kept[:half], kept[half:]))
     return entries if kept[0].ndim == 4 else tuple(each.read(dtype) for each in entries)
@@ -325,11 +335,7 @@ def _write(
     # One scatter. Inside a loop over tokens, XLA writes it in place.
     def write(old, new, slots, rows=None):
         rows = jnp.arange(old.shape[0]) if rows is None else rows
-        # XLA's CPU backend has no scatter of bfloat16: it would widen the whole cache, and narrow it again.
-        bits = jnp.uint16 if old.dtype == jnp.bfloat16 else old.dtype
-        old_bits, new_bits = (jax.lax.bitcast_convert_type(x.astype(old.dtype), bits) for x in (old, new))
-        written = old_bits.at[rows[:, None], ..., slots, :].set(new_bits, mode="drop")
-        return jax.lax.bitcast_convert_type(written, old.dtype)
+        return old.at[rows[:, None], ..., slots, :].set(new.astype(old.dtype), mode="drop")
 
     others = (slots,) if rows is None else (slots, rows)
     return tuple(_on_shards(write, old, each, *others) for old, each in zip(kept, new, strict=True))
