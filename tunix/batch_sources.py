@@ -188,6 +188,11 @@ class PromptFeed:
                 f"task.staleness={task.staleness} runs in one process, and this run has {jax.process_count()}: threads "
                 "of several processes would run their programs in unequal orders; set task.staleness=0"
             )
+        if task.answers_per_row > 1 and shape.num_microbatches == 1:
+            raise UserError(
+                f"task.answers_per_row={task.answers_per_row}: a step has one microbatch, and none can be left out; "
+                "lower training.micro_batch_size, or set task.answers_per_row=1"
+            )
         cycle = task.cycle(shape.num_sequences)
         if corpus.num_samples < cycle.samples:
             raise UserError(

@@ -372,13 +372,15 @@ class Loop:
         progress, first, last = self.progress, self.progress.start.step + 1, self.progress.last
         if first > last:
             return last
-        train_step = self.compiled.at(first)
         batch, numbers = self._next_batch()
         for step in range(first, last + 1):
             if step in self.compiled.changes:  # the batch has another shape from now on
-                self.step_log.finish()
-                train_step = self.compiled.change_to(step)
-                self.step_log.restart_clock()
+                with self.step_log.pause():
+                    self.compiled.change_to(step)
+            if not self.compiled.is_ready(step, batch):
+                with self.step_log.pause(), self.goodput.count("compile"):
+                    self.compiled.for_batch(step, batch)
+            train_step = self.compiled.for_batch(step, batch)
             self.watchdog.step(step)
             # The call returns as soon as the devices have the step in their queue. The old state is donated: its memory
             # becomes that of the new one, so nothing may keep a reference to it.

@@ -25,7 +25,7 @@ from tunix.rl.ahead import Drawn, RolloutsAhead, pack, unpack
 from tunix.rl.episodes import Episode, Played
 from tunix.rl.scoring import Scores
 from tunix.training.choices import build_mesh, build_rollout_mesh
-from tunix.training.grpo import IMPORTANCE
+from tunix.training.grpo import IMPORTANCE, locate_answers
 
 APART = "model.mesh_shape=[[2],[fsdp]]", "distributed.allow_idle_devices=true", "training.micro_batch_size=4"
 WORDS = [
@@ -132,9 +132,10 @@ def test_the_order_of_work():
 
 def test_weights_of_importance():
     logs = jnp.log(jnp.array([[0.5, 3.0, 1.0], [1.5, 1.5, 1.0]]))
-    np.testing.assert_allclose(IMPORTANCE["truncate"](logs, 2.0), [[0.5, 2, 1], [1.5, 1.5, 1]], rtol=1e-6)
-    np.testing.assert_allclose(IMPORTANCE["mask"](logs, 2.0), [[0.5, 0, 1], [1.5, 1.5, 1]], rtol=1e-6)
-    np.testing.assert_allclose(IMPORTANCE["sequence"](logs, 2.0), [[1.5], [2.0]], rtol=1e-6)
+    answers = locate_answers({"segment_ids": np.ones((2, 3), np.int32)}, 1)
+    np.testing.assert_allclose(IMPORTANCE["truncate"](logs, 2.0, answers), [[0.5, 2, 1], [1.5, 1.5, 1]], rtol=1e-6)
+    np.testing.assert_allclose(IMPORTANCE["mask"](logs, 2.0, answers), [[0.5, 0, 1], [1.5, 1.5, 1]], rtol=1e-6)
+    np.testing.assert_allclose(IMPORTANCE["sequence"](logs, 2.0, answers), [[1.5] * 3, [2.0] * 3], rtol=1e-6)
 
 
 def test_the_plan_knows_both_meshes():

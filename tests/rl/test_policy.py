@@ -9,6 +9,7 @@ from support.harness import SGD, SMALL, batch, program
 
 from tunix.config.compose import compose
 from tunix.config.task import Grpo
+from tunix.rl.answer_rows import count_microbatches, plan_rows
 from tunix.rl.rollouts import ADVANTAGES, has_signal
 from tunix.sharding.arrays import to_global
 from tunix.training.choices import build_layout, build_mesh
@@ -170,6 +171,7 @@ OLD = np.array([[-9, -1, -2, -3], [-1, -2, -9, -9]], np.float32)
 MOVE = np.array([[0, 0.5, -0.5, 0.1], [1.5, -0.1, 3, 3]], np.float32)  # log p - log p_old
 ADVANTAGE = np.array([[1.0] * 4, [-2.0] * 4], np.float32)
 FIELDS = {"loss_mask": MASK, "advantages": ADVANTAGE, "log_probs": OLD, "reference_log_probs": OLD - 0.2}
+FIELDS["segment_ids"] = np.ones_like(MASK, np.int32)
 
 
 @pytest.mark.parametrize("ratio", ["token", "answer"])
@@ -225,11 +227,9 @@ def test_a_step_in_microbatches_has_the_same_gradient():
 
 
 def test_divisors():
-    shares = {
-        name: weigh_answers(jnp.array(MASK), task(divide_by=name), 10) for name in ("tokens", "answers", "constant")
-    }
+    shares = {name: weigh_answers(FIELDS, task(divide_by=name), 10) for name in ("tokens", "answers", "constant")}
     assert [float(weights.sum()) for _, weights in shares.values()] == [5, 2, 20]
-    np.testing.assert_allclose(shares["answers"][0], [[1 / 3], [1 / 2]])
+    np.testing.assert_allclose(shares["answers"][0], [[1 / 3] * 4, [1 / 2] * 4])
     np.testing.assert_array_equal(shares["tokens"][0], shares["constant"][0])
 
 
@@ -257,3 +257,43 @@ def test_advantages_of_groups():
     np.testing.assert_array_equal(ADVANTAGES["group_std"](rewards), [[1, -1, -1, 1], [0] * 4])
     np.testing.assert_allclose(ADVANTAGES["leave_one_out"](rewards)[0], [2 / 3, -2 / 3, -2 / 3, 2 / 3])
     assert has_signal(rewards).tolist() == [True, False]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"divide_by": "tokens"},
+        {"divide_by": "answers", "ratio": "answer", "steps_per_rollout": 2},
+        {"divide_by": "constant", "importance": "sequence"},
+    ],
+    ids=["tokens", "ratio of answers", "weights of answers"],
+)
+def test_answers_that_share_rows_have_the_same_gains(values):
+    """Four answers alone, and in rows of three and one: numbers of each token, shares and the divisor."""
+    rng, lengths = np.random.default_rng(0), np.array([4, 3, 8, 1])
+    here = (np.arange(8) < lengths[:, None]).astype(np.int32)
+    alone = {
+        "segment_ids": here,
+        "loss_mask": (here * (np.arange(8) > 0)).astype(np.float32),
+        **{name: rng.normal(size=(4, 8)).astype(np.float32) * here for name in ("advantages", "log_probs")},
+        "reference_log_probs": np.zeros((4, 8), np.float32),
+    }
+    log_probs = rng.normal(size=(4, 8)).astype(np.float32) * here
+    plan = plan_rows(lengths, 8, 3)
+    assert plan.num_rows == 2
+    packed = plan.pack(alone | {"now": log_probs}, 3)  # the third row is padding
+    one, two = task(**values, answers_per_row=1), task(**values, answers_per_row=3)
+    before, after = compute_gains(log_probs, alone, one), compute_gains(packed["now"], packed, two)
+    for name in ("gain", "ratio", "is_clipped", "gap"):
+        found = plan.unpack(np.asarray(getattr(after, name)))
+        np.testing.assert_allclose(found, getattr(before, name), rtol=1e-5, atol=1e-6, err_msg=name)
+    (share, weights), (packed_share, packed_weights) = weigh_answers(alone, one, 10), weigh_answers(packed, two, 10)
+    np.testing.assert_allclose(plan.unpack(np.asarray(packed_share)) * here, share * here, rtol=1e-6)
+    assert float(packed_weights.sum()) == float(weights.sum())
+
+
+def test_rows_and_microbatches_of_a_plan():
+    plan = plan_rows(np.array([4, 3, 8, 2]), 9, 1)
+    assert (plan.rows.tolist(), plan.starts.tolist(), plan.numbers.tolist()) == ([0, 1, 2, 3], [0] * 4, [1] * 4)
+    assert [count_microbatches(rows, 4, 32, 1) for rows in (1, 16, 17, 128)] == [4, 4, 8, 32]
+    assert [count_microbatches(rows, 4, 6, 3) for rows in (1, 12, 13)] == [3, 3, 6]

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
-from support.harness import ROOT, cli, cli_here, metrics
+from support.harness import ROOT, cli, cli_here, experts, metrics
 from support.processes import Processes
 from support.rollouts import ONE, TASK, WIDE
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -22,8 +22,8 @@ from tunix.config.compose import compose
 from tunix.data.batches import BatchSource
 from tunix.evaluate import evaluate
 from tunix.inference.engine import Answer, Engine
+from tunix.rl.answer_rows import arrange_answers
 from tunix.rl.episodes import derive_seed
-from tunix.rl.rollouts import arrange_answers
 from tunix.run.early_stopping import Moment, check_stop_request
 
 
@@ -318,3 +318,51 @@ def test_low_rank_updates_of_a_run_have_it_as_their_reference(wide, tmp_path):
         compose([*own, *ONE, f"model.init_from={folder}"])
     with pytest.raises(UserError, match="model.num_layers=2, but .* says 1; leave it out"):
         compose([*own, *ONE, f"model.init_from={wide}", "model.num_layers=2"])
+
+
+# Answers of 7 and fewer tokens with their prompts take two or more to a row of 32.
+SHARED = [
+    *TASK, "distributed.allow_idle_devices=true", "training.micro_batch_size=1", "training.seq_len=32",
+    "task.divide_by=answers", "evaluation.every_steps=null", "training.max_steps=3",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param(words, id=name, marks=pytest.mark.nightly if name != "one" else ())
+        for name, words in {
+            "one": ["model.mesh_shape=[[1],[fsdp]]"],
+            "split": ["model.mesh_shape=[[2,2,2],[fsdp,tp,cp]]"],
+            "stages": ["model.mesh_shape=[[2],[pp]]", "model.num_layers=2", "training.micro_batch_size=2"],
+            "experts": ["model.mesh_shape=[[2],[ep]]", experts(balance_loss=0.0, z_loss=0.0)],
+            "kl": ["model.mesh_shape=[[1],[fsdp]]", "task.kl=loss", "task.kl_coefficient=0.1"],
+        }.items()
+    ],
+)
+def test_answers_that_share_rows_teach_the_same(tmp_path, words):
+    """Three steps: fewer rows, and the loss and the gradient of answers with rows of their own."""
+    lines = {}
+    for number in (1, 3):
+        folder = tmp_path / str(number)
+        tunix.train([*SHARED, *words, f"task.answers_per_row={number}", f"hydra.run.dir={folder}"])
+        lines[number] = metrics(folder)
+    assert min(packed["rows_used"] for packed in lines[3]) < 16
+    for alone, packed in zip(lines[1], lines[3], strict=True):
+        for name in ("loss", "grad_norm", "entropy", "reward"):
+            assert packed[name] == pytest.approx(alone[name], rel=1e-5, abs=1e-6), name
+
+
+def test_a_run_whose_answers_share_rows_goes_on_to_the_digit(tmp_path):
+    folder = tmp_path / "run"
+    tunix.train([*SHARED, "model.mesh_shape=[[1],[fsdp]]", "task.answers_per_row=3", f"hydra.run.dir={folder}"])
+    tunix.train([f"resume={folder}/checkpoints/2"])
+    *_, before, after = metrics(folder)
+    for name in ("step", "loss", "grad_norm", "entropy", "reward", "rows_used", "tokens"):
+        assert after[name] == before[name], name
+
+
+def test_rows_are_shared_by_answers_alone_and_where_microbatches_can_be_left_out(tmp_path):
+    words = [*SHARED, "model.mesh_shape=[[1],[fsdp]]", "task.answers_per_row=2", f"hydra.run.dir={tmp_path}"]
+    with pytest.raises(UserError, match="answers_per_row=2: a step has one microbatch.*lower training.micro_batch"):
+        tunix.train([*words, "training.micro_batch_size=16"])

@@ -193,6 +193,12 @@ class Config(Section):
                 f"model.lora.dropout={self.model.lora.dropout:g}: the model that learns would not be the one that "
                 "answers; set model.lora.dropout=0"
             )
+        if task.answers_per_row > 1 and self.model.vision is not None and self.training.images_per_row:
+            raise ValueError(
+                f"task.answers_per_row={task.answers_per_row}: a row has the images of one answer "
+                f"(training.images_per_row={self.training.images_per_row}); set task.answers_per_row=1, or "
+                "training.images_per_row=0"
+            )
         # A checkpoint has no answers of a rollout. So a run can only stop, and leave steps out, between two rollouts.
         cycle = task.steps_per_rollout * task.passes_per_rollout
         for text in self.training.skip_steps:

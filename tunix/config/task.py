@@ -219,6 +219,9 @@ class Grpo(Prompted, Taught):
     """Optimizer steps on different answers of one rollout; 1 keeps the answers those of the model in training."""
     passes_per_rollout: Count
     """Times that each answer of a rollout is used."""
+    answers_per_row: Count
+    """Most answers that share a row of training.seq_len tokens, as short documents do; a step then takes as many
+    microbatches as its rows need. 1 gives each answer a row of its own."""
     advantage: Literal["centered", "group_std", "leave_one_out"]
     """Advantage of an answer: its reward less the mean of its group (centered); that, divided by the group's standard
     deviation (group_std: GRPO, arXiv:2402.03300); or its reward less the mean of the others of its group

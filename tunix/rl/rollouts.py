@@ -13,14 +13,14 @@ What depends on what:
     noise          a function of the seed of the run and of that number: a resumed run draws the same answers
     groups         the answers to one prompt; where task.oversample draws more groups than the steps take, groups whose
                    rewards differ are taken first, because equal rewards teach nothing
-    batch          [A, B, T]: an answer a row, with an advantage for each of its tokens
+    batch          [A, B, T]: answers in rows (answer_rows.py), with an advantage for each of their tokens
 """
 
 import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -36,9 +36,9 @@ from tunix.data.batches import Batch, Example, Numbers
 from tunix.data.image_slots import find_slots
 from tunix.data.prompts import Prompt
 from tunix.data.sample_order import DataSchedule, Position, Samples
-from tunix.inference.engine import Answer
 from tunix.processes import watchdog
 from tunix.rl.ahead import Drawn, RolloutsAhead, pack, unpack
+from tunix.rl.answer_rows import arrange_answers, count_microbatches, plan_rows
 from tunix.rl.episodes import RolloutRequest, credit_turns, derive_seed
 from tunix.rl.rollout_engine import RolloutEngine, RolloutGroup
 from tunix.rl.samples_file import SamplesFile
@@ -86,43 +86,6 @@ ADVANTAGES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 def has_signal(rewards: np.ndarray) -> np.ndarray:
     """Return for each group of rewards [P, G] whether its answers are not all equally good, [P] bool."""
     return np.ptp(rewards, axis=1) > EQUAL
-
-
-# Rows of a batch, each with one answer after its prompt.
-
-
-def arrange_answers(
-    prompts: Sequence[list[int]],
-    answers: Sequence[Answer],
-    seq_len: int,
-    masked: Sequence[bool],
-    learnt: Sequence[list[bool]] | None = None,
-) -> Example:
-    """Return fields [rows, T] of answers after their prompts, then padding: those of `FIELDS`, and `log_probs`.
-
-    `learnt` says of each token of an answer whether it was drawn: an environment has said the others.
-
-        tokens      p p p a b      .  .        prompt p p p, answer a b c, T = 7
-        targets     p p a b c      .  .        c is the token that stops the answer: it is learnt too
-        loss_mask   0 0 1 1 1      0  0        all 0 where `masked` says so
-        log_probs   0 0 x y z      0  0        of a, b, c in the distribution that they were drawn from
-        segment_ids 1 1 1 1 1      0  0
-
-    A prompt with its answer has at most T tokens.
-    """
-    shape = len(prompts), seq_len
-    fields = {name: np.zeros(shape, np.int32) for name in ("tokens", "targets", "positions", "segment_ids")}
-    fields |= {name: np.zeros(shape, np.float32) for name in ("loss_mask", "log_probs")}
-    for row, (prompt, answer, is_masked) in enumerate(zip(prompts, answers, masked, strict=True)):
-        text = [*prompt, *answer.tokens]
-        # The target at a place is the token behind it, so the last token of the prompt predicts the answer's first one.
-        end, answered = len(text) - 1, slice(len(prompt) - 1, len(text) - 1)
-        fields["tokens"][row, :end], fields["targets"][row, :end] = text[:-1], text[1:]
-        fields["positions"][row, :end] = np.arange(end)
-        fields["segment_ids"][row, :end] = 1
-        fields["loss_mask"][row, answered] = 0 if is_masked else (1 if learnt is None else learnt[row])
-        fields["log_probs"][row, answered] = answer.sampled_log_probabilities
-    return fields
 
 
 # Rewards of the newest rollouts beside those of the first: a run whose answers become worse warns.
@@ -228,7 +191,10 @@ class Rollouts:
         tokens = self.shape.num_tokens
         before = self.start.num_samples * tokens * self.cycle.steps // self.cycle.samples
         numbers = {"tokens": before + (self.step - self.start.step) * tokens, "data_wait_s": 0.0} | numbers
-        return self.batches[cycle_step % self.task.steps_per_rollout], numbers
+        batch = self.batches[cycle_step % self.task.steps_per_rollout]
+        if self.task.answers_per_row > 1:
+            numbers["rows_used"] = batch["tokens"].shape[0] * batch["tokens"].shape[1]
+        return batch, numbers
 
     def after(self, step: int) -> Position:
         """Return the position after `step`; within a rollout, the one after all of it."""
@@ -346,17 +312,28 @@ class Rollouts:
             prompts = [episode.begin for episode in episodes]
         learnt = None if episodes is None else [episode.learnt for episode in episodes]
         fields = arrange_answers(prompts, answers, self.shape.seq_len, masked, learnt)
+        plan = plan_rows((fields["segment_ids"] > 0).sum(1), self.shape.seq_len, task.answers_per_row)
+        num_microbatches = self._count_microbatches(plan.num_rows)
+
+        def arrange(fields: Example) -> Example:
+            return plan.pack(fields, num_microbatches * self.shape.num_rows)
+
+        def scored(log_probs: jax.Array) -> np.ndarray:
+            """Return numbers of tokens [A, B, T] on the devices as [answers, T]."""
+            whole = np.asarray(multihost_utils.process_allgather(log_probs, tiled=True))
+            return plan.unpack(whole.reshape(-1, self.shape.seq_len))
+
+        on_rows = arrange(fields)
         if self.slots is not None:
-            fields |= self.slots.stack([rollouts.prompts[row // size].images for row in rows], self.shape.seq_len)
-        batch = self._to_devices(fields)
+            on_rows |= self.slots.stack([rollouts.prompts[row // size].images for row in rows], self.shape.seq_len)
+        batch = self._to_devices(on_rows)
         if self.reference is None:
-            batch |= self._to_devices({"reference_log_probs": np.zeros_like(fields["log_probs"])})
+            batch |= self._to_devices({"reference_log_probs": np.zeros_like(on_rows["log_probs"])})
         else:
             batch["reference_log_probs"] = self.reference(params, batch)
             # The divergence as a part of the reward: the gap of log-probabilities, summed over the answer's tokens.
             if task.kl == "advantage":
-                reference = np.asarray(multihost_utils.process_allgather(batch["reference_log_probs"], tiled=True))
-                gap = (fields["log_probs"] - reference.reshape(fields["log_probs"].shape)) * fields["loss_mask"]
+                gap = (fields["log_probs"] - scored(batch["reference_log_probs"])) * fields["loss_mask"]
                 rewards = rewards - task.kl_coefficient * gap.sum(axis=1).reshape(rewards.shape)
         advantages = ADVANTAGES[task.advantage](rewards)
         mask = fields["loss_mask"]
@@ -366,15 +343,24 @@ class Rollouts:
             of_tokens = mask * credit_turns(episodes, rewards, zeroed, ADVANTAGES[task.advantage], self.shape.seq_len)
             advantages = (of_tokens.sum(1) / np.maximum(1, mask.sum(1))).reshape(rewards.shape)
         if self.judge is not None:
-            judged = np.asarray(multihost_utils.process_allgather(self.judge(batch), tiled=True)).reshape(mask.shape)
-            gains = (judged - fields["log_probs"]) * mask  # whose mean is minus the divergence: its gradient is that
+            # Their mean is minus the divergence, and so is its gradient.
+            gains = (scored(self.judge(batch)) - fields["log_probs"]) * mask
             of_tokens = of_tokens + task.teacher_weight * gains
             gap = -float(gains.sum() / max(mask.sum(), 1))
-        return batch | self._to_devices({"advantages": of_tokens.astype(np.float32)}), advantages, gap
+        on_rows = arrange(fields | {"advantages": of_tokens.astype(np.float32)})
+        return batch | self._to_devices({"advantages": on_rows["advantages"]}), advantages, gap
+
+    def _count_microbatches(self, num_rows: int) -> int:
+        """Return the microbatches of a step whose answers take so many rows."""
+        if self.task.answers_per_row == 1:
+            return self.shape.num_microbatches
+        every = self.cfg.training.sync_gradients_every
+        return count_microbatches(num_rows, *self.shape[1::-1], 1 if every == "auto" else every)
 
     def _to_devices(self, fields: Example) -> Batch:
-        """Return fields [sequences, ...], which every process has, as global arrays [A, B, ...]."""
-        shape = self.shape.num_microbatches, self.shape.num_rows
-        # A x B sequences -> [A, B], of which this process puts its own rows of B on its devices.
-        local = {name: leaf.reshape(*shape, *leaf.shape[1:])[:, self.rows] for name, leaf in fields.items()}
+        """Return fields [rows, ...], which every process has, as global arrays [A, B, ...]."""
+        # Rows -> [A, B], of which this process puts its own rows of B on its devices.
+        local = {
+            name: leaf.reshape(-1, self.shape.num_rows, *leaf.shape[1:])[:, self.rows] for name, leaf in fields.items()
+        }
         return to_global(local, self.mesh)

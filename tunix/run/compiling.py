@@ -20,6 +20,7 @@ from tunix.base.forms import locate_cached
 from tunix.config import Config
 from tunix.config.batch import BatchSchedule, BatchShape, Spans
 from tunix.costs.hlo import read_collectives, summarise
+from tunix.data.batches import Batch
 from tunix.processes import exits
 from tunix.processes.watchdog import Watchdog
 from tunix.training.program import Program
@@ -214,6 +215,22 @@ class CompiledSteps:
     def at(self, step: int) -> Any:
         """Return the compiled step that takes the batch of `step`."""
         return self.compiler.step(self.programs[self.schedule.at(step).shape], self.spans)
+
+    def is_ready(self, step: int, batch: Batch) -> bool:
+        """Return whether the step that takes the batch of `step` needs no compiler."""
+        return self._shape_of(step, batch) in self.programs
+
+    def for_batch(self, step: int, batch: Batch) -> Any:
+        """Return the compiled step that takes the batch of `step`, which may have fewer microbatches than others."""
+        shape = self._shape_of(step, batch)
+        if shape not in self.programs:
+            usual = self.programs[self.schedule.at(step).shape]
+            self.programs[shape] = usual.with_microbatches(shape.num_microbatches)
+            self.compiler.watchdog.start_over()
+        return self.compiler.step(self.programs[shape], self.spans)
+
+    def _shape_of(self, step: int, batch: Batch) -> BatchShape:
+        return self.schedule.at(step).shape._replace(num_microbatches=len(batch["tokens"]))
 
     def change_to(self, step: int) -> Any:
         """Return the compiled step of a period that begins with `step`; steps take another time from now on."""

@@ -121,6 +121,14 @@ class StepLog:
         """Count the next step's time from now: something else has run since the last one."""
         self.clock = time.perf_counter()
 
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Write the step that was started last, and leave the time of this block out of the times of steps."""
+        self.finish()
+        begin = time.perf_counter()
+        yield
+        self.clock += time.perf_counter() - begin
+
     def note_start(self, step: int, scalars: dict[str, Any], numbers: dict[str, float]) -> None:
         """Note that `step` runs on the devices; write the step before. The arguments are those of `StartedStep`."""
         # Asked for now, the copies to the host begin by themselves when the step has ended. `_write` finds them there.
@@ -165,7 +173,8 @@ def make_record(
 ) -> dict[str, Any]:
     """Return the line of metrics.jsonl for a step; a number that is not finite is None."""
     batch = sizes.schedule.at(started.step).shape
-    speed = batch.num_tokens / step_time_s
+    # Answers that share rows may take fewer rows than the batch has (rl/rollouts.py).
+    speed = started.numbers.get("rows_used", batch.num_sequences) * batch.seq_len / step_time_s
     tflops = speed * sizes.flops_by_length[batch.seq_len] / sizes.num_devices / 1e12
     return {
         "step": started.step,

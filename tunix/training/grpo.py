@@ -1,7 +1,8 @@
 """Loss of a policy that learns from rewards for its own answers: GRPO and its relatives.
 
-An answer is one row of the batch. Its sampler has written down log q, the log-probability of each token in the
-distribution that the token was drawn from. p is the policy in training, and A the advantage of the token:
+An answer is one segment of a row of the batch, often the only one. Its sampler has written down log q, the
+log-probability of each token in the distribution that the token was drawn from. p is the policy in training, and A the
+advantage of the token:
 
     ratio       p / p_old           1 in value where a rollout is used for one step: p_old is then p itself
     importance  p / q               the sampler and the trainer round differently; measured in each step
@@ -68,7 +69,7 @@ def policy_loss(
     with jax.named_scope("loss"):
         mask = batch["loss_mask"]
         gains = compute_gains(-scores.nll, batch, task)
-        share, row_weights = weigh_answers(mask, task, sampling.max_new_tokens)
+        share, row_weights = weigh_answers(batch, task, sampling.max_new_tokens)
         penalty, block_sums = add_block_sums(blocks, row_weights)
         loss = -jnp.sum(gains.gain * mask * share)
         z_part = z_loss * jnp.sum(scores.log_z**2 * mask * share)
@@ -97,6 +98,7 @@ def policy_loss(
 def compute_gains(log_probs: jax.Array, batch: Batch, task: Grpo) -> Gains:
     """Return the gain of each token from log p, [B, T], and the fields of the batch."""
     mask, advantages, sampled = batch["loss_mask"], batch["advantages"], batch["log_probs"]
+    answers = locate_answers(batch, task.answers_per_row)
 
     def masked(x):
         return jnp.where(mask > 0, x, 0)
@@ -105,9 +107,8 @@ def compute_gains(log_probs: jax.Array, batch: Batch, task: Grpo) -> Gains:
     # On policy the ratio is 1 in value, and its gradient is that of log p: the answers are of the model that learns.
     log_ratio = masked(log_probs - (now if task.on_policy else sampled))
     if task.ratio == "answer":  # the geometric mean of the ratios of its tokens
-        num_tokens = jnp.sum(mask, axis=1, keepdims=True)
-        mean = jnp.sum(log_ratio, axis=1, keepdims=True) / jnp.maximum(num_tokens, 1)
-        log_ratio = masked(jnp.broadcast_to(mean, mask.shape, out_sharding=jax.typeof(mask).sharding))
+        mean = answers.sum(log_ratio) / jnp.maximum(answers.sum(mask), 1)
+        log_ratio = masked(answers.spread(mean))
     ratio, max_ratio = jnp.exp(log_ratio), task.max_importance
     clipped = jnp.clip(ratio, 1 - task.clip_low, 1 + task.clip_high)
     if task.clip == "weights":  # every token keeps a gradient; its weight is clipped
@@ -118,7 +119,7 @@ def compute_gains(log_probs: jax.Array, batch: Batch, task: Grpo) -> Gains:
         gain = jnp.minimum(bounded * advantages, clipped * advantages)
     # The sampler's rounding makes q unlike p. A weight p / q corrects for it, and its bound keeps the variance small.
     if task.on_policy and max_ratio is not None:
-        gain = gain * IMPORTANCE[task.importance](masked(now - sampled), max_ratio)
+        gain = gain * IMPORTANCE[task.importance](masked(now - sampled), max_ratio, answers)
     kl = _estimate_kl(masked(batch["reference_log_probs"] - log_probs)) if task.kl_coefficient else None
     if kl is not None and task.kl == "loss":
         gain = gain - task.kl_coefficient * kl
@@ -129,28 +130,49 @@ def compute_gains(log_probs: jax.Array, batch: Batch, task: Grpo) -> Gains:
     return Gains(masked(gain), masked(ratio), masked(outside.astype(jnp.float32)), gap, kl)
 
 
-def _truncate(log_weights: jax.Array, largest: float) -> jax.Array:
+class Answers(NamedTuple):
+    """Which answer of its row each token belongs to."""
+
+    members: jax.Array  # [B, N, T]: 1 where a token is of answer n, else 0; N = task.answers_per_row
+
+    def sum(self, x: jax.Array) -> jax.Array:
+        """Return the sums [B, N] of numbers of tokens [B, T] over each answer."""
+        return jnp.sum(self.members * x[:, None, :], axis=2)
+
+    def spread(self, x: jax.Array) -> jax.Array:
+        """Return a number of each answer, [B, N], at each of its tokens, [B, T]; 0 at padding."""
+        return jnp.sum(self.members * x[:, :, None], axis=1)
+
+
+def locate_answers(batch: Batch, answers_per_row: int) -> Answers:
+    """Return the answers of rows: segments 1 to `answers_per_row`."""
+    # Compared, and not scattered: the order of the sums is the same on every mesh, and XLA fuses them.
+    numbers = 1 + jnp.arange(answers_per_row)[:, None]
+    return Answers((batch["segment_ids"][:, None, :] == numbers).astype(jnp.float32))
+
+
+def _truncate(log_weights: jax.Array, largest: float, answers: Answers) -> jax.Array:
     """Return the weights [B, T] of tokens, capped; `log_weights` is 0 where there is no token of an answer."""
     return jnp.minimum(jnp.exp(log_weights), largest)
 
 
-def _mask(log_weights: jax.Array, largest: float) -> jax.Array:
+def _mask(log_weights: jax.Array, largest: float, answers: Answers) -> jax.Array:
     """Return the weights [B, T] of tokens, 0 where one is larger."""
     weights = jnp.exp(log_weights)
     return jnp.where(weights > largest, 0.0, weights)
 
 
-def _weigh_sequences(log_weights: jax.Array, largest: float) -> jax.Array:
-    """Return the weight of each whole answer for all of its tokens, [B, 1], capped."""
-    return jnp.minimum(jnp.exp(jnp.sum(log_weights, axis=1, keepdims=True)), largest)
+def _weigh_sequences(log_weights: jax.Array, largest: float, answers: Answers) -> jax.Array:
+    """Return the weight of each whole answer at all of its tokens, [B, T], capped."""
+    return answers.spread(jnp.minimum(jnp.exp(answers.sum(log_weights)), largest))
 
 
-# Weights p / q of tokens, by the value of task.importance: (log p - log q [B, T], largest weight) -> [B, T] or [B, 1].
+# Weights p / q of tokens, by the value of task.importance: (log p - log q [B, T], largest weight, answers) -> [B, T].
 IMPORTANCE = {"truncate": _truncate, "mask": _mask, "sequence": _weigh_sequences}
 
 
-def weigh_answers(mask: jax.Array, task: Grpo, max_new_tokens: int) -> tuple[jax.Array, jax.Array]:
-    """Return the share [B, 1] with which the tokens of each answer count, and the weight [B] of each answer.
+def weigh_answers(batch: Batch, task: Grpo, max_new_tokens: int) -> tuple[jax.Array, jax.Array]:
+    """Return the share [B, T] with which each token counts, and the weight [B] of the answers of each row.
 
     The sum of the weights is the divisor of the step. For answers of 2 and 4 tokens:
 
@@ -159,14 +181,15 @@ def weigh_answers(mask: jax.Array, task: Grpo, max_new_tokens: int) -> tuple[jax
         answers      1/2, 1/4            1, 1                      1 / 4, 1 / 8
         constant c   1, 1                c, c                      1 / 2c
     """
-    num_tokens = jnp.sum(mask, axis=1)  # of each answer
-    is_answer = (num_tokens > 0).astype(jnp.float32)
+    mask = batch["loss_mask"]
+    answers = locate_answers(batch, task.answers_per_row)
+    num_tokens = answers.sum(mask)  # [B, N]
+    num_answers = jnp.sum(num_tokens > 0, axis=1, dtype=jnp.float32)
     if task.divide_by == "answers":
-        return 1 / jnp.maximum(num_tokens, 1)[:, None], is_answer
-    full_share = jnp.ones_like(num_tokens)[:, None]
+        return answers.spread(1 / jnp.maximum(num_tokens, 1)), num_answers
     if task.divide_by == "constant":
-        return full_share, is_answer * max_new_tokens
-    return full_share, num_tokens
+        return jnp.ones_like(mask), num_answers * max_new_tokens
+    return jnp.ones_like(mask), jnp.sum(num_tokens, axis=1)
 
 
 def _estimate_kl(difference: jax.Array) -> jax.Array:

@@ -280,6 +280,13 @@ class Program:
         """Return XLA's options for the step; those of the config win."""
         return keep_known_options(self.choices.options, self.mesh) | self.cfg.training.compiler_options
 
+    def with_microbatches(self, count: int) -> "Program":
+        """Return the program of steps of so many microbatches; the state is the same."""
+        alone = {"gradient_accumulation_steps": count, "global_batch_size": None, "global_batch_tokens": None}
+        planned = self.choices.planned
+        batch = planned.batch.model_copy(update=alone)
+        return assemble(self.cfg, self.mesh, self.platform, planned._replace(batch=batch))
+
     def gradients(self) -> Gradients:
         """Return what computes the gradients of a step: one microbatch after another, or one stream through stages."""
         pipeline, sync_every = self.choices.pipeline, self.choices.sync_every
