@@ -23,6 +23,13 @@ PROGRAMS = {
     ),
     "27b on 256": (["model=gemma3_27b", "plan.topology=h200:32x8", "model.mesh_shape=[[64,4],[fsdp,tp]]", FULL], 4.1, AGAIN),
 }  # fmt: skip
+# Two stages, 8 parts a step: 9 ticks.
+STAGES = [
+    "model=qwen3_0_6b", "model.num_layers=8", "plan.topology=h200:8", "model.mesh_shape=[[2,4],[pp,fsdp]]",
+    "training.remat=none", "training.overlap=none", "training.sharding_strategy=shard_grad_op",
+    "training.gradient_accumulation_steps=4",
+]  # fmt: skip
+ON_STAGES = {str(value): [*STAGES, f"training.pipeline_recompute={value}"] for value in (False, True)}
 GATHERED, REDUCED = ("all-gather",), ("reduce-scatter", "all-reduce")
 
 
@@ -31,7 +38,8 @@ def compile_plan(name: str, cache_dir: Path, installs_dir: Path) -> dict:
     file = cache_dir / f"gpu_program {name}.json"
     with one_at_a_time("gpu_plans"):
         if not file.exists():
-            words = ["-m", "tunix.plan", *PROGRAMS[name][0], "plan.output=null", "--json"]
+            own = ON_STAGES[name] if name in ON_STAGES else PROGRAMS[name][0]
+            words = ["-m", "tunix.plan", *own, "plan.output=null", "--json"]
             printed = run_with_plugin(*words, installs_dir=installs_dir)
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(printed)
@@ -92,6 +100,19 @@ def test_arithmetic_is_that_of_the_model(program):
     plan, _, times = program
     model_tflop = plan["predicted"]["mfu"] * plan["predicted"]["step_time_s"] * 989
     assert plan["tflop_per_step_per_device"] == pytest.approx(times * model_tflop, rel=0.15)
+
+
+@pytest.mark.nightly
+def test_stages_run_forward_once(cache_dir, installs_dir):
+    """Stages that keep values of their layers leave out a forward pass of the blocks, and hold what is derived."""
+    once, twice = (compile_plan(name, cache_dir, installs_dir) for name in ("False", "True"))
+    tflop = [plan["tflop_per_step_per_device"] for plan in (once, twice)]
+    # Of 8 layers: 2 FLOPs forward for each weight of their products and token, in 9 of 8 ticks, and attention.
+    weights, tokens = 8 * 1024 * (2 * 2048 + 2 * 1024 + 3 * 3072), once["tokens_per_step"] / 8
+    forward = 9 / 8 * 2 * weights * tokens / 1e12
+    assert forward < tflop[1] - tflop[0] < 1.4 * forward
+    held = once["bytes_per_device"]["total"]
+    assert twice["bytes_per_device"]["total"] < held < once["derived_bytes_per_device"]["total"] < DERIVED_MARGIN * held
 
 
 ROLLOUTS = {

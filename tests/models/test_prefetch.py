@@ -50,7 +50,8 @@ def test_no_gathered_weight_is_kept():
     ("words", "message"),
     [
         (["training.sharding_strategy=shard_grad_op"], "weights are gathered once for the step"),
-        (["model.mesh_shape=[[2,4],[pp,fsdp]]", "model.num_layers=4", "model.global_every=2", "training.remat_every=2"],
+        (["model.mesh_shape=[[2,4],[pp,fsdp]]", "model.num_layers=4", "model.global_every=2", "training.remat_every=2",
+          "training.pipeline_recompute=true"],
          "training.remat_every=2 takes so many layers at a time"),
     ],
 )  # fmt: skip

@@ -10,7 +10,7 @@ from tunix.config.compose import compose
 from tunix.models.pipeline import list_sends
 from tunix.sharding.arrays import to_global
 from tunix.sharding.table import axis_names
-from tunix.training.pipeline_schedule import Turns
+from tunix.training.pipeline_schedule import Turns, assign_slots
 
 # Four layers, of which every second one is global: the windows travel with the layers. Low-rank updates beside weights
 # that are trained too. Dropout draws the same for a row of a microbatch, whichever part the row is in.
@@ -37,6 +37,8 @@ def reference() -> list[dict[str, float]]:
         ("[[2,2,2],[pp,fsdp,tp]]", ["training.micro_batch_size=2", "training.pipeline_schedule=interleaved",
                                     "training.sharding_strategy=shard_grad_op"]),
         ("[[2,2,2],[pp,fsdp,tp]]", ["training.micro_batch_size=2"]),
+        ("[[2,2,2],[pp,fsdp,tp]]", ["training.micro_batch_size=2", "training.pipeline_schedule=interleaved",
+                                    "training.pipeline_recompute=true"]),
         *(("[[2,2,2],[pp,fsdp,tp]]", ["training.micro_batch_size=2", f"training.pipeline_schedule={schedule}",
                                       "training.overlap=prefetch", "training.sync_gradients_every=1"])
           for schedule in ("1f1b", "interleaved")),
@@ -44,7 +46,7 @@ def reference() -> list[dict[str, float]]:
                         "training.sharding_strategy=shard_grad_op"]),
     ],
     ids=["interleaved, gathered in blocks", "interleaved, gathered once", "1f1b, gathered in blocks",
-         "1f1b, gathered ahead", "interleaved, gathered ahead", "1f1b, larger parts"],
+         "interleaved, forward twice", "1f1b, gathered ahead", "interleaved, gathered ahead", "1f1b, larger parts"],
 )  # fmt: skip
 def test_stages_leave_the_result_unchanged(mesh, more, reference):
     step = program(f"model.mesh_shape={mesh}", *NOISY, *more)
@@ -111,10 +113,15 @@ def test_quantized_layers_on_stages_are_traced():
          r"training.seq_len=30 is split over 4 devices of the mesh axes pp x cp; nearest: 28 or 32, or leave pp out of"),
         (["model.num_layers=6", "model.mesh_shape=[[2,4],[pp,fsdp]]", "training.pipeline_schedule=interleaved"],
          r"training.pipeline_chunks=2 does not divide the 3 layers of each of 2 stages; nearest: 3, or training.pipeline_"),
+        (["model.num_layers=4", "model.mesh_shape=[[2,4],[pp,fsdp]]", "training.remat_every=2"],
+         r"training.remat_every=2: stages keep .* set training.pipeline_recompute=true, or leave pp out of"),
+        (["model.num_layers=4", "model.mesh_shape=[[2,4],[pp,fsdp]]", "training.offload=activations"],
+         r"training.offload=activations: stages keep .* set training.pipeline_recompute=true, or leave pp out of"),
         (["model.num_layers=4", "model.mesh_shape=[[2,4],[pp,fsdp]]", EXPERTS],
          r"dense_layers=2: the first stage would have layers without experts, .*; leave pp out of model.mesh_shape, or set"),
     ],
-    ids=["layers", "fewer parts than stages", "sequences", "tokens", "chunks", "dense layers before experts"],
+    ids=["layers", "fewer parts than stages", "sequences", "tokens", "chunks", "groups of layers", "kept values on the host",
+         "dense layers before experts"],
 )  # fmt: skip
 def test_what_does_not_fit_the_stages(words, message):
     with pytest.raises(UserError, match=message):
@@ -158,9 +165,29 @@ def test_turns_of_interleaved_stages():
             after = times["F", part, index], times["B", part, index]
             if index:
                 assert after == (times["F", part, index - 1] + 1, times["B", part, index - 1] - 1)
-            assert after[1] - after[0] < turns.num_saved
-            assert turns.taken_at(after[1], stages)[index % num_stages] == after[0]
+            assert after[1] > after[0] or index == num_stages * num_chunks - 1
     assert len(times) == 2 * num_parts * num_stages * num_chunks
+
+
+@pytest.mark.parametrize(("num_stages", "num_chunks"), [(4, 1), (4, 5), (3, 2), (8, 3)])
+def test_slots_hold_what_stages_keep(num_stages, num_chunks):
+    """A stage finds in its slot what it put there for the same part and chunk, and there are no more slots than parts
+    that are under way at one time, however many follow (costs/step.py counts them)."""
+    num_parts, stages = 5 * num_stages, np.arange(num_stages)
+    turns, slots = Turns(num_stages, num_chunks, num_parts), assign_slots(num_stages, num_chunks, num_parts)
+    assert slots.num_slots == (num_chunks + 1) * num_stages - 1
+    (_, begin, _), (_, end, _), (_, last, _) = turns.loops
+    held = [dict[int, tuple[int, int] | None]() for _ in stages]
+    for now in range(last):
+        ahead, back = turns.forward(now, stages), turns.backward(now, stages)
+        for stage in stages:
+            if now < end:
+                is_work = 0 <= ahead.part[stage] < num_parts
+                held[stage][slots.put[now, stage]] = (ahead.chunk[stage], ahead.part[stage]) if is_work else None
+            if now >= begin:
+                found = held[stage][slots.taken[now, stage]]  # in a bubble too it has been put there
+                if 0 <= back.part[stage] < num_parts:
+                    assert found == (back.chunk[stage], back.part[stage])
 
 
 @pytest.mark.parametrize(("num_stages", "num_chunks"), [(4, 2), (2, 4), (6, 4), (3, 5)])

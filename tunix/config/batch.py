@@ -61,6 +61,7 @@ class PipelineShape(NamedTuple):
     num_parts: int  # P, of one microbatch; each has sequences of every data shard
     num_microbatches: int  # A
     num_chunks: int = 1  # v, of the layers of each stage: more than 1 with interleaved
+    recompute_runs: bool = False  # the backward pass runs the forward pass of a stage again, and keeps only its rows
 
     @property
     def num_iterations(self) -> int:
@@ -76,14 +77,6 @@ class PipelineShape(NamedTuple):
     def iterations_per_microbatch(self) -> float:
         """Passes of a stage for each part of the step: 1 without a bubble, (P + S - 1) / P with one microbatch."""
         return self.num_passes / (self.num_microbatches * self.num_parts)
-
-    @property
-    def recompute_runs(self) -> bool:
-        """True where the backward pass runs the forward pass of a stage again.
-
-        Only the rows that enter a stage are kept. Activations of all parts that are under way would not fit.
-        """
-        return self.num_stages > 1
 
     @property
     def bubble(self) -> float:
@@ -188,6 +181,9 @@ class BatchKeys(Section):
     pipeline_chunks: Annotated[int, Field(ge=2)]
     """pipeline_schedule=interleaved: chunks of layers that each stage has, every S-th chunk of the model; S times this
     number divides the layers. The bubble is divided by it, and the rows that stages keep are multiplied."""
+    pipeline_recompute: Flag
+    """Stages of the pp axis keep of a part only the rows that they take, and run forward once more in the backward
+    pass. false: they keep what training.remat says, of all parts that are under way."""
     sequence_parallel: Flag | Literal["auto"]
     """Devices that share products (tp) split the tokens of the residual stream: norms, sums and dropout of own tokens,
     a reduce-scatter and an all-gather in the place of each all-reduce. auto is true where tp (times cp and pp) divides
@@ -270,10 +266,10 @@ class BatchKeys(Section):
         """
         microbatches, stages = self.batch_shape(mesh_sizes).num_microbatches, num_stages(mesh_sizes)
         # Both keys are read also where they have no effect: a key that nothing reads fails a test.
-        schedule, chunks = self.pipeline_schedule, self.pipeline_chunks
+        schedule, chunks, recompute = self.pipeline_schedule, self.pipeline_chunks, self.pipeline_recompute
         if stages == 1 or schedule != "interleaved":
             chunks = 1
-        return PipelineShape(stages, count_parts(self, mesh_sizes), microbatches, chunks)
+        return PipelineShape(stages, count_parts(self, mesh_sizes), microbatches, chunks, stages > 1 and recompute)
 
     def parts_per_stage(self, mesh_sizes: Mapping[str, int]) -> int | None:
         """Return the parts of a microbatch that wait at each stage; None: as many as a device has sequences."""

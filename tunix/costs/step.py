@@ -320,9 +320,9 @@ LONG = 2048  # tokens of a sequence on one device, of which all are traced
 def count_activation_bytes(program: Program) -> int:
     """Return the bytes of activations: kept of each sequence, and one layer's inside or the logits of a chunk.
 
-    On stages the forward pass keeps the rows that a stage takes until their backward pass comes by (`Turns`): with 4
-    stages those of 2 x 4 + 3 parts, however many follow. A part of the batch at a time has in one stage what it has
-    without stages.
+    On stages the forward pass keeps what the backward pass of a part needs until it comes by (`assign_slots`): with 4
+    stages of 7 parts, however many follow. Where `training.pipeline_recompute` says so, this is only the rows that a
+    stage takes, and one part at a time has in one stage what it has without stages.
     """
     layout, mesh, pipeline, length = program.layout, program.mesh, program.choices.pipeline, program.batch.seq_len
     inside = max(estimate_inside_bytes(program.cfg, layout, mesh, length), _estimate_tower_bytes(program))
@@ -339,13 +339,15 @@ def count_activation_bytes(program: Program) -> int:
     num_rows, residual = program.choices.batch.sequences_per_shard, _count_residual_bytes(program)
     if pipeline.num_stages == 1:
         return round(num_rows * (residual + max(inside, count_logit_bytes(num_rows, local_tokens))))
-    # With stages: what ticks keep, `num_saved` rows of a part, and the larger of what is at work in one tick.
+    # With stages: what ticks keep, rows of a part in each slot, and the larger of what is at work in one tick.
     row = _count_stream_bytes(program) + 4 * (local_tokens + length)  # with its positions and segments
     rows_of_microbatch = count_microbatch_rows(program)
-    at_work = rows_of_microbatch * (residual / (pipeline.num_stages * pipeline.num_chunks) + inside)
+    kept = residual / (pipeline.num_stages * pipeline.num_chunks)  # of one sequence in one chunk of layers
+    at_work = rows_of_microbatch * (kept + inside)
     loss = rows_of_microbatch * count_logit_bytes(rows_of_microbatch, local_tokens // pipeline.num_stages)
-    num_saved = 2 * pipeline.num_stages * pipeline.num_chunks + QUEUES
-    return round(num_saved * rows_of_microbatch * row + max(at_work, loss))
+    num_slots = (pipeline.num_chunks + 1) * pipeline.num_stages - 1  # as many as `assign_slots` needs
+    in_slot = row if pipeline.recompute_runs else row + kept
+    return round(rows_of_microbatch * (num_slots * in_slot + QUEUES * row) + max(at_work, loss))
 
 
 def estimate_inside_bytes(cfg: Config, layout: Layout, mesh: Mesh | AbstractMesh, length: int) -> int:

@@ -260,7 +260,7 @@ class Passes:
             local, layer = each
             return run(local, x, layer, shared)
 
-        return *jax.lax.scan(body, x, (params, layers)), None
+        return *jax.lax.scan(body, x, (self.weights.by_layer(params), layers)), None
 
     def run_backward(self, saved: "Saved", d_x: jax.Array, d_results: Any, sums: Any) -> tuple[Any, jax.Array, Any]:
         """Return the gradients of parameters that go into no sums, that of x, and the new sums."""
@@ -269,12 +269,15 @@ class Passes:
             d_x, sums, number = carry
             local, layer, vjp, d_results = each
             gradients, d_x = saved.go_back(vjp, local, layer, d_x, d_results)
+            if not has_sums:
+                return (d_x, sums, number - 1), gradients
             return (d_x, self.places.add(sums, gradients, number), number - 1), None
 
+        has_sums = bool(sums)
         first = d_x, sums, jnp.asarray(self.weights.count(saved.params) - 1)
-        each = saved.params, saved.layers, saved.vjps, d_results
-        (d_x, sums, _), _ = jax.lax.scan(body, first, each, reverse=True)
-        return [None] * len(saved.params), d_x, sums
+        each = self.weights.by_layer(saved.params), saved.layers, saved.vjps, d_results
+        (d_x, sums, _), gradients = jax.lax.scan(body, first, each, reverse=True)
+        return [None] * len(saved.params) if has_sums else self.weights.by_layer(gradients), d_x, sums
 
     def _run(self, params: list[jax.Array], slots: Any, x: jax.Array, layers: Any, shared: Any) -> tuple[Any, ...]:
         """Return x, results and slots, where no gradient is asked for."""
@@ -285,6 +288,11 @@ class Passes:
         gradients."""
         is_trained = tuple(each.perturbed for each in params)
         params, slots, x, layers, shared = jax.tree.map(lambda each: each.value, (params, slots, x, layers, shared))
+        x, results, vjps, last = self.keep(params, x, layers, shared)
+        return (x, results, slots), Saved(params, layers, shared, vjps, last, Static(is_trained))
+
+    def keep(self, params: list[jax.Array], x: jax.Array, layers: Any, shared: Any) -> tuple[jax.Array, Any, Any, Any]:
+        """Return x, results, the backward functions of all layers, and what the backward pass begins with."""
 
         # A scan stacks what its body returns. JAX's backward function of a block is a tree of arrays, so the scan can
         # return it for each layer: the values that the policy of the block keeps, and in `args_res` those arguments of
@@ -302,7 +310,20 @@ class Passes:
             return x, (results, vjp)
 
         x, (results, vjps), last = self.run_layers(params, x, layers, shared, run_with_vjp)
-        return (x, results, slots), Saved(params, layers, shared, vjps, last, Static(is_trained))
+        return x, results, vjps, last
+
+    def go_back(
+        self, layers: Any, shared: Any, vjps: Any, d_x: jax.Array, d_results: Any, is_trained: Sequence[bool]
+    ) -> tuple[list[jax.Array | None], jax.Array]:
+        """Return the gradients of the parameters, None for frozen ones, and that of x; `vjps` are those of `keep`."""
+        params = self.weights.values
+        saved = Saved(params, layers, shared, vjps, self.begin_backward(params), Static(tuple(is_trained)))
+        gradients, d_x, _ = self.run_backward(saved, d_x, d_results, {})
+        return gradients, d_x
+
+    def begin_backward(self, params: list[jax.Array]) -> Any:
+        """Return what the backward pass begins with, where it does not follow the forward pass at once."""
+        return None
 
     def _backward(self, saved: "Saved", gradients: Any) -> tuple[Any, Any, jax.Array, None, None]:
         """Return the gradients of the arguments of `_run`, in their shapes."""

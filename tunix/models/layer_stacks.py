@@ -162,6 +162,47 @@ class Stacks:
             rows, (penalties, routing) = jax.vmap(run_stage)(layers, rows, forward.seed)
         return rows._replace(penalties=jax.tree.map(jnp.add, rows.penalties, penalties)), routing
 
+    def keep_on_stages(self, layers: dict[str, Any], rows: Rows, forward: Forward) -> tuple[Rows, Routing | None, Any]:
+        """Return what `run_on_stages` does, and what `go_back_on_stages` needs: kept values, [L / S, S, ...]."""
+        passes, values, shared = self._make_stage_passes(layers, rows, forward)
+        x, results, vjps, _ = passes.keep(passes.weights.values, rows.x, values, shared)
+        penalties, routing = _merge_results(results)
+        rows = rows._replace(x=x, penalties=jax.tree.map(jnp.add, rows.penalties, penalties))
+        return rows, jax.tree.map(lambda x: x.swapaxes(0, 1), routing), (vjps, results)
+
+    def go_back_on_stages(
+        self,
+        layers: dict[str, Any],
+        rows: Rows,
+        forward: Forward,
+        kept: Any,
+        d_penalties: dict[str, jax.Array],
+        is_trained: Sequence[bool],
+    ) -> tuple[list[jax.Array], jax.Array]:
+        """Return the gradients of the trained `list_params`, and that of x; `rows` have the gradient behind as x."""
+        passes, values, shared = self._make_stage_passes(layers, rows, forward)
+        vjps, results = kept
+        (d_results,) = jax.vjp(lambda results: _merge_results(results).penalties, results)[1](d_penalties)
+        gradients, d_x = passes.go_back(values, shared, vjps, rows.x, d_results, is_trained)
+        return [gradient for gradient in gradients if gradient is not None], d_x
+
+    def list_params(self, layers: dict[str, Any]) -> list[jax.Array]:
+        """Return the parameters of the layers of each stage, [S, turns, ...], place after place of the pattern."""
+        (run,) = self.cfg.runs
+        return jax.tree.leaves([params for params, _ in _split_turns(run.pattern, layers, dim=1)])
+
+    def list_trained(self, is_trained: dict[str, Any]) -> list[bool]:
+        """Return whether each of `list_params` is trained, given a tree of all parameters of the model."""
+        (run,) = self.cfg.runs
+        return jax.tree.leaves([is_trained[name] for name in run.pattern])
+
+    def _make_stage_passes(self, layers: dict[str, Any], rows: Rows, forward: Forward) -> tuple[Passes, Any, Any]:
+        """Return passes over the layers of each stage, values of the layers, and what all layers share."""
+        (run,) = self.cfg.runs
+        blocks, _, shared, _ = self._prepare(run.pattern, rows, forward, ())
+        passes, values = self._make_passes(run.pattern, blocks, _split_turns(run.pattern, layers, dim=1), None, ())
+        return passes, passes.weights.by_layer(values), shared
+
     def _run_stages(self, run: Run, rows: Rows, forward: Forward) -> tuple[Rows, BlockSums]:
         """Run all layers on stages: parts of the batch go from stage to stage (pipeline.py)."""
         forward = forward._replace(seed=None)
@@ -206,6 +247,32 @@ class Stacks:
         the caches. Those at the places `donors` are a `Donation`. Layers that gather ahead on stages are
         [S, turns, ...], and so have all arrays this first dimension; routing is [turns, S].
         """
+        blocks, x, shared, num_parts = self._prepare(pattern, rows, forward, donors)
+        sums = self.gradient_sums
+        if sums is not None and not (sums.slots and sums.can_take(self.cfg, self.layout, self.remat)):
+            sums = None
+        if self.prefetch or sums is not None:
+            passes, values = self._make_passes(pattern, blocks, layers, sums, places)
+            x, results = passes.scan(x, values, shared)
+        else:
+            x, results = scan_blocks(blocks, x, layers, shared, self.remat)
+        x = x if num_parts == 1 else join_rows(list(x))
+        return rows._replace(x=x), _merge_results(results), [cache for _, cache in results]
+
+    def _make_passes(
+        self, pattern: tuple[str, ...], blocks: list[Any], layers: Any, sums: Any, places: Sequence[Place]
+    ) -> tuple[Passes, Any]:
+        """Return passes over the layers at each place of a pattern, and the values of these layers."""
+        params, values = zip(*layers, strict=True)
+        params = tuple(as_variables(self.modules[name], each) for name, each in zip(pattern, params, strict=True))
+        block, layout = checkpoint_block(merge_blocks(blocks), self.remat), self.layout.inside_stage()
+        passes = PrefetchPasses if self.prefetch else Passes
+        return passes(block, params, layout, sums, places), values
+
+    def _prepare(
+        self, pattern: tuple[str, ...], rows: Rows, forward: Forward, donors: tuple[int, ...]
+    ) -> tuple[list[Any], Any, Any, int]:
+        """Return the blocks of a pattern, x as they take it, what they share, and the parts of the batch in x."""
 
         def block_of(index, name):
             def start(x, params, layer, shared):
@@ -243,21 +310,7 @@ class Stacks:
         x, others = rows.x, tuple(rows[1:])
         if num_parts > 1:
             x, others = zip(*((part[0], part[1:]) for part in split_rows(tuple(rows), num_parts)), strict=True)
-        shared = others, forward.seed, tables
-        sums = self.gradient_sums
-        if sums is not None and not (sums.slots and sums.can_take(self.cfg, self.layout, self.remat)):
-            sums = None
-        if self.prefetch or sums is not None:
-            params, values = zip(*layers, strict=True)
-            params = tuple(as_variables(self.modules[name], each) for name, each in zip(pattern, params, strict=True))
-            block, layout = checkpoint_block(merge_blocks(blocks), self.remat), self.layout.inside_stage()
-            passes = PrefetchPasses if self.prefetch else Passes
-            x, results = passes(block, params, layout, sums, places).scan(x, values, shared)
-        else:
-            x, results = scan_blocks(blocks, x, layers, shared, self.remat)
-        x = x if num_parts == 1 else join_rows(list(x))
-        of_layers = merge_layers([local_sums for local_sums, _ in results])
-        return rows._replace(x=x), of_layers, [cache for _, cache in results]
+        return blocks, x, (others, forward.seed, tables), num_parts
 
     def _run_layer(
         self, name: str, rows: Rows, params_and_layer: tuple[Any, Layer], forward: Forward, is_donor: bool
@@ -287,6 +340,11 @@ class Stacks:
             mix = donate_kv(mix) if is_donor else mix
         block = nnx.merge(nnx.graphdef(self.modules[name]), params)
         return block.steps(rows.x, rows.positions, layer.rope, mix, dropout_key, layer.inputs)
+
+
+def _merge_results(results: Sequence[tuple[BlockSums, Any]]) -> BlockSums:
+    """Return the sums of all layers, given the results of each place of a pattern."""
+    return merge_layers([local_sums for local_sums, _ in results])
 
 
 def _split_turns(pattern: tuple[str, ...], layers: dict[str, Any], dim: int) -> tuple[Any, ...]:

@@ -158,11 +158,41 @@ class Lanes:
         dim_names = "BTD"[: x.ndim - 1]
         return jnp.einsum(f"S,S{dim_names}->{dim_names}", condition.astype(x.dtype), x, out_sharding=spec)
 
-    def several(self, x: jax.Array, count: int) -> jax.Array:
-        """[S, rows, ...] -> [S, count, rows, ...]"""
-        spec = jax.typeof(x).sharding.spec
-        shape = x.shape[0], count, *x.shape[1:]
-        return jnp.broadcast_to(x[:, None], shape, out_sharding=PartitionSpec(spec[0], None, *spec[1:]))
+    def make_ring(self, shapes: Any, num_slots: int) -> Any:
+        """Return zeros for arrays of these shapes in each slot, [slots, ...]; stages use slots of their own."""
+
+        def one(shape: Any) -> jax.Array:
+            # A constant that a backward pass takes, as the 16 numbers of nf4, may lie nowhere: each device has it.
+            spec = shape.sharding.spec.partitions if shape.sharding else ()
+            return reshard(jnp.zeros((num_slots, *shape.shape), shape.dtype), PartitionSpec(None, *spec))
+
+        return jax.tree.map(one, shapes)
+
+    def put(self, ring: Any, arrays: Any, slots: jax.Array) -> Any:
+        """Return a ring with arrays put into a slot of each stage, [S]."""
+
+        def on_each_stage(ring: jax.Array, x: jax.Array, slots: jax.Array) -> jax.Array:
+            return jax.lax.dynamic_update_index_in_dim(ring, x, slots[0], axis=0)
+
+        def one(ring: jax.Array, x: jax.Array) -> jax.Array:
+            of_ring = jax.typeof(ring).sharding.spec
+            specs = of_ring, PartitionSpec(*of_ring.partitions[1:]), PartitionSpec(self.stage_axes)
+            return jax.shard_map(on_each_stage, in_specs=specs, out_specs=of_ring, check_vma=False)(ring, x, slots)
+
+        return jax.tree.map(one, ring, arrays)
+
+    def take(self, ring: Any, slots: jax.Array) -> Any:
+        """Return the arrays in a slot of each stage, [S]."""
+
+        def on_each_stage(ring: jax.Array, slots: jax.Array) -> jax.Array:
+            return jax.lax.dynamic_index_in_dim(ring, slots[0], axis=0, keepdims=False)
+
+        def one(ring: jax.Array) -> jax.Array:
+            spec = jax.typeof(ring).sharding.spec
+            specs, out = (spec, PartitionSpec(self.stage_axes)), PartitionSpec(*spec.partitions[1:])
+            return jax.shard_map(on_each_stage, in_specs=specs, out_specs=out, check_vma=False)(ring, slots)
+
+        return jax.tree.map(one, ring)
 
     def send(self, rows: Any, by: int) -> Any:
         """Send rows [S, ...] to the stage that is `by` further on; those of the last stage go to the first."""

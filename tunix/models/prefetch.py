@@ -120,6 +120,10 @@ class PrefetchPasses(Passes):
         (x, gathered), results = jax.lax.scan(body, first, (jnp.arange(last + 1), layers), unroll=self.UNROLL)
         return x, results, gathered
 
+    def begin_backward(self, params: list[jax.Array]) -> list[jax.Array]:
+        """Return the gathered weights of the last layer."""
+        return self.weights.gather(params, self.weights.count(params) - 1)
+
     def run_backward(self, saved: Saved, d_x: jax.Array, d_results: Any, sums: Any) -> tuple[Any, jax.Array, Any]:
         """Return the gradients of parameters that go into no sums, that of x, and the new sums."""
         weights, params, has_sums = self.weights, saved.params, bool(sums)

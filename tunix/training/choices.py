@@ -84,6 +84,7 @@ def select(
         raise UserError(f"training.remat=budget is chosen by a run and by tunix.plan only; choose from {choices}")
     policy = REMAT_BY_PLATFORM.get(platform or "", "full") if planned.remat == "auto" else planned.remat
     remat = Remat(policy, training.remat_every, on_host=training.offload == "activations")
+    _check_kept_on_stages(training, pipeline)
     prefetch, options, reasons["training.overlap"] = _choose_overlap(cfg, layout, sync_every, sizes, platform)
     if _takes_turns(cfg, layout, sizes, prefetch or (bool(options) and training.overlap == "auto")):
         layout, options = replace(layout, batch_parts=2), options | OPTIONS_OF_PARTS.get(platform or "", {})
@@ -250,6 +251,19 @@ def _choose_sync(training: Training, sizes: Mapping[str, int], pipeline: Pipelin
     if pipeline.num_stages > 1 and (every > 1 or strategy.gathered_for == "step"):
         return pipeline.num_microbatches
     return every
+
+
+def _check_kept_on_stages(training: Training, pipeline: PipelineShape) -> None:
+    """Raise `UserError` for values of keys with which stages cannot keep what their backward pass needs."""
+    if pipeline.num_stages == 1 or pipeline.recompute_runs:
+        return
+    obstacles = {"remat_every": training.remat_every > 1, "offload": training.offload == "activations"}
+    for key, is_obstacle in obstacles.items():
+        if is_obstacle:
+            raise UserError(
+                f"training.{key}={getattr(training, key)}: stages keep what training.remat says of each layer, on the "
+                "device; set training.pipeline_recompute=true, or leave pp out of model.mesh_shape"
+            )
 
 
 # How communication hides behind arithmetic: layers that gather ahead, and options of XLA, chosen from the mesh.

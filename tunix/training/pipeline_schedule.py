@@ -17,10 +17,13 @@ with one chunk. Backward passes have the same order in a mirror: last chunk firs
 backward through a part in the tick in which it has finished the part's last chunk.
 """
 
+import heapq
 from collections.abc import Callable
+from functools import cache
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 
 class ScheduleSlot(NamedTuple):
@@ -47,11 +50,6 @@ class Turns:
             (end, end + fill, {"forward": False, "backward": True}),
         )
 
-    @property
-    def num_saved(self) -> int:
-        """Most ticks between those in which a stage takes rows and goes backward through them, both counted."""
-        return 2 * self.round - 1
-
     def forward(self, now: jax.Array, stages: jax.Array) -> ScheduleSlot:
         """Return the turns of the stages [S] forward: stage s does in tick t what stage 0 did in tick t - s."""
         chunk, part = self._locate(now - stages)
@@ -61,17 +59,6 @@ class Turns:
         """Return the turns of the stages [S] backward: in the order of the forward turns, with chunks reversed."""
         chunk, part = self._locate(self._backward_iterations(now, stages))
         return ScheduleSlot(self.num_chunks - 1 - chunk, part)
-
-    # Rows are found again by the tick in which they were taken, so a stage needs no list of the parts that it keeps. In
-    # the image above, part 0 goes through its last two pieces of layers and back:
-    #
-    #     tick          2           3                 4
-    #     stage 0       F chunk 1                     B chunk 1        taken_at(4) = 2
-    #     stage 1                   F, B chunk 1                       taken_at(3) = 3
-    def taken_at(self, now: jax.Array, stages: jax.Array) -> jax.Array:
-        """Return the ticks [S] in which stages took the rows through which they go backward now."""
-        ahead = self.backward(now, stages).chunk * self.num_stages + stages  # chunks before this one, of all stages
-        return now - 2 * (self.round - 1 - ahead)
 
     def entering(self, now: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return whether the first stage takes a part of the batch, and its number; scalars."""
@@ -107,3 +94,48 @@ class Turns:
         """
         rounds, remaining = iterations // self.round, iterations % self.round
         return remaining // self.num_stages, rounds * self.num_stages + iterations % self.num_stages
+
+
+class Slots(NamedTuple):
+    """Places of what stages keep of a part from their forward to their backward turn."""
+
+    put: np.ndarray  # [ticks, S] int32: where a stage puts what it keeps in a tick
+    taken: np.ndarray  # [ticks, S] int32: where it finds what it goes backward through
+    num_slots: int
+
+
+@cache
+def assign_slots(num_stages: int, num_chunks: int, num_parts: int) -> Slots:
+    """Return slots for all ticks, as few as the first stage needs: (v + 1) S - 1.
+
+    In a bubble a stage puts what nobody uses into a free slot, and goes backward through what it has put last: numbers
+    that are finite, so that gradients of zero stay zero. S = 2 stages, v = 1 chunk; a number is a part:
+
+        tick          0    1    2    3         the last stage needs one slot: it goes backward at once
+        stage 0 F    p0   p1   p2   p3
+                B              p0   p1
+        slots 0      p0   p0   p0   p3         p0 is free behind tick 2
+              1           p1   p1   p1
+              2                p2   p2
+    """
+    turns: Any = Turns(num_stages, num_chunks, num_parts)
+    stages = np.arange(num_stages)
+    (_, fill, _), (_, end, _), (_, last, _) = turns.loops
+    put, taken = np.zeros((2, last, num_stages), np.int32)
+    free = [list(range(num_parts * num_chunks + 1)) for _ in stages]  # heaps: the lowest number comes first
+    kept: list[dict[tuple[int, int], int]] = [{} for _ in stages]
+    for now in range(last):
+        goes_forward, goes_back = now < end, now >= fill
+        (chunks, parts), (back_chunks, back_parts) = turns.forward(now, stages), turns.backward(now, stages)
+        for stage in stages:
+            if goes_forward:
+                put[now, stage] = free[stage][0]
+                if 0 <= parts[stage] < num_parts:
+                    kept[stage][chunks[stage], parts[stage]] = heapq.heappop(free[stage])
+            if goes_back:
+                is_work = 0 <= back_parts[stage] < num_parts
+                last_put = put[min(now, end - 1), stage]
+                taken[now, stage] = kept[stage].pop((back_chunks[stage], back_parts[stage])) if is_work else last_put
+                if is_work:
+                    heapq.heappush(free[stage], int(taken[now, stage]))
+    return Slots(put, taken, int(put.max()) + 1)

@@ -14,7 +14,7 @@ through part t - 2 (S - 1) + s. So the last stage goes backward through a part i
                    |-------| |--------------------| |------|
                     forward    forward, backward     backward        S - 1, M and S - 1 ticks
 
-A stage keeps the rows that it took until it goes backward through them: of at most 2 S - 1 parts, however many there
+A stage keeps what it needs of a part until it goes backward through it: of at most 2 S - 1 parts, however many there
 are. The parts of all microbatches of a step follow one another, so the stages fill and empty once a step.
 
 With several chunks of layers on each stage (interleaved), a part goes through the stages once for each chunk, as
@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec, reshard
 
 from tunix.data.batches import Batch
@@ -38,7 +39,7 @@ from tunix.models.pipeline import Chunks, Lanes
 from tunix.models.transformer import RowMask, Transformer
 from tunix.sharding.layout import Layout
 from tunix.training.logprobs import ROUTING, LossFn, Sums, add_sums
-from tunix.training.pipeline_schedule import ScheduleSlot, Turns
+from tunix.training.pipeline_schedule import ScheduleSlot, Turns, assign_slots
 from tunix.training.state import Architecture, Weight, add_gradients, keep_trained
 from tunix.training.step import Gradients
 
@@ -175,13 +176,41 @@ class StagedModel:
         Returns:
             The stream [S, rows, T, D], and the routing of the experts, in which bubbles do not count.
         """
+        layers = self._layers(chunk, slot)
+        rows, routing = self.model.stacks.run_on_stages(layers, replace_stream(rows, stream), self._forward(slot))
+        return take_stream(rows), self.lanes.leave_bubbles_out(routing, slot.part, self.parts.count)
+
+    def keep_blocks(self, chunk: Any, rows: Rows, slot: ScheduleSlot) -> tuple[Stream, Any, Any]:
+        """Return what `run_blocks` does, and what `go_back` takes of it."""
+        rows_after, routing, kept = self.model.stacks.keep_on_stages(
+            self._layers(chunk, slot), rows, self._forward(slot)
+        )
+        routing = self.lanes.leave_bubbles_out(routing, slot.part, self.parts.count)
+        return take_stream(rows_after), routing, (kept, rows._replace(x=None, penalties={}))
+
+    def go_back(self, chunk: Any, kept: Any, slot: ScheduleSlot, d_stream: Stream) -> tuple[Any, Stream]:
+        """Return the gradients of the chunk and of the stream before it, given what `keep_blocks` kept."""
+        (kept, rows), (d_x, d_penalties), stacks = kept, d_stream, self.model.stacks
+        is_trained = stacks.list_trained(self.arch.is_trained)
+        d_params, d_x = stacks.go_back_on_stages(
+            self._layers(chunk, slot), rows._replace(x=d_x), self._forward(slot), kept, d_penalties, is_trained
+        )
+
+        def list_trained(chunk: Any) -> list[jax.Array]:
+            pairs = zip(stacks.list_params(self._layers(chunk, slot)), is_trained, strict=True)
+            return [param for param, trained in pairs if trained]
+
+        (d_chunk,) = jax.vjp(list_trained, chunk)[1](d_params)
+        return d_chunk, (d_x, d_penalties)
+
+    def _layers(self, chunk: Any, slot: ScheduleSlot) -> dict[str, Any]:
         # Trained weights come as an argument, because they are differentiated by; frozen ones are taken from the step.
         frozen, values = (self.chunks.take(tree, slot.chunk) for tree in (self.block_weights, self.values))
         weights = self.arch.merge(chunk, frozen)
-        layers = {name: (weights[name], values[name]) for name in self.names}
-        forward = self.forward._replace(seed=self.parts.seeds_on_stages(slot.part))
-        rows, routing = self.model.stacks.run_on_stages(layers, replace_stream(rows, stream), forward)
-        return take_stream(rows), self.lanes.leave_bubbles_out(routing, slot.part, self.parts.count)
+        return {name: (weights[name], values[name]) for name in self.names}
+
+    def _forward(self, slot: ScheduleSlot) -> Forward:
+        return self.forward._replace(seed=self.parts.seeds_on_stages(slot.part))
 
     def enter(self, outer: Any, number: jax.Array | int) -> Rows:
         """Return the rows of a part as the first block takes them, the same on every stage: [S, rows, T, ...].
@@ -230,13 +259,13 @@ class StagedModel:
 #
 #     forward    each stage computes the rows that it has got, keeps what went in, and sends the result on
 #     finish     the last stage's part leaves the stages: its loss, and the gradient of its stream
-#     backward   each stage computes rows that it kept once more, this time with gradients, and sends these back
+#     backward   each stage goes backward through rows of which it has kept values, and sends their gradients back
 
 
 class Carry(NamedTuple):
     """State of the stages between two ticks."""
 
-    saved: Rows  # [S, slots, rows, ...]: the rows that each stage took in the last ticks
+    saved: list[jax.Array]  # [slots, ...]: what each stage has kept of parts, for its backward pass
     forth: Rows  # [S, rows, ...]: rows that each stage has got from the stage before it, to go forward through
     back: Stream  # [S, rows, ...]: gradients that each stage has got from the stage behind it, to go backward through
     d_blocks: Any  # gradients so far, [S, v, L / (S v), ...] for v > 1 chunks, else [S, L / S, ...]
@@ -249,21 +278,18 @@ class Carry(NamedTuple):
 class Iterations:
     """Ticks of the schedule: the work of all stages between two times that they send rows to one another.
 
-    `saved` is a ring: what a stage takes in tick t it puts at slot t % (2 S v - 1). With one chunk (v = 1), stage s
-    goes backward through it 2 (S - 1 - s) ticks later: the last stage at once, the first just before the slot is
-    needed again.
-
-        slot          0    1    2    3    4             S = 3, stage 0
-        tick 4       p0   p1   p2   p3   p4             takes p4, then goes backward through p0
-        tick 5       p5   p1   p2   p3   p4             takes p5 in its slot, then goes backward through p1
+    A stage puts what the backward pass of a part needs into a slot of `saved` (`assign_slots`): the values that
+    `training.remat` keeps of each layer, or, with `recompute_runs`, only the rows that it has taken.
     """
 
-    def __init__(self, model: StagedModel, schedule: Turns):
+    def __init__(self, model: StagedModel, schedule: Turns, recompute_runs: bool):
         self.model, self.schedule = model, schedule
         self.parts, self.lanes, self.chunks = model.parts, model.lanes, model.chunks
         self.stages = reshard(jnp.arange(schedule.num_stages), PartitionSpec(self.lanes.stage_axes))
         self.is_first, self.is_last = self.stages == 0, self.stages == schedule.num_stages - 1
         self.blocks, self.outer = model.trained()
+        self.slots = assign_slots(schedule.num_stages, schedule.num_chunks, schedule.num_parts)
+        self.recompute_runs = recompute_runs
 
     def start(self, d_blocks: Any, d_outer: Any) -> Carry:
         """Return what the first tick takes: zeros, of the shapes that the ticks give.
@@ -273,13 +299,13 @@ class Iterations:
         model, parts = self.model, self.parts
         forth = jax.tree.map(jnp.zeros_like, model.enter(self.outer, 0))
         back = take_stream(forth)
-        saved = jax.tree.map(lambda x: self.lanes.several(x, self.schedule.num_saved), forth)
         first, seed = parts.batch(0), parts.seed(0)
         shapes = jax.eval_shape(lambda: model.loss(self.outer, model.leave(self.is_first, back), first, seed)[1])
         weight, sums = jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)
         slot = self.schedule.forward(jnp.asarray(-1), self.stages)
         chunk = self.chunks.take(self.blocks, slot.chunk)
-        routing = jax.eval_shape(lambda: model.run_blocks(chunk, back, forth, slot)[1])
+        _, routing, kept = jax.eval_shape(lambda: self._run_blocks(chunk, forth, slot))
+        saved = self.lanes.make_ring(jax.tree.leaves(kept), self.slots.num_slots)
         return Carry(saved, forth, back, d_blocks, d_outer, weight, sums, jax.tree.map(self.chunks.zeros, routing))
 
     def tick(self, carry: Carry, now: jax.Array, *, forward: bool, backward: bool) -> tuple[Carry, None]:
@@ -299,17 +325,27 @@ class Iterations:
     def _go_forward(self, carry: Carry, now: jax.Array) -> tuple[Carry, Stream]:
         """Let every stage compute its rows, keep them, and send the result on. Returns the result too."""
         model, lanes = self.model, self.lanes
-        slot, slot_index = self.schedule.forward(now, self.stages), now % self.schedule.num_saved
+        slot = self.schedule.forward(now, self.stages)
         is_due, number = self.schedule.entering(now)
         no_rows = jax.tree.map(jnp.zeros_like, carry.forth)
         (entering,) = self.schedule.if_due(is_due, lambda _: (model.enter(self.outer, number),), no_rows)
         # The first stage takes a part of the batch for its first chunk, and for the others what the last stage sends.
         rows = lanes.select(self.is_first & (slot.chunk == 0), entering, carry.forth)
-        put = partial(jax.lax.dynamic_update_index_in_dim, index=slot_index, axis=1)
-        saved = jax.tree.map(put, carry.saved, rows)
-        stream, more = model.run_blocks(self.chunks.take(self.blocks, slot.chunk), take_stream(rows), rows, slot)
+        stream, more, kept = self._run_blocks(self.chunks.take(self.blocks, slot.chunk), rows, slot)
+        leaves, self.kept_tree = jax.tree.flatten(kept)
+        saved = lanes.put(carry.saved, leaves, self._find_slots(self.slots.put, now))
         routing = self.chunks.add(carry.routing, more, slot.chunk)
         return carry._replace(saved=saved, forth=lanes.send(replace_stream(rows, stream), 1), routing=routing), stream
+
+    def _run_blocks(self, chunk: Any, rows: Rows, slot: ScheduleSlot) -> tuple[Stream, Any, Any]:
+        """Return the stream and the routing behind the blocks of each stage, and what their backward pass needs."""
+        if self.recompute_runs:
+            return *self.model.run_blocks(chunk, take_stream(rows), rows, slot), rows
+        return self.model.keep_blocks(chunk, rows, slot)
+
+    def _find_slots(self, table: np.ndarray, now: jax.Array) -> jax.Array:
+        """Return the slots [S] of a tick."""
+        return reshard(jnp.asarray(table)[now], PartitionSpec(self.lanes.stage_axes))
 
     def _finish_part(self, carry: Carry, now: jax.Array, stream: Stream, nothing: Stream) -> tuple[Carry, Stream]:
         """Compute the loss of the part that the last stage has finished, if it has. Returns the gradient of its stream.
@@ -336,19 +372,20 @@ class Iterations:
     def _go_backward(self, carry: Carry, now: jax.Array, d_finished: Stream) -> Carry:
         """Let every stage go backward through rows that it kept, and send the gradient to the stage before it.
 
-        The stage computes its blocks once more, because it kept only what went into them. Behind the first chunk of the
-        first stage comes the embedding.
+        With `recompute_runs` the stage computes its blocks once more, because it kept only what went into them. Behind
+        the first chunk of the first stage comes the embedding.
         """
         model, lanes, slot = self.model, self.lanes, self.schedule.backward(now, self.stages)
-        slot_index = self.schedule.taken_at(now, self.stages) % self.schedule.num_saved  # [S]
-        # Each stage reads another slot of its ring: it took these rows 2 (S - 1 - s) ticks ago with one chunk.
-        read = jax.vmap(partial(jax.lax.dynamic_index_in_dim, keepdims=False))
-        rows = jax.tree.map(lambda x: read(x, slot_index), carry.saved)
+        leaves = lanes.take(carry.saved, self._find_slots(self.slots.taken, now))
+        kept = jax.tree.unflatten(self.kept_tree, leaves)
         is_last = self.is_last & (slot.chunk == self.schedule.num_chunks - 1)
         # The gradient of a bubble is zero: `carry.back` begins as zeros, and a stage hands zeros on.
-        run, chunk = partial(model.run_blocks, rows=rows, slot=slot), self.chunks.take(self.blocks, slot.chunk)
-        _, vjp, _ = jax.vjp(run, chunk, take_stream(rows), has_aux=True)
-        d_chunk, d_before = vjp(lanes.select(is_last, d_finished, carry.back))
+        chunk, d_stream = self.chunks.take(self.blocks, slot.chunk), lanes.select(is_last, d_finished, carry.back)
+        if self.recompute_runs:
+            run = partial(model.run_blocks, rows=kept, slot=slot)
+            d_chunk, d_before = jax.vjp(run, chunk, take_stream(kept), has_aux=True)[1](d_stream)
+        else:
+            d_chunk, d_before = model.go_back(chunk, kept, slot, d_stream)
         is_due, number = self.schedule.returning(now)
 
         def recompute_entry(d_outer):
@@ -363,7 +400,9 @@ class Iterations:
         return carry._replace(back=lanes.send(d_before, -1), d_blocks=d_blocks, d_outer=d_outer)
 
 
-def make_pipelined_gradients(arch: Architecture, loss_fn: LossFn, sync_every: int, num_chunks: int = 1) -> Gradients:
+def make_pipelined_gradients(
+    arch: Architecture, loss_fn: LossFn, sync_every: int, num_chunks: int = 1, recompute_runs: bool = False
+) -> Gradients:
     """Return what `make_gradients` returns: gradients of a step, its weight and its sums.
 
     Each stage has `num_chunks` chunks of layers.
@@ -386,7 +425,8 @@ def make_pipelined_gradients(arch: Architecture, loss_fn: LossFn, sync_every: in
             weights = jax.tree.map_with_path(zeros_like.gather, params, arch.weights)
         parts = Parts(model, lanes, batch, seeds, layout.with_tokens_on_stages())
         schedule = Turns(lanes.num_stages, num_chunks, parts.count)
-        iterations = Iterations(StagedModel(arch, loss_fn, params, weights, parts, chunks), schedule)
+        staged = StagedModel(arch, loss_fn, params, weights, parts, chunks)
+        iterations = Iterations(staged, schedule, recompute_runs)
 
         d_outer = jax.tree.map_with_path(zeros_like.zeros, arch.trained_weights)
         d_blocks = jax.tree.map(chunks.split_stage, {name: d_outer.pop(name) for name in names})

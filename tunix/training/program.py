@@ -292,7 +292,9 @@ class Program:
         pipeline, sync_every = self.choices.pipeline, self.choices.sync_every
         if pipeline.num_stages == 1:
             return make_gradients(self.arch, self.loss_fn, sync_every, self.choices.prefetch)
-        return make_pipelined_gradients(self.arch, self.loss_fn, sync_every, pipeline.num_chunks)
+        return make_pipelined_gradients(
+            self.arch, self.loss_fn, sync_every, pipeline.num_chunks, pipeline.recompute_runs
+        )
 
     def step(self, spans: Spans) -> Callable[[State, dict[str, Any]], tuple[State, dict]]:
         """Return the train step of a run of these steps, on which the learning rate depends; to be compiled."""
