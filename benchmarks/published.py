@@ -2,9 +2,10 @@
 
 The runs are those of benchmarks/published.yaml. Each is compiled once for its cluster, which takes one to four minutes,
 and its program is kept in .cache/published. Then its time is predicted twice: with the constants of tunix, and with the
-share of the peak (`efficiency`) times a factor that is chosen on the other runs alone ("leave one out").
+share of the peak (`efficiency`) times a factor that is chosen on the runs of other frameworks alone.
 
-`python -m benchmarks.published derived` derives all times, which takes seconds and needs no plugin.
+`python -m benchmarks.published derived` derives all times, which takes seconds and needs no plugin. Names of runs
+choose them: `python -m benchmarks.published maxtext_7b_1 foundry_7b_1`.
 """
 
 import statistics
@@ -36,7 +37,7 @@ class Run:
     """One published run."""
 
     name: str
-    family: str
+    framework: str  # that made the run: all runs of one are left out together
     topology: str  # as plan.topology
     network: str  # as plan.network
     words: list[str]  # keys of training
@@ -94,7 +95,9 @@ class Run:
 
 def main(words: list[str]) -> None:
     runs = [Run(name, **values) for name, values in yaml.safe_load(RUNS.read_text()).items()]
-    if words == ["derived"]:
+    chosen = [word for word in words if word != "derived"]
+    runs = [run for run in runs if run.name in chosen or not chosen]
+    if "derived" in words:
         print("| run | nodes | published s | derived |\n|---|---|---|---|")
         errors = [run.derive() / run.seconds - 1 for run in runs]
         for run, error in zip(runs, errors, strict=True):
@@ -106,8 +109,8 @@ def main(words: list[str]) -> None:
     derived = np.array([run.derive() for run in runs]) / published - 1
     by_factor = np.array([run.predict(iter(FACTORS)) for run in runs]) / published[:, None] - 1  # [runs, factors]
     left_out = []
-    for place in range(len(runs)):
-        others = np.delete(by_factor, place, axis=0)
+    for place, left in enumerate(runs):
+        others = by_factor[[run.framework != left.framework for run in runs]]
         best = int(np.abs(np.log1p(others)).mean(0).argmin())
         left_out.append((FACTORS[best], by_factor[place, best]))
     print("| run | nodes | published s | compiled | left out (factor) | derived |\n|---|---|---|---|---|---|")
