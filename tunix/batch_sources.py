@@ -37,6 +37,7 @@ from tunix.run.answer_sheet import AnsweredImage, draw_sheet
 from tunix.run.folder import find_model_files
 from tunix.run.metrics import Metrics
 from tunix.training.loss import HeldOut, find_loss_kind, make_completion
+from tunix.training.multiple_choice import make_choices
 from tunix.training.program import Program
 
 log = logging.getLogger(__name__)
@@ -69,7 +70,7 @@ class Feed(Protocol):
 
     @property
     def sets(self) -> Mapping[str, Evaluator]:
-        """The sets of evaluation.sets, by name."""
+        """The sets of evaluation.sets and of evaluation.choices, by name."""
 
     def __enter__(self) -> Self: ...
 
@@ -98,7 +99,8 @@ class CorpusFeed:
         info = cfg, corpus, program.arch, mesh, program.batch.num_rows
         teacher = (program.teacher, params) if program.teacher and params else None
         self.held_out = HeldOut(*info, teacher=teacher) if corpus.num_held_out else None
-        self.sets = {name: HeldOut(*info, name, teacher) for name in corpus.sets}
+        self.sets: dict[str, Evaluator] = {name: HeldOut(*info, name, teacher) for name in corpus.sets}
+        self.sets |= make_choices(cfg, corpus.vocab, program.arch, mesh, program.batch.num_rows)
 
     def __enter__(self) -> Self:
         for name, sequences in self.corpus.train.items():

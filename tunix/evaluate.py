@@ -3,6 +3,7 @@
 import json
 import sys
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import grain
@@ -27,8 +28,11 @@ from tunix.rl.reference import add_reference
 from tunix.run.folder import TOKENIZER
 from tunix.training.choices import build_layout, build_mesh
 from tunix.training.loss import HeldOut
+from tunix.training.multiple_choice import MultipleChoice, make_choices
 from tunix.training.program import assemble
 from tunix.training.state import Architecture, describe
+
+Sets = dict[str, HeldOut | MultipleChoice]
 
 
 def evaluate(cmd: Evaluate) -> None:
@@ -49,7 +53,8 @@ def evaluate(cmd: Evaluate) -> None:
     is_list = isinstance(cmd.step, tuple) or cmd.step == "all"  # of steps, even if there is only one
     content = info | ({"steps": rows} if is_list else rows[0])
     output.write_text(json.dumps(content, indent=2) + "\n")
-    names = [name for name in rows[0] if name != "sets"]
+    measured_sets = [rows[0], *rows[0].get("sets", {}).values()]
+    names = [name for name in dict.fromkeys(chain(*measured_sets)) if name != "sets"]
     table = Table(*info, *names)
     for row in rows:
         step = {"step": row["step"]} if "step" in row else {}
@@ -100,7 +105,7 @@ def make_config(cmd: Evaluate) -> Config:
 def evaluate_loss(cmd: Evaluate, cfg: Config, checkpoints: list[str]) -> list[dict[str, Any]]:
     """Measure the held-out loss as a run with this config does: on the same sequences, mesh and dtypes.
 
-    The numbers of evaluation.sets stand under `sets`, by name.
+    The numbers of evaluation.sets and of evaluation.choices stand under `sets`, by name.
     """
     if cfg.task.documents == "prompt":
         raise UserError(f"metric=loss: task={cfg.task.name} has no loss on held-out answers; set metric=reward")
@@ -112,7 +117,7 @@ def evaluate_loss(cmd: Evaluate, cfg: Config, checkpoints: list[str]) -> list[di
         layout = build_layout(cfg, mesh)
         arch = describe(cfg.model, layout)
         held_out: HeldOut | None = None
-        sets: dict[str, HeldOut] = {}
+        sets: Sets = {}
         for checkpoint in checkpoints:
             params, _ = load_params(checkpoint, cfg.model, arch, layout, mesh, cmd.weights)
             # After the first weights: reading the data may take long, and missing weights are noticed in a second.
@@ -125,8 +130,8 @@ def evaluate_loss(cmd: Evaluate, cfg: Config, checkpoints: list[str]) -> list[di
     return measured
 
 
-def _load_held_out(cmd: Evaluate, cfg: Config, arch: Architecture, mesh: Mesh) -> tuple[HeldOut, dict[str, HeldOut]]:
-    """Return the documents of the split on the devices, and evaluation.sets by name.
+def _load_held_out(cmd: Evaluate, cfg: Config, arch: Architecture, mesh: Mesh) -> tuple[HeldOut, Sets]:
+    """Return the documents of the split on the devices, and evaluation.sets and evaluation.choices by name.
 
     Pairs of answers come with their scores by the model of step 0.
     """
@@ -135,7 +140,8 @@ def _load_held_out(cmd: Evaluate, cfg: Config, arch: Architecture, mesh: Mesh) -
     if isinstance(cfg.task, Compared):
         add_reference(cfg, corpus, assemble(cfg, mesh), mesh)
     info = cfg, corpus, arch, mesh, cfg.training.batch_shape(mesh.shape).num_rows
-    return HeldOut(*info), {name: HeldOut(*info, name) for name in corpus.sets}
+    sets: Sets = {name: HeldOut(*info, name) for name in corpus.sets}
+    return HeldOut(*info), sets | make_choices(cfg, corpus.vocab, *info[2:])
 
 
 def _load_documents(cmd: Evaluate, cfg: Config) -> Corpus:

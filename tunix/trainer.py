@@ -47,6 +47,7 @@ from tunix.run.table import Start
 from tunix.run.trace import CommunicationTrace, check_window
 from tunix.training.choices import Planned, build_mesh, check_compiler_options
 from tunix.training.kernel_check import check_attention, check_expert_matmul
+from tunix.training.multiple_choice import read_questions
 from tunix.training.optimizer import check_phases
 from tunix.training.program import Program, Sizes, assemble, assemble_stages, derive_sizes
 from tunix.training.state import State
@@ -157,7 +158,9 @@ class Setup:
 
 
 def try_out(cfg: Config) -> None:
-    """Call the code that the user brings once on made-up input. Raises `UserError` where it does not work."""
+    """Call the code that the user brings once on made-up input, and read small files. Raises `UserError` for faults."""
+    for name, path in cfg.evaluation.choices.items():
+        read_questions(name, path)
     for section in (cfg.data, cfg.optimizer, cfg.scheduler):
         section.try_out()
     peers.on_main(cfg.logging.try_out, "trying the sinks")

@@ -132,11 +132,13 @@ class Config(Section):
                     f"training.batch_stages.{number}.seq_len={stage.seq_len} would cut a {self.task.documents} of "
                     f"task={self.task.name} in parts; leave seq_len out, or set task=pretrain"
                 )
-        if self.evaluation.sets and self.task.documents not in ("text", "conversation"):
-            raise ValueError(
-                f"evaluation.sets.{next(iter(self.evaluation.sets))}: task={self.task.name} has no loss on other "
-                "documents; leave evaluation.sets out, or measure the checkpoints with another task"
-            )
+        for key in ("sets", "choices"):
+            names = getattr(self.evaluation, key)
+            if names and self.task.documents not in ("text", "conversation"):
+                raise ValueError(
+                    f"evaluation.{key}.{next(iter(names))}: task={self.task.name} has no loss on other documents; "
+                    f"leave evaluation.{key} out, or measure the checkpoints with another task"
+                )
         if isinstance(self.task, Paired | Classify) and self.loading.packing == "concat":
             cut = "pairs" if isinstance(self.task, Paired) else "documents"
             raise ValueError(

@@ -61,6 +61,9 @@ class Evaluation(Section):
     sets: dict[str, AnySource]
     """More sets by name, each all documents of a source: evaluation.sets.NAME=jsonl takes the keys of data=jsonl, and
     evaluation.sets.NAME.paths=[...] changes one. metrics.jsonl has a line for each, with NAME as its split."""
+    choices: dict[str, str]
+    """Files of questions with several choices, by name: +evaluation.choices.NAME=FILE.jsonl (docs/metrics.md has their
+    form). metrics.jsonl has a line for each, with the share of questions whose right choice is the likeliest."""
     sample_tokens: CountOrZero
     """Tokens sampled at the end as the continuation of a held-out document, half of the context at most; 0 for none."""
     sample_temperature: Temperature
@@ -74,8 +77,10 @@ class Evaluation(Section):
 
     @model_validator(mode="after")
     def _check(self) -> "Evaluation":
-        if taken := [name for name in self.sets if name in ("train", "held_out", "all")]:
-            raise ValueError(f"evaluation.sets.{taken[0]}: this name is taken; choose another")
+        for key, names in (("sets", self.sets), ("choices", self.choices)):
+            others = ("train", "held_out", "all", *(self.sets if key == "choices" else ()))
+            if taken := [name for name in names if name in others]:
+                raise ValueError(f"evaluation.{key}.{taken[0]}: this name is taken; choose another")
         if self.num_samples > 1 and self.sampling.temperature == 0:
             raise ValueError(
                 f"evaluation.num_samples={self.num_samples} answers are all the same at "

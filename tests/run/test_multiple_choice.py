@@ -1,0 +1,122 @@
+"""Questions with several choices inside a run: the scores are those of the trained model's logits, on every mesh."""
+
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from support.harness import ONE_LAYER, RUN, metrics
+
+import tunix
+from tunix.base.errors import UserError
+from tunix.config import Evaluate
+from tunix.config.command_line import read_settings
+from tunix.config.compose import compose
+from tunix.evaluate import evaluate
+from tunix.training.multiple_choice import MultipleChoice, read_questions
+
+QUESTIONS = [
+    {"prompt": "def f(x): ", "choices": ["return x", "yield", "pass # nothing at all"], "answer": 0},
+    {"prompt": "import", "choices": [" os", " \u00e9t\u00e9"], "answer": 1},
+    {"prompt": "for i in", "choices": [" range(3):", " x:", " [1, 2, 3, 4]:", " y"], "answer": 2},
+    {"prompt": "class A", "choices": [":", "(B):"], "answer": 0},
+    {"prompt": "x = 1\n", "choices": ["y = 2", "while True:"], "answer": 1},
+]  # fmt: skip
+
+
+@pytest.fixture
+def words(corpus, tmp_path, monkeypatch) -> list[str]:
+    monkeypatch.chdir(tmp_path)
+    Path("code.jsonl").write_text("\n".join(map(json.dumps, QUESTIONS)) + "\n\n")
+    data = ["data=text", f"data.paths=['{corpus}']"]
+    return [*RUN, *ONE_LAYER, *data, "+evaluation.choices.code=code.jsonl", "training.max_steps=2"]
+
+
+def score(model, question: dict) -> tuple[np.ndarray, np.ndarray]:
+    """Return the sums of log-probabilities of the choices [choices], and the same for each byte."""
+    prompt = question["prompt"].rstrip()
+    sums = []
+    for choice in question["choices"]:
+        ids, context = (
+            model.tokenizer.encode(text, add_special_tokens=False).ids for text in (question["prompt"] + choice, prompt)
+        )
+        start = [] if model.vocab.bos is None else [model.vocab.bos]
+        tokens = [*start, *ids]
+        log_probs = np.asarray(jax.nn.log_softmax(model(np.array([tokens[:-1]]))[0]))
+        own = range(len(tokens) - 1 - (len(ids) - len(context)), len(tokens) - 1)
+        sums.append(sum(float(log_probs[place, tokens[place + 1]]) for place in own))
+    totals = np.array(sums)
+    return totals, totals / [len(choice.encode()) for choice in question["choices"]]
+
+
+def test_the_likeliest_choice_is_that_of_the_logits_on_every_mesh(words):
+    found = []
+    for mesh in ("[[8],[fsdp]]", "[[2,2,2],[fsdp,tp,cp]]"):
+        sizes = ["training.global_batch_size=8", "training.micro_batch_size=1"]
+        folder = tunix.train([*words, *sizes, f"model.mesh_shape={mesh}"]).folder
+        found.append(metrics(folder, "code"))
+        assert [line["step"] for line in found[-1]][-1] == 2
+    assert found[0] == found[1]
+    model = tunix.load_pretrained(folder)
+    scores = [score(model, question) for question in QUESTIONS]
+    answers = [question["answer"] for question in QUESTIONS]
+    right, per_byte = (
+        np.mean([np.argmax(each[kind]) == answer for each, answer in zip(scores, answers, strict=True)])
+        for kind in (0, 1)
+    )
+    line = found[0][-1]
+    assert (line["accuracy"], line["accuracy_per_byte"], line["questions"]) == (right, per_byte, 5)
+    # The sums too, of texts that share rows.
+    with jax.set_mesh(model.mesh):
+        asked = MultipleChoice("code", compose(words).config, model.vocab, model.arch, model.mesh, 2)
+        np.testing.assert_allclose(
+            asked.sum_choices(model.params), np.concatenate([each[0] for each in scores]), rtol=1e-5
+        )
+    assert asked.batches["segment_ids"].max() > 1
+    evaluate(read_settings(Evaluate, [f"checkpoint={folder}", "output=results.json"], {"overrides": []}))
+    measured = json.loads(Path("results.json").read_text())["sets"]["code"]
+    assert (measured["accuracy"], measured["accuracy_per_byte"]) == (right, per_byte)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", r"line 2 is not \{\"prompt\": TEXT"),
+        ("[1]", "line 2 is not"),
+        ('{"prompt": " ", "choices": ["a", "b"], "answer": 0}', "prompt is no text"),
+        ('{"prompt": "a", "choices": ["a"], "answer": 0}', "choices are not two texts"),
+        ('{"prompt": "a", "choices": ["a", ""], "answer": 0}', "choices are not two texts"),
+        ('{"prompt": "a", "choices": ["a", "b"], "answer": 2}', "answer=2 is no index of 2 choices"),
+        ('{"prompt": "a", "choices": ["a", "b"], "answer": true}', "answer=True is no index"),
+    ],
+)
+def test_lines_that_are_no_question_are_named(line, message, words):
+    Path("code.jsonl").write_text(json.dumps(QUESTIONS[0]) + "\n" + line + "\n")
+    with pytest.raises(UserError, match=r"^evaluation.choices.code=code.jsonl, " + f".*{message}"):
+        read_questions("code", "code.jsonl")
+
+
+def test_files_that_cannot_be_asked_are_refused_before_data_are_read(words, monkeypatch):
+    monkeypatch.setattr("tunix.trainer.set_up", lambda *_: pytest.fail("the program is made"))
+    for name, content, message in (
+        ("nowhere.jsonl", None, "cannot be read: No such file"),
+        ("empty.jsonl", b"\n\n", "has no question"),
+        ("bytes.jsonl", b"\xff\xfe", "is no text in UTF-8"),
+    ):
+        if content is not None:
+            Path(name).write_bytes(content)
+        with pytest.raises(UserError, match=f"^evaluation.choices.code={name} {message}"):
+            tunix.train([*words[:-2], f"+evaluation.choices.code={name}"])
+    with pytest.raises(UserError, match="evaluation.choices.train: this name is taken"):
+        compose([*words, "+evaluation.choices.train=a.jsonl"])
+    with pytest.raises(UserError, match="task=dpo has no loss on other documents"):
+        compose(["+evaluation.choices.a=a.jsonl", "task=dpo", "data=pairs", "data.paths=[x]"])
+
+
+def test_a_question_that_is_longer_than_a_row_is_named(words):
+    Path("code.jsonl").write_text(json.dumps(QUESTIONS[0] | {"prompt": "a b " * 400}) + "\n")
+    with pytest.raises(
+        UserError, match=r"^evaluation.choices.code, question 1: \d+ tokens with a choice are more than"
+    ):
+        tunix.train([*words, "model.mesh_shape=[[8],[fsdp]]", "training.global_batch_size=8"])
