@@ -256,6 +256,18 @@ def test_bf16_computes_in_bf16_over_float32_weights(reference):
     assert rounded == pytest.approx(exact, rel=1e-2)
 
 
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_weights_and_moments_in_bfloat16_stay_so(microbatches, reference):
+    """Gradients and updates are in float32; what rests is as the config says."""
+    step = program(*ONE, "training.param_dtype=bfloat16", "scheduler=constant", "scheduler.warmup_ratio=0")
+    before = jax.tree.map(lambda leaf: leaf.dtype, step.state)
+    losses = [numbers["loss"] for numbers in step.run(batch(microbatches=microbatches), steps=3)]
+    assert jax.tree.map(lambda leaf: leaf.dtype, step.state) == before
+    assert {leaf.dtype for leaf in jax.tree.leaves(step.state["params"])} == {jnp.dtype("bfloat16")}
+    assert losses[0] == pytest.approx(reference[0]["loss"], rel=1e-2)
+    assert losses[2] < losses[0]
+
+
 LOW_RANK = [
     "model.lora.rank=2", "model.lora.targets=attention.q|mlp", "model.lora.train_also=final_norm",
     "optimizer.learning_rate=0.1", "scheduler=constant", "scheduler.warmup_ratio=0",

@@ -123,7 +123,8 @@ def make_train_step(
             moved = {name: update.ema[name].update(tree, params) for name, tree in copies.items()}
             new = {"params": params, "opt_state": opt_state, "copies": moved}
             old = {"params": trained, "opt_state": moments, "copies": copies}
-            selected = jax.tree.map(lambda n, o: jax.lax.select(is_good, n, o), new, old)
+            # Moments rest in the dtype of parameters, and are computed in that of gradients.
+            selected = jax.tree.map(lambda n, o: jax.lax.select(is_good, n.astype(o.dtype), o), new, old)
             reported |= update.report_norms(state["step"], arch, grads, trained, selected["params"])
             if on_host:
                 selected["opt_state"] = to_host_memory(selected["opt_state"])
