@@ -32,6 +32,7 @@ from tunix.huggingface.adapter import gather_adapter, gather_score
 from tunix.huggingface.adapter_config import CONFIG, PREFIX, WEIGHTS, write_adapter_config
 from tunix.huggingface.config_json import read_num_rows, write_config
 from tunix.huggingface.hub import list_copied_files
+from tunix.huggingface.sentence_vectors import write_files as write_sentence_files
 from tunix.huggingface.table import find_family
 from tunix.huggingface.vision_keys import PROCESSOR_FILES, write_processor
 from tunix.huggingface.weights import list_tensors, save_weights
@@ -73,7 +74,7 @@ def export(command: Export) -> str:
         command.shard_gb,
         merge_lora=command.merge_lora,
         write_whole=FORMATS[command.format],
-        add_files=None if command.push is None else partial(_write_card, command),
+        add_files=partial(_add_files, command),
     )
     if command.push is not None:
         folder = Path(command.output).expanduser()
@@ -124,7 +125,9 @@ def write_export(
     `write_whole` is a function of `FORMATS`; `add_files` writes more into the folder, on process 0.
     """
     if is_address(output_name):
-        return _export_to_bucket(output_name, load, dtype, shard_gb, merge_lora=merge_lora, write_whole=write_whole)
+        return _export_to_bucket(
+            output_name, load, dtype, shard_gb, merge_lora=merge_lora, write_whole=write_whole, add_files=add_files
+        )
     output = Path(output_name).expanduser()
 
     def check() -> None:
@@ -145,7 +148,7 @@ def write_export(
             with announcing(f"writing {output}", peers.print_progress):
                 line = write(model, folder, dtype, shard_gb)
             if add_files is not None:
-                peers.on_main(lambda: add_files(folder, model), "writing the model card")
+                peers.on_main(lambda: add_files(folder, model), "writing files about the model")
             kind = "adapter" if adapter else "export"
             peers.on_main(lambda: write_digests(folder, list_files(folder), **sign(kind)), "writing the digests")
     except OSError as error:
@@ -161,6 +164,7 @@ def _export_to_bucket(
     *,
     merge_lora: bool,
     write_whole: "Write | None",
+    add_files: Callable[[Path, Pretrained], None] | None,
 ) -> str:
     """Write the folder on this machine first, then into the bucket, with its digests as the last object."""
 
@@ -174,7 +178,9 @@ def _export_to_bucket(
     with ExitStack() as stack:
         made = stack.enter_context(tempfile.TemporaryDirectory(prefix="tunix-export-")) if peers.is_main() else ""
         folder = Path(peers.agree(made, "the folder")) / "export"
-        line = write_export(str(folder), load, dtype, shard_gb, merge_lora=merge_lora, write_whole=write_whole)
+        line = write_export(
+            str(folder), load, dtype, shard_gb, merge_lora=merge_lora, write_whole=write_whole, add_files=add_files
+        )
         peers.on_main(lambda: upload(folder, address, "output", last=FILE), "writing to the bucket")
     return line.replace(str(folder), address, 1)
 
@@ -232,6 +238,19 @@ def _write_gguf(model: Pretrained, folder: Path, dtype: str, shard_gb: float) ->
 
 Write = Callable[[Pretrained, Path, str, float], str]
 FORMATS: dict[str, Write] = {"huggingface": _write_model, "gguf": _write_gguf}
+
+
+def _add_files(command: Export, folder: Path, model: Pretrained) -> None:
+    """Write what the run's task and the hub want beside the model."""
+    run = find_run(command.checkpoint)
+    task = read_saved(run[0])["task"] if run else {}
+    if task.get("name") == "embed" and (folder / "config.json").is_file():
+        vocab = model.vocab or load_vocab(str(model.tokenizer_files))
+        pad = PAD if vocab.backend.token_to_id(PAD) is not None else vocab.eos_token  # nothing reads what stands there
+        sizes = model.cfg.embed_dim, model.cfg.context_length
+        write_sentence_files(folder, task["pooling"], *sizes, vocab.backend, vocab.bos_token, vocab.eos_token, pad)
+    if command.push is not None:
+        _write_card(command, folder, model)
 
 
 def _write_card(command: Export, folder: Path, model: Pretrained) -> None:

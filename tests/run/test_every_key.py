@@ -32,7 +32,7 @@ from tunix.sharding.equations import Equation
 from tunix.train_command import LAUNCHERS
 from tunix.trainer import run
 from tunix.training.choices import build_layout, build_mesh
-from tunix.training.loss import find_loss_kind
+from tunix.training.loss import find_loss_kind, make_completion
 from tunix.training.optimizer import make_optimizer, make_schedule
 from tunix.training.program import assemble
 from tunix.training.state import Weight, describe
@@ -130,11 +130,16 @@ def post_training(folder: Path, corpus: Path) -> Callable[[], None]:
     classified = compose([*RUN, *classes, "task.long_documents=skip", *ONE, words[-1]]).config
     pairs_of_rewards = [word.replace("dpo", "reward") for word in words_of_pairs(folder)]
     reward = compose([*RUN, *pairs_of_rewards, *ONE, words[-1]]).config
-    traced = pairs, kto, classified, reward, *(compose(words).config for words in taught), simpo
+    (folder / "groups.jsonl").write_text(
+        "\n".join(json.dumps({"prompt": "a", "chosen": "b " * (n * 9 + 1), "rejected": "c"}) for n in range(9))
+    )
+    groups = ["task=embed", "task.negatives=1", "task.sizes=[8]", "data=pairs", f"data.paths=[{folder}/groups.jsonl]"]
+    embedded = compose([*RUN, *groups, "task.long_documents=skip", *ONE, words[-1]]).config
+    traced = pairs, kto, classified, reward, embedded, *(compose(words).config for words in taught), simpo
 
     def use() -> None:
         run(job)
-        for cfg in traced[:5]:
+        for cfg in traced[:6]:
             load_corpus(cfg)
         for cfg in traced:
             mesh = build_mesh(cfg)
@@ -142,6 +147,8 @@ def post_training(folder: Path, corpus: Path) -> Callable[[], None]:
                 program = assemble(cfg, mesh)
                 fields, shared = split_shared(program.abstract_batch)
                 rows = {name: jax.eval_shape(lambda x: x[0], leaf) for name, leaf in fields.items()}
+                if complete := make_completion(cfg, program.arch):
+                    jax.eval_shape(complete, program.abstract["params"], fields)
                 jax.eval_shape(
                     lambda params, rows, program=program: (
                         program.loss_fn(program.arch.module(params), rows, None).objective

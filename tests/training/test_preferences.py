@@ -141,13 +141,14 @@ def labelled(policy):
     others = [
         pair | {"rejected_ids": before["chosen_ids"]} for pair, before in zip(pairs, pairs[-1:] + pairs, strict=False)
     ]
-    task = compose(["task=kto", "data=labelled", "data.paths=[none]", f"task.beta={TRL['beta']}"]).config.task
-    task = task.model_copy(update={"undesirable_weight": kto["undesirable_weight"]})
+    words = ["task=kto", "data=labelled", "data.paths=[none]", f"task.beta={TRL['beta']}"]
+    cfg = compose([*words, "training.loss_chunk_size=32"]).config
+    task = cfg.task.model_copy(update={"undesirable_weight": kto["undesirable_weight"]})
     rows = ROWS["several pairs a row"]
     with jax.set_mesh(policy.model.mesh):
         batch = policy.batch(rows, shard=replace(shard_of(others), labels=np.array(kto["labels"])))
     batch = {name: field[None] for name, field in batch.items()}
-    add_kl = jax.jit(make_kl_estimate(policy.model.arch.module, 32))
+    add_kl = jax.jit(make_kl_estimate(cfg, policy.model.arch.module))
 
     @jax.jit
     @partial(jax.value_and_grad, has_aux=True)

@@ -18,7 +18,7 @@ from tunix.config.layers import PROJECTIONS, Lora
 from tunix.config.model import Model
 from tunix.config.model_checks import check_stages
 from tunix.config.sections import Checkpoint, Distributed, Evaluation, Logging, Plan, Profile
-from tunix.config.task import AnyTask, Classify, Grpo, Paired, Sampling, Task
+from tunix.config.task import AnyTask, Embed, Grpo, Paired, Sampling, Task, Uncut
 from tunix.config.training import Training, read_steps
 from tunix.optimizers.schedules import Scheduler
 from tunix.optimizers.table import AnyOptimizer, Optimizer, ParameterGroup
@@ -139,11 +139,13 @@ class Config(Section):
                     f"evaluation.{key}.{next(iter(names))}: task={self.task.name} has no loss on other documents; "
                     f"leave evaluation.{key} out, or measure the checkpoints with another task"
                 )
-        if isinstance(self.task, Paired | Classify) and self.loading.packing == "concat":
+        if isinstance(self.task, Paired | Uncut) and self.loading.packing == "concat":
             cut = "pairs" if isinstance(self.task, Paired) else "documents"
             raise ValueError(
                 f"loading.packing=concat cuts {cut} of task={self.task.name} in two; set it to best_fit or pad"
             )
+        if isinstance(self.task, Embed):
+            self._check_embed(self.task)
         if self.model.labels != self.task.output_labels:
             raise ValueError(self._describe_labels())
         return self
@@ -162,6 +164,28 @@ class Config(Section):
             f"task={self.task.name} learns {', '.join(wanted)}, and the model gives {', '.join(found)} "
             "(model.labels); start from a language model, or give the labels that it has"
         )
+
+    def _check_embed(self, task: Embed) -> None:
+        """Raise ValueError where sections contradict the task."""
+        if self.loading.packing != "pad":
+            raise ValueError(
+                f"loading.packing={self.loading.packing}: a row of task=embed has one query with its documents; set it "
+                "to pad"
+            )
+        if self.model.lora.rank and self.model.lora.dropout:
+            raise ValueError(
+                f"model.lora.dropout={self.model.lora.dropout:g}: task=embed computes its vectors twice in a step, and "
+                "they have to be the same; set model.lora.dropout=0"
+            )
+        if self.model.vision is not None and self.training.images_per_row:
+            raise ValueError(
+                f"training.images_per_row={self.training.images_per_row}: task=embed reads texts; set it to 0"
+            )
+        if large := [size for size in task.sizes or () if size >= self.model.embed_dim]:
+            raise ValueError(
+                f"task.sizes={list(task.sizes or ())}: {large[0]} is no part of a vector of "
+                f"model.embed_dim={self.model.embed_dim}; the whole vector is learnt without being named"
+            )
 
     def _check_grpo(self, task: Grpo) -> None:
         """Raise ValueError where sections contradict the task: the policy that learns must be the one that answers."""

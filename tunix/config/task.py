@@ -494,7 +494,15 @@ ClassName = Annotated[
 ]
 
 
-class Classify(Task):
+class Uncut(Task):
+    """A task on documents that are never cut."""
+
+    long_documents: Literal["error", "skip"]
+    """Documents that do not fit into training.seq_len (task=embed: a query with its document and its negatives):
+    refused, or left out and counted."""
+
+
+class Classify(Uncut):
     """A head gives each document a score for each class, or a number."""
 
     documents = "example"
@@ -505,8 +513,6 @@ class Classify(Task):
     labels: Annotated[tuple[ClassName, ...], Field(min_length=2)] | None
     """Classes, as the column data.columns.label has them; null: that column has numbers, and the loss is the squared
     error."""
-    long_documents: Literal["error", "skip"]
-    """Documents that do not fit into training.seq_len: refused, or left out and counted."""
 
     @property
     def output_labels(self) -> tuple[str, ...]:
@@ -523,4 +529,36 @@ class Classify(Task):
         return self
 
 
-AnyTask = Annotated[Pretrain | Sft | Grpo | Dpo | Kto | Reward | Classify, Field(discriminator="name")]
+class Embed(Uncut):
+    """The vector of a query comes near that of its document, and away from those of all other documents of the step
+    (InfoNCE, arXiv:1807.03748)."""
+
+    documents = "group"
+    default_loss = "embed"
+
+    name: Literal["embed"]  # type: ignore[assignment]
+    """What is learnt."""
+    pooling: Literal["last", "mean"]
+    """Vector of a text: that of its last token, <eos> (last), or the mean over its tokens (mean)."""
+    temperature: Positive
+    """Cosines are divided by it before the softmax over the documents of a step."""
+    negatives: CountOrZero
+    """Texts that are read of each row's column data.columns.rejected, a text or a list: documents that do not answer
+    the query. A row may have fewer; 0 reads none, and the documents of the other queries are all that is wrong."""
+    sizes: Annotated[tuple[Count, ...], Field(min_length=1)] | None
+    """Numbers of the vector's first values that are learnt as a vector of their own, beside the whole one (Matryoshka,
+    arXiv:2205.13147); the losses of all sizes are added up. null learns the whole vector alone."""
+
+    @property
+    def num_texts(self) -> int:
+        """Most texts of a row: the query, its document, negatives."""
+        return 2 + self.negatives
+
+    @model_validator(mode="after")
+    def _check(self) -> "Embed":
+        if self.sizes is not None and len(set(self.sizes)) < len(self.sizes):
+            raise ValueError(f"task.sizes={list(self.sizes)} names a size twice")
+        return self
+
+
+AnyTask = Annotated[Pretrain | Sft | Grpo | Dpo | Kto | Reward | Classify | Embed, Field(discriminator="name")]

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer as Backend
 from tunix.base.errors import UserError
 from tunix.config import Config
 from tunix.config.data import Mixture
-from tunix.config.task import Classify, Kto, Paired
+from tunix.config.task import Classify, Embed, Kto, Paired, Uncut
 from tunix.config.vision import Vision
 from tunix.data.chat import START
 from tunix.data.files import Unit
@@ -228,7 +228,7 @@ def load_corpus(cfg: Config) -> Corpus:
     train, held_out = (
         {name: _pack(folder, split, cfg) for name, folder in prepared.items()} for split in ("train", "held_out")
     )
-    if isinstance(cfg.task, Paired | Classify):
+    if isinstance(cfg.task, Paired | Uncut):
         _report_long({**train, **{f"{name}, held out": part for name, part in held_out.items()}}, cfg, cfg.task)
     if isinstance(cfg.task, Kto):
         _check_labels(train)
@@ -285,16 +285,19 @@ def _load_set(name: str, source: Source, vocab: Vocab, cfg: Config) -> grain.Map
     return grain.MapDataset.source(sequences)
 
 
-def _report_long(parts: dict[str, Sequences], cfg: Config, task: Paired | Classify) -> None:
+def _report_long(parts: dict[str, Sequences], cfg: Config, task: Paired | Uncut) -> None:
     """Log how many pairs or documents are longer than a sequence and therefore left out, or refuse them.
 
     Raises:
         UserError: there are such pairs, and task.long_pairs=error; or documents, and task.long_documents=error.
     """
     key, choice = (
-        ("long_documents", task.long_documents) if isinstance(task, Classify) else ("long_pairs", task.long_pairs)
+        ("long_documents", task.long_documents) if isinstance(task, Uncut) else ("long_pairs", task.long_pairs)
     )
-    kind, counted = ("documents", "") if isinstance(task, Classify) else ("pairs", ", both answers with their prompts")
+    if isinstance(task, Embed):
+        kind, counted = "groups", ", a query with its documents"
+    else:
+        kind, counted = ("documents", "") if isinstance(task, Uncut) else ("pairs", ", both answers with their prompts")
     for name, part in parts.items():
         if part.num_left_out:
             slots = f", or have more than training.images_per_row={cfg.training.images_per_row} images"

@@ -12,7 +12,7 @@ import numpy as np
 from tunix.base.dotted_path import import_object
 from tunix.base.errors import UserError
 from tunix.config import Task
-from tunix.config.task import Classify, Prompted, Sft
+from tunix.config.task import Classify, Embed, Prompted, Sft
 from tunix.data.chat import NO_OPTIONS, LearntTurns, Message, Options, join_parts
 from tunix.data.files import TOO_LONG, BadRow, Columns, Item, Limited, Rows, Source, Unit, is_longer
 from tunix.data.images import (
@@ -73,22 +73,30 @@ class Example(NamedTuple):
     label: float
 
 
+class Group(NamedTuple):
+    """A query, the document that answers it, and documents that do not."""
+
+    texts: list[str]
+
+
 class Document(NamedTuple):
     name: str
-    content: str | Conversation | Question | Pair | Labelled | Example
+    content: str | Conversation | Question | Pair | Labelled | Example | Group
     images: Sequence[bytes] = ()  # as shards keep them (data/images.py), in the order of their places in the turns
 
     @property
     def text(self) -> str:
         """Text of the document without a template: what a tokenizer learns from."""
         content = self.content.content if isinstance(self.content, Example) else self.content
-        if isinstance(content, str):
-            return content
+        if isinstance(content, str | Group):
+            return content if isinstance(content, str) else "\n".join(content.texts)
         return "\n".join(join_parts(turn["content"]) for turn in list_turns(content))
 
 
-def list_turns(content: Conversation | Question | Pair | Labelled | Example) -> list[Message]:
+def list_turns(content: Conversation | Question | Pair | Labelled | Example | Group) -> list[Message]:
     """Return all turns of a document; a text has none."""
+    if isinstance(content, Group):
+        return []
     if isinstance(content, Example):
         return [] if isinstance(content.content, str) else content.content.messages
     if isinstance(content, Pair):
@@ -302,6 +310,18 @@ def read_example(columns: Columns, row: dict[str, Any], task: Task) -> Example |
     if not content or (isinstance(content, Conversation) and not content.messages):
         return None
     return Example(content, _read_class(columns, row, task))
+
+
+def read_group(columns: Columns, row: dict[str, Any], task: Task) -> Group:
+    """Return a row's query and documents: the columns of the prompt, the chosen and the rejected answers."""
+    assert isinstance(task, Embed)
+    texts = [_read_cell(columns, meaning, row) for meaning in ("prompt", "chosen")]
+    if task.negatives:
+        wrong = _read_cell(columns, "rejected", row, (str, list))
+        texts += ([wrong] if isinstance(wrong, str) else wrong)[: task.negatives]
+    if not all(isinstance(text, str) and text for text in texts):
+        raise BadRow("has a query or a document that is empty, or no text")
+    return Group(texts)
 
 
 def _read_class(columns: Columns, row: dict[str, Any], task: Classify) -> float:
@@ -544,6 +564,24 @@ def encode_examples(vocab: Vocab, documents: list[Document]) -> Iterator[Encoded
         tokens = np.concatenate(encoded.tokens[:-1] if own else encoded.tokens)  # a text has <eos> already
         tokens, mark = _with_end(vocab, tokens)
         yield encoded._replace(tokens=(tokens,), answers=mark, label=example.label)
+
+
+def encode_groups(vocab: Vocab, documents: list[Document]) -> Iterator[Encoded]:
+    """Yield the texts of each group, with a token behind each that only marks its end, as in `encode_comparisons`.
+
+    A text ends with <eos> before that token: the model reads it, and its vector may be that of the text.
+    """
+    groups: list[Group] = [document.content for document in documents]  # type: ignore[misc]
+    texts = encode_texts(vocab, [Document("", text) for group in groups for text in group.texts])
+    for group in groups:
+        own = [next(texts) for _ in group.texts]
+        ended = [_with_end(vocab, np.concatenate(each.tokens)) for each in own]
+        yield Encoded(
+            sum(each.text_bytes for each in own),
+            [tokens for tokens, _ in ended],
+            np.concatenate([mark for _, mark in ended]),
+            label=len(own),
+        )
 
 
 def _with_end(vocab: Vocab, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

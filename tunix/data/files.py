@@ -241,7 +241,8 @@ class Files(Source):
 class Columns(Section):
     """Names of the columns that hold a document. The task says which are read: pretrain the text; sft the prompt and
     its completion if `prompt` is set, else the messages; dpo and reward the prompt, chosen and rejected; kto what
-    sft reads, and the label; classify the prompt if it is set, else the text or the messages, and the label."""
+    sft reads, and the label; classify the prompt if it is set, else the text or the messages, and the label;
+    embed the prompt, chosen and rejected, as texts."""
 
     text: str | None
     """Column of a document's text."""

@@ -168,14 +168,29 @@ def _fill_chunks(shard: Arrays, pieces: list[list[int]], seq_len: int) -> Exampl
 
 
 def _fill_examples(shard: Arrays, pieces: list[list[int]], seq_len: int) -> Example:
-    """Return the example of whole documents; the field `label_values` has the label of each at its last token."""
+    """Return the example of whole documents; the field `label_values` has the label of each at its last token.
+
+    A document of several texts, a query with its documents, becomes a segment for each.
+    """
     assert shard.label_values is not None
+    pieces = _split_texts(shard, pieces)
     example = _fill_chunks(shard, pieces, seq_len)
     example["label_values"] = np.zeros(seq_len, np.float32)
-    lasts = np.cumsum([length for _, length in pieces]) - 1
-    documents = np.searchsorted(shard.starts, [first for first, _ in pieces])
+    lasts = np.cumsum([length for _, length in pieces], dtype=np.int64) - 1
+    documents = np.searchsorted(shard.starts, [first for first, _ in pieces], side="right") - 1
     example["label_values"][lasts] = shard.label_values[documents]
     return example
+
+
+def _split_texts(shard: Arrays, pieces: list[list[int]]) -> list[list[int]]:
+    """Return each text of documents as a piece, without the token that only marks its end (`encode_examples`)."""
+    assert shard.answers is not None
+    texts = []
+    for first, length in pieces:
+        ends = first + np.flatnonzero(shard.answers[first : first + length + 1])
+        starts = [first, *(ends[:-1] + 1).tolist()]
+        texts += [[start, end - start] for start, end in zip(starts, ends.tolist(), strict=True)]
+    return texts
 
 
 def _split_pairs(shard: Arrays, pieces: list[list[int]]) -> list[list[int]]:

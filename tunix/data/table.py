@@ -89,6 +89,12 @@ DOCUMENTS = {
         "example",
         arrays=("answers", "label_values"),
     ),
+    "group": DocumentKind(
+        "tunix.data.documents:read_group",
+        "tunix.data.documents:encode_groups",
+        "group",
+        arrays=("answers", "label_values"),
+    ),
 }
 
 

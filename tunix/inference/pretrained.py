@@ -1,8 +1,8 @@
 """A trained model ready for use, out of a run's folder or Hugging Face's files: `tunix.load_pretrained`."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from tunix.inference.rollout import Request, Sampler
 from tunix.inference.sampling import Sampling, read_stop_ids
 from tunix.models.kernels import choose_kernels, select_expert_matmul
 from tunix.models.low_rank import merge
-from tunix.models.scores import score_rows
+from tunix.models.scores import embed_rows, score_rows
 from tunix.models.vision import Images
 from tunix.processes import peers
 from tunix.run.folder import FILES, TOKENIZER
@@ -108,10 +108,25 @@ class Pretrained:
         """
         if self.cfg.labels is None:
             raise UserError("the model gives logits and no scores; train it with task=reward or task=classify")
-        scores = [self._score_some(rows[start : start + num_at_once]) for start in range(0, len(rows), num_at_once)]
+        scores = [self._run(self._scores, rows[at : at + num_at_once]) for at in range(0, len(rows), num_at_once)]
         return np.concatenate([np.zeros((0, len(self.cfg.labels)), np.float32), *scores])
 
-    def _score_some(self, rows: Sequence[Sequence[int]]) -> np.ndarray:
+    def embed(self, rows: Sequence[Sequence[int]], pooling: str, num_at_once: int = 8) -> np.ndarray:
+        """Return the vectors [texts, D] float32, of length 1, of texts, lists of token ids that end with <eos>.
+
+        `pooling` is that of task.pooling.
+
+        Raises:
+            UserError: the model gives scores.
+        """
+        if self.cfg.labels is not None:
+            raise UserError(f"the model gives {', '.join(self.cfg.labels)} and no vectors; call its method score")
+        embed = partial(self._embeddings, pooling=pooling)
+        parts = [self._run(embed, rows[start : start + num_at_once]) for start in range(0, len(rows), num_at_once)]
+        return np.concatenate([np.zeros((0, self.cfg.embed_dim), np.float32), *parts])
+
+    def _run(self, function: Callable[..., jax.Array], rows: Sequence[Sequence[int]]) -> np.ndarray:
+        """Return what a function of (parameters, tokens, segments) gives for rows of unequal lengths."""
         length = max(map(len, rows))
         # Few lengths, so that few programs are compiled.
         tokens = np.zeros((len(rows), min(self.cfg.context_length, 1 << (length - 1).bit_length())), np.int32)
@@ -119,7 +134,15 @@ class Pretrained:
         for number, row in enumerate(rows):
             tokens[number, : len(row)], segment_ids[number, : len(row)] = row, 1
         with jax.set_mesh(self.mesh):
-            return np.asarray(self._scores(self.params, self.rows(tokens), self.rows(segment_ids)))[: len(rows)]
+            return np.asarray(function(self.params, self.rows(tokens), self.rows(segment_ids)))[: len(rows)]
+
+    @cached_property
+    def _embeddings(self):
+        def embeddings(params, tokens, segment_ids, pooling):
+            module = self.arch.module(params)
+            return reshard(embed_rows(module, tokens, segment_ids, pooling), PartitionSpec())
+
+        return jax.jit(embeddings, static_argnames="pooling")
 
     @cached_property
     def _scores(self):

@@ -117,6 +117,7 @@ DIMS = {
         # Stages take equal shares of the turns (`Model.num_turns`): a turn of layers of several kinds is not cut.
         Dim("s", "turns of layers",  "pp"),
         Dim("v", "labels"),  # numbers that a document gets (`model.labels`)
+        Dim("u", "texts of a row"),  # of task=embed: a query, its document, negatives
         Dim("o", "single numbers"),  # one for a whole layer
         # Inside attention each device has whole sequences, so the axis of the tokens splits heads there.
         Dim("n", "query heads in attention", None, ("tp", "cp"), key="model.num_heads"),

@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import reshard
 
+from tunix.config import Config
 from tunix.config.task import Kto
 from tunix.data.batches import Batch, Field
 from tunix.models.transformer import Transformer
@@ -39,10 +40,9 @@ LABELLED_FIELDS = {
 }
 
 
-def make_kl_estimate(
-    module: Callable[[Any], Transformer], chunk_size: int | str
-) -> Callable[[dict[str, Any], Batch], Batch]:
+def make_kl_estimate(cfg: Config, module: Callable[[Any], Transformer]) -> Callable[[dict[str, Any], Batch], Batch]:
     """Return the function of (parameters, batch [A, B, T]) that gives the batch its field `kl`."""
+    chunk_size = cfg.training.loss_chunk_size
 
     def add_kl(params: dict[str, Any], batch: Batch) -> Batch:
         def one_microbatch(_, rows):

@@ -15,13 +15,14 @@ from jax.sharding import Mesh
 from tunix.base.dotted_path import blame_user, import_object, is_dotted, suggest_colon
 from tunix.base.errors import UserError, did_you_mean
 from tunix.config import Config
-from tunix.config.task import Classify, Distilled, Dpo, Grpo, Kto, Reward
+from tunix.config.task import Classify, Distilled, Dpo, Embed, Grpo, Kto, Reward
 from tunix.data.batches import FIELDS, TEACHER, Batch, Field, add_fields, image_fields, read_held_out
 from tunix.data.dataset import Corpus
 from tunix.data.tokenizer import bytes_by_token
 from tunix.models.transformer import Transformer
 from tunix.sharding.arrays import local_rows, to_global
 from tunix.training.dpo import PAIR_FIELDS, evaluate_preferences, preference_loss
+from tunix.training.embeddings import embed_fields, embedding_loss, make_gradients
 from tunix.training.grpo import POLICY_FIELDS, policy_loss
 from tunix.training.kto import LABELLED_FIELDS, evaluate_labelled, labelled_loss, make_kl_estimate
 from tunix.training.logprobs import (
@@ -67,10 +68,11 @@ class LossKind(NamedTuple):
     make: Callable[..., LossFn]
     evaluate: Callable[[Sums, jax.Array, int], dict[str, float]]  # (sums, weight, bytes of the text) of a held-out set
     fields: Mapping[str, Field] = FIELDS  # of the batches that it takes
-    # (model of parameters, chunk size) -> function of (parameters, batch [A, B, T]) that fills fields which depend on
+    # (config, model of parameters) -> function of (parameters, batch [A, B, T]) that fills fields which depend on
     # the model in training and on all rows of a step; None where there are none.
-    complete: Callable[[Callable[[Any], Transformer], int | str], Callable[[Any, Batch], Batch]] | None = None
+    complete: Callable[[Config, Callable[[Any], Transformer]], Callable[[Any, Batch], Batch]] | None = None
     measures_text: bool = True  # False: it needs no token of a text as a target
+    sized_fields: Callable[[Config], Mapping[str, Field]] | None = None  # beside `fields`: those of the config's sizes
 
 
 def next_token_loss(
@@ -162,6 +164,11 @@ def _make_classification(cfg: Config) -> LossFn:
     return partial(classification_loss, task=cfg.task)
 
 
+def _make_embedding(cfg: Config) -> LossFn:
+    assert isinstance(cfg.task, Embed)
+    return partial(embedding_loss, task=cfg.task)
+
+
 LOSSES = {
     "next_token": LossKind(_make_next_token, _measure_text),  # of sft too: its loss_mask keeps only the answers
     "dpo": LossKind(_make_preference, evaluate_preferences, PAIR_FIELDS),
@@ -169,6 +176,14 @@ LOSSES = {
     "grpo": LossKind(_make_policy, _measure_text, POLICY_FIELDS),
     "reward": LossKind(_make_reward, evaluate_preferences, measures_text=False),
     "classify": LossKind(_make_classification, evaluate_examples, EXAMPLE_FIELDS, measures_text=False),
+    "embed": LossKind(
+        _make_embedding,
+        evaluate_examples,
+        EXAMPLE_FIELDS,
+        make_gradients,
+        measures_text=False,
+        sized_fields=embed_fields,
+    ),
 }
 
 
@@ -184,13 +199,14 @@ def find_loss_kind(cfg: Config) -> LossKind:
         hint = suggest_colon(name) or did_you_mean(name, list(LOSSES))
         raise UserError(f"task.loss={name}: expected one of {', '.join(LOSSES)}, or package.module:name{hint}")
     kind = LOSSES[name]
-    return kind._replace(fields={**kind.fields, **image_fields(cfg)})
+    sized = {} if kind.sized_fields is None else kind.sized_fields(cfg)
+    return kind._replace(fields={**kind.fields, **sized, **image_fields(cfg)})
 
 
 def make_completion(cfg: Config, arch: Architecture) -> Callable[[Any, Batch], Batch] | None:
     """Return the function of (parameters, batch [A, B, T]) that fills fields of the loss which depend on the model."""
     complete = find_loss_kind(cfg).complete
-    return None if complete is None else complete(arch.module, cfg.training.loss_chunk_size)
+    return None if complete is None else complete(cfg, arch.module)
 
 
 def make_loss(cfg: Config, teacher: Teacher | None) -> LossFn:

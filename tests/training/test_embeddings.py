@@ -1,0 +1,188 @@
+"""Vectors of texts: those, losses and gradients of sentence-transformers, data, runs, files for it."""
+
+import json
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from support.harness import ONE_DEVICE, ONE_LAYER, ROOT, RUN, SPLIT_MESHES, metrics
+from tokenizers import Tokenizer
+
+import tunix
+from tunix.base.errors import UserError
+from tunix.config import Evaluate, Export
+from tunix.config.command_line import read_settings
+from tunix.config.compose import compose
+from tunix.data.batches import stack_examples
+from tunix.data.dataset import load_corpus
+from tunix.data.packing import _fill_examples
+from tunix.data.shards import Arrays
+from tunix.evaluate import evaluate
+from tunix.export import export
+from tunix.huggingface.sentence_vectors import list_files
+from tunix.training.embeddings import embedding_loss, make_gradients
+
+REFERENCE = json.loads((ROOT / "tests" / "training" / "trl" / "embeddings.json").read_text())
+LLAMA = ROOT / "tests" / "models" / "parity" / "llama"
+EMBED = ("task=embed", "data=pairs", "data.paths=[none]")
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    """The tiny Llama in float32, as sentence-transformers had it."""
+    return tunix.load_pretrained(LLAMA)
+
+
+def groups_shard(count):
+    tokens, starts, ends = [], [], []
+    for group in REFERENCE["groups"]:
+        starts.append(len(tokens))
+        for text in group[:count]:
+            tokens += [*text, 0]
+            ends.append(len(tokens) - 1)
+    marks = np.zeros(len(tokens), bool)
+    marks[ends] = True
+    return Arrays(np.array(tokens), np.array(starts), marks, label_values=np.full(len(starts), count, np.float32))
+
+
+def batch_of(shard, rows_of_microbatch):
+    """One group a row, with a row of padding behind the five groups."""
+    ends = [*shard.starts[1:], len(shard.tokens)]
+    pieces = [[[int(start), int(end - start) - 1]] for start, end in zip(shard.starts, ends, strict=True)]
+    rows = [_fill_examples(shard, piece, 32) for piece in (*pieces, [])]
+    parts = [rows[at : at + rows_of_microbatch] for at in range(0, 6, rows_of_microbatch)]
+    return {name: jnp.asarray(field) for name, field in stack_examples(parts).items()}
+
+
+@pytest.mark.parametrize("case", REFERENCE["cases"])
+def test_losses_gradients_and_vectors_are_those_of_sentence_transformers(case, llama):
+    pooling, count, sizes = case.split("-")
+    words = [
+        f"task.pooling={pooling}",
+        f"task.negatives={int(count) - 2}",
+        f"task.temperature={REFERENCE['temperature']}",
+    ]
+    words += [f"task.sizes={REFERENCE['sizes']}"] * (sizes == "sizes")
+    cfg, expected = compose([*EMBED, *words]).config, REFERENCE["cases"][case]
+
+    @jax.jit
+    @partial(jax.value_and_grad, has_aux=True)
+    def step(params, batch):
+        parts = [
+            embedding_loss(llama.arch.module(params), {name: x[n] for name, x in batch.items()}, task=cfg.task)
+            for n in range(len(batch["tokens"]))
+        ]
+        losses = jax.tree.map(lambda *each: sum(each), *parts)
+        return losses.objective / losses.weight, losses
+
+    # The rows of a step are compared over microbatches.
+    with jax.set_mesh(llama.mesh):
+        batch = batch_of(groups_shard(int(count)), 3)
+        filled = jax.jit(make_gradients(cfg, llama.arch.module))(llama.params, batch)
+        (_, loss), grads = step(llama.params, filled)
+    assert float(loss.weight) == 5
+    assert float(loss.sums["loss"] / loss.weight) == pytest.approx(expected["loss"], rel=1e-5)
+    assert float(optax.tree.norm(grads)) == pytest.approx(expected["grad_norm"], rel=1e-5)
+    vectors = llama.embed([group[0] for group in REFERENCE["groups"]], pooling)
+    np.testing.assert_allclose(vectors, expected["vectors"], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+def test_files_are_those_that_sentence_transformers_writes(pooling):
+    written = REFERENCE["files"][pooling]
+    del written["config_sentence_transformers.json"]["__version__"]
+    assert list_files(pooling, 32) == written
+
+
+def write_rows(path, count=24):
+    rows = [
+        {"prompt": f"what is {n}", "chosen": f"it is {n}", "rejected": ["not it", f"nor {n}"][: n % 3]}
+        for n in range(count)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+FULL = ("model.sliding_window=null", "model.local_rope_theta=null")
+RUN_OF_GROUPS = [
+    *RUN, "task=embed", "task.negatives=2", "task.sizes=[8]", "data=pairs", "tokenizer=bytes", "training.seq_len=64",
+    "data.held_out_fraction=0.2", "training.global_batch_size=4", "optimizer.learning_rate=1e-2",
+    "distributed.allow_idle_devices=true", "evaluation.num_sequences=4", "evaluation.sample_tokens=0",
+]  # fmt: skip
+
+
+def test_a_run_learns_resumes_and_is_exported(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = write_rows(tmp_path / "rows.jsonl")
+    words = [*RUN_OF_GROUPS, *ONE_LAYER, *FULL, f"data.paths=[{path}]", ONE_DEVICE, "training.max_steps=6"]
+    run = tunix.train([*words, "hydra.run.dir=run"]).folder
+    lines, held_out = metrics(run), metrics(run, "held_out")
+    assert lines[-1]["loss"] < lines[0]["loss"]
+    assert {"accuracy", "accuracy_8"} <= held_out[-1].keys()
+    tunix.train(["resume=run/checkpoints/3"])
+    assert [line["loss"] for line in metrics(run)][6:] == [line["loss"] for line in lines[3:]]
+    evaluate(read_settings(Evaluate, [f"checkpoint={run}", "output=results.json"]))
+    assert json.loads((tmp_path / "results.json").read_text())["accuracy"] == held_out[-1]["accuracy"]
+
+    export(read_settings(Export, [f"checkpoint={run}", "output=out"]))
+    text = "what is 5"
+    ids = Tokenizer.from_file("out/tokenizer.json").encode(text).ids
+    corpus = load_corpus(compose(words).config)
+    bos = corpus.vocab.bos_token or ""
+    read = corpus.tokenizer.decode(ids, skip_special_tokens=False)
+    assert read == f"{bos}{text}{corpus.vocab.eos_token}"
+    vectors = tunix.load_pretrained(run).embed([ids], "last")
+    np.testing.assert_allclose(tunix.load_pretrained("out").embed([ids], "last"), vectors, rtol=1e-5, atol=1e-6)
+    assert json.loads((tmp_path / "out" / "1_Pooling" / "config.json").read_text())["pooling_mode"] == "lasttoken"
+    # A row has its texts one after the other, each with <eos>, and the last token of each is marked.
+    example = corpus.train["jsonl"][0]
+    for segment in range(1, example["segment_ids"].max() + 1):
+        own = example["segment_ids"] == segment
+        assert example["tokens"][own][-1] == corpus.vocab.eos
+        assert example["loss_mask"][own].tolist() == [0] * (own.sum() - 1) + [1]
+
+
+MISTAKES = {
+    "loading.packing=best_fit": "a row of task=embed has one query with its documents; set it to pad",
+    "task.sizes=[8,8]": "names a size twice",
+    "task.sizes=[4096]": "4096 is no part of a vector",
+    "model.lora={rank: 2, dropout: 0.1}": "they have to be the same; set model.lora.dropout=0",
+}
+
+
+@pytest.mark.parametrize("word", MISTAKES)
+def test_what_contradicts_is_refused(word):
+    with pytest.raises(UserError) as error:
+        compose([*EMBED, word])
+    assert MISTAKES[word] in str(error.value)
+
+
+def test_rows_without_a_document_are_refused(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"prompt": "a", "chosen": ""}) + "\n")
+    with pytest.raises(UserError, match="has a query or a document that is empty, or no text"):
+        load_corpus(compose([*RUN_OF_GROUPS, *ONE_LAYER, "task.negatives=0", f"data.paths=[{path}]"]).config)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+def test_a_run_is_the_same_on_every_mesh_and_for_every_microbatch(pooling, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = write_rows(tmp_path / "rows.jsonl")
+    layers = ["model.num_layers=4", "model.global_every=2"]
+    words = [*RUN_OF_GROUPS, *layers, f"task.pooling={pooling}", f"data.paths=[{path}]", "training.max_steps=3"]
+    stages = ["model.mesh_shape=[[2,2],[pp,fsdp]]", "training.micro_batch_size=1"]
+    meshes = {
+        "one": [ONE_DEVICE, "training.micro_batch_size=4"],
+        "accumulated": [ONE_DEVICE, "training.micro_batch_size=1"],
+        "stages": stages,
+        **{str(n): each for n, each in enumerate(SPLIT_MESHES)},
+    }
+    found = {name: metrics(tunix.train([*words, *own, f"hydra.run.dir={name}"]).folder) for name, own in meshes.items()}
+    for name, lines in found.items():
+        for line, other in zip(lines, found["one"], strict=True):
+            for key in ("loss", "grad_norm", "accuracy"):
+                assert line[key] == pytest.approx(other[key], rel=1e-4, abs=1e-5), (name, key)

@@ -1,0 +1,78 @@
+"""Files beside a model's own with which sentence-transformers gives the vectors that task=embed trained.
+
+modules.json                          the steps: model, pooling, length 1
+sentence_bert_config.json             what the first step takes and gives
+1_Pooling/config.json                 how the tokens of a text become one
+2_Normalize/config.json
+config_sentence_transformers.json     how two vectors are compared: by their cosine
+tokenizer.json                        adds what the texts of training began and ended with
+"""
+
+import json
+from pathlib import Path
+
+from tokenizers import Tokenizer, processors
+
+POOLINGS = {"last": "lasttoken", "mean": "mean"}  # names of sentence-transformers
+PACKAGE = "sentence_transformers"
+MODULES = {
+    "": f"{PACKAGE}.base.modules.transformer.Transformer",
+    "1_Pooling": f"{PACKAGE}.sentence_transformer.modules.pooling.Pooling",
+    "2_Normalize": f"{PACKAGE}.base.modules.normalize.Normalize",
+}
+
+
+def list_files(pooling: str, width: int) -> dict[str, object]:
+    """Return the content of each JSON file by its path; `pooling` is task.pooling, `width` that of the vectors."""
+    return {
+        "modules.json": [
+            {"idx": number, "name": str(number), "path": path, "type": kind}
+            for number, (path, kind) in enumerate(MODULES.items())
+        ],
+        "sentence_bert_config.json": {
+            "transformer_task": "feature-extraction",
+            "modality_config": {"text": {"method": "forward", "method_output_name": "last_hidden_state"}},
+            "module_output_name": "token_embeddings",
+        },
+        "1_Pooling/config.json": {
+            "embedding_dimension": width,
+            "pooling_mode": POOLINGS[pooling],
+            "include_prompt": True,
+        },
+        "2_Normalize/config.json": dict.fromkeys(("module_input_name", "module_output_name"), "sentence_embedding"),
+        "config_sentence_transformers.json": {
+            "model_type": "SentenceTransformer",
+            "prompts": {"document": "", "query": ""},
+            "default_prompt_name": None,
+            "similarity_fn_name": "cosine",
+        },
+    }
+
+
+def write_files(
+    folder: Path, pooling: str, width: int, length: int, tokenizer: Tokenizer, bos: str | None, eos: str, pad: str
+) -> None:
+    """Write the files into the folder of an exported model, which reads texts of `length` tokens.
+
+    `bos` and `eos` are the first and the last token of a text in training. The library pads on the right, behind <eos>.
+    """
+    for name, content in list_files(pooling, width).items():
+        path = folder / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps(content, indent=2) + "\n")
+    tokenizer = Tokenizer.from_str(tokenizer.to_str())
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{'' if bos is None else bos + ' '}$A {eos}",
+        special_tokens=[(token, tokenizer.token_to_id(token)) for token in dict.fromkeys((bos, eos)) if token],
+    )
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": length,
+        "padding_side": "right",
+        "eos_token": eos,
+        "pad_token": pad,
+        # Otherwise "<eos>" within a text would be that token, and not text as in training.
+        "split_special_tokens": True,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
