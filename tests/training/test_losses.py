@@ -166,9 +166,17 @@ def test_fields_of_a_batch_are_listed_in_one_place():
         for path in (ROOT / "tunix").rglob("*.py")
         if '"segment_ids"' in path.read_text()
     }
-    losses = {"training/logprobs.py", "training/dpo.py", "training/scores.py"}
+    losses = {f"training/{name}.py" for name in ("logprobs", "dpo", "grpo", "scores", "embeddings")}
     stages = {"training/pipeline_step.py"}  # it sends rows of a batch from stage to stage
-    fill = {"data/batches.py", "data/packing.py", "data/image_slots.py", "rl/rollouts.py", "parity.py"}
+    fill = {
+        "data/batches.py",
+        "data/packing.py",
+        "data/image_slots.py",
+        "rl/rollouts.py",
+        "rl/answer_rows.py",
+        "parity.py",
+    }
+    fill |= {"training/multiple_choice.py"}
     assert named == fill | losses | stages
 
 

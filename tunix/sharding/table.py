@@ -134,7 +134,8 @@ DIMS = {
         Dim("q", "tower's heads",    "tp",    "tp", key="model.vision.num_heads", may_stay_whole=Whole.ALWAYS),
         Dim("w", "tower's head width", None,  None),
         Dim("g", "soft tokens of an image", None, None),
-        # Other small letters are dimensions that a way to keep a weight adds: low-rank factors, quantized codes.
+        # Dimensions that a way to keep a weight adds: low-rank factors, quantized codes. All Latin letters are taken: a
+        # new dimension takes a Greek one, like δ.
         Dim("r", "LoRA rank",        None,    None, key="model.lora.rank"),
         Dim("c", "codes along the width",  KEEPING, may_stay_whole=Whole.ALWAYS),  # bytes of codes, in the place of D
         Dim("e", "scales along the width", KEEPING, may_stay_whole=Whole.ALWAYS),  # blocks of one scale, in that of D
