@@ -16,9 +16,8 @@ import jax
 from tunix.base.buckets import explaining, filesystem, is_address, join, read_text, upload
 from tunix.base.errors import UserError
 from tunix.base.files import create_file, write_whole
-from tunix.checkpoints.bucket import KEY, Bucket, Objects
-from tunix.checkpoints.folders import Folder
-from tunix.checkpoints.store import reject_newer_checkpoint
+from tunix.checkpoints.bucket import KEY, Objects
+from tunix.checkpoints.store import make_storage, reject_newer_checkpoint
 from tunix.config.compose import Job
 from tunix.config.saved_runs import COPIED, split_step
 from tunix.processes import peers
@@ -53,7 +52,7 @@ def check_root(job: Job) -> None:
 
 def _reject_newer_checkpoint(job: Job) -> None:
     kept_in = join(find_root(job, job.run_dir), "checkpoints")
-    storage = Bucket(kept_in) if is_address(kept_in) else Folder(Path(kept_in))
+    storage = make_storage(kept_in, job.config.checkpoint, is_shared=True)
     steps = storage.list_steps()
     for step in steps[-1:] if job.resume_step is None else [job.resume_step]:
         reject_newer_checkpoint(storage, step)

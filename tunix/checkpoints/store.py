@@ -102,8 +102,13 @@ STORAGE = {
 
 def open_store(folder: str, cfg: Checkpoint, is_shared: bool) -> "Store":
     """Open the store of a run's checkpoints in a folder or at an address; `is_shared` says if all processes see it."""
+    return Store(make_storage(folder, cfg, is_shared), cfg)
+
+
+def make_storage(folder: str, cfg: Checkpoint, is_shared: bool) -> Storage:
+    """Return the storage of a folder or an address; nothing is opened or written."""
     kind = next(kind for kind in STORAGE.values() if kind.fits(folder, is_shared))
-    return Store(kind.make(folder, cfg), cfg)
+    return kind.make(folder, cfg)
 
 
 class Store:
