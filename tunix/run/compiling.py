@@ -232,12 +232,12 @@ class CompiledSteps:
     def _shape_of(self, step: int, batch: Batch) -> BatchShape:
         return self.schedule.at(step).shape._replace(num_microbatches=len(batch["tokens"]))
 
-    def change_to(self, step: int) -> Any:
-        """Return the compiled step of a period that begins with `step`; steps take another time from now on."""
-        shape, compiled = self.schedule.at(step).shape, self.at(step)
+    def change_to(self, step: int) -> None:
+        """Wait for the compiled step of a period that begins with `step`; steps take another time from now on."""
+        self.at(step)
+        shape = self.schedule.at(step).shape
         log.info(
             "from step %d on: %s sequences of %s tokens a step, %s tokens",
             step, f"{shape.num_sequences:,}", f"{shape.seq_len:,}", f"{shape.num_tokens:,}",
         )  # fmt: skip
         self.compiler.watchdog.start_over()
-        return compiled
