@@ -108,8 +108,12 @@ def move_folder(pid: int) -> None:
 def write_protect(pid: int) -> None:
     """Let the run's folder be read-only for a while, as after an error of its disk; files that are open are written."""
     run = find_run(pid)
-    for words in (["--bind", str(run), str(run)], ["-o", "remount,ro,bind", str(run)]):
-        subprocess.run(["mount", *words], check=True)
+    side = run.with_name("side")  # a mount is made read-only where no file is open yet, and then put over the folder
+    side.mkdir(exist_ok=True)
+    binds = (["--bind", run, side], ["-o", "remount,ro,bind", side], ["--bind", side, run])
+    for bind in binds:
+        subprocess.run(["mount", *bind], check=True)
+    subprocess.run(["umount", side], check=True)
     time.sleep(8)
     subprocess.run(["umount", "--lazy", str(run)], check=True)
 

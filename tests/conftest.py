@@ -83,10 +83,10 @@ def rare_garbage_collection() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def no_announcements() -> None:
-    """Tests compare what a command prints, and on a busy machine everything takes long (`tunix.base.text.announcing`)."""
-    from tunix.base import text
+    """Tests compare what a command prints, and on a busy machine everything takes long (`tunix.base.progress.announcing`)."""
+    from tunix.base import progress
 
-    text.QUIET_S = 1e6
+    progress.QUIET_S = 1e6
 
 
 @pytest.fixture(scope="session", autouse=True)

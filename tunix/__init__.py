@@ -5,6 +5,7 @@
 """
 
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,10 +16,11 @@ if TYPE_CHECKING:
     from tunix.inference.pretrained import Pretrained
     from tunix.trainer import Result
 
-if sys.argv[:1] == [
-    "-m"
-]:  # `python -m tunix.NAME` imports this package first: Ctrl-C may come while it imports the rest
+if sys.argv[:1] == ["-m"] and any(
+    flag == "-m" and name.partition(".")[0] == "tunix" for flag, name in pairwise(sys.orig_argv)
+):  # `python -m tunix.NAME` imports this package first: Ctrl-C may come while it imports the rest
     exits.report_interrupts()
+    exits.announce_imports()
 
 # Imports stand inside the functions: jax takes seconds to import, and a typo in a config should not wait for it.
 

@@ -39,6 +39,7 @@ def main() -> int:
     # at them again and again, a tenth of the time until the first step.
     gc.set_threshold(50_000, 50, 50)
     exits.report_interrupts()
+    exits.announce_imports()
     name = sys.argv[1] if len(sys.argv) > 1 else ""
     if name in COMMANDS:
         del sys.argv[1]

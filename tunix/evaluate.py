@@ -13,7 +13,8 @@ from rich.table import Table
 
 from tunix.base.errors import UserError
 from tunix.base.files import find_writable
-from tunix.base.text import announcing, print_table
+from tunix.base.progress import announcing
+from tunix.base.text import print_table
 from tunix.config import Config, Evaluate, command_line, compose
 from tunix.config.data import Mixture
 from tunix.config.saved_runs import find_checkpoints, find_run

@@ -21,7 +21,8 @@ from tunix.base.digests import FILE, list_files, write_digests
 from tunix.base.errors import UserError
 from tunix.base.files import read_json, replacing
 from tunix.base.forms import sign
-from tunix.base.text import announcing, flat
+from tunix.base.progress import announcing
+from tunix.base.text import flat
 from tunix.checkpoints.store import describe_unreadable, find_storage, reject_damaged_checkpoint
 from tunix.config import Export, pretrained_config
 from tunix.config.command_line import run_command

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from tunix.base.errors import UserError
 from tunix.base.files import find_writable, parse_json
-from tunix.base.text import announcing
+from tunix.base.progress import announcing
 from tunix.config import Generate
 from tunix.config.command_line import run_command
 from tunix.data.chat import join_parts

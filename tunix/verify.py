@@ -27,7 +27,8 @@ from rich.table import Table
 from tunix.base.config_types import list_options
 from tunix.base.errors import UserError
 from tunix.base.files import read_yaml
-from tunix.base.text import announcing, print_table
+from tunix.base.progress import announcing
+from tunix.base.text import print_table
 from tunix.batch_sources import load_data, make_feed
 from tunix.checkpoints.store import check_everything
 from tunix.config import Config, command_line, compose

@@ -107,3 +107,17 @@ def test_a_resumed_run_that_lost_its_checkpoints_is_warned(tmp_path, caplog):
         (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({"step": step}) + "\n" for step in steps))
         _warn_of_lost_steps(job)
         assert ("has steps up to 4, and checkpoints are saved every 3" in caplog.text) == warned
+
+
+def test_imports_from_a_slow_disk_are_announced(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys, time\n"
+        "class Slow:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        time.sleep(4.5 * (name in ('hydra', 'jax')))\n"
+        "sys.meta_path.insert(0, Slow())\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    command = [sys.executable, str(ROOT / "run_training.py"), "dry_run=true"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment, check=True)
+    assert [line.partition(":")[0] for line in done.stderr.splitlines()][:2] == ["importing tunix", "importing JAX"]

@@ -14,7 +14,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
 import tunix
-from tunix.base import text
+from tunix.base import progress
 from tunix.base.errors import UserError
 from tunix.config import Export, Generate
 from tunix.config.command_line import read_settings
@@ -84,7 +84,7 @@ def test_commands_take_a_loose_adapter(tmp_path, capsys, monkeypatch):
     """Generated words are PEFT's; an export has the adapter's bits, or the base with the updates added. What takes
     long says so.
     """
-    monkeypatch.setattr(text, "QUIET_S", 0.001)
+    monkeypatch.setattr(progress, "QUIET_S", 0.001)
     base, adapter = tmp_path / "base", ADAPTERS / "llama"
     shutil.copytree(PARITY / "llama", base)
     words_of_the_vocabulary(base, 97)

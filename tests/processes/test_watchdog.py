@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from tunix.base import text
+from tunix.base import progress
 from tunix.config.compose import compose
 from tunix.processes import peers, watchdog
 
@@ -84,7 +84,7 @@ def test_processes_of_one_pace_are_not_named(caplog):
 def test_a_phase_that_takes_long_is_announced(monkeypatch, caplog):
     """A step is not: it has a line of its own. Nor is a command that waits for its user."""
     monkeypatch.setattr(watchdog, "POLL_S", 0)
-    monkeypatch.setattr(text, "QUIET_S", 0.01)
+    monkeypatch.setattr(progress, "QUIET_S", 0.01)
     looked = threading.Semaphore(0)
     monkeypatch.setattr(peers, "published", lambda folder: looked.release() or {})
     caplog.set_level("INFO", "tunix")
@@ -107,10 +107,10 @@ def test_a_phase_that_takes_long_is_announced(monkeypatch, caplog):
 
 
 def test_work_is_announced_by_its_time(monkeypatch):
-    monkeypatch.setattr(text, "QUIET_S", 0.0)
-    monkeypatch.setattr(text, "AGAIN_S", 0.01)
+    monkeypatch.setattr(progress, "QUIET_S", 0.0)
+    monkeypatch.setattr(progress, "AGAIN_S", 0.01)
     lines: list[str] = []
-    with text.announcing("compiling", lines.append):
+    with progress.announcing("compiling", lines.append):
         while len(lines) < 2:
             time.sleep(0.01)
     assert lines[0] == "compiling: 0 s so far"

@@ -14,11 +14,11 @@ from tensorboard.util import tensor_util  # noqa: F401
 import tunix.__main__
 import tunix.train_command
 import tunix.trainer  # noqa: F401
-from tunix.base import text
+from tunix.base import progress
 from tunix.config.compose import compose
 from tunix.run.folder import list_packages
 
-text.QUIET_S = 1e6  # tests compare what programs print, and on a busy machine everything takes long
+progress.QUIET_S = 1e6  # tests compare what programs print, and on a busy machine everything takes long
 list_packages()
 composing.remember()
 compose([])

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from tunix.base.digests import reject_damaged
 from tunix.base.errors import UserError
 from tunix.base.files import list_numbers
-from tunix.base.text import announcing
+from tunix.base.progress import announcing
 from tunix.checkpoints.store import describe_unreadable, find_parts, find_storage, reject_damaged_checkpoint
 from tunix.config import Config, Model, pretrained_config
 from tunix.config.saved_runs import COPIED, find_run, read_saved

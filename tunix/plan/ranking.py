@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import jax
 
 from tunix.base.errors import UserError
-from tunix.base.text import announcing
+from tunix.base.progress import announcing
 from tunix.config import Config
 from tunix.config.task import Grpo, Taught
 from tunix.config.training import REMAT

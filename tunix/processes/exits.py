@@ -10,10 +10,12 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any, NoReturn
 
 from tunix.base.errors import Diverged, Ending, PeerLost, Stopped, UserError
 from tunix.base.files import is_whole_number
+from tunix.base.progress import announcing
 
 # Schedulers act on these codes: start again after STOPPED and PEER, and not after the others. Any other is a bug.
 USER_ERROR, STOPPED, PEER, DIVERGED = UserError.code, Stopped.code, PeerLost.code, Diverged.code
@@ -48,12 +50,22 @@ def report_interrupts() -> None:
     sys.excepthook = report
 
 
+_imports = ExitStack()
+
+
+def announce_imports() -> None:
+    """Say where the imports of a command take long, until `report_errors` begins its work."""
+    _imports.close()  # of `python -m tunix`, which says so twice
+    _imports.enter_context(announcing("importing tunix", lambda line: print(line, file=sys.stderr, flush=True)))
+
+
 def report_errors(work: Callable[[], int | None]) -> int:
     """Return the exit code of `work()`, 0 if it returns none; the message of an `Ending` goes to stderr.
 
     The work goes on, and keeps its exit code, when the reader of a pipe leaves early, as `head` does, when the output
     cannot be written, and when stdout or stderr is closed from the start.
     """
+    _imports.close()
     drop_unread_output()
     for name in ("COLUMNS", "LINES"):  # libraries take any text of digits for a number
         if not is_whole_number(os.environ.get(name, "0")):

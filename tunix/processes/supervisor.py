@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tunix.base.errors import Ending
+from tunix.base.progress import announcing
 from tunix.config import Distributed
 from tunix.processes import exits
 from tunix.processes.identity import find_identity
@@ -92,7 +93,8 @@ def _is_stopped(pid: int) -> bool:
 
 def run_member(distributed: Distributed, work: Callable[[], int | None]) -> int:
     """Return the exit code that `work()` returns, 0 for None; where it fails, tell the other processes why."""
-    from tunix.processes import peers  # jax starts here, after the config has passed
+    with announcing("importing JAX", lambda line: print(line, file=sys.stderr, flush=True)):
+        from tunix.processes import peers  # after the config has passed
 
     try:
         return work() or 0

@@ -26,7 +26,7 @@ from typing import Any
 import jax
 from jax.experimental import multihost_utils
 
-from tunix.base import text
+from tunix.base import progress
 from tunix.config import Distributed
 from tunix.processes import exits, peers
 
@@ -245,10 +245,10 @@ class Watchdog:
             self._announce(now)
 
     def _announce(self, now: float) -> None:
-        """Say on process 0 what takes long: after text.QUIET_S, and again every text.AGAIN_S."""
+        """Say on process 0 what takes long: after progress.QUIET_S, and again every progress.AGAIN_S."""
         begun = self.since
         is_new = self.announced < begun
-        wait_s = text.QUIET_S if is_new else text.AGAIN_S
+        wait_s = progress.QUIET_S if is_new else progress.AGAIN_S
         if self.is_announced and peers.is_main() and now - max(begun, self.announced) > wait_s:
             self.announced = now
             log.info("%s: %.0f s so far", self.doing, now - begun)
