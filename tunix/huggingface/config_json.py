@@ -10,6 +10,7 @@ from tunix.base.files import read_json
 from tunix.base.forms import naming_writer
 from tunix.config import Model
 from tunix.config.layers import ExpertsMlp
+from tunix.huggingface.quantization_keys import QUANTIZATION, Quantization, read_quantization
 from tunix.huggingface.rope_keys import (
     FULL,
     GLOBAL_HEADS,
@@ -172,7 +173,6 @@ CONVERSIONS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     # Granite multiplies scores by this number, we multiply them by query_scale ** -0.5.
     "attention_multiplier": (lambda multiplier: multiplier**-2, lambda scale: scale**-0.5),
 }
-QUANTIZATION, READ_CODES = "quantization_config", ("fp8", "mxfp4")
 SHARED = "n_shared_experts"  # several shared experts compute what one of their total width does, which is ours
 QK_NORM = "use_qk_norm"
 TEMPERATURE = "attn_temperature_tuning"  # queries grow in layers without positions, by attn_scale and floor_scale
@@ -236,16 +236,9 @@ def translate_config(
         own = "" if family_name else ", and a family of your own: model.family=package.module:name"
         raise UserError(f"{source}: model_type={kind} is not understood; understood are {known}{own}")
     family = families[name]
-    method = (raw.get(QUANTIZATION) or {}).get("quant_method")
-    if method is not None and method not in READ_CODES:
-        raise UserError(
-            f"{source}: {QUANTIZATION} says quant_method={method}, whose codes are not read (those of "
-            f"{' and '.join(READ_CODES)} are); take the model's files in 16 bits, or write them: load this folder with "
-            "transformers, then model.dequantize() and model.save_pretrained(DIR). model.lora.quantize_base trains on "
-            "codes of our own"
-        )
     raw = _check_keys(raw, family, source)
     try:
+        read_quantization(_find_packed(whole))
         seen = {"vision": read_vision(whole, NOT_THE_DECODER | {QUANTIZATION})} if family.sees else {}
         return {"family": name, "labels": labels} | _nest(_read_values(raw, family)) | seen
     except ValueError as error:
@@ -373,11 +366,19 @@ def read_num_rows(folder: Path, family: Family) -> int:
     return int(raw[family.keys["vocab_size"]])
 
 
-def fp8_block_sizes(folder: Path) -> tuple[int, int]:
-    """Return rows and columns of the blocks that share a scale, in a folder whose weights are 8-bit floats."""
-    raw = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
-    sizes = (raw.get(QUANTIZATION) or {}).get("weight_block_size") or (128, 128)
-    return int(sizes[0]), int(sizes[1])
+def find_quantization(folder: Path) -> Quantization:
+    """Return how the matrices of a folder are packed.
+
+    Raises:
+        ValueError: codes that are not read; the message names the key.
+    """
+    path = folder / "config.json"
+    return read_quantization(_find_packed(read_json(path)) if path.is_file() else {})
+
+
+def _find_packed(raw: dict[str, Any]) -> dict[str, Any]:
+    """Return a config.json, or the part of it about the decoder, whichever says how matrices are packed."""
+    return raw if raw.get(QUANTIZATION) else _find_decoder(raw)
 
 
 def _convert(theirs: str, value: Any, direction: int) -> Any:

@@ -9,7 +9,7 @@ mxfp4     GPT-OSS         NAME_blocks [X, out, in / 32, 16] of two 4-bit floats 
 
 import json
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
@@ -28,7 +28,7 @@ COMPUTED = "BF16"  # the dtype that such tensors stand for
 # Dtypes of numbers and codes, as safetensors names them, and numpy's.
 DTYPES = {
     "F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16, FP8: jnp.float8_e4m3fn,
-    "U8": np.uint8,
+    "U8": np.uint8, "I8": np.int8, "I32": np.int32,
 }  # fmt: skip
 
 
@@ -75,6 +75,12 @@ class Plain:
         """Return a slice as a view of the mapped file."""
         file = self._open_file()
         return np.ndarray(self.shape, DTYPES[self.dtype], file.bytes, file.find(self.name)[0])[index]
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of the tensor in the file."""
+        begin, end = self._open_file().find(self.name)
+        return end - begin
 
     def prefetch(self) -> None:
         """Let the system read the tensor from the disk in the background, since it will be needed soon.
@@ -171,15 +177,16 @@ class Enlarged:
         return np.concatenate([old, new])
 
 
-def concat_quantized(tensors: dict[str, Plain], fp8_sizes: tuple[int, int]) -> dict[str, Stored]:
+def concat_quantized(tensors: Mapping[str, Stored], fp8_sizes: tuple[int, int]) -> dict[str, Stored]:
     """Return tensors by name, in which codes and their scales are one tensor."""
     joined: dict[str, Stored] = dict(tensors)
-    for name, tensor in tensors.items():
-        if tensor.dtype == FP8 and (scales := tensors.get(name + SCALE_INV)):
+    plain = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, Plain)}
+    for name, tensor in plain.items():
+        if tensor.dtype == FP8 and (scales := plain.get(name + SCALE_INV)):
             joined[name] = Fp8(tensor, scales, fp8_sizes)
             del joined[name + SCALE_INV]
         base = name.removesuffix(BLOCKS)
-        if base != name and (scales := tensors.get(base + SCALES)):
+        if base != name and (scales := plain.get(base + SCALES)):
             joined[base] = Mxfp4(tensor, scales)
             del joined[name], joined[base + SCALES]
     return joined

@@ -20,8 +20,9 @@ from safetensors.numpy import save_file
 from tunix.base.errors import UserError
 from tunix.base.files import is_plain, read_json
 from tunix.config import Model
-from tunix.huggingface.config_json import fp8_block_sizes, read_labels, read_num_rows
+from tunix.huggingface.config_json import find_quantization, read_labels, read_num_rows
 from tunix.huggingface.families import SCORE
+from tunix.huggingface.packed_tensors import Integers, join_packed
 from tunix.huggingface.quantized_tensors import Enlarged, MappedFile, Plain, Stored, concat_quantized
 from tunix.huggingface.table import Family, Name, find_family
 from tunix.models.layers import named, parameter_name
@@ -57,7 +58,11 @@ class TensorFiles:
                 raise UserError(f"{path} is truncated or not a safetensors file: {error}") from None
             open_file = cache(partial(MappedFile, path))  # mapped when its first tensor is read
             tensors |= {self._canonical(name): Plain(file, name, open_file) for name in file.keys()}  # noqa: SIM118
-        self.tensors = concat_quantized(tensors, fp8_block_sizes(self.folder))
+        try:
+            form = find_quantization(self.folder)
+            self.tensors = concat_quantized(join_packed(tensors, form), form.block_sizes)
+        except ValueError as error:
+            raise UserError(f"{self.folder}: {error}") from None
         if self.num_rows is not None and (in_files := read_num_rows(self.folder, self.family)) < self.num_rows:
             # Tables have as many rows in the files as their config.json says.
             for name in self.family.tables & self.tensors.keys():
@@ -211,7 +216,7 @@ def check_weights(folder: Path, cfg: Model, weights: Parameters) -> None:
                 requested = {name: shape for name, shape in requested.items() if name not in SCORE_TENSORS}
         if missing := sorted(requested.keys() - tensors.keys()):
             raise UserError(f"{folder} lacks {first_names(missing)}")
-        extra = sorted(tensors.keys() - requested.keys())
+        extra = sorted(tensors.keys() - requested.keys() - _list_zero_biases(tensors))
         if extra := [name for name in extra if not any(re.match(pattern, name) for pattern in ignored)]:
             raise UserError(f"{folder} has {first_names(extra)}, which a {cfg.family} of its config.json does not have")
         for name, number in constants.items():
@@ -224,6 +229,12 @@ def check_weights(folder: Path, cfg: Model, weights: Parameters) -> None:
                 raise UserError(f"{folder}: {name} is {list(stored)}, its config.json says {list(shape)}")
             if dtype not in FLOATS:
                 raise UserError(f"{folder}: {name} holds {dtype}, not {', '.join(FLOATS)}; dequantize it first")
+
+
+def _list_zero_biases(tensors: Mapping[str, Stored]) -> set[str]:
+    """Return the biases that old files of gptq have beside each matrix, all of them 0."""
+    biases = {f"{name.removesuffix('weight')}bias" for name, tensor in tensors.items() if isinstance(tensor, Integers)}
+    return {name for name in biases & tensors.keys() if not tensors[name].read((slice(None),)).any()}
 
 
 def list_constants(family: Family, cfg: Model) -> dict[str, float]:
