@@ -105,7 +105,7 @@ def _compare_gradients(model: Pretrained, folder: Path, tokens: np.ndarray, labe
     with jax.set_mesh(model.mesh), tempfile.TemporaryDirectory() as written:
         rows = {name: model.rows(leaf) for name, leaf in batch.items()}
         gradient = jax.jit(jax.grad(lambda params: loss(arch.module(params), rows).objective))(model.params)
-        save_weights(Path(written), gradient, model.cfg, model.arch.weights, "float32", shard_gb=5)
+        save_weights(Path(written), gradient, model.cfg, model.arch.weights, "float32", 5, folder)
         ours, theirs = load_file(Path(written) / WEIGHTS), load_file(folder / "gradients" / WEIGHTS)
     # A number that no gradient reaches (a router's bias, a constant of a layer) is not compared.
     # Gradients are sums over tokens, of any size: a difference is a share of the tensor's largest number above 1.
@@ -135,7 +135,7 @@ def _compare_packed(model: Pretrained, expected: dict[str, np.ndarray], toleranc
 
 def _compare_files(model: Pretrained, folder: Path) -> Check:
     with jax.set_mesh(model.mesh), tempfile.TemporaryDirectory() as written:
-        save_weights(Path(written), model.params, model.cfg, model.arch.weights, "float32", shard_gb=5)
+        save_weights(Path(written), model.params, model.cfg, model.arch.weights, "float32", 5, folder)
         ours, theirs = load_file(Path(written) / WEIGHTS), load_file(folder / WEIGHTS)
     wrong = [name for name, value in theirs.items() if name not in ours or not np.array_equal(ours[name], value)]
     wrong += sorted(ours.keys() - theirs.keys())

@@ -1,10 +1,15 @@
-"""The gated delta rule: chunks say what one token after the other says, for whole rows and for packed documents."""
+"""The gated delta rule: chunks, and devices that share rows, say what one token after the other says, for packed
+documents too."""
+
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
-from tunix.models.linear_attention import number_runs, run_chunks, step
+from tunix.models.linear_attention import move_on, number_runs, run_chunks, run_shard, step
+from tunix.sharding.mesh import device_mesh
 
 BATCH, LENGTH, KEYS, VALUES, KEY_DIM, VALUE_DIM = 2, 23, 2, 6, 5, 7
 # Documents that begin and end within chunks and at their ends; a number that comes back is another document.
@@ -58,3 +63,35 @@ def test_memory_answers_with_the_value_of_a_key():
     decay, beta = np.zeros((1, 4, 1), np.float32), np.ones((1, 4, 1), np.float32)
     _, memory = jax.jit(run_chunks)(keys, keys, values, decay, beta, np.zeros((1, 4), np.int32))
     np.testing.assert_allclose(memory.ravel(), [9, 7, 0], atol=1e-4)
+
+
+# Of 24 tokens: documents over all devices, over a few, within one, and that begin where a device does.
+SHARED_SEGMENTS = np.array([[1] * 24, [1] * 7 + [2] * 2 + [3] * 15, [1] * 12 + [2] * 12, range(24)], np.int32)
+
+
+@pytest.mark.parametrize("num_devices", [2, 4, 8])
+def test_devices_that_share_rows_equal_one(num_devices):
+    """Results and gradients, of filters' tokens too: with 8 devices a filter of 6 tokens reaches over two of 3."""
+    rng, (rows, length) = np.random.default_rng(0), SHARED_SEGMENTS.shape
+    shapes = (KEYS, KEY_DIM), (KEYS, KEY_DIM), (VALUES, VALUE_DIM), (VALUES,), (VALUES,)
+    q, k, v, decay, beta = (rng.normal(size=(rows, length, *shape)).astype(np.float32) for shape in shapes)
+    arrays = q, k, v, -np.abs(decay) / 4, jax.nn.sigmoid(beta)
+    runs, weights = number_runs(jnp.asarray(SHARED_SEGMENTS)), rng.normal(size=(7, rows, length, VALUES, VALUE_DIM))
+
+    def gradients(devices):
+        spec = jax.P(None, "cp")
+        with jax.set_mesh(device_mesh(((devices,), ("cp",)), {}, allow_idle=True)):
+
+            @partial(jax.shard_map, in_specs=(spec,) * 6, out_specs=((spec,) * 6, spec))
+            def shared(*arrays):
+                *arrays, runs = arrays
+                runs = jax.lax.all_gather(runs, "cp", axis=1, tiled=True)
+                return move_on(6, arrays[2], runs), run_shard(*arrays, runs)
+
+            def loss(*arrays):
+                moved, out = shared(*arrays, jax.device_put(runs, spec))
+                return sum(jnp.sum(x**2 * y) for x, y in zip((*moved, out), weights, strict=True)), out
+
+            return jax.jit(jax.grad(loss, argnums=range(5), has_aux=True))(*jax.device_put(arrays, spec))
+
+    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5), gradients(num_devices), gradients(1))

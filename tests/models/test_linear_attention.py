@@ -2,15 +2,20 @@
 
 import json
 
+import jax
 import numpy as np
 import pytest
+from models.test_family_flops import products
 from models.test_parity import PARITY
-from support.harness import batch, program
+from support.harness import SGD, batch, program
 
 from tunix.base.errors import UserError
 from tunix.config.compose import compose
 from tunix.huggingface.config_json import translate_config
+from tunix.models.flops import chunk_flops_per_token
 from tunix.models.layers import named
+from tunix.models.linear_attention import run_shard
+from tunix.sharding.mesh import device_mesh
 from tunix.training.choices import build_layout, build_mesh
 from tunix.training.state import describe
 
@@ -26,20 +31,31 @@ def one_step(*words: str) -> list[dict[str, float]]:
     return program(*HYBRID, *words).run(batch(sequences=4), steps=2)
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize(("axes", "strategy"), [("fsdp,tp", "full_shard"), ("dp,tp", "shard_grad_op")])
-def test_same_step_on_one_device_and_on_four(axes, strategy):
-    expected = one_step("model.mesh_shape=[[1],[fsdp]]", "training.micro_batch_size=4")
-    mesh = f"model.mesh_shape=[[2,2],[{axes}]]"
-    found = one_step(mesh, "training.micro_batch_size=2", f"training.sharding_strategy={strategy}")
-    for name in ("loss", "grad_norm"):
-        np.testing.assert_allclose([m[name] for m in found], [m[name] for m in expected], rtol=TOLERANCE)
+@pytest.mark.nightly(but=["2,2,2-fsdp,cp,tp-training.remat=dots"])
+@pytest.mark.parametrize(
+    ("sizes", "axes", "words"),
+    [
+        ("2,2", "fsdp,tp", "training.sharding_strategy=full_shard"),
+        ("2,2", "dp,tp", "training.sharding_strategy=shard_grad_op"),
+        # Rows of 32 tokens, with documents of many lengths.
+        ("2,2,2", "fsdp,cp,tp", "training.remat=dots"),
+        ("8", "cp", "training.remat=full"),
+        ("2,2,2", "pp,cp,tp", "model.num_layers=4"),
+    ],
+)
+def test_same_step_on_one_device_and_on_several(sizes, axes, words):
+    """The second loss has the weights that the first gradients have made; its own gradients are steep in these."""
+    words = [*SGD, words, "training.micro_batch_size=4"]
+    expected = one_step("model.mesh_shape=[[1],[fsdp]]", *words)
+    shards = 2 if {"pp", "dp", "fsdp"} & {*axes.split(",")} else 1
+    found = one_step(f"model.mesh_shape=[[{sizes}],[{axes}]]", *words, f"training.micro_batch_size={4 // shards}")
+    np.testing.assert_allclose([m["loss"] for m in found], [m["loss"] for m in expected], rtol=TOLERANCE)
+    np.testing.assert_allclose(found[0]["grad_norm"], expected[0]["grad_norm"], rtol=TOLERANCE)
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["model.mesh_shape=[[2],[cp]]"], "model.linear_attention takes whole sequences"),
         (
             ["model.mesh_shape=[[2],[pp]]"],
             "layers of several kinds take turns, and 2 stages do not have the same whole turns",
@@ -106,3 +122,23 @@ def test_experts_beside_linear_attention():
     ):
         with pytest.raises(UserError, match=message):
             compose(["model=qwen3_next_80b_a3b", *words])
+
+
+def test_flops_of_devices_that_share_a_row():
+    """Those of its own tokens, traced: with rounds of `pass_memory` where there are more than two devices."""
+    model, length = compose(["model=tiny", *HYBRID, "model.mesh_shape=[[1],[fsdp]]"]).config.model, 512
+    linear, spec = model.linear_attention, jax.P(None, "cp")
+    keys, values = (linear.num_key_heads, linear.key_dim), (linear.num_value_heads, linear.value_dim)
+    shapes = [(1, length, *dims) for dims in (keys, keys, values, values[:1], values[:1])] + [(1, length)]
+    for num_devices in (2, 8):
+        mesh = device_mesh(((num_devices,), ("cp",)), {}, allow_idle=True)
+        with jax.set_mesh(mesh):
+            run = jax.shard_map(run_shard, in_specs=(*[spec] * 5, jax.P()), out_specs=spec)
+            specs = (*[spec] * 5, jax.P())
+            arrays = [
+                jax.ShapeDtypeStruct(shape, dtype, sharding=jax.NamedSharding(mesh, each))
+                for shape, each, dtype in zip(shapes, specs, [np.float32] * 5 + [np.int32], strict=True)
+            ]
+            local = sum(products(jax.make_jaxpr(run)(*arrays).jaxpr))
+        derived = 6 * linear.state_size + chunk_flops_per_token(model, length, num_devices)
+        assert local / (length // num_devices) == pytest.approx(derived, rel=1e-3)

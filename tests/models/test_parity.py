@@ -1,12 +1,13 @@
 """Tiny random models of each family say what transformers says of them. `make parity` makes them and its answers."""
 
 import json
+import shutil
 from functools import partial
 
 import jax
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 from support.harness import ROOT
 
 import tunix
@@ -122,6 +123,31 @@ def test_weights_and_config_go_out_as_they_came(name, tmp_path):
         assert np.array_equal(value.view(np.uint16), after[tensor].view(np.uint16)), tensor
     (tmp_path / "config.json").write_text(json.dumps(write_config(model.cfg)))
     assert read_config(tmp_path) == read_config(PARITY / name)
+
+
+def test_experts_in_tensors_of_their_own(tmp_path):
+    """Qwen 3.5 as transformers writes a new model: one tensor for each expert, where published files have one for all."""
+    folder = PARITY / "qwen3_5_moe"
+    model, apart = tunix.load_pretrained(folder, mesh_shape=MESHES["2x2"]), {}
+    for name, value in load_file(folder / "model.safetensors").items():
+        layer, is_expert, part = name.partition("mlp.experts.")
+        if not is_expert:
+            apart[name] = value
+            continue
+        matrices = (
+            {"down": value} if part == "down_proj" else dict(zip(("gate", "up"), np.split(value, 2, 1), strict=True))
+        )
+        apart |= {
+            f"{layer}mlp.experts.{n}.{x}_proj.weight": w for x, all_ in matrices.items() for n, w in enumerate(all_)
+        }
+    source = shutil.copytree(folder, tmp_path / "apart")
+    save_file({name: value.copy() for name, value in apart.items()}, source / "model.safetensors")
+    read = tunix.load_pretrained(source, mesh_shape=MESHES["2x2"])
+    jax.tree.map(np.testing.assert_array_equal, read.params, model.params)
+    save_weights(tmp_path, read.params, read.cfg, read.arch.weights, "bfloat16", 5, source)
+    assert {name: value.tobytes() for name, value in load_file(tmp_path / "model.safetensors").items()} == {
+        name: value.tobytes() for name, value in apart.items()
+    }
 
 
 @pytest.mark.nightly(

@@ -12,6 +12,7 @@ from pathlib import Path
 import jax
 import pytest
 import yaml
+from models.test_linear_attention import HYBRID
 from PIL import Image
 from support.harness import SMALL, batch, experts, program
 
@@ -67,6 +68,7 @@ EXPERTS = experts()
         ("[[2,4],[fsdp,cp]]", ["model.cp_exchange=ring"]),
         ("[[2,2,2],[fsdp,cp,tp]]", ["training.remat=none"]),
         ("[[2,4],[fsdp,ep]]", [EXPERTS]),
+        ("[[2,4],[fsdp,cp]]", [*HYBRID, "model.num_layers=6"]),
     ],
     ids=[
         "fsdp",
@@ -83,6 +85,7 @@ EXPERTS = experts()
         "ring",
         "cp and tp",
         "ep",
+        "linear",
     ],
 )
 def test_derived_is_what_is_compiled(mesh, more):

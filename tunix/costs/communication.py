@@ -28,6 +28,7 @@ from tunix.models.context_parallel import count_repeats
 from tunix.models.expert_parallel import count_rows
 from tunix.models.layer_scan import sums_in_layers
 from tunix.models.layers import parameter_name
+from tunix.models.linear_attention import count_rounds
 from tunix.models.remat import Remat, product_name
 from tunix.models.table import CP_EXCHANGES, EXPERT_EXCHANGES
 from tunix.sharding.equations import Equation
@@ -187,7 +188,8 @@ def count_microbatch_rows(program: Program) -> int:
 
 
 def _list_attention_transfers(program: Program) -> Iterator[Transfer]:
-    """Yield the transfers of attention between devices that share sequences, and of the segment ids, spread once."""
+    """Yield the transfers of attention, linear too, between devices that share sequences, and of the segment ids,
+    spread once."""
     cfg, axes, mesh = program.cfg, token_axes(), program.mesh
     if token_shards(mesh.shape) == 1:
         return
@@ -202,6 +204,33 @@ def _list_attention_transfers(program: Program) -> Iterator[Transfer]:
         layer = exchanged(program.choices.remat, heads, pipeline.recompute_runs)
         num_bytes, count = round(layers * layer.num_bytes), max(1, round(layers * layer.count))
         yield replace(layer, num_bytes=num_bytes, count=count)
+    yield from _list_memory_transfers(program)
+
+
+def _list_memory_transfers(program: Program) -> Iterator[Transfer]:
+    """Yield what devices that share sequences send in layers of linear attention: the last tokens that filters take,
+    and the memory of the delta rule, float32 (models/linear_attention.py)."""
+    model, layout, mesh, pipeline = program.cfg.model, program.layout, program.mesh, program.choices.pipeline
+    if (linear := model.linear_attention) is None:
+        return
+    num_microbatches, rows, tokens = program.batch
+
+    def count_numbers(dim_names: str, length: int = 1) -> int:
+        sizes = model.dims | {"B": rows, TOKENS: length * token_shards(mesh.shape)}
+        shape = [sizes[dim_name] for dim_name in dim_names]
+        return math.prod(find_shard_shape(shape, layout.activation(dim_names), mesh))
+
+    local_tokens, earlier = tokens // token_shards(mesh.shape), linear.filter_size - 1
+    hops, rounds = -(-earlier // local_tokens), count_rounds(token_shards(mesh.shape))
+    filtered = 2 * count_numbers("BTIE", min(earlier, local_tokens)) + count_numbers("BTJM", min(earlier, local_tokens))
+    state, transition = count_numbers("BJEM"), count_numbers("BJE") * linear.key_dim
+    num_bytes = hops * filtered * jnp.dtype(layout.compute).itemsize
+    num_bytes += 4 * ((rounds + 1) * state + max(0, rounds - 1) * transition)  # the last round needs no transition
+    count = 3 * hops + rounds + 1 + max(0, rounds - 1)
+    layers = num_microbatches * sum(map(model.is_linear, range(model.num_layers))) * pipeline.iterations_per_microbatch
+    times = layers * (2 + program.choices.remat.recompute_fraction("exchange") + pipeline.recompute_runs)
+    kind, total = "collective-permute", round(times * num_bytes)
+    yield Transfer(kind, token_axes(), total, overlaps=0.0, count=max(1, round(times * count)))
 
 
 class LocalHeads(NamedTuple):

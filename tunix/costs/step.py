@@ -100,7 +100,7 @@ def derive_costs(program: Program, with_activations: bool = True) -> Costs:
     flops = flops_per_token(cfg.model, arch.num_active, arch.num_active_trained, batch.seq_len) * num_tokens
     num_images = batch.num_sequences * cfg.training.images_per_row / program.mesh.size
     forward_flops = forward_flops_per_token(cfg.model, arch.num_active, batch.seq_len) * num_tokens
-    chunk_flops = chunk_flops_per_token(cfg.model, batch.seq_len) * num_tokens
+    chunk_flops = chunk_flops_per_token(cfg.model, batch.seq_len, token_shards(program.mesh.shape)) * num_tokens
     recompute = _derive_recompute_fraction(program)
     # `flops` leaves out what linear attention computes inside of its chunks: one time forward and two times backward.
     all_flops = flops + recompute * forward_flops + (3 + recompute) * chunk_flops
@@ -371,8 +371,9 @@ def estimate_inside_bytes(cfg: Config, layout: Layout, mesh: Mesh | AbstractMesh
     if (linear := model.linear_attention) is None:
         return inside
     # What linear attention has inside for each token, float32 (models/linear_attention.py).
-    chunk = min(CHUNK, length)
-    per_value_head = 3 * linear.value_dim + 2 * linear.key_dim + 4 * chunk + linear.key_dim * linear.value_dim / chunk
+    chunk = min(CHUNK, tokens)
+    columns = linear.value_dim + (linear.key_dim if token_shards(mesh.shape) > 1 else 0)  # of errors, results, memory
+    per_value_head = 2 * columns + linear.value_dim + 2 * linear.key_dim + 4 * chunk + linear.key_dim * columns / chunk
     numbers = 2 * local["I"] * linear.key_dim + local["J"] * per_value_head
     return max(inside, round(2 * tokens * (item * (6 * local["D"] + mlp) + 4 * numbers)))
 

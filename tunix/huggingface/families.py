@@ -1,7 +1,8 @@
 """Names of tensors and keys of config.json that several families share. Imports no jax."""
 
 import re
-from dataclasses import dataclass, field
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,8 @@ class Family:
     sees: bool = False  # has a tower (`model.vision`); its config.json has text_config and vision_config
     # (beginning of a tensor's name, beginning of its module's name in transformers), where these differ
     modules: tuple[tuple[str, str], ...] = ()
+    # Names in the place of those of `names` in published files, and so in exports; both are read.
+    published: dict[str, Name] = field(default_factory=dict)
     values: Path | None = None  # YAML file of the family's parts; None for conf/model/family/NAME.yaml
 
     def name(self, path: str) -> Name | None:
@@ -93,6 +96,11 @@ class Family:
             return self.names.get(path) or SCORE.get(path)
         kind = stack.rstrip("_0123456789")
         return self.names.get(f"{kind}.{part}") or self.names.get(f"blocks.{part}")
+
+    def as_in(self, tensors: Collection[str] | None) -> "Family":
+        """Return the family with the names that its files with these tensors have; None: published ones."""
+        is_published = tensors is None or any(name.tensor.format(0) in tensors for name in self.published.values())
+        return replace(self, names=self.names | self.published) if is_published else self
 
     def usual_name(self, tensor: str) -> str:
         """Return the name in `names` of a tensor whose class or version begins its names otherwise."""
@@ -255,6 +263,10 @@ def expert_names(router: str, expert: str, gate: str, up: str, down: str) -> dic
 
 
 EXPERT_NAMES = expert_names("mlp.gate", "mlp.experts", "gate_proj", "up_proj", "down_proj")
+# All experts of a layer in one tensor, as transformers has them in memory.
+WHOLE_EXPERT_NAMES = fused_experts("mlp.experts.gate_up_proj", "X,G,D") | {
+    "blocks.mlp.expert_down.w": Name("model.layers.{}.mlp.experts.down_proj", "X,D,G"),
+}
 EXPERT_KEYS = {"mlp.num_experts": "num_experts", "mlp.experts_per_token": "num_experts_per_tok"}
 # Widths of families where every layer has experts: the key of the MLP's width gives that of an expert.
 EVERY_MLP = {"mlp_dim": "intermediate_size", "mlp.expert_dim": "intermediate_size"}

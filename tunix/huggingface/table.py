@@ -26,6 +26,7 @@ from tunix.huggingface.families import (
     SEEING_NAMES,
     SEEING_PARTS,
     SHARED_NAMES,
+    WHOLE_EXPERT_NAMES,
     WINDOW,
     Family,
     Name,
@@ -295,6 +296,7 @@ FAMILIES: dict[str, Family] = {
             "mlp.expert_dim": "moe_intermediate_size", "mlp.shared_dim": "shared_expert_intermediate_size",
         },
         synonyms={"num_local_experts": "num_experts"},
+        published=WHOLE_EXPERT_NAMES,
     ),
     "qwen3_moe": like_llama(
         "qwen3_moe", "Qwen3MoeForCausalLM",

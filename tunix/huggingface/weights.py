@@ -41,6 +41,7 @@ PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 class TensorFiles:
     """Tensors of a model's folder, under the names of its family's table. A context: it closes the files at its end.
 
+    `family` gets the names of these files, where its files may have others.
     Tables have `num_rows` rows, or as many as the files if it is None. Rows that the files lack are the mean of the
     others (`stored.Enlarged`).
     """
@@ -63,6 +64,7 @@ class TensorFiles:
             self.tensors = concat_quantized(join_packed(tensors, form), form.block_sizes)
         except ValueError as error:
             raise UserError(f"{self.folder}: {error}") from None
+        self.family = self.family.as_in(self.tensors)
         if self.num_rows is not None and (in_files := read_num_rows(self.folder, self.family)) < self.num_rows:
             # Tables have as many rows in the files as their config.json says.
             for name in self.family.tables & self.tensors.keys():
@@ -137,12 +139,11 @@ def load_weights(folder: Path, cfg: Model, weights: Parameters, layout: Layout, 
         UserError: tensors that are missing, too many, of another shape, or no floats: they are named.
     """
     check_weights(folder, cfg, weights)
-    family = find_family(cfg.family)
     loaded: dict[str, jax.Array] = {}
-    with TensorFiles(folder, family, cfg.vocab_size) as files:
+    with TensorFiles(folder, find_family(cfg.family), cfg.vocab_size) as files:
         load = partial(load_parameter, files, cfg, lambda equation: NamedSharding(mesh, layout.stored(equation)))
         try:
-            for path, name, weight in list_in_files(weights, family):
+            for path, name, weight in list_in_files(weights, files.family):
                 layers = layers_of(path, cfg)
                 if name.tensor in SCORE_TENSORS and name.tensor not in files.tensors:
                     continue  # of a language model, whose head of scores is new
@@ -195,8 +196,8 @@ def check_weights(folder: Path, cfg: Model, weights: Parameters) -> None:
     Raises:
         UserError: a tensor is missing, not needed, of another shape, or not of floats.
     """
-    family = find_family(cfg.family)
-    with TensorFiles(folder, family, cfg.vocab_size) as files:
+    with TensorFiles(folder, find_family(cfg.family), cfg.vocab_size) as files:
+        family = files.family
         tensors, constants = files.tensors, list_constants(family, cfg)
         requested = {
             name.tensor.format(*numbers): shape_in_files(name, cfg.dims)
@@ -346,13 +347,26 @@ def _take_entries(stored: np.ndarray, name: Name, dims: Mapping[str, int], entri
     return taken.take(range(first, first + (entries[1] - entries[0]) * inner), dim)
 
 
-def save_weights(folder: Path, params: Parameters, cfg: Model, weights: Any, dtype: str, shard_gb: float) -> int:
+def save_weights(
+    folder: Path,
+    params: Parameters,
+    cfg: Model,
+    weights: Any,
+    dtype: str,
+    shard_gb: float,
+    like: Path | None = None,
+) -> int:
     """Write `params` as safetensors files of at most `shard_gb` GB, with an index if there are several.
 
-    Returns the bytes of all tensors. Files are written in rounds: in a round, each process that sees the folder writes
+    Names are those of the files in the folder `like`, None for those of published files. Returns the bytes of all
+    tensors. Files are written in rounds: in a round, each process that sees the folder writes
     one file, whose tensors are all that its host has at that time. Every process calls this.
     """
-    tensors = list_tensors(params, cfg, weights)
+    family = find_family(cfg.family).as_in(None)
+    if like is not None:
+        with TensorFiles(like, find_family(cfg.family)) as there:
+            family = there.family
+    tensors = list_tensors(params, cfg, weights, family)
     size = sum(math.prod(shape) for _, shape, _ in tensors) * jnp.dtype(dtype).itemsize
     files: list[list[Any]] = []
     budget = 0.0
@@ -396,12 +410,14 @@ def _write_round(folder: Path, files: dict[int, tuple[str, list[Any]]], dtype: s
     peers.together(write, "writing weights", peers.NO_LIMIT_S)
 
 
-def list_tensors(params: Parameters, cfg: Model, weights: Any) -> list[tuple[str, tuple[int, ...], Any]]:
+def list_tensors(
+    params: Parameters, cfg: Model, weights: Any, family: Family | None = None
+) -> list[tuple[str, tuple[int, ...], Any]]:
     """Return name, shape and a function for each tensor in the files, ordered by layer.
 
     The function of (dtype, is_local) gathers the tensor, with all processes, and returns it, None without `is_local`.
     """
-    family = find_family(cfg.family)
+    family = family or find_family(cfg.family)
     chunks_of: dict[str, list[Any]] = {}
     leaves = dict(named(params))
     if nameless := [path for path in leaves if ".lora." not in path and family.name(path) is None]:

@@ -33,16 +33,10 @@ def select_exchange(model: Model, sizes: Mapping[str, int], name: str) -> Choice
     has put the faster exchange in its place before (`plan/derived_time.py`).
 
     Raises:
-        UserError: the model has linear attention, whose tokens cannot be split; or `auto` takes a ring, which cannot
-            run the kernel of `model.attention`.
+        UserError: `auto` takes a ring, which cannot run the kernel of `model.attention`.
     """
     if token_shards(sizes) == 1:
         return Choice("none", "each device has whole sequences")
-    if model.linear_attention is not None:
-        raise UserError(
-            f"model.linear_attention takes whole sequences, one token after the other, and {' x '.join(token_axes())}="
-            f"{token_shards(sizes)} splits them; leave it out of model.mesh_shape, and split the batch or the heads"
-        )
     if name != "auto":
         return Choice(name, f"model.cp_exchange={name}")
     axes = DIMS["n"].activation_axes

@@ -6,7 +6,7 @@ import numpy as np
 
 from tunix.config import Model
 from tunix.config.vision import NUM_CHANNELS, Vision
-from tunix.models.linear_attention import CHUNK
+from tunix.models.linear_attention import CHUNK, count_rounds
 
 
 def flops_per_token(cfg: Model, num_active: int, num_trained: int, seq_len: int) -> float:
@@ -34,20 +34,29 @@ def forward_flops_per_token(cfg: Model, num_active: int, seq_len: int) -> float:
     return 2.0 * _multiplied(cfg, num_active) + scores + memory
 
 
-def chunk_flops_per_token(cfg: Model, seq_len: int) -> float:
+def chunk_flops_per_token(cfg: Model, seq_len: int, num_shards: int = 1) -> float:
     """Return FLOPs that linear attention by chunks has beyond those of token by token; MFU does not count them.
 
-    Within a chunk, keys meet keys and queries, and a triangular system is solved (`models/linear_attention.py`).
+    Within a chunk, keys meet keys and queries, and a triangular system is solved (`models/linear_attention.py`). Where
+    `num_shards` devices share a sequence, memory and results have more columns.
     """
     linear = cfg.linear_attention
     if linear is None:
         return 0.0
-    size, both = min(CHUNK, seq_len), linear.key_dim + linear.value_dim
+    local_tokens = seq_len // num_shards
+    size, both = min(CHUNK, local_tokens), linear.key_dim + linear.value_dim
     # For each token and each token of its chunk: scores of keys with keys and with queries; in each value head the
     # triangular system with its two right sides, and the sum of errors.
     key_flops = 4 * linear.num_key_heads * linear.key_dim
     value_flops = linear.num_value_heads * (both + 2 * linear.value_dim)
-    return float(_num_linear(cfg) * size * (key_flops + value_flops))
+    flops: float = size * (key_flops + value_flops)
+    if num_shards > 1:
+        # Three products of a token and the sum of errors for each column of a unit matrix, and what these columns make
+        # of the memory before; for all tokens of a device, the products of the rounds in `pass_memory`.
+        more: float = 6 * linear.key_dim + 2 * size + 2 * linear.value_dim
+        more += 2 * linear.key_dim * both * count_rounds(num_shards) / local_tokens
+        flops += linear.num_value_heads * linear.key_dim * more
+    return float(_num_linear(cfg) * flops)
 
 
 def tower_flops(cfg: Model, recompute: float = 0.0) -> float:

@@ -25,6 +25,7 @@ from tunix.models.layers import Bias, Einsum, Initializer, RMSNorm
 from tunix.sharding.equations import Equation
 from tunix.sharding.layout import Layout
 from tunix.sharding.mesh import stage_shard_map
+from tunix.sharding.table import token_axes
 
 # The gated delta rule: attention with a memory of fixed size (Yang et al. 2024, arXiv:2412.06464).
 #
@@ -79,11 +80,13 @@ def run_chunks(
     runs: jax.Array,
     chunk: int = CHUNK,
     memory: jax.Array | None = None,
+    continues: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Return the results [B, T, J, M] of rows, and the memory [B, J, E, M] after them.
 
     q and k are [B, T, I, E], v is [B, T, J, M], decay and beta are [B, T, J], runs are [B, T] int32. The first run of a
-    row begins with `memory`; with None it is empty. A chunk has at most `chunk` tokens.
+    row begins with `memory`; with None it is empty. A chunk has at most `chunk` tokens. With `continues` results and
+    memory have E more columns each, which say what a memory before the row would add: see `run_shard`.
     """
     batch, length, _, key_dim = k.shape
     size = min(chunk, length)
@@ -112,6 +115,8 @@ def run_chunks(
     right_sides = jnp.moveaxis(jnp.concatenate([v * beta[..., None], read_keys], -1), 2, -2)  # [B, n, I, g, C, M + E]
     solutions = jax.lax.linalg.triangular_solve(system, right_sides, left_side=True, lower=True, unit_diagonal=True)
     values, reads = solutions[..., : v.shape[-1]], solutions[..., v.shape[-1] :]
+    if continues is not None:
+        values = jnp.pad(values, [(0, 0)] * 5 + [(0, key_dim)])
     scores = jnp.einsum("bncie,bndie->bnicd", q, k)[:, :, :, None] * fades
 
     # The memory after a chunk is what is left of it at the last token, plus the errors of the tokens of the last run,
@@ -125,19 +130,108 @@ def run_chunks(
         return remaining + jnp.einsum("bcie,bigcm->bigem", k, errors * to_end[..., None]), out
 
     if memory is None:
-        start = 0 * jnp.einsum("bie,bigm->bigem", k[:, 0, 0], v[:, 0, 0])  # of the type that it has after a chunk
+        # Of the type that it has after a chunk.
+        start = 0 * jnp.einsum("bie,bigm->bigem", k[:, 0, 0], values[:, 0, :, :, 0])
     else:
         start = _by_key_head(memory, k.shape[3], 1)
+    if continues is not None:
+        start += jnp.eye(key_dim, start.shape[-1], start.shape[-1] - key_dim) * continues[:, None, None, None, None]
     chunks = (q, k, values, reads, scores, memory_share, fades[..., -1, :])
     after, out = jax.lax.scan(one_chunk, start, jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), chunks))
-    out = jnp.moveaxis(out, 0, 1).reshape(batch, -1, *v.shape[3:])[:, :length]
-    out = out.reshape(batch, length, -1, v.shape[-1])
-    return checkpoint_name(out, "attention"), after.reshape(batch, -1, key_dim, v.shape[-1])
+    out = jnp.moveaxis(out, 0, 1).reshape(batch, -1, *out.shape[3:])[:, :length]
+    out, after = out.reshape(batch, length, -1, out.shape[-1]), after.reshape(batch, -1, *after.shape[3:])
+    return out if continues is not None else checkpoint_name(out, "attention"), after
 
 
 def _run_behind(q, k, v, decay, beta, runs, memory) -> tuple[jax.Array, jax.Array]:
     """Do as `run_chunks` for rows that begin with a memory."""
     return run_chunks(q, k, v, decay, beta, runs, memory=memory)
+
+
+# Rows whose tokens lie on several devices, in order (the mesh axis cp).
+#
+# The memory after the tokens of a device is linear in the memory before them, and so are their results:
+#
+#     after = own + transition before         own [E, M] and transition [E, E] of each value head
+#     out   = local + reads before            local [M] and reads [E] of each token
+#
+# `run_chunks` computes all four at once, before a device knows the memory that it begins with: `own` and `local` follow
+# from an empty memory; `transition` and `reads` from a unit matrix in the place of the memory, without values. Both are
+# 0 behind the beginning of a document. Two neighbours are like one device:
+#
+#     own = own_2 + transition_2 own_1        transition = transition_2 transition_1
+#
+# In each round, a device joins what it has with that of as many devices before it:
+#
+#     device 6 stands for    6      5 6      3 4 5 6      0 1 2 3 4 5 6
+#
+# Device 7 begins with what device 6 has then.
+
+
+def run_shard(
+    q: jax.Array, k: jax.Array, v: jax.Array, decay: jax.Array, beta: jax.Array, runs: jax.Array
+) -> jax.Array:
+    """Return the results [B, T, J, M] of the tokens of this device, inside a `shard_map`.
+
+    Arguments are those of `run_chunks`, but for `runs` [B, S], which are those of all tokens of the rows.
+    """
+    runs, width = take_runs(runs, k.shape[1], 1), v.shape[-1]
+    if jax.lax.axis_size(token_axes()) == 1:
+        return run_chunks(q, k, v, decay, beta, runs[:, 1:])[0]
+    continues = runs[:, 0] == runs[:, 1]
+    out, after = run_chunks(q, k, v, decay, beta, runs[:, 1:], continues=continues)
+    before = pass_memory(after[..., :width], after[..., width:])
+    out = out[..., :width] + jnp.einsum("btje,bjem->btjm", out[..., width:], before)
+    return checkpoint_name(out, "attention")
+
+
+def pass_memory(own: jax.Array, transition: jax.Array) -> jax.Array:
+    """Return the memory [B, J, E, M] before the tokens of this device, of `own` and `transition` [B, J, E, E]."""
+    for round_number in range(count_rounds(jax.lax.axis_size(token_axes()))):
+        distance = 2**round_number  # also the number of devices that both stand for
+        own, transition = own + transition @ _fetch(own, distance), transition @ _fetch(transition, distance)
+    return _fetch(own, 1)
+
+
+def count_rounds(num_devices: int) -> int:
+    """Return in how many rounds a device comes to stand for all devices before the last one."""
+    return (num_devices - 2).bit_length()
+
+
+def take_runs(runs: jax.Array, length: int, count: int) -> jax.Array:
+    """Return the runs [B, count + T] of the `count` tokens before those of this device, and of its own; -1 before all.
+
+    `runs` are [B, S], those of all tokens.
+    """
+    runs = jnp.pad(runs, [(0, 0), (count, 0)], constant_values=-1)
+    return jax.lax.dynamic_slice_in_dim(runs, jax.lax.axis_index(token_axes()) * length, count + length, axis=1)
+
+
+def move_on(size: int, x: jax.Array, runs: jax.Array) -> tuple[jax.Array, ...]:
+    """Return tokens [B, T, I, E] of this device, moved on by 0 to size - 1 tokens; 0 for those of other runs [B, S].
+
+    It runs inside a `shard_map`: the first tokens of a device take the last ones of the devices before it.
+    """
+    length, count = x.shape[1], size - 1
+    # One device before has them, unless it has fewer tokens.
+    earlier = [_fetch(x[:, -count:], distance) for distance in range(-(-count // length), 0, -1)]
+    x, runs = jnp.concatenate([*earlier, x], 1)[:, -count - length :], take_runs(runs, length, count)
+
+    def move(back: int) -> jax.Array:
+        tokens = slice(count - back, count - back + length)
+        return x[:, tokens] * (runs[:, tokens] == runs[:, count:])[..., None, None]
+
+    return tuple(map(move, range(size)))
+
+
+def _fetch(x: jax.Array, distance: int) -> jax.Array:
+    """Return the array that the device so many places before this one has; 0 where there is none."""
+    axes = token_axes()
+    size = jax.lax.axis_size(axes)
+    if distance >= size:
+        return jnp.zeros_like(x)
+    pairs = [(device, device + distance) for device in range(size - distance)]
+    return checkpoint_name(jax.lax.ppermute(x, axes, pairs), "exchange")
 
 
 def number_runs(segments: jax.Array) -> jax.Array:
@@ -167,8 +261,7 @@ def _split(x: jax.Array, size: int, mode: str = "constant") -> jax.Array:
     return x.reshape(x.shape[0], -1, size, *x.shape[2:])
 
 
-# Queries, keys, values, decays and betas of whole sequences: S are all their tokens, which no axis splits.
-DIM_NAMES = ("BSIE", "BSIE", "BSJM", "BSJ", "BSJ")
+DIM_NAMES = ("BTIE", "BTIE", "BTJM", "BTJ", "BTJ")  # of queries, keys, values, decays and betas
 SLOWEST, FASTEST = 1e-3, 1e-1  # time steps of the first weights (arXiv:2312.00752)
 MAX_RATE = 16.0
 
@@ -183,7 +276,7 @@ class Memory(NamedTuple):
 class Recurrence(NamedTuple):
     """Ways from the projections of tokens to results [B, T, J, M] and the memory behind the last token."""
 
-    run_rows: Callable[[jax.Array], tuple[jax.Array, Memory]]  # of whole rows, with their segments [B, T]
+    run_rows: Callable[[jax.Array], jax.Array]  # of whole rows, with their segments [B, S]; of results alone
     # of tokens behind a memory, None for an empty one; so many [B] of them count, and others stand behind these
     extend: Callable[[Memory | None, jax.Array], tuple[jax.Array, Memory]]
     step: Callable[[Memory], tuple[jax.Array, Memory]]  # of one token of each row
@@ -212,22 +305,17 @@ class LinearAttention(nnx.Module):
         beta = jax.nn.sigmoid(self.beta(x, dropout_key).astype(jnp.float32))
         decay = self.rate(self.decay(x, dropout_key))
         projected = *(project(x, dropout_key) for project in (self.q, self.k, self.v)), decay, beta
-        specs = map(self.layout.activation, DIM_NAMES)
-        arrays = [reshard(each, spec) for each, spec in zip(projected, specs, strict=True)]
-        ways = (partial(way, *arrays) for way in (self._run_rows, self._extend, self._step))
+        ways: Any = (partial(way, *projected) for way in (self._run_rows, self._extend, self._step))
         out, cache = mix.recur(Recurrence(*ways))
-        out = reshard(out, self.layout.activation("BTJM"))
         gate = jax.nn.silu(self.gate(x, dropout_key).astype(jnp.float32))
         out = self.out_norm(out.astype(x.dtype)).astype(jnp.float32) * gate
         return self.o(out.astype(x.dtype), dropout_key), cache
 
-    def _run_rows(self, *arrays: Any) -> tuple[jax.Array, Memory]:
+    def _run_rows(self, *arrays: Any) -> jax.Array:
         *inputs, decay, beta, segments = arrays
         runs = reshard(number_runs(segments), self.layout.activation("BS"))
         filtered = [each(x, runs) for each, x in zip(self._filters, inputs, strict=True)]
-        out, state = self._map_devices(run_chunks, "BS")(*filtered, decay, beta, runs)
-        last = (each.last_inputs(x, runs) for each, x in zip(self._filters, inputs, strict=True))
-        return out, Memory(tuple(last), state)
+        return self._map_devices(run_shard, "BS", results=("BTJM",))(*filtered, decay, beta, runs)
 
     def _extend(self, *arrays: Any) -> tuple[jax.Array, Memory]:
         *inputs, decay, beta, memory, count = arrays
@@ -272,10 +360,11 @@ class LinearAttention(nnx.Module):
     def _filters(self) -> tuple["Filter", ...]:
         return self.q_filter, self.k_filter, self.v_filter
 
-    def _map_devices(self, function: Callable, *last: str) -> Callable:
+    def _map_devices(self, function: Callable, *last: str, results: tuple[str, ...] = ("BTJM", "BJEM")) -> Callable:
         """Return a function of this file for arrays split over devices; its last ones have the letters `last`."""
-        in_specs = tuple(self.layout.activation(dim_names) for dim_names in (*DIM_NAMES, *last))
-        out_specs = self.layout.activation("BSJM"), self.layout.activation("BJEM")
+        in_specs = tuple(map(self.layout.activation, (*DIM_NAMES, *last)))
+        out_specs: Any = tuple(map(self.layout.activation, results))
+        out_specs = out_specs if len(results) > 1 else out_specs[0]
         return stage_shard_map(function, in_specs, out_specs, self.layout.stages_around)
 
 
@@ -291,7 +380,7 @@ class Filter(nnx.Module):
         self.w = nnx.Param(initializer.normal(shape, layout.param, self.size**-0.5), equation=self.equation)
 
     def __call__(self, x: jax.Array, runs: jax.Array) -> jax.Array:
-        """Filter rows: tokens of other runs [B, T], and those before the row, count as 0.
+        """Filter rows: tokens of other runs [B, S], and those before the row, count as 0.
 
         It is a sum over how far back a token lies, of x moved on by so many tokens, times the weight of this distance:
 
@@ -299,13 +388,12 @@ class Filter(nnx.Module):
                  1    - a b c               Z - 2        -: 0
                  2    - - a b               Z - 3
         """
-        length = x.shape[1]
-        weights = self._weights()
+        spec, weights = self.layout.activation(self.token_equation.y), self._weights()
+        in_specs, out_specs = (spec, self.layout.activation("BS")), (spec,) * self.size
+        moved = stage_shard_map(partial(move_on, self.size), in_specs, out_specs, self.layout.stages_around)(x, runs)
         total: Any = 0
-        for back in range(min(self.size, length)):
-            earlier = x[:, : length - back] * (runs[:, back:] == runs[:, : length - back])[..., None, None]
-            pads = [(0, 0), (back, 0), (0, 0), (0, 0)]
-            total += self._times(jnp.pad(earlier, pads), weights[self.size - 1 - back])
+        for back, earlier in enumerate(moved):
+            total += self._times(earlier, weights[self.size - 1 - back])
         return jax.nn.silu(total).astype(x.dtype)
 
     def filter_newest(self, x: jax.Array) -> jax.Array:
@@ -314,12 +402,6 @@ class Filter(nnx.Module):
         for index, weight in enumerate(self._weights()):
             total += self._times(x[:, index : index + 1], weight)
         return jax.nn.silu(total).astype(x.dtype)
-
-    def last_inputs(self, x: jax.Array, runs: jax.Array) -> jax.Array:
-        """Return the last Z - 1 tokens of rows [B, T, I, E], with 0 in the place of those of earlier runs."""
-        last_run = x * (runs == runs[:, -1:])[..., None, None]
-        missing = max(0, self.size - 1 - x.shape[1])  # in rows of fewer tokens: 0 stands before them
-        return jnp.pad(last_run, [(0, 0), (missing, 0), (0, 0), (0, 0)])[:, missing + x.shape[1] - self.size + 1 :]
 
     def _weights(self) -> list[jax.Array]:
         w = self.layout.gather(self.w[...], self.equation)

@@ -145,7 +145,7 @@ class Transformer(nnx.Module):
             method, layout = self.method_of(heads), self.block_layout
             return compute_attention(q, k, v, mask_rule, layout, method, heads.kv_dim_name), None
 
-        return Mix(row_attention, lambda recurrence: (recurrence.run_rows(segment_ids)[0], None))
+        return Mix(row_attention, lambda recurrence: (recurrence.run_rows(segment_ids), None))
 
     def method_of(self, heads: Heads) -> Method:
         """Return how attention with these heads is computed."""

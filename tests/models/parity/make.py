@@ -355,7 +355,8 @@ def main() -> None:
         model.bfloat16()
         for path, bias in biases.items():
             model.get_submodule(path.rpartition(".")[0])._buffers[ROUTER_BIAS] = bias
-        model.save_pretrained(folder / name)
+        # Published files of Qwen 3.5 have all experts of a layer in one tensor, which it keeps of files it has read.
+        model.save_pretrained(folder / name, save_original_format=name != "qwen3_5_moe")
         if name == "gemma3_vision":  # transformers 5 leaves a part of the names out that published files have
             weights = folder / name / "model.safetensors"
             whole = {
