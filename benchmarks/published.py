@@ -2,7 +2,8 @@
 
 The runs are those of benchmarks/published.yaml. Each is compiled once for its cluster, which takes one to four minutes,
 and its program is kept in .cache/published. Then its time is predicted twice: with the constants of tunix, and with the
-share of the peak (`efficiency`) times a factor that is chosen on the runs of other frameworks alone.
+share of the peak (`efficiency`) times a factor that is chosen on the runs of other frameworks alone. A second table
+says where a compiled step goes: products at the assumed speed, all other arithmetic, and waits for communication.
 
 `python -m benchmarks.published derived` derives all times, which takes seconds and needs no plugin. Names of runs
 choose them: `python -m benchmarks.published maxtext_7b_1 foundry_7b_1`.
@@ -10,7 +11,7 @@ choose them: `python -m benchmarks.published maxtext_7b_1 foundry_7b_1`.
 
 import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,7 +20,7 @@ import yaml
 
 from tunix.config import Config
 from tunix.config.compose import compose
-from tunix.costs.compiled_time import predict_time
+from tunix.costs.compiled_time import StepTime, predict_time
 from tunix.costs.devices import HBM_SHARE, Cluster, read_topology
 from tunix.costs.hlo import read_collectives
 from tunix.costs.step import derive
@@ -64,8 +65,8 @@ class Run:
             path.write_text(hlo)
         return path.read_text()
 
-    def predict(self, factors: Iterator[float]) -> list[float]:
-        """Return the predicted seconds of a step for several factors of the efficiency of the kind of device."""
+    def predict(self, factors: Iterable[float]) -> list[StepTime]:
+        """Return the predicted times of a step for several factors of the efficiency of the kind of device."""
         cfg, cluster, hlo = self.cfg, self.cluster, self.hlo()
         sizes, collectives = explicit_sizes(cfg.model.mesh_shape), read_collectives(hlo)
         assert sizes is not None
@@ -74,7 +75,7 @@ class Run:
             kind = cluster.kind.model_copy(update={"efficiency": factor * cluster.kind.efficiency})
             speeds = assume_speeds(replace(cluster, kind=kind), sizes)
             walked = predict_time(hlo, collectives, speeds, derive_kernel_data(cfg, kind.name, sizes))
-            times.append(walked.step_s + self.unfused_s())
+            times.append(replace(walked, compute_s=walked.compute_s + self.unfused_s()))
         return times
 
     def unfused_s(self) -> float:
@@ -105,9 +106,10 @@ def main(words: list[str]) -> None:
         print(f"derived: median {statistics.median(map(abs, errors)):.1%}, worst {max(map(abs, errors)):.1%}")
         return
     published = np.array([run.seconds for run in runs])
-    ours = np.array([run.predict(iter([1.0]))[0] for run in runs]) / published - 1
+    walks = [run.predict([1.0])[0] for run in runs]
+    ours = np.array([walk.step_s for walk in walks]) / published - 1
     derived = np.array([run.derive() for run in runs]) / published - 1
-    by_factor = np.array([run.predict(iter(FACTORS)) for run in runs]) / published[:, None] - 1  # [runs, factors]
+    by_factor = np.array([[walk.step_s for walk in run.predict(FACTORS)] for run in runs]) / published[:, None] - 1
     left_out = []
     for place, left in enumerate(runs):
         others = by_factor[[run.framework != left.framework for run in runs]]
@@ -121,6 +123,11 @@ def main(words: list[str]) -> None:
     for name, errors in (("compiled", ours), ("left out", [error for _, error in left_out]), ("derived", derived)):
         sizes = np.abs(errors)
         print(f"{name}: median {statistics.median(sizes):.1%}, worst {max(sizes):.1%}")
+    print("\n| run | published s | compiled s | products | passes | waits |\n|---|---|---|---|---|---|")
+    for run, walk in zip(runs, walks, strict=True):
+        products = walk.flops / (run.cluster.kind.efficiency * run.cluster.kind.peak_tflops * 1e12)
+        parts = walk.step_s, products, walk.compute_s - products, walk.exposed_s
+        print(f"| {run.source} | {run.seconds:g} | {' | '.join(f'{part:.2f}' for part in parts)} |")
 
 
 if __name__ == "__main__":

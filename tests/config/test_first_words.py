@@ -64,7 +64,7 @@ def test_the_name_of_a_loss_with_a_point():
 
 def test_a_task_that_needs_rows_says_so_before_anything_is_read():
     for words in (["task=dpo"], ["task=sft"], ["task=grpo", "sampling.max_new_tokens=64"]):
-        with pytest.raises(UserError, match=r"needs conversations, and data\.source=python_stdlib .* data=jsonl"):
+        with pytest.raises(UserError, match=r"needs rows with columns, and data\.source=python_stdlib .* data=jsonl"):
             reject_missing_inputs(compose([*words, "dry_run=true"]))
     reject_missing_inputs(compose(["task=sft", "data=arithmetic"]))
 

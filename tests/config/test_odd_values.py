@@ -13,6 +13,7 @@ from support.harness import ROOT
 from tunix.base.errors import UserError
 from tunix.base.files import find_way_out, make_once
 from tunix.config.compose import compose, reject_missing_inputs
+from tunix.sharding.mesh_shape import list_divisors
 from tunix.trainer import _warn_of_lost_steps
 
 
@@ -121,3 +122,14 @@ def test_imports_from_a_slow_disk_are_announced(tmp_path):
     command = [sys.executable, str(ROOT / "run_training.py"), "dry_run=true"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment, check=True)
     assert [line.partition(":")[0] for line in done.stderr.splitlines()][:2] == ["importing tunix", "importing JAX"]
+
+
+@pytest.mark.parametrize("number", [4294967296, 2**62, 10**15 + 37])
+def test_divisors_of_a_large_number_take_no_time(number):
+    assert number in list_divisors(number)
+
+
+@pytest.mark.parametrize("word", ["launcher.gpus_per_node=4294967296", "launcher.nodes=1000000"])
+def test_a_cluster_that_nobody_has_is_refused(word):
+    with pytest.raises(UserError, match="launcher.gpus_per_node|no mesh of"):
+        compose(["launcher=slurm", word])

@@ -174,7 +174,7 @@ def test_rows_without_a_conversation(tmp_path):
         f"{json.dumps(good)}\n" * 9 + '{"messages": [{"role": "user", "content": "unanswered"}]}\n'
     )
     assert load_corpus(compose(words).config).train["jsonl"].stream.num_documents == 9
-    with pytest.raises(UserError, match="task=sft needs conversations: rows of jsonl, csv, parquet or hf"):
+    with pytest.raises(UserError, match="task=sft needs rows with columns, of jsonl, csv, parquet or hf"):
         load_corpus(compose([*SMALL, "task=sft"]).config)
 
 

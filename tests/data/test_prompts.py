@@ -178,5 +178,5 @@ def test_prompts_are_prepared_once(rows, capsys):
 
 
 def test_data_without_rows_are_refused(rows):
-    with pytest.raises(UserError, match="task=ask needs conversations: rows of jsonl, csv, parquet or hf"):
+    with pytest.raises(UserError, match="task=ask needs rows with columns, of jsonl, csv, parquet or hf"):
         load_prompts(prompted("data=synthetic"), 100)

@@ -354,7 +354,7 @@ def reject_missing_inputs(job: Job) -> None:
         for key, source in _list_parts(cfg).items():
             if not isinstance(source, Rows | Tokens):
                 raise UserError(
-                    f"task={cfg.task.name} needs conversations, and {key}.source={source.source} gives plain text: "
+                    f"task={cfg.task.name} needs rows with columns, and {key}.source={source.source} gives plain text: "
                     "choose rows, like data=jsonl data.paths=[FILE], or task=pretrain"
                 )
     for key, path in _list_paths(cfg):

@@ -48,11 +48,11 @@ class Nodes(Section):
     # The key with the number of new starts after exit code 75. None: this launcher knows why the run stopped, and does
     # not start it again after training.hard_stop.
     again_key: ClassVar[str | None] = None
-    nodes: Count
+    nodes: Annotated[Count, Field(le=1_000_000)]
     """Nodes of the run."""
-    gpus_per_node: CountOrZero
+    gpus_per_node: Annotated[CountOrZero, Field(le=1000)]
     """GPUs used on each node; 0 trains on CPUs, one device a process."""
-    tasks_per_node: Count | None
+    tasks_per_node: Annotated[Count, Field(le=1000)] | None
     """Processes on each node: 1, or null for one a GPU."""
     extra_env: tuple[Assignment, ...]
     """Environment variables of the run, each 'NAME=VALUE'."""

@@ -142,7 +142,7 @@ def _read_item(
     elif isinstance(item.content, str):
         if not DOCUMENTS[task.documents].takes_text:
             raise UserError(
-                f"task={task.name} needs conversations: rows of jsonl, csv, parquet or hf, "
+                f"task={task.name} needs rows with columns, of jsonl, csv, parquet or hf, "
                 f"not data.source={source.source}"
             )
         document = Document(item.name, item.content) if item.content else LeftOut(item.name, "empty")

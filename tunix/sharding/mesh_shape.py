@@ -229,8 +229,9 @@ def nearest(valid: Iterable[int], target: int) -> list[int]:
 
 
 def list_divisors(number: int, least: int = 1) -> list[int]:
-    """Return the numbers from `least` on that divide a number."""
-    return [n for n in range(least, number + 1) if number % n == 0]
+    """Return the numbers from `least` on that divide a number; of one above 10^12, those that are found in a second."""
+    small = [n for n in range(1, min(math.isqrt(number), 1_000_000) + 1) if number % n == 0]
+    return sorted(n for n in {*small, *(number // n for n in small)} if n >= least)
 
 
 def _list_factorizations(number: int, parts: int) -> Iterator[tuple[int, ...]]:
