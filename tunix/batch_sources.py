@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from tunix.base.dotted_path import import_object
 from tunix.base.errors import UserError
 from tunix.config import Config
+from tunix.config.rewards import EngineTerm
 from tunix.config.task import Cycle, Grpo
 from tunix.data.batches import TEACHER, Batch, BatchSource, PrefetchReader, TrainBatches
 from tunix.data.dataset import Corpus
@@ -205,11 +206,11 @@ class PromptFeed:
         per_step = max(1, cycle.samples // cycle.steps)
         data_schedule = DataSchedule(BEGINNING, Cycle(per_step, 1), ())
         self.samples = Samples(corpus.train, cfg, data_schedule, shape.num_tokens // per_step)
-        in_processes = [term for term in task.rewards if not term.is_of_engine]
+        in_processes = [term for term in task.rewards if not isinstance(term, EngineTerm)]
         self.scorer = Scorer(in_processes, task.reward_processes, task.reward_timeout_s, task.reward_errors)
         self.pool = make_pool(task, corpus.vocab)
-        info = cfg.sampling.max_new_tokens, task.reward_errors, cfg.training.dtypes["compute"], cfg.model.mesh_shape
-        engine_rewards = EngineRewards(task.rewards, *info) if len(in_processes) < len(task.rewards) else None
+        info = task.rewards, cfg.sampling.max_new_tokens, task.reward_errors, task.reward_timeout_s, cfg
+        engine_rewards = EngineRewards(*info) if len(in_processes) < len(task.rewards) else None
         self.engine = RolloutEngine(cfg, corpus, program, mesh, self.scorer, watchdog, self.pool, engine_rewards)
         # Without rewards nothing says how good held-out answers are.
         self.held_out = HeldOutAnswers(cfg, corpus, self.engine) if corpus.num_held_out and task.is_rewarded else None
@@ -226,6 +227,9 @@ class PromptFeed:
             if self.pool is not None:
                 stack.enter_context(self.pool)
             peers.together(lambda: try_user_code(example, self.scorer, self.pool), "trying the rewards")
+            if self.engine.engine_rewards is not None:
+                stack.callback(self.engine.engine_rewards.close)
+                self.engine.engine_rewards.try_out(example)
             self.stack = stack.pop_all()
         return self
 

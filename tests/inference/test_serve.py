@@ -25,10 +25,12 @@ from support.harness import ROOT, run_python
 import tunix
 from benchmarks.fuzz_requests import make_request, send
 from tunix.base.errors import UserError
-from tunix.config import Serve
+from tunix.config import Evaluate, Serve
 from tunix.config.command_line import read_settings
+from tunix.data.prompts import Prompt
 from tunix.inference.openai_api import AnswerText
 from tunix.inference.sampling import NO_MIN_P, NO_TOP_K, NO_TOP_P, RowChoices, Sampling, select, select_by_row
+from tunix.rl.judge import Judge
 from tunix.serve import App, open_socket, serve
 
 KEY = "a-key-of-the-tests"
@@ -88,6 +90,27 @@ def post(port, body, path="/v1/completions", key=KEY, method="POST", **headers):
 
 def ask(client, prompt="a few", **parameters):
     return client.completions.create(model="small", prompt=prompt, **parameters)
+
+
+def test_the_server_is_a_judge_of_a_run(served, client, tmp_path, monkeypatch):
+    """`{function: judge}` of task.rewards reads what the server says: here no rating, since nobody has taught one."""
+    monkeypatch.setenv("JUDGE_KEY", KEY)
+    term = f"function: judge, url: 'http://127.0.0.1:{served[1]}/v1', model: small, api_key_variable: JUDGE_KEY"
+    term += ", prompt: 'a few {completion}', options: {max_tokens: 6, temperature: 0}"
+    words = ["checkpoint=x", "metric=reward", f"rewards=[{{{term}}}]"]
+    judge = Judge(read_settings(Evaluate, words).rewards[0], 60, tmp_path)
+    answers = ["words", "to be"]
+    scores, numbers = judge.score([Prompt([], "", {})] * 2, answers)
+    usages = []
+    for score, answer in zip(scores, answers, strict=True):
+        messages = [{"role": "user", "content": f"a few {answer}"}]
+        reply = client.chat.completions.create(model="small", messages=messages, max_tokens=6, temperature=0)
+        text = " ".join(reply.choices[0].message.content.split())
+        assert score == f"the judge's reply has no rating like [[5]]: {text}"
+        usages.append(reply.usage)
+    assert numbers["calls"] == 2
+    assert numbers["tokens_read"] == sum(usage.prompt_tokens for usage in usages)
+    assert numbers["tokens_written"] == sum(usage.completion_tokens for usage in usages)
 
 
 # The tokens.

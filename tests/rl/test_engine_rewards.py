@@ -27,7 +27,7 @@ CHAT = 'task.chat_template="{% for message in messages %}{{ message.content }}{{
 def test_the_punishment_of_long_answers_is_that_of_dapo():
     """Equation 13 of arXiv:2503.14476 with answers of at most 10 tokens and a buffer of 4."""
     lengths = [1, 6, 7, 8, 10]
-    assert score_length(4, Answered([], [], lengths, 10)) == [0, 0, -0.25, -0.5, -1]
+    assert score_length(4, Answered([], [], lengths, 10)).scores == [0, 0, -0.25, -0.5, -1]
 
 
 @pytest.mark.parametrize(
@@ -37,6 +37,16 @@ def test_the_punishment_of_long_answers_is_that_of_dapo():
         ("[model]", "the reward model needs path"),
         ("[{function: exact_match, path: RUN}]", "path=RUN is of the reward model, not of exact_match"),
         ("[{function: overlong, buffer: 0}]", "task.rewards.0.buffer=0"),
+        ("[{function: judge, model: small}]", "the reward judge needs url"),
+        ("[{function: judge, model: small, url: 'ftp://a/v1'}]", "task.rewards.0.url=ftp://a/v1: expected an address"),
+        ("[{function: judge, model: small, url: 'http://a:secret@b/v1'}]", "leave the password out"),
+        (
+            "[{function: exact_match, wieght: 2}]",
+            "unknown key wieght of the reward exact_match; its keys are function, ",
+        ),
+        ("[exact_match, {function: length, name: exact_match}]", "exact_match stands there twice"),
+        ("[{weight: 2}]", "the reward None needs function"),
+        ("[exact_mach]", "did you mean exact_match?"),
     ],
 )
 def test_mistakes_of_terms(terms, message):
@@ -105,11 +115,11 @@ def reward_dir(hf_dir, tmp_path_factory):
 
 def test_an_answer_is_read_by_the_template_of_the_reward_model(reward_dir):
     """Also where answers are scored a few at a time; a prompt that is too long has no score."""
-    compose([*TASK, f"task.rewards=[{{function: model, path: {reward_dir}}}]"])
+    cfg = compose([*TASK, f"task.rewards=[{{function: model, path: {reward_dir}}}]"]).config
     terms = read_settings(
         Evaluate, ["checkpoint=x", "metric=reward", f"rewards=[{{function: model, path: {reward_dir}, weight: 3}}]"]
     ).rewards
-    rewards = EngineRewards(terms, 10, "zero", "float32", "auto")
+    rewards = EngineRewards(terms, 10, "zero", 10, cfg)
     questions = [Question([{"role": "user", "content": text}], {}) for text in ("a few", "words " * 60)]
     prompts = [Prompt([], "", {}, question) for question in questions]
     texts = ["merged", "to be", "words", "few"]
@@ -124,4 +134,4 @@ def test_an_answer_is_read_by_the_template_of_the_reward_model(reward_dir):
     with pytest.raises(
         UserError, match="rewards: model fails: it has .* tokens with its prompt, more than model.context_"
     ):
-        EngineRewards(terms, 10, "stop", "float32", "auto").add(none, prompts, texts, answers)
+        EngineRewards(terms, 10, "stop", 10, cfg).add(none, prompts, texts, answers)

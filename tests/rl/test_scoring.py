@@ -11,7 +11,7 @@ from support.harness import ROOT
 from support.processes import wait_until
 
 from tunix.base.errors import UserError
-from tunix.config.task import RewardTerm
+from tunix.config.rewards import FunctionTerm
 from tunix.rl.scoring import Scorer, _split
 
 REWARDS = '''
@@ -66,7 +66,9 @@ def folder(tmp_path_factory):
 
 def terms(*names, weight=1.0):
     return [
-        RewardTerm.model_construct(function=name if name == "format" else f"my_rewards:{name}", weight=weight)
+        FunctionTerm.model_construct(
+            function=name if name == "format" else f"my_rewards:{name}", weight=weight, name=None
+        )
         for name in names
     ]
 

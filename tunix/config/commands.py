@@ -9,7 +9,8 @@ from pydantic import BeforeValidator, Field, SecretStr, model_validator
 from tunix.base.config_types import Count, CountOrZero, Flag, Positive, Section, Seed, Share, Temperature
 from tunix.base.dotted_path import entry_of
 from tunix.config.model import MeshShape
-from tunix.config.task import MAX_GUESS, Decoding, RewardTerms
+from tunix.config.rewards import RewardTerms
+from tunix.config.task import MAX_GUESS, Decoding
 from tunix.data.files import Pixels
 from tunix.huggingface.table import FAMILIES, Family
 from tunix.rl.table import ENVIRONMENTS, REWARDS
@@ -288,7 +289,7 @@ class Evaluate(ReadWeights):
     """lm_eval: examples before each question; null is the number that a task names."""
     limit: Count | None
     """lm_eval: the first documents of each task; null for all."""
-    rewards: RewardTerms | None
+    rewards: Annotated[RewardTerms, Field(min_length=1)] | None
     """reward: what scores an answer, each a name or {function, weight}; the first says which answers are right. null
     takes the rewards of the run."""
     reward_processes: Count

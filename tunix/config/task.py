@@ -7,56 +7,11 @@ from pydantic import BeforeValidator, Field, model_validator
 from tunix.base.config_types import Count, CountOrZero, Flag, Positive, PositiveOrZero, Section, Share, Temperature
 from tunix.base.dotted_path import NameOrPath, entry_of
 from tunix.base.errors import UserError, near_multiples
+from tunix.config.rewards import JudgeTerm, ModelTerm, RewardTerms
 from tunix.rl.environments import describe_tools, gives_reward
-from tunix.rl.table import ENGINE_REWARDS, ENVIRONMENTS, REWARDS, find_environment, format_environment
+from tunix.rl.table import ENVIRONMENTS, find_environment, format_environment
 from tunix.rl.tool_calls import TOOL_CALLS
 from tunix.sharding.mesh_shape import list_divisors, nearest
-
-
-class RewardTerm(Section):
-    """One term of the reward of an answer, which is the sum of all terms."""
-
-    function: entry_of((*REWARDS, *ENGINE_REWARDS))  # type: ignore[valid-type]
-    """A reward by name, or `package.module:name` of your own (docs/post_training.md)."""
-    weight: Annotated[float, Field(allow_inf_nan=False)]
-    """Its score is multiplied by this."""
-    path: str | None
-    """model: a run of task=reward, or a folder or an ID of Hugging Face's with a `...ForSequenceClassification`."""
-    buffer: Count | None
-    """overlong: tokens before sampling.max_new_tokens over which the score falls from 0 to -1."""
-
-    @property
-    def is_of_engine(self) -> bool:
-        """True where the run computes the score itself, and no process of rewards."""
-        return self.function in ENGINE_REWARDS
-
-    @model_validator(mode="after")
-    def _check(self) -> "RewardTerm":
-        for function, key in ENGINE_REWARDS.items():
-            given = getattr(self, key) is not None
-            if given != (self.function == function):
-                raise ValueError(
-                    f"{key}={getattr(self, key)} is of the reward {function}, not of {self.function}; leave it out"
-                    if given
-                    else f"the reward {function} needs {key}: {{function: {function}, {key}: ...}}"
-                )
-        return self
-
-    @property
-    def label(self) -> str:
-        """Name of the term in metrics.jsonl, samples.jsonl and results.json."""
-        return self.function.rpartition(":")[2]
-
-
-# The type of a key that lists rewards. A name alone has the weight 1: [gsm8k, {function: format, weight: 0.2}].
-def _read_term(value: Any) -> Any:
-    term = {"function": value} if isinstance(value, str) else value
-    return {"weight": 1.0, **dict.fromkeys(ENGINE_REWARDS.values()), **term} if isinstance(term, dict) else term
-
-
-AnyTerm = Annotated[RewardTerm, BeforeValidator(_read_term)]
-RewardTerms = Annotated[tuple[AnyTerm, ...], Field(min_length=1)]  # of a command that measures
-
 
 MAX_GUESS = 15  # with the newest token, so many are few queries of attention (models/attention.py)
 
@@ -263,7 +218,7 @@ class Grpo(Prompted, Taught):
     teacher_loss: Literal["sampled", "full"]
     """Divergence from the teacher at each token of an answer: by the token that was drawn (sampled), whose advantage
     gets log p of the teacher less log p of the model; or over all tokens of the vocabulary, in the loss (full)."""
-    rewards: tuple[AnyTerm, ...]
+    rewards: RewardTerms
     """Terms of the reward, each {function: NAME, weight: NUMBER}, or a name alone, which has the weight 1. A term of
     weight 0 is measured and not learnt. None ([]) needs a teacher, or an environment that rewards."""
     reward_processes: Count
@@ -319,9 +274,10 @@ class Grpo(Prompted, Taught):
 
     @model_validator(mode="after")
     def _check_environment(self) -> "Grpo":
-        if self.environment is not None and any(term.path is not None for term in self.rewards):
+        if self.environment is not None and any(isinstance(term, ModelTerm | JudgeTerm) for term in self.rewards):
             raise ValueError(
-                "task.rewards: a model scores one answer, and task.environment makes episodes; leave one of the two out"
+                "task.rewards: a model or a judge scores one answer, and task.environment makes episodes; leave one of "
+                "the two out"
             )
         if self.environment is None and (self.credit == "turns" or self.environment_options is not None):
             key = "credit=turns" if self.credit == "turns" else "environment_options"

@@ -10,7 +10,6 @@ import base64
 import binascii
 import io
 import os
-import time
 import urllib.request
 import warnings
 from collections import deque
@@ -25,7 +24,7 @@ import numpy as np
 from PIL import Image, ImageOps
 
 from tunix.base.buckets import explain, filesystem, is_address, join
-from tunix.base.files import parse_json
+from tunix.base.files import parse_json, read_page
 from tunix.config.vision import Vision
 from tunix.data.chat import START, Message
 from tunix.data.files import BadRow, Columns
@@ -265,20 +264,13 @@ def _fetch_page(address: str, limit: int, check: Callable[[str, str], None]) -> 
 
     fsspec follows every redirect, and takes a part of an answer of unknown length for the whole.
     """
-    data, deadline = bytearray(), time.monotonic() + DOWNLOAD_S
     try:
         with urllib.request.build_opener(_Redirects(check)).open(quote(address, safe=KEPT), timeout=SILENCE_S) as page:
-            while len(data) <= limit and (block := page.read1(min(1 << 16, limit + 1 - len(data)))):
-                data += block
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"it takes more than {DOWNLOAD_S} s")
-            if len(data) <= limit and page.length:
-                raise ConnectionError(f"the server ended {page.length:,} bytes before the end")
+            return read_page(page, limit, DOWNLOAD_S)
     except BadRow:
         raise
     except (OSError, ValueError, HTTPException) as error:
         raise BadRow(f"has an image that cannot be read, {_show(address)}: {explain(error)}") from None
-    return bytes(data)
 
 
 def _decode_url(url: str) -> bytes:

@@ -1,25 +1,34 @@
-"""Rewards that the run itself computes, and no process of rewards: of a model on the mesh, and of an answer's length.
+"""Rewards that the run itself computes, and no process of rewards: of a model on the mesh, of a judge on a server, and
+of an answer's length.
 
 {function: model, path: RUN}           the number that a model of task=reward gives the answer
+{function: judge, url: URL, model: M}  the rating of a language model behind an address (judge.py)
 {function: overlong, buffer: 256}      0 for an answer with room for 256 more tokens, -1 for one that is cut
 """
 
 import json
 import logging
+import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from tunix.base.errors import UserError
-from tunix.config.task import RewardTerm
+from tunix.config import Config
+from tunix.config.rewards import EngineTerm, JudgeTerm, ModelTerm, OverlongTerm, RewardTerm
 from tunix.data.prompts import Prompt
 from tunix.inference.engine import Answer
 from tunix.inference.reward_model import RewardModel
 from tunix.processes import peers
+from tunix.rl.judge import Judge
 from tunix.rl.scoring import Scores
 
 log = logging.getLogger(__name__)
+
+SLACK_S = 600.0  # beside the time of a judge, that processes wait for one another
 
 
 class Answered(NamedTuple):
@@ -31,27 +40,36 @@ class Answered(NamedTuple):
     longest: int  # sampling.max_new_tokens
 
 
-Score = Callable[[Answered], list[float | str]]
+class Found(NamedTuple):
+    """The score of each answer, or why it has none; and numbers for metrics.jsonl."""
+
+    scores: list[float | str]
+    numbers: dict[str, float] = {}  # noqa: RUF012
 
 
-def score_length(buffer: int, answered: Answered) -> list[float | str]:
+def score_length(buffer: int, answered: Answered) -> Found:
     """Return the soft overlong punishment of DAPO (arXiv:2503.14476, equation 13) for each answer.
 
     tokens     0 ............ longest - buffer ............ longest
     score      0                     0           falls          -1
     """
     excess = (count - (answered.longest - buffer) for count in answered.num_tokens)
-    return [-min(1.0, max(0, each) / buffer) for each in excess]
+    return Found([-min(1.0, max(0, each) / buffer) for each in excess])
 
 
-def score_by_model(model: RewardModel, answered: Answered) -> list[float | str]:
+def score_by_model(model: RewardModel, answered: Answered) -> Found:
     """Return the reward that a model gives to each answer."""
     questions = [prompt.question for prompt in answered.prompts]
     if None in questions:
         raise UserError(
             "task.rewards: a model reads turns, and data=tokens keeps the tokens of prompts alone; give rows"
         )
-    return model.score([(each.messages, each.options) for each in questions if each is not None], answered.texts)
+    return Found(model.score([(each.messages, each.options) for each in questions if each is not None], answered.texts))
+
+
+def score_by_judge(judge: Judge, answered: Answered) -> Found:
+    """Return what a judge gives to each answer. Process 0 alone asks; `EngineRewards` tells the others."""
+    return Found(*judge.score(answered.prompts, answered.texts)) if peers.is_main() else Found([])
 
 
 class EngineRewards:
@@ -62,55 +80,86 @@ class EngineRewards:
         terms: Sequence[RewardTerm],
         longest: int,
         errors: Literal["zero", "stop"],
-        dtype: str,
-        mesh_shape: Any,
+        timeout_s: float,
+        cfg: Config,
     ):
-        """Load the models; `longest` is the largest number of tokens of an answer.
+        """Load the models; `longest` is the largest number of tokens of an answer, `timeout_s` the time of a judge for
+        the answers of a batch.
 
         Raises:
-            UserError: a model gives no reward, or a buffer is longer than an answer.
+            UserError: a model gives no reward, a judge lacks its key, or a buffer is longer than an answer.
         """
-        self.longest, self.errors = longest, errors
-        self.terms = [term for term in terms if term.is_of_engine]
-        self.scores: list[Score] = []
+        self.longest, self.errors, self.timeout_s = longest, errors, timeout_s
+        self.terms = [term for term in terms if isinstance(term, EngineTerm)]
+        self.scores: list[Callable[[Answered], Found]] = []
+        self.judges: list[Judge] = []
         self.bytes_per_device = 0
         for term in self.terms:
-            if term.path is not None:
-                model = RewardModel(term.path, dtype, mesh_shape)
-                self.bytes_per_device += model.bytes_per_device
-                log.info("reward model: %s, %s parameters", term.path, f"{model.model.arch.num_parameters:,}")
-                self.scores.append(partial(score_by_model, model))
-                continue
-            assert term.buffer is not None
-            if term.buffer > longest:
-                raise UserError(
-                    f"task.rewards: buffer={term.buffer} of overlong is longer than an answer "
-                    f"(sampling.max_new_tokens={longest}); give a smaller one"
-                )
-            self.scores.append(partial(score_length, term.buffer))
+            match term:
+                case ModelTerm():
+                    model = RewardModel(term.path, cfg.training.dtypes["compute"], cfg.model.mesh_shape)
+                    self.bytes_per_device += model.bytes_per_device
+                    log.info("reward model: %s, %s parameters", term.path, f"{model.model.arch.num_parameters:,}")
+                    self.scores.append(partial(score_by_model, model))
+                case JudgeTerm():
+                    self.judges.append(Judge(term, timeout_s, Path(cfg.loading.cache_dir).expanduser()))
+                    self.scores.append(partial(score_by_judge, self.judges[-1]))
+                case OverlongTerm():
+                    if term.buffer > longest:
+                        raise UserError(
+                            f"task.rewards: buffer={term.buffer} of overlong is longer than an answer "
+                            f"(sampling.max_new_tokens={longest}); give a smaller one"
+                        )
+                    self.scores.append(partial(score_length, term.buffer))
 
-    def add(self, scores: Scores, prompts: Sequence[Prompt], texts: Sequence[str], answers: Sequence[Answer]) -> Scores:
+    def try_out(self, prompt: Prompt) -> None:
+        """Ask each judge once. Raises `UserError` where one gives no rating."""
+        for judge in self.judges:
+            peers.on_main(partial(judge.try_out, prompt), "trying the judge")
+
+    def close(self) -> None:
+        for judge in self.judges:
+            judge.close()
+
+    def add(
+        self,
+        scores: Scores,
+        prompts: Sequence[Prompt],
+        texts: Sequence[str],
+        answers: Sequence[Answer],
+        hold: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> Scores:
         """Return the scores with those of these terms; each prompt has equally many answers.
+
+        `hold` gives the block in which a model may take the devices.
 
         Raises:
             UserError: an answer has no score, and task.reward_errors=stop.
         """
+        start_time = time.perf_counter()
         group_size = len(texts) // max(1, len(prompts))
         repeated = [prompt for prompt in prompts for _ in range(group_size)]
         answered = Answered(repeated, texts, [len(answer.tokens) for answer in answers], self.longest)
         values, total, errors = dict(scores.values), list(scores.total), dict(scores.errors)
+        numbers = dict(scores.numbers)
         for term, score in zip(self.terms, self.scores, strict=True):
-            # One answer for all processes: devices of several hosts may round otherwise.
-            found = json.loads(peers.agree(json.dumps(score(answered)), f"scores of {term.label}"))
-            failed = [each for each in found if isinstance(each, str)]
+            with hold() if isinstance(term, ModelTerm) else nullcontext():
+                own = json.dumps(score(answered))
+                # One answer for all processes: devices of several hosts may round otherwise, and process 0 alone asks
+                # a judge.
+                agreed = peers.agree(own, f"scores of {term.label}", SLACK_S + self.timeout_s)
+            found = Found(*json.loads(agreed))
+            failed = [each for each in found.scores if isinstance(each, str)]
             if failed and self.errors == "stop":
                 raise UserError(
                     f"rewards: {term.label} fails: {failed[0]}; reward_errors=zero scores such answers 0, counting them"
                 )
             if failed:
-                counts = term.label, len(failed), len(found), failed[0]
+                counts = term.label, len(failed), len(found.scores), failed[0]
                 log.warning("reward %s: %d of %d answers have no score and get 0: %s", *counts)
-            values[term.label] = [0.0 if isinstance(each, str) else each for each in found]
+            values[term.label] = [0.0 if isinstance(each, str) else each for each in found.scores]
             errors[term.label] = len(failed)
+            numbers |= {f"{term.label}_{name}": number for name, number in found.numbers.items()}
             total = [sum_ + term.weight * own for sum_, own in zip(total, values[term.label], strict=True)]
-        return replace(scores, values=values, total=total, errors=errors)
+        seconds = scores.seconds + time.perf_counter() - start_time
+        return replace(scores, values=values, total=total, errors=errors, seconds=seconds, numbers=numbers)

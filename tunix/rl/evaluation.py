@@ -14,7 +14,8 @@ from tunix.base.errors import UserError
 from tunix.base.files import find_writable
 from tunix.config import Config, Evaluate, Sampling, compose
 from tunix.config.data import Mixture
-from tunix.config.task import Grpo, Prompted, RewardTerm
+from tunix.config.rewards import EngineTerm, FunctionTerm, RewardTerm
+from tunix.config.task import Grpo, Prompted
 from tunix.data.prompts import Prompt, PromptCorpus, load_prompts
 from tunix.data.table import Rows
 from tunix.data.tokenizer import Vocab
@@ -140,8 +141,8 @@ def evaluate_answers(cmd: Evaluate, cfg: Config, checkpoints: list[str]) -> list
     task = cfg.task if cmd.metric == "reward" and isinstance(cfg.task, Grpo) else None
     pool = None if task is None else make_pool(task, corpus.vocab)
     player = Player(pool, task, corpus.vocab, stop, max_length) if pool is not None and task is not None else None
-    engine_rewards = EngineRewards(terms, settings.max_new_tokens, cmd.reward_errors, dtype, decoder.mesh_shape)
-    in_processes = [term for term in terms if not term.is_of_engine]
+    engine_rewards = EngineRewards(terms, settings.max_new_tokens, cmd.reward_errors, cmd.reward_timeout_s, cfg)
+    in_processes = [term for term in terms if not isinstance(term, EngineTerm)]
     measured: list[Numbers] = []
     with (
         Scorer(in_processes, cmd.reward_processes, cmd.reward_timeout_s, cmd.reward_errors) as scorer,
@@ -152,6 +153,8 @@ def evaluate_answers(cmd: Evaluate, cfg: Config, checkpoints: list[str]) -> list
         if pool is not None:
             files.enter_context(pool)
         try_user_code(prompts[0], scorer, pool)
+        files.callback(engine_rewards.close)
+        engine_rewards.try_out(prompts[0])
         samples = peers.on_main(lambda: _open_samples(cmd, files), "opening the file of samples")
         for checkpoint in checkpoints:
             # The model of the first checkpoint is loaded with its tokenizer; of the others only parameters are read.
@@ -166,7 +169,7 @@ def evaluate_answers(cmd: Evaluate, cfg: Config, checkpoints: list[str]) -> list
                 asked = RolloutRequest(prompts, settings, cmd.num_samples, cfg.seed)
                 played = player.rollout(model.sampler, params, asked, cmd.batch_size)
                 answers = [episode.to_answer() for episode in played.episodes]
-            rows, num_errors = _make_rows(cmd, prompts, answers, corpus.vocab, scorer, engine_rewards, played)
+            rows, counts = _make_rows(cmd, prompts, answers, corpus.vocab, scorer, engine_rewards, played)
             if samples is not None:
                 lines = (json.dumps({"checkpoint": checkpoint, **row}, ensure_ascii=False) for row in rows)
                 samples.writelines(f"{line}\n" for line in lines)
@@ -174,7 +177,7 @@ def evaluate_answers(cmd: Evaluate, cfg: Config, checkpoints: list[str]) -> list
             numbers = summarise(rows, labels, cmd.num_samples) | ({} if played is None else played.numbers())
             # metric=gsm8k is also reported under its own name, beside `reward`.
             alone = {cmd.metric: numbers["reward"]} if cmd.metric in REWARDS else {}
-            measured.append(alone | numbers | {"reward_errors": num_errors})
+            measured.append(alone | numbers | counts)
     return measured
 
 
@@ -186,10 +189,11 @@ def _make_rows(
     scorer: Scorer,
     engine_rewards: EngineRewards,
     played: Played | None,
-) -> tuple[list[Row], int]:
-    """Score the answers; return a row for each, those to the first prompt first, and the number of missing scores."""
+) -> tuple[list[Row], Numbers]:
+    """Score the answers; return a row for each, those to the first prompt first, and counts: the number of missing
+    scores, what a judge has cost."""
     rows: list[Row] = []
-    num_errors = 0
+    counts: Numbers = {}
     texts = [vocab.backend.decode(answer.text_tokens) for answer in answers]
     if played is not None:
         texts = [vocab.backend.decode(answer.tokens, skip_special_tokens=False) for answer in answers]
@@ -201,7 +205,8 @@ def _make_rows(
         episodes = None if played is None else replace(played, episodes=played.episodes[part])
         scores = score_together(scorer, rollouts, texts[part], count, episodes)
         scores = engine_rewards.add(scores, rollouts, texts[part], answers[part])
-        num_errors += sum(scores.errors.values())
+        for name, number in {"reward_errors": sum(scores.errors.values()), **scores.numbers}.items():
+            counts[name] = counts.get(name, 0) + number
         for number, (text, answer) in enumerate(zip(texts[part], answers[part], strict=True)):
             rows.append(
                 {
@@ -214,7 +219,7 @@ def _make_rows(
                     **({} if episodes is None else {"turns": episodes.episodes[number].turns}),
                 }
             )
-    return rows, num_errors
+    return rows, counts
 
 
 def _open_samples(cmd: Evaluate, files: ExitStack) -> TextIO | None:
@@ -224,7 +229,7 @@ def _open_samples(cmd: Evaluate, files: ExitStack) -> TextIO | None:
 def _find_rewards(cmd: Evaluate, cfg: Config) -> tuple[RewardTerm, ...]:
     """Return the rewards that the command names, or those of the run."""
     if cmd.metric != "reward":
-        return (RewardTerm(function=cmd.metric, weight=1.0, path=None, buffer=None),)
+        return (FunctionTerm(function=cmd.metric, weight=1.0, name=None),)
     if cmd.rewards is not None:
         return cmd.rewards
     if not isinstance(cfg.task, Grpo):

@@ -14,6 +14,7 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -75,6 +76,7 @@ class RolloutGroup:
             "answer_tokens": float(np.mean(lengths)),
             "truncated": float(1 - self.stopped.mean()),
             "reward_errors": sum(self.scores.errors.values()),
+            **self.scores.numbers,
             **({} if self.played is None else self.played.numbers()),
         }
 
@@ -138,8 +140,8 @@ class RolloutEngine:
         with nullcontext() if beside else self.watchdog.phase("scoring answers"):
             scores = score_together(self.scorer, prompts, texts, request.group_size, played)
             if self.engine_rewards is not None:
-                with self.devices.hold(request.rank):
-                    scores = self.engine_rewards.add(scores, prompts, texts, answers)
+                hold = partial(self.devices.hold, request.rank)
+                scores = self.engine_rewards.add(scores, prompts, texts, answers, hold)
         return RolloutGroup(prompts, answers, texts, scores, rollout_s, played)
 
     def _draw(self, params: Any, request: RolloutRequest) -> tuple[list[Answer], list[str], Played | None]:

@@ -13,7 +13,7 @@ import queue
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Literal, Protocol, Self
 
@@ -81,7 +81,7 @@ class ScoringProcess(ChildProcess):
 
 
 class Term(Protocol):
-    """A reward and its weight, like `tunix.config.task.RewardTerm`."""
+    """A reward and its weight, like `tunix.config.rewards.RewardTerm`."""
 
     @property
     def function(self) -> str:
@@ -103,6 +103,7 @@ class Scores:
     total: list[float]  # for each answer the weighted sum of its scores: 0 without rewards
     errors: dict[str, int]  # {label of a reward: answers that it did not score}
     seconds: float
+    numbers: dict[str, float] = field(default_factory=dict)  # what a judge has cost, for metrics.jsonl
 
 
 class Scorer:

@@ -23,8 +23,7 @@ REWARDS: dict[str, Reward] = {
     "format": format_tags,
     "length": length,
 }
-# Rewards that the run computes itself (rl/engine_rewards.py), each with the key that it needs.
-ENGINE_REWARDS = {"model": "path", "overlong": "buffer"}
+ENGINE_REWARDS = ("model", "judge", "overlong")  # which the run computes itself (rl/engine_rewards.py)
 
 
 def find_reward(name: str) -> Reward:
