@@ -56,6 +56,14 @@ def test_mistakes_of_terms(terms, message):
     assert "\n" not in str(error.value)
 
 
+def test_a_saved_reward_may_have_keys_of_others():
+    """Which were null for every reward once."""
+    (term,) = compose(
+        [*TASK, "task.rewards=[{function: overlong, buffer: 3, path: null, weight: 2}]"]
+    ).config.task.rewards
+    assert str(term) == "{function:overlong,weight:2.0,name:null,buffer:3}"
+
+
 @pytest.mark.nightly
 def test_a_run_learns_from_a_reward_model_and_resumes(tmp_path, monkeypatch):
     """The rewards are the scores of the model for question and answer; a resumed run has the same digits."""

@@ -19,7 +19,10 @@ from tunix.checkpoints.store import find_storage, read_about
 from tunix.config import Evaluate
 from tunix.config.command_line import read_settings
 from tunix.config.compose import compose
+from tunix.config.task import Cycle
 from tunix.data.batches import BatchSource
+from tunix.data.prompts import load_prompts
+from tunix.data.sample_order import BEGINNING, DataSchedule, Samples
 from tunix.evaluate import evaluate
 from tunix.inference.engine import Answer, Engine
 from tunix.rl.answer_rows import arrange_answers
@@ -85,6 +88,51 @@ def test_evaluate_measures_what_the_run_did(wide, tmp_path, monkeypatch):
         assert {name: measured[step][name] for name in same} == {name: own[step][name] for name in same}
     with pytest.raises(UserError, match="metric=loss: task=grpo has no loss on held-out answers; set metric=reward"):
         evaluate(read_settings(Evaluate, [f"checkpoint={wide}"], {"overrides": []}))
+
+
+def test_sft_learns_the_best_answers(wide, tmp_path, monkeypatch):
+    """The file has the first best of the whole answers to each prompt, from `best_from` on; a run of task=sft reads it."""
+    monkeypatch.chdir(tmp_path)
+    words = [f"checkpoint={wide}", "metric=reward", "step=4", "num_prompts=8", "reward_processes=1", "num_samples=4"]
+    words += ["samples=samples.jsonl", "best=best.jsonl", "best_from=0.5", "split=all"]
+    own = ["sampling=default", "sampling.stop=[a,b,c,d,e,f,g,h]"]
+    evaluate(read_settings(Evaluate, words, {"overrides": [*ONE[:2], *own]}))
+    drawn, best = samples(tmp_path), list(map(json.loads, Path("best.jsonl").read_text().splitlines()))
+    expected = []
+    for number in range(0, 32, 4):
+        whole = [row for row in drawn[number : number + 4] if row["stopped"] and row["reward"] >= 0.5]
+        if whole:
+            row = max(whole, key=lambda row: row["reward"])
+            turns = [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row["answer"]}]
+            expected.append({"messages": turns, "reward": row["reward"]})
+    assert best == expected
+    assert 0 < json.loads(Path("results.json").read_text())["best_rows"] == len(best) < 8
+    common = [
+        word for word in TASK if not word.startswith(("task.re", "task.gr", "task=", "sampling", "data", "evaluation"))
+    ]
+    sft = [
+        "task=sft",
+        "data=jsonl",
+        "data.paths=[best.jsonl]",
+        "data.held_out_fraction=0",
+        "evaluation.every_steps=null",
+    ]
+    run = tunix.train([*common, *ONE, *sft, "loading.packing=pad", "training.max_steps=1", "hydra.run.dir=sft"]).folder
+    assert f"jsonl: {len(best)} documents" in (run / "train.log").read_text()
+
+
+def test_mistakes_of_best(wide, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = [f"checkpoint={wide}", "metric=reward", "num_prompts=4", "reward_processes=1"]
+    for more, message in (
+        ("best=best.jsonl step=[2,4]", "best=best.jsonl: one checkpoint answers, and step names 2; name one step"),
+        ("best=no/best.jsonl", "best=no/best.jsonl: there is no folder no"),
+        ("best=best.jsonl metric=loss", "best=best.jsonl needs answers with rewards, and metric=loss"),
+        ("best_from=1", "best_from=1 is of the file that `best` names, and best=null"),
+    ):
+        with pytest.raises(UserError, match=message):
+            evaluate(read_settings(Evaluate, [*words, *more.split()], {"overrides": [*ONE[:2]]}))
+    assert not list(tmp_path.iterdir())
 
 
 def test_one_device_draws_and_learns_the_same(wide, tmp_path):
@@ -366,3 +414,95 @@ def test_rows_are_shared_by_answers_alone_and_where_microbatches_can_be_left_out
     words = [*SHARED, "model.mesh_shape=[[1],[fsdp]]", "task.answers_per_row=2", f"hydra.run.dir={tmp_path}"]
     with pytest.raises(UserError, match="answers_per_row=2: a step has one microbatch.*lower training.micro_batch"):
         tunix.train([*words, "training.micro_batch_size=16"])
+
+
+# Prompts that depend on earlier answers.
+
+ADAPTIVE = [
+    *TASK, *ONE, "task.rewards=[support.own_reward:some_letters]", "checkpoint.max_to_keep=9", "evaluation.every_steps=null",
+    "data.below=4", "data.held_out_fraction=0",
+]  # fmt: skip
+
+
+def ask_in_order(folder: Path) -> list[list[int]]:
+    """Samples that each step has asked."""
+    steps: dict[int, list[int]] = {}
+    for answer in samples(folder)[::4]:
+        steps.setdefault(answer["step"], []).append(answer["sample"])
+    return list(steps.values())
+
+
+def test_groups_without_a_signal_are_replaced(tmp_path):
+    """By the prompts that come next, a bounded number of times; a resumed run asks the same ones, and another mesh too."""
+    words = [*ADAPTIVE, "task.refill=2", "training.max_steps=4"]
+    run = tunix.train([*words, f"hydra.run.dir={tmp_path}/run"]).folder
+    lines, answers = metrics(run), samples(run)
+    asked = ask_in_order(run)
+    assert [number for step in asked for number in step] == list(range(sum(map(len, asked))))
+    assert [line["refilled"] for line in lines] == [len(step) - 4 for step in asked]
+    assert sum(line["refilled"] for line in lines) > 0
+    for line in lines:
+        own = [answer for answer in answers if answer["step"] == line["step"]]
+        groups = np.array([answer["reward"] for answer in own]).reshape(-1, 4)
+        signal = np.ptp(groups, axis=1) > 0
+        used = np.array([answer["advantage"] is not None for answer in own]).reshape(-1, 4)
+        assert (used.all(1) == used.any(1)).all()
+        assert used.all(1).sum() == 4
+        # Groups without a signal are used only where the tries are over.
+        assert (used[:, 0] & ~signal).sum() == max(0, 4 - signal.sum())
+        assert signal.sum() >= 4 or len(groups) > 4
+    about = read_about(*find_storage(run.absolute() / "checkpoints" / "2"))["position"]
+    assert about["next_sample"] == asked[2][0]
+    assert about["num_extra"] == sum(line["refilled"] for line in lines[:2])
+    tunix.train([f"resume={run}/checkpoints/2"])
+    again = metrics(run)[4:]
+    assert [line["loss"] for line in again] == [line["loss"] for line in lines[2:]]
+    assert samples(run)[len(answers) :] == [answer for answer in answers if answer["step"] > 2]
+    wide = [word for word in words if word not in ONE]
+    other = tunix.train([*wide, WIDE, "training.max_steps=2", f"hydra.run.dir={tmp_path}/wide"]).folder
+    assert [each["tokens"] for each in samples(other)] == [each["tokens"] for each in answers if each["step"] <= 2]
+
+
+def test_a_curriculum_leaves_prompts_out(tmp_path):
+    """Those that were solved, for some of their turns; the checkpoint keeps which, so a resumed run goes on alike."""
+    words = [*ADAPTIVE, "task.curriculum.solved=0.5", "task.curriculum.turns=1", "training.max_steps=8"]
+    run = tunix.train([*words, f"hydra.run.dir={tmp_path}/run"]).folder
+    lines, answers = metrics(run), samples(run)
+    # The order of all prompts, walked as docs/post_training.md says.
+    cfg = compose(words).config
+    order = Samples(load_prompts(cfg, 10).train, cfg, DataSchedule(BEGINNING, Cycle(4, 1), ()), 1)
+    number, left_out = 0, set()
+    for step, line in enumerate(lines, 1):
+        own, asked, first = [answer for answer in answers if answer["step"] == step], [], number
+        while len(asked) < 4:
+            if (text := order[number].text) in left_out:
+                left_out.remove(text)
+            else:
+                asked.append((number, text))
+            number += 1
+        assert [(answer["sample"], answer["prompt"]) for answer in own[::4]] == asked
+        assert line["left_out"] == number - first - 4
+        right = np.array([answer["reward"] >= 1 for answer in own]).reshape(4, 4).mean(1)
+        left_out |= {text for (_, text), share in zip(asked, right, strict=True) if share >= 0.5}
+    assert number > 32
+    tunix.train([f"resume={run}/checkpoints/6"])
+    assert [line["loss"] for line in metrics(run)[8:]] == [line["loss"] for line in lines[6:]]
+    assert samples(run)[len(answers) :] == [answer for answer in answers if answer["step"] > 6]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("task.refill=1 task.staleness=1", "task.refill=1 chooses prompts by answers that rollouts ahead do not have"),
+        ("task.curriculum.solved=1 task.staleness=1", "task.curriculum.solved=1.0 chooses prompts by answers"),
+        ("task.refill=1 training.num_epochs=2", "training.num_epochs=2: task.refill=1 reads more prompts than"),
+        ("task.refill=-1", "task.refill=-1: expected a number of at least 0"),
+        ("task.curriculum.unsolved=1", "task.curriculum.unsolved=1: expected a number below 1"),
+        ("task.curriculum.solvd=1", "did you mean task.curriculum.solved"),
+    ],
+)
+def test_mistakes_of_adaptive_prompts(words, message):
+    with pytest.raises(UserError) as error:
+        compose([*TASK, *words.split()])
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)

@@ -99,8 +99,8 @@ def test_a_config_of_0_1_0_is_understood(name, unpack):
 def test_a_config_of_0979945_is_understood(name, unpack):
     saved = unpack("0979945")
     old, new = understand((saved / "configs" / f"{name}.yaml").read_text(), saved / name)
-    # A reward has got keys since then: null, as whoever saved this meant it.
-    rewards = [each | {"path": None, "buffer": None} for each in old.get("task.rewards", [])]
+    # A reward has got a name since then: null, as whoever saved this meant it.
+    rewards = [each | {"name": None} for each in old.get("task.rewards", [])]
     kept = {key: value for key, value in old.items() if key != "resume"} | (
         {"task.rewards": rewards} if rewards else {}
     )

@@ -39,3 +39,9 @@ def slow_letters(prompts: list[str], completions: list[str], **columns: list) ->
     """Score like `letters`, after a time that nobody can foresee."""
     time.sleep(random.SystemRandom().random())
     return letters(prompts, completions)
+
+
+def some_letters(prompts: list[str], completions: list[str], **columns: list) -> list[float]:
+    """Score like `letters`, but for a third of the prompts 1 whatever the answer is."""
+    scores = letters(prompts, completions)
+    return [1.0 if sum(map(ord, prompt)) % 3 == 0 else score for prompt, score in zip(prompts, scores, strict=True)]

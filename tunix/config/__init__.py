@@ -225,6 +225,11 @@ class Config(Section):
                 f"(training.images_per_row={self.training.images_per_row}); set task.answers_per_row=1, or "
                 "training.images_per_row=0"
             )
+        if task.adaptive and self.training.num_epochs is not None:
+            raise ValueError(
+                f"training.num_epochs={self.training.num_epochs:g}: {task.adaptive} reads more prompts than its steps "
+                "learn from, as many as it takes; set training.max_steps in its place"
+            )
         # A checkpoint has no answers of a rollout. So a run can only stop, and leave steps out, between two rollouts.
         cycle = task.steps_per_rollout * task.passes_per_rollout
         for text in self.training.skip_steps:

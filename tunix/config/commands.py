@@ -304,6 +304,11 @@ class Evaluate(ReadWeights):
     """The JSON file to write."""
     samples: str | None
     """reward: a JSONL file to write, with each prompt, answer and score; null writes none."""
+    best: str | None
+    """reward: a JSONL file to write, with the best answer to each prompt as a conversation, which task=sft reads; cut
+    answers are left out; null writes none."""
+    best_from: Annotated[float, Field(allow_inf_nan=False)] | None
+    """reward: least reward of an answer in that file; null takes the best of each prompt, however bad it is."""
     num_prompts: Count
     """reward: conversations to answer, spread evenly; fewer if there are fewer."""
     num_samples: Count
@@ -324,6 +329,12 @@ class Evaluate(ReadWeights):
     def _check(self) -> "Evaluate":
         if self.rewards is not None and self.metric != "reward":
             raise ValueError(f"rewards are given, and metric={self.metric}; set metric=reward")
+        if self.best is not None and self.metric in ("loss", "lm_eval"):
+            raise ValueError(
+                f"best={self.best} needs answers with rewards, and metric={self.metric}; set metric=reward"
+            )
+        if self.best_from is not None and self.best is None:
+            raise ValueError(f"best_from={self.best_from:g} is of the file that `best` names, and best=null")
         if bool(self.tasks) != (self.metric == "lm_eval"):
             raise ValueError(
                 f"metric={self.metric} and tasks={list(self.tasks)}: metric=lm_eval takes tasks=[NAME,...]"

@@ -160,6 +160,22 @@ class Prompted(Task):
         return False
 
 
+class Curriculum(Section):
+    """Prompts that are left out for a time because of their newest answers; right ones get 1 or more by the first
+    reward."""
+
+    solved: Share | None
+    """Share of right answers from which on a prompt is left out; null for none."""
+    unsolved: Annotated[Share, Field(lt=1)] | None
+    """Share of right answers down to which a prompt is left out; null for none."""
+    turns: Count
+    """Times that a prompt is left out when its turn comes, once in each epoch."""
+
+    @property
+    def is_used(self) -> bool:
+        return self.solved is not None or self.unsolved is not None
+
+
 class Grpo(Prompted, Taught):
     """The model answers prompts, and learns from the rewards of its answers, each compared with its group, or from what
     a teacher says of their tokens."""
@@ -213,6 +229,11 @@ class Grpo(Prompted, Taught):
     """An answer that is cut at sampling.max_new_tokens: counts with its reward, has no loss, or gets the reward 0."""
     oversample: Annotated[Positive, Field(ge=1)]
     """Prompts that are answered for each prompt that a step uses. Groups with unlike rewards are used first."""
+    refill: CountOrZero
+    """Most times that further prompts are asked in the place of groups whose answers are all equally good; 0 learns
+    from what was drawn."""
+    curriculum: Curriculum
+    """Prompts that are left out for a time."""
     teacher_weight: PositiveOrZero
     """Weight of the divergence from the teacher, in rewards per nat."""
     teacher_loss: Literal["sampled", "full"]
@@ -316,6 +337,26 @@ class Grpo(Prompted, Taught):
                 "task.teacher_beta=1"
             )
         return self
+
+    @model_validator(mode="after")
+    def _check_order(self) -> "Grpo":
+        if self.adaptive is None:
+            return self
+        if self.staleness:
+            raise ValueError(
+                f"{self.adaptive} chooses prompts by answers that rollouts ahead do not have yet (task.staleness="
+                f"{self.staleness}); set task.staleness=0"
+            )
+        if not self.is_rewarded:
+            raise ValueError(f"{self.adaptive} goes by rewards, and task.rewards=[]; name a reward")
+        return self
+
+    @property
+    def adaptive(self) -> str | None:
+        """The key, with its value, because of which prompts depend on earlier answers; None where they do not."""
+        values = self.curriculum.solved, self.curriculum.unsolved
+        keys = {"refill": self.refill or None, "curriculum.solved": values[0], "curriculum.unsolved": values[1]}
+        return next((f"task.{key}={value}" for key, value in keys.items() if value is not None), None)
 
     @property
     def teacher_in_loss(self) -> bool:

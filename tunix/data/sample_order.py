@@ -38,11 +38,13 @@ class Position:
     source_tokens: dict[str, int] = field(default_factory=dict)  # of a mixture: tokens of each source so far
     left_out: list[list[int]] = field(default_factory=list)  # samples [first, end) that no step took
     waiting: str = ""  # answers that were drawn ahead (rl/ahead.py)
+    num_extra: int = 0  # samples that were asked in the place of others, or left out by what was measured
+    curriculum: str = ""  # prompts that are left out for a time (rl/prompt_order.py)
 
     @property
     def num_samples(self) -> int:
         """Samples that the steps so far took."""
-        return self.next_sample - sum(end - first for first, end in self.left_out)
+        return self.next_sample - self.num_extra - sum(end - first for first, end in self.left_out)
 
 
 BEGINNING = Position(0, 0, "", "")

@@ -25,6 +25,7 @@ from tunix.inference.sampling import find_stop_ids, select_sampling
 from tunix.processes import peers
 from tunix.rl.engine_rewards import EngineRewards
 from tunix.rl.episodes import Played, Player, RolloutRequest, derive_seed, make_pool, try_user_code
+from tunix.rl.prompt_order import RIGHT
 from tunix.rl.rollout_engine import RolloutEngine, make_request, score_together
 from tunix.rl.scoring import Scorer
 from tunix.rl.table import REWARDS
@@ -32,7 +33,6 @@ from tunix.rl.table import REWARDS
 # Quality of answers: how many are right, how good and how long they are.
 
 Numbers = dict[str, float]
-RIGHT = 1.0  # an answer is right where the first reward gives it at least this
 Row = dict[str, Any]  # an answer: prompt, answer, reward, reward_LABEL for each reward, num_tokens, stopped
 
 
@@ -101,11 +101,9 @@ class HeldOutAnswers:
         # The same noise at every evaluation: two evaluations differ by their parameters alone.
         seed = derive_seed(self.cfg.seed, "held_out")
         rollouts = self.engine.ask(params, RolloutRequest(self.prompts, self.cfg.evaluation.sampling, size, seed))
-        # The first reward of task.rewards says which answers are right; the others may reward their form.
-        first = np.array(next(iter(rollouts.scores.values.values()))).reshape(-1, size)
         return {
             **rollouts.numbers(),
-            **count_right(first),
+            **count_right(rollouts.first_scores),
             "prompts": len(self.prompts),
             "rollout_s": rollouts.rollout_s,
         }
@@ -155,7 +153,9 @@ def evaluate_answers(cmd: Evaluate, cfg: Config, checkpoints: list[str]) -> list
         try_user_code(prompts[0], scorer, pool)
         files.callback(engine_rewards.close)
         engine_rewards.try_out(prompts[0])
-        samples = peers.on_main(lambda: _open_samples(cmd, files), "opening the file of samples")
+        if cmd.best is not None:
+            _check_best(cmd, prompts, len(checkpoints), has_environment=pool is not None)
+        samples, best = peers.on_main(lambda: _open_files(cmd, files), "opening the files to write") or (None, None)
         for checkpoint in checkpoints:
             # The model of the first checkpoint is loaded with its tokenizer; of the others only parameters are read.
             params = model.params
@@ -173,6 +173,11 @@ def evaluate_answers(cmd: Evaluate, cfg: Config, checkpoints: list[str]) -> list
             if samples is not None:
                 lines = (json.dumps({"checkpoint": checkpoint, **row}, ensure_ascii=False) for row in rows)
                 samples.writelines(f"{line}\n" for line in lines)
+            if cmd.best is not None:
+                chosen = select_best(prompts, rows, cmd.num_samples, cmd.best_from)
+                counts["best_rows"] = len(chosen)
+                if best is not None:
+                    best.writelines(f"{json.dumps(row, ensure_ascii=False)}\n" for row in chosen)
             labels = [name.removeprefix("reward_") for name in rows[0] if name.startswith("reward_")]
             numbers = summarise(rows, labels, cmd.num_samples) | ({} if played is None else played.numbers())
             # metric=gsm8k is also reported under its own name, beside `reward`.
@@ -222,8 +227,43 @@ def _make_rows(
     return rows, counts
 
 
-def _open_samples(cmd: Evaluate, files: ExitStack) -> TextIO | None:
-    return files.enter_context(find_writable("samples", cmd.samples).open("w")) if cmd.samples else None
+def select_best(prompts: Sequence[Prompt], rows: Sequence[Row], num_samples: int, least: float | None) -> list[Row]:
+    """Return for each prompt the conversation with its best answer, as task=sft reads it; the first of equal ones.
+
+    Answers that were cut, or have a lower reward than `least`, are none. `rows` are in the order of the prompts.
+    """
+    chosen = []
+    for number, prompt in enumerate(prompts):
+        own = rows[number * num_samples : (number + 1) * num_samples]
+        whole = [row for row in own if row["stopped"] and (least is None or row["reward"] >= least)]
+        if not whole or prompt.question is None:
+            continue
+        row = max(whole, key=lambda row: row["reward"])
+        messages = [*prompt.question.messages, {"role": "assistant", "content": row["answer"]}]
+        tools = {key: value for key, value in prompt.question.options.items() if key == "tools"}
+        chosen.append({"messages": messages, **tools, "reward": row["reward"]})
+    return chosen
+
+
+def _check_best(cmd: Evaluate, prompts: Sequence[Prompt], num_checkpoints: int, has_environment: bool) -> None:
+    """Raise `UserError` where the best answers are no rows of task=sft."""
+    reason = ""
+    if num_checkpoints > 1:
+        reason = f"one checkpoint answers, and step names {num_checkpoints}; name one step"
+    elif has_environment:
+        reason = "an answer is one turn, and task.environment makes episodes; set task.environment=null"
+    elif any(prompt.images is not None for prompt in prompts):
+        reason = "rows have texts alone, and these prompts have images; set data.columns.images=null"
+    if reason:
+        raise UserError(f"best={cmd.best}: {reason}")
+
+
+def _open_files(cmd: Evaluate, files: ExitStack) -> tuple[TextIO | None, TextIO | None]:
+    """Return the files of samples and of best answers, as far as the command names them."""
+    paths = {key: value for key in ("samples", "best") if (value := getattr(cmd, key)) is not None}
+    found = {key: find_writable(key, name) for key, name in paths.items()}
+    opened = {key: files.enter_context(path.open("w", encoding="utf-8")) for key, path in found.items()}
+    return opened.get("samples"), opened.get("best")
 
 
 def _find_rewards(cmd: Evaluate, cfg: Config) -> tuple[RewardTerm, ...]:

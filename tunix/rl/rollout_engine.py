@@ -13,7 +13,7 @@ import json
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -65,6 +65,11 @@ class RolloutGroup:
         """[P, G] float64: the weighted sum of the scores of each answer."""
         return np.array(self.scores.total).reshape(-1, self.group_size)
 
+    @property
+    def first_scores(self) -> np.ndarray:
+        """[P, G]: the scores by the first reward, which says what is right."""
+        return np.array(next(iter(self.scores.values.values()))).reshape(-1, self.group_size)
+
     def numbers(self) -> dict[str, float]:
         """Return what metrics.jsonl says about the answers and their scores."""
         lengths = [len(answer.tokens) for answer in self.answers]
@@ -79,6 +84,30 @@ class RolloutGroup:
             **self.scores.numbers,
             **({} if self.played is None else self.played.numbers()),
         }
+
+
+def join_rollouts(parts: Sequence[RolloutGroup]) -> RolloutGroup:
+    """Return rollouts that were drawn one after the other as one."""
+    first, *others = parts
+    if not others:
+        return first
+    scores = replace(_join([part.scores for part in parts]), seconds=sum(part.scores.seconds for part in parts))
+    games = [part.played for part in parts if part.played is not None]
+    return RolloutGroup(
+        [prompt for part in parts for prompt in part.prompts],
+        [answer for part in parts for answer in part.answers],
+        [text for part in parts for text in part.texts],
+        scores,
+        sum(part.rollout_s for part in parts),
+        replace(
+            games[0],
+            episodes=[episode for game in games for episode in game.episodes],
+            tool_s=sum(game.tool_s for game in games),
+            num_lost=sum(game.num_lost for game in games),
+        )
+        if games
+        else None,
+    )
 
 
 class RolloutEngine:
@@ -198,4 +227,5 @@ def _join(parts: Sequence[Scores]) -> Scores:
         [total for part in parts for total in part.total],
         {label: sum(part.errors[label] for part in parts) for label in labels},
         max(part.seconds for part in parts),  # processes score at the same time: the slowest one counts
+        {name: sum(part.numbers[name] for part in parts) for name in parts[0].numbers},
     )

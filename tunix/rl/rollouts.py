@@ -9,7 +9,8 @@ A rollout asks P prompts for G answers each. Its answers make `steps_per_rollout
 
 What depends on what:
 
-    prompts        next_sample ... next_sample + P - 1 in the order of all samples: one number is the place in the data
+    prompts        next_sample ... next_sample + P - 1 in the order of all samples: one number is the place in the data;
+                   further ones with task.refill, fewer with task.curriculum (prompt_order.py)
     noise          a function of the seed of the run and of that number: a resumed run draws the same answers
     groups         the answers to one prompt; where task.oversample draws more groups than the steps take, groups whose
                    rewards differ are taken first, because equal rewards teach nothing
@@ -40,7 +41,8 @@ from tunix.processes import watchdog
 from tunix.rl.ahead import Drawn, RolloutsAhead, pack, unpack
 from tunix.rl.answer_rows import arrange_answers, count_microbatches, plan_rows
 from tunix.rl.episodes import RolloutRequest, credit_turns, derive_seed
-from tunix.rl.rollout_engine import RolloutEngine, RolloutGroup
+from tunix.rl.prompt_order import PromptOrder
+from tunix.rl.rollout_engine import RolloutEngine, RolloutGroup, join_rollouts
 from tunix.rl.samples_file import SamplesFile
 from tunix.sharding.arrays import local_rows, to_global
 
@@ -166,6 +168,7 @@ class Rollouts:
         self.data_schedule = DataSchedule(start, self.cycle, cfg.training.skip_steps)
         self.rows = local_rows(self.mesh, self.shape.num_rows)  # of B, those of this process
         self.trend = RewardTrend(self.cycle.steps)
+        self.order = PromptOrder(samples, cfg.task, start)
         self.batches: list[Batch] = []  # of the newest rollout, one for each step of a pass
         self.ahead: RolloutsAhead | None = None
         if self.task.staleness:
@@ -199,7 +202,10 @@ class Rollouts:
     def after(self, step: int) -> Position:
         """Return the position after `step`; within a rollout, the one after all of it."""
         position = self.prompts.position_after(step, self.start, self.data_schedule)
-        return position if self.ahead is None else replace(position, waiting=pack(self.ahead.wait(step)))
+        if self.ahead is not None:
+            return replace(position, waiting=pack(self.ahead.wait(step)))
+        ended = math.ceil((step - self.start.step) / self.cycle.steps) * self.cycle.steps
+        return self.order.complete(position, self.start.step + ended + 1)
 
     def samples(self, step: int) -> range:
         return self.data_schedule.samples(step)
@@ -215,32 +221,64 @@ class Rollouts:
         if self.file is not None:
             self.file.close()
 
-    def _ask(self, params: Any, first_step: int) -> tuple[int, RolloutGroup, float, int]:
-        """Return the first sample of the rollout that begins with a step, its answers, the seconds that the step waits
-        for its data, and the step after which the weights were that drew it."""
+    def _ask(self, params: Any, first_step: int) -> tuple[list[int], RolloutGroup, Numbers]:
+        """Return the samples of the rollout that begins with a step, its answers, and numbers of how it was drawn."""
         start_time = time.perf_counter()
-        first_sample, request = self._make_request(first_step)
+        samples = self.data_schedule.samples(first_step)
         if self.ahead is None:
-            data_wait_s = time.perf_counter() - start_time
-            return first_sample, self.engine.ask(params, request), data_wait_s, first_step - 1
+            return self._ask_now(params, first_step, samples)
         drawn = self.ahead.take(params, first_step)
-        prompts = list(request.prompts)
+        prompts = self._prompts_of(first_step)
         rollouts = RolloutGroup(prompts, drawn.answers, drawn.texts, drawn.scores, drawn.rollout_s, drawn.played)
-        return first_sample, rollouts, time.perf_counter() - start_time, drawn.weights_step
+        waited = {"data_wait_s": time.perf_counter() - start_time, "staleness": self.step - drawn.weights_step}
+        return list(samples), rollouts, waited
+
+    def _ask_now(self, params: Any, first_step: int, samples: range) -> tuple[list[int], RolloutGroup, Numbers]:
+        """Draw a rollout with these parameters; ask further prompts where task.refill says so.
+
+        `samples` are those of the step where no earlier one took more.
+        """
+        order, task = self.order, self.task
+        order.begin(first_step)
+        left_out, number = order.num_left_out, samples.start + order.num_extra
+        wanted, missing, data_wait_s = len(samples), len(samples), 0.0
+        needed = task.num_prompts(self.shape.num_sequences) * task.steps_per_rollout
+        numbers: list[int] = []
+        parts: list[RolloutGroup] = []
+        while not parts or (missing > 0 and len(parts) <= task.refill):
+            start_time = time.perf_counter()
+            prompts, number = order.take(number, missing)
+            data_wait_s += time.perf_counter() - start_time
+            numbers += prompts
+            parts.append(self.engine.ask(params, self._make_request(first_step, prompts)))
+            if task.adaptive:
+                order.note(parts[-1].prompts, parts[-1].first_scores)
+            missing = needed - sum(int(has_signal(self._read_rewards(part)).sum()) for part in parts)
+        order.num_extra = number - samples.stop
+        found: Numbers = {"data_wait_s": data_wait_s}
+        if task.refill:
+            found["refilled"] = len(numbers) - wanted
+        if task.curriculum.is_used:
+            found["left_out"] = order.num_left_out - left_out
+        return numbers, join_rollouts(parts), found
+
+    def _read_rewards(self, rollouts: RolloutGroup) -> np.ndarray:
+        """Return the rewards [P, G] that are learnt."""
+        return np.where(rollouts.stopped, rollouts.totals, 0.0) if self.task.truncated == "zero" else rollouts.totals
 
     def _draw_ahead(self, params: Any, first_step: int) -> Drawn:
         """Draw and score the rollout that begins with a step, in another thread than the main one."""
-        request = self._make_request(first_step)[1]
+        samples = self.data_schedule.samples(first_step)
+        request = self._make_request(first_step, {number: self.prompts[number] for number in samples})
         rollouts = self.engine.ask(params, request, beside=True)
         return Drawn(0, rollouts.answers, rollouts.texts, rollouts.scores, rollouts.rollout_s, rollouts.played)
 
-    def _make_request(self, first_step: int) -> tuple[int, RolloutRequest]:
-        """Return the first sample of the rollout that begins with a step, and what it asks the model."""
-        first_sample = self.data_schedule.samples(first_step).start
-        seed = derive_seed(self.cfg.seed, "rollout", first_sample)
+    def _make_request(self, first_step: int, prompts: dict[int, Prompt]) -> RolloutRequest:
+        """Return what the rollout that begins with a step asks the model: prompts by their numbers, which are noise."""
+        seed = derive_seed(self.cfg.seed, "rollout", next(iter(prompts)))
         stop = self._stop_if_requested if self.ahead is None else self._stop_if_closed
-        prompts, sampling, size = self._prompts_of(first_step), self.cfg.sampling, self.task.group_size
-        return first_sample, RolloutRequest(prompts, sampling, size, seed, stop, first_step)
+        asked = list(prompts.values())
+        return RolloutRequest(asked, self.cfg.sampling, self.task.group_size, seed, stop, first_step)
 
     def _prompts_of(self, first_step: int) -> list[Prompt]:
         return [self.prompts[number] for number in self.data_schedule.samples(first_step)]
@@ -261,10 +299,8 @@ class Rollouts:
 
     def _generate_and_score(self, params: Any) -> tuple[list[Batch], Numbers]:
         """Draw and score answers; return a batch for each step of one pass, and numbers of all answers."""
-        first, rollouts, data_wait_s, weights_step = self._ask(params, self.step + 1)
-        rewards = rollouts.totals
-        if self.task.truncated == "zero":
-            rewards = np.where(rollouts.stopped, rewards, 0.0)
+        samples, rollouts, found = self._ask(params, self.step + 1)
+        rewards = self._read_rewards(rollouts)
         signal = has_signal(rewards)  # [P]
         num_groups = self.task.num_prompts(self.shape.num_sequences)  # of a step
         # False sorts before True, so groups with a signal come first. A stable sort keeps the order of the prompts in
@@ -277,13 +313,12 @@ class Rollouts:
             batches.append(batch | self.shared)
             gaps.append(gap)
         if self.file is not None:
-            self.file.write(self.step + 1, first, rollouts, advantages)
+            self.file.write(self.step + 1, samples, rollouts, advantages)
         num_tokens = sum(len(answer.tokens) for answer in rollouts.answers)
         numbers = rollouts.numbers() | {
             **({"no_signal": float(1 - signal.mean())} if self.task.is_rewarded else {}),
             **({"teacher_kl": float(np.mean(gaps))} if self.judge else {}),
-            **({"staleness": self.step - weights_step} if self.ahead else {}),
-            "data_wait_s": data_wait_s,
+            **found,
             "rollout_s": rollouts.rollout_s,
             "rollout_tokens_per_s": num_tokens / rollouts.rollout_s,
             "reward_s": rollouts.scores.seconds,

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -22,11 +23,11 @@ class SamplesFile:
         self.every_steps, self.metrics = every_steps, metrics
         self.file = open_lines(folder / "samples.jsonl") if peers.is_main() else None
 
-    def write(self, step: int, first_sample: int, rollouts: RolloutGroup, advantages: np.ndarray) -> None:
+    def write(self, step: int, samples: Sequence[int], rollouts: RolloutGroup, advantages: np.ndarray) -> None:
         """Write the answers that `step` begins to learn from.
 
         Args:
-            first_sample: number of the first prompt in the order of all samples.
+            samples: numbers of the prompts in the order of all samples.
             advantages: [P, G]; not a number for an answer that is not trained on.
         """
         if self.file is None or (step - 1) % self.every_steps:
@@ -38,7 +39,7 @@ class SamplesFile:
             records.append(
                 {
                     "step": step,
-                    "sample": first_sample + group,
+                    "sample": samples[group],
                     "prompt": rollouts.prompts[group].text,
                     "answer": text,
                     "reward": rollouts.scores.total[row],
