@@ -1,5 +1,6 @@
 """The command line as a user meets it: real processes, exit codes, what is on the terminal and on the disk."""
 
+import json
 import logging
 import os
 import random
@@ -16,6 +17,7 @@ from omegaconf import OmegaConf
 from support.devices import xla_flags
 from support.forks import Started, start
 from support.harness import ONE_LAYER, ROOT, RUN, cli, cli_here, metrics
+from support.rollouts import TASK
 
 from tunix.config.command_line import print_warnings
 from tunix.config.compose import build, compose, to_yaml
@@ -237,14 +239,52 @@ def test_kill_9_at_a_random_moment_and_resume(attempt, untouched, tmp_path):
     """Killed as often as it takes, the run comes to the digits of one that was never touched."""
     words, expected = untouched
     assert len(expected) == 28
-    rng, folder, kills = random.Random(attempt), tmp_path / "part", 0
+    kill_until_done(words, expected, random.Random(attempt), 2 + attempt, tmp_path)
+
+
+# Kinds of runs with data and steps of their own.
+KILLED = {
+    "sft": ["task=sft"],
+    **{task: [f"task={task}", "data.wrong_share=0.5", "loading.packing=pad"] for task in ("dpo", "kto", "reward")},
+    "embed": ["task=embed", "data=pairs", "data.paths=[rows.jsonl]", "tokenizer=bytes", "task.negatives=1", "loading.packing=pad"],
+    "refill": ["task.refill=2", "task.curriculum.solved=0.75", "task.rewards=[support.own_reward:some_letters]"],
+    "ahead": ["task.staleness=1"],
+}  # fmt: skip
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+@pytest.mark.parametrize("name", KILLED)
+def test_kill_9_in_each_kind_of_run(name, tmp_path):
+    texts = [{"prompt": f"{n} + 1", "chosen": f"{n + 1}", "rejected": f"{n}"} for n in range(60)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, texts)))
+    of_answers = ("task=", "task.re", "task.gr", "sampling", "evaluation")
+    shared = TASK if name in ("refill", "ahead") else [word for word in TASK if not word.startswith(of_answers)]
+    words = [
+        *shared,
+        *KILLED[name],
+        "training.max_steps=12",
+        "evaluation.every_steps=null",
+        "evaluation.sample_tokens=0",
+    ]
+    cli(*words, "hydra.run.dir=whole", cwd=tmp_path, devices=2)
+    expected = {line["step"]: line["loss"] for line in metrics(tmp_path / "whole")}
+    assert len(expected) == 12
+    kill_until_done(words, expected, random.Random(0), 2, tmp_path)
+
+
+def kill_until_done(
+    words: list[str], expected: dict[int, float], rng: random.Random, most: int, tmp_path: Path
+) -> None:
+    """Kill a run `most` times, each time within a third of its steps, and compare the losses of all steps."""
+    folder, kills, stretch = tmp_path / "part", 0, max(1, len(expected) // 3 - 1)
     first = [*words, "hydra.run.dir=part"]
     while True:
         out, environment = tmp_path / "output", {**os.environ, "XLA_FLAGS": xla_flags(2)}
         command = [str(ROOT / "run_training.py"), *(["resume=part"] if (folder / "config.yaml").exists() else first)]
         process = start(command, tmp_path, environment, out, tmp_path / "errors")
-        if kills < 2 + attempt:
-            wait_for_step(folder, process, kills * 8 + rng.randint(1, 8))
+        if kills < most:
+            wait_for_step(folder, process, kills * stretch + rng.randint(1, stretch))
             time.sleep(rng.random() * 0.2)
             process.send_signal(signal.SIGKILL)
         process.wait(300)
@@ -257,7 +297,7 @@ def test_kill_9_at_a_random_moment_and_resume(attempt, untouched, tmp_path):
     for line in metrics(folder):
         assert found.setdefault(line["step"], line["loss"]) == line["loss"]
     assert found == expected
-    assert kills >= 3
+    assert kills > most
 
 
 def wait_for_step(folder: Path, process: Started | subprocess.Popen, step: int) -> None:

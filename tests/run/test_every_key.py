@@ -104,6 +104,7 @@ def post_training(folder: Path, corpus: Path) -> Callable[[], None]:
         "training.max_steps=1",
         "task.kl_coefficient=0.1",
         "task.credit=turns",
+        "task.curriculum.unsolved=0.9",
         "task.rewards=[support.own_reward:letters, {function: overlong, buffer: 4}]",
         f"loading.cache_dir={folder}/cache",
     ]
