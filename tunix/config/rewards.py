@@ -5,14 +5,14 @@ Each function has the keys of its row of `TERMS`, beside `function`, `weight` an
     [gsm8k, {function: format, weight: 0.2}, {function: overlong, buffer: 256}, {function: model, path: RUN}]
 """
 
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
 
 from tunix.base.config_types import Count, Positive, PositiveOrZero, Section
 from tunix.base.dotted_path import entry_of
-from tunix.rl.table import ENGINE_REWARDS, REWARDS
+from tunix.rl.table import REWARDS
 
 JUDGE_PROMPT = """You grade an answer to a question.
 
@@ -42,13 +42,6 @@ class RewardTerm(Section):
         return self.name or self.function.rpartition(":")[2]
 
 
-class FunctionTerm(RewardTerm):
-    """A function, which runs in processes of its own."""
-
-    function: entry_of((*REWARDS, *ENGINE_REWARDS))  # type: ignore[valid-type]
-    """A reward by name, or `package.module:name` of your own (docs/post_training.md)."""
-
-
 class EngineTerm(RewardTerm):
     """A term that the run computes itself, and no process of rewards (tunix/rl/engine_rewards.py)."""
 
@@ -73,11 +66,23 @@ class ModelTerm(EngineTerm):
 
 def _check_url(url: str) -> str:
     parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment or parts.port == 0:
         raise ValueError("expected an address like http://HOST:8000/v1")
     if "@" in parts.netloc:
         raise ValueError("leave the password out; api_key_variable names an environment variable with the key")
     return url.rstrip("/")
+
+
+def _check_prompt(prompt: str) -> str:
+    if "{completion}" not in prompt:
+        raise ValueError("it lacks {completion}, the answer that the judge is to rate")
+    return prompt
+
+
+def _check_options(options: dict[str, Any]) -> dict[str, Any]:
+    if own := {"model", "messages", "stream", "n"} & options.keys():
+        raise ValueError(f"{min(own)} is set by the run; leave it out")
+    return options
 
 
 class JudgeTerm(EngineTerm):
@@ -89,12 +94,12 @@ class JudgeTerm(EngineTerm):
     """Address of the server, up to /v1."""
     model: str
     """Name of the judge there."""
-    prompt: Annotated[str, Field(min_length=1)]
+    prompt: Annotated[str, AfterValidator(_check_prompt)]
     """What the judge is told: {prompt}, {completion} and the columns of the data stand for their texts. It should ask
     for a rating in double brackets."""
     max_rating: Positive
     """The best rating; the worst one is 0."""
-    options: dict[str, Any]
+    options: Annotated[dict[str, Any], AfterValidator(_check_options)]
     """Further keys of each request."""
     num_parallel: Annotated[Count, Field(le=256)]
     """Requests at one time."""
@@ -120,6 +125,13 @@ TERMS: dict[str, tuple[type[RewardTerm], dict[str, Any]]] = {
         },
     ),
 }
+
+
+class FunctionTerm(RewardTerm):
+    """A function, which runs in processes of its own."""
+
+    function: entry_of((*REWARDS, *TERMS))  # type: ignore[valid-type]
+    """A reward by name, or `package.module:name` of your own (docs/post_training.md)."""
 
 
 def _read_term(value: Any) -> Any:
@@ -151,18 +163,19 @@ def _read_term(value: Any) -> Any:
 
 def _find_tag(value: Any) -> str:
     name = value.get("function") if isinstance(value, dict) else getattr(value, "function", None)
-    return f"[{name if name in TERMS else 'function'}]"
+    return f"[{name if isinstance(name, str) and name in TERMS else 'function'}]"
 
 
 # The type of a term. Its tags have brackets, so that no message takes one for a key.
-AnyTerm = Annotated[
-    Annotated[FunctionTerm, Tag("[function]")]
-    | Annotated[OverlongTerm, Tag("[overlong]")]
-    | Annotated[ModelTerm, Tag("[model]")]
-    | Annotated[JudgeTerm, Tag("[judge]")],
-    Discriminator(_find_tag),
-    BeforeValidator(_read_term),
-]
+if TYPE_CHECKING:
+    AnyTerm = RewardTerm
+else:
+    KINDS = {"function": FunctionTerm, **{name: kind for name, (kind, _) in TERMS.items()}}
+    AnyTerm = Annotated[
+        Union[tuple(Annotated[kind, Tag(f"[{name}]")] for name, kind in KINDS.items())],  # noqa: UP007
+        Discriminator(_find_tag),
+        BeforeValidator(_read_term),
+    ]
 
 
 def _check_names(terms: tuple[RewardTerm, ...]) -> tuple[RewardTerm, ...]:

@@ -23,7 +23,6 @@ REWARDS: dict[str, Reward] = {
     "format": format_tags,
     "length": length,
 }
-ENGINE_REWARDS = ("model", "judge", "overlong")  # which the run computes itself (rl/engine_rewards.py)
 
 
 def find_reward(name: str) -> Reward:
