@@ -117,7 +117,8 @@ def test_sft_learns_the_best_answers(wide, tmp_path, monkeypatch):
         "data.held_out_fraction=0",
         "evaluation.every_steps=null",
     ]
-    run = tunix.train([*common, *ONE, *sft, "loading.packing=pad", "training.max_steps=1", "hydra.run.dir=sft"]).folder
+    sft += ["loading.packing=pad", "training.global_batch_size=1", "training.micro_batch_size=1"]
+    run = tunix.train([*common, *ONE[:2], *sft, "training.max_steps=1", "hydra.run.dir=sft"]).folder
     assert f"jsonl: {len(best)} documents" in (run / "train.log").read_text()
 
 
