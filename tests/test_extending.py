@@ -1,13 +1,18 @@
 """docs/extending.md: a user's own parts, in a folder outside of the repository."""
 
 import json
+import os
+import re
 import shlex
 import shutil
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from support.extending import my_command, my_parts, my_values
+from support import installs
+from support.extending import PAGE, my_command, my_parts, my_values
 from support.harness import ONE_LAYER, ROOT, RUN, cli, metrics
 
 import tunix
@@ -18,6 +23,7 @@ from tunix.config.command_line import read_settings
 from tunix.config.compose import add_search_path, compose
 from tunix.config.pretrained_config import describe_keys_outside_family
 from tunix.export import export
+from tunix.parity import compare, show
 
 WRONG = """
 import optax
@@ -77,40 +83,53 @@ def test_a_run_of_a_users_own_parts(folder):
     ]
 
 
-SIZE = """
-defaults: [family/my_family@_here_]
-vocab_size: 320
-embed_dim: 32
-mlp_dim: 64
-num_layers: 2
-num_heads: 4
-num_kv_heads: 2
-head_dim: 8
-"""
+OWN = "my_parts:ARCEE"
+TINY = ROOT / "tests/models/tiny_arcee"  # tunix.parity --keep, of the config.json of transformers' ArceeConfig()
+
+
+def test_a_family_of_ones_own_is_transformers(folder):
+    """Logits, gradients, packed rows, answers and files of the page's Arcee, on one device and on four."""
+    checks = compare(TINY, OWN, 1e-4)
+    assert len(checks) == 7
+    assert show(checks) == 0
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+def test_the_parity_command_of_the_page(folder, installs_dir):
+    """transformers makes the model that the command compares; a family with another MLP is told where it differs."""
+    python = installs.torch(installs_dir) / "python"
+    make = "import transformers; transformers.ArceeConfig(num_key_value_heads=8).save_pretrained('DIR')"
+    subprocess.run([python, "-c", make], check=True)
+    variable, *words = shlex.split(re.findall(r"^(TRANSFORMERS_PYTHON=PYTHON python .*)$", PAGE, re.MULTILINE)[0])
+    environment = os.environ | {variable.partition("=")[0]: str(python), "PYTHONPATH": f"{ROOT}:{folder}"}
+    command = [sys.executable, *words[1:]]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("equal") == 7
+    (folder / "my_parts.py").write_text(my_parts().replace('"activation": "relu2"', '"activation": "silu"'))
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "from layer 0 on, or before the first layer" in done.stdout
 
 
 def test_a_family_of_ones_own(folder):
-    """Qwen 2 by another name: logits, a run's config, a size, and files that go out as they came."""
-    own, name = "model.family=my_parts:MY_FAMILY", "my_parts:MY_FAMILY"
-    parity = ROOT / "tests/models/parity/qwen2"
-    shutil.copytree(parity, folder / "hf")
-    info = json.loads((parity / "config.json").read_text()) | {"model_type": "my_model"}
-    (folder / "hf/config.json").write_text(json.dumps(info))
-    (folder / "my_conf/model/family").mkdir(parents=True)
-    (folder / "my_conf/model/family/my_family.yaml").write_text(my_values())
-    (folder / "my_conf/model/my_model_1b.yaml").write_text(SIZE)
+    """A run's config, a size, and files that go out as they came."""
+    own = f"model.family={OWN}"
+    shutil.copytree(TINY, folder / "hf")
+    (folder / "my_conf/model").mkdir(parents=True)
+    (folder / "my_conf/model/my_arcee.yaml").write_text(my_values())
 
-    model, expected = tunix.load_pretrained("hf", family=name), load_file(parity / "expected.safetensors")
-    np.testing.assert_allclose(np.asarray(model(expected["tokens"])), expected["logits"], atol=1e-4)
+    model = tunix.load_pretrained("hf", family=OWN)
     assert describe_keys_outside_family(model.cfg) == ""
-    words = {"checkpoint": "hf", "weights": "trained", "family": name, "adapter": None, "output": "out"}
+    words = {"checkpoint": "hf", "weights": "trained", "family": OWN, "adapter": None, "output": "out"}
     export(
-        Export(**words, dtype="bfloat16", merge_lora=False, format="huggingface", push=None, private=True, shard_gb=5.0)
+        Export(**words, dtype="float32", merge_lora=False, format="huggingface", push=None, private=True, shard_gb=5.0)
     )
-    average(read_settings(Average, ["checkpoint=[hf,out]", f"family={name}", "output=mean", "dtype=bfloat16"]))
+    average(read_settings(Average, ["checkpoint=[hf,out]", f"family={OWN}", "output=mean", "dtype=float32"]))
     written = json.loads((folder / "out/config.json").read_text())
-    assert (written["model_type"], written["architectures"]) == ("my_model", ["MyModelForCausalLM"])
-    before = load_file(parity / "model.safetensors")
+    assert (written["model_type"], written["architectures"]) == ("arcee", ["ArceeForCausalLM"])
+    before = load_file(TINY / "model.safetensors")
     for output in ("out", "mean"):
         after = load_file(folder / output / "model.safetensors")
         assert before.keys() == after.keys()
@@ -121,13 +140,14 @@ def test_a_family_of_ones_own(folder):
     assert read.model_dump(exclude={"init_from", "mesh_shape"}) == model.cfg.model_dump(
         exclude={"init_from", "mesh_shape"}
     )
-    sized = compose(add_search_path(["model=my_model_1b", *short], "my_conf")).config.model
-    assert (sized.family, sized.biases, sized.embed_dim, sized.rope_theta) == (name, "attention.[qkv]", 32, 1e6)
+    sized = compose(add_search_path(["model=my_arcee", *short], "my_conf")).config.model
+    assert (sized.family, sized.mlp.kind, sized.mlp.activation, sized.embed_dim) == (OWN, "plain", "relu2", 32)
 
+    parity = ROOT / "tests/models/parity/qwen2"
     for words, message in (
-        (["model.init_from=hf"], "model_type=my_model is not understood; .*a family of your own: model.family=package"),
-        (["model.init_from=hf", "model.family=my_parts:MY_FAMLY"], "has no Family MY_FAMLY; did you mean MY_FAMILY?"),
-        ([f"model.init_from={parity}", own], "model_type=qwen2 is not understood; understood are my_model"),
+        (["model.init_from=hf"], "model_type=arcee is not understood; .*a family of your own: model.family=package"),
+        (["model.init_from=hf", "model.family=my_parts:ARCE"], "has no Family ARCE; did you mean ARCEE?"),
+        ([f"model.init_from={parity}", own], "model_type=qwen2 is not understood; understood are arcee"),
     ):
         with pytest.raises(UserError, match=message):
             compose([*words, *short])

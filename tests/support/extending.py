@@ -19,5 +19,5 @@ def my_command() -> str:
 
 
 def my_values() -> str:
-    """Return the file of values of a family on the page."""
+    """Return the file of a size of the family on the page."""
     return re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)[0]

@@ -3,7 +3,7 @@
 The values of the section `model` come from three places:
 
     config.json                    the keys that it has          (huggingface/config_json.py)
-    conf/model/family/NAME.yaml    all other keys                (or the file of values of a family of the user's own)
+    conf/model/family/NAME.yaml    all other keys                (or `values` of a family of the user's own)
     the command line               must agree with both, else an error: nothing is changed in silence
 """
 
@@ -113,20 +113,20 @@ def _file_of_values(family: str) -> Path:
     return CONF / "model" / "family" / f"{family}.yaml"
 
 
-def _read_parts(path: Path) -> Any:
-    """Return the values of a family's file, on top of those of the files that its `defaults` name.
+def _read_parts(values: dict[str, Any] | Path) -> Any:
+    """Return the values of a family, or of a file of them, on top of those of the files that its `defaults` name.
 
     Raises:
         UserError: there is no such file, or its defaults are no families of tunix.
     """
     try:
-        own: Any = OmegaConf.load(path)
+        own: Any = OmegaConf.create(values) if isinstance(values, dict) else OmegaConf.load(values)
         # Choices that are no texts are of other sections.
         names = [choice for choice in own.pop("defaults", []) if isinstance(choice, str)]
         below = [_read_parts(_file_of_values(name.removesuffix("@_here_"))) for name in names]
         return OmegaConf.merge(*below, own)
     except (OSError, AttributeError, YAMLError) as error:
-        raise UserError(f"model.family: the file of values {path} cannot be read: {error}") from None
+        raise UserError(f"model.family: the values {values} cannot be read: {error}") from None
 
 
 def _fill(model: dict[Any, Any], decided: dict[str, Any], source: str) -> None:

@@ -81,7 +81,8 @@ class Family:
     modules: tuple[tuple[str, str], ...] = ()
     # Names in the place of those of `names` in published files, and so in exports; both are read.
     published: dict[str, Name] = field(default_factory=dict)
-    values: Path | None = None  # YAML file of the family's parts; None for conf/model/family/NAME.yaml
+    # The family's parts, or a YAML file of them, which may name `defaults`; None for conf/model/family/NAME.yaml.
+    values: dict[str, Any] | Path | None = None
 
     def name(self, path: str) -> Name | None:
         """Return the place of a parameter in the files, or None if it has none.
