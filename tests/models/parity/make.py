@@ -51,6 +51,25 @@ def gemma3_vision() -> transformers.PreTrainedConfig:
 
 
 BEGIN, END, IMAGE, IMAGE_TOKENS = 90, 91, 92, 9  # tokens around images, and of one
+QWEN_ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
+
+
+def qwen3_vl() -> transformers.PreTrainedConfig:
+    """A tower for images of any size, which gives features behind two of its four layers."""
+    tower = {
+        "depth": 4, "hidden_size": 16, "num_heads": 2, "intermediate_size": 24, "patch_size": 4, "out_hidden_size": 32,
+        "num_position_embeddings": 36, "deepstack_visual_indexes": [0, 2],
+    }  # fmt: skip
+    text = SIZE | {
+        "vocab_size": 96, "num_key_value_heads": 2, "head_dim": 16, "rope_parameters": QWEN_ROPE,
+        "max_position_embeddings": 64, "tie_word_embeddings": True,
+    }  # fmt: skip
+    return transformers.Qwen3VLConfig(
+        text_config=text, vision_config=tower, image_token_id=IMAGE, video_token_id=93, vision_start_token_id=BEGIN,
+        vision_end_token_id=END, tie_word_embeddings=True,
+    )  # fmt: skip
+
+
 PLAIN_ROPE = {"rope_type": "default", "rope_theta": 1e4}
 HALF_ROPE = PLAIN_ROPE | {"partial_rotary_factor": 0.5}
 LONG_ROPE = {
@@ -70,6 +89,7 @@ TWO = SIZE | {"num_hidden_layers": 2}
 CONFIGS = {
     "gemma3": gemma3(window=5),
     "gemma3_vision": gemma3_vision(),
+    "qwen3_vl": qwen3_vl(),
     "gemma3_long_window": gemma3(window=100, layers=["sliding_attention", "full_attention"]),
     "llama": transformers.LlamaConfig(  # odd vocabulary, untied head
         **SIZE, vocab_size=97, num_key_value_heads=2, rms_norm_eps=1e-5, rope_parameters=LLAMA_ROPE,
@@ -246,11 +266,16 @@ ROUTER_BIAS = "e_score_correction_bias"  # float32 in the files, whatever the we
 PROMPTS, NEW_TOKENS = (3, 11, 7), 16
 
 
+def _class_of(config: transformers.PreTrainedConfig) -> type:
+    sees = config.model_type == "qwen3_vl"  # AutoModelForCausalLM knows Gemma 3 alone of those that see
+    return transformers.AutoModelForImageTextToText if sees else transformers.AutoModelForCausalLM
+
+
 def random_model(config: transformers.PreTrainedConfig) -> transformers.PreTrainedModel:
     torch.manual_seed(0)
     config._attn_implementation = "eager"
     config.bos_token_id, config.eos_token_id, config.pad_token_id = None, None, None
-    model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
+    model = _class_of(config).from_config(config).float().eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():
             is_norm = weight.ndim == 1 and name.endswith(("weight", "router.scale", "per_expert_scale"))
@@ -328,6 +353,50 @@ def with_images(model: transformers.PreTrainedModel) -> dict[str, torch.Tensor]:
     }  # fmt: skip
 
 
+GRIDS = (((4, 6), (2, 4)), ((4, 4),))  # of the images of each row: patches in a column and in a row
+
+
+def with_images_of_any_size(model: transformers.PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Two rows with two images and with one, as `with_images`; patches stand in the order in which they are merged."""
+    text, slots = torch.randint(0, BEGIN, (2, 24)), 48
+    tokens, index = text.clone(), torch.full_like(text, -1)
+    patches = torch.zeros(2, slots, 3, 4, 4, dtype=torch.uint8)
+    sizes = torch.zeros(2, 2, 2, dtype=torch.long)
+    for row, (grids, starts) in enumerate(zip(GRIDS, ((1, 13), (5,)), strict=True)):
+        first = 0
+        for slot, ((rows, columns), start) in enumerate(zip(grids, starts, strict=True)):
+            count = rows * columns
+            patches[row, first : first + count] = torch.randint(0, 256, (count, 3, 4, 4))
+            sizes[row, slot] = torch.tensor([rows, columns])
+            image = [BEGIN, *[IMAGE] * (count // 4), END]
+            tokens[row, start : start + len(image)] = torch.tensor(image)
+            index[row, start + 1 : start + 1 + count // 4] = first // 4 + torch.arange(count // 4)
+            first += count
+    grid = torch.tensor([(1, *grid) for grids in GRIDS for grid in grids])
+    counts = [sum(rows * columns for rows, columns in grids) for grids in GRIDS]
+    pixels = (patches.float() / 255 - 0.5) / 0.5
+    seen = torch.cat([pixels[row, :count] for row, count in enumerate(counts)])
+    # Both frames of a patch in time are the same image.
+    seen = seen[:, :, None].expand(-1, -1, 2, -1, -1).flatten(1)
+    kinds = (index >= 0).long()
+    model.zero_grad()
+    logits = model(tokens, pixel_values=seen, image_grid_thw=grid, mm_token_type_ids=kinds).logits
+    log_probs = logits[:, :-1].log_softmax(-1)
+    (-log_probs.gather(-1, tokens[:, 1:, None]).sum()).backward()
+    gradients = {f"image_gradient.{name}": weight.grad.clone() for name, weight in model.named_parameters()}
+    positions, _ = model.model.get_rope_index(tokens, mm_token_type_ids=kinds, image_grid_thw=grid)
+    prompt = tokens[1:, :19]
+    greedy = model.generate(
+        prompt, pixel_values=seen[counts[0] :], image_grid_thw=grid[2:], mm_token_type_ids=kinds[1:, :19],
+        attention_mask=torch.ones_like(prompt), max_new_tokens=NEW_TOKENS, do_sample=False,
+    )  # fmt: skip
+    return gradients | {
+        "image_tokens": tokens, "image_index": index, "images": patches, "image_rows": sizes[..., 0],
+        "image_columns": sizes[..., 1], "image_positions": positions.permute(1, 2, 0), "image_logits": logits.detach(),
+        "image_greedy": greedy[0],
+    }  # fmt: skip
+
+
 def published(name: str) -> str:
     """Return the name in published files of a tensor that transformers 5 calls otherwise."""
     name = name.removeprefix("model.").replace("language_model.", "language_model.model.", 1)
@@ -350,6 +419,8 @@ def main() -> None:
             tensors |= gradients(model, tensors["tokens"])
         if name == "gemma3_vision":
             tensors |= with_images(model)
+        if name == "qwen3_vl":
+            tensors |= with_images_of_any_size(model)
         tensors = {key: value.int() if value.dtype == torch.int64 else value for key, value in tensors.items()}
         biases = {path: buffer.clone() for path, buffer in model.named_buffers() if path.endswith(ROUTER_BIAS)}
         model.bfloat16()
