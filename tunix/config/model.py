@@ -23,7 +23,7 @@ from tunix.config.layers import (
     match_projections,
 )
 from tunix.config.model_checks import check_model_keys
-from tunix.config.vision import Vision
+from tunix.config.vision import AnyVision, Gemma3Vision
 from tunix.huggingface.table import FAMILIES, Family
 from tunix.models.table import CP_EXCHANGES, EXPERT_EXCHANGES, FUSED, GROUPED, KERNELS
 from tunix.sharding import mesh_shape
@@ -86,7 +86,7 @@ class Model(Section):
     """KV sharing (Gemma 4): the last layers reuse keys and values of earlier layers; null: every layer has its own."""
     layer_inputs: LayerInputs | None
     """A vector of each token for each layer, which a gate lets into the residual stream; null for none."""
-    vision: Vision | None
+    vision: AnyVision | None
     """A tower that sees, and a projector of its results into the residual stream; null for a model of text alone."""
     value_norm: Flag
     """Values are divided by their root mean square, each head's, without weights."""
@@ -109,6 +109,9 @@ class Model(Section):
     """Every n-th layer leaves queries and keys as they are (arXiv:2305.19466); null rotates in every layer."""
     rope_scaling: RopeScaling
     """How RoPE is stretched over a longer context, in global layers."""
+    rope_sections: Annotated[tuple[Count, Count, Count], Field(min_length=3, max_length=3)] | None
+    """Pairs of a head that RoPE rotates by a token's position in time, by its row and by its column in an image, in turns
+    (Qwen 3 VL); the three are equal for text. null: all by the position."""
     rotated_dim: Count | None
     """How many of a head's numbers RoPE rotates, the first ones; null rotates all."""
     rotated_pairs: Literal["halves", "neighbours"]
@@ -312,7 +315,8 @@ class Model(Section):
     @property
     def kernel_options(self) -> dict[str, Any]:
         """Options of kernels of attention that this model needs for whole rows (`models/attention.py`)."""
-        reach = {} if self.vision is None else {"reach": self.vision.tokens_per_image - 1}
+        # Tokens of an image see later ones of their image.
+        reach = {"reach": self.vision.tokens_per_image - 1} if isinstance(self.vision, Gemma3Vision) else {}
         return self.attention_options | reach
 
     def list_windows(self, length: int) -> list[int]:

@@ -1,7 +1,7 @@
 """Section `model.vision`: a tower that turns images into vectors of the residual stream."""
 
 import math
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -18,14 +18,13 @@ PositiveChannels = Annotated[tuple[Positive, Positive, Positive], Field(min_leng
 
 
 class Vision(Section):
-    """A vision tower (SigLIP, arXiv:2303.15343), and a projector of its results into the residual stream (Gemma 3).
-
-    A batch brings images of image_size x image_size pixels in slots of its rows, and says which tokens of a row are
-    soft tokens: those whose embeddings are results of the projector (`image_fields` in data/batches.py).
+    """What all towers have; `kind` tells them apart. A tower turns patches of images into vectors of its own width, and
+    a projector turns these into soft tokens: the embeddings of some tokens of a row.
     """
 
     image_size: Count
-    """Rows and columns of pixels of an image: images are resized to a square before they reach the model."""
+    """Rows and columns of pixels of an image to which images are resized (gemma3), or for whose patches the table of
+    positions is made (qwen3_vl)."""
     patch_size: Count
     """Rows and columns of pixels of a patch, which is one token of the tower; divides image_size."""
     embed_dim: Count
@@ -38,8 +37,6 @@ class Vision(Section):
     """Heads of the tower (q), each of width embed_dim / num_heads."""
     norm_eps: Positive
     """Added to the variance in the tower's LayerNorms, and to the mean square in the projector's RMSNorm."""
-    tokens_per_image: Count
-    """Soft tokens of an image in the decoder: the projector takes means over squares of patches."""
     image_mean: Channels
     """Pixels, divided by 255, less these means of red, green and blue, ..."""
     image_std: PositiveChannels
@@ -57,18 +54,8 @@ class Vision(Section):
 
     @property
     def patches_per_side(self) -> int:
-        """Patches in a row of an image, and in a column."""
+        """Patches in a row of an image of image_size, and in a column."""
         return self.image_size // self.patch_size
-
-    @property
-    def num_patches(self) -> int:
-        """Tokens of the tower for one image."""
-        return self.patches_per_side**2
-
-    @property
-    def tokens_per_side(self) -> int:
-        """Soft tokens in a row of an image, and in a column."""
-        return math.isqrt(self.tokens_per_image)
 
     @property
     def head_dim(self) -> int:
@@ -76,24 +63,100 @@ class Vision(Section):
         return self.embed_dim // self.num_heads
 
     @property
+    def num_positions(self) -> int:
+        """Rows of the table of positions."""
+        return self.patches_per_side**2
+
+    @property
     def dims(self) -> dict[str, int]:
         """Size of each dimension of the tower's weights that no single key sets, by its letter."""
-        return {"i": self.num_patches, "g": self.tokens_per_image, "w": self.head_dim, "z": NUM_CHANNELS}
+        return {"i": self.num_positions, "w": self.head_dim, "z": NUM_CHANNELS}
 
     @model_validator(mode="after")
-    def _check(self) -> "Vision":
+    def _check_sizes(self) -> "Vision":
         if self.image_size % self.patch_size:
             raise ValueError(
                 f"{KEY}.image_size={self.image_size} is not divisible by {KEY}.patch_size={self.patch_size}"
             )
         if self.embed_dim % self.num_heads:
             raise ValueError(f"{KEY}.embed_dim={self.embed_dim} is not divisible by {KEY}.num_heads={self.num_heads}")
+        return self
+
+
+class Gemma3Vision(Vision):
+    """SigLIP (arXiv:2303.15343) on square images, and Gemma 3's projector: means over squares of patches."""
+
+    kind: Literal["gemma3"]
+    """Images are resized to a square; tokens of an image see one another."""
+    tokens_per_image: Count
+    """Soft tokens of an image in the decoder: the projector takes means over squares of patches."""
+
+    deepstack_layers: ClassVar[tuple[int, ...]] = ()
+
+    @property
+    def num_patches(self) -> int:
+        """Tokens of the tower for an image, at most."""
+        return self.num_positions
+
+    @property
+    def tokens_per_side(self) -> int:
+        """Soft tokens in a row of an image, and in a column."""
+        return math.isqrt(self.tokens_per_image)
+
+    @property
+    def dims(self) -> dict[str, int]:
+        return super().dims | {"g": self.tokens_per_image}
+
+    @model_validator(mode="after")
+    def _check_tokens(self) -> "Gemma3Vision":
         if self.tokens_per_side**2 != self.tokens_per_image or self.patches_per_side % self.tokens_per_side:
             raise ValueError(
                 f"{KEY}.tokens_per_image={self.tokens_per_image} must be the square of a divisor of the "
                 f"{self.patches_per_side} patches in a row of an image"
             )
         return self
+
+
+class Qwen3Vision(Vision):
+    """A tower for images of any size (Qwen 3 VL, arXiv:2511.21631): places by rotation and from a table between whose
+    entries it interpolates, squares of patches that are merged, and DeepStack (arXiv:2406.04334)."""
+
+    kind: Literal["qwen3_vl"]
+    """Images keep their shape; the patches of a row's images are packed one after the other."""
+    merge_size: Count
+    """Rows and columns of patches that are one soft token."""
+    frames: Count
+    """Images that a patch has in time; both are the same image."""
+    rope_theta: Positive
+    """RoPE base of rows and columns in the tower."""
+    deepstack_layers: tuple[CountOrZero, ...]
+    """Layers of the tower whose results are added behind the first layers of the decoder: one to each."""
+    min_pixels: Count
+    """A smaller image is enlarged to so many pixels, ..."""
+    max_pixels: Count
+    """... and a larger one reduced. A row has room for training.images_per_row images of so many."""
+
+    @property
+    def merged(self) -> int:
+        """Patches of a soft token (u)."""
+        return self.merge_size**2
+
+    @property
+    def num_patches(self) -> int:
+        """Tokens of the tower for an image, at most."""
+        return self.max_pixels // self.patch_size**2
+
+    @property
+    def tokens_per_image(self) -> int:
+        """Soft tokens of an image, at most."""
+        return self.num_patches // self.merged
+
+    @property
+    def dims(self) -> dict[str, int]:
+        return super().dims | {"σ": self.merged, "λ": self.merged * self.embed_dim, "φ": self.frames}
+
+
+AnyVision = Annotated[Gemma3Vision | Qwen3Vision, Field(discriminator="kind")]
 
 
 def check_vision(model: "Model", vision: Vision) -> None:
@@ -104,9 +167,13 @@ def check_vision(model: "Model", vision: Vision) -> None:
     for key in ("latent", "linear_attention", "layer_inputs"):
         if getattr(model, key) is not None:
             raise ValueError(f"model.{key} does not go with {KEY}; set one of them to null")
+    if len(vision.deepstack_layers) > model.num_layers:
+        raise ValueError(
+            f"{KEY}.deepstack_layers={list(vision.deepstack_layers)} are more than model.num_layers={model.num_layers}"
+        )
     if model.local_attention != "window":
         raise ValueError(f"model.local_attention={model.local_attention} does not go with {KEY}; set it to window")
-    if model.cp_exchange == "ring":
+    if isinstance(vision, Gemma3Vision) and model.cp_exchange == "ring":
         raise ValueError(
             f"model.cp_exchange=ring brings keys in blocks of earlier tokens, and tokens of an image ({KEY}) also see "
             "later ones; set it to ulysses"

@@ -76,6 +76,7 @@ class Family:
     ignored: tuple[str, ...] = ()
     constants: dict[str, float] = field(default_factory=dict)  # tensor -> the number that our layers have in its place
     published_code: bool = False  # auto_map names code that computes what transformers' own class computes
+    many_axes: bool = False  # `model.rope_sections` is in its parameters of RoPE
     sees: bool = False  # has a tower (`model.vision`); its config.json has text_config and vision_config
     # (beginning of a tensor's name, beginning of its module's name in transformers), where these differ
     modules: tuple[tuple[str, str], ...] = ()
@@ -374,6 +375,49 @@ def tower_names(tower: str, projector: str) -> dict[str, Name]:
     return {f"vision.tower.{path}": name for path, name in names.items()} | {
         "vision.projector.norm.scale": Name(f"{projector}mm_soft_emb_norm.weight", "d"),
         "vision.projector.product.w": Name(f"{projector}mm_input_projection_weight", "d,D"),
+    }
+
+
+def merging_tower_names(visual: str) -> dict[str, Name]:
+    """Return the names of the tower and the mergers of Qwen 3 VL; tensors begin with `visual`."""
+    layer, qkv = f"{visual}blocks.{{}}.", ("qw", "qw", "qw")
+
+    def linear(path: str, tensor: str, outer: str, inner: str, part: int = 0, rows=()) -> dict[str, Name]:
+        return {
+            f"{path}.w": Name(f"{tensor}.weight", f"{outer},{inner}", part, rows),
+            f"{path}.bias.b": Name(f"{tensor}.bias", outer, part, rows),
+        }
+
+    def norm(path: str, tensor: str, dims: str = "d") -> dict[str, Name]:
+        return {f"{path}.scale": Name(f"{tensor}.weight", dims), f"{path}.bias.b": Name(f"{tensor}.bias", dims)}
+
+    def merger(path: str, tensor: str, dims: str) -> dict[str, Name]:
+        return {
+            **norm(f"{path}.norm", f"{tensor}norm", dims),
+            f"{path}.up.w": Name(f"{tensor}linear_fc1.weight", "λ,ud"),
+            f"{path}.up_bias.b": Name(f"{tensor}linear_fc1.bias", "λ"),
+            f"{path}.down.w": Name(f"{tensor}linear_fc2.weight", "D,λ"),
+            f"{path}.down_bias.b": Name(f"{tensor}linear_fc2.bias", "D"),
+        }
+
+    tower = {
+        "patches.product.w": Name(f"{visual}patch_embed.proj.weight", "d,z,φ,a,b"),
+        "patches.bias.b": Name(f"{visual}patch_embed.proj.bias", "d"),
+        "patches.positions": Name(f"{visual}pos_embed.weight", "i,d"),
+        **norm("blocks.pre_attention", f"{layer}norm1"),
+        **norm("blocks.pre_mlp", f"{layer}norm2"),
+        **{
+            path: name
+            for part, x in enumerate("qkv")
+            for path, name in linear(f"blocks.attention.{x}", f"{layer}attn.qkv", "qw", "d", part, qkv).items()
+        },
+        **linear("blocks.attention.o", f"{layer}attn.proj", "d", "qw"),
+        **linear("blocks.mlp.up", f"{layer}mlp.linear_fc1", "m", "d"),
+        **linear("blocks.mlp.down", f"{layer}mlp.linear_fc2", "d", "m"),
+    }
+    return {f"vision.tower.{path}": name for path, name in tower.items()} | {
+        **merger("vision.projector.merger", f"{visual}merger.", "d"),
+        **merger("vision.projector.deepstack", f"{visual}deepstack_merger_list.{{}}.", "ud"),
     }
 
 

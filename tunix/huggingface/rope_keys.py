@@ -156,8 +156,13 @@ def read_rope(raw: dict[str, Any], values: dict[str, Any], family: Family) -> di
     unknown = {key: value for key, value in params.items() if (key, value) not in UNSCALED and key not in MANY_AXES}
     if unknown:
         raise ValueError(f"rope_type={kind}: {', '.join(f'{k}={v}' for k, v in unknown.items())} is not understood")
+    sections: dict[str, Any] = {}
+    if family.many_axes:
+        sections = {"rope_sections": params.get("mrope_section")}
+        if not params.get("mrope_interleaved", True):
+            raise ValueError("mrope_interleaved=False is not supported; it must be true")
     local = (nearby.get("rope_theta") or theta) if values["global_every"] > 1 and family.local_rope else None
-    return {"rope_theta": theta, "local_rope_theta": local, "rope_scaling": scaling} | rotated | grown
+    return {"rope_theta": theta, "local_rope_theta": local, "rope_scaling": scaling} | rotated | grown | sections
 
 
 def _merge_magnitudes(params: dict[str, Any]) -> float | None:
@@ -201,6 +206,8 @@ def write_rope(model: Model, family: Family) -> dict[str, Any]:
     if kind == "longrope":  # Phi's own code reads the whole file's key, transformers 5 asks for the factor
         config[ORIGINAL] = params[ORIGINAL]
         params["factor"] = model.context_length / params[ORIGINAL]
+    if family.many_axes and model.rope_sections is not None:
+        params |= {"mrope_section": list(model.rope_sections), "mrope_interleaved": True}
     if "rope_parameters" not in family.absent:
         config["rope_theta"] = model.rope_theta
         config["rope_scaling"] = {"rope_type": kind, **params} if params else None

@@ -36,6 +36,7 @@ from tunix.huggingface.families import (
     gpt2_names,
     like_llama,
     linear_names,
+    merging_tower_names,
     mlp_names,
     qk_norm,
     qkv_biases,
@@ -286,6 +287,17 @@ FAMILIES: dict[str, Family] = {
         "qwen3", "Qwen3ForCausalLM", LLAMA_NAMES | qk_norm("H", "H"),
         fixed={"attention_bias": (False,), "use_sliding_window": (False,)},
         absent={"max_position_embeddings": 32768, "head_dim": 128},
+    ),
+    "qwen3_vl": like_llama(
+        "qwen3_vl", "Qwen3VLForConditionalGeneration",
+        {
+            path: replace(name, tensor=name.tensor.replace("model.", "model.language_model.", 1))
+            for path, name in (LLAMA_NAMES | qk_norm("H", "H")).items()
+        } | merging_tower_names("model.visual."),
+        fixed={"attention_bias": (False,)},
+        absent={"max_position_embeddings": 128000, "head_dim": 128, "rope_theta": 5e5},
+        many_axes=True,
+        sees=True,
     ),
     "qwen3_5": QWEN3_5,
     "qwen3_5_moe": replace(

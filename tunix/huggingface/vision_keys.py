@@ -3,33 +3,80 @@
 Such a file has three parts: the decoder's keys in `text_config`, the tower's in `vision_config`, others beside them.
 """
 
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
-from tunix.config.vision import NUM_CHANNELS, Vision
+from tunix.config.vision import NUM_CHANNELS, Gemma3Vision
 
 TEXT, TOWER = "text_config", "vision_config"
-# Our keys and theirs, in `vision_config` and beside it.
-TOWER_KEYS = {
-    "image_size": "image_size", "patch_size": "patch_size", "embed_dim": "hidden_size", "mlp_dim": "intermediate_size",
-    "num_layers": "num_hidden_layers", "num_heads": "num_attention_heads", "norm_eps": "layer_norm_eps",
-}  # fmt: skip
-OUTER_KEYS = {
-    "tokens_per_image": "mm_tokens_per_image", "image_token": "image_token_index", "begin_token": "boi_token_index",
-    "end_token": "eoi_token_index",
-}  # fmt: skip
-SYNONYMS = {"image_token_id": "image_token_index", "boi_token_id": "boi_token_index", "eoi_token_id": "eoi_token_index"}
-# Values of keys that the file leaves out, and values that our tower computes, the usual one first.
-TOWER_ABSENT = {
-    "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12,
-    "image_size": 224, "patch_size": 16, "layer_norm_eps": 1e-6, "hidden_act": "gelu_pytorch_tanh",
-    "num_channels": NUM_CHANNELS, "vision_use_head": True,
-}  # fmt: skip
-OUTER_ABSENT = {
-    "mm_tokens_per_image": 256, "image_token_index": 262144, "boi_token_index": 255999, "eoi_token_index": 256000,
-}  # fmt: skip
-FIXED = {
-    "model_type": ("siglip_vision_model",), "hidden_act": ("gelu_pytorch_tanh",), "num_channels": (NUM_CHANNELS,),
-    "vision_use_head": (False,),
+
+
+class Form(NamedTuple):
+    """How config.json of a kind of tower is written."""
+
+    tower_keys: dict[str, str]  # our keys and theirs, in `vision_config` ...
+    outer_keys: dict[str, str]  # ... and beside it
+    tower_absent: dict[str, Any]  # values of keys that the file leaves out
+    outer_absent: dict[str, Any]
+    fixed: dict[str, tuple]  # of vision_config: values that our tower computes, the usual one first
+    synonyms: dict[str, str] = {}  # noqa: RUF012
+    read: frozenset[str] = frozenset()  # further keys of vision_config that `_read_others` reads
+    known: frozenset[str] = frozenset()  # keys beside it that say nothing about what is computed here
+
+
+# By `model_type`, which is also the kind of the tower (`model.vision.kind`).
+FORMS = {
+    "gemma3": Form(
+        {
+            "image_size": "image_size", "patch_size": "patch_size", "embed_dim": "hidden_size",
+            "mlp_dim": "intermediate_size", "num_layers": "num_hidden_layers", "num_heads": "num_attention_heads",
+            "norm_eps": "layer_norm_eps",
+        },
+        {
+            "tokens_per_image": "mm_tokens_per_image", "image_token": "image_token_index",
+            "begin_token": "boi_token_index", "end_token": "eoi_token_index",
+        },
+        {
+            "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12,
+            "image_size": 224, "patch_size": 16, "layer_norm_eps": 1e-6, "hidden_act": "gelu_pytorch_tanh",
+            "num_channels": NUM_CHANNELS, "vision_use_head": True,
+        },
+        {
+            "mm_tokens_per_image": 256, "image_token_index": 262144, "boi_token_index": 255999,
+            "eoi_token_index": 256000,
+        },
+        {
+            "model_type": ("siglip_vision_model",), "hidden_act": ("gelu_pytorch_tanh",),
+            "num_channels": (NUM_CHANNELS,), "vision_use_head": (False,),
+        },
+        {
+            "image_token_id": "image_token_index", "boi_token_id": "boi_token_index",
+            "eoi_token_id": "eoi_token_index",
+        },
+    ),
+    "qwen3_vl": Form(
+        {
+            "patch_size": "patch_size", "embed_dim": "hidden_size", "mlp_dim": "intermediate_size",
+            "num_layers": "depth", "num_heads": "num_heads", "merge_size": "spatial_merge_size",
+            "frames": "temporal_patch_size", "deepstack_layers": "deepstack_visual_indexes",
+        },
+        {
+            "image_token": "image_token_id", "begin_token": "vision_start_token_id",
+            "end_token": "vision_end_token_id",
+        },
+        {
+            "hidden_size": 1152, "intermediate_size": 4304, "depth": 27, "num_heads": 16, "patch_size": 16,
+            "spatial_merge_size": 2, "temporal_patch_size": 2, "deepstack_visual_indexes": [8, 16, 24],
+            "num_position_embeddings": 2304, "rope_parameters": None,
+        },
+        {"image_token_id": 151655, "vision_start_token_id": 151652, "vision_end_token_id": 151653},
+        {
+            "model_type": ("qwen3_vl_vision", "qwen3_vl"), "hidden_act": ("gelu_pytorch_tanh",),
+            "in_channels": (NUM_CHANNELS,),
+        },
+        read=frozenset({"num_position_embeddings", "out_hidden_size", "rope_parameters"}),
+        known=frozenset({"video_token_id"}),
+    ),
 }  # fmt: skip
 
 
@@ -40,32 +87,56 @@ def read_vision(raw: dict[str, Any], known: set[str]) -> dict[str, Any]:
     Raises:
         ValueError: a key that is not understood, or a value that our tower does not compute; the message names it.
     """
-    outer = OUTER_ABSENT | {SYNONYMS.get(key, key): value for key, value in raw.items() if key not in (TEXT, TOWER)}
-    tower = TOWER_ABSENT | raw[TOWER]
-    known = known | {"tie_word_embeddings"}  # which text_config says too
-    for part, keys in ((outer, OUTER_KEYS), (tower, TOWER_KEYS)):
+    form = FORMS[raw["model_type"]]
+    outer = form.outer_absent | {
+        form.synonyms.get(key, key): value for key, value in raw.items() if key not in (TEXT, TOWER)
+    }
+    tower = form.tower_absent | raw[TOWER]
+    known = known | {"tie_word_embeddings"} | form.known  # which text_config says too
+    for part, keys in ((outer, form.outer_keys), (tower, form.tower_keys)):
         where = f"{TOWER}." if part is tower else ""
         for key, value in part.items():
-            if key in FIXED and part is tower:
-                if value not in FIXED[key]:
-                    raise ValueError(f"{where}{key}={value} is not supported; it must be {FIXED[key][0]}")
-            elif key not in keys.values() and key not in known:
+            if key in form.fixed and part is tower:
+                if value not in form.fixed[key]:
+                    raise ValueError(f"{where}{key}={value} is not supported; it must be {form.fixed[key][0]}")
+            elif key not in keys.values() and key not in known and not (part is tower and key in form.read):
                 raise ValueError(f"{where}{key}={value} is not understood beside a tower that sees")
-    return {ours: tower[theirs] for ours, theirs in TOWER_KEYS.items()} | {
-        ours: outer[theirs] for ours, theirs in OUTER_KEYS.items()
-    }
+    return {"kind": raw["model_type"]} | {ours: tower[theirs] for ours, theirs in form.tower_keys.items()} | {
+        ours: outer[theirs] for ours, theirs in form.outer_keys.items()
+    } | (_read_table(tower, raw[TEXT]) if form.read else {})  # fmt: skip
 
 
-def write_vision(vision: Vision, text: dict[str, Any]) -> dict[str, Any]:
+def _read_table(tower: dict[str, Any], text: dict[str, Any]) -> dict[str, Any]:
+    """Return the keys of a tower for images of any size that no single key of theirs gives."""
+    rows, width = tower["num_position_embeddings"], tower.get("out_hidden_size")
+    side = math.isqrt(rows)
+    if side**2 != rows:
+        raise ValueError(f"{TOWER}.num_position_embeddings={rows} is not supported; it must be a square")
+    if width is not None and width != text["hidden_size"]:
+        raise ValueError(f"{TOWER}.out_hidden_size={width} must be {TEXT}.hidden_size={text['hidden_size']}")
+    rope = tower["rope_parameters"] or {}
+    if rope.get("rope_type", "axial") != "axial":
+        raise ValueError(f"{TOWER}.rope_parameters: rope_type={rope['rope_type']} is not supported; it must be axial")
+    return {"image_size": side * tower["patch_size"], "rope_theta": rope.get("rope_theta", 1e4)}
+
+
+def write_vision(vision: Any, text: dict[str, Any]) -> dict[str, Any]:
     """Return config.json of a model with a tower, out of that of its decoder."""
+    form = FORMS[vision.kind]
     own = {key: text[key] for key in ("architectures", "model_type", "tie_word_embeddings")}
-    tower = {theirs: getattr(vision, ours) for ours, theirs in TOWER_KEYS.items()}
+    tower = {theirs: getattr(vision, ours) for ours, theirs in form.tower_keys.items()}
+    if form.read:
+        tower |= {
+            "num_position_embeddings": vision.num_positions, "out_hidden_size": text["hidden_size"],
+            "deepstack_visual_indexes": list(vision.deepstack_layers),
+            "rope_parameters": {"rope_type": "axial", "rope_theta": vision.rope_theta},
+        }  # fmt: skip
     decoder = {key: value for key, value in text.items() if key != "architectures"}
     return {
         **own,
-        **{theirs: getattr(vision, ours) for ours, theirs in OUTER_KEYS.items()},
+        **{theirs: getattr(vision, ours) for ours, theirs in form.outer_keys.items()},
         TEXT: decoder | {"model_type": f"{text['model_type']}_text"},
-        TOWER: {key: usual for key, (usual, *_) in FIXED.items()} | tower,
+        TOWER: {key: usual for key, (usual, *_) in form.fixed.items()} | tower,
     }
 
 
@@ -77,7 +148,7 @@ def read_normalization(raw: dict[str, Any]) -> dict[str, Any]:
     return {key: raw[key] for key in ("image_mean", "image_std") if raw.get(key) is not None}
 
 
-def write_processor(vision: Vision) -> dict[str, dict[str, Any]]:
+def write_processor(vision: Gemma3Vision) -> dict[str, dict[str, Any]]:
     """Return by name the files with which transformers makes an image what this tower takes."""
     size = {"height": vision.image_size, "width": vision.image_size}
     names = {"processor_class": "Gemma3Processor", "image_seq_length": vision.tokens_per_image}

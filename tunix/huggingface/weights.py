@@ -168,6 +168,8 @@ def layers_of(path: str, cfg: Model) -> tuple[int, ...]:
     """Return the numbers of the layers that a stacked parameter holds; of another parameter, none."""
     if cfg.vision is not None and path.startswith("vision.tower.blocks."):
         return tuple(range(cfg.vision.num_layers))
+    if cfg.vision is not None and path.startswith("vision.projector.deepstack."):
+        return tuple(range(len(cfg.vision.deepstack_layers)))
     return cfg.stacks.get(path.partition(".")[0], ())
 
 

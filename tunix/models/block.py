@@ -249,6 +249,7 @@ class Forward(NamedTuple):
     length: int  # tokens of the sequences, or those for which a cache has room
     seed: Any = None  # int32 scalar for the dropout of training, or None
     reach: int | jax.Array | None = None  # tokens that the sequences end with, if they grow beyond `length`
+    features: Any = ()  # [B, t, D] each: of images, added behind the first layers
     inputs: Any = None  # [l, B, t, p], of all layers, where the model has `layer_inputs`
 
     def rope(self, cfg: Model, layers: Any) -> Rope | None:

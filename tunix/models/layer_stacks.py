@@ -94,10 +94,12 @@ class Stacks:
         Stages run them here for evaluations alone: without dropout, and without the routing of experts among the sums.
         """
         sums = NO_SUMS
-        for run in self.cfg.runs:
+        for number, run in enumerate(self.cfg.runs):
             go = self._run_stages if self.layout.stage_axes else self._scan_run
             rows, local_sums = go(run, rows, forward)
             sums = merge_runs(sums, local_sums)
+            if number < len(forward.features):  # each of the first layers is a run
+                rows = rows._replace(x=rows.x + forward.features[number])
         return rows, sums
 
     def run_apart(self, rows: Rows, forward: Forward, params: dict[str, list[Any]]) -> tuple[Rows, list]:
@@ -119,6 +121,8 @@ class Stacks:
             if is_donor:
                 rows = rows._replace(shared=(rows.shared or {}) | {self.cfg.heads_of(number).dim_names: cache.kv})
             caches.append(cache.cache if is_donor else cache)
+            if number < len(forward.features):
+                rows = rows._replace(x=rows.x + forward.features[number])
         return rows, caches
 
     def layers_of(self, name: str, forward: Forward) -> tuple[Any, Layer]:

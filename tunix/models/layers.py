@@ -152,6 +152,7 @@ def merge_runs(first: BlockSums, second: BlockSums) -> BlockSums:
 ACTIVATIONS: dict[str, Any] = {
     "silu": jax.nn.silu,
     "gelu": partial(jax.nn.gelu, approximate=True),
+    "gelu_exact": partial(jax.nn.gelu, approximate=False),
     "relu2": lambda x: jnp.square(jax.nn.relu(x)),
 }
 
@@ -356,16 +357,24 @@ class RMSNorm(nnx.Module):
 class LayerNorm(RMSNorm):
     """(x - mean) / standard deviation * (offset + scale) + bias over [B, t, D], in float32 (arXiv:1607.06450)."""
 
-    def __init__(self, dim_names: str, cfg: Model, layout: Layout, offset: float = 0.0, eps: float | None = None):
-        super().__init__(dim_names, cfg, layout, offset=offset, eps=eps)
+    def __init__(
+        self,
+        dim_names: str,
+        cfg: Model,
+        layout: Layout,
+        dims: str | None = None,
+        offset: float = 0.0,
+        eps: float | None = None,
+    ):
+        super().__init__(dim_names, cfg, layout, dims, offset, eps)
         self.bias = Bias(dim_names, cfg, layout)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[B, t, D] -> [B, t, D], in the dtype of x."""
         x32 = x.astype(jnp.float32)
         # In two passes: the mean of squares less the square of the mean loses digits where the mean is large.
-        centred = x32 - jnp.mean(x32, -1, keepdims=True)
-        normed = centred * jax.lax.rsqrt(jnp.mean(centred * centred, -1, keepdims=True) + self.eps)
+        centred = x32 - jnp.mean(x32, self.axes, keepdims=True)
+        normed = centred * jax.lax.rsqrt(jnp.mean(centred * centred, self.axes, keepdims=True) + self.eps)
         return checkpoint_name(self.bias(self.multiply_by_scale(normed)).astype(x.dtype), "norm")
 
 

@@ -24,6 +24,8 @@ class Rope(NamedTuple):
     magnitude: jax.Array  # [L] float32, of a rotated vector
     rotates: jax.Array  # [L] bool: false in layers without positions, whose frequencies are 0
     kind: jax.Array  # [L] int32: which of the different rotations of these layers; see `make_tables`
+    # [L, R / 2] int32: which of a token's three positions turns each pair (`model.rope_sections`); None: it has one
+    axes: jax.Array | None = None
     # Sine and cosine of one layer's angles, [B, T, R / 2] float32, times the magnitude, where they are computed already
     turns: Turns | None = None
 
@@ -47,7 +49,16 @@ def layer_rope(cfg: Model, layers: Sequence[int], reach: int | jax.Array) -> Rop
     frequencies = where(is_scaled[:, None], scaled, local) * is_rotated[:, None]
     magnitudes = np.where(is_scaled & is_rotated, magnitude, 1.0)
     arrays = jnp.asarray(frequencies, jnp.float32), jnp.asarray(magnitudes, jnp.float32), jnp.asarray(is_rotated)
-    return Rope(*arrays, jnp.asarray(_list_kinds(cfg, layers)[1], jnp.int32))
+    axes = None if cfg.rope_sections is None else jnp.asarray([_list_axes(cfg.rope_sections)] * len(layers), jnp.int32)
+    return Rope(*arrays, jnp.asarray(_list_kinds(cfg, layers)[1], jnp.int32), axes)
+
+
+def _list_axes(sections: Sequence[int]) -> list[int]:
+    """Return which position turns each pair of a head: 0 time, 1 row, 2 column.
+
+    Sections of 4, 2 and 2 pairs take turns until those of rows and columns are used up:  0 1 2 0 1 2 0 0
+    """
+    return [pair % 3 if pair < 3 * sections[pair % 3] else 0 for pair in range(sum(sections))]
 
 
 def make_tables(cfg: Model, layers: Sequence[int], reach: int | jax.Array, positions: jax.Array) -> Turns:
@@ -71,9 +82,18 @@ def _list_kinds(cfg: Model, layers: Sequence[int]) -> tuple[list[int], list[int]
 
 
 def find_turns(positions: jax.Array, rope: Rope) -> Turns:
-    """Return sine and cosine [B, T, R / 2] of positions [B, T] x one layer's frequencies, times its magnitude."""
+    """Return sine and cosine [B, T, R / 2] of positions x one layer's frequencies, times its magnitude.
+
+    Positions are [B, T], or [B, T, 3] of tokens that have one in time, a row and a column.
+    """
+    if positions.ndim == 3:
+        assert rope.axes is not None
+        time, row, column = (positions[:, :, axis : axis + 1] for axis in range(3))
+        positions = jnp.where(rope.axes == 0, time, jnp.where(rope.axes == 1, row, column))
+    else:
+        positions = positions[:, :, None]
     # float32: in bfloat16 the positions 257 and 256 are equal.
-    angles = positions[:, :, None].astype(jnp.float32) * rope.frequencies
+    angles = positions.astype(jnp.float32) * rope.frequencies
     return jnp.sin(angles) * rope.magnitude, jnp.cos(angles) * rope.magnitude
 
 
@@ -85,8 +105,13 @@ def apply_rope(x: jax.Array, positions: jax.Array, rope: Rope, pairs: str) -> ja
         halves        a b c A B C - -        a turns with A, b with B, c with C
         neighbours    a A b B c C - -        the last two are left as they are
     """
-    sin, cos = (turn[:, :, None] for turn in rope.turns or find_turns(positions, rope))
-    num_rotated = 2 * rope.frequencies.shape[-1]
+    return rotate(x, rope.turns or find_turns(positions, rope), pairs)
+
+
+def rotate(x: jax.Array, turns: Turns, pairs: str) -> jax.Array:
+    """Rotate the first R numbers of [B, T, N, H] by angles of which these are sine and cosine, in float32."""
+    sin, cos = (turn[:, :, None] for turn in turns)
+    num_rotated = 2 * sin.shape[-1]
     rotated, remaining = x[..., :num_rotated].astype(jnp.float32), x[..., num_rotated:]
     if pairs == "neighbours":
         first, second = rotated[..., ::2], rotated[..., 1::2]

@@ -8,6 +8,7 @@ from flax import nnx
 from jax.sharding import reshard
 
 from tunix.config import Model
+from tunix.config.vision import Gemma3Vision
 from tunix.models.attention import Method, compute_attention
 from tunix.models.attention_mask import row_mask_rule, split_chunks
 from tunix.models.block import Forward, Layer, LayerInputs, Mix, Rows
@@ -17,7 +18,7 @@ from tunix.models.layers import NORMS, BlockSums, Embedding, Initializer, Learne
 from tunix.models.mla import Heads
 from tunix.models.remat import KEEP_ALL, Remat
 from tunix.models.scores import ScoreHead
-from tunix.models.vision import Eyes, Images, find_ends
+from tunix.models.vision import Eyes, Images, Seen, find_ends
 from tunix.sharding.layout import Layout
 
 
@@ -92,26 +93,27 @@ class Transformer(nnx.Module):
         # device gets those of its sequences.
         tokens, positions = (reshard(x, self.layout.activation("BT")) for x in (tokens, positions))
         segment_ids = reshard(segment_ids, self.layout.activation("BS"))
-        x = self.embed(tables, tokens, positions)
-        if images is not None:
-            x = self.see(x, images, seed)
-        rows = Rows(x, positions, RowMask(segment_ids, self.find_ends(images)))
-        forward = Forward(self.mix_of_row, tokens.shape[1], seed, inputs=self.make_layer_inputs(tokens, rows.x))
+        seen = self.see(self.embed(tables, tokens, positions), positions, images, seed)
+        rows = Rows(seen.x, seen.positions, RowMask(segment_ids, self.find_ends(images)))
+        inputs = self.make_layer_inputs(tokens, rows.x)
+        forward = Forward(self.mix_of_row, tokens.shape[1], seed, features=seen.features, inputs=inputs)
         with jax.named_scope("blocks"):
             rows, sums = self.stacks.run(rows, forward)
         return self.finish(rows.x), sums
 
-    def see(self, x: jax.Array, images: Images, seed: Any = None) -> jax.Array:
-        """Return embeddings [B, t, D] with those of the soft tokens of images in their places."""
+    def see(self, x: jax.Array, positions: jax.Array, images: Images | None, seed: Any = None) -> Seen:
+        """Return embeddings [B, t, D] with those of the soft tokens of images in their places, and what else the
+        decoder gets of images."""
+        if images is None:
+            return Seen(x, [], positions)
         assert self.vision is not None, "a model of text alone is given images"
         with jax.named_scope("vision"):
-            return self.vision(x, images, self.remat, seed)
+            return self.vision(x, images, positions, self.remat, seed)
 
     def find_ends(self, images: Images | None) -> jax.Array | None:
         """Return the position behind the last key that each token of [B, S] may see; None without images."""
-        if images is None:
+        if images is None or not isinstance(self.cfg.vision, Gemma3Vision):
             return None
-        assert self.cfg.vision is not None
         index = reshard(images.image_index, self.layout.activation("BS"))
         return find_ends(index, self.cfg.vision.tokens_per_image)
 
@@ -128,9 +130,9 @@ class Transformer(nnx.Module):
 
         `params` are the parameters of each layer of each stack on their own (`Stacks.run_apart`).
         """
-        x = self.embed(tables, tokens, positions)
-        rows = Rows(x if images is None else self.see(x, images), positions, None)
-        forward = forward._replace(inputs=self.make_layer_inputs(tokens, rows.x))
+        seen = self.see(self.embed(tables, tokens, positions), positions, images)
+        rows = Rows(seen.x, seen.positions, None)
+        forward = forward._replace(features=seen.features, inputs=self.make_layer_inputs(tokens, rows.x))
         with jax.named_scope("blocks"):
             rows, caches = self.stacks.run_apart(rows, forward, params)
         return self.finish(rows.x), caches

@@ -11,21 +11,34 @@ Patches of one image all see one another. Each device computes the images of its
 MLP as in the decoder. Devices that share the tokens of a row (cp) all compute its images.
 """
 
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec, reshard
 
 from tunix.config import Model
-from tunix.config.vision import TOWER, Vision
+from tunix.config.vision import TOWER, Gemma3Vision, Qwen3Vision, Vision
 from tunix.models.attention_mask import MaskRule
 from tunix.models.kernels import find_kernel
-from tunix.models.layers import ACTIVATIONS, Bias, DropoutKey, Einsum, Initializer, LayerNorm, Matrix, RMSNorm
+from tunix.models.layers import (
+    ACTIVATIONS,
+    Bias,
+    DropoutKey,
+    Einsum,
+    Initializer,
+    LayerNorm,
+    Matrix,
+    RMSNorm,
+    unchanged,
+)
 from tunix.models.matmul import product
 from tunix.models.remat import Remat, scan_blocks
+from tunix.models.rope import Turns, rotate
 from tunix.sharding.equations import Equation
 from tunix.sharding.layout import Layout
 
@@ -33,8 +46,19 @@ from tunix.sharding.layout import Layout
 class Images(NamedTuple):
     """The images of some rows."""
 
-    pixels: Any  # [B, P, y, x, 3] uint8
-    image_index: Any  # [B, T] int32: which of the row's P * g soft tokens a token is, or -1
+    pixels: Any  # uint8: [B, P, y, x, 3] (gemma3), or patches [B, i, 3, a, b], packed and in the order of merging
+    image_index: Any  # [B, T] int32: which of the row's soft tokens a token is, or -1
+    # Of images of any size, [B, P] int32: patches in a column and in a row of each; 0 without an image.
+    rows: Any = None
+    columns: Any = None
+
+
+class Places(NamedTuple):
+    """Where the patches of rows are, [B', i] int32."""
+
+    segments: jax.Array  # image of the row
+    ends: jax.Array  # position behind the last patch of the image
+    turns: Turns | None = None  # sine and cosine [B', i, w / 2] of the rotations by row and column
 
 
 def find_ends(index: jax.Array, tokens_per_image: int) -> jax.Array:
@@ -51,29 +75,29 @@ class TowerAttention(nnx.Module):
     """Attention among the patches of one image: [B', i, d] -> [B', i, d]."""
 
     def __init__(self, cfg: Model, vision: Vision, layout: Layout, initializer: Initializer):
-        self.layout, self.scale, self.num_patches = layout, vision.head_dim**-0.5, vision.num_patches
+        self.layout, self.scale, self.reach = layout, vision.head_dim**-0.5, vision.num_patches
         self.q, self.k, self.v = (
             Einsum(f"{TOWER}.attention.{name}", "Bid,dqw->Biqw", cfg, layout, initializer) for name in "qkv"
         )
         self.o = Einsum(f"{TOWER}.attention.o", "Biqw,qwd->Bid", cfg, layout, initializer)
 
-    def __call__(self, x: jax.Array, dropout_key: DropoutKey | None) -> jax.Array:
+    def __call__(self, x: jax.Array, places: Places, dropout_key: DropoutKey | None) -> jax.Array:
         """[B', i, d] -> [B', i, d]."""
         q, k, v = (part(x, dropout_key) for part in (self.q, self.k, self.v))
+        if places.turns is not None:
+            q, k = (rotate(each, places.turns, "halves") for each in (q, k))
 
-        def attend(q, k, v):
-            patches = jnp.arange(self.num_patches, dtype=jnp.int32)
-            one_segment = jnp.zeros((1, self.num_patches), jnp.int32)
-            ends = jnp.full_like(one_segment, self.num_patches)
-            rows = jnp.zeros((len(q), 1), jnp.int32)
-            rule = MaskRule(patches, patches, rows + one_segment, rows + one_segment, self.num_patches, rows + ends)
-            return kernel(q, k, v, rule, reach=self.num_patches)
+        def attend(q, k, v, segments, ends):
+            patches = jnp.arange(q.shape[1], dtype=jnp.int32)
+            rule = MaskRule(patches, patches, segments, segments, q.shape[1], ends)
+            return kernel(q, k, v, rule, reach=self.reach)
 
         # Our own kernel runs where the decoder has it; a mask of all patches is nothing for others.
         kernel = find_kernel("flash" if self.layout.kernel_of("K") == "flash" else "xla")
 
-        spec = self.layout.activation("Biqw")
-        return self.o(jax.shard_map(attend, in_specs=spec, out_specs=spec)(q * self.scale, k, v), dropout_key)
+        spec, of_patches = self.layout.activation("Biqw"), self.layout.activation("Bi")
+        attend = jax.shard_map(attend, in_specs=(spec, spec, spec, of_patches, of_patches), out_specs=spec)
+        return self.o(attend(q * self.scale, k, v, places.segments, places.ends), dropout_key)
 
 
 class TowerBlock(nnx.Module):
@@ -84,10 +108,10 @@ class TowerBlock(nnx.Module):
         self.attention = TowerAttention(cfg, vision, layout, initializer)
         self.mlp = TowerMlp(cfg, layout, initializer)
 
-    def __call__(self, x: jax.Array, dropout_key: DropoutKey | None) -> jax.Array:
+    def __call__(self, x: jax.Array, places: Places, dropout_key: DropoutKey | None) -> jax.Array:
         """[B', i, d] -> [B', i, d]."""
         with jax.named_scope("attention"):
-            x = checkpoint_name(x + self.attention(self.pre_attention(x), dropout_key), "residual")
+            x = checkpoint_name(x + self.attention(self.pre_attention(x), places, dropout_key), "residual")
         with jax.named_scope("mlp"):
             return x + self.mlp(self.pre_mlp(x), dropout_key)
 
@@ -115,94 +139,269 @@ class Patches(nnx.Module):
 
     def __init__(self, cfg: Model, vision: Vision, layout: Layout, initializer: Initializer):
         self.vision, self.layout, self.equation = vision, layout, Equation("Bid,id->Bid")
-        self.product = Matrix("Bizab,zabd->Bid", cfg, layout, initializer)
+        time = "φ" if isinstance(vision, Qwen3Vision) else ""
+        self.product = Matrix(f"Biz{time}ab,z{time}abd->Bid", cfg, layout, initializer)
         self.bias = Bias("Bid", cfg, layout)
-        shape = vision.num_patches, vision.embed_dim
+        shape = vision.num_positions, vision.embed_dim
         table = initializer.normal(shape, layout.param, vision.embed_dim**-0.5)
         self.positions = nnx.Param(table, equation=self.equation)
 
-    def __call__(self, pixels: jax.Array) -> jax.Array:
-        """[B', y, x, 3] uint8 -> [B', i, d]."""
-        mean, std = (jnp.asarray(each, jnp.float32) for each in (self.vision.image_mean, self.vision.image_std))
-        pixels = ((pixels.astype(jnp.float32) / 255 - mean) / std).astype(self.layout.compute)
-        side, size = self.vision.patches_per_side, self.vision.patch_size
-        split = _reshape(pixels, side, size, side, size, pixels.shape[-1])  # [B', rows, a, columns, b, z]
-        patches = _reshape(split.transpose(0, 1, 3, 5, 2, 4), side * side, pixels.shape[-1], size, size)
-        x = self.bias(product(self.product.equation, patches, self.product.gathered(), self.layout))
-        table, spec = self.layout.gather(self.positions[...], self.equation), self.layout.activation("Bid")
-        return (x + jax.lax.broadcast_in_dim(table, x.shape, (1, 2), out_sharding=spec)).astype(x.dtype)
+    def embed(self, pixels: jax.Array) -> jax.Array:
+        """Patches [B', i, 3, a, b] uint8 -> [B', i, d], without their places."""
+        mean, std = (
+            jnp.asarray(each, jnp.float32)[:, None, None] for each in (self.vision.image_mean, self.vision.image_std)
+        )
+        patches = ((pixels.astype(jnp.float32) / 255 - mean) / std).astype(self.layout.compute)
+        if isinstance(self.vision, Qwen3Vision):
+            shape = *patches.shape[:3], self.vision.frames, *patches.shape[3:]
+            spec = PartitionSpec(jax.typeof(patches).sharding.spec[0], *[None] * 5)
+            patches = jax.lax.broadcast_in_dim(patches, shape, (0, 1, 2, 4, 5), out_sharding=spec)
+        return self.bias(product(self.product.equation, patches, self.product.gathered(), self.layout))
+
+    def table(self) -> jax.Array:
+        """Return the vectors of places, gathered: [i, d]."""
+        return self.layout.gather(self.positions[...], self.equation)
 
 
 class Tower(nnx.Module):
-    """The vision transformer: [B', y, x, 3] uint8 -> [B', i, d]. Its blocks are one stack."""
+    """The vision transformer. Its blocks are one stack."""
 
     def __init__(self, cfg: Model, vision: Vision, layout: Layout, initializer: Initializer):
-        self.cfg, self.num_layers = cfg, vision.num_layers
+        self.cfg, self.layout, self.vision = cfg, layout, vision
         self.patches = Patches(cfg, vision, layout, initializer)
 
         def make_one(key: jax.Array | None) -> tuple[nnx.GraphDef, nnx.State]:
             return nnx.split(TowerBlock(cfg, vision, layout, Initializer(key)))
 
-        graphdef, params = jax.vmap(make_one, axis_size=self.num_layers)(initializer.split(self.num_layers))
+        graphdef, params = jax.vmap(make_one, axis_size=vision.num_layers)(initializer.split(vision.num_layers))
         self.blocks = nnx.merge(graphdef, params)
-        self.norm = LayerNorm("Bid", cfg, layout, eps=vision.norm_eps)
+        is_normed = isinstance(vision, Gemma3Vision)
+        self.norm = LayerNorm("Bid", cfg, layout, eps=vision.norm_eps) if is_normed else unchanged
 
-    def __call__(self, pixels: jax.Array, remat: Remat, seed: Any) -> jax.Array:
-        """[B', y, x, 3] uint8 -> [B', i, d]; `seed` is for the dropout of low-rank updates, or None."""
+    def __call__(self, images: Images, remat: Remat, seed: Any) -> tuple[jax.Array, list[jax.Array]]:
+        """Return the results [B', i, d] of the tower, and those of `deepstack_layers`; `seed` is for the dropout of
+        low-rank updates, or None."""
+        x, places = (_read_any_size if isinstance(self.vision, Qwen3Vision) else _read_square)(self, images)
         graphdef, params = nnx.split(self.blocks)
 
-        def block(x, params, number, seed):
+        def block(x, params, number, shared):
+            seed, places = shared
             dropout_key = None
             if seed is not None:  # of other layers than the decoder's
                 key = jax.random.fold_in(jax.random.key(seed), self.cfg.num_layers + number)
                 dropout_key = DropoutKey(key)
-            return nnx.merge(graphdef, params)(x, dropout_key), None
+            return nnx.merge(graphdef, params)(x, places, dropout_key), None
 
-        layers = ((params, jnp.arange(self.num_layers)),)
-        x, _ = scan_blocks([block], self.patches(pixels), layers, seed, remat._replace(every=1))
-        return self.norm(x)
+        taken, ends = [], [layer + 1 for layer in self.vision.deepstack_layers]
+        for first, last in pairwise(dict.fromkeys([0, *ends, self.vision.num_layers])):
+            layers = jax.tree.map(lambda each, part=slice(first, last): each[part], params)
+            numbered, shared = ((layers, jnp.arange(first, last)),), (seed, places)
+            x, _ = scan_blocks([block], x, numbered, shared, remat._replace(every=1))
+            taken += [x] if last in ends else []
+        return self.norm(x), taken
+
+
+def _read_square(tower: Tower, images: Images) -> tuple[jax.Array, Places]:
+    """Return patches [B', i, d] of square images [B, P, y, x, 3], each a row of its own, and their places."""
+    layout, vision = tower.layout, tower.vision
+    pixels = reshard(images.pixels, layout.activation("Bjyxz"))
+    pixels = jax.lax.reshape(
+        pixels, (pixels.shape[0] * pixels.shape[1], *pixels.shape[2:]), out_sharding=layout.activation("Byxz")
+    )
+    side, size = vision.patches_per_side, vision.patch_size
+    split = _reshape(pixels, side, size, side, size, pixels.shape[-1])  # [B', rows, a, columns, b, z]
+    patches = _reshape(split.transpose(0, 1, 3, 5, 2, 4), side * side, pixels.shape[-1], size, size)
+    x, spec = tower.patches.embed(patches), layout.activation("Bid")
+    x = (x + jax.lax.broadcast_in_dim(tower.patches.table(), x.shape, (1, 2), out_sharding=spec)).astype(x.dtype)
+    zeros = jnp.zeros(x.shape[:2], jnp.int32, out_sharding=layout.activation("Bi"))
+    return x, Places(zeros, zeros + x.shape[1])
+
+
+class Grid(NamedTuple):
+    """Where patches are in their images, [B, i] int32; behind the last image, in one of 0 rows."""
+
+    image: jax.Array
+    end: jax.Array  # of its patches among those of the row
+    row: jax.Array
+    column: jax.Array
+    rows: jax.Array  # of the image
+    columns: jax.Array
+
+
+def find_grid(rows: jax.Array, columns: jax.Array, num_patches: int, merge: int) -> Grid:
+    """Return where the patches of images with so many rows and columns [B, P] are.
+
+    Squares of merge x merge patches come one after the other; an image of 2 x 4 patches, merge=2:
+
+        0 1 4 5
+        2 3 6 7
+    """
+    places = jnp.arange(num_patches, dtype=jnp.int32)
+    ends = jnp.cumsum(rows * columns, axis=1)
+    image = jnp.sum(places[None, :, None] >= ends[:, None, :], axis=2)  # [B, i]
+
+    def of_image(values: jax.Array, otherwise: int) -> jax.Array:
+        filler = jnp.full_like(values[:, :1], otherwise)
+        return jnp.take_along_axis(jnp.concatenate([values, filler], 1), image, axis=1)
+
+    starts = of_image(ends - rows * columns, 0)
+    height, width = of_image(rows, 0), of_image(columns, 0)
+    end = of_image(ends, num_patches)
+    within, across = places - starts, jnp.maximum(width // merge, 1)
+    square, inner = within // merge**2, within % merge**2
+    row, column = square // across * merge + inner // merge, square % across * merge + inner % merge
+    known = height > 0
+    return Grid(image, end, jnp.where(known, row, 0), jnp.where(known, column, 0), height, width)
+
+
+def _read_any_size(tower: Tower, images: Images) -> tuple[jax.Array, Places]:
+    """Return patches [B, i, d] of images of any size, packed one after the other, and their places."""
+    layout, vision = tower.layout, tower.vision
+    assert isinstance(vision, Qwen3Vision)
+    pixels = reshard(images.pixels, layout.activation("Bizab"))
+    spec = layout.activation("Bj")
+    read = jax.shard_map(
+        lambda rows, columns: find_grid(rows, columns, pixels.shape[1], vision.merge_size),
+        in_specs=spec, out_specs=layout.activation("Bi"),
+    )  # fmt: skip
+    grid = read(reshard(images.rows, spec), reshard(images.columns, spec))
+    x, side = tower.patches.embed(pixels), vision.patches_per_side
+    # Between the four entries of the table that are around a patch; the corners of image and table are the same.
+    y, z = (
+        at.astype(jnp.float32) * ((side - 1) / jnp.maximum(size - 1, 1).astype(jnp.float32))
+        for at, size in ((grid.row, grid.rows), (grid.column, grid.columns))
+    )
+    table, total = tower.patches.table(), jnp.zeros((), jnp.float32)
+    for down, right in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        at = [jnp.minimum(jnp.floor(each).astype(jnp.int32) + step, side - 1) for each, step in ((y, down), (z, right))]
+        share = [abs(1 - step - (each - jnp.floor(each))) for each, step in ((y, down), (z, right))]
+        vectors = table.at[at[0] * side + at[1]].get(out_sharding=layout.activation("Bid"))
+        total = total + vectors * (share[0] * share[1])[..., None]
+    # A quarter of a head turns by the row, a quarter by the column, each number with its pair in the other half.
+    count = vision.head_dim // 2
+    frequencies = jnp.asarray(vision.rope_theta ** -(np.arange(0, count, 2) / count), jnp.float32)
+    angles = jnp.concatenate([at[..., None] * frequencies for at in (grid.row, grid.column)], axis=-1)
+    return (x + total).astype(x.dtype), Places(grid.image, grid.end, (jnp.sin(angles), jnp.cos(angles)))
 
 
 class Projector(nnx.Module):
     """Results of the tower as soft tokens: [B', i, d] -> [B', g, D]. A soft token is a square of patches."""
 
-    def __init__(self, cfg: Model, vision: Vision, layout: Layout, initializer: Initializer):
+    def __init__(self, cfg: Model, vision: Gemma3Vision, layout: Layout, initializer: Initializer):
         self.layout, self.vision = layout, vision
         self.norm = RMSNorm("Bgd", cfg, layout, offset=1.0, eps=vision.norm_eps)
         self.product = Matrix("Bgd,dD->BgD", cfg, layout, initializer)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, taken: list[jax.Array]) -> tuple[jax.Array, list[jax.Array]]:
         """[B', i, d] -> [B', g, D]."""
         tokens = self.vision.tokens_per_side
         size = self.vision.patches_per_side // tokens
         squares = _reshape(x.astype(jnp.float32), tokens, size, tokens, size, x.shape[-1])
         means = _reshape(squares.mean((2, 4)), tokens * tokens, x.shape[-1]).astype(x.dtype)
-        return product(self.product.equation, self.norm(means), self.product.gathered(), self.layout)
+        return product(self.product.equation, self.norm(means), self.product.gathered(), self.layout), []
+
+
+class Merger(nnx.Module):
+    """Squares of patches as soft tokens: [B, i, d] -> [B, g, D]. A LayerNorm of each patch, or with `norms_square` of
+    each square, and two products with GELU between them."""
+
+    def __init__(self, cfg: Model, vision: Qwen3Vision, layout: Layout, initializer: Initializer, norms_square: bool):
+        self.layout, self.merged, self.norms_square = layout, vision.merged, norms_square
+        dims = ("Bgσd", cfg, layout, "σd") if norms_square else ("Bid", cfg, layout)
+        self.norm = LayerNorm(*dims, eps=vision.norm_eps)
+        self.up, self.up_bias = Matrix("Bgσd,σdλ->Bgλ", cfg, layout, initializer), Bias("Bgλ", cfg, layout)
+        self.down, self.down_bias = Matrix("Bgλ,λD->BgD", cfg, layout, initializer), Bias("BgD", cfg, layout)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[B, i, d] -> [B, g, D]."""
+        x = x if self.norms_square else self.norm(x)
+        squares = _reshape(x, x.shape[1] // self.merged, self.merged, x.shape[2])
+        squares = self.norm(squares) if self.norms_square else squares
+        h = self.up_bias(product(self.up.equation, squares, self.up.gathered(), self.layout))
+        h = ACTIVATIONS["gelu_exact"](h)
+        return self.down_bias(product(self.down.equation, h, self.down.gathered(), self.layout))
+
+
+class MergingProjector(nnx.Module):
+    """Mergers of the tower's results, and of those of `deepstack_layers`."""
+
+    def __init__(self, cfg: Model, vision: Qwen3Vision, layout: Layout, initializer: Initializer):
+        self.merger, self.count = Merger(cfg, vision, layout, initializer, False), len(vision.deepstack_layers)
+
+        def make_one(key: jax.Array | None) -> tuple[nnx.GraphDef, nnx.State]:
+            return nnx.split(Merger(cfg, vision, layout, Initializer(key), True))
+
+        graphdef, params = jax.vmap(make_one, axis_size=self.count)(initializer.split(self.count))
+        self.deepstack = nnx.merge(graphdef, params)
+
+    def __call__(self, x: jax.Array, taken: list[jax.Array]) -> tuple[jax.Array, list[jax.Array]]:
+        """[B, i, d] -> [B, g, D], and the same of each that was taken."""
+        graphdef, params = nnx.split(self.deepstack)
+        mergers = (nnx.merge(graphdef, jax.tree.map(lambda p, n=n: p[n], params)) for n in range(self.count))
+        return self.merger(x), [merger(each) for merger, each in zip(mergers, taken, strict=True)]
+
+
+# By the kind of the tower.
+PROJECTORS: dict[str, Any] = {"gemma3": Projector, "qwen3_vl": MergingProjector}
+
+
+class Seen(NamedTuple):
+    """What a decoder gets of images."""
+
+    x: jax.Array  # [B, t, D], embeddings with the soft tokens in their places
+    features: list[jax.Array]  # [B, t, D] each, to be added behind the first layers; 0 where there is no soft token
+    positions: jax.Array  # [B, T], or [B, T, 3] of tokens that have a row and a column
 
 
 class Eyes(nnx.Module):
     """Tower and projector, and the way of their results into the rows."""
 
-    def __init__(self, cfg: Model, vision: Vision, layout: Layout, initializer: Initializer):
-        self.layout = layout
+    def __init__(self, cfg: Model, vision: Any, layout: Layout, initializer: Initializer):
+        self.layout, self.vision = layout, vision
         self.tower = Tower(cfg, vision, layout, initializer)
-        self.projector = Projector(cfg, vision, layout, initializer)
+        self.projector = PROJECTORS[vision.kind](cfg, vision, layout, initializer)
 
-    def __call__(self, x: jax.Array, images: Images, remat: Remat, seed: Any) -> jax.Array:
-        """Return embeddings [B, t, D] of tokens with those of the soft tokens in their places."""
-        pixels = reshard(images.pixels, self.layout.activation("Bjyxz"))
-        flat = jax.lax.reshape(
-            pixels, (pixels.shape[0] * pixels.shape[1], *pixels.shape[2:]), out_sharding=self.layout.activation("Byxz")
-        )
+    def __call__(self, x: jax.Array, images: Images, positions: jax.Array, remat: Remat, seed: Any) -> Seen:
+        """Return what the decoder gets, for embeddings [B, t, D] and positions [B, T] in time."""
         with jax.named_scope("tower"):
-            seen = self.tower(flat, remat, seed)
+            seen, taken = self.tower(images, remat, seed)
         with jax.named_scope("projector"):
-            soft = self.projector(seen).astype(x.dtype)
+            soft, features = self.projector(seen, taken)
         rows = self.layout.activation("BgD")
-        soft = jax.lax.reshape(soft, (x.shape[0], pixels.shape[1] * soft.shape[1], soft.shape[2]), out_sharding=rows)
         index = self.layout.split_stream(reshard(images.image_index, self.layout.activation("BT")))
         specs = rows, self.layout.activation("Bt"), self.layout.activation("BtD")
-        return jax.shard_map(_replace, in_specs=specs, out_specs=specs[2])(soft, index, x)
+
+        def place(soft: jax.Array, x: jax.Array) -> jax.Array:
+            count = soft.shape[0] * soft.shape[1] // len(x)
+            soft = jax.lax.reshape(soft.astype(x.dtype), (len(x), count, soft.shape[2]), out_sharding=rows)
+            return jax.shard_map(_replace, in_specs=specs, out_specs=specs[2])(soft, index, x)
+
+        zeros = jnp.zeros_like(x)
+        placed = [place(each, zeros) for each in features]
+        return Seen(place(soft, x), placed, self._find_positions(images, positions))
+
+    def _find_positions(self, images: Images, positions: jax.Array) -> jax.Array:
+        """Return positions [B, T, 3] in time, of rows and of columns; [B, T] of a tower that has none of these."""
+        vision = self.vision
+        if not isinstance(vision, Qwen3Vision):
+            return positions
+        num_patches = images.pixels.shape[1]
+
+        def find(positions, index, rows, columns):
+            grid = find_grid(rows, columns, num_patches, vision.merge_size)
+            at = jnp.maximum(index, 0) * vision.merged
+            inside = [
+                jnp.where(index >= 0, jnp.take_along_axis(each, at, axis=1) // vision.merge_size, 0)
+                for each in (grid.row, grid.column)
+            ]
+            return jnp.stack([positions, *(positions + each for each in inside)], axis=-1)
+
+        of_tokens, of_images = self.layout.activation("BT"), self.layout.activation("Bj")
+        specs = of_tokens, of_tokens, of_images, of_images
+        arrays = (positions, images.image_index, images.rows, images.columns)
+        out = PartitionSpec(*of_tokens, None)
+        find = jax.shard_map(find, in_specs=specs, out_specs=out)
+        return find(*(reshard(each, spec) for each, spec in zip(arrays, specs, strict=True)))
 
 
 def _replace(soft: jax.Array, index: jax.Array, x: jax.Array) -> jax.Array:

@@ -1,0 +1,64 @@
+"""Qwen 3 VL: what transformers says of images of several sizes in one row, and its gradients, on several meshes."""
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+from support.harness import ROOT
+
+import tunix
+from tunix.huggingface.weights import save_weights
+from tunix.models.vision import Images, find_grid
+
+SEEING = ROOT / "tests/models/parity/qwen3_vl"
+MESHES = [((1,), ("fsdp",)), ((2, 2), ("fsdp", "tp")), ((2, 2), ("dp", "cp"))]
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return load_file(SEEING / "expected.safetensors")
+
+
+@pytest.mark.parametrize("mesh_shape", MESHES, ids=["one", "fsdp-tp", "dp-cp"])
+def test_logits_and_gradients_are_those_of_transformers(mesh_shape, expected, tmp_path):
+    model = tunix.load_pretrained(SEEING, mesh_shape=mesh_shape)
+    names = ("images", "image_index", "image_rows", "image_columns")
+
+    def logits(params, rows):
+        images = Images(*(rows[name] for name in names))
+        return model.arch.module(params)(rows["image_tokens"], rows["positions"], None, images)
+
+    def objective(params, rows):
+        said = logits(params, rows)
+        log_probs = jax.nn.log_softmax(said[:, :-1], -1)
+        return -jax.numpy.take_along_axis(log_probs, rows["image_tokens"][:, 1:, None], 2).sum()
+
+    fields = {name: expected[name] for name in (*names, "image_tokens")}
+    fields["positions"] = np.ascontiguousarray(expected["image_positions"][..., 0])
+    with jax.set_mesh(model.mesh):
+        rows = {name: model.rows(leaf) for name, leaf in fields.items()}
+        run = jax.jit(lambda params, rows: (logits(params, rows), jax.grad(objective)(params, rows)))
+        said, gradient = run(model.params, rows)
+    np.testing.assert_allclose(said, expected["image_logits"], atol=1e-4)
+    save_weights(tmp_path, gradient, model.cfg, model.arch.weights, "float32", shard_gb=5)
+    found = load_file(tmp_path / "model.safetensors")
+    theirs = {name: value for name, value in expected.items() if name.startswith("image_gradient.")}
+    assert len(theirs) == len(found)
+    for name, value in theirs.items():
+        ours = found[name.removeprefix("image_gradient.")]
+        np.testing.assert_allclose(ours, value, atol=1e-4 * max(1, np.abs(value).max()), err_msg=name)
+
+
+def test_places_of_packed_patches():
+    grid = find_grid(np.array([[2, 2, 0]]), np.array([[4, 2, 0]]), 14, 2)
+    assert grid.image[0].tolist() == [0] * 8 + [1] * 4 + [3] * 2
+    assert grid.end[0].tolist() == [8] * 8 + [12] * 4 + [14] * 2
+    assert grid.row[0].tolist() == [0, 0, 1, 1, 0, 0, 1, 1, 0, 0, 1, 1, 0, 0]
+    assert grid.column[0].tolist() == [0, 1, 0, 1, 2, 3, 2, 3, 0, 1, 0, 1, 0, 0]
+
+
+def test_rows_of_text_alone(expected):
+    model = tunix.load_pretrained(SEEING)
+    with jax.set_mesh(model.mesh):
+        said = model.arch.module(model.params)(model.rows(expected["tokens"]))
+    np.testing.assert_allclose(said, expected["logits"], atol=1e-4)
