@@ -110,8 +110,8 @@ class Model(Section):
     rope_scaling: RopeScaling
     """How RoPE is stretched over a longer context, in global layers."""
     rope_sections: Annotated[tuple[Count, Count, Count], Field(min_length=3, max_length=3)] | None
-    """Pairs of a head that RoPE rotates by a token's position in time, by its row and by its column in an image, in turns
-    (Qwen 3 VL); the three are equal for text. null: all by the position."""
+    """Pairs of a head that RoPE rotates by a token's position in time, by its row in an image, and by its column; they
+    take turns (Qwen 3 VL). For text the three are equal. null: all by the position."""
     rotated_dim: Count | None
     """How many of a head's numbers RoPE rotates, the first ones; null rotates all."""
     rotated_pairs: Literal["halves", "neighbours"]

@@ -474,7 +474,9 @@ def _trace_residuals(program: Program) -> int:
 
         def see(trained):
             module = arch.module(arch.merge(trained, params))
-            return module.see(module.embed(module.tables(), batch["tokens"][0], batch["positions"][0]), images)
+            tokens, positions = batch["tokens"][0], batch["positions"][0]
+            seen = module.see(module.embed(module.tables(), tokens, positions), positions, images)
+            return seen.x, seen.features
 
         return jax.vjp(see, arch.trained(params))[1]
 

@@ -83,6 +83,7 @@ FIELDS = {
 #
 # Pixels are as they were decoded and resized. The model divides them by 255 and normalizes them (models/vision.py).
 IMAGES, IMAGE_INDEX = "images", "image_index"
+IMAGE_ROWS, IMAGE_COLUMNS = "image_rows", "image_columns"  # [A, B, P] int32, patches of images of any size
 
 
 def image_fields(cfg: Config) -> Fields:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec, reshard
 
-from tunix.data.batches import IMAGE_INDEX, IMAGES, Batch, split_shared
+from tunix.data.batches import IMAGE_COLUMNS, IMAGE_INDEX, IMAGE_ROWS, IMAGES, Batch, split_shared
 from tunix.models.layers import BlockSums, Routing
 from tunix.models.transformer import Transformer
 from tunix.models.vision import Images
@@ -214,7 +214,7 @@ def compute_hidden(
     """Return the results [B, T, D] of the final norm for a batch, with its images, and the numbers of the blocks."""
     images = None
     if model.cfg.vision is not None and IMAGES in batch:
-        images = Images(batch[IMAGES], batch[IMAGE_INDEX])
+        images = Images(*(batch.get(name) for name in (IMAGES, IMAGE_INDEX, IMAGE_ROWS, IMAGE_COLUMNS)))
     return model.hidden(tables, batch["tokens"], batch["positions"], batch["segment_ids"], seed, images)
 
 
