@@ -160,7 +160,7 @@ class CorpusFeed:
         request = Request([each.prompt for each in asked], seed=cfg.seed, images=[each.images for each in asked])
         answers = Sampler(self.program.arch, cfg.model.context_length, self.mesh).rollout(params, request, sampling)
         return [
-            AnsweredImage(each.images.pixels[-1], decode(each.prompt), decode(answer.text_tokens), decode(each.answer))
+            AnsweredImage(each.last_image, decode(each.prompt), decode(answer.text_tokens), decode(each.answer))
             for each, answer in zip(asked, answers, strict=True)
         ]
 

@@ -84,7 +84,6 @@ class Speaker:
         if model.tokenizer is None:
             raise UserError(f"checkpoint={command.checkpoint} has no tokenizer.json")
         self.model, self.tokenizer = model, model.tokenizer
-        self.template = read_chat(model.tokenizer_files, command.chat_template) if command.chat else None
         stop = model.stop_ids
         for word in command.stop:
             index = self.tokenizer.token_to_id(word)
@@ -93,6 +92,8 @@ class Speaker:
             stop.append(index)
         self.sampling = select_sampling(command, tuple(stop))
         self.images = find_image_prompts(model.cfg, self.tokenizer, command.max_image_pixels)
+        form = None if self.images is None else self.images.form
+        self.template = read_chat(model.tokenizer_files, command.chat_template, form) if command.chat else None
 
     def read(self, row: Row, number: int) -> Prompt:
         """Return the prompt of a row of the input, or of the command line, with the files of its images.
@@ -133,10 +134,11 @@ class Speaker:
         if self.template is not None:
             text = self._expand(self.template.render(prompt.turns, add_generation_prompt=True), prompt)
             return self.tokenizer.encode(text, add_special_tokens=False).ids
-        return self.model.encode(self._expand(join_parts(prompt.turns[-1]["content"]), prompt))
+        mark = "" if self.images is None else self.images.form.mark
+        return self.model.encode(self._expand(join_parts(prompt.turns[-1]["content"], mark), prompt))
 
     def _expand(self, text: str, prompt: Prompt) -> str:
-        return self.images.expand(text) if self.images is not None and prompt.files else text
+        return self.images.expand(text, prompt.files) if self.images is not None and prompt.files else text
 
 
 def _begin_conversation(command: Generate) -> list[Row]:

@@ -12,9 +12,10 @@ from support.images import draw, save
 
 from tunix.data import images
 from tunix.data.files import BadRow
-from tunix.data.images import ImageForm, ImageReader
+from tunix.data.image_forms import SquareForm
+from tunix.data.images import ImageReader
 
-FORM = ImageForm(8, 4)
+FORM = SquareForm(8, 4)
 IMAGE = save(Image.fromarray(draw(40, 30)))
 LIMIT = 100_000  # data.max_document_bytes
 

@@ -18,12 +18,13 @@ from tunix.config.compose import compose
 from tunix.data.chat import PLAIN, ChatTemplate
 from tunix.data.dataset import load_corpus
 from tunix.data.files import BadRow
+from tunix.data.image_forms import SquareForm
 from tunix.data.image_slots import ImageSlots
-from tunix.data.images import ImageForm, ImageReader, decode_image, keep_image, map_ahead
+from tunix.data.images import ImageReader, keep_image, map_ahead
 
 pytestmark = pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")  # as tunix has it
 IMAGES = list_images()
-FORM = ImageForm(TOWER["image_size"], TOWER["tokens_per_image"])
+FORM, SEEN = SquareForm(TOWER["image_size"], TOWER["tokens_per_image"]), SquareForm(SIZE, 4)
 ANSWERS = ["one", "two", "three"]
 # As the chat template of gemma-3-it writes the parts of a turn.
 GEMMA_PARTS = (
@@ -40,14 +41,14 @@ GEMMA_PARTS = (
 @pytest.mark.parametrize("name", IMAGES)
 def test_pixels_are_those_of_transformers(name):
     expected = json.loads(GOLDENS.read_text())[name]
-    assert digest(decode_image(IMAGES[name], SIZE)) == expected
-    kept = keep_image(IMAGES[name], name, SIZE, 10_000)
-    assert digest(decode_image(kept, SIZE)) == expected
+    assert digest(SEEN.decode(IMAGES[name]).units[0]) == expected
+    kept = keep_image(IMAGES[name], name, SEEN, 10_000)
+    assert digest(SEEN.decode(kept).units[0]) == expected
 
 
 def test_a_large_image_is_kept_in_the_size_of_the_tower():
-    assert keep_image(IMAGES["rgb"], "", 100, 10_000) == IMAGES["rgb"]
-    kept = keep_image(IMAGES["wide"], "", SIZE, 10_000)
+    assert keep_image(IMAGES["rgb"], "", SquareForm(100, 4), 10_000) == IMAGES["rgb"]
+    kept = keep_image(IMAGES["wide"], "", SEEN, 10_000)
     with Image.open(io.BytesIO(kept)) as image:
         assert (image.format, image.size) == ("PNG", (SIZE, SIZE))
 
@@ -81,7 +82,7 @@ BAD = {
 def test_images_that_are_refused(name):
     data, message = BAD[name]
     with pytest.raises(BadRow, match=f"^has ({message})") as error:
-        keep_image(data, "it", SIZE, 10_000)
+        keep_image(data, "it", SEEN, 10_000)
     assert "\n" not in str(error.value)
     assert "0x" not in str(error.value)  # an object's address
 
@@ -193,7 +194,7 @@ def test_every_form_gives_the_same_conversations(folder):
     soft = "<start_of_image>" + "<image_soft_token>" * 4 + "<end_of_image>"
     expected = [
         (f"<bos>user:\n\n\n{soft}\n\nwhat?\nassistant:\n{answer}<eos>",
-         [decode_image((folder / f"photos/{n}.png").read_bytes(), 8).tobytes()])
+         [FORM.decode((folder / f"photos/{n}.png").read_bytes()).units[0].tobytes()])
         for n, answer in enumerate(ANSWERS)
     ]  # fmt: skip
     for name, each in found.items():
@@ -203,13 +204,13 @@ def test_every_form_gives_the_same_conversations(folder):
 def test_templates_with_parts_and_without():
     tokens = {"bos_token": "<bos>", "eos_token": "<eos>"}
     messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": " a "}, {"type": "image"}]}]
-    gemma, plain = ChatTemplate(GEMMA_PARTS, tokens), ChatTemplate(PLAIN, tokens)
+    gemma, plain = (ChatTemplate(source, tokens, FORM.mark) for source in (GEMMA_PARTS, PLAIN))
     assert (gemma.takes_parts, plain.takes_parts) == (True, False)
     mark = "<start_of_image>"
     assert gemma.render(messages) == f"<bos><start_of_turn>user\n{mark}a{mark}<end_of_turn>\n"
     assert plain.render(messages) == f"<bos>user:\n{mark} a {mark}"
     # What Gemma3Processor of transformers makes of a text with an image.
-    assert FORM.expand(f"a{mark}b") == f"a\n\n{mark}{'<image_soft_token>' * 4}<end_of_image>\n\nb"
+    assert FORM.expand([f"a{mark}b"], [IMAGES["rgb"]])[0] == f"a\n\n{mark}{'<image_soft_token>' * 4}<end_of_image>\n\nb"
 
 
 PART = {"type": "image", "image": "photos/0.png"}
@@ -294,8 +295,10 @@ def test_a_copied_folder_keeps_its_images(folder):
     corpus = load(folder, make_forms(folder)["parts"])
     words = ["data=tokens", f"data.paths=['{corpus.prepared['jsonl'].folder}']"]
     assert describe(load(folder, [], source=words)) == describe(corpus)
-    for other, takes in (("model.vision=null", "none"), ("model.vision.image_size=16", "others")):
-        with pytest.raises(UserError, match=f"images of 8 x 8 pixels and 4 tokens .*, and this one takes {takes}"):
+    for other, takes in (("model.vision=null", "none"), ("model.vision.image_size=16", "kind=gemma3, image_size=16")):
+        with pytest.raises(
+            UserError, match=rf"kind=gemma3, image_size=8, tokens_per_image=4\) than this one \({takes}"
+        ):
             load(folder, [], other, source=words)
 
 
@@ -307,7 +310,7 @@ def test_documents_are_cut_before_a_image(folder):
         names = [f"{number}.{k}.png" for k in range(count)]
         for k, name in enumerate(names):
             (folder / name).write_bytes(save(Image.fromarray(draw(8, 8, seed=10 * number + k))))
-            pixels[decode_image((folder / name).read_bytes(), 8).tobytes()] = name
+            pixels[FORM.decode((folder / name).read_bytes()).units[0].tobytes()] = name
         content = [part for k, name in enumerate(names) for part in
                    ({"type": "image", "image": name}, {"type": "text", "text": "x" * ((7 * number + 3 * k) % 30)})]  # fmt: skip
         rows.append({"messages": turn(content, f"answer {number}")})
@@ -349,7 +352,7 @@ def test_pairs_have_their_images_in_both_halves(folder):
 
 
 def test_cuts():
-    lengths, starts, places = np.array([14]), np.array([0]), np.array([4, 10])  # a a a [ 1 1 ] b b [ 2 2 ] c
+    lengths, starts, places = np.array([14]), np.array([0]), np.array([[4, 6], [10, 12]])  # a a a [ 1 1 ] b b [ 2 2 ] c
     for slots, seq_len, expected in (
         (2, 14, [[0, 13]]),
         (2, 11, [[0, 9], [9, 4]]),  # the second image would be cut
@@ -357,10 +360,10 @@ def test_cuts():
         (1, 8, [[0, 8], [8, 5]]),
         (1, 6, [[0, 3], [3, 6], [9, 4]]),
     ):
-        form = ImageSlots(ImageForm(8, 2), slots)
+        form = ImageSlots(SquareForm(8, 2), slots, 4)
         pieces = form.split_chunks(lengths, starts, places, seq_len)
         assert pieces.tolist() == expected
-        counts = [sum(first <= place < first + length for place in places) for first, length in expected]
+        counts = [sum(first <= place < first + length for place, _ in places) for first, length in expected]
         rooms = [max(length, -(-count * seq_len // slots)) for (_, length), count in zip(expected, counts, strict=True)]
         assert form.weigh(pieces, places, seq_len).tolist() == rooms
 

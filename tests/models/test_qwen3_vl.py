@@ -8,7 +8,7 @@ from support.harness import ROOT
 
 import tunix
 from tunix.huggingface.weights import save_weights
-from tunix.models.vision import Images, find_grid
+from tunix.models.vision import Images, find_grid, find_positions
 from tunix.training.loss import next_token_loss
 
 SEEING = ROOT / "tests/models/parity/qwen3_vl"
@@ -37,7 +37,7 @@ def test_logits_and_gradients_are_those_of_transformers(mesh_shape, expected, tm
     mask[:, -1] = 0
     fields = {name: expected[name] for name in names} | {
         "tokens": tokens, "targets": np.roll(tokens, -1, 1), "loss_mask": mask, "segment_ids": np.zeros_like(tokens),
-        "positions": np.ascontiguousarray(expected["image_positions"][..., 0]),
+        "positions": np.tile(np.arange(tokens.shape[1], dtype=np.int32), (len(tokens), 1)),
     }  # fmt: skip
     with jax.set_mesh(model.mesh):
         rows = {name: model.rows(leaf) for name, leaf in fields.items()}
@@ -59,6 +59,20 @@ def test_places_of_packed_patches():
     assert grid.end[0].tolist() == [8] * 8 + [12] * 4 + [14] * 2
     assert grid.row[0].tolist() == [0, 0, 1, 1, 0, 0, 1, 1, 0, 0, 1, 1, 0, 0]
     assert grid.column[0].tolist() == [0, 1, 0, 1, 2, 3, 2, 3, 0, 1, 0, 1, 0, 0]
+
+
+def test_positions_are_those_of_transformers_also_behind_another_document(expected):
+    index, rows, columns = (expected[name] for name in ("image_index", "image_rows", "image_columns"))
+    num_patches = expected["images"].shape[1]
+    places = np.tile(np.arange(24, dtype=np.int32), (2, 1))
+    found = find_positions(places, index, rows, columns, num_patches, 2)
+    np.testing.assert_array_equal(found, expected["image_positions"])
+    # The second image alone, behind another document, has the positions that it has alone.
+    places[0, 12:] -= 12
+    alone = np.where(index[:1, 12:] >= 0, index[:1, 12:] - index[0, 12:].max() - 1 + 2, -1)
+    packed = find_positions(places, index, rows, columns, num_patches, 2)[0, 12:]
+    own = find_positions(places[:1, 12:], alone, rows[:1, 1:], columns[:1, 1:], num_patches, 2)[0]
+    np.testing.assert_array_equal(packed, own)
 
 
 def test_rows_of_text_alone(expected):

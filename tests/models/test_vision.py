@@ -10,6 +10,7 @@ from omegaconf import OmegaConf
 from PIL import Image
 from safetensors.numpy import load_file, save_file
 from support.harness import ROOT
+from support.images import squares
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -18,7 +19,8 @@ import tunix
 from tunix.base.errors import UserError
 from tunix.config import Export, Generate
 from tunix.config.compose import compose
-from tunix.data.images import TOKENS
+from tunix.data.batches import IMAGE_FIELDS
+from tunix.data.image_forms import SquareForm
 from tunix.export import export
 from tunix.generate import generate
 from tunix.huggingface.config_json import read_config
@@ -62,7 +64,8 @@ def host_rows(expected) -> dict[str, np.ndarray]:
     return {
         "tokens": tokens, "targets": targets, "loss_mask": mask, "images": expected["images"],
         "positions": np.tile(np.arange(tokens.shape[1], dtype=np.int32), (2, 1)), "segment_ids": np.zeros_like(tokens),
-        "image_index": expected["image_index"],
+        "image_index": expected["image_index"], "image_rows": np.ones((2, 2), np.int32),
+        "image_columns": np.ones((2, 2), np.int32),
     }  # fmt: skip
 
 
@@ -70,7 +73,7 @@ def test_logits_and_gradients_are_those_of_transformers(model, expected, tmp_pat
     """Two images in a row, windows that are shorter than an image, and the gradients of tower and projector."""
 
     def logits(params, rows):
-        images = Images(rows["images"], rows["image_index"])
+        images = Images(*(rows[name] for name in IMAGE_FIELDS))
         return model.arch.module(params)(rows["tokens"], rows["positions"], rows["segment_ids"], images)
 
     def objective(params, rows):
@@ -95,7 +98,7 @@ def test_greedy_generation_behind_a_image(model, expected):
     """Token for token, beside a prompt of text alone and one with two images."""
     whole, index, images = expected["image_greedy"].tolist(), expected["image_index"], expected["images"]
     prompts = [whole[:19], expected["image_tokens"][0].tolist(), whole[:3]]
-    images = [Images(images[1, :1], index[1, :19]), Images(images[0], index[0]), None]
+    images = [squares(images[1, :1], index[1, :19]), squares(images[0], index[0]), None]
     answers = model.sample(prompts, Sampling(max_new_tokens=16, temperature=0.0), images=images)
     assert answers[0].tokens == whole[19:]
     assert answers[1].tokens[0] == expected["image_logits"][0, -1].argmax()
@@ -104,7 +107,7 @@ def test_greedy_generation_behind_a_image(model, expected):
 def test_a_model_of_text_refuses_images(expected):
     text = tunix.load_pretrained(ROOT / "tests/models/parity/gemma3")
     with pytest.raises(UserError, match="a prompt has an image, and this gemma3 is a model of text alone"):
-        text.sample([[1, 2]], Sampling(max_new_tokens=1), images=[Images(expected["images"][0], np.zeros(2))])
+        text.sample([[1, 2]], Sampling(max_new_tokens=1), images=[squares(expected["images"][0], np.zeros(2))])
 
 
 def test_both_layouts_of_names_are_read(expected, tmp_path):
@@ -191,13 +194,13 @@ def test_generate_takes_files_of_images(model, expected, tmp_path, capsys):
     """An image before the text of `prompt=`, and images of the rows of a file, by paths beside it."""
     folder, image = tmp_path / "model", expected["images"][0, 0]
     shutil.copytree(SEEING, folder)
-    words = {f"w{n}": n for n in range(96)}
+    words, tokens = {f"w{n}": n for n in range(96)}, SquareForm(24, 9).tokens
     words = {name: n for name, n in words.items() if n not in (90, 91, 92)} | dict(
-        zip(TOKENS, (90, 92, 91), strict=True)
+        zip(tokens, (90, 92, 91), strict=True)
     )
     tokenizer = Tokenizer(WordLevel(words, "w0"))
     tokenizer.pre_tokenizer = WhitespaceSplit()
-    tokenizer.add_special_tokens(list(TOKENS))
+    tokenizer.add_special_tokens(list(tokens))
     tokenizer.save(str(folder / "tokenizer.json"))
     Image.fromarray(image).save(tmp_path / "a.png")
     row = {"prompt": "w5", "image": ["a.png"]}
@@ -206,7 +209,7 @@ def test_generate_takes_files_of_images(model, expected, tmp_path, capsys):
     values |= {"checkpoint": str(folder), "temperature": 0.0, "max_new_tokens": 3}
 
     prompt = [90, *[92] * 9, 91, 5]
-    images = [Images(image[None], np.array([-1, *range(9), -1, -1])), None]
+    images = [squares(image[None], np.array([-1, *range(9), -1, -1])), None]
     answers = model.sample([prompt, [5]], Sampling(max_new_tokens=3, temperature=0.0), images=images)
     said = [tokenizer.decode(answer.tokens) for answer in answers]
     generate(Generate.model_validate(values | {"prompt": "w5", "image": str(tmp_path / "a.png")}))

@@ -16,7 +16,8 @@ GOLDENS = Path(__file__).parents[1] / "data" / "images.json"
 SIZE = 24  # of the tower
 # A model that sees: images of 8 x 8 pixels, 4 soft tokens each; the ids are those of a tokenizer that is trained here.
 TOWER = {
-    "image_size": 8, "patch_size": 4, "embed_dim": 16, "mlp_dim": 32, "num_layers": 1, "num_heads": 2, "norm_eps": 1e-6,
+    "kind": "gemma3", "image_size": 8, "patch_size": 4, "embed_dim": 16, "mlp_dim": 32, "num_layers": 1, "num_heads": 2,
+    "norm_eps": 1e-6,
     "tokens_per_image": 4, "image_mean": [0.5] * 3, "image_std": [0.5] * 3, "begin_token": 3, "image_token": 4,
     "end_token": 5, "freeze_tower": False, "freeze_projector": False,
 }  # fmt: skip
@@ -25,6 +26,14 @@ SEES = [
     "loading.packing=best_fit",
     "training.images_per_row=2",
 ]
+
+
+def squares(pixels, index):
+    """Images [n, y, x, 3] of a prompt of Gemma 3."""
+    from tunix.models.vision import Images  # not with `make parity`
+
+    ones = np.ones(len(pixels), np.int32)
+    return Images(pixels, index, ones, ones)
 
 
 def draw(width, height, channels=3, seed=0):

@@ -288,8 +288,8 @@ def list_runs(model: "Model") -> tuple[Run, ...]:
     if model.vision is not None and model.vision.deepstack_layers:
         # What is added behind a layer is added behind a run.
         count = len(model.vision.deepstack_layers)
-        first = tuple(Run(range(layer, layer + 1), (names[layer],)) for layer in range(count))
-        return (*first, *_list_runs(names[count:], count))
+        alone = tuple(Run(range(layer, layer + 1), (names[layer],)) for layer in range(count))
+        return (*alone, *_list_runs(names[count:], count))
     if model.shared_kv is None:
         return _list_runs(names, 0)
     first = model.num_layers - model.shared_kv.layers

@@ -99,6 +99,11 @@ class Gemma3Vision(Vision):
         return self.num_positions
 
     @property
+    def unit_patches(self) -> int:
+        """Tokens of the tower for a unit of an image (data/image_forms.py), here the square."""
+        return self.num_patches
+
+    @property
     def tokens_per_side(self) -> int:
         """Soft tokens in a row of an image, and in a column."""
         return math.isqrt(self.tokens_per_image)
@@ -141,25 +146,42 @@ class Qwen3Vision(Vision):
         """Patches of a soft token (u)."""
         return self.merge_size**2
 
+    unit_patches: ClassVar[int] = 1  # a unit of an image is a patch
+
     @property
     def num_patches(self) -> int:
         """Tokens of the tower for an image, at most."""
-        return self.max_pixels // self.patch_size**2
+        return self.tokens_per_image * self.merged
 
     @property
     def tokens_per_image(self) -> int:
         """Soft tokens of an image, at most."""
-        return self.num_patches // self.merged
+        return self.max_pixels // (self.patch_size * self.merge_size) ** 2
 
     @property
     def dims(self) -> dict[str, int]:
-        return super().dims | {"σ": self.merged, "λ": self.merged * self.embed_dim, "φ": self.frames}
+        return super().dims | {"ψ": self.merged, "λ": self.merged * self.embed_dim, "φ": self.frames}
+
+    @model_validator(mode="after")
+    def _check_images(self) -> "Qwen3Vision":
+        soft = (self.patch_size * self.merge_size) ** 2
+        if self.max_pixels < max(4 * self.min_pixels, soft):  # sides are rounded to soft tokens
+            raise ValueError(
+                f"{KEY}.max_pixels={self.max_pixels} is less than four times {KEY}.min_pixels={self.min_pixels}, or "
+                f"than the {soft} pixels of a soft token; raise it"
+            )
+        if max(self.deepstack_layers, default=0) >= self.num_layers:
+            raise ValueError(
+                f"{KEY}.deepstack_layers={list(self.deepstack_layers)} names a layer that is not below "
+                f"{KEY}.num_layers={self.num_layers}"
+            )
+        return self
 
 
 AnyVision = Annotated[Gemma3Vision | Qwen3Vision, Field(discriminator="kind")]
 
 
-def check_vision(model: "Model", vision: Vision) -> None:
+def check_vision(model: "Model", vision: AnyVision) -> None:
     """Raise ValueError where a tower does not go with the rest of the model; the message names the keys."""
     for name in ("image_token", "begin_token", "end_token"):
         if (value := getattr(vision, name)) >= model.vocab_size:

@@ -28,7 +28,7 @@ from tunix.costs.communication import (
     list_transfers,
 )
 from tunix.costs.devices import compute_peak_tflops, find_kind, find_matmul_tflops, read_device_kinds
-from tunix.data.batches import IMAGE_INDEX, IMAGES, abstract_arrays, split_shared
+from tunix.data.batches import IMAGE_FIELDS, IMAGES, abstract_arrays, split_shared
 from tunix.models.attention import select_query_block
 from tunix.models.context_parallel import is_in_blocks
 from tunix.models.expert_parallel import buffer_rows_per_token
@@ -385,11 +385,14 @@ def _estimate_tower_bytes(program: Program) -> int:
         return 0
     sizes, item = {"m": vision.mlp_dim, "q": vision.num_heads}, jnp.dtype(layout.compute).itemsize
     local = {name: find_shard_shape((size,), layout.activation(name), program.mesh)[0] for name, size in sizes.items()}
-    patches, width = vision.num_patches, local["q"] * vision.head_dim
+    num_images, width = program.cfg.training.images_per_row, local["q"] * vision.head_dim
     numbers = 6 * vision.embed_dim + 4 * width + 2 * local["m"]
     passes = 1 if vision.freeze_tower else 2  # forward, and backward at once
-    scores = local["q"] * min(patches, select_query_block(patches)) * patches * (4 + item)
-    return program.cfg.training.images_per_row * (passes * patches * item * numbers + scores)
+    # Patches of images of any size are in one row of the tower, squares in a row each.
+    length = vision.unit_patches if vision.unit_patches > 1 else num_images * vision.num_patches
+    num_patches = num_images * vision.num_patches
+    scores = num_patches // length * local["q"] * min(length, select_query_block(length)) * length * (4 + item)
+    return passes * num_patches * item * numbers + scores
 
 
 def _count_mlp_numbers(model: Model, layout: Layout, mesh: Mesh | AbstractMesh, local: dict[str, int]) -> int:
@@ -470,7 +473,7 @@ def _trace_residuals(program: Program) -> int:
         return jax.vjp(objective, arch.trained(params))[1]
 
     def residuals_of_images(params, batch):
-        images = Images(batch.pop(IMAGES)[0], batch.pop(IMAGE_INDEX)[0])
+        images = Images(*(batch[name][0] for name in IMAGE_FIELDS))
 
         def see(trained):
             module = arch.module(arch.merge(trained, params))
@@ -496,7 +499,7 @@ def _trace_residuals(program: Program) -> int:
         return bytes_per_device([leaf for leaf in leaves if any(size % prime == 0 for size in leaf.shape)]) // prime
 
     # What is kept of images does not grow with the tokens, so it is traced apart.
-    text = {name: leaf for name, leaf in batch.items() if name not in (IMAGES, IMAGE_INDEX)}
+    text = {name: leaf for name, leaf in batch.items() if name not in IMAGE_FIELDS}
     num_bytes = times * count_bytes(residuals, text)
     num_bytes += count_bytes(residuals_of_images, batch) if IMAGES in batch else 0
     return num_bytes - cfg.model.num_layers * _count_stream_bytes(program) if remat.on_host else num_bytes

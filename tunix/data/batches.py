@@ -17,6 +17,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from tunix.base.errors import UserError
 from tunix.config import Config
 from tunix.config.batch import BatchKeys, BatchPeriod, BatchShape
+from tunix.data.image_forms import find_form
 from tunix.data.sample_order import (
     BEGINNING,
     DataSchedule,
@@ -73,36 +74,41 @@ FIELDS = {
 
 # Images of a batch, in a run of a model with a tower (`model.vision`) and training.images_per_row of at least 1.
 #
-#     images        [A, B, P, H, W, 3] uint8    P = training.images_per_row slots of a row, each of image_size x
-#                                               image_size pixels; a slot without an image is zeros
-#     image_index   [A, B, T] int32             which soft token of the row's P * tokens_per_image a token is: slot *
-#                                               tokens_per_image + k; -1 of a token of text, and of padding
+#     images          [A, B, units, ...] uint8   units of the row's images one after the other (data/image_forms.py),
+#                                                then zeros: room for P = training.images_per_row images of the largest
+#                                                size. gemma3: [A, B, P, H, W, 3]; qwen3_vl: patches [A, B, i, 3, a, b]
+#     image_rows,     [A, B, P] int32            units of each image, down ...
+#     image_columns   [A, B, P] int32            ... and across; 0 where there is no image
+#     image_index     [A, B, T] int32            which of the row's soft tokens a token is, counted from its first; -1
+#                                                of a token of text, and of padding
 #
 #     tokens        <begin> <image> <image> ... <image> <end> What is this ?      <image>: model.vision.image_token
 #     image_index   -1      0       1       ... 255     -1    -1   -1 -1   -1
 #
 # Pixels are as they were decoded and resized. The model divides them by 255 and normalizes them (models/vision.py).
-IMAGES, IMAGE_INDEX = "images", "image_index"
-IMAGE_ROWS, IMAGE_COLUMNS = "image_rows", "image_columns"  # [A, B, P] int32, patches of images of any size
+IMAGES, IMAGE_INDEX, IMAGE_ROWS, IMAGE_COLUMNS = "images", "image_index", "image_rows", "image_columns"
+IMAGE_COUNTS = IMAGE_ROWS, IMAGE_COLUMNS
+IMAGE_FIELDS = IMAGES, IMAGE_INDEX, IMAGE_ROWS, IMAGE_COLUMNS  # in the order of `Images`
 
 
 def image_fields(cfg: Config) -> Fields:
     """Return the fields of images of a run; none where the model has no tower, or its rows no slots."""
     if cfg.model.vision is None or not cfg.training.images_per_row:
         return {}
-    dims = cfg.dims
-    sizes = tuple((dim_name, dims[dim_name]) for dim_name in "jyxz")
-    slots = tuple(size for _, size in sizes)
+    form, per_row = find_form(cfg.model.vision), cfg.training.images_per_row
+    shape = per_row * form.max_units, *form.unit_shape
 
     # Rows without images, of a source that knows of none, have empty slots.
-    def fill_images(batch: Example) -> np.ndarray:
-        return batch[IMAGES] if IMAGES in batch else np.zeros((*batch["tokens"].shape[:2], *slots), np.uint8)
+    def fill(name: str, *sizes: int) -> Callable[[Example], np.ndarray]:
+        return lambda batch: batch[name] if name in batch else np.zeros((*batch["tokens"].shape[:2], *sizes), np.uint8)
 
     def fill_index(batch: Example) -> np.ndarray:
         return batch[IMAGE_INDEX] if IMAGE_INDEX in batch else np.full(batch["tokens"].shape, -1, np.int32)
 
-    return {
-        IMAGES: Field("ABjyxz", "uint8", fill_images, sizes=sizes),
+    sizes = tuple(zip(form.dim_names, shape, strict=True))
+    counts = {name: Field("ABj", "int32", fill(name, per_row), sizes=(("j", per_row),)) for name in IMAGE_COUNTS}
+    return counts | {
+        IMAGES: Field(f"AB{form.dim_names}", "uint8", fill(IMAGES, *shape), sizes=sizes),
         IMAGE_INDEX: Field("ABT", "int32", fill_index, padding=-1),
     }
 
@@ -141,7 +147,8 @@ def split_rows(batch: Example, num_cuts: int) -> Example:
     shape = sizes, num_rows * num_cuts, length // num_cuts
     # What is not one number a token, like images, belongs to each row of a sequence.
     rows = {
-        name: leaf.reshape(shape) if leaf.ndim == 3 else np.repeat(leaf, num_cuts, 1) for name, leaf in batch.items()
+        name: np.repeat(leaf, num_cuts, 1) if leaf.ndim != 3 or name in IMAGE_COUNTS else leaf.reshape(shape)
+        for name, leaf in batch.items()
     }
     # In each row, documents are numbered from 1 again, and one that began before the row begins with it. A row that
     # begins with padding has nothing else.

@@ -37,14 +37,12 @@ Options = Mapping[
 NO_OPTIONS: Options = {}
 LearntTurns = Literal["all", "last", "assistant"]
 
-START = "<start_of_image>"  # the token by which a template writes an image (data/images.py)
 
-
-def join_parts(content: str | Sequence[Mapping[str, Any]]) -> str:
-    """Return the text of a turn's content, with `START` for each of its images."""
+def join_parts(content: str | Sequence[Mapping[str, Any]], mark: str = "") -> str:
+    """Return the text of a turn's content, with `mark` for each of its images."""
     if isinstance(content, str):
         return content
-    return "".join(START if part["type"] == "image" else part["text"] for part in content)
+    return "".join(mark if part["type"] == "image" else part["text"] for part in content)
 
 
 # The template of tokenizers that are trained here. A conversation becomes "<bos>user:\nHi\nassistant:\nHello<eos>".
@@ -159,8 +157,9 @@ def _count_characters(value: Any) -> int:
 class ChatTemplate:
     """A compiled template with the special tokens that it may name."""
 
-    def __init__(self, source: str, special_tokens: dict[str, str]):
-        """`special_tokens` maps bos_token, eos_token and others to their text. A template with an error is refused."""
+    def __init__(self, source: str, special_tokens: dict[str, str], mark: str | None = None):
+        """`special_tokens` maps bos_token, eos_token and others to their text. `mark` is what a template writes for an
+        image, of a model that sees (data/image_forms.py). A template with an error is refused."""
         extensions = [GenerationBlock, loopcontrols]
         environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
         environment.filters["tojson"] = lambda x, **options: json.dumps(x, ensure_ascii=False, **options)
@@ -169,7 +168,7 @@ class ChatTemplate:
             "strftime_now": lambda pattern: datetime.datetime.now().strftime(pattern),
         }
         environment.filters |= {name: _bounded(environment, name) for name in ("center", "indent", "replace", "format")}
-        self.source, self.environment, self.special_tokens = source, environment, special_tokens
+        self.source, self.environment, self.special_tokens, self.mark = source, environment, special_tokens, mark
         try:
             with time_limit(TIME_LIMIT_S):
                 self.template = environment.from_string(source)
@@ -186,7 +185,8 @@ class ChatTemplate:
                 of surrogates, which no tokenizer takes.
         """
         if any(isinstance(message.get("content"), list) for message in messages) and not self.takes_parts:
-            messages = [{**message, "content": join_parts(message["content"])} for message in messages]
+            assert self.mark is not None, "a model of text alone is given images"
+            messages = [{**message, "content": join_parts(message["content"], self.mark)} for message in messages]
         return self._generate(messages, add_generation_prompt, options)
 
     def _generate(self, messages: Sequence[Message], add_generation_prompt: bool, options: Options) -> str:
@@ -208,13 +208,13 @@ class ChatTemplate:
 
     @cached_property
     def takes_parts(self) -> bool:
-        """Whether the template writes `START` for a part {"type": "image"}; others get it in a turn's text."""
+        """Whether the template writes `mark` for a part {"type": "image"}; others get it in a turn's text."""
         parts = [{"type": "image"}, {"type": "text", "text": WORDS}]
         try:
             text = self._generate([{"role": "user", "content": parts}], True, NO_OPTIONS)
         except UserError:
             return False
-        return text.count(START) == 1 and WORDS in text and "'type'" not in text
+        return self.mark is not None and text.count(self.mark) == 1 and WORDS in text and "'type'" not in text
 
     def segments(
         self,

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import grain
 import jax
@@ -18,11 +18,9 @@ from tunix.base.errors import UserError
 from tunix.config import Config
 from tunix.config.data import Mixture
 from tunix.config.task import Classify, Embed, Kto, Paired, Uncut
-from tunix.config.vision import Vision
-from tunix.data.chat import START
+from tunix.config.vision import AnyVision
 from tunix.data.files import Unit
 from tunix.data.image_slots import find_slots
-from tunix.data.images import END, SOFT
 from tunix.data.packing import Sequences
 from tunix.data.shards import Prepared
 from tunix.data.table import Source, Tokens
@@ -82,12 +80,12 @@ def find_inputs(cfg: Config) -> Inputs:
     return Inputs(copied, units, vocab)
 
 
-def _check_image_tokens(vocab: Vocab, vision: Vision | None) -> None:
+def _check_image_tokens(vocab: Vocab, vision: AnyVision | None) -> None:
     """Raise `UserError` where the tokens of images have other ids in the tokenizer than in the model."""
     if vision is None or vocab.images is None:
         return
-    keys = {START: "begin_token", SOFT: "image_token", END: "end_token"}
-    for token, key in keys.items():
+    form = vocab.images
+    for token, key in ((form.begin, "begin_token"), (form.soft, "image_token"), (form.end, "end_token")):
         if (index := vocab.backend.token_to_id(token)) != getattr(vision, key):
             raise UserError(
                 f"model.vision.{key}={getattr(vision, key)}, and in the tokenizer {token} is {index}; set "
@@ -108,6 +106,10 @@ def prepare_corpus(cfg: Config) -> tuple[dict[str, Prepared], Vocab]:
     return prepared, vocab
 
 
+def _name_keys(images: dict[str, Any]) -> str:
+    return ", ".join(f"{key}={value}" for key, value in images.items())
+
+
 def _open_copied(folder: Path, vocab: Vocab, cfg: Config) -> Prepared:
     """Open a folder that `tunix.prepare` made.
 
@@ -122,11 +124,11 @@ def _open_copied(folder: Path, vocab: Vocab, cfg: Config) -> Prepared:
         )
     prepared = open_verified(folder, cfg.loading)
     images = prepared.index.get("images")
-    if images is not None and (vocab.images is None or images != vocab.images._asdict()):
+    own_images = None if vocab.images is None else vocab.images.describe()
+    if images is not None and images != own_images:
         raise UserError(
-            f"data.paths: {folder} was made for a model with images of {images['image_size']} x "
-            f"{images['image_size']} pixels and {images['tokens_per_image']} tokens (model.vision), and this one "
-            f"takes {'none' if vocab.images is None else 'others'}; prepare it with this model"
+            f"data.paths: {folder} was made for a model with other images (model.vision: {_name_keys(images)}) than "
+            f"this one ({'none' if own_images is None else _name_keys(own_images)}); prepare it with this model"
         )
     if prepared.documents != cfg.task.documents:
         raise UserError(f"data.paths: {folder} was not made for task={cfg.task.name}; prepare it with that task")

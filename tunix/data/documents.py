@@ -15,8 +15,8 @@ from tunix.config import Task
 from tunix.config.task import Classify, Embed, Prompted, Sft
 from tunix.data.chat import NO_OPTIONS, LearntTurns, Message, Options, join_parts
 from tunix.data.files import TOO_LONG, BadRow, Columns, Item, Limited, Rows, Source, Unit, is_longer
+from tunix.data.image_forms import ImageForm
 from tunix.data.images import (
-    ImageForm,
     ImageReader,
     count_threads,
     find_root,
@@ -485,7 +485,8 @@ class Encoded(NamedTuple):
     label: float = False  # of a labelled answer: true for a desirable one; of an example: its class or number
     row: bytes = b""  # of a prompt: its text and its columns, as JSON
     images: Sequence[bytes] = ()  # in the order of their places
-    places: np.ndarray = NO_PLACES  # [images] int64: the first token of each, counted from the document's first
+    # [images, 2] int64: the first soft token of each, and the place behind its last; counted from the document's first.
+    places: np.ndarray = NO_PLACES
 
 
 def encode_texts(vocab: Vocab, documents: list[Document]) -> Iterator[Encoded]:
@@ -504,14 +505,18 @@ def encode_conversations(vocab: Vocab, documents: list[Document]) -> Iterator[En
     # Here "<eos>" comes from the chat template, and is the special token.
     vocab.backend.encode_special_tokens = False
     # A conversation is tokenized in pieces, cut where an answer begins and ends: no token belongs to both sides.
-    pieces = [text for segments in conversations for text, _ in segments]
-    encoded = vocab.encode([vocab.expand_images(text) for text in pieces])
+    pieces = [
+        text
+        for document, segments in zip(documents, conversations, strict=True)
+        for text in vocab.expand_images([text for text, _ in segments], document.images)
+    ]
+    encoded = vocab.encode(pieces)
     for document, segments in zip(documents, conversations, strict=True):
         tokens = [next(encoded) for _ in segments]
         answers = [np.full(len(own), is_answer) for own, (_, is_answer) in zip(tokens, segments, strict=True)]
         size = sum(count_bytes(text) for text, _ in segments)
         learnt = np.concatenate([NO_ANSWERS, *answers])
-        places = vocab.find_images(tokens, len(document.images))
+        places = vocab.find_images(tokens, document.images)
         if len(places):  # with learnt_turns=all
             learnt &= ~vocab.is_of_image(np.concatenate(tokens))
         yield Encoded(size, tokens, learnt, images=document.images, places=places)
@@ -522,11 +527,12 @@ def encode_prompts(vocab: Vocab, documents: list[Document]) -> Iterator[Encoded]
     questions: list[Question] = [document.content for document in documents]  # type: ignore[misc]
     texts = [vocab.chat.render(question.messages, True, question.options) for question in questions]
     vocab.backend.encode_special_tokens = False
-    encoded = vocab.encode([vocab.expand_images(text) for text in texts])
+    expanded = (vocab.expand_images([text], each.images) for text, each in zip(texts, documents, strict=True))
+    encoded = vocab.encode([text for (text,) in expanded])
     for text, tokens, question, document in zip(texts, encoded, questions, documents, strict=True):
         turns = {"messages": question.messages} if document.images else {}
         row = encode_json({"text": text, "columns": question.columns, **turns})
-        places = vocab.find_images([tokens], len(document.images))
+        places = vocab.find_images([tokens], document.images)
         yield Encoded(count_bytes(text), (tokens,), row=row, images=document.images, places=places)
 
 

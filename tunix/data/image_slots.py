@@ -9,8 +9,8 @@ import numpy as np
 
 from tunix.base.errors import UserError
 from tunix.config import Config
-from tunix.data.batches import IMAGE_INDEX, IMAGES, Example
-from tunix.data.images import ImageForm, decode_image
+from tunix.data.batches import IMAGE_COLUMNS, IMAGE_INDEX, IMAGE_ROWS, IMAGES, Example
+from tunix.data.image_forms import Grid, ImageForm, Pixels, find_form
 from tunix.data.shards import Arrays, Stream
 from tunix.models.vision import Images
 
@@ -18,9 +18,11 @@ NUM_TIMED = 8  # images that are decoded to know how long it takes
 
 
 def list_places(stream: Stream, number: int) -> np.ndarray:
-    """Return the first token [images] of each image of a shard."""
-    places = stream.shard(number).image_places
-    return np.zeros(0, np.int64) if places is None else places
+    """Return where the images of a shard are, [images, 2]: the first soft token, and the place behind the last."""
+    shard = stream.shard(number)
+    if shard.image_places is None or shard.image_spans is None:
+        return np.zeros((0, 2), np.int64)
+    return np.stack([shard.image_places, shard.image_places + shard.image_spans], axis=1)
 
 
 def has_images(shard: Arrays) -> bool:
@@ -32,23 +34,29 @@ def find_slots(cfg: Config) -> "ImageSlots | None":
     vision, per_row = cfg.model.vision, cfg.training.images_per_row
     if vision is None or not per_row:
         return None
-    return ImageSlots(ImageForm.of(vision), per_row)
+    return ImageSlots(find_form(vision), per_row, vision.image_token)
 
 
 def index_images(tokens: Sequence[int], files: Sequence[bytes], form: ImageForm, soft_id: int) -> Images | None:
-    """Return the images of a prompt, out of their files: pixels [n, y, x, 3], index [tokens]; None without any.
+    """Return the images of a prompt, out of their files; None without any (`Engine.admit`).
 
     Raises:
-        UserError: the text has another number of images.
+        ValueError: the tokens are those of another number of images.
     """
-    ids = np.asarray(tokens)
-    if len(places := form.find(ids, soft_id)) != len(files):
-        raise UserError(f"the chat template writes {len(places)} images, and the messages have {len(files)}")
-    if not files:
-        return None
-    index = np.full(len(ids), -1, np.int32)
-    index[ids == soft_id] = np.arange(len(files) * form.tokens_per_image)
-    return Images(np.stack([decode_image(data, form.image_size) for data in files]), index)
+    form.find(np.asarray(tokens), soft_id, files)
+    return _join([form.decode(data) for data in files], _count_soft(np.asarray(tokens), soft_id)) if files else None
+
+
+def _count_soft(tokens: np.ndarray, soft_id: int) -> np.ndarray:
+    """Return which of the soft tokens a token is, counted from the first: [T] int32; -1 of text."""
+    is_soft = tokens == soft_id
+    return np.where(is_soft, np.cumsum(is_soft) - 1, -1).astype(np.int32)
+
+
+def _join(images: Sequence[Pixels], index: np.ndarray) -> Images:
+    """Return images one after the other: units [units, ...], index [T], rows and columns [images]."""
+    grids = np.array([image.grid for image in images], np.int32).reshape(-1, 2)
+    return Images(np.concatenate([image.units for image in images]), index, grids[:, 0], grids[:, 1])
 
 
 class ImageQuestion(NamedTuple):
@@ -57,6 +65,7 @@ class ImageQuestion(NamedTuple):
     prompt: list[int]
     images: Images
     answer: list[int]
+    last_image: np.ndarray  # [y, x, 3]
 
 
 class ImageSlots(NamedTuple):
@@ -64,61 +73,59 @@ class ImageSlots(NamedTuple):
 
     form: ImageForm
     per_row: int  # training.images_per_row
+    soft_id: int  # model.vision.image_token
 
     @property
     def suffix(self) -> str:
         """What the names of plans in the cache end with."""
-        return f"-{self.form.tokens_per_image}-{self.per_row}"
+        return f"-{self.form.max_tokens}-{self.per_row}"
 
-    def check(self, seq_len: int, packing: str) -> None:
-        """Raise `UserError` where a sequence has no room for an image, or would begin within one."""
+    def check(self, seq_len: int, packing: str, longest: int) -> None:
+        """Raise `UserError` where a sequence has no room for the longest image, or would begin within one."""
         if packing == "concat":
             raise UserError(
                 "loading.packing=concat cuts documents wherever a sequence is full, also within an image; set "
                 "loading.packing=best_fit"
             )
-        needed = self.form.tokens_per_image + 2
-        if seq_len < needed:
+        if seq_len < longest + 2:
             raise UserError(
-                f"training.seq_len={seq_len} is shorter than one image, which is {needed} tokens "
-                f"(model.vision.tokens_per_image={self.form.tokens_per_image}, and one at each end); raise it"
+                f"training.seq_len={seq_len} is shorter than one image, which is {longest + 2} tokens "
+                f"({longest} of model.vision, and one at each end); raise it"
             )
 
     def fill(self, shard: Arrays, pieces: list[list[int]], seq_len: int) -> Example:
         """Return the images of pieces one after the other, in slots, and for each token its index among all soft
         tokens of the slots."""
-        size, num_tokens = self.form
-        pixels = np.zeros((self.per_row, size, size, 3), np.uint8)
-        index = np.full(seq_len, -1, np.int32)
-        if shard.image_places is None:
-            return {IMAGES: pixels, IMAGE_INDEX: index}
-        slot, offset = 0, 0
-        for first, length in pieces:
-            begin, end = np.searchsorted(shard.image_places, [first, first + length])
-            for number in range(begin, end):
-                start = offset + int(shard.image_places[number]) - first
-                index[start : start + num_tokens] = np.arange(slot * num_tokens, (slot + 1) * num_tokens)
-                pixels[slot] = self._decode(shard, number)
-                slot += 1
-            offset += length
-        return {IMAGES: pixels, IMAGE_INDEX: index}
+        index, images, offset = np.full(seq_len, -1, np.int32), [], 0
+        if shard.image_places is not None:
+            for first, length in pieces:
+                begin, end = np.searchsorted(shard.image_places, [first, first + length])
+                images += [self._decode(shard, number) for number in range(begin, end)]
+                index[offset : offset + length] = shard.tokens[first : first + length]
+                offset += length
+        seen = _join(images, _count_soft(index, self.soft_id)) if images else None
+        return {name: field[0] for name, field in self.stack([seen], seq_len).items()}
 
     def read(self, shard: Arrays, first: int, length: int) -> Images | None:
-        """Return the images of a piece: pixels [images, y, x, 3] and the index [tokens]; None if it has none."""
-        fields = self.fill(shard, [[first, length]], length)
-        count = int(fields[IMAGE_INDEX].max(initial=-1) + 1) // self.form.tokens_per_image
-        return Images(fields[IMAGES][:count], fields[IMAGE_INDEX]) if count else None
+        """Return the images of a piece (`Engine.admit`); None if it has none."""
+        if shard.image_places is None:
+            return None
+        begin, end = np.searchsorted(shard.image_places, [first, first + length])
+        images = [self._decode(shard, number) for number in range(begin, end)]
+        return _join(images, _count_soft(shard.tokens[first : first + length], self.soft_id)) if images else None
 
-    def stack(self, prompts: Sequence[Images | None], seq_len: int) -> Example:
-        """Return the images of sequences [sequences, ...] that begin with these prompts."""
-        size = self.form.image_size
-        pixels = np.zeros((len(prompts), self.per_row, size, size, 3), np.uint8)
-        index = np.full((len(prompts), seq_len), -1, np.int32)
-        for row, images in enumerate(prompts):
+    def stack(self, rows: Sequence[Images | None], seq_len: int) -> Example:
+        """Return the fields of images of sequences [sequences, ...], of which each begins with the tokens of its
+        images."""
+        units = np.zeros((len(rows), self.per_row * self.form.max_units, *self.form.unit_shape), np.uint8)
+        index = np.full((len(rows), seq_len), -1, np.int32)
+        grids = np.zeros((2, len(rows), self.per_row), np.int32)
+        for row, images in enumerate(rows):
             if images is not None:
-                pixels[row, : len(images.pixels)] = images.pixels
+                units[row, : len(images.pixels)] = images.pixels
                 index[row, : len(images.image_index)] = images.image_index
-        return {IMAGES: pixels, IMAGE_INDEX: index}
+                grids[:, row, : len(images.rows)] = images.rows, images.columns
+        return {IMAGES: units, IMAGE_INDEX: index, IMAGE_ROWS: grids[0], IMAGE_COLUMNS: grids[1]}
 
     def find_questions(self, sequences: grain.MapDataset, count: int, max_length: int) -> list[ImageQuestion]:
         """Return what the first conversations of at most `count` sequences ask, spread evenly over all of them.
@@ -131,12 +138,18 @@ class ImageSlots(NamedTuple):
             learnt = (example["loss_mask"] > 0) & (example["segment_ids"] == 1)
             begin = int(np.argmax(learnt))
             index = example[IMAGE_INDEX][: begin + 1]
-            num_images = int(index.max(initial=-1) + 1) // self.form.tokens_per_image
-            if not learnt.any() or not num_images or begin + 1 > max_length:
+            num_units = int(index.max(initial=-1) + 1) * self.form.max_units // self.form.max_tokens
+            if not learnt.any() or not num_units or begin + 1 > max_length:
                 continue
+            grids = [Grid(*grid) for grid in zip(example[IMAGE_ROWS], example[IMAGE_COLUMNS], strict=True)]
+            ends = np.cumsum([self.form.num_units(grid) for grid in grids])
+            last = int(np.searchsorted(ends, num_units))  # image of the question
+            units = example[IMAGES][:num_units]
+            images = Images(units, index, example[IMAGE_ROWS][: last + 1], example[IMAGE_COLUMNS][: last + 1])
+            shown = self.form.join(units[num_units - self.form.num_units(grids[last]) :], grids[last])
             end = begin + int(np.argmin(np.append(learnt[begin:], False)))
             tokens, answer = example["tokens"][: begin + 1].tolist(), example["targets"][begin:end].tolist()
-            found.append(ImageQuestion(tokens, Images(example[IMAGES][:num_images], index), answer))
+            found.append(ImageQuestion(tokens, images, answer, shown))
         return found
 
     def time_decoding(self, shard: Arrays) -> float:
@@ -147,12 +160,11 @@ class ImageSlots(NamedTuple):
             self._decode(shard, number)
         return (time.perf_counter() - start_time) / max(1, count)
 
-    def _decode(self, shard: Arrays, number: int) -> np.ndarray:
-        """Return the pixels [y, x, 3] of an image of a shard."""
+    def _decode(self, shard: Arrays, number: int) -> Pixels:
         assert shard.image_ends is not None
         assert shard.images is not None
         begin = int(shard.image_ends[number - 1]) if number else 0
-        return decode_image(shard.images[begin : shard.image_ends[number]].tobytes(), self.form.image_size)
+        return self.form.decode(shard.images[begin : shard.image_ends[number]].tobytes())
 
     def split_chunks(self, lengths: np.ndarray, starts: np.ndarray, places: np.ndarray, seq_len: int) -> np.ndarray:
         """Cut documents as `_split_chunks` does, but before an image that does not fit, or that has no slot.
@@ -164,7 +176,7 @@ class ImageSlots(NamedTuple):
         for begin, length in zip(starts.tolist(), lengths.tolist(), strict=True):
             end = begin + length - 1  # the last token is only a target
             # From the token before the first soft one to the one behind the last.
-            images = [(place - 1, place + self.form.tokens_per_image + 1) for place in _within(places, begin, end)]
+            images = [(first - 1, last + 1) for first, last in _within(places, begin, end)]
             while begin < end:
                 stop = min(begin + seq_len, end)
                 remaining = [(first, last) for first, last in images if first >= begin]
@@ -186,10 +198,10 @@ class ImageSlots(NamedTuple):
         return np.maximum(pieces[:, 1], -(-self._count(pieces, places) * seq_len // self.per_row))
 
     def _count(self, pieces: np.ndarray, places: np.ndarray) -> np.ndarray:
-        begin, end = np.searchsorted(places, [pieces[:, 0], pieces[:, 0] + pieces[:, 1]])
+        begin, end = np.searchsorted(places[:, 0], [pieces[:, 0], pieces[:, 0] + pieces[:, 1]])
         return end - begin
 
 
-def _within(places: np.ndarray, begin: int, end: int) -> list[int]:
-    """Return those of the sorted places that are at least `begin` and below `end`."""
-    return places[slice(*np.searchsorted(places, [begin, end]))].tolist()
+def _within(places: np.ndarray, begin: int, end: int) -> list[list[int]]:
+    """Return those of the sorted places [images, 2] that begin at `begin` at least, and below `end`."""
+    return places[slice(*np.searchsorted(places[:, 0], [begin, end]))].tolist()

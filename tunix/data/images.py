@@ -1,14 +1,15 @@
 """Images of rows: found, checked once, kept compressed in the shards, and decoded for a batch.
 
 A row names an image by a path beside its file, by an address, or has its bytes. In the text of a conversation an
-image is one token, `START`, by the chat template. The tokenizer gets in its place what Gemma 3's processor writes:
-`START`, as many `SOFT` tokens as the tower gives for an image, `END`, and empty lines around them. A batch has the
-pixels of its images in slots, and for each `SOFT` token the number of the tower's result that belongs there.
+image is the mark of the model's form, by the chat template; the tokenizer gets all of its tokens (data/image_forms.py).
+A batch has the pixels of its images in slots, and for each soft token the number of the tower's result that belongs
+there.
 """
 
 import base64
 import binascii
 import io
+import math
 import os
 import urllib.request
 import warnings
@@ -20,89 +21,29 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote, unquote
 
-import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image
 
 from tunix.base.buckets import explain, filesystem, is_address, join
 from tunix.base.files import parse_json, read_page
-from tunix.config.vision import Vision
-from tunix.data.chat import START, Message
+from tunix.data.chat import Message
 from tunix.data.files import BadRow, Columns
-
-SOFT, END = "<image_soft_token>", "<end_of_image>"
-TOKENS = (START, SOFT, END)
+from tunix.data.image_forms import FORMATS, ImageForm, convert
 
 # Pillow warns of images with more than half of its `Pixels`; `keep_image` compares with the limit itself.
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
 
-# What Pillow may be asked to read: others of its formats start programs, or nobody has images in them.
-Image.init()  # now, because threads would do it side by side
-FORMATS = tuple(
-    name for name in ("JPEG", "MPO", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF") if name in Image.OPEN
-)
 KEPT_FORMATS = ("JPEG", "PNG", "WEBP")  # whose files are kept as they are
 KEPT_AREAS = 4  # an image with more than so many times the pixels that the tower sees is kept in the tower's size
 DEEP_MODES = ("I", "F")  # with more than 8 bits a channel, which Pillow would cut off
 
 
-class ImageForm(NamedTuple):
-    """How a model sees an image: the side of its square in pixels, and the tokens that stand for it."""
-
-    image_size: int
-    tokens_per_image: int
-
-    @classmethod
-    def of(cls, vision: Vision) -> "ImageForm":
-        """Return the form that a tower takes."""
-        return cls(vision.image_size, vision.tokens_per_image)
-
-    @property
-    def text(self) -> str:
-        """What stands for an image in a text that is tokenized."""
-        return f"\n\n{START}{SOFT * self.tokens_per_image}{END}\n\n"
-
-    def expand(self, text: str) -> str:
-        """Return a text with all tokens of each image."""
-        return text.replace(START, self.text)
-
-    def find(self, tokens: np.ndarray, soft_id: int) -> np.ndarray:
-        """Return the place [images] of the first `SOFT` token of each image among the tokens [T]."""
-        places = np.flatnonzero(tokens == soft_id)
-        assert len(places) % self.tokens_per_image == 0
-        return places[:: self.tokens_per_image]
-
-
-def decode_image(data: bytes, image_size: int) -> np.ndarray:
-    """Return the pixels [image_size, image_size, 3] uint8 of an image in a file's bytes.
-
-    They are those of transformers' Gemma3ImageProcessor in its form for Pillow, before it scales them: upright by the
-    EXIF tag, transparent parts white, resized by Pillow's bilinear filter.
-    """
-    with Image.open(io.BytesIO(data), formats=FORMATS) as image:
-        return np.asarray(_resize(_convert(image), image_size))
-
-
-def _convert(image: Image.Image) -> Image.Image:
-    """Return an image upright and in RGB."""
-    image = ImageOps.exif_transpose(image)
-    if "A" not in image.getbands() and image.info.get("transparency") is None:
-        return image.convert("RGB")
-    image = image.convert("RGBA")
-    white = Image.new("RGBA", image.size, (255, 255, 255, 255))
-    return Image.alpha_composite(white, image).convert("RGB")
-
-
-def _resize(image: Image.Image, image_size: int) -> Image.Image:
-    return image.resize((image_size, image_size), Image.Resampling.BILINEAR)
-
-
-def keep_image(data: bytes, name: str, image_size: int, max_pixels: int) -> bytes:
+def keep_image(data: bytes, name: str, form: ImageForm, max_pixels: int) -> bytes:
     """Return what the shards keep of an image: its file, or of a large one a PNG of the pixels that the tower sees.
 
-    `decode_image` gives the same pixels for both. The image is decoded here once, so it can be read later.
+    `ImageForm.decode` gives the same pixels for both. The image is decoded here once, so it can be read later.
 
     Raises:
-        BadRow: it cannot be read, or has too many pixels.
+        BadRow: it cannot be read, or has too many pixels, or the tower takes none of its shape.
     """
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
@@ -114,7 +55,7 @@ def keep_image(data: bytes, name: str, image_size: int, max_pixels: int) -> byte
                 raise BadRow(f"has an animation, {name}; give one image of it")
             if image.mode.split(";")[0] in DEEP_MODES:
                 raise BadRow(f"has an image of more than 8 bits a channel, {name}; store it with 8")
-            pixels = _convert(image)
+            pixels = convert(image)
     except BadRow:
         raise
     except Image.DecompressionBombError:
@@ -124,11 +65,14 @@ def keep_image(data: bytes, name: str, image_size: int, max_pixels: int) -> byte
     except Exception as error:  # decoders raise errors of many kinds for a file that is broken
         reason = (str(error) or repr(error)).splitlines()[0][:200]
         raise BadRow(f"has a broken image, {name}: {reason}") from None
-    area = image_size * image_size
+    try:
+        area = math.prod(form.fit(*pixels.size))
+    except ValueError as error:
+        raise BadRow(f"has an image {error}, {name}") from None
     if kind in KEPT_FORMATS and width * height <= KEPT_AREAS * area and len(data) <= 3 * area:
         return data
     file = io.BytesIO()
-    _resize(pixels, image_size).save(file, "PNG", compress_level=1)
+    form.resize(pixels).save(file, "PNG", compress_level=1)
     return file.getvalue()
 
 
@@ -162,7 +106,7 @@ class ImageReader(NamedTuple):
             left -= len(data)
             if left < 0:
                 raise BadRow(f"has images that are longer than data.max_document_bytes, {name}")
-            images.append(keep_image(data, name, self.form.image_size, self.max_pixels))
+            images.append(keep_image(data, name, self.form, self.max_pixels))
         return images
 
     def _fetch(self, reference: Any, limit: int) -> tuple[bytes, str]:
@@ -179,7 +123,7 @@ class ImageReader(NamedTuple):
             return reference, name or "in its bytes"
         if isinstance(reference, Image.Image):
             file = io.BytesIO()
-            _convert(reference).save(file, "PNG", compress_level=1)
+            convert(reference).save(file, "PNG", compress_level=1)
             return file.getvalue(), "of Pillow"
         if not isinstance(reference, str):
             raise BadRow(f"has {type(reference).__name__} in place of an image")
@@ -344,7 +288,7 @@ def take_images(turns: list[Message], column: list[Any], reader: ImageReader | N
     """Take the images out of the turns, where {"type": "image"} stays; return them in the order of their places.
 
     A part without an image of its own takes the next one of the row's column. Where no turn has a part, the images
-    of the column stand at each `START` of the text, or before the text of the first turn of the user.
+    of the column stand at each mark of the form in the text, or before the text of the first turn of the user.
 
     Raises:
         BadRow: more places than images or fewer, an image in an answer, a text with a token that stands for
@@ -358,14 +302,14 @@ def take_images(turns: list[Message], column: list[Any], reader: ImageReader | N
             )
         return []
     if column and not any(isinstance(turn["content"], list) for turn in turns):
-        _place(turns, len(column))
+        _place(turns, len(column), reader.form.mark)
     found, rest = [], iter(column)
     for turn in turns:
         content = turn["content"]
         parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
         for part in parts:
             if part["type"] == "text":
-                if token := next((token for token in TOKENS if token in part["text"]), None):
+                if token := next((token for token in reader.form.tokens if token in part["text"]), None):
                     raise BadRow(f"has {token} in its text where there is no image")
                 continue
             if turn["role"] == "assistant":
@@ -378,9 +322,9 @@ def take_images(turns: list[Message], column: list[Any], reader: ImageReader | N
     return found
 
 
-def _place(turns: list[Message], count: int) -> None:
+def _place(turns: list[Message], count: int, mark: str) -> None:
     """Put places for `count` images into turns of text."""
-    num_marks = sum(turn["content"].count(START) for turn in turns)
+    num_marks = sum(turn["content"].count(mark) for turn in turns)
     if num_marks == 0:
         first = next((turn for turn in turns if turn["role"] == "user"), None)
         if first is None:
@@ -389,12 +333,12 @@ def _place(turns: list[Message], count: int) -> None:
         first["content"] = [dict(part) for part in first["content"]]
         return
     for turn in turns:
-        if START in turn["content"]:
-            turn["content"] = list(_split(turn["content"]))
+        if mark in turn["content"]:
+            turn["content"] = list(_split(turn["content"], mark))
 
 
-def _split(text: str) -> Iterator[dict[str, Any]]:
-    for number, piece in enumerate(text.split(START)):
+def _split(text: str, mark: str) -> Iterator[dict[str, Any]]:
+    for number, piece in enumerate(text.split(mark)):
         if number:
             yield {"type": "image"}
         if piece:

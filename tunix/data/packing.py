@@ -36,8 +36,10 @@ class Sequences(grain.sources.RandomAccessDataSource):
     def __init__(self, stream: Stream, seq_len: int, packing: str, cache_dir: Path, slots: ImageSlots | None = None):
         """Raises `UserError` where an image would be cut, or has no room in a sequence."""
         self.stream, self.seq_len, self.packing, self.slots = stream, seq_len, packing, slots
-        if slots is not None and any(len(list_places(stream, n)) for n in range(len(stream.sizes))):
-            slots.check(seq_len, packing)
+        if slots is not None:
+            places = [list_places(stream, number) for number in range(len(stream.sizes))]
+            if longest := max((int(np.diff(each).max()) for each in places if len(each)), default=0):
+                slots.check(seq_len, packing, longest)
         # Of pairs, once the reference has scored them: number of a shard -> its log-probabilities (`_fill_pairs`).
         self.of_pairs: Callable[[int], np.ndarray] | None = None
         self.plans: list[tuple[np.ndarray, np.ndarray]] | None = None

@@ -33,7 +33,7 @@ from tunix.base.forms import CACHE_FORMS, naming_writer
 from tunix.config import Task
 from tunix.data.documents import Document, Encoded, LeftOut, read_documents
 from tunix.data.files import Limited, Unit
-from tunix.data.images import ImageForm
+from tunix.data.image_forms import ImageForm
 from tunix.data.pieces import Cutter, find_longest_piece
 from tunix.data.table import DOCUMENTS, Source, Tokens
 from tunix.data.tokenizer import Vocab, add_images, load_vocab
@@ -46,8 +46,9 @@ SPLITS = ("train", "held_out")
 DTYPES = {
     "answers": bool, "splits": np.int64, "labels": bool, "label_values": np.float32, "rows": np.uint8,
     "row_ends": np.int64, "images": np.uint8, "image_ends": np.int64, "image_places": np.int64,
+    "image_spans": np.int64,
 }  # fmt: skip
-IMAGE_ARRAYS = ("images", "image_ends", "image_places")  # of documents for a model that sees
+IMAGE_ARRAYS = ("images", "image_ends", "image_places", "image_spans")  # of documents for a model that sees
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,8 @@ class Arrays:
     row_ends: np.ndarray | None = None  # [documents] int64: where the JSON of each prompt ends
     images: np.ndarray | None = None  # [bytes] uint8: files of images, one after the other
     image_ends: np.ndarray | None = None  # [images] int64: where each of them ends
-    image_places: np.ndarray | None = None  # [images] int64: the first of the tokens that stand for each of them
+    image_places: np.ndarray | None = None  # [images] int64: the first of the soft tokens that stand for each of them
+    image_spans: np.ndarray | None = None  # [images] int64: tokens from that one to the last of them
 
 
 class Stream:
@@ -347,7 +349,8 @@ class Part:
         for image, place in zip(encoded.images, encoded.places, strict=True):
             files["images"].append(np.frombuffer(image, np.uint8))
             files["image_ends"].append(np.array([files["images"].count]))
-            files["image_places"].append(starts + place)
+            files["image_places"].append(starts + place[:1])
+            files["image_spans"].append(np.diff(place))
         self.bytes += encoded.text_bytes
 
     def close(self) -> dict[str, Any]:

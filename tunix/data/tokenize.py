@@ -35,7 +35,7 @@ from tunix.config import Loading, Task, Tokenizer
 from tunix.config.task import Prompted
 from tunix.data.documents import Document, read_documents
 from tunix.data.files import Unit
-from tunix.data.images import TOKENS, ImageForm
+from tunix.data.image_forms import ImageForm
 from tunix.data.pieces import TRAINED_HERE, cut_text
 from tunix.data.shards import FORMAT, HASH_BITS, Prepared, ShardPlan, hash_document, is_cut, make_shard, open_prepared
 from tunix.data.table import DOCUMENTS, Source, Tokens
@@ -181,7 +181,7 @@ def find_vocab(
         raise UserError("tokenizer.train=false, and tokenizer.path names none; set the path, or tokenizer.train=null")
     if any(isinstance(source, Tokens) for source, _ in sources):
         raise UserError("data.source=tokens needs the tokenizer that made the tokens: set tokenizer.path")
-    settings, more = tokenizer.model_dump_json(exclude={"path", "train"}), () if form is None else TOKENS
+    settings, more = tokenizer.model_dump_json(exclude={"path", "train"}), () if form is None else form.tokens
     key = _hash(settings, DOCUMENTS[task.documents].in_hashes, *(_hash_source(*source) for source in sources), *more)
     root = locate_cached(cache_dir, "tokenizers", key)
     trained = root / "tokenizer.json"
@@ -365,7 +365,7 @@ def _make_index(source: Source, task: Task, info: list[dict], folder: Path, voca
         "left_out": left_out,
         "left_out_names": [name for fact in info for name in fact["left_out_names"]][:5],
         "kind": "text" if isinstance(source, Tokens) else task.documents,
-        **({"images": vocab.images._asdict()} if vocab.images and not isinstance(source, Tokens) else {}),
+        **({"images": vocab.images.describe()} if vocab.images and not isinstance(source, Tokens) else {}),
         "shards": [{"name": fact["name"], "train": fact["train"], "held_out": fact["held_out"]} for fact in info],
     }
 

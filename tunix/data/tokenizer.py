@@ -21,8 +21,8 @@ from tunix.base.buckets import is_address, mirror
 from tunix.base.errors import UserError
 from tunix.base.files import read_json
 from tunix.config import Tokenizer
-from tunix.data.chat import PLAIN, START, ChatTemplate
-from tunix.data.images import SOFT, TOKENS, ImageForm
+from tunix.data.chat import PLAIN, ChatTemplate
+from tunix.data.image_forms import ImageForm
 from tunix.data.pieces import GROUP, PIECE, Cutter, cut_text, find_cutter
 from tunix.data.words import WordMemory, find_word_memory
 from tunix.huggingface.hub import fetch
@@ -265,45 +265,49 @@ class Vocab:
         for encoding in self.backend.encode_batch_fast(list(pieces), add_special_tokens=False):
             yield np.array(encoding.ids, self.dtype)
 
-    def expand_images(self, text: str) -> str:
-        """Return a text with all tokens of each of its images."""
-        return text if self.images is None else self.images.expand(text)
-
-    def find_images(self, tokens: Sequence[np.ndarray], count: int) -> np.ndarray:
-        """Return the place [count] int64 of the first soft token of each image in a document's parts.
+    def expand_images(self, texts: Sequence[str], images: Sequence[bytes]) -> Sequence[str]:
+        """Return the texts of a document with all tokens of each of its images.
 
         Raises:
             UserError: the chat template has written more images, or fewer.
         """
         if self.images is None:
-            return np.zeros(0, np.int64)
-        places = self.images.find(np.concatenate([np.zeros(0, self.dtype), *tokens]), self.soft_id)
-        if len(places) != count:
-            raise UserError(
-                f"task.chat_template writes {len(places)} times {START} for the {count} images of a conversation"
-            )
-        return places
+            return texts
+        try:
+            return self.images.expand(texts, images)
+        except ValueError as error:
+            raise UserError(f"task.chat_template writes {error} of a conversation") from None
+
+    def find_images(self, tokens: Sequence[np.ndarray], images: Sequence[bytes]) -> np.ndarray:
+        """Return the spans [images, 2] of images in a document's parts (`ImageForm.find`)."""
+        if self.images is None or not images:
+            return np.zeros((0, 2), np.int64)
+        return self.images.find(np.concatenate(tokens), self.soft_id, images)
 
     def is_of_image(self, tokens: np.ndarray) -> np.ndarray:
         """Return which tokens [T] stand for images, which no model learns to write."""
-        return np.isin(tokens, [index for token in TOKENS if (index := self.backend.token_to_id(token)) is not None])
+        assert self.images is not None
+        ids = map(self.backend.token_to_id, self.images.tokens)
+        return np.isin(tokens, [index for index in ids if index is not None])
 
     @cached_property
     def soft_id(self) -> int:
-        index = self.backend.token_to_id(SOFT)
-        assert index is not None  # `check_images`
+        assert self.images is not None
+        index = self.backend.token_to_id(self.images.soft)
+        assert index is not None  # `add_images`
         return index
 
     @cached_property
     def chat(self) -> ChatTemplate:
         if self.chat_template is None:
             raise UserError("the tokenizer has no chat template; set task.chat_template to a Jinja file")
-        return ChatTemplate(self.chat_template, {"bos_token": self.bos_token or "", "eos_token": self.eos_token})
+        special = {"bos_token": self.bos_token or "", "eos_token": self.eos_token}
+        return ChatTemplate(self.chat_template, special, None if self.images is None else self.images.mark)
 
     @cached_property
     def digest(self) -> str:
         """Hash of everything that decides the tokens of a document."""
-        images = () if self.images is None else (str(self.images),)
+        images = () if self.images is None else (str(self.images.describe()),)
         parts = (tokenizer_digest(self.backend), str(self.bos_token), self.eos_token, *images)
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
 
@@ -362,15 +366,17 @@ def read_backend(folder: Path) -> Backend | None:
     return read_backend_of(str(folder), files) if {"tokenizer.json", "tokenizer.model"} & files.keys() else None
 
 
-def read_chat(folder: Path, chat_template: str | None) -> ChatTemplate:
-    """Return the template that the key `chat_template` names; if it is None, the template of the folder's tokenizer."""
+def read_chat(folder: Path, chat_template: str | None, images: ImageForm | None = None) -> ChatTemplate:
+    """Return the template that the key `chat_template` names; if it is None, the template of the folder's tokenizer.
+    `images` is the form of images for a model that sees."""
     files = find_tokenizer_files(str(folder))
     settings = read_settings(files)
     template = select_template(files, settings, chat_template, "chat_template")
     if template is None:
         raise UserError("the tokenizer has no chat template; set chat_template to a Jinja file")
     tokens = {"bos_token": settings.bos_token, "eos_token": settings.eos_token}
-    return ChatTemplate(template, {name: token_text(token) or "" for name, token in tokens.items()})
+    special = {name: token_text(token) or "" for name, token in tokens.items()}
+    return ChatTemplate(template, special, None if images is None else images.mark)
 
 
 def train_vocab(tokenizer: Tokenizer, texts: Iterable[str], more: Sequence[str] = ()) -> Vocab:
@@ -406,10 +412,10 @@ def add_images(vocab: Vocab, form: ImageForm | None) -> Vocab:
     """
     if form is None:
         return vocab
-    if missing := [token for token in TOKENS if vocab.backend.token_to_id(token) is None]:
+    if missing := [token for token in form.tokens if vocab.backend.token_to_id(token) is None]:
         raise UserError(
-            f"the tokenizer has no token {missing[0]}, and model.vision needs {', '.join(TOKENS)} for an image; take "
-            "the tokenizer of a model that sees, or tokenizer.path=null trains one"
+            f"the tokenizer has no token {missing[0]}, and model.vision needs {', '.join(form.tokens)} for an image; "
+            "take the tokenizer of a model that sees, or tokenizer.path=null trains one"
         )
     return replace(vocab, images=form)
 

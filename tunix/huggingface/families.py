@@ -394,7 +394,7 @@ def merging_tower_names(visual: str) -> dict[str, Name]:
     def merger(path: str, tensor: str, dims: str) -> dict[str, Name]:
         return {
             **norm(f"{path}.norm", f"{tensor}norm", dims),
-            f"{path}.up.w": Name(f"{tensor}linear_fc1.weight", "λ,ud"),
+            f"{path}.up.w": Name(f"{tensor}linear_fc1.weight", "λ,ψd"),
             f"{path}.up_bias.b": Name(f"{tensor}linear_fc1.bias", "λ"),
             f"{path}.down.w": Name(f"{tensor}linear_fc2.weight", "D,λ"),
             f"{path}.down_bias.b": Name(f"{tensor}linear_fc2.bias", "D"),
@@ -417,7 +417,7 @@ def merging_tower_names(visual: str) -> dict[str, Name]:
     }
     return {f"vision.tower.{path}": name for path, name in tower.items()} | {
         **merger("vision.projector.merger", f"{visual}merger.", "d"),
-        **merger("vision.projector.deepstack", f"{visual}deepstack_merger_list.{{}}.", "ud"),
+        **merger("vision.projector.deepstack", f"{visual}deepstack_merger_list.{{}}.", "ψd"),
     }
 
 

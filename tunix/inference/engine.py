@@ -24,7 +24,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from tunix.config.vision import NUM_CHANNELS
 from tunix.costs.rollout import (
     CHUNK,
     count_prefill_prompts,
@@ -285,7 +284,7 @@ class Engine:
         most = count_prefill_prompts(length)
         vision = self.programs.arch.model.vision
         if num_slots and vision is not None:
-            most = min(most, count_prefill_prompts(num_slots * vision.num_patches))
+            most = min(most, count_prefill_prompts(num_slots * vision.unit_patches))
         if self.fixed_rows is None:
             return most
         return max(1, min(most, self.fixed_rows, FIXED_BATCH, FIXED_TOKENS // length))
@@ -348,19 +347,20 @@ class Engine:
 
     def _gather_images(self, chosen: list[list[_Prompt]], shape: tuple[int, ...], num_slots: int) -> Images | None:
         """Return the images of prompts on the devices, for tokens of a shape [shards, prompts, C]; None without."""
-        vision = self.programs.arch.model.vision
-        if vision is None or not num_slots:
+        given = [prompt.images for prompts in chosen for prompt in prompts if prompt.images is not None]
+        if not given:
             return None
-        size = vision.image_size
-        pixels = np.zeros((*shape[:2], num_slots, size, size, NUM_CHANNELS), np.uint8)
-        index = np.full(shape, -1, np.int32)
+        num_images = pad_batch(max(len(images.rows) for images in given))
+        pixels = np.zeros((*shape[:2], num_slots, *given[0].pixels.shape[1:]), np.uint8)
+        index, counts = np.full(shape, -1, np.int32), np.zeros((2, *shape[:2], num_images), np.int32)
         for shard, prompts in enumerate(chosen):
             for place, prompt in enumerate(prompts):
-                if prompt.images is not None:
-                    pixels[shard, place, : len(prompt.images.pixels)] = prompt.images.pixels
-                    index[shard, place, : len(prompt.tokens)] = prompt.images.image_index
-        flat = pixels.reshape(-1, *pixels.shape[2:])
-        return Images(self._to_devices(flat), self._to_devices(index.reshape(-1, shape[2])))
+                if (images := prompt.images) is not None:
+                    pixels[shard, place, : len(images.pixels)] = images.pixels
+                    index[shard, place, : len(prompt.tokens)] = images.image_index
+                    counts[:, shard, place, : len(images.rows)] = images.rows, images.columns
+        fields = (pixels, index, *counts)
+        return Images(*(self._to_devices(each.reshape(-1, *each.shape[2:])) for each in fields))
 
     def _choose_prompts(self, free_rows: list[int]) -> list[list[_Prompt]]:
         """Return the prompts that each data shard computes next, for so many free rows of each; they wait no more."""

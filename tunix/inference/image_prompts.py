@@ -1,6 +1,6 @@
 """Prompts with images: files and texts -> tokens, and what the tower takes.
 
-In a text an image is one token, `<start_of_image>`; a chat template writes it for a part {"type": "image"}. A text
+In a text an image is the mark of the model's form; a chat template writes it for a part {"type": "image"}. A text
 without it has its images before it. In the tokens it is what the model was trained with (`ImageForm`).
 """
 
@@ -14,8 +14,9 @@ from tokenizers import Tokenizer
 from tunix.base.errors import UserError
 from tunix.config import Model
 from tunix.data.files import BadRow
+from tunix.data.image_forms import ImageForm, find_form
 from tunix.data.image_slots import index_images
-from tunix.data.images import SOFT, ImageForm, ImageReader, find_root, take_images
+from tunix.data.images import ImageReader, find_root, take_images
 from tunix.models.vision import Images
 
 MAX_BYTES = 1 << 30  # of the files of one prompt
@@ -44,23 +45,26 @@ class ImagePrompts:
         except BadRow as error:
             raise UserError(f"the prompt {error}") from None
 
-    def expand(self, text: str) -> str:
-        """Return a text with all tokens of each image."""
-        return self.form.expand(text)
-
-    def find(self, tokens: list[int], files: Sequence[str]) -> Images | None:
-        """Return the images of a prompt's tokens, out of their files as base64; None without images.
+    def expand(self, text: str, files: Sequence[str]) -> str:
+        """Return a text with all tokens of each image, out of their files as base64.
 
         Raises:
             UserError: the text has another number of images.
         """
-        decoded = [base64.b64decode(data) for data in files]
-        return index_images(tokens, decoded, self.form, self.soft_id)
+        try:
+            return self.form.expand([text], [base64.b64decode(data) for data in files])[0]
+        except ValueError as error:
+            raise UserError(f"the chat template writes {error}") from None
+
+    def find(self, tokens: list[int], files: Sequence[str]) -> Images | None:
+        """Return the images of a prompt's tokens, out of their files as base64; None without images."""
+        return index_images(tokens, [base64.b64decode(data) for data in files], self.form, self.soft_id)
 
 
 def find_image_prompts(model: Model, tokenizer: Tokenizer, max_pixels: int) -> ImagePrompts | None:
     """Return what reads images for a model; None where it sees none, or its tokenizer has no token for them."""
-    soft_id = tokenizer.token_to_id(SOFT)
-    if model.vision is None or soft_id is None:
+    if model.vision is None:
         return None
-    return ImagePrompts(ImageForm.of(model.vision), soft_id, max_pixels)
+    form = find_form(model.vision)
+    soft_id = tokenizer.token_to_id(form.soft)
+    return None if soft_id is None else ImagePrompts(form, soft_id, max_pixels)

@@ -13,8 +13,9 @@ from tunix.base.errors import UserError
 from tunix.config import Serve
 from tunix.data.chat import ChatTemplate
 from tunix.data.files import BadRow
+from tunix.data.image_forms import find_form
 from tunix.data.image_slots import index_images
-from tunix.data.images import SOFT, ImageForm, ImageReader, take_images
+from tunix.data.images import ImageReader, take_images
 from tunix.data.tokenizer import read_chat
 from tunix.inference.openai_api import (
     ApiError,
@@ -54,13 +55,13 @@ class RequestReader:
         self.model, self.tokenizer, self.command, self.limits = model, model.tokenizer, command, command.server
         self.name, self.max_length, self.max_answers = name, max_length, max_answers
         self.template: ChatTemplate | None = None
+        vision = model.cfg.vision
+        self.form = None if vision is None else find_form(vision)
         try:
-            self.template = read_chat(model.tokenizer_files, command.chat_template)
+            self.template = read_chat(model.tokenizer_files, command.chat_template, self.form)
         except UserError:
             if command.chat_template is not None:
                 raise
-        vision = model.cfg.vision
-        self.form = None if vision is None else ImageForm.of(vision)
 
     def check_model(self, name: str | None) -> None:
         if name is not None and name != self.name:
@@ -104,7 +105,7 @@ class RequestReader:
         reader = ImageReader(self.form, "/", size, limits.max_image_pixels, folders=folders)
         try:
             references = take_images(messages, [], reader)
-            if len(references) * self.form.tokens_per_image > self.max_length:
+            if len(references) * self.form.min_tokens > self.max_length:
                 raise ApiError(
                     400, f"{len(references)} images are more tokens than {self.max_length}", "messages",
                     "context_length_exceeded",
@@ -116,8 +117,12 @@ class RequestReader:
     def _encode_chat(self, text: str, files: list[bytes]) -> tuple[list[int], Images | None]:
         if self.form is None:
             return self.tokenizer.encode(text, add_special_tokens=False).ids, None
-        tokens = self.tokenizer.encode(self.form.expand(text), add_special_tokens=False).ids
-        soft_id = self.tokenizer.token_to_id(SOFT)
+        try:
+            (text,) = self.form.expand([text], files)
+        except ValueError as error:
+            raise ApiError(400, f"the chat template writes {error}", "messages") from None
+        tokens = self.tokenizer.encode(text, add_special_tokens=False).ids
+        soft_id = self.tokenizer.token_to_id(self.form.soft)
         return tokens, None if soft_id is None else index_images(tokens, files, self.form, soft_id)
 
     async def read_completion(self, body: bytes, arrived: float) -> Job:

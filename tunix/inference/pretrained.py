@@ -18,7 +18,8 @@ from tunix.base.progress import announcing
 from tunix.checkpoints.store import describe_unreadable, find_parts, find_storage, reject_damaged_checkpoint
 from tunix.config import Config, Model, pretrained_config
 from tunix.config.saved_runs import COPIED, find_run, read_saved
-from tunix.data.tokenizer import Vocab, load_vocab, read_backend
+from tunix.data.image_forms import find_form
+from tunix.data.tokenizer import Vocab, add_images, load_vocab, read_backend
 from tunix.huggingface.adapter import check_adapter, write_updates
 from tunix.huggingface.adapter_config import read_adapter
 from tunix.huggingface.hub import INFO_FILES, WEIGHTS, find
@@ -73,7 +74,11 @@ class Pretrained:
     @cached_property
     def vocab(self) -> Vocab | None:
         """The tokenizer as a run trained with it: with its marks and template; None for Hugging Face's files."""
-        return None if self.tokenizer_files == self.files else load_vocab(str(self.tokenizer_files))
+        if self.tokenizer_files == self.files:
+            return None
+        vocab = load_vocab(str(self.tokenizer_files))
+        form = None if self.cfg.vision is None else find_form(self.cfg.vision)
+        return vocab if form is None or vocab.backend.token_to_id(form.soft) is None else add_images(vocab, form)
 
     @property
     def stop_ids(self) -> list[int]:

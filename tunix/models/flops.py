@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from tunix.config import Model
-from tunix.config.vision import NUM_CHANNELS, Vision
+from tunix.config.vision import NUM_CHANNELS, AnyVision
 from tunix.models.linear_attention import CHUNK, count_rounds
 
 
@@ -76,7 +76,7 @@ def tower_flops(cfg: Model, recompute: float = 0.0) -> float:
     return tower_passes * tower + projector_passes * projector
 
 
-def forward_tower_flops(cfg: Model, vision: Vision) -> tuple[float, float]:
+def forward_tower_flops(cfg: Model, vision: AnyVision) -> tuple[float, float]:
     """Return FLOPs of the forward pass of the tower for an image, and those of the projector."""
     width, patches = vision.embed_dim, vision.num_patches
     pixels = NUM_CHANNELS * vision.patch_size**2

@@ -11,6 +11,7 @@ Patches of one image all see one another. Each device computes the images of its
 MLP as in the decoder. Devices that share the tokens of a row (cp) all compute its images.
 """
 
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec, reshard
 
 from tunix.config import Model
-from tunix.config.vision import TOWER, Gemma3Vision, Qwen3Vision, Vision
+from tunix.config.vision import TOWER, AnyVision, Gemma3Vision, Qwen3Vision
 from tunix.models.attention_mask import MaskRule
 from tunix.models.kernels import find_kernel
 from tunix.models.layers import (
@@ -48,9 +49,9 @@ class Images(NamedTuple):
 
     pixels: Any  # uint8: [B, P, y, x, 3] (gemma3), or patches [B, i, 3, a, b], packed and in the order of merging
     image_index: Any  # [B, T] int32: which of the row's soft tokens a token is, or -1
-    # Of images of any size, [B, P] int32: patches in a column and in a row of each; 0 without an image.
-    rows: Any = None
-    columns: Any = None
+    # [B, P] int32, units of each image down and across (data/image_forms.py); 0 where there is none.
+    rows: Any
+    columns: Any
 
 
 class Places(NamedTuple):
@@ -74,7 +75,7 @@ def find_ends(index: jax.Array, tokens_per_image: int) -> jax.Array:
 class TowerAttention(nnx.Module):
     """Attention among the patches of one image: [B', i, d] -> [B', i, d]."""
 
-    def __init__(self, cfg: Model, vision: Vision, layout: Layout, initializer: Initializer):
+    def __init__(self, cfg: Model, vision: AnyVision, layout: Layout, initializer: Initializer):
         self.layout, self.scale, self.reach = layout, vision.head_dim**-0.5, vision.num_patches
         self.q, self.k, self.v = (
             Einsum(f"{TOWER}.attention.{name}", "Bid,dqw->Biqw", cfg, layout, initializer) for name in "qkv"
@@ -103,7 +104,7 @@ class TowerAttention(nnx.Module):
 class TowerBlock(nnx.Module):
     """A block of the tower: LayerNorm, attention, LayerNorm, MLP."""
 
-    def __init__(self, cfg: Model, vision: Vision, layout: Layout, initializer: Initializer):
+    def __init__(self, cfg: Model, vision: AnyVision, layout: Layout, initializer: Initializer):
         self.pre_attention, self.pre_mlp = (LayerNorm("Bid", cfg, layout, eps=vision.norm_eps) for _ in range(2))
         self.attention = TowerAttention(cfg, vision, layout, initializer)
         self.mlp = TowerMlp(cfg, layout, initializer)
@@ -137,7 +138,7 @@ def _reshape(x: jax.Array, *sizes: int) -> jax.Array:
 class Patches(nnx.Module):
     """Patches as vectors: a product of their pixels, a bias, and a vector for each place in the image."""
 
-    def __init__(self, cfg: Model, vision: Vision, layout: Layout, initializer: Initializer):
+    def __init__(self, cfg: Model, vision: AnyVision, layout: Layout, initializer: Initializer):
         self.vision, self.layout, self.equation = vision, layout, Equation("Bid,id->Bid")
         time = "φ" if isinstance(vision, Qwen3Vision) else ""
         self.product = Matrix(f"Biz{time}ab,z{time}abd->Bid", cfg, layout, initializer)
@@ -166,7 +167,7 @@ class Patches(nnx.Module):
 class Tower(nnx.Module):
     """The vision transformer. Its blocks are one stack."""
 
-    def __init__(self, cfg: Model, vision: Vision, layout: Layout, initializer: Initializer):
+    def __init__(self, cfg: Model, vision: AnyVision, layout: Layout, initializer: Initializer):
         self.cfg, self.layout, self.vision = cfg, layout, vision
         self.patches = Patches(cfg, vision, layout, initializer)
 
@@ -307,9 +308,9 @@ class Merger(nnx.Module):
 
     def __init__(self, cfg: Model, vision: Qwen3Vision, layout: Layout, initializer: Initializer, norms_square: bool):
         self.layout, self.merged, self.norms_square = layout, vision.merged, norms_square
-        dims = ("Bgσd", cfg, layout, "σd") if norms_square else ("Bid", cfg, layout)
-        self.norm = LayerNorm(*dims, eps=vision.norm_eps)
-        self.up, self.up_bias = Matrix("Bgσd,σdλ->Bgλ", cfg, layout, initializer), Bias("Bgλ", cfg, layout)
+        dims, normed = ("Bgψd", "ψd") if norms_square else ("Bid", None)
+        self.norm = LayerNorm(dims, cfg, layout, normed, eps=vision.norm_eps)
+        self.up, self.up_bias = Matrix("Bgψd,ψdλ->Bgλ", cfg, layout, initializer), Bias("Bgλ", cfg, layout)
         self.down, self.down_bias = Matrix("Bgλ,λD->BgD", cfg, layout, initializer), Bias("BgD", cfg, layout)
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -356,13 +357,13 @@ class Seen(NamedTuple):
 class Eyes(nnx.Module):
     """Tower and projector, and the way of their results into the rows."""
 
-    def __init__(self, cfg: Model, vision: Any, layout: Layout, initializer: Initializer):
+    def __init__(self, cfg: Model, vision: AnyVision, layout: Layout, initializer: Initializer):
         self.layout, self.vision = layout, vision
         self.tower = Tower(cfg, vision, layout, initializer)
         self.projector = PROJECTORS[vision.kind](cfg, vision, layout, initializer)
 
     def __call__(self, x: jax.Array, images: Images, positions: jax.Array, remat: Remat, seed: Any) -> Seen:
-        """Return what the decoder gets, for embeddings [B, t, D] and positions [B, T] in time."""
+        """Return what the decoder gets, for embeddings [B, t, D] and places [B, T] in documents."""
         with jax.named_scope("tower"):
             seen, taken = self.tower(images, remat, seed)
         with jax.named_scope("projector"):
@@ -385,23 +386,38 @@ class Eyes(nnx.Module):
         vision = self.vision
         if not isinstance(vision, Qwen3Vision):
             return positions
-        num_patches = images.pixels.shape[1]
-
-        def find(positions, index, rows, columns):
-            grid = find_grid(rows, columns, num_patches, vision.merge_size)
-            at = jnp.maximum(index, 0) * vision.merged
-            inside = [
-                jnp.where(index >= 0, jnp.take_along_axis(each, at, axis=1) // vision.merge_size, 0)
-                for each in (grid.row, grid.column)
-            ]
-            return jnp.stack([positions, *(positions + each for each in inside)], axis=-1)
-
-        of_tokens, of_images = self.layout.activation("BT"), self.layout.activation("Bj")
-        specs = of_tokens, of_tokens, of_images, of_images
+        find = partial(find_positions, num_patches=images.pixels.shape[1], merge=vision.merge_size)
+        whole = PartitionSpec(self.layout.activation("BT")[0])  # a place in time depends on all earlier tokens
         arrays = (positions, images.image_index, images.rows, images.columns)
-        out = PartitionSpec(*of_tokens, None)
-        find = jax.shard_map(find, in_specs=specs, out_specs=out)
-        return find(*(reshard(each, spec) for each, spec in zip(arrays, specs, strict=True)))
+        found = jax.shard_map(find, in_specs=whole, out_specs=whole)(*(reshard(each, whole) for each in arrays))
+        return reshard(found, PartitionSpec(*self.layout.activation("BT"), None))
+
+
+def find_positions(
+    positions: jax.Array, index: jax.Array, rows: jax.Array, columns: jax.Array, num_patches: int, merge: int
+) -> jax.Array:
+    """Return positions [B, T, 3] in time, of rows and of columns, for places [B, T] in documents (M-RoPE).
+
+    All tokens of an image have its first one's place in time, to which rows and columns are added. What follows is as
+    far behind as the longer side of the image; one of 2 x 3 soft tokens:
+
+        time       0 1 2 2 2 2 2 2 5 6
+        rows       0 1 2 2 2 3 3 3 5 6
+        columns    0 1 2 3 4 2 3 4 5 6
+    """
+    grid = find_grid(rows, columns, num_patches, merge)
+    is_soft, patch = index >= 0, jnp.maximum(index, 0) * merge**2
+
+    def of_tokens(values: jax.Array) -> jax.Array:
+        return jnp.where(is_soft, jnp.take_along_axis(values, patch, axis=1), 0)
+
+    is_last = of_tokens(grid.end) == patch + merge**2
+    longer = jnp.maximum(of_tokens(grid.rows), of_tokens(grid.columns)) // merge
+    steps = jnp.where(is_soft, jnp.where(is_last, longer, 0), 1) - 1  # to the next token, beside the usual 1
+    before = jnp.cumsum(steps, axis=1) - steps
+    starts = jnp.maximum(jnp.arange(positions.shape[1], dtype=jnp.int32) - positions, 0)
+    time = positions + before - jnp.take_along_axis(before, starts, axis=1)
+    return jnp.stack([time, *(time + of_tokens(each) // merge for each in (grid.row, grid.column))], axis=-1)
 
 
 def _replace(soft: jax.Array, index: jax.Array, x: jax.Array) -> jax.Array:

@@ -16,7 +16,7 @@ from tunix.config.pretrained_config import describe_keys_outside_family
 from tunix.config.saved_runs import find_run, split_step
 from tunix.config.task import Grpo, Taught
 from tunix.config.training import read_steps
-from tunix.config.vision import Vision
+from tunix.config.vision import AnyVision
 from tunix.costs.communication import count_microbatch_rows
 from tunix.costs.rollout import find_rollout_mesh, plan_rollout, read_device_bytes
 from tunix.costs.step import count_teacher_bytes, derive_costs, find_program
@@ -158,7 +158,7 @@ def _describe_experts(cfg: Config, program: Program, mlp: ExpertsMlp) -> str:
     )
 
 
-def _describe_vision(cfg: Config, program: Program, vision: Vision) -> str:
+def _describe_vision(cfg: Config, program: Program, vision: AnyVision) -> str:
     """Return in words what sees, what of it is trained, and what an image costs."""
     parts, trained, said = program.arch.weights["vision"], program.arch.trained_weights["vision"], []
     for name in ("tower", "projector"):

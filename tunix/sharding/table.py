@@ -134,7 +134,7 @@ DIMS = {
         Dim("q", "tower's heads",    "tp",    "tp", key="model.vision.num_heads", may_stay_whole=Whole.ALWAYS),
         Dim("w", "tower's head width", None,  None),
         Dim("g", "soft tokens of an image", None, None),
-        Dim("σ", "patches of a soft token", None, None),
+        Dim("ψ", "patches of a soft token", None, None),
         Dim("λ", "merger's width",   "tp",    "tp", may_stay_whole=Whole.ALWAYS),
         Dim("φ", "images of a patch in time", None, None),
         # Dimensions that a way to keep a weight adds: low-rank factors, quantized codes. All Latin letters are taken: a

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec, reshard
 
-from tunix.data.batches import IMAGE_COLUMNS, IMAGE_INDEX, IMAGE_ROWS, IMAGES, Batch, split_shared
+from tunix.data.batches import IMAGE_COUNTS, IMAGE_FIELDS, IMAGES, Batch, split_shared
 from tunix.models.layers import BlockSums, Routing
 from tunix.models.transformer import Transformer
 from tunix.models.vision import Images
@@ -214,7 +214,7 @@ def compute_hidden(
     """Return the results [B, T, D] of the final norm for a batch, with its images, and the numbers of the blocks."""
     images = None
     if model.cfg.vision is not None and IMAGES in batch:
-        images = Images(*(batch.get(name) for name in (IMAGES, IMAGE_INDEX, IMAGE_ROWS, IMAGE_COLUMNS)))
+        images = Images(*(batch[name] for name in IMAGE_FIELDS))
     return model.hidden(tables, batch["tokens"], batch["positions"], batch["segment_ids"], seed, images)
 
 
@@ -277,7 +277,8 @@ def sum_over_tokens(
     sum_up.defvjp(forward, backward)
     with jax.named_scope("loss"):
         split = make_splitter(hidden, chunk_size)
-        fields = {name: split(field) for name, field in split_shared(batch)[0].items() if field.ndim == 2}
+        of_tokens = {name: field for name, field in split_shared(batch)[0].items() if name not in IMAGE_COUNTS}
+        fields = {name: split(field) for name, field in of_tokens.items() if field.ndim == 2}
         if teacher is not None:
             fields[STATES] = split(teacher.hidden)
         objective, sums = sum_up(tables[1], split(hidden), None if teacher is None else teacher.table, fields)

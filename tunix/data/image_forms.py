@@ -1,0 +1,296 @@
+"""Forms of images, by the kind of the tower: what stands for an image in a text, and the pixels that the tower takes.
+
+An image becomes *units*, arrays of pixels of one shape: the square of gemma3, the patches of qwen3_vl. Its *grid* says
+how many there are, down and across. In the text of a conversation an image is the form's `mark`, by the chat template.
+The tokenizer gets in its place what the processor of transformers writes: `begin`, `soft` tokens, `end`. The units of a
+row's images lie one after the other, and each of them gives the same number of soft tokens: soft token k of a row takes
+result k of the tower.
+"""
+
+import io
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+from PIL import Image, ImageOps
+
+from tunix.config.vision import AnyVision, Gemma3Vision, Qwen3Vision
+
+# What Pillow may be asked to read: others of its formats start programs, or nobody has images in them.
+Image.init()  # now, because threads would do it side by side
+FORMATS = tuple(
+    name for name in ("JPEG", "MPO", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF") if name in Image.OPEN
+)
+ORIENTATION, SIDEWAYS = 0x0112, (5, 6, 7, 8)  # key of EXIF, and its values that swap rows and columns
+
+
+class Grid(NamedTuple):
+    """Units of an image, down and across."""
+
+    rows: int
+    columns: int
+
+
+class Pixels(NamedTuple):
+    """An image as a tower takes it."""
+
+    units: np.ndarray  # [units, ...] uint8
+    grid: Grid
+
+
+@dataclass(frozen=True)
+class ImageForm:
+    """How a model sees images; its fields are the keys of `model.vision` that decide it."""
+
+    kind: ClassVar[str]
+    mark: ClassVar[str]  # what a chat template writes for an image
+    begin: ClassVar[str]
+    soft: ClassVar[str]
+    end: ClassVar[str]
+    resampling: ClassVar[Image.Resampling]
+    dim_names: ClassVar[str]  # letters of the dimensions of units, [units, ...]
+
+    @property
+    def tokens(self) -> tuple[str, ...]:
+        """The tokens that stand for images, and never for text."""
+        return tuple(dict.fromkeys((self.begin, self.soft, self.end)))
+
+    @property
+    def unit_shape(self) -> tuple[int, ...]:
+        raise NotImplementedError
+
+    @property
+    def max_units(self) -> int:
+        """Units of the largest image."""
+        raise NotImplementedError
+
+    @property
+    def max_tokens(self) -> int:
+        """Soft tokens of the largest image."""
+        raise NotImplementedError
+
+    @property
+    def min_tokens(self) -> int:
+        """Soft tokens of the smallest image."""
+        return self.max_tokens
+
+    def fit(self, width: int, height: int) -> tuple[int, int]:
+        """Return the size in pixels, width and height, that an image gets. An image of that size keeps it.
+
+        Raises:
+            ValueError: the tower takes no such image; the message says what it is.
+        """
+        raise NotImplementedError
+
+    def divide(self, width: int, height: int) -> Grid:
+        """Return the units of an image of a size in pixels."""
+        return Grid(1, 1)
+
+    def count(self, grid: Grid) -> int:
+        """Return the soft tokens of an image."""
+        return self.num_units(grid) * self.max_tokens // self.max_units
+
+    def num_units(self, grid: Grid) -> int:
+        return grid.rows * grid.columns
+
+    def write(self, grid: Grid) -> str:
+        """Return what stands for an image in a text that is tokenized."""
+        return f"{self.begin}{self.soft * self.count(grid)}{self.end}"
+
+    def cut(self, image: np.ndarray) -> np.ndarray:
+        """Return the units [units, ...] of an image [height, width, 3] in its size."""
+        return image[None]
+
+    def join(self, units: np.ndarray, grid: Grid) -> np.ndarray:
+        """Return the image [height, width, 3] of units: the opposite of `cut`."""
+        return units[0]
+
+    def resize(self, image: Image.Image) -> Image.Image:
+        return image.resize(self.fit(*image.size), self.resampling)
+
+    def decode(self, data: bytes) -> Pixels:
+        """Return an image in a file's bytes as the tower takes it.
+
+        Its pixels are those of transformers' processor in its form for Pillow, before it scales them: upright by the
+        EXIF tag, transparent parts white, resized by Pillow's filter.
+        """
+        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+            upright = convert(image)
+        return Pixels(self.cut(np.asarray(self.resize(upright))), self.divide(*upright.size))
+
+    def measure(self, data: bytes) -> Grid:
+        """Return the units of an image in a file's bytes, of which the head alone is read."""
+        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+            width, height = image.size
+            is_sideways = image.getexif().get(ORIENTATION) in SIDEWAYS
+        return self.divide(height, width) if is_sideways else self.divide(width, height)
+
+    def expand(self, texts: Sequence[str], images: Sequence[bytes]) -> list[str]:
+        """Return texts with all tokens of each image; `images` are those of all texts, in order.
+
+        Raises:
+            ValueError: there are more marks than images, or fewer; the message says how many of both.
+        """
+        if (count := sum(text.count(self.mark) for text in texts)) != len(images):
+            raise ValueError(f"{count} times {self.mark} for {len(images)} images")
+        written = (self.write(self.measure(data)) for data in images)
+        return ["".join(piece + next(written) for piece in text.split(self.mark)[:-1]) + text.split(self.mark)[-1]
+                for text in texts]  # fmt: skip
+
+    def find(self, tokens: np.ndarray, soft_id: int, images: Sequence[bytes]) -> np.ndarray:
+        """Return the spans [images, 2] of images among the tokens [T]: the first soft token of each, and the place
+        behind its last.
+
+        Raises:
+            ValueError: the tokens have another number of soft tokens.
+        """
+        places = np.flatnonzero(np.asarray(tokens) == soft_id)
+        ends = np.cumsum([self.count(self.measure(data)) for data in images], dtype=np.int64)
+        if len(places) != (ends[-1] if len(ends) else 0):
+            raise ValueError(f"{len(places)} times {self.soft} for {len(images)} images")
+        starts = np.concatenate([np.zeros(1, np.int64), ends])[:-1]
+        return np.stack([places[starts], places[ends - 1] + 1], axis=1)
+
+    def describe(self) -> dict[str, Any]:
+        """Return what decides the tokens and the pixels of images."""
+        return {"kind": self.kind, **asdict(self)}
+
+
+@dataclass(frozen=True)
+class SquareForm(ImageForm):
+    """An image is one square (Gemma 3). Pan and scan is off."""
+
+    kind = "gemma3"
+    mark = begin = "<start_of_image>"
+    soft = "<image_soft_token>"
+    end = "<end_of_image>"
+    resampling = Image.Resampling.BILINEAR
+    dim_names = "jyxz"
+
+    image_size: int
+    tokens_per_image: int
+
+    @classmethod
+    def of(cls, vision: Gemma3Vision) -> "SquareForm":
+        return cls(vision.image_size, vision.tokens_per_image)
+
+    @property
+    def unit_shape(self) -> tuple[int, ...]:
+        return self.image_size, self.image_size, 3
+
+    @property
+    def max_units(self) -> int:
+        return 1
+
+    @property
+    def max_tokens(self) -> int:
+        return self.tokens_per_image
+
+    def fit(self, width: int, height: int) -> tuple[int, int]:
+        return self.image_size, self.image_size
+
+    def measure(self, data: bytes) -> Grid:
+        return Grid(1, 1)
+
+    def write(self, grid: Grid) -> str:
+        return f"\n\n{super().write(grid)}\n\n"
+
+
+MAX_RATIO = 200  # of the sides of an image in any size, as in transformers
+
+
+@dataclass(frozen=True)
+class PatchForm(ImageForm):
+    """An image keeps its shape, and its units are patches (Qwen 3 VL): squares of merge_size x merge_size patches come
+    one after the other, as their results are merged."""
+
+    kind = "qwen3_vl"
+    mark = "<|vision_start|><|image_pad|><|vision_end|>"
+    begin, soft, end = "<|vision_start|>", "<|image_pad|>", "<|vision_end|>"
+    resampling = Image.Resampling.BICUBIC
+    dim_names = "izab"
+
+    patch_size: int
+    merge_size: int
+    min_pixels: int
+    max_pixels: int
+
+    @classmethod
+    def of(cls, vision: Qwen3Vision) -> "PatchForm":
+        return cls(vision.patch_size, vision.merge_size, vision.min_pixels, vision.max_pixels)
+
+    @property
+    def square(self) -> int:
+        """Rows and columns of pixels of a soft token."""
+        return self.patch_size * self.merge_size
+
+    @property
+    def unit_shape(self) -> tuple[int, ...]:
+        return 3, self.patch_size, self.patch_size
+
+    @property
+    def max_units(self) -> int:
+        return self.max_tokens * self.merge_size**2
+
+    @property
+    def max_tokens(self) -> int:
+        return self.max_pixels // self.square**2
+
+    @property
+    def min_tokens(self) -> int:
+        return max(1, self.min_pixels // self.square**2)
+
+    def fit(self, width: int, height: int) -> tuple[int, int]:
+        """Return multiples of `square` near a size, whose product is between min_pixels and max_pixels."""
+        square = self.square
+        if max(width, height) > MAX_RATIO * min(width, height):
+            raise ValueError(
+                f"of {width} x {height} pixels, whose longer side is more than {MAX_RATIO} times the other"
+            )
+        near = [round(side / square) * square for side in (width, height)]
+        if math.prod(near) > self.max_pixels:
+            shrink = math.sqrt(height * width / self.max_pixels)
+            near = [max(square, math.floor(side / shrink / square) * square) for side in (width, height)]
+        elif math.prod(near) < self.min_pixels:
+            grow = math.sqrt(self.min_pixels / (height * width))
+            near = [math.ceil(side * grow / square) * square for side in (width, height)]
+        if math.prod(near) > self.max_pixels:  # of a narrow one, which is at least one soft token wide
+            raise ValueError(
+                f"of {width} x {height} pixels, so narrow that it would have more than model.vision.max_pixels="
+                f"{self.max_pixels}"
+            )
+        return near[0], near[1]
+
+    def divide(self, width: int, height: int) -> Grid:
+        width, height = self.fit(width, height)
+        return Grid(height // self.patch_size, width // self.patch_size)
+
+    def cut(self, image: np.ndarray) -> np.ndarray:
+        (height, width, channels), merge, patch = image.shape, self.merge_size, self.patch_size
+        split = image.reshape(height // self.square, merge, patch, width // self.square, merge, patch, channels)
+        return split.transpose(0, 3, 1, 4, 6, 2, 5).reshape(-1, *self.unit_shape)
+
+    def join(self, units: np.ndarray, grid: Grid) -> np.ndarray:
+        merge, patch = self.merge_size, self.patch_size
+        split = units.reshape(grid.rows // merge, grid.columns // merge, merge, merge, -1, patch, patch)
+        return split.transpose(0, 2, 5, 1, 3, 6, 4).reshape(grid.rows * patch, grid.columns * patch, -1)
+
+
+FORMS: dict[str, Any] = {form.kind: form for form in (SquareForm, PatchForm)}
+
+
+def find_form(vision: AnyVision) -> ImageForm:
+    """Return the form that a tower takes."""
+    return FORMS[vision.kind].of(vision)
+
+
+def convert(image: Image.Image) -> Image.Image:
+    """Return an image upright and in RGB."""
+    image = ImageOps.exif_transpose(image)
+    if "A" not in image.getbands() and image.info.get("transparency") is None:
+        return image.convert("RGB")
+    image = image.convert("RGBA")
+    white = Image.new("RGBA", image.size, (255, 255, 255, 255))
+    return Image.alpha_composite(white, image).convert("RGB")
