@@ -8,6 +8,7 @@ from tools.model_table import family_title, list_sizes
 from tunix.config import PROJECTIONS, Model
 from tunix.config.compose import compose
 from tunix.config.layers import ExpertsMlp
+from tunix.config.vision import AnyVision, Gemma3Vision
 
 PAGE = Path("docs/families.md")
 HEAD = """# Blocks of families
@@ -225,6 +226,12 @@ def _positions(model: Model) -> str:
             if isinstance(value, float | int) and not isinstance(value, bool)
         ]
         parts.append(f"scaling `{scaling.name}` ({', '.join(keys)}){' in global layers' * (local is not None)}")
+    if model.rope_sections is not None:
+        time, rows, columns = model.rope_sections
+        parts.append(
+            f"of a head, {time} pairs rotate by the position in time, {rows} by the row of an image and {columns} by "
+            "its column, in turns"
+        )
     if model.rotated_dim is not None:
         which = "last" if model.latent is not None else "first"
         parts.append(f"the {which} {model.rotated_dim} of {model.head_dim} numbers of a head rotate")
@@ -280,14 +287,26 @@ def _special(model: Model) -> str:
     if model.layer_inputs is not None:
         parts.append(f"inputs of each layer: p = {model.layer_inputs.dim} numbers of each token, which a gate lets in")
     if (vision := model.vision) is not None:
+        size = vision.patch_size
         parts.append(
             f"a tower that sees: {vision.num_layers} layers of width {vision.embed_dim}, {vision.num_heads} heads, MLP "
-            f"width {vision.mlp_dim}, patches of {vision.patch_size} x {vision.patch_size} of {vision.image_size} x "
-            f"{vision.image_size} pixels, {vision.tokens_per_image} soft tokens of an image, which see one another"
+            f"width {vision.mlp_dim}, patches of {size} x {size} {_describe_images(vision)}"
         )
     parts += ["a trained scale of each layer's result"] * model.layer_scale
     parts += [f"residual branches times {model.residual_multiplier:g}"] if model.residual_multiplier != 1 else []
     return "; ".join(parts)
+
+
+def _describe_images(vision: AnyVision) -> str:
+    side = vision.image_size
+    if isinstance(vision, Gemma3Vision):
+        return f"of {side} x {side} pixels, {vision.tokens_per_image} soft tokens of an image, which see one another"
+    layers = ", ".join(map(str, vision.deepstack_layers))
+    return (
+        f"of images in their own shape, {vision.merge_size} x {vision.merge_size} of them a soft token; places by "
+        f"rotation and between those of {side} x {side} pixels; results of its layers {layers} are added behind the "
+        "first layers of the decoder"
+    )
 
 
 PARTS: dict[str, Callable[[Model], str]] = {

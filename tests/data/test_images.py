@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 from PIL import Image
 from support.harness import SMALL
-from support.images import GOLDENS, SEES, SIZE, TOWER, digest, draw, list_images, save
+from support.images import GOLDENS, PATCHES, SEES, SIZE, TOWER, digest, draw, list_images, save
 
 from tunix.base.errors import UserError
 from tunix.config.compose import compose
 from tunix.data.chat import PLAIN, ChatTemplate
 from tunix.data.dataset import load_corpus
 from tunix.data.files import BadRow
-from tunix.data.image_forms import SquareForm
+from tunix.data.image_forms import PatchForm, SquareForm
 from tunix.data.image_slots import ImageSlots
 from tunix.data.images import ImageReader, keep_image, map_ahead
 
@@ -39,11 +39,25 @@ GEMMA_PARTS = (
 
 
 @pytest.mark.parametrize("name", IMAGES)
-def test_pixels_are_those_of_transformers(name):
-    expected = json.loads(GOLDENS.read_text())[name]
-    assert digest(SEEN.decode(IMAGES[name]).units[0]) == expected
-    kept = keep_image(IMAGES[name], name, SEEN, 10_000)
-    assert digest(SEEN.decode(kept).units[0]) == expected
+@pytest.mark.parametrize("form", [SEEN, PatchForm(*PATCHES)], ids=lambda form: form.kind)
+def test_pixels_are_those_of_transformers(form, name):
+    expected = json.loads(GOLDENS.read_text())[form.kind][name]
+    seen = form.decode(IMAGES[name])
+    assert digest(seen.units) == expected
+    assert form.measure(IMAGES[name]) == seen.grid
+    assert (form.cut(form.join(seen.units, seen.grid)) == seen.units).all()
+    kept = keep_image(IMAGES[name], name, form, 10_000)
+    assert digest(form.decode(kept).units) == expected
+
+
+def test_narrow_images_are_refused():
+    """As transformers refuses them, or where its patches would be more than max_pixels."""
+    for size, message in (
+        ((201, 1), "201 x 1 pixels, whose longer side is more than 200 times"),
+        ((5, 900), "so narrow that"),
+    ):
+        with pytest.raises(BadRow, match=message):
+            keep_image(save(Image.new("RGB", size)), "it", PatchForm(*PATCHES), 10_000)
 
 
 def test_a_large_image_is_kept_in_the_size_of_the_tower():
@@ -211,6 +225,35 @@ def test_templates_with_parts_and_without():
     assert plain.render(messages) == f"<bos>user:\n{mark} a {mark}"
     # What Gemma3Processor of transformers makes of a text with an image.
     assert FORM.expand([f"a{mark}b"], [IMAGES["rgb"]])[0] == f"a\n\n{mark}{'<image_soft_token>' * 4}<end_of_image>\n\nb"
+
+
+QWEN_PARTS = (  # as the template of Qwen 3 VL writes the parts of a turn
+    "{%- for message in messages %}{{- '<|im_start|>' + message.role + '\n' }}"
+    "{%- if message.content is string %}{{- message.content }}{%- else %}{%- for content in message.content %}"
+    "{%- if content.type == 'image' or 'image' in content %}{{- '<|vision_start|><|image_pad|><|vision_end|>' }}"
+    "{%- elif 'text' in content %}{{- content.text }}{%- endif %}{%- endfor %}{%- endif %}{{- '<|im_end|>\n' }}"
+    "{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
+)
+
+
+def test_soft_tokens_of_images_in_their_own_shape():
+    """As many as the processor of transformers writes: rows times columns of patches, by merge_size squared."""
+    form = PatchForm(*PATCHES)
+    template = ChatTemplate(QWEN_PARTS, {}, form.mark)
+    turns = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "a"}, {"type": "image"}]}]
+    assert template.takes_parts
+    text = template.render(turns)
+    (whole,) = form.expand([text], [IMAGES["wide"], IMAGES["rgb"]])
+    counts = [form.count(form.measure(IMAGES[name])) for name in ("wide", "rgb")]
+    assert counts == [3 * 20, 5 * 8]
+    begin, soft, end = form.tokens
+    first, second = (begin + soft * count + end for count in counts)
+    assert whole == f"<|im_start|>user\n{first}a{second}<|im_end|>\n"
+    with pytest.raises(ValueError, match=r"2 times <\|vision_start\|><\|image_pad\|><\|vision_end\|> for 1 images"):
+        form.expand([text], [IMAGES["wide"]])
+    ids = np.array([9, 1, *[2] * counts[0], 3, 7, 1, *[2] * counts[1], 3])
+    found = form.find(ids, 2, [IMAGES["wide"], IMAGES["rgb"]])
+    assert found.tolist() == [[2, 2 + counts[0]], [len(ids) - 1 - counts[1], len(ids) - 1]]
 
 
 PART = {"type": "image", "image": "photos/0.png"}

@@ -39,6 +39,8 @@ SIZES = {
     "moonlight_16b_a3b": 15_960_110_208,
     "gemma4_31b": 30_697_345_340, "gemma4_12b": 11_907_350_320,  # with the scales of layers, transformers' buffers
     "qwen3_next_80b_a3b": 79_674_391_296, "qwen3_5_35b_a3b": 34_660_610_688,
+    "qwen3_vl_2b": 2_127_532_032, "qwen3_vl_4b": 4_437_815_808, "qwen3_vl_8b": 8_767_123_696,
+    "qwen3_vl_32b": 33_357_390_064,
     "gemma4_26b_a4b": 25_233_141_790, "gemma4_e2b": 4_628_569_379, "gemma4_e4b": 7_463_013_418,
 }  # fmt: skip
 

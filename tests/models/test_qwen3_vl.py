@@ -8,6 +8,7 @@ from support.harness import ROOT
 
 import tunix
 from tunix.huggingface.weights import save_weights
+from tunix.inference.sampling import Sampling
 from tunix.models.vision import Images, find_grid, find_positions
 from tunix.training.loss import next_token_loss
 
@@ -73,6 +74,25 @@ def test_positions_are_those_of_transformers_also_behind_another_document(expect
     packed = find_positions(places, index, rows, columns, num_patches, 2)[0, 12:]
     own = find_positions(places[:1, 12:], alone, rows[:1, 1:], columns[:1, 1:], num_patches, 2)[0]
     np.testing.assert_array_equal(packed, own)
+
+
+def test_greedy_generation_behind_images(expected):
+    """Token for token, beside a prompt of text alone and one with two images."""
+    model = tunix.load_pretrained(SEEING)
+    whole, tokens = expected["image_greedy"].tolist(), expected["image_tokens"]
+    images = [
+        Images(expected["images"][row, :count], expected["image_index"][row, :length],
+               expected["image_rows"][row, :num], expected["image_columns"][row, :num])
+        for row, count, length, num in ((1, 16, 19, 1), (0, 32, 24, 2))
+    ]  # fmt: skip
+    prompts = [whole[:19], tokens[0].tolist(), whole[:3]]
+    for sampling in (
+        Sampling(max_new_tokens=16, temperature=0.0),
+        Sampling(max_new_tokens=16, temperature=0.0, guess=2),
+    ):
+        answers = model.sample(prompts, sampling, images=[*images, None])
+        assert answers[0].tokens == whole[19:]
+        assert answers[1].tokens[0] == expected["image_logits"][0, -1].argmax()
 
 
 def test_rows_of_text_alone(expected):

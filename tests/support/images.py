@@ -1,4 +1,4 @@
-"""Images that tests draw, and what transformers' processor of Gemma 3 makes of them.
+"""Images that tests draw, and what the processors of transformers make of them.
 
 `make parity` writes `tests/data/images.json` again: it runs this file with a Python that has transformers.
 """
@@ -14,6 +14,7 @@ from PIL import Image
 
 GOLDENS = Path(__file__).parents[1] / "data" / "images.json"
 SIZE = 24  # of the tower
+PATCHES = 4, 2, 256, 4096  # of images in their own shape: sides of a patch and a soft token, fewest and most pixels
 # A model that sees: images of 8 x 8 pixels, 4 soft tokens each; the ids are those of a tokenizer that is trained here.
 TOWER = {
     "kind": "gemma3", "image_size": 8, "patch_size": 4, "embed_dim": 16, "mlp_dim": 32, "num_layers": 1, "num_heads": 2,
@@ -78,23 +79,30 @@ def list_images():
     }
 
 
-def digest(pixels):
-    assert pixels.shape == (SIZE, SIZE, 3)
-    assert pixels.dtype == np.uint8
-    return hashlib.sha256(np.ascontiguousarray(pixels).tobytes()).hexdigest()
+def digest(units):
+    """Of an image as a tower takes it, [units, ...]."""
+    assert units.dtype == np.uint8
+    return f"{len(units)} {hashlib.sha256(np.ascontiguousarray(units).tobytes()).hexdigest()}"
 
 
 def make():
     from PIL import ImageOps
     from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-    processor = Gemma3ImageProcessorPil(size={"height": SIZE, "width": SIZE}, do_rescale=False, do_normalize=False)
-    found = {}
+    patch, merge, fewest, most = PATCHES
+    size, raw = {"shortest_edge": fewest, "longest_edge": most}, {"do_rescale": False, "do_normalize": False}
+    squares = Gemma3ImageProcessorPil(size={"height": SIZE, "width": SIZE}, **raw)
+    patches = Qwen2VLImageProcessorPil(size=size, patch_size=patch, merge_size=merge, **raw)
+    found = {"gemma3": {}, "qwen3_vl": {}}
     for name, data in list_images().items():
         # As `load_image` and the library `datasets` turn it; the processor does the rest.
         image = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
-        (pixels,) = processor(image)["pixel_values"]
-        found[name] = digest(np.moveaxis(np.asarray(pixels), 0, -1))
+        pixels = np.asarray(squares(image)["pixel_values"])
+        found["gemma3"][name] = digest(np.moveaxis(pixels, 1, -1).astype(np.uint8))
+        both = np.asarray(patches(image)["pixel_values"]).reshape(-1, 3, 2, patch, patch)
+        assert (both[:, :, 0] == both[:, :, 1]).all()
+        found["qwen3_vl"][name] = digest(both[:, :, 0].astype(np.uint8))
     GOLDENS.write_text(json.dumps(found, indent=1) + "\n")
 
 

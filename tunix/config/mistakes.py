@@ -76,7 +76,6 @@ def reject_newer(values: Mapping[str, Any], run_dir: Path) -> None:
 
 def list_sections(annotation: Any) -> list[type[Section]]:
     """Return the section that a field holds, or the members of a union of sections; none for a plain value."""
-    annotation = getattr(annotation, "__origin__", annotation) if hasattr(annotation, "__metadata__") else annotation
     return [kind for kind in _list_types(annotation) if isinstance(kind, type) and issubclass(kind, Section)]
 
 
@@ -140,9 +139,11 @@ def drop_tags(path: list[str]) -> tuple[list[str], type[Section] | None, bool]:
 
 
 def _list_types(annotation: Any) -> list[Any]:
-    """Return the members of a union, and what is no union alone."""
-    union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
-    return list(typing.get_args(annotation)) if union else [annotation]
+    """Return the members of a union, also of one within it, and what is no union alone."""
+    annotation = annotation.__origin__ if hasattr(annotation, "__metadata__") else annotation
+    if typing.get_origin(annotation) not in (typing.Union, types.UnionType):
+        return [annotation]
+    return [each for member in typing.get_args(annotation) for each in _list_types(member)]
 
 
 TAGS = ("source", "name", "kind")  # keys that tell the members of a union apart: a member has one of them

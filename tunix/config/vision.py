@@ -1,6 +1,7 @@
 """Section `model.vision`: a tower that turns images into vectors of the residual stream."""
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -61,6 +62,10 @@ class Vision(Section):
     def head_dim(self) -> int:
         """Width of one head of the tower (w)."""
         return self.embed_dim // self.num_heads
+
+    def shift_positions(self, rows: Sequence[int], columns: Sequence[int]) -> int:
+        """Return what positions of text behind images of so many units have beside their places in the document."""
+        return 0
 
     @property
     def num_positions(self) -> int:
@@ -147,6 +152,10 @@ class Qwen3Vision(Vision):
         return self.merge_size**2
 
     unit_patches: ClassVar[int] = 1  # a unit of an image is a patch
+
+    def shift_positions(self, rows: Sequence[int], columns: Sequence[int]) -> int:
+        sizes = [(int(down), int(across)) for down, across in zip(rows, columns, strict=True)]
+        return sum(max(size) // self.merge_size - math.prod(size) // self.merged for size in sizes)
 
     @property
     def num_patches(self) -> int:

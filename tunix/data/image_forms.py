@@ -153,6 +153,10 @@ class ImageForm:
         starts = np.concatenate([np.zeros(1, np.int64), ends])[:-1]
         return np.stack([places[starts], places[ends - 1] + 1], axis=1)
 
+    def describe_largest(self) -> str:
+        """Return in words the size of the largest image."""
+        raise NotImplementedError
+
     def describe(self) -> dict[str, Any]:
         """Return what decides the tokens and the pixels of images."""
         return {"kind": self.kind, **asdict(self)}
@@ -193,6 +197,9 @@ class SquareForm(ImageForm):
 
     def measure(self, data: bytes) -> Grid:
         return Grid(1, 1)
+
+    def describe_largest(self) -> str:
+        return f"{self.image_size} x {self.image_size} pixels"
 
     def write(self, grid: Grid) -> str:
         return f"\n\n{super().write(grid)}\n\n"
@@ -262,6 +269,9 @@ class PatchForm(ImageForm):
                 f"{self.max_pixels}"
             )
         return near[0], near[1]
+
+    def describe_largest(self) -> str:
+        return f"at most {self.max_pixels:,} pixels"
 
     def divide(self, width: int, height: int) -> Grid:
         width, height = self.fit(width, height)

@@ -6,7 +6,7 @@ Such a file has three parts: the decoder's keys in `text_config`, the tower's in
 import math
 from typing import Any, NamedTuple
 
-from tunix.config.vision import NUM_CHANNELS, Gemma3Vision
+from tunix.config.vision import NUM_CHANNELS, AnyVision, Gemma3Vision
 
 TEXT, TOWER = "text_config", "vision_config"
 
@@ -140,7 +140,7 @@ def write_vision(vision: Any, text: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 
 
 def read_normalization(raw: dict[str, Any]) -> dict[str, Any]:
@@ -148,13 +148,29 @@ def read_normalization(raw: dict[str, Any]) -> dict[str, Any]:
     return {key: raw[key] for key in ("image_mean", "image_std") if raw.get(key) is not None}
 
 
-def write_processor(vision: Gemma3Vision) -> dict[str, dict[str, Any]]:
+def write_processor(vision: AnyVision) -> dict[str, dict[str, Any]]:
     """Return by name the files with which transformers makes an image what this tower takes."""
-    size = {"height": vision.image_size, "width": vision.image_size}
-    names = {"processor_class": "Gemma3Processor", "image_seq_length": vision.tokens_per_image}
     image = {
-        "image_processor_type": "Gemma3ImageProcessor", "do_convert_rgb": True, "do_resize": True, "resample": 2,
-        "size": size, "do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True,
+        "do_convert_rgb": True, "do_resize": True, "do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True,
         "image_mean": list(vision.image_mean), "image_std": list(vision.image_std),
     }  # fmt: skip
-    return dict(zip(PROCESSOR_FILES, (image | names, names), strict=True))
+    contents = (_describe_squares if isinstance(vision, Gemma3Vision) else _describe_patches)(vision, image)
+    return dict(zip(PROCESSOR_FILES, contents, strict=False))
+
+
+def _describe_squares(vision: Any, image: dict[str, Any]) -> tuple[dict[str, Any], ...]:
+    size = {"height": vision.image_size, "width": vision.image_size}
+    names = {"processor_class": "Gemma3Processor", "image_seq_length": vision.tokens_per_image}
+    return image | names | {"image_processor_type": "Gemma3ImageProcessor", "resample": 2, "size": size}, names
+
+
+def _describe_patches(vision: Any, image: dict[str, Any]) -> tuple[dict[str, Any], ...]:
+    names = {"processor_class": "Qwen3VLProcessor"}
+    patches = {
+        "resample": 3, "size": {"shortest_edge": vision.min_pixels, "longest_edge": vision.max_pixels},
+        "patch_size": vision.patch_size, "temporal_patch_size": vision.frames, "merge_size": vision.merge_size,
+    }  # fmt: skip
+    both = image | patches | names
+    # transformers makes no processor without one for videos.
+    videos = both | {"video_processor_type": "Qwen3VLVideoProcessor"}
+    return both | {"image_processor_type": "Qwen2VLImageProcessor"}, names, videos

@@ -67,6 +67,7 @@ class _Row:
     length: int  # tokens in the cache
     limit: int  # of `drawn`
     text: list[int]  # all tokens, of the prompt, of observations and drawn ones
+    shift: int  # of positions behind images (`Vision.shift_positions`)
     drawn: int = 0  # in all turns
     observation: list[int] | None = None  # tokens that are to follow the turn
     tokens: list[int] = field(default_factory=list)
@@ -189,7 +190,8 @@ class Engine:
     ) -> None:
         """Let the answers with these numbers begin behind a prompt, when rows are free: in the order of the calls.
 
-        `images` are those of the prompt: pixels [n, y, x, 3] uint8, and the index [tokens] of its soft tokens.
+        `images` are those of the prompt: units [n, ...] uint8, the index [tokens] of its soft tokens, and the rows and
+        columns [images] of units.
         """
         assert min(len(prompt), len(numbers), max_new_tokens) > 0
         assert len(prompt) + max_new_tokens <= self.max_length, "a row would have more tokens than max_length"
@@ -362,6 +364,10 @@ class Engine:
         fields = (pixels, index, *counts)
         return Images(*(self._to_devices(each.reshape(-1, *each.shape[2:])) for each in fields))
 
+    def _find_shift(self, prompt: _Prompt) -> int:
+        vision, images = self.programs.arch.model.vision, prompt.images
+        return 0 if vision is None or images is None else vision.shift_positions(images.rows, images.columns)
+
     def _choose_prompts(self, free_rows: list[int]) -> list[list[_Prompt]]:
         """Return the prompts that each data shard computes next, for so many free rows of each; they wait no more."""
         chosen: list[list[_Prompt]] = [[] for _ in range(self.num_shards)]
@@ -401,7 +407,7 @@ class Engine:
             for prompt in prompts:
                 while prompt.numbers and free[shard]:
                     where = prompt.numbers.popleft(), shard, free[shard].pop(0)
-                    row = _Row(*where, len(prompt.tokens), prompt.limit, list(prompt.tokens))
+                    row = _Row(*where, len(prompt.tokens), prompt.limit, list(prompt.tokens), self._find_shift(prompt))
                     begun[shard].append((row, prompt.source))
             self.computed[shard] = [prompt for prompt in self.computed[shard] if prompt.numbers]
         if not any(begun):  # the rows that were free have been taken by prompts of another batch
@@ -451,15 +457,15 @@ class Engine:
         shape = self.num_shards, most if self.fixed_rows is None else self._count_at_once(length)
         tokens = np.zeros((*shape, length), np.int32)
         rows = np.full(shape, self.num_rows, np.int32)
-        start, number, drawn = (np.zeros(shape, np.int32) for _ in range(3))
+        start, number, drawn, shift = (np.zeros(shape, np.int32) for _ in range(4))
         count = np.ones(shape, np.int32)
         for shard, each in enumerate(by_shard):
             for index, row in enumerate(each):
                 text = [row.newest, *(row.observation or ())]
                 at = shard, index
                 tokens[at][: len(text)], count[at], rows[at] = text, len(text), row.place
-                start[at], number[at], drawn[at] = row.length, row.number, row.drawn
-        inputs = (rows, tokens, start, count, number, drawn)
+                start[at], number[at], drawn[at], shift[at] = row.length, row.number, row.drawn, row.shift
+        inputs = (rows, tokens, start, count, number, drawn, shift)
         more = Extension(*(self._to_devices(each.reshape(-1, *each.shape[2:])) for each in inputs))
         self.cache, sampled = self.programs.extend(
             self.weights, self.cache, more, self.key, np.int32(self.max_length), sampling=self.sampling
@@ -489,6 +495,7 @@ class Engine:
             at = row.shard, row.place
             fields["token"][at], fields["length"][at], fields["number"][at] = row.newest, row.length, row.number
             fields["drawn"][at], fields["limit"][at], fields["working"][at] = row.drawn, row.limit, 1
+            fields["shift"][at] = row.shift
         rows = Drawing(**{name: self._to_devices(values.reshape(-1)) for name, values in fields.items()})
         # It returns when an eighth of the rows have ended, so that others take them.
         fewest = len(working) - max(1, len(working) // 8) + 1

@@ -91,6 +91,7 @@ def extend(
     start: jax.Array,
     count: jax.Array,
     reach: jax.Array,
+    shift: jax.Array,
 ) -> tuple[jax.Array, Cache]:
     """Return the logits [A, V] after more tokens of some rows, and the cache with these tokens.
 
@@ -98,19 +99,26 @@ def extend(
         rows: [A] int32, numbers of the rows on their data shard; the number of all of them for a filler.
         tokens: [A, C] int32, of which the first `count` [A] stand behind the `start` [A] tokens that the rows have.
         reach: int32 scalar, number of tokens of the longest row when it ends.
+        shift: [A] int32, what their positions have beside their times, behind images (`Vision.shift_positions`).
     """
-    hidden, write = _run_behind(model, weights, cache, rows, tokens, start, reach)
+    hidden, write = _run_behind(model, weights, cache, rows, tokens, start, reach, shift)
     return _compute_logits(model, hidden, count), write(count)
 
 
 def verify(
-    model: Transformer, weights: Gathered, cache: Cache, tokens: jax.Array, start: jax.Array, reach: jax.Array
+    model: Transformer,
+    weights: Gathered,
+    cache: Cache,
+    tokens: jax.Array,
+    start: jax.Array,
+    reach: jax.Array,
+    shift: jax.Array,
 ) -> tuple[jax.Array, Callable[[jax.Array], Cache]]:
     """Return the logits [B, C, V] after each of more tokens [B, C] of all rows, which have `start` [B] tokens.
 
     Returns also the function that gives the cache with the first so many [B] of them.
     """
-    hidden, write = _run_behind(model, weights, cache, None, tokens, start, reach)
+    hidden, write = _run_behind(model, weights, cache, None, tokens, start, reach, shift)
     return model.logits(model.tables(), hidden), write
 
 
@@ -122,11 +130,12 @@ def _run_behind(
     tokens: jax.Array,
     start: jax.Array,
     reach: jax.Array,
+    shift: jax.Array,
 ) -> tuple[jax.Array, Callable[[jax.Array], Cache]]:
     """Return the hidden states [A, C, D] of more tokens of some rows, or of all (None); see `extend` and `verify`."""
     times = start[:, None] + jnp.arange(tokens.shape[1])  # [A, C]
     # A table of positions may end before the tokens that only fill up.
-    positions = jnp.minimum(times, model.cfg.context_length - 1)
+    positions = jnp.minimum(times + shift[:, None], model.cfg.context_length - 1)
 
     def mix_of(layer: Layer, _: None) -> Mix:
         def cache_attention(q, new, heads):
@@ -174,11 +183,12 @@ def decode(
     length: jax.Array,
     working: jax.Array,
     reach: jax.Array,
+    shift: jax.Array,
 ) -> tuple[jax.Array, Cache]:
     """Return the logits [B, V] after one more token [B] int32 of each row, and the cache with it.
 
     A row has `length` [B] tokens before it. The cache of a row that is not `working`, [B] bool, stays as it is; its
-    logits mean nothing. `reach` (int32 scalar) is the number of tokens of the longest row when it ends.
+    logits mean nothing. `reach` and `shift` [B] are those of `extend`.
     """
     time = length[:, None]  # [B, 1]
 
@@ -203,7 +213,7 @@ def decode(
         return Mix(cache_attention, recur)
 
     forward = Forward(mix_of, max(list_slots(cache)), reach=reach)
-    hidden, cache = _run_blocks(model, weights, token[:, None], time, forward)
+    hidden, cache = _run_blocks(model, weights, token[:, None], time + shift[:, None], forward)
     return _compute_logits(model, hidden, None), cache
 
 

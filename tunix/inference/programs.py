@@ -49,6 +49,7 @@ class Drawing(NamedTuple):
     drawn: jax.Array  # int32, tokens drawn so far, in all turns
     limit: jax.Array  # int32, of `drawn`: the turn ends when it is reached
     working: jax.Array  # bool
+    shift: jax.Array  # int32, of positions behind images (`Vision.shift_positions`)
 
 
 class Placement(NamedTuple):
@@ -68,6 +69,7 @@ class Extension(NamedTuple):
     num_tokens: jax.Array  # of `tokens`, which are filled up behind these
     number: jax.Array  # of the answer
     drawn: jax.Array  # tokens drawn so far, in all turns
+    shift: jax.Array  # of positions behind images
 
 
 class Extent(NamedTuple):
@@ -145,7 +147,7 @@ def _extend(
 ) -> tuple[Cache, Sampled]:
     """Give rows [A] more tokens [A, C]; return the cache, and the token behind them, [A] on every device."""
     model = weights.module(arch)
-    logits, cache = extend(model, weights, cache, more.row, more.tokens, more.start, more.num_tokens, reach)
+    logits, cache = extend(model, weights, cache, more.row, more.tokens, more.start, more.num_tokens, reach, more.shift)
     return cache, _replicate(sample(logits, key, more.number, more.drawn, sampling, arch.layout))
 
 
@@ -171,7 +173,7 @@ def _decode(
     def step(state):
         n, rows, cache, chunk = state
         bound = _keep_in_loop(n, weights)
-        logits, cache = decode(model, bound, cache, rows.token, rows.length, rows.working, extent.reach)
+        logits, cache = decode(model, bound, cache, rows.token, rows.length, rows.working, extent.reach, rows.shift)
         sampled = sample(logits, key, rows.number, rows.drawn, sampling, model.layout)
         chunk = jax.tree.map(
             lambda tokens, new: jax.lax.dynamic_update_slice_in_dim(
@@ -247,7 +249,7 @@ def _decode_guesses(
         at_work = rows.working & (filled < extent.steps)
         guesses = _on_rows(partial(_find_guesses, count=sampling.guess), text, rows.length)
         tokens = jnp.concatenate([rows.token[:, None], guesses], axis=1)
-        logits, write = verify(model, bound, cache, tokens, rows.length, extent.reach)
+        logits, write = verify(model, bound, cache, tokens, rows.length, extent.reach, rows.shift)
         drawn = [
             sample(logits[:, index], key, rows.number, rows.drawn + index, sampling, model.layout)
             for index in range(sampling.guess + 1)
