@@ -1,12 +1,22 @@
 """Qwen 3 VL: what transformers says of images of several sizes in one row, and its gradients, on several meshes."""
 
+import json
+import re
+
 import jax
 import numpy as np
 import pytest
+from omegaconf import OmegaConf
 from safetensors.numpy import load_file
-from support.harness import ROOT
+from support.harness import ROOT, SMALL
+from support.images import SEES_ANY_SIZE
 
 import tunix
+from tunix.base.errors import UserError
+from tunix.config import Export
+from tunix.config.compose import compose
+from tunix.export import export
+from tunix.huggingface.config_json import read_config
 from tunix.huggingface.weights import save_weights
 from tunix.inference.sampling import Sampling
 from tunix.models.vision import Images, find_grid, find_positions
@@ -24,7 +34,7 @@ def expected():
 @pytest.mark.parametrize("mesh_shape", MESHES, ids=["one", "fsdp-tp", "dp-cp"])
 def test_logits_and_gradients_are_those_of_transformers(mesh_shape, expected, tmp_path):
     model = tunix.load_pretrained(SEEING, mesh_shape=mesh_shape)
-    names = ("images", "image_index", "image_rows", "image_columns")
+    names = ("images", "image_index", "image_grids")
 
     def logits(params, rows):
         images = Images(*(rows[name] for name in names))
@@ -55,7 +65,7 @@ def test_logits_and_gradients_are_those_of_transformers(mesh_shape, expected, tm
 
 
 def test_places_of_packed_patches():
-    grid = find_grid(np.array([[2, 2, 0]]), np.array([[4, 2, 0]]), 14, 2)
+    grid = find_grid(np.array([[[2, 4], [2, 2], [0, 0]]]), 14, 2)
     assert grid.image[0].tolist() == [0] * 8 + [1] * 4 + [3] * 2
     assert grid.end[0].tolist() == [8] * 8 + [12] * 4 + [14] * 2
     assert grid.row[0].tolist() == [0, 0, 1, 1, 0, 0, 1, 1, 0, 0, 1, 1, 0, 0]
@@ -63,16 +73,16 @@ def test_places_of_packed_patches():
 
 
 def test_positions_are_those_of_transformers_also_behind_another_document(expected):
-    index, rows, columns = (expected[name] for name in ("image_index", "image_rows", "image_columns"))
+    index, grids = expected["image_index"], expected["image_grids"]
     num_patches = expected["images"].shape[1]
     places = np.tile(np.arange(24, dtype=np.int32), (2, 1))
-    found = find_positions(places, index, rows, columns, num_patches, 2)
+    found = find_positions(places, index, grids, num_patches, 2)
     np.testing.assert_array_equal(found, expected["image_positions"])
     # The second image alone, behind another document, has the positions that it has alone.
     places[0, 12:] -= 12
     alone = np.where(index[:1, 12:] >= 0, index[:1, 12:] - index[0, 12:].max() - 1 + 2, -1)
-    packed = find_positions(places, index, rows, columns, num_patches, 2)[0, 12:]
-    own = find_positions(places[:1, 12:], alone, rows[:1, 1:], columns[:1, 1:], num_patches, 2)[0]
+    packed = find_positions(places, index, grids, num_patches, 2)[0, 12:]
+    own = find_positions(places[:1, 12:], alone, grids[:1, 1:], num_patches, 2)[0]
     np.testing.assert_array_equal(packed, own)
 
 
@@ -82,7 +92,7 @@ def test_greedy_generation_behind_images(expected):
     whole, tokens = expected["image_greedy"].tolist(), expected["image_tokens"]
     images = [
         Images(expected["images"][row, :count], expected["image_index"][row, :length],
-               expected["image_rows"][row, :num], expected["image_columns"][row, :num])
+               expected["image_grids"][row, :num])
         for row, count, length, num in ((1, 16, 19, 1), (0, 32, 24, 2))
     ]  # fmt: skip
     prompts = [whole[:19], tokens[0].tolist(), whole[:3]]
@@ -100,3 +110,33 @@ def test_rows_of_text_alone(expected):
     with jax.set_mesh(model.mesh):
         said = model.arch.module(model.params)(model.rows(expected["tokens"]))
     np.testing.assert_allclose(said, expected["logits"], atol=1e-4)
+
+
+def test_an_export_keeps_the_tower_and_writes_a_processor(tmp_path):
+    values = OmegaConf.to_container(OmegaConf.load(ROOT / "conf/command/export.yaml"))
+    export(Export.model_validate(values | {"checkpoint": str(SEEING), "output": str(tmp_path / "out")}))
+    before, after = (load_file(folder / "model.safetensors") for folder in (SEEING, tmp_path / "out"))
+    assert before.keys() == after.keys()
+    assert all((before[name] == after[name]).all() for name in before)
+    theirs, ours = (json.loads((folder / "config.json").read_text()) for folder in (SEEING, tmp_path / "out"))
+    assert {**theirs["vision_config"], "initializer_range": 0} == {**ours["vision_config"], "initializer_range": 0}
+    processor = json.loads((tmp_path / "out/preprocessor_config.json").read_text())
+    assert processor["size"] == {"shortest_edge": 65536, "longest_edge": 1048576}
+    source, again = read_config(SEEING), read_config(tmp_path / "out")
+    assert again["vision"] == source["vision"] | {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    assert again | {"vision": None} == source | {"vision": None}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["model.rope_sections=null"], "kind=qwen3_vl needs model.rope_sections"),
+        (["model.rope_sections=[2,1,2]"], "must be 4 pairs together"),
+        (["++model.vision.max_pixels=200"], "less than four times model.vision.min_pixels=64"),
+        (["++model.vision.deepstack_layers=[3]"], "names a layer that is not below model.vision.num_layers=1"),
+        (["++model.vision.kind=siglip"], "model.vision.kind"),
+    ],
+)
+def test_keys_that_do_not_go_together(words, message):
+    with pytest.raises(UserError, match=re.escape(message)):
+        compose([*SMALL, *SEES_ANY_SIZE, *words])

@@ -64,8 +64,7 @@ def host_rows(expected) -> dict[str, np.ndarray]:
     return {
         "tokens": tokens, "targets": targets, "loss_mask": mask, "images": expected["images"],
         "positions": np.tile(np.arange(tokens.shape[1], dtype=np.int32), (2, 1)), "segment_ids": np.zeros_like(tokens),
-        "image_index": expected["image_index"], "image_rows": np.ones((2, 2), np.int32),
-        "image_columns": np.ones((2, 2), np.int32),
+        "image_index": expected["image_index"], "image_grids": np.ones((2, 2, 2), np.int32),
     }  # fmt: skip
 
 

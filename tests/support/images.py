@@ -29,12 +29,21 @@ SEES = [
 ]
 
 
+# The same with images of any size: of 64 to 256 pixels, a soft token for each 8 x 8 of them.
+ANY_SIZE = {name: value for name, value in TOWER.items() if name != "tokens_per_image"} | {
+    "kind": "qwen3_vl", "merge_size": 2, "frames": 2, "rope_theta": 1e4, "deepstack_layers": [0], "min_pixels": 64,
+    "max_pixels": 256,
+}  # fmt: skip
+SEES_ANY_SIZE = [
+    f"++model.vision={json.dumps(ANY_SIZE).replace(chr(34), '')}", "model.rope_sections=[2,1,1]", *SEES[1:],
+]  # fmt: skip
+
+
 def squares(pixels, index):
     """Images [n, y, x, 3] of a prompt of Gemma 3."""
     from tunix.models.vision import Images  # not with `make parity`
 
-    ones = np.ones(len(pixels), np.int32)
-    return Images(pixels, index, ones, ones)
+    return Images(pixels, index, np.ones((len(pixels), 2), np.int32))
 
 
 def draw(width, height, channels=3, seed=0):

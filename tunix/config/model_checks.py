@@ -183,6 +183,11 @@ def _check_rotations(model: "Model") -> None:
     key = "head_dim" if model.rotated_dim is None else "rotated_dim"
     if model.num_rotated % 2:
         raise ValueError(f"model.{key}={model.num_rotated} must be even: RoPE rotates pairs")
+    if model.rope_sections is not None and sum(model.rope_sections) != model.num_rotated // 2:
+        raise ValueError(
+            f"model.rope_sections={list(model.rope_sections)} must be {model.num_rotated // 2} pairs together, half of "
+            f"model.{key}={model.num_rotated}"
+        )
     wide = model.global_heads
     if wide is not None and model.rotated_dim is None and wide.head_dim % 2:
         raise ValueError(f"model.global_heads.head_dim={wide.head_dim} must be even: RoPE rotates pairs")

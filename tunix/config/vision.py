@@ -1,7 +1,7 @@
 """Section `model.vision`: a tower that turns images into vectors of the residual stream."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -63,8 +63,8 @@ class Vision(Section):
         """Width of one head of the tower (w)."""
         return self.embed_dim // self.num_heads
 
-    def shift_positions(self, rows: Sequence[int], columns: Sequence[int]) -> int:
-        """Return what positions of text behind images of so many units have beside their places in the document."""
+    def shift_positions(self, grids: Iterable[Iterable[int]]) -> int:
+        """Return what positions of text behind images of so many units, down and across, have beside their places."""
         return 0
 
     @property
@@ -153,8 +153,8 @@ class Qwen3Vision(Vision):
 
     unit_patches: ClassVar[int] = 1  # a unit of an image is a patch
 
-    def shift_positions(self, rows: Sequence[int], columns: Sequence[int]) -> int:
-        sizes = [(int(down), int(across)) for down, across in zip(rows, columns, strict=True)]
+    def shift_positions(self, grids: Iterable[Iterable[int]]) -> int:
+        sizes = [tuple(map(int, grid)) for grid in grids]
         return sum(max(size) // self.merge_size - math.prod(size) // self.merged for size in sizes)
 
     @property
@@ -198,6 +198,14 @@ def check_vision(model: "Model", vision: AnyVision) -> None:
     for key in ("latent", "linear_attention", "layer_inputs"):
         if getattr(model, key) is not None:
             raise ValueError(f"model.{key} does not go with {KEY}; set one of them to null")
+    for key in ("shared_kv",) if vision.deepstack_layers else ():
+        if getattr(model, key) is not None:
+            raise ValueError(f"model.{key} does not go with {KEY}.deepstack_layers; set it to null")
+    if isinstance(vision, Qwen3Vision) != (model.rope_sections is not None):
+        needs = "needs" if model.rope_sections is None else "takes no"
+        raise ValueError(
+            f"{KEY}.kind={vision.kind} {needs} model.rope_sections; its images have places in rows and columns"
+        )
     if len(vision.deepstack_layers) > model.num_layers:
         raise ValueError(
             f"{KEY}.deepstack_layers={list(vision.deepstack_layers)} are more than model.num_layers={model.num_layers}"

@@ -77,8 +77,7 @@ FIELDS = {
 #     images          [A, B, units, ...] uint8   units of the row's images one after the other (data/image_forms.py),
 #                                                then zeros: room for P = training.images_per_row images of the largest
 #                                                size. gemma3: [A, B, P, H, W, 3]; qwen3_vl: patches [A, B, i, 3, a, b]
-#     image_rows,     [A, B, P] int32            units of each image, down ...
-#     image_columns   [A, B, P] int32            ... and across; 0 where there is no image
+#     image_grids     [A, B, P, 2] int32         units of each image, down and across; 0 where there is no image
 #     image_index     [A, B, T] int32            which of the row's soft tokens a token is, counted from its first; -1
 #                                                of a token of text, and of padding
 #
@@ -86,9 +85,7 @@ FIELDS = {
 #     image_index   -1      0       1       ... 255     -1    -1   -1 -1   -1
 #
 # Pixels are as they were decoded and resized. The model divides them by 255 and normalizes them (models/vision.py).
-IMAGES, IMAGE_INDEX, IMAGE_ROWS, IMAGE_COLUMNS = "images", "image_index", "image_rows", "image_columns"
-IMAGE_COUNTS = IMAGE_ROWS, IMAGE_COLUMNS
-IMAGE_FIELDS = IMAGES, IMAGE_INDEX, IMAGE_ROWS, IMAGE_COLUMNS  # in the order of `Images`
+IMAGES, IMAGE_INDEX, IMAGE_GRIDS = IMAGE_FIELDS = "images", "image_index", "image_grids"  # in the order of `Images`
 
 
 def image_fields(cfg: Config) -> Fields:
@@ -106,10 +103,10 @@ def image_fields(cfg: Config) -> Fields:
         return batch[IMAGE_INDEX] if IMAGE_INDEX in batch else np.full(batch["tokens"].shape, -1, np.int32)
 
     sizes = tuple(zip(form.dim_names, shape, strict=True))
-    counts = {name: Field("ABj", "int32", fill(name, per_row), sizes=(("j", per_row),)) for name in IMAGE_COUNTS}
-    return counts | {
+    return {
         IMAGES: Field(f"AB{form.dim_names}", "uint8", fill(IMAGES, *shape), sizes=sizes),
         IMAGE_INDEX: Field("ABT", "int32", fill_index, padding=-1),
+        IMAGE_GRIDS: Field("ABjo", "int32", fill(IMAGE_GRIDS, per_row, 2), sizes=(("j", per_row), ("o", 2))),
     }
 
 
@@ -147,8 +144,7 @@ def split_rows(batch: Example, num_cuts: int) -> Example:
     shape = sizes, num_rows * num_cuts, length // num_cuts
     # What is not one number a token, like images, belongs to each row of a sequence.
     rows = {
-        name: np.repeat(leaf, num_cuts, 1) if leaf.ndim != 3 or name in IMAGE_COUNTS else leaf.reshape(shape)
-        for name, leaf in batch.items()
+        name: leaf.reshape(shape) if leaf.ndim == 3 else np.repeat(leaf, num_cuts, 1) for name, leaf in batch.items()
     }
     # In each row, documents are numbered from 1 again, and one that began before the row begins with it. A row that
     # begins with padding has nothing else.

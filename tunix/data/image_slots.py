@@ -9,7 +9,7 @@ import numpy as np
 
 from tunix.base.errors import UserError
 from tunix.config import Config
-from tunix.data.batches import IMAGE_COLUMNS, IMAGE_INDEX, IMAGE_ROWS, IMAGES, Example
+from tunix.data.batches import IMAGE_GRIDS, IMAGE_INDEX, IMAGES, Example
 from tunix.data.image_forms import Grid, ImageForm, Pixels, find_form
 from tunix.data.shards import Arrays, Stream
 from tunix.models.vision import Images
@@ -54,9 +54,8 @@ def _count_soft(tokens: np.ndarray, soft_id: int) -> np.ndarray:
 
 
 def _join(images: Sequence[Pixels], index: np.ndarray) -> Images:
-    """Return images one after the other: units [units, ...], index [T], rows and columns [images]."""
-    grids = np.array([image.grid for image in images], np.int32).reshape(-1, 2)
-    return Images(np.concatenate([image.units for image in images]), index, grids[:, 0], grids[:, 1])
+    """Return images one after the other: units [units, ...], index [T], grids [images, 2]."""
+    return Images(np.concatenate([image.units for image in images]), index, np.array([image.grid for image in images]))
 
 
 class ImageQuestion(NamedTuple):
@@ -119,13 +118,13 @@ class ImageSlots(NamedTuple):
         images."""
         units = np.zeros((len(rows), self.per_row * self.form.max_units, *self.form.unit_shape), np.uint8)
         index = np.full((len(rows), seq_len), -1, np.int32)
-        grids = np.zeros((2, len(rows), self.per_row), np.int32)
+        grids = np.zeros((len(rows), self.per_row, 2), np.int32)
         for row, images in enumerate(rows):
             if images is not None:
                 units[row, : len(images.pixels)] = images.pixels
                 index[row, : len(images.image_index)] = images.image_index
-                grids[:, row, : len(images.rows)] = images.rows, images.columns
-        return {IMAGES: units, IMAGE_INDEX: index, IMAGE_ROWS: grids[0], IMAGE_COLUMNS: grids[1]}
+                grids[row, : len(images.grids)] = images.grids
+        return {IMAGES: units, IMAGE_INDEX: index, IMAGE_GRIDS: grids}
 
     def find_questions(self, sequences: grain.MapDataset, count: int, max_length: int) -> list[ImageQuestion]:
         """Return what the first conversations of at most `count` sequences ask, spread evenly over all of them.
@@ -141,11 +140,11 @@ class ImageSlots(NamedTuple):
             num_units = int(index.max(initial=-1) + 1) * self.form.max_units // self.form.max_tokens
             if not learnt.any() or not num_units or begin + 1 > max_length:
                 continue
-            grids = [Grid(*grid) for grid in zip(example[IMAGE_ROWS], example[IMAGE_COLUMNS], strict=True)]
+            grids = [Grid(*grid) for grid in example[IMAGE_GRIDS].tolist()]
             ends = np.cumsum([self.form.num_units(grid) for grid in grids])
             last = int(np.searchsorted(ends, num_units))  # image of the question
             units = example[IMAGES][:num_units]
-            images = Images(units, index, example[IMAGE_ROWS][: last + 1], example[IMAGE_COLUMNS][: last + 1])
+            images = Images(units, index, example[IMAGE_GRIDS][: last + 1])
             shown = self.form.join(units[num_units - self.form.num_units(grids[last]) :], grids[last])
             end = begin + int(np.argmin(np.append(learnt[begin:], False)))
             tokens, answer = example["tokens"][: begin + 1].tolist(), example["targets"][begin:end].tolist()

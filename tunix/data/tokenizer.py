@@ -279,10 +279,17 @@ class Vocab:
             raise UserError(f"task.chat_template writes {error} of a conversation") from None
 
     def find_images(self, tokens: Sequence[np.ndarray], images: Sequence[bytes]) -> np.ndarray:
-        """Return the spans [images, 2] of images in a document's parts (`ImageForm.find`)."""
+        """Return the spans [images, 2] of images in a document's parts (`ImageForm.find`).
+
+        Raises:
+            UserError: the chat template has written other soft tokens than those of the images.
+        """
         if self.images is None or not images:
             return np.zeros((0, 2), np.int64)
-        return self.images.find(np.concatenate(tokens), self.soft_id, images)
+        try:
+            return self.images.find(np.concatenate(tokens), self.soft_id, images)
+        except ValueError as error:  # a template, or its options, may write soft tokens of its own
+            raise UserError(f"task.chat_template writes {error} of a conversation") from None
 
     def is_of_image(self, tokens: np.ndarray) -> np.ndarray:
         """Return which tokens [T] stand for images, which no model learns to write."""

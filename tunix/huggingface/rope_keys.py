@@ -158,7 +158,7 @@ def read_rope(raw: dict[str, Any], values: dict[str, Any], family: Family) -> di
         raise ValueError(f"rope_type={kind}: {', '.join(f'{k}={v}' for k, v in unknown.items())} is not understood")
     sections: dict[str, Any] = {}
     if family.many_axes:
-        sections = {"rope_sections": params.get("mrope_section")}
+        sections = {"rope_sections": params.get("mrope_section", [24, 20, 20])}
         if not params.get("mrope_interleaved", True):
             raise ValueError("mrope_interleaved=False is not supported; it must be true")
     local = (nearby.get("rope_theta") or theta) if values["global_every"] > 1 and family.local_rope else None

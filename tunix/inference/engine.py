@@ -190,8 +190,8 @@ class Engine:
     ) -> None:
         """Let the answers with these numbers begin behind a prompt, when rows are free: in the order of the calls.
 
-        `images` are those of the prompt: units [n, ...] uint8, the index [tokens] of its soft tokens, and the rows and
-        columns [images] of units.
+        `images` are those of the prompt: units [n, ...] uint8, the index [tokens] of its soft tokens, and the units
+        down and across [images, 2].
         """
         assert min(len(prompt), len(numbers), max_new_tokens) > 0
         assert len(prompt) + max_new_tokens <= self.max_length, "a row would have more tokens than max_length"
@@ -352,21 +352,20 @@ class Engine:
         given = [prompt.images for prompts in chosen for prompt in prompts if prompt.images is not None]
         if not given:
             return None
-        num_images = pad_batch(max(len(images.rows) for images in given))
+        num_images = pad_batch(max(len(images.grids) for images in given))
         pixels = np.zeros((*shape[:2], num_slots, *given[0].pixels.shape[1:]), np.uint8)
-        index, counts = np.full(shape, -1, np.int32), np.zeros((2, *shape[:2], num_images), np.int32)
+        index, grids = np.full(shape, -1, np.int32), np.zeros((*shape[:2], num_images, 2), np.int32)
         for shard, prompts in enumerate(chosen):
             for place, prompt in enumerate(prompts):
                 if (images := prompt.images) is not None:
                     pixels[shard, place, : len(images.pixels)] = images.pixels
                     index[shard, place, : len(prompt.tokens)] = images.image_index
-                    counts[:, shard, place, : len(images.rows)] = images.rows, images.columns
-        fields = (pixels, index, *counts)
-        return Images(*(self._to_devices(each.reshape(-1, *each.shape[2:])) for each in fields))
+                    grids[shard, place, : len(images.grids)] = images.grids
+        return Images(*(self._to_devices(each.reshape(-1, *each.shape[2:])) for each in (pixels, index, grids)))
 
     def _find_shift(self, prompt: _Prompt) -> int:
         vision, images = self.programs.arch.model.vision, prompt.images
-        return 0 if vision is None or images is None else vision.shift_positions(images.rows, images.columns)
+        return 0 if vision is None or images is None else vision.shift_positions(images.grids)
 
     def _choose_prompts(self, free_rows: list[int]) -> list[list[_Prompt]]:
         """Return the prompts that each data shard computes next, for so many free rows of each; they wait no more."""

@@ -57,8 +57,15 @@ class ImagePrompts:
             raise UserError(f"the chat template writes {error}") from None
 
     def find(self, tokens: list[int], files: Sequence[str]) -> Images | None:
-        """Return the images of a prompt's tokens, out of their files as base64; None without images."""
-        return index_images(tokens, [base64.b64decode(data) for data in files], self.form, self.soft_id)
+        """Return the images of a prompt's tokens, out of their files as base64; None without images.
+
+        Raises:
+            UserError: the tokens have other soft tokens than those of the images.
+        """
+        try:
+            return index_images(tokens, [base64.b64decode(data) for data in files], self.form, self.soft_id)
+        except ValueError as error:
+            raise UserError(f"the prompt has {error}") from None
 
 
 def find_image_prompts(model: Model, tokenizer: Tokenizer, max_pixels: int) -> ImagePrompts | None:

@@ -117,13 +117,13 @@ class RequestReader:
     def _encode_chat(self, text: str, files: list[bytes]) -> tuple[list[int], Images | None]:
         if self.form is None:
             return self.tokenizer.encode(text, add_special_tokens=False).ids, None
+        soft_id = self.tokenizer.token_to_id(self.form.soft)
         try:
             (text,) = self.form.expand([text], files)
+            tokens = self.tokenizer.encode(text, add_special_tokens=False).ids
+            return tokens, None if soft_id is None else index_images(tokens, files, self.form, soft_id)
         except ValueError as error:
             raise ApiError(400, f"the chat template writes {error}", "messages") from None
-        tokens = self.tokenizer.encode(text, add_special_tokens=False).ids
-        soft_id = self.tokenizer.token_to_id(self.form.soft)
-        return tokens, None if soft_id is None else index_images(tokens, files, self.form, soft_id)
 
     async def read_completion(self, body: bytes, arrived: float) -> Job:
         parameters = read_parameters(CompletionParameters, body)

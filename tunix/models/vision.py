@@ -49,9 +49,7 @@ class Images(NamedTuple):
 
     pixels: Any  # uint8: [B, P, y, x, 3] (gemma3), or patches [B, i, 3, a, b], packed and in the order of merging
     image_index: Any  # [B, T] int32: which of the row's soft tokens a token is, or -1
-    # [B, P] int32, units of each image down and across (data/image_forms.py); 0 where there is none.
-    rows: Any
-    columns: Any
+    grids: Any  # [B, P, 2] int32, units of each image down and across (data/image_forms.py); 0 where there is none
 
 
 class Places(NamedTuple):
@@ -229,15 +227,15 @@ class Grid(NamedTuple):
     columns: jax.Array
 
 
-def find_grid(rows: jax.Array, columns: jax.Array, num_patches: int, merge: int) -> Grid:
-    """Return where the patches of images with so many rows and columns [B, P] are.
+def find_grid(grids: jax.Array, num_patches: int, merge: int) -> Grid:
+    """Return where the patches of images with so many rows and columns, grids [B, P, 2], are.
 
     Squares of merge x merge patches come one after the other; an image of 2 x 4 patches, merge=2:
 
         0 1 4 5
         2 3 6 7
     """
-    places = jnp.arange(num_patches, dtype=jnp.int32)
+    places, (rows, columns) = jnp.arange(num_patches, dtype=jnp.int32), jnp.moveaxis(grids, -1, 0)
     ends = jnp.cumsum(rows * columns, axis=1)
     image = jnp.sum(places[None, :, None] >= ends[:, None, :], axis=2)  # [B, i]
 
@@ -262,10 +260,10 @@ def _read_any_size(tower: Tower, images: Images) -> tuple[jax.Array, Places]:
     pixels = reshard(images.pixels, layout.activation("Bizab"))
     spec = layout.activation("Bj")
     read = jax.shard_map(
-        lambda rows, columns: find_grid(rows, columns, pixels.shape[1], vision.merge_size),
+        lambda grids: find_grid(grids, pixels.shape[1], vision.merge_size),
         in_specs=spec, out_specs=layout.activation("Bi"),
     )  # fmt: skip
-    grid = read(reshard(images.rows, spec), reshard(images.columns, spec))
+    grid = read(reshard(images.grids, spec))
     x, side = tower.patches.embed(pixels), vision.patches_per_side
     # Between the four entries of the table that are around a patch; the corners of image and table are the same.
     y, z = (
@@ -388,14 +386,12 @@ class Eyes(nnx.Module):
             return positions
         find = partial(find_positions, num_patches=images.pixels.shape[1], merge=vision.merge_size)
         whole = PartitionSpec(self.layout.activation("BT")[0])  # a place in time depends on all earlier tokens
-        arrays = (positions, images.image_index, images.rows, images.columns)
+        arrays = (positions, images.image_index, images.grids)
         found = jax.shard_map(find, in_specs=whole, out_specs=whole)(*(reshard(each, whole) for each in arrays))
         return reshard(found, PartitionSpec(*self.layout.activation("BT"), None))
 
 
-def find_positions(
-    positions: jax.Array, index: jax.Array, rows: jax.Array, columns: jax.Array, num_patches: int, merge: int
-) -> jax.Array:
+def find_positions(positions: jax.Array, index: jax.Array, grids: jax.Array, num_patches: int, merge: int) -> jax.Array:
     """Return positions [B, T, 3] in time, of rows and of columns, for places [B, T] in documents (M-RoPE).
 
     All tokens of an image have its first one's place in time, to which rows and columns are added. What follows is as
@@ -405,7 +401,7 @@ def find_positions(
         rows       0 1 2 2 2 3 3 3 5 6
         columns    0 1 2 3 4 2 3 4 5 6
     """
-    grid = find_grid(rows, columns, num_patches, merge)
+    grid = find_grid(grids, num_patches, merge)
     is_soft, patch = index >= 0, jnp.maximum(index, 0) * merge**2
 
     def of_tokens(values: jax.Array) -> jax.Array:

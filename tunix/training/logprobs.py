@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec, reshard
 
-from tunix.data.batches import IMAGE_COUNTS, IMAGE_FIELDS, IMAGES, Batch, split_shared
+from tunix.data.batches import IMAGE_FIELDS, IMAGES, Batch, split_shared
 from tunix.models.layers import BlockSums, Routing
 from tunix.models.transformer import Transformer
 from tunix.models.vision import Images
@@ -277,8 +277,7 @@ def sum_over_tokens(
     sum_up.defvjp(forward, backward)
     with jax.named_scope("loss"):
         split = make_splitter(hidden, chunk_size)
-        of_tokens = {name: field for name, field in split_shared(batch)[0].items() if name not in IMAGE_COUNTS}
-        fields = {name: split(field) for name, field in of_tokens.items() if field.ndim == 2}
+        fields = {name: split(field) for name, field in split_shared(batch)[0].items() if field.ndim == 2}
         if teacher is not None:
             fields[STATES] = split(teacher.hidden)
         objective, sums = sum_up(tables[1], split(hidden), None if teacher is None else teacher.table, fields)

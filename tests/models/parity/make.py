@@ -391,8 +391,8 @@ def with_images_of_any_size(model: transformers.PreTrainedModel) -> dict[str, to
         attention_mask=torch.ones_like(prompt), max_new_tokens=NEW_TOKENS, do_sample=False,
     )  # fmt: skip
     return gradients | {
-        "image_tokens": tokens, "image_index": index, "images": patches, "image_rows": sizes[..., 0],
-        "image_columns": sizes[..., 1], "image_positions": positions.permute(1, 2, 0), "image_logits": logits.detach(),
+        "image_tokens": tokens, "image_index": index, "images": patches, "image_grids": sizes,
+        "image_positions": positions.permute(1, 2, 0), "image_logits": logits.detach(),
         "image_greedy": greedy[0],
     }  # fmt: skip
 
