@@ -1,16 +1,23 @@
 """Runs of a model that sees images of any size: on every mesh, packed without leaks, resumed, answered and scored."""
 
 import json
+from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from PIL import Image
 from support.harness import ONE_DEVICE, ONE_LAYER, RUN, metrics
-from support.images import SEES_ANY_SIZE, draw, save
+from support.images import ANY_SIZE, SEES_ANY_SIZE, draw, save
 
 import tunix
 from tunix.config.compose import compose
 from tunix.data.dataset import load_corpus
+from tunix.data.image_forms import PatchForm
+from tunix.sharding.arrays import to_global
+from tunix.training.choices import build_mesh
+from tunix.training.logprobs import compute_token_log_probs
+from tunix.training.program import assemble
 from tunix.verify import verify
 
 WORDS = [
@@ -18,6 +25,7 @@ WORDS = [
     "scheduler=constant", "training.global_batch_size=4", "training.micro_batch_size=4", "training.seq_len=96",
     "training.loss_chunk_size=96", "data=jsonl", "data.held_out_fraction=0.2",
 ]  # fmt: skip
+FORM = PatchForm(*(ANY_SIZE[key] for key in ("patch_size", "merge_size", "min_pixels", "max_pixels")))
 SIZES = [(8, 8), (16, 16), (30, 7), (9, 25), (12, 20)]
 
 
@@ -49,15 +57,18 @@ def test_a_mesh_of_three_axes_computes_the_same(words):
 def test_rows_have_the_patches_and_places_of_their_images(words):
     corpus = load_corpus(compose([*words, "task=sft"]).config)
     (packed,) = corpus.train.values()
-    seen = 0
+    (folder,) = {Path(word.split("'")[1]).parent for word in words if word.startswith("data.paths")}
+    files = {FORM.decode(path.read_bytes()).units.tobytes(): path.name for path in folder.glob("*.png")}
+    seen = []
     for row in map(packed.__getitem__, range(len(packed))):
-        counts = row["image_grids"].prod(-1) // 4
+        counts = row["image_grids"].prod(-1)
         index = row["image_index"]
-        assert index[index >= 0].tolist() == list(range(counts.sum()))
-        assert (row["tokens"][index >= 0] == 4).all()
-        assert not row["images"][4 * counts.sum() :].any()
-        seen += np.count_nonzero(counts)
-    assert seen == 47  # of 40 rows, 8 of which are held out
+        assert index[index >= 0].tolist() == list(range(counts.sum() // 4))
+        assert (row["tokens"][index >= 0] == ANY_SIZE["image_token"]).all()
+        *images, padding = np.split(row["images"], np.cumsum(counts))
+        assert not padding.any()
+        seen += [files[units.tobytes()] for units in images if len(units)]
+    assert len(seen) == len(set(seen)) == corpus.prepared["jsonl"].index["shards"][0]["train"]["images"]
 
 
 def test_a_resumed_run_reads_the_same_images(words, tmp_path):
@@ -74,3 +85,37 @@ def test_a_resumed_run_reads_the_same_images(words, tmp_path):
     lines, again = metrics(whole), metrics(tmp_path / "cut")
     assert [line["loss"] for line in again] == [line["loss"] for line in lines]
     assert [line["grad_norm"] for line in again] == [line["grad_norm"] for line in lines]
+
+
+def test_answers_are_drawn_and_learnt_from(words, tmp_path):
+    """GRPO: the log-probabilities that an answer was drawn with are those of the step, which sees the same images."""
+    shapes = ["data=shapes", "data.num_rows=60", "data.image_size=16", "data.held_out_fraction=0.1"]
+    own = [word for word in WORDS if not word.startswith("data")]
+    grpo = [
+        *own, *shapes, "task=grpo", "task.rewards=[exact_match]", "task.group_size=2", "task.reward_processes=1",
+        "sampling.max_new_tokens=4", "training.max_steps=1", "evaluation.num_prompts=2", "optimizer.learning_rate=1e-9",
+    ]  # fmt: skip
+    tunix.train([*grpo, f"hydra.run.dir={tmp_path}"])
+    (line,) = metrics(tmp_path)
+    assert line["mismatch_max"] < 1e-4
+
+
+def test_a_changed_image_changes_no_other_conversation(words):
+    cfg = compose([*words, "task=sft", "training.seq_len=192", "training.loss_chunk_size=192"]).config
+    (packed,) = load_corpus(cfg).train.values()
+    row = next(row for row in map(packed.__getitem__, range(len(packed))) if row["segment_ids"].max() > 1)
+    other = row | {"images": row["images"].copy()}
+    other["images"][: row["image_grids"][0].prod()] ^= 255  # the patches of the first image
+    mesh = build_mesh(cfg)
+
+    def score(params, batch):
+        return compute_token_log_probs(program.arch.module(params), batch, None, chunk_size=192)[0]
+
+    with jax.set_mesh(mesh):
+        program = assemble(cfg, mesh)
+        params = program.new_state(cfg.seed)["params"]
+        batch = to_global({name: np.stack([row[name], other[name]])[None] for name in row}, mesh)
+        one, two = np.asarray(jax.jit(score)(params, {name: leaf[0] for name, leaf in batch.items()}))
+    is_own = row["segment_ids"] == 1
+    assert (one[is_own] != two[is_own]).any()
+    np.testing.assert_array_equal(one[~is_own], two[~is_own])

@@ -199,11 +199,12 @@ def the_models(folder: Path, corpus: Path) -> Callable[[], None]:
     ]
 
     def use() -> None:
-        sees = compose([f"model.init_from={ROOT}/tests/models/parity/gemma3_vision", *seeing, *ONE]).config
-        mesh = build_mesh(sees)
-        with jax.set_mesh(mesh):
-            program = assemble(sees, mesh)
-            jax.eval_shape(program.step([(10, 10)]), program.abstract, program.abstract_batch)
+        for name in ("gemma3_vision", "qwen3_vl"):
+            sees = compose([f"model.init_from={ROOT}/tests/models/parity/{name}", *seeing, *ONE]).config
+            mesh = build_mesh(sees)
+            with jax.set_mesh(mesh):
+                program = assemble(sees, mesh)
+                jax.eval_shape(program.step([(10, 10)]), program.abstract, program.abstract_batch)
         for cfg in configs:
             if cfg.model.positions == "rope":
                 for layers in cfg.model.stacks.values():
