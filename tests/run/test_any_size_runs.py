@@ -48,6 +48,7 @@ def words(tmp_path_factory):
     return [*WORDS, f"data.paths=['{folder}/rows.jsonl']", f"loading.cache_dir='{folder}/cache'"]
 
 
+@pytest.mark.nightly  # test_qwen3_vl.py has a mesh of two axes
 def test_a_mesh_of_three_axes_computes_the_same(words):
     cfg = compose([*words, "task=sft", "training.micro_batch_size=2"]).config
     one, split = verify(cfg, [[[1], ["fsdp"]], [[2, 2, 2], ["fsdp", "cp", "tp"]]], num_steps=2)
@@ -71,6 +72,7 @@ def test_rows_have_the_patches_and_places_of_their_images(words):
     assert len(seen) == len(set(seen)) == corpus.prepared["jsonl"].index["shards"][0]["train"]["images"]
 
 
+@pytest.mark.nightly  # the same with squares is in test_image_runs.py
 def test_a_resumed_run_reads_the_same_images(words, tmp_path):
     run = [
         *words,

@@ -315,6 +315,9 @@ def _list_matmul_transfers(program: Program) -> Iterator[Transfer]:
     """
     cfg, layout, mesh, batch = program.cfg, program.layout, program.mesh, program.batch
     sizes = program.dims | {"B": batch.num_rows, STREAM_TOKENS: batch.seq_len}
+    if (vision := cfg.model.vision) is not None:  # of all images of a row, each of the largest size
+        num_images = cfg.training.images_per_row
+        sizes |= {"i": num_images * vision.num_patches, "g": num_images * vision.tokens_per_image}
     item = jnp.dtype(layout.compute).itemsize
 
     def transfer(kind: str, axes: tuple[str, ...], num_bytes: float, times: float) -> Transfer:
