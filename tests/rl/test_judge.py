@@ -187,8 +187,8 @@ def test_mistakes_are_found_before_a_judge_is_asked(server, tmp_path, monkeypatc
     with pytest.raises(UserError, match="judge cannot be written"):
         make(server, tmp_path, "weight: 1")
     (tmp_path / "judge").unlink()
-    with pytest.raises(UserError, match=r"names \{answer\}, and the data have level, prompt, completion$"):
-        rate(make(server, tmp_path, "prompt: 'Is {completion} {answer}?'"), "5")
+    with pytest.raises(UserError, match=r"names \{answer\}, and the data have completion, level, prompt$"):
+        make(server, tmp_path, "prompt: 'Is {completion} {answer}?'").try_out(Prompt([], "a?", {"level": 3}))
     monkeypatch.delenv("JUDGE_KEY")
     with pytest.raises(UserError, match="api_key_variable=JUDGE_KEY names an environment variable that is not set"):
         make(server, tmp_path, *ASKED)

@@ -67,9 +67,9 @@ def score_by_model(model: RewardModel, answered: Answered) -> Found:
     return Found(model.score([(each.messages, each.options) for each in questions if each is not None], answered.texts))
 
 
-def score_by_judge(judge: Judge, answered: Answered) -> Found:
-    """Return what a judge gives to each answer. Process 0 alone asks; `EngineRewards` tells the others."""
-    return Found(*judge.score(answered.prompts, answered.texts)) if peers.is_main() else Found([])
+def score_by_judge(judge: Judge | None, answered: Answered) -> Found:
+    """Return what a judge gives to each answer. Process 0 alone has one, and `EngineRewards` tells the others."""
+    return Found([]) if judge is None else Found(*judge.score(answered.prompts, answered.texts))
 
 
 class EngineRewards:
@@ -92,7 +92,7 @@ class EngineRewards:
         self.longest, self.errors, self.timeout_s = longest, errors, timeout_s
         self.terms = [term for term in terms if isinstance(term, EngineTerm)]
         self.scores: list[Callable[[Answered], Found]] = []
-        self.judges: list[Judge] = []
+        self.judges: list[Judge | None] = []
         self.bytes_per_device = 0
         for term in self.terms:
             match term:
@@ -102,8 +102,10 @@ class EngineRewards:
                     log.info("reward model: %s, %s parameters", term.path, f"{model.model.arch.num_parameters:,}")
                     self.scores.append(partial(score_by_model, model))
                 case JudgeTerm():
-                    self.judges.append(Judge(term, timeout_s, Path(cfg.loading.cache_dir).expanduser()))
-                    self.scores.append(partial(score_by_judge, self.judges[-1]))
+                    folder = Path(cfg.loading.cache_dir).expanduser()
+                    judge = Judge(term, timeout_s, folder) if peers.is_main() else None
+                    self.judges.append(judge)
+                    self.scores.append(partial(score_by_judge, judge))
                 case OverlongTerm():
                     if term.buffer > longest:
                         raise UserError(
@@ -114,11 +116,16 @@ class EngineRewards:
 
     def try_out(self, prompt: Prompt) -> None:
         """Ask each judge once. Raises `UserError` where one gives no rating."""
-        for judge in self.judges:
-            peers.on_main(partial(judge.try_out, prompt), "trying the judge")
+
+        def ask() -> None:
+            for judge in filter(None, self.judges):
+                judge.try_out(prompt)
+
+        if self.judges:
+            peers.together(ask, "trying the judge")
 
     def close(self) -> None:
-        for judge in self.judges:
+        for judge in filter(None, self.judges):
             judge.close()
 
     def add(

@@ -91,17 +91,13 @@ class Judge:
         except OSError as error:
             raise UserError(f"{folder} cannot be written ({error.strerror})") from None
         path = folder / f"{hashlib.sha256(told.encode()).hexdigest()[:20]}.jsonl"
-        self.file = open_lines(path)
+        self.file, self.lock = open_lines(path), threading.Lock()
         lines = read_json_lines(path)
         self.ratings = {line.get("text"): line["rating"] for line in lines if isinstance(line.get("rating"), float)}
         log.info("judge: %s at %s, %d ratings are known from before", term.model, term.url, len(self.ratings))
 
     def score(self, prompts: Sequence[Prompt], answers: Sequence[str]) -> tuple[list[float | str], dict[str, float]]:
-        """Return for each answer its rating from 0 to 1, or why it has none; and what it has cost.
-
-        Raises:
-            UserError: the prompt of the judge names a column that the data lack.
-        """
+        """Return for each answer its rating from 0 to 1, or why it has none; and what it has cost."""
         deadline = time.monotonic() + self.timeout_s
         texts = [self._fill(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)]
         digests = [hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:32] for text in texts]
@@ -110,11 +106,9 @@ class Judge:
         replies = self._ask_all(missing, deadline)
         late = Reply(f"the judge gave no answer within {self.timeout_s:g} s")
         ratings = known | {digest: replies.get(digest, late).rating for digest in missing}
-        calls, read, written = (
-            sum(each) for each in zip((0, 0, 0), *(reply[1:] for reply in replies.values()), strict=True)
-        )
+        read, written = (sum(getattr(reply, name) for reply in replies.values()) for name in ("read", "written"))
         numbers: dict[str, float] = {
-            "calls": calls,
+            "calls": sum(reply.calls for reply in replies.values()),
             "cached": len(texts) - len(missing),
             "tokens_read": read,
             "tokens_written": written,
@@ -127,7 +121,17 @@ class Judge:
         return [each if isinstance(each, str) else each / best for each in found], numbers
 
     def try_out(self, prompt: Prompt) -> None:
-        """Rate an answer to a prompt. Raises `UserError` where that fails."""
+        """Rate an answer to a prompt.
+
+        Raises:
+            UserError: that fails, or the prompt of the judge names a column that the row lacks.
+        """
+        names = {*prompt.columns, "prompt", "completion"}
+        if unknown := [name for name in FIELD.findall(self.term.prompt) if name not in names]:
+            raise UserError(
+                f"task.rewards: the prompt of {self.term.label} names {{{unknown[0]}}}, and the data have "
+                f"{', '.join(sorted(names))}"
+            )
         (score,), _ = self.score([prompt], [str(prompt.columns.get("answer", "42"))])
         if isinstance(score, str):
             raise UserError(f"rewards: {self.term.label} fails: {score}")
@@ -138,20 +142,11 @@ class Judge:
     def _fill(self, prompt: Prompt, answer: str) -> str:
         """Return the text that the judge reads."""
         messages = [] if prompt.question is None else prompt.question.messages
-        turns = [join_parts(each["content"]) for each in messages]
+        turns = [join_parts(each.get("content") or "") for each in messages]
         if len(turns) > 1:
             turns = [f"{each['role']}: {text}" for each, text in zip(messages, turns, strict=True)]
         values = {**prompt.columns, "prompt": "\n".join(turns) or prompt.text, "completion": answer}
-
-        def read(match: re.Match[str]) -> str:
-            if match[1] not in values:
-                raise UserError(
-                    f"task.rewards: the prompt of {self.term.label} names {match[0]}, and the data have "
-                    f"{', '.join(values)}"
-                )
-            return str(values[match[1]])
-
-        return FIELD.sub(read, self.term.prompt)
+        return FIELD.sub(lambda match: str(values.get(match[1], "")), self.term.prompt)
 
     def _ask_all(self, texts: dict[str, str], deadline: float) -> dict[str, Reply]:
         """Return the replies that come before the deadline, by the digests of their texts."""
@@ -176,7 +171,8 @@ class Judge:
                 replies[digest] = reply
                 if not isinstance(reply.rating, str):
                     self.ratings[digest] = reply.rating
-                    self.file.write(json.dumps({"text": digest, "rating": reply.rating}) + "\n")
+                    with self.lock:
+                        self.file.write(json.dumps({"text": digest, "rating": reply.rating}) + "\n")
         return replies
 
     def _ask(self, text: str, deadline: float) -> Reply:

@@ -251,7 +251,7 @@ class Rollouts:
             data_wait_s += time.perf_counter() - start_time
             numbers += prompts
             parts.append(self.engine.ask(params, self._make_request(first_step, prompts)))
-            if task.adaptive:
+            if task.curriculum.is_used:
                 order.note(parts[-1].prompts, parts[-1].first_scores)
             missing = needed - sum(int(has_signal(self._read_rewards(part)).sum()) for part in parts)
         order.num_extra = number - samples.stop
