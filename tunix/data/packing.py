@@ -1,6 +1,7 @@
 """Sequences of T tokens made of documents: which parts of which documents, and the arrays of one of them."""
 
 import bisect
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -295,8 +296,9 @@ def _take_whole_documents(lengths: np.ndarray, starts: np.ndarray, seq_len: int)
     return pieces[pieces[:, 1] <= seq_len]
 
 
-def _pack_best_fit(lengths: np.ndarray, seq_len: int) -> Iterator[list[int]]:
-    """Best-fit decreasing: from the longest piece down, each into the sequence that it fills up most.
+def pack_best_fit(lengths: np.ndarray, seq_len: int, most: int = sys.maxsize) -> Iterator[list[int]]:
+    """Best-fit decreasing: from the longest piece down, each into the sequence that it fills up most; at most `most` in
+    a sequence.
 
     Lengths are small whole numbers, so sequences are kept by the room that is left in them, and pieces of one length
     are placed together: the cost is linear in the pieces.
@@ -322,10 +324,10 @@ def _pack_best_fit(lengths: np.ndarray, seq_len: int) -> Iterator[list[int]]:
                 if not by_capacity[capacity]:
                     del rooms[at]
             # As many of this length as fit: each would choose the same sequence, whose room is still the least.
-            while waiting and capacity >= length:
+            while waiting and capacity >= length and len(rows[row]) < most:
                 rows[row].append(waiting.pop())
                 capacity -= length
-            if capacity:
+            if capacity and len(rows[row]) < most:
                 if not by_capacity[capacity]:
                     bisect.insort(rooms, capacity)
                 by_capacity[capacity].append(row)
@@ -334,6 +336,6 @@ def _pack_best_fit(lengths: np.ndarray, seq_len: int) -> Iterator[list[int]]:
 
 # (lengths of pieces, T) -> the numbers of the pieces of each sequence.
 PACKINGS: dict[str, Callable[[np.ndarray, int], Iterator[list[int]]]] = {
-    "best_fit": _pack_best_fit,
+    "best_fit": pack_best_fit,
     "pad": lambda lengths, seq_len: ([piece] for piece in range(len(lengths))),
 }

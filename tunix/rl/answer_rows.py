@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tunix.data.batches import Example
+from tunix.data.packing import pack_best_fit
 from tunix.inference.engine import Answer
 
 
@@ -87,25 +88,10 @@ def plan_rows(lengths: np.ndarray, seq_len: int, answers_per_row: int) -> RowPla
     Rows are in the order of their first answers, and so are the answers of a row. With one answer in a row, row n has
     answer n.
     """
-    rows = np.zeros(len(lengths), np.int64)
-    room, count = np.zeros(len(lengths), np.int64), np.zeros(len(lengths), np.int64)  # of rows in use, then of others
-    num_rows = 0
-    for index in np.argsort(-lengths, kind="stable"):
-        fits = (room[:num_rows] >= lengths[index]) & (count[:num_rows] < answers_per_row)
-        if fits.any():
-            row = int(np.argmin(np.where(fits, room[:num_rows], seq_len + 1)))
-        else:
-            row, room[num_rows], num_rows = num_rows, seq_len, num_rows + 1
-        rows[index] = row
-        room[row] -= lengths[index]
-        count[row] += 1
-    _, first, rows = np.unique(rows, return_index=True, return_inverse=True)
-    rows = np.argsort(np.argsort(first))[rows]
-    starts, numbers = np.zeros(len(lengths), np.int64), np.zeros(len(lengths), np.int64)
-    for row in range(num_rows):
-        members = np.flatnonzero(rows == row)
+    rows, starts, numbers = np.zeros((3, len(lengths)), np.int64)
+    for row, members in enumerate(sorted(map(sorted, pack_best_fit(lengths, seq_len, answers_per_row)))):
+        rows[members], numbers[members] = row, np.arange(1, len(members) + 1)
         starts[members] = np.cumsum(lengths[members]) - lengths[members]
-        numbers[members] = np.arange(1, len(members) + 1)
     return RowPlan(rows, starts, lengths, numbers)
 
 

@@ -19,6 +19,7 @@ from tunix.base.errors import UserError
 from tunix.base.files import parse_json
 from tunix.config import Config
 from tunix.data.batches import Batch, Example, add_fields, empty_example, image_fields
+from tunix.data.packing import pack_best_fit
 from tunix.data.tokenizer import Vocab
 from tunix.sharding.arrays import local_rows, to_global
 from tunix.training.logprobs import compute_token_log_probs
@@ -150,22 +151,19 @@ def _encode(question: Question, vocab: Vocab) -> list[tuple[list[int], int]]:
 
 def _arrange(texts: list[tuple[list[int], int]], num_rows: int, seq_len: int) -> tuple[Example, np.ndarray]:
     """Return texts in rows, [A, B, T] in each field, and of which text each target is a part that counts; else -1."""
-    places, row, used = [], 0, 0
-    for ids, _ in texts:
-        size = len(ids) - 1
-        if used + size > seq_len:
-            row, used = row + 1, 0
-        places.append((row, slice(used, used + size)))
-        used += size
-    shape = -(-(row + 1) // num_rows), num_rows, seq_len
+    rows = list(pack_best_fit(np.array([len(ids) - 1 for ids, _ in texts]), seq_len))
+    shape = -(-len(rows) // num_rows), num_rows, seq_len
     batch = {name: np.broadcast_to(value, shape).copy() for name, value in empty_example(seq_len).items()}
     flat = {name: value.reshape(-1, seq_len) for name, value in batch.items()}
     owners = np.full(shape, -1)
-    for number, ((ids, count), (row, span)) in enumerate(zip(texts, places, strict=True)):
-        flat["tokens"][row, span], flat["targets"][row, span] = ids[:-1], ids[1:]
-        flat["positions"][row, span] = np.arange(len(ids) - 1)
-        flat["segment_ids"][row, span] = flat["segment_ids"][row].max() + 1
-        counted = slice(span.stop - count, span.stop)
-        flat["loss_mask"][row, counted] = 1
-        owners.reshape(-1, seq_len)[row, counted] = number
+    for row, members in enumerate(rows):
+        end = 0
+        for segment, number in enumerate(members, 1):
+            ids, count = texts[number]
+            begin, end = end, end + len(ids) - 1
+            flat["tokens"][row, begin:end], flat["targets"][row, begin:end] = ids[:-1], ids[1:]
+            flat["positions"][row, begin:end] = np.arange(end - begin)
+            flat["segment_ids"][row, begin:end] = segment
+            flat["loss_mask"][row, end - count : end] = 1
+            owners.reshape(-1, seq_len)[row, end - count : end] = number
     return batch, owners
