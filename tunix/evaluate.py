@@ -44,7 +44,7 @@ def evaluate(cmd: Evaluate) -> None:
     output = peers.on_main(lambda: find_writable("output", cmd.output), "checking output")
     steps = _list_steps(cmd)
     cfg = peers.main_first(lambda: make_config(cmd), "reading the config")
-    split = cfg if cmd.split == "held_out" else _hold_out_nothing(cfg)
+    split = _hold_out_nothing(cfg) if cmd.split == "all" else cfg
     evaluate_fn = {"loss": evaluate_loss, "lm_eval": evaluate_tasks}.get(cmd.metric, evaluate_answers)
     measured = evaluate_fn(cmd, split, list(steps.values()))
     if output is None:
@@ -148,7 +148,7 @@ def _load_held_out(cmd: Evaluate, cfg: Config, arch: Architecture, mesh: Mesh) -
 def _load_documents(cmd: Evaluate, cfg: Config) -> Corpus:
     """Return the corpus; its `held_out` has the documents of the split."""
     corpus = load_corpus(cfg)
-    if cmd.split == "all":
+    if cmd.split != "held_out":
         everything = [grain.MapDataset.source(each) for each in corpus.train.values()]
         return replace(corpus, held_out=grain.MapDataset.concatenate(everything))
     if corpus.num_held_out == 0:

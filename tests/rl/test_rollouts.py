@@ -94,7 +94,7 @@ def test_sft_learns_the_best_answers(wide, tmp_path, monkeypatch):
     """The file has the first best of the whole answers to each prompt, from `best_from` on; a run of task=sft reads it."""
     monkeypatch.chdir(tmp_path)
     words = [f"checkpoint={wide}", "metric=reward", "step=4", "num_prompts=8", "reward_processes=1", "num_samples=4"]
-    words += ["samples=samples.jsonl", "best=best.jsonl", "best_from=0.5", "split=all"]
+    words += ["samples=samples.jsonl", "best=best.jsonl", "best_from=0.5", "split=train"]
     own = ["sampling=default", "sampling.stop=[a,b,c,d,e,f,g,h]"]
     evaluate(read_settings(Evaluate, words, {"overrides": [*ONE[:2], *own]}))
     drawn, best = samples(tmp_path), list(map(json.loads, Path("best.jsonl").read_text().splitlines()))

@@ -298,8 +298,8 @@ class Evaluate(ReadWeights):
     """reward: seconds that a reward may take for the answers of one batch."""
     reward_errors: Literal["zero", "stop"]
     """reward: an answer that cannot be scored counts as 0 and is counted in reward_errors, or ends the command."""
-    split: Literal["held_out", "all"]
-    """Held-out documents, or all documents."""
+    split: Literal["held_out", "train", "all"]
+    """Held-out documents, those to train on, or all documents."""
     output: str
     """The JSON file to write."""
     samples: str | None
