@@ -8,7 +8,7 @@ from tools.model_table import family_title, list_sizes
 from tunix.config import PROJECTIONS, Model
 from tunix.config.compose import compose
 from tunix.config.layers import ExpertsMlp
-from tunix.config.vision import AnyVision, Gemma3Vision
+from tunix.config.vision import AnyVision, Gemma3Vision, SmolVision
 
 PAGE = Path("docs/families.md")
 HEAD = """# Blocks of families
@@ -301,6 +301,11 @@ def _describe_images(vision: AnyVision) -> str:
     side = vision.image_size
     if isinstance(vision, Gemma3Vision):
         return f"of {side} x {side} pixels, {vision.tokens_per_image} soft tokens of an image, which see one another"
+    if isinstance(vision, SmolVision):
+        return (
+            f"of tiles of {side} x {side} pixels, at most {vision.tiles_per_side} in a row of an image and one of "
+            f"all of it, {vision.merge_size} x {vision.merge_size} patches a soft token"
+        )
     layers = ", ".join(map(str, vision.deepstack_layers))
     return (
         f"of images in their own shape, {vision.merge_size} x {vision.merge_size} of them a soft token; places by "

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 from PIL import Image
 from support.harness import SMALL
-from support.images import GOLDENS, PATCHES, SEES, SIZE, TOWER, digest, draw, list_images, save
+from support.images import GOLDENS, PATCHES, SEES, SIZE, TILES, TOWER, digest, draw, list_images, save
 
 from tunix.base.errors import UserError
 from tunix.config.compose import compose
 from tunix.data.chat import PLAIN, ChatTemplate
 from tunix.data.dataset import load_corpus
 from tunix.data.files import BadRow
-from tunix.data.image_forms import PatchForm, SquareForm
+from tunix.data.image_forms import PatchForm, SquareForm, TileForm
 from tunix.data.image_slots import ImageSlots
 from tunix.data.images import ImageReader, keep_image, map_ahead
 
@@ -39,7 +39,7 @@ GEMMA_PARTS = (
 
 
 @pytest.mark.parametrize("name", IMAGES)
-@pytest.mark.parametrize("form", [SEEN, PatchForm(*PATCHES)], ids=lambda form: form.kind)
+@pytest.mark.parametrize("form", [SEEN, PatchForm(*PATCHES), TileForm(*TILES)], ids=lambda form: form.kind)
 def test_pixels_are_those_of_transformers(form, name):
     expected = json.loads(GOLDENS.read_text())[form.kind][name]
     seen = form.decode(IMAGES[name])
@@ -278,6 +278,37 @@ BAD_ROWS = [
     ({"messages": turn("a", "a"), "images": "[1"}, "has no list of images in column images"),
     ({"messages": turn("a", "a"), "images": [{"url": {"url": {"url": "a"}}}]}, "has dict in place of an image"),
 ]  # fmt: skip
+
+
+SMOL_PARTS = (  # as the template of SmolVLM: a content that is text alone would be lost
+    "<|im_start|>{% for message in messages %}{{ message['role'] | capitalize }}"
+    "{% if message['content'][0]['type'] == 'image' %}{{ ':' }}{% else %}{{ ': ' }}{% endif %}"
+    "{% for line in message['content'] %}{% if line['type'] == 'text' %}{{ line['text'] }}"
+    "{% elif line['type'] == 'image' %}{{ '<image>' }}{% endif %}{% endfor %}<end_of_utterance>\n{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
+)
+
+
+def test_soft_tokens_of_images_in_tiles():
+    """What Idefics3Processor of transformers makes of a text with an image in six tiles, and of one in one tile."""
+    form, one = TileForm(*TILES), TileForm(SIZE, 9, 1)
+    template = ChatTemplate(SMOL_PARTS, {}, form.mark)
+    turns = [
+        {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "a"}]},
+        {"role": "assistant", "content": "b"},
+    ]
+    text = template.render(turns)
+    assert text == "<|im_start|>User:<image>a<end_of_utterance>\nAssistant: b<end_of_utterance>\n"
+    around, seen = "<fake_token_around_image>", "<image>" * 9
+    rows = ["".join(f"{around}<row_{r}_col_{c}>{seen}" for c in (1, 2, 3)) + "\n" for r in (1, 2)]
+    whole = f"{around}<global-img>{seen}{around}"
+    begin, end = text.split("<image>")
+    assert form.expand([text], [IMAGES["rgb"]]) == [f"{begin}{''.join(rows)}\n{whole}{end}"]
+    assert one.expand([text], [IMAGES["rgb"]]) == [f"{begin}{whole}{end}"]
+    assert (form.count(form.measure(IMAGES["rgb"])), form.max_tokens, form.min_tokens) == (7 * 9, 10 * 9, 4 * 9)
+    # The tokens of an image are not one run.
+    ids = np.array([5, 3, *[4] * 9, 3, *[4] * 54, 6])
+    assert form.find(ids, 4, [IMAGES["rgb"]]).tolist() == [[2, 66]]
 
 
 @pytest.mark.parametrize(("row", "message"), BAD_ROWS, ids=[message[:40] for _, message in BAD_ROWS])

@@ -95,6 +95,12 @@ def test_a_hugging_face_folder_says_what_surrounds_a_document(load, tmp_path):
     (tmp_path / "hf" / "tokenizer_config.json").write_text(json.dumps(info))
     vocab = load(f"tokenizer.path={tmp_path}/hf").vocab
     assert (vocab.eos_token, vocab.chat_template) == ("<pad>", "x")
+    # The file of a processor, where the tokenizer has no template.
+    (tmp_path / "hf" / "chat_template.json").write_text(json.dumps({"chat_template": "z"}))
+    assert load(f"tokenizer.path={tmp_path}/hf").vocab.chat_template == "x"
+    (tmp_path / "hf" / "tokenizer_config.json").write_text(json.dumps(info | {"chat_template": None}))
+    vocab = load(f"tokenizer.path={tmp_path}/hf").vocab
+    assert (vocab.eos_token, vocab.chat_template) == ("<pad>", "z")
     (tmp_path / "hf" / "chat_template.jinja").write_text("y")
     assert load(f"tokenizer.path={tmp_path}/hf").vocab.chat_template == "y"
 

@@ -199,7 +199,7 @@ def the_models(folder: Path, corpus: Path) -> Callable[[], None]:
     ]
 
     def use() -> None:
-        for name in ("gemma3_vision", "qwen3_vl"):
+        for name in ("gemma3_vision", "qwen3_vl", "smolvlm"):
             sees = compose([f"model.init_from={ROOT}/tests/models/parity/{name}", *seeing, *ONE]).config
             mesh = build_mesh(sees)
             with jax.set_mesh(mesh):

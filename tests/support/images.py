@@ -15,6 +15,7 @@ from PIL import Image
 GOLDENS = Path(__file__).parents[1] / "data" / "images.json"
 SIZE = 24  # of the tower
 PATCHES = 4, 2, 256, 4096  # of images in their own shape: sides of a patch and a soft token, fewest and most pixels
+TILES = SIZE, 9, 3  # of images in tiles: side of a tile, soft tokens of one, tiles in a row
 # A model that sees: images of 8 x 8 pixels, 4 soft tokens each; the ids are those of a tokenizer that is trained here.
 TOWER = {
     "kind": "gemma3", "image_size": 8, "patch_size": 4, "embed_dim": 16, "mlp_dim": 32, "num_layers": 1, "num_heads": 2,
@@ -37,6 +38,13 @@ ANY_SIZE = {name: value for name, value in TOWER.items() if name != "tokens_per_
 SEES_ANY_SIZE = [
     f"++model.vision={json.dumps(ANY_SIZE).replace(chr(34), '')}", "model.rope_sections=[2,1,1]", *SEES[1:],
 ]  # fmt: skip
+
+
+# The same with images in at most 2 x 2 tiles and one of the whole, each a soft token.
+TILED = {name: value for name, value in TOWER.items() if name not in ("tokens_per_image", "begin_token", "end_token")} | {
+    "kind": "smolvlm", "merge_size": 2, "tiles_per_side": 2,
+}  # fmt: skip
+SEES_TILES = [f"++model.vision={json.dumps(TILED).replace(chr(34), '')}", *SEES[1:]]
 
 
 def squares(pixels, index):
@@ -97,13 +105,16 @@ def digest(units):
 def make():
     from PIL import ImageOps
     from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+    from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     patch, merge, fewest, most = PATCHES
     size, raw = {"shortest_edge": fewest, "longest_edge": most}, {"do_rescale": False, "do_normalize": False}
     squares = Gemma3ImageProcessorPil(size={"height": SIZE, "width": SIZE}, **raw)
     patches = Qwen2VLImageProcessorPil(size=size, patch_size=patch, merge_size=merge, **raw)
-    found = {"gemma3": {}, "qwen3_vl": {}}
+    longest, tile = {"longest_edge": TILES[2] * SIZE}, {"longest_edge": SIZE}
+    tiles = Idefics3ImageProcessorPil(size=longest, max_image_size=tile, **raw)
+    found = {"gemma3": {}, "qwen3_vl": {}, "smolvlm": {}}
     for name, data in list_images().items():
         # As `load_image` and the library `datasets` turn it; the processor does the rest.
         image = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
@@ -112,6 +123,8 @@ def make():
         both = np.asarray(patches(image)["pixel_values"]).reshape(-1, 3, 2, patch, patch)
         assert (both[:, :, 0] == both[:, :, 1]).all()
         found["qwen3_vl"][name] = digest(both[:, :, 0].astype(np.uint8))
+        (cut,) = np.asarray(tiles(image)["pixel_values"])
+        found["smolvlm"][name] = digest(np.moveaxis(cut, 1, -1).astype(np.uint8))
     GOLDENS.write_text(json.dumps(found, indent=1) + "\n")
 
 

@@ -103,7 +103,7 @@ class Generate(Decoding, ReadModel):
     """Column of the file that holds the prompts."""
     image: str | None
     """A file with an image, which the prompt asks about; null for none. It stands before the text, or where the text
-    has <start_of_image>."""
+    has the model's mark of an image, such as <start_of_image> or <image>."""
     image_column: str | None
     """Column of the file that holds the images of each prompt: a path that begins at the file's folder, or a list of
     them as JSON; null for prompts without images."""

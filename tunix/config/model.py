@@ -39,7 +39,8 @@ OUTSIDE_ARCHITECTURE = {
     ),  # how results are computed
     "start": frozenset({"init_from", "init_adapter"}),  # where the first weights come from
     "updates": frozenset({"lora", "vision.freeze_tower", "vision.freeze_projector"}),  # what is trained
-    "images": frozenset({"vision.min_pixels", "vision.max_pixels"}),  # to which size images are brought
+    # To which size images are brought.
+    "images": frozenset({"vision.min_pixels", "vision.max_pixels", "vision.tiles_per_side"}),
     "losses": frozenset({"mlp.balance_loss", "mlp.z_loss"}),  # how experts are trained
 }
 

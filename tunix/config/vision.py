@@ -24,10 +24,11 @@ class Vision(Section):
     """
 
     image_size: Count
-    """Rows and columns of pixels of an image to which images are resized (gemma3), or for whose patches the table of
-    positions is made (qwen3_vl)."""
+    """Rows and columns of pixels of an image to which images are resized (gemma3), of a tile that an image is cut into
+    (smolvlm), or for whose patches the table of positions is made (qwen3_vl)."""
     patch_size: Count
-    """Rows and columns of pixels of a patch, which is one token of the tower; divides image_size."""
+    """Rows and columns of pixels of a patch, which is one token of the tower; divides image_size. (In smolvlm pixels
+    that are left are not seen.)"""
     embed_dim: Count
     """Width of the tower (d)."""
     mlp_dim: Count
@@ -44,14 +45,12 @@ class Vision(Section):
     """... and divided by these are what the tower sees."""
     image_token: CountOrZero
     """Id that a soft token has in the text; its row of the embedding table is not read."""
-    begin_token: CountOrZero
-    """Id of the token before the soft tokens of an image."""
-    end_token: CountOrZero
-    """Id of the token behind them."""
     freeze_tower: Flag
     """The tower's weights stay as they are, and model.lora gives them no updates."""
     freeze_projector: Flag
     """The projector's weights stay as they are. With model.lora they do unless model.lora.train_also names them."""
+
+    ids: ClassVar[tuple[str, ...]] = ("image_token",)  # keys of tokens
 
     @property
     def patches_per_side(self) -> int:
@@ -77,9 +76,19 @@ class Vision(Section):
         """Size of each dimension of the tower's weights that no single key sets, by its letter."""
         return {"i": self.num_positions, "w": self.head_dim, "z": NUM_CHANNELS}
 
+    @property
+    def seen_patches(self) -> int:
+        """Patches that a patch attends to, at most."""
+        return self.num_patches
+
+    @property
+    def num_patches(self) -> int:
+        """Tokens of the tower for an image, at most."""
+        raise NotImplementedError
+
     @model_validator(mode="after")
     def _check_sizes(self) -> "Vision":
-        if self.image_size % self.patch_size:
+        if self.image_size % self.patch_size and not isinstance(self, SmolVision):
             raise ValueError(
                 f"{KEY}.image_size={self.image_size} is not divisible by {KEY}.patch_size={self.patch_size}"
             )
@@ -88,7 +97,18 @@ class Vision(Section):
         return self
 
 
-class Gemma3Vision(Vision):
+class EnclosedVision(Vision):
+    """Towers whose images have one token at each end."""
+
+    begin_token: CountOrZero
+    """Id of the token before the soft tokens of an image."""
+    end_token: CountOrZero
+    """Id of the token behind them."""
+
+    ids = ("image_token", "begin_token", "end_token")
+
+
+class Gemma3Vision(EnclosedVision):
     """SigLIP (arXiv:2303.15343) on square images, and Gemma 3's projector: means over squares of patches."""
 
     kind: Literal["gemma3"]
@@ -100,7 +120,6 @@ class Gemma3Vision(Vision):
 
     @property
     def num_patches(self) -> int:
-        """Tokens of the tower for an image, at most."""
         return self.num_positions
 
     @property
@@ -127,7 +146,7 @@ class Gemma3Vision(Vision):
         return self
 
 
-class Qwen3Vision(Vision):
+class Qwen3Vision(EnclosedVision):
     """A tower for images of any size (Qwen 3 VL, arXiv:2511.21631): places by rotation and from a table between whose
     entries it interpolates, squares of patches that are merged, and DeepStack (arXiv:2406.04334)."""
 
@@ -159,7 +178,6 @@ class Qwen3Vision(Vision):
 
     @property
     def num_patches(self) -> int:
-        """Tokens of the tower for an image, at most."""
         return self.tokens_per_image * self.merged
 
     @property
@@ -187,12 +205,76 @@ class Qwen3Vision(Vision):
         return self
 
 
-AnyVision = Annotated[Gemma3Vision | Qwen3Vision, Field(discriminator="kind")]
+class SmolVision(Vision):
+    """SigLIP on the tiles of an image and on the whole of it (SmolVLM, arXiv:2504.05299; Idefics 3, arXiv:2408.12637),
+    and a product of squares of patches, which stand side by side in a vector (pixel shuffle)."""
+
+    kind: Literal["smolvlm"]
+    """An image is cut into tiles; its last tile shows all of it."""
+    merge_size: Count
+    """Rows and columns of patches that are one soft token."""
+    tiles_per_side: Count
+    """An image is resized until its longer side has so many tiles, and cut into these. A row has room for
+    training.images_per_row images of tiles_per_side^2 + 1 tiles."""
+
+    deepstack_layers: ClassVar[tuple[int, ...]] = ()
+
+    @property
+    def num_tiles(self) -> int:
+        """Tiles of an image, at most."""
+        return self.tiles_per_side**2 + 1 if self.tiles_per_side > 1 else 1
+
+    @property
+    def merged(self) -> int:
+        """Patches of a soft token (ψ)."""
+        return self.merge_size**2
+
+    @property
+    def unit_patches(self) -> int:
+        """Tokens of the tower for a tile, which is a unit of an image (data/image_forms.py)."""
+        return self.num_positions
+
+    @property
+    def seen_patches(self) -> int:
+        return self.unit_patches
+
+    @property
+    def num_patches(self) -> int:
+        return self.num_tiles * self.unit_patches
+
+    @property
+    def tokens_per_tile(self) -> int:
+        """Soft tokens of a tile."""
+        return self.unit_patches // self.merged
+
+    @property
+    def tokens_per_image(self) -> int:
+        """Soft tokens of an image, at most."""
+        return self.num_tiles * self.tokens_per_tile
+
+    @property
+    def dims(self) -> dict[str, int]:
+        return super().dims | {"g": self.tokens_per_tile, "ψ": self.merged}
+
+    @model_validator(mode="after")
+    def _check_tiles(self) -> "SmolVision":
+        if self.patches_per_side % self.merge_size:
+            raise ValueError(
+                f"{KEY}.merge_size={self.merge_size} must divide the {self.patches_per_side} patches in a row of a tile"
+            )
+        if self.image_size % 2:
+            raise ValueError(
+                f"{KEY}.image_size={self.image_size} must be even: sides of images are rounded to even ones"
+            )
+        return self
+
+
+AnyVision = Annotated[Gemma3Vision | Qwen3Vision | SmolVision, Field(discriminator="kind")]
 
 
 def check_vision(model: "Model", vision: AnyVision) -> None:
     """Raise ValueError where a tower does not go with the rest of the model; the message names the keys."""
-    for name in ("image_token", "begin_token", "end_token"):
+    for name in vision.ids:
         if (value := getattr(vision, name)) >= model.vocab_size:
             raise ValueError(f"{KEY}.{name}={value} is not below model.vocab_size={model.vocab_size}")
     for key in ("latent", "linear_attention", "layer_inputs"):

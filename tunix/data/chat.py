@@ -187,6 +187,8 @@ class ChatTemplate:
         if any(isinstance(message.get("content"), list) for message in messages) and not self.takes_parts:
             assert self.mark is not None, "a model of text alone is given images"
             messages = [{**message, "content": join_parts(message["content"], self.mark)} for message in messages]
+        elif self.needs_parts:
+            messages = [{**message, "content": _as_parts(message.get("content"))} for message in messages]
         return self._generate(messages, add_generation_prompt, options)
 
     def _generate(self, messages: Sequence[Message], add_generation_prompt: bool, options: Options) -> str:
@@ -209,12 +211,20 @@ class ChatTemplate:
     @cached_property
     def takes_parts(self) -> bool:
         """Whether the template writes `mark` for a part {"type": "image"}; others get it in a turn's text."""
-        parts = [{"type": "image"}, {"type": "text", "text": WORDS}]
-        try:
-            text = self._generate([{"role": "user", "content": parts}], True, NO_OPTIONS)
-        except UserError:
-            return False
+        text = self._show([{"type": "image"}, {"type": "text", "text": WORDS}])
         return self.mark is not None and text.count(self.mark) == 1 and WORDS in text and "'type'" not in text
+
+    @cached_property
+    def needs_parts(self) -> bool:
+        """Whether the template shows the text of parts and drops a content that is text alone, as SmolVLM's does."""
+        return WORDS not in self._show(WORDS) and WORDS in self._show(_as_parts(WORDS))
+
+    def _show(self, content: Any) -> str:
+        """Return the text of one turn of the user, or nothing where the template fails."""
+        try:
+            return self._generate([{"role": "user", "content": content}], True, NO_OPTIONS)
+        except UserError:
+            return ""
 
     def segments(
         self,
@@ -297,6 +307,10 @@ class ChatTemplate:
 
 MARK = "\u241fanswer\u241f"  # stands for an answer; no template has it
 WORDS = "seven of nine"
+
+
+def _as_parts(content: Any) -> Any:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
 def _bounded(environment: _Environment, name: str) -> Any:

@@ -85,7 +85,7 @@ def _check_image_tokens(vocab: Vocab, vision: AnyVision | None) -> None:
     if vision is None or vocab.images is None:
         return
     form = vocab.images
-    for token, key in ((form.begin, "begin_token"), (form.soft, "image_token"), (form.end, "end_token")):
+    for key, token in zip(vision.ids, (form.soft, form.begin, form.end), strict=False):
         if (index := vocab.backend.token_to_id(token)) != getattr(vision, key):
             raise UserError(
                 f"model.vision.{key}={getattr(vision, key)}, and in the tokenizer {token} is {index}; set "

@@ -1,8 +1,8 @@
 """Forms of images, by the kind of the tower: what stands for an image in a text, and the pixels that the tower takes.
 
-An image becomes *units*, arrays of pixels of one shape: the square of gemma3, the patches of qwen3_vl. Its *grid* says
-how many there are, down and across. In the text of a conversation an image is the form's `mark`, by the chat template.
-The tokenizer gets in its place what the processor of transformers writes: `begin`, `soft` tokens, `end`. The units of a
+An image becomes *units*, arrays of pixels of one shape: the square of gemma3, the patches of qwen3_vl, the tiles of
+smolvlm. Its *grid* says how many there are, down and across. In the text of a conversation an image is the form's
+`mark`, by the chat template. The tokenizer gets in its place what the processor of transformers writes. The units of a
 row's images lie one after the other, and each of them gives the same number of soft tokens: soft token k of a row takes
 result k of the tower.
 """
@@ -16,7 +16,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 from PIL import Image, ImageOps
 
-from tunix.config.vision import AnyVision, Gemma3Vision, Qwen3Vision
+from tunix.config.vision import AnyVision, Gemma3Vision, Qwen3Vision, SmolVision
 
 # What Pillow may be asked to read: others of its formats start programs, or nobody has images in them.
 Image.init()  # now, because threads would do it side by side
@@ -50,6 +50,7 @@ class ImageForm:
     soft: ClassVar[str]
     end: ClassVar[str]
     resampling: ClassVar[Image.Resampling]
+    num_before: ClassVar[int] = 1  # tokens of an image before its first soft token
     dim_names: ClassVar[str]  # letters of the dimensions of units, [units, ...]
 
     @property
@@ -288,7 +289,102 @@ class PatchForm(ImageForm):
         return split.transpose(0, 2, 5, 1, 3, 6, 4).reshape(grid.rows * patch, grid.columns * patch, -1)
 
 
-FORMS: dict[str, Any] = {form.kind: form for form in (SquareForm, PatchForm)}
+def _round_up(number: int, unit: int) -> int:
+    return -(-number // unit) * unit
+
+
+@dataclass(frozen=True)
+class TileForm(ImageForm):
+    """An image is cut into tiles, which are its units; the last one shows all of it (SmolVLM, Idefics 3)."""
+
+    kind = "smolvlm"
+    mark = soft = "<image>"
+    begin = end = "<fake_token_around_image>"
+    resampling = Image.Resampling.LANCZOS
+    num_before = 2  # `begin` and the name of the first tile
+    dim_names = "jyxz"
+
+    image_size: int
+    tokens_per_tile: int
+    tiles_per_side: int
+
+    @classmethod
+    def of(cls, vision: SmolVision) -> "TileForm":
+        return cls(vision.image_size, vision.tokens_per_tile, vision.tiles_per_side)
+
+    @property
+    def unit_shape(self) -> tuple[int, ...]:
+        return self.image_size, self.image_size, 3
+
+    @property
+    def max_units(self) -> int:
+        return self.num_units(Grid(self.tiles_per_side, self.tiles_per_side))
+
+    @property
+    def max_tokens(self) -> int:
+        return self.max_units * self.tokens_per_tile
+
+    @property
+    def min_tokens(self) -> int:
+        return self.count(Grid(1, self.tiles_per_side))
+
+    def num_units(self, grid: Grid) -> int:
+        tiles = grid.rows * grid.columns
+        return tiles + (tiles > 1)
+
+    def describe_largest(self) -> str:
+        return f"at most {self.max_units} tiles of {self.image_size} x {self.image_size} pixels"
+
+    def stretch(self, width: int, height: int) -> tuple[int, int]:
+        """Return the size of an image whose longer side is that of `tiles_per_side` tiles; the other one is even."""
+        longest, ratio = self.tiles_per_side * self.image_size, width / height
+        if width >= height:
+            return longest, _round_up(int(longest / ratio), 2) or 1
+        return _round_up(int(longest * ratio), 2) or 1, longest
+
+    def fit(self, width: int, height: int) -> tuple[int, int]:
+        width, height = self.stretch(width, height)
+        ratio, size = width / height, self.image_size
+        if width >= height:
+            return width, _round_up(int(width / ratio), size)
+        return _round_up(int(height * ratio), size), height
+
+    def divide(self, width: int, height: int) -> Grid:
+        width, height = self.fit(width, height)
+        return Grid(height // self.image_size, width // self.image_size)
+
+    def resize(self, image: Image.Image) -> Image.Image:
+        # In two steps, as the processor does it.
+        stretched = image.resize(self.stretch(*image.size), self.resampling)
+        return stretched.resize(self.fit(*image.size), self.resampling)
+
+    def cut(self, image: np.ndarray) -> np.ndarray:
+        (height, width, channels), size = image.shape, self.image_size
+        tiles = image.reshape(height // size, size, width // size, size, channels).swapaxes(1, 2)
+        tiles = tiles.reshape(-1, *self.unit_shape)
+        if len(tiles) == 1:
+            return tiles
+        whole = Image.fromarray(image).resize((size, size), self.resampling)
+        return np.concatenate([tiles, np.asarray(whole)[None]])
+
+    def join(self, units: np.ndarray, grid: Grid) -> np.ndarray:
+        size = self.image_size
+        tiles = units[: grid.rows * grid.columns].reshape(*grid, *self.unit_shape)
+        return tiles.swapaxes(1, 2).reshape(grid.rows * size, grid.columns * size, -1)
+
+    def write(self, grid: Grid) -> str:
+        def write_tile(name: str) -> str:
+            return f"{self.begin}<{name}>{self.soft * self.tokens_per_tile}"
+
+        rows = [
+            "".join(write_tile(f"row_{row}_col_{column}") for column in range(1, grid.columns + 1)) + "\n"
+            for row in range(1, grid.rows + 1)
+        ]
+        tiles = "".join(rows) + "\n" if grid.rows * grid.columns > 1 else ""
+        return f"{tiles}{write_tile('global-img')}{self.end}"
+
+
+FORMS: dict[str, Any] = {form.kind: form for form in (SquareForm, PatchForm, TileForm)}
 
 
 def find_form(vision: AnyVision) -> ImageForm:

@@ -86,10 +86,10 @@ class ImageSlots(NamedTuple):
                 "loading.packing=concat cuts documents wherever a sequence is full, also within an image; set "
                 "loading.packing=best_fit"
             )
-        if seq_len < longest + 2:
+        if seq_len < (needed := self.form.num_before + longest + 1):
             raise UserError(
-                f"training.seq_len={seq_len} is shorter than one image, which is {longest + 2} tokens "
-                f"({longest} of model.vision, and one at each end); raise it"
+                f"training.seq_len={seq_len} is shorter than one image, which is {needed} tokens "
+                f"({longest} of model.vision, and those at its ends); raise it"
             )
 
     def fill(self, shard: Arrays, pieces: list[list[int]], seq_len: int) -> Example:
@@ -174,8 +174,8 @@ class ImageSlots(NamedTuple):
         pieces = []
         for begin, length in zip(starts.tolist(), lengths.tolist(), strict=True):
             end = begin + length - 1  # the last token is only a target
-            # From the token before the first soft one to the one behind the last.
-            images = [(first - 1, last + 1) for first, last in _within(places, begin, end)]
+            # With the tokens at both ends.
+            images = [(first - self.form.num_before, last + 1) for first, last in _within(places, begin, end)]
             while begin < end:
                 stop = min(begin + seq_len, end)
                 remaining = [(first, last) for first, last in images if first >= begin]

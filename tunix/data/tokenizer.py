@@ -100,7 +100,7 @@ def _find_merges(proto: Any) -> list[tuple[str, str]]:
     return [(left, right) for *_, left, right in sorted(merges)]
 
 
-FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "chat_template.jinja")
+FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "chat_template.jinja", "chat_template.json")
 
 
 def find_tokenizer_files(path: str) -> dict[str, Path]:
@@ -152,7 +152,7 @@ class NamedTemplate(BaseModel):
 
 
 class Settings(BaseModel):
-    """Keys of tokenizer_config.json that are read."""
+    """Keys of tokenizer_config.json that are read, and of chat_template.json, where a processor has its template."""
 
     bos_token: str | Token | None = None
     eos_token: str | Token | None = None
@@ -160,18 +160,24 @@ class Settings(BaseModel):
 
 
 def read_settings(files: dict[str, Path]) -> Settings:
-    """Return the content of tokenizer_config.json; without values if there is no such file.
+    """Return the content of tokenizer_config.json, with the template of chat_template.json if it has none; without
+    values if there are no such files.
 
     Raises:
         UserError: a key has a value of another type.
     """
-    if "tokenizer_config.json" not in files:
-        return Settings()
-    path = files["tokenizer_config.json"]
+    of_config, of_processor = (
+        _read_settings(files.get(name)) for name in ("tokenizer_config.json", "chat_template.json")
+    )
+    template = of_config.chat_template or of_processor.chat_template
+    return of_config.model_copy(update={"chat_template": template})
+
+
+def _read_settings(path: Path | None) -> Settings:
     try:
-        return Settings.model_validate(read_json(path))
+        return Settings.model_validate({} if path is None else read_json(path))
     except ValidationError as error:
-        key = error.errors()[0]["loc"][0]
+        key = (*error.errors()[0]["loc"], "the file")[0]
         raise UserError(f"{path}: {key} is not understood: it has a value of the wrong type") from None
 
 

@@ -24,7 +24,7 @@ from tunix.huggingface.rope_keys import (
     write_rope,
 )
 from tunix.huggingface.table import FAMILIES, Family, find_family
-from tunix.huggingface.vision_keys import PROCESSOR_FILES, TOWER, read_normalization, read_vision, write_vision
+from tunix.huggingface.vision_keys import PROCESSOR_FILES, TOWER, read_processor, read_vision, write_vision
 
 # config.json has several ways to say which layers are of one kind. We have one number n: every n-th layer is of it.
 #
@@ -165,7 +165,9 @@ NOT_THE_DECODER = {
     "chunk_size_feed_forward", "is_encoder_decoder", "problem_type", "tokenizer_class", "unsloth_fixed",
     "auto_map", "num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings",
     "ep_size", "seq_aux", "aux_loss_alpha",
-    "for_llm_compressor", "num_labels",
+    "for_llm_compressor", "num_labels", "_pad_token_id", "transformers.js_config", "use_reentrant_checkpointing",
+    # Of SmolVLM: names of its own code, which transformers does not read.
+    "is_llama_config", "neftune_noise_alpha", "pixel_shuffle_factor", "perceiver_config", "_flash_attn_2_enabled",
 }  # fmt: skip
 ROPE_KEYS = {"rope_theta", "rope_scaling", "rope_parameters", "rope_local_base_freq"}
 # Keys of config.json whose value is another than that of our key: (from theirs to ours, from ours to theirs).
@@ -207,10 +209,17 @@ def read_config(
         try:
             read = translate_config(read_json(folder / "config.json"), source, family, preferred)
             if "vision" in read and (file := folder / PROCESSOR_FILES[0]).is_file():
-                read["vision"] |= read_normalization(read_json(file))
+                read["vision"] |= _read_processor(file, read["vision"])
             return read
         except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
             raise UserError(f"{source}: a key has a value of the wrong type ({error})") from None
+
+
+def _read_processor(file: Path, vision: dict[str, Any]) -> dict[str, Any]:
+    try:
+        return read_processor(read_json(file), vision)
+    except ValueError as error:
+        raise UserError(f"{file}: {error}") from None
 
 
 def translate_config(

@@ -345,8 +345,8 @@ SEEING_NAMES = (("language_model.", ""), ("model.language_model.", "model."))
 SEEING_PARTS = (r"(model\.)?vision_tower\.", r"(model\.)?multi_modal_projector\.")
 
 
-def tower_names(tower: str, projector: str) -> dict[str, Name]:
-    """Return the names of a SigLIP tower and of Gemma 3's projector; tensors begin with `tower` and `projector`."""
+def tower_names(tower: str) -> dict[str, Name]:
+    """Return the names of a SigLIP tower; tensors begin with `tower`."""
     layer = f"{tower}encoder.layers.{{}}."
 
     def linear(path: str, tensor: str, outer: str, inner: str) -> dict[str, Name]:
@@ -372,10 +372,7 @@ def tower_names(tower: str, projector: str) -> dict[str, Name]:
         **linear("blocks.mlp.down", f"{layer}mlp.fc2", "d", "m"),
         **norm("norm", f"{tower}post_layernorm"),
     }
-    return {f"vision.tower.{path}": name for path, name in names.items()} | {
-        "vision.projector.norm.scale": Name(f"{projector}mm_soft_emb_norm.weight", "d"),
-        "vision.projector.product.w": Name(f"{projector}mm_input_projection_weight", "d,D"),
-    }
+    return {f"vision.tower.{path}": name for path, name in names.items()}
 
 
 def merging_tower_names(visual: str) -> dict[str, Name]:

@@ -63,7 +63,11 @@ GEMMA3_VISION = replace(
     model_type="gemma3",
     architecture="Gemma3ForConditionalGeneration",
     names={path: replace(name, tensor=name.tensor.replace("model.", DECODER, 1)) for path, name in GEMMA3.names.items()}
-    | tower_names(VISION_MODEL, PROJECTOR) | {"head.table": Name("lm_head.weight", "V,D")},
+    | tower_names(VISION_MODEL) | {
+        "vision.projector.norm.scale": Name(f"{PROJECTOR}mm_soft_emb_norm.weight", "d"),
+        "vision.projector.product.w": Name(f"{PROJECTOR}mm_input_projection_weight", "d,D"),
+        "head.table": Name("lm_head.weight", "V,D"),
+    },
     renamed=(
         ("model.language_model.", DECODER), ("language_model.lm_head.", "lm_head."),
         ("model.vision_tower.vision_model.", VISION_MODEL), (VISION_MODEL, VISION_MODEL),

@@ -41,6 +41,7 @@ from tunix.huggingface.families import (
     qk_norm,
     qkv_biases,
     renamed,
+    tower_names,
 )
 
 __all__ = ["FAMILIES", "Family", "Name", "find_family"]
@@ -57,7 +58,22 @@ QWEN3_5 = like_llama(
     ignored=(r"(model\.)?visual\.", r"mtp\."),  # the part that sees, and layers that predict further tokens
 )  # fmt: skip
 
+# SmolVLM: a Llama with a tower.
+SMOLVLM = like_llama(
+    "idefics3", "Idefics3ForConditionalGeneration",
+    {
+        path: replace(name, tensor=name.tensor.replace("model.", "model.text_model.", 1))
+        for path, name in LLAMA_NAMES.items()
+    } | tower_names("model.vision_model.") | {
+        "vision.projector.product.w": Name("model.connector.modality_projection.proj.weight", "D,ψd")
+    },
+    fixed=NO_BIASES | {"qk_layer_norms": (False,), "rope_interleaved": (False,), "use_resampler": (False,)},
+    absent={"num_attention_heads": 32},
+    sees=True,
+)  # fmt: skip
+
 # The row of a family like Llama says what differs from it.
+
 FAMILIES: dict[str, Family] = {
     "apertus": like_llama(
         "apertus", "ApertusForCausalLM",
@@ -349,6 +365,8 @@ FAMILIES: dict[str, Family] = {
             "no_rope_layer_interval": 4,
         },
     ),
+    "smolvlm": SMOLVLM,
+    "smolvlm2": replace(SMOLVLM, model_type="smolvlm", architecture="SmolVLMForConditionalGeneration"),
 }  # fmt: skip
 
 

@@ -6,7 +6,7 @@ Such a file has three parts: the decoder's keys in `text_config`, the tower's in
 import math
 from typing import Any, NamedTuple
 
-from tunix.config.vision import NUM_CHANNELS, AnyVision, Gemma3Vision
+from tunix.config.vision import NUM_CHANNELS, AnyVision
 
 TEXT, TOWER = "text_config", "vision_config"
 
@@ -14,6 +14,7 @@ TEXT, TOWER = "text_config", "vision_config"
 class Form(NamedTuple):
     """How config.json of a kind of tower is written."""
 
+    kind: str  # `model.vision.kind`
     tower_keys: dict[str, str]  # our keys and theirs, in `vision_config` ...
     outer_keys: dict[str, str]  # ... and beside it
     tower_absent: dict[str, Any]  # values of keys that the file leaves out
@@ -21,17 +22,19 @@ class Form(NamedTuple):
     fixed: dict[str, tuple]  # of vision_config: values that our tower computes, the usual one first
     synonyms: dict[str, str] = {}  # noqa: RUF012
     read: frozenset[str] = frozenset()  # further keys of vision_config that `_read_others` reads
-    known: frozenset[str] = frozenset()  # keys beside it that say nothing about what is computed here
+    known: frozenset[str] = frozenset()  # keys of both that say nothing about what is computed here
+    decoder: str = ""  # model_type in text_config; where empty, that of the whole with _text behind it
 
 
-# By `model_type`, which is also the kind of the tower (`model.vision.kind`).
+SIGLIP_KEYS = {
+    "image_size": "image_size", "patch_size": "patch_size", "embed_dim": "hidden_size", "mlp_dim": "intermediate_size",
+    "num_layers": "num_hidden_layers", "num_heads": "num_attention_heads", "norm_eps": "layer_norm_eps",
+}  # fmt: skip
+# By `model_type`.
 FORMS = {
     "gemma3": Form(
-        {
-            "image_size": "image_size", "patch_size": "patch_size", "embed_dim": "hidden_size",
-            "mlp_dim": "intermediate_size", "num_layers": "num_hidden_layers", "num_heads": "num_attention_heads",
-            "norm_eps": "layer_norm_eps",
-        },
+        "gemma3",
+        SIGLIP_KEYS,
         {
             "tokens_per_image": "mm_tokens_per_image", "image_token": "image_token_index",
             "begin_token": "boi_token_index", "end_token": "eoi_token_index",
@@ -55,6 +58,7 @@ FORMS = {
         },
     ),
     "qwen3_vl": Form(
+        "qwen3_vl",
         {
             "patch_size": "patch_size", "embed_dim": "hidden_size", "mlp_dim": "intermediate_size",
             "num_layers": "depth", "num_heads": "num_heads", "merge_size": "spatial_merge_size",
@@ -77,7 +81,26 @@ FORMS = {
         read=frozenset({"num_position_embeddings", "out_hidden_size", "rope_parameters"}),
         known=frozenset({"video_token_id"}),
     ),
+    "idefics3": Form(
+        "smolvlm",
+        SIGLIP_KEYS,
+        {"merge_size": "scale_factor", "image_token": "image_token_id"},
+        {
+            "hidden_size": 1152, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 16,
+            "image_size": 224, "patch_size": 32, "layer_norm_eps": 1e-6,
+        },
+        {"scale_factor": 2, "image_token_id": 128257},
+        {
+            "model_type": ("idefics3_vision", "idefics3"), "hidden_act": ("gelu_pytorch_tanh",),
+            "num_channels": (NUM_CHANNELS,),
+        },
+        known=frozenset({"max_image_size", "size", "use_base_siglip", "vocab_size"}),
+        decoder="llama",
+    ),
 }  # fmt: skip
+FORMS["smolvlm"] = FORMS["idefics3"]._replace(
+    fixed=FORMS["idefics3"].fixed | {"model_type": ("smolvlm_vision", "smolvlm")}
+)
 
 
 def read_vision(raw: dict[str, Any], known: set[str]) -> dict[str, Any]:
@@ -101,7 +124,7 @@ def read_vision(raw: dict[str, Any], known: set[str]) -> dict[str, Any]:
                     raise ValueError(f"{where}{key}={value} is not supported; it must be {form.fixed[key][0]}")
             elif key not in keys.values() and key not in known and not (part is tower and key in form.read):
                 raise ValueError(f"{where}{key}={value} is not understood beside a tower that sees")
-    return {"kind": raw["model_type"]} | {ours: tower[theirs] for ours, theirs in form.tower_keys.items()} | {
+    return {"kind": form.kind} | {ours: tower[theirs] for ours, theirs in form.tower_keys.items()} | {
         ours: outer[theirs] for ours, theirs in form.outer_keys.items()
     } | (_read_table(tower, raw[TEXT]) if form.read else {})  # fmt: skip
 
@@ -122,7 +145,7 @@ def _read_table(tower: dict[str, Any], text: dict[str, Any]) -> dict[str, Any]:
 
 def write_vision(vision: Any, text: dict[str, Any]) -> dict[str, Any]:
     """Return config.json of a model with a tower, out of that of its decoder."""
-    form = FORMS[vision.kind]
+    form = FORMS[text["model_type"]]
     own = {key: text[key] for key in ("architectures", "model_type", "tie_word_embeddings")}
     tower = {theirs: getattr(vision, ours) for ours, theirs in form.tower_keys.items()}
     if form.read:
@@ -135,7 +158,7 @@ def write_vision(vision: Any, text: dict[str, Any]) -> dict[str, Any]:
     return {
         **own,
         **{theirs: getattr(vision, ours) for ours, theirs in form.outer_keys.items()},
-        TEXT: decoder | {"model_type": f"{text['model_type']}_text"},
+        TEXT: decoder | {"model_type": form.decoder or f"{text['model_type']}_text"},
         TOWER: {key: usual for key, (usual, *_) in form.fixed.items()} | tower,
     }
 
@@ -143,9 +166,29 @@ def write_vision(vision: Any, text: dict[str, Any]) -> dict[str, Any]:
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 
 
-def read_normalization(raw: dict[str, Any]) -> dict[str, Any]:
-    """Return the keys of `model.vision` that preprocessor_config.json decides: means and deviations of pixels."""
-    return {key: raw[key] for key in ("image_mean", "image_std") if raw.get(key) is not None}
+def read_processor(raw: dict[str, Any], vision: dict[str, Any]) -> dict[str, Any]:
+    """Return the keys of `model.vision` that preprocessor_config.json decides: means and deviations of pixels, tiles.
+
+    `vision` are the keys that config.json decides.
+
+    Raises:
+        ValueError: tiles of another size than the tower's; the message says which.
+    """
+    found = {key: raw[key] for key in ("image_mean", "image_std") if raw.get(key) is not None}
+    if vision["kind"] != "smolvlm" or "max_image_size" not in raw:
+        return found
+    longest, tile, size = raw["size"]["longest_edge"], raw["max_image_size"]["longest_edge"], vision["image_size"]
+    if not raw.get("do_image_splitting", True):
+        raise ValueError(
+            "do_image_splitting=False is not supported: it must be true; size.longest_edge as large as max_image_size "
+            "gives one tile"
+        )
+    if tile != size or longest % tile:
+        raise ValueError(
+            f"max_image_size={tile} must be the {size} pixels of the tower, and size.longest_edge={longest} a multiple "
+            "of them"
+        )
+    return found | {"tiles_per_side": longest // tile}
 
 
 def write_processor(vision: AnyVision) -> dict[str, dict[str, Any]]:
@@ -154,8 +197,7 @@ def write_processor(vision: AnyVision) -> dict[str, dict[str, Any]]:
         "do_convert_rgb": True, "do_resize": True, "do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True,
         "image_mean": list(vision.image_mean), "image_std": list(vision.image_std),
     }  # fmt: skip
-    contents = (_describe_squares if isinstance(vision, Gemma3Vision) else _describe_patches)(vision, image)
-    return dict(zip(PROCESSOR_FILES, contents, strict=False))
+    return dict(zip(PROCESSOR_FILES, DESCRIPTIONS[vision.kind](vision, image), strict=False))
 
 
 def _describe_squares(vision: Any, image: dict[str, Any]) -> tuple[dict[str, Any], ...]:
@@ -174,3 +216,17 @@ def _describe_patches(vision: Any, image: dict[str, Any]) -> tuple[dict[str, Any
     # transformers makes no processor without one for videos.
     videos = both | {"video_processor_type": "Qwen3VLVideoProcessor"}
     return both | {"image_processor_type": "Qwen2VLImageProcessor"}, names, videos
+
+
+def _describe_tiles(vision: Any, image: dict[str, Any]) -> tuple[dict[str, Any], ...]:
+    # SmolVLM 2's own processor makes the same of images, and needs one for videos beside it.
+    names = {"processor_class": "Idefics3Processor", "image_seq_len": vision.tokens_per_tile}
+    tiles = {
+        "image_processor_type": "Idefics3ImageProcessor", "resample": 1, "do_image_splitting": True, "do_pad": True,
+        "size": {"longest_edge": vision.tiles_per_side * vision.image_size},
+        "max_image_size": {"longest_edge": vision.image_size}, "processor_class": "Idefics3Processor",
+    }  # fmt: skip
+    return image | tiles, names
+
+
+DESCRIPTIONS = {"gemma3": _describe_squares, "qwen3_vl": _describe_patches, "smolvlm": _describe_tiles}

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from tunix.config import Model
-from tunix.config.vision import NUM_CHANNELS, AnyVision, Gemma3Vision
+from tunix.config.vision import NUM_CHANNELS, AnyVision, Qwen3Vision, SmolVision
 from tunix.models.linear_attention import CHUNK, count_rounds
 
 
@@ -79,11 +79,12 @@ def tower_flops(cfg: Model, recompute: float = 0.0) -> float:
 def forward_tower_flops(cfg: Model, vision: AnyVision) -> tuple[float, float]:
     """Return FLOPs of the forward pass of the tower for an image of the largest size, and those of the projector."""
     width, patches = vision.embed_dim, vision.num_patches
-    products = patches * width * (4 * width + 2 * vision.mlp_dim) + 2 * patches**2 * width
-    if isinstance(vision, Gemma3Vision):
-        pixels, projector = NUM_CHANNELS * vision.patch_size**2, width * cfg.embed_dim
-    else:
-        pixels, merged = vision.frames * NUM_CHANNELS * vision.patch_size**2, vision.merged * width
+    products = patches * width * (4 * width + 2 * vision.mlp_dim) + 2 * patches * vision.seen_patches * width
+    pixels, projector = NUM_CHANNELS * vision.patch_size**2, width * cfg.embed_dim
+    if isinstance(vision, SmolVision):
+        projector *= vision.merged
+    if isinstance(vision, Qwen3Vision):
+        pixels, merged = vision.frames * pixels, vision.merged * width
         projector = (1 + len(vision.deepstack_layers)) * merged * (merged + cfg.embed_dim)
     tower = 2.0 * (vision.num_layers * products + patches * pixels * width)
     return tower, 2.0 * vision.tokens_per_image * projector

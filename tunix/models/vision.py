@@ -23,7 +23,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec, reshard
 
 from tunix.config import Model
-from tunix.config.vision import TOWER, AnyVision, Gemma3Vision, Qwen3Vision
+from tunix.config.vision import TOWER, AnyVision, Gemma3Vision, Qwen3Vision, SmolVision
 from tunix.models.attention_mask import MaskRule
 from tunix.models.kernels import find_kernel
 from tunix.models.layers import (
@@ -74,7 +74,7 @@ class TowerAttention(nnx.Module):
     """Attention among the patches of one image: [B', i, d] -> [B', i, d]."""
 
     def __init__(self, cfg: Model, vision: AnyVision, layout: Layout, initializer: Initializer):
-        self.layout, self.scale, self.reach = layout, vision.head_dim**-0.5, vision.num_patches
+        self.layout, self.scale, self.reach = layout, vision.head_dim**-0.5, vision.seen_patches
         self.q, self.k, self.v = (
             Einsum(f"{TOWER}.attention.{name}", "Bid,dqw->Biqw", cfg, layout, initializer) for name in "qkv"
         )
@@ -174,7 +174,7 @@ class Tower(nnx.Module):
 
         graphdef, params = jax.vmap(make_one, axis_size=vision.num_layers)(initializer.split(vision.num_layers))
         self.blocks = nnx.merge(graphdef, params)
-        is_normed = isinstance(vision, Gemma3Vision)
+        is_normed = not isinstance(vision, Qwen3Vision)
         self.norm = LayerNorm("Bid", cfg, layout, eps=vision.norm_eps) if is_normed else unchanged
 
     def __call__(self, images: Images, remat: Remat, seed: Any) -> tuple[jax.Array, list[jax.Array]]:
@@ -208,6 +208,7 @@ def _read_square(tower: Tower, images: Images) -> tuple[jax.Array, Places]:
         pixels, (pixels.shape[0] * pixels.shape[1], *pixels.shape[2:]), out_sharding=layout.activation("Byxz")
     )
     side, size = vision.patches_per_side, vision.patch_size
+    pixels = pixels[:, : side * size, : side * size]
     split = _reshape(pixels, side, size, side, size, pixels.shape[-1])  # [B', rows, a, columns, b, z]
     patches = _reshape(split.transpose(0, 1, 3, 5, 2, 4), side * side, pixels.shape[-1], size, size)
     x, spec = tower.patches.embed(patches), layout.activation("Bid")
@@ -340,8 +341,23 @@ class MergingProjector(nnx.Module):
         return self.merger(x), [merger(each) for merger, each in zip(mergers, taken, strict=True)]
 
 
+class ShufflingProjector(nnx.Module):
+    """A product of squares of patches as soft tokens: [B', i, d] -> [B', g, D]."""
+
+    def __init__(self, cfg: Model, vision: SmolVision, layout: Layout, initializer: Initializer):
+        self.layout, self.vision = layout, vision
+        self.product = Matrix("Bgψd,ψdD->BgD", cfg, layout, initializer)
+
+    def __call__(self, x: jax.Array, taken: list[jax.Array]) -> tuple[jax.Array, list[jax.Array]]:
+        """[B', i, d] -> [B', g, D]."""
+        size, tokens = self.vision.merge_size, self.vision.patches_per_side // self.vision.merge_size
+        rows = _reshape(x, tokens, size, tokens, size, x.shape[-1])
+        squares = _reshape(rows.transpose(0, 1, 3, 2, 4, 5), tokens**2, size**2, x.shape[-1])
+        return product(self.product.equation, squares, self.product.gathered(), self.layout), []
+
+
 # By the kind of the tower.
-PROJECTORS: dict[str, Any] = {"gemma3": Projector, "qwen3_vl": MergingProjector}
+PROJECTORS: dict[str, Any] = {"gemma3": Projector, "qwen3_vl": MergingProjector, "smolvlm": ShufflingProjector}
 
 
 class Seen(NamedTuple):

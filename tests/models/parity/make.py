@@ -71,6 +71,21 @@ def qwen3_vl() -> transformers.PreTrainedConfig:
 
 
 PLAIN_ROPE = {"rope_type": "default", "rope_theta": 1e4}
+
+
+def smolvlm(kind: type) -> transformers.PreTrainedConfig:
+    """Tiles of 26 x 26 pixels, of which 36 patches see 24 x 24, and 9 soft tokens."""
+    tower = {
+        "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 26,
+        "patch_size": 4,
+    }  # fmt: skip
+    text = SIZE | {
+        "model_type": "llama", "num_hidden_layers": 2, "vocab_size": 97, "num_key_value_heads": 2, "head_dim": 16,
+        "rope_parameters": PLAIN_ROPE, "max_position_embeddings": 64,
+    }  # fmt: skip
+    return kind(text_config=text, vision_config=tower, image_token_id=IMAGE, scale_factor=2)
+
+
 HALF_ROPE = PLAIN_ROPE | {"partial_rotary_factor": 0.5}
 LONG_ROPE = {
     "rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.75, "short_factor": [1.0, 1.5, 2.0],
@@ -90,6 +105,8 @@ CONFIGS = {
     "gemma3": gemma3(window=5),
     "gemma3_vision": gemma3_vision(),
     "qwen3_vl": qwen3_vl(),
+    "smolvlm": smolvlm(transformers.Idefics3Config),
+    "smolvlm2": smolvlm(transformers.SmolVLMConfig),
     "gemma3_long_window": gemma3(window=100, layers=["sliding_attention", "full_attention"]),
     "llama": transformers.LlamaConfig(  # odd vocabulary, untied head
         **SIZE, vocab_size=97, num_key_value_heads=2, rms_norm_eps=1e-5, rope_parameters=LLAMA_ROPE,
@@ -267,7 +284,8 @@ PROMPTS, NEW_TOKENS = (3, 11, 7), 16
 
 
 def _class_of(config: transformers.PreTrainedConfig) -> type:
-    sees = config.model_type == "qwen3_vl"  # AutoModelForCausalLM knows Gemma 3 alone of those that see
+    # AutoModelForCausalLM knows Gemma 3 alone of those that see.
+    sees = config.model_type in ("qwen3_vl", "idefics3", "smolvlm")
     return transformers.AutoModelForImageTextToText if sees else transformers.AutoModelForCausalLM
 
 
@@ -330,22 +348,29 @@ def with_images(model: transformers.PreTrainedModel) -> dict[str, torch.Tensor]:
     for row, start, slot in ((0, 1, 0), (0, 13, 1), (1, 5, 0)):
         tokens[row, start : start + len(image)] = torch.tensor(image)
         index[row, start + 1 : start + 1 + IMAGE_TOKENS] = slot * IMAGE_TOKENS + torch.arange(IMAGE_TOKENS)
-    images = torch.randint(0, 256, (2, 2, 24, 24, 3), dtype=torch.uint8)
+    size = model.config.vision_config.image_size
+    images = torch.randint(0, 256, (2, 2, size, size, 3), dtype=torch.uint8)
     pixels = ((images.float() / 255 - 0.5) / 0.5).permute(0, 1, 4, 2, 3)
-    seen = torch.stack([pixels[0, 0], pixels[0, 1], pixels[1, 0]])
+    kinds = (index >= 0).long()
+    if is_gemma := model.config.model_type == "gemma3":
+        seen, one = torch.stack([pixels[0, 0], pixels[0, 1], pixels[1, 0]]), pixels[1, :1]
+        both, second = {"token_type_ids": kinds}, {"token_type_ids": kinds[1:, :19]}
+    else:
+        seen, one, both, second = pixels.clone(), pixels[1:, :1], {}, {}
+        seen[1, 1] = 0  # no image
     model.zero_grad()
-    logits = model(tokens, pixel_values=seen, token_type_ids=(index >= 0).long()).logits
+    logits = model(tokens, pixel_values=seen, **both).logits
     log_probs = logits[:, :-1].log_softmax(-1)
     (-log_probs.gather(-1, tokens[:, 1:, None]).sum()).backward()
     gradients = {
-        f"image_gradient.{published(name)}": weight.grad.clone()
+        f"image_gradient.{published(name) if is_gemma else name}": weight.grad.clone()
         for name, weight in model.named_parameters()
-        if "vision_tower" in name or "multi_modal" in name
+        if not is_gemma or "vision_tower" in name or "multi_modal" in name
     }
     prompt = tokens[1:, :19]
     greedy = model.generate(
-        prompt, pixel_values=seen[2:], token_type_ids=(index[1:, :19] >= 0).long(),
-        attention_mask=torch.ones_like(prompt), max_new_tokens=NEW_TOKENS, do_sample=False,
+        prompt, pixel_values=one, attention_mask=torch.ones_like(prompt), max_new_tokens=NEW_TOKENS, do_sample=False,
+        **second,
     )  # fmt: skip
     return gradients | {
         "image_tokens": tokens, "image_index": index, "images": images, "image_logits": logits.detach(),
@@ -417,7 +442,7 @@ def main() -> None:
         tensors = expected(model)
         if name == "qwen3":
             tensors |= gradients(model, tensors["tokens"])
-        if name == "gemma3_vision":
+        if name in ("gemma3_vision", "smolvlm"):
             tensors |= with_images(model)
         if name == "qwen3_vl":
             tensors |= with_images_of_any_size(model)

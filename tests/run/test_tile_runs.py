@@ -1,0 +1,92 @@
+"""Runs of a model that sees images in tiles: the same on every mesh, resumed to the last digit, drawn and scored."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+from PIL import Image
+from support.harness import ONE_DEVICE, ONE_LAYER, RUN, metrics
+from support.images import SEES_TILES, draw, save
+
+import tunix
+from tunix.config.compose import compose
+from tunix.data.dataset import load_corpus
+from tunix.verify import verify
+
+WORDS = [
+    *RUN, *ONE_LAYER, *SEES_TILES, ONE_DEVICE, "distributed.allow_idle_devices=true", "tokenizer=bytes",
+    "scheduler=constant", "training.global_batch_size=4", "training.micro_batch_size=4", "training.seq_len=256",
+    "training.loss_chunk_size=256", "data=jsonl", "data.held_out_fraction=0.2", "model.context_length=512",
+]  # fmt: skip
+SIZES = {(16, 16): (2, 2), (30, 7): (1, 2), (9, 25): (2, 1)}  # tiles of images, down and across
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory):
+    """Words of runs on conversations about an image of several shapes."""
+    folder = tmp_path_factory.mktemp("rows")
+    rows = []
+    for number in range(30):
+        width, height = list(SIZES)[number % 3]
+        (folder / f"{number}.png").write_bytes(save(Image.fromarray(draw(width, height, seed=number))))
+        parts = [{"type": "image", "image": f"{number}.png"}, {"type": "text", "text": "what?"}]
+        answer = {"role": "assistant", "content": f"it is {number}"}
+        rows.append({"messages": [{"role": "user", "content": parts}, answer], "answer": f"it is {number}"})
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return [*WORDS, f"data.paths=['{folder}/rows.jsonl']", f"loading.cache_dir='{folder}/cache'"]
+
+
+def test_a_mesh_of_three_axes_computes_the_same(words):
+    """One step, of prepared shards."""
+    cfg = compose([*words, "task=sft", "training.micro_batch_size=2"]).config
+    one, split = verify(cfg, [[[1], ["fsdp"]], [[2, 2, 2], ["fsdp", "cp", "tp"]]], num_steps=1)
+    assert max(split.compute_differences(one).values()) < 1e-5
+
+
+def test_rows_have_the_tiles_of_their_images(words):
+    (packed,) = load_corpus(compose([*words, "task=sft"]).config).train.values()
+    found = []
+    for row in map(packed.__getitem__, range(len(packed))):
+        grids = [(down, across) for down, across in row["image_grids"].tolist() if down]
+        count = sum(down * across + 1 for down, across in grids)
+        assert row["image_index"][row["image_index"] >= 0].tolist() == list(range(count))
+        assert ((row["tokens"] == 4) == (row["image_index"] >= 0)).all()
+        assert row["images"][:count].any((1, 2, 3)).all()
+        assert not row["images"][count:].any()
+        found += grids
+    assert len(found) > 20
+    assert set(found) == set(SIZES.values())
+
+
+@pytest.mark.nightly
+def test_a_resumed_run_reads_the_same_images_and_answers_them(words, tmp_path):
+    run = [
+        *words,
+        "task=sft",
+        "checkpoint.save_every_steps=2",
+        "evaluation.every_steps=null",
+        "evaluation.sample_tokens=4",
+    ]
+    whole = tunix.train([*run, "training.max_steps=4", f"hydra.run.dir={tmp_path}/whole"]).folder
+    tunix.train([*run, "training.max_steps=2", f"hydra.run.dir={tmp_path}/cut"])
+    tunix.train([f"resume={tmp_path}/cut", "training.max_steps=4"])
+    lines, again = metrics(whole), metrics(tmp_path / "cut")
+    assert len(lines) == 4
+    assert [line["loss"] for line in again] == [line["loss"] for line in lines]
+    (count,) = re.findall(r"answers to (\d+) images that are held out: ", (whole / "train.log").read_text())
+    assert int(count) > 0
+
+
+@pytest.mark.nightly
+def test_answers_to_images_are_drawn_and_learnt_from(words, tmp_path):
+    """GRPO: the log-probabilities that an answer was drawn with are those of the step, which sees the same tiles."""
+    run = [
+        *words, "task=grpo", "task.rewards=[exact_match]", "task.group_size=2", "task.reward_processes=1",
+        "sampling.max_new_tokens=4", "training.max_steps=1", "evaluation.num_prompts=2", "optimizer.learning_rate=1e-9",
+    ]  # fmt: skip
+    result = tunix.train([*run, f"hydra.run.dir={tmp_path}"])
+    (line,) = metrics(tmp_path)
+    assert line["mismatch_max"] < 1e-4
+    assert np.isfinite(line["loss"])
+    assert result.held_out["prompts"] > 0
