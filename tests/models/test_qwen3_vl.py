@@ -128,6 +128,14 @@ def test_an_export_keeps_the_tower_and_writes_a_processor(tmp_path):
     assert again | {"vision": None} == source | {"vision": None}
 
 
+def test_sizes_of_images_are_the_users_choice():
+    words = ["training.seq_len=32", "model.vision.min_pixels=256", "model.vision.max_pixels=4096"]
+    vision = compose([f"model.init_from={SEEING}", *words]).config.model.vision
+    assert (vision.min_pixels, vision.max_pixels) == (256, 4096)
+    with pytest.raises(UserError, match="unknown key model.vision.max_pixels: model.vision=gemma3 has none"):
+        compose([f"model.init_from={SEEING.parent}/gemma3_vision", *words])
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
