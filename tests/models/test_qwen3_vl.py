@@ -15,6 +15,7 @@ import tunix
 from tunix.base.errors import UserError
 from tunix.config import Export
 from tunix.config.compose import compose
+from tunix.config.pretrained_config import trained_model
 from tunix.export import export
 from tunix.huggingface.config_json import read_config
 from tunix.huggingface.weights import save_weights
@@ -126,6 +127,15 @@ def test_an_export_keeps_the_tower_and_writes_a_processor(tmp_path):
     source, again = read_config(SEEING), read_config(tmp_path / "out")
     assert again["vision"] == source["vision"] | {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
     assert again | {"vision": None} == source | {"vision": None}
+    # A model is asked about images in the sizes of its processor.
+    (tmp_path / "out/preprocessor_config.json").write_text(
+        json.dumps(processor | {"size": {"shortest_edge": 64, "longest_edge": 2**24}})
+    )
+    vision = trained_model(tmp_path / "out", [[1], ["fsdp"]]).vision
+    assert (vision.min_pixels, vision.max_pixels) == (64, 2**24)
+    (tmp_path / "out/preprocessor_config.json").write_text(json.dumps(processor | {"size": 5}))
+    with pytest.raises(UserError, match="preprocessor_config.json: a key has a value of the wrong type"):
+        trained_model(tmp_path / "out", [[1], ["fsdp"]])
 
 
 def test_sizes_of_images_are_the_users_choice():

@@ -305,6 +305,8 @@ def trained_model(folder: Path, mesh_shape: Any, family: str | None = None) -> M
     """
     if not (folder / "config.yaml").is_file():
         read = config_json.read_config(folder, family, "checkpoint")
+        if "vision" in read:  # a model is asked about images in the sizes of its processor; a run chooses its own
+            read["vision"] |= config_json.read_limits(folder, read["vision"]["kind"])
         return _describe_model(read, f"{folder}/config.json", mesh_shape)
     saved = read_saved(folder)
     reject_newer(saved, folder)

@@ -24,7 +24,14 @@ from tunix.huggingface.rope_keys import (
     write_rope,
 )
 from tunix.huggingface.table import FAMILIES, Family, find_family
-from tunix.huggingface.vision_keys import PROCESSOR_FILES, TOWER, read_processor, read_vision, write_vision
+from tunix.huggingface.vision_keys import (
+    PROCESSOR_FILES,
+    TOWER,
+    read_pixel_limits,
+    read_processor,
+    read_vision,
+    write_vision,
+)
 
 # config.json has several ways to say which layers are of one kind. We have one number n: every n-th layer is of it.
 #
@@ -220,6 +227,20 @@ def _read_processor(file: Path, vision: dict[str, Any]) -> dict[str, Any]:
         return read_processor(read_json(file), vision)
     except ValueError as error:
         raise UserError(f"{file}: {error}") from None
+
+
+def read_limits(folder: Path, kind: str) -> dict[str, Any]:
+    """Read the limits of an image's pixels beside a model with a tower of this kind; {} where no file has them.
+
+    Raises:
+        UserError: the file is damaged.
+    """
+    if not (file := folder / PROCESSOR_FILES[0]).is_file():
+        return {}
+    try:
+        return read_pixel_limits(read_json(file), kind)
+    except AttributeError as error:
+        raise UserError(f"{file}: a key has a value of the wrong type ({error})") from None
 
 
 def translate_config(

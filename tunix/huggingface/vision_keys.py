@@ -191,6 +191,17 @@ def read_processor(raw: dict[str, Any], vision: dict[str, Any]) -> dict[str, Any
     return found | {"tiles_per_side": longest // tile}
 
 
+# Our limits of an image's pixels, and theirs in `size` of the processor, by the kind of the tower.
+PIXEL_KEYS = {"qwen3_vl": {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}}
+
+
+def read_pixel_limits(raw: dict[str, Any], kind: str) -> dict[str, Any]:
+    """Return the limits of an image's pixels in preprocessor_config.json, as keys of `model.vision`."""
+    size = raw.get("size") or {}
+    limits = {ours: raw.get(ours, size.get(theirs)) for ours, theirs in PIXEL_KEYS.get(kind, {}).items()}
+    return {key: value for key, value in limits.items() if value is not None}
+
+
 def write_processor(vision: AnyVision) -> dict[str, dict[str, Any]]:
     """Return by name the files with which transformers makes an image what this tower takes."""
     image = {
