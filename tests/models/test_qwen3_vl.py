@@ -2,21 +2,29 @@
 
 import json
 import re
+import shutil
 
 import jax
 import numpy as np
 import pytest
 from omegaconf import OmegaConf
+from PIL import Image
 from safetensors.numpy import load_file
 from support.harness import ROOT, SMALL
-from support.images import SEES_ANY_SIZE
+from support.images import SEES_ANY_SIZE, draw, save
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 
 import tunix
 from tunix.base.errors import UserError
-from tunix.config import Export
+from tunix.config import Export, Generate
 from tunix.config.compose import compose
 from tunix.config.pretrained_config import trained_model
+from tunix.data.image_forms import PatchForm
+from tunix.data.image_slots import index_images
 from tunix.export import export
+from tunix.generate import generate
 from tunix.huggingface.config_json import read_config
 from tunix.huggingface.weights import save_weights
 from tunix.inference.sampling import Sampling
@@ -136,6 +144,29 @@ def test_an_export_keeps_the_tower_and_writes_a_processor(tmp_path):
     (tmp_path / "out/preprocessor_config.json").write_text(json.dumps(processor | {"size": 5}))
     with pytest.raises(UserError, match="preprocessor_config.json: a key has a value of the wrong type"):
         trained_model(tmp_path / "out", [[1], ["fsdp"]])
+
+
+@pytest.mark.nightly
+def test_generate_takes_images_in_their_own_shape(tmp_path, capsys):
+    folder = tmp_path / "model"
+    shutil.copytree(SEEING, folder)
+    size = {"shortest_edge": 64, "longest_edge": 256}
+    (folder / "preprocessor_config.json").write_text(json.dumps({"size": size}))
+    form = PatchForm(4, 2, *size.values())
+    words = {f"w{n}": n for n in range(90)} | dict(zip(form.tokens, (90, 92, 91), strict=True))
+    tokenizer = Tokenizer(WordLevel(words, "w0"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    tokenizer.add_special_tokens(list(form.tokens))
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (tmp_path / "a.png").write_bytes(save(Image.fromarray(draw(23, 9))))
+    values = OmegaConf.to_container(OmegaConf.load(ROOT / "conf/command/generate.yaml"))
+    values |= {"checkpoint": str(folder), "temperature": 0.0, "max_new_tokens": 5, "prompt": "w5"}
+    generate(Generate.model_validate(values | {"image": str(tmp_path / "a.png")}))
+    prompt = [90, *[92] * 3, 91, 5]  # 3 x 1 soft tokens of 8 x 8 pixels
+    images = index_images(prompt, [(tmp_path / "a.png").read_bytes()], form, 92)
+    assert images.grids.tolist() == [[2, 6]]
+    (answer,) = tunix.load_pretrained(folder).sample([prompt], Sampling(5, temperature=0.0), images=[images])
+    assert capsys.readouterr().out.strip() == tokenizer.decode(answer.tokens)
 
 
 def test_sizes_of_images_are_the_users_choice():
