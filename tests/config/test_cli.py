@@ -243,13 +243,14 @@ def test_kill_9_at_a_random_moment_and_resume(attempt, untouched, tmp_path):
 
 
 # Kinds of runs with data and steps of their own.
+SUMS = ["data=arithmetic", "data.below=10", "data.wrong_share=0.5", "loading.packing=pad"]
 KILLED = {
-    "sft": ["task=sft"],
-    **{task: [f"task={task}", "data.wrong_share=0.5", "loading.packing=pad"] for task in ("dpo", "kto", "reward")},
-    "embed": ["task=embed", "data=pairs", "data.paths=[rows.jsonl]", "tokenizer=bytes", "task.negatives=1", "loading.packing=pad"],
+    "sft": ["task=sft", *SUMS[:2]],
+    **{task: [f"task={task}", *SUMS] for task in ("dpo", "kto", "reward")},
+    "embed": ["task=embed", "task.negatives=1", "data=pairs", "data.paths=[rows.jsonl]", "loading.packing=pad"],
     "refill": ["task.refill=2", "task.curriculum.solved=0.75", "task.rewards=[support.own_reward:some_letters]"],
     "ahead": ["task.staleness=1"],
-}  # fmt: skip
+}
 
 
 @pytest.mark.nightly
@@ -258,7 +259,7 @@ KILLED = {
 def test_kill_9_in_each_kind_of_run(name, tmp_path):
     texts = [{"prompt": f"{n} + 1", "chosen": f"{n + 1}", "rejected": f"{n}"} for n in range(60)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, texts)))
-    of_answers = ("task=", "task.re", "task.gr", "sampling", "evaluation")
+    of_answers = ("task=", "task.re", "task.gr", "sampling", "evaluation", "data")
     shared = TASK if name in ("refill", "ahead") else [word for word in TASK if not word.startswith(of_answers)]
     words = [
         *shared,
