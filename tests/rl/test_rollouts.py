@@ -433,11 +433,15 @@ def ask_in_order(folder: Path) -> list[list[int]]:
     return list(steps.values())
 
 
-def test_groups_without_a_signal_are_replaced(tmp_path):
-    """By the prompts that come next, a bounded number of times; a resumed run asks the same ones, and another mesh too."""
-    words = [*ADAPTIVE, "task.refill=2", "training.max_steps=4"]
-    run = tunix.train([*words, f"hydra.run.dir={tmp_path}/run"]).folder
-    lines, answers = metrics(run), samples(run)
+@pytest.fixture(scope="module")
+def refilled(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("refilled") / "run"
+    return tunix.train([*ADAPTIVE, "task.refill=2", "training.max_steps=4", f"hydra.run.dir={folder}"]).folder
+
+
+def test_groups_without_a_signal_are_replaced(refilled):
+    """By the prompts that come next, a bounded number of times; a resumed run asks the same ones."""
+    run, lines, answers = refilled, metrics(refilled), samples(refilled)
     asked = ask_in_order(run)
     assert [number for step in asked for number in step] == list(range(sum(map(len, asked))))
     assert [line["refilled"] for line in lines] == [len(step) - 4 for step in asked]
@@ -459,9 +463,15 @@ def test_groups_without_a_signal_are_replaced(tmp_path):
     again = metrics(run)[4:]
     assert [line["loss"] for line in again] == [line["loss"] for line in lines[2:]]
     assert samples(run)[len(answers) :] == [answer for answer in answers if answer["step"] > 2]
-    wide = [word for word in words if word not in ONE]
-    other = tunix.train([*wide, WIDE, "training.max_steps=2", f"hydra.run.dir={tmp_path}/wide"]).folder
-    assert [each["tokens"] for each in samples(other)] == [each["tokens"] for each in answers if each["step"] <= 2]
+
+
+@pytest.mark.nightly
+def test_another_mesh_replaces_the_same_groups(refilled, tmp_path):
+    words = [word for word in ADAPTIVE if word not in ONE]
+    other = tunix.train([*words, WIDE, "task.refill=2", "training.max_steps=2", f"hydra.run.dir={tmp_path}/run"]).folder
+    drawn = [each["tokens"] for each in samples(refilled) if each["step"] <= 2]
+    assert [each["tokens"] for each in samples(other)] == drawn
+    assert ask_in_order(other) == ask_in_order(refilled)[:2]
 
 
 def test_a_curriculum_leaves_prompts_out(tmp_path):
