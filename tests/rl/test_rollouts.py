@@ -21,12 +21,13 @@ from tunix.config.command_line import read_settings
 from tunix.config.compose import compose
 from tunix.config.task import Cycle
 from tunix.data.batches import BatchSource
-from tunix.data.prompts import load_prompts
-from tunix.data.sample_order import BEGINNING, DataSchedule, Samples
+from tunix.data.prompts import Prompt, load_prompts
+from tunix.data.sample_order import BEGINNING, DataSchedule, Position, Samples
 from tunix.evaluate import evaluate
 from tunix.inference.engine import Answer, Engine
 from tunix.rl.answer_rows import arrange_answers
 from tunix.rl.episodes import derive_seed
+from tunix.rl.prompt_order import PromptOrder, _digest
 from tunix.run.early_stopping import Moment, check_stop_request
 
 
@@ -499,6 +500,30 @@ def test_a_curriculum_leaves_prompts_out(tmp_path):
     tunix.train([f"resume={run}/checkpoints/6"])
     assert [line["loss"] for line in metrics(run)[8:]] == [line["loss"] for line in lines[6:]]
     assert samples(run)[len(answers) :] == [answer for answer in answers if answer["step"] > 6]
+
+
+def test_an_order_of_prompts():
+    """What is left out comes back after its turns, at the latest when too many in a row would be left out."""
+    prompts = [Prompt([], str(number % 6), {}) for number in range(3000)]
+    words = [*ADAPTIVE, "task.curriculum.solved=1", "task.curriculum.unsolved=0", "task.curriculum.turns=2"]
+    task = compose(words).config.task
+    order = PromptOrder(prompts, task, BEGINNING)
+    order.begin(1)
+    taken, number = order.take(0, 4)
+    assert (list(taken), number) == ([0, 1, 2, 3], 4)
+    order.note(list(taken.values()), np.array([[1, 1], [0, 1], [0, 0], [1, 0.5]]))  # 0 and 2 are left out twice
+    order.end(1, range(4), number)
+    order.begin(2)
+    taken, number = order.take(number, 4)
+    assert (list(taken), number, order.num_left_out) == ([4, 5, 7, 9], 10, 2)
+    order.end(2, range(4, 8), number)
+    position = order.complete(Position(2, 8, "", ""), 3)
+    assert (position.next_sample, position.num_extra, position.num_samples) == (10, 2, 8)
+    assert (order.gone_through[2], order.complete(Position(1, 4, "", ""), 2).next_sample) == (range(4, 10), 4)
+    again = PromptOrder(prompts, task, position)
+    assert list(again.take(10, 5)[0]) == list(order.take(10, 5)[0]) == [10, 11, 13, 15, 16]
+    again.turns_left = {_digest(prompt): 1000 for prompt in prompts[:6]}
+    assert list(again.take(0, 2)[0]) == [200, 201]
 
 
 @pytest.mark.parametrize(

@@ -204,11 +204,14 @@ class Rollouts:
         position = self.prompts.position_after(step, self.start, self.data_schedule)
         if self.ahead is not None:
             return replace(position, waiting=pack(self.ahead.wait(step)))
-        ended = math.ceil((step - self.start.step) / self.cycle.steps) * self.cycle.steps
-        return self.order.complete(position, self.start.step + ended + 1)
+        return self.order.complete(position, self._first_step(step) + self.cycle.steps)
 
     def samples(self, step: int) -> range:
-        return self.data_schedule.samples(step)
+        return self.order.gone_through.get(self._first_step(step)) or self.data_schedule.samples(step)
+
+    def _first_step(self, step: int) -> int:
+        """Return the first step of the rollout that serves `step`."""
+        return step - (step - self.start.step - 1) % self.cycle.steps
 
     def can_stop(self, step: int) -> bool:
         """Return True at the end of a rollout: the answers of one that is under way are not saved."""
@@ -254,7 +257,7 @@ class Rollouts:
             if task.curriculum.is_used:
                 order.note(parts[-1].prompts, parts[-1].first_scores)
             missing = needed - sum(int(has_signal(self._read_rewards(part)).sum()) for part in parts)
-        order.num_extra = number - samples.stop
+        order.end(first_step, samples, number)
         found: Numbers = {"data_wait_s": data_wait_s}
         if task.refill:
             found["refilled"] = len(numbers) - wanted
