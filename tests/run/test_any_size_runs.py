@@ -49,8 +49,9 @@ def words(tmp_path_factory):
 
 
 @pytest.mark.nightly  # test_qwen3_vl.py has a mesh of two axes
-def test_a_mesh_of_three_axes_computes_the_same(words):
-    cfg = compose([*words, "task=sft", "training.micro_batch_size=2"]).config
+@pytest.mark.parametrize("exchange", ["ulysses", "ring"])
+def test_a_mesh_of_three_axes_computes_the_same(words, exchange):
+    cfg = compose([*words, "task=sft", "training.micro_batch_size=2", f"model.cp_exchange={exchange}"]).config
     one, split = verify(cfg, [[[1], ["fsdp"]], [[2, 2, 2], ["fsdp", "cp", "tp"]]], num_steps=2)
     assert max(split.compute_differences(one).values()) < 1e-5
 
