@@ -137,8 +137,8 @@ class ImageForm:
         if (count := sum(text.count(self.mark) for text in texts)) != len(images):
             raise ValueError(f"{count} times {self.mark} for {len(images)} images")
         written = (self.write(self.measure(data)) for data in images)
-        return ["".join(piece + next(written) for piece in text.split(self.mark)[:-1]) + text.split(self.mark)[-1]
-                for text in texts]  # fmt: skip
+        split = (text.split(self.mark) for text in texts)
+        return [first + "".join(next(written) + piece for piece in rest) for first, *rest in split]
 
     def find(self, tokens: np.ndarray, soft_id: int, images: Sequence[bytes]) -> np.ndarray:
         """Return the spans [images, 2] of images among the tokens [T]: the first soft token of each, and the place
