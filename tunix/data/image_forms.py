@@ -77,11 +77,15 @@ class ImageForm:
         """Soft tokens of the smallest image."""
         return self.max_tokens
 
+    def check(self, width: int, height: int) -> None:
+        """Raise ValueError where the tower takes no image of a size in pixels; the message says what it is."""
+        self.fit(width, height)
+
     def fit(self, width: int, height: int) -> tuple[int, int]:
         """Return the size in pixels, width and height, that an image gets. An image of that size keeps it.
 
         Raises:
-            ValueError: the tower takes no such image; the message says what it is.
+            ValueError: as `check`.
         """
         raise NotImplementedError
 
@@ -250,13 +254,17 @@ class PatchForm(ImageForm):
     def min_tokens(self) -> int:
         return max(1, self.min_pixels // self.square**2)
 
-    def fit(self, width: int, height: int) -> tuple[int, int]:
-        """Return multiples of `square` near a size, whose product is between min_pixels and max_pixels."""
-        square = self.square
+    def check(self, width: int, height: int) -> None:
+        # Not in `fit`: an image that is kept in its new size may be a little narrower than it was.
         if max(width, height) > MAX_RATIO * min(width, height):
             raise ValueError(
                 f"of {width} x {height} pixels, whose longer side is more than {MAX_RATIO} times the other"
             )
+        super().check(width, height)
+
+    def fit(self, width: int, height: int) -> tuple[int, int]:
+        """Return multiples of `square` near a size, whose product is between min_pixels and max_pixels."""
+        square = self.square
         near = [round(side / square) * square for side in (width, height)]
         if math.prod(near) > self.max_pixels:
             shrink = math.sqrt(height * width / self.max_pixels)

@@ -66,6 +66,7 @@ def keep_image(data: bytes, name: str, form: ImageForm, max_pixels: int) -> byte
         reason = (str(error) or repr(error)).splitlines()[0][:200]
         raise BadRow(f"has a broken image, {name}: {reason}") from None
     try:
+        form.check(*pixels.size)
         area = math.prod(form.fit(*pixels.size))
     except ValueError as error:
         raise BadRow(f"has an image {error}, {name}") from None
