@@ -132,7 +132,7 @@ def _list_weight_transfers(program: Program) -> Iterator[Transfer]:
             summed_over = tuple(axis for axis in summed_over if axis not in gathered_over)
         if ahead and equation.is_stacked and has_replicas:
             # Over replicas one iteration later; of several microbatches in the last one, if layers add to the sums.
-            once = sums_in_layers(program.cfg.model, layout, program.choices.remat)
+            once = sums_in_layers(layout, program.choices.remat)
             passes, iterations = (1, 1) if once else (pipeline.num_passes, pipeline.num_iterations)
             later = round(passes * blocks) + 2 * iterations
             yield Transfer("all-reduce", summed_over, size // count * later, count=later)

@@ -279,7 +279,7 @@ def _count_gradient_bytes(program: Program) -> int:
     """
     layout, mesh, pipeline = program.layout, program.mesh, program.choices.pipeline
     in_blocks = layout.gathers_in_blocks(program.choices.sync_every)
-    in_layers = sums_in_layers(program.cfg.model, layout, program.choices.remat)
+    in_layers = sums_in_layers(layout, program.choices.remat)
     local_parts, summed, newest_parts, newest_summed = 0, 0, 0.0, 0.0
     for weight in jax.tree.leaves(program.arch.trained_weights):
         equation = weight.equation

@@ -27,7 +27,6 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import get_opaque_trace_state
 from jax.sharding import PartitionSpec, get_abstract_mesh, reshard
 
-from tunix.config import Model
 from tunix.models.remat import Remat
 from tunix.sharding.arrays import bring_to
 from tunix.sharding.equations import Equation
@@ -37,12 +36,9 @@ from tunix.sharding.layout import Layout
 Block = Callable[[jax.Array, Any, Any, Any], tuple[jax.Array, Any]]
 
 
-def sums_in_layers(model: Model, layout: Layout, remat: Remat) -> bool:
-    """Return whether layers can add to sums: not on stages, which have sums of their own, and not in groups.
-
-    Layers that share keys or take inputs need gradients of these, which this scan does not give.
-    """
-    return not (layout.stage_axes or model.shared_kv or model.layer_inputs) and remat.every == 1
+def sums_in_layers(layout: Layout, remat: Remat) -> bool:
+    """Return whether layers can add to sums: not on stages, which have sums of their own, and not in groups."""
+    return not layout.stage_axes and remat.every == 1
 
 
 def make_slots(sums: Any) -> Any:
@@ -67,12 +63,12 @@ class GradientSums:
         self.missed = False  # whether some layers left their gradients to autodiff
         self._trace = get_opaque_trace_state()
 
-    def can_take(self, model: Model, layout: Layout, remat: Remat) -> bool:
+    def can_take(self, layout: Layout, remat: Remat) -> bool:
         """Return whether layers that run now can take the slots.
 
         A loss of a user may run the model inside of a loop or of a `jax.checkpoint`, whose arrays are its own.
         """
-        fits = sums_in_layers(model, layout, remat) and get_opaque_trace_state() == self._trace
+        fits = sums_in_layers(layout, remat) and get_opaque_trace_state() == self._trace
         self.missed |= not fits
         return fits
 
@@ -241,7 +237,7 @@ class Passes:
     def scan(self, x: jax.Array, layers: Any, shared: Any) -> tuple[jax.Array, Any]:
         """Return x [B, t, D] after `block` of every layer, and the results of each layer [L, ...].
 
-        `layers` is a tree of values [L, ...]; all layers take `shared`. There is no gradient of these two.
+        `layers` is a tree of values [L, ...]; all layers take `shared`. On stages there is no gradient of these two.
         """
         scan = jax.custom_vjp(self._run)
         # With symbolic zeros the forward rule learns which parameters are frozen, so their gradients are not computed.
@@ -262,22 +258,26 @@ class Passes:
 
         return *jax.lax.scan(body, x, (self.weights.by_layer(params), layers)), None
 
-    def run_backward(self, saved: "Saved", d_x: jax.Array, d_results: Any, sums: Any) -> tuple[Any, jax.Array, Any]:
-        """Return the gradients of parameters that go into no sums, that of x, and the new sums."""
+    def run_backward(
+        self, saved: "Saved", d_x: jax.Array, d_results: Any, sums: Any
+    ) -> tuple[Any, "Flows", list[jax.Array], Any]:
+        """Return the gradients of parameters that go into no sums, of what flows along, of the layers' values, and the
+        new sums."""
 
         def body(carry, each):
-            d_x, sums, number = carry
+            flows, sums, number = carry
             local, layer, vjp, d_results = each
-            gradients, d_x = saved.go_back(vjp, local, layer, d_x, d_results)
+            gradients, flows, d_values = saved.go_back(vjp, local, layer, flows, d_results)
             if not has_sums:
-                return (d_x, sums, number - 1), gradients
-            return (d_x, self.places.add(sums, gradients, number), number - 1), None
+                return (flows, sums, number - 1), (gradients, d_values)
+            return (flows, self.places.add(sums, gradients, number), number - 1), (None, d_values)
 
         has_sums = bool(sums)
-        first = d_x, sums, jnp.asarray(self.weights.count(saved.params) - 1)
+        first = saved.begin(d_x), sums, jnp.asarray(self.weights.count(saved.params) - 1)
         each = self.weights.by_layer(saved.params), saved.layers, saved.vjps, d_results
-        (d_x, sums, _), gradients = jax.lax.scan(body, first, each, reverse=True)
-        return [None] * len(saved.params) if has_sums else self.weights.by_layer(gradients), d_x, sums
+        (flows, sums, _), (gradients, d_values) = jax.lax.scan(body, first, each, reverse=True)
+        gradients = [None] * len(saved.params) if has_sums else self.weights.by_layer(gradients)
+        return gradients, flows, d_values, sums
 
     def _run(self, params: list[jax.Array], slots: Any, x: jax.Array, layers: Any, shared: Any) -> tuple[Any, ...]:
         """Return x, results and slots, where no gradient is asked for."""
@@ -286,10 +286,11 @@ class Passes:
     def _forward(self, params: Any, slots: Any, x: Any, layers: Any, shared: Any) -> tuple[tuple[Any, ...], "Saved"]:
         """Return what `_run` returns, and what `_backward` needs, [L, ...]. Arguments say whether they have
         gradients."""
-        is_trained = tuple(each.perturbed for each in params)
+        arguments = params, layers, shared
+        has_gradient = Static(tuple(tuple(each.perturbed for each in jax.tree.leaves(x)) for x in arguments))
         params, slots, x, layers, shared = jax.tree.map(lambda each: each.value, (params, slots, x, layers, shared))
         x, results, vjps, last = self.keep(params, x, layers, shared)
-        return (x, results, slots), Saved(params, layers, shared, vjps, last, Static(is_trained))
+        return (x, results, slots), Saved(params, layers, shared, vjps, last, has_gradient)
 
     def keep(self, params: list[jax.Array], x: jax.Array, layers: Any, shared: Any) -> tuple[jax.Array, Any, Any, Any]:
         """Return x, results, the backward functions of all layers, and what the backward pass begins with."""
@@ -317,15 +318,17 @@ class Passes:
     ) -> tuple[list[jax.Array | None], jax.Array]:
         """Return the gradients of the parameters, None for frozen ones, and that of x; `vjps` are those of `keep`."""
         params = self.weights.values
-        saved = Saved(params, layers, shared, vjps, self.begin_backward(params), Static(tuple(is_trained)))
-        gradients, d_x, _ = self.run_backward(saved, d_x, d_results, {})
-        return gradients, d_x
+        nothing = ((False,) * len(jax.tree.leaves(each)) for each in (layers, shared))
+        has_gradient = Static((tuple(is_trained), *nothing))
+        saved = Saved(params, layers, shared, vjps, self.begin_backward(params), has_gradient)
+        gradients, flows, *_ = self.run_backward(saved, d_x, d_results, {})
+        return gradients, flows.d_x
 
     def begin_backward(self, params: list[jax.Array]) -> Any:
         """Return what the backward pass begins with, where it does not follow the forward pass at once."""
         return None
 
-    def _backward(self, saved: "Saved", gradients: Any) -> tuple[Any, Any, jax.Array, None, None]:
+    def _backward(self, saved: "Saved", gradients: Any) -> tuple[Any, Any, jax.Array, Any, Any]:
         """Return the gradients of the arguments of `_run`, in their shapes."""
 
         def instantiate(gradient):  # of a result that the loss does not use, JAX says only that it is zero
@@ -335,8 +338,10 @@ class Passes:
 
         zeros = jax.tree.map(instantiate, gradients, is_leaf=lambda leaf: isinstance(leaf, SymbolicZero))
         d_x, d_results, sums = zeros
-        d_params, d_x, sums = self.run_backward(saved, d_x, d_results, sums)
-        return d_params, sums, d_x, None, None
+        d_params, flows, d_values, sums = self.run_backward(saved, d_x, d_results, sums)
+        _, of_layers, of_shared = saved.has_gradient.value
+        d_layers, d_shared = fill(saved.layers, of_layers, d_values), fill(saved.shared, of_shared, flows.d_shared)
+        return d_params, sums, flows.d_x, d_layers, d_shared
 
 
 class Static:
@@ -352,6 +357,26 @@ class Static:
 jax.tree_util.register_pytree_node(Static, lambda each: ((), each.value), lambda value, _: Static(value))
 
 
+class Flows(NamedTuple):
+    """Gradients that go backward from layer to layer."""
+
+    d_x: jax.Array
+    d_shared: list[jax.Array]  # sums over the layers so far, of those arrays of `shared` that have a gradient
+
+
+def select(tree: Any, chosen: Sequence[bool]) -> list[Any]:
+    """Return the leaves of a tree that are chosen."""
+    if not any(chosen):  # on stages, where rows lack some arrays in the backward pass
+        return []
+    return [leaf for leaf, is_chosen in zip(jax.tree.leaves(tree), chosen, strict=True) if is_chosen]
+
+
+def fill(tree: Any, chosen: Sequence[bool], values: Sequence[Any]) -> Any:
+    """Return a tree with these values in the place of the leaves that are chosen, and None in that of the others."""
+    remaining = iter(values)
+    return jax.tree.unflatten(jax.tree.structure(tree), [next(remaining) if each else None for each in chosen])
+
+
 class Saved(NamedTuple):
     """What the forward pass of a scan leaves for its backward pass."""
 
@@ -360,16 +385,22 @@ class Saved(NamedTuple):
     shared: Any
     vjps: Any  # the backward functions of all blocks, as a tree of arrays [L, ...]
     last: Any  # what `Passes.run_layers` returns last
-    is_trained: Static
+    has_gradient: Static  # for each array of `params`, of `layers` and of `shared`
+
+    def begin(self, d_x: jax.Array) -> Flows:
+        """Return the gradients behind the last layer."""
+        return Flows(d_x, jax.tree.map(jnp.zeros_like, select(self.shared, self.has_gradient.value[2])))
 
     def go_back(
-        self, vjp: Any, local: list[jax.Array], layer: Any, d_x: jax.Array, d_results: Any
-    ) -> tuple[list[jax.Array | None], jax.Array]:
-        """Return the gradients of one layer's weights, None for frozen ones, and that of its x."""
+        self, vjp: Any, local: list[jax.Array], layer: Any, flows: Flows, d_results: Any
+    ) -> tuple[list[jax.Array | None], Flows, list[jax.Array]]:
+        """Return the gradients of a layer's weights, None for frozen ones, those before it, and those of its values."""
+        _, of_layers, of_shared = self.has_gradient.value
         vjp.args_res = [local, vjp.args_res[1], layer, self.shared]
-        gradients, d_x, *_ = vjp((d_x, d_results))
-        return self.mask_frozen(gradients), d_x
+        gradients, d_x, d_layer, d_shared = vjp((flows.d_x, d_results))
+        d_shared = jax.tree.map(jnp.add, flows.d_shared, select(d_shared, of_shared))
+        return self.mask_frozen(gradients), Flows(d_x, d_shared), select(d_layer, of_layers)
 
     def mask_frozen(self, values: Sequence[jax.Array | None]) -> list[jax.Array | None]:
         """Return values of all parameters with None in the place of those that are frozen."""
-        return [value if trained else None for value, trained in zip(values, self.is_trained.value, strict=True)]
+        return [value if trained else None for value, trained in zip(values, self.has_gradient.value[0], strict=True)]

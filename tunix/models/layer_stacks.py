@@ -253,7 +253,7 @@ class Stacks:
         """
         blocks, x, shared, num_parts = self._prepare(pattern, rows, forward, donors)
         sums = self.gradient_sums
-        if sums is not None and not (sums.slots and sums.can_take(self.cfg, self.layout, self.remat)):
+        if sums is not None and not (sums.slots and sums.can_take(self.layout, self.remat)):
             sums = None
         if self.prefetch or sums is not None:
             passes, values = self._make_passes(pattern, blocks, layers, sums, places)

@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec, get_abstract_mesh, reshard
 
-from tunix.models.layer_scan import Passes, Saved, SumOverReplicas, Weights
+from tunix.models.layer_scan import Flows, Passes, Saved, SumOverReplicas, Weights
 
 
 class GatheredWeights(Weights):
@@ -124,8 +124,10 @@ class PrefetchPasses(Passes):
         """Return the gathered weights of the last layer."""
         return self.weights.gather(params, self.weights.count(params) - 1)
 
-    def run_backward(self, saved: Saved, d_x: jax.Array, d_results: Any, sums: Any) -> tuple[Any, jax.Array, Any]:
-        """Return the gradients of parameters that go into no sums, that of x, and the new sums."""
+    def run_backward(
+        self, saved: Saved, d_x: jax.Array, d_results: Any, sums: Any
+    ) -> tuple[Any, Flows, list[jax.Array], Any]:
+        """Return what `Passes.run_backward` does."""
         weights, params, has_sums = self.weights, saved.params, bool(sums)
         count = weights.count(params)
 
@@ -157,30 +159,31 @@ class PrefetchPasses(Passes):
         delay = 2 if has_replicas else 1
 
         def body(carry, each):
-            d_x, gathered, open_sums, parts, sums = carry
+            flows, gathered, open_sums, parts, sums = carry
             number, layer, vjp, d_results = each
             next_weights = weights.gather(params, jnp.maximum(number - 1, 0))
             scattered = weights.scatter_over_devices(open_sums, params)
             # In the first iterations these are zeros: the next ones overwrite them, and sums do not change by them.
             done = parts if has_replicas else scattered
             sums = write_sums(sums, done, jnp.minimum(number + delay, count - 1), number + delay < count)
-            open_sums, d_x = saved.go_back(vjp, gathered, layer, d_x, d_results)
-            return (d_x, next_weights, open_sums, scattered if has_replicas else None, sums), None
+            open_sums, flows, d_values = saved.go_back(vjp, gathered, layer, flows, d_results)
+            return (flows, next_weights, open_sums, scattered if has_replicas else None, sums), d_values
 
         gradients = sums if has_sums else saved.mask_frozen(jax.tree.map(jnp.zeros_like, params))
         nothing = saved.mask_frozen(weights.zero_parts(saved.last))
         parts = saved.mask_frozen(weights.zero_shards(params)) if has_replicas else None
         each = jnp.arange(count), saved.layers, saved.vjps, d_results
         # In an iteration of two layers the second sum over replicas would wait for the first layer's reduce-scatter.
-        carry, _ = jax.lax.scan(
+        carry, d_values = jax.lax.scan(
             body,
-            (d_x, saved.last, nothing, parts, gradients),
+            (saved.begin(d_x), saved.last, nothing, parts, gradients),
             each,
             reverse=True,
             unroll=1 if has_replicas else self.UNROLL,
         )
-        d_x, _, open_sums, parts, gradients = carry
+        flows, _, open_sums, parts, gradients = carry
         if has_replicas:
             gradients = write_sums(gradients, parts, min(1, count - 1), count > 1)
         gradients = write_sums(gradients, weights.scatter_over_devices(open_sums, params), 0)
-        return ([None] * len(params), d_x, gradients) if has_sums else (gradients, d_x, sums)
+        of_params, sums = ([None] * len(params), gradients) if has_sums else (gradients, sums)
+        return of_params, flows, d_values, sums

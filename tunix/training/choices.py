@@ -334,9 +334,6 @@ def _takes_turns(cfg: Config, layout: Layout, sizes: Mapping[str, int], hides: b
 def _find_obstacle(cfg: Config, layout: Layout, sync_every: int) -> str | None:
     """Return why layers cannot gather ahead; None if they can."""
     training = cfg.training
-    for key in ("shared_kv", "layer_inputs"):
-        if getattr(cfg.model, key) is not None:
-            return f"model.{key} has gradients that a scan which gathers ahead does not give"
     if not layout.gathers_in_blocks(sync_every):
         return (
             f"with training.sharding_strategy={training.sharding_strategy} and gradients reduced every {sync_every} "
