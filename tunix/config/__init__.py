@@ -16,7 +16,7 @@ from tunix.config.data import AnyData, Loading, Tokenizer
 from tunix.config.launcher import AnyLauncher, Kubernetes, Local, Ray, Slurm
 from tunix.config.layers import PROJECTIONS, Lora
 from tunix.config.model import Model
-from tunix.config.model_checks import check_stages
+from tunix.config.model_checks import check_qk_clip, check_stages
 from tunix.config.sections import Checkpoint, Distributed, Evaluation, Logging, Plan, Profile
 from tunix.config.task import AnyTask, Embed, Grpo, Paired, Sampling, Task, Uncut
 from tunix.config.training import Training, read_steps
@@ -110,6 +110,7 @@ class Config(Section):
         # What depends on the mesh is checked here if the mesh is known: the user gave its sizes, or a launcher gives
         # the number of devices. Otherwise the run checks it when it sees its devices.
         sizes = mesh_shape.explicit_sizes(self.model.mesh_shape)
+        check_qk_clip(self.model, self.optimizer.score_limit, sizes or {})
         if sizes:
             check_stages(self.model, sizes)
         if not isinstance(self.launcher, Local):

@@ -52,6 +52,30 @@ def check_stages(model: "Model", sizes: Mapping[str, int]) -> None:
         )
 
 
+def check_qk_clip(model: "Model", limit: float | None, sizes: Mapping[str, int]) -> None:
+    """Raise `UserError` where `optimizer.qk_clip` finds no scores, or where the weights that it scales do not count."""
+    if limit is None:
+        return
+    reasons = {
+        "qk_norm": (model.qk_norm != "none", "divides queries and keys by their size, whatever their weights are"),
+        "attention_cap": (model.attention_cap is not None, "bounds scores already"),
+        "linear_attention": (model.linear_attention is not None, "has no scores"),
+        "shared_kv": (model.shared_kv is not None, "lets layers share keys, which this does not scale"),
+        "global_heads": (model.global_heads is not None, "gives layers heads of two kinds, which this does not scale"),
+        "vision": (model.vision is not None, "has a tower, whose scores are not reported"),
+        "lora.rank": (model.lora.rank > 0, "freezes the weights that this scales"),
+    }
+    for key, (is_so, reason) in reasons.items():
+        if is_so:
+            raise UserError(f"optimizer.qk_clip={limit}: model.{key} {reason}; set optimizer.qk_clip=null")
+    if num_stages(sizes) > 1:
+        axes = ", ".join(DIMS[LAYERS].weight_axes)
+        raise UserError(
+            f"optimizer.qk_clip={limit}: stages do not report scores yet; leave {axes} out of model.mesh_shape, or set "
+            "optimizer.qk_clip=null"
+        )
+
+
 def _read(model: "Model", key: str) -> Any:
     """Return the value of a key of the model, like `mlp.every`."""
     return reduce(getattr, key.split("."), model)

@@ -11,6 +11,7 @@ A device splits its own sequences, so a part lies on the devices as the whole do
 
 import inspect
 from collections.abc import Generator
+from functools import reduce
 from typing import Any
 
 import jax
@@ -82,4 +83,6 @@ def finish_parts(parts: list[Steps]) -> list[Any]:
 def merge_sums(sums: list[BlockSums]) -> BlockSums:
     """Return the sums of a block over all its parts."""
     penalties = join_rows([each.penalties for each in sums])
-    return BlockSums(penalties, jax.tree.map(lambda *each: sum(each[1:], each[0]), *[each.routing for each in sums]))
+    routing = jax.tree.map(lambda *each: sum(each[1:], each[0]), *[each.routing for each in sums])
+    head_scores = jax.tree.map(lambda *each: reduce(jnp.maximum, each), *[each.head_scores for each in sums])
+    return BlockSums(penalties, routing, head_scores)

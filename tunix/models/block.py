@@ -109,6 +109,12 @@ class Mix(NamedTuple):
     recur: Callable[[Recurrence], tuple[jax.Array, Any]]
 
 
+class HeadScores(NamedTuple):
+    """What a mix returns in the place of a cache where the step asks for it: `BlockSums.head_scores`."""
+
+    largest: jax.Array
+
+
 class PartKind(NamedTuple):
     """A kind of a part of a block. A layer takes the first of a table that it has."""
 
@@ -196,6 +202,7 @@ class Block(nnx.Module):
         """Do what `__call__` does in two steps, of which the first one ends behind attention (batch_parts.py)."""
         with jax.named_scope("attention"):
             h, cache = self.attention(self.pre_attention(x), positions, rope, mix, dropout_key)
+            cache, head_scores = (None, cache.largest) if isinstance(cache, HeadScores) else (cache, None)
             # Both branches start from the residual stream and add to it: x + attention(norm(x)), then x + mlp(norm(x)).
             x = checkpoint_name(x + self._scaled(self.post_attention(h)), "residual")
         after = yield x
@@ -207,7 +214,7 @@ class Block(nnx.Module):
             with jax.named_scope("input_gate"):
                 x = self.input_gate(x, inputs)
         with jax.named_scope("mlp"):
-            return self.scale(x), cache, sums
+            return self.scale(x), cache, sums._replace(head_scores=head_scores)
 
     def _scaled(self, h: jax.Array) -> jax.Array:
         return h if self.multiplier == 1 else h * jnp.asarray(self.multiplier, h.dtype)

@@ -199,7 +199,7 @@ MAX_HEAD_DIM = 256
 # Which key of the model needs each kernel option (for error messages).
 NEEDED_FOR = {
     "cap": "cap of scores (model.attention_cap)",
-    "with_sums": "sums for model.attention_sinks",
+    "with_sums": "sums for model.attention_sinks or optimizer.qk_clip",
     "reach": "way for tokens of an image to see later ones (model.vision)",
 }
 
@@ -224,10 +224,16 @@ def find_kernel(name: str) -> Any:
     return import_object(KERNELS.get(name, name))
 
 
-def choose_kernels(model: Model, dtype: str, device: AbstractDevice | None) -> dict[str, Choice]:
-    """Return the kernel of attention by the letter of its key/value heads; see `select_kernel`."""
+def choose_kernels(
+    model: Model, dtype: str, device: AbstractDevice | None, reports_scores: bool = False
+) -> dict[str, Choice]:
+    """Return the kernel of attention by the letter of its key/value heads; see `select_kernel`.
+
+    `reports_scores` says whether the step asks for `BlockSums.head_scores`.
+    """
+    options = {**model.kernel_options, "with_sums": True} if reports_scores else model.kernel_options
     return {
-        heads.dim_names[0]: select_kernel(model.attention, heads.dim, dtype, device, model.kernel_options)
+        heads.dim_names[0]: select_kernel(model.attention, heads.dim, dtype, device, options)
         for heads in model.head_kinds
     }
 

@@ -160,17 +160,17 @@ class Stacks:
             return rows, sums
 
         if self.prefetch:  # the scan has the stages inside of it (prefetch.py)
-            rows, (penalties, routing) = run_stage(layers, rows, forward.seed)
+            rows, (penalties, routing, _) = run_stage(layers, rows, forward.seed)
             routing = jax.tree.map(lambda x: x.swapaxes(0, 1), routing)
         else:
-            rows, (penalties, routing) = jax.vmap(run_stage)(layers, rows, forward.seed)
+            rows, (penalties, routing, _) = jax.vmap(run_stage)(layers, rows, forward.seed)
         return rows._replace(penalties=jax.tree.map(jnp.add, rows.penalties, penalties)), routing
 
     def keep_on_stages(self, layers: dict[str, Any], rows: Rows, forward: Forward) -> tuple[Rows, Routing | None, Any]:
         """Return what `run_on_stages` does, and what `go_back_on_stages` needs: kept values, [L / S, S, ...]."""
         passes, values, shared = self._make_stage_passes(layers, rows, forward)
         x, results, vjps, _ = passes.keep(passes.weights.values, rows.x, values, shared)
-        penalties, routing = _merge_results(results)
+        penalties, routing, _ = _merge_results(results)
         rows = rows._replace(x=x, penalties=jax.tree.map(jnp.add, rows.penalties, penalties))
         return rows, jax.tree.map(lambda x: x.swapaxes(0, 1), routing), (vjps, results)
 

@@ -106,6 +106,9 @@ class BlockSums(NamedTuple):
     # with its own, each sequence with the weight that it has in the loss.
     penalties: dict[str, jax.Array]
     routing: Routing | None  # None without experts
+    # [N] float32, of several layers [L, N]: the largest log of the sum of exp(score) of a query, of each head. None
+    # where the step does not ask for it (`Transformer.reports_scores`).
+    head_scores: jax.Array | None = None
 
 
 NO_SUMS = BlockSums({}, None)
@@ -121,11 +124,11 @@ def merge_layers(blocks: list[BlockSums]) -> BlockSums:
     """
     penalties = [{name: values.sum(0) for name, values in each.penalties.items()} for each in blocks]
     sums = reduce(merge_runs, (BlockSums(each, None) for each in penalties))
-    routings = [each.routing for each in blocks if each.routing is not None]
-    if not routings:
-        return sums
-    in_turns = jax.tree.map(lambda *each: jnp.stack(each, 1).reshape(-1, *each[0].shape[1:]), *routings)
-    return sums._replace(routing=in_turns)
+    for name in ("routing", "head_scores"):
+        if values := [getattr(each, name) for each in blocks if getattr(each, name) is not None]:
+            in_turns = jax.tree.map(lambda *each: jnp.stack(each, 1).reshape(-1, *each[0].shape[1:]), *values)
+            sums = sums._replace(**{name: in_turns})
+    return sums
 
 
 def merge_stages(routing: Routing | None) -> Routing | None:
@@ -141,9 +144,13 @@ def merge_runs(first: BlockSums, second: BlockSums) -> BlockSums:
     penalties = dict(first.penalties)
     for name, value in second.penalties.items():
         penalties[name] = penalties[name] + value if name in penalties else value
-    if first.routing is None or second.routing is None:
-        return BlockSums(penalties, first.routing or second.routing)
-    return BlockSums(penalties, jax.tree.map(lambda *both: jnp.concatenate(both), first.routing, second.routing))
+
+    def concatenate(first: Any, second: Any) -> Any:
+        if first is None or second is None:
+            return second if first is None else first
+        return jax.tree.map(lambda *both: jnp.concatenate(both), first, second)
+
+    return BlockSums(penalties, *map(concatenate, first[1:], second[1:]))
 
 
 # Weights, their products, and the MLP. The letters of shapes and equations are in sharding/table.py.

@@ -11,7 +11,7 @@ from tunix.config import Model
 from tunix.config.vision import Gemma3Vision
 from tunix.models.attention import Method, compute_attention
 from tunix.models.attention_mask import row_mask_rule, split_chunks
-from tunix.models.block import Forward, Layer, LayerInputs, Mix, Rows
+from tunix.models.block import Forward, HeadScores, Layer, LayerInputs, Mix, Rows
 from tunix.models.layer_scan import GradientSums
 from tunix.models.layer_stacks import Stacks, list_stacks
 from tunix.models.layers import NORMS, BlockSums, Embedding, Initializer, LearnedPositions
@@ -49,6 +49,7 @@ class Transformer(nnx.Module):
         self.cfg, self.layout, self.remat, self.parts_per_stage = cfg, layout, remat, parts_per_stage
         self.prefetch = prefetch
         self.gradient_sums: GradientSums | None = None  # of a step that adds up gradients in its layers
+        self.reports_scores = False  # True in a step that asks blocks for `BlockSums.head_scores`
         self.block_layout = layout.inside_stage()  # of one stage's arrays; without stages it is `layout`
         self.embedding = Embedding(cfg, layout, initializer)
         self.positions = LearnedPositions(cfg, layout, initializer) if cfg.positions == "learned" else None
@@ -145,7 +146,12 @@ class Transformer(nnx.Module):
         def row_attention(q, entries, heads):
             k, v = heads.expand(*entries)
             method, layout = self.method_of(heads), self.block_layout
-            return compute_attention(q, k, v, mask_rule, layout, method, heads.kv_dim_name), None
+            if not self.reports_scores:
+                return compute_attention(q, k, v, mask_rule, layout, method, heads.kv_dim_name), None
+            summed = method._replace(options={**method.options, "with_sums": True})
+            out, log_sums = compute_attention(q, k, v, mask_rule, layout, summed, heads.kv_dim_name)
+            largest = HeadScores(jnp.max(jax.lax.stop_gradient(log_sums), (0, 1)))
+            return ((out, log_sums) if "with_sums" in method.options else out), largest
 
         return Mix(row_attention, lambda recurrence: (recurrence.run_rows(segment_ids), None))
 

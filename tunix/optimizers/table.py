@@ -44,6 +44,11 @@ class Optimizer(Section):
         """
         raise NotImplementedError
 
+    @property
+    def score_limit(self) -> float | None:
+        """Largest score of attention that a head keeps (training/qk_clip.py); None where none is looked for."""
+        return None
+
     def try_out(self) -> None:
         """Run the user's own code once, if the rule has any; raise `UserError` if it does not work."""
 
@@ -131,6 +136,10 @@ class Muon(Optimizer):
     """Decay of the momentum of matrices."""
     ns_steps: Count
     """Newton-Schulz iterations."""
+    qk_clip: Positive | None
+    """Largest score of attention (QK-clip, arXiv:2507.20534): after an update, a head whose largest score in the step
+    was above it has its queries and keys scaled down, by this over the score. The score is the log of the sum of
+    exp(score) of a query. Null scales nothing."""
     b1: Share
     """AdamW's decay of the mean, for embeddings and vectors."""
     b2: Share
@@ -148,6 +157,10 @@ class Muon(Optimizer):
 
         # `make_muon` is made of optax's parts, whose updates are added to the parameters; the step subtracts.
         return optax.chain(make_muon(self, weights), optax.scale(-1.0))
+
+    @property
+    def score_limit(self):
+        return self.qk_clip
 
 
 class SGD(Optimizer):

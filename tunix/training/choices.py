@@ -200,7 +200,7 @@ def _lay_out(
             reasons[f"model.{key}"] = choice.reason
         return choice.name
 
-    kernels = choose_kernels(model, dtypes["compute"], device)
+    kernels = choose_kernels(model, dtypes["compute"], device, cfg.optimizer.score_limit is not None)
     products = select_expert_matmul(model.expert_products, dtypes["compute"], device, model, platform)
     layout = Layout(
         STRATEGIES[cfg.training.sharding_strategy],

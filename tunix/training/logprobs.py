@@ -92,7 +92,8 @@ class Mean(NamedTuple):
 
 
 class Largest(NamedTuple):
-    """A number of which the largest of all microbatches is reported; it is not negative."""
+    """A number of which the largest of all microbatches is reported; it is not negative. Of an array, that of each
+    place is kept, and the largest of all is reported."""
 
     value: jax.Array
 
@@ -103,6 +104,7 @@ Sums = dict[str, Any]  # a scalar, a Mean, a Largest or a Routing, by the name o
 
 
 ROUTING = "routing"  # name of the routing of experts among the sums
+HEAD_SCORES = "attention_score_max"  # name of `BlockSums.head_scores` among the sums, [L, N]
 
 
 class Loss(NamedTuple):
@@ -149,7 +151,7 @@ def report_sums(sums: Sums, weight: jax.Array) -> dict[str, jax.Array]:
         if isinstance(value, Mean):
             numbers[name] = value.total / value.divisor
         elif isinstance(value, Largest):
-            numbers[name] = value.value
+            numbers[name] = jnp.max(value.value)
         elif isinstance(value, Routing):
             numbers |= report_routing(value)
         else:
@@ -182,7 +184,9 @@ def add_block_sums(blocks: BlockSums, row_weights: jax.Array) -> tuple[jax.Array
     so that the mean over all sequences is the same however they are spread over microbatches.
     """
     added = {name: jnp.sum(penalty * row_weights) for name, penalty in blocks.penalties.items()}
-    return sum(added.values()), added | ({} if blocks.routing is None else {ROUTING: blocks.routing})
+    routing = {} if blocks.routing is None else {ROUTING: blocks.routing}
+    scores = {} if blocks.head_scores is None else {HEAD_SCORES: Largest(blocks.head_scores)}
+    return sum(added.values()), added | routing | scores
 
 
 class Scores(NamedTuple):

@@ -26,6 +26,7 @@ from tunix.training.embeddings import embed_fields, embedding_loss, make_gradien
 from tunix.training.grpo import POLICY_FIELDS, policy_loss
 from tunix.training.kto import LABELLED_FIELDS, evaluate_labelled, labelled_loss, make_kl_estimate
 from tunix.training.logprobs import (
+    HEAD_SCORES,
     ROUTING,
     Loss,
     LossFn,
@@ -224,11 +225,21 @@ def try_out_loss(cfg: Config, loss_fn: LossFn, model: Callable[[Any], Transforme
     if cfg.task.loss is None or not is_dotted(cfg.task.loss):
         return
     seed = jax.ShapeDtypeStruct((), "int32")
+
+    def compute(params: Any, batch: Batch, seed: jax.Array) -> Loss:
+        made = model(params)
+        made.reports_scores = cfg.optimizer.score_limit is not None
+        return loss_fn(made, batch, seed)
+
     with blame_user("task.loss", cfg.task.loss):
-        loss = jax.eval_shape(lambda params, batch, seed: loss_fn(model(params), batch, seed), params, batch, seed)
+        loss = jax.eval_shape(compute, params, batch, seed)
         if not isinstance(loss, Loss) or "loss" not in loss.sums:
             raise TypeError("it must return tunix.training.loss.Loss(objective, weight, sums) with sums['loss']")
-        local_sums = {name: value for name, value in loss.sums.items() if name != ROUTING}
+        if cfg.optimizer.score_limit is not None and HEAD_SCORES not in loss.sums:
+            raise TypeError(
+                "optimizer.qk_clip needs the scores of attention: add what add_block_sums reports to its sums"
+            )
+        local_sums = {name: value for name, value in loss.sums.items() if name not in (ROUTING, HEAD_SCORES)}
         for name, value in {"objective": loss.objective, "weight": loss.weight, **local_sums}.items():
             for leaf in jax.tree.leaves(value):
                 if leaf.shape or not jnp.issubdtype(leaf.dtype, jnp.floating):

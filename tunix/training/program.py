@@ -16,7 +16,7 @@ from tunix.base.errors import UserError
 from tunix.config import Config, Model, Training, list_dims
 from tunix.config.batch import BatchSchedule, BatchShape, PipelineShape, Spans
 from tunix.config.layers import ExpertsMlp
-from tunix.config.model_checks import check_stages
+from tunix.config.model_checks import check_qk_clip, check_stages
 from tunix.data.batches import TEACHER, abstract_arrays
 from tunix.data.sample_order import BEGINNING, DataSchedule, Position, make_data_schedule, schedule_after
 from tunix.models.context_parallel import select_exchange
@@ -29,6 +29,7 @@ from tunix.training.ema import Copy, init_ema, make_ema
 from tunix.training.loss import LossFn, find_loss_kind, make_loss, try_out_loss
 from tunix.training.optimizer import SpikeGuard, make_guard, make_optimizer, make_schedule
 from tunix.training.pipeline_step import make_pipelined_gradients
+from tunix.training.qk_clip import make_clip
 from tunix.training.state import (
     Architecture,
     State,
@@ -291,7 +292,8 @@ class Program:
         """Return what computes the gradients of a step: one microbatch after another, or one stream through stages."""
         pipeline, sync_every = self.choices.pipeline, self.choices.sync_every
         if pipeline.num_stages == 1:
-            return make_gradients(self.arch, self.loss_fn, sync_every, self.choices.prefetch)
+            reports_scores = self.cfg.optimizer.score_limit is not None
+            return make_gradients(self.arch, self.loss_fn, sync_every, self.choices.prefetch, reports_scores)
         return make_pipelined_gradients(
             self.arch, self.loss_fn, sync_every, pipeline.num_chunks, pipeline.recompute_runs
         )
@@ -304,7 +306,8 @@ class Program:
         mlp = cfg.model.mlp
         bias_rate = mlp.bias_rate if isinstance(mlp, ExpertsMlp) and not cfg.model.lora.rank else None
         norms_every = cfg.logging.layer_norms_every
-        update = Update(self.optimizer, schedule, self.ema, self.guard, bias_rate, norms_every)
+        clip = make_clip(cfg, self.arch.trained_weights)
+        update = Update(self.optimizer, schedule, self.ema, self.guard, bias_rate, norms_every, clip)
         return make_train_step(self.gradients(), self.arch, update)
 
 
@@ -319,6 +322,7 @@ def assemble(
         UserError: the model, or a choice of the config, does not run on this mesh.
     """
     check_model_on_mesh(cfg.model, mesh.shape)
+    check_qk_clip(cfg.model, cfg.optimizer.score_limit, mesh.shape)
     training, choices = cfg.training, select(cfg, mesh, platform, planned)
     check_pipeline_chunks(cfg.model, choices.pipeline)
     check_host_memory(cfg, choices.pipeline, mesh)

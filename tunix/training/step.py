@@ -55,6 +55,7 @@ class Update(NamedTuple):
     guard: SpikeGuard | None  # against spikes
     bias_rate: float | None  # of routers (optimizer.py); None where they have no bias
     norms_every: int | None  # steps between two that report the norms of each layer; None reports none
+    clip: Callable[[dict, Sums], dict] | None = None  # of queries and keys by their scores (qk_clip.py)
 
     def direct(self, grads: Any, moments: Any, params: Any) -> tuple[Any, Any]:
         """Return the direction of the update, and the new moments, both laid out like the old ones."""
@@ -110,6 +111,8 @@ def make_train_step(
             direction, opt_state = update.direct(grads, moments, trained)
             rate = update.schedule(state["step"])
             params = jax.tree.map(lambda p, d: (p - rate * d).astype(p.dtype), trained, direction)
+            if update.clip is not None:
+                params = update.clip(params, sums)
             reported = {**report_sums(sums, weight), "grad_norm": grad_norm}
             # A step that is not good changes nothing. Its update is computed like any other, and then left out: each
             # array takes its new values or keeps its old ones, so no step waits for the host to look at its numbers.
@@ -161,7 +164,9 @@ def make_train_step(
 # (`reduced`, `unreduced`) make a forgotten sum an error while tracing.
 
 
-def make_gradients(arch: Architecture, loss_fn: LossFn, sync_every: int, prefetch: bool = False) -> Gradients:
+def make_gradients(
+    arch: Architecture, loss_fn: LossFn, sync_every: int, prefetch: bool = False, reports_scores: bool = False
+) -> Gradients:
     """Return a function (params, batch [A, B, T], seeds [A]) -> (gradients, weight, sums), summed over microbatches.
 
     Gradients are float32 and summed over devices too; weight and sums are those of `Loss`. The dropout of a microbatch
@@ -208,7 +213,7 @@ def make_gradients(arch: Architecture, loss_fn: LossFn, sync_every: int, prefetc
 
         def objective(trained, slots, fields, seed, is_last):
             model = arch.module(arch.merge(trained, weights))
-            model.gradient_sums = GradientSums(slots, is_last)
+            model.gradient_sums, model.reports_scores = GradientSums(slots, is_last), reports_scores
             loss = loss_fn(model, fields | shared, seed)
             sums = model.gradient_sums
             missed.append(sums.missed)
