@@ -1,7 +1,7 @@
 """Tokens learnt in a second where answers share rows, and where each has one: `python -m benchmarks.answer_rows`.
 
 Words: `steps=8`, `rounds=2`, `packed=8` (`task.answers_per_row`), and others that training takes. A random model draws
-128 answers a step of lengths that differ, with rows of 128 tokens. Both ways take turns, so that other work on the
+64 answers a step of lengths that differ, with rows of 128 tokens. Both ways take turns, so that other work on the
 machine meets both. Learning is a step without drawing and scoring; the first two steps of a run are left out.
 """
 
@@ -15,7 +15,7 @@ SHARED = (
     "task=grpo", "model=adder", "data=arithmetic", "tokenizer=bytes", "scheduler=constant",
     "task.chat_template='{% for message in messages %}{{ message.content }}{% endfor %}'", "task.rewards=[length]",
     "task.reward_processes=1", "task.samples_every_steps=null", "sampling.max_new_tokens=118", "training.seq_len=128",
-    "sampling.stop=[a,e,i]", "training.global_batch_size=128", "training.micro_batch_size=8",
+    "sampling.stop=[a,e,i]", "training.global_batch_size=64", "training.micro_batch_size=8",
     "training.mixed_precision=fp32", "evaluation.every_steps=null", "evaluation.sample_tokens=0",
     "data.held_out_fraction=0", "checkpoint.save_every_steps=1000",
 )  # fmt: skip
@@ -30,8 +30,8 @@ def measure(folder: Path, answers_per_row: int, words: list[str]) -> list[tuple[
     steps = [line for line in lines if "rollout_s" in line and line.get("split", "train") == "train"][2:]
     return [
         (
-            128 * line["answer_tokens"] / (line["step_time_s"] - line["rollout_s"] - line["reward_s"]),
-            line.get("rows_used", 128),
+            64 * line["answer_tokens"] / (line["step_time_s"] - line["rollout_s"] - line["reward_s"]),
+            line.get("rows_used", 64),
         )
         for line in steps
     ]

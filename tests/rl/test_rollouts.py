@@ -519,7 +519,7 @@ def test_an_order_of_prompts():
     order.end(2, range(4, 8), number)
     position = order.complete(Position(2, 8, "", ""), 3)
     assert (position.next_sample, position.num_extra, position.num_samples) == (10, 2, 8)
-    assert (order.gone_through[2], order.complete(Position(1, 4, "", ""), 2).next_sample) == (range(4, 10), 4)
+    assert (order.ranges[2], order.complete(Position(1, 4, "", ""), 2).next_sample) == (range(4, 10), 4)
     again = PromptOrder(prompts, task, position)
     assert list(again.take(10, 5)[0]) == list(order.take(10, 5)[0]) == [10, 11, 13, 15, 16]
     again.turns_left = {_digest(prompt): 1000 for prompt in prompts[:6]}

@@ -35,9 +35,9 @@ class PromptOrder:
         self.num_left_out = 0  # by the curriculum, in all
         # For each prompt that is left out, how often it will still be; by what it says, whatever its number is.
         self.turns_left: dict[str, int] = _unpack(start.curriculum)
-        # Of the two newest rollouts, by their first steps: what was before each, and the samples that it went through.
+        # Of the two newest rollouts, by their first steps: what was before each, and the range of samples that it took.
         self.before: dict[int, tuple[int, dict[str, int]]] = {}
-        self.gone_through: dict[int, range] = {}
+        self.ranges: dict[int, range] = {}
 
     def begin(self, first_step: int) -> None:
         """Remember what a checkpoint before a rollout has to keep: the next one may be drawn before it is saved."""
@@ -46,8 +46,8 @@ class PromptOrder:
 
     def end(self, first_step: int, planned: range, number: int) -> None:
         """Note that a rollout took all samples up to `number`, in the place of those that its steps count."""
-        self.gone_through = dict([*self.gone_through.items()][-1:])
-        self.gone_through[first_step] = range(planned.start + self.num_extra, number)
+        self.ranges = dict([*self.ranges.items()][-1:])
+        self.ranges[first_step] = range(planned.start + self.num_extra, number)
         self.num_extra = number - planned.stop
 
     def take(self, number: int, count: int) -> tuple[dict[int, Prompt], int]:

@@ -207,7 +207,7 @@ class Rollouts:
         return self.order.complete(position, self._first_step(step) + self.cycle.steps)
 
     def samples(self, step: int) -> range:
-        return self.order.gone_through.get(self._first_step(step)) or self.data_schedule.samples(step)
+        return self.order.ranges.get(self._first_step(step)) or self.data_schedule.samples(step)
 
     def _first_step(self, step: int) -> int:
         """Return the first step of the rollout that serves `step`."""
