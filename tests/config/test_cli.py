@@ -256,7 +256,8 @@ KILLED = {
 @pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("name", KILLED)
-def test_kill_9_in_each_kind_of_run(name, tmp_path):
+def test_kill_9_in_each_kind_of_run(name, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT}/tests")  # rewards of the tests
     texts = [{"prompt": f"{n} + 1", "chosen": f"{n + 1}", "rejected": f"{n}"} for n in range(60)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, texts)))
     of_answers = ("task=", "task.re", "task.gr", "sampling", "evaluation", "data")
@@ -268,7 +269,8 @@ def test_kill_9_in_each_kind_of_run(name, tmp_path):
         "evaluation.every_steps=null",
         "evaluation.sample_tokens=0",
     ]
-    cli(*words, "hydra.run.dir=whole", cwd=tmp_path, devices=2)
+    whole = cli(*words, "hydra.run.dir=whole", cwd=tmp_path, devices=2)
+    assert whole.returncode == 0, whole.stderr
     expected = {line["step"]: line["loss"] for line in metrics(tmp_path / "whole")}
     assert len(expected) == 12
     kill_until_done(words, expected, random.Random(0), 2, tmp_path)
