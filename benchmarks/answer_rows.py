@@ -49,10 +49,10 @@ def main(words: list[str]) -> None:
                 steps += measure(Path(name) / f"{turn}_{answers_per_row}", answers_per_row, words)
     speeds = {number: statistics.median(speed for speed, _ in steps) for number, steps in found.items()}
     for number, steps in found.items():
-        rows = [count for _, count in steps]
+        found_speeds, rows = zip(*steps, strict=True)
         print(
-            f"answers_per_row {number}: {min(rows)} to {max(rows)} rows, {speeds[number]:,.0f} tokens learnt a second, "
-            f"{speeds[number] / speeds[1]:.2f} times"
+            f"answers_per_row {number}: {min(rows)} to {max(rows)} rows, {speeds[number]:,.0f} tokens learnt a second "
+            f"({min(found_speeds):,.0f} to {max(found_speeds):,.0f}), {speeds[number] / speeds[1]:.2f} times"
         )
 
 
