@@ -1,10 +1,13 @@
 """Runs of a model that sees images in tiles: the same on every mesh, resumed to the last digit, drawn and scored."""
 
+import base64
 import json
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
+from inference.test_serve import post, serving
 from PIL import Image
 from support.harness import ONE_DEVICE, ONE_LAYER, RUN, metrics
 from support.images import SEES_TILES, draw, save
@@ -12,6 +15,9 @@ from support.images import SEES_TILES, draw, save
 import tunix
 from tunix.config.compose import compose
 from tunix.data.dataset import load_corpus
+from tunix.data.image_forms import find_form
+from tunix.data.image_slots import index_images
+from tunix.inference.sampling import Sampling
 from tunix.verify import verify
 
 WORDS = [
@@ -76,6 +82,47 @@ def test_a_resumed_run_reads_the_same_images_and_answers_them(words, tmp_path):
     assert [line["loss"] for line in again] == [line["loss"] for line in lines]
     (count,) = re.findall(r"answers to (\d+) images that are held out: ", (whole / "train.log").read_text())
     assert int(count) > 0
+    check_serving(whole)
+
+
+def check_serving(folder):
+    """The server's answer to an image is the model's to the same tiles."""
+    data, turn = save(Image.fromarray(draw(30, 7))), {"role": "user"}
+    model = tunix.load_pretrained(folder)
+    form = find_form(model.cfg.vision)
+    text = model.vocab.chat.render([turn | {"content": [{"type": "image"}, {"type": "text", "text": "what?"}]}], True)
+    tokens = model.tokenizer.encode(form.expand([text], [data])[0], add_special_tokens=False).ids
+    images = index_images(tokens, [data], form, 4)
+    assert images.grids.tolist() == [[1, 2]]
+    assert len(images.pixels) == 3
+    (expected,) = model.sample([tokens], Sampling(4, 0.0), images=[images])
+    url = "data:image/png;base64," + base64.b64encode(data).decode()
+    parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "what?"}]
+    body = {"messages": [turn | {"content": parts}], "logprobs": True, "temperature": 0, "max_tokens": 4}
+    with serving(model, folder, "server.api_key=a key") as (_, port):
+        status, _, said = post(port, json.dumps(body), "/v1/chat/completions", "a key")
+    assert status == 200, said
+    found = [each["logprob"] for each in said["choices"][0]["logprobs"]["content"]]
+    np.testing.assert_allclose(found, expected.log_probabilities[: len(found)], atol=1e-5)
+
+
+@pytest.mark.nightly
+def test_pairs_of_answers(words, tmp_path):
+    """DPO begins at log 2: the model and its reference see the same tiles."""
+    rows = [{"prompt": "what?", "chosen": f"a {n}", "rejected": f"b {n}", "images": [f"{n}.png"]} for n in range(8)]
+    folder = Path(re.search(r"'(.*)/rows.jsonl'", " ".join(words))[1])
+    (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    own = ["data=pairs", f"data.paths=['{folder}/pairs.jsonl']", "data.held_out_fraction=0", "task=dpo"]
+    more = [
+        "training.seq_len=512",
+        "training.loss_chunk_size=512",
+        "training.max_steps=1",
+        "evaluation.every_steps=null",
+    ]
+    kept = [word for word in words if not word.startswith("data")]
+    tunix.train([*kept, *own, *more, f"hydra.run.dir={tmp_path}"])
+    (line,) = metrics(tmp_path)
+    assert line["loss"] == pytest.approx(np.log(2), abs=1e-3)
 
 
 @pytest.mark.nightly
