@@ -90,6 +90,11 @@ def test_an_export_keeps_the_tower_and_says_how_images_are_cut(tmp_path):
         with pytest.raises(UserError, match=f"preprocessor_config.json: {message}|{message}"):
             read_config(source)
     file.unlink()
+    # As transformers 5 writes it.
+    file = source / "processor_config.json"
+    file.write_text(json.dumps({"image_seq_len": 9, "image_processor": published}))
+    assert read_config(source)["vision"]["tiles_per_side"] == 3
+    file.unlink()
     values = OmegaConf.to_container(OmegaConf.load(ROOT / "conf/command/export.yaml"))
     export(Export.model_validate(values | {"checkpoint": str(source), "output": str(output)}))
     before, after = (load_file(folder / "model.safetensors") for folder in (SEEING, output))

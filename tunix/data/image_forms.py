@@ -309,7 +309,7 @@ class TileForm(ImageForm):
     mark = soft = "<image>"
     begin = end = "<fake_token_around_image>"
     resampling = Image.Resampling.LANCZOS
-    num_before = 2  # `begin` and the name of the first tile
+    num_before = 2  # `begin` and the name of the first tile, where the tokenizer has a token for it
     dim_names = "jyxz"
 
     image_size: int

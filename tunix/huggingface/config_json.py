@@ -215,16 +215,19 @@ def read_config(
     with naming_writer(folder):
         try:
             read = translate_config(read_json(folder / "config.json"), source, family, preferred)
-            if "vision" in read and (file := folder / PROCESSOR_FILES[0]).is_file():
-                read["vision"] |= _read_processor(file, read["vision"])
+            # transformers 5 writes the second of these files alone.
+            files = [file for name in PROCESSOR_FILES[:2] if (file := folder / name).is_file()]
+            if "vision" in read and files:
+                read["vision"] |= _read_processor(files[0], read["vision"])
             return read
         except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
             raise UserError(f"{source}: a key has a value of the wrong type ({error})") from None
 
 
 def _read_processor(file: Path, vision: dict[str, Any]) -> dict[str, Any]:
+    raw = read_json(file)
     try:
-        return read_processor(read_json(file), vision)
+        return read_processor(raw.get("image_processor", raw), vision)
     except ValueError as error:
         raise UserError(f"{file}: {error}") from None
 
