@@ -117,6 +117,16 @@ def spoil(name: str, folder: Path, tensor: str, value: np.ndarray | None) -> Pat
     return folder
 
 
+def test_a_group_larger_than_a_matrix_is_all_of_it(tmp_path):
+    folder = shutil.copytree(PACKED / "gptq_8", tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["group_size"] = 10**30
+    (folder / "config.json").write_text(json.dumps(config))
+    found, expected = (tunix.load_pretrained(path).params for path in (folder, PACKED / "gptq_8"))
+    for (name, value), (_, same) in zip(named(found), named(expected), strict=True):
+        np.testing.assert_array_equal(np.asarray(value), np.asarray(same), err_msg=name)
+
+
 def state(**changed) -> np.ndarray:
     values = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": [64, 64]} | changed
     return np.frombuffer(json.dumps(values).encode(), np.uint8)
@@ -124,7 +134,6 @@ def state(**changed) -> np.ndarray:
 
 STATE = f"{QUERIES}.quant_state.bitsandbytes__nf4"
 QUERY = QUERIES.removesuffix("weight")
-WORDS = np.zeros((8, 64), np.int32)
 
 
 @pytest.mark.parametrize(
@@ -139,6 +148,7 @@ WORDS = np.zeros((8, 64), np.int32)
         ("nf4", STATE, state(blocksize=2**30), r"absmax is \[64\], and must be \[1\]"),
         ("nf4", STATE, state(blocksize=7), "rows of 64 codes in blocks of 7 share a byte"),
         ("nf4", STATE, state(dtype="int4"), "dtype int4"),
+        ("nf4", STATE, state(nested_offset=10**400), "is not understood: int too large"),
         ("nf4", STATE, state(extra="x" * 5000), "is not understood: 50"),
         ("nf4", STATE, np.frombuffer(b"[" * 3000, np.uint8), "is not understood"),
         ("nf4", STATE, None, "q_proj.weight"),
@@ -148,6 +158,7 @@ WORDS = np.zeros((8, 64), np.int32)
         ("gptq", f"{QUERY}scales", None, "q_proj.scales is missing"),
         ("gptq", f"{QUERY}scales", np.zeros((9, 64), np.float16), r"scales is \[9, 64\], for 64 inputs in groups of 32"),
         ("gptq", f"{QUERY}qzeros", np.zeros((2, 9), np.int32), r"qzeros is \[2, 9\], and must be \[2, 8\]"),
+        ("gptq", f"{QUERY}qweight", np.zeros((0, 64), np.int32), r"scales is \[2, 64\], for 0 inputs in groups of 1"),
         ("gptq", f"{QUERY}qweight", np.zeros((8, 63), np.int32), r"qweight is \[8, 63\], which does not fit"),
         ("gptq", f"{QUERY}g_idx", np.full(64, 2, np.int32), "g_idx names a group beyond the 2"),
         ("gptq", f"{QUERY}bias", np.ones(64, np.float16), "has model.layers.0.self_attn.q_proj.bias, which a llama"),

@@ -114,7 +114,7 @@ class Integers:
         self.shape: tuple[int, ...] = (num_out, num_in)
         if words.shape != (num_in // per_word, num_out) and words.shape != (num_in, num_out // per_word):
             raise ValueError(f"{name} is {list(words.shape)}, which does not fit {base}scales {[groups, num_out]}")
-        size = num_in if form.group_size == -1 else form.group_size
+        size = max(1, num_in if form.group_size == -1 else min(form.group_size, num_in))
         if groups != -(-num_in // size) or num_out % per_word:
             raise ValueError(f"{base}scales is {[groups, num_out]}, for {num_in} inputs in groups of {size}")
         self.words, self.dtype, self.group_size = words, self.scales.dtype, size
@@ -214,7 +214,7 @@ def _read_state(parts: Parts, name: str) -> dict[str, Any]:
             raise ValueError(f"sizes {counts}")
         if state["dtype"] not in STATE_DTYPES or not math.isfinite(state.get("nested_offset", 0)):
             raise ValueError(f"dtype {state['dtype']}, offset {state.get('nested_offset')}")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
         raise ValueError(f"{key} is not understood: {error}") from None
     return state
 
