@@ -11,6 +11,8 @@ from safetensors.numpy import load_file, save_file
 from support.harness import ROOT
 
 import tunix
+from tunix.config.compose import compose
+from tunix.config.pretrained_config import describe_keys_outside_family
 from tunix.huggingface.config_json import read_config, write_config
 from tunix.huggingface.table import FAMILIES
 from tunix.huggingface.weights import save_weights
@@ -159,3 +161,9 @@ def test_greedy_generation(case):
     whole = [expected[f"greedy_{number}"].tolist() for number in range(3)]
     answers = model.sample([words[:-16] for words in whole], Sampling(max_new_tokens=16, temperature=0.0))
     assert [answer.tokens for answer in answers] == [words[-16:] for words in whole]
+
+
+def test_a_model_without_local_layers_can_be_written():
+    model = compose(["model=adder", "model.vocab_size=320", "tokenizer=bytes"]).config.model
+    assert describe_keys_outside_family(model) == ""
+    assert write_config(model)["sliding_window"] == model.context_length  # transformers needs one

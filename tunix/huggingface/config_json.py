@@ -122,6 +122,9 @@ def write_attention_layers(model: Model, family: Family) -> dict[str, Any]:
     if family.absent.get("sliding_window_pattern") or FULL_EVERY in family.absent:
         local = family.local_type
         keys["layer_types"] = [FULL if model.is_global(layer) else local for layer in range(model.num_layers)]
+    if family.absent.get("sliding_window_pattern") and model.sliding_window is None:
+        # transformers makes a mask for local layers where the model has none, too.
+        keys["sliding_window"] = model.context_length
     return keys
 
 
