@@ -151,7 +151,8 @@ def _mlp(model: Model) -> str:
 
 def _axes(model: Model) -> str:
     """Return the mesh axes that a model may have, and why it refuses the others, as the program says it."""
-    model = model.model_copy(update={"num_layers": EVEN_LAYERS})
+    first = model.mlp.dense_layers if isinstance(model.mlp, ExpertsMlp) else 0  # every stage has these
+    model = model.model_copy(update={"num_layers": first + EVEN_LAYERS})
     allowed, refused = [], []
     useless = {axis for axis, dim_name in needed_dims().items() if dim_name not in model.dims}
     for axis in axis_names():

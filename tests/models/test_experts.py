@@ -12,8 +12,9 @@ from tunix.base.errors import UserError
 from tunix.config.compose import compose
 from tunix.costs.step import derive_costs
 from tunix.models.experts import Experts
-from tunix.models.layers import Initializer
+from tunix.models.layers import Initializer, Routing
 from tunix.training.choices import build_layout, build_mesh
+from tunix.training.optimizer import move_biases
 from tunix.training.program import assemble
 
 ONE = "model.mesh_shape=[[1],[fsdp]]", "distributed.allow_idle_devices=true"
@@ -81,6 +82,17 @@ def test_numbers_of_a_step(reference):
     moves = [0.25 * np.sign(1 - np.array(line["expert_load"])) for line in lines]
     np.testing.assert_allclose(biases, np.sum(moves, 0))
     assert lines[-1]["loss"] < first["loss"]
+
+
+def test_a_bias_follows_the_loads_of_its_own_layer():
+    """Routing has the layers of all stacks in their order; here one stands before the stages, behind a dense one."""
+    words = *SMALL[:-1], experts(dense_layers=1), "model.num_layers=4", "model.layers_before_stages=2"
+    arch = program(*ONE, *words).arch
+    params = jax.tree.map(lambda weight: np.zeros(weight.shape), arch.weights)
+    loads = np.random.default_rng(0).integers(0, 9, (3, 8)).astype("float32")
+    moved = move_biases(params, arch.weights, arch.model, Routing(loads, None, None), 0.25)
+    biases = [moved[name]["mlp"]["router"]["bias"] for name in ("first_blocks", "blocks")]
+    np.testing.assert_array_equal(np.concatenate(biases), 0.25 * np.sign(loads.mean(1, keepdims=True) - loads))
 
 
 def test_active_parameters_are_counted(reference):

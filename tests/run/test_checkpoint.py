@@ -138,6 +138,16 @@ def test_resume_from_interleaved_stages(run, finished_copy, words):
 
 
 @pytest.mark.nightly
+def test_resume_from_stages_behind_dense_layers(run, finished_copy):
+    """Layers before the stages rest on them, and without stages elsewhere."""
+    part = finished_copy(*STAGES[:2], *STAGES[5:], "model=tiny_moe", "model.num_layers=4", "model.mlp.dense_layers=2")
+    expected = losses(part)[2]
+    shutil.rmtree(part / "checkpoints" / "2")
+    run(f"resume={part}", "model.mesh_shape=[[2],[fsdp]]")
+    np.testing.assert_allclose(metrics(part)[-1]["loss"], expected, rtol=1e-5)
+
+
+@pytest.mark.nightly
 def test_resume_under_another_strategy(run):
     folder = run("training.sharding_strategy=no_shard")
     shutil.rmtree(folder / "checkpoints" / "6")

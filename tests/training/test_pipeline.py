@@ -59,7 +59,47 @@ def test_stages_leave_the_result_unchanged(mesh, more, reference):
     assert query.addressable_shards[0].data.shape[0] == 4 // step.mesh.shape["pp"]
 
 
-@pytest.mark.parametrize("words", [LAYERS, [EXPERTS_ALL, "model.num_layers=2"]], ids=["windows", "experts"])
+DENSE_FIRST = [
+    EXPERTS, "model.num_layers=7", "model.layers_before_stages=3", "model.mlp.balance_loss=0.01", *LAYERS[2:], *SGD, "model.lora.targets=attention.o",
+    "model.lora.dropout=0.5", "training.gradient_accumulation_steps=2",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def dense_first() -> list[dict[str, float]]:
+    return program("model.mesh_shape=[[1],[fsdp]]", IDLE, *DENSE_FIRST, "training.micro_batch_size=8").run(batch(16, 2))
+
+
+@pytest.mark.nightly(but=["1f1b, gathered in blocks"])
+@pytest.mark.parametrize(
+    ("mesh", "more"),
+    [
+        ("[[2,2],[pp,fsdp]]", ["training.micro_batch_size=2"]),
+        ("[[2,2,2],[pp,ep,tp]]", ["training.micro_batch_size=2", "training.pipeline_schedule=interleaved",
+                                  "training.overlap=prefetch", "training.sync_gradients_every=1"]),
+        ("[[4,2],[pp,cp]]", ["training.micro_batch_size=2", "training.pipeline_microbatches=4",
+                             "training.sharding_strategy=shard_grad_op"]),
+    ],
+    ids=["1f1b, gathered in blocks", "interleaved, gathered ahead", "1f1b, gathered once"],
+)  # fmt: skip
+def test_dense_layers_before_stages(mesh, more, dense_first):
+    """Two dense layers and one with experts before four on stages; dropout draws by rows there too."""
+    step = program(f"model.mesh_shape={mesh}", IDLE, *DENSE_FIRST, *more)
+    for ours, theirs in zip(step.run(batch(16, 2)), dense_first, strict=True):
+        for name in ("loss", "grad_norm", "balance_loss"):
+            np.testing.assert_allclose(ours[name], theirs[name], rtol=1e-5)
+    layers = {
+        name: step.state["params"][name]["attention"]["q"]["w"]
+        for name in ("first_dense_blocks", "first_blocks", "blocks")
+    }
+    assert [layers[name].addressable_shards[0].data.shape[0] for name in layers] == [2, 1, 4 // step.mesh.shape["pp"]]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [LAYERS, [EXPERTS_ALL, "model.num_layers=2"], [EXPERTS, "model.num_layers=5", "model.layers_before_stages=3"]],
+    ids=["windows", "experts", "dense first"],
+)
 def test_held_out_loss_on_stages(words):
     """The forward pass alone: six parts on two stages, and what routers add to the objective."""
 
@@ -103,7 +143,7 @@ def test_quantized_layers_on_stages_are_traced():
     ("words", "message"),
     [
         (["model.num_layers=26", "model.mesh_shape=[[4,2],[pp,fsdp]]"],
-         r"model.num_layers=26 is not divisible by mesh axis pp=4 \(nearest pp: 1, 2 or 13\)"),
+         r"num_layers=26: 4 stages do not divide the 26 .*; set model.layers_before_stages=2, take 2 or 13 or 26 stages, or leave"),
         (["model.num_layers=4", "model.mesh_shape=[[4,2],[pp,fsdp]]", "training.pipeline_microbatches=2"],
          r"pipeline_microbatches=2 does not fit 4 stages .* nearest: 4, or auto"),
         (["model.num_layers=4", "model.mesh_shape=[[2,4],[pp,fsdp]]", "training.micro_batch_size=6",
@@ -117,11 +157,13 @@ def test_quantized_layers_on_stages_are_traced():
          r"training.remat_every=2: stages keep .* set training.pipeline_recompute=true, or leave pp out of"),
         (["model.num_layers=4", "model.mesh_shape=[[2,4],[pp,fsdp]]", "training.offload=activations"],
          r"training.offload=activations: stages keep .* set training.pipeline_recompute=true, or leave pp out of"),
-        (["model.num_layers=4", "model.mesh_shape=[[2,4],[pp,fsdp]]", EXPERTS],
-         r"dense_layers=2: the first stage would have layers without experts, .*; leave pp out of model.mesh_shape, or set"),
+        (["model.num_layers=8", "model.mesh_shape=[[4,2],[pp,fsdp]]", EXPERTS],
+         r"num_layers=8: 4 stages do not divide the 6 .*; set model.layers_before_stages=4, take 2 or 3 or 6 stages, or leave"),
+        (["model.num_layers=8", "model.layers_before_stages=1", EXPERTS],
+         r"layers_before_stages=1 must be at least the 2 dense layers before experts, and below model.num_layers=8; set it"),
     ],
     ids=["layers", "fewer parts than stages", "sequences", "tokens", "chunks", "groups of layers", "kept values on the host",
-         "dense layers before experts"],
+         "dense layers before experts", "dense layers on stages"],
 )  # fmt: skip
 def test_what_does_not_fit_the_stages(words, message):
     with pytest.raises(UserError, match=message):

@@ -79,6 +79,13 @@ class PipelineShape(NamedTuple):
         return self.num_passes / (self.num_microbatches * self.num_parts)
 
     @property
+    def before_stages(self) -> "PipelineShape":
+        """Passes through layers before the stages: each has a part of every stage, and runs forward once more later."""
+        if self.num_stages == 1:
+            return self
+        return PipelineShape(1, 1, self.num_microbatches * self.num_parts // self.num_stages, recompute_runs=True)
+
+    @property
     def bubble(self) -> float:
         """Share of the ticks in which a stage computes nothing that is used."""
         return 1 - 1 / self.iterations_per_microbatch

@@ -291,7 +291,8 @@ def list_runs(model: "Model") -> tuple[Run, ...]:
         alone = tuple(Run(range(layer, layer + 1), (names[layer],)) for layer in range(count))
         return (*alone, *_list_runs(names[count:], count))
     if model.shared_kv is None:
-        return _list_runs(names, 0)
+        first = model.layers_before_stages or 0
+        return (*_list_runs(names[:first], 0), *_list_runs(names[first:], first))
     first = model.num_layers - model.shared_kv.layers
     turn = range(first - model.global_every, first)
     before, shared = _list_runs(names[: turn.start], 0), _list_runs(names[first:], first)

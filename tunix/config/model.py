@@ -31,7 +31,8 @@ from tunix.sharding.equations import values_per_byte, weights_per_scale
 from tunix.sharding.table import read_dims
 
 # Keys of `model` that are no part of the architecture, by what they decide. Models that differ in these alone have
-# parameters of the same shapes and the same meaning, but for low-rank updates. Code that compares models reads this.
+# parameters of the same shapes and the same meaning, but for low-rank updates and the arrays that layers share. Code
+# that compares models reads this.
 OUTSIDE_ARCHITECTURE = {
     "mesh": frozenset({"mesh_shape"}),
     "computation": frozenset(
@@ -42,6 +43,7 @@ OUTSIDE_ARCHITECTURE = {
     # To which size images are brought.
     "images": frozenset({"vision.min_pixels", "vision.max_pixels", "vision.tiles_per_side"}),
     "losses": frozenset({"mlp.balance_loss", "mlp.z_loss"}),  # how experts are trained
+    "stacks": frozenset({"layers_before_stages"}),  # which layers have their weights in one array
 }
 
 
@@ -183,6 +185,9 @@ class Model(Section):
     """How attention reaches the tokens that cp gives to other devices: ulysses (devices swap tokens for heads; any
     kernel; cp * tp divides num_heads), ring (keys and values go round), or auto: where the heads allow both, the one
     that is predicted to be faster; ulysses where the speed of the devices is not known."""
+    layers_before_stages: Count | None
+    """First layers, in which pp splits the batch and keeps weights. The stages of pp share the layers behind them: 2 of
+    62 layers leave 60 for 4 stages. null: dense layers before experts alone."""
     mesh_shape: MeshShape
     """Device mesh: `[[sizes], [axis names]]` of the axes pp, dp, fsdp, ep, cp, tp in any order, one -1 to fill; or
     `auto`, all devices on fsdp."""
@@ -194,6 +199,8 @@ class Model(Section):
         """Size of each dimension of the weights by its letter (`tunix.sharding.table.DIMS`)."""
         # Most sizes are a key of the model. Those that follow from several keys are added here.
         dims = read_dims("model", self) | {"o": 1, "s": self.num_turns}
+        if self.first_runs:
+            dims |= {"L": len(self.runs[-1].layers), "δ": self.embed_dim}
         if self.latent is not None:
             # One projection makes keys and values of a latent. RoPE's part of the keys is apart: all heads share it.
             dims |= {"R": self.num_rotated, "O": self.head_dim - self.num_rotated + self.latent.value_dim}
@@ -226,14 +233,15 @@ class Model(Section):
             layer    0               1               2       3               4               5
             stack    local_blocks_0  local_blocks_1  blocks  local_blocks_0  local_blocks_1  blocks
         """
+        first = "first_" if layer < (self.layers_before_stages or 0) else ""
         if self.is_linear(layer):
-            return f"linear_blocks_{layer % self.global_every}"
-        shared = "shared_" if self.is_shared(layer) else ""
+            return f"{first}linear_blocks_{layer % self.global_every}"
+        shared = "shared_" if self.is_shared(layer) else first
         if self.global_heads is not None and not self.is_global(layer):
             return f"{shared}local_blocks_{layer % self.global_every}"
         mlp = self.mlp
         if isinstance(mlp, ExpertsMlp) and (layer < mlp.dense_layers or (layer + 1) % mlp.every):
-            return "dense_blocks"
+            return f"{first}dense_blocks"
         return f"{shared}blocks"
 
     @property
@@ -246,9 +254,9 @@ class Model(Section):
         return stacks
 
     @property
-    def num_expert_layers(self) -> int:
+    def expert_layers(self) -> tuple[int, ...]:
         """Layers with experts, in a model that has some."""
-        return sum(len(layers) for name, layers in self.stacks.items() if name != "dense_blocks")
+        return tuple(layer for layer in range(self.num_layers) if not self.stack_of(layer).endswith("dense_blocks"))
 
     @property
     def runs(self) -> tuple[Run, ...]:
@@ -261,10 +269,23 @@ class Model(Section):
 
         L G L G L G    3 turns, each a local and a global layer: 3 stages can share them, 2 or 6 cannot
         """
-        first, *others = self.runs
-        if others or self.shared_kv is not None or self.layer_inputs is not None:
+        last = self.runs[-1]
+        if len(self.runs) > 1 + len(self.first_runs) or self.shared_kv is not None or self.layer_inputs is not None:
             return 1
-        return len(first.layers) // len(first.pattern)
+        return len(last.layers) // len(last.pattern)
+
+    @property
+    def first_runs(self) -> tuple[Run, ...]:
+        """Layers before those that stages share (`layers_before_stages`), which are the last run."""
+        if self.layers_before_stages is not None:
+            return tuple(run for run in self.runs if run.layers.start < self.layers_before_stages)
+        *first, last = self.runs
+        is_dense = [run.pattern for run in first] == [("dense_blocks",)] and "dense_blocks" not in last.pattern
+        return tuple(first) if is_dense else ()
+
+    @property
+    def num_first_layers(self) -> int:
+        return sum(len(run.layers) for run in self.first_runs)
 
     @property
     def architecture(self) -> dict[str, Any]:

@@ -30,26 +30,28 @@ def check_stages(model: "Model", sizes: Mapping[str, int]) -> None:
     stages = num_stages(sizes)
     if stages == 1:
         return
-    first, *others = model.runs
     leave_out = f"leave {', '.join(DIMS[LAYERS].weight_axes)} out of model.mesh_shape"
     if model.vision is not None:
         raise UserError(f"model.vision: stages do not take images yet; {leave_out}, or set model.vision=null")
     for key in ("shared_kv", "layer_inputs"):
         if getattr(model, key) is not None:
             raise UserError(f"model.{key} gives a layer arrays that do not travel from stage to stage; {leave_out}")
-    if others and isinstance(model.mlp, ExpertsMlp) and model.mlp.dense_layers:
-        raise UserError(
-            f"model.mlp.dense_layers={model.mlp.dense_layers}: the first stage would have layers without experts, and "
-            f"the others none; {leave_out}, or set model.mlp.dense_layers=0"
-        )
     turns = model.num_turns
-    if turns % stages and (others or len(first.pattern) > 1):
-        valid = list_divisors(turns, least=2)
-        near = f"take {' or '.join(map(str, nearest(valid, stages)))} stages, " if valid else ""
+    if turns % stages == 0:
+        return
+    valid = list_divisors(turns, least=2)
+    near = f"take {' or '.join(map(str, nearest(valid, stages)))} stages, " if valid else ""
+    if 1 < turns == model.num_layers - model.num_first_layers:
+        first = model.num_first_layers + turns % stages
+        way_out = f"set model.layers_before_stages={first}, " if turns > stages else ""
         raise UserError(
-            f"model.num_layers={model.num_layers}: layers of several kinds take turns, and {stages} stages do not have "
-            f"the same whole turns; {near}{leave_out}, or change model.num_layers"
+            f"model.num_layers={model.num_layers}: {stages} stages do not divide the {turns} layers that they share; "
+            f"{way_out}{near}or {leave_out}"
         )
+    raise UserError(
+        f"model.num_layers={model.num_layers}: layers of several kinds take turns, and {stages} stages do not have "
+        f"the same whole turns; {near}{leave_out}, or change model.num_layers"
+    )
 
 
 def check_qk_clip(model: "Model", limit: float | None, sizes: Mapping[str, int]) -> None:
@@ -122,6 +124,15 @@ def check_model_keys(model: "Model") -> None:
     if model.global_heads is not None:
         _check_global_heads(model)
     check_shared_layers(model)
+    for key in ("vision", "shared_kv", "layer_inputs"):
+        if getattr(model, key) is not None:
+            _check_values(model, {"layers_before_stages": None}, f": no stages go with model.{key}")
+    first, dense = model.layers_before_stages, model.mlp.dense_layers if isinstance(model.mlp, ExpertsMlp) else 0
+    if first is not None and not dense <= first < model.num_layers:
+        raise ValueError(
+            f"model.layers_before_stages={first} must be at least the {dense} dense layers before experts, and below "
+            f"model.num_layers={model.num_layers}; set it to null"
+        )
     if model.vision is not None:
         check_vision(model, model.vision)
     if isinstance(model.mlp, ExpertsMlp):

@@ -22,6 +22,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from tunix.base.dotted_path import import_object
 from tunix.config import DeviceKind, Model
+from tunix.config.batch import PipelineShape
 from tunix.config.layers import ExpertsMlp, HeadSizes
 from tunix.costs.devices import Group, predict_collective_s
 from tunix.models.context_parallel import count_repeats
@@ -100,16 +101,16 @@ def _list_weight_transfers(program: Program) -> Iterator[Transfer]:
     Blocks on stages gather in every tick, and once more where the backward pass runs a stage again.
     """
     layout, strategy = program.layout, program.layout.strategy
-    mesh, pipeline, sync_every = program.mesh, program.choices.pipeline, program.choices.sync_every
+    mesh, sync_every = program.mesh, program.choices.sync_every
     in_blocks = layout.gathers_in_blocks(sync_every)
-    reductions = 1 if pipeline.num_stages > 1 else program.batch.num_microbatches // sync_every
+    reductions = 1 if program.choices.pipeline.num_stages > 1 else program.batch.num_microbatches // sync_every
     ahead, has_replicas = program.choices.prefetch, layout.has_replicas(mesh.shape)
-    gathers_of_block = (2 + pipeline.recompute_runs) * pipeline.num_passes
     is_trained = jax.tree.leaves(program.arch.is_trained)
     for weight, trained in zip(jax.tree.leaves(program.arch.weights), is_trained, strict=True):
-        equation = weight.equation
+        equation, pipeline = weight.equation, find_passes(weight, program)
+        gathers_of_block = (2 + pipeline.recompute_runs) * pipeline.num_passes
         in_use, gathered_over = layout.in_use(equation), layout.gather_axes(equation)
-        blocks = weight.shape[0] // pipeline.num_stages if equation.is_stacked else 1
+        blocks = count_layers(weight, program) if equation.is_stacked else 1
         if gathered_over and strategy.splits:
             times = gathers_of_block if in_blocks and equation.is_stacked else 1
             size = round(times * count_shard_bytes(weight, in_use, find_gathered_dtype(weight, layout), mesh))
@@ -160,6 +161,8 @@ def _list_stage_transfers(program: Program) -> Iterator[Transfer]:
     times = entered + parts
     yield Transfer("all-gather", layout.stage_axes, times * joined + entered * extra_bytes, overlaps=0.0)
     returned = parts if pipeline.num_chunks > 1 else entered
+    if cfg.model.first_runs:  # entries of all parts, and their gradients
+        yield Transfer("all-to-all", layout.stage_axes, 2 * parts * joined // pipeline.num_stages, overlaps=0.0)
     yield Transfer("reduce-scatter", layout.stage_axes, (parts + returned) * joined, overlaps=0.0)
     if layout.stream_axes:  # on its way between stages and what is outside of them, a part has its tokens joined
         num_bytes = times * (joined + joined // pipeline.num_stages)
@@ -175,10 +178,29 @@ def _list_stage_transfers(program: Program) -> Iterator[Transfer]:
         dealt_out += [(weight, "float32") for weight in jax.tree.leaves(arch.trained_weights)]
         num_bytes, count = 0, 0
         for weight, dtype in dealt_out:
-            if weight.equation.is_stacked:
+            if weight.equation.is_stacked and not weight.equation.is_before_stages:
                 num_bytes += count_shard_bytes(weight, layout.stored(weight.equation), dtype, mesh)
                 count += pipeline.num_chunks
         yield Transfer("collective-permute", layout.stage_axes, num_bytes, overlaps=0.0, count=count)
+
+
+def find_passes(weight: Weight, program: Program) -> PipelineShape:
+    """Return the passes of a step through the layers of a weight."""
+    pipeline = program.choices.pipeline
+    return pipeline.before_stages if weight.equation.is_before_stages else pipeline
+
+
+def count_layers(weight: Weight, program: Program) -> int:
+    """Return the layers of a stack that a device has: those of its stage, or all where stages do not share them."""
+    return weight.shape[0] // find_passes(weight, program).num_stages
+
+
+def list_passes(program: Program, layers: Sequence[int]) -> list[tuple[PipelineShape, int]]:
+    """Return the passes of a step through these layers, each with the number of layers that have such passes."""
+    first = {layer for run in program.cfg.model.first_runs for layer in run.layers}
+    num_first, pipeline = len(first.intersection(layers)), program.choices.pipeline
+    pairs = (pipeline.before_stages, num_first), (pipeline, len(layers) - num_first)
+    return [(passes, number) for passes, number in pairs if number]
 
 
 def count_microbatch_rows(program: Program) -> int:
@@ -196,14 +218,14 @@ def _list_attention_transfers(program: Program) -> Iterator[Transfer]:
     num_microbatches, rows, tokens = program.batch
     segment_ids = math.prod(find_shard_shape((rows, tokens), program.layout.activation("BS"), mesh)) * 4
     yield Transfer("all-gather", axes, num_microbatches * segment_ids, overlaps=0.0, count=num_microbatches)
-    pipeline = program.choices.pipeline
     exchanged = import_object(CP_EXCHANGES[program.layout.cp_exchange].transfers)
     for kind, numbers in cfg.model.head_kinds.items():
-        layers = num_microbatches * len(numbers) * pipeline.iterations_per_microbatch
         heads = measure_heads(cfg.model, kind, program.choices, mesh)
-        layer = exchanged(program.choices.remat, heads, pipeline.recompute_runs)
-        num_bytes, count = round(layers * layer.num_bytes), max(1, round(layers * layer.count))
-        yield replace(layer, num_bytes=num_bytes, count=count)
+        for pipeline, number in list_passes(program, numbers):
+            layers = num_microbatches * number * pipeline.iterations_per_microbatch
+            layer = exchanged(program.choices.remat, heads, pipeline.recompute_runs)
+            num_bytes, count = round(layers * layer.num_bytes), max(1, round(layers * layer.count))
+            yield replace(layer, num_bytes=num_bytes, count=count)
     yield from _list_memory_transfers(program)
 
 
@@ -332,23 +354,25 @@ def _list_matmul_transfers(program: Program) -> Iterator[Transfer]:
         if axes and times:
             yield transfer(kind, axes, count_numbers(dim_names) * item, times)
     if isinstance(cfg.model.mlp, ExpertsMlp) and layout.stream_axes:  # numbers of a token's experts, and their weights
-        layers = cfg.model.num_expert_layers * program.choices.pipeline.iterations_per_microbatch
-        forward = 1 + program.choices.remat.recompute_fraction("product") + program.choices.pipeline.recompute_runs
         choices = count_numbers("BT") * cfg.model.mlp.experts_per_token * 4
-        yield transfer("all-gather", layout.stream_axes, choices, 2 * forward * layers)
-        yield transfer("reduce-scatter", layout.stream_axes, choices, layers)  # the gradient of the weights
+        for pipeline, number in list_passes(program, cfg.model.expert_layers):
+            layers = number * pipeline.iterations_per_microbatch
+            forward = 1 + program.choices.remat.recompute_fraction("product") + pipeline.recompute_runs
+            yield transfer("all-gather", layout.stream_axes, choices, 2 * forward * layers)
+            yield transfer("reduce-scatter", layout.stream_axes, choices, layers)  # the gradient of the weights
 
 
 def _list_in_blocks(program: Program) -> Iterator[Exchange]:
     """Yield the exchanges around the products of blocks."""
-    cfg, layout, pipeline = program.cfg, program.layout, program.choices.pipeline
+    cfg, layout = program.cfg, program.layout
     remat, stream = program.choices.remat, layout.stream_axes
-    entered: dict[str, float] = {}  # layers of each branch that tokens enter, by its name
+    entered: dict[str, tuple[float, int]] = {}  # of each branch that tokens enter, by its name: layers, times of each
     expert_exchanges: list[Exchange] = []  # of one expert
     for path, weight in jax.tree.leaves_with_path(program.arch.weights):
         equation = weight.equation.dequantized()
         if not equation.is_stacked or equation.is_vector or equation.is_scales:
             continue
+        pipeline = find_passes(weight, program)
         name, layers = parameter_name(path), weight.shape[0] * pipeline.iterations_per_microbatch
         recompute = remat.recompute_fraction(product_name(name))
         gives_stream = equation.y.endswith("D") and not equation.x.endswith("D")
@@ -368,12 +392,12 @@ def _list_in_blocks(program: Program) -> Iterator[Exchange]:
             yield Exchange("all-reduce", equation.y, layout.product_axes(equation), forward)
             is_update = "r" in equation.w  # of low rank: it takes what the product beside it takes
             if stream and equation.x == ENTERED and not is_update:
-                entered[name.rsplit(".", 2)[0]] = layers
+                # No policy keeps what a branch takes.
+                entered[name.rsplit(".", 2)[0]] = layers, 2 + pipeline.recompute_runs
             else:
                 yield Exchange("all-reduce", equation.x, layout.product_axes(equation.transposed()), layers)
     yield from dict.fromkeys(expert_exchanges)
-    for layers in entered.values():
-        times = 2 + pipeline.recompute_runs  # no policy keeps what a branch takes
+    for layers, times in entered.values():
         yield Exchange("all-gather", ENTERED, stream, times * layers)
         yield Exchange("reduce-scatter", ENTERED, stream, layers)
 
@@ -433,21 +457,23 @@ def _list_expert_transfers(program: Program) -> Iterator[Transfer]:
     if num_devices == 1 or not isinstance(mlp, ExpertsMlp):
         return
     num_rows, length = find_shard_shape((batch.num_rows, batch.seq_len), layout.activation("BT"), mesh)
-    pipeline, remat = program.choices.pipeline, program.choices.remat
-    exchanged = ExpertTokens(
-        mlp,
-        axes,
-        num_devices,
-        num_rows * length,
-        row=cfg.model.embed_dim * jnp.dtype(layout.compute).itemsize,
-        capacity=cfg.model.expert_buffer_factor,
-        layers=cfg.model.num_expert_layers * batch.num_microbatches * pipeline.iterations_per_microbatch,
-        # The exchange of one of two parts hides behind the other part; nothing is left to hide that of the last one.
-        hidden=1 - 1 / layout.batch_parts if num_rows % layout.batch_parts == 0 else 0.0,
-        runs=1 + remat.recompute_fraction("exchange") + pipeline.recompute_runs,
-        results=1 + pipeline.recompute_runs + remat.recompute_fraction("product") * (cfg.model.norm_placement != "pre"),
-    )
-    yield from import_object(EXPERT_EXCHANGES[layout.expert_exchange].transfers)(exchanged)
+    remat = program.choices.remat
+    needs_results = remat.recompute_fraction("product") * (cfg.model.norm_placement != "pre")
+    for pipeline, number in list_passes(program, cfg.model.expert_layers):
+        exchanged = ExpertTokens(
+            mlp,
+            axes,
+            num_devices,
+            num_rows * length,
+            row=cfg.model.embed_dim * jnp.dtype(layout.compute).itemsize,
+            capacity=cfg.model.expert_buffer_factor,
+            layers=number * batch.num_microbatches * pipeline.iterations_per_microbatch,
+            # The exchange of one of two parts hides behind the other part; nothing is left to hide the last one.
+            hidden=1 - 1 / layout.batch_parts if num_rows % layout.batch_parts == 0 else 0.0,
+            runs=1 + remat.recompute_fraction("exchange") + pipeline.recompute_runs,
+            results=1 + pipeline.recompute_runs + needs_results,
+        )
+        yield from import_object(EXPERT_EXCHANGES[layout.expert_exchange].transfers)(exchanged)
 
 
 def gather_tokens(each: ExpertTokens) -> Iterator[Transfer]:

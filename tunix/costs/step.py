@@ -21,6 +21,7 @@ from tunix.config.model import list_keys_outside
 from tunix.config.training import StepKeys
 from tunix.costs.communication import (
     Transfer,
+    count_layers,
     count_microbatch_rows,
     count_shard_bytes,
     find_gathered_dtype,
@@ -123,7 +124,7 @@ def _count_fused_work(program: Program) -> FusedWork:
         return NO_FUSED_WORK
     num_tokens, per_token = batch.num_tokens / program.mesh.size, mlp.experts_per_token
     num_devices = count_devices(program.mesh.shape, layout.expert_axes)
-    forward = 6.0 * model.embed_dim * mlp.expert_dim * per_token * model.num_expert_layers * num_tokens
+    forward = 6.0 * model.embed_dim * mlp.expert_dim * per_token * len(model.expert_layers) * num_tokens
     recompute, runs = program.choices.remat.recompute_fraction("product"), program.choices.pipeline.recompute_runs
     # Half a block of each expert is empty, of the rows of one part of a microbatch.
     local_rows = num_tokens / batch.num_microbatches * per_token / layout.batch_parts
@@ -134,7 +135,7 @@ def _count_fused_work(program: Program) -> FusedWork:
         numbers = BUFFER_PASSES * buffer_rows_per_token(model, num_devices, layout.expert_exchange) * model.embed_dim
     else:  # for each row and for each token that arrives, forward and backward
         numbers = 2 * (per_token + num_devices) * model.embed_dim
-    num_bytes = model.num_expert_layers * num_tokens * numbers * jnp.dtype(layout.compute).itemsize
+    num_bytes = len(model.expert_layers) * num_tokens * numbers * jnp.dtype(layout.compute).itemsize
     return FusedWork((3 + recompute + runs) * forward, flops, num_bytes)
 
 
@@ -158,9 +159,17 @@ def _count_pipeline_flops(program: Program, flops: float, forward_flops: float, 
     """
     model, pipeline = program.cfg.model, program.choices.pipeline
     logits = 2.0 * model.num_outputs * model.embed_dim * num_tokens  # forward; three times in all
-    recompute = pipeline.recompute_runs * (forward_flops - logits)
-    in_blocks = flops - 3 * logits + recompute
-    return recompute + in_blocks * (pipeline.iterations_per_microbatch - 1)
+    first = _measure_first_share(program)
+    on_stages = (1 - first) * (flops - 3 * logits + pipeline.recompute_runs * (forward_flops - logits))
+    recompute = ((1 - first) * pipeline.recompute_runs + first) * (forward_flops - logits)
+    return recompute + on_stages * (pipeline.iterations_per_microbatch - 1)
+
+
+def _measure_first_share(program: Program) -> float:
+    """Return the share of the blocks' products that are in layers before the stages."""
+    stacked = [weight for weight in jax.tree.leaves(program.arch.weights) if weight.equation.is_stacked]
+    first = sum(weight.size * weight.used for weight in stacked if weight.equation.is_before_stages)
+    return first / sum(weight.size * weight.used for weight in stacked)
 
 
 # Values of the keys of training that say how many sequences there are, for one sequence per data shard.
@@ -229,7 +238,7 @@ def _count_gathered_bytes(program: Program) -> int:
     for weight in jax.tree.leaves(arch.weights) + frozen_tables:
         if not (in_blocks and weight.equation.is_stacked):
             gathered += _count_bytes_in_use(weight, program)
-        elif num_chunks > 1:  # dealt out to the stages, and the chunk at work
+        elif num_chunks > 1 and not weight.equation.is_before_stages:  # dealt out to the stages, and the chunk at work
             dealt_out = count_shard_bytes(weight, layout.stored(weight.equation), weight.dtype, program.mesh)
             gathered += (1 + 1 / num_chunks) * dealt_out
     return round(gathered)
@@ -240,11 +249,10 @@ def _count_neighbour_bytes(program: Program) -> int:
 
     Blocks that gather ahead have all blocks of a turn and of the next one, where stacks take turns.
     """
-    model, stages = program.cfg.model, program.choices.pipeline.num_stages
-    block_bytes = {}
+    model, block_bytes = program.cfg.model, {}
     for name in model.stacks:
         weights = jax.tree.leaves(program.arch.weights[name])
-        block_bytes[name] = stages * sum(_count_bytes_in_use(each, program) / each.shape[0] for each in weights)
+        block_bytes[name] = sum(_count_bytes_in_use(each, program) / count_layers(each, program) for each in weights)
     peak = 0.0
     for run in model.runs:
         blocks = [block_bytes[name] for name in run.pattern]
@@ -294,7 +302,7 @@ def _count_gradient_bytes(program: Program) -> int:
             local_parts, newest_parts = local_parts + local_bytes, newest_parts + newest_share * local_bytes
         elif program.choices.prefetch:  # of the block whose gradients are summed while another is at work
             local_part = count_shard_bytes(weight, layout.in_use(equation), layout.compute, mesh)
-            local_parts += local_part * pipeline.num_stages // weight.shape[0]
+            local_parts += local_part // count_layers(weight, program)
         if not (equation.is_stacked or equation.is_vector):  # the loss adds the table's up, and then rounds the sum
             local_parts += count_shard_bytes(weight, layout.in_use(equation), layout.compute, mesh)
     in_compute = round(newest_parts * jnp.dtype(layout.compute).itemsize / 4)  # own parts, in the dtype of products
@@ -342,12 +350,16 @@ def count_activation_bytes(program: Program) -> int:
     # With stages: what ticks keep, rows of a part in each slot, and the larger of what is at work in one tick.
     row = _count_stream_bytes(program) + 4 * (local_tokens + length)  # with its positions and segments
     rows_of_microbatch = count_microbatch_rows(program)
-    kept = residual / (pipeline.num_stages * pipeline.num_chunks)  # of one sequence in one chunk of layers
-    at_work = rows_of_microbatch * (kept + inside)
+    # Of one sequence in one chunk of layers, and in the layers before the stages, of which a device has all.
+    of_layer, num_first = residual / program.cfg.model.num_layers, program.cfg.model.num_first_layers
+    kept = (residual - num_first * of_layer) / (pipeline.num_stages * pipeline.num_chunks)
+    at_work = rows_of_microbatch * (max(kept, num_first * of_layer) + inside)
     loss = rows_of_microbatch * count_logit_bytes(rows_of_microbatch, local_tokens // pipeline.num_stages)
     num_slots = (pipeline.num_chunks + 1) * pipeline.num_stages - 1  # as many as `assign_slots` needs
     in_slot = row if pipeline.recompute_runs else row + kept
-    return round(rows_of_microbatch * (num_slots * in_slot + QUEUES * row) + max(at_work, loss))
+    parts = pipeline.num_microbatches * pipeline.num_parts if num_first else 0
+    entries = parts * _count_stream_bytes(program) / pipeline.num_stages
+    return round(rows_of_microbatch * (num_slots * in_slot + QUEUES * row + entries) + max(at_work, loss))
 
 
 def estimate_inside_bytes(cfg: Config, layout: Layout, mesh: Mesh | AbstractMesh, length: int) -> int:
@@ -415,7 +427,7 @@ def _count_mlp_numbers(model: Model, layout: Layout, mesh: Mesh | AbstractMesh, 
         expert_numbers += 2 * model.mlp.experts_per_token * local["D"]
     if model.mlp.beside_mlp:
         return round(expert_numbers) + mlp
-    return max(round(expert_numbers), mlp if "dense_blocks" in model.stacks else 0)
+    return max(round(expert_numbers), mlp if len(model.expert_layers) < model.num_layers else 0)
 
 
 _known_residual_bytes: dict[tuple[Any, ...], int] = {}  # a plan asks for one model on many meshes

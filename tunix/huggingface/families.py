@@ -92,10 +92,11 @@ class Family:
         other part has that of `blocks`:
 
             linear_blocks_1.mlp.up.w    looked up as linear_blocks.mlp.up.w, then as blocks.mlp.up.w
+            first_blocks.mlp.up.w       looked up as blocks.mlp.up.w
         """
-        stack, _, part = path.partition(".")
+        stack, _, part = path.removeprefix("first_").partition(".")
         if not stack.startswith(("dense_blocks", "linear_blocks", "local_blocks", "shared_")):
-            return self.names.get(path) or SCORE.get(path)
+            return self.names.get(path.removeprefix("first_")) or SCORE.get(path)
         kind = stack.rstrip("_0123456789")
         return self.names.get(f"{kind}.{part}") or self.names.get(f"blocks.{part}")
 

@@ -269,7 +269,7 @@ def load_parameter(
         a piece           rows of some heads, seen as [n, H, D]              copied as [1, D, n, H] to the device
     """
     sharding = find_sharding(equation)
-    ours, dim_names = equation.w, name.dims.replace(",", "")
+    ours, dim_names = equation.in_files, name.dims.replace(",", "")
     sizes = cfg.dims | {LAYERS: len(layers)}
     shape = tuple(sizes[dim_name] for dim_name in ours)
     order = [dim_names.index(dim_name) for dim_name in ours if dim_name not in name.numbered]
@@ -468,7 +468,7 @@ def _fuse(chunks: list[np.ndarray], name: Name, dims: Mapping[str, int]) -> np.n
 
 def pack(value: np.ndarray, name: Name, weight) -> np.ndarray:
     """Return one layer of a parameter (of one expert) with the dimensions that the files have."""
-    ours = "".join(dim_name for dim_name in weight.equation.w if dim_name not in name.numbered)
+    ours = "".join(dim_name for dim_name in weight.equation.in_files if dim_name not in name.numbered)
     dim_names = name.dims.replace(",", "")
     shape = list_sizes(name.dims.split(","), dict(zip(ours, value.shape, strict=True)))
     return value.transpose([ours.index(dim_name) for dim_name in dim_names]).reshape(shape)

@@ -140,9 +140,7 @@ MLPS = {
     "experts_beside": PartKind(
         lambda cfg, layer: isinstance(cfg.mlp, ExpertsMlp) and cfg.mlp.beside_mlp, ExpertsBesideMlp
     ),
-    "experts": PartKind(
-        lambda cfg, layer: isinstance(cfg.mlp, ExpertsMlp) and cfg.stack_of(layer) != "dense_blocks", Experts
-    ),
+    "experts": PartKind(lambda cfg, layer: isinstance(cfg.mlp, ExpertsMlp) and layer in cfg.expert_layers, Experts),
     "plain": PartKind(lambda cfg, layer: cfg.mlp.kind == "plain", partial(MLP, kind="plain")),
     # Also of the layers without experts in a model that has experts.
     "gated": PartKind(lambda cfg, layer: cfg.mlp.kind in ("gated", "experts"), partial(MLP, kind="gated")),

@@ -91,12 +91,17 @@ class Stacks:
     def run(self, rows: Rows, forward: Forward) -> tuple[Rows, BlockSums]:
         """Run all blocks by scans: rows with x [B, t, D] -> the same after the last block, and sums of all blocks.
 
-        Stages run them here for evaluations alone: without dropout, and without the routing of experts among the sums.
+        Stages run theirs here for evaluations alone: without dropout, without the routing of experts among the sums.
         """
+        if self.layout.stage_axes:
+            return self._run_stages(self.cfg.runs[-1], rows, forward)
+        return self.scan_runs(self.cfg.runs, rows, forward)
+
+    def scan_runs(self, runs: Sequence[Run], rows: Rows, forward: Forward) -> tuple[Rows, BlockSums]:
+        """Run the blocks of these runs, one after the other, by scans; see `run`."""
         sums = NO_SUMS
-        for number, run in enumerate(self.cfg.runs):
-            go = self._run_stages if self.layout.stage_axes else self._scan_run
-            rows, local_sums = go(run, rows, forward)
+        for number, run in enumerate(runs):
+            rows, local_sums = self._scan_run(run, rows, forward)
             sums = merge_runs(sums, local_sums)
             if number < len(forward.features):  # each of the first layers is a run
                 rows = rows._replace(x=rows.x + forward.features[number])
@@ -152,11 +157,11 @@ class Stacks:
         are parameters and values by the name of a stack. Each stage has some turns of the pattern, each complete, and
         all stages have equally many: so one `vmap` is the program of all stages.
         """
-        (run,) = self.cfg.runs
+        pattern = self.cfg.runs[-1].pattern
 
         def run_stage(layers, rows, seed):
-            layers = _split_turns(run.pattern, layers, dim=1 if self.prefetch else 0)
-            rows, sums, _ = self._scan(run.pattern, layers, rows, forward._replace(seed=seed))
+            layers = _split_turns(pattern, layers, dim=1 if self.prefetch else 0)
+            rows, sums, _ = self._scan(pattern, layers, rows, forward._replace(seed=seed))
             return rows, sums
 
         if self.prefetch:  # the scan has the stages inside of it (prefetch.py)
@@ -192,23 +197,21 @@ class Stacks:
 
     def list_params(self, layers: dict[str, Any]) -> list[jax.Array]:
         """Return the parameters of the layers of each stage, [S, turns, ...], place after place of the pattern."""
-        (run,) = self.cfg.runs
-        return jax.tree.leaves([params for params, _ in _split_turns(run.pattern, layers, dim=1)])
+        return jax.tree.leaves([params for params, _ in _split_turns(self.cfg.runs[-1].pattern, layers, dim=1)])
 
     def list_trained(self, is_trained: dict[str, Any]) -> list[bool]:
         """Return whether each of `list_params` is trained, given a tree of all parameters of the model."""
-        (run,) = self.cfg.runs
-        return jax.tree.leaves([is_trained[name] for name in run.pattern])
+        return jax.tree.leaves([is_trained[name] for name in self.cfg.runs[-1].pattern])
 
     def _make_stage_passes(self, layers: dict[str, Any], rows: Rows, forward: Forward) -> tuple[Passes, Any, Any]:
         """Return passes over the layers of each stage, values of the layers, and what all layers share."""
-        (run,) = self.cfg.runs
-        blocks, _, shared, _ = self._prepare(run.pattern, rows, forward, ())
-        passes, values = self._make_passes(run.pattern, blocks, _split_turns(run.pattern, layers, dim=1), None, ())
+        pattern = self.cfg.runs[-1].pattern
+        blocks, _, shared, _ = self._prepare(pattern, rows, forward, ())
+        passes, values = self._make_passes(pattern, blocks, _split_turns(pattern, layers, dim=1), None, ())
         return passes, passes.weights.by_layer(values), shared
 
     def _run_stages(self, run: Run, rows: Rows, forward: Forward) -> tuple[Rows, BlockSums]:
-        """Run all layers on stages: parts of the batch go from stage to stage (pipeline.py)."""
+        """Run the layers of a run on stages: parts of the batch go from stage to stage (pipeline.py)."""
         forward = forward._replace(seed=None)
         layers = {name: self.layers_of(name, forward) for name in dict.fromkeys(run.pattern)}
 

@@ -1,5 +1,6 @@
 """The decoder: embedding, blocks, final norm, logits or scores."""
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +15,7 @@ from tunix.models.attention_mask import row_mask_rule, split_chunks
 from tunix.models.block import Forward, HeadScores, Layer, LayerInputs, Mix, Rows
 from tunix.models.layer_scan import GradientSums
 from tunix.models.layer_stacks import Stacks, list_stacks
-from tunix.models.layers import NORMS, BlockSums, Embedding, Initializer, LearnedPositions
+from tunix.models.layers import NO_SUMS, NORMS, BlockSums, Embedding, Initializer, LearnedPositions, merge_runs
 from tunix.models.mla import Heads
 from tunix.models.remat import KEEP_ALL, Remat
 from tunix.models.scores import ScoreHead
@@ -99,8 +100,21 @@ class Transformer(nnx.Module):
         inputs = self.make_layer_inputs(tokens, rows.x)
         forward = Forward(self.mix_of_row, tokens.shape[1], seed, features=seen.features, inputs=inputs)
         with jax.named_scope("blocks"):
+            rows, first_sums = self.run_before_stages(rows, forward)
             rows, sums = self.stacks.run(rows, forward)
-        return self.finish(rows.x), sums
+        return self.finish(rows.x), merge_runs(BlockSums(first_sums.penalties, None), sums)
+
+    def run_before_stages(self, rows: Rows, forward: Forward) -> tuple[Rows, BlockSums]:
+        """Run the layers before those that stages share, if there are some: around the stages' layers these axes split
+        the batch alone, and so they do in these layers."""
+        if not (self.layout.stage_axes and self.cfg.first_runs):
+            return rows, NO_SUMS
+        make = partial(
+            Transformer, self.cfg, self.layout.before_stages(), Initializer(None), self.remat, prefetch=self.prefetch
+        )
+        graphdef = jax.eval_shape(lambda: nnx.split(make()))[0]
+        model = nnx.merge(graphdef, nnx.state(self))
+        return model.stacks.scan_runs(self.cfg.first_runs, rows, forward._replace(mix_of=model.mix_of_row))
 
     def see(self, x: jax.Array, positions: jax.Array, images: Images | None, seed: Any = None) -> Seen:
         """Return embeddings [B, t, D] with those of the soft tokens of images in their places, and what else the

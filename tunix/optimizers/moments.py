@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
-from tunix.sharding.table import DIMS, LAYERS
+from tunix.sharding.table import DIMS, STACKED
 
 BLOCK = 128  # numbers with one scale, or a smaller power of two that divides the dimension
 LEAST_BLOCK = 8  # below that, scales would take much of what codes save
@@ -88,7 +88,7 @@ def _select_block(weight: Any) -> Block | None:
     blocks = [
         Block(axis, math.gcd(size, BLOCK))
         for axis, (dim_name, size) in enumerate(zip(dim_names, weight.shape, strict=True))
-        if dim_name != LAYERS
+        if dim_name not in STACKED
     ]
     best = max(blocks, key=lambda block: (block.size >= 32 and not DIMS[dim_names[block.axis]].is_gathered, block.size))
     return best if best.size >= LEAST_BLOCK else None

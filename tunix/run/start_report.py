@@ -50,12 +50,14 @@ def describe_batch(cfg: Config, program: Program, mesh: Mesh | AbstractMesh, siz
         **_describe_stages(sizes),
     }
     if pipeline.num_stages > 1:
-        layers = program.cfg.model.num_layers // pipeline.num_stages
+        model = program.cfg.model
+        layers = (model.num_layers - model.num_first_layers) // pipeline.num_stages
+        behind = f" behind {model.num_first_layers} that all stages share" if model.num_first_layers else ""
         schedule = "1f1b" if pipeline.num_chunks == 1 else f"interleaved, {pipeline.num_chunks} chunks a stage"
         rows["pipeline"] = (
-            f"{schedule}: {pipeline.num_stages} stages of {layers} layers; a microbatch is {pipeline.num_parts} parts "
-            f"of {count_microbatch_rows(program)} sequence(s) of each shard; a step is {pipeline.num_iterations} "
-            f"ticks, and a stage idles in {pipeline.bubble:.0%} of them"
+            f"{schedule}: {pipeline.num_stages} stages of {layers} layers{behind}; a microbatch is "
+            f"{pipeline.num_parts} parts of {count_microbatch_rows(program)} sequence(s) of each shard; a step is "
+            f"{pipeline.num_iterations} ticks, and a stage idles in {pipeline.bubble:.0%} of them"
         )
     options = ", ".join(f"{name}={value}" for name, value in choices.options.items())
     hidden = " and ".join(["layers gather ahead"] * choices.prefetch + [options] * bool(options)) or "none"

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from tunix.sharding.table import LAYERS, STREAM_TOKENS, TOKENS
+from tunix.sharding.table import FIRST_LAYERS, LAYERS, STACKED, STREAM_TOKENS, TOKENS
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Equation:
     @property
     def copies(self) -> str:
         """Dimensions of the weight along which products stand side by side: layers, and those in x, w and y."""
-        in_all = {LAYERS, *set(self.x) & set(self.y)}
+        in_all = {*STACKED, *set(self.x) & set(self.y)}
         return "".join(dim_name for dim_name in self.w if dim_name in in_all)
 
     @property
@@ -81,16 +81,26 @@ class Equation:
 
     @property
     def is_stacked(self) -> bool:
-        """True where the weight holds all layers."""
-        return LAYERS in self.w
+        """True where the weight holds all layers of a stack."""
+        return self.w.startswith(STACKED)
 
-    def stacked(self) -> "Equation":
-        """Return the equation of all layers: the weight has a first dimension L."""
-        return Equation(self.text.replace(",", f",{LAYERS}"))
+    def stacked(self, dim_name: str = LAYERS) -> "Equation":
+        """Return the equation of all layers of a stack: the weight has a first dimension, that of the layers."""
+        return Equation(self.text.replace(",", f",{dim_name}"))
+
+    @property
+    def is_before_stages(self) -> bool:
+        """True where the weight holds layers that every stage has."""
+        return self.w.startswith(FIRST_LAYERS)
+
+    @property
+    def in_files(self) -> str:
+        """Letters of the weight in which the layers of every stack have one letter."""
+        return LAYERS + self.w[1:] if self.is_stacked else self.w
 
     def one_layer(self) -> "Equation":
-        """Return the equation of one layer, without the dimension L."""
-        return Equation(self.text.replace(f",{LAYERS}", ","))
+        """Return the equation of one layer, without the dimension of the layers."""
+        return Equation(f"{self.x},{self.w[1:]}->{self.y}") if self.is_stacked else self
 
     def low_rank(self) -> tuple["Equation", "Equation"]:
         """Return the two products of a low-rank update, with r between them: `BTD,Dr->BTr` and `BTr,rNH->BTNH`."""

@@ -9,7 +9,17 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec, reshard
 
 from tunix.sharding.equations import Equation
-from tunix.sharding.table import DIMS, EXPERTS, LAYERS, STREAM_TOKENS, TOKENS, axis_names, stream_axes
+from tunix.sharding.table import (
+    DIMS,
+    EXPERTS,
+    FIRST_WIDTH,
+    LAYERS,
+    STREAM_TOKENS,
+    TOKENS,
+    WIDTH,
+    axis_names,
+    stream_axes,
+)
 
 # A weight has two places. `in use` is where a product takes it: each dimension that the axes of table.py split, but for
 # those that are gathered. `stored` adds the axes that keep weights, which split it further between two uses. A device
@@ -113,6 +123,9 @@ class Layout:
     # Parts of a device's sequences that take turns in a layer (models/batch_parts.py), where they divide them.
     batch_parts: int = 1
     splits_stream: bool = False  # devices with parts of the same products split the tokens of the residual stream
+    in_first_layers: bool = (
+        False  # inside of layers before the stages, whose weights rest on the axes of the stages too
+    )
 
     @property
     def stage_axes(self) -> tuple[str, ...]:
@@ -150,6 +163,10 @@ class Layout:
     def with_all_layers(self) -> Self:
         """Return the layout in which every device keeps all layers: then axes of stages split the batch alone."""
         return replace(self, unsplit=self.unsplit | {LAYERS})
+
+    def before_stages(self) -> Self:
+        """Return the layout inside of layers before the stages: axes of stages split the batch, and weights at rest."""
+        return replace(self.with_all_layers(), in_first_layers=True)
 
     def for_generation(self) -> Self:
         """Return the layout of programs that draw answers one token after the other: no axis splits the stream.
@@ -253,7 +270,9 @@ class Layout:
         taken = {axis for axes in in_use for axis in axes}
         stored = []
         for dim_name, axes in zip(equation.w, in_use, strict=True):
-            free = tuple(axis for axis in self._weight_axes(dim_name) if axis not in taken)
+            is_first = (equation.is_before_stages or self.in_first_layers) and FIRST_WIDTH not in self.unsplit
+            keeping = self._weight_axes(FIRST_WIDTH if is_first and dim_name == WIDTH else dim_name)
+            free = tuple(axis for axis in keeping if axis not in taken)
             stored.append(free if DIMS[dim_name].is_gathered else axes)
             taken |= set(stored[-1])
         return stored

@@ -114,6 +114,9 @@ DIMS = {
         Dim("P", "context",          None,    None, key="model.context_length"),
         Dim("S", "keys"),  # that a query may see: the slots of a cache, or all tokens of its sequence
         Dim("L", "layers",           "pp",    None, key="model.num_layers"),
+        # Axes of stages keep weights of layers before the stages, where they divide the width.
+        Dim("η", "layers before stages", None, None),
+        Dim("δ", "width of layers before stages", ("pp", KEEPING), None, may_stay_whole=Whole.ALWAYS),
         # Stages take equal shares of the turns (`Model.num_turns`): a turn of layers of several kinds is not cut.
         Dim("s", "turns of layers",  "pp"),
         Dim("v", "labels"),  # numbers that a document gets (`model.labels`)
@@ -145,6 +148,9 @@ DIMS = {
     )
 }  # fmt: skip
 LAYERS = "L"  # blocks are stacked along it
+FIRST_LAYERS = "η"  # and along it those before the layers that stages share (`Model.first_runs`)
+WIDTH, FIRST_WIDTH = "D", "δ"  # of all layers, and of those before the stages, where more axes keep a weight
+STACKED = LAYERS, FIRST_LAYERS
 TOKENS, STREAM_TOKENS = "T", "t"  # the same tokens: inside of a branch, and in the residual stream between branches
 EXPERTS = "X"  # each has its own weights; a token meets a few of them
 
@@ -203,5 +209,5 @@ def _expand(axes: Axes) -> tuple[str, ...]:
     if axes is None:
         return ()
     if isinstance(axes, tuple):
-        return axes
+        return tuple(name for each in axes for name in _expand(each))
     return {DATA: data_axes(), KEEPING: keeping_axes()}.get(axes, (axes,))

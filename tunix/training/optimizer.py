@@ -7,10 +7,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from tunix.base.errors import UserError, did_you_mean
-from tunix.config import Optimizer, Scheduler, Training
+from tunix.config import Model, Optimizer, Scheduler, Training
 from tunix.config.batch import Spans
 from tunix.models.layers import Routing, parameter_name
 from tunix.optimizers.schedules import Phases
@@ -199,7 +200,9 @@ def _count_steps_with(tokens: int, spans: Spans) -> int:
     return steps + round(tokens / last[1])
 
 
-def move_biases(params: dict[str, Any], weights: dict[str, Any], routing: Routing, rate: jax.Array) -> dict[str, Any]:
+def move_biases(
+    params: dict[str, Any], weights: dict[str, Any], model: Model, routing: Routing, rate: jax.Array
+) -> dict[str, Any]:
     """Return the parameters with the bias [L, X] of each expert raised or lowered by `rate` (arXiv:2408.15664).
 
     It follows the loads, without a gradient: it rises where the expert had fewer tokens in this step than the mean of
@@ -209,4 +212,11 @@ def move_biases(params: dict[str, Any], weights: dict[str, Any], routing: Routin
     # The sign alone: a bias moves as far for an expert with few tokens as for one with none, so it never jumps.
     missing = jnp.sign(jnp.mean(routing.load, 1, keepdims=True) - routing.load)
     step = rate * missing
-    return jax.tree.map(lambda param, weight: param + step if weight.equation.is_choice else param, params, weights)
+
+    def move(path: Any, param: jax.Array, weight: Any) -> jax.Array:
+        if not weight.equation.is_choice:
+            return param
+        layers = model.stacks[path[0].key]  # routing has those of all stacks
+        return param + step[np.searchsorted(model.expert_layers, layers)]
+
+    return jax.tree.map_with_path(move, params, weights)

@@ -34,10 +34,11 @@ from jax.sharding import PartitionSpec, reshard
 
 from tunix.data.batches import Batch
 from tunix.models.block import Forward, Rows
-from tunix.models.layers import BlockSums, merge_stages
+from tunix.models.layers import BlockSums, merge_runs, merge_stages
 from tunix.models.pipeline import Chunks, Lanes
 from tunix.models.transformer import RowMask, Transformer
 from tunix.sharding.layout import Layout
+from tunix.training.first_layers import FirstLayers
 from tunix.training.logprobs import ROUTING, LossFn, Sums, add_sums
 from tunix.training.pipeline_schedule import ScheduleSlot, Turns, assign_slots
 from tunix.training.state import Architecture, Weight, add_gradients, keep_trained
@@ -99,16 +100,21 @@ class Parts:
         def split(x: jax.Array) -> jax.Array:
             return lanes.list_parts(x, model.parts_per_stage, layout)
 
-        def repeat(x: jax.Array) -> jax.Array:
-            spec = PartitionSpec(None, *jax.typeof(x).sharding.spec)
-            return split(jnp.broadcast_to(x, (len(seeds), *x.shape), out_sharding=spec))
-
+        self.model = model
         self.fields = {name: split(x) for name, x in batch.items()}
-        # What the rows of a part have on stages beside x and the batch: the same in all microbatches.
-        rows = model.stacks.enter_stages(Rows(None, batch["positions"][0], None), seeds[0])
-        self.entering = jax.tree.map(repeat, rows._replace(positions=None))
+        self.entering = jax.tree.map(split, self.on_stages(batch))
         self.count = len(self.fields["tokens"])
         self.per_microbatch = self.count // len(seeds)
+
+    def on_stages(self, batch: Batch) -> Rows:
+        """Return what the rows of a batch [A, B, ...] have on stages beside x and the batch: arrays [A, B]."""
+
+        def repeat(x: jax.Array) -> jax.Array:  # the same in all microbatches
+            spec = PartitionSpec(None, *jax.typeof(x).sharding.spec)
+            return jnp.broadcast_to(x, (len(self.seeds), *x.shape), out_sharding=spec)
+
+        rows = self.model.stacks.enter_stages(Rows(None, batch["positions"][0], None), self.seeds[0])
+        return jax.tree.map(repeat, rows._replace(positions=None))
 
     def batch(self, number: jax.Array | int) -> Batch:
         """Return the fields of a part, [rows, t]."""
@@ -133,10 +139,10 @@ class Parts:
 
 
 class StagedModel:
-    """The model of a step in two pieces: its blocks, whose layers the stages split, and everything outside of them.
+    """The model of a step in pieces: blocks whose layers the stages split, blocks before them, and everything else.
 
-    A method takes the trained weights that it is differentiated by: `chunk`, those of one chunk of each stage, or
-    `outer`. They have None in the place of frozen weights, which come from the step.
+    A method takes the trained weights that it is differentiated by: `chunk`, those of one chunk of each stage, `outer`,
+    or `first`. They have None in the place of frozen weights, which come from the step.
     """
 
     def __init__(self, arch: Architecture, loss_fn: LossFn, params: dict, weights: dict, parts: Parts, chunks: Chunks):
@@ -145,19 +151,20 @@ class StagedModel:
         self.outer = arch.with_tokens_on_stages()
         self.parts, self.chunks = parts, chunks
         self.lanes = parts.lanes
-        self.names = tuple(stack.name for stack in self.model.stacks)
+        self.names, self.first_names = split_stacks(arch)
         self.forward = Forward(self.model.mix_of_row, parts.fields["tokens"].shape[-1])
         values = {name: self.model.stacks.layers_of(name, self.forward)[1] for name in self.names}
         self.values = jax.tree.map(chunks.split_values, values)  # of the layers: windows, angles
-        self.stored_blocks = {name: params[name] for name in self.names}
+        self.stored_blocks = {name: params[name] for name in (*self.names, *self.first_names)}
         self.block_weights = jax.tree.map(chunks.split, {name: weights[name] for name in self.names})
-        self.outer_weights = {key: tree for key, tree in weights.items() if key not in self.names}
+        self.outer_weights = {key: tree for key, tree in weights.items() if key not in self.stored_blocks}
+        self.first_weights = {name: weights[name] for name in self.first_names}
 
-    def trained(self) -> tuple[Any, Any]:
-        """Return the trained weights of the blocks, and those outside of them."""
-        is_trained = dict(self.arch.is_trained)
-        in_blocks = {name: is_trained.pop(name) for name in self.names}
-        return keep_trained(self.block_weights, in_blocks), keep_trained(self.outer_weights, is_trained)
+    def trained(self) -> tuple[Any, Any, Any]:
+        """Return the trained weights of the blocks on stages, those outside of the blocks, and those before stages."""
+        pieces = self.block_weights, self.outer_weights, self.first_weights
+        blocks, outer, first = (keep_trained(each, {key: self.arch.is_trained[key] for key in each}) for each in pieces)
+        return blocks, outer, first
 
     def embed(self, outer: Any, part: Batch) -> jax.Array:
         """Return the residual stream of a part before the first block, [rows, t, D]."""
@@ -186,7 +193,7 @@ class StagedModel:
             self._layers(chunk, slot), rows, self._forward(slot)
         )
         routing = self.lanes.leave_bubbles_out(routing, slot.part, self.parts.count)
-        return take_stream(rows_after), routing, (kept, rows._replace(x=None, penalties={}))
+        return take_stream(rows_after), routing, (kept, rows._replace(x=None))
 
     def go_back(self, chunk: Any, kept: Any, slot: ScheduleSlot, d_stream: Stream) -> tuple[Any, Stream]:
         """Return the gradients of the chunk and of the stream before it, given what `keep_blocks` kept."""
@@ -212,18 +219,27 @@ class StagedModel:
     def _forward(self, slot: ScheduleSlot) -> Forward:
         return self.forward._replace(seed=self.parts.seeds_on_stages(slot.part))
 
-    def enter(self, outer: Any, number: jax.Array | int) -> Rows:
+    def around_stages(self, outer: Any, first: Any) -> Transformer:
+        """Return the model outside of the stages as all sequences of a batch take it, with no part at work."""
+        weights = self.arch.merge(outer, self.outer_weights) | self.arch.merge(first, self.first_weights)
+        return self.arch.module(self.stored_blocks | weights)
+
+    def enter(self, outer: Any, number: jax.Array | int, stream: Stream | None = None) -> Rows:
         """Return the rows of a part as the first block takes them, the same on every stage: [S, rows, T, ...].
+
+        `stream` [rows, t, D] is that behind layers before the stages, where there are some.
 
         Only the first stage uses them. But they are made of tokens that all stages have split among them, so each
         stage gathers all tokens: a gather has the same shape on every device.
         """
         lanes, spec, part = self.lanes, self.model.block_layout.activation, self.parts.batch(number)
-        x = self._on_every_stage(self.embed(outer, part))
+        others = self.parts.mask_inputs(number)
+        x, penalties = (self.embed(outer, part), others.penalties) if stream is None else stream
+        x, others = self._on_every_stage(x), others._replace(penalties=penalties)
         positions = lanes.on_every_stage(part["positions"], spec("BT"))
         segments = lanes.on_every_stage(part["segment_ids"], spec("BS"))
-        mask_inputs = jax.tree.map(lambda each: lanes.on_every_stage(each, spec("B")), self.parts.mask_inputs(number))
-        return mask_inputs._replace(x=x, positions=positions, mask_inputs=RowMask(segments, None))
+        others = jax.tree.map(lambda each: lanes.on_every_stage(each, spec("B")), others)
+        return others._replace(x=x, positions=positions, mask_inputs=RowMask(segments, None))
 
     def leave(self, condition: jax.Array, stream: Stream) -> Stream:
         """Return the stream of the one stage where the condition [S] holds, [rows, t, D], split by all stages.
@@ -273,6 +289,8 @@ class Carry(NamedTuple):
     weight: jax.Array  # of the parts that the last stage has finished
     sums: Sums  # of the same parts
     routing: Any  # of the experts on each stage; None where there are none
+    # Of all parts, [M, rows, ...]: the stream behind layers before the stages, in whose place its gradient comes then.
+    entries: Stream | None
 
 
 class Iterations:
@@ -282,22 +300,22 @@ class Iterations:
     `training.remat` keeps of each layer, or, with `recompute_runs`, only the rows that it has taken.
     """
 
-    def __init__(self, model: StagedModel, schedule: Turns, recompute_runs: bool):
-        self.model, self.schedule = model, schedule
+    def __init__(self, model: StagedModel, schedule: Turns, recompute_runs: bool, first: FirstLayers | None):
+        self.first, self.model, self.schedule = first, model, schedule
         self.parts, self.lanes, self.chunks = model.parts, model.lanes, model.chunks
         self.stages = reshard(jnp.arange(schedule.num_stages), PartitionSpec(self.lanes.stage_axes))
         self.is_first, self.is_last = self.stages == 0, self.stages == schedule.num_stages - 1
-        self.blocks, self.outer = model.trained()
+        self.blocks, self.outer, _ = model.trained()
         self.slots = assign_slots(schedule.num_stages, schedule.num_chunks, schedule.num_parts)
         self.recompute_runs = recompute_runs
 
-    def start(self, d_blocks: Any, d_outer: Any) -> Carry:
+    def start(self, d_blocks: Any, d_outer: Any, entries: Stream | None) -> Carry:
         """Return what the first tick takes: zeros, of the shapes that the ticks give.
 
         Shapes are traced, because they depend on the model and the loss. No stage has a turn before tick 0.
         """
         model, parts = self.model, self.parts
-        forth = jax.tree.map(jnp.zeros_like, model.enter(self.outer, 0))
+        forth = jax.tree.map(jnp.zeros_like, model.enter(self.outer, 0, self._take_entry(entries, jnp.asarray(0))))
         back = take_stream(forth)
         first, seed = parts.batch(0), parts.seed(0)
         shapes = jax.eval_shape(lambda: model.loss(self.outer, model.leave(self.is_first, back), first, seed)[1])
@@ -306,7 +324,8 @@ class Iterations:
         chunk = self.chunks.take(self.blocks, slot.chunk)
         _, routing, kept = jax.eval_shape(lambda: self._run_blocks(chunk, forth, slot))
         saved = self.lanes.make_ring(jax.tree.leaves(kept), self.slots.num_slots)
-        return Carry(saved, forth, back, d_blocks, d_outer, weight, sums, jax.tree.map(self.chunks.zeros, routing))
+        routing = jax.tree.map(self.chunks.zeros, routing)
+        return Carry(saved, forth, back, d_blocks, d_outer, weight, sums, routing, entries)
 
     def tick(self, carry: Carry, now: jax.Array, *, forward: bool, backward: bool) -> tuple[Carry, None]:
         """Do the work of tick `now`, an int32 scalar, in the form that `jax.lax.scan` takes.
@@ -328,7 +347,8 @@ class Iterations:
         slot = self.schedule.forward(now, self.stages)
         is_due, number = self.schedule.entering(now)
         no_rows = jax.tree.map(jnp.zeros_like, carry.forth)
-        (entering,) = self.schedule.if_due(is_due, lambda _: (model.enter(self.outer, number),), no_rows)
+        enter = lambda _: (model.enter(self.outer, number, self._take_entry(carry.entries, number)),)  # noqa: E731
+        (entering,) = self.schedule.if_due(is_due, enter, no_rows)
         # The first stage takes a part of the batch for its first chunk, and for the others what the last stage sends.
         rows = lanes.select(self.is_first & (slot.chunk == 0), entering, carry.forth)
         stream, more, kept = self._run_blocks(self.chunks.take(self.blocks, slot.chunk), rows, slot)
@@ -342,6 +362,9 @@ class Iterations:
         if self.recompute_runs:
             return *self.model.run_blocks(chunk, take_stream(rows), rows, slot), rows
         return self.model.keep_blocks(chunk, rows, slot)
+
+    def _take_entry(self, entries: Stream | None, number: jax.Array) -> Stream | None:
+        return self.first.take(entries, number) if self.first is not None and entries is not None else None
 
     def _find_slots(self, table: np.ndarray, now: jax.Array) -> jax.Array:
         """Return the slots [S] of a tick."""
@@ -388,16 +411,24 @@ class Iterations:
             d_chunk, d_before = model.go_back(chunk, kept, slot, d_stream)
         is_due, number = self.schedule.returning(now)
 
-        def recompute_entry(d_outer):
+        def leave_stages(d_outer, entries):
+            d_first = model.leave(self.is_first, d_before)
+            if self.first is not None and entries is not None:
+                return d_outer, self.first.put(entries, d_first, number)
             # The embedding is a lookup: it is computed once more for its gradient.
-            d_first, _ = model.leave(self.is_first, d_before)
             part = self.parts.batch(number)
-            (more,) = jax.vjp(lambda outer: model.embed(outer, part), self.outer)[1](d_first)
-            return (add_gradients(d_outer, more),)
+            (more,) = jax.vjp(lambda outer: model.embed(outer, part), self.outer)[1](d_first[0])
+            return add_gradients(d_outer, more), entries
 
-        (d_outer,) = self.schedule.if_due(is_due, recompute_entry, carry.d_outer)
+        d_outer, entries = self.schedule.if_due(is_due, leave_stages, carry.d_outer, carry.entries)
         d_blocks = self.chunks.add(carry.d_blocks, d_chunk, slot.chunk)
-        return carry._replace(back=lanes.send(d_before, -1), d_blocks=d_blocks, d_outer=d_outer)
+        return carry._replace(back=lanes.send(d_before, -1), d_blocks=d_blocks, d_outer=d_outer, entries=entries)
+
+
+def split_stacks(arch: Architecture) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the names of the stacks whose layers stages share, and of those before them."""
+    first = [name for run in arch.model.first_runs for name in run.pattern]
+    return tuple(name for name in arch.model.stacks if name not in first), tuple(first)
 
 
 def make_pipelined_gradients(
@@ -416,7 +447,7 @@ def make_pipelined_gradients(
     def gradients(params, batch, seeds):
         lanes = Lanes(layout)
         chunks = Chunks(lanes, num_chunks)
-        names = tuple(stack.name for stack in arch.module(params).stacks)
+        names, first_names = split_stacks(arch)
         # A device has layers in a row at rest, and a stage's chunks are apart: layers are dealt out before the first
         # tick, and gradients are taken back after the last one.
         params = params | {name: jax.tree.map(chunks.deal_out, params[name]) for name in names}
@@ -426,22 +457,31 @@ def make_pipelined_gradients(
         parts = Parts(model, lanes, batch, seeds, layout.with_tokens_on_stages())
         schedule = Turns(lanes.num_stages, num_chunks, parts.count)
         staged = StagedModel(arch, loss_fn, params, weights, parts, chunks)
-        iterations = Iterations(staged, schedule, recompute_runs)
+        first = FirstLayers(staged, batch, seeds) if first_names else None
+        iterations = Iterations(staged, schedule, recompute_runs, first)
 
         d_outer = jax.tree.map_with_path(zeros_like.zeros, arch.trained_weights)
         d_blocks = jax.tree.map(chunks.split_stage, {name: d_outer.pop(name) for name in names})
-        carry = iterations.start(d_blocks, d_outer)
+        d_first = {name: d_outer.pop(name) for name in first_names}
+        _, outer, before = staged.trained()
+        entries, routing = (None, None) if first is None else first.forward(outer, before)
+        carry = iterations.start(d_blocks, d_outer, entries)
         # Three loops in place of one with conditions: the ticks that only fill or empty the stages are shorter.
         for begin, end, does in schedule.loops:
             tick = partial(iterations.tick, forward=does["forward"], backward=does["backward"])
             carry, _ = jax.lax.scan(tick, carry, jnp.arange(begin, end))
 
         sums, d_outer = carry.sums, carry.d_outer
+        if first is not None and carry.entries is not None:
+            d_outer, d_first = first.backward(outer, before, carry.entries, d_outer, d_first)
         if carry.routing is not None:
-            sums = sums | {ROUTING: chunks.in_order(merge_stages(jax.tree.map(chunks.merge_stage, carry.routing)))}
+            on_stages = chunks.in_order(merge_stages(jax.tree.map(chunks.merge_stage, carry.routing)))
+            sums = sums | {ROUTING: merge_runs(BlockSums({}, routing), BlockSums({}, on_stages)).routing}
         with jax.named_scope("reduce"):
             d_blocks = jax.tree.map(chunks.merge_stage, carry.d_blocks)
-            grads = jax.tree.map_with_path(zeros_like.sum_over_devices, d_outer | d_blocks, arch.trained_weights)
+            grads = jax.tree.map_with_path(
+                zeros_like.sum_over_devices, d_outer | d_first | d_blocks, arch.trained_weights
+            )
             grads = grads | {name: jax.tree.map(chunks.take_back, grads[name]) for name in names}
         return grads, carry.weight, sums
 
@@ -455,32 +495,36 @@ class Zeros:
     parameter        at rest                          in use                      in use
     gradient so far  summed and split, as at rest     own part, `unreduced`       own part, `unreduced`
     after the ticks  is there already                 summed, split               summed, split
+
+    Blocks before the stages have the places of other blocks, and no first dimension S.
     """
 
     def __init__(self, lanes: Lanes, layout: Layout, blocks: tuple[str, ...], in_blocks: bool):
         """`blocks` are the names of the stacks of blocks."""
         self.lanes, self.layout, self.blocks, self.in_blocks = lanes, layout, blocks, in_blocks
 
-    def gather(self, path: Any, parameter: jax.Array, weight: Weight) -> jax.Array:
+    def gather(self, _: Any, parameter: jax.Array, weight: Weight) -> jax.Array:
         """Return a parameter [L, ...] as the ticks take it: at rest where blocks gather it, else gathered."""
-        rests = self.in_blocks and self._is_in_blocks(path)
-        return parameter if rests else self.layout.gather(parameter, weight.equation)
+        return parameter if self._rests(weight) else self.layout.gather(parameter, weight.equation)
 
     def zeros(self, path: Any, weight: Weight) -> jax.Array:
         """Return float32 zeros to add gradients of ticks to: [S, L / S, ...] of blocks, else the weight's shape."""
+        spec = self._remaining(weight) if self._rests(weight) else self.layout.unreduced(weight.equation)
         if not self._is_in_blocks(path):
-            return reshard(jnp.zeros(weight.shape), self.layout.unreduced(weight.equation))
-        spec = self._remaining(weight) if self.in_blocks else self.layout.unreduced(weight.equation)
+            return reshard(jnp.zeros(weight.shape), spec)
         shape = self.lanes.num_stages, weight.shape[0] // self.lanes.num_stages, *weight.shape[1:]
         return reshard(jnp.zeros(shape), self.lanes.spec_of_stages(spec))
 
     def sum_over_devices(self, path: Any, gradient: jax.Array, weight: Weight) -> jax.Array:
         """Return a gradient summed over devices, of the shape and layout that the step wants."""
         if not self._is_in_blocks(path):
-            return self.layout.sum_gradient(gradient, self._remaining(weight))
+            return gradient if self._rests(weight) else self.layout.sum_gradient(gradient, self._remaining(weight))
         if not self.in_blocks:
             gradient = self.layout.sum_gradient(gradient, self.lanes.spec_of_stages(self._remaining(weight)))
         return gradient.reshape(weight.shape, out_sharding=self._remaining(weight))
+
+    def _rests(self, weight: Weight) -> bool:
+        return self.in_blocks and weight.equation.is_stacked
 
     def _is_in_blocks(self, path: Any) -> bool:
         return path[0].key in self.blocks

@@ -134,12 +134,12 @@ def check_on_mesh(cfg: Config, sizes: Mapping[str, int]) -> None:
 
 def check_pipeline_chunks(model: Model, pipeline: PipelineShape) -> None:
     """Raise `UserError` where the layers of a stage do not make equal chunks."""
-    first = model.runs[0]  # the only one, where there are stages
-    schedule = len(first.layers) // len(first.pattern)
+    staged = model.runs[-1]  # the only one that stages share
+    schedule = len(staged.layers) // len(staged.pattern)
     if pipeline.num_stages == 1 or schedule % (pipeline.num_stages * pipeline.num_chunks) == 0:
         return
     turns_per_stage = schedule // pipeline.num_stages
-    units = "layers" if len(first.pattern) == 1 else f"turns of {len(first.pattern)} layers"
+    units = "layers" if len(staged.pattern) == 1 else f"turns of {len(staged.pattern)} layers"
     valid = [count for count in range(2, turns_per_stage + 1) if turns_per_stage % count == 0]
     hint = f"nearest: {' or '.join(map(str, nearest(valid, pipeline.num_chunks)))}, or " if valid else ""
     raise UserError(
@@ -152,7 +152,8 @@ def check_host_memory(cfg: Config, pipeline: PipelineShape, mesh: Mesh | Abstrac
     """Raise `UserError` where the layers do not make groups of `training.remat_every`, or nothing can be offloaded."""
     training = cfg.training
     for run in cfg.model.runs:
-        count = len(run.layers) // len(run.pattern) // (pipeline.num_stages * pipeline.num_chunks)
+        num_shares = 1 if run in cfg.model.first_runs else pipeline.num_stages * pipeline.num_chunks
+        count = len(run.layers) // len(run.pattern) // num_shares
         if count % training.remat_every:
             units = "layers" if len(run.pattern) == 1 else f"times {len(run.pattern)} layers"
             valid = [every for every in range(1, count + 1) if count % every == 0]

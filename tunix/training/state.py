@@ -25,7 +25,7 @@ from tunix.models.transformer import Transformer
 from tunix.sharding.arrays import bring_to, to_host_memory
 from tunix.sharding.equations import Equation
 from tunix.sharding.layout import Layout
-from tunix.sharding.table import EXPERTS
+from tunix.sharding.table import EXPERTS, FIRST_LAYERS, LAYERS
 from tunix.training.ema import Copy, init_ema
 from tunix.training.optimizer import SpikeGuard
 
@@ -149,12 +149,15 @@ def _describe(cfg: Model, layout: Layout, make: Callable[[], Transformer]) -> Ar
     graphdef, variables = jax.eval_shape(lambda: nnx.split(make()))
     active_share = cfg.mlp.experts_per_token / cfg.mlp.num_experts if isinstance(cfg.mlp, ExpertsMlp) else 1.0
 
+    first = tuple(f"{name}." for run in cfg.first_runs for name in run.pattern)
+
     def weight(path: Any, variable: nnx.Variable) -> Weight:
         equation, value = variable.get_metadata()["equation"], variable.get_value()
         used = active_share if EXPERTS in equation.w else 1.0
         used = 0.0 if parameter_name(path).startswith(VISION) else used
         # One dimension more than the equation names: the layers of a stack, [L, ...].
-        equation = equation.stacked() if value.ndim > len(equation.w) else equation
+        if value.ndim > len(equation.w):
+            equation = equation.stacked(FIRST_LAYERS if parameter_name(path).startswith(first) else LAYERS)
         return Weight(equation, value.shape, value.dtype, used)
 
     def is_trained(path, weight: Weight) -> bool:
