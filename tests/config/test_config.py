@@ -291,5 +291,6 @@ def test_a_mistake_is_answered_within_a_second_and_before_jax():
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     code, jax_there, seconds = done.stdout.split()
     assert (code, jax_there) == ("2", "False")
-    assert done.stderr == "error: unknown key training.micro_batchsize; did you mean training.micro_batch_size?\n"
+    lines = [line for line in done.stderr.splitlines() if not line.startswith("importing")]  # on a busy machine
+    assert lines == ["error: unknown key training.micro_batchsize; did you mean training.micro_batch_size?"]
     assert re.fullmatch(r"[\d.]+", seconds)

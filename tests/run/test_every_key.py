@@ -170,6 +170,7 @@ def the_optimizers(folder: Path, corpus: Path) -> Callable[[], None]:
     def use() -> None:
         for optimizer in optimizers:
             make_optimizer(optimizer, {"w": Weight(Equation("BTD,DF->BTF"), (4, 4), "float32")}, 1.0)
+            assert optimizer.score_limit is None  # what a program asks before it makes a step that clips
         make_schedule(scheduler, 1.0, [(10, 10)])
 
     return use
