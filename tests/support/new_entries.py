@@ -112,7 +112,7 @@ AnyTask = Annotated[Counting | """,
         """\
 DOCUMENTS = {
     "numbers": DocumentKind(
-        "tunix.data.documents:read_text", "tunix.data.documents:encode_texts", "numbers", takes_text=True
+        "tunix.data.documents:read_text", "tunix.data.encoding:encode_texts", "numbers", takes_text=True
     ),""",
     ),
     "a metric sink": entry(
@@ -167,7 +167,7 @@ STORAGE = {
             "tunix/sharding/table.py",
             '        Dim("V", "vocabulary",',
             """\
-        Dim("δ", "narrow width", ("tp", "wide"), ("tp", "wide"), key="model.mlp.narrow_dim"),
+        Dim("ω", "narrow width", ("tp", "wide"), ("tp", "wide"), key="model.mlp.narrow_dim"),
         Dim("V", "vocabulary",""",
         ),),
     ),
@@ -235,8 +235,8 @@ class Narrow(nnx.Module):
         from tunix.models.layers import Einsum
 
         self.layout = layout
-        self.up = Einsum("mlp.up", "BTD,Dδ->BTδ", cfg, layout, initializer)
-        self.down = Einsum("mlp.down", "BTδ,δD->BtD", cfg, layout, initializer)
+        self.up = Einsum("mlp.up", "BTD,Dω->BTω", cfg, layout, initializer)
+        self.down = Einsum("mlp.down", "BTω,ωD->BtD", cfg, layout, initializer)
 
     def __call__(self, x, dropout_key):
         from tunix.models.layers import NO_SUMS

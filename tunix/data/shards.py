@@ -31,7 +31,8 @@ from tunix.base.errors import UserError
 from tunix.base.files import read_json
 from tunix.base.forms import CACHE_FORMS, naming_writer
 from tunix.config import Task
-from tunix.data.documents import Document, Encoded, LeftOut, read_documents
+from tunix.data.documents import Document, LeftOut, read_documents
+from tunix.data.encoding import Encoded
 from tunix.data.files import Limited, Unit
 from tunix.data.image_forms import ImageForm
 from tunix.data.pieces import Cutter, find_longest_piece

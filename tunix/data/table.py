@@ -31,7 +31,7 @@ class DocumentKind(NamedTuple):
     """A kind of the data of a task, from a row of a source to the batches of a step."""
 
     read: str  # function from a row to a document, with the arguments of `read_text` (data/documents.py)
-    encode: str  # function from documents to tokens, with the arguments of `encode_texts` (data/documents.py)
+    encode: str  # function from documents to tokens, with the arguments of `encode_texts` (data/encoding.py)
     # The name of this kind in the hashes that name folders of the cache: that of the task that first used the kind.
     # Another name would tokenize every corpus again.
     in_hashes: str
@@ -44,17 +44,17 @@ class DocumentKind(NamedTuple):
 
 DOCUMENTS = {
     "text": DocumentKind(
-        "tunix.data.documents:read_text", "tunix.data.documents:encode_texts", "pretrain", takes_text=True
+        "tunix.data.documents:read_text", "tunix.data.encoding:encode_texts", "pretrain", takes_text=True
     ),
     "conversation": DocumentKind(
         "tunix.data.documents:read_conversation",
-        "tunix.data.documents:encode_conversations",
+        "tunix.data.encoding:encode_conversations",
         "sft",
         arrays=("answers",),
     ),
     "prompt": DocumentKind(
         "tunix.data.documents:read_prompt",
-        "tunix.data.documents:encode_prompts",
+        "tunix.data.encoding:encode_prompts",
         "prompt",
         arrays=("rows", "row_ends"),
         load="tunix.batch_sources:load_task_prompts",
@@ -63,7 +63,7 @@ DOCUMENTS = {
     ),
     "pair": DocumentKind(
         "tunix.data.documents:read_pair",
-        "tunix.data.documents:encode_pairs",
+        "tunix.data.encoding:encode_pairs",
         "pair",
         arrays=("answers", "splits"),
         feed="tunix.batch_sources:PairFeed",
@@ -71,7 +71,7 @@ DOCUMENTS = {
     ),
     "labelled": DocumentKind(
         "tunix.data.documents:read_labelled",
-        "tunix.data.documents:encode_labelled",
+        "tunix.data.encoding:encode_labelled",
         "labelled",
         arrays=("answers", "splits", "labels"),
         feed="tunix.batch_sources:PairFeed",
@@ -79,19 +79,19 @@ DOCUMENTS = {
     ),
     "comparison": DocumentKind(
         "tunix.data.documents:read_pair",
-        "tunix.data.documents:encode_comparisons",
+        "tunix.data.encoding:encode_comparisons",
         "comparison",
         arrays=("answers", "splits"),
     ),
     "example": DocumentKind(
         "tunix.data.documents:read_example",
-        "tunix.data.documents:encode_examples",
+        "tunix.data.encoding:encode_examples",
         "example",
         arrays=("answers", "label_values"),
     ),
     "group": DocumentKind(
         "tunix.data.documents:read_group",
-        "tunix.data.documents:encode_groups",
+        "tunix.data.encoding:encode_groups",
         "group",
         arrays=("answers", "label_values"),
     ),

@@ -141,7 +141,7 @@ DIMS = {
         Dim("λ", "merger's width",   "tp",    "tp", may_stay_whole=Whole.ALWAYS),
         Dim("φ", "images of a patch in time", None, None),
         # Dimensions that a way to keep a weight adds: low-rank factors, quantized codes. All Latin letters are taken: a
-        # new dimension takes a Greek one, like δ.
+        # new dimension takes a Greek one, like δ above.
         Dim("r", "LoRA rank",        None,    None, key="model.lora.rank"),
         Dim("c", "codes along the width",  KEEPING, may_stay_whole=Whole.ALWAYS),  # bytes of codes, in the place of D
         Dim("e", "scales along the width", KEEPING, may_stay_whole=Whole.ALWAYS),  # blocks of one scale, in that of D
