@@ -27,6 +27,7 @@ from tunix.checkpoints.store import describe_unreadable, find_storage, reject_da
 from tunix.config import Export, pretrained_config
 from tunix.config.command_line import run_command
 from tunix.config.saved_runs import find_run, read_saved
+from tunix.config.vision import AnyVision
 from tunix.data.tokenizer import PAD, Vocab, load_vocab, read_backend, tokenizer_digest
 from tunix.huggingface import gguf_file, hub
 from tunix.huggingface.adapter import gather_adapter, gather_score
@@ -212,13 +213,25 @@ def _write_model(model: Pretrained, folder: Path, dtype: str, shard_gb: float) -
         _write_json(folder / "config.json", write_config(model.cfg) | tokens | {"dtype": dtype})
         if model.files is None or not _copy_files(model.files, ("generation_config.json",), folder):
             _write_json(folder / "generation_config.json", tokens)
-        if model.cfg.vision is not None and not (model.files and _copy_files(model.files, PROCESSOR_FILES, folder)):
-            for name, content in write_processor(model.cfg.vision).items():
-                _write_json(folder / name, content)
+        if model.cfg.vision is not None:
+            _write_processor(model.cfg.vision, model, folder)
         _write_tokenizer(model, folder)
 
     peers.on_main(write_others, "writing the config and the tokenizer")
     return f"{model.cfg.family}, {model.arch.num_parameters:,} parameters in {dtype}, {size / 1e9:.3f} GB"
+
+
+def _write_processor(vision: AnyVision, model: Pretrained, folder: Path) -> None:
+    """Write the files with which transformers makes of an image what the model has seen: those of its source, unless
+    their sizes or tiles are others.
+    """
+    own, source = write_processor(vision), model.files
+    if source is not None:
+        found = pretrained_config.trained_model(source, model.cfg.mesh_shape, model.cfg.family).vision
+        if found is not None and write_processor(found) == own and _copy_files(source, PROCESSOR_FILES, folder):
+            return
+    for name, content in own.items():
+        _write_json(folder / name, content)
 
 
 def _write_gguf(model: Pretrained, folder: Path, dtype: str, shard_gb: float) -> str:

@@ -1,7 +1,9 @@
 """Models that see: what transformers says of images, on every mesh, in training and in generation."""
 
 import json
+import math
 import shutil
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -21,7 +23,7 @@ from tunix.config import Export, Generate
 from tunix.config.compose import compose
 from tunix.data.batches import IMAGE_FIELDS
 from tunix.data.image_forms import SquareForm
-from tunix.export import export
+from tunix.export import export, write_export
 from tunix.generate import generate
 from tunix.huggingface.config_json import read_config
 from tunix.huggingface.table import find_family
@@ -31,9 +33,10 @@ from tunix.inference.sampling import Sampling
 from tunix.models.layers import named
 from tunix.models.vision import Images
 from tunix.sharding.arrays import to_global
-from tunix.training.choices import build_mesh
+from tunix.training.choices import build_layout, build_mesh
 from tunix.training.loss import next_token_loss
 from tunix.training.program import assemble
+from tunix.training.state import describe
 
 SEEING = ROOT / "tests/models/parity/gemma3_vision"
 WORDS = [
@@ -133,36 +136,47 @@ def test_the_decoder_alone_of_a_model_that_sees():
         compose([f"model.init_from={ROOT}/tests/models/parity/gemma3", "model.vision.freeze_tower=false"])
 
 
-@pytest.mark.parametrize(
-    ("words", "parts"),
-    [
-        ([], {"projector"}),
-        (["freeze_tower=false"], {"tower", "projector"}),
-        (["freeze_projector=true"], set()),
-    ],
-    ids=["usual", "all", "neither"],
-)
-def test_parts_are_frozen(words, parts):
-    arch = assembled(*(f"model.vision.{word}" for word in words)).arch
-    trained = {name.split(".")[1] for name, _ in named(arch.trained_weights) if name.startswith("vision.")}
-    assert trained == parts
+# Numbers of projector, tower, and updates of rank 2 of the decoder and of the tower.
+COUNTS = {
+    "gemma3_vision": (528, 5312, 3360, 832), "qwen3_vl": (19008, 9968, 3360, 1664), "smolvlm": (2048, 5312, 2240, 832),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("targets", "freeze_tower", "updated"),
-    [
-        ("attention|mlp", "true", {"blocks"}),
-        ("^attention|^mlp", "false", {"blocks"}),
-        ("tower", "false", {"vision"}),
-        ("attention.q", "false", {"blocks", "vision"}),
-    ],
-)
-def test_low_rank_updates_of_each_part(targets, freeze_tower, updated):
-    words = ["model.lora.rank=2", f"model.lora.targets='{targets}'", f"model.vision.freeze_tower={freeze_tower}"]
-    arch = assembled(*words).arch
-    trained = [name for name, _ in named(arch.trained_weights)]
-    assert all(".lora." in name for name in trained)
-    assert {name.split(".")[0] for name in trained} == updated
+def count_trained(kind, *words):
+    """Return how many numbers of projector, tower and decoder are trained, where some are."""
+    cfg = compose([*WORDS, f"model.init_from={SEEING.parent / kind}", *words]).config
+    mesh = build_mesh(cfg)
+    with jax.set_mesh(mesh):
+        arch = describe(cfg.model, build_layout(cfg, mesh))
+    counts: dict[str, int] = {}
+    for name, weight in named(arch.trained_weights):
+        assert not cfg.model.lora.rank or ".lora." in name
+        part = name.split(".")[1] if name.startswith("vision.") else "decoder"
+        counts[part] = counts.get(part, 0) + math.prod(weight.shape)
+    return counts
+
+
+@pytest.mark.parametrize("kind", COUNTS)
+def test_parts_are_frozen(kind):
+    projector, tower, _, _ = COUNTS[kind]
+    usual = count_trained(kind)
+    decoder = {"decoder": usual["decoder"]}
+    assert usual == decoder | {"projector": projector}
+    assert count_trained(kind, "model.vision.freeze_tower=false") == usual | {"tower": tower}
+    assert count_trained(kind, "model.vision.freeze_projector=true") == decoder
+
+
+@pytest.mark.parametrize("kind", COUNTS)
+def test_low_rank_updates_of_each_part(kind):
+    def count(targets, freeze_tower="false"):
+        words = ["model.lora.rank=2", f"model.lora.targets='{targets}'", f"model.vision.freeze_tower={freeze_tower}"]
+        return count_trained(kind, *words)
+
+    decoder, tower = ({part: number} for part, number in zip(("decoder", "tower"), COUNTS[kind][2:], strict=True))
+    assert count("attention|mlp", freeze_tower="true") == decoder
+    assert count("^attention|^mlp") == decoder
+    assert count("tower") == tower
+    assert count("attention|mlp") == decoder | tower
 
 
 def test_a_step_learns_from_images_and_leaves_a_frozen_tower_as_it_is(expected):
@@ -238,3 +252,29 @@ def test_an_export_keeps_the_tower_and_says_how_pixels_are_normalized(tmp_path):
     processor = json.loads((output / "preprocessor_config.json").read_text())
     assert (processor["image_mean"], processor["size"]) == ([0.5] * 3, {"height": 24, "width": 24})
     assert list(read_config(output)["vision"]["image_mean"]) == [0.5] * 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "said", "changed"),
+    [
+        ("qwen3_vl", {"size": {"shortest_edge": 64, "longest_edge": 2**24}}, {"min_pixels": 256, "max_pixels": 4096}),
+        ("smolvlm", {"max_image_size": {"longest_edge": 26}, "size": {"longest_edge": 104}}, {"tiles_per_side": 1}),
+    ],
+)
+@pytest.mark.parametrize("wrapped", [False, True], ids=["preprocessor_config", "processor_config"])
+def test_an_export_says_what_images_the_run_saw(kind, said, changed, wrapped, tmp_path):
+    """The files of its source where they say so; else its own. Both forms of files are read."""
+    source = tmp_path / "model"
+    shutil.copytree(SEEING.parent / kind, source)
+    name, content = (
+        ("processor_config.json", {"image_processor": said}) if wrapped else ("preprocessor_config.json", said)
+    )
+    (source / name).write_text(json.dumps(content | {"own": 1}))
+    model = tunix.load_pretrained(source)
+    model = replace(model, files=source)
+    other = replace(model, cfg=model.cfg.model_copy(update={"vision": model.cfg.vision.model_copy(update=changed)}))
+    for output, each in (("same", model), ("other", other)):
+        write_export(str(tmp_path / output), lambda strategy, each=each: each, None, 5, merge_lora=False)
+        again = tunix.load_pretrained(tmp_path / output).cfg.vision
+        assert again.model_dump() == each.cfg.vision.model_dump()
+        assert ("own" in json.loads((tmp_path / output / name).read_text())) == (output == "same")

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 from PIL import Image
+from run.test_tile_runs import check_pairs, check_serving
 from support.harness import ONE_DEVICE, ONE_LAYER, RUN, metrics
 from support.images import ANY_SIZE, SEES_ANY_SIZE, draw, save
 
@@ -74,7 +75,7 @@ def test_rows_have_the_patches_and_places_of_their_images(words):
 
 
 @pytest.mark.nightly  # the same with squares is in test_image_runs.py
-def test_a_resumed_run_reads_the_same_images(words, tmp_path):
+def test_a_resumed_run_reads_the_same_images_and_answers_them(words, tmp_path):
     run = [
         *words,
         "task=sft",
@@ -88,6 +89,12 @@ def test_a_resumed_run_reads_the_same_images(words, tmp_path):
     lines, again = metrics(whole), metrics(tmp_path / "cut")
     assert [line["loss"] for line in again] == [line["loss"] for line in lines]
     assert [line["grad_norm"] for line in again] == [line["grad_norm"] for line in lines]
+    check_serving(whole, (2, 8), num_units=16)
+
+
+@pytest.mark.nightly
+def test_pairs_of_answers(words, tmp_path):
+    check_pairs([*words, "model.context_length=256"], tmp_path, num_tokens=256)
 
 
 def test_answers_are_drawn_and_learnt_from(words, tmp_path):

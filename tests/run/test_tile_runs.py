@@ -82,19 +82,19 @@ def test_a_resumed_run_reads_the_same_images_and_answers_them(words, tmp_path):
     assert [line["loss"] for line in again] == [line["loss"] for line in lines]
     (count,) = re.findall(r"answers to (\d+) images that are held out: ", (whole / "train.log").read_text())
     assert int(count) > 0
-    check_serving(whole)
+    check_serving(whole, (1, 2), num_units=3)
 
 
-def check_serving(folder):
-    """The server's answer to an image is the model's to the same tiles."""
+def check_serving(folder, grid, num_units):
+    """The server's answer to an image of 30 x 7 pixels is the model's to the same units, of any kind of tower."""
     data, turn = save(Image.fromarray(draw(30, 7))), {"role": "user"}
     model = tunix.load_pretrained(folder)
     form = find_form(model.cfg.vision)
     text = model.vocab.chat.render([turn | {"content": [{"type": "image"}, {"type": "text", "text": "what?"}]}], True)
     tokens = model.tokenizer.encode(form.expand([text], [data])[0], add_special_tokens=False).ids
     images = index_images(tokens, [data], form, 4)
-    assert images.grids.tolist() == [[1, 2]]
-    assert len(images.pixels) == 3
+    assert images.grids.tolist() == [list(grid)]
+    assert len(images.pixels) == num_units
     (expected,) = model.sample([tokens], Sampling(4, 0.0), images=[images])
     url = "data:image/png;base64," + base64.b64encode(data).decode()
     parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "what?"}]
@@ -108,20 +108,23 @@ def check_serving(folder):
 
 @pytest.mark.nightly
 def test_pairs_of_answers(words, tmp_path):
-    """DPO begins at log 2: the model and its reference see the same tiles."""
-    rows = [{"prompt": "what?", "chosen": f"a {n}", "rejected": f"b {n}", "images": [f"{n}.png"]} for n in range(8)]
-    folder = Path(re.search(r"'(.*)/rows.jsonl'", " ".join(words))[1])
+    check_pairs(words, tmp_path, num_tokens=512)
+
+
+def check_pairs(words, output, num_tokens):
+    """DPO begins at log 2: the model and its reference see the same images, which are those of `words`."""
+    folder = Path(re.search(r"'([^']*)/rows.jsonl'", " ".join(words))[1])
+    names = sorted(path.name for path in folder.glob("*.png"))[:8]
+    rows = [{"prompt": "what?", "chosen": f"a {name}", "rejected": f"b {name}", "images": [name]} for name in names]
     (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
     own = ["data=pairs", f"data.paths=['{folder}/pairs.jsonl']", "data.held_out_fraction=0", "task=dpo"]
     more = [
-        "training.seq_len=512",
-        "training.loss_chunk_size=512",
-        "training.max_steps=1",
+        f"training.seq_len={num_tokens}", f"training.loss_chunk_size={num_tokens}", "training.max_steps=1",
         "evaluation.every_steps=null",
-    ]
+    ]  # fmt: skip
     kept = [word for word in words if not word.startswith("data")]
-    tunix.train([*kept, *own, *more, f"hydra.run.dir={tmp_path}"])
-    (line,) = metrics(tmp_path)
+    tunix.train([*kept, *own, *more, f"hydra.run.dir={output}"])
+    (line,) = metrics(output)
     assert line["loss"] == pytest.approx(np.log(2), abs=1e-3)
 
 

@@ -218,19 +218,26 @@ def read_config(
     with naming_writer(folder):
         try:
             read = translate_config(read_json(folder / "config.json"), source, family, preferred)
-            # transformers 5 writes the second of these files alone.
-            files = [file for name in PROCESSOR_FILES[:2] if (file := folder / name).is_file()]
-            if "vision" in read and files:
-                read["vision"] |= _read_processor(files[0], read["vision"])
+            if "vision" in read:
+                read["vision"] |= _read_processor(folder, read["vision"])
             return read
         except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
             raise UserError(f"{source}: a key has a value of the wrong type ({error})") from None
 
 
-def _read_processor(file: Path, vision: dict[str, Any]) -> dict[str, Any]:
-    raw = read_json(file)
+def _find_processor(folder: Path) -> tuple[Path, dict[str, Any]]:
+    """Return the file that says how images are made, and what it says; {} where there is none."""
+    preprocessor, processor = (folder / name for name in PROCESSOR_FILES[:2])
+    # transformers 5 writes the second file alone, with a part for images, and takes it before the first.
+    if processor.is_file() and (part := read_json(processor).get("image_processor")) is not None:
+        return processor, part
+    return preprocessor, read_json(preprocessor) if preprocessor.is_file() else {}
+
+
+def _read_processor(folder: Path, vision: dict[str, Any]) -> dict[str, Any]:
+    file, raw = _find_processor(folder)
     try:
-        return read_processor(raw.get("image_processor", raw), vision)
+        return read_processor(raw, vision)
     except ValueError as error:
         raise UserError(f"{file}: {error}") from None
 
@@ -241,10 +248,9 @@ def read_limits(folder: Path, kind: str) -> dict[str, Any]:
     Raises:
         UserError: the file is damaged.
     """
-    if not (file := folder / PROCESSOR_FILES[0]).is_file():
-        return {}
+    file, raw = _find_processor(folder)
     try:
-        return read_pixel_limits(read_json(file), kind)
+        return read_pixel_limits(raw, kind)
     except AttributeError as error:
         raise UserError(f"{file}: a key has a value of the wrong type ({error})") from None
 
@@ -258,7 +264,7 @@ def translate_config(
     """
     labels = read_labels(raw)
     whole, raw = raw, _find_decoder(raw)
-    kind = raw.get("model_type")
+    kind = whole.get("model_type")
     families = FAMILIES if family_name is None else {family_name: find_family(family_name)}
     # Several families may have one model_type. One that sees is taken before its decoder alone, then the one with the
     # longest `signature` that fits.
