@@ -58,6 +58,7 @@ site: .venv/installed ## the pages, the tutorial and the API as a site in build/
 
 parity: ## the tiny models of tests/models/parity again; TRANSFORMERS_PYTHON has torch and transformers
 	$(or $(TRANSFORMERS_PYTHON),$(PYTHON)) tests/models/parity/make.py
+	$(or $(TRANSFORMERS_PYTHON),$(PYTHON)) tests/models/parity/make_mtp.py
 	$(or $(TRANSFORMERS_PYTHON),$(PYTHON)) tests/support/images.py
 
 MAKE_VENV = $(PYTHON) -c 'import sys; sys.exit("tunix needs Python >= 3.11, $(PYTHON) is " + sys.version.split()[0] if sys.version_info < (3, 11) else 0)' \

@@ -198,13 +198,15 @@ def the_models(folder: Path, corpus: Path) -> Callable[[], None]:
         "training.seq_len=32",
         "model.lora.rank=2",
     ]
+    further = ["model.mtp={loss_weight: 0.3}", "training.seq_len=32"]
 
     def use() -> None:
-        for name in ("gemma3_vision", "qwen3_vl", "smolvlm"):
-            sees = compose([f"model.init_from={ROOT}/tests/models/parity/{name}", *seeing, *ONE]).config
-            mesh = build_mesh(sees)
+        words_of = dict.fromkeys(("gemma3_vision", "qwen3_vl", "smolvlm"), seeing) | {"glm4_moe": further}
+        for name, words in words_of.items():
+            cfg = compose([f"model.init_from={ROOT}/tests/models/parity/{name}", *words, *ONE]).config
+            mesh = build_mesh(cfg)
             with jax.set_mesh(mesh):
-                program = assemble(sees, mesh)
+                program = assemble(cfg, mesh)
                 jax.eval_shape(program.step([(10, 10)]), program.abstract, program.abstract_batch)
         for cfg in configs:
             if cfg.model.positions == "rope":

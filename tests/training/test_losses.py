@@ -167,7 +167,7 @@ def test_fields_of_a_batch_are_listed_in_one_place():
         if '"segment_ids"' in path.read_text()
     }
     losses = {f"training/{name}.py" for name in ("logprobs", "dpo", "grpo", "scores", "embeddings")}
-    stages = {"training/pipeline_step.py"}  # it sends rows of a batch from stage to stage
+    stages = {"training/pipeline_step.py", "training/first_layers.py"}  # they send rows of a batch from stage to stage
     fill = {
         "data/batches.py",
         "data/packing.py",

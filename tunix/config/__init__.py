@@ -111,6 +111,11 @@ class Config(Section):
         # the number of devices. Otherwise the run checks it when it sees its devices.
         sizes = mesh_shape.explicit_sizes(self.model.mesh_shape)
         check_qk_clip(self.model, self.optimizer.score_limit, sizes or {})
+        if self.model.mtp is not None and (self.task.loss or self.task.default_loss) != "next_token":
+            raise ValueError(
+                f"model.mtp: task={self.task.name} with its loss does not train this layer, task=pretrain and task=sft "
+                "do; set model.mtp=null"
+            )
         if sizes:
             check_stages(self.model, sizes)
         if not isinstance(self.launcher, Local):

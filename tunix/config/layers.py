@@ -118,6 +118,14 @@ class LinearAttention(Section):
         return self.num_value_heads * self.key_dim * self.value_dim
 
 
+class Mtp(Section):
+    """Multi-token prediction (DeepSeek-V3, arXiv:2412.19437): one more layer, which learns to predict the token after
+    the next one."""
+
+    loss_weight: Positive
+    """Its cross entropy counts with this weight in the loss."""
+
+
 class QueryGrowth(Section):
     """Queries that grow with their position p: they are multiplied by 1 + rate * log(1 + floor((p + offset) / every))
     (arXiv:2501.19399)."""

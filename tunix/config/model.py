@@ -15,6 +15,7 @@ from tunix.config.layers import (
     LayerInputs,
     LinearAttention,
     Lora,
+    Mtp,
     QueryGrowth,
     RopeScaling,
     Run,
@@ -43,6 +44,7 @@ OUTSIDE_ARCHITECTURE = {
     # To which size images are brought.
     "images": frozenset({"vision.min_pixels", "vision.max_pixels", "vision.tiles_per_side"}),
     "losses": frozenset({"mlp.balance_loss", "mlp.z_loss"}),  # how experts are trained
+    "mtp": frozenset({"mtp"}),  # a layer beside those that compute logits
     "stacks": frozenset({"layers_before_stages"}),  # which layers have their weights in one array
 }
 
@@ -90,6 +92,9 @@ class Model(Section):
     """KV sharing (Gemma 4): the last layers reuse keys and values of earlier layers; null: every layer has its own."""
     layer_inputs: LayerInputs | None
     """A vector of each token for each layer, which a gate lets into the residual stream; null for none."""
+    mtp: Mtp | None
+    """A layer for multi-token prediction behind the last one (DeepSeek-V3, GLM-4.5, Qwen 3 Next), which
+    `model.init_from` then reads and an export keeps; null: files are read and written without it."""
     vision: AnyVision | None
     """A tower that sees, and a projector of its results into the residual stream; null for a model of text alone."""
     value_norm: Flag
@@ -208,6 +213,8 @@ class Model(Section):
             dims["v"] = len(self.labels)
         if self.layer_inputs is not None:
             dims["l"] = self.num_layers
+        if self.mtp is not None:
+            dims["μ"] = 2 * self.embed_dim
         if self.vision is not None:
             dims |= self.vision.dims
         # Heads must be divisible by cp only in an exchange that splits them; `auto` may take one that does not.
@@ -282,6 +289,15 @@ class Model(Section):
         *first, last = self.runs
         is_dense = [run.pattern for run in first] == [("dense_blocks",)] and "dense_blocks" not in last.pattern
         return tuple(first) if is_dense else ()
+
+    @property
+    def mtp_model(self) -> "Model":
+        """A model of one layer, which is that of `mtp`: with attention to all earlier tokens, and with experts if this
+        model has some."""
+        parts: dict[str, Any] = {"num_layers": 1, "global_every": 1, "linear_attention": None, "mtp": None}
+        if isinstance(self.mlp, ExpertsMlp):
+            parts["mlp"] = self.mlp.model_copy(update={"dense_layers": 0, "every": 1})
+        return self.model_copy(update=parts)
 
     @property
     def num_first_layers(self) -> int:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from tunix.base.errors import UserError
 from tunix.config.layers import EXPERT_PROJECTIONS, PROJECTIONS, ExpertsMlp, Latent, RopeLong, check_shared_layers
 from tunix.config.vision import check_vision
+from tunix.huggingface.table import FAMILIES
 from tunix.models.table import CP_EXCHANGES, EXPERT_EXCHANGES, RING_KERNELS
 from tunix.sharding.equations import values_per_byte
 from tunix.sharding.mesh_shape import list_divisors, nearest, num_stages
@@ -33,6 +34,8 @@ def check_stages(model: "Model", sizes: Mapping[str, int]) -> None:
     leave_out = f"leave {', '.join(DIMS[LAYERS].weight_axes)} out of model.mesh_shape"
     if model.vision is not None:
         raise UserError(f"model.vision: stages do not take images yet; {leave_out}, or set model.vision=null")
+    if model.mtp is not None:
+        raise UserError(f"model.mtp: stages have no layer for further tokens yet; {leave_out}, or set model.mtp=null")
     for key in ("shared_kv", "layer_inputs"):
         if getattr(model, key) is not None:
             raise UserError(f"model.{key} gives a layer arrays that do not travel from stage to stage; {leave_out}")
@@ -65,6 +68,7 @@ def check_qk_clip(model: "Model", limit: float | None, sizes: Mapping[str, int])
         "shared_kv": (model.shared_kv is not None, "lets layers share keys, which this does not scale"),
         "global_heads": (model.global_heads is not None, "gives layers heads of two kinds, which this does not scale"),
         "vision": (model.vision is not None, "has a tower, whose scores are not reported"),
+        "mtp": (model.mtp is not None, "has a layer whose scores are not reported"),
         "lora.rank": (model.lora.rank > 0, "freezes the weights that this scales"),
     }
     for key, (is_so, reason) in reasons.items():
@@ -133,6 +137,8 @@ def check_model_keys(model: "Model") -> None:
             f"model.layers_before_stages={first} must be at least the {dense} dense layers before experts, and below "
             f"model.num_layers={model.num_layers}; set it to null"
         )
+    if model.mtp is not None:
+        _check_mtp(model)
     if model.vision is not None:
         check_vision(model, model.vision)
     if isinstance(model.mlp, ExpertsMlp):
@@ -170,6 +176,17 @@ def _check_linear(model: "Model") -> None:
         )
     # The layers are stacks that take turns (`Model.stack_of`), and a stack has no name for a second kind of MLP.
     _check_equal_experts(model, "linear_attention")
+
+
+def _check_mtp(model: "Model") -> None:
+    having = [name for name, family in FAMILIES.items() if family.mtp_names]
+    if model.family not in having:
+        raise ValueError(
+            f"model.mtp: files of model.family={model.family} have no such layer, only those of "
+            f"{', '.join(having)}; set it to null"
+        )
+    _check_values(model, {"lora.rank": 0}, " trains updates alone, and a layer of model.mtp has none")
+    _check_values(model, {"labels": None}, ": a model that gives scores has no layer of model.mtp")
 
 
 def _check_global_heads(model: "Model") -> None:

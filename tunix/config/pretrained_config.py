@@ -222,6 +222,9 @@ def fill_from_run(values: dict[Any, Any], folder: Path, step: int | None) -> Non
         )
     decided = {key: found[key] for key in found.keys() - OUTSIDE}
     _fill(model, decided, f"{folder}/config.yaml")
+    if (model.get("mtp") is None) != (found["mtp"] is None):
+        way_out = "leave it out" if found["mtp"] is None else "give it, with a loss_weight"
+        raise UserError(f"model.mtp={model.get('mtp')}, but {folder}/config.yaml says {found['mtp']}; {way_out}")
     source = str(model["init_from"])
     root = split_step(source)[0] if is_address(source) else str(folder.resolve())
     if tokenizer["path"] is None and not _is_byte_level(tokenizer):

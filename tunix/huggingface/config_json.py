@@ -162,6 +162,7 @@ def write_layer_parts(model: Model) -> dict[str, Any]:
     return keys if inputs is None else keys | {"vocab_size_per_layer_input": model.vocab_size}
 
 
+MTP_DEPTH = "num_nextn_predict_layers"  # layers of multi-token prediction
 # Keys of config.json that say nothing about what the decoder computes. Dropout is not among our parts; those rates
 # concern training elsewhere.
 NOT_THE_DECODER = {
@@ -173,7 +174,7 @@ NOT_THE_DECODER = {
     "residual_dropout", "original_max_position_embeddings",
     "router_aux_loss_coef", "output_router_logits",
     "chunk_size_feed_forward", "is_encoder_decoder", "problem_type", "tokenizer_class", "unsloth_fixed",
-    "auto_map", "num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings",
+    "auto_map", MTP_DEPTH, "num_mtp_layers", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings",
     "ep_size", "seq_aux", "aux_loss_alpha",
     "for_llm_compressor", "num_labels", "_pad_token_id", "transformers.js_config", "use_reentrant_checkpointing",
     # Of SmolVLM: names of its own code, which transformers does not read.
@@ -455,6 +456,8 @@ def _write_decoder(model: Model) -> dict[str, Any]:
         config[theirs] = int(value) if theirs in INTEGERS and float(value).is_integer() else value
     config |= {key: names in (model.biases or "").split("|") for key, names in family.biases.items()}
     config |= {theirs: usual for theirs, (usual, *_) in family.fixed.items()}
+    if model.mtp is not None:
+        config[MTP_DEPTH] = 1
     if model.labels is not None:
         config |= write_labels(model.labels, family)
     if isinstance(model.mlp, ExpertsMlp):

@@ -74,6 +74,12 @@ class Family:
     qk_norm: str = "per_head"  # `model.qk_norm` where use_qk_norm of config.json is true
     # Patterns of the names of tensors that are not weights of the decoder; {num_layers} is the number of its layers.
     ignored: tuple[str, ...] = ()
+    # The layer of multi-token prediction (`model.mtp`): a pattern of its tensors, and names of its parameters. Those of
+    # its block are named as in other layers, or begin with `mtp_block`.
+    mtp_tensors: str | None = None
+    mtp_names: dict[str, Name] = field(default_factory=dict)
+    mtp_block: str | None = None
+    mtp_copies: dict[str, str] = field(default_factory=dict)  # tensor -> parameter that it has a second time
     constants: dict[str, float] = field(default_factory=dict)  # tensor -> the number that our layers have in its place
     published_code: bool = False  # auto_map names code that computes what transformers' own class computes
     many_axes: bool = False  # `model.rope_sections` is in its parameters of RoPE
@@ -94,6 +100,12 @@ class Family:
             linear_blocks_1.mlp.up.w    looked up as linear_blocks.mlp.up.w, then as blocks.mlp.up.w
             first_blocks.mlp.up.w       looked up as blocks.mlp.up.w
         """
+        if path.startswith("mtp."):
+            part = path.removeprefix("mtp.")
+            found = self.mtp_names.get(part) or self.names.get(part)
+            if found is None or self.mtp_block is None:
+                return found
+            return replace(found, tensor=found.tensor.replace("model.layers.{}.", self.mtp_block, 1))
         stack, _, part = path.removeprefix("first_").partition(".")
         if not stack.startswith(("dense_blocks", "linear_blocks", "local_blocks", "shared_")):
             return self.names.get(path.removeprefix("first_")) or SCORE.get(path)
@@ -305,7 +317,18 @@ DEEPSEEK_KEYS = {
 DEEPSEEK_FIXED = {
     "hidden_act": ("silu",), "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,),
 }  # fmt: skip
-NEXT_TOKENS = (r"model\.layers\.{num_layers}\.",)  # layers behind the last one, which predict further tokens
+NEXT_TOKENS = r"model\.layers\.{num_layers}\."
+MTP_NAMES = {
+    "token_norm.scale": Name("model.layers.{num_layers}.enorm.weight", "D"),
+    "state_norm.scale": Name("model.layers.{num_layers}.hnorm.weight", "D"),
+    "projection.w": Name("model.layers.{num_layers}.eh_proj.weight", "D,μ"),
+    "norm.scale": Name("model.layers.{num_layers}.shared_head.norm.weight", "D"),
+}
+# The layer has no tables of its own, but the files have those of the model a second time.
+MTP_COPIES = {
+    "model.layers.{num_layers}.embed_tokens.weight": "embedding.table",
+    "model.layers.{num_layers}.shared_head.head.weight": "head.table",
+}
 
 
 def gpt2_names() -> dict[str, Name]:

@@ -18,6 +18,8 @@ from tunix.huggingface.families import (
     LLAMA_ABSENT,
     LLAMA_KEYS,
     LLAMA_NAMES,
+    MTP_COPIES,
+    MTP_NAMES,
     NEXT_TOKENS,
     NO_BIASES,
     OLMO_NAMES,
@@ -111,7 +113,9 @@ FAMILIES: dict[str, Family] = {
             "first_k_dense_replace": 3,
         },
         also=("kimi_k2",),
-        ignored=NEXT_TOKENS,
+        mtp_tensors=NEXT_TOKENS,
+        mtp_names=MTP_NAMES,
+        mtp_copies=MTP_COPIES,
         published_code=True,
     ),
     "exaone4": like_llama(
@@ -150,7 +154,9 @@ FAMILIES: dict[str, Family] = {
             "first_k_dense_replace": 1, "attention_bias": False, "use_qk_norm": False,
         },
         biases={"attention_bias": "attention.[qkv]"},
-        ignored=NEXT_TOKENS,
+        mtp_tensors=NEXT_TOKENS,
+        mtp_names=MTP_NAMES,
+        mtp_copies=MTP_COPIES,
     ),
     "gpt2": Family(
         "gpt2", "GPT2LMHeadModel",
@@ -351,7 +357,14 @@ FAMILIES: dict[str, Family] = {
         absent=LINEAR_ABSENT | {"norm_topk_prob": True, "mlp_only_layers": None},
         synonyms={"num_local_experts": "num_experts"},
         local_type="linear_attention",
-        ignored=(r"mtp\.",),  # layers that predict further tokens
+        mtp_tensors=r"mtp\.",
+        mtp_names={
+            "token_norm.scale": Name("mtp.pre_fc_norm_embedding.weight", "D"),
+            "state_norm.scale": Name("mtp.pre_fc_norm_hidden.weight", "D"),
+            "projection.w": Name("mtp.fc.weight", "D,μ"),
+            "norm.scale": Name("mtp.norm.weight", "D"),
+        },
+        mtp_block="mtp.layers.{}.",
     ),
     "seed_oss": like_llama(
         "seed_oss", "SeedOssForCausalLM", LLAMA_NAMES | qkv_biases(),

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from safetensors.numpy import save_file
 from tunix.base.errors import UserError
 from tunix.base.files import is_plain, read_json
 from tunix.config import Model
-from tunix.huggingface.config_json import find_quantization, read_labels, read_num_rows
+from tunix.huggingface.config_json import MTP_DEPTH, find_quantization, read_labels, read_num_rows
 from tunix.huggingface.families import SCORE
 from tunix.huggingface.packed_tensors import Integers, join_packed
 from tunix.huggingface.quantized_tensors import Enlarged, MappedFile, Plain, Stored, concat_quantized
@@ -139,11 +140,13 @@ def load_weights(folder: Path, cfg: Model, weights: Parameters, layout: Layout, 
         UserError: tensors that are missing, too many, of another shape, or no floats: they are named.
     """
     check_weights(folder, cfg, weights)
+    if cfg.mtp is not None:
+        _check_copies(folder, cfg)
     loaded: dict[str, jax.Array] = {}
     with TensorFiles(folder, find_family(cfg.family), cfg.vocab_size) as files:
         load = partial(load_parameter, files, cfg, lambda equation: NamedSharding(mesh, layout.stored(equation)))
         try:
-            for path, name, weight in list_in_files(weights, files.family):
+            for path, name, weight in list_in_files(weights, files.family, cfg):
                 layers = layers_of(path, cfg)
                 if name.tensor in SCORE_TENSORS and name.tensor not in files.tensors:
                     continue  # of a language model, whose head of scores is new
@@ -158,16 +161,54 @@ def load_weights(folder: Path, cfg: Model, weights: Parameters, layout: Layout, 
     return jax.tree.map_with_path(lambda path, _: loaded.get(parameter_name(path)), weights)
 
 
-def list_in_files(weights: Parameters, family: Family) -> list[tuple[str, Name, Any]]:
+def list_in_files(weights: Parameters, family: Family, cfg: Model) -> list[tuple[str, Name, Any]]:
     """Return the parameters that have a name in the family's table: all but low-rank updates and scales."""
     all_names = [(path, family.name(path), weight) for path, weight in named(weights)]
-    return [(path, name, weight) for path, name, weight in all_names if name is not None]
+    return [
+        (path, replace(name, tensor=_behind_layers(name.tensor, cfg)), weight)
+        for path, name, weight in all_names
+        if name is not None
+    ]
+
+
+def _behind_layers(text: str, cfg: Model) -> str:
+    """Return the name of a tensor, or a pattern, with the number of the layer behind the last one in it."""
+    return text.replace("{num_layers}", str(cfg.num_layers))
+
+
+def _list_copies(family: Family, cfg: Model) -> dict[str, str]:
+    """Return the tensors that have a parameter of a model with `mtp` a second time, with its path."""
+    copies = family.mtp_copies if cfg.mtp is not None else {}
+    return {
+        _behind_layers(tensor, cfg): "embedding.table" if cfg.tied_head else path for tensor, path in copies.items()
+    }
+
+
+def _check_copies(folder: Path, cfg: Model) -> None:
+    """Raise `UserError` where tables of the layer of `model.mtp` are not those of the model, which it computes with."""
+    with TensorFiles(folder, find_family(cfg.family)) as files:
+        for tensor, path in _list_copies(files.family, cfg).items():
+            name = files.family.name(path)
+            if name is None or tensor not in files.tensors:
+                continue
+            rows, width = files.tensors[name.tensor].shape
+            parts = [(slice(n, n + PIECE // width + 1), slice(0, width)) for n in range(0, rows, PIECE // width + 1)]
+            is_equal = files.tensors[tensor].shape == (rows, width) and all(
+                np.array_equal(files.read(tensor, part), files.read(name.tensor, part)) for part in parts
+            )
+            if not is_equal:
+                raise UserError(
+                    f"{folder}: {tensor} is not equal to {name.tensor}, and model.mtp shares this table; set "
+                    "model.mtp=null"
+                )
 
 
 def layers_of(path: str, cfg: Model) -> tuple[int, ...]:
     """Return the numbers of the layers that a stacked parameter holds; of another parameter, none."""
     if cfg.vision is not None and path.startswith("vision.tower.blocks."):
         return tuple(range(cfg.vision.num_layers))
+    if path.startswith("mtp.blocks."):
+        return (cfg.num_layers if find_family(cfg.family).mtp_block is None else 0,)
     if cfg.vision is not None and path.startswith("vision.projector.deepstack."):
         return tuple(range(len(cfg.vision.deepstack_layers)))
     return cfg.stacks.get(path.partition(".")[0], ())
@@ -198,15 +239,19 @@ def check_weights(folder: Path, cfg: Model, weights: Parameters) -> None:
     Raises:
         UserError: a tensor is missing, not needed, of another shape, or not of floats.
     """
+    if cfg.mtp is not None and (depth := read_json(folder / "config.json").get(MTP_DEPTH, 1)) != 1:
+        raise UserError(f"{folder}/config.json: {MTP_DEPTH}={depth}, and model.mtp is 1 layer; set model.mtp=null")
     with TensorFiles(folder, find_family(cfg.family), cfg.vocab_size) as files:
         family = files.family
         tensors, constants = files.tensors, list_constants(family, cfg)
         requested = {
             name.tensor.format(*numbers): shape_in_files(name, cfg.dims)
-            for path, name, _ in list_in_files(weights, family)
+            for path, name, _ in list_in_files(weights, family, cfg)
             for numbers in list_numbers(path, name, cfg)
         }
-        ignored = [pattern.replace("{num_layers}", str(cfg.num_layers)) for pattern in family.ignored]
+        ignored = [*family.ignored, *map(re.escape, _list_copies(family, cfg))]
+        if cfg.mtp is None and family.mtp_tensors is not None:
+            ignored.append(_behind_layers(family.mtp_tensors, cfg))
         # Old versions of transformers saved the frequencies of RoPE. Some files have a tied head a second time.
         ignored += [*map(re.escape, constants), r".*rotary_emb\.inv_freq$", *([r"lm_head\."] if cfg.tied_head else [])]
         # No layer uses the keys and values of layers that take those of earlier layers.
@@ -218,7 +263,9 @@ def check_weights(folder: Path, cfg: Model, weights: Parameters) -> None:
             if read_labels(read_json(folder / "config.json")) is None:
                 requested = {name: shape for name, shape in requested.items() if name not in SCORE_TENSORS}
         if missing := sorted(requested.keys() - tensors.keys()):
-            raise UserError(f"{folder} lacks {first_names(missing)}")
+            is_further = cfg.mtp is not None and re.match(_behind_layers(family.mtp_tensors or "$", cfg), missing[0])
+            way_out = "; set model.mtp=null" if is_further else ""
+            raise UserError(f"{folder} lacks {first_names(missing)}{way_out}")
         extra = sorted(tensors.keys() - requested.keys() - _list_zero_biases(tensors))
         if extra := [name for name in extra if not any(re.match(pattern, name) for pattern in ignored)]:
             raise UserError(f"{folder} has {first_names(extra)}, which a {cfg.family} of its config.json does not have")
@@ -424,7 +471,10 @@ def list_tensors(
     leaves = dict(named(params))
     if nameless := [path for path in leaves if ".lora." not in path and family.name(path) is None]:
         raise UserError(f"model.family={cfg.family} has no name for {first_names(nameless)}, which its parts have")
-    for path, name, weight in list_in_files(weights, family):
+    in_files = list_in_files(weights, family, cfg)
+    for tensor, copied in _list_copies(family, cfg).items():
+        in_files += [(path, replace(name, tensor=tensor), each) for path, name, each in in_files if path == copied]
+    for path, name, weight in in_files:
         layers = layers_of(path, cfg)
         for numbers in list_numbers(path, name, cfg):
             # Layer 7 may be the third of its stack: `numbers` are those in the tensor's name, `at` is the index in

@@ -27,11 +27,17 @@ def forward_flops_per_token(cfg: Model, num_active: int, seq_len: int) -> float:
 
     Linear attention reads the memory of each head, corrects it, and asks it: three products with E x M numbers.
     """
-    scores = 0.0
-    for heads, layers in cfg.head_kinds.items():
-        scores += 2.0 * cfg.num_heads * (heads.dim + heads.value_dim) * attended_tokens(cfg, seq_len, layers)
+    # A layer of `model.mtp` has scores, and logits of its own.
+    further = 0.0 if cfg.mtp is None else _score_flops(cfg.mtp_model, seq_len) + 2.0 * cfg.vocab_size * cfg.embed_dim
     memory = 0.0 if cfg.linear_attention is None else 6.0 * _num_linear(cfg) * cfg.linear_attention.state_size
-    return 2.0 * _multiplied(cfg, num_active) + scores + memory
+    return 2.0 * _multiplied(cfg, num_active) + _score_flops(cfg, seq_len) + further + memory
+
+
+def _score_flops(cfg: Model, seq_len: int) -> float:
+    return sum(
+        2.0 * cfg.num_heads * (heads.dim + heads.value_dim) * attended_tokens(cfg, seq_len, layers)
+        for heads, layers in cfg.head_kinds.items()
+    )
 
 
 def chunk_flops_per_token(cfg: Model, seq_len: int, num_shards: int = 1) -> float:

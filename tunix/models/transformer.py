@@ -17,6 +17,7 @@ from tunix.models.layer_scan import GradientSums
 from tunix.models.layer_stacks import Stacks, list_stacks
 from tunix.models.layers import NO_SUMS, NORMS, BlockSums, Embedding, Initializer, LearnedPositions, merge_runs
 from tunix.models.mla import Heads
+from tunix.models.mtp import MtpLayer
 from tunix.models.remat import KEEP_ALL, Remat
 from tunix.models.scores import ScoreHead
 from tunix.models.vision import Eyes, Images, Seen, find_ends
@@ -63,6 +64,7 @@ class Transformer(nnx.Module):
         self.head = Embedding(cfg, layout, initializer) if has_logits and not cfg.tied_head else None
         self.score = None if has_logits else ScoreHead(cfg, layout, initializer)
         self.layer_inputs = None if cfg.layer_inputs is None else LayerInputs(cfg, layout, initializer)
+        self.mtp = None if cfg.mtp is None else MtpLayer(cfg, self.block_layout, initializer, remat)
         self.vision = None if cfg.vision is None else Eyes(cfg, cfg.vision, layout, initializer)
 
     @property
@@ -103,6 +105,19 @@ class Transformer(nnx.Module):
             rows, first_sums = self.run_before_stages(rows, forward)
             rows, sums = self.stacks.run(rows, forward)
         return self.finish(rows.x), merge_runs(BlockSums(first_sums.penalties, None), sums)
+
+    def hidden_further(self, tables, hidden, next_tokens, positions, segment_ids) -> tuple[jax.Array, BlockSums]:
+        """[B, T, D], the result of the final norm, and the next tokens [B, T] int32 -> [B, T, D] that logits of the
+        tokens after those are taken of, and the numbers of the layer of `model.mtp`."""
+        assert self.mtp is not None
+        next_tokens, positions = (reshard(x, self.layout.activation("BT")) for x in (next_tokens, positions))
+        segment_ids = reshard(segment_ids, self.layout.activation("BS"))
+        with jax.named_scope("mtp"):
+            tokens = self.embedding.lookup(tables[0], next_tokens)
+            x = self.mtp.join(tokens, self.layout.split_stream(hidden))
+            rows = Rows(x, positions, RowMask(segment_ids, None))
+            rows, sums = Stacks(self.mtp).run(rows, Forward(self.mix_of_row, hidden.shape[1]))
+            return self.layout.join_stream(self.mtp.norm(rows.x)), sums
 
     def run_before_stages(self, rows: Rows, forward: Forward) -> tuple[Rows, BlockSums]:
         """Run the layers before those that stages share, if there are some: around the stages' layers these axes split

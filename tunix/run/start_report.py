@@ -109,13 +109,17 @@ def describe_model(cfg: Config, program: Program, corpus: AnyCorpus | None) -> d
         + _describe_attention(program.choices)
     }
     if linear is not None:
-        count = sum(model.is_linear(layer) for layer in range(model.num_layers))
+        num_linear = sum(model.is_linear(layer) for layer in range(model.num_layers))
         rows["linear attention"] = (
-            f"{count} of {model.num_layers} layers; {linear.num_value_heads} heads, each with a memory of "
+            f"{num_linear} of {model.num_layers} layers; {linear.num_value_heads} heads, each with a memory of "
             f"{linear.key_dim} x {linear.value_dim} numbers, whatever the length of a sequence"
         )
     if isinstance(model.mlp, ExpertsMlp):
         rows["experts"] = _describe_experts(cfg, program, model.mlp)
+    if model.mtp is not None:
+        rows["multi-token prediction"] = (
+            f"{count(arch.weights['mtp']):,} parameters of one more layer, whose loss counts {model.mtp.loss_weight:g}"
+        )
     if model.vision is not None:
         rows["images"] = _describe_vision(cfg, program, model.vision)
     return {

@@ -120,6 +120,7 @@ DIMS = {
         # Stages take equal shares of the turns (`Model.num_turns`): a turn of layers of several kinds is not cut.
         Dim("s", "turns of layers",  "pp"),
         Dim("v", "labels"),  # numbers that a document gets (`model.labels`)
+        Dim("μ", "vectors of a token and of its state", None, None),  # side by side (`model.mtp`)
         Dim("u", "texts of a row"),  # of task=embed: a query, its document, negatives
         Dim("o", "single numbers"),  # one for a whole layer
         # Inside attention each device has whole sequences, so the axis of the tokens splits heads there.

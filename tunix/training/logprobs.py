@@ -231,7 +231,24 @@ def sum_over_tokens(
     chunk_size: int | str,
     teacher: TeacherOutput | None = None,
 ) -> tuple[jax.Array, dict[str, jax.Array], BlockSums]:
-    """Return the sum of a loss over the tokens of a batch, its sums by name, and the numbers of the blocks.
+    """Return the sum of a loss over the tokens of a batch, its sums by name, and the numbers of the blocks."""
+    tables = model.tables()
+    hidden, blocks = compute_hidden(model, tables, batch, seed)
+    objective, sums = sum_over_hidden(model, tables, hidden, batch, token_loss, chunk_size=chunk_size, teacher=teacher)
+    return objective, sums, blocks
+
+
+def sum_over_hidden(
+    model: Transformer,
+    tables: Any,
+    hidden: jax.Array,
+    batch: Batch,
+    token_loss: TokenLoss,
+    *,
+    chunk_size: int | str,
+    teacher: TeacherOutput | None = None,
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Return the sum of a loss over the tokens of a batch, given states [B, T, D], and its sums by name.
 
     Logits exist for one chunk of positions at a time, and are computed once. The gradient of a sum is the sum of the
     gradients. So where a backward pass will come, a chunk's gradient is computed with its loss, while its logits exist:
@@ -241,8 +258,6 @@ def sum_over_tokens(
 
     The gradient of the table [V, D] is added up over the chunks in float32. The sums by name have no gradient.
     """
-    tables = model.tables()
-    hidden, blocks = compute_hidden(model, tables, batch, seed)
 
     def one_chunk(table, hidden, teacher_table, fields):
         chunk = None if teacher is None else teacher._replace(table=teacher_table, hidden=fields[STATES])
@@ -285,7 +300,36 @@ def sum_over_tokens(
         if teacher is not None:
             fields[STATES] = split(teacher.hidden)
         objective, sums = sum_up(tables[1], split(hidden), None if teacher is None else teacher.table, fields)
-    return objective, jax.lax.stop_gradient(sums), blocks
+    return objective, jax.lax.stop_gradient(sums)
+
+
+def sum_further_tokens(
+    model: Transformer, tables: Any, hidden: jax.Array, batch: Batch, chunk_size: int | str
+) -> tuple[jax.Array, jax.Array, BlockSums]:
+    """Return the cross entropy of the tokens after the next ones, summed in nats, their number, and the numbers of the
+    layer of `model.mtp`. States [B, T, D] are those behind the final norm.
+
+    A token counts if the loss counts it as the next token of the token before, in the same document:
+
+        document    a a a a b b        position 1 predicts the target of position 2, which is token 3
+        targets     1 2 3 - 5 -        counted: positions 0 and 1; position 2 of `a` has no token after the next
+    """
+
+    def shift(x: jax.Array) -> jax.Array:
+        """Return the values of the next positions, [B, T]; they are small, so devices of one row get all of them."""
+        whole = reshard(x, model.layout.activation("BS"))
+        return reshard(jnp.pad(whole[:, 1:], ((0, 0), (0, 1))), jax.typeof(x).sharding.spec)
+
+    segments = batch["segment_ids"]
+    mask = shift(batch["loss_mask"]) * (shift(segments) == segments)
+    states, blocks = model.hidden_further(tables, hidden, batch["targets"], batch["positions"], segments)
+    fields = {"targets": shift(batch["targets"]), "loss_mask": mask}
+
+    def token_loss(scores: Scores, fields: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
+        return scores.nll * fields["loss_mask"], {}
+
+    further, _ = sum_over_hidden(model, tables, states, fields, token_loss, chunk_size=chunk_size)
+    return further, jnp.sum(mask), blocks
 
 
 def score_targets(

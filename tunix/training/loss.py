@@ -19,6 +19,7 @@ from tunix.config.task import Classify, Distilled, Dpo, Embed, Grpo, Kto, Reward
 from tunix.data.batches import FIELDS, TEACHER, Batch, Field, add_fields, image_fields, read_held_out
 from tunix.data.dataset import Corpus
 from tunix.data.tokenizer import bytes_by_token
+from tunix.models.layers import merge_runs
 from tunix.models.transformer import Transformer
 from tunix.sharding.arrays import local_rows, to_global
 from tunix.training.dpo import PAIR_FIELDS, evaluate_preferences, preference_loss
@@ -35,8 +36,10 @@ from tunix.training.logprobs import (
     Sums,
     add_block_sums,
     add_up,
+    compute_hidden,
     compute_token_log_probs,
-    sum_over_tokens,
+    sum_further_tokens,
+    sum_over_hidden,
 )
 from tunix.training.scores import (
     EXAMPLE_FIELDS,
@@ -103,8 +106,17 @@ def next_token_loss(
         learnt = (1 - teacher_weight) * nll + teacher_weight * divergence
         return learnt + squares, sums | {"teacher_kl": divergence}
 
+    tables = model.tables()
+    hidden, blocks = compute_hidden(model, tables, batch, seed)
+    objective, numbers = sum_over_hidden(
+        model, tables, hidden, batch, token_loss, chunk_size=chunk_size, teacher=output
+    )
+    sums: Sums = dict(numbers)
+    if model.cfg.mtp is not None:
+        further, divisor, more = sum_further_tokens(model, tables, hidden, batch, chunk_size)
+        objective, blocks = objective + model.cfg.mtp.loss_weight * further, merge_runs(blocks, more)
+        sums["mtp_loss"] = Mean(jax.lax.stop_gradient(further), divisor)
     # The blocks' penalties are means over tokens of a sequence, and count by the tokens that it has in the loss.
-    objective, sums, blocks = sum_over_tokens(model, batch, seed, token_loss, chunk_size=chunk_size, teacher=output)
     added, reported = add_block_sums(blocks, jnp.sum(batch["loss_mask"], 1))
     return Loss(objective + added, jnp.sum(batch["loss_mask"]), sums | reported)
 
@@ -122,6 +134,7 @@ def _measure_text(sums: Sums, weight: jax.Array, num_bytes: int) -> dict[str, fl
         "bits_per_byte": nll / math.log(2) / num_bytes,
         "eval_tokens": int(num_tokens),
         **({"teacher_kl": float(sums["teacher_kl"]) / num_tokens} if "teacher_kl" in sums else {}),
+        **({"mtp_loss": float(sums["mtp_loss"].total / sums["mtp_loss"].divisor)} if "mtp_loss" in sums else {}),
     }
 
 

@@ -216,6 +216,8 @@ def move_biases(
     def move(path: Any, param: jax.Array, weight: Any) -> jax.Array:
         if not weight.equation.is_choice:
             return param
+        if path[0].key == "mtp":  # the last one
+            return param + step[-1:]
         layers = model.stacks[path[0].key]  # routing has those of all stacks
         return param + step[np.searchsorted(model.expert_layers, layers)]
 
