@@ -222,11 +222,11 @@ def test_a_chat_and_mistakes(hf_dir, tmp_path, monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_the_command(hf_dir, tmp_path):
-    """As users start it: CSV in, CSV out with every column, and nothing on stderr."""
+    """As users start it: CSV in, CSV out with every column, and nothing on stderr but what takes long."""
     (tmp_path / "in.csv").write_text('id,question\n1,"a few, words"\n2,merged\n')
     words = [f"checkpoint={hf_dir}", "input=in.csv", "column=question", "output=out.csv", "max_new_tokens=2"]
     done = run_python("-m", "tunix.generate", *words, cwd=tmp_path, fork=False)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, [line for line in done.stderr.splitlines() if not line.endswith("so far")]) == (0, [])
     rows = list(csv.DictReader((tmp_path / "out.csv").open()))
     assert [(row["id"], row["question"]) for row in rows] == [("1", "a few, words"), ("2", "merged")]
     assert all(float(row["log_probability"]) < 0 for row in rows)

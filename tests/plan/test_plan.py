@@ -332,6 +332,7 @@ def test_ctrl_c_does_not_wait_for_compiles(tmp_path, monkeypatch):
     compiler.write_text(f"#!/bin/sh\necho $$ >> {begun}\nexec sleep 600\n")
     compiler.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(compiler))
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 
     def press() -> None:
         while len(begun.read_text().split() if begun.exists() else []) < WORKERS:
@@ -341,6 +342,7 @@ def test_ctrl_c_does_not_wait_for_compiles(tmp_path, monkeypatch):
     threading.Thread(target=press).start()
     with pytest.raises(KeyboardInterrupt):
         list(compile_all([compose(SMALL).config] * 3, read_topology("h100:8")))
+    signal.signal(signal.SIGINT, before)
     numbers = begun.read_text().split()
     assert len(numbers) == WORKERS
     assert not [number for number in numbers if Path(f"/proc/{number}").exists()]

@@ -262,6 +262,7 @@ def _split(x: jax.Array, size: int, mode: str = "constant") -> jax.Array:
 
 
 DIM_NAMES = ("BTIE", "BTIE", "BTJM", "BTJ", "BTJ")  # of queries, keys, values, decays and betas
+WHOLE_ROWS = tuple(names.replace("T", "S") for names in DIM_NAMES)  # of a cache, whose rows no axis splits
 SLOWEST, FASTEST = 1e-3, 1e-1  # time steps of the first weights (arXiv:2312.00752)
 MAX_RATE = 16.0
 
@@ -315,7 +316,7 @@ class LinearAttention(nnx.Module):
         *inputs, decay, beta, segments = arrays
         runs = reshard(number_runs(segments), self.layout.activation("BS"))
         filtered = [each(x, runs) for each, x in zip(self._filters, inputs, strict=True)]
-        return self._map_devices(run_shard, "BS", results=("BTJM",))(*filtered, decay, beta, runs)
+        return self._map_devices(run_shard, DIM_NAMES, "BS", results=("BTJM",))(*filtered, decay, beta, runs)
 
     def _extend(self, *arrays: Any) -> tuple[jax.Array, Memory]:
         *inputs, decay, beta, memory, count = arrays
@@ -332,9 +333,10 @@ class LinearAttention(nnx.Module):
         decay, beta = jnp.where(counts, decay, 0), jnp.where(counts, beta, 0)
         runs = one_run[:, num_before:]
         if memory is None:
-            out, state = self._map_devices(run_chunks, "BS")(*filtered, decay, beta, runs)
+            out, state = self._map_devices(run_chunks, WHOLE_ROWS, "BS")(*filtered, decay, beta, runs)
         else:
-            out, state = self._map_devices(_run_behind, "BS", "BJEM")(*filtered, decay, beta, runs, memory.state)
+            extend = self._map_devices(_run_behind, WHOLE_ROWS, "BS", "BJEM")
+            out, state = extend(*filtered, decay, beta, runs, memory.state)
         index = count[:, None] + jnp.arange(num_before)
         last = (self._take_tokens(x, index, dim_names) for x, dim_names in zip(windows, DIM_NAMES[:3], strict=True))
         return out, Memory(tuple(last), state)
@@ -353,19 +355,22 @@ class LinearAttention(nnx.Module):
         # The last Z - 1 inputs of each filter and the new one: the filter takes all Z, and the oldest is dropped.
         windows = [jnp.concatenate([old, new], 1) for old, new in zip(memory.inputs, inputs, strict=True)]
         filtered = [each.filter_newest(x) for each, x in zip(self._filters, windows, strict=True)]
-        out, state = self._map_devices(step, "BJEM")(*filtered, decay, beta, memory.state)
+        out, state = self._map_devices(step, WHOLE_ROWS, "BJEM")(*filtered, decay, beta, memory.state)
         return out, Memory(tuple(x[:, 1:] for x in windows), state)
 
     @property
     def _filters(self) -> tuple["Filter", ...]:
         return self.q_filter, self.k_filter, self.v_filter
 
-    def _map_devices(self, function: Callable, *last: str, results: tuple[str, ...] = ("BTJM", "BJEM")) -> Callable:
-        """Return a function of this file for arrays split over devices; its last ones have the letters `last`."""
-        in_specs = tuple(map(self.layout.activation, (*DIM_NAMES, *last)))
+    def _map_devices(
+        self, function: Callable, first: tuple[str, ...], *last: str, results: tuple[str, ...] = ("BTJM", "BJEM")
+    ) -> Callable:
+        """Return a function of this file for arrays split over devices, which it lays out by `first` and `last`."""
+        in_specs = tuple(map(self.layout.activation, (*first, *last)))
         out_specs: Any = tuple(map(self.layout.activation, results))
         out_specs = out_specs if len(results) > 1 else out_specs[0]
-        return stage_shard_map(function, in_specs, out_specs, self.layout.stages_around)
+        mapped = stage_shard_map(function, in_specs, out_specs, self.layout.stages_around)
+        return lambda *arrays: mapped(*map(reshard, arrays, in_specs))
 
 
 class Filter(nnx.Module):
