@@ -105,7 +105,7 @@ def test_files_go_out_as_they_came(name, folder_of, tmp_path):
     assert write_config(program.cfg.model)["num_nextn_predict_layers"] == 1
 
 
-@pytest.mark.nightly(but=["dp,fsdp,cp"])
+@pytest.mark.nightly  # a mesh of two axes is that of the case above
 @pytest.mark.parametrize("axes", ["dp,fsdp,cp", "fsdp,tp", "ep,tp", "dp,cp,tp"])
 def test_a_step_is_the_same_on_every_mesh(axes, folder_of):
     """Loss, that of the layer, and the gradient of all weights, over rows of several documents."""

@@ -97,6 +97,7 @@ def test_pairs_of_answers(words, tmp_path):
     check_pairs([*words, "model.context_length=256"], tmp_path, num_tokens=256)
 
 
+@pytest.mark.nightly  # the same with squares is in test_image_runs.py
 def test_answers_are_drawn_and_learnt_from(words, tmp_path):
     """GRPO: the log-probabilities that an answer was drawn with are those of the step, which sees the same images."""
     shapes = ["data=shapes", "data.num_rows=60", "data.image_size=16", "data.held_out_fraction=0.1"]

@@ -43,6 +43,7 @@ def words(tmp_path_factory):
     return [*WORDS, f"data.paths=['{folder}/rows.jsonl']", f"loading.cache_dir='{folder}/cache'"]
 
 
+@pytest.mark.nightly  # test_smolvlm.py has a mesh of two axes
 def test_a_mesh_of_three_axes_computes_the_same(words):
     """One step, of prepared shards."""
     cfg = compose([*words, "task=sft", "training.micro_batch_size=2"]).config
