@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 from PIL import Image
 from safetensors.numpy import load_file
 from support.harness import ROOT, SMALL
+from support.image_parity import check_logits_and_gradients
 from support.images import SEES_ANY_SIZE, draw, save
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -26,10 +27,8 @@ from tunix.data.image_slots import index_images
 from tunix.export import export
 from tunix.generate import generate
 from tunix.huggingface.config_json import read_config
-from tunix.huggingface.weights import save_weights
 from tunix.inference.sampling import Sampling
 from tunix.models.vision import Images, find_grid, find_positions
-from tunix.training.loss import next_token_loss
 
 SEEING = ROOT / "tests/models/parity/qwen3_vl"
 MESHES = [((1,), ("fsdp",)), ((2, 2), ("fsdp", "tp")), ((2, 2), ("dp", "cp"))]
@@ -44,34 +43,8 @@ def expected():
 @pytest.mark.parametrize("mesh_shape", MESHES, ids=["one", "fsdp-tp", "dp-cp"])
 def test_logits_and_gradients_are_those_of_transformers(mesh_shape, expected, tmp_path):
     model = tunix.load_pretrained(SEEING, mesh_shape=mesh_shape)
-    names = ("images", "image_index", "image_grids")
-
-    def logits(params, rows):
-        images = Images(*(rows[name] for name in names))
-        return model.arch.module(params)(rows["tokens"], rows["positions"], rows["segment_ids"], images)
-
-    def objective(params, rows):
-        return next_token_loss(model.arch.module(params), rows, chunk_size=24, z_loss=0.0).objective
-
-    tokens = expected["image_tokens"]
-    mask = np.ones(tokens.shape, np.float32)
-    mask[:, -1] = 0
-    fields = {name: expected[name] for name in names} | {
-        "tokens": tokens, "targets": np.roll(tokens, -1, 1), "loss_mask": mask, "segment_ids": np.zeros_like(tokens),
-        "positions": np.tile(np.arange(tokens.shape[1], dtype=np.int32), (len(tokens), 1)),
-    }  # fmt: skip
-    with jax.set_mesh(model.mesh):
-        rows = {name: model.rows(leaf) for name, leaf in fields.items()}
-        run = jax.jit(lambda params, rows: (logits(params, rows), jax.grad(objective)(params, rows)))
-        said, gradient = run(model.params, rows)
-    np.testing.assert_allclose(np.asarray(said)[:2], expected["image_logits"], atol=1e-4)
-    save_weights(tmp_path, gradient, model.cfg, model.arch.weights, "float32", shard_gb=5)
-    found = load_file(tmp_path / "model.safetensors")
-    theirs = {name: value for name, value in expected.items() if name.startswith("image_gradient.")}
-    assert len(theirs) == len(found)
-    for name, value in theirs.items():
-        ours = found[name.removeprefix("image_gradient.")]
-        np.testing.assert_allclose(ours, value, atol=1e-4 * max(1, np.abs(value).max()), err_msg=name)
+    images = {name: expected[name] for name in ("images", "image_index", "image_grids")}
+    check_logits_and_gradients(model, images, expected, tmp_path, atol=1e-4)
 
 
 def test_places_of_packed_patches():

@@ -3,25 +3,22 @@
 import json
 import shutil
 
-import jax
 import numpy as np
 import pytest
 from omegaconf import OmegaConf
 from safetensors.numpy import load_file
 from support.harness import ROOT
+from support.image_parity import check_logits_and_gradients
 from support.images import SEES_TILES
 
 import tunix
 from tunix.base.errors import UserError
 from tunix.config import Export
 from tunix.config.compose import compose
-from tunix.data.batches import IMAGE_FIELDS
 from tunix.export import export
 from tunix.huggingface.config_json import read_config
-from tunix.huggingface.weights import save_weights
 from tunix.inference.sampling import Sampling
 from tunix.models.vision import Images
-from tunix.training.loss import next_token_loss
 
 SEEING = ROOT / "tests/models/parity/smolvlm"
 GRIDS = np.array([[[1, 1], [1, 1]], [[1, 1], [0, 0]]], np.int32)  # tiles of the images of each row, down and across
@@ -37,34 +34,8 @@ def expected():
 @pytest.mark.parametrize("mesh_shape", MESHES, ids=["fsdp-tp", "dp-cp"])
 def test_logits_and_gradients_are_those_of_transformers(mesh_shape, expected, tmp_path):
     model = tunix.load_pretrained(SEEING, mesh_shape=mesh_shape)
-    tokens = expected["image_tokens"]
-    mask = np.ones(tokens.shape, np.float32)
-    mask[:, -1] = 0
-    fields = {
-        "tokens": tokens, "targets": np.roll(tokens, -1, 1), "loss_mask": mask, "segment_ids": np.zeros_like(tokens),
-        "positions": np.tile(np.arange(tokens.shape[1], dtype=np.int32), (2, 1)), "images": expected["images"],
-        "image_index": expected["image_index"], "image_grids": GRIDS,
-    }  # fmt: skip
-
-    def logits(params, rows):
-        images = Images(*(rows[name] for name in IMAGE_FIELDS))
-        return model.arch.module(params)(rows["tokens"], rows["positions"], rows["segment_ids"], images)
-
-    def objective(params, rows):
-        return next_token_loss(model.arch.module(params), rows, chunk_size=24, z_loss=0.0).objective
-
-    with jax.set_mesh(model.mesh):
-        rows = {name: model.rows(leaf) for name, leaf in fields.items()}
-        run = jax.jit(lambda params, rows: (logits(params, rows), jax.grad(objective)(params, rows)))
-        said, gradient = run(model.params, rows)
-    np.testing.assert_allclose(np.asarray(said)[:2], expected["image_logits"], atol=1e-5)
-    save_weights(tmp_path, gradient, model.cfg, model.arch.weights, "float32", shard_gb=5)
-    found = load_file(tmp_path / "model.safetensors")
-    theirs = {name: value for name, value in expected.items() if name.startswith("image_gradient.")}
-    assert len(theirs) == len(found)
-    for name, value in theirs.items():
-        ours = found[name.removeprefix("image_gradient.")]
-        np.testing.assert_allclose(ours, value, atol=1e-5 * max(1, np.abs(value).max()), err_msg=name)
+    images = {"images": expected["images"], "image_index": expected["image_index"], "image_grids": GRIDS}
+    check_logits_and_gradients(model, images, expected, tmp_path, atol=1e-5)
 
 
 def test_greedy_generation_behind_an_image(expected):

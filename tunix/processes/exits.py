@@ -56,7 +56,7 @@ _imports = ExitStack()
 def announce_imports() -> None:
     """Say where the imports of a command take long, until `report_errors` begins its work."""
     _imports.close()  # of `python -m tunix`, which says so twice
-    _imports.enter_context(announcing("importing tunix", lambda line: print(line, file=sys.stderr, flush=True)))
+    _imports.enter_context(announcing("importing tunix"))
 
 
 def report_errors(work: Callable[[], int | None]) -> int:

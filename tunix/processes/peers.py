@@ -25,6 +25,7 @@ from typing import Any, TypeVar, cast
 import jax
 from jax._src import distributed as runtime
 
+from tunix.base import progress
 from tunix.base.errors import UserError
 from tunix.config import Distributed
 from tunix.processes import exits
@@ -149,9 +150,9 @@ def on_main(work: Callable[[], T], name: str, timeout_s: float = NO_LIMIT_S) -> 
 
 
 def print_progress(line: str) -> None:
-    """Print a line on stderr of process 0: what a command returns is on stdout."""
+    """Print a line on stderr of process 0."""
     if is_main():
-        print(line, file=sys.stderr, flush=True)
+        progress.print_progress(line)
 
 
 def share(size: int) -> range:

@@ -93,7 +93,7 @@ def _is_stopped(pid: int) -> bool:
 
 def run_member(distributed: Distributed, work: Callable[[], int | None]) -> int:
     """Return the exit code that `work()` returns, 0 for None; where it fails, tell the other processes why."""
-    with announcing("importing JAX", lambda line: print(line, file=sys.stderr, flush=True)):
+    with announcing("importing JAX"):
         from tunix.processes import peers  # after the config has passed
 
     try:
