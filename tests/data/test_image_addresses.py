@@ -10,6 +10,7 @@ import pytest
 from PIL import Image
 from support.images import draw, save
 
+from tunix.base import web
 from tunix.data import images
 from tunix.data.files import BadRow
 from tunix.data.image_forms import SquareForm
@@ -85,6 +86,20 @@ class Answer(BaseHTTPRequestHandler):
     def answer_gone(self):
         self.send(404, **{"Content-Length": "0"})
 
+    def answer_busy(self):
+        """An image at the third try."""
+        tries = len(self.server.asked)
+        if tries > 2:
+            self.answer_image()
+        else:
+            self.send(503 if tries == 1 else 429, **{"Retry-After": "0", "Content-Length": "0"})
+
+    def answer_down(self):
+        self.send(503, **{"Content-Length": "0"})
+
+    def answer_later(self):
+        self.send(429, **{"Retry-After": "3600", "Content-Length": "0"})
+
     def answer_cut(self):
         self.send(200, IMAGE[:500], **{"Content-Length": str(len(IMAGE))})
 
@@ -128,6 +143,20 @@ def test_images_are_fetched(server, name):
 
 
 @pytest.mark.parametrize(
+    ("name", "tries", "status"), [("busy", 3, 0), ("down", 4, 503), ("later", 1, 429), ("gone", 1, 404)]
+)
+def test_a_server_that_fails_for_now_is_asked_again(server, name, tries, status, monkeypatch):
+    """A few times, and not where it wants a longer pause than an image may take."""
+    monkeypatch.setattr(web, "PAUSE_S", 0.01)
+    if status:
+        with pytest.raises(BadRow, match=f"has an image that cannot be read, .*/{name}.png: HTTP Error {status}"):
+            read(server, f"{name}.png")
+    else:
+        assert read(server, f"{name}.png")
+    assert len(server.asked) == tries
+
+
+@pytest.mark.parametrize(
     ("name", "message"),
     [
         (
@@ -137,7 +166,6 @@ def test_images_are_fetched(server, name):
         ("above.png", "has an image that is redirected to .*/photos/%2e%2e/secret.png, which begins with none of"),
         ("local.png", "has an image that cannot be read, {root}/local.png: .*file:///etc/passwd' is not allowed"),
         ("loop.png", "has an image that cannot be read, {root}/loop.png: .*infinite loop"),
-        ("gone.png", "has an image that cannot be read, {root}/gone.png: HTTP Error 404: Not Found"),
         ("cut.png", "has an image that cannot be read, {root}/cut.png: the server ended [0-9,]+ bytes before the end"),
         ("endless.png", "has images that are longer than data.max_document_bytes, {root}/endless.png"),
         ("silent.png", "has an image that cannot be read, {root}/silent.png: timed out"),
@@ -165,7 +193,8 @@ def test_encoded_ways_out_are_not_asked_for(server, name):
     assert server.asked == []
 
 
-def test_a_server_that_is_not_there(server):
+def test_a_server_that_is_not_there(server, monkeypatch):
+    monkeypatch.setattr(web, "PAUSE_S", 0.01)
     server.shutdown()
     server.server_close()
     with pytest.raises(BadRow, match="has an image that cannot be read, .*refused"):

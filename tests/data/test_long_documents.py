@@ -3,6 +3,8 @@
 import gzip
 import json
 import random
+from datetime import datetime
+from decimal import Decimal
 from pathlib import Path
 
 import numpy as np
@@ -252,6 +254,42 @@ def test_a_parquet_file_that_names_a_long_text_often(prepared, tmp_path):
     parquet.write_table(pyarrow.table({"text": column}), tmp_path / "texts" / "a.parquet")
     index = prepared({}, "data.max_document_bytes=1000", source="parquet")
     assert (index["documents"], index["left_out"]) == (1, {TOO_LONG: 500})
+
+
+def test_a_row_of_parquet_that_names_a_long_text_often(tmp_path):
+    """A file of a kilobyte has a conversation of 2.2 GB; the rows around it are read."""
+    import pyarrow
+    from pyarrow import parquet
+
+    texts = pyarrow.DictionaryArray.from_arrays([0, *[1] * 2200, 2], ["short", "x" * 1_000_000, "last"])
+    turns = pyarrow.StructArray.from_arrays([pyarrow.array(["user"] * 2202), texts], ["role", "content"])
+    table = pyarrow.table({"messages": pyarrow.ListArray.from_arrays([0, 1, 2201, 2201, 2202], turns)})
+    parquet.write_table(table, tmp_path / "a.parquet", compression="zstd", store_schema=False)
+    assert (tmp_path / "a.parquet").stat().st_size < 2000
+    source = compose(["task=sft", "data=parquet", f"data.paths=[{tmp_path}]"]).config.data
+    items = [item for unit in source.units(1 << 20) for item in source.read(unit)]
+    assert [item.problem for item in items] == ["", TOO_LONG, "", ""]
+    assert [each["messages"] for each in (items[0].content, items[2].content, items[3].content)] == [
+        [{"role": "user", "content": "short"}], [], [{"role": "user", "content": "last"}]
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("rows_bytes", [1 << 29, 3000, 100])
+def test_rows_of_every_type_of_parquet(rows_bytes, tmp_path, monkeypatch):
+    """Also where a batch is converted row by row, and where its lists are no dictionaries."""
+    import pyarrow
+    from pyarrow import parquet
+
+    rows = [
+        {"a": "x", "b": b"12", "n": 3, "d": Decimal("1.5"), "l": [["p"], None, ["q", None]], "t": datetime(2020, 1, 1)},
+        {"a": None, "b": None, "n": None, "d": None, "l": None, "t": None},
+        {"a": "y" * 999, "b": b"", "n": 1, "d": Decimal("2.5"), "l": [["r" * 999] * 3], "t": datetime(2020, 1, 2)},
+    ]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    source = compose(["data=parquet", f"data.paths=[{tmp_path}]", "data.max_document_bytes=null"]).config.data
+    monkeypatch.setattr("tunix.data.files.ROWS_BYTES", rows_bytes)
+    (unit,) = source.units(1 << 20)
+    assert [item.content for item in source.read_all_columns(unit)] == rows
 
 
 def test_a_word_that_the_tokenizer_cannot_cut_is_left_out(prepared, caplog):

@@ -143,7 +143,7 @@ def test_ratings_are_counted_and_asked_once(server, tmp_path):
 )
 def test_a_rude_judge_costs_one_answer(server, tmp_path, monkeypatch, word, message, calls):
     """In one line, without the key; the others keep their scores."""
-    monkeypatch.setattr("tunix.rl.judge.PAUSE_S", 0.01)
+    monkeypatch.setattr("tunix.base.web.PAUSE_S", 0.01)
     (good, bad), numbers = rate(make(server, tmp_path, *ASKED), "5", word)
     assert good == 0.5
     if word == "-3":  # no rating; the one before it counts
@@ -157,7 +157,7 @@ def test_a_rude_judge_costs_one_answer(server, tmp_path, monkeypatch, word, mess
 
 
 def test_a_judge_that_is_busy_is_asked_again(server, tmp_path, monkeypatch):
-    monkeypatch.setattr("tunix.rl.judge.PAUSE_S", 0.01)
+    monkeypatch.setattr("tunix.base.web.PAUSE_S", 0.01)
     assert rate(make(server, tmp_path, *ASKED), "busy") == (
         [0.7],
         {"calls": 3, "cached": 0, "tokens_read": 100, "tokens_written": 10},
@@ -174,7 +174,7 @@ def test_a_slow_judge_ends_at_the_deadline(server, tmp_path):
 
 
 def test_a_judge_that_is_down(tmp_path, monkeypatch):
-    monkeypatch.setattr("tunix.rl.judge.PAUSE_S", 0.01)
+    monkeypatch.setattr("tunix.base.web.PAUSE_S", 0.01)
     judge = make("http://127.0.0.1:9/v1", tmp_path, "max_rating: 5")
     (score,), _ = rate(judge, "5")
     assert score == "the judge at http://127.0.0.1:9/v1 does not answer: [Errno 111] Connection refused"

@@ -97,6 +97,13 @@ def test_lines_that_are_no_question_are_named(line, message, words):
         read_questions("code", "code.jsonl")
 
 
+def test_a_file_is_read_once_and_again_when_it_has_changed(words):
+    first = read_questions("code", "code.jsonl")
+    assert read_questions("code", "code.jsonl") is first
+    Path("code.jsonl").write_text(json.dumps(QUESTIONS[1]) + "\n")
+    assert [each.prompt for each in read_questions("code", "code.jsonl")] == ["import"]
+
+
 def test_files_that_cannot_be_asked_are_refused_before_data_are_read(words, monkeypatch):
     monkeypatch.setattr("tunix.trainer.set_up", lambda *_: pytest.fail("the program is made"))
     for name, content, message in (

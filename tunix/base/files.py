@@ -4,7 +4,6 @@ import errno
 import json
 import os
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -58,23 +57,6 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise UserError(f"{path} is not a JSON object")
     return value
-
-
-def read_page(page: Any, limit: int, timeout_s: float) -> bytes:
-    """Return at most `limit` + 1 bytes of the answer of a web server, as urllib opens one.
-
-    Raises:
-        TimeoutError: reading takes longer.
-        ConnectionError: the answer ends before the end that it has announced.
-    """
-    data, deadline = bytearray(), time.monotonic() + timeout_s
-    while len(data) <= limit and (block := page.read1(min(1 << 16, limit + 1 - len(data)))):
-        data += block
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"it takes more than {timeout_s:g} s")
-    if len(data) <= limit and page.length:
-        raise ConnectionError(f"the server ended {page.length:,} bytes before the end")
-    return bytes(data)
 
 
 def parse_json(text: str | bytes) -> Any:

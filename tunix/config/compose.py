@@ -309,6 +309,12 @@ def _compose_resumed(overrides: list[str], parsed: dict[str, Override]) -> Job:
     source = str(parsed["resume"].value())
     project = str(parsed["project_name"].value()) if "project_name" in parsed else None
     run_dir, step = find_resume_point(source, project)
+    typed = str(parsed["hydra.run.dir"].value()) if "hydra.run.dir" in parsed else None
+    if typed and not is_address(source) and Path(typed).resolve() != run_dir.resolve():
+        raise UserError(
+            f"hydra.run.dir={typed}: resume={source} goes on in the run's own folder, {run_dir}; leave hydra.run.dir "
+            f"out, or begin a run there with the weights alone: model.init_from={source}"
+        )
     composed = compose_saved(run_dir, list(parsed.values()))
     if composed.loading.allow_changed_data and composed.tokenizer.path is None:
         # Without a path a tokenizer would be trained on the changed corpus; the model knows the saved one.
@@ -323,9 +329,8 @@ def _compose_resumed(overrides: list[str], parsed: dict[str, Override]) -> Job:
     if "checkpoint.folder" not in parsed:
         composed.checkpoint.folder = root
     config = check(composed, fresh=False)
-    is_explicit = "hydra.run.dir" in parsed
-    folder = Path(str(parsed["hydra.run.dir"].value())) if is_explicit else _dated_folder(config)
-    return Job(config, overrides, folder, is_explicit, resume_step=step, came_from=root)
+    folder = _dated_folder(config) if typed is None else Path(typed)
+    return Job(config, overrides, folder, typed is not None, resume_step=step, came_from=root)
 
 
 def reject_missing_inputs(job: Job) -> None:

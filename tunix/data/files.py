@@ -8,7 +8,7 @@ import io
 import json
 import sys
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -194,9 +194,10 @@ class Limited(Section):
     """Part of the keys of a source whose documents come from outside."""
 
     max_document_bytes: Count | None
-    """Longest document: a longer one is left out and counted, and read no further. Of a JSON line all bytes count, of
-    other files the text, unpacked. A part of it that the tokenizer cannot cut, like a word, may have a 64th of it, or 1
-    MiB. null is no limit. Tokenizing a document takes about 4 times its bytes of memory."""
+    """Longest document: a longer one is left out and counted, and read no further. Of a JSON line all bytes count, of a
+    row of Parquet those of the columns that are read, of other files the text, unpacked. A part of it that the
+    tokenizer cannot cut, like a word, may have a 64th of it, or 1 MiB. null is no limit. Tokenizing a document takes
+    about 4 times its bytes of memory."""
 
 
 class Source(Section):
@@ -436,28 +437,87 @@ class Parquet(Files, Rows):
         file = _open_parquet(unit.path)
         present = file.schema_arrow.names
         requested = present if columns is None else [name for name in columns if name in present]
+        group = file.metadata.row_group(unit.start)
+        if lists := _list_repeatable(file, group, requested):
+            file = _open_parquet(unit.path, lists)
         try:
             # As many rows at a time as fit into `ROWS_BYTES` if all were as long as their column: a column that names
             # one long text a million times is short on disk.
-            group = file.metadata.row_group(unit.start)
-            max_length = max([1, *(group.column(at).total_uncompressed_size for at in range(group.num_columns))])
+            lengths = (group.column(at) for at in range(group.num_columns))
+            max_length = max(
+                [1, *(each.total_uncompressed_size for each in lengths if each.path_in_schema not in lists)]
+            )
             batches = file.iter_batches(min(1024, max(1, ROWS_BYTES // max_length)), [unit.start], requested or None)
-            for number, row in enumerate(row for batch in batches for row in batch.to_pylist()):
+            rows = (row for batch in batches for row in self._convert(batch))
+            for number, row in enumerate(rows):
                 # If none of the columns is there, the row has their names alone: an error message lists them.
                 content = row if requested else dict.fromkeys(present)
                 source = partial("{}, row {} of row group {},".format, unit.path, number, unit.start)
-                yield Item(f"{unit.name}@{unit.start}.{number}", content, "", source)
-        except (OSError, ValueError) as error:
+                problem = TOO_LONG if row is None else ""
+                yield Item(f"{unit.name}@{unit.start}.{number}", None if problem else content, problem, source)
+        except (OSError, ValueError, NotImplementedError) as error:
             raise UserError(f"data: {unit.path} is damaged or ends early: {str(error).splitlines()[0]}") from None
 
+    def _convert(self, batch: Any) -> Iterator[dict[str, Any] | None]:
+        """Yield the rows of a batch of Arrow; None for one that is longer than a document may be."""
+        limit = self.max_document_bytes or sys.maxsize
+        sizes = sum(map(_count_bytes, batch.columns))
+        if sizes.sum() <= min(ROWS_BYTES, limit):
+            yield from batch.to_pylist()
+        else:
+            for number, size in enumerate(sizes):
+                yield None if size > limit else batch.slice(number, 1).to_pylist()[0]
 
-def _open_parquet(path: str) -> Any:
-    """Open a `pyarrow.parquet.ParquetFile`."""
+
+def _list_repeatable(file: Any, group: Any, requested: list[str]) -> list[str]:
+    """Return the paths of the texts in lists of a row group, which are read as dictionaries: each text once.
+
+    One row may name one long text a million times. Of a large group the dictionary would not fit into the memory.
+    """
+    paths, size = [], 0
+    for at in range(group.num_columns):
+        column = file.schema.column(at)
+        is_text = column.physical_type == "BYTE_ARRAY" and column.logical_type.type != "DECIMAL"
+        if (
+            is_text
+            and column.max_repetition_level
+            and any(f"{column.path}.".startswith(f"{each}.") for each in requested)
+        ):
+            paths.append(column.path)
+            size += group.column(at).total_uncompressed_size
+    return paths if size <= ROWS_BYTES else []
+
+
+def _count_bytes(array: Any) -> Any:
+    """Return the bytes [rows] of each row of an array of Arrow, without making its texts; 8 for a number."""
+    import numpy as np
+    import pyarrow as pa
+    from pyarrow import compute
+
+    kind = array.type
+    if pa.types.is_dictionary(kind):
+        sizes = np.append(_count_bytes(array.dictionary), 1)  # the last for null
+        return sizes[array.indices.fill_null(len(sizes) - 1).to_numpy(zero_copy_only=False)]
+    if pa.types.is_nested(kind) and hasattr(array, "offsets"):  # lists and maps
+        inner = [array.keys, array.items] if pa.types.is_map(kind) else [array.values]
+        ends = np.append(0, np.cumsum(sum(map(_count_bytes, inner))))
+        return np.diff(ends[array.offsets.to_numpy()])
+    if pa.types.is_struct(kind):
+        return sum((_count_bytes(array.field(at)) for at in range(kind.num_fields)), np.zeros(len(array), np.int64))
+    try:
+        return compute.binary_length(array).fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
+    except pa.ArrowNotImplementedError:  # a number
+        return np.full(len(array), 8)
+
+
+def _open_parquet(path: str, dictionaries: Sequence[str] = ()) -> Any:
+    """Open a `pyarrow.parquet.ParquetFile`, which reads the columns of these paths as dictionaries."""
     try:
         from pyarrow import parquet
     except ImportError:
         raise UserError("data.source=parquet needs pyarrow: pip install 'tunix-trainer[hf]'") from None
     try:
-        return parquet.ParquetFile(filesystem(path, "data.paths").open(path, "rb") if is_address(path) else path)
+        file = filesystem(path, "data.paths").open(path, "rb") if is_address(path) else path
+        return parquet.ParquetFile(file, read_dictionary=list(dictionaries))
     except (OSError, ValueError) as error:
         raise UserError(f"data: {path} cannot be read as Parquet: {str(error).splitlines()[0]}") from None

@@ -11,6 +11,7 @@ import binascii
 import io
 import math
 import os
+import time
 import urllib.request
 import warnings
 from collections import deque
@@ -24,7 +25,8 @@ from urllib.parse import quote, unquote
 from PIL import Image
 
 from tunix.base.buckets import explain, filesystem, is_address, join
-from tunix.base.files import parse_json, read_page
+from tunix.base.files import parse_json
+from tunix.base.web import read_page, try_again
 from tunix.data.chat import Message
 from tunix.data.files import BadRow, Columns
 from tunix.data.image_forms import FORMATS, ImageForm, convert
@@ -173,7 +175,7 @@ class ImageReader(NamedTuple):
             )
 
 
-DOWNLOAD_S, SILENCE_S = 120, 30  # of an image from a web server: in all, and without a byte
+DOWNLOAD_S, SILENCE_S = 120, 30  # of an image from a web server: in all, tries and pauses too, and without a byte
 KEPT = "%/:?#[]@!$&'()*+,;=~"  # characters of an address that are sent as they are
 
 # Keys of a mapping that stands for an image: Hugging Face's image feature, and message parts of it and of OpenAI.
@@ -209,9 +211,14 @@ def _fetch_page(address: str, limit: int, check: Callable[[str, str], None]) -> 
 
     fsspec follows every redirect, and takes a part of an answer of unknown length for the whole.
     """
+    opener, deadline = urllib.request.build_opener(_Redirects(check)), time.monotonic() + DOWNLOAD_S
+
+    def request() -> bytes:
+        with opener.open(quote(address, safe=KEPT), timeout=SILENCE_S) as page:
+            return read_page(page, limit, deadline - time.monotonic())
+
     try:
-        with urllib.request.build_opener(_Redirects(check)).open(quote(address, safe=KEPT), timeout=SILENCE_S) as page:
-            return read_page(page, limit, DOWNLOAD_S)
+        return try_again(request, deadline)
     except BadRow:
         raise
     except (OSError, ValueError, HTTPException) as error:

@@ -174,6 +174,7 @@ class Watchdog:
 
     def __init__(self, cfg: Distributed):
         self.cfg, self.steps = cfg, deque[float](maxlen=50)
+        self.num_begun = 0  # steps, since the start or a change of batch
         # What the main thread does, in which step, since when (by time.monotonic()), and how many seconds it may take.
         self.doing, self.number, self.since, self.limit = "starting", 0, time.monotonic(), float(cfg.phase_deadline_s)
         # When the step began. A phase within the step changes `since`, and not this.
@@ -196,9 +197,11 @@ class Watchdog:
     def step(self, number: int) -> None:
         """Note that step `number` begins."""
         now = time.monotonic()
-        if self.doing == "a step":
+        # The first step ends for the loop when the devices have it in their queue; each one after it, when the devices
+        # have done the one before. So the first two have no limit of their own.
+        if self.num_begun > 1:
             self.steps.append(now - self.start_time)
-        # The first step has no limit of its own: it may load libraries, and takes longer than all others.
+        self.num_begun += 1
         median = statistics.median(self.steps) if self.steps else float("inf")
         limit = max(self.cfg.step_deadline_s, self.cfg.step_deadline_factor * median)
         self.doing, self.number, self.start_time, self.since = "a step", number, now, now
@@ -208,6 +211,7 @@ class Watchdog:
     def start_over(self) -> None:
         """Forget how long steps took: those that follow have another batch. The next one has a phase's deadline."""
         self.steps.clear()
+        self.num_begun = 0
         self.doing, self.since, self.limit = "a change of batch", time.monotonic(), float(self.cfg.phase_deadline_s)
 
     @contextmanager

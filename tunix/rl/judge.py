@@ -25,7 +25,8 @@ from typing import Any, NamedTuple
 from urllib.error import HTTPError
 
 from tunix.base.errors import MASK, UserError
-from tunix.base.files import open_lines, parse_json, read_json_lines, read_page
+from tunix.base.files import open_lines, parse_json, read_json_lines
+from tunix.base.web import find_pause, read_page, try_again
 from tunix.config.rewards import JudgeTerm
 from tunix.data.chat import join_parts
 from tunix.data.prompts import Prompt
@@ -34,10 +35,7 @@ log = logging.getLogger(__name__)
 
 MAX_BYTES = 1 << 20  # of a reply
 MAX_SHOWN = 200  # characters of a reply in a message
-MAX_TRIES = 4
-PAUSE_S = 0.5  # before the second try; doubled before each one after
 GRACE_S = 1.0  # after the deadline, for requests that end by it
-TEMPORARY = (408, 409, 425, 429)  # statuses after which a request is made again, beside those from 500 on
 NUMBER = r"(\d{1,9}(?:\.\d{1,9})?)"
 RATING = re.compile(rf"\[\[\s*{NUMBER}\s*\]\]")
 NUMBER_ALONE = re.compile(rf"\s*{NUMBER}\s*")
@@ -56,9 +54,10 @@ class Reply(NamedTuple):
 class Failure(Exception):
     """A request without a rating."""
 
-    def __init__(self, text: str, is_temporary: bool = True, pause_s: float = 0.0):
+    def __init__(self, text: str, pause_s: float | None = 0.0):
+        """`pause_s` are the seconds before the next try; None: no try would help."""
         super().__init__(text)
-        self.is_temporary, self.pause_s = is_temporary, pause_s
+        self.pause_s = pause_s
 
 
 class _Stay(urllib.request.HTTPRedirectHandler):
@@ -179,17 +178,18 @@ class Judge:
         """Return the reply to one text; a request that fails for now is made again."""
         body = {"model": self.term.model, "messages": [{"role": "user", "content": text}], **self.term.options}
         data = json.dumps(body).encode()
-        for calls in range(1, MAX_TRIES + 1):
-            try:
-                rating, read, written = self._post(data, deadline)
-                return Reply(rating, calls, read, written)
-            except Failure as failure:
-                reason, pause_s = str(failure), max(failure.pause_s, PAUSE_S * 2 ** (calls - 1))
-                if not failure.is_temporary or time.monotonic() + pause_s > deadline:
-                    break
-            if calls < MAX_TRIES:
-                time.sleep(pause_s)
-        return Reply(reason, calls)
+        calls = 0
+
+        def request() -> tuple[float | str, int, int]:
+            nonlocal calls
+            calls += 1
+            return self._post(data, deadline)
+
+        try:
+            rating, read, written = try_again(request, deadline, lambda failure: failure.pause_s)
+        except Failure as failure:
+            return Reply(str(failure), calls)
+        return Reply(rating, calls, read, written)
 
     def _post(self, data: bytes, deadline: float) -> tuple[float | str, int, int]:
         """Return the rating of a reply, and the tokens that the server has read and written.
@@ -206,7 +206,7 @@ class Judge:
             with self.opener.open(request, timeout=remaining) as page:
                 reply = read_page(page, MAX_BYTES, remaining)
             if len(reply) > MAX_BYTES:
-                raise Failure(f"the judge's reply is longer than {MAX_BYTES >> 20} MiB", is_temporary=False)
+                raise Failure(f"the judge's reply is longer than {MAX_BYTES >> 20} MiB", None)
         except HTTPError as error:
             raise self._explain(error, remaining) from None
         except Failure:
@@ -242,10 +242,7 @@ class Judge:
         text = ""
         with error, suppress(OSError, HTTPException, ValueError):
             text = read_page(error, MAX_BYTES, timeout_s).decode(errors="replace")
-        after = error.headers.get("Retry-After", "")
-        pause_s = float(after) if re.fullmatch(r"\d{1,6}", after) else 0.0
-        is_temporary = error.code in TEMPORARY or error.code >= 500
-        return Failure(f"the judge answers with HTTP {error.code}: {self._show(text)}", is_temporary, pause_s)
+        return Failure(f"the judge answers with HTTP {error.code}: {self._show(text)}", find_pause(error))
 
     def _show(self, text: object) -> str:
         """Return what a server has said, for a message: one line without the key."""

@@ -8,6 +8,7 @@ Each choice is scored behind the prompt, and its own tokens count, as in Eleuthe
 share a row, each as a document of its own.
 """
 
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,13 +45,20 @@ def read_questions(name: str, path: str) -> list[Question]:
     """
     key, file = f"evaluation.choices.{name}={path}", Path(path).expanduser()
     try:
-        if file.stat().st_size > MAX_BYTES:
+        found = file.stat()
+        if found.st_size > MAX_BYTES:
             raise UserError(f"{key} is larger than {MAX_BYTES >> 20} MiB; take fewer questions")
-        lines = file.read_text(encoding="utf-8").splitlines()
+        return _read_file(key, file.resolve(), found.st_mtime_ns)
     except OSError as error:
         raise UserError(f"{key} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
         raise UserError(f"{key} is no text in UTF-8") from None
+
+
+@cache  # a run looks at its questions before the data are read, and `make_choices` takes them from here
+def _read_file(key: str, file: Path, changed_ns: int) -> list[Question]:
+    """Read a file that was changed at this time."""
+    lines = file.read_text(encoding="utf-8").splitlines()
     questions = [_read_question(line, f"{key}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
     if not questions:
         raise UserError(f"{key} has no question")
@@ -136,7 +144,9 @@ class MultipleChoice:
 
 def make_choices(cfg: Config, vocab: Vocab, arch: Architecture, mesh: Mesh, num_rows: int) -> dict[str, MultipleChoice]:
     """Return the questions of each key of evaluation.choices."""
-    return {name: MultipleChoice(name, cfg, vocab, arch, mesh, num_rows) for name in cfg.evaluation.choices}
+    choices = {name: MultipleChoice(name, cfg, vocab, arch, mesh, num_rows) for name in cfg.evaluation.choices}
+    _read_file.cache_clear()  # texts of a large file, which nothing needs now
+    return choices
 
 
 def _encode(question: Question, vocab: Vocab) -> list[tuple[list[int], int]]:
