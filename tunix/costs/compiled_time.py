@@ -36,6 +36,7 @@ from tunix.costs.hlo import (
     count_fused,
     count_fusion,
     count_grouped,
+    count_per_run,
     multiplies_fp8,
     parse_instructions,
     read_branches,
@@ -101,7 +102,7 @@ class StepTime:
     def step_s(self) -> float:
         return self.compute_s + self.exposed_s
 
-    def after(self, other: "StepTime", times: int = 1) -> "StepTime":
+    def after(self, other: "StepTime", times: float = 1) -> "StepTime":
         """Return the time of `other` followed by `times` runs of this."""
         return StepTime(
             other.compute_s + times * self.compute_s,
@@ -175,9 +176,10 @@ class _Walk:
 
     def _time(self, instruction: Instruction, scope: Scope) -> StepTime:
         """Return the time of an instruction that is no collective; `scope` is its computation."""
-        if instruction.opcode == "conditional":  # the slowest branch counts
-            branches = map(self.run, read_branches(instruction.text))
-            return max(branches, key=lambda branch: branch.step_s).after(StepTime())
+        if instruction.opcode == "conditional":  # the slowest branch counts, unless its name says how often it runs
+            branches = sorted(map(self.run, read_branches(instruction.text)), key=lambda branch: branch.step_s)
+            share = 1 / count_per_run(instruction.text)
+            return branches[-1].after(branches[0].after(StepTime(), 1 - share), share)
         if instruction.opcode in ("while", "call"):
             trip_count = TRIP_COUNT.search(instruction.text)
             if not trip_count and FURTHER_ROUNDS in instruction.text:  # none with equal loads; the host reads that

@@ -29,6 +29,7 @@ _CALLED = re.compile(r"(?:body|to_apply|calls)=%?([\w.\-]+)")  # the computation
 _BRANCHES = re.compile(r"(?:branch_computations=\{([^}]*)\}|(?:true|false)_computation=%?([\w.\-]+))")
 ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")  # dtype and dimensions
 TRIP_COUNT = re.compile(r'known_trip_count":\{"n":"(\d+)"')  # how often a while loop runs its body
+_DUE = re.compile(r'/one_of_(\d+)/cond"')  # the scope of a branch that is due once in so many ticks of the stages
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ def read_collectives(hlo: str) -> list[Collective]:
     collectives = []
     for name, lines in computations.items():
         for line in lines:
-            if times[name] and (match := _INSTRUCTION.match(line)):
+            if times.get(name) and (match := _INSTRUCTION.match(line)):
                 collectives.append(_parse(line, match, times[name]))
     return collectives
 
@@ -89,19 +90,30 @@ def read_branches(line: str) -> list[str]:
     return [name for names in _BRANCHES.findall(line) for name in re.findall(r"[\w.\-]+", "".join(names))]
 
 
+def count_per_run(line: str) -> int:
+    """Return how often a conditional runs until its longer branch has run once; 1 where nothing says so.
+
+    HLO does not have it: `if_due` of training/pipeline_schedule.py gives such a branch a name.
+    """
+    due = _DUE.search(line)
+    return int(due[1]) if due else 1
+
+
 def _count_runs(computations: dict[str, list[str]]) -> dict[str, int]:
     """Count how often each computation runs when the program runs once."""
-    times: dict[str, int] = defaultdict(int)
+    times: dict[str, float] = defaultdict(float)
 
-    def visit(name: str, factor: int) -> None:
+    def visit(name: str, factor: float) -> None:
         times[name] += factor
         for line in computations.get(name, ()):
             trip_count = int(count[1]) if " while(" in line and (count := TRIP_COUNT.search(line)) else 1
-            for called in _CALLED.findall(line) + read_branches(line):
+            for called in _CALLED.findall(line):
                 visit(called, factor * trip_count)
+            for branch in read_branches(line):
+                visit(branch, factor / count_per_run(line))
 
     visit("ENTRY", 1)
-    return times
+    return {name: math.ceil(count) for name, count in times.items()}
 
 
 def _parse(line: str, match: re.Match, times: int) -> Collective:

@@ -79,7 +79,8 @@ class Turns:
         """Return `function(*otherwise)` where the scalar `due` is true, as always with one chunk, else `otherwise`."""
         if self.num_chunks == 1:
             return function(*otherwise)
-        return jax.lax.cond(due, function, lambda *same: same, *otherwise)
+        with jax.named_scope(f"one_of_{self.num_chunks}"):  # the share of ticks, which costs/hlo.py reads
+            return jax.lax.cond(due, function, lambda *same: same, *otherwise)
 
     def _backward_iterations(self, now: Any, stages: Any) -> Any:
         """Return the ticks since stages began to go backward: the last stage first, when a part is finished."""
