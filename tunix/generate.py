@@ -92,8 +92,8 @@ class Speaker:
             stop.append(index)
         self.sampling = select_sampling(command, tuple(stop))
         self.images = find_image_prompts(model.cfg, self.tokenizer, command.max_image_pixels)
-        form = None if self.images is None else self.images.form
-        self.template = read_chat(model.tokenizer_files, command.chat_template, form) if command.chat else None
+        processor = None if self.images is None else self.images.processor
+        self.template = read_chat(model.tokenizer_files, command.chat_template, processor) if command.chat else None
 
     def read(self, row: Row, number: int) -> Prompt:
         """Return the prompt of a row of the input, or of the command line, with the files of its images.
@@ -134,7 +134,7 @@ class Speaker:
         if self.template is not None:
             text = self._expand(self.template.render(prompt.turns, add_generation_prompt=True), prompt)
             return self.tokenizer.encode(text, add_special_tokens=False).ids
-        mark = "" if self.images is None else self.images.form.mark
+        mark = "" if self.images is None else self.images.processor.mark
         return self.model.encode(self._expand(join_parts(prompt.turns[-1]["content"], mark), prompt))
 
     def _expand(self, text: str, prompt: Prompt) -> str:

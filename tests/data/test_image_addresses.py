@@ -13,10 +13,10 @@ from support.images import draw, save
 from tunix.base import web
 from tunix.data import images
 from tunix.data.files import BadRow
-from tunix.data.image_forms import SquareForm
+from tunix.data.image_processors import SquareProcessor
 from tunix.data.images import ImageReader
 
-FORM = SquareForm(8, 4)
+FORM = SquareProcessor(8, 4)
 IMAGE = save(Image.fromarray(draw(40, 30)))
 LIMIT = 100_000  # data.max_document_bytes
 

@@ -18,13 +18,13 @@ from tunix.config.compose import compose
 from tunix.data.chat import PLAIN, ChatTemplate
 from tunix.data.dataset import load_corpus
 from tunix.data.files import BadRow
-from tunix.data.image_forms import PatchForm, SquareForm, TileForm
+from tunix.data.image_processors import PatchProcessor, SquareProcessor, TileProcessor
 from tunix.data.image_slots import ImageSlots
 from tunix.data.images import ImageReader, keep_image, map_ahead
 
 pytestmark = pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")  # as tunix has it
 IMAGES = list_images()
-FORM, SEEN = SquareForm(TOWER["image_size"], TOWER["tokens_per_image"]), SquareForm(SIZE, 4)
+FORM, SEEN = SquareProcessor(TOWER["image_size"], TOWER["tokens_per_image"]), SquareProcessor(SIZE, 4)
 ANSWERS = ["one", "two", "three"]
 # As the chat template of gemma-3-it writes the parts of a turn.
 GEMMA_PARTS = (
@@ -39,15 +39,17 @@ GEMMA_PARTS = (
 
 
 @pytest.mark.parametrize("name", IMAGES)
-@pytest.mark.parametrize("form", [SEEN, PatchForm(*PATCHES), TileForm(*TILES)], ids=lambda form: form.kind)
-def test_pixels_are_those_of_transformers(form, name):
-    expected = json.loads(GOLDENS.read_text())[form.kind][name]
-    seen = form.decode(IMAGES[name])
+@pytest.mark.parametrize(
+    "processor", [SEEN, PatchProcessor(*PATCHES), TileProcessor(*TILES)], ids=lambda processor: processor.kind
+)
+def test_pixels_are_those_of_transformers(processor, name):
+    expected = json.loads(GOLDENS.read_text())[processor.kind][name]
+    seen = processor.decode(IMAGES[name])
     assert digest(seen.units) == expected
-    assert form.measure(IMAGES[name]) == seen.grid
-    assert (form.cut(form.join(seen.units, seen.grid)) == seen.units).all()
-    kept = keep_image(IMAGES[name], name, form, 10_000)
-    assert digest(form.decode(kept).units) == expected
+    assert processor.measure(IMAGES[name]) == seen.grid
+    assert (processor.cut(processor.join(seen.units, seen.grid)) == seen.units).all()
+    kept = keep_image(IMAGES[name], name, processor, 10_000)
+    assert digest(processor.decode(kept).units) == expected
 
 
 def test_narrow_images_are_refused():
@@ -57,17 +59,17 @@ def test_narrow_images_are_refused():
         ((5, 900), "so narrow that"),
     ):
         with pytest.raises(BadRow, match=message):
-            keep_image(save(Image.new("RGB", size)), "it", PatchForm(*PATCHES), 10_000)
+            keep_image(save(Image.new("RGB", size)), "it", PatchProcessor(*PATCHES), 10_000)
     # One that gets narrower when it is kept in its new size is read again.
-    form = PatchForm(4, 2, 64, 16384)
-    kept = keep_image(save(Image.new("RGB", (1780, 9)), "BMP"), "it", form, 100_000)
+    processor = PatchProcessor(4, 2, 64, 16384)
+    kept = keep_image(save(Image.new("RGB", (1780, 9)), "BMP"), "it", processor, 100_000)
     with Image.open(io.BytesIO(kept)) as image:
         assert image.size == (1776, 8)
-    assert form.measure(kept) == form.decode(kept).grid == (2, 444)
+    assert processor.measure(kept) == processor.decode(kept).grid == (2, 444)
 
 
 def test_a_large_image_is_kept_in_the_size_of_the_tower():
-    assert keep_image(IMAGES["rgb"], "", SquareForm(100, 4), 10_000) == IMAGES["rgb"]
+    assert keep_image(IMAGES["rgb"], "", SquareProcessor(100, 4), 10_000) == IMAGES["rgb"]
     kept = keep_image(IMAGES["wide"], "", SEEN, 10_000)
     with Image.open(io.BytesIO(kept)) as image:
         assert (image.format, image.size) == ("PNG", (SIZE, SIZE))
@@ -142,10 +144,10 @@ def describe(corpus):
             here = row["segment_ids"] == segment
             tokens = [*row["tokens"][here], row["targets"][here][-1]]
             slots = sorted({int(each) // FORM.tokens_per_image for each in index[here] if each >= 0})
-            places = np.flatnonzero(here & (index >= 0))
-            assert (row["tokens"][places] == TOWER["image_token"]).all()
-            assert (row["loss_mask"][places] == 0).all()
-            assert index[places].tolist() == [4 * slot + k for slot in slots for k in range(4)]
+            image_spans = np.flatnonzero(here & (index >= 0))
+            assert (row["tokens"][image_spans] == TOWER["image_token"]).all()
+            assert (row["loss_mask"][image_spans] == 0).all()
+            assert index[image_spans].tolist() == [4 * slot + k for slot in slots for k in range(4)]
             text = corpus.tokenizer.decode(tokens, skip_special_tokens=False)
             found.append((text, [row["images"][slot].tobytes() for slot in slots]))
     return sorted(found)
@@ -244,21 +246,21 @@ QWEN_PARTS = (  # as the template of Qwen 3 VL writes the parts of a turn
 
 def test_soft_tokens_of_images_in_their_own_shape():
     """As many as the processor of transformers writes: rows times columns of patches, by merge_size squared."""
-    form = PatchForm(*PATCHES)
-    template = ChatTemplate(QWEN_PARTS, {}, form.mark)
+    processor = PatchProcessor(*PATCHES)
+    template = ChatTemplate(QWEN_PARTS, {}, processor.mark)
     turns = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "a"}, {"type": "image"}]}]
     assert template.takes_parts
     text = template.render(turns)
-    (whole,) = form.expand([text], [IMAGES["wide"], IMAGES["rgb"]])
-    counts = [form.count(form.measure(IMAGES[name])) for name in ("wide", "rgb")]
+    (whole,) = processor.expand([text], [IMAGES["wide"], IMAGES["rgb"]])
+    counts = [processor.count(processor.measure(IMAGES[name])) for name in ("wide", "rgb")]
     assert counts == [3 * 20, 5 * 8]
-    begin, soft, end = form.tokens
+    begin, soft, end = processor.tokens
     first, second = (begin + soft * count + end for count in counts)
     assert whole == f"<|im_start|>user\n{first}a{second}<|im_end|>\n"
     with pytest.raises(ValueError, match=r"2 times <\|vision_start\|><\|image_pad\|><\|vision_end\|> for 1 images"):
-        form.expand([text], [IMAGES["wide"]])
+        processor.expand([text], [IMAGES["wide"]])
     ids = np.array([9, 1, *[2] * counts[0], 3, 7, 1, *[2] * counts[1], 3])
-    found = form.find(ids, 2, [IMAGES["wide"], IMAGES["rgb"]])
+    found = processor.find(ids, 2, [IMAGES["wide"], IMAGES["rgb"]])
     assert found.tolist() == [[2, 2 + counts[0]], [len(ids) - 1 - counts[1], len(ids) - 1]]
 
 
@@ -297,8 +299,8 @@ SMOL_PARTS = (  # as the template of SmolVLM: a content that is text alone would
 
 def test_soft_tokens_of_images_in_tiles():
     """What Idefics3Processor of transformers makes of a text with an image in six tiles, and of one in one tile."""
-    form, one = TileForm(*TILES), TileForm(SIZE, 9, 1)
-    template = ChatTemplate(SMOL_PARTS, {}, form.mark)
+    processor, one = TileProcessor(*TILES), TileProcessor(SIZE, 9, 1)
+    template = ChatTemplate(SMOL_PARTS, {}, processor.mark)
     turns = [
         {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "a"}]},
         {"role": "assistant", "content": "b"},
@@ -309,12 +311,16 @@ def test_soft_tokens_of_images_in_tiles():
     rows = ["".join(f"{around}<row_{r}_col_{c}>{seen}" for c in (1, 2, 3)) + "\n" for r in (1, 2)]
     whole = f"{around}<global-img>{seen}{around}"
     begin, end = text.split("<image>")
-    assert form.expand([text], [IMAGES["rgb"]]) == [f"{begin}{''.join(rows)}\n{whole}{end}"]
+    assert processor.expand([text], [IMAGES["rgb"]]) == [f"{begin}{''.join(rows)}\n{whole}{end}"]
     assert one.expand([text], [IMAGES["rgb"]]) == [f"{begin}{whole}{end}"]
-    assert (form.count(form.measure(IMAGES["rgb"])), form.max_tokens, form.min_tokens) == (7 * 9, 10 * 9, 4 * 9)
+    assert (processor.count(processor.measure(IMAGES["rgb"])), processor.max_tokens, processor.min_tokens) == (
+        7 * 9,
+        10 * 9,
+        4 * 9,
+    )
     # The tokens of an image are not one run.
     ids = np.array([5, 3, *[4] * 9, 3, *[4] * 54, 6])
-    assert form.find(ids, 4, [IMAGES["rgb"]]).tolist() == [[2, 66]]
+    assert processor.find(ids, 4, [IMAGES["rgb"]]).tolist() == [[2, 66]]
 
 
 @pytest.mark.parametrize(("row", "message"), BAD_ROWS, ids=[message[:40] for _, message in BAD_ROWS])
@@ -403,11 +409,11 @@ def test_documents_are_cut_before_a_image(folder):
         assert used.tolist() == list(range(len(used)))
         assert len(used) <= 2
         for slot in used:
-            places = np.flatnonzero(index // 4 == slot)
-            assert places.tolist() == list(range(places[0], places[0] + 4))  # whole
-            assert len(np.unique(row["segment_ids"][places])) == 1
-            if places[-1] + 1 < 40:
-                assert row["targets"][places[-1]] == TOWER["end_token"]
+            image_spans = np.flatnonzero(index // 4 == slot)
+            assert image_spans.tolist() == list(range(image_spans[0], image_spans[0] + 4))  # whole
+            assert len(np.unique(row["segment_ids"][image_spans])) == 1
+            if image_spans[-1] + 1 < 40:
+                assert row["targets"][image_spans[-1]] == TOWER["end_token"]
             found.append(pixels[row["images"][slot].tobytes()])
         assert not row["images"][len(used) :].any()
     assert sorted(found) == sorted(pixels.values())
@@ -432,7 +438,11 @@ def test_pairs_have_their_images_in_both_halves(folder):
 
 
 def test_cuts():
-    lengths, starts, places = np.array([14]), np.array([0]), np.array([[4, 6], [10, 12]])  # a a a [ 1 1 ] b b [ 2 2 ] c
+    lengths, starts, image_spans = (
+        np.array([14]),
+        np.array([0]),
+        np.array([[4, 6], [10, 12]]),
+    )  # a a a [ 1 1 ] b b [ 2 2 ] c
     for slots, seq_len, expected in (
         (2, 14, [[0, 13]]),
         (2, 11, [[0, 9], [9, 4]]),  # the second image would be cut
@@ -440,12 +450,12 @@ def test_cuts():
         (1, 8, [[0, 8], [8, 5]]),
         (1, 6, [[0, 3], [3, 6], [9, 4]]),
     ):
-        form = ImageSlots(SquareForm(8, 2), slots, 4)
-        pieces = form.split_chunks(lengths, starts, places, seq_len)
+        processor = ImageSlots(SquareProcessor(8, 2), slots, 4)
+        pieces = processor.split_chunks(lengths, starts, image_spans, seq_len)
         assert pieces.tolist() == expected
-        counts = [sum(first <= place < first + length for place, _ in places) for first, length in expected]
+        counts = [sum(first <= place < first + length for place, _ in image_spans) for first, length in expected]
         rooms = [max(length, -(-count * seq_len // slots)) for (_, length), count in zip(expected, counts, strict=True)]
-        assert form.weigh(pieces, places, seq_len).tolist() == rooms
+        assert processor.weigh(pieces, image_spans, seq_len).tolist() == rooms
 
 
 def test_work_ahead_keeps_the_order_and_raises_in_its_turn():

@@ -22,7 +22,7 @@ from tunix.base.errors import UserError
 from tunix.config import Export, Generate
 from tunix.config.compose import compose
 from tunix.config.pretrained_config import trained_model
-from tunix.data.image_forms import PatchForm
+from tunix.data.image_processors import PatchProcessor
 from tunix.data.image_slots import index_images
 from tunix.export import export
 from tunix.generate import generate
@@ -125,18 +125,18 @@ def test_generate_takes_images_in_their_own_shape(tmp_path, capsys):
     shutil.copytree(SEEING, folder)
     size = {"shortest_edge": 64, "longest_edge": 256}
     (folder / "preprocessor_config.json").write_text(json.dumps({"size": size}))
-    form = PatchForm(4, 2, *size.values())
-    words = {f"w{n}": n for n in range(90)} | dict(zip(form.tokens, (90, 92, 91), strict=True))
+    processor = PatchProcessor(4, 2, *size.values())
+    words = {f"w{n}": n for n in range(90)} | dict(zip(processor.tokens, (90, 92, 91), strict=True))
     tokenizer = Tokenizer(WordLevel(words, "w0"))
     tokenizer.pre_tokenizer = WhitespaceSplit()
-    tokenizer.add_special_tokens(list(form.tokens))
+    tokenizer.add_special_tokens(list(processor.tokens))
     tokenizer.save(str(folder / "tokenizer.json"))
     (tmp_path / "a.png").write_bytes(save(Image.fromarray(draw(23, 9))))
     values = OmegaConf.to_container(OmegaConf.load(ROOT / "conf/command/generate.yaml"))
     values |= {"checkpoint": str(folder), "temperature": 0.0, "max_new_tokens": 5, "prompt": "w5"}
     generate(Generate.model_validate(values | {"image": str(tmp_path / "a.png")}))
     prompt = [90, *[92] * 3, 91, 5]  # 3 x 1 soft tokens of 8 x 8 pixels
-    images = index_images(prompt, [(tmp_path / "a.png").read_bytes()], form, 92)
+    images = index_images(prompt, [(tmp_path / "a.png").read_bytes()], processor, 92)
     assert images.grids.tolist() == [[2, 6]]
     (answer,) = tunix.load_pretrained(folder).sample([prompt], Sampling(5, temperature=0.0), images=[images])
     assert capsys.readouterr().out.strip() == tokenizer.decode(answer.tokens)

@@ -22,7 +22,7 @@ from tunix.base.errors import UserError
 from tunix.config import Export, Generate
 from tunix.config.compose import compose
 from tunix.data.batches import IMAGE_FIELDS
-from tunix.data.image_forms import SquareForm
+from tunix.data.image_processors import SquareProcessor
 from tunix.export import export, write_export
 from tunix.generate import generate
 from tunix.huggingface.config_json import read_config
@@ -207,7 +207,7 @@ def test_generate_takes_files_of_images(model, expected, tmp_path, capsys):
     """An image before the text of `prompt=`, and images of the rows of a file, by paths beside it."""
     folder, image = tmp_path / "model", expected["images"][0, 0]
     shutil.copytree(SEEING, folder)
-    words, tokens = {f"w{n}": n for n in range(96)}, SquareForm(24, 9).tokens
+    words, tokens = {f"w{n}": n for n in range(96)}, SquareProcessor(24, 9).tokens
     words = {name: n for name, n in words.items() if n not in (90, 91, 92)} | dict(
         zip(tokens, (90, 92, 91), strict=True)
     )

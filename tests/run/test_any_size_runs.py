@@ -14,7 +14,7 @@ from support.images import ANY_SIZE, SEES_ANY_SIZE, draw, save
 import tunix
 from tunix.config.compose import compose
 from tunix.data.dataset import load_corpus
-from tunix.data.image_forms import PatchForm
+from tunix.data.image_processors import PatchProcessor
 from tunix.sharding.arrays import to_global
 from tunix.training.choices import build_mesh
 from tunix.training.logprobs import compute_token_log_probs
@@ -26,7 +26,7 @@ WORDS = [
     "scheduler=constant", "training.global_batch_size=4", "training.micro_batch_size=4", "training.seq_len=96",
     "training.loss_chunk_size=96", "data=jsonl", "data.held_out_fraction=0.2",
 ]  # fmt: skip
-FORM = PatchForm(*(ANY_SIZE[key] for key in ("patch_size", "merge_size", "min_pixels", "max_pixels")))
+FORM = PatchProcessor(*(ANY_SIZE[key] for key in ("patch_size", "merge_size", "min_pixels", "max_pixels")))
 SIZES = [(8, 8), (16, 16), (30, 7), (9, 25), (12, 20)]
 
 

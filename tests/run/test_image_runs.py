@@ -19,7 +19,7 @@ import tunix
 from tunix.checkpoints.store import check_everything
 from tunix.config.compose import compose
 from tunix.data.dataset import load_corpus
-from tunix.data.image_forms import SquareForm
+from tunix.data.image_processors import SquareProcessor
 from tunix.data.image_slots import index_images
 from tunix.data.prompts import load_prompts
 from tunix.inference.sampling import Sampling
@@ -169,12 +169,12 @@ def test_the_server_takes_images(trained, tmp_path):
             return status, said["error"]["message"]
         return status, [each["logprob"] for each in said["choices"][0]["logprobs"]["content"]]
 
-    form = SquareForm(8, 4)
+    processor = SquareProcessor(8, 4)
     text = model.vocab.chat.render(
         [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "how many?"}]}], True
     )
-    tokens = model.tokenizer.encode(form.expand([text], [data])[0], add_special_tokens=False).ids
-    images = index_images(tokens, [data], form, 4)
+    tokens = model.tokenizer.encode(processor.expand([text], [data])[0], add_special_tokens=False).ids
+    images = index_images(tokens, [data], processor, 4)
     (expected,) = model.sample([tokens], Sampling(4, 0.0), images=[images])
     words = f"server.api_key={key}", f"server.image_folders=['{allowed}']", "server.max_image_pixels=500"
     with serving(model, trained, *words) as (_, port):

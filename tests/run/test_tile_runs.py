@@ -15,7 +15,7 @@ from support.images import SEES_TILES, draw, save
 import tunix
 from tunix.config.compose import compose
 from tunix.data.dataset import load_corpus
-from tunix.data.image_forms import find_form
+from tunix.data.image_processors import find_processor
 from tunix.data.image_slots import index_images
 from tunix.inference.sampling import Sampling
 from tunix.verify import verify
@@ -90,10 +90,10 @@ def check_serving(folder, grid, num_units):
     """The server's answer to an image of 30 x 7 pixels is the model's to the same units, of any kind of tower."""
     data, turn = save(Image.fromarray(draw(30, 7))), {"role": "user"}
     model = tunix.load_pretrained(folder)
-    form = find_form(model.cfg.vision)
+    processor = find_processor(model.cfg.vision)
     text = model.vocab.chat.render([turn | {"content": [{"type": "image"}, {"type": "text", "text": "what?"}]}], True)
-    tokens = model.tokenizer.encode(form.expand([text], [data])[0], add_special_tokens=False).ids
-    images = index_images(tokens, [data], form, 4)
+    tokens = model.tokenizer.encode(processor.expand([text], [data])[0], add_special_tokens=False).ids
+    images = index_images(tokens, [data], processor, 4)
     assert images.grids.tolist() == [list(grid)]
     assert len(images.pixels) == num_units
     (expected,) = model.sample([tokens], Sampling(4, 0.0), images=[images])

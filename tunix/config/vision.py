@@ -124,7 +124,7 @@ class Gemma3Vision(EnclosedVision):
 
     @property
     def unit_patches(self) -> int:
-        """Tokens of the tower for a unit of an image (data/image_forms.py), here the square."""
+        """Tokens of the tower for a unit of an image (data/image_processors.py), here the square."""
         return self.num_patches
 
     @property
@@ -231,7 +231,7 @@ class SmolVision(Vision):
 
     @property
     def unit_patches(self) -> int:
-        """Tokens of the tower for a tile, which is a unit of an image (data/image_forms.py)."""
+        """Tokens of the tower for a tile, which is a unit of an image (data/image_processors.py)."""
         return self.num_positions
 
     @property

@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from tunix.base.errors import UserError
 from tunix.config import Config
 from tunix.config.batch import BatchKeys, BatchPeriod, BatchShape
-from tunix.data.image_forms import find_form
+from tunix.data.image_processors import find_processor
 from tunix.data.sample_order import (
     BEGINNING,
     DataSchedule,
@@ -74,7 +74,7 @@ FIELDS = {
 
 # Images of a batch, in a run of a model with a tower (`model.vision`) and training.images_per_row of at least 1.
 #
-#     images          [A, B, units, ...] uint8   units of the row's images one after the other (data/image_forms.py),
+#     images          [A, B, units, ...] uint8   units of the row's images in turn (data/image_processors.py),
 #                                                then zeros: room for P = training.images_per_row images of the largest
 #                                                size. gemma3: [A, B, P, H, W, 3]; qwen3_vl: patches [A, B, i, 3, a, b]
 #     image_grids     [A, B, P, 2] int32         units of each image, down and across; 0 where there is no image
@@ -92,8 +92,8 @@ def image_fields(cfg: Config) -> Fields:
     """Return the fields of images of a run; none where the model has no tower, or its rows no slots."""
     if cfg.model.vision is None or not cfg.training.images_per_row:
         return {}
-    form, per_row = find_form(cfg.model.vision), cfg.training.images_per_row
-    shape = per_row * form.max_units, *form.unit_shape
+    processor, per_row = find_processor(cfg.model.vision), cfg.training.images_per_row
+    shape = per_row * processor.max_units, *processor.unit_shape
 
     # Rows without images, of a source that knows of none, have empty slots.
     def fill(name: str, *sizes: int) -> Callable[[Example], np.ndarray]:
@@ -102,9 +102,9 @@ def image_fields(cfg: Config) -> Fields:
     def fill_index(batch: Example) -> np.ndarray:
         return batch[IMAGE_INDEX] if IMAGE_INDEX in batch else np.full(batch["tokens"].shape, -1, np.int32)
 
-    sizes = tuple(zip(form.dim_names, shape, strict=True))
+    sizes = tuple(zip(processor.dim_names, shape, strict=True))
     return {
-        IMAGES: Field(f"AB{form.dim_names}", "uint8", fill(IMAGES, *shape), sizes=sizes),
+        IMAGES: Field(f"AB{processor.dim_names}", "uint8", fill(IMAGES, *shape), sizes=sizes),
         IMAGE_INDEX: Field("ABT", "int32", fill_index, padding=-1),
         IMAGE_GRIDS: Field("ABjo", "int32", fill(IMAGE_GRIDS, per_row, 2), sizes=(("j", per_row), ("o", 2))),
     }

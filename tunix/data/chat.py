@@ -159,7 +159,7 @@ class ChatTemplate:
 
     def __init__(self, source: str, special_tokens: dict[str, str], mark: str | None = None):
         """`special_tokens` maps bos_token, eos_token and others to their text. `mark` is what a template writes for an
-        image, of a model that sees (data/image_forms.py). A template with an error is refused."""
+        image, of a model that sees (data/image_processors.py). A template with an error is refused."""
         extensions = [GenerationBlock, loopcontrols]
         environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
         environment.filters["tojson"] = lambda x, **options: json.dumps(x, ensure_ascii=False, **options)

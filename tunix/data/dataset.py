@@ -74,7 +74,7 @@ def find_inputs(cfg: Config) -> Inputs:
         tokenizer = tokenizer.model_copy(update={"path": str(first / "tokenizer"), "train": False})
     pairs: list[tuple[Source, list[Unit]]] = [(sources[name], units[name]) for name in units]
     slots = find_slots(cfg)
-    vocab = find_vocab(tokenizer, cfg.task, pairs, cache_dir, slots.form if slots else None)
+    vocab = find_vocab(tokenizer, cfg.task, pairs, cache_dir, slots.processor if slots else None)
     check_fits(vocab, cfg.model.vocab_size)
     _check_image_tokens(vocab, cfg.model.vision)
     return Inputs(copied, units, vocab)
@@ -84,8 +84,8 @@ def _check_image_tokens(vocab: Vocab, vision: AnyVision | None) -> None:
     """Raise `UserError` where the tokens of images have other ids in the tokenizer than in the model."""
     if vision is None or vocab.images is None:
         return
-    form = vocab.images
-    for key, token in zip(vision.ids, (form.soft, form.begin, form.end), strict=False):
+    processor = vocab.images
+    for key, token in zip(vision.ids, (processor.soft, processor.begin, processor.end), strict=False):
         if (index := vocab.backend.token_to_id(token)) != getattr(vision, key):
             raise UserError(
                 f"model.vision.{key}={getattr(vision, key)}, and in the tokenizer {token} is {index}; set "

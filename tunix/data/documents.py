@@ -13,7 +13,7 @@ from tunix.config import Task
 from tunix.config.task import Classify, Embed, Prompted, Sft
 from tunix.data.chat import NO_OPTIONS, LearntTurns, Message, Options, join_parts
 from tunix.data.files import TOO_LONG, BadRow, Columns, Item, Limited, Rows, Source, Unit, is_longer
-from tunix.data.image_forms import ImageForm
+from tunix.data.image_processors import ImageProcessor
 from tunix.data.images import (
     ImageReader,
     count_threads,
@@ -111,20 +111,20 @@ class LeftOut(NamedTuple):
 
 
 def read_documents(
-    source: Source, task: Task, unit: Unit, form: ImageForm | None = None, with_images: bool = True
+    source: Source, task: Task, unit: Unit, processor: ImageProcessor | None = None, with_images: bool = True
 ) -> Iterator[Document | LeftOut]:
     """Yield the documents of one unit in order, and a `LeftOut` in place of each item that gives none.
 
-    `form` is that of images for a model that sees. Without `with_images` their places alone are read.
+    `processor` is that of a model that sees. Without `with_images` the places of images alone are read.
 
     Raises:
         UserError: a file cannot be read, or a row is bad and data.bad_rows=error.
     """
     limit = source.max_document_bytes if isinstance(source, Limited) else None
     reader = None
-    if form is not None and isinstance(source, Rows):
+    if processor is not None and isinstance(source, Rows):
         rules = limit or 1 << 31, source.max_image_pixels, source.image_addresses
-        reader = ImageReader(form, find_root(unit.path), *rules, only_places=not with_images)
+        reader = ImageReader(processor, find_root(unit.path), *rules, only_places=not with_images)
     read = partial(_read_item, source, task, reader, import_object(DOCUMENTS[task.documents].read), limit)
     is_prompt = task.documents == "prompt" and isinstance(source, Rows)
     items = source.read_all_columns(unit) if is_prompt else source.read(unit)  # type: ignore[attr-defined]

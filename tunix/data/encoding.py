@@ -9,7 +9,7 @@ from tunix.data.documents import Conversation, Document, Example, Group, Labelle
 from tunix.data.pieces import count_bytes
 from tunix.data.tokenizer import Vocab
 
-NO_ANSWERS, NO_PLACES = np.zeros(0, bool), np.zeros(0, np.int64)
+NO_ANSWERS, NO_SPANS = np.zeros(0, bool), np.zeros(0, np.int64)
 
 
 class Encoded(NamedTuple):
@@ -33,7 +33,7 @@ class Encoded(NamedTuple):
     row: bytes = b""  # of a prompt: its text and its columns, as JSON
     images: Sequence[bytes] = ()  # in the order of their places
     # [images, 2] int64: the first soft token of each, and the place behind its last; counted from the document's first.
-    places: np.ndarray = NO_PLACES
+    image_spans: np.ndarray = NO_SPANS
 
 
 def encode_texts(vocab: Vocab, documents: list[Document]) -> Iterator[Encoded]:
@@ -63,10 +63,10 @@ def encode_conversations(vocab: Vocab, documents: list[Document]) -> Iterator[En
         answers = [np.full(len(own), is_answer) for own, (_, is_answer) in zip(tokens, segments, strict=True)]
         size = sum(count_bytes(text) for text, _ in segments)
         learnt = np.concatenate([NO_ANSWERS, *answers])
-        places = vocab.find_images(tokens, document.images)
-        if len(places):  # with learnt_turns=all
+        image_spans = vocab.find_images(tokens, document.images)
+        if len(image_spans):  # with learnt_turns=all
             learnt &= ~vocab.is_of_image(np.concatenate(tokens))
-        yield Encoded(size, tokens, learnt, images=document.images, places=places)
+        yield Encoded(size, tokens, learnt, images=document.images, image_spans=image_spans)
 
 
 def encode_prompts(vocab: Vocab, documents: list[Document]) -> Iterator[Encoded]:
@@ -79,8 +79,8 @@ def encode_prompts(vocab: Vocab, documents: list[Document]) -> Iterator[Encoded]
     for text, tokens, question, document in zip(texts, encoded, questions, documents, strict=True):
         turns = {"messages": question.messages} if document.images else {}
         row = encode_json({"text": text, "columns": question.columns, **turns})
-        places = vocab.find_images([tokens], document.images)
-        yield Encoded(count_bytes(text), (tokens,), row=row, images=document.images, places=places)
+        image_spans = vocab.find_images([tokens], document.images)
+        yield Encoded(count_bytes(text), (tokens,), row=row, images=document.images, image_spans=image_spans)
 
 
 def encode_pairs(vocab: Vocab, documents: list[Document]) -> Iterator[Encoded]:
@@ -98,8 +98,8 @@ def encode_comparisons(vocab: Vocab, documents: list[Document]) -> Iterator[Enco
         tokens = np.concatenate(pair.tokens)
         halves = [_with_end(vocab, half) for half in (tokens[: pair.split], tokens[pair.split :])]
         answers = np.concatenate([mark for _, mark in halves])
-        places = pair.places + (pair.places >= pair.split)
-        pair = pair._replace(tokens=[half for half, _ in halves], answers=answers, places=places)
+        image_spans = pair.image_spans + (pair.image_spans >= pair.split)
+        pair = pair._replace(tokens=[half for half, _ in halves], answers=answers, image_spans=image_spans)
         yield pair._replace(split=pair.split + 1)
 
 
@@ -177,7 +177,7 @@ def _encode_pairs(vocab: Vocab, pairs: list[Pair], images: Sequence[Sequence[byt
             np.concatenate([_without_first(each.answers, num_earlier) for each in (chosen, rejected)]),
             split,
             images=(*chosen.images, *rejected.images),
-            places=np.concatenate([chosen.places, rejected.places + split]),
+            image_spans=np.concatenate([chosen.image_spans, rejected.image_spans + split]),
         )
 
 

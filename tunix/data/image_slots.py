@@ -1,4 +1,4 @@
-"""Slots for the images of a sequence: which images its pieces have, and where documents may be cut."""
+"""Slots for the images of a sequence: which images its chunks have, and where documents may be cut."""
 
 import time
 from collections.abc import Sequence
@@ -10,14 +10,14 @@ import numpy as np
 from tunix.base.errors import UserError
 from tunix.config import Config
 from tunix.data.batches import IMAGE_GRIDS, IMAGE_INDEX, IMAGES, Example
-from tunix.data.image_forms import Grid, ImageForm, Pixels, find_form
+from tunix.data.image_processors import Grid, ImageProcessor, Pixels, find_processor
 from tunix.data.shards import Arrays, Stream
 from tunix.models.vision import Images
 
 NUM_TIMED = 8  # images that are decoded to know how long it takes
 
 
-def list_places(stream: Stream, number: int) -> np.ndarray:
+def list_image_spans(stream: Stream, number: int) -> np.ndarray:
     """Return where the images of a shard are, [images, 2]: the first soft token, and the place behind the last."""
     shard = stream.shard(number)
     if shard.image_places is None or shard.image_spans is None:
@@ -34,17 +34,21 @@ def find_slots(cfg: Config) -> "ImageSlots | None":
     vision, per_row = cfg.model.vision, cfg.training.images_per_row
     if vision is None or not per_row:
         return None
-    return ImageSlots(find_form(vision), per_row, vision.image_token)
+    return ImageSlots(find_processor(vision), per_row, vision.image_token)
 
 
-def index_images(tokens: Sequence[int], files: Sequence[bytes], form: ImageForm, soft_id: int) -> Images | None:
+def index_images(
+    tokens: Sequence[int], files: Sequence[bytes], processor: ImageProcessor, soft_id: int
+) -> Images | None:
     """Return the images of a prompt, out of their files; None without any (`Engine.admit`).
 
     Raises:
         ValueError: the tokens are those of another number of images.
     """
-    form.find(np.asarray(tokens), soft_id, files)
-    return _join([form.decode(data) for data in files], _count_soft(np.asarray(tokens), soft_id)) if files else None
+    processor.find(np.asarray(tokens), soft_id, files)
+    return (
+        _join([processor.decode(data) for data in files], _count_soft(np.asarray(tokens), soft_id)) if files else None
+    )
 
 
 def _count_soft(tokens: np.ndarray, soft_id: int) -> np.ndarray:
@@ -70,14 +74,14 @@ class ImageQuestion(NamedTuple):
 class ImageSlots(NamedTuple):
     """Room for images in each sequence: `per_row` slots."""
 
-    form: ImageForm
+    processor: ImageProcessor
     per_row: int  # training.images_per_row
     soft_id: int  # model.vision.image_token
 
     @property
     def suffix(self) -> str:
         """What the names of plans in the cache end with."""
-        return f"-{self.form.max_tokens}-{self.per_row}"
+        return f"-{self.processor.max_tokens}-{self.per_row}"
 
     def check(self, seq_len: int, packing: str, longest: int) -> None:
         """Raise `UserError` where a sequence has no room for the longest image, or would begin within one."""
@@ -86,18 +90,18 @@ class ImageSlots(NamedTuple):
                 "loading.packing=concat cuts documents wherever a sequence is full, also within an image; set "
                 "loading.packing=best_fit"
             )
-        if seq_len < (needed := self.form.num_before + longest + 1):
+        if seq_len < (needed := self.processor.num_before + longest + 1):
             raise UserError(
                 f"training.seq_len={seq_len} is shorter than one image, which is {needed} tokens "
                 f"({longest} of model.vision, and those at its ends); raise it"
             )
 
-    def fill(self, shard: Arrays, pieces: list[list[int]], seq_len: int) -> Example:
-        """Return the images of pieces one after the other, in slots, and for each token its index among all soft
+    def fill(self, shard: Arrays, chunks: list[list[int]], seq_len: int) -> Example:
+        """Return the images of chunks one after the other, in slots, and for each token its index among all soft
         tokens of the slots."""
         index, images, offset = np.full(seq_len, -1, np.int32), [], 0
         if shard.image_places is not None:
-            for first, length in pieces:
+            for first, length in chunks:
                 begin, end = np.searchsorted(shard.image_places, [first, first + length])
                 images += [self._decode(shard, number) for number in range(begin, end)]
                 index[offset : offset + length] = shard.tokens[first : first + length]
@@ -106,7 +110,7 @@ class ImageSlots(NamedTuple):
         return {name: field[0] for name, field in self.stack([seen], seq_len).items()}
 
     def read(self, shard: Arrays, first: int, length: int) -> Images | None:
-        """Return the images of a piece (`Engine.admit`); None if it has none."""
+        """Return the images of a chunk (`Engine.admit`); None if it has none."""
         if shard.image_places is None:
             return None
         begin, end = np.searchsorted(shard.image_places, [first, first + length])
@@ -116,7 +120,7 @@ class ImageSlots(NamedTuple):
     def stack(self, rows: Sequence[Images | None], seq_len: int) -> Example:
         """Return the fields of images of sequences [sequences, ...], of which each begins with the tokens of its
         images."""
-        units = np.zeros((len(rows), self.per_row * self.form.max_units, *self.form.unit_shape), np.uint8)
+        units = np.zeros((len(rows), self.per_row * self.processor.max_units, *self.processor.unit_shape), np.uint8)
         index = np.full((len(rows), seq_len), -1, np.int32)
         grids = np.zeros((len(rows), self.per_row, 2), np.int32)
         for row, images in enumerate(rows):
@@ -137,15 +141,15 @@ class ImageSlots(NamedTuple):
             learnt = (example["loss_mask"] > 0) & (example["segment_ids"] == 1)
             begin = int(np.argmax(learnt))
             index = example[IMAGE_INDEX][: begin + 1]
-            num_units = int(index.max(initial=-1) + 1) * self.form.max_units // self.form.max_tokens
+            num_units = int(index.max(initial=-1) + 1) * self.processor.max_units // self.processor.max_tokens
             if not learnt.any() or not num_units or begin + 1 > max_length:
                 continue
             grids = [Grid(*grid) for grid in example[IMAGE_GRIDS].tolist()]
-            ends = np.cumsum([self.form.num_units(grid) for grid in grids])
+            ends = np.cumsum([self.processor.num_units(grid) for grid in grids])
             last = int(np.searchsorted(ends, num_units))  # image of the question
             units = example[IMAGES][:num_units]
             images = Images(units, index, example[IMAGE_GRIDS][: last + 1])
-            shown = self.form.join(units[num_units - self.form.num_units(grids[last]) :], grids[last])
+            shown = self.processor.join(units[num_units - self.processor.num_units(grids[last]) :], grids[last])
             end = begin + int(np.argmin(np.append(learnt[begin:], False)))
             tokens, answer = example["tokens"][: begin + 1].tolist(), example["targets"][begin:end].tolist()
             found.append(ImageQuestion(tokens, images, answer, shown))
@@ -163,19 +167,19 @@ class ImageSlots(NamedTuple):
         assert shard.image_ends is not None
         assert shard.images is not None
         begin = int(shard.image_ends[number - 1]) if number else 0
-        return self.form.decode(shard.images[begin : shard.image_ends[number]].tobytes())
+        return self.processor.decode(shard.images[begin : shard.image_ends[number]].tobytes())
 
-    def split_chunks(self, lengths: np.ndarray, starts: np.ndarray, places: np.ndarray, seq_len: int) -> np.ndarray:
+    def split_chunks(self, lengths: np.ndarray, starts: np.ndarray, spans: np.ndarray, seq_len: int) -> np.ndarray:
         """Cut documents as `_split_chunks` does, but before an image that does not fit, or that has no slot.
 
         T = 8, one slot, images of 2 tokens with one at each end     a a a [ 1 1 ] b b [ 2 2 ] c
-        pieces                                                        |a a a [ 1 1 ] b b|[ 2 2 ]|
+        chunks                                                        |a a a [ 1 1 ] b b|[ 2 2 ]|
         """
-        pieces = []
+        chunks = []
         for begin, length in zip(starts.tolist(), lengths.tolist(), strict=True):
             end = begin + length - 1  # the last token is only a target
             # With the tokens at both ends.
-            images = [(first - self.form.num_before, last + 1) for first, last in _within(places, begin, end)]
+            images = [(first - self.processor.num_before, last + 1) for first, last in _within(spans, begin, end)]
             while begin < end:
                 stop = min(begin + seq_len, end)
                 remaining = [(first, last) for first, last in images if first >= begin]
@@ -183,24 +187,24 @@ class ImageSlots(NamedTuple):
                     stop = min(stop, remaining[self.per_row][0])
                 if stop < end:
                     stop = next((first for first, last in remaining if first < stop < last), stop)
-                pieces.append((begin, stop - begin))
+                chunks.append((begin, stop - begin))
                 begin = stop
-        return np.array(pieces, np.int64).reshape(-1, 2)
+        return np.array(chunks, np.int64).reshape(-1, 2)
 
-    def has_room(self, pieces: np.ndarray, places: np.ndarray) -> np.ndarray:
-        """Return for each of the pieces [pieces, 2] whether its images fit into the slots of a sequence."""
-        return self._count(pieces, places) <= self.per_row
+    def has_room(self, chunks: np.ndarray, spans: np.ndarray) -> np.ndarray:
+        """Return for each of the chunks [chunks, 2] whether its images fit into the slots of a sequence."""
+        return self._count(chunks, spans) <= self.per_row
 
-    def weigh(self, pieces: np.ndarray, places: np.ndarray, seq_len: int) -> np.ndarray:
-        """Return the room [pieces] that each piece takes of a sequence: at least a slot's share for each image, so
+    def weigh(self, chunks: np.ndarray, spans: np.ndarray, seq_len: int) -> np.ndarray:
+        """Return the room [chunks] that each chunk takes of a sequence: at least a slot's share for each image, so
         that no sequence gets more images than slots."""
-        return np.maximum(pieces[:, 1], -(-self._count(pieces, places) * seq_len // self.per_row))
+        return np.maximum(chunks[:, 1], -(-self._count(chunks, spans) * seq_len // self.per_row))
 
-    def _count(self, pieces: np.ndarray, places: np.ndarray) -> np.ndarray:
-        begin, end = np.searchsorted(places[:, 0], [pieces[:, 0], pieces[:, 0] + pieces[:, 1]])
+    def _count(self, chunks: np.ndarray, spans: np.ndarray) -> np.ndarray:
+        begin, end = np.searchsorted(spans[:, 0], [chunks[:, 0], chunks[:, 0] + chunks[:, 1]])
         return end - begin
 
 
-def _within(places: np.ndarray, begin: int, end: int) -> list[list[int]]:
+def _within(spans: np.ndarray, begin: int, end: int) -> list[list[int]]:
     """Return those of the sorted places [images, 2] that begin at `begin` at least, and below `end`."""
-    return places[slice(*np.searchsorted(places[:, 0], [begin, end]))].tolist()
+    return spans[slice(*np.searchsorted(spans[:, 0], [begin, end]))].tolist()

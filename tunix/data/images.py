@@ -1,7 +1,8 @@
 """Images of rows: found, checked once, kept compressed in the shards, and decoded for a batch.
 
 A row names an image by a path beside its file, by an address, or has its bytes. In the text of a conversation an
-image is the mark of the model's form, by the chat template; the tokenizer gets all of its tokens (data/image_forms.py).
+image is the `mark` of the model's processor, by the chat template; the tokenizer gets all of its tokens
+(data/image_processors.py).
 A batch has the pixels of its images in slots, and for each soft token the number of the tower's result that belongs
 there.
 """
@@ -29,7 +30,7 @@ from tunix.base.files import parse_json
 from tunix.base.web import read_page, try_again
 from tunix.data.chat import Message
 from tunix.data.files import BadRow, Columns
-from tunix.data.image_forms import FORMATS, ImageForm, convert
+from tunix.data.image_processors import FORMATS, ImageProcessor, convert
 
 # Pillow warns of images with more than half of its `Pixels`; `keep_image` compares with the limit itself.
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
@@ -39,10 +40,10 @@ KEPT_AREAS = 4  # an image with more than so many times the pixels that the towe
 DEEP_MODES = ("I", "F")  # with more than 8 bits a channel, which Pillow would cut off
 
 
-def keep_image(data: bytes, name: str, form: ImageForm, max_pixels: int) -> bytes:
+def keep_image(data: bytes, name: str, processor: ImageProcessor, max_pixels: int) -> bytes:
     """Return what the shards keep of an image: its file, or of a large one a PNG of the pixels that the tower sees.
 
-    `ImageForm.decode` gives the same pixels for both. The image is decoded here once, so it can be read later.
+    `ImageProcessor.decode` gives the same pixels for both. The image is decoded here once, so it can be read later.
 
     Raises:
         BadRow: it cannot be read, or has too many pixels, or the tower takes none of its shape.
@@ -68,14 +69,14 @@ def keep_image(data: bytes, name: str, form: ImageForm, max_pixels: int) -> byte
         reason = (str(error) or repr(error)).splitlines()[0][:200]
         raise BadRow(f"has a broken image, {name}: {reason}") from None
     try:
-        form.check(*pixels.size)
-        area = math.prod(form.fit(*pixels.size))
+        processor.check(*pixels.size)
+        area = math.prod(processor.fit(*pixels.size))
     except ValueError as error:
         raise BadRow(f"has an image {error}, {name}") from None
     if kind in KEPT_FORMATS and width * height <= KEPT_AREAS * area and len(data) <= 3 * area:
         return data
     file = io.BytesIO()
-    form.resize(pixels).save(file, "PNG", compress_level=1)
+    processor.resize(pixels).save(file, "PNG", compress_level=1)
     return file.getvalue()
 
 
@@ -86,7 +87,7 @@ def _describe_bomb(name: str, max_pixels: int, size: str = "") -> str:
 class ImageReader(NamedTuple):
     """Finds the images that the rows of one file name."""
 
-    form: ImageForm
+    processor: ImageProcessor
     root: str  # folder, or address of a folder, that relative paths begin at
     max_bytes: int  # of the images of one row
     max_pixels: int  # of one image
@@ -109,7 +110,7 @@ class ImageReader(NamedTuple):
             left -= len(data)
             if left < 0:
                 raise BadRow(f"has images that are longer than data.max_document_bytes, {name}")
-            images.append(keep_image(data, name, self.form, self.max_pixels))
+            images.append(keep_image(data, name, self.processor, self.max_pixels))
         return images
 
     def _fetch(self, reference: Any, limit: int) -> tuple[bytes, str]:
@@ -296,7 +297,7 @@ def take_images(turns: list[Message], column: list[Any], reader: ImageReader | N
     """Take the images out of the turns, where {"type": "image"} stays; return them in the order of their places.
 
     A part without an image of its own takes the next one of the row's column. Where no turn has a part, the images
-    of the column stand at each mark of the form in the text, or before the text of the first turn of the user.
+    of the column stand at each mark of the processor in the text, or before the text of the first turn of the user.
 
     Raises:
         BadRow: more places than images or fewer, an image in an answer, a text with a token that stands for
@@ -310,14 +311,14 @@ def take_images(turns: list[Message], column: list[Any], reader: ImageReader | N
             )
         return []
     if column and not any(isinstance(turn["content"], list) for turn in turns):
-        _place(turns, len(column), reader.form.mark)
+        _place(turns, len(column), reader.processor.mark)
     found, rest = [], iter(column)
     for turn in turns:
         content = turn["content"]
         parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
         for part in parts:
             if part["type"] == "text":
-                if token := next((token for token in reader.form.tokens if token in part["text"]), None):
+                if token := next((token for token in reader.processor.tokens if token in part["text"]), None):
                     raise BadRow(f"has {token} in its text where there is no image")
                 continue
             if turn["role"] == "assistant":

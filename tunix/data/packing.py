@@ -12,25 +12,25 @@ import numpy as np
 from tunix.base.files import make_once
 from tunix.base.forms import locate_cached
 from tunix.data.batches import Example, empty_example
-from tunix.data.image_slots import ImageSlots, has_images, list_places
+from tunix.data.image_slots import ImageSlots, has_images, list_image_spans
 from tunix.data.shards import Arrays, Stream, locate
 
 
 class Sequences(grain.sources.RandomAccessDataSource):
     """A stream cut into sequences of T tokens; any of them at the same cost.
 
-    Each shard is packed by itself. A sequence is a row of *pieces*, (first token, length) in the shard: `concat` takes
-    one piece of T tokens after the other through all documents; `best_fit` and `pad` take pieces that lie in one
+    Each shard is packed by itself. A sequence is a row of *chunks*, (first token, length) in the shard: `concat` takes
+    one chunk of T tokens after the other through all documents; `best_fit` and `pad` take chunks that lie in one
     document each, from a plan that is made once and kept. In an example `segment_ids` tell documents apart (0 is
     padding), `positions` restart with each, and `loss_mask` is 0 where the next token is another document's, padding,
     or no part of an answer.
 
-    A pair of answers is one piece, which is never cut. It becomes two segments: the chosen answer after the prompt,
+    A pair of answers is one chunk, which is never cut. It becomes two segments: the chosen answer after the prompt,
     with an odd number, and the rejected one after the same prompt, with the even number behind it. So both are in one
     row. A pair that is longer than a sequence is left out. A labelled answer is such a pair: its second answer is that
-    of another document. A document with a label (`label_values`) is one piece, too.
+    of another document. A document with a label (`label_values`) is one chunk, too.
 
-    For a model that sees, each example has the images of its pieces in slots (`ImageSlots`). No piece ends within
+    For a model that sees, each example has the images of its chunks in slots (`ImageSlots`). No chunk ends within
     an image.
     """
 
@@ -38,8 +38,8 @@ class Sequences(grain.sources.RandomAccessDataSource):
         """Raises `UserError` where an image would be cut, or has no room in a sequence."""
         self.stream, self.seq_len, self.packing, self.slots = stream, seq_len, packing, slots
         if slots is not None:
-            places = [list_places(stream, number) for number in range(len(stream.sizes))]
-            if longest := max((int(np.diff(each).max()) for each in places if len(each)), default=0):
+            image_spans = [list_image_spans(stream, number) for number in range(len(stream.sizes))]
+            if longest := max((int(np.diff(each).max()) for each in image_spans if len(each)), default=0):
                 slots.check(seq_len, packing, longest)
         # Of pairs, once the reference has scored them: number of a shard -> its log-probabilities (`_fill_pairs`).
         self.of_pairs: Callable[[int], np.ndarray] | None = None
@@ -61,7 +61,7 @@ class Sequences(grain.sources.RandomAccessDataSource):
         if self.plans is None:
             return len(self) * self.seq_len
         if self._is_whole:
-            return sum(int(pieces[:, 1].sum()) for pieces, _ in self.plans)
+            return sum(int(chunks[:, 1].sum()) for chunks, _ in self.plans)
         return self.stream.num_tokens - self.stream.num_documents  # a document's last token is only a target
 
     @property
@@ -69,15 +69,15 @@ class Sequences(grain.sources.RandomAccessDataSource):
         """Pairs, or documents with a label, that are longer than a sequence."""
         if self.plans is None or not self._is_whole:
             return 0
-        return self.stream.num_documents - sum(len(pieces) for pieces, _ in self.plans)
+        return self.stream.num_documents - sum(len(chunks) for chunks, _ in self.plans)
 
     def pairs_of(self, index: int) -> tuple[int, np.ndarray]:
         """Return the number of the shard of a sequence, and the numbers [pairs] of its pairs in that shard, in their
         order."""
         assert self.plans is not None
         number, local = locate(index, self.ends)
-        pieces, bounds = self.plans[number]
-        return number, np.searchsorted(self.stream.shard(number).starts, pieces[bounds[local] : bounds[local + 1], 0])
+        chunks, bounds = self.plans[number]
+        return number, np.searchsorted(self.stream.shard(number).starts, chunks[bounds[local] : bounds[local + 1], 0])
 
     @property
     def _is_whole(self) -> bool:
@@ -101,14 +101,14 @@ class Sequences(grain.sources.RandomAccessDataSource):
         shard = self.stream.shard(number)
         if self.plans is None:
             return _slice_window(shard, local * self.seq_len, self.seq_len) | self._fill_slots(shard, [])
-        pieces, bounds = self.plans[number]
-        local_pieces = pieces[bounds[local] : bounds[local + 1]].tolist()
+        chunks, bounds = self.plans[number]
+        local_chunks = chunks[bounds[local] : bounds[local + 1]].tolist()
         if shard.splits is None:
             fill = _fill_chunks if shard.label_values is None else _fill_examples
-            example = fill(shard, local_pieces, self.seq_len)
-            return example | self._fill_slots(shard, local_pieces)
+            example = fill(shard, local_chunks, self.seq_len)
+            return example | self._fill_slots(shard, local_chunks)
         of_pairs = None if self.of_pairs is None else self.of_pairs(number)
-        halves = _split_pairs(shard, local_pieces)
+        halves = _split_pairs(shard, local_chunks)
         return _fill_pairs(shard, halves, self.seq_len, of_pairs) | self._fill_slots(shard, halves)
 
     def describe_decoding(self, rows_per_step: int, num_threads: int) -> str:
@@ -116,7 +116,7 @@ class Sequences(grain.sources.RandomAccessDataSource):
         shard = next((each for each in map(self.stream.shard, range(len(self.stream.sizes))) if has_images(each)), None)
         if self.slots is None or shard is None:
             return ""
-        per_row = sum(len(list_places(self.stream, n)) for n in range(len(self.stream.sizes))) / max(1, len(self))
+        per_row = sum(len(list_image_spans(self.stream, n)) for n in range(len(self.stream.sizes))) / max(1, len(self))
         seconds = self.slots.time_decoding(shard)
         count = per_row * rows_per_step
         return (
@@ -124,8 +124,8 @@ class Sequences(grain.sources.RandomAccessDataSource):
             f"one core; loading.read_threads={num_threads} keep up with steps of {count * seconds / num_threads:.2g} s"
         )
 
-    def _fill_slots(self, shard: Arrays, pieces: list[list[int]]) -> Example:
-        return {} if self.slots is None else self.slots.fill(shard, pieces, self.seq_len)
+    def _fill_slots(self, shard: Arrays, chunks: list[list[int]]) -> Example:
+        return {} if self.slots is None else self.slots.fill(shard, chunks, self.seq_len)
 
 
 def _slice_window(shard: Arrays, first: int, seq_len: int) -> Example:
@@ -156,11 +156,11 @@ def _slice_window(shard: Arrays, first: int, seq_len: int) -> Example:
     return example
 
 
-def _fill_chunks(shard: Arrays, pieces: list[list[int]], seq_len: int) -> Example:
-    """Return the example of pieces one after the other, then padding; each has its next token as last target."""
+def _fill_chunks(shard: Arrays, chunks: list[list[int]], seq_len: int) -> Example:
+    """Return the example of chunks one after the other, then padding; each has its next token as last target."""
     example = empty_example(seq_len)
     offset = 0
-    for segment, (first, length) in enumerate(pieces, 1):
+    for segment, (first, length) in enumerate(chunks, 1):
         span = slice(offset, offset + length)
         tokens = shard.tokens[first : first + length + 1]
         example["tokens"][span], example["targets"][span] = tokens[:-1], tokens[1:]
@@ -170,39 +170,39 @@ def _fill_chunks(shard: Arrays, pieces: list[list[int]], seq_len: int) -> Exampl
     return example
 
 
-def _fill_examples(shard: Arrays, pieces: list[list[int]], seq_len: int) -> Example:
+def _fill_examples(shard: Arrays, chunks: list[list[int]], seq_len: int) -> Example:
     """Return the example of whole documents; the field `label_values` has the label of each at its last token.
 
     A document of several texts, a query with its documents, becomes a segment for each.
     """
     assert shard.label_values is not None
-    pieces = _split_texts(shard, pieces)
-    example = _fill_chunks(shard, pieces, seq_len)
+    chunks = _split_texts(shard, chunks)
+    example = _fill_chunks(shard, chunks, seq_len)
     example["label_values"] = np.zeros(seq_len, np.float32)
-    lasts = np.cumsum([length for _, length in pieces], dtype=np.int64) - 1
-    documents = np.searchsorted(shard.starts, [first for first, _ in pieces], side="right") - 1
+    lasts = np.cumsum([length for _, length in chunks], dtype=np.int64) - 1
+    documents = np.searchsorted(shard.starts, [first for first, _ in chunks], side="right") - 1
     example["label_values"][lasts] = shard.label_values[documents]
     return example
 
 
-def _split_texts(shard: Arrays, pieces: list[list[int]]) -> list[list[int]]:
-    """Return each text of documents as a piece, without the token that only marks its end (`encode_examples`)."""
+def _split_texts(shard: Arrays, chunks: list[list[int]]) -> list[list[int]]:
+    """Return each text of documents as a chunk, without the token that only marks its end (`encode_examples`)."""
     assert shard.answers is not None
     texts = []
-    for first, length in pieces:
+    for first, length in chunks:
         ends = first + np.flatnonzero(shard.answers[first : first + length + 1])
         starts = [first, *(ends[:-1] + 1).tolist()]
         texts += [[start, end - start] for start, end in zip(starts, ends.tolist(), strict=True)]
     return texts
 
 
-def _split_pairs(shard: Arrays, pieces: list[list[int]]) -> list[list[int]]:
-    """Return both halves of each pair as a piece: the chosen answer after the prompt, the rejected one after it."""
+def _split_pairs(shard: Arrays, chunks: list[list[int]]) -> list[list[int]]:
+    """Return both halves of each pair as a chunk: the chosen answer after the prompt, the rejected one after it."""
     assert shard.splits is not None
-    # A pair is one piece of the shard: prompt, chosen, prompt, rejected. The last token of each half is only a target,
-    # so a piece is two tokens shorter than its document (`_take_whole_pairs`).
+    # A pair is one chunk of the shard: prompt, chosen, prompt, rejected. The last token of each half is only a target,
+    # so a chunk is two tokens shorter than its document (`_take_whole_pairs`).
     halves = []
-    for first, length in pieces:
+    for first, length in chunks:
         split = int(shard.splits[np.searchsorted(shard.starts, first)])
         halves += [[first, split - 1], [first + split, length - split + 1]]
     return halves
@@ -237,9 +237,9 @@ def _fill_pairs(shard: Arrays, halves: list[list[int]], seq_len: int, of_pairs: 
 def _make_plan(
     stream: Stream, number: int, seq_len: int, packing: str, cache_dir: Path, slots: ImageSlots | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the pieces of a shard [pieces, 2] int64, and where those of each sequence begin [sequences + 1] int64.
+    """Return the chunks of a shard [chunks, 2] int64, and where those of each sequence begin [sequences + 1] int64.
 
-    Pieces are in the order of sequences: sequence n has pieces[bounds[n] : bounds[n + 1]]. The two arrays are kept on
+    Chunks are in the order of sequences: sequence n has chunks[bounds[n] : bounds[n + 1]]. The two arrays are kept on
     disk, and every process maps the same files.
     """
 
@@ -247,35 +247,35 @@ def _make_plan(
         folder.mkdir()
         shard, tokens = stream.shard(number), stream.sizes[number][0]
         lengths, starts = np.diff(shard.starts, append=tokens), np.asarray(shard.starts)
-        places = list_places(stream, number)
+        image_spans = list_image_spans(stream, number)
         if shard.splits is not None:
-            pieces = _take_whole_pairs(lengths, starts, seq_len)
-            pieces = pieces if slots is None else pieces[slots.has_room(pieces, places)]
+            chunks = _take_whole_pairs(lengths, starts, seq_len)
+            chunks = chunks if slots is None else chunks[slots.has_room(chunks, image_spans)]
         elif shard.label_values is not None:
-            pieces = _take_whole_documents(lengths, starts, seq_len)
-            pieces = pieces if slots is None else pieces[slots.has_room(pieces, places)]
-        elif slots is None or not len(places):
-            pieces = _split_chunks(lengths, starts, seq_len)
+            chunks = _take_whole_documents(lengths, starts, seq_len)
+            chunks = chunks if slots is None else chunks[slots.has_room(chunks, image_spans)]
+        elif slots is None or not len(image_spans):
+            chunks = _split_chunks(lengths, starts, seq_len)
         else:
-            pieces = slots.split_chunks(lengths, starts, places, seq_len)
-        rooms = pieces[:, 1] if slots is None else slots.weigh(pieces, places, seq_len)
+            chunks = slots.split_chunks(lengths, starts, image_spans, seq_len)
+        rooms = chunks[:, 1] if slots is None else slots.weigh(chunks, image_spans, seq_len)
         rows = list(PACKINGS[packing](rooms, seq_len))
         np.save(folder / "bounds.npy", np.cumsum([0, *map(len, rows)]))
-        np.save(folder / "pieces.npy", pieces[np.concatenate([np.zeros(0, np.int64), *rows]).astype(np.int64)])
+        np.save(folder / "pieces.npy", chunks[np.concatenate([np.zeros(0, np.int64), *rows]).astype(np.int64)])
 
     suffix = "" if slots is None else slots.suffix
     plans = locate_cached(cache_dir, "packing", f"{stream.fingerprint}-{packing}-{seq_len}{suffix}")
     folder = make_once(plans / f"{number:05}", make)
-    pieces, bounds = (np.load(folder / f"{name}.npy", mmap_mode="r") for name in ("pieces", "bounds"))
-    return pieces, bounds
+    chunks, bounds = (np.load(folder / f"{name}.npy", mmap_mode="r") for name in ("pieces", "bounds"))
+    return chunks, bounds
 
 
 def _split_chunks(lengths: np.ndarray, starts: np.ndarray, seq_len: int) -> np.ndarray:
-    """Cut each document's tokens but the last, which is only a target, into pieces [pieces, 2] of at most T tokens.
+    """Cut each document's tokens but the last, which is only a target, into chunks [chunks, 2] of at most T tokens.
 
         T = 4, a document of 10 tokens from 100 on: 9 tokens to read    (100, 4) (104, 4) (108, 1)
 
-    All documents are cut at once: `document` and `offset` say which document each piece is of, and where in it.
+    All documents are cut at once: `document` and `offset` say which document each chunk is of, and where in it.
     """
     inputs = lengths - 1
     counts = -(-inputs // seq_len)
@@ -285,25 +285,25 @@ def _split_chunks(lengths: np.ndarray, starts: np.ndarray, seq_len: int) -> np.n
 
 
 def _take_whole_pairs(lengths: np.ndarray, starts: np.ndarray, seq_len: int) -> np.ndarray:
-    """Return each pair that fits into T tokens as one piece: the tokens of both halves but the last of each."""
-    pieces = np.stack([starts, lengths - 2], axis=1)
-    return pieces[pieces[:, 1] <= seq_len]
+    """Return each pair that fits into T tokens as one chunk: the tokens of both halves but the last of each."""
+    chunks = np.stack([starts, lengths - 2], axis=1)
+    return chunks[chunks[:, 1] <= seq_len]
 
 
 def _take_whole_documents(lengths: np.ndarray, starts: np.ndarray, seq_len: int) -> np.ndarray:
-    """Return each document that fits into T tokens as one piece: its tokens but the last, which is only a target."""
-    pieces = np.stack([starts, lengths - 1], axis=1)
-    return pieces[pieces[:, 1] <= seq_len]
+    """Return each document that fits into T tokens as one chunk: its tokens but the last, which is only a target."""
+    chunks = np.stack([starts, lengths - 1], axis=1)
+    return chunks[chunks[:, 1] <= seq_len]
 
 
 def pack_best_fit(lengths: np.ndarray, seq_len: int, most: int = sys.maxsize) -> Iterator[list[int]]:
-    """Best-fit decreasing: from the longest piece down, each into the sequence that it fills up most; at most `most` in
+    """Best-fit decreasing: from the longest chunk down, each into the sequence that it fills up most; at most `most` in
     a sequence.
 
-    Lengths are small whole numbers, so sequences are kept by the room that is left in them, and pieces of one length
-    are placed together: the cost is linear in the pieces.
+    Lengths are small whole numbers, so sequences are kept by the room that is left in them, and chunks of one length
+    are placed together: the cost is linear in the chunks.
 
-        T = 8, pieces of 6 5 3 2 2      6 | 6, 5 | 6, 5 3 | 6 2, 5 3 | 6 2, 5 3, 2
+        T = 8, chunks of 6 5 3 2 2      6 | 6, 5 | 6, 5 3 | 6 2, 5 3 | 6 2, 5 3, 2
     """
     rows: list[list[int]] = []
     by_capacity: list[list[int]] = [[] for _ in range(seq_len + 1)]  # sequences, by the room in them
@@ -334,8 +334,8 @@ def pack_best_fit(lengths: np.ndarray, seq_len: int, most: int = sys.maxsize) ->
     yield from rows
 
 
-# (lengths of pieces, T) -> the numbers of the pieces of each sequence.
+# (lengths of chunks, T) -> the numbers of the chunks of each sequence.
 PACKINGS: dict[str, Callable[[np.ndarray, int], Iterator[list[int]]]] = {
     "best_fit": pack_best_fit,
-    "pad": lambda lengths, seq_len: ([piece] for piece in range(len(lengths))),
+    "pad": lambda lengths, seq_len: ([chunk] for chunk in range(len(lengths))),
 }

@@ -24,7 +24,7 @@ from tunix.config import Config, Task
 from tunix.config.task import Grpo
 from tunix.data.dataset import Corpus, compute_fingerprint, list_sources, prepare_corpus
 from tunix.data.documents import Question, read_prompt
-from tunix.data.image_slots import ImageSlots, find_slots, list_places
+from tunix.data.image_slots import ImageSlots, find_slots, list_image_spans
 from tunix.data.shards import SPLITS, Prepared, Stream, locate
 from tunix.data.table import Rows, Source
 from tunix.data.tokenizer import Vocab
@@ -76,7 +76,7 @@ class PromptPart(grain.sources.RandomAccessDataSource):
             fits = lengths <= max_length
             if slots is not None:
                 pieces = np.stack([stream.shard(number).starts, lengths], axis=1)
-                fits &= slots.has_room(pieces, list_places(stream, number))
+                fits &= slots.has_room(pieces, list_image_spans(stream, number))
             self.selected.append(np.flatnonzero(fits))
             self.num_tokens += int(lengths[self.selected[-1]].sum())
         self.ends = np.cumsum([len(selected) for selected in self.selected])

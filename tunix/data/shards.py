@@ -34,7 +34,7 @@ from tunix.config import Task
 from tunix.data.documents import Document, LeftOut, read_documents
 from tunix.data.encoding import Encoded
 from tunix.data.files import Limited, Unit
-from tunix.data.image_forms import ImageForm
+from tunix.data.image_processors import ImageProcessor
 from tunix.data.pieces import Cutter, find_longest_piece
 from tunix.data.table import DOCUMENTS, Source, Tokens
 from tunix.data.tokenizer import Vocab, add_images, load_vocab
@@ -287,7 +287,7 @@ class ShardPlan:
     task: Task
     tokenizer: Path  # folder of the tokenizer's files
     held_out_below: int  # a document is held out if the hash of its name is less than this
-    images: ImageForm | None = None  # of a model that sees
+    images: ImageProcessor | None = None  # of a model that sees
 
 
 def hash_document(name: str) -> int:
@@ -347,11 +347,11 @@ class Part:
             files[name].append(arrays[name])
         if "rows" in files:
             files["row_ends"].append(np.array([files["rows"].count]))
-        for image, place in zip(encoded.images, encoded.places, strict=True):
+        for image, span in zip(encoded.images, encoded.image_spans, strict=True):
             files["images"].append(np.frombuffer(image, np.uint8))
             files["image_ends"].append(np.array([files["images"].count]))
-            files["image_places"].append(starts + place[:1])
-            files["image_spans"].append(np.diff(place))
+            files["image_places"].append(starts + span[:1])
+            files["image_spans"].append(np.diff(span))
         self.bytes += encoded.text_bytes
 
     def close(self) -> dict[str, Any]:

@@ -35,7 +35,7 @@ from tunix.config import Loading, Task, Tokenizer
 from tunix.config.task import Prompted
 from tunix.data.documents import Document, read_documents
 from tunix.data.files import Unit
-from tunix.data.image_forms import ImageForm
+from tunix.data.image_processors import ImageProcessor
 from tunix.data.pieces import TRAINED_HERE, cut_text
 from tunix.data.shards import FORMAT, HASH_BITS, Prepared, ShardPlan, hash_document, is_cut, make_shard, open_prepared
 from tunix.data.table import DOCUMENTS, Source, Tokens
@@ -166,22 +166,22 @@ def find_vocab(
     task: Task,
     sources: list[tuple[Source, list[Unit]]],
     cache_dir: Path,
-    form: ImageForm | None = None,
+    processor: ImageProcessor | None = None,
 ) -> Vocab:
     """Read the tokenizer of the config, or train it on the training documents of all sources.
 
-    `form` is that of images for a model that sees.
+    `processor` is that of a model that sees.
 
     Raises:
         UserError: there is no tokenizer, or none can be trained, or a trained one would overwrite another file.
     """
     if tokenizer.path is not None and not tokenizer.train:
-        return add_images(read_vocab(tokenizer, task.chat_template), form)
+        return add_images(read_vocab(tokenizer, task.chat_template), processor)
     if tokenizer.train is False:
         raise UserError("tokenizer.train=false, and tokenizer.path names none; set the path, or tokenizer.train=null")
     if any(isinstance(source, Tokens) for source, _ in sources):
         raise UserError("data.source=tokens needs the tokenizer that made the tokens: set tokenizer.path")
-    settings, more = tokenizer.model_dump_json(exclude={"path", "train"}), () if form is None else form.tokens
+    settings, more = tokenizer.model_dump_json(exclude={"path", "train"}), () if processor is None else processor.tokens
     key = _hash(settings, DOCUMENTS[task.documents].in_hashes, *(_hash_source(*source) for source in sources), *more)
     root = locate_cached(cache_dir, "tokenizers", key)
     trained = root / "tokenizer.json"
@@ -194,14 +194,14 @@ def find_vocab(
 
     def make(folder: Path) -> None:
         log.info("training a tokenizer of %d tokens", tokenizer.vocab_size)
-        train_vocab(tokenizer, _sample_texts(sources, task, tokenizer.train_bytes, form), more).save(folder)
+        train_vocab(tokenizer, _sample_texts(sources, task, tokenizer.train_bytes, processor), more).save(folder)
 
     folder = make_once(root, make)
     if path and not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as new:  # a second process may write it at the same time
             shutil.copy(folder / "tokenizer.json", new)
-    return add_images(read_vocab(tokenizer.model_copy(update={"path": str(folder)}), task.chat_template), form)
+    return add_images(read_vocab(tokenizer.model_copy(update={"path": str(folder)}), task.chat_template), processor)
 
 
 def prepare(source: Source, units: list[Unit], task: Task, vocab: Vocab, loading: Loading) -> Prepared:
@@ -371,7 +371,7 @@ def _make_index(source: Source, task: Task, info: list[dict], folder: Path, voca
 
 
 def _sample_texts(
-    sources: list[tuple[Source, list[Unit]]], task: Task, limit: int, form: ImageForm | None
+    sources: list[tuple[Source, list[Unit]]], task: Task, limit: int, processor: ImageProcessor | None
 ) -> Iterator[str]:
     """Yield about `limit` bytes of training documents, for a tokenizer to learn from.
 
@@ -383,7 +383,7 @@ def _sample_texts(
             if left <= 0:  # the other files are not even opened
                 break
             left_of_unit = max(1, left if len(units) < 8 else limit // 8)
-            for document in read_documents(source, task, unit, form, with_images=False):
+            for document in read_documents(source, task, unit, processor, with_images=False):
                 if left <= 0 or left_of_unit <= 0:
                     break
                 held_out = hash_document(document.name) < int(source.held_out_fraction * 2**HASH_BITS)

@@ -22,7 +22,7 @@ from tunix.base.errors import UserError
 from tunix.base.files import read_json
 from tunix.config import Tokenizer
 from tunix.data.chat import PLAIN, ChatTemplate
-from tunix.data.image_forms import ImageForm
+from tunix.data.image_processors import ImageProcessor
 from tunix.data.pieces import GROUP, PIECE, Cutter, cut_text, find_cutter
 from tunix.data.words import WordMemory, find_word_memory
 from tunix.huggingface.hub import fetch
@@ -217,7 +217,7 @@ class Vocab:
     bos_token: str | None  # first token of a document; None: documents have none
     eos_token: str  # last token of a document
     chat_template: str | None  # Jinja
-    images: ImageForm | None = None  # of a model that sees
+    images: ImageProcessor | None = None  # of a model that sees
 
     @cached_property
     def bos(self) -> int | None:
@@ -285,7 +285,7 @@ class Vocab:
             raise UserError(f"task.chat_template writes {error} of a conversation") from None
 
     def find_images(self, tokens: Sequence[np.ndarray], images: Sequence[bytes]) -> np.ndarray:
-        """Return the spans [images, 2] of images in a document's parts (`ImageForm.find`).
+        """Return the spans [images, 2] of images in a document's parts (`ImageProcessor.find`).
 
         Raises:
             UserError: the chat template has written other soft tokens than those of the images.
@@ -379,9 +379,9 @@ def read_backend(folder: Path) -> Backend | None:
     return read_backend_of(str(folder), files) if {"tokenizer.json", "tokenizer.model"} & files.keys() else None
 
 
-def read_chat(folder: Path, chat_template: str | None, images: ImageForm | None = None) -> ChatTemplate:
+def read_chat(folder: Path, chat_template: str | None, images: ImageProcessor | None = None) -> ChatTemplate:
     """Return the template that the key `chat_template` names; if it is None, the template of the folder's tokenizer.
-    `images` is the form of images for a model that sees."""
+    `images` is the processor of images of a model that sees."""
     files = find_tokenizer_files(str(folder))
     settings = read_settings(files)
     template = select_template(files, settings, chat_template, "chat_template")
@@ -417,20 +417,20 @@ def pad_rows(num_tokens: int) -> int:
     return -(-num_tokens // ROW_MULTIPLE) * ROW_MULTIPLE
 
 
-def add_images(vocab: Vocab, form: ImageForm | None) -> Vocab:
-    """Return a tokenizer for a model that sees images in this form; the same one where it sees none.
+def add_images(vocab: Vocab, processor: ImageProcessor | None) -> Vocab:
+    """Return a tokenizer for a model that sees images, with its processor; the same one where it sees none.
 
     Raises:
         UserError: the tokenizer lacks the tokens that stand for an image.
     """
-    if form is None:
+    if processor is None:
         return vocab
-    if missing := [token for token in form.tokens if vocab.backend.token_to_id(token) is None]:
+    if missing := [token for token in processor.tokens if vocab.backend.token_to_id(token) is None]:
         raise UserError(
-            f"the tokenizer has no token {missing[0]}, and model.vision needs {', '.join(form.tokens)} for an image; "
-            "take the tokenizer of a model that sees, or tokenizer.path=null trains one"
+            f"the tokenizer has no token {missing[0]}, and model.vision needs {', '.join(processor.tokens)} for an "
+            "image; take the tokenizer of a model that sees, or tokenizer.path=null trains one"
         )
-    return replace(vocab, images=form)
+    return replace(vocab, images=processor)
 
 
 def check_fits(vocab: Vocab, model_vocab_size: int) -> None:

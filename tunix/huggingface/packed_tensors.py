@@ -103,18 +103,18 @@ class Bnb8:
 class Integers:
     """Integers with a scale and a zero point for each group of inputs and each output (gptq, awq)."""
 
-    def __init__(self, parts: "Parts", name: str, form: Quantization):
-        base, self.form = name.removesuffix("qweight"), form
-        self.per_word = per_word = 32 // form.bits
+    def __init__(self, parts: "Parts", name: str, quantization: Quantization):
+        base, self.quantization = name.removesuffix("qweight"), quantization
+        self.per_word = per_word = 32 // quantization.bits
         self.scales = parts.take(f"{base}scales", list(FLOATS), None)
         groups, num_out = self.scales.shape
-        self.in_rows = form.method == "gptq"  # whether a word has codes of neighbouring inputs, or of outputs
+        self.in_rows = quantization.method == "gptq"  # whether a word has codes of neighbouring inputs, or of outputs
         words = parts.take(name, ["I32"], None)
         num_in = words.shape[0] * (per_word if self.in_rows else 1)
         self.shape: tuple[int, ...] = (num_out, num_in)
         if words.shape != (num_in // per_word, num_out) and words.shape != (num_in, num_out // per_word):
             raise ValueError(f"{name} is {list(words.shape)}, which does not fit {base}scales {[groups, num_out]}")
-        size = max(1, num_in if form.group_size == -1 else min(form.group_size, num_in))
+        size = max(1, num_in if quantization.group_size == -1 else min(quantization.group_size, num_in))
         if groups != -(-num_in // size) or num_out % per_word:
             raise ValueError(f"{base}scales is {[groups, num_out]}, for {num_in} inputs in groups of {size}")
         self.words, self.dtype, self.group_size = words, self.scales.dtype, size
@@ -138,8 +138,8 @@ class Integers:
         else:
             codes = self._unpack(self.words.read((columns, words)), 1)
         groups = self.group_of[columns]
-        zeros = self._unpack(self.zeros.read((slice(None), words)), 1) + np.uint8(self.form.added_zero)
-        zeros = (zeros & np.uint8(2**self.form.bits - 1)).astype(np.float32)
+        zeros = self._unpack(self.zeros.read((slice(None), words)), 1) + np.uint8(self.quantization.added_zero)
+        zeros = (zeros & np.uint8(2**self.quantization.bits - 1)).astype(np.float32)
         scales = self.scales.read((slice(None), outputs)).astype(np.float32)
         numbers = codes.astype(np.float32)
         numbers -= zeros[groups]
@@ -155,12 +155,12 @@ class Integers:
 
     def _unpack(self, words: np.ndarray, dim: int) -> np.ndarray:
         """Return the codes uint8 in int32 [n, m], whose dimension `dim` they make longer."""
-        places = AWQ_PLACES if self.form.method == "awq" else range(self.per_word)
+        places = AWQ_PLACES if self.quantization.method == "awq" else range(self.per_word)
         before, behind = words.shape[: dim + 1], words.shape[dim + 1 :]
         codes = np.empty((*before, self.per_word, *behind), np.uint8)
         for codes_of_place, place in zip(np.moveaxis(codes, dim + 1, 0), places, strict=True):
-            shifted = words.view(np.uint32) >> np.uint32(place * self.form.bits)
-            codes_of_place[...] = shifted & np.uint32(2**self.form.bits - 1)
+            shifted = words.view(np.uint32) >> np.uint32(place * self.quantization.bits)
+            codes_of_place[...] = shifted & np.uint32(2**self.quantization.bits - 1)
         return codes.reshape(*before[:-1], before[-1] * self.per_word, *behind)
 
 
@@ -219,7 +219,7 @@ def _read_state(parts: Parts, name: str) -> dict[str, Any]:
     return state
 
 
-def join_packed(tensors: Mapping[str, Plain], form: Quantization) -> dict[str, Stored]:
+def join_packed(tensors: Mapping[str, Plain], quantization: Quantization) -> dict[str, Stored]:
     """Return tensors by name, in which the parts of a packed matrix are one, NAME.weight.
 
     Raises:
@@ -228,11 +228,11 @@ def join_packed(tensors: Mapping[str, Plain], form: Quantization) -> dict[str, S
     parts, joined = Parts(tensors), dict[str, Stored]()
     for name in tensors:
         base, _, last = name.rpartition(".")
-        if form.method in ("gptq", "awq") and last == "qweight":
-            joined[f"{base}.weight"] = Integers(parts, name, form)
-        elif form.method == "bitsandbytes" and last in ("bitsandbytes__nf4", "bitsandbytes__fp4"):
+        if quantization.method in ("gptq", "awq") and last == "qweight":
+            joined[f"{base}.weight"] = Integers(parts, name, quantization)
+        elif quantization.method == "bitsandbytes" and last in ("bitsandbytes__nf4", "bitsandbytes__fp4"):
             matrix = name.partition(STATE)[0]
             joined[matrix] = Bnb4(parts, matrix)
-        elif form.method == "bitsandbytes" and tensors[name].dtype == "I8":
+        elif quantization.method == "bitsandbytes" and tensors[name].dtype == "I8":
             joined[name] = Bnb8(parts, name)
     return parts.tensors | joined

@@ -11,7 +11,7 @@ from tunix.config.vision import NUM_CHANNELS, AnyVision
 TEXT, TOWER = "text_config", "vision_config"
 
 
-class Form(NamedTuple):
+class VisionKeys(NamedTuple):
     """How config.json of a kind of tower is written."""
 
     kind: str  # `model.vision.kind`
@@ -31,8 +31,8 @@ SIGLIP_KEYS = {
     "num_layers": "num_hidden_layers", "num_heads": "num_attention_heads", "norm_eps": "layer_norm_eps",
 }  # fmt: skip
 # By `model_type`.
-FORMS = {
-    "gemma3": Form(
+VISION_KEYS = {
+    "gemma3": VisionKeys(
         "gemma3",
         SIGLIP_KEYS,
         {
@@ -57,7 +57,7 @@ FORMS = {
             "eoi_token_id": "eoi_token_index",
         },
     ),
-    "qwen3_vl": Form(
+    "qwen3_vl": VisionKeys(
         "qwen3_vl",
         {
             "patch_size": "patch_size", "embed_dim": "hidden_size", "mlp_dim": "intermediate_size",
@@ -81,7 +81,7 @@ FORMS = {
         read=frozenset({"num_position_embeddings", "out_hidden_size", "rope_parameters"}),
         known=frozenset({"video_token_id"}),
     ),
-    "idefics3": Form(
+    "idefics3": VisionKeys(
         "smolvlm",
         SIGLIP_KEYS,
         {"merge_size": "scale_factor", "image_token": "image_token_id"},
@@ -98,8 +98,8 @@ FORMS = {
         decoder="llama",
     ),
 }  # fmt: skip
-FORMS["smolvlm"] = FORMS["idefics3"]._replace(
-    fixed=FORMS["idefics3"].fixed | {"model_type": ("smolvlm_vision", "smolvlm")}
+VISION_KEYS["smolvlm"] = VISION_KEYS["idefics3"]._replace(
+    fixed=VISION_KEYS["idefics3"].fixed | {"model_type": ("smolvlm_vision", "smolvlm")}
 )
 
 
@@ -110,23 +110,23 @@ def read_vision(raw: dict[str, Any], known: set[str]) -> dict[str, Any]:
     Raises:
         ValueError: a key that is not understood, or a value that our tower does not compute; the message names it.
     """
-    form = FORMS[raw["model_type"]]
-    outer = form.outer_absent | {
-        form.synonyms.get(key, key): value for key, value in raw.items() if key not in (TEXT, TOWER)
+    mapping = VISION_KEYS[raw["model_type"]]
+    outer = mapping.outer_absent | {
+        mapping.synonyms.get(key, key): value for key, value in raw.items() if key not in (TEXT, TOWER)
     }
-    tower = form.tower_absent | raw[TOWER]
-    known = known | {"tie_word_embeddings"} | form.known  # which text_config says too
-    for part, keys in ((outer, form.outer_keys), (tower, form.tower_keys)):
+    tower = mapping.tower_absent | raw[TOWER]
+    known = known | {"tie_word_embeddings"} | mapping.known  # which text_config says too
+    for part, keys in ((outer, mapping.outer_keys), (tower, mapping.tower_keys)):
         where = f"{TOWER}." if part is tower else ""
         for key, value in part.items():
-            if key in form.fixed and part is tower:
-                if value not in form.fixed[key]:
-                    raise ValueError(f"{where}{key}={value} is not supported; it must be {form.fixed[key][0]}")
-            elif key not in keys.values() and key not in known and not (part is tower and key in form.read):
+            if key in mapping.fixed and part is tower:
+                if value not in mapping.fixed[key]:
+                    raise ValueError(f"{where}{key}={value} is not supported; it must be {mapping.fixed[key][0]}")
+            elif key not in keys.values() and key not in known and not (part is tower and key in mapping.read):
                 raise ValueError(f"{where}{key}={value} is not understood beside a tower that sees")
-    return {"kind": form.kind} | {ours: tower[theirs] for ours, theirs in form.tower_keys.items()} | {
-        ours: outer[theirs] for ours, theirs in form.outer_keys.items()
-    } | (_read_table(tower, raw[TEXT]) if form.read else {})  # fmt: skip
+    return {"kind": mapping.kind} | {ours: tower[theirs] for ours, theirs in mapping.tower_keys.items()} | {
+        ours: outer[theirs] for ours, theirs in mapping.outer_keys.items()
+    } | (_read_table(tower, raw[TEXT]) if mapping.read else {})  # fmt: skip
 
 
 def _read_table(tower: dict[str, Any], text: dict[str, Any]) -> dict[str, Any]:
@@ -145,10 +145,10 @@ def _read_table(tower: dict[str, Any], text: dict[str, Any]) -> dict[str, Any]:
 
 def write_vision(vision: Any, text: dict[str, Any]) -> dict[str, Any]:
     """Return config.json of a model with a tower, out of that of its decoder."""
-    form = FORMS[text["model_type"]]
+    mapping = VISION_KEYS[text["model_type"]]
     own = {key: text[key] for key in ("architectures", "model_type", "tie_word_embeddings")}
-    tower = {theirs: getattr(vision, ours) for ours, theirs in form.tower_keys.items()}
-    if form.read:
+    tower = {theirs: getattr(vision, ours) for ours, theirs in mapping.tower_keys.items()}
+    if mapping.read:
         tower |= {
             "num_position_embeddings": vision.num_positions, "out_hidden_size": text["hidden_size"],
             "deepstack_visual_indexes": list(vision.deepstack_layers),
@@ -157,9 +157,9 @@ def write_vision(vision: Any, text: dict[str, Any]) -> dict[str, Any]:
     decoder = {key: value for key, value in text.items() if key != "architectures"}
     return {
         **own,
-        **{theirs: getattr(vision, ours) for ours, theirs in form.outer_keys.items()},
-        TEXT: decoder | {"model_type": form.decoder or f"{text['model_type']}_text"},
-        TOWER: {key: usual for key, (usual, *_) in form.fixed.items()} | tower,
+        **{theirs: getattr(vision, ours) for ours, theirs in mapping.outer_keys.items()},
+        TEXT: decoder | {"model_type": mapping.decoder or f"{text['model_type']}_text"},
+        TOWER: {key: usual for key, (usual, *_) in mapping.fixed.items()} | tower,
     }
 
 

@@ -61,8 +61,8 @@ class TensorFiles:
             open_file = cache(partial(MappedFile, path))  # mapped when its first tensor is read
             tensors |= {self._canonical(name): Plain(file, name, open_file) for name in file.keys()}  # noqa: SIM118
         try:
-            form = find_quantization(self.folder)
-            self.tensors = concat_quantized(join_packed(tensors, form), form.block_sizes)
+            quantization = find_quantization(self.folder)
+            self.tensors = concat_quantized(join_packed(tensors, quantization), quantization.block_sizes)
         except ValueError as error:
             raise UserError(f"{self.folder}: {error}") from None
         self.family = self.family.as_in(self.tensors)

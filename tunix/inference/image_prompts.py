@@ -1,7 +1,7 @@
 """Prompts with images: files and texts -> tokens, and what the tower takes.
 
-In a text an image is the mark of the model's form; a chat template writes it for a part {"type": "image"}. A text
-without it has its images before it. In the tokens it is what the model was trained with (`ImageForm`).
+In a text an image is the mark of the model's processor; a chat template writes it for a part {"type": "image"}. A text
+without it has its images before it. In the tokens it is what the model was trained with (`ImageProcessor`).
 """
 
 import base64
@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from tunix.base.errors import UserError
 from tunix.config import Model
 from tunix.data.files import BadRow
-from tunix.data.image_forms import ImageForm, find_form
+from tunix.data.image_processors import ImageProcessor, find_processor
 from tunix.data.image_slots import index_images
 from tunix.data.images import ImageReader, find_root, take_images
 from tunix.models.vision import Images
@@ -26,7 +26,7 @@ MAX_BYTES = 1 << 30  # of the files of one prompt
 class ImagePrompts:
     """Reads the images of prompts, and finds their soft tokens, for a model that sees."""
 
-    form: ImageForm
+    processor: ImageProcessor
     soft_id: int
     max_pixels: int  # of one image
 
@@ -38,7 +38,7 @@ class ImagePrompts:
         Raises:
             UserError: an image that cannot be read, or other places than images.
         """
-        reader = ImageReader(self.form, find_root(source), MAX_BYTES, self.max_pixels)
+        reader = ImageReader(self.processor, find_root(source), MAX_BYTES, self.max_pixels)
         try:
             found = take_images(turns, list(references), reader)
             return [base64.b64encode(data).decode() for data in reader.read(found)]
@@ -52,7 +52,7 @@ class ImagePrompts:
             UserError: the text has another number of images.
         """
         try:
-            return self.form.expand([text], [base64.b64decode(data) for data in files])[0]
+            return self.processor.expand([text], [base64.b64decode(data) for data in files])[0]
         except ValueError as error:
             raise UserError(f"the chat template writes {error}") from None
 
@@ -63,7 +63,7 @@ class ImagePrompts:
             UserError: the tokens have other soft tokens than those of the images.
         """
         try:
-            return index_images(tokens, [base64.b64decode(data) for data in files], self.form, self.soft_id)
+            return index_images(tokens, [base64.b64decode(data) for data in files], self.processor, self.soft_id)
         except ValueError as error:
             raise UserError(f"the prompt has {error}") from None
 
@@ -72,6 +72,6 @@ def find_image_prompts(model: Model, tokenizer: Tokenizer, max_pixels: int) -> I
     """Return what reads images for a model; None where it sees none, or its tokenizer has no token for them."""
     if model.vision is None:
         return None
-    form = find_form(model.vision)
-    soft_id = tokenizer.token_to_id(form.soft)
-    return None if soft_id is None else ImagePrompts(form, soft_id, max_pixels)
+    processor = find_processor(model.vision)
+    soft_id = tokenizer.token_to_id(processor.soft)
+    return None if soft_id is None else ImagePrompts(processor, soft_id, max_pixels)

@@ -13,7 +13,7 @@ from tunix.base.errors import UserError
 from tunix.config import Serve
 from tunix.data.chat import ChatTemplate
 from tunix.data.files import BadRow
-from tunix.data.image_forms import find_form
+from tunix.data.image_processors import find_processor
 from tunix.data.image_slots import index_images
 from tunix.data.images import ImageReader, take_images
 from tunix.data.tokenizer import read_chat
@@ -56,9 +56,9 @@ class RequestReader:
         self.name, self.max_length, self.max_answers = name, max_length, max_answers
         self.template: ChatTemplate | None = None
         vision = model.cfg.vision
-        self.form = None if vision is None else find_form(vision)
+        self.processor = None if vision is None else find_processor(vision)
         try:
-            self.template = read_chat(model.tokenizer_files, command.chat_template, self.form)
+            self.template = read_chat(model.tokenizer_files, command.chat_template, self.processor)
         except UserError:
             if command.chat_template is not None:
                 raise
@@ -95,17 +95,17 @@ class RequestReader:
         Raises:
             ApiError: the model sees none, or one cannot be read, or is a file of a folder that is not allowed.
         """
-        if self.form is None:
+        if self.processor is None:
             if any(isinstance(message["content"], list) for message in messages):
                 raise ApiError(400, "parts other than text are not served: the model sees no images", "messages")
             return []
         limits = self.limits
         folders = tuple(str(Path(folder).expanduser().resolve()) for folder in limits.image_folders)
         size = int(limits.max_body_mb * 1e6)  # of images in files too
-        reader = ImageReader(self.form, "/", size, limits.max_image_pixels, folders=folders)
+        reader = ImageReader(self.processor, "/", size, limits.max_image_pixels, folders=folders)
         try:
             references = take_images(messages, [], reader)
-            if len(references) * self.form.min_tokens > self.max_length:
+            if len(references) * self.processor.min_tokens > self.max_length:
                 raise ApiError(
                     400, f"{len(references)} images are more tokens than {self.max_length}", "messages",
                     "context_length_exceeded",
@@ -115,13 +115,13 @@ class RequestReader:
             raise ApiError(400, f"the conversation {error}"[:500], "messages") from None
 
     def _encode_chat(self, text: str, files: list[bytes]) -> tuple[list[int], Images | None]:
-        if self.form is None:
+        if self.processor is None:
             return self.tokenizer.encode(text, add_special_tokens=False).ids, None
-        soft_id = self.tokenizer.token_to_id(self.form.soft)
+        soft_id = self.tokenizer.token_to_id(self.processor.soft)
         try:
-            (text,) = self.form.expand([text], files)
+            (text,) = self.processor.expand([text], files)
             tokens = self.tokenizer.encode(text, add_special_tokens=False).ids
-            return tokens, None if soft_id is None else index_images(tokens, files, self.form, soft_id)
+            return tokens, None if soft_id is None else index_images(tokens, files, self.processor, soft_id)
         except ValueError as error:
             raise ApiError(400, f"the chat template writes {error}", "messages") from None
 

@@ -18,7 +18,7 @@ from tunix.base.progress import announcing
 from tunix.checkpoints.store import describe_unreadable, find_parts, find_storage, reject_damaged_checkpoint
 from tunix.config import Config, Model, pretrained_config
 from tunix.config.saved_runs import COPIED, find_run, read_saved
-from tunix.data.image_forms import find_form
+from tunix.data.image_processors import find_processor
 from tunix.data.tokenizer import Vocab, add_images, load_vocab, read_backend
 from tunix.huggingface.adapter import check_adapter, write_updates
 from tunix.huggingface.adapter_config import read_adapter
@@ -77,8 +77,12 @@ class Pretrained:
         if self.tokenizer_files == self.files:
             return None
         vocab = load_vocab(str(self.tokenizer_files))
-        form = None if self.cfg.vision is None else find_form(self.cfg.vision)
-        return vocab if form is None or vocab.backend.token_to_id(form.soft) is None else add_images(vocab, form)
+        processor = None if self.cfg.vision is None else find_processor(self.cfg.vision)
+        return (
+            vocab
+            if processor is None or vocab.backend.token_to_id(processor.soft) is None
+            else add_images(vocab, processor)
+        )
 
     @property
     def stop_ids(self) -> list[int]:

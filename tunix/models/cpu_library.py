@@ -160,8 +160,8 @@ def _attend_forward(q, k, v, mask, cap):
     return (out, sums), (q, k, v, mask, out, sums)
 
 
-def _attend_backward(cap, kept, gradients):
-    q, k, v, mask, out, sums = kept
+def _attend_backward(cap, saved, gradients):
+    q, k, v, mask, out, sums = saved
     g, g_sums = gradients
     scores = _score(q, k, mask, cap)
     weights = jnp.exp(scores - sums)

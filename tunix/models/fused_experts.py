@@ -139,24 +139,24 @@ def _compute(x, probs, weights, rows, program):
 
 
 def _forward(x, probs, weights, rows, program):
-    y, kept = _forward_round(_take_window(0, probs, rows, program), x, probs, weights, program)
-    kept = jax.tree.map(lambda each: checkpoint_name(each, "product"), kept)
+    y, saved = _forward_round(_take_window(0, probs, rows, program), x, probs, weights, program)
+    saved = jax.tree.map(lambda each: checkpoint_name(each, "product"), saved)
 
     def add_round(number, y):
         window = _take_window(number, probs, rows, program)
         return y + _forward_round(window, x, probs, weights, program)[0]
 
-    return _add_rounds(add_round, y, rows, program), (x, probs, weights, rows, kept)
+    return _add_rounds(add_round, y, rows, program), (x, probs, weights, rows, saved)
 
 
 def _backward(program, residuals, dy):
-    x, probs, weights, rows, kept = residuals
-    gradients = _backward_round(_take_window(0, probs, rows, program), kept, dy, x, probs, weights, program)
+    x, probs, weights, rows, saved = residuals
+    gradients = _backward_round(_take_window(0, probs, rows, program), saved, dy, x, probs, weights, program)
 
     def add_round(number, gradients):
         window = _take_window(number, probs, rows, program)
-        kept = _up_plainly(x, weights, window) if program.blocks is None else _up(x, weights, window, program)[:2]
-        more = _backward_round(window, kept, dy, x, probs, weights, program)
+        saved = _up_plainly(x, weights, window) if program.blocks is None else _up(x, weights, window, program)[:2]
+        more = _backward_round(window, saved, dy, x, probs, weights, program)
         return jax.tree.map(jnp.add, gradients, more)
 
     return (*_add_rounds(add_round, gradients, rows, program), None)
@@ -210,9 +210,9 @@ def _forward_round(window, x, probs, weights, program):
     return _combine(_down(hidden, weights.down, window, program), window, program), (a, b)
 
 
-def _backward_round(window, kept, dy, x, probs, weights, program):
+def _backward_round(window, saved, dy, x, probs, weights, program):
     """Return the gradients of x, probs and weights from the rows of a window; dy [N, D] is that of the result."""
-    a, b = kept
+    a, b = saved
     if program.blocks is None:
         into, out = partial(_up_plainly, window=window), partial(_down_plainly, window=window, program=program)
         d_a, d_b, d_probs, d_down = jax.vjp(out, a, b, probs, weights.down)[1](dy)

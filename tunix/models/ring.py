@@ -53,7 +53,7 @@ class Ranges(NamedTuple):
 
     first: jax.Array  # position in the block of the first key that each query sees; T where it sees none
     end: jax.Array  # position behind the last query that sees each key of the block; 0 where none does
-    is_own: bool
+    is_local: bool
 
 
 def ring_attention(
@@ -91,7 +91,7 @@ def _find_ranges(bounds: Pair, step: Any) -> Ranges:
     end = jnp.clip(end - device * local_tokens, 0, local_tokens)
     # Where the block comes after the own queries, both ranges are empty.
     first, end = jnp.where(owner > device, local_tokens, first), jnp.where(owner > device, 0, end)
-    return Ranges(first, end, is_own=isinstance(step, int) and step == 0)
+    return Ranges(first, end, is_local=isinstance(step, int) and step == 0)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -205,7 +205,7 @@ class FlashRing(NamedTuple):
         first, end = jnp.pad(ranges.first, missing, constant_values=local_tokens), jnp.pad(ranges.end, missing)
         inputs = Inputs(pad_heads(q, dim), pad_heads(k, dim), pad_heads(v, dim), first, end)
         variant = Variant(rows[dim], self.cap, self.blocks is not None, dtype=jnp.float32)
-        if ranges.is_own:
+        if ranges.is_local:
             return inputs, variant._replace(suffix="_own")
         return inputs, variant._replace(num_before=local_tokens, suffix="_before")
 
@@ -223,7 +223,7 @@ class XlaRing(NamedTuple):
         """Return what `FlashRing.attend` does: [B, T, N, H] and [B, N, T]."""
 
         def compute(q, rows, first):
-            scores, mask = self._scores(q, k, rows, first, ranges.is_own)
+            scores, mask = self._scores(q, k, rows, first, ranges.is_local)
             top = jnp.max(jnp.where(mask, scores, MASKED), -1)
             p = jnp.where(mask, jnp.exp2(scores - top[..., None]), 0)
             total = jnp.sum(p, -1)
@@ -247,7 +247,7 @@ class XlaRing(NamedTuple):
 
         def compute(d_block, q, rows, first, log_sums, delta, d_out):
             dk, dv = d_block
-            scores, mask = self._scores(q, k, rows, first, ranges.is_own)
+            scores, mask = self._scores(q, k, rows, first, ranges.is_local)
             p = jnp.where(mask, jnp.exp2(scores - log_sums), 0)
             dv += jnp.einsum("bqkgs,bqkgh->bskh", p.astype(v.dtype), d_out, preferred_element_type=jnp.float32)
             dp = jnp.einsum("bqkgh,bskh->bqkgs", d_out, v, preferred_element_type=jnp.float32)
@@ -278,12 +278,12 @@ class XlaRing(NamedTuple):
         rows = jnp.arange(q.shape[1]).reshape(-1, size)
         return _split_heads(q, k.shape[2]), rows, _split_chunks(ranges.first, size)
 
-    def _scores(self, q: jax.Array, k: jax.Array, rows: jax.Array, first: jax.Array, is_own: bool) -> Pair:
+    def _scores(self, q: jax.Array, k: jax.Array, rows: jax.Array, first: jax.Array, is_local: bool) -> Pair:
         """Return the scores [B, Q, K, G, S] of a chunk, times log2(e), and which of them count, [B, Q, 1, 1, S]."""
         scores = soft_cap(jnp.einsum("bqkgh,bskh->bqkgs", q, k, preferred_element_type=jnp.float32), self.cap)
         keys = jnp.arange(k.shape[1])
         mask = keys >= first[..., None]
-        mask = mask & (keys <= rows[:, None]) if is_own else mask
+        mask = mask & (keys <= rows[:, None]) if is_local else mask
         return scores * LOG2_E, mask[:, :, None, None]
 
 

@@ -49,8 +49,8 @@ def pool_weights(segment_ids: jax.Array, layout: Layout, pooling: str = "last") 
 def pool(hidden: jax.Array, segment_ids: jax.Array, layout: Layout, pooling: str, count: int) -> jax.Array:
     """Return the vectors [B, u, D] float32 of the first `count` documents of each row; zeros where it has fewer."""
     numbers = 1 + jnp.arange(count)
-    is_own = reshard(segment_ids, layout.activation("BT"))[..., None] == numbers
-    weights = pool_weights(segment_ids, layout, pooling)[..., None] * is_own
+    is_local = reshard(segment_ids, layout.activation("BT"))[..., None] == numbers
+    weights = pool_weights(segment_ids, layout, pooling)[..., None] * is_local
     return jnp.einsum(
         "BTu,BTD->BuD",
         weights,

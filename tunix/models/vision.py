@@ -49,7 +49,7 @@ class Images(NamedTuple):
 
     pixels: Any  # uint8: [B, P, y, x, 3] (gemma3), or patches [B, i, 3, a, b], packed and in the order of merging
     image_index: Any  # [B, T] int32: which of the row's soft tokens a token is, or -1
-    grids: Any  # [B, P, 2] int32, units of each image down and across (data/image_forms.py); 0 where there is none
+    grids: Any  # [B, P, 2] int32, units of each image down and across (data/image_processors.py); 0 where there is none
 
 
 class Places(NamedTuple):

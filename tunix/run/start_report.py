@@ -20,7 +20,7 @@ from tunix.config.vision import AnyVision
 from tunix.costs.communication import count_microbatch_rows
 from tunix.costs.rollout import find_rollout_mesh, plan_rollout, read_device_bytes
 from tunix.costs.step import count_teacher_bytes, derive_costs, find_program
-from tunix.data.image_forms import find_form
+from tunix.data.image_processors import find_processor
 from tunix.data.prompts import AnyCorpus
 from tunix.huggingface.config_json import read_num_rows
 from tunix.huggingface.hub import CONFIG, find
@@ -172,7 +172,7 @@ def _describe_vision(cfg: Config, program: Program, vision: AnyVision) -> str:
         number = count(trained[name])
         said.append(f"{name} {count(parts[name]):,} parameters, {f'{number:,} trained' if number else 'frozen'}")
     slots, gflop = cfg.training.images_per_row, tower_flops(cfg.model) / 1e9
-    largest = find_form(vision).describe_largest()
+    largest = find_processor(vision).describe_largest()
     return (
         f"{'; '.join(said)}; {slots} of {largest} a sequence, each {vision.num_patches:,} patches, "
         f"{vision.tokens_per_image} tokens, {gflop:,.3f} GFLOP"

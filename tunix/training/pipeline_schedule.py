@@ -124,7 +124,7 @@ def assign_slots(num_stages: int, num_chunks: int, num_parts: int) -> Slots:
     (_, fill, _), (_, end, _), (_, last, _) = turns.loops
     put, taken = np.zeros((2, last, num_stages), np.int32)
     free = [list(range(num_parts * num_chunks + 1)) for _ in stages]  # heaps: the lowest number comes first
-    kept: list[dict[tuple[int, int], int]] = [{} for _ in stages]
+    saved: list[dict[tuple[int, int], int]] = [{} for _ in stages]
     for now in range(last):
         goes_forward, goes_back = now < end, now >= fill
         (chunks, parts), (back_chunks, back_parts) = turns.forward(now, stages), turns.backward(now, stages)
@@ -132,11 +132,11 @@ def assign_slots(num_stages: int, num_chunks: int, num_parts: int) -> Slots:
             if goes_forward:
                 put[now, stage] = free[stage][0]
                 if 0 <= parts[stage] < num_parts:
-                    kept[stage][chunks[stage], parts[stage]] = heapq.heappop(free[stage])
+                    saved[stage][chunks[stage], parts[stage]] = heapq.heappop(free[stage])
             if goes_back:
                 is_work = 0 <= back_parts[stage] < num_parts
                 last_put = put[min(now, end - 1), stage]
-                taken[now, stage] = kept[stage].pop((back_chunks[stage], back_parts[stage])) if is_work else last_put
+                taken[now, stage] = saved[stage].pop((back_chunks[stage], back_parts[stage])) if is_work else last_put
                 if is_work:
                     heapq.heappush(free[stage], int(taken[now, stage]))
     return Slots(put, taken, int(put.max()) + 1)

@@ -78,8 +78,8 @@ def classification_loss(model: Transformer, batch: Batch, seed: jax.Array | None
             per_token, numbers = jnp.square(error), {"absolute_error": jnp.abs(error)}
         else:
             classes = batch["label_values"].astype(jnp.int32)[..., None]
-            is_own = jnp.arange(len(task.labels)) == classes
-            own = jnp.sum(jnp.where(is_own, scores, 0), -1)
+            is_local = jnp.arange(len(task.labels)) == classes
+            own = jnp.sum(jnp.where(is_local, scores, 0), -1)
             per_token = jax.nn.logsumexp(scores, -1) - own
             numbers = {"accuracy": jnp.argmax(scores, -1) == classes[..., 0]}
         penalty, block_sums = add_block_sums(blocks, jnp.sum(counts, 1))

@@ -1,10 +1,10 @@
-"""Forms of images, by the kind of the tower: what stands for an image in a text, and the pixels that the tower takes.
+"""Image processors, by the kind of the tower: what stands for an image in a text, and the pixels that the tower takes.
 
 An image becomes *units*, arrays of pixels of one shape: the square of gemma3, the patches of qwen3_vl, the tiles of
-smolvlm. Its *grid* says how many there are, down and across. In the text of a conversation an image is the form's
-`mark`, by the chat template. The tokenizer gets in its place what the processor of transformers writes. The units of a
-row's images lie one after the other, and each of them gives the same number of soft tokens: soft token k of a row takes
-result k of the tower.
+smolvlm. Its *grid* says how many there are, down and across. In the text of a conversation an image is the
+`mark` of its processor, by the chat template. The tokenizer gets in its place what that of transformers writes. The
+units of a row's images lie one after the other, and each of them gives the same number of soft tokens: soft token k of
+a row takes result k of the tower.
 """
 
 import io
@@ -41,7 +41,7 @@ class Pixels(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ImageForm:
+class ImageProcessor:
     """How a model sees images; its fields are the keys of `model.vision` that decide it."""
 
     kind: ClassVar[str]
@@ -118,7 +118,7 @@ class ImageForm:
     def decode(self, data: bytes) -> Pixels:
         """Return an image in a file's bytes as the tower takes it.
 
-        Its pixels are those of transformers' processor in its form for Pillow, before it scales them: upright by the
+        Its pixels are those of transformers' processor by Pillow, before it scales them: upright by the
         EXIF tag, transparent parts white, resized by Pillow's filter.
         """
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
@@ -168,7 +168,7 @@ class ImageForm:
 
 
 @dataclass(frozen=True)
-class SquareForm(ImageForm):
+class SquareProcessor(ImageProcessor):
     """An image is one square (Gemma 3). Pan and scan is off."""
 
     kind = "gemma3"
@@ -182,7 +182,7 @@ class SquareForm(ImageForm):
     tokens_per_image: int
 
     @classmethod
-    def of(cls, vision: Gemma3Vision) -> "SquareForm":
+    def of(cls, vision: Gemma3Vision) -> "SquareProcessor":
         return cls(vision.image_size, vision.tokens_per_image)
 
     @property
@@ -214,7 +214,7 @@ MAX_RATIO = 200  # of the sides of an image in any size, as in transformers
 
 
 @dataclass(frozen=True)
-class PatchForm(ImageForm):
+class PatchProcessor(ImageProcessor):
     """An image keeps its shape, and its units are patches (Qwen 3 VL): squares of merge_size x merge_size patches come
     one after the other, as their results are merged."""
 
@@ -230,7 +230,7 @@ class PatchForm(ImageForm):
     max_pixels: int
 
     @classmethod
-    def of(cls, vision: Qwen3Vision) -> "PatchForm":
+    def of(cls, vision: Qwen3Vision) -> "PatchProcessor":
         return cls(vision.patch_size, vision.merge_size, vision.min_pixels, vision.max_pixels)
 
     @property
@@ -302,7 +302,7 @@ def _round_up(number: int, unit: int) -> int:
 
 
 @dataclass(frozen=True)
-class TileForm(ImageForm):
+class TileProcessor(ImageProcessor):
     """An image is cut into tiles, which are its units; the last one shows all of it (SmolVLM, Idefics 3)."""
 
     kind = "smolvlm"
@@ -317,7 +317,7 @@ class TileForm(ImageForm):
     tiles_per_side: int
 
     @classmethod
-    def of(cls, vision: SmolVision) -> "TileForm":
+    def of(cls, vision: SmolVision) -> "TileProcessor":
         return cls(vision.image_size, vision.tokens_per_tile, vision.tiles_per_side)
 
     @property
@@ -392,11 +392,11 @@ class TileForm(ImageForm):
         return f"{tiles}{write_tile('global-img')}{self.end}"
 
 
-FORMS: dict[str, Any] = {form.kind: form for form in (SquareForm, PatchForm, TileForm)}
+FORMS: dict[str, Any] = {processor.kind: processor for processor in (SquareProcessor, PatchProcessor, TileProcessor)}
 
 
-def find_form(vision: AnyVision) -> ImageForm:
-    """Return the form that a tower takes."""
+def find_processor(vision: AnyVision) -> ImageProcessor:
+    """Return the processor of a tower's images."""
     return FORMS[vision.kind].of(vision)
 
 
