@@ -22,28 +22,34 @@ SHORT = ["training.seq_len=32", "training.loss_chunk_size=32"]
 
 @pytest.fixture
 def files(tmp_path, monkeypatch):
-    """What the examples name."""
     monkeypatch.chdir(tmp_path)
-    write_corpus(tmp_path / "notes", 6)
+    write_files(tmp_path)
+    return tmp_path
+
+
+def write_files(folder):
+    """Write what the examples name."""
+    write_corpus(folder / "notes", 6)
     text = "some words " * 60
-    (tmp_path / "web").mkdir()
-    (tmp_path / "web" / "a.jsonl.gz").write_bytes(gzip.compress(f"{json.dumps({'content': text})}\n".encode() * 9))
-    (tmp_path / "table.csv").write_text("body\n" + f"{text}\n" * 9)
+    (folder / "web").mkdir()
+    (folder / "web" / "a.jsonl.gz").write_bytes(gzip.compress(f"{json.dumps({'content': text})}\n".encode() * 9))
+    (folder / "table.csv").write_text("body\n" + f"{text}\n" * 9)
     if find_spec("pyarrow"):
         from pyarrow import Table, parquet
 
-        parquet.write_table(Table.from_pylist([{"body": text}] * 9), "table.parquet")
+        parquet.write_table(Table.from_pylist([{"body": text}] * 9), folder / "table.parquet")
     tokens = np.full(2000, 9, np.uint16)
     tokens[99::100] = 2
-    tokens.tofile("train.bin")
-    load_corpus(compose([*SHORT, "data=text", "data.paths=[notes]"]).config).tokenizer.save("tokenizer.json")
+    tokens.tofile(folder / "train.bin")
+    load_corpus(compose([*SHORT, "data=text", f"data.paths=[{folder}/notes]"]).config).tokenizer.save(
+        str(folder / "tokenizer.json")
+    )
     talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": text}]
-    (tmp_path / "talk.jsonl").write_text(f"{json.dumps({'messages': talk, 'q': 'hi', 'a': text})}\n" * 9)
+    (folder / "talk.jsonl").write_text(f"{json.dumps({'messages': talk, 'q': 'hi', 'a': text})}\n" * 9)
     (own,) = re.findall(r"```yaml\n# (\S+)\n(.*?)```", PAGE, re.DOTALL)
-    (tmp_path / own[0]).parent.mkdir(parents=True)
-    (tmp_path / own[0]).write_text(own[1])
-    (tmp_path / "talk.csv").write_text("system_prompt,user_prompt,prediction\n" + f"Be brief,hi,{text}\n" * 9)
-    return tmp_path
+    (folder / own[0]).parent.mkdir(parents=True)
+    (folder / own[0]).write_text(own[1])
+    (folder / "talk.csv").write_text("system_prompt,user_prompt,prediction\n" + f"Be brief,hi,{text}\n" * 9)
 
 
 @pytest.mark.parametrize("command", COMMANDS)

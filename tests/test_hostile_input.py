@@ -17,8 +17,9 @@ from support.harness import ONE_LAYER, ROOT, SMALL, cli
 
 from tunix.base.dotted_path import blame_user, import_object
 from tunix.base.errors import UserError, is_masked, mask_secrets, mask_values, mask_variables
-from tunix.base.files import is_plain, open_lines, read_yaml
+from tunix.base.files import find_writable, is_plain, open_lines, read_yaml
 from tunix.base.text import as_text
+from tunix.checkpoints.folders import Folder
 from tunix.data.chat import ChatTemplate
 from tunix.data.documents import BadRow, _read_messages
 from tunix.generate import _read_rows
@@ -100,6 +101,11 @@ def test_a_torn_last_line_is_cut_off(kept, tmp_path):
 def test_a_folder_in_the_place_of_a_file(tmp_path):
     with pytest.raises(UserError, match=r"cannot be written .Is a directory"):
         open_lines(tmp_path)
+    with pytest.raises(UserError, match="^output=/proc/x cannot be written .No such file or directory.; name another"):
+        find_writable("output", "/proc/x")
+    (tmp_path / "checkpoints").write_text("")
+    with pytest.raises(UserError, match="^checkpoints cannot be written to .*/checkpoints: a file is in the way$"):
+        Folder(tmp_path / "checkpoints").open()
 
 
 SIGNED = "https://me:p%40ss@h/x.jsonl?X-Amz-Credential=AKIA1&X-Amz-Signature=abc123&versionId=7#part"

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from support import installs
 from support.harness import ROOT
 
 import tunix
+from tunix import parity
 from tunix.base.errors import UserError
 from tunix.parity import _compare_gradients, compare, make_tiny, show
 
@@ -60,6 +62,20 @@ def test_mistakes(tmp_path):
         make_tiny(tmp_path, tmp_path / "out", "/nowhere/python")
     with pytest.raises(UserError, match="--python false has not made a model of .*: it says nothing"):
         make_tiny(tmp_path, tmp_path / "out", "false")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--tolerance", "nan"], "--tolerance nan must be 0 or more"),
+        (["--family", "gema3"], "there is no family gema3; did you mean gemma3?"),
+        (["--keep", "/proc/tiny"], "--keep=/proc/tiny cannot be written (No such file or directory)"),
+    ],
+)
+def test_mistakes_are_found_before_a_model_is_made(words, said, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["parity", str(tmp_path), "--python", "/nowhere/python", *words])
+    assert parity.main() == 2
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.nightly

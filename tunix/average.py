@@ -58,6 +58,8 @@ def list_sources(command: Average) -> list[str]:
         if command.steps is None:
             raise UserError(f"checkpoint={command.checkpoint} needs steps; give the folder of a run{hint}")
         sources = [folder for _, folder in find_checkpoints(command.checkpoint, command.steps, "steps", hint)]
+    if twice := next((each for each in sources if sources.count(each) > 1), None):
+        raise UserError(f"{twice} is named twice; name each checkpoint once, and give it more weight by shares=[...]")
     if len(sources) < 2:
         raise UserError(f"an average needs two checkpoints or more, {len(sources)} given: {', '.join(sources)}")
     return sources

@@ -301,9 +301,9 @@ def _check_space(job: Job) -> Iterator[Finding]:
 
 
 def find_existing(folder: Path) -> Path:
-    """Return the folder, or the nearest folder above it that exists."""
+    """Return the folder, or the nearest place above it that exists: a folder, or a file that is in its way."""
     folder = folder.absolute()
-    return next(path for path in (folder, *folder.parents) if path.is_dir())
+    return next(path for path in (folder, *folder.parents) if path.exists())
 
 
 # Checks between processes: clocks, shared files, versions, and the speed of the links between devices.
@@ -586,6 +586,7 @@ def main() -> int:
 
     def work() -> int:
         job = compose.compose(add_search_path(args.overrides, args.config_dir))
+        compose.reject_missing_inputs(job)
         with _stdout_as_stderr():
             diagnosis = examine(job)
         if not diagnosis.joined or peers.is_main():

@@ -19,7 +19,7 @@ from safetensors.numpy import save_file
 from tunix.base.buckets import is_address, is_bucket, list_names, upload
 from tunix.base.digests import FILE, list_files, write_digests
 from tunix.base.errors import UserError
-from tunix.base.files import read_json, replacing
+from tunix.base.files import describe_refusal, read_json, replacing
 from tunix.base.forms import sign
 from tunix.base.progress import announcing
 from tunix.base.text import flat
@@ -105,7 +105,7 @@ def _export_state(command: Export) -> str:
             with replacing(output) as new:
                 save_file(arrays, new, metadata=texts)
         except OSError as error:
-            raise UserError(f"output={output} cannot be written: {error.strerror or error}") from None
+            raise UserError(f"output={output} cannot be written: {describe_refusal(error)}") from None
         size = sum(array.nbytes for array in arrays.values())
         return f"{output}: the state after step {step}, {len(arrays)} arrays, {size / 1e9:.3f} GB"
 
@@ -154,7 +154,7 @@ def write_export(
             kind = "adapter" if adapter else "export"
             peers.on_main(lambda: write_digests(folder, list_files(folder), **sign(kind)), "writing the digests")
     except OSError as error:
-        raise UserError(f"output={output} cannot be written: {error.strerror}") from None
+        raise UserError(f"output={output} cannot be written: {describe_refusal(error)}") from None
     return f"{output}: {line}"
 
 

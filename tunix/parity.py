@@ -23,8 +23,10 @@ from rich.table import Table
 from safetensors.numpy import load_file
 
 from tunix.base.errors import UserError
+from tunix.base.files import find_writable
 from tunix.base.text import print_table
 from tunix.config.layers import ExpertsMlp
+from tunix.huggingface.table import find_family
 from tunix.huggingface.weights import save_weights
 from tunix.inference.pretrained import Pretrained, load_pretrained
 from tunix.inference.sampling import Sampling
@@ -181,6 +183,12 @@ def main() -> int:
             raise UserError(f"give a Python that has torch and transformers: --python PYTHON, or {VARIABLE}=PYTHON")
         if arguments.keep is not None and arguments.keep.exists():
             raise UserError(f"--keep {arguments.keep} exists already; name a new folder")
+        if arguments.keep is not None:
+            find_writable("--keep", str(arguments.keep))
+        if not arguments.tolerance >= 0:
+            raise UserError(f"--tolerance {arguments.tolerance} must be 0 or more")
+        if arguments.family is not None:
+            find_family(arguments.family)
         jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
         jax.config.update("jax_platforms", "cpu")
         with tempfile.TemporaryDirectory(prefix="tunix-parity-") as place:

@@ -53,6 +53,7 @@ def play(command: Play) -> None:
         play_by_checkpoint(command)
         return
     if command.environment is None:
+        compose([*command.overrides])  # a key that is none is the reason
         raise UserError("nothing is to be played; give environment=NAME, or checkpoint=RUN")
     if texts := [word for word in command.overrides if is_sampling(word)]:
         raise UserError(f"{texts[0]}: nothing is drawn where you play; add checkpoint=RUN, or leave it out")

@@ -67,6 +67,8 @@ def serve(command: Serve) -> None:
     """Load the model, and answer requests until SIGTERM or Ctrl-C; those that run then are answered."""
     if jax.process_count() > 1:
         raise UserError("tunix.serve runs in one process; mesh_shape spreads the model over the devices of its host")
+    if missing := [folder for folder in command.server.image_folders if not Path(folder).expanduser().is_dir()]:
+        raise UserError(f"server.image_folders: there is no folder {missing[0]}")
     sock = open_socket(command.server.host, command.server.port)  # before the model is loaded, which takes minutes
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))  # while the model is loaded; `_run` takes over
     source = command.checkpoint, command.dtype, command.mesh_shape, command.weights

@@ -17,8 +17,10 @@ from tunix import doctor
 from tunix import doctor as machine
 from tunix import doctor as software
 from tunix import doctor as together
+from tunix.base.errors import UserError
 from tunix.config.compose import compose
-from tunix.doctor import Finding
+from tunix.doctor import Finding, find_existing
+from tunix.processes.peers import find_blind
 
 
 def of(check: str, found) -> list[tuple[str, str]]:
@@ -89,11 +91,12 @@ def test_alone_and_as_text(tmp_path, monkeypatch, capsys):
     ("more", "code", "message"),
     [
         (["training.seq_length=4"], 2, "did you mean training.seq_len?"),
+        (["data=text", "data.paths=[nowhere]"], 2, "data.paths: nowhere does not exist"),
         (["model.mesh_shape=[[16],[fsdp]]"], 1, "fsdp=16 needs 16 devices"),
         (["distributed.coordinator_address=nowhere.invalid:1", "distributed.num_processes=2", "distributed.process_id=1"],
          1, "host nowhere.invalid is unknown here"),
     ],
-    ids=["key", "mesh", "coordinator"],
+    ids=["key", "data", "mesh", "coordinator"],
 )  # fmt: skip
 def test_wrong_input(more, code, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
@@ -176,6 +179,13 @@ def test_names_of_variables():
         ("warning", "NCCL_IB_DISABLE=1: nodes talk over TCP in place of InfiniBand"),
         ("ok", "NCCL_ALGO=Ring, NCCL_IB_DISABLE=1, XLA_PYTHON_CLIENT_MEM_FRACTION=.9"),
     ]  # fmt: skip
+
+
+def test_a_file_in_the_way_of_the_runs_folder(tmp_path):
+    (tmp_path / "file").write_text("")
+    assert find_existing(tmp_path / "file" / "run") == tmp_path / "file"
+    with pytest.raises(UserError, match="file cannot be written: Not a directory"):
+        find_blind(find_existing(tmp_path / "file" / "run"))
 
 
 def test_what_is_short(tmp_path, monkeypatch):

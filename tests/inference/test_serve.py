@@ -500,6 +500,8 @@ def test_settings_that_are_refused(hf_dir):
         pytest.raises(UserError, match="cannot be used: Address already"),
     ):
         open_socket("127.0.0.1", taken.getsockname()[1])
+    with pytest.raises(UserError, match="server.image_folders: there is no folder nowhere$"):
+        serve(read_settings(Serve, [f"checkpoint={hf_dir}", "server.image_folders=[nowhere]"]))
 
 
 # The command.

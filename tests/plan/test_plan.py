@@ -547,6 +547,7 @@ def test_a_kind_of_ones_own(run, tmp_path):
         (["plan.topology=h200"], "plan.topology=h200: expected KIND:GPUS or KIND:NODESxGPUS like h200:8"),
         (["plan.topology=h200:4x"], "plan.topology=h200:4x: expected KIND:GPUS"),
         (["plan.topology=h200:0"], "plan.topology=h200:0: expected KIND:GPUS"),
+        (["plan.topology=h200:10000000x8"], "plan.topology=h200:10000000x8: expected at most 1,000,000 devices"),
         (["plan.topology=h20:8"], "there is no kind h20; kinds are a100, b200, h100, h100_pcie, h200, l40s, or FILE.yaml; did you mean h200?"),
         (["plan.topology=none.yaml:8"], "none.yaml cannot be read: No such file"),
         (["plan.topologie=h200:8"], "did you mean plan.topology?"),

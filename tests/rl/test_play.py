@@ -67,6 +67,7 @@ def test_data_by_hand(tmp_path, monkeypatch, capsys):
     ("words", "overrides", "message"),
     [
         ([], [], "nothing is to be played; give environment=NAME"),
+        ([], ["enviroment=calculator"], "unknown key enviroment"),
         ([CHATTY], [], "reset takes the column question, which the data lack"),
         (["environment=calculator"], ["sampling.temperature=1"], "nothing is drawn where you play"),
         (["environment=calculator"], ["task=sft"], "task=sft"),

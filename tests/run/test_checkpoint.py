@@ -482,6 +482,8 @@ def test_checkpoints_are_averaged(finished, tmp_path, monkeypatch):
 
     for words, message in (
         (["steps=[3,5]"], "has no checkpoint of 5; it has 3, 6"),
+        (["steps=[3,3]"], "checkpoints/3 is named twice; name each checkpoint once"),
+        (["steps=[0,3]"], "^steps.0=0: expected a number of at least 1$"),
         (["steps=[3]"], "an average needs two checkpoints or more, 1 given"),
         (["steps=all", "shares=[1]"], "has 1 numbers for 2 checkpoints"),
         ([], r"give the folder of a run and steps=\[300,400\]"),

@@ -182,6 +182,11 @@ def find_way_out(error: OSError, otherwise: str) -> str:
     return WAYS_OUT.get(error.errno or 0) or next(by_text, otherwise)
 
 
+def describe_refusal(error: OSError) -> str:
+    """Return why a folder cannot be made. Python says "File exists" where a file is in its way."""
+    return "a file is in the way" if isinstance(error, FileExistsError) else error.strerror or str(error)
+
+
 def make_once(target: Path, make: Callable[[Path], object], key: str = "loading.cache_dir") -> Path:
     """Return `target`, made by `make(path)` if it is not there yet. Of two processes that make it, one wins.
 
@@ -210,6 +215,8 @@ def find_writable(key: str, name: str) -> Path:
         raise UserError(f"{key}={path}: there is no folder {path.parent}")
     if path.is_dir():
         raise UserError(f"{key}={path} is a folder; name a file to write")
-    if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
-        raise UserError(f"{key}={path} is write-protected; name another file")
-    return path
+    try:  # to write is the one way to know: disks are full or read-only, and root may do everything else
+        with path.open("ab") if path.exists() else tempfile.TemporaryFile(dir=path.absolute().parent):
+            return path
+    except OSError as error:
+        raise UserError(f"{key}={path} cannot be written ({error.strerror}); name another file") from None

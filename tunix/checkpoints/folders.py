@@ -31,7 +31,7 @@ from etils import epath  # Orbax's kind of path
 from tunix.base import digests
 from tunix.base.digests import FILE, Damaged, check_files, list_files, read_digests, write_digests
 from tunix.base.errors import UserError
-from tunix.base.files import is_whole_number, list_numbers
+from tunix.base.files import describe_refusal, is_whole_number, list_numbers
 from tunix.checkpoints.bucket import name_array
 from tunix.processes import peers
 from tunix.sharding.arrays import from_main, to_main
@@ -58,7 +58,10 @@ class Folder:
         self.folder = folder
 
     def open(self) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"checkpoints cannot be written to {self.folder}: {describe_refusal(error)}") from None
         for path in self.folder.glob(f"*{UNFINISHED}"):
             if is_whole_number(path.name.removesuffix(UNFINISHED)):
                 shutil.rmtree(path)

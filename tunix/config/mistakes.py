@@ -302,6 +302,10 @@ def validate(section: type[S], values: dict[Any, Any], *above: str) -> S:
             below = [other["loc"] for other in errors.errors() if len(other["loc"]) > len(error["loc"])]
             if error["type"] == "too_short" and any(loc[: len(error["loc"])] == error["loc"] for loc in below):
                 continue  # an entry that is wrong does not count for pydantic
+            if error["type"] == "literal_error" and isinstance(error["input"], list | tuple):
+                above_type = error["loc"][:-1]
+                if any(loc[: len(above_type)] == above_type for loc in below):
+                    continue  # the value is a list, and one of its entries is wrong
             mistake = _explain({**error, "loc": (*above, *error["loc"])})
             by_location.setdefault(mistake.prefix or mistake.message, []).append(mistake)
         raise UserError("\n".join(map(_join, by_location.values()))) from None

@@ -100,6 +100,9 @@ class Cluster:
         return f"{self.num_nodes} x {self.per_node} {self.kind.name}"
 
 
+MAX_DEVICES = 1_000_000  # of a cluster
+
+
 def read_topology(text: str, network: str | None = None) -> Cluster:
     """Read `h200:8` (devices) or `h200:32x8` (nodes x devices); the kind may be the path of a YAML file.
 
@@ -113,6 +116,8 @@ def read_topology(text: str, network: str | None = None) -> Cluster:
     if not name or len(numbers) > 2 or not all(number.isdecimal() and int(number) for number in numbers):
         raise UserError(f"plan.topology={text}: expected KIND:GPUS or KIND:NODESxGPUS like h200:8 or h200:32x8")
     nodes, per_node = map(int, numbers if len(numbers) == 2 else ("1", *numbers))
+    if nodes * per_node > MAX_DEVICES:
+        raise UserError(f"plan.topology={text}: expected at most {MAX_DEVICES:,} devices")
     kind = _load_kind(name)
     return Cluster(replace_network(kind, network) if network else kind, nodes, per_node)
 

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from tunix.base.dotted_path import import_object, is_dotted
+from tunix.base.errors import UserError, did_you_mean
 from tunix.huggingface import gemma
 from tunix.huggingface.families import (
     ALL_LOCAL,
@@ -385,6 +386,11 @@ FAMILIES: dict[str, Family] = {
 
 def find_family(name: str) -> Family:
     """Return the family of a name in `FAMILIES`, or of a dotted path."""
+    if not is_dotted(name) and name not in FAMILIES:
+        raise UserError(
+            f"there is no family {name}{did_you_mean(name, list(FAMILIES))}; name one of docs/families.md, or one of "
+            "your own: package.module:name"
+        )
     found = import_object(name, Family) if is_dotted(name) else FAMILIES[name]
     assert isinstance(found, Family)
     return found
