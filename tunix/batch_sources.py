@@ -23,7 +23,7 @@ from tunix.data.sample_order import BEGINNING, DataSchedule, Position, Samples
 from tunix.data.table import DOCUMENTS
 from tunix.inference.rollout import Request, Sampler
 from tunix.inference.sampling import Sampling, find_stop_ids
-from tunix.inference.teacher import load_teacher
+from tunix.inference.teacher import give_logits, load_teacher
 from tunix.processes import peers
 from tunix.processes.watchdog import Watchdog
 from tunix.rl.engine_rewards import EngineRewards
@@ -93,12 +93,15 @@ class CorpusFeed:
     def __init__(self, cfg: Config, corpus: Corpus, program: Program, mesh: Mesh, watchdog: Watchdog):
         self.cfg, self.corpus, self.program, self.mesh = cfg, corpus, program, mesh
         self.slots = find_slots(cfg)
-        params = load_teacher(program, mesh, corpus.tokenizer)
+        # As long as a forward pass over all data takes, so without a limit of time.
+        with watchdog.phase("computing the teacher's logits", math.inf):
+            is_offline = give_logits(cfg, corpus, program, mesh) is not None
+        params = None if is_offline else load_teacher(program, mesh, corpus.tokenizer)
         self.shared = {} if params is None else {TEACHER: params}
         fields = find_loss_kind(cfg).fields
         self.samples: TrainBatches = TrainBatches(corpus.train, cfg, program.choices.batch, mesh, fields)
         info = cfg, corpus, program.arch, mesh, program.batch.num_rows
-        teacher = (program.teacher, params) if program.teacher and params else None
+        teacher = (program.teacher, params) if program.teacher else None
         self.held_out = HeldOut(*info, teacher=teacher) if corpus.num_held_out else None
         self.sets: dict[str, Evaluator] = {name: HeldOut(*info, name, teacher) for name in corpus.sets}
         self.sets |= make_choices(cfg, corpus.vocab, program.arch, mesh, program.batch.num_rows)

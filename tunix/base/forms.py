@@ -28,6 +28,7 @@ CACHE_FORMS = {
     "tokenizers": 1,  # trained ones (data/tokenize.py)
     "packing": 1,  # which pieces of documents a sequence has (data/packing.py)
     "reference": 2,  # log-probabilities of pairs under the model of step 0 (rl/reference.py)
+    "teacher": 1,  # likeliest tokens of a teacher (data/teacher_logits.py)
     "programs": 1,  # compiled ones, in JAX's form, whose names hold JAX's own version (run/compiling.py)
     "buckets": 1,  # copies of objects (base/buckets.py), and stand-ins of checkpoints (config/saved_runs.py)
 }
@@ -37,6 +38,7 @@ FORMS = {
     "export": 1,  # what is not in Hugging Face's own form (export.py)
     "adapter": 1,  # what is not in PEFT's own form (export.py)
     "corpus": CACHE_FORMS["tokens"],  # the folder that `prepare` leaves
+    "teacher": CACHE_FORMS["teacher"],  # and that of a teacher's logits
 }
 KEY = "written_by"
 

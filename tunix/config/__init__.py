@@ -133,6 +133,12 @@ class Config(Section):
         if isinstance(self.task, Grpo):
             self._check_grpo(self.task)
         for number, stage in enumerate(self.training.batch_stages):
+            if stage.seq_len is not None and self.task.offline_top_k is not None:
+                raise ValueError(
+                    f"training.batch_stages.{number}.seq_len={stage.seq_len} cuts sequences that the teacher of "
+                    f"task.teacher_top_k={self.task.offline_top_k} has read whole; leave seq_len out, or set "
+                    "task.teacher_top_k=null"
+                )
             if stage.seq_len is not None and self.task.documents != "text":
                 raise ValueError(
                     f"training.batch_stages.{number}.seq_len={stage.seq_len} would cut a {self.task.documents} of "

@@ -10,17 +10,18 @@ The values of the section `model` come from three places:
 import re
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from omegaconf import OmegaConf
-from pydantic import TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 from yaml import YAMLError
 
 from tunix.base.buckets import is_address, join
-from tunix.base.config_types import CONF
+from tunix.base.config_types import CONF, Count, Positive
 from tunix.base.dotted_path import is_dotted
 from tunix.base.errors import UserError
-from tunix.base.files import list_numbers
+from tunix.base.files import list_numbers, read_json
+from tunix.base.forms import reject_newer_form
 from tunix.config import Model, Tokenizer
 from tunix.config.mistakes import reject_newer, validate
 from tunix.config.model import list_keys_outside
@@ -251,11 +252,64 @@ def fill_teacher(task: dict[Any, Any]) -> None:
         UserError: it names neither a run nor a model.
     """
     source = str(task["teacher"])
+    if (info := read_logits_info(source)) is not None:
+        if "teacher_top_k" not in task:
+            raise UserError(
+                f"{TEACHER}={source} holds logits of documents, and task={task['name']} learns from answers of its "
+                "own; give the model that made them"
+            )
+        if task["teacher_top_k"] not in (None, info.top_k):
+            raise UserError(
+                f"{TEACHER}={source} was made with task.teacher_top_k={info.top_k}, not {task['teacher_top_k']}; leave "
+                "it out"
+            )
+        task |= {"teacher": str(Path(source).expanduser().resolve()), "teacher_top_k": info.top_k}
+        return
     if run := find_run(source, TEACHER):
         folder, step = run
         root = split_step(source)[0] if is_address(source) else str(folder.resolve())
         task["teacher"] = _name_checkpoint(root, folder, step)
     read_teacher(str(task["teacher"]))
+
+
+LOGITS_FILE = "teacher_logits.json"
+
+
+class LogitsInfo(BaseModel):
+    """What the logits in a folder are, and what they were made of (data/teacher_logits.py)."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    top_k: Count
+    temperature: Positive
+    dtype: Literal["float16", "float32"]  # of their log-probabilities
+    num_rows: Count  # of the vocabulary, that both models have
+    rows_per_piece: Count
+    teacher: str  # digest of its files
+    tokenizer: str  # digest
+    seq_len: Count
+    packing: str
+    images: str  # their sizes and slots; empty without images
+
+
+def read_logits_info(source: str) -> LogitsInfo | None:
+    """Return what a folder of a teacher's logits says of itself; None where `source` is none.
+
+    Raises:
+        UserError: its file is damaged, or of a newer version.
+    """
+    path = Path(source).expanduser() / LOGITS_FILE
+    if not path.is_file():
+        return None
+    record = read_json(path)
+    reject_newer_form(record, path)
+    try:
+        return LogitsInfo.model_validate(record)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise UserError(
+            f"{TEACHER}: {path} is damaged ({'.'.join(map(str, first['loc']))}: {first['msg']}); make it again"
+        ) from None
 
 
 def fill_reward_models(task: dict[Any, Any]) -> None:

@@ -73,6 +73,11 @@ class Task(Section):
         """Names of the numbers that the model gives in the place of logits (`model.labels`); None for logits."""
         return None
 
+    @property
+    def offline_top_k(self) -> int | None:
+        """Tokens of each position that a teacher on disk has; None without one."""
+        return None
+
     def cycle(self, num_sequences: int) -> Cycle:
         """Return what is read at one time for steps of `num_sequences` sequences."""
         return Cycle(num_sequences, 1)
@@ -91,7 +96,7 @@ class Taught(Task):
 
     teacher: str | None
     """A run's folder, or a folder or an ID of Hugging Face's: a model with the same tokenizer, of any family; null for
-    none."""
+    none. With task.teacher_top_k also the folder of its logits that another run, or tunix.prepare, has written."""
     teacher_beta: Share
     """Divergence from the teacher: KL(teacher || model) (0), KL(model || teacher) (1), or between them the generalized
     Jensen-Shannon divergence (GKD, arXiv:2306.13649)."""
@@ -117,6 +122,22 @@ class Distilled(Taught):
     """Weight of the divergence from the teacher; the cross entropy has the rest. 1 learns from the teacher alone."""
     teacher_temperature: Positive
     """Logits of both models are divided by it in the divergence (arXiv:1503.02531)."""
+    teacher_top_k: Count | None
+    """Tokens of each learnt position that are likeliest for the teacher: it runs once, before the first step, writes
+    their probabilities into loading.cache_dir, and is not kept in memory. null keeps it beside the model."""
+
+    @property
+    def offline_top_k(self) -> int | None:
+        return self.teacher_top_k
+
+    @model_validator(mode="after")
+    def _check_top_k(self) -> "Distilled":
+        if self.teacher_top_k is not None and self.teacher is None:
+            raise ValueError(
+                f"task.teacher_top_k={self.teacher_top_k} is of a teacher, and task.teacher=null; give "
+                "task.teacher=RUN, or leave it out"
+            )
+        return self
 
 
 class Pretrain(Distilled):

@@ -50,6 +50,7 @@ from tunix.training.logprobs import count_chunk_positions
 from tunix.training.loss import find_loss_kind, make_loss
 from tunix.training.program import Program, assemble
 from tunix.training.state import Architecture, Weight, abstract_params, describe
+from tunix.training.teacher import Teacher
 
 
 class FusedWork(NamedTuple):
@@ -216,13 +217,14 @@ def count_state_bytes(program: Program) -> dict[str, int]:
         "optimizer": bytes_per_device([program.abstract["opt_state"], program.abstract.get("copies", {})]),
         "gradients": _count_gradient_bytes(program),
         "gathered": _count_gathered_bytes(program),
-        **({"teacher": count_teacher_bytes(program)} if program.teacher else {}),
+        **({"teacher": count_teacher_bytes(program)} if isinstance(program.teacher, Teacher) else {}),
     }
 
 
 def count_teacher_bytes(program: Program) -> int:
-    """Return the bytes of one device for the teacher between two uses; 0 without one."""
-    return bytes_per_device(program.teacher.abstract_params(program.mesh)) if program.teacher else 0
+    """Return the bytes of one device for the teacher between two uses; 0 without one in memory."""
+    teacher = program.teacher
+    return bytes_per_device(teacher.abstract_params(program.mesh)) if isinstance(teacher, Teacher) else 0
 
 
 def _count_gathered_bytes(program: Program) -> int:
@@ -341,7 +343,7 @@ def count_activation_bytes(program: Program) -> int:
     def count_logit_bytes(num_rows: int, num_tokens: int) -> float:
         """Return the bytes of a chunk's logits in float32, and of part of their gradient, for each row."""
         chunk_size = program.cfg.training.loss_chunk_size
-        num_models = 2 if program.abstract_shared else 1  # a teacher in the loss has logits too
+        num_models = 2 if program.teacher and program.teacher.in_loss else 1  # a teacher in the loss has logits too
         return 1.75 * num_models * count_chunk_positions(chunk_size, num_rows, num_tokens) * num_outputs * 4
 
     num_rows, residual = program.choices.batch.sequences_per_shard, _count_residual_bytes(program)
@@ -444,7 +446,7 @@ def _count_residual_bytes(program: Program) -> int:
     step = cfg.training.model_dump_json(include=set(StepKeys.model_fields))
     # Each data shard has its own sequences, so the axes that split the batch change nothing of one sequence.
     others = (size for axis, size in program.mesh.shape.items() if axis not in data_axes())
-    task = cfg.task.model_dump_json() if program.abstract_shared else ""
+    task = cfg.task.model_dump_json() if program.teacher and program.teacher.in_loss else ""
     images = cfg.training.images_per_row if cfg.model.vision is not None else 0
     key = (model, step, length, images, layout, program.choices.remat, task, *others)
     if key not in _known_residual_bytes:
@@ -471,7 +473,7 @@ def _trace_residuals(program: Program) -> int:
     # Where what is kept waits in the host's memory, what blocks take does too: the rest is outside of blocks.
     arch = describe(cfg.model, layout, Remat("full") if remat.on_host else remat)
     teacher, loss_fn = program.teacher, program.loss_fn
-    if teacher is not None and teacher.in_loss:
+    if isinstance(teacher, Teacher) and teacher.in_loss:
         plain = describe(teacher.arch.model, replace(teacher.arch.layout, kernels=kernels_of(teacher.arch.layout)))
         loss_fn = make_loss(cfg, replace(teacher, arch=plain))
 
@@ -495,7 +497,9 @@ def _trace_residuals(program: Program) -> int:
 
         return jax.vjp(see, arch.trained(params))[1]
 
-    sizes = [*program.dims.values(), *(teacher.arch.model.dims.values() if teacher else ())]
+    sizes = [*program.dims.values()]
+    if teacher is not None:
+        sizes += teacher.arch.model.dims.values() if isinstance(teacher, Teacher) else [teacher.top_k]
     prime = next(prime for prime in MARKS if all(size % prime for size in sizes if size))
     # What is kept of a sequence grows with its tokens. The plain attention is a piece of program for each block of
     # queries, so a long sequence takes long to trace: a part of it is traced, and counted several times.

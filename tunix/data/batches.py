@@ -45,10 +45,12 @@ class Field(NamedTuple):
     make: Callable[[Example], np.ndarray] | None = None
     padding: int = 0  # of a sequence of nothing but padding
     sizes: tuple[tuple[str, int], ...] = ()  # of dimensions beside A, B and T, by their letters
+    per_token: int = 1  # numbers of each token, side by side in the dimension T
 
     def shape(self, batch: BatchShape) -> tuple[int, ...]:
         """Return the shape of the field of a whole batch."""
         sizes = dict(zip("ABT", batch, strict=True)) | dict(self.sizes)
+        sizes["T"] *= self.per_token
         return tuple(sizes[dim_name] for dim_name in self.dims)
 
 
@@ -304,13 +306,20 @@ class PrefetchReader:
         self.batches.close()
 
 
-def read_held_out(sequences: grain.MapDataset, num_sequences: int, num_rows: int, rows: list[int]) -> Example:
+def choose_held_out(num_held_out: int, num_sequences: int) -> list[int]:
+    """Return the numbers of at most `num_sequences` sequences, spread evenly over the held-out ones."""
+    count = min(num_sequences, num_held_out)
+    return [index * num_held_out // count for index in range(count)]
+
+
+def read_held_out(sequences: Sequence[Example], num_sequences: int, num_rows: int, rows: list[int]) -> Example:
     """Return sequences spread evenly over the held-out ones as [batches, rows, T]; padding fills up the last batch.
 
     A batch has `num_rows` rows over the whole mesh, of which this process reads `rows`. Which sequences are read does
     not depend on the mesh.
     """
-    count = min(num_sequences, len(sequences))
+    chosen = choose_held_out(len(sequences), num_sequences)
+    count = len(chosen)
     if count == 0:
         raise UserError(
             "the held-out documents make no sequence of training.seq_len tokens; "
@@ -320,6 +329,6 @@ def read_held_out(sequences: grain.MapDataset, num_sequences: int, num_rows: int
     padding = {name: np.full_like(field, -(name == IMAGE_INDEX)) for name, field in sequences[0].items()}
 
     def row(index: int) -> Example:
-        return sequences[index * len(sequences) // count] if index < count else padding
+        return sequences[chosen[index]] if index < count else padding
 
     return stack_examples([[row(start + n) for n in rows] for start in range(0, count, num_rows)])

@@ -208,7 +208,7 @@ class Corpus:
     unigram_bits_per_byte: float  # loss on the training data of a model that knows only how frequent each token is
     summary: str  # a line for each source
     example: list[int]  # tokens of a held-out document; empty if nothing is held out
-    sets: dict[str, grain.MapDataset]  # sequences of each of evaluation.sets
+    sets: dict[str, Sequences]  # of each of evaluation.sets
 
     @property
     def tokenizer(self) -> Backend:
@@ -270,7 +270,7 @@ def _pack(prepared: Prepared, split: str, cfg: Config) -> Sequences:
     return Sequences(prepared.stream(split), cfg.training.seq_len, cfg.loading.packing, cache_dir, find_slots(cfg))
 
 
-def _load_set(name: str, source: Source, vocab: Vocab, cfg: Config) -> grain.MapDataset:
+def _load_set(name: str, source: Source, vocab: Vocab, cfg: Config) -> Sequences:
     """Tokenize all documents of one of evaluation.sets with the run's tokenizer, and pack them.
 
     Raises:
@@ -284,7 +284,7 @@ def _load_set(name: str, source: Source, vocab: Vocab, cfg: Config) -> grain.Map
             f"evaluation.sets.{name} has {sequences.stream.num_tokens:,} tokens, too few for one sequence of "
             f"training.seq_len={cfg.training.seq_len}; give more documents, or leave the set out"
         )
-    return grain.MapDataset.source(sequences)
+    return sequences
 
 
 def _report_long(parts: dict[str, Sequences], cfg: Config, task: Paired | Uncut) -> None:

@@ -43,6 +43,8 @@ class Sequences(grain.sources.RandomAccessDataSource):
                 slots.check(seq_len, packing, longest)
         # Of pairs, once the reference has scored them: number of a shard -> its log-probabilities (`_fill_pairs`).
         self.of_pairs: Callable[[int], np.ndarray] | None = None
+        # Of a teacher on disk: (number of a sequence, its loss mask) -> fields (data/teacher_logits.py).
+        self.of_teacher: Callable[[int, np.ndarray], Example] | None = None
         self.plans: list[tuple[np.ndarray, np.ndarray]] | None = None
         # A sequence of `concat` is T tokens and the token behind them, the target of the last one. The next sequence
         # begins with that token: a shard of n tokens has (n - 1) // T sequences.
@@ -63,6 +65,13 @@ class Sequences(grain.sources.RandomAccessDataSource):
         if self._is_whole:
             return sum(int(chunks[:, 1].sum()) for chunks, _ in self.plans)
         return self.stream.num_tokens - self.stream.num_documents  # a document's last token is only a target
+
+    @property
+    def num_learnt(self) -> int:
+        """Positions of all sequences that are learnt, at most: answers, or all tokens."""
+        masks = [self.stream.shard(number).answers for number in range(len(self.stream.sizes))]
+        answers = [np.count_nonzero(mask) for mask in masks if mask is not None]
+        return int(sum(answers)) if answers else self.num_tokens
 
     @property
     def num_left_out(self) -> int:
@@ -97,6 +106,10 @@ class Sequences(grain.sources.RandomAccessDataSource):
         return self.stream.num_documents / max(1, len(self))
 
     def __getitem__(self, index: Any) -> Example:
+        example = self._read(index)
+        return example if self.of_teacher is None else example | self.of_teacher(int(index), example["loss_mask"])
+
+    def _read(self, index: Any) -> Example:
         number, local = locate(index, self.ends)
         shard = self.stream.shard(number)
         if self.plans is None:

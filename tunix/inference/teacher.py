@@ -1,25 +1,55 @@
-"""The teacher of a run, loaded onto its mesh: a run of tunix or a model of Hugging Face's, of any family."""
+"""The teacher of a run, loaded onto its mesh: a run of tunix or a model of Hugging Face's, of any family; and what it
+says of the run's data, written to disk once."""
 
+import hashlib
+import itertools
+import json
 import logging
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, PartitionSpec, reshard
 from tokenizers import Tokenizer
 
+from tunix.base.digests import list_files
 from tunix.base.errors import UserError
-from tunix.config.pretrained_config import TEACHER
-from tunix.inference.pretrained import load_params
+from tunix.base.forms import locate_cached
+from tunix.config import Config
+from tunix.config.pretrained_config import TEACHER, LogitsInfo, read_logits_info
+from tunix.config.saved_runs import find_run
+from tunix.data.batches import choose_held_out, stack_examples
+from tunix.data.dataset import Corpus
+from tunix.data.packing import Sequences
+from tunix.data.teacher_logits import (
+    PIECE_BYTES,
+    Likeliest,
+    LogitFiles,
+    check_room,
+    count_position_bytes,
+    logits_dtype,
+    write_info,
+)
+from tunix.data.tokenizer import tokenizer_digest
+from tunix.huggingface.hub import INFO_FILES, WEIGHTS, find, list_copied_files
+from tunix.inference.pretrained import find_checkpoint, load_params
+from tunix.processes import peers
+from tunix.sharding.arrays import local_rows, to_global
 from tunix.sharding.layout import Layout
 from tunix.training.program import Program
 from tunix.training.state import describe
+from tunix.training.teacher import OfflineTeacher
 
 log = logging.getLogger(__name__)
 
 VOCAB = "V"  # letter of the rows of the vocabulary in equations
+NUM_BLOCKS, BLOCK = 64, 1 << 16  # of a file of weights that its digest reads, and bytes of each
+REPORT_EVERY_S = 30.0
 
 
 def load_teacher(program: Program, mesh: Mesh, tokenizer: Tokenizer) -> dict[str, Any] | None:
@@ -31,6 +61,8 @@ def load_teacher(program: Program, mesh: Mesh, tokenizer: Tokenizer) -> dict[str
         UserError: files that are not complete or damaged, a run without a checkpoint, another tokenizer.
     """
     teacher = program.teacher
+    if isinstance(teacher, OfflineTeacher):
+        teacher = teacher.model
     if teacher is None:
         return None
     layout = teacher.arch.layout
@@ -82,3 +114,175 @@ def _fit_rows(own: dict[str, Any], fitted: dict[str, Any], layout: Layout, param
         return reshard(jnp.pad(whole, added), layout.stored(new.equation))
 
     return jax.tree.map(fit, params, own, fitted)
+
+
+# The likeliest tokens of a teacher that does not stay in memory (task.teacher_top_k): it computes them before the state
+# of the run is made.
+
+
+def give_logits(cfg: Config, corpus: Corpus, program: Program, mesh: Mesh) -> Path | None:
+    """Give the sequences of a corpus what the run's teacher says of them; return the folder that has it.
+
+    Where the folder lacks a part, the teacher is loaded and computes it. The mesh must be the one in use. With several
+    processes, each calls it. None, where the teacher is not on disk.
+
+    Raises:
+        UserError: the folder that task.teacher names is of other data; no room; see also `load_teacher`.
+    """
+    teacher = program.teacher
+    if not isinstance(teacher, OfflineTeacher):
+        return None
+    info, found = _describe_logits(cfg, corpus, teacher, program.layout.compute), read_logits_info(teacher.source)
+    if found is None:
+        key = hashlib.sha256(info.model_dump_json().encode()).hexdigest()[:20]
+        folder = locate_cached(cfg.loading.cache_dir, "teacher", key)
+    else:
+        folder = Path(teacher.source)
+        _check_info(found, info, folder)
+        info = found
+    taught = _list_taught(corpus, cfg.evaluation.num_sequences)
+    files = [LogitFiles(folder, info, part, rows, name) for name, part, rows in taught]
+    # Each host may have a cache of its own. All processes compute what one of them lacks.
+    lacking = map(json.loads, peers.gather(json.dumps([each.missing for each in files]), "logits of the teacher"))
+    missing = [sorted({*itertools.chain(*numbers)}) for numbers in zip(*lacking, strict=True)]
+    if any(missing):
+        if teacher.model is None:
+            name = next(each.name for each, numbers in zip(files, missing, strict=True) if numbers)
+            raise UserError(
+                f"{TEACHER}={folder} lacks logits of {name}: it was made of other documents, or not to its end; make "
+                "it with this data, or give the model that made it, which goes on"
+            )
+        peers.main_first(lambda: write_info(folder, info), "making the folder of the teacher's logits")
+        _compute_missing(cfg, corpus, program, mesh, folder, list(zip(files, missing, strict=True)))
+    for each in files:
+        peers.main_first(partial(each.verify, cfg.loading), "checking the teacher's logits")
+        each.sequences.of_teacher = each.read
+    return folder
+
+
+def _list_taught(corpus: Corpus, num_sequences: int) -> Iterator[tuple[str, Sequences, Sequence[int]]]:
+    """Yield each list of sequences that the run reads, with its name and the numbers of those that are read."""
+    for name, part in corpus.train.items():
+        yield name, part, range(len(part))
+    parts, first = corpus.held_out_parts, 0
+    chosen = choose_held_out(sum(map(len, parts.values())), num_sequences)
+    for name, part in parts.items():
+        yield f"{name}, held out", part, [row - first for row in chosen if first <= row < first + len(part)]
+        first += len(part)
+    for name, part in corpus.sets.items():
+        yield f"evaluation.sets.{name}", part, choose_held_out(len(part), num_sequences)
+
+
+def _describe_logits(cfg: Config, corpus: Corpus, teacher: OfflineTeacher, compute: str) -> LogitsInfo:
+    """Return what the files of this run are made of."""
+    dtype = logits_dtype(compute)
+    per_row = cfg.training.seq_len * count_position_bytes(teacher.top_k, teacher.num_rows, dtype)
+    slots = next(iter(corpus.train.values())).slots
+    return LogitsInfo(
+        top_k=teacher.top_k,
+        temperature=teacher.temperature,
+        dtype=dtype,
+        num_rows=teacher.num_rows,
+        rows_per_piece=max(1, PIECE_BYTES // per_row),
+        teacher=peers.agree(peers.on_main(lambda: digest_teacher(teacher), "reading the teacher") or "", "the teacher"),
+        tokenizer=tokenizer_digest(corpus.tokenizer),
+        seq_len=cfg.training.seq_len,
+        packing=cfg.loading.packing,
+        images="" if slots is None else slots.suffix,
+    )
+
+
+def _check_info(found: LogitsInfo, wanted: LogitsInfo, folder: Path) -> None:
+    """Raise `UserError` for a folder of logits that were made otherwise than this run reads them."""
+    keys = {
+        "tokenizer": "tokenizer",
+        "seq_len": "training.seq_len",
+        "packing": "loading.packing",
+        "temperature": "task.teacher_temperature",
+        "images": "training.images_per_row",
+    }
+    for name, key in keys.items():
+        values = getattr(found, name), getattr(wanted, name)
+        if values[0] != values[1]:
+            raise UserError(
+                f"{TEACHER}={folder} was made with {key}={values[0]}, and this run has {values[1]}; set it so, or make "
+                "the logits anew with the model that made these"
+            )
+
+
+def digest_teacher(teacher: OfflineTeacher) -> str:
+    """Return a digest of the files of the model that makes the logits; empty where there is none.
+
+    To read all weights may take an hour, so NUM_BLOCKS blocks of each file count: two models differ nearly everywhere.
+    """
+    if teacher.model is None:
+        return ""
+    if run := find_run(teacher.source, TEACHER):
+        folder = find_checkpoint(run[0] / "checkpoints", run[1], TEACHER)
+        paths = list_files(folder / "state")
+    else:
+        folder = find(teacher.source, INFO_FILES, key=TEACHER)
+        paths = list(list_copied_files(folder, INFO_FILES + WEIGHTS))
+    # What is not on this machine, a checkpoint in a bucket or a snapshot of the hub, is known by its name.
+    is_local = Path(teacher.source).expanduser().is_dir()
+    digest = hashlib.sha256(b"" if is_local else f"{teacher.source} {folder.name}".encode())
+    for path in paths if is_local else ():
+        size = path.stat().st_size
+        digest.update(f"{path.relative_to(folder)} {size}\0".encode())
+        with path.open("rb") as file:
+            for start in range(0, size, max(BLOCK, size // NUM_BLOCKS)):
+                file.seek(start)
+                digest.update(file.read(BLOCK))
+    return digest.hexdigest()[:20]
+
+
+def _compute_missing(
+    cfg: Config, corpus: Corpus, program: Program, mesh: Mesh, folder: Path, missing: list[tuple[LogitFiles, list[int]]]
+) -> None:
+    """Compute the pieces that are missing of some parts, and write them on the first process of each host."""
+    teacher, start_time = program.teacher, time.perf_counter()
+    assert isinstance(teacher, OfflineTeacher)
+    num_rows = sum(len(files.rows_of(number)) for files, numbers in missing for number in numbers)
+    num_bytes = sum(files.estimate_bytes(numbers) for files, numbers in missing)
+    log.info(
+        "teacher: %s computes its %d likeliest tokens for each learnt position of %s rows: at most %s bytes in %s",
+        teacher.source, teacher.top_k, f"{num_rows:,}", f"{num_bytes:,}", folder,
+    )  # fmt: skip
+    peers.together(lambda: check_room(folder, num_bytes), "looking at the disk")
+    params = load_teacher(program, mesh, corpus.tokenizer)
+    compute = jax.jit(partial(_find_likeliest, teacher, chunk_size=cfg.training.loss_chunk_size))
+    written, reported = 0, start_time
+    for files, numbers in missing:
+        for number in numbers:
+            likeliest = _compute_rows(files, files.rows_of(number), compute, params, program.batch.num_rows, mesh)
+            if peers.first_of_host():
+                files.write(number, likeliest)
+            written += len(likeliest)
+            if (now := time.perf_counter()) - reported > REPORT_EVERY_S:
+                reported = now
+                log.info("teacher: %s of %s rows, %.0f s so far", f"{written:,}", f"{num_rows:,}", now - start_time)
+    size = sum(path.stat().st_size for path in list_files(folder))
+    seconds = time.perf_counter() - start_time
+    log.info("teacher: %s rows in %.1f s; %s has %s bytes", f"{num_rows:,}", seconds, folder, f"{size:,}")
+
+
+def _find_likeliest(teacher: OfflineTeacher, params: Any, rows: Any, chunk_size: int | str) -> list[jax.Array]:
+    return [reshard(array, PartitionSpec()) for array in teacher.find_likeliest(params, rows, chunk_size)]
+
+
+def _compute_rows(
+    files: LogitFiles, rows: list[int], compute: Any, params: Any, num_rows: int, mesh: Mesh
+) -> list[Likeliest]:
+    """Return what the teacher says of the learnt positions of some rows."""
+    likeliest: list[Likeliest] = []
+    for start in range(0, len(rows), num_rows):
+        # The last batch begins again at the first row: shapes stay the same.
+        batch_rows = [rows[(start + row) % len(rows)] for row in range(num_rows)]
+        examples = [files.sequences[row] for row in batch_rows]
+        local = stack_examples([[examples[row] for row in local_rows(mesh, num_rows)]])
+        found = compute(params, {name: leaf[0] for name, leaf in to_global(local, mesh).items()})
+        arrays = [np.asarray(array) for array in found]
+        for row, example in enumerate(examples[: len(rows) - start]):
+            learnt = example["loss_mask"] > 0
+            likeliest.append(Likeliest(*(array[row][learnt] for array in arrays)))
+    return likeliest

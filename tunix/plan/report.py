@@ -12,6 +12,7 @@ import jax
 from tunix.base.errors import UserError
 from tunix.costs.devices import HBM_SHARE, Cluster, find_matmul_tflops
 from tunix.costs.figure import INK, PALE, Bar, Panel, format_table, plot
+from tunix.data.teacher_logits import describe_logits
 from tunix.plan.compile import find_backend
 from tunix.plan.ranking import GIB, MANY, Candidate, Ranking
 from tunix.sharding.mesh_shape import format_mesh_shape
@@ -191,6 +192,9 @@ def _list_assumptions(cluster: Cluster, candidates: list[Candidate]) -> list[str
             "a rollout is derived, with every answer as long as it may be; its memory counts weights and optimizer "
             "too. Tokens/s are those of steps and rollouts together, MFU is that of steps alone"
         )
+    if candidates and (cfg := candidates[0].cfg).task.offline_top_k is not None:
+        learnt = describe_logits(cfg, cfg.model.vocab_size)
+        lines.append(f"the teacher is in memory alone, before the state is made: a run learns {learnt}")
     if any(each.source == "compiled by CPU" for each in candidates):
         lines.append(
             "JAX's CUDA plugin is not installed, so the CPU backend compiled: memory is an upper bound (it computes "

@@ -31,6 +31,7 @@ from tunix.sharding.arrays import local_rows, to_global
 from tunix.training.dpo import Sides, sum_answers
 from tunix.training.logprobs import compute_token_log_probs
 from tunix.training.program import Program
+from tunix.training.teacher import Teacher
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +57,7 @@ def make_reference(cfg: Config, program: Program, mesh: Mesh) -> Reference:
 
 def make_judge(cfg: Config, program: Program, params: dict[str, Any]) -> Callable[[Batch], jax.Array]:
     """Return the function that gives log-probabilities [A, B, T] of the targets of a batch under the teacher."""
-    assert program.teacher is not None
+    assert isinstance(program.teacher, Teacher)
     score = jax.jit(_make_scores(cfg, program.teacher.module))
     return lambda batch: score(params, batch)
 

@@ -19,9 +19,10 @@ from tunix.config.training import read_steps
 from tunix.config.vision import AnyVision
 from tunix.costs.communication import count_microbatch_rows
 from tunix.costs.rollout import find_rollout_mesh, plan_rollout, read_device_bytes
-from tunix.costs.step import count_teacher_bytes, derive_costs, find_program
+from tunix.costs.step import derive_costs, find_program
 from tunix.data.image_processors import find_processor
 from tunix.data.prompts import AnyCorpus
+from tunix.data.teacher_logits import describe_logits
 from tunix.huggingface.config_json import read_num_rows
 from tunix.huggingface.hub import CONFIG, find
 from tunix.huggingface.table import find_family
@@ -36,6 +37,7 @@ from tunix.training.choices import Choices
 from tunix.training.optimizer import count_phase_steps
 from tunix.training.program import Program, Sizes, derive_sizes
 from tunix.training.state import Architecture, State, count
+from tunix.training.teacher import OfflineTeacher
 
 
 def describe_batch(cfg: Config, program: Program, mesh: Mesh | AbstractMesh, sizes: Sizes) -> dict[str, str]:
@@ -135,12 +137,17 @@ def _describe_teacher(cfg: Config, program: Program) -> dict[str, str]:
     teacher, task, rows = program.teacher, cfg.task, {}
     if teacher is not None:
         assert isinstance(task, Taught)
-        how = "its distributions in the loss" if teacher.in_loss else "the tokens that are drawn, in their advantages"
-        rows["teacher"] = (
-            f"{teacher.source}: {teacher.model.family}, {teacher.arch.num_parameters:,} parameters, "
-            f"{count_teacher_bytes(program) / 2**30:.3f} GiB beside the state in {program.layout.compute}; {how}, with "
-            f"task.teacher_weight={task.teacher_weight:g}"
-        )
+        where, how = "beside the state", "its distributions in the loss"
+        if isinstance(teacher, OfflineTeacher):
+            where, how = "alone, before the state is made", describe_logits(cfg, teacher.num_rows)
+        elif not teacher.in_loss:
+            how = "the tokens that are drawn, in their advantages"
+        said, model = "", teacher.model if isinstance(teacher, OfflineTeacher) else teacher
+        if model is not None:
+            num_bytes = bytes_per_device(model.abstract_params(program.mesh))
+            said = f"{model.model.family}, {model.arch.num_parameters:,} parameters, {num_bytes / 2**30:.3f} GiB "
+            said += f"{where} in {program.layout.compute}; "
+        rows["teacher"] = f"{teacher.source}: {said}{how}, with task.teacher_weight={task.teacher_weight:g}"
     if isinstance(task, Grpo) and not task.is_rewarded:
         rows["held out"] = "no answers: nothing scores them (task.rewards=[]); a reward of weight 0 only measures"
     return rows

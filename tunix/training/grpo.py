@@ -23,7 +23,7 @@ from tunix.config.task import Grpo
 from tunix.data.batches import FIELDS, Batch, Field
 from tunix.models.transformer import Transformer
 from tunix.training.logprobs import Largest, Loss, Mean, add_block_sums, score_targets
-from tunix.training.teacher import Teacher
+from tunix.training.teacher import AnyTeacher
 
 POLICY_FIELDS = {
     **FIELDS,
@@ -55,7 +55,7 @@ def policy_loss(
     sampling: Sampling,
     chunk_size: int | str,
     z_loss: float,
-    teacher: Teacher | None = None,
+    teacher: AnyTeacher | None = None,
 ) -> Loss:
     """Compute the clipped policy gradient over the tokens of answers, where `loss_mask` [B, T] is 1; see this file's
     top.

@@ -69,19 +69,20 @@ def make_splitter(hidden: jax.Array, chunk_size: int | str) -> Callable[[jax.Arr
 
 
 def merge_chunks(x: jax.Array, length: int) -> jax.Array:
-    """Return chunks [chunks, B, positions] as [B, T] with T = `length`: the inverse of the split."""
+    """Return chunks [chunks, B, positions, ...] as [B, T, ...] with T = `length`: the inverse of the split."""
     if len(x) == 1:
         return x[0]
     # The steps of the split backwards, without the zeros that filled the last chunk up.
-    _, rows, tokens = jax.typeof(x).sharding.spec
-    num_chunks, num_rows, _ = x.shape
+    _, rows, tokens, *others = jax.typeof(x).sharding.spec
+    num_chunks, num_rows, _, *more = x.shape
     size = jax.typeof(x).sharding.shard_shape(x.shape)[2]
     parts = x.shape[2] // size
-    x = jax.lax.reshape(x, (num_chunks, num_rows, parts, size), out_sharding=PartitionSpec(None, rows, tokens, None))
-    shape = num_rows, parts, num_chunks * size
-    x = jax.lax.reshape(jnp.moveaxis(x, 0, 2), shape, out_sharding=PartitionSpec(rows, tokens, None))
+    spec = PartitionSpec(None, rows, tokens, None, *others)
+    x = jax.lax.reshape(x, (num_chunks, num_rows, parts, size, *more), out_sharding=spec)
+    shape = num_rows, parts, num_chunks * size, *more
+    x = jax.lax.reshape(jnp.moveaxis(x, 0, 2), shape, out_sharding=PartitionSpec(rows, tokens, None, *others))
     x = x[:, :, : length // parts]
-    return jax.lax.reshape(x, (num_rows, length), out_sharding=PartitionSpec(rows, tokens))
+    return jax.lax.reshape(x, (num_rows, length, *more), out_sharding=PartitionSpec(rows, tokens, *others))
 
 
 class Mean(NamedTuple):
@@ -206,10 +207,10 @@ TokenLoss = Callable[[Scores, Batch], tuple[jax.Array, dict[str, jax.Array]]]
 class TeacherOutput(NamedTuple):
     """What a teacher gives to the loss of a batch. Chunks of it give its logits, which never exist as a whole."""
 
-    measure: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
-    """(logits [B, C, V] of the model in training, table, hidden states [B, C, D]) -> divergence [B, C]"""
-    table: jax.Array  # [V, D], of the teacher's width
-    hidden: jax.Array  # [B, T, D], results of its final norm
+    measure: Callable[[jax.Array, Any, Any], jax.Array]
+    """(logits [B, C, V] of the model in training, table, a chunk of `hidden`) -> divergence [B, C]"""
+    table: jax.Array | None  # [V, D], of the teacher's width; None where its numbers are in files
+    hidden: Any  # [B, T, D], results of its final norm; or arrays [B, T, ...] of files
 
 
 def compute_hidden(
@@ -296,9 +297,11 @@ def sum_over_hidden(
     sum_up.defvjp(forward, backward)
     with jax.named_scope("loss"):
         split = make_splitter(hidden, chunk_size)
-        fields = {name: split(field) for name, field in split_shared(batch)[0].items() if field.ndim == 2}
+        fields = {
+            name: split(field) for name, field in split_shared(batch)[0].items() if field.shape == hidden.shape[:2]
+        }
         if teacher is not None:
-            fields[STATES] = split(teacher.hidden)
+            fields[STATES] = jax.tree.map(split, teacher.hidden)
         objective, sums = sum_up(tables[1], split(hidden), None if teacher is None else teacher.table, fields)
     return objective, jax.lax.stop_gradient(sums)
 
@@ -359,7 +362,7 @@ def score_targets(
 
     with jax.named_scope("loss"):
         split = make_splitter(hidden, chunk_size)
-        states = None if teacher is None else split(teacher.hidden)
+        states = None if teacher is None else jax.tree.map(split, teacher.hidden)
         scores = jax.lax.scan(one_chunk, None, (split(hidden), split(batch["targets"]), states))[1]
         return jax.tree.map(lambda x: merge_chunks(x, hidden.shape[1]), scores), blocks
 

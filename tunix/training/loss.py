@@ -18,6 +18,7 @@ from tunix.config import Config
 from tunix.config.task import Classify, Distilled, Dpo, Embed, Grpo, Kto, Reward
 from tunix.data.batches import FIELDS, TEACHER, Batch, Field, add_fields, image_fields, read_held_out
 from tunix.data.dataset import Corpus
+from tunix.data.teacher_logits import logits_fields
 from tunix.data.tokenizer import bytes_by_token
 from tunix.models.layers import merge_runs
 from tunix.models.transformer import Transformer
@@ -48,7 +49,7 @@ from tunix.training.scores import (
     reward_loss,
 )
 from tunix.training.state import Architecture
-from tunix.training.teacher import Teacher
+from tunix.training.teacher import AnyTeacher
 
 __all__ = [
     "LOSSES",
@@ -86,7 +87,7 @@ def next_token_loss(
     *,
     chunk_size: int | str,
     z_loss: float,
-    teacher: Teacher | None = None,
+    teacher: AnyTeacher | None = None,
     teacher_weight: float = 0.0,
 ) -> Loss:
     """Compute the next-token cross entropy in nats over tokens [B, T] where `loss_mask` is not 0.
@@ -138,7 +139,7 @@ def _measure_text(sums: Sums, weight: jax.Array, num_bytes: int) -> dict[str, fl
     }
 
 
-def _make_next_token(cfg: Config, teacher: Teacher | None = None) -> LossFn:
+def _make_next_token(cfg: Config, teacher: AnyTeacher | None = None) -> LossFn:
     loss = partial(next_token_loss, chunk_size=cfg.training.loss_chunk_size, z_loss=cfg.training.z_loss)
     if teacher is None:
         return loss
@@ -146,7 +147,7 @@ def _make_next_token(cfg: Config, teacher: Teacher | None = None) -> LossFn:
     return partial(loss, teacher=teacher, teacher_weight=cfg.task.teacher_weight)
 
 
-def _make_policy(cfg: Config, teacher: Teacher | None = None) -> LossFn:
+def _make_policy(cfg: Config, teacher: AnyTeacher | None = None) -> LossFn:
     assert isinstance(cfg.task, Grpo)
     return partial(
         policy_loss,
@@ -214,7 +215,8 @@ def find_loss_kind(cfg: Config) -> LossKind:
         raise UserError(f"task.loss={name}: expected one of {', '.join(LOSSES)}, or package.module:name{hint}")
     kind = LOSSES[name]
     sized = {} if kind.sized_fields is None else kind.sized_fields(cfg)
-    return kind._replace(fields={**kind.fields, **sized, **image_fields(cfg)})
+    of_teacher = {} if cfg.task.offline_top_k is None else logits_fields(cfg.task.offline_top_k)
+    return kind._replace(fields={**kind.fields, **sized, **image_fields(cfg), **of_teacher})
 
 
 def make_completion(cfg: Config, arch: Architecture) -> Callable[[Any, Batch], Batch] | None:
@@ -223,7 +225,7 @@ def make_completion(cfg: Config, arch: Architecture) -> Callable[[Any, Batch], B
     return None if complete is None else complete(cfg, arch.module)
 
 
-def make_loss(cfg: Config, teacher: Teacher | None) -> LossFn:
+def make_loss(cfg: Config, teacher: AnyTeacher | None) -> LossFn:
     """Return the loss of a config; a teacher is given where the loss takes its distributions."""
     kind = find_loss_kind(cfg)
     return kind.make(cfg) if teacher is None or not teacher.in_loss else kind.make(cfg, teacher)
@@ -273,11 +275,11 @@ class HeldOut:
         mesh: Mesh,
         num_rows: int,
         name: str | None = None,
-        teacher: tuple[Teacher, dict[str, Any]] | None = None,
+        teacher: tuple[AnyTeacher, dict[str, Any] | None] | None = None,
     ):
         """`num_rows` are the sequences of a microbatch; `name` is that of a set of evaluation.sets.
 
-        `teacher` is that of the loss, with its parameters.
+        `teacher` is that of the loss, with its parameters; None in their place where it is on disk.
         """
         sequences = corpus.held_out if name is None else corpus.sets[name]
         arguments = sequences, cfg.evaluation.num_sequences, num_rows
@@ -300,7 +302,7 @@ class HeldOut:
         local = everything if len(rows) == num_rows else read_held_out(*arguments, rows)
         self.batches = to_global(add_fields(local, self.kind.fields), mesh)
         loss_fn = make_loss(cfg, teacher[0] if teacher else None)
-        self.shared = {TEACHER: teacher[1]} if teacher else {}
+        self.shared = {TEACHER: teacher[1]} if teacher and teacher[1] is not None else {}
 
         complete = make_completion(cfg, arch)
 

@@ -17,7 +17,7 @@ from tunix.config import Config, Model, Training, list_dims
 from tunix.config.batch import BatchSchedule, BatchShape, PipelineShape, Spans
 from tunix.config.layers import ExpertsMlp
 from tunix.config.model_checks import check_qk_clip, check_stages
-from tunix.data.batches import TEACHER, abstract_arrays
+from tunix.data.batches import abstract_arrays
 from tunix.data.sample_order import BEGINNING, DataSchedule, Position, make_data_schedule, schedule_after
 from tunix.models.context_parallel import select_exchange
 from tunix.models.flops import flops_per_token, tower_flops
@@ -39,7 +39,7 @@ from tunix.training.state import (
     start_state,
 )
 from tunix.training.step import Gradients, Update, make_gradients, make_train_step
-from tunix.training.teacher import Teacher, describe_teacher
+from tunix.training.teacher import AnyTeacher, describe_teacher
 
 log = logging.getLogger(__name__)
 
@@ -190,7 +190,7 @@ class Program:
     ema: dict[str, Copy]  # of the parameters, that the state carries
     guard: SpikeGuard | None
     abstract: State  # shapes, dtypes and shardings of the state
-    teacher: Teacher | None
+    teacher: AnyTeacher | None
 
     @property
     def abstract_mesh(self) -> AbstractMesh:
@@ -214,8 +214,7 @@ class Program:
     @property
     def abstract_shared(self) -> dict[str, Any]:
         """Shapes, dtypes and shardings of what all microbatches of a batch share."""
-        teacher = self.teacher
-        return {TEACHER: teacher.abstract_params(self.mesh)} if teacher and teacher.in_loss else {}
+        return {} if self.teacher is None else self.teacher.abstract_shared(self.mesh)
 
     @property
     def layout(self) -> Layout:

@@ -1,18 +1,20 @@
 """A teacher: a second model, whose distributions the model in training learns (distillation).
 
     documents     next token    loss    (1 - w) cross entropy + w divergence        task=pretrain, task=sft
+                  from files    the same, of the k likeliest tokens and the rest    task.teacher_top_k=k
     own answers   sampled       a token's advantage gets w (log p_teacher - log p)  task=grpo task.teacher_loss=sampled
     own answers   full          loss    that of the rewards + w divergence          task=grpo task.teacher_loss=full
 
 With a divergence in the loss, the teacher's parameters are the item `TEACHER` of each batch (data/batches.py), and its
-forward pass is a part of the step. Logits of both models exist for one chunk of positions at a time.
+forward pass is a part of the step. Logits of both models exist for one chunk of positions at a time. A teacher whose
+likeliest tokens are on disk is no part of the step: its numbers are fields of the batch (data/teacher_logits.py).
 
 Sources: arXiv:1503.02531 (distillation), arXiv:2306.13649 (GKD: own answers, the generalized Jensen-Shannon
 divergence).
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,17 +22,18 @@ from jax.sharding import AbstractMesh, Mesh, reshard
 
 from tunix.base.errors import UserError
 from tunix.config import Config, Model
-from tunix.config.pretrained_config import read_teacher
+from tunix.config.pretrained_config import read_logits_info, read_teacher
 from tunix.config.task import Distilled, Grpo, Taught
 from tunix.data.batches import TEACHER, Batch
+from tunix.data.teacher_logits import IDS, LOG_PROBS, NO_TOKEN, REST
 from tunix.models.context_parallel import select_exchange
 from tunix.models.transformer import Transformer
 from tunix.sharding.mesh_shape import check_divides, num_stages
 from tunix.training.choices import Planned, lay_out_teacher
-from tunix.training.logprobs import TeacherOutput, compute_hidden
+from tunix.training.logprobs import TeacherOutput, compute_hidden, make_splitter, merge_chunks
 from tunix.training.state import Architecture, abstract_params, describe
 
-NO_TOKEN = -1e30  # logit of a row of the vocabulary that one of the two models lacks
+TINY = 1e-37  # below the probability of all that is not among the likeliest tokens
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,72 @@ class Teacher:
         """Return shapes, dtypes and shardings of its parameters at rest: in the dtype of products."""
         return abstract_params(self.arch, mesh)
 
+    def abstract_shared(self, mesh: Mesh | AbstractMesh) -> dict[str, Any]:
+        """Return shapes, dtypes and shardings of what it adds to each batch."""
+        return {TEACHER: self.abstract_params(mesh)} if self.in_loss else {}
+
+
+class Sparse(NamedTuple):
+    """Likeliest tokens of a teacher at each position."""
+
+    ids: jax.Array  # [B, T, k]
+    log_probs: jax.Array  # [B, T, k], nats
+    rest: jax.Array  # [B, T]: probability of all other tokens together
+
+
+@dataclass(frozen=True)
+class OfflineTeacher:
+    """A teacher whose likeliest tokens are on disk."""
+
+    source: str  # `task.teacher`
+    top_k: int
+    num_rows: int  # of the vocabulary, that both models have
+    beta: float
+    temperature: float
+    model: Teacher | None  # that makes the files; None where they are all that there is
+    in_loss = True
+
+    def read(self, batch: Batch) -> TeacherOutput:
+        """Return what the loss of a microbatch needs: the fields of its files."""
+
+        def by_token(field: jax.Array) -> jax.Array:
+            """[B, T k] -> [B, T, k]"""
+            rows, tokens = jax.typeof(field).sharding.spec
+            shape = field.shape[0], field.shape[1] // self.top_k, self.top_k
+            return jax.lax.reshape(field, shape, out_sharding=jax.P(rows, tokens, None))
+
+        def measure(logits: jax.Array, _: None, likeliest: Sparse) -> jax.Array:
+            if self.num_rows < logits.shape[-1]:
+                logits = hide_rows(logits, self.num_rows)
+            return measure_sparse_divergence(logits / self.temperature, likeliest, self.beta)
+
+        return TeacherOutput(measure, None, Sparse(by_token(batch[IDS]), by_token(batch[LOG_PROBS]), batch[REST]))
+
+    def abstract_shared(self, mesh: Mesh | AbstractMesh) -> dict[str, Any]:
+        """As in `Teacher`."""
+        return {}
+
+    def find_likeliest(self, params: Any, rows: Batch, chunk_size: int | str) -> Sparse:
+        """Return what the files have of rows [B, T]."""
+        assert self.model is not None
+        module = self.model.module(params)
+        tables = module.tables()
+        hidden, _ = compute_hidden(module, tables, rows)
+
+        def one_chunk(_: None, states: jax.Array) -> tuple[None, Sparse]:
+            logits = module.logits((tables[1], tables[1]), states)
+            spec = jax.typeof(logits).sharding.spec
+            log_probs = reshard(jax.nn.log_softmax(logits / self.temperature), jax.P(*spec[:2], None))
+            likeliest, ids = jax.lax.top_k(log_probs, self.top_k)
+            rest = 1 - jnp.sum(jnp.exp(likeliest), -1) if self.top_k < self.num_rows else jnp.zeros_like(states[..., 0])
+            return None, Sparse(ids, likeliest, jnp.maximum(rest, 0))
+
+        found = jax.lax.scan(one_chunk, None, make_splitter(hidden, chunk_size)(hidden))[1]
+        return Sparse(*(merge_chunks(x, hidden.shape[1]) for x in found))
+
+
+AnyTeacher = Teacher | OfflineTeacher
+
 
 class KnownRows:
     """A model of which only the first rows of the vocabulary have a probability."""
@@ -102,22 +171,57 @@ def measure_divergence(logits: jax.Array, others: jax.Array, beta: float) -> jax
     1      KL(model || teacher)
     else   beta KL(teacher || m) + (1 - beta) KL(model || m)    with m = beta teacher + (1 - beta) model
     """
-    log_p, log_q = jax.nn.log_softmax(logits), jax.nn.log_softmax(others)
+    return jnp.sum(_compare(jax.nn.log_softmax(logits), jax.nn.log_softmax(others), beta), -1)
+
+
+def measure_sparse_divergence(logits: jax.Array, teacher: Sparse, beta: float) -> jax.Array:
+    """Return the divergence [...] in nats between a model, of its logits [..., V], and a teacher of files.
+
+    All tokens that are not among the likeliest count as one, for both models: a divergence of k + 1 outcomes. With
+    k = V it is that of all tokens, and else less. So the model learns how likely the others are together.
+    """
+    log_p, log_q = jax.nn.log_softmax(logits), _spread(teacher, logits)
+    is_known = log_q > NO_TOKEN / 2
+    known = jnp.sum(jnp.where(is_known, _compare(log_p, log_q, beta), 0), -1)
+    log_others = jax.nn.logsumexp(jnp.where(is_known, NO_TOKEN, log_p), -1)
+    log_rest = jnp.where(teacher.rest > 0, jnp.log(jnp.maximum(teacher.rest, TINY)), NO_TOKEN)
+    return known + _compare(log_others, log_rest, beta)
+
+
+def _spread(teacher: Sparse, logits: jax.Array) -> jax.Array:
+    """Return the log-probabilities of the likeliest tokens at their places among all, [..., V], laid out as logits."""
+    spec = jax.typeof(logits).sharding.spec
+    splits = spec[-1] if isinstance(spec[-1], tuple) else (spec[-1],) if spec[-1] else ()
+
+    def on_device(ids: jax.Array, log_probs: jax.Array) -> jax.Array:
+        size = jax.typeof(logits).sharding.shard_shape(logits.shape)[-1]
+        own = ids - size * jax.lax.axis_index(splits) if splits else ids
+        own = jnp.where(own < 0, size, own)  # a negative place would count from the end
+        rows, positions = jnp.ogrid[: ids.shape[0], : ids.shape[1]]
+        nothing = jnp.full((*ids.shape[:2], size), NO_TOKEN, log_probs.dtype)
+        return nothing.at[rows[..., None], positions[..., None], own].max(log_probs, mode="drop")
+
+    by_rows = jax.P(*spec[:-1], None)
+    return jax.shard_map(on_device, in_specs=(by_rows, by_rows), out_specs=jax.P(*spec))(*teacher[:2])
+
+
+def _compare(log_p: jax.Array, log_q: jax.Array, beta: float) -> jax.Array:
+    """Return the terms of `measure_divergence`, one for each outcome."""
+
+    def kl(log_p: jax.Array, log_q: jax.Array) -> jax.Array:
+        return jnp.exp(log_p) * (log_p - log_q)
+
     if beta == 0:
-        return _compute_kl(log_q, log_p)
+        return kl(log_q, log_p)
     if beta == 1:
-        return _compute_kl(log_p, log_q)
+        return kl(log_p, log_q)
     log_m = jnp.logaddexp(log_p + jnp.log1p(-beta), log_q + jnp.log(beta))
-    return beta * _compute_kl(log_q, log_m) + (1 - beta) * _compute_kl(log_p, log_m)
-
-
-def _compute_kl(log_p: jax.Array, log_q: jax.Array) -> jax.Array:
-    return jnp.sum(jnp.exp(log_p) * (log_p - log_q), -1)
+    return beta * kl(log_q, log_m) + (1 - beta) * kl(log_p, log_m)
 
 
 def describe_teacher(
     cfg: Config, planned: Planned, mesh: Mesh | AbstractMesh, platform: str | None = None
-) -> Teacher | None:
+) -> AnyTeacher | None:
     """Return the teacher of a run on its mesh; None if it has none.
 
     Raises:
@@ -126,17 +230,22 @@ def describe_teacher(
     task = cfg.task
     if not isinstance(task, Taught) or task.teacher is None:
         return None
-    model, sizes = read_teacher(task.teacher), mesh.shape
+    sizes = mesh.shape
+    if task.teacher_in_loss and num_stages(sizes) > 1:
+        way_out = "task.teacher_loss=sampled, or a mesh without pp" if isinstance(task, Grpo) else "a mesh without pp"
+        raise UserError(
+            f"task.teacher={task.teacher}: stages of the axis pp compute the loss of parts of sequences, without a "
+            f"teacher; take {way_out}"
+        )
+    top_k = task.offline_top_k
+    temperature = task.teacher_temperature if isinstance(task, Distilled) else cfg.sampling.temperature
+    if top_k is not None and (info := read_logits_info(task.teacher)) is not None:
+        return OfflineTeacher(task.teacher, top_k, info.num_rows, task.teacher_beta, temperature, None)
+    model = read_teacher(task.teacher)
     if cfg.training.seq_len > model.context_length:
         raise UserError(
             f"task.teacher={task.teacher} reads at most {model.context_length} tokens, and "
             f"training.seq_len={cfg.training.seq_len}; lower it"
-        )
-    if task.teacher_in_loss and num_stages(sizes) > 1:
-        way_out = "task.teacher_loss=sampled, or a mesh without pp" if isinstance(task, Grpo) else "a mesh without pp"
-        raise UserError(
-            f"task.teacher={task.teacher}: stages of the axis pp compute the loss of parts of sequences, of which a "
-            f"teacher cannot say anything; take {way_out}"
         )
     # Rows of the vocabulary that belong to no token differ between sizes of one family.
     fitted = model.model_copy(update={"vocab_size": cfg.model.vocab_size})
@@ -146,5 +255,12 @@ def describe_teacher(
         layout = lay_out_teacher(cfg, fitted, mesh, platform, planned)
     except UserError as error:
         raise UserError(f"task.teacher={task.teacher}: {error}") from None
-    temperature = task.teacher_temperature if isinstance(task, Distilled) else cfg.sampling.temperature
-    return Teacher(task.teacher, model, describe(fitted, layout), task.teacher_beta, temperature, task.teacher_in_loss)
+    arch, in_loss = describe(fitted, layout), task.teacher_in_loss and top_k is None
+    teacher = Teacher(task.teacher, model, arch, task.teacher_beta, temperature, in_loss)
+    if top_k is None:
+        return teacher
+    if top_k > teacher.num_rows:
+        raise UserError(
+            f"task.teacher_top_k={top_k}: the vocabulary has {teacher.num_rows} rows; lower it, or set it to null"
+        )
+    return OfflineTeacher(task.teacher, top_k, teacher.num_rows, task.teacher_beta, temperature, teacher)
