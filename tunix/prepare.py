@@ -58,7 +58,7 @@ def prepare(cfg: Config) -> None:
         with jax.set_mesh(mesh):
             folder = give_logits(cfg, corpus, assemble(cfg, mesh, planned=planned), mesh)
         if peers.is_main():
-            print(f"teacher: {folder}")
+            print(f"logits of the teacher: {folder}")
 
 
 if __name__ == "__main__":

@@ -245,7 +245,7 @@ def _compute_missing(
     num_rows = sum(len(files.rows_of(number)) for files, numbers in missing for number in numbers)
     num_bytes = sum(files.estimate_bytes(numbers) for files, numbers in missing)
     log.info(
-        "teacher: %s computes its %d likeliest tokens for each learnt position of %s rows: at most %s bytes in %s",
+        "teacher: %s computes its %d likeliest tokens for each learnt position of %s rows: about %s bytes in %s",
         teacher.source, teacher.top_k, f"{num_rows:,}", f"{num_bytes:,}", folder,
     )  # fmt: skip
     peers.together(lambda: check_room(folder, num_bytes), "looking at the disk")
