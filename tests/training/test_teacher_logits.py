@@ -54,9 +54,7 @@ def student() -> OfflineStudent:
     return OfflineStudent()
 
 
-@pytest.mark.parametrize(
-    "expected", EXPECTED["sparse"][::2] + EXPECTED["sparse"][1:2], ids=lambda each: f"{each['beta']}"
-)
+@pytest.mark.parametrize("expected", EXPECTED["sparse"][1::2], ids=lambda each: f"{each['beta']}")
 def test_the_divergence_of_the_likeliest_tokens_is_that_of_trl(student, expected):
     value, gradient = student.learn(EXPECTED["top_k"], expected["beta"], expected["temperature"])
     assert value == pytest.approx(expected["loss"], rel=2e-5)

@@ -36,7 +36,7 @@ OPEN_PIECES = 64  # mapped at one time
 NO_TOKEN = -1e30  # log-probability of a token that has no probability
 
 # Fields of a batch. The k numbers of a position stand side by side in the dimension of tokens.
-IDS, LOG_PROBS, REST = LOGITS_FIELDS = "teacher_ids", "teacher_log_probs", "teacher_rest"
+IDS, LOG_PROBS, REST = "teacher_ids", "teacher_log_probs", "teacher_rest"
 
 
 def logits_fields(top_k: int) -> Fields:
@@ -89,10 +89,14 @@ class LogitFiles:
         self.open = lru_cache(OPEN_PIECES)(self._open)
 
     @property
+    def pieces(self) -> list[Path]:
+        """Folders of all pieces, whether they are there or not."""
+        return [self._piece(number) for number in range(-(-len(self.rows) // self.info.rows_per_piece))]
+
+    @property
     def missing(self) -> list[int]:
         """Numbers of the pieces that are to be made."""
-        count = -(-len(self.rows) // self.info.rows_per_piece)
-        return [number for number in range(count) if not self._piece(number).is_dir()]
+        return [number for number, piece in enumerate(self.pieces) if not piece.is_dir()]
 
     def rows_of(self, number: int) -> list[int]:
         """Return the rows of a piece."""
@@ -100,9 +104,8 @@ class LogitFiles:
         return self.rows[first : first + self.info.rows_per_piece].tolist()
 
     def estimate_bytes(self, numbers: Sequence[int]) -> int:
-        """Return the bytes of some pieces, if all positions of their rows are learnt that an answer or a text has."""
-        num_rows = sum(len(self.rows_of(number)) for number in numbers)
-        info = self.info
+        """Return the bytes of some pieces, whose rows have as many learnt positions as the mean of all rows."""
+        num_rows, info = sum(len(self.rows_of(number)) for number in numbers), self.info
         of_position = count_position_bytes(info.top_k, info.num_rows, info.dtype)
         return round(self.sequences.num_learnt * num_rows / max(1, len(self.sequences)) * of_position)
 
@@ -131,8 +134,7 @@ class LogitFiles:
         Raises:
             UserError: a file is damaged, or ends early.
         """
-        for number in range(-(-len(self.rows) // self.info.rows_per_piece)):
-            piece = self._piece(number)
+        for piece in self.pieces:
             mark = piece / FILE
             if loading.verify == "always" or (loading.verify == "once" and not is_verified(piece, mark)):
                 reject_damaged(piece, TEACHER, f"remove {piece}, and it is made again")

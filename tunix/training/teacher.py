@@ -240,7 +240,7 @@ def describe_teacher(
     top_k = task.offline_top_k
     temperature = task.teacher_temperature if isinstance(task, Distilled) else cfg.sampling.temperature
     if top_k is not None and (info := read_logits_info(task.teacher)) is not None:
-        return OfflineTeacher(task.teacher, top_k, info.num_rows, task.teacher_beta, temperature, None)
+        return _make_offline(cfg, task.teacher, top_k, info.num_rows, temperature)
     model = read_teacher(task.teacher)
     if cfg.training.seq_len > model.context_length:
         raise UserError(
@@ -257,10 +257,13 @@ def describe_teacher(
         raise UserError(f"task.teacher={task.teacher}: {error}") from None
     arch, in_loss = describe(fitted, layout), task.teacher_in_loss and top_k is None
     teacher = Teacher(task.teacher, model, arch, task.teacher_beta, temperature, in_loss)
-    if top_k is None:
-        return teacher
-    if top_k > teacher.num_rows:
-        raise UserError(
-            f"task.teacher_top_k={top_k}: the vocabulary has {teacher.num_rows} rows; lower it, or set it to null"
-        )
-    return OfflineTeacher(task.teacher, top_k, teacher.num_rows, task.teacher_beta, temperature, teacher)
+    return teacher if top_k is None else _make_offline(cfg, task.teacher, top_k, teacher.num_rows, temperature, teacher)
+
+
+def _make_offline(
+    cfg: Config, source: str, top_k: int, num_rows: int, temperature: float, model: Teacher | None = None
+) -> OfflineTeacher:
+    assert isinstance(cfg.task, Distilled)
+    if top_k > (most := min(num_rows, cfg.model.vocab_size)):
+        raise UserError(f"task.teacher_top_k={top_k}: the vocabulary has {most} rows; lower it, or set it to null")
+    return OfflineTeacher(source, top_k, num_rows, cfg.task.teacher_beta, temperature, model)
