@@ -56,6 +56,14 @@ def test_activations_on_the_host_leave_the_device(compiled):
     assert step["temporary"] < plain["temporary"] - 2 * one_product
 
 
+@pytest.mark.nightly
+def test_values_of_unrolled_layers_stay_where_they_are_made(compiled):
+    """In a loop each kept value and each gradient is copied into an array of all layers, which is filled with zeros."""
+    step, plain = compiled("unrolled"), compiled("none")
+    assert step["copied_into_stacks"] == 0 < plain["copied_into_stacks"]
+    assert step["temporary"] < 1.1 * plain["temporary"]  # nothing more is kept
+
+
 @pytest.mark.nightly(but=["accumulated by ZeRO 1"])
 @pytest.mark.parametrize("way", ["accumulated", "accumulated by ZeRO 1"])
 def test_layers_add_their_gradients_to_the_sums(way, compiled):

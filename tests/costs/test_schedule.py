@@ -9,7 +9,7 @@ import pytest
 
 from tunix.costs.compiled_time import KernelData, Speeds, predict_time
 from tunix.costs.devices import read_topology
-from tunix.costs.hlo import Collective, count_per_run, read_collectives
+from tunix.costs.hlo import Collective, Work, count_alone, count_per_run, parse_instructions, read_collectives
 from tunix.plan.compile import assume_speeds
 from tunix.sharding.table import axis_names
 from tunix.training.pipeline_schedule import Turns
@@ -126,6 +126,15 @@ def test_a_scatter_writes_its_numbers_alone():
     )
     seconds = [predict_time(text, read_collectives(text), counting).compute_s for text in (HLO, hlo, whole)]
     assert seconds[0] == seconds[1] < seconds[2]
+
+
+def test_memory_into_which_nothing_is_written_takes_no_time():
+    """What XLA puts in the place of zeros that every iteration of a loop writes over."""
+    buffer = '%zero = f32[9,100]{1,0} custom-call(), custom_call_target="AllocateBuffer"'
+    [instruction] = parse_instructions([f"  {buffer}"])
+    assert count_alone(instruction, {}) == Work()
+    [instruction] = parse_instructions([f"  {buffer.replace('AllocateBuffer', 'Sharding')}"])
+    assert count_alone(instruction, {}) == Work(device_bytes=9 * 100 * 4)
 
 
 def test_products_of_8_bit_floats_have_their_own_speed():

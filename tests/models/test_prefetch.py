@@ -28,6 +28,29 @@ def test_the_numbers_are_the_same(words):
         assert metrics == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["model.mesh_shape=[[1],[fsdp]]", "distributed.allow_idle_devices=true", "training.remat=full"],
+        pytest.param(
+            [
+                "model.mesh_shape=[[8],[fsdp]]",
+                "training.overlap=prefetch",
+                "training.remat=dots",
+                "training.gradient_accumulation_steps=2",
+            ],
+            marks=pytest.mark.nightly,
+        ),
+    ],
+)
+def test_unrolled_layers_compute_the_same_numbers(words):
+    rolled, unrolled = (program(*words, f"training.unroll_layers={unroll}") for unroll in (False, True))
+    shape = rolled.cfg.training.batch_shape(rolled.mesh.shape)
+    data = batch(sequences=shape.num_sequences, microbatches=shape.num_microbatches)
+    for expected, metrics in zip(rolled.run(data, 2), unrolled.run(data, 2), strict=True):
+        assert metrics == pytest.approx(expected, rel=1e-5)
+
+
 def test_no_gathered_weight_is_kept():
     """What the backward pass needs of each layer has no array of the size of a gathered weight."""
 

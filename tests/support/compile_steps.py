@@ -1,8 +1,8 @@
 """Compile a small step for one H100 that is not there, once for each name in `WAYS`: `python compile_steps.py NAME ...`.
 
 Prints a line of JSON for each name: the bytes of its arguments and temporaries, the bytes that the update reads and
-writes, the number of parameters, what lies in the host's memory or is copied there, and what layers do to the sums of
-their gradients.
+writes, the number of parameters, what lies in the host's memory or is copied there, what layers do to the sums of
+their gradients, and how many values of one layer are copied into an array of all layers.
 """
 
 import json
@@ -37,6 +37,7 @@ WORDS = [
 ]  # fmt: skip
 WAYS = {
     **{name: [f"training.offload={name}"] for name in ("none", "optimizer", "activations")},
+    "unrolled": ["training.unroll_layers=true"],
     "accumulated": ["training.gradient_accumulation_steps=4"],
     "accumulated by ZeRO 1": ["training.gradient_accumulation_steps=4", "training.sharding_strategy=shard_optimizer"],
 }
@@ -110,6 +111,7 @@ def main() -> None:
             ),
             **moments_on_host(program),
             "matrices": sum(leaf.ndim > 2 for leaf in blocks),
+            "copied_into_stacks": len(re.findall(r'op_name="[^"]*blocks[^"]*dynamic_update_slice"', hlo)),
             "sums": updates_of_sums(program, {leaf.shape for leaf in blocks if leaf.ndim > 2}),
         }
         print(json.dumps({name: answer}), flush=True)

@@ -96,6 +96,9 @@ class StepKeys(Section):
     remat_every: Count
     """Apply training.remat to every n-th block only; the others keep what remat=none keeps. n must divide the number of
     layers; 1 applies it to all."""
+    unroll_layers: bool
+    """Whether each layer is a piece of the program of its own: a faster step, and a compile that grows with the
+    layers. false: layers with equal shapes are one piece of program in a loop."""
     offload: Literal["none", "optimizer", "activations"]
     """What waits in the host's memory while a device does not need it: optimizer, its moments, between two updates;
     activations, what each block takes and what training.remat keeps, between its forward and its backward pass."""

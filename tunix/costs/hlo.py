@@ -247,6 +247,8 @@ def parse_instructions(lines: list[str]) -> list[Instruction]:
     for line in lines:
         if match := _INSTRUCTION_PARTS.match(line):
             name, kind, opcode, remaining = match.groups()
+            if 'custom_call_target="AllocateBuffer"' in remaining:  # memory, into which nothing is written yet
+                opcode = ALLOCATE
             operands = re.findall(r"%([\w.\-]+)", remaining.split(")")[0])
             instructions.append(Instruction(name, kind, opcode, tuple(operands), remaining))
     return instructions
@@ -262,7 +264,11 @@ def parse_instructions(lines: list[str]) -> list[Instruction]:
 #     ROOT %y = bf16[1024,4096] convert(%layer)      counts whole: it is written
 
 # Instructions that take no time: they name parts of arrays, or the backend runs them once.
-FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "partition-id", "replica-id", "after-all"}
+ALLOCATE = "allocate-buffer"  # written as a custom call
+FREE = {
+    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "partition-id", "replica-id", "after-all",
+    ALLOCATE,
+}  # fmt: skip
 ASYNC_CALLS = ("fusion-start", "async-start")  # run a computation beside what follows, until their `-done`
 
 

@@ -226,8 +226,13 @@ class Passes:
         layout: Layout,
         sums: GradientSums | None,
         places: Sequence[Place] = (),
+        unrolled: bool = False,
     ):
-        """`params` are trees of variables [L, ...]. Their gradients go into `sums`, if given; `places` say where to."""
+        """`params` are trees of variables [L, ...]. Their gradients go into `sums`, if given; `places` say where to.
+
+        With `unrolled` each layer is a piece of program of its own.
+        """
+        self.unrolled = unrolled
         weights = self.weights = self.WEIGHTS(layout, params)
         self.places = Places(sums, places, params if places else ())
         self.run_block = weights.on_each_stage(
@@ -256,7 +261,7 @@ class Passes:
             local, layer = each
             return run(local, x, layer, shared)
 
-        return *jax.lax.scan(body, x, (self.weights.by_layer(params), layers)), None
+        return *jax.lax.scan(body, x, (self.weights.by_layer(params), layers), unroll=self.unrolled), None
 
     def run_backward(
         self, saved: "Saved", d_x: jax.Array, d_results: Any, sums: Any
@@ -275,7 +280,7 @@ class Passes:
         has_sums = bool(sums)
         first = saved.begin(d_x), sums, jnp.asarray(self.weights.count(saved.params) - 1)
         each = self.weights.by_layer(saved.params), saved.layers, saved.vjps, d_results
-        (flows, sums, _), (gradients, d_values) = jax.lax.scan(body, first, each, reverse=True)
+        (flows, sums, _), (gradients, d_values) = jax.lax.scan(body, first, each, reverse=True, unroll=self.unrolled)
         gradients = [None] * len(saved.params) if has_sums else self.weights.by_layer(gradients)
         return gradients, flows, d_values, sums
 

@@ -274,7 +274,7 @@ class Stacks:
         params = tuple(as_variables(self.modules[name], each) for name, each in zip(pattern, params, strict=True))
         block, layout = checkpoint_block(merge_blocks(blocks), self.remat), self.layout.inside_stage()
         passes = PrefetchPasses if self.prefetch else Passes
-        return passes(block, params, layout, sums, places), values
+        return passes(block, params, layout, sums, places, self.remat.unrolled), values
 
     def _prepare(
         self, pattern: tuple[str, ...], rows: Rows, forward: Forward, donors: tuple[int, ...]

@@ -116,8 +116,8 @@ class PrefetchPasses(Passes):
             x, results = run(gathered, x, layer, shared)
             return (x, next_weights), results
 
-        first = x, self.weights.gather(params, 0)
-        (x, gathered), results = jax.lax.scan(body, first, (jnp.arange(last + 1), layers), unroll=self.UNROLL)
+        first, each = (x, self.weights.gather(params, 0)), (jnp.arange(last + 1), layers)
+        (x, gathered), results = jax.lax.scan(body, first, each, unroll=self.unrolled or self.UNROLL)
         return x, results, gathered
 
     def begin_backward(self, params: list[jax.Array]) -> list[jax.Array]:
@@ -179,7 +179,7 @@ class PrefetchPasses(Passes):
             (saved.begin(d_x), saved.last, nothing, parts, gradients),
             each,
             reverse=True,
-            unroll=1 if has_replicas else self.UNROLL,
+            unroll=self.unrolled or (1 if has_replicas else self.UNROLL),
         )
         flows, _, open_sums, parts, gradients = carry
         if has_replicas:

@@ -43,6 +43,7 @@ class Remat(NamedTuple):
     policy: str  # key of REMAT
     every: int = 1  # of so many blocks, the first one follows the policy; the others keep what "none" keeps
     on_host: bool = False  # kept values wait in the host's memory
+    unrolled: bool = False  # each layer is a piece of program of its own (`training.unroll_layers`)
 
     def recompute_fraction(self, value: str) -> float:
         """Return the share of the blocks whose backward pass computes the values of this name once more."""
@@ -74,7 +75,7 @@ def scan_blocks(
         return merge_blocks(each)(x, weights, values, shared)
 
     if remat.every == 1:
-        return jax.lax.scan(lambda x, layers: turn(x, layers, 0), x, layers)
+        return jax.lax.scan(lambda x, layers: turn(x, layers, 0), x, layers, unroll=remat.unrolled)
 
     def group(x, layers):
         results = []
@@ -85,7 +86,7 @@ def scan_blocks(
         return x, jax.tree.map(lambda *each: jnp.stack(each), *results)
 
     grouped = jax.tree.map(lambda leaf: leaf.reshape(-1, remat.every, *leaf.shape[1:]), layers)
-    x, results = jax.lax.scan(group, x, grouped)
+    x, results = jax.lax.scan(group, x, grouped, unroll=remat.unrolled)
     return x, jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), results)
 
 
@@ -108,9 +109,9 @@ def checkpoint_block(block: BlockFn, remat: Remat) -> BlockFn:
     def named(x, *remaining):
         return block(checkpoint_name(x, "input") if remat.on_host else x, *remaining)
 
-    # Blocks are run by scans. There XLA cannot merge the second forward pass with the first one, so the barriers that
-    # prevent this merge would only stand in the way of other optimizations.
-    return jax.checkpoint(named, policy=make_policy(remat), prevent_cse=False)
+    # In a scan XLA cannot merge the second forward pass with the first one, so the barriers that prevent this merge
+    # would only stand in the way of other optimizations. In unrolled layers it would, and keep all values.
+    return jax.checkpoint(named, policy=make_policy(remat), prevent_cse=remat.unrolled)
 
 
 def make_policy(remat: Remat) -> Policy:

@@ -83,7 +83,8 @@ def select(
         choices = ", ".join(REMAT)
         raise UserError(f"training.remat=budget is chosen by a run and by tunix.plan only; choose from {choices}")
     policy = REMAT_BY_PLATFORM.get(platform or "", "full") if planned.remat == "auto" else planned.remat
-    remat = Remat(policy, training.remat_every, on_host=training.offload == "activations")
+    on_host = training.offload == "activations"
+    remat = Remat(policy, training.remat_every, on_host, training.unroll_layers)
     _check_kept_on_stages(training, pipeline)
     prefetch, options, reasons["training.overlap"] = _choose_overlap(cfg, layout, sync_every, sizes, platform)
     if _takes_turns(cfg, layout, sizes, prefetch or (bool(options) and training.overlap == "auto")):
