@@ -3,8 +3,9 @@
 What the page names is around it.
 
 A block that cannot be tried here says why in its first line: `# No test runs this: ...`. Words of training compose a
-config; commands with keys of their own read them. The commands about data and own parts also run, in test_data_page.py
-and test_extending.py, and those of launchers say who each process is, in launch/test_launch_pages.py.
+config; commands with keys of their own read them. At night test_page_runs.py runs them. The commands about data and own
+parts also run each time, in test_data_page.py and test_extending.py, and those of launchers say who each process is, in
+launch/test_launch_pages.py.
 """
 
 import importlib.util

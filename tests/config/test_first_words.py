@@ -63,10 +63,12 @@ def test_the_name_of_a_loss_with_a_point():
 
 
 def test_a_task_that_needs_rows_says_so_before_anything_is_read():
-    for words in (["task=dpo"], ["task=sft"], ["task=grpo", "sampling.max_new_tokens=64"]):
+    for words in (["task=dpo"], ["task=sft"], ["task=embed"], ["task=grpo", "sampling.max_new_tokens=64"]):
         with pytest.raises(UserError, match=r"needs rows with columns, and data\.source=python_stdlib .* data=jsonl"):
             reject_missing_inputs(compose([*words, "dry_run=true"]))
     reject_missing_inputs(compose(["task=sft", "data=arithmetic"]))
+    with pytest.raises(UserError, match=r"data\.columns\.text is not set, and task=pretrain reads it"):
+        reject_missing_inputs(compose(["data=look_up"]))
 
 
 EXPERTS = ["model.init_from=tests/models/parity/qwen3_moe", "training.seq_len=32", "training.loss_chunk_size=32"]

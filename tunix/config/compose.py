@@ -48,7 +48,7 @@ from tunix.config.saved_runs import (
     split_step,
     upgrade,
 )
-from tunix.data.table import DOCUMENTS, Rows, Source, Tokens
+from tunix.data.table import DOCUMENTS, Custom, Rows, Source, Tokens
 
 # word                        means
 # group=option                take the file conf/GROUP/OPTION.yaml
@@ -355,13 +355,18 @@ def reject_missing_inputs(job: Job) -> None:
     launcher = cfg.launcher
     if launcher.name == "kubernetes" or (isinstance(launcher, Slurm) and launcher.container_image is not None):
         return
-    if not DOCUMENTS[cfg.task.documents].takes_text:
-        for key, source in _list_parts(cfg).items():
-            if not isinstance(source, Rows | Tokens):
+    for key, source in _list_parts(cfg).items():
+        if DOCUMENTS[cfg.task.documents].takes_text:
+            if isinstance(source, Rows) and not isinstance(source, Custom) and source.columns.text is None:
                 raise UserError(
-                    f"task={cfg.task.name} needs rows with columns, and {key}.source={source.source} gives plain text: "
-                    "choose rows, like data=jsonl data.paths=[FILE], or task=pretrain"
+                    f"{key}.columns.text is not set, and task={cfg.task.name} reads it: name the column of the text, "
+                    "or choose a task for these rows, like task=sft"
                 )
+        elif not isinstance(source, Rows | Tokens):
+            raise UserError(
+                f"task={cfg.task.name} needs rows with columns, and {key}.source={source.source} gives plain text: "
+                "choose rows, like data=jsonl data.paths=[FILE], or task=pretrain"
+            )
     for key, path in _list_paths(cfg):
         expanded = str(Path(path).expanduser())
         matches = glob.iglob(expanded, recursive=True) if glob.has_magic(expanded) else ()
