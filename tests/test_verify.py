@@ -45,6 +45,7 @@ def test_alone_the_cpu_stands_for_eight_devices(words, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.nightly
 def test_digits_differ_past_a_tolerance_of_nothing(words, run):
     code, out, _ = run(*words, TWO, "--steps=2", "--tolerance=1e-12")
     assert code == 1

@@ -345,6 +345,7 @@ def test_a_read_only_disk(words, small_disk):
     assert_refused(done, "cannot be written (Read-only file system); choose hydra.run.dir=DIR", disk)
 
 
+@pytest.mark.nightly(but=["8-make room and go on with resume="])
 @pytest.mark.parametrize(("left", "hint"), [(0, "choose hydra.run.dir=DIR"), (8, "make room and go on with resume=")])
 def test_a_disk_that_is_full_at_the_start(left, hint, words, small_disk):
     """With so many KiB left there is no place for config.yaml, or for what comes after it; what the line says works."""

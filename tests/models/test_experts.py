@@ -206,7 +206,7 @@ def turns() -> list[dict]:
     return program(*TURNS, *ONE).run(batch(sequences=8))
 
 
-@pytest.mark.nightly(but=["one layer again, the next kept"])
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "words",
     [

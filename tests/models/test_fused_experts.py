@@ -54,7 +54,6 @@ def defined(x, probs, weights, group, hidden):
 
 @pytest.mark.nightly(
     but=[
-        "kernels-silu-results-False-room 16",
         "kernels-clamped_silu-results-True-room 16",
         "plain-gelu-inputs-False-room 48",
     ]

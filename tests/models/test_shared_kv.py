@@ -59,6 +59,7 @@ def test_same_step_on_every_mesh(words, expected):
     np.testing.assert_allclose(found[0]["grad_norm"], expected[0]["grad_norm"], rtol=TOLERANCE)
 
 
+@pytest.mark.nightly
 def test_gradients_of_shared_keys_and_of_inputs_where_layers_gather_ahead():
     """Two turns of layers share keys in one scan, whose gradients of these are a sum."""
     words = [

@@ -14,7 +14,7 @@ import pytest
 import yaml
 from models.test_linear_attention import HYBRID
 from PIL import Image
-from support.harness import SMALL, batch, experts, program
+from support.harness import ONE_DEVICE, SMALL, batch, experts, program
 
 from tunix.base.errors import UserError
 from tunix.base.files import read_json
@@ -386,10 +386,20 @@ def test_a_run_takes_what_plan_would():
 
 def test_the_config_of_a_run_stays_as_it_was_typed(tmp_path):
     """What a plan chooses is in no file but the report: the config in the checkpoint is config.yaml."""
-    words = [*AUTO, "plan.choose_mesh=true", "plan.num_compiled=0", "training.max_steps=1", f"hydra.run.dir={tmp_path}"]
-    train(compose(words))
+    train(
+        compose(
+            [
+                *AUTO,
+                ONE_DEVICE,
+                "distributed.allow_idle_devices=true",
+                "plan.num_compiled=0",
+                "training.max_steps=1",
+                f"hydra.run.dir={tmp_path}",
+            ]
+        )
+    )
     saved = yaml.safe_load((tmp_path / "config.yaml").read_text())
-    assert (saved["model"]["mesh_shape"], saved["training"]["micro_batch_size"]) == ("auto", "auto")
+    assert saved["training"]["micro_batch_size"] == "auto"
     in_checkpoint = read_json(tmp_path / "checkpoints" / "1" / "run" / "metadata")["config"]
     assert {name: in_checkpoint[name] for name in ("model", "training")} == {
         name: saved[name] for name in ("model", "training")

@@ -377,18 +377,17 @@ SHARED = [
 ]  # fmt: skip
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "words",
     [
-        pytest.param(words, id=name, marks=pytest.mark.nightly if name != "one" else ())
-        for name, words in {
-            "one": ["model.mesh_shape=[[1],[fsdp]]"],
-            "split": ["model.mesh_shape=[[2,2,2],[fsdp,tp,cp]]"],
-            "stages": ["model.mesh_shape=[[2],[pp]]", "model.num_layers=2", "training.micro_batch_size=2"],
-            "experts": ["model.mesh_shape=[[2],[ep]]", experts(balance_loss=0.0, z_loss=0.0)],
-            "kl": ["model.mesh_shape=[[1],[fsdp]]", "task.kl=loss", "task.kl_coefficient=0.1"],
-        }.items()
+        ["model.mesh_shape=[[1],[fsdp]]"],
+        ["model.mesh_shape=[[2,2,2],[fsdp,tp,cp]]"],
+        ["model.mesh_shape=[[2],[pp]]", "model.num_layers=2", "training.micro_batch_size=2"],
+        ["model.mesh_shape=[[2],[ep]]", experts(balance_loss=0.0, z_loss=0.0)],
+        ["model.mesh_shape=[[1],[fsdp]]", "task.kl=loss", "task.kl_coefficient=0.1"],
     ],
+    ids=["one", "split", "stages", "experts", "kl"],
 )
 def test_answers_that_share_rows_teach_the_same(tmp_path, words):
     """Three steps: fewer rows, and the loss and the gradient of answers with rows of their own."""

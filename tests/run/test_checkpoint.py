@@ -116,7 +116,7 @@ STAGES = (
 )  # fmt: skip
 
 
-@pytest.mark.nightly(but=["no stages"])
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "words",
     [

@@ -54,7 +54,7 @@ def test_several_averages_in_a_dtype_of_their_own():
     jax.tree.map(lambda a, p: np.testing.assert_array_equal(a, p.astype(jnp.bfloat16)), ema["ema_0"], params)
 
 
-@pytest.mark.nightly(but=["full_shard"])
+@pytest.mark.nightly
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_optimizer", "no_shard"])
 def test_the_moving_average_is_the_same_on_every_mesh(strategy):
     """Also of a model of which only some parameters are trained: the others are not copied."""
@@ -68,6 +68,7 @@ def test_the_moving_average_is_the_same_on_every_mesh(strategy):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), first, second)
 
 
+@pytest.mark.nightly
 def test_an_average_in_the_memory_of_the_host_has_the_same_bits(monkeypatch):
     """Sharded alike; a step that is not finite leaves it as it was; a checkpoint without it starts it there."""
     words = [MESH, *FAST, "training.ema_memory=host"]

@@ -70,7 +70,7 @@ def dense_first() -> list[dict[str, float]]:
     return program("model.mesh_shape=[[1],[fsdp]]", IDLE, *DENSE_FIRST, "training.micro_batch_size=8").run(batch(16, 2))
 
 
-@pytest.mark.nightly(but=["1f1b, gathered in blocks"])
+@pytest.mark.nightly  # each day: the forward pass (`test_held_out_loss_on_stages`)
 @pytest.mark.parametrize(
     ("mesh", "more"),
     [

@@ -62,7 +62,7 @@ def scores_of(small, rows, params) -> tuple[np.ndarray, np.ndarray]:
     return np.stack(largest), np.stack(log_sums)
 
 
-@pytest.mark.nightly(but=["latent"])
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", KINDS)
 def test_scores_behind_a_step(kind):
     """The learning rate is nearly 0, so the clip alone changes them. A layer is looked at with the others as they were,

@@ -257,6 +257,7 @@ def test_mistakes_of_numbers_and_of_keys(tmp_path):
         task_of(*CLASSIFY, "task.labels=null", "loading.packing=concat")
 
 
+@pytest.mark.nightly
 def test_low_rank_updates_are_exported_with_the_head_and_merged(hf_dir, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     of_run = [word for word in RUN_OF_CLASSES if word not in (*OF_MODEL, SMALL[-1])]

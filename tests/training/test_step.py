@@ -130,7 +130,7 @@ def test_accumulation_equals_one_batch_under_a_random_mask(microbatches, sync, r
     assert_same(cut.run(batch(microbatches=microbatches), steps=3), reference)
 
 
-@pytest.mark.nightly(but=["lora"])
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "words",
     [
