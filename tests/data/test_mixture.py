@@ -156,3 +156,24 @@ def test_a_part_without_a_sequence_is_named(tmp_path, cache_dir):
     with pytest.raises(UserError, match="data: tiny has 3 tokens to train on, too few for one sequence"):
         load_corpus(compose([*SMALL, "data=mixture", f"data.parts={part}", "data.weights={tiny: 1}"]).config)
     assert len(sequences([3], 32, "concat", cache_dir)) == 0
+
+
+def test_an_error_names_the_keys_of_its_source_where_they_stand(tmp_path):
+    """The name of a file that looks like a key stays as it is."""
+    from tunix.data.dataset import load_corpus
+
+    words = [word.replace("decode_errors: skip", "decode_errors: error") for word in mixture(tmp_path, *SMALL)]
+    bad = tmp_path / "bad"
+    bad.mkdir()
+    (bad / "data.paths.txt").write_bytes(b"\xff")
+    sets = [
+        "evaluation.sets.more=text",
+        f"evaluation.sets.more.paths=[{bad}]",
+        "evaluation.sets.more.decode_errors=error",
+    ]
+    plain = ["data=text", f"data.paths=[{tmp_path}/long]", *SMALL]
+    (tmp_path / "short" / "data.paths.txt").write_bytes(b"\xff")
+    for key, config in (("data.parts.short", words), ("evaluation.sets.more", [*plain, *sets])):
+        said = rf"^{key}: .*/data\.paths\.txt is not UTF-8 \(byte 0\); {key}\.decode_errors=skip leaves"
+        with pytest.raises(UserError, match=said):
+            load_corpus(compose(config).config)

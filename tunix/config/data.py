@@ -46,6 +46,8 @@ class Mixture(Section):
 
     @model_validator(mode="after")
     def _check(self) -> "Mixture":
+        for name, part in self.parts.items():
+            part._key = f"data.parts.{name}"
         for label, weights in (("data.weights", self.weights), *((f"stage {s.name}", s.weights) for s in self.stages)):
             if weights.keys() != self.parts.keys():
                 raise ValueError(f"{label} names {_names(weights)}, data.parts are {_names(self.parts)}; name the same")

@@ -77,6 +77,8 @@ class Evaluation(Section):
 
     @model_validator(mode="after")
     def _check(self) -> "Evaluation":
+        for name, source in self.sets.items():
+            source._key = f"evaluation.sets.{name}"
         for key, names in (("sets", self.sets), ("choices", self.choices)):
             others = ("train", "held_out", "all", *(self.sets if key == "choices" else ()))
             if taken := [name for name in names if name in others]:

@@ -128,7 +128,8 @@ def read_documents(
     read = partial(_read_item, source, task, reader, import_object(DOCUMENTS[task.documents].read), limit)
     is_prompt = task.documents == "prompt" and isinstance(source, Rows)
     items = source.read_all_columns(unit) if is_prompt else source.read(unit)  # type: ignore[attr-defined]
-    yield from map(read, items) if reader is None else map_ahead(read, items, count_threads())
+    with source.naming_keys():
+        yield from map(read, items) if reader is None else map_ahead(read, items, count_threads())
 
 
 def _read_item(

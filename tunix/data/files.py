@@ -6,6 +6,7 @@ import gzip
 import hashlib
 import io
 import json
+import re
 import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +17,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
-from pydantic import Field
+from pydantic import Field, PrivateAttr
 
 from tunix.base.buckets import BUCKETS, explain, explaining, filesystem, find_version, is_address
 from tunix.base.config_types import Count, Section, Share
@@ -210,8 +211,19 @@ class Source(Section):
     if TYPE_CHECKING:  # each subclass declares the one value that it takes
         source: str
 
+    _key: str = PrivateAttr("data")  # where it stands in the config, for messages: a mixture and evaluation.sets say it
+
     held_out_fraction: Share
     """Share of documents kept for evaluation, chosen by a hash of file name and place; at least one if not 0."""
+
+    @contextmanager
+    def naming_keys(self) -> Iterator[None]:
+        """Name the keys of this source, in a `UserError` of the block, by where they stand in the config."""
+        try:
+            yield
+        except UserError as error:
+            keys = "|".join(type(self).model_fields)
+            raise UserError(re.sub(rf"(?<![\w./-])data(?=: |\.(?:{keys})\b)", self._key, str(error))) from None
 
     def units(self, unit_bytes: int) -> list[Unit]:
         """List what there is to read, cut into units of about `unit_bytes` where a file can be cut."""
