@@ -51,22 +51,34 @@ def test_unrolled_layers_compute_the_same_numbers(words):
         assert metrics == pytest.approx(expected, rel=1e-5)
 
 
+def kept_shapes(*words: str) -> list[tuple[int, ...]]:
+    """Return the shapes of what the backward pass needs of three layers."""
+    small = program("model.mesh_shape=[[8],[fsdp]]", "training.remat=dots", *words)
+    loss, rows = find_loss_kind(small.cfg).make(small.cfg), {name: leaf[0] for name, leaf in batch().items()}
+
+    def kept(params):
+        return jax.vjp(lambda params: loss(small.arch.module(params), rows, None).objective, params)[1]
+
+    with jax.set_mesh(small.mesh):
+        leaves = jax.tree.leaves(jax.eval_shape(kept, small.state["params"]))
+    return sorted(leaf.shape for leaf in leaves if leaf.shape[:1] == (3,) and leaf.ndim > 3)
+
+
 def test_no_gathered_weight_is_kept():
     """What the backward pass needs of each layer has no array of the size of a gathered weight."""
-
-    def shapes(*words: str) -> list[tuple[int, ...]]:
-        small = program("model.mesh_shape=[[8],[fsdp]]", "training.remat=dots", *words)
-        loss, rows = find_loss_kind(small.cfg).make(small.cfg), {name: leaf[0] for name, leaf in batch().items()}
-
-        def kept(params):
-            return jax.vjp(lambda params: loss(small.arch.module(params), rows, None).objective, params)[1]
-
-        with jax.set_mesh(small.mesh):
-            leaves = jax.tree.leaves(jax.eval_shape(kept, small.state["params"]))
-        return sorted(leaf.shape for leaf in leaves if leaf.shape[:1] == (3,) and leaf.ndim > 3)
-
-    plain, ahead = shapes("training.overlap=none"), shapes("training.overlap=prefetch")
+    plain, ahead = kept_shapes("training.overlap=none"), kept_shapes("training.overlap=prefetch")
     assert [shape for shape in ahead if shape not in plain] == []
+
+
+def test_of_a_product_and_its_update_the_sum_alone_is_kept():
+    """Beside what is kept of the tokens without updates there are the narrow arrays between the factors."""
+    lora = ["model.lora.rank=2", "model.lora.train_also=."]
+    without, updated = (
+        [shape for shape in kept_shapes("training.overlap=none", *words) if shape[1:3] == (16, 32)]
+        for words in ([], lora)
+    )
+    assert [shape for shape in updated if shape[-1] != 2] == without
+    assert len(updated) > len(without) > 0
 
 
 @pytest.mark.parametrize(

@@ -281,11 +281,14 @@ class Einsum(Matrix):
     def __call__(self, x: jax.Array, dropout_key: DropoutKey | None = None) -> jax.Array:
         """x -> y in the shapes of the equation; `dropout_key` is for the update, and None outside of training."""
         kind, w = self.layout.block_matmul if self.product == "plain" else self.product, self.gathered()
-        y = product(self.equation, x, w, self.layout, kind, self.result_name)
-        if self.lora is not None and self.lora.magnitude is not None:
+        # Of a product and its update the sum alone is kept: the backward pass needs neither by itself.
+        has_sum = self.lora is not None and self.lora.magnitude is None
+        y = product(self.equation, x, w, self.layout, kind, None if has_sum else self.result_name)
+        if self.lora is None:
+            return self.bias(y)
+        if not has_sum:
             return self.bias(self.lora.normalize(x, y, w, dropout_key, kind))
-        y = self.bias(y)
-        return y if self.lora is None else y + self.lora(x, dropout_key)
+        return checkpoint_name(self.bias(y) + self.lora(x, dropout_key), self.result_name)
 
 
 class MLP(nnx.Module):

@@ -74,7 +74,7 @@ class LowRank(Factors):
         updates = []
         for scale, a, b in self.gathered():
             between = product(self.first, x, a, self.layout)
-            updates.append(product(self.second, between, b, self.layout) * scale)
+            updates.append(product(self.second, between, b, self.layout, name=None) * scale)
         return sum(updates[1:], updates[0])
 
     def _drop(self, x: jax.Array, dropout_key: "DropoutKey") -> jax.Array:

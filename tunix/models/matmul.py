@@ -98,15 +98,17 @@ FEW_ROWS = 64  # rows of x up to which `few_rows` differs from `plain`; from 128
 
 
 def product(
-    equation: Equation, x: jax.Array, w: jax.Array, layout: Layout, kind: str = "plain", name: str = "product"
+    equation: Equation, x: jax.Array, w: jax.Array, layout: Layout, kind: str = "plain", name: str | None = "product"
 ) -> jax.Array:
     """Return y of `x,w->y`, in the shapes of the equation, where the layout has activations of these dimensions.
 
-    `w` is a gathered weight. `kind` is a key of `MATMUL`. `name` is the one by which remat policies keep the result.
+    `w` is a gathered weight. `kind` is a key of `MATMUL`. `name` is the one by which remat policies keep the result;
+    None where they keep what is made of it.
     """
     einsum = Equation(equation.einsum_text)
     y = MATMUL[kind].multiply(einsum, layout.as_matmul_input(x, equation), w, layout.result(equation))
-    return checkpoint_name(layout.scatter_tokens(y, equation), name)
+    y = layout.scatter_tokens(y, equation)
+    return y if name is None else checkpoint_name(y, name)
 
 
 def _plain(equation: Equation, x: jax.Array, w: jax.Array, spec: PartitionSpec) -> jax.Array:
