@@ -1,6 +1,7 @@
 """A plan as text tables, as JSON, and as files."""
 
 import json
+import math
 import os
 import shlex
 from dataclasses import asdict
@@ -83,7 +84,7 @@ def format_text(ranking: Ranking, cluster: Cluster, overrides: list[str]) -> str
         for each in candidates:
             if (name := getattr(each.choices.layout, key)) not in usual:
                 lines.append(f"{format_mesh_shape(each.sizes)} takes model.{key}={name}")
-    lines += _list_recomputing(candidates)
+    lines += _list_recomputing(candidates, cluster)
     lines += _list_assumptions(cluster, candidates)
     if ranking.fit:
         if ranking.fit[0].compiled:
@@ -159,18 +160,21 @@ def _format_stages(candidate: Candidate) -> str:
     return format_table(title, columns, ("steps", "from"), rows)
 
 
-def _list_recomputing(candidates: list[Candidate]) -> list[str]:
+def _list_recomputing(candidates: list[Candidate], cluster: Cluster) -> list[str]:
     """Return lines that name the compiled steps in which XLA computes much once more, and what to set."""
     lines = []
     for each in candidates:
         time = each.compiled.step_time if each.compiled else None
-        if time is not None and time.recomputed_flops > RECOMPUTED_SHARE * time.flops:
+        if each.compiled and time is not None and time.recomputed_flops > RECOMPUTED_SHARE * time.flops:
+            estimate = each.compiled.memory + 16 * GIB  # XLA's may be so much above what the program then takes
+            share = estimate / (0.8 * cluster.kind.memory_gib * GIB)  # XLA allows this factor of 0.8 of the device
+            slop_factor = max(112, 10 * math.ceil(10 * share))
             lines.append(
                 f"{format_mesh_shape(each.sizes)}: XLA takes the step for larger than the memory, and computes "
                 f"{time.recomputed_flops / time.flops:.0%} of its FLOPs once more, beside what training.remat says. "
                 "Its estimate may be 10 GiB too large: it uses more of the memory with "
-                "+training.compiler_options.xla_gpu_memory_limit_slop_factor=112 (its own value is 95). Or set "
-                "training.remat=full"
+                f"+training.compiler_options.xla_gpu_memory_limit_slop_factor={slop_factor} (its own value is 95). "
+                "Or set training.remat=full"
             )
     return lines
 
