@@ -1,6 +1,7 @@
 """Rollouts drawn ahead: weights of a fixed age, whatever takes how long, on devices of their own, after a resume too."""
 
 import json
+import shutil
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from support.harness import metrics
+from support.processes import Processes
 from support.rollouts import AGENT, TASK
 
 import tunix
@@ -96,6 +98,33 @@ def test_episodes_wait_too(tmp_path):
     assert [line["staleness"] for line in before] == [0, 1, 2, 2]
     assert after[4:] == before[2:]
     assert again[64:] == drawn[32:]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("apart", [True, False], ids=["apart", "together"])
+def test_two_processes_draw_ahead(apart, tmp_path):
+    """Of 4 devices each, they learn from the answers of one process with 8; a killed run goes on with the same digits."""
+    mesh = "model.mesh_shape=[[4],[fsdp]]" if apart else "model.mesh_shape=[[8],[fsdp]]"
+    words = [word for word in WORDS if not word.startswith(("model.mesh_shape", "task.rollout_devices"))]
+    words += [mesh, f"training.micro_batch_size={4 if apart else 2}", "training.max_steps=6"]
+    alone, own = [], []
+    if apart:
+        alone, own = ["task.rollout_devices=4"], ["task.rollout_devices=2"]
+    with Processes(*words, *own, "hydra.run.dir=run", folder=tmp_path, count=2, devices=4) as run:
+        assert [end.code for end in run.ends()] == [0, 0], run.ends()[0].stderr
+    tunix.train([*words, *alone, f"hydra.run.dir={tmp_path}/alone"])
+    (lines, answers), (expected, drawn) = read(tmp_path / "run"), read(tmp_path / "alone")
+    assert [line["staleness"] for line in lines] == [0, 1, 2, 2, 2, 2]
+    assert [(step, tokens) for step, tokens, _ in answers] == [(step, tokens) for step, tokens, _ in drawn]
+    for line, other in zip(lines, expected, strict=True):
+        assert line == pytest.approx(other, rel=1e-4, abs=1e-6)
+    for name in ("4", "6"):  # as if the run had been killed after step 2
+        shutil.rmtree(tmp_path / "run" / "checkpoints" / name)
+    with Processes("resume=run", folder=tmp_path, count=2, devices=4) as run:
+        assert [end.code for end in run.ends()] == [0, 0], run.ends()[0].stderr
+    after, again = read(tmp_path / "run")
+    assert after[6:] == lines[2:]
+    assert again[6 * 16 :] == answers[2 * 16 :]
 
 
 def test_the_order_of_work():

@@ -160,13 +160,15 @@ def plan_rollout(program: Program, device_bytes: int | None) -> RolloutPlan:
 def find_rollout_mesh(program: Program) -> Mesh | AbstractMesh:
     """Return the mesh that draws answers: that of the program, or one of task.rollout_devices, which need not exist.
 
-    One host is assumed: several processes are refused.
+    One host is assumed where the devices do not exist.
     """
     task = program.cfg.task
     assert isinstance(task, Grpo)
     if task.rollout_devices is None:
         return program.mesh
-    sizes = select_rollout_sizes(program.cfg, program.mesh.shape, task.rollout_devices)
+    mesh = program.mesh
+    num_processes = len({device.process_index for device in mesh.devices.flat}) if isinstance(mesh, Mesh) else 1
+    sizes = select_rollout_sizes(program.cfg, mesh.shape, num_processes * task.rollout_devices)
     return program.abstract_mesh.update(axis_sizes=tuple(sizes[axis] for axis in program.mesh.axis_names))
 
 

@@ -304,7 +304,10 @@ def leave_to_learning(cfg: Config, cluster: Cluster) -> Cluster:
     """
     per_node = check_rollout_devices(cfg, cluster.per_node)
     if per_node < cluster.per_node and cluster.num_nodes > 1:
-        raise UserError(f"task.rollout_devices and task.staleness run in one process, not on {cluster.num_nodes} nodes")
+        raise UserError(
+            f"a plan knows task.rollout_devices of one node, not of {cluster.num_nodes}; plan one node, or the devices "
+            "that learn, with task.rollout_devices=null"
+        )
     return replace(cluster, per_node=per_node)
 
 
