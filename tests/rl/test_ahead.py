@@ -4,7 +4,6 @@ import json
 import shutil
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +16,6 @@ from support.rollouts import AGENT, TASK
 
 import tunix
 from tunix.base.errors import UserError
-from tunix.batch_sources import PromptFeed
 from tunix.config.compose import compose
 from tunix.costs.devices import read_topology
 from tunix.data.prompts import Prompt
@@ -26,7 +24,8 @@ from tunix.plan.ranking import leave_to_learning, rank
 from tunix.rl.ahead import Drawn, RolloutsAhead, pack, unpack
 from tunix.rl.episodes import Episode, Played
 from tunix.rl.scoring import Scores
-from tunix.training.choices import build_mesh, build_rollout_mesh
+from tunix.sharding.table import axis_names
+from tunix.training.choices import build_mesh, build_rollout_mesh, check_split_alike
 from tunix.training.grpo import IMPORTANCE, locate_answers
 
 APART = "model.mesh_shape=[[2],[fsdp]]", "distributed.allow_idle_devices=true", "training.micro_batch_size=4"
@@ -127,8 +126,13 @@ def test_two_processes_draw_ahead(apart, tmp_path):
     assert again[6 * 16 :] == answers[2 * 16 :]
 
 
-def test_the_order_of_work():
-    """Each rollout gets the weights of its time, though the first ones take longest; a checkpoint keeps those that wait."""
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_the_order_of_work(num_processes, monkeypatch):
+    """Each rollout gets the weights of its time, though the first ones take longest; a checkpoint keeps those that wait.
+
+    Of several processes the main thread draws.
+    """
+    monkeypatch.setattr("jax.process_count", lambda: num_processes)
     cfg = compose([*TASK, *APART]).config
     mesh, task, prompts = build_mesh(cfg), cfg.task, [Prompt([1], "a", {})]
 
@@ -187,7 +191,7 @@ def test_the_plan_knows_both_meshes():
     assert apart.tokens_per_s == apart.costs.tokens_per_step / max(apart.time.step_s, apart.rollout_s)
 
 
-def test_what_is_refused(monkeypatch):
+def test_what_is_refused():
     with pytest.raises(UserError, match="task.rollout_devices=2 would wait for the devices that learn"):
         compose([*TASK, "task.rollout_devices=2"])
     cfg = compose([*TASK, "task.rollout_devices=8", "task.staleness=1"]).config
@@ -196,8 +200,8 @@ def test_what_is_refused(monkeypatch):
     cfg = compose([*TASK, *APART, "task.rollout_devices=3", "task.staleness=1"]).config
     with pytest.raises(UserError, match="task.rollout_devices=3: "):
         build_rollout_mesh(cfg, build_mesh(cfg))
-    with pytest.raises(UserError, match="run in one process, not on 2 nodes"):
+    with pytest.raises(UserError, match="a plan knows task.rollout_devices of one node, not of 2"):
         leave_to_learning(cfg, read_topology("h100:2x8"))
-    monkeypatch.setattr("jax.process_count", lambda: 2)
-    with pytest.raises(UserError, match="task.staleness=1 runs in one process, and this run has 2"):
-        PromptFeed(cfg, None, SimpleNamespace(batch=None), None, None)
+    learning = {**dict.fromkeys(axis_names(), 1), "dp": 2, "fsdp": 2}
+    with pytest.raises(UserError, match=r"on 2 processes the devices that draw, .*\[4\].*, must be split like those"):
+        check_split_alike(learning | {"dp": 1, "fsdp": 4}, learning, 2)

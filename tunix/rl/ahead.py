@@ -9,8 +9,8 @@ token. With k = 2 and one step a rollout:
 The first k rollouts are drawn by the weights that the run begins with. A checkpoint keeps the k rollouts that wait, so
 a resumed run learns from the same answers.
 
-Several processes have no drawing threads, which would run their programs in unequal orders. There the main thread draws
-(`InTurn`), after it has given the devices a step to learn: with task.rollout_devices both work at one time.
+Several processes have no drawing threads, which would run their programs in unequal orders. There the main thread
+draws (`InTurn`), after it has given the devices a step to learn: with task.rollout_devices both work at one time.
 
     main thread   start step 5 | draw 7 (4)  | start step 6 | draw 8 (5)  | start step 7
     devices       learn 5 .......            | learn 6 .......            | learn 7 .......
@@ -52,7 +52,7 @@ class Drawn(NamedTuple):
 
 
 class InTurn(Executor):
-    """Runs what it is given one after the other, when somebody waits for it, in the thread that waits."""
+    """Runs what it is given one after the other, in the thread that waits for it."""
 
     def __init__(self) -> None:
         self.waiting: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
@@ -62,11 +62,11 @@ class InTurn(Executor):
         self.waiting.append((future, partial(function, *arguments, **named)))
         return future
 
-    def finish(self) -> None:
-        """Run all that waits."""
-        while self.waiting:
-            future, run = self.waiting.popleft()
-            future.set_result(run())
+    def finish(self, future: Future[Any]) -> None:
+        """Run what was given up to this future."""
+        while not future.done():
+            first, run = self.waiting.popleft()
+            first.set_result(run())
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         self.waiting.clear()
@@ -103,7 +103,9 @@ class RolloutsAhead:
 
         What is to be drawn by `params`, those after the step before, is begun.
         """
-        self._draw_in_turn()  # what was begun before the step that the devices now learn
+        if isinstance(self.threads, InTurn):
+            for future in self.rollouts.values():  # begun before the step that the devices now learn
+                self.threads.finish(future)
         index = self.first_steps.index(first_step)
         ahead = self.first_steps[index : index + self.staleness + 1]
         if missing := [each for each in ahead if each not in self.rollouts]:
@@ -113,20 +115,17 @@ class RolloutsAhead:
                 self.rollouts[each] = self.threads.submit(self._draw, copied, each, first_step - 1)
         for past in [each for each in self.rollouts if each < first_step]:
             del self.rollouts[past]
-        if not self.rollouts[first_step].done():
-            self._draw_in_turn()
-        return self.rollouts[first_step].result()
+        return self._wait_for(self.rollouts[first_step])
 
     def wait(self, after: int) -> dict[int, Drawn]:
         """Return the rollouts that a checkpoint after a step keeps; waits until they are drawn.
 
         One drawn by the weights after that step is left out: a resumed run draws it again.
         """
-        self._draw_in_turn()
         later = {first_step: future for first_step, future in self.rollouts.items() if first_step > after}
         kept = {}
         for first_step, future in sorted(later.items())[: self.staleness]:
-            if (drawn := future.result()).weights_step < after:
+            if (drawn := self._wait_for(future)).weights_step < after:
                 kept[first_step] = drawn
         return kept
 
@@ -134,9 +133,10 @@ class RolloutsAhead:
         """Give up what is not drawn yet; wait for the threads."""
         self.threads.shutdown(cancel_futures=True)
 
-    def _draw_in_turn(self) -> None:
+    def _wait_for(self, future: Future[Drawn]) -> Drawn:
         if isinstance(self.threads, InTurn):
-            self.threads.finish()
+            self.threads.finish(future)
+        return future.result()
 
     def _draw(self, params: Any, first_step: int, weights_step: int) -> Drawn:
         with jax.set_mesh(self.mesh):  # `jax.set_mesh` of the main thread does not reach this thread
