@@ -351,8 +351,6 @@ def _find_obstacle(cfg: Config, layout: Layout, sync_every: int) -> str | None:
             f"with training.sharding_strategy={training.sharding_strategy} and gradients reduced every {sync_every} "
             "microbatch(es), weights are gathered once for the step"
         )
-    if cfg.model.mtp is not None:
-        return "the layer of model.mtp gathers its own weights"
     if training.remat_every > 1:
         return f"training.remat_every={training.remat_every} takes so many layers at a time"
     if training.offload == "activations":
