@@ -34,7 +34,7 @@ class OfflineStudent(Student):
         """Mean of the objective, and its gradient."""
         teacher = OfflineTeacher("gpt2", top_k, 97, beta, temperature, self.describe(beta, temperature))
         with jax.set_mesh(self.model.mesh):
-            found = jax.jit(teacher.find_likeliest, static_argnums=2)(self.teacher.params, self.batch, 4)
+            found = jax.jit(teacher.compute_top_k, static_argnums=2)(self.teacher.params, self.batch, 4)
             shape = len(self.batch["tokens"]), -1
             fields = {IDS: found.ids.reshape(shape), LOG_PROBS: found.log_probs.reshape(shape), REST: found.rest}
 
