@@ -156,7 +156,7 @@ class Candidate:
 
     @property
     def memory(self) -> int:
-        return max(self._step_memory, self.rollout_memory)
+        return max(self._step_memory, self.rollout_memory, self.costs.alone_bytes)
 
     @property
     def _step_memory(self) -> int:
@@ -488,7 +488,8 @@ def describe_no_fit(ranking: Ranking, cluster: Cluster, key: str = "plan.topolog
         [(reason, _)] = Counter(ranking.refused.values()).most_common(1)
         return f"no mesh of {cluster.num_devices} devices divides this model and batch: {reason}"
     best = ranking.too_large[0]
-    largest = max(best.num_bytes, key=lambda name: best.num_bytes[name])
+    is_alone = best.memory == best.costs.alone_bytes
+    largest = "teacher" if is_alone else max(best.num_bytes, key=lambda name: best.num_bytes[name])
     over = best.memory - ranking.limit
     state = best.num_bytes["weights"] + best.num_bytes["optimizer"]
     devices = "more devices"
