@@ -5,8 +5,10 @@ import shutil
 from pathlib import Path
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
+from tunix.base.digests import Damaged
 from tunix.base.errors import UserError
 from tunix.checkpoints import folders
 from tunix.checkpoints.checkpoint import Checkpoints
@@ -118,6 +120,18 @@ def test_every_process_sees_the_failure_of_another_one(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="process 1: No space left on device"):
         store.wait()
     assert store.storage.list_steps() == []
+
+
+def test_arrays_are_not_compressed_and_a_file_that_is_cut_is_named(tmp_path):
+    state = {"params": {"w": jnp.arange(4096.0).reshape(64, 64)}}
+    store = open_at(tmp_path)
+    store.save(1, state, Record({"step": 1}, {}, None))
+    store.wait()
+    whole = np.asarray(state["params"]["w"]).tobytes()
+    file = next(path for path in tmp_path.rglob("*") if path.is_file() and whole in path.read_bytes())
+    file.write_bytes(file.read_bytes()[:4096])
+    with pytest.raises(Damaged, match="params.w"):  # nothing was compared with its digest
+        store.restore(1, state)
 
 
 def test_what_others_put_among_the_checkpoints_stays(tmp_path):

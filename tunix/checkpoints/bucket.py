@@ -29,6 +29,7 @@ import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 import jax
@@ -200,24 +201,7 @@ class Bucket:
         return ts.open({"driver": "zarr"}, kvstore=chunks, open=True, read=True).result(2 * self.objects.timeout_s)
 
     def restore(self, step: int, abstract: Any) -> Any:
-        def read(path: Any, leaf: Any) -> jax.Array:
-            name, slices = name_array(path), {}
-            array = self._open_array(step, name)
-            if tuple(array.shape) != tuple(leaf.shape):
-                raise ValueError(f"{name} has shape {tuple(array.shape)}, not {tuple(leaf.shape)}")
-
-            def slice_of(index: Any) -> np.ndarray:
-                key = str(index)
-                if key not in slices:  # devices with the same slice share it
-                    numbers = array[index].read().result(2 * self.objects.timeout_s)
-                    slices[key] = np.asarray(numbers).astype(leaf.dtype)
-                return slices[key]
-
-            return jax.make_array_from_callback(leaf.shape, leaf.sharding, slice_of)
-
-        leaves, treedef = jax.tree_util.tree_flatten_with_path(abstract)
-        with ThreadPoolExecutor(NUM_THREADS) as pool:
-            return jax.tree.unflatten(treedef, list(pool.map(lambda item: read(*item), leaves)))
+        return restore_arrays(partial(self._open_array, step), abstract, 2 * self.objects.timeout_s)
 
     def check(self, step: int, share: int = 0, num_shares: int = 1) -> int:
         """Compare a checkpoint with its digests; return the bytes that were read. Of `num_shares`, each reads a share.
@@ -267,6 +251,35 @@ class Bucket:
 def name_array(path: Any) -> str:
     """Return the name of an array in the state: params/embed/table."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def restore_arrays(open_array: Callable[[str], ts.TensorStore], abstract: Any, timeout_s: float | None = None) -> Any:
+    """Read the arrays that `abstract` names: each device gets its slice, a leaf without a sharding is a numpy array.
+
+    Args:
+        open_array: opens an array by its name.
+        timeout_s: for each read.
+    """
+
+    def read(path: Any, leaf: Any) -> Any:
+        name, slices = name_array(path), {}
+        array = open_array(name)
+        if tuple(array.shape) != tuple(leaf.shape):
+            raise ValueError(f"{name} has shape {tuple(array.shape)}, not {tuple(leaf.shape)}")
+
+        def slice_of(index: Any) -> np.ndarray:
+            key = str(index)
+            if key not in slices:  # devices with the same slice share it
+                slices[key] = np.asarray(array[index].read().result(timeout_s)).astype(leaf.dtype, copy=False)
+            return slices[key]
+
+        if getattr(leaf, "sharding", None) is None:
+            return slice_of(())
+        return jax.make_array_from_callback(leaf.shape, leaf.sharding, slice_of)
+
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(abstract)
+    with ThreadPoolExecutor(NUM_THREADS) as pool:
+        return jax.tree.unflatten(treedef, list(pool.map(lambda item: read(*item), leaves)))
 
 
 def copy_chunks(state: State) -> ts.KvStore:
