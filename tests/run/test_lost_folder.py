@@ -3,6 +3,8 @@
 import shutil
 from pathlib import Path
 
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
 import pytest
 from support.harness import ONE_LAYER, RUN, TWO_DEVICES
 
@@ -50,6 +52,25 @@ def test_a_run_that_lost_its_folder_fails(lose, at, tmp_path, monkeypatch):
         tunix.train(WORDS)
     assert "\n" not in str(error.value)
     assert not Path("run/checkpoints/6").exists() or lose == "emptied"
+
+
+def test_a_checkpoint_that_is_deleted_while_it_is_written_gets_no_name(tmp_path, monkeypatch):
+    """Orbax makes folders that are missing when it writes its index, so what was deleted would be there again."""
+    folder = Folder(tmp_path / "run" / "checkpoints")
+    folder.folder.parent.mkdir()
+    folder.open()
+    folder.copy(1, {"params": jnp.ones(2)}, {"run/metadata": "{}", "tokenizer/metadata": "{}"})()
+    shutil.rmtree(tmp_path / "run")
+
+    def write_index(self, state):
+        state.mkdir(parents=True)
+        (state / "_METADATA").write_text("{}")
+
+    monkeypatch.setattr(ocp.StandardCheckpointHandler, "finalize", write_index)
+    with pytest.raises(FileNotFoundError) as error:
+        folder.commit(1, {}, None)
+    assert "was deleted or moved" in folder.explain(error.value)
+    assert folder.list_steps() == []
 
 
 @pytest.mark.parametrize(

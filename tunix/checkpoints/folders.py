@@ -72,8 +72,9 @@ class Folder:
 
     def copy(self, step: int, state: State, texts: dict[str, str]) -> Callable[[], dict[str, Any]]:
         unfinished = self._unfinished(step)
-        # No parents: where a user has moved or deleted the run's folder, it is not made anew.
-        for folder in (unfinished, unfinished / "state"):
+        # All folders of the checkpoint, without parents: where a user has moved or deleted the run's folder, it is not made
+        # anew. (The libraries that write arrays make what is missing: see `commit`.)
+        for folder in (unfinished, unfinished / "state", *{(unfinished / name).parent for name in texts}):
             folder.mkdir(exist_ok=True)
         # Not compressed: zstd takes 8 % off float32 weights, for four fifths of a save's time outside the kernel.
         saving = ocp.PyTreeCheckpointHandler(use_compression=False).async_save(
@@ -93,7 +94,6 @@ class Folder:
             write_digests(state_folder, local, f"digests.{rank}.json")
             for name, text in texts.items():
                 file = unfinished / name
-                file.parent.mkdir(exist_ok=True)
                 file.write_text(text)
                 write_digests(file.parent, [file], step=step)
             return {}
@@ -108,16 +108,17 @@ class Folder:
         # The files that are in no part: Orbax's index of the arrays of all processes.
         sealed = {state / name for part in parts for name in read_digests(part)["files"]}
         write_digests(state, [path for path in list_files(state) if path not in sealed], step=step)
+        for name in NEEDED:
+            (unfinished / name).stat()  # missing where the folder was deleted, and `finalize` has made it again
         unfinished.rename(self.folder / str(step))
 
     def explain(self, error: Exception) -> str | None:
         text = str(error) or repr(error)
         if not isinstance(error, OSError) and not any(words in text for words in DISK_REFUSES):
             return None
-        try:
-            free = f"{shutil.disk_usage(self.folder).free / 2**30:.2f} GiB free"
-        except OSError:
+        if isinstance(error, FileNotFoundError) or not self.folder.exists():
             return f"{self.folder} was deleted or moved while the run wrote to it"
+        free = f"{shutil.disk_usage(self.folder).free / 2**30:.2f} GiB free"
         limit = next((f"; {hint}" for words, hint in LIMITS.items() if words in text), "")
         return f"{text.splitlines()[0][:200]} ({free}{limit})"
 
