@@ -72,8 +72,8 @@ class Folder:
 
     def copy(self, step: int, state: State, texts: dict[str, str]) -> Callable[[], dict[str, Any]]:
         unfinished = self._unfinished(step)
-        # All folders of the checkpoint, without parents: where a user has moved or deleted the run's folder, it is not made
-        # anew. (The libraries that write arrays make what is missing: see `commit`.)
+        # Without parents: where a user has moved or deleted the run's folder, it is not made anew. (The libraries that
+        # write arrays make what is missing: see `commit`.)
         for folder in (unfinished, unfinished / "state", *{(unfinished / name).parent for name in texts}):
             folder.mkdir(exist_ok=True)
         # Not compressed: zstd takes 8 % off float32 weights, for four fifths of a save's time outside the kernel.
