@@ -70,3 +70,9 @@ def test_layers_add_their_gradients_to_the_sums(way, compiled):
     """A layer of a float32 sum is read and written in one kernel, and gradients of all layers never exist at once."""
     step = compiled(way)
     assert step["sums"] == {"f32": ["in place"] * step["matrices"]}
+
+
+def test_layers_on_stages_add_their_gradients_to_the_sums(installs_dir):
+    """One kernel reads 2 and 4 bytes of a parameter and writes 4: nothing is stacked, and no chunk is written again."""
+    *_, moved = compile_for_gpu("compile_chunks.py", installs_dir=installs_dir)
+    assert list(json.loads(moved).values()) == [pytest.approx(10, rel=1e-3)]

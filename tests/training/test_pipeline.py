@@ -1,13 +1,15 @@
 """Layers on stages: the same numbers as on one device, and what does not fit the stages is refused."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 from support.harness import SGD, batch, experts, program
 
 from tunix.base.errors import UserError
 from tunix.config.compose import compose
-from tunix.models.pipeline import list_sends
+from tunix.models.pipeline import Chunks, Lanes, list_sends
 from tunix.sharding.arrays import to_global
 from tunix.sharding.table import axis_names
 from tunix.training.pipeline_schedule import Turns, assign_slots
@@ -186,6 +188,26 @@ def test_ticks_and_bubble(schedule, given, iterations):
     assert pipeline.num_iterations == iterations
     work = 3 * (12 if given == "auto" else given) * pipeline.num_chunks
     assert pipeline.bubble == pytest.approx((iterations - work) / iterations)
+
+
+@pytest.mark.parametrize("num_chunks", [1, 2])
+def test_layers_add_to_their_place_of_a_chunk(num_chunks):
+    """One layer after the other leaves the sums that a chunk at once leaves; the stages work on different chunks."""
+    step = program("model.mesh_shape=[[2,2],[pp,fsdp]]", "model.num_layers=4", "model.global_every=1", IDLE)
+    with jax.set_mesh(step.mesh):
+        chunks = Chunks(Lanes(step.built.choices.layout), num_chunks)
+        keys = jax.random.split(jax.random.key(0), 2)
+        places = (2, num_chunks, 3, 4) if num_chunks > 1 else (2, 3, 4)
+        total, more = jax.random.normal(keys[0], places), jax.random.normal(keys[1], (2, 3, 4))
+        total, more, chunk = (jax.device_put(x, PartitionSpec("pp")) for x in (total, more, jnp.arange(2) % num_chunks))
+
+        def one_by_one(total):
+            for layer in range(3):
+                total = chunks.add_layer(chunk, total, more[:, layer], layer, None)
+            return total
+
+        ours, theirs = jax.jit(one_by_one)(total), jax.jit(lambda total: chunks.add(total, more, chunk))(total)
+    np.testing.assert_array_equal(ours, theirs)
 
 
 def test_turns_of_interleaved_stages():

@@ -132,6 +132,7 @@ class Places:
         for place, tree in zip(places, params, strict=True):
             count = len(jax.tree.leaves(tree, is_leaf=_is_variable))
             self.parts += [(place.stack, number, place) for number in range(count)]
+        self.add_one: Callable[..., jax.Array] = add_in_place  # stages have a way of their own
 
     def read(self) -> dict[str, list[jax.Array | None]]:
         """Return the slots of the stacks of this scan."""
@@ -158,7 +159,7 @@ class Places:
             over_replicas = None
         for (stack, index, place), gradient in zip(self.parts, gradients, strict=True):
             if (total := sums[stack][index]) is not None and gradient is not None:
-                sums[stack][index] = add_in_place(total, gradient, place.first + place.step * number, over_replicas)
+                sums[stack][index] = self.add_one(total, gradient, place.first + place.step * number, over_replicas)
         return sums
 
 
@@ -319,15 +320,25 @@ class Passes:
         return x, results, vjps, last
 
     def go_back(
-        self, layers: Any, shared: Any, vjps: Any, d_x: jax.Array, d_results: Any, is_trained: Sequence[bool]
-    ) -> tuple[list[jax.Array | None], jax.Array]:
-        """Return the gradients of the parameters, None for frozen ones, and that of x; `vjps` are those of `keep`."""
+        self,
+        layers: Any,
+        shared: Any,
+        vjps: Any,
+        d_x: jax.Array,
+        d_results: Any,
+        is_trained: Sequence[bool],
+        sums: dict[str, list[jax.Array | None]],
+    ) -> tuple[list[jax.Array | None], jax.Array, dict[str, list[jax.Array | None]]]:
+        """Return the gradients of the parameters, None for frozen ones, that of x, and the sums.
+
+        `vjps` are those of `keep`. With `sums` the gradients of parameters are added to them, and are None.
+        """
         params = self.weights.values
         nothing = ((False,) * len(jax.tree.leaves(each)) for each in (layers, shared))
         has_gradient = Static((tuple(is_trained), *nothing))
         saved = Saved(params, layers, shared, vjps, self.begin_backward(params), has_gradient)
-        gradients, flows, *_ = self.run_backward(saved, d_x, d_results, {})
-        return gradients, flows.d_x
+        gradients, flows, _, sums = self.run_backward(saved, d_x, d_results, sums)
+        return gradients, flows.d_x, sums
 
     def begin_backward(self, params: list[jax.Array]) -> Any:
         """Return what the backward pass begins with, where it does not follow the forward pass at once."""

@@ -14,7 +14,7 @@ stages, each stage scans its own (`Stacks.run_on_stages`). In decoding each laye
 layer is a piece of program of its own (`Stacks.run_apart`).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -36,6 +36,7 @@ from tunix.models.layers import (
     BlockSums,
     DropoutKey,
     Initializer,
+    Routing,
     merge_layers,
     merge_runs,
 )
@@ -149,8 +150,8 @@ class Stacks:
         penalties = {name: reshard(jnp.zeros(count), spec) for name in penalty_names(self.cfg)}
         return rows._replace(penalties=penalties, numbers=numbers)
 
-    def run_on_stages(self, layers: dict[str, Any], rows: Rows, forward: Forward) -> tuple[Rows, BlockSums]:
-        """Run the layers of each stage on its rows, and return the rows, and the numbers of each layer.
+    def run_on_stages(self, layers: dict[str, Any], rows: Rows, forward: Forward) -> tuple[Rows, Routing | None]:
+        """Run the layers of each stage on its rows, and return the rows and the routing of its experts.
 
         All arrays have a first dimension [S]: layers, the rows of `enter_stages`, and the seeds of `forward`. `layers`
         are parameters and values by the name of a stack. Each stage has some turns of the pattern, each complete, and
@@ -164,20 +165,19 @@ class Stacks:
             return rows, sums
 
         if self.prefetch:  # the scan has the stages inside of it (prefetch.py)
-            rows, (penalties, *of_layers) = run_stage(layers, rows, forward.seed)
-            of_layers = jax.tree.map(lambda x: x.swapaxes(0, 1), of_layers)
+            rows, (penalties, routing, _) = run_stage(layers, rows, forward.seed)
+            routing = jax.tree.map(lambda x: x.swapaxes(0, 1), routing)
         else:
-            rows, (penalties, *of_layers) = jax.vmap(run_stage)(layers, rows, forward.seed)
-        rows = rows._replace(penalties=jax.tree.map(jnp.add, rows.penalties, penalties))
-        return rows, BlockSums({}, *of_layers)
+            rows, (penalties, routing, _) = jax.vmap(run_stage)(layers, rows, forward.seed)
+        return rows._replace(penalties=jax.tree.map(jnp.add, rows.penalties, penalties)), routing
 
-    def keep_on_stages(self, layers: dict[str, Any], rows: Rows, forward: Forward) -> tuple[Rows, BlockSums, Any]:
+    def keep_on_stages(self, layers: dict[str, Any], rows: Rows, forward: Forward) -> tuple[Rows, Routing | None, Any]:
         """Return what `run_on_stages` does, and what `go_back_on_stages` needs: kept values, [L / S, S, ...]."""
         passes, values, shared = self._make_stage_passes(layers, rows, forward)
         x, results, vjps, _ = passes.keep(passes.weights.values, rows.x, values, shared)
-        penalties, *of_layers = _merge_results(results)
+        penalties, routing, _ = _merge_results(results)
         rows = rows._replace(x=x, penalties=jax.tree.map(jnp.add, rows.penalties, penalties))
-        return rows, BlockSums({}, *jax.tree.map(lambda x: x.swapaxes(0, 1), of_layers)), (vjps, results)
+        return rows, jax.tree.map(lambda x: x.swapaxes(0, 1), routing), (vjps, results)
 
     def go_back_on_stages(
         self,
@@ -187,13 +187,20 @@ class Stacks:
         kept: Any,
         d_penalties: dict[str, jax.Array],
         is_trained: Sequence[bool],
-    ) -> tuple[list[jax.Array], jax.Array]:
-        """Return the gradients of the trained `list_params`, and that of x; `rows` have the gradient behind as x."""
+        sums: dict[str, list[jax.Array | None]],
+        add: Callable[..., jax.Array],
+    ) -> tuple[list[jax.Array], jax.Array, dict[str, list[jax.Array | None]]]:
+        """Return the gradients of the trained `list_params`, that of x, and the sums; `rows` have the gradient behind
+        as x.
+
+        With `sums`, by the name of a stack, layers add their gradients to them by `add`, in the place of the first.
+        """
         passes, values, shared = self._make_stage_passes(layers, rows, forward)
+        passes.places.add_one = add
         vjps, results = kept
         (d_results,) = jax.vjp(lambda results: _merge_results(results).penalties, results)[1](d_penalties)
-        gradients, d_x = passes.go_back(values, shared, vjps, rows.x, d_results, is_trained)
-        return [gradient for gradient in gradients if gradient is not None], d_x
+        gradients, d_x, sums = passes.go_back(values, shared, vjps, rows.x, d_results, is_trained, sums)
+        return [gradient for gradient in gradients if gradient is not None], d_x, sums
 
     def list_params(self, layers: dict[str, Any]) -> list[jax.Array]:
         """Return the parameters of the layers of each stage, [S, turns, ...], place after place of the pattern."""
@@ -207,7 +214,8 @@ class Stacks:
         """Return passes over the layers of each stage, values of the layers, and what all layers share."""
         pattern = self.cfg.runs[-1].pattern
         blocks, _, shared, _ = self._prepare(pattern, rows, forward, ())
-        passes, values = self._make_passes(pattern, blocks, _split_turns(pattern, layers, dim=1), None, ())
+        places = [Place(name, pattern[:index].count(name), pattern.count(name)) for index, name in enumerate(pattern)]
+        passes, values = self._make_passes(pattern, blocks, _split_turns(pattern, layers, dim=1), None, places)
         return passes, passes.weights.by_layer(values), shared
 
     def _run_stages(self, run: Run, rows: Rows, forward: Forward) -> tuple[Rows, BlockSums]:

@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec, get_abstract_mesh, reshard
 
+from tunix.sharding.arrays import bring_to
 from tunix.sharding.layout import Layout
 from tunix.sharding.mesh_shape import count_devices
 
@@ -311,22 +312,21 @@ class Chunks:
 
         return jax.tree.map(one, tree)
 
-    def add(self, total: Any, more: Any, chunk: jax.Array, join: Callable[..., jax.Array] = jnp.add) -> Any:
-        """Return totals [S, v, L / (S v), ...] with `more` [S, L / (S v), ...] added to one chunk [S] of each stage, or
-        what else `join` makes of both.
+    def add(self, total: Any, more: Any, chunk: jax.Array) -> Any:
+        """Return totals [S, v, L / (S v), ...] with `more` [S, L / (S v), ...] added to one chunk [S] of each stage.
 
         jax 0.10.2 has no slices of arrays that are still to be summed over devices: each device adds to its own part in
         a `shard_map` that does not ask for types.
         """
         if self.num_chunks == 1:
-            return jax.tree.map(lambda a, b: join(a, b.astype(a.dtype)), total, more)
+            return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, more)
 
-        # XLA reads, adds and writes in one kernel where both places are the same scalars; other chunks are not read.
+        # Only this chunk is read and written.
         def on_each_stage(total: jax.Array, more: jax.Array, chunk: jax.Array) -> jax.Array:
             zero = jnp.zeros_like(chunk[0])
             where = [zero, chunk[0], *[zero] * (more.ndim - 1)]
             local = jax.lax.dynamic_slice(total, where, (1, 1, *more.shape[1:]), allow_negative_indices=False)
-            added = join(local, more[:, None].astype(total.dtype))
+            added = local + more[:, None].astype(total.dtype)
             return jax.lax.dynamic_update_slice(total, added, where, allow_negative_indices=False)
 
         def one(total: jax.Array, more: jax.Array) -> jax.Array:
@@ -335,6 +335,31 @@ class Chunks:
             return jax.shard_map(on_each_stage, in_specs=specs, out_specs=spec, check_vma=False)(total, more, chunk)
 
         return jax.tree.map(one, total, more)
+
+    def add_layer(self, chunk: jax.Array, total: jax.Array, more: jax.Array, layer: Any, _: Any) -> jax.Array:
+        """Return a total as that of `add` with `more` [S, ...] added to one layer of one chunk [S] of each stage.
+
+        It has the arguments of `add_in_place` behind the chunk; stages sum over replicas later.
+        """
+        num_places = total.ndim - more.ndim  # before the dimensions of the layer: chunk and layer, or layer
+
+        # XLA reads, adds and writes in one kernel where slice and update have the same scalar, so both places are one
+        # number. A number that is only taken out of an array is none: each kernel takes it anew.
+        def on_each_stage(total: jax.Array, more: jax.Array, chunk: jax.Array, layer: jax.Array) -> jax.Array:
+            layers = total.reshape(-1, *more.shape[1:])
+            index = chunk[0] * (len(layers) // self.num_chunks) + layer if num_places > 1 else layer
+            where = [index, *[jnp.zeros_like(index)] * (more.ndim - 1)]
+            local = jax.lax.dynamic_slice(layers, where, more.shape, allow_negative_indices=False)
+            added = local + more.astype(total.dtype)
+            layers = jax.lax.dynamic_update_slice(layers, added, where, allow_negative_indices=False)
+            return layers.reshape(total.shape)
+
+        spec = jax.typeof(total).sharding.spec
+        front, remaining = spec.partitions[0], spec.partitions[1 + num_places :]
+        of_layer = PartitionSpec(front, *remaining, reduced=spec.reduced, unreduced=spec.unreduced)
+        specs = spec, of_layer, self._of_stages, PartitionSpec()
+        add = jax.shard_map(on_each_stage, in_specs=specs, out_specs=spec, check_vma=False)
+        return add(total, bring_to(more, of_layer), chunk, jnp.asarray(layer, chunk.dtype))
 
     def zeros(self, of_chunk: jax.ShapeDtypeStruct) -> jax.Array:
         """Return zeros for all chunks of arrays of this shape, [S, L / (S v), ...]."""
