@@ -50,6 +50,7 @@ def load_pretrained(
     weights: str = "trained",
     family: str | None = None,
     adapter: str | Path | None = None,
+    mtp: bool = False,
 ) -> "Pretrained":
     """Load the model of a run's folder (or RUN_DIR/checkpoints/STEP), of a Hugging Face folder, or of an ID on the hub.
 
@@ -57,11 +58,12 @@ def load_pretrained(
     Without a mesh, the model is on one device.
     `weights` names a copy of the parameters that the run has kept, like `ema`, or those that it has trained.
     `family` is the dotted path of a family of your own (docs/extending.md), of a Hugging Face folder, and `adapter` a
-    folder of low-rank updates for such a folder's weights, as PEFT writes it.
+    folder of low-rank updates for such a folder's weights, as PEFT writes it. With `mtp` the layer of multi-token
+    prediction of such a folder is read too, to guess by it.
 
     Raises:
         UserError: a source that is neither, or that is not understood: the message names what.
     """
     from tunix.inference import pretrained
 
-    return pretrained.load_pretrained(source, dtype, mesh_shape, weights, family=family, adapter=adapter)
+    return pretrained.load_pretrained(source, dtype, mesh_shape, weights, family=family, adapter=adapter, mtp=mtp)

@@ -189,11 +189,6 @@ class PromptFeed:
         assert isinstance(cfg.task, Grpo)
         self.cfg, self.corpus, self.program, self.mesh, task = cfg, corpus, program, mesh, cfg.task
         shape = program.batch
-        if task.staleness and jax.process_count() > 1:
-            raise UserError(
-                f"task.staleness={task.staleness} runs in one process, and this run has {jax.process_count()}: threads "
-                "of several processes would run their programs in unequal orders; set task.staleness=0"
-            )
         if task.answers_per_row > 1 and shape.num_microbatches == 1:
             raise UserError(
                 f"task.answers_per_row={task.answers_per_row}: a step has one microbatch, and none can be left out; "

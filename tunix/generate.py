@@ -1,5 +1,6 @@
 """Continue prompts, or answer them with chat=true: `python -m tunix.generate checkpoint=RUN_DIR|HF_DIR prompt=...`."""
 
+import base64
 import csv
 import json
 import sys
@@ -20,6 +21,7 @@ from tunix.inference.engine import Answer
 from tunix.inference.image_prompts import find_image_prompts
 from tunix.inference.pretrained import Pretrained, load_language_model
 from tunix.inference.sampling import select_sampling
+from tunix.models.vision import Images
 from tunix.processes import peers
 
 Row = dict[str, Any]
@@ -33,7 +35,8 @@ def generate(command: Generate) -> None:
     # Files first: a mistake in them is reported before a model is loaded, which takes minutes.
     rows, write = peers.on_main(lambda: _open_files(command), "reading the prompts") or ([], None)
     source = command.checkpoint, command.dtype, command.mesh_shape, command.weights
-    speaker = Speaker(load_language_model(*source, family=command.family, adapter=command.adapter), command)
+    model = load_language_model(*source, family=command.family, adapter=command.adapter, mtp=command.by_mtp)
+    speaker = Speaker(model, command)
     if command.prompt is None and command.input is None:
         _converse(speaker, command)
         return
@@ -84,13 +87,7 @@ class Speaker:
         if model.tokenizer is None:
             raise UserError(f"checkpoint={command.checkpoint} has no tokenizer.json")
         self.model, self.tokenizer = model, model.tokenizer
-        stop = model.stop_ids
-        for word in command.stop:
-            index = self.tokenizer.token_to_id(word)
-            if index is None:
-                raise UserError(f"stop={word} is not a token of the tokenizer")
-            stop.append(index)
-        self.sampling = select_sampling(command, tuple(stop))
+        self.sampling = select_sampling(command, model.find_stop_ids(command.stop))
         self.images = find_image_prompts(model.cfg, self.tokenizer, command.max_image_pixels)
         processor = None if self.images is None else self.images.processor
         self.template = read_chat(model.tokenizer_files, command.chat_template, processor) if command.chat else None
@@ -113,32 +110,35 @@ class Speaker:
         except ValueError:
             raise UserError(f"{key}: column {command.image_column} has no list of images") from None
         try:
-            return Prompt(turns, self.images.read(turns, column, command.input or ""))
+            files = self.images.read(turns, column, command.input or "")
+            return Prompt(turns, [base64.b64encode(data).decode() for data in files])
         except UserError as error:
             raise UserError(f"{key}: {error}") from None
 
     def answer(self, prompts: list[Prompt], seed: int, first_row: int = 0) -> list[Answer]:
         """Return an answer to each prompt; they draw by the seed and their row."""
-        tokens = [self._encode(prompt) for prompt in prompts]
-        images = None
-        if self.images is not None and any(prompt.files for prompt in prompts):
-            images = [self.images.find(ids, prompt.files) for ids, prompt in zip(tokens, prompts, strict=True)]
+        encoded = [self._encode(prompt) for prompt in prompts]
+        tokens, images = [ids for ids, _ in encoded], [found for _, found in encoded]
         return self.model.sample(tokens, self.sampling, seed, first_row, images=images)
 
     def decode(self, answer: Answer) -> str:
         """Return the text of an answer, without the token that stopped it."""
         return self.tokenizer.decode(answer.text_tokens)
 
-    def _encode(self, prompt: Prompt) -> list[int]:
-        """Return the tokens of a prompt; a text without a template is continued."""
+    def _encode(self, prompt: Prompt) -> tuple[list[int], Images | None]:
+        """Return the tokens of a prompt, and its images; a text without a template is continued."""
         if self.template is not None:
-            text = self._expand(self.template.render(prompt.turns, add_generation_prompt=True), prompt)
-            return self.tokenizer.encode(text, add_special_tokens=False).ids
-        mark = "" if self.images is None else self.images.processor.mark
-        return self.model.encode(self._expand(join_parts(prompt.turns[-1]["content"], mark), prompt))
+            text = self.template.render(prompt.turns, add_generation_prompt=True)
+            tokenize = self._encode_rendered
+        else:
+            mark = "" if self.images is None else self.images.processor.mark
+            text, tokenize = join_parts(prompt.turns[-1]["content"], mark), self.model.encode
+        if self.images is None:
+            return tokenize(text), None
+        return self.images.encode(text, [base64.b64decode(file) for file in prompt.files], tokenize)
 
-    def _expand(self, text: str, prompt: Prompt) -> str:
-        return self.images.expand(text, prompt.files) if self.images is not None and prompt.files else text
+    def _encode_rendered(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False).ids
 
 
 def _begin_conversation(command: Generate) -> list[Row]:

@@ -19,7 +19,7 @@ import sys
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import aclosing, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -72,7 +72,7 @@ def serve(command: Serve) -> None:
     sock = open_socket(command.server.host, command.server.port)  # before the model is loaded, which takes minutes
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))  # while the model is loaded; `_run` takes over
     source = command.checkpoint, command.dtype, command.mesh_shape, command.weights
-    model = load_language_model(*source, family=command.family, adapter=command.adapter)
+    model = load_language_model(*source, family=command.family, adapter=command.adapter, mtp=command.by_mtp)
     asyncio.run(_run(App(model, command), sock, command))
 
 
@@ -139,6 +139,9 @@ class Metrics:
         )
         self.prompt_tokens = prometheus_client.Counter("tunix_prompt_tokens", "Tokens of prompts", registry=registry)
         self.drawn_tokens = prometheus_client.Counter("tunix_generated_tokens", "Tokens drawn", registry=registry)
+        self.guessed_tokens = prometheus_client.Counter(
+            "tunix_guessed_tokens", "Those of them that were guessed", registry=registry
+        )
         self.first_s = prometheus_client.Histogram(
             "tunix_first_token_seconds", "Until the first token", buckets=SECONDS, registry=registry
         )
@@ -192,7 +195,8 @@ class App:
         place = Path(command.checkpoint).expanduser()
         self.name = self.limits.model_name or (place.resolve().name if place.exists() else command.checkpoint)
         self.max_length = min(model.cfg.context_length, self.limits.max_length or model.cfg.context_length)
-        drawing = Sampling(0, stop=tuple(model.stop_ids), cache_dtype=command.cache_dtype, guess=command.guess)
+        drawing = Sampling(0, stop=model.find_stop_ids(), cache_dtype=command.cache_dtype)
+        drawing = replace(drawing, guess=command.guess, guess_by=command.guess_by)
         self.serving = Serving(model, drawing, self.limits.max_rows, self.max_length, self.limits.max_waiting)
         self.reader = RequestReader(
             model, self.name, command, self.max_length, min(self.limits.max_answers, self.serving.capacity)
@@ -461,6 +465,7 @@ class _Answers:
                 before = len(answer.tokens)
                 text = answer.take(piece)
                 metrics.drawn_tokens.inc(len(piece.tokens))
+                metrics.guessed_tokens.inc(piece.num_guessed)
                 if answer.finish is not None:
                     left -= 1
                     if piece.finish is None:  # by a stop string, of which the engine knows nothing

@@ -16,7 +16,7 @@ import pytest
 from omegaconf import OmegaConf
 from support.devices import xla_flags
 from support.forks import Started, start
-from support.harness import ONE_LAYER, ROOT, RUN, cli, cli_here, metrics
+from support.harness import ONE_LAYER, ROOT, RUN, cli, cli_here, experts, metrics
 from support.rollouts import TASK
 
 from tunix.config.command_line import print_warnings
@@ -250,7 +250,11 @@ KILLED = {
     "embed": ["task=embed", "task.negatives=1", "data=pairs", "data.paths=[rows.jsonl]", "loading.packing=pad"],
     "refill": ["task.refill=2", "task.curriculum.solved=0.75", "task.rewards=[support.own_reward:some_letters]"],
     "ahead": ["task.staleness=1"],
-}
+    "mtp": [
+        "data=synthetic", "model=glm4_5_air", "model.rotated_dim=4", "model.sliding_window=null", "model.global_every=1",
+        experts(), "model.mtp={loss_weight: 0.3}",
+    ],
+}  # fmt: skip
 
 
 @pytest.mark.nightly

@@ -213,6 +213,7 @@ def test_an_export_is_pushed_with_a_card_of_its_run(pushed, hf_dir, tmp_path):
         'license: "gemma"',
         "# tuned",
         "| steps | 3 |",
+        "| tokens | 96 |",
         "held-out loss at step 3",
         "| loss | 1.5 |",
         "![Loss",

@@ -49,10 +49,13 @@ def products(jaxpr) -> Iterator[float]:
             yield times * sum(products(inner))
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_flops_of_a_forward_pass(name):
+CASES = [(name, False) for name in MODELS] + [(name, True) for name in ("deepseek_v3", "glm4_moe", "qwen3_next")]
+
+
+@pytest.mark.parametrize(("name", "mtp"), CASES, ids=[f"{name} with mtp" if mtp else name for name, mtp in CASES])
+def test_flops_of_a_forward_pass(name, mtp):
     """The kernel computes the scores of all pairs; those that no query sees are not among what is derived."""
-    cfg = trained_model(PARITY / name, [[1], ["fsdp"]])
+    cfg = trained_model(PARITY / name, [[1], ["fsdp"]], mtp=mtp)
     mesh = device_mesh(cfg.mesh_shape, cfg.dims, allow_idle=True)
     kernels = tuple((heads.dim_names[0], "xla") for heads in cfg.head_kinds)
     layout = Layout(STRATEGIES["no_shard"], frozenset(), "float32", "float32", "float32", kernels=kernels)
@@ -62,10 +65,21 @@ def test_flops_of_a_forward_pass(name):
         params = abstract_params(arch, mesh)
         of_rows = NamedSharding(mesh, layout.activation("BT"))
         tokens = jax.ShapeDtypeStruct((ROWS, LENGTH), np.int32, sharding=of_rows)
-        traced = jax.jit(lambda params, tokens: arch.module(params)(tokens)).trace(params, tokens)
+
+        def compute(params, tokens):
+            model = arch.module(params)
+            if not mtp:
+                return model(tokens)
+            tables = model.tables()
+            hidden, _ = model.hidden(tables, tokens)
+            further, _ = model.hidden_further(tables, hidden, tokens, tokens, tokens)
+            return model.logits(tables, hidden), model.logits(tables, further)
+
+        traced = jax.jit(compute).trace(params, tokens)
     unseen = 0.0
-    for heads, layers in cfg.head_kinds.items():
-        unseen_pairs = len(layers) * LENGTH - attended_tokens(cfg, LENGTH, layers)
-        unseen += 2.0 * cfg.num_heads * (heads.dim + heads.value_dim) * unseen_pairs
+    for each in (cfg, cfg.mtp_model) if mtp else (cfg,):
+        for heads, layers in each.head_kinds.items():
+            unseen_pairs = len(layers) * LENGTH - attended_tokens(each, LENGTH, layers)
+            unseen += 2.0 * each.num_heads * (heads.dim + heads.value_dim) * unseen_pairs
     derived = forward_flops_per_token(cfg, arch.num_active, LENGTH) + chunk_flops_per_token(cfg, LENGTH) + unseen
     assert sum(products(traced.jaxpr.jaxpr)) / (ROWS * LENGTH) == pytest.approx(derived, rel=0.01)

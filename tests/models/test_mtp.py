@@ -1,24 +1,33 @@
 """Layers of multi-token prediction: read, trained and written; losses and gradients are those of torch (`make parity`)."""
 
 import json
+import re
 import shutil
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from inference.test_engine import LENGTHS, OBSERVATIONS, TURN, converse, make_prompts
+from inference.test_serve import post, serving
 from models.test_parity import PARITY
 from safetensors.numpy import load_file, save_file
-from support.harness import batch
+from support.harness import batch, experts, metrics, program
+from support.rollouts import TASK
 
+import tunix
 from tunix.base.errors import UserError
 from tunix.config.compose import compose
 from tunix.huggingface.config_json import write_config
 from tunix.huggingface.weights import save_weights
-from tunix.inference.pretrained import load_init_from
+from tunix.inference.engine import Answer
+from tunix.inference.pretrained import load_init_from, load_pretrained
+from tunix.inference.sampling import Sampling, select, select_greedy
 from tunix.sharding.arrays import to_global
 from tunix.training.choices import build_mesh
 from tunix.training.logprobs import sum_further_tokens
@@ -31,6 +40,7 @@ SHORT = [
     "distributed.allow_idle_devices=true",
 ]  # fmt: skip
 MTP = "model.mtp={loss_weight: 0.3}"
+MESH = [[2, 2], ["fsdp", "tp"]]
 
 
 def write_folder(name: str, folder: Path) -> Path:
@@ -106,20 +116,24 @@ def test_files_go_out_as_they_came(name, folder_of, tmp_path):
 
 
 @pytest.mark.nightly  # a mesh of two axes is that of the case above
-@pytest.mark.parametrize("axes", ["dp,fsdp,cp", "fsdp,tp", "ep,tp", "dp,cp,tp"])
-def test_a_step_is_the_same_on_every_mesh(axes, folder_of):
-    """Loss, that of the layer, and the gradient of all weights, over rows of several documents."""
+@pytest.mark.parametrize(
+    ("axes", "overlap"),
+    [("dp,fsdp,cp", "none"), ("dp,fsdp,tp", "prefetch"), ("fsdp,tp", "prefetch"), ("ep,tp", "prefetch"),
+     ("dp,cp,tp", "none")],
+)  # fmt: skip
+def test_a_step_is_the_same_on_every_mesh(axes, overlap, folder_of):
+    """Loss, that of the layer, and the gradient of all weights, over two microbatches of rows of several documents."""
 
-    def step(names: str) -> dict[str, float]:
+    def step(names: str, *words: str) -> dict[str, float]:
         count = names.count(",") + 1
         sizes = [1] if names == "fsdp" else [2] * count
-        program, params = load(folder_of("glm4_moe"), f"[{sizes},[{names}]]".replace(" ", ""))
+        program, params = load(folder_of("glm4_moe"), f"[{sizes},[{names}]]".replace(" ", ""), *words)
         shards = int(np.prod([program.mesh.shape[axis] for axis in ("dp", "fsdp", "ep")]))
-        training = program.cfg.training.model_copy(update={"micro_batch_size": 8 // shards})
+        training = program.cfg.training.model_copy(update={"micro_batch_size": 4 // shards or 1})
         with jax.set_mesh(program.mesh):
             program = assemble(program.cfg.model_copy(update={"training": training}), program.mesh)
-            rows = to_global(batch(8, length=24, vocab=96), program.mesh)
-            grads, weight, sums = jax.jit(program.gradients())(params, rows, jnp.zeros(1, jnp.int32))
+            rows = to_global(batch(4, 2, length=24, vocab=96), program.mesh)
+            grads, weight, sums = jax.jit(program.gradients())(params, rows, jnp.zeros(2, jnp.int32))
         squares = sum(float(jnp.sum(leaf.astype(jnp.float32) ** 2)) for leaf in jax.tree.leaves(grads["mtp"]))
         of_all = sum(float(jnp.sum(leaf.astype(jnp.float32) ** 2)) for leaf in jax.tree.leaves(grads))
         further = sums["mtp_loss"]
@@ -131,8 +145,142 @@ def test_a_step_is_the_same_on_every_mesh(axes, folder_of):
     expected = step("fsdp")
     assert 0 < expected["divisor"] < expected["weight"]
     assert expected["of the layer"] > 0
-    for name, value in step(axes).items():
+    words = () if overlap == "none" else ("training.overlap=prefetch", "training.sync_gradients_every=1")
+    for name, value in step(axes, *words).items():
         np.testing.assert_allclose(value, expected[name], rtol=1e-5, err_msg=name)
+
+
+def count_guesses(
+    model: Any, prompt: list[int], answer: Answer, sampling: Sampling, number: int, seed: int, drawn: int = 0
+) -> int:
+    """Return how many tokens of an answer are guessed right, by one pass of model and layer over the whole text.
+
+    `drawn` tokens of the prompt were drawn by the same number.
+    """
+    text = jnp.asarray([prompt + answer.tokens])
+
+    def further_logits(params):
+        module, positions = model.arch.module(params), jnp.arange(text.shape[1])[None]
+        tables = module.tables()
+        hidden, _ = module.hidden(tables, text)
+        states, _ = module.hidden_further(tables, hidden, jnp.roll(text, -1, 1), positions, jnp.zeros_like(text))
+        return module.logits(tables, states)[0]
+
+    with jax.set_mesh(model.mesh):
+        logits = jnp.asarray(np.asarray(jax.jit(further_logits)(model.params)))
+    count, guessed, keys = 1, 0, jax.random.fold_in(jax.random.key(seed), number)  # the prompt's pass draws one
+    while count < len(answer.tokens):
+        place = len(prompt) + count - 2  # of the state before the newest token
+        key = jax.random.fold_in(keys, drawn + count)[None]
+        guess = (
+            select(logits[place][None], key, sampling) if sampling.temperature else select_greedy(logits[place][None])
+        )
+        is_right = int(guess.tokens[0]) == answer.tokens[count] and count + 1 < len(answer.tokens)
+        guessed, count = guessed + is_right, count + 1 + is_right
+    return guessed
+
+
+@pytest.mark.nightly(but=["glm4_moe"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_guesses_are_those_of_the_layer_and_change_no_token(name, folder_of):
+    """On a mesh, with rows that others take: tokens are those of one device without guesses. Where the temperature is
+    high, noise alone decides, and nearly all guesses are right."""
+    alone, split = (load_pretrained(folder_of(name), mesh_shape=mesh, mtp=True) for mesh in ([[1], ["fsdp"]], MESH))
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(3, 60, length).tolist() for length in (3, 17, 9, 1)]
+    cases = [(1, 2.0)] if name == "glm4_moe" else [(1, 2.0), (1, 0.0), (3, 100.0)]
+    for guess, temperature in cases:
+        sampling = Sampling(24, temperature, guess=guess, guess_by="mtp")
+        plain = alone.sample(prompts, replace(sampling, guess=0), seed=7)
+        answers = split.sample(prompts, sampling, seed=7, rows_at_once=2)
+        assert [answer.tokens for answer in answers] == [answer.tokens for answer in plain]
+        for number, (prompt, answer, other) in enumerate(zip(prompts, answers, plain, strict=True)):
+            np.testing.assert_allclose(answer.log_probabilities, other.log_probabilities, atol=1e-5)
+            if guess == 1:
+                assert answer.num_guessed == count_guesses(alone, prompt, answer, sampling, number, 7)
+            else:
+                assert answer.num_guessed > 12
+    assert other.num_guessed is None
+
+
+@pytest.mark.nightly  # turns without guesses are those of test_engine.py
+@pytest.mark.parametrize("name", FAMILIES)
+def test_guesses_go_on_behind_observations(name, folder_of):
+    """Three turns of three conversations: tokens are those without guesses, and each guess is that of the whole text."""
+    model = load_pretrained(folder_of(name), mtp=True)
+    sampling = Sampling(TURN, temperature=2.0, guess=1, guess_by="mtp")
+    turns = converse(model, sampling, 2, (0, 3, 1))
+    plain = converse(model, replace(sampling, guess=0), None, (0, 0, 0))
+    for number, prompt in enumerate(make_prompts(model.cfg.vocab_size, LENGTHS)):
+        assert [turn.tokens for turn in turns[number]] == [turn.tokens for turn in plain[number]]
+        text, drawn = list(prompt), 0
+        for count, turn in enumerate(turns[number], 1):
+            assert turn.num_guessed == count_guesses(model, text, turn, sampling, number, 3, drawn)
+            text += turn.tokens + OBSERVATIONS[(number + count) % 3]
+            drawn += len(turn.tokens)
+    assert sum(turn.num_guessed for each in turns.values() for turn in each) > 0
+
+
+# A tiny model with the layer, in runs of the trainer.
+TINY = [
+    "model=glm4_5_air", "model.rotated_dim=4", "model.sliding_window=null", "model.global_every=1", MTP,
+    experts(balance_loss=0, z_loss=0),
+]  # fmt: skip
+
+
+@pytest.mark.nightly  # the gradients of the layer with a task of documents are compared above
+def test_the_layer_follows_a_policy_that_learns_nothing_by_it():
+    rng, rows = np.random.default_rng(0), batch(8)
+    rows |= {name: rng.normal(-5, 0.1, (1, 8, 32)).astype(np.float32) for name in ("log_probs", "reference_log_probs")}
+    rows["advantages"] = rng.normal(size=(1, 8, 32)).astype(np.float32)
+    words = [
+        "model.mesh_shape=[[1],[fsdp]]", "distributed.allow_idle_devices=true", "task=grpo", "training.global_batch_size=8",
+        "training.micro_batch_size=8", "sampling.max_new_tokens=8", *TINY,
+    ]  # fmt: skip
+    weak, strong = (program(*words, f"model.mtp.loss_weight={weight}") for weight in (0.1, 1))
+    with jax.set_mesh(weak.mesh):
+        arguments = weak.state["params"], to_global(rows, weak.mesh), jnp.zeros(1, jnp.int32)
+        before, after = (jax.jit(each.built.gradients())(*arguments)[0] for each in (weak, strong))
+    for leaf, other in zip(jax.tree.leaves(before.pop("mtp")), jax.tree.leaves(after.pop("mtp")), strict=True):
+        np.testing.assert_allclose(other, 10 * leaf, rtol=1e-4, atol=1e-9)
+    for leaf, other in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
+        np.testing.assert_array_equal(leaf, other)
+
+
+@pytest.mark.nightly  # guesses themselves are compared above
+def test_a_policy_draws_and_is_served_with_guesses(tmp_path):
+    """Answers, losses and what the server says are those without guesses."""
+    words = [*TASK, *TINY, "training.max_steps=3"]
+    guesses = [
+        "sampling.guess=2",
+        "sampling.guess_by=mtp",
+        "evaluation.sampling.guess=1",
+        "evaluation.sampling.guess_by=mtp",
+    ]
+    plain, guessing = (
+        tunix.train([*words, *more, f"hydra.run.dir={tmp_path}/{len(more)}"]).folder for more in ((), guesses)
+    )
+    drawn, again = (
+        [json.loads(line)["tokens"] for line in (folder / "samples.jsonl").read_text().splitlines()]
+        for folder in (plain, guessing)
+    )
+    assert drawn == again
+    for line, other in zip(metrics(plain), metrics(guessing), strict=True):
+        assert other["loss"] == pytest.approx(line["loss"], abs=1e-5)
+        assert other["mtp_loss"] == pytest.approx(line["mtp_loss"], rel=1e-5)
+        assert other["guessed"] > 0.2
+    model = tunix.load_pretrained(guessing)
+    body = json.dumps({"model": "small", "prompt": "1 + 2 =", "max_tokens": 24, "seed": 3, "temperature": 2})
+    said = []
+    for more in ((), ("guess=1", "guess_by=mtp")):
+        with serving(model, guessing, *more) as (_, port):
+            status, _, answer = post(port, body, "/v1/completions")
+            assert status == 200, answer
+            said.append(answer["choices"][0]["text"])
+            with urlopen(f"http://127.0.0.1:{port}/metrics") as response:
+                guessed = float(re.search(rb"tunix_guessed_tokens_total (\S+)", response.read())[1])
+    assert said[0] == said[1]
+    assert guessed > 0
 
 
 def test_what_is_refused(folder_of, tmp_path):
@@ -140,13 +288,17 @@ def test_what_is_refused(folder_of, tmp_path):
         (["model=llama3_1b", MTP], "model.mtp: files of model.family=llama have no such layer"),
         (["model=deepseek_v3", MTP, "model.lora.rank=8"], "model.lora.rank=8 trains updates alone"),
         (["model=deepseek_v3", MTP, "task=dpo"], "model.mtp: task=dpo with its loss does not train"),
+        (["sampling.guess=1", "sampling.guess_by=mtp"], "sampling.guess_by=mtp: model.mtp=null has no layer"),
+        (["evaluation.sampling.guess_by=mtp"], "guess_by=mtp guesses nothing with guess=0; set guess=1"),
     ):
         with pytest.raises(UserError, match=message):
             compose(words)
     with pytest.raises(UserError, match="model.mtp: stages have no layer"):
         load(folder_of("glm4_moe"), "[[2,2],[pp,fsdp]]")
-    with pytest.raises(UserError, match=r"lacks mtp.fc.weight.* and \d+ more; set model.mtp=null"):
+    with pytest.raises(UserError, match=r"lacks mtp.fc.weight.* and \d+ more; set model.mtp=null, or guess_by="):
         load(PARITY / "qwen3_next", "[[1],[fsdp]]")
+    with pytest.raises(UserError, match=r"guess_by=mtp: checkpoint=.*llama has no layer of multi-token prediction"):
+        load_pretrained(PARITY / "llama", mtp=True)
     other = shutil.copytree(folder_of("glm4_moe"), tmp_path / "other")
     tensors = load_file(other / "model.safetensors")
     name = next(name for name in tensors if "shared_head.head" in name)

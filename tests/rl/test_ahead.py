@@ -1,21 +1,21 @@
 """Rollouts drawn ahead: weights of a fixed age, whatever takes how long, on devices of their own, after a resume too."""
 
 import json
+import shutil
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding
-from support.harness import metrics
+from support.harness import ROOT, metrics
+from support.processes import Processes
 from support.rollouts import AGENT, TASK
 
 import tunix
 from tunix.base.errors import UserError
-from tunix.batch_sources import PromptFeed
 from tunix.config.compose import compose
 from tunix.costs.devices import read_topology
 from tunix.data.prompts import Prompt
@@ -24,7 +24,8 @@ from tunix.plan.ranking import leave_to_learning, rank
 from tunix.rl.ahead import Drawn, RolloutsAhead, pack, unpack
 from tunix.rl.episodes import Episode, Played
 from tunix.rl.scoring import Scores
-from tunix.training.choices import build_mesh, build_rollout_mesh
+from tunix.sharding.table import axis_names
+from tunix.training.choices import build_mesh, build_rollout_mesh, check_split_alike
 from tunix.training.grpo import IMPORTANCE, locate_answers
 
 APART = "model.mesh_shape=[[2],[fsdp]]", "distributed.allow_idle_devices=true", "training.micro_batch_size=4"
@@ -98,8 +99,42 @@ def test_episodes_wait_too(tmp_path):
     assert again[64:] == drawn[32:]
 
 
-def test_the_order_of_work():
-    """Each rollout gets the weights of its time, though the first ones take longest; a checkpoint keeps those that wait."""
+@pytest.mark.nightly
+@pytest.mark.parametrize("apart", [True, False], ids=["apart", "together"])
+def test_two_processes_draw_ahead(apart, tmp_path):
+    """Of 4 devices each, they learn from the answers of one process with 8; a killed run goes on with the same digits."""
+    words = [word for word in WORDS if not word.startswith(("model.mesh_shape", "task.rollout_devices"))]
+    words += ["training.max_steps=4", f"training.micro_batch_size={4 if apart else 2}"]
+    words += ["model.mesh_shape=[[4],[fsdp]]"] if apart else ["model.mesh_shape=[[8],[fsdp]]"]
+    together, alone = (["task.rollout_devices=2"], ["task.rollout_devices=4"]) if apart else ([], [])
+
+    def run(*words):
+        path = f"{ROOT}:{ROOT}/tests"
+        with Processes(*words, folder=tmp_path, count=2, devices=4, PYTHONPATH=path) as processes:
+            ends = processes.ends()
+        assert [end.code for end in ends] == [0, 0], ends[0].stderr
+
+    run(*words, *together, "hydra.run.dir=run")
+    tunix.train([*words, *alone, f"hydra.run.dir={tmp_path}/alone"])
+    (lines, answers), (expected, drawn) = read(tmp_path / "run"), read(tmp_path / "alone")
+    assert [line["staleness"] for line in lines] == [0, 1, 2, 2]
+    assert [(step, tokens) for step, tokens, _ in answers] == [(step, tokens) for step, tokens, _ in drawn]
+    for line, other in zip(lines, expected, strict=True):
+        assert line == pytest.approx(other, rel=1e-4, abs=1e-6)
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "4")  # as if the run had been killed after step 2
+    run("resume=run")
+    after, again = read(tmp_path / "run")
+    assert after[4:] == lines[2:]
+    assert again[4 * 16 :] == answers[2 * 16 :]
+
+
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_the_order_of_work(num_processes, monkeypatch):
+    """Each rollout gets the weights of its time, though the first ones take longest; a checkpoint keeps those that wait.
+
+    Of several processes the main thread draws.
+    """
+    monkeypatch.setattr("jax.process_count", lambda: num_processes)
     cfg = compose([*TASK, *APART]).config
     mesh, task, prompts = build_mesh(cfg), cfg.task, [Prompt([1], "a", {})]
 
@@ -158,7 +193,7 @@ def test_the_plan_knows_both_meshes():
     assert apart.tokens_per_s == apart.costs.tokens_per_step / max(apart.time.step_s, apart.rollout_s)
 
 
-def test_what_is_refused(monkeypatch):
+def test_what_is_refused():
     with pytest.raises(UserError, match="task.rollout_devices=2 would wait for the devices that learn"):
         compose([*TASK, "task.rollout_devices=2"])
     cfg = compose([*TASK, "task.rollout_devices=8", "task.staleness=1"]).config
@@ -167,8 +202,8 @@ def test_what_is_refused(monkeypatch):
     cfg = compose([*TASK, *APART, "task.rollout_devices=3", "task.staleness=1"]).config
     with pytest.raises(UserError, match="task.rollout_devices=3: "):
         build_rollout_mesh(cfg, build_mesh(cfg))
-    with pytest.raises(UserError, match="run in one process, not on 2 nodes"):
+    with pytest.raises(UserError, match="a plan knows task.rollout_devices of one node, not of 2"):
         leave_to_learning(cfg, read_topology("h100:2x8"))
-    monkeypatch.setattr("jax.process_count", lambda: 2)
-    with pytest.raises(UserError, match="task.staleness=1 runs in one process, and this run has 2"):
-        PromptFeed(cfg, None, SimpleNamespace(batch=None), None, None)
+    learning = {**dict.fromkeys(axis_names(), 1), "dp": 2, "fsdp": 2}
+    with pytest.raises(UserError, match=r"on 2 processes the devices that draw, .*\[4\].*, must be split like those"):
+        check_split_alike(learning | {"dp": 1, "fsdp": 4}, learning, 2)

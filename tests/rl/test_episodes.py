@@ -103,6 +103,7 @@ def keys(max_new_tokens=100, max_turn_tokens=None) -> Sampling:
         "stop": (),
         "cache_dtype": None,
         "guess": 0,
+        "guess_by": "prompt_lookup",
     }
     return Sampling(max_new_tokens=max_new_tokens, max_turn_tokens=max_turn_tokens, **values)
 

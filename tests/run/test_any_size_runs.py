@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 from PIL import Image
-from run.test_tile_runs import check_pairs, check_serving
+from run.test_tile_runs import check_pairs, check_resume, check_serving
 from support.harness import ONE_DEVICE, ONE_LAYER, RUN, metrics
 from support.images import ANY_SIZE, SEES_ANY_SIZE, draw, save
 
@@ -76,20 +76,7 @@ def test_rows_have_the_patches_and_places_of_their_images(words):
 
 @pytest.mark.nightly  # the same with squares is in test_image_runs.py
 def test_a_resumed_run_reads_the_same_images_and_answers_them(words, tmp_path):
-    run = [
-        *words,
-        "task=sft",
-        "checkpoint.save_every_steps=2",
-        "evaluation.every_steps=null",
-        "evaluation.sample_tokens=4",
-    ]
-    whole = tunix.train([*run, "training.max_steps=4", f"hydra.run.dir={tmp_path}/whole"]).folder
-    tunix.train([*run, "training.max_steps=2", f"hydra.run.dir={tmp_path}/cut"])
-    tunix.train([f"resume={tmp_path}/cut", "training.max_steps=4"])
-    lines, again = metrics(whole), metrics(tmp_path / "cut")
-    assert [line["loss"] for line in again] == [line["loss"] for line in lines]
-    assert [line["grad_norm"] for line in again] == [line["grad_norm"] for line in lines]
-    check_serving(whole, (2, 8), num_units=16)
+    check_serving(check_resume(words, tmp_path), (2, 8), num_units=16)
 
 
 @pytest.mark.nightly

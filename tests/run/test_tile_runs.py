@@ -68,22 +68,24 @@ def test_rows_have_the_tiles_of_their_images(words):
 
 @pytest.mark.nightly
 def test_a_resumed_run_reads_the_same_images_and_answers_them(words, tmp_path):
-    run = [
-        *words,
-        "task=sft",
-        "checkpoint.save_every_steps=2",
-        "evaluation.every_steps=null",
-        "evaluation.sample_tokens=4",
-    ]
-    whole = tunix.train([*run, "training.max_steps=4", f"hydra.run.dir={tmp_path}/whole"]).folder
-    tunix.train([*run, "training.max_steps=2", f"hydra.run.dir={tmp_path}/cut"])
-    tunix.train([f"resume={tmp_path}/cut", "training.max_steps=4"])
-    lines, again = metrics(whole), metrics(tmp_path / "cut")
-    assert len(lines) == 4
-    assert [line["loss"] for line in again] == [line["loss"] for line in lines]
+    whole = check_resume(words, tmp_path)
     (count,) = re.findall(r"answers to (\d+) images that are held out: ", (whole / "train.log").read_text())
     assert int(count) > 0
     check_serving(whole, (1, 2), num_units=3)
+
+
+def check_resume(words, folder):
+    """A run of four steps, and one that stops behind the second, give the same digits; returns the first one's folder."""
+    saving = ["checkpoint.save_every_steps=2", "evaluation.every_steps=null", "evaluation.sample_tokens=4"]
+    run = [*words, "task=sft", *saving]
+    whole = tunix.train([*run, "training.max_steps=4", f"hydra.run.dir={folder}/whole"]).folder
+    tunix.train([*run, "training.max_steps=2", f"hydra.run.dir={folder}/cut"])
+    tunix.train([f"resume={folder}/cut", "training.max_steps=4"])
+    lines, again = metrics(whole), metrics(folder / "cut")
+    assert len(lines) == 4
+    for name in ("loss", "grad_norm"):
+        assert [line[name] for line in again] == [line[name] for line in lines]
+    return whole
 
 
 def check_serving(folder, grid, num_units):

@@ -86,7 +86,7 @@ def test_scores_behind_a_step(kind):
         np.testing.assert_allclose(after[layer], factors[layer] * before[layer], rtol=1e-5)
 
 
-@pytest.mark.nightly(but=["shared_keys-[[2,2,2],[dp,fsdp,tp]]"])
+@pytest.mark.nightly  # the case below is of a mesh too
 @pytest.mark.parametrize("mesh", ["[[2,2,2],[dp,fsdp,tp]]", "[[2,2],[cp,tp]]"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_mesh_clips_as_one_device(kind, mesh):
@@ -98,6 +98,28 @@ def test_a_mesh_clips_as_one_device(kind, mesh):
     for name in ("loss", "attention_score_max"):
         np.testing.assert_allclose([m[name] for m in many], [m[name] for m in one], rtol=2e-5)
     assert one[2]["attention_score_max"] < one[0]["attention_score_max"]
+
+
+LAYERS = {"shared_keys": ("model.num_layers=4", "model.global_every=2"), "latent_experts": ("model.num_layers=5",)}
+WAYS = {
+    "kept": (),
+    "interleaved": ("training.pipeline_schedule=interleaved",),
+    "recomputed": ("training.pipeline_recompute=true",),
+}
+
+
+@pytest.mark.nightly(but=["shared_keys-kept"])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", LAYERS)
+def test_stages_clip_as_one_device(kind, way):
+    """Scores travel with the parts of a batch; those of rows that nobody uses do not count."""
+    rows, words = batch(16, 2), (*LEARNING, *KINDS[kind], *LAYERS[kind], "optimizer.qk_clip=12")
+    one = program(*ONE, *words, "training.micro_batch_size=8").run(rows, steps=2)
+    more = ("training.micro_batch_size=2", "training.pipeline_microbatches=2", *WAYS[way])
+    many = program("model.mesh_shape=[[2,2,2],[pp,fsdp,tp]]", *words, *more).run(rows, steps=2)
+    for name in ("loss", "attention_score_max"):
+        np.testing.assert_allclose([m[name] for m in many], [m[name] for m in one], rtol=2e-5)
+    assert one[1]["attention_score_max"] < one[0]["attention_score_max"]
 
 
 @pytest.mark.nightly
@@ -120,7 +142,6 @@ def test_a_run_goes_on_as_if_it_had_not_stopped(corpus, tmp_path, monkeypatch):
         ("model.qk_norm=none model.attention_cap=50", "model.attention_cap bounds scores already"),
         ("model=qwen3_next_80b_a3b model.qk_norm=none", "model.linear_attention has no scores"),
         ("model.qk_norm=none model.lora.rank=2", "model.lora.rank freezes the weights that this scales"),
-        ("model.qk_norm=none model.mesh_shape=[[2],[pp]]", "stages do not report scores yet; leave pp out"),
     ],
 )
 def test_what_has_no_scores_is_refused(words, message):
@@ -136,6 +157,11 @@ def test_what_has_no_scores_is_refused(words, message):
         )
     assert "\n" not in str(error.value)
     assert "set optimizer.qk_clip=null" in str(error.value)
+
+
+def test_the_mesh_need_not_be_known():
+    cfg = compose(["optimizer=muon", "optimizer.qk_clip=100", "model.qk_norm=none"]).config
+    assert (cfg.model.mesh_shape, cfg.optimizer.score_limit) == ("auto", 100)
 
 
 def test_a_loss_without_scores_is_refused_before_data_are_read(monkeypatch, tmp_path):

@@ -3,6 +3,7 @@ meshes, and folders that are not what a run reads."""
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -20,7 +21,7 @@ from tunix.config.compose import compose
 from tunix.costs.devices import read_topology
 from tunix.data import teacher_logits
 from tunix.data.teacher_logits import IDS, LOG_PROBS, REST, LogitFiles
-from tunix.plan.ranking import rank
+from tunix.plan.ranking import describe_no_fit, rank
 from tunix.plan.report import format_text
 from tunix.prepare import prepare
 from tunix.training.loss import next_token_loss
@@ -34,7 +35,7 @@ class OfflineStudent(Student):
         """Mean of the objective, and its gradient."""
         teacher = OfflineTeacher("gpt2", top_k, 97, beta, temperature, self.describe(beta, temperature))
         with jax.set_mesh(self.model.mesh):
-            found = jax.jit(teacher.find_likeliest, static_argnums=2)(self.teacher.params, self.batch, 4)
+            found = jax.jit(teacher.compute_top_k, static_argnums=2)(self.teacher.params, self.batch, 4)
             shape = len(self.batch["tokens"]), -1
             fields = {IDS: found.ids.reshape(shape), LOG_PROBS: found.log_probs.reshape(shape), REST: found.rest}
 
@@ -244,12 +245,19 @@ def test_what_is_refused_before_data_are_read(place):
 
 
 def test_the_plan_says_what_is_on_disk(place):
-    """It counts no teacher beside the state."""
+    """It counts no teacher beside the state, and one that does not fit alone."""
     mesh = "model.mesh_shape=[[4],[fsdp]]", "training.mixed_precision=bf16", "plan.num_compiled=0"
     beside = [*TALK, *mesh, f"task.teacher={place}/teacher"]
     cluster = read_topology("h100:4")
-    ranking = rank(compose([*beside, "task.teacher_top_k=64"]).config, cluster)
-    assert ranking.fit[0].teacher_bytes == 0 < rank(compose(beside).config, cluster).fit[0].teacher_bytes
-    assert "a run learns its 64 likeliest tokens from disk, 260 bytes for each learnt token" in format_text(
-        ranking, cluster, []
+    (offline,), (other,) = (
+        rank(compose([*beside, *more]).config, cluster).fit for more in (["task.teacher_top_k=64"], [])
     )
+    assert offline.teacher_bytes == 0
+    assert offline.costs.alone_bytes == other.teacher_bytes
+    ranking = rank(compose([*beside, "task.teacher_top_k=64"]).config, cluster)
+    said = format_text(ranking, cluster, [])
+    assert "a run learns its 64 likeliest tokens from disk, 260 bytes for each learnt token" in said
+    large = replace(offline, costs=replace(offline.costs, alone_bytes=10**12))
+    assert large.memory == 10**12
+    ranking = replace(ranking, fit=[], too_large=[large])
+    assert "most of it teacher; take more devices, a smaller task.teacher" in describe_no_fit(ranking, cluster)

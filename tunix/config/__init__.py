@@ -110,12 +110,17 @@ class Config(Section):
         # What depends on the mesh is checked here if the mesh is known: the user gave its sizes, or a launcher gives
         # the number of devices. Otherwise the run checks it when it sees its devices.
         sizes = mesh_shape.explicit_sizes(self.model.mesh_shape)
-        check_qk_clip(self.model, self.optimizer.score_limit, sizes or {})
-        if self.model.mtp is not None and (self.task.loss or self.task.default_loss) != "next_token":
+        check_qk_clip(self.model, self.optimizer.score_limit)
+        if self.model.mtp is not None and (self.task.loss or self.task.default_loss) not in ("next_token", "grpo"):
             raise ValueError(
-                f"model.mtp: task={self.task.name} with its loss does not train this layer, task=pretrain and task=sft "
+                f"model.mtp: task={self.task.name} with its loss does not train this layer; pretrain, sft and grpo "
                 "do; set model.mtp=null"
             )
+        for key, keys in (("sampling", self.sampling), ("evaluation.sampling", self.evaluation.sampling)):
+            if keys.by_mtp and self.model.mtp is None:
+                raise ValueError(
+                    f"{key}.guess_by=mtp: model.mtp=null has no layer to guess by; set it to prompt_lookup"
+                )
         if sizes:
             check_stages(self.model, sizes)
         if not isinstance(self.launcher, Local):

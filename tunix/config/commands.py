@@ -10,7 +10,7 @@ from tunix.base.config_types import Count, CountOrZero, Flag, Positive, Section,
 from tunix.base.dotted_path import entry_of
 from tunix.config.model import MeshShape
 from tunix.config.rewards import RewardTerms
-from tunix.config.task import MAX_GUESS, Decoding
+from tunix.config.task import Decoding, Guessing
 from tunix.data.files import Pixels
 from tunix.huggingface.table import FAMILIES, Family
 from tunix.rl.table import ENVIRONMENTS, REWARDS
@@ -92,7 +92,7 @@ class Average(WrittenModel):
     """dtype of the written weights; null is the one of the files that the first run began with, else float32."""
 
 
-class Generate(Decoding, ReadModel):
+class Generate(Guessing, Decoding, ReadModel):
     """Continue prompts with a trained model, or answer them."""
 
     prompt: str | None
@@ -225,7 +225,7 @@ class Server(Section):
     """Seconds that running requests have after SIGTERM."""
 
 
-class Serve(ReadModel):
+class Serve(Guessing, ReadModel):
     """Serve a model to clients of OpenAI's API."""
 
     server: Server
@@ -247,8 +247,6 @@ class Serve(ReadModel):
     """Of requests that do not say: draw from tokens with this share of the likeliest one's probability."""
     cache_dtype: Literal["int8"] | None
     """As `sampling.cache_dtype` of a run: int8 halves the cache of bfloat16 and rounds probabilities."""
-    guess: Annotated[int, Field(ge=0, le=MAX_GUESS)]
-    """As `sampling.guess` of a run: tokens that are guessed beside each that is drawn; the answers stay the same."""
     dtype: Literal["float32", "bfloat16"]
     """dtype of weights and products."""
     mesh_shape: MeshShape | None

@@ -57,7 +57,7 @@ def check_stages(model: "Model", sizes: Mapping[str, int]) -> None:
     )
 
 
-def check_qk_clip(model: "Model", limit: float | None, sizes: Mapping[str, int]) -> None:
+def check_qk_clip(model: "Model", limit: float | None) -> None:
     """Raise `UserError` where `optimizer.qk_clip` finds no scores, or where the weights that it scales do not count."""
     if limit is None:
         return
@@ -74,12 +74,6 @@ def check_qk_clip(model: "Model", limit: float | None, sizes: Mapping[str, int])
     for key, (is_so, reason) in reasons.items():
         if is_so:
             raise UserError(f"optimizer.qk_clip={limit}: model.{key} {reason}; set optimizer.qk_clip=null")
-    if num_stages(sizes) > 1:
-        axes = ", ".join(DIMS[LAYERS].weight_axes)
-        raise UserError(
-            f"optimizer.qk_clip={limit}: stages do not report scores yet; leave {axes} out of model.mesh_shape, or set "
-            "optimizer.qk_clip=null"
-        )
 
 
 def _read(model: "Model", key: str) -> Any:

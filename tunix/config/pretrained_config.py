@@ -23,6 +23,7 @@ from tunix.base.errors import UserError
 from tunix.base.files import list_numbers, read_json
 from tunix.base.forms import reject_newer_form
 from tunix.config import Model, Tokenizer
+from tunix.config.layers import Mtp
 from tunix.config.mistakes import reject_newer, validate
 from tunix.config.model import list_keys_outside
 from tunix.config.saved_runs import COPIED, find_run, read_saved, split_step
@@ -355,16 +356,19 @@ def read_teacher(source: str) -> Model:
     return model
 
 
-def trained_model(folder: Path, mesh_shape: Any, family: str | None = None) -> Model:
+def trained_model(folder: Path, mesh_shape: Any, family: str | None = None, mtp: bool = False) -> Model:
     """Return the model of a run's folder, or of one of Hugging Face's, on another mesh.
 
-    `family` is the dotted path of the user's own family, for a folder of Hugging Face's.
+    `family` is the dotted path of the user's own family, for a folder of Hugging Face's. With `mtp` the model of such
+    a folder has the layer of `model.mtp`, if its family has one.
     """
     if not (folder / "config.yaml").is_file():
         read = config_json.read_config(folder, family, "checkpoint")
         if "vision" in read:  # a model is asked about images in the sizes of its processor; a run chooses its own
             read["vision"] |= config_json.read_limits(folder, read["vision"]["kind"])
-        return _describe_model(read, f"{folder}/config.json", mesh_shape)
+        model = _describe_model(read, f"{folder}/config.json", mesh_shape)
+        has_layer = mtp and find_family(model.family).mtp_names
+        return model.model_copy(update={"mtp": Mtp(loss_weight=1.0)}) if has_layer else model
     saved = read_saved(folder)
     reject_newer(saved, folder)
     return validate(Model, saved["model"] | {"mesh_shape": mesh_shape}, "model")

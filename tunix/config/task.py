@@ -1,6 +1,6 @@
 """Tasks: which documents a run learns from, and which loss their batches get."""
 
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -14,6 +14,27 @@ from tunix.rl.tool_calls import TOOL_CALLS
 from tunix.sharding.mesh_shape import list_divisors, nearest
 
 MAX_GUESS = 15  # with the newest token, so many are few queries of attention (models/attention.py)
+
+
+class Guessing(Section):
+    """Tokens that are guessed, so that one pass through the model draws several."""
+
+    guess: Annotated[int, Field(ge=0, le=MAX_GUESS)]
+    """Tokens that are guessed beside each that is drawn. One pass checks all of them, and the answer stays the same; 0
+    guesses none."""
+    guess_by: Literal["prompt_lookup", "mtp"]
+    """prompt_lookup guesses those that followed the two newest tokens where they stood before in the prompt or the
+    answer; mtp asks the layer of model.mtp, which was trained to predict the token after the next one."""
+
+    @property
+    def by_mtp(self) -> bool:
+        return self.guess > 0 and self.guess_by == "mtp"
+
+    @model_validator(mode="after")
+    def _check_guesses(self) -> Self:
+        if self.guess_by == "mtp" and not self.guess:
+            raise ValueError("guess_by=mtp guesses nothing with guess=0; set guess=1")
+        return self
 
 
 class Decoding(Section):
@@ -34,12 +55,9 @@ class Decoding(Section):
     cache_dtype: Literal["int8"] | None
     """dtype of the keys and values of earlier tokens: int8, with a scale for each vector, takes half of bfloat16's
     memory and rounds probabilities; null is the dtype of products."""
-    guess: Annotated[int, Field(ge=0, le=MAX_GUESS)]
-    """Tokens that are guessed beside each that is drawn: those that followed the two newest tokens where they stood
-    before in the prompt or the answer. One pass checks all of them, and the answer stays the same; 0 guesses none."""
 
 
-class Sampling(Decoding):
+class Sampling(Guessing, Decoding):
     """Choice of each token of an answer, and where a turn and an answer end."""
 
     max_turn_tokens: Count | None

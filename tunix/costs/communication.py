@@ -104,10 +104,12 @@ def _list_weight_transfers(program: Program) -> Iterator[Transfer]:
     mesh, sync_every = program.mesh, program.choices.sync_every
     in_blocks = layout.gathers_in_blocks(sync_every)
     reductions = 1 if program.choices.pipeline.num_stages > 1 else program.batch.num_microbatches // sync_every
-    ahead, has_replicas = program.choices.prefetch, layout.has_replicas(mesh.shape)
+    has_replicas = layout.has_replicas(mesh.shape)
     is_trained = jax.tree.leaves(program.arch.is_trained)
-    for weight, trained in zip(jax.tree.leaves(program.arch.weights), is_trained, strict=True):
+    weights = jax.tree.leaves_with_path(program.arch.weights)
+    for (path, weight), trained in zip(weights, is_trained, strict=True):
         equation, pipeline = weight.equation, find_passes(weight, program)
+        ahead = program.choices.prefetch and path[0].key in program.cfg.model.stacks  # `model.mtp` gathers when it runs
         gathers_of_block = (2 + pipeline.recompute_runs) * pipeline.num_passes
         in_use, gathered_over = layout.in_use(equation), layout.gather_axes(equation)
         blocks = count_layers(weight, program) if equation.is_stacked else 1
@@ -115,7 +117,7 @@ def _list_weight_transfers(program: Program) -> Iterator[Transfer]:
             times = gathers_of_block if in_blocks and equation.is_stacked else 1
             size = round(times * count_shard_bytes(weight, in_use, find_gathered_dtype(weight, layout), mesh))
             count = round(times * blocks) if in_blocks else 1
-            if ahead and equation.is_stacked:  # each forward pass ends with one more, of the last block
+            if ahead:  # each forward pass ends with one more, of the last block
                 more = (1 + pipeline.recompute_runs) * pipeline.num_iterations
                 size, count = size * (count + more) // count, count + more
             yield Transfer("all-gather", gathered_over, size, count=count)
@@ -125,13 +127,13 @@ def _list_weight_transfers(program: Program) -> Iterator[Transfer]:
         size = round(times * count_shard_bytes(weight, in_use, layout.reduce, mesh))
         summed_over = layout.gradient_axes(equation)
         count = round(times * blocks) if in_blocks else reductions
-        if ahead and equation.is_stacked:  # and each backward pass begins with one more, of zeros
+        if ahead:  # and each backward pass begins with one more, of zeros
             size, count = size * (count + pipeline.num_iterations) // count, count + pipeline.num_iterations
         if gathered_over and strategy.splits:
             yield Transfer("reduce-scatter", gathered_over, size, count=count)
             size //= count_devices(mesh.shape, gathered_over)
             summed_over = tuple(axis for axis in summed_over if axis not in gathered_over)
-        if ahead and equation.is_stacked and has_replicas:
+        if ahead and has_replicas:
             # Over replicas one iteration later; of several microbatches in the last one, if layers add to the sums.
             once = sums_in_layers(layout, program.choices.remat)
             passes, iterations = (1, 1) if once else (pipeline.num_passes, pipeline.num_iterations)
@@ -219,7 +221,8 @@ def _list_attention_transfers(program: Program) -> Iterator[Transfer]:
     segment_ids = math.prod(find_shard_shape((rows, tokens), program.layout.activation("BS"), mesh)) * 4
     yield Transfer("all-gather", axes, num_microbatches * segment_ids, overlaps=0.0, count=num_microbatches)
     exchanged = import_object(CP_EXCHANGES[program.layout.cp_exchange].transfers)
-    for kind, numbers in cfg.model.head_kinds.items():
+    further = [] if cfg.model.mtp is None else [*cfg.model.mtp_model.head_kinds.items()]
+    for kind, numbers in (*cfg.model.head_kinds.items(), *further):
         heads = measure_heads(cfg.model, kind, program.choices, mesh)
         for pipeline, number in list_passes(program, numbers):
             layers = num_microbatches * number * pipeline.iterations_per_microbatch
@@ -355,7 +358,7 @@ def _list_matmul_transfers(program: Program) -> Iterator[Transfer]:
             yield transfer(kind, axes, count_numbers(dim_names) * item, times)
     if isinstance(cfg.model.mlp, ExpertsMlp) and layout.stream_axes:  # numbers of a token's experts, and their weights
         choices = count_numbers("BT") * cfg.model.mlp.experts_per_token * 4
-        for pipeline, number in list_passes(program, cfg.model.expert_layers):
+        for pipeline, number in list_passes(program, _list_expert_layers(cfg.model)):
             layers = number * pipeline.iterations_per_microbatch
             forward = 1 + program.choices.remat.recompute_fraction("product") + pipeline.recompute_runs
             yield transfer("all-gather", layout.stream_axes, choices, 2 * forward * layers)
@@ -376,7 +379,7 @@ def _list_in_blocks(program: Program) -> Iterator[Exchange]:
         name, layers = parameter_name(path), weight.shape[0] * pipeline.iterations_per_microbatch
         recompute = remat.recompute_fraction(product_name(name))
         gives_stream = equation.y.endswith("D") and not equation.x.endswith("D")
-        if name.split(".")[1] == "mlp" and gives_stream and cfg.model.norm_placement == "pre":
+        if ".mlp." in name and gives_stream and cfg.model.norm_placement == "pre":
             recompute = 0.0  # nothing behind the last product needs its result again
         forward = (1 + recompute + pipeline.recompute_runs) * layers
         if EXPERTS in equation.w:
@@ -424,11 +427,17 @@ def _list_at_ends(program: Program) -> Iterator[Exchange]:
     A vocabulary that is split is summed over in the lookup of tokens, and in the gradient of the logits' product.
     """
     table: Weight = program.arch.weights["embedding"]["table"]
-    yield Exchange("all-reduce", ENTERED, program.layout.product_axes(table.equation.transposed()), 2)
+    times = 2 if program.cfg.model.mtp is None else 4  # the layer of `model.mtp` looks tokens up, and has logits
+    yield Exchange("all-reduce", ENTERED, program.layout.product_axes(table.equation.transposed()), times)
     if (inputs := program.arch.weights.get("layer_inputs")) is not None:  # a lookup in a table of its own
         yield Exchange("all-reduce", "BTlp", program.layout.product_axes(inputs["table"].equation), 1)
     # What the head takes, and the gradient of what the lookup gives: the stream begins and ends between them.
-    yield Exchange("all-gather", ENTERED, program.layout.stream_axes, 2)
+    yield Exchange("all-gather", ENTERED, program.layout.stream_axes, times)
+
+
+def _list_expert_layers(model: Model) -> list[int]:
+    """Return the layers with experts; the layer of `model.mtp` stands behind the last one."""
+    return [*model.expert_layers, *([] if model.mtp is None else [model.num_layers])]
 
 
 NUMBER = 4  # bytes of the number of an expert, of a share and of a count
@@ -459,7 +468,7 @@ def _list_expert_transfers(program: Program) -> Iterator[Transfer]:
     num_rows, length = find_shard_shape((batch.num_rows, batch.seq_len), layout.activation("BT"), mesh)
     remat = program.choices.remat
     needs_results = remat.recompute_fraction("product") * (cfg.model.norm_placement != "pre")
-    for pipeline, number in list_passes(program, cfg.model.expert_layers):
+    for pipeline, number in list_passes(program, _list_expert_layers(cfg.model)):
         exchanged = ExpertTokens(
             mlp,
             axes,

@@ -160,13 +160,15 @@ def plan_rollout(program: Program, device_bytes: int | None) -> RolloutPlan:
 def find_rollout_mesh(program: Program) -> Mesh | AbstractMesh:
     """Return the mesh that draws answers: that of the program, or one of task.rollout_devices, which need not exist.
 
-    One host is assumed: several processes are refused.
+    One host is assumed where the devices do not exist.
     """
     task = program.cfg.task
     assert isinstance(task, Grpo)
     if task.rollout_devices is None:
         return program.mesh
-    sizes = select_rollout_sizes(program.cfg, program.mesh.shape, task.rollout_devices)
+    mesh = program.mesh
+    num_processes = len({device.process_index for device in mesh.devices.flat}) if isinstance(mesh, Mesh) else 1
+    sizes = select_rollout_sizes(program.cfg, mesh.shape, num_processes * task.rollout_devices)
     return program.abstract_mesh.update(axis_sizes=tuple(sizes[axis] for axis in program.mesh.axis_names))
 
 
@@ -269,8 +271,8 @@ def _derive_costs_of_run(program: Program, rows: int, device_bytes: int | None) 
     assert isinstance(cfg.task, Grpo)
     prompts = cfg.task.cycle(program.batch.num_sequences).samples
     sizes = cfg.task.group_size, _find_max_prompt_length(cfg), cfg.sampling.max_new_tokens
-    last = device_bytes, find_rollout_mesh(program), cfg.sampling.cache_dtype
-    return derive_rollout_costs(program, rows, prompts, *sizes, *last)
+    kept = cfg.sampling.cache_dtype, cfg.sampling.by_mtp
+    return derive_rollout_costs(program, rows, prompts, *sizes, device_bytes, find_rollout_mesh(program), *kept)
 
 
 def derive_rollout_costs(
@@ -283,12 +285,13 @@ def derive_rollout_costs(
     device_bytes: int | None = None,
     mesh: Mesh | AbstractMesh | None = None,
     cache_dtype: str | None = None,
+    by_mtp: bool = False,
 ) -> RolloutCosts:
     """Return the costs of answers to `num_prompts` prompts, of which `rows_at_once` are drawn at one time.
 
     Prompts have at most `max_prompt_length` tokens. `device_bytes` is the memory of a device, if it is known: it
     decides in which form quantized weights are used. They are drawn on `mesh`, or else on that of the program.
-    `cache_dtype` is that of sampling.cache_dtype.
+    `cache_dtype` is that of sampling.cache_dtype; `by_mtp` says that the layer of model.mtp guesses.
     """
     mesh, layout = whole_sequences(mesh or program.mesh), program.layout.for_generation()
     shards = data_shards(mesh.shape)
@@ -300,7 +303,7 @@ def derive_rollout_costs(
     begun = min(math.ceil(num_prompts / shards), math.ceil(rows / answers_per_prompt) + 1)
     prompts = min(count_prefill_prompts(max_prompt_length), pad_batch(begun))
     slots = _list_slots(length, max_length)
-    of_row = [_count_cache_bytes(program, mesh, num_slots, cache_dtype) for num_slots in slots]
+    of_row = [_count_cache_bytes(program, mesh, num_slots, cache_dtype, by_mtp) for num_slots in slots]
     vocab = program.cfg.model.vocab_size
     local_vocab = find_shard_shape((vocab,), layout.activation("V"), mesh)[0]
     parts = {
@@ -341,20 +344,28 @@ def _count_weight_bytes(program: Program, mesh: Mesh | AbstractMesh, device_byte
 
 
 def _count_cache_bytes(
-    program: Program, mesh: Mesh | AbstractMesh, num_slots: int, cache_dtype: str | None = None
+    program: Program,
+    mesh: Mesh | AbstractMesh,
+    num_slots: int,
+    cache_dtype: str | None = None,
+    by_mtp: bool = False,
 ) -> int:
     """Return the bytes of keys and values of one row, or of their latents; of 8 bits, with their scales.
 
-    A local layer has as many slots as its window. A layer of linear attention has a memory of fixed size.
+    A local layer has as many slots as its window. A layer of linear attention has a memory of fixed size. The layer of
+    model.mtp has slots where it guesses, and the state that it takes next.
     """
     model, layout = program.cfg.model, program.layout
-    windows, num_bytes = model.list_windows(num_slots), 0
-    item, scale = (1, 4) if cache_dtype == "int8" else (jnp.dtype(layout.compute).itemsize, 0)
-    for heads, layers in model.head_kinds.items():
-        local_heads = find_shard_shape((heads.num_kv_heads,), layout.activation(heads.dim_names[0]), mesh)[0]
-        vectors = [heads.dim] * (2 * local_heads) if model.latent is None else [model.latent.dim, model.num_rotated]
-        slots = sum(windows[layer] for layer in layers if not model.is_shared(layer))
-        num_bytes += slots * sum(size * item + scale for size in vectors)
+    compute = jnp.dtype(layout.compute).itemsize
+    item, scale = (1, 4) if cache_dtype == "int8" else (compute, 0)
+    num_bytes = model.embed_dim * compute if by_mtp else 0
+    for each in (model, model.mtp_model) if by_mtp else (model,):
+        windows = each.list_windows(num_slots)
+        for heads, layers in each.head_kinds.items():
+            local_heads = find_shard_shape((heads.num_kv_heads,), layout.activation(heads.dim_names[0]), mesh)[0]
+            vectors = [heads.dim] * (2 * local_heads) if each.latent is None else [each.latent.dim, each.num_rotated]
+            slots = sum(windows[layer] for layer in layers if not each.is_shared(layer))
+            num_bytes += slots * sum(size * item + scale for size in vectors)
     num_linear = sum(model.is_linear(layer) for layer in range(model.num_layers))
     return num_bytes + num_linear * _count_memory_bytes(program, mesh) if num_linear else num_bytes
 

@@ -50,7 +50,7 @@ from tunix.training.logprobs import count_chunk_positions
 from tunix.training.loss import find_loss_kind, make_loss
 from tunix.training.program import Program, assemble
 from tunix.training.state import Architecture, Weight, abstract_params, describe
-from tunix.training.teacher import Teacher
+from tunix.training.teacher import OfflineTeacher, Teacher
 
 
 class FusedWork(NamedTuple):
@@ -75,6 +75,7 @@ class Costs:
     tokens_per_step: int  # of the whole mesh
     matmul_share: float = 0.0  # of the FLOPs: products of `training.matmul_dtype`
     fused: "FusedWork" = NO_FUSED_WORK
+    alone_bytes: int = 0  # of a teacher at rest that runs before the state is made (task.teacher_top_k)
 
     @property
     def memory(self) -> int:
@@ -115,7 +116,10 @@ def derive_costs(program: Program, with_activations: bool = True) -> Costs:
         num_bytes["activations"] = count_activation_bytes(program) if with_activations else 0
         transfers = list_transfers(program)
     share = compute_matmul_share(cfg, arch, batch.seq_len)
-    return Costs(num_bytes, transfers, flops, all_flops, batch.num_tokens, share, _count_fused_work(program))
+    alone = program.teacher.model if isinstance(program.teacher, OfflineTeacher) else None
+    alone_bytes = 0 if alone is None else bytes_per_device(alone.abstract_params(program.mesh))
+    fused = _count_fused_work(program)
+    return Costs(num_bytes, transfers, flops, all_flops, batch.num_tokens, share, fused, alone_bytes)
 
 
 def _count_fused_work(program: Program) -> FusedWork:

@@ -18,7 +18,7 @@ import shutil
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -48,12 +48,12 @@ def logits_fields(top_k: int) -> Fields:
     }
 
 
-class Likeliest(NamedTuple):
-    """A teacher's likeliest tokens at n positions."""
+class TopK(NamedTuple):
+    """A teacher's likeliest tokens at each position: arrays of numpy [n, ...], or of jax [B, T, ...]."""
 
-    ids: np.ndarray  # [n, k]
-    log_probs: np.ndarray  # [n, k] float32, of the likeliest token first
-    rest: np.ndarray  # [n] float32: probability of all other tokens together
+    ids: Any  # [n, k]
+    log_probs: Any  # [n, k], nats, the largest first
+    rest: Any  # [n]: probability of all other tokens together
 
 
 def count_position_bytes(top_k: int, num_rows: int, dtype: str) -> int:
@@ -109,13 +109,13 @@ class LogitFiles:
         of_position = count_position_bytes(info.top_k, info.num_rows, info.dtype)
         return round(self.sequences.num_learnt * num_rows / max(1, len(self.sequences)) * of_position)
 
-    def write(self, number: int, rows: Sequence[Likeliest]) -> None:
+    def write(self, number: int, rows: Sequence[TopK]) -> None:
         """Write a piece: the learnt positions of each of its rows."""
-        likeliest = Likeliest(*(np.concatenate(arrays) for arrays in zip(*rows, strict=True)))
+        joined = TopK(*(np.concatenate(arrays) for arrays in zip(*rows, strict=True)))
         arrays = {
-            "ids": likeliest.ids.astype(_id_dtype(self.info.num_rows)),
-            "log_probs": likeliest.log_probs.astype(self.info.dtype),
-            "rest": likeliest.rest.astype(np.float32),
+            "ids": joined.ids.astype(_id_dtype(self.info.num_rows)),
+            "log_probs": joined.log_probs.astype(self.info.dtype),
+            "rest": joined.rest.astype(np.float32),
             "ends": np.cumsum([len(row.rest) for row in rows], dtype=np.int64),
         }
 

@@ -125,6 +125,7 @@ CHANGED = "export it again, or remove its digests.json if you have changed the f
 SCORE_TENSORS = {name.tensor for name in SCORE.values()}
 FLOATS = ("F64", "F32", "F16", "BF16")  # as safetensors names what weights are read from
 Parameters = Mapping[str, Any]  # a tree of arrays, or of `state.Weight`
+WITHOUT_MTP = "set model.mtp=null, or guess_by=prompt_lookup"
 PIECE = 2**19  # numbers of a tensor that are copied to the devices of this process at one time
 
 
@@ -198,8 +199,7 @@ def _check_copies(folder: Path, cfg: Model) -> None:
             )
             if not is_equal:
                 raise UserError(
-                    f"{folder}: {tensor} is not equal to {name.tensor}, and model.mtp shares this table; set "
-                    "model.mtp=null"
+                    f"{folder}: {tensor} is not equal to {name.tensor}, and model.mtp shares this table; {WITHOUT_MTP}"
                 )
 
 
@@ -240,7 +240,7 @@ def check_weights(folder: Path, cfg: Model, weights: Parameters) -> None:
         UserError: a tensor is missing, not needed, of another shape, or not of floats.
     """
     if cfg.mtp is not None and (depth := read_json(folder / "config.json").get(MTP_DEPTH, 1)) != 1:
-        raise UserError(f"{folder}/config.json: {MTP_DEPTH}={depth}, and model.mtp is 1 layer; set model.mtp=null")
+        raise UserError(f"{folder}/config.json: {MTP_DEPTH}={depth}, and model.mtp is 1 layer; {WITHOUT_MTP}")
     with TensorFiles(folder, find_family(cfg.family), cfg.vocab_size) as files:
         family = files.family
         tensors, constants = files.tensors, list_constants(family, cfg)
@@ -264,7 +264,7 @@ def check_weights(folder: Path, cfg: Model, weights: Parameters) -> None:
                 requested = {name: shape for name, shape in requested.items() if name not in SCORE_TENSORS}
         if missing := sorted(requested.keys() - tensors.keys()):
             is_further = cfg.mtp is not None and re.match(_behind_layers(family.mtp_tensors or "$", cfg), missing[0])
-            way_out = "; set model.mtp=null" if is_further else ""
+            way_out = f"; {WITHOUT_MTP}" if is_further else ""
             raise UserError(f"{folder} lacks {first_names(missing)}{way_out}")
         extra = sorted(tensors.keys() - requested.keys() - _list_zero_biases(tensors))
         if extra := [name for name in extra if not any(re.match(pattern, name) for pattern in ignored)]:

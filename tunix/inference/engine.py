@@ -50,6 +50,7 @@ class Answer:
     log_probabilities: list[float]  # of each token under the model, before temperature and filters
     sampled_log_probabilities: list[float]  # of each token under the distribution that it was drawn from
     stopped: bool  # by a stop id, not by the length
+    num_guessed: int | None = None  # of the tokens, which were guessed and right; None where nothing was guessed
 
     @property
     def text_tokens(self) -> list[int]:
@@ -74,6 +75,7 @@ class _Row:
     model_log_probs: list[float] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     newest: int = 0  # the token that is drawn and not in the cache yet
+    num_guessed: int | None = None  # of `tokens`
     state: str = "working"  # working; ended: its turn is to be reported; resting: it is reported; extending
 
     def take(self, sampled: Iterable[np.ndarray], stop: frozenset[int]) -> None:
@@ -90,8 +92,8 @@ class _Row:
 
     def report(self, stop: frozenset[int]) -> Answer:
         """Return the turn, which has ended; the row rests."""
-        answer = Answer(self.tokens, self.model_log_probs, self.log_probs, self.newest in stop)
-        self.tokens, self.model_log_probs, self.log_probs = [], [], []
+        answer = Answer(self.tokens, self.model_log_probs, self.log_probs, self.newest in stop, self.num_guessed)
+        self.tokens, self.model_log_probs, self.log_probs, self.num_guessed = [], [], [], None
         self.state = "resting"
         return answer
 
@@ -219,7 +221,7 @@ class Engine:
         row = self.rows.get(number)
         if row is None:
             return None
-        return Answer(row.tokens, row.model_log_probs, row.log_probs, False)
+        return Answer(row.tokens, row.model_log_probs, row.log_probs, False, row.num_guessed)
 
     def run(self) -> list[tuple[int, Answer]]:
         """Draw tokens, and return the turns that have ended, as (number, turn) in the order of their numbers."""
@@ -276,7 +278,8 @@ class Engine:
         self.num_rows, self.num_slots = num_rows, num_slots
 
     def _list_windows(self, num_slots: int) -> list[int]:
-        return self.programs.arch.model.list_windows(num_slots)
+        windows = self.programs.arch.model.list_windows(num_slots)
+        return [*windows, num_slots, 0] if self.sampling.by_mtp else windows  # a state beside the slots
 
     def _count_at_once(self, length: int, num_slots: int = 0) -> int:
         """Return how many prompts or observations of a padded length a data shard computes at one time, at most.
@@ -335,9 +338,9 @@ class Engine:
             for place, prompt in enumerate(prompts):
                 tokens[shard, place, : len(prompt.tokens)], counts[shard, place] = prompt.tokens, len(prompt.tokens)
         inputs = self._to_devices(tokens.reshape(-1, length)), self._to_devices(counts.reshape(-1))
-        reach, cache_dtype = np.int32(self.max_length), self.sampling.cache_dtype
+        reach, dtype, with_mtp = np.int32(self.max_length), self.sampling.cache_dtype, self.sampling.by_mtp
         images = self._gather_images(chosen, tokens.shape, num_slots)
-        computed = self.programs.prefill(self.weights, *inputs, reach, images, cache_dtype=cache_dtype)
+        computed = self.programs.prefill(self.weights, *inputs, reach, images, cache_dtype=dtype, with_mtp=with_mtp)
         if self.cache is None:
             windows = tuple(self._list_windows(self.num_slots))
             self.cache = self.programs.make_cache(computed[1], self.num_shards * self.num_rows, windows)
@@ -505,7 +508,8 @@ class Engine:
             for row in working:
                 text[row.shard, row.place, : len(row.text)] = row.text
             inputs = rows, self._to_devices(text.reshape(-1, text.shape[-1])), self.key, extent
-            self.cache, sampled = self.programs.guess(self.weights, self.cache, *inputs, sampling=self.sampling)
+            self.cache, sampled, passes = self.programs.guess(self.weights, self.cache, *inputs, sampling=self.sampling)
+            num_passes = np.asarray(passes).reshape(shape)
         else:
             self.cache, sampled = self.programs.decode(
                 self.weights, self.cache, rows, self.key, extent, sampling=self.sampling
@@ -514,4 +518,6 @@ class Engine:
         for row in working:
             count = int((on_host[0][row.shard, row.place] != NO_TOKEN).sum())
             row.length += count
+            if guess:
+                row.num_guessed = (row.num_guessed or 0) + count - int(num_passes[row.shard, row.place])
             row.take((values[row.shard, row.place, :count] for values in on_host), self.stop)

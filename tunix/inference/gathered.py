@@ -29,12 +29,17 @@ class Gathered(NamedTuple):
 
     remaining: Tree  # embedding, final norm, head
     layers: dict[str, list[Tree]]  # by the name of a stack, a tree for each of its layers
+    mtp_layers: dict[str, list[Tree]]  # the same of the layer of `model.mtp`; empty without
 
     def module(self, arch: Architecture) -> Transformer:
         """Return the model, whose stacks hold one layer: `hidden_apart` takes the others as its `params`."""
-        module = arch.module(self.remaining | {name: trees[0] for name, trees in self.layers.items()})
+        tree = self.remaining | {name: trees[0] for name, trees in self.layers.items()}
+        if self.mtp_layers:
+            tree["mtp"] = tree["mtp"] | {name: trees[0] for name, trees in self.mtp_layers.items()}
+        module = arch.module(tree)
         parts: list[Einsum | Embedding] = [module.embedding]  # a tower keeps its products: it has many patches
         parts += [part for name in self.layers for part in _list_einsums(getattr(module, name))]
+        parts += [part for name in self.mtp_layers for part in _list_einsums(getattr(module.mtp, name))]
         for part in parts:
             part.product = product_of_few_rows()
         for update in _list_normalized(module):
@@ -58,12 +63,20 @@ def gather(arch: Architecture, params: Tree, as_matrices: bool) -> Gathered:
         gathered = jax.tree.map(gather_one, params, arch.weights)
         if as_matrices and model.cfg.lora.quantize_base:
             gathered = _make_matrices(gathered, arch.weights, model.cfg.lora.quantize_base, model.layout)
-        blocks = {stack.name: nnx.graphdef(getattr(model, stack.name)) for stack in model.stacks}
-        layers = {
-            name: [_order_weights(block, tree) for tree in _split_layers(gathered[name])]
-            for name, block in blocks.items()
-        }
-    return Gathered({name: tree for name, tree in gathered.items() if name not in blocks}, layers)
+        remaining, layers = _split_stacks(model, gathered)
+        if model.mtp is None:
+            return Gathered(remaining, layers, {})
+        mtp, mtp_layers = _split_stacks(model.mtp, remaining["mtp"])
+    return Gathered(remaining | {"mtp": mtp}, layers, mtp_layers)
+
+
+def _split_stacks(model: Any, tree: Tree) -> tuple[Tree, dict[str, list[Tree]]]:
+    """Return the parameters of a model without those of its stacks, and those of each of its layers."""
+    blocks = {stack.name: nnx.graphdef(getattr(model, stack.name)) for stack in model.stacks}
+    layers = {
+        name: [_order_weights(block, layer) for layer in _split_layers(tree[name])] for name, block in blocks.items()
+    }
+    return {name: part for name, part in tree.items() if name not in blocks}, layers
 
 
 def _order_weights(block: nnx.GraphDef, tree: Tree) -> Tree:

@@ -4,8 +4,7 @@ In a text an image is the mark of the model's processor; a chat template writes 
 without it has its images before it. In the tokens it is what the model was trained with (`ImageProcessor`).
 """
 
-import base64
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,8 +29,8 @@ class ImagePrompts:
     soft_id: int
     max_pixels: int  # of one image
 
-    def read(self, turns: list[dict[str, Any]], references: Sequence[Any], source: str) -> list[str]:
-        """Return the files of a conversation's images as base64, and put their places into its turns.
+    def read(self, turns: list[dict[str, Any]], references: Sequence[Any], source: str) -> list[bytes]:
+        """Return the files of a conversation's images, and put their places into its turns.
 
         Paths begin at the folder of the file `source`, or at the working folder.
 
@@ -40,32 +39,23 @@ class ImagePrompts:
         """
         reader = ImageReader(self.processor, find_root(source), MAX_BYTES, self.max_pixels)
         try:
-            found = take_images(turns, list(references), reader)
-            return [base64.b64encode(data).decode() for data in reader.read(found)]
+            return reader.read(take_images(turns, list(references), reader))
         except BadRow as error:
             raise UserError(f"the prompt {error}") from None
 
-    def expand(self, text: str, files: Sequence[str]) -> str:
-        """Return a text with all tokens of each image, out of their files as base64.
+    def encode(
+        self, text: str, files: Sequence[bytes], tokenize: Callable[[str], list[int]]
+    ) -> tuple[list[int], Images | None]:
+        """Return the tokens of a text with those of each image, and the images; None without images.
 
         Raises:
-            UserError: the text has another number of images.
+            UserError: the text has another number of images, or its tokens are not those of the images.
         """
         try:
-            return self.processor.expand([text], [base64.b64decode(data) for data in files])[0]
+            tokens = tokenize(self.processor.expand([text], list(files))[0])
+            return tokens, index_images(tokens, files, self.processor, self.soft_id)
         except ValueError as error:
             raise UserError(f"the chat template writes {error}") from None
-
-    def find(self, tokens: list[int], files: Sequence[str]) -> Images | None:
-        """Return the images of a prompt's tokens, out of their files as base64; None without images.
-
-        Raises:
-            UserError: the tokens have other soft tokens than those of the images.
-        """
-        try:
-            return index_images(tokens, [base64.b64decode(data) for data in files], self.processor, self.soft_id)
-        except ValueError as error:
-            raise UserError(f"the prompt has {error}") from None
 
 
 def find_image_prompts(model: Model, tokenizer: Tokenizer, max_pixels: int) -> ImagePrompts | None:

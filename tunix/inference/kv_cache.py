@@ -11,7 +11,7 @@ The cache of a layer is a tuple of arrays [B, ..., S, H]: keys and values [B, K,
 made of, [B, S, C] and [B, S, R] (models/mla.py); of 8 bits each, with their scales behind them. Rows live on data
 shards, heads are split like those of the model. A layer of linear attention has a `Memory` in the place of slots, which
 does not grow. A layer that takes keys and values of an earlier one has no arrays: it looks into the slots of that
-layer.
+layer. Behind the layers stand the slots of `model.mtp` and a `LastState`, where rows guess by that layer.
 
 Tokens at work have heads behind times, [B, T, K, H]. The cache has them before the slots, because products of matrices
 take one head at a time. Otherwise XLA keeps a copy of the whole cache in that order beside it for the loop over tokens.
@@ -19,27 +19,36 @@ take one head at a time. Otherwise XLA keeps a copy of the whole cache in that o
 Passes through the model:
 
     prefill     prompts by themselves -> their entries; `place_rows` writes each into several rows of a cache
-    extend      several tokens behind those that some rows have
-    decode      one token behind those that all rows have; `verify` several, of which those are kept that were guessed
+    run_behind  several tokens behind those that some rows have, or all; as many of them are kept as turn out right
+    decode      one token behind those that all rows have
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import reshard
 
 from tunix.inference.gathered import Gathered
 from tunix.models.attention import Scaled, attend_to_cache, compute_attention
 from tunix.models.attention_mask import row_mask_rule
-from tunix.models.block import Forward, Layer, Mix
+from tunix.models.block import Forward, Layer, Mix, Rows
 from tunix.models.kernels import has_product_library
 from tunix.models.linear_attention import Memory
 from tunix.models.transformer import Transformer
 from tunix.models.vision import Images
 
-Cache = list[tuple[jax.Array, ...] | Memory]
 
+class LastState(NamedTuple):
+    """What the layer of `model.mtp` takes next of a row: the state behind the final norm of its last token, [B, D]."""
+
+    hidden: jax.Array
+
+
+Cache = list[tuple[jax.Array, ...] | Memory | LastState]
+
+FIXED = (Memory, LastState)  # they have no slots
 SLOTS = -2  # the dimension of the slots, in each array of a cache
 SMALLEST_SCALE = 1e-30  # of a vector of 8 bits: one of zeros has the codes 0
 
@@ -52,14 +61,16 @@ def prefill(
     reach: int | jax.Array,
     cache_dtype: str | None = None,
     images: Images | None = None,
+    with_mtp: bool = False,
 ) -> tuple[jax.Array, Cache]:
-    """Return the logits [P, V] after prompts, and a cache of their rows, which has a slot for each token.
+    """Return the hidden states [P, C, D] of prompts, and a cache of their rows, which has a slot for each token.
 
     Args:
         tokens: [P, C] int32, of which the first `count` [P] are the prompt.
         reach: number of tokens of the longest row when it ends.
         cache_dtype: "int8", or None for the dtype of products.
         images: those of the prompts; None where no prompt has any.
+        with_mtp: the cache has what guesses by `model.mtp` need.
     """
     # Tokens that fill a row up stand behind the prompt, which does not see them. They have the last token's position,
     # because a table of positions may end there.
@@ -79,50 +90,14 @@ def prefill(
 
     forward = Forward(mix_of, tokens.shape[1], reach=reach)
     hidden, entries = _run_blocks(model, weights, tokens, positions, forward, images)
-    return _compute_logits(model, hidden, count), entries
+    if with_mtp:
+        # The token behind the prompt is not drawn yet, so the last state waits for it. Its slot is not seen until then.
+        _, slots = _run_mtp(model, weights, hidden, jnp.roll(tokens, -1, axis=1), positions, forward)
+        entries = [*entries, slots, LastState(_take_last(hidden, count)[:, 0])]
+    return hidden, entries
 
 
-def extend(
-    model: Transformer,
-    weights: Gathered,
-    cache: Cache,
-    rows: jax.Array,
-    tokens: jax.Array,
-    start: jax.Array,
-    count: jax.Array,
-    reach: jax.Array,
-    shift: jax.Array,
-) -> tuple[jax.Array, Cache]:
-    """Return the logits [A, V] after more tokens of some rows, and the cache with these tokens.
-
-    Args:
-        rows: [A] int32, numbers of the rows on their data shard; the number of all of them for a filler.
-        tokens: [A, C] int32, of which the first `count` [A] stand behind the `start` [A] tokens that the rows have.
-        reach: int32 scalar, number of tokens of the longest row when it ends.
-        shift: [A] int32, what their positions have beside their times, behind images (`Vision.shift_positions`).
-    """
-    hidden, write = _run_behind(model, weights, cache, rows, tokens, start, reach, shift)
-    return _compute_logits(model, hidden, count), write(count)
-
-
-def verify(
-    model: Transformer,
-    weights: Gathered,
-    cache: Cache,
-    tokens: jax.Array,
-    start: jax.Array,
-    reach: jax.Array,
-    shift: jax.Array,
-) -> tuple[jax.Array, Callable[[jax.Array], Cache]]:
-    """Return the logits [B, C, V] after each of more tokens [B, C] of all rows, which have `start` [B] tokens.
-
-    Returns also the function that gives the cache with the first so many [B] of them.
-    """
-    hidden, write = _run_behind(model, weights, cache, None, tokens, start, reach, shift)
-    return model.logits(model.tables(), hidden), write
-
-
-def _run_behind(
+def run_behind(
     model: Transformer,
     weights: Gathered,
     cache: Cache,
@@ -132,7 +107,76 @@ def _run_behind(
     reach: jax.Array,
     shift: jax.Array,
 ) -> tuple[jax.Array, Callable[[jax.Array], Cache]]:
-    """Return the hidden states [A, C, D] of more tokens of some rows, or of all (None); see `extend` and `verify`."""
+    """Return the hidden states [A, C, D] of more tokens of some rows, and the function that gives the cache with the
+    first so many [A] of them.
+
+    Args:
+        rows: [A] int32, numbers of the rows on their data shard; the number of all of them for a filler. None: all.
+        tokens: [A, C] int32, which stand behind the `start` [A] tokens that the rows have.
+        reach: int32 scalar, number of tokens of the longest row when it ends.
+        shift: [A] int32, what their positions have beside their times, behind images (`Vision.shift_positions`).
+    """
+    num_layers = model.cfg.num_layers
+    mix_of, positions = _mix_behind(model, cache[:num_layers], rows, tokens, start, shift)
+    forward = Forward(mix_of, max(list_slots(cache)), reach=reach)
+    hidden, writes = _run_blocks(model, weights, tokens, positions, forward)
+
+    def write(count: jax.Array) -> Cache:
+        # A layer that takes keys and values of an earlier one has no cache to write: () in the place of a function.
+        after = [each(count) if callable(each) else each for each in writes]
+        if len(cache) == num_layers:
+            return after
+        _, kept, last = split_mtp(cache)
+        # Each token stands beside the state before it: the first one beside the state that waits for it.
+        state = last.hidden if rows is None else take_rows(last, rows).hidden
+        first = reshard(state[:, None], jax.typeof(hidden).sharding.spec)
+        states = jnp.concatenate([first, hidden[:, :-1]], axis=1)
+        _, write_slots = run_mtp_behind(model, weights, kept, rows, states, tokens, start - 1, reach, shift)
+        newest = LastState(jnp.where(count[:, None] > 0, _take_last(hidden, count)[:, 0], state))
+        return [*after, write_slots(count), newest if rows is None else _set_rows(last, newest, rows)]
+
+    return hidden, write
+
+
+def run_mtp_behind(
+    model: Transformer,
+    weights: Gathered,
+    kept: tuple[jax.Array, ...],
+    rows: jax.Array | None,
+    states: jax.Array,
+    tokens: jax.Array,
+    start: jax.Array,
+    reach: jax.Array,
+    shift: jax.Array,
+) -> tuple[jax.Array, Callable[[jax.Array], tuple[jax.Array, ...]]]:
+    """Do as `run_behind` with the layer of `model.mtp` and its slots `kept`: tokens [A, C] stand beside the states
+    [A, C, D] of those before them."""
+    mix_of, positions = _mix_behind(model, [kept], rows, tokens, start, shift)
+    hidden, write = _run_mtp(
+        model, weights, states, tokens, positions, Forward(mix_of, kept[0].shape[SLOTS], reach=reach)
+    )
+    return hidden, write
+
+
+def _run_mtp(
+    model: Transformer, weights: Gathered, states: jax.Array, tokens: jax.Array, positions: jax.Array, forward: Forward
+) -> tuple[jax.Array, Any]:
+    """Return states [B, T, D] that logits of the tokens after `tokens` [B, T] are taken of, and the layer's cache."""
+    assert model.mtp is not None
+    with jax.named_scope("mtp"):
+        states = reshard(states, model.layout.activation("BTD"))
+        x = model.mtp.join(model.embedding.lookup(model.tables()[0], tokens), states)
+        hidden, (cache,) = model.mtp.run_apart(Rows(x, positions, None), forward, weights.mtp_layers)
+    return hidden, cache
+
+
+def _mix_behind(
+    model: Transformer, cache: Cache, rows: jax.Array | None, tokens: jax.Array, start: jax.Array, shift: jax.Array
+) -> tuple[Callable[[Layer, None], Mix], jax.Array]:
+    """Return how tokens [A, C] behind those of some rows look at the cache and at one another, and their positions.
+
+    In the place of its cache a layer returns the function that writes the first so many [A] of them.
+    """
     times = start[:, None] + jnp.arange(tokens.shape[1])  # [A, C]
     # A table of positions may end before the tokens that only fill up.
     positions = jnp.minimum(times + shift[:, None], model.cfg.context_length - 1)
@@ -161,18 +205,13 @@ def _run_behind(
 
             def write(count):
                 _, after = recurrence.extend(memory, count)
-                if rows is None:
-                    return after
-                return _on_shards(lambda x, y, rows: x.at[rows].set(y, mode="drop"), kept, after, rows)
+                return after if rows is None else _set_rows(kept, after, rows)
 
             return recurrence.extend(memory, jnp.full_like(start, tokens.shape[1]))[0], write
 
         return Mix(cache_attention, recur)
 
-    forward = Forward(mix_of, max(list_slots(cache)), reach=reach)
-    hidden, writes = _run_blocks(model, weights, tokens, positions, forward)
-    # A layer that takes keys and values of an earlier one has no cache to write: () in the place of a function.
-    return hidden, lambda count: [each(count) if callable(each) else each for each in writes]
+    return mix_of, positions
 
 
 def decode(
@@ -188,7 +227,7 @@ def decode(
     """Return the logits [B, V] after one more token [B] int32 of each row, and the cache with it.
 
     A row has `length` [B] tokens before it. The cache of a row that is not `working`, [B] bool, stays as it is; its
-    logits mean nothing. `reach` and `shift` [B] are those of `extend`.
+    logits mean nothing. `reach` and `shift` [B] are those of `run_behind`.
     """
     time = length[:, None]  # [B, 1]
 
@@ -214,7 +253,7 @@ def decode(
 
     forward = Forward(mix_of, max(list_slots(cache)), reach=reach)
     hidden, cache = _run_blocks(model, weights, token[:, None], time + shift[:, None], forward)
-    return _compute_logits(model, hidden, None), cache
+    return model.logits(model.tables(), hidden)[:, 0], cache
 
 
 def _run_blocks(
@@ -228,12 +267,14 @@ def _run_blocks(
     return model.hidden_apart(model.tables(), tokens, positions, forward, weights.layers, images)
 
 
-def _compute_logits(model: Transformer, hidden: jax.Array, count: jax.Array | None) -> jax.Array:
-    """Return the logits [B, V] of the last of `count` [B] tokens, of hidden states [B, T, D]; None: of the last one."""
-    if count is None:
-        return model.logits(model.tables(), hidden[:, -1:])[:, 0]
-    last = _on_shards(lambda x, count: jnp.take_along_axis(x, count[:, None, None] - 1, axis=1), hidden, count)
-    return model.logits(model.tables(), last)[:, 0]
+def compute_last_logits(model: Transformer, hidden: jax.Array, count: jax.Array) -> jax.Array:
+    """Return the logits [B, V] of the last of `count` [B] tokens, of hidden states [B, T, D]."""
+    return model.logits(model.tables(), _take_last(hidden, count))[:, 0]
+
+
+def _take_last(hidden: jax.Array, count: jax.Array) -> jax.Array:
+    """Return the hidden states [B, 1, D] of the last of `count` [B] tokens."""
+    return _on_shards(lambda x, count: jnp.take_along_axis(x, count[:, None, None] - 1, axis=1), hidden, count)
 
 
 # Which slots a token sees, and where it goes.
@@ -389,11 +430,11 @@ def place_rows(cache: Cache, entries: Cache, source: jax.Array, rows: jax.Array)
         taken = new[source][..., :num_slots, :]
         return old.at[rows, ..., :num_slots, :].set(taken.astype(old.dtype), mode="drop")
 
-    def place_memory(old, new, source, rows):
+    def place_fixed(old, new, source, rows):
         return old.at[rows].set(new[source], mode="drop")
 
     return [
-        _on_shards(place_memory if isinstance(old, Memory) else place_slots, old, new, source, rows)
+        _on_shards(place_fixed if isinstance(old, FIXED) else place_slots, old, new, source, rows)
         for old, new in zip(cache, entries, strict=True)
     ]
 
@@ -410,7 +451,7 @@ def make_cache(entries: Cache, num_rows: int, windows: tuple[int, ...]) -> Cache
 
     cache: Cache = []
     for kept, window in zip(entries, windows, strict=True):
-        each = None if isinstance(kept, Memory) else window
+        each = None if isinstance(kept, FIXED) else window
         cache.append(jax.tree.map(lambda x, each=each: make(x, each), kept))
     return cache
 
@@ -430,14 +471,27 @@ def resize(cache: Cache, rows: jax.Array, windows: tuple[int, ...]) -> Cache:
 
     taken = [_on_shards(take, kept, rows) for kept in cache]
     return [
-        kept if isinstance(kept, Memory) else tuple(pad(x, window) for x in kept)
+        kept if isinstance(kept, FIXED) else tuple(pad(x, window) for x in kept)
         for kept, window in zip(taken, windows, strict=True)
     ]
 
 
 def list_slots(cache: Cache) -> list[int]:
     """Return the number of slots of each layer: 0 for linear attention, and for a layer without a cache."""
-    return [0 if isinstance(kept, Memory) or not kept else kept[0].shape[SLOTS] for kept in cache]
+    return [0 if isinstance(kept, FIXED) or not kept else kept[0].shape[SLOTS] for kept in cache]
+
+
+def _set_rows(kept: Any, new: Any, rows: jax.Array) -> Any:
+    """Return arrays [B, ...] with those of some rows [A] in their places; a number behind the last is left out."""
+    return _on_shards(lambda x, y, rows: x.at[rows].set(y, mode="drop"), kept, new, rows)
+
+
+def split_mtp(cache: Cache) -> tuple[Cache, tuple[jax.Array, ...], LastState]:
+    """Return a cache without what is for `model.mtp`, the slots of that layer, and the state that waits."""
+    *layers, kept, last = cache
+    assert isinstance(last, LastState)
+    assert not isinstance(kept, FIXED)
+    return layers, kept, last
 
 
 def take_rows(tree: Any, rows: jax.Array) -> Any:

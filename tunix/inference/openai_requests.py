@@ -13,10 +13,9 @@ from tunix.base.errors import UserError
 from tunix.config import Serve
 from tunix.data.chat import ChatTemplate
 from tunix.data.files import BadRow
-from tunix.data.image_processors import find_processor
-from tunix.data.image_slots import index_images
 from tunix.data.images import ImageReader, take_images
 from tunix.data.tokenizer import read_chat
+from tunix.inference.image_prompts import find_image_prompts
 from tunix.inference.openai_api import (
     ApiError,
     ChatParameters,
@@ -55,8 +54,8 @@ class RequestReader:
         self.model, self.tokenizer, self.command, self.limits = model, model.tokenizer, command, command.server
         self.name, self.max_length, self.max_answers = name, max_length, max_answers
         self.template: ChatTemplate | None = None
-        vision = model.cfg.vision
-        self.processor = None if vision is None else find_processor(vision)
+        self.images = find_image_prompts(model.cfg, model.tokenizer, self.limits.max_image_pixels)
+        self.processor = None if self.images is None else self.images.processor
         try:
             self.template = read_chat(model.tokenizer_files, command.chat_template, self.processor)
         except UserError:
@@ -115,15 +114,15 @@ class RequestReader:
             raise ApiError(400, f"the conversation {error}"[:500], "messages") from None
 
     def _encode_chat(self, text: str, files: list[bytes]) -> tuple[list[int], Images | None]:
-        if self.processor is None:
-            return self.tokenizer.encode(text, add_special_tokens=False).ids, None
-        soft_id = self.tokenizer.token_to_id(self.processor.soft)
+        def tokenize(text: str) -> list[int]:
+            return self.tokenizer.encode(text, add_special_tokens=False).ids
+
+        if self.images is None:
+            return tokenize(text), None
         try:
-            (text,) = self.processor.expand([text], files)
-            tokens = self.tokenizer.encode(text, add_special_tokens=False).ids
-            return tokens, None if soft_id is None else index_images(tokens, files, self.processor, soft_id)
-        except ValueError as error:
-            raise ApiError(400, f"the chat template writes {error}", "messages") from None
+            return self.images.encode(text, files, tokenize)
+        except UserError as error:
+            raise ApiError(400, str(error), "messages") from None
 
     async def read_completion(self, body: bytes, arrived: float) -> Job:
         parameters = read_parameters(CompletionParameters, body)

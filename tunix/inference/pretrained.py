@@ -26,7 +26,7 @@ from tunix.huggingface.hub import INFO_FILES, WEIGHTS, find
 from tunix.huggingface.weights import CHANGED, check_weights, load_weights
 from tunix.inference.engine import Answer
 from tunix.inference.rollout import Request, Sampler
-from tunix.inference.sampling import Sampling, read_stop_ids
+from tunix.inference.sampling import Sampling, find_stop_ids
 from tunix.models.kernels import choose_kernels, select_expert_matmul
 from tunix.models.low_rank import merge
 from tunix.models.scores import embed_rows, score_rows
@@ -84,14 +84,10 @@ class Pretrained:
             else add_images(vocab, processor)
         )
 
-    @property
-    def stop_ids(self) -> list[int]:
-        """Ids of the tokens that end an answer.
-
-        They are those that the files of Hugging Face's model name, and for a run the token that ends a document.
-        """
-        own = set() if self.vocab is None else {self.vocab.eos}
-        return sorted(own | set(read_stop_ids(self.files) if self.files else ()))
+    def find_stop_ids(self, stop_strings: tuple[str, ...] = ()) -> tuple[int, ...]:
+        """Return the ids of the tokens that end an answer (`sampling.find_stop_ids`), with words of the user's."""
+        assert self.tokenizer is not None
+        return find_stop_ids(self.vocab or self.tokenizer, stop_strings, self.files, "stop")
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text that is to be continued.
@@ -208,6 +204,7 @@ def load_pretrained(
     strategy: str = "no_shard",
     family: str | None = None,
     adapter: str | Path | None = None,
+    mtp: bool = False,
 ) -> Pretrained:
     """Load the model of a run's folder (or RUN_DIR/checkpoints/STEP), of a folder of Hugging Face's, or of an ID there.
 
@@ -216,11 +213,12 @@ def load_pretrained(
     is of any length, and grows by one token at a time. Without a mesh, it is one device; of several processes, which
     all call this, fsdp over all of their devices. `weights` names a copy of the parameters that the run has kept, like
     `ema`, or those that it has trained. `family` is the dotted path of a family of one's own, of a folder of Hugging
-    Face's, and `adapter` a folder of low-rank updates for such a folder's weights.
+    Face's, and `adapter` a folder of low-rank updates for such a folder's weights. With `mtp` the model has a layer of
+    multi-token prediction, which is read of a folder of Hugging Face's too.
 
     Raises:
         UserError: the source is neither a run nor a folder or an ID of Hugging Face's; one of its files is missing,
-            damaged, or of a model that tunix does not know; `adapter` is given for a run.
+            damaged, or of a model that tunix does not know; `adapter` is given for a run; there is no layer for `mtp`.
     """
     run = find_run(str(source), copied=COPIED)
     if run and adapter is not None:
@@ -231,7 +229,11 @@ def load_pretrained(
     folder = run[0] if run else _fetch(str(source), INFO_FILES)
     if mesh_shape is None:
         mesh_shape = ONE_DEVICE if jax.process_count() == 1 else "auto"
-    cfg = pretrained_config.trained_model(folder, mesh_shape, family)
+    cfg = pretrained_config.trained_model(folder, mesh_shape, family, mtp)
+    if mtp and cfg.mtp is None:
+        raise UserError(
+            f"guess_by=mtp: checkpoint={source} has no layer of multi-token prediction; set guess_by=prompt_lookup"
+        )
     if adapter is not None:
         updates = _fetch(str(adapter), INFO_FILES + WEIGHTS, key="adapter")
         lora = cfg.lora.model_copy(update=read_adapter(updates, cfg.family))

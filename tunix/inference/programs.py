@@ -20,17 +20,21 @@ from jax.sharding import Mesh, PartitionSpec, reshard
 from tunix.costs.rollout import CHUNK
 from tunix.inference.gathered import Gathered
 from tunix.inference.kv_cache import (
+    SLOTS,
     Cache,
+    compute_last_logits,
     decode,
-    extend,
     make_cache,
     place_rows,
     prefill,
     resize,
+    run_behind,
+    run_mtp_behind,
+    split_mtp,
     take_rows,
-    verify,
 )
 from tunix.inference.sampling import Sampled, Sampling, sample
+from tunix.models.transformer import Transformer
 from tunix.models.vision import Images
 from tunix.sharding.mesh_shape import data_shards
 from tunix.training.state import Architecture
@@ -86,7 +90,7 @@ class Programs:
 
     def __init__(self, arch: Architecture, mesh: Mesh):
         self.arch, self.mesh, self.num_shards = arch, mesh, data_shards(mesh.shape)
-        self.prefill = jax.jit(partial(_prefill, arch), static_argnames="cache_dtype")
+        self.prefill = jax.jit(partial(_prefill, arch), static_argnames=("cache_dtype", "with_mtp"))
         self.place = jax.jit(partial(_place, arch), static_argnames="sampling", donate_argnames="cache")
         self.extend = jax.jit(partial(_extend, arch), static_argnames="sampling", donate_argnames="cache")
         self.decode = jax.jit(partial(_decode, arch), static_argnames="sampling", donate_argnames="cache")
@@ -110,9 +114,12 @@ def _prefill(
     images: Images | None = None,
     *,
     cache_dtype: str | None,
+    with_mtp: bool,
 ) -> tuple[jax.Array, Cache]:
     """Return the logits [P, V] after prompts [P, C], and their entries; see `kv_cache.prefill`."""
-    return prefill(weights.module(arch), weights, tokens, count, reach, cache_dtype, images)
+    model = weights.module(arch)
+    hidden, entries = prefill(model, weights, tokens, count, reach, cache_dtype, images, with_mtp)
+    return compute_last_logits(model, hidden, count), entries
 
 
 def _place(
@@ -147,8 +154,10 @@ def _extend(
 ) -> tuple[Cache, Sampled]:
     """Give rows [A] more tokens [A, C]; return the cache, and the token behind them, [A] on every device."""
     model = weights.module(arch)
-    logits, cache = extend(model, weights, cache, more.row, more.tokens, more.start, more.num_tokens, reach, more.shift)
-    return cache, _replicate(sample(logits, key, more.number, more.drawn, sampling, arch.layout))
+    hidden, write = run_behind(model, weights, cache, more.row, more.tokens, more.start, reach, more.shift)
+    logits = compute_last_logits(model, hidden, more.num_tokens)
+    sampled = sample(logits, key, more.number, more.drawn, sampling, arch.layout)
+    return write(more.num_tokens), _replicate(sampled)
 
 
 def _decode(
@@ -212,15 +221,19 @@ def _decode(
     return cache, _replicate(chunk)
 
 
-# Guesses (prompt lookup, https://github.com/apoorvumang/prompt-lookup-decoding): where the two newest tokens of a row
-# have stood before in it, the tokens that followed them there are guessed to follow again.
+# Guesses. By prompt lookup (https://github.com/apoorvumang/prompt-lookup-decoding): where the two newest tokens of a
+# row have stood before in it, the tokens that followed them there are guessed to follow again.
 #
 #     text       the cat sat on the mat . the cat          guessed: sat on the
 #     drawn                                     sat in     sat is right; behind it comes `in`, and not `on`
 #
+# By the layer of `model.mtp`: it takes the newest token beside the state before it, and gives logits of the token that
+# follows. A further guess takes the guess before beside the layer's own result.
+#
 # One pass through the model draws the token behind the newest one, and behind each guess. Those that are drawn behind
 # right guesses count. Noise belongs to the number of a token, so the tokens are those that would be drawn without
-# guesses, one after the other.
+# guesses, one after the other. The layer draws a guess with the noise of the token that it guesses: with logits like
+# those of the model, this is the same token.
 
 
 def _decode_guesses(
@@ -233,8 +246,9 @@ def _decode_guesses(
     extent: Extent,
     *,
     sampling: Sampling,
-) -> tuple[Cache, Sampled]:
-    """Do as `_decode`, with the guesses of `sampling.guess`: tokens [B, CHUNK + guess] on every device.
+) -> tuple[Cache, Sampled, jax.Array]:
+    """Do as `_decode`, with the guesses of `sampling.guess`: tokens [B, CHUNK + guess] on every device, and the passes
+    [B] that have drawn them.
 
     `text` [B, S] int32 has all tokens of each row, the newest one too. A row that has drawn `steps` tokens waits for
     the others.
@@ -244,12 +258,16 @@ def _decode_guesses(
     text = reshard(text, PartitionSpec(*of_rows, None))
 
     def step(state):
-        n, rows, text, filled, cache, chunk = state
+        n, rows, text, filled, passes, cache, chunk = state
         bound = _keep_in_loop(n, weights)
         at_work = rows.working & (filled < extent.steps)
-        guesses = _on_rows(partial(_find_guesses, count=sampling.guess), text, rows.length)
+        if sampling.by_mtp:
+            guesses, cache = _guess_by_mtp(model, bound, cache, rows, at_work, key, extent.reach, sampling)
+        else:
+            guesses = _on_rows(partial(_find_guesses, count=sampling.guess), text, rows.length)
         tokens = jnp.concatenate([rows.token[:, None], guesses], axis=1)
-        logits, write = verify(model, bound, cache, tokens, rows.length, extent.reach, rows.shift)
+        hidden, write = run_behind(model, bound, cache, None, tokens, rows.length, extent.reach, rows.shift)
+        logits = model.logits(model.tables(), hidden)
         drawn = [
             sample(logits[:, index], key, rows.number, rows.drawn + index, sampling, model.layout)
             for index in range(sampling.guess + 1)
@@ -275,7 +293,7 @@ def _decode_guesses(
             drawn=rows.drawn + count,
             working=rows.working & ~ended,
         )
-        return n + 1, rows, text, filled + count, cache, chunk
+        return n + 1, rows, text, filled + count, passes + at_work, cache, chunk
 
     def count_at_work(state) -> jax.Array:
         return jnp.sum((state[1].working & (state[3] < extent.steps)).astype(jnp.int32))
@@ -288,10 +306,36 @@ def _decode_guesses(
         return jnp.full((len(rows.token), width), NO_TOKEN, dtype, out_sharding=of_rows)
 
     chunk = Sampled(empty("int32"), empty("float32"), empty("float32"))
-    start = jnp.int32(0), rows, text, jnp.zeros_like(rows.length), cache, chunk
+    start = jnp.int32(0), rows, text, jnp.zeros_like(rows.length), jnp.zeros_like(rows.length), cache, chunk
     goes_on = lambda state: state[1] >= extent.fewest  # noqa: E731
-    (*_, cache, chunk), _ = jax.lax.while_loop(goes_on, steps, (start, count_at_work(start)))
-    return cache, _replicate(chunk)
+    (*_, passes, cache, chunk), _ = jax.lax.while_loop(goes_on, steps, (start, count_at_work(start)))
+    return cache, *_replicate((chunk, passes))
+
+
+def _guess_by_mtp(
+    model: Transformer,
+    weights: Gathered,
+    cache: Cache,
+    rows: Drawing,
+    at_work: jax.Array,
+    key: jax.Array,
+    reach: jax.Array,
+    sampling: Sampling,
+) -> tuple[jax.Array, Cache]:
+    """Return `sampling.guess` tokens [B, n] that may follow the newest ones, and the cache, which has them in slots of
+    the layer that are not seen: `run_behind` writes them anew, beside states of the model."""
+    layers, kept, last = split_mtp(cache)
+    token, state, guesses = rows.token, last.hidden, []
+    for index in range(sampling.guess):
+        time = rows.length - 1 + index
+        arguments = state[:, None], token[:, None], time, reach, rows.shift
+        hidden, write = run_mtp_behind(model, weights, kept, None, *arguments)
+        logits = model.logits(model.tables(), hidden)[:, 0]
+        token, state = sample(logits, key, rows.number, rows.drawn + index, sampling, model.layout).tokens, hidden[:, 0]
+        guesses.append(token)
+        # Behind the last slot it would take the place of a token that is still seen.
+        kept = write((at_work & (time < kept[0].shape[SLOTS])).astype(jnp.int32))
+    return jnp.stack(guesses, axis=1), [*layers, kept, last]
 
 
 def _find_guesses(text: jax.Array, length: jax.Array, count: int) -> jax.Array:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec, reshard
+from tokenizers import Tokenizer
 
 from tunix.base.errors import UserError
 from tunix.base.files import read_json
@@ -38,25 +39,30 @@ def read_stop_ids(folder: Path) -> list[int]:
     return []
 
 
-def find_stop_ids(vocab: Vocab, stop_strings: tuple[str, ...], folder: Path | None) -> tuple[int, ...]:
-    """Return the ids that end an answer in a chat, in order: each of them is a token of the answer, and is trained.
+def find_stop_ids(
+    tokenizer: Vocab | Tokenizer, stop_strings: tuple[str, ...], folder: Path | None, key: str = "sampling.stop"
+) -> tuple[int, ...]:
+    """Return the ids that end an answer, in order: each of them is a token of the answer, and is trained.
 
-    They are the end of a document, the first special token after an answer in the chat template, those that the files
-    of the model in `folder` name, and `stop_strings` (sampling.stop).
+    They are those that the files of the model in `folder` name, and `stop_strings`, the value of `key`; with the
+    tokenizer of a run also the end of a document, and the first special token after an answer in its chat template.
 
     Raises:
         UserError: one of `stop_strings` is not a token of the tokenizer.
     """
-    ends = {vocab.eos, *(read_stop_ids(folder) if folder else ())}
-    # The template renders a chat of two turns. Its last segment is the answer and what closes it, like `2<|im_end|>`.
-    answered = vocab.chat.segments(TURNS)[-1][0]
-    special = special_tokens(vocab.backend)
-    ids = vocab.backend.encode(answered, add_special_tokens=False).ids
-    ends |= set([token for token in ids if token in special][:1])
+    ends = set(read_stop_ids(folder) if folder else ())
+    backend = tokenizer.backend if isinstance(tokenizer, Vocab) else tokenizer
+    if isinstance(tokenizer, Vocab):
+        ends.add(tokenizer.eos)
+    if isinstance(tokenizer, Vocab) and tokenizer.chat_template is not None:
+        # The last segment of a chat of two turns is the answer and what closes it, like `2<|im_end|>`.
+        answered, special = tokenizer.chat.segments(TURNS)[-1][0], special_tokens(backend)
+        ids = backend.encode(answered, add_special_tokens=False).ids
+        ends |= set([token for token in ids if token in special][:1])
     for word in stop_strings:
-        index = vocab.backend.token_to_id(word)
+        index = backend.token_to_id(word)
         if index is None:
-            raise UserError(f"sampling.stop={word} is not a token of the tokenizer")
+            raise UserError(f"{key}={word} is not a token of the tokenizer")
         ends.add(index)
     return tuple(sorted(ends))
 
@@ -90,12 +96,18 @@ class Sampling:
     stop: tuple[int, ...] = ()  # ids that end an answer
     cache_dtype: str | None = None  # "int8", or None for the dtype of products
     guess: int = 0  # tokens that are guessed beside each that is drawn
+    guess_by: str = "prompt_lookup"  # or "mtp"
+
+    @property
+    def by_mtp(self) -> bool:
+        """True where the layer of `model.mtp` guesses, which then has slots in the cache."""
+        return self.guess > 0 and self.guess_by == "mtp"
 
 
 def select_sampling(keys: SamplingKeys | Generate, stop: tuple[int, ...]) -> Sampling:
     """Return the choice that keys of the config make, with the ids that end an answer."""
     choice = keys.max_new_tokens, keys.temperature, keys.top_k, keys.top_p, keys.min_p
-    return Sampling(*choice, stop, keys.cache_dtype, keys.guess)
+    return Sampling(*choice, stop, keys.cache_dtype, keys.guess, keys.guess_by)
 
 
 NO_TOP_K, NO_TOP_P, NO_MIN_P = 2**31 - 1, 2.0, 0.0  # in `RowChoices`: values that leave every token in

@@ -39,6 +39,7 @@ class Piece:
     tokens: list[int]  # with the id that stops it, if finish is stop
     log_probs: list[float]  # of each of them under the model
     finish: str | None  # stop, length or error: nothing follows; None: more follows
+    num_guessed: int = 0  # of the tokens
 
 
 @dataclass(eq=False)
@@ -73,6 +74,7 @@ class _Held:
     index: int
     begun: float
     num_sent: int = 0
+    num_guessed: int = 0  # of those that are sent
 
 
 class Serving:
@@ -222,7 +224,9 @@ class Serving:
         held.num_sent += len(tokens)
         if held.index not in held.request.cancelled and (tokens or is_ended):
             finish = None if not is_ended else "stop" if answer.stopped else "length"
-            held.request.emit(Piece(held.index, tokens, log_probs, finish))
+            guessed = (answer.num_guessed or 0) - held.num_guessed
+            held.num_guessed += guessed
+            held.request.emit(Piece(held.index, tokens, log_probs, finish, guessed))
 
     def _release_cancelled(self) -> None:
         for number, held in list(self.held.items()):

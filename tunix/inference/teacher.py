@@ -28,8 +28,8 @@ from tunix.data.dataset import Corpus
 from tunix.data.packing import Sequences
 from tunix.data.teacher_logits import (
     PIECE_BYTES,
-    Likeliest,
     LogitFiles,
+    TopK,
     check_room,
     count_position_bytes,
     logits_dtype,
@@ -140,11 +140,11 @@ def give_logits(cfg: Config, corpus: Corpus, program: Program, mesh: Mesh) -> Pa
         folder = Path(teacher.source)
         _check_info(found, info, folder)
         info = found
-    taught = _list_taught(corpus, cfg.evaluation.num_sequences)
-    files = [LogitFiles(folder, info, part, rows, name) for name, part, rows in taught]
+    parts = _list_sequences(corpus, cfg.evaluation.num_sequences)
+    files = [LogitFiles(folder, info, part, rows, name) for name, part, rows in parts]
     # Each host may have a cache of its own. All processes compute what one of them lacks.
-    lacking = map(json.loads, peers.gather(json.dumps([each.missing for each in files]), "logits of the teacher"))
-    missing = [sorted({*itertools.chain(*numbers)}) for numbers in zip(*lacking, strict=True)]
+    answers = map(json.loads, peers.gather(json.dumps([each.missing for each in files]), "logits of the teacher"))
+    missing = [sorted({*itertools.chain(*numbers)}) for numbers in zip(*answers, strict=True)]
     if any(missing):
         if teacher.model is None:
             name = next(each.name for each, numbers in zip(files, missing, strict=True) if numbers)
@@ -160,7 +160,7 @@ def give_logits(cfg: Config, corpus: Corpus, program: Program, mesh: Mesh) -> Pa
     return folder
 
 
-def _list_taught(corpus: Corpus, num_sequences: int) -> Iterator[tuple[str, Sequences, Sequence[int]]]:
+def _list_sequences(corpus: Corpus, num_sequences: int) -> Iterator[tuple[str, Sequences, Sequence[int]]]:
     """Yield each list of sequences that the run reads, with its name and the numbers of those that are read."""
     for name, part in corpus.train.items():
         yield name, part, range(len(part))
@@ -250,14 +250,14 @@ def _compute_missing(
     )  # fmt: skip
     peers.together(lambda: check_room(folder, num_bytes), "looking at the disk")
     params = load_teacher(program, mesh, corpus.tokenizer)
-    compute = jax.jit(partial(_find_likeliest, teacher, chunk_size=cfg.training.loss_chunk_size))
+    compute = jax.jit(partial(_compute_top_k, teacher, chunk_size=cfg.training.loss_chunk_size))
     written, reported = 0, start_time
     for files, numbers in missing:
         for number in numbers:
-            likeliest = _compute_rows(files, files.rows_of(number), compute, params, program.batch.num_rows, mesh)
+            rows = _compute_rows(files, files.rows_of(number), compute, params, program.batch.num_rows, mesh)
             if peers.first_of_host():
-                files.write(number, likeliest)
-            written += len(likeliest)
+                files.write(number, rows)
+            written += len(rows)
             if (now := time.perf_counter()) - reported > REPORT_EVERY_S:
                 reported = now
                 log.info("teacher: %s of %s rows, %.0f s so far", f"{written:,}", f"{num_rows:,}", now - start_time)
@@ -266,23 +266,23 @@ def _compute_missing(
     log.info("teacher: %s rows in %.1f s; %s has %s bytes", f"{num_rows:,}", seconds, folder, f"{size:,}")
 
 
-def _find_likeliest(teacher: OfflineTeacher, params: Any, rows: Any, chunk_size: int | str) -> list[jax.Array]:
-    return [reshard(array, PartitionSpec()) for array in teacher.find_likeliest(params, rows, chunk_size)]
+def _compute_top_k(teacher: OfflineTeacher, params: Any, rows: Any, chunk_size: int | str) -> list[jax.Array]:
+    return [reshard(array, PartitionSpec()) for array in teacher.compute_top_k(params, rows, chunk_size)]
 
 
 def _compute_rows(
     files: LogitFiles, rows: list[int], compute: Any, params: Any, num_rows: int, mesh: Mesh
-) -> list[Likeliest]:
+) -> list[TopK]:
     """Return what the teacher says of the learnt positions of some rows."""
-    likeliest: list[Likeliest] = []
+    batches = []  # on the devices, which compute them while the next ones are read
     for start in range(0, len(rows), num_rows):
         # The last batch begins again at the first row: shapes stay the same.
-        batch_rows = [rows[(start + row) % len(rows)] for row in range(num_rows)]
-        examples = [files.sequences[row] for row in batch_rows]
+        examples = [files.sequences[rows[(start + row) % len(rows)]] for row in range(num_rows)]
         local = stack_examples([[examples[row] for row in local_rows(mesh, num_rows)]])
-        found = compute(params, {name: leaf[0] for name, leaf in to_global(local, mesh).items()})
-        arrays = [np.asarray(array) for array in found]
-        for row, example in enumerate(examples[: len(rows) - start]):
-            learnt = example["loss_mask"] > 0
-            likeliest.append(Likeliest(*(array[row][learnt] for array in arrays)))
-    return likeliest
+        computed = compute(params, {name: leaf[0] for name, leaf in to_global(local, mesh).items()})
+        batches.append(([example["loss_mask"] > 0 for example in examples[: len(rows) - start]], computed))
+    found: list[TopK] = []
+    for masks, computed in batches:
+        arrays = [np.asarray(array) for array in computed]
+        found += [TopK(*(array[row][learnt] for array in arrays)) for row, learnt in enumerate(masks)]
+    return found

@@ -36,7 +36,6 @@ from tunix.models.layers import (
     BlockSums,
     DropoutKey,
     Initializer,
-    Routing,
     merge_layers,
     merge_runs,
 )
@@ -150,8 +149,8 @@ class Stacks:
         penalties = {name: reshard(jnp.zeros(count), spec) for name in penalty_names(self.cfg)}
         return rows._replace(penalties=penalties, numbers=numbers)
 
-    def run_on_stages(self, layers: dict[str, Any], rows: Rows, forward: Forward) -> tuple[Rows, Routing | None]:
-        """Run the layers of each stage on its rows, and return the rows and the routing of its experts.
+    def run_on_stages(self, layers: dict[str, Any], rows: Rows, forward: Forward) -> tuple[Rows, BlockSums]:
+        """Run the layers of each stage on its rows, and return the rows, and the numbers of each layer.
 
         All arrays have a first dimension [S]: layers, the rows of `enter_stages`, and the seeds of `forward`. `layers`
         are parameters and values by the name of a stack. Each stage has some turns of the pattern, each complete, and
@@ -165,19 +164,20 @@ class Stacks:
             return rows, sums
 
         if self.prefetch:  # the scan has the stages inside of it (prefetch.py)
-            rows, (penalties, routing, _) = run_stage(layers, rows, forward.seed)
-            routing = jax.tree.map(lambda x: x.swapaxes(0, 1), routing)
+            rows, (penalties, *of_layers) = run_stage(layers, rows, forward.seed)
+            of_layers = jax.tree.map(lambda x: x.swapaxes(0, 1), of_layers)
         else:
-            rows, (penalties, routing, _) = jax.vmap(run_stage)(layers, rows, forward.seed)
-        return rows._replace(penalties=jax.tree.map(jnp.add, rows.penalties, penalties)), routing
+            rows, (penalties, *of_layers) = jax.vmap(run_stage)(layers, rows, forward.seed)
+        rows = rows._replace(penalties=jax.tree.map(jnp.add, rows.penalties, penalties))
+        return rows, BlockSums({}, *of_layers)
 
-    def keep_on_stages(self, layers: dict[str, Any], rows: Rows, forward: Forward) -> tuple[Rows, Routing | None, Any]:
+    def keep_on_stages(self, layers: dict[str, Any], rows: Rows, forward: Forward) -> tuple[Rows, BlockSums, Any]:
         """Return what `run_on_stages` does, and what `go_back_on_stages` needs: kept values, [L / S, S, ...]."""
         passes, values, shared = self._make_stage_passes(layers, rows, forward)
         x, results, vjps, _ = passes.keep(passes.weights.values, rows.x, values, shared)
-        penalties, routing, _ = _merge_results(results)
+        penalties, *of_layers = _merge_results(results)
         rows = rows._replace(x=x, penalties=jax.tree.map(jnp.add, rows.penalties, penalties))
-        return rows, jax.tree.map(lambda x: x.swapaxes(0, 1), routing), (vjps, results)
+        return rows, BlockSums({}, *jax.tree.map(lambda x: x.swapaxes(0, 1), of_layers)), (vjps, results)
 
     def go_back_on_stages(
         self,

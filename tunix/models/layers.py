@@ -131,12 +131,12 @@ def merge_layers(blocks: list[BlockSums]) -> BlockSums:
     return sums
 
 
-def merge_stages(routing: Routing | None) -> Routing | None:
-    """Return the routing of all layers, [L, ...] on every device, out of that of each stage's layers, [S, L / S, ...].
+def merge_stages(of_layers: BlockSums) -> BlockSums:
+    """Return the numbers of all layers, [L, ...] on every device, out of those of each stage's layers, [S, L / S, ...].
 
-    It travels once a microbatch or a step, and is small.
+    They travel once a microbatch or a step, and are small.
     """
-    return jax.tree.map(lambda x: reshard(x, PartitionSpec()).reshape(-1, *x.shape[2:]), routing)
+    return jax.tree.map(lambda x: reshard(x, PartitionSpec()).reshape(-1, *x.shape[2:]), of_layers)
 
 
 def merge_runs(first: BlockSums, second: BlockSums) -> BlockSums:
@@ -367,16 +367,8 @@ class RMSNorm(nnx.Module):
 class LayerNorm(RMSNorm):
     """(x - mean) / standard deviation * (offset + scale) + bias over [B, t, D], in float32 (arXiv:1607.06450)."""
 
-    def __init__(
-        self,
-        dim_names: str,
-        cfg: Model,
-        layout: Layout,
-        dims: str | None = None,
-        offset: float = 0.0,
-        eps: float | None = None,
-    ):
-        super().__init__(dim_names, cfg, layout, dims, offset, eps)
+    def __init__(self, dim_names: str, cfg: Model, layout: Layout, *others: Any, **named: Any):
+        super().__init__(dim_names, cfg, layout, *others, **named)
         self.bias = Bias(dim_names, cfg, layout)
 
     def __call__(self, x: jax.Array) -> jax.Array:

@@ -6,17 +6,21 @@
                                                                      the model's own head: logits of token n + 2
 
 Published files keep it as the layer behind the last one, or under a name of its own. Its block is that of a model of
-one layer (`Model.mtp_model`), so it runs as all blocks do. Logits of the next token do not depend on it.
+one layer (`Model.mtp_model`), so it runs as all blocks do. Logits of the next token do not depend on it. A sampler may
+guess by it (inference/programs.py).
 """
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from tunix.config import Model
+from tunix.models.block import Forward, Rows
 from tunix.models.layer_scan import GradientSums
-from tunix.models.layer_stacks import list_stacks
-from tunix.models.layers import NORMS, Initializer, Matrix
+from tunix.models.layer_stacks import Stacks, list_stacks
+from tunix.models.layers import NORMS, BlockSums, Initializer, Matrix
 from tunix.models.matmul import product
 from tunix.models.remat import Remat
 from tunix.sharding.layout import Layout
@@ -35,7 +39,22 @@ class MtpLayer(nnx.Module):
             setattr(self, stack.name, stack.make(self.cfg, layout, initializer))
         self.norm = NORMS[cfg.norm]("BtD", cfg, layout)
 
+    @property
+    def stacks(self) -> Stacks:
+        return Stacks(self)
+
+    def __call__(self, rows: Rows, forward: Forward) -> tuple[jax.Array, BlockSums]:
+        """Rows with the result of `join` as x -> [B, T, D] that logits are taken of, and the numbers of the block."""
+        rows, sums = self.stacks.run(rows, forward)
+        return self.layout.join_stream(self.norm(rows.x)), sums
+
+    def run_apart(self, rows: Rows, forward: Forward, params: dict[str, list[Any]]) -> tuple[jax.Array, list]:
+        """Do as `__call__`, and return the cache of the layer in place of numbers (decoding; `Stacks.run_apart`)."""
+        rows, caches = self.stacks.run_apart(rows, forward, params)
+        return self.layout.join_stream(self.norm(rows.x)), caches
+
     def join(self, tokens: jax.Array, states: jax.Array) -> jax.Array:
-        """Vectors [B, t, D] of the next tokens, and states [B, t, D] -> what the block takes, [B, t, D]."""
+        """Vectors [B, t, D] of the next tokens, and states [B, T, D] -> what the block takes, [B, t, D]."""
+        states = self.layout.split_stream(states)
         both = jnp.concatenate([self.token_norm(tokens), self.state_norm(states)], -1)
         return product(self.projection.equation, both, self.projection.gathered(), self.layout)

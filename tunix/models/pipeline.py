@@ -312,21 +312,22 @@ class Chunks:
 
         return jax.tree.map(one, tree)
 
-    def add(self, total: Any, more: Any, chunk: jax.Array) -> Any:
-        """Return totals [S, v, L / (S v), ...] with `more` [S, L / (S v), ...] added to one chunk [S] of each stage.
+    def add(self, total: Any, more: Any, chunk: jax.Array, join: Callable[..., jax.Array] = jnp.add) -> Any:
+        """Return totals [S, v, L / (S v), ...] with `more` [S, L / (S v), ...] added to one chunk [S] of each stage, or
+        what else `join` makes of both.
 
         jax 0.10.2 has no slices of arrays that are still to be summed over devices: each device adds to its own part in
         a `shard_map` that does not ask for types.
         """
         if self.num_chunks == 1:
-            return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, more)
+            return jax.tree.map(lambda a, b: join(a, b.astype(a.dtype)), total, more)
 
         # Only this chunk is read and written.
         def on_each_stage(total: jax.Array, more: jax.Array, chunk: jax.Array) -> jax.Array:
             zero = jnp.zeros_like(chunk[0])
             where = [zero, chunk[0], *[zero] * (more.ndim - 1)]
             local = jax.lax.dynamic_slice(total, where, (1, 1, *more.shape[1:]), allow_negative_indices=False)
-            added = local + more[:, None].astype(total.dtype)
+            added = join(local, more[:, None].astype(total.dtype))
             return jax.lax.dynamic_update_slice(total, added, where, allow_negative_indices=False)
 
         def one(total: jax.Array, more: jax.Array) -> jax.Array:

@@ -113,11 +113,9 @@ class Transformer(nnx.Module):
         next_tokens, positions = (reshard(x, self.layout.activation("BT")) for x in (next_tokens, positions))
         segment_ids = reshard(segment_ids, self.layout.activation("BS"))
         with jax.named_scope("mtp"):
-            tokens = self.embedding.lookup(tables[0], next_tokens)
-            x = self.mtp.join(tokens, self.layout.split_stream(hidden))
+            x = self.mtp.join(self.embedding.lookup(tables[0], next_tokens), hidden)
             rows = Rows(x, positions, RowMask(segment_ids, None))
-            rows, sums = Stacks(self.mtp).run(rows, Forward(self.mix_of_row, hidden.shape[1]))
-            return self.layout.join_stream(self.mtp.norm(rows.x)), sums
+            return self.mtp(rows, Forward(self.mix_of_row, hidden.shape[1]))
 
     def run_before_stages(self, rows: Rows, forward: Forward) -> tuple[Rows, BlockSums]:
         """Run the layers before those that stages share, if there are some: around the stages' layers these axes split
@@ -129,6 +127,7 @@ class Transformer(nnx.Module):
         )
         graphdef = jax.eval_shape(lambda: nnx.split(make()))[0]
         model = nnx.merge(graphdef, nnx.state(self))
+        model.reports_scores = self.reports_scores
         return model.stacks.scan_runs(self.cfg.first_runs, rows, forward._replace(mix_of=model.mix_of_row))
 
     def see(self, x: jax.Array, positions: jax.Array, images: Images | None, seed: Any = None) -> Seen:

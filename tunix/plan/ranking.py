@@ -156,7 +156,7 @@ class Candidate:
 
     @property
     def memory(self) -> int:
-        return max(self._step_memory, self.rollout_memory)
+        return max(self._step_memory, self.rollout_memory, self.costs.alone_bytes)
 
     @property
     def _step_memory(self) -> int:
@@ -304,7 +304,10 @@ def leave_to_learning(cfg: Config, cluster: Cluster) -> Cluster:
     """
     per_node = check_rollout_devices(cfg, cluster.per_node)
     if per_node < cluster.per_node and cluster.num_nodes > 1:
-        raise UserError(f"task.rollout_devices and task.staleness run in one process, not on {cluster.num_nodes} nodes")
+        raise UserError(
+            f"a plan knows task.rollout_devices of one node, not of {cluster.num_nodes}; plan one node, or the devices "
+            "that learn, with task.rollout_devices=null"
+        )
     return replace(cluster, per_node=per_node)
 
 
@@ -485,7 +488,8 @@ def describe_no_fit(ranking: Ranking, cluster: Cluster, key: str = "plan.topolog
         [(reason, _)] = Counter(ranking.refused.values()).most_common(1)
         return f"no mesh of {cluster.num_devices} devices divides this model and batch: {reason}"
     best = ranking.too_large[0]
-    largest = max(best.num_bytes, key=lambda name: best.num_bytes[name])
+    is_alone = best.memory == best.costs.alone_bytes
+    largest = "teacher" if is_alone else max(best.num_bytes, key=lambda name: best.num_bytes[name])
     over = best.memory - ranking.limit
     state = best.num_bytes["weights"] + best.num_bytes["optimizer"]
     devices = "more devices"

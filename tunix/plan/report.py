@@ -197,8 +197,8 @@ def _list_assumptions(cluster: Cluster, candidates: list[Candidate]) -> list[str
             "too. Tokens/s are those of steps and rollouts together, MFU is that of steps alone"
         )
     if candidates and (cfg := candidates[0].cfg).task.offline_top_k is not None:
-        learnt = describe_logits(cfg, cfg.model.vocab_size)
-        lines.append(f"the teacher is in memory alone, before the state is made: a run learns {learnt}")
+        learnt, gib = describe_logits(cfg, cfg.model.vocab_size), candidates[0].costs.alone_bytes / GIB
+        lines.append(f"the teacher takes {gib:.2f} GiB of a device alone, before the state: a run learns {learnt}")
     if any(each.source == "compiled by CPU" for each in candidates):
         lines.append(
             "JAX's CUDA plugin is not installed, so the CPU backend compiled: memory is an upper bound (it computes "

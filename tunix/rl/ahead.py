@@ -8,15 +8,23 @@ token. With k = 2 and one step a rollout:
 
 The first k rollouts are drawn by the weights that the run begins with. A checkpoint keeps the k rollouts that wait, so
 a resumed run learns from the same answers.
+
+Several processes have no drawing threads, which would run their programs in unequal orders. There the main thread
+draws (`InTurn`), after it has given the devices a step to learn: with task.rollout_devices both work at one time.
+
+    main thread   start step 5 | draw 7 (4)  | start step 6 | draw 8 (5)  | start step 7
+    devices       learn 5 .......            | learn 6 .......            | learn 7 .......
 """
 
 import base64
 import json
 import logging
 import zlib
+from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import asdict, fields
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -27,6 +35,7 @@ from tunix.data.prompts import Prompt
 from tunix.inference.engine import Answer
 from tunix.rl.episodes import Episode, Played
 from tunix.rl.scoring import Scores
+from tunix.sharding.arrays import copy_to
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +49,27 @@ class Drawn(NamedTuple):
     scores: Scores
     rollout_s: float
     played: Played | None = None
+
+
+class InTurn(Executor):
+    """Runs what it is given one after the other, in the thread that waits for it."""
+
+    def __init__(self) -> None:
+        self.waiting: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
+
+    def submit(self, function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        self.waiting.append((future, partial(function, *arguments, **named)))
+        return future
+
+    def finish(self, future: Future[Any]) -> None:
+        """Run what was given up to this future."""
+        while not future.done():
+            first, run = self.waiting.popleft()
+            first.set_result(run())
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        self.waiting.clear()
 
 
 class RolloutsAhead:
@@ -62,7 +92,7 @@ class RolloutsAhead:
         """
         self.draw, self.mesh, self.first_steps, self.staleness = draw, mesh, first_steps, staleness
         # While a step waits for its rollout, the ones of the next `staleness` steps are begun too.
-        self.threads = ThreadPoolExecutor(staleness + 1, "drawing")
+        self.threads = ThreadPoolExecutor(staleness + 1, "drawing") if jax.process_count() == 1 else InTurn()
         self.rollouts: dict[int, Future[Drawn]] = {}
         for first_step, drawn in waiting.items():
             self.rollouts[first_step] = Future()
@@ -73,6 +103,9 @@ class RolloutsAhead:
 
         What is to be drawn by `params`, those after the step before, is begun.
         """
+        if isinstance(self.threads, InTurn):
+            for future in self.rollouts.values():  # begun before the step that the devices now learn
+                self.threads.finish(future)
         index = self.first_steps.index(first_step)
         ahead = self.first_steps[index : index + self.staleness + 1]
         if missing := [each for each in ahead if each not in self.rollouts]:
@@ -82,7 +115,7 @@ class RolloutsAhead:
                 self.rollouts[each] = self.threads.submit(self._draw, copied, each, first_step - 1)
         for past in [each for each in self.rollouts if each < first_step]:
             del self.rollouts[past]
-        return self.rollouts[first_step].result()
+        return self._wait_for(self.rollouts[first_step])
 
     def wait(self, after: int) -> dict[int, Drawn]:
         """Return the rollouts that a checkpoint after a step keeps; waits until they are drawn.
@@ -92,13 +125,18 @@ class RolloutsAhead:
         later = {first_step: future for first_step, future in self.rollouts.items() if first_step > after}
         kept = {}
         for first_step, future in sorted(later.items())[: self.staleness]:
-            if (drawn := future.result()).weights_step < after:
+            if (drawn := self._wait_for(future)).weights_step < after:
                 kept[first_step] = drawn
         return kept
 
     def close(self) -> None:
         """Give up what is not drawn yet; wait for the threads."""
         self.threads.shutdown(cancel_futures=True)
+
+    def _wait_for(self, future: Future[Drawn]) -> Drawn:
+        if isinstance(self.threads, InTurn):
+            self.threads.finish(future)
+        return future.result()
 
     def _draw(self, params: Any, first_step: int, weights_step: int) -> Drawn:
         with jax.set_mesh(self.mesh):  # `jax.set_mesh` of the main thread does not reach this thread
@@ -107,9 +145,7 @@ class RolloutsAhead:
 
 def copy_params(params: Any, mesh: Mesh) -> Any:
     """Return a copy of parameters at rest on a mesh, of the same devices or of others."""
-    return jax.tree.map(
-        lambda leaf: jax.device_put(leaf, NamedSharding(mesh, leaf.sharding.spec), may_alias=False), params
-    )
+    return jax.tree.map(lambda leaf: copy_to(leaf, NamedSharding(mesh, leaf.sharding.spec)), params)
 
 
 # Rollouts that wait, as a checkpoint keeps them: JSON, packed, because log-probabilities are many digits.

@@ -135,6 +135,7 @@ class Episode:
     problem: str = ""  # what is wrong with its environment; it has no score then
     tool_errors: int = 0
     environment_s: float = 0.0  # seconds that its environment has worked in `step`
+    num_guessed: int | None = None  # of the tokens (`Answer.num_guessed`)
 
     @property
     def num_turns(self) -> int:
@@ -154,6 +155,8 @@ class Episode:
         self.spans.append((len(self.tokens), len(self.tokens) + len(drawn.tokens)))
         self.rewards.append(0.0)
         self.tokens += drawn.tokens
+        if drawn.num_guessed is not None:
+            self.num_guessed = (self.num_guessed or 0) + drawn.num_guessed
         self.learnt += [True] * len(drawn.tokens)
         self.log_probabilities += drawn.log_probabilities
         self.sampled_log_probabilities += drawn.sampled_log_probabilities
@@ -166,7 +169,8 @@ class Episode:
         self.sampled_log_probabilities += [0.0] * len(tokens)
 
     def to_answer(self) -> Answer:
-        return Answer(self.tokens, self.log_probabilities, self.sampled_log_probabilities, self.stopped)
+        log_probs = self.log_probabilities, self.sampled_log_probabilities
+        return Answer(self.tokens, *log_probs, self.stopped, self.num_guessed)
 
     def describe(self) -> dict[str, Any]:
         """Return what samples.jsonl says of an episode beside what it says of every answer."""

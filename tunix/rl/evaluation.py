@@ -128,7 +128,7 @@ def evaluate_answers(cmd: Evaluate, cfg: Config, checkpoints: list[str]) -> list
     settings = _find_sampling(cmd, cfg)
     dtype, decoder = cfg.training.dtypes["compute"], cfg.model
     info = describe_files(checkpoints[0], decoder)
-    model = load_language_model(checkpoints[0], dtype, decoder.mesh_shape, cmd.weights, **info)
+    model = load_language_model(checkpoints[0], dtype, decoder.mesh_shape, cmd.weights, **info, mtp=settings.by_mtp)
     max_length = model.cfg.context_length - settings.max_new_tokens
     corpus = peers.main_first(lambda: _load_prompts(cmd, cfg, max_length), "preparing the data")
     prompts = corpus.spread("held_out" if cmd.split == "held_out" else "train", cmd.num_prompts)

@@ -75,11 +75,13 @@ class RolloutGroup:
         lengths = [len(answer.tokens) for answer in self.answers]
         if self.played is not None:
             lengths = [sum(episode.learnt) for episode in self.played.episodes]
+        guessed = [answer.num_guessed for answer in self.answers if answer.num_guessed is not None]
         rewards = {"reward": float(np.mean(self.scores.total))} if self.scores.values else {}
         return rewards | {
             **{f"reward_{label}": float(np.mean(values)) for label, values in self.scores.values.items()},
             "answer_tokens": float(np.mean(lengths)),
             "truncated": float(1 - self.stopped.mean()),
+            **({"guessed": sum(guessed) / sum(lengths)} if guessed else {}),
             "reward_errors": sum(self.scores.errors.values()),
             **self.scores.numbers,
             **({} if self.played is None else self.played.numbers()),

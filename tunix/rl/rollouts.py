@@ -19,6 +19,7 @@ What depends on what:
 
 import logging
 import math
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -270,10 +271,11 @@ class Rollouts:
         return np.where(rollouts.stopped, rollouts.totals, 0.0) if self.task.truncated == "zero" else rollouts.totals
 
     def _draw_ahead(self, params: Any, first_step: int) -> Drawn:
-        """Draw and score the rollout that begins with a step, in another thread than the main one."""
+        """Draw and score the rollout that begins with a step, mostly in another thread than the main one."""
         samples = self.data_schedule.samples(first_step)
         request = self._make_request(first_step, {number: self.prompts[number] for number in samples})
-        rollouts = self.engine.ask(params, request, beside=True)
+        beside = threading.current_thread() is not threading.main_thread()
+        rollouts = self.engine.ask(params, request, beside)
         return Drawn(0, rollouts.answers, rollouts.texts, rollouts.scores, rollouts.rollout_s, rollouts.played)
 
     def _make_request(self, first_step: int, prompts: dict[int, Prompt]) -> RolloutRequest:

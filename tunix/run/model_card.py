@@ -68,9 +68,10 @@ def read_license(base: str | None) -> dict[str, str]:
 
 def _describe_run(keys: dict[str, Any], steps: Sequence[Line], evaluations: Sequence[Line]) -> list[str]:
     text = ["## Training", "", "| key | value |", "|---|---|"]
-    text += [f"| `{key}` | {keys[key]} |" for key in SHOWN if keys.get(key) is not None]
+    shown = [key for key in SHOWN if keys.get("model.lora.rank") or not key.startswith("model.lora.")]
+    text += [f"| `{key}` | {keys[key]} |" for key in shown if keys.get(key) is not None]
     last = steps[-1]
-    text += [f"| steps | {last['step']} |", f"| tokens | {sum(line['tokens'] for line in steps):,} |"]
+    text += [f"| steps | {last['step']} |", f"| tokens | {last['tokens']:,} |"]
     if "loss" in last:
         text.append(f"| training loss of the last step | {last['loss']:.4f} |")
     if evaluations and "loss" in evaluations[-1]:

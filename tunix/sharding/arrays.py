@@ -168,8 +168,22 @@ def has_host_memory(mesh: Mesh) -> bool:
     return HOST in kinds or not kinds
 
 
+def copy_to(leaf: jax.Array, sharding: NamedSharding) -> jax.Array:
+    """Return a copy of an array on these devices, its own or others.
+
+    JAX sends nothing between devices of several processes that are not the same on both sides. So there each process
+    copies what its own devices have: both sides must be split alike.
+    """
+    if sharding.is_fully_addressable or leaf.sharding.device_set == sharding.device_set:
+        return jax.device_put(leaf, sharding, may_alias=False)
+    parts = {str(part.index): part.data for part in leaf.addressable_shards}
+    places = sharding.addressable_devices_indices_map(leaf.shape).items()
+    own = [jax.device_put(parts[str(index)], device) for device, index in places]
+    return jax.make_array_from_single_device_arrays(leaf.shape, sharding, own)
+
+
 def lay_out(tree: Any, mesh: Mesh) -> Any:
-    """Return arrays, or shapes of arrays, on another mesh of the same devices, with the specs that they have.
+    """Return arrays, or shapes of arrays, on another mesh, with the specs that they have.
 
     Where each device keeps its part, nothing is copied.
     """
@@ -179,7 +193,7 @@ def lay_out(tree: Any, mesh: Mesh) -> Any:
         if isinstance(leaf, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
         if not leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
-            return jax.device_put(leaf, sharding)
+            return copy_to(leaf, sharding)
         parts = [part.data for part in leaf.addressable_shards]
         return jax.make_array_from_single_device_arrays(leaf.shape, sharding, parts)
 

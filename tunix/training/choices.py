@@ -20,7 +20,7 @@ from tunix.models.kernels import Choice, choose_kernels, select_expert_matmul
 from tunix.models.remat import Remat
 from tunix.sharding.layout import STRATEGIES, Layout
 from tunix.sharding.mesh import device_mesh
-from tunix.sharding.mesh_shape import check_divides, data_shards, num_stages, unsplit_dims
+from tunix.sharding.mesh_shape import check_divides, data_shards, format_mesh_shape, num_stages, unsplit_dims
 from tunix.sharding.table import DIMS, data_axes, keeping_axes
 
 log = logging.getLogger(__name__)
@@ -140,7 +140,18 @@ def build_rollout_mesh(cfg: Config, mesh: Mesh) -> Mesh:
     if not drawing:
         return mesh
     sizes = select_rollout_sizes(cfg, mesh.shape, len(drawing))
+    check_split_alike(sizes, mesh.shape, jax.process_count())
     return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=mesh.axis_types, devices=drawing)
+
+
+def check_split_alike(drawing: Mapping[str, int], learning: Mapping[str, int], num_processes: int) -> None:
+    """Raise `UserError` where weights cannot go from the mesh that learns to the one that draws (`copy_to`)."""
+    if num_processes > 1 and dict(drawing) != dict(learning):
+        raise UserError(
+            f"task.rollout_devices: on {num_processes} processes the devices that draw, {format_mesh_shape(drawing)}, "
+            f"must be split like those that learn, {format_mesh_shape(learning)}; take as many of both, on fsdp and tp "
+            "alone, or task.rollout_devices=null"
+        )
 
 
 def select_rollout_sizes(cfg: Config, sizes: Mapping[str, int], num_devices: int) -> dict[str, int]:
@@ -340,8 +351,6 @@ def _find_obstacle(cfg: Config, layout: Layout, sync_every: int) -> str | None:
             f"with training.sharding_strategy={training.sharding_strategy} and gradients reduced every {sync_every} "
             "microbatch(es), weights are gathered once for the step"
         )
-    if cfg.model.mtp is not None:
-        return "the layer of model.mtp gathers its own weights"
     if training.remat_every > 1:
         return f"training.remat_every={training.remat_every} takes so many layers at a time"
     if training.offload == "activations":

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec, reshard
 
 from tunix.data.batches import Batch
 from tunix.models.block import Rows
-from tunix.models.layers import Routing
+from tunix.models.layers import BlockSums
 from tunix.models.transformer import RowMask
 from tunix.training.state import add_gradients
 
@@ -38,12 +38,13 @@ class FirstLayers:
         groups = jax.tree.map(self._list_groups, (batch, self.parts.on_stages(batch)))
         self.groups = *groups, jnp.repeat(seeds, self.num_slots)
 
-    def forward(self, outer: Any, layers: Any) -> tuple["Stream", Routing | None]:
-        """Return the stream of all parts, [M, rows, t, D], and the routing of the experts; weights are the trained
+    def forward(self, outer: Any, layers: Any) -> tuple["Stream", BlockSums]:
+        """Return the stream of all parts, [M, rows, t, D], and the numbers of these layers; weights are the trained
         ones outside of the blocks, and those of these layers."""
-        stream, routing = jax.lax.map(partial(self._run, (outer, layers)), self.groups)
+        stream, (_, routing, scores) = jax.lax.map(partial(self._run, (outer, layers)), self.groups)
         merged = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:], out_sharding=_without_first(x)), stream)
-        return merged, jax.tree.map(lambda x: x.sum(0), routing)
+        routing, scores = jax.tree.map(lambda x: x.sum(0), routing), None if scores is None else scores.max(0)
+        return merged, BlockSums({}, routing, scores)
 
     def backward(self, outer: Any, layers: Any, d_stream: "Stream", d_outer: Any, d_layers: Any) -> tuple[Any, Any]:
         """Return the gradients so far, with those added that come of the gradients of the stream of all parts."""
@@ -69,7 +70,7 @@ class FirstLayers:
         kept = jax.tree.map(lambda new, old: jnp.where(is_part, new, old), part, self.take(stream, number))
         return jax.tree.map(lambda x, new: jax.lax.dynamic_update_index_in_dim(x, new, index, 0), stream, kept)
 
-    def _run(self, trained: tuple[Any, Any], group: Any) -> tuple["Stream", Routing | None]:
+    def _run(self, trained: tuple[Any, Any], group: Any) -> tuple["Stream", BlockSums]:
         """Run the layers for a part of each stage; the stream has these parts side by side, [S, rows, t, D]."""
         fields, entering, seed = group
         model = self.step.around_stages(*trained)
@@ -80,7 +81,7 @@ class FirstLayers:
         rows, sums = model.run_before_stages(rows, self.step.forward._replace(seed=seed))
         penalties = rows.penalties | {name: rows.penalties[name] + value for name, value in sums.penalties.items()}
         stream = self._to_parts(model.layout.join_stream(rows.x), "BtD"), jax.tree.map(self._to_parts, penalties)
-        return stream, sums.routing
+        return stream, sums._replace(penalties={})
 
     def _to_parts(self, x: jax.Array, dim_names: str = "B") -> jax.Array:
         """[S * rows, ...] -> [S, rows, ...], which the stages split by tokens: an all-to-all."""

@@ -21,8 +21,17 @@ import jax.numpy as jnp
 from tunix.config import Sampling
 from tunix.config.task import Grpo
 from tunix.data.batches import FIELDS, Batch, Field
+from tunix.models.layers import merge_runs
 from tunix.models.transformer import Transformer
-from tunix.training.logprobs import Largest, Loss, Mean, add_block_sums, score_targets
+from tunix.training.logprobs import (
+    Largest,
+    Loss,
+    Mean,
+    add_block_sums,
+    compute_hidden,
+    score_targets,
+    sum_further_tokens,
+)
 from tunix.training.teacher import AnyTeacher
 
 POLICY_FIELDS = {
@@ -64,12 +73,21 @@ def policy_loss(
     divergence from a teacher in the loss is added.
     """
     output = None if teacher is None else teacher.read(batch)
-    scores, blocks = score_targets(model, batch, seed, chunk_size, sampling.temperature, True, output)
+    tables = model.tables()
+    hidden, blocks = compute_hidden(model, tables, batch, seed)
+    scores = score_targets(model, tables, hidden, batch, chunk_size, sampling.temperature, True, output)
     assert scores.entropy is not None
+    share, row_weights = weigh_answers(batch, task, sampling.max_new_tokens)
+    further_loss, further_sums = jnp.zeros(()), {}
+    if model.cfg.mtp is not None:
+        # The layer learns to follow the policy, which learns nothing by it.
+        fixed, answers = jax.lax.stop_gradient((tables, hidden)), batch | {"loss_mask": batch["loss_mask"] * share}
+        further, divisor, more = sum_further_tokens(model, *fixed, answers, chunk_size)
+        further_loss, blocks = model.cfg.mtp.loss_weight * further, merge_runs(blocks, more)
+        further_sums = {"mtp_loss": Mean(jax.lax.stop_gradient(further), divisor + ALMOST_NOTHING)}
     with jax.named_scope("loss"):
         mask = batch["loss_mask"]
         gains = compute_gains(-scores.nll, batch, task)
-        share, row_weights = weigh_answers(batch, task, sampling.max_new_tokens)
         penalty, block_sums = add_block_sums(blocks, row_weights)
         loss = -jnp.sum(gains.gain * mask * share)
         z_part = z_loss * jnp.sum(scores.log_z**2 * mask * share)
@@ -91,8 +109,9 @@ def policy_loss(
             **({} if scores.divergence is None else {"teacher_kl": mean(scores.divergence)}),
             **({"z_loss": z_part} if z_loss else {}),
             **block_sums,
+            **further_sums,
         }
-        return Loss(learnt + z_part + penalty, jnp.sum(row_weights) + ALMOST_NOTHING, sums)
+        return Loss(learnt + z_part + penalty + further_loss, jnp.sum(row_weights) + ALMOST_NOTHING, sums)
 
 
 def compute_gains(log_probs: jax.Array, batch: Batch, task: Grpo) -> Gains:

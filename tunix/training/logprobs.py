@@ -337,22 +337,20 @@ def sum_further_tokens(
 
 def score_targets(
     model: Transformer,
+    tables: Any,
+    hidden: jax.Array,
     batch: Batch,
-    seed: jax.Array | None,
     chunk_size: int | str,
     temperature: float = 1.0,
     with_entropy: bool = False,
     teacher: TeacherOutput | None = None,
-) -> tuple[Scores, BlockSums]:
-    """Score the targets [B, T] of a batch in nats under softmax(logits / temperature); return the blocks' numbers
-    too.
+) -> Scores:
+    """Score the targets [B, T] of a batch in nats under softmax(logits / temperature); `hidden` is [B, T, D].
 
     The caller decides what the gradient of a score is, and does so after this function has returned. So the logits of a
     chunk are computed again in the backward pass. Where the loss of a token depends on the scores of this token alone,
     `sum_over_tokens` computes them once.
     """
-    tables = model.tables()
-    hidden, blocks = compute_hidden(model, tables, batch, seed)
 
     @jax.checkpoint
     def one_chunk(_, chunk):
@@ -364,7 +362,7 @@ def score_targets(
         split = make_splitter(hidden, chunk_size)
         states = None if teacher is None else jax.tree.map(split, teacher.hidden)
         scores = jax.lax.scan(one_chunk, None, (split(hidden), split(batch["targets"]), states))[1]
-        return jax.tree.map(lambda x: merge_chunks(x, hidden.shape[1]), scores), blocks
+        return jax.tree.map(lambda x: merge_chunks(x, hidden.shape[1]), scores)
 
 
 def _score_chunk(
@@ -409,5 +407,6 @@ def compute_token_log_probs(
 
     A loss gives the blocks' numbers (a router's loss is one) to `add_block_sums`.
     """
-    scores, blocks = score_targets(model, batch, seed, chunk_size, temperature)
-    return -scores.nll, blocks
+    tables = model.tables()
+    hidden, blocks = compute_hidden(model, tables, batch, seed)
+    return -score_targets(model, tables, hidden, batch, chunk_size, temperature).nll, blocks

@@ -34,12 +34,12 @@ from jax.sharding import PartitionSpec, reshard
 
 from tunix.data.batches import Batch
 from tunix.models.block import Forward, Rows
-from tunix.models.layers import BlockSums, merge_runs, merge_stages
+from tunix.models.layers import NO_SUMS, BlockSums, merge_runs, merge_stages
 from tunix.models.pipeline import Chunks, Lanes
 from tunix.models.transformer import RowMask, Transformer
 from tunix.sharding.layout import Layout
 from tunix.training.first_layers import FirstLayers
-from tunix.training.logprobs import ROUTING, LossFn, Sums, add_sums
+from tunix.training.logprobs import HEAD_SCORES, ROUTING, Largest, LossFn, Sums, add_sums
 from tunix.training.pipeline_schedule import ScheduleSlot, Turns, assign_slots
 from tunix.training.state import Architecture, Weight, add_gradients, keep_trained
 from tunix.training.step import Gradients
@@ -77,7 +77,7 @@ class AfterBlocks:
         return getattr(self.model, name)
 
     def hidden(self, *_: Any) -> tuple[jax.Array, BlockSums]:
-        """Return the result of the final norm, [B, T, D], and the penalties; ticks count the routing of experts."""
+        """Return the result of the final norm, [B, T, D], and the penalties; ticks have the numbers of layers."""
         return self.model.finish(self.x), BlockSums(self.penalties, None)
 
     def __call__(self, *tokens: Any) -> jax.Array:
@@ -145,9 +145,19 @@ class StagedModel:
     or `first`. They have None in the place of frozen weights, which come from the step.
     """
 
-    def __init__(self, arch: Architecture, loss_fn: LossFn, params: dict, weights: dict, parts: Parts, chunks: Chunks):
+    def __init__(
+        self,
+        arch: Architecture,
+        loss_fn: LossFn,
+        params: dict,
+        weights: dict,
+        parts: Parts,
+        chunks: Chunks,
+        reports_scores: bool,
+    ):
         """`params` are at rest; `weights` are gathered, unless blocks gather them themselves."""
         self.model, self.arch, self.loss_fn = arch.module(params), arch, loss_fn
+        self.model.reports_scores = reports_scores
         self.outer = arch.with_tokens_on_stages()
         self.parts, self.chunks = parts, chunks
         self.lanes = parts.lanes
@@ -181,19 +191,19 @@ class StagedModel:
         """Run the chunk of layers of every stage that has its turn, on the rows of the part that has its turn there.
 
         Returns:
-            The stream [S, rows, T, D], and the routing of the experts, in which bubbles do not count.
+            The stream [S, rows, T, D], and the numbers of the layers, in which bubbles do not count.
         """
         layers = self._layers(chunk, slot)
-        rows, routing = self.model.stacks.run_on_stages(layers, replace_stream(rows, stream), self._forward(slot))
-        return take_stream(rows), self.lanes.leave_bubbles_out(routing, slot.part, self.parts.count)
+        rows, of_layers = self.model.stacks.run_on_stages(layers, replace_stream(rows, stream), self._forward(slot))
+        return take_stream(rows), self.lanes.leave_bubbles_out(of_layers, slot.part, self.parts.count)
 
     def keep_blocks(self, chunk: Any, rows: Rows, slot: ScheduleSlot) -> tuple[Stream, Any, Any]:
         """Return what `run_blocks` does, and what `go_back` takes of it."""
-        rows_after, routing, kept = self.model.stacks.keep_on_stages(
+        rows_after, of_layers, kept = self.model.stacks.keep_on_stages(
             self._layers(chunk, slot), rows, self._forward(slot)
         )
-        routing = self.lanes.leave_bubbles_out(routing, slot.part, self.parts.count)
-        return take_stream(rows_after), routing, (kept, rows._replace(x=None))
+        of_layers = self.lanes.leave_bubbles_out(of_layers, slot.part, self.parts.count)
+        return take_stream(rows_after), of_layers, (kept, rows._replace(x=None))
 
     def go_back(self, chunk: Any, kept: Any, slot: ScheduleSlot, d_stream: Stream, d_blocks: Any) -> tuple[Any, Stream]:
         """Return gradients of the blocks with those of a chunk, and the gradient of the stream before it.
@@ -238,7 +248,9 @@ class StagedModel:
     def around_stages(self, outer: Any, first: Any) -> Transformer:
         """Return the model outside of the stages as all sequences of a batch take it, with no part at work."""
         weights = self.arch.merge(outer, self.outer_weights) | self.arch.merge(first, self.first_weights)
-        return self.arch.module(self.stored_blocks | weights)
+        model = self.arch.module(self.stored_blocks | weights)
+        model.reports_scores = self.model.reports_scores
+        return model
 
     def enter(self, outer: Any, number: jax.Array | int, stream: Stream | None = None) -> Rows:
         """Return the rows of a part as the first block takes them, the same on every stage: [S, rows, T, ...].
@@ -304,7 +316,7 @@ class Carry(NamedTuple):
     d_outer: Any
     weight: jax.Array  # of the parts that the last stage has finished
     sums: Sums  # of the same parts
-    routing: Any  # of the experts on each stage; None where there are none
+    of_layers: BlockSums  # numbers of the layers on each stage, without penalties
     # Of all parts, [M, rows, ...]: the stream behind layers before the stages, in whose place its gradient comes then.
     entries: Stream | None
 
@@ -338,10 +350,10 @@ class Iterations:
         weight, sums = jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)
         slot = self.schedule.forward(jnp.asarray(-1), self.stages)
         chunk = self.chunks.take(self.blocks, slot.chunk)
-        _, routing, kept = jax.eval_shape(lambda: self._run_blocks(chunk, forth, slot))
+        _, of_layers, kept = jax.eval_shape(lambda: self._run_blocks(chunk, forth, slot))
         saved = self.lanes.make_ring(jax.tree.leaves(kept), self.slots.num_slots)
-        routing = jax.tree.map(self.chunks.zeros, routing)
-        return Carry(saved, forth, back, d_blocks, d_outer, weight, sums, routing, entries)
+        of_layers = jax.tree.map(self.chunks.zeros, of_layers)
+        return Carry(saved, forth, back, d_blocks, d_outer, weight, sums, of_layers, entries)
 
     def tick(self, carry: Carry, now: jax.Array, *, forward: bool, backward: bool) -> tuple[Carry, None]:
         """Do the work of tick `now`, an int32 scalar, in the form that `jax.lax.scan` takes.
@@ -370,11 +382,16 @@ class Iterations:
         stream, more, kept = self._run_blocks(self.chunks.take(self.blocks, slot.chunk), rows, slot)
         leaves, self.kept_tree = jax.tree.flatten(kept)
         saved = lanes.put(carry.saved, leaves, self._find_slots(self.slots.put, now))
-        routing = self.chunks.add(carry.routing, more, slot.chunk)
-        return carry._replace(saved=saved, forth=lanes.send(replace_stream(rows, stream), 1), routing=routing), stream
+        so_far = carry.of_layers
+        routing = self.chunks.add(so_far.routing, more.routing, slot.chunk)
+        head_scores = self.chunks.add(so_far.head_scores, more.head_scores, slot.chunk, jnp.maximum)
+        of_layers = BlockSums({}, routing, head_scores)
+        return carry._replace(
+            saved=saved, forth=lanes.send(replace_stream(rows, stream), 1), of_layers=of_layers
+        ), stream
 
     def _run_blocks(self, chunk: Any, rows: Rows, slot: ScheduleSlot) -> tuple[Stream, Any, Any]:
-        """Return the stream and the routing behind the blocks of each stage, and what their backward pass needs."""
+        """Return the stream behind the blocks of each stage, their numbers, and what their backward pass needs."""
         if self.recompute_runs:
             return *self.model.run_blocks(chunk, take_stream(rows), rows, slot), rows
         return self.model.keep_blocks(chunk, rows, slot)
@@ -448,11 +465,16 @@ def split_stacks(arch: Architecture) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def make_pipelined_gradients(
-    arch: Architecture, loss_fn: LossFn, sync_every: int, num_chunks: int = 1, recompute_runs: bool = False
+    arch: Architecture,
+    loss_fn: LossFn,
+    sync_every: int,
+    num_chunks: int = 1,
+    recompute_runs: bool = False,
+    reports_scores: bool = False,
 ) -> Gradients:
     """Return what `make_gradients` returns: gradients of a step, its weight and its sums.
 
-    Each stage has `num_chunks` chunks of layers.
+    Each stage has `num_chunks` chunks of layers. `reports_scores` asks for `BlockSums.head_scores`.
 
     Weights outside of the blocks are gathered once, and each device adds up its own part of their gradients until the
     end of the step. Weights of the blocks are gathered in every tick, or once, as the strategy says.
@@ -472,7 +494,7 @@ def make_pipelined_gradients(
             weights = jax.tree.map_with_path(zeros_like.gather, params, arch.weights)
         parts = Parts(model, lanes, batch, seeds, layout.with_tokens_on_stages())
         schedule = Turns(lanes.num_stages, num_chunks, parts.count)
-        staged = StagedModel(arch, loss_fn, params, weights, parts, chunks)
+        staged = StagedModel(arch, loss_fn, params, weights, parts, chunks, reports_scores)
         first = FirstLayers(staged, batch, seeds) if first_names else None
         iterations = Iterations(staged, schedule, recompute_runs, first)
 
@@ -480,7 +502,7 @@ def make_pipelined_gradients(
         d_blocks = jax.tree.map(chunks.split_stage, {name: d_outer.pop(name) for name in names})
         d_first = {name: d_outer.pop(name) for name in first_names}
         _, outer, before = staged.trained()
-        entries, routing = (None, None) if first is None else first.forward(outer, before)
+        entries, of_first = (None, NO_SUMS) if first is None else first.forward(outer, before)
         carry = iterations.start(d_blocks, d_outer, entries)
         # Three loops in place of one with conditions: the ticks that only fill or empty the stages are shorter.
         for begin, end, does in schedule.loops:
@@ -490,9 +512,12 @@ def make_pipelined_gradients(
         sums, d_outer = carry.sums, carry.d_outer
         if first is not None and carry.entries is not None:
             d_outer, d_first = first.backward(outer, before, carry.entries, d_outer, d_first)
-        if carry.routing is not None:
-            on_stages = chunks.in_order(merge_stages(jax.tree.map(chunks.merge_stage, carry.routing)))
-            sums = sums | {ROUTING: merge_runs(BlockSums({}, routing), BlockSums({}, on_stages)).routing}
+        of_stages = chunks.in_order(merge_stages(jax.tree.map(chunks.merge_stage, carry.of_layers)))
+        of_layers = merge_runs(of_first, of_stages)
+        if of_layers.routing is not None:
+            sums = sums | {ROUTING: of_layers.routing}
+        if of_layers.head_scores is not None:
+            sums = sums | {HEAD_SCORES: Largest(of_layers.head_scores)}
         with jax.named_scope("reduce"):
             d_blocks = jax.tree.map(chunks.merge_stage, carry.d_blocks)
             grads = jax.tree.map_with_path(

@@ -16,7 +16,7 @@ from tunix.base.errors import UserError
 from tunix.config import Config, Model, Training, list_dims
 from tunix.config.batch import BatchSchedule, BatchShape, PipelineShape, Spans
 from tunix.config.layers import ExpertsMlp
-from tunix.config.model_checks import check_qk_clip, check_stages
+from tunix.config.model_checks import check_stages
 from tunix.data.batches import abstract_arrays
 from tunix.data.sample_order import BEGINNING, DataSchedule, Position, make_data_schedule, schedule_after
 from tunix.models.context_parallel import select_exchange
@@ -291,11 +291,11 @@ class Program:
     def gradients(self) -> Gradients:
         """Return what computes the gradients of a step: one microbatch after another, or one stream through stages."""
         pipeline, sync_every = self.choices.pipeline, self.choices.sync_every
+        reports_scores = self.cfg.optimizer.score_limit is not None
         if pipeline.num_stages == 1:
-            reports_scores = self.cfg.optimizer.score_limit is not None
             return make_gradients(self.arch, self.loss_fn, sync_every, self.choices.prefetch, reports_scores)
         return make_pipelined_gradients(
-            self.arch, self.loss_fn, sync_every, pipeline.num_chunks, pipeline.recompute_runs
+            self.arch, self.loss_fn, sync_every, pipeline.num_chunks, pipeline.recompute_runs, reports_scores
         )
 
     def step(self, spans: Spans) -> Callable[[State, dict[str, Any]], tuple[State, dict]]:
@@ -322,7 +322,6 @@ def assemble(
         UserError: the model, or a choice of the config, does not run on this mesh.
     """
     check_model_on_mesh(cfg.model, mesh.shape)
-    check_qk_clip(cfg.model, cfg.optimizer.score_limit, mesh.shape)
     training, choices = cfg.training, select(cfg, mesh, platform, planned)
     check_pipeline_chunks(cfg.model, choices.pipeline)
     check_host_memory(cfg, choices.pipeline, mesh)

@@ -182,18 +182,19 @@ def make_gradients(
     layout = arch.layout
     in_blocks = layout.gathers_in_blocks(sync_every)
 
-    def spec(weight: Weight, *, local_part: bool) -> PartitionSpec:
+    def spec(path: Any, weight: Weight, *, local_part: bool) -> PartitionSpec:
         if not local_part:
             return layout.stored(weight.equation)
         if not in_blocks:  # as large as the weight in use, and of a type that cannot be taken for the sum
             return layout.unreduced(weight.equation)
-        return layout.scattered(weight.equation) if weight.equation.is_stacked else layout.stored(weight.equation)
+        # Gradients of other stacks, as that of `model.mtp`, are those of autodiff, which sums them.
+        return layout.scattered(weight.equation) if path[0].key in arch.model.stacks else layout.stored(weight.equation)
 
     def zeros(*, local_part: bool):
-        def of_weight(weight: Weight) -> jax.Array:
-            return reshard(jnp.zeros(weight.shape), spec(weight, local_part=local_part))
+        def of_weight(path: Any, weight: Weight) -> jax.Array:
+            return reshard(jnp.zeros(weight.shape), spec(path, weight, local_part=local_part))
 
-        return jax.tree.map(of_weight, arch.trained_weights)
+        return jax.tree.map_with_path(of_weight, arch.trained_weights)
 
     def gather_all(params):
         with jax.named_scope("gather"):
@@ -201,8 +202,10 @@ def make_gradients(
 
     def sum_over_devices(grads):
         with jax.named_scope("reduce"):
-            return jax.tree.map(
-                lambda g, weight: layout.sum_gradient(g, spec(weight, local_part=False)), grads, arch.trained_weights
+            return jax.tree.map_with_path(
+                lambda path, weight, g: layout.sum_gradient(g, spec(path, weight, local_part=False)),
+                arch.trained_weights,
+                grads,
             )
 
     def gradients(params, batch, seeds):

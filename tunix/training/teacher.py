@@ -14,7 +14,7 @@ divergence).
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ from tunix.config import Config, Model
 from tunix.config.pretrained_config import read_logits_info, read_teacher
 from tunix.config.task import Distilled, Grpo, Taught
 from tunix.data.batches import TEACHER, Batch
-from tunix.data.teacher_logits import IDS, LOG_PROBS, NO_TOKEN, REST
+from tunix.data.teacher_logits import IDS, LOG_PROBS, NO_TOKEN, REST, TopK
 from tunix.models.context_parallel import select_exchange
 from tunix.models.transformer import Transformer
 from tunix.sharding.mesh_shape import check_divides, num_stages
@@ -81,14 +81,6 @@ class Teacher:
         return {TEACHER: self.abstract_params(mesh)} if self.in_loss else {}
 
 
-class Sparse(NamedTuple):
-    """Likeliest tokens of a teacher at each position."""
-
-    ids: jax.Array  # [B, T, k]
-    log_probs: jax.Array  # [B, T, k], nats
-    rest: jax.Array  # [B, T]: probability of all other tokens together
-
-
 @dataclass(frozen=True)
 class OfflineTeacher:
     """A teacher whose likeliest tokens are on disk."""
@@ -110,34 +102,34 @@ class OfflineTeacher:
             shape = field.shape[0], field.shape[1] // self.top_k, self.top_k
             return jax.lax.reshape(field, shape, out_sharding=jax.P(rows, tokens, None))
 
-        def measure(logits: jax.Array, _: None, likeliest: Sparse) -> jax.Array:
+        def measure(logits: jax.Array, _: None, found: TopK) -> jax.Array:
             if self.num_rows < logits.shape[-1]:
                 logits = hide_rows(logits, self.num_rows)
-            return measure_sparse_divergence(logits / self.temperature, likeliest, self.beta)
+            return measure_top_k_divergence(logits / self.temperature, found, self.beta)
 
-        return TeacherOutput(measure, None, Sparse(by_token(batch[IDS]), by_token(batch[LOG_PROBS]), batch[REST]))
+        return TeacherOutput(measure, None, TopK(by_token(batch[IDS]), by_token(batch[LOG_PROBS]), batch[REST]))
 
     def abstract_shared(self, mesh: Mesh | AbstractMesh) -> dict[str, Any]:
         """As in `Teacher`."""
         return {}
 
-    def find_likeliest(self, params: Any, rows: Batch, chunk_size: int | str) -> Sparse:
+    def compute_top_k(self, params: Any, rows: Batch, chunk_size: int | str) -> TopK:
         """Return what the files have of rows [B, T]."""
         assert self.model is not None
         module = self.model.module(params)
         tables = module.tables()
         hidden, _ = compute_hidden(module, tables, rows)
 
-        def one_chunk(_: None, states: jax.Array) -> tuple[None, Sparse]:
+        def one_chunk(_: None, states: jax.Array) -> tuple[None, TopK]:
             logits = module.logits((tables[1], tables[1]), states)
             spec = jax.typeof(logits).sharding.spec
             log_probs = reshard(jax.nn.log_softmax(logits / self.temperature), jax.P(*spec[:2], None))
-            likeliest, ids = jax.lax.top_k(log_probs, self.top_k)
-            rest = 1 - jnp.sum(jnp.exp(likeliest), -1) if self.top_k < self.num_rows else jnp.zeros_like(states[..., 0])
-            return None, Sparse(ids, likeliest, jnp.maximum(rest, 0))
+            largest, ids = jax.lax.top_k(log_probs, self.top_k)
+            rest = 1 - jnp.sum(jnp.exp(largest), -1) if self.top_k < self.num_rows else jnp.zeros_like(states[..., 0])
+            return None, TopK(ids, largest, jnp.maximum(rest, 0))
 
         found = jax.lax.scan(one_chunk, None, make_splitter(hidden, chunk_size)(hidden))[1]
-        return Sparse(*(merge_chunks(x, hidden.shape[1]) for x in found))
+        return TopK(*(merge_chunks(x, hidden.shape[1]) for x in found))
 
 
 AnyTeacher = Teacher | OfflineTeacher
@@ -174,7 +166,7 @@ def measure_divergence(logits: jax.Array, others: jax.Array, beta: float) -> jax
     return jnp.sum(_compare(jax.nn.log_softmax(logits), jax.nn.log_softmax(others), beta), -1)
 
 
-def measure_sparse_divergence(logits: jax.Array, teacher: Sparse, beta: float) -> jax.Array:
+def measure_top_k_divergence(logits: jax.Array, teacher: TopK, beta: float) -> jax.Array:
     """Return the divergence [...] in nats between a model, of its logits [..., V], and a teacher of files.
 
     All tokens that are not among the likeliest count as one, for both models: a divergence of k + 1 outcomes. With
@@ -188,7 +180,7 @@ def measure_sparse_divergence(logits: jax.Array, teacher: Sparse, beta: float) -
     return known + _compare(log_others, log_rest, beta)
 
 
-def _spread(teacher: Sparse, logits: jax.Array) -> jax.Array:
+def _spread(teacher: TopK, logits: jax.Array) -> jax.Array:
     """Return the log-probabilities of the likeliest tokens at their places among all, [..., V], laid out as logits."""
     spec = jax.typeof(logits).sharding.spec
     splits = spec[-1] if isinstance(spec[-1], tuple) else (spec[-1],) if spec[-1] else ()
