@@ -15,6 +15,7 @@ from typing import Any
 
 from rich.table import Table
 
+from tunix.base.files import expand_home
 from tunix.base.text import print_table
 from tunix.processes import exits
 from tunix.run.goodput import describe
@@ -111,7 +112,7 @@ def main() -> int:
     arguments = parser.parse_args()
 
     def work() -> None:
-        histories = read_histories([path.expanduser() for path in arguments.runs])
+        histories = read_histories([expand_home(path) for path in arguments.runs])
         print(json.dumps(as_json(histories), indent=1)) if arguments.json else show(histories)
 
     return exits.report_errors(work)

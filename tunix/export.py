@@ -19,7 +19,7 @@ from safetensors.numpy import save_file
 from tunix.base.buckets import is_address, is_bucket, list_names, upload
 from tunix.base.digests import FILE, list_files, write_digests
 from tunix.base.errors import UserError
-from tunix.base.files import describe_refusal, read_json, replacing
+from tunix.base.files import describe_refusal, expand_home, read_json, replacing
 from tunix.base.forms import sign
 from tunix.base.progress import announcing
 from tunix.base.text import flat
@@ -79,7 +79,7 @@ def export(command: Export) -> str:
         add_files=partial(_add_files, command),
     )
     if command.push is not None:
-        folder = Path(command.output).expanduser()
+        folder = expand_home(command.output)
         address = peers.on_main(lambda: hub.upload(folder, str(command.push)), "sending files to the hub")
         line += f"; sent to {address}" if address else ""
     return line
@@ -87,7 +87,7 @@ def export(command: Export) -> str:
 
 def _export_state(command: Export) -> str:
     """Write all arrays of a run's checkpoint into one file, by process 0, which needs memory for them."""
-    run, output = find_run(command.checkpoint), Path(command.output).expanduser()
+    run, output = find_run(command.checkpoint), expand_home(command.output)
     if run is None:
         raise UserError(f"format=state: checkpoint={command.checkpoint} is no run of tunix; it has weights alone")
     checkpoint = find_checkpoint(run[0] / "checkpoints", run[1])
@@ -130,7 +130,7 @@ def write_export(
         return _export_to_bucket(
             output_name, load, dtype, shard_gb, merge_lora=merge_lora, write_whole=write_whole, add_files=add_files
         )
-    output = Path(output_name).expanduser()
+    output = expand_home(output_name)
 
     def check() -> None:
         if output.exists() and (not output.is_dir() or any(output.iterdir())):

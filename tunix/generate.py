@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tunix.base.errors import UserError
-from tunix.base.files import find_writable, parse_json
+from tunix.base.files import expand_home, find_writable, parse_json
 from tunix.base.progress import announcing
 from tunix.config import Generate
 from tunix.config.command_line import run_command
@@ -68,8 +68,8 @@ def _open_files(command: Generate) -> tuple[list[Row], Any]:
     if command.input is None:
         rows: list[Row] = [{command.column: command.prompt}]
     else:
-        rows = _read_rows(Path(command.input).expanduser(), command.column)
-    return rows, None if command.output is None else _make_writer(Path(command.output).expanduser())
+        rows = _read_rows(expand_home(command.input), command.column)
+    return rows, None if command.output is None else _make_writer(expand_home(command.output))
 
 
 class Prompt(NamedTuple):

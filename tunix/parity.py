@@ -23,7 +23,7 @@ from rich.table import Table
 from safetensors.numpy import load_file
 
 from tunix.base.errors import UserError
-from tunix.base.files import find_writable
+from tunix.base.files import expand_home, find_writable
 from tunix.base.text import print_table
 from tunix.config.layers import ExpertsMlp
 from tunix.huggingface.table import find_family
@@ -193,7 +193,7 @@ def main() -> int:
         jax.config.update("jax_platforms", "cpu")
         with tempfile.TemporaryDirectory(prefix="tunix-parity-") as place:
             tiny = Path(place) / "tiny"
-            make_tiny(arguments.folder.expanduser(), tiny, arguments.python)
+            make_tiny(expand_home(arguments.folder), tiny, arguments.python)
             if arguments.keep is not None:
                 shutil.copytree(tiny, arguments.keep)
             return show(compare(tiny, arguments.family, arguments.tolerance))

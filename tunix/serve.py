@@ -21,13 +21,12 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
 
 from tunix.base.errors import UserError
-from tunix.base.files import is_whole_number
+from tunix.base.files import expand_home, is_whole_number
 from tunix.config import Serve
 from tunix.config.command_line import run_command
 from tunix.config.commands import is_loopback
@@ -67,7 +66,7 @@ def serve(command: Serve) -> None:
     """Load the model, and answer requests until SIGTERM or Ctrl-C; those that run then are answered."""
     if jax.process_count() > 1:
         raise UserError("tunix.serve runs in one process; mesh_shape spreads the model over the devices of its host")
-    if missing := [folder for folder in command.server.image_folders if not Path(folder).expanduser().is_dir()]:
+    if missing := [folder for folder in command.server.image_folders if not expand_home(folder).is_dir()]:
         raise UserError(f"server.image_folders: there is no folder {missing[0]}")
     sock = open_socket(command.server.host, command.server.port)  # before the model is loaded, which takes minutes
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))  # while the model is loaded; `_run` takes over
@@ -192,7 +191,7 @@ class App:
         if model.tokenizer is None:
             raise UserError(f"checkpoint={command.checkpoint} has no tokenizer.json")
         self.model, self.tokenizer, self.command, self.limits = model, model.tokenizer, command, command.server
-        place = Path(command.checkpoint).expanduser()
+        place = expand_home(command.checkpoint)
         self.name = self.limits.model_name or (place.resolve().name if place.exists() else command.checkpoint)
         self.max_length = min(model.cfg.context_length, self.limits.max_length or model.cfg.context_length)
         drawing = Sampling(0, stop=model.find_stop_ids(), cache_dtype=command.cache_dtype)

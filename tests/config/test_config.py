@@ -84,6 +84,7 @@ MISTAKES = [
     ("data=mixture data.parts={a:{source:synthetic,held_out_fraction:0,num_documents:1,mean_document_bytes:1}} data.weights={a:1} data.stages=[{name:x,weights:{a:1}}]", "stage x needs one of from_step and from_tokens"),
     ("seed=99999999999999999999", "seed=99999999999999999999: expected a number below 2147483648"),
     ("evaluation.sample_temperature=1e-39", "evaluation.sample_temperature=1e-39: must be 0, which takes the likeliest token, or at least 1e-6"),
+    ("logging.wandb=???", "logging.wandb must be given: null, or its keys"),
     ("data=hf", "data.path must be given: name on the hub"),
     ("data=csv data.paths=[a] data.delimiter=ab", "data.delimiter=ab"),
     ("tokenizer.vocab_size=9000", "tokenizer.vocab_size=9000 is more than model.vocab_size=4096"),

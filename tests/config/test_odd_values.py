@@ -95,6 +95,18 @@ def test_ctrl_c_while_a_command_imports_is_one_line(tmp_path):
     """A command imports for seconds: numpy, its first library, stands for all of them here."""
     (tmp_path / "numpy.py").write_text("import os, signal, time; os.kill(os.getpid(), signal.SIGINT); time.sleep(60)")
     (tmp_path / "hydra.py").write_text((tmp_path / "numpy.py").read_text())
+    assert_interrupted(tmp_path)
+
+
+def test_ctrl_c_that_pydantic_has_taken_for_an_error_of_a_type_is_one_line(tmp_path):
+    for name in ("numpy.py", "hydra.py"):
+        (tmp_path / name).write_text(
+            "from pydantic_core import SchemaError\nraise SchemaError('of a type:\\n  KeyboardInterrupt:')"
+        )
+    assert_interrupted(tmp_path)
+
+
+def assert_interrupted(tmp_path):
     path = os.pathsep.join([str(tmp_path), str(ROOT)])
     words = [sys.executable, "-m", "tunix.generate", "checkpoint=x"]
     done = subprocess.run(words, cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)

@@ -10,6 +10,7 @@ import pytest
 import yaml
 from support.harness import ROOT
 
+from tunix import compare
 from tunix.base.errors import UserError
 from tunix.compare import as_json, list_differences, list_results, read_histories
 from tunix.config.compose import compose
@@ -64,9 +65,13 @@ def test_the_command(runs):
     assert list(values["differences"]) == ["optimizer.learning_rate"]
 
 
-def test_a_folder_that_is_no_run_is_named(tmp_path, runs):
+def test_a_folder_that_is_no_run_is_named(tmp_path, runs, monkeypatch, capsys):
     with pytest.raises(UserError, match="is no folder of a run: it has no config.yaml"):
         read_histories([tmp_path])
+    for name, said in (("~nobody-here", "is no folder of a run"), ("x" * 300, f"{'x' * 200}...: File name too long")):
+        monkeypatch.setattr("sys.argv", ["tunix.compare", name])
+        assert compare.main() == 2
+        assert said in capsys.readouterr().err
     (runs[0] / "metrics.jsonl").unlink()
     with pytest.raises(UserError, match="has no line of training in metrics.jsonl"):
         read_histories(runs)

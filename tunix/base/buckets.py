@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tunix.base.errors import UserError
-from tunix.base.files import read_json, replacing, resolve_below, write_whole
+from tunix.base.files import expand_home, read_json, replacing, resolve_below, write_whole
 from tunix.base.forms import CACHE_FORMS
 
 log = logging.getLogger(__name__)
@@ -216,7 +216,7 @@ def local_copy(address: str) -> Path:
     """Return the folder of this machine for copies of what is below an address."""
     cache = os.environ.get("TUNIX_CACHE_DIR", "~/.cache/tunix")  # as loading.cache_dir has it by default
     name = "/".join(part for part in address.replace("://", "/").split("/") if part)
-    return resolve_below(Path(cache).expanduser() / "buckets", f"v{CACHE_FORMS['buckets']}-{name}", address)
+    return resolve_below(expand_home(cache) / "buckets", f"v{CACHE_FORMS['buckets']}-{name}", address)
 
 
 def upload(folder: Path, address: str, key: str, last: str = "") -> None:

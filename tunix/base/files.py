@@ -208,9 +208,14 @@ def make_once(target: Path, make: Callable[[Path], object], key: str = "loading.
     return target
 
 
+def expand_home(name: str | Path) -> Path:
+    """Return a path with `~` as the home of its user; `~nobody`, without a home here, is a name like others."""
+    return Path(os.path.expanduser(name))
+
+
 def find_writable(key: str, name: str) -> Path:
     """Return the path of a file to write; raises `UserError` where there can be none."""
-    path = Path(name).expanduser()
+    path = expand_home(name)
     if not path.absolute().parent.is_dir():
         raise UserError(f"{key}={path}: there is no folder {path.parent}")
     if path.is_dir():

@@ -19,7 +19,7 @@ from packaging.version import InvalidVersion, Version
 
 from tunix.base.config_types import read_version
 from tunix.base.errors import UserError
-from tunix.base.files import parse_json
+from tunix.base.files import expand_home, parse_json
 
 # Which files a folder of `loading.cache_dir` holds, and what they mean. Raise the number when you change a form;
 # tests/data/test_cache_forms.py fails until then.
@@ -45,7 +45,7 @@ KEY = "written_by"
 
 def locate_cached(cache_dir: str | Path, kind: str, key: str) -> Path:
     """Return the path of something in `loading.cache_dir`: CACHE_DIR/KIND/vFORM-KEY."""
-    return Path(cache_dir).expanduser() / kind / f"v{CACHE_FORMS[kind]}-{key}"
+    return expand_home(cache_dir) / kind / f"v{CACHE_FORMS[kind]}-{key}"
 
 
 def sign(kind: str) -> dict[str, Any]:

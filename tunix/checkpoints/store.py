@@ -30,7 +30,7 @@ import numpy as np
 from tunix.base.buckets import is_address
 from tunix.base.digests import FILE, Damaged, check_files, list_files
 from tunix.base.errors import UserError
-from tunix.base.files import is_whole_number, list_numbers, parse_json
+from tunix.base.files import expand_home, is_whole_number, list_numbers, parse_json
 from tunix.base.forms import reject_newer_form
 from tunix.checkpoints.bucket import Bucket
 from tunix.checkpoints.folders import Folder, OneHostFolder, read_together
@@ -392,7 +392,7 @@ def _find_folders(source: str) -> list[tuple[Path, bool]]:
             entries = f"the run has {', '.join(map(str, steps))}" if steps else f"{run[0]} has none yet"
             raise UserError(f"checkpoint={source}: there is no such checkpoint; {entries}")
         return [(run[0] / "checkpoints" / str(step), True) for step in requested]
-    folder = Path(source).expanduser()
+    folder = expand_home(source)
     if not (folder / FILE).is_file():
         raise UserError(
             f"checkpoint={source}: there is no {FILE}; expected a run's folder, an export or a prepared corpus of tunix"

@@ -26,6 +26,7 @@ from omegaconf import DictConfig, OmegaConf
 from tunix.base.buckets import is_address, join
 from tunix.base.config_types import CONF, list_options
 from tunix.base.errors import UserError, did_you_mean, is_masked, mask_values
+from tunix.base.files import expand_home
 from tunix.base.text import flat, format_yaml
 from tunix.config import Config, Grpo, Slurm
 from tunix.config.data import Mixture
@@ -368,7 +369,7 @@ def reject_missing_inputs(job: Job) -> None:
                 "choose rows, like data=jsonl data.paths=[FILE], or task=pretrain"
             )
     for key, path in _list_paths(cfg):
-        expanded = str(Path(path).expanduser())
+        expanded = str(expand_home(path))
         matches = glob.iglob(expanded, recursive=True) if glob.has_magic(expanded) else ()
         if ":/" in path or Path(expanded).exists() or any(matches):
             continue

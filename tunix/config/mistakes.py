@@ -349,8 +349,8 @@ def describe_errors(root: type[Section] = Config) -> Iterator[None]:
     except MissingMandatoryValue as error:
         key = str(error.full_key)
         descriptions = dict(reversed([*list_keys(root)]))  # reversed: where several variants have a key, the first wins
-        # A key of no section is data.parts.NAME.KEY of a mixture.
-        description = descriptions.get(key) or descriptions[f"data.{key.rpartition('.')[2]}"]
+        # A key of no section is data.parts.NAME.KEY of a mixture. A section has no description.
+        description = descriptions.get(key) or descriptions.get(f"data.{key.rpartition('.')[2]}") or "null, or its keys"
         raise UserError(f"{key} must be given: {description[0].lower()}{description[1:]}") from None
     except (HydraException, OmegaConfBaseException) as error:
         # Hydra raises one type for all of this; what is wrong stands in its text, or in OmegaConf's error behind it.

@@ -20,7 +20,7 @@ from tunix.base.buckets import is_address, join
 from tunix.base.config_types import CONF, Count, Positive
 from tunix.base.dotted_path import is_dotted
 from tunix.base.errors import UserError
-from tunix.base.files import list_numbers, read_json
+from tunix.base.files import expand_home, list_numbers, read_json
 from tunix.base.forms import reject_newer_form
 from tunix.config import Model, Tokenizer
 from tunix.config.layers import Mtp
@@ -264,7 +264,7 @@ def fill_teacher(task: dict[Any, Any]) -> None:
                 f"{TEACHER}={source} was made with task.teacher_top_k={info.top_k}, not {task['teacher_top_k']}; leave "
                 "it out"
             )
-        task |= {"teacher": str(Path(source).expanduser().resolve()), "teacher_top_k": info.top_k}
+        task |= {"teacher": str(expand_home(source).resolve()), "teacher_top_k": info.top_k}
         return
     if run := find_run(source, TEACHER):
         folder, step = run
@@ -299,7 +299,7 @@ def read_logits_info(source: str) -> LogitsInfo | None:
     Raises:
         UserError: its file is damaged, or of a newer version.
     """
-    path = Path(source).expanduser() / LOGITS_FILE
+    path = expand_home(source) / LOGITS_FILE
     if not path.is_file():
         return None
     record = read_json(path)

@@ -3,7 +3,6 @@
 import math
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -11,7 +10,7 @@ from pydantic import ValidationError
 
 from tunix.base.config_types import CONF
 from tunix.base.errors import UserError, did_you_mean
-from tunix.base.files import read_yaml
+from tunix.base.files import expand_home, read_yaml
 from tunix.config import DeviceKind, Network
 from tunix.models.table import MATMUL_DTYPES
 
@@ -123,7 +122,7 @@ def read_topology(text: str, network: str | None = None) -> Cluster:
 
 
 def _load_kind(name: str) -> DeviceKind:
-    known, path = read_device_kinds(), Path(name).expanduser()
+    known, path = read_device_kinds(), expand_home(name)
     if name in known:
         return known[name]
     if path.suffix != ".yaml":

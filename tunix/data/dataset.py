@@ -15,6 +15,7 @@ import numpy as np
 from tokenizers import Tokenizer as Backend
 
 from tunix.base.errors import UserError
+from tunix.base.files import expand_home
 from tunix.config import Config
 from tunix.config.data import Mixture
 from tunix.config.task import Classify, Embed, Kto, Paired, Uncut
@@ -63,11 +64,11 @@ def find_inputs(cfg: Config) -> Inputs:
     copied = {}
     for name, source in sources.items():
         if isinstance(source, Tokens) and len(source.paths) == 1:
-            folder = Path(source.local_paths[0]).expanduser()
+            folder = expand_home(source.local_paths[0])
             if (folder / "index.json").is_file():
                 copied[name] = folder
     units = {name: find_units(source, cfg.loading) for name, source in sources.items() if name not in copied}
-    cache_dir = Path(cfg.loading.cache_dir).expanduser()
+    cache_dir = expand_home(cfg.loading.cache_dir)
     tokenizer = cfg.tokenizer
     if copied and tokenizer.path is None:
         first = next(iter(copied.values()))
@@ -166,7 +167,7 @@ def make_shares(cfg: Config) -> None:
         UserError: a process does not see the cache of process 0 or sees other documents, or a share cannot be made.
     """
     start_time = time.perf_counter()
-    cache_dir = Path(cfg.loading.cache_dir).expanduser()
+    cache_dir = expand_home(cfg.loading.cache_dir)
     peers.on_main(lambda: cache_dir.mkdir(parents=True, exist_ok=True), "making the cache")
     if blind := find_blind(cache_dir):
         hosts = ", ".join(sorted({peers.hosts()[rank] for rank in blind}))
@@ -266,7 +267,7 @@ def load_corpus(cfg: Config) -> Corpus:
 
 def _pack(prepared: Prepared, split: str, cfg: Config) -> Sequences:
     """Return the sequences of a split, "train" or "held_out"."""
-    cache_dir = Path(cfg.loading.cache_dir).expanduser()
+    cache_dir = expand_home(cfg.loading.cache_dir)
     return Sequences(prepared.stream(split), cfg.training.seq_len, cfg.loading.packing, cache_dir, find_slots(cfg))
 
 

@@ -22,6 +22,7 @@ from pydantic import Field, PrivateAttr
 from tunix.base.buckets import BUCKETS, explain, explaining, filesystem, find_version, is_address
 from tunix.base.config_types import Count, Section, Share
 from tunix.base.errors import UserError
+from tunix.base.files import expand_home
 from tunix.data.pieces import count_bytes
 
 if sys.version_info >= (3, 14):
@@ -62,7 +63,7 @@ def find_files(paths: tuple[str, ...], extensions: tuple[str, ...]) -> list[Unit
         if is_address(pattern):
             found.update(_find_objects(pattern, endings))
             continue
-        path = Path(pattern).expanduser()
+        path = expand_home(pattern)
         # A path that exists is not a glob, even if its name has a * or a [ in it.
         matches = [path] if path.exists() else sorted(map(Path, glob.glob(str(path), recursive=True)))
         if not matches:

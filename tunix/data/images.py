@@ -26,7 +26,7 @@ from urllib.parse import quote, unquote
 from PIL import Image
 
 from tunix.base.buckets import explain, filesystem, is_address, join
-from tunix.base.files import parse_json
+from tunix.base.files import expand_home, parse_json
 from tunix.base.web import read_page, try_again
 from tunix.data.chat import Message
 from tunix.data.files import BadRow, Columns
@@ -143,7 +143,7 @@ class ImageReader(NamedTuple):
                 raise BadRow(f"names an image outside of {self.root}, {_show(path)}")
             return _open_address(join(self.root, path), limit)
         try:
-            full = Path(self.root, Path(path).expanduser())
+            full = Path(self.root, expand_home(path))
             if self.folders is not None and not any(full.resolve().is_relative_to(each) for each in self.folders):
                 raise BadRow(f"names a file outside of server.image_folders, {_show(path)}")
             if full.is_file():  # a pipe or a device has no end

@@ -29,7 +29,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from tunix.base.digests import FILE, is_verified, list_files, note_verified, reject_damaged, write_digests
 from tunix.base.errors import UserError
-from tunix.base.files import make_once, replacing
+from tunix.base.files import expand_home, make_once, replacing
 from tunix.base.forms import locate_cached, sign
 from tunix.config import Loading, Task, Tokenizer
 from tunix.config.task import Prompted
@@ -185,7 +185,7 @@ def find_vocab(
     key = _hash(settings, DOCUMENTS[task.documents].in_hashes, *(_hash_source(*source) for source in sources), *more)
     root = locate_cached(cache_dir, "tokenizers", key)
     trained = root / "tokenizer.json"
-    path = None if tokenizer.path is None else Path(tokenizer.path).expanduser()
+    path = None if tokenizer.path is None else expand_home(tokenizer.path)
     if path and path.exists() and not (trained.exists() and filecmp.cmp(path, trained, False)):
         raise UserError(
             f"tokenizer.train=true would write tokenizer.path={path}, which exists and is another tokenizer; remove "

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer as Backend
 
 from tunix.base.buckets import is_address, mirror
 from tunix.base.errors import UserError
-from tunix.base.files import read_json
+from tunix.base.files import expand_home, read_json
 from tunix.config import Tokenizer
 from tunix.data.chat import PLAIN, ChatTemplate
 from tunix.data.image_processors import ImageProcessor
@@ -109,7 +109,7 @@ def find_tokenizer_files(path: str) -> dict[str, Path]:
     `path` is a file, to which other files in its folder belong; a folder, here or in a bucket; or a repository on the
     hub.
     """
-    found = mirror(path, FILES, "tokenizer.path") if is_address(path) else Path(path).expanduser()
+    found = mirror(path, FILES, "tokenizer.path") if is_address(path) else expand_home(path)
     if found.is_file():
         usual = "tokenizer.model" if found.suffix == ".model" else "tokenizer.json"
         return {usual: found, **{name: found.with_name(name) for name in FILES[2:] if found.with_name(name).is_file()}}
@@ -199,7 +199,7 @@ def select_template(files: dict[str, Path], settings: Settings, name_or_file: st
     if "{%" in name_or_file or "{{" in name_or_file:
         return name_or_file
     try:
-        return Path(name_or_file).expanduser().read_text()
+        return expand_home(name_or_file).read_text()
     except OSError as error:
         known = ", ".join(name for name, text in templates.items() if text) or "none"
         raise UserError(f"{key}={name_or_file} cannot be read: {error.strerror}; the tokenizer has {known}") from None

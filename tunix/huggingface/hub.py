@@ -11,6 +11,7 @@ from pathlib import Path
 
 from tunix.base.buckets import is_address, mirror
 from tunix.base.errors import UserError
+from tunix.base.files import expand_home
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +39,7 @@ def find(source: str, patterns: tuple[str, ...] = INFO_FILES, key: str = "model.
     """
     if is_address(source):
         return mirror(source, patterns, key)
-    folder = Path(source).expanduser()
+    folder = expand_home(source)
     if folder.is_dir():
         return folder
     if folder.exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", source):

@@ -6,10 +6,10 @@
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from tunix.base.errors import UserError
+from tunix.base.files import expand_home
 from tunix.config import Serve
 from tunix.data.chat import ChatTemplate
 from tunix.data.files import BadRow
@@ -99,7 +99,7 @@ class RequestReader:
                 raise ApiError(400, "parts other than text are not served: the model sees no images", "messages")
             return []
         limits = self.limits
-        folders = tuple(str(Path(folder).expanduser().resolve()) for folder in limits.image_folders)
+        folders = tuple(str(expand_home(folder).resolve()) for folder in limits.image_folders)
         size = int(limits.max_body_mb * 1e6)  # of images in files too
         reader = ImageReader(self.processor, "/", size, limits.max_image_pixels, folders=folders)
         try:

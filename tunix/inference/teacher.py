@@ -19,6 +19,7 @@ from tokenizers import Tokenizer
 
 from tunix.base.digests import list_files
 from tunix.base.errors import UserError
+from tunix.base.files import expand_home
 from tunix.base.forms import locate_cached
 from tunix.config import Config
 from tunix.config.pretrained_config import TEACHER, LogitsInfo, read_logits_info
@@ -224,7 +225,7 @@ def digest_teacher(teacher: OfflineTeacher) -> str:
         folder = find(teacher.source, INFO_FILES, key=TEACHER)
         paths = list(list_copied_files(folder, INFO_FILES + WEIGHTS))
     # What is not on this machine, a checkpoint in a bucket or a snapshot of the hub, is known by its name.
-    is_local = Path(teacher.source).expanduser().is_dir()
+    is_local = expand_home(teacher.source).is_dir()
     digest = hashlib.sha256(b"" if is_local else f"{teacher.source} {folder.name}".encode())
     for path in paths if is_local else ():
         size = path.stat().st_size

@@ -4,6 +4,7 @@ Imports little, and no jax: the command sets its handlers of signals by this fil
 """
 
 import ctypes
+import errno
 import io
 import os
 import signal
@@ -44,6 +45,10 @@ def report_interrupts() -> None:
     def report(kind: type[BaseException], error: BaseException, trace: Any) -> None:
         if issubclass(kind, KeyboardInterrupt):
             print("; ".join(["interrupted", *getattr(error, "__notes__", [])]), file=sys.stderr)
+        elif kind.__name__ == "SchemaError" and "KeyboardInterrupt" in str(error):  # pydantic's, while it is imported
+            print("interrupted", file=sys.stderr)
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGINT)
         else:
             sys.__excepthook__(kind, error, trace)
 
@@ -81,6 +86,11 @@ def report_errors(work: Callable[[], int | None]) -> int:
     except Ending as ending:
         print(f"error: {ending}", file=sys.stderr)
         return ending.code
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        print(f"error: {str(error.filename)[:200]}...: {error.strerror}", file=sys.stderr)
+        return UserError.code
 
 
 def _send_again(unraisable: Any) -> None:

@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from tunix.base.errors import UserError
+from tunix.base.files import expand_home
 from tunix.config import Config
 from tunix.config.rewards import EngineTerm, JudgeTerm, ModelTerm, OverlongTerm, RewardTerm
 from tunix.data.prompts import Prompt
@@ -102,7 +102,7 @@ class EngineRewards:
                     log.info("reward model: %s, %s parameters", term.path, f"{model.model.arch.num_parameters:,}")
                     self.scores.append(partial(score_by_model, model))
                 case JudgeTerm():
-                    folder = Path(cfg.loading.cache_dir).expanduser()
+                    folder = expand_home(cfg.loading.cache_dir)
                     judge = Judge(term, timeout_s, folder) if peers.is_main() else None
                     self.judges.append(judge)
                     self.scores.append(partial(score_by_judge, judge))

@@ -1,13 +1,13 @@
 """The start report: every derived number of a run, before its first step."""
 
 import socket
-from pathlib import Path
 
 import jax
 from jax.sharding import AbstractMesh, Mesh
 from rich.table import Table
 
 from tunix.base.buckets import is_address
+from tunix.base.files import expand_home
 from tunix.base.text import as_text
 from tunix.config import Config
 from tunix.config.compose import count_idle_rows
@@ -233,10 +233,10 @@ def _list_fetched(cfg: Config) -> list[str]:
     if source := cfg.resume or cfg.model.init_from:
         if is_address(source) and find_run(source, "resume" if cfg.resume else "model.init_from"):
             fetched.append(f"config.yaml of {split_step(source)[0]}")
-        elif not Path(source).expanduser().exists() and source != "latest":
+        elif not expand_home(source).exists() and source != "latest":
             fetched.append(f"config.json of {source}")
     adapter = cfg.model.init_adapter
-    if adapter and not cfg.resume and not Path(adapter).expanduser().exists():
+    if adapter and not cfg.resume and not expand_home(adapter).exists():
         fetched.append(f"the adapter {adapter} (its tensors' names say what it updates)")
     return fetched
 

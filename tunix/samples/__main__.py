@@ -1,9 +1,8 @@
 """Write a page of a run's answers: `python -m tunix.samples RUN [against=RUN] [output=page.html] [key=value]`."""
 
 import sys
-from pathlib import Path
 
-from tunix.base.files import find_writable, replacing
+from tunix.base.files import expand_home, find_writable, replacing
 from tunix.config import Samples
 from tunix.config.command_line import run_local
 from tunix.samples.page import Choice, check_comparable, make_page, read_run
@@ -13,7 +12,7 @@ def write_samples(command: Samples) -> str:
     """Write the page; return what to print."""
     output = find_writable("output", command.output)
     names = [command.run] if command.against is None else [command.run, command.against]
-    runs = [read_run(Path(name).expanduser()) for name in names]
+    runs = [read_run(expand_home(name)) for name in names]
     if len(runs) > 1:
         check_comparable(*runs)
     choice = Choice(command.steps, command.num_steps, command.num_groups, int(command.max_mb * 1e6))

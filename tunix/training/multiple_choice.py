@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec, reshard
 
 from tunix.base.errors import UserError
-from tunix.base.files import parse_json
+from tunix.base.files import expand_home, parse_json
 from tunix.config import Config
 from tunix.data.batches import Batch, Example, add_fields, empty_example, image_fields
 from tunix.data.packing import pack_best_fit
@@ -43,7 +43,7 @@ def read_questions(name: str, path: str) -> list[Question]:
     Raises:
         UserError: the file cannot be read, is empty or too large, or has a line that is no question.
     """
-    key, file = f"evaluation.choices.{name}={path}", Path(path).expanduser()
+    key, file = f"evaluation.choices.{name}={path}", expand_home(path)
     try:
         found = file.stat()
         if found.st_size > MAX_BYTES:
