@@ -7,7 +7,10 @@ import pytest
 from support.gpu_compiler import compile_for_gpu, run_with_plugin
 from support.installs import one_at_a_time
 
-from tunix.plan.ranking import DERIVED_MARGIN
+from tunix.config.compose import compose
+from tunix.costs.devices import read_topology
+from tunix.plan.ranking import DERIVED_MARGIN, make_candidate
+from tunix.sharding.mesh_shape import explicit_sizes
 
 FULL = "training.remat=full"
 AGAIN = 4 / 3  # FLOPs of a step in which blocks compute their forward pass again, as a multiple of the model's
@@ -90,6 +93,16 @@ def test_time_is_predicted_from_the_schedule(program):
     assert 0 < predicted["exposed_communication_s"] < predicted["communication_s"]
     assert predicted["step_time_s"] == predicted["compute_s"] + predicted["exposed_communication_s"]
     assert 0 < predicted["mfu"] < 0.7
+
+
+def test_the_derived_time_is_near_the_compiled_one(program, request):
+    """Else meshes that are only derived would stand in a wrong order."""
+    words, *_ = PROGRAMS[request.node.callspec.params["program"]]
+    cfg = compose(words).config
+    sizes = explicit_sizes(cfg.model.mesh_shape)
+    assert sizes is not None
+    derived = make_candidate(cfg, sizes, None, read_topology(cfg.plan.topology), with_activations=False).time
+    assert derived.step_s == pytest.approx(program[0]["predicted"]["step_time_s"], rel=0.25)
 
 
 def test_arithmetic_is_that_of_the_model(program):

@@ -38,7 +38,7 @@ from tunix.costs.step import derive, find_program
 from tunix.models.flops import flops_per_token, forward_flops_per_token
 from tunix.plan import __main__ as plan
 from tunix.plan.compile import WORKERS, Compiled, compile_all, find_backend
-from tunix.plan.derived_time import count_pairs_in_ring, resolve_exchange
+from tunix.plan.derived_time import Link, count_pairs_in_ring, resolve_exchange
 from tunix.plan.ranking import _pick_to_compile, list_micro_batch_sizes, make_candidate, plan_run, rank
 from tunix.plan.report import _list_refused, format_text, make_record
 from tunix.sharding.mesh_shape import data_shards, explicit_sizes, meshes, token_shards
@@ -175,6 +175,17 @@ def test_small_collectives_wait_for_their_hops():
     )
     with pytest.raises(UserError, match="plan.network=tcpx: there is no such network; .* did you mean tcpx_200"):
         replace_network(kind, "tcpx")
+
+
+def test_a_transfer_waits_for_half_of_the_one_before_it():
+    """The link is busy for half of 20 s, with transfers of 1 s; arithmetic waits for 4 others on it."""
+    link = Link()
+    link.put(Transfer("all-gather", ("fsdp",), 10, count=10), 10.0)
+    link.put(Transfer("all-reduce", ("fsdp",), 4, overlaps=0.0, count=4), 0.04)
+    link.put(Transfer("all-reduce", ("fsdp",), 4, overlaps=0.0, count=4), 0.04)  # XLA joins both
+    assert link.wait_behind_others(20.0) == pytest.approx(4 * 0.5 * 0.5)
+    assert list(link.in_passes) == [5.0, 5.0]
+    assert Link().wait_behind_others(20.0) == 0.0
 
 
 def test_derived_collectives_are_counted():

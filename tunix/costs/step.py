@@ -7,7 +7,7 @@ batch: weights, optimizer, gradients and gathered weights; `count_activation_byt
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,7 @@ from tunix.costs.communication import (
     list_transfers,
 )
 from tunix.costs.devices import compute_peak_tflops, find_kind, find_matmul_tflops, read_device_kinds
+from tunix.costs.passes import NO_FUSED_WORK, FusedWork, count_fused_work, count_pass_bytes
 from tunix.data.batches import IMAGE_FIELDS, IMAGES, abstract_arrays, split_shared
 from tunix.models.attention import select_query_block
 from tunix.models.context_parallel import is_in_blocks
@@ -53,17 +54,6 @@ from tunix.training.state import Architecture, Weight, abstract_params, describe
 from tunix.training.teacher import OfflineTeacher, Teacher
 
 
-class FusedWork(NamedTuple):
-    """Work of one step in the fused kernels of experts (models/fused_experts.py), on one device."""
-
-    counted_flops: float = 0.0  # that `Costs.flops` has for experts
-    flops: float = 0.0  # that the kernels compute
-    num_bytes: float = 0.0  # of rows and their sums, which `combine` reads and writes, or of passes over a buffer
-
-
-NO_FUSED_WORK = FusedWork()
-
-
 @dataclass(frozen=True)
 class Costs:
     """Costs of one optimizer step on one device."""
@@ -74,18 +64,13 @@ class Costs:
     flops: float  # with what rematerialization computes again
     tokens_per_step: int  # of the whole mesh
     matmul_share: float = 0.0  # of the FLOPs: products of `training.matmul_dtype`
-    fused: "FusedWork" = NO_FUSED_WORK
+    fused: FusedWork = NO_FUSED_WORK
     alone_bytes: int = 0  # of a teacher at rest that runs before the state is made (task.teacher_top_k)
+    pass_bytes: float = 0.0  # that what is no product reads and writes (costs/passes.py)
 
     @property
     def memory(self) -> int:
         return sum(self.num_bytes.values())
-
-
-# How often a layer reads or writes the buffer of `rows`: it is filled with zeros, copied, and filled with sums.
-# Counted in a compiled program (qwen3_235b_a22b, fsdp=4 x ep=64, 256 H200).
-BUFFER_PASSES = 8
-EMPTY_ROWS = 64  # that a fused kernel computes for each expert beside its own: half of a block of 128
 
 
 def derive(cfg: Config, sizes: dict[str, int], platform: str | None = None, with_activations: bool = True) -> Costs:
@@ -118,30 +103,8 @@ def derive_costs(program: Program, with_activations: bool = True) -> Costs:
     share = compute_matmul_share(cfg, arch, batch.seq_len)
     alone = program.teacher.model if isinstance(program.teacher, OfflineTeacher) else None
     alone_bytes = 0 if alone is None else bytes_per_device(alone.abstract_params(program.mesh))
-    fused = _count_fused_work(program)
-    return Costs(num_bytes, transfers, flops, all_flops, batch.num_tokens, share, fused, alone_bytes)
-
-
-def _count_fused_work(program: Program) -> FusedWork:
-    """Return the work of fused kernels of experts with equal loads; nothing where other products compute experts."""
-    model, layout, mlp, batch = program.cfg.model, program.layout, program.cfg.model.mlp, program.batch
-    if not isinstance(mlp, ExpertsMlp) or layout.expert_products != FUSED:
-        return NO_FUSED_WORK
-    num_tokens, per_token = batch.num_tokens / program.mesh.size, mlp.experts_per_token
-    num_devices = count_devices(program.mesh.shape, layout.expert_axes)
-    forward = 6.0 * model.embed_dim * mlp.expert_dim * per_token * len(model.expert_layers) * num_tokens
-    recompute, runs = program.choices.remat.recompute_fraction("product"), program.choices.pipeline.recompute_runs
-    # Half a block of each expert is empty, of the rows of one part of a microbatch.
-    local_rows = num_tokens / batch.num_microbatches * per_token / layout.batch_parts
-    empty = 1 + EMPTY_ROWS * mlp.num_experts / num_devices / local_rows
-    # The backward pass needs two of the three products again, and no result of the third one.
-    flops = (3 + recompute * 2 / 3 + runs) * forward * empty
-    if EXPERT_EXCHANGES[layout.expert_exchange].has_buffer:
-        numbers = BUFFER_PASSES * buffer_rows_per_token(model, num_devices, layout.expert_exchange) * model.embed_dim
-    else:  # for each row and for each token that arrives, forward and backward
-        numbers = 2 * (per_token + num_devices) * model.embed_dim
-    num_bytes = len(model.expert_layers) * num_tokens * numbers * jnp.dtype(layout.compute).itemsize
-    return FusedWork((3 + recompute + runs) * forward, flops, num_bytes)
+    fused, passes = count_fused_work(program), count_pass_bytes(program)
+    return Costs(num_bytes, transfers, flops, all_flops, batch.num_tokens, share, fused, alone_bytes, passes)
 
 
 def _derive_recompute_fraction(program: Program) -> float:

@@ -1,7 +1,9 @@
 """Time of a step that is not compiled, derived from its FLOPs, its bytes and its transfers.
 
-Transfers that overlap arithmetic cost nothing, until they take longer than it. For the others arithmetic waits. A step
-with 100 ms of arithmetic, 120 ms of transfers that overlap it and 20 ms of others takes 140 ms; 40 ms are exposed:
+Arithmetic is matrix products, kernels of attention and of experts, and passes through memory (costs/passes.py).
+Transfers that overlap it cost nothing, until they take longer than the layers of their pass, forward or backward, on
+NVLink or on the network. For the others arithmetic waits. A pass with 100 ms of arithmetic, 120 ms of transfers that
+overlap it and 20 ms of others takes 140 ms; 40 ms are exposed:
 
     arithmetic    |==================== 100 ms ====================|
     overlapping   |========================= 120 ms =========================|
@@ -20,7 +22,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from tunix.base.dotted_path import import_object
 from tunix.config import Config
 from tunix.config.layers import HeadSizes
-from tunix.costs.communication import LocalHeads, Transfer, measure_heads, predict_seconds, swap_heads
+from tunix.costs.communication import LocalHeads, Transfer, find_group, measure_heads, predict_seconds, swap_heads
 from tunix.costs.compiled_time import StepTime
 from tunix.costs.devices import HBM_SHARE, KERNEL_SHARE, PLATFORM, Cluster, compute_peak_tflops
 from tunix.costs.step import Costs
@@ -83,24 +85,26 @@ def resolve_exchange(cfg: Config, sizes: dict[str, int], cluster: Cluster) -> tu
     return cfg.model_copy(update={"model": model.model_copy(update={"cp_exchange": name})}), reason
 
 
-def predict_beyond_mean_s(cfg: Config, sizes: dict[str, int], cluster: Cluster, flops_per_s: float) -> float:
-    """Return the seconds by which the last device of a ring computes longer than the mean device at `flops_per_s`.
+class AttentionWork(NamedTuple):
+    """Attention's scores and results in one step, on the device that computes longest."""
 
-    0 where keys do not come in blocks. The mean is what `Costs.flops` counts.
-    """
-    total, length = 0.0, cfg.training.seq_len
-    if not is_in_blocks(select_exchange(cfg.model, sizes, cfg.model.cp_exchange).name):
-        return total
+    counted_flops: float  # that `Costs.flops` has for it
+    seconds: float  # that its kernels take
+
+
+def derive_attention(cfg: Config, sizes: dict[str, int], cluster: Cluster) -> AttentionWork:
+    """Return the work of attention: of a ring that of the device with the last tokens, for which all others wait."""
+    counted_flops, seconds, length = 0.0, 0.0, cfg.training.seq_len
+    in_blocks = is_in_blocks(select_exchange(cfg.model, sizes, cfg.model.cp_exchange).name)
     for case in _list_cases(cfg, sizes, cluster):
-        heads, times, (flops, _), layers = case.heads, _predict_pair_times(case), _count_pair_flops(case.kind), 0.0
+        times, passes = _predict_pair_times(case), 3 + case.recompute_products
         for window, num_layers in case.windows.items():
-            slowest = float(np.sum(_count_pairs(case, window)))
-            mean = float(np.sum(np.minimum(np.arange(1, length + 1), window))) / heads.num_devices
-            # What the ring's slowest device computes, less what `Costs.flops` has counted for the mean device already.
-            seconds_of_pair = (1 + case.recompute) * times.forward + times.backward
-            layers += num_layers * (slowest * seconds_of_pair - mean * (3 + case.recompute) * flops / flops_per_s)
-        total += case.microbatches * heads.rows * heads.queries * layers
-    return total
+            mean = float(np.sum(np.minimum(np.arange(1, length + 1), window))) / case.heads.num_devices
+            pairs = float(np.sum(_count_pairs(case, window))) if in_blocks else _count_pairs_of_rows(case, window)
+            layers = case.microbatches * case.heads.rows * case.heads.queries * num_layers
+            counted_flops += layers * mean * passes * _count_pair_flops(case.kind)[0]
+            seconds += layers * pairs * ((1 + case.recompute) * times.forward + times.backward)
+    return AttentionWork(counted_flops, seconds)
 
 
 class AttentionCase(NamedTuple):
@@ -113,6 +117,7 @@ class AttentionCase(NamedTuple):
     heads: LocalHeads
     choices: Choices
     recompute: float  # times that the forward pass runs once more
+    recompute_products: float  # the same of products of weights
     microbatches: float  # of a step, with those of the bubble of a pipeline
     windows: Counter[int]  # layers by the tokens that they attend to
 
@@ -132,26 +137,33 @@ def _list_cases(cfg: Config, sizes: dict[str, int], cluster: Cluster) -> Iterato
         choices = select(cfg, mesh)
         heads = {kind: measure_heads(model, kind, choices, mesh) for kind in model.head_kinds}
     pipeline = choices.pipeline
-    recompute = choices.remat.recompute_fraction("attention") + pipeline.recompute_runs
+    runs = pipeline.recompute_runs
+    recompute, of_products = (choices.remat.recompute_fraction(name) + runs for name in ("attention", "product"))
     microbatches = pipeline.num_microbatches * pipeline.iterations_per_microbatch
     windows = model.list_windows(cfg.training.seq_len)
     for kind, layers in model.head_kinds.items():
         num_layers = Counter(windows[layer] for layer in layers)
-        yield AttentionCase(cfg, sizes, cluster, kind, heads[kind], choices, recompute, microbatches, num_layers)
+        again = recompute, of_products
+        yield AttentionCase(cfg, sizes, cluster, kind, heads[kind], choices, *again, microbatches, num_layers)
 
 
 def time_of_ulysses(case: AttentionCase, window: int) -> float:
     """Return the seconds of one layer for one microbatch: heads are swapped, and a share of them is computed."""
-    heads, kind = case.heads, case.cluster.kind
-    length, blocks = case.cfg.training.seq_len, kernels.find_row_of_chip(kernels.FLASH_BLOCKS, kind.name)
+    heads, times = case.heads, _predict_pair_times(case)
     swap = swap_heads(case.choices.remat, heads, case.choices.pipeline.recompute_runs)
+    count = _count_pairs_of_rows(case, window) * heads.rows * heads.queries
+    computing_s = count * ((1 + case.recompute) * times.forward + times.backward)
+    return computing_s + predict_seconds(swap, case.sizes, case.cluster.kind, case.cluster.per_node)
+
+
+def _count_pairs_of_rows(case: AttentionCase, window: int) -> float:
+    """Return the pairs that the kernel computes in a row, for each device that shares it: whole rows of some heads."""
+    length, blocks = case.cfg.training.seq_len, kernels.find_row_of_chip(kernels.FLASH_BLOCKS, case.cluster.kind.name)
     if case.kernel == "flash" and blocks is not None:
         pairs = kernels.computed_pairs(length, [window], kernels.blocks_for(blocks, case.kind.dim).forward)
     else:  # the triangle of blocks of `plain`, whose windows skip nothing on GPUs
         pairs = (length + min(length, select_query_block(length))) * length / 2
-    times, count = _predict_pair_times(case), pairs * heads.rows * heads.queries / heads.num_devices
-    computing_s = count * ((1 + case.recompute) * times.forward + times.backward)
-    return computing_s + predict_seconds(swap, case.sizes, kind, case.cluster.per_node)
+    return pairs / case.heads.num_devices
 
 
 def time_of_ring(case: AttentionCase, window: int) -> float:
@@ -201,10 +213,10 @@ def count_pairs_in_ring(length: int, window: int, num_devices: int) -> np.ndarra
 def _count_pair_flops(kind: HeadSizes) -> tuple[int, int]:
     """Return the FLOPs of a pair of one head, forward and backward.
 
-    Forward there are two products, of which one has the width of keys and one that of values; backward there are three
-    and two.
+    Forward there are two products, of which one has the width of keys and one that of values; backward there are four
+    and three, because two kernels compute the scores and their gradients.
     """
-    return 2 * (kind.dim + kind.value_dim), 6 * kind.dim + 4 * kind.value_dim
+    return 2 * (kind.dim + kind.value_dim), 8 * kind.dim + 6 * kind.value_dim
 
 
 def _predict_pair_times(case: AttentionCase) -> PairTimes:
@@ -223,31 +235,63 @@ def _predict_pair_times(case: AttentionCase) -> PairTimes:
     return PairTimes(*(max(a / matmul_flops_per_s, b / memory) for a, b in zip(flops, num_bytes, strict=True)))
 
 
-MATMUL_SHARE = 0.8  # share of a step's arithmetic time that matrix products take
-
-
 def derive_time(cfg: Config, sizes: dict[str, int], costs: Costs, cluster: Cluster) -> StepTime:
     """Return the predicted time of a step with these costs on a mesh of these sizes."""
-    compute_s, overlapping_s, waited_s = _derive_compute_s(cfg, sizes, costs, cluster), 0.0, 0.0
+    compute_s, outside_s = _derive_compute_s(cfg, sizes, costs, cluster)
+    forward, waited_s = costs.model_flops / costs.flops / 3, 0.0
+    shares = np.array([forward, 1 - forward])  # of arithmetic: backward has twice as much, and what is computed again
+    links = [Link(), Link()]  # in a node, and between nodes
     for transfer in costs.transfers:
-        seconds = predict_seconds(transfer, sizes, cluster.kind, cluster.per_node)
-        overlapping_s += transfer.overlaps * seconds
-        waited_s += (1 - transfer.overlaps) * seconds
-    exposed_s = max(0.0, overlapping_s - compute_s) + waited_s
-    return StepTime(compute_s, exposed_s, communication_s=overlapping_s + waited_s, flops=costs.flops)
+        if seconds := predict_seconds(transfer, sizes, cluster.kind, cluster.per_node):
+            link = links[find_group(transfer.axes, sizes, cluster.per_node).num_nodes > 1]
+            link.put(transfer, seconds)
+            waited_s += (1 - transfer.overlaps) * seconds
+    behind_s = sum(link.wait_behind_others(compute_s) for link in links)
+    longest = np.max([link.in_passes for link in links], 0)
+    exposed_s = waited_s + behind_s + float(np.sum(np.maximum(0.0, longest - shares * (compute_s - outside_s))))
+    communication_s = waited_s + sum(float(link.in_passes.sum()) for link in links)
+    # Arithmetic waits at most as long as links are busy.
+    return StepTime(compute_s, min(exposed_s, communication_s), communication_s, flops=costs.flops)
 
 
-def _derive_compute_s(cfg: Config, sizes: dict[str, int], costs: Costs, cluster: Cluster) -> float:
-    """Return the seconds of arithmetic: matrix products, everything else, and the optimizer's update."""
+class Link:
+    """What one kind of link sends in a step: transfers that overlap arithmetic, and those for which it waits."""
+
+    def __init__(self) -> None:
+        self.in_passes = np.zeros(2)  # seconds of transfers that overlap, forward and backward
+        self.squares = 0.0  # sum of the squares of the seconds of each of them
+        self.waited: dict[tuple, float] = {}  # executions of the others; XLA joins small ones of a kind in a layer
+
+    def put(self, transfer: Transfer, seconds: float) -> None:
+        """Add a transfer that takes so many seconds in all."""
+        forward = 0.5 if transfer.kind == "all-gather" else 0.0  # sums are those of gradients
+        self.in_passes += transfer.overlaps * seconds * np.array([forward, 1 - forward])
+        self.squares += transfer.overlaps * seconds**2 / transfer.count
+        key = transfer.kind, transfer.axes
+        self.waited[key] = max(self.waited.get(key, 0.0), (1 - transfer.overlaps) * transfer.count)
+
+    def wait_behind_others(self, compute_s: float) -> float:
+        """Return the seconds in which transfers that arithmetic waits for wait for one before them on the link.
+
+        It is under way as often as the link is busy, and half of it is left; long ones are met more often.
+        """
+        if not (overlapping_s := float(self.in_passes.sum())):
+            return 0.0
+        left_s = self.squares / overlapping_s / 2
+        return sum(self.waited.values()) * min(1.0, overlapping_s / compute_s) * left_s
+
+
+def _derive_compute_s(cfg: Config, sizes: dict[str, int], costs: Costs, cluster: Cluster) -> tuple[float, float]:
+    """Return the seconds of arithmetic, and those of them outside of layers: the update and the products of logits."""
     kind, num_bytes, fused = cluster.kind, costs.num_bytes, costs.fused
-    # The optimizer's update reads and writes all of the state once; its arithmetic is small beside that.
-    update_s = 2 * (num_bytes["weights"] + num_bytes["optimizer"]) / (kind.hbm_gb_per_s * 1e9)
-    bf16 = kind.peak_tflops * 1e12 * kind.efficiency
-    flops = costs.flops - fused.counted_flops
-    fused_s = fused.flops / (bf16 * KERNEL_SHARE) + fused.num_bytes / (kind.hbm_gb_per_s * 1e9 * HBM_SHARE)
-    peak = compute_peak_tflops(kind, cfg.training.matmul_dtype, costs.matmul_share)
-    matmul_s = flops / (peak * 1e12 * kind.efficiency)
-    # What is no product takes as long beside products of 8-bit floats as beside others.
-    others_s = flops / bf16 * (1 / MATMUL_SHARE - 1)
-    beyond_mean_s = predict_beyond_mean_s(cfg, sizes, cluster, bf16 * MATMUL_SHARE)
-    return matmul_s + others_s + fused_s + update_s + beyond_mean_s
+    attention = derive_attention(cfg, sizes, cluster)
+    bytes_per_s, bf16 = kind.hbm_gb_per_s * 1e9 * HBM_SHARE, kind.peak_tflops * 1e12 * kind.efficiency
+    # The update reads and writes all of the state once, and reads gradients twice: their norm comes first.
+    update_s = 2 * (num_bytes["weights"] + num_bytes["optimizer"] + num_bytes["gradients"]) / bytes_per_s
+    flops = costs.flops - fused.counted_flops - attention.counted_flops
+    share = min(1.0, costs.matmul_share * costs.flops / flops)  # attention has none of products of 8 bits
+    peak = compute_peak_tflops(kind, cfg.training.matmul_dtype, share)
+    matmul_s = flops / (peak * 1e12 * kind.efficiency) + fused.flops / (bf16 * KERNEL_SHARE)
+    logits_s = 6.0 * cfg.model.num_outputs * cfg.model.embed_dim * costs.tokens_per_step / cluster.num_devices / bf16
+    passes_s = (costs.pass_bytes + fused.num_bytes) / bytes_per_s
+    return matmul_s + attention.seconds + passes_s + update_s, update_s + logits_s
