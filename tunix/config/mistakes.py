@@ -40,7 +40,7 @@ def list_keys(section: type[Section] = Config, prefix: str = "") -> Iterator[tup
         yield key, read_descriptions(holder).get(name, "")
 
 
-def _list_leaves(section: type[Section], prefix: str = "") -> Iterator[tuple[str, str, type[Section]]]:
+def _list_leaves(section: type[Section] = Config, prefix: str = "") -> Iterator[tuple[str, str, type[Section]]]:
     """Yield every key as users type it, the name of its field and the section that has it."""
     for name, field in section.model_fields.items():
         key = prefix + (field.alias or name)
@@ -453,7 +453,7 @@ def find_foreign(key: str, value: str | None = None) -> str:
     local = {each for kind in kinds for name, field in kind.model_fields.items() for each in (name, field.alias)}
     if key in GONE or leaf in local:
         return ""
-    return "" if is_mapping(head) else find_key(key, value, {name.rpartition(".")[2] for name, _ in list_keys()})
+    return "" if is_mapping(head) else find_key(key, value, {name.rpartition(".")[2] for name, *_ in _list_leaves()})
 
 
 def reject_flags(words: Sequence[str], local: Sequence[str]) -> None:
@@ -472,7 +472,7 @@ def reject_flags(words: Sequence[str], local: Sequence[str]) -> None:
 
 def _describe_flag(key: str, value: str) -> str:
     """Return our words for a flag, as the end of a message."""
-    valid = [name for name, _ in list_keys()]
+    valid = [name for name, *_ in _list_leaves()]
     leaves = {name.rpartition(".")[2]: name for name in reversed(valid)}
     if key in valid:
         return f"keys are written without dashes: {key}={value}"
@@ -494,7 +494,7 @@ def describe_unknown_key(
     """Return the message for a key that does not exist, with the most similar legal key."""
     if key in GONE:
         return f"{key} is gone: {GONE[key]}"
-    valid = [name for name, _ in list_keys(root)]
+    valid = [name for name, *_ in _list_leaves(root)]
     head, _, leaf = key.rpartition(".")
     if root is Config and (hint := find_foreign(key, value)):
         return f"unknown key {key}; {hint}"

@@ -3,6 +3,7 @@
 import ast
 import hashlib
 import inspect
+import os
 import sysconfig
 import warnings
 from collections.abc import Iterator
@@ -36,9 +37,11 @@ from tunix.data.files import (
 def list_standard_library() -> list[Unit]:
     """List the files of the running interpreter's standard library, without installed packages."""
     root = Path(sysconfig.get_path("stdlib"))
-    names = [path.relative_to(root) for path in sorted(root.rglob("*.py"))]
-    stdlib = [name for name in names if not {"site-packages", "dist-packages"} & set(name.parts)]
-    return [make_file_unit(root / name, name.as_posix()) for name in stdlib]
+    paths: list[Path] = []
+    for folder, folders, files in os.walk(root):
+        folders[:] = set(folders) - {"site-packages", "dist-packages"}  # of ten files there, nine are in packages
+        paths += [Path(folder, file) for file in files if file.endswith(".py")]
+    return [make_file_unit(path, path.relative_to(root).as_posix()) for path in sorted(paths)]
 
 
 class PythonStdlib(Limited, Source):
