@@ -1,9 +1,9 @@
 """Tokens per CPU second of rollouts whose answers are equally long, and of ones with a long tail.
 
-`python -m benchmarks.long_tails [answers=64] [rows=8] [longest=256]`. The model has 35 million random parameters in
-float32. Lengths are log-normal (sigma 1), as those of answers that reason; the equal ones have the same mean. They are
-limits of the rows, so every sampler draws the same number of tokens. CPU time counts all threads of the process, and
-compiling is not in it.
+`python -m benchmarks.long_tails [answers=64] [rows=8] [longest=256] [caches=slots,pages]`. The model has 35 million
+random parameters in float32. Lengths are log-normal (sigma 1), as those of answers that reason; the equal ones have the
+same mean. They are limits of the rows, so every sampler draws the same number of tokens. CPU time counts all threads of
+the process, and compiling is not in it. Caches take turns in three rounds, of which the fastest counts.
 """
 
 import os
@@ -28,13 +28,13 @@ def draw_lengths(kind: str, count: int, longest: int) -> list[int]:
     return [int(lengths.mean())] * count if kind == "equal" else lengths.tolist()
 
 
-def measure(model, weights, prompts: list[list[int]], lengths: list[int], rows: int) -> tuple[float, int]:
+def measure(model, weights, prompts: list[list[int]], lengths: list[int], rows: int, cache: str) -> tuple[float, int]:
     """Seconds of CPU time of all answers, and tokens that the loop draws one after the other."""
     from tunix.inference.programs import NO_TOKEN, TOKENS_UNCHECKED
     from tunix.inference.sampling import Sampling
 
     sampler, steps = model.sampler, 0
-    engine = sampler.engine(weights, Sampling(max(lengths)), 7, PROMPT + max(lengths), rows)
+    engine = sampler.engine(weights, Sampling(max(lengths), cache=cache), 7, PROMPT + max(lengths), rows)
     decode = engine.programs.decode
 
     def decode_and_count(*arguments, **keywords):
@@ -62,7 +62,9 @@ def main(words: list[str]) -> None:
 
     import tunix
 
-    given = {"answers": "64", "rows": "8", "longest": "256"} | dict(word.split("=") for word in words)
+    given = {"answers": "64", "rows": "8", "longest": "256", "caches": "slots"} | dict(
+        word.split("=") for word in words
+    )
     count, rows, longest = (int(given[name]) for name in ("answers", "rows", "longest"))
     rng = np.random.default_rng(1)
     prompts = rng.integers(3, VOCAB, (count, PROMPT)).tolist()
@@ -73,10 +75,13 @@ def main(words: list[str]) -> None:
         weights = model.sampler.gather(model.params)
     for kind in ("equal", "long-tailed"):
         lengths = draw_lengths(kind, count, longest)
-        seconds, steps = min(measure(model, weights, prompts, lengths, rows) for _ in range(3))
+        caches = given["caches"].split(",")
+        rounds = [[measure(model, weights, prompts, lengths, rows, cache) for cache in caches] for _ in range(3)]
         label = f"{kind:11}  {count} answers of mean {np.mean(lengths):.0f}, at most {max(lengths)}, on {rows} rows"
-        rate, load = sum(lengths) / seconds, os.getloadavg()[0]
-        print(f"{label}: {steps:,} steps, {rate:,.0f} tokens per CPU second (load {load:.0f})", flush=True)
+        for cache, measured in zip(caches, zip(*rounds, strict=True), strict=True):
+            (seconds, steps), load = min(measured), os.getloadavg()[0]
+            rate = sum(lengths) / seconds
+            print(f"{label}, {cache}: {steps:,} steps, {rate:,.0f} tokens per CPU second (load {load:.0f})", flush=True)
 
 
 if __name__ == "__main__":

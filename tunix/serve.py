@@ -194,7 +194,7 @@ class App:
         place = expand_home(command.checkpoint)
         self.name = self.limits.model_name or (place.resolve().name if place.exists() else command.checkpoint)
         self.max_length = min(model.cfg.context_length, self.limits.max_length or model.cfg.context_length)
-        drawing = Sampling(0, stop=model.find_stop_ids(), cache_dtype=command.cache_dtype)
+        drawing = Sampling(0, stop=model.find_stop_ids(), cache=command.cache, cache_dtype=command.cache_dtype)
         drawing = replace(drawing, guess=command.guess, guess_by=command.guess_by)
         self.serving = Serving(model, drawing, self.limits.max_rows, self.max_length, self.limits.max_waiting)
         self.reader = RequestReader(

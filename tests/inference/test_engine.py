@@ -11,6 +11,7 @@ from support.harness import ROOT
 
 import tunix
 from tunix.base.errors import UserError
+from tunix.config.compose import compose
 from tunix.inference.sampling import Sampling
 
 PARITY = ROOT / "tests" / "models" / "parity"
@@ -83,6 +84,43 @@ def test_a_cache_of_8_bits_is_near(name, tmp_path):
         assert np.abs(np.array(answer.log_probabilities) - expected).max() > 1e-6  # it is rounded
 
 
+PAGED = ["gemma3", "gemma4_small", "qwen3_5", "llama4", "gpt_oss", "gpt2", "phi3_short"]
+
+
+@pytest.mark.nightly(but=["gpt2"])
+@pytest.mark.parametrize("name", PAGED)
+def test_pages_change_no_token(name):
+    """Three answers to each prompt share its full pages; with few pages rows wait for those of others.
+
+    In 8 bits a number that is nearly between two codes may take the other one.
+    """
+    model = tunix.load_pretrained(PARITY / name)
+    prompts = make_prompts(model.cfg.vocab_size, (3, 20, 9, 17))
+    stop = tuple(range(0, model.cfg.vocab_size, 24))
+    for sampling, num_pages in (
+        (Sampling(24, 1.3, stop=stop), 9),  # a row of the longest length has 4
+        (Sampling(24, 0.0, guess=3), None),
+        (Sampling(24, 1.3, cache_dtype="int8"), 9),
+    ):
+        model.sampler.num_pages = num_pages
+        drawn = [model.sample(prompts, replace(sampling, cache=cache), 7, 5, 3, 5) for cache in ("slots", "pages")]
+        assert [answer.tokens for answer in drawn[0]] == [answer.tokens for answer in drawn[1]]
+        for one, other in zip(*drawn, strict=True):
+            atol = 0.01 if sampling.cache_dtype else 1e-5
+            np.testing.assert_allclose(one.log_probabilities, other.log_probabilities, atol=atol)
+
+
+def test_a_model_without_such_layers_keeps_slots():
+    for name, part in (("deepseek_v3", "model.latent keeps latents"), ("mistral", "no layer of the model keeps all")):
+        model = tunix.load_pretrained(PARITY / name)
+        assert not any(model.sampler.programs.find_paged(Sampling(4, cache="auto")))
+        with pytest.raises(UserError, match=f"sampling.cache=pages: {part}"):
+            model.sample([[5, 6]], Sampling(4, cache="pages"))
+    words = ["model=moonlight_16b_a3b", "model.vocab_size=320", "task=grpo", "data=arithmetic", "tokenizer=bytes"]
+    with pytest.raises(UserError, match="sampling.cache=pages: model.latent keeps latents, and no keys and values"):
+        compose([*words, "task.rewards=[exact_match]", "sampling.cache=pages"])
+
+
 OBSERVATIONS = [[41, 42], [43] * 13, [44, 45, 46]]  # a short one, and one that is longer than the windows
 TURN = 6  # tokens of a turn at most
 LENGTHS = 3, 14, 9  # of the prompts
@@ -135,10 +173,12 @@ def test_turns_continue_the_cache(name):
     assert {len(each) for each in turns.values()} == {3}
     assert len({answer.stopped for each in turns.values() for answer in each}) == 2
     check_against_one_pass(model, turns, 1.3)
-    other = converse(model, sampling, 2, (0, 3, 1))
-    assert [[a.tokens for a in turns[number]] for number in turns] == [
-        [a.tokens for a in other[number]] for number in other
-    ]
+    for cache in ("slots", "pages") if model.cfg.find_page_problem() is None else ("slots",):
+        model.sampler.num_pages = 8  # as few as there may be
+        other = converse(model, replace(sampling, cache=cache), 2, (0, 3, 1))
+        assert [[a.tokens for a in turns[number]] for number in turns] == [
+            [a.tokens for a in other[number]] for number in other
+        ]
 
 
 @pytest.mark.nightly(but=["gpt2"])
@@ -151,6 +191,11 @@ def test_with_fixed_shapes_waits_change_no_bit(name):
     check_against_one_pass(model, turns, 1.3)
     for waits in ((0, 3, 1), (2, 0, 2)):
         assert converse(model, sampling, 3, waits, fixed_shapes=True) == turns
+    if model.cfg.find_page_problem() is None:
+        paged = replace(sampling, cache="pages")
+        turns = converse(model, paged, 3, (0, 0, 0), fixed_shapes=True)
+        model.sampler.num_pages = 9  # so that rows wait for pages, too
+        assert converse(model, paged, 3, (0, 3, 1), fixed_shapes=True) == turns
 
 
 @pytest.mark.nightly

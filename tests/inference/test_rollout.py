@@ -1,6 +1,7 @@
 """A rollout draws the same answers on every mesh, with any number of rows, and its loop moves no cache."""
 
 import json
+from dataclasses import replace
 from functools import cache
 
 import jax
@@ -75,6 +76,17 @@ def test_same_answers_on_every_mesh(mesh, alone, rollout_on):
         np.testing.assert_allclose(one.sampled_log_probabilities, same.sampled_log_probabilities, atol=1e-5)
     # On other meshes than PURE_TP each device has 8 rows or fewer.
     assert other.resized == ([8] if mesh == PURE_TP else [])
+
+
+@pytest.mark.nightly(but=["[[4,2],[fsdp,tp]]"])
+@pytest.mark.parametrize("mesh", MESHES)
+def test_pages_on_every_mesh(mesh, alone, rollout_on):
+    """Rows wait for pages: a data shard has 12, and a row of the longest length 5."""
+    rollout = rollout_on(mesh)
+    rollout.sampler.num_pages = 12
+    answers = rollout.draw(PROMPTS, replace(HOW, cache="pages"))
+    rollout.sampler.num_pages = None
+    assert [answer.tokens for answer in answers] == [answer.tokens for answer in alone.answers]
 
 
 def test_an_answer_ends_at_its_first_stop_id_or_at_its_length(alone):

@@ -33,7 +33,7 @@ from tunix.costs.devices import (
     replace_network,
 )
 from tunix.costs.hlo import read_collectives
-from tunix.costs.rollout import USABLE, select_rows
+from tunix.costs.rollout import PAGE, USABLE, select_pages, select_rows
 from tunix.costs.step import derive, find_program
 from tunix.models.flops import flops_per_token, forward_flops_per_token
 from tunix.plan import __main__ as plan
@@ -531,7 +531,7 @@ def test_what_would_make_it_fit(run):
 def test_rollouts_are_counted():
     """Memory is that of the larger of step and rollout; time is that of both. A token reads weights and cache once."""
     words = ["model=qwen3_0_6b", "model.mesh_shape=[[8],[fsdp]]", "task=grpo", "data=gsm8k", "tokenizer.path=x.json"]
-    sizes = ["training.seq_len=1024", "training.global_batch_size=128", "plan.num_compiled=0"]
+    sizes = ["training.seq_len=1024", "training.global_batch_size=128", "plan.num_compiled=0", "sampling.cache=slots"]
 
     def config(*more):
         return compose([*words, *sizes, "sampling.max_new_tokens=512", *more]).config
@@ -564,6 +564,18 @@ def test_rollouts_are_counted():
     cfgs = one.cfg, with_reference.cfg, config("task.kl_coefficient=0.1", "model.lora.rank=8")
     rows = [select_rows(find_program(cfg, one.sizes), round(fits)) for cfg in cfgs]
     assert rows == [128, 96, 128]
+    # Pages: no more than rows can use, with those of a prompt that waits; or what is left of the memory.
+    paged = best("sampling.cache=auto")
+    assert paged.rollout.num_pages == 17 * 1024 // PAGE
+    assert paged.rollout.costs.num_bytes["cache"] == 17 * 1024 * cache_row
+    assert paged.rollout.costs.num_bytes["other cache"] == 0
+    assert least < paged.rollout.costs.bytes_read < one.rollout.costs.bytes_read
+    program, few = find_program(paged.cfg, one.sizes, "gpu"), round((one.rollout_memory - (1 << 30)) / USABLE)
+    rows, num_pages = select_rows(program, few), select_pages(program, 128, few)
+    assert rows == 128
+    assert 17 * 1024 // PAGE // 4 < num_pages < 17 * 1024 // PAGE
+    used = paged.rollout_memory - (17 * 1024 - num_pages * PAGE) * cache_row
+    assert few * USABLE - PAGE * cache_row < used <= few * USABLE
 
 
 def test_a_kind_of_ones_own(run, tmp_path):

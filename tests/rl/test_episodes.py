@@ -101,6 +101,7 @@ def keys(max_new_tokens=100, max_turn_tokens=None) -> Sampling:
         "top_p": None,
         "min_p": None,
         "stop": (),
+        "cache": "auto",
         "cache_dtype": None,
         "guess": 0,
         "guess_by": "prompt_lookup",

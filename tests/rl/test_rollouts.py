@@ -138,8 +138,10 @@ def test_mistakes_of_best(wide, tmp_path, monkeypatch):
 
 
 def test_one_device_draws_and_learns_the_same(wide, tmp_path):
+    """With pages in the place of slots."""
     folder = tmp_path / "run"
-    tunix.train([*TASK, *ONE, "training.max_steps=2", "checkpoint.save_every_steps=null", f"hydra.run.dir={folder}"])
+    words = [*TASK, *ONE, "sampling.cache=pages", "training.max_steps=2", "checkpoint.save_every_steps=null"]
+    tunix.train([*words, f"hydra.run.dir={folder}"])
     assert [each["tokens"] for each in samples(folder)] == [each["tokens"] for each in samples(wide)[:32]]
     for here, there in zip(metrics(folder), metrics(wide), strict=False):
         assert here["reward"] == there["reward"]

@@ -20,5 +20,5 @@ AGENT = [
     *TASK, "task.environment=support.own_environment:Chatty", "task.environment_processes=2",
     f"sampling.stop=[{','.join(string.ascii_letters)}]", "task.max_turns=3", "sampling.max_new_tokens=24",
     "training.seq_len=32", "sampling.max_turn_tokens=6", "evaluation.sampling.max_turn_tokens=6",
-    "optimizer.learning_rate=0.003",
+    "optimizer.learning_rate=0.003", "sampling.cache=pages",
 ]  # fmt: skip

@@ -245,6 +245,8 @@ class Serve(Guessing, ReadModel):
     """Of requests that do not say: draw from the likeliest tokens that together have this probability."""
     min_p: Share | None
     """Of requests that do not say: draw from tokens with this share of the likeliest one's probability."""
+    cache: Literal["auto", "pages", "slots"]
+    """As `sampling.cache` of a run: pages or slots for keys and values; the answers stay the same."""
     cache_dtype: Literal["int8"] | None
     """As `sampling.cache_dtype` of a run: int8 halves the cache of bfloat16 and rounds probabilities."""
     dtype: Literal["float32", "bfloat16"]

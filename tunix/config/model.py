@@ -371,6 +371,19 @@ class Model(Section):
         """Return whether the layer has linear attention."""
         return self.linear_attention is not None and not self.is_global(layer)
 
+    def is_paged(self, layer: int) -> bool:
+        """Return whether pages may hold the cache of the layer (sampling.cache): keys and values of all tokens."""
+        sees_all = self.is_global(layer) or (self.sliding_window is None and self.linear_attention is None)
+        return self.latent is None and sees_all
+
+    def find_page_problem(self) -> str | None:
+        """Return why no layer can have its cache in pages (sampling.cache=pages); None if one can."""
+        if self.latent is not None:
+            return "model.latent keeps latents, and no keys and values of heads"
+        if not any(map(self.is_paged, range(self.num_layers))):
+            return "no layer of the model keeps all tokens: each has a window or linear attention"
+        return None
+
     def is_shared(self, layer: int) -> bool:
         """Return whether the layer takes keys and values of an earlier one."""
         return self.shared_kv is not None and layer >= self.num_layers - self.shared_kv.layers

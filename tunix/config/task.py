@@ -52,6 +52,10 @@ class Decoding(Section):
     """Draw from tokens with at least this share of the likeliest one's probability (arXiv:2407.01082)."""
     stop: tuple[str, ...]
     """Tokens that end an answer, beside those that the model and its chat template name."""
+    cache: Literal["auto", "pages", "slots"]
+    """Where keys and values of earlier tokens are: pages, of which a row has as many as its tokens fill and answers to
+    one prompt share those of the prompt; or slots, as many in each row as the longest row has. auto takes pages on GPUs
+    for which the kernel is compiled, and slots elsewhere. Tokens do not depend on it."""
     cache_dtype: Literal["int8"] | None
     """dtype of the keys and values of earlier tokens: int8, with a scale for each vector, takes half of bfloat16's
     memory and rounds probabilities; null is the dtype of products."""

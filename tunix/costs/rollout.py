@@ -13,6 +13,7 @@ from tunix.config.task import Grpo
 from tunix.costs.communication import count_shard_bytes, find_gathered_dtype, find_shard_shape
 from tunix.costs.step import count_teacher_bytes, estimate_inside_bytes
 from tunix.models.flops import forward_flops_per_token
+from tunix.models.kernels import select_cache
 from tunix.sharding.arrays import bytes_per_device
 from tunix.sharding.mesh import whole_sequences
 from tunix.sharding.mesh_shape import data_shards
@@ -28,11 +29,13 @@ from tunix.training.state import abstract_params
 #     rows        of a data shard: 1, 2, 3, 4, 6, 8, 12, 16, ...; halved at the end of a rollout, when half are enough
 #     slots       of the cache: a power of two, at most twice what the longest row fills, or those of the longest row
 #                 that may be; it grows while rows grow
+#     pages       in the place of slots (sampling.cache=pages): the table of a row has room for as many tokens as slots
 #     tokens      drawn as one loop on the devices, between two looks of the host
 
 SMALLEST_PROMPT = 16  # tokens that a prompt is padded to, and more by powers of two
 PREFILL_TOKENS = 16384  # of prompts that a data shard computes at one time; a longer prompt is computed alone
 SMALLEST_CACHE = 128  # slots; below it, weights are nearly all that is read for a token
+PAGE = 16  # tokens of a page; a row has 8 too many in the mean
 CHUNK = 64  # tokens of a row that are drawn between two looks of the host, at most
 MATRIX_SHARE = 0.25  # of a device's memory: quantized weights that take more of it as matrices stay codes
 FEWEST_ROWS = 8  # of a data shard, that are not halved again: reading the weights is most of the time
@@ -71,6 +74,11 @@ def count_slots(num_tokens: int, max_length: int) -> int:
     """
     slots = max(SMALLEST_CACHE, pad_batch(num_tokens))
     return max_length if slots > 3 * max_length // 4 else slots
+
+
+def count_pages(num_tokens: int) -> int:
+    """Return the pages of so many tokens of a row."""
+    return -(-num_tokens // PAGE)
 
 
 def select_fewer_rows(rows: int, going_on: int) -> int:
@@ -127,6 +135,7 @@ class RolloutPlan:
     max_prompt_length: int
     steps: int  # from one rollout to the next
     rows_at_once: int  # answers that are drawn at one time, over the whole mesh
+    num_pages: int | None  # of a data shard, if the memory bounds them; None: those of slots, or what the rows need
     at_once: int  # rollouts that have caches at one time
     costs: RolloutCosts  # of all these
     reference_bytes: int  # of the model of step 0, which is beside the training state in steps too
@@ -142,13 +151,15 @@ def plan_rollout(program: Program, device_bytes: int | None) -> RolloutPlan:
     num_answers = _count_answers(program, task)
     rows = min(num_answers, select_rows(program, device_bytes) or num_answers)
     at_once = select_rollouts_at_once(program, device_bytes)
-    costs = _derive_costs_of_run(program, rows, device_bytes).with_others(at_once - 1)
+    num_pages = select_pages(program, rows, device_bytes)
+    costs = _derive_costs_of_run(program, rows, device_bytes, num_pages).with_others(at_once - 1)
     max_prompt_length = _find_max_prompt_length(program.cfg)
     return RolloutPlan(
         cycle.samples,
         max_prompt_length,
         cycle.steps,
         rows,
+        num_pages,
         at_once,
         costs,
         count_reference_bytes(program),
@@ -212,6 +223,7 @@ def select_rows(program: Program, device_bytes: int | None) -> int | None:
 
     task.rollout_rows=auto takes all answers of a rollout, or fewer, so that their rows of the cache fit into
     `device_bytes` beside the training state, the reference and the teacher. One row on each data shard is the least.
+    With pages there is room for a quarter of each row: few answers are as long as they may be, and all at one time.
     """
     task = program.cfg.task
     assert isinstance(task, Grpo)
@@ -222,10 +234,51 @@ def select_rows(program: Program, device_bytes: int | None) -> int | None:
     free = _count_free_bytes(program, task, device_bytes)
     shards = data_shards(whole_sequences(find_rollout_mesh(program)).shape)
     count = pad_rows(math.ceil(_count_answers(program, task) / shards))
+
+    def fits(count: int) -> bool:
+        if rollout_has_pages(program):
+            most = count_pages(_find_max_length(program.cfg))
+            return _count_fitting_pages(program, count, device_bytes, free) >= max(2 * most, PAGE_SHARE * count * most)
+        return _derive_costs_of_run(program, count * shards, device_bytes).memory <= free
+
     # The sizes of `pad_rows` are tried: 16, 12, 8, 6, 4, 2, 1.
-    while count > 1 and _derive_costs_of_run(program, count * shards, device_bytes).memory > free:
+    while count > 1 and not fits(count):
         count = pad_rows(count * 2 // 3)
     return count * shards
+
+
+PAGE_SHARE = 0.25  # pages of a row, of those that it needs when it is as long as it may be
+
+
+def rollout_has_pages(program: Program) -> bool:
+    """Return whether rollouts of a run have pages (sampling.cache)."""
+    cfg, device = program.cfg, program.abstract_mesh.abstract_device
+    return select_cache(cfg.sampling.cache, cfg.model, program.layout.compute, device, program.platform) == "pages"
+
+
+def select_pages(program: Program, rows: int | None, device_bytes: int | None) -> int | None:
+    """Return the pages of a data shard of a run with task=grpo, for so many answers at one time over the whole mesh.
+
+    They take the memory that is left, as far as rows can use them. None: nothing bounds them, or there are slots.
+    """
+    task = program.cfg.task
+    assert isinstance(task, Grpo)
+    if rows is None or device_bytes is None or not rollout_has_pages(program):
+        return None
+    if select_rollouts_at_once(program, device_bytes) > 1:  # all of their rows fit with all of their tokens
+        return None
+    shards = data_shards(whole_sequences(find_rollout_mesh(program)).shape)
+    count, most = pad_rows(math.ceil(rows / shards)), count_pages(_find_max_length(program.cfg))
+    fitting = _count_fitting_pages(program, count, device_bytes, _count_free_bytes(program, task, device_bytes))
+    return max(2 * most, min(fitting, (count + 1) * most))
+
+
+def _count_fitting_pages(program: Program, rows: int, device_bytes: int, free: float) -> int:
+    """Return how many pages fit into the free bytes of a device, beside what else so many rows of it need."""
+    mesh = whole_sequences(find_rollout_mesh(program))
+    others = _derive_costs_of_run(program, rows * data_shards(mesh.shape), device_bytes, num_pages=0).memory
+    of_page = _count_cache_bytes(program, mesh, PAGE, program.cfg.sampling.cache_dtype, paged=True)
+    return max(0, int((free - others) // of_page))
 
 
 def select_rollouts_at_once(program: Program, device_bytes: int | None) -> int:
@@ -265,14 +318,25 @@ def _find_max_prompt_length(cfg: Config) -> int:
     return cfg.training.seq_len - cfg.sampling.max_new_tokens
 
 
-def _derive_costs_of_run(program: Program, rows: int, device_bytes: int | None) -> RolloutCosts:
-    """Return the costs of a rollout of a run, of which so many answers are drawn at one time over the whole mesh."""
+def _find_max_length(cfg: Config) -> int:
+    """Return the tokens of a row at most: prompts are filled up."""
+    return pad_prompt(_find_max_prompt_length(cfg)) + cfg.sampling.max_new_tokens
+
+
+def _derive_costs_of_run(
+    program: Program, rows: int, device_bytes: int | None, num_pages: int | None = None
+) -> RolloutCosts:
+    """Return the costs of a rollout of a run, of which so many answers are drawn at one time over the whole mesh.
+
+    `num_pages` bounds the pages of a data shard, if there are pages.
+    """
     cfg = program.cfg
     assert isinstance(cfg.task, Grpo)
     prompts = cfg.task.cycle(program.batch.num_sequences).samples
     sizes = cfg.task.group_size, _find_max_prompt_length(cfg), cfg.sampling.max_new_tokens
-    kept = cfg.sampling.cache_dtype, cfg.sampling.by_mtp
-    return derive_rollout_costs(program, rows, prompts, *sizes, device_bytes, find_rollout_mesh(program), *kept)
+    where = device_bytes, find_rollout_mesh(program), cfg.sampling.cache_dtype
+    kept = cfg.sampling.by_mtp, rollout_has_pages(program)
+    return derive_rollout_costs(program, rows, prompts, *sizes, *where, *kept, num_pages=num_pages)
 
 
 def derive_rollout_costs(
@@ -286,12 +350,15 @@ def derive_rollout_costs(
     mesh: Mesh | AbstractMesh | None = None,
     cache_dtype: str | None = None,
     by_mtp: bool = False,
+    has_pages: bool = False,
+    num_pages: int | None = None,
 ) -> RolloutCosts:
     """Return the costs of answers to `num_prompts` prompts, of which `rows_at_once` are drawn at one time.
 
     Prompts have at most `max_prompt_length` tokens. `device_bytes` is the memory of a device, if it is known: it
     decides in which form quantized weights are used. They are drawn on `mesh`, or else on that of the program.
-    `cache_dtype` is that of sampling.cache_dtype; `by_mtp` says that the layer of model.mtp guesses.
+    `cache_dtype` is that of sampling.cache_dtype; `by_mtp` says that the layer of model.mtp guesses. With pages,
+    `num_pages` bounds those of a data shard.
     """
     mesh, layout = whole_sequences(mesh or program.mesh), program.layout.for_generation()
     shards = data_shards(mesh.shape)
@@ -303,18 +370,27 @@ def derive_rollout_costs(
     begun = min(math.ceil(num_prompts / shards), math.ceil(rows / answers_per_prompt) + 1)
     prompts = min(count_prefill_prompts(max_prompt_length), pad_batch(begun))
     slots = _list_slots(length, max_length)
-    of_row = [_count_cache_bytes(program, mesh, num_slots, cache_dtype, by_mtp) for num_slots in slots]
+    paged = False if has_pages else None
+    of_row = [_count_cache_bytes(program, mesh, num_slots, cache_dtype, by_mtp, paged) for num_slots in slots]
+    of_page = _count_cache_bytes(program, mesh, PAGE, cache_dtype, paged=True) if has_pages else 0
+    entries = _count_cache_bytes(program, mesh, slots[0], cache_dtype, by_mtp)
+    # Pages without a bound grow as slots do; a prompt that is to have more answers may have pages that no row has.
+    spare = pad_batch(count_pages(max_prompt_length)) if answers_per_prompt > 1 else 0
+    growing = [rows * count_pages(each) + spare for each in slots] if num_pages is None else [num_pages]
     vocab = program.cfg.model.vocab_size
     local_vocab = find_shard_shape((vocab,), layout.activation("V"), mesh)[0]
     parts = {
         "gathered weights": _count_weight_bytes(program, mesh, device_bytes),
-        "cache": rows * of_row[-1],
+        "cache": rows * of_row[-1] + growing[-1] * of_page,
         # While a cache grows, or is cut to half of its rows, the old one and the new one are there.
-        "other cache": rows * max([*of_row[-2:-1], of_row[-1] // 2 if select_fewer_rows(rows, 0) < rows else 0]),
+        "other cache": max(
+            rows * max([*of_row[-2:-1], of_row[-1] // 2 if select_fewer_rows(rows, 0) < rows else 0]),
+            sum(growing[-2:-1]) * of_page,
+        ),
         # float32: the device's part of the vocabulary, and the whole rows that it draws from, with their exponentials.
         "logits": 4 * max(rows, prompts) * (local_vocab + 2 * vocab),
         # Prompts at work, and the entries of the cache that they leave for the answers to them.
-        "prompts": prompts * (estimate_inside_bytes(program.cfg, layout, mesh, length) + of_row[0]),
+        "prompts": prompts * (estimate_inside_bytes(program.cfg, layout, mesh, length) + entries),
     }
     every_token = parts["gathered weights"] + parts["logits"]
     # Each token reads all weights, and the cache of all rows. The cache grows while the first rows do, and stays so.
@@ -322,6 +398,10 @@ def derive_rollout_costs(
     first_rows = sum(count * size for count, size in zip(tokens_at, of_row, strict=True)) * rows
     rounds = max(1, answers / rows)  # that so many answers take, one after the other
     later_rows = (rounds - 1) * max_new_tokens * of_row[-1] * rows
+    if has_pages:  # of each row those are read that it has; as many rows are at work as have some
+        mean = count_pages(length + max_new_tokens // 2)
+        rounds = max(1, answers / min(rows, max(1, growing[-1] / mean)))
+        later_rows += answers * max_new_tokens * mean * of_page
     bytes_read = rounds * max_new_tokens * every_token + first_rows + later_rows
     tokens = num_prompts / shards * length + answers * max_new_tokens
     model = program.cfg.model
@@ -349,11 +429,13 @@ def _count_cache_bytes(
     num_slots: int,
     cache_dtype: str | None = None,
     by_mtp: bool = False,
+    paged: bool | None = None,
 ) -> int:
     """Return the bytes of keys and values of one row, or of their latents; of 8 bits, with their scales.
 
     A local layer has as many slots as its window. A layer of linear attention has a memory of fixed size. The layer of
-    model.mtp has slots where it guesses, and the state that it takes next.
+    model.mtp has slots where it guesses, and the state that it takes next. `paged` True counts only the layers that may
+    have pages, and False the others.
     """
     model, layout = program.cfg.model, program.layout
     compute = jnp.dtype(layout.compute).itemsize
@@ -364,9 +446,11 @@ def _count_cache_bytes(
         for heads, layers in each.head_kinds.items():
             local_heads = find_shard_shape((heads.num_kv_heads,), layout.activation(heads.dim_names[0]), mesh)[0]
             vectors = [heads.dim] * (2 * local_heads) if each.latent is None else [each.latent.dim, each.num_rotated]
-            slots = sum(windows[layer] for layer in layers if not each.is_shared(layer))
-            num_bytes += slots * sum(size * item + scale for size in vectors)
-    num_linear = sum(model.is_linear(layer) for layer in range(model.num_layers))
+            counted = [layer for layer in layers if not each.is_shared(layer)]
+            if paged is not None:
+                counted = [layer for layer in counted if (each is model and model.is_paged(layer)) == paged]
+            num_bytes += sum(windows[layer] for layer in counted) * sum(size * item + scale for size in vectors)
+    num_linear = 0 if paged else sum(model.is_linear(layer) for layer in range(model.num_layers))
     return num_bytes + num_linear * _count_memory_bytes(program, mesh) if num_linear else num_bytes
 
 

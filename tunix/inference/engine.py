@@ -12,6 +12,9 @@ rows do. Noise depends on the seed, the number of the answer and the number of t
 on its own prompt and observations alone: not on the number of rows, on when it was admitted, on its neighbours, or on
 the mesh.
 
+With pages (`page_pool.py`) a row that gets none now waits with what it has: its answer begins, or goes on, when others
+have ended.
+
 The host knows for each row how many tokens it has, and what they are. On the devices is the cache alone. With several
 processes each calls the engine with the same arguments, and all decide the same.
 """
@@ -26,6 +29,7 @@ import numpy as np
 
 from tunix.costs.rollout import (
     CHUNK,
+    count_pages,
     count_prefill_prompts,
     count_slots,
     pad_batch,
@@ -34,8 +38,9 @@ from tunix.costs.rollout import (
     pad_rows,
     select_fewer_rows,
 )
+from tunix.inference.cache_rows import Cache, Pages, list_slots
 from tunix.inference.gathered import Gathered
-from tunix.inference.kv_cache import Cache
+from tunix.inference.page_pool import PagePool, extend_rows, make_table
 from tunix.inference.programs import NO_TOKEN, Drawing, Extension, Extent, Placement, Programs
 from tunix.inference.sampling import RowChoices, Sampling
 from tunix.models.vision import Images
@@ -108,6 +113,7 @@ class _Prompt:
     images: Images | None = None  # without a dimension of rows
     entries: Any = None  # (logits, entries) of the batch that it was computed in
     source: int = 0  # its row there, on its shard
+    pages: tuple[int, ...] | None = None  # that its answers share; () before the first, None where there is one alone
 
     @property
     def num_slots(self) -> int:
@@ -153,8 +159,11 @@ class Engine:
         max_length: int,
         max_rows: int | None,
         fixed_shapes: bool = False,
+        num_pages: int | None = None,
     ):
         """`max_rows` bounds the rows over the whole mesh; None: as many as there are answers.
+
+        `num_pages` bounds the pages of a data shard, where the cache has pages; None: what the rows need.
 
         With `fixed_shapes`, which needs `max_rows`, the shapes of all programs follow from the length of a row's own
         tokens. Programs of other shapes round in another way. So the log-probabilities of a row are the same to the
@@ -172,6 +181,8 @@ class Engine:
         self.max_rows = None if max_rows is None else max(1, max_rows // self.num_shards)  # of a data shard
         self.fixed_rows = -(-(max_rows or 0) // self.num_shards) if fixed_shapes else None  # of a data shard
         self.cache: Cache | None = None
+        self.paged = programs.find_paged(sampling)
+        self.pools = [PagePool(max_length, num_pages) for _ in range(self.num_shards)] if any(self.paged) else []
         self.num_rows = self.num_slots = 0  # rows of a data shard, and slots of a layer without a window
         self.rows: dict[int, _Row] = {}
         self.waiting: deque[_Prompt] = deque()  # not computed yet
@@ -214,7 +225,9 @@ class Engine:
 
     def release(self, number: int) -> None:
         """Give up a row, whatever it does."""
-        del self.rows[number]
+        row = self.rows.pop(number)
+        if self.pools:
+            self.pools[row.shard].release(number)
 
     def peek(self, number: int) -> Answer | None:
         """Return what a row has drawn so far in its turn; None of an answer that waits for a row."""
@@ -235,8 +248,11 @@ class Engine:
     # Rows of the cache.
 
     def _count_waiting(self) -> int:
-        prompts = [*self.waiting, *(prompt for shard in self.computed for prompt in shard)]
-        return sum(len(prompt.numbers) for prompt in prompts)
+        return sum(len(prompt.numbers) for prompt in self._list_prompts())
+
+    def _list_prompts(self) -> list[_Prompt]:
+        """Return the prompts with answers that wait for rows."""
+        return [*self.waiting, *(prompt for shard in self.computed for prompt in shard)]
 
     def _list_free(self, shard: int) -> list[int]:
         """Return the places without a row on a data shard."""
@@ -264,22 +280,51 @@ class Engine:
         """Give the cache `num_rows` rows on each data shard, and slots for rows of `length` tokens."""
         length = length if self.fixed_rows is None else self.max_length
         num_slots = max(self.num_slots, count_slots(length, self.max_length))
+        self._add_pages(num_rows * count_pages(num_slots) + self._count_spare_pages())
         if (num_rows, num_slots) == (self.num_rows, self.num_slots):
             return
-        if self.cache is not None:
+        windows = self._list_windows(num_slots)
+        if self.cache is not None and (num_rows != self.num_rows or windows != self._list_windows(self.num_slots)):
             # Rows keep their data shard, so that no cache travels. Where the number of rows stays, so do their places.
             index = np.full((self.num_shards, num_rows), self.num_rows, np.int32)
             free = [deque(range(num_rows)) for _ in range(self.num_shards)]
             for row in self.rows.values():
                 place = row.place if num_rows >= self.num_rows else free[row.shard].popleft()
                 index[row.shard, place], row.place = row.place, place
-            windows = tuple(self._list_windows(num_slots))
-            self.cache = self.programs.resize(self.cache, self._to_devices(index.reshape(-1)), windows)
+            # Pages are no row's, and stay as they are.
+            slots: Cache = [() if isinstance(kept, Pages) else kept for kept in self.cache]
+            resized = self.programs.resize(slots, self._to_devices(index.reshape(-1)), windows)
+            self.cache = [new or kept for new, kept in zip(resized, self.cache, strict=True)]
         self.num_rows, self.num_slots = num_rows, num_slots
 
-    def _list_windows(self, num_slots: int) -> list[int]:
+    def _list_windows(self, num_slots: int) -> tuple[int, ...]:
+        """Return the slots of a row in each layer; 0 where it has pages."""
         windows = self.programs.arch.model.list_windows(num_slots)
-        return [*windows, num_slots, 0] if self.sampling.by_mtp else windows  # a state beside the slots
+        windows = [*windows, num_slots, 0] if self.sampling.by_mtp else windows  # a state beside the slots
+        return tuple(0 if has_pages else window for has_pages, window in zip(self.paged, windows, strict=True))
+
+    def _count_spare_pages(self) -> int:
+        """Return the pages of a prompt that is to have more answers, if it may have pages that no row has."""
+        if self.fixed_rows is not None:
+            return count_pages(self.max_length)
+        lengths = [len(each.tokens) for each in self._list_prompts() if each.pages or len(each.numbers) > 1]
+        return pad_batch(count_pages(max(lengths))) if lengths else 0
+
+    def _add_pages(self, num_pages: int) -> None:
+        """Let each data shard have so many pages, if nothing bounds them."""
+        if not self.pools or self.pools[0].is_bounded or num_pages <= self.pools[0].num_pages:
+            return
+        for pool in self.pools:
+            pool.grow(num_pages)
+        if self.cache is not None:
+            pages = iter(self.programs.add_pages([kept for kept in self.cache if isinstance(kept, Pages)], num_pages))
+            self.cache = [next(pages) if isinstance(kept, Pages) else kept for kept in self.cache]
+
+    def _make_table(self, rows: dict[tuple[int, int], int], shape: tuple[int, int]) -> jax.Array | None:
+        """Return the pages of rows at places [shard, row] on the devices; None without pages."""
+        if not self.pools:
+            return None
+        return self._to_devices(make_table(self.pools, rows, (*shape, count_pages(self.num_slots)), {}))
 
     def _count_at_once(self, length: int, num_slots: int = 0) -> int:
         """Return how many prompts or observations of a padded length a data shard computes at one time, at most.
@@ -342,11 +387,13 @@ class Engine:
         images = self._gather_images(chosen, tokens.shape, num_slots)
         computed = self.programs.prefill(self.weights, *inputs, reach, images, cache_dtype=dtype, with_mtp=with_mtp)
         if self.cache is None:
-            windows = tuple(self._list_windows(self.num_slots))
-            self.cache = self.programs.make_cache(computed[1], self.num_shards * self.num_rows, windows)
+            sizes = self.num_shards * self.num_rows, self._list_windows(self.num_slots)
+            num_pages = sum(pool.num_pages for pool in self.pools)
+            self.cache = self.programs.make_cache(computed[1], *sizes, self.paged, num_pages)
         for shard, prompts in enumerate(chosen):
             for place, prompt in enumerate(prompts):
                 prompt.entries, prompt.source = computed, place
+                prompt.pages = () if len(prompt.numbers) > 1 else None
             self.computed[shard] += prompts
         return True
 
@@ -405,12 +452,18 @@ class Engine:
     def _place(self, computed: tuple[jax.Array, Cache], batch: list[list[_Prompt]], free: list[list[int]]) -> None:
         """Give rows to answers of prompts that were computed together, and draw their first tokens."""
         begun: list[list[tuple[_Row, int]]] = [[] for _ in range(self.num_shards)]  # with the row of the prompt
+        written: dict[int, int] = {}  # pages of a row's table, by its number, that stand there already
         for shard, prompts in enumerate(batch):
             for prompt in prompts:
                 while prompt.numbers and free[shard]:
+                    if self.pools and not self._begin_pages(shard, prompt, written):
+                        free[shard].clear()  # those behind it wait too
+                        break
                     where = prompt.numbers.popleft(), shard, free[shard].pop(0)
                     row = _Row(*where, len(prompt.tokens), prompt.limit, list(prompt.tokens), self._find_shift(prompt))
                     begun[shard].append((row, prompt.source))
+                if self.pools and prompt.pages and not prompt.numbers:
+                    self.pools[shard].give_back(prompt.pages)
             self.computed[shard] = [prompt for prompt in self.computed[shard] if prompt.numbers]
         if not any(begun):  # the rows that were free have been taken by prompts of another batch
             return
@@ -421,7 +474,12 @@ class Engine:
         for shard, each in enumerate(begun):
             for index, (row, at) in enumerate(each):
                 source[shard, index], rows[shard, index], number[shard, index] = at, row.place, row.number
-        answers = Placement(*(self._to_devices(each.reshape(-1)) for each in (source, rows, number)))
+        places = {(shard, n): row.number for shard, each in enumerate(begun) for n, (row, _) in enumerate(each)}
+        size = self.num_shards, count, count_pages(max(list_slots(computed[1])))
+        pages = self._to_devices(make_table(self.pools, places, size, written)) if self.pools else None
+        answers = Placement(*(self._to_devices(each.reshape(-1)) for each in (source, rows, number)))._replace(
+            pages=pages
+        )
         self.cache, sampled = self.programs.place(self.cache, computed, answers, self.key, sampling=self.sampling)
         on_host = [np.asarray(each).reshape(self.num_shards, count) for each in sampled]
         for shard, each in enumerate(begun):
@@ -430,15 +488,25 @@ class Engine:
                 self.rows[row.number] = row
                 row.take((values[shard, index : index + 1] for values in on_host), self.stop)
 
+    def _begin_pages(self, shard: int, prompt: _Prompt, written: dict[int, int]) -> bool:
+        """Give the next answer to a prompt its pages; return whether it has them."""
+        shared = self.pools[shard].begin(prompt.numbers[0], len(prompt.tokens), prompt.pages)
+        if shared is None:
+            return False
+        written[prompt.numbers[0]] = len(prompt.pages or ())
+        prompt.pages = None if prompt.pages is None else shared
+        return True
+
     # Observations.
 
     def _extend_rows(self) -> None:
         """Give rows the tokens that are to follow their turns, and draw the token behind them."""
-        extending = [row for row in self.rows.values() if row.observation is not None]
+        held = self.rows.items()
+        ends = {number: row.length + 1 + len(row.observation) for number, row in held if row.observation is not None}
+        if ends:
+            self._resize(self.num_rows, max(ends.values()) + 1)
+        extending = [self.rows[number] for number in extend_rows(self.pools, ends)]
         extending.sort(key=lambda row: len(row.observation or ()))
-        if extending:
-            end = max(row.length + 1 + len(row.observation or ()) for row in extending)
-            self._resize(self.num_rows, end + 1)
         while extending:
             by_shard: list[list[_Row]] = [[] for _ in range(self.num_shards)]
             later, longest = [], 0
@@ -468,7 +536,11 @@ class Engine:
                 tokens[at][: len(text)], count[at], rows[at] = text, len(text), row.place
                 start[at], number[at], drawn[at], shift[at] = row.length, row.number, row.drawn, row.shift
         inputs = (rows, tokens, start, count, number, drawn, shift)
-        more = Extension(*(self._to_devices(each.reshape(-1, *each.shape[2:])) for each in inputs))
+        places = {(shard, n): row.number for shard, each in enumerate(by_shard) for n, row in enumerate(each)}
+        table = self._make_table(places, shape)
+        more = Extension(*(self._to_devices(each.reshape(-1, *each.shape[2:])) for each in inputs))._replace(
+            table=table
+        )
         self.cache, sampled = self.programs.extend(
             self.weights, self.cache, more, self.key, np.int32(self.max_length), sampling=self.sampling
         )
@@ -489,16 +561,20 @@ class Engine:
             return
         guess = self.sampling.guess
         steps = min(self.chunk, max(row.limit - row.drawn for row in working))
-        longest = max(row.length + min(steps + guess, row.limit - row.drawn) for row in working)
-        self._resize(self.num_rows, longest)
+        ends = {row.number: row.length + min(steps + guess, row.limit - row.drawn) for row in working}
+        self._resize(self.num_rows, max(ends.values()))
+        working = [self.rows[number] for number in extend_rows(self.pools, ends)]
+        if not working:
+            return
         shape = self.num_shards, self.num_rows
-        fields = {name: np.zeros(shape, np.int32) for name in Drawing._fields}
+        fields = {name: np.zeros(shape, np.int32) for name in Drawing._fields if name != "table"}
         for row in working:
             at = row.shard, row.place
             fields["token"][at], fields["length"][at], fields["number"][at] = row.newest, row.length, row.number
             fields["drawn"][at], fields["limit"][at], fields["working"][at] = row.drawn, row.limit, 1
             fields["shift"][at] = row.shift
-        rows = Drawing(**{name: self._to_devices(values.reshape(-1)) for name, values in fields.items()})
+        table = self._make_table({(row.shard, row.place): row.number for row in working}, shape)
+        rows = Drawing(**{name: self._to_devices(values.reshape(-1)) for name, values in fields.items()}, table=table)
         # It returns when an eighth of the rows have ended, so that others take them.
         fewest = len(working) - max(1, len(working) // 8) + 1
         extent = Extent(np.int32(steps), np.int32(fewest), np.int32(self.max_length), self.stop_ids)

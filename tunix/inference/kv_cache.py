@@ -13,6 +13,10 @@ shards, heads are split like those of the model. A layer of linear attention has
 does not grow. A layer that takes keys and values of an earlier one has no arrays: it looks into the slots of that
 layer. Behind the layers stand the slots of `model.mtp` and a `LastState`, where rows guess by that layer.
 
+In place of slots, the layers that see all tokens may have pages (sampling.cache=pages): `Pages` holds arrays
+[P, K, S, H] of P pages with S slots each, and a table [B, W] says which pages a row has (page_pool.py). Token i of a
+row stands in slot i % S of page i // S of its table.
+
 Tokens at work have heads behind times, [B, T, K, H]. The cache has them before the slots, because products of matrices
 take one head at a time. Otherwise XLA keeps a copy of the whole cache in that order beside it for the loop over tokens.
 
@@ -24,32 +28,32 @@ Passes through the model:
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import reshard
 
+from tunix.inference.cache_rows import (
+    SLOTS,
+    Cache,
+    LastState,
+    Pages,
+    list_slots,
+    on_shards,
+    set_rows,
+    split_mtp,
+    take_rows,
+)
 from tunix.inference.gathered import Gathered
-from tunix.models.attention import Scaled, attend_to_cache, compute_attention
+from tunix.inference.page_pool import NO_PAGE
+from tunix.models.attention import FEW_QUERIES, Scaled, attend_to_cache, compute_attention
 from tunix.models.attention_mask import row_mask_rule
 from tunix.models.block import Forward, Layer, Mix, Rows
-from tunix.models.kernels import has_product_library
-from tunix.models.linear_attention import Memory
+from tunix.models.kernels import branches_are_cheap, has_product_library
 from tunix.models.transformer import Transformer
 from tunix.models.vision import Images
 
-
-class LastState(NamedTuple):
-    """What the layer of `model.mtp` takes next of a row: the state behind the final norm of its last token, [B, D]."""
-
-    hidden: jax.Array
-
-
-Cache = list[tuple[jax.Array, ...] | Memory | LastState]
-
-FIXED = (Memory, LastState)  # they have no slots
-SLOTS = -2  # the dimension of the slots, in each array of a cache
 SMALLEST_SCALE = 1e-30  # of a vector of 8 bits: one of zeros has the codes 0
 
 
@@ -106,6 +110,7 @@ def run_behind(
     start: jax.Array,
     reach: jax.Array,
     shift: jax.Array,
+    table: jax.Array | None = None,
 ) -> tuple[jax.Array, Callable[[jax.Array], Cache]]:
     """Return the hidden states [A, C, D] of more tokens of some rows, and the function that gives the cache with the
     first so many [A] of them.
@@ -115,10 +120,11 @@ def run_behind(
         tokens: [A, C] int32, which stand behind the `start` [A] tokens that the rows have.
         reach: int32 scalar, number of tokens of the longest row when it ends.
         shift: [A] int32, what their positions have beside their times, behind images (`Vision.shift_positions`).
+        table: [A, W] int32, the pages of the rows, if the cache has pages.
     """
     num_layers = model.cfg.num_layers
-    mix_of, positions = _mix_behind(model, cache[:num_layers], rows, tokens, start, shift)
-    forward = Forward(mix_of, max(list_slots(cache)), reach=reach)
+    mix_of, positions = _mix_behind(model, cache[:num_layers], rows, tokens, start, shift, table)
+    forward = Forward(mix_of, max(list_slots(cache, table)), reach=reach)
     hidden, writes = _run_blocks(model, weights, tokens, positions, forward)
 
     def write(count: jax.Array) -> Cache:
@@ -133,7 +139,7 @@ def run_behind(
         states = jnp.concatenate([first, hidden[:, :-1]], axis=1)
         _, write_slots = run_mtp_behind(model, weights, kept, rows, states, tokens, start - 1, reach, shift)
         newest = LastState(jnp.where(count[:, None] > 0, _take_last(hidden, count)[:, 0], state))
-        return [*after, write_slots(count), newest if rows is None else _set_rows(last, newest, rows)]
+        return [*after, write_slots(count), newest if rows is None else set_rows(last, newest, rows)]
 
     return hidden, write
 
@@ -171,7 +177,13 @@ def _run_mtp(
 
 
 def _mix_behind(
-    model: Transformer, cache: Cache, rows: jax.Array | None, tokens: jax.Array, start: jax.Array, shift: jax.Array
+    model: Transformer,
+    cache: Cache,
+    rows: jax.Array | None,
+    tokens: jax.Array,
+    start: jax.Array,
+    shift: jax.Array,
+    table: jax.Array | None = None,
 ) -> tuple[Callable[[Layer, None], Mix], jax.Array]:
     """Return how tokens [A, C] behind those of some rows look at the cache and at one another, and their positions.
 
@@ -184,6 +196,10 @@ def _mix_behind(
     def mix_of(layer: Layer, _: None) -> Mix:
         def cache_attention(q, new, heads):
             kept = cache[layer.number]
+            if isinstance(kept, Pages):
+                # A token that does not count takes the slot of a later one, which is written again before it is seen.
+                out, kept = _look_into_pages(model, q, new, heads, kept, table, times)
+                return out, lambda count: kept
             size = kept[0].shape[SLOTS]
             new = _pack(new, kept)
             # New tokens may take the slots of tokens that others of them see. So they look at the old slots and at one
@@ -205,7 +221,7 @@ def _mix_behind(
 
             def write(count):
                 _, after = recurrence.extend(memory, count)
-                return after if rows is None else _set_rows(kept, after, rows)
+                return after if rows is None else set_rows(kept, after, rows)
 
             return recurrence.extend(memory, jnp.full_like(start, tokens.shape[1]))[0], write
 
@@ -223,11 +239,12 @@ def decode(
     working: jax.Array,
     reach: jax.Array,
     shift: jax.Array,
+    table: jax.Array | None = None,
 ) -> tuple[jax.Array, Cache]:
     """Return the logits [B, V] after one more token [B] int32 of each row, and the cache with it.
 
     A row has `length` [B] tokens before it. The cache of a row that is not `working`, [B] bool, stays as it is; its
-    logits mean nothing. `reach` and `shift` [B] are those of `run_behind`.
+    logits mean nothing. `reach`, `shift` [B] and `table` [B, W] are those of `run_behind`.
     """
     time = length[:, None]  # [B, 1]
 
@@ -235,6 +252,8 @@ def decode(
         def cache_attention(q, new, heads):
             # The token is written before it looks: what stood in its slot has left the window.
             kept = cache[layer.number]
+            if isinstance(kept, Pages):
+                return _look_into_pages(model, q, new, heads, kept, table, jnp.where(working[:, None], time, -1))
             size = kept[0].shape[SLOTS]
             kept = _write(kept, _pack(new, kept), None, jnp.where(working[:, None], time % size, size))
             visible = _find_visible(model, layer, time, _list_times(length + 1, size))
@@ -244,14 +263,14 @@ def decode(
         def recur(recurrence):
             memory = cache[layer.number]
             out, after = recurrence.step(memory)
-            return out, _on_shards(
+            return out, on_shards(
                 lambda old, new, working: jnp.where(working.reshape(-1, *[1] * (old.ndim - 1)), new, old),
                 memory, after, working,
             )  # fmt: skip
 
         return Mix(cache_attention, recur)
 
-    forward = Forward(mix_of, max(list_slots(cache)), reach=reach)
+    forward = Forward(mix_of, max(list_slots(cache, table)), reach=reach)
     hidden, cache = _run_blocks(model, weights, token[:, None], time + shift[:, None], forward)
     return model.logits(model.tables(), hidden)[:, 0], cache
 
@@ -274,7 +293,7 @@ def compute_last_logits(model: Transformer, hidden: jax.Array, count: jax.Array)
 
 def _take_last(hidden: jax.Array, count: jax.Array) -> jax.Array:
     """Return the hidden states [B, 1, D] of the last of `count` [B] tokens."""
-    return _on_shards(lambda x, count: jnp.take_along_axis(x, count[:, None, None] - 1, axis=1), hidden, count)
+    return on_shards(lambda x, count: jnp.take_along_axis(x, count[:, None, None] - 1, axis=1), hidden, count)
 
 
 # Which slots a token sees, and where it goes.
@@ -335,6 +354,48 @@ def _look_at_parts(
     return (out, total) if "with_sums" in options else out
 
 
+# Pages.
+
+
+def _look_into_pages(
+    model: Transformer,
+    q: jax.Array,
+    new: tuple[jax.Array, ...],
+    heads: Any,
+    kept: Pages,
+    table: jax.Array | None,
+    times: jax.Array,
+) -> tuple[Any, Pages]:
+    """Return the results of queries [A, C, N, H] at `times` [A, C], and the pages of a layer with these tokens.
+
+    They are written before they look. One without a page, or with the time -1, is left out.
+    """
+    assert table is not None
+    options, num_slots = model.cfg.attention_options, kept.arrays[0].shape[SLOTS]
+
+    def find_page(table: jax.Array, times: jax.Array) -> jax.Array:
+        page = jnp.take_along_axis(table, times // num_slots, axis=1, mode="fill", fill_value=NO_PAGE)
+        return jnp.where(times < 0, NO_PAGE, page)
+
+    page = on_shards(find_page, table, times)
+    kept = Pages(_write(kept.arrays, _pack(new, kept.arrays), page, times % num_slots))
+    if q.shape[1] <= FEW_QUERIES and not branches_are_cheap():  # a GPU
+        from tunix.models.paged_attention import attend_to_pages  # imports Pallas
+
+        k, v = _unpack(kept.arrays, q.dtype)
+        return attend_to_pages(q, k, v, table, times, model.layout, options, heads.kv_dim_name), kept
+    entries = tuple(map(_swap_heads, on_shards(_gather_pages, kept.arrays, table)))
+    visible = times[:, :, None] >= jnp.arange(entries[0].shape[1])
+    return heads.look_back(q, _unpack(entries, q.dtype), _look_at(model, heads, visible, options)), kept
+
+
+def _gather_pages(x: jax.Array, table: jax.Array) -> jax.Array:
+    """Return the pages [P, K, S, H] of a table [A, W] as slots of its rows: [A, K, W S, H]."""
+    num_heads = x.shape[1]
+    index = jnp.minimum(table, len(x) - 1)[:, None] * num_heads + jnp.arange(num_heads)[:, None]  # [A, K, W]
+    return x.reshape(-1, *x.shape[2:])[index].reshape(len(table), num_heads, -1, x.shape[3])
+
+
 # Entries of 8 bits (sampling.cache_dtype=int8): codes, then the scales of all codes. Each vector has a scale of its
 # own, its largest number / 127, so a token changes nothing of those before it.
 
@@ -380,16 +441,19 @@ def _write(
 ) -> tuple[jax.Array, ...]:
     """Return arrays of a cache with new tokens [A, C, ...] in the slots [A, C] of some rows [A], or of all (None).
 
+    Tokens of one row may go into several rows of the cache, as pages are: then `rows` are [A, C].
+
     A token whose slot or row is behind the last one is left out.
     """
 
     # One scatter. Inside a loop over tokens, XLA writes it in place.
     def write(old, new, slots, rows=None):
         rows = jnp.arange(old.shape[0]) if rows is None else rows
-        return old.at[rows[:, None], ..., slots, :].set(new.astype(old.dtype), mode="drop")
+        rows = rows[:, None] if rows.ndim == 1 else rows
+        return old.at[rows, ..., slots, :].set(new.astype(old.dtype), mode="drop")
 
     others = (slots,) if rows is None else (slots, rows)
-    return tuple(_on_shards(write, old, each, *others) for old, each in zip(kept, new, strict=True))
+    return tuple(on_shards(write, old, each, *others) for old, each in zip(kept, new, strict=True))
 
 
 def _swap_heads(x: jax.Array) -> jax.Array:
@@ -412,108 +476,4 @@ def _to_slots(x: jax.Array, count: jax.Array, size: int) -> jax.Array:
         index = jnp.maximum(_list_times(count, size), 0)
         return jnp.take_along_axis(x, index.reshape(len(x), *[1] * (x.ndim - 3), size, 1), axis=SLOTS)
 
-    return _on_shards(take, x, count)
-
-
-# Rows of a cache.
-
-
-def place_rows(cache: Cache, entries: Cache, source: jax.Array, rows: jax.Array) -> Cache:
-    """Return the cache with the rows `source` [R] of `entries` (of `prefill`) in its rows `rows` [R].
-
-    Both count on their data shard. A row behind the last one is left out.
-    """
-
-    def place_slots(old, new, source, rows):
-        # A cache with fewer slots than the entries has room for all tokens that count.
-        num_slots = min(old.shape[SLOTS], new.shape[SLOTS])
-        taken = new[source][..., :num_slots, :]
-        return old.at[rows, ..., :num_slots, :].set(taken.astype(old.dtype), mode="drop")
-
-    def place_fixed(old, new, source, rows):
-        return old.at[rows].set(new[source], mode="drop")
-
-    return [
-        _on_shards(place_fixed if isinstance(old, FIXED) else place_slots, old, new, source, rows)
-        for old, new in zip(cache, entries, strict=True)
-    ]
-
-
-def make_cache(entries: Cache, num_rows: int, windows: tuple[int, ...]) -> Cache:
-    """Return an empty cache of `num_rows` rows, of layers with these windows, like the entries of `prefill`."""
-
-    def make(x: jax.Array, window: int | None) -> jax.Array:
-        shape = list(x.shape)
-        shape[0] = num_rows
-        if window is not None:
-            shape[SLOTS] = window
-        return jnp.zeros(shape, x.dtype, out_sharding=jax.typeof(x).sharding)
-
-    cache: Cache = []
-    for kept, window in zip(entries, windows, strict=True):
-        each = None if isinstance(kept, FIXED) else window
-        cache.append(jax.tree.map(lambda x, each=each: make(x, each), kept))
-    return cache
-
-
-def resize(cache: Cache, rows: jax.Array, windows: tuple[int, ...]) -> Cache:
-    """Return a cache of some rows [B], numbers on their data shard, and of layers with these windows.
-
-    A number behind the last row gives any row. Windows are as long as before or longer. A cache that is shorter than
-    its window was never full, and time t stands in slot t: the new slots come behind.
-    """
-
-    def take(x, rows):
-        return jnp.take(x, rows, axis=0, mode="clip")
-
-    def pad(x: jax.Array, window: int) -> jax.Array:
-        return jnp.pad(x, [*[(0, 0)] * (x.ndim - 2), (0, window - x.shape[SLOTS]), (0, 0)])
-
-    taken = [_on_shards(take, kept, rows) for kept in cache]
-    return [
-        kept if isinstance(kept, FIXED) else tuple(pad(x, window) for x in kept)
-        for kept, window in zip(taken, windows, strict=True)
-    ]
-
-
-def list_slots(cache: Cache) -> list[int]:
-    """Return the number of slots of each layer: 0 for linear attention, and for a layer without a cache."""
-    return [0 if isinstance(kept, FIXED) or not kept else kept[0].shape[SLOTS] for kept in cache]
-
-
-def _set_rows(kept: Any, new: Any, rows: jax.Array) -> Any:
-    """Return arrays [B, ...] with those of some rows [A] in their places; a number behind the last is left out."""
-    return _on_shards(lambda x, y, rows: x.at[rows].set(y, mode="drop"), kept, new, rows)
-
-
-def split_mtp(cache: Cache) -> tuple[Cache, tuple[jax.Array, ...], LastState]:
-    """Return a cache without what is for `model.mtp`, the slots of that layer, and the state that waits."""
-    *layers, kept, last = cache
-    assert isinstance(last, LastState)
-    assert not isinstance(kept, FIXED)
-    return layers, kept, last
-
-
-def take_rows(tree: Any, rows: jax.Array) -> Any:
-    """Return the rows [A] of arrays [B, ...], numbers on their data shard; a number behind the last gives any row."""
-    return _on_shards(lambda x, rows: jnp.take(x, rows, axis=0, mode="clip"), tree, rows)
-
-
-def _on_shards(function: Callable, tree: Any, *others: Any) -> Any:
-    """Return what a function returns for each array of a tree, on each data shard apart; laid out like the array.
-
-    Of `others`, trees of the same form give each array its partner, and single arrays are given to all.
-    """
-
-    # In a shard_map each device takes its own rows. A plain `x[rows]` might take any row, so it would gather all.
-    def apply(x: jax.Array, *partners: jax.Array) -> jax.Array:
-        specs = [jax.typeof(each).sharding.spec for each in (x, *partners)]
-        return jax.shard_map(function, in_specs=tuple(specs), out_specs=specs[0])(x, *partners)
-
-    structure: Any = jax.tree.structure(tree)
-    columns = [
-        jax.tree.leaves(other) if jax.tree.structure(other) == structure else [other] * structure.num_leaves
-        for other in others
-    ]
-    leaves = [apply(*each) for each in zip(jax.tree.leaves(tree), *columns, strict=True)]
-    return jax.tree.unflatten(structure, leaves)
+    return on_shards(take, x, count)

@@ -4,7 +4,7 @@
     place           entries into rows of the cache; the first token   [rows]
     extend          several tokens behind those of some rows          [rows, tokens]
     decode          up to `CHUNK` tokens of all rows at work, as one loop on the devices
-    resize          more slots; more or fewer rows
+    resize          more slots; more or fewer rows; `add_pages`: more pages
 
 Shapes are rounded up (`costs/rollout.py`). All that rows are about, tokens, clocks, limits and stop ids, is data.
 """
@@ -18,22 +18,20 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec, reshard
 
 from tunix.costs.rollout import CHUNK
-from tunix.inference.gathered import Gathered
-from tunix.inference.kv_cache import (
+from tunix.inference.cache_rows import (
     SLOTS,
     Cache,
-    compute_last_logits,
-    decode,
+    add_pages,
     make_cache,
     place_rows,
-    prefill,
     resize,
-    run_behind,
-    run_mtp_behind,
     split_mtp,
     take_rows,
 )
+from tunix.inference.gathered import Gathered
+from tunix.inference.kv_cache import compute_last_logits, decode, prefill, run_behind, run_mtp_behind
 from tunix.inference.sampling import Sampled, Sampling, sample
+from tunix.models.kernels import select_cache
 from tunix.models.transformer import Transformer
 from tunix.models.vision import Images
 from tunix.sharding.mesh_shape import data_shards
@@ -54,6 +52,7 @@ class Drawing(NamedTuple):
     limit: jax.Array  # int32, of `drawn`: the turn ends when it is reached
     working: jax.Array  # bool
     shift: jax.Array  # int32, of positions behind images (`Vision.shift_positions`)
+    table: jax.Array | None = None  # [B, W] int32, the pages of each row, where the cache has pages
 
 
 class Placement(NamedTuple):
@@ -62,6 +61,7 @@ class Placement(NamedTuple):
     source: jax.Array  # row of the prompt among those that were computed, on its data shard
     row: jax.Array  # of the cache, on its data shard; the number of all of them for a filler
     number: jax.Array  # of the answer, which its noise depends on
+    pages: jax.Array | None = None  # [R, W], where the prompt is to be written; behind the last page where it stands
 
 
 class Extension(NamedTuple):
@@ -74,6 +74,7 @@ class Extension(NamedTuple):
     number: jax.Array  # of the answer
     drawn: jax.Array  # tokens drawn so far, in all turns
     shift: jax.Array  # of positions behind images
+    table: jax.Array | None = None  # [A, W], the pages of each row
 
 
 class Extent(NamedTuple):
@@ -95,8 +96,20 @@ class Programs:
         self.extend = jax.jit(partial(_extend, arch), static_argnames="sampling", donate_argnames="cache")
         self.decode = jax.jit(partial(_decode, arch), static_argnames="sampling", donate_argnames="cache")
         self.guess = jax.jit(partial(_decode_guesses, arch), static_argnames="sampling", donate_argnames="cache")
-        self.make_cache = jax.jit(make_cache, static_argnums=(1, 2))
+        self.make_cache = jax.jit(make_cache, static_argnums=(1, 2, 3, 4))
+        self.add_pages = jax.jit(add_pages, static_argnums=1)
         self.resize = jax.jit(resize, static_argnums=2)
+
+    def find_paged(self, sampling: Sampling) -> tuple[bool, ...]:
+        """Return which parts of a cache have pages: layers, and what guesses by `model.mtp` need behind them.
+
+        Raises:
+            UserError: pages are asked for, and the model cannot have them.
+        """
+        model, device = self.arch.model, self.mesh.abstract_mesh.abstract_device
+        has_pages = select_cache(sampling.cache, model, self.arch.layout.compute, device) == "pages"
+        behind = (False, False) if sampling.by_mtp else ()
+        return (*(has_pages and model.is_paged(layer) for layer in range(model.num_layers)), *behind)
 
     @property
     def num_compiled(self) -> int:
@@ -136,7 +149,7 @@ def _place(
     `computed` is what `_prefill` returns.
     """
     logits, entries = computed
-    cache = place_rows(cache, entries, answers.source, answers.row)
+    cache = place_rows(cache, entries, answers.source, answers.row, answers.pages)
     first = take_rows(logits, answers.source)
     sampled = sample(first, key, answers.number, jnp.zeros_like(answers.number), sampling, arch.layout)
     return cache, _replicate(sampled)
@@ -154,7 +167,8 @@ def _extend(
 ) -> tuple[Cache, Sampled]:
     """Give rows [A] more tokens [A, C]; return the cache, and the token behind them, [A] on every device."""
     model = weights.module(arch)
-    hidden, write = run_behind(model, weights, cache, more.row, more.tokens, more.start, reach, more.shift)
+    text = more.row, more.tokens, more.start
+    hidden, write = run_behind(model, weights, cache, *text, reach, more.shift, more.table)
     logits = compute_last_logits(model, hidden, more.num_tokens)
     sampled = sample(logits, key, more.number, more.drawn, sampling, arch.layout)
     return write(more.num_tokens), _replicate(sampled)
@@ -182,7 +196,8 @@ def _decode(
     def step(state):
         n, rows, cache, chunk = state
         bound = _keep_in_loop(n, weights)
-        logits, cache = decode(model, bound, cache, rows.token, rows.length, rows.working, extent.reach, rows.shift)
+        state_of_rows = rows.token, rows.length, rows.working, extent.reach, rows.shift, rows.table
+        logits, cache = decode(model, bound, cache, *state_of_rows)
         sampled = sample(logits, key, rows.number, rows.drawn, sampling, model.layout)
         chunk = jax.tree.map(
             lambda tokens, new: jax.lax.dynamic_update_slice_in_dim(
@@ -266,7 +281,8 @@ def _decode_guesses(
         else:
             guesses = _on_rows(partial(_find_guesses, count=sampling.guess), text, rows.length)
         tokens = jnp.concatenate([rows.token[:, None], guesses], axis=1)
-        hidden, write = run_behind(model, bound, cache, None, tokens, rows.length, extent.reach, rows.shift)
+        behind = rows.length, extent.reach, rows.shift, rows.table
+        hidden, write = run_behind(model, bound, cache, None, tokens, *behind)
         logits = model.logits(model.tables(), hidden)
         drawn = [
             sample(logits[:, index], key, rows.number, rows.drawn + index, sampling, model.layout)

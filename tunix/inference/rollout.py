@@ -9,10 +9,11 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from tunix.base.errors import UserError
-from tunix.costs.rollout import SMALLEST_PROMPT, fit_as_matrices, pad_prompt
+from tunix.costs.rollout import SMALLEST_PROMPT, count_pages, fit_as_matrices, pad_prompt
+from tunix.inference.cache_rows import make_cache
 from tunix.inference.engine import Answer, Engine
 from tunix.inference.gathered import Gathered, gather
-from tunix.inference.kv_cache import make_cache, prefill
+from tunix.inference.kv_cache import prefill
 from tunix.inference.programs import Drawing, Extent, Programs
 from tunix.inference.sampling import Sampling
 from tunix.models.vision import Images
@@ -46,7 +47,9 @@ class Sampler:
     the axis of the stages splits the rows alone.
     """
 
-    def __init__(self, arch: Architecture, context_length: int, mesh: Mesh):
+    def __init__(self, arch: Architecture, context_length: int, mesh: Mesh, num_pages: int | None = None):
+        """`num_pages` bounds the pages of a data shard (`Engine`)."""
+        self.num_pages = num_pages
         self.context_length, self.mesh = context_length, whole_sequences(mesh)
         self.arch = arch = arch.for_generation()
         self.programs = Programs(arch, self.mesh)
@@ -85,7 +88,8 @@ class Sampler:
         if max_length > self.context_length:
             raise UserError(f"rows of {max_length} tokens are longer than the model's context of {self.context_length}")
         weights = params if isinstance(params, Gathered) else self.gather(params)
-        return Engine(self.programs, weights, sampling, seed, max_length, rows_at_once, fixed_shapes)
+        sizes = max_length, rows_at_once, fixed_shapes, self.num_pages
+        return Engine(self.programs, weights, sampling, seed, *sizes)
 
     def rollout(
         self,
@@ -111,7 +115,8 @@ class Sampler:
         weights = params if isinstance(params, Gathered) else self.gather(params)
         # The length of prompts is rounded up, so that requests of about the same length share programs.
         max_length = pad_prompt(request.max_prompt_length) + sampling.max_new_tokens
-        engine = Engine(self.programs, weights, sampling, request.seed, max_length, rows_at_once)
+        sizes = max_length, rows_at_once, False, self.num_pages
+        engine = Engine(self.programs, weights, sampling, request.seed, *sizes)
         # Prompts of about the same length are computed together, and are padded to the longest of them.
         for index in sorted(range(len(request.prompts)), key=lambda index: len(request.prompts[index])):
             first = request.first_row + index * request.answers_per_prompt
@@ -130,8 +135,12 @@ class Sampler:
     def compile_decode(self, params: Any, num_rows: int, num_slots: int, sampling: Sampling) -> jax.stages.Compiled:
         """Compile the loop that draws tokens, of `num_rows` rows over the whole mesh with `num_slots` slots.
 
-        It takes parameters or their shapes. The devices need not exist.
+        Pages are as many as slots would be, or `num_pages` of the sampler. It takes parameters or their shapes. The
+        devices need not exist.
         """
+        shards, paged = self.programs.num_shards, self.programs.find_paged(sampling)
+        width = count_pages(num_slots)
+        num_pages = (self.num_pages or width * num_rows // shards) * shards
 
         def of_rows(dtype="int32", *shape):
             sharding = NamedSharding(self.mesh, activation_spec("BT"[: len(shape)]))
@@ -140,16 +149,18 @@ class Sampler:
         def after_prompts(params, tokens, count):
             weights = gather(self.arch, params, as_matrices)
             entries = prefill(weights.module(self.arch), weights, tokens, count, num_slots, sampling.cache_dtype)[1]
-            return weights, make_cache(entries, num_rows, tuple(self.arch.model.list_windows(num_slots)))
+            return weights, make_cache(entries, num_rows, windows, paged, num_pages)
 
+        windows = tuple(self.arch.model.list_windows(num_slots))
         with jax.set_mesh(self.mesh):
             params = lay_out(params, self.mesh)
             as_matrices = self._fit_as_matrices(params)
-            shards = self.programs.num_shards
             prompts = of_rows("int32", shards, SMALLEST_PROMPT), of_rows("int32", shards)
             weights, cache = abstract_results(self.mesh, after_prompts, params, *prompts)
             fields = dict.fromkeys(Drawing._fields, of_rows("int32", num_rows)) | {"working": of_rows("bool", num_rows)}
-            rows = Drawing(**fields)
+            whole = NamedSharding(self.mesh, jax.P(activation_spec("B")[0], None))
+            table = jax.ShapeDtypeStruct((num_rows, width), "int32", sharding=whole) if any(paged) else None
+            rows = Drawing(**fields | {"table": table})
             scalar = jax.ShapeDtypeStruct((), "int32")
             extent = Extent(scalar, scalar, scalar, jax.ShapeDtypeStruct((1,), "int32"))
             key = jax.eval_shape(lambda: jax.random.key(0))

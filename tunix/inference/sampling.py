@@ -94,6 +94,7 @@ class Sampling:
     top_p: float | None = None  # keep the likeliest that together have this probability (Holtzman et al. 2020)
     min_p: float | None = None  # keep those with this share of the likeliest's probability (arXiv:2407.01082)
     stop: tuple[int, ...] = ()  # ids that end an answer
+    cache: str = "slots"  # or "pages", or "auto" (models/kernels.py)
     cache_dtype: str | None = None  # "int8", or None for the dtype of products
     guess: int = 0  # tokens that are guessed beside each that is drawn
     guess_by: str = "prompt_lookup"  # or "mtp"
@@ -107,7 +108,7 @@ class Sampling:
 def select_sampling(keys: SamplingKeys | Generate, stop: tuple[int, ...]) -> Sampling:
     """Return the choice that keys of the config make, with the ids that end an answer."""
     choice = keys.max_new_tokens, keys.temperature, keys.top_k, keys.top_p, keys.min_p
-    return Sampling(*choice, stop, keys.cache_dtype, keys.guess, keys.guess_by)
+    return Sampling(*choice, stop, keys.cache, keys.cache_dtype, keys.guess, keys.guess_by)
 
 
 NO_TOP_K, NO_TOP_P, NO_MIN_P = 2**31 - 1, 2.0, 0.0  # in `RowChoices`: values that leave every token in

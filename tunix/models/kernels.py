@@ -336,6 +336,35 @@ def _check_fused(model: Model | None) -> str | None:
 EXPERT_MATRICES = ("expert_gate", "expert_up", "expert_down")
 
 
+def select_cache(
+    name: str, model: Model, dtype: str, device: AbstractDevice | None, platform: str | None = None
+) -> str:
+    """Return where a rollout on a device has keys and values for sampling.cache=`name`: pages or slots.
+
+    Without a device, it is one of this platform; a GPU has the kernel then.
+
+    Raises:
+        UserError: pages for a model that cannot have them there.
+    """
+    if device is None and platform == "gpu":
+        device = AbstractDevice(next(iter(FLASH_BLOCKS)), None, platform)
+    on_cpu = device is None or device.platform == "cpu"
+    problem = model.find_page_problem() or (None if on_cpu else _check_page_kernel(model, dtype, device))
+    if name == "pages" and problem:
+        raise UserError(f"sampling.cache=pages: {problem}; set sampling.cache=auto, which takes slots here")
+    return name if name != "auto" else "slots" if problem or on_cpu else "pages"
+
+
+def _check_page_kernel(model: Model, dtype: str, device: AbstractDevice | None) -> str | None:
+    """Return why attention to pages on a GPU (models/paged_attention.py) does not compute a model; None if it does."""
+    if model.attention_sinks:
+        return "the kernel of pages gives no sums of scores, which model.attention_sinks needs"
+    dims = {heads.dim for heads in model.head_kinds}
+    if odd := [dim for dim in dims if dim & (dim - 1) or dim < 16]:
+        return f"the kernel of pages takes heads of 16, 32, 64, 128 or 256 numbers, not of {odd[0]}"
+    return _check_kernel("the kernel of pages", FLASH_BLOCKS, device, dtype, max(dims))
+
+
 def branches_are_cheap() -> bool:
     """Return whether a program on the mesh in use may branch in each layer: on a GPU, a branch waits for the host."""
     device = mesh_device()

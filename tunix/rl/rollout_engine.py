@@ -24,7 +24,7 @@ from jax.sharding import Mesh
 from tunix.base.priority_slots import PrioritySlots
 from tunix.config import Config
 from tunix.config.task import Grpo
-from tunix.costs.rollout import read_device_bytes, select_rollouts_at_once, select_rows
+from tunix.costs.rollout import read_device_bytes, select_pages, select_rollouts_at_once, select_rows
 from tunix.data.prompts import Prompt, PromptCorpus, gather_columns
 from tunix.inference.engine import Answer
 from tunix.inference.rollout import Request, Sampler
@@ -145,7 +145,8 @@ class RolloutEngine:
         self.rows_at_once = select_rows(program, device_bytes)
         # Threads draw ahead, and held-out prompts are answered meanwhile.
         self.caches = PrioritySlots(select_rollouts_at_once(program, device_bytes))
-        self.sampler = Sampler(program.arch, cfg.model.context_length, self.rollout_mesh)
+        num_pages = select_pages(program, self.rows_at_once, device_bytes)
+        self.sampler = Sampler(program.arch, cfg.model.context_length, self.rollout_mesh, num_pages)
         folder = None if cfg.model.init_from is None else find_model_files(cfg.model.init_from)
         self.stop = find_stop_ids(corpus.vocab, cfg.sampling.stop, folder)
         self.player = (

@@ -18,7 +18,7 @@ from tunix.config.task import Grpo, Taught
 from tunix.config.training import read_steps
 from tunix.config.vision import AnyVision
 from tunix.costs.communication import count_microbatch_rows
-from tunix.costs.rollout import find_rollout_mesh, plan_rollout, read_device_bytes
+from tunix.costs.rollout import PAGE, find_rollout_mesh, plan_rollout, read_device_bytes
 from tunix.costs.step import derive_costs, find_program
 from tunix.data.image_processors import find_processor
 from tunix.data.prompts import AnyCorpus
@@ -405,11 +405,13 @@ def _describe_rollout(program: Program, task: Grpo) -> dict[str, str]:
             f"processes on each host, {task.environment_timeout_s:g} s a call"
         )
     rows_at_once = f", {rollout.rows_at_once:,} over the whole mesh (task.rollout_rows={task.rollout_rows})"
+    shared = f", which share {(rollout.num_pages or 0) * PAGE:,} tokens in pages (sampling.cache={cfg.sampling.cache})"
+    pages = "" if rollout.num_pages is None else shared
     is_limited = rollout.rows_at_once < rollout.num_prompts * task.group_size
     return rows | {
         "rollout": f"{rollout.num_prompts:,} prompts of at most {rollout.max_prompt_length:,} tokens "
         f"x {task.group_size} answers of at most {cfg.sampling.max_new_tokens:,}, for {rollout.steps} step(s); "
-        f"{costs.rows:,} answers at a time on a device" + (rows_at_once if is_limited else ""),
+        f"{costs.rows:,} answers at a time on a device" + (rows_at_once if is_limited else "") + pages,
         "bytes of a rollout": f"{costs.memory / 2**30:.3f} GiB beside weights and {cfg.optimizer.name} = {parts}; at "
         f"most {costs.num_programs} compiled programs",
     }

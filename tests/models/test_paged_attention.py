@@ -1,0 +1,119 @@
+"""The pages of a cache: attention to them on GPUs, interpreted on CPUs; which row gets which page, and when."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from support.harness import SMALL
+
+from tunix.config.compose import compose
+from tunix.costs.rollout import PAGE, count_pages
+from tunix.inference.kv_cache import quantize
+from tunix.inference.page_pool import PagePool
+from tunix.models.attention import Scaled
+from tunix.models.paged_attention import attend_to_pages
+from tunix.training.choices import build_layout, build_mesh
+
+PAGES, DIM = 40, 16
+
+
+def expected(q, k, v, table, times, cap):
+    """Softmax of one query after the other over the tokens of its pages, up to its own."""
+    out = np.zeros_like(q)
+    shared = q.shape[2] // k.shape[1]
+    for row, at, head in np.ndindex(q.shape[:3]):
+        keys, values = (np.concatenate(list(x[table[row], head // shared]))[: times[row, at] + 1] for x in (k, v))
+        scores = keys @ q[row, at, head]
+        scores = scores if cap is None else cap * np.tanh(scores / cap)
+        weights = np.exp(scores - scores.max())
+        out[row, at, head] = weights / weights.sum() @ values
+    return out
+
+
+@pytest.mark.parametrize(
+    ("mesh", "heads", "cap", "is_narrow"),
+    [("[[1],[fsdp]]", (4, 2), None, False), ("[[2,4],[fsdp,tp]]", (8, 2), 5.0, True)],
+)
+def test_the_kernel_sees_the_tokens_of_a_row(mesh, heads, cap, is_narrow):
+    """Rows of 1 to 100 tokens, two queries each; on a mesh, a device has one key/value head of its four queries."""
+    sizes = [f"model.num_heads={heads[0]}", f"model.num_kv_heads={heads[1]}", f"model.head_dim={DIM}"]
+    cfg = compose([*SMALL, *sizes, f"model.mesh_shape={mesh}", "distributed.allow_idle_devices=true"]).config
+    mesh, rng = build_mesh(cfg), np.random.default_rng(0)
+    layout = build_layout(cfg, mesh).for_generation()
+    q = rng.normal(size=(4, 2, heads[0], DIM)).astype(np.float32)
+    k, v = (rng.normal(size=(PAGES, heads[1], PAGE, DIM)).astype(np.float32) for _ in range(2))
+    table = rng.permutation(PAGES // 2)[: 2 * 7].reshape(2, 7).repeat(2, 0).astype(np.int32)  # two rows share pages
+    times = np.array([[0, 1], [98, 99], [30, 31], [15, 16]], np.int32)
+    with jax.set_mesh(mesh):
+        batch, kv = (layout.activation(names) for names in ("BTNH", "BTKH"))
+        of_pages = jax.P(kv[0], kv[2], None, None)
+        put = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))  # noqa: E731
+        # Each data shard has pages of its own, and numbers them from 0.
+        local = jax.tree.map(lambda x: put(np.tile(x[: PAGES // 2], (2, 1, 1, 1)), of_pages), (k, v))
+        if is_narrow:
+            codes = quantize(local)
+            local = Scaled(codes[0], codes[2]), Scaled(codes[1], codes[3])
+            k, v = (np.asarray(each.read(jnp.float32)) for each in local)
+        rows = [put(x, jax.P(batch[0], None)) for x in (table, times)]
+        options = {} if cap is None else {"cap": cap}
+        found = jax.jit(lambda *arrays: attend_to_pages(*arrays, layout, options, interpret=True))
+        found = found(put(q, batch), *local, *rows)
+    np.testing.assert_allclose(found, expected(q, k, v, table, times, cap), atol=2e-6)
+
+
+def play(pool, prompts, lengths, group_size, most_rows, step):
+    """Draw answers as the engine does; return how often a row had to wait for a page."""
+    held, shared, begun, waits = {}, (), 0, 0
+    while begun < len(lengths) or held:
+        while begun < len(lengths) and len(held) < most_rows:
+            found = pool.begin(begun, prompts[begun // group_size], shared)
+            if found is None:
+                break
+            shared, held[begun] = found, [prompts[begun // group_size], lengths[begun]]
+            begun += 1
+            if begun % group_size == 0:
+                pool.give_back(shared)
+                shared = ()
+        wanted = {row: size + min(step, left) for row, (size, left) in held.items()}
+        granted = pool.extend(wanted)
+        assert granted, "all rows wait for one another"
+        waits += len(wanted) - len(granted)
+        for row in granted:
+            assert len(pool.tables[row]) >= count_pages(wanted[row])
+            held[row] = [wanted[row], held[row][1] - (wanted[row] - held[row][0])]
+            if not held[row][1]:
+                pool.release(row)
+                del held[row]
+        own = [page for row, table in pool.tables.items() for page in table[pool.num_shared[row] :]]
+        common = {page for row, table in pool.tables.items() for page in table[: pool.num_shared[row]]} | set(shared)
+        assert sorted([*own, *common, *pool.free]) == list(range(pool.num_pages))  # each page has one place
+    assert not any(pool.users)
+    return waits
+
+
+def test_rows_end_with_few_pages():
+    """No two rows wait for one another, and no page is lost, also where all answers are as long as they may be."""
+    rng, waits = np.random.default_rng(0), []
+    for longest in (False, True):
+        for num_pages in (26, 40, 60):
+            prompts = rng.integers(1, 90, 10)
+            lengths = np.repeat(200 - prompts, 4) if longest else rng.integers(1, 110, 40)
+            waits.append(play(PagePool(200, num_pages), prompts, lengths, 4, 12, step=20))
+    assert waits[0] < waits[3]
+    assert min(waits[3:]) > 0
+
+
+def test_full_pages_of_a_prompt_are_shared():
+    pool = PagePool(200, 60)
+    first = pool.begin(0, 40, ())
+    assert (len(first), pool.begin(1, 40, first)) == (2, first)
+    assert [table[:2] for table in pool.tables.values()] == [list(first)] * 2
+    assert len({page for table in pool.tables.values() for page in table}) == 4  # the last page of each is its own
+    pool.give_back(first)  # no answer more begins
+    pool.release(0)
+    assert not set(first) & set(pool.free)
+    pool.release(1)
+    assert len(pool.free) == 60
+    assert pool.begin(2, 40, None) == ()  # an answer alone shares nothing
+    assert pool.num_shared[2] == 0
