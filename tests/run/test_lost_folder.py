@@ -66,7 +66,7 @@ def test_a_checkpoint_that_is_deleted_while_it_is_written_gets_no_name(tmp_path,
         state.mkdir(parents=True)
         (state / "_METADATA").write_text("{}")
 
-    monkeypatch.setattr(ocp.StandardCheckpointHandler, "finalize", write_index)
+    monkeypatch.setattr(ocp.PyTreeCheckpointHandler, "finalize", write_index)
     with pytest.raises(FileNotFoundError) as error:
         folder.commit(1, {}, None)
     assert "was deleted or moved" in folder.explain(error.value)
