@@ -50,8 +50,12 @@ class GatheredWeights(Weights):
     def zero_shards(self, params: list[jax.Array]) -> list[jax.Array]:
         """Return zeros like the results of `scatter_over_devices`."""
         shapes = [(*param.shape[: self.dim], *param.shape[self.dim + 1 :]) for param in params]
-        pairs = zip(shapes, self.equations, strict=True)
-        return [self._zeros(shape, self.layout.reduce, self.layout.scattered(equation)) for shape, equation in pairs]
+        specs = map(self.layout.scattered, self.equations, self._list_rests(params))
+        return [self._zeros(shape, self.layout.reduce, spec) for shape, spec in zip(shapes, specs, strict=True)]
+
+    def _list_rests(self, params: list[jax.Array]) -> list[PartitionSpec]:
+        """Return the place where each weight of one layer rests."""
+        return [PartitionSpec(*jax.typeof(p).sharding.spec.partitions[self.dim + 1 :]) for p in params]
 
     def _zeros(self, shape: tuple[int, ...], dtype: Any, spec: PartitionSpec) -> jax.Array:
         """Return zeros of one layer, laid out as `spec` says of one stage."""
@@ -76,7 +80,7 @@ class GatheredWeights(Weights):
         params: list[jax.Array],
     ) -> list[jax.Array | None]:
         """Return a function of each gradient of one layer and of the place where its weight rests."""
-        rests = [PartitionSpec(*jax.typeof(p).sharding.spec.partitions[self.dim + 1 :]) for p in params]
+        rests = self._list_rests(params)
 
         def map_all(arrays):
             pairs = zip(arrays, rests, strict=True)

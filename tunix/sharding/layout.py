@@ -193,9 +193,12 @@ class Layout:
         """Return where the gradient of a gathered weight lives before it is summed over devices."""
         return _make_spec(self._axes_in_use(equation), unreduced=set(self.gradient_axes(equation)))
 
-    def scattered(self, equation: Equation) -> PartitionSpec:
-        """Return where the gradient of a gathered weight lives when it is summed inside of a replica alone."""
-        stored = self.stored(equation)
+    def scattered(self, equation: Equation, stored: PartitionSpec | None = None) -> PartitionSpec:
+        """Return where the gradient of a gathered weight lives when it is summed inside of a replica alone.
+
+        `stored` is where the weight rests, of a layer whose equation does not say that it stands before stages.
+        """
+        stored = self.stored(equation) if stored is None else stored
         return PartitionSpec(*stored, unreduced=set(self.gradient_axes(equation)) - _list_axes(stored))
 
     def has_replicas(self, sizes: Mapping[str, int]) -> bool:
