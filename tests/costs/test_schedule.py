@@ -137,8 +137,9 @@ def test_memory_into_which_nothing_is_written_takes_no_time():
     assert count_alone(instruction, {}) == Work(device_bytes=9 * 100 * 4)
 
 
-def test_products_of_8_bit_floats_have_their_own_speed():
-    hlo = HLO.replace("%a = bf16", "%a = f8e4m3fn").replace("%b = bf16", "%b = f8e5m2")
+@pytest.mark.parametrize("opcode", ["dot", "scaled-dot"])
+def test_products_of_8_bit_floats_have_their_own_speed(opcode):
+    hlo = HLO.replace("%a = bf16", "%a = f8e4m3fn").replace("%b = bf16", "%b = f8e5m2").replace(" dot(", f" {opcode}(")
     speeds = Speeds(
         flops_per_s=1.0, fp8_flops_per_s=PRODUCT / 1e5, kernel_flops_per_s=1.0, bytes_per_s=1.0, host_bytes_per_s=1.0,
         launch_s=0.0,

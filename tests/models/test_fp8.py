@@ -16,20 +16,20 @@ from tunix.models.remat import Remat, make_policy
 from tunix.sharding.arrays import to_global
 from tunix.sharding.equations import Equation
 from tunix.sharding.table import axis_names
-from tunix.training.choices import build_layout, build_mesh
+from tunix.training.choices import build_layout, build_mesh, select
 
 FP8 = "training.matmul_dtype=fp8"
 ROUNDING = 2**-4  # of a number with three bits of fraction, at most
 
 
-def gradients(text: str, layout, weight_scale=1.0):
+def gradients(text: str, layout, kind: str):
     """Return a function of x, w and the gradient g of the result, which gives the result and both gradients."""
     equation = Equation(text)
 
     @jax.jit
     def run(x, w, g):
         def multiply(x, w):
-            return product(equation, x, layout.gather(w, equation) * weight_scale, layout, "fp8")
+            return product(equation, x, layout.gather(w, equation), layout, kind)
 
         y, back = jax.vjp(multiply, x, w)
         return y, *back(g)
@@ -37,7 +37,8 @@ def gradients(text: str, layout, weight_scale=1.0):
     return run
 
 
-def test_small_integers_are_multiplied_exactly():
+@pytest.mark.parametrize("kind", ["fp8", "mxfp8"])
+def test_small_integers_are_multiplied_exactly(kind):
     """Forward and backward, at any scale, with parts of the sums on other devices; zeros and what is not finite too."""
     cfg = compose([*SMALL, "model.mesh_shape=[[2,2,2],[dp,fsdp,tp]]"]).config
     mesh = build_mesh(cfg)
@@ -50,7 +51,7 @@ def test_small_integers_are_multiplied_exactly():
     with jax.set_mesh(mesh):
         equation = Equation("BTD,DF->BTF")
         specs = layout.activation("BTD"), layout.stored(equation), layout.activation("BTF")
-        run = gradients(equation.text, layout)
+        run = gradients(equation.text, layout, kind)
 
         def results(*arrays):
             placed = (jax.device_put(x, jax.NamedSharding(mesh, s)) for x, s in zip(arrays, specs, strict=True))
@@ -61,7 +62,25 @@ def test_small_integers_are_multiplied_exactly():
         assert np.array_equal(d_x, np.einsum("btf,df->btd", g, w))
         assert np.array_equal(d_w, np.einsum("btd,btf->df", x, g))
         assert not any(each.any() for each in results(x * 0, w * 0, g * 0))
-        assert not any(np.isfinite(each).any() for each in results(x, np.where(w == w.max(), np.inf, w), g)[:2])
+        assert not any(np.isfinite(each).all() for each in results(x, np.where(w == w.max(), np.inf, w), g)[:2])
+
+
+def test_blocks_keep_small_numbers_beside_large_ones():
+    """With one scale for all, three numbers of 2^-12 beside one of 2^12 are zeros."""
+    cfg = compose([*SMALL, "model.mesh_shape=[[1],[fsdp]]", "distributed.allow_idle_devices=true"]).config
+    mesh = build_mesh(cfg)
+    layout = build_layout(cfg, mesh)
+    x = np.full((1, 1, 64), 2.0**-12, np.float32)
+    x[..., 32:] = 2.0**12
+    w = np.zeros((64, 32), np.float32)
+    w[:3] = 1.0  # 3 small numbers, and no large one
+    with jax.set_mesh(mesh):
+        specs = layout.activation("BTD"), layout.stored(Equation("BTD,DF->BTF")), layout.activation("BTF")
+        arrays = x, w, np.ones((1, 1, 32), np.float32)
+        placed = [jax.device_put(x, jax.NamedSharding(mesh, s)) for x, s in zip(arrays, specs, strict=True)]
+        y = {kind: gradients("BTD,DF->BTF", layout, kind)(*placed)[0] for kind in ("fp8", "mxfp8")}
+    assert np.all(y["mxfp8"] == 3 * 2.0**-12)
+    assert not np.any(y["fp8"])
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +114,18 @@ MESHES: dict[str, tuple[int, tuple[str, ...]]] = {  # sequences of a device in a
     "[[2,4],[fsdp,tp]]": (8, ("training.sharding_strategy=shard_grad_op",)),
     "[[2,2,2],[pp,fsdp,tp]]": (4, ()),
 }
+
+
+@pytest.mark.nightly
+def test_blocks_are_the_same_on_every_mesh():
+    """Each device has whole blocks of 32 numbers, so they are rounded alike."""
+    words = "training.matmul_dtype=mxfp8", "model.embed_dim=64", "model.mlp_dim=128", "model.head_dim=32"
+    losses = [
+        first_steps(mesh, num_rows, *words)["loss"]
+        for mesh, num_rows in (("[[1],[fsdp]]", 16), ("[[2,2],[dp,fsdp]]", 4), ("[[2,2],[fsdp,tp]]", 8))
+    ]
+    for there in losses[1:]:
+        assert np.median(np.abs(there / losses[0] - 1)) < 1e-5
 
 
 @pytest.mark.nightly
@@ -157,6 +188,17 @@ def test_only_chips_that_have_them():
         check_matmul_dtype(compose(SMALL).config, platform, kind)
 
 
+def test_blocks_are_for_blackwell_and_not_for_stages():
+    cfg = compose(
+        [*SMALL, "training.matmul_dtype=mxfp8", "model.num_layers=2", "model.mesh_shape=[[2,4],[pp,fsdp]]"]
+    ).config
+    check_matmul_dtype(cfg, "gpu", "NVIDIA B200")
+    with pytest.raises(UserError, match=r"matmul_dtype=mxfp8: NVIDIA H100 has no .* blocks .*; B200 have them"):
+        check_matmul_dtype(cfg, "gpu", "NVIDIA H100")
+    with pytest.raises(UserError, match=r"matmul_dtype=mxfp8 does not run on stages; leave pp out"):
+        select(cfg, build_mesh(cfg))
+
+
 def test_the_peak_is_that_of_each_product():
     kind = read_device_kinds()["h100"]
     assert [compute_peak_tflops(kind, "fp8", share) for share in (0.0, 1.0)] == pytest.approx([989, 1979])
@@ -173,5 +215,12 @@ def test_the_peak_is_that_of_each_product():
 
 def test_gpus_multiply_8_bits(installs_dir):
     """The compiled program of a product and its gradients for an H100: three products of 8-bit floats, and no other."""
-    found = compile_for_gpu("compile_fp8.py", "h100", installs_dir=installs_dir)
+    found = compile_for_gpu("compile_fp8.py", "h100", "fp8", installs_dir=installs_dir)
     assert found == ["f8e4m3fn f8e4m3fn", "f8e4m3fn f8e5m2", "f8e5m2 f8e4m3fn"]
+
+
+@pytest.mark.nightly
+def test_blackwell_multiplies_blocks(installs_dir):
+    """The compiled program for a B200: factors of 8 bits with their scales, forward and backward."""
+    found = compile_for_gpu("compile_fp8.py", "b200", "mxfp8", installs_dir=installs_dir)
+    assert found == ["f8e4m3fn f8e4m3fn f8e8m0fnu f8e8m0fnu"] * 3

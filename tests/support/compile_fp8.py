@@ -1,6 +1,6 @@
-"""Compile a product of 8-bit floats and its gradients for a chip that is not there: compile_fp8.py CHIP.
+"""Compile a product of 8-bit floats and its gradients for a chip that is not there: compile_fp8.py CHIP DTYPE.
 
-Prints the dtypes of both factors of each product of matrices in the program, sorted.
+Prints the dtypes of both factors of each product of matrices in the program, and of their scales, sorted.
 """
 
 import re
@@ -14,7 +14,7 @@ from jax.sharding import AxisType
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tunix.costs.devices import read_topology
-from tunix.models.matmul import fp8_product
+from tunix.models.matmul import MATMUL
 from tunix.plan.compile import describe_devices
 from tunix.sharding.equations import Equation
 
@@ -25,7 +25,8 @@ WHOLE = jax.P(None, None, None)
 
 
 def results(x, w, g):
-    y, back = jax.vjp(lambda x, w: fp8_product(Equation("BTD,DF->BTF"), x, w, WHOLE), x, w)
+    multiply = MATMUL[sys.argv[2]].multiply
+    y, back = jax.vjp(lambda x, w: multiply(Equation("BTD,DF->BTF"), x, w, WHOLE), x, w)
     return y, *back(g)
 
 
@@ -36,5 +37,5 @@ def shape(*dims: int) -> jax.ShapeDtypeStruct:
 with jax.set_mesh(mesh):
     hlo = jax.jit(results).lower(shape(2, 512, 256), shape(256, 1024), shape(2, 512, 1024)).compile().as_text()
 dtypes = dict(re.findall(r"%([\w.\-]+) = (\w+)\[", hlo))
-dots = re.findall(r" dot\(%([\w.\-]+), %([\w.\-]+)\)", hlo)
-print(*sorted(f"{dtypes[a]} {dtypes[b]}" for a, b in dots), sep="\n")
+products = re.findall(r" (?:scaled-)?dot\(([^)]*)\)", hlo)
+print(*sorted(" ".join(dtypes[name] for name in re.findall(r"%([\w.\-]+)", each)) for each in products), sep="\n")

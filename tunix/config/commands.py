@@ -396,3 +396,8 @@ class DeviceKind(Section):
     """Highest clock rate."""
     source: str
     """Where the numbers are from."""
+
+    @property
+    def mxfp8_tflops(self) -> float | None:
+        """Dense products of 8-bit floats of which each 32 have a scale, in TFLOP/s; None before Blackwell."""
+        return self.fp8_tflops if int(self.compute_capability.split(".")[0]) >= 10 else None

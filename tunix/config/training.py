@@ -68,8 +68,8 @@ class StepKeys(Section):
     """Weights and activations in matrix products (bf16: bfloat16)."""
     matmul_dtype: Literal[tuple(MATMUL_DTYPES)] | None  # type: ignore[valid-type]
     """Numbers that the products of attention and MLP multiply: null, those of compute_dtype; fp8, 8-bit floats with one
-    scale an array, on chips that multiply them. CPUs emulate it, slowly. Logits, embeddings, routers and experts keep
-    compute_dtype."""
+    scale an array; mxfp8, 8-bit floats with a scale for each 32 numbers; both on chips that multiply them. CPUs
+    emulate them, slowly. Logits, embeddings, routers and experts keep compute_dtype."""
     reduce_dtype: Dtype | None
     """Gradients while they are summed over devices (presets: float32)."""
     max_grad_norm: Positive | None

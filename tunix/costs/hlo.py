@@ -371,6 +371,9 @@ def count_alone(instruction: Instruction, scope: Scope) -> Work:
     return Work(_count_flops(instruction, scope), both - host, host)
 
 
+PRODUCTS = ("dot", "scaled-dot")  # opcodes; of the second, factors have a scale for each block of numbers
+
+
 def _count_flops(instruction: Instruction, scope: Scope) -> float:
     """Count FLOPs of matrix products, two for each multiplication, also in a fused attention kernel.
 
@@ -381,7 +384,7 @@ def _count_flops(instruction: Instruction, scope: Scope) -> float:
         batch, length, heads, dim = scope[instruction.operands[0]].dims
         num_matmul = 5 if "Backward" in instruction.text else 2
         return 2.0 * num_matmul * batch * heads * dim * length * scope[instruction.operands[1]].dims[1]
-    if instruction.opcode != "dot" and "__cublas" not in instruction.text:
+    if instruction.opcode not in PRODUCTS and "__cublas" not in instruction.text:
         return 0.0
     contracted = re.search(r'lhs_contracting_dim(?:ension)?s"?[:=][{\[]"?([\d,"]+)[}\]]', instruction.text)
     if not contracted or not instruction.operands:
@@ -458,5 +461,5 @@ def multiplies_fp8(instruction: Instruction, scope: Scope, program: Computations
     if instruction.opcode == "fusion":
         inside = {each.name: each for each in program.get(instruction.called, ())}
         return any(multiplies_fp8(each, inside, program) for each in inside.values())
-    is_product = instruction.opcode == "dot" or "__cublas" in instruction.text
+    is_product = instruction.opcode in PRODUCTS or "__cublas" in instruction.text
     return is_product and all(scope[factor].type.startswith("f8") for factor in instruction.operands[:2])

@@ -34,11 +34,17 @@ class MatmulDtype(NamedTuple):
 
     product: str  # the function; arguments and result of those in `models/matmul.py`
     numbers: str  # what the numbers are called in messages
-    speed: str  # key in the files of conf/command/device; null in a file: that device cannot multiply this dtype
+    speed: str  # field of `DeviceKind`; null in a file of conf/command/device: that device cannot multiply this dtype
+    on_stages: bool = True  # whether its function may be vmapped over the stages of pp
 
 
 # The values of training.matmul_dtype beside null.
-MATMUL_DTYPES = {"fp8": MatmulDtype("tunix.models.matmul:fp8_product", "8-bit floats", "fp8_tflops")}
+MATMUL_DTYPES = {
+    "fp8": MatmulDtype("tunix.models.matmul:fp8_product", "8-bit floats", "fp8_tflops"),
+    "mxfp8": MatmulDtype(
+        "tunix.models.block_scaled:mxfp8_product", "8-bit floats in blocks", "mxfp8_tflops", on_stages=False
+    ),
+}
 
 
 class AttentionExchange(NamedTuple):

@@ -18,6 +18,7 @@ from tunix.models.context_parallel import select_exchange
 from tunix.models.expert_parallel import check_expert_exchange, select_expert_exchange
 from tunix.models.kernels import Choice, choose_kernels, select_expert_matmul
 from tunix.models.remat import Remat
+from tunix.models.table import MATMUL_DTYPES
 from tunix.sharding.layout import STRATEGIES, Layout
 from tunix.sharding.mesh import device_mesh
 from tunix.sharding.mesh_shape import check_divides, data_shards, format_mesh_shape, num_stages, unsplit_dims
@@ -86,6 +87,11 @@ def select(
     on_host = training.offload == "activations"
     remat = Remat(policy, training.remat_every, on_host, training.unroll_layers)
     _check_kept_on_stages(training, pipeline)
+    if pipeline.num_stages > 1 and training.matmul_dtype and not MATMUL_DTYPES[training.matmul_dtype].on_stages:
+        raise UserError(
+            f"training.matmul_dtype={training.matmul_dtype} does not run on stages; leave pp out of model.mesh_shape, "
+            "or set training.matmul_dtype=fp8"
+        )
     prefetch, options, reasons["training.overlap"] = _choose_overlap(cfg, layout, sync_every, sizes, platform)
     if _takes_turns(cfg, layout, sizes, prefetch or (bool(options) and training.overlap == "auto")):
         layout, options = replace(layout, batch_parts=2), options | OPTIONS_OF_PARTS.get(platform or "", {})
