@@ -586,6 +586,19 @@ def test_a_kind_of_ones_own(run, tmp_path):
     assert json.loads(out)["device"]["name"] == "Toaster"
 
 
+def test_a_derived_plan_needs_no_device_for_a_chosen_kernel():
+    words = [
+        experts(expert_dim=128),
+        "model.embed_dim=128",
+        "model.expert_products=grouped",
+        "training.mixed_precision=bf16",
+        "model.mesh_shape=[[4],[fsdp]]",
+        "plan.num_compiled=0",
+    ]
+    ranking = rank(compose([*SMALL, *words]).config, read_topology("h100:4"))
+    assert len(ranking.fit) == 1, ranking
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
