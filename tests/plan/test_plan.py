@@ -48,10 +48,6 @@ from tunix.training.choices import Planned
 
 MICROBATCHES = 4
 EXPERTS = experts()
-MTP = [
-    "model=glm4_5_air", "model.rotated_dim=4", "model.sliding_window=null", "model.global_every=1", EXPERTS,
-    "model.mtp={loss_weight: 0.3}",
-]  # fmt: skip
 
 
 @pytest.mark.nightly(but=["fsdp", "ep", "all axes"])
@@ -73,9 +69,6 @@ MTP = [
         ("[[2,2,2],[fsdp,cp,tp]]", ["training.remat=none"]),
         ("[[2,4],[fsdp,ep]]", [EXPERTS]),
         ("[[2,4],[fsdp,cp]]", [*HYBRID, "model.num_layers=6"]),
-        ("[[2,4],[fsdp,cp]]", MTP),
-        ("[[2,2,2],[fsdp,ep,tp]]", MTP),
-        ("[[2,4],[dp,fsdp]]", [*MTP, "training.overlap=prefetch", "training.sync_gradients_every=1"]),
     ],
     ids=[
         "fsdp",
@@ -93,9 +86,6 @@ MTP = [
         "cp and tp",
         "ep",
         "linear",
-        "mtp on cp",
-        "mtp on ep and tp",
-        "mtp ahead",
     ],
 )
 def test_derived_is_what_is_compiled(mesh, more):
