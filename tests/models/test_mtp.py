@@ -280,7 +280,7 @@ def test_a_policy_draws_and_is_served_with_guesses(tmp_path):
             assert status == 200, answer
             said.append(answer["choices"][0]["text"])
             with urlopen(f"http://127.0.0.1:{port}/metrics") as response:
-                guessed = float(re.search(rb"tunix_guessed_tokens_total (\S+)", response.read())[1])
+                guessed = float(re.search(rb"^tunix_guessed_tokens_total (\S+)", response.read(), re.M)[1])
     assert said[0] == said[1]
     assert guessed > 0
 
