@@ -513,6 +513,8 @@ def make_pipelined_gradients(
         if first is not None and carry.entries is not None:
             d_outer, d_first = first.backward(outer, before, carry.entries, d_outer, d_first)
         of_stages = chunks.in_order(merge_stages(jax.tree.map(chunks.merge_stage, carry.of_layers)))
+        # Heads of the layers before the stages are still split over tp.
+        of_first = jax.tree.map(lambda x: reshard(x, PartitionSpec()), of_first)
         of_layers = merge_runs(of_first, of_stages)
         if of_layers.routing is not None:
             sums = sums | {ROUTING: of_layers.routing}
