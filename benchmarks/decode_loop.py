@@ -26,7 +26,7 @@ def main(words: list[str]) -> None:
     from tunix.inference.sampling import Sampling
     from tunix.plan.compile import describe_devices
     from tunix.training.choices import build_mesh
-    from tunix.training.program import assemble
+    from tunix.training.train_spec import assemble
 
     given = {"model": "gemma3_1b", "rows": "256", "slots": "1024"} | dict(word.split("=") for word in words)
     rows, slots, cache_dtype = int(given["rows"]), int(given["slots"]), given.get("cache_dtype")

@@ -198,7 +198,7 @@ def train(cfg: Any, device: Any, num_steps: int) -> dict[str, Any]:
     from tunix.costs.devices import find_kind
     from tunix.sharding.arrays import to_global
     from tunix.training.choices import build_mesh
-    from tunix.training.program import assemble, derive_sizes
+    from tunix.training.train_spec import assemble, derive_sizes
 
     mesh, length = build_mesh(cfg, [device]), cfg.training.seq_len
     with jax.set_mesh(mesh):

@@ -15,7 +15,7 @@ from tunix.base.errors import UserError
 from tunix.config import Config
 from tunix.config.compose import compose
 from tunix.costs.devices import Cluster, read_topology
-from tunix.costs.step import derive_costs, find_program
+from tunix.costs.step import derive_costs, find_train_spec
 from tunix.plan.ranking import GIB, Candidate, rank, replace_mesh
 from tunix.sharding.mesh_shape import check_divides, explicit_sizes
 
@@ -64,7 +64,7 @@ def list_candidates(model: str, num_devices: int) -> Iterator[tuple[str, Candida
                 continue
             for count in MICRO_BATCHES:
                 with_batch = replace_mesh(cfg, sizes, count)  # in the place of auto
-                program = find_program(with_batch, sizes, "gpu")
+                program = find_train_spec(with_batch, sizes, "gpu")
                 costs = derive_costs(program)
                 for kind, cluster in zip(KINDS, clusters, strict=True):
                     yield kind, Candidate(sizes, with_batch, program.choices, costs, cluster)

@@ -14,7 +14,7 @@ from itertools import product
 
 from tunix.config.compose import compose
 from tunix.costs.devices import PLATFORM, read_topology
-from tunix.costs.step import find_program
+from tunix.costs.step import find_train_spec
 from tunix.plan.ranking import Candidate, rank
 from tunix.sharding.mesh_shape import format_mesh_shape
 
@@ -45,7 +45,7 @@ def describe(model: str, scaling: str, best: Candidate) -> str:
     """Return one row of the table."""
     devices, tokens = best.cluster.num_devices, best.costs.tokens_per_step
     derived = replace(best, compiled=None)
-    parameters = find_program(best.cfg, best.sizes, PLATFORM).arch.num_parameters
+    parameters = find_train_spec(best.cfg, best.sizes, PLATFORM).arch.num_parameters
     hours = TOKENS_PER_PARAMETER * parameters / best.tokens_per_s / 3600 * devices
     source = f"{best.time.step_s:.3g}" if best.source == "compiled" else "not compiled"
     numbers = f"{derived.time.step_s:.3g} | {source} | {best.mfu:.0%} | {best.time.exposed_s:.2g}"

@@ -13,7 +13,7 @@ from tunix import verify as command
 from tunix.config.compose import compose
 from tunix.sharding.mesh_shape import resolve
 from tunix.sharding.table import axis_names
-from tunix.training.program import Program
+from tunix.training.train_spec import TrainSpec
 
 TWO = '--meshes=[[[8],["fsdp"]],[[2,2,2],["dp","fsdp","tp"]]]'
 
@@ -54,12 +54,12 @@ def test_digits_differ_past_a_tolerance_of_nothing(words, run):
 
 def test_a_mesh_that_goes_wrong_is_found(words, run, monkeypatch):
     """One mesh starts from other weights than the first."""
-    new_state = Program.new_state
+    new_state = TrainSpec.new_state
 
     def other_seed_on_tp(self, seed, given=None):
         return new_state(self, seed + (jax.sharding.get_mesh().shape["tp"] > 1), given)
 
-    monkeypatch.setattr(Program, "new_state", other_seed_on_tp)
+    monkeypatch.setattr(TrainSpec, "new_state", other_seed_on_tp)
     code, out, _ = run(*words, TWO, "--steps=1")
     assert code == 1
     assert [line.count("!") for line in out.splitlines() if "[[" in line] == [0, 2]

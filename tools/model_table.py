@@ -13,7 +13,7 @@ from tunix.config.compose import compose
 from tunix.config.layers import ExpertsMlp
 from tunix.huggingface.table import FAMILIES, Family
 from tunix.sharding.table import axis_names, needed_dims
-from tunix.training.program import check_model_on_mesh
+from tunix.training.train_spec import check_model_on_mesh
 
 PAGE = Path("docs/models.md")
 BEGIN, END = "<!-- families: made by make docs -->", "<!-- end of families -->"

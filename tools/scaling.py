@@ -15,7 +15,7 @@ from tunix.config import Config
 from tunix.config.compose import compose
 from tunix.config.layers import ExpertsMlp
 from tunix.costs.devices import BUS_FACTORS
-from tunix.costs.step import derive, find_program
+from tunix.costs.step import derive, find_train_spec
 from tunix.models.context_parallel import count_repeats
 from tunix.sharding.mesh_shape import count_devices
 from tunix.sharding.table import EXPERTS, axis_names
@@ -61,7 +61,7 @@ def measure(case: Case, num_devices: int) -> tuple[float, float]:
     mesh = f"model.mesh_shape=[[{num_devices}],[{case.axis}]]"
     cfg = compose([*case.words(num_devices), mesh, "training.remat=full"]).config
     axes = dict.fromkeys(axis_names(), 1) | {case.axis: num_devices}
-    program = find_program(cfg, axes)
+    program = find_train_spec(cfg, axes)
     blocks = tables = 0
     for weight in jax.tree.leaves(program.arch.weights):
         if not weight.equation.is_vector and EXPERTS not in weight.equation.w:

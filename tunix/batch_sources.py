@@ -39,7 +39,7 @@ from tunix.run.folder import find_model_files
 from tunix.run.metrics import Metrics
 from tunix.training.loss import HeldOut, find_loss_kind, make_completion
 from tunix.training.multiple_choice import make_choices
-from tunix.training.program import Program
+from tunix.training.train_spec import TrainSpec
 
 log = logging.getLogger(__name__)
 
@@ -90,25 +90,25 @@ class Feed(Protocol):
 class CorpusFeed:
     """Sequences of a corpus, which next-token losses learn from."""
 
-    def __init__(self, cfg: Config, corpus: Corpus, program: Program, mesh: Mesh, watchdog: Watchdog):
-        self.cfg, self.corpus, self.program, self.mesh = cfg, corpus, program, mesh
+    def __init__(self, cfg: Config, corpus: Corpus, train_spec: TrainSpec, mesh: Mesh, watchdog: Watchdog):
+        self.cfg, self.corpus, self.train_spec, self.mesh = cfg, corpus, train_spec, mesh
         self.slots = find_slots(cfg)
         # As long as a forward pass over all data takes, so without a limit of time.
         with watchdog.phase("computing the teacher's logits", math.inf):
-            is_offline = give_logits(cfg, corpus, program, mesh) is not None
-        params = None if is_offline else load_teacher(program, mesh, corpus.tokenizer)
+            is_offline = give_logits(cfg, corpus, train_spec, mesh) is not None
+        params = None if is_offline else load_teacher(train_spec, mesh, corpus.tokenizer)
         self.shared = {} if params is None else {TEACHER: params}
         fields = find_loss_kind(cfg).fields
-        self.samples: TrainBatches = TrainBatches(corpus.train, cfg, program.choices.batch, mesh, fields)
-        info = cfg, corpus, program.arch, mesh, program.batch.num_rows
-        teacher = (program.teacher, params) if program.teacher else None
+        self.samples: TrainBatches = TrainBatches(corpus.train, cfg, train_spec.choices.batch, mesh, fields)
+        info = cfg, corpus, train_spec.arch, mesh, train_spec.batch.num_rows
+        teacher = (train_spec.teacher, params) if train_spec.teacher else None
         self.held_out = HeldOut(*info, teacher=teacher) if corpus.num_held_out else None
         self.sets: dict[str, Evaluator] = {name: HeldOut(*info, name, teacher) for name in corpus.sets}
-        self.sets |= make_choices(cfg, corpus.vocab, program.arch, mesh, program.batch.num_rows)
+        self.sets |= make_choices(cfg, corpus.vocab, train_spec.arch, mesh, train_spec.batch.num_rows)
 
     def __enter__(self) -> Self:
         for name, sequences in self.corpus.train.items():
-            if said := sequences.describe_decoding(self.program.batch.num_sequences, self.cfg.loading.read_threads):
+            if said := sequences.describe_decoding(self.train_spec.batch.num_sequences, self.cfg.loading.read_threads):
                 log.info("%s: %s", name, said)
         return self
 
@@ -116,7 +116,7 @@ class CorpusFeed:
         pass
 
     def batches(self, start: Position, last: int, metrics: Metrics | None, folder: Path | None) -> BatchSource:
-        complete = make_completion(self.cfg, self.program.arch)
+        complete = make_completion(self.cfg, self.train_spec.arch)
         return PrefetchReader(self.samples, start, last, self.shared, None if complete is None else jax.jit(complete))
 
     def sum_up(self, state: dict[str, Any], evaluation: dict[str, Any], metrics: Metrics) -> None:
@@ -146,7 +146,7 @@ class CorpusFeed:
         # Without the token that ends the document, behind which another one begins.
         prompt = (corpus.example[:-1] or corpus.example)[: min(128, cfg.training.seq_len, context // 2)]
         sampling = Sampling(min(cfg.evaluation.sample_tokens, context // 2), cfg.evaluation.sample_temperature)
-        (answer,) = Sampler(self.program.arch, context, self.mesh)(params, [prompt], sampling, cfg.seed)
+        (answer,) = Sampler(self.train_spec.arch, context, self.mesh)(params, [prompt], sampling, cfg.seed)
         return f"{corpus.tokenizer.decode(prompt)}>>>{corpus.tokenizer.decode(answer.tokens)}"
 
     def _answer(self, params: Any) -> list[AnsweredImage]:
@@ -161,7 +161,7 @@ class CorpusFeed:
         stop = find_stop_ids(self.corpus.vocab, (), files)
         sampling = Sampling(num_tokens, 0.0, stop=stop)
         request = Request([each.prompt for each in asked], seed=cfg.seed, images=[each.images for each in asked])
-        answers = Sampler(self.program.arch, cfg.model.context_length, self.mesh).rollout(params, request, sampling)
+        answers = Sampler(self.train_spec.arch, cfg.model.context_length, self.mesh).rollout(params, request, sampling)
         return [
             AnsweredImage(each.last_image, decode(each.prompt), decode(answer.text_tokens), decode(each.answer))
             for each, answer in zip(asked, answers, strict=True)
@@ -171,11 +171,11 @@ class CorpusFeed:
 class PairFeed(CorpusFeed):
     """Pairs of answers, each with its log-probabilities under the model of step 0 (the reference of DPO and KTO)."""
 
-    def __init__(self, cfg: Config, corpus: Corpus, program: Program, mesh: Mesh, watchdog: Watchdog):
+    def __init__(self, cfg: Config, corpus: Corpus, train_spec: TrainSpec, mesh: Mesh, watchdog: Watchdog):
         # Without a limit of time: it takes as long as a forward pass over all data.
         with watchdog.phase("scoring the pairs with the model of step 0", math.inf):
-            add_reference(cfg, corpus, program, mesh)
-        super().__init__(cfg, corpus, program, mesh, watchdog)
+            add_reference(cfg, corpus, train_spec, mesh)
+        super().__init__(cfg, corpus, train_spec, mesh, watchdog)
 
 
 def load_task_prompts(cfg: Config) -> PromptCorpus:
@@ -185,10 +185,10 @@ def load_task_prompts(cfg: Config) -> PromptCorpus:
 class PromptFeed:
     """Prompts that the model in training answers, and rewards that score its answers."""
 
-    def __init__(self, cfg: Config, corpus: PromptCorpus, program: Program, mesh: Mesh, watchdog: Watchdog):
+    def __init__(self, cfg: Config, corpus: PromptCorpus, train_spec: TrainSpec, mesh: Mesh, watchdog: Watchdog):
         assert isinstance(cfg.task, Grpo)
-        self.cfg, self.corpus, self.program, self.mesh, task = cfg, corpus, program, mesh, cfg.task
-        shape = program.batch
+        self.cfg, self.corpus, self.train_spec, self.mesh, task = cfg, corpus, train_spec, mesh, cfg.task
+        shape = train_spec.batch
         if task.answers_per_row > 1 and shape.num_microbatches == 1:
             raise UserError(
                 f"task.answers_per_row={task.answers_per_row}: a step has one microbatch, and none can be left out; "
@@ -209,10 +209,10 @@ class PromptFeed:
         self.pool = make_pool(task, corpus.vocab)
         info = task.rewards, cfg.sampling.max_new_tokens, task.reward_errors, task.reward_timeout_s, cfg
         engine_rewards = EngineRewards(*info) if len(in_processes) < len(task.rewards) else None
-        self.engine = RolloutEngine(cfg, corpus, program, mesh, self.scorer, watchdog, self.pool, engine_rewards)
+        self.engine = RolloutEngine(cfg, corpus, train_spec, mesh, self.scorer, watchdog, self.pool, engine_rewards)
         # Without rewards nothing says how good held-out answers are.
         self.held_out = HeldOutAnswers(cfg, corpus, self.engine) if corpus.num_held_out and task.is_rewarded else None
-        self.teacher = load_teacher(program, mesh, corpus.tokenizer)
+        self.teacher = load_teacher(train_spec, mesh, corpus.tokenizer)
         self.sets: dict[str, Evaluator] = {}  # the config refuses them for prompts
         self.stack = ExitStack()
 
@@ -237,7 +237,7 @@ class PromptFeed:
     def batches(self, start: Position, last: int, metrics: Metrics | None, folder: Path | None) -> BatchSource:
         task = self.cfg.task
         assert isinstance(task, Grpo)
-        reference = make_reference(self.cfg, self.program, self.mesh) if task.kl_coefficient else None
+        reference = make_reference(self.cfg, self.train_spec, self.mesh) if task.kl_coefficient else None
         every = task.samples_every_steps
         file = SamplesFile(folder, every, metrics) if folder and metrics and every else None
         judge, shared = None, Batch()
@@ -245,8 +245,8 @@ class PromptFeed:
             if task.teacher_in_loss:
                 shared[TEACHER] = self.teacher
             else:
-                judge = make_judge(self.cfg, self.program, self.teacher)
-        info = self.cfg, self.program.batch, self.samples, self.engine, reference, start, file
+                judge = make_judge(self.cfg, self.train_spec, self.teacher)
+        info = self.cfg, self.train_spec.batch, self.samples, self.engine, reference, start, file
         return Rollouts(*info, judge, shared, last)
 
     def sum_up(self, state: dict[str, Any], evaluation: dict[str, Any], metrics: Metrics) -> None:
@@ -260,6 +260,6 @@ def load_data(cfg: Config) -> AnyCorpus:
     return import_object(DOCUMENTS[cfg.task.documents].load)(cfg)
 
 
-def make_feed(cfg: Config, corpus: AnyCorpus, program: Program, mesh: Mesh, watchdog: Watchdog) -> Feed:
+def make_feed(cfg: Config, corpus: AnyCorpus, train_spec: TrainSpec, mesh: Mesh, watchdog: Watchdog) -> Feed:
     """Return the feed of a run, of the kind of documents of its task."""
-    return import_object(DOCUMENTS[cfg.task.documents].feed)(cfg, corpus, program, mesh, watchdog)
+    return import_object(DOCUMENTS[cfg.task.documents].feed)(cfg, corpus, train_spec, mesh, watchdog)

@@ -48,7 +48,7 @@ from tunix.processes.identity import FIRST_PORT, NUM_PORTS
 from tunix.processes.peers import find_blind
 from tunix.sharding.table import DIMS, LAYERS, keeping_axes, token_axes
 from tunix.training.choices import build_mesh
-from tunix.training.program import assemble
+from tunix.training.train_spec import assemble
 
 Status = Literal["ok", "warning", "error"]
 

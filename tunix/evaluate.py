@@ -30,8 +30,8 @@ from tunix.run.folder import TOKENIZER
 from tunix.training.choices import build_layout, build_mesh
 from tunix.training.loss import HeldOut
 from tunix.training.multiple_choice import MultipleChoice, make_choices
-from tunix.training.program import assemble
 from tunix.training.state import Architecture, describe
+from tunix.training.train_spec import assemble
 
 Sets = dict[str, HeldOut | MultipleChoice]
 

@@ -39,7 +39,7 @@ def prepare(cfg: Config) -> None:
     from tunix.plan.ranking import plan_run
     from tunix.processes import peers
     from tunix.training.choices import build_mesh
-    from tunix.training.program import assemble
+    from tunix.training.train_spec import assemble
 
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stdout, force=True)
     logging.getLogger("tunix").setLevel(logging.INFO if peers.is_main() else logging.WARNING)

@@ -49,8 +49,8 @@ from tunix.training.choices import Planned, build_mesh, check_compiler_options
 from tunix.training.kernel_check import check_attention, check_expert_matmul
 from tunix.training.multiple_choice import read_questions
 from tunix.training.optimizer import check_phases
-from tunix.training.program import Program, Sizes, assemble, assemble_stages, derive_sizes
 from tunix.training.state import State
+from tunix.training.train_spec import Sizes, TrainSpec, assemble, assemble_stages, derive_sizes
 
 log = logging.getLogger(__name__)
 
@@ -97,10 +97,10 @@ def run(job: compose.Job) -> Result:
             log.warning("%s", remark)
         if setup.corpus is None:
             return Result(None, {}, {})
-        feed = stack.enter_context(make_feed(cfg, setup.corpus, setup.program, mesh, watchdog))
+        feed = stack.enter_context(make_feed(cfg, setup.corpus, setup.train_spec, mesh, watchdog))
         check_before_writing(setup, feed)
         if not cfg.resume:  # a checkpoint may be refused, and its program is mostly in the compile cache
-            compiler.begin_run(setup.programs, setup.sizes.schedule, setup.sizes.total_steps)
+            compiler.begin_run(setup.train_specs, setup.sizes.schedule, setup.sizes.total_steps)
         clock.end("checks")
 
         # Take the folder, and the state to start from: the newest checkpoint of a resumed run that can be read, else
@@ -149,8 +149,8 @@ class Setup:
 
     cfg: Config
     mesh: Mesh
-    program: Program  # of the batch behind all stages
-    programs: dict[BatchShape, Program]  # one for each shape of the batch
+    train_spec: TrainSpec  # of the batch behind all stages
+    train_specs: dict[BatchShape, TrainSpec]  # one for each shape of the batch
     corpus: AnyCorpus | None  # None in a dry run, which reads no data
     sizes: Sizes  # of a run from step 0 on
     compiler: Compiler  # has begun with what the run needs first
@@ -175,30 +175,30 @@ def set_up(
     2. the data, which may take hours the first time: process 0 prepares them, the others read them;
     3. the report of every derived number.
     """
-    program = assemble(cfg, mesh, planned=planned)
-    programs = assemble_stages(program, planned.batch.batch_schedule(mesh.shape))
-    for each in programs.values():
+    train_spec = assemble(cfg, mesh, planned=planned)
+    train_specs = assemble_stages(train_spec, planned.batch.batch_schedule(mesh.shape))
+    for each in train_specs.values():
         each.try_out_loss()
     check_compiler_options(cfg.training.compiler_options)
     device = mesh.devices.flat[0]
     check_matmul_dtype(cfg, device.platform, device.device_kind)
-    sizes = derive_sizes(program, None)
+    sizes = derive_sizes(train_spec, None)
     if sizes.total_steps is not None:  # None: the config counts epochs, and only the data tell how many steps they are
         check_window(cfg, sizes.total_steps)
     # Compile while the data are read, but only where nothing else can be refused: an error would wait for the compiler
     # to end. A run that resumes, starts from other weights or has a teacher has files to check first.
-    if not (cfg.dry_run or cfg.resume or cfg.model.init_from or program.teacher):
+    if not (cfg.dry_run or cfg.resume or cfg.model.init_from or train_spec.teacher):
         # Where the config counts epochs, the data may end the run before its other limits.
-        compiler.begin_run(programs, sizes.schedule, None if cfg.training.num_epochs else sizes.total_steps)
+        compiler.begin_run(train_specs, sizes.schedule, None if cfg.training.num_epochs else sizes.total_steps)
     clock.end("program")
 
     with watchdog.phase("preparing the data", math.inf):
         corpus = None if cfg.dry_run else peers.main_first(lambda: load_data(cfg), "preparing the data")
     clock.end("data")
 
-    sizes = derive_sizes(program, corpus.num_samples if corpus else None)
-    report = make_start_report(cfg, program, mesh, sizes, corpus, chosen)
-    return Setup(cfg, mesh, program, programs, corpus, sizes, compiler, report)
+    sizes = derive_sizes(train_spec, corpus.num_samples if corpus else None)
+    report = make_start_report(cfg, train_spec, mesh, sizes, corpus, chosen)
+    return Setup(cfg, mesh, train_spec, train_specs, corpus, sizes, compiler, report)
 
 
 def check_before_writing(setup: Setup, feed: Feed) -> None:
@@ -209,9 +209,9 @@ def check_before_writing(setup: Setup, feed: Feed) -> None:
     if table := feed.samples.stages(num_steps, left_out):
         log.info("stages of the mixture\n%s", table)
     check_window(cfg, num_steps)
-    peers.main_first(lambda: check_init_from(cfg, setup.program.arch), "looking at model.init_from")
+    peers.main_first(lambda: check_init_from(cfg, setup.train_spec.arch), "looking at model.init_from")
     for check in (check_attention, check_expert_matmul):
-        if agreement := check(cfg, setup.program.layout, setup.mesh):
+        if agreement := check(cfg, setup.train_spec.layout, setup.mesh):
             log.info("%s", agreement)
 
 
@@ -229,22 +229,23 @@ class Progress:
 
 def restore_or_begin(job: compose.Job, checkpoints: Checkpoints, setup: Setup, feed: Feed) -> Progress:
     """Return the progress of a resumed run at its checkpoint; of another run, or where none was saved, at step 0."""
-    program, corpus, cfg = setup.program, setup.corpus, job.config
+    train_spec, corpus, cfg = setup.train_spec, setup.corpus, job.config
     assert corpus is not None
     beginning = Position(0, 0, feed.samples.fingerprint(corpus.fingerprint), tokenizer_digest(corpus.tokenizer))
-    restored = checkpoints.restore(job.resume_step, program.abstract, cfg, beginning) if cfg.resume else None
+    restored = checkpoints.restore(job.resume_step, train_spec.abstract, cfg, beginning) if cfg.resume else None
     if restored:
         state, start, improvement = restored
         log.info("resumed at step %d, sample %d", start.step, start.next_sample)
-        state = program.complete(state)  # adds parts that the checkpoint lacks: a copy of the parameters, for example
+        # Adds parts that the checkpoint lacks: a copy of the parameters, for example.
+        state = train_spec.complete(state)
     else:
         if cfg.resume:
             log.warning("no checkpoint in %s yet: starting at step 0", checkpoints.store.folder)
             _warn_of_lost_steps(job)
-        weights = load_init_from(program, setup.mesh)
-        state = setup.compiler.new_state(program) if weights is None else program.new_state(cfg.seed, weights)
+        weights = load_init_from(train_spec, setup.mesh)
+        state = setup.compiler.new_state(train_spec) if weights is None else train_spec.new_state(cfg.seed, weights)
         start, improvement = beginning, Improvement()
-    sizes = derive_sizes(program, corpus.num_samples, start)
+    sizes = derive_sizes(train_spec, corpus.num_samples, start)
     last = find_last_step(setup, sizes, start, improvement)
     return Progress(state, start, improvement, restored is None, sizes, last)
 
@@ -481,7 +482,7 @@ def open_loop(
     Nothing is compiled yet. `start_time` is when the program began, by time.monotonic().
     """
     cfg, mesh, start, last, schedule = setup.cfg, setup.mesh, progress.start, progress.last, progress.sizes.schedule
-    traced = setup.programs[schedule.at(cfg.profile.after_step + 1).shape]
+    traced = setup.train_specs[schedule.at(cfg.profile.after_step + 1).shape]
     beginning = Start(folder, mask_values(cfg.model_dump(mode="json")), start.step, last)
     with (
         Metrics(cfg.logging.sinks, beginning) as metrics,
@@ -492,8 +493,8 @@ def open_loop(
         metrics.text("config", to_yaml(cfg), start.step)
         metrics.text("report", setup.report, start.step)
         seq_len, device_kind = progress.sizes.batch.seq_len, mesh.devices.flat[0].device_kind
-        peak = find_run_peak_tflops(cfg, setup.program.arch, seq_len, device_kind)
-        compiled = CompiledSteps(setup.programs, schedule, setup.sizes.schedule.spans(last), setup.compiler)
+        peak = find_run_peak_tflops(cfg, setup.train_spec.arch, seq_len, device_kind)
+        compiled = CompiledSteps(setup.train_specs, schedule, setup.sizes.schedule.spans(last), setup.compiler)
         every = cfg.logging.layer_norms_every
         goodput = Goodput(time.monotonic() - start_time)
         if peers.is_main():

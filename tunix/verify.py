@@ -45,7 +45,7 @@ from tunix.run.compiling import compile_step
 from tunix.sharding.mesh_shape import explicit_sizes, format_mesh_shape, meshes, resolve
 from tunix.sharding.table import axis_names
 from tunix.training.choices import build_mesh, check_compiler_options
-from tunix.training.program import assemble, check_on_mesh, derive_sizes
+from tunix.training.train_spec import assemble, check_on_mesh, derive_sizes
 
 # A mesh says only where arrays are, so it must not change the numbers. Two meshes sum the same numbers in another
 # order: in float32 that changes about the seventh digit. A wrong sharding changes the first digits.
@@ -175,14 +175,14 @@ def _train(cfg: Config, mesh: jax.sharding.Mesh, corpus: AnyCorpus, num_steps: i
     # By default GPUs round the factors of float32 products to 10 bits (TF32). Then differences between meshes would be
     # a thousand times larger, and the tolerance would say nothing.
     with jax.set_mesh(mesh), jax.default_matmul_precision("highest"):
-        program = assemble(cfg, mesh)
-        check_init_from(cfg, program.arch)
-        sizes = derive_sizes(program, corpus.num_samples)
+        train_spec = assemble(cfg, mesh)
+        check_init_from(cfg, train_spec.arch)
+        sizes = derive_sizes(train_spec, corpus.num_samples)
         assert sizes.total_steps is not None
-        state = program.new_state(cfg.seed, load_init_from(program, mesh))
-        train_step = compile_step(program, sizes.schedule.spans(sizes.total_steps), mesh)
+        state = train_spec.new_state(cfg.seed, load_init_from(train_spec, mesh))
+        train_step = compile_step(train_spec, sizes.schedule.spans(sizes.total_steps), mesh)
         metrics: dict[str, list[float]] = {name: [] for name in COMPARED}
-        feed = make_feed(cfg, corpus, program, mesh, Watchdog(cfg.distributed))
+        feed = make_feed(cfg, corpus, train_spec, mesh, Watchdog(cfg.distributed))
         with feed, closing(feed.batches(Position(0, 0, "", ""), num_steps, None, None)) as source:
             for _ in range(num_steps):
                 batch, _ = source.next(state)

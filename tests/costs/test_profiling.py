@@ -45,7 +45,7 @@ from tunix.run.trace import CommunicationTrace
 from tunix.sharding.table import axis_names
 from tunix.trainer import run
 from tunix.training.choices import build_mesh
-from tunix.training.program import assemble
+from tunix.training.train_spec import assemble
 
 TRACED = ["training.profile_communication=true", "profile.after_step=2", "profile.steps=2"]
 MESH = "model.mesh_shape=[[2,2,2],[dp,fsdp,tp]]"

@@ -9,7 +9,7 @@ from tunix.config.compose import compose
 from tunix.config.task import Cycle
 from tunix.config.training import read_steps
 from tunix.data.sample_order import BEGINNING, DataSchedule, Position
-from tunix.training.program import last_step
+from tunix.training.train_spec import last_step
 
 
 def by_hand(skip_steps: list[str], samples: int, num_steps: int) -> tuple[list[int], list[int]]:

@@ -26,7 +26,7 @@ from tunix.huggingface.adapter_config import read_adapter
 from tunix.inference.pretrained import check_init_from, load_init_from
 from tunix.models.layers import named
 from tunix.sharding.arrays import to_global
-from tunix.training import program as training
+from tunix.training import train_spec as training
 from tunix.training.choices import build_mesh
 
 ADAPTERS = Path(__file__).parent / "adapters"

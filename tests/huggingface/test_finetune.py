@@ -29,7 +29,7 @@ from tunix.rl.evaluation import estimate_pass
 from tunix.sharding.arrays import to_global
 from tunix.training.choices import build_mesh
 from tunix.training.loss import next_token_loss
-from tunix.training.program import assemble
+from tunix.training.train_spec import assemble
 
 LORA = ["model.lora.rank=4", "model.lora.dropout=0.2", "optimizer.learning_rate=2e-2"]
 SFT = [

@@ -16,7 +16,7 @@ from tunix.inference.rollout import Request, Sampler
 from tunix.inference.sampling import Sampling
 from tunix.sharding.arrays import bytes_per_device
 from tunix.sharding.table import data_axes
-from tunix.training.program import assemble
+from tunix.training.train_spec import assemble
 
 RNG = np.random.default_rng(0)
 PROMPTS = [RNG.integers(0, 320, length).tolist() for length in (5, 20, 3, 9)]

@@ -19,7 +19,7 @@ from tunix.models.matmul import product
 from tunix.sharding.arrays import to_global
 from tunix.sharding.equations import Equation
 from tunix.training.choices import build_layout, build_mesh
-from tunix.training.program import assemble
+from tunix.training.train_spec import assemble
 
 SIZES = {"D": 16, "N": 4, "H": 8, "F": 32, "V": 48, "r": 8}
 LENGTH = 128  # the fewest queries that take the library

@@ -27,7 +27,7 @@ from tunix.inference.pretrained import load_init_from
 from tunix.sharding.arrays import to_global
 from tunix.sharding.table import axis_names
 from tunix.training.choices import build_mesh
-from tunix.training.program import assemble, check_model_on_mesh
+from tunix.training.train_spec import assemble, check_model_on_mesh
 
 TOLERANCE = 1e-5  # float32; sums in another order
 SEQUENCES, LENGTH = 8, 16

@@ -20,7 +20,7 @@ from tunix.models.experts import Experts
 from tunix.models.layers import Initializer
 from tunix.sharding.table import axis_names
 from tunix.training.choices import build_layout, build_mesh
-from tunix.training.program import assemble
+from tunix.training.train_spec import assemble
 
 
 def exchange(sent: list[np.ndarray], trips: list[Trips], length: int) -> list[np.ndarray]:

@@ -15,7 +15,7 @@ from tunix.models.experts import Experts
 from tunix.models.layers import Initializer, Routing
 from tunix.training.choices import build_layout, build_mesh
 from tunix.training.optimizer import move_biases
-from tunix.training.program import assemble
+from tunix.training.train_spec import assemble
 
 ONE = "model.mesh_shape=[[1],[fsdp]]", "distributed.allow_idle_devices=true"
 # Every part of a router, and a shared expert; tests of parity have a dense layer too.

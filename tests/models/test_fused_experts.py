@@ -77,7 +77,7 @@ def test_numbers_are_those_of_the_definition(gate, weighted, has_biases, room, b
         numbers(LOCAL, DIM, WIDTH), numbers(LOCAL, DIM, WIDTH), numbers(LOCAL, WIDTH, DIM), *biases
     )
     hidden = partial(fused.HIDDEN[weighted], GATES[gate])
-    program = fused.Program(hidden, room, blocks, interpret=True)
+    program = fused.KernelConfig(hidden, room, blocks, interpret=True)
 
     def results(compute):
         y, pull_back = jax.vjp(compute, x, probs.astype(jnp.float32), weights)

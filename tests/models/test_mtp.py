@@ -31,7 +31,7 @@ from tunix.inference.sampling import Sampling, select, select_greedy
 from tunix.sharding.arrays import to_global
 from tunix.training.choices import build_mesh
 from tunix.training.logprobs import sum_further_tokens
-from tunix.training.program import assemble
+from tunix.training.train_spec import assemble
 
 FAMILIES = ["deepseek_v3", "glm4_moe", "qwen3_next"]
 COPIES = {"embed_tokens": "model.embed_tokens.weight", "shared_head.head": "lm_head.weight"}

@@ -110,7 +110,7 @@ def test_layers_in_groups_that_do_not_divide_them():
 
 
 def test_devices_without_memory_of_the_host_are_refused(monkeypatch):
-    monkeypatch.setattr("tunix.training.program.has_host_memory", lambda mesh: False)
+    monkeypatch.setattr("tunix.training.train_spec.has_host_memory", lambda mesh: False)
     with pytest.raises(
         UserError, match=r"training.offload=optimizer needs devices that read .* pinned memory, and cpu"
     ):

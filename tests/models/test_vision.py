@@ -35,8 +35,8 @@ from tunix.models.vision import Images
 from tunix.sharding.arrays import to_global
 from tunix.training.choices import build_layout, build_mesh
 from tunix.training.loss import next_token_loss
-from tunix.training.program import assemble
 from tunix.training.state import describe
+from tunix.training.train_spec import assemble
 
 SEEING = ROOT / "tests/models/parity/gemma3_vision"
 WORDS = [

@@ -34,7 +34,7 @@ from tunix.costs.devices import (
 )
 from tunix.costs.hlo import read_collectives
 from tunix.costs.rollout import PAGE, USABLE, select_pages, select_rows
-from tunix.costs.step import derive, find_program
+from tunix.costs.step import derive, find_train_spec
 from tunix.models.flops import flops_per_token, forward_flops_per_token
 from tunix.plan import __main__ as plan
 from tunix.plan.compile import WORKERS, Compiled, compile_all, find_backend
@@ -543,7 +543,7 @@ def test_rollouts_are_counted():
     assert two.rollout.costs.rows == 32
     assert two.rollout_s < one.rollout_s  # the weights are read once for the answers of two steps
     assert best("task.rollout_rows=64").rollout.rows_at_once == 64
-    program = find_program(one.cfg, one.sizes)
+    program = find_train_spec(one.cfg, one.sizes)
     memories = None, 80 << 30, one.rollout_memory, 1 << 20
     assert [select_rows(program, device_bytes) for device_bytes in memories] == [None, 128, 96, 8]
     with_reference = best("task.kl_coefficient=0.1")
@@ -552,7 +552,7 @@ def test_rollouts_are_counted():
     assert with_reference.memory == max(with_reference.costs.memory + reference, one.rollout_memory + reference)
     fits = (one.rollout_memory + 2**20) / USABLE  # all answers at one time, but for the reference
     cfgs = one.cfg, with_reference.cfg, config("task.kl_coefficient=0.1", "model.lora.rank=8")
-    rows = [select_rows(find_program(cfg, one.sizes), round(fits)) for cfg in cfgs]
+    rows = [select_rows(find_train_spec(cfg, one.sizes), round(fits)) for cfg in cfgs]
     assert rows == [128, 96, 128]
     # Pages: no more than rows can use, with those of a prompt that waits; or what is left of the memory.
     paged = best("sampling.cache=auto")
@@ -560,7 +560,7 @@ def test_rollouts_are_counted():
     assert paged.rollout.costs.num_bytes["cache"] == 17 * 1024 * cache_row
     assert paged.rollout.costs.num_bytes["other cache"] == 0
     assert least < paged.rollout.costs.bytes_read < one.rollout.costs.bytes_read
-    program, few = find_program(paged.cfg, one.sizes, "gpu"), round((one.rollout_memory - (1 << 30)) / USABLE)
+    program, few = find_train_spec(paged.cfg, one.sizes, "gpu"), round((one.rollout_memory - (1 << 30)) / USABLE)
     rows, num_pages = select_rows(program, few), select_pages(program, 128, few)
     assert rows == 128
     assert 17 * 1024 // PAGE // 4 < num_pages < 17 * 1024 // PAGE

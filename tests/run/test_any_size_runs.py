@@ -18,7 +18,7 @@ from tunix.data.image_processors import PatchProcessor
 from tunix.sharding.arrays import to_global
 from tunix.training.choices import build_mesh
 from tunix.training.logprobs import compute_token_log_probs
-from tunix.training.program import assemble
+from tunix.training.train_spec import assemble
 from tunix.verify import verify
 
 WORDS = [

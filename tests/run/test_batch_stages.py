@@ -25,7 +25,7 @@ from tunix.processes.watchdog import Watchdog
 from tunix.run.trace import check_window
 from tunix.sharding.table import axis_names
 from tunix.training.optimizer import count_phase_steps
-from tunix.training.program import last_step
+from tunix.training.train_spec import last_step
 
 FOUR = dict.fromkeys(axis_names(), 1) | {"fsdp": 4}
 ONE = dict.fromkeys(axis_names(), 1)

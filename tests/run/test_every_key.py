@@ -34,8 +34,8 @@ from tunix.trainer import run
 from tunix.training.choices import build_layout, build_mesh
 from tunix.training.loss import find_loss_kind, make_completion
 from tunix.training.optimizer import make_optimizer, make_schedule
-from tunix.training.program import assemble
 from tunix.training.state import Weight, describe
+from tunix.training.train_spec import assemble
 
 YARN = "{name:yarn,factor:2,original_context:64,beta_fast:32,beta_slow:1,attention_factor:null,truncate:true}"
 DIVISORS = ",".join("1" * 64)

@@ -27,7 +27,7 @@ from tunix.models.transformer import Transformer
 from tunix.sharding.arrays import to_global
 from tunix.training.choices import build_mesh
 from tunix.training.logprobs import compute_token_log_probs
-from tunix.training.program import assemble
+from tunix.training.train_spec import assemble
 from tunix.verify import verify
 
 SHAPES = [

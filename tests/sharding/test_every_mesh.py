@@ -17,7 +17,7 @@ from tunix.config.compose import compose
 from tunix.models import matmul
 from tunix.sharding.arrays import to_global
 from tunix.training.choices import build_mesh
-from tunix.training.program import assemble
+from tunix.training.train_spec import assemble
 
 TOLERANCE = 1e-5  # float32; sums in another order
 # Two layers; few kinds of operations, because a program is compiled for each mesh.

@@ -20,7 +20,7 @@ from tunix.inference.rollout import Sampler
 from tunix.inference.sampling import Sampling
 from tunix.plan.compile import describe_devices
 from tunix.training.choices import build_mesh
-from tunix.training.program import assemble
+from tunix.training.train_spec import assemble
 
 ROWS, SLOTS = 64, 4096
 

@@ -26,7 +26,7 @@ from tunix.costs.hlo import (
 )
 from tunix.plan.compile import compile_for, describe_devices
 from tunix.training.choices import build_mesh
-from tunix.training.program import assemble
+from tunix.training.train_spec import assemble
 
 WORDS = [
     "model=tiny", "model.embed_dim=512", "model.mlp_dim=1024", "model.num_layers=2", "model.num_heads=4",

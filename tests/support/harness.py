@@ -32,7 +32,7 @@ from tunix.processes import exits
 from tunix.sharding.arrays import to_global
 from tunix.sharding.mesh import device_mesh
 from tunix.sharding.mesh_shape import ONE_DEVICE as ONE_DEVICE_SHAPE
-from tunix.training import program as training
+from tunix.training import train_spec as training
 from tunix.training.choices import build_layout, build_mesh
 from tunix.training.state import Architecture, describe, new_state
 
@@ -95,7 +95,7 @@ SGD = [
 class Program:
     """A train step with the state it starts from."""
 
-    built: training.Program
+    built: training.TrainSpec
     step: Any  # not compiled
     fresh: bool
 
@@ -151,7 +151,7 @@ def program(*overrides: str, fresh: bool = False) -> Program:
 _initial_states: dict[str, Any] = {}
 
 
-def _initial(built: training.Program) -> Any:
+def _initial(built: training.TrainSpec) -> Any:
     """Initial state on the host. It is the same on every mesh (a test of its own holds that), so it is made once.
 
     For one device, and with quick random numbers: that is compiled in a third of the time.

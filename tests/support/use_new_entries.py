@@ -16,7 +16,7 @@ from tunix.plan.derived_time import resolve_exchange
 from tunix.rl.environments import open_environment
 from tunix.rl.table import find_environment, find_reward
 from tunix.training.choices import build_mesh
-from tunix.training.program import assemble
+from tunix.training.train_spec import assemble
 
 words = sys.argv[1:]
 cfg = compose(words).config

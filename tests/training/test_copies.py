@@ -8,7 +8,7 @@ from support.harness import SGD, batch, program
 
 from tunix.base.errors import UserError
 from tunix.sharding.arrays import bytes_per_device
-from tunix.training.program import assemble
+from tunix.training.train_spec import assemble
 
 FAST = [*SGD, "optimizer.learning_rate=1", "training.ema_decay=0.5"]
 MESH = "model.mesh_shape=[[4,2],[fsdp,tp]]"
@@ -86,7 +86,7 @@ def test_an_average_in_the_memory_of_the_host_has_the_same_bits(monkeypatch):
         started = whole.complete({"params": trained.state["params"]})["copies"]
     assert bytes_per_device(whole.abstract["copies"]) == 0
     assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(started)} == {"pinned_host"}
-    monkeypatch.setattr("tunix.training.program.has_host_memory", lambda mesh: False)
+    monkeypatch.setattr("tunix.training.train_spec.has_host_memory", lambda mesh: False)
     with pytest.raises(UserError, match=r"training.ema_memory=host needs devices that read .* pinned memory, and cpu"):
         program(*words)
 

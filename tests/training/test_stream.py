@@ -9,7 +9,7 @@ from support.harness import SMALL, batch, program
 
 from tunix.base.errors import UserError
 from tunix.config.compose import compose
-from tunix.costs.step import derive, find_program
+from tunix.costs.step import derive, find_train_spec
 from tunix.sharding.table import axis_names
 
 TP = "model.mesh_shape=[[2,4],[fsdp,tp]]"
@@ -20,7 +20,7 @@ def sizes(**of_axes: int) -> dict[str, int]:
 
 
 def layout_of(*words: str, **of_axes: int):
-    return find_program(compose([*SMALL, *words]).config, sizes(**of_axes)).layout
+    return find_train_spec(compose([*SMALL, *words]).config, sizes(**of_axes)).layout
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_biases_are_added_to_a_split_stream():
 
 
 def test_a_gradient_of_a_norm_is_a_sum_over_the_devices_that_split_the_stream():
-    found = find_program(compose([*SMALL, TP]).config, sizes(fsdp=2, tp=4))
+    found = find_train_spec(compose([*SMALL, TP]).config, sizes(fsdp=2, tp=4))
     scale = found.arch.weights["blocks"]["pre_mlp"]["scale"].equation
     assert "tp" in found.layout.gradient_axes(scale)
     assert "tp" not in found.layout.gradient_axes(found.arch.weights["blocks"]["mlp"]["up"]["w"].equation)

@@ -38,8 +38,8 @@ from tunix.sharding.mesh_shape import count_devices, token_shards
 from tunix.sharding.table import EXPERTS, STREAM_TOKENS, TOKENS, axis_names, token_axes
 from tunix.training.choices import Choices
 from tunix.training.loss import find_loss_kind
-from tunix.training.program import Program
 from tunix.training.state import Weight
+from tunix.training.train_spec import TrainSpec
 
 
 @dataclass(frozen=True)
@@ -86,33 +86,34 @@ def _count_neighbours(axes: Sequence[str], sizes: dict[str, int], per_node: int)
     return neighbours
 
 
-def list_transfers(program: Program) -> list[Transfer]:
+def list_transfers(train_spec: TrainSpec) -> list[Transfer]:
     """Return all collectives of one step."""
     lists = (
         _list_weight_transfers, _list_attention_transfers, _list_stage_transfers, _list_matmul_transfers,
         _list_expert_transfers,
     )  # fmt: skip
-    return [transfer for each in lists for transfer in each(program)]
+    return [transfer for each in lists for transfer in each(train_spec)]
 
 
-def _list_weight_transfers(program: Program) -> Iterator[Transfer]:
+def _list_weight_transfers(train_spec: TrainSpec) -> Iterator[Transfer]:
     """Yield gathers of weights before they are used, and reductions of their gradients.
 
     Blocks on stages gather in every tick, and once more where the backward pass runs a stage again.
     """
-    layout, strategy = program.layout, program.layout.strategy
-    mesh, sync_every = program.mesh, program.choices.sync_every
+    layout, strategy = train_spec.layout, train_spec.layout.strategy
+    mesh, sync_every = train_spec.mesh, train_spec.choices.sync_every
     in_blocks = layout.gathers_in_blocks(sync_every)
-    reductions = 1 if program.choices.pipeline.num_stages > 1 else program.batch.num_microbatches // sync_every
+    reductions = 1 if train_spec.choices.pipeline.num_stages > 1 else train_spec.batch.num_microbatches // sync_every
     has_replicas = layout.has_replicas(mesh.shape)
-    is_trained = jax.tree.leaves(program.arch.is_trained)
-    weights = jax.tree.leaves_with_path(program.arch.weights)
+    is_trained = jax.tree.leaves(train_spec.arch.is_trained)
+    weights = jax.tree.leaves_with_path(train_spec.arch.weights)
     for (path, weight), trained in zip(weights, is_trained, strict=True):
-        equation, pipeline = weight.equation, find_passes(weight, program)
-        ahead = program.choices.prefetch and path[0].key in program.cfg.model.stacks  # `model.mtp` gathers when it runs
+        equation, pipeline = weight.equation, find_passes(weight, train_spec)
+        # `model.mtp` gathers when it runs.
+        ahead = train_spec.choices.prefetch and path[0].key in train_spec.cfg.model.stacks
         gathers_of_block = (2 + pipeline.recompute_runs) * pipeline.num_passes
         in_use, gathered_over = layout.in_use(equation), layout.gather_axes(equation)
-        blocks = count_layers(weight, program) if equation.is_stacked else 1
+        blocks = count_layers(weight, train_spec) if equation.is_stacked else 1
         if gathered_over and strategy.splits:
             times = gathers_of_block if in_blocks and equation.is_stacked else 1
             size = round(times * count_shard_bytes(weight, in_use, find_gathered_dtype(weight, layout), mesh))
@@ -135,7 +136,7 @@ def _list_weight_transfers(program: Program) -> Iterator[Transfer]:
             summed_over = tuple(axis for axis in summed_over if axis not in gathered_over)
         if ahead and has_replicas:
             # Over replicas one iteration later; of several microbatches in the last one, if layers add to the sums.
-            once = sums_in_layers(layout, program.choices.remat)
+            once = sums_in_layers(layout, train_spec.choices.remat)
             passes, iterations = (1, 1) if once else (pipeline.num_passes, pipeline.num_iterations)
             later = round(passes * blocks) + 2 * iterations
             yield Transfer("all-reduce", summed_over, size // count * later, count=later)
@@ -144,12 +145,12 @@ def _list_weight_transfers(program: Program) -> Iterator[Transfer]:
         yield Transfer("all-reduce", summed_over, size, overlaps=0.0, count=count)
 
 
-def _list_stage_transfers(program: Program) -> Iterator[Transfer]:
+def _list_stage_transfers(train_spec: TrainSpec) -> Iterator[Transfer]:
     """Yield the rows that stages send one another in each tick, their gradients, and what all stages share."""
-    cfg, layout, mesh, pipeline = program.cfg, program.layout, program.mesh, program.choices.pipeline
+    cfg, layout, mesh, pipeline = train_spec.cfg, train_spec.layout, train_spec.mesh, train_spec.choices.pipeline
     if pipeline.num_stages == 1:
         return
-    rows, tokens = count_microbatch_rows(program), program.batch.seq_len
+    rows, tokens = count_microbatch_rows(train_spec), train_spec.batch.seq_len
     local_tokens = tokens // token_shards(mesh.shape)
     joined = rows * local_tokens * cfg.model.embed_dim * jnp.dtype(layout.compute).itemsize
     stream = joined // count_devices(mesh.shape, layout.stream_axes)
@@ -171,11 +172,11 @@ def _list_stage_transfers(program: Program) -> Iterator[Transfer]:
         yield Transfer("all-gather", layout.stream_axes, num_bytes, overlaps=0.0)
     # Once a step the batch is dealt out anew: its tokens in the place of its sequences.
     fields = sum(field.dims == "ABT" for field in find_loss_kind(cfg).fields.values())
-    batch = pipeline.num_microbatches * program.choices.batch.sequences_per_shard * local_tokens * 4
+    batch = pipeline.num_microbatches * train_spec.choices.batch.sequences_per_shard * local_tokens * 4
     yield Transfer("all-to-all", layout.stage_axes, fields * batch, overlaps=0.0)
     if pipeline.num_chunks > 1:
         # Stages deal layers out before the first tick, and gradients of the trained ones afterwards.
-        arch = program.arch
+        arch = train_spec.arch
         dealt_out = [(weight, weight.dtype) for weight in jax.tree.leaves(arch.weights)]
         dealt_out += [(weight, "float32") for weight in jax.tree.leaves(arch.trained_weights)]
         num_bytes, count = 0, 0
@@ -186,59 +187,60 @@ def _list_stage_transfers(program: Program) -> Iterator[Transfer]:
         yield Transfer("collective-permute", layout.stage_axes, num_bytes, overlaps=0.0, count=count)
 
 
-def find_passes(weight: Weight, program: Program) -> PipelineShape:
+def find_passes(weight: Weight, train_spec: TrainSpec) -> PipelineShape:
     """Return the passes of a step through the layers of a weight."""
-    pipeline = program.choices.pipeline
+    pipeline = train_spec.choices.pipeline
     return pipeline.before_stages if weight.equation.is_before_stages else pipeline
 
 
-def count_layers(weight: Weight, program: Program) -> int:
+def count_layers(weight: Weight, train_spec: TrainSpec) -> int:
     """Return the layers of a stack that a device has: those of its stage, or all where stages do not share them."""
-    return weight.shape[0] // find_passes(weight, program).num_stages
+    return weight.shape[0] // find_passes(weight, train_spec).num_stages
 
 
-def list_passes(program: Program, layers: Sequence[int]) -> list[tuple[PipelineShape, int]]:
+def list_passes(train_spec: TrainSpec, layers: Sequence[int]) -> list[tuple[PipelineShape, int]]:
     """Return the passes of a step through these layers, each with the number of layers that have such passes."""
-    first = {layer for run in program.cfg.model.first_runs for layer in run.layers}
-    num_first, pipeline = len(first.intersection(layers)), program.choices.pipeline
+    first = {layer for run in train_spec.cfg.model.first_runs for layer in run.layers}
+    num_first, pipeline = len(first.intersection(layers)), train_spec.choices.pipeline
     pairs = (pipeline.before_stages, num_first), (pipeline, len(layers) - num_first)
     return [(passes, number) for passes, number in pairs if number]
 
 
-def count_microbatch_rows(program: Program) -> int:
+def count_microbatch_rows(train_spec: TrainSpec) -> int:
     """Return the sequences of one part of a microbatch on one device, while it is on a stage."""
-    pipeline = program.choices.pipeline
-    return program.choices.batch.sequences_per_shard * pipeline.num_stages // pipeline.num_parts
+    pipeline = train_spec.choices.pipeline
+    return train_spec.choices.batch.sequences_per_shard * pipeline.num_stages // pipeline.num_parts
 
 
-def _list_attention_transfers(program: Program) -> Iterator[Transfer]:
+def _list_attention_transfers(train_spec: TrainSpec) -> Iterator[Transfer]:
     """Yield the transfers of attention, linear too, between devices that share sequences, and of the segment ids,
     spread once."""
-    cfg, axes, mesh = program.cfg, token_axes(), program.mesh
+    cfg, axes, mesh = train_spec.cfg, token_axes(), train_spec.mesh
     if token_shards(mesh.shape) == 1:
         return
-    num_microbatches, rows, tokens = program.batch
-    segment_ids = math.prod(find_shard_shape((rows, tokens), program.layout.activation("BS"), mesh)) * 4
+    num_microbatches, rows, tokens = train_spec.batch
+    segment_ids = math.prod(find_shard_shape((rows, tokens), train_spec.layout.activation("BS"), mesh)) * 4
     yield Transfer("all-gather", axes, num_microbatches * segment_ids, overlaps=0.0, count=num_microbatches)
-    exchanged = import_object(CP_EXCHANGES[program.layout.cp_exchange].transfers)
+    exchanged = import_object(CP_EXCHANGES[train_spec.layout.cp_exchange].transfers)
     further = [] if cfg.model.mtp is None else [*cfg.model.mtp_model.head_kinds.items()]
     for kind, numbers in (*cfg.model.head_kinds.items(), *further):
-        heads = measure_heads(cfg.model, kind, program.choices, mesh)
-        for pipeline, number in list_passes(program, numbers):
+        heads = measure_heads(cfg.model, kind, train_spec.choices, mesh)
+        for pipeline, number in list_passes(train_spec, numbers):
             layers = num_microbatches * number * pipeline.iterations_per_microbatch
-            layer = exchanged(program.choices.remat, heads, pipeline.recompute_runs)
+            layer = exchanged(train_spec.choices.remat, heads, pipeline.recompute_runs)
             num_bytes, count = round(layers * layer.num_bytes), max(1, round(layers * layer.count))
             yield replace(layer, num_bytes=num_bytes, count=count)
-    yield from _list_memory_transfers(program)
+    yield from _list_memory_transfers(train_spec)
 
 
-def _list_memory_transfers(program: Program) -> Iterator[Transfer]:
+def _list_memory_transfers(train_spec: TrainSpec) -> Iterator[Transfer]:
     """Yield what devices that share sequences send in layers of linear attention: the last tokens that filters take,
     and the memory of the delta rule, float32 (models/linear_attention.py)."""
-    model, layout, mesh, pipeline = program.cfg.model, program.layout, program.mesh, program.choices.pipeline
+    model, layout, mesh = train_spec.cfg.model, train_spec.layout, train_spec.mesh
+    pipeline = train_spec.choices.pipeline
     if (linear := model.linear_attention) is None:
         return
-    num_microbatches, rows, tokens = program.batch
+    num_microbatches, rows, tokens = train_spec.batch
 
     def count_numbers(dim_names: str, length: int = 1) -> int:
         sizes = model.dims | {"B": rows, TOKENS: length * token_shards(mesh.shape)}
@@ -253,7 +255,7 @@ def _list_memory_transfers(program: Program) -> Iterator[Transfer]:
     num_bytes += 4 * ((rounds + 1) * state + max(0, rounds - 1) * transition)  # the last round needs no transition
     count = 3 * hops + rounds + 1 + max(0, rounds - 1)
     layers = num_microbatches * sum(map(model.is_linear, range(model.num_layers))) * pipeline.iterations_per_microbatch
-    times = layers * (2 + program.choices.remat.recompute_fraction("exchange") + pipeline.recompute_runs)
+    times = layers * (2 + train_spec.choices.remat.recompute_fraction("exchange") + pipeline.recompute_runs)
     kind, total = "collective-permute", round(times * num_bytes)
     yield Transfer(kind, token_axes(), total, overlaps=0.0, count=max(1, round(times * count)))
 
@@ -332,14 +334,14 @@ class Exchange(NamedTuple):
     times: float  # in one microbatch
 
 
-def _list_matmul_transfers(program: Program) -> Iterator[Transfer]:
+def _list_matmul_transfers(train_spec: TrainSpec) -> Iterator[Transfer]:
     """Yield the collectives of one step that bring activations to products and sum their results.
 
     A product `x,w->y` of a block runs forward, once more where `training.remat` computes it again, and transposed for
     the gradient of x.
     """
-    cfg, layout, mesh, batch = program.cfg, program.layout, program.mesh, program.batch
-    sizes = program.dims | {"B": batch.num_rows, STREAM_TOKENS: batch.seq_len}
+    cfg, layout, mesh, batch = train_spec.cfg, train_spec.layout, train_spec.mesh, train_spec.batch
+    sizes = train_spec.dims | {"B": batch.num_rows, STREAM_TOKENS: batch.seq_len}
     if (vision := cfg.model.vision) is not None:  # of all images of a row, each of the largest size
         num_images = cfg.training.images_per_row
         sizes |= {"i": num_images * vision.num_patches, "g": num_images * vision.tokens_per_image}
@@ -353,29 +355,29 @@ def _list_matmul_transfers(program: Program) -> Iterator[Transfer]:
         shape = [sizes[dim_name] for dim_name in dim_names]
         return math.prod(find_shard_shape(shape, layout.activation(dim_names), mesh))
 
-    for kind, dim_names, axes, times in (*_list_in_blocks(program), *_list_at_ends(program)):
+    for kind, dim_names, axes, times in (*_list_in_blocks(train_spec), *_list_at_ends(train_spec)):
         if axes and times:
             yield transfer(kind, axes, count_numbers(dim_names) * item, times)
     if isinstance(cfg.model.mlp, ExpertsMlp) and layout.stream_axes:  # numbers of a token's experts, and their weights
         choices = count_numbers("BT") * cfg.model.mlp.experts_per_token * 4
-        for pipeline, number in list_passes(program, _list_expert_layers(cfg.model)):
+        for pipeline, number in list_passes(train_spec, _list_expert_layers(cfg.model)):
             layers = number * pipeline.iterations_per_microbatch
-            forward = 1 + program.choices.remat.recompute_fraction("product") + pipeline.recompute_runs
+            forward = 1 + train_spec.choices.remat.recompute_fraction("product") + pipeline.recompute_runs
             yield transfer("all-gather", layout.stream_axes, choices, 2 * forward * layers)
             yield transfer("reduce-scatter", layout.stream_axes, choices, layers)  # the gradient of the weights
 
 
-def _list_in_blocks(program: Program) -> Iterator[Exchange]:
+def _list_in_blocks(train_spec: TrainSpec) -> Iterator[Exchange]:
     """Yield the exchanges around the products of blocks."""
-    cfg, layout = program.cfg, program.layout
-    remat, stream = program.choices.remat, layout.stream_axes
+    cfg, layout = train_spec.cfg, train_spec.layout
+    remat, stream = train_spec.choices.remat, layout.stream_axes
     entered: dict[str, tuple[float, int]] = {}  # of each branch that tokens enter, by its name: layers, times of each
     expert_exchanges: list[Exchange] = []  # of one expert
-    for path, weight in jax.tree.leaves_with_path(program.arch.weights):
+    for path, weight in jax.tree.leaves_with_path(train_spec.arch.weights):
         equation = weight.equation.dequantized()
         if not equation.is_stacked or equation.is_vector or equation.is_scales:
             continue
-        pipeline = find_passes(weight, program)
+        pipeline = find_passes(weight, train_spec)
         name, layers = parameter_name(path), weight.shape[0] * pipeline.iterations_per_microbatch
         recompute = remat.recompute_fraction(product_name(name))
         gives_stream = equation.y.endswith("D") and not equation.x.endswith("D")
@@ -385,7 +387,7 @@ def _list_in_blocks(program: Program) -> Iterator[Exchange]:
         if EXPERTS in equation.w:
             # Sums of experts' products are summed over devices once for each token: not once for each expert, and not
             # apart for the two products that take it.
-            expert_exchanges = [*_list_around_expert(program, equation, forward, layers), *expert_exchanges]
+            expert_exchanges = [*_list_around_expert(train_spec, equation, forward, layers), *expert_exchanges]
         elif stream and equation.leaves_branch:
             axes, summed = layout.product_axes(equation), equation.y.replace(STREAM_TOKENS, TOKENS)
             yield Exchange("reduce-scatter", summed, axes, forward)
@@ -405,9 +407,9 @@ def _list_in_blocks(program: Program) -> Iterator[Exchange]:
         yield Exchange("reduce-scatter", ENTERED, stream, layers)
 
 
-def _list_around_expert(program: Program, equation: Equation, forward: float, layers: float) -> Iterator[Exchange]:
+def _list_around_expert(train_spec: TrainSpec, equation: Equation, forward: float, layers: float) -> Iterator[Exchange]:
     """Yield the exchanges around a product of experts, which runs forward `forward` times in all its `layers`."""
-    layout = program.layout
+    layout = train_spec.layout
     gives, takes = layout.product_axes(equation), layout.product_axes(equation.transposed())
     if not layout.stream_axes:
         yield Exchange("all-reduce", ENTERED, gives, forward)
@@ -416,23 +418,23 @@ def _list_around_expert(program: Program, equation: Equation, forward: float, la
         yield Exchange("reduce-scatter", ENTERED, gives, forward)
         yield Exchange("all-gather", ENTERED, gives, layers)
     else:
-        recompute = program.choices.remat.recompute_fraction("product")
+        recompute = train_spec.choices.remat.recompute_fraction("product")
         yield Exchange("all-gather", ENTERED, takes, (1 + recompute) * layers)
         yield Exchange("reduce-scatter", ENTERED, takes, layers)
 
 
-def _list_at_ends(program: Program) -> Iterator[Exchange]:
+def _list_at_ends(train_spec: TrainSpec) -> Iterator[Exchange]:
     """Yield the exchanges of embedding and head.
 
     A vocabulary that is split is summed over in the lookup of tokens, and in the gradient of the logits' product.
     """
-    table: Weight = program.arch.weights["embedding"]["table"]
-    times = 2 if program.cfg.model.mtp is None else 4  # the layer of `model.mtp` looks tokens up, and has logits
-    yield Exchange("all-reduce", ENTERED, program.layout.product_axes(table.equation.transposed()), times)
-    if (inputs := program.arch.weights.get("layer_inputs")) is not None:  # a lookup in a table of its own
-        yield Exchange("all-reduce", "BTlp", program.layout.product_axes(inputs["table"].equation), 1)
+    table: Weight = train_spec.arch.weights["embedding"]["table"]
+    times = 2 if train_spec.cfg.model.mtp is None else 4  # the layer of `model.mtp` looks tokens up, and has logits
+    yield Exchange("all-reduce", ENTERED, train_spec.layout.product_axes(table.equation.transposed()), times)
+    if (inputs := train_spec.arch.weights.get("layer_inputs")) is not None:  # a lookup in a table of its own
+        yield Exchange("all-reduce", "BTlp", train_spec.layout.product_axes(inputs["table"].equation), 1)
     # What the head takes, and the gradient of what the lookup gives: the stream begins and ends between them.
-    yield Exchange("all-gather", ENTERED, program.layout.stream_axes, times)
+    yield Exchange("all-gather", ENTERED, train_spec.layout.stream_axes, times)
 
 
 def _list_expert_layers(model: Model) -> list[int]:
@@ -458,17 +460,17 @@ class ExpertTokens(NamedTuple):
     results: float  # forward passes of which the results come back: nothing but a norm behind them needs them again
 
 
-def _list_expert_transfers(program: Program) -> Iterator[Transfer]:
+def _list_expert_transfers(train_spec: TrainSpec) -> Iterator[Transfer]:
     """Yield the collectives of one step that bring tokens to experts of other devices, and results back."""
-    cfg, layout, mesh, batch = program.cfg, program.layout, program.mesh, program.batch
+    cfg, layout, mesh, batch = train_spec.cfg, train_spec.layout, train_spec.mesh, train_spec.batch
     axes, mlp = layout.expert_axes, cfg.model.mlp
     num_devices = count_devices(mesh.shape, axes)
     if num_devices == 1 or not isinstance(mlp, ExpertsMlp):
         return
     num_rows, length = find_shard_shape((batch.num_rows, batch.seq_len), layout.activation("BT"), mesh)
-    remat = program.choices.remat
+    remat = train_spec.choices.remat
     needs_results = remat.recompute_fraction("product") * (cfg.model.norm_placement != "pre")
-    for pipeline, number in list_passes(program, _list_expert_layers(cfg.model)):
+    for pipeline, number in list_passes(train_spec, _list_expert_layers(cfg.model)):
         exchanged = ExpertTokens(
             mlp,
             axes,

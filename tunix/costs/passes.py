@@ -26,7 +26,7 @@ from tunix.models.table import EXPERT_EXCHANGES, FUSED
 from tunix.sharding.arrays import bytes_per_device
 from tunix.sharding.mesh_shape import count_devices
 from tunix.sharding.table import EXPERTS
-from tunix.training.program import Program
+from tunix.training.train_spec import TrainSpec
 
 STREAM, HEADS, HIDDEN = 45, 20, 15
 LOGITS = 4  # reads and writes of each logit: its largest, its sum, and its gradient
@@ -52,15 +52,15 @@ class FusedWork(NamedTuple):
 NO_FUSED_WORK = FusedWork()
 
 
-def count_fused_work(program: Program) -> FusedWork:
+def count_fused_work(train_spec: TrainSpec) -> FusedWork:
     """Return the work of fused kernels of experts with equal loads; nothing where other products compute experts."""
-    model, layout, mlp, batch = program.cfg.model, program.layout, program.cfg.model.mlp, program.batch
+    model, layout, mlp, batch = train_spec.cfg.model, train_spec.layout, train_spec.cfg.model.mlp, train_spec.batch
     if not isinstance(mlp, ExpertsMlp) or layout.expert_products != FUSED:
         return NO_FUSED_WORK
-    num_tokens, per_token = batch.num_tokens / program.mesh.size, mlp.experts_per_token
-    num_devices = count_devices(program.mesh.shape, layout.expert_axes)
+    num_tokens, per_token = batch.num_tokens / train_spec.mesh.size, mlp.experts_per_token
+    num_devices = count_devices(train_spec.mesh.shape, layout.expert_axes)
     forward = 6.0 * model.embed_dim * mlp.expert_dim * per_token * len(model.expert_layers) * num_tokens
-    recompute, runs = program.choices.remat.recompute_fraction("product"), program.choices.pipeline.recompute_runs
+    recompute, runs = train_spec.choices.remat.recompute_fraction("product"), train_spec.choices.pipeline.recompute_runs
     # Half a block of each expert is empty, of the rows of one part of a microbatch.
     local_rows = num_tokens / batch.num_microbatches * per_token / layout.batch_parts
     empty = 1 + EMPTY_ROWS * mlp.num_experts / num_devices / local_rows
@@ -74,17 +74,17 @@ def count_fused_work(program: Program) -> FusedWork:
     return FusedWork((3 + recompute + runs) * forward, flops, num_bytes)
 
 
-def count_pass_bytes(program: Program) -> float:
+def count_pass_bytes(train_spec: TrainSpec) -> float:
     """Return the bytes that everything beside products, our own kernels and the update reads and writes in a step.
 
     They are those of one device.
     """
-    model, batch = program.cfg.model, program.batch
-    kept = 1 - program.choices.remat.recompute_fraction("product")
-    numbers = _count_numbers(model, kept) * program.choices.pipeline.iterations_per_microbatch
+    model, batch = train_spec.cfg.model, train_spec.batch
+    kept = 1 - train_spec.choices.remat.recompute_fraction("product")
+    numbers = _count_numbers(model, kept) * train_spec.choices.pipeline.iterations_per_microbatch
     numbers += LOGITS * model.num_outputs
-    of_tokens = numbers * batch.num_tokens / program.mesh.size * jnp.dtype(program.layout.compute).itemsize
-    return of_tokens + batch.num_microbatches * _count_weight_bytes(program)
+    of_tokens = numbers * batch.num_tokens / train_spec.mesh.size * jnp.dtype(train_spec.layout.compute).itemsize
+    return of_tokens + batch.num_microbatches * _count_weight_bytes(train_spec)
 
 
 def _count_numbers(model: Model, kept: float) -> float:
@@ -100,14 +100,14 @@ def _count_numbers(model: Model, kept: float) -> float:
     return numbers + HIDDEN * dims["F"] * num_dense + (rows + HIDDEN * dims.get("U", 0)) * len(model.expert_layers)
 
 
-def _count_weight_bytes(program: Program) -> float:
+def _count_weight_bytes(train_spec: TrainSpec) -> float:
     """Return the bytes of passes over weights and their gradients in one microbatch."""
-    layout, mesh, num_bytes = program.layout, program.mesh, 0.0
-    leaves = zip(jax.tree.leaves(program.arch.weights), jax.tree.leaves(program.arch.is_trained), strict=True)
+    layout, mesh, num_bytes = train_spec.layout, train_spec.mesh, 0.0
+    leaves = zip(jax.tree.leaves(train_spec.arch.weights), jax.tree.leaves(train_spec.arch.is_trained), strict=True)
     for weight, is_trained in leaves:
-        equation, ticks = weight.equation, find_passes(weight, program).iterations_per_microbatch
+        equation, ticks = weight.equation, find_passes(weight, train_spec).iterations_per_microbatch
         in_use = count_shard_bytes(weight, layout.in_use(equation), "int8", mesh) * ticks
         num_bytes += GRADIENT * in_use * is_trained
         if EXPERTS in equation.w and count_devices(mesh.shape, layout.gather_axes(equation)) > 1:
             num_bytes += (TURNED + EXPERT_GRADIENT * is_trained * (layout.batch_parts > 1)) * in_use
-    return num_bytes + AT_REST / 4 * bytes_per_device(program.abstract["params"])
+    return num_bytes + AT_REST / 4 * bytes_per_device(train_spec.abstract["params"])

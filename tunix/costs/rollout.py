@@ -18,8 +18,8 @@ from tunix.sharding.arrays import bytes_per_device
 from tunix.sharding.mesh import whole_sequences
 from tunix.sharding.mesh_shape import data_shards
 from tunix.training.choices import select_rollout_sizes
-from tunix.training.program import Program
 from tunix.training.state import abstract_params
+from tunix.training.train_spec import TrainSpec
 
 # Sizes of a rollout: how its arrays are padded, and from this its compiled programs and its memory.
 #
@@ -143,17 +143,17 @@ class RolloutPlan:
     is_apart: bool  # drawn on devices of its own (task.rollout_devices)
 
 
-def plan_rollout(program: Program, device_bytes: int | None) -> RolloutPlan:
+def plan_rollout(train_spec: TrainSpec, device_bytes: int | None) -> RolloutPlan:
     """Return the rollout of a run with task=grpo; see `derive_rollout_costs`."""
-    task = program.cfg.task
+    task = train_spec.cfg.task
     assert isinstance(task, Grpo)
-    cycle = task.cycle(program.batch.num_sequences)
-    num_answers = _count_answers(program, task)
-    rows = min(num_answers, select_rows(program, device_bytes) or num_answers)
-    at_once = select_rollouts_at_once(program, device_bytes)
-    num_pages = select_pages(program, rows, device_bytes)
-    costs = _derive_costs_of_run(program, rows, device_bytes, num_pages).with_others(at_once - 1)
-    max_prompt_length = _find_max_prompt_length(program.cfg)
+    cycle = task.cycle(train_spec.batch.num_sequences)
+    num_answers = _count_answers(train_spec, task)
+    rows = min(num_answers, select_rows(train_spec, device_bytes) or num_answers)
+    at_once = select_rollouts_at_once(train_spec, device_bytes)
+    num_pages = select_pages(train_spec, rows, device_bytes)
+    costs = _derive_costs_of_run(train_spec, rows, device_bytes, num_pages).with_others(at_once - 1)
+    max_prompt_length = _find_max_prompt_length(train_spec.cfg)
     return RolloutPlan(
         cycle.samples,
         max_prompt_length,
@@ -162,55 +162,55 @@ def plan_rollout(program: Program, device_bytes: int | None) -> RolloutPlan:
         num_pages,
         at_once,
         costs,
-        count_reference_bytes(program),
-        count_copy_bytes(program),
+        count_reference_bytes(train_spec),
+        count_copy_bytes(train_spec),
         task.rollout_devices is not None,
     )
 
 
-def find_rollout_mesh(program: Program) -> Mesh | AbstractMesh:
+def find_rollout_mesh(train_spec: TrainSpec) -> Mesh | AbstractMesh:
     """Return the mesh that draws answers: that of the program, or one of task.rollout_devices, which need not exist.
 
     One host is assumed where the devices do not exist.
     """
-    task = program.cfg.task
+    task = train_spec.cfg.task
     assert isinstance(task, Grpo)
     if task.rollout_devices is None:
-        return program.mesh
-    mesh = program.mesh
+        return train_spec.mesh
+    mesh = train_spec.mesh
     num_processes = len({device.process_index for device in mesh.devices.flat}) if isinstance(mesh, Mesh) else 1
-    sizes = select_rollout_sizes(program.cfg, mesh.shape, num_processes * task.rollout_devices)
-    return program.abstract_mesh.update(axis_sizes=tuple(sizes[axis] for axis in program.mesh.axis_names))
+    sizes = select_rollout_sizes(train_spec.cfg, mesh.shape, num_processes * task.rollout_devices)
+    return train_spec.abstract_mesh.update(axis_sizes=tuple(sizes[axis] for axis in train_spec.mesh.axis_names))
 
 
-def count_copy_bytes(program: Program) -> int:
+def count_copy_bytes(train_spec: TrainSpec) -> int:
     """Return the bytes of one device that draws for the copies of weights that wait there, as the mesh at rest has
     them."""
-    task, mesh = program.cfg.task, find_rollout_mesh(program)
+    task, mesh = train_spec.cfg.task, find_rollout_mesh(train_spec)
     assert isinstance(task, Grpo)
     copies = task.staleness + 1 if task.staleness else 0
-    return copies * bytes_per_device(abstract_params(program.arch, mesh))
+    return copies * bytes_per_device(abstract_params(train_spec.arch, mesh))
 
 
-def count_reference_bytes(program: Program) -> int:
+def count_reference_bytes(train_spec: TrainSpec) -> int:
     """Return the bytes of one device for the reference of task.kl_coefficient; 0 where no second model is kept."""
-    task = program.cfg.task
-    if not (isinstance(task, Grpo) and task.kl_coefficient) or program.cfg.model.keeps_base:
+    task = train_spec.cfg.task
+    if not (isinstance(task, Grpo) and task.kl_coefficient) or train_spec.cfg.model.keeps_base:
         return 0
-    return bytes_per_device(describe_reference(program))
+    return bytes_per_device(describe_reference(train_spec))
 
 
-def describe_reference(program: Program) -> Any:
+def describe_reference(train_spec: TrainSpec) -> Any:
     """Return shapes, dtypes and shardings of a reference: those of parameters in the dtype of products.
 
     Codes of quantized weights stay codes.
     """
 
     def shape(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        dtype = program.layout.compute if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf.dtype
+        dtype = train_spec.layout.compute if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf.dtype
         return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding)
 
-    return jax.tree.map(shape, program.abstract["params"])
+    return jax.tree.map(shape, train_spec.abstract["params"])
 
 
 def read_device_bytes() -> int | None:
@@ -218,28 +218,29 @@ def read_device_bytes() -> int | None:
     return (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
 
 
-def select_rows(program: Program, device_bytes: int | None) -> int | None:
+def select_rows(train_spec: TrainSpec, device_bytes: int | None) -> int | None:
     """Return the answers of a run with task=grpo that are drawn at one time, over the whole mesh; None for all.
 
     task.rollout_rows=auto takes all answers of a rollout, or fewer, so that their rows of the cache fit into
     `device_bytes` beside the training state, the reference and the teacher. One row on each data shard is the least.
     With pages there is room for a quarter of each row: few answers are as long as they may be, and all at one time.
     """
-    task = program.cfg.task
+    task = train_spec.cfg.task
     assert isinstance(task, Grpo)
     if task.rollout_rows != "auto":
         return task.rollout_rows
     if device_bytes is None:
         return None
-    free = _count_free_bytes(program, task, device_bytes)
-    shards = data_shards(whole_sequences(find_rollout_mesh(program)).shape)
-    count = pad_rows(math.ceil(_count_answers(program, task) / shards))
+    free = _count_free_bytes(train_spec, task, device_bytes)
+    shards = data_shards(whole_sequences(find_rollout_mesh(train_spec)).shape)
+    count = pad_rows(math.ceil(_count_answers(train_spec, task) / shards))
 
     def fits(count: int) -> bool:
-        if rollout_has_pages(program):
-            most = count_pages(_find_max_length(program.cfg))
-            return _count_fitting_pages(program, count, device_bytes, free) >= max(2 * most, PAGE_SHARE * count * most)
-        return _derive_costs_of_run(program, count * shards, device_bytes).memory <= free
+        if rollout_has_pages(train_spec):
+            most = count_pages(_find_max_length(train_spec.cfg))
+            fitting = _count_fitting_pages(train_spec, count, device_bytes, free)
+            return fitting >= max(2 * most, PAGE_SHARE * count * most)
+        return _derive_costs_of_run(train_spec, count * shards, device_bytes).memory <= free
 
     # The sizes of `pad_rows` are tried: 16, 12, 8, 6, 4, 2, 1.
     while count > 1 and not fits(count):
@@ -250,67 +251,68 @@ def select_rows(program: Program, device_bytes: int | None) -> int | None:
 PAGE_SHARE = 0.25  # pages of a row, of those that it needs when it is as long as it may be
 
 
-def rollout_has_pages(program: Program) -> bool:
+def rollout_has_pages(train_spec: TrainSpec) -> bool:
     """Return whether rollouts of a run have pages (sampling.cache)."""
-    cfg, device = program.cfg, program.abstract_mesh.abstract_device
-    return select_cache(cfg.sampling.cache, cfg.model, program.layout.compute, device, program.platform) == "pages"
+    cfg, device, compute = train_spec.cfg, train_spec.abstract_mesh.abstract_device, train_spec.layout.compute
+    return select_cache(cfg.sampling.cache, cfg.model, compute, device, train_spec.platform) == "pages"
 
 
-def select_pages(program: Program, rows: int | None, device_bytes: int | None) -> int | None:
+def select_pages(train_spec: TrainSpec, rows: int | None, device_bytes: int | None) -> int | None:
     """Return the pages of a data shard of a run with task=grpo, for so many answers at one time over the whole mesh.
 
     They take the memory that is left, as far as rows can use them. None: nothing bounds them, or there are slots.
     """
-    task = program.cfg.task
+    task = train_spec.cfg.task
     assert isinstance(task, Grpo)
-    if rows is None or device_bytes is None or not rollout_has_pages(program):
+    if rows is None or device_bytes is None or not rollout_has_pages(train_spec):
         return None
-    if select_rollouts_at_once(program, device_bytes) > 1:  # all of their rows fit with all of their tokens
+    if select_rollouts_at_once(train_spec, device_bytes) > 1:  # all of their rows fit with all of their tokens
         return None
-    shards = data_shards(whole_sequences(find_rollout_mesh(program)).shape)
-    count, most = pad_rows(math.ceil(rows / shards)), count_pages(_find_max_length(program.cfg))
-    fitting = _count_fitting_pages(program, count, device_bytes, _count_free_bytes(program, task, device_bytes))
+    shards = data_shards(whole_sequences(find_rollout_mesh(train_spec)).shape)
+    count, most = pad_rows(math.ceil(rows / shards)), count_pages(_find_max_length(train_spec.cfg))
+    fitting = _count_fitting_pages(train_spec, count, device_bytes, _count_free_bytes(train_spec, task, device_bytes))
     return max(2 * most, min(fitting, (count + 1) * most))
 
 
-def _count_fitting_pages(program: Program, rows: int, device_bytes: int, free: float) -> int:
+def _count_fitting_pages(train_spec: TrainSpec, rows: int, device_bytes: int, free: float) -> int:
     """Return how many pages fit into the free bytes of a device, beside what else so many rows of it need."""
-    mesh = whole_sequences(find_rollout_mesh(program))
-    others = _derive_costs_of_run(program, rows * data_shards(mesh.shape), device_bytes, num_pages=0).memory
-    of_page = _count_cache_bytes(program, mesh, PAGE, program.cfg.sampling.cache_dtype, paged=True)
+    mesh = whole_sequences(find_rollout_mesh(train_spec))
+    others = _derive_costs_of_run(train_spec, rows * data_shards(mesh.shape), device_bytes, num_pages=0).memory
+    of_page = _count_cache_bytes(train_spec, mesh, PAGE, train_spec.cfg.sampling.cache_dtype, paged=True)
     return max(0, int((free - others) // of_page))
 
 
-def select_rollouts_at_once(program: Program, device_bytes: int | None) -> int:
+def select_rollouts_at_once(train_spec: TrainSpec, device_bytes: int | None) -> int:
     """Return how many rollouts of a run with task=grpo have caches at one time.
 
     One, where nothing but the devices is waited for. With an environment it is all that are begun (task.staleness), or
     as many as fit with all of their rows.
     """
-    task = program.cfg.task
+    task = train_spec.cfg.task
     assert isinstance(task, Grpo)
     if task.environment is None or not task.staleness:
         return 1
-    most, answers = task.staleness + 1, _count_answers(program, task)
+    most, answers = task.staleness + 1, _count_answers(train_spec, task)
     if isinstance(task.rollout_rows, int):
         return min(most, max(1, task.rollout_rows // answers))
     if device_bytes is None or task.rollout_rows is None:
         return most
-    costs = _derive_costs_of_run(program, answers, device_bytes)
-    free = _count_free_bytes(program, task, device_bytes)
+    costs = _derive_costs_of_run(train_spec, answers, device_bytes)
+    free = _count_free_bytes(train_spec, task, device_bytes)
     return max((count for count in range(2, most + 1) if costs.with_others(count - 1).memory <= free), default=1)
 
 
-def _count_answers(program: Program, task: Grpo) -> int:
+def _count_answers(train_spec: TrainSpec, task: Grpo) -> int:
     """Return the answers of a rollout."""
-    return task.cycle(program.batch.num_sequences).samples * task.group_size
+    return task.cycle(train_spec.batch.num_sequences).samples * task.group_size
 
 
-def _count_free_bytes(program: Program, task: Grpo, device_bytes: int) -> float:
+def _count_free_bytes(train_spec: TrainSpec, task: Grpo, device_bytes: int) -> float:
     """Return the bytes of a device that rollouts may take, beside what rests there."""
-    others = count_copy_bytes(program)
+    others = count_copy_bytes(train_spec)
     if task.rollout_devices is None:  # else nothing of learning is there
-        others += bytes_per_device(program.abstract) + count_reference_bytes(program) + count_teacher_bytes(program)
+        others += bytes_per_device(train_spec.abstract)
+        others += count_reference_bytes(train_spec) + count_teacher_bytes(train_spec)
     return USABLE * device_bytes - others
 
 
@@ -324,23 +326,23 @@ def _find_max_length(cfg: Config) -> int:
 
 
 def _derive_costs_of_run(
-    program: Program, rows: int, device_bytes: int | None, num_pages: int | None = None
+    train_spec: TrainSpec, rows: int, device_bytes: int | None, num_pages: int | None = None
 ) -> RolloutCosts:
     """Return the costs of a rollout of a run, of which so many answers are drawn at one time over the whole mesh.
 
     `num_pages` bounds the pages of a data shard, if there are pages.
     """
-    cfg = program.cfg
+    cfg = train_spec.cfg
     assert isinstance(cfg.task, Grpo)
-    prompts = cfg.task.cycle(program.batch.num_sequences).samples
+    prompts = cfg.task.cycle(train_spec.batch.num_sequences).samples
     sizes = cfg.task.group_size, _find_max_prompt_length(cfg), cfg.sampling.max_new_tokens
-    where = device_bytes, find_rollout_mesh(program), cfg.sampling.cache_dtype
-    kept = cfg.sampling.by_mtp, rollout_has_pages(program)
-    return derive_rollout_costs(program, rows, prompts, *sizes, *where, *kept, num_pages=num_pages)
+    where = device_bytes, find_rollout_mesh(train_spec), cfg.sampling.cache_dtype
+    kept = cfg.sampling.by_mtp, rollout_has_pages(train_spec)
+    return derive_rollout_costs(train_spec, rows, prompts, *sizes, *where, *kept, num_pages=num_pages)
 
 
 def derive_rollout_costs(
-    program: Program,
+    train_spec: TrainSpec,
     rows_at_once: int,
     num_prompts: int,
     answers_per_prompt: int,
@@ -360,7 +362,7 @@ def derive_rollout_costs(
     `cache_dtype` is that of sampling.cache_dtype; `by_mtp` says that the layer of model.mtp guesses. With pages,
     `num_pages` bounds those of a data shard.
     """
-    mesh, layout = whole_sequences(mesh or program.mesh), program.layout.for_generation()
+    mesh, layout = whole_sequences(mesh or train_spec.mesh), train_spec.layout.for_generation()
     shards = data_shards(mesh.shape)
     rows = pad_rows(math.ceil(rows_at_once / shards))
     answers = num_prompts * answers_per_prompt / shards  # of a data shard
@@ -371,16 +373,16 @@ def derive_rollout_costs(
     prompts = min(count_prefill_prompts(max_prompt_length), pad_batch(begun))
     slots = _list_slots(length, max_length)
     paged = False if has_pages else None
-    of_row = [_count_cache_bytes(program, mesh, num_slots, cache_dtype, by_mtp, paged) for num_slots in slots]
-    of_page = _count_cache_bytes(program, mesh, PAGE, cache_dtype, paged=True) if has_pages else 0
-    entries = _count_cache_bytes(program, mesh, slots[0], cache_dtype, by_mtp)
+    of_row = [_count_cache_bytes(train_spec, mesh, num_slots, cache_dtype, by_mtp, paged) for num_slots in slots]
+    of_page = _count_cache_bytes(train_spec, mesh, PAGE, cache_dtype, paged=True) if has_pages else 0
+    entries = _count_cache_bytes(train_spec, mesh, slots[0], cache_dtype, by_mtp)
     # Pages without a bound grow as slots do; a prompt that is to have more answers may have pages that no row has.
     spare = pad_batch(count_pages(max_prompt_length)) if answers_per_prompt > 1 else 0
     growing = [rows * count_pages(each) + spare for each in slots] if num_pages is None else [num_pages]
-    vocab = program.cfg.model.vocab_size
+    vocab = train_spec.cfg.model.vocab_size
     local_vocab = find_shard_shape((vocab,), layout.activation("V"), mesh)[0]
     parts = {
-        "gathered weights": _count_weight_bytes(program, mesh, device_bytes),
+        "gathered weights": _count_weight_bytes(train_spec, mesh, device_bytes),
         "cache": rows * of_row[-1] + growing[-1] * of_page,
         # While a cache grows, or is cut to half of its rows, the old one and the new one are there.
         "other cache": max(
@@ -390,7 +392,7 @@ def derive_rollout_costs(
         # float32: the device's part of the vocabulary, and the whole rows that it draws from, with their exponentials.
         "logits": 4 * max(rows, prompts) * (local_vocab + 2 * vocab),
         # Prompts at work, and the entries of the cache that they leave for the answers to them.
-        "prompts": prompts * (estimate_inside_bytes(program.cfg, layout, mesh, length) + entries),
+        "prompts": prompts * (estimate_inside_bytes(train_spec.cfg, layout, mesh, length) + entries),
     }
     every_token = parts["gathered weights"] + parts["logits"]
     # Each token reads all weights, and the cache of all rows. The cache grows while the first rows do, and stays so.
@@ -404,16 +406,16 @@ def derive_rollout_costs(
         later_rows += answers * max_new_tokens * mean * of_page
     bytes_read = rounds * max_new_tokens * every_token + first_rows + later_rows
     tokens = num_prompts / shards * length + answers * max_new_tokens
-    model = program.cfg.model
-    flops = forward_flops_per_token(model, program.arch.num_active, max_length) * tokens
+    model = train_spec.cfg.model
+    flops = forward_flops_per_token(model, train_spec.arch.num_active, max_length) * tokens
     num_programs = _count_programs(rows, length, max_length)
     return RolloutCosts(rows, parts, num_programs, bytes_read, flops * shards / mesh.size)
 
 
-def _count_weight_bytes(program: Program, mesh: Mesh | AbstractMesh, device_bytes: int | None) -> int:
+def _count_weight_bytes(train_spec: TrainSpec, mesh: Mesh | AbstractMesh, device_bytes: int | None) -> int:
     """Return the bytes of all weights gathered; of a quantized one those of its matrix, if all matrices fit."""
-    layout, quantized, matrices = program.layout.for_generation(), 0, 0
-    for weight in jax.tree.leaves(program.arch.weights):
+    layout, quantized, matrices = train_spec.layout.for_generation(), 0, 0
+    for weight in jax.tree.leaves(train_spec.arch.weights):
         spec = layout.in_use(weight.equation)
         size = count_shard_bytes(weight, spec, find_gathered_dtype(weight, layout), mesh)
         quantized += size
@@ -424,7 +426,7 @@ def _count_weight_bytes(program: Program, mesh: Mesh | AbstractMesh, device_byte
 
 
 def _count_cache_bytes(
-    program: Program,
+    train_spec: TrainSpec,
     mesh: Mesh | AbstractMesh,
     num_slots: int,
     cache_dtype: str | None = None,
@@ -437,7 +439,7 @@ def _count_cache_bytes(
     model.mtp has slots where it guesses, and the state that it takes next. `paged` True counts only the layers that may
     have pages, and False the others.
     """
-    model, layout = program.cfg.model, program.layout
+    model, layout = train_spec.cfg.model, train_spec.layout
     compute = jnp.dtype(layout.compute).itemsize
     item, scale = (1, 4) if cache_dtype == "int8" else (compute, 0)
     num_bytes = model.embed_dim * compute if by_mtp else 0
@@ -451,12 +453,12 @@ def _count_cache_bytes(
                 counted = [layer for layer in counted if (each is model and model.is_paged(layer)) == paged]
             num_bytes += sum(windows[layer] for layer in counted) * sum(size * item + scale for size in vectors)
     num_linear = 0 if paged else sum(model.is_linear(layer) for layer in range(model.num_layers))
-    return num_bytes + num_linear * _count_memory_bytes(program, mesh) if num_linear else num_bytes
+    return num_bytes + num_linear * _count_memory_bytes(train_spec, mesh) if num_linear else num_bytes
 
 
-def _count_memory_bytes(program: Program, mesh: Mesh | AbstractMesh) -> int:
+def _count_memory_bytes(train_spec: TrainSpec, mesh: Mesh | AbstractMesh) -> int:
     """Return the bytes that linear attention keeps of one row: the delta rule's memory, and inputs of the filters."""
-    model, layout = program.cfg.model, program.layout
+    model, layout = train_spec.cfg.model, train_spec.layout
     dims = model.dims
 
     def size(dim_names: str) -> int:

@@ -49,9 +49,9 @@ from tunix.sharding.table import STREAM_TOKENS, axis_names, data_axes
 from tunix.training.choices import select
 from tunix.training.logprobs import count_chunk_positions
 from tunix.training.loss import find_loss_kind, make_loss
-from tunix.training.program import Program, assemble
 from tunix.training.state import Architecture, Weight, abstract_params, describe
 from tunix.training.teacher import OfflineTeacher, Teacher
+from tunix.training.train_spec import TrainSpec, assemble
 
 
 @dataclass(frozen=True)
@@ -74,68 +74,68 @@ class Costs:
 
 
 def derive(cfg: Config, sizes: dict[str, int], platform: str | None = None, with_activations: bool = True) -> Costs:
-    """Return the costs of a step of `cfg` on a mesh of these sizes; see `find_program` and `derive_costs`."""
-    return derive_costs(find_program(cfg, sizes, platform), with_activations)
+    """Return the costs of a step of `cfg` on a mesh of these sizes; see `find_train_spec` and `derive_costs`."""
+    return derive_costs(find_train_spec(cfg, sizes, platform), with_activations)
 
 
-def derive_costs(program: Program, with_activations: bool = True) -> Costs:
-    """Return the costs of a step of a program.
+def derive_costs(train_spec: TrainSpec, with_activations: bool = True) -> Costs:
+    """Return the costs of a step of a training.
 
     Activations are traced, which takes most of the time. Without them, everything else is the same.
     """
-    cfg, arch, batch = program.cfg, program.arch, program.batch
-    num_tokens = batch.num_tokens / program.mesh.size  # of one device
+    cfg, arch, batch = train_spec.cfg, train_spec.arch, train_spec.batch
+    num_tokens = batch.num_tokens / train_spec.mesh.size  # of one device
     flops = flops_per_token(cfg.model, arch.num_active, arch.num_active_trained, batch.seq_len) * num_tokens
-    num_images = batch.num_sequences * cfg.training.images_per_row / program.mesh.size
+    num_images = batch.num_sequences * cfg.training.images_per_row / train_spec.mesh.size
     forward_flops = forward_flops_per_token(cfg.model, arch.num_active, batch.seq_len) * num_tokens
-    chunk_flops = chunk_flops_per_token(cfg.model, batch.seq_len, token_shards(program.mesh.shape)) * num_tokens
-    recompute = _derive_recompute_fraction(program)
+    chunk_flops = chunk_flops_per_token(cfg.model, batch.seq_len, token_shards(train_spec.mesh.shape)) * num_tokens
+    recompute = _derive_recompute_fraction(train_spec)
     # `flops` leaves out what linear attention computes inside of its chunks: one time forward and two times backward.
     all_flops = flops + recompute * forward_flops + (3 + recompute) * chunk_flops
-    all_flops += _count_pipeline_flops(program, all_flops, forward_flops, num_tokens)
+    all_flops += _count_pipeline_flops(train_spec, all_flops, forward_flops, num_tokens)
     # Devices that share the tokens of a row all compute its images.
-    all_flops += tower_flops(cfg.model, recompute) * num_images * token_shards(program.mesh.shape)
+    all_flops += tower_flops(cfg.model, recompute) * num_images * token_shards(train_spec.mesh.shape)
     flops += tower_flops(cfg.model) * num_images
-    with jax.sharding.use_abstract_mesh(program.abstract_mesh):
-        num_bytes = count_state_bytes(program)
-        num_bytes["activations"] = count_activation_bytes(program) if with_activations else 0
-        transfers = list_transfers(program)
+    with jax.sharding.use_abstract_mesh(train_spec.abstract_mesh):
+        num_bytes = count_state_bytes(train_spec)
+        num_bytes["activations"] = count_activation_bytes(train_spec) if with_activations else 0
+        transfers = list_transfers(train_spec)
     share = compute_matmul_share(cfg, arch, batch.seq_len)
-    alone = program.teacher.model if isinstance(program.teacher, OfflineTeacher) else None
-    alone_bytes = 0 if alone is None else bytes_per_device(alone.abstract_params(program.mesh))
-    fused, passes = count_fused_work(program), count_pass_bytes(program)
+    alone = train_spec.teacher.model if isinstance(train_spec.teacher, OfflineTeacher) else None
+    alone_bytes = 0 if alone is None else bytes_per_device(alone.abstract_params(train_spec.mesh))
+    fused, passes = count_fused_work(train_spec), count_pass_bytes(train_spec)
     return Costs(num_bytes, transfers, flops, all_flops, batch.num_tokens, share, fused, alone_bytes, passes)
 
 
-def _derive_recompute_fraction(program: Program) -> float:
+def _derive_recompute_fraction(train_spec: TrainSpec) -> float:
     """Return the share of the blocks' products that the backward pass computes again; the logits are not in blocks."""
     recompute, in_all = 0.0, 0
-    for path, weight in jax.tree.leaves_with_path(program.arch.weights):
+    for path, weight in jax.tree.leaves_with_path(train_spec.arch.weights):
         if weight.equation.is_stacked and not weight.equation.is_vector:
             size = round(weight.size * weight.used)
-            recompute += size * program.choices.remat.recompute_fraction(product_name(parameter_name(path)))
+            recompute += size * train_spec.choices.remat.recompute_fraction(product_name(parameter_name(path)))
             in_all += size
     return recompute / in_all
 
 
-def _count_pipeline_flops(program: Program, flops: float, forward_flops: float, num_tokens: float) -> float:
+def _count_pipeline_flops(train_spec: TrainSpec, flops: float, forward_flops: float, num_tokens: float) -> float:
     """Return the FLOPs that stages add on one device: the bubble, and the forward pass of the stages once more.
 
     `flops` are those without stages, of `num_tokens` tokens. The logits are outside of the stages. In a bubble a stage
     computes what nobody uses: 4 stages with 12 parts take 12 + 3 ticks, 15 / 12 = 1.25 for each part, so the blocks'
     FLOPs grow by a quarter.
     """
-    model, pipeline = program.cfg.model, program.choices.pipeline
+    model, pipeline = train_spec.cfg.model, train_spec.choices.pipeline
     logits = 2.0 * model.num_outputs * model.embed_dim * num_tokens  # forward; three times in all
-    first = _measure_first_share(program)
+    first = _measure_first_share(train_spec)
     on_stages = (1 - first) * (flops - 3 * logits + pipeline.recompute_runs * (forward_flops - logits))
     recompute = ((1 - first) * pipeline.recompute_runs + first) * (forward_flops - logits)
     return recompute + on_stages * (pipeline.iterations_per_microbatch - 1)
 
 
-def _measure_first_share(program: Program) -> float:
+def _measure_first_share(train_spec: TrainSpec) -> float:
     """Return the share of the blocks' products that are in layers before the stages."""
-    stacked = [weight for weight in jax.tree.leaves(program.arch.weights) if weight.equation.is_stacked]
+    stacked = [weight for weight in jax.tree.leaves(train_spec.arch.weights) if weight.equation.is_stacked]
     first = sum(weight.size * weight.used for weight in stacked if weight.equation.is_before_stages)
     return first / sum(weight.size * weight.used for weight in stacked)
 
@@ -143,11 +143,11 @@ def _measure_first_share(program: Program) -> float:
 # Values of the keys of training that say how many sequences there are, for one sequence per data shard.
 ONE_SEQUENCE = {"micro_batch_size": 1, "micro_batch_tokens": None, "pipeline_microbatches": "auto", "batch_stages": ()}
 MOST_PROGRAMS = 8  # as many as there are policies that training.remat=budget compares, and a few more
-_programs: dict[tuple[str, AbstractMesh, str | None], Program] = {}  # each with one sequence, the newest last
+_programs: dict[tuple[str, AbstractMesh, str | None], TrainSpec] = {}  # each with one sequence, the newest last
 
 
-def find_program(cfg: Config, sizes: dict[str, int], platform: str | None = None) -> Program:
-    """Return the program of `cfg` on a mesh of these sizes, which must divide model and batch.
+def find_train_spec(cfg: Config, sizes: dict[str, int], platform: str | None = None) -> TrainSpec:
+    """Return what `cfg` trains on a mesh of these sizes, which must divide model and batch.
 
     `platform` is that of the devices, by which `training.remat`, `training.overlap` and `model.expert_exchange`
     choose. Configs that differ in their batch alone share an assembled program: a plan asks for hundreds of them.
@@ -177,65 +177,66 @@ def find_program(cfg: Config, sizes: dict[str, int], platform: str | None = None
 # Where blocks gather ahead (training.overlap), gradients have 8 MiB more: those of one block, before they are summed.
 
 
-def count_state_bytes(program: Program) -> dict[str, int]:
+def count_state_bytes(train_spec: TrainSpec) -> dict[str, int]:
     """Return the bytes of one device for weights, optimizer, gradients and gathered weights."""
     return {
-        "weights": bytes_per_device(program.abstract["params"]),
-        "optimizer": bytes_per_device([program.abstract["opt_state"], program.abstract.get("copies", {})]),
-        "gradients": _count_gradient_bytes(program),
-        "gathered": _count_gathered_bytes(program),
-        **({"teacher": count_teacher_bytes(program)} if isinstance(program.teacher, Teacher) else {}),
+        "weights": bytes_per_device(train_spec.abstract["params"]),
+        "optimizer": bytes_per_device([train_spec.abstract["opt_state"], train_spec.abstract.get("copies", {})]),
+        "gradients": _count_gradient_bytes(train_spec),
+        "gathered": _count_gathered_bytes(train_spec),
+        **({"teacher": count_teacher_bytes(train_spec)} if isinstance(train_spec.teacher, Teacher) else {}),
     }
 
 
-def count_teacher_bytes(program: Program) -> int:
+def count_teacher_bytes(train_spec: TrainSpec) -> int:
     """Return the bytes of one device for the teacher between two uses; 0 without one in memory."""
-    teacher = program.teacher
-    return bytes_per_device(teacher.abstract_params(program.mesh)) if isinstance(teacher, Teacher) else 0
+    teacher = train_spec.teacher
+    return bytes_per_device(teacher.abstract_params(train_spec.mesh)) if isinstance(teacher, Teacher) else 0
 
 
-def _count_gathered_bytes(program: Program) -> int:
+def _count_gathered_bytes(train_spec: TrainSpec) -> int:
     """Return the bytes of gathered weights that exist at one time.
 
     Gathered in blocks, they are those of the block at work and of the next; gathered for the step, all of them.
     """
-    layout, arch, num_chunks = program.layout, program.arch, program.choices.pipeline.num_chunks
-    in_blocks = layout.gathers_in_blocks(program.choices.sync_every)
-    gathered = float(_count_neighbour_bytes(program)) if in_blocks else 0.0
+    layout, arch, num_chunks = train_spec.layout, train_spec.arch, train_spec.choices.pipeline.num_chunks
+    in_blocks = layout.gathers_in_blocks(train_spec.choices.sync_every)
+    gathered = float(_count_neighbour_bytes(train_spec)) if in_blocks else 0.0
     # XLA transposes tables too; a trained one's copy is gone before its own part of the gradient is there.
     frozen_tables = [weight for weight in jax.tree.leaves(arch.frozen(arch.weights)) if not weight.equation.is_stacked]
     for weight in jax.tree.leaves(arch.weights) + frozen_tables:
         if not (in_blocks and weight.equation.is_stacked):
-            gathered += _count_bytes_in_use(weight, program)
+            gathered += _count_bytes_in_use(weight, train_spec)
         elif num_chunks > 1 and not weight.equation.is_before_stages:  # dealt out to the stages, and the chunk at work
-            dealt_out = count_shard_bytes(weight, layout.stored(weight.equation), weight.dtype, program.mesh)
+            dealt_out = count_shard_bytes(weight, layout.stored(weight.equation), weight.dtype, train_spec.mesh)
             gathered += (1 + 1 / num_chunks) * dealt_out
     return round(gathered)
 
 
-def _count_neighbour_bytes(program: Program) -> int:
+def _count_neighbour_bytes(train_spec: TrainSpec) -> int:
     """Return the bytes of the gathered weights of the block at work and of the next.
 
     Blocks that gather ahead have all blocks of a turn and of the next one, where stacks take turns.
     """
-    model, block_bytes = program.cfg.model, {}
+    model, block_bytes = train_spec.cfg.model, {}
     for name in model.stacks:
-        weights = jax.tree.leaves(program.arch.weights[name])
-        block_bytes[name] = sum(_count_bytes_in_use(each, program) / count_layers(each, program) for each in weights)
+        weights = jax.tree.leaves(train_spec.arch.weights[name])
+        of_a_layer = (_count_bytes_in_use(each, train_spec) / count_layers(each, train_spec) for each in weights)
+        block_bytes[name] = sum(of_a_layer)
     peak = 0.0
     for run in model.runs:
         blocks = [block_bytes[name] for name in run.pattern]
         neighbours = max(block + following for block, following in zip(blocks, [*blocks[1:], blocks[0]], strict=True))
-        peak = max(peak, 2 * sum(blocks) if program.choices.prefetch else neighbours)
+        peak = max(peak, 2 * sum(blocks) if train_spec.choices.prefetch else neighbours)
     if model.vision is not None:  # the tower has run before the first block does
-        tower = jax.tree.leaves(program.arch.weights["vision"]["tower"]["blocks"])
-        peak = max(peak, 2 * sum(_count_bytes_in_use(each, program) / each.shape[0] for each in tower))
+        tower = jax.tree.leaves(train_spec.arch.weights["vision"]["tower"]["blocks"])
+        peak = max(peak, 2 * sum(_count_bytes_in_use(each, train_spec) / each.shape[0] for each in tower))
     return round(peak)
 
 
-def _count_bytes_in_use(weight: Weight, program: Program) -> int:
+def _count_bytes_in_use(weight: Weight, train_spec: TrainSpec) -> int:
     """Return the bytes of a gathered weight, and for codes those of the matrix made of them."""
-    layout, mesh = program.layout, program.mesh
+    layout, mesh = train_spec.layout, train_spec.mesh
     spec = layout.in_use(weight.equation)
     size = count_shard_bytes(weight, spec, find_gathered_dtype(weight, layout), mesh)
     if weight.equation.is_quantized:
@@ -244,7 +245,7 @@ def _count_bytes_in_use(weight: Weight, program: Program) -> int:
     return size
 
 
-def _count_gradient_bytes(program: Program) -> int:
+def _count_gradient_bytes(train_spec: TrainSpec) -> int:
     """Return the bytes of gradients that exist at one time, in each of the places that they pass through.
 
     own part    of this data shard alone, as large as the gathered weight; none where blocks sum theirs at once
@@ -254,11 +255,11 @@ def _count_gradient_bytes(program: Program) -> int:
     sum of all microbatches: with several of them, one more array beside the gradients of the newest, of which layers
         that add to the sums (models/layer_scan.py) have one layer at a time
     """
-    layout, mesh, pipeline = program.layout, program.mesh, program.choices.pipeline
-    in_blocks = layout.gathers_in_blocks(program.choices.sync_every)
-    in_layers = sums_in_layers(layout, program.choices.remat)
+    layout, mesh, pipeline = train_spec.layout, train_spec.mesh, train_spec.choices.pipeline
+    in_blocks = layout.gathers_in_blocks(train_spec.choices.sync_every)
+    in_layers = sums_in_layers(layout, train_spec.choices.remat)
     local_parts, summed, newest_parts, newest_summed = 0, 0, 0.0, 0.0
-    for weight in jax.tree.leaves(program.arch.trained_weights):
+    for weight in jax.tree.leaves(train_spec.arch.trained_weights):
         equation = weight.equation
         # Of the newest microbatch, layers that add to the sums have the gradients of one layer at a time.
         # A tower has blocks of its own, whose gradients are added as a whole.
@@ -269,14 +270,14 @@ def _count_gradient_bytes(program: Program) -> int:
         if not (in_blocks and equation.is_stacked):
             local_bytes = count_shard_bytes(weight, layout.in_use(equation), "float32", mesh)
             local_parts, newest_parts = local_parts + local_bytes, newest_parts + newest_share * local_bytes
-        elif program.choices.prefetch:  # of the block whose gradients are summed while another is at work
+        elif train_spec.choices.prefetch:  # of the block whose gradients are summed while another is at work
             local_part = count_shard_bytes(weight, layout.in_use(equation), layout.compute, mesh)
-            local_parts += local_part // count_layers(weight, program)
+            local_parts += local_part // count_layers(weight, train_spec)
         if not (equation.is_stacked or equation.is_vector):  # the loss adds the table's up, and then rounds the sum
             local_parts += count_shard_bytes(weight, layout.in_use(equation), layout.compute, mesh)
     in_compute = round(newest_parts * jnp.dtype(layout.compute).itemsize / 4)  # own parts, in the dtype of products
-    newest, sums_later = 0, in_blocks or program.choices.sync_every > 1
-    if pipeline.num_stages == 1 and program.batch.num_microbatches > 1 and sums_later:
+    newest, sums_later = 0, in_blocks or train_spec.choices.sync_every > 1
+    if pipeline.num_stages == 1 and train_spec.batch.num_microbatches > 1 and sums_later:
         newest = round(newest_summed) if in_blocks else in_compute
     elif in_blocks and jnp.dtype(layout.param).itemsize < 4:  # gradients of blocks have the dtype of their weights
         newest = summed * jnp.dtype(layout.param).itemsize // 4
@@ -294,40 +295,42 @@ QUEUES = 3  # of the rows of a part: what enters the stages, what leaves them, a
 LONG = 2048  # tokens of a sequence on one device, of which all are traced
 
 
-def count_activation_bytes(program: Program) -> int:
+def count_activation_bytes(train_spec: TrainSpec) -> int:
     """Return the bytes of activations: kept of each sequence, and one layer's inside or the logits of a chunk.
 
     On stages the forward pass keeps what the backward pass of a part needs until it comes by (`assign_slots`): with 4
     stages of 7 parts, however many follow. Where `training.pipeline_recompute` says so, this is only the rows that a
     stage takes, and one part at a time has in one stage what it has without stages.
     """
-    layout, mesh, pipeline, length = program.layout, program.mesh, program.choices.pipeline, program.batch.seq_len
-    inside = max(estimate_inside_bytes(program.cfg, layout, mesh, length), _estimate_tower_bytes(program))
+    layout, mesh, pipeline = train_spec.layout, train_spec.mesh, train_spec.choices.pipeline
+    length = train_spec.batch.seq_len
+    inside = max(estimate_inside_bytes(train_spec.cfg, layout, mesh, length), _estimate_tower_bytes(train_spec))
     local_tokens = find_shard_shape((length,), layout.activation("T"), mesh)[0]
-    outputs = layout.activation("V" if program.cfg.model.labels is None else "v")
-    num_outputs = find_shard_shape((program.cfg.model.num_outputs,), outputs, mesh)[0]
+    outputs = layout.activation("V" if train_spec.cfg.model.labels is None else "v")
+    num_outputs = find_shard_shape((train_spec.cfg.model.num_outputs,), outputs, mesh)[0]
 
     def count_logit_bytes(num_rows: int, num_tokens: int) -> float:
         """Return the bytes of a chunk's logits in float32, and of part of their gradient, for each row."""
-        chunk_size = program.cfg.training.loss_chunk_size
-        num_models = 2 if program.teacher and program.teacher.in_loss else 1  # a teacher in the loss has logits too
+        chunk_size = train_spec.cfg.training.loss_chunk_size
+        # A teacher in the loss has logits too.
+        num_models = 2 if train_spec.teacher and train_spec.teacher.in_loss else 1
         return 1.75 * num_models * count_chunk_positions(chunk_size, num_rows, num_tokens) * num_outputs * 4
 
-    num_rows, residual = program.choices.batch.sequences_per_shard, _count_residual_bytes(program)
+    num_rows, residual = train_spec.choices.batch.sequences_per_shard, _count_residual_bytes(train_spec)
     if pipeline.num_stages == 1:
         return round(num_rows * (residual + max(inside, count_logit_bytes(num_rows, local_tokens))))
     # With stages: what ticks keep, rows of a part in each slot, and the larger of what is at work in one tick.
-    row = _count_stream_bytes(program) + 4 * (local_tokens + length)  # with its positions and segments
-    rows_of_microbatch = count_microbatch_rows(program)
+    row = _count_stream_bytes(train_spec) + 4 * (local_tokens + length)  # with its positions and segments
+    rows_of_microbatch = count_microbatch_rows(train_spec)
     # Of one sequence in one chunk of layers, and in the layers before the stages, of which a device has all.
-    of_layer, num_first = residual / program.cfg.model.num_layers, program.cfg.model.num_first_layers
+    of_layer, num_first = residual / train_spec.cfg.model.num_layers, train_spec.cfg.model.num_first_layers
     kept = (residual - num_first * of_layer) / (pipeline.num_stages * pipeline.num_chunks)
     at_work = rows_of_microbatch * (max(kept, num_first * of_layer) + inside)
     loss = rows_of_microbatch * count_logit_bytes(rows_of_microbatch, local_tokens // pipeline.num_stages)
     num_slots = (pipeline.num_chunks + 1) * pipeline.num_stages - 1  # as many as `assign_slots` needs
     in_slot = row if pipeline.recompute_runs else row + kept
     parts = pipeline.num_microbatches * pipeline.num_parts if num_first else 0
-    entries = parts * _count_stream_bytes(program) / pipeline.num_stages
+    entries = parts * _count_stream_bytes(train_spec) / pipeline.num_stages
     return round(rows_of_microbatch * (num_slots * in_slot + QUEUES * row + entries) + max(at_work, loss))
 
 
@@ -359,14 +362,15 @@ def estimate_inside_bytes(cfg: Config, layout: Layout, mesh: Mesh | AbstractMesh
     return max(inside, round(2 * tokens * (item * (6 * local["D"] + mlp) + 4 * numbers)))
 
 
-def _estimate_tower_bytes(program: Program) -> int:
+def _estimate_tower_bytes(train_spec: TrainSpec) -> int:
     """Return the bytes inside of one layer of the tower on one device, for the images of a row. An estimate."""
-    vision, layout = program.cfg.model.vision, program.layout
+    vision, layout = train_spec.cfg.model.vision, train_spec.layout
     if vision is None:
         return 0
     sizes, item = {"m": vision.mlp_dim, "q": vision.num_heads}, jnp.dtype(layout.compute).itemsize
-    local = {name: find_shard_shape((size,), layout.activation(name), program.mesh)[0] for name, size in sizes.items()}
-    num_images, width = program.cfg.training.images_per_row, local["q"] * vision.head_dim
+    mesh = train_spec.mesh
+    local = {name: find_shard_shape((size,), layout.activation(name), mesh)[0] for name, size in sizes.items()}
+    num_images, width = train_spec.cfg.training.images_per_row, local["q"] * vision.head_dim
     numbers = 6 * vision.embed_dim + 4 * width + 2 * local["m"]
     passes = 1 if vision.freeze_tower else 2  # forward, and backward at once
     # Patches of images of any size are in one row of the tower, squares in a row each.
@@ -402,26 +406,26 @@ def _count_mlp_numbers(model: Model, layout: Layout, mesh: Mesh | AbstractMesh, 
 _known_residual_bytes: dict[tuple[Any, ...], int] = {}  # a plan asks for one model on many meshes
 
 
-def _count_residual_bytes(program: Program) -> int:
+def _count_residual_bytes(train_spec: TrainSpec) -> int:
     """Return the bytes that `training.remat` keeps of a sequence for the backward pass, on one device.
 
     On stages, they are those of the same program without stages, whose axis then splits the batch alone.
     """
-    cfg = program.cfg
-    layout, length = program.layout.with_all_layers(), program.batch.seq_len
+    cfg = train_spec.cfg
+    layout, length = train_spec.layout.with_all_layers(), train_spec.batch.seq_len
     model = cfg.model.model_dump_json(exclude=list_keys_outside("mesh"))
     step = cfg.training.model_dump_json(include=set(StepKeys.model_fields))
     # Each data shard has its own sequences, so the axes that split the batch change nothing of one sequence.
-    others = (size for axis, size in program.mesh.shape.items() if axis not in data_axes())
-    task = cfg.task.model_dump_json() if program.teacher and program.teacher.in_loss else ""
+    others = (size for axis, size in train_spec.mesh.shape.items() if axis not in data_axes())
+    task = cfg.task.model_dump_json() if train_spec.teacher and train_spec.teacher.in_loss else ""
     images = cfg.training.images_per_row if cfg.model.vision is not None else 0
-    key = (model, step, length, images, layout, program.choices.remat, task, *others)
+    key = (model, step, length, images, layout, train_spec.choices.remat, task, *others)
     if key not in _known_residual_bytes:
-        _known_residual_bytes[key] = _trace_residuals(program)
+        _known_residual_bytes[key] = _trace_residuals(train_spec)
     return _known_residual_bytes[key]
 
 
-def _trace_residuals(program: Program) -> int:
+def _trace_residuals(train_spec: TrainSpec) -> int:
     """Trace the forward pass, and return the bytes of what it leaves for the backward pass of one sequence.
 
     Some residuals are weights. To tell those of the sequences apart, the number of sequences is a prime p that divides
@@ -429,17 +433,17 @@ def _trace_residuals(program: Program) -> int:
 
         [p, T, D]   grows: an activation         [D, F]   does not: a weight
     """
-    cfg, mesh = program.cfg, program.mesh
+    cfg, mesh = train_spec.cfg, train_spec.mesh
 
     # cuDNN's kernel cannot be traced without cuDNN; it keeps what the plain one keeps of long sequences.
     def kernels_of(layout: Layout) -> tuple[tuple[str, str], ...]:
         return tuple((dim_name, "xla") for dim_name, _ in layout.kernels)
 
-    layout, remat = program.layout.with_all_layers(), program.choices.remat
+    layout, remat = train_spec.layout.with_all_layers(), train_spec.choices.remat
     layout = replace(layout, kernels=kernels_of(layout))
     # Where what is kept waits in the host's memory, what blocks take does too: the rest is outside of blocks.
     arch = describe(cfg.model, layout, Remat("full") if remat.on_host else remat)
-    teacher, loss_fn = program.teacher, program.loss_fn
+    teacher, loss_fn = train_spec.teacher, train_spec.loss_fn
     if isinstance(teacher, Teacher) and teacher.in_loss:
         plain = describe(teacher.arch.model, replace(teacher.arch.layout, kernels=kernels_of(teacher.arch.layout)))
         loss_fn = make_loss(cfg, replace(teacher, arch=plain))
@@ -464,18 +468,18 @@ def _trace_residuals(program: Program) -> int:
 
         return jax.vjp(see, arch.trained(params))[1]
 
-    sizes = [*program.dims.values()]
+    sizes = [*train_spec.dims.values()]
     if teacher is not None:
         sizes += teacher.arch.model.dims.values() if isinstance(teacher, Teacher) else [teacher.top_k]
     prime = next(prime for prime in MARKS if all(size % prime for size in sizes if size))
     # What is kept of a sequence grows with its tokens. The plain attention is a piece of program for each block of
     # queries, so a long sequence takes long to trace: a part of it is traced, and counted several times.
-    times, length = 1, program.batch.seq_len
+    times, length = 1, train_spec.batch.seq_len
     shards = length // find_shard_shape((length,), layout.activation(STREAM_TOKENS), mesh)[0]
     while length % (2 * times * shards) == 0 and length // (2 * times) >= LONG * token_shards(mesh.shape):
         times *= 2
     shape = BatchShape(1, prime * data_shards(mesh.shape), length // times)
-    batch = abstract_arrays(find_loss_kind(cfg).fields, shape, mesh) | program.abstract_shared
+    batch = abstract_arrays(find_loss_kind(cfg).fields, shape, mesh) | train_spec.abstract_shared
 
     def count_bytes(function: Callable, batch: Any) -> int:
         leaves = jax.tree.leaves(jax.eval_shape(function, abstract_params(arch, mesh), batch))
@@ -485,14 +489,14 @@ def _trace_residuals(program: Program) -> int:
     text = {name: leaf for name, leaf in batch.items() if name not in IMAGE_FIELDS}
     num_bytes = times * count_bytes(residuals, text)
     num_bytes += count_bytes(residuals_of_images, batch) if IMAGES in batch else 0
-    return num_bytes - cfg.model.num_layers * _count_stream_bytes(program) if remat.on_host else num_bytes
+    return num_bytes - cfg.model.num_layers * _count_stream_bytes(train_spec) if remat.on_host else num_bytes
 
 
-def _count_stream_bytes(program: Program) -> int:
+def _count_stream_bytes(train_spec: TrainSpec) -> int:
     """Return the bytes of the residual stream of one sequence on one device."""
-    layout = program.layout
-    local_tokens = find_shard_shape((program.batch.seq_len,), layout.activation(STREAM_TOKENS), program.mesh)[0]
-    return local_tokens * program.cfg.model.embed_dim * jnp.dtype(layout.compute).itemsize
+    layout = train_spec.layout
+    local_tokens = find_shard_shape((train_spec.batch.seq_len,), layout.activation(STREAM_TOKENS), train_spec.mesh)[0]
+    return local_tokens * train_spec.cfg.model.embed_dim * jnp.dtype(layout.compute).itemsize
 
 
 # Letters of experts, of a router's scores, and of inputs of layers: their products keep the compute dtype, whatever

@@ -40,15 +40,15 @@ LOCAL = {"NFC", "NFD", "NFKC", "NFKD", "Lowercase", "Precompiled"}
 
 @dataclass(frozen=True)
 class Cutter:
-    """The places where a text may be cut: behind the first character of each match of `places`."""
+    """The positions where a text may be cut: behind the first character of each match of `positions`."""
 
-    places: re.Pattern[str]
+    positions: re.Pattern[str]
     drops_space: bool = False  # the space at a cut is left out: the tokenizer puts one before each piece
     not_within: frozenset[str] = frozenset()  # pairs of characters that are not cut, since a special token has them
 
     def find(self, text: str, start: int) -> int | None:
         """Return the first place for a cut at or behind `start`; None if there is none."""
-        for match in self.places.finditer(text, start - 1):
+        for match in self.positions.finditer(text, start - 1):
             if text[match.start() : match.start() + 2] not in self.not_within:
                 return match.start() + 1
         return None

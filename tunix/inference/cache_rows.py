@@ -80,12 +80,12 @@ def make_cache(
         return jnp.zeros(shape, x.dtype, out_sharding=jax.typeof(x).sharding)
 
     cache: Cache = []
-    for kept, window, has_pages in zip(entries, windows, paged or (False,) * len(windows), strict=True):
-        if has_pages and kept:
-            cache.append(Pages(jax.tree.map(lambda x: make(x, num_pages, PAGE), kept)))
+    for cached, window, has_pages in zip(entries, windows, paged or (False,) * len(windows), strict=True):
+        if has_pages and cached:
+            cache.append(Pages(jax.tree.map(lambda x: make(x, num_pages, PAGE), cached)))
         else:
-            each = None if isinstance(kept, FIXED) else window
-            cache.append(jax.tree.map(lambda x, each=each: make(x, num_rows, each), kept))
+            each = None if isinstance(cached, FIXED) else window
+            cache.append(jax.tree.map(lambda x, each=each: make(x, num_rows, each), cached))
     return cache
 
 
@@ -107,10 +107,10 @@ def resize(cache: Cache, rows: jax.Array, windows: tuple[int, ...]) -> Cache:
     def pad(x: jax.Array, window: int) -> jax.Array:
         return jnp.pad(x, [*[(0, 0)] * (x.ndim - 2), (0, window - x.shape[SLOTS]), (0, 0)])
 
-    taken = [on_shards(take, kept, rows) for kept in cache]
+    taken = [on_shards(take, cached, rows) for cached in cache]
     return [
-        kept if isinstance(kept, FIXED) else tuple(pad(x, window) for x in kept)
-        for kept, window in zip(taken, windows, strict=True)
+        cached if isinstance(cached, FIXED) else tuple(pad(x, window) for x in cached)
+        for cached, window in zip(taken, windows, strict=True)
     ]
 
 
@@ -120,26 +120,26 @@ def list_slots(cache: Cache, table: jax.Array | None = None) -> list[int]:
     In pages it has those of all pages in a row of the `table` [B, W].
     """
 
-    def count(kept: Any) -> int:
-        if isinstance(kept, Pages):
+    def count(cached: Any) -> int:
+        if isinstance(cached, Pages):
             assert table is not None
-            return table.shape[1] * kept.arrays[0].shape[SLOTS]
-        return 0 if isinstance(kept, FIXED) or not kept else kept[0].shape[SLOTS]
+            return table.shape[1] * cached.arrays[0].shape[SLOTS]
+        return 0 if isinstance(cached, FIXED) or not cached else cached[0].shape[SLOTS]
 
-    return [count(kept) for kept in cache]
+    return [count(cached) for cached in cache]
 
 
-def set_rows(kept: Any, new: Any, rows: jax.Array) -> Any:
+def set_rows(cached: Any, new: Any, rows: jax.Array) -> Any:
     """Return arrays [B, ...] with those of some rows [A] in their places; a number behind the last is left out."""
-    return on_shards(lambda x, y, rows: x.at[rows].set(y, mode="drop"), kept, new, rows)
+    return on_shards(lambda x, y, rows: x.at[rows].set(y, mode="drop"), cached, new, rows)
 
 
 def split_mtp(cache: Cache) -> tuple[Cache, tuple[jax.Array, ...], LastState]:
     """Return a cache without what is for `model.mtp`, the slots of that layer, and the state that waits."""
-    *layers, kept, last = cache
+    *layers, cached, last = cache
     assert isinstance(last, LastState)
-    assert not isinstance(kept, (*FIXED, Pages))
-    return layers, kept, last
+    assert not isinstance(cached, (*FIXED, Pages))
+    return layers, cached, last
 
 
 def take_rows(tree: Any, rows: jax.Array) -> Any:

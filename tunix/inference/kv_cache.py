@@ -87,8 +87,8 @@ def prefill(
             mask = row_mask_rule(model.local_segments(segments, layer), layer.window, ends)
             k, v = heads.expand(*new)
             out = compute_attention(q, k, v, mask, model.layout, model.method_of(heads), heads.kv_dim_name)
-            kept = _to_bits(new) if cache_dtype is None else quantize(new)
-            return out, tuple(_to_slots(_swap_heads(x), count, layer.window) for x in kept)
+            cached = _to_bits(new) if cache_dtype is None else quantize(new)
+            return out, tuple(_to_slots(_swap_heads(x), count, layer.window) for x in cached)
 
         return Mix(prompt_attention, lambda recurrence: recurrence.extend(None, count))
 
@@ -132,12 +132,12 @@ def run_behind(
         after = [each(count) if callable(each) else each for each in writes]
         if len(cache) == num_layers:
             return after
-        _, kept, last = split_mtp(cache)
+        _, cached, last = split_mtp(cache)
         # Each token stands beside the state before it: the first one beside the state that waits for it.
         state = last.hidden if rows is None else take_rows(last, rows).hidden
         first = reshard(state[:, None], jax.typeof(hidden).sharding.spec)
         states = jnp.concatenate([first, hidden[:, :-1]], axis=1)
-        _, write_slots = run_mtp_behind(model, weights, kept, rows, states, tokens, start - 1, reach, shift)
+        _, write_slots = run_mtp_behind(model, weights, cached, rows, states, tokens, start - 1, reach, shift)
         newest = LastState(jnp.where(count[:, None] > 0, _take_last(hidden, count)[:, 0], state))
         return [*after, write_slots(count), newest if rows is None else set_rows(last, newest, rows)]
 
@@ -147,7 +147,7 @@ def run_behind(
 def run_mtp_behind(
     model: Transformer,
     weights: Gathered,
-    kept: tuple[jax.Array, ...],
+    cached: tuple[jax.Array, ...],
     rows: jax.Array | None,
     states: jax.Array,
     tokens: jax.Array,
@@ -155,11 +155,11 @@ def run_mtp_behind(
     reach: jax.Array,
     shift: jax.Array,
 ) -> tuple[jax.Array, Callable[[jax.Array], tuple[jax.Array, ...]]]:
-    """Do as `run_behind` with the layer of `model.mtp` and its slots `kept`: tokens [A, C] stand beside the states
+    """Do as `run_behind` with the layer of `model.mtp` and its slots `cached`: tokens [A, C] stand beside the states
     [A, C, D] of those before them."""
-    mix_of, positions = _mix_behind(model, [kept], rows, tokens, start, shift)
+    mix_of, positions = _mix_behind(model, [cached], rows, tokens, start, shift)
     hidden, write = _run_mtp(
-        model, weights, states, tokens, positions, Forward(mix_of, kept[0].shape[SLOTS], reach=reach)
+        model, weights, states, tokens, positions, Forward(mix_of, cached[0].shape[SLOTS], reach=reach)
     )
     return hidden, write
 
@@ -195,33 +195,33 @@ def _mix_behind(
 
     def mix_of(layer: Layer, _: None) -> Mix:
         def cache_attention(q, new, heads):
-            kept = cache[layer.number]
-            if isinstance(kept, Pages):
+            cached = cache[layer.number]
+            if isinstance(cached, Pages):
                 # A token that does not count takes the slot of a later one, which is written again before it is seen.
-                out, kept = _look_into_pages(model, q, new, heads, kept, table, times)
-                return out, lambda count: kept
-            size = kept[0].shape[SLOTS]
-            new = _pack(new, kept)
+                out, cached = _look_into_pages(model, q, new, heads, cached, table, times)
+                return out, lambda count: cached
+            size = cached[0].shape[SLOTS]
+            new = _pack(new, cached)
             # New tokens may take the slots of tokens that others of them see. So they look at the old slots and at one
             # another, and are written afterwards: those that are in the window of the next token.
-            old = tuple(map(_swap_heads, kept if rows is None else take_rows(kept, rows)))
+            old = tuple(map(_swap_heads, cached if rows is None else take_rows(cached, rows)))
             parts = ((old, _list_times(start, size)), (new, times))
             out = _look_at_parts(model, layer, q, heads, times, parts)
 
             def write(count):
                 end = (start + count)[:, None]
                 slots = jnp.where((times < end) & (times >= end - size), times % size, size)
-                return _write(kept, new, rows, slots)
+                return _write(cached, new, rows, slots)
 
             return out, write
 
         def recur(recurrence):
-            kept = cache[layer.number]
-            memory = kept if rows is None else take_rows(kept, rows)
+            cached = cache[layer.number]
+            memory = cached if rows is None else take_rows(cached, rows)
 
             def write(count):
                 _, after = recurrence.extend(memory, count)
-                return after if rows is None else set_rows(kept, after, rows)
+                return after if rows is None else set_rows(cached, after, rows)
 
             return recurrence.extend(memory, jnp.full_like(start, tokens.shape[1]))[0], write
 
@@ -251,14 +251,14 @@ def decode(
     def mix_of(layer: Layer, _: None) -> Mix:
         def cache_attention(q, new, heads):
             # The token is written before it looks: what stood in its slot has left the window.
-            kept = cache[layer.number]
-            if isinstance(kept, Pages):
-                return _look_into_pages(model, q, new, heads, kept, table, jnp.where(working[:, None], time, -1))
-            size = kept[0].shape[SLOTS]
-            kept = _write(kept, _pack(new, kept), None, jnp.where(working[:, None], time % size, size))
+            cached = cache[layer.number]
+            if isinstance(cached, Pages):
+                return _look_into_pages(model, q, new, heads, cached, table, jnp.where(working[:, None], time, -1))
+            size = cached[0].shape[SLOTS]
+            cached = _write(cached, _pack(new, cached), None, jnp.where(working[:, None], time % size, size))
             visible = _find_visible(model, layer, time, _list_times(length + 1, size))
-            entries = _unpack(tuple(map(_swap_heads, kept)), q.dtype)
-            return heads.look_back(q, entries, _look_at(model, heads, visible, model.cfg.attention_options)), kept
+            entries = _unpack(tuple(map(_swap_heads, cached)), q.dtype)
+            return heads.look_back(q, entries, _look_at(model, heads, visible, model.cfg.attention_options)), cached
 
         def recur(recurrence):
             memory = cache[layer.number]
@@ -362,7 +362,7 @@ def _look_into_pages(
     q: jax.Array,
     new: tuple[jax.Array, ...],
     heads: Any,
-    kept: Pages,
+    cached: Pages,
     table: jax.Array | None,
     times: jax.Array,
 ) -> tuple[Any, Pages]:
@@ -371,22 +371,22 @@ def _look_into_pages(
     They are written before they look. One without a page, or with the time -1, is left out.
     """
     assert table is not None
-    options, num_slots = model.cfg.attention_options, kept.arrays[0].shape[SLOTS]
+    options, num_slots = model.cfg.attention_options, cached.arrays[0].shape[SLOTS]
 
     def find_page(table: jax.Array, times: jax.Array) -> jax.Array:
         page = jnp.take_along_axis(table, times // num_slots, axis=1, mode="fill", fill_value=NO_PAGE)
         return jnp.where(times < 0, NO_PAGE, page)
 
     page = on_shards(find_page, table, times)
-    kept = Pages(_write(kept.arrays, _pack(new, kept.arrays), page, times % num_slots))
+    cached = Pages(_write(cached.arrays, _pack(new, cached.arrays), page, times % num_slots))
     if q.shape[1] <= FEW_QUERIES and not branches_are_cheap():  # a GPU
         from tunix.models.paged_attention import attend_to_pages  # imports Pallas
 
-        k, v = _unpack(kept.arrays, q.dtype)
-        return attend_to_pages(q, k, v, table, times, model.layout, options, heads.kv_dim_name), kept
-    entries = tuple(map(_swap_heads, on_shards(_gather_pages, kept.arrays, table)))
+        k, v = _unpack(cached.arrays, q.dtype)
+        return attend_to_pages(q, k, v, table, times, model.layout, options, heads.kv_dim_name), cached
+    entries = tuple(map(_swap_heads, on_shards(_gather_pages, cached.arrays, table)))
     visible = times[:, :, None] >= jnp.arange(entries[0].shape[1])
-    return heads.look_back(q, _unpack(entries, q.dtype), _look_at(model, heads, visible, options)), kept
+    return heads.look_back(q, _unpack(entries, q.dtype), _look_at(model, heads, visible, options)), cached
 
 
 def _gather_pages(x: jax.Array, table: jax.Array) -> jax.Array:
@@ -400,9 +400,9 @@ def _gather_pages(x: jax.Array, table: jax.Array) -> jax.Array:
 # own, its largest number / 127, so a token changes nothing of those before it.
 
 
-def _pack(entries: tuple[jax.Array, ...], kept: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+def _pack(entries: tuple[jax.Array, ...], cached: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
     """Return the entries of new tokens as a layer keeps them."""
-    return quantize(entries) if kept[0].dtype == jnp.int8 else _to_bits(entries)
+    return quantize(entries) if cached[0].dtype == jnp.int8 else _to_bits(entries)
 
 
 def _to_bits(entries: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -424,20 +424,20 @@ def quantize(entries: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
     return (*codes, *scales)
 
 
-def _unpack(kept: tuple[jax.Array, ...], dtype: Any) -> tuple[Any, ...]:
+def _unpack(cached: tuple[jax.Array, ...], dtype: Any) -> tuple[Any, ...]:
     """Return the entries of a layer, tokens before heads: of 8 bits as `Scaled`; latents in the dtype of products.
 
     Latents are added up before they are keys, so their scales cannot multiply the scores.
     """
-    if kept[0].dtype != jnp.int8:
-        return tuple(x if x.dtype != jnp.uint16 else jax.lax.bitcast_convert_type(x, jnp.bfloat16) for x in kept)
-    half = len(kept) // 2
-    entries = tuple(map(Scaled, kept[:half], kept[half:]))
-    return entries if kept[0].ndim == 4 else tuple(each.read(dtype) for each in entries)
+    if cached[0].dtype != jnp.int8:
+        return tuple(x if x.dtype != jnp.uint16 else jax.lax.bitcast_convert_type(x, jnp.bfloat16) for x in cached)
+    half = len(cached) // 2
+    entries = tuple(map(Scaled, cached[:half], cached[half:]))
+    return entries if cached[0].ndim == 4 else tuple(each.read(dtype) for each in entries)
 
 
 def _write(
-    kept: tuple[jax.Array, ...], new: tuple[jax.Array, ...], rows: jax.Array | None, slots: jax.Array
+    cached: tuple[jax.Array, ...], new: tuple[jax.Array, ...], rows: jax.Array | None, slots: jax.Array
 ) -> tuple[jax.Array, ...]:
     """Return arrays of a cache with new tokens [A, C, ...] in the slots [A, C] of some rows [A], or of all (None).
 
@@ -453,7 +453,7 @@ def _write(
         return old.at[rows, ..., slots, :].set(new.astype(old.dtype), mode="drop")
 
     others = (slots,) if rows is None else (slots, rows)
-    return tuple(on_shards(write, old, each, *others) for old, each in zip(kept, new, strict=True))
+    return tuple(on_shards(write, old, each, *others) for old, each in zip(cached, new, strict=True))
 
 
 def _swap_heads(x: jax.Array) -> jax.Array:

@@ -37,8 +37,8 @@ from tunix.sharding.arrays import rows_to_global
 from tunix.sharding.layout import STRATEGIES, Layout
 from tunix.sharding.mesh import device_mesh, whole_sequences
 from tunix.sharding.mesh_shape import ONE_DEVICE, unsplit_dims
-from tunix.training.program import Program
 from tunix.training.state import Architecture, abstract_params, describe
+from tunix.training.train_spec import TrainSpec
 
 Params = dict[str, Any]
 
@@ -366,34 +366,35 @@ def check_init_from(cfg: Config, arch: Architecture) -> None:
         check_adapter(folder, cfg.model, arch.weights)
 
 
-def load_init_from(program: Program, mesh: Mesh) -> dict[str, Any] | None:
+def load_init_from(train_spec: TrainSpec, mesh: Mesh) -> dict[str, Any] | None:
     """Load the parameters of `model.init_from` on the mesh, with None for those that it lacks; None if it is not set.
 
     Low-rank updates are those of `model.init_adapter`, if it is set.
     """
-    model = program.cfg.model
+    model = train_spec.cfg.model
     if model.init_from is None:
         return None
-    params = _load_base(program, mesh, model.init_from)
+    params = _load_base(train_spec, mesh, model.init_from)
     if model.init_adapter is None:
         return params
-    return write_updates(params, find_adapter(model.init_adapter), model, program.arch.weights, program.layout, mesh)
+    adapter = find_adapter(model.init_adapter)
+    return write_updates(params, adapter, model, train_spec.arch.weights, train_spec.layout, mesh)
 
 
-def _load_base(program: Program, mesh: Mesh, source: str) -> dict[str, Any]:
+def _load_base(train_spec: TrainSpec, mesh: Mesh, source: str) -> dict[str, Any]:
     if run := find_run(source, "model.init_from"):
         # A run without low-rank updates has no arrays for them: they are left out of the read, and made by step 0. So
         # are scores, of a run of a language model.
-        abstract, absent = abstract_params(program.arch, mesh), {"lora"}
+        abstract, absent = abstract_params(train_spec.arch, mesh), {"lora"}
         if read_saved(run[0])["model"]["labels"] is None:
             absent.add("score")
         own, lacking = _split_parts(abstract, absent)
-        checkpoint = _find_checkpoint_of(program.cfg, *run)
+        checkpoint = _find_checkpoint_of(train_spec.cfg, *run)
         with describe_unreadable(checkpoint, "model.init_from"):
             index, step = find_storage(checkpoint)
             return _fill(index.restore(step, {"params": own})["params"], lacking, absent)
     folder = find(source, INFO_FILES + WEIGHTS)
-    return load_weights(folder, program.cfg.model, program.arch.weights, program.layout, mesh)
+    return load_weights(folder, train_spec.cfg.model, train_spec.arch.weights, train_spec.layout, mesh)
 
 
 def _find_checkpoint_of(cfg: Config, folder: Path, step: int | None) -> Path:

@@ -42,9 +42,9 @@ from tunix.inference.pretrained import find_checkpoint, load_params
 from tunix.processes import peers
 from tunix.sharding.arrays import local_rows, to_global
 from tunix.sharding.layout import Layout
-from tunix.training.program import Program
 from tunix.training.state import describe
 from tunix.training.teacher import OfflineTeacher
+from tunix.training.train_spec import TrainSpec
 
 log = logging.getLogger(__name__)
 
@@ -53,15 +53,15 @@ NUM_BLOCKS, BLOCK = 64, 1 << 16  # of a file of weights that its digest reads, a
 REPORT_EVERY_S = 30.0
 
 
-def load_teacher(program: Program, mesh: Mesh, tokenizer: Tokenizer) -> dict[str, Any] | None:
-    """Return the parameters of the program's teacher at rest on the mesh, in the dtype of products; None without one.
+def load_teacher(train_spec: TrainSpec, mesh: Mesh, tokenizer: Tokenizer) -> dict[str, Any] | None:
+    """Return the parameters of a training's teacher at rest on the mesh, in the dtype of products; None without one.
 
     `tokenizer` is that of the run.
 
     Raises:
         UserError: files that are not complete or damaged, a run without a checkpoint, another tokenizer.
     """
-    teacher = program.teacher
+    teacher = train_spec.teacher
     if isinstance(teacher, OfflineTeacher):
         teacher = teacher.model
     if teacher is None:
@@ -121,7 +121,7 @@ def _fit_rows(own: dict[str, Any], fitted: dict[str, Any], layout: Layout, param
 # of the run is made.
 
 
-def give_logits(cfg: Config, corpus: Corpus, program: Program, mesh: Mesh) -> Path | None:
+def give_logits(cfg: Config, corpus: Corpus, train_spec: TrainSpec, mesh: Mesh) -> Path | None:
     """Give the sequences of a corpus what the run's teacher says of them; return the folder that has it.
 
     Where the folder lacks a part, the teacher is loaded and computes it. The mesh must be the one in use. With several
@@ -130,10 +130,10 @@ def give_logits(cfg: Config, corpus: Corpus, program: Program, mesh: Mesh) -> Pa
     Raises:
         UserError: the folder that task.teacher names is of other data; no room; see also `load_teacher`.
     """
-    teacher = program.teacher
+    teacher = train_spec.teacher
     if not isinstance(teacher, OfflineTeacher):
         return None
-    info, found = _describe_logits(cfg, corpus, teacher, program.layout.compute), read_logits_info(teacher.source)
+    info, found = _describe_logits(cfg, corpus, teacher, train_spec.layout.compute), read_logits_info(teacher.source)
     if found is None:
         key = hashlib.sha256(info.model_dump_json().encode()).hexdigest()[:20]
         folder = locate_cached(cfg.loading.cache_dir, "teacher", key)
@@ -154,7 +154,7 @@ def give_logits(cfg: Config, corpus: Corpus, program: Program, mesh: Mesh) -> Pa
                 "it with this data, or give the model that made it, which goes on"
             )
         peers.main_first(lambda: write_info(folder, info), "making the folder of the teacher's logits")
-        _compute_missing(cfg, corpus, program, mesh, folder, list(zip(files, missing, strict=True)))
+        _compute_missing(cfg, corpus, train_spec, mesh, folder, list(zip(files, missing, strict=True)))
     for each in files:
         peers.main_first(partial(each.verify, cfg.loading), "checking the teacher's logits")
         each.sequences.of_teacher = each.read
@@ -238,10 +238,15 @@ def digest_teacher(teacher: OfflineTeacher) -> str:
 
 
 def _compute_missing(
-    cfg: Config, corpus: Corpus, program: Program, mesh: Mesh, folder: Path, missing: list[tuple[LogitFiles, list[int]]]
+    cfg: Config,
+    corpus: Corpus,
+    train_spec: TrainSpec,
+    mesh: Mesh,
+    folder: Path,
+    missing: list[tuple[LogitFiles, list[int]]],
 ) -> None:
     """Compute the pieces that are missing of some parts, and write them on the first process of each host."""
-    teacher, start_time = program.teacher, time.perf_counter()
+    teacher, start_time = train_spec.teacher, time.perf_counter()
     assert isinstance(teacher, OfflineTeacher)
     num_rows = sum(len(files.rows_of(number)) for files, numbers in missing for number in numbers)
     num_bytes = sum(files.estimate_bytes(numbers) for files, numbers in missing)
@@ -250,12 +255,12 @@ def _compute_missing(
         teacher.source, teacher.top_k, f"{num_rows:,}", f"{num_bytes:,}", folder,
     )  # fmt: skip
     peers.together(lambda: check_room(folder, num_bytes), "looking at the disk")
-    params = load_teacher(program, mesh, corpus.tokenizer)
+    params = load_teacher(train_spec, mesh, corpus.tokenizer)
     compute = jax.jit(partial(_compute_top_k, teacher, chunk_size=cfg.training.loss_chunk_size))
     written, reported = 0, start_time
     for files, numbers in missing:
         for number in numbers:
-            rows = _compute_rows(files, files.rows_of(number), compute, params, program.batch.num_rows, mesh)
+            rows = _compute_rows(files, files.rows_of(number), compute, params, train_spec.batch.num_rows, mesh)
             if peers.first_of_host():
                 files.write(number, rows)
             written += len(rows)

@@ -28,8 +28,15 @@ from tunix.base.dotted_path import import_object
 from tunix.config import Model
 from tunix.config.layers import ExpertsMlp
 from tunix.models.expert_parallel import LocalExperts, Tokens
-from tunix.models.fused_experts import HIDDEN, ExpertWeights, blocks_in_use, compute_experts, count_room, sort_rows
-from tunix.models.fused_experts import Program as FusedProgram
+from tunix.models.fused_experts import (
+    HIDDEN,
+    ExpertWeights,
+    KernelConfig,
+    blocks_in_use,
+    compute_experts,
+    count_room,
+    sort_rows,
+)
 from tunix.models.grouped_matmul import vary_alike
 from tunix.models.layers import ACTIVATIONS, MLP, Bias, BlockSums, Initializer, Matrix, RMSNorm, Routing, unchanged
 from tunix.models.low_rank import ExpertFactors
@@ -288,9 +295,9 @@ class Experts(nnx.Module):
         (gate, up, down), biases = weights.matrices, weights.biases
         num_experts, (num_tokens, per_token) = len(gate), group.shape
         room = count_room(mean_rows, num_tokens * min(per_token, num_experts))
-        program = FusedProgram(self.hidden, room, blocks_in_use(self.activation))
+        kernel_config = KernelConfig(self.hidden, room, blocks_in_use(self.activation))
         y = compute_experts(
-            x, probs, ExpertWeights(gate, up, down, *biases[:2]), sort_rows(group, num_experts), program
+            x, probs, ExpertWeights(gate, up, down, *biases[:2]), sort_rows(group, num_experts), kernel_config
         )
         if not biases:
             return y

@@ -6,13 +6,13 @@ each token, and experts 0 and 1 on this device (2: of another device):
     experts [N, k]   1 0 | 2 1 | 0 2       choices, token by token
     order            1 4 | 0 3 | 2 5       choices sorted by expert: two of expert 0, two of expert 1, two of others
     ends [X]         2 4                   the row behind the last one of each expert
-    place [N, k]     2 0 | - 3 | 1 -       the row of each choice; NOWHERE where the expert is on another device
+    row_index [N, k] 2 0 | - 3 | 1 -       the row of each choice; NOWHERE where the expert is on another device
 
 A row r is then the token `order[r] // k`, and these kernels (Pallas, lowered by Triton) compute all else:
 
     up          a = x[token] Wg, b = x[token] Wu; hidden = gated(a, b) x weight of the router     [room, G]
     down        z = hidden Wd                                                                     [room, D]
-    combine     y[t] = sum of z[place[t, j]] over the choices j of token t that are here          [N, D]
+    combine     y[t] = sum of z[row_index[t, j]] over the choices j of token t that are here          [N, D]
 
     d_hidden    dy[token] Wd^T, then gradients of a, of b and of the router's weight, and hidden once more
     d_down      the gradient of Wd: a sum over the rows of an expert of hidden^T dy[token]
@@ -82,12 +82,12 @@ class Rows(NamedTuple):
     """Rows of a device's experts: the choices of all tokens, sorted by expert. All are int32."""
 
     order: jax.Array  # [N k]: the choice (a position in the flattened [N, k]) of each row
-    place: jax.Array  # [N, k]: the row of each choice; NOWHERE where the expert is on another device
+    row_index: jax.Array  # [N, k]: the row of each choice; NOWHERE where the expert is on another device
     ends: jax.Array  # [X]: the row behind the last one of each expert
 
 
-class Program(NamedTuple):
-    """What a program of these kernels is compiled for."""
+class KernelConfig(NamedTuple):
+    """What these kernels are compiled for."""
 
     # (a, b, weights of the router), all [R, G] float32 -> hidden rows [R, G], which the last product takes
     hidden: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
@@ -116,64 +116,66 @@ def sort_rows(group: jax.Array, num_experts: int) -> Rows:
     """Return the rows of a device's experts; `group` [N, k] int32 are their numbers, and `num_experts` of no expert."""
     flat = group.reshape(-1)
     order = jnp.argsort(flat).astype(jnp.int32)
-    place = jnp.zeros_like(order).at[order].set(jnp.arange(len(order), dtype=jnp.int32), unique_indices=True)
+    row_index = jnp.zeros_like(order).at[order].set(jnp.arange(len(order), dtype=jnp.int32), unique_indices=True)
     # A comparison in place of a scatter: it fuses.
     sizes = jnp.sum(flat[:, None] == jnp.arange(num_experts), 0, dtype=jnp.int32)
-    place = jnp.where(group < num_experts, place.reshape(group.shape), NOWHERE)
-    return Rows(order, place, jnp.cumsum(sizes))
+    row_index = jnp.where(group < num_experts, row_index.reshape(group.shape), NOWHERE)
+    return Rows(order, row_index, jnp.cumsum(sizes))
 
 
-def compute_experts(x: jax.Array, probs: jax.Array, weights: ExpertWeights, rows: Rows, program: Program) -> jax.Array:
+def compute_experts(
+    x: jax.Array, probs: jax.Array, weights: ExpertWeights, rows: Rows, config: KernelConfig
+) -> jax.Array:
     """Return what this device's experts add to each token, [N, D].
 
     `x` [N, D] are the tokens, `probs` [N, k] the router's weights of their choices.
     """
     leaves, tree = jax.tree.flatten((x, probs.astype(jnp.float32), weights, rows))
     # Weights that vary over no axis get a gradient that is summed outside of the rule below, by JAX's types.
-    return _compute(*jax.tree.unflatten(tree, vary_alike(*leaves)), program)
+    return _compute(*jax.tree.unflatten(tree, vary_alike(*leaves)), config)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _compute(x, probs, weights, rows, program):
-    return _forward(x, probs, weights, rows, program)[0]
+def _compute(x, probs, weights, rows, config):
+    return _forward(x, probs, weights, rows, config)[0]
 
 
-def _forward(x, probs, weights, rows, program):
-    y, saved = _forward_round(_take_window(0, probs, rows, program), x, probs, weights, program)
+def _forward(x, probs, weights, rows, config):
+    y, saved = _forward_round(_take_window(0, probs, rows, config), x, probs, weights, config)
     saved = jax.tree.map(lambda each: checkpoint_name(each, "product"), saved)
 
     def add_round(number, y):
-        window = _take_window(number, probs, rows, program)
-        return y + _forward_round(window, x, probs, weights, program)[0]
+        window = _take_window(number, probs, rows, config)
+        return y + _forward_round(window, x, probs, weights, config)[0]
 
-    return _add_rounds(add_round, y, rows, program), (x, probs, weights, rows, saved)
+    return _add_rounds(add_round, y, rows, config), (x, probs, weights, rows, saved)
 
 
-def _backward(program, residuals, dy):
+def _backward(config, residuals, dy):
     x, probs, weights, rows, saved = residuals
-    gradients = _backward_round(_take_window(0, probs, rows, program), saved, dy, x, probs, weights, program)
+    gradients = _backward_round(_take_window(0, probs, rows, config), saved, dy, x, probs, weights, config)
 
     def add_round(number, gradients):
-        window = _take_window(number, probs, rows, program)
-        saved = _up_plainly(x, weights, window) if program.blocks is None else _up(x, weights, window, program)[:2]
-        more = _backward_round(window, saved, dy, x, probs, weights, program)
+        window = _take_window(number, probs, rows, config)
+        saved = _up_plainly(x, weights, window) if config.blocks is None else _up(x, weights, window, config)[:2]
+        more = _backward_round(window, saved, dy, x, probs, weights, config)
         return jax.tree.map(jnp.add, gradients, more)
 
-    return (*_add_rounds(add_round, gradients, rows, program), None)
+    return (*_add_rounds(add_round, gradients, rows, config), None)
 
 
 _compute.defvjp(_forward, _backward)
 
 
-def _add_rounds(add_round: Callable[[jax.Array, Any], Any], first: Any, rows: Rows, program: Program) -> Any:
+def _add_rounds(add_round: Callable[[jax.Array, Any], Any], first: Any, rows: Rows, config: KernelConfig) -> Any:
     """Return the sum of `first`, which is of round 0, and of further rounds while there are rows."""
-    (num_tokens, per_token), num_experts = rows.place.shape, len(rows.ends)
-    if program.room >= num_tokens * min(per_token, num_experts):
+    (num_tokens, per_token), num_experts = rows.row_index.shape, len(rows.ends)
+    if config.room >= num_tokens * min(per_token, num_experts):
         return first
     last = rows.ends[-1]
     with jax.named_scope("further_rounds"):  # the predicted time knows them by this name
         return jax.lax.while_loop(
-            lambda carry: carry[0] * program.room < last,
+            lambda carry: carry[0] * config.room < last,
             lambda carry: (carry[0] + 1, add_round(*carry)),
             (jnp.ones_like(last), first),
         )[1]
@@ -186,44 +188,44 @@ class Window(NamedTuple):
     prob: jax.Array  # [room] float32: the router's weight; behind the last row anything
     begin: jax.Array  # [X] int32: first row of each expert
     end: jax.Array  # [X] int32: row behind its last one
-    place: jax.Array  # [N, k] int32: NOWHERE also for rows of other rounds
+    row_index: jax.Array  # [N, k] int32: NOWHERE also for rows of other rounds
 
 
-def _take_window(number: Any, probs: jax.Array, rows: Rows, program: Program) -> Window:
-    room, low = program.room, number * program.room
+def _take_window(number: Any, probs: jax.Array, rows: Rows, config: KernelConfig) -> Window:
+    room, low = config.room, number * config.room
     # A slice that reaches beyond the end of an array would be moved, so the array is filled up.
     order = jnp.pad(rows.order, (0, -len(rows.order) % room))
     order = order[:room] if isinstance(number, int) else jax.lax.dynamic_slice(order, (low,), (room,))
     starts = jnp.concatenate([jnp.zeros_like(rows.ends[:1]), rows.ends[:-1]])
-    place = rows.place - low
-    place = jnp.where((place >= 0) & (place < room), place, NOWHERE)
+    row_index = rows.row_index - low
+    row_index = jnp.where((row_index >= 0) & (row_index < room), row_index, NOWHERE)
     begin, end = (jnp.clip(each - low, 0, room) for each in (starts, rows.ends))
-    return Window(order // probs.shape[1], probs.reshape(-1)[order], begin, end, place)
+    return Window(order // probs.shape[1], probs.reshape(-1)[order], begin, end, row_index)
 
 
-def _forward_round(window, x, probs, weights, program):
+def _forward_round(window, x, probs, weights, config):
     """Return what the rows of a window add to each token, and a and b [room, G], which the backward pass takes."""
-    if program.blocks is None:
+    if config.blocks is None:
         a, b = _up_plainly(x, weights, window)
-        return _down_plainly(a, b, probs, weights.down, window, program), (a, b)
-    a, b, hidden = _up(x, weights, window, program)
-    return _combine(_down(hidden, weights.down, window, program), window, program), (a, b)
+        return _down_plainly(a, b, probs, weights.down, window, config), (a, b)
+    a, b, hidden = _up(x, weights, window, config)
+    return _combine(_down(hidden, weights.down, window, config), window, config), (a, b)
 
 
-def _backward_round(window, saved, dy, x, probs, weights, program):
+def _backward_round(window, saved, dy, x, probs, weights, config):
     """Return the gradients of x, probs and weights from the rows of a window; dy [N, D] is that of the result."""
     a, b = saved
-    if program.blocks is None:
-        into, out = partial(_up_plainly, window=window), partial(_down_plainly, window=window, program=program)
+    if config.blocks is None:
+        into, out = partial(_up_plainly, window=window), partial(_down_plainly, window=window, config=config)
         d_a, d_b, d_probs, d_down = jax.vjp(out, a, b, probs, weights.down)[1](dy)
         dx, d_weights = jax.vjp(into, x, weights)[1]((d_a, d_b))
         return dx, d_probs, d_weights._replace(down=d_down)
-    d_a, d_b, hidden, d_prob = _d_hidden(dy, weights.down, a, b, window, program)
-    d_down = _d_down(hidden, dy, weights.down, window, program)
-    d_inputs = _d_inputs(x, d_a, d_b, weights, window, program)
-    dx = _combine(_d_rows(d_a, d_b, weights, window, program), window, program)
-    # Rows that nobody wrote are at no place.
-    d_probs = jnp.sum(d_prob, 0).at[window.place].get(mode="fill", fill_value=0)
+    d_a, d_b, hidden, d_prob = _d_hidden(dy, weights.down, a, b, window, config)
+    d_down = _d_down(hidden, dy, weights.down, window, config)
+    d_inputs = _d_inputs(x, d_a, d_b, weights, window, config)
+    dx = _combine(_d_rows(d_a, d_b, weights, window, config), window, config)
+    # Rows that nobody wrote have no index.
+    d_probs = jnp.sum(d_prob, 0).at[window.row_index].get(mode="fill", fill_value=0)
     return dx, d_probs, ExpertWeights(d_inputs[0], d_inputs[1], d_down, *d_inputs[2:])
 
 
@@ -243,14 +245,14 @@ def _up_plainly(x: jax.Array, weights: ExpertWeights, window: Window) -> tuple[j
 
 
 def _down_plainly(
-    a: jax.Array, b: jax.Array, probs: jax.Array, down: jax.Array, window: Window, program: Program
+    a: jax.Array, b: jax.Array, probs: jax.Array, down: jax.Array, window: Window, config: KernelConfig
 ) -> Any:
     """Return the sums [N, D] of rows a and b [room, G], with the weights of the router [N, k]."""
-    # The router's weight of a row by its place, so that it has a gradient.
-    prob = jnp.zeros(len(a), probs.dtype).at[window.place].set(probs, mode="drop", unique_indices=True)[:, None]
-    hidden = program.hidden(a.astype(jnp.float32), b.astype(jnp.float32), prob)
+    # The router's weight of a row by its index, so that it has a gradient.
+    prob = jnp.zeros(len(a), probs.dtype).at[window.row_index].set(probs, mode="drop", unique_indices=True)[:, None]
+    hidden = config.hidden(a.astype(jnp.float32), b.astype(jnp.float32), prob)
     z = _multiply_plainly(jnp.where(_has_row(window), hidden, 0).astype(a.dtype), down, window)
-    sums = jnp.sum(z.at[window.place].get(mode="fill", fill_value=0).astype(jnp.float32), 1)
+    sums = jnp.sum(z.at[window.row_index].get(mode="fill", fill_value=0).astype(jnp.float32), 1)
     return sums.astype(a.dtype)
 
 
@@ -268,7 +270,7 @@ def _multiply_plainly(rows: jax.Array, w: jax.Array, window: Window) -> jax.Arra
 # are programs of a grid (columns, blocks of rows). Operands have 16 bits, sums are float32.
 
 
-def _call(kernel, arrays: tuple[Any, ...], results: Any, grid: tuple[int, ...], block: GroupedBlock, program, name):
+def _call(kernel, arrays: tuple[Any, ...], results: Any, grid: tuple[int, ...], block: GroupedBlock, config, name):
     """Return the results of a kernel, whose programs see arrays and results whole, and one entry of `Tiles`."""
     tile_spec = pl.BlockSpec((None,), lambda _, tile: (tile,))
 
@@ -283,7 +285,7 @@ def _call(kernel, arrays: tuple[Any, ...], results: Any, grid: tuple[int, ...], 
         out_specs=jax.tree.map(lambda _: FULL_ARRAY, results),
         grid=grid,
         block=block,
-        interpret=program.interpret,
+        interpret=config.interpret,
         name=f"experts_{name}",
     )
 
@@ -298,19 +300,19 @@ def _gather(ref: Any, token: jax.Array, numbers: Any, is_number: jax.Array | Non
         return ref[token, numbers]
     shape = len(token), numbers.size
     indices = (numbers.start + jnp.arange(numbers.size))[None, :]
-    places = jnp.broadcast_to(token[:, None], shape), jnp.broadcast_to(indices, shape)
-    return triton.load(ref.at[places], mask=jnp.broadcast_to(is_number[None, :], shape), other=0.0)
+    row_indices = jnp.broadcast_to(token[:, None], shape), jnp.broadcast_to(indices, shape)
+    return triton.load(ref.at[row_indices], mask=jnp.broadcast_to(is_number[None, :], shape), other=0.0)
 
 
 def _load_vector(ref: Any, is_there: jax.Array | None, other: float = 0) -> jax.Array:
     return ref[...] if is_there is None else triton.load(ref, mask=is_there, other=other)
 
 
-def _up(x: jax.Array, weights: ExpertWeights, window: Window, program: Program) -> list[jax.Array]:
+def _up(x: jax.Array, weights: ExpertWeights, window: Window, config: KernelConfig) -> list[jax.Array]:
     """Return a, b and hidden rows, [room, G] each; the gate takes rounded a and b, as the backward pass will."""
-    assert program.blocks is not None
-    block, (_, _, width) = program.blocks.up, weights.gate.shape
-    tiles, result = _tiles(window, program.room, block), shape_like(x, (program.room, width))
+    assert config.blocks is not None
+    block, (_, _, width) = config.blocks.up, weights.gate.shape
+    tiles, result = _tiles(window, config.room, block), shape_like(x, (config.room, width))
 
     def kernel(tile, token_ref, prob_ref, x_ref, refs, a_ref, b_ref, hidden_ref):
         group, begin, end = (each[...] for each in tile)
@@ -333,12 +335,12 @@ def _up(x: jax.Array, weights: ExpertWeights, window: Window, program: Program) 
             b += _load_vector(refs.up_bias.at[group, columns], is_column)[None, :]
         a, b = (each.astype(x_ref.dtype).astype(jnp.float32) for each in (a, b))
         prob = _load_vector(prob_ref.at[rows], is_row)
-        hidden = program.hidden(a, b, jnp.broadcast_to(prob[:, None], a.shape))
+        hidden = config.hidden(a, b, jnp.broadcast_to(prob[:, None], a.shape))
         for ref, values in ((a_ref, a), (b_ref, b), (hidden_ref, hidden)):
             store_block(ref.at[rows, columns], values, is_row, is_column)
 
     grid, arrays = (pl.cdiv(width, block.columns), len(tiles.group)), (window.token, window.prob, x, weights)
-    return _call(kernel, (tiles, *arrays), [result] * 3, grid, block, program, "up")
+    return _call(kernel, (tiles, *arrays), [result] * 3, grid, block, config, "up")
 
 
 def _num_blocks(length: int, block: GroupedBlock, tile: Tiles) -> Any:
@@ -346,23 +348,23 @@ def _num_blocks(length: int, block: GroupedBlock, tile: Tiles) -> Any:
     return pl.cdiv(length, block.depth) * (tile.begin[...] < tile.end[...]).astype(jnp.int32)
 
 
-def _down(hidden: jax.Array, down: jax.Array, window: Window, program: Program) -> jax.Array:
+def _down(hidden: jax.Array, down: jax.Array, window: Window, config: KernelConfig) -> jax.Array:
     """Return hidden rows [room, G] times the weights [X, G, D] of their experts: [room, D]."""
-    assert program.blocks is not None
-    return _multiply_rows((hidden,), (down,), program.blocks.down, window, program, transposed=False, name="down")
+    assert config.blocks is not None
+    return _multiply_rows((hidden,), (down,), config.blocks.down, window, config, transposed=False, name="down")
 
 
-def _d_rows(d_a: jax.Array, d_b: jax.Array, weights: ExpertWeights, window: Window, program: Program) -> jax.Array:
+def _d_rows(d_a: jax.Array, d_b: jax.Array, weights: ExpertWeights, window: Window, config: KernelConfig) -> jax.Array:
     """Return the gradient of each row's token, [room, D]."""
-    assert program.blocks is not None
+    assert config.blocks is not None
     factors = (weights.gate, weights.up)
-    return _multiply_rows((d_a, d_b), factors, program.blocks.d_rows, window, program, transposed=True, name="d_rows")
+    return _multiply_rows((d_a, d_b), factors, config.blocks.d_rows, window, config, transposed=True, name="d_rows")
 
 
-def _multiply_rows(arrays, factors, block, window, program, transposed: bool, name: str):
+def _multiply_rows(arrays, factors, block, window, config, transposed: bool, name: str):
     """Return the sum of products of arrays [room, G] and weights [X, G, D], or [X, D, G] if `transposed`: [room, D]."""
     width, dim = arrays[0].shape[1], factors[0].shape[1 if transposed else 2]
-    tiles = _tiles(window, program.room, block)
+    tiles = _tiles(window, config.room, block)
 
     def kernel(tile, array_refs, factor_refs, out_ref):
         group, begin, end = (each[...] for each in tile)
@@ -383,41 +385,41 @@ def _multiply_rows(arrays, factors, block, window, program, transposed: bool, na
             total = jax.lax.fori_loop(0, _num_blocks(width, block, tile), body, total)
         store_block(out_ref.at[rows, columns], total, is_row, is_column)
 
-    grid, result = (pl.cdiv(dim, block.columns), len(tiles.group)), shape_like(arrays[0], (program.room, dim))
-    return _call(kernel, (tiles, arrays, factors), result, grid, block, program, name)
+    grid, result = (pl.cdiv(dim, block.columns), len(tiles.group)), shape_like(arrays[0], (config.room, dim))
+    return _call(kernel, (tiles, arrays, factors), result, grid, block, config, name)
 
 
-def _combine(z: jax.Array, window: Window, program: Program) -> jax.Array:
+def _combine(z: jax.Array, window: Window, config: KernelConfig) -> jax.Array:
     """Return for each token the sum [N, D] of its rows of z [room, D], in the order of its choices."""
-    assert program.blocks is not None
-    block, (num_tokens, per_token), dim = program.blocks.combine, window.place.shape, z.shape[1]
+    assert config.blocks is not None
+    block, (num_tokens, per_token), dim = config.blocks.combine, window.row_index.shape, z.shape[1]
 
-    def kernel(place_ref, z_ref, y_ref):
+    def kernel(row_index_ref, z_ref, y_ref):
         tokens, is_token = part_of(pl.program_id(1), block.rows, num_tokens)
         columns, is_column = part_of(pl.program_id(0), block.columns, dim)
         shape = block.rows, block.columns
         numbers = jnp.broadcast_to((columns.start + jnp.arange(block.columns))[None, :], shape)
         total = jnp.zeros(shape, jnp.float32)
         for choice in range(per_token):
-            place = _load_vector(place_ref.at[tokens, jnp.full((), choice, jnp.int32)], is_token, other=NOWHERE)
-            mask = (place < NOWHERE)[:, None]
+            row_index = _load_vector(row_index_ref.at[tokens, jnp.full((), choice, jnp.int32)], is_token, other=NOWHERE)
+            mask = (row_index < NOWHERE)[:, None]
             mask = jnp.broadcast_to(mask if is_column is None else mask & is_column[None, :], shape)
-            places = jnp.broadcast_to(jnp.where(place < NOWHERE, place, 0)[:, None], shape)
-            total += triton.load(z_ref.at[places, numbers], mask=mask, other=0.0).astype(jnp.float32)
+            row_indices = jnp.broadcast_to(jnp.where(row_index < NOWHERE, row_index, 0)[:, None], shape)
+            total += triton.load(z_ref.at[row_indices, numbers], mask=mask, other=0.0).astype(jnp.float32)
         store_block(y_ref.at[tokens, columns], total, is_token, is_column)
 
     grid = pl.cdiv(dim, block.columns), pl.cdiv(num_tokens, block.rows)
-    return _call(kernel, (window.place, z), shape_like(z, (num_tokens, dim)), grid, block, program, "combine")
+    return _call(kernel, (window.row_index, z), shape_like(z, (num_tokens, dim)), grid, block, config, "combine")
 
 
-def _d_hidden(dy, down, a, b, window: Window, program: Program) -> tuple[jax.Array, ...]:
+def _d_hidden(dy, down, a, b, window: Window, config: KernelConfig) -> tuple[jax.Array, ...]:
     """Return gradients of a and of b, hidden rows, all [room, G], and parts [parts, room] of those of router's weights.
 
     `dy` is [N, D], `down` [X, G, D].
     """
-    assert program.blocks is not None
-    block, (_, width, dim) = program.blocks.d_hidden, down.shape
-    tiles, result = _tiles(window, program.room, block), shape_like(a, (program.room, width))
+    assert config.blocks is not None
+    block, (_, width, dim) = config.blocks.d_hidden, down.shape
+    tiles, result = _tiles(window, config.room, block), shape_like(a, (config.room, width))
     num_parts = pl.cdiv(width, block.columns)
 
     def kernel(tile, token_ref, prob_ref, dy_ref, down_ref, a_ref, b_ref, d_a_ref, d_b_ref, hidden_ref, d_prob_ref):
@@ -435,21 +437,21 @@ def _d_hidden(dy, down, a, b, window: Window, program: Program) -> tuple[jax.Arr
         total = jax.lax.fori_loop(0, _num_blocks(dim, block, tile), body, zero)
         a, b = (load_block(ref.at[rows, columns], is_row, is_column).astype(jnp.float32) for ref in (a_ref, b_ref))
         prob = jnp.broadcast_to(_load_vector(prob_ref.at[rows], is_row)[:, None], total.shape)
-        hidden, pull_back = jax.vjp(program.hidden, a, b, prob)
+        hidden, pull_back = jax.vjp(config.hidden, a, b, prob)
         d_a, d_b, d_prob = pull_back(total)
         triton.store(d_prob_ref.at[pl.program_id(0), rows], jnp.sum(d_prob, 1), mask=is_row)
         for ref, values in ((d_a_ref, d_a), (d_b_ref, d_b), (hidden_ref, hidden)):
             store_block(ref.at[rows, columns], values, is_row, is_column)
 
-    results = (result, result, result, shape_like(a, (num_parts, program.room), jnp.float32))
+    results = (result, result, result, shape_like(a, (num_parts, config.room), jnp.float32))
     arrays, grid = (tiles, window.token, window.prob, dy, down, a, b), (num_parts, len(tiles.group))
-    return _call(kernel, arrays, results, grid, block, program, "d_hidden")
+    return _call(kernel, arrays, results, grid, block, config, "d_hidden")
 
 
-def _d_down(hidden: jax.Array, dy: jax.Array, down: jax.Array, window: Window, program: Program) -> jax.Array:
+def _d_down(hidden: jax.Array, dy: jax.Array, down: jax.Array, window: Window, config: KernelConfig) -> jax.Array:
     """Return the gradient [X, G, D] of the weights of the last product, of hidden rows [room, G] and dy [N, D]."""
-    assert program.blocks is not None
-    block, (num_experts, width, dim) = program.blocks.d_down, down.shape
+    assert config.blocks is not None
+    block, (num_experts, width, dim) = config.blocks.d_down, down.shape
 
     def kernel(begin_ref, end_ref, token_ref, hidden_ref, dy_ref, dw_ref):
         group = pl.program_id(2)
@@ -468,16 +470,16 @@ def _d_down(hidden: jax.Array, dy: jax.Array, down: jax.Array, window: Window, p
 
     grid = pl.cdiv(dim, block.columns), pl.cdiv(width, block.rows), num_experts
     arrays, result = (window.begin, window.end, window.token, hidden, dy), shape_like(hidden, down.shape, down.dtype)
-    return _call(kernel, arrays, result, grid, block, program, "d_down")
+    return _call(kernel, arrays, result, grid, block, config, "d_down")
 
 
-def _d_inputs(x, d_a, d_b, weights: ExpertWeights, window: Window, program: Program) -> tuple[jax.Array, ...]:
+def _d_inputs(x, d_a, d_b, weights: ExpertWeights, window: Window, config: KernelConfig) -> tuple[jax.Array, ...]:
     """Return the gradients of the gate's and the other weights [X, D, G], and of their biases [X, G] if there are some.
 
     `x` is [N, D]; those of a and of b are [room, G].
     """
-    assert program.blocks is not None
-    block, (num_experts, dim, width) = program.blocks.d_inputs, weights.gate.shape
+    assert config.blocks is not None
+    block, (num_experts, dim, width) = config.blocks.d_inputs, weights.gate.shape
     biases = [bias for bias in weights[3:] if bias is not None]
 
     def kernel(begin_ref, end_ref, token_ref, x_ref, side_refs, *refs):
@@ -516,7 +518,7 @@ def _d_inputs(x, d_a, d_b, weights: ExpertWeights, window: Window, program: Prog
     grid = pl.cdiv(width, block.columns), pl.cdiv(dim, block.rows), num_experts
     results = tuple(shape_like(x, each.shape, each.dtype) for each in (weights.gate, weights.up, *biases))
     arrays = (window.begin, window.end, window.token, x, (d_a, d_b))
-    return _call(kernel, arrays, results, grid, block, program, "d_inputs")
+    return _call(kernel, arrays, results, grid, block, config, "d_inputs")
 
 
 def _part_of_rows(n, begin, end, block: GroupedBlock, token_ref) -> tuple[Any, jax.Array, jax.Array]:

@@ -73,7 +73,7 @@ class GradientSums:
         return fits
 
 
-class Place(NamedTuple):
+class LayerSlice(NamedTuple):
     """Where the layers of a scan are in a stack: layer n of the scan is layer first + n step of the stack."""
 
     stack: str
@@ -122,16 +122,16 @@ class Weights:
         return jax.tree.unflatten(self.tree, replaced)
 
 
-class Places:
+class GradientSlots:
     """The slots of a scan, and for each of its parameters which slot and which layers of it are its own."""
 
-    def __init__(self, sums: GradientSums | None, places: Sequence[Place] = (), params: Sequence[Any] = ()):
-        """`params` are trees of variables, one for each place. Without `sums` there are no slots."""
-        self.sums, self.stacks = sums, list(dict.fromkeys(place.stack for place in places))
-        self.parts: list[tuple[str, int, Place]] = []  # of each parameter: the stack, its number there, the place
-        for place, tree in zip(places, params, strict=True):
+    def __init__(self, sums: GradientSums | None, slices: Sequence[LayerSlice] = (), params: Sequence[Any] = ()):
+        """`params` are trees of variables, one for each slice. Without `sums` there are no slots."""
+        self.sums, self.stacks = sums, list(dict.fromkeys(layer_slice.stack for layer_slice in slices))
+        self.parts: list[tuple[str, int, LayerSlice]] = []  # of each parameter: the stack, its number there, the slice
+        for layer_slice, tree in zip(slices, params, strict=True):
             count = len(jax.tree.leaves(tree, is_leaf=_is_variable))
-            self.parts += [(place.stack, number, place) for number in range(count)]
+            self.parts += [(layer_slice.stack, number, layer_slice) for number in range(count)]
         self.add_one: Callable[..., jax.Array] = add_in_place  # stages have a way of their own
 
     def read(self) -> dict[str, list[jax.Array | None]]:
@@ -157,9 +157,10 @@ class Places:
         sums = {name: list(each) for name, each in sums.items()}
         if self.sums is None or not self.sums.is_last:
             over_replicas = None
-        for (stack, index, place), gradient in zip(self.parts, gradients, strict=True):
+        for (stack, index, layer_slice), gradient in zip(self.parts, gradients, strict=True):
             if (total := sums[stack][index]) is not None and gradient is not None:
-                sums[stack][index] = self.add_one(total, gradient, place.first + place.step * number, over_replicas)
+                layer = layer_slice.first + layer_slice.step * number
+                sums[stack][index] = self.add_one(total, gradient, layer, over_replicas)
         return sums
 
 
@@ -226,16 +227,16 @@ class Passes:
         params: Sequence[Any],
         layout: Layout,
         sums: GradientSums | None,
-        places: Sequence[Place] = (),
+        slices: Sequence[LayerSlice] = (),
         unrolled: bool = False,
     ):
-        """`params` are trees of variables [L, ...]. Their gradients go into `sums`, if given; `places` say where to.
+        """`params` are trees of variables [L, ...]. Their gradients go into `sums`, if given; `slices` say where to.
 
         With `unrolled` each layer is a piece of program of its own.
         """
         self.unrolled = unrolled
         weights = self.weights = self.WEIGHTS(layout, params)
-        self.places = Places(sums, places, params if places else ())
+        self.slices = GradientSlots(sums, slices, params if slices else ())
         self.run_block = weights.on_each_stage(
             lambda local, x, layer, shared: block(x, weights.as_params(local), layer, shared)
         )
@@ -248,9 +249,9 @@ class Passes:
         scan = jax.custom_vjp(self._run)
         # With symbolic zeros the forward rule learns which parameters are frozen, so their gradients are not computed.
         scan.defvjp(self._forward, self._backward, symbolic_zeros=True)
-        weights, places = self.weights, self.places
-        x, results, slots = scan(weights.values, places.read(), x, weights.by_layer(layers), shared)
-        places.write(slots)
+        weights, slices = self.weights, self.slices
+        x, results, slots = scan(weights.values, slices.read(), x, weights.by_layer(layers), shared)
+        slices.write(slots)
         return x, results
 
     def run_layers(
@@ -276,7 +277,7 @@ class Passes:
             gradients, flows, d_values = saved.go_back(vjp, local, layer, flows, d_results)
             if not has_sums:
                 return (flows, sums, number - 1), (gradients, d_values)
-            return (flows, self.places.add(sums, gradients, number), number - 1), (None, d_values)
+            return (flows, self.slices.add(sums, gradients, number), number - 1), (None, d_values)
 
         has_sums = bool(sums)
         first = saved.begin(d_x), sums, jnp.asarray(self.weights.count(saved.params) - 1)

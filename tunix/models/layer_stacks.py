@@ -30,7 +30,7 @@ from tunix.models.batch_parts import Steps, count_parts, finish, finish_parts, j
 from tunix.models.block import MIXERS, MLPS, Block, Forward, Layer, Rows, donate_kv, find_part, take_kv
 from tunix.models.experts import penalty_names
 from tunix.models.kernels import branches_are_cheap
-from tunix.models.layer_scan import Passes, Place, as_variables
+from tunix.models.layer_scan import LayerSlice, Passes, as_variables
 from tunix.models.layers import (
     NO_SUMS,
     BlockSums,
@@ -196,7 +196,7 @@ class Stacks:
         With `sums`, by the name of a stack, layers add their gradients to them by `add`, in the place of the first.
         """
         passes, values, shared = self._make_stage_passes(layers, rows, forward)
-        passes.places.add_one = add
+        passes.slices.add_one = add
         vjps, results = kept
         (d_results,) = jax.vjp(lambda results: _merge_results(results).penalties, results)[1](d_penalties)
         gradients, d_x, sums = passes.go_back(values, shared, vjps, rows.x, d_results, is_trained, sums)
@@ -214,8 +214,10 @@ class Stacks:
         """Return passes over the layers of each stage, values of the layers, and what all layers share."""
         pattern = self.cfg.runs[-1].pattern
         blocks, _, shared, _ = self._prepare(pattern, rows, forward, ())
-        places = [Place(name, pattern[:index].count(name), pattern.count(name)) for index, name in enumerate(pattern)]
-        passes, values = self._make_passes(pattern, blocks, _split_turns(pattern, layers, dim=1), None, places)
+        slices = [
+            LayerSlice(name, pattern[:index].count(name), pattern.count(name)) for index, name in enumerate(pattern)
+        ]
+        passes, values = self._make_passes(pattern, blocks, _split_turns(pattern, layers, dim=1), None, slices)
         return passes, passes.weights.by_layer(values), shared
 
     def _run_stages(self, run: Run, rows: Rows, forward: Forward) -> tuple[Rows, BlockSums]:
@@ -232,14 +234,14 @@ class Stacks:
     def _scan_run(self, run: Run, rows: Rows, forward: Forward) -> tuple[Rows, BlockSums]:
         """Run the layers of a run; its donors leave their keys and values in `Rows.shared`."""
         stacks = {name: self.layers_of(name, forward) for name in run.pattern}
-        layers, places = [], []  # at each place of the pattern
+        layers, slices = [], []  # at each place of the pattern
         for index, name in enumerate(run.pattern):
             numbers = run.layers[index :: len(run.pattern)]
             indices = [self.stacks[name].layers.index(number) for number in numbers]
             layers.append(_take_layers(stacks[name], indices))
-            places.append(Place(name, indices[0], _step_of(indices)))
+            slices.append(LayerSlice(name, indices[0], _step_of(indices)))
         donors = {names: run.layers.index(number) for names, number in self.donors.items() if number in run.layers}
-        rows, sums, caches = self._scan(run.pattern, tuple(layers), rows, forward, tuple(donors.values()), places)
+        rows, sums, caches = self._scan(run.pattern, tuple(layers), rows, forward, tuple(donors.values()), slices)
         if donors:  # in a run of one turn
             shared = {dim_names: jax.tree.map(lambda x: x[0], caches[index].kv) for dim_names, index in donors.items()}
             rows = rows._replace(shared=shared)
@@ -252,11 +254,11 @@ class Stacks:
         rows: Rows,
         forward: Forward,
         donors: tuple[int, ...] = (),
-        places: Sequence[Place] = (),
+        slices: Sequence[LayerSlice] = (),
     ) -> tuple[Rows, BlockSums, list[Any]]:
         """Scan over the turns of a pattern, and return the rows, the sums of the layers, and their caches.
 
-        Gradients of the layers go into `gradient_sums`, where the model has them; `places` say where to.
+        Gradients of the layers go into `gradient_sums`, where the model has them; `slices` say where to.
 
         `layers` are parameters and values of the layers at each place of the pattern, arrays [turns, ...], and so are
         the caches. Those at the places `donors` are a `Donation`. Layers that gather ahead on stages are
@@ -267,7 +269,7 @@ class Stacks:
         if sums is not None and not (sums.slots and sums.can_take(self.layout, self.remat)):
             sums = None
         if self.prefetch or sums is not None:
-            passes, values = self._make_passes(pattern, blocks, layers, sums, places)
+            passes, values = self._make_passes(pattern, blocks, layers, sums, slices)
             x, results = passes.scan(x, values, shared)
         else:
             x, results = scan_blocks(blocks, x, layers, shared, self.remat)
@@ -275,14 +277,14 @@ class Stacks:
         return rows._replace(x=x), _merge_results(results), [cache for _, cache in results]
 
     def _make_passes(
-        self, pattern: tuple[str, ...], blocks: list[Any], layers: Any, sums: Any, places: Sequence[Place]
+        self, pattern: tuple[str, ...], blocks: list[Any], layers: Any, sums: Any, slices: Sequence[LayerSlice]
     ) -> tuple[Passes, Any]:
         """Return passes over the layers at each place of a pattern, and the values of these layers."""
         params, values = zip(*layers, strict=True)
         params = tuple(as_variables(self.modules[name], each) for name, each in zip(pattern, params, strict=True))
         block, layout = checkpoint_block(merge_blocks(blocks), self.remat), self.layout.inside_stage()
         passes = PrefetchPasses if self.prefetch else Passes
-        return passes(block, params, layout, sums, places, self.remat.unrolled), values
+        return passes(block, params, layout, sums, slices, self.remat.unrolled), values
 
     def _prepare(
         self, pattern: tuple[str, ...], rows: Rows, forward: Forward, donors: tuple[int, ...]

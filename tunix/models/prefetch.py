@@ -141,7 +141,7 @@ class PrefetchPasses(Passes):
             Sums of several microbatches are parts of replicas too; the last microbatch sums both at once.
             """
             if has_sums:
-                return self.places.add(sums, parts, number, SumOverReplicas(weights.layout.reduce, is_due))
+                return self.slices.add(sums, parts, number, SumOverReplicas(weights.layout.reduce, is_due))
             summed = weights.sum_parts(parts, params)
             layer_sums = [
                 None if each is None else each.astype(p.dtype) for each, p in zip(summed, params, strict=True)

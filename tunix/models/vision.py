@@ -52,7 +52,7 @@ class Images(NamedTuple):
     grids: Any  # [B, P, 2] int32, units of each image down and across (data/image_processors.py); 0 where there is none
 
 
-class Places(NamedTuple):
+class PatchPositions(NamedTuple):
     """Where the patches of rows are, [B', i] int32."""
 
     segments: jax.Array  # image of the row
@@ -80,11 +80,11 @@ class TowerAttention(nnx.Module):
         )
         self.o = Einsum(f"{TOWER}.attention.o", "Biqw,qwd->Bid", cfg, layout, initializer)
 
-    def __call__(self, x: jax.Array, places: Places, dropout_key: DropoutKey | None) -> jax.Array:
+    def __call__(self, x: jax.Array, patch_positions: PatchPositions, dropout_key: DropoutKey | None) -> jax.Array:
         """[B', i, d] -> [B', i, d]."""
         q, k, v = (part(x, dropout_key) for part in (self.q, self.k, self.v))
-        if places.turns is not None:
-            q, k = (rotate(each, places.turns, "halves") for each in (q, k))
+        if patch_positions.turns is not None:
+            q, k = (rotate(each, patch_positions.turns, "halves") for each in (q, k))
 
         def attend(q, k, v, segments, ends):
             patches = jnp.arange(q.shape[1], dtype=jnp.int32)
@@ -96,7 +96,7 @@ class TowerAttention(nnx.Module):
 
         spec, of_patches = self.layout.activation("Biqw"), self.layout.activation("Bi")
         attend = jax.shard_map(attend, in_specs=(spec, spec, spec, of_patches, of_patches), out_specs=spec)
-        return self.o(attend(q * self.scale, k, v, places.segments, places.ends), dropout_key)
+        return self.o(attend(q * self.scale, k, v, patch_positions.segments, patch_positions.ends), dropout_key)
 
 
 class TowerBlock(nnx.Module):
@@ -107,10 +107,10 @@ class TowerBlock(nnx.Module):
         self.attention = TowerAttention(cfg, vision, layout, initializer)
         self.mlp = TowerMlp(cfg, layout, initializer)
 
-    def __call__(self, x: jax.Array, places: Places, dropout_key: DropoutKey | None) -> jax.Array:
+    def __call__(self, x: jax.Array, patch_positions: PatchPositions, dropout_key: DropoutKey | None) -> jax.Array:
         """[B', i, d] -> [B', i, d]."""
         with jax.named_scope("attention"):
-            x = checkpoint_name(x + self.attention(self.pre_attention(x), places, dropout_key), "residual")
+            x = checkpoint_name(x + self.attention(self.pre_attention(x), patch_positions, dropout_key), "residual")
         with jax.named_scope("mlp"):
             return x + self.mlp(self.pre_mlp(x), dropout_key)
 
@@ -180,27 +180,27 @@ class Tower(nnx.Module):
     def __call__(self, images: Images, remat: Remat, seed: Any) -> tuple[jax.Array, list[jax.Array]]:
         """Return the results [B', i, d] of the tower, and those of `deepstack_layers`; `seed` is for the dropout of
         low-rank updates, or None."""
-        x, places = (_read_any_size if isinstance(self.vision, Qwen3Vision) else _read_square)(self, images)
+        x, patch_positions = (_read_any_size if isinstance(self.vision, Qwen3Vision) else _read_square)(self, images)
         graphdef, params = nnx.split(self.blocks)
 
         def block(x, params, number, shared):
-            seed, places = shared
+            seed, patch_positions = shared
             dropout_key = None
             if seed is not None:  # of other layers than the decoder's
                 key = jax.random.fold_in(jax.random.key(seed), self.cfg.num_layers + number)
                 dropout_key = DropoutKey(key)
-            return nnx.merge(graphdef, params)(x, places, dropout_key), None
+            return nnx.merge(graphdef, params)(x, patch_positions, dropout_key), None
 
         taken, ends = [], [layer + 1 for layer in self.vision.deepstack_layers]
         for first, last in pairwise(dict.fromkeys([0, *ends, self.vision.num_layers])):
             layers = jax.tree.map(lambda each, part=slice(first, last): each[part], params)
-            numbered, shared = ((layers, jnp.arange(first, last)),), (seed, places)
+            numbered, shared = ((layers, jnp.arange(first, last)),), (seed, patch_positions)
             x, _ = scan_blocks([block], x, numbered, shared, remat._replace(every=1))
             taken += [x] if last in ends else []
         return self.norm(x), taken
 
 
-def _read_square(tower: Tower, images: Images) -> tuple[jax.Array, Places]:
+def _read_square(tower: Tower, images: Images) -> tuple[jax.Array, PatchPositions]:
     """Return patches [B', i, d] of square images [B, P, y, x, 3], each a row of its own, and their places."""
     layout, vision = tower.layout, tower.vision
     pixels = reshard(images.pixels, layout.activation("Bjyxz"))
@@ -214,7 +214,7 @@ def _read_square(tower: Tower, images: Images) -> tuple[jax.Array, Places]:
     x, spec = tower.patches.embed(patches), layout.activation("Bid")
     x = (x + jax.lax.broadcast_in_dim(tower.patches.table(), x.shape, (1, 2), out_sharding=spec)).astype(x.dtype)
     zeros = jnp.zeros(x.shape[:2], jnp.int32, out_sharding=layout.activation("Bi"))
-    return x, Places(zeros, zeros + x.shape[1])
+    return x, PatchPositions(zeros, zeros + x.shape[1])
 
 
 class Grid(NamedTuple):
@@ -236,9 +236,9 @@ def find_grid(grids: jax.Array, num_patches: int, merge: int) -> Grid:
         0 1 4 5
         2 3 6 7
     """
-    places, (rows, columns) = jnp.arange(num_patches, dtype=jnp.int32), jnp.moveaxis(grids, -1, 0)
+    patch_positions, (rows, columns) = jnp.arange(num_patches, dtype=jnp.int32), jnp.moveaxis(grids, -1, 0)
     ends = jnp.cumsum(rows * columns, axis=1)
-    image = jnp.sum(places[None, :, None] >= ends[:, None, :], axis=2)  # [B, i]
+    image = jnp.sum(patch_positions[None, :, None] >= ends[:, None, :], axis=2)  # [B, i]
 
     def of_image(values: jax.Array, otherwise: int) -> jax.Array:
         filler = jnp.full_like(values[:, :1], otherwise)
@@ -247,14 +247,14 @@ def find_grid(grids: jax.Array, num_patches: int, merge: int) -> Grid:
     starts = of_image(ends - rows * columns, 0)
     height, width = of_image(rows, 0), of_image(columns, 0)
     end = of_image(ends, num_patches)
-    within, across = places - starts, jnp.maximum(width // merge, 1)
+    within, across = patch_positions - starts, jnp.maximum(width // merge, 1)
     square, inner = within // merge**2, within % merge**2
     row, column = square // across * merge + inner // merge, square % across * merge + inner % merge
     known = height > 0
     return Grid(image, end, jnp.where(known, row, 0), jnp.where(known, column, 0), height, width)
 
 
-def _read_any_size(tower: Tower, images: Images) -> tuple[jax.Array, Places]:
+def _read_any_size(tower: Tower, images: Images) -> tuple[jax.Array, PatchPositions]:
     """Return patches [B, i, d] of images of any size, packed one after the other, and their places."""
     layout, vision = tower.layout, tower.vision
     assert isinstance(vision, Qwen3Vision)
@@ -281,7 +281,7 @@ def _read_any_size(tower: Tower, images: Images) -> tuple[jax.Array, Places]:
     count = vision.head_dim // 2
     frequencies = jnp.asarray(vision.rope_theta ** -(np.arange(0, count, 2) / count), jnp.float32)
     angles = jnp.concatenate([at[..., None] * frequencies for at in (grid.row, grid.column)], axis=-1)
-    return (x + total).astype(x.dtype), Places(grid.image, grid.end, (jnp.sin(angles), jnp.cos(angles)))
+    return (x + total).astype(x.dtype), PatchPositions(grid.image, grid.end, (jnp.sin(angles), jnp.cos(angles)))
 
 
 class Projector(nnx.Module):

@@ -36,7 +36,7 @@ from tunix.processes.exits import end_with_parent
 from tunix.sharding.mesh_shape import count_devices, token_shards
 from tunix.sharding.table import DIMS, EXPERTS
 from tunix.training.choices import build_mesh
-from tunix.training.program import assemble
+from tunix.training.train_spec import assemble
 
 # XLA's description of a GPU (a GpuTargetConfigProto in text form), filled in from a file of conf/command/device.
 TARGET = """
@@ -173,10 +173,10 @@ def compile_for(cfg: Config, cluster: Cluster, devices: list[Any], timed: bool =
     start_time = time.perf_counter()
     mesh = build_mesh(cfg, devices)
     with jax.set_mesh(mesh):
-        program = assemble(cfg, mesh)
-        step = program.step([(1000, program.batch.num_tokens)])
-        lowered = jax.jit(step, donate_argnums=0).lower(program.abstract, program.abstract_batch)
-        options: Any = program.compiler_options()
+        train_spec = assemble(cfg, mesh)
+        step = train_spec.step([(1000, train_spec.batch.num_tokens)])
+        lowered = jax.jit(step, donate_argnums=0).lower(train_spec.abstract, train_spec.abstract_batch)
+        options: Any = train_spec.compiler_options()
         executable = lowered.compile(compiler_options=options)
     memory: Any = executable.memory_analysis()
     hlo = executable.as_text() or ""

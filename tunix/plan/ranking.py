@@ -29,13 +29,13 @@ from tunix.config.training import REMAT
 from tunix.costs.compiled_time import StepTime
 from tunix.costs.devices import PLATFORM, Cluster, compute_peak_tflops, find_kind, read_topology, replace_network
 from tunix.costs.rollout import RolloutPlan, plan_rollout
-from tunix.costs.step import Costs, check_matmul_dtype, derive, derive_costs, find_program
+from tunix.costs.step import Costs, check_matmul_dtype, derive, derive_costs, find_train_spec
 from tunix.plan.compile import WORKERS, Compiled, compile_all
 from tunix.plan.derived_time import derive_time, resolve_exchange
 from tunix.processes import peers
 from tunix.sharding.mesh_shape import format_mesh_shape, meshes, resolve, token_shards
 from tunix.training.choices import Choices, Planned, check_rollout_devices, split_devices
-from tunix.training.program import check_on_mesh
+from tunix.training.train_spec import check_on_mesh
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -249,16 +249,16 @@ def make_candidate(
                 return fast
         cfg = cfg.with_training(remat="full")  # not what a CPU would take that compiles for the plan
     with_mesh, _ = resolve_exchange(replace_mesh(cfg, sizes, choice), sizes, cluster)
-    program = find_program(with_mesh, sizes, PLATFORM)
-    costs, rollout = derive_costs(program, with_activations), None
+    train_spec = find_train_spec(with_mesh, sizes, PLATFORM)
+    costs, rollout = derive_costs(train_spec, with_activations), None
     if isinstance(cfg.task, Grpo):
-        rollout = plan_rollout(program, round(count_usable_bytes(cfg, cluster)))
+        rollout = plan_rollout(train_spec, round(count_usable_bytes(cfg, cluster)))
     # Each other shape of the batch is a candidate of its own: a stage with longer sequences may need the most memory.
     stages = {}
-    for period in program.cfg.training.batch_schedule(sizes).periods[:-1]:
-        with_batch = program.cfg.model_copy(update={"training": period.batch})
+    for period in train_spec.cfg.training.batch_schedule(sizes).periods[:-1]:
+        with_batch = train_spec.cfg.model_copy(update={"training": period.batch})
         stages[period.shape] = make_candidate(with_batch, sizes, None, cluster, with_activations)
-    return Candidate(sizes, program.cfg, program.choices, costs, cluster, rollout, stages=tuple(stages.values()))
+    return Candidate(sizes, train_spec.cfg, train_spec.choices, costs, cluster, rollout, stages=tuple(stages.values()))
 
 
 def count_usable_bytes(cfg: Config, cluster: Cluster) -> float:

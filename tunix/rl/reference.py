@@ -30,8 +30,8 @@ from tunix.rl.rollouts import Reference
 from tunix.sharding.arrays import local_rows, to_global
 from tunix.training.dpo import Sides, sum_answers
 from tunix.training.logprobs import compute_token_log_probs
-from tunix.training.program import Program
 from tunix.training.teacher import Teacher
+from tunix.training.train_spec import TrainSpec
 
 log = logging.getLogger(__name__)
 
@@ -39,26 +39,26 @@ log = logging.getLogger(__name__)
 # The reference: the model of step 0, from which a policy may be kept near (task.kl_coefficient).
 
 
-def make_reference(cfg: Config, program: Program, mesh: Mesh) -> Reference:
+def make_reference(cfg: Config, train_spec: TrainSpec, mesh: Mesh) -> Reference:
     """Return the function that gives log-probabilities of the targets of a batch under the reference.
 
     Where only low-rank updates are trained, from nothing, the reference is the policy without them: no second model is
     kept. Else it is made once more as step 0 made it, with the same bits, and rests beside the state in the dtype of
     products.
     """
-    score = jax.jit(_make_scores(cfg, program.arch.module))
+    score = jax.jit(_make_scores(cfg, train_spec.arch.module))
     if cfg.model.keeps_base:
         remove = jax.jit(remove_updates)
         return lambda params, batch: score(remove(params), batch)
-    start = program.new_params(cfg.seed, load_init_from(program, mesh))
-    copied = jax.jit(partial(_cast, describe_reference(program)), donate_argnums=0)(start)
+    start = train_spec.new_params(cfg.seed, load_init_from(train_spec, mesh))
+    copied = jax.jit(partial(_cast, describe_reference(train_spec)), donate_argnums=0)(start)
     return lambda params, batch: score(copied, batch)
 
 
-def make_judge(cfg: Config, program: Program, params: dict[str, Any]) -> Callable[[Batch], jax.Array]:
+def make_judge(cfg: Config, train_spec: TrainSpec, params: dict[str, Any]) -> Callable[[Batch], jax.Array]:
     """Return the function that gives log-probabilities [A, B, T] of the targets of a batch under the teacher."""
-    assert isinstance(program.teacher, Teacher)
-    score = jax.jit(_make_scores(cfg, program.teacher.module))
+    assert isinstance(train_spec.teacher, Teacher)
+    score = jax.jit(_make_scores(cfg, train_spec.teacher.module))
     return lambda batch: score(params, batch)
 
 
@@ -87,7 +87,7 @@ def _cast(shapes: Any, params: Any) -> Any:
 #     CACHE_DIR/reference/HASH/00000.npy    [pairs of a shard, 2] float32: chosen, rejected
 
 
-def add_reference(cfg: Config, corpus: Corpus, program: Program, mesh: Mesh) -> None:
+def add_reference(cfg: Config, corpus: Corpus, train_spec: TrainSpec, mesh: Mesh) -> None:
     """Give all pairs of the corpus their log-probabilities under the model of step 0.
 
     The mesh must be the one in use. With several processes, each calls it. An objective without a reference gets zeros,
@@ -100,14 +100,14 @@ def add_reference(cfg: Config, corpus: Corpus, program: Program, mesh: Mesh) -> 
             part.of_pairs = [np.zeros((count, 2), np.float32) for _, count in part.stream.sizes].__getitem__
         return
     start_time = time.perf_counter()
-    params = program.new_params(cfg.seed, load_init_from(program, mesh))
+    params = train_spec.new_params(cfg.seed, load_init_from(train_spec, mesh))
     # Without an adapter the updates are 0 at step 0, so runs of other ranks may use the same files.
     has_updates = cfg.model.init_adapter is not None
     same = list_keys_outside("mesh", "start", *([] if has_updates else ["updates"]))  # another kernel rounds otherwise
     model = cfg.model.model_dump_json(exclude=same)
     digest = digest_weights(params, with_updates=has_updates)
-    info = model, program.layout.compute, str(cfg.training.seq_len), digest
-    score = jax.jit(_make_score(cfg, program))
+    info = model, train_spec.layout.compute, str(cfg.training.seq_len), digest
+    score = jax.jit(_make_score(cfg, train_spec))
     num_computed = 0
     for part in parts:
         key = hashlib.sha256("\0".join([*info, part.stream.fingerprint]).encode()).hexdigest()[:20]
@@ -117,7 +117,7 @@ def add_reference(cfg: Config, corpus: Corpus, program: Program, mesh: Mesh) -> 
         if all(text == "yes" for text in peers.gather("yes" if folder.is_dir() else "no", "reference")):
             tables = [np.load(folder / f"{number:05}.npy") for number in numbers]
         else:
-            tables = _compute(part, score, params, program.batch.num_rows, mesh)
+            tables = _compute(part, score, params, train_spec.batch.num_rows, mesh)
             num_computed += len(part)
             if peers.first_of_host():
                 make_once(folder, partial(_write, tables=tables))
@@ -133,9 +133,9 @@ def _write(folder: Path, tables: list[np.ndarray]) -> None:
         np.save(folder / f"{number:05}.npy", table)
 
 
-def _make_score(cfg: Config, program: Program) -> Any:
+def _make_score(cfg: Config, train_spec: TrainSpec) -> Any:
     def score(params: Any, rows: Batch) -> Sides:
-        model = program.arch.module(params)
+        model = train_spec.arch.module(params)
         log_probs, _ = compute_token_log_probs(model, rows, None, chunk_size=cfg.training.loss_chunk_size)
         sides = sum_answers(log_probs * rows["loss_mask"], rows)
         return Sides(*(reshard(side, PartitionSpec()) for side in sides))

@@ -37,7 +37,7 @@ from tunix.rl.episodes import Played, Player, RolloutRequest
 from tunix.rl.scoring import Scorer, Scores
 from tunix.run.folder import find_model_files
 from tunix.training.choices import build_rollout_mesh
-from tunix.training.program import Program
+from tunix.training.train_spec import TrainSpec
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class RolloutEngine:
         self,
         cfg: Config,
         corpus: PromptCorpus,
-        program: Program,
+        train_spec: TrainSpec,
         mesh: Mesh,
         scorer: Scorer,
         watchdog: Watchdog,
@@ -142,11 +142,11 @@ class RolloutEngine:
         self.engine_rewards = engine_rewards
         taken = 0 if engine_rewards is None else engine_rewards.bytes_per_device
         device_bytes = None if None in known else min(known) - taken
-        self.rows_at_once = select_rows(program, device_bytes)
+        self.rows_at_once = select_rows(train_spec, device_bytes)
         # Threads draw ahead, and held-out prompts are answered meanwhile.
-        self.caches = PrioritySlots(select_rollouts_at_once(program, device_bytes))
-        num_pages = select_pages(program, self.rows_at_once, device_bytes)
-        self.sampler = Sampler(program.arch, cfg.model.context_length, self.rollout_mesh, num_pages)
+        self.caches = PrioritySlots(select_rollouts_at_once(train_spec, device_bytes))
+        num_pages = select_pages(train_spec, self.rows_at_once, device_bytes)
+        self.sampler = Sampler(train_spec.arch, cfg.model.context_length, self.rollout_mesh, num_pages)
         folder = None if cfg.model.init_from is None else find_model_files(cfg.model.init_from)
         self.stop = find_stop_ids(corpus.vocab, cfg.sampling.stop, folder)
         self.player = (

@@ -23,8 +23,8 @@ from tunix.costs.hlo import read_collectives, summarise
 from tunix.data.batches import Batch
 from tunix.processes import exits
 from tunix.processes.watchdog import Watchdog
-from tunix.training.program import Program
 from tunix.training.state import State
+from tunix.training.train_spec import TrainSpec
 
 log = logging.getLogger(__name__)
 
@@ -94,11 +94,11 @@ def keep_programs(cfg: Config) -> None:
             jax.config.update("jax_persistent_cache_min_compile_time_secs", SHORTEST_COMPILE_S)
 
 
-def compile_step(program: Program, spans: Spans, mesh: Mesh) -> Any:
+def compile_step(train_spec: TrainSpec, spans: Spans, mesh: Mesh) -> Any:
     """Compile the step of a run of these steps; its state is donated. Logs its time, memory and collectives."""
     start_time, reads = time.perf_counter(), count_reads()
-    traced = jax.jit(program.step(spans), donate_argnums=0).lower(program.abstract, program.abstract_batch)
-    options: Any = program.compiler_options()
+    traced = jax.jit(train_spec.step(spans), donate_argnums=0).lower(train_spec.abstract, train_spec.abstract_batch)
+    options: Any = train_spec.compiler_options()
     compiled = traced.compile(compiler_options=options)
     memory: Any = compiled.memory_analysis()
     log.info(
@@ -156,33 +156,33 @@ class Compiler:
         with self.watchdog.phase("compiling"):
             self.thread.shutdown(cancel_futures=True)
 
-    def begin_state(self, program: Program) -> Future:
+    def begin_state(self, train_spec: TrainSpec) -> Future:
         """Begin with the program that makes the state of step 0 of its config's seed."""
-        return self._begin("state", lambda: program.compile_new_state(program.cfg.seed))
+        return self._begin("state", lambda: train_spec.compile_new_state(train_spec.cfg.seed))
 
-    def new_state(self, program: Program) -> State:
-        """Return the state of step 0 of the config's seed, as `program.new_state` makes it."""
-        return self._wait(self.begin_state(program))()
+    def new_state(self, train_spec: TrainSpec) -> State:
+        """Return the state of step 0 of the config's seed, as `train_spec.new_state` makes it."""
+        return self._wait(self.begin_state(train_spec))()
 
-    def begin_step(self, program: Program, spans: Spans) -> Future:
+    def begin_step(self, train_spec: TrainSpec, spans: Spans) -> Future:
         """Begin with the step of a program, of a run of these steps: the learning rate depends on them."""
-        return self._begin((program.batch, tuple(spans)), lambda: compile_step(program, spans, self.mesh))
+        return self._begin((train_spec.batch, tuple(spans)), lambda: compile_step(train_spec, spans, self.mesh))
 
-    def step(self, program: Program, spans: Spans) -> Any:
+    def step(self, train_spec: TrainSpec, spans: Spans) -> Any:
         """Return the compiled step of a program."""
-        return self._wait(self.begin_step(program, spans))
+        return self._wait(self.begin_step(train_spec, spans))
 
-    def begin_run(self, programs: dict[BatchShape, Program], schedule: BatchSchedule, last: int | None) -> None:
+    def begin_run(self, train_specs: dict[BatchShape, TrainSpec], schedule: BatchSchedule, last: int | None) -> None:
         """Begin with what a new run to the step `last` needs first; None where its length is not known yet.
 
         `schedule` is that of the steps from the first one on. A wrong guess costs time alone: whoever needs another
         program begins with it and waits.
         """
-        program = programs[schedule.at(1).shape]
-        if program.cfg.model.init_from is None:
-            self.begin_state(program)
+        train_spec = train_specs[schedule.at(1).shape]
+        if train_spec.cfg.model.init_from is None:
+            self.begin_state(train_spec)
         if last is not None:
-            self.begin_step(program, schedule.spans(last))
+            self.begin_step(train_spec, schedule.spans(last))
 
     def _begin(self, key: Hashable, work: Callable[[], Any]) -> Future:
         """Call `work()` in the thread, after all that was begun before.
@@ -206,28 +206,30 @@ class Compiler:
 class CompiledSteps:
     """The compiled step of each shape of the batch, made when a run comes to the first step that needs it."""
 
-    def __init__(self, programs: dict[BatchShape, Program], schedule: BatchSchedule, spans: Spans, compiler: Compiler):
+    def __init__(
+        self, train_specs: dict[BatchShape, TrainSpec], schedule: BatchSchedule, spans: Spans, compiler: Compiler
+    ):
         """`schedule` is that of the steps from the run's start on, `spans` are those of the whole run."""
-        self.programs, self.schedule, self.spans, self.compiler = programs, schedule, spans, compiler
+        self.train_specs, self.schedule, self.spans, self.compiler = train_specs, schedule, spans, compiler
         # The first steps of all periods but the one in which the run starts.
         self.changes = {period.first_step for period in schedule.periods[1:]}
 
     def at(self, step: int) -> Any:
         """Return the compiled step that takes the batch of `step`."""
-        return self.compiler.step(self.programs[self.schedule.at(step).shape], self.spans)
+        return self.compiler.step(self.train_specs[self.schedule.at(step).shape], self.spans)
 
     def is_ready(self, step: int, batch: Batch) -> bool:
         """Return whether the step that takes the batch of `step` needs no compiler."""
-        return self._shape_of(step, batch) in self.programs
+        return self._shape_of(step, batch) in self.train_specs
 
     def for_batch(self, step: int, batch: Batch) -> Any:
         """Return the compiled step that takes the batch of `step`, which may have fewer microbatches than others."""
         shape = self._shape_of(step, batch)
-        if shape not in self.programs:
-            usual = self.programs[self.schedule.at(step).shape]
-            self.programs[shape] = usual.with_microbatches(shape.num_microbatches)
+        if shape not in self.train_specs:
+            usual = self.train_specs[self.schedule.at(step).shape]
+            self.train_specs[shape] = usual.with_microbatches(shape.num_microbatches)
             self.compiler.watchdog.start_over()
-        return self.compiler.step(self.programs[shape], self.spans)
+        return self.compiler.step(self.train_specs[shape], self.spans)
 
     def _shape_of(self, step: int, batch: Batch) -> BatchShape:
         return self.schedule.at(step).shape._replace(num_microbatches=len(batch["tokens"]))

@@ -19,8 +19,8 @@ from tunix.run.goodput import Goodput
 from tunix.run.sinks import Background, give_table
 from tunix.run.table import Sink, Start, open_sink
 from tunix.training.optimizer import WATCHED
-from tunix.training.program import Sizes
 from tunix.training.step import NORMS
+from tunix.training.train_spec import Sizes
 
 log = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from tunix.config.training import read_steps
 from tunix.config.vision import AnyVision
 from tunix.costs.communication import count_microbatch_rows
 from tunix.costs.rollout import PAGE, find_rollout_mesh, plan_rollout, read_device_bytes
-from tunix.costs.step import derive_costs, find_program
+from tunix.costs.step import derive_costs, find_train_spec
 from tunix.data.image_processors import find_processor
 from tunix.data.prompts import AnyCorpus
 from tunix.data.teacher_logits import describe_logits
@@ -35,14 +35,14 @@ from tunix.sharding.mesh_shape import data_shards, format_mesh_shape, resolve, s
 from tunix.sharding.table import DIMS, stream_axes
 from tunix.training.choices import Choices
 from tunix.training.optimizer import count_phase_steps
-from tunix.training.program import Program, Sizes, derive_sizes
 from tunix.training.state import Architecture, State, count
 from tunix.training.teacher import OfflineTeacher
+from tunix.training.train_spec import Sizes, TrainSpec, derive_sizes
 
 
-def describe_batch(cfg: Config, program: Program, mesh: Mesh | AbstractMesh, sizes: Sizes) -> dict[str, str]:
+def describe_batch(cfg: Config, train_spec: TrainSpec, mesh: Mesh | AbstractMesh, sizes: Sizes) -> dict[str, str]:
     """Return the rows about the batch of a step, its way through the devices, and the length of the run."""
-    batch, choices, pipeline = sizes.batch, program.choices, program.choices.pipeline
+    batch, choices, pipeline = sizes.batch, train_spec.choices, train_spec.choices.pipeline
     reduced = f"gradients reduced every {choices.sync_every} microbatch(es)"
     if cfg.training.sync_gradients_every == "auto" and choices.sync_every > 1:
         reduced += ": once a step, which costs no memory on this mesh"
@@ -52,13 +52,13 @@ def describe_batch(cfg: Config, program: Program, mesh: Mesh | AbstractMesh, siz
         **_describe_stages(sizes),
     }
     if pipeline.num_stages > 1:
-        model = program.cfg.model
+        model = train_spec.cfg.model
         layers = (model.num_layers - model.num_first_layers) // pipeline.num_stages
         behind = f" behind {model.num_first_layers} that all stages share" if model.num_first_layers else ""
         schedule = "1f1b" if pipeline.num_chunks == 1 else f"interleaved, {pipeline.num_chunks} chunks a stage"
         rows["pipeline"] = (
             f"{schedule}: {pipeline.num_stages} stages of {layers} layers{behind}; a microbatch is "
-            f"{pipeline.num_parts} parts of {count_microbatch_rows(program)} sequence(s) of each shard; a step is "
+            f"{pipeline.num_parts} parts of {count_microbatch_rows(train_spec)} sequence(s) of each shard; a step is "
             f"{pipeline.num_iterations} ticks, and a stage idles in {pipeline.bubble:.0%} of them"
         )
     options = ", ".join(f"{name}={value}" for name, value in choices.options.items())
@@ -103,12 +103,12 @@ def _describe_length(cfg: Config, sizes: Sizes) -> str:
     )
 
 
-def describe_model(cfg: Config, program: Program, corpus: AnyCorpus | None) -> dict[str, str]:
+def describe_model(cfg: Config, train_spec: TrainSpec, corpus: AnyCorpus | None) -> dict[str, str]:
     """Return the rows about the model and the data that it learns from."""
-    arch, model, linear = program.arch, cfg.model, cfg.model.linear_attention
+    arch, model, linear = train_spec.arch, cfg.model, cfg.model.linear_attention
     rows = {
         "model": f"{model.family}, {arch.num_parameters:,} parameters, {model.num_layers} layers, "
-        + _describe_attention(program.choices)
+        + _describe_attention(train_spec.choices)
     }
     if linear is not None:
         num_linear = sum(model.is_linear(layer) for layer in range(model.num_layers))
@@ -117,24 +117,24 @@ def describe_model(cfg: Config, program: Program, corpus: AnyCorpus | None) -> d
             f"{linear.key_dim} x {linear.value_dim} numbers, whatever the length of a sequence"
         )
     if isinstance(model.mlp, ExpertsMlp):
-        rows["experts"] = _describe_experts(cfg, program, model.mlp)
+        rows["experts"] = _describe_experts(cfg, train_spec, model.mlp)
     if model.mtp is not None:
         rows["multi-token prediction"] = (
             f"{count(arch.weights['mtp']):,} parameters of one more layer, whose loss counts {model.mtp.loss_weight:g}"
         )
     if model.vision is not None:
-        rows["images"] = _describe_vision(cfg, program, model.vision)
+        rows["images"] = _describe_vision(cfg, train_spec, model.vision)
     return {
         **rows,
-        **_describe_trained(cfg, arch, program.abstract),
-        **_describe_teacher(cfg, program),
+        **_describe_trained(cfg, arch, train_spec.abstract),
+        **_describe_teacher(cfg, train_spec),
         "data": corpus.summary if corpus else "not read in a dry run",
     }
 
 
-def _describe_teacher(cfg: Config, program: Program) -> dict[str, str]:
+def _describe_teacher(cfg: Config, train_spec: TrainSpec) -> dict[str, str]:
     """Return rows about the teacher, if there is one, and about answers that nothing scores."""
-    teacher, task, rows = program.teacher, cfg.task, {}
+    teacher, task, rows = train_spec.teacher, cfg.task, {}
     if teacher is not None:
         assert isinstance(task, Taught)
         where, how = "beside the state", "its distributions in the loss"
@@ -144,37 +144,37 @@ def _describe_teacher(cfg: Config, program: Program) -> dict[str, str]:
             how = "the tokens that are drawn, in their advantages"
         said, model = "", teacher.model if isinstance(teacher, OfflineTeacher) else teacher
         if model is not None:
-            num_bytes = bytes_per_device(model.abstract_params(program.mesh))
+            num_bytes = bytes_per_device(model.abstract_params(train_spec.mesh))
             said = f"{model.model.family}, {model.arch.num_parameters:,} parameters, {num_bytes / 2**30:.3f} GiB "
-            said += f"{where} in {program.layout.compute}; "
+            said += f"{where} in {train_spec.layout.compute}; "
         rows["teacher"] = f"{teacher.source}: {said}{how}, with task.teacher_weight={task.teacher_weight:g}"
     if isinstance(task, Grpo) and not task.is_rewarded:
         rows["held out"] = "no answers: nothing scores them (task.rewards=[]); a reward of weight 0 only measures"
     return rows
 
 
-def _describe_experts(cfg: Config, program: Program, mlp: ExpertsMlp) -> str:
+def _describe_experts(cfg: Config, train_spec: TrainSpec, mlp: ExpertsMlp) -> str:
     """Return in words which experts there are, how tokens reach those of other devices, and what may be dropped."""
     extra = f", a shared one of width {mlp.shared_dim:,}" if mlp.shared_dim else ""
     extra += f", beside an MLP of width {cfg.model.mlp_dim:,}" if mlp.beside_mlp else ""
     dense = f"; the first {mlp.dense_layers} layers are dense" if mlp.dense_layers else ""
     dense += f"; of {mlp.every} layers in a row, the last has experts" if mlp.every > 1 else ""
-    layout, reason, factor = program.layout, program.choices.reason, cfg.model.expert_buffer_factor
+    layout, reason, factor = train_spec.layout, train_spec.choices.reason, cfg.model.expert_buffer_factor
     exchange = "no token is dropped"
-    if any(program.mesh.shape[axis] > 1 for axis in layout.expert_axes):
+    if any(train_spec.mesh.shape[axis] > 1 for axis in layout.expert_axes):
         if factor is not None:
             exchange = f"a device has room for {factor:g} x the rows of equal loads, and drops what does not fit"
         exchange += f"; exchange by {layout.expert_exchange}{reason('model.expert_exchange')}"
     return (
         f"{mlp.experts_per_token} of {mlp.num_experts} of width {mlp.expert_dim:,} for each token{extra}{dense}; "
-        f"{program.arch.num_active:,} parameters compute a token; {exchange}; products by {layout.expert_products}"
+        f"{train_spec.arch.num_active:,} parameters compute a token; {exchange}; products by {layout.expert_products}"
         + reason("model.expert_products")
     )
 
 
-def _describe_vision(cfg: Config, program: Program, vision: AnyVision) -> str:
+def _describe_vision(cfg: Config, train_spec: TrainSpec, vision: AnyVision) -> str:
     """Return in words what sees, what of it is trained, and what an image costs."""
-    parts, trained, said = program.arch.weights["vision"], program.arch.trained_weights["vision"], []
+    parts, trained, said = train_spec.arch.weights["vision"], train_spec.arch.trained_weights["vision"], []
     for name in ("tower", "projector"):
         number = count(trained[name])
         said.append(f"{name} {count(parts[name]):,} parameters, {f'{number:,} trained' if number else 'frozen'}")
@@ -242,7 +242,7 @@ def _list_fetched(cfg: Config) -> list[str]:
 
 
 def make_start_report(
-    cfg: Config, program: Program, mesh: Mesh, sizes: Sizes, corpus: AnyCorpus | None, chosen: str
+    cfg: Config, train_spec: TrainSpec, mesh: Mesh, sizes: Sizes, corpus: AnyCorpus | None, chosen: str
 ) -> str:
     """Return every derived number as text; `corpus` is None in a dry run, `chosen` is what `plan_run` says.
 
@@ -252,13 +252,13 @@ def make_start_report(
     hosts = peers.gather(f"{socket.gethostname()}, {jax.local_device_count()} device(s)", "devices")
     if not peers.is_main():
         return "the start report is in train.log, the log of process 0"
-    rows = describe_model(cfg, program, corpus)
-    rows |= _describe_devices(cfg, program, mesh)
-    rows |= describe_batch(cfg, program, mesh, sizes)
-    rows |= _describe_costs(cfg, program, sizes)
+    rows = describe_model(cfg, train_spec, corpus)
+    rows |= _describe_devices(cfg, train_spec, mesh)
+    rows |= describe_batch(cfg, train_spec, mesh, sizes)
+    rows |= _describe_costs(cfg, train_spec, sizes)
     rows |= {"chosen": chosen} if chosen else {}
-    rows |= _describe_exceptions(cfg, program, corpus)
-    rows |= _describe_rollout(program, cfg.task) if isinstance(cfg.task, Grpo) else {}
+    rows |= _describe_exceptions(cfg, train_spec, corpus)
+    rows |= _describe_rollout(train_spec, cfg.task) if isinstance(cfg.task, Grpo) else {}
     if len(hosts) > 1:
         more = [f"... {len(hosts) - MAX_ROWS} more"] if len(hosts) > MAX_ROWS else []
         rows["processes"] = "; ".join([f"{rank} on {host}" for rank, host in enumerate(hosts[:MAX_ROWS])] + more)
@@ -286,21 +286,21 @@ def make_report_of_launched(cfg: Config, num_devices: int, platform: str) -> str
         UserError: the mesh divides neither model nor batch.
     """
     sizes = resolve(cfg.model.mesh_shape, num_devices, cfg.dims, cfg.distributed.allow_idle_devices)
-    program = find_program(cfg, sizes, platform)
-    of_run = derive_sizes(program, None)
-    rows = describe_model(cfg, program, None)
+    train_spec = find_train_spec(cfg, sizes, platform)
+    of_run = derive_sizes(train_spec, None)
+    rows = describe_model(cfg, train_spec, None)
     rows["mesh"] = f"{format_mesh_shape(sizes)} over {num_devices} devices ({platform}), which are not here"
-    rows |= describe_batch(cfg, program, program.mesh, of_run) | _describe_costs(cfg, program, of_run)
-    rows |= _describe_exceptions(cfg, program, None)
+    rows |= describe_batch(cfg, train_spec, train_spec.mesh, of_run) | _describe_costs(cfg, train_spec, of_run)
+    rows |= _describe_exceptions(cfg, train_spec, None)
     table = Table(show_header=False, box=None)
     for name, text in rows.items():
         table.add_row(name, text)
     return as_text(table)
 
 
-def _describe_devices(cfg: Config, program: Program, mesh: Mesh) -> dict[str, str]:
+def _describe_devices(cfg: Config, train_spec: TrainSpec, mesh: Mesh) -> dict[str, str]:
     """Return the rows about the mesh, and what its devices keep of the state and of the activations."""
-    training, dtypes, remat = cfg.training, cfg.training.dtypes, program.choices.remat
+    training, dtypes, remat = cfg.training, cfg.training.dtypes, train_spec.choices.remat
     kinds = {device.device_kind for device in mesh.devices.flat}
     # What blocks keep for their backward pass, and what waits in the host's memory.
     kept = f"remat {remat.policy}"
@@ -318,13 +318,13 @@ def _describe_devices(cfg: Config, program: Program, mesh: Mesh) -> dict[str, st
         f"{jax.process_count()} process(es)" + ("; each step waits for the slowest kind" if len(kinds) > 1 else ""),
         "sharding": f"{training.sharding_strategy}; weights {dtypes['param']}, "
         f"products {multiplied}, gradient sums {dtypes['reduce']}; {kept}",
-        **_describe_stream(cfg, program, mesh),
+        **_describe_stream(cfg, train_spec, mesh),
     }
 
 
-def _describe_costs(cfg: Config, program: Program, sizes: Sizes) -> dict[str, str]:
+def _describe_costs(cfg: Config, train_spec: TrainSpec, sizes: Sizes) -> dict[str, str]:
     """Return the rows about memory and arithmetic."""
-    gib = {name: size / 2**30 for name, size in derive_costs(program).num_bytes.items()}
+    gib = {name: size / 2**30 for name, size in derive_costs(train_spec).num_bytes.items()}
     return {
         "bytes per device": f"{gib['weights'] + gib['optimizer']:.3f} GiB = weights {gib['weights']:.3f} + "
         f"{cfg.optimizer.name} {gib['optimizer']:.3f}; predicted on top: gradients {gib['gradients']:.3f}, "
@@ -334,7 +334,7 @@ def _describe_costs(cfg: Config, program: Program, sizes: Sizes) -> dict[str, st
     }
 
 
-def _describe_exceptions(cfg: Config, program: Program, corpus: AnyCorpus | None) -> dict[str, str]:
+def _describe_exceptions(cfg: Config, train_spec: TrainSpec, corpus: AnyCorpus | None) -> dict[str, str]:
     """Return rows about what most runs do not have; each is there only where it holds."""
     training, rows = cfg.training, {}
     num_tokens = corpus.vocab.num_tokens if corpus else None
@@ -348,13 +348,13 @@ def _describe_exceptions(cfg: Config, program: Program, corpus: AnyCorpus | None
     if skipped := [read_steps(text) for text in training.skip_steps]:
         ranges = ", ".join(f"{steps[0]:,} to {steps[-1]:,}" for steps in skipped)
         rows["left out"] = f"data of {sum(map(len, skipped)):,} steps: {ranges}"
-    if program.guard:
+    if train_spec.guard:
         rows["spikes"] = (
-            f"loss or gradient norm more than {program.guard.deviations:g} standard deviations above the mean of the "
-            f"last {program.guard.window} steps: the update is skipped; more than {training.max_spikes} in "
+            f"loss or gradient norm more than {train_spec.guard.deviations:g} standard deviations above the mean of "
+            f"the last {train_spec.guard.window} steps: the update is skipped; more than {training.max_spikes} in "
             "a row end the run"
         )
-    if ema := program.abstract.get("copies", {}):
+    if ema := train_spec.abstract.get("copies", {}):
         size = f"{bytes_per_device(ema) / 2**30:.3f} GiB of {cfg.optimizer.name}'s bytes"
         location = "in the host's memory" if training.ema_memory == "host" else size
         rows["copies"] = f"{', '.join(ema)}: {location}"
@@ -363,14 +363,14 @@ def _describe_exceptions(cfg: Config, program: Program, corpus: AnyCorpus | None
     return rows
 
 
-def _describe_stream(cfg: Config, program: Program, mesh: Mesh) -> dict[str, str]:
+def _describe_stream(cfg: Config, train_spec: TrainSpec, mesh: Mesh) -> dict[str, str]:
     """Return in words which tokens of the residual stream a device has; nothing where no axis could split them."""
     training, num_tokens = cfg.training, cfg.training.seq_len // token_shards(mesh.shape)
     together = " x ".join(f"{axis}={mesh.shape[axis]}" for axis in stream_axes())
     if stream_shards(mesh.shape) == 1:
         useless = f"training.sequence_parallel=true changes nothing with {together}"
         return {"residual stream": useless} if training.sequence_parallel is True else {}
-    if program.layout.splits_stream:
+    if train_spec.layout.splits_stream:
         text, reason = f"{num_tokens // stream_shards(mesh.shape):,} of", f"split over {together}"
     elif training.sequence_parallel is False:
         text, reason = "all", "training.sequence_parallel=false"
@@ -379,15 +379,15 @@ def _describe_stream(cfg: Config, program: Program, mesh: Mesh) -> dict[str, str
     return {"residual stream": f"{text} {num_tokens:,} tokens of a sequence in each branch on a device ({reason})"}
 
 
-def _describe_rollout(program: Program, task: Grpo) -> dict[str, str]:
+def _describe_rollout(train_spec: TrainSpec, task: Grpo) -> dict[str, str]:
     """Return the numbers of a rollout, and its memory beside the training state, which a step does not need then."""
-    cfg = program.cfg
-    rollout = plan_rollout(program, read_device_bytes())
+    cfg = train_spec.cfg
+    rollout = plan_rollout(train_spec, read_device_bytes())
     costs = rollout.costs
     parts = " + ".join(f"{name} {size / 2**30:.3f}" for name, size in costs.num_bytes.items())
     rows = {}
     if task.staleness:
-        drawing = find_rollout_mesh(program)
+        drawing = find_rollout_mesh(train_spec)
         mesh = f"{format_mesh_shape(drawing.shape)}, the last devices" if rollout.is_apart else "the mesh of training"
         rows["drawn ahead"] = (
             f"{task.staleness} rollout(s) beside learning, on {mesh}, by weights {task.staleness * rollout.steps} "
@@ -397,7 +397,7 @@ def _describe_rollout(program: Program, task: Grpo) -> dict[str, str]:
     if rollout.reference_bytes:
         rows["reference"] = (
             f"{rollout.reference_bytes / 2**30:.3f} GiB beside the state: the model of step 0 in "
-            f"{program.layout.compute} (task.kl_coefficient={task.kl_coefficient:g})"
+            f"{train_spec.layout.compute} (task.kl_coefficient={task.kl_coefficient:g})"
         )
     if task.environment is not None:
         rows["environment"] = (

@@ -23,8 +23,8 @@ from tunix.costs.step import derive_costs
 from tunix.costs.trace_analysis import Timeline, measure, measure_devices, plot_communication, predict, read_events
 from tunix.processes import peers
 from tunix.run.metrics import Metrics
-from tunix.training.program import Program
 from tunix.training.state import State
+from tunix.training.train_spec import TrainSpec
 
 log = logging.getLogger(__name__)
 
@@ -60,9 +60,9 @@ class CommunicationTrace:
     profile.after_step=5  profile.steps=3      step 5 | at(5): begin | step 6  step 7  step 8 | at(8): end, report
     """
 
-    def __init__(self, program: Program, mesh: jax.sharding.Mesh, folder: Path, metrics: Metrics):
-        self.program, self.mesh, self.folder, self.metrics = program, mesh, folder, metrics
-        self.cfg = cfg = program.cfg
+    def __init__(self, train_spec: TrainSpec, mesh: jax.sharding.Mesh, folder: Path, metrics: Metrics):
+        self.train_spec, self.mesh, self.folder, self.metrics = train_spec, mesh, folder, metrics
+        self.cfg = cfg = train_spec.cfg
         first, ranks = cfg.profile.after_step, cfg.profile.ranks
         self.edges: tuple[int, ...] = (first, first + cfg.profile.steps) if cfg.training.profile_communication else ()
         self.traces = ranks is None or jax.process_index() in ranks  # this process
@@ -137,7 +137,7 @@ class CommunicationTrace:
             log.warning("the trace in %s shows no operation of the step: no communication report", self.folder)
             return
         sizes, kind = dict(self.mesh.shape), find_kind(self.mesh.devices.flat[0].device_kind)
-        predicted = predict(derive_costs(self.program).transfers, sizes, kind, per_host)
+        predicted = predict(derive_costs(self.train_spec).transfers, sizes, kind, per_host)
         communication = measure(self.edges[0] + 1, self.cfg.profile.steps, of_all, collectives, sizes, predicted)
         text, png = trace_analysis.format_text(communication), plot_communication(communication)
         for name, content in (("txt", text), ("csv", trace_analysis.format_csv(communication))):

@@ -18,8 +18,7 @@ from tunix.models.attention import Method, compute_attention
 from tunix.models.attention_mask import row_mask_rule
 from tunix.models.context_parallel import is_in_blocks
 from tunix.models.experts import GATES
-from tunix.models.fused_experts import HIDDEN, ExpertWeights, blocks_in_use, compute_experts, sort_rows
-from tunix.models.fused_experts import Program as FusedProgram
+from tunix.models.fused_experts import HIDDEN, ExpertWeights, KernelConfig, blocks_in_use, compute_experts, sort_rows
 from tunix.models.matmul import grouped_product
 from tunix.models.table import FUSED
 from tunix.sharding.layout import Layout
@@ -186,11 +185,11 @@ def _compare_fused(mlp: ExpertsMlp, num_inputs: int, dtype: str, axes: tuple[str
     hidden, blocks = partial(HIDDEN[mlp.weighted], GATES[mlp.activation]), blocks_in_use(mlp.activation)
 
     def results(kernel: str, dtype: str) -> list[jax.Array]:
-        program = FusedProgram(hidden, LENGTH // 2, blocks if kernel == FUSED else None)
+        kernel_config = KernelConfig(hidden, LENGTH // 2, blocks if kernel == FUSED else None)
         rows = sort_rows(jax.lax.pcast(group, axes, to="varying"), num_experts)
         cast = jax.tree.map(lambda array: array.astype(dtype), (x, weights._replace(gate_bias=None, up_bias=None)))
         cast_weights = cast[1]._replace(gate_bias=weights.gate_bias, up_bias=weights.up_bias)
-        compute = partial(compute_experts, rows=rows, program=program)
+        compute = partial(compute_experts, rows=rows, config=kernel_config)
         out, pull_back = jax.vjp(compute, cast[0], probs.astype("float32"), cast_weights)
         d_x, d_probs, d_weights = pull_back(gradient.astype(dtype))
         return [out, d_x, d_probs, *d_weights[:3]]

@@ -1,4 +1,4 @@
-"""The training program of a config on a mesh: architecture, loss, optimizer, and the step made of them."""
+"""What a config trains on a mesh (`TrainSpec`): architecture, loss, optimizer, and the step made of them."""
 
 import logging
 import math
@@ -68,10 +68,10 @@ class Sizes:
         return self.flops_per_token * self.batch.num_tokens / 1e12
 
 
-def derive_sizes(program: "Program", num_samples: int | None, start: Position = BEGINNING) -> Sizes:
+def derive_sizes(train_spec: "TrainSpec", num_samples: int | None, start: Position = BEGINNING) -> Sizes:
     """Derive the sizes of a run that goes on from `start`. `num_samples`, those to train on, is None in a dry run."""
-    cfg, arch = program.cfg, program.arch
-    schedule = schedule_after(start, program.choices.batch, program.mesh.shape)
+    cfg, arch = train_spec.cfg, train_spec.arch
+    schedule = schedule_after(start, train_spec.choices.batch, train_spec.mesh.shape)
     data_schedule = make_data_schedule(cfg, schedule, start)
     lengths = {period.shape.seq_len for period in schedule.periods}
     # Images of a row are computed whatever its slots hold; each token has its share of them.
@@ -84,7 +84,7 @@ def derive_sizes(program: "Program", num_samples: int | None, start: Position = 
             length: flops_per_token(cfg.model, arch.num_active, arch.num_active_trained, length) + of_images / length
             for length in lengths
         },
-        program.mesh.size,
+        train_spec.mesh.size,
     )
 
 
@@ -177,8 +177,8 @@ def check_host_memory(cfg: Config, pipeline: PipelineShape, mesh: Mesh | Abstrac
 
 
 @dataclass(frozen=True)
-class Program:
-    """The parts of a training program. No array is made yet, and the devices need not exist."""
+class TrainSpec:
+    """The parts of a training on a mesh. No array is made yet, and the devices need not exist."""
 
     cfg: Config
     mesh: Mesh | AbstractMesh
@@ -202,7 +202,7 @@ class Program:
 
     @property
     def dims(self) -> dict[str, int]:
-        """Size of each dimension of weights and activations, with the batch of this program (`Config.dims`)."""
+        """Size of each dimension of weights and activations, with the batch of this training (`Config.dims`)."""
         return list_dims(self.cfg.model, self.choices.batch)
 
     @property
@@ -249,7 +249,7 @@ class Program:
         return jax.jit(make, out_shardings=shardings, donate_argnums=1)
 
     def try_out_loss(self) -> None:
-        """Raise `UserError` where the loss that a user brings does not work on a microbatch of this program."""
+        """Raise `UserError` where the loss that a user brings does not work on a microbatch of this training."""
         batch = abstract_arrays(find_loss_kind(self.cfg).fields, self.batch._replace(num_microbatches=1), self.mesh)
         rows = jax.eval_shape(lambda batch: {name: leaf[0] for name, leaf in batch.items()}, batch)
         try_out_loss(self.cfg, self.loss_fn, self.arch.module, self.abstract["params"], rows)
@@ -281,8 +281,8 @@ class Program:
         """Return XLA's options for the step; those of the config win."""
         return keep_known_options(self.choices.options, self.mesh) | self.cfg.training.compiler_options
 
-    def with_microbatches(self, count: int) -> "Program":
-        """Return the program of steps of so many microbatches; the state is the same."""
+    def with_microbatches(self, count: int) -> "TrainSpec":
+        """Return the same with steps of so many microbatches; the state is the same."""
         alone = {"gradient_accumulation_steps": count, "global_batch_size": None, "global_batch_tokens": None}
         planned = self.choices.planned
         batch = planned.batch.model_copy(update=alone)
@@ -313,8 +313,8 @@ class Program:
 
 def assemble(
     cfg: Config, mesh: Mesh | AbstractMesh, platform: str | None = None, planned: Planned | None = None
-) -> Program:
-    """Return the program of `cfg` for `mesh`, which must be the mesh in use (`jax.set_mesh`).
+) -> TrainSpec:
+    """Return what `cfg` trains on `mesh`, which must be the mesh in use (`jax.set_mesh`).
 
     `platform` is that of the devices, where the mesh has none: a plan describes meshes of devices that it has not.
 
@@ -335,19 +335,19 @@ def assemble(
     abstract = abstract_results(mesh, start, abstract_params(arch, mesh))
     teacher = describe_teacher(cfg, choices.planned, mesh, platform)
     loss_fn = make_loss(cfg, teacher)
-    return Program(cfg, mesh, platform, choices, arch, optimizer, loss_fn, ema, guard, abstract, teacher)
+    return TrainSpec(cfg, mesh, platform, choices, arch, optimizer, loss_fn, ema, guard, abstract, teacher)
 
 
-def assemble_stages(program: Program, schedule: BatchSchedule) -> dict[BatchShape, Program]:
-    """Return a program for each shape of the batch, in the order in which a run needs them.
+def assemble_stages(train_spec: TrainSpec, schedule: BatchSchedule) -> dict[BatchShape, TrainSpec]:
+    """Return one for each shape of the batch, in the order in which a run needs them.
 
-    `program` is that of the batch behind all stages. All programs have the same state.
+    `train_spec` is that of the batch behind all stages. All programs have the same state.
     """
-    programs: dict[BatchShape, Program] = {}
+    train_specs: dict[BatchShape, TrainSpec] = {}
     for period in schedule.periods:
-        if period.shape == program.batch:
-            programs[period.shape] = program
-        elif period.shape not in programs:
-            planned = program.choices.planned._replace(batch=period.batch)
-            programs[period.shape] = assemble(program.cfg, program.mesh, program.platform, planned)
-    return programs
+        if period.shape == train_spec.batch:
+            train_specs[period.shape] = train_spec
+        elif period.shape not in train_specs:
+            planned = train_spec.choices.planned._replace(batch=period.batch)
+            train_specs[period.shape] = assemble(train_spec.cfg, train_spec.mesh, train_spec.platform, planned)
+    return train_specs
