@@ -299,3 +299,10 @@ def test_a_mistake_is_answered_within_a_second_and_before_jax():
     lines = [line for line in done.stderr.splitlines() if not line.startswith("importing")]  # on a busy machine
     assert lines == ["error: unknown key training.micro_batchsize; did you mean training.micro_batch_size?"]
     assert re.fullmatch(r"[\d.]+", seconds)
+
+
+def test_rotations_of_local_layers_are_no_part_of_a_model_without_them():
+    """So a run can be averaged with its export, whose config.json does not say them."""
+    words = ["model.global_every=1", "model.sliding_window=null"]
+    kept, absent = (compose([*words, f"model.local_rope_theta={theta}"]).config.model for theta in ("1e4", "null"))
+    assert kept.architecture == absent.architecture

@@ -175,7 +175,7 @@ def test_a_checkpoint_is_checked_at_any_time(saved, tmp_path, monkeypatch, capsy
     assert "checkpoints/6/state/_METADATA has other bytes than were written" in text
     assert verify_command(monkeypatch, capsys, f"checkpoint={run}/checkpoints/3")[0] == 0
     code, text = verify_command(monkeypatch, capsys, f"checkpoint={tmp_path}")
-    assert (code, "expected a run's folder, an export or a prepared corpus" in text) == (2, True)
+    assert (code, "expected the folder of a run, an export or a prepared corpus" in text) == (2, True)
     code, text = verify_command(monkeypatch, capsys, f"checkpoint={run}", "seed=1")
     assert (code, "takes no other words: seed=1" in text) == (2, True)
     with pytest.raises(UserError, match="checkpoints/6/state/_METADATA .*; take another step: .* of 3"):

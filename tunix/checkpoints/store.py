@@ -394,7 +394,8 @@ def _find_folders(source: str) -> list[tuple[Path, bool]]:
         return [(run[0] / "checkpoints" / str(step), True) for step in requested]
     folder = expand_home(source)
     if not (folder / FILE).is_file():
+        missing = FILE if folder.is_dir() else "such folder"
         raise UserError(
-            f"checkpoint={source}: there is no {FILE}; expected a run's folder, an export or a prepared corpus of tunix"
+            f"checkpoint={source}: there is no {missing}; expected the folder of a run, an export or a prepared corpus"
         )
     return [(folder, False)]

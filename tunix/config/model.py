@@ -312,6 +312,8 @@ class Model(Section):
             part = values[section] if section else values
             if part is not None:  # a section that this model lacks
                 part.pop(name, None)
+        if self.global_every == 1:  # no layer is local
+            values["local_rope_theta"] = None
         return values
 
     @property

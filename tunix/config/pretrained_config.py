@@ -401,6 +401,4 @@ def describe_keys_outside_family(cfg: Model) -> str:
     # Another pattern of layers is no difference where all windows are as long as the context.
     if cfg.list_windows(cfg.context_length) == expressed.list_windows(cfg.context_length):
         other = [key for key in other if key != "global_every"]
-    if cfg.global_every == 1:  # no layer is local
-        other = [key for key in other if key != "local_rope_theta"]
     return ", ".join(f"model.{key}={getattr(cfg, key)} (a {cfg.family} has {getattr(expressed, key)})" for key in other)
