@@ -237,7 +237,7 @@ def test_parquet(parquet, tmp_path):
         path.write_bytes(data)
         columns = Columns.model_construct(**dict.fromkeys(Columns.model_fields) | {"text": "text"})
         source = Parquet.model_construct(
-            source="parquet", paths=(str(path),), extensions=(".parquet",), columns=columns
+            source="parquet", paths=(str(path),), extensions=(".parquet",), columns=columns, max_document_bytes=2**20
         )
         for unit in source.units(1000):
             for item in source.read_all_columns(unit):

@@ -137,13 +137,13 @@ def test_fused_kernels_are_compared_before_the_first_step(is_wrong, monkeypatch)
     """The kernels are interpreted; a wrong one takes the weights of the router twice."""
     monkeypatch.setattr(jax, "shard_map", partial(jax.shard_map, check_vma=False))
     monkeypatch.setattr(kernel_check, "blocks_in_use", lambda activation: SMALL_EXPERT_BLOCKS)
-    kernels = kernel_check.FusedProgram
+    kernels = kernel_check.KernelConfig
 
-    def interpreted_program(hidden, room, blocks):
+    def interpreted_config(hidden, room, blocks):
         twice = lambda a, b, probs: hidden(a, b, probs * probs)  # noqa: E731
         return kernels(twice if is_wrong and blocks else hidden, room, blocks, interpret=True)
 
-    monkeypatch.setattr(kernel_check, "FusedProgram", interpreted_program)
+    monkeypatch.setattr(kernel_check, "KernelConfig", interpreted_config)
     cfg = compose([*SMALL, "model.mesh_shape=[[1],[fsdp]]", "model.expert_products=fused", *EXACT]).config
     mesh = build_mesh(cfg)
     with jax.set_mesh(mesh):

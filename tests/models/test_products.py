@@ -11,7 +11,10 @@ from tunix.models.matmul import FEW_ROWS, MATMUL, product, product_of_few_rows
 from tunix.sharding.equations import Equation
 from tunix.training.choices import build_layout, build_mesh
 
-ERRORS = {"fp8": 1.5}  # of sums of up to 24 products of numbers around 1, each rounded to three bits of fraction
+ERRORS = {
+    "fp8": 1.5,
+    "mxfp8": 1.5,
+}  # of sums of up to 24 products of numbers around 1, each rounded to three bits of fraction
 SIZES = {"T": 1, "D": 8, "N": 4, "H": 6, "V": 10}
 
 
