@@ -397,6 +397,7 @@ def test_a_run_takes_what_plan_would():
     assert plan_run(untouched) == (Planned.of(untouched), "")
 
 
+@pytest.mark.nightly
 def test_the_config_of_a_run_stays_as_it_was_typed(tmp_path):
     """What a plan chooses is in no file but the report: the config in the checkpoint is config.yaml."""
     train(
