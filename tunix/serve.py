@@ -19,7 +19,7 @@ import sys
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import aclosing, contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
@@ -194,8 +194,14 @@ class App:
         place = expand_home(command.checkpoint)
         self.name = self.limits.model_name or (place.resolve().name if place.exists() else command.checkpoint)
         self.max_length = min(model.cfg.context_length, self.limits.max_length or model.cfg.context_length)
-        drawing = Sampling(0, stop=model.find_stop_ids(), cache=command.cache, cache_dtype=command.cache_dtype)
-        drawing = replace(drawing, guess=command.guess, guess_by=command.guess_by)
+        drawing = Sampling(
+            0,
+            stop=model.find_stop_ids(),
+            cache=command.cache,
+            cache_dtype=command.cache_dtype,
+            guess=command.guess,
+            guess_by=command.guess_by,
+        )
         self.serving = Serving(model, drawing, self.limits.max_rows, self.max_length, self.limits.max_waiting)
         self.reader = RequestReader(
             model, self.name, command, self.max_length, min(self.limits.max_answers, self.serving.capacity)

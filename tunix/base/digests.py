@@ -140,6 +140,15 @@ def reject_damaged(folder: Path, key: str, hint: str) -> None:
             raise UserError(f"{key}: {damage}; {hint}") from None
 
 
+def verify_folder(folder: Path, verify: str, key: str, hint: str) -> None:
+    """Do as `reject_damaged` where `verify` asks for it: "always", "once" for each folder, or "never"."""
+    mark = folder / FILE
+    if verify == "always" or (verify == "once" and not is_verified(folder, mark)):
+        reject_damaged(folder, key, hint)
+        if verify == "once":
+            note_verified(folder, mark)
+
+
 def is_verified(folder: Path, file: Path) -> bool:
     """Return whether `note_verified` was called for this folder, and not for one that it was copied from."""
     with suppress(OSError):

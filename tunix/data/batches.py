@@ -162,6 +162,12 @@ def stack_examples(microbatches: Sequence[Sequence[Example]]) -> Example:
     return {name: np.stack([np.stack([example[name] for example in rows]) for rows in microbatches]) for name in names}
 
 
+def put_rows(sequences: Any, rows: Sequence[int], mesh: Mesh) -> dict[str, jax.Array]:
+    """Return some of the `sequences`, by their numbers, on the mesh [B, T]: a process reads those of its devices."""
+    local = stack_examples([[sequences[rows[row]] for row in local_rows(mesh, len(rows))]])
+    return {name: leaf[0] for name, leaf in to_global(local, mesh).items()}
+
+
 class TrainBatches(Samples):
     """The training data of a run: each step takes the next samples of one endless shuffled sequence.
 

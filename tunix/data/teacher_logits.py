@@ -22,7 +22,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from tunix.base.digests import FILE, is_verified, list_files, note_verified, reject_damaged, write_digests
+from tunix.base.digests import FILE, list_files, note_verified, verify_folder, write_digests
 from tunix.base.errors import UserError
 from tunix.base.files import make_once
 from tunix.base.forms import sign
@@ -135,11 +135,7 @@ class LogitFiles:
             UserError: a file is damaged, or ends early.
         """
         for piece in self.pieces:
-            mark = piece / FILE
-            if loading.verify == "always" or (loading.verify == "once" and not is_verified(piece, mark)):
-                reject_damaged(piece, TEACHER, f"remove {piece}, and it is made again")
-                if loading.verify == "once":
-                    note_verified(piece, mark)
+            verify_folder(piece, loading.verify, TEACHER, f"remove {piece}, and it is made again")
 
     def read(self, index: int, loss_mask: np.ndarray) -> Example:
         """Return the fields of the sequence `index`, whose learnt positions are those of `loss_mask` [T]."""

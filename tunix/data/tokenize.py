@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from tunix.base.digests import FILE, is_verified, list_files, note_verified, reject_damaged, write_digests
+from tunix.base.digests import FILE, list_files, note_verified, verify_folder, write_digests
 from tunix.base.errors import UserError
 from tunix.base.files import expand_home, make_once, replacing
 from tunix.base.forms import locate_cached, sign
@@ -309,11 +309,7 @@ def open_verified(folder: Path, loading: Loading) -> Prepared:
     Raises:
         UserError: a file is damaged, or the index is of another version.
     """
-    mark = folder / FILE
-    if loading.verify == "always" or (loading.verify == "once" and not is_verified(folder, mark)):
-        reject_damaged(folder, "data", f"remove the folder {folder}, and prepare it again")
-        if loading.verify == "once" and mark.is_file():
-            note_verified(folder, mark)
+    verify_folder(folder, loading.verify, "data", f"remove the folder {folder}, and prepare it again")
     return open_prepared(folder)
 
 

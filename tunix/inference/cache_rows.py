@@ -101,16 +101,12 @@ def resize(cache: Cache, rows: jax.Array, windows: tuple[int, ...]) -> Cache:
     its window was never full, and time t stands in slot t: the new slots come behind.
     """
 
-    def take(x, rows):
-        return jnp.take(x, rows, axis=0, mode="clip")
-
     def pad(x: jax.Array, window: int) -> jax.Array:
         return jnp.pad(x, [*[(0, 0)] * (x.ndim - 2), (0, window - x.shape[SLOTS]), (0, 0)])
 
-    taken = [on_shards(take, cached, rows) for cached in cache]
     return [
         cached if isinstance(cached, FIXED) else tuple(pad(x, window) for x in cached)
-        for cached, window in zip(taken, windows, strict=True)
+        for cached, window in zip(take_rows(cache, rows), windows, strict=True)
     ]
 
 

@@ -158,10 +158,8 @@ def run_mtp_behind(
     """Do as `run_behind` with the layer of `model.mtp` and its slots `cached`: tokens [A, C] stand beside the states
     [A, C, D] of those before them."""
     mix_of, positions = _mix_behind(model, [cached], rows, tokens, start, shift)
-    hidden, write = _run_mtp(
-        model, weights, states, tokens, positions, Forward(mix_of, cached[0].shape[SLOTS], reach=reach)
-    )
-    return hidden, write
+    forward = Forward(mix_of, cached[0].shape[SLOTS], reach=reach)
+    return _run_mtp(model, weights, states, tokens, positions, forward)
 
 
 def _run_mtp(

@@ -77,15 +77,9 @@ class PagePool:
     def extend(self, wanted: Mapping[int, int]) -> set[int]:
         """Give rows pages for so many tokens each; return the numbers of those that have them now."""
         counts = {number: count_pages(size) - len(self.tables[number]) for number, size in wanted.items()}
-        if sum(count for count in counts.values() if count > 0) <= len(self.free):
-            before = {number: len(self.tables[number]) for number in wanted}
-            for number, count in counts.items():
-                self._add(number, count)
-            if self._can_all_end():
-                return set(wanted)
-            for number, size in before.items():
-                self._cut(number, size)
-        return {number for number, count in counts.items() if self._try_to_add(number, count)}
+        if self._grant(counts):
+            return set(wanted)
+        return {number for number, count in counts.items() if self._grant({number: count})}
 
     def release(self, number: int) -> None:
         """Take back what a row has."""
@@ -120,24 +114,21 @@ class PagePool:
     def _take(self, count: int) -> list[int]:
         return [self.free.pop() for _ in range(count)]
 
-    def _add(self, number: int, count: int) -> None:
-        new = self._take(max(0, count))
-        for page in new:
-            self.users[page] = 1
-        self.tables[number] += new
-
-    def _cut(self, number: int, size: int) -> None:
-        self.give_back(self.tables[number][size:])
-        del self.tables[number][size:]
-
-    def _try_to_add(self, number: int, count: int) -> bool:
-        if count > len(self.free):
+    def _grant(self, counts: Mapping[int, int]) -> bool:
+        """Give rows so many more pages each, if there are so many and all rows can still end; return whether it has."""
+        if sum(count for count in counts.values() if count > 0) > len(self.free):
             return False
-        size = len(self.tables[number])
-        self._add(number, count)
+        before = {number: len(self.tables[number]) for number in counts}
+        for number, count in counts.items():
+            new = self._take(max(0, count))
+            for page in new:
+                self.users[page] = 1
+            self.tables[number] += new
         if self._can_all_end():
             return True
-        self._cut(number, size)
+        for number, size in before.items():
+            self.give_back(self.tables[number][size:])
+            del self.tables[number][size:]
         return False
 
     def _can_all_end(self) -> bool:

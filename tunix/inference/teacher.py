@@ -24,7 +24,7 @@ from tunix.base.forms import locate_cached
 from tunix.config import Config
 from tunix.config.pretrained_config import TEACHER, LogitsInfo, read_logits_info
 from tunix.config.saved_runs import find_run
-from tunix.data.batches import choose_held_out, stack_examples
+from tunix.data.batches import choose_held_out, put_rows
 from tunix.data.dataset import Corpus
 from tunix.data.packing import Sequences
 from tunix.data.teacher_logits import (
@@ -40,7 +40,6 @@ from tunix.data.tokenizer import tokenizer_digest
 from tunix.huggingface.hub import INFO_FILES, WEIGHTS, find, list_copied_files
 from tunix.inference.pretrained import find_checkpoint, load_params
 from tunix.processes import peers
-from tunix.sharding.arrays import local_rows, to_global
 from tunix.sharding.layout import Layout
 from tunix.training.state import describe
 from tunix.training.teacher import OfflineTeacher
@@ -284,8 +283,7 @@ def _compute_rows(
     for start in range(0, len(rows), num_rows):
         # The last batch begins again at the first row: shapes stay the same.
         examples = [files.sequences[rows[(start + row) % len(rows)]] for row in range(num_rows)]
-        local = stack_examples([[examples[row] for row in local_rows(mesh, num_rows)]])
-        computed = compute(params, {name: leaf[0] for name, leaf in to_global(local, mesh).items()})
+        computed = compute(params, put_rows(examples, range(num_rows), mesh))
         batches.append(([example["loss_mask"] > 0 for example in examples[: len(rows) - start]], computed))
     found: list[TopK] = []
     for masks, computed in batches:

@@ -307,8 +307,7 @@ def select_expert_matmul(
     Raises:
         UserError: it does not run or is not exact there.
     """
-    if device is None and platform == "gpu":
-        device = AbstractDevice(next(iter(EXPERT_BLOCKS)), None, platform)
+    device = _any_device(platform, EXPERT_BLOCKS) if device is None else device
     problems = {
         FUSED: _check_fused(model) or _check_kernel("the fused kernels", EXPERT_BLOCKS, device, dtype),
         "grouped": _check_kernel("the grouped kernel", GROUPED_BLOCKS, device, dtype),
@@ -324,6 +323,11 @@ def select_expert_matmul(
     if device is not None and problem:
         raise UserError(f"model.expert_products={name}: {problem}; set model.expert_products=auto")
     return Choice(name, f"model.expert_products={name}")
+
+
+def _any_device(platform: str | None, blocks: Mapping[str, Any]) -> AbstractDevice | None:
+    """Return the first GPU in a table of blocks, where nothing but the platform is known; None where it has no GPUs."""
+    return AbstractDevice(next(iter(blocks)), None, platform) if platform == "gpu" else None
 
 
 def _check_fused(model: Model | None) -> str | None:
@@ -350,8 +354,7 @@ def select_cache(
     Raises:
         UserError: pages for a model that cannot have them there.
     """
-    if device is None and platform == "gpu":
-        device = AbstractDevice(next(iter(FLASH_BLOCKS)), None, platform)
+    device = _any_device(platform, FLASH_BLOCKS) if device is None else device
     on_cpu = device is None or device.platform == "cpu"
     problem = model.find_page_problem() or (None if on_cpu else _check_page_kernel(model, dtype, device))
     if name == "pages" and problem:

@@ -52,13 +52,24 @@ class Drawn(NamedTuple):
 
 
 class InTurn(Executor):
-    """Runs what it is given one after the other, in the thread that waits for it."""
+    """Runs what it is given one after the other, in the thread that asks for a result."""
+
+    class Waiting(Future):
+        """The result of what has not begun."""
+
+        def __init__(self, executor: "InTurn"):
+            super().__init__()
+            self.executor = executor
+
+        def result(self, timeout: float | None = None) -> Any:
+            self.executor.finish(self)
+            return super().result(timeout)
 
     def __init__(self) -> None:
         self.waiting: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
 
     def submit(self, function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Future[Any]:
-        future: Future[Any] = Future()
+        future = self.Waiting(self)
         self.waiting.append((future, partial(function, *arguments, **named)))
         return future
 
@@ -105,7 +116,7 @@ class RolloutsAhead:
         """
         if isinstance(self.threads, InTurn):
             for future in self.rollouts.values():  # begun before the step that the devices now learn
-                self.threads.finish(future)
+                future.result()
         index = self.first_steps.index(first_step)
         ahead = self.first_steps[index : index + self.staleness + 1]
         if missing := [each for each in ahead if each not in self.rollouts]:
@@ -115,7 +126,7 @@ class RolloutsAhead:
                 self.rollouts[each] = self.threads.submit(self._draw, copied, each, first_step - 1)
         for past in [each for each in self.rollouts if each < first_step]:
             del self.rollouts[past]
-        return self._wait_for(self.rollouts[first_step])
+        return self.rollouts[first_step].result()
 
     def wait(self, after: int) -> dict[int, Drawn]:
         """Return the rollouts that a checkpoint after a step keeps; waits until they are drawn.
@@ -125,18 +136,13 @@ class RolloutsAhead:
         later = {first_step: future for first_step, future in self.rollouts.items() if first_step > after}
         kept = {}
         for first_step, future in sorted(later.items())[: self.staleness]:
-            if (drawn := self._wait_for(future)).weights_step < after:
+            if (drawn := future.result()).weights_step < after:
                 kept[first_step] = drawn
         return kept
 
     def close(self) -> None:
         """Give up what is not drawn yet; wait for the threads."""
         self.threads.shutdown(cancel_futures=True)
-
-    def _wait_for(self, future: Future[Drawn]) -> Drawn:
-        if isinstance(self.threads, InTurn):
-            self.threads.finish(future)
-        return future.result()
 
     def _draw(self, params: Any, first_step: int, weights_step: int) -> Drawn:
         with jax.set_mesh(self.mesh):  # `jax.set_mesh` of the main thread does not reach this thread

@@ -19,7 +19,7 @@ from tunix.config import Config
 from tunix.config.model import list_keys_outside
 from tunix.config.task import Compared
 from tunix.costs.rollout import describe_reference
-from tunix.data.batches import Batch, stack_examples
+from tunix.data.batches import Batch, put_rows
 from tunix.data.dataset import Corpus
 from tunix.data.packing import Sequences
 from tunix.inference.pretrained import load_init_from
@@ -27,7 +27,6 @@ from tunix.models.layers import named
 from tunix.models.low_rank import remove_updates
 from tunix.processes import peers
 from tunix.rl.rollouts import Reference
-from tunix.sharding.arrays import local_rows, to_global
 from tunix.training.dpo import Sides, sum_answers
 from tunix.training.logprobs import compute_token_log_probs
 from tunix.training.teacher import Teacher
@@ -149,9 +148,7 @@ def _compute(part: Sequences, score: Any, params: Any, num_rows: int, mesh: Mesh
     for start in range(0, len(part), num_rows):
         # The last batch begins again at the first sequence: shapes stay the same, and values too.
         rows = [(start + row) % len(part) for row in range(num_rows)]
-        examples = stack_examples([[part[rows[row]] for row in local_rows(mesh, num_rows)]])
-        batch = {name: leaf[0] for name, leaf in to_global(examples, mesh).items()}
-        chosen, rejected = (np.asarray(side) for side in score(params, batch))
+        chosen, rejected = (np.asarray(side) for side in score(params, put_rows(part, rows, mesh)))
         for row, index in enumerate(rows):
             shard, pairs = part.pairs_of(index)
             tables[shard][pairs, 0], tables[shard][pairs, 1] = chosen[row, : len(pairs)], rejected[row, : len(pairs)]
