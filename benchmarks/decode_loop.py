@@ -21,7 +21,7 @@ def main(words: list[str]) -> None:
     from tunix.config.compose import compose
     from tunix.costs.compiled_time import Speeds, predict_time
     from tunix.costs.devices import read_topology
-    from tunix.costs.rollout import derive_rollout_costs
+    from tunix.costs.rollout import CacheSpec, derive_rollout_costs
     from tunix.inference.rollout import Sampler
     from tunix.inference.sampling import Sampling
     from tunix.plan.compile import describe_devices
@@ -43,7 +43,7 @@ def main(words: list[str]) -> None:
     counting = Speeds(float("inf"), float("inf"), float("inf"), 1.0, 1.0, 0.0, lambda collective: 0.0)
     moved = predict_time(_body_of_loop(hlo), [], counting).compute_s
     sizes = rows, rows // ANSWERS, ANSWERS, slots // 2, slots // 2
-    parts = derive_rollout_costs(program, *sizes, cache_dtype=cache_dtype).num_bytes
+    parts = derive_rollout_costs(program.arch, mesh, *sizes, CacheSpec(cache_dtype)).num_bytes
     kept = {"weights": parts["gathered weights"], "keys and values": parts["cache"]}
     kept["logits"] = 3 * 4 * rows * cfg.model.vocab_size  # written once; read for their largest and for their weights
     least = sum(kept.values())

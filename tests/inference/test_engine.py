@@ -8,10 +8,10 @@ import jax
 import numpy as np
 import pytest
 from support.harness import ROOT
+from support.rollouts import TASK
 
 import tunix
 from tunix.base.errors import UserError
-from tunix.config.compose import compose
 from tunix.inference.sampling import Sampling
 
 PARITY = ROOT / "tests" / "models" / "parity"
@@ -116,9 +116,10 @@ def test_a_model_without_such_layers_keeps_slots():
         assert not any(model.sampler.programs.find_paged(Sampling(4, cache="auto")))
         with pytest.raises(UserError, match=f"sampling.cache=pages: {part}"):
             model.sample([[5, 6]], Sampling(4, cache="pages"))
-    words = ["model=moonlight_16b_a3b", "model.vocab_size=320", "task=grpo", "data=arithmetic", "tokenizer=bytes"]
-    with pytest.raises(UserError, match="sampling.cache=pages: model.latent keeps latents, and no keys and values"):
-        compose([*words, "task.rewards=[exact_match]", "sampling.cache=pages"])
+    words = [*TASK, "model.sliding_window=8", "model.global_every=9", "dry_run=true"]
+    for key in ("sampling.cache", "evaluation.sampling.cache"):
+        with pytest.raises(UserError, match=rf"^{key}=pages: no layer of the model keeps .* set {key}=auto"):
+            tunix.train([*words, f"{key}=pages"])
 
 
 OBSERVATIONS = [[41, 42], [43] * 13, [44, 45, 46]]  # a short one, and one that is longer than the windows

@@ -152,7 +152,10 @@ def test_memory_has_room_for_the_rows_that_go_on(alone):
     """They are taken out of the whole cache, which is there until then: 32 rows of one size, of which 16 go on."""
     with jax.set_mesh(alone.mesh):
         built = assemble(alone.program.cfg, alone.mesh)
-        of_32, of_8 = (derive_rollout_costs(built, rows, 4, 8, 20, HOW.max_new_tokens).num_bytes for rows in (32, 8))
+        of_32, of_8 = (
+            derive_rollout_costs(built.arch, alone.mesh, rows, 4, 8, 20, HOW.max_new_tokens).num_bytes
+            for rows in (32, 8)
+        )
     assert of_32["cache"] == 4 * of_8["cache"]
     assert (of_32["other cache"], of_8["other cache"]) == (of_32["cache"] // 2, 0)
 
@@ -163,7 +166,7 @@ def test_memory_is_that_of_the_arrays(rollout_on):
     mesh, sampler = rollout.mesh, rollout.sampler
     with jax.set_mesh(mesh):
         built = assemble(rollout.program.cfg, mesh)
-        costs = derive_rollout_costs(built, 32, len(PROMPTS), 8, 20, HOW.max_new_tokens)
+        costs = derive_rollout_costs(built.arch, mesh, 32, len(PROMPTS), 8, 20, HOW.max_new_tokens)
         weights = sampler.gather(rollout.params)
         engine = sampler.engine(weights, HOW, 1, 72)
         for number, prompt in enumerate(PROMPTS):

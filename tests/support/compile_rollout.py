@@ -15,7 +15,7 @@ import jax
 
 from tunix.config.compose import compose
 from tunix.costs.devices import read_topology
-from tunix.costs.rollout import count_pages, derive_rollout_costs
+from tunix.costs.rollout import CacheSpec, count_pages, derive_rollout_costs
 from tunix.inference.rollout import Sampler
 from tunix.inference.sampling import Sampling
 from tunix.plan.compile import describe_devices
@@ -35,8 +35,8 @@ def main(words: list[str]) -> None:
         compiled = sampler.compile_decode(program.abstract["params"], ROWS, SLOTS, sampling)
         has_pages, num_pages = any(sampler.programs.find_paged(sampling)), ROWS * count_pages(SLOTS)
         sizes = ROWS, ROWS // 8, 8, SLOTS // 2, SLOTS // 2
-        cache = {"cache_dtype": cfg.sampling.cache_dtype, "has_pages": has_pages, "num_pages": num_pages}
-        costs = derive_rollout_costs(program, *sizes, **cache)
+        cache = CacheSpec(cfg.sampling.cache_dtype, False, has_pages, num_pages)
+        costs = derive_rollout_costs(program.arch, mesh, *sizes, cache)
     memory, text = compiled.memory_analysis(), compiled.as_text()
     found = {"cache": costs.num_bytes["cache"], "in_place": memory.alias_size_in_bytes}
     kernels = len(re.findall(r'custom_call_target="__gpu\$xla.gpu.triton"', text))

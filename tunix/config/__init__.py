@@ -225,8 +225,6 @@ class Config(Section):
                 "not the one that is trained, so their ratio is biased; remove the filters, or set "
                 "task.max_importance=null"
             )
-        if sampling.cache == "pages" and (problem := self.model.find_page_problem()):
-            raise ValueError(f"sampling.cache=pages: {problem}; set sampling.cache=auto, which takes slots here")
         if sampling.max_new_tokens >= self.training.seq_len:
             raise ValueError(
                 f"sampling.max_new_tokens={sampling.max_new_tokens} leaves no room for a prompt within "

@@ -18,7 +18,7 @@ from tunix.sharding.arrays import bytes_per_device
 from tunix.sharding.mesh import whole_sequences
 from tunix.sharding.mesh_shape import data_shards
 from tunix.training.choices import select_rollout_sizes
-from tunix.training.state import abstract_params
+from tunix.training.state import Architecture, abstract_params
 from tunix.training.train_spec import TrainSpec
 
 # Sizes of a rollout: how its arrays are padded, and from this its compiled programs and its memory.
@@ -97,6 +97,16 @@ def fit_as_matrices(num_bytes: int, device_bytes: int | None) -> bool:
 
 
 USABLE = 0.9  # share of a device's memory: the rest is for what is not derived
+
+
+@dataclass(frozen=True)
+class CacheSpec:
+    """What a cache holds of a token, and where."""
+
+    dtype: str | None = None  # "int8", or None for the dtype of products
+    by_mtp: bool = False  # the layer of model.mtp guesses, and has slots too
+    has_pages: bool = False  # layers that see all tokens have pages, in place of slots
+    num_pages: int | None = None  # of a data shard; None: as many as its rows need
 
 
 @dataclass(frozen=True)
@@ -252,9 +262,15 @@ PAGE_SHARE = 0.25  # pages of a row, of those that it needs when it is as long a
 
 
 def rollout_has_pages(train_spec: TrainSpec) -> bool:
-    """Return whether rollouts of a run have pages (sampling.cache)."""
+    """Return whether rollouts of a run have pages (sampling.cache).
+
+    Raises:
+        UserError: they, or those of evaluations, are to have pages, and the model cannot have them there.
+    """
     cfg, device, compute = train_spec.cfg, train_spec.abstract_mesh.abstract_device, train_spec.layout.compute
-    return select_cache(cfg.sampling.cache, cfg.model, compute, device, train_spec.platform) == "pages"
+    where = cfg.model, compute, device, train_spec.platform
+    select_cache(cfg.evaluation.sampling.cache, *where, "evaluation.sampling.cache")
+    return select_cache(cfg.sampling.cache, *where) == "pages"
 
 
 def select_pages(train_spec: TrainSpec, rows: int | None, device_bytes: int | None) -> int | None:
@@ -278,8 +294,14 @@ def _count_fitting_pages(train_spec: TrainSpec, rows: int, device_bytes: int, fr
     """Return how many pages fit into the free bytes of a device, beside what else so many rows of it need."""
     mesh = whole_sequences(find_rollout_mesh(train_spec))
     others = _derive_costs_of_run(train_spec, rows * data_shards(mesh.shape), device_bytes, num_pages=0).memory
-    of_page = _count_cache_bytes(train_spec, mesh, PAGE, train_spec.cfg.sampling.cache_dtype, paged=True)
+    of_page = _count_cache_bytes(train_spec.arch, mesh, PAGE, _describe_cache(train_spec), paged=True)
     return max(0, int((free - others) // of_page))
+
+
+def _describe_cache(train_spec: TrainSpec, num_pages: int | None = None) -> CacheSpec:
+    """Return the cache of rollouts of a run, whose data shards have so many pages if there are pages."""
+    sampling = train_spec.cfg.sampling
+    return CacheSpec(sampling.cache_dtype, sampling.by_mtp, rollout_has_pages(train_spec), num_pages)
 
 
 def select_rollouts_at_once(train_spec: TrainSpec, device_bytes: int | None) -> int:
@@ -335,34 +357,28 @@ def _derive_costs_of_run(
     cfg = train_spec.cfg
     assert isinstance(cfg.task, Grpo)
     prompts = cfg.task.cycle(train_spec.batch.num_sequences).samples
-    sizes = cfg.task.group_size, _find_max_prompt_length(cfg), cfg.sampling.max_new_tokens
-    where = device_bytes, find_rollout_mesh(train_spec), cfg.sampling.cache_dtype
-    kept = cfg.sampling.by_mtp, rollout_has_pages(train_spec)
-    return derive_rollout_costs(train_spec, rows, prompts, *sizes, *where, *kept, num_pages=num_pages)
+    sizes = rows, prompts, cfg.task.group_size, _find_max_prompt_length(cfg), cfg.sampling.max_new_tokens
+    mesh, cache = find_rollout_mesh(train_spec), _describe_cache(train_spec, num_pages)
+    return derive_rollout_costs(train_spec.arch, mesh, *sizes, cache, device_bytes)
 
 
 def derive_rollout_costs(
-    train_spec: TrainSpec,
+    arch: Architecture,
+    mesh: Mesh | AbstractMesh,
     rows_at_once: int,
     num_prompts: int,
     answers_per_prompt: int,
     max_prompt_length: int,
     max_new_tokens: int,
+    cache: CacheSpec = CacheSpec(),
     device_bytes: int | None = None,
-    mesh: Mesh | AbstractMesh | None = None,
-    cache_dtype: str | None = None,
-    by_mtp: bool = False,
-    has_pages: bool = False,
-    num_pages: int | None = None,
 ) -> RolloutCosts:
-    """Return the costs of answers to `num_prompts` prompts, of which `rows_at_once` are drawn at one time.
+    """Return the costs of answers to `num_prompts` prompts, of which `rows_at_once` are drawn at one time on `mesh`.
 
     Prompts have at most `max_prompt_length` tokens. `device_bytes` is the memory of a device, if it is known: it
-    decides in which form quantized weights are used. They are drawn on `mesh`, or else on that of the program.
-    `cache_dtype` is that of sampling.cache_dtype; `by_mtp` says that the layer of model.mtp guesses. With pages,
-    `num_pages` bounds those of a data shard.
+    decides in which form quantized weights are used.
     """
-    mesh, layout = whole_sequences(mesh or train_spec.mesh), train_spec.layout.for_generation()
+    mesh, layout = whole_sequences(mesh), arch.layout.for_generation()
     shards = data_shards(mesh.shape)
     rows = pad_rows(math.ceil(rows_at_once / shards))
     answers = num_prompts * answers_per_prompt / shards  # of a data shard
@@ -372,17 +388,18 @@ def derive_rollout_costs(
     begun = min(math.ceil(num_prompts / shards), math.ceil(rows / answers_per_prompt) + 1)
     prompts = min(count_prefill_prompts(max_prompt_length), pad_batch(begun))
     slots = _list_slots(length, max_length)
-    paged = False if has_pages else None
-    of_row = [_count_cache_bytes(train_spec, mesh, num_slots, cache_dtype, by_mtp, paged) for num_slots in slots]
-    of_page = _count_cache_bytes(train_spec, mesh, PAGE, cache_dtype, paged=True) if has_pages else 0
-    entries = _count_cache_bytes(train_spec, mesh, slots[0], cache_dtype, by_mtp)
+    paged = False if cache.has_pages else None
+    of_row = [_count_cache_bytes(arch, mesh, num_slots, cache, paged) for num_slots in slots]
+    of_page = _count_cache_bytes(arch, mesh, PAGE, cache, paged=True) if cache.has_pages else 0
+    entries = _count_cache_bytes(arch, mesh, slots[0], cache)
     # Pages without a bound grow as slots do; a prompt that is to have more answers may have pages that no row has.
     spare = pad_batch(count_pages(max_prompt_length)) if answers_per_prompt > 1 else 0
-    growing = [rows * count_pages(each) + spare for each in slots] if num_pages is None else [num_pages]
-    vocab = train_spec.cfg.model.vocab_size
+    unbounded = [rows * count_pages(each) + spare for each in slots]
+    growing = unbounded if cache.num_pages is None else [cache.num_pages]
+    vocab = arch.model.vocab_size
     local_vocab = find_shard_shape((vocab,), layout.activation("V"), mesh)[0]
     parts = {
-        "gathered weights": _count_weight_bytes(train_spec, mesh, device_bytes),
+        "gathered weights": _count_weight_bytes(arch, mesh, device_bytes),
         "cache": rows * of_row[-1] + growing[-1] * of_page,
         # While a cache grows, or is cut to half of its rows, the old one and the new one are there.
         "other cache": max(
@@ -392,7 +409,7 @@ def derive_rollout_costs(
         # float32: the device's part of the vocabulary, and the whole rows that it draws from, with their exponentials.
         "logits": 4 * max(rows, prompts) * (local_vocab + 2 * vocab),
         # Prompts at work, and the entries of the cache that they leave for the answers to them.
-        "prompts": prompts * (estimate_inside_bytes(train_spec.cfg, layout, mesh, length) + entries),
+        "prompts": prompts * (estimate_inside_bytes(arch.model, layout, mesh, length) + entries),
     }
     every_token = parts["gathered weights"] + parts["logits"]
     # Each token reads all weights, and the cache of all rows. The cache grows while the first rows do, and stays so.
@@ -400,22 +417,21 @@ def derive_rollout_costs(
     first_rows = sum(count * size for count, size in zip(tokens_at, of_row, strict=True)) * rows
     rounds = max(1, answers / rows)  # that so many answers take, one after the other
     later_rows = (rounds - 1) * max_new_tokens * of_row[-1] * rows
-    if has_pages:  # of each row those are read that it has; as many rows are at work as have some
+    if cache.has_pages:  # of each row those are read that it has; as many rows are at work as have some
         mean = count_pages(length + max_new_tokens // 2)
         rounds = max(1, answers / min(rows, max(1, growing[-1] / mean)))
         later_rows += answers * max_new_tokens * mean * of_page
     bytes_read = rounds * max_new_tokens * every_token + first_rows + later_rows
     tokens = num_prompts / shards * length + answers * max_new_tokens
-    model = train_spec.cfg.model
-    flops = forward_flops_per_token(model, train_spec.arch.num_active, max_length) * tokens
+    flops = forward_flops_per_token(arch.model, arch.num_active, max_length) * tokens
     num_programs = _count_programs(rows, length, max_length)
     return RolloutCosts(rows, parts, num_programs, bytes_read, flops * shards / mesh.size)
 
 
-def _count_weight_bytes(train_spec: TrainSpec, mesh: Mesh | AbstractMesh, device_bytes: int | None) -> int:
+def _count_weight_bytes(arch: Architecture, mesh: Mesh | AbstractMesh, device_bytes: int | None) -> int:
     """Return the bytes of all weights gathered; of a quantized one those of its matrix, if all matrices fit."""
-    layout, quantized, matrices = train_spec.layout.for_generation(), 0, 0
-    for weight in jax.tree.leaves(train_spec.arch.weights):
+    layout, quantized, matrices = arch.layout.for_generation(), 0, 0
+    for weight in jax.tree.leaves(arch.weights):
         spec = layout.in_use(weight.equation)
         size = count_shard_bytes(weight, spec, find_gathered_dtype(weight, layout), mesh)
         quantized += size
@@ -426,12 +442,7 @@ def _count_weight_bytes(train_spec: TrainSpec, mesh: Mesh | AbstractMesh, device
 
 
 def _count_cache_bytes(
-    train_spec: TrainSpec,
-    mesh: Mesh | AbstractMesh,
-    num_slots: int,
-    cache_dtype: str | None = None,
-    by_mtp: bool = False,
-    paged: bool | None = None,
+    arch: Architecture, mesh: Mesh | AbstractMesh, num_slots: int, cache: CacheSpec, paged: bool | None = None
 ) -> int:
     """Return the bytes of keys and values of one row, or of their latents; of 8 bits, with their scales.
 
@@ -439,9 +450,9 @@ def _count_cache_bytes(
     model.mtp has slots where it guesses, and the state that it takes next. `paged` True counts only the layers that may
     have pages, and False the others.
     """
-    model, layout = train_spec.cfg.model, train_spec.layout
+    model, layout, by_mtp = arch.model, arch.layout, cache.by_mtp and not paged
     compute = jnp.dtype(layout.compute).itemsize
-    item, scale = (1, 4) if cache_dtype == "int8" else (compute, 0)
+    item, scale = (1, 4) if cache.dtype == "int8" else (compute, 0)
     num_bytes = model.embed_dim * compute if by_mtp else 0
     for each in (model, model.mtp_model) if by_mtp else (model,):
         windows = each.list_windows(num_slots)
@@ -453,13 +464,12 @@ def _count_cache_bytes(
                 counted = [layer for layer in counted if (each is model and model.is_paged(layer)) == paged]
             num_bytes += sum(windows[layer] for layer in counted) * sum(size * item + scale for size in vectors)
     num_linear = 0 if paged else sum(model.is_linear(layer) for layer in range(model.num_layers))
-    return num_bytes + num_linear * _count_memory_bytes(train_spec, mesh) if num_linear else num_bytes
+    return num_bytes + num_linear * _count_memory_bytes(arch, mesh) if num_linear else num_bytes
 
 
-def _count_memory_bytes(train_spec: TrainSpec, mesh: Mesh | AbstractMesh) -> int:
+def _count_memory_bytes(arch: Architecture, mesh: Mesh | AbstractMesh) -> int:
     """Return the bytes that linear attention keeps of one row: the delta rule's memory, and inputs of the filters."""
-    model, layout = train_spec.cfg.model, train_spec.layout
-    dims = model.dims
+    dims, layout = arch.model.dims, arch.layout
 
     def size(dim_names: str) -> int:
         return math.prod(

@@ -304,7 +304,7 @@ def count_activation_bytes(train_spec: TrainSpec) -> int:
     """
     layout, mesh, pipeline = train_spec.layout, train_spec.mesh, train_spec.choices.pipeline
     length = train_spec.batch.seq_len
-    inside = max(estimate_inside_bytes(train_spec.cfg, layout, mesh, length), _estimate_tower_bytes(train_spec))
+    inside = max(estimate_inside_bytes(train_spec.cfg.model, layout, mesh, length), _estimate_tower_bytes(train_spec))
     local_tokens = find_shard_shape((length,), layout.activation("T"), mesh)[0]
     outputs = layout.activation("V" if train_spec.cfg.model.labels is None else "v")
     num_outputs = find_shard_shape((train_spec.cfg.model.num_outputs,), outputs, mesh)[0]
@@ -334,9 +334,9 @@ def count_activation_bytes(train_spec: TrainSpec) -> int:
     return round(rows_of_microbatch * (num_slots * in_slot + QUEUES * row + entries) + max(at_work, loss))
 
 
-def estimate_inside_bytes(cfg: Config, layout: Layout, mesh: Mesh | AbstractMesh, length: int) -> int:
+def estimate_inside_bytes(model: Model, layout: Layout, mesh: Mesh | AbstractMesh, length: int) -> int:
     """Return the bytes inside of one layer on one device, for a sequence of `length` tokens. An estimate."""
-    model, item = cfg.model, jnp.dtype(layout.compute).itemsize
+    item = jnp.dtype(layout.compute).itemsize
 
     def measure_local(size: int, dim_name: str) -> int:
         return find_shard_shape((size,), layout.activation(dim_name), mesh)[0]

@@ -345,7 +345,12 @@ EXPERT_MATRICES = ("expert_gate", "expert_up", "expert_down")
 
 
 def select_cache(
-    name: str, model: Model, dtype: str, device: AbstractDevice | None, platform: str | None = None
+    name: str,
+    model: Model,
+    dtype: str,
+    device: AbstractDevice | None,
+    platform: str | None = None,
+    key: str = "sampling.cache",
 ) -> str:
     """Return where a rollout on a device has keys and values for sampling.cache=`name`: pages or slots.
 
@@ -358,7 +363,7 @@ def select_cache(
     on_cpu = device is None or device.platform == "cpu"
     problem = model.find_page_problem() or (None if on_cpu else _check_page_kernel(model, dtype, device))
     if name == "pages" and problem:
-        raise UserError(f"sampling.cache=pages: {problem}; set sampling.cache=auto, which takes slots here")
+        raise UserError(f"{key}=pages: {problem}; set {key}=auto, which takes slots here")
     return name if name != "auto" else "slots" if problem or on_cpu else "pages"
 
 
