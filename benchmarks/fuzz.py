@@ -515,10 +515,9 @@ def try_case(case: Case, root: Path) -> tuple[End, list[str]]:
     end = run_case(case, root, fork=True)
     if faults := find_faults(case, end):
         again = run_case(case, root, fork=False)
-        end, faults = (
-            again,
-            find_faults(case, again) or ([f"{fault} (in one of two tries)" for fault in faults] if case.signal else []),
-        )
+        if in_both := find_faults(case, again):
+            return again, in_both
+        faults = [f"{fault} (in one of two tries)" for fault in faults] if case.signal else []
     return end, faults
 
 
@@ -531,6 +530,7 @@ def main(words: list[str]) -> int:
         **dict(word.split("=", 1) for word in words),
     }
     keep = Path(given["keep"])
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # commands would ignore it where a shell began this behind
     with tempfile.TemporaryDirectory() as name:
         home = Path(name)
         os.environ.update(
