@@ -70,10 +70,10 @@ def test_flops_of_a_forward_pass(name, mtp):
             model = arch.module(params)
             if not mtp:
                 return model(tokens)
-            tables = model.tables()
-            hidden, _ = model.hidden(tables, tokens)
-            further, _ = model.hidden_further(tables, hidden, tokens, tokens, tokens)
-            return model.logits(tables, hidden), model.logits(tables, further)
+            vocab_weights = model.vocab_weights()
+            hidden, _ = model.hidden(vocab_weights, tokens)
+            further, _ = model.hidden_further(vocab_weights, hidden, tokens, tokens, tokens)
+            return model.logits(vocab_weights, hidden), model.logits(vocab_weights, further)
 
         traced = jax.jit(compute).trace(params, tokens)
     unseen = 0.0

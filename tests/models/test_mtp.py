@@ -84,9 +84,9 @@ def test_loss_and_gradients_are_those_of_torch(name, folder_of, tmp_path):
 
     def objective(params):
         model, one = program.arch.module(params), {key: value[0] for key, value in fields.items()}
-        tables = model.tables()
-        hidden, _ = model.hidden(tables, one["tokens"], one["positions"], one["segment_ids"])
-        return sum_further_tokens(model, tables, hidden, one, 8)[0]
+        vocab_weights = model.vocab_weights()
+        hidden, _ = model.hidden(vocab_weights, one["tokens"], one["positions"], one["segment_ids"])
+        return sum_further_tokens(model, vocab_weights, hidden, one, 8)[0]
 
     with jax.set_mesh(program.mesh):
         loss, gradients = jax.jit(jax.value_and_grad(objective))(params)
@@ -161,10 +161,10 @@ def count_guesses(
 
     def further_logits(params):
         module, positions = model.arch.module(params), jnp.arange(text.shape[1])[None]
-        tables = module.tables()
-        hidden, _ = module.hidden(tables, text)
-        states, _ = module.hidden_further(tables, hidden, jnp.roll(text, -1, 1), positions, jnp.zeros_like(text))
-        return module.logits(tables, states)[0]
+        vocab_weights = module.vocab_weights()
+        hidden, _ = module.hidden(vocab_weights, text)
+        states, _ = module.hidden_further(vocab_weights, hidden, jnp.roll(text, -1, 1), positions, jnp.zeros_like(text))
+        return module.logits(vocab_weights, states)[0]
 
     with jax.set_mesh(model.mesh):
         logits = jnp.asarray(np.asarray(jax.jit(further_logits)(model.params)))

@@ -150,9 +150,9 @@ def test_rows_that_one_model_lacks_have_no_probability(student):
         described = Teacher("qwen3", teacher.cfg, arch, 1.0, 1.0, True)
         tokens = student.batch["tokens"] % 96
         module = described.module(params)
-        tables = module.tables()
-        hidden, _ = module.hidden(tables, tokens)
-        own = jax.nn.softmax(module.logits(tables, hidden), -1)
+        vocab_weights = module.vocab_weights()
+        hidden, _ = module.hidden(vocab_weights, tokens)
+        own = jax.nn.softmax(module.logits(vocab_weights, hidden), -1)
     np.testing.assert_allclose(own[..., :96], jax.nn.softmax(teacher(tokens), -1), atol=1e-6)
     assert not np.asarray(own[..., 96]).any()
 

@@ -57,7 +57,7 @@ def scores_of(small, rows, params) -> tuple[np.ndarray, np.ndarray]:
     model.mix_of_row = mix_of_row
     fields = [jnp.asarray(rows[name][0]) for name in ("tokens", "positions", "segment_ids")]
     with jax.set_mesh(small.mesh):
-        jax.block_until_ready(model.hidden(model.tables(), *fields)[0])
+        jax.block_until_ready(model.hidden(model.vocab_weights(), *fields)[0])
         jax.effects_barrier()
     return np.stack(largest), np.stack(log_sums)
 

@@ -463,7 +463,7 @@ def _trace_residuals(train_spec: TrainSpec) -> int:
         def see(trained):
             module = arch.module(arch.merge(trained, params))
             tokens, positions = batch["tokens"][0], batch["positions"][0]
-            seen = module.see(module.embed(module.tables(), tokens, positions), positions, images)
+            seen = module.see(module.embed(module.vocab_weights(), tokens, positions), positions, images)
             return seen.x, seen.features
 
         return jax.vjp(see, arch.trained(params))[1]

@@ -169,7 +169,7 @@ def _run_mtp(
     assert model.mtp is not None
     with jax.named_scope("mtp"):
         states = reshard(states, model.layout.activation("BTD"))
-        x = model.mtp.join(model.embedding.lookup(model.tables()[0], tokens), states)
+        x = model.mtp.join(model.embedding.lookup(model.vocab_weights()[0], tokens), states)
         hidden, (cache,) = model.mtp.run_apart(Rows(x, positions, None), forward, weights.mtp_layers)
     return hidden, cache
 
@@ -270,7 +270,7 @@ def decode(
 
     forward = Forward(mix_of, max(list_slots(cache, table)), reach=reach)
     hidden, cache = _run_blocks(model, weights, token[:, None], time + shift[:, None], forward)
-    return model.logits(model.tables(), hidden)[:, 0], cache
+    return model.logits(model.vocab_weights(), hidden)[:, 0], cache
 
 
 def _run_blocks(
@@ -281,12 +281,12 @@ def _run_blocks(
     forward: Forward,
     images: Images | None = None,
 ) -> tuple[jax.Array, Cache]:
-    return model.hidden_apart(model.tables(), tokens, positions, forward, weights.layers, images)
+    return model.hidden_apart(model.vocab_weights(), tokens, positions, forward, weights.layers, images)
 
 
 def compute_last_logits(model: Transformer, hidden: jax.Array, count: jax.Array) -> jax.Array:
     """Return the logits [B, V] of the last of `count` [B] tokens, of hidden states [B, T, D]."""
-    return model.logits(model.tables(), _take_last(hidden, count))[:, 0]
+    return model.logits(model.vocab_weights(), _take_last(hidden, count))[:, 0]
 
 
 def _take_last(hidden: jax.Array, count: jax.Array) -> jax.Array:

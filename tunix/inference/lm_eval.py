@@ -54,13 +54,14 @@ class TokenScorer:
 
         def score(params, tokens, targets):
             module = model.arch.module(params)
-            tables = module.tables()
-            hidden, _ = module.hidden(tables, tokens)
-            ids = reshard(jnp.arange(tables[1].shape[0]), module.layout.activation("V"))
+            vocab_weights = module.vocab_weights()
+            hidden, _ = module.hidden(vocab_weights, tokens)
+            ids = reshard(jnp.arange(vocab_weights[1].shape[0]), module.layout.activation("V"))
 
             def one_chunk(_, chunk):
                 hidden, targets = chunk
-                logits = module.logits((tables[1], tables[1]), hidden)  # which reads the second table, the head, alone
+                # `logits` reads the second table, the head, alone.
+                logits = module.logits((vocab_weights[1], vocab_weights[1]), hidden)
                 target_logits = jnp.sum(jnp.where(ids == targets[..., None], logits, 0), -1)
                 total = jax.nn.logsumexp(logits, -1)
                 scores = target_logits - total, target_logits >= jnp.max(logits, -1)

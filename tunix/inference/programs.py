@@ -283,7 +283,7 @@ def _decode_guesses(
         tokens = jnp.concatenate([rows.token[:, None], guesses], axis=1)
         behind = rows.length, extent.reach, rows.shift, rows.table
         hidden, write = run_behind(model, bound, cache, None, tokens, *behind)
-        logits = model.logits(model.tables(), hidden)
+        logits = model.logits(model.vocab_weights(), hidden)
         drawn = [
             sample(logits[:, index], key, rows.number, rows.drawn + index, sampling, model.layout)
             for index in range(sampling.guess + 1)
@@ -346,7 +346,7 @@ def _guess_by_mtp(
         time = rows.length - 1 + index
         arguments = state[:, None], token[:, None], time, reach, rows.shift
         hidden, write = run_mtp_behind(model, weights, kept, None, *arguments)
-        logits = model.logits(model.tables(), hidden)[:, 0]
+        logits = model.logits(model.vocab_weights(), hidden)[:, 0]
         token, state = sample(logits, key, rows.number, rows.drawn + index, sampling, model.layout).tokens, hidden[:, 0]
         guesses.append(token)
         # Behind the last slot it would take the place of a token that is still seen.

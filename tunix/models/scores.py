@@ -77,14 +77,14 @@ def score_rows(model: Any, tokens: jax.Array, segment_ids: jax.Array) -> jax.Arr
 
     `segment_ids` [B, T] are 1 in the document and 0 behind it.
     """
-    hidden, _ = model.hidden(model.tables(), tokens, None, segment_ids)
+    hidden, _ = model.hidden(model.vocab_weights(), tokens, None, segment_ids)
     weights = pool_weights(segment_ids, model.layout)
     return jnp.sum(model.score(hidden) * weights[..., None], 1)
 
 
 def embed_rows(model: Any, tokens: jax.Array, segment_ids: jax.Array, pooling: str) -> jax.Array:
     """Return the vectors [B, D] float32, of length 1, of rows of one text each, as `score_rows` takes them."""
-    hidden, _ = model.hidden(model.tables(), tokens, None, segment_ids)
+    hidden, _ = model.hidden(model.vocab_weights(), tokens, None, segment_ids)
     return normalize(pool(hidden, segment_ids, model.layout, pooling, 1)[:, 0])
 
 

@@ -74,16 +74,16 @@ class Transformer(nnx.Module):
 
     def __call__(self, tokens, positions=None, segment_ids=None, images: Images | None = None) -> jax.Array:
         """[B, T] int32 -> logits [B, T, V] float32. Without positions and segments, each row is one document."""
-        tables = self.tables()
-        return self.logits(tables, self.hidden(tables, tokens, positions, segment_ids, images=images)[0])
+        vocab_weights = self.vocab_weights()
+        return self.logits(vocab_weights, self.hidden(vocab_weights, tokens, positions, segment_ids, images=images)[0])
 
-    def tables(self) -> tuple[jax.Array, jax.Array]:
+    def vocab_weights(self) -> tuple[jax.Array, jax.Array]:
         """Return the tables of both ends, gathered: [V, D] to look tokens up in and [V, D] to take logits with."""
         table = self.embedding.gathered()
         return table, table if self.head is None else self.head.gathered()
 
     def hidden(
-        self, tables, tokens, positions=None, segment_ids=None, seed=None, images: Images | None = None
+        self, vocab_weights, tokens, positions=None, segment_ids=None, seed=None, images: Images | None = None
     ) -> tuple[jax.Array, BlockSums]:
         """[B, T] int32 -> [B, T, D], the result of the final norm, and the numbers of all blocks.
 
@@ -97,7 +97,7 @@ class Transformer(nnx.Module):
         # device gets those of its sequences.
         tokens, positions = (reshard(x, self.layout.activation("BT")) for x in (tokens, positions))
         segment_ids = reshard(segment_ids, self.layout.activation("BS"))
-        seen = self.see(self.embed(tables, tokens, positions), positions, images, seed)
+        seen = self.see(self.embed(vocab_weights, tokens, positions), positions, images, seed)
         rows = Rows(seen.x, seen.positions, RowMask(segment_ids, self.find_ends(images)))
         inputs = self.make_layer_inputs(tokens, rows.x)
         forward = Forward(self.mix_of_row, tokens.shape[1], seed, features=seen.features, inputs=inputs)
@@ -106,14 +106,14 @@ class Transformer(nnx.Module):
             rows, sums = self.stacks.run(rows, forward)
         return self.finish(rows.x), merge_runs(BlockSums(first_sums.penalties, None), sums)
 
-    def hidden_further(self, tables, hidden, next_tokens, positions, segment_ids) -> tuple[jax.Array, BlockSums]:
+    def hidden_further(self, vocab_weights, hidden, next_tokens, positions, segment_ids) -> tuple[jax.Array, BlockSums]:
         """[B, T, D], the result of the final norm, and the next tokens [B, T] int32 -> [B, T, D] that logits of the
         tokens after those are taken of, and the numbers of the layer of `model.mtp`."""
         assert self.mtp is not None
         next_tokens, positions = (reshard(x, self.layout.activation("BT")) for x in (next_tokens, positions))
         segment_ids = reshard(segment_ids, self.layout.activation("BS"))
         with jax.named_scope("mtp"):
-            x = self.mtp.join(self.embedding.lookup(tables[0], next_tokens), hidden)
+            x = self.mtp.join(self.embedding.lookup(vocab_weights[0], next_tokens), hidden)
             rows = Rows(x, positions, RowMask(segment_ids, None))
             return self.mtp(rows, Forward(self.mix_of_row, hidden.shape[1]))
 
@@ -148,7 +148,7 @@ class Transformer(nnx.Module):
 
     def hidden_apart(
         self,
-        tables,
+        vocab_weights,
         tokens,
         positions,
         forward: Forward,
@@ -159,7 +159,7 @@ class Transformer(nnx.Module):
 
         `params` are the parameters of each layer of each stack on their own (`Stacks.run_apart`).
         """
-        seen = self.see(self.embed(tables, tokens, positions), positions, images)
+        seen = self.see(self.embed(vocab_weights, tokens, positions), positions, images)
         rows = Rows(seen.x, seen.positions, None)
         forward = forward._replace(features=seen.features, inputs=self.make_layer_inputs(tokens, rows.x))
         with jax.named_scope("blocks"):
@@ -191,10 +191,10 @@ class Transformer(nnx.Module):
         """Return segments [B, S] of which a token sees its own: documents, or in a local layer chunks of documents."""
         return split_chunks(segment_ids, layer.window) if self.cfg.local_attention == "chunk" else segment_ids
 
-    def embed(self, tables, tokens, positions) -> jax.Array:
+    def embed(self, vocab_weights, tokens, positions) -> jax.Array:
         """[B, T] int32 -> [B, t, D], what the first block takes."""
         with jax.named_scope("embed"):
-            x = self.embedding.lookup(tables[0], tokens)
+            x = self.embedding.lookup(vocab_weights[0], tokens)
             return x if self.positions is None else self.positions(x, positions)
 
     def make_layer_inputs(self, tokens: jax.Array, x: jax.Array) -> jax.Array | None:
@@ -209,6 +209,6 @@ class Transformer(nnx.Module):
         with jax.named_scope("final_norm"):
             return self.layout.join_stream(self.final_norm(x))
 
-    def logits(self, tables, x) -> jax.Array:
+    def logits(self, vocab_weights, x) -> jax.Array:
         """[B, T, D] -> [B, T, V] float32."""
-        return self.embedding.logits(tables[1], x)
+        return self.embedding.logits(vocab_weights[1], x)

@@ -54,7 +54,7 @@ def embed_fields(cfg: Config) -> Mapping[str, Field]:
 def embed_texts(model: Transformer, batch: Batch, seed: jax.Array | None, task: Embed) -> tuple[jax.Array, BlockSums]:
     """Return the vectors [B, u, D] float32 of the texts of a batch [B, T], and the blocks' numbers."""
     arrays = batch["tokens"], batch["positions"], batch["segment_ids"]
-    hidden, blocks = model.hidden(model.tables(), *arrays, seed)
+    hidden, blocks = model.hidden(model.vocab_weights(), *arrays, seed)
     return pool(hidden, batch["segment_ids"], model.layout, task.pooling, task.num_texts), blocks
 
 

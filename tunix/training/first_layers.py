@@ -74,7 +74,7 @@ class FirstLayers:
         """Run the layers for a part of each stage; the stream has these parts side by side, [S, rows, t, D]."""
         fields, entering, seed = group
         model = self.step.around_stages(*trained)
-        x = model.embed(model.tables(), fields["tokens"], fields["positions"])
+        x = model.embed(model.vocab_weights(), fields["tokens"], fields["positions"])
         segments = reshard(fields["segment_ids"], model.layout.activation("BS"))
         rows = entering._replace(x=x, positions=fields["positions"], mask_inputs=RowMask(segments, None))
         assert isinstance(rows, Rows)

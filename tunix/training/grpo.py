@@ -73,15 +73,16 @@ def policy_loss(
     divergence from a teacher in the loss is added.
     """
     output = None if teacher is None else teacher.read(batch)
-    tables = model.tables()
-    hidden, blocks = compute_hidden(model, tables, batch, seed)
-    scores = score_targets(model, tables, hidden, batch, chunk_size, sampling.temperature, True, output)
+    vocab_weights = model.vocab_weights()
+    hidden, blocks = compute_hidden(model, vocab_weights, batch, seed)
+    scores = score_targets(model, vocab_weights, hidden, batch, chunk_size, sampling.temperature, True, output)
     assert scores.entropy is not None
     share, row_weights = weigh_answers(batch, task, sampling.max_new_tokens)
     further_loss, further_sums = jnp.zeros(()), {}
     if model.cfg.mtp is not None:
         # The layer learns to follow the policy, which learns nothing by it.
-        fixed, answers = jax.lax.stop_gradient((tables, hidden)), batch | {"loss_mask": batch["loss_mask"] * share}
+        fixed = jax.lax.stop_gradient((vocab_weights, hidden))
+        answers = batch | {"loss_mask": batch["loss_mask"] * share}
         further, divisor, more = sum_further_tokens(model, *fixed, answers, chunk_size)
         further_loss, blocks = model.cfg.mtp.loss_weight * further, merge_runs(blocks, more)
         further_sums = {"mtp_loss": Mean(jax.lax.stop_gradient(further), divisor + ALMOST_NOTHING)}

@@ -214,13 +214,13 @@ class TeacherOutput(NamedTuple):
 
 
 def compute_hidden(
-    model: Transformer, tables: Any, batch: Batch, seed: jax.Array | None = None
+    model: Transformer, vocab_weights: Any, batch: Batch, seed: jax.Array | None = None
 ) -> tuple[jax.Array, BlockSums]:
     """Return the results [B, T, D] of the final norm for a batch, with its images, and the numbers of the blocks."""
     images = None
     if model.cfg.vision is not None and IMAGES in batch:
         images = Images(*(batch[name] for name in IMAGE_FIELDS))
-    return model.hidden(tables, batch["tokens"], batch["positions"], batch["segment_ids"], seed, images)
+    return model.hidden(vocab_weights, batch["tokens"], batch["positions"], batch["segment_ids"], seed, images)
 
 
 def sum_over_tokens(
@@ -233,15 +233,17 @@ def sum_over_tokens(
     teacher: TeacherOutput | None = None,
 ) -> tuple[jax.Array, dict[str, jax.Array], BlockSums]:
     """Return the sum of a loss over the tokens of a batch, its sums by name, and the numbers of the blocks."""
-    tables = model.tables()
-    hidden, blocks = compute_hidden(model, tables, batch, seed)
-    objective, sums = sum_over_hidden(model, tables, hidden, batch, token_loss, chunk_size=chunk_size, teacher=teacher)
+    vocab_weights = model.vocab_weights()
+    hidden, blocks = compute_hidden(model, vocab_weights, batch, seed)
+    objective, sums = sum_over_hidden(
+        model, vocab_weights, hidden, batch, token_loss, chunk_size=chunk_size, teacher=teacher
+    )
     return objective, sums, blocks
 
 
 def sum_over_hidden(
     model: Transformer,
-    tables: Any,
+    vocab_weights: Any,
     hidden: jax.Array,
     batch: Batch,
     token_loss: TokenLoss,
@@ -302,12 +304,12 @@ def sum_over_hidden(
         }
         if teacher is not None:
             fields[STATES] = jax.tree.map(split, teacher.hidden)
-        objective, sums = sum_up(tables[1], split(hidden), None if teacher is None else teacher.table, fields)
+        objective, sums = sum_up(vocab_weights[1], split(hidden), None if teacher is None else teacher.table, fields)
     return objective, jax.lax.stop_gradient(sums)
 
 
 def sum_further_tokens(
-    model: Transformer, tables: Any, hidden: jax.Array, batch: Batch, chunk_size: int | str
+    model: Transformer, vocab_weights: Any, hidden: jax.Array, batch: Batch, chunk_size: int | str
 ) -> tuple[jax.Array, jax.Array, BlockSums]:
     """Return the cross entropy of the tokens after the next ones, summed in nats, their number, and the numbers of the
     layer of `model.mtp`. States [B, T, D] are those behind the final norm.
@@ -325,19 +327,19 @@ def sum_further_tokens(
 
     segments = batch["segment_ids"]
     mask = shift(batch["loss_mask"]) * (shift(segments) == segments)
-    states, blocks = model.hidden_further(tables, hidden, batch["targets"], batch["positions"], segments)
+    states, blocks = model.hidden_further(vocab_weights, hidden, batch["targets"], batch["positions"], segments)
     fields = {"targets": shift(batch["targets"]), "loss_mask": mask}
 
     def token_loss(scores: Scores, fields: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
         return scores.nll * fields["loss_mask"], {}
 
-    further, _ = sum_over_hidden(model, tables, states, fields, token_loss, chunk_size=chunk_size)
+    further, _ = sum_over_hidden(model, vocab_weights, states, fields, token_loss, chunk_size=chunk_size)
     return further, jnp.sum(mask), blocks
 
 
 def score_targets(
     model: Transformer,
-    tables: Any,
+    vocab_weights: Any,
     hidden: jax.Array,
     batch: Batch,
     chunk_size: int | str,
@@ -356,7 +358,7 @@ def score_targets(
     def one_chunk(_, chunk):
         hidden, targets, states = chunk
         part = None if teacher is None else teacher._replace(hidden=states)
-        return None, _score_chunk(model, tables[1], hidden, targets, temperature, with_entropy, part)
+        return None, _score_chunk(model, vocab_weights[1], hidden, targets, temperature, with_entropy, part)
 
     with jax.named_scope("loss"):
         split = make_splitter(hidden, chunk_size)
@@ -407,6 +409,6 @@ def compute_token_log_probs(
 
     A loss gives the blocks' numbers (a router's loss is one) to `add_block_sums`.
     """
-    tables = model.tables()
-    hidden, blocks = compute_hidden(model, tables, batch, seed)
-    return -score_targets(model, tables, hidden, batch, chunk_size, temperature).nll, blocks
+    vocab_weights = model.vocab_weights()
+    hidden, blocks = compute_hidden(model, vocab_weights, batch, seed)
+    return -score_targets(model, vocab_weights, hidden, batch, chunk_size, temperature).nll, blocks

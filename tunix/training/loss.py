@@ -107,14 +107,14 @@ def next_token_loss(
         learnt = (1 - teacher_weight) * nll + teacher_weight * divergence
         return learnt + squares, sums | {"teacher_kl": divergence}
 
-    tables = model.tables()
-    hidden, blocks = compute_hidden(model, tables, batch, seed)
+    vocab_weights = model.vocab_weights()
+    hidden, blocks = compute_hidden(model, vocab_weights, batch, seed)
     objective, numbers = sum_over_hidden(
-        model, tables, hidden, batch, token_loss, chunk_size=chunk_size, teacher=output
+        model, vocab_weights, hidden, batch, token_loss, chunk_size=chunk_size, teacher=output
     )
     sums: Sums = dict(numbers)
     if model.cfg.mtp is not None:
-        further, divisor, more = sum_further_tokens(model, tables, hidden, batch, chunk_size)
+        further, divisor, more = sum_further_tokens(model, vocab_weights, hidden, batch, chunk_size)
         objective, blocks = objective + model.cfg.mtp.loss_weight * further, merge_runs(blocks, more)
         sums["mtp_loss"] = Mean(jax.lax.stop_gradient(further), divisor)
     # The blocks' penalties are means over tokens of a sequence, and count by the tokens that it has in the loss.

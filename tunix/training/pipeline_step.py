@@ -82,8 +82,8 @@ class AfterBlocks:
 
     def __call__(self, *tokens: Any) -> jax.Array:
         """Return logits [B, T, V] float32."""
-        tables = self.model.tables()
-        return self.model.logits(tables, self.hidden()[0])
+        vocab_weights = self.model.vocab_weights()
+        return self.model.logits(vocab_weights, self.hidden()[0])
 
 
 class Parts:
@@ -179,7 +179,7 @@ class StagedModel:
     def embed(self, outer: Any, part: Batch) -> jax.Array:
         """Return the residual stream of a part before the first block, [rows, t, D]."""
         model = self._outer_model(outer)
-        return model.embed(model.tables(), part["tokens"], part["positions"])
+        return model.embed(model.vocab_weights(), part["tokens"], part["positions"])
 
     def loss(self, outer: Any, stream: Stream, part: Batch, seed: jax.Array) -> tuple[jax.Array, tuple]:
         """Return the objective of a part whose blocks have run, and with it its weight and its sums, all scalars."""

@@ -33,7 +33,7 @@ def score_documents(model: Transformer, batch: Batch, seed: jax.Array | None) ->
     The weights are 0 in segments that are no document.
     """
     arrays = batch["tokens"], batch["positions"], batch["segment_ids"]
-    hidden, blocks = model.hidden(model.tables(), *arrays, seed)
+    hidden, blocks = model.hidden(model.vocab_weights(), *arrays, seed)
     assert model.score is not None
     return model.score(hidden), pool_weights(batch["segment_ids"], model.layout), blocks
 

@@ -61,8 +61,8 @@ class Teacher:
         """Return what the loss of a microbatch needs: the forward pass of the teacher, without a gradient."""
         with jax.named_scope("teacher"):
             module = self.module(jax.lax.stop_gradient(batch[TEACHER]))
-            tables = module.tables()
-            hidden, _ = compute_hidden(module, tables, batch)
+            vocab_weights = module.vocab_weights()
+            hidden, _ = compute_hidden(module, vocab_weights, batch)
 
         def measure(logits: jax.Array, table: jax.Array, hidden: jax.Array) -> jax.Array:
             others = module.logits((table, table), hidden)
@@ -70,7 +70,7 @@ class Teacher:
                 logits = hide_rows(logits, self.num_rows)
             return measure_divergence(logits / self.temperature, others / self.temperature, self.beta)
 
-        return TeacherOutput(measure, tables[1], hidden)
+        return TeacherOutput(measure, vocab_weights[1], hidden)
 
     def abstract_params(self, mesh: Mesh | AbstractMesh) -> dict[str, Any]:
         """Return shapes, dtypes and shardings of its parameters at rest: in the dtype of products."""
@@ -117,11 +117,11 @@ class OfflineTeacher:
         """Return what the files have of rows [B, T]."""
         assert self.model is not None
         module = self.model.module(params)
-        tables = module.tables()
-        hidden, _ = compute_hidden(module, tables, rows)
+        vocab_weights = module.vocab_weights()
+        hidden, _ = compute_hidden(module, vocab_weights, rows)
 
         def one_chunk(_: None, states: jax.Array) -> tuple[None, TopK]:
-            logits = module.logits((tables[1], tables[1]), states)
+            logits = module.logits((vocab_weights[1], vocab_weights[1]), states)
             spec = jax.typeof(logits).sharding.spec
             log_probs = reshard(jax.nn.log_softmax(logits / self.temperature), jax.P(*spec[:2], None))
             largest, ids = jax.lax.top_k(log_probs, self.top_k)
@@ -144,9 +144,9 @@ class KnownRows:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.model, name)
 
-    def logits(self, tables: tuple[jax.Array, jax.Array], x: jax.Array) -> jax.Array:
+    def logits(self, vocab_weights: tuple[jax.Array, jax.Array], x: jax.Array) -> jax.Array:
         """[B, T, D] -> [B, T, V] float32."""
-        return hide_rows(self.model.logits(tables, x), self.num_rows)
+        return hide_rows(self.model.logits(vocab_weights, x), self.num_rows)
 
 
 def hide_rows(logits: jax.Array, num_rows: int) -> jax.Array:
