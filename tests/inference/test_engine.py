@@ -219,7 +219,7 @@ def test_a_row_that_waits_holds_its_place_and_a_released_one_gives_it_up():
         (first, _), (second, _) = engine.run()
     assert (first, second, engine.num_working) == (0, 1, 2)
     assert engine.run() == []  # two answers wait for the rows
-    assert engine.room(0) == 32 - 3 - 4
+    assert engine.count_remaining_tokens(0) == 32 - 3 - 4
     engine.release(0)
     assert [number for number, _ in engine.run()] == [2]
     engine.release(1)

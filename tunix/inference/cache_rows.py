@@ -31,7 +31,7 @@ FIXED = (Memory, LastState)  # they have no slots
 SLOTS = -2  # the dimension of the slots, in each array of a cache
 
 
-def place_rows(
+def insert_rows(
     cache: Cache, entries: Cache, source: jax.Array, rows: jax.Array, pages: jax.Array | None = None
 ) -> Cache:
     """Return the cache with the rows `source` [R] of `entries` (of `prefill`) in its rows `rows` [R].
@@ -40,28 +40,28 @@ def place_rows(
     `pages` [R, W], which say where the tokens of a row go in layers with pages.
     """
 
-    def place_slots(old, new, source, rows):
+    def insert_slots(old, new, source, rows):
         # A cache with fewer slots than the entries has room for all tokens that count.
         num_slots = min(old.shape[SLOTS], new.shape[SLOTS])
-        taken = new[source][..., :num_slots, :]
-        return old.at[rows, ..., :num_slots, :].set(taken.astype(old.dtype), mode="drop")
+        chosen = new[source][..., :num_slots, :]
+        return old.at[rows, ..., :num_slots, :].set(chosen.astype(old.dtype), mode="drop")
 
-    def place_fixed(old, new, source, rows):
+    def insert_fixed(old, new, source, rows):
         return old.at[rows].set(new[source], mode="drop")
 
-    def place_pages(old, new, source, pages):
+    def insert_pages(old, new, source, pages):
         (count, width), (_, num_heads, size, dim) = pages.shape, old.shape
-        taken = new[source]
-        taken = jnp.pad(taken, ((0, 0), (0, 0), (0, width * size - taken.shape[SLOTS]), (0, 0)))
-        taken = jnp.moveaxis(taken.reshape(count, num_heads, width, size, dim), 2, 1)
-        return old.at[pages].set(taken.astype(old.dtype), mode="drop")
+        chosen = new[source]
+        chosen = jnp.pad(chosen, ((0, 0), (0, 0), (0, width * size - chosen.shape[SLOTS]), (0, 0)))
+        chosen = jnp.moveaxis(chosen.reshape(count, num_heads, width, size, dim), 2, 1)
+        return old.at[pages].set(chosen.astype(old.dtype), mode="drop")
 
-    def place(old, new):
+    def insert(old, new):
         if isinstance(old, Pages):
-            return Pages(on_shards(place_pages, old.arrays, new, source, pages))
-        return on_shards(place_fixed if isinstance(old, FIXED) else place_slots, old, new, source, rows)
+            return Pages(on_shards(insert_pages, old.arrays, new, source, pages))
+        return on_shards(insert_fixed if isinstance(old, FIXED) else insert_slots, old, new, source, rows)
 
-    return [place(old, new) for old, new in zip(cache, entries, strict=True)]
+    return [insert(old, new) for old, new in zip(cache, entries, strict=True)]
 
 
 def make_cache(

@@ -69,17 +69,17 @@ class _Row:
 
     number: int  # of the answer
     shard: int
-    place: int  # on its shard
+    index: int  # on its shard
     length: int  # tokens in the cache
-    limit: int  # of `drawn`
+    limit: int  # of `num_sampled`
     text: list[int]  # all tokens, of the prompt, of observations and drawn ones
     shift: int  # of positions behind images (`Vision.shift_positions`)
-    drawn: int = 0  # in all turns
+    num_sampled: int = 0  # in all turns
     observation: list[int] | None = None  # tokens that are to follow the turn
     tokens: list[int] = field(default_factory=list)
     model_log_probs: list[float] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
-    newest: int = 0  # the token that is drawn and not in the cache yet
+    last_token: int = 0  # the token that is drawn and not in the cache yet
     num_guessed: int | None = None  # of `tokens`
     state: str = "working"  # working; ended: its turn is to be reported; resting: it is reported; extending
 
@@ -90,14 +90,14 @@ class _Row:
         self.text += tokens
         self.model_log_probs += model_log_probs
         self.log_probs += log_probs
-        self.drawn += len(tokens)
-        self.newest = self.tokens[-1]
-        if self.newest in stop or self.drawn >= self.limit:
+        self.num_sampled += len(tokens)
+        self.last_token = self.tokens[-1]
+        if self.last_token in stop or self.num_sampled >= self.limit:
             self.state = "ended"
 
     def report(self, stop: frozenset[int]) -> Answer:
         """Return the turn, which has ended; the row rests."""
-        answer = Answer(self.tokens, self.model_log_probs, self.log_probs, self.newest in stop, self.num_guessed)
+        answer = Answer(self.tokens, self.model_log_probs, self.log_probs, self.last_token in stop, self.num_guessed)
         self.tokens, self.model_log_probs, self.log_probs, self.num_guessed = [], [], [], None
         self.state = "resting"
         return answer
@@ -142,7 +142,7 @@ class Engine:
 
     `extend` takes the tokens of what the row sees next, without those that it has drawn itself: the engine has them.
     The next turn draws at least one token. `max_new_tokens` bounds the tokens of the turn. A row has at most
-    `max_length` tokens, seen and drawn; `room(number)` says how many more it can have.
+    `max_length` tokens, seen and drawn; `count_remaining_tokens(number)` says how many more it can have.
 
     Numbers are those of answers in the whole rollout: the noise of an answer depends on `seed`, its number, and how
     many tokens it has drawn in all its turns. A number is used once.
@@ -216,10 +216,10 @@ class Engine:
         row = self.rows[number]
         assert row.state == "resting", "its turn has not been reported yet"
         assert min(len(tokens), max_new_tokens) > 0
-        assert len(tokens) + max_new_tokens <= self.room(number), "a row would have more tokens than max_length"
-        row.observation, row.limit, row.state = list(tokens), row.drawn + max_new_tokens, "extending"
+        assert len(tokens) + max_new_tokens <= self.count_remaining_tokens(number), "more tokens than max_length"
+        row.observation, row.limit, row.state = list(tokens), row.num_sampled + max_new_tokens, "extending"
 
-    def room(self, number: int) -> int:
+    def count_remaining_tokens(self, number: int) -> int:
         """Return how many more tokens a row can have."""
         return self.max_length - self.rows[number].length - 1  # the newest token is not in the cache yet
 
@@ -239,7 +239,7 @@ class Engine:
     def run(self) -> list[tuple[int, Answer]]:
         """Draw tokens, and return the turns that have ended, as (number, turn) in the order of their numbers."""
         with jax.set_mesh(self.mesh):
-            self._place_waiting()
+            self._insert_waiting()
             self._extend_rows()
             self._decode()
         ended = [(number, row.report(self.stop)) for number, row in self.rows.items() if row.state == "ended"]
@@ -256,8 +256,8 @@ class Engine:
 
     def _list_free(self, shard: int) -> list[int]:
         """Return the places without a row on a data shard."""
-        taken = {row.place for row in self.rows.values() if row.shard == shard}
-        return [place for place in range(self.num_rows) if place not in taken]
+        used = {row.index for row in self.rows.values() if row.shard == shard}
+        return [index for index in range(self.num_rows) if index not in used]
 
     def _to_devices(self, values: np.ndarray) -> jax.Array:
         return rows_to_global(values, self.mesh)
@@ -289,8 +289,8 @@ class Engine:
             index = np.full((self.num_shards, num_rows), self.num_rows, np.int32)
             free = [deque(range(num_rows)) for _ in range(self.num_shards)]
             for row in self.rows.values():
-                place = row.place if num_rows >= self.num_rows else free[row.shard].popleft()
-                index[row.shard, place], row.place = row.place, place
+                row_index = row.index if num_rows >= self.num_rows else free[row.shard].popleft()
+                index[row.shard, row_index], row.index = row.index, row_index
             # Pages are no row's, and stay as they are.
             slots: Cache = [() if isinstance(kept, Pages) else kept for kept in self.cache]
             resized = self.programs.resize(slots, self._to_devices(index.reshape(-1)), windows)
@@ -345,7 +345,7 @@ class Engine:
 
     # Prompts.
 
-    def _place_waiting(self) -> None:
+    def _insert_waiting(self) -> None:
         """Give free rows to answers that wait; compute the prompts that have not been computed yet."""
         longest = max(map(len, (prompt.tokens for prompt in self.waiting)), default=0)
         held = max((row.length for row in self.rows.values()), default=0)
@@ -354,7 +354,7 @@ class Engine:
         while True:
             free = [self._list_free(shard) for shard in range(self.num_shards)]
             for batch in self._list_batches(free):
-                self._place(*batch, free)
+                self._insert(*batch, free)
             if not self._compute_prompts(free):
                 return
 
@@ -369,7 +369,7 @@ class Engine:
 
     def _compute_prompts(self, free: list[list[int]]) -> bool:
         """Compute the next prompts, for the rows that are free [shards]; return False if there are none."""
-        chosen = self._choose_prompts([len(places) for places in free])
+        chosen = self._choose_prompts([len(rows) for rows in free])
         if not any(chosen):
             return False
         longest = max(len(prompt.tokens) for prompts in chosen for prompt in prompts)
@@ -380,19 +380,21 @@ class Engine:
         tokens = np.zeros((self.num_shards, count, length), np.int32)
         counts = np.ones((self.num_shards, count), np.int32)  # a filler is a prompt of one token
         for shard, prompts in enumerate(chosen):
-            for place, prompt in enumerate(prompts):
-                tokens[shard, place, : len(prompt.tokens)], counts[shard, place] = prompt.tokens, len(prompt.tokens)
+            for row, prompt in enumerate(prompts):
+                tokens[shard, row, : len(prompt.tokens)], counts[shard, row] = prompt.tokens, len(prompt.tokens)
         inputs = self._to_devices(tokens.reshape(-1, length)), self._to_devices(counts.reshape(-1))
-        reach, dtype, with_mtp = np.int32(self.max_length), self.sampling.cache_dtype, self.sampling.by_mtp
+        final_length, dtype, with_mtp = np.int32(self.max_length), self.sampling.cache_dtype, self.sampling.by_mtp
         images = self._gather_images(chosen, tokens.shape, num_slots)
-        computed = self.programs.prefill(self.weights, *inputs, reach, images, cache_dtype=dtype, with_mtp=with_mtp)
+        computed = self.programs.prefill(
+            self.weights, *inputs, final_length, images, cache_dtype=dtype, with_mtp=with_mtp
+        )
         if self.cache is None:
             sizes = self.num_shards * self.num_rows, self._list_windows(self.num_slots)
             num_pages = sum(pool.num_pages for pool in self.pools)
             self.cache = self.programs.make_cache(computed[1], *sizes, self.paged, num_pages)
         for shard, prompts in enumerate(chosen):
-            for place, prompt in enumerate(prompts):
-                prompt.entries, prompt.source = computed, place
+            for row, prompt in enumerate(prompts):
+                prompt.entries, prompt.source = computed, row
                 prompt.pages = () if len(prompt.numbers) > 1 else None
             self.computed[shard] += prompts
         return True
@@ -406,11 +408,11 @@ class Engine:
         pixels = np.zeros((*shape[:2], num_slots, *given[0].pixels.shape[1:]), np.uint8)
         index, grids = np.full(shape, -1, np.int32), np.zeros((*shape[:2], num_images, 2), np.int32)
         for shard, prompts in enumerate(chosen):
-            for place, prompt in enumerate(prompts):
+            for row, prompt in enumerate(prompts):
                 if (images := prompt.images) is not None:
-                    pixels[shard, place, : len(images.pixels)] = images.pixels
-                    index[shard, place, : len(prompt.tokens)] = images.image_index
-                    grids[shard, place, : len(images.grids)] = images.grids
+                    pixels[shard, row, : len(images.pixels)] = images.pixels
+                    index[shard, row, : len(prompt.tokens)] = images.image_index
+                    grids[shard, row, : len(images.grids)] = images.grids
         return Images(*(self._to_devices(each.reshape(-1, *each.shape[2:])) for each in (pixels, index, grids)))
 
     def _find_shift(self, prompt: _Prompt) -> int:
@@ -433,11 +435,12 @@ class Engine:
             prompt = self.waiting.popleft()
             # Where other shards have more free rows than the prompts behind this one fill, they take answers to it, and
             # compute it too: 3 prompts with 8 answers each keep 8 shards busy.
-            room, others = free_rows[shard], sum(map(max, free_rows, [0] * self.num_shards)) - free_rows[shard]
-            if len(prompt.numbers) > room and others > sum(len(each.numbers) for each in self.waiting):
+            num_free = free_rows[shard]
+            num_free_elsewhere = sum(map(max, free_rows, [0] * self.num_shards)) - num_free
+            if len(prompt.numbers) > num_free and num_free_elsewhere > sum(len(each.numbers) for each in self.waiting):
                 numbers = list(prompt.numbers)
-                self.waiting.appendleft(replace(prompt, numbers=deque(numbers[room:])))
-                prompt = replace(prompt, numbers=deque(numbers[:room]))
+                self.waiting.appendleft(replace(prompt, numbers=deque(numbers[num_free:])))
+                prompt = replace(prompt, numbers=deque(numbers[:num_free]))
             free_rows[shard] -= len(prompt.numbers)
             chosen[shard].append(prompt)
         if self.fixed_rows is not None:
@@ -449,7 +452,7 @@ class Engine:
             del prompts[count:]
         return chosen
 
-    def _place(self, computed: tuple[jax.Array, Cache], batch: list[list[_Prompt]], free: list[list[int]]) -> None:
+    def _insert(self, computed: tuple[jax.Array, Cache], batch: list[list[_Prompt]], free: list[list[int]]) -> None:
         """Give rows to answers of prompts that were computed together, and draw their first tokens."""
         begun: list[list[tuple[_Row, int]]] = [[] for _ in range(self.num_shards)]  # with the row of the prompt
         written: dict[int, int] = {}  # pages of a row's table, by its number, that stand there already
@@ -473,14 +476,14 @@ class Engine:
         number = np.zeros((self.num_shards, count), np.int32)
         for shard, each in enumerate(begun):
             for index, (row, at) in enumerate(each):
-                source[shard, index], rows[shard, index], number[shard, index] = at, row.place, row.number
-        places = {(shard, n): row.number for shard, each in enumerate(begun) for n, (row, _) in enumerate(each)}
+                source[shard, index], rows[shard, index], number[shard, index] = at, row.index, row.number
+        number_at = {(shard, n): row.number for shard, each in enumerate(begun) for n, (row, _) in enumerate(each)}
         size = self.num_shards, count, count_pages(max(list_slots(computed[1])))
-        pages = self._to_devices(make_table(self.pools, places, size, written)) if self.pools else None
+        pages = self._to_devices(make_table(self.pools, number_at, size, written)) if self.pools else None
         answers = Placement(*(self._to_devices(each.reshape(-1)) for each in (source, rows, number)))._replace(
             pages=pages
         )
-        self.cache, sampled = self.programs.place(self.cache, computed, answers, self.key, sampling=self.sampling)
+        self.cache, sampled = self.programs.insert(self.cache, computed, answers, self.key, sampling=self.sampling)
         on_host = [np.asarray(each).reshape(self.num_shards, count) for each in sampled]
         for shard, each in enumerate(begun):
             for index, (row, _) in enumerate(each):
@@ -527,17 +530,17 @@ class Engine:
         shape = self.num_shards, most if self.fixed_rows is None else self._count_at_once(length)
         tokens = np.zeros((*shape, length), np.int32)
         rows = np.full(shape, self.num_rows, np.int32)
-        start, number, drawn, shift = (np.zeros(shape, np.int32) for _ in range(4))
+        start, number, num_sampled, shift = (np.zeros(shape, np.int32) for _ in range(4))
         count = np.ones(shape, np.int32)
         for shard, each in enumerate(by_shard):
             for index, row in enumerate(each):
-                text = [row.newest, *(row.observation or ())]
+                text = [row.last_token, *(row.observation or ())]
                 at = shard, index
-                tokens[at][: len(text)], count[at], rows[at] = text, len(text), row.place
-                start[at], number[at], drawn[at], shift[at] = row.length, row.number, row.drawn, row.shift
-        inputs = (rows, tokens, start, count, number, drawn, shift)
-        places = {(shard, n): row.number for shard, each in enumerate(by_shard) for n, row in enumerate(each)}
-        table = self._make_table(places, shape)
+                tokens[at][: len(text)], count[at], rows[at] = text, len(text), row.index
+                start[at], number[at], num_sampled[at], shift[at] = row.length, row.number, row.num_sampled, row.shift
+        inputs = (rows, tokens, start, count, number, num_sampled, shift)
+        number_at = {(shard, n): row.number for shard, each in enumerate(by_shard) for n, row in enumerate(each)}
+        table = self._make_table(number_at, shape)
         more = Extension(*(self._to_devices(each.reshape(-1, *each.shape[2:])) for each in inputs))._replace(
             table=table
         )
@@ -560,8 +563,8 @@ class Engine:
         if not working:
             return
         guess = self.sampling.guess
-        steps = min(self.chunk, max(row.limit - row.drawn for row in working))
-        ends = {row.number: row.length + min(steps + guess, row.limit - row.drawn) for row in working}
+        steps = min(self.chunk, max(row.limit - row.num_sampled for row in working))
+        ends = {row.number: row.length + min(steps + guess, row.limit - row.num_sampled) for row in working}
         self._resize(self.num_rows, max(ends.values()))
         working = [self.rows[number] for number in extend_rows(self.pools, ends)]
         if not working:
@@ -569,11 +572,11 @@ class Engine:
         shape = self.num_shards, self.num_rows
         fields = {name: np.zeros(shape, np.int32) for name in Drawing._fields if name != "table"}
         for row in working:
-            at = row.shard, row.place
-            fields["token"][at], fields["length"][at], fields["number"][at] = row.newest, row.length, row.number
-            fields["drawn"][at], fields["limit"][at], fields["working"][at] = row.drawn, row.limit, 1
+            at = row.shard, row.index
+            fields["token"][at], fields["length"][at], fields["number"][at] = row.last_token, row.length, row.number
+            fields["num_sampled"][at], fields["limit"][at], fields["working"][at] = row.num_sampled, row.limit, 1
             fields["shift"][at] = row.shift
-        table = self._make_table({(row.shard, row.place): row.number for row in working}, shape)
+        table = self._make_table({(row.shard, row.index): row.number for row in working}, shape)
         rows = Drawing(**{name: self._to_devices(values.reshape(-1)) for name, values in fields.items()}, table=table)
         # It returns when an eighth of the rows have ended, so that others take them.
         fewest = len(working) - max(1, len(working) // 8) + 1
@@ -582,7 +585,7 @@ class Engine:
         if guess:
             text = np.zeros((*shape, self.num_slots + 1), np.int32)  # with a place for the newest token
             for row in working:
-                text[row.shard, row.place, : len(row.text)] = row.text
+                text[row.shard, row.index, : len(row.text)] = row.text
             inputs = rows, self._to_devices(text.reshape(-1, text.shape[-1])), self.key, extent
             self.cache, sampled, passes = self.programs.guess(self.weights, self.cache, *inputs, sampling=self.sampling)
             num_passes = np.asarray(passes).reshape(shape)
@@ -592,8 +595,8 @@ class Engine:
             )
         on_host = [np.asarray(each).reshape(*shape, -1) for each in sampled]
         for row in working:
-            count = int((on_host[0][row.shard, row.place] != NO_TOKEN).sum())
+            count = int((on_host[0][row.shard, row.index] != NO_TOKEN).sum())
             row.length += count
             if guess:
-                row.num_guessed = (row.num_guessed or 0) + count - int(num_passes[row.shard, row.place])
-            row.take((values[row.shard, row.place, :count] for values in on_host), self.stop)
+                row.num_guessed = (row.num_guessed or 0) + count - int(num_passes[row.shard, row.index])
+            row.take((values[row.shard, row.index, :count] for values in on_host), self.stop)

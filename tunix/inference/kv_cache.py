@@ -22,8 +22,8 @@ take one head at a time. Otherwise XLA keeps a copy of the whole cache in that o
 
 Passes through the model:
 
-    prefill     prompts by themselves -> their entries; `place_rows` writes each into several rows of a cache
-    run_behind  several tokens behind those that some rows have, or all; as many of them are kept as turn out right
+    prefill     prompts by themselves -> their entries; `insert_rows` writes each into several rows of a cache
+    run_after   several tokens after those that some rows have, or all; as many of them are kept as turn out right
     decode      one token behind those that all rows have
 """
 
@@ -62,7 +62,7 @@ def prefill(
     weights: Gathered,
     tokens: jax.Array,
     count: jax.Array,
-    reach: int | jax.Array,
+    final_length: int | jax.Array,
     cache_dtype: str | None = None,
     images: Images | None = None,
     with_mtp: bool = False,
@@ -92,7 +92,7 @@ def prefill(
 
         return Mix(prompt_attention, lambda recurrence: recurrence.extend(None, count))
 
-    forward = Forward(mix_of, tokens.shape[1], reach=reach)
+    forward = Forward(mix_of, tokens.shape[1], final_length=final_length)
     hidden, entries = _run_blocks(model, weights, tokens, positions, forward, images)
     if with_mtp:
         # The token behind the prompt is not drawn yet, so the last state waits for it. Its slot is not seen until then.
@@ -101,14 +101,14 @@ def prefill(
     return hidden, entries
 
 
-def run_behind(
+def run_after(
     model: Transformer,
     weights: Gathered,
     cache: Cache,
     rows: jax.Array | None,
     tokens: jax.Array,
     start: jax.Array,
-    reach: jax.Array,
+    final_length: jax.Array,
     shift: jax.Array,
     table: jax.Array | None = None,
 ) -> tuple[jax.Array, Callable[[jax.Array], Cache]]:
@@ -123,8 +123,8 @@ def run_behind(
         table: [A, W] int32, the pages of the rows, if the cache has pages.
     """
     num_layers = model.cfg.num_layers
-    mix_of, positions = _mix_behind(model, cache[:num_layers], rows, tokens, start, shift, table)
-    forward = Forward(mix_of, max(list_slots(cache, table)), reach=reach)
+    mix_of, positions = _mix_after(model, cache[:num_layers], rows, tokens, start, shift, table)
+    forward = Forward(mix_of, max(list_slots(cache, table)), final_length=final_length)
     hidden, writes = _run_blocks(model, weights, tokens, positions, forward)
 
     def write(count: jax.Array) -> Cache:
@@ -137,14 +137,14 @@ def run_behind(
         state = last.hidden if rows is None else take_rows(last, rows).hidden
         first = reshard(state[:, None], jax.typeof(hidden).sharding.spec)
         states = jnp.concatenate([first, hidden[:, :-1]], axis=1)
-        _, write_slots = run_mtp_behind(model, weights, cached, rows, states, tokens, start - 1, reach, shift)
-        newest = LastState(jnp.where(count[:, None] > 0, _take_last(hidden, count)[:, 0], state))
-        return [*after, write_slots(count), newest if rows is None else set_rows(last, newest, rows)]
+        _, write_slots = run_mtp_after(model, weights, cached, rows, states, tokens, start - 1, final_length, shift)
+        last_state = LastState(jnp.where(count[:, None] > 0, _take_last(hidden, count)[:, 0], state))
+        return [*after, write_slots(count), last_state if rows is None else set_rows(last, last_state, rows)]
 
     return hidden, write
 
 
-def run_mtp_behind(
+def run_mtp_after(
     model: Transformer,
     weights: Gathered,
     cached: tuple[jax.Array, ...],
@@ -152,13 +152,13 @@ def run_mtp_behind(
     states: jax.Array,
     tokens: jax.Array,
     start: jax.Array,
-    reach: jax.Array,
+    final_length: jax.Array,
     shift: jax.Array,
 ) -> tuple[jax.Array, Callable[[jax.Array], tuple[jax.Array, ...]]]:
-    """Do as `run_behind` with the layer of `model.mtp` and its slots `cached`: tokens [A, C] stand beside the states
+    """Do as `run_after` with the layer of `model.mtp` and its slots `cached`: tokens [A, C] stand beside the states
     [A, C, D] of those before them."""
-    mix_of, positions = _mix_behind(model, [cached], rows, tokens, start, shift)
-    forward = Forward(mix_of, cached[0].shape[SLOTS], reach=reach)
+    mix_of, positions = _mix_after(model, [cached], rows, tokens, start, shift)
+    forward = Forward(mix_of, cached[0].shape[SLOTS], final_length=final_length)
     return _run_mtp(model, weights, states, tokens, positions, forward)
 
 
@@ -174,7 +174,7 @@ def _run_mtp(
     return hidden, cache
 
 
-def _mix_behind(
+def _mix_after(
     model: Transformer,
     cache: Cache,
     rows: jax.Array | None,
@@ -235,14 +235,14 @@ def decode(
     token: jax.Array,
     length: jax.Array,
     working: jax.Array,
-    reach: jax.Array,
+    final_length: jax.Array,
     shift: jax.Array,
     table: jax.Array | None = None,
 ) -> tuple[jax.Array, Cache]:
     """Return the logits [B, V] after one more token [B] int32 of each row, and the cache with it.
 
     A row has `length` [B] tokens before it. The cache of a row that is not `working`, [B] bool, stays as it is; its
-    logits mean nothing. `reach`, `shift` [B] and `table` [B, W] are those of `run_behind`.
+    logits mean nothing. `final_length`, `shift` [B] and `table` [B, W] are those of `run_after`.
     """
     time = length[:, None]  # [B, 1]
 
@@ -268,7 +268,7 @@ def decode(
 
         return Mix(cache_attention, recur)
 
-    forward = Forward(mix_of, max(list_slots(cache, table)), reach=reach)
+    forward = Forward(mix_of, max(list_slots(cache, table)), final_length=final_length)
     hidden, cache = _run_blocks(model, weights, token[:, None], time + shift[:, None], forward)
     return model.logits(model.vocab_weights(), hidden)[:, 0], cache
 
@@ -302,8 +302,8 @@ def _list_times(length: jax.Array, size: int) -> jax.Array:
 
     Slot s holds the newest time t < length with t % size = s. With 4 slots after 6 tokens these are 4, 5, 2 and 3.
     """
-    newest = length[:, None] - 1
-    return newest - (newest - jnp.arange(size)) % size
+    last = length[:, None] - 1
+    return last - (last - jnp.arange(size)) % size
 
 
 def _find_visible(model: Transformer, layer: Layer, times: jax.Array, key_times: jax.Array) -> jax.Array:

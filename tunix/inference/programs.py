@@ -1,7 +1,7 @@
 """The compiled programs of the engine: each for few shapes, whatever the rows of a rollout do.
 
     prefill         prompts -> their entries, and logits              [prompts, tokens], and slots of images
-    place           entries into rows of the cache; the first token   [rows]
+    insert          entries into rows of the cache; the first token   [rows]
     extend          several tokens behind those of some rows          [rows, tokens]
     decode          up to `CHUNK` tokens of all rows at work, as one loop on the devices
     resize          more slots; more or fewer rows; `add_pages`: more pages
@@ -22,14 +22,14 @@ from tunix.inference.cache_rows import (
     SLOTS,
     Cache,
     add_pages,
+    insert_rows,
     make_cache,
-    place_rows,
     resize,
     split_mtp,
     take_rows,
 )
 from tunix.inference.gathered import Gathered
-from tunix.inference.kv_cache import compute_last_logits, decode, prefill, run_behind, run_mtp_behind
+from tunix.inference.kv_cache import compute_last_logits, decode, prefill, run_after, run_mtp_after
 from tunix.inference.sampling import Sampled, Sampling, sample
 from tunix.models.kernels import select_cache
 from tunix.models.transformer import Transformer
@@ -48,8 +48,8 @@ class Drawing(NamedTuple):
     token: jax.Array  # int32, the newest, which is not in the cache yet
     length: jax.Array  # int32, tokens in the cache
     number: jax.Array  # int32, of the answer, which its noise depends on
-    drawn: jax.Array  # int32, tokens drawn so far, in all turns
-    limit: jax.Array  # int32, of `drawn`: the turn ends when it is reached
+    num_sampled: jax.Array  # int32, tokens drawn so far, in all turns
+    limit: jax.Array  # int32, of `num_sampled`: the turn ends when it is reached
     working: jax.Array  # bool
     shift: jax.Array  # int32, of positions behind images (`Vision.shift_positions`)
     table: jax.Array | None = None  # [B, W] int32, the pages of each row, where the cache has pages
@@ -72,7 +72,7 @@ class Extension(NamedTuple):
     start: jax.Array  # tokens in the cache
     num_tokens: jax.Array  # of `tokens`, which are filled up behind these
     number: jax.Array  # of the answer
-    drawn: jax.Array  # tokens drawn so far, in all turns
+    num_sampled: jax.Array  # tokens drawn so far, in all turns
     shift: jax.Array  # of positions behind images
     table: jax.Array | None = None  # [A, W], the pages of each row
 
@@ -82,7 +82,7 @@ class Extent(NamedTuple):
 
     steps: Any  # tokens at most
     fewest: Any  # the loop ends when fewer rows are at work
-    reach: Any  # tokens of the longest row when it ends
+    final_length: Any  # tokens of the longest row when it ends
     stop: Any
 
 
@@ -92,7 +92,7 @@ class Programs:
     def __init__(self, arch: Architecture, mesh: Mesh):
         self.arch, self.mesh, self.num_shards = arch, mesh, data_shards(mesh.shape)
         self.prefill = jax.jit(partial(_prefill, arch), static_argnames=("cache_dtype", "with_mtp"))
-        self.place = jax.jit(partial(_place, arch), static_argnames="sampling", donate_argnames="cache")
+        self.insert = jax.jit(partial(_insert, arch), static_argnames="sampling", donate_argnames="cache")
         self.extend = jax.jit(partial(_extend, arch), static_argnames="sampling", donate_argnames="cache")
         self.decode = jax.jit(partial(_decode, arch), static_argnames="sampling", donate_argnames="cache")
         self.guess = jax.jit(partial(_decode_guesses, arch), static_argnames="sampling", donate_argnames="cache")
@@ -108,8 +108,8 @@ class Programs:
         """
         model, device = self.arch.model, self.mesh.abstract_mesh.abstract_device
         has_pages = select_cache(sampling.cache, model, self.arch.layout.compute, device) == "pages"
-        behind = (False, False) if sampling.by_mtp else ()
-        return (*(has_pages and model.is_paged(layer) for layer in range(model.num_layers)), *behind)
+        of_mtp = (False, False) if sampling.by_mtp else ()
+        return (*(has_pages and model.is_paged(layer) for layer in range(model.num_layers)), *of_mtp)
 
     @property
     def num_compiled(self) -> int:
@@ -123,7 +123,7 @@ def _prefill(
     weights: Gathered,
     tokens: jax.Array,
     count: jax.Array,
-    reach: jax.Array,
+    final_length: jax.Array,
     images: Images | None = None,
     *,
     cache_dtype: str | None,
@@ -131,11 +131,11 @@ def _prefill(
 ) -> tuple[jax.Array, Cache]:
     """Return the logits [P, V] after prompts [P, C], and their entries; see `kv_cache.prefill`."""
     model = weights.module(arch)
-    hidden, entries = prefill(model, weights, tokens, count, reach, cache_dtype, images, with_mtp)
+    hidden, entries = prefill(model, weights, tokens, count, final_length, cache_dtype, images, with_mtp)
     return compute_last_logits(model, hidden, count), entries
 
 
-def _place(
+def _insert(
     arch: Architecture,
     cache: Cache,
     computed: tuple[jax.Array, Cache],
@@ -149,7 +149,7 @@ def _place(
     `computed` is what `_prefill` returns.
     """
     logits, entries = computed
-    cache = place_rows(cache, entries, answers.source, answers.row, answers.pages)
+    cache = insert_rows(cache, entries, answers.source, answers.row, answers.pages)
     first = take_rows(logits, answers.source)
     sampled = sample(first, key, answers.number, jnp.zeros_like(answers.number), sampling, arch.layout)
     return cache, _replicate(sampled)
@@ -161,16 +161,16 @@ def _extend(
     cache: Cache,
     more: Extension,
     key: jax.Array,
-    reach: jax.Array,
+    final_length: jax.Array,
     *,
     sampling: Sampling,
 ) -> tuple[Cache, Sampled]:
     """Give rows [A] more tokens [A, C]; return the cache, and the token behind them, [A] on every device."""
     model = weights.module(arch)
     text = more.row, more.tokens, more.start
-    hidden, write = run_behind(model, weights, cache, *text, reach, more.shift, more.table)
+    hidden, write = run_after(model, weights, cache, *text, final_length, more.shift, more.table)
     logits = compute_last_logits(model, hidden, more.num_tokens)
-    sampled = sample(logits, key, more.number, more.drawn, sampling, arch.layout)
+    sampled = sample(logits, key, more.number, more.num_sampled, sampling, arch.layout)
     return write(more.num_tokens), _replicate(sampled)
 
 
@@ -196,9 +196,9 @@ def _decode(
     def step(state):
         n, rows, cache, chunk = state
         bound = _keep_in_loop(n, weights)
-        state_of_rows = rows.token, rows.length, rows.working, extent.reach, rows.shift, rows.table
+        state_of_rows = rows.token, rows.length, rows.working, extent.final_length, rows.shift, rows.table
         logits, cache = decode(model, bound, cache, *state_of_rows)
-        sampled = sample(logits, key, rows.number, rows.drawn, sampling, model.layout)
+        sampled = sample(logits, key, rows.number, rows.num_sampled, sampling, model.layout)
         chunk = jax.tree.map(
             lambda tokens, new: jax.lax.dynamic_update_slice_in_dim(
                 tokens, jnp.where(rows.working, new, jnp.asarray(NO_TOKEN, new.dtype))[:, None], n, 1
@@ -207,12 +207,12 @@ def _decode(
             sampled,
         )
         one = rows.working.astype(jnp.int32)
-        drawn = rows.drawn + one
-        ends = jnp.any(sampled.tokens[:, None] == extent.stop, axis=1) | (drawn >= rows.limit)
+        num_sampled = rows.num_sampled + one
+        ends = jnp.any(sampled.tokens[:, None] == extent.stop, axis=1) | (num_sampled >= rows.limit)
         rows = rows._replace(
             token=jnp.where(rows.working, sampled.tokens, rows.token),
             length=rows.length + one,
-            drawn=drawn,
+            num_sampled=num_sampled,
             working=rows.working & ~ends,
         )
         return n + 1, rows, cache, chunk
@@ -277,36 +277,36 @@ def _decode_guesses(
         bound = _keep_in_loop(n, weights)
         at_work = rows.working & (filled < extent.steps)
         if sampling.by_mtp:
-            guesses, cache = _guess_by_mtp(model, bound, cache, rows, at_work, key, extent.reach, sampling)
+            guesses, cache = _guess_by_mtp(model, bound, cache, rows, at_work, key, extent.final_length, sampling)
         else:
             guesses = _on_rows(partial(_find_guesses, count=sampling.guess), text, rows.length)
         tokens = jnp.concatenate([rows.token[:, None], guesses], axis=1)
-        behind = rows.length, extent.reach, rows.shift, rows.table
-        hidden, write = run_behind(model, bound, cache, None, tokens, *behind)
+        arguments = rows.length, extent.final_length, rows.shift, rows.table
+        hidden, write = run_after(model, bound, cache, None, tokens, *arguments)
         logits = model.logits(model.vocab_weights(), hidden)
-        drawn = [
-            sample(logits[:, index], key, rows.number, rows.drawn + index, sampling, model.layout)
+        samples = [
+            sample(logits[:, index], key, rows.number, rows.num_sampled + index, sampling, model.layout)
             for index in range(sampling.guess + 1)
         ]
-        sampled = Sampled(*(jnp.stack(each, axis=1) for each in zip(*drawn, strict=True)))
-        places = jnp.arange(sampling.guess + 1)
+        sampled = Sampled(*(jnp.stack(each, axis=1) for each in zip(*samples, strict=True)))
+        offsets = jnp.arange(sampling.guess + 1)
         ends = jnp.any(sampled.tokens[:, :, None] == extent.stop, axis=2)
-        ends |= rows.drawn[:, None] + places + 1 >= rows.limit[:, None]
+        ends |= rows.num_sampled[:, None] + offsets + 1 >= rows.limit[:, None]
         # A token counts behind right guesses, and before an end.
         goes_on = (tokens[:, 1:] == sampled.tokens[:, :-1]) & ~ends[:, :-1]
         first = jnp.ones_like(ends[:, :1])
         counts = jnp.cumprod(jnp.concatenate([first, goes_on], axis=1).astype(jnp.int32), axis=1)
         counts = counts * at_work[:, None]
         count = jnp.sum(counts, axis=1)
-        newest = jnp.sum(jnp.where(places == count[:, None] - 1, sampled.tokens, 0), axis=1)
+        last_token = jnp.sum(jnp.where(offsets == count[:, None] - 1, sampled.tokens, 0), axis=1)
         ended = jnp.any(ends & (counts > 0), axis=1)
         chunk = Sampled(*(_put(old, new, filled, counts) for old, new in zip(chunk, sampled, strict=True)))
         text = _put(text, sampled.tokens, rows.length + 1, counts)
         cache = write(count)
         rows = rows._replace(
-            token=jnp.where(at_work, newest, rows.token),
+            token=jnp.where(at_work, last_token, rows.token),
             length=rows.length + count,
-            drawn=rows.drawn + count,
+            num_sampled=rows.num_sampled + count,
             working=rows.working & ~ended,
         )
         return n + 1, rows, text, filled + count, passes + at_work, cache, chunk
@@ -335,19 +335,22 @@ def _guess_by_mtp(
     rows: Drawing,
     at_work: jax.Array,
     key: jax.Array,
-    reach: jax.Array,
+    final_length: jax.Array,
     sampling: Sampling,
 ) -> tuple[jax.Array, Cache]:
     """Return `sampling.guess` tokens [B, n] that may follow the newest ones, and the cache, which has them in slots of
-    the layer that are not seen: `run_behind` writes them anew, beside states of the model."""
+    the layer that are not seen: `run_after` writes them anew, beside states of the model."""
     layers, kept, last = split_mtp(cache)
     token, state, guesses = rows.token, last.hidden, []
     for index in range(sampling.guess):
         time = rows.length - 1 + index
-        arguments = state[:, None], token[:, None], time, reach, rows.shift
-        hidden, write = run_mtp_behind(model, weights, kept, None, *arguments)
+        arguments = state[:, None], token[:, None], time, final_length, rows.shift
+        hidden, write = run_mtp_after(model, weights, kept, None, *arguments)
         logits = model.logits(model.vocab_weights(), hidden)[:, 0]
-        token, state = sample(logits, key, rows.number, rows.drawn + index, sampling, model.layout).tokens, hidden[:, 0]
+        token, state = (
+            sample(logits, key, rows.number, rows.num_sampled + index, sampling, model.layout).tokens,
+            hidden[:, 0],
+        )
         guesses.append(token)
         # Behind the last slot it would take the place of a token that is still seen.
         kept = write((at_work & (time < kept[0].shape[SLOTS])).astype(jnp.int32))
@@ -356,17 +359,17 @@ def _guess_by_mtp(
 
 def _find_guesses(text: jax.Array, length: jax.Array, count: int) -> jax.Array:
     """Return `count` tokens [B, count] that may follow token `length` [B] of texts [B, S]; without a guess, any."""
-    before, newest = (jnp.take_along_axis(text, (length - back)[:, None], axis=1) for back in (1, 0))
-    places = jnp.arange(text.shape[1] - 1)
-    same = (text[:, :-1] == before) & (text[:, 1:] == newest) & (places + 1 < length[:, None])
-    last = jnp.max(jnp.where(same, places, 0), axis=1)
+    before, last_token = (jnp.take_along_axis(text, (length - back)[:, None], axis=1) for back in (1, 0))
+    positions = jnp.arange(text.shape[1] - 1)
+    same = (text[:, :-1] == before) & (text[:, 1:] == last_token) & (positions + 1 < length[:, None])
+    last = jnp.max(jnp.where(same, positions, 0), axis=1)
     # Behind the newest token nothing is known: there the guess goes on from the beginning of the pair.
     index = jnp.minimum((last + 2)[:, None] + jnp.arange(count), length[:, None])
     return jnp.take_along_axis(text, index, axis=1)
 
 
 def _put(old: jax.Array, new: jax.Array, start: jax.Array, counts: jax.Array) -> jax.Array:
-    """Return arrays [B, n] with the numbers [B, C] that count, [B, C], from the places `start` [B] on."""
+    """Return arrays [B, n] with the numbers [B, C] that count, [B, C], from the positions `start` [B] on."""
 
     def put(old, new, start, counts):
         index = jnp.where(counts > 0, start[:, None] + jnp.arange(new.shape[1]), old.shape[1])

@@ -253,21 +253,21 @@ class Forward(NamedTuple):
     mix_of: Callable[[Layer, Any], Mix]
     length: int  # tokens of the sequences, or those for which a cache has room
     seed: Any = None  # int32 scalar for the dropout of training, or None
-    reach: int | jax.Array | None = None  # tokens that the sequences end with, if they grow beyond `length`
+    final_length: int | jax.Array | None = None  # tokens that the sequences end with, if they grow beyond `length`
     features: Any = ()  # [B, t, D] each: of images, added behind the first layers
     inputs: Any = None  # [l, B, t, p], of all layers, where the model has `layer_inputs`
 
     def rope(self, cfg: Model, layers: Any) -> Rope | None:
         """Return the rotations of layers with heads of one width, arrays [L, ...]; None with learned positions."""
-        return layer_rope(cfg, layers, self._reach) if cfg.positions == "rope" else None
+        return layer_rope(cfg, layers, self._final_length) if cfg.positions == "rope" else None
 
     def rope_tables(self, cfg: Model, layers: Any, positions: jax.Array) -> Turns | None:
         """Return `make_tables` of such layers and of positions [B, T]; None with learned positions."""
-        return make_tables(cfg, layers, self._reach, positions) if cfg.positions == "rope" else None
+        return make_tables(cfg, layers, self._final_length, positions) if cfg.positions == "rope" else None
 
     @property
-    def _reach(self) -> int | jax.Array:
-        return self.length if self.reach is None else self.reach
+    def _final_length(self) -> int | jax.Array:
+        return self.length if self.final_length is None else self.final_length
 
 
 # Keys and values of one layer that later layers use too (`model.shared_kv`).

@@ -30,18 +30,18 @@ class Rope(NamedTuple):
     turns: Turns | None = None
 
 
-def layer_rope(cfg: Model, layers: Sequence[int], reach: int | jax.Array) -> Rope:
+def layer_rope(cfg: Model, layers: Sequence[int], final_length: int | jax.Array) -> Rope:
     """Return rotations of these layers: those of `rope_theta`, scaled, or of `local_rope_theta` in local layers.
 
-    A layer without positions turns by 0 radians. The layers have heads of one width. `reach` is the number of tokens
-    that the sequences grow to, a number of Python's or a scalar: LongRoPE turns slower in longer ones.
+    A layer without positions turns by 0 radians. The layers have heads of one width. `final_length` is the number of
+    tokens that the sequences grow to, a number of Python's or a scalar: LongRoPE turns slower in longer ones.
     """
     assert cfg.rope_theta is not None
     (num_rotated,) = {cfg.rotated_dim or cfg.heads_of(layer).dim for layer in layers}
     scaled, magnitude = SCALINGS[cfg.rope_scaling.name](cfg, cfg.rope_theta, num_rotated)
     if isinstance(cfg.rope_scaling, RopeLong):
         short, long = scaled
-        scaled = jnp.where(reach > cfg.rope_scaling.original_context, long, short)
+        scaled = jnp.where(final_length > cfg.rope_scaling.original_context, long, short)
     local = scaled if cfg.local_rope_theta is None else _rotations(cfg.local_rope_theta, num_rotated)
     is_scaled = np.array([cfg.local_rope_theta is None or cfg.is_global(layer) for layer in layers])
     is_rotated = np.array([cfg.is_rotated(layer) for layer in layers])
@@ -61,14 +61,14 @@ def _list_axes(sections: Sequence[int]) -> list[int]:
     return [pair % 3 if pair < 3 * sections[pair % 3] else 0 for pair in range(sum(sections))]
 
 
-def make_tables(cfg: Model, layers: Sequence[int], reach: int | jax.Array, positions: jax.Array) -> Turns:
+def make_tables(cfg: Model, layers: Sequence[int], final_length: int | jax.Array, positions: jax.Array) -> Turns:
     """Return sine and cosine [kinds, B, T, R / 2] of positions [B, T], for each different rotation of these layers.
 
     XLA's CPU backend takes both for cheap, and computes them anew wherever they are used: for each head of each layer,
     forward and backward. A table is computed once.
     """
     first, _ = _list_kinds(cfg, layers)
-    rope = layer_rope(cfg, [layers[index] for index in first], reach)
+    rope = layer_rope(cfg, [layers[index] for index in first], final_length)
     ropes = [jax.tree.map(lambda x, index=index: x[index], rope) for index in range(len(first))]
     sines, cosines = zip(*(find_turns(positions, each) for each in ropes), strict=True)
     return jnp.stack(sines), jnp.stack(cosines)
