@@ -66,7 +66,7 @@ def test_numbers_are_those_of_the_plain_kernel(length, heads, kv_heads, dim, win
 @pytest.mark.parametrize("window", [13, 256], ids=["shorter than an image", "whole rows"])
 def test_tokens_of_a_image_see_one_another(window):
     """Images of 40 tokens, one cut by the end of its row; both kernels compute what the mask says."""
-    length, tokens, reach = 200, 40, 39
+    length, tokens, future_keys = 200, 40, 39
     rng = np.random.default_rng(0)
     index, segments = np.full((2, length), -1, np.int32), np.zeros((2, length), np.int32)
     for row, start, slot in ((0, 3, 0), (0, 60, 1), (0, 180, 2), (1, 101, 0)):
@@ -76,12 +76,12 @@ def test_tokens_of_a_image_see_one_another(window):
     seen = row_mask_rule(jnp.asarray(segments), jnp.int32(window), find_ends(jnp.asarray(index), tokens))
     q, k, v, d_out = (jnp.asarray(rng.normal(size=(2, length, n, 8)), jnp.float32) for n in (4, 2, 2, 4))
 
-    def masked(q, k, v, rule, reach):
+    def masked(q, k, v, rule, future_keys):
         return jax.nn.dot_product_attention(q, k, v, mask=rule.mask(), scale=1.0)
 
     @partial(jax.jit, static_argnums=0)
     def results(kernel, q, k, v):
-        out, pull_back = jax.vjp(lambda *qkv: kernel(*qkv, seen, reach=reach), q, k, v)
+        out, pull_back = jax.vjp(lambda *qkv: kernel(*qkv, seen, future_keys=future_keys), q, k, v)
         return out, *pull_back(d_out)
 
     expected = results(masked, q, k, v)

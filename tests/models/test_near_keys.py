@@ -9,11 +9,19 @@ import numpy as np
 import pytest
 from jax.extend.core import Jaxpr
 
-from tunix.models.attention import NEAR_BLOCK, SPANS, _near, _triangle, _weigh_values, plain, select_query_block
+from tunix.models.attention import (
+    SPANS,
+    WINDOW_BLOCK,
+    _sliding_window,
+    _triangle,
+    _weigh_values,
+    plain,
+    select_query_block,
+)
 from tunix.models.attention_mask import row_mask_rule
 
 HEADS, DIM = 2, 8
-TRIANGLE, NEAR = (partial(way, weigh=_weigh_values) for way in (_triangle, partial(_near, span=SPANS[0])))
+TRIANGLE, NEAR = (partial(way, weigh=_weigh_values) for way in (_triangle, partial(_sliding_window, span=SPANS[0])))
 
 
 def row(length: int, segments: jax.Array | None = None) -> tuple:
@@ -42,13 +50,13 @@ def count_pairs(jaxpr: Jaxpr) -> int:
 
 @pytest.mark.parametrize("length", [1024, 4096])
 def test_pairs_that_are_computed(length):
-    """Keys up to the end of each block of queries; in `_near`, only those of the blocks that a window may reach.
+    """Keys up to the end of each block of queries; in `_sliding_window`, only those of the blocks that a window may reach.
 
     The forward pass has two products of a pair. The backward pass has five: the scores again, and four gradients.
     """
     block = select_query_block(length)
     ends = range(block, length + 1, block)
-    pairs = {TRIANGLE: block * sum(ends), NEAR: length * (SPANS[0] + NEAR_BLOCK)}
+    pairs = {TRIANGLE: block * sum(ends), NEAR: length * (SPANS[0] + WINDOW_BLOCK)}
     q, k, v, segments = row(length)
     for way, num_pairs in pairs.items():
 

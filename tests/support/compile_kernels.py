@@ -43,7 +43,7 @@ def compile_attention(mesh: Mesh, dim: int, options: dict[str, Any]) -> str:
     def gradients(q, k, v, segments, window):
         @jax.shard_map(in_specs=(SPLIT,) * 4 + (jax.P(),), out_specs=SPLIT)
         def on_each_device(q, k, v, segments, window):
-            ends = segments if "reach" in options else None  # any numbers: nothing runs
+            ends = segments if "future_keys" in options else None  # any numbers: nothing runs
             out, pull_back = jax.vjp(
                 lambda *qkv: flash(*qkv, row_mask_rule(segments, window, ends), **options), q, k, v
             )
@@ -126,6 +126,6 @@ with jax.set_mesh(mesh):
     elif label in CP_EXCHANGES:
         print(json.dumps(compile_exchange(mesh, label)))
     else:
-        options = {"": {}, "capped": {"cap": 30.0, "with_sums": True}, "images": {"reach": 255}}[kind]
+        options = {"": {}, "capped": {"cap": 30.0, "with_sums": True}, "images": {"future_keys": 255}}[kind]
         text = compile_attention(mesh, int(dim), options)
         print(*sorted(set(re.findall(r'name = "(attention_\w+)"', text))))

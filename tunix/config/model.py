@@ -357,8 +357,8 @@ class Model(Section):
     def kernel_options(self) -> dict[str, Any]:
         """Options of kernels of attention that this model needs for whole rows (`models/attention.py`)."""
         # Tokens of an image see later ones of their image.
-        reach = {"reach": self.vision.tokens_per_image - 1} if isinstance(self.vision, Gemma3Vision) else {}
-        return self.attention_options | reach
+        future = {"future_keys": self.vision.tokens_per_image - 1} if isinstance(self.vision, Gemma3Vision) else {}
+        return self.attention_options | future
 
     def list_windows(self, length: int) -> list[int]:
         """Return how many tokens each layer attends to in a sequence of `length` tokens; 0 with linear attention."""

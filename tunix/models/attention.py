@@ -44,7 +44,7 @@ FEWEST_QUERIES, MAX_QUERIES = 128, 512  # of a block of the plain kernel, which 
 SPANS = (512, 1024)  # windows up to which the plain kernel skips the keys before them: those of Gemma 3
 FEW_QUERIES = 16  # of a row, up to which keys and values are taken as a cache has them
 CACHE_BLOCK = 256  # queries that look into a cache at one time; a power of two, which divides the longer ones
-NEAR_BLOCK = 256  # queries of a block there: a smaller block has fewer keys that none of its queries sees
+WINDOW_BLOCK = 256  # queries of a block there: a smaller block has fewer keys that none of its queries sees
 
 
 class Method(NamedTuple):
@@ -155,7 +155,7 @@ def _attend_in_blocks(
 #
 # It may take options, which are given where the model needs them. With `cap` the softmax takes cap * tanh(score / cap).
 # With `with_sums=True` the result is a pair, whose second array are the logs of the sums of exp(score), [B, T, N]
-# float32 in nats. With `reach` a query may see so many keys behind its own, as the rule says (`MaskRule.q_ends`).
+# float32 in nats. With `future_keys` a query may see so many keys behind its own, as the rule says (`MaskRule.q_ends`).
 #
 # It gives its result the name "attention", by which remat policies keep it. If it has a backward rule of its own
 # (jax.custom_vjp), its forward rule gives this name to all that the backward rule needs beside q, k and v: a value
@@ -178,7 +178,7 @@ def plain(
     mask_rule: MaskRule,
     cap: float | None = None,
     with_sums: bool = False,
-    reach: int = 0,
+    future_keys: int = 0,
 ) -> Any:
     """Attention in XLA's own operations, for a block of queries at a time (Rabe and Staats 2021, arXiv:2112.05682):
     q [B, T, N, H], scaled, k and v [B, S, K, H] -> [B, T, N, H], and with `with_sums` also [B, T, N] float32.
@@ -195,10 +195,11 @@ def plain(
     Each block is a piece of the program, as its number of keys is its own: at most eight of them for
     4,096 tokens and fewer.
 
-    Where a branch is cheap, a layer whose window is small goes another way (`_near`), which skips the keys before the
-    window too. The window is data, so that a scan over layers is one program: it has both ways once, at any depth.
+    Where a branch is cheap, a layer whose window is small goes another way (`_sliding_window`), which skips the keys
+    before the window too. The window is data, so that a scan over layers is one program: it has both ways once, at any
+    depth.
 
-    Where queries see keys behind their own, a block attends to `reach` more keys, and goes the first way.
+    Where queries see keys behind their own, a block attends to `future_keys` more keys, and goes the first way.
     """
     length, weigh = q.shape[1], partial(_weigh_values, cap=cap, with_sums=with_sums)
     if length <= select_query_block(length):
@@ -207,17 +208,19 @@ def plain(
 
     is_causal = mask_rule.q_ends is None
     spans = [span for span in SPANS if 2 * span <= length] if branches_are_cheap() and is_causal else []
-    triangle = partial(_triangle, weigh=weigh, reach=0 if is_causal else reach)
+    triangle = partial(_triangle, weigh=weigh, future_keys=0 if is_causal else future_keys)
     # The number of spans that are smaller than the window: it is the index of the first span in which the window fits.
     # The last way takes a window that fits in none.
-    ways: list[Any] = [*(partial(_near, weigh=weigh, span=span) for span in spans), triangle]
+    ways: list[Any] = [*(partial(_sliding_window, weigh=weigh, span=span) for span in spans), triangle]
     way = jnp.sum(jnp.asarray(mask_rule.window) > jnp.asarray(spans, jnp.int32))
     out = jax.lax.switch(way, ways, q, k, v, mask_rule) if spans else ways[0](q, k, v, mask_rule)
     return checkpoint_name(out, "attention")
 
 
-def _triangle(q: jax.Array, k: jax.Array, v: jax.Array, mask_rule: MaskRule, *, weigh: Callable, reach: int = 0) -> Any:
-    """Let each block of queries attend to all keys up to `reach` behind its own end; see `plain`.
+def _triangle(
+    q: jax.Array, k: jax.Array, v: jax.Array, mask_rule: MaskRule, *, weigh: Callable, future_keys: int = 0
+) -> Any:
+    """Let each block of queries attend to all keys up to `future_keys` behind its own end; see `plain`.
 
     `weigh` is `_weigh_values`.
     """
@@ -226,7 +229,7 @@ def _triangle(q: jax.Array, k: jax.Array, v: jax.Array, mask_rule: MaskRule, *, 
     @partial(jax.checkpoint, prevent_cse=False, static_argnums=0)
     def one_block(start, q, k, v, mask_rule):
         end = min(start + size, length)
-        rule, seen = mask_rule.queries(start, end - start), min(end + reach, length)
+        rule, seen = mask_rule.queries(start, end - start), min(end + future_keys, length)
         rule = rule._replace(k_positions=mask_rule.k_positions[:seen], k_segments=mask_rule.k_segments[:, :seen])
         return weigh(q[:, start:end], k[:, :seen], v[:, :seen], rule.mask())
 
@@ -234,7 +237,9 @@ def _triangle(q: jax.Array, k: jax.Array, v: jax.Array, mask_rule: MaskRule, *, 
     return jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), *blocks)
 
 
-def _near(q: jax.Array, k: jax.Array, v: jax.Array, mask_rule: MaskRule, *, weigh: Callable, span: int) -> Any:
+def _sliding_window(
+    q: jax.Array, k: jax.Array, v: jax.Array, mask_rule: MaskRule, *, weigh: Callable, span: int
+) -> Any:
     """Attend where windows have at most `span` tokens: a block of queries takes the keys of a few blocks.
 
         keys      0     1     2     3     4          a span of two blocks
@@ -247,15 +252,15 @@ def _near(q: jax.Array, k: jax.Array, v: jax.Array, mask_rule: MaskRule, *, weig
     All blocks are one piece of the program, a scan. In the place of blocks before the first one stand zeros, whose
     positions no query sees. Zeros also fill up the last block, if the length is not a multiple of a block.
     """
-    length, num_earlier = q.shape[1], span // NEAR_BLOCK
-    count = -(-length // NEAR_BLOCK)
-    unseen = 2 * count * NEAR_BLOCK  # a position behind all queries, which none of them sees: attention is causal
+    length, num_earlier = q.shape[1], span // WINDOW_BLOCK
+    count = -(-length // WINDOW_BLOCK)
+    unseen = 2 * count * WINDOW_BLOCK  # a position behind all queries, which none of them sees: attention is causal
 
     def split(x: jax.Array, dim: int, filler: int = 0) -> jax.Array:
         """[.., T, ..] -> [blocks, .., tokens of a block, ..]."""
-        missing = [(0, count * NEAR_BLOCK - length if at == dim else 0) for at in range(x.ndim)]
+        missing = [(0, count * WINDOW_BLOCK - length if at == dim else 0) for at in range(x.ndim)]
         x = jnp.pad(x, missing, constant_values=filler)
-        return jnp.moveaxis(x.reshape(*x.shape[:dim], count, NEAR_BLOCK, *x.shape[dim + 1 :]), dim, 0)
+        return jnp.moveaxis(x.reshape(*x.shape[:dim], count, WINDOW_BLOCK, *x.shape[dim + 1 :]), dim, 0)
 
     def split_with_earlier(x: jax.Array, dim: int, filler: int = 0) -> jax.Array:
         """Like `split`, with the tokens of the blocks before each."""
@@ -368,10 +373,10 @@ def _split_scales(x: jax.Array | Scaled, dtype: Any) -> tuple[jax.Array, jax.Arr
     return jnp.swapaxes(x.codes, 1, 2).astype(dtype), jnp.transpose(x.scales, (0, 2, 3, 1))
 
 
-def cudnn(q: jax.Array, k: jax.Array, v: jax.Array, mask_rule: MaskRule, reach: int = 0) -> jax.Array:
+def cudnn(q: jax.Array, k: jax.Array, v: jax.Array, mask_rule: MaskRule, future_keys: int = 0) -> jax.Array:
     """The fused attention of cuDNN, for GPUs. It takes the rule as a mask [B, 1, T, S], which takes memory and time.
 
-    A mask has every `reach`.
+    A mask has every `future_keys`.
     """
     out = jax.nn.dot_product_attention(q, k, v, mask=mask_rule.mask(), scale=1.0, implementation="cudnn")
     return checkpoint_name(out, "attention")

@@ -323,7 +323,7 @@ def flash(
     blocks: dict[int, FlashBlocks] | None = None,
     cap: float | None = None,
     with_sums: bool = False,
-    reach: int = 0,
+    future_keys: int = 0,
 ) -> Any:
     """Attention of [B, T, N, H] queries, which come scaled, over [B, T, K, H] keys and values of the same rows.
 
@@ -331,7 +331,7 @@ def flash(
     `with_sums` the result is a pair with the logs of the sums of exp(score), [B, T, N] float32.
     Each segment of `mask_rule` must be one run of its row. T is filled up to a multiple of 128 and H to the next size
     that `FLASH_BLOCKS` has. With `blocks` given, the kernels are interpreted: slow, on any device, for tests. Ends of
-    `mask_rule` have any `reach`.
+    `mask_rule` have any `future_keys`.
     """
     rows, interpret = blocks or find_row_in_use(FLASH_BLOCKS), blocks is not None
     length, dim = q.shape[1], padded_dim(rows, q.shape[3])

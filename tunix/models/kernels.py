@@ -204,7 +204,7 @@ MAX_HEAD_DIM = 256
 NEEDED_FOR = {
     "cap": "cap of scores (model.attention_cap)",
     "with_sums": "sums for model.attention_sinks or optimizer.qk_clip",
-    "reach": "way for tokens of an image to see later ones (model.vision)",
+    "future_keys": "way for tokens of an image to see later ones (model.vision)",
 }
 
 

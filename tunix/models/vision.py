@@ -74,7 +74,7 @@ class TowerAttention(nnx.Module):
     """Attention among the patches of one image: [B', i, d] -> [B', i, d]."""
 
     def __init__(self, cfg: Model, vision: AnyVision, layout: Layout, initializer: Initializer):
-        self.layout, self.scale, self.reach = layout, vision.head_dim**-0.5, vision.seen_patches
+        self.layout, self.scale, self.future_keys = layout, vision.head_dim**-0.5, vision.seen_patches
         self.q, self.k, self.v = (
             Einsum(f"{TOWER}.attention.{name}", "Bid,dqw->Biqw", cfg, layout, initializer) for name in "qkv"
         )
@@ -89,7 +89,7 @@ class TowerAttention(nnx.Module):
         def attend(q, k, v, segments, ends):
             patches = jnp.arange(q.shape[1], dtype=jnp.int32)
             rule = MaskRule(patches, patches, segments, segments, q.shape[1], ends)
-            return kernel(q, k, v, rule, reach=self.reach)
+            return kernel(q, k, v, rule, future_keys=self.future_keys)
 
         # Our own kernel runs where the decoder has it; a mask of all patches is nothing for others.
         kernel = find_kernel("flash" if self.layout.kernel_of("K") == "flash" else "xla")
