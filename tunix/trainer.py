@@ -137,10 +137,10 @@ def run(job: compose.Job) -> Result:
                     loop.check_folder()
                     loop.write_goodput(last)
                     log.info("%s", describe_memory(loop.compiled.at(last), read_peak_memory_gib()))
-                    if loop.evaluations.newest:
-                        feed.sum_up(progress.state, loop.evaluations.newest, loop.metrics)
+                    if loop.evaluations.latest:
+                        feed.sum_up(progress.state, loop.evaluations.latest, loop.metrics)
         log.info("done: %s", folder)
-        return Result(folder, loop.step_log.last, loop.evaluations.newest)
+        return Result(folder, loop.step_log.last, loop.evaluations.latest)
 
 
 @dataclass(frozen=True)
@@ -296,7 +296,7 @@ def find_last_step(setup: Setup, sizes: Sizes, start: Position, improvement: Imp
 
 
 class Evaluations:
-    """Measures the model on every set, and notes how its held-out loss goes. `newest` is the last held-out line.
+    """Measures the model on every set, and notes how its held-out loss goes. `latest` is the last held-out line.
 
     The cost of a model is the held-out number that is lowest for the best one: the loss, or the reward with its sign
     turned.
@@ -314,25 +314,25 @@ class Evaluations:
         self.goodput = goodput
         self.held_out, self.sets, self.progress, self.evaluation = feed.held_out, feed.sets, progress, evaluation
         self.metrics, self.watchdog = metrics, watchdog
-        self.newest: dict[str, Any] = {}
+        self.latest: dict[str, Any] = {}
 
     def run(self, step: int) -> None:
         """Write and log a line of metrics.jsonl for each set, of the model after `step`."""
         for name, evaluator in self.sets.items():
             self._evaluate(evaluator, step, name, f"sets/{name}", name)
         if self.held_out:
-            self.newest = self._evaluate(self.held_out, step, "held_out", "held_out", "held out")
-            cost = self.held_out.cost(self.newest)
+            self.latest = self._evaluate(self.held_out, step, "held_out", "held_out", "held out")
+            cost = self.held_out.cost(self.latest)
             self.progress.improvement = self.progress.improvement.after(cost, self.evaluation)
 
     def make_up(self, last: int) -> None:
         """Measure the model after the last step, where a stop prevented that."""
-        if self.held_out and self.newest.get("step") != last:
+        if self.held_out and self.latest.get("step") != last:
             self.run(last)
 
     def cost(self, step: int) -> float | None:
         """Return the number after `step` that is lowest for the best model; None where it was not measured then."""
-        return self.held_out.cost(self.newest) if self.held_out and self.newest.get("step") == step else None
+        return self.held_out.cost(self.latest) if self.held_out and self.latest.get("step") == step else None
 
     def _evaluate(self, evaluator: Evaluator, step: int, split: str, group: str, label: str) -> dict[str, Any]:
         with self.watchdog.phase("evaluation"), self.goodput.count("evaluation"):

@@ -354,7 +354,7 @@ class LinearAttention(nnx.Module):
         *inputs, decay, beta, memory = arrays
         # The last Z - 1 inputs of each filter and the new one: the filter takes all Z, and the oldest is dropped.
         windows = [jnp.concatenate([old, new], 1) for old, new in zip(memory.inputs, inputs, strict=True)]
-        filtered = [each.filter_newest(x) for each, x in zip(self._filters, windows, strict=True)]
+        filtered = [each.filter_latest(x) for each, x in zip(self._filters, windows, strict=True)]
         out, state = self._map_devices(step, WHOLE_ROWS, "BJEM")(*filtered, decay, beta, memory.state)
         return out, Memory(tuple(x[:, 1:] for x in windows), state)
 
@@ -401,7 +401,7 @@ class Filter(nnx.Module):
             total += self._times(earlier, weights[self.size - 1 - back])
         return jax.nn.silu(total).astype(x.dtype)
 
-    def filter_newest(self, x: jax.Array) -> jax.Array:
+    def filter_latest(self, x: jax.Array) -> jax.Array:
         """Filter the last of Z tokens: [B, Z, I, E] -> [B, 1, I, E]."""
         total: Any = 0
         for index, weight in enumerate(self._weights()):

@@ -103,7 +103,7 @@ class RewardTrend:
     def __init__(self, steps_per_rollout: int):
         self.window = max(2, WINDOW // steps_per_rollout)
         self.first: list[float] = []
-        self.newest: deque[float] = deque(maxlen=self.window)
+        self.latest: deque[float] = deque(maxlen=self.window)
         self.num_since_warning = 0  # rollouts
 
     def add(self, reward: float) -> str:
@@ -115,13 +115,13 @@ class RewardTrend:
         if len(self.first) < self.window:
             self.first.append(reward)
             return ""
-        self.newest.append(reward)
+        self.latest.append(reward)
         self.num_since_warning += 1
-        if len(self.newest) < self.window or self.num_since_warning < self.window:
+        if len(self.latest) < self.window or self.num_since_warning < self.window:
             return ""
-        before, now = float(np.mean(self.first)), float(np.mean(self.newest))
+        before, now = float(np.mean(self.first)), float(np.mean(self.latest))
         # Standard error of the difference of two means, each of `window` rewards.
-        error = math.sqrt((np.var(self.first, ddof=1) + np.var(self.newest, ddof=1)) / self.window)
+        error = math.sqrt((np.var(self.first, ddof=1) + np.var(self.latest, ddof=1)) / self.window)
         if now >= before - ERRORS * error:
             return ""
         self.num_since_warning = 0

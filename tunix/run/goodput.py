@@ -35,29 +35,29 @@ class Goodput:
 
     def go_on(self, file: Path, step: int) -> None:
         """Add what earlier starts have written into metrics.jsonl; this one goes on behind `step`."""
-        newest: dict[str, Any] | None = None
+        latest: dict[str, Any] | None = None
         behind: list[dict[str, Any]] = []  # lines of steps behind the newest line of goodput
         steps: dict[int, dict[str, Any]] = {}  # the newest line of each step
         for line in read_json_lines(file) if file.is_file() else ():
             if not isinstance(line.get("step"), int):
                 continue
             if line.get("split") == SPLIT:
-                newest, behind = line, []
+                latest, behind = line, []
             elif "split" not in line and isinstance(line.get("step_time_s"), float):
                 behind.append(line)
                 steps[line["step"]] = line
-        if newest is None:
+        if latest is None:
             return
         for name in self.seconds:
-            self.seconds[name] += newest[f"{name}_s"]
+            self.seconds[name] += latest[f"{name}_s"]
         for line in behind:
             self.note_step(line)
         for line in (line for number, line in steps.items() if number > step):
             self.seconds["train"] -= line["step_time_s"] - line["data_wait_s"]
             self.seconds["data"] -= line["data_wait_s"]
             self.seconds["lost_steps"] += line["step_time_s"]
-        self.began_at = newest["began_at"]
-        last_sign = newest["began_at"] + newest["total_s"] + sum(line["step_time_s"] for line in behind)
+        self.began_at = latest["began_at"]
+        last_sign = latest["began_at"] + latest["total_s"] + sum(line["step_time_s"] for line in behind)
         self.seconds["stops"] += max(0.0, self.started_at - last_sign)
 
     def note_step(self, line: dict[str, Any]) -> None:

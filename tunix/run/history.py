@@ -65,10 +65,10 @@ def read_history(folder: Path) -> History:
     goodput = next((record for record in reversed(records) if record.get("split") == SPLIT), None)
     seconds = sum(record["step_time_s"] for record in steps)
     name = folder.resolve().name
-    return History(name, folder, keys, _keep_newest(steps), _keep_newest(held_out), goodput, seconds)
+    return History(name, folder, keys, _keep_latest(steps), _keep_latest(held_out), goodput, seconds)
 
 
-def _keep_newest(lines: list[Line]) -> list[Line]:
+def _keep_latest(lines: list[Line]) -> list[Line]:
     """Return the lines in the order of their steps; of several lines for one step, the last that was written."""
     # A resumed run repeats the steps behind its checkpoint. In a dict the later line replaces the earlier one.
     return [line for _, line in sorted({line["step"]: line for line in lines}.items())]

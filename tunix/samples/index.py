@@ -108,7 +108,7 @@ class _Builder:
         self._pack()
         if not self.parts:
             raise UserError(f"{self.file} has no whole line with an answer")
-        groups = keep_newest(np.concatenate(self.parts))
+        groups = keep_latest(np.concatenate(self.parts))
         return SamplesIndex(self.file, groups, self.num_lines, self.num_broken, self.torn)
 
     def _read_lines(self, lines: BinaryIO) -> Iterator[tuple[int, bytes]]:
@@ -153,15 +153,15 @@ class _Builder:
         self.rows = []
 
 
-def keep_newest(groups: np.ndarray) -> np.ndarray:
+def keep_latest(groups: np.ndarray) -> np.ndarray:
     """Return the groups of the block in which each step was written last, by step and sample.
 
     A block is a part of the file with one step and rising samples.
     """
     steps, inverse = np.unique(groups["step"], return_inverse=True)
-    newest = np.zeros(len(steps), groups["block"].dtype)
-    np.maximum.at(newest, inverse, groups["block"])
-    kept = groups[groups["block"] == newest[inverse]]
+    latest = np.zeros(len(steps), groups["block"].dtype)
+    np.maximum.at(latest, inverse, groups["block"])
+    kept = groups[groups["block"] == latest[inverse]]
     return kept[np.lexsort((kept["sample"], kept["step"]))]
 
 

@@ -243,8 +243,8 @@ def make_gradients(
             first, last = (jax.tree.map(lambda x, part=part: x[part], inputs) for part in (slice(-1), -1))
             total, reported = jax.lax.scan(microbatch, zeros(local_part=True), first)
             are_summed = not missed[-1]
-            total, newest = microbatch(total, last, is_last=are_summed)
-            reported = jax.tree.map(lambda x, y: jnp.concatenate([x, y[None]]), reported, newest)
+            total, latest = microbatch(total, last, is_last=are_summed)
+            reported = jax.tree.map(lambda x, y: jnp.concatenate([x, y[None]]), reported, latest)
             return jax.tree.map(as_summed, total) if are_summed else sum_over_devices(total), reported
 
         def group(total, inputs):
