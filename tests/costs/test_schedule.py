@@ -333,7 +333,7 @@ ENTRY %main (x: bf16[900,64], w: bf16[8,64,32], token: s32[640], place: s32[900,
 def test_fused_kernels_have_the_products_of_equal_loads():
     """Of 640 rows 1.25 times as many as equal loads give, 512 are taken. Further rounds cost a look of the host each."""
     empty_rows = {"experts_up": 4.0, "experts_d_inputs": 2.0, "experts_d_rows": 4.0}
-    data = KernelData(expert_room=1.25, empty_rows=empty_rows)
+    data = KernelData(capacity_factor=1.25, empty_rows=empty_rows)
     timeline = predict_time(FUSED, [], OF_KERNELS, data)
     up = 2 * 2 * 64 * 32 * (512 + 8 * 4)
     assert timeline.flops == up + 2 * 2 * 64 * 32 * (512 + 8 * 2) + 2 * 2 * 64 * 32 * (512 + 8 * 4)

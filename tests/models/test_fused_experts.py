@@ -54,17 +54,17 @@ def defined(x, probs, weights, group, hidden):
 
 @pytest.mark.nightly(
     but=[
-        "kernels-clamped_silu-results-True-room 16",
-        "plain-gelu-inputs-False-room 48",
+        "kernels-clamped_silu-results-True-capacity 16",
+        "plain-gelu-inputs-False-capacity 48",
     ]
 )
-@pytest.mark.parametrize("room", [16, 48, TOKENS * PER_TOKEN], ids="room {}".format)
+@pytest.mark.parametrize("capacity", [16, 48, TOKENS * PER_TOKEN], ids="capacity {}".format)
 @pytest.mark.parametrize(
     ("gate", "weighted", "has_biases"),
     [("silu", "results", False), ("gelu", "inputs", False), ("clamped_silu", "results", True)],
 )
 @pytest.mark.parametrize("blocks", [SMALL_BLOCKS, None], ids=["kernels", "plain"])
-def test_numbers_are_those_of_the_definition(gate, weighted, has_biases, room, blocks):
+def test_numbers_are_those_of_the_definition(gate, weighted, has_biases, capacity, blocks):
     """Results and gradients of all arrays; the interpreter fills what nobody writes with NaN, so nothing undefined is read."""
     rng = np.random.default_rng(1)
 
@@ -77,7 +77,7 @@ def test_numbers_are_those_of_the_definition(gate, weighted, has_biases, room, b
         numbers(LOCAL, DIM, WIDTH), numbers(LOCAL, DIM, WIDTH), numbers(LOCAL, WIDTH, DIM), *biases
     )
     hidden = partial(fused.HIDDEN[weighted], GATES[gate])
-    program = fused.KernelConfig(hidden, room, blocks, interpret=True)
+    program = fused.KernelConfig(hidden, capacity, blocks, interpret=True)
 
     def results(compute):
         y, pull_back = jax.vjp(compute, x, probs.astype(jnp.float32), weights)
@@ -97,9 +97,9 @@ def test_numbers_are_those_of_the_definition(gate, weighted, has_biases, room, b
 
 
 def test_room_for_rows():
-    assert fused.count_room(10_000, 80_000) == 12_500
-    assert fused.count_room(10_000, 10_000) == 10_000  # one device has all experts: it gets all rows, and no more
-    assert fused.count_room(500, 4000) == 4000  # few rows: no loop that makes a GPU wait for the host
+    assert fused.count_capacity(10_000, 80_000) == 12_500
+    assert fused.count_capacity(10_000, 10_000) == 10_000  # one device has all experts: it gets all rows, and no more
+    assert fused.count_capacity(500, 4000) == 4000  # few rows: no loop that makes a GPU wait for the host
 
 
 FAMILIES = {

@@ -139,9 +139,9 @@ def test_fused_kernels_are_compared_before_the_first_step(is_wrong, monkeypatch)
     monkeypatch.setattr(kernel_check, "blocks_in_use", lambda activation: SMALL_EXPERT_BLOCKS)
     kernels = kernel_check.KernelConfig
 
-    def interpreted_config(hidden, room, blocks):
+    def interpreted_config(hidden, capacity, blocks):
         twice = lambda a, b, probs: hidden(a, b, probs * probs)  # noqa: E731
-        return kernels(twice if is_wrong and blocks else hidden, room, blocks, interpret=True)
+        return kernels(twice if is_wrong and blocks else hidden, capacity, blocks, interpret=True)
 
     monkeypatch.setattr(kernel_check, "KernelConfig", interpreted_config)
     cfg = compose([*SMALL, "model.mesh_shape=[[1],[fsdp]]", "model.expert_products=fused", *EXACT]).config

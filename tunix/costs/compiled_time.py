@@ -83,7 +83,7 @@ class KernelData:
     # bounded. It computes its own.
     num_experts: float = math.nan
     # Rows for which fused kernels have room, for each row of a device whose experts have equal loads.
-    expert_room: float = math.nan
+    capacity_factor: float = math.nan
     # Rows that a product of experts computes for each expert beside the expert's own, by kernel.
     empty_rows: dict[str, float] = field(default_factory=dict)
 
@@ -200,7 +200,7 @@ class _Walk:
         """
         speeds, data, kernel = self.speeds, self.data, instruction.kernel
         if kernel in (*FUSED_KERNELS, COMBINE):
-            work = count_fused(instruction, scope, data.expert_room, data.empty_rows.get(kernel, math.nan))
+            work = count_fused(instruction, scope, data.capacity_factor, data.empty_rows.get(kernel, math.nan))
             return work, speeds.kernel_flops_per_s
         if kernel in GROUPED_KERNELS:
             work = count_grouped(instruction, scope, data.num_experts, data.empty_rows.get(kernel, math.nan))

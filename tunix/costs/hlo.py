@@ -414,7 +414,7 @@ def count_grouped(instruction: Instruction, scope: Scope, num_experts: float, em
 class FusedKernel(NamedTuple):
     """What a kernel of models/fused_experts.py multiplies, and what it reads and writes of each row."""
 
-    num_matmul: int  # products of rows [room, D] and [room, G] with weights, or with one another
+    num_matmul: int  # products of rows [capacity, D] and [capacity, G] with weights, or with one another
     wide: int  # arrays of rows of width D
     narrow: int  # arrays of rows of width G
 
@@ -430,17 +430,17 @@ FUSED_KERNELS = {
 COMBINE = "experts_combine"
 
 
-def count_fused(instruction: Instruction, scope: Scope, room: float, empty_rows: float) -> Work:
+def count_fused(instruction: Instruction, scope: Scope, capacity_factor: float, empty_rows: float) -> Work:
     """Count the work of a kernel of models/fused_experts.py, whose experts have equal loads.
 
-    Its arrays of rows have `room` times as many rows as equal loads give. `empty_rows` is how many rows it computes for
-    each expert beside those that the expert has.
+    Its arrays of rows have `capacity_factor` times as many rows as equal loads give. `empty_rows` is how many rows it
+    computes for each expert beside those that the expert has.
     """
     arrays = [scope[name] for name in instruction.operands]
     results = [[int(size) for size in dims.split(",") if size] for _, dims in ARRAY.findall(instruction.type)]
     if instruction.kernel == COMBINE:
         places, z = arrays[-2:]
-        return Work(0.0, places.num_bytes + z.num_bytes / room + instruction.num_bytes)
+        return Work(0.0, places.num_bytes + z.num_bytes / capacity_factor + instruction.num_bytes)
     each = FUSED_KERNELS[instruction.kernel]
     shapes = [array.dims for array in arrays]
     num_experts, *sides = next(dims for dims in (*shapes, *results) if len(dims) == 3)  # weights, or their gradient
@@ -449,7 +449,7 @@ def count_fused(instruction: Instruction, scope: Scope, room: float, empty_rows:
     dim, width = sides
     # Results are rows; of those that are weights, the longest operand of one dimension are the tokens of rows.
     of_rows = len(results[0]) == 2
-    num_rows = (results[0][0] if of_rows else max(dims[0] for dims in shapes if len(dims) == 1)) / room
+    num_rows = (results[0][0] if of_rows else max(dims[0] for dims in shapes if len(dims) == 1)) / capacity_factor
     itemsize = min(count_array_bytes(dtype, "1") for dtype, _ in ARRAY.findall(instruction.type))
     flops = 2.0 * each.num_matmul * (num_rows + num_experts * empty_rows) * dim * width
     numbers = num_rows * (each.wide * dim + each.narrow * width) + each.num_matmul * num_experts * dim * width

@@ -21,7 +21,7 @@ from tunix.config import Model
 from tunix.config.layers import ExpertsMlp
 from tunix.costs.communication import count_shard_bytes, find_passes
 from tunix.models.expert_parallel import buffer_rows_per_token
-from tunix.models.kernels import ROOM
+from tunix.models.kernels import CAPACITY_FACTOR
 from tunix.models.table import EXPERT_EXCHANGES, FUSED
 from tunix.sharding.arrays import bytes_per_device
 from tunix.sharding.mesh_shape import count_devices
@@ -96,7 +96,7 @@ def _count_numbers(model: Model, kept: float) -> float:
     if not isinstance(mlp, ExpertsMlp):
         return numbers + HIDDEN * dims["F"] * model.num_layers * (2 / 3 if mlp.kind == "plain" else 1)
     num_dense = model.num_layers if mlp.beside_mlp else model.num_layers - len(model.expert_layers)
-    rows = KEPT_ROWS * kept * 2 * mlp.expert_dim * mlp.experts_per_token * ROOM
+    rows = KEPT_ROWS * kept * 2 * mlp.expert_dim * mlp.experts_per_token * CAPACITY_FACTOR
     return numbers + HIDDEN * dims["F"] * num_dense + (rows + HIDDEN * dims.get("U", 0)) * len(model.expert_layers)
 
 

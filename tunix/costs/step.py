@@ -35,7 +35,7 @@ from tunix.models.attention import select_query_block
 from tunix.models.context_parallel import is_in_blocks
 from tunix.models.expert_parallel import buffer_rows_per_token
 from tunix.models.flops import chunk_flops_per_token, flops_per_token, forward_flops_per_token, tower_flops
-from tunix.models.kernels import ROOM
+from tunix.models.kernels import CAPACITY_FACTOR
 from tunix.models.layer_scan import sums_in_layers
 from tunix.models.layers import parameter_name
 from tunix.models.linear_attention import CHUNK
@@ -258,32 +258,32 @@ def _count_gradient_bytes(train_spec: TrainSpec) -> int:
     layout, mesh, pipeline = train_spec.layout, train_spec.mesh, train_spec.choices.pipeline
     in_blocks = layout.gathers_in_blocks(train_spec.choices.sync_every)
     in_layers = sums_in_layers(layout, train_spec.choices.remat)
-    local_parts, summed, newest_parts, newest_summed = 0, 0, 0.0, 0.0
+    local_parts, summed, latest_parts, latest_summed = 0, 0, 0.0, 0.0
     for weight in jax.tree.leaves(train_spec.arch.trained_weights):
         equation = weight.equation
         # Of the newest microbatch, layers that add to the sums have the gradients of one layer at a time.
         # A tower has blocks of its own, whose gradients are added as a whole.
         adds_itself = equation.is_stacked and in_layers and weight.used > 0
-        newest_share = 1 / weight.shape[0] if adds_itself else 1.0
+        latest_share = 1 / weight.shape[0] if adds_itself else 1.0
         summed_bytes = count_shard_bytes(weight, layout.stored(equation), "float32", mesh)
-        summed, newest_summed = summed + summed_bytes, newest_summed + newest_share * summed_bytes
+        summed, latest_summed = summed + summed_bytes, latest_summed + latest_share * summed_bytes
         if not (in_blocks and equation.is_stacked):
             local_bytes = count_shard_bytes(weight, layout.in_use(equation), "float32", mesh)
-            local_parts, newest_parts = local_parts + local_bytes, newest_parts + newest_share * local_bytes
+            local_parts, latest_parts = local_parts + local_bytes, latest_parts + latest_share * local_bytes
         elif train_spec.choices.prefetch:  # of the block whose gradients are summed while another is at work
             local_part = count_shard_bytes(weight, layout.in_use(equation), layout.compute, mesh)
             local_parts += local_part // count_layers(weight, train_spec)
         if not (equation.is_stacked or equation.is_vector):  # the loss adds the table's up, and then rounds the sum
             local_parts += count_shard_bytes(weight, layout.in_use(equation), layout.compute, mesh)
-    in_compute = round(newest_parts * jnp.dtype(layout.compute).itemsize / 4)  # own parts, in the dtype of products
-    newest, sums_later = 0, in_blocks or train_spec.choices.sync_every > 1
+    in_compute = round(latest_parts * jnp.dtype(layout.compute).itemsize / 4)  # own parts, in the dtype of products
+    latest, sums_later = 0, in_blocks or train_spec.choices.sync_every > 1
     if pipeline.num_stages == 1 and train_spec.batch.num_microbatches > 1 and sums_later:
-        newest = round(newest_summed) if in_blocks else in_compute
+        latest = round(latest_summed) if in_blocks else in_compute
     elif in_blocks and jnp.dtype(layout.param).itemsize < 4:  # gradients of blocks have the dtype of their weights
-        newest = summed * jnp.dtype(layout.param).itemsize // 4
+        latest = summed * jnp.dtype(layout.param).itemsize // 4
     if pipeline.num_stages > 1:  # the gradients of the newest tick beside the sum of all ticks
-        newest += summed if in_blocks else in_compute
-    return local_parts + summed + newest
+        latest += summed if in_blocks else in_compute
+    return local_parts + summed + latest
 
 
 # Memory of activations: what the forward pass keeps for the backward pass, and what one layer needs while it works.
@@ -391,7 +391,7 @@ def _count_mlp_numbers(model: Model, layout: Layout, mesh: Mesh | AbstractMesh, 
         # Tokens arrive, and sums for them or for rows go back; rows of a round have room for more than equal loads.
         per_token = model.mlp.experts_per_token
         arriving = num_rows if EXPERT_EXCHANGES[layout.expert_exchange].has_buffer else num_rows / per_token
-        in_round = min(num_rows, ROOM * per_token)
+        in_round = min(num_rows, CAPACITY_FACTOR * per_token)
         expert_numbers = in_round * (3 * local["G"] + local["D"]) + 2 * arriving * local["D"]
     else:
         expert_numbers = num_rows * (3 * local["G"] + 2 * local["D"])

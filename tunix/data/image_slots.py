@@ -191,7 +191,7 @@ class ImageSlots(NamedTuple):
                 begin = stop
         return np.array(chunks, np.int64).reshape(-1, 2)
 
-    def has_room(self, chunks: np.ndarray, spans: np.ndarray) -> np.ndarray:
+    def fits(self, chunks: np.ndarray, spans: np.ndarray) -> np.ndarray:
         """Return for each of the chunks [chunks, 2] whether its images fit into the slots of a sequence."""
         return self._count(chunks, spans) <= self.per_row
 

@@ -263,10 +263,10 @@ def _make_plan(
         image_spans = list_image_spans(stream, number)
         if shard.splits is not None:
             chunks = _take_whole_pairs(lengths, starts, seq_len)
-            chunks = chunks if slots is None else chunks[slots.has_room(chunks, image_spans)]
+            chunks = chunks if slots is None else chunks[slots.fits(chunks, image_spans)]
         elif shard.label_values is not None:
             chunks = _take_whole_documents(lengths, starts, seq_len)
-            chunks = chunks if slots is None else chunks[slots.has_room(chunks, image_spans)]
+            chunks = chunks if slots is None else chunks[slots.fits(chunks, image_spans)]
         elif slots is None or not len(image_spans):
             chunks = _split_chunks(lengths, starts, seq_len)
         else:

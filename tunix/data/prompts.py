@@ -76,7 +76,7 @@ class PromptPart(grain.sources.RandomAccessDataSource):
             fits = lengths <= max_length
             if slots is not None:
                 pieces = np.stack([stream.shard(number).starts, lengths], axis=1)
-                fits &= slots.has_room(pieces, list_image_spans(stream, number))
+                fits &= slots.fits(pieces, list_image_spans(stream, number))
             self.selected.append(np.flatnonzero(fits))
             self.num_tokens += int(lengths[self.selected[-1]].sum())
         self.ends = np.cumsum([len(selected) for selected in self.selected])

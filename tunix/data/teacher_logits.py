@@ -181,7 +181,7 @@ def write_info(folder: Path, info: LogitsInfo) -> None:
     make_once(folder, make)
 
 
-def check_room(folder: Path, num_bytes: int) -> None:
+def check_disk_space(folder: Path, num_bytes: int) -> None:
     """Raise `UserError` where the disk of a folder has no room for so many bytes."""
     free = shutil.disk_usage(folder).free
     if num_bytes > free:

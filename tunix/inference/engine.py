@@ -516,8 +516,8 @@ class Engine:
             for row in extending:
                 length = 1 + len(row.observation or ())
                 longest_now = max(longest, length)
-                has_room = len(by_shard[row.shard]) < self._count_at_once(pad_prompt(longest_now))
-                if (has_room or not by_shard[row.shard]) and self._share_batch(longest or length, length):
+                fits = len(by_shard[row.shard]) < self._count_at_once(pad_prompt(longest_now))
+                if (fits or not by_shard[row.shard]) and self._share_batch(longest or length, length):
                     by_shard[row.shard].append(row)
                     longest = longest_now
                 else:

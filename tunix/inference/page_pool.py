@@ -57,7 +57,7 @@ class PagePool:
         """
         whole = num_tokens // PAGE if shared is not None else 0
         count = count_pages(num_tokens + 1) - (whole if shared else 0)
-        if len(self.free) < count or not self._expects_room(count):
+        if len(self.free) < count or not self._expects_to_fit(count):
             return None
         first = list(shared or self._take(whole))
         if not shared:
@@ -98,7 +98,7 @@ class PagePool:
         self.give_back(self.tables.pop(number))
         del self.num_shared[number]
 
-    def _expects_room(self, count: int) -> bool:
+    def _expects_to_fit(self, count: int) -> bool:
         """Return whether one more row, with `count` pages, is expected to find pages as long as it draws.
 
         Rows are expected to have as many at last as those that have ended, or twice what they have now, and in the

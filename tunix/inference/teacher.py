@@ -31,7 +31,7 @@ from tunix.data.teacher_logits import (
     PIECE_BYTES,
     LogitFiles,
     TopK,
-    check_room,
+    check_disk_space,
     count_position_bytes,
     logits_dtype,
     write_info,
@@ -253,7 +253,7 @@ def _compute_missing(
         "teacher: %s computes its %d likeliest tokens for each learnt position of %s rows: about %s bytes in %s",
         teacher.source, teacher.top_k, f"{num_rows:,}", f"{num_bytes:,}", folder,
     )  # fmt: skip
-    peers.together(lambda: check_room(folder, num_bytes), "looking at the disk")
+    peers.together(lambda: check_disk_space(folder, num_bytes), "looking at the disk")
     params = load_teacher(train_spec, mesh, corpus.tokenizer)
     compute = jax.jit(partial(_compute_top_k, teacher, chunk_size=cfg.training.loss_chunk_size))
     written, reported = 0, start_time

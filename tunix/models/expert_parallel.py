@@ -51,7 +51,7 @@ class Plan(NamedTuple):
 
     there: Trips
     back: Trips
-    group: jax.Array  # [room]: the own expert of each row that arrives; behind the last row, a number of no expert
+    group: jax.Array  # [capacity]: the own expert of each row that arrives; behind the last row, a number of no expert
     sent: jax.Array  # [X]: rows of this device that go to each expert; the others do not fit into its device's buffer
 
 

@@ -34,7 +34,7 @@ from tunix.models.fused_experts import (
     KernelConfig,
     blocks_in_use,
     compute_experts,
-    count_room,
+    count_capacity,
     sort_rows,
 )
 from tunix.models.grouped_matmul import vary_alike
@@ -294,8 +294,8 @@ class Experts(nnx.Module):
         """
         (gate, up, down), biases = weights.matrices, weights.biases
         num_experts, (num_tokens, per_token) = len(gate), group.shape
-        room = count_room(mean_rows, num_tokens * min(per_token, num_experts))
-        kernel_config = KernelConfig(self.hidden, room, blocks_in_use(self.activation))
+        kernel_capacity = count_capacity(mean_rows, num_tokens * min(per_token, num_experts))
+        kernel_config = KernelConfig(self.hidden, kernel_capacity, blocks_in_use(self.activation))
         y = compute_experts(
             x, probs, ExpertWeights(gate, up, down, *biases[:2]), sort_rows(group, num_experts), kernel_config
         )

@@ -10,8 +10,8 @@ each token, and experts 0 and 1 on this device (2: of another device):
 
 A row r is then the token `order[r] // k`, and these kernels (Pallas, lowered by Triton) compute all else:
 
-    up          a = x[token] Wg, b = x[token] Wu; hidden = gated(a, b) x weight of the router     [room, G]
-    down        z = hidden Wd                                                                     [room, D]
+    up          a = x[token] Wg, b = x[token] Wu; hidden = gated(a, b) x weight of the router     [capacity, G]
+    down        z = hidden Wd                                                                     [capacity, D]
     combine     y[t] = sum of z[row_index[t, j]] over the choices j of token t that are here          [N, D]
 
     d_hidden    dy[token] Wd^T, then gradients of a, of b and of the router's weight, and hidden once more
@@ -22,8 +22,9 @@ A row r is then the token `order[r] // k`, and these kernels (Pallas, lowered by
 Rows behind the last one of this device are neither computed nor read. SonicMoE (Guo et al. 2025, arXiv:2512.14080)
 computes in the same way, and gets the gradient of the router's weight without the result of the last product, too.
 
-Arrays of rows have room for `ROOM` times the rows of equal loads. Where more rows arrive, further rounds of the same
-kernels compute them (`_add_rounds`), so no choice is dropped. With even loads there is no further round.
+Arrays of rows have room for `CAPACITY_FACTOR` times the rows of equal loads: the capacity of a round. Where more rows
+arrive, further rounds of the same kernels compute them (`_add_rounds`), so no choice is dropped. With even loads there
+is no further round.
 """
 
 import math
@@ -49,9 +50,9 @@ from tunix.models.grouped_matmul import (
     vary_alike,
 )
 from tunix.models.kernels import (
+    CAPACITY_FACTOR,
     EXPERT_BLOCKS,
     LONG_GATES,
-    ROOM,
     ExpertBlocks,
     GroupedBlock,
     find_row_of_chip,
@@ -91,7 +92,7 @@ class KernelConfig(NamedTuple):
 
     # (a, b, weights of the router), all [R, G] float32 -> hidden rows [R, G], which the last product takes
     hidden: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
-    room: int  # rows of a round
+    capacity: int  # rows of a round
     blocks: ExpertBlocks | None  # None: JAX's own operations, for CPUs and comparisons
     interpret: bool = False  # kernels are interpreted: slow, on any device, for tests
 
@@ -105,11 +106,11 @@ def blocks_in_use(activation: str) -> ExpertBlocks | None:
     return blocks._replace(d_hidden=blocks.d_hidden_long)
 
 
-def count_room(mean_rows: int, max_rows: int) -> int:
+def count_capacity(mean_rows: int, max_rows: int) -> int:
     """Return the rows for which a device has room, of `mean_rows` with equal loads and `max_rows` in the worst case."""
     if max_rows <= FEW_ROWS:
         return max_rows
-    return min(math.ceil(ROOM * mean_rows), max_rows)
+    return min(math.ceil(CAPACITY_FACTOR * mean_rows), max_rows)
 
 
 def sort_rows(group: jax.Array, num_experts: int) -> Rows:
@@ -170,41 +171,41 @@ _compute.defvjp(_forward, _backward)
 def _add_rounds(add_round: Callable[[jax.Array, Any], Any], first: Any, rows: Rows, config: KernelConfig) -> Any:
     """Return the sum of `first`, which is of round 0, and of further rounds while there are rows."""
     (num_tokens, per_token), num_experts = rows.row_index.shape, len(rows.ends)
-    if config.room >= num_tokens * min(per_token, num_experts):
+    if config.capacity >= num_tokens * min(per_token, num_experts):
         return first
     last = rows.ends[-1]
     with jax.named_scope("further_rounds"):  # the predicted time knows them by this name
         return jax.lax.while_loop(
-            lambda carry: carry[0] * config.room < last,
+            lambda carry: carry[0] * config.capacity < last,
             lambda carry: (carry[0] + 1, add_round(*carry)),
             (jnp.ones_like(last), first),
         )[1]
 
 
 class Window(NamedTuple):
-    """Rows of one round: positions from 0 to `room`, of which the first ones are taken."""
+    """Rows of one round: positions from 0 to `capacity`, of which the first ones are taken."""
 
-    token: jax.Array  # [room] int32; behind the last row anything
-    prob: jax.Array  # [room] float32: the router's weight; behind the last row anything
+    token: jax.Array  # [capacity] int32; behind the last row anything
+    prob: jax.Array  # [capacity] float32: the router's weight; behind the last row anything
     begin: jax.Array  # [X] int32: first row of each expert
     end: jax.Array  # [X] int32: row behind its last one
     row_index: jax.Array  # [N, k] int32: NOWHERE also for rows of other rounds
 
 
 def _take_window(number: Any, probs: jax.Array, rows: Rows, config: KernelConfig) -> Window:
-    room, low = config.room, number * config.room
+    capacity, low = config.capacity, number * config.capacity
     # A slice that reaches beyond the end of an array would be moved, so the array is filled up.
-    order = jnp.pad(rows.order, (0, -len(rows.order) % room))
-    order = order[:room] if isinstance(number, int) else jax.lax.dynamic_slice(order, (low,), (room,))
+    order = jnp.pad(rows.order, (0, -len(rows.order) % capacity))
+    order = order[:capacity] if isinstance(number, int) else jax.lax.dynamic_slice(order, (low,), (capacity,))
     starts = jnp.concatenate([jnp.zeros_like(rows.ends[:1]), rows.ends[:-1]])
     row_index = rows.row_index - low
-    row_index = jnp.where((row_index >= 0) & (row_index < room), row_index, NOWHERE)
-    begin, end = (jnp.clip(each - low, 0, room) for each in (starts, rows.ends))
+    row_index = jnp.where((row_index >= 0) & (row_index < capacity), row_index, NOWHERE)
+    begin, end = (jnp.clip(each - low, 0, capacity) for each in (starts, rows.ends))
     return Window(order // probs.shape[1], probs.reshape(-1)[order], begin, end, row_index)
 
 
 def _forward_round(window, x, probs, weights, config):
-    """Return what the rows of a window add to each token, and a and b [room, G], which the backward pass takes."""
+    """Return what the rows of a window add to each token, and a and b [capacity, G], which the backward pass takes."""
     if config.blocks is None:
         a, b = _up_plainly(x, weights, window)
         return _down_plainly(a, b, probs, weights.down, window, config), (a, b)
@@ -233,7 +234,7 @@ def _backward_round(window, saved, dy, x, probs, weights, config):
 
 
 def _up_plainly(x: jax.Array, weights: ExpertWeights, window: Window) -> tuple[jax.Array, jax.Array]:
-    """Return a and b, [room, G] each; 0 behind the last row. They do not take `weights.down`."""
+    """Return a and b, [capacity, G] each; 0 behind the last row. They do not take `weights.down`."""
     rows = jnp.where(_has_row(window), x[window.token], 0)
     group = jnp.sum(jnp.arange(len(window.token))[:, None] >= window.end, 1)
 
@@ -247,7 +248,7 @@ def _up_plainly(x: jax.Array, weights: ExpertWeights, window: Window) -> tuple[j
 def _down_plainly(
     a: jax.Array, b: jax.Array, probs: jax.Array, down: jax.Array, window: Window, config: KernelConfig
 ) -> Any:
-    """Return the sums [N, D] of rows a and b [room, G], with the weights of the router [N, k]."""
+    """Return the sums [N, D] of rows a and b [capacity, G], with the weights of the router [N, k]."""
     # The router's weight of a row by its index, so that it has a gradient.
     prob = jnp.zeros(len(a), probs.dtype).at[window.row_index].set(probs, mode="drop", unique_indices=True)[:, None]
     hidden = config.hidden(a.astype(jnp.float32), b.astype(jnp.float32), prob)
@@ -257,12 +258,12 @@ def _down_plainly(
 
 
 def _has_row(window: Window) -> jax.Array:
-    """Return which of the positions of a window are taken, [room, 1]."""
+    """Return which of the positions of a window are taken, [capacity, 1]."""
     return (jnp.arange(len(window.token)) < window.end[-1])[:, None]
 
 
 def _multiply_plainly(rows: jax.Array, w: jax.Array, window: Window) -> jax.Array:
-    """Return rows [room, in] times the weights [X, in, out] of their experts; 0 behind the last row."""
+    """Return rows [capacity, in] times the weights [X, in, out] of their experts; 0 behind the last row."""
     return jnp.where(_has_row(window), jax.lax.ragged_dot(rows, w, window.end - window.begin), 0)
 
 
@@ -290,8 +291,8 @@ def _call(kernel, arrays: tuple[Any, ...], results: Any, grid: tuple[int, ...], 
     )
 
 
-def _tiles(window: Window, room: int, block: GroupedBlock) -> Tiles:
-    return list_tiles(window.end - window.begin, room, block.rows)
+def _tiles(window: Window, capacity: int, block: GroupedBlock) -> Tiles:
+    return list_tiles(window.end - window.begin, capacity, block.rows)
 
 
 def _gather(ref: Any, token: jax.Array, numbers: Any, is_number: jax.Array | None) -> jax.Array:
@@ -309,10 +310,10 @@ def _load_vector(ref: Any, is_there: jax.Array | None, other: float = 0) -> jax.
 
 
 def _up(x: jax.Array, weights: ExpertWeights, window: Window, config: KernelConfig) -> list[jax.Array]:
-    """Return a, b and hidden rows, [room, G] each; the gate takes rounded a and b, as the backward pass will."""
+    """Return a, b and hidden rows, [capacity, G] each; the gate takes rounded a and b, as the backward pass will."""
     assert config.blocks is not None
     block, (_, _, width) = config.blocks.up, weights.gate.shape
-    tiles, result = _tiles(window, config.room, block), shape_like(x, (config.room, width))
+    tiles, result = _tiles(window, config.capacity, block), shape_like(x, (config.capacity, width))
 
     def kernel(tile, token_ref, prob_ref, x_ref, refs, a_ref, b_ref, hidden_ref):
         group, begin, end = (each[...] for each in tile)
@@ -349,22 +350,22 @@ def _num_blocks(length: int, block: GroupedBlock, tile: Tiles) -> Any:
 
 
 def _down(hidden: jax.Array, down: jax.Array, window: Window, config: KernelConfig) -> jax.Array:
-    """Return hidden rows [room, G] times the weights [X, G, D] of their experts: [room, D]."""
+    """Return hidden rows [capacity, G] times the weights [X, G, D] of their experts: [capacity, D]."""
     assert config.blocks is not None
     return _multiply_rows((hidden,), (down,), config.blocks.down, window, config, transposed=False, name="down")
 
 
 def _d_rows(d_a: jax.Array, d_b: jax.Array, weights: ExpertWeights, window: Window, config: KernelConfig) -> jax.Array:
-    """Return the gradient of each row's token, [room, D]."""
+    """Return the gradient of each row's token, [capacity, D]."""
     assert config.blocks is not None
     factors = (weights.gate, weights.up)
     return _multiply_rows((d_a, d_b), factors, config.blocks.d_rows, window, config, transposed=True, name="d_rows")
 
 
 def _multiply_rows(arrays, factors, block, window, config, transposed: bool, name: str):
-    """Return the sum of products of arrays [room, G] and weights [X, G, D], or [X, D, G] if `transposed`: [room, D]."""
+    """Return the sum [capacity, D] of products of arrays [capacity, G] and weights [X, G, D], or [X, D, G] `transposed`."""
     width, dim = arrays[0].shape[1], factors[0].shape[1 if transposed else 2]
-    tiles = _tiles(window, config.room, block)
+    tiles = _tiles(window, config.capacity, block)
 
     def kernel(tile, array_refs, factor_refs, out_ref):
         group, begin, end = (each[...] for each in tile)
@@ -385,12 +386,12 @@ def _multiply_rows(arrays, factors, block, window, config, transposed: bool, nam
             total = jax.lax.fori_loop(0, _num_blocks(width, block, tile), body, total)
         store_block(out_ref.at[rows, columns], total, is_row, is_column)
 
-    grid, result = (pl.cdiv(dim, block.columns), len(tiles.group)), shape_like(arrays[0], (config.room, dim))
+    grid, result = (pl.cdiv(dim, block.columns), len(tiles.group)), shape_like(arrays[0], (config.capacity, dim))
     return _call(kernel, (tiles, arrays, factors), result, grid, block, config, name)
 
 
 def _combine(z: jax.Array, window: Window, config: KernelConfig) -> jax.Array:
-    """Return for each token the sum [N, D] of its rows of z [room, D], in the order of its choices."""
+    """Return for each token the sum [N, D] of its rows of z [capacity, D], in the order of its choices."""
     assert config.blocks is not None
     block, (num_tokens, per_token), dim = config.blocks.combine, window.row_index.shape, z.shape[1]
 
@@ -413,13 +414,13 @@ def _combine(z: jax.Array, window: Window, config: KernelConfig) -> jax.Array:
 
 
 def _d_hidden(dy, down, a, b, window: Window, config: KernelConfig) -> tuple[jax.Array, ...]:
-    """Return gradients of a and of b, hidden rows, all [room, G], and parts [parts, room] of those of router's weights.
+    """Return gradients of a and of b, hidden rows, all [capacity, G], and parts [parts, capacity] of the router's.
 
     `dy` is [N, D], `down` [X, G, D].
     """
     assert config.blocks is not None
     block, (_, width, dim) = config.blocks.d_hidden, down.shape
-    tiles, result = _tiles(window, config.room, block), shape_like(a, (config.room, width))
+    tiles, result = _tiles(window, config.capacity, block), shape_like(a, (config.capacity, width))
     num_parts = pl.cdiv(width, block.columns)
 
     def kernel(tile, token_ref, prob_ref, dy_ref, down_ref, a_ref, b_ref, d_a_ref, d_b_ref, hidden_ref, d_prob_ref):
@@ -443,13 +444,13 @@ def _d_hidden(dy, down, a, b, window: Window, config: KernelConfig) -> tuple[jax
         for ref, values in ((d_a_ref, d_a), (d_b_ref, d_b), (hidden_ref, hidden)):
             store_block(ref.at[rows, columns], values, is_row, is_column)
 
-    results = (result, result, result, shape_like(a, (num_parts, config.room), jnp.float32))
+    results = (result, result, result, shape_like(a, (num_parts, config.capacity), jnp.float32))
     arrays, grid = (tiles, window.token, window.prob, dy, down, a, b), (num_parts, len(tiles.group))
     return _call(kernel, arrays, results, grid, block, config, "d_hidden")
 
 
 def _d_down(hidden: jax.Array, dy: jax.Array, down: jax.Array, window: Window, config: KernelConfig) -> jax.Array:
-    """Return the gradient [X, G, D] of the weights of the last product, of hidden rows [room, G] and dy [N, D]."""
+    """Return the gradient [X, G, D] of the weights of the last product, of hidden rows [capacity, G] and dy [N, D]."""
     assert config.blocks is not None
     block, (num_experts, width, dim) = config.blocks.d_down, down.shape
 
@@ -476,7 +477,7 @@ def _d_down(hidden: jax.Array, dy: jax.Array, down: jax.Array, window: Window, c
 def _d_inputs(x, d_a, d_b, weights: ExpertWeights, window: Window, config: KernelConfig) -> tuple[jax.Array, ...]:
     """Return the gradients of the gate's and the other weights [X, D, G], and of their biases [X, G] if there are some.
 
-    `x` is [N, D]; those of a and of b are [room, G].
+    `x` is [N, D]; those of a and of b are [capacity, G].
     """
     assert config.blocks is not None
     block, (num_experts, dim, width) = config.blocks.d_inputs, weights.gate.shape

@@ -158,7 +158,7 @@ class ExpertBlocks(NamedTuple):
 LONG_GATES = ("gelu", "clamped_silu")  # values of model.mlp.activation whose gradients have many numbers
 # Rows for which fused kernels have room at a time, as a multiple of those of equal loads. What a router with a balance
 # loss sends to one device exceeds this seldom, and further rounds compute what does.
-ROOM = 1.25
+CAPACITY_FACTOR = 1.25
 _TWO_LARGE, _TWO_SMALL = GroupedBlock(128, 128, 64, 8, 3), GroupedBlock(128, 64, 32, 8, 3)
 _COMBINE = GroupedBlock(16, 256, 0, 4, 2)
 _FUSED_LARGE = ExpertBlocks(

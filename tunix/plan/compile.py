@@ -133,9 +133,10 @@ def derive_kernel_data(cfg: Config, device_kind: str, sizes: dict[str, int]) -> 
     num_experts = experts_with_capacity(model, sizes, exchange)
     fused_blocks = kernels.find_row_of_chip(kernels.EXPERT_BLOCKS, device_kind)
     assert fused_blocks is not None, "tables of kernels have the same chips"
-    room = min(kernels.ROOM, num_experts * count_devices(sizes, DIMS[EXPERTS].weight_axes) / model.mlp.num_experts)
+    at_most = num_experts * count_devices(sizes, DIMS[EXPERTS].weight_axes) / model.mlp.num_experts
+    capacity_factor = min(kernels.CAPACITY_FACTOR, at_most)
     empty_rows = kernels.empty_rows(expert_blocks) | kernels.fused_empty_rows(fused_blocks)
-    return KernelData(pairs, in_ring, num_experts, room, empty_rows)
+    return KernelData(pairs, in_ring, num_experts, capacity_factor, empty_rows)
 
 
 @dataclass(frozen=True)
