@@ -21,7 +21,7 @@ from tunix.costs.devices import read_topology
 from tunix.data.prompts import Prompt
 from tunix.inference.engine import Answer
 from tunix.plan.ranking import leave_to_learning, rank
-from tunix.rl.ahead import Drawn, RolloutsAhead, pack, unpack
+from tunix.rl.ahead import RolloutsAhead, SampledRollout, pack, unpack
 from tunix.rl.episodes import Episode, Played
 from tunix.rl.scoring import Scores
 from tunix.sharding.table import axis_names
@@ -144,7 +144,7 @@ def test_the_order_of_work(num_processes, monkeypatch):
         turns, spans = [{"role": "assistant", "content": "b"}], [(0, 1)]
         episode = Episode(0, prompts[0], 5, [1], answer.tokens, [True], [-0.1], [-1 / 3], turns, spans, [0.5])
         scores = Scores({"a": [1.0]}, [1.0], {"a": 0}, 0.1)
-        return Drawn(0, [answer], ["b"], scores, 1.0, Played([episode], 0.1, 0, task))
+        return SampledRollout(0, [answer], ["b"], scores, 1.0, Played([episode], 0.1, 0, task))
 
     def weights(step):
         return {"w": jax.device_put(jnp.full((), step), NamedSharding(mesh, jax.P()))}

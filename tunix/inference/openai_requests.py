@@ -82,9 +82,9 @@ class RequestReader:
         # In this thread, which alone can end a template that takes too long.
         text = self.template.render(messages, add_generation_prompt=True, options=options)
         prompt, images = await asyncio.to_thread(self._encode_chat, text, files)
-        longest = parameters.max_completion_tokens or parameters.max_tokens
+        max_tokens = parameters.max_completion_tokens or parameters.max_tokens
         read_calls = TOOL_CALLS[choose_tool_calls(self.template.source)] if tools else None
-        job = self._make_job(parameters, True, [prompt], longest, read_calls, arrived)
+        job = self._make_job(parameters, True, [prompt], max_tokens, read_calls, arrived)
         job.images = images
         return job
 
@@ -149,7 +149,7 @@ class RequestReader:
         parameters: Parameters,
         is_chat: bool,
         prompts: list[list[int]],
-        longest: int | None,
+        max_tokens: int | None,
         read_calls: Any,
         arrived: float,
     ) -> Job:
@@ -161,21 +161,22 @@ class RequestReader:
         for prompt in prompts:
             if not prompt:
                 raise ApiError(400, "prompt is empty: it has no token to continue from", "prompt")
-            if len(prompt) + (1 if longest is None else longest) > self.max_length:
+            if len(prompt) + (1 if max_tokens is None else max_tokens) > self.max_length:
                 raise ApiError(
                     400,
-                    f"a prompt of {len(prompt)} tokens and max_tokens={longest or 1} are more than {self.max_length}",
+                    f"a prompt of {len(prompt)} tokens and max_tokens={max_tokens or 1} are more than "
+                    f"{self.max_length}",
                     "messages" if is_chat else "prompt",
                     "context_length_exceeded",
                 )
-        if longest is None:
-            longest = min(self.command.max_new_tokens, self.max_length - max(map(len, prompts)))
-        if longest == 0 and not echo:
+        if max_tokens is None:
+            max_tokens = min(self.command.max_new_tokens, self.max_length - max(map(len, prompts)))
+        if max_tokens == 0 and not echo:
             raise ApiError(400, "max_tokens=0 asks for nothing; with echo=true it scores the prompt", "max_tokens")
         if parameters.stream and (parameters.num_top or echo):
             param = "top_logprobs" if is_chat else "echo" if echo else "logprobs"
             raise ApiError(400, f"{param} is served without stream", param)
-        return Job(parameters, is_chat, prompts, count, longest, read_calls, arrived)
+        return Job(parameters, is_chat, prompts, count, max_tokens, read_calls, arrived)
 
     def select_sampling(self, asked: Parameters) -> Sampling:
         """Return the choice of tokens that a request asks for; values that leave every token in are no filters."""

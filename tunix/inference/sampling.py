@@ -173,7 +173,7 @@ def select_greedy(logits: jax.Array) -> Sampled:
 
 def select(logits: jax.Array, keys: jax.Array, sampling: Sampling) -> Sampled:
     """Draw a token for each row of logits [B, V] float32, with a key of its own, [B]; not at temperature 0."""
-    tokens, log_probs = _draw(_filter(logits / sampling.temperature, sampling), keys)
+    tokens, log_probs = _sample(_filter(logits / sampling.temperature, sampling), keys)
     is_models = sampling.temperature == 1 and (sampling.top_k, sampling.top_p, sampling.min_p) == (None, None, None)
     return Sampled(tokens, log_probs if is_models else _compute_log_probs(logits, tokens), log_probs)
 
@@ -189,12 +189,12 @@ def select_by_row(logits: jax.Array, rows: RowChoices, count: jax.Array) -> Samp
 
     greedy = rows.temperature == 0
     scaled = _filter_by_row(logits / jnp.where(greedy, 1, rows.temperature)[:, None], rows)
-    tokens, log_probs = _draw(scaled, jax.vmap(fold)(rows.seed, rows.answer, count))
+    tokens, log_probs = _sample(scaled, jax.vmap(fold)(rows.seed, rows.answer, count))
     tokens = jnp.where(greedy, jnp.argmax(logits, -1).astype(jnp.int32), tokens)
     return Sampled(tokens, _compute_log_probs(logits, tokens), jnp.where(greedy, 0, log_probs))
 
 
-def _draw(scaled: jax.Array, keys: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _sample(scaled: jax.Array, keys: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Draw a token for each row of logits [B, V], and return it with its log-probability under them, both [B]."""
     top = jnp.max(scaled, -1, keepdims=True)
     weights = _split_blocks(jnp.exp(scaled - top))  # the largest is 1: the sums stay in the range of float32

@@ -363,7 +363,10 @@ def _d_rows(d_a: jax.Array, d_b: jax.Array, weights: ExpertWeights, window: Wind
 
 
 def _multiply_rows(arrays, factors, block, window, config, transposed: bool, name: str):
-    """Return the sum [capacity, D] of products of arrays [capacity, G] and weights [X, G, D], or [X, D, G] `transposed`."""
+    """Return the sum [capacity, D] of products of arrays [capacity, G] and weights [X, G, D].
+
+    With `transposed` the weights are [X, D, G].
+    """
     width, dim = arrays[0].shape[1], factors[0].shape[1 if transposed else 2]
     tiles = _tiles(window, config.capacity, block)
 

@@ -40,7 +40,7 @@ from tunix.sharding.arrays import copy_to
 log = logging.getLogger(__name__)
 
 
-class Drawn(NamedTuple):
+class SampledRollout(NamedTuple):
     """Answers of a rollout with their scores, as they wait."""
 
     weights_step: int  # step after which the weights were that drew them
@@ -91,25 +91,25 @@ class RolloutsAhead:
 
     def __init__(
         self,
-        draw: Callable[[Any, int], Drawn],
+        sample: Callable[[Any, int], SampledRollout],
         mesh: Mesh,
         first_steps: range,
         staleness: int,
-        waiting: dict[int, Drawn],
+        waiting: dict[int, SampledRollout],
     ):
         """`draw(parameters, first_step)` draws and scores a rollout; `first_steps` are those of all rollouts to come.
 
         `mesh` is that of drawing, `waiting` are rollouts of a checkpoint.
         """
-        self.draw, self.mesh, self.first_steps, self.staleness = draw, mesh, first_steps, staleness
+        self.sample, self.mesh, self.first_steps, self.staleness = sample, mesh, first_steps, staleness
         # While a step waits for its rollout, the ones of the next `staleness` steps are begun too.
         self.threads = ThreadPoolExecutor(staleness + 1, "drawing") if jax.process_count() == 1 else InTurn()
-        self.rollouts: dict[int, Future[Drawn]] = {}
-        for first_step, drawn in waiting.items():
+        self.rollouts: dict[int, Future[SampledRollout]] = {}
+        for first_step, rollout in waiting.items():
             self.rollouts[first_step] = Future()
-            self.rollouts[first_step].set_result(drawn)
+            self.rollouts[first_step].set_result(rollout)
 
-    def take(self, params: Any, first_step: int) -> Drawn:
+    def take(self, params: Any, first_step: int) -> SampledRollout:
         """Return the rollout that begins with a step, drawn by weights of the past.
 
         What is to be drawn by `params`, those after the step before, is begun.
@@ -123,12 +123,12 @@ class RolloutsAhead:
             # The step that follows takes the memory of its parameters, so those that wait for a thread are copied.
             copied = copy_params(params, self.mesh)
             for each in missing:
-                self.rollouts[each] = self.threads.submit(self._draw, copied, each, first_step - 1)
+                self.rollouts[each] = self.threads.submit(self._sample, copied, each, first_step - 1)
         for past in [each for each in self.rollouts if each < first_step]:
             del self.rollouts[past]
         return self.rollouts[first_step].result()
 
-    def wait(self, after: int) -> dict[int, Drawn]:
+    def wait(self, after: int) -> dict[int, SampledRollout]:
         """Return the rollouts that a checkpoint after a step keeps; waits until they are drawn.
 
         One drawn by the weights after that step is left out: a resumed run draws it again.
@@ -136,17 +136,17 @@ class RolloutsAhead:
         later = {first_step: future for first_step, future in self.rollouts.items() if first_step > after}
         kept = {}
         for first_step, future in sorted(later.items())[: self.staleness]:
-            if (drawn := future.result()).weights_step < after:
-                kept[first_step] = drawn
+            if (rollout := future.result()).weights_step < after:
+                kept[first_step] = rollout
         return kept
 
     def close(self) -> None:
         """Give up what is not drawn yet; wait for the threads."""
         self.threads.shutdown(cancel_futures=True)
 
-    def _draw(self, params: Any, first_step: int, weights_step: int) -> Drawn:
+    def _sample(self, params: Any, first_step: int, weights_step: int) -> SampledRollout:
         with jax.set_mesh(self.mesh):  # `jax.set_mesh` of the main thread does not reach this thread
-            return self.draw(params, first_step)._replace(weights_step=weights_step)
+            return self.sample(params, first_step)._replace(weights_step=weights_step)
 
 
 def copy_params(params: Any, mesh: Mesh) -> Any:
@@ -157,18 +157,18 @@ def copy_params(params: Any, mesh: Mesh) -> Any:
 # Rollouts that wait, as a checkpoint keeps them: JSON, packed, because log-probabilities are many digits.
 
 
-def pack(waiting: dict[int, Drawn]) -> str:
+def pack(waiting: dict[int, SampledRollout]) -> str:
     """Return rollouts by their first steps as a text."""
     plain = {
         str(first_step): {
-            "weights_step": drawn.weights_step,
-            "answers": [asdict(answer) for answer in drawn.answers],
-            "texts": drawn.texts,
-            "played": None if drawn.played is None else _to_plain(drawn.played),
-            "scores": asdict(drawn.scores),
-            "rollout_s": drawn.rollout_s,
+            "weights_step": rollout.weights_step,
+            "answers": [asdict(answer) for answer in rollout.answers],
+            "texts": rollout.texts,
+            "played": None if rollout.played is None else _to_plain(rollout.played),
+            "scores": asdict(rollout.scores),
+            "rollout_s": rollout.rollout_s,
         }
-        for first_step, drawn in waiting.items()
+        for first_step, rollout in waiting.items()
     }
     return base64.b64encode(zlib.compress(json.dumps(plain).encode())).decode() if plain else ""
 
@@ -190,20 +190,20 @@ def _to_played(plain: dict[str, Any], task: Grpo, prompts: Sequence[Prompt]) -> 
     return Played(episodes, plain["tool_s"], plain["num_lost"], task)
 
 
-def unpack(text: str, task: Grpo, prompts_of: Callable[[int], Sequence[Prompt]]) -> dict[int, Drawn]:
+def unpack(text: str, task: Grpo, prompts_of: Callable[[int], Sequence[Prompt]]) -> dict[int, SampledRollout]:
     """Return the rollouts of a text that `pack` has made: the same digits.
 
     `prompts_of` gives the prompts of the rollout that begins with a step.
     """
     plain = json.loads(zlib.decompress(base64.b64decode(text))) if text else {}
     return {
-        int(first_step): Drawn(
-            drawn["weights_step"],
-            [Answer(**answer) for answer in drawn["answers"]],
-            drawn["texts"],
-            Scores(**drawn["scores"]),
-            drawn["rollout_s"],
-            None if drawn["played"] is None else _to_played(drawn["played"], task, prompts_of(int(first_step))),
+        int(first_step): SampledRollout(
+            rollout["weights_step"],
+            [Answer(**answer) for answer in rollout["answers"]],
+            rollout["texts"],
+            Scores(**rollout["scores"]),
+            rollout["rollout_s"],
+            None if rollout["played"] is None else _to_played(rollout["played"], task, prompts_of(int(first_step))),
         )
-        for first_step, drawn in plain.items()
+        for first_step, rollout in plain.items()
     }

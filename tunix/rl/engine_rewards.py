@@ -37,7 +37,7 @@ class Answered(NamedTuple):
     prompts: Sequence[Prompt]  # one for each answer
     texts: Sequence[str]
     num_tokens: Sequence[int]
-    longest: int  # sampling.max_new_tokens
+    max_new_tokens: int  # sampling.max_new_tokens
 
 
 class Found(NamedTuple):
@@ -50,10 +50,10 @@ class Found(NamedTuple):
 def score_length(buffer: int, answered: Answered) -> Found:
     """Return the soft overlong punishment of DAPO (arXiv:2503.14476, equation 13) for each answer.
 
-    tokens     0 ............ longest - buffer ............ longest
-    score      0                     0           falls          -1
+    tokens     0 .......... max_new_tokens - buffer .......... max_new_tokens
+    score      0                      0              falls          -1
     """
-    excess = (count - (answered.longest - buffer) for count in answered.num_tokens)
+    excess = (count - (answered.max_new_tokens - buffer) for count in answered.num_tokens)
     return Found([-min(1.0, max(0, each) / buffer) for each in excess])
 
 
@@ -78,18 +78,18 @@ class EngineRewards:
     def __init__(
         self,
         terms: Sequence[RewardTerm],
-        longest: int,
+        max_new_tokens: int,
         errors: Literal["zero", "stop"],
         timeout_s: float,
         cfg: Config,
     ):
-        """Load the models; `longest` is the largest number of tokens of an answer, `timeout_s` the time of a judge for
-        the answers of a batch.
+        """Load the models; `max_new_tokens` is that of `sampling`, `timeout_s` the time of a judge for the answers of
+        a batch.
 
         Raises:
             UserError: a model gives no reward, a judge lacks its key, or a buffer is longer than an answer.
         """
-        self.longest, self.errors, self.timeout_s = longest, errors, timeout_s
+        self.max_new_tokens, self.errors, self.timeout_s = max_new_tokens, errors, timeout_s
         self.terms = [term for term in terms if isinstance(term, EngineTerm)]
         self.scores: list[Callable[[Answered], Found]] = []
         self.judges: list[Judge | None] = []
@@ -107,10 +107,10 @@ class EngineRewards:
                     self.judges.append(judge)
                     self.scores.append(partial(score_by_judge, judge))
                 case OverlongTerm():
-                    if term.buffer > longest:
+                    if term.buffer > max_new_tokens:
                         raise UserError(
                             f"task.rewards: buffer={term.buffer} of overlong is longer than an answer "
-                            f"(sampling.max_new_tokens={longest}); give a smaller one"
+                            f"(sampling.max_new_tokens={max_new_tokens}); give a smaller one"
                         )
                     self.scores.append(partial(score_length, term.buffer))
 
@@ -146,7 +146,7 @@ class EngineRewards:
         start_time = time.perf_counter()
         group_size = len(texts) // max(1, len(prompts))
         repeated = [prompt for prompt in prompts for _ in range(group_size)]
-        answered = Answered(repeated, texts, [len(answer.tokens) for answer in answers], self.longest)
+        answered = Answered(repeated, texts, [len(answer.tokens) for answer in answers], self.max_new_tokens)
         values, total, errors = dict(scores.values), list(scores.total), dict(scores.errors)
         numbers = dict(scores.numbers)
         for term, score in zip(self.terms, self.scores, strict=True):

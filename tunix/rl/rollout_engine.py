@@ -164,7 +164,7 @@ class RolloutEngine:
         """
         with self.caches.hold(request.rank), jax.set_mesh(self.rollout_mesh):
             start_time = time.perf_counter()
-            answers, texts, played = self._draw(params, request)
+            answers, texts, played = self._sample(params, request)
             rollout_s = time.perf_counter() - start_time
         if request.between_chunks is not None:
             request.between_chunks()
@@ -176,7 +176,7 @@ class RolloutEngine:
                 scores = self.engine_rewards.add(scores, prompts, texts, answers, hold)
         return RolloutGroup(prompts, answers, texts, scores, rollout_s, played)
 
-    def _draw(self, params: Any, request: RolloutRequest) -> tuple[list[Answer], list[str], Played | None]:
+    def _sample(self, params: Any, request: RolloutRequest) -> tuple[list[Answer], list[str], Played | None]:
         """Return answers and their texts, and episodes where there is an environment."""
         decode = self.vocab.backend.decode
         if self.player is not None:

@@ -39,7 +39,7 @@ from tunix.data.image_slots import find_slots
 from tunix.data.prompts import Prompt
 from tunix.data.sample_order import DataSchedule, Position, Samples
 from tunix.processes import watchdog
-from tunix.rl.ahead import Drawn, RolloutsAhead, pack, unpack
+from tunix.rl.ahead import RolloutsAhead, SampledRollout, pack, unpack
 from tunix.rl.answer_rows import arrange_answers, count_microbatches, plan_rows
 from tunix.rl.episodes import RolloutRequest, credit_turns, derive_seed
 from tunix.rl.prompt_order import PromptOrder
@@ -175,8 +175,8 @@ class Rollouts:
         if self.task.staleness:
             first_steps = range(start.step + 1, last + 1, self.cycle.steps)
             waiting = unpack(start.waiting, self.task, self._prompts_of)
-            waiting = {step: drawn for step, drawn in waiting.items() if self._fits(step, drawn)}
-            info = self._draw_ahead, engine.rollout_mesh, first_steps, self.task.staleness, waiting
+            waiting = {step: rollout for step, rollout in waiting.items() if self._fits(step, rollout)}
+            info = self._sample_ahead, engine.rollout_mesh, first_steps, self.task.staleness, waiting
             self.ahead, self.waits_for_state = RolloutsAhead(*info), False
         self.is_closed = False
 
@@ -231,10 +231,11 @@ class Rollouts:
         samples = self.data_schedule.samples(first_step)
         if self.ahead is None:
             return self._ask_now(params, first_step, samples)
-        drawn = self.ahead.take(params, first_step)
+        sampled = self.ahead.take(params, first_step)
         prompts = self._prompts_of(first_step)
-        rollouts = RolloutGroup(prompts, drawn.answers, drawn.texts, drawn.scores, drawn.rollout_s, drawn.played)
-        waited = {"data_wait_s": time.perf_counter() - start_time, "staleness": self.step - drawn.weights_step}
+        answers = sampled.answers, sampled.texts, sampled.scores, sampled.rollout_s, sampled.played
+        rollouts = RolloutGroup(prompts, *answers)
+        waited = {"data_wait_s": time.perf_counter() - start_time, "staleness": self.step - sampled.weights_step}
         return list(samples), rollouts, waited
 
     def _ask_now(self, params: Any, first_step: int, samples: range) -> tuple[list[int], RolloutGroup, Numbers]:
@@ -270,13 +271,13 @@ class Rollouts:
         """Return the rewards [P, G] that are learnt."""
         return np.where(rollouts.stopped, rollouts.totals, 0.0) if self.task.truncated == "zero" else rollouts.totals
 
-    def _draw_ahead(self, params: Any, first_step: int) -> Drawn:
+    def _sample_ahead(self, params: Any, first_step: int) -> SampledRollout:
         """Draw and score the rollout that begins with a step, mostly in another thread than the main one."""
         samples = self.data_schedule.samples(first_step)
         request = self._make_request(first_step, {number: self.prompts[number] for number in samples})
         beside = threading.current_thread() is not threading.main_thread()
         rollouts = self.engine.ask(params, request, beside)
-        return Drawn(0, rollouts.answers, rollouts.texts, rollouts.scores, rollouts.rollout_s, rollouts.played)
+        return SampledRollout(0, rollouts.answers, rollouts.texts, rollouts.scores, rollouts.rollout_s, rollouts.played)
 
     def _make_request(self, first_step: int, prompts: dict[int, Prompt]) -> RolloutRequest:
         """Return what the rollout that begins with a step asks the model: prompts by their numbers, which are noise."""
@@ -288,10 +289,10 @@ class Rollouts:
     def _prompts_of(self, first_step: int) -> list[Prompt]:
         return [self.prompts[number] for number in self.data_schedule.samples(first_step)]
 
-    def _fits(self, first_step: int, drawn: Drawn) -> bool:
+    def _fits(self, first_step: int, sampled: SampledRollout) -> bool:
         """Return whether a rollout of a checkpoint has the answers and the rewards that this run asks for."""
-        labels = {term.label for term in self.task.rewards}
-        fits = len(drawn.answers) == self.cycle.samples * self.task.group_size and labels <= drawn.scores.values.keys()
+        count, labels = self.cycle.samples * self.task.group_size, {term.label for term in self.task.rewards}
+        fits = len(sampled.answers) == count and labels <= sampled.scores.values.keys()
         if not fits:
             log.warning(
                 "the answers that wait for step %d were drawn for another batch: they are drawn anew", first_step

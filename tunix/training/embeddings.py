@@ -73,13 +73,13 @@ def compare(vectors: jax.Array, is_text: jax.Array, temperature: float) -> tuple
         out_sharding=PartitionSpec(*activation_spec("AB"), None),
     ) / temperature  # fmt: skip
     scores = jnp.where(is_document, scores, MASKED)
-    own_place = jnp.arange(steps * rows).reshape(steps, rows) * (count - 1)
-    is_local = jnp.arange(len(is_document)) == reshard(own_place, activation_spec("AB"))[..., None]
-    own = jnp.sum(jnp.where(is_local, scores, 0), -1)
+    positive_index = jnp.arange(steps * rows).reshape(steps, rows) * (count - 1)
+    is_local = jnp.arange(len(is_document)) == reshard(positive_index, activation_spec("AB"))[..., None]
+    positive = jnp.sum(jnp.where(is_local, scores, 0), -1)
     nearest_other = jnp.max(jnp.where(is_local, MASKED, scores), -1)
     is_query = is_text[:, :, 0]
-    losses = jnp.where(is_query, jax.nn.logsumexp(scores, -1) - own, 0)
-    return losses, (is_query & (own > nearest_other)).astype(jnp.float32)
+    losses = jnp.where(is_query, jax.nn.logsumexp(scores, -1) - positive, 0)
+    return losses, (is_query & (positive > nearest_other)).astype(jnp.float32)
 
 
 def make_gradients(cfg: Config, module: Callable[[Any], Transformer]) -> Callable[[dict[str, Any], Batch], Batch]:

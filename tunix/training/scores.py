@@ -79,8 +79,8 @@ def classification_loss(model: Transformer, batch: Batch, seed: jax.Array | None
         else:
             classes = batch["label_values"].astype(jnp.int32)[..., None]
             is_local = jnp.arange(len(task.labels)) == classes
-            own = jnp.sum(jnp.where(is_local, scores, 0), -1)
-            per_token = jax.nn.logsumexp(scores, -1) - own
+            of_class = jnp.sum(jnp.where(is_local, scores, 0), -1)
+            per_token = jax.nn.logsumexp(scores, -1) - of_class
             numbers = {"accuracy": jnp.argmax(scores, -1) == classes[..., 0]}
         penalty, block_sums = add_block_sums(blocks, jnp.sum(counts, 1))
         loss = jnp.sum(per_token * counts)
