@@ -13,7 +13,7 @@ ORDER = (
     "base", "sharding.table", "sharding.equations", "sharding.mesh_shape", "huggingface.families",
     "huggingface.gemma", "huggingface.table", "models.table", "optimizers",
     "data.pieces", "data.words", "data.files", "data.shapes", "data.sources", "data.table", "run.sinks", "run.remote_sinks", "run.table",
-    "rl.child_process", "rl.rewards", "rl.tool_calls", "rl.environments", "rl.tools", "rl.table", "rl.reward_worker", "rl.environment_worker",
+    "rl.child_process", "rl.rewards", "rl.tool_calls", "rl.environments", "rl.tools", "rl.table", "rl.scoring", "rl.environment_worker",
     "config", "processes", "sharding", "models", "huggingface", "data.chat", "data.image_processors", "data.images", "data.tokenizer",
     "config.saved_runs", "config.mistakes", "config.pretrained_config",
     "config.compose", "config.command_line",
@@ -84,7 +84,7 @@ def test_what_others_import_is_there(folder):
 
 
 JAX_FREE = (
-    "sharding.table", "sharding.mesh_shape", "data.sources", "optimizers.table", "run.table", "rl.reward_worker", "rl.scoring", "rl.environment_pool", "config", "huggingface.table", "huggingface.config_json", "huggingface.hub", "config.compose", "config.command_line",
+    "sharding.table", "sharding.mesh_shape", "data.sources", "optimizers.table", "run.table", "rl.scoring", "rl.environment_pool", "config", "huggingface.table", "huggingface.config_json", "huggingface.hub", "config.compose", "config.command_line",
     "processes.identity", "processes.rollcall", "processes.supervisor", "processes.exits", "launch.__main__", "train_command", "__main__",
 )  # fmt: skip
 

@@ -2,7 +2,7 @@
 
     prompts      `data.prompts`         in the order of all samples, with the columns of their rows
     completions  `inference.rollout`    drawn from the model in training, several for each prompt: a rollout
-    rewards      `scoring`, `table`     how good each completion is, by processes of `reward_worker`
+    rewards      `scoring`, `table`     how good each completion is, in processes of their own
     advantages   `rollouts`             each completion compared with those of its group
     batch        `rollouts`             rows of tokens with advantages, which `training.grpo` learns from
 

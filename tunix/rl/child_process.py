@@ -1,6 +1,6 @@
 """Processes that run code of the user: started, asked, killed when they are late, and started again. Imports no jax.
 
-    parent   ChildProcess("tunix.rl.reward_worker:serve", ...)   -- request -->   child   serve(descriptor, parent, ...)
+    parent   ChildProcess("tunix.rl.scoring:serve", ...)   -- request -->   child   serve(descriptor, parent, ...)
                                                                 <-- reply --
 
 The processes are started here and not by `multiprocessing`: its processes import the main program again, and with it

@@ -5,7 +5,13 @@
     another one                 4 5 6 7
 
 A reward is code of the user. It may raise, hang, end its process or return anything; training must go on or end with a
-message that names it. So each reward runs in a process that can be killed (`tunix.rl.child_process`).
+message that names it. So each reward runs in a process that can be killed (`tunix.rl.child_process`), which talks to
+this one through a socket:
+
+    parent   {function, prompts, completions, columns, group_size}  ->   worker: `serve`
+    parent   <-  for each answer its score, or a text about what is wrong   worker
+
+Imports no jax, for the workers' sake.
 """
 
 import logging
@@ -17,19 +23,25 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Literal, Protocol, Self
 
+from tunix.base import dotted_path
 from tunix.base.errors import UserError
-from tunix.rl.child_process import START_S, ChildProcess, LateProcess, LostProcess
+from tunix.rl import rewards as rewards_of_tunix
+from tunix.rl.child_process import START_S, ChildProcess, LateProcess, LostProcess, connect, describe_error
+from tunix.rl.rewards import call_reward
+from tunix.rl.table import find_reward
 
 log = logging.getLogger(__name__)
 
+OWN_FILES = {__file__, rewards_of_tunix.__file__, dotted_path.__file__}
+
 
 class ScoringProcess(ChildProcess):
-    """A process of `tunix.rl.reward_worker`, which is started again after it was killed or has died."""
+    """A process that runs `serve`, which is started again after it was killed or has died."""
 
     def __init__(self, functions: list[str], start_s: float):
         self.functions, self.start_s = functions, start_s
         self.sample: tuple | None = None  # prompts, completions and columns that a new process scores before others
-        super().__init__("tunix.rl.reward_worker:serve", (functions,))
+        super().__init__("tunix.rl.scoring:serve", (functions,))
 
     def wait_for_rewards(self) -> None:
         """Wait until the process has imported the rewards.
@@ -45,7 +57,7 @@ class ScoringProcess(ChildProcess):
     def ask(self, request: tuple, timeout_s: float) -> list[float | str]:
         """Return for each answer of the request its score, or why it has none. The process is replaced if it is lost.
 
-        `request` is what `tunix.rl.reward_worker.serve` reads.
+        `request` is what `serve` reads.
         """
         try:
             return self.exchange(request, timeout_s)
@@ -244,3 +256,41 @@ def _split(num_rows: int, group_size: int, num_parts: int) -> list[slice]:
     # 5 groups of 2 rows for 3 parts: cuts at groups 0, 1, 3 and 5, so at rows 0, 2, 6 and 10.
     bounds = [number * num_groups // num_parts * group_size for number in range(num_parts)] + [num_rows]
     return [slice(first, stop) for first, stop in pairwise(bounds) if first < stop]
+
+
+# The worker's side.
+
+
+def serve(descriptor: int, parent: int, rewards: list[str]) -> None:
+    """Import the rewards, report that all is ready, and answer requests until the parent closes the socket."""
+    connection = connect(descriptor, parent)
+    functions = {name: find_reward(name) for name in rewards}
+    connection.send("ready")
+    while True:
+        try:
+            name, prompts, completions, columns, group_size = connection.recv()
+        except EOFError:
+            return
+        connection.send(score(functions[name], prompts, completions, columns, group_size))
+
+
+def score(
+    function: Any, prompts: list[str], completions: list[str], columns: dict[str, list[Any]], group_size: int
+) -> list[float | str]:
+    """Return for each answer its score, or the text of an error.
+
+    When the function raises, it is called again for each group of answers alone, so that one bad row costs the scores
+    of its group only.
+    """
+    try:
+        return call_reward(function, prompts, completions, columns)
+    except BaseException as error:  # a reward may raise anything, also SystemExit
+        if len(completions) <= group_size:
+            return [describe_error(error, OWN_FILES)] * len(completions)
+    scores: list[float | str] = []
+    for first in range(0, len(completions), group_size):
+        part = slice(first, first + group_size)
+        local = {name: values[part] for name, values in columns.items()}
+        # A group is not longer than `group_size`, so this call goes no deeper.
+        scores += score(function, prompts[part], completions[part], local, group_size)
+    return scores
