@@ -252,6 +252,42 @@ class Files(Source):
         return find_files(self.paths, self.extensions)
 
 
+class Texts(Limited, Source):
+    """Documents that are texts, each a file of its own."""
+
+    source: str  # here as in `Files`
+    """Where documents come from."""
+    decode_errors: Literal["skip", "error", "replace"]
+    """A file that is not UTF-8: left out and counted, refused, or read with U+FFFD."""
+
+    def read(self, unit: Unit) -> Iterator[Item]:
+        limit = self.max_document_bytes
+        with open_unpacked(unit.path) as file:
+            data = file.read(-1 if limit is None else limit + 1)
+        if limit is not None and len(data) > limit:
+            yield Item(unit.name, None, TOO_LONG)
+            return
+        try:
+            text = data.decode("utf-8-sig", errors="replace" if self.decode_errors == "replace" else "strict")
+        except UnicodeDecodeError as error:
+            if self.decode_errors == "error":
+                raise UserError(
+                    f"data: {unit.path} is not UTF-8 (byte {error.start}); "
+                    "data.decode_errors=skip leaves such files out, replace reads them"
+                ) from None
+            yield Item(unit.name, None, "not UTF-8")
+        else:
+            del data  # memory of a long file
+            yield Item(unit.name, text)
+
+
+class TextFiles(Files, Texts):
+    """Text files, one document each; those that end in .gz or .zst are unpacked."""
+
+    source: Literal["text"]
+    """Where documents come from."""
+
+
 class Columns(Section):
     """Names of the columns that hold a document. The task says which are read: pretrain the text; sft the prompt and
     its completion if `prompt` is set, else the messages; dpo and reward the prompt, chosen and rejected; kto what

@@ -20,13 +20,11 @@ from tunix.base.config_types import Count, CountOrZero, Flag, Seed, Share
 from tunix.base.dotted_path import DottedPath, blame_user, import_object
 from tunix.base.errors import UserError, did_you_mean
 from tunix.data.files import (
-    TOO_LONG,
-    Files,
     Item,
-    Limited,
     Paths,
     Rows,
     Source,
+    Texts,
     Unit,
     find_files,
     make_file_unit,
@@ -44,43 +42,14 @@ def list_standard_library() -> list[Unit]:
     return [make_file_unit(path, path.relative_to(root).as_posix()) for path in sorted(paths)]
 
 
-class PythonStdlib(Limited, Source):
+class PythonStdlib(Texts):
     """The source of the running interpreter's standard library: real text on every machine."""
 
     source: Literal["python_stdlib"]
     """Where documents come from."""
-    decode_errors: Literal["skip", "error", "replace"]
-    """A file that is not UTF-8: left out and counted, refused, or read with U+FFFD."""
 
     def units(self, unit_bytes: int) -> list[Unit]:
         return list_standard_library()
-
-    def read(self, unit: Unit) -> Iterator[Item]:
-        limit = self.max_document_bytes
-        with open_unpacked(unit.path) as file:
-            data = file.read(-1 if limit is None else limit + 1)
-        if limit is not None and len(data) > limit:
-            yield Item(unit.name, None, TOO_LONG)
-            return
-        try:
-            text = data.decode("utf-8-sig", errors="replace" if self.decode_errors == "replace" else "strict")
-        except UnicodeDecodeError as error:
-            if self.decode_errors == "error":
-                raise UserError(
-                    f"data: {unit.path} is not UTF-8 (byte {error.start}); "
-                    "data.decode_errors=skip leaves such files out, replace reads them"
-                ) from None
-            yield Item(unit.name, None, "not UTF-8")
-        else:
-            del data  # memory of a long file
-            yield Item(unit.name, text)
-
-
-class TextFiles(Files, PythonStdlib):
-    """Text files, one document each; those that end in .gz or .zst are unpacked."""
-
-    source: Literal["text"]  # type: ignore[assignment]
-    """Where documents come from."""
 
 
 # Real conversations on every machine, for `task=sft`.

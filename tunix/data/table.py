@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple, Union
 
 from pydantic import Field
 
-from tunix.data.files import Columns, Csv, Item, Jsonl, Parquet, Rows, Source
+from tunix.data.files import Columns, Csv, Item, Jsonl, Parquet, Rows, Source, TextFiles
 from tunix.data.shapes import Shapes
 from tunix.data.sources import (
     Arithmetic,
@@ -15,7 +15,6 @@ from tunix.data.sources import (
     PythonStdlib,
     ReasoningGym,
     Synthetic,
-    TextFiles,
     Tokens,
 )
 
