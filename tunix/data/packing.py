@@ -310,8 +310,8 @@ def _take_whole_documents(lengths: np.ndarray, starts: np.ndarray, seq_len: int)
 
 
 def pack_best_fit(lengths: np.ndarray, seq_len: int, most: int = sys.maxsize) -> Iterator[list[int]]:
-    """Best-fit decreasing: from the longest chunk down, each into the sequence that it fills up most; at most `most` in
-    a sequence.
+    """Best-fit decreasing of chunks with `lengths` [chunks]: from the longest one down, each into the sequence that it
+    fills up most; at most `most` in a sequence.
 
     Lengths are small whole numbers, so sequences are kept by the room that is left in them, and chunks of one length
     are placed together: the cost is linear in the chunks.

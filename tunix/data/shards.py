@@ -312,6 +312,7 @@ class ArrayFile:
         self._write_head()
 
     def append(self, numbers: np.ndarray) -> None:
+        """Add numbers [n]."""
         self.file.write(np.ascontiguousarray(numbers, self.dtype).data)
         self.count += len(numbers)
 

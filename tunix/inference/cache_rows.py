@@ -131,7 +131,7 @@ def set_rows(cached: Any, new: Any, rows: jax.Array) -> Any:
 
 
 def split_mtp(cache: Cache) -> tuple[Cache, tuple[jax.Array, ...], LastState]:
-    """Return a cache without what is for `model.mtp`, the slots of that layer, and the state that waits."""
+    """Return a cache without what is for `model.mtp`, that layer's slots [B, K, S, H], and the state that waits."""
     *layers, cached, last = cache
     assert isinstance(last, LastState)
     assert not isinstance(cached, (*FIXED, Pages))

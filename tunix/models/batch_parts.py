@@ -60,7 +60,9 @@ Steps = Generator[jax.Array, jax.Array | None, Any]
 
 
 def finish(steps: Steps, after: jax.Array | None = None) -> Any:
-    """Run the steps of a block to their end, from the first one on or from behind attention, and return its result."""
+    """Run the steps of a block to their end, from the first one on or from behind attention, and return its result.
+
+    `after` [B, t, D] is what fused kernels of experts wait for (`Experts`)."""
     if inspect.getgeneratorstate(steps) == inspect.GEN_CREATED:
         next(steps)
     try:

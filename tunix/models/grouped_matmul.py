@@ -45,7 +45,7 @@ def grouped(rows: jax.Array, w: jax.Array, sizes: jax.Array, blocks: GroupedBloc
 
 
 def vary_alike(*arrays: jax.Array) -> list[jax.Array]:
-    """Return the arrays as types that vary over the same mesh axes, as JAX's own operations take them.
+    """Return the arrays, of any shapes, as types that vary over the same mesh axes, as JAX's own operations take them.
 
     The casts stand outside of the rule of the gradient, so JAX sums gradients over the axes where that is due.
     """
@@ -116,7 +116,8 @@ def _weights_gradient(rows, gradient, w, sizes, block: GroupedBlock, interpret: 
 
 
 def list_tiles(sizes: jax.Array, num_rows: int, tile_rows: int) -> Tiles:
-    """Return the blocks of `tile_rows` rows: as many as may be needed, of which those without rows come last.
+    """Return the blocks of `tile_rows` rows of groups with `sizes` [groups]: as many as may be needed, those without
+    rows last.
 
     For 12 rows, groups of 5, 0 and 4 rows, and blocks of 3 (see above):
 
@@ -180,12 +181,12 @@ def _weights_kernel(begin_ref, end_ref, rows_ref, gradient_ref, dw_ref, *, block
 
 
 def are_before(end: Any, begin: Any, size: int) -> jax.Array:
-    """Return which of the positions begin ... begin + size - 1 lie before `end`."""
+    """Return which of the positions begin ... begin + size - 1 lie before `end`: [size] bool."""
     return begin + jnp.arange(size) < end
 
 
 def part_of(n: Any, size: int, length: int) -> tuple[Any, jax.Array | None]:
-    """Return positions of the n-th part of a dimension, and which of them it has; None if its parts are all full."""
+    """Return positions of the n-th part of a dimension, and which it has, [size] bool; None if all parts are full."""
     return pl.ds(n * size, size), None if length % size == 0 else are_before(length, n * size, size)
 
 
@@ -197,13 +198,13 @@ def _mask(is_row: jax.Array | None, is_column: jax.Array | None) -> jax.Array | 
 
 
 def load_block(ref: Any, is_row: jax.Array | None, is_column: jax.Array | None) -> jax.Array:
-    """Return the numbers of a block; 0 where the masks of its rows or of its columns are false."""
+    """Return the numbers [rows, columns] of a block; 0 where the masks [rows] or [columns] are false."""
     mask = _mask(is_row, is_column)
     return ref[...] if mask is None else triton.load(ref, mask=jnp.broadcast_to(mask, ref.shape), other=0.0)
 
 
 def store_block(ref: Any, values: jax.Array, is_row: jax.Array | None, is_column: jax.Array | None) -> None:
-    """Write the numbers of a block where both masks are true: another program writes those beside them."""
+    """Write numbers [rows, columns] where the masks [rows] and [columns] are true: another program writes the rest."""
     mask = _mask(is_row, is_column)
     mask = None if mask is None else jnp.broadcast_to(mask, ref.shape)
     triton.store(ref, values.astype(ref.dtype), mask=mask)

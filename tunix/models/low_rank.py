@@ -46,7 +46,7 @@ class Factors(nnx.Module):
         self.b_start = nnx.Param(jnp.zeros(b, layout.param), equation=self.second) if has_start else None
 
     def gathered(self) -> list[tuple[float, jax.Array, jax.Array]]:
-        """Return the pairs of factors as products take them, each with the number that multiplies its product."""
+        """Return the pairs of factors, in the shapes of `first` and `second`, each with what multiplies its product."""
         pairs: list[Any] = [(self.scale, self.a, self.b)]
         if self.a_start is not None:  # not one product of twice the rank: jax 0.10.2 cannot join them on stages
             pairs.append((-self.scale, self.a_start, self.b_start))

@@ -49,7 +49,7 @@ class MtpLayer(nnx.Module):
         return self.layout.join_stream(self.norm(rows.x)), sums
 
     def run_apart(self, rows: Rows, forward: Forward, params: dict[str, list[Any]]) -> tuple[jax.Array, list]:
-        """Do as `__call__`, and return the cache of the layer in place of numbers (decoding; `Stacks.run_apart`)."""
+        """Return [B, T, D] as `__call__`, and the layer's cache in place of numbers (decoding; `Stacks.run_apart`)."""
         rows, caches = self.stacks.run_apart(rows, forward, params)
         return self.layout.join_stream(self.norm(rows.x)), caches
 

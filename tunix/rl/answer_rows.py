@@ -83,7 +83,8 @@ class RowPlan(NamedTuple):
 
 
 def plan_rows(lengths: np.ndarray, seq_len: int, answers_per_row: int) -> RowPlan:
-    """Return a plan for answers of these lengths, with their prompts: best-fit decreasing, at most so many in a row.
+    """Return a plan for answers with `lengths` [answers], prompts included: best-fit decreasing, so many in a row at
+    most.
 
     Rows are in the order of their first answers, and so are the answers of a row. With one answer in a row, row n has
     answer n.

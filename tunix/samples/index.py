@@ -154,7 +154,7 @@ class _Builder:
 
 
 def keep_latest(groups: np.ndarray) -> np.ndarray:
-    """Return the groups of the block in which each step was written last, by step and sample.
+    """Return those groups [n] of the block in which each step was written last, by step and sample.
 
     A block is a part of the file with one step and rising samples.
     """

@@ -145,7 +145,7 @@ def spread(index: SamplesIndex) -> np.ndarray:
 
 
 def choose_steps(steps: np.ndarray, num_steps: int) -> np.ndarray:
-    """Return at most `num_steps` of the steps, evenly, with the first and the last."""
+    """Return at most `num_steps` of the steps [n], evenly, with the first and the last."""
     if len(steps) <= num_steps:
         return steps
     if num_steps == 1:

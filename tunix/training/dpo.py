@@ -45,7 +45,7 @@ class Pairs(NamedTuple):
 
     @property
     def margin(self) -> jax.Array:
-        """How far the policy has moved each pair apart, nats."""
+        """How far the policy has moved each pair apart, nats: [B, T / 2]."""
         return self.gains.chosen - self.gains.rejected
 
 

@@ -232,7 +232,7 @@ def sum_over_tokens(
     chunk_size: int | str,
     teacher: TeacherOutput | None = None,
 ) -> tuple[jax.Array, dict[str, jax.Array], BlockSums]:
-    """Return the sum of a loss over the tokens of a batch, its sums by name, and the numbers of the blocks."""
+    """Return the sum of a loss over the tokens of a batch [B, T], its sums by name, and the numbers of the blocks."""
     vocab_weights = model.vocab_weights()
     hidden, blocks = compute_hidden(model, vocab_weights, batch, seed)
     objective, sums = sum_over_hidden(
