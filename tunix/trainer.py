@@ -116,29 +116,10 @@ def run(job: compose.Job) -> Result:
             write_root(job, folder, root)
             log.info("writing to %s", folder)
 
-            # Wait for the first step and train; make up for an evaluation that a stop prevented, and wait for the last
-            # checkpoint.
             with open_loop(setup, progress, feed, checkpoints, folder, watchdog, start_time) as loop:
-                loop.goodput.end_start()
-                with loop.goodput.count("compile"):
-                    loop.compiled.at(min(progress.start.step + 1, progress.last))
-                clock.end("step")
-                log.info("%s", clock)
-                if progress.is_new and cfg.checkpoint.save_first:
-                    loop.save(progress.start, None)
-                loop.write_goodput(progress.start.step)
-                loop.step_log.restart_clock()  # the first step has not begun yet
+                loop.begin(clock)
                 last = loop.run()
-                loop.evaluations.make_up(last)
-                with watchdog.phase("closing"):
-                    loop.check_folder()  # what is saved into a folder that is gone fails with many words
-                    with loop.goodput.count("checkpoint"):
-                        checkpoints.finish()
-                    loop.check_folder()
-                    loop.write_goodput(last)
-                    log.info("%s", describe_memory(loop.compiled.at(last), read_peak_memory_gib()))
-                    if loop.evaluations.latest:
-                        feed.sum_up(progress.state, loop.evaluations.latest, loop.metrics)
+                loop.end(last, feed)
         log.info("done: %s", folder)
         return Result(folder, loop.step_log.last, loop.evaluations.latest)
 
@@ -362,6 +343,19 @@ class Loop:
     watchdog: Watchdog
     goodput: Goodput
 
+    def begin(self, clock: StartClock) -> None:
+        """Wait for the program of the first step, and save the state of step 0 where the config says so."""
+        progress = self.progress
+        self.goodput.end_start()
+        with self.goodput.count("compile"):
+            self.compiled.at(min(progress.start.step + 1, progress.last))
+        clock.end("step")
+        log.info("%s", clock)
+        if progress.is_new and self.setup.cfg.checkpoint.save_first:
+            self.save(progress.start, None)
+        self.write_goodput(progress.start.step)
+        self.step_log.restart_clock()  # the first step has not begun yet
+
     def run(self) -> int:
         """Train to the last step. Return the step after which the run has ended: a reason may end it before.
 
@@ -399,6 +393,19 @@ class Loop:
             if self._is_over(step):
                 return step
         return last
+
+    def end(self, last: int, feed: Feed) -> None:
+        """Make up for an evaluation that a stop prevented, wait for the last checkpoint, and sum the run up."""
+        self.evaluations.make_up(last)
+        with self.watchdog.phase("closing"):
+            self.check_folder()  # what is saved into a folder that is gone fails with many words
+            with self.goodput.count("checkpoint"):
+                self.checkpoints.finish()
+            self.check_folder()
+            self.write_goodput(last)
+            log.info("%s", describe_memory(self.compiled.at(last), read_peak_memory_gib()))
+            if self.evaluations.latest:
+                feed.sum_up(self.progress.state, self.evaluations.latest, self.metrics)
 
     def save(self, position: Position, cost: float | None) -> None:
         """Start a checkpoint; `cost` is the held-out number of the model, by which the best checkpoint is chosen."""
