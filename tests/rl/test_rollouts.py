@@ -25,9 +25,9 @@ from tunix.data.prompts import Prompt, load_prompts
 from tunix.data.sample_order import BEGINNING, DataSchedule, Position, Samples
 from tunix.evaluate import evaluate
 from tunix.inference.engine import Answer, Engine
-from tunix.rl.answer_rows import arrange_answers
 from tunix.rl.episodes import derive_seed
 from tunix.rl.prompt_order import PromptOrder, _digest
+from tunix.rl.rollouts import arrange_answers
 from tunix.run.early_stopping import Moment, check_stop_request
 
 

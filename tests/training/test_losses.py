@@ -173,7 +173,6 @@ def test_fields_of_a_batch_are_listed_in_one_place():
         "data/packing.py",
         "data/image_slots.py",
         "rl/rollouts.py",
-        "rl/answer_rows.py",
         "parity.py",
     }
     fill |= {"training/multiple_choice.py"}
