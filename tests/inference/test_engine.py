@@ -65,7 +65,7 @@ def test_a_cache_of_8_bits_is_near(name, tmp_path):
     """Log-probabilities of tokens are nearly those of the model; the cache is of int8, with a scale for each vector.
 
     Tokens of gpt_oss go to all of its experts: with random weights, rounding would send some to another expert, whose
-    result is quite another (docs/log/rl.md). Sinks and windows are in force.
+    result is quite another (docs/log/inference.md). Sinks and windows are in force.
     """
     folder = shutil.copytree(PARITY / name, tmp_path / name)
     info = json.loads((folder / "config.json").read_text())
