@@ -5,8 +5,8 @@ It takes a run's folder, RUN_DIR/checkpoints/STEP, an export or a prepared corpu
 
 Every mesh starts from the same weights and takes the same global batches of the config's data (the batch that follows
 all training.batch_stages). Numbers are float32 unless training.mixed_precision is given. Exit code 1 if loss or
-gradient norm differ by more than the tolerance. On a machine without GPUs the CPU acts as 8 devices; XLA_FLAGS or
-JAX_NUM_CPU_DEVICES choose another number.
+gradient norm differ by more than the tolerance. Without GPUs, the CPUs of all processes together act as 8 devices;
+XLA_FLAGS or JAX_NUM_CPU_DEVICES choose another number for each process.
 
 The processes of a launcher join as they do for training. If the devices of process 0 are enough for a mesh, process 0
 trains on it alone and the others wait. So one device is compared with a cluster.
@@ -40,6 +40,7 @@ from tunix.data.sample_order import Position
 from tunix.data.table import DOCUMENTS
 from tunix.inference.pretrained import check_init_from, load_init_from
 from tunix.processes import exits, peers
+from tunix.processes.identity import find_identity
 from tunix.processes.watchdog import Watchdog
 from tunix.run.compiling import compile_step
 from tunix.sharding.mesh_shape import explicit_sizes, format_mesh_shape, meshes, resolve
@@ -51,7 +52,7 @@ from tunix.training.train_spec import assemble, check_on_mesh, derive_sizes
 # order: in float32 that changes about the seventh digit. A wrong sharding changes the first digits.
 
 COMPARED = ("loss", "grad_norm")
-FAKE_DEVICES = 8
+FAKE_DEVICES = 8  # of all processes together
 EVERY = "all"  # --meshes all: every mesh that divides the model and the batch
 
 
@@ -276,7 +277,9 @@ def main() -> int:
         if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "") and (
             jax.config.jax_num_cpu_devices < 0  # type: ignore[attr-defined]
         ):
-            jax.config.update("jax_num_cpu_devices", FAKE_DEVICES)
+            identity = find_identity(cfg.distributed)
+            num_local = FAKE_DEVICES // (identity.num_processes if identity else 1)
+            jax.config.update("jax_num_cpu_devices", max(1, num_local))
         every = args.meshes == EVERY
         mesh_shapes = _read_meshes(args.meshes) if args.meshes and not every else None
         info = compose.list_info(cfg) | {"--meshes": args.meshes, "--steps": args.steps}

@@ -8,7 +8,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from support.harness import ROOT
+from support.harness import ROOT, run_python
 
 from tunix.base.errors import UserError
 from tunix.base.files import find_way_out, make_once
@@ -81,12 +81,14 @@ def test_the_current_folder_was_deleted(tmp_path):
     assert done.stderr == "error: the current folder was deleted; change to one that exists (cd)\n"
 
 
-def test_ctrl_c_is_one_line(tmp_path):
-    code = (
+@pytest.mark.parametrize("fork", [False, True], ids=["exec", "fork"])
+def test_ctrl_c_is_one_line(fork, tmp_path):
+    """A fork of tests/support/forks.py ends as a program of a user does."""
+    (tmp_path / "program.py").write_text(
         "import os, signal, time; from tunix.processes import exits; "
         "exits.report_errors(lambda: (os.kill(os.getpid(), signal.SIGINT), time.sleep(60)))"
     )
-    done = run_here(code, cwd=tmp_path)
+    done = run_python("program.py", cwd=tmp_path, fork=fork)
     assert done.returncode == -2  # a shell says 130
     assert done.stderr == "interrupted\n"
 

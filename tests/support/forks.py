@@ -19,6 +19,7 @@ import multiprocessing
 import os
 import pickle
 import runpy
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -195,4 +196,5 @@ def _run(words: list[str], environment: dict[str, str]) -> None:
         sys.argv = words[:]
         sys.path[:] = [str(Path(words[0]).parent), *more, *site]
         program = partial(runpy.run_path, words[0], run_name="__main__")
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     run_to_the_end(program)

@@ -4,6 +4,7 @@ Starts no backend of JAX.
 """
 
 import gc
+import signal
 
 import support.forks  # noqa: F401
 from support import composing
@@ -25,3 +26,4 @@ compose([])
 
 gc.collect()
 gc.freeze()  # a fork does not write to the pages of these objects by looking at them
+signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a fork that is not the program yet, which then handles it
