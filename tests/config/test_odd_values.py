@@ -112,7 +112,9 @@ def assert_interrupted(tmp_path):
     path = os.pathsep.join([str(tmp_path), str(ROOT)])
     words = [sys.executable, "-m", "tunix.generate", "checkpoint=x"]
     done = subprocess.run(words, cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (-2, "interrupted\n")
+    slowly = "importing tunix: "  # how long it takes, on a busy machine
+    lines = [line for line in done.stderr.splitlines() if not line.startswith(slowly)]
+    assert (done.returncode, lines) == (-2, ["interrupted"])
 
 
 def test_a_resumed_run_that_lost_its_checkpoints_is_warned(tmp_path, caplog):

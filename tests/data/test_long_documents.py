@@ -20,6 +20,7 @@ from tunix.config.compose import check, compose, compose_overrides
 from tunix.config.saved_runs import upgrade
 from tunix.data import pieces
 from tunix.data.dataset import prepare_corpus
+from tunix.data.files import _count_dictionaries as count_all
 from tunix.data.pieces import cut_text, find_cutter
 from tunix.data.tokenizer import Vocab, convert, train_vocab
 
@@ -256,8 +257,9 @@ def test_a_parquet_file_that_names_a_long_text_often(prepared, tmp_path):
     assert (index["documents"], index["left_out"]) == (1, {TOO_LONG: 500})
 
 
-def test_a_row_of_parquet_that_names_a_long_text_often(tmp_path):
-    """A file of a kilobyte has a conversation of 2.2 GB; the rows around it are read."""
+@pytest.mark.parametrize("rows_bytes", [1 << 29, 1 << 19])
+def test_a_row_of_parquet_that_names_a_long_text_often(rows_bytes, tmp_path, monkeypatch):
+    """A file of a kilobyte has a conversation of 2.2 GB; the rows around it are read. Also in a large row group."""
     import pyarrow
     from pyarrow import parquet
 
@@ -266,6 +268,7 @@ def test_a_row_of_parquet_that_names_a_long_text_often(tmp_path):
     table = pyarrow.table({"messages": pyarrow.ListArray.from_arrays([0, 1, 2201, 2201, 2202], turns)})
     parquet.write_table(table, tmp_path / "a.parquet", compression="zstd", store_schema=False)
     assert (tmp_path / "a.parquet").stat().st_size < 2000
+    monkeypatch.setattr("tunix.data.files.ROWS_BYTES", rows_bytes)
     source = compose(["task=sft", "data=parquet", f"data.paths=[{tmp_path}]"]).config.data
     items = [item for unit in source.units(1 << 20) for item in source.read(unit)]
     assert [item.problem for item in items] == ["", TOO_LONG, "", ""]
@@ -290,6 +293,31 @@ def test_rows_of_every_type_of_parquet(rows_bytes, tmp_path, monkeypatch):
     monkeypatch.setattr("tunix.data.files.ROWS_BYTES", rows_bytes)
     (unit,) = source.units(1 << 20)
     assert [item.content for item in source.read_all_columns(unit)] == rows
+
+
+@pytest.mark.parametrize("is_named", [True, False])
+def test_a_large_row_group_of_long_lists(is_named, tmp_path, monkeypatch):
+    """Texts that come once each are read without a dictionary, which would hold all of them."""
+    import pyarrow
+    from pyarrow import parquet
+
+    rows = [{"l": [f"{number:04}" * 250, "again", None]} for number in range(500)]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet", use_dictionary=is_named)
+    source = compose(["data=parquet", f"data.paths=[{tmp_path}]"]).config.data
+    monkeypatch.setattr("tunix.data.files.ROWS_BYTES", 100_000)
+    counted = []
+
+    def count(array):
+        length = count_all(array)
+        if pyarrow.types.is_list(array.type):
+            counted.append(length)
+        return length
+
+    monkeypatch.setattr("tunix.data.files._count_dictionaries", count)
+    (unit,) = source.units(1 << 20)
+    assert [item.content for item in source.read_all_columns(unit)] == rows
+    assert len(counted) == (8 if is_named else 2)  # batches of 64 rows
+    assert is_named or max(counted) < 200_000
 
 
 def test_a_word_that_the_tokenizer_cannot_cut_is_left_out(prepared, caplog):

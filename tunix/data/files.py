@@ -486,17 +486,8 @@ class Parquet(Files, Rows):
         file = _open_parquet(unit.path)
         present = file.schema_arrow.names
         requested = present if columns is None else [name for name in columns if name in present]
-        group = file.metadata.row_group(unit.start)
-        if lists := _list_repeatable(file, group, requested):
-            file = _open_parquet(unit.path, lists)
         try:
-            # As many rows at a time as fit into `ROWS_BYTES` if all were as long as their column: a column that names
-            # one long text a million times is short on disk.
-            lengths = (group.column(at) for at in range(group.num_columns))
-            max_length = max(
-                [1, *(each.total_uncompressed_size for each in lengths if each.path_in_schema not in lists)]
-            )
-            batches = file.iter_batches(min(1024, max(1, ROWS_BYTES // max_length)), [unit.start], requested or None)
+            batches = self._read_batches(unit, file, requested)
             rows = (row for batch in batches for row in self._convert(batch))
             for number, row in enumerate(rows):
                 # If none of the columns is there, the row has their names alone: an error message lists them.
@@ -506,6 +497,45 @@ class Parquet(Files, Rows):
                 yield Item(f"{unit.name}@{unit.start}.{number}", None if problem else content, problem, source)
         except (OSError, ValueError, NotImplementedError) as error:
             raise UserError(f"data: {unit.path} is damaged or ends early: {str(error).splitlines()[0]}") from None
+
+    def _read_batches(self, unit: Unit, file: Any, requested: list[str]) -> Iterator[Any]:
+        """Yield the columns of a row group in batches of Arrow, a few rows at a time.
+
+        One row may name one long text a million times. So texts in lists are read as dictionaries, which have each text
+        once and hold those of all batches so far. Where they grow in a large group, its texts are no longer named, but
+        written out as often as they come: the other rows are read without dictionaries, one at a time.
+        """
+        group = file.metadata.row_group(unit.start)
+        schema = [file.schema.column(at) for at in range(group.num_columns)]
+        sizes = {column.path: group.column(at).total_uncompressed_size for at, column in enumerate(schema)}
+        lists = [column.path for column in schema if _is_text_in_list(column, requested)]
+        is_large = sum(sizes[path] for path in lists) > ROWS_BYTES
+
+        def count_rows(largest: int, left_out: Sequence[str] = ()) -> int:
+            """Return how many rows fit into `ROWS_BYTES` if all were as long as their column.
+
+            A column that names one long text a million times is short on disk.
+            """
+            return min(
+                largest, max(1, ROWS_BYTES // max([1, *(sizes[path] for path in sizes if path not in left_out)]))
+            )
+
+        num_read, at_first = 0, None
+        if lists:
+            named = _open_parquet(unit.path, lists)
+            for batch in named.iter_batches(count_rows(64 if is_large else 1024, lists), [unit.start], requested):
+                yield batch
+                num_read += len(batch)
+                length = sum(map(_count_dictionaries, batch.columns))
+                at_first = length if at_first is None else at_first  # with what the file has as its dictionary
+                if is_large and length - at_first > ROWS_BYTES // 32:
+                    break
+            else:
+                return
+        for batch in file.iter_batches(count_rows(1024), [unit.start], requested or None):
+            num_known = min(num_read, len(batch))
+            num_read -= num_known
+            yield batch.slice(num_known)
 
     def _convert(self, batch: Any) -> Iterator[dict[str, Any] | None]:
         """Yield the rows of a batch of Arrow; None for one that is longer than a document may be."""
@@ -518,23 +548,31 @@ class Parquet(Files, Rows):
                 yield None if size > limit else batch.slice(number, 1).to_pylist()[0]
 
 
-def _list_repeatable(file: Any, group: Any, requested: list[str]) -> list[str]:
-    """Return the paths of the texts in lists of a row group, which are read as dictionaries: each text once.
+def _is_text_in_list(column: Any, requested: list[str]) -> bool:
+    """Return whether a column of a Parquet file has texts in lists, and is part of one that is asked for."""
+    is_text = column.physical_type == "BYTE_ARRAY" and column.logical_type.type != "DECIMAL"
+    is_requested = any(f"{column.path}.".startswith(f"{name}.") for name in requested)
+    return is_text and column.max_repetition_level > 0 and is_requested
 
-    One row may name one long text a million times. Of a large group the dictionary would not fit into the memory.
-    """
-    paths, size = [], 0
-    for at in range(group.num_columns):
-        column = file.schema.column(at)
-        is_text = column.physical_type == "BYTE_ARRAY" and column.logical_type.type != "DECIMAL"
-        if (
-            is_text
-            and column.max_repetition_level
-            and any(f"{column.path}.".startswith(f"{each}.") for each in requested)
-        ):
-            paths.append(column.path)
-            size += group.column(at).total_uncompressed_size
-    return paths if size <= ROWS_BYTES else []
+
+def _list_parts(array: Any) -> list[Any]:
+    """Return the arrays that a nested array of Arrow is made of; none for another one."""
+    import pyarrow as pa
+
+    if pa.types.is_struct(array.type):
+        return [array.field(at) for at in range(array.type.num_fields)]
+    if pa.types.is_map(array.type):
+        return [array.keys, array.items]
+    return [array.values] if pa.types.is_nested(array.type) and hasattr(array, "offsets") else []
+
+
+def _count_dictionaries(array: Any) -> int:
+    """Return the bytes of all dictionaries inside of an array of Arrow."""
+    import pyarrow as pa
+
+    if pa.types.is_dictionary(array.type):
+        return array.dictionary.nbytes
+    return sum(map(_count_dictionaries, _list_parts(array)))
 
 
 def _count_bytes(array: Any) -> Any:
@@ -547,12 +585,12 @@ def _count_bytes(array: Any) -> Any:
     if pa.types.is_dictionary(kind):
         sizes = np.append(_count_bytes(array.dictionary), 1)  # the last for null
         return sizes[array.indices.fill_null(len(sizes) - 1).to_numpy(zero_copy_only=False)]
-    if pa.types.is_nested(kind) and hasattr(array, "offsets"):  # lists and maps
-        inner = [array.keys, array.items] if pa.types.is_map(kind) else [array.values]
-        ends = np.append(0, np.cumsum(sum(map(_count_bytes, inner))))
+    if parts := _list_parts(array):
+        inner = sum(map(_count_bytes, parts))
+        if pa.types.is_struct(kind):
+            return inner
+        ends = np.append(0, np.cumsum(inner))  # of the values of lists and maps
         return np.diff(ends[array.offsets.to_numpy()])
-    if pa.types.is_struct(kind):
-        return sum((_count_bytes(array.field(at)) for at in range(kind.num_fields)), np.zeros(len(array), np.int64))
     try:
         return compute.binary_length(array).fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
     except pa.ArrowNotImplementedError:  # a number
