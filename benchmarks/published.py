@@ -24,7 +24,7 @@ from tunix.costs.compiled_time import StepTime, predict_time
 from tunix.costs.devices import HBM_SHARE, Cluster, read_topology
 from tunix.costs.hlo import read_collectives
 from tunix.costs.step import derive
-from tunix.plan.compile import assume_speeds, compile_for, derive_kernel_data, describe_devices
+from tunix.plan.compile import XLA_SHARE, assume_speeds, compile_for, derive_kernel_data, describe_devices
 from tunix.plan.derived_time import derive_time
 from tunix.sharding.mesh_shape import explicit_sizes
 
@@ -49,8 +49,9 @@ class Run:
 
     @property
     def cfg(self) -> Config:
-        # Whoever published the run had communication in an order of his own: XLA's is the neutral choice.
-        return compose([*self.words, "training.overlap=none"]).config
+        # Whoever published the run had communication in an order of his own: XLA's is the neutral choice. So is the
+        # share of the memory that XLA takes for a device that is only described, where a run does not need more.
+        return compose([f"plan.memory_share={XLA_SHARE}", *self.words, "training.overlap=none"]).config
 
     @property
     def cluster(self) -> Cluster:
@@ -60,7 +61,8 @@ class Run:
         """Return the compiled program of a step, from the cache if it is there."""
         path = CACHE / f"{self.name}.hlo"
         if not path.exists():
-            _, hlo = compile_for(self.cfg, self.cluster, describe_devices(self.cluster), timed=False)
+            cfg, cluster = self.cfg, self.cluster
+            _, hlo = compile_for(cfg, cluster, describe_devices(cluster, cfg.plan.memory_share), timed=False)
             CACHE.mkdir(parents=True, exist_ok=True)
             path.write_text(hlo)
         return path.read_text()

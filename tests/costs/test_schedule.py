@@ -1,6 +1,7 @@
 """Time read off a program's schedule: what stands between a collective's start and its done hides it."""
 
 import math
+import re
 from dataclasses import replace
 
 import jax
@@ -9,7 +10,7 @@ import pytest
 
 from tunix.costs.compiled_time import KernelData, Speeds, predict_time
 from tunix.costs.devices import read_topology
-from tunix.costs.hlo import Collective, Work, count_alone, count_per_run, parse_instructions, read_collectives
+from tunix.costs.hlo import Collective, Work, count_alone, count_trips, parse_instructions, read_collectives
 from tunix.plan.compile import assume_speeds
 from tunix.sharding.table import axis_names
 from tunix.training.pipeline_schedule import Turns
@@ -190,26 +191,25 @@ def test_a_conditional_takes_as_long_as_its_slowest_branch(written):
     assert timeline.compute_s == 2 * (2 * 10 * 4)  # two instructions, each reads and writes ten numbers
 
 
-def test_a_branch_of_stages_counts_as_often_as_it_is_due():
+def test_a_loop_of_stages_counts_as_often_as_it_is_due():
     """The loss of a tick of interleaved stages runs in one of five: a fifth of it counts, and of its transfers."""
     counting = Speeds(math.inf, math.inf, math.inf, 1.0, 1.0, 0.0, lambda _: 0.0)
-    branches = "true_computation=%long, false_computation=%short"
-    due = f'{branches}, metadata={{op_name="jit(step)/while/body/one_of_5/cond"}}'
-    times = [predict_time(CONDITIONAL.replace("BRANCHES", each), [], counting) for each in (branches, due)]
-    assert [each.compute_s for each in times] == pytest.approx([160, 160 / 5 + 80 * 4 / 5])
+    due = '%either = f32[10]{0} while(%x), body=%long, metadata={op_name="jit(step)/while/body/one_of_5/while"}'
+    in_entry = re.sub("%either = .*", due, CONDITIONAL)
+    assert predict_time(in_entry, [], counting).compute_s == pytest.approx(160 / 5)
     gathers = CONDITIONAL.replace(
         "%d = f32[10]{0} negate(%c)", "%d = f32[20]{0} all-gather(%c), replica_groups={{0,1}}"
     )
-    in_loop = HLO.replace("%w = bf16[64,64]{1,0} constant(0)", "%either = f32[10]{0} conditional(%p, %x, %x), " + due)
+    in_loop = HLO.replace("%w = bf16[64,64]{1,0} constant(0)", due)
     program = gathers.split("ENTRY")[0] + in_loop
     assert {each.name: each.times for each in read_collectives(program)} == {"d": 1, "gather-start": 5}
 
 
-def test_a_compiled_schedule_of_stages_says_how_often_a_branch_is_due():
+def test_a_compiled_schedule_of_stages_says_how_often_a_loop_is_due():
     turns = Turns(num_stages=2, num_chunks=5, num_parts=4)
     compiled = jax.jit(lambda due, x: turns.if_due(due, lambda x: (jnp.sin(x) @ x,), x)).lower(True, jnp.ones((8, 8)))
-    (line,) = (line for line in compiled.compile().as_text().splitlines() if " conditional(" in line)
-    assert count_per_run(line) == 5
+    (line,) = (line for line in compiled.compile().as_text().splitlines() if " while(" in line)
+    assert count_trips(line) == 1 / 5
 
 
 EMA = """HloModule step, is_scheduled=true

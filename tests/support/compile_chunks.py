@@ -1,9 +1,13 @@
-"""Compile for two H100s that are not there how layers on stages add their gradients to the sums of their chunk.
+"""Compile for two H100s that are not there how stages take layers and add gradients to sums.
 
-Prints the bytes that each of these kernels moves for one parameter of a layer, without those of products, as JSON.
+Prints as JSON the bytes that each kernel moves for one parameter of a layer, without those of products, where layers
+add to the sums of their chunk; the copies of sums to which ticks add that have a loss or an embedding; and the arrays
+of the layers of one chunk where a tick computes with one of its layers after the other.
 """
 
 import json
+import re
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -52,11 +56,55 @@ def main() -> None:
             array(jnp.bfloat16, PartitionSpec(None, "pp"), LAYERS, STAGES, TOKENS, dim) for dim in (INPUTS, OUTPUTS)
         ]
         hlo = jax.jit(step, donate_argnums=0).lower(total, *values).compile().as_text() or ""
+        chunk_arrays = list_chunk_arrays(chunks, turns, array)
     program = {name: parse_instructions(lines) for name, lines in read_computations(hlo).items()}
     kernels = [each for lines in program.values() for each in lines if each.opcode == "fusion"]
     works = [(each.name, count_fusion(each.called, program)) for each in kernels]
     moved = {name: work.device_bytes / (INPUTS * OUTPUTS) for name, work in works if not work.flops}
-    print(json.dumps({name: num_bytes for name, num_bytes in moved.items() if num_bytes > 0.5}))
+    copies = list_copies_of_sums(NamedSharding(mesh, PartitionSpec()))
+    moved = {name: num_bytes for name, num_bytes in moved.items() if num_bytes > 0.5}
+    print(json.dumps([moved, copies, chunk_arrays]))
+
+
+def list_chunk_arrays(chunks: Chunks, turns: Turns, array: Callable[..., jax.ShapeDtypeStruct]) -> list[str]:
+    """Compile ticks in which each stage multiplies by the layers of one of its chunks."""
+
+    def tick(x, now, weights):
+        slot = turns.forward(now, reshard(jnp.arange(STAGES), PartitionSpec("pp")))
+
+        def layer(x, number):
+            weight = chunks.take_layer(slot.chunk, weights, number)
+            return jnp.einsum("STD,SDF->STF", x, weight, out_sharding=PartitionSpec("pp")), None
+
+        return jax.lax.scan(layer, x, jnp.arange(LAYERS))[0], None
+
+    def step(x, weights):
+        return jax.lax.scan(lambda x, now: tick(x, now, weights), x, jnp.arange(13))[0]
+
+    shapes = (STAGES, TOKENS, INPUTS), (STAGES, CHUNKS, LAYERS, INPUTS, INPUTS)
+    hlo = jax.jit(step).lower(*(array(jnp.bfloat16, PartitionSpec("pp"), *shape) for shape in shapes)).compile()
+    return re.findall(rf"(\S+) = bf16\[(?:1,)*{LAYERS},{INPUTS},{INPUTS}\]", hlo.as_text() or "")
+
+
+def list_copies_of_sums(whole: NamedSharding) -> list[str]:
+    """Compile a loop over ticks in which some add to the gradient of one table and some to that of another."""
+    turns = Turns(STAGES, CHUNKS, 6)
+
+    def tick(sums, now):
+        def finish(head, table, weight):
+            return head + jnp.outer(jnp.sin(jnp.arange(INPUTS) + now), jnp.arange(OUTPUTS)), table, weight + 1
+
+        def leave(head, table, weight):
+            return head, table.at[jnp.arange(TOKENS) * now].add(1), weight
+
+        sums = turns.if_due(turns.finishing(now)[0], finish, *sums)
+        return turns.if_due(turns.returning(now)[0], leave, *sums), None
+
+    shapes = (INPUTS, OUTPUTS), (INPUTS, OUTPUTS), ()
+    sums = tuple(jax.ShapeDtypeStruct(shape, jnp.float32, sharding=whole) for shape in shapes)
+    step = jax.jit(lambda sums: jax.lax.scan(tick, sums, jnp.arange(13))[0], donate_argnums=0)
+    hlo = step.lower(sums).compile().as_text() or ""
+    return re.findall(rf"(\S+) = f32\[{INPUTS},{OUTPUTS}\]\S* copy\(", hlo)
 
 
 if __name__ == "__main__":

@@ -206,8 +206,14 @@ def test_layers_add_to_their_place_of_a_chunk(num_chunks):
                 total = chunks.add_layer(chunk, total, more[:, layer], layer, None)
             return total
 
+        def take_one_by_one(total):
+            return jnp.stack([chunks.take_layer(chunk, total, jnp.asarray(layer)) for layer in range(3)], 1)
+
         ours, theirs = jax.jit(one_by_one)(total), jax.jit(lambda total: chunks.add(total, more, chunk))(total)
-    np.testing.assert_array_equal(ours, theirs)
+        np.testing.assert_array_equal(ours, theirs)
+        if num_chunks > 1:
+            taken = jax.jit(lambda total: chunks.take(total, chunk))(total)
+            np.testing.assert_array_equal(jax.jit(take_one_by_one)(total), taken)
 
 
 def test_turns_of_interleaved_stages():

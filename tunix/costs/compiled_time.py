@@ -36,7 +36,7 @@ from tunix.costs.hlo import (
     count_fused,
     count_fusion,
     count_grouped,
-    count_per_run,
+    count_trips,
     multiplies_fp8,
     parse_instructions,
     read_branches,
@@ -176,15 +176,13 @@ class _Walk:
 
     def _time(self, instruction: Instruction, scope: Scope) -> StepTime:
         """Return the time of an instruction that is no collective; `scope` is its computation."""
-        if instruction.opcode == "conditional":  # the slowest branch counts, unless its name says how often it runs
-            branches = sorted(map(self.run, read_branches(instruction.text)), key=lambda branch: branch.step_s)
-            share = 1 / count_per_run(instruction.text)
-            return branches[-1].after(branches[0].after(StepTime(), 1 - share), share)
+        if instruction.opcode == "conditional":  # the slowest branch counts
+            return max(map(self.run, read_branches(instruction.text)), key=lambda branch: branch.step_s)
         if instruction.opcode in ("while", "call"):
-            trip_count = TRIP_COUNT.search(instruction.text)
-            if not trip_count and FURTHER_ROUNDS in instruction.text:  # none with equal loads; the host reads that
+            # Further rounds: none with equal loads; the host reads that.
+            if FURTHER_ROUNDS in instruction.text and not TRIP_COUNT.search(instruction.text):
                 return StepTime(HOST_READ_S)
-            return self.run(instruction.called).after(StepTime(), int(trip_count[1]) if trip_count else 1)
+            return self.run(instruction.called).after(StepTime(), count_trips(instruction.text))
         speeds, (work, flops_per_s) = self.speeds, self._work_and_speed(instruction, scope)
         # A kernel computes and reads at the same time: the slowest of these decides ("roofline").
         memory_s = work.device_bytes / speeds.bytes_per_s, work.host_bytes / speeds.host_bytes_per_s

@@ -29,7 +29,7 @@ _CALLED = re.compile(r"(?:body|to_apply|calls)=%?([\w.\-]+)")  # the computation
 _BRANCHES = re.compile(r"(?:branch_computations=\{([^}]*)\}|(?:true|false)_computation=%?([\w.\-]+))")
 ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")  # dtype and dimensions
 TRIP_COUNT = re.compile(r'known_trip_count":\{"n":"(\d+)"')  # how often a while loop runs its body
-_DUE = re.compile(r'/one_of_(\d+)/cond"')  # the scope of a branch that is due once in so many ticks of the stages
+_DUE = re.compile(r'/one_of_(\d+)/while"')  # the scope of a loop that runs in one of so many ticks of the stages
 
 
 @dataclass(frozen=True)
@@ -90,13 +90,15 @@ def read_branches(line: str) -> list[str]:
     return [name for names in _BRANCHES.findall(line) for name in re.findall(r"[\w.\-]+", "".join(names))]
 
 
-def count_per_run(line: str) -> int:
-    """Return how often a conditional runs until its longer branch has run once; 1 where nothing says so.
+def count_trips(line: str) -> float:
+    """Return how often a loop runs its body; 1 where nothing says so, and for what is no loop.
 
-    HLO does not have it: `if_due` of training/pipeline_schedule.py gives such a branch a name.
+    Of loops that run once or not at all, HLO does not have it: `if_due` of training/pipeline_schedule.py names them.
     """
-    due = _DUE.search(line)
-    return int(due[1]) if due else 1
+    if due := _DUE.search(line):
+        return 1 / int(due[1])
+    trip_count = TRIP_COUNT.search(line)
+    return int(trip_count[1]) if trip_count else 1
 
 
 def _count_runs(computations: dict[str, list[str]]) -> dict[str, int]:
@@ -106,11 +108,11 @@ def _count_runs(computations: dict[str, list[str]]) -> dict[str, int]:
     def visit(name: str, factor: float) -> None:
         times[name] += factor
         for line in computations.get(name, ()):
-            trip_count = int(count[1]) if " while(" in line and (count := TRIP_COUNT.search(line)) else 1
+            trips = count_trips(line) if " while(" in line else 1
             for called in _CALLED.findall(line):
-                visit(called, factor * trip_count)
+                visit(called, factor * trips)
             for branch in read_branches(line):
-                visit(branch, factor / count_per_run(line))
+                visit(branch, factor)
 
     visit("ENTRY", 1)
     return {name: math.ceil(count) for name, count in times.items()}

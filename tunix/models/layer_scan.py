@@ -103,6 +103,8 @@ class Weights:
         self.values: list[jax.Array] = [each.get_value() for each in self.variables]
         self.stages = layout.stages_around
         self.dim = 1 if self.stages else 0  # that of the layers
+        # (array [S, v, L / (S v), ...], number) -> [S, ...]: on stages that take layers out of all their chunks
+        self.take_one: Callable[..., jax.Array] | None = None
 
     def on_each_stage(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function of one stage's arrays as one of the arrays of all stages, [S, ...]."""
@@ -110,7 +112,15 @@ class Weights:
 
     def count(self, params: list[jax.Array]) -> int:
         """Return L, the number of layers; on stages L / S, that of each stage."""
-        return params[0].shape[self.dim]
+        return params[0].shape[self.dim + (self.take_one is not None)]
+
+    def list_layers(self, params: list[jax.Array]) -> Any:
+        """Return what a scan over layers takes of parameters: one layer after the other, or with `take_one` numbers."""
+        return self.by_layer(params) if self.take_one is None else jnp.arange(self.count(params))
+
+    def take(self, params: list[jax.Array], listed: Any) -> list[jax.Array]:
+        """Return the parameters of one layer, [...] or on stages [S, ...], given what such a scan gives of it."""
+        return listed if self.take_one is None else [self.take_one(param, listed) for param in params]
 
     def by_layer(self, values: Any) -> Any:
         """[S, L / S, ...] -> [L / S, S, ...], as a scan over layers takes values; without stages they stay."""
@@ -260,10 +270,10 @@ class Passes:
         """Return what `run` gives for all layers, and what the backward pass begins with."""
 
         def body(x, each):
-            local, layer = each
-            return run(local, x, layer, shared)
+            listed, layer = each
+            return run(self.weights.take(params, listed), x, layer, shared)
 
-        return *jax.lax.scan(body, x, (self.weights.by_layer(params), layers), unroll=self.unrolled), None
+        return *jax.lax.scan(body, x, (self.weights.list_layers(params), layers), unroll=self.unrolled), None
 
     def run_backward(
         self, saved: "Saved", d_x: jax.Array, d_results: Any, sums: Any
@@ -273,7 +283,8 @@ class Passes:
 
         def body(carry, each):
             flows, sums, number = carry
-            local, layer, vjp, d_results = each
+            listed, layer, vjp, d_results = each
+            local = self.weights.take(saved.params, listed)
             gradients, flows, d_values = saved.go_back(vjp, local, layer, flows, d_results)
             if not has_sums:
                 return (flows, sums, number - 1), (gradients, d_values)
@@ -281,7 +292,7 @@ class Passes:
 
         has_sums = bool(sums)
         first = saved.begin(d_x), sums, jnp.asarray(self.weights.count(saved.params) - 1)
-        each = self.weights.by_layer(saved.params), saved.layers, saved.vjps, d_results
+        each = self.weights.list_layers(saved.params), saved.layers, saved.vjps, d_results
         (flows, sums, _), (gradients, d_values) = jax.lax.scan(body, first, each, reverse=True, unroll=self.unrolled)
         gradients = [None] * len(saved.params) if has_sums else self.weights.by_layer(gradients)
         return gradients, flows, d_values, sums

@@ -171,9 +171,14 @@ class Stacks:
         rows = rows._replace(penalties=jax.tree.map(jnp.add, rows.penalties, penalties))
         return rows, BlockSums({}, *of_layers)
 
-    def keep_on_stages(self, layers: dict[str, Any], rows: Rows, forward: Forward) -> tuple[Rows, BlockSums, Any]:
-        """Return what `run_on_stages` does, and what `go_back_on_stages` needs: kept values, [L / S, S, ...]."""
-        passes, values, shared = self._make_stage_passes(layers, rows, forward)
+    def keep_on_stages(
+        self, layers: dict[str, Any], rows: Rows, forward: Forward, take: Callable[..., jax.Array] | None
+    ) -> tuple[Rows, BlockSums, Any]:
+        """Return what `run_on_stages` does, and what `go_back_on_stages` needs: kept values, [L / S, S, ...].
+
+        With `take`, parameters are those of all chunks of a stage (`Weights.take_one`).
+        """
+        passes, values, shared = self._make_stage_passes(layers, rows, forward, take)
         x, results, vjps, _ = passes.keep(passes.weights.values, rows.x, values, shared)
         penalties, *of_layers = _merge_results(results)
         rows = rows._replace(x=x, penalties=jax.tree.map(jnp.add, rows.penalties, penalties))
@@ -189,13 +194,14 @@ class Stacks:
         is_trained: Sequence[bool],
         sums: dict[str, list[jax.Array | None]],
         add: Callable[..., jax.Array],
+        take: Callable[..., jax.Array] | None,
     ) -> tuple[list[jax.Array], jax.Array, dict[str, list[jax.Array | None]]]:
         """Return the gradients of the trained `list_params`, that of x, and the sums; `rows` have the gradient behind
         as x.
 
         With `sums`, by the name of a stack, layers add their gradients to them by `add`, in the place of the first.
         """
-        passes, values, shared = self._make_stage_passes(layers, rows, forward)
+        passes, values, shared = self._make_stage_passes(layers, rows, forward, take)
         passes.slices.add_one = add
         vjps, results = kept
         (d_results,) = jax.vjp(lambda results: _merge_results(results).penalties, results)[1](d_penalties)
@@ -210,7 +216,9 @@ class Stacks:
         """Return whether each of `list_params` is trained, given a tree of all parameters of the model."""
         return jax.tree.leaves([is_trained[name] for name in self.cfg.runs[-1].pattern])
 
-    def _make_stage_passes(self, layers: dict[str, Any], rows: Rows, forward: Forward) -> tuple[Passes, Any, Any]:
+    def _make_stage_passes(
+        self, layers: dict[str, Any], rows: Rows, forward: Forward, take: Callable[..., jax.Array] | None
+    ) -> tuple[Passes, Any, Any]:
         """Return passes over the layers of each stage, values of the layers, and what all layers share."""
         pattern = self.cfg.runs[-1].pattern
         blocks, _, shared, _ = self._prepare(pattern, rows, forward, ())
@@ -218,6 +226,7 @@ class Stacks:
             LayerSlice(name, pattern[:index].count(name), pattern.count(name)) for index, name in enumerate(pattern)
         ]
         passes, values = self._make_passes(pattern, blocks, _split_turns(pattern, layers, dim=1), None, slices)
+        passes.weights.take_one = take
         return passes, passes.weights.by_layer(values), shared
 
     def _run_stages(self, run: Run, rows: Rows, forward: Forward) -> tuple[Rows, BlockSums]:

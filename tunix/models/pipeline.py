@@ -312,6 +312,23 @@ class Chunks:
 
         return jax.tree.map(one, tree)
 
+    def take_layer(self, chunk: jax.Array, x: jax.Array, layer: jax.Array) -> jax.Array:
+        """Return a layer of one chunk of each stage, [S, ...], of an array [S, v, L / (S v), ...]; `chunk` is [S].
+
+        A loop over the layers of a chunk that `take` returns would need a copy of the chunk first.
+        """
+
+        def on_each_stage(x: jax.Array, chunk: jax.Array, layer: jax.Array) -> jax.Array:
+            layers = x.reshape(-1, *x.shape[3:])
+            index = chunk[0] * x.shape[2] + layer
+            where = [index, *[jnp.zeros_like(index)] * (layers.ndim - 1)]
+            return jax.lax.dynamic_slice(layers, where, (1, *layers.shape[1:]), allow_negative_indices=False)
+
+        spec = jax.typeof(x).sharding.spec
+        out = _without_chunks(_without_chunks(spec))
+        taken = jax.shard_map(on_each_stage, in_specs=(spec, self._of_stages, PartitionSpec()), out_specs=out)
+        return taken(x, chunk, layer)
+
     def add(self, total: Any, more: Any, chunk: jax.Array, join: Callable[..., jax.Array] = jnp.add) -> Any:
         """Return totals [S, v, L / (S v), ...] with `more` [S, L / (S v), ...] added to one chunk [S] of each stage, or
         what else `join` makes of both.

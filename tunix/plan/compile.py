@@ -62,10 +62,13 @@ def find_backend() -> str:
     return "gpu" if has_cuda else "cpu"
 
 
-def describe_devices(cluster: Cluster) -> list[Any]:
+XLA_SHARE = 0.8  # of the memory of a described device, for which XLA compiles; in a run it is what JAX may use
+
+
+def describe_devices(cluster: Cluster, memory_share: float = XLA_SHARE) -> list[Any]:
     """Return descriptions of the cluster's devices: XLA can compile for them, and nothing can run on them.
 
-    Needs JAX's CUDA plugin.
+    Programs are those of a run that may use `memory_share` of a device's memory. Needs JAX's CUDA plugin.
     """
     kind, topology = cluster.kind, f"1x{cluster.num_nodes}x{cluster.per_node}"
     major, minor = kind.compute_capability.split(".")
@@ -76,7 +79,7 @@ def describe_devices(cluster: Cluster) -> list[Any]:
         shared=kind.shared_memory_kib << 10,
         l2=kind.l2_cache_mib << 20,
         optin=(kind.shared_memory_kib - 1) << 10,
-        memory=round(kind.memory_gib * 2**30),
+        memory=round(kind.memory_gib * 2**30 * memory_share / XLA_SHARE),
         bandwidth=round(kind.hbm_gb_per_s * 1e9),
     )
     return topologies.get_topology_desc(platform="cuda", target_config=target, topology=topology).devices
@@ -275,9 +278,9 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python would react to Ctrl-C when XLA is done
     question = json.load(sys.stdin)
     cluster = Cluster(DeviceKind.model_validate(question["kind"]), question["num_nodes"], question["per_node"])
-    for_gpu = question["backend"] == "gpu"
-    devices = describe_devices(cluster) if for_gpu else jax.devices()
-    compiled, _ = compile_for(compose.build(question["config"]), cluster, devices, timed=for_gpu)
+    cfg, for_gpu = compose.build(question["config"]), question["backend"] == "gpu"
+    devices = describe_devices(cluster, cfg.plan.memory_share) if for_gpu else jax.devices()
+    compiled, _ = compile_for(cfg, cluster, devices, timed=for_gpu)
     print(json.dumps(asdict(compiled)))
 
 

@@ -16,7 +16,7 @@ from tunix.costs.devices import HBM_SHARE, Cluster, find_matmul_tflops
 from tunix.costs.figure import INK, PALE, Bar, Panel, format_table, plot
 from tunix.data.teacher_logits import describe_logits
 from tunix.plan.compile import find_backend
-from tunix.plan.ranking import GIB, MANY, Candidate, Ranking
+from tunix.plan.ranking import GIB, MANY, Candidate, Ranking, count_usable_bytes
 from tunix.sharding.mesh_shape import format_mesh_shape
 
 MEMORY = {
@@ -168,7 +168,7 @@ def _list_recomputing(candidates: list[Candidate], cluster: Cluster) -> list[str
         time = each.compiled.step_time if each.compiled else None
         if each.compiled and time is not None and time.recomputed_flops > RECOMPUTED_SHARE * time.flops:
             estimate = each.compiled.memory + 16 * GIB  # XLA's may be so much above what the program then takes
-            share = estimate / (0.8 * cluster.kind.memory_gib * GIB)  # XLA allows this factor of 0.8 of the device
+            share = estimate / count_usable_bytes(each.cfg, cluster)  # XLA allows this factor of them
             slop_factor = max(112, 10 * math.ceil(10 * share))
             lines.append(
                 f"{format_mesh_shape(each.sizes)}: XLA takes the step for larger than the memory, and computes "

@@ -23,6 +23,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 
@@ -79,8 +80,14 @@ class Turns:
         """Return `function(*otherwise)` where the scalar `due` is true, as always with one chunk, else `otherwise`."""
         if self.num_chunks == 1:
             return function(*otherwise)
+
+        # A loop that runs once or not at all, in place of `cond`: XLA copies what goes through a branch as it is, and
+        # the sums of a table's gradient are large. A loop changes them where they lie.
+        def run(carry: tuple[jax.Array, tuple]) -> tuple[jax.Array, tuple]:
+            return jnp.zeros_like(carry[0]), function(*carry[1])
+
         with jax.named_scope(f"one_of_{self.num_chunks}"):  # the share of ticks, which costs/hlo.py reads
-            return jax.lax.cond(due, function, lambda *same: same, *otherwise)
+            return jax.lax.while_loop(lambda carry: carry[0], run, (due, otherwise))[1]
 
     def _backward_iterations(self, now: Any, stages: Any) -> Any:
         """Return the ticks since stages began to go backward: the last stage first, when a part is finished."""

@@ -24,6 +24,7 @@ The last stage has one part at a time. Its logits, its loss and the embedding of
 all stages, which split its tokens.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -199,9 +200,8 @@ class StagedModel:
 
     def keep_blocks(self, chunk: Any, rows: Rows, slot: ScheduleSlot) -> tuple[Stream, Any, Any]:
         """Return what `run_blocks` does, and what `go_back` takes of it."""
-        rows_after, of_layers, kept = self.model.stacks.keep_on_stages(
-            self._layers(chunk, slot), rows, self._forward(slot)
-        )
+        layers, take = self._list_layers(chunk, slot)
+        rows_after, of_layers, kept = self.model.stacks.keep_on_stages(layers, rows, self._forward(slot), take)
         of_layers = self.lanes.leave_bubbles_out(of_layers, slot.part, self.parts.count)
         return take_stream(rows_after), of_layers, (kept, rows._replace(x=None))
 
@@ -215,8 +215,9 @@ class StagedModel:
         # Layers that gather ahead sum over devices what is still open; it is added when the chunk is done.
         trees = {} if stacks.prefetch else d_blocks
         stacked = {name: jax.tree.flatten(tree, is_leaf=lambda leaf: leaf is None) for name, tree in trees.items()}
+        layers, take = self._list_layers(chunk, slot)
         d_params, d_x, sums = stacks.go_back_on_stages(
-            self._layers(chunk, slot),
+            layers,
             rows._replace(x=d_x),
             self._forward(slot),
             kept,
@@ -224,6 +225,7 @@ class StagedModel:
             is_trained,
             {name: leaves for name, (leaves, _) in stacked.items()},
             partial(self.chunks.add_layer, slot.chunk),
+            take,
         )
         if sums:
             sums = {name: jax.tree.unflatten(tree, sums[name]) for name, (_, tree) in stacked.items()}
@@ -241,6 +243,15 @@ class StagedModel:
         frozen, values = (self.chunks.take(tree, slot.chunk) for tree in (self.block_weights, self.values))
         weights = self.arch.merge(chunk, frozen)
         return {name: (weights[name], values[name]) for name in self.names}
+
+    def _list_layers(self, chunk: Any, slot: ScheduleSlot) -> tuple[dict[str, Any], Callable[..., jax.Array] | None]:
+        """Return the layers of a chunk, or those of all chunks with what takes one out of them (`Weights.take_one`)."""
+        pattern, stacks = self.model.cfg.runs[-1].pattern, self.model.stacks
+        if self.chunks.num_chunks == 1 or stacks.prefetch or len(pattern) > len(self.names):
+            return self._layers(chunk, slot), None
+        values = self.chunks.take(self.values, slot.chunk)
+        layers = {name: (self.block_weights[name], values[name]) for name in self.names}
+        return layers, partial(self.chunks.take_layer, slot.chunk)
 
     def _forward(self, slot: ScheduleSlot) -> Forward:
         return self.forward._replace(seed=self.parts.seeds_on_stages(slot.part))
