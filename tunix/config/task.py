@@ -403,7 +403,6 @@ class Grpo(Prompted, Taught):
 
     @property
     def teacher_in_loss(self) -> bool:
-        """As in `Taught`."""
         return self.teacher is not None and self.teacher_loss == "full"
 
     @property
@@ -476,7 +475,6 @@ class Dpo(Compared):
 
     @property
     def has_reference(self) -> bool:
-        """As in `Compared`."""
         return self.objective in ("sigmoid", "ipo")
 
     @model_validator(mode="after")
@@ -522,7 +520,6 @@ class Reward(Paired):
 
     @property
     def output_labels(self) -> tuple[str, ...]:
-        """As in `Task`."""
         return ("reward",)
 
 
@@ -556,7 +553,6 @@ class Classify(Uncut):
 
     @property
     def output_labels(self) -> tuple[str, ...]:
-        """As in `Task`."""
         return ("number",) if self.labels is None else self.labels
 
     def list_turn_choices(self) -> dict[str, Any]:

@@ -178,8 +178,9 @@ class ImageSlots(NamedTuple):
         chunks = []
         for begin, length in zip(starts.tolist(), lengths.tolist(), strict=True):
             end = begin + length - 1  # the last token is only a target
+            in_document = spans[slice(*np.searchsorted(spans[:, 0], [begin, end]))].tolist()
             # With the tokens at both ends.
-            images = [(first - self.processor.num_before, last + 1) for first, last in _within(spans, begin, end)]
+            images = [(first - self.processor.num_before, last + 1) for first, last in in_document]
             while begin < end:
                 stop = min(begin + seq_len, end)
                 remaining = [(first, last) for first, last in images if first >= begin]
@@ -203,8 +204,3 @@ class ImageSlots(NamedTuple):
     def _count(self, chunks: np.ndarray, spans: np.ndarray) -> np.ndarray:
         begin, end = np.searchsorted(spans[:, 0], [chunks[:, 0], chunks[:, 0] + chunks[:, 1]])
         return end - begin
-
-
-def _within(spans: np.ndarray, begin: int, end: int) -> list[list[int]]:
-    """Return those of the sorted places [images, 2] that begin at `begin` at least, and below `end`."""
-    return spans[slice(*np.searchsorted(spans[:, 0], [begin, end]))].tolist()
