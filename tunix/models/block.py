@@ -1,6 +1,7 @@
 """One block of the decoder: attention and MLP around the residual stream. The config says of which parts it is made."""
 
-from collections.abc import Callable, Mapping
+import inspect
+from collections.abc import Callable, Generator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,7 +13,6 @@ from jax.ad_checkpoint import checkpoint_name
 from tunix.config import Model
 from tunix.config.layers import ExpertsMlp
 from tunix.models.attention import Attention
-from tunix.models.batch_parts import Steps, finish
 from tunix.models.experts import Experts
 from tunix.models.layers import ACTIVATIONS, MLP, NORMS, BlockSums, DropoutKey, Initializer, Matrix, unchanged
 from tunix.models.linear_attention import LinearAttention, Recurrence
@@ -156,6 +156,35 @@ def find_part(kinds: Mapping[str, PartKind], cfg: Model, layer: int) -> str:
     return next(name for name, kind in kinds.items() if kind.has(cfg, layer))
 
 
+# A block in two steps: it gives x [B, t, D] behind attention, takes an array or None, and returns what it returns. Its
+# experts do not begin before the array is computed.
+Steps = Generator[jax.Array, jax.Array | None, Any]
+
+
+def finish(steps: Steps, after: jax.Array | None = None) -> Any:
+    """Run the steps of a block to their end, from the first one on or from behind attention, and return its result.
+
+    `after` [B, t, D] is what fused kernels of experts wait for (`Experts`).
+    """
+    if inspect.getgeneratorstate(steps) == inspect.GEN_CREATED:
+        next(steps)
+    try:
+        steps.send(after)
+    except StopIteration as end:
+        return end.value
+    raise AssertionError("a block has two steps")
+
+
+def finish_parts(parts: list[Steps]) -> list[Any]:
+    """Return the results of a block on all parts: attention of each part, and then the MLP of each part.
+
+    Experts of a part begin behind attention of the next part, so that tokens travel while that is computed. XLA does
+    not know how long our kernels take, and would let the experts wait for the tokens.
+    """
+    attended = [next(steps) for steps in parts]
+    return [finish(steps, after) for steps, after in zip(parts, [*attended[1:], None], strict=True)]
+
+
 class LayerScale(nnx.Module):
     """A trained number, 1 at first, times each number of [B, t, D], the result of a layer."""
 
@@ -197,7 +226,7 @@ class Block(nnx.Module):
     def steps(
         self, x, positions, rope, mix: Mix, dropout_key: DropoutKey | None = None, inputs: jax.Array | None = None
     ) -> Steps:
-        """Do what `__call__` does in two steps, of which the first one ends behind attention (batch_parts.py)."""
+        """Do what `__call__` does in two steps, of which the first one ends behind attention (`Steps`)."""
         with jax.named_scope("attention"):
             h, cache = self.attention(self.pre_attention(x), positions, rope, mix, dropout_key)
             cache, head_scores = (None, cache.largest) if isinstance(cache, HeadScores) else (cache, None)

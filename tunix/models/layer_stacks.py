@@ -15,7 +15,7 @@ layer is a piece of program of its own (`Stacks.run_apart`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -26,8 +26,20 @@ from jax.sharding import reshard
 from tunix.config import Model
 from tunix.config.layers import find_donors
 from tunix.config.model import Run
-from tunix.models.batch_parts import Steps, count_parts, finish, finish_parts, join_rows, merge_sums, split_rows
-from tunix.models.block import MIXERS, MLPS, Block, Forward, Layer, Rows, donate_kv, find_part, take_kv
+from tunix.models.block import (
+    MIXERS,
+    MLPS,
+    Block,
+    Forward,
+    Layer,
+    Rows,
+    Steps,
+    donate_kv,
+    find_part,
+    finish,
+    finish_parts,
+    take_kv,
+)
 from tunix.models.experts import penalty_names
 from tunix.models.kernels import branches_are_cheap
 from tunix.models.layer_scan import LayerSlice, Passes, as_variables
@@ -403,3 +415,55 @@ def _take_layers(layers: Any, indices: list[int]) -> Any:
 
 def _step_of(indices: list[int]) -> int:
     return indices[1] - indices[0] if len(indices) > 1 else 1
+
+
+# Parts of a microbatch that take turns within a layer, so that one part computes while rows of the other travel.
+#
+# Tokens go to experts of other devices and come back, in each layer. With one part nothing can be computed meanwhile;
+# two parts do not wait for each other:
+#
+#     arithmetic    attention 0 | attention 1 | experts 0 | attention 0 of the next layer ...
+#     transfers                 | tokens 0    | tokens 1  | sums 0 ...
+#
+# A device splits its own sequences, so a part lies on the devices as the whole does, and no number changes its place.
+
+
+def count_parts(layout: Layout, x: jax.Array) -> int:
+    """Return the parts of rows x [B, t, D]: those of the layout where they divide the sequences of a device, else 1."""
+    sizes = jax.sharding.get_abstract_mesh().shape
+    local_rows = len(x)
+    for axis in layout.batch_axes:
+        local_rows //= sizes[axis]
+    return 1 if layout.stage_axes or local_rows % layout.batch_parts else layout.batch_parts
+
+
+def split_rows(rows: Any, num_parts: int) -> list[Any]:
+    """Return the parts of a tree of arrays [B, ...]: each device splits its own rows."""
+
+    def split(array: jax.Array) -> tuple[jax.Array, ...]:
+        spec = jax.typeof(array).sharding.spec
+        split_own = jax.shard_map(
+            lambda own: tuple(jnp.split(own, num_parts)), in_specs=spec, out_specs=(spec,) * num_parts
+        )
+        return split_own(array)
+
+    leaves, tree = jax.tree.flatten(rows)
+    return [jax.tree.unflatten(tree, part) for part in zip(*map(split, leaves), strict=True)]
+
+
+def join_rows(parts: list[Any]) -> Any:
+    """Return the tree of arrays [B, ...] that `split_rows` has split."""
+
+    def join(*arrays: jax.Array) -> jax.Array:
+        spec = jax.typeof(arrays[0]).sharding.spec
+        return jax.shard_map(lambda *own: jnp.concatenate(own), in_specs=(spec,) * len(arrays), out_specs=spec)(*arrays)
+
+    return jax.tree.map(join, *parts)
+
+
+def merge_sums(sums: list[BlockSums]) -> BlockSums:
+    """Return the sums of a block over all its parts."""
+    penalties = join_rows([each.penalties for each in sums])
+    routing = jax.tree.map(lambda *each: sum(each[1:], each[0]), *[each.routing for each in sums])
+    head_scores = jax.tree.map(lambda *each: reduce(jnp.maximum, each), *[each.head_scores for each in sums])
+    return BlockSums(penalties, routing, head_scores)

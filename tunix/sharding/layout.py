@@ -120,7 +120,7 @@ class Layout:
     cp_exchange: str = "none"  # how queries meet keys on other devices
     expert_products: str = "xla"
     expert_exchange: str = "gather"  # how tokens reach their experts
-    # Parts of a device's sequences that take turns in a layer (models/batch_parts.py), where they divide them.
+    # Parts of a device's sequences that take turns in a layer (models/layer_stacks.py), where they divide them.
     batch_parts: int = 1
     splits_stream: bool = False  # devices with parts of the same products split the tokens of the residual stream
     in_first_layers: bool = (
