@@ -107,8 +107,8 @@ def run(job: compose.Job) -> Result:
         # the weights of model.init_from, else new ones. Checkpoints are refused before the folder is written to.
         folder, shared = open_folder(job)
         root = find_root(job, folder)
-        kept_in = join(root, "checkpoints")
-        with hold_lock(folder), Checkpoints(open_store(kept_in, cfg.checkpoint, shared)) as checkpoints:
+        checkpoints_folder = join(root, "checkpoints")
+        with hold_lock(folder), Checkpoints(open_store(checkpoints_folder, cfg.checkpoint, shared)) as checkpoints:
             progress = restore_or_begin(job, checkpoints, setup, feed)
             clock.end("state")
             write_record(job, folder, shared, waiting_log)

@@ -72,7 +72,7 @@ def test_the_text_behind_a_turn(name):
     source, role, behind = BEHIND[name]
     chat = template(source)
     assert chat.choose_observation_role() == role
-    assert chat.text_behind_turn(role, ["7", "8"]) == behind
+    assert chat.text_after_turn(role, ["7", "8"]) == behind
 
 
 @pytest.mark.parametrize("source", [LAST_ONLY, NOTHING, "{{ raise_exception('no') }}"])

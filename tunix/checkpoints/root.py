@@ -51,8 +51,8 @@ def check_root(job: Job) -> None:
 
 
 def _reject_newer_checkpoint(job: Job) -> None:
-    kept_in = join(find_root(job, job.run_dir), "checkpoints")
-    storage = make_storage(kept_in, job.config.checkpoint, is_shared=True)
+    folder = join(find_root(job, job.run_dir), "checkpoints")
+    storage = make_storage(folder, job.config.checkpoint, is_shared=True)
     steps = storage.list_steps()
     for step in steps[-1:] if job.resume_step is None else [job.resume_step]:
         reject_newer_checkpoint(storage, step)

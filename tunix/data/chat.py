@@ -269,7 +269,7 @@ class ChatTemplate:
     #     <|user|>?<|assistant|>MARK<|end|>\n<|tool|>the observation<|end|>\n<|assistant|>
     #                               |---------------- text_behind_turn ----------------|
 
-    def text_behind_turn(self, role: str, texts: Sequence[str], options: Options = NO_OPTIONS) -> str:
+    def text_after_turn(self, role: str, texts: Sequence[str], options: Options = NO_OPTIONS) -> str:
         """Return the text between an answer and the next one, where messages of this role say `texts`.
 
         Raises:
@@ -295,7 +295,7 @@ class ChatTemplate:
         """
         for role in ("tool", "user"):
             try:
-                if WORDS in self.text_behind_turn(role, [WORDS], options):
+                if WORDS in self.text_after_turn(role, [WORDS], options):
                     return role
             except UserError:
                 continue

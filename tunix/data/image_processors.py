@@ -151,12 +151,12 @@ class ImageProcessor:
         Raises:
             ValueError: the tokens have another number of soft tokens.
         """
-        places = np.flatnonzero(np.asarray(tokens) == soft_id)
+        positions = np.flatnonzero(np.asarray(tokens) == soft_id)
         ends = np.cumsum([self.count(self.measure(data)) for data in images], dtype=np.int64)
-        if len(places) != (ends[-1] if len(ends) else 0):
-            raise ValueError(f"{len(places)} times {self.soft} for {len(images)} images")
+        if len(positions) != (ends[-1] if len(ends) else 0):
+            raise ValueError(f"{len(positions)} times {self.soft} for {len(images)} images")
         starts = np.concatenate([np.zeros(1, np.int64), ends])[:-1]
-        return np.stack([places[starts], places[ends - 1] + 1], axis=1)
+        return np.stack([positions[starts], positions[ends - 1] + 1], axis=1)
 
     def describe_largest(self) -> str:
         """Return in words the size of the largest image."""

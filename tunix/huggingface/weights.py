@@ -166,13 +166,13 @@ def list_in_files(weights: Parameters, family: Family, cfg: Model) -> list[tuple
     """Return the parameters that have a name in the family's table: all but low-rank updates and scales."""
     all_names = [(path, family.name(path), weight) for path, weight in named(weights)]
     return [
-        (path, replace(name, tensor=_behind_layers(name.tensor, cfg)), weight)
+        (path, replace(name, tensor=_after_layers(name.tensor, cfg)), weight)
         for path, name, weight in all_names
         if name is not None
     ]
 
 
-def _behind_layers(text: str, cfg: Model) -> str:
+def _after_layers(text: str, cfg: Model) -> str:
     """Return the name of a tensor, or a pattern, with the number of the layer behind the last one in it."""
     return text.replace("{num_layers}", str(cfg.num_layers))
 
@@ -180,9 +180,7 @@ def _behind_layers(text: str, cfg: Model) -> str:
 def _list_copies(family: Family, cfg: Model) -> dict[str, str]:
     """Return the tensors that have a parameter of a model with `mtp` a second time, with its path."""
     copies = family.mtp_copies if cfg.mtp is not None else {}
-    return {
-        _behind_layers(tensor, cfg): "embedding.table" if cfg.tied_head else path for tensor, path in copies.items()
-    }
+    return {_after_layers(tensor, cfg): "embedding.table" if cfg.tied_head else path for tensor, path in copies.items()}
 
 
 def _check_copies(folder: Path, cfg: Model) -> None:
@@ -251,7 +249,7 @@ def check_weights(folder: Path, cfg: Model, weights: Parameters) -> None:
         }
         ignored = [*family.ignored, *map(re.escape, _list_copies(family, cfg))]
         if cfg.mtp is None and family.mtp_tensors is not None:
-            ignored.append(_behind_layers(family.mtp_tensors, cfg))
+            ignored.append(_after_layers(family.mtp_tensors, cfg))
         # Old versions of transformers saved the frequencies of RoPE. Some files have a tied head a second time.
         ignored += [*map(re.escape, constants), r".*rotary_emb\.inv_freq$", *([r"lm_head\."] if cfg.tied_head else [])]
         # No layer uses the keys and values of layers that take those of earlier layers.
@@ -263,7 +261,7 @@ def check_weights(folder: Path, cfg: Model, weights: Parameters) -> None:
             if read_labels(read_json(folder / "config.json")) is None:
                 requested = {name: shape for name, shape in requested.items() if name not in SCORE_TENSORS}
         if missing := sorted(requested.keys() - tensors.keys()):
-            is_further = cfg.mtp is not None and re.match(_behind_layers(family.mtp_tensors or "$", cfg), missing[0])
+            is_further = cfg.mtp is not None and re.match(_after_layers(family.mtp_tensors or "$", cfg), missing[0])
             way_out = f"; {WITHOUT_MTP}" if is_further else ""
             raise UserError(f"{folder} lacks {first_names(missing)}{way_out}")
         extra = sorted(tensors.keys() - requested.keys() - _list_zero_biases(tensors))

@@ -163,9 +163,11 @@ def read_parameters(kind: type[P], body: bytes) -> P:
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         param = str(first["loc"][0])[:100]
-        where = ".".join(str(each)[:100] for each in first["loc"] if not str(each).startswith(("list[", "function-")))
+        location = ".".join(
+            str(each)[:100] for each in first["loc"] if not str(each).startswith(("list[", "function-"))
+        )
         reason = "is not a parameter that is served" if first["type"] == "extra_forbidden" else f": {first['msg']}"
-        raise ApiError(400, f"{where}{'' if reason[0] == ':' else ' '}{reason}"[:500], param) from None
+        raise ApiError(400, f"{location}{'' if reason[0] == ':' else ' '}{reason}"[:500], param) from None
 
 
 def read_message(message: dict[str, Any], index: int) -> dict[str, Any]:
@@ -175,34 +177,36 @@ def read_message(message: dict[str, Any], index: int) -> dict[str, Any]:
     Raises:
         ApiError: it has no role, or a content that is neither text nor images.
     """
-    where = f"messages.{index}"
+    location = f"messages.{index}"
     if not isinstance(message.get("role"), str):
-        raise ApiError(400, f"{where} has no role", "messages")
+        raise ApiError(400, f"{location} has no role", "messages")
     content = message.get("content")
     if isinstance(content, list):
         try:
             content = read_parts(content)
         except BadRow:
-            raise ApiError(400, f"{where}: parts other than text and image_url are not served", "messages") from None
+            raise ApiError(400, f"{location}: parts other than text and image_url are not served", "messages") from None
     if content is None and message.get("tool_calls"):
         content = ""
     if not isinstance(content, str | list):
-        raise ApiError(400, f"{where} has no content that is a text", "messages")
+        raise ApiError(400, f"{location} has no content that is a text", "messages")
     keys = ("name", "tool_call_id", "reasoning_content")
     read = {"role": message["role"], "content": content} | {key: message[key] for key in keys if message.get(key)}
     if message.get("tool_calls"):
-        read["tool_calls"] = _read_calls(message["tool_calls"], where)
+        read["tool_calls"] = _read_calls(message["tool_calls"], location)
     return read
 
 
-def _read_calls(calls: Any, where: str) -> list[dict[str, Any]]:
+def _read_calls(calls: Any, location: str) -> list[dict[str, Any]]:
     try:
         return [
             call | {"function": call["function"] | {"arguments": _read_arguments(call["function"]["arguments"])}}
             for call in calls
         ]
     except (TypeError, KeyError, ValueError, RecursionError):
-        raise ApiError(400, f"{where}.tool_calls are no calls with a function and JSON arguments", "messages") from None
+        raise ApiError(
+            400, f"{location}.tool_calls are no calls with a function and JSON arguments", "messages"
+        ) from None
 
 
 def _read_arguments(arguments: Any) -> Any:

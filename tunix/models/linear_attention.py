@@ -143,7 +143,7 @@ def run_chunks(
     return out if continues is not None else checkpoint_name(out, "attention"), after
 
 
-def _run_behind(q, k, v, decay, beta, runs, memory) -> tuple[jax.Array, jax.Array]:
+def _run_after(q, k, v, decay, beta, runs, memory) -> tuple[jax.Array, jax.Array]:
     """Do as `run_chunks` for rows that begin with a memory."""
     return run_chunks(q, k, v, decay, beta, runs, memory=memory)
 
@@ -335,7 +335,7 @@ class LinearAttention(nnx.Module):
         if memory is None:
             out, state = self._map_devices(run_chunks, WHOLE_ROWS, "BS")(*filtered, decay, beta, runs)
         else:
-            extend = self._map_devices(_run_behind, WHOLE_ROWS, "BS", "BJEM")
+            extend = self._map_devices(_run_after, WHOLE_ROWS, "BS", "BJEM")
             out, state = extend(*filtered, decay, beta, runs, memory.state)
         index = count[:, None] + jnp.arange(num_before)
         last = (self._take_tokens(x, index, dim_names) for x, dim_names in zip(windows, DIM_NAMES[:3], strict=True))

@@ -95,7 +95,7 @@ class ObservationEncoder:
         Raises:
             UserError: the chat template refuses the texts.
         """
-        said = self.vocab.chat.text_behind_turn(self.role, list(map(self._mask, texts)), self.options)
+        said = self.vocab.chat.text_after_turn(self.role, list(map(self._mask, texts)), self.options)
         self.vocab.backend.encode_special_tokens = False
         tokens = self.vocab.backend.encode(said, add_special_tokens=False).ids
         # The turn was drawn with the token that stops it: that of the template is left out, with white space before it.

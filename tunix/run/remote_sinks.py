@@ -234,8 +234,8 @@ class Webhook(Sink):
         config = start.config
         self.url, self.start_time, self.last = _url(config["logging"]), time.monotonic(), dict[str, dict[str, Any]]()
         self.run = f"{config['project_name']} / {config['run_name'] or start.folder.name}"
-        where = f"steps {start.step} to {start.last_step}, {start.folder} on {socket.gethostname()}"
-        self._send(f"{self.run} {'goes on' if start.step else 'starts'}: {where}")
+        description = f"steps {start.step} to {start.last_step}, {start.folder} on {socket.gethostname()}"
+        self._send(f"{self.run} {'goes on' if start.step else 'starts'}: {description}")
 
     def write(self, record: dict[str, Any], group: str) -> None:
         self.last[group] = record

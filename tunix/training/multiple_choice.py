@@ -65,19 +65,19 @@ def _read_file(key: str, file: Path, changed_ns: int) -> list[Question]:
     return questions
 
 
-def _read_question(line: str, where: str) -> Question:
+def _read_question(line: str, location: str) -> Question:
     try:
         row = parse_json(line)
         question = Question(row["prompt"], row["choices"], row["answer"])
     except (ValueError, KeyError, TypeError):
-        raise UserError(f'{where} is not {{"prompt": TEXT, "choices": [TEXT, TEXT], "answer": INDEX}}') from None
+        raise UserError(f'{location} is not {{"prompt": TEXT, "choices": [TEXT, TEXT], "answer": INDEX}}') from None
     prompt, choices, answer = question
     if not isinstance(prompt, str) or not prompt.strip():
-        raise UserError(f"{where}: prompt is no text that something can follow")
+        raise UserError(f"{location}: prompt is no text that something can follow")
     if not isinstance(choices, list) or len(choices) < 2 or not all(isinstance(each, str) and each for each in choices):
-        raise UserError(f"{where}: choices are not two texts or more")
+        raise UserError(f"{location}: choices are not two texts or more")
     if type(answer) is not int or not 0 <= answer < len(choices):
-        raise UserError(f"{where}: answer={str(answer)[:40]} is no index of {len(choices)} choices, from 0")
+        raise UserError(f"{location}: answer={str(answer)[:40]} is no index of {len(choices)} choices, from 0")
     return question
 
 
