@@ -111,16 +111,7 @@ class Config(Section):
         # the number of devices. Otherwise the run checks it when it sees its devices.
         sizes = mesh_shape.explicit_sizes(self.model.mesh_shape)
         check_qk_clip(self.model, self.optimizer.score_limit)
-        if self.model.mtp is not None and (self.task.loss or self.task.default_loss) not in ("next_token", "grpo"):
-            raise ValueError(
-                f"model.mtp: task={self.task.name} with its loss does not train this layer; pretrain, sft and grpo "
-                "do; set model.mtp=null"
-            )
-        for key, keys in (("sampling", self.sampling), ("evaluation.sampling", self.evaluation.sampling)):
-            if keys.by_mtp and self.model.mtp is None:
-                raise ValueError(
-                    f"{key}.guess_by=mtp: model.mtp=null has no layer to guess by; set it to prompt_lookup"
-                )
+        self._check_mtp()
         if sizes:
             check_stages(self.model, sizes)
         if not isinstance(self.launcher, Local):
@@ -137,18 +128,7 @@ class Config(Section):
                 self.task.num_prompts(batch.num_sequences)
         if isinstance(self.task, Grpo):
             self._check_grpo(self.task)
-        for number, stage in enumerate(self.training.batch_stages):
-            if stage.seq_len is not None and self.task.offline_top_k is not None:
-                raise ValueError(
-                    f"training.batch_stages.{number}.seq_len={stage.seq_len} cuts sequences that the teacher of "
-                    f"task.teacher_top_k={self.task.offline_top_k} has read whole; leave seq_len out, or set "
-                    "task.teacher_top_k=null"
-                )
-            if stage.seq_len is not None and self.task.documents != "text":
-                raise ValueError(
-                    f"training.batch_stages.{number}.seq_len={stage.seq_len} would cut a {self.task.documents} of "
-                    f"task={self.task.name} in parts; leave seq_len out, or set task=pretrain"
-                )
+        self._check_stage_lengths()
         for key in ("sets", "choices"):
             names = getattr(self.evaluation, key)
             if names and self.task.documents not in ("text", "conversation"):
@@ -166,6 +146,32 @@ class Config(Section):
         if self.model.labels != self.task.output_labels:
             raise ValueError(self._describe_labels())
         return self
+
+    def _check_mtp(self) -> None:
+        if self.model.mtp is not None and (self.task.loss or self.task.default_loss) not in ("next_token", "grpo"):
+            raise ValueError(
+                f"model.mtp: task={self.task.name} with its loss does not train this layer; pretrain, sft and grpo "
+                "do; set model.mtp=null"
+            )
+        for key, keys in (("sampling", self.sampling), ("evaluation.sampling", self.evaluation.sampling)):
+            if keys.by_mtp and self.model.mtp is None:
+                raise ValueError(
+                    f"{key}.guess_by=mtp: model.mtp=null has no layer to guess by; set it to prompt_lookup"
+                )
+
+    def _check_stage_lengths(self) -> None:
+        for number, stage in enumerate(self.training.batch_stages):
+            if stage.seq_len is not None and self.task.offline_top_k is not None:
+                raise ValueError(
+                    f"training.batch_stages.{number}.seq_len={stage.seq_len} cuts sequences that the teacher of "
+                    f"task.teacher_top_k={self.task.offline_top_k} has read whole; leave seq_len out, or set "
+                    "task.teacher_top_k=null"
+                )
+            if stage.seq_len is not None and self.task.documents != "text":
+                raise ValueError(
+                    f"training.batch_stages.{number}.seq_len={stage.seq_len} would cut a {self.task.documents} of "
+                    f"task={self.task.name} in parts; leave seq_len out, or set task=pretrain"
+                )
 
     def _describe_labels(self) -> str:
         """Return what is wrong where the model gives other numbers than the task learns."""
