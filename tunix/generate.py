@@ -73,7 +73,7 @@ def _open_files(command: Generate) -> tuple[list[Row], Any]:
 
 
 class Prompt(NamedTuple):
-    """What is to be answered."""
+    """A conversation to answer, or a text to continue."""
 
     turns: list[Row]  # of a conversation; of a text that is to be continued one turn, whose role says nothing
     files: list[str] = []  # noqa: RUF012  files of its images, as base64

@@ -418,5 +418,5 @@ class Lora(Section):
 
     @property
     def scale(self) -> float:
-        """What updates are multiplied by."""
+        """Factor of the updates."""
         return self.alpha / (self.rank**0.5 if self.use_rslora else self.rank)

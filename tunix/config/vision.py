@@ -19,7 +19,7 @@ PositiveChannels = Annotated[tuple[Positive, Positive, Positive], Field(min_leng
 
 
 class Vision(Section):
-    """What all towers have; `kind` tells them apart. A tower turns patches of images into vectors of its own width, and
+    """Keys of all towers; `kind` tells them apart. A tower turns patches of images into vectors of its own width, and
     a projector turns these into soft tokens: the embeddings of some tokens of a row.
     """
 

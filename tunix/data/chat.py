@@ -210,13 +210,13 @@ class ChatTemplate:
 
     @cached_property
     def takes_parts(self) -> bool:
-        """Whether the template writes `mark` for a part {"type": "image"}; others get it in a turn's text."""
+        """True where the template writes `mark` for a part {"type": "image"}; others get it in a turn's text."""
         text = self._show([{"type": "image"}, {"type": "text", "text": WORDS}])
         return self.mark is not None and text.count(self.mark) == 1 and WORDS in text and "'type'" not in text
 
     @cached_property
     def needs_parts(self) -> bool:
-        """Whether the template shows the text of parts and drops a content that is text alone, as SmolVLM's does."""
+        """True where the template shows the text of parts and drops a content that is text alone, as SmolVLM's does."""
         return WORDS not in self._show(WORDS) and WORDS in self._show(_as_parts(WORDS))
 
     def _show(self, content: Any) -> str:

@@ -80,7 +80,7 @@ class ImageSlots(NamedTuple):
 
     @property
     def suffix(self) -> str:
-        """What the names of plans in the cache end with."""
+        """Ending of the names of plans in the cache."""
         return f"-{self.processor.max_tokens}-{self.per_row}"
 
     def check(self, seq_len: int, packing: str, longest: int) -> None:

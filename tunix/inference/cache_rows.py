@@ -20,7 +20,7 @@ class Pages(NamedTuple):
 
 
 class LastState(NamedTuple):
-    """What the layer of `model.mtp` takes next of a row: the state behind the final norm of its last token, [B, D]."""
+    """Input of the layer of `model.mtp` for each row: the state [B, D] behind the final norm of its last token."""
 
     hidden: jax.Array
 

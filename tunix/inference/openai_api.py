@@ -38,7 +38,7 @@ class StreamOptions(BaseModel):
 
 
 class Parameters(BaseModel):
-    """What chats and completions have in common; None is what the server was started with."""
+    """Parameters of chats and of completions; None is what the server was started with."""
 
     model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
 

@@ -33,7 +33,7 @@ MAX_TOP = 20  # likeliest tokens in each place that a request may ask for: as ma
 
 @dataclass(frozen=True)
 class Piece:
-    """What one answer has drawn since its last piece."""
+    """Tokens that one answer has drawn since its last piece."""
 
     index: int  # of the answer in its request
     tokens: list[int]  # with the id that stops it, if finish is stop

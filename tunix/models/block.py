@@ -110,7 +110,7 @@ class Mix(NamedTuple):
 
 
 class HeadScores(NamedTuple):
-    """What a mix returns in the place of a cache where the step asks for it: `BlockSums.head_scores`."""
+    """Scores that a mix returns in the place of a cache, where the step asks for `BlockSums.head_scores`."""
 
     largest: jax.Array
 

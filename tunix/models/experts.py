@@ -187,7 +187,7 @@ class ExpertMatrix(Matrix):
 
 
 class Weights(NamedTuple):
-    """What the products of experts take, gathered: those of gate, up and down in this order."""
+    """Weights that the products of experts take, gathered: those of gate, up and down in this order."""
 
     matrices: list[jax.Array]
     biases: list[jax.Array]  # none, or one for each matrix

@@ -88,7 +88,7 @@ class Rows(NamedTuple):
 
 
 class KernelConfig(NamedTuple):
-    """What these kernels are compiled for."""
+    """Constants of these kernels, for which they are compiled."""
 
     # (a, b, weights of the router), all [R, G] float32 -> hidden rows [R, G], which the last product takes
     hidden: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]

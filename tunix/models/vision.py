@@ -361,7 +361,7 @@ PROJECTORS: dict[str, Any] = {"gemma3": Projector, "qwen3_vl": MergingProjector,
 
 
 class Seen(NamedTuple):
-    """What a decoder gets of images."""
+    """Input of a decoder that sees images."""
 
     x: jax.Array  # [B, t, D], embeddings with the soft tokens in their places
     features: list[jax.Array]  # [B, t, D] each, to be added behind the first layers; 0 where there is no soft token

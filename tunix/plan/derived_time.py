@@ -255,7 +255,7 @@ def derive_time(cfg: Config, sizes: dict[str, int], costs: Costs, cluster: Clust
 
 
 class Link:
-    """What one kind of link sends in a step: transfers that overlap arithmetic, and those for which it waits."""
+    """Transfers of one kind of link in a step: those that overlap arithmetic, and those for which it waits."""
 
     def __init__(self) -> None:
         self.in_passes = np.zeros(2)  # seconds of transfers that overlap, forward and backward

@@ -43,7 +43,7 @@ class Answered(NamedTuple):
 
 @dataclass
 class _Played:
-    """What an episode was asked and what it has replied."""
+    """Requests to the environment of an episode, and its replies."""
 
     requests: list[Request] = field(default_factory=list)
     replies: list[Reply] = field(default_factory=list)

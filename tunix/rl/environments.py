@@ -34,7 +34,7 @@ NOT_TOOLS = {"reset", "step", "get_reward", "close"}
 
 
 class Reply(NamedTuple):
-    """What an environment says after a turn."""
+    """Reply of an environment to a turn."""
 
     observations: list[str] | None  # texts of messages; None for none
     reward: float

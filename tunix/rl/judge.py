@@ -43,7 +43,7 @@ FIELD = re.compile(r"\{(\w+)\}")
 
 
 class Reply(NamedTuple):
-    """What came of one text for the judge."""
+    """Rating of one text by the judge, and what it took."""
 
     rating: float | str  # or why there is none
     calls: int = 0

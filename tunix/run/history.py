@@ -1,4 +1,4 @@
-"""What a run's folder says of it: its keys, and the lines of metrics.jsonl. The folder may be a copy."""
+"""History of a run, as its folder has it: its keys, and the lines of metrics.jsonl. The folder may be a copy."""
 
 import sys
 from dataclasses import dataclass

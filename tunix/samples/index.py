@@ -35,7 +35,7 @@ REWARD = re.compile(rb', "reward": (-?\d[\d.]*(?:[eE][+-]?\d+)?|NaN|-?Infinity)[
 
 
 class Head(NamedTuple):
-    """What the index needs of a line."""
+    """Part of a line that the index keeps."""
 
     step: int
     sample: int

@@ -329,7 +329,7 @@ def round_log(value: Any) -> float | None:
 
 @dataclass(frozen=True)
 class Choice:
-    """What of the runs is on the page."""
+    """Part of the runs that is on the page."""
 
     steps: tuple[int, ...] | None  # None: `num_steps` of them
     num_steps: int

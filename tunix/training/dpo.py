@@ -37,7 +37,7 @@ class Sides(NamedTuple):
 
 
 class Pairs(NamedTuple):
-    """What an objective takes of the pairs of a batch."""
+    """Numbers of the pairs of a batch that an objective takes."""
 
     # How much likelier each answer has become since step 0; without a reference, its log-probability.
     gains: Sides

@@ -205,7 +205,7 @@ TokenLoss = Callable[[Scores, Batch], tuple[jax.Array, dict[str, jax.Array]]]
 
 
 class TeacherOutput(NamedTuple):
-    """What a teacher gives to the loss of a batch. Chunks of it give its logits, which never exist as a whole."""
+    """Output of a teacher for the loss of a batch. Chunks of it give its logits, which never exist as a whole."""
 
     measure: Callable[[jax.Array, Any, Any], jax.Array]
     """(logits [B, C, V] of the model in training, table, a chunk of `hidden`) -> divergence [B, C]"""

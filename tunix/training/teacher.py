@@ -110,7 +110,6 @@ class OfflineTeacher:
         return TeacherOutput(measure, None, TopK(by_token(batch[IDS]), by_token(batch[LOG_PROBS]), batch[REST]))
 
     def abstract_shared(self, mesh: Mesh | AbstractMesh) -> dict[str, Any]:
-        """As in `Teacher`."""
         return {}
 
     def compute_top_k(self, params: Any, rows: Batch, chunk_size: int | str) -> TopK:
