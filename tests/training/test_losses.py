@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
-from support.harness import ONE_LAYER, ROOT, RUN, SGD, batch, metrics, program
+from support.harness import ONE_LAYER, RUN, SGD, batch, metrics, program
 
 import tunix
 from tunix.data.batches import FIELDS, Field, empty_example
@@ -157,26 +157,6 @@ def test_examples_have_the_fields_of_the_table():
         **{name: ((7,), field.dtype) for name, field in FIELDS.items()},
         "share": ((), "float32"),
     }
-
-
-def test_fields_of_a_batch_are_listed_in_one_place():
-    """Files that read or write single fields besides: those that fill sequences with text or answers, losses, stages."""
-    named = {
-        str(path.relative_to(ROOT / "tunix"))
-        for path in (ROOT / "tunix").rglob("*.py")
-        if '"segment_ids"' in path.read_text()
-    }
-    losses = {f"training/{name}.py" for name in ("logprobs", "dpo", "grpo", "scores", "embeddings")}
-    stages = {"training/pipeline_step.py", "training/first_layers.py"}  # they send rows of a batch from stage to stage
-    fill = {
-        "data/batches.py",
-        "data/packing.py",
-        "data/image_slots.py",
-        "rl/rollouts.py",
-        "parity.py",
-    }
-    fill |= {"training/multiple_choice.py"}
-    assert named == fill | losses | stages
 
 
 def test_penalties_of_the_blocks_are_minimised_and_reported(monkeypatch):
