@@ -20,6 +20,7 @@ from tunix.data.tokenizer import read_chat
 from tunix.inference.engine import Answer
 from tunix.inference.image_prompts import find_image_prompts
 from tunix.inference.pretrained import Pretrained, load_language_model
+from tunix.inference.rollout import CacheBound
 from tunix.inference.sampling import select_sampling
 from tunix.models.vision import Images
 from tunix.processes import peers
@@ -90,6 +91,7 @@ class Speaker:
         self.sampling = select_sampling(command, model.find_stop_ids(command.stop))
         self.images = find_image_prompts(model.cfg, self.tokenizer, command.max_image_pixels)
         processor = None if self.images is None else self.images.processor
+        self.bound: CacheBound | None = None
         self.template = read_chat(model.tokenizer_files, command.chat_template, processor) if command.chat else None
 
     def read(self, row: Row, number: int) -> Prompt:
@@ -119,11 +121,20 @@ class Speaker:
         """Return an answer to each prompt; they draw by the seed and their row."""
         encoded = [self._encode(prompt) for prompt in prompts]
         tokens, images = [ids for ids, _ in encoded], [found for _, found in encoded]
-        return self.model.sample(tokens, self.sampling, seed, first_row, images=images)
+        cache_gib = self.command.cache_gib
+        return self.model.sample(
+            tokens, self.sampling, seed, first_row, images=images, cache_gib=cache_gib, say=self._report
+        )
 
     def decode(self, answer: Answer) -> str:
         """Return the text of an answer, without the token that stopped it."""
         return self.tokenizer.decode(answer.text_tokens)
+
+    def _report(self, bound: CacheBound) -> None:
+        """Print what bounds the cache, where it is new."""
+        if bound.num_pages is not None and bound != self.bound:
+            peers.print_progress(f"cache: {bound.text}")
+        self.bound = bound
 
     def _encode(self, prompt: Prompt) -> tuple[list[int], Images | None]:
         """Return the tokens of a prompt, and its images; a text without a template is continued."""

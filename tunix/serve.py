@@ -118,6 +118,7 @@ async def _run(app: "App", sock: socket.socket, command: Serve) -> None:
     host, port = sock.getsockname()[:2]
     host = f"[{host}]" if ":" in host else host
     print(f"serving {app.name} on http://{host}:{port}/v1 (Ctrl-C ends it)", flush=True)
+    print(f"cache: {app.serving.bound.text}", flush=True)
     try:
         await server.serve([sock])
     finally:
@@ -202,7 +203,8 @@ class App:
             guess=command.guess,
             guess_by=command.guess_by,
         )
-        self.serving = Serving(model, drawing, self.limits.max_rows, self.max_length, self.limits.max_waiting)
+        bounds = self.limits.max_rows, self.max_length, self.limits.max_waiting, command.cache_gib
+        self.serving = Serving(model, drawing, *bounds)
         self.reader = RequestReader(
             model, self.name, command, self.max_length, min(self.limits.max_answers, self.serving.capacity)
         )

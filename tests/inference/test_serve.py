@@ -27,11 +27,15 @@ from benchmarks.fuzz_requests import make_request, send
 from tunix.base.errors import UserError
 from tunix.config import Evaluate, Serve
 from tunix.config.command_line import read_settings
+from tunix.costs.rollout import USABLE, CacheSpec, count_page_bytes, derive_rollout_costs
 from tunix.data.prompts import Prompt
+from tunix.inference import engine
 from tunix.inference.openai_api import AnswerText
+from tunix.inference.page_pool import PagePool
 from tunix.inference.sampling import NO_MIN_P, NO_TOP_K, NO_TOP_P, RowChoices, Sampling, select, select_by_row
 from tunix.rl.judge import Judge
 from tunix.serve import App, open_socket, serve
+from tunix.sharding.arrays import bytes_per_device
 
 KEY = "a-key-of-the-tests"
 
@@ -326,6 +330,56 @@ def test_64_clients_get_their_own_answers(model, served, seconds):
     assert wrong == []
     assert len(right) >= 128
     assert (served[0].serving.num_running, served[0].serving.num_waiting) == (0, 0)
+
+
+def count_gib(model, num_pages):
+    sampler = model.sampler
+    return num_pages * count_page_bytes(sampler.arch, sampler.mesh, CacheSpec()) / 2**30
+
+
+@pytest.mark.nightly
+def test_many_requests_share_few_pages(model, hf_dir, monkeypatch):
+    """They wait for pages and get the answers of slots; no token is drawn twice."""
+    drawn, begun = [], []
+    take, begin = engine._Row.take, PagePool.begin
+    monkeypatch.setattr(engine._Row, "take", lambda row, *given: drawn.append(row.drawn) or take(row, *given))
+    monkeypatch.setattr(PagePool, "begin", lambda *given: begun.append(begin(*given)) or begun[-1])
+    words = "server.max_rows=8", "cache=pages", f"cache_gib={count_gib(model, 9)}"
+    with serving(model, hf_dir, *words, f"server.api_key={KEY}") as (app, port):
+        (pool,) = app.serving.engine.pools
+        assert (pool.num_pages, pool.most) == (9, 4)
+        assert app.serving.bound.text.startswith("pages for 144 tokens, ")
+        drawn.clear(), begun.clear()
+        right, wrong = load(model, port, 24, 0)
+        assert wrong == []
+        assert begun.count(None) > 24
+        answers = len(begun) - begun.count(None)
+        assert (len(right), answers, drawn.count(0)) == (48, 96, 24 + 96)  # the first 24 draw on slots, to compare with
+        assert len(pool.free) == 9
+    prompts, said = [[5, 6, 7] * 5] * 6, []
+    slots = model.sample(prompts, Sampling(20, 1.3), 7)
+    pages = model.sample(prompts, Sampling(20, 1.3, cache="pages"), 7, cache_gib=count_gib(model, 7), say=said.append)
+    assert [answer.tokens for answer in pages] == [answer.tokens for answer in slots]
+    assert said[0].num_pages == 7
+
+
+def test_memory_for_pages(model, hf_dir, monkeypatch):
+    def bound(cache="pages", gib=None):
+        return model.sampler.bound_cache(model.params, Sampling(0, cache=cache), 8, 64, 64, gib, "max_new_tokens")
+
+    assert bound("auto").text == "slots for 8 rows of at most 64 tokens"
+    assert bound().text == "pages for all tokens of 8 rows of at most 64"  # a CPU bounds nothing
+    with pytest.raises(UserError, match="cache_gib=1 bounds pages, and the cache has slots; set cache=pages"):
+        bound("auto", 1.0)
+    settings = read_settings(Serve, [f"checkpoint={hf_dir}", "cache=pages", f"cache_gib={count_gib(model, 7)}"])
+    with pytest.raises(UserError, match=r"no room for two rows of 64 tokens, which take .* lower server.max_length$"):
+        App(model, settings)
+    costs = derive_rollout_costs(model.arch, model.mesh, 8, 8, 1, 64, 0, CacheSpec(has_pages=True, num_pages=0))
+    free = count_gib(model, 20) * 2**30 + bytes_per_device(model.params) + costs.memory
+    monkeypatch.setattr("tunix.inference.rollout.gather_device_bytes", lambda: round(free / USABLE) + 1)
+    assert (bound().num_pages, bound(gib=count_gib(model, 9)).num_pages) == (20, 9)
+    monkeypatch.setattr("tunix.inference.rollout.gather_device_bytes", lambda: 1)
+    assert bound().text.startswith("pages as rows need them: memory is derived to be too small for two rows")
 
 
 def test_a_full_queue_says_when_to_come_again_and_a_client_that_goes_frees_its_row(model, hf_dir):

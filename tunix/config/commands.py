@@ -122,6 +122,9 @@ class Generate(Guessing, Decoding, ReadModel):
     are typed too; null keeps the values of these keys."""
     seed: Seed
     """What is drawn follows from it."""
+    cache_gib: Positive | None
+    """Memory of each device for the pages of cache=pages, in GiB; answers wait where pages are few. null is what the
+    weights and products leave of nine tenths of a GPU; on CPUs nothing bounds them."""
     batch_size: Count
     """Prompts answered at one time."""
     dtype: Literal["float32", "bfloat16"]
@@ -249,6 +252,8 @@ class Serve(Guessing, ReadModel):
     """As `sampling.cache` of a run: pages or slots for keys and values; the answers stay the same."""
     cache_dtype: Literal["int8"] | None
     """As `sampling.cache_dtype` of a run: int8 halves the cache of bfloat16 and rounds probabilities."""
+    cache_gib: Positive | None
+    """As `cache_gib` of tunix.generate: memory of each device for pages."""
     dtype: Literal["float32", "bfloat16"]
     """dtype of weights and products."""
     mesh_shape: MeshShape | None

@@ -294,7 +294,7 @@ def _count_fitting_pages(train_spec: TrainSpec, rows: int, device_bytes: int, fr
     """Return how many pages fit into the free bytes of a device, beside what else so many rows of it need."""
     mesh = whole_sequences(find_rollout_mesh(train_spec))
     others = _derive_costs_of_run(train_spec, rows * data_shards(mesh.shape), device_bytes, num_pages=0).memory
-    of_page = _count_cache_bytes(train_spec.arch, mesh, PAGE, _describe_cache(train_spec), paged=True)
+    of_page = count_page_bytes(train_spec.arch, mesh, _describe_cache(train_spec))
     return max(0, int((free - others) // of_page))
 
 
@@ -390,7 +390,7 @@ def derive_rollout_costs(
     slots = _list_slots(length, max_length)
     paged = False if cache.has_pages else None
     of_row = [_count_cache_bytes(arch, mesh, num_slots, cache, paged) for num_slots in slots]
-    of_page = _count_cache_bytes(arch, mesh, PAGE, cache, paged=True) if cache.has_pages else 0
+    of_page = count_page_bytes(arch, mesh, cache) if cache.has_pages else 0
     entries = _count_cache_bytes(arch, mesh, slots[0], cache)
     # Pages without a bound grow as slots do; a prompt that is to have more answers may have pages that no row has.
     spare = pad_batch(count_pages(max_prompt_length)) if answers_per_prompt > 1 else 0
@@ -439,6 +439,11 @@ def _count_weight_bytes(arch: Architecture, mesh: Mesh | AbstractMesh, device_by
             size = count_shard_bytes(weight, spec, layout.compute, mesh) * weight.size // math.prod(weight.shape)
         matrices += size
     return matrices if fit_as_matrices(matrices, device_bytes) else quantized
+
+
+def count_page_bytes(arch: Architecture, mesh: Mesh | AbstractMesh, cache: CacheSpec) -> int:
+    """Return the bytes of one device for a page, in all layers that have pages."""
+    return _count_cache_bytes(arch, mesh, PAGE, cache, paged=True)
 
 
 def _count_cache_bytes(

@@ -1,5 +1,7 @@
 """A rollout: answers to prompts, drawn from a model with weights that are gathered once."""
 
+import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -9,7 +11,19 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from tunix.base.errors import UserError
-from tunix.costs.rollout import SMALLEST_PROMPT, count_pages, fit_as_matrices, pad_prompt
+from tunix.costs.rollout import (
+    PAGE,
+    SMALLEST_PROMPT,
+    USABLE,
+    CacheSpec,
+    count_page_bytes,
+    count_pages,
+    derive_rollout_costs,
+    fit_as_matrices,
+    pad_prompt,
+    pad_rows,
+    read_device_bytes,
+)
 from tunix.inference.cache_rows import make_cache
 from tunix.inference.engine import Answer, Engine
 from tunix.inference.gathered import Gathered, gather
@@ -17,6 +31,7 @@ from tunix.inference.kv_cache import prefill
 from tunix.inference.programs import Drawing, Extent, Programs
 from tunix.inference.sampling import Sampling
 from tunix.models.vision import Images
+from tunix.processes import peers
 from tunix.sharding.arrays import abstract_results, bytes_per_device, lay_out
 from tunix.sharding.layout import activation_spec
 from tunix.sharding.mesh import whole_sequences
@@ -36,6 +51,24 @@ class Request:
     @property
     def max_prompt_length(self) -> int:
         return max(map(len, self.prompts))
+
+    def find_max_length(self, sampling: Sampling) -> int:
+        """Return the tokens of a row at most, with its prompt padded: requests of about one length share programs."""
+        return pad_prompt(self.max_prompt_length) + sampling.max_new_tokens
+
+
+@dataclass(frozen=True)
+class CacheBound:
+    """What the cache of a command that draws may take of a device."""
+
+    num_pages: int | None  # of a data shard; None: nothing bounds them, or there are slots
+    text: str  # in a few words
+
+
+def gather_device_bytes() -> int | None:
+    """Return the memory of the smallest device of all processes; None where one does not know it, as on CPUs."""
+    known = [json.loads(text) for text in peers.gather(json.dumps(read_device_bytes()), "memory of a device")]
+    return None if None in known else min(known)
 
 
 class Sampler:
@@ -75,12 +108,13 @@ class Sampler:
         max_length: int,
         rows_at_once: int | None = None,
         fixed_shapes: bool = False,
+        num_pages: int | None = None,
     ) -> Engine:
         """Return an engine for rows of at most `max_length` tokens, prompts, observations and drawn ones together.
 
         `params` are the parameters at rest, or what `gather` made of them. `rows_at_once` limits memory: it is the
-        number of rows that are held at one time over the whole mesh; None sets no limit. `fixed_shapes` is for rows
-        that wait for tools (see `Engine`).
+        number of rows that are held at one time over the whole mesh; None sets no limit. `num_pages` bounds the pages
+        of a data shard; None takes that of the sampler. `fixed_shapes` is for rows that wait for tools (see `Engine`).
 
         Raises:
             UserError: `max_length` is longer than the context.
@@ -88,7 +122,7 @@ class Sampler:
         if max_length > self.context_length:
             raise UserError(f"rows of {max_length} tokens are longer than the model's context of {self.context_length}")
         weights = params if isinstance(params, Gathered) else self.gather(params)
-        sizes = max_length, rows_at_once, fixed_shapes, self.num_pages
+        sizes = max_length, rows_at_once, fixed_shapes, num_pages or self.num_pages
         return Engine(self.programs, weights, sampling, seed, *sizes)
 
     def rollout(
@@ -98,13 +132,14 @@ class Sampler:
         sampling: Sampling,
         rows_at_once: int | None = None,
         between_chunks: Callable[[], None] | None = None,
+        num_pages: int | None = None,
     ) -> list[Answer]:
         """Return all answers to the first prompt of a request, then all to the second, ...
 
         `params` are the parameters at rest, or what `gather` made of them. `rows_at_once` limits memory: so many
-        answers are drawn at one time, over the whole mesh, and each that ends makes room for another. `between_chunks`
-        is called by the host before each stretch of tokens, as often on every process; an error that it raises ends the
-        rollout.
+        answers are drawn at one time, over the whole mesh, and each that ends makes room for another. `num_pages` is
+        that of `engine`. `between_chunks` is called by the host before each stretch of tokens, as often on every
+        process; an error that it raises ends the rollout.
 
         Raises:
             UserError: an empty prompt, or one that with its answer is longer than the context.
@@ -113,9 +148,7 @@ class Sampler:
         if not request.prompts:
             return []
         weights = params if isinstance(params, Gathered) else self.gather(params)
-        # The length of prompts is rounded up, so that requests of about the same length share programs.
-        max_length = pad_prompt(request.max_prompt_length) + sampling.max_new_tokens
-        sizes = max_length, rows_at_once, False, self.num_pages
+        sizes = request.find_max_length(sampling), rows_at_once, False, num_pages or self.num_pages
         engine = Engine(self.programs, weights, sampling, request.seed, *sizes)
         # Prompts of about the same length are computed together, and are padded to the longest of them.
         for index in sorted(range(len(request.prompts)), key=lambda index: len(request.prompts[index])):
@@ -131,6 +164,56 @@ class Sampler:
                 answers[number] = answer
                 engine.release(number)
         return [answers[number] for number in sorted(answers)]
+
+    def bound_cache(
+        self,
+        params: Any,
+        sampling: Sampling,
+        rows: int,
+        max_prompt_length: int,
+        max_length: int,
+        cache_gib: float | None,
+        length_key: str,
+    ) -> CacheBound:
+        """Return what the cache may take for `rows` rows over the whole mesh, of at most `max_length` tokens.
+
+        Pages take `cache_gib` of each device. Without it, they take what is free beside the weights at rest, `params`,
+        and what else a rollout needs, on devices that know their memory. All processes call it together.
+
+        Raises:
+            UserError: `cache_gib` bounds slots, or has no room for two rows; `length_key` sets their length.
+        """
+        if not any(self.programs.find_paged(sampling)):
+            if cache_gib is not None:
+                raise UserError(
+                    f"cache_gib={cache_gib:g} bounds pages, and the cache has slots; set cache=pages or cache_gib=null"
+                )
+            return CacheBound(None, f"slots for {rows:,} rows of at most {max_length:,} tokens")
+        cache = CacheSpec(sampling.cache_dtype, sampling.by_mtp, True, 0)
+        of_page, most = count_page_bytes(self.arch, self.mesh, cache), count_pages(max_length)
+        wanted = (pad_rows(math.ceil(rows / self.programs.num_shards)) + 1) * most
+        least_gib, device_bytes = 2 * most * of_page / 2**30, gather_device_bytes()
+        if cache_gib is not None:
+            fitting, why = int(cache_gib * 2**30 // of_page), f"cache_gib={cache_gib:g}"
+            if fitting < 2 * most:
+                raise UserError(
+                    f"cache_gib={cache_gib:g} has no room for two rows of {max_length:,} tokens, which take "
+                    f"{least_gib:.3g} GiB of a device; raise it, or lower {length_key}"
+                )
+        elif device_bytes is None:
+            fitting, why = wanted, ""
+        else:
+            sizes = rows, rows, 1, max_prompt_length, max(0, max_length - pad_prompt(max_prompt_length))
+            others = derive_rollout_costs(self.arch, self.mesh, *sizes, cache, device_bytes).memory
+            free = USABLE * device_bytes - bytes_per_device(params) - others
+            fitting, why = int(free // of_page), f"{USABLE:.0%} of a device's memory without weights and products"
+        if fitting >= wanted:
+            return CacheBound(None, f"pages for all tokens of {rows:,} rows of at most {max_length:,}")
+        if fitting < 2 * most:
+            why = f"memory is derived to be too small for two rows of {max_length:,} tokens; {length_key} bounds them"
+            return CacheBound(None, f"pages as rows need them: {why}")
+        size = f"{fitting * PAGE:,} tokens, {fitting * of_page / 2**30:.3g} GiB of a device ({why})"
+        return CacheBound(fitting, f"pages for {size}; answers wait where they are few")
 
     def compile_decode(self, params: Any, num_rows: int, num_slots: int, sampling: Sampling) -> jax.stages.Compiled:
         """Compile the loop that draws tokens, of `num_rows` rows over the whole mesh with `num_slots` slots.

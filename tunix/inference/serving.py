@@ -80,11 +80,24 @@ class _Held:
 class Serving:
     """A thread with the engine of a model, and the queue before it."""
 
-    def __init__(self, model: Pretrained, drawing: Sampling, max_rows: int, max_length: int, max_waiting: int):
-        """`drawing` has what all requests share: tokens that end an answer, guesses, the dtype of the cache."""
+    def __init__(
+        self,
+        model: Pretrained,
+        drawing: Sampling,
+        max_rows: int,
+        max_length: int,
+        max_waiting: int,
+        cache_gib: float | None = None,
+    ):
+        """`drawing` has what all requests share: tokens that end an answer, guesses, the dtype of the cache.
+
+        `cache_gib` is that of `Sampler.bound_cache`.
+        """
         self.model, self.drawing, self.max_length = model, drawing, max_length
         num_shards = model.sampler.programs.num_shards
         self.num_rows = max(1, max_rows // num_shards) * num_shards
+        sizes = self.num_rows, max_length, max_length
+        self.bound = model.sampler.bound_cache(model.params, drawing, *sizes, cache_gib, "server.max_length")
         self.max_waiting = max_waiting
         self.weights = model.sampler.gather(model.params)
         self.engine = self._make_engine()
@@ -115,6 +128,7 @@ class Serving:
 
     @property
     def num_running(self) -> int:
+        """Answers that draw, or wait for pages alone."""
         return len(self.held)
 
     def submit(self, requests: list[Request]) -> None:
@@ -158,7 +172,8 @@ class Serving:
 
     def _make_engine(self) -> Engine:
         # The choices of rows are data; those of the engine say nothing.
-        engine = self.model.sampler.engine(self.weights, self.drawing, 0, self.max_length, self.num_rows)
+        sizes = self.max_length, self.num_rows
+        engine = self.model.sampler.engine(self.weights, self.drawing, 0, *sizes, num_pages=self.bound.num_pages)
         engine.chunk = CHUNK
         return engine
 

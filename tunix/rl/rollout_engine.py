@@ -24,10 +24,10 @@ from jax.sharding import Mesh
 from tunix.base.priority_slots import PrioritySlots
 from tunix.config import Config
 from tunix.config.task import Grpo
-from tunix.costs.rollout import read_device_bytes, select_pages, select_rollouts_at_once, select_rows
+from tunix.costs.rollout import select_pages, select_rollouts_at_once, select_rows
 from tunix.data.prompts import Prompt, PromptCorpus, gather_columns
 from tunix.inference.engine import Answer
-from tunix.inference.rollout import Request, Sampler
+from tunix.inference.rollout import Request, Sampler, gather_device_bytes
 from tunix.inference.sampling import find_stop_ids, select_sampling
 from tunix.processes import peers
 from tunix.processes.watchdog import Watchdog
@@ -138,10 +138,9 @@ class RolloutEngine:
         self.rollout_mesh = build_rollout_mesh(cfg, mesh)
         # The number of rows is the shape of a program that all processes run together, so they must agree on it. If
         # one of them does not know its memory (None), as on CPUs, nothing limits the size but task.rollout_rows.
-        known = [json.loads(text) for text in peers.gather(json.dumps(read_device_bytes()), "memory of a device")]
-        self.engine_rewards = engine_rewards
-        taken = 0 if engine_rewards is None else engine_rewards.bytes_per_device
-        device_bytes = None if None in known else min(known) - taken
+        device_bytes, self.engine_rewards = gather_device_bytes(), engine_rewards
+        if device_bytes is not None and engine_rewards is not None:
+            device_bytes -= engine_rewards.bytes_per_device
         self.rows_at_once = select_rows(train_spec, device_bytes)
         # Threads draw ahead, and held-out prompts are answered meanwhile.
         self.caches = PrioritySlots(select_rollouts_at_once(train_spec, device_bytes))
