@@ -4,7 +4,6 @@ import json
 import math
 import shutil
 import sys
-import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -19,7 +18,7 @@ from safetensors.numpy import save_file
 from tunix.base.buckets import is_address, is_bucket, list_names, upload
 from tunix.base.digests import FILE, list_files, write_digests
 from tunix.base.errors import UserError
-from tunix.base.files import describe_refusal, expand_home, read_json, replacing
+from tunix.base.files import describe_refusal, expand_home, read_json, replacing, temporary_folder
 from tunix.base.forms import sign
 from tunix.base.progress import announcing
 from tunix.base.text import flat
@@ -178,7 +177,7 @@ def _export_to_bucket(
 
     peers.on_main(check, "checking output")
     with ExitStack() as stack:
-        made = stack.enter_context(tempfile.TemporaryDirectory(prefix="tunix-export-")) if peers.is_main() else ""
+        made = stack.enter_context(temporary_folder("tunix-export-")) if peers.is_main() else ""
         folder = Path(peers.agree(made, "the folder")) / "export"
         line = write_export(
             str(folder), load, dtype, shard_gb, merge_lora=merge_lora, write_whole=write_whole, add_files=add_files
@@ -241,7 +240,7 @@ def _write_gguf(model: Pretrained, folder: Path, dtype: str, shard_gb: float) ->
     gguf_file.check(model.cfg, dtype)
     model, path = model.merged(), folder / gguf_file.FILE
     tensors = list_tensors(model.params, model.cfg, model.arch.weights)
-    with tempfile.TemporaryDirectory(prefix="tunix-tokenizer-") as tokenizer:
+    with temporary_folder("tunix-tokenizer-") as tokenizer:
         _write_tokenizer(model, Path(tokenizer))
         size = gguf_file.write_gguf(path, tensors, model.cfg, Path(tokenizer), dtype, folder.name.split(".")[0])
     stops = [model.vocab.eos_token] if model.vocab is not None and model.vocab.eos_token else []

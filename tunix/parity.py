@@ -12,7 +12,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,7 +22,7 @@ from rich.table import Table
 from safetensors.numpy import load_file
 
 from tunix.base.errors import UserError
-from tunix.base.files import expand_home, find_writable
+from tunix.base.files import expand_home, find_writable, temporary_folder
 from tunix.base.text import print_table
 from tunix.config.layers import ExpertsMlp
 from tunix.huggingface.table import find_family
@@ -104,7 +103,7 @@ def _compare_gradients(model: Pretrained, folder: Path, tokens: np.ndarray, labe
     if isinstance(mlp, ExpertsMlp):  # routers' penalties are no part of transformers' cross entropy
         cfg = cfg.model_copy(update={"mlp": mlp.model_copy(update={"balance_loss": 0.0, "z_loss": 0.0})})
     arch = describe(cfg, model.layout)
-    with jax.set_mesh(model.mesh), tempfile.TemporaryDirectory() as written:
+    with jax.set_mesh(model.mesh), temporary_folder("tunix-parity-") as written:
         rows = {name: model.rows(leaf) for name, leaf in batch.items()}
         gradient = jax.jit(jax.grad(lambda params: loss(arch.module(params), rows).objective))(model.params)
         save_weights(Path(written), gradient, model.cfg, model.arch.weights, "float32", 5, folder)
@@ -136,7 +135,7 @@ def _compare_packed(model: Pretrained, expected: dict[str, np.ndarray], toleranc
 
 
 def _compare_files(model: Pretrained, folder: Path) -> Check:
-    with jax.set_mesh(model.mesh), tempfile.TemporaryDirectory() as written:
+    with jax.set_mesh(model.mesh), temporary_folder("tunix-parity-") as written:
         save_weights(Path(written), model.params, model.cfg, model.arch.weights, "float32", 5, folder)
         ours, theirs = load_file(Path(written) / WEIGHTS), load_file(folder / WEIGHTS)
     wrong = [name for name, value in theirs.items() if name not in ours or not np.array_equal(ours[name], value)]
@@ -191,7 +190,7 @@ def main() -> int:
             find_family(arguments.family)
         jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
         jax.config.update("jax_platforms", "cpu")
-        with tempfile.TemporaryDirectory(prefix="tunix-parity-") as place:
+        with temporary_folder("tunix-parity-") as place:
             tiny = Path(place) / "tiny"
             make_tiny(expand_home(arguments.folder), tiny, arguments.python)
             if arguments.keep is not None:

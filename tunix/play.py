@@ -6,13 +6,13 @@ in a process of its own, with the limits that it has in training, and gets the t
 
 import json
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from tunix.base.errors import UserError
+from tunix.base.files import temporary_folder
 from tunix.config import Config, Evaluate, Play
 from tunix.config.command_line import read_settings, run_command
 from tunix.config.compose import compose
@@ -167,7 +167,7 @@ def play_by_checkpoint(command: Play) -> None:
     words = [f"task.environment={command.environment}"] if command.environment is not None else []
     overrides = [*words, *command.overrides]
     count = command.episodes or EPISODES
-    with tempfile.TemporaryDirectory(prefix="tunix_play_") as folder:
+    with temporary_folder("tunix_play_") as folder:
         file = Path(folder) / "episodes.jsonl"
         given: dict[str, Any] = {
             "checkpoint": command.checkpoint, "weights": command.weights, "overrides": overrides,

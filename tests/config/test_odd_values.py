@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import signal
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -65,10 +66,25 @@ def test_a_disk_that_refuses_has_its_reason_and_way_out(tmp_path, error, words):
     assert find_way_out(error, "set loading.cache_dir to a writable folder") in str(raised.value)
 
 
-def run_here(code, **kwargs):
+def run_here(code, words=(), **kwargs):
     return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, **kwargs
+        [sys.executable, "-c", code, *words], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, **kwargs
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("handled", [False, True])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_leaves_nothing_of_what_is_being_made(number, handled, tmp_path):
+    code = (
+        "import os, sys; from pathlib import Path; from tunix.base.files import make_once, write_whole; "
+        "from tunix.processes import exits; exits.exit_on_stop_signals() if sys.argv[2] == 'True' else None; "
+        "end = lambda _: os.kill(os.getpid(), int(sys.argv[1])); "
+        "make_once(Path('new'), lambda new: (new.mkdir(), write_whole(new / 'config.json', '{}'), "
+        "make_once(Path('cache/inner'), end)))"
+    )
+    done = run_here(code, cwd=tmp_path, words=[str(int(number)), str(handled)])
+    assert done.returncode == (75 if handled else -number), done.stderr
+    assert [*tmp_path.rglob("*")] == [tmp_path / "cache"]
 
 
 def test_the_current_folder_was_deleted(tmp_path):

@@ -3,7 +3,10 @@
 import errno
 import json
 import os
+import shutil
+import signal
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -13,6 +16,7 @@ import yaml
 
 from tunix.base.errors import UserError
 
+ENDING_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)  # those that end a process at once
 MAX_NAME = 255  # bytes of one part of a path: what Linux and macOS take
 
 
@@ -129,17 +133,53 @@ def find_end_of_lines(file: BinaryIO, block: int = 1 << 16) -> int:
     return 0
 
 
+_unfinished: dict[str, int] = {}  # folder -> the process that made it; forks of that process have this too
+
+
+@contextmanager
+def temporary_folder(prefix: str, beside: Path | None = None) -> Iterator[str]:
+    """Make a folder in /tmp, or beside a path, and remove it at the end, also where a signal ends the process.
+
+    Signals that the program handles itself stay as they are.
+    """
+    numbers = ENDING_SIGNALS if threading.current_thread() is threading.main_thread() else ()
+    handled = [number for number in numbers if signal.getsignal(number) is signal.SIG_DFL]
+    with tempfile.TemporaryDirectory(dir=beside and beside.parent, prefix=prefix) as folder:
+        _unfinished[folder] = os.getpid()
+        for number in handled:
+            signal.signal(number, _end_by_signal)
+        try:
+            yield folder
+        finally:
+            for number in handled:
+                signal.signal(number, signal.SIG_DFL)
+            del _unfinished[folder]
+
+
+def _end_by_signal(number: int, _frame: object) -> None:
+    remove_unfinished()
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+
+
+def remove_unfinished() -> None:
+    """Remove temporary folders, before the process ends without an exception."""
+    for folder in [folder for folder, process in _unfinished.items() if process == os.getpid()]:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 @contextmanager
 def replacing(target: Path) -> Iterator[Path]:
     """Yield a path beside `target` to make a file or a folder at; it takes the place of `target` at the end.
 
-    When the block raises, nothing is left of it. `target` may be a file, or an empty folder.
+    When the block raises, or a signal ends the process, nothing is left of it. `target` may be a file, or an empty
+    folder.
 
     A reader sees the old content or the new one, and never a part: `os.replace` changes one entry of the folder, which
     file systems do at once. It works within one file system only, so the new content is made beside the target, and not
     in /tmp.
     """
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as temporary:
+    with temporary_folder(f".{target.name}-", beside=target) as temporary:
         new = Path(temporary) / target.name
         yield new
         os.replace(new, target)

@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from typing import Any, NoReturn
 
 from tunix.base.errors import Diverged, Ending, PeerLost, Stopped, UserError
-from tunix.base.files import is_whole_number
+from tunix.base.files import is_whole_number, remove_unfinished
 from tunix.base.progress import announcing
 
 # Schedulers act on these codes: start again after STOPPED and PEER, and not after the others. Any other is a bug.
@@ -141,6 +141,7 @@ def exit_on_stop_signals() -> None:
 
     def stop(number: int, _frame: object) -> None:
         print(f"{signal.Signals(number).name} before the run began: nothing to save", flush=True)
+        remove_unfinished()
         # No exception (`sys.exit`): the signal may come inside a callback of a library, where exceptions are ignored.
         os._exit(STOPPED)
 
