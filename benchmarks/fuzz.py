@@ -456,6 +456,9 @@ def find_faults(case: Case, end: End) -> list[str]:
     if end.left:
         faults.append(f"{len(end.left)} processes left")
     named = [word.partition("=")[2].strip("'") for word in case.words] + [*case.environment.values()]
+    for name in [*named]:
+        with suppress(ValueError):  # Hydra reads a number, whose text is the folder: 1e400 is inf
+            named.append(str(float(name)))
     outside = [
         path for path in end.written
         if not path.startswith(("work/new", "work/outputs", "work/multirun", "work/run/"))
