@@ -75,7 +75,8 @@ class Model(Section):
     num_heads: Count
     """Query heads (N)."""
     num_kv_heads: Count
-    """Key/value heads (K); each serves num_heads / num_kv_heads query heads."""
+    """Key/value heads (K); each serves num_heads / num_kv_heads query heads (fewer than those: grouped-query attention,
+    GQA)."""
     head_dim: Count
     """Width of one head (H), even with RoPE."""
     context_length: Count
@@ -104,8 +105,8 @@ class Model(Section):
     sliding_window: Count | None
     """Tokens that a local layer attends to, itself included; null where there are no local layers."""
     local_attention: Literal["window", "chunk"]
-    """A token of a local layer attends to the last sliding_window tokens, or to those of its chunk: a document is cut
-    into chunks of sliding_window tokens."""
+    """A token of a local layer attends to the last sliding_window tokens (sliding window attention), or to those of its
+    chunk: a document is cut into chunks of sliding_window tokens."""
     global_every: Count
     """Every n-th layer attends to all earlier tokens; the others are local, or linear with model.linear_attention."""
     positions: Literal["rope", "learned"]
