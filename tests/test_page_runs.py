@@ -16,7 +16,7 @@ import pytest
 from conftest import write_corpus
 from PIL import Image
 from safetensors.numpy import save_file
-from support.devices import xla_flags
+from support.devices import QUICK, xla_flags
 from support.harness import ROOT, run_python
 from test_data_page import write_files
 from test_page_commands import list_commands
@@ -57,8 +57,7 @@ COMMANDS = [  # pages and words
     for case in list_commands()
     if not any(re.search(pattern, " ".join(case.values[0])) for pattern in CANNOT)
 ]
-# distributed.md and plan.md start tunix.verify, which was not run here on a machine with time for it.
-PAGES_THAT_RUN = sorted({page for page, _ in COMMANDS} - {"distributed.md", "plan.md"})
+PAGES = sorted({page for page, _ in COMMANDS})
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +148,7 @@ def prepare(words: list[str]) -> tuple[list[str], int]:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("page", PAGES_THAT_RUN)
+@pytest.mark.parametrize("page", PAGES)
 def test_the_commands_of_a_page_run(page, reader):
     wrong, devices = [], 1
     for typed in (words for name, words in COMMANDS if name == page):
@@ -157,8 +156,9 @@ def test_the_commands_of_a_page_run(page, reader):
         shutil.rmtree(reader / "NEW", ignore_errors=True)  # what a command exports before
         words, needed = prepare([*typed])
         devices = devices if "resume=" in line else needed  # a run goes on with its mesh
+        flags = QUICK if "tunix.verify" in line else xla_flags(devices)  # verify chooses its devices
         try:
-            done = run_python(*words, cwd=reader, timeout=600, XLA_FLAGS=xla_flags(devices), HOME=str(reader))
+            done = run_python(*words, cwd=reader, timeout=600, XLA_FLAGS=flags, HOME=str(reader))
             said = "" if done.returncode == 0 else (done.stdout + done.stderr)[-600:]
         except TimeoutExpired:
             said = "it does not end"

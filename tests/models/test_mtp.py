@@ -41,6 +41,9 @@ SHORT = [
 ]  # fmt: skip
 MTP = "model.mtp={loss_weight: 0.3}"
 MESH = [[2, 2], ["fsdp", "tp"]]
+# In float32 transformers is up to 2.9e-5 from float64 for these texts of Qwen 3 Next, and ours 0.8e-5 alone and 2.0e-5 split,
+# at the same token; in float64 ours are 5e-7 from it, both ways. So rounding alone may part them by 3e-5.
+ROUNDING = {"qwen3_next": 3e-5}
 
 
 def write_folder(name: str, folder: Path) -> Path:
@@ -197,7 +200,8 @@ def test_guesses_are_those_of_the_layer_and_change_no_token(name, folder_of):
         answers = split.sample(prompts, paged, seed=7, rows_at_once=2)
         assert [answer.tokens for answer in answers] == [answer.tokens for answer in plain]
         for number, (prompt, answer, other) in enumerate(zip(prompts, answers, plain, strict=True)):
-            np.testing.assert_allclose(answer.log_probabilities, other.log_probabilities, atol=1e-5)
+            atol = ROUNDING.get(name, 1e-5)
+            np.testing.assert_allclose(answer.log_probabilities, other.log_probabilities, atol=atol)
             if guess == 1:
                 assert answer.num_guessed == count_guesses(alone, prompt, answer, sampling, number, 7)
             else:
