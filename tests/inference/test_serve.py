@@ -342,7 +342,7 @@ def test_many_requests_share_few_pages(model, hf_dir, monkeypatch):
     """They wait for pages and get the answers of slots; no token is drawn twice."""
     drawn, begun = [], []
     take, begin = engine._Row.take, PagePool.begin
-    monkeypatch.setattr(engine._Row, "take", lambda row, *given: drawn.append(row.drawn) or take(row, *given))
+    monkeypatch.setattr(engine._Row, "take", lambda row, *given: drawn.append(row.num_sampled) or take(row, *given))
     monkeypatch.setattr(PagePool, "begin", lambda *given: begun.append(begin(*given)) or begun[-1])
     words = "server.max_rows=8", "cache=pages", f"cache_gib={count_gib(model, 9)}"
     with serving(model, hf_dir, *words, f"server.api_key={KEY}") as (app, port):
