@@ -45,11 +45,11 @@ def test_what_differs_is_named(tiny, capsys):
     name = "model.layers.0.self_attn.q_norm.weight"
     change(tiny / "gradients" / "model.safetensors", name)
     tokens = load_file(tiny / "expected.safetensors")["tokens"]
-    assert _compare_gradients(tunix.load_pretrained(tiny), tiny, tokens, "one device", 1e-4).place == name
+    assert _compare_gradients(tunix.load_pretrained(tiny), tiny, tokens, "one device", 1e-4).location == name
     change(tiny / "model.safetensors", "model.layers.1.mlp.up_proj.weight")
     checks = {check.name: check for check in compare(tiny, None, 1e-4)}
-    assert checks["logits, one device"].place == "in layer 1, the last one"
-    assert checks["round trip of the weights"].place == ""
+    assert checks["logits, one device"].location == "in layer 1, the last one"
+    assert checks["round trip of the weights"].location == ""
     assert show(list(checks.values())) == 1
     assert "in layer 1, the last one" in capsys.readouterr().out
 

@@ -50,7 +50,7 @@ class Check(NamedTuple):
 
     name: str
     difference: float
-    place: str
+    location: str
 
 
 def compare(folder: Path, family: str | None, tolerance: float) -> list[Check]:
@@ -60,8 +60,8 @@ def compare(folder: Path, family: str | None, tolerance: float) -> list[Check]:
     for label, mesh_shape in MESHES.items():
         model = load_pretrained(folder, "float32", mesh_shape=mesh_shape, family=family)
         difference = _distance(np.asarray(model(expected["tokens"])), expected["logits"])
-        place = _find_layer(folder, family) if difference > tolerance else ""
-        checks.append(Check(f"logits, {label}", difference, place))
+        location = _find_layer(folder, family) if difference > tolerance else ""
+        checks.append(Check(f"logits, {label}", difference, location))
         checks.append(_compare_gradients(model, folder, expected["tokens"], label, tolerance))
     checks.append(_compare_packed(model, expected, tolerance))
     prompts = [row.tolist() for row in expected["prompts"]]
@@ -130,8 +130,8 @@ def _compare_packed(model: Pretrained, expected: dict[str, np.ndarray], toleranc
     with jax.set_mesh(model.mesh):
         logits = np.asarray(forward(model.params, *map(model.rows, (row, positions, segments))))[0]
     distances = [_distance(logits[n * half : (n + 1) * half], expected["logits"][n, :half]) for n in (0, 1)]
-    place = f"document {int(np.argmax(distances))} of the row" if max(distances) > tolerance else ""
-    return Check("packed rows", max(distances), place)
+    location = f"document {int(np.argmax(distances))} of the row" if max(distances) > tolerance else ""
+    return Check("packed rows", max(distances), location)
 
 
 def _compare_files(model: Pretrained, folder: Path) -> Check:
@@ -190,8 +190,8 @@ def main() -> int:
             find_family(arguments.family)
         jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
         jax.config.update("jax_platforms", "cpu")
-        with temporary_folder("tunix-parity-") as place:
-            tiny = Path(place) / "tiny"
+        with temporary_folder("tunix-parity-") as folder:
+            tiny = Path(folder) / "tiny"
             make_tiny(expand_home(arguments.folder), tiny, arguments.python)
             if arguments.keep is not None:
                 shutil.copytree(tiny, arguments.keep)
@@ -206,9 +206,9 @@ def show(checks: list[Check]) -> int:
     for title in ("compared with transformers", "largest difference", "where"):
         table.add_column(title)
     for check in checks:
-        table.add_row(check.name, f"{check.difference:.2g}", check.place or "equal")
+        table.add_row(check.name, f"{check.difference:.2g}", check.location or "equal")
     print_table(table)
-    return int(any(check.place for check in checks))
+    return int(any(check.location for check in checks))
 
 
 if __name__ == "__main__":
