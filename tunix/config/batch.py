@@ -258,9 +258,9 @@ class BatchKeys(Section):
         periods = []
         for number, end in enumerate(stage_ends(self, step, tokens)):
             if end > step:
-                own = keys_in_stage(self, number, mesh_sizes)
-                shape, num_cuts = own.batch_shape(mesh_sizes), self.seq_len // own.seq_len
-                periods.append(BatchPeriod(step + 1, end, own, shape, num_cuts))
+                keys = keys_in_stage(self, number, mesh_sizes)
+                shape, num_cuts = keys.batch_shape(mesh_sizes), self.seq_len // keys.seq_len
+                periods.append(BatchPeriod(step + 1, end, keys, shape, num_cuts))
                 step = end
         periods.append(BatchPeriod(step + 1, None, self, self.batch_shape(mesh_sizes), 1))
         return BatchSchedule(tuple(periods))
@@ -381,17 +381,17 @@ def check_batch_stages(batch: BatchKeys) -> None:
         )
     length = batch.seq_len
     for number, stage in enumerate(batch.batch_stages):
-        own = stage.seq_len or length
-        if length % own:
-            near = nearest(list_divisors(length), own)
+        seq_len = stage.seq_len or length
+        if length % seq_len:
+            near = nearest(list_divisors(length), seq_len)
             raise ValueError(
-                f"{KEY}.{number}.seq_len={own} does not divide training.seq_len={length}, whose sequences are cut into "
-                f"shorter ones; nearest: {' or '.join(map(str, near))}"
+                f"{KEY}.{number}.seq_len={seq_len} does not divide training.seq_len={length}, whose sequences are cut "
+                f"into shorter ones; nearest: {' or '.join(map(str, near))}"
             )
-        if stage.global_batch_size is not None and stage.global_batch_size * own % length:
-            unit = length // own
+        if stage.global_batch_size is not None and stage.global_batch_size * seq_len % length:
+            unit = length // seq_len
             raise ValueError(
-                f"{KEY}.{number}.global_batch_size={stage.global_batch_size} sequences of {own} tokens are not cut "
+                f"{KEY}.{number}.global_batch_size={stage.global_batch_size} sequences of {seq_len} tokens are not cut "
                 f"from whole ones of training.seq_len={length}; "
                 f"nearest: {near_multiples(stage.global_batch_size, unit)}"
             )
@@ -442,10 +442,10 @@ def keys_in_stage(batch: BatchKeys, number: int, mesh_sizes: Mapping[str, int]) 
         "gradient_accumulation_steps": None,
         "batch_stages": (),
     }
-    own = batch.model_copy(update=changed)
+    keys = batch.model_copy(update=changed)
     try:
-        own.batch_shape(mesh_sizes)
-        own.splits_stream(mesh_sizes)
+        keys.batch_shape(mesh_sizes)
+        keys.splits_stream(mesh_sizes)
     except UserError as error:
         raise UserError(f"{KEY}.{number}: {error}") from None
-    return own
+    return keys
