@@ -31,12 +31,12 @@ from tunix.config.saved_runs import GONE
 # Keys of the config as users type them, read from the pydantic types of `tunix.config`.
 
 
-def list_keys(section: type[Section] = Config, prefix: str = "") -> Iterator[tuple[str, str]]:
+def list_keys(section: type[Section] = Config) -> Iterator[tuple[str, str]]:
     """Yield every key as users type it, with its description.
 
     A union of sections (data sources, optimizers, tasks) gives the keys of all its members, so a key may come twice.
     """
-    for key, name, holder in _list_leaves(section, prefix):
+    for key, name, holder in _list_leaves(section):
         yield key, read_descriptions(holder).get(name, "")
 
 

@@ -126,7 +126,7 @@ class LogitFiles:
             write_digests(piece, list_files(piece))
             note_verified(piece, piece / FILE)
 
-        make_once(self._piece(number), make)
+        make_once(self._piece(number), make, "loading.cache_dir or task.teacher")
 
     def verify(self, loading: Loading) -> None:
         """Compare the pieces with their digests, if `loading.verify` asks for it.
@@ -178,7 +178,7 @@ def write_info(folder: Path, info: LogitsInfo) -> None:
         folder.mkdir()
         (folder / LOGITS_FILE).write_text(json.dumps({**sign("teacher"), **info.model_dump()}, indent=1))
 
-    make_once(folder, make)
+    make_once(folder, make, "loading.cache_dir or task.teacher")
 
 
 def check_disk_space(folder: Path, num_bytes: int) -> None:

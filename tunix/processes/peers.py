@@ -144,9 +144,9 @@ def together(work: Callable[[], T], name: str, timeout_s: float = 600) -> T:
     return cast(T, result)
 
 
-def on_main(work: Callable[[], T], name: str, timeout_s: float = NO_LIMIT_S) -> T | None:
+def on_main(work: Callable[[], T], name: str) -> T | None:
     """Call `work()` on process 0 and return its result there, None elsewhere; a `UserError` is raised on all."""
-    return together(lambda: work() if is_main() else None, name, timeout_s)
+    return together(lambda: work() if is_main() else None, name)
 
 
 def print_progress(line: str) -> None:
