@@ -21,11 +21,12 @@ from tunix.costs.devices import read_topology
 from tunix.data.prompts import Prompt
 from tunix.inference.engine import Answer
 from tunix.plan.ranking import leave_to_learning, rank
+from tunix.plan.report import format_text
 from tunix.rl.ahead import RolloutsAhead, SampledRollout, pack, unpack
 from tunix.rl.episodes import Episode, Played
 from tunix.rl.scoring import Scores
 from tunix.sharding.table import axis_names
-from tunix.training.choices import build_mesh, build_rollout_mesh, check_split_alike
+from tunix.training.choices import build_mesh, build_rollout_mesh, select_rollout_sizes
 from tunix.training.grpo import IMPORTANCE, locate_answers
 
 APART = "model.mesh_shape=[[2],[fsdp]]", "distributed.allow_idle_devices=true", "training.micro_batch_size=4"
@@ -57,7 +58,10 @@ def test_weights_have_a_fixed_age(ahead):
     assert all(line["mismatch"] > 1e-5 for line in lines[1:])  # the weights have moved since the answers were drawn
     assert [step for step, *_ in answers] == [step for step in range(1, 6) for _ in range(16)]
     report = (ahead / "train.log").read_text()
-    assert '2 rollout(s) beside learning, on [[2],["fsdp"]], the last devices, by weights 2 step(s) old' in report
+    assert (
+        '2 rollout(s) beside learning, on [[2],["fsdp"]], the last 2 devices of each host, by weights 2 step(s) old'
+        in report
+    )
 
 
 def test_a_resumed_run_learns_from_the_same_answers(ahead):
@@ -193,6 +197,25 @@ def test_the_plan_knows_both_meshes():
     assert apart.tokens_per_s == apart.costs.tokens_per_step / max(apart.time.step_s, apart.rollout_s)
 
 
+def test_the_plan_knows_what_lies_on_which_node():
+    """Both meshes are over all nodes; weights are copied inside of nodes and gathered between them."""
+    cluster, words = read_topology("h100:2x8"), ["plan.num_compiled=0", "task.staleness=1", "task.rollout_devices=4"]
+    cfg = compose([*TASK, *words]).config
+    ranking = rank(cfg, leave_to_learning(cfg, cluster))
+    two = ranking.fit[0]
+    assert dict(two.rollout.apart.shape) == two.sizes
+    assert two.cluster.num_devices == two.rollout.apart.size == 8
+    assert any("on 2 hosts the devices that draw" in reason for reason in ranking.refused.values())
+    assert two.rollout.resting_bytes * 8 >= two.rollout.costs.num_bytes["gathered weights"]
+    copy_s, in_node_s = two.rollout.predict_weights_s(read_topology("h100:8"))
+    assert (two.weights_s[0], 0 < in_node_s < two.weights_s[1]) == (copy_s, True)  # the network is slower
+    assert two.rollout_s > two.rollout.costs.predict_seconds(cluster.kind)
+    line = (
+        'of each of 2 node(s), devices 0 to 3 learn, on [[8],["fsdp"]] of all nodes, and 4 to 7 draw, on [[8],["fsdp"]]'
+    )
+    assert line in format_text(ranking, cluster, words)
+
+
 def test_what_is_refused():
     with pytest.raises(UserError, match="task.rollout_devices=2 would wait for the devices that learn"):
         compose([*TASK, "task.rollout_devices=2"])
@@ -202,8 +225,9 @@ def test_what_is_refused():
     cfg = compose([*TASK, *APART, "task.rollout_devices=3", "task.staleness=1"]).config
     with pytest.raises(UserError, match="task.rollout_devices=3: "):
         build_rollout_mesh(cfg, build_mesh(cfg))
-    with pytest.raises(UserError, match="a plan knows task.rollout_devices of one node, not of 2"):
-        leave_to_learning(cfg, read_topology("h100:2x8"))
-    learning = {**dict.fromkeys(axis_names(), 1), "dp": 2, "fsdp": 2}
-    with pytest.raises(UserError, match=r"on 2 processes the devices that draw, .*\[4\].*, must be split like those"):
-        check_split_alike(learning | {"dp": 1, "fsdp": 4}, learning, 2)
+    cfg, learning = (
+        compose([*TASK, "task.rollout_devices=2", "task.staleness=1"]).config,
+        dict.fromkeys(axis_names(), 1),
+    )
+    with pytest.raises(UserError, match=r"on 2 hosts the devices that draw, .*\[4\].*, must be split like those"):
+        select_rollout_sizes(cfg, learning | {"dp": 2, "fsdp": 2}, 2)

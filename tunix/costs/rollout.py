@@ -10,13 +10,21 @@ from jax.sharding import AbstractMesh, Mesh
 
 from tunix.config import Config, DeviceKind
 from tunix.config.task import Grpo
-from tunix.costs.communication import count_shard_bytes, find_gathered_dtype, find_shard_shape
+from tunix.costs.communication import (
+    Transfer,
+    count_shard_bytes,
+    find_gathered_dtype,
+    find_shard_shape,
+    predict_seconds,
+)
+from tunix.costs.devices import Cluster, Group, predict_collective_s
 from tunix.costs.step import count_teacher_bytes, estimate_inside_bytes
 from tunix.models.flops import forward_flops_per_token
 from tunix.models.kernels import select_cache
 from tunix.sharding.arrays import bytes_per_device
 from tunix.sharding.mesh import whole_sequences
 from tunix.sharding.mesh_shape import data_shards
+from tunix.sharding.table import keeping_axes
 from tunix.training.choices import select_rollout_sizes
 from tunix.training.state import Architecture, abstract_params
 from tunix.training.train_spec import TrainSpec
@@ -150,7 +158,19 @@ class RolloutPlan:
     costs: RolloutCosts  # of all these
     reference_bytes: int  # of the model of step 0, which is beside the training state in steps too
     copy_bytes: int  # of one device that draws: weights at rest that wait for their turn (task.staleness)
-    is_apart: bool  # drawn on devices of its own (task.rollout_devices)
+    apart: Mesh | AbstractMesh | None  # of task.rollout_devices; None: the mesh that learns draws
+    resting_bytes: int  # of one device that draws: weights as they come from the devices that learn
+
+    def predict_weights_s(self, cluster: Cluster) -> tuple[float, float]:
+        """Return the seconds in which weights go to devices of their own, and in which these gather them.
+
+        `cluster` has the devices that draw. Each gets its part from the devices of its node.
+        """
+        if self.apart is None:
+            return 0.0, 0.0
+        kind, sizes, gathered = cluster.kind, dict(self.apart.shape), self.costs.num_bytes["gathered weights"]
+        copy_s = predict_collective_s("collective-permute", self.resting_bytes, Group(2, 2), kind, cluster.per_node)
+        return copy_s, predict_seconds(Transfer("all-gather", keeping_axes(), gathered), sizes, kind, cluster.per_node)
 
 
 def plan_rollout(train_spec: TrainSpec, device_bytes: int | None) -> RolloutPlan:
@@ -174,32 +194,35 @@ def plan_rollout(train_spec: TrainSpec, device_bytes: int | None) -> RolloutPlan
         costs,
         count_reference_bytes(train_spec),
         count_copy_bytes(train_spec),
-        task.rollout_devices is not None,
+        None if task.rollout_devices is None else find_rollout_mesh(train_spec),
+        _count_resting_bytes(train_spec),
     )
 
 
 def find_rollout_mesh(train_spec: TrainSpec) -> Mesh | AbstractMesh:
-    """Return the mesh that draws answers: that of the program, or one of task.rollout_devices, which need not exist.
-
-    One host is assumed where the devices do not exist.
-    """
+    """Return the mesh that draws answers: that of the program, or one of task.rollout_devices, which need not exist."""
     task = train_spec.cfg.task
     assert isinstance(task, Grpo)
     if task.rollout_devices is None:
         return train_spec.mesh
-    mesh = train_spec.mesh
-    num_processes = len({device.process_index for device in mesh.devices.flat}) if isinstance(mesh, Mesh) else 1
-    sizes = select_rollout_sizes(train_spec.cfg, mesh.shape, num_processes * task.rollout_devices)
+    mesh, num_hosts = train_spec.mesh, train_spec.num_hosts
+    if isinstance(mesh, Mesh):
+        num_hosts = len({device.process_index for device in mesh.devices.flat})
+    sizes = select_rollout_sizes(train_spec.cfg, mesh.shape, num_hosts)
     return train_spec.abstract_mesh.update(axis_sizes=tuple(sizes[axis] for axis in train_spec.mesh.axis_names))
 
 
 def count_copy_bytes(train_spec: TrainSpec) -> int:
     """Return the bytes of one device that draws for the copies of weights that wait there, as the mesh at rest has
     them."""
-    task, mesh = train_spec.cfg.task, find_rollout_mesh(train_spec)
+    task = train_spec.cfg.task
     assert isinstance(task, Grpo)
-    copies = task.staleness + 1 if task.staleness else 0
-    return copies * bytes_per_device(abstract_params(train_spec.arch, mesh))
+    return (task.staleness + 1) * _count_resting_bytes(train_spec) if task.staleness else 0
+
+
+def _count_resting_bytes(train_spec: TrainSpec) -> int:
+    """Return the bytes of one device that draws for weights as the mesh at rest has them."""
+    return bytes_per_device(abstract_params(train_spec.arch, find_rollout_mesh(train_spec)))
 
 
 def count_reference_bytes(train_spec: TrainSpec) -> int:

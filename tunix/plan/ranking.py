@@ -34,7 +34,7 @@ from tunix.plan.compile import WORKERS, Compiled, compile_all
 from tunix.plan.derived_time import derive_time, resolve_exchange
 from tunix.processes import peers
 from tunix.sharding.mesh_shape import format_mesh_shape, meshes, resolve, token_shards
-from tunix.training.choices import Choices, Planned, check_rollout_devices, split_devices
+from tunix.training.choices import Choices, Planned, check_rollout_devices, select_rollout_sizes, split_devices
 from tunix.training.train_spec import check_on_mesh
 
 log = logging.getLogger(__name__)
@@ -173,7 +173,7 @@ class Candidate:
         if self.rollout is None:
             return 0
         drawing = self.rollout.costs.memory + self.rollout.copy_bytes
-        if self.rollout.is_apart:  # on devices of its own
+        if self.rollout.apart is not None:  # on devices of its own
             return drawing
         if self.rollout.copy_bytes:  # beside a step
             return self._step_memory + drawing
@@ -189,7 +189,16 @@ class Candidate:
         """Seconds of rollouts for each step, if every answer is as long as it may be."""
         if self.rollout is None:
             return 0.0
-        return self.rollout.costs.predict_seconds(self.cluster.kind) / self.rollout.steps
+        drawing_s = self.rollout.costs.predict_seconds(self.cluster.kind)
+        return (drawing_s + sum(self.weights_s)) / self.rollout.steps
+
+    @property
+    def weights_s(self) -> tuple[float, float]:
+        """Seconds in which new weights go to devices that draw alone, and in which these gather them."""
+        task = self.cfg.task
+        if self.rollout is None or not isinstance(task, Grpo) or task.rollout_devices is None:
+            return 0.0, 0.0
+        return self.rollout.predict_weights_s(replace(self.cluster, per_node=task.rollout_devices))
 
     @property
     def source(self) -> str:
@@ -207,7 +216,7 @@ class Candidate:
 
     @property
     def tokens_per_s(self) -> float:
-        beside = self.rollout is not None and self.rollout.is_apart
+        beside = self.rollout is not None and self.rollout.apart is not None
         seconds = max(self.time.step_s, self.rollout_s) if beside else self.time.step_s + self.rollout_s
         return self.costs.tokens_per_step / seconds
 
@@ -252,6 +261,7 @@ def make_candidate(
     train_spec = find_train_spec(with_mesh, sizes, PLATFORM)
     costs, rollout = derive_costs(train_spec, with_activations), None
     if isinstance(cfg.task, Grpo):
+        train_spec = replace(train_spec, num_hosts=cluster.num_nodes)
         rollout = plan_rollout(train_spec, round(count_usable_bytes(cfg, cluster)))
     # Each other shape of the batch is a candidate of its own: a stage with longer sequences may need the most memory.
     stages = {}
@@ -300,15 +310,9 @@ def leave_to_learning(cfg: Config, cluster: Cluster) -> Cluster:
     """Return the cluster without the devices of task.rollout_devices.
 
     Raises:
-        UserError: they would be all of a node's, or nodes would be several.
+        UserError: they would be all of a node's.
     """
-    per_node = check_rollout_devices(cfg, cluster.per_node)
-    if per_node < cluster.per_node and cluster.num_nodes > 1:
-        raise UserError(
-            f"a plan knows task.rollout_devices of one node, not of {cluster.num_nodes}; plan one node, or the devices "
-            "that learn, with task.rollout_devices=null"
-        )
-    return replace(cluster, per_node=per_node)
+    return replace(cluster, per_node=check_rollout_devices(cfg, cluster.per_node))
 
 
 def rank(cfg: Config, cluster: Cluster, progress: Callable[[str], None] = lambda line: None) -> Ranking:
@@ -331,6 +335,8 @@ def rank(cfg: Config, cluster: Cluster, progress: Callable[[str], None] = lambda
     for sizes in all_sizes:
         try:
             check_on_mesh(cfg, sizes)
+            if isinstance(cfg.task, Grpo) and cfg.task.rollout_devices is not None:
+                select_rollout_sizes(cfg, sizes, cluster.num_nodes)
             valid.append(sizes)
         except UserError as error:
             refused[format_mesh_shape(sizes)] = str(error)

@@ -88,6 +88,7 @@ def format_text(ranking: Ranking, cluster: Cluster, overrides: list[str]) -> str
     lines += _list_recomputing(candidates, cluster)
     lines += _list_assumptions(cluster, candidates)
     if ranking.fit:
+        lines += _list_places(ranking.fit[0], cluster)
         if ranking.fit[0].compiled:
             lines += ["", _format_traffic(ranking.fit[0])]
         if ranking.fit[0].stages:
@@ -159,6 +160,21 @@ def _format_stages(candidate: Candidate) -> str:
     columns = ("steps", "sequences", "tokens each", "tokens a step", "from", "GiB in all", "step s", "tokens/s")
     title = f"stages of the batch on {format_mesh_shape(candidate.sizes)}"
     return format_table(title, columns, ("steps", "from"), rows)
+
+
+def _list_places(candidate: Candidate, cluster: Cluster) -> list[str]:
+    """Return a line that says which devices of a node learn and which draw, and what new weights cost; or none."""
+    rollout, learning = candidate.rollout, candidate.cluster.per_node
+    if rollout is None or rollout.apart is None:
+        return []
+    copy_s, gather_s = candidate.weights_s
+    resting, gathered = rollout.resting_bytes / GIB, rollout.costs.num_bytes["gathered weights"] / GIB
+    return [
+        f"of each of {cluster.num_nodes} node(s), devices 0 to {learning - 1} learn, on "
+        f"{format_mesh_shape(candidate.sizes)} of all nodes, and {learning} to {cluster.per_node - 1} draw, on "
+        f"{format_mesh_shape(rollout.apart.shape)}; for a rollout each of these gets {resting:.2f} GiB "
+        f"of weights from its node ({copy_s:.3f} s) and gathers them to {gathered:.2f} GiB ({gather_s:.3f} s)"
+    ]
 
 
 def _list_recomputing(candidates: list[Candidate], cluster: Cluster) -> list[str]:
@@ -249,6 +265,13 @@ def make_record(candidate: Candidate) -> dict[str, Any]:
             "rollout_s": candidate.rollout_s if candidate.rollout else None,
         },
         "rollout_bytes_per_device": candidate.rollout_memory or None,
+        "rollout_devices": None
+        if candidate.rollout is None or candidate.rollout.apart is None
+        else {
+            "mesh_shape": format_mesh_shape(candidate.rollout.apart.shape),
+            "weight_bytes_per_device": candidate.rollout.resting_bytes,
+            **dict(zip(("copy_s", "gather_s"), candidate.weights_s, strict=True)),
+        },
         "batch_stages": [make_record(stage) for stage in candidate.stages],
     }
 

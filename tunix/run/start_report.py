@@ -18,7 +18,7 @@ from tunix.config.task import Grpo, Taught
 from tunix.config.training import read_steps
 from tunix.config.vision import AnyVision
 from tunix.costs.communication import count_microbatch_rows
-from tunix.costs.rollout import PAGE, find_rollout_mesh, plan_rollout, read_device_bytes
+from tunix.costs.rollout import PAGE, plan_rollout, read_device_bytes
 from tunix.costs.step import derive_costs, find_train_spec
 from tunix.data.image_processors import find_processor
 from tunix.data.prompts import AnyCorpus
@@ -387,8 +387,9 @@ def _describe_rollout(train_spec: TrainSpec, task: Grpo) -> dict[str, str]:
     parts = " + ".join(f"{name} {size / 2**30:.3f}" for name, size in costs.num_bytes.items())
     rows = {}
     if task.staleness:
-        drawing = find_rollout_mesh(train_spec)
-        mesh = f"{format_mesh_shape(drawing.shape)}, the last devices" if rollout.is_apart else "the mesh of training"
+        mesh = "the mesh of training"
+        if rollout.apart is not None:
+            mesh = f"{format_mesh_shape(rollout.apart.shape)}, the last {task.rollout_devices} devices of each host"
         rows["drawn ahead"] = (
             f"{task.staleness} rollout(s) beside learning, on {mesh}, by weights {task.staleness * rollout.steps} "
             f"step(s) old; {rollout.at_once} at one time have a cache; copies of weights "

@@ -145,34 +145,35 @@ def build_rollout_mesh(cfg: Config, mesh: Mesh) -> Mesh:
     drawing = split_devices(cfg, jax.devices())[1]
     if not drawing:
         return mesh
-    sizes = select_rollout_sizes(cfg, mesh.shape, len(drawing))
-    check_split_alike(sizes, mesh.shape, jax.process_count())
+    sizes = select_rollout_sizes(cfg, mesh.shape, jax.process_count())
     return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=mesh.axis_types, devices=drawing)
 
 
-def check_split_alike(drawing: Mapping[str, int], learning: Mapping[str, int], num_processes: int) -> None:
-    """Raise `UserError` where weights cannot go from the mesh that learns to the one that draws (`copy_to`)."""
-    if num_processes > 1 and dict(drawing) != dict(learning):
-        raise UserError(
-            f"task.rollout_devices: on {num_processes} processes the devices that draw, {format_mesh_shape(drawing)}, "
-            f"must be split like those that learn, {format_mesh_shape(learning)}; take as many of both, on fsdp and tp "
-            "alone, or task.rollout_devices=null"
-        )
-
-
-def select_rollout_sizes(cfg: Config, sizes: Mapping[str, int], num_devices: int) -> dict[str, int]:
-    """Return the sizes of the axes of a mesh that draws answers on devices of its own.
+def select_rollout_sizes(cfg: Config, sizes: Mapping[str, int], num_hosts: int) -> dict[str, int]:
+    """Return the sizes of the axes of the mesh of task.rollout_devices on so many hosts, beside one that learns.
 
     The axis of the heads (tp) keeps its size where it divides the devices; the others split sequences, and keep weights
     between two uses.
+
+    Raises:
+        UserError: the model does not fit that mesh, or weights cannot go there (`copy_to`).
     """
+    assert isinstance(cfg.task, Grpo)
+    assert cfg.task.rollout_devices is not None
+    num_devices = num_hosts * cfg.task.rollout_devices
     (heads,), keeping = DIMS["N"].activation_axes, keeping_axes()[0]
     num_parts = sizes[heads] if num_devices % sizes[heads] == 0 else 1
     rollout_sizes = {**dict.fromkeys(sizes, 1), heads: num_parts, keeping: num_devices // num_parts}
     try:
         check_divides(cfg.model.dims, rollout_sizes)
     except UserError as error:
-        raise UserError(f"task.rollout_devices={num_devices}: {error}") from None
+        raise UserError(f"task.rollout_devices={cfg.task.rollout_devices}: {error}") from None
+    if num_hosts > 1 and rollout_sizes != dict(sizes):
+        drawing, learning = format_mesh_shape(rollout_sizes), format_mesh_shape(sizes)
+        raise UserError(
+            f"task.rollout_devices: on {num_hosts} hosts the devices that draw, {drawing}, must be split like those "
+            f"that learn, {learning}; take as many of both, on fsdp and tp alone, or task.rollout_devices=null"
+        )
     return rollout_sizes
 
 

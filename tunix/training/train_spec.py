@@ -191,6 +191,7 @@ class TrainSpec:
     guard: SpikeGuard | None
     abstract: State  # shapes, dtypes and shardings of the state
     teacher: AnyTeacher | None
+    num_hosts: int = 1  # of the devices, where the mesh has none
 
     @property
     def abstract_mesh(self) -> AbstractMesh:
