@@ -21,7 +21,7 @@ import yaml
 from tunix.config import Config
 from tunix.config.compose import compose
 from tunix.costs.compiled_time import StepTime, predict_time
-from tunix.costs.devices import HBM_SHARE, Cluster, read_topology
+from tunix.costs.devices import HBM_SHARE, PLATFORM, Cluster, read_topology
 from tunix.costs.hlo import read_collectives
 from tunix.costs.step import derive
 from tunix.plan.compile import XLA_SHARE, assume_speeds, compile_for, derive_kernel_data, describe_devices
@@ -86,14 +86,16 @@ class Run:
             return 0.0
         cluster, sizes = self.cluster, explicit_sizes(self.cfg.model.mesh_shape)
         assert sizes is not None
-        parameters = derive(self.cfg, sizes, with_activations=False).num_bytes["weights"] / 4  # of a device, float32
+        costs = derive(self.cfg, sizes, PLATFORM, with_activations=False)
+        parameters = costs.num_bytes["weights"] / 4  # of a device, float32
         return parameters * self.unfused_bytes / (cluster.kind.hbm_gb_per_s * 1e9 * HBM_SHARE)
 
     def derive(self) -> float:
         """Return the predicted seconds of a step that is not compiled."""
         sizes = explicit_sizes(self.cfg.model.mesh_shape)
         assert sizes is not None
-        return derive_time(self.cfg, sizes, derive(self.cfg, sizes), self.cluster).step_s + self.unfused_s()
+        costs = derive(self.cfg, sizes, PLATFORM, with_activations=False)
+        return derive_time(self.cfg, sizes, costs, self.cluster).step_s + self.unfused_s()
 
 
 def main(words: list[str]) -> None:

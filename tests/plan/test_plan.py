@@ -33,6 +33,7 @@ from tunix.costs.devices import (
     replace_network,
 )
 from tunix.costs.hlo import read_collectives
+from tunix.costs.passes import count_weight_bytes
 from tunix.costs.rollout import PAGE, USABLE, select_pages, select_rows
 from tunix.costs.step import derive, find_train_spec
 from tunix.models.flops import flops_per_token, forward_flops_per_token
@@ -185,6 +186,37 @@ def test_derived_collectives_are_counted():
     gathers = [each.count for each in costs.transfers if each.kind == "all-gather"]
     assert max(gathers) == 2 * 2 * 3
     assert min(gathers) == 1  # the table
+
+
+def test_passes_over_weights_are_counted_in_each_microbatch_and_part():
+    """Of weights that are gathered once a step: a layer is cut out of its stack twice (4 bytes), its gradient is added
+    to a sum (10). On stages in each part, and the table of logits with its sum (16) and two chunks (10)."""
+
+    def count(mesh: str, *words: str) -> float:
+        cfg = compose([*SMALL, f"model.mesh_shape={mesh}", "training.sharding_strategy=shard_optimizer", *words]).config
+        sizes = explicit_sizes(cfg.model.mesh_shape)
+        assert sizes is not None
+        spec = find_train_spec(cfg, sizes, "gpu")
+        weights = jax.tree.leaves(spec.arch.weights)
+        stacked[mesh] = sum(each.size for each in weights if each.equation.is_stacked)
+        table[mesh] = spec.arch.weights["embedding"]["table"].size
+        return count_weight_bytes(spec)
+
+    stacked, table = dict[str, int](), dict[str, int]()
+    one = "[[8],[fsdp]]"
+    loop, unrolled = (
+        count(one, "training.gradient_accumulation_steps=4", f"training.unroll_layers={each}") for each in (False, True)
+    )
+    assert loop - unrolled == pytest.approx(4 * 2 * 4 * stacked[one])
+    stages = "[[2,4],[pp,fsdp]]"
+    few, many = (
+        count(stages, "model.num_layers=4", "training.micro_batch_size=16", f"training.pipeline_microbatches={parts}")
+        for parts in (4, 8)
+    )
+    of_layers, of_table = 2 * 4 + 10, 6 + 16 + 2 * 10
+    norm = 6 * 64  # behind the last layer
+    expected = 4 * (of_layers * stacked[stages] / 2 + of_table * table[stages] + norm)
+    assert many - few == pytest.approx(expected, rel=1e-2)
 
 
 def test_peaks_are_those_of_the_kinds():

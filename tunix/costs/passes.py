@@ -24,20 +24,32 @@ from tunix.models.expert_parallel import buffer_rows_per_token
 from tunix.models.kernels import CAPACITY_FACTOR
 from tunix.models.table import EXPERT_EXCHANGES, FUSED
 from tunix.sharding.arrays import bytes_per_device
-from tunix.sharding.mesh_shape import count_devices
+from tunix.sharding.mesh_shape import count_devices, data_shards, token_shards
 from tunix.sharding.table import EXPERTS
+from tunix.training.logprobs import ROWS
 from tunix.training.train_spec import TrainSpec
 
 STREAM, HEADS, HIDDEN = 45, 20, 15
 LOGITS = 4  # reads and writes of each logit: its largest, its sum, and its gradient
 KEPT_ROWS = 5  # of each number of gate and up that is kept for a row of an expert: zeros, a copy in and one out
-GRADIENT = 6  # bytes of each weight in use: its gradient is read in 16 bits, and written in 32
+# Bytes of each weight in use, in a pass through its layers. Its gradient is read in 16 bits, and written in 32.
+GRADIENT = 6
+# Where weights are gathered once a step, a pass cuts the weights of a layer out of their stack (forward, backward, and
+# once more where a stage runs again), and adds their gradient to a float32 sum, which is read and written.
+CUT_OUT, SUMMED = 4, 10
+STACKED = 6  # a stage that runs again fills an array of gradients with zeros, and puts each layer's into it
+# The table of logits: the sum of a microbatch's gradient begins with zeros and is added to that of the step; each chunk
+# of logits reads and writes it.
+TABLE, CHUNK = 4 + 12, 10
 EXPERT_GRADIENT = 4  # and of experts, where two parts of a microbatch are added up
 TURNED = 8  # bytes of each weight of experts in use: kernels want another order than gathers, forward and backward
 AT_REST = 20  # bytes of each weight at rest: it is cast for two gathers, and its gradient is put into its place
 # How often a layer reads or writes the buffer of `rows`: it is filled with zeros, copied, and filled with sums.
 # Counted in a compiled program (qwen3_235b_a22b, fsdp=4 x ep=64, 256 H200).
 BUFFER_PASSES = 8
+# And for the bias of the last product, which is a product of its own: written, added in a pass of its own, copied, and
+# its gradient read twice. Counted in a compiled program (gpt_oss_20b, ep=8, 8 H100).
+BIAS_PASSES = 8
 EMPTY_ROWS = 64  # that a fused kernel computes for each expert beside its own: half of a block of 128
 
 
@@ -67,7 +79,8 @@ def count_fused_work(train_spec: TrainSpec) -> FusedWork:
     # The backward pass needs two of the three products again, and no result of the third one.
     flops = (3 + recompute * 2 / 3 + runs) * forward * empty
     if EXPERT_EXCHANGES[layout.expert_exchange].has_buffer:
-        numbers = BUFFER_PASSES * buffer_rows_per_token(model, num_devices, layout.expert_exchange) * model.embed_dim
+        passes = BUFFER_PASSES + BIAS_PASSES * mlp.biases
+        numbers = passes * buffer_rows_per_token(model, num_devices, layout.expert_exchange) * model.embed_dim
     else:  # for each row and for each token that arrives, forward and backward
         numbers = 2 * (per_token + num_devices) * model.embed_dim
     num_bytes = len(model.expert_layers) * num_tokens * numbers * jnp.dtype(layout.compute).itemsize
@@ -84,7 +97,7 @@ def count_pass_bytes(train_spec: TrainSpec) -> float:
     numbers = _count_numbers(model, kept) * train_spec.choices.pipeline.iterations_per_microbatch
     numbers += LOGITS * model.num_outputs
     of_tokens = numbers * batch.num_tokens / train_spec.mesh.size * jnp.dtype(train_spec.layout.compute).itemsize
-    return of_tokens + batch.num_microbatches * _count_weight_bytes(train_spec)
+    return of_tokens + count_weight_bytes(train_spec)
 
 
 def _count_numbers(model: Model, kept: float) -> float:
@@ -100,14 +113,28 @@ def _count_numbers(model: Model, kept: float) -> float:
     return numbers + HIDDEN * dims["F"] * num_dense + (rows + HIDDEN * dims.get("U", 0)) * len(model.expert_layers)
 
 
-def _count_weight_bytes(train_spec: TrainSpec) -> float:
-    """Return the bytes of passes over weights and their gradients in one microbatch."""
-    layout, mesh, num_bytes = train_spec.layout, train_spec.mesh, 0.0
+def count_weight_bytes(train_spec: TrainSpec) -> float:
+    """Return the bytes of passes over weights and their gradients in one step."""
+    layout, mesh, choices, num_bytes = train_spec.layout, train_spec.mesh, train_spec.choices, 0.0
+    in_blocks = layout.gathers_in_blocks(choices.sync_every)
+    model, tops, shards = train_spec.cfg.model, train_spec.arch.weights, data_shards(mesh.shape)
+    of_logits = None if model.labels else tops["embedding" if model.tied_head else "head"]["table"]
+    shards *= token_shards(mesh.shape) * choices.pipeline.num_stages
+    num_chunks = train_spec.batch.num_tokens / shards / ROWS
     leaves = zip(jax.tree.leaves(train_spec.arch.weights), jax.tree.leaves(train_spec.arch.is_trained), strict=True)
     for weight, is_trained in leaves:
-        equation, ticks = weight.equation, find_passes(weight, train_spec).iterations_per_microbatch
-        in_use = count_shard_bytes(weight, layout.in_use(equation), "int8", mesh) * ticks
-        num_bytes += GRADIENT * in_use * is_trained
+        equation, pipeline = weight.equation, find_passes(weight, train_spec)
+        local = count_shard_bytes(weight, layout.in_use(equation), "int8", mesh)
+        in_use, of_gradient = local * pipeline.num_passes, float(GRADIENT)
+        if equation.is_stacked and not in_blocks:
+            of_gradient = SUMMED
+            num_bytes += CUT_OUT * (2 + pipeline.recompute_runs) * in_use * (not choices.remat.unrolled)
+        if equation.is_stacked and pipeline.num_stages > 1:
+            of_gradient += STACKED * pipeline.recompute_runs
+        num_bytes += of_gradient * in_use * is_trained
+        if weight is of_logits and is_trained:
+            num_bytes += TABLE * in_use + CHUNK * local * max(2 * pipeline.num_passes, num_chunks)
         if EXPERTS in equation.w and count_devices(mesh.shape, layout.gather_axes(equation)) > 1:
             num_bytes += (TURNED + EXPERT_GRADIENT * is_trained * (layout.batch_parts > 1)) * in_use
-    return num_bytes + AT_REST / 4 * bytes_per_device(train_spec.abstract["params"])
+    times = choices.pipeline.num_passes if in_blocks else 1
+    return num_bytes + times * AT_REST / 4 * bytes_per_device(train_spec.abstract["params"])
