@@ -10,9 +10,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from support.rollouts import TASK
 from tokenizers import AddedToken
 
 from tunix.base.errors import UserError
+from tunix.config.compose import compose
 from tunix.config.data import Tokenizer
 from tunix.config.task import Sampling
 from tunix.data.documents import Question
@@ -20,7 +22,7 @@ from tunix.data.prompts import Prompt
 from tunix.data.tokenizer import train_vocab
 from tunix.inference.engine import Answer
 from tunix.rl.environment_pool import EnvironmentPool
-from tunix.rl.episodes import Episode, ObservationEncoder, Player, RolloutRequest
+from tunix.rl.episodes import Episode, ObservationEncoder, Player, RolloutRequest, make_pool
 
 ENVIRONMENTS = '''
 import time
@@ -324,6 +326,15 @@ def test_a_tool_cannot_write_a_special_token(vocab):
     episodes, _ = play(vocab, "Shouts", lambda text, number: "?", prompts=1, group_size=2, max_turns=2)
     text = vocab.backend.decode(episodes[0].tokens, skip_special_tokens=False)
     assert text == "?<eos>\ntool:\n< eos> a < |end|>\ntool:\nb\nassistant:\n?<eos>"
+
+
+def test_a_template_without_tools_is_said(vocab, caplog):
+    task = compose([*TASK, "task.environment=calculator"]).config.task
+    plain = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    for template, is_said in ((plain, True), ("{{ tools[0].function.name if tools }}" + plain, False)):
+        caplog.clear()
+        make_pool(task, SimpleNamespace(chat=type(vocab.chat)(template, {})))
+        assert ("task.chat_template shows no tools" in caplog.text) == is_said
 
 
 def test_the_template_closes_a_turn_that_another_token_has_stopped(vocab):

@@ -304,6 +304,11 @@ class ChatTemplate:
             "a model could not read what an environment says; give another template"
         )
 
+    def shows_tools(self, tools: Sequence[Any], options: Options = NO_OPTIONS) -> bool:
+        """Return whether the template shows the tools of a conversation."""
+        messages = [{"role": "user", "content": WORDS}]
+        return self.render(messages, True, {**options, "tools": tools}) != self.render(messages, True, options)
+
 
 MARK = "\u241fanswer\u241f"  # stands for an answer; no template has it
 WORDS = "seven of nine"
