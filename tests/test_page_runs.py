@@ -26,7 +26,7 @@ CANNOT = {
     r"^(?!python)|HF_TOKEN|webhook|wandb|HOST|API_KEY": "a program or an account of others",
     r"launcher=(slurm|ray|kubernetes)(?!.*dry_run)": "a cluster: tests/launch has one of each kind",
     r"tunix\.(serve|play)|tunix.generate.*chat=true$": "a server, or somebody at the terminal",
-    r"tunix.launch (?!--nprocs 2)": "more processes than two",
+    r"tunix.launch (?!--nprocs \d)": "more machines than one, or as many processes as there are GPUs",
     r"s3://|google/gemma-3-270m|openwebtext|gsm8k|lm_eval": "a download",
     r"python_tool|prepare model=gemma3_4b_vision": "the tokenizer of Qwen 3, of Gemma 3",
     r"benchmarks\.": "a measurement: it takes minutes",
@@ -50,7 +50,8 @@ EXAMPLES = {  # what stands for the reader's own
     r"RUN_DIR,HF_DIR": "RUN_DIR,RUN",
     r"checkpoints/\d+": "checkpoints/2", r"steps=\[300,400,500\]": "steps=[1,2]", "DIR_OR_RUN": "RUN_DIR",
     "EXPORT_OR_CORPUS": "EXPORT", r"skip_steps=\[1200:1250\]": "skip_steps=[3:3]", "~/": "", r"NAME=": "first=",
-    "global_batch_size=256": "global_batch_size=8", r"^output=DIR$": "output=NEW",
+    "global_batch_size=256": "global_batch_size=8", r"^8$": "2",  # processes
+    r"^output=DIR$": "output=NEW",
 }  # fmt: skip
 COMMANDS = [  # pages and words
     (case.id.partition(":")[0], case.values[0])

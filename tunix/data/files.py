@@ -184,6 +184,8 @@ class BadRow(ValueError):
 Pixels = Annotated[Count, Field(le=178_956_970)]  # of an image: Pillow refuses larger ones
 
 ROWS_BYTES = 1 << 29  # of the rows of a Parquet file that are in memory at a time
+# A list of a billion equal values is a few bytes of a Parquet file. Arrow takes 14 bytes for each, and Python more.
+LIST_VALUES, OBJECT_BYTES = 1 << 28, 32
 TOO_LONG = "longer than data.max_document_bytes"  # the problem of an item that is not read to its end
 
 
@@ -495,6 +497,8 @@ class Parquet(Files, Rows):
                 source = partial("{}, row {} of row group {},".format, unit.path, number, unit.start)
                 problem = TOO_LONG if row is None else ""
                 yield Item(f"{unit.name}@{unit.start}.{number}", None if problem else content, problem, source)
+        except UserError:
+            raise
         except (OSError, ValueError, NotImplementedError) as error:
             raise UserError(f"data: {unit.path} is damaged or ends early: {str(error).splitlines()[0]}") from None
 
@@ -508,27 +512,34 @@ class Parquet(Files, Rows):
         group = file.metadata.row_group(unit.start)
         schema = [file.schema.column(at) for at in range(group.num_columns)]
         sizes = {column.path: group.column(at).total_uncompressed_size for at, column in enumerate(schema)}
-        lists = [column.path for column in schema if _is_text_in_list(column, requested)]
-        is_large = sum(sizes[path] for path in lists) > ROWS_BYTES
+        in_lists = [at for at, column in enumerate(schema) if _is_in_list(column, requested)]
+        lists = [schema[at].path for at in in_lists if _is_text(schema[at])]
+        if (values := max([0, *(group.column(at).num_values for at in in_lists)])) > LIST_VALUES:
+            raise UserError(
+                f"data: {unit.path}, row group {unit.start}, has {values} values in lists of a column, and at most "
+                f"{LIST_VALUES} are read at a time; write groups of fewer rows (pyarrow: row_group_size=10000)"
+            )
+        length = sum(sizes[path] for path in lists)
+        is_large = length > ROWS_BYTES
+        rows_at_first = max(1, min(64, group.num_rows * ROWS_BYTES // 16 // length)) if is_large else 1024
 
         def count_rows(largest: int, left_out: Sequence[str] = ()) -> int:
             """Return how many rows fit into `ROWS_BYTES` if all were as long as their column.
 
             A column that names one long text a million times is short on disk.
             """
-            return min(
-                largest, max(1, ROWS_BYTES // max([1, *(sizes[path] for path in sizes if path not in left_out)]))
-            )
+            lengths = [size for path, size in sizes.items() if path not in left_out]
+            return min(largest, max(1, ROWS_BYTES // max([1, *lengths])))
 
         num_read, at_first = 0, None
         if lists:
             named = _open_parquet(unit.path, lists)
-            for batch in named.iter_batches(count_rows(64 if is_large else 1024, lists), [unit.start], requested):
+            for batch in named.iter_batches(count_rows(rows_at_first, lists), [unit.start], requested):
                 yield batch
                 num_read += len(batch)
-                length = sum(map(_count_dictionaries, batch.columns))
-                at_first = length if at_first is None else at_first  # with what the file has as its dictionary
-                if is_large and length - at_first > ROWS_BYTES // 32:
+                texts = sum(map(_count_dictionaries, batch.columns))
+                at_first = texts if at_first is None else at_first  # with what the file has as its dictionary
+                if is_large and texts - at_first > ROWS_BYTES // 32:
                     break
             else:
                 return
@@ -548,11 +559,13 @@ class Parquet(Files, Rows):
                 yield None if size > limit else batch.slice(number, 1).to_pylist()[0]
 
 
-def _is_text_in_list(column: Any, requested: list[str]) -> bool:
-    """Return whether a column of a Parquet file has texts in lists, and is part of one that is asked for."""
-    is_text = column.physical_type == "BYTE_ARRAY" and column.logical_type.type != "DECIMAL"
-    is_requested = any(f"{column.path}.".startswith(f"{name}.") for name in requested)
-    return is_text and column.max_repetition_level > 0 and is_requested
+def _is_in_list(column: Any, requested: list[str]) -> bool:
+    """Return whether a column of a Parquet file has lists, and is part of one that is asked for."""
+    return column.max_repetition_level > 0 and any(f"{column.path}.".startswith(f"{name}.") for name in requested)
+
+
+def _is_text(column: Any) -> bool:
+    return column.physical_type == "BYTE_ARRAY" and column.logical_type.type != "DECIMAL"
 
 
 def _list_parts(array: Any) -> list[Any]:
@@ -576,7 +589,10 @@ def _count_dictionaries(array: Any) -> int:
 
 
 def _count_bytes(array: Any) -> Any:
-    """Return the bytes [rows] of each row of an array of Arrow, without making its texts; 8 for a number."""
+    """Return the bytes [rows] of each row of an array of Arrow, without making its texts; 8 for a number.
+
+    What is in a list counts as `OBJECT_BYTES` at least.
+    """
     import numpy as np
     import pyarrow as pa
     from pyarrow import compute
@@ -589,7 +605,7 @@ def _count_bytes(array: Any) -> Any:
         inner = sum(map(_count_bytes, parts))
         if pa.types.is_struct(kind):
             return inner
-        ends = np.append(0, np.cumsum(inner))  # of the values of lists and maps
+        ends = np.append(0, np.cumsum(np.maximum(inner, OBJECT_BYTES)))  # of the values of lists and maps
         return np.diff(ends[array.offsets.to_numpy()])
     try:
         return compute.binary_length(array).fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
