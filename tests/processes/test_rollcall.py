@@ -106,6 +106,40 @@ def test_a_stranger_on_the_port():
         assert roll_call(Identity("torchrun", f"127.0.0.1:{port}", 2, 1), {}, 5) == zero.result() == []
 
 
+def test_a_process_that_reaches_itself_tries_again(monkeypatch):
+    """Where nobody listens yet, Linux may give a socket the port that it connects to."""
+    port, connect, reached = find_free_port(), socket.create_connection, []
+
+    def connect_to_itself(address, timeout):
+        if reached:
+            return connect(address, timeout)
+        peer = connect(address, timeout, source_address=("127.0.0.1", port))
+        reached.append(peer.getsockname() == peer.getpeername())
+        return peer
+
+    monkeypatch.setattr(socket, "create_connection", connect_to_itself)
+    with ThreadPoolExecutor(1) as threads:
+        one = threads.submit(roll_call, Identity("torchrun", f"127.0.0.1:{port}", 2, 1), {}, 5)
+        while not reached:
+            time.sleep(0.01)
+        assert roll_call(Identity("torchrun", f"127.0.0.1:{port}", 2, 0), {}, 5) == one.result() == []
+    assert reached == [True]
+
+
+def test_something_else_answers_on_the_port():
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as threads:
+        who = Identity("torchrun", f"127.0.0.1:{server.getsockname()[1]}", 2, 1)
+        one = threads.submit(roll_call, who, {}, 0.5)
+        with suppress(TimeoutError):
+            server.settimeout(1)
+            while True:
+                peer = server.accept()[0]
+                with peer, peer.makefile("rb") as lines:
+                    peer.sendall(lines.readline())
+        with pytest.raises(PeerLost, match=r"no answer of process 0 .* \(something else answers\)"):
+            one.result()
+
+
 def test_an_unknown_host_is_named_at_once():
     start_time = time.monotonic()
     with pytest.raises(UserError, match="host no-such-host.invalid is unknown here"):

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from tunix.base.errors import UserError
 from tunix.base.files import is_whole_number, read_yaml
 from tunix.processes.identity import Environment, count_gpus, count_nodes, find_node_rank, read_whole
-from tunix.processes.rollcall import READ_S, read, write
+from tunix.processes.rollcall import READ_S, connect, read, write
 
 # Rendezvous: nodes that all run the same command meet at one address, and are numbered in the order they come.
 #
@@ -96,7 +96,7 @@ def _join(address: Any, run: dict[str, Any], deadline: float) -> int:
     """Join as any other node: try until node 0 listens, then wait for the number and return it."""
     while True:
         try:
-            with socket.create_connection(address, timeout=5) as host:
+            with connect(*address) as host:
                 write(host, run)
                 answer = read(host, deadline - time.monotonic())
         except OSError as error:

@@ -14,6 +14,7 @@ import json
 import os
 import platform
 import socket
+import struct
 import time
 from contextlib import suppress
 from functools import cache
@@ -34,6 +35,7 @@ READ_S = 5.0  # for one line of another process, from its first byte to its last
 MAX_LINE = 1_000_000  # bytes
 CLOCKS_S = 5.0  # clocks of hosts that differ by more give a remark
 LATE_S = 5.0  # after an error, seconds that process 0 waits for the other processes, so that it can tell them too
+ANSWERS = {"remarks", "mistake", "absent"}
 REPORT: dict[str, type | tuple[type, ...]] = {"process": int, "host": str, "facts": dict, "time": (int, float)}
 
 
@@ -176,17 +178,32 @@ def _report(host: str, port: int, about: dict[str, Any], deadline: float) -> dic
     """
     while True:
         try:
-            with socket.create_connection((host, port), timeout=5) as zero:
+            with connect(host, port) as zero:
                 write(zero, about | {"time": time.time()})
                 # Process 0 answers when all have come, or when its own time is over. Its time began later than ours if
                 # it started later, so give it some seconds more: its answer names who is missing.
-                if answer := read(zero, deadline + 2 * LATE_S - time.monotonic()):
-                    return answer
-                raise OSError("process 0 went away")
+                answer = read(zero, deadline + 2 * LATE_S - time.monotonic())
+                if answer is None:
+                    raise OSError("process 0 went away")
+                if not ANSWERS & answer.keys():
+                    raise OSError("something else answers")
+                return answer
         except OSError as error:
             if time.monotonic() > deadline:
                 return {"silent": str(error)}
             time.sleep(0.2)
+
+
+def connect(host: str, port: int) -> socket.socket:
+    """Connect to a process that may not listen yet; raises `OSError`."""
+    peer = socket.create_connection((host, port), timeout=5)
+    if peer.getsockname() == peer.getpeername():
+        # Nobody listens, and Linux has given the new socket this very port. The port must be free at once, so no close
+        # in order: it would be taken for a minute.
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        peer.close()
+        raise OSError("nobody listens")
+    return peer
 
 
 def write(peer: socket.socket, message: dict[str, Any]) -> None:
