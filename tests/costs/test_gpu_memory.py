@@ -64,6 +64,12 @@ def test_values_of_unrolled_layers_stay_where_they_are_made(compiled):
     assert step["temporary"] < 1.1 * plain["temporary"]  # nothing more is kept
 
 
+@pytest.mark.nightly
+def test_a_step_is_compiled_for_the_memory_that_a_run_may_use(compiled):
+    """Where it is short, XLA computes values once more; in a run it knows of `XLA_PYTHON_CLIENT_MEM_FRACTION`."""
+    assert compiled("near the limit of its memory")["recomputed"] > 0 == compiled("none")["recomputed"]
+
+
 @pytest.mark.nightly(but=["accumulated by ZeRO 1"])
 @pytest.mark.parametrize("way", ["accumulated", "accumulated by ZeRO 1"])
 def test_layers_add_their_gradients_to_the_sums(way, compiled):

@@ -38,6 +38,7 @@ WORDS = [
 WAYS = {
     **{name: [f"training.offload={name}"] for name in ("none", "optimizer", "activations")},
     "unrolled": ["training.unroll_layers=true"],
+    "near the limit of its memory": ["plan.memory_share=0.002"],
     "accumulated": ["training.gradient_accumulation_steps=4"],
     "accumulated by ZeRO 1": ["training.gradient_accumulation_steps=4", "training.sharding_strategy=shard_optimizer"],
 }
@@ -87,9 +88,9 @@ def updates_of_sums(program: dict[str, list[Instruction]], shapes: set[tuple[int
 
 def main() -> None:
     cluster = read_topology("h100:1")
-    devices = describe_devices(cluster)
     for name in sys.argv[1:]:
         cfg = compose([*WORDS, *WAYS[name]]).config
+        devices = describe_devices(cluster, cfg.plan.memory_share)
         compiled, hlo = compile_for(cfg, cluster, devices, timed=False)
         mesh = build_mesh(cfg, devices)
         with jax.set_mesh(mesh):
@@ -111,6 +112,7 @@ def main() -> None:
             ),
             **moments_on_host(program),
             "matrices": sum(leaf.ndim > 2 for leaf in blocks),
+            "recomputed": hlo.count(".remat"),
             "copied_into_stacks": len(re.findall(r'op_name="[^"]*blocks[^"]*dynamic_update_slice"', hlo)),
             "sums": updates_of_sums(program, {leaf.shape for leaf in blocks if leaf.ndim > 2}),
         }
