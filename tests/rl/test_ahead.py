@@ -1,8 +1,8 @@
 """Rollouts drawn ahead: weights of a fixed age, whatever takes how long, on devices of their own, after a resume too."""
 
 import json
-import shutil
 import time
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -16,6 +16,8 @@ from support.rollouts import AGENT, TASK
 
 import tunix
 from tunix.base.errors import UserError
+from tunix.base.files import list_numbers
+from tunix.checkpoints.store import find_storage
 from tunix.config.compose import compose
 from tunix.costs.devices import read_topology
 from tunix.data.prompts import Prompt
@@ -106,30 +108,47 @@ def test_episodes_wait_too(tmp_path):
 @pytest.mark.nightly
 @pytest.mark.parametrize("apart", [True, False], ids=["apart", "together"])
 def test_two_processes_draw_ahead(apart, tmp_path):
-    """Of 4 devices each, they learn from the answers of one process with 8; a killed run goes on with the same digits."""
+    """Of 4 devices each, they learn from the answers of one process with 8.
+
+    After kill -9 of process 1 the run goes on with the same digits; two rollouts wait in the checkpoint.
+    """
     words = [word for word in WORDS if not word.startswith(("model.mesh_shape", "task.rollout_devices"))]
-    words += ["training.max_steps=4", f"training.micro_batch_size={4 if apart else 2}"]
+    words += ["training.max_steps=6", f"training.micro_batch_size={4 if apart else 2}"]
     words += ["model.mesh_shape=[[4],[fsdp]]"] if apart else ["model.mesh_shape=[[8],[fsdp]]"]
     together, alone = (["task.rollout_devices=2"], ["task.rollout_devices=4"]) if apart else ([], [])
+    start = partial(Processes, folder=tmp_path, count=2, devices=4, PYTHONPATH=f"{ROOT}:{ROOT}/tests")
 
     def run(*words):
-        path = f"{ROOT}:{ROOT}/tests"
-        with Processes(*words, folder=tmp_path, count=2, devices=4, PYTHONPATH=path) as processes:
+        with start(*words) as processes:
             ends = processes.ends()
         assert [end.code for end in ends] == [0, 0], ends[0].stderr
 
     run(*words, *together, "hydra.run.dir=run")
     tunix.train([*words, *alone, f"hydra.run.dir={tmp_path}/alone"])
     (lines, answers), (expected, drawn) = read(tmp_path / "run"), read(tmp_path / "alone")
-    assert [line["staleness"] for line in lines] == [0, 1, 2, 2]
+    assert [line["staleness"] for line in lines] == [0, 1, 2, 2, 2, 2]
     assert [(step, tokens) for step, tokens, _ in answers] == [(step, tokens) for step, tokens, _ in drawn]
     for line, other in zip(lines, expected, strict=True):
         assert line == pytest.approx(other, rel=1e-4, abs=1e-6)
-    shutil.rmtree(tmp_path / "run" / "checkpoints" / "4")  # as if the run had been killed after step 2
-    run("resume=run")
-    after, again = read(tmp_path / "run")
-    assert after[4:] == lines[2:]
-    assert again[4 * 16 :] == answers[2 * 16 :]
+
+    killed, slowly = tmp_path / "killed", "task.rewards=[support.own_reward:slow_letters]"
+    with start(*words, *together, slowly, "hydra.run.dir=killed", fork=False) as processes:
+        processes.wait_for_step(killed, 3)
+        processes.started[1].kill()
+        assert processes.ends()[0].code == 76
+    saved = list_numbers(killed / "checkpoints")
+    assert saved, "before the kill"
+    record = json.loads(find_storage(killed / "checkpoints" / str(saved[-1]))[0].read(saved[-1], "run/metadata"))
+    assert sorted(unpack(record["position"]["waiting"], compose(words).config.task, None)) == [
+        saved[-1] + 1,
+        saved[-1] + 2,
+    ]
+    before = len(read(killed)[0])
+    run("resume=killed")
+    again, redrawn = read(killed)
+    assert [line["step"] for line in again[before:]] == list(range(saved[-1] + 1, 7))
+    assert again == [lines[line["step"] - 1] for line in again]
+    assert redrawn[-16 * (6 - saved[-1]) :] == answers[16 * saved[-1] :]
 
 
 @pytest.mark.parametrize("num_processes", [1, 2])
