@@ -22,7 +22,8 @@ from tokenizers.models import BPE
 from tunix.base.digests import Damaged, check_files
 from tunix.base.errors import UserError
 from tunix.data.chat import PLAIN, ChatTemplate
-from tunix.data.files import Columns, Csv, Jsonl, Parquet, Unit
+from tunix.data.files import Columns, Csv, Jsonl, Unit
+from tunix.data.parquet import Parquet
 from tunix.data.tokenizer import load_vocab
 from tunix.huggingface.config_json import read_config
 from tunix.huggingface.table import FAMILIES

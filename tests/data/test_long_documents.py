@@ -20,7 +20,7 @@ from tunix.config.compose import check, compose, compose_overrides
 from tunix.config.saved_runs import upgrade
 from tunix.data import pieces
 from tunix.data.dataset import prepare_corpus
-from tunix.data.files import _count_dictionaries as count_all
+from tunix.data.parquet import _count_dictionaries as count_all
 from tunix.data.pieces import cut_text, find_cutter
 from tunix.data.tokenizer import Vocab, convert, train_vocab
 
@@ -268,7 +268,7 @@ def test_a_row_of_parquet_that_names_a_long_text_often(rows_bytes, tmp_path, mon
     table = pyarrow.table({"messages": pyarrow.ListArray.from_arrays([0, 1, 2201, 2201, 2202], turns)})
     parquet.write_table(table, tmp_path / "a.parquet", compression="zstd", store_schema=False)
     assert (tmp_path / "a.parquet").stat().st_size < 2000
-    monkeypatch.setattr("tunix.data.files.ROWS_BYTES", rows_bytes)
+    monkeypatch.setattr("tunix.data.parquet.ROWS_BYTES", rows_bytes)
     source = compose(["task=sft", "data=parquet", f"data.paths=[{tmp_path}]"]).config.data
     items = [item for unit in source.units(1 << 20) for item in source.read(unit)]
     assert [item.problem for item in items] == ["", TOO_LONG, "", ""]
@@ -290,7 +290,7 @@ def test_rows_of_every_type_of_parquet(rows_bytes, tmp_path, monkeypatch):
     ]
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
     source = compose(["data=parquet", f"data.paths=[{tmp_path}]", "data.max_document_bytes=null"]).config.data
-    monkeypatch.setattr("tunix.data.files.ROWS_BYTES", rows_bytes)
+    monkeypatch.setattr("tunix.data.parquet.ROWS_BYTES", rows_bytes)
     (unit,) = source.units(1 << 20)
     assert [item.content for item in source.read_all_columns(unit)] == rows
 
@@ -304,7 +304,7 @@ def test_a_row_of_parquet_with_many_short_values(tmp_path, monkeypatch):
     source = compose(["data=parquet", f"data.paths=[{tmp_path}]", "data.max_document_bytes=20000"]).config.data
     (unit,) = source.units(1 << 20)
     assert [(item.content, item.problem) for item in source.read_all_columns(unit)] == [(None, TOO_LONG), (rows[1], "")]
-    monkeypatch.setattr("tunix.data.files.LIST_VALUES", 10_000)
+    monkeypatch.setattr("tunix.data.parquet.LIST_VALUES", 10_000)
     with pytest.raises(
         UserError, match=r"^data: \S*a.parquet, row group 0, has 10003 values in lists of a column, and at most 10000"
     ):
@@ -320,7 +320,7 @@ def test_a_large_row_group_of_long_lists(is_named, tmp_path, monkeypatch):
     rows = [{"l": [f"{number:04}" * 250, "again", None]} for number in range(500)]
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet", use_dictionary=is_named)
     source = compose(["data=parquet", f"data.paths=[{tmp_path}]"]).config.data
-    monkeypatch.setattr("tunix.data.files.ROWS_BYTES", 100_000)
+    monkeypatch.setattr("tunix.data.parquet.ROWS_BYTES", 100_000)
     counted = []
 
     def count(array):
@@ -329,7 +329,7 @@ def test_a_large_row_group_of_long_lists(is_named, tmp_path, monkeypatch):
             counted.append(length)
         return length
 
-    monkeypatch.setattr("tunix.data.files._count_dictionaries", count)
+    monkeypatch.setattr("tunix.data.parquet._count_dictionaries", count)
     (unit,) = source.units(1 << 20)
     assert [item.content for item in source.read_all_columns(unit)] == rows
     assert len(counted) > 50 if is_named else len(counted) == 2  # batches of a few rows

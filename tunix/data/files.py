@@ -9,7 +9,7 @@ import json
 import re
 import sys
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -183,9 +183,6 @@ class BadRow(ValueError):
 
 Pixels = Annotated[Count, Field(le=178_956_970)]  # of an image: Pillow refuses larger ones
 
-ROWS_BYTES = 1 << 29  # of the rows of a Parquet file that are in memory at a time
-# A list of a billion equal values is a few bytes of a Parquet file. Arrow takes 14 bytes for each, and Python more.
-LIST_VALUES, OBJECT_BYTES = 1 << 28, 32
 TOO_LONG = "longer than data.max_document_bytes"  # the problem of an item that is not read to its end
 
 
@@ -457,170 +454,3 @@ def _too_long_cell(path: str, line: int) -> UserError:
     return UserError(
         f"data: {path}, line {line}, has a cell that is {TOO_LONG}; close the quotes around its cells, or raise the key"
     )
-
-
-class Parquet(Files, Rows):
-    """Parquet files (needs pyarrow, of the extra `hf`)."""
-
-    source: Literal["parquet"]
-    extensions: tuple[str, ...]
-    """Endings of the files that are read below a folder."""
-
-    def units(self, unit_bytes: int) -> list[Unit]:
-        """List the row groups of all files; `start` and `stop` count groups."""
-        units = []
-        for file in find_files(self.paths, self.extensions):
-            metadata = _open_parquet(file.path).metadata
-            for group in range(metadata.num_row_groups):
-                size = metadata.row_group(group).total_byte_size
-                units.append(replace(file, start=group, stop=group + 1, size=size))
-        return units
-
-    def read(self, unit: Unit) -> Iterator[Item]:
-        """Read the columns that `columns` names, and no others: they may be large."""
-        return self._read_columns(unit, self.columns.list_names())
-
-    def read_all_columns(self, unit: Unit) -> Iterator[Item]:
-        return self._read_columns(unit, None)
-
-    def _read_columns(self, unit: Unit, columns: list[str] | None) -> Iterator[Item]:
-        """Yield the rows of a row group with the columns that are asked for; None asks for all."""
-        file = _open_parquet(unit.path)
-        present = file.schema_arrow.names
-        requested = present if columns is None else [name for name in columns if name in present]
-        try:
-            batches = self._read_batches(unit, file, requested)
-            rows = (row for batch in batches for row in self._convert(batch))
-            for number, row in enumerate(rows):
-                # If none of the columns is there, the row has their names alone: an error message lists them.
-                content = row if requested else dict.fromkeys(present)
-                source = partial("{}, row {} of row group {},".format, unit.path, number, unit.start)
-                problem = TOO_LONG if row is None else ""
-                yield Item(f"{unit.name}@{unit.start}.{number}", None if problem else content, problem, source)
-        except UserError:
-            raise
-        except (OSError, ValueError, NotImplementedError) as error:
-            raise UserError(f"data: {unit.path} is damaged or ends early: {str(error).splitlines()[0]}") from None
-
-    def _read_batches(self, unit: Unit, file: Any, requested: list[str]) -> Iterator[Any]:
-        """Yield the columns of a row group in batches of Arrow, a few rows at a time.
-
-        One row may name one long text a million times. So texts in lists are read as dictionaries, which have each text
-        once and hold those of all batches so far. Where they grow in a large group, its texts are no longer named, but
-        written out as often as they come: the other rows are read without dictionaries, one at a time.
-        """
-        group = file.metadata.row_group(unit.start)
-        schema = [file.schema.column(at) for at in range(group.num_columns)]
-        sizes = {column.path: group.column(at).total_uncompressed_size for at, column in enumerate(schema)}
-        in_lists = [at for at, column in enumerate(schema) if _is_in_list(column, requested)]
-        lists = [schema[at].path for at in in_lists if _is_text(schema[at])]
-        if (values := max([0, *(group.column(at).num_values for at in in_lists)])) > LIST_VALUES:
-            raise UserError(
-                f"data: {unit.path}, row group {unit.start}, has {values} values in lists of a column, and at most "
-                f"{LIST_VALUES} are read at a time; write groups of fewer rows (pyarrow: row_group_size=10000)"
-            )
-        length = sum(sizes[path] for path in lists)
-        is_large = length > ROWS_BYTES
-        rows_at_first = max(1, min(64, group.num_rows * ROWS_BYTES // 16 // length)) if is_large else 1024
-
-        def count_rows(largest: int, left_out: Sequence[str] = ()) -> int:
-            """Return how many rows fit into `ROWS_BYTES` if all were as long as their column.
-
-            A column that names one long text a million times is short on disk.
-            """
-            lengths = [size for path, size in sizes.items() if path not in left_out]
-            return min(largest, max(1, ROWS_BYTES // max([1, *lengths])))
-
-        num_read, at_first = 0, None
-        if lists:
-            named = _open_parquet(unit.path, lists)
-            for batch in named.iter_batches(count_rows(rows_at_first, lists), [unit.start], requested):
-                yield batch
-                num_read += len(batch)
-                texts = sum(map(_count_dictionaries, batch.columns))
-                at_first = texts if at_first is None else at_first  # with what the file has as its dictionary
-                if is_large and texts - at_first > ROWS_BYTES // 32:
-                    break
-            else:
-                return
-        for batch in file.iter_batches(count_rows(1024), [unit.start], requested or None):
-            num_known = min(num_read, len(batch))
-            num_read -= num_known
-            yield batch.slice(num_known)
-
-    def _convert(self, batch: Any) -> Iterator[dict[str, Any] | None]:
-        """Yield the rows of a batch of Arrow; None for one that is longer than a document may be."""
-        limit = self.max_document_bytes or sys.maxsize
-        sizes = sum(map(_count_bytes, batch.columns))
-        if sizes.sum() <= min(ROWS_BYTES, limit):
-            yield from batch.to_pylist()
-        else:
-            for number, size in enumerate(sizes):
-                yield None if size > limit else batch.slice(number, 1).to_pylist()[0]
-
-
-def _is_in_list(column: Any, requested: list[str]) -> bool:
-    """Return whether a column of a Parquet file has lists, and is part of one that is asked for."""
-    return column.max_repetition_level > 0 and any(f"{column.path}.".startswith(f"{name}.") for name in requested)
-
-
-def _is_text(column: Any) -> bool:
-    return column.physical_type == "BYTE_ARRAY" and column.logical_type.type != "DECIMAL"
-
-
-def _list_parts(array: Any) -> list[Any]:
-    """Return the arrays that a nested array of Arrow is made of; none for another one."""
-    import pyarrow as pa
-
-    if pa.types.is_struct(array.type):
-        return [array.field(at) for at in range(array.type.num_fields)]
-    if pa.types.is_map(array.type):
-        return [array.keys, array.items]
-    return [array.values] if pa.types.is_nested(array.type) and hasattr(array, "offsets") else []
-
-
-def _count_dictionaries(array: Any) -> int:
-    """Return the bytes of all dictionaries inside of an array of Arrow."""
-    import pyarrow as pa
-
-    if pa.types.is_dictionary(array.type):
-        return array.dictionary.nbytes
-    return sum(map(_count_dictionaries, _list_parts(array)))
-
-
-def _count_bytes(array: Any) -> Any:
-    """Return the bytes [rows] of each row of an array of Arrow, without making its texts; 8 for a number.
-
-    What is in a list counts as `OBJECT_BYTES` at least.
-    """
-    import numpy as np
-    import pyarrow as pa
-    from pyarrow import compute
-
-    kind = array.type
-    if pa.types.is_dictionary(kind):
-        sizes = np.append(_count_bytes(array.dictionary), 1)  # the last for null
-        return sizes[array.indices.fill_null(len(sizes) - 1).to_numpy(zero_copy_only=False)]
-    if parts := _list_parts(array):
-        inner = sum(map(_count_bytes, parts))
-        if pa.types.is_struct(kind):
-            return inner
-        ends = np.append(0, np.cumsum(np.maximum(inner, OBJECT_BYTES)))  # of the values of lists and maps
-        return np.diff(ends[array.offsets.to_numpy()])
-    try:
-        return compute.binary_length(array).fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
-    except pa.ArrowNotImplementedError:  # a number
-        return np.full(len(array), 8)
-
-
-def _open_parquet(path: str, dictionaries: Sequence[str] = ()) -> Any:
-    """Open a `pyarrow.parquet.ParquetFile`, which reads the columns of these paths as dictionaries."""
-    try:
-        from pyarrow import parquet
-    except ImportError:
-        raise UserError("data.source=parquet needs pyarrow: pip install 'tunix-trainer[hf]'") from None
-    try:
-        file = filesystem(path, "data.paths").open(path, "rb") if is_address(path) else path
-        return parquet.ParquetFile(file, read_dictionary=list(dictionaries))
-    except (OSError, ValueError) as error:
-        raise UserError(f"data: {path} cannot be read as Parquet: {str(error).splitlines()[0]}") from None

@@ -4,7 +4,8 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple, Union
 
 from pydantic import Field
 
-from tunix.data.files import Columns, Csv, Item, Jsonl, Parquet, Rows, Source, TextFiles
+from tunix.data.files import Columns, Csv, Item, Jsonl, Rows, Source, TextFiles
+from tunix.data.parquet import Parquet
 from tunix.data.shapes import Shapes
 from tunix.data.sources import (
     Arithmetic,
