@@ -136,6 +136,27 @@ def test_another_mesh_reads_the_same_files(place, whole, monkeypatch):
     assert f"teacher_top_k: {ROWS}" in (other / "config.yaml").read_text()
 
 
+@pytest.mark.nightly
+def test_stages_make_the_same_files_and_learn_from_them(place):
+    """A student and a teacher of two layers on two stages, which split the tokens of the loss, and on one device."""
+    deep = [*TALK, "model.num_layers=2", "checkpoint.save_every_steps=1"]
+    stages = "model.mesh_shape=[[2,2],[pp,fsdp]]", "distributed.allow_idle_devices=true", "training.micro_batch_size=4"
+    tunix.train([*deep, *ONE, *NOTHING_ELSE, "training.max_steps=1", "seed=5", f"hydra.run.dir={place}/deep"])
+    found = []
+    for name, mesh in (("alone", ONE), ("staged", stages)):
+        folder = f"loading.cache_dir={place}/cache_{name}"
+        words = [*deep, *mesh, folder, f"task.teacher={place}/deep", "task.teacher_top_k=5"]
+        tunix.train([*words, f"hydra.run.dir={place}/{name}"])
+        (held_out,) = metrics(place / name, "held_out")
+        ids = [np.load(path) for path in sorted(place.glob(f"cache_{name}/teacher/*/*/*/ids.npy"))]
+        found.append(([*numbers(place / name), [held_out[each] for each in ("loss", "teacher_kl")]], ids))
+    (one, one_ids), (other, other_ids) = found
+    for line, expected in zip(other, one, strict=True):
+        assert line == pytest.approx(expected, rel=1e-4)
+    assert all(np.array_equal(*pair) for pair in zip(one_ids, other_ids, strict=True))
+    assert len(one_ids) > 1
+
+
 def test_work_that_was_killed_goes_on_and_a_resumed_run_has_the_same_digits(place, tmp_path, monkeypatch):
     monkeypatch.setattr("tunix.inference.teacher.PIECE_BYTES", 2000)
     words = [f"loading.cache_dir={tmp_path}", f"task.teacher={place}/teacher", "task.teacher_top_k=3"]

@@ -222,8 +222,9 @@ def describe_teacher(
     if not isinstance(task, Taught) or task.teacher is None:
         return None
     sizes = mesh.shape
-    if task.teacher_in_loss and num_stages(sizes) > 1:
-        way_out = "task.teacher_loss=sampled, or a mesh without pp" if isinstance(task, Grpo) else "a mesh without pp"
+    if task.teacher_in_loss and task.offline_top_k is None and num_stages(sizes) > 1:
+        other = "task.teacher_loss=sampled" if isinstance(task, Grpo) else "task.teacher_top_k=64"
+        way_out = f"{other}, or a mesh without pp"
         raise UserError(
             f"task.teacher={task.teacher}: stages of the axis pp compute the loss of parts of sequences, without a "
             f"teacher; take {way_out}"
