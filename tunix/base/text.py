@@ -15,7 +15,7 @@ def print_table(table: Table) -> None:
     if console.is_terminal:
         console.print(table)
     else:
-        print(as_text(table, width=10_000), end="")
+        print(as_text(table, width=10_000))
 
 
 def as_text(table: Table, width: int = 160) -> str:
