@@ -9,12 +9,13 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 
-def load(folder: str) -> dict:
-    start_time = time.perf_counter()
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+def load(folder: str, dtype: str) -> dict:
+    start_time, start_cpu = time.perf_counter(), time.process_time()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
     for weight in model.parameters():
         weight.detach().view(torch.int16).flatten()[::2048].sum()  # every page is there
-    return {"seconds": time.perf_counter() - start_time}
+    end_cpu = time.process_time()
+    return {"seconds": time.perf_counter() - start_time, "cpu_s": end_cpu - start_cpu, "whole_cpu_s": end_cpu}
 
 
 def decode(folder: str, batch: str, prompt: str, new: str, rounds: str) -> dict:

@@ -1,7 +1,7 @@
 """Loading and generating beside transformers, in one run: `TRANSFORMERS_PYTHON=... python -m benchmarks.models`.
 
 TRANSFORMERS_PYTHON is a Python with torch and transformers. Both sides run in processes of their own, in turn, from the
-same files with random weights: 2 GB in bfloat16 to load, 0.1 billion parameters in float32 to decode with, greedily.
+same files with random weights: 0.6 GB in bfloat16 to load, 0.1 billion parameters in float32 to decode with, greedily.
 """
 
 import json
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 LARGE = [
     "model.embed_dim=2048",
     "model.mlp_dim=8192",
-    "model.num_layers=16",
+    "model.num_layers=4",
     "model.num_heads=32",
     "model.num_kv_heads=8",
 ]
@@ -69,16 +69,17 @@ def write_model(folder: Path, words: list[str], dtype: str) -> None:
     (folder / "config.json").write_text(json.dumps(write_config(cfg.model) | {"dtype": dtype}))
 
 
-def load(folder: str) -> dict:
+def load(folder: str, dtype: str) -> dict:
     import jax
 
     import tunix
 
-    start_time = time.perf_counter()
-    model = tunix.load_pretrained(folder, dtype="bfloat16")
+    start_time, start_cpu = time.perf_counter(), time.process_time()
+    model = tunix.load_pretrained(folder, dtype=dtype)
     for leaf in jax.tree.leaves(model.params):
         np.asarray(leaf).view(np.int16).reshape(-1)[::2048].sum()  # every page is there
-    return {"seconds": time.perf_counter() - start_time}
+    end_cpu = time.process_time()
+    return {"seconds": time.perf_counter() - start_time, "cpu_s": end_cpu - start_cpu, "whole_cpu_s": end_cpu}
 
 
 def decode(folder: str, batch: str, prompt: str, new: str, rounds: str) -> dict:
@@ -120,14 +121,24 @@ def main() -> None:
         for folder, words, dtype in ((large, LARGE, "bfloat16"), (small, SMALL, "float32")):
             folder.mkdir()
             write_model(folder, words, dtype)
-        turns = [sides("load", large) for _ in range(TURNS + 1)][1:]  # the first reads the files from the disk
+        loads = {
+            dtype: [sides("load", large, dtype) for _ in range(TURNS + 1)][1:]  # the first reads files from the disk
+            for dtype in ("bfloat16", "float32")
+        }
+        versions = loads["float32"][0]["transformers"]["versions"]
         machine = f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}"
-        print(f"machine       {machine}; jax {jax.__version__}; {turns[0]['transformers']['versions']}")
+        print(f"machine       {machine}; jax {jax.__version__}; {versions}")
         size = (large / "model.safetensors").stat().st_size / 1e9
-        for side in turns[0]:
-            seconds = statistics.median(turn[side]["seconds"] for turn in turns)
-            peak = max(turn[side]["peak_gib"] for turn in turns)
-            print(f"load {size:.2f} GB  {side:12} {seconds:6.2f} s, peak {peak:.2f} GiB resident")
+        for dtype, turns in loads.items():
+            for side in turns[0]:
+                seconds, cpu_s, whole_cpu_s = (
+                    " ".join(f"{turn[side][key]:.2f}" for turn in turns) for key in ("seconds", "cpu_s", "whole_cpu_s")
+                )
+                peak = max(turn[side]["peak_gib"] for turn in turns)
+                print(
+                    f"load {size:.2f} GB to {dtype:8}  {side:12} {seconds} s, CPU {cpu_s} s, from the start of Python "
+                    f"{whole_cpu_s} s; peak {peak:.2f} GiB resident"
+                )
         for batch in (1, 16):
             turns = [sides("decode", small, batch, PROMPT, NEW, ROUNDS) for _ in range(TURNS)]
             rates = {

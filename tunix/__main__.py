@@ -7,7 +7,6 @@ A launcher may stop a process at any moment. Imports of a run take a second or m
 stop signals have their exit code before the rest is imported.
 """
 
-import gc
 import re
 import runpy
 import sys
@@ -35,9 +34,6 @@ COMMANDS = (
 
 def main() -> int:
     """Run the command that the first word names, training where it names none; returns the exit code."""
-    # Imports and tracing make millions of objects that live on. At Python's own thresholds the garbage collector looks
-    # at them again and again, a tenth of the time until the first step.
-    gc.set_threshold(50_000, 50, 50)
     exits.report_interrupts()
     exits.announce_imports()
     name = sys.argv[1] if len(sys.argv) > 1 else ""

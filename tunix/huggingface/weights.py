@@ -126,7 +126,7 @@ SCORE_TENSORS = {name.tensor for name in SCORE.values()}
 FLOATS = ("F64", "F32", "F16", "BF16")  # as safetensors names what weights are read from
 Parameters = Mapping[str, Any]  # a tree of arrays, or of `state.Weight`
 WITHOUT_MTP = "set model.mtp=null, or guess_by=prompt_lookup"
-PIECE = 2**19  # numbers of a tensor that are copied to the devices of this process at one time
+PIECE = 2**20  # numbers of a tensor that are copied to the devices of this process at one time
 
 
 def load_weights(folder: Path, cfg: Model, weights: Parameters, layout: Layout, mesh: Mesh) -> dict[str, Any]:

@@ -5,6 +5,7 @@ Imports little, and no jax: the command sets its handlers of signals by this fil
 
 import ctypes
 import errno
+import gc
 import io
 import os
 import signal
@@ -59,7 +60,10 @@ _imports = ExitStack()
 
 
 def announce_imports() -> None:
-    """Say where the imports of a command take long, until `report_errors` begins its work."""
+    """Begin the imports of a command: say where they take long, until `report_errors` begins its work."""
+    # Imports and tracing make millions of objects that live on. At Python's own thresholds the garbage collector looks
+    # at them again and again, a tenth of the time until the first step.
+    gc.set_threshold(50_000, 50, 50)
     _imports.close()  # of `python -m tunix`, which says so twice
     _imports.enter_context(announcing("importing tunix"))
 

@@ -1,9 +1,10 @@
 """Move arrays between the host memory of processes and the devices of a mesh."""
 
+import ctypes
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -35,7 +36,8 @@ def fill(
 
     `piece` is the size of a piece in each dimension of a shard. A device has a few pieces of its own shard at a time,
     beside the array. JAX transposes a piece, if its strides ask for it, while it copies it to the device: on CPUs this
-    is several times as fast as a transposing copy by numpy or by a compiled program.
+    is several times as fast as a transposing copy by numpy or by a compiled program. A CPU's array is written where it
+    lies, before anybody else has it; other devices put a piece into its place by a program.
 
              shard of a device                 host
           +----+----+----+----+
@@ -49,21 +51,35 @@ def fill(
         if index is not None
     }
 
-    def make(start: tuple[int, ...], change: Callable[[np.ndarray], np.ndarray] = lambda view: view) -> jax.Array:
+    def views(start: tuple[int, ...]) -> Iterator[tuple[jax.Device, np.ndarray]]:
         sizes = [min(step, size - first) for step, size, first in zip(piece, local, start, strict=True)]
-        arrays = []
         for device, begin in starts_at.items():
             firsts = [offset + first for offset, first in zip(begin, start, strict=True)]
-            index = tuple(slice(first, first + size) for first, size in zip(firsts, sizes, strict=True))
-            arrays.append(jax.device_put(change(part(index)), device))
+            yield device, part(tuple(slice(first, first + size) for first, size in zip(firsts, sizes, strict=True)))
+
+    def make(start: tuple[int, ...], change: Callable[[np.ndarray], np.ndarray] = lambda view: view) -> jax.Array:
+        arrays = [jax.device_put(change(view), device) for device, view in views(start)]
         # One array of the pieces of all devices, which lie side by side as their shards do.
+        sizes = arrays[0].shape
         together = tuple(size * (full // own) for size, full, own in zip(sizes, shape, local, strict=True))
         return jax.make_array_from_single_device_arrays(together, sharding, arrays)
 
     if piece == local:  # nothing to put together: a copy of its own, because a view may be one of a file
         return make((0,) * len(shape), lambda view: np.array(view, dtype))
-    array = jnp.zeros(shape, dtype, device=sharding)
     starts = itertools.product(*(range(0, size, step) for size, step in zip(local, piece, strict=True)))
+    if is_in_place(sharding):
+        nothing = np.empty(local, jnp.dtype(dtype))
+        shards = {device: jax.device_put(nothing, device, may_alias=False) for device in starts_at}
+        jax.block_until_ready([*shards.values()])
+
+        def write(start: tuple[int, ...]) -> None:
+            index = tuple(slice(first, first + step) for first, step in zip(start, piece, strict=True))
+            for device, view in views(start):
+                _memory_of(shards[device])[index] = jax.device_put(view, device)
+
+        deque(POOL.map(write, starts), 0)
+        return jax.make_array_from_single_device_arrays(shape, sharding, [*shards.values()])
+    array = jnp.zeros(shape, dtype, device=sharding)
     made: deque[tuple[tuple[int, ...], Future[jax.Array]]] = deque()
     for start in starts:
         made.append((start, POOL.submit(make, start)))
@@ -72,6 +88,19 @@ def fill(
     while made:
         array = _put_first(array, made)
     return array
+
+
+def is_in_place(sharding: NamedSharding) -> bool:
+    """Return whether the memory of arrays is memory of this process."""
+    devices: Any = sharding.addressable_devices
+    return all(device.platform == "cpu" for device in devices)
+
+
+def _memory_of(array: jax.Array) -> np.ndarray:
+    """Return the memory of an array on one CPU, for numpy to write."""
+    num_bytes = math.prod(array.shape) * array.dtype.itemsize
+    memory = (ctypes.c_uint8 * num_bytes).from_address(array.unsafe_buffer_pointer())
+    return np.ndarray(array.shape, array.dtype, memoryview(memory))
 
 
 def _put_first(array: jax.Array, made: deque[tuple[tuple[int, ...], Future[jax.Array]]]) -> jax.Array:
