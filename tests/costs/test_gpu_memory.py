@@ -70,6 +70,12 @@ def test_a_step_is_compiled_for_the_memory_that_a_run_may_use(compiled):
     assert compiled("near the limit of its memory")["recomputed"] > 0 == compiled("none")["recomputed"]
 
 
+@pytest.mark.nightly
+def test_unrolled_layers_are_cut_out_of_stacks_once_a_step(compiled):
+    """A layer that is cut out in each microbatch is a copy, which stays until the layer's backward pass."""
+    assert compiled("accumulated, unrolled")["cut_out_in_loop"] == 0
+
+
 @pytest.mark.nightly(but=["accumulated by ZeRO 1"])
 @pytest.mark.parametrize("way", ["accumulated", "accumulated by ZeRO 1"])
 def test_layers_add_their_gradients_to_the_sums(way, compiled):

@@ -41,6 +41,14 @@ def test_the_numbers_are_the_same(words):
             ],
             marks=pytest.mark.nightly,
         ),
+        pytest.param(
+            [
+                "model.mesh_shape=[[2,2,2],[fsdp,cp,tp]]",
+                "training.sharding_strategy=shard_optimizer",
+                "training.gradient_accumulation_steps=2",
+            ],
+            marks=pytest.mark.nightly,
+        ),
     ],
 )
 def test_unrolled_layers_compute_the_same_numbers(words):

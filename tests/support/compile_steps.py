@@ -2,7 +2,8 @@
 
 Prints a line of JSON for each name: the bytes of its arguments and temporaries, the bytes that the update reads and
 writes, the number of parameters, what lies in the host's memory or is copied there, what layers do to the sums of
-their gradients, and how many values of one layer are copied into an array of all layers.
+their gradients, how many values of one layer are copied into an array of all layers, and how many are cut out of one
+in the loop over microbatches.
 """
 
 import json
@@ -40,8 +41,14 @@ WAYS = {
     "unrolled": ["training.unroll_layers=true"],
     "near the limit of its memory": ["plan.memory_share=0.002"],
     "accumulated": ["training.gradient_accumulation_steps=4"],
+    "accumulated, unrolled": [
+        "training.gradient_accumulation_steps=4",
+        "training.sharding_strategy=shard_optimizer",
+        "training.unroll_layers=true",
+    ],
     "accumulated by ZeRO 1": ["training.gradient_accumulation_steps=4", "training.sharding_strategy=shard_optimizer"],
 }
+CUT_OUT = r'= bf16\[1,[\d,]+\]\S* slice\(.*op_name="[^"]*/while/body/[^"]*blocks\)+/slice"'  # a layer's weight
 ON_HOST = "S(5)"  # how XLA writes the host's pinned memory in a type
 
 
@@ -114,6 +121,7 @@ def main() -> None:
             "matrices": sum(leaf.ndim > 2 for leaf in blocks),
             "recomputed": hlo.count(".remat"),
             "copied_into_stacks": len(re.findall(r'op_name="[^"]*blocks[^"]*dynamic_update_slice"', hlo)),
+            "cut_out_in_loop": len(re.findall(CUT_OUT, hlo)),
             "sums": updates_of_sums(program, {leaf.shape for leaf in blocks if leaf.ndim > 2}),
         }
         print(json.dumps({name: answer}), flush=True)

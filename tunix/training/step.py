@@ -167,7 +167,12 @@ def make_train_step(
 
 
 def make_gradients(
-    arch: Architecture, loss_fn: LossFn, sync_every: int, prefetch: bool = False, reports_scores: bool = False
+    arch: Architecture,
+    loss_fn: LossFn,
+    sync_every: int,
+    prefetch: bool = False,
+    reports_scores: bool = False,
+    unrolled: bool = False,
 ) -> Gradients:
     """Return a function (params, batch [A, B, T], seeds [A]) -> (gradients, weight, sums), summed over microbatches.
 
@@ -200,6 +205,18 @@ def make_gradients(
         with jax.named_scope("gather"):
             return jax.tree.map(lambda p, weight: layout.gather(p, weight.equation), params, arch.weights)
 
+    def take_apart(weight: Weight, values: jax.Array) -> list[jax.Array]:
+        """Return layers [1, ...] of a stack [L, ...] that is gathered and whose layers are unrolled, else the array.
+
+        A layer that is cut out of a stack inside of the loop over microbatches is a copy in each of them, and in memory
+        from its forward pass until its backward pass. A layer of layers that were put together is the layer itself.
+        """
+        is_cut = unrolled and not in_blocks and weight.equation.is_stacked
+        return [values[i : i + 1] for i in range(len(values))] if is_cut else [values]
+
+    def put_together(_: Weight, layers: list[jax.Array]) -> jax.Array:
+        return jnp.concatenate(layers) if len(layers) > 1 else layers[0]
+
     def sum_over_devices(grads):
         with jax.named_scope("reduce"):
             return jax.tree.map_with_path(
@@ -211,12 +228,11 @@ def make_gradients(
     def gradients(params, batch, seeds):
         fields, shared = split_shared(batch)
         # Where blocks gather their weights, `weights` are at rest: a block's gradient then arrives summed and split.
-        weights = params if in_blocks else gather_all(params)
-        trained = arch.trained(weights)
+        layers = jax.tree.map(take_apart, arch.weights, params if in_blocks else gather_all(params))
         # Of one microbatch with sums that rest as weights do, the gradients of autodiff are the sums.
         names = () if in_blocks and len(seeds) == 1 else tuple(arch.model.stacks)
 
-        def objective(trained, slots, fields, seed, is_last):
+        def objective(trained, slots, weights, fields, seed, is_last):
             model = arch.module(arch.merge(trained, weights))
             model.gradient_sums, model.reports_scores = GradientSums(slots, is_last), reports_scores
             loss = loss_fn(model, fields | shared, seed)
@@ -231,8 +247,9 @@ def make_gradients(
             # of layers that are run in a way of their own.
             stacks = {name: jax.tree.flatten(total[name], is_leaf=lambda leaf: leaf is None) for name in names}
             sums = {name: leaves for name, (leaves, _) in stacks.items()}
-            rows = partial(objective, fields=inputs[0], seed=inputs[1], is_last=is_last)
-            (value, _), vjp, reported = jax.vjp(rows, trained, make_slots(sums), has_aux=True)
+            weights = jax.tree.map(put_together, arch.weights, layers)
+            rows = partial(objective, weights=weights, fields=inputs[0], seed=inputs[1], is_last=is_last)
+            (value, _), vjp, reported = jax.vjp(rows, arch.trained(weights), make_slots(sums), has_aux=True)
             grads, sums = vjp((jnp.ones_like(value), sums))
             total = total | {name: jax.tree.unflatten(tree, sums[name]) for name, (_, tree) in stacks.items()}
             added = [name for name in total if missed[-1] or name not in names]

@@ -294,7 +294,8 @@ class TrainSpec:
         pipeline, sync_every = self.choices.pipeline, self.choices.sync_every
         reports_scores = self.cfg.optimizer.score_limit is not None
         if pipeline.num_stages == 1:
-            return make_gradients(self.arch, self.loss_fn, sync_every, self.choices.prefetch, reports_scores)
+            prefetch, unrolled = self.choices.prefetch, self.choices.remat.unrolled
+            return make_gradients(self.arch, self.loss_fn, sync_every, prefetch, reports_scores, unrolled)
         return make_pipelined_gradients(
             self.arch, self.loss_fn, sync_every, pipeline.num_chunks, pipeline.recompute_runs, reports_scores
         )
