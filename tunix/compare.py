@@ -15,6 +15,7 @@ from typing import Any
 
 from rich.table import Table
 
+from tunix.base.errors import FlagParser
 from tunix.base.files import expand_home
 from tunix.base.text import print_table
 from tunix.processes import exits
@@ -104,7 +105,7 @@ def _as_text(value: Any) -> str:
 
 def main() -> int:
     """Compare the runs of the command line; returns the exit code."""
-    parser = argparse.ArgumentParser(
+    parser = FlagParser(
         "python -m tunix.compare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("runs", nargs="+", metavar="RUN", type=Path, help="the folder of a run")

@@ -21,7 +21,7 @@ import numpy as np
 from rich.table import Table
 from safetensors.numpy import load_file
 
-from tunix.base.errors import UserError
+from tunix.base.errors import FlagParser, UserError
 from tunix.base.files import expand_home, find_writable, temporary_folder
 from tunix.base.text import print_table
 from tunix.config.layers import ExpertsMlp
@@ -163,7 +163,7 @@ def make_tiny(source: Path, output: Path, python: str) -> None:
 
 def main() -> int:
     """Run the command line and return its exit code."""
-    parser = argparse.ArgumentParser(
+    parser = FlagParser(
         "python -m tunix.parity", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(

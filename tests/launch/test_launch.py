@@ -130,6 +130,13 @@ def test_what_does_not_fit_together(flags, environment, message):
     assert message in str(error.value)
 
 
+@pytest.mark.parametrize("flag", ["node_rank", "nprocs", "log_dir", "rdzv_id"])
+def test_a_flag_whose_value_is_two_dashes_has_none(flag, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        asked(f"--{flag}=--")
+    assert "expected one argument" in capsys.readouterr().err
+
+
 def test_nodes_meet():
     """Three nodes run the same command; each gets a number, and node 0 is at the address."""
     port, found = find_free_port(), []

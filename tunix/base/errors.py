@@ -3,6 +3,7 @@
 Any other exception is a bug.
 """
 
+import argparse
 import difflib
 import logging
 import re
@@ -129,3 +130,14 @@ class MaskingFilter(logging.Filter):
         if record.exc_info and not record.exc_text:
             record.exc_text = mask_secrets(logging.Formatter().formatException(record.exc_info))
         return True
+
+
+class FlagParser(argparse.ArgumentParser):
+    """Refuses `--flag=--` as any value that is missing; before Python 3.13 argparse gives it to the program as []."""
+
+    def parse_args(self, *args: Any, **kwargs: Any) -> Any:
+        parsed = super().parse_args(*args, **kwargs)
+        for action in self._actions:
+            if action.nargs is None and getattr(parsed, action.dest, None) == []:
+                self.error(f"argument {'/'.join(action.option_strings)}: expected one argument")
+        return parsed

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from omegaconf import OmegaConf
 
 from tunix.base.config_types import CONF, list_options
-from tunix.base.errors import UserError, did_you_mean
+from tunix.base.errors import FlagParser, UserError, did_you_mean
 from tunix.base.text import flat
 from tunix.config import Distributed, Section, compose
 from tunix.config.mistakes import describe_errors, list_keys, validate
@@ -137,7 +137,7 @@ def command_parser(name: str, description: str | None) -> argparse.ArgumentParse
 
     The command adds its own flags to the parser.
     """
-    parser = argparse.ArgumentParser(
+    parser = FlagParser(
         f"python -m tunix.{name}", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="as run_training.py takes them")

@@ -10,6 +10,7 @@ import os
 import sys
 from pathlib import Path
 
+from tunix.base.errors import FlagParser
 from tunix.base.files import is_whole_number
 from tunix.launch import children
 from tunix.launch.nodes import find_node, read_config
@@ -61,7 +62,7 @@ def read_flags(argv: list[str], environment: Environment) -> tuple[argparse.Name
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line; each flag has a spelling with _ and one with -."""
-    parser = argparse.ArgumentParser("python -m tunix.launch", description=__doc__, epilog=EPILOG, allow_abbrev=False)
+    parser = FlagParser("python -m tunix.launch", description=__doc__, epilog=EPILOG, allow_abbrev=False)
 
     def flag(*names: str, **kwargs) -> None:
         spellings = dict.fromkeys(spelling for name in names for spelling in (name, name.replace("_", "-")))
