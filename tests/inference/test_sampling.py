@@ -21,7 +21,7 @@ from tunix.data.tokenizer import load_vocab
 from tunix.inference.cache_rows import make_cache
 from tunix.inference.gathered import gather
 from tunix.inference.kv_cache import prefill
-from tunix.inference.sampling import Sampling, find_stop_ids, select
+from tunix.inference.sampling import Sampling, find_stop_ids, select, select_greedy
 
 PARITY = ROOT / "tests" / "models" / "parity"
 PROMPTS = [[5, 9, 11], [7] * 20, [3]]
@@ -50,6 +50,14 @@ def test_frequencies_are_those_of_the_softmax(vocab_size):
     np.testing.assert_allclose(sampled.log_probs, np.log(shares)[sampled.tokens], atol=1e-5)
     of_model = logits - np.log(np.exp(logits).sum())
     np.testing.assert_allclose(sampled.model_log_probs, of_model[sampled.tokens], atol=1e-5)
+
+
+@pytest.mark.parametrize("vocab_size", [7, 128, 300])
+def test_the_likeliest_token_is_the_first_of_the_largest_logits(vocab_size):
+    """Also among equal ones, and where none is above minus infinity."""
+    logits = np.random.default_rng(0).integers(0, 4, (64, vocab_size)).astype("float32")
+    logits[0] = -np.inf
+    np.testing.assert_array_equal(select_greedy(jnp.asarray(logits)).tokens, logits.argmax(-1))
 
 
 @pytest.mark.parametrize(

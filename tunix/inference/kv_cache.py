@@ -202,8 +202,8 @@ def _mix_after(
             new = _pack(new, cached)
             # New tokens may take the slots of tokens that others of them see. So they look at the old slots and at one
             # another, and are written afterwards: those that are in the window of the next token.
-            old = tuple(map(_swap_heads, cached if rows is None else take_rows(cached, rows)))
-            parts = ((old, _list_times(start, size)), (new, times))
+            old = cached if rows is None else take_rows(cached, rows)
+            parts = ((old, _list_times(start, size)), (tuple(map(_swap_heads, new)), times))
             out = _look_at_parts(model, layer, q, heads, times, parts)
 
             def write(count):
@@ -255,8 +255,8 @@ def decode(
             size = cached[0].shape[SLOTS]
             cached = _write(cached, _pack(new, cached), None, jnp.where(working[:, None], time % size, size))
             visible = _find_visible(model, layer, time, _list_times(length + 1, size))
-            entries = _unpack(tuple(map(_swap_heads, cached)), q.dtype)
-            return heads.look_back(q, entries, _look_at(model, heads, visible, model.cfg.attention_options)), cached
+            look = _look_at(model, heads, visible, model.cfg.attention_options)
+            return heads.look_back(q, _unpack(cached, q.dtype), look), cached
 
         def recur(recurrence):
             memory = cache[layer.number]
@@ -382,8 +382,8 @@ def _look_into_pages(
 
         k, v = _unpack(cached.arrays, q.dtype)
         return attend_to_pages(q, k, v, table, times, model.layout, options, heads.kv_dim_name), cached
-    entries = tuple(map(_swap_heads, on_shards(_gather_pages, cached.arrays, table)))
-    visible = times[:, :, None] >= jnp.arange(entries[0].shape[1])
+    entries = on_shards(_gather_pages, cached.arrays, table)
+    visible = times[:, :, None] >= jnp.arange(entries[0].shape[SLOTS])
     return heads.look_back(q, _unpack(entries, q.dtype), _look_at(model, heads, visible, options)), cached
 
 
@@ -423,7 +423,7 @@ def quantize(entries: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
 
 
 def _unpack(cached: tuple[jax.Array, ...], dtype: Any) -> tuple[Any, ...]:
-    """Return the entries of a layer, tokens before heads: of 8 bits as `Scaled`; latents in the dtype of products.
+    """Return the entries of a layer: of 8 bits as `Scaled`; latents in the dtype of products.
 
     Latents are added up before they are keys, so their scales cannot multiply the scores.
     """

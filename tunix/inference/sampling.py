@@ -167,7 +167,7 @@ def sample(
 
 def select_greedy(logits: jax.Array) -> Sampled:
     """Take the likeliest token of each row of logits [B, V] float32."""
-    tokens = jnp.argmax(logits, -1).astype(jnp.int32)
+    tokens = _find_largest(logits)
     return Sampled(tokens, _compute_log_probs(logits, tokens), jnp.zeros_like(logits[:, 0]))
 
 
@@ -190,14 +190,14 @@ def select_by_row(logits: jax.Array, rows: RowChoices, count: jax.Array) -> Samp
     greedy = rows.temperature == 0
     scaled = _filter_by_row(logits / jnp.where(greedy, 1, rows.temperature)[:, None], rows)
     tokens, log_probs = _sample(scaled, jax.vmap(fold)(rows.seed, rows.answer, count))
-    tokens = jnp.where(greedy, jnp.argmax(logits, -1).astype(jnp.int32), tokens)
+    tokens = jnp.where(greedy, _find_largest(logits), tokens)
     return Sampled(tokens, _compute_log_probs(logits, tokens), jnp.where(greedy, 0, log_probs))
 
 
 def _sample(scaled: jax.Array, keys: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Draw a token for each row of logits [B, V], and return it with its log-probability under them, both [B]."""
     top = jnp.max(scaled, -1, keepdims=True)
-    weights = _split_blocks(jnp.exp(scaled - top))  # the largest is 1: the sums stay in the range of float32
+    weights = _split_blocks(jnp.exp(scaled - top), 0)  # the largest is 1: the sums stay in the range of float32
     sums = weights.sum(-1)
     first, second = jnp.moveaxis(jax.vmap(jax.random.split)(keys), 1, 0)
     block = _run_race(sums, first)
@@ -206,10 +206,21 @@ def _sample(scaled: jax.Array, keys: jax.Array) -> tuple[jax.Array, jax.Array]:
     return tokens, _pick(scaled - top, tokens) - jnp.log(sums.sum(-1))
 
 
-def _split_blocks(weights: jax.Array) -> jax.Array:
-    """Return weights [B, V] as blocks [B, V / 128, 128]; weights of 0 fill up the last block."""
-    rows, size = weights.shape
-    return jnp.pad(weights, ((0, 0), (0, -size % BLOCK))).reshape(rows, -1, BLOCK)
+def _find_largest(logits: jax.Array) -> jax.Array:
+    """Return the first of the largest logits [B, V] of each row, int32 [B].
+
+    It is looked for in its block alone: XLA's CPU backend takes V steps of one number each for an `argmax`.
+    """
+    blocks = _split_blocks(logits, -jnp.inf)
+    block = jnp.argmax(jnp.max(blocks, -1), -1)
+    inside = jnp.take_along_axis(blocks, block[:, None, None], 1)[:, 0]
+    return (block * BLOCK + jnp.argmax(inside, -1)).astype(jnp.int32)
+
+
+def _split_blocks(values: jax.Array, filler: float) -> jax.Array:
+    """Return values [B, V] as blocks [B, V / 128, 128], the last of which is filled up."""
+    rows, size = values.shape
+    return jnp.pad(values, ((0, 0), (0, -size % BLOCK)), constant_values=filler).reshape(rows, -1, BLOCK)
 
 
 def _run_race(weights: jax.Array, keys: jax.Array) -> jax.Array:

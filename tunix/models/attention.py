@@ -110,12 +110,14 @@ def attend_to_cache(
 ) -> Any:
     """Do as `compute_attention` for queries [B, T, N, H] of which each sees keys of its own: `visible` [B, T, S] bool.
 
-    `options` are those of the kernel.
+    Keys and values stand as a cache has them, [B, K, S, H]. `options` are those of the kernel.
     """
-    q_spec, kv_spec = layout.activation("BTNH"), layout.activation(f"BT{kv_dim_name}H")
+    q_spec, kv_spec = layout.activation("BTNH"), layout.activation(f"B{kv_dim_name}TH")
 
     def local_attention(q, k, v, visible):
-        k, v = jax.tree.map(lambda x: layout.local_kv_heads(x, q.shape[2], kv_dim_name), (k, v))
+        # Turned here, on one device, so that XLA drops the turn and the one of `_weigh_slots` at once. With a sharding
+        # between them it would drop them later than it asks whether its library for CPUs takes the products.
+        k, v = jax.tree.map(lambda x: layout.local_kv_heads(jnp.swapaxes(x, 1, 2), q.shape[2], kv_dim_name), (k, v))
         return _attend_in_blocks(q, k, v, visible, **options)
 
     out_specs = (q_spec, layout.activation("BTN")) if "with_sums" in options else q_spec
@@ -355,13 +357,17 @@ def _weigh_slots(
         tokens = jnp.swapaxes(x.reshape(batch, -1, length, num_shared, *x.shape[3:]), 1, 2)
         return tokens.reshape(batch, length, num_heads, *x.shape[3:])
 
-    scores = jnp.einsum("bkgh,bksh->bkgs", group(q), k, preferred_element_type=jnp.float32)
+    queries = group(q)
+    if queries.shape[2] == 1 and cpu_library.takes_few_rows(q, k):
+        queries = jnp.concatenate([queries, queries], axis=2)
+    scores = jnp.einsum("bkgh,bksh->bkgs", queries, k, preferred_element_type=jnp.float32)
     scores = scores if k_scales is None else scores * k_scales
     mask = jnp.repeat(visible, num_shared, axis=1)[:, None] if length > 1 else visible[:, None]
     scores = jnp.where(mask, soft_cap(scores, cap), jnp.finfo(jnp.float32).min)
     weights = jax.nn.softmax(scores, axis=-1)
     weights = (weights if v_scales is None else weights * v_scales).astype(v.dtype)
     out = jnp.einsum("bkgs,bksh->bkgh", weights, v, preferred_element_type=jnp.float32).astype(v.dtype)
+    out, scores = (x[:, :, : length * num_shared] for x in (out, scores))
     out = ungroup(out)
     return (out, ungroup(jax.nn.logsumexp(scores, axis=-1))) if with_sums else out
 

@@ -54,6 +54,12 @@ def takes_product(equation: Equation, x: jax.Array, w: jax.Array) -> bool:
     )
 
 
+def takes_few_rows(*factors: jax.Array) -> bool:
+    """Return whether the library multiplies factors as they are that XLA would widen: those of 16 bits."""
+    dtypes = [factor.dtype for factor in factors]
+    return dtypes[0] == jnp.bfloat16 and has_product_library(*dtypes)
+
+
 def multiply(equation: Equation, x: jax.Array, w: jax.Array, spec: PartitionSpec) -> jax.Array:
     """Return y of `x,w->y`, laid out as `spec`; the library computes y and both gradients.
 

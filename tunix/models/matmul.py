@@ -95,6 +95,7 @@ def _multiply(text: str, a: Rounded, b: Rounded, dtype: jnp.dtype, spec: Partiti
 
 MANY_NUMBERS = 2**16  # of x or y, from which on `plain` multiplies matrices
 FEW_ROWS = 64  # rows of x up to which `few_rows` differs from `plain`; from 128 on both are equally fast
+FEWER_ROWS = 8  # rows of 16 bits up to which x comes first again
 
 
 def product(
@@ -126,12 +127,7 @@ def _plain(equation: Equation, x: jax.Array, w: jax.Array, spec: PartitionSpec) 
     matrices = _Matrices.find(equation, x, w, spec)
     if matrices is None:
         return jnp.einsum(equation.text, x, w, out_sharding=spec)
-    x2 = jax.lax.reshape(x, (matrices.num_rows, matrices.num_summed), out_sharding=matrices.x_spec)
-    shape = (matrices.num_summed, -1) if matrices.text == "rs,so->ro" else (-1, matrices.num_summed)
-    w2 = jnp.reshape(w, shape, out_sharding=matrices.w_spec)
-    y2 = jnp.einsum(matrices.text, x2, w2, out_sharding=matrices.y_spec)
-    out = [w.shape[equation.w.index(dim_name)] for dim_name in matrices.out]
-    return jax.lax.reshape(y2, (*x.shape[: len(equation.batch)], *out), out_sharding=spec)
+    return matrices.multiply(equation, x, w, spec)
 
 
 class _Matrices(NamedTuple):
@@ -146,8 +142,10 @@ class _Matrices(NamedTuple):
     y_spec: PartitionSpec
 
     @classmethod
-    def find(cls, equation: Equation, x: jax.Array, w: jax.Array, spec: PartitionSpec) -> "_Matrices | None":
-        """Return the matrices; None where they need another order of numbers, and where x and y are small.
+    def find(
+        cls, equation: Equation, x: jax.Array, w: jax.Array, spec: PartitionSpec, fewest: int = MANY_NUMBERS
+    ) -> "_Matrices | None":
+        """Return the matrices; None where they need another order of numbers, and where x and y have fewer numbers.
 
         For small ones the order of sums, and so the last digit, is that of earlier versions.
         """
@@ -158,7 +156,7 @@ class _Matrices(NamedTuple):
             return None
         num_rows = math.prod(x.shape[: len(rows)])
         num_summed = x.size // num_rows
-        if num_rows * max(num_summed, w.size // num_summed) < MANY_NUMBERS:
+        if num_rows * max(num_summed, w.size // num_summed) < fewest:
             return None
         text, first = orders[equation.w]
         mesh = jax.typeof(x).sharding.mesh
@@ -168,6 +166,23 @@ class _Matrices(NamedTuple):
         if x_spec is None or w_spec is None or y_spec is None:
             return None
         return cls(text, out, num_rows, num_summed, x_spec, w_spec, y_spec)
+
+    def multiply(
+        self, equation: Equation, x: jax.Array, w: jax.Array, spec: PartitionSpec, result_dtype: str | None = None
+    ) -> jax.Array:
+        """Return y of the equation, laid out as `spec`; the product gives numbers of `result_dtype`, if any."""
+        x2 = jax.lax.reshape(x, (self.num_rows, self.num_summed), out_sharding=self.x_spec)
+        shape = (self.num_summed, -1) if self.text == "rs,so->ro" else (-1, self.num_summed)
+        w2 = jnp.reshape(w, shape, out_sharding=self.w_spec)
+        y_spec = self.y_spec
+        if is_twice := self.num_rows == 1 and result_dtype is not None:
+            # XLA's library takes no product with a single row: its loop would widen the weight.
+            x2, y_spec = reshard(x2, PartitionSpec(None, self.x_spec[1])), PartitionSpec(None, self.y_spec[1])
+            x2 = jnp.concatenate([x2, x2])
+        y2 = jnp.einsum(self.text, x2, w2, preferred_element_type=result_dtype, out_sharding=y_spec).astype(x.dtype)
+        y2 = y2[:1] if is_twice else y2
+        out = [w.shape[equation.w.index(dim_name)] for dim_name in self.out]
+        return jax.lax.reshape(y2, (*x.shape[: len(equation.batch)], *out), out_sharding=spec)
 
 
 def _merge(spec: PartitionSpec, first: int, mesh: AbstractMesh) -> PartitionSpec | None:
@@ -194,9 +209,17 @@ def _few_rows(equation: Equation, x: jax.Array, w: jax.Array, spec: PartitionSpe
 
         plain       x [rows, D] . w [D, F]    -> [rows, F]        copies w
         few rows    w [F, D] . x [rows, D]    -> [F, rows]        copies x; the small result is transposed
+
+    With more rows, and in 16 bits with fewer, it multiplies matrices. As the equation says, [B, T, D] . [N, H, D], XLA
+    would turn the weight first.
     """
-    equation = equation.summed_last()
-    if math.prod(x.shape[:2]) > FEW_ROWS:
+    equation, num_rows = equation.summed_last(), math.prod(x.shape[:2])
+    is_narrow = cpu_library.takes_few_rows(x, w)
+    if num_rows > FEW_ROWS or (is_narrow and num_rows <= FEWER_ROWS):
+        matrices = _Matrices.find(equation, x, w, spec, MANY_NUMBERS if num_rows > FEW_ROWS else 0)
+        if matrices is not None:
+            return matrices.multiply(equation, x, w, spec, "float32" if is_narrow else None)
+    if num_rows > FEW_ROWS:
         return _plain(equation, x, w, spec)
     rows = equation.batch
     y = "".join(dim_name for dim_name in equation.y if dim_name not in rows) + rows

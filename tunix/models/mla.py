@@ -33,7 +33,7 @@ class Heads(NamedTuple):
     """Ways from the entries that tokens have in a cache, a tuple of arrays [B, S, ...], to attention."""
 
     expand: Callable[..., tuple[jax.Array, jax.Array]]  # entries -> keys and values [B, S, K, H]
-    # (one query for each row, entries, a function that attends) -> results of the queries
+    # (one query for each row, entries with heads before slots, a function that attends) -> results of the queries
     look_back: Callable[[jax.Array, tuple[jax.Array, ...], AttentionFn], Any]
     kv_dim_name: str = "K"  # of the dimension of key/value heads (sharding/table.py)
 
@@ -88,7 +88,8 @@ class LatentAttention(nnx.Module):
         """Return results [B, T, N, W] of few queries over the entries of a cache, without keys and values of heads."""
         latent, shared = entries
         if self.kv_up.lora is not None:  # its update is a product of its own
-            return compute_attention(q, *self._expand(latent, shared), self.layout)
+            k, v = (jnp.swapaxes(x, 1, 2) for x in self._expand(latent, shared))
+            return compute_attention(q, k, v, self.layout)
         dim_names, w = MATMUL[self.kv_up.product].order(self.kv_up.equation).w, self.kv_up.gathered()
         # One key for all heads, with C + R numbers: scores are the same when kv_up multiplies the query in place of the
         # key. Results are sums of latents, out of which kv_up makes sums of values.
@@ -96,7 +97,7 @@ class LatentAttention(nnx.Module):
         spec = self.layout.activation("BTNC")
         latent_q = jnp.einsum(f"BTNO,{dim_names}->BTNC", q[..., : self.num_plain], w_keys, out_sharding=spec)
         queries = jnp.concatenate([latent_q, q[..., self.num_plain :]], -1)
-        keys, values = (x[:, :, None] for x in (jnp.concatenate([latent, shared], -1), latent))
+        keys, values = (x[:, None] for x in (jnp.concatenate([latent, shared], -1), latent))
         one_head = replace(self.layout, unsplit=self.layout.unsplit | {"K"})  # every device needs it
         out = compute_attention(queries, keys, values, one_head)
         return jnp.einsum(f"BTNC,{dim_names}->BTNO", out, w_values, out_sharding=self.layout.activation("BTNO"))
