@@ -42,6 +42,20 @@ def test_rows_that_no_token_reaches_are_counted():
     assert count_idle_rows(compose(["tokenizer.path=tokenizer.json"]).config, None) == 0
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["data.source=tokens"], "data.source=tokens has no keys"),
+        (["data=tokens"], "data.paths must be given"),
+        (["data=tokens", "data.paths=[]"], "data.paths=[]: give at least one"),
+    ],
+)
+def test_rows_for_tokens_whose_folder_is_not_named(words, message):
+    with pytest.raises(UserError) as error:
+        compose(["model.vocab_size=auto", *words])
+    assert str(error.value).startswith(message)
+
+
 def test_other_dimensions_do_not_keep_the_training_of_tiny_in_silence():
     remark = remark_on_tiny(compose(["model.embed_dim=256", "training.max_steps=10"]))
     assert remark.startswith("model.embed_dim is given, the rest is that of model=tiny: also optimizer.learning_rate, ")

@@ -28,6 +28,7 @@ from tunix.config.mistakes import reject_newer, validate
 from tunix.config.model import list_keys_outside
 from tunix.config.saved_runs import COPIED, find_run, read_saved, split_step
 from tunix.config.task import AnyTask
+from tunix.data.table import Tokens
 from tunix.huggingface import config_json, hub
 from tunix.huggingface.adapter_config import list_projections, read_adapter
 from tunix.huggingface.table import find_family
@@ -94,7 +95,7 @@ def count_rows(values: dict[Any, Any], at_least: int = 0) -> int:
 
     tokenizer, data = validate(Tokenizer, values["tokenizer"], "tokenizer"), values["data"]
     if tokenizer.path is None and data["source"] == "tokens":  # a prepared folder brings its tokenizer
-        tokenizer = tokenizer.model_copy(update={"path": f"{data['paths'][0]}/tokenizer"})
+        tokenizer = tokenizer.model_copy(update={"path": f"{validate(Tokens, data, 'data', 'tokens').paths[0]}/tokenizer"})
     is_new = tokenizer.path is None or tokenizer.train
     num_tokens = tokenizer.vocab_size if is_new else read_vocab(tokenizer).num_tokens
     return at_least if num_tokens <= at_least else pad_rows(num_tokens)
