@@ -95,7 +95,8 @@ def count_rows(values: dict[Any, Any], at_least: int = 0) -> int:
 
     tokenizer, data = validate(Tokenizer, values["tokenizer"], "tokenizer"), values["data"]
     if tokenizer.path is None and data["source"] == "tokens":  # a prepared folder brings its tokenizer
-        tokenizer = tokenizer.model_copy(update={"path": f"{validate(Tokens, data, 'data', 'tokens').paths[0]}/tokenizer"})
+        folder = validate(Tokens, data, "data", "tokens").paths[0]
+        tokenizer = tokenizer.model_copy(update={"path": f"{folder}/tokenizer"})
     is_new = tokenizer.path is None or tokenizer.train
     num_tokens = tokenizer.vocab_size if is_new else read_vocab(tokenizer).num_tokens
     return at_least if num_tokens <= at_least else pad_rows(num_tokens)
