@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import yaml
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from omegaconf import OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 
@@ -358,8 +359,8 @@ def describe_errors(root: type[Section] = Config) -> Iterator[None]:
         unknown = getattr(cause, "full_key", None) if "not in struct" in str(cause) else None
         first = str(error).splitlines()[0] if str(error) else repr(cause)
         if unknown:
-            parent: Any = getattr(cause, "parent_node", None) or {}
-            variant = find_variant(parent)
+            parent: Any = getattr(cause, "parent_node", None)
+            variant = find_variant(OmegaConf.to_container(parent, resolve=False) if parent else {})
             raise UserError(describe_unknown_key(unknown, variant, root)) from None
         if "No match in the defaults list" in first:
             raise UserError(f"{first.split('. ')[0]}; write +{IN_QUOTES.findall(first)[0]}=...") from None
@@ -375,7 +376,9 @@ def describe_errors(root: type[Section] = Config) -> Iterator[None]:
         if first.startswith("Error merging override "):
             form = "a list like [a,b]" if "object_type=list" in str(cause) else "a mapping like {a:b}"
             raise UserError(f"{first.removeprefix('Error merging override ')}: expected {form}") from None
-        raise UserError(first) from None
+        key = getattr(error, "full_key", None)
+        first = first.removeprefix("KeyError raised while resolving interpolation: ").strip('"')
+        raise UserError(f"{key}: {first}" if key else first) from None
 
 
 # Messages in place of pydantic's, by the type of the error. A limit comes from the error's `ctx`.
@@ -502,9 +505,11 @@ def describe_unknown_key(
         return f"{head} has no {leaf} yet; write +{key}=VALUE to add it"
     if variant and leaf in variant.model_fields:  # the new variant has the key, the one in the config has not
         return f"{head} is changed as a whole by ++{head}={{...}}"
-    if variant and key in valid:  # a key of another variant
+    if (variant or list_members(head)) and key in valid:  # a key of another variant
         others = [find_tag(kind) for kind in list_members(head) if leaf in kind.model_fields]
         solution = f"; {head}={' or '.join(others)} has {leaf}" if others else ""
+        if variant is None:  # its tag was changed to one that does not exist
+            return f"unknown key {key}{solution}"
         return (
             f"unknown key {key}: {head}={find_tag(variant)} has none; "
             f"its keys are {', '.join(variant.model_fields)}{solution}"

@@ -124,7 +124,7 @@ def _plain(equation: Equation, x: jax.Array, w: jax.Array, spec: PartitionSpec) 
     """
     if cpu_library.takes_product(equation, x, w):
         return cpu_library.multiply(equation, x, w, spec)
-    matrices = _Matrices.find(equation, x, w, spec)
+    matrices = _Matrices.find(equation, x, w, spec, MANY_NUMBERS)
     if matrices is None:
         return jnp.einsum(equation.text, x, w, out_sharding=spec)
     return matrices.multiply(equation, x, w, spec)
@@ -143,7 +143,7 @@ class _Matrices(NamedTuple):
 
     @classmethod
     def find(
-        cls, equation: Equation, x: jax.Array, w: jax.Array, spec: PartitionSpec, fewest: int = MANY_NUMBERS
+        cls, equation: Equation, x: jax.Array, w: jax.Array, spec: PartitionSpec, fewest: int
     ) -> "_Matrices | None":
         """Return the matrices; None where they need another order of numbers, and where x and y have fewer numbers.
 
