@@ -360,7 +360,8 @@ def describe_errors(root: type[Section] = Config) -> Iterator[None]:
         first = str(error).splitlines()[0] if str(error) else repr(cause)
         if unknown:
             parent: Any = getattr(cause, "parent_node", None)
-            variant = find_variant(OmegaConf.to_container(parent, resolve=False) if parent else {})
+            values: Any = OmegaConf.to_container(parent, resolve=False) if parent else {}
+            variant = find_variant(values)
             raise UserError(describe_unknown_key(unknown, variant, root)) from None
         if "No match in the defaults list" in first:
             raise UserError(f"{first.split('. ')[0]}; write +{IN_QUOTES.findall(first)[0]}=...") from None
@@ -376,7 +377,7 @@ def describe_errors(root: type[Section] = Config) -> Iterator[None]:
         if first.startswith("Error merging override "):
             form = "a list like [a,b]" if "object_type=list" in str(cause) else "a mapping like {a:b}"
             raise UserError(f"{first.removeprefix('Error merging override ')}: expected {form}") from None
-        key = getattr(error, "full_key", None)
+        key = str(getattr(error, "full_key", None) or "")
         first = first.removeprefix("KeyError raised while resolving interpolation: ").strip('"')
         raise UserError(f"{key}: {first}" if key else first) from None
 
