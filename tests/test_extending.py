@@ -77,6 +77,7 @@ def test_a_run_of_a_users_own_parts(folder):
     assert lines[-1]["loss"] < lines[0]["loss"]
     rates = [line["learning_rate"] for line in lines]
     assert rates[1] > rates[-1], "the stairs go down"
+    assert "Marks fails" not in done.stdout + done.stderr
     marks = (folder / "run" / "marks.txt").read_text().splitlines()
     assert [mark.split(":")[0] for mark in marks if mark.startswith("train")] == [
         f"train step {n}" for n in range(1, 7)
