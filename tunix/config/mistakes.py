@@ -506,8 +506,11 @@ def describe_unknown_key(
         return f"{head} has no {leaf} yet; write +{key}=VALUE to add it"
     if variant and leaf in variant.model_fields:  # the new variant has the key, the one in the config has not
         return f"{head} is changed as a whole by ++{head}={{...}}"
-    if (variant or list_members(head)) and key in valid:  # a key of another variant
-        others = [find_tag(kind) for kind in list_members(head) if leaf in kind.model_fields]
+    members = list_members(head)
+    if variant is None and len(members) == 1 and key in valid:  # the section is null here
+        return f"unknown key {key}: {head} is null; set it as a whole: {head}={{{leaf}: VALUE, ...}}"
+    if (variant or members) and key in valid:  # a key of another variant
+        others = [find_tag(kind) for kind in members if leaf in kind.model_fields]
         solution = f"; {head}={' or '.join(others)} has {leaf}" if others else ""
         if variant is None:  # its tag was changed to one that does not exist
             return f"unknown key {key}{solution}"
