@@ -97,6 +97,7 @@ MISTAKES = [
     ("launcher=slurm launcher.time_limit=soon", "launcher.time_limit=soon: expected MINUTES, HH:MM:SS or DAYS-HH:MM:SS"),
     ("launcher=slurm launcher.extra_env=[NCCL]", "launcher.extra_env.0=NCCL: expected NAME=VALUE, in quotes"),
     ("launcher=ray launcher.name=${oc.env:NOTHING} launcher.port=1", "unknown key launcher.port; launcher=kubernetes has port"),
+    ("task=null task=sft", "task=null: takes a file of conf/task"),
     ("model.mtp.loss_weight=0.1", "unknown key model.mtp.loss_weight: model.mtp is null; set it as a whole: model.mtp={loss_weight: VALUE, ...}"),
     ("launcher=slurm launcher.image=a", "unknown key launcher.image: launcher=slurm has none; its keys are"),
     ("task.teacher=-1", "task.teacher=-1 is neither a folder nor the ID of a model"),

@@ -197,10 +197,11 @@ def compose(overrides: list[str], config_dir: str | Path | None = None, config_n
     """
     overrides = [select_set(word) for word in overrides]
     with describe_errors():
-        parsed = {override.key_or_group: override for override in OverridesParser.create().parse_overrides(overrides)}
-        for override in parsed.values():
+        typed = OverridesParser.create().parse_overrides(overrides)
+        for override in typed:
             check_key(override)
             check_choice(override)
+        parsed = {override.key_or_group: override for override in typed}
         if "resume" in parsed and parsed["resume"].value() is not None:
             return _compose_resumed(overrides, parsed)
         composed = compose_overrides(add_implied_model(overrides), config_dir, config_name)
