@@ -33,6 +33,11 @@ def test_a_value_that_cannot_work_is_refused(word):
     assert all(word.split("=")[0] in line for line in str(error.value).splitlines())
 
 
+def test_data_without_a_source_is_refused():
+    with pytest.raises(UserError, match=r"data\.source is missing"):
+        compose(["~data.source"])
+
+
 def test_values_at_the_edge_work():
     words = ["training.max_steps=2147483647", "training.max_tokens=9223372036854775807", "project_name=a/b"]
     config = compose([*words, "training.ema_decay=[0.9,0.99]"]).config

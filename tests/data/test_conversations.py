@@ -225,6 +225,8 @@ def test_a_tokenizer_without_a_template_and_a_template_of_ones_own(files, monkey
     assert own.fingerprint != made.fingerprint
     with pytest.raises(UserError, match=r"task.chat_template=none.jinja cannot be read"):
         load_corpus(compose([*words, "task.chat_template=none.jinja"]).config)
+    with pytest.raises(UserError, match=r"task.chat_template=/dev/full is no regular file"):
+        load_corpus(compose([*words, "task.chat_template=/dev/full"]).config)
 
 
 @pytest.mark.slow

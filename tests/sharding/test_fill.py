@@ -24,3 +24,22 @@ def test_pieces_of_a_turned_array_lie_in_their_places(is_in_place, stored, dtype
     assert filled.sharding == sharding
     assert filled.dtype == dtype
     assert np.array_equal(np.asarray(filled)[0], numbers.T.astype(jnp.dtype(dtype)))
+
+
+def test_no_device_shares_the_memory_of_another(monkeypatch):
+    """JAX takes numpy's memory for a device's, without a copy, where it begins at a multiple of 64 bytes."""
+    empty = np.empty
+
+    def empty_aligned(shape, dtype):
+        if np.dtype(dtype) == object:  # one of JAX
+            return empty(shape, dtype)
+        size = empty(shape, dtype).nbytes
+        memory = empty(size + 64, np.uint8)
+        first = -memory.ctypes.data % 64
+        return memory[first : first + size].view(dtype).reshape(shape)
+
+    monkeypatch.setattr(np, "empty", empty_aligned)
+    numbers = np.arange(64, dtype=np.float32).reshape(8, 8)
+    sharding = NamedSharding(jax.make_mesh((8,), ("fsdp",)), PartitionSpec("fsdp"))
+    filled = arrays.fill((8, 8), "float32", sharding, (1, 4), lambda index: numbers[index])
+    assert np.array_equal(np.asarray(filled), numbers)

@@ -80,8 +80,9 @@ class Folder:
         saving = ocp.PyTreeCheckpointHandler(use_compression=False).async_save(
             epath.Path(unfinished / "state"), args=ocp.args.PyTreeSave(state)
         )
-        # A thread of its own has an event loop of its own: in a notebook, this one has a loop that runs.
-        with ThreadPoolExecutor(1) as pool, closing(asyncio.new_event_loop()) as loop:
+        # A thread of its own has an event loop of its own: in a notebook, this one has a loop that runs. The thread
+        # ends before its loop is closed, also after Ctrl-C.
+        with closing(asyncio.new_event_loop()) as loop, ThreadPoolExecutor(1) as pool:
             futures = pool.submit(loop.run_until_complete, saving).result()
 
         def write() -> dict[str, Any]:

@@ -436,6 +436,9 @@ def _explain(error: dict[str, Any]) -> _Mistake:
         return _Mistake("", describe_unknown_key(key, variant, value=str(value)))
     if kind == "missing":
         return _Mistake("", f"{key} is missing")
+    if kind == "union_tag_not_found":
+        tag = error["ctx"]["discriminator"].strip("'")
+        return _Mistake("", f"{key}.{tag} is missing")
     if kind in ("literal_error", "union_tag_invalid"):
         context = error["ctx"]
         choices = IN_QUOTES.findall(context.get("expected") or context["expected_tags"])

@@ -94,7 +94,7 @@ def count_rows(values: dict[Any, Any], at_least: int = 0) -> int:
     from tunix.data.tokenizer import pad_rows, read_vocab  # here: it takes longer than checking a config
 
     tokenizer, data = validate(Tokenizer, values["tokenizer"], "tokenizer"), values["data"]
-    if tokenizer.path is None and data["source"] == "tokens":  # a prepared folder brings its tokenizer
+    if tokenizer.path is None and data.get("source") == "tokens":  # a prepared folder brings its tokenizer
         folder = validate(Tokens, data, "data", "tokens").paths[0]
         tokenizer = tokenizer.model_copy(update={"path": f"{folder}/tokenizer"})
     is_new = tokenizer.path is None or tokenizer.train

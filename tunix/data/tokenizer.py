@@ -198,8 +198,11 @@ def select_template(files: dict[str, Path], settings: Settings, name_or_file: st
         return templates.get(name_or_file or "default")
     if "{%" in name_or_file or "{{" in name_or_file:
         return name_or_file
+    file = expand_home(name_or_file)
     try:
-        return expand_home(name_or_file).read_text()
+        if file.exists() and not file.is_file():  # a device or a pipe may never end
+            raise UserError(f"{key}={name_or_file} is no regular file")
+        return file.read_text()
     except OSError as error:
         known = ", ".join(name for name, text in templates.items() if text) or "none"
         raise UserError(f"{key}={name_or_file} cannot be read: {error.strerror}; the tokenizer has {known}") from None

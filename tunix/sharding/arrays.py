@@ -68,14 +68,17 @@ def fill(
         return make((0,) * len(shape), lambda view: np.array(view, dtype))
     starts = itertools.product(*(range(0, size, step) for size, step in zip(local, piece, strict=True)))
     if is_in_place(sharding):
-        nothing = np.empty(local, jnp.dtype(dtype))
-        shards = {device: jax.device_put(nothing, device, may_alias=False) for device in starts_at}
+        # One array of numpy's for each device: JAX takes one that begins at a multiple of 64 bytes as the device's
+        # memory, also with `may_alias=False`, and all devices would write into the same.
+        shards = {device: jax.device_put(np.empty(local, jnp.dtype(dtype)), device) for device in starts_at}
         jax.block_until_ready([*shards.values()])
+        # Before the threads: two that ask for the address of one array at the same time can get an error.
+        memory = {device: _memory_of(shard) for device, shard in shards.items()}
 
         def write(start: tuple[int, ...]) -> None:
             index = tuple(slice(first, first + step) for first, step in zip(start, piece, strict=True))
             for device, view in views(start):
-                _memory_of(shards[device])[index] = jax.device_put(view, device)
+                memory[device][index] = jax.device_put(view, device)
 
         deque(POOL.map(write, starts), 0)
         return jax.make_array_from_single_device_arrays(shape, sharding, [*shards.values()])
