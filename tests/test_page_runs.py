@@ -134,6 +134,8 @@ def prepare(words: list[str]) -> tuple[list[str], int]:
     line, devices = " ".join(words), 1
     if "metric=reward" in words:  # a run that has rewards
         words = [word.replace("RUN_DIR", "RUN") for word in words]
+    if "guess_by=mtp" in words:  # the run above it on the page, which has such a layer
+        words = [word.replace("RUN_DIR", "outputs/mtp_toy/latest") for word in words]
     for pattern, example in EXAMPLES.items():
         words = [re.sub(pattern, example, word) for word in words]
     words = [word for word in words[words.index("python") + 1 :] if word != "..."]
