@@ -20,6 +20,7 @@ from tunix.config.compose import check, compose, compose_overrides
 from tunix.config.saved_runs import upgrade
 from tunix.data import pieces
 from tunix.data.dataset import prepare_corpus
+from tunix.data.parquet import _count_bytes as count_bytes
 from tunix.data.parquet import _count_dictionaries as count_all
 from tunix.data.pieces import cut_text, find_cutter
 from tunix.data.tokenizer import Vocab, convert, train_vocab
@@ -334,6 +335,30 @@ def test_a_large_row_group_of_long_lists(is_named, tmp_path, monkeypatch):
     assert [item.content for item in source.read_all_columns(unit)] == rows
     assert len(counted) > 50 if is_named else len(counted) == 2  # batches of a few rows
     assert is_named or max(counted) < 200_000
+
+
+@pytest.mark.parametrize("written", [{}, {"data_page_version": "2.0"}, {"compression": None, "use_dictionary": False}])
+def test_a_large_row_group_of_texts(written, tmp_path, monkeypatch):
+    """As many rows are read at a time as fit if all were as long as the longest page, which no text is longer than."""
+    import pyarrow
+    from pyarrow import parquet
+
+    texts = [f"{number:04}" * 250 for number in range(2000)]
+    monkeypatch.setattr("tunix.data.parquet.ROWS_BYTES", 1_000_000)
+    for name, column in (("short", texts), ("long", [*texts, "x" * 400_000])):
+        path, counted = tmp_path / f"{name}.parquet", []
+        sizes = {"data_page_size": 20_000, "dictionary_pagesize_limit": 20_000, "write_batch_size": 16}
+        parquet.write_table(pyarrow.table({"text": column}), path, **sizes, **written)
+
+        def count(array, counted=counted):
+            counted.append(len(array))
+            return count_bytes(array)
+
+        monkeypatch.setattr("tunix.data.parquet._count_bytes", count)
+        source = compose(["data=parquet", f"data.paths=['{path}']"]).config.data
+        (unit,) = source.units(1 << 30)
+        assert [item.content["text"] for item in source.read(unit)] == column
+        assert max(counted) > 20 if name == "short" else max(counted) <= 2
 
 
 def test_a_word_that_the_tokenizer_cannot_cut_is_left_out(prepared, caplog):

@@ -1,5 +1,6 @@
 """Files of Parquet: row groups as units, rows read a few at a time, so that what is in memory is bounded."""
 
+import io
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -68,6 +69,11 @@ class Parquet(Files, Rows):
         group = file.metadata.row_group(unit.start)
         schema = [file.schema.column(at) for at in range(group.num_columns)]
         sizes = {column.path: group.column(at).total_uncompressed_size for at, column in enumerate(schema)}
+        for at, column in enumerate(schema):
+            if (
+                column.max_repetition_level == 0 and sizes[column.path] > ROWS_BYTES // 32
+            ):  # else batches are large enough
+                sizes[column.path] = _measure_longest_page(unit.path, group.column(at))  # no value is longer
         in_lists = [at for at, column in enumerate(schema) if _is_in_list(column, requested)]
         lists = [schema[at].path for at in in_lists if _is_text(schema[at])]
         if (values := max([0, *(group.column(at).num_values for at in in_lists)])) > LIST_VALUES:
@@ -80,7 +86,7 @@ class Parquet(Files, Rows):
         rows_at_first = max(1, min(64, group.num_rows * ROWS_BYTES // 16 // length)) if is_large else 1024
 
         def count_rows(largest: int, left_out: Sequence[str] = ()) -> int:
-            """Return how many rows fit into `ROWS_BYTES` if all were as long as their column.
+            """Return how many rows fit into `ROWS_BYTES` if all were as long as their column, or its longest page.
 
             A column that names one long text a million times is short on disk.
             """
@@ -113,6 +119,61 @@ class Parquet(Files, Rows):
         else:
             for number, size in enumerate(sizes):
                 yield None if size > limit else batch.slice(number, 1).to_pylist()[0]
+
+
+def _measure_longest_page(path: str, chunk: Any) -> int:
+    """Return the bytes of the longest page of a column, unpacked; those of the column where a header cannot be read."""
+    whole = max(chunk.total_uncompressed_size, chunk.total_compressed_size)
+    at = min(filter(None, (chunk.dictionary_page_offset, chunk.data_page_offset)), default=0)
+    end, longest = at + chunk.total_compressed_size, 0
+    with filesystem(path, "data.paths").open(path, "rb") if is_address(path) else open(path, "rb") as file:
+        while at < end:
+            file.seek(at)
+            header = io.BytesIO(file.read(8192))
+            try:
+                fields = _read_thrift(header)
+                unpacked, packed = fields[2], fields[3]
+            except (IndexError, KeyError, RecursionError):
+                return whole
+            if min(unpacked, packed) < 0:
+                return whole
+            at, longest = at + header.tell() + packed, max(longest, unpacked, packed)
+    return longest
+
+
+def _read_thrift(data: io.BytesIO) -> dict[int, int]:
+    """Read a struct of Thrift's compact protocol, and return its numbers by their field; `IndexError` where it is cut.
+
+    https://github.com/apache/thrift/blob/master/doc/specs/thrift-compact-protocol.md
+    """
+
+    def read_number() -> int:
+        number = shift = 0
+        while (byte := data.read(1)[0]) & 128:
+            number, shift = number | (byte & 127) << shift, shift + 7
+        return number | byte << shift
+
+    def skip(length: int) -> None:
+        if len(data.read(length)) < length:
+            raise IndexError
+
+    fields, field = {}, 0
+    while head := data.read(1)[0]:
+        kind, step = head & 15, head >> 4
+        signed = 0 if step else read_number()
+        field = field + step if step else (signed >> 1) ^ -(signed & 1)
+        if kind in (4, 5, 6):  # integers of 16, 32 and 64 bits
+            number = read_number()
+            fields[field] = (number >> 1) ^ -(number & 1)
+        elif kind == 8:  # bytes
+            skip(read_number())
+        elif kind == 12:
+            _read_thrift(data)
+        elif kind in (3, 7):  # a byte, a float
+            skip({3: 1, 7: 8}[kind])
+        elif kind not in (1, 2):  # not a truth value: lists and maps, which no header of a page has
+            raise IndexError
+    return fields
 
 
 def _is_in_list(column: Any, requested: list[str]) -> bool:
