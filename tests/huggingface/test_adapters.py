@@ -168,7 +168,7 @@ ADAMW = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("mesh_shape", ["[[1],[fsdp]]", "[[2,2],[fsdp,tp]]"])
+@pytest.mark.parametrize("mesh_shape", [pytest.param("[[1],[fsdp]]", marks=pytest.mark.nightly), "[[2,2],[fsdp,tp]]"])
 @pytest.mark.parametrize("name", FORMS)
 def test_forms_of_updates_learn_as_in_peft(name, mesh_shape):
     """rsLoRA with DoRA and LoRA+, and PiSSA: losses of four steps, logits behind them, and the adapter that is written."""

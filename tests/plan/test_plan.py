@@ -51,7 +51,7 @@ MICROBATCHES = 4
 EXPERTS = experts()
 
 
-@pytest.mark.nightly(but=["fsdp", "ep", "all axes"])
+@pytest.mark.nightly(but=["ep", "all axes"])
 @pytest.mark.parametrize(
     ("mesh", "more"),
     [

@@ -84,6 +84,7 @@ def test_a_checkpoint_plays(calm, capsys):
     assert ", environment " in said
 
 
+@pytest.mark.nightly  # kill -9 of a run is in test_cli.py, tools that die in test_environment_pool.py
 def test_a_run_killed_with_tools_that_sleep_and_die_is_the_same(calm, tmp_path, monkeypatch):
     """Tools end their processes in each rollout; kill -9 strikes while an environment answers in step 3.
 
