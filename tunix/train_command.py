@@ -130,7 +130,8 @@ def train(job: compose.Job) -> int:
     exits.exit_on_stop_signals()  # also in a point of a sweep, and where Python calls `train_command` by itself
 
     def work() -> None:
-        from tunix.trainer import run  # imports jax: a wrong config is refused before
+        with exits.ending_at_interrupts():
+            from tunix.trainer import run  # imports jax: a wrong config is refused before
 
         run(job)
 

@@ -121,10 +121,15 @@ def test_ctrl_c_while_a_command_imports_is_one_line(tmp_path):
     assert_interrupted(tmp_path)
 
 
-def test_ctrl_c_that_pydantic_has_taken_for_an_error_of_a_type_is_one_line(tmp_path):
+def test_ctrl_c_of_which_an_extension_makes_another_error_is_one_line(tmp_path):
     for name in ("numpy.py", "hydra.py"):
         (tmp_path / name).write_text(
-            "from pydantic_core import SchemaError\nraise SchemaError('of a type:\\n  KeyboardInterrupt:')"
+            "import os, signal\n"
+            "try:\n"
+            "    os.kill(os.getpid(), signal.SIGINT)\n"
+            "    [0] * 100\n"
+            "except KeyboardInterrupt as error:\n"
+            "    raise ImportError('numpy._core.multiarray failed to import') from error\n"
         )
     assert_interrupted(tmp_path)
 

@@ -48,7 +48,7 @@ def server():
 
 @pytest.fixture(scope="module")
 def files(server):
-    return buckets.filesystem("s3://", "test")
+    return buckets.filesystem(f"s3://{BUCKET}", "test")
 
 
 @pytest.fixture(scope="module")
@@ -233,6 +233,9 @@ def test_addresses_that_are_not_understood(monkeypatch):
             compose([f"checkpoint.folder={folder}"])
     with pytest.raises(UserError, match=r"data.paths=ftp://a/b: an address begins with one of s3://, gs://, https://"):
         find_files(("ftp://a/b",), (".txt",))
+    for address in ("gs:///a", "s3://", "gs://"):
+        with pytest.raises(UserError, match=rf"data.paths={address} names no bucket; write {address[:2]}://BUCKET/NAME"):
+            find_files((address,), (".txt",))
     monkeypatch.setitem(buckets.PACKAGES, "s3", "no_such_package")
     with pytest.raises(
         UserError, match=r"resume=s3://a/b/config.yaml needs no_such_package: pip install 'tunix-trainer\[buckets\]'"

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -60,7 +61,7 @@ def test_a_run_goes_on_from_the_bucket_alone(run, tmp_path, monkeypatch):
         np.testing.assert_array_equal(mine, same)
 
 
-def test_a_wrong_address_is_one_line(run):
+def test_a_wrong_address_is_one_line(run, caplog):
     for root, message in (
         ("gs://nobody/run", "checkpoint.folder=gs://nobody/run: there is no such bucket or object"),
         (HOME, f"{HOME} holds another run; resume={HOME} goes on with it"),
@@ -68,6 +69,8 @@ def test_a_wrong_address_is_one_line(run):
         with pytest.raises(UserError, match=message) as error:
             check_root(compose([f"checkpoint.folder={root}"]))
         assert "\n" not in str(error.value)
+    logging.getLogger("gcsfs").error("with a traceback")
+    assert "traceback" not in caplog.text  # the message above is all that is said
 
 
 @pytest.mark.parametrize(

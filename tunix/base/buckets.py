@@ -63,17 +63,20 @@ def filesystem(address: str, key: str) -> Any:
     """Return fsspec's file system of an address; `key` is for messages.
 
     Raises:
-        UserError: a scheme that is not known, or a package that is missing.
+        UserError: a scheme that is not known, no name of a bucket, or a package that is missing.
     """
     scheme = address.partition("://")[0]
     if scheme not in PACKAGES:
         known = ", ".join(f"{name}://" for name in PACKAGES)
         raise UserError(f"{key}={address}: an address begins with one of {known}")
+    if scheme in BUCKETS and not is_bucket(address):
+        raise UserError(f"{key}={address} names no bucket; write {scheme}://BUCKET/NAME")
     try:
         fsspec = importlib.import_module("fsspec")
         importlib.import_module(PACKAGES[scheme])
-        # gcsfs logs its errors with their traceback; without a handler, Python prints them before a run has a log.
+        # gcsfs logs its errors with their traceback, and `explaining` says them. Without a handler, Python prints them.
         logging.getLogger("gcsfs").addHandler(logging.NullHandler())
+        logging.getLogger("gcsfs").propagate = False
     except ImportError:
         raise UserError(f"{key}={address} needs {PACKAGES[scheme]}: pip install 'tunix-trainer[buckets]'") from None
     # A listing that is kept would not show what other processes write.

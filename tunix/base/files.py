@@ -147,7 +147,7 @@ def temporary_folder(prefix: str, beside: Path | None = None) -> Iterator[str]:
     with tempfile.TemporaryDirectory(dir=beside and beside.parent, prefix=prefix) as folder:
         _unfinished[folder] = os.getpid()
         for number in handled:
-            signal.signal(number, _end_by_signal)
+            signal.signal(number, end_by_signal)
         try:
             yield folder
         finally:
@@ -156,7 +156,8 @@ def temporary_folder(prefix: str, beside: Path | None = None) -> Iterator[str]:
             del _unfinished[folder]
 
 
-def _end_by_signal(number: int, _frame: object) -> None:
+def end_by_signal(number: int, _frame: object) -> None:
+    """End this process by a signal that it handles: without its temporary folders."""
     remove_unfinished()
     signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)

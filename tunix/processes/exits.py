@@ -11,12 +11,12 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any, NoReturn
 
 from tunix.base.errors import Diverged, Ending, PeerLost, Stopped, UserError
-from tunix.base.files import is_whole_number, remove_unfinished
+from tunix.base.files import end_by_signal, is_whole_number, remove_unfinished
 from tunix.base.progress import announcing
 
 # Schedulers act on these codes: start again after STOPPED and PEER, and not after the others. Any other is a bug.
@@ -46,14 +46,28 @@ def report_interrupts() -> None:
     def report(kind: type[BaseException], error: BaseException, trace: Any) -> None:
         if issubclass(kind, KeyboardInterrupt):
             print("; ".join(["interrupted", *getattr(error, "__notes__", [])]), file=sys.stderr)
-        elif kind.__name__ == "SchemaError" and "KeyboardInterrupt" in str(error):  # pydantic's, while it is imported
-            print("interrupted", file=sys.stderr)
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
-            os.kill(os.getpid(), signal.SIGINT)
         else:
             sys.__excepthook__(kind, error, trace)
 
     sys.excepthook = report
+
+
+@contextmanager
+def ending_at_interrupts() -> Iterator[None]:
+    """Let Ctrl-C end the process in this block, which imports: extensions make another error of Python's exception."""
+
+    def end(number: int, frame: object) -> None:
+        print("interrupted", file=sys.stderr)
+        end_by_signal(number, frame)
+
+    usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if usual:
+        signal.signal(signal.SIGINT, end)
+    try:
+        yield
+    finally:
+        if usual:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 _imports = ExitStack()
@@ -65,6 +79,7 @@ def announce_imports() -> None:
     # at them again and again, a tenth of the time until the first step.
     gc.set_threshold(50_000, 50, 50)
     _imports.close()  # of `python -m tunix`, which says so twice
+    _imports.enter_context(ending_at_interrupts())
     _imports.enter_context(announcing("importing tunix"))
 
 
