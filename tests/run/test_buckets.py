@@ -234,7 +234,9 @@ def test_addresses_that_are_not_understood(monkeypatch):
     with pytest.raises(UserError, match=r"data.paths=ftp://a/b: an address begins with one of s3://, gs://, https://"):
         find_files(("ftp://a/b",), (".txt",))
     for address in ("gs:///a", "s3://", "gs://"):
-        with pytest.raises(UserError, match=rf"data.paths={address} names no bucket; write {address[:2]}://BUCKET/NAME"):
+        with pytest.raises(
+            UserError, match=rf"data.paths={address} names no bucket; write {address[:2]}://BUCKET/NAME"
+        ):
             find_files((address,), (".txt",))
     monkeypatch.setitem(buckets.PACKAGES, "s3", "no_such_package")
     with pytest.raises(

@@ -61,7 +61,7 @@ def test_a_run_goes_on_from_the_bucket_alone(run, tmp_path, monkeypatch):
         np.testing.assert_array_equal(mine, same)
 
 
-def test_a_wrong_address_is_one_line(run, caplog):
+def test_a_wrong_address_is_one_line(run):
     for root, message in (
         ("gs://nobody/run", "checkpoint.folder=gs://nobody/run: there is no such bucket or object"),
         (HOME, f"{HOME} holds another run; resume={HOME} goes on with it"),
@@ -69,8 +69,7 @@ def test_a_wrong_address_is_one_line(run, caplog):
         with pytest.raises(UserError, match=message) as error:
             check_root(compose([f"checkpoint.folder={root}"]))
         assert "\n" not in str(error.value)
-    logging.getLogger("gcsfs").error("with a traceback")
-    assert "traceback" not in caplog.text  # the message above is all that is said
+    assert not logging.getLogger("gcsfs").propagate  # it logs the traceback of an error that the message explains
 
 
 @pytest.mark.parametrize(
