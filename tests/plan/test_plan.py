@@ -393,12 +393,14 @@ def test_ctrl_c_does_not_wait_for_compiles(tmp_path, monkeypatch):
     assert not [number for number in numbers if Path(f"/proc/{number}").exists()]
 
 
-def test_what_does_not_compile_is_told(run):
+def test_what_does_not_compile_is_told(run, recwarn):
+    jax.devices()  # as in a run: from then on JAX warns of every fork
     words = ["plan.num_compiled=1", "model.mesh_shape=[[8],[fsdp]]", "++training.compiler_options={xla_no_such: true}"]
     code, out, _ = run(*SMALL, *words)
     assert code == 0
     assert '[[8],["fsdp"]] is not compiled: ' in out
     assert "xla_no_such" in out
+    assert not [each for each in recwarn if "fork" in str(each.message)]
 
 
 def test_the_largest_micro_batch_that_fits(run):

@@ -32,7 +32,7 @@ from tunix.costs.devices import HBM_SHARE, HOST_SHARE, KERNEL_SHARE, LAUNCH_S, P
 from tunix.costs.hlo import Collective, read_collectives
 from tunix.models import kernels
 from tunix.models.expert_parallel import experts_with_capacity, select_expert_exchange
-from tunix.processes.exits import end_with_parent
+from tunix.processes.exits import end_with
 from tunix.sharding.mesh_shape import count_devices, token_shards
 from tunix.sharding.table import DIMS, EXPERTS
 from tunix.training.choices import build_mesh
@@ -244,6 +244,7 @@ def _compile_in_process(cfg: Config, cluster: Cluster, running: list[subprocess.
         "num_nodes": cluster.num_nodes,
         "per_node": cluster.per_node,
         "backend": find_backend(),
+        "parent": os.getpid(),  # not by `preexec_fn`: it would fork, and JAX warns of every fork
     }
     path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))
     variables = {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "false", "PYTHONPATH": path}
@@ -262,7 +263,6 @@ def _compile_in_process(cfg: Config, cluster: Cluster, running: list[subprocess.
         stderr=subprocess.PIPE,
         env=environment,
         text=True,
-        preexec_fn=end_with_parent(),
     )
     running.append(process)
     stdout, stderr = process.communicate(json.dumps(question))
@@ -277,6 +277,7 @@ def main() -> None:
     """Answer one question of `_compile_in_process`."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python would react to Ctrl-C when XLA is done
     question = json.load(sys.stdin)
+    end_with(question["parent"])
     cluster = Cluster(DeviceKind.model_validate(question["kind"]), question["num_nodes"], question["per_node"])
     cfg, for_gpu = compose.build(question["config"]), question["backend"] == "gpu"
     devices = describe_devices(cluster, cfg.plan.memory_share) if for_gpu else jax.devices()

@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, NoReturn
 
 from tunix.base.errors import Diverged, Ending, PeerLost, Stopped, UserError
@@ -185,13 +186,13 @@ def end_with_parent() -> Callable[[], None]:
 
     More exactly, when the thread ends that starts the child. So a thread that calls `Popen` must outlive the child.
     """
-    parent = os.getpid()
+    return partial(end_with, os.getpid())
 
-    def request_signal() -> None:
-        if sys.platform == "linux":
-            LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-            # A parent that died before the kernel was asked sends no signal any more. Its child has another parent now.
-            if os.getppid() != parent:
-                os._exit(1)
 
-    return request_signal
+def end_with(parent: int) -> None:
+    """Let this process be killed when its parent ends (Linux); at once, if it has ended already."""
+    if sys.platform == "linux":
+        LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        # A parent that died before the kernel was asked sends no signal any more. Its child has another parent now.
+        if os.getppid() != parent:
+            os._exit(1)
