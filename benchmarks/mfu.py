@@ -17,7 +17,7 @@ from tunix.config.compose import compose
 from tunix.costs.devices import Cluster, read_topology
 from tunix.costs.step import derive_costs, find_train_spec
 from tunix.plan.ranking import GIB, Candidate, rank, replace_mesh
-from tunix.sharding.mesh_shape import check_divides, explicit_sizes
+from tunix.sharding.mesh import check_divides, explicit_sizes
 
 KINDS = ("h100", "h200")
 MODELS = ("gemma3_270m", "gemma3_1b", "llama3_1b", "llama3_8b", "gemma3_27b", "llama3_70b", "llama3_405b")

@@ -26,7 +26,7 @@ from tunix.costs.hlo import read_collectives
 from tunix.costs.step import derive
 from tunix.plan.compile import XLA_SHARE, assume_speeds, compile_for, derive_kernel_data, describe_devices
 from tunix.plan.derived_time import derive_time
-from tunix.sharding.mesh_shape import explicit_sizes
+from tunix.sharding.mesh import explicit_sizes
 
 CACHE = Path(__file__).parents[1] / ".cache" / "published"
 RUNS = Path(__file__).with_suffix(".yaml")

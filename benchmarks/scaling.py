@@ -16,7 +16,7 @@ from tunix.config.compose import compose
 from tunix.costs.devices import PLATFORM, read_topology
 from tunix.costs.step import find_train_spec
 from tunix.plan.ranking import Candidate, rank
-from tunix.sharding.mesh_shape import format_mesh_shape
+from tunix.sharding.mesh import format_mesh_shape
 
 MODELS = ("llama3_8b", "qwen3_30b_a3b")
 NODES = (1, 8, 64, 512)  # of 8 devices

@@ -10,7 +10,7 @@ from support.harness import ROOT
 # From the ground up. A file imports only from rooms before its own, and from its own. A file that is named here apart
 # from its folder is below it: the tables and types that the config is made of, and what imports no jax.
 ORDER = (
-    "base", "sharding.table", "sharding.equations", "sharding.mesh_shape", "huggingface.families",
+    "base", "sharding.table", "sharding.mesh", "huggingface.families",
     "huggingface.gemma", "huggingface.table", "models.table", "optimizers",
     "data.pieces", "data.words", "data.files", "data.parquet", "data.shapes", "data.sources", "data.table", "run.sinks", "run.remote_sinks", "run.table",
     "rl.child_process", "rl.rewards", "rl.tool_calls", "rl.environments", "rl.tools", "rl.table", "rl.scoring", "rl.environment_worker",
@@ -84,7 +84,7 @@ def test_what_others_import_is_there(folder):
 
 
 JAX_FREE = (
-    "sharding.table", "sharding.mesh_shape", "data.sources", "optimizers.table", "run.table", "rl.scoring", "rl.environment_pool", "config", "huggingface.table", "huggingface.config_json", "huggingface.hub", "config.compose", "config.command_line",
+    "sharding.table", "sharding.mesh", "data.sources", "optimizers.table", "run.table", "rl.scoring", "rl.environment_pool", "config", "huggingface.table", "huggingface.config_json", "huggingface.hub", "config.compose", "config.command_line",
     "processes.identity", "processes.rollcall", "processes.supervisor", "processes.exits", "launch.__main__", "train_command", "__main__",
 )  # fmt: skip
 

@@ -12,7 +12,7 @@ from support.harness import ONE_LAYER, RUN, run_python
 from tunix import verify
 from tunix import verify as command
 from tunix.config.compose import compose
-from tunix.sharding.mesh_shape import resolve
+from tunix.sharding.mesh import resolve
 from tunix.sharding.table import axis_names
 from tunix.training.train_spec import TrainSpec
 

@@ -15,7 +15,7 @@ from tunix.config.compose import compose
 from tunix.costs.devices import read_topology
 from tunix.costs.step import derive
 from tunix.plan.compile import compile_for
-from tunix.sharding.mesh_shape import count_devices
+from tunix.sharding.mesh import count_devices
 from tunix.sharding.table import axis_names
 
 AXES = ("dp", "fsdp", "ep", "cp", "tp", "pp")

@@ -17,7 +17,7 @@ from tunix.config.layers import ExpertsMlp
 from tunix.costs.devices import BUS_FACTORS
 from tunix.costs.step import derive, find_train_spec
 from tunix.models.context_parallel import count_repeats
-from tunix.sharding.mesh_shape import count_devices
+from tunix.sharding.mesh import count_devices
 from tunix.sharding.table import EXPERTS, axis_names
 
 PAGE, FIGURE = Path("docs/scaling.md"), Path("docs/images/scaling.svg")

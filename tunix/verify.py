@@ -43,7 +43,7 @@ from tunix.processes import exits, peers
 from tunix.processes.identity import find_identity
 from tunix.processes.watchdog import Watchdog
 from tunix.run.compiling import compile_step
-from tunix.sharding.mesh_shape import explicit_sizes, format_mesh_shape, meshes, resolve
+from tunix.sharding.mesh import explicit_sizes, format_mesh_shape, meshes, resolve
 from tunix.sharding.table import axis_names
 from tunix.training.choices import build_mesh, check_compiler_options
 from tunix.training.train_spec import assemble, check_on_mesh, derive_sizes

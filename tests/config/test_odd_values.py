@@ -14,7 +14,7 @@ from support.harness import ROOT, run_python
 from tunix.base.errors import UserError
 from tunix.base.files import find_way_out, make_once
 from tunix.config.compose import compose, reject_missing_inputs
-from tunix.sharding.mesh_shape import list_divisors
+from tunix.sharding.mesh import list_divisors
 from tunix.trainer import _warn_of_lost_steps
 
 

@@ -10,7 +10,7 @@ from support.installs import one_at_a_time
 from tunix.config.compose import compose
 from tunix.costs.devices import read_topology
 from tunix.plan.ranking import DERIVED_MARGIN, make_candidate
-from tunix.sharding.mesh_shape import explicit_sizes
+from tunix.sharding.mesh import explicit_sizes
 
 FULL = "training.remat=full"
 AGAIN = 4 / 3  # FLOPs of a step in which blocks compute their forward pass again, as a multiple of the model's

@@ -17,7 +17,7 @@ from tunix.models import attention, cpu_library
 from tunix.models.kernels import has_product_library
 from tunix.models.matmul import product
 from tunix.sharding.arrays import to_global
-from tunix.sharding.equations import Equation
+from tunix.sharding.table import Equation
 from tunix.training.choices import build_layout, build_mesh
 from tunix.training.train_spec import assemble
 

@@ -14,8 +14,7 @@ from tunix.costs.step import check_matmul_dtype, derive
 from tunix.models.matmul import product
 from tunix.models.remat import Remat, make_policy
 from tunix.sharding.arrays import to_global
-from tunix.sharding.equations import Equation
-from tunix.sharding.table import axis_names
+from tunix.sharding.table import Equation, axis_names
 from tunix.training.choices import build_layout, build_mesh, select
 
 FP8 = "training.matmul_dtype=fp8"

@@ -8,7 +8,7 @@ from support.harness import SMALL
 from tunix.config.compose import compose
 from tunix.models import matmul
 from tunix.models.matmul import FEW_ROWS, MATMUL, product, product_of_few_rows
-from tunix.sharding.equations import Equation
+from tunix.sharding.table import Equation
 from tunix.training.choices import build_layout, build_mesh
 
 ERRORS = {

@@ -15,7 +15,7 @@ from tunix.export import export
 from tunix.inference.sampling import Sampling
 from tunix.models.layers import named
 from tunix.models.quantized import dequantize, quantize
-from tunix.sharding.equations import Equation
+from tunix.sharding.table import Equation
 
 BYTES = {"int8": 1 + 2 / 32, "nf4": 0.5 + 2 / 32}  # of a weight: its code, and its part of a bfloat16 scale
 LARGEST_ERROR = {  # of a weight, in parts of the largest of its block of 32

@@ -42,7 +42,7 @@ from tunix.plan.compile import WORKERS, Compiled, compile_all, find_backend
 from tunix.plan.derived_time import Link, count_pairs_in_ring, resolve_exchange
 from tunix.plan.ranking import _pick_to_compile, list_micro_batch_sizes, make_candidate, plan_run, rank
 from tunix.plan.report import _list_refused, format_text, make_record
-from tunix.sharding.mesh_shape import data_shards, explicit_sizes, meshes, token_shards
+from tunix.sharding.mesh import data_shards, explicit_sizes, meshes, token_shards
 from tunix.sharding.table import axis_names
 from tunix.trainer import run as train
 from tunix.training.choices import Planned

@@ -28,7 +28,7 @@ from tunix.data.sample_order import Position
 from tunix.models.rope import layer_rope
 from tunix.plan import __main__ as plan
 from tunix.processes import peers
-from tunix.sharding.equations import Equation
+from tunix.sharding.table import Equation
 from tunix.train_command import LAUNCHERS
 from tunix.trainer import run
 from tunix.training.choices import build_layout, build_mesh

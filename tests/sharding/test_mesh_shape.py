@@ -6,9 +6,8 @@ import pytest
 
 from tunix.base.errors import UserError
 from tunix.config.compose import compose
-from tunix.sharding.equations import Equation
-from tunix.sharding.mesh_shape import check_divides, parse, resolve
-from tunix.sharding.table import axis_names
+from tunix.sharding.mesh import check_divides, parse, resolve
+from tunix.sharding.table import Equation, axis_names
 
 DIMS = {"D": 64, "F": 128, "N": 8, "K": 2, "V": 256, "H": 8, "T": 36, "n": 8}
 

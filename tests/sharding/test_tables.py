@@ -10,8 +10,7 @@ from support.harness import ROOT, batch, program
 
 from tunix.base.errors import UserError
 from tunix.sharding import table as dims
-from tunix.sharding.mesh import device_table
-from tunix.sharding.mesh_shape import check_divides
+from tunix.sharding.mesh import check_divides, device_table
 from tunix.sharding.table import DIMS, Axis, axis_names
 
 TABLES = ROOT / "tunix/sharding/table.py"

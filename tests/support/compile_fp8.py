@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from tunix.costs.devices import read_topology
 from tunix.models.matmul import MATMUL
 from tunix.plan.compile import describe_devices
-from tunix.sharding.equations import Equation
+from tunix.sharding.table import Equation
 
 mesh = jax.make_mesh(
     (1,), ("fsdp",), axis_types=(AxisType.Explicit,), devices=describe_devices(read_topology(f"{sys.argv[1]}:1"))

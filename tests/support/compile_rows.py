@@ -16,7 +16,7 @@ from tunix.config.compose import compose
 from tunix.costs.devices import read_topology
 from tunix.costs.step import derive
 from tunix.plan.compile import compile_for, describe_devices
-from tunix.sharding.mesh_shape import explicit_sizes
+from tunix.sharding.mesh import explicit_sizes
 
 WORDS = [
     "model=tiny", "model.embed_dim=256", "model.num_layers=2", "model.num_heads=4", "model.num_kv_heads=2",

@@ -30,8 +30,8 @@ from tunix.config import Config
 from tunix.config.compose import compose
 from tunix.processes import exits
 from tunix.sharding.arrays import to_global
+from tunix.sharding.mesh import ONE_DEVICE as ONE_DEVICE_SHAPE
 from tunix.sharding.mesh import device_mesh
-from tunix.sharding.mesh_shape import ONE_DEVICE as ONE_DEVICE_SHAPE
 from tunix.training import train_spec as training
 from tunix.training.choices import build_layout, build_mesh
 from tunix.training.state import Architecture, describe, new_state

@@ -22,7 +22,7 @@ from tunix.config.task import AnyTask, Embed, Grpo, Paired, Sampling, Task, Uncu
 from tunix.config.training import Training, read_steps
 from tunix.optimizers.schedules import Scheduler
 from tunix.optimizers.table import AnyOptimizer, Optimizer, ParameterGroup
-from tunix.sharding import mesh_shape
+from tunix.sharding import mesh
 from tunix.sharding.table import read_dims
 
 __all__ = [
@@ -109,13 +109,13 @@ class Config(Section):
             )
         # What depends on the mesh is checked here if the mesh is known: the user gave its sizes, or a launcher gives
         # the number of devices. Otherwise the run checks it when it sees its devices.
-        sizes = mesh_shape.explicit_sizes(self.model.mesh_shape)
+        sizes = mesh.explicit_sizes(self.model.mesh_shape)
         check_qk_clip(self.model, self.optimizer.score_limit)
         self._check_mtp()
         if sizes:
             check_stages(self.model, sizes)
         if not isinstance(self.launcher, Local):
-            sizes = mesh_shape.resolve(
+            sizes = mesh.resolve(
                 self.model.mesh_shape,
                 self.launcher.num_devices,
                 self.dims,

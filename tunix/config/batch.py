@@ -22,7 +22,7 @@ from pydantic import Field, model_validator
 
 from tunix.base.config_types import Count, CountOrZero, Flag, Section
 from tunix.base.errors import UserError, near_multiples
-from tunix.sharding.mesh_shape import data_shards, list_divisors, nearest, num_stages, stream_shards, token_shards
+from tunix.sharding.mesh import data_shards, list_divisors, nearest, num_stages, stream_shards, token_shards
 
 KEY = "training.batch_stages"
 Spans = Sequence[tuple[int, int]]  # the steps of a run in order: (number of steps, tokens of each of them)

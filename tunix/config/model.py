@@ -27,9 +27,8 @@ from tunix.config.model_checks import check_model_keys
 from tunix.config.vision import AnyVision, Gemma3Vision
 from tunix.huggingface.table import FAMILIES, Family
 from tunix.models.table import CP_EXCHANGES, EXPERT_EXCHANGES, FUSED, GROUPED, KERNELS
-from tunix.sharding import mesh_shape
-from tunix.sharding.equations import values_per_byte, weights_per_scale
-from tunix.sharding.table import read_dims
+from tunix.sharding import mesh
+from tunix.sharding.table import read_dims, values_per_byte, weights_per_scale
 
 # Keys of `model` that are no part of the architecture, by what they decide. Models that differ in these alone have
 # parameters of the same shapes and the same meaning, but for low-rank updates and the arrays that layers share. Code
@@ -54,7 +53,7 @@ def list_keys_outside(*decide: str) -> set[str]:
     return set().union(*(OUTSIDE_ARCHITECTURE[name] for name in decide or OUTSIDE_ARCHITECTURE))
 
 
-MeshShape = Annotated[Any, AfterValidator(mesh_shape.parse)]
+MeshShape = Annotated[Any, AfterValidator(mesh.parse)]
 
 
 class Model(Section):

@@ -1,6 +1,6 @@
 """Checks of keys of a model that must fit one another. A message names the keys, their values and the way out.
 
-What depends on a mesh is checked elsewhere: `check_stages` (model_checks.py), `check_divides` (sharding/mesh_shape.py).
+What depends on a mesh is checked elsewhere: `check_stages` (model_checks.py), `check_divides` (sharding/mesh.py).
 """
 
 import re
@@ -13,9 +13,8 @@ from tunix.config.layers import EXPERT_PROJECTIONS, PROJECTIONS, ExpertsMlp, Lat
 from tunix.config.vision import check_vision
 from tunix.huggingface.table import FAMILIES
 from tunix.models.table import CP_EXCHANGES, EXPERT_EXCHANGES, RING_KERNELS
-from tunix.sharding.equations import values_per_byte
-from tunix.sharding.mesh_shape import list_divisors, nearest, num_stages
-from tunix.sharding.table import DIMS, LAYERS
+from tunix.sharding.mesh import list_divisors, nearest, num_stages
+from tunix.sharding.table import DIMS, LAYERS, values_per_byte
 
 if TYPE_CHECKING:
     from tunix.config.model import Model

@@ -32,10 +32,9 @@ from tunix.models.layers import parameter_name
 from tunix.models.linear_attention import count_rounds
 from tunix.models.remat import Remat, product_name
 from tunix.models.table import CP_EXCHANGES, EXPERT_EXCHANGES
-from tunix.sharding.equations import Equation
 from tunix.sharding.layout import Layout
-from tunix.sharding.mesh_shape import count_devices, token_shards
-from tunix.sharding.table import EXPERTS, STREAM_TOKENS, TOKENS, axis_names, token_axes
+from tunix.sharding.mesh import count_devices, token_shards
+from tunix.sharding.table import EXPERTS, STREAM_TOKENS, TOKENS, Equation, axis_names, token_axes
 from tunix.training.choices import Choices
 from tunix.training.loss import find_loss_kind
 from tunix.training.state import Weight

@@ -24,7 +24,7 @@ from tunix.models.expert_parallel import buffer_rows_per_token
 from tunix.models.kernels import CAPACITY_FACTOR
 from tunix.models.table import EXPERT_EXCHANGES, FUSED
 from tunix.sharding.arrays import bytes_per_device
-from tunix.sharding.mesh_shape import count_devices, data_shards, token_shards
+from tunix.sharding.mesh import count_devices, data_shards, token_shards
 from tunix.sharding.table import EXPERTS
 from tunix.training.logprobs import ROWS
 from tunix.training.train_spec import TrainSpec

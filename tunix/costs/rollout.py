@@ -22,8 +22,7 @@ from tunix.costs.step import count_teacher_bytes, estimate_inside_bytes
 from tunix.models.flops import forward_flops_per_token
 from tunix.models.kernels import select_cache
 from tunix.sharding.arrays import bytes_per_device
-from tunix.sharding.mesh import whole_sequences
-from tunix.sharding.mesh_shape import data_shards
+from tunix.sharding.mesh import data_shards, whole_sequences
 from tunix.sharding.table import keeping_axes
 from tunix.training.choices import select_rollout_sizes
 from tunix.training.state import Architecture, abstract_params

@@ -44,7 +44,7 @@ from tunix.models.table import EXPERT_EXCHANGES, FUSED, MATMUL_DTYPES
 from tunix.models.vision import Images
 from tunix.sharding.arrays import bytes_per_device
 from tunix.sharding.layout import Layout
-from tunix.sharding.mesh_shape import count_devices, data_shards, token_shards
+from tunix.sharding.mesh import count_devices, data_shards, token_shards
 from tunix.sharding.table import STREAM_TOKENS, axis_names, data_axes
 from tunix.training.choices import select
 from tunix.training.logprobs import count_chunk_positions

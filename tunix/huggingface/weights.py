@@ -31,9 +31,8 @@ from tunix.models.quantized import stack_quantized
 from tunix.processes import peers
 from tunix.processes.peers import find_blind
 from tunix.sharding.arrays import Index, fill, replicate, replicate_part
-from tunix.sharding.equations import Equation
 from tunix.sharding.layout import Layout
-from tunix.sharding.table import EXPERTS, LAYERS
+from tunix.sharding.table import EXPERTS, LAYERS, Equation
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")

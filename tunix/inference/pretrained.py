@@ -35,8 +35,7 @@ from tunix.processes import peers
 from tunix.run.folder import FILES, TOKENIZER
 from tunix.sharding.arrays import rows_to_global
 from tunix.sharding.layout import STRATEGIES, Layout
-from tunix.sharding.mesh import device_mesh, whole_sequences
-from tunix.sharding.mesh_shape import ONE_DEVICE, unsplit_dims
+from tunix.sharding.mesh import ONE_DEVICE, device_mesh, unsplit_dims, whole_sequences
 from tunix.training.state import Architecture, abstract_params, describe
 from tunix.training.train_spec import TrainSpec
 

@@ -34,7 +34,7 @@ from tunix.inference.sampling import Sampled, Sampling, sample
 from tunix.models.kernels import select_cache
 from tunix.models.transformer import Transformer
 from tunix.models.vision import Images
-from tunix.sharding.mesh_shape import data_shards
+from tunix.sharding.mesh import data_shards
 from tunix.training.state import Architecture
 
 TOKENS_UNCHECKED = 8  # that the loop draws between two looks at how many rows are at work

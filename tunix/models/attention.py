@@ -27,8 +27,7 @@ from tunix.models.layers import NORMS, Bias, Einsum, Initializer, divide_by_rms,
 from tunix.models.mla import Heads
 from tunix.models.rope import apply_rope, grow_queries
 from tunix.models.table import CP_EXCHANGES
-from tunix.sharding.layout import Layout
-from tunix.sharding.mesh import stage_shard_map
+from tunix.sharding.layout import Layout, stage_shard_map
 
 # Attention: which keys a query sees, and the kernels that compute it.
 #

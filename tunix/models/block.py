@@ -19,8 +19,8 @@ from tunix.models.linear_attention import LinearAttention, Recurrence
 from tunix.models.matmul import product
 from tunix.models.mla import Heads, LatentAttention
 from tunix.models.rope import Rope, Turns, layer_rope, make_tables
-from tunix.sharding.equations import Equation
 from tunix.sharding.layout import Layout
+from tunix.sharding.table import Equation
 
 # Inputs of each layer (`model.layer_inputs`): a vector of each token for each layer (Gemma 4).
 #

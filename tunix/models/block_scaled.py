@@ -23,8 +23,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec, get_abstract_mesh
 
 from tunix.sharding.arrays import bring_to
-from tunix.sharding.equations import Equation
 from tunix.sharding.layout import gradient_spec
+from tunix.sharding.table import Equation
 
 BLOCK = 32  # numbers of a scale
 NUMBERS, SCALES = jnp.float8_e4m3fn, jnp.float8_e8m0fnu

@@ -22,7 +22,7 @@ from tunix.config import Model
 from tunix.models.attention_mask import MaskRule
 from tunix.models.kernels import Choice, find_kernel
 from tunix.models.table import CP_EXCHANGES, RING_KERNELS
-from tunix.sharding.mesh_shape import count_devices, token_shards
+from tunix.sharding.mesh import count_devices, token_shards
 from tunix.sharding.table import DIMS, token_axes
 
 

@@ -26,8 +26,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec, reshard
 
 from tunix.models.kernels import has_product_library
-from tunix.sharding.equations import Equation
 from tunix.sharding.layout import gradient_spec
+from tunix.sharding.table import Equation
 
 MANY_MULTIPLICATIONS = 2**22  # of a product, from which on it takes the library; small ones keep the digits of old runs
 PARTS = 8  # into which a single dimension is split, so that a sum over it becomes one over two

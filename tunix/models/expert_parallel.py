@@ -29,7 +29,7 @@ from tunix.config import Model
 from tunix.config.layers import ExpertsMlp
 from tunix.models.kernels import Choice
 from tunix.models.table import EXPERT_EXCHANGES
-from tunix.sharding.mesh_shape import count_devices
+from tunix.sharding.mesh import count_devices
 from tunix.sharding.table import DIMS, EXPERTS
 
 

@@ -42,9 +42,8 @@ from tunix.models.layers import ACTIVATIONS, MLP, Bias, BlockSums, Initializer, 
 from tunix.models.low_rank import ExpertFactors
 from tunix.models.matmul import grouped_product, product
 from tunix.models.table import EXPERT_EXCHANGES, FUSED
-from tunix.sharding.equations import Equation
-from tunix.sharding.layout import Layout
-from tunix.sharding.mesh import stage_shard_map
+from tunix.sharding.layout import Layout, stage_shard_map
+from tunix.sharding.table import Equation
 
 SCORES: dict[str, Callable[[jax.Array], jax.Array]] = {
     "softmax": partial(jax.nn.softmax, axis=-1),

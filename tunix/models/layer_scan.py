@@ -29,8 +29,8 @@ from jax.sharding import PartitionSpec, get_abstract_mesh, reshard
 
 from tunix.models.remat import Remat
 from tunix.sharding.arrays import bring_to
-from tunix.sharding.equations import Equation
 from tunix.sharding.layout import Layout
+from tunix.sharding.table import Equation
 
 # (x, weights of one layer, values of the layer, values of all layers) -> (x, results)
 Block = Callable[[jax.Array, Any, Any, Any], tuple[jax.Array, Any]]

@@ -18,9 +18,8 @@ from tunix.config.vision import TOWER
 from tunix.models.low_rank import LowRank
 from tunix.models.matmul import product
 from tunix.models.quantized import dequantize, quantize
-from tunix.sharding.equations import Equation
 from tunix.sharding.layout import Layout
-from tunix.sharding.table import STREAM_TOKENS
+from tunix.sharding.table import STREAM_TOKENS, Equation
 
 
 def named(tree: Mapping[str, Any]) -> list[tuple[str, Any]]:

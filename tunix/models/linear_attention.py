@@ -22,10 +22,8 @@ from jax.sharding import reshard
 
 from tunix.config import Model
 from tunix.models.layers import Bias, Einsum, Initializer, RMSNorm
-from tunix.sharding.equations import Equation
-from tunix.sharding.layout import Layout
-from tunix.sharding.mesh import stage_shard_map
-from tunix.sharding.table import token_axes
+from tunix.sharding.layout import Layout, stage_shard_map
+from tunix.sharding.table import Equation, token_axes
 
 # The gated delta rule: attention with a memory of fixed size (Yang et al. 2024, arXiv:2412.06464).
 #

@@ -23,8 +23,8 @@ from tunix.config import PROJECTIONS, Model
 from tunix.config.layers import Lora
 from tunix.models.matmul import product
 from tunix.models.quantized import dequantize
-from tunix.sharding.equations import Equation
 from tunix.sharding.layout import Layout
+from tunix.sharding.table import Equation
 
 if TYPE_CHECKING:
     from tunix.models.layers import DropoutKey, Initializer

@@ -13,8 +13,8 @@ from tunix.base.dotted_path import import_object
 from tunix.models import cpu_library
 from tunix.models.kernels import mesh_device
 from tunix.models.table import GROUPED, MATMUL_DTYPES
-from tunix.sharding.equations import Equation
 from tunix.sharding.layout import Layout, gradient_spec
+from tunix.sharding.table import Equation
 
 # Products of 8-bit floats ("FP8 Formats for Deep Learning", Micikevicius et al. 2022, arXiv:2209.05433).
 #

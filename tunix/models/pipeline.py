@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec, get_abstract_mesh, reshard
 
 from tunix.sharding.arrays import bring_to
 from tunix.sharding.layout import Layout
-from tunix.sharding.mesh_shape import count_devices
+from tunix.sharding.mesh import count_devices
 
 # (layers, rows) -> rows: the layers of each stage, arrays [S, L / S, ...], on its rows, [S, rows, ...]
 RunLayers = Callable[[Any, Any], Any]

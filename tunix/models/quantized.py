@@ -14,9 +14,8 @@ from jax.sharding import PartitionSpec, auto_axes
 
 from tunix.base.errors import UserError
 from tunix.config import Model
-from tunix.sharding.equations import Equation, values_per_byte, weights_per_scale
-from tunix.sharding.layout import Layout
-from tunix.sharding.mesh import stage_shard_map
+from tunix.sharding.layout import Layout, stage_shard_map
+from tunix.sharding.table import Equation, values_per_byte, weights_per_scale
 
 STORED = {"int8": ("int8", "bfloat16"), "nf4": ("uint8", "bfloat16")}  # dtypes of codes and scales
 

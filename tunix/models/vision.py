@@ -40,8 +40,8 @@ from tunix.models.layers import (
 from tunix.models.matmul import product
 from tunix.models.remat import Remat, scan_blocks
 from tunix.models.rope import Turns, rotate
-from tunix.sharding.equations import Equation
 from tunix.sharding.layout import Layout
+from tunix.sharding.table import Equation
 
 
 class Images(NamedTuple):

@@ -33,7 +33,7 @@ from tunix.costs.hlo import Collective, read_collectives
 from tunix.models import kernels
 from tunix.models.expert_parallel import experts_with_capacity, select_expert_exchange
 from tunix.processes.exits import end_with
-from tunix.sharding.mesh_shape import count_devices, token_shards
+from tunix.sharding.mesh import count_devices, token_shards
 from tunix.sharding.table import DIMS, EXPERTS
 from tunix.training.choices import build_mesh
 from tunix.training.train_spec import assemble

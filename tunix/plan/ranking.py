@@ -33,7 +33,7 @@ from tunix.costs.step import Costs, check_matmul_dtype, derive, derive_costs, fi
 from tunix.plan.compile import WORKERS, Compiled, compile_all
 from tunix.plan.derived_time import derive_time, resolve_exchange
 from tunix.processes import peers
-from tunix.sharding.mesh_shape import format_mesh_shape, meshes, resolve, token_shards
+from tunix.sharding.mesh import format_mesh_shape, meshes, resolve, token_shards
 from tunix.training.choices import Choices, Planned, check_rollout_devices, select_rollout_sizes, split_devices
 from tunix.training.train_spec import check_on_mesh
 

@@ -17,7 +17,7 @@ from tunix.costs.figure import INK, PALE, Bar, Panel, format_table, plot
 from tunix.data.teacher_logits import describe_logits
 from tunix.plan.compile import find_backend
 from tunix.plan.ranking import GIB, MANY, Candidate, Ranking, count_usable_bytes
-from tunix.sharding.mesh_shape import format_mesh_shape
+from tunix.sharding.mesh import format_mesh_shape
 
 MEMORY = {
     "weights": "#2a6f97",

@@ -30,8 +30,16 @@ from tunix.models.flops import tower_flops
 from tunix.processes import peers
 from tunix.rl.table import format_environment
 from tunix.sharding.arrays import bytes_per_device
-from tunix.sharding.mesh import MAX_ROWS, device_table
-from tunix.sharding.mesh_shape import data_shards, format_mesh_shape, resolve, stream_shards, token_shards, unsplit_dims
+from tunix.sharding.mesh import (
+    MAX_ROWS,
+    data_shards,
+    device_table,
+    format_mesh_shape,
+    resolve,
+    stream_shards,
+    token_shards,
+    unsplit_dims,
+)
 from tunix.sharding.table import DIMS, stream_axes
 from tunix.training.choices import Choices
 from tunix.training.optimizer import count_phase_steps

@@ -16,7 +16,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, reshard
 
 from tunix.sharding.layout import activation_spec
-from tunix.sharding.mesh_shape import data_shards
+from tunix.sharding.mesh import data_shards
 
 POOL = ThreadPoolExecutor(2, "tunix-pieces")  # makes pieces; one for all arrays: new threads keep memory of their own
 AHEAD = 1  # pieces that are made or waiting while one is put into its place

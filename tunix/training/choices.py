@@ -20,8 +20,7 @@ from tunix.models.kernels import Choice, choose_kernels, select_expert_matmul
 from tunix.models.remat import Remat
 from tunix.models.table import MATMUL_DTYPES
 from tunix.sharding.layout import STRATEGIES, Layout
-from tunix.sharding.mesh import device_mesh
-from tunix.sharding.mesh_shape import check_divides, data_shards, format_mesh_shape, num_stages, unsplit_dims
+from tunix.sharding.mesh import check_divides, data_shards, device_mesh, format_mesh_shape, num_stages, unsplit_dims
 from tunix.sharding.table import DIMS, data_axes, keeping_axes
 
 log = logging.getLogger(__name__)

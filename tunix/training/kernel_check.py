@@ -22,7 +22,7 @@ from tunix.models.fused_experts import HIDDEN, ExpertWeights, KernelConfig, bloc
 from tunix.models.matmul import grouped_product
 from tunix.models.table import FUSED
 from tunix.sharding.layout import Layout
-from tunix.sharding.mesh_shape import data_shards, token_shards
+from tunix.sharding.mesh import data_shards, token_shards
 
 # Tokens of a row, of each of its documents, of the window. Documents and windows end within blocks of the kernels,
 # which have 32 to 128 tokens: errors of masks show there.

@@ -23,9 +23,8 @@ from tunix.models.low_rank import start_updates
 from tunix.models.remat import KEEP_ALL, Remat
 from tunix.models.transformer import Transformer
 from tunix.sharding.arrays import bring_to, to_host_memory
-from tunix.sharding.equations import Equation
 from tunix.sharding.layout import Layout
-from tunix.sharding.table import EXPERTS, FIRST_LAYERS, LAYERS
+from tunix.sharding.table import EXPERTS, FIRST_LAYERS, LAYERS, Equation
 from tunix.training.ema import Copy, init_ema
 from tunix.training.optimizer import SpikeGuard
 

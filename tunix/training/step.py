@@ -13,7 +13,7 @@ from tunix.data.batches import Batch, split_shared
 from tunix.models.layer_scan import GradientSums, as_summed, make_slots
 from tunix.models.layers import named
 from tunix.sharding.arrays import to_device_memory, to_host_memory
-from tunix.sharding.equations import Equation
+from tunix.sharding.table import Equation
 from tunix.training.ema import Copy, move_ema
 from tunix.training.logprobs import ROUTING, LossFn, Sums, add_up, report_sums
 from tunix.training.optimizer import Schedule, SpikeGuard, move_biases

@@ -28,7 +28,7 @@ from tunix.data.batches import TEACHER, Batch
 from tunix.data.teacher_logits import IDS, LOG_PROBS, NO_TOKEN, REST, TopK
 from tunix.models.context_parallel import select_exchange
 from tunix.models.transformer import Transformer
-from tunix.sharding.mesh_shape import check_divides, num_stages
+from tunix.sharding.mesh import check_divides, num_stages
 from tunix.training.choices import Planned, lay_out_teacher
 from tunix.training.logprobs import TeacherOutput, compute_hidden, make_splitter, merge_chunks
 from tunix.training.state import Architecture, abstract_params, describe

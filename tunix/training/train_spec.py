@@ -23,7 +23,7 @@ from tunix.models.context_parallel import select_exchange
 from tunix.models.flops import flops_per_token, tower_flops
 from tunix.sharding.arrays import abstract_results, has_host_memory
 from tunix.sharding.layout import Layout
-from tunix.sharding.mesh_shape import check_divides, nearest
+from tunix.sharding.mesh import check_divides, nearest
 from tunix.training.choices import Choices, Options, Planned, keep_known_options, select
 from tunix.training.ema import Copy, init_ema, make_ema
 from tunix.training.loss import LossFn, find_loss_kind, make_loss, try_out_loss
