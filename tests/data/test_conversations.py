@@ -12,11 +12,10 @@ from tunix.base.errors import UserError
 from tunix.config.compose import compose
 from tunix.config.task import Prompted
 from tunix.data.chat import PLAIN, ChatTemplate
-from tunix.data.dataset import load_corpus
+from tunix.data.dataset import find_units, load_corpus
 from tunix.data.documents import read_documents
 from tunix.data.prompts import load_prompts
 from tunix.data.sources import read_questions
-from tunix.data.tokenize import find_units
 from tunix.training.choices import build_mesh
 from tunix.training.loss import HeldOut
 

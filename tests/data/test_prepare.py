@@ -18,8 +18,7 @@ from support.harness import ROOT, SMALL, run_python
 from tunix.base.digests import VERIFIED
 from tunix.base.errors import UserError
 from tunix.config.compose import compose
-from tunix.data import tokenize
-from tunix.data import tokenize as shard_workers
+from tunix.data import dataset, shards
 from tunix.data.batches import TrainBatches
 from tunix.data.dataset import load_corpus, prepare_corpus
 from tunix.data.shards import hash_document
@@ -86,22 +85,22 @@ def test_at_least_one_document_is_held_out(tmp_path, shard_bytes):
 def test_of_two_processes_at_once_none_takes_a_shard_away(tmp_path, monkeypatch):
     """The second makes the whole corpus while the first is about to hold its one document out."""
     cfg = text_config(write_corpus(tmp_path / "c", 6), "data.held_out_fraction=0.0001", f"loading.cache_dir={tmp_path}")
-    make_shards = tokenize.make_shards
+    make_shards = dataset.make_shards
 
     def interrupted(plans, folder, loading):
         info = make_shards(plans, folder, loading)
-        monkeypatch.setattr(tokenize, "make_shards", make_shards)
+        monkeypatch.setattr(dataset, "make_shards", make_shards)
         prepared(cfg)
-        monkeypatch.setattr(shard_workers, "make_shard", lambda *_: pytest.fail("all shards are there"))
+        monkeypatch.setattr(shards, "make_shard", lambda *_: pytest.fail("all shards are there"))
         return info
 
-    monkeypatch.setattr(tokenize, "make_shards", interrupted)
+    monkeypatch.setattr(dataset, "make_shards", interrupted)
     assert load_corpus(cfg).num_held_out == 1
 
 
 def test_progress_is_told_while_shards_are_made(tmp_path, monkeypatch):
     """Of shards that are not done either; a folder that goes away does not end the report."""
-    monkeypatch.setattr(tokenize, "REPORT_EVERY_S", 0.01)
+    monkeypatch.setattr(shards, "REPORT_EVERY_S", 0.01)
     (tmp_path / ".00000-x").mkdir()
     (tmp_path / ".00000-x" / "train.tokens.npy").write_bytes(bytes(3_000_000))
     told, is_told = [], threading.Event()
@@ -110,7 +109,7 @@ def test_progress_is_told_while_shards_are_made(tmp_path, monkeypatch):
         told.append(megabytes)
         is_told.set()
 
-    with tokenize._reporting_tokens(tmp_path, report):
+    with shards._reporting_tokens(tmp_path, report):
         assert is_told.wait(60)
     assert told[0] == 3.0
 

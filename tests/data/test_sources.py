@@ -16,10 +16,9 @@ from support.harness import SMALL
 
 from tunix.base.errors import UserError
 from tunix.config.compose import compose
-from tunix.data.dataset import load_corpus, prepare_corpus
+from tunix.data.dataset import find_units, load_corpus, prepare_corpus
 from tunix.data.documents import Document, read_documents
 from tunix.data.files import zstd
-from tunix.data.tokenize import find_units
 
 TEXTS = [f"document {number}: {'word ' * (number % 7 + 1)}" for number in range(40)]
 TINY = [*SMALL, "tokenizer=bytes", "tokenizer.vocab_size=259", "training.seq_len=16"]

@@ -23,8 +23,7 @@ from tunix.config import Average, Evaluate, Export, Generate
 from tunix.config.command_line import read_settings
 from tunix.config.compose import compose
 from tunix.config.model import list_keys_outside
-from tunix.data.dataset import load_corpus
-from tunix.data.tokenize import find_units
+from tunix.data.dataset import find_units, load_corpus
 from tunix.evaluate import evaluate
 from tunix.export import export
 from tunix.generate import generate

@@ -25,7 +25,7 @@ from tunix.base.files import expand_home, parse_json
 # tests/data/test_cache_forms.py fails until then.
 CACHE_FORMS = {
     "tokens": 3,  # tokenized corpora (data/shards.py)
-    "tokenizers": 1,  # trained ones (data/tokenize.py)
+    "tokenizers": 1,  # trained ones (data/dataset.py)
     "packing": 1,  # which pieces of documents a sequence has (data/packing.py)
     "reference": 2,  # log-probabilities of pairs under the model of step 0 (rl/reference.py)
     "teacher": 1,  # likeliest tokens of a teacher (data/teacher_logits.py)

@@ -8,29 +8,39 @@ Reading any place of any shard costs one page of the file:
     FOLDER/00000/train.tokens.npy    an array of `Arrays`; which ones there are depends on the kind of the documents
     FOLDER/00000/held_out.*.npy      the same for the held-out documents
     FOLDER/00001/ ...
-    FOLDER/00001-held-out/           in place of 00001, where `tokenize.prepare` held a document out afterwards
+    FOLDER/00001-held-out/           in place of 00001, where `dataset.prepare` held a document out afterwards
 
 A process makes a shard: units (files, or parts of large files) -> documents -> tokens -> arrays of train and held_out.
 A shard depends on its plan alone, so any process of any host can make it, and shards are made side by side.
 """
 
+import contextlib
 import hashlib
 import json
+import logging
+import multiprocessing
+import os
+import sys
+import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from tunix.base.digests import list_files, write_digests
 from tunix.base.dotted_path import import_object
 from tunix.base.errors import UserError
-from tunix.base.files import read_json
+from tunix.base.files import make_once, read_json
 from tunix.base.forms import CACHE_FORMS, naming_writer
-from tunix.config import Task
+from tunix.config import Loading, Task
 from tunix.data.documents import Document, LeftOut, read_documents
 from tunix.data.encoding import Encoded
 from tunix.data.files import Limited, Unit
@@ -38,6 +48,8 @@ from tunix.data.image_processors import ImageProcessor
 from tunix.data.pieces import Cutter, find_longest_piece
 from tunix.data.table import DOCUMENTS, Source, Tokens
 from tunix.data.tokenizer import Vocab, add_images, load_vocab
+
+log = logging.getLogger(__name__)
 
 BLOCK = 1 << 24  # elements of an array that are read at one time
 OPEN_SHARDS = 256  # open at one time; each takes up to three file descriptors
@@ -240,7 +252,7 @@ def scan_tokens(source: Tokens, unit: Unit, folder: Path, vocab: Vocab) -> tuple
         local_path = flat_path | {"offset": flat_path["offset"] + first * tokens.itemsize, "count": stop - first}
         digest = digest_arrays({"tokens": map_tokens(**local_path), "starts": local})
         info[split] = {"tokens": stop - first, "documents": len(local), "digest": digest, "flat": local_path}
-    info["train"]["bytes"] = None  # `tokenize` computes them from the counts of tokens
+    info["train"]["bytes"] = None  # `dataset.prepare` computes them from the counts of tokens
     return info, counts
 
 
@@ -387,7 +399,7 @@ def _tokenize(plan: ShardPlan, folder: Path, vocab: Vocab) -> tuple[dict[str, An
     parts = {split: Part(plan.task.documents, folder, split, vocab.dtype, has_images) for split in SPLITS}
     left_out: Counter[str] = Counter()
     examples: list[str] = []
-    smallest = 2**HASH_BITS  # of a small corpus, `tokenize.prepare` holds out the document with the smallest hash
+    smallest = 2**HASH_BITS  # of a small corpus, `dataset.prepare` holds out the document with the smallest hash
     encode = import_object(DOCUMENTS[plan.task.documents].encode)
     for documents in _read_batches(plan, vocab, left_out, examples):
         hashes = [hash_document(document.name) for document in documents]
@@ -443,3 +455,110 @@ def _read_batches(
                 yield batch
                 batch, size = [], 0
     yield batch
+
+
+# Shards made side by side, by a worker process on each core.
+
+
+def make_shards(plans: list[ShardPlan], folder: Path, loading: Loading) -> list[dict]:
+    """Make the shards that are missing, on all cores; return the facts of all."""
+    missing = [plan for plan in plans if not (folder / plan.name).exists()]
+    if 0 < len(missing) < len(plans):
+        log.info("%d of %d shards are there already", len(plans) - len(missing), len(plans))
+    num_workers = min(len(missing), loading.prepare_processes or os.cpu_count() or 1)
+    sizes = {plan.name: sum(unit.size for unit in plan.units) for plan in missing}
+    text = TextColumn("tokenizing, {task.description}")
+    start_time = time.perf_counter()
+    columns = text, BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
+    is_watched = sys.stdout.isatty()
+    with Progress(*columns, transient=True, disable=not is_watched) as progress:
+        bar = progress.add_task("0.0 MB of tokens", total=sum(sizes.values()))
+
+        def report(megabytes: float, num_images: int) -> None:
+            text = f"{megabytes:.1f} MB of tokens"
+            if num_images:
+                text += f", {num_images:,} images, {num_images / (time.perf_counter() - start_time):.0f} a second"
+            progress.update(bar, description=text)
+            if not is_watched:
+                log.info("tokenizing, %s so far", text)
+
+        with _reporting_tokens(folder, report):
+            for name in _make_missing(missing, folder, num_workers):
+                progress.advance(bar, sizes[name])
+    return [json.loads((folder / plan.name / "facts.json").read_text()) for plan in plans]
+
+
+REPORT_EVERY_S = 4.0  # while a shard is made, so that nobody thinks that the process is stuck
+
+
+@contextlib.contextmanager
+def _reporting_tokens(folder: Path, report: Callable[[float, int], None]) -> Iterator[None]:
+    """Call `report` every few seconds with the megabytes of tokens and the images that all processes have written in
+    a folder."""
+    done = threading.Event()
+
+    def count_bytes(array: str) -> int:
+        size = 0
+        for path in folder.rglob(f"*.{array}.npy"):  # also in the folders of shards that are not done
+            with contextlib.suppress(OSError):  # of a shard that has just got its name
+                size += path.stat().st_size
+        return size
+
+    def watch() -> None:
+        while not done.wait(REPORT_EVERY_S):
+            with contextlib.suppress(OSError):  # a folder that goes away while it is listed
+                report(count_bytes("tokens") / 1e6, count_bytes("image_ends") // 8)
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def _make_missing(plans: list[ShardPlan], folder: Path, num_workers: int) -> Iterator[str]:
+    """Make shards in worker processes and yield the name of each when it is done.
+
+    With one worker, this process makes them all, and the tokenizer uses a thread for each core.
+    """
+    if num_workers <= 1:
+        yield from (_make_one(plan, folder) for plan in plans)
+        return
+    # "spawn" starts a new interpreter. "fork" would copy this process, whose other threads (JAX, a tokenizer) may hold
+    # locks; the copy has no such thread, so its locks would never open.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(num_workers, context, _start_worker, (os.getpid(),)) as pool:
+        futures = [pool.submit(_make_one, plan, folder) for plan in plans]
+        try:
+            for future in as_completed(futures):
+                yield future.result()
+        except BrokenProcessPool:
+            raise UserError(
+                "a process that tokenizes was killed, perhaps because memory ran out; run fewer at a time: "
+                f"loading.prepare_processes={max(1, num_workers // 2)}. Finished shards are kept"
+            ) from None
+        except BaseException:
+            # Without this, leaving the block waits for every shard that has not begun yet.
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _make_one(plan: ShardPlan, folder: Path) -> str:
+    make_once(folder / plan.name, lambda path: make_shard(plan, path))
+    return plan.name
+
+
+def _start_worker(parent: int) -> None:
+    """Prepare a worker process: it uses one core, and it ends when its parent has ended."""
+    # The tokenizer's threads (Rayon) are one for each core; so many in each worker would only wait for one another.
+    os.environ["RAYON_NUM_THREADS"] = "1"
+
+    # A parent that is killed cannot end its workers. A process whose parent has ended gets another parent.
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
