@@ -1,4 +1,4 @@
-"""Feeds: what each kind of documents (`DOCUMENTS` of data/table.py) gives to the training loop."""
+"""Feeds: what each kind of documents (`DOCUMENTS` of data/documents.py) gives to the training loop."""
 
 import logging
 import math
@@ -17,10 +17,10 @@ from tunix.config.rewards import EngineTerm
 from tunix.config.task import Cycle, Grpo
 from tunix.data.batches import TEACHER, Batch, BatchSource, PrefetchReader, TrainBatches
 from tunix.data.dataset import Corpus
+from tunix.data.documents import DOCUMENTS
 from tunix.data.image_slots import find_slots
 from tunix.data.prompts import AnyCorpus, PromptCorpus, load_prompts
 from tunix.data.sample_order import BEGINNING, DataSchedule, Position, Samples
-from tunix.data.table import DOCUMENTS
 from tunix.inference.rollout import Request, Sampler
 from tunix.inference.sampling import Sampling, find_stop_ids
 from tunix.inference.teacher import give_logits, load_teacher

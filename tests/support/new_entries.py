@@ -107,13 +107,11 @@ AnyTask = Annotated[Counting | """,
         "task.name=counting",
     ),
     "a kind of documents": entry(
-        "tunix/data/table.py",
+        "tunix/data/documents.py",
         "DOCUMENTS = {",
         """\
 DOCUMENTS = {
-    "numbers": DocumentKind(
-        "tunix.data.documents:read_text", "tunix.data.encoding:encode_texts", "numbers", takes_text=True
-    ),""",
+    "numbers": DocumentKind(read_text, encode_texts, "numbers"),""",
     ),
     "a metric sink": entry(
         "tunix/run/table.py",

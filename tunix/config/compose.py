@@ -49,7 +49,7 @@ from tunix.config.saved_runs import (
     split_step,
     upgrade,
 )
-from tunix.data.table import DOCUMENTS, Custom, Rows, Source, Tokens
+from tunix.data.table import Custom, Rows, Source, Tokens
 
 # word                        means
 # group=option                take the file conf/GROUP/OPTION.yaml
@@ -358,7 +358,7 @@ def reject_missing_inputs(job: Job) -> None:
     if launcher.name == "kubernetes" or (isinstance(launcher, Slurm) and launcher.container_image is not None):
         return
     for key, source in _list_parts(cfg).items():
-        if DOCUMENTS[cfg.task.documents].takes_text:
+        if cfg.task.takes_text:
             if isinstance(source, Rows) and not isinstance(source, Custom) and source.columns.text is None:
                 raise UserError(
                     f"{key}.columns.text is not set, and task={cfg.task.name} reads it: name the column of the text, "

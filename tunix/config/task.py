@@ -78,7 +78,8 @@ class Cycle(NamedTuple):
 class Task(Section):
     """The task of a run: its documents and its loss."""
 
-    documents: ClassVar[str]  # what a document of the data is: a key of `DOCUMENTS`
+    documents: ClassVar[str]  # what a document of the data is: a key of `DOCUMENTS` in data/documents.py
+    takes_text: ClassVar[bool] = False  # a source may give plain text; otherwise it must give rows with columns
     default_loss: ClassVar[str]  # a key of LOSSES in training/loss.py
 
     name: str
@@ -166,6 +167,7 @@ class Pretrain(Distilled):
     """Next-token loss on every token of documents."""
 
     documents = "text"
+    takes_text = True
     default_loss = "next_token"
 
     name: Literal["pretrain"]  # type: ignore[assignment]

@@ -36,17 +36,15 @@ import numpy as np
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from tunix.base.digests import list_files, write_digests
-from tunix.base.dotted_path import import_object
 from tunix.base.errors import UserError
 from tunix.base.files import make_once, read_json
 from tunix.base.forms import CACHE_FORMS, naming_writer
 from tunix.config import Loading, Task
-from tunix.data.documents import Document, LeftOut, read_documents
-from tunix.data.encoding import Encoded
+from tunix.data.documents import DOCUMENTS, Document, Encoded, LeftOut, read_documents
 from tunix.data.files import Limited, Unit
 from tunix.data.image_processors import ImageProcessor
 from tunix.data.pieces import Cutter, find_longest_piece
-from tunix.data.table import DOCUMENTS, Source, Tokens
+from tunix.data.table import Source, Tokens
 from tunix.data.tokenizer import Vocab, add_images, load_vocab
 
 log = logging.getLogger(__name__)
@@ -400,7 +398,7 @@ def _tokenize(plan: ShardPlan, folder: Path, vocab: Vocab) -> tuple[dict[str, An
     left_out: Counter[str] = Counter()
     examples: list[str] = []
     smallest = 2**HASH_BITS  # of a small corpus, `dataset.prepare` holds out the document with the smallest hash
-    encode = import_object(DOCUMENTS[plan.task.documents].encode)
+    encode = DOCUMENTS[plan.task.documents].encode
     for documents in _read_batches(plan, vocab, left_out, examples):
         hashes = [hash_document(document.name) for document in documents]
         smallest = min([smallest, *hashes])
