@@ -38,6 +38,12 @@ def test_data_without_a_source_is_refused():
         compose(["~data.source"])
 
 
+@pytest.mark.parametrize("key", ["model", "task", "data", "tokenizer", "model.family"])
+def test_a_key_that_is_read_before_the_check_may_be_taken_away(key):
+    with pytest.raises(UserError, match=rf"{key}\S* is missing"):
+        compose(["+experiment=grpo_addition", f"~{key}"])
+
+
 def test_values_at_the_edge_work():
     words = ["training.max_steps=2147483647", "training.max_tokens=9223372036854775807", "project_name=a/b"]
     config = compose([*words, "training.ema_decay=[0.9,0.99]"]).config

@@ -250,6 +250,8 @@ def check(composed: DictConfig, fresh: bool = True) -> Config:
             if OmegaConf.is_config(value):
                 values[key] = OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
     upgrade(values)
+    if not all(isinstance(values.get(section), dict) for section in ("model", "task", "tokenizer", "data")):
+        return build(values)  # which says what is missing, as after `~model`
     for key, value in flat(values).items():
         for text in value if isinstance(value, list) else [value]:
             if isinstance(text, str) and is_masked(text):
@@ -259,20 +261,20 @@ def check(composed: DictConfig, fresh: bool = True) -> Config:
             fill_from_run(values, *run)
         else:
             fill_from_pretrained(values)
-        if values["model"]["init_adapter"]:
+        if values["model"].get("init_adapter"):
             fill_from_adapter(values["model"])
-    elif fresh and values["model"]["init_adapter"]:
+    elif fresh and values["model"].get("init_adapter"):
         raise UserError(
             f"model.init_adapter={values['model']['init_adapter']} updates the matrices of a base; give it too: "
             "model.init_from=DIR"
         )
-    elif values["model"]["family"] is None:
+    elif values["model"].get("family", "") is None:
         raise UserError("model=pretrained needs model.init_from=DIR or an ID of the Hugging Face hub")
     if fresh and values["task"].get("teacher"):
         fill_teacher(values["task"])
     if fresh and isinstance(values["task"].get("rewards"), list):
         fill_reward_models(values["task"])
-    if values["model"]["vocab_size"] == "auto":
+    if values["model"].get("vocab_size") == "auto":
         values["model"]["vocab_size"] = count_rows(values)
     fill_labels(values)
     return build(values)

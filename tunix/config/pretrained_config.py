@@ -51,7 +51,7 @@ def fill_from_pretrained(values: dict[Any, Any]) -> None:
     # A dry run fetches no tokenizer, unless the number of its tokens is asked for.
     needs_config_alone = values.get("dry_run") and model.get("vocab_size") != "auto"
     folder = hub.find(str(model["init_from"]), hub.CONFIG if needs_config_alone else hub.INFO_FILES)
-    if tokenizer["path"] is None and not _is_byte_level(tokenizer):
+    if tokenizer.get("path") is None and not _is_byte_level(tokenizer):
         tokenizer["path"] = str(folder)
     family = model.get("family")
     own = family if family is not None and is_dotted(str(family)) else None
@@ -68,7 +68,7 @@ def fill_from_pretrained(values: dict[Any, Any]) -> None:
 def _is_byte_level(tokenizer: dict[Any, Any]) -> bool:
     """Return whether the user chose tokenizer=bytes, which is then that of a model of other weights, too."""
     values: Any = OmegaConf.load(CONF / "tokenizer" / "bytes.yaml")
-    return tokenizer["vocab_size"] == values.vocab_size
+    return tokenizer.get("vocab_size") == values.vocab_size
 
 
 def _find_num_rows(values: dict[Any, Any], in_files: int, source: str) -> int:
@@ -231,7 +231,7 @@ def fill_from_run(values: dict[Any, Any], folder: Path, step: int | None) -> Non
         raise UserError(f"model.mtp={model.get('mtp')}, but {folder}/config.yaml says {found['mtp']}; {way_out}")
     source = str(model["init_from"])
     root = split_step(source)[0] if is_address(source) else str(folder.resolve())
-    if tokenizer["path"] is None and not _is_byte_level(tokenizer):
+    if tokenizer.get("path") is None and not _is_byte_level(tokenizer):
         tokenizer["path"] = join(root, "tokenizer")
     model["init_from"] = _name_checkpoint(root, folder, step)
 
