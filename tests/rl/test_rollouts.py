@@ -20,9 +20,8 @@ from tunix.config import Evaluate
 from tunix.config.command_line import read_settings
 from tunix.config.compose import compose
 from tunix.config.task import Cycle
-from tunix.data.batches import BatchSource
+from tunix.data.batches import BEGINNING, BatchSource, DataSchedule, Position, Samples
 from tunix.data.prompts import Prompt, load_prompts
-from tunix.data.sample_order import BEGINNING, DataSchedule, Position, Samples
 from tunix.evaluate import evaluate
 from tunix.inference.engine import Answer, Engine
 from tunix.rl.episodes import derive_seed

@@ -19,8 +19,8 @@ from dataclasses import replace
 import numpy as np
 
 from tunix.config.task import Grpo
+from tunix.data.batches import Position, Samples
 from tunix.data.prompts import Prompt
-from tunix.data.sample_order import Position, Samples
 
 RIGHT = 1.0  # an answer is right where the first reward gives it at least this
 MOST_LEFT_OUT = 100  # prompts that are left out for each one that is asked; then prompts are asked as they come

@@ -34,11 +34,10 @@ from tunix.base.errors import Stopped
 from tunix.config import Config
 from tunix.config.batch import BatchShape
 from tunix.config.task import Grpo
-from tunix.data.batches import Batch, Example, Numbers
+from tunix.data.batches import Batch, DataSchedule, Example, Numbers, Position, Samples
 from tunix.data.image_slots import find_slots
 from tunix.data.packing import pack_best_fit
 from tunix.data.prompts import Prompt
-from tunix.data.sample_order import DataSchedule, Position, Samples
 from tunix.inference.engine import Answer
 from tunix.processes import watchdog
 from tunix.rl.ahead import RolloutsAhead, SampledRollout, pack, unpack
