@@ -30,8 +30,7 @@ def draw_lengths(kind: str, count: int, longest: int) -> list[int]:
 
 def measure(model, weights, prompts: list[list[int]], lengths: list[int], rows: int, cache: str) -> tuple[float, int]:
     """Seconds of CPU time of all answers, and tokens that the loop draws one after the other."""
-    from tunix.inference.programs import NO_TOKEN, TOKENS_UNCHECKED
-    from tunix.inference.sampling import Sampling
+    from tunix.inference.sampling import NO_TOKEN, TOKENS_UNCHECKED, Sampling
 
     sampler, steps = model.sampler, 0
     engine = sampler.engine(weights, Sampling(max(lengths), cache=cache), 7, PROMPT + max(lengths), rows)

@@ -18,9 +18,8 @@ from tunix.base.errors import UserError
 from tunix.config import Generate
 from tunix.config.command_line import read_settings, run_command
 from tunix.data.tokenizer import load_vocab
-from tunix.inference.cache_rows import make_cache
 from tunix.inference.gathered import gather
-from tunix.inference.kv_cache import prefill
+from tunix.inference.kv_cache import make_cache, prefill
 from tunix.inference.sampling import Sampling, find_stop_ids, select, select_greedy
 
 PARITY = ROOT / "tests" / "models" / "parity"

@@ -1,7 +1,7 @@
 """Inference: a trained model that is ready to use.
 
 Read `pretrained` first: it loads the model of a run or of Hugging Face. A `rollout` gives the answers to a request,
-with weights that `gathered` has gathered once. Its `engine` has rows that draw tokens side by side, in compiled
-`programs`, with keys and values in a `kv_cache`; `sampling` chooses each token. `lm_eval` lets EleutherAI's harness ask
-the model.
+with weights that `gathered` has gathered once. Its `engine` has rows that draw tokens side by side, with keys
+and values in a `kv_cache`; `sampling` chooses each token, and has the compiled programs of the engine. `lm_eval` lets
+EleutherAI's harness ask the model.
 """

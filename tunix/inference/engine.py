@@ -7,7 +7,7 @@ A row is a place for one answer, or for a conversation of several turns. It goes
     extend          behind the turn come the tokens of an observation, and the row draws again
     release         the row of the cache is free for the next prompt
 
-Its compiled programs are those of `programs.py`. Token i of a row stands in slot i of its cache, whatever the other
+Its compiled programs are those of `sampling.py` (`Programs`). Token i of a row stands in slot i of its cache, whatever the other
 rows do. Noise depends on the seed, the number of the answer and the number of the token. So the tokens of a row depend
 on its own prompt and observations alone: not on the number of rows, on when it was admitted, on its neighbours, or on
 the mesh.
@@ -38,11 +38,10 @@ from tunix.costs.rollout import (
     pad_rows,
     select_fewer_rows,
 )
-from tunix.inference.cache_rows import Cache, Pages, list_slots
 from tunix.inference.gathered import Gathered
+from tunix.inference.kv_cache import Cache, Pages, list_slots
 from tunix.inference.page_pool import PagePool, extend_rows, make_table
-from tunix.inference.programs import NO_TOKEN, Drawing, Extension, Extent, Placement, Programs
-from tunix.inference.sampling import RowChoices, Sampling
+from tunix.inference.sampling import NO_TOKEN, Drawing, Extension, Extent, Placement, Programs, RowChoices, Sampling
 from tunix.models.vision import Images
 from tunix.sharding.arrays import rows_to_global
 

@@ -24,12 +24,10 @@ from tunix.costs.rollout import (
     pad_rows,
     read_device_bytes,
 )
-from tunix.inference.cache_rows import make_cache
 from tunix.inference.engine import Answer, Engine
 from tunix.inference.gathered import Gathered, gather
-from tunix.inference.kv_cache import prefill
-from tunix.inference.programs import Drawing, Extent, Programs
-from tunix.inference.sampling import Sampling
+from tunix.inference.kv_cache import make_cache, prefill
+from tunix.inference.sampling import Drawing, Extent, Programs, Sampling
 from tunix.models.vision import Images
 from tunix.processes import peers
 from tunix.sharding.arrays import abstract_results, bytes_per_device, lay_out

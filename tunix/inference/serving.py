@@ -22,8 +22,7 @@ import numpy as np
 from tunix.inference.engine import Answer, Engine
 from tunix.inference.lm_eval import TokenScorer, TopScores
 from tunix.inference.pretrained import Pretrained
-from tunix.inference.programs import TOKENS_UNCHECKED
-from tunix.inference.sampling import NO_MIN_P, NO_TOP_K, NO_TOP_P, RowChoices, Sampling
+from tunix.inference.sampling import NO_MIN_P, NO_TOP_K, NO_TOP_P, TOKENS_UNCHECKED, RowChoices, Sampling
 from tunix.models.vision import Images
 
 log = logging.getLogger(__name__)

@@ -7,7 +7,7 @@
 
 Published files keep it as the layer behind the last one, or under a name of its own. Its block is that of a model of
 one layer (`Model.mtp_model`), so it runs as all blocks do. Logits of the next token do not depend on it. A sampler may
-guess by it (inference/programs.py).
+guess by it (inference/sampling.py).
 """
 
 from typing import Any
