@@ -13,7 +13,7 @@ ORDER = (
     "base", "sharding.table", "sharding.mesh", "huggingface.families",
     "huggingface.gemma", "huggingface.table", "models.table", "optimizers",
     "data.pieces", "data.words", "data.files", "data.parquet", "data.shapes", "data.sources", "data.table", "run.sinks", "run.remote_sinks", "run.table",
-    "rl.child_process", "rl.rewards", "rl.tool_calls", "rl.environments", "rl.tools", "rl.table", "rl.scoring", "rl.environment_worker",
+    "rl.rewards", "rl.tool_calls", "rl.environments", "rl.tools", "rl.table", "rl.scoring", "rl.environment_worker",
     "config", "processes", "sharding", "models", "huggingface", "data.chat", "data.image_processors", "data.images", "data.tokenizer",
     "config.saved_runs", "config.mistakes", "config.pretrained_config",
     "config.compose", "config.command_line",

@@ -39,8 +39,7 @@ from tunix.rl.engine_rewards import EngineRewards
 from tunix.rl.episodes import make_pool, try_user_code
 from tunix.rl.evaluation import HeldOutAnswers
 from tunix.rl.reference import add_reference, make_judge, make_reference
-from tunix.rl.rollout_engine import RolloutEngine
-from tunix.rl.rollouts import Rollouts
+from tunix.rl.rollouts import RolloutEngine, Rollouts
 from tunix.rl.samples_file import SamplesFile
 from tunix.rl.scoring import Scorer
 from tunix.run.answer_sheet import AnsweredImage, draw_sheet

@@ -19,11 +19,11 @@ from tunix.config.compose import compose
 from tunix.config.task import Grpo
 from tunix.data.prompts import Prompt, PromptCorpus, load_prompts
 from tunix.evaluate import make_config
+from tunix.inference.rollout import derive_seed
 from tunix.processes import peers
 from tunix.rl.environment_pool import EnvironmentPool, Session
 from tunix.rl.environment_worker import Request
 from tunix.rl.environments import Reply
-from tunix.rl.episodes import derive_seed
 from tunix.rl.evaluation import evaluate_answers, is_sampling
 
 # No model reads the prompts where a person plays, so they may be long.

@@ -21,8 +21,9 @@ from tunix.data.documents import Question
 from tunix.data.prompts import Prompt
 from tunix.data.tokenizer import train_vocab
 from tunix.inference.engine import Answer
+from tunix.inference.rollout import RolloutRequest
 from tunix.rl.environment_pool import EnvironmentPool
-from tunix.rl.episodes import Episode, ObservationEncoder, Player, RolloutRequest, make_pool
+from tunix.rl.episodes import Episode, ObservationEncoder, Player, make_pool
 
 ENVIRONMENTS = '''
 import time

@@ -10,8 +10,8 @@ from support.harness import ROOT
 
 from tunix.base.errors import UserError
 from tunix.config.compose import compose
-from tunix.rl.rewards import call_reward, find_marked, read_number
-from tunix.rl.scoring import score
+from tunix.rl.rewards import find_marked, read_number
+from tunix.rl.scoring import call_reward, score
 from tunix.rl.table import REWARDS
 
 

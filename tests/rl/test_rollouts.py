@@ -21,11 +21,10 @@ from tunix.config.command_line import read_settings
 from tunix.config.compose import compose
 from tunix.config.task import Cycle
 from tunix.data.batches import BEGINNING, BatchSource, DataSchedule, Position, Samples
-from tunix.data.prompts import Prompt, load_prompts
+from tunix.data.prompts import Prompt, PromptOrder, _digest, load_prompts
 from tunix.evaluate import evaluate
 from tunix.inference.engine import Answer, Engine
-from tunix.rl.episodes import derive_seed
-from tunix.rl.prompt_order import PromptOrder, _digest
+from tunix.inference.rollout import derive_seed
 from tunix.rl.rollouts import arrange_answers
 from tunix.run.early_stopping import Moment, check_stop_request
 

@@ -193,7 +193,7 @@ class Position:
     left_out: list[list[int]] = dataclasses.field(default_factory=list)  # samples [first, end) that no step took
     waiting: str = ""  # answers that were drawn ahead (rl/ahead.py)
     num_extra: int = 0  # samples that were asked in the place of others, or left out by what was measured
-    curriculum: str = ""  # prompts that are left out for a time (rl/prompt_order.py)
+    curriculum: str = ""  # prompts that are left out for a time (data/prompts.py)
 
     @property
     def num_samples(self) -> int:

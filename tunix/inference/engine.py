@@ -7,10 +7,10 @@ A row is a place for one answer, or for a conversation of several turns. It goes
     extend          behind the turn come the tokens of an observation, and the row draws again
     release         the row of the cache is free for the next prompt
 
-Its compiled programs are those of `sampling.py` (`Programs`). Token i of a row stands in slot i of its cache, whatever the other
-rows do. Noise depends on the seed, the number of the answer and the number of the token. So the tokens of a row depend
-on its own prompt and observations alone: not on the number of rows, on when it was admitted, on its neighbours, or on
-the mesh.
+Its compiled programs are `Programs` of `sampling.py`. Token i of a row stands in slot i of its cache, whatever the
+other rows do. Noise depends on the seed, the number of the answer and the number of the token. So the tokens of a row
+depend on its own prompt and observations alone: not on the number of rows, on when it was admitted, on its neighbours,
+or on the mesh.
 
 With pages (`page_pool.py`) a row that gets none now waits with what it has: its answer begins, or goes on, when others
 have ended.

@@ -1,5 +1,6 @@
 """A rollout: answers to prompts, drawn from a model with weights that are gathered once."""
 
+import hashlib
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -11,6 +12,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from tunix.base.errors import UserError
+from tunix.config import Sampling as SamplingKeys
 from tunix.costs.rollout import (
     PAGE,
     SMALLEST_PROMPT,
@@ -24,6 +26,7 @@ from tunix.costs.rollout import (
     pad_rows,
     read_device_bytes,
 )
+from tunix.data.prompts import Prompt
 from tunix.inference.engine import Answer, Engine
 from tunix.inference.gathered import Gathered, gather
 from tunix.inference.kv_cache import make_cache, prefill
@@ -53,6 +56,28 @@ class Request:
     def find_max_length(self, sampling: Sampling) -> int:
         """Return the tokens of a row at most, with its prompt padded: requests of about one length share programs."""
         return pad_prompt(self.max_prompt_length) + sampling.max_new_tokens
+
+
+@dataclass(frozen=True)
+class RolloutRequest:
+    """Prompts, and how answers to them are drawn."""
+
+    prompts: Sequence[Prompt]
+    sampling: SamplingKeys
+    group_size: int  # answers to each prompt
+    seed: int  # of the noise that tokens are drawn by, and of environments
+    # Called from time to time while answers are drawn, on every process as often; an error that it raises ends all.
+    between_chunks: Callable[[], None] | None = None
+    rank: int = 0  # of the rollouts that are under way at one time, the lowest goes first
+
+
+def derive_seed(*parts: object) -> int:
+    """Return a seed below 2^31 that depends on all parts.
+
+    A hash, because a sum would give two rollouts the same noise: seed 1 at prompt 8, and seed 2 at prompt 7.
+    """
+    digest = hashlib.sha256("\0".join(map(str, parts)).encode()).digest()
+    return int.from_bytes(digest[:4], "big") >> 1  # 31 bits: a seed is an int32, which is not negative
 
 
 @dataclass(frozen=True)

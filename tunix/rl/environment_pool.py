@@ -22,9 +22,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
 from tunix.base.errors import UserError
-from tunix.rl.child_process import START_S, ChildProcess, LateProcess, LostProcess
 from tunix.rl.environment_worker import Key, Request
 from tunix.rl.environments import Reply
+from tunix.rl.scoring import START_S, ChildProcess, LateProcess, LostProcess
 from tunix.rl.table import find_environment, format_environment
 
 log = logging.getLogger(__name__)

@@ -20,8 +20,8 @@ from typing import Any
 
 from tunix.base import dotted_path
 from tunix.rl import environments
-from tunix.rl.child_process import connect, describe_error
 from tunix.rl.environments import OpenEnvironment, Reply, open_environment
+from tunix.rl.scoring import connect, describe_error
 from tunix.rl.table import find_environment
 
 OWN_FILES = {__file__, environments.__file__, dotted_path.__file__}

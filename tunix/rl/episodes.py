@@ -16,7 +16,6 @@ Several rollouts may be under way at one time, in threads of one process. One of
 waits for its environments lends them to the others.
 """
 
-import hashlib
 import json
 import logging
 import time
@@ -31,12 +30,11 @@ import numpy as np
 from tunix.base.errors import UserError
 from tunix.base.priority_slots import PrioritySlots
 from tunix.config.task import Grpo
-from tunix.config.task import Sampling as SamplingKeys
 from tunix.data.chat import Options
 from tunix.data.prompts import Prompt
 from tunix.data.tokenizer import Vocab
 from tunix.inference.engine import Answer
-from tunix.inference.rollout import Sampler
+from tunix.inference.rollout import RolloutRequest, Sampler, derive_seed
 from tunix.inference.sampling import select_sampling
 from tunix.processes import peers
 from tunix.rl.environment_pool import Answered, EnvironmentPool, Session
@@ -48,28 +46,6 @@ from tunix.rl.tool_calls import choose_tool_calls
 log = logging.getLogger(__name__)
 
 WAIT_S = 0.2  # for a reply, when no row can draw; then it is asked whether the run is to stop
-
-
-@dataclass(frozen=True)
-class RolloutRequest:
-    """Prompts, and how answers to them are drawn."""
-
-    prompts: Sequence[Prompt]
-    sampling: SamplingKeys
-    group_size: int  # answers to each prompt
-    seed: int  # of the noise that tokens are drawn by, and of environments
-    # Called from time to time while answers are drawn, on every process as often; an error that it raises ends all.
-    between_chunks: Callable[[], None] | None = None
-    rank: int = 0  # of the rollouts that are under way at one time, the lowest goes first
-
-
-def derive_seed(*parts: object) -> int:
-    """Return a seed below 2^31 that depends on all parts.
-
-    A hash, because a sum would give two rollouts the same noise: seed 1 at prompt 8, and seed 2 at prompt 7.
-    """
-    digest = hashlib.sha256("\0".join(map(str, parts)).encode()).digest()
-    return int.from_bytes(digest[:4], "big") >> 1  # 31 bits: a seed is an int32, which is not negative
 
 
 # What an environment says, as tokens behind a turn.

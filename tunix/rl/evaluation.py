@@ -16,17 +16,17 @@ from tunix.config import Config, Evaluate, Sampling, compose
 from tunix.config.data import Mixture
 from tunix.config.rewards import EngineTerm, FunctionTerm, RewardTerm
 from tunix.config.task import Grpo, Prompted
-from tunix.data.prompts import Prompt, PromptCorpus, load_prompts
+from tunix.data.prompts import RIGHT, Prompt, PromptCorpus, load_prompts
 from tunix.data.table import Rows
 from tunix.data.tokenizer import Vocab
 from tunix.inference.engine import Answer
 from tunix.inference.pretrained import describe_files, load_language_model, load_params
+from tunix.inference.rollout import RolloutRequest, derive_seed
 from tunix.inference.sampling import find_stop_ids, select_sampling
 from tunix.processes import peers
 from tunix.rl.engine_rewards import EngineRewards
-from tunix.rl.episodes import Played, Player, RolloutRequest, derive_seed, make_pool, try_user_code
-from tunix.rl.prompt_order import RIGHT
-from tunix.rl.rollout_engine import RolloutEngine, make_request, score_together
+from tunix.rl.episodes import Played, Player, make_pool, try_user_code
+from tunix.rl.rollouts import RolloutEngine, make_request, score_together
 from tunix.rl.scoring import Scorer
 from tunix.rl.table import REWARDS
 

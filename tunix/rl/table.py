@@ -2,7 +2,7 @@
 one is a row of `REWARDS` or `ENVIRONMENTS`; imports no jax.
 
 A reward is `fn(prompts, completions, **columns) -> list[float]`: texts of prompts, texts of the answers to them, and
-the columns of the data, each a list with a value for each answer. `tunix.rl.rewards` calls one and checks what it
+the columns of the data, each a list with a value for each answer. `tunix.rl.scoring` calls one and checks what it
 returns. `tunix.rl.environments` says what an environment is.
 """
 
