@@ -5,21 +5,16 @@
 Deriving takes milliseconds and is approximate; compiling takes up to a minute and is exact for memory. So all meshes
 are derived, and plan.num_compiled of them are compiled.
 
-`plan_run` takes the best one for a run that leaves open its mesh (plan.choose_mesh=true), its micro batch
-(training.micro_batch_size=auto), what blocks keep (training.remat=budget or auto), or the exchange of attention
-(model.cp_exchange=auto).
+The best one is that of a run that leaves open its mesh (plan.choose_mesh=true), its micro batch
+(training.micro_batch_size=auto), or what blocks keep (training.remat=budget): `plan_run` in trainer.py.
 """
 
-import json
 import logging
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeVar
-
-import jax
 
 from tunix.base.errors import UserError
 from tunix.base.progress import announcing
@@ -27,14 +22,13 @@ from tunix.config import Config
 from tunix.config.task import Grpo, Taught
 from tunix.config.training import REMAT
 from tunix.costs.compiled_time import StepTime
-from tunix.costs.devices import PLATFORM, Cluster, compute_peak_tflops, find_kind, read_topology, replace_network
+from tunix.costs.devices import PLATFORM, Cluster, compute_peak_tflops
 from tunix.costs.rollout import RolloutPlan, plan_rollout
 from tunix.costs.step import Costs, check_matmul_dtype, derive, derive_costs, find_train_spec
 from tunix.plan.compile import WORKERS, Compiled, compile_all
 from tunix.plan.derived_time import derive_time, resolve_exchange
-from tunix.processes import peers
-from tunix.sharding.mesh import format_mesh_shape, meshes, resolve, token_shards
-from tunix.training.choices import Choices, Planned, check_rollout_devices, select_rollout_sizes, split_devices
+from tunix.sharding.mesh import format_mesh_shape, meshes, resolve
+from tunix.training.choices import Choices, check_rollout_devices, select_rollout_sizes
 from tunix.training.train_spec import check_on_mesh
 
 log = logging.getLogger(__name__)
@@ -507,100 +501,3 @@ def describe_no_fit(ranking: Ranking, cluster: Cluster, key: str = "plan.topolog
         f"{over / GIB:.1f} more than the {ranking.limit / GIB:.1f} GiB that a device may use, most of it {largest}; "
         f"take {devices}, {HELP[largest]}, or raise {ranking.limit_key}"
     )
-
-
-def plan_run(cfg: Config) -> tuple[Planned, str]:
-    """Return values of the keys that a config leaves open, the same on every process, and in words what was chosen.
-
-    Nothing is compiled for exchange and policy, which are those that `tunix.plan` would take on this run's devices.
-    Devices whose speed and memory are not known leave `auto` to the sizes of the model (`select_exchange`) and to
-    their platform (`REMAT_BY_PLATFORM`).
-
-    Raises:
-        UserError: nothing fits. The message says how much is missing and what would fit.
-    """
-    cfg, chosen = _resolve_planned(cfg)
-    reasons, kind = [chosen], find_kind(jax.devices()[0].device_kind)
-    if kind is not None and "auto" in (cfg.model.cp_exchange, cfg.training.remat):
-        sizes, cluster = _resolve_mesh(cfg), _describe_cluster(cfg)
-        if cfg.model.cp_exchange == "auto" and token_shards(sizes) > 1:
-            cfg, reason = resolve_exchange(cfg, sizes, cluster)
-            reasons.append(reason)
-        if cfg.training.remat == "auto":
-            candidate = make_candidate(cfg, sizes, None, cluster)
-            policy = candidate.choices.remat.policy
-            cfg = cfg.with_training(remat=policy)
-            reasons.append(
-                f"training.remat={policy}: a step needs {candidate.memory / GIB:.1f} GiB of a device (derived), and "
-                f"may use {cfg.plan.memory_share:.0%} of {kind.memory_gib:g}"
-            )
-    reasons = [reason for reason in reasons if reason]
-    for reason in reasons:
-        log.info("%s", reason)
-    return Planned.of(cfg), "; ".join(reasons)
-
-
-def _resolve_planned(cfg: Config) -> tuple[Config, str]:
-    """Return the config with mesh, micro batch and remat policy in place of what it leaves open, and what was chosen.
-
-    Process 0 chooses the mesh that `tunix.plan` ranks first, and sends it to the others. The text is empty where
-    nothing is open.
-
-    Raises:
-        UserError: nothing fits. The message says how much is missing and what would fit.
-    """
-    chooses_mesh = cfg.plan.choose_mesh and cfg.model.mesh_shape == "auto"
-    if not chooses_mesh and find_open_key(cfg) is None:
-        return cfg, ""
-    cluster, answer = _describe_cluster(cfg), {}
-    if chooses_mesh:
-        cfg = fix_batch(cfg, cluster.num_devices)
-    # One process chooses for all: a mesh that differs between processes would hang the run.
-    if peers.is_main():
-        try:
-            answer = _select(cfg if chooses_mesh else replace_mesh(cfg, _resolve_mesh(cfg)), cluster)
-        except UserError as error:
-            answer = {"error": str(error)}  # raised on every process, so that all of them leave with exit code 2
-    answer = json.loads(peers.agree(json.dumps(answer), "choosing a mesh"))
-    if "error" in answer:
-        raise UserError(answer["error"])
-    return replace_mesh(cfg, answer["sizes"], answer["choice"]), answer["message"]
-
-
-def _select(cfg: Config, cluster: Cluster) -> dict:
-    ranking = rank(cfg, cluster, log.info)
-    if not ranking.fit:
-        raise UserError(describe_no_fit(ranking, cluster, "this run's devices"))
-    best = ranking.fit[0]
-    key, choice, also = find_open_key(cfg), None, ""
-    if key:
-        choice, also = getattr(best.cfg.training, key), f", {describe_choice(cfg, best.cfg)}"
-    kind = find_kind(jax.devices()[0].device_kind)
-    suffix = "" if kind else f" on a device of plan.topology={cfg.plan.topology}, since this machine's are not known"
-    message = (
-        f"chosen by plan: model.mesh_shape={format_mesh_shape(best.sizes)}{also}; predicted ({best.source}): "
-        f"{best.memory / GIB:.2f} of {ranking.limit / GIB:.1f} GiB, {best.time.step_s:.3g} s a step{suffix}"
-    )
-    return {"sizes": best.sizes, "choice": choice, "message": message}
-
-
-def _resolve_mesh(cfg: Config) -> dict[str, int]:
-    """Return the sizes of this run's mesh, also where they are `auto` or -1."""
-    return resolve(cfg.model.mesh_shape, _count_devices(cfg), cfg.dims, cfg.distributed.allow_idle_devices)
-
-
-def _count_devices(cfg: Config) -> int:
-    """Return how many devices of this run learn."""
-    return len(split_devices(cfg, jax.devices())[0])
-
-
-def _describe_cluster(cfg: Config) -> Cluster:
-    """Describe this run's devices as a cluster. If their kind is not known, the kind of plan.topology replaces it."""
-    kind = find_kind(jax.devices()[0].device_kind) or read_topology(cfg.plan.topology).kind
-    if cfg.plan.network:
-        kind = replace_network(kind, cfg.plan.network)
-    num_devices = _count_devices(cfg)
-    if not isinstance(cfg.model.mesh_shape, str) and -1 not in cfg.model.mesh_shape[0]:
-        num_devices = math.prod(cfg.model.mesh_shape[0])  # other devices stay idle, if that is allowed
-    per_node = max(1, num_devices // len(set(peers.hosts())))
-    return Cluster(kind, num_devices // per_node, per_node)
