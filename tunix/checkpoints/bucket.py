@@ -188,6 +188,8 @@ class Bucket:
         return {name: tuple(array["shape"]) for name, array in arrays.items()}
 
     def read_arrays(self, step: int) -> dict[str, np.ndarray]:
+        """Return all arrays of a checkpoint by their names, whole, in the shapes that `list_arrays` gives."""
+
         def read(item: tuple[str, dict[str, Any]]) -> np.ndarray:
             numbers = self._open_array(step, item[0]).read().result(2 * self.objects.timeout_s)
             return np.asarray(numbers).astype(jnp.dtype(item[1]["dtype"]))
@@ -308,7 +310,8 @@ def copy_chunks(state: State) -> ts.KvStore:
 
 
 def split_shard(leaf: jax.Array) -> tuple[int, ...]:
-    """Return the shape of a chunk: it divides the shard, and has at most `CHUNK` bytes where that is possible."""
+    """Return the shape of a chunk of an array of any shape [...]: it has as many dimensions, divides the shard of each
+    device, and has at most `CHUNK` bytes where that is possible."""
     shape = leaf.sharding.shard_shape(leaf.shape)
     chunk = list(shape)
     # Dimension by dimension from the first, into as few equal parts as bring the chunk below the limit. A float32 shard

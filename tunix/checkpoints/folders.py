@@ -148,6 +148,7 @@ class Folder:
         return {name_array(path): tuple(leaf.shape) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
     def read_arrays(self, step: int) -> dict[str, np.ndarray]:
+        """Return all arrays of a checkpoint by their names, whole, in the shapes that `list_arrays` gives."""
         handler, folder = ocp.PyTreeCheckpointHandler(), epath.Path(self.folder / str(step) / "state")
         on_host = jax.tree.map(lambda leaf: ocp.RestoreArgs(restore_type=np.ndarray), handler.metadata(folder).tree)
         state = handler.restore(folder, args=ocp.args.PyTreeRestore(restore_args=on_host))

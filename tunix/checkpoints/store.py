@@ -76,7 +76,7 @@ class Storage(Protocol):
     def read(self, step: int, name: str) -> str: ...  # a text
     def read_metrics(self, step: int) -> dict[str, float] | None: ...  # 0; Damaged
     def list_arrays(self, step: int) -> dict[str, tuple[int, ...]]: ...  # shapes by name: params/embed/table
-    def read_arrays(self, step: int) -> dict[str, np.ndarray]: ...  # all of them, whole, in this process's memory
+    def read_arrays(self, step: int) -> dict[str, np.ndarray]: ...  # all of them, whole, in the shapes of `list_arrays`
     def restore(self, step: int, abstract: State) -> State: ...  # the arrays that `abstract` names, laid out as it says
     def check(self, step: int, share: int, num_shares: int) -> int | None: ...  # bytes read, None: no digests; Damaged
     def is_verified(self, step: int) -> bool: ...  # 0: whether `note_verified` was called, in this place

@@ -287,11 +287,13 @@ class PatchProcessor(ImageProcessor):
         return Grid(height // self.patch_size, width // self.patch_size)
 
     def cut(self, image: np.ndarray) -> np.ndarray:
+        """Return the patches [units, 3, a, b] of an image [height, width, 3] uint8, square after square."""
         (height, width, channels), merge, patch = image.shape, self.merge_size, self.patch_size
         split = image.reshape(height // self.square, merge, patch, width // self.square, merge, patch, channels)
         return split.transpose(0, 3, 1, 4, 6, 2, 5).reshape(-1, *self.unit_shape)
 
     def join(self, units: np.ndarray, grid: Grid) -> np.ndarray:
+        """Return the image [height, width, 3] of patches [units, 3, a, b], as `cut` gives them."""
         merge, patch = self.merge_size, self.patch_size
         split = units.reshape(grid.rows // merge, grid.columns // merge, merge, merge, -1, patch, patch)
         return split.transpose(0, 2, 5, 1, 3, 6, 4).reshape(grid.rows * patch, grid.columns * patch, -1)
@@ -367,6 +369,7 @@ class TileProcessor(ImageProcessor):
         return stretched.resize(self.fit(*image.size), self.resampling)
 
     def cut(self, image: np.ndarray) -> np.ndarray:
+        """Return the tiles [units, y, x, 3] of an image [height, width, 3] uint8; of several, then the whole image."""
         (height, width, channels), size = image.shape, self.image_size
         tiles = image.reshape(height // size, size, width // size, size, channels).swapaxes(1, 2)
         tiles = tiles.reshape(-1, *self.unit_shape)
@@ -376,6 +379,7 @@ class TileProcessor(ImageProcessor):
         return np.concatenate([tiles, np.asarray(whole)[None]])
 
     def join(self, units: np.ndarray, grid: Grid) -> np.ndarray:
+        """Return the image [height, width, 3] of tiles [units, y, x, 3], as `cut` gives them."""
         size = self.image_size
         tiles = units[: grid.rows * grid.columns].reshape(*grid, *self.unit_shape)
         return tiles.swapaxes(1, 2).reshape(grid.rows * size, grid.columns * size, -1)

@@ -215,7 +215,7 @@ def scan_tokens(source: Tokens, unit: Unit, folder: Path, vocab: Vocab) -> tuple
     where documents begin, how often each token occurs, and which documents, those at its end, are held out.
 
     Returns:
-        The facts of the shard, and a count for each token of the vocabulary.
+        The facts of the shard, and counts [V] int64, one for each token of the vocabulary.
 
     Raises:
         UserError: a token that the tokenizer does not have; see also `locate_tokens`.

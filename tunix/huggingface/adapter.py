@@ -102,6 +102,8 @@ def gather_adapter(
 ) -> tuple[dict[str, np.ndarray], set[str]]:
     """Return the tensors of an adapter with PEFT's names, and the last names of the modules that they update.
 
+    They have PEFT's shapes: A [r, in] and B [out, r] of a matrix [out, in] of the files.
+
     Raises:
         UserError: the family keeps several projections in one tensor.
     """

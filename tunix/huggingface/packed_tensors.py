@@ -57,7 +57,7 @@ class Bnb4:
             self.tensors += (self.nested_numbers, self.nested_absmax)
 
     def read(self, index: Index) -> np.ndarray:
-        """Read a slice."""
+        """Return a slice [rows, columns] of the matrix [out, in], float32."""
         rows, columns = _slices(index, self.shape)
         first, last = columns.start // self.step, -(-columns.stop // self.step)
         packed = self.codes.read((rows, slice(first * self.step // 2, last * self.step // 2)))
@@ -96,7 +96,7 @@ class Bnb8:
         self.tensors: tuple[Plain, ...] = (self.codes, self.largest)
 
     def read(self, index: Index) -> np.ndarray:
-        """Read a slice."""
+        """Return a slice [rows, columns] of the matrix [out, in], float32."""
         return self.codes.read(index).astype(np.float32) * self.largest.read(index[:1])[:, None] * ONE_OF_127
 
 
@@ -127,7 +127,7 @@ class Integers:
                 raise ValueError(f"{base}g_idx names a group beyond the {groups} of {base}scales")
 
     def read(self, index: Index) -> np.ndarray:
-        """Read a slice."""
+        """Return a slice [rows, columns] of the matrix [out, in], as numbers."""
         rows, columns = _slices(index, self.shape)
         # Words are read whole, and their codes are cut to the slice.
         words, outputs = self._find_words(rows)

@@ -59,7 +59,7 @@ class Stored(Protocol):
     tensors: tuple["Plain", ...]  # of the files, that it is made of
 
     def read(self, index: Index) -> np.ndarray:
-        """Read a slice of the tensor, and nothing else of the file."""
+        """Return a slice of the tensor, an array of as many dimensions [...]; nothing else of the file is read."""
 
 
 class Plain:
@@ -72,7 +72,7 @@ class Plain:
         self.tensors: tuple[Plain, ...] = (self,)
 
     def read(self, index: Index) -> np.ndarray:
-        """Return a slice as a view of the mapped file."""
+        """Return a slice [...] of the tensor as a view of the mapped file."""
         file = self._open_file()
         return np.ndarray(self.shape, DTYPES[self.dtype], file.bytes, file.find(self.name)[0])[index]
 
@@ -105,7 +105,7 @@ class Fp8:
         self.tensors: tuple[Plain, ...] = (quantized, scales)
 
     def read(self, index: Index) -> np.ndarray:
-        """Read a slice as float32."""
+        """Return a slice [rows, columns] of the matrix [out, in], float32."""
         # The scales of the blocks that the slice touches, then one for each of its rows and columns.
         indices = [np.arange(size)[part] for size, part in zip(self.shape, index, strict=True)]
         rows, columns = (position // size for position, size in zip(indices, self.sizes, strict=True))
@@ -129,7 +129,7 @@ class Mxfp4:
         self.shape: tuple[int, ...] = (experts, count * PER_SCALE, rows)
 
     def read(self, index: Index) -> np.ndarray:
-        """Read a slice as float32."""
+        """Return a slice [experts, in, out] of the matrices, float32."""
         experts, inner, rows = (slice(*part.indices(size)) for part, size in zip(index, self.shape, strict=True))
         first, last = inner.start // PER_SCALE, -(-inner.stop // PER_SCALE)  # blocks that the slice lies in
         blocks = self.blocks.read((experts, rows, slice(first, last), slice(None)))
@@ -166,7 +166,7 @@ class Enlarged:
         return (total / rows).astype(np.float32)
 
     def read(self, index: Index) -> np.ndarray:
-        """Read a slice; one with new rows is float32."""
+        """Return a slice [rows, columns] of the table [V, D]; one with new rows is float32."""
         rows, columns = index
         first, last, _ = rows.indices(self.shape[0])
         in_file = self.table.shape[0]

@@ -514,7 +514,10 @@ def _fuse(chunks: list[np.ndarray], name: Name, dims: Mapping[str, int]) -> np.n
 
 
 def pack(value: np.ndarray, name: Name, weight) -> np.ndarray:
-    """Return one layer of a parameter (of one expert) with the dimensions that the files have."""
+    """Return one layer of a parameter (of one expert) with the dimensions that the files have.
+
+    `value` has those of its equation without layers and experts, like [D, N, H]; a matrix of the files is [out, in].
+    """
     ours = "".join(dim_name for dim_name in weight.equation.in_files if dim_name not in name.numbered)
     dim_names = name.dims.replace(",", "")
     shape = list_sizes(name.dims.split(","), dict(zip(ours, value.shape, strict=True)))

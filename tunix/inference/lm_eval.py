@@ -80,7 +80,8 @@ class TokenScorer:
         self.score = jax.jit(score)
 
     def __call__(self, rows: list[list[int]], batch_size: int) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Return log-probabilities and likeliest-flags of rows of tokens, each without the first token."""
+        """Return for each row of T tokens the log-probabilities [T - 1] of all but the first, nats, and whether each is
+        the likeliest, bool [T - 1]."""
         return [(log_probs, likeliest) for log_probs, likeliest, _, _ in self._score_rows(rows, batch_size)]
 
     def score_with_top(self, tokens: list[int]) -> TopScores:

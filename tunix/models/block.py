@@ -226,7 +226,7 @@ class Block(nnx.Module):
     def steps(
         self, x, positions, rope, mix: Mix, dropout_key: DropoutKey | None = None, inputs: jax.Array | None = None
     ) -> Steps:
-        """Do what `__call__` does in two steps, of which the first one ends behind attention (`Steps`)."""
+        """Do what `__call__` does with x [B, t, D] in two steps; the first one ends behind attention (`Steps`)."""
         with jax.named_scope("attention"):
             h, cache = self.attention(self.pre_attention(x), positions, rope, mix, dropout_key)
             cache, head_scores = (None, cache.largest) if isinstance(cache, HeadScores) else (cache, None)

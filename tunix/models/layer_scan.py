@@ -127,7 +127,7 @@ class Weights:
         return jax.tree.map(lambda x: x.swapaxes(0, 1), values) if self.stages else values
 
     def as_params(self, values: list[jax.Array]) -> Any:
-        """Return the tree of variables with the values of one layer, arrays without the dimension L."""
+        """Return the tree of variables with the values of one layer, arrays [...] without the dimension L."""
         replaced = [each.replace(value) for each, value in zip(self.variables, values, strict=True)]
         return jax.tree.unflatten(self.tree, replaced)
 
@@ -145,11 +145,11 @@ class GradientSlots:
         self.add_one: Callable[..., jax.Array] = add_in_place  # stages have a way of their own
 
     def read(self) -> dict[str, list[jax.Array | None]]:
-        """Return the slots of the stacks of this scan."""
+        """Return the slots of the stacks of this scan, arrays [L, ...] like their parameters."""
         return {} if self.sums is None else {name: self.sums.slots[name] for name in self.stacks}
 
     def write(self, slots: dict[str, list[jax.Array | None]]) -> None:
-        """Hand the slots on to the next scan."""
+        """Hand the slots, arrays [L, ...], on to the next scan."""
         if self.sums is not None:
             self.sums.slots = self.sums.slots | slots
 
@@ -213,7 +213,8 @@ def add_in_place(
 
 
 def as_summed(total: jax.Array) -> jax.Array:
-    """Return an array that devices have summed in the memory of their parts with the type of the sum."""
+    """Return an array of any shape [...] that devices have summed in the memory of their parts, with the type of the
+    sum."""
     spec = jax.typeof(total).sharding.spec
     summed = PartitionSpec(*spec.partitions)
     if _are_single(spec.unreduced):
@@ -267,7 +268,10 @@ class Passes:
     def run_layers(
         self, params: list[jax.Array], x: jax.Array, layers: Any, shared: Any, run: Callable[..., tuple[jax.Array, Any]]
     ) -> tuple[jax.Array, Any, Any]:
-        """Return what `run` gives for all layers, and what the backward pass begins with."""
+        """Return what `run` gives for all layers, and what the backward pass begins with.
+
+        `params` and `layers` are [L, ...], x is [B, t, D]; the results of `run` are stacked, [L, ...].
+        """
 
         def body(x, each):
             listed, layer = each
@@ -279,7 +283,10 @@ class Passes:
         self, saved: "Saved", d_x: jax.Array, d_results: Any, sums: Any
     ) -> tuple[Any, "Flows", list[jax.Array], Any]:
         """Return the gradients of parameters that go into no sums, of what flows along, of the layers' values, and the
-        new sums."""
+        new sums.
+
+        d_x is [B, t, D], the gradient behind the last layer; all others are [L, ...], like what they are gradients of.
+        """
 
         def body(carry, each):
             flows, sums, number = carry
@@ -311,7 +318,8 @@ class Passes:
         return (x, results, slots), Saved(params, layers, shared, vjps, last, has_gradient)
 
     def keep(self, params: list[jax.Array], x: jax.Array, layers: Any, shared: Any) -> tuple[jax.Array, Any, Any, Any]:
-        """Return x, results, the backward functions of all layers, and what the backward pass begins with."""
+        """Return x [B, t, D], results and backward functions of all layers [L, ...], and what the backward pass begins
+        with."""
 
         # A scan stacks what its body returns. JAX's backward function of a block is a tree of arrays, so the scan can
         # return it for each layer: the values that the policy of the block keeps, and in `args_res` those arguments of
@@ -341,7 +349,7 @@ class Passes:
         is_trained: Sequence[bool],
         sums: dict[str, list[jax.Array | None]],
     ) -> tuple[list[jax.Array | None], jax.Array, dict[str, list[jax.Array | None]]]:
-        """Return the gradients of the parameters, None for frozen ones, that of x, and the sums.
+        """Return the gradients of the parameters [L, ...], None for frozen ones, that of x [B, t, D], and the sums.
 
         `vjps` are those of `keep`. With `sums` the gradients of parameters are added to them, and are None.
         """
@@ -353,7 +361,8 @@ class Passes:
         return gradients, flows.d_x, sums
 
     def begin_backward(self, params: list[jax.Array]) -> Any:
-        """Return what the backward pass begins with, where it does not follow the forward pass at once."""
+        """Return what the backward pass of `params` [L, ...] begins with, where it does not follow the forward pass at
+        once."""
         return None
 
     def _backward(self, saved: "Saved", gradients: Any) -> tuple[Any, Any, jax.Array, Any, Any]:
@@ -416,13 +425,14 @@ class Saved(NamedTuple):
     has_gradient: Static  # for each array of `params`, of `layers` and of `shared`
 
     def begin(self, d_x: jax.Array) -> Flows:
-        """Return the gradients behind the last layer."""
+        """Return the gradients behind the last layer; d_x is [B, t, D]."""
         return Flows(d_x, jax.tree.map(jnp.zeros_like, select(self.shared, self.has_gradient.value[2])))
 
     def go_back(
         self, vjp: Any, local: list[jax.Array], layer: Any, flows: Flows, d_results: Any
     ) -> tuple[list[jax.Array | None], Flows, list[jax.Array]]:
-        """Return the gradients of a layer's weights, None for frozen ones, those before it, and those of its values."""
+        """Return the gradients of a layer's weights, arrays [...] like them, None for frozen ones; those before it; and
+        those of its values."""
         _, of_layers, of_shared = self.has_gradient.value
         vjp.args_res = [local, vjp.args_res[1], layer, self.shared]
         gradients, d_x, d_layer, d_shared = vjp((flows.d_x, d_results))
@@ -430,5 +440,5 @@ class Saved(NamedTuple):
         return self.mask_frozen(gradients), Flows(d_x, d_shared), select(d_layer, of_layers)
 
     def mask_frozen(self, values: Sequence[jax.Array | None]) -> list[jax.Array | None]:
-        """Return values of all parameters with None in the place of those that are frozen."""
+        """Return values [...] of all parameters with None in the place of those that are frozen."""
         return [value if trained else None for value, trained in zip(values, self.has_gradient.value[0], strict=True)]

@@ -208,8 +208,8 @@ class Stacks:
         add: Callable[..., jax.Array],
         take: Callable[..., jax.Array] | None,
     ) -> tuple[list[jax.Array], jax.Array, dict[str, list[jax.Array | None]]]:
-        """Return the gradients of the trained `list_params`, that of x, and the sums; `rows` have the gradient behind
-        as x.
+        """Return the gradients of the trained `list_params` [S, turns, ...], that of x [S, B, t, D], and the sums;
+        `rows` have the gradient behind as x.
 
         With `sums`, by the name of a stack, layers add their gradients to them by `add`, in the place of the first.
         """

@@ -85,7 +85,8 @@ class LowRank(Factors):
     def normalize(
         self, x: jax.Array, y: jax.Array, w: jax.Array, dropout_key: "DropoutKey | None", kind: str
     ) -> jax.Array:
-        """Return DoRA's result in the place of y, the product of x and the gathered matrix w; `kind` is that of y.
+        """Return DoRA's result in the place of y, the product of x and the gathered matrix w, in the shapes of the
+        equation; `kind` is that of y.
 
         With dropout, the update is that of m / |..| * (W + s a b) - W, as in PEFT: W alone sees every input.
         """
@@ -111,7 +112,8 @@ class LowRank(Factors):
         return (y * gain).astype(y.dtype)
 
     def norms(self, w: jax.Array) -> jax.Array:
-        """Return the norm of each output of the updated matrix, float32, without a gradient (DoRA, section 4.3)."""
+        """Return the norms of the updated matrix, one for each output [...], float32, without a gradient (DoRA, section
+        4.3)."""
         equation, total = self.updated, _detach(w).astype(jnp.float32)
         spec = jax.typeof(total).sharding.spec
         for scale, a, b in self.gathered():

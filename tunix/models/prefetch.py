@@ -48,7 +48,7 @@ class GatheredWeights(Weights):
         return [self._zeros(weight.shape, weight.dtype, self.layout.unreduced(equation)) for weight, equation in pairs]
 
     def zero_shards(self, params: list[jax.Array]) -> list[jax.Array]:
-        """Return zeros like the results of `scatter_over_devices`."""
+        """Return zeros [...] like the results of `scatter_over_devices`, of parameters [L, ...]."""
         shapes = [(*param.shape[: self.dim], *param.shape[self.dim + 1 :]) for param in params]
         specs = map(self.layout.scattered, self.equations, self._list_rests(params))
         return [self._zeros(shape, self.layout.reduce, spec) for shape, spec in zip(shapes, specs, strict=True)]
@@ -66,7 +66,10 @@ class GatheredWeights(Weights):
     def scatter_over_devices(
         self, gradients: list[jax.Array | None], params: list[jax.Array]
     ) -> list[jax.Array | None]:
-        """Return the gradients of one layer as parts of sums over replicas (`Layout.scatter_gradient`); None stays."""
+        """Return the gradients [...] of one layer as parts of sums over replicas; None stays.
+
+        See `Layout.scatter_gradient`.
+        """
         return self._map(self.layout.scatter_gradient, gradients, params)
 
     def sum_parts(self, parts: list[jax.Array | None], params: list[jax.Array]) -> list[jax.Array | None]:
@@ -108,7 +111,8 @@ class PrefetchPasses(Passes):
     def run_layers(
         self, params: list[jax.Array], x: jax.Array, layers: Any, shared: Any, run: Callable[..., tuple[jax.Array, Any]]
     ) -> tuple[jax.Array, Any, list[jax.Array]]:
-        """Return what `run` gives for all layers, and the gathered weights of the last layer."""
+        """Return what `run` gives for all layers, as `Passes.run_layers` does, and the gathered weights [...] of the
+        last layer."""
         last = self.weights.count(params) - 1
 
         def body(carry, each):
@@ -125,13 +129,13 @@ class PrefetchPasses(Passes):
         return x, results, gathered
 
     def begin_backward(self, params: list[jax.Array]) -> list[jax.Array]:
-        """Return the gathered weights of the last layer."""
+        """Return the gathered weights [...] of the last layer of `params` [L, ...]."""
         return self.weights.gather(params, self.weights.count(params) - 1)
 
     def run_backward(
         self, saved: Saved, d_x: jax.Array, d_results: Any, sums: Any
     ) -> tuple[Any, Flows, list[jax.Array], Any]:
-        """Return what `Passes.run_backward` does."""
+        """Return what `Passes.run_backward` does, in the same shapes; d_x is [B, t, D]."""
         weights, params, has_sums = self.weights, saved.params, bool(sums)
         count = weights.count(params)
 

@@ -390,7 +390,7 @@ def select_steps(run: Run, choice: Choice, common: np.ndarray) -> np.ndarray:
 def describe_left_out(
     runs: list[Run], payload: Payload, steps: np.ndarray, num_listed: int, choice: Choice
 ) -> list[str]:
-    """Return sentences about what the page does not show."""
+    """Return sentences about what the page does not show; `steps` [n] are those that it shows."""
     index, left = runs[0].index, payload.left
     all_steps, num_groups = len(index.steps), len(index.groups)
     lines = []

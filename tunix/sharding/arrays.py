@@ -201,7 +201,7 @@ def has_host_memory(mesh: Mesh) -> bool:
 
 
 def copy_to(leaf: jax.Array, sharding: NamedSharding) -> jax.Array:
-    """Return a copy of an array on these devices, its own or others.
+    """Return a copy of an array of any shape [...] on these devices, its own or others.
 
     JAX sends nothing between devices of several processes that are not the same on both sides. So there each process
     copies what its own devices have: both sides must be split alike.

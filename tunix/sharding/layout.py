@@ -324,7 +324,8 @@ class Layout:
         return reshard(self.scatter_gradient(gradient, spec), spec)
 
     def scatter_gradient(self, gradient: jax.Array, spec: PartitionSpec) -> jax.Array:
-        """Return a gradient in `reduce` dtype, summed over the axes that split `spec`, and a part of a sum over others.
+        """Return a gradient of any shape in `reduce` dtype, summed over the axes that split `spec`, and a part of a sum
+        over others.
 
         Where these others are all axes that it is a sum over, it stays as it lies.
         """

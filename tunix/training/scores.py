@@ -89,6 +89,6 @@ def classification_loss(model: Transformer, batch: Batch, seed: jax.Array | None
 
 
 def evaluate_examples(sums: Sums, weight: jax.Array, num_bytes: int) -> dict[str, float]:
-    """Return means over the documents of a held-out set, and how many there are."""
+    """Return means over the documents of a held-out set, and how many there are; sums and weight are scalars []."""
     means = {name: float(value) / float(weight) for name, value in sums.items() if name != ROUTING}
     return {**means, "eval_documents": int(weight)}
