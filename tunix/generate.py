@@ -20,7 +20,7 @@ from tunix.data.tokenizer import read_chat
 from tunix.inference.engine import Answer
 from tunix.inference.image_prompts import find_image_prompts
 from tunix.inference.pretrained import Pretrained, load_language_model
-from tunix.inference.rollout import CacheBound
+from tunix.inference.rollout import CacheBound, Request
 from tunix.inference.sampling import select_sampling
 from tunix.models.vision import Images
 from tunix.processes import peers
@@ -121,10 +121,8 @@ class Speaker:
         """Return an answer to each prompt; they draw by the seed and their row."""
         encoded = [self._encode(prompt) for prompt in prompts]
         tokens, images = [ids for ids, _ in encoded], [found for _, found in encoded]
-        cache_gib = self.command.cache_gib
-        return self.model.sample(
-            tokens, self.sampling, seed, first_row, images=images, cache_gib=cache_gib, say=self._report
-        )
+        request = Request(tokens, 1, seed, first_row, images)
+        return self.model.rollout(request, self.sampling, cache_gib=self.command.cache_gib, say=self._report)
 
     def decode(self, answer: Answer) -> str:
         """Return the text of an answer, without the token that stopped it."""

@@ -12,6 +12,7 @@ from support.rollouts import TASK
 
 import tunix
 from tunix.base.errors import UserError
+from tunix.inference.rollout import Request
 from tunix.inference.sampling import Sampling
 
 PARITY = ROOT / "tests" / "models" / "parity"
@@ -33,7 +34,7 @@ def test_tokens_are_those_of_waves(name):
     model = tunix.load_pretrained(PARITY / name)
     sampling = Sampling(24, temperature=1.3, stop=tuple(range(0, model.cfg.vocab_size, 24)))
     prompts = make_prompts(model.cfg.vocab_size)
-    answers = model.sample(prompts, sampling, seed=7, first_row=5, answers_per_prompt=2, rows_at_once=4)
+    answers = model.rollout(Request(prompts, 2, seed=7, first_row=5), sampling, rows_at_once=4)
     assert [answer.tokens for answer in answers] == EXPECTED[name]
 
 
@@ -103,7 +104,8 @@ def test_pages_change_no_token(name):
         (Sampling(24, 1.3, cache_dtype="int8"), 9),
     ):
         model.sampler.num_pages = num_pages
-        drawn = [model.sample(prompts, replace(sampling, cache=cache), 7, 5, 3, 5) for cache in ("slots", "pages")]
+        request = Request(prompts, 3, seed=7, first_row=5)
+        drawn = [model.rollout(request, replace(sampling, cache=cache), 5) for cache in ("slots", "pages")]
         assert [answer.tokens for answer in drawn[0]] == [answer.tokens for answer in drawn[1]]
         for one, other in zip(*drawn, strict=True):
             atol = 0.01 if sampling.cache_dtype else 1e-5

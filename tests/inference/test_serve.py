@@ -32,6 +32,7 @@ from tunix.data.prompts import Prompt
 from tunix.inference import engine
 from tunix.inference.openai_api import AnswerText
 from tunix.inference.page_pool import PagePool
+from tunix.inference.rollout import Request, RowSizes
 from tunix.inference.sampling import NO_MIN_P, NO_TOP_K, NO_TOP_P, RowChoices, Sampling, select, select_by_row
 from tunix.rl.judge import Judge
 from tunix.serve import App, open_socket, serve
@@ -358,14 +359,16 @@ def test_many_requests_share_few_pages(model, hf_dir, monkeypatch):
         assert len(pool.free) == 9
     prompts, said = [[5, 6, 7] * 5] * 6, []
     slots = model.sample(prompts, Sampling(20, 1.3), 7)
-    pages = model.sample(prompts, Sampling(20, 1.3, cache="pages"), 7, cache_gib=count_gib(model, 7), say=said.append)
+    request, paged = Request(prompts, seed=7), Sampling(20, 1.3, cache="pages")
+    pages = model.rollout(request, paged, cache_gib=count_gib(model, 7), say=said.append)
     assert [answer.tokens for answer in pages] == [answer.tokens for answer in slots]
     assert said[0].num_pages == 7
 
 
 def test_memory_for_pages(model, hf_dir, monkeypatch):
     def bound(cache="pages", gib=None):
-        return model.sampler.bound_cache(model.params, Sampling(0, cache=cache), 8, 64, 64, gib, "max_new_tokens")
+        sizes = RowSizes(8, 64, 64)
+        return model.sampler.bound_cache(model.params, Sampling(0, cache=cache), sizes, gib, "max_new_tokens")
 
     assert bound("auto").text == "slots for 8 rows of at most 64 tokens"
     assert bound().text == "pages for all tokens of 8 rows of at most 64"  # a CPU bounds nothing

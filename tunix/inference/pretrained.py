@@ -25,7 +25,7 @@ from tunix.huggingface.adapter_config import read_adapter
 from tunix.huggingface.hub import INFO_FILES, WEIGHTS, find
 from tunix.huggingface.weights import CHANGED, check_weights, load_weights
 from tunix.inference.engine import Answer
-from tunix.inference.rollout import CacheBound, Request, Sampler
+from tunix.inference.rollout import CacheBound, Request, RowSizes, Sampler
 from tunix.inference.sampling import Sampling, find_stop_ids
 from tunix.models.kernels import choose_kernels, select_expert_matmul
 from tunix.models.low_rank import merge
@@ -166,27 +166,38 @@ class Pretrained:
         prompts: list[list[int]],
         sampling: Sampling,
         seed: int = 0,
-        first_row: int = 0,
         answers_per_prompt: int = 1,
         rows_at_once: int | None = None,
         images: list[Images | None] | None = None,
+    ) -> list[Answer]:
+        """Return answers to prompts of token ids, and of images (`Engine.admit`); see `rollout`."""
+        return self.rollout(Request(prompts, answers_per_prompt, seed, images=images), sampling, rows_at_once)
+
+    def rollout(
+        self,
+        request: Request,
+        sampling: Sampling,
+        rows_at_once: int | None = None,
         cache_gib: float | None = None,
         say: Callable[[CacheBound], None] = lambda bound: None,
     ) -> list[Answer]:
-        """Return answers to prompts of token ids, and of images (`Engine.admit`); see `Sampler.rollout`.
+        """Return the answers to a request; see `Sampler.rollout`.
 
         `cache_gib` is that of `Sampler.bound_cache`; `say` gets what it returns.
+
+        Raises:
+            UserError: a prompt has an image that the model cannot see; see also `Sampler.rollout`.
         """
-        if images is not None and any(each is not None for each in images) and self.cfg.vision is None:
+        has_images = any(each is not None for each in request.images or ())
+        if has_images and self.cfg.vision is None:
             raise UserError(f"a prompt has an image, and this {self.cfg.family} is a model of text alone")
-        if not prompts:
+        if not request.prompts:
             return []
         with jax.set_mesh(self.mesh):
-            request = Request(prompts, answers_per_prompt, seed, first_row, images)
-            num_answers = len(prompts) * answers_per_prompt
+            num_answers = len(request.prompts) * request.answers_per_prompt
             rows = min(num_answers, rows_at_once or num_answers)
-            lengths = request.max_prompt_length, request.find_max_length(sampling)
-            bound = self.sampler.bound_cache(self.params, sampling, rows, *lengths, cache_gib, "max_new_tokens")
+            sizes = RowSizes(rows, request.max_prompt_length, request.find_max_length(sampling))
+            bound = self.sampler.bound_cache(self.params, sampling, sizes, cache_gib, "max_new_tokens")
             say(bound)
             return self.sampler.rollout(self.params, request, sampling, rows_at_once, num_pages=bound.num_pages)
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh, NamedSharding
@@ -78,6 +78,14 @@ def derive_seed(*parts: object) -> int:
     """
     digest = hashlib.sha256("\0".join(map(str, parts)).encode()).digest()
     return int.from_bytes(digest[:4], "big") >> 1  # 31 bits: a seed is an int32, which is not negative
+
+
+class RowSizes(NamedTuple):
+    """How many rows draw at one time over the whole mesh, and the tokens that each has at most."""
+
+    num_rows: int
+    max_prompt_length: int
+    max_length: int  # of a prompt, observations and drawn tokens together
 
 
 @dataclass(frozen=True)
@@ -189,16 +197,9 @@ class Sampler:
         return [answers[number] for number in sorted(answers)]
 
     def bound_cache(
-        self,
-        params: Any,
-        sampling: Sampling,
-        rows: int,
-        max_prompt_length: int,
-        max_length: int,
-        cache_gib: float | None,
-        length_key: str,
+        self, params: Any, sampling: Sampling, sizes: RowSizes, cache_gib: float | None, length_key: str
     ) -> CacheBound:
-        """Return what the cache may take for `rows` rows over the whole mesh, of at most `max_length` tokens.
+        """Return what the cache may take for rows of these sizes.
 
         Pages take `cache_gib` of each device. Without it, they take what is free beside the weights at rest, `params`,
         and what else a rollout needs, on devices that know their memory. All processes call it together.
@@ -206,6 +207,7 @@ class Sampler:
         Raises:
             UserError: `cache_gib` bounds slots, or has no room for two rows; `length_key` sets their length.
         """
+        rows, max_prompt_length, max_length = sizes
         if not any(self.programs.find_paged(sampling)):
             if cache_gib is not None:
                 raise UserError(
@@ -226,8 +228,9 @@ class Sampler:
         elif device_bytes is None:
             fitting, why = wanted, ""
         else:
-            sizes = rows, rows, 1, max_prompt_length, max(0, max_length - pad_prompt(max_prompt_length))
-            others = derive_rollout_costs(self.arch, self.mesh, *sizes, cache, device_bytes).memory
+            drawn = max(0, max_length - pad_prompt(max_prompt_length))
+            lengths = max_prompt_length, drawn
+            others = derive_rollout_costs(self.arch, self.mesh, rows, rows, 1, *lengths, cache, device_bytes).memory
             free = USABLE * device_bytes - bytes_per_device(params) - others
             fitting, why = int(free // of_page), f"{USABLE:.0%} of a device's memory without weights and products"
         if fitting >= wanted:

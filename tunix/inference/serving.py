@@ -22,6 +22,7 @@ import numpy as np
 from tunix.inference.engine import Answer, Engine
 from tunix.inference.lm_eval import TokenScorer, TopScores
 from tunix.inference.pretrained import Pretrained
+from tunix.inference.rollout import RowSizes
 from tunix.inference.sampling import NO_MIN_P, NO_TOP_K, NO_TOP_P, TOKENS_UNCHECKED, RowChoices, Sampling
 from tunix.models.vision import Images
 
@@ -95,8 +96,8 @@ class Serving:
         self.model, self.drawing, self.max_length = model, drawing, max_length
         num_shards = model.sampler.programs.num_shards
         self.num_rows = max(1, max_rows // num_shards) * num_shards
-        sizes = self.num_rows, max_length, max_length
-        self.bound = model.sampler.bound_cache(model.params, drawing, *sizes, cache_gib, "server.max_length")
+        sizes = RowSizes(self.num_rows, max_length, max_length)
+        self.bound = model.sampler.bound_cache(model.params, drawing, sizes, cache_gib, "server.max_length")
         self.max_waiting = max_waiting
         self.weights = model.sampler.gather(model.params)
         self.engine = self._make_engine()
