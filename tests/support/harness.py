@@ -26,9 +26,9 @@ from support.devices import xla_flags
 from support.forks import start
 
 from tunix.__main__ import main
+from tunix.base.files import STOP_SIGNALS
 from tunix.config import Config
 from tunix.config.compose import compose
-from tunix.processes import exits
 from tunix.sharding.arrays import to_global
 from tunix.sharding.mesh import ONE_DEVICE as ONE_DEVICE_SHAPE
 from tunix.sharding.mesh import device_mesh
@@ -245,7 +245,7 @@ def cli_here(*words: str, cwd: Path, devices: int | None = None) -> subprocess.C
 def state_of_process() -> Iterator[None]:
     """Put back what a program that has its process for itself changes: arguments, signals, logging, Hydra's config."""
     argv, unraisable, raises, hydra = sys.argv, sys.unraisablehook, logging.raiseExceptions, HydraConfig.instance().cfg
-    signals = {number: signal.getsignal(number) for number in exits.STOP_SIGNALS}
+    signals = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     loggers = [(logger, logger.level, logger.handlers[:]) for logger in (logging.root, logging.getLogger("tunix"))]
     logging.root.handlers.clear()  # a run closes those that it finds, and they are pytest's
     try:

@@ -16,7 +16,8 @@ import yaml
 
 from tunix.base.errors import UserError
 
-ENDING_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)  # those that end a process at once
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # those that ask a run to stop: it saves, and ends with exit code 75
+ENDING_SIGNALS = (*STOP_SIGNALS, signal.SIGHUP)  # those that end a process at once, if it does not handle them
 MAX_NAME = 255  # bytes of one part of a path: what Linux and macOS take
 
 

@@ -558,19 +558,11 @@ def _decode_guesses(
         arguments = rows.length, extent.final_length, rows.shift, rows.table
         hidden, write = run_after(model, bound, cache, None, tokens, *arguments)
         logits = model.logits(model.vocab_weights(), hidden)
-        samples = [
-            sample(logits[:, index], key, rows.number, rows.num_sampled + index, sampling, model.layout)
-            for index in range(sampling.guess + 1)
-        ]
-        sampled = Sampled(*(jnp.stack(each, axis=1) for each in zip(*samples, strict=True)))
+        sampled = _sample_several(logits, key, rows, sampling, model.layout)
         offsets = jnp.arange(sampling.guess + 1)
         ends = jnp.any(sampled.tokens[:, :, None] == extent.stop, axis=2)
         ends |= rows.num_sampled[:, None] + offsets + 1 >= rows.limit[:, None]
-        # A token counts behind right guesses, and before an end.
-        goes_on = (tokens[:, 1:] == sampled.tokens[:, :-1]) & ~ends[:, :-1]
-        first = jnp.ones_like(ends[:, :1])
-        counts = jnp.cumprod(jnp.concatenate([first, goes_on], axis=1).astype(jnp.int32), axis=1)
-        counts = counts * at_work[:, None]
+        counts = _count_right(tokens, sampled.tokens, ends) * at_work[:, None]
         count = jnp.sum(counts, axis=1)
         last_token = jnp.sum(jnp.where(offsets == count[:, None] - 1, sampled.tokens, 0), axis=1)
         ended = jnp.any(ends & (counts > 0), axis=1)
@@ -629,6 +621,25 @@ def _guess_by_mtp(
         # Behind the last slot it would take the place of a token that is still seen.
         kept = write((at_work & (time < kept[0].shape[SLOTS])).astype(jnp.int32))
     return jnp.stack(guesses, axis=1), [*layers, kept, last]
+
+
+def _sample_several(logits: jax.Array, key: jax.Array, rows: Drawing, sampling: Sampling, layout: Layout) -> Sampled:
+    """Draw the next n tokens [B, n] of rows, of logits [B, n, V] behind the newest token and behind each guess."""
+    samples = [
+        sample(logits[:, index], key, rows.number, rows.num_sampled + index, sampling, layout)
+        for index in range(logits.shape[1])
+    ]
+    return Sampled(*(jnp.stack(each, axis=1) for each in zip(*samples, strict=True)))
+
+
+def _count_right(tokens: jax.Array, drawn: jax.Array, ends: jax.Array) -> jax.Array:
+    """Return 1 for each of the tokens `drawn` [B, n] that counts, behind right guesses and before an end, else 0.
+
+    `tokens` [B, n] are the newest one and the guesses; `ends` [B, n] bool are drawn tokens that end a turn.
+    """
+    goes_on = (tokens[:, 1:] == drawn[:, :-1]) & ~ends[:, :-1]
+    first = jnp.ones_like(ends[:, :1])
+    return jnp.cumprod(jnp.concatenate([first, goes_on], axis=1).astype(jnp.int32), axis=1)
 
 
 def _find_guesses(text: jax.Array, length: jax.Array, count: int) -> jax.Array:

@@ -17,12 +17,11 @@ from functools import partial
 from typing import Any, NoReturn
 
 from tunix.base.errors import Diverged, Ending, PeerLost, Stopped, UserError
-from tunix.base.files import end_by_signal, is_whole_number, remove_unfinished
+from tunix.base.files import STOP_SIGNALS, end_by_signal, is_whole_number, remove_unfinished
 from tunix.base.progress import announcing
 
 # Schedulers act on these codes: start again after STOPPED and PEER, and not after the others. Any other is a bug.
 USER_ERROR, STOPPED, PEER, DIVERGED = UserError.code, Stopped.code, PeerLost.code, Diverged.code
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 # Loaded here and not in the child: between fork and exec a child must not wait for locks of its parent's threads.
 LIBC, PR_SET_PDEATHSIG = ctypes.CDLL(None), 1  # prctl(2)
 

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tunix.base.errors import Ending
+from tunix.base.files import STOP_SIGNALS
 from tunix.base.progress import announcing
 from tunix.config import Distributed
 from tunix.processes import exits
@@ -47,7 +48,7 @@ def supervise(distributed: Distributed) -> int | None:
         signals_sent.append(number)
         child.send_signal(number)
 
-    for number in exits.STOP_SIGNALS:
+    for number in STOP_SIGNALS:
         signal.signal(number, pass_on)
     # A terminal sends Ctrl-C to the child too. The parent must live on: its death would kill the child at once.
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -1,6 +1,7 @@
 """The train step: gradients of A microbatches, one division by the weight of the loss, one update. Pure."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -166,6 +167,68 @@ def make_train_step(
 # (`reduced`, `unreduced`) make a forgotten sum an error while tracing.
 
 
+@dataclass(frozen=True)
+class StepArrays:
+    """Where weights and gradients are while a step runs (above), and the ways between."""
+
+    arch: Architecture
+    in_blocks: bool  # each block gathers its own weights
+    unrolled: bool  # the layers of a stack are a piece of program each
+
+    def spec(self, path: Any, weight: Weight, *, local_part: bool) -> PartitionSpec:
+        """Return where a gradient is: summed, or the part of it that a device has before the sum."""
+        layout, arch = self.arch.layout, self.arch
+        if not local_part:
+            return layout.stored(weight.equation)
+        if not self.in_blocks:  # as large as the weight in use, and of a type that cannot be taken for the sum
+            return layout.unreduced(weight.equation)
+        # Gradients of other stacks, as that of `model.mtp`, are those of autodiff, which sums them.
+        return layout.scattered(weight.equation) if path[0].key in arch.model.stacks else layout.stored(weight.equation)
+
+    def zeros(self, *, local_part: bool) -> Any:
+        """Return zeros like the gradients of all trained weights, to add them up in."""
+
+        def of_weight(path: Any, weight: Weight) -> jax.Array:
+            return reshard(jnp.zeros(weight.shape), self.spec(path, weight, local_part=local_part))
+
+        return jax.tree.map_with_path(of_weight, self.arch.trained_weights)
+
+    def list_layers(self, params: Any) -> Any:
+        """Return the arrays of each weight for all microbatches: gathered, if blocks do not gather them.
+
+        A stack [L, ...] that is gathered and whose layers are unrolled is a list of its layers [1, ...]. A layer that
+        is cut out of a stack inside of the loop over microbatches is a copy in each of them, and in memory from its
+        forward pass until its backward pass. A layer of layers that were put together is the layer itself.
+        """
+
+        def take_apart(weight: Weight, values: jax.Array) -> list[jax.Array]:
+            is_cut = self.unrolled and not self.in_blocks and weight.equation.is_stacked
+            return [values[i : i + 1] for i in range(len(values))] if is_cut else [values]
+
+        def gather_all(params):
+            with jax.named_scope("gather"):
+                return jax.tree.map(lambda p, weight: layout.gather(p, weight.equation), params, self.arch.weights)
+
+        layout = self.arch.layout
+        # Where blocks gather their weights, `params` are at rest: a block's gradient then arrives summed and split.
+        return jax.tree.map(take_apart, self.arch.weights, params if self.in_blocks else gather_all(params))
+
+    def put_together(self, layers: Any) -> Any:
+        """Return the weights of `list_layers`, a stack as one array."""
+        return jax.tree.map(
+            lambda _, parts: jnp.concatenate(parts) if len(parts) > 1 else parts[0], self.arch.weights, layers
+        )
+
+    def sum_over_devices(self, grads: Any) -> Any:
+        """Return the sums of gradients of which each device has a part."""
+        with jax.named_scope("reduce"):
+            return jax.tree.map_with_path(
+                lambda path, weight, g: self.arch.layout.sum_gradient(g, self.spec(path, weight, local_part=False)),
+                self.arch.trained_weights,
+                grads,
+            )
+
+
 def make_gradients(
     arch: Architecture,
     loss_fn: LossFn,
@@ -184,51 +247,12 @@ def make_gradients(
         on each device  0 + 1 + 2     3 + 4 + 5         parts of sums, without communication
         over devices            sum1  +       sum2      one reduction a group
     """
-    layout = arch.layout
-    in_blocks = layout.gathers_in_blocks(sync_every)
-
-    def spec(path: Any, weight: Weight, *, local_part: bool) -> PartitionSpec:
-        if not local_part:
-            return layout.stored(weight.equation)
-        if not in_blocks:  # as large as the weight in use, and of a type that cannot be taken for the sum
-            return layout.unreduced(weight.equation)
-        # Gradients of other stacks, as that of `model.mtp`, are those of autodiff, which sums them.
-        return layout.scattered(weight.equation) if path[0].key in arch.model.stacks else layout.stored(weight.equation)
-
-    def zeros(*, local_part: bool):
-        def of_weight(path: Any, weight: Weight) -> jax.Array:
-            return reshard(jnp.zeros(weight.shape), spec(path, weight, local_part=local_part))
-
-        return jax.tree.map_with_path(of_weight, arch.trained_weights)
-
-    def gather_all(params):
-        with jax.named_scope("gather"):
-            return jax.tree.map(lambda p, weight: layout.gather(p, weight.equation), params, arch.weights)
-
-    def take_apart(weight: Weight, values: jax.Array) -> list[jax.Array]:
-        """Return layers [1, ...] of a stack [L, ...] that is gathered and whose layers are unrolled, else the array.
-
-        A layer that is cut out of a stack inside of the loop over microbatches is a copy in each of them, and in memory
-        from its forward pass until its backward pass. A layer of layers that were put together is the layer itself.
-        """
-        is_cut = unrolled and not in_blocks and weight.equation.is_stacked
-        return [values[i : i + 1] for i in range(len(values))] if is_cut else [values]
-
-    def put_together(_: Weight, layers: list[jax.Array]) -> jax.Array:
-        return jnp.concatenate(layers) if len(layers) > 1 else layers[0]
-
-    def sum_over_devices(grads):
-        with jax.named_scope("reduce"):
-            return jax.tree.map_with_path(
-                lambda path, weight, g: layout.sum_gradient(g, spec(path, weight, local_part=False)),
-                arch.trained_weights,
-                grads,
-            )
+    arrays = StepArrays(arch, arch.layout.gathers_in_blocks(sync_every), unrolled)
+    in_blocks = arrays.in_blocks
 
     def gradients(params, batch, seeds):
         fields, shared = split_shared(batch)
-        # Where blocks gather their weights, `weights` are at rest: a block's gradient then arrives summed and split.
-        layers = jax.tree.map(take_apart, arch.weights, params if in_blocks else gather_all(params))
+        layers = arrays.list_layers(params)
         # Of one microbatch with sums that rest as weights do, the gradients of autodiff are the sums.
         names = () if in_blocks and len(seeds) == 1 else tuple(arch.model.stacks)
 
@@ -247,7 +271,7 @@ def make_gradients(
             # of layers that are run in a way of their own.
             stacks = {name: jax.tree.flatten(total[name], is_leaf=lambda leaf: leaf is None) for name in names}
             sums = {name: leaves for name, (leaves, _) in stacks.items()}
-            weights = jax.tree.map(put_together, arch.weights, layers)
+            weights = arrays.put_together(layers)
             rows = partial(objective, weights=weights, fields=inputs[0], seed=inputs[1], is_last=is_last)
             (value, _), vjp, reported = jax.vjp(rows, arch.trained(weights), make_slots(sums), has_aux=True)
             grads, sums = vjp((jnp.ones_like(value), sums))
@@ -258,24 +282,24 @@ def make_gradients(
         def in_replicas(inputs):
             """Return gradients of several microbatches, which replicas sum in the last one."""
             first, last = (jax.tree.map(lambda x, part=part: x[part], inputs) for part in (slice(-1), -1))
-            total, reported = jax.lax.scan(microbatch, zeros(local_part=True), first)
+            total, reported = jax.lax.scan(microbatch, arrays.zeros(local_part=True), first)
             are_summed = not missed[-1]
             total, latest = microbatch(total, last, is_last=are_summed)
             reported = jax.tree.map(lambda x, y: jnp.concatenate([x, y[None]]), reported, latest)
-            return jax.tree.map(as_summed, total) if are_summed else sum_over_devices(total), reported
+            return jax.tree.map(as_summed, total) if are_summed else arrays.sum_over_devices(total), reported
 
         def group(total, inputs):
-            part, reported = jax.lax.scan(microbatch, zeros(local_part=True), inputs)
-            return add_gradients(total, sum_over_devices(part)), add_up(reported)
+            part, reported = jax.lax.scan(microbatch, arrays.zeros(local_part=True), inputs)
+            return add_gradients(total, arrays.sum_over_devices(part)), add_up(reported)
 
-        if in_blocks and names and prefetch and layout.has_replicas(get_abstract_mesh().shape):
+        if in_blocks and names and prefetch and arch.layout.has_replicas(get_abstract_mesh().shape):
             grads, reported = in_replicas((fields, seeds))
             return grads, *add_up(reported)
         if in_blocks:
-            grads, reported = jax.lax.scan(microbatch, zeros(local_part=False), (fields, seeds))
+            grads, reported = jax.lax.scan(microbatch, arrays.zeros(local_part=False), (fields, seeds))
             return grads, *add_up(reported)
         groups = jax.tree.map(lambda x: x.reshape(-1, sync_every, *x.shape[1:]), (fields, seeds))
-        grads, reported = jax.lax.scan(group, zeros(local_part=False), groups)
+        grads, reported = jax.lax.scan(group, arrays.zeros(local_part=False), groups)
         return grads, *add_up(reported)
 
     return gradients
