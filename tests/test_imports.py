@@ -10,10 +10,10 @@ from support.harness import ROOT
 # From the ground up. A file imports only from rooms before its own, and from its own. A file that is named here apart
 # from its folder is below it: the tables and types that the config is made of, and what imports no jax.
 ORDER = (
-    "base", "sharding.table", "sharding.mesh", "huggingface.families",
+    "base", "sharding.table", "sharding.mesh", "huggingface.family",
     "huggingface.gemma", "huggingface.table", "models.table", "optimizers",
     "data.pieces", "data.words", "data.files", "data.parquet", "data.shapes", "data.sources", "data.table", "run.sinks", "run.remote_sinks", "run.table",
-    "rl.rewards", "rl.tool_calls", "rl.environments", "rl.tools", "rl.table", "rl.scoring", "rl.environment_worker",
+    "rl.rewards", "rl.tool_parsers", "rl.environments", "rl.tools", "rl.table", "rl.scoring", "rl.environment_worker",
     "config", "processes", "sharding", "models", "huggingface", "data.chat", "data.image_processors", "data.images", "data.tokenizer",
     "config.saved_runs", "config.mistakes", "config.pretrained_config",
     "config.compose", "config.command_line",

@@ -14,7 +14,7 @@ from tunix.base.errors import UserError
 from tunix.config.compose import compose
 from tunix.rl.environments import Reply, describe_tools, gives_reward, join_tools, open_environment
 from tunix.rl.table import ENVIRONMENTS, find_environment
-from tunix.rl.tool_calls import TOOL_CALLS, choose_tool_calls
+from tunix.rl.tool_parsers import TOOL_CALLS, choose_tool_calls
 from tunix.rl.tools import Calculator, Python, SearchFolder
 
 

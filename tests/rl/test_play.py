@@ -10,7 +10,7 @@ from tunix.base.errors import UserError
 from tunix.config import Play
 from tunix.config.command_line import read_settings
 from tunix.play import EXAMPLES, play
-from tunix.rl.tool_calls import TOOL_CALLS
+from tunix.rl.tool_parsers import TOOL_CALLS
 
 CHATTY = "environment=support.own_environment:Chatty"
 

@@ -327,7 +327,7 @@ ENVIRONMENTS: dict[str, type] = {
     "echo": Echo,""",
     ),
     "a format of tool calls": entry(
-        "tunix/rl/tool_calls.py",
+        "tunix/rl/tool_parsers.py",
         "] = {",
         '] = {\n    "arrow": lambda text: [Call(*json.loads(text[2:]))] if text.startswith("->") else [],',
     ),

@@ -2,5 +2,5 @@
 
 Read `checkpoint` first: what a checkpoint holds, and which one a resumed run goes on from. `store` has the life of a
 checkpoint, the same in every place: `folders`, with one disk for all hosts or without, and the `bucket`. `root` has
-what else a run needs there. `saved` is for commands that read or check a checkpoint.
+what else a run needs there.
 """

@@ -10,7 +10,7 @@ from tunix.base.errors import UserError, near_multiples
 from tunix.config.rewards import JudgeTerm, ModelTerm, RewardTerms
 from tunix.rl.environments import describe_tools, gives_reward
 from tunix.rl.table import ENVIRONMENTS, find_environment, format_environment
-from tunix.rl.tool_calls import TOOL_CALLS
+from tunix.rl.tool_parsers import TOOL_CALLS
 from tunix.sharding.mesh import list_divisors, nearest
 
 MAX_GUESS = 15  # with the newest token, so many are few queries of attention (models/attention.py)

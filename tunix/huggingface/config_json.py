@@ -261,7 +261,7 @@ def translate_config(
 ) -> dict[str, Any]:
     """Return the keys of the section `model` that `raw`, the content of config.json, decides; see `read_config`.
 
-    `where` is the file's path, for messages.
+    `source` is the file's path, for messages.
     """
     labels = read_labels(raw)
     whole, raw = raw, _find_decoder(raw)

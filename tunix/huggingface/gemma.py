@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from tunix.huggingface.families import (
+from tunix.huggingface.family import (
     GEMMA_NAMES,
     LLAMA_KEYS,
     SEEING_NAMES,

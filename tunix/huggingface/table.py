@@ -5,7 +5,7 @@ from dataclasses import replace
 from tunix.base.dotted_path import import_object, is_dotted
 from tunix.base.errors import UserError, did_you_mean
 from tunix.huggingface import gemma
-from tunix.huggingface.families import (
+from tunix.huggingface.family import (
     ALL_LOCAL,
     DEEPSEEK_FIXED,
     DEEPSEEK_KEYS,

@@ -22,7 +22,7 @@ from tunix.base.errors import UserError
 from tunix.base.files import is_plain, read_json
 from tunix.config import Model
 from tunix.huggingface.config_json import MTP_DEPTH, find_quantization, read_labels, read_num_rows
-from tunix.huggingface.families import SCORE
+from tunix.huggingface.family import SCORE
 from tunix.huggingface.packed_tensors import Integers, join_packed
 from tunix.huggingface.quantized_tensors import Enlarged, MappedFile, Plain, Stored, concat_quantized
 from tunix.huggingface.table import Family, Name, find_family

@@ -2,6 +2,6 @@
 
 Read `pretrained` first: it loads the model of a run or of Hugging Face. A `rollout` gives the answers to a request,
 with weights that `gathered` has gathered once. Its `engine` has rows that draw tokens side by side, with keys
-and values in a `kv_cache`; `sampling` chooses each token, and has the compiled programs of the engine. `lm_eval` lets
-EleutherAI's harness ask the model.
+and values in a `kv_cache`, by slots or by pages; `sampling` chooses each token, and has the compiled programs of the
+engine. `lm_eval` lets EleutherAI's harness ask the model.
 """

@@ -8,7 +8,7 @@ from flax import nnx
 from jax.sharding import reshard
 
 from tunix.models.layers import Einsum, Embedding
-from tunix.models.low_rank import LowRank
+from tunix.models.lora import LowRank
 from tunix.models.matmul import MATMUL, product_of_few_rows
 from tunix.models.quantized import dequantize
 from tunix.models.transformer import Transformer

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from tunix.base.config_types import Temperature
 from tunix.data.files import BadRow
 from tunix.data.images import read_parts
-from tunix.rl.tool_calls import Call
+from tunix.rl.tool_parsers import Call
 
 # Requests.
 

@@ -27,7 +27,7 @@ from tunix.inference.openai_api import (
 from tunix.inference.pretrained import Pretrained
 from tunix.inference.sampling import Sampling
 from tunix.models.vision import Images
-from tunix.rl.tool_calls import TOOL_CALLS, choose_tool_calls
+from tunix.rl.tool_parsers import TOOL_CALLS, choose_tool_calls
 
 
 @dataclass

@@ -28,7 +28,7 @@ from tunix.inference.engine import Answer
 from tunix.inference.rollout import CacheBound, Request, RowSizes, Sampler
 from tunix.inference.sampling import Sampling, find_stop_ids
 from tunix.models.kernels import choose_kernels, select_expert_matmul
-from tunix.models.low_rank import merge
+from tunix.models.lora import merge
 from tunix.models.scores import embed_rows, score_rows
 from tunix.models.vision import Images
 from tunix.processes import peers

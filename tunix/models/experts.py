@@ -39,7 +39,7 @@ from tunix.models.fused_experts import (
 )
 from tunix.models.grouped_matmul import vary_alike
 from tunix.models.layers import ACTIVATIONS, MLP, Bias, BlockSums, Initializer, Matrix, RMSNorm, Routing, unchanged
-from tunix.models.low_rank import ExpertFactors
+from tunix.models.lora import ExpertFactors
 from tunix.models.matmul import grouped_product, product
 from tunix.models.table import EXPERT_EXCHANGES, FUSED
 from tunix.sharding.layout import Layout, stage_shard_map

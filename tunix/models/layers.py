@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec, reshard
 
 from tunix.config import Model
 from tunix.config.vision import TOWER
-from tunix.models.low_rank import LowRank
+from tunix.models.lora import LowRank
 from tunix.models.matmul import product
 from tunix.models.quantized import dequantize, quantize
 from tunix.sharding.layout import Layout

@@ -27,7 +27,7 @@ from pydantic import TypeAdapter
 
 from tunix.base.dotted_path import import_object, is_dotted, select_named
 from tunix.base.errors import UserError
-from tunix.rl.tool_calls import TOOL_CALLS, Call
+from tunix.rl.tool_parsers import TOOL_CALLS, Call
 
 MOST_CHARACTERS = 1_000_000  # of an observation: more is an error of the environment
 NOT_TOOLS = {"reset", "step", "get_reward", "close"}

@@ -41,7 +41,7 @@ from tunix.rl.environment_pool import Answered, EnvironmentPool, Session
 from tunix.rl.environments import Reply, gives_reward
 from tunix.rl.scoring import Scorer, Scores
 from tunix.rl.table import find_environment, format_environment
-from tunix.rl.tool_calls import choose_tool_calls
+from tunix.rl.tool_parsers import choose_tool_calls
 
 log = logging.getLogger(__name__)
 

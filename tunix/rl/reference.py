@@ -24,7 +24,7 @@ from tunix.data.dataset import Corpus
 from tunix.data.packing import Sequences
 from tunix.inference.pretrained import load_init_from
 from tunix.models.layers import named
-from tunix.models.low_rank import remove_updates
+from tunix.models.lora import remove_updates
 from tunix.processes import peers
 from tunix.rl.rollouts import Reference
 from tunix.training.dpo import Sides, sum_answers

@@ -19,7 +19,7 @@ from tunix.config.layers import ExpertsMlp
 from tunix.config.model import list_keys_outside
 from tunix.config.vision import Vision
 from tunix.models.layers import Initializer, parameter_name
-from tunix.models.low_rank import start_updates
+from tunix.models.lora import start_updates
 from tunix.models.remat import KEEP_ALL, Remat
 from tunix.models.transformer import Transformer
 from tunix.sharding.arrays import bring_to, to_host_memory
