@@ -7,7 +7,7 @@
     batch        `rollouts`             rows of tokens with advantages, which `training.grpo` learns from
 
 In several turns, the model talks with an environment: `environments` has the protocol and the rows, `environment_pool`
-their processes with their deadlines (`child_process`, `environment_worker`), `episodes` the turns, and `tool_parsers`
+their processes with their deadlines (`environment_worker`), `episodes` the turns, and `tool_parsers`
 what reads the calls of tools out of a text.
 
 `evaluation` measures completions of held-out prompts, `reference` has log-probabilities under the model of step 0.
