@@ -35,7 +35,6 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from tunix.base.errors import Stopped
-from tunix.base.priority_slots import PrioritySlots
 from tunix.config import Config
 from tunix.config.batch import BatchShape
 from tunix.config.task import Grpo
@@ -52,7 +51,7 @@ from tunix.processes.watchdog import Watchdog
 from tunix.rl.ahead import RolloutsAhead, SampledRollout, pack, unpack
 from tunix.rl.engine_rewards import EngineRewards
 from tunix.rl.environment_pool import EnvironmentPool
-from tunix.rl.episodes import Played, Player, credit_turns
+from tunix.rl.episodes import Played, Player, PrioritySlots, credit_turns
 from tunix.rl.samples_file import SamplesFile
 from tunix.rl.scoring import Scorer, Scores
 from tunix.run.folder import find_model_files
