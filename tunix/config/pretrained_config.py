@@ -279,7 +279,7 @@ LOGITS_FILE = "teacher_logits.json"
 
 
 class LogitsInfo(BaseModel):
-    """What the logits in a folder are, and what they were made of (data/teacher_logits.py)."""
+    """Facts of the logits in a folder, and of what they were made of (data/teacher_logits.py)."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 

@@ -414,7 +414,7 @@ def count_grouped(instruction: Instruction, scope: Scope, num_experts: float, em
 
 
 class FusedKernel(NamedTuple):
-    """What a kernel of models/fused_experts.py multiplies, and what it reads and writes of each row."""
+    """Work of a kernel of models/fused_experts.py: its products, and what it reads and writes of each row."""
 
     num_matmul: int  # products of rows [capacity, D] and [capacity, G] with weights, or with one another
     wide: int  # arrays of rows of width D

@@ -108,7 +108,7 @@ USABLE = 0.9  # share of a device's memory: the rest is for what is not derived
 
 @dataclass(frozen=True)
 class CacheSpec:
-    """What a cache holds of a token, and where."""
+    """Contents of a cache: what it holds of a token, and where."""
 
     dtype: str | None = None  # "int8", or None for the dtype of products
     by_mtp: bool = False  # the layer of model.mtp guesses, and has slots too

@@ -90,7 +90,7 @@ class RowSizes(NamedTuple):
 
 @dataclass(frozen=True)
 class CacheBound:
-    """What the cache of a command that draws may take of a device."""
+    """Bound of the cache of a command that draws: what it may take of a device."""
 
     num_pages: int | None  # of a data shard; None: nothing bounds them, or there are slots
     text: str  # in a few words

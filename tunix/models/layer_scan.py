@@ -415,7 +415,7 @@ def fill(tree: Any, chosen: Sequence[bool], values: Sequence[Any]) -> Any:
 
 
 class Saved(NamedTuple):
-    """What the forward pass of a scan leaves for its backward pass."""
+    """Values that the forward pass of a scan leaves for its backward pass."""
 
     params: list[jax.Array]
     layers: Any

@@ -1,4 +1,4 @@
-"""What a model gives for a whole document in the place of logits: a reward, a score of each class, or a vector.
+"""Scores that a model gives for a whole document in the place of logits: a reward, one of each class, or a vector.
 
     tokens -> blocks -> hidden [B, T, D] -> scores [B, T, v] of each token -> those of a document, by its pooling
 

@@ -25,7 +25,7 @@ from tunix.sharding.layout import Layout
 
 
 class RowMask(NamedTuple):
-    """What says which tokens of its own row a token sees, beside the layer: `Rows.mask_inputs` of training."""
+    """Inputs of the mask that tells which tokens of its own row a token sees, beside the layer: `Rows.mask_inputs`."""
 
     segment_ids: jax.Array  # [B, S] int32
     ends: jax.Array | None  # [B, S] int32 of rows with images (`MaskRule.q_ends`)

@@ -160,7 +160,7 @@ class Episode:
 
 
 class TurnEngine(Protocol):
-    """What is used of `tunix.inference.engine.Engine`."""
+    """Methods of `tunix.inference.engine.Engine` that episodes use."""
 
     @property
     def num_working(self) -> int: ...

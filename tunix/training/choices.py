@@ -43,7 +43,7 @@ class Planned(NamedTuple):
 
 @dataclass(frozen=True)
 class Choices:
-    """What a config leaves to its mesh and its devices. All is chosen before anything is traced, and read from here."""
+    """All that a config leaves to its mesh and its devices: chosen before anything is traced, and read from here."""
 
     planned: Planned
     shape: BatchShape

@@ -1,4 +1,4 @@
-"""What a config trains on a mesh (`TrainSpec`): architecture, loss, optimizer, and the step made of them."""
+"""The train spec of a config on a mesh (`TrainSpec`): architecture, loss, optimizer, and the step made of them."""
 
 import logging
 import math
