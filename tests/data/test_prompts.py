@@ -15,7 +15,7 @@ from tunix.config.task import Cycle, Prompted
 from tunix.data.batches import BEGINNING, DataSchedule, Samples
 from tunix.data.prompts import gather_columns, load_prompts
 from tunix.prepare import prepare
-from tunix.rl.rewards import call_reward
+from tunix.rl.scoring import call_reward
 
 WORDS = [*SMALL, "task=sft", "tokenizer.train_bytes=300"]
 FOUR = DataSchedule(BEGINNING, Cycle(4, 1), ())  # samples a step
