@@ -98,6 +98,7 @@ class Program:
     built: training.TrainSpec
     step: Any  # not compiled
     fresh: bool
+    compiled: Any = None  # by `run`
 
     @property
     def cfg(self) -> Config:
@@ -131,6 +132,7 @@ class Program:
         """Metrics of some steps on one batch; the state is left after them."""
         with jax.set_mesh(self.mesh):
             step, data, out = self.compile(batch), to_global(batch, self.mesh), []
+            self.compiled = step
             for _ in range(steps):
                 self.state, metrics = step(self.state, data)
                 out.append(

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
+from support.collective_order import list_races
 from support.harness import SGD, batch, experts, program
 
 from tunix.base.errors import UserError
@@ -55,10 +56,17 @@ def test_stages_leave_the_result_unchanged(mesh, more, reference):
     for ours, theirs in zip(step.run(batch(16, 2)), reference, strict=True):
         for name in ("loss", "grad_norm"):
             np.testing.assert_allclose(ours[name], theirs[name], rtol=1e-5)
+    assert not list_races(step.compiled.as_text())
     query = step.state["params"]["blocks"]["attention"]["q"]["w"]
     assert query.shape[0] == 4, "a checkpoint has the layers in one array, whatever splits them"
     assert query.sharding.spec[0] == "pp"
     assert query.addressable_shards[0].data.shape[0] == 4 // step.mesh.shape["pp"]
+
+
+def test_devices_reach_collectives_of_stages_in_one_order():
+    """The layers of a part run again while those of another part may still run."""
+    words = *SGD, "model.num_layers=2", "training.pipeline_recompute=true", "training.micro_batch_size=4", IDLE
+    assert not list_races(program("model.mesh_shape=[[2,2],[pp,tp]]", *words).compile(batch(8)).as_text())
 
 
 DENSE_FIRST = [
@@ -90,6 +98,7 @@ def test_dense_layers_before_stages(mesh, more, dense_first):
     for ours, theirs in zip(step.run(batch(16, 2)), dense_first, strict=True):
         for name in ("loss", "grad_norm", "balance_loss"):
             np.testing.assert_allclose(ours[name], theirs[name], rtol=1e-5)
+    assert not list_races(step.compiled.as_text())
     layers = {
         name: step.state["params"][name]["attention"]["q"]["w"]
         for name in ("first_dense_blocks", "first_blocks", "blocks")

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.collective_order import list_races
 from support.harness import RUN, batch, experts, metrics, program
 
 import tunix
@@ -116,7 +117,9 @@ def test_stages_clip_as_one_device(kind, way):
     rows, words = batch(16, 2), (*LEARNING, *KINDS[kind], *LAYERS[kind], "optimizer.qk_clip=12")
     one = program(*ONE, *words, "training.micro_batch_size=8").run(rows, steps=2)
     more = ("training.micro_batch_size=2", "training.pipeline_microbatches=2", *WAYS[way])
-    many = program("model.mesh_shape=[[2,2,2],[pp,fsdp,tp]]", *words, *more).run(rows, steps=2)
+    stages = program("model.mesh_shape=[[2,2,2],[pp,fsdp,tp]]", *words, *more)
+    many = stages.run(rows, steps=2)
+    assert not list_races(stages.compiled.as_text())
     for name in ("loss", "attention_score_max"):
         np.testing.assert_allclose([m[name] for m in many], [m[name] for m in one], rtol=2e-5)
     assert one[1]["attention_score_max"] < one[0]["attention_score_max"]

@@ -448,11 +448,14 @@ class Iterations:
         is_last = self.is_last & (slot.chunk == self.schedule.num_chunks - 1)
         # The gradient of a bubble is zero: `carry.back` begins as zeros, and a stage hands zeros on.
         chunk, d_stream = self.chunks.take(self.blocks, slot.chunk), lanes.select(is_last, d_finished, carry.back)
+        sent = carry.forth, carry.of_layers, carry.d_outer, carry.weight, carry.sums
         if self.recompute_runs:
+            kept = lanes.follow(kept, (sent, d_stream))
             run = partial(model.run_blocks, rows=kept, slot=slot)
             d_chunk, d_before = jax.vjp(run, chunk, take_stream(kept), has_aux=True)[1](d_stream)
             d_blocks = self.chunks.add(carry.d_blocks, d_chunk, slot.chunk)
         else:
+            d_stream = lanes.follow(d_stream, sent)
             d_blocks, d_before = model.go_back(chunk, kept, slot, d_stream, carry.d_blocks)
         is_due, number = self.schedule.returning(now)
 
@@ -518,7 +521,8 @@ def make_pipelined_gradients(
         # Three loops in place of one with conditions: the ticks that only fill or empty the stages are shorter.
         for begin, end, does in schedule.loops:
             tick = partial(iterations.tick, forward=does["forward"], backward=does["backward"])
-            carry, _ = jax.lax.scan(tick, carry, jnp.arange(begin, end))
+            ticks = lanes.follow(jnp.arange(begin, end), (carry.forth, carry.back, carry.entries))
+            carry, _ = jax.lax.scan(tick, carry, ticks)
 
         sums, d_outer = carry.sums, carry.d_outer
         if first is not None and carry.entries is not None:
