@@ -65,7 +65,7 @@ def test_stages_leave_the_result_unchanged(mesh, more, reference):
 
 def test_devices_reach_collectives_of_stages_in_one_order():
     """The layers of a part run again while those of another part may still run."""
-    words = *SGD, "model.num_layers=2", "training.pipeline_recompute=true", "training.micro_batch_size=4", IDLE
+    words = *SGD, "model.num_layers=4", "training.pipeline_recompute=true", "training.micro_batch_size=4", IDLE
     assert not list_races(program("model.mesh_shape=[[2,2],[pp,tp]]", *words).compile(batch(8)).as_text())
 
 
