@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 import sys
 
 from support.devices import xla_flags
@@ -12,6 +13,9 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "1"
 # The processes that tests start share the compiled code of tunix: without it each one compiles all files again.
 os.environ["PYTHONDONTWRITEBYTECODE"] = ""  # empty: not set
+# A shell starts what it runs in the background with Ctrl-C ignored, and all processes of tests would inherit that.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import random
 from pathlib import Path
