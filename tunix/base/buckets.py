@@ -20,6 +20,9 @@ from tunix.base.files import expand_home, read_json, replacing, resolve_below, w
 from tunix.base.forms import CACHE_FORMS
 
 log = logging.getLogger(__name__)
+# gcsfs logs its errors with their traceback, and `explaining` says them. Without a handler, Python prints them.
+logging.getLogger("gcsfs").addHandler(logging.NullHandler())
+logging.getLogger("gcsfs").propagate = False
 
 PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "https": "aiohttp", "http": "aiohttp"}  # package that fsspec needs, by scheme
 BUCKETS = ("s3", "gs")  # schemes that can be written
@@ -74,9 +77,6 @@ def filesystem(address: str, key: str) -> Any:
     try:
         fsspec = importlib.import_module("fsspec")
         importlib.import_module(PACKAGES[scheme])
-        # gcsfs logs its errors with their traceback, and `explaining` says them. Without a handler, Python prints them.
-        logging.getLogger("gcsfs").addHandler(logging.NullHandler())
-        logging.getLogger("gcsfs").propagate = False
     except ImportError:
         raise UserError(f"{key}={address} needs {PACKAGES[scheme]}: pip install 'tunix-trainer[buckets]'") from None
     # A listing that is kept would not show what other processes write.

@@ -187,9 +187,8 @@ class Position:
     next_sample: int  # place in the shuffled sequence of training data
     data: str  # fingerprint of that data
     tokenizer: str  # digest
-    source_tokens: dict[str, int] = dataclasses.field(
-        default_factory=dict
-    )  # of a mixture: tokens of each source so far
+    # Of a mixture: the tokens of each source so far.
+    source_tokens: dict[str, int] = dataclasses.field(default_factory=dict)
     left_out: list[list[int]] = dataclasses.field(default_factory=list)  # samples [first, end) that no step took
     waiting: str = ""  # answers that were drawn ahead (rl/ahead.py)
     num_extra: int = 0  # samples that were asked in the place of others, or left out by what was measured
