@@ -76,6 +76,12 @@ def test_unrolled_layers_are_cut_out_of_stacks_once_a_step(compiled):
     assert compiled("accumulated, unrolled")["cut_out_in_loop"] == 0
 
 
+@pytest.mark.nightly
+def test_unrolled_layers_send_their_gradients_beside_the_next_layer(compiled):
+    """The sums of the first of eight layers come last, and with them those of the table and of the second layer."""
+    assert compiled("unrolled on 8 devices")["share_behind_layers"] < 0.4
+
+
 @pytest.mark.nightly(but=["accumulated by ZeRO 1"])
 @pytest.mark.parametrize("way", ["accumulated", "accumulated by ZeRO 1"])
 def test_layers_add_their_gradients_to_the_sums(way, compiled):

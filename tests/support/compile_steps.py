@@ -1,9 +1,9 @@
-"""Compile a small step for one H100 that is not there, once for each name in `WAYS`: `python compile_steps.py NAME ...`.
+"""Compile a small step for H100s that are not there, once for each name in `WAYS`: `python compile_steps.py NAME ...`.
 
 Prints a line of JSON for each name: the bytes of its arguments and temporaries, the bytes that the update reads and
 writes, the number of parameters, what lies in the host's memory or is copied there, what layers do to the sums of
-their gradients, how many values of one layer are copied into an array of all layers, and how many are cut out of one
-in the loop over microbatches.
+their gradients, how many values of one layer are copied into an array of all layers, how many are cut out of one
+in the loop over microbatches, and the share of sums over devices that begin behind the backward pass of all layers.
 """
 
 import json
@@ -23,6 +23,7 @@ from tunix.costs.hlo import (
     count_array_bytes,
     count_fusion,
     parse_instructions,
+    read_collectives,
     read_computations,
 )
 from tunix.plan.compile import compile_for, describe_devices
@@ -30,6 +31,7 @@ from tunix.training.choices import build_mesh
 from tunix.training.train_spec import assemble
 
 WORDS = [
+    "plan.topology=h100:1",
     "model=tiny", "model.embed_dim=512", "model.mlp_dim=1024", "model.num_layers=2", "model.num_heads=4",
     "model.num_kv_heads=1", "model.head_dim=128", "model.vocab_size=2048", "tokenizer.vocab_size=2048",
     "model.context_length=512",
@@ -39,6 +41,12 @@ WORDS = [
 WAYS = {
     **{name: [f"training.offload={name}"] for name in ("none", "optimizer", "activations")},
     "unrolled": ["training.unroll_layers=true"],
+    "unrolled on 8 devices": [
+        "plan.topology=h100:8",
+        "model.mesh_shape=[[8],[fsdp]]",
+        "model.num_layers=8",
+        "training.unroll_layers=true",
+    ],
     "near the limit of its memory": ["plan.memory_share=0.002"],
     "accumulated": ["training.gradient_accumulation_steps=4"],
     "accumulated, unrolled": [
@@ -93,10 +101,18 @@ def updates_of_sums(program: dict[str, list[Instruction]], shapes: set[tuple[int
     return found
 
 
+def share_behind_layers(program: dict[str, list[Instruction]], hlo: str) -> float:
+    """Return the share of the bytes of all reduce-scatters in those that begin behind the last kernel of attention."""
+    num_bytes = {each.name: each.num_bytes for each in read_collectives(hlo) if each.kind == "reduce-scatter"}
+    (lines,) = (lines for lines in program.values() if any(each.kernel.startswith("attention_d") for each in lines))
+    last = max(place for place, each in enumerate(lines) if each.kernel.startswith("attention_d"))
+    return sum(num_bytes.get(each.name, 0) for each in lines[last:]) / sum(num_bytes.values())
+
+
 def main() -> None:
-    cluster = read_topology("h100:1")
     for name in sys.argv[1:]:
         cfg = compose([*WORDS, *WAYS[name]]).config
+        cluster = read_topology(cfg.plan.topology, cfg.plan.network)
         devices = describe_devices(cluster, cfg.plan.memory_share)
         compiled, hlo = compile_for(cfg, cluster, devices, timed=False)
         mesh = build_mesh(cfg, devices)
@@ -122,6 +138,7 @@ def main() -> None:
             "recomputed": hlo.count(".remat"),
             "copied_into_stacks": len(re.findall(r'op_name="[^"]*blocks[^"]*dynamic_update_slice"', hlo)),
             "cut_out_in_loop": len(re.findall(CUT_OUT, hlo)),
+            "share_behind_layers": share_behind_layers(program, hlo) if "8 devices" in name else 0,
             "sums": updates_of_sums(program, {leaf.shape for leaf in blocks if leaf.ndim > 2}),
         }
         print(json.dumps({name: answer}), flush=True)

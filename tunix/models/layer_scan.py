@@ -293,6 +293,7 @@ class Passes:
             listed, layer, vjp, d_results = each
             local = self.weights.take(saved.params, listed)
             gradients, flows, d_values = saved.go_back(vjp, local, layer, flows, d_results)
+            gradients, flows = self.end_layer((gradients, flows))
             if not has_sums:
                 return (flows, sums, number - 1), (gradients, d_values)
             return (flows, self.slices.add(sums, gradients, number), number - 1), (None, d_values)
@@ -303,6 +304,14 @@ class Passes:
         (flows, sums, _), (gradients, d_values) = jax.lax.scan(body, first, each, reverse=True, unroll=self.unrolled)
         gradients = [None] * len(saved.params) if has_sums else self.weights.by_layer(gradients)
         return gradients, flows, d_values, sums
+
+    def end_layer(self, results: Any) -> Any:
+        """Return what a layer hands on in the backward pass; none of it goes on before all of it is there.
+
+        In a loop this is so by itself. In unrolled layers XLA's scheduler would put sums of gradients off until all
+        layers are done: they would hide behind nothing, and all gradients would be in memory.
+        """
+        return jax.lax.optimization_barrier(results) if self.unrolled else results
 
     def _run(self, params: list[jax.Array], slots: Any, x: jax.Array, layers: Any, shared: Any) -> tuple[Any, ...]:
         """Return x, results and slots, where no gradient is asked for."""

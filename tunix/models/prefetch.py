@@ -175,6 +175,7 @@ class PrefetchPasses(Passes):
             done = parts if has_replicas else scattered
             sums = write_sums(sums, done, jnp.minimum(number + delay, count - 1), number + delay < count)
             open_sums, flows, d_values = saved.go_back(vjp, gathered, layer, flows, d_results)
+            flows, scattered = self.end_layer((flows, scattered))
             return (flows, next_weights, open_sums, scattered if has_replicas else None, sums), d_values
 
         gradients = sums if has_sums else saved.mask_frozen(jax.tree.map(jnp.zeros_like, params))
