@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from support.harness import SMALL
+from support.harness import SMALL, cli_here
 
 from tunix.base.errors import UserError
 from tunix.config.compose import compose
@@ -91,6 +91,37 @@ TALK = [
 ]
 
 
+READ = [TALK[0], {**TALK[1], "content": ""}, *TALK[2:]]  # as data/documents.py gives it
+ADDS = {"role": "system", "content": "Call add(a, b)."}
+HIDDEN = {  # template, turns, and what its refusal says; "": nothing is hidden
+    "all": (CHATML, READ, ""),
+    "thoughts": (THOUGHTS, READ, ""),
+    "schemas": (DROPS, READ[:1], "does not show the tools of a conversation (add); name them in task.system, or give"),
+    "named by the user": (PLAIN, [{"role": "user", "content": "add 1 and 2"}], "does not show the tools"),
+    "named by the system": (PLAIN, [ADDS, *READ[:1]], ""),
+    "calls": (CHATML.replace("m.tool_calls or []", "[]"), READ, "drops the calls of tools (tool_calls) of the assistant"),
+    "calls in the text": (
+        CHATML.replace("m.tool_calls or []", "[]"), [READ[0], {**READ[1], "content": "add(1, 2)"}, *READ[2:]], "",
+    ),
+    "results": (
+        CHATML.replace("{{ m.content }}\n</tool", "</tool"), READ, "drops what tools say (turns of the role tool); give",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HIDDEN)
+def test_a_template_that_drops_tool_words_is_refused(name):
+    source, talk, problem = HIDDEN[name]
+    chat = template(source)
+    if not problem:
+        chat.check_tools(talk, {"tools": TOOLS})
+        return
+    with pytest.raises(UserError) as error:
+        chat.check_tools(talk, {"tools": TOOLS})
+    assert str(error.value).startswith(f"task.chat_template {problem}")
+    assert str(error.value).endswith("give a template that shows them: task.chat_template=FILE")
+
+
 def write(folder, talk=TALK, tools=TOOLS, **columns):
     rows = [{"messages": talk, "tools": tools, **columns}] * 30
     (folder / "talks.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
@@ -148,6 +179,20 @@ def test_what_is_no_tool_is_refused(tmp_path):
     with pytest.raises(UserError, match="has no list of tools in column tools"):
         learnt_texts(tmp_path)
     assert learnt_texts(tmp_path, "data.columns.tools=null")[1] == [FIRST, SECOND]
+    write(tmp_path, [TALK[0], {**TALK[1], "tool_calls": ["add"]}])
+    with pytest.raises(UserError, match="has no list of {role, content} in column messages"):
+        learnt_texts(tmp_path)
+
+
+def test_nothing_is_written_with_a_template_that_drops_calls(tmp_path):
+    write(tmp_path)
+    words = ["task=sft", "data=jsonl", "data.paths=[talks.jsonl]", "hydra.run.dir=run", "tokenizer.vocab_size=259"]
+    (tmp_path / "own.jinja").write_text(CHATML.replace("m.tool_calls or []", "[]"))
+    done = cli_here(*SMALL, *words, f"task.chat_template={tmp_path}/own.jinja", cwd=tmp_path)
+    assert done.returncode == 2
+    (line,) = done.stderr.strip().splitlines()
+    assert "task.chat_template drops the calls of tools" in line
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_prompt_shows_tools_of_its_row(tmp_path):

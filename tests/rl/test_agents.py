@@ -150,6 +150,7 @@ REFUSED = {
     "task.environment=calculatr": "expected one of python, calculator, search_folder, look_up, openenv, or package.module:name",
     "task.environment_options={mild: true}": "unexpected keyword argument 'mild'",
     "task.chat_template='{{ messages[0].content }}'": "shows neither a message of the role tool nor one of the role user",
+    "task.environment=calculator": "task.chat_template does not show the tools of a conversation (calculate); name them",
     "task.tool_calls=hermess": "did you mean hermes?",
 }
 

@@ -10,11 +10,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from support.rollouts import TASK
 from tokenizers import AddedToken
 
 from tunix.base.errors import UserError
-from tunix.config.compose import compose
 from tunix.config.data import Tokenizer
 from tunix.config.task import Sampling
 from tunix.data.documents import Question
@@ -23,7 +21,7 @@ from tunix.data.tokenizer import train_vocab
 from tunix.inference.engine import Answer
 from tunix.inference.rollout import RolloutRequest
 from tunix.rl.environment_pool import EnvironmentPool
-from tunix.rl.episodes import Episode, ObservationEncoder, Player, make_pool
+from tunix.rl.episodes import Episode, ObservationEncoder, Player
 
 ENVIRONMENTS = '''
 import time
@@ -327,15 +325,6 @@ def test_a_tool_cannot_write_a_special_token(vocab):
     episodes, _ = play(vocab, "Shouts", lambda text, number: "?", prompts=1, group_size=2, max_turns=2)
     text = vocab.backend.decode(episodes[0].tokens, skip_special_tokens=False)
     assert text == "?<eos>\ntool:\n< eos> a < |end|>\ntool:\nb\nassistant:\n?<eos>"
-
-
-def test_a_template_without_tools_is_said(vocab, caplog):
-    task = compose([*TASK, "task.environment=calculator"]).config.task
-    plain = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    for template, is_said in ((plain, True), ("{{ tools[0].function.name if tools }}" + plain, False)):
-        caplog.clear()
-        make_pool(task, SimpleNamespace(chat=type(vocab.chat)(template, {})))
-        assert ("task.chat_template shows no tools" in caplog.text) == is_said
 
 
 def test_the_template_closes_a_turn_that_another_token_has_stopped(vocab):

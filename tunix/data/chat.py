@@ -169,6 +169,7 @@ class ChatTemplate:
         }
         environment.filters |= {name: _bounded(environment, name) for name in ("center", "indent", "replace", "format")}
         self.source, self.environment, self.special_tokens, self.mark = source, environment, special_tokens, mark
+        self.shown: set[str] = set()  # kinds of tool words that `check_tools` has found
         try:
             with time_limit(TIME_LIMIT_S):
                 self.template = environment.from_string(source)
@@ -304,14 +305,63 @@ class ChatTemplate:
             "a model could not read what an environment says; give another template"
         )
 
-    def shows_tools(self, tools: Sequence[Any], options: Options = NO_OPTIONS) -> bool:
-        """Return whether the template shows the tools of a conversation."""
-        messages = [{"role": "user", "content": WORDS}]
-        return self.render(messages, True, {**options, "tools": tools}) != self.render(messages, True, options)
+    # What a template leaves out of a conversation with tools, a model neither reads nor learns. Each of the three kinds
+    # of words is looked for in the first conversation that has it: schemas by the names of the tools, calls and results
+    # with a word in their place that no data have.
+
+    def check_tools(self, messages: Sequence[Message], options: Options = NO_OPTIONS) -> None:
+        """Refuse a template that does not show the tools of a conversation, calls of them, or what they say.
+
+        Raises:
+            UserError: as said. Tools that a turn of the system names need not be shown by the template.
+        """
+        kinds = {
+            "tools": bool(options.get("tools")),
+            "calls": any(message.get("tool_calls") for message in messages),
+            "results": any(message["role"] == "tool" for message in messages),
+        }
+        for kind in [kind for kind, is_there in kinds.items() if is_there and kind not in self.shown]:
+            if problem := getattr(self, f"_find_hidden_{kind}")(messages, options):
+                raise UserError(f"task.chat_template {problem} a template that shows them: task.chat_template=FILE")
+            self.shown.add(kind)
+
+    def _find_hidden_tools(self, messages: Sequence[Message], options: Options) -> str:
+        is_prompt = messages[-1]["role"] != "assistant"
+        text = self.render(messages, is_prompt, options)
+        if text == self.render(messages, is_prompt, {**options, "tools": None}):
+            system = [each["content"] for each in messages if each["role"] in ("system", "developer")]
+            text = "\n".join(map(join_parts, system))
+        names = list(map(_name_of, options["tools"]))
+        hidden = ", ".join(name for name in names if name not in text)
+        problem = f"does not show the tools of a conversation ({hidden}); name them in task.system, or give"
+        return problem if hidden else ""
+
+    def _find_hidden_calls(self, messages: Sequence[Message], options: Options) -> str:
+        def rename(call: Mapping[str, Any]) -> Mapping[str, Any]:
+            return {**call, "function": rename(call["function"])} if "function" in call else {**call, "name": CALLED}
+
+        calls = [message for message in messages if message.get("tool_calls")]
+        renamed = [
+            {**each, "tool_calls": list(map(rename, each["tool_calls"]))} if each.get("tool_calls") else each
+            for each in messages
+        ]
+        is_written = all(_name_of(each["tool_calls"][0]) in join_parts(each["content"]) for each in calls)
+        is_shown = is_written or CALLED in self.render(renamed, options=options)
+        return "" if is_shown else "drops the calls of tools (tool_calls) of the assistant; give"
+
+    def _find_hidden_results(self, messages: Sequence[Message], options: Options) -> str:
+        said = [{**each, "content": WORDS} if each["role"] == "tool" else each for each in messages]
+        is_shown = WORDS in self.render(said, options=options)
+        return "" if is_shown else "drops what tools say (turns of the role tool); give"
 
 
 MARK = "\u241fanswer\u241f"  # stands for an answer; no template has it
-WORDS = "seven of nine"
+WORDS, CALLED = "seven of nine", "seven_of_nine"
+
+
+def _name_of(call: Mapping[str, Any]) -> str:
+    function = call.get("function", call)
+    return str(function.get("name", "")) if isinstance(function, Mapping) else ""
 
 
 def _as_parts(content: Any) -> Any:

@@ -411,7 +411,7 @@ def _read_messages(value: Any, column: str | None) -> list[Message]:
     try:
         turns = json.loads(value) if isinstance(value, str) else value
         messages = [_read_message(turn) for turn in turns]
-    except (ValueError, TypeError, KeyError, RecursionError):
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         raise BadRow(f"has no list of {{role, content}} in column {column}") from None
     for message in messages:
         if isinstance(message["content"], list):
@@ -506,6 +506,8 @@ def encode_texts(vocab: Vocab, documents: list[Document]) -> Iterator[Encoded]:
 
 def encode_conversations(vocab: Vocab, documents: list[Document]) -> Iterator[Encoded]:
     contents: list[Conversation] = [document.content for document in documents]  # type: ignore[misc]
+    for content in contents:
+        vocab.chat.check_tools(content.messages, content.options)
     conversations = [vocab.chat.segments(*content) for content in contents]
     # Here "<eos>" comes from the chat template, and is the special token.
     vocab.backend.encode_special_tokens = False
@@ -530,6 +532,8 @@ def encode_conversations(vocab: Vocab, documents: list[Document]) -> Iterator[En
 def encode_prompts(vocab: Vocab, documents: list[Document]) -> Iterator[Encoded]:
     """Yield the tokens up to where an answer begins, as `tunix.generate` asks for one."""
     questions: list[Question] = [document.content for document in documents]  # type: ignore[misc]
+    for question in questions:
+        vocab.chat.check_tools(question.messages, question.options)
     texts = [vocab.chat.render(question.messages, True, question.options) for question in questions]
     vocab.backend.encode_special_tokens = False
     expanded = (vocab.expand_images([text], each.images) for text, each in zip(texts, documents, strict=True))

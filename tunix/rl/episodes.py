@@ -227,14 +227,9 @@ def make_pool(task: Grpo, vocab: Vocab) -> EnvironmentPool | None:
     if task.environment is None:
         return None
     name = choose_tool_calls(vocab.chat.source) if task.tool_calls == "auto" else task.tool_calls
-    if tools := task.describe_tools():
+    if task.describe_tools():
         label = format_environment(task.environment)
         log.info("tools of %s: calls are read as %s (task.tool_calls)", label, name)
-        if not vocab.chat.shows_tools(tools, task.chat_template_kwargs or {}):
-            log.warning(
-                "task.chat_template shows no tools, so the model does not read those of task.environment=%s; describe "
-                "them in task.system, or give a template that shows them", label,
-            )  # fmt: skip
     return EnvironmentPool(
         task.environment,
         task.environment_options or {},
