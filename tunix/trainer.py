@@ -145,20 +145,30 @@ def plan_run(cfg: Config) -> tuple[Planned, str]:
     Raises:
         UserError: nothing fits. The message says how much is missing and what would fit.
     """
+    # A key that takes what memory is left (`find_open_key`) has taken what larger chunks of logits would need.
+    memory_is_left = find_open_key(cfg) is None
     cfg, chosen = _resolve_planned(cfg)
     reasons, kind = [chosen], find_kind(jax.devices()[0].device_kind)
-    if kind is not None and "auto" in (cfg.model.cp_exchange, cfg.training.remat):
+    if kind is not None and "auto" in (cfg.model.cp_exchange, cfg.training.remat, cfg.training.loss_chunk_size):
         sizes, cluster = _resolve_mesh(cfg), _describe_cluster(cfg)
         if cfg.model.cp_exchange == "auto" and token_shards(sizes) > 1:
             cfg, reason = resolve_exchange(cfg, sizes, cluster)
             reasons.append(reason)
+        candidate = make_candidate(cfg, sizes, None, cluster)
         if cfg.training.remat == "auto":
-            candidate = make_candidate(cfg, sizes, None, cluster)
             policy = candidate.choices.remat.policy
             cfg = cfg.with_training(remat=policy)
             reasons.append(
                 f"training.remat={policy}: a step needs {candidate.memory / GIB:.1f} GiB of a device (derived), and "
                 f"may use {cfg.plan.memory_share:.0%} of {kind.memory_gib:g}"
+            )
+        chunk_size = candidate.cfg.training.loss_chunk_size
+        if memory_is_left and chunk_size != cfg.training.loss_chunk_size:
+            cfg = cfg.with_training(loss_chunk_size=chunk_size)
+            num_rows = chunk_size * candidate.choices.batch.sequences_per_shard
+            reasons.append(
+                f"training.loss_chunk_size={chunk_size}: a step with {num_rows:,} rows of logits at a time needs "
+                f"{candidate.memory / GIB:.1f} GiB of a device (derived)"
             )
     reasons = [reason for reason in reasons if reason]
     for reason in reasons:

@@ -104,7 +104,7 @@ class StepKeys(Section):
     activations, what each block takes and what training.remat keeps, between its forward and its backward pass."""
     loss_chunk_size: Count | Literal["auto"]
     """Positions of each sequence whose logits exist at one time; auto: as many as make 4,096 rows of logits on a
-    device, at most half of a sequence."""
+    device, at most half of a sequence, and on GPUs 8,192 rows where derived memory fits."""
     overlap: Literal["auto", "none", "options", "prefetch"]
     """How communication hides behind arithmetic: options, XLA options for these devices; prefetch, these and layers
     that gather weights and sum gradients while the next layer computes; none, neither; auto, what fits the mesh."""

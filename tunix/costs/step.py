@@ -142,6 +142,7 @@ def _measure_first_share(train_spec: TrainSpec) -> float:
 
 # Values of the keys of training that say how many sequences there are, for one sequence per data shard.
 ONE_SEQUENCE = {"micro_batch_size": 1, "micro_batch_tokens": None, "pipeline_microbatches": "auto", "batch_stages": ()}
+NO_RESIDUALS = {"loss_chunk_size": "auto"}  # of logits nothing is kept, whatever the size of their chunks
 MOST_PROGRAMS = 8  # as many as there are policies that training.remat=budget compares, and a few more
 _programs: dict[tuple[str, AbstractMesh, str | None], TrainSpec] = {}  # each with one sequence, the newest last
 
@@ -152,7 +153,7 @@ def find_train_spec(cfg: Config, sizes: dict[str, int], platform: str | None = N
     `platform` is that of the devices, by which `training.remat`, `training.overlap` and `model.expert_exchange`
     choose. Configs that differ in their batch alone share an assembled program: a plan asks for hundreds of them.
     """
-    smallest, names = cfg.with_training(**ONE_SEQUENCE), axis_names()
+    smallest, names = cfg.with_training(**ONE_SEQUENCE, **NO_RESIDUALS), axis_names()
     mesh = AbstractMesh(tuple(sizes[axis] for axis in names), names, axis_types=(AxisType.Explicit,) * len(names))
     key = smallest.model_dump_json(by_alias=True), mesh, platform
     if key not in _programs:
@@ -414,7 +415,7 @@ def _count_residual_bytes(train_spec: TrainSpec) -> int:
     cfg = train_spec.cfg
     layout, length = train_spec.layout.with_all_layers(), train_spec.batch.seq_len
     model = cfg.model.model_dump_json(exclude=list_keys_outside("mesh"))
-    step = cfg.training.model_dump_json(include=set(StepKeys.model_fields))
+    step = cfg.training.model_dump_json(include=set(StepKeys.model_fields), exclude=set(NO_RESIDUALS))
     # Each data shard has its own sequences, so the axes that split the batch change nothing of one sequence.
     others = (size for axis, size in train_spec.mesh.shape.items() if axis not in data_axes())
     task = cfg.task.model_dump_json() if train_spec.teacher and train_spec.teacher.in_loss else ""

@@ -27,8 +27,9 @@ from tunix.costs.rollout import RolloutPlan, plan_rollout
 from tunix.costs.step import Costs, check_matmul_dtype, derive, derive_costs, find_train_spec
 from tunix.plan.compile import WORKERS, Compiled, compile_all
 from tunix.plan.derived_time import derive_time, resolve_exchange
-from tunix.sharding.mesh import format_mesh_shape, meshes, resolve
+from tunix.sharding.mesh import format_mesh_shape, meshes, resolve, token_shards
 from tunix.training.choices import Choices, check_rollout_devices, select_rollout_sizes
+from tunix.training.logprobs import MORE_ROWS, count_chunk_positions
 from tunix.training.train_spec import check_on_mesh
 
 log = logging.getLogger(__name__)
@@ -242,7 +243,7 @@ def make_candidate(
     """Derive the costs of a mesh, with this value of the key that the config leaves open.
 
     `training.remat=auto` becomes `REMAT_THAT_FITS` where the step then fits into a device, else the policy that needs
-    the least memory. Without activations nothing says what fits, so it is the latter.
+    the least memory. Without activations nothing says what fits, so it is the latter. Then `_enlarge_chunks`.
     """
     # Copies of activations to the host take longer than computing them again: the fewer there are the better.
     if cfg.training.remat == "auto":
@@ -262,7 +263,22 @@ def make_candidate(
     for period in train_spec.cfg.training.batch_schedule(sizes).periods[:-1]:
         with_batch = train_spec.cfg.model_copy(update={"training": period.batch})
         stages[period.shape] = make_candidate(with_batch, sizes, None, cluster, with_activations)
-    return Candidate(sizes, train_spec.cfg, train_spec.choices, costs, cluster, rollout, stages=tuple(stages.values()))
+    parts = tuple(stages.values())
+    candidate = Candidate(sizes, train_spec.cfg, train_spec.choices, costs, cluster, rollout, stages=parts)
+    return _enlarge_chunks(candidate) if with_activations and choice is None else candidate
+
+
+def _enlarge_chunks(candidate: Candidate) -> Candidate:
+    """Return the candidate with `MORE_ROWS` rows in a chunk of logits, if `auto` takes fewer and the step then fits."""
+    cfg, shape, chunk_size = candidate.cfg, candidate.choices.batch, candidate.cfg.training.loss_chunk_size
+    if chunk_size != "auto" or candidate.stages or candidate.choices.pipeline.num_stages > 1:
+        return candidate
+    num_rows, num_tokens = shape.sequences_per_shard, cfg.training.seq_len // token_shards(candidate.sizes)
+    larger = min(max(1, MORE_ROWS // num_rows), num_tokens)
+    if larger <= count_chunk_positions("auto", num_rows, num_tokens):
+        return candidate
+    enlarged = make_candidate(cfg.with_training(loss_chunk_size=larger), candidate.sizes, None, candidate.cluster)
+    return enlarged if enlarged.memory <= count_usable_bytes(cfg, candidate.cluster) else candidate
 
 
 def count_usable_bytes(cfg: Config, cluster: Cluster) -> float:

@@ -35,10 +35,12 @@ class Planned(NamedTuple):
     batch: BatchKeys
     remat: str
     cp_exchange: str
+    loss_chunk_size: int | str
 
     @classmethod
     def of(cls, cfg: Config) -> "Planned":
-        return cls(cfg.model.mesh_shape, cfg.training, cfg.training.remat, cfg.model.cp_exchange)
+        training, model = cfg.training, cfg.model
+        return cls(model.mesh_shape, training, training.remat, model.cp_exchange, training.loss_chunk_size)
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,11 @@ from tunix.models.vision import Images
 ROWS = 4096
 
 
+# Rows of a chunk where a run or a plan knows the memory of its devices, and a step with them fits: half as many passes
+# over the table, and where a device has no more rows, the gradient of the table needs no sum of its own.
+MORE_ROWS = 8192
+
+
 def count_chunk_positions(chunk_size: int | str, num_sequences: int, length: int) -> int:
     """Return of how many positions of each sequence a device has logits at one time.
 

@@ -335,7 +335,7 @@ def assemble(
     start = partial(start_state, arch, optimizer, ema, guard)
     abstract = abstract_results(mesh, start, abstract_params(arch, mesh))
     teacher = describe_teacher(cfg, choices.planned, mesh, platform)
-    loss_fn = make_loss(cfg, teacher)
+    loss_fn = make_loss(cfg.with_training(loss_chunk_size=choices.planned.loss_chunk_size), teacher)
     return TrainSpec(cfg, mesh, platform, choices, arch, optimizer, loss_fn, ema, guard, abstract, teacher)
 
 
