@@ -5,6 +5,8 @@ CUDA := $(if $(DRIVER),$(shell test $(DRIVER) -ge 580 && echo cuda13 || echo cud
 REQUIREMENTS := requirements.txt $(CUDA:%=requirements/%.txt)
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --timeout 60
+# The files of requirements/ name every package: nothing is left to resolve. Python compiles what is imported, at its first import.
+INSTALL_LOCKED := $(INSTALL) --no-deps --no-compile
 
 .PHONY: train test test-fast test-all lint bench faults chaos soak fuzz audit docs site parity lock newest clean help
 train: .venv/installed ## trains the default job, or what ARGS say
@@ -65,13 +67,13 @@ MAKE_VENV = $(PYTHON) -c 'import sys; sys.exit("tunix needs Python >= 3.11, $(PY
 	&& $(PYTHON) -m venv .venv
 .venv/installed: $(REQUIREMENTS)
 	@$(MAKE_VENV)
-	$(INSTALL) $(REQUIREMENTS:%=-r %)
+	$(INSTALL_LOCKED) $(REQUIREMENTS:%=-r %)
 	@touch $@
 
 # requirements/tests.txt has all of requirements.txt, too: this install serves `make train` as well.
 .venv/installed-tests: $(REQUIREMENTS) requirements/tests.txt
 	@$(MAKE_VENV)
-	$(INSTALL) -r requirements/tests.txt $(CUDA:%=-r requirements/%.txt)
+	$(INSTALL_LOCKED) -r requirements/tests.txt $(CUDA:%=-r requirements/%.txt)
 	@touch .venv/installed $@
 
 # The files of the extras are constrained by that of the tests: users of an extra get the versions that were tested.

@@ -161,6 +161,7 @@ def test_cfg_job_of_a_run_that_is_resumed(words, tmp_path):
     assert compose([f"resume={tmp_path}", "seed=7"]).config == build(OmegaConf.to_container(OmegaConf.create(shown)))
 
 
+@pytest.mark.nightly
 def test_a_saved_run_replays_and_reads_its_programs(words, tmp_path, monkeypatch):
     """The second start finds the step that the first one compiled, and takes it to the same digits."""
     for name in list(os.environ):

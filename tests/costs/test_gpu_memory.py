@@ -82,7 +82,7 @@ def test_unrolled_layers_send_their_gradients_beside_the_next_layer(compiled):
     assert compiled("unrolled on 8 devices")["share_behind_layers"] < 0.4
 
 
-@pytest.mark.nightly(but=["accumulated by ZeRO 1"])
+@pytest.mark.nightly
 @pytest.mark.parametrize("way", ["accumulated", "accumulated by ZeRO 1"])
 def test_layers_add_their_gradients_to_the_sums(way, compiled):
     """A layer of a float32 sum is read and written in one kernel, and gradients of all layers never exist at once."""

@@ -228,6 +228,7 @@ def test_a_tokenizer_without_a_template_and_a_template_of_ones_own(files, monkey
         load_corpus(compose([*words, "task.chat_template=/dev/full"]).config)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_run_learns_the_answers(files, monkeypatch):
     monkeypatch.chdir(files)

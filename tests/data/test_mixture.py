@@ -126,6 +126,7 @@ def test_stages_out_of_order(tmp_path):
         batches(tmp_path, STAGES.replace("from_step: 10", "from_step: 40"))
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_run_counts_what_each_source_gave_and_goes_on_with_the_mixture(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

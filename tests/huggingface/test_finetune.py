@@ -120,6 +120,7 @@ def test_the_experiment(tmp_path):
     assert held_out[-1] < held_out[0] - 0.2
 
 
+@pytest.mark.nightly
 def test_dropout_is_of_training_alone():
     small = program("model.lora.rank=2", "model.lora.dropout=0.5", "model.mesh_shape=[[1],[fsdp]]",
                     "distributed.allow_idle_devices=true")  # fmt: skip
@@ -149,6 +150,7 @@ def command(monkeypatch, capsys, *words):
     return code, said.err, json.load(open(path)) if code == 0 else said.out
 
 
+@pytest.mark.nightly
 def test_a_tuned_run(tuned, hf_dir, tmp_path, monkeypatch, capsys):
     folder, result = tuned
     monkeypatch.chdir(folder)

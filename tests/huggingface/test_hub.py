@@ -188,6 +188,7 @@ def export_as_user(env, folder, *words):
     )  # fmt: skip
 
 
+@pytest.mark.nightly
 def test_an_export_is_pushed_with_a_card_of_its_run(pushed, hf_dir, tmp_path):
     """The files of the folder and no others; the card has the licence of the base, numbers of the run and its curve."""
     env, sent = pushed

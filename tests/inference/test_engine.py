@@ -88,7 +88,7 @@ def test_a_cache_of_8_bits_is_near(name, tmp_path):
 PAGED = ["gemma3", "gemma4_small", "qwen3_5", "llama4", "gpt_oss", "gpt2", "phi3_short"]
 
 
-@pytest.mark.nightly(but=["gpt2"])
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", PAGED)
 def test_pages_change_no_token(name):
     """Three answers to each prompt share its full pages; with few pages rows wait for those of others.
@@ -184,7 +184,7 @@ def test_turns_continue_the_cache(name):
         ]
 
 
-@pytest.mark.nightly(but=["gpt2"])
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["gemma4_small", "qwen3_5", "gpt2", "deepseek_v3"])
 def test_with_fixed_shapes_waits_change_no_bit(name):
     """Who waits for whom decides which rows are computed together; log-probabilities are the same to the last bit."""

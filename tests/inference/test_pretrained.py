@@ -131,6 +131,7 @@ def tensors_of(folder):
     return {name: value for path in folder.glob("*.safetensors") for name, value in load_file(path).items()}
 
 
+@pytest.mark.nightly
 def test_in_trained_with_lora_and_out_again(hf_dir, corpus, tmp_path, monkeypatch):
     """The base stays bit-identical, updates learn, merged equals unmerged, and the files are whole."""
     monkeypatch.chdir(tmp_path)
@@ -227,7 +228,7 @@ def test_full_training_of_a_pretrained_model_goes_on_after_a_resume(hf_dir, corp
     assert metrics(whole.folder)[0]["loss"] == metrics(resumed.folder)[0]["loss"]
 
 
-@pytest.mark.nightly(but=["[[4,2],[fsdp,tp]]"])
+@pytest.mark.nightly
 @pytest.mark.parametrize("mesh", ["[[1],[fsdp]]", "[[4,2],[fsdp,tp]]"])
 def test_a_process_holds_its_slices_and_at_most_half_a_tensor_more(mesh, tmp_path):
     """Anonymous memory of a process while it loads 89 MB from several files, above what it has at the end.

@@ -181,6 +181,7 @@ def test_a_seeded_request_draws_the_tokens_of_generate_whatever_else_is_served(m
             assert log_prob == pytest.approx(own_log_prob, abs=1e-3)
 
 
+@pytest.mark.nightly
 def test_guesses_change_no_answer_and_the_cache_may_have_8_bits(model, hf_dir, client):
     """Each of four prompts, with other tokens after it; with a cache of 8 bits probabilities are near."""
     expected = [ask(client, prompt, max_tokens=12, seed=3, temperature=0.7).choices[0].text for prompt in PROMPTS]

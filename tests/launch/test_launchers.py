@@ -48,6 +48,7 @@ def trained(command: list[str], cwd: Path) -> list[float]:
     return [line["loss"] for line in metrics(cwd / "run")]
 
 
+@pytest.mark.nightly
 def test_tunix_launch(words, losses, tmp_path):
     """The losses of one process; one Ctrl-C for the launcher, and all processes stop after the same step, saved."""
     launch = [sys.executable, "-m", "tunix.launch", "--nprocs=2", "--log-dir=logs", TRAINING[1]]

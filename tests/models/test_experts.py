@@ -44,7 +44,7 @@ def reference() -> tuple[Program, list[dict]]:
     return trained(*ONE)
 
 
-@pytest.mark.nightly(but=["fsdp, ep, two parts, fused"])
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "words",
     [

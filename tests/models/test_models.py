@@ -132,6 +132,7 @@ def test_attention_is_causal_local_and_within_the_document(length, window):
     np.testing.assert_allclose(found, reference_attention(q, k, v, segments, window), atol=2e-5)
 
 
+@pytest.mark.nightly
 def test_whole_logits_never_exist_and_chunks_leave_the_loss_unchanged():
     """No array of the program is as large as [B, T, V], nor by default; with one chunk there is one."""
     words = [*SGD, "model.mesh_shape=[[4,2],[fsdp,tp]]", "model.vocab_size=4096", "model.embed_dim=16", "model.num_layers=1",

@@ -183,7 +183,7 @@ def count_guesses(
     return guessed
 
 
-@pytest.mark.nightly(but=["glm4_moe"])
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", FAMILIES)
 def test_guesses_are_those_of_the_layer_and_change_no_token(name, folder_of):
     """On a mesh, with rows that others take: tokens are those of one device without guesses. Where the temperature is

@@ -69,6 +69,7 @@ def test_positions_are_those_of_transformers_also_behind_another_document(expect
     np.testing.assert_array_equal(packed, own)
 
 
+@pytest.mark.nightly
 def test_greedy_generation_behind_images(expected):
     """Token for token, beside a prompt of text alone and one with two images."""
     model = tunix.load_pretrained(SEEING)

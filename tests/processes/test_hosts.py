@@ -131,6 +131,7 @@ def test_the_link_is_cut_and_comes_back(hosts, corpus):
     assert again[:-1] == before[last + 1 - len(again) :]
 
 
+@pytest.mark.nightly
 def test_a_shared_disk_that_is_none(hosts, corpus):
     words = [*PAIR, "data=text", f"data.paths=['{corpus}']", "distributed.shared_filesystem=true"]
     hosts.start(*words)

@@ -402,6 +402,7 @@ def test_answers_that_share_rows_teach_the_same(tmp_path, words):
             assert packed[name] == pytest.approx(alone[name], rel=1e-5, abs=1e-6), name
 
 
+@pytest.mark.nightly
 def test_a_run_whose_answers_share_rows_goes_on_to_the_digit(tmp_path):
     folder = tmp_path / "run"
     tunix.train([*SHARED, "model.mesh_shape=[[1],[fsdp]]", "task.answers_per_row=3", f"hydra.run.dir={folder}"])
@@ -474,6 +475,7 @@ def test_another_mesh_replaces_the_same_groups(refilled, tmp_path):
     assert ask_in_order(other) == ask_in_order(refilled)[:2]
 
 
+@pytest.mark.nightly
 def test_a_curriculum_leaves_prompts_out(tmp_path):
     """Those that were solved, for some of their turns; the checkpoint keeps which, so a resumed run goes on alike."""
     words = [*ADAPTIVE, "task.curriculum.solved=0.5", "task.curriculum.turns=1", "training.max_steps=8"]

@@ -214,6 +214,7 @@ def lines(folder: Path) -> list[tuple]:
     return [(line["step"], line["tokens"], line["loss"], line["grad_norm"]) for line in metrics(folder)]
 
 
+@pytest.mark.nightly
 def test_a_run_changes_its_batch_and_goes_on_with_the_same_digits(tmp_path, corpus, monkeypatch):
     monkeypatch.chdir(tmp_path)
     words = [

@@ -173,7 +173,7 @@ def test_a_longer_run_goes_on_where_it_ended(run, finished_copy):
     assert len(metrics(folder)) == 8
 
 
-@pytest.mark.nightly(but=["training.num_epochs"])
+@pytest.mark.nightly
 @pytest.mark.parametrize("limit", ["training.max_tokens=1024", "training.num_epochs"])
 def test_a_limit_in_data_is_met_with_another_batch(run, limit, corpus):
     """Four sequences a step until step 3; the sequences that are left are cut into steps of eight."""
@@ -492,6 +492,7 @@ def test_checkpoints_are_averaged(finished, tmp_path, monkeypatch):
             average(read_settings(Average, [f"checkpoint={run}", "output=other", *words]))
 
 
+@pytest.mark.nightly
 def test_an_average_takes_what_differs_in_no_part_of_the_architecture(finished, tmp_path, monkeypatch):
     """How results are computed, and the losses of experts; of low-rank updates, which are added first, their keys."""
     monkeypatch.chdir(tmp_path)

@@ -297,6 +297,7 @@ def reads(corpus, cache_dir, tmp_path_factory) -> Callable[[Callable], Reads]:
     return reads
 
 
+@pytest.mark.nightly(but=["a_run"])
 @pytest.mark.parametrize("part", [part for part in PARTS if PARTS[part]], ids=lambda part: part.__name__)
 def test_a_part_reads_its_keys(part, reads):
     read = reads(part)

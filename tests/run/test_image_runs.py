@@ -50,6 +50,7 @@ def trained(tmp_path_factory):
     ).folder
 
 
+@pytest.mark.nightly
 def test_a_mesh_of_three_axes_computes_the_same_of_images():
     """`tunix.verify` on a run with images."""
     cfg = compose([*SHAPES, "task=sft", "training.micro_batch_size=2"]).config
@@ -57,6 +58,7 @@ def test_a_mesh_of_three_axes_computes_the_same_of_images():
     assert max(split.compute_differences(one).values()) < 1e-5
 
 
+@pytest.mark.nightly
 def test_damage_of_a_run_with_images_is_found(trained, tmp_path):
     lines, is_whole = check_everything(str(trained))
     assert is_whole
@@ -136,6 +138,7 @@ def test_prompts_have_their_images():
         ]  # fmt: skip
 
 
+@pytest.mark.nightly
 def test_answers_to_images_are_drawn_and_learnt_from(tmp_path):
     """GRPO: the log-probabilities that an answer was drawn with are those of the step, which sees the same images."""
     words = [
@@ -148,6 +151,7 @@ def test_answers_to_images_are_drawn_and_learnt_from(tmp_path):
     assert result.held_out["prompts"] > 0
 
 
+@pytest.mark.nightly
 def test_the_server_takes_images(trained, tmp_path):
     """Data URLs, and files of the folders that were allowed; the answer is that of the model to the same pixels."""
     allowed, other = tmp_path / "allowed", tmp_path / "other"

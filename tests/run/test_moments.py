@@ -28,6 +28,7 @@ def test_a_run_goes_on_with_the_same_digits(offload, corpus, tmp_path, monkeypat
     assert before[2][1] != before[3][1]
 
 
+@pytest.mark.nightly
 def test_moments_of_8_bits_learn_as_whole_ones():
     """One batch learnt by heart: the losses stay together while they fall to a quarter."""
     words = ["model.mesh_shape=[[1],[fsdp]]", "distributed.allow_idle_devices=true", "scheduler=constant",

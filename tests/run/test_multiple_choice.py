@@ -50,6 +50,7 @@ def score(model, question: dict) -> tuple[np.ndarray, np.ndarray]:
     return totals, totals / [len(choice.encode()) for choice in question["choices"]]
 
 
+@pytest.mark.nightly
 def test_the_likeliest_choice_is_that_of_the_logits_on_every_mesh(words):
     found = []
     for mesh in ("[[8],[fsdp]]", "[[2,2,2],[fsdp,tp,cp]]"):

@@ -83,6 +83,7 @@ def mlflow(tmp_path_factory):
         yield server
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_run_and_its_resume_are_one_run_of_wandb_and_of_mlflow(tmp_path, corpus, monkeypatch, server, mlflow):
     monkeypatch.chdir(tmp_path)

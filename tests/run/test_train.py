@@ -139,6 +139,7 @@ def test_a_config_made_in_python_without_events(words):
     assert not list(result.folder.glob("events.*"))
 
 
+@pytest.mark.nightly
 def test_held_out_numbers_are_the_same_on_every_mesh(words):
     """The same steps on each mesh, and the last one filled up with masked rows."""
     base = [

@@ -58,7 +58,7 @@ def batch_of(shard, rows_of_microbatch):
 
 
 # Half of the cases have each pair of pooling, number of texts and sizes.
-@pytest.mark.nightly(but=["last-2-whole", "last-3-sizes", "mean-2-sizes", "mean-3-whole"])
+@pytest.mark.nightly(but=["last-2-whole", "mean-2-sizes"])
 @pytest.mark.parametrize("case", REFERENCE["cases"])
 def test_losses_gradients_and_vectors_are_those_of_sentence_transformers(case, llama):
     pooling, count, sizes = case.split("-")
@@ -116,6 +116,7 @@ RUN_OF_GROUPS = [
 ]  # fmt: skip
 
 
+@pytest.mark.nightly
 def test_a_run_learns_resumes_and_is_exported(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = write_rows(tmp_path / "rows.jsonl")

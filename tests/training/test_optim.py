@@ -90,7 +90,7 @@ def test_smaller_moments_give_almost_the_same_direction(moments, bytes_of_a_numb
     assert held <= 2 * numbers * bytes_of_a_number
 
 
-@pytest.mark.nightly(but=["int8"])
+@pytest.mark.nightly
 @pytest.mark.parametrize("moments", ["bfloat16", "int8"])
 def test_smaller_moments_are_the_same_on_every_mesh(moments):
     words = [f"optimizer.moments={moments}", "optimizer.learning_rate=1e-3", *CONSTANT, *ONE_LAYER]

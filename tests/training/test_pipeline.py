@@ -32,7 +32,7 @@ def reference() -> list[dict[str, float]]:
     return program("model.mesh_shape=[[1],[fsdp]]", IDLE, *NOISY, "training.micro_batch_size=8").run(batch(16, 2))
 
 
-@pytest.mark.nightly(but=["1f1b, gathered in blocks"])
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("mesh", "more"),
     [

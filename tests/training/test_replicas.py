@@ -19,6 +19,7 @@ def ahead() -> Program:
     return program(*WORDS, "training.overlap=prefetch")
 
 
+@pytest.mark.nightly
 def test_the_numbers_are_those_of_a_plain_scan(ahead):
     data = batch(sequences=4 * MICROBATCHES, microbatches=MICROBATCHES)
     plain = program(*WORDS, "training.overlap=none")

@@ -111,6 +111,7 @@ def whole(place):
     return run(place, "whole", f"task.teacher={place}/teacher", f"task.teacher_top_k={ROWS}")
 
 
+@pytest.mark.nightly
 def test_all_tokens_on_disk_teach_as_a_teacher_beside(place, whole):
     beside = run(place, "beside", f"task.teacher={place}/teacher")
     assert np.array(numbers(whole)) == pytest.approx(np.array(numbers(beside)), rel=1e-5)
