@@ -40,6 +40,7 @@ def test_a_family_agrees(capsys):
     assert show(checks) == 0, capsys.readouterr().out
 
 
+@pytest.mark.nightly
 def test_what_differs_is_named(tiny, capsys):
     """A weight of layer 1 that the files have otherwise than transformers, and one tensor of the gradients."""
     name = "model.layers.0.self_attn.q_norm.weight"

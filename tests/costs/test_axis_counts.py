@@ -5,7 +5,7 @@ import pytest
 from tools.compiled_scaling import AXES, measure
 
 
-@pytest.mark.nightly(but=["fsdp"])
+@pytest.mark.nightly
 @pytest.mark.parametrize("axis", AXES)
 def test_counts_do_not_grow_with_devices(axis):
     """Derived bytes are the compiled ones. The collectives of a step are as many, but for those of the ticks of pp."""

@@ -222,6 +222,7 @@ def test_each_expert_has_updates(name, tmp_path):
     np.testing.assert_allclose(tunix.load_pretrained(tmp_path / "merged")(tokens), expected, atol=1e-4)
 
 
+@pytest.mark.nightly
 def test_a_dora_is_merged_and_generates(tmp_path, capsys):
     """The merged matrices give what the adapter gives; decoding, which divides by the norms once, too."""
     base = tmp_path / "base"

@@ -39,7 +39,7 @@ def expected():
     return load_file(SEEING / "expected.safetensors")
 
 
-@pytest.mark.nightly(but=["fsdp-tp"])
+@pytest.mark.nightly
 @pytest.mark.parametrize("mesh_shape", MESHES, ids=["one", "fsdp-tp", "dp-cp"])
 def test_logits_and_gradients_are_those_of_transformers(mesh_shape, expected, tmp_path):
     model = tunix.load_pretrained(SEEING, mesh_shape=mesh_shape)

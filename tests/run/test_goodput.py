@@ -52,6 +52,7 @@ def test_seconds_over_two_starts(tmp_path):
     assert third.record(4)["lost_steps_s"] == 8
 
 
+@pytest.mark.nightly
 def test_a_run_that_goes_on(tmp_path, monkeypatch, corpus):
     monkeypatch.chdir(tmp_path)
     words = [

@@ -10,7 +10,7 @@ def numbers(folder) -> list[tuple[int, float, float]]:
     return [(line["step"], line["loss"], line["grad_norm"]) for line in metrics(folder)]
 
 
-@pytest.mark.nightly(but=["none"])
+@pytest.mark.nightly
 @pytest.mark.parametrize("offload", ["none", "optimizer"])
 def test_a_run_goes_on_with_the_same_digits(offload, corpus, tmp_path, monkeypatch):
     """The state is saved from the host's memory, and the run that goes on keeps its moments there or on the device."""

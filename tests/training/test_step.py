@@ -105,6 +105,7 @@ CUTS = {
 }  # fmt: skip
 
 
+@pytest.mark.nightly(but=["full_shard, one reduction", "shard_optimizer, a reduction each"])
 @pytest.mark.parametrize("words", CUTS.values(), ids=list(CUTS))
 def test_cuts_leave_the_result_unchanged(words, reference):
     """Strategies; accumulation equals one batch under a random mask; what is kept for the backward pass."""

@@ -129,6 +129,7 @@ def test_all_tokens_on_disk_teach_as_a_teacher_beside(place, whole):
     assert about == pytest.approx(size, rel=0.05)
 
 
+@pytest.mark.nightly
 def test_another_mesh_reads_the_same_files(place, whole, monkeypatch):
     """The run names the folder: no model is there."""
     monkeypatch.setattr("tunix.inference.teacher.load_teacher", None)
