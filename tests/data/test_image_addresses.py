@@ -175,6 +175,7 @@ def test_a_server_that_fails_for_now_is_asked_again(server, name, tries, status,
 )
 def test_a_server_that_answers_badly(server, name, message, monkeypatch):
     """In one line, soon, and with no more bytes than a row may have."""
+    monkeypatch.setattr(web, "PAUSE_S", 0.01)
     # One limit at a time: on a busy machine a server is silent for a while, too.
     limits = {"silent.png": ("SILENCE_S", 0.5), "slow.png": ("DOWNLOAD_S", 0.3)}
     if name in limits:
