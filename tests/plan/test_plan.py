@@ -538,13 +538,13 @@ def test_a_budget_that_contradicts_another_key(words, message):
         compose([*SMALL, *words])
 
 
-@pytest.mark.parametrize(("more_bytes", "chunk_size"), [(1, 4096), (-1, "auto")])
+@pytest.mark.parametrize(("more_bytes", "chunk_size"), [(1, 2048), (-1, "auto")])
 def test_larger_chunks_of_logits_where_they_are_known_to_fit(more_bytes, chunk_size, monkeypatch):
     """8,192 rows of a device by derived memory, in a plan and in a run on the same devices."""
-    long = [*SMALL, "model.context_length=4096", "training.seq_len=4096", "training.micro_batch_size=2"]
+    long = [*SMALL, "model.context_length=4096", "training.seq_len=4096", "training.micro_batch_size=4"]
     cluster, sizes = read_topology("h200:8"), dict.fromkeys(axis_names(), 1) | {"fsdp": 8}
     needed = derive(
-        compose([*long, "training.remat=full", "training.loss_chunk_size=4096"]).config, sizes, "gpu"
+        compose([*long, "training.remat=full", "training.loss_chunk_size=2048"]).config, sizes, "gpu"
     ).memory
     share = (needed + more_bytes) / (cluster.kind.memory_gib * 2**30)
     words = ["training.remat=full", "training.loss_chunk_size=auto", "model.mesh_shape=[[8],[fsdp]]"]
@@ -553,7 +553,7 @@ def test_larger_chunks_of_logits_where_they_are_known_to_fit(more_bytes, chunk_s
     monkeypatch.setattr("tunix.trainer.find_kind", lambda _: cluster.kind)
     ours, message = plan_run(cfg)
     assert ours.loss_chunk_size == chunk_size
-    assert ("training.loss_chunk_size=4096: a step with 8,192 rows of logits" in message) == (chunk_size == 4096)
+    assert ("training.loss_chunk_size=2048: a step with 8,192 rows of logits" in message) == (chunk_size == 2048)
 
 
 def test_a_run_that_fits_nowhere():

@@ -274,7 +274,7 @@ def _enlarge_chunks(candidate: Candidate) -> Candidate:
     if chunk_size != "auto" or candidate.stages or candidate.choices.pipeline.num_stages > 1:
         return candidate
     num_rows, num_tokens = shape.sequences_per_shard, cfg.training.seq_len // token_shards(candidate.sizes)
-    larger = min(max(1, MORE_ROWS // num_rows), num_tokens)
+    larger = min(MORE_ROWS // num_rows, num_tokens // 2)  # whole logits never exist
     if larger <= count_chunk_positions("auto", num_rows, num_tokens):
         return candidate
     enlarged = make_candidate(cfg.with_training(loss_chunk_size=larger), candidate.sizes, None, candidate.cluster)

@@ -14,7 +14,7 @@ from tunix.models.layers import BlockSums, Routing
 from tunix.models.transformer import Transformer
 from tunix.models.vision import Images
 
-# Chunks of positions: of logits [B, T, V], those of one chunk exist at a time.
+# Chunks of positions: logits [B, T, V] never exist, only those of one chunk at a time.
 
 # Rows of logits that a device has at one time where the size of a chunk is `auto`. Each chunk reads the table [V, D],
 # and reads and writes the sum of its gradient: with 4096 rows that takes an eighth of the time of the chunk's products
@@ -23,7 +23,7 @@ ROWS = 4096
 
 
 # Rows of a chunk where a run or a plan knows the memory of its devices, and a step with them fits: half as many passes
-# over the table, and where a device has no more rows, the gradient of the table needs no sum of its own.
+# over the table.
 MORE_ROWS = 8192
 
 
