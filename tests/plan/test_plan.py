@@ -38,7 +38,7 @@ from tunix.costs.rollout import PAGE, USABLE, select_pages, select_rows
 from tunix.costs.step import derive, find_train_spec
 from tunix.models.flops import flops_per_token, forward_flops_per_token
 from tunix.plan import __main__ as plan
-from tunix.plan.compile import WORKERS, Compiled, compile_all, find_backend
+from tunix.plan.compile import WORKERS, Compiled, RunningCompiles, compile_all, find_backend
 from tunix.plan.derived_time import Link, count_pairs_in_ring, resolve_exchange
 from tunix.plan.ranking import _pick_to_compile, list_micro_batch_sizes, make_candidate, rank
 from tunix.plan.report import _list_refused, format_text, make_record
@@ -392,6 +392,13 @@ def test_ctrl_c_does_not_wait_for_compiles(tmp_path, monkeypatch):
     numbers = begun.read_text().split()
     assert len(numbers) == WORKERS
     assert not [number for number in numbers if Path(f"/proc/{number}").exists()]
+
+
+def test_no_compile_starts_behind_ctrl_c():
+    running = RunningCompiles()
+    running.kill()
+    with pytest.raises(RuntimeError, match="have been killed"):
+        running.start({})
 
 
 def test_what_does_not_compile_is_told(run, recwarn):

@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -224,19 +225,47 @@ def compile_all(configs: list[Config], cluster: Cluster) -> Iterator[Compiled | 
 
     A result is text where a compile failed: the reason.
     """
-    running: list[subprocess.Popen] = []
+    running = RunningCompiles()
     with ThreadPoolExecutor(WORKERS) as pool:
         try:
             yield from pool.map(partial(_compile_in_process, cluster=cluster, running=running), configs)
         except BaseException:  # Ctrl-C too: the end of the pool waits for its threads, and these for their processes
             pool.shutdown(wait=False, cancel_futures=True)
-            for process in running:
-                process.kill()
+            running.kill()
             raise
 
 
-def _compile_in_process(cfg: Config, cluster: Cluster, running: list[subprocess.Popen]) -> Compiled | str:
-    """Return what `compile_for` returns in a process of its own, which is added to `running`."""
+class RunningCompiles:
+    """The processes of `compile_all`, which threads start and another one kills: after that none starts any more."""
+
+    def __init__(self) -> None:
+        self._processes: list[subprocess.Popen] = []
+        self._lock, self._killed = threading.Lock(), False
+
+    def start(self, environment: dict[str, str]) -> subprocess.Popen:
+        with self._lock:
+            if self._killed:
+                raise RuntimeError("compiles have been killed")
+            process = subprocess.Popen(
+                [sys.executable, "-m", __name__],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env=environment,
+                text=True,
+            )
+            self._processes.append(process)
+        return process
+
+    def kill(self) -> None:
+        with self._lock:
+            self._killed = True
+            for process in self._processes:
+                process.kill()
+
+
+def _compile_in_process(cfg: Config, cluster: Cluster, running: RunningCompiles) -> Compiled | str:
+    """Return what `compile_for` returns in a process of its own, which is one of `running`."""
     question = {
         # A plan compiles for meshes of other sizes than the launcher would start.
         "config": cfg.model_dump(mode="json", by_alias=True) | {"launcher": {"name": "local"}},
@@ -256,15 +285,7 @@ def _compile_in_process(cfg: Config, cluster: Cluster, running: list[subprocess.
     else:  # the CPU backend compiles for devices that exist: it makes as many as the cluster has
         count = f"--xla_force_host_platform_device_count={cluster.num_devices}"
         environment["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {count} --xla_backend_optimization_level=0"
-    process = subprocess.Popen(
-        [sys.executable, "-m", __name__],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=environment,
-        text=True,
-    )
-    running.append(process)
+    process = running.start(environment)
     stdout, stderr = process.communicate(json.dumps(question))
     if process.returncode:
         # XLA may abort with pages of text: the last line that names an error says most.
