@@ -4,12 +4,13 @@ TRANSFORMERS_PYTHON, if it is set, is a Python with torch and transformers, whic
 same run. Each part has a process of its own, so that it has all of the memory:
 
     prepare     all programs are compiled, several at a time, into a folder of compiled programs
-    kernel      kernels of attention and of experts' products beside the plain ones: numbers and times
+    kernel      kernels of attention and of experts beside plain operations: numbers and times (gpu_kernels.py)
     step        train steps of each model on random tokens: tokens/s, MFU, memory, beside what the plan predicts
+    rollout     answers drawn with each cache: tokens/s, beside those of the bytes that a token reads
     peers       the same model and batch by transformers and torch.compile
 
-The table comes last. A part for which no time is left, or which fails, has the reason in its row. `--tiny` runs every
-part on any device at sizes that a test can afford.
+The table comes last. `--traces FOLDER` keeps a profile of one step of each model. A part for which no time is left, or
+which fails, has the reason in its row. `--tiny` runs every part on any device at sizes that a test can afford.
 """
 
 import argparse
@@ -22,41 +23,45 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-LIMIT_S = 460.0  # of the whole command
+LIMIT_S = 460.0  # of the whole command, where `--limit-s` says nothing
 PREPARE_S, PART_S = 200.0, 120.0  # of all programs together, and of one part
 STEPS, WARMUP = 10, 2
+# Caches of rollouts by name: keys of `Sampling`. So many answers to one prompt each, of many lengths.
+ROLLOUTS = {
+    "slots": {"cache": "slots"},
+    "pages": {"cache": "pages"},
+    "pages, int8": {"cache": "pages", "cache_dtype": "int8"},
+}
+ROLLOUT = {"rows": 64, "prompt": 256, "longest": 1024}
+TINY_ROLLOUT = {"rows": 4, "prompt": 16, "longest": 32}
 
-# Name -> config. The last one needs the memory of an H200; a case that does not fit says so in its row.
+# Name -> config. Those of 8 billion parameters need the memory of an H200; a case that does not fit says so in its row.
 CASES = {
-    "gemma3_270m": ["model=gemma3_270m", "training.seq_len=2048", "training.micro_batch_size=8"],
-    "gemma3_1b": ["model=gemma3_1b", "training.seq_len=4096", "training.micro_batch_size=4"],
-    "llama3_1b": ["model=llama3_1b", "training.seq_len=4096", "training.micro_batch_size=4"],
+    "llama3_1b": ["model=llama3_1b", "training.seq_len=4096", "training.micro_batch_size=8"],
+    "gemma3_1b": ["model=gemma3_1b", "training.seq_len=4096", "training.micro_batch_size=8"],
     "qwen3_0_6b": ["model=qwen3_0_6b", "training.seq_len=8192", "training.micro_batch_size=2"],
     "llama3_8b": ["model=llama3_8b", "training.seq_len=4096", "training.micro_batch_size=1", "training.remat=full",
                   "training.param_dtype=bfloat16"],
-    # As long as there is time: products of 8-bit floats, which an A100 lacks, and experts.
-    "llama3_1b, fp8": ["model=llama3_1b", "training.seq_len=4096", "training.micro_batch_size=4",
-                       "training.matmul_dtype=fp8"],
+    # One microbatch of 16 of a step for which NeMo AutoModel publishes 10.51 s on one H100.
+    "llama3_8b, LoRA": ["model=llama3_8b", "model.lora.rank=16", "training.seq_len=4096", "training.micro_batch_size=2",
+                        "training.remat=none", "training.param_dtype=bfloat16"],
     "qwen3_30b_a3b, 4 layers": ["model=qwen3_30b_a3b", "model.num_layers=4", "training.seq_len=4096",
-                                "training.micro_batch_size=1", "training.remat=full"],
+                                "training.micro_batch_size=2", "training.remat=full"],
+    "llama3_1b, fp8": ["model=llama3_1b", "training.seq_len=4096", "training.micro_batch_size=8",
+                       "training.matmul_dtype=fp8"],  # an A100 has no products of 8-bit floats
+    "gemma3_270m": ["model=gemma3_270m", "training.seq_len=2048", "training.micro_batch_size=8"],
 }  # fmt: skip
+PEERS = "llama3_1b", "gemma3_1b", "qwen3_0_6b"  # cases that transformers trains too, as long as there is time
 COMMON = ["training.remat=dots", "training.max_steps=1000", "scheduler=constant", "tokenizer.vocab_size=300"]
 TINY = ["model.vocab_size=320", "model.embed_dim=32", "model.mlp_dim=64", "model.num_layers=2", "model.num_heads=4",
         "model.num_kv_heads=2", "model.head_dim=16", "model.context_length=64", "training.seq_len=64",
         "training.micro_batch_size=2"]  # fmt: skip
-# Heads, key/value heads, numbers of a head, tokens, window.
-SHAPES = [(32, 8, 64, 4096, 4096), (16, 8, 128, 8192, 8192), (4, 1, 256, 4096, 4096), (4, 1, 256, 4096, 512)]
-TINY_SHAPES = [(4, 2, 16, 64, 24)]
 TINY_OF = {"gemma3": ["model.global_every=2", "model.sliding_window=16"]}
 TINY_EXPERTS = ["model.mlp.num_experts=4", "model.mlp.experts_per_token=2", "model.mlp.expert_dim=16"]
-# Experts, rows of all experts, numbers that go in and come out.
-GROUPS = [(32, 8192, 2048, 768)]
-TINY_GROUPS = [(4, 64, 32, 16)]
 
 
 def words_of(name: str, tiny: bool) -> list[str]:
@@ -67,102 +72,7 @@ def words_of(name: str, tiny: bool) -> list[str]:
     return sorted(words.values(), key=lambda word: not word.startswith("model="))
 
 
-def timed(function: Any, *arguments: Any) -> float:
-    """Return the median of the seconds of a call, after two that are not counted."""
-    import jax
-
-    seconds = []
-    for _ in range(STEPS + WARMUP):
-        start_time = time.perf_counter()
-        jax.block_until_ready(function(*arguments))
-        seconds.append(time.perf_counter() - start_time)
-    return statistics.median(seconds[WARMUP:])
-
-
-def kernel(tiny: bool) -> dict[str, Any]:
-    """Compare outputs and gradients of the kernel with those of the plain one in float32, and measure both."""
-    import jax
-    import jax.numpy as jnp
-
-    from tunix.base.dotted_path import import_object
-    from tunix.models.attention_mask import row_mask_rule
-    from tunix.models.kernels import mesh_device, select_kernel
-    from tunix.models.table import KERNELS
-
-    rows = []
-    with jax.set_mesh(jax.make_mesh((1,), ("x",), devices=jax.devices()[:1])):
-        for heads, kv_heads, head_dim, length, window in TINY_SHAPES if tiny else SHAPES:
-            name = select_kernel("auto", head_dim, "bfloat16", mesh_device()).name
-            keys = jax.random.split(jax.random.key(0), 4)
-            q, k, v, d_out = (
-                jax.random.normal(key, (1, length, count, head_dim), jnp.bfloat16)
-                for key, count in zip(keys, (heads, kv_heads, kv_heads, heads), strict=True)
-            )
-            q *= head_dim**-0.5
-            segments = jnp.arange(length, dtype=jnp.int32)[None] // (length * 5 // 8)  # two documents
-
-            def both(kernel, q, k, v, d_out, segments=segments, window=window):
-                def attended(q, k, v):
-                    return import_object(KERNELS[kernel])(q, k, v, row_mask_rule(segments, window))
-
-                out, pull_back = jax.vjp(attended, q, k, v)
-                return out, *pull_back(d_out)
-
-            run = jax.jit(both, static_argnums=0)
-            fast, exact = run(name, q, k, v, d_out), run("xla", *(x.astype(jnp.float32) for x in (q, k, v, d_out)))
-            off = max(float(jnp.max(jnp.abs(x - y)) / jnp.max(jnp.abs(y))) for x, y in zip(fast, exact, strict=True))
-            times = [timed(run, which, q, k, v, d_out) for which in (name, "xla")]
-            rows.append(
-                {"shape": f"{heads}/{kv_heads} heads of {head_dim}, T {length}, window {window}", "kernel": name,
-                 "difference": off, "kernel_ms": times[0] * 1e3, "plain_ms": times[1] * 1e3}
-            )  # fmt: skip
-        rows += [compare_experts(*shape) for shape in (TINY_GROUPS if tiny else GROUPS)]
-    return {"rows": rows}
-
-
-def compare_experts(num_experts: int, num_rows: int, width: int, out: int) -> dict[str, Any]:
-    """Compare the product of experts and its gradients with the plain one in float32, and measure both.
-
-    The experts have different numbers of rows, and the first one has none.
-    """
-    import jax
-    import jax.numpy as jnp
-
-    from tunix.models.kernels import mesh_device, select_expert_matmul
-    from tunix.models.matmul import grouped_product
-
-    name = select_expert_matmul("auto", "bfloat16", mesh_device()).name
-    shapes = (num_rows, width), (num_experts, width, out), (num_rows, out)
-    rows, w, d_out = (
-        jax.random.normal(key, shape, jnp.bfloat16)
-        for key, shape in zip(jax.random.split(jax.random.key(0), 3), shapes, strict=True)
-    )
-    w *= width**-0.5
-    ends = num_rows * jnp.arange(num_experts) ** 2 // (num_experts - 1) ** 2
-    sizes = jnp.diff(ends, prepend=0).astype(jnp.int32)
-
-    def both(kind, sizes, rows, w, d_out):
-        y, pull_back = jax.vjp(lambda rows, w: grouped_product(rows, w, sizes, kind), rows, w)
-        return y, *pull_back(d_out)
-
-    # A grouped product takes the arrays of one device, so it runs inside of a `shard_map`.
-    run = {
-        kind: jax.jit(jax.shard_map(partial(both, kind), in_specs=jax.P(), out_specs=jax.P())) for kind in {name, "xla"}
-    }
-    fast = run[name](sizes, rows, w, d_out)
-    exact = run["xla"](sizes, *(x.astype(jnp.float32) for x in (rows, w, d_out)))
-    off = max(float(jnp.max(jnp.abs(x - y)) / jnp.max(jnp.abs(y))) for x, y in zip(fast, exact, strict=True))
-    times = [timed(run[kind], sizes, rows, w, d_out) for kind in (name, "xla")]
-    return {
-        "shape": f"{num_experts} experts, {num_rows} rows, {width} to {out}",
-        "kernel": name,
-        "difference": off,
-        "kernel_ms": times[0] * 1e3,
-        "plain_ms": times[1] * 1e3,
-    }
-
-
-def step(name: str, tiny: bool, only_compile: bool = False) -> dict[str, Any]:
+def step(name: str, tiny: bool, only_compile: bool = False, traces: str | None = None) -> dict[str, Any]:
     """Compile the train step of a case, and measure it; return figures beside those that the plan predicts."""
     import jax
 
@@ -174,7 +84,7 @@ def step(name: str, tiny: bool, only_compile: bool = False) -> dict[str, Any]:
     device = jax.devices()[0]
     figures: dict[str, Any] = {"device": device.device_kind}
     if device.platform != "gpu":  # a plan predicts GPUs
-        return figures | ({} if only_compile else train(cfg, device, 2 if tiny else STEPS))
+        return figures | ({} if only_compile else train(cfg, device, 2 if tiny else STEPS, traces))
     kind = find_kind(device.device_kind) or read_device_kinds()["h100"]
     predicted, _ = compile_for(cfg, Cluster(kind, 1, 1), [device])
     limit = (device.memory_stats() or {}).get("bytes_limit")
@@ -187,10 +97,10 @@ def step(name: str, tiny: bool, only_compile: bool = False) -> dict[str, Any]:
         return figures | {"error": f"does not fit: {predicted.memory / 2**30:.0f} GiB of {limit / 2**30:.0f}"}
     if only_compile:
         return figures
-    return figures | train(cfg, device, 2 if tiny else STEPS)
+    return figures | train(cfg, device, 2 if tiny else STEPS, traces and f"{traces}/{name}")
 
 
-def train(cfg: Any, device: Any, num_steps: int) -> dict[str, Any]:
+def train(cfg: Any, device: Any, num_steps: int, trace: str | None = None) -> dict[str, Any]:
     """Train on random tokens on one device, and return medians of some steps after those that are not counted."""
     import jax
     import numpy as np
@@ -223,6 +133,9 @@ def train(cfg: Any, device: Any, num_steps: int) -> dict[str, Any]:
             state, numbers = compiled(state, batch)
             loss = float(numbers["loss"])
             seconds.append((time.perf_counter() - start_time, time.process_time() - cpu))
+        if trace:
+            with jax.profiler.trace(trace):
+                jax.block_until_ready(compiled(state, batch))
     step_s, cpu_s = (statistics.median(each) for each in zip(*seconds[WARMUP:], strict=True))
     kind, in_use = find_kind(device.device_kind), (device.memory_stats() or {}).get("peak_bytes_in_use")
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # on a CPU, of the process
@@ -233,6 +146,57 @@ def train(cfg: Any, device: Any, num_steps: int) -> dict[str, Any]:
         "mfu": sizes.tflop_per_step / step_s / kind.peak_tflops if kind else None,
         "peak_gib": (in_use if device.platform == "gpu" and in_use else resident) / 2**30,
         "loss": loss,
+    }
+
+
+def rollout(name: str, tiny: bool) -> dict[str, Any]:
+    """Draw answers from Qwen 3 0.6B with random weights, and return tokens/s beside those of a token's bytes."""
+    import jax
+    import numpy as np
+
+    from tunix.config.compose import compose
+    from tunix.costs.devices import find_kind
+    from tunix.costs.rollout import CacheSpec, derive_rollout_costs
+    from tunix.inference.rollout import Sampler
+    from tunix.inference.sampling import Sampling
+    from tunix.training.choices import build_mesh
+    from tunix.training.train_spec import assemble
+
+    sizes = TINY_ROLLOUT if tiny else ROLLOUT
+    rows, prompt, longest = sizes["rows"], sizes["prompt"], sizes["longest"]
+    cfg = compose([*words_of("qwen3_0_6b", tiny), "training.param_dtype=bfloat16"]).config
+    mesh, rng, device = build_mesh(cfg, jax.devices()[:1]), np.random.default_rng(0), jax.devices()[0]
+    lengths = np.linspace(longest // 8, longest, rows).astype(int).tolist()
+    prompts = rng.integers(3, cfg.model.vocab_size, (rows, prompt)).tolist()
+    sampling = Sampling(longest, **ROLLOUTS[name])  # type: ignore[arg-type]
+    with jax.set_mesh(mesh):
+        program = assemble(cfg, mesh)
+        sampler = Sampler(program.arch, prompt + longest, mesh)
+        weights = sampler.gather(program.new_state(0)["params"])
+        shape, of_cache = (rows, rows, 1, prompt, longest), CacheSpec(sampling.cache_dtype)
+        parts = derive_rollout_costs(program.arch, mesh, *shape, of_cache).num_bytes
+
+    def draw() -> float:
+        start_time = time.perf_counter()
+        engine = sampler.engine(weights, sampling, 0, prompt + longest, rows)
+        for number, (tokens, length) in enumerate(zip(prompts, lengths, strict=True)):
+            engine.admit(tokens, [number], length)
+        while engine.is_busy:
+            for number, _ in engine.run():
+                engine.release(number)
+        return time.perf_counter() - start_time
+
+    draw()
+    seconds = min(draw() for _ in range(2))
+    # Each token reads the weights and the logits, and of the cache what the rows at work have.
+    read = longest * (parts["gathered weights"] + parts["logits"])
+    read += parts["cache"] / rows / (prompt + longest) * sum(length * (prompt + length / 2) for length in lengths)
+    kind = find_kind(device.device_kind)
+    return {
+        "tokens_per_s": sum(lengths) / seconds,
+        "least_s": read / kind.hbm_gb_per_s / 1e9 if kind else None,
+        "seconds": seconds,
+        "device": device.device_kind,
     }
 
 
@@ -257,12 +221,12 @@ def peer_question(name: str, tiny: bool) -> dict[str, Any]:
 class Parts:
     """Runs parts in processes of their own until the time of the command is over."""
 
-    def __init__(self, tiny: bool, cache: str):
-        self.tiny, self.cache, self.start_time = tiny, cache, time.monotonic()
+    def __init__(self, tiny: bool, cache: str, limit_s: float = LIMIT_S):
+        self.tiny, self.cache, self.end_time = tiny, cache, time.monotonic() + limit_s
 
     @property
     def left_s(self) -> float:
-        return LIMIT_S - (time.monotonic() - self.start_time)
+        return self.end_time - time.monotonic()
 
     def ask(self, command: list[str], limit_s: float, question: dict | None = None, shared: bool = False) -> dict:
         """Return the answer of a process, the last line of its output as JSON, or {"error": reason}."""
@@ -309,31 +273,34 @@ def number(value: float | None, form: str = ".3f") -> str:
     return "-" if value is None else format(value, form)
 
 
-def measure(tiny: bool, names: list[str], python: str | None) -> str:
+def measure(tiny: bool, names: list[str], python: str | None, traces: str | None, limit_s: float) -> str:
     """Run all parts and return the table."""
     with tempfile.TemporaryDirectory() as cache:
-        parts = Parts(tiny, cache)
+        parts = Parts(tiny, cache, limit_s)
 
         def say(line: str) -> None:
-            print(f"{LIMIT_S - parts.left_s:5.0f} s  {line}", flush=True)
+            print(f"{limit_s - parts.left_s:5.0f} s  {line}", flush=True)
 
         say(f"compiling {', '.join(names)}")
         prepared = parts.prepare(names)
         say("kernel")
         compared = parts.own("kernel")
-        steps, peers = {}, {}
+        steps, peers, rollouts = {}, {}, {}
         for name in names:
             say(f"step of {name}")
-            ready = prepared[name]
-            steps[name] = ready if "does not fit" in ready.get("error", "") else parts.own("step", name)
-        for name in names if python else []:
+            ready, kept = prepared[name], ["--traces", traces] if traces else []
+            steps[name] = ready if "does not fit" in ready.get("error", "") else parts.own("step", name, *kept)
+        for name in ROLLOUTS:
+            say(f"rollout with {name}")
+            rollouts[name] = parts.own("rollout", name)
+        for name in PEERS if python else ():
             say(f"transformers: {name}")
             question = peer_question(name, tiny)
             command = [str(python), str(ROOT / "benchmarks" / "trained_by_transformers.py")]
             peers[name] = parts.ask(command, PART_S, question)
         device = next((each["device"] for each in [*steps.values(), *prepared.values()] if "device" in each), "unknown")
-        lines = [f"\n{device}, {LIMIT_S - parts.left_s:.0f} s in all", "", *_kernels(compared)]
-        return "\n".join([*lines, "", *_steps(steps, peers)])
+        lines = [f"\n{device}, {limit_s - parts.left_s:.0f} s in all", "", *_kernels(compared)]
+        return "\n".join([*lines, "", *_steps(steps, peers), "", *_rollouts(rollouts)])
 
 
 def _kernels(compared: dict) -> list[str]:
@@ -341,7 +308,12 @@ def _kernels(compared: dict) -> list[str]:
             "|---|---|---|---|---|---|"]  # fmt: skip
     if "error" in compared:
         return [*rows, f"| {compared['error']} | | | | | |"]
+    speeds = f"{compared['product_tflops']:.0f} TFLOP/s of a product, {compared['copy_gb_per_s']:,.0f} GB/s of a copy"
+    rows = [speeds, "", *rows]
     for row in compared["rows"]:
+        if "error" in row:
+            rows.append(f"| {row['shape']} | {row['error']} | | | | |")
+            continue
         speedup = row["plain_ms"] / row["kernel_ms"]
         rows.append(
             f"| {row['shape']} | {row['kernel']} | {row['kernel_ms']:.2f} | {row['plain_ms']:.2f} | {speedup:.2f} | "
@@ -368,21 +340,43 @@ def _steps(steps: dict[str, dict], peers: dict[str, dict]) -> list[str]:
     return rows
 
 
+def _rollouts(rollouts: dict[str, dict]) -> list[str]:
+    sizes = "{rows} rows, prompts of {prompt}, answers of up to {longest} tokens".format_map(ROLLOUT)
+    rows = [f"| {sizes} | tokens/s | seconds | seconds of the bytes read |", "|---|---|---|---|"]
+    for name, row in rollouts.items():
+        of_row = row.get("error") or number(row["tokens_per_s"], ",.0f")
+        rows.append(f"| {name} | {of_row} | {number(row.get('seconds'))} | {number(row.get('least_s'))} |")
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", nargs="?", choices=["kernel", "step", "compile"], help="one part, in this process")
-    parser.add_argument("case", nargs="?", choices=list(CASES))
+    parser.add_argument(
+        "part", nargs="?", choices=["kernel", "step", "compile", "rollout"], help="one part, in this process"
+    )
+    parser.add_argument("case", nargs="?", choices=[*CASES, *ROLLOUTS])
+    parser.add_argument("--traces", metavar="FOLDER", help="keep a profile of one step of each model there")
     parser.add_argument("--tiny", action="store_true", help="sizes that any device can afford")
+    parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="seconds of the whole command")
     chosen = parser.parse_args()
+
+    # Parts import JAX, and the command itself does not: it would take the memory of the device.
+    def compare_all(tiny: bool) -> dict[str, Any]:
+        from benchmarks import gpu_kernels
+
+        return gpu_kernels.compare_all(tiny)
+
     parts = {
-        "kernel": lambda: kernel(chosen.tiny),
-        "step": lambda: step(chosen.case, chosen.tiny),
+        "kernel": lambda: compare_all(chosen.tiny),
+        "step": lambda: step(chosen.case, chosen.tiny, traces=chosen.traces),
+        "rollout": lambda: rollout(chosen.case, chosen.tiny),
         "compile": lambda: step(chosen.case, chosen.tiny, only_compile=True),
     }
     if chosen.part:
         print(json.dumps(parts[chosen.part]()))
     else:
-        print(measure(chosen.tiny, list(CASES), os.environ.get("TRANSFORMERS_PYTHON")))
+        python = os.environ.get("TRANSFORMERS_PYTHON")
+        print(measure(chosen.tiny, list(CASES), python, chosen.traces, chosen.limit_s))
 
 
 if __name__ == "__main__":

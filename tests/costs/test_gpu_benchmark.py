@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from benchmarks import gpu
+from benchmarks import gpu, gpu_kernels
 from tunix.config.compose import compose
 
 
@@ -18,8 +18,8 @@ def test_each_case_is_a_config_that_transformers_can_have(name):
 
 
 def test_the_parts_and_the_table():
-    compared = gpu.kernel(tiny=True)
-    assert [row["kernel"] for row in compared["rows"]] == ["xla", "xla"]  # attention, experts
+    compared = gpu_kernels.compare_all(tiny=True)
+    assert [row["kernel"] for row in compared["rows"]] == ["xla"] * 4  # attention, groups, experts with their rounds
     assert all(row["difference"] < 0.05 for row in compared["rows"])
     measured = gpu.step("gemma3_270m", tiny=True)
     assert 4 < measured["loss"] < 8
@@ -28,11 +28,14 @@ def test_the_parts_and_the_table():
     assert len({line.count("|") for line in table}) == 1
     assert table[2].endswith("| 2.00 |")
     assert "| does not fit: 90 GiB of 73 |" in table[3]
-    assert len({line.count("|") for line in gpu._kernels(compared)}) == 1
+    assert len({line.count("|") for line in gpu._kernels(compared)[2:]}) == 1
+    drawn = gpu.rollout("slots", tiny=True)
+    assert drawn["tokens_per_s"] > 0
+    assert "| out of memory | - | - |" in gpu._rollouts({"slots": drawn, "pages": {"error": "out of memory"}})[3]
 
 
 def test_a_part_that_fails_is_a_row_with_its_reason(tmp_path):
     parts = gpu.Parts(tiny=True, cache=str(tmp_path))
     assert parts.ask([sys.executable, "-c", "raise ValueError('no')"], 60) == {"error": "ValueError: no"}
-    parts.start_time -= gpu.LIMIT_S
+    parts.end_time -= gpu.LIMIT_S
     assert parts.own("kernel") == {"error": "no time left"}
