@@ -3,6 +3,7 @@
 import json
 import shutil
 from dataclasses import replace
+from functools import partial
 
 import jax
 import numpy as np
@@ -12,8 +13,10 @@ from support.rollouts import TASK
 
 import tunix
 from tunix.base.errors import UserError
+from tunix.inference import kv_cache
 from tunix.inference.rollout import Request
 from tunix.inference.sampling import Sampling
+from tunix.models import paged_attention
 
 PARITY = ROOT / "tests" / "models" / "parity"
 # Drawn by the sampler that answered prompts in waves (commit b0fcd05).
@@ -110,6 +113,18 @@ def test_pages_change_no_token(name):
         for one, other in zip(*drawn, strict=True):
             atol = 0.01 if sampling.cache_dtype else 1e-5
             np.testing.assert_allclose(one.log_probabilities, other.log_probabilities, atol=atol)
+
+
+@pytest.mark.nightly(but=["sampled"])
+@pytest.mark.parametrize("sampling", [Sampling(6, 1.3), Sampling(12, 0.0, guess=3)], ids=["sampled", "guessed"])
+def test_the_kernel_of_gpus_changes_no_token(sampling, monkeypatch):
+    """The engine with the kernel that GPUs have, which is interpreted here: rows come and go."""
+    model = tunix.load_pretrained(PARITY / "gemma3")
+    monkeypatch.setattr(kv_cache, "branches_are_cheap", lambda: False)
+    monkeypatch.setattr(paged_attention, "attend_to_pages", partial(paged_attention.attend_to_pages, interpret=True))
+    request = Request(make_prompts(model.cfg.vocab_size), 2, seed=7)
+    slots, pages = (model.rollout(request, replace(sampling, cache=cache), 4) for cache in ("slots", "pages"))
+    assert [answer.tokens for answer in slots] == [answer.tokens for answer in pages]
 
 
 def test_a_model_without_such_layers_keeps_slots():

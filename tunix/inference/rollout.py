@@ -267,8 +267,7 @@ class Sampler:
             prompts = of_rows("int32", shards, SMALLEST_PROMPT), of_rows("int32", shards)
             weights, cache = abstract_results(self.mesh, after_prompts, params, *prompts)
             fields = dict.fromkeys(Drawing._fields, of_rows("int32", num_rows)) | {"working": of_rows("bool", num_rows)}
-            whole = NamedSharding(self.mesh, jax.P(activation_spec("B")[0], None))
-            table = jax.ShapeDtypeStruct((num_rows, width), "int32", sharding=whole) if any(paged) else None
+            table = of_rows("int32", num_rows, width) if any(paged) else None
             rows = Drawing(**fields | {"table": table})
             scalar = jax.ShapeDtypeStruct((), "int32")
             extent = Extent(scalar, scalar, scalar, jax.ShapeDtypeStruct((1,), "int32"))

@@ -43,16 +43,15 @@ def attend_to_pages(
         interpret: run without a GPU.
     """
     spec = layout.activation("BTNH")
-    pages = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, (k, v))
+    as_given = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, (k, v, table, times))
 
     def local_attention(q, k, v, table, times):
         num_heads = jax.tree.leaves(k)[0].shape[1]
         heads = layout.local_kv_heads(jnp.arange(num_heads)[None, None, :, None], q.shape[2], kv_dim_name).reshape(-1)
         return _run_kernel(q, k, v, table, times, heads, options.get("cap"), interpret)
 
-    in_specs = (spec, *pages, jax.P(spec[0], None), jax.P(spec[0], None))
     # A kernel has no types of what varies over devices.
-    mapped = jax.shard_map(local_attention, in_specs=in_specs, out_specs=spec, check_vma=False)
+    mapped = jax.shard_map(local_attention, in_specs=(spec, *as_given), out_specs=spec, check_vma=False)
     return mapped(q, k, v, table, times)
 
 
