@@ -164,14 +164,20 @@ def keys_gradient(inputs: Inputs, backward: BackwardInputs, variant: Variant) ->
     )
 
 
+def _query_block(program: Any, num_programs: Any) -> Any:
+    """Return the block of queries of a program: the last ones see the most keys, so they are the first to run."""
+    return num_programs - 1 - program
+
+
 def _query_specs(inputs: Inputs, block_q: int) -> tuple[Inputs, pl.BlockSpec]:
     """Return the parts of the inputs, and of an array [B, N, T], that a program for one block of queries sees."""
     _, length, heads, dim = inputs.q.shape
     group = heads // inputs.k.shape[2]
-    queries = pl.BlockSpec((None, block_q, None, dim), lambda head, n, row: (row, n, head, 0))
+    block = partial(_query_block, num_programs=length // block_q)
+    queries = pl.BlockSpec((None, block_q, None, dim), lambda head, n, row: (row, block(n), head, 0))
     keys = pl.BlockSpec((None, length, None, dim), lambda head, n, row: (row, 0, head // group, 0))
-    firsts = pl.BlockSpec((None, block_q), lambda head, n, row: (row, n))
-    sums = pl.BlockSpec((None, None, block_q), lambda head, n, row: (row, head, n))
+    firsts = pl.BlockSpec((None, block_q), lambda head, n, row: (row, block(n)))
+    sums = pl.BlockSpec((None, None, block_q), lambda head, n, row: (row, head, block(n)))
     return Inputs(queries, keys, keys, firsts, None, q_end=None if inputs.q_end is None else firsts), sums
 
 
@@ -222,19 +228,21 @@ def _forward_kernel(inputs: Inputs, out_ref, log_sums_ref, *, variant: Variant):
     Where a block has a larger score, both sums shrink by exp(old top - new top) before the block is added.
     """
     (block_q, dim), block_k, cap = inputs.q.shape, variant.blocks.forward.keys, variant.cap
-    begin, num_before = pl.program_id(1) * block_q, variant.num_before
+    begin, num_before = _query_block(pl.program_id(1), pl.num_programs(1)) * block_q, variant.num_before
     q, first, rows = inputs.q[...], inputs.first[...], begin + jnp.arange(block_q)
     q_end = None if inputs.q_end is None else inputs.q_end[...]
 
     def body(n, carry, *, masked):
         out, top, total = carry
         span = pl.ds(n * block_k, block_k)
-        scores = soft_cap(triton.dot(q, inputs.k[span, :].T), cap) * LOG2_E
+        scores = soft_cap(triton.dot(q, inputs.k[span, :].T), cap)
         if masked:
             keys = n * block_k + jnp.arange(block_k)
             scores = jnp.where(_sees(first, q_end, rows, keys, num_before), scores, MASKED)
         higher = jnp.maximum(top, scores.max(1))
-        p, scale = jnp.exp2(scores - higher[:, None]), jnp.exp2(top - higher)
+        shift = jnp.where(higher == MASKED, 0, higher * LOG2_E)[:, None]
+        p = jnp.exp2(scores * LOG2_E - shift)  # one instruction computes the difference: it rounds once
+        scale = jnp.exp2((top - higher) * LOG2_E)
         v = inputs.v[span, :]
         return out * scale[:, None] + triton.dot(p.astype(v.dtype), v), higher, total * scale + p.sum(1)
 
@@ -243,13 +251,13 @@ def _forward_kernel(inputs: Inputs, out_ref, log_sums_ref, *, variant: Variant):
     if num_before is not None:  # no block of keys may be in reach
         top, total = jnp.where(total == 0, MASKED, top), jnp.where(total == 0, 1, total)
     out_ref[...] = (out / total[:, None]).astype(out_ref.dtype)
-    log_sums_ref[...] = top + jnp.log2(total)
+    log_sums_ref[...] = top * LOG2_E + jnp.log2(total)
 
 
 def _queries_kernel(inputs: Inputs, backward: BackwardInputs, dq_ref, *, variant: Variant):
     """Gradient of a block of queries of one head: the sum of d_scores x key over the keys that they see."""
     (block_q, dim), block_k, cap = inputs.q.shape, variant.blocks.d_queries.keys, variant.cap
-    begin, num_before = pl.program_id(1) * block_q, variant.num_before
+    begin, num_before = _query_block(pl.program_id(1), pl.num_programs(1)) * block_q, variant.num_before
     q, first, rows = inputs.q[...], inputs.first[...], begin + jnp.arange(block_q)
     q_end = None if inputs.q_end is None else inputs.q_end[...]
     log_sums, delta, d_out = backward.log_sums[...], backward.delta[...], backward.d_out[...]
