@@ -5,6 +5,7 @@ difference, and in bfloat16 for the time.
 """
 
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -19,6 +20,7 @@ from tunix.models import fused_experts as fused
 from tunix.models.attention_mask import row_mask_rule
 from tunix.models.experts import GATES
 from tunix.models.kernels import mesh_device, select_expert_matmul, select_kernel
+from tunix.models.layers import soft_cap
 from tunix.models.matmul import grouped_product
 from tunix.models.paged_attention import attend_to_pages
 from tunix.models.table import KERNELS
@@ -37,8 +39,9 @@ SHAPES: list[tuple[int, int, int, int, int, dict[str, Any]]] = [
 TINY_SHAPES: list[tuple[int, int, int, int, int, dict[str, Any]]] = [(4, 2, 16, 64, 24, {"future_keys": 15})]
 # Experts, rows of all experts, numbers that go in and come out.
 GROUPS, TINY_GROUPS = (32, 8192, 2048, 768), (4, 64, 32, 16)
-# Experts, tokens, experts of a token, width of the model and of an expert: those of Qwen 3 30B-A3B.
-EXPERTS, TINY_EXPERTS = (128, 4096, 8, 2048, 768), (4, 64, 2, 32, 16)
+# Experts, tokens, experts of a token, width of the model and of an expert (Qwen 3 30B-A3B has 4 times these experts:
+# the plain products would take 100 GB).
+EXPERTS, TINY_EXPERTS = (32, 4096, 4, 2048, 768), (4, 64, 2, 32, 16)
 # Rows, heads, key/value heads, numbers of a head, tokens of the longest row: those of Qwen 3 8B.
 PAGES, PAGE = (64, 32, 8, 128, 4096), 16
 
@@ -90,16 +93,25 @@ def compare_attention(
         index = np.where(places < num_tokens, places, -1)[None]
         ends = find_ends(jnp.asarray(index, jnp.int32), num_tokens)
 
-    def both(kernel, q, k, v, d_out):
-        def attended(q, k, v):
-            return import_object(KERNELS[kernel])(q, k, v, row_mask_rule(segments, window, ends), **options)
+    rule, cap = row_mask_rule(segments, window, ends), options.get("cap")
 
-        out, pull_back = jax.vjp(attended, q, k, v)
+    def kernel(q, k, v):
+        return import_object(KERNELS[name])(q, k, v, rule, **options)
+
+    def definition(q, k, v):  # the kernel `xla` has more pieces, which take a minute to compile
+        groups = q.reshape(1, length, kv_heads, -1, head_dim)
+        scores = jnp.einsum("btkgh,bskh->bkgts", groups, k, preferred_element_type=jnp.float32)
+        weights = jax.nn.softmax(jnp.where(rule.mask()[:, :, None], soft_cap(scores, cap), -jnp.inf))
+        return jnp.einsum("bkgts,bskh->btkgh", weights.astype(v.dtype), v).reshape(q.shape)
+
+    def both(attend, q, k, v, d_out):
+        out, pull_back = jax.vjp(attend, q, k, v)
         return out, *pull_back(d_out)
 
     more = "".join(f", {key} {value:g}" for key, value in options.items())
     label = f"{heads}/{kv_heads} heads of {head_dim}, T {length}, window {window}{more}"
-    return compare(label, name, partial(both, name), partial(both, "xla"), (q * head_dim**-0.5, k, v, d_out))
+    arrays = q * head_dim**-0.5, k, v, d_out
+    return compare(label, name, partial(both, kernel), partial(both, definition), arrays)
 
 
 def compare_groups(num_experts: int, num_rows: int, width: int, out: int) -> dict[str, Any]:
@@ -188,17 +200,20 @@ def measure_speeds(size: int) -> dict[str, float]:
 
 def compare_all(tiny: bool) -> dict[str, Any]:
     """Return the speeds of the device and the rows of all kernels; a row that fails says why."""
+    start_time = time.perf_counter()
     is_gpu = jax.devices()[0].platform == "gpu"
     calls = [partial(compare_attention, *shape) for shape in (TINY_SHAPES if tiny else SHAPES)]
     calls += [partial(compare_groups, *(TINY_GROUPS if tiny else GROUPS))]
     calls += [partial(compare_experts, *(TINY_EXPERTS if tiny else EXPERTS), share) for share in (1.0, 0.4)]
     calls += [partial(compare_pages, *PAGES)] if is_gpu and not tiny else []
     rows = []
-    with jax.set_mesh(jax.make_mesh((1,), ("x",), devices=jax.devices()[:1])):
+    automatic = (jax.sharding.AxisType.Auto,)
+    with jax.set_mesh(jax.make_mesh((1,), ("x",), axis_types=automatic, devices=jax.devices()[:1])):
         for call in calls:
             try:
                 rows.append(call())
             except Exception as error:
                 lines = str(error).splitlines() or [""]
                 rows.append({"shape": f"{call.func.__name__} {call.args}", "error": f"{lines[0][:90]}"})
+            print(f"{time.perf_counter() - start_time:.0f} s: {rows[-1]}", file=sys.stderr, flush=True)
         return measure_speeds(256 if tiny else 8192) | {"rows": rows}
