@@ -61,7 +61,8 @@ _64 = FlashBlocks(FlashBlock(128, 64, 4, 3), FlashBlock(128, 64, 8, 2), FlashBlo
 _128 = FlashBlocks(FlashBlock(128, 64, 8, 3), FlashBlock(128, 64, 8, 2), FlashBlock(64, 128, 8, 2))
 _256 = FlashBlocks(FlashBlock(128, 64, 8, 2), FlashBlock(64, 64, 8, 2), FlashBlock(32, 64, 8, 2))
 # Blocks by the kind of chip (a part of its name) and by head dim. All are compiled for these chips, and ptxas says how
-# many registers are spilled: on H100 only 84 bytes in the third kernel with head dim 256. None was timed on a device.
+# many registers are spilled: on H100 only 84 bytes in the third kernel with head dim 256. Of one H200,
+# benchmarks/results.md has their speed in a step; other blocks were not timed on a device.
 FLASH_BLOCKS: dict[str, dict[int, FlashBlocks]] = {
     "H100": {64: _64, 128: _128, 256: _256},
     "H200": {64: _64, 128: _128, 256: _256},
