@@ -2,10 +2,12 @@
 
 import sys
 
+import jax
 import pytest
 
-from benchmarks import gpu, gpu_kernels
+from benchmarks import gpu, gpu_blocks, gpu_kernels
 from tunix.config.compose import compose
+from tunix.models.kernels import EXPERT_BLOCKS, FLASH_BLOCKS
 
 
 @pytest.mark.parametrize("name", gpu.CASES)
@@ -39,3 +41,19 @@ def test_a_part_that_fails_is_a_row_with_its_reason(tmp_path):
     assert parts.ask([sys.executable, "-c", "raise ValueError('no')"], 60) == {"error": "ValueError: no"}
     parts.end_time -= gpu.LIMIT_S
     assert parts.own("kernel") == {"error": "no time left"}
+
+
+@pytest.mark.nightly
+def test_blocks_of_kernels_are_compared(monkeypatch):
+    """Interpreted kernels with two blocks each; on a GPU there are twenty."""
+    monkeypatch.setattr(gpu_blocks, "FLASH_SIZES", [(64, 64, 4)])
+    monkeypatch.setattr(gpu_blocks, "PRODUCT_SIZES", [(32, 32, 32, 4)])
+    monkeypatch.setattr(gpu_blocks, "STAGES", (2,))
+    monkeypatch.setattr(gpu_kernels, "STEPS", 1)
+    with jax.set_mesh(jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])):
+        attention = gpu_blocks.attention_kernels(64, (1, 128, 2, 1), FLASH_BLOCKS["H100"][64], interpret=True)
+        experts = gpu_blocks.expert_kernels((2, 32, 1, 64, 64), EXPERT_BLOCKS["H100"], interpret=True)
+        lines = list(gpu_blocks.measure([*attention, *experts]))
+    assert len(lines) == 3 + 7
+    assert lines[0].startswith("64 forward: (")
+    assert all("ms" in line.split("|")[1] for line in lines)
