@@ -56,6 +56,7 @@ def test_digits_differ_past_a_tolerance_of_nothing(words, run):
     assert "past the tolerance of 1e-12" in out
 
 
+@pytest.mark.nightly
 def test_a_mesh_that_goes_wrong_is_found(words, run, monkeypatch):
     """One mesh starts from other weights than the first."""
     new_state = TrainSpec.new_state

@@ -19,6 +19,7 @@ def test_each_case_is_a_config_that_transformers_can_have(name):
     assert compose(gpu.words_of(name, tiny=True)).config.model.embed_dim == 32
 
 
+@pytest.mark.nightly
 def test_the_parts_and_the_table():
     compared = gpu_kernels.compare_all(tiny=True)
     assert [row["kernel"] for row in compared["rows"]] == ["xla"] * 4  # attention, groups, experts with their rounds

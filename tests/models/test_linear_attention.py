@@ -31,7 +31,7 @@ def one_step(*words: str) -> list[dict[str, float]]:
     return program(*HYBRID, *words).run(batch(sequences=4), steps=2)
 
 
-@pytest.mark.nightly(but=["8-cp-training.remat=full"])
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("sizes", "axes", "words"),
     [

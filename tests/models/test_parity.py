@@ -35,6 +35,8 @@ CASES = [
     for mesh in MESHES
     if name not in (ON_FOUR_DEVICES if mesh == "one" else ON_ONE_DEVICE)
 ]
+# Of the cases on one device, those that `make test` runs.
+EACH_TIME = {*ON_ONE_DEVICE, "gemma2", "gpt2", "qwen3_moe"}
 
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda p: "-".join(p))
@@ -66,6 +68,7 @@ def test_every_family_has_a_model():
     assert {read_config(PARITY / name)["family"] for name in MODELS} == set(FAMILIES)
 
 
+@pytest.mark.nightly(but=["-".join(case) for case in CASES if case[1] == "2x2" or case[0] in EACH_TIME])
 def test_logits(case, logits_of):
     """Windows shorter and longer than the sequence, shared heads, odd vocabularies, tied and untied heads."""
     _, expected = case

@@ -195,6 +195,7 @@ def test_mistakes_are_found_before_a_judge_is_asked(server, tmp_path, monkeypatc
     assert Server.asked == []
 
 
+@pytest.mark.nightly
 def test_a_run_learns_from_a_judge(server, tmp_path):
     """The scores are those of the server, errors are counted, and a resumed run has the same digits and pays nothing."""
 

@@ -440,6 +440,7 @@ def refilled(tmp_path_factory) -> Path:
     return tunix.train([*ADAPTIVE, "task.refill=2", "training.max_steps=4", f"hydra.run.dir={folder}"]).folder
 
 
+@pytest.mark.nightly
 def test_groups_without_a_signal_are_replaced(refilled):
     """By the prompts that come next, a bounded number of times; a resumed run asks the same ones."""
     run, lines, answers = refilled, metrics(refilled), samples(refilled)

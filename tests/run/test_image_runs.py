@@ -73,6 +73,7 @@ def test_damage_of_a_run_with_images_is_found(trained, tmp_path):
     assert [line.startswith("DAMAGED") for line in lines].count(True) == 1
 
 
+@pytest.mark.nightly
 def test_a_resumed_run_reads_the_same_images(trained, tmp_path):
     tunix.train([*TRAINED, "training.max_steps=2", f"hydra.run.dir={tmp_path}/cut"])
     tunix.train([f"resume={tmp_path}/cut", "training.max_steps=4"])

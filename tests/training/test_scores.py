@@ -158,6 +158,7 @@ def write_classes(folder, count=80):
     return write_rows(folder / "rows.jsonl", rows)
 
 
+@pytest.mark.nightly
 def test_a_run_learns_classes_resumes_and_is_exported(tmp_path, monkeypatch):
     """It begins with a language model of Hugging Face's form; the exported folder gives the scores of the run."""
     monkeypatch.chdir(tmp_path)
