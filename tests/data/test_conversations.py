@@ -42,20 +42,106 @@ def template(source):
 
 
 @pytest.mark.parametrize("source", [PLAIN, GEMMA])
-def test_segments_make_the_whole_and_answers_end_their_turn(source):
-    pieces = template(source).segments(TALK)
+def test_pieces_make_the_whole_and_answers_end_their_turn(source):
+    (pieces,) = template(source).cut_answers(TALK)
     assert "".join(text for text, _ in pieces) == template(source).render(TALK)
     assert [answer for _, answer in pieces] == [False, True, False, True]
     assert pieces[0][0].startswith("<bos>")
 
 
 def test_gemmas_template():
-    assert template(GEMMA).segments(TALK) == [
+    (pieces,) = template(GEMMA).cut_answers(TALK)
+    assert pieces == [
         ("<bos><start_of_turn>user\nBe brief.\n\n1 + 1?<end_of_turn>\n<start_of_turn>model\n", False),
         ("2<end_of_turn>\n", True),
         ("<start_of_turn>user\nand 2 + 2?<end_of_turn>\n<start_of_turn>model\n", False),
         ("4<end_of_turn>\n", True),
     ]
+
+
+# Templates that show an answer in another form when the conversation has gone on: with its thoughts while it is the last
+# turn (Qwen 3, GPT-OSS with its <|return|>), or with the end of the text behind it (Phi 3).
+THOUGHTS = (
+    "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' and loop.last %}<think></think>{% endif %}"
+    "{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+FINAL_END = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+    "{{ '<|assistant|>' if add_generation_prompt else eos_token }}"
+)
+LATER = {
+    "thoughts": (THOUGHTS, "<think></think>2<|end|>", "<think></think> 4 <|end|>"),
+    "end of the text": (FINAL_END, "2<|end|><eos>", " 4 <|end|><eos>"),
+}
+
+
+@pytest.mark.parametrize("kind", LATER)
+def test_each_answer_is_learnt_behind_the_text_that_generation_has(kind):
+    source, *answers = LATER[kind]
+    chat, prompts = template(source), [TALK[:2], TALK[:4]]
+    sequences = chat.cut_answers(TALK)
+    assert sequences == [
+        [(chat.render(prompt, add_generation_prompt=True), False), (answer, True)]
+        for prompt, answer in zip(prompts, answers, strict=True)
+    ]
+    assert chat.cut_answers(TALK, learnt="last") == sequences[1:]
+    assert chat.cut_answers(TALK, learnt=[False] * 4 + [True]) == sequences[1:]
+    assert chat.cut_answers(TALK, learnt=[False] * 2 + [True] + [False] * 2) == sequences[:1]
+    assert chat.cut_answers(TALK, learnt="all") == [[(chat.render(TALK), True)]]
+    (nothing,) = chat.cut_answers(TALK, learnt=[False] * 5)
+    assert not any(is_learnt for _, is_learnt in nothing)
+
+
+ASKED_TWICE = ["task=dpo", "data.columns.prompt=start", "data.columns.chosen=one", "data.columns.rejected=two"]
+
+
+def test_conversations_of_such_a_template_are_several_sequences(tmp_path):
+    rows = [
+        {"messages": [*TALK[:4], {"role": "assistant", "content": f"{n}"}], "one": f"{n}", "two": f"{n + 1}"}
+        for n in range(40)
+    ]
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps(row | {"start": row["messages"][:4]}) for row in rows))
+    (tmp_path / "own.jinja").write_text(THOUGHTS)
+    words = [*SMALL, "data=jsonl", f"data.paths=[{tmp_path}/a.jsonl]", f"task.chat_template={tmp_path}/own.jinja",
+             "training.seq_len=256", "tokenizer=bytes", "model.vocab_size=auto"]  # fmt: skip
+
+    def read(corpus) -> list[list[tuple[str, str]]]:
+        """Return text and answers of the documents of each split."""
+        decode, splits = corpus.tokenizer.decode, []
+        for part in (*corpus.train.values(), *corpus.held_out_parts.values()):
+            shard = part.stream.shard(0)
+            ends = [*shard.starts[1:], len(shard.tokens)]
+            spans = [slice(start, end) for start, end in zip(shard.starts, ends, strict=True)]
+            splits.append([(decode(shard.tokens[at]), decode(shard.tokens[at][shard.answers[at]])) for at in spans])
+        return splits
+
+    train, held_out = read(load_corpus(compose([*words, "task=sft", "data.held_out_fraction=0.2"]).config))
+    assert len(train) + len(held_out) == 80
+    for split in (train, held_out):
+        assert split
+        for (first, of_first), (second, of_second) in zip(split[::2], split[1::2], strict=True):
+            assert of_first == "<think></think>2<|end|>"
+            assert first.endswith(f"<|assistant|>{of_first}")
+            assert second.endswith(f"2<|end|><|user|>and 2 + 2?<|end|><|assistant|>{of_second}")
+    # Of a pair, only the answers are learnt, so the prompt may have earlier ones.
+    pairs, _ = read(load_corpus(compose([*words, *ASKED_TWICE, "data.held_out_fraction=0.2"]).config))
+    assert all("|>2<|end|>" in text and len(answers) < 60 for text, answers in pairs)
+
+
+def test_what_ends_an_answer():
+    """The first special token behind the text of an answer, and not one before it."""
+    harmony = (
+        "{% for m in messages %}<|{{ m.role }}|>{{ '<|channel|>final' if m.role == 'assistant' }}<|message|>{{ m.content }}"
+        "{{ '<|return|>' if loop.last and not add_generation_prompt else '<|end|>' }}{% endfor %}"
+    )
+    assert template(harmony).read_end() == "<|return|>"
+    assert template(PLAIN).read_end() == "<eos>"
+    assert template("{{ messages | length }}").read_end() == ""
+
+
+def test_a_filter_has_the_words_that_templates_give_it():
+    text = template("{{ messages | tojson(ensure_ascii=False, indent=1) }}").render([{"role": "user", "content": "ü"}])
+    assert text == '[\n {\n  "role": "user",\n  "content": "ü"\n }\n]'
 
 
 def test_a_generation_block_gives_its_body():
@@ -66,7 +152,8 @@ def test_a_generation_block_gives_its_body():
         "{{ end }}{% endfor %}{% if add_generation_prompt %}assistant:\n{% endif %}"
     )
     # `end` within the block is another name than outside of it, as in transformers.
-    assert template(source).segments(TALK[1:3]) == [("user:\n1 + 1?\nassistant:\n", False), ("22<eos>\n", True)]
+    (pieces,) = template(source).cut_answers(TALK[1:3])
+    assert pieces == [("user:\n1 + 1?\nassistant:\n", False), ("22<eos>\n", True)]
 
 
 @pytest.mark.parametrize(
@@ -80,7 +167,7 @@ def test_a_generation_block_gives_its_body():
 )
 def test_templates_that_do_not_work(source, message):
     with pytest.raises(UserError, match=message):
-        template(source).segments([TALK[1], *TALK[1:]])
+        template(source).cut_answers([TALK[1], *TALK[1:]])
 
 
 @pytest.fixture

@@ -109,6 +109,13 @@ HIDDEN = {  # template, turns, and what its refusal says; "": nothing is hidden
 }  # fmt: skip
 
 
+def test_arguments_are_json_where_a_template_takes_no_object():
+    source = "{% for m in messages %}{{ m.content }}{% for call in m.tool_calls %}<{{ call.function.name + ' ' + "
+    chat = template(source + "call.function.arguments }}>{% endfor %}{% endfor %}")
+    assert chat.render(READ) == '1 + 2?<add {"a": 1, "b": 2}>3It is 3.'
+    assert template(CHATML).render(READ[:2]).count('"arguments": {"a": 1, "b": 2}') == 1
+
+
 @pytest.mark.parametrize("name", HIDDEN)
 def test_a_template_that_drops_tool_words_is_refused(name):
     source, talk, problem = HIDDEN[name]

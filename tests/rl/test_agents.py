@@ -39,6 +39,15 @@ def same_numbers(line: dict) -> dict:
     }
 
 
+# Words of runs whose rollouts are drawn ahead, by name.
+AHEAD = {
+    "turn by turn": [],
+    "ahead": ["task.staleness=2"],
+    "ahead, apart": ["task.staleness=2", "task.rollout_devices=2", "model.mesh_shape=[[2],[fsdp]]",
+                     "training.max_steps=8"],
+}  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def calm(tmp_path_factory) -> Path:
     """Four steps with an environment that behaves."""
@@ -85,13 +94,20 @@ def test_a_checkpoint_plays(calm, capsys):
 
 
 @pytest.mark.nightly  # kill -9 of a run is in test_cli.py, tools that die in test_environment_pool.py
-def test_a_run_killed_with_tools_that_sleep_and_die_is_the_same(calm, tmp_path, monkeypatch):
-    """Tools end their processes in each rollout; kill -9 strikes while an environment answers in step 3.
+@pytest.mark.parametrize("ahead", AHEAD)
+def test_a_run_killed_with_tools_that_sleep_and_die_is_the_same(ahead, request, tmp_path, monkeypatch):
+    """Tools end their processes in each rollout; kill -9 strikes while an environment answers, after step 2.
 
-    What was not saved by then runs again, with the same digits.
+    What was not saved by then runs again, with the same digits, also where rollouts of later steps are under way.
     """
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT}/tests")
-    words = [*AGENT, *ONE, "training.max_steps=4", "hydra.run.dir=run", "task.environment_options={wild: true}"]
+    words = [*AGENT, *ONE, "training.max_steps=4", *AHEAD[ahead]]
+    if not AHEAD[ahead]:
+        calm = request.getfixturevalue("calm")
+    else:
+        calm = tmp_path / "calm"
+        tunix.train([*words, f"hydra.run.dir={calm}"])
+    words += ["hydra.run.dir=run", "task.environment_options={wild: true}"]
     assert cli(*words, cwd=tmp_path).returncode == -signal.SIGKILL
     assert (tmp_path / "struck").is_dir()
     assert cli_here("resume=run", cwd=tmp_path).returncode == 0

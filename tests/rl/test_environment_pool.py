@@ -5,6 +5,7 @@ import signal
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from support.processes import wait_until
 
@@ -47,6 +48,14 @@ class Sums:
         Path("child").write_text(str(child.pid))
         time.sleep(600)
     def forks(self): os.fork()
+    def dies_before_its_child(self):
+        if not os.fork():
+            time.sleep(600)
+        os._exit(3)
+    def leaves_a_server(self):
+        program = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
+        words = ["sh", "-c", f"'{sys.executable}' -c '{program}' > server &"]
+        subprocess.run(words, start_new_session=True)  # its parent is gone at once
     def grows(self):
         data = []
         while True:
@@ -153,6 +162,30 @@ def test_an_environment_that_hangs_is_killed_with_its_children(folder):
     assert [reply.reward for reply in said[78]] == [0.0, 79.0, 80.0]
     child = int((folder / "child").read_text())
     wait_until(lambda: not Path(f"/proc/{child}").exists(), "the end of a process that an environment has started", 30)
+
+
+def test_what_an_environment_has_forked_or_left(folder):
+    """A child that lives longer than its process hides no death; a server with a session of its own ends with it."""
+    with make_pool("Sums", processes=1, timeout_s=60.0) as pool:
+        start_time = time.monotonic()
+        said = play(pool, {0: ["dies_before_its_child 1"]})
+        assert time.monotonic() - start_time < 60.0, "the deadline of a call has not ended it"
+        assert said[0][-1] == "its process ended with exit code 3, twice"
+        said = play(pool, {0: ["leaves_a_server 1", "add 1"]})
+        assert [reply.reward for reply in said[0]] == [0.0, 1.0, 2.0]
+        note = folder / "server"
+        wait_until(lambda: note.exists() and note.read_text().endswith("\n"), "the server of an environment", 30)
+        server = psutil.Process(int(note.read_text()))
+        assert is_alive(server)
+    wait_until(lambda: not is_alive(server), "the end of the server", 30)
+
+
+def is_alive(process: psutil.Process) -> bool:
+    """A zombie has ended: whether it is waited for is up to the process that has adopted it."""
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def test_what_is_not_played_again(folder):

@@ -182,7 +182,13 @@ FORMATS = {
     "llama": '<|python_tag|>{"name": "add", "parameters": {"a": 1, "b": "x"}}',
     "json": '[TOOL_CALLS][{"name": "add", "arguments": "{\\"a\\": 1, \\"b\\": \\"x\\"}"}]',
     "python": '[add(a=1, b="x")]',
-}
+    "glm": "\n<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n<arg_key>b</arg_key>\n<arg_value>x</arg_value>\n</tool_call>",
+    "gemma": '<|tool_call>call:add{a:1,b:<|"|>x<|"|>}<tool_call|>',
+    "harmony": ' to=functions.add<|channel|>commentary json<|message|>{"a": 1, "b": "x"}',  # <|call|> stops the turn
+    "deepseek": '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>{"a": 1, "b": "x"}<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+    "kimi": '<|tool_calls_section_begin|><|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>{"a": 1, "b": "x"}'
+    "<|tool_call_end|><|tool_calls_section_end|>",
+}  # as the templates of the models write calls, and as the models do
 
 
 @pytest.mark.parametrize("name", TOOL_CALLS)
@@ -201,7 +207,15 @@ def test_other_ways_of_writing_calls():
     assert [call.name for call in read["json"]('{"name": "add"}')] == ["add"]
     assert [call.name for call in read["python"]("```tool_code\nadd(a=1)\nmath.sub(b=-2)\n```")] == ["add", "math.sub"]
     assert [call.arguments for call in read["python"]("[add(a=1), add(a=[2, 3])]")] == [{"a": 1}, {"a": [2, 3]}]
+    thought = "<|channel|>analysis<|message|>I add.<|end|><|start|>assistant<|channel|>commentary to=functions.add <|constrain|>json"
+    assert read["harmony"](thought + '<|message|>{"a": 2}') == [("add", {"a": 2}, "")]
+    nested = '<|tool_call>call:f{a:{<|"|>k, k<|"|>:[<|"|>x: {y:1}<|"|>,null,true]}}<tool_call|><|tool_call>call:g{}<tool_call|>'
+    assert read["gemma"](nested) == [("f", {"a": {"k, k": ["x: {y:1}", None, True]}}, ""), ("g", {}, "")]
+    old = '<｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n{"a": 3}\n```<｜tool▁call▁end｜>'
+    assert read["deepseek"](old + old) == [("add", {"a": 3}, "")] * 2
+    assert read["glm"]("<tool_call>f</tool_call>\n<tool_call>g") == [("f", {}, ""), ("g", {}, "")]
     problems = {
+        "gemma": "<|tool_call>call:f{a:}<tool_call|>",
         "hermes": '<tool_call>{"name": 3}</tool_call>',
         "llama": '{"name": "add"',
         "json": '[TOOL_CALLS]{"name": "add", "arguments": "x"}',
@@ -214,6 +228,8 @@ def test_other_ways_of_writing_calls():
 
 WORDS = [
     "<tool_call>", "</tool_call>", "<function=f>", "</function>", "<parameter=a>", "</parameter>", "<|python_tag|>", "{", "}",
+    "<arg_key>a</arg_key><arg_value>", "</arg_value>", "<|tool_call>call:f{", '<|"|>', "to=functions.f", "<|message|>",
+    "<｜tool▁call▁begin｜>f<｜tool▁sep｜>", "<|tool_call_begin|>f<|tool_call_argument_begin|>",
     "[TOOL_CALLS]", "[", "]", "```tool_code", "```json", "```", '"name"', ":", '"arguments"', "f(", "a=", "1", ")", ",", "\n", "\x00", '"',
 ]  # fmt: skip
 
@@ -233,6 +249,8 @@ def test_the_format_follows_from_the_template():
     templates = {
         "<tool_call>{...}</tool_call>": "hermes", "<tool_call>\n<function=name>": "xml", "[TOOL_CALLS]": "json",
         '{"name": , "parameters": }': "llama", "```tool_code": "python", "{{ message.content }}": "hermes",
+        "<tool_call>{name}\n<arg_key>": "glm", "'<|tool_call>call:' + name": "gemma", "'functions.' + name + '<|channel|>commentary'": "harmony",
+        "'<｜tool▁call▁begin｜>' + name": "deepseek", "<|tool_call_begin|>": "kimi",
     }  # fmt: skip
     assert {text: choose_tool_calls(text) for text in templates} == templates
 

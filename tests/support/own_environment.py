@@ -12,7 +12,7 @@ class Chatty:
     """Answers every turn with two digits, and rewards it; both follow from the seed and from what was said."""
 
     def __init__(self, wild: bool = False):
-        """A wild one sleeps, ends its process once for a seed, and kills the run once, in step 3."""
+        """A wild one sleeps, ends its process once for a seed, and kills the run once, after step 2."""
         self.wild = wild
 
     def reset(self, seed: int, question: str, **columns) -> None:
@@ -28,7 +28,7 @@ class Chatty:
     def _act_wildly(self) -> None:
         time.sleep(random.SystemRandom().random() * 0.02)
         answers = Path("run") / "samples.jsonl"
-        if answers.exists() and len(answers.read_text().splitlines()) == 32 and self._is_first("struck"):
+        if answers.exists() and len(answers.read_text().splitlines()) >= 32 and self._is_first("struck"):
             os.kill(os.getppid(), signal.SIGKILL)
         if self.seed % 2 and self._is_first(f"died {self.seed}"):
             os._exit(3)

@@ -36,6 +36,7 @@ Options = Mapping[
 ]  # variables of a template beside the messages: `tools`, and those of task.chat_template_kwargs
 NO_OPTIONS: Options = {}
 LearntTurns = Literal["all", "last", "assistant"]
+Pieces = list[tuple[str, bool]]  # texts that are one text together; True marks one that is learnt
 
 
 def join_parts(content: str | Sequence[Mapping[str, Any]], mark: str = "") -> str:
@@ -162,7 +163,7 @@ class ChatTemplate:
         image, of a model that sees (data/image_processors.py). A template with an error is refused."""
         extensions = [GenerationBlock, loopcontrols]
         environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
-        environment.filters["tojson"] = lambda x, **options: json.dumps(x, ensure_ascii=False, **options)
+        environment.filters["tojson"] = lambda x, **options: json.dumps(x, **({"ensure_ascii": False} | options))
         environment.globals |= {
             "raise_exception": _reject,
             "strftime_now": lambda pattern: datetime.datetime.now().strftime(pattern),
@@ -190,6 +191,8 @@ class ChatTemplate:
             messages = [{**message, "content": join_parts(message["content"], self.mark)} for message in messages]
         elif self.needs_parts:
             messages = [{**message, "content": _as_parts(message.get("content"))} for message in messages]
+        if any(message.get("tool_calls") for message in messages) and self.needs_json:
+            messages = [_with_json(message) for message in messages]
         return self._generate(messages, add_generation_prompt, options)
 
     def _generate(self, messages: Sequence[Message], add_generation_prompt: bool, options: Options) -> str:
@@ -220,19 +223,25 @@ class ChatTemplate:
         """True where the template shows the text of parts and drops a content that is text alone, as SmolVLM's does."""
         return WORDS not in self._show(WORDS) and WORDS in self._show(_as_parts(WORDS))
 
-    def _show(self, content: Any) -> str:
-        """Return the text of one turn of the user, or nothing where the template fails."""
+    @cached_property
+    def needs_json(self) -> bool:
+        """True where the template takes arguments of a call as JSON, and fails for an object, as DeepSeek V3's does."""
+        called = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
+        return not self._show("?", called) and bool(self._show("?", _with_json(called)))
+
+    def _show(self, content: Any, *turns: Message) -> str:
+        """Return the text of one turn of the user and those behind it, or nothing where the template fails."""
         try:
-            return self._generate([{"role": "user", "content": content}], True, NO_OPTIONS)
+            return self._generate([{"role": "user", "content": content}, *turns], not turns, NO_OPTIONS)
         except UserError:
             return ""
 
-    def segments(
+    def cut_answers(
         self,
         messages: Sequence[Message],
         options: Options = NO_OPTIONS,
         learnt: LearntTurns | Sequence[bool] = "assistant",
-    ) -> list[tuple[str, bool]]:
+    ) -> list[Pieces]:
         """Cut the conversation's text into pieces; True marks an answer that is learnt, with the end of its turn.
 
             user: 1+1?  assistant: 2  user: and 3+3?  assistant: 6
@@ -243,25 +252,47 @@ class ChatTemplate:
         A list says for each turn whether it is learnt; turns of others than the assistant never are. A prompt ends
         where generation would begin. So training cuts the text into tokens at the same places as generation does.
 
+        Many templates show an answer in another form when the conversation has gone on: that of Qwen 3 without its
+        thoughts, that of Phi 3 without the end of the text. What follows is then a sequence of its own, so that the
+        model learns each answer behind the text that it is given when it answers:
+
+            user: 1+1?  assistant: <think>..</think>2
+            user: 1+1?  assistant: 2  user: and 3+3?  assistant: <think>..</think>6
+            |----------------------- False ---------------------|------ True -----|
+
+        Returns:
+            One list of pieces, or several, each with an answer that is learnt, if there is any.
+
         Raises:
-            UserError: the text of a conversation does not begin with the text of its first turns.
+            UserError: the text of a conversation with its answer does not begin with the text before the answer.
         """
         numbers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
         if learnt == "all":
-            return [(self.render(messages[: numbers[-1] + 1] if numbers else messages, options=options), True)]
-        pieces, done = [], ""  # `done` is the text up to the last answer
+            return [[(self.render(messages[: numbers[-1] + 1] if numbers else messages, options=options), True)]]
+        sequences: list[Pieces] = [[]]
+        done = ""  # the text of the last sequence
         for number in numbers[-1:] if learnt == "last" else numbers:
             prompt = self.render(messages[:number], add_generation_prompt=True, options=options)
             answered = self.render(messages[: number + 1], options=options)
-            if not (prompt.startswith(done) and answered.startswith(prompt)):
+            if not answered.startswith(prompt):
                 raise UserError(
                     "task.chat_template: a conversation with its answer does not begin with the text before the "
-                    f"answer, so the answer cannot be told from it: ...{prompt[-40:]!r} and ...{answered[-80:]!r}"
+                    f"answer, so the answer cannot be told from it: ...{prompt[-40:]!r} and ...{answered[-80:]!r}; "
+                    "give another template, or what this one asks for in task.chat_template_kwargs, often "
+                    "{enable_thinking: false}"
                 )
+            if not prompt.startswith(done):
+                sequences.append([])
+                done = ""
             is_learnt = isinstance(learnt, str) or learnt[number]
-            pieces += [(prompt[len(done) :], False), (answered[len(prompt) :], is_learnt)]
+            sequences[-1] += [(prompt[len(done) :], False), (answered[len(prompt) :], is_learnt)]
             done = answered
-        return pieces
+        return [pieces for pieces in sequences if any(is_learnt for _, is_learnt in pieces)] or sequences[-1:]
+
+    def read_end(self) -> str:
+        """Return what the template writes behind the last answer of a conversation, like `<|im_end|>`."""
+        _, mark, end = self.render([{"role": "user", "content": "?"}, ANSWER]).rpartition(MARK)
+        return end if mark else ""
 
     # The text behind a turn of an episode. Old turns are never rendered again: templates drop thoughts, trim text and
     # put it in another order, and what a model has drawn must stay as it was drawn. A small conversation is rendered in
@@ -280,7 +311,7 @@ class ChatTemplate:
         said = ["\n\n".join(texts)] if role == "user" and texts else texts
         messages = [
             {"role": "user", "content": "?"},
-            {"role": "assistant", "content": MARK},
+            ANSWER,
             *({"role": role, "content": text, "name": "tool", "tool_call_id": "000000000"} for text in said),
         ]
         text = self.render(messages, add_generation_prompt=True, options=options)
@@ -356,7 +387,23 @@ class ChatTemplate:
 
 
 MARK = "\u241fanswer\u241f"  # stands for an answer; no template has it
+ANSWER = {"role": "assistant", "content": MARK}
 WORDS, CALLED = "seven of nine", "seven_of_nine"
+
+
+_CALL = {"id": "000000000", "type": "function", "function": {"name": CALLED, "arguments": {"a": 1}}}
+
+
+def _with_json(message: Message) -> Message:
+    """Return a message with the arguments of its calls as JSON."""
+
+    def write(call: Mapping[str, Any]) -> Mapping[str, Any]:
+        if "function" in call:
+            return {**call, "function": write(call["function"])}
+        return {**call, "arguments": json.dumps(call.get("arguments", {}), ensure_ascii=False)}
+
+    calls = message.get("tool_calls")
+    return {**message, "tool_calls": list(map(write, calls))} if calls else message
 
 
 def _name_of(call: Mapping[str, Any]) -> str:

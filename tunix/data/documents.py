@@ -16,7 +16,7 @@ import numpy as np
 from tunix.base.errors import UserError
 from tunix.config import Task
 from tunix.config.task import Classify, Embed, Prompted, Sft
-from tunix.data.chat import NO_OPTIONS, LearntTurns, Message, Options, join_parts
+from tunix.data.chat import NO_OPTIONS, LearntTurns, Message, Options, Pieces, join_parts
 from tunix.data.files import TOO_LONG, BadRow, Columns, Item, Limited, Rows, Source, Unit, is_longer
 from tunix.data.image_processors import ImageProcessor
 from tunix.data.images import (
@@ -492,6 +492,7 @@ class Encoded(NamedTuple):
     images: Sequence[bytes] = ()  # in the order of their places
     # [images, 2] int64: the first soft token of each, and the place behind its last; counted from the document's first.
     image_spans: np.ndarray = NO_SPANS
+    further: Sequence["Encoded"] = ()  # of a conversation: its further sequences, each a document of its own
 
 
 def encode_texts(vocab: Vocab, documents: list[Document]) -> Iterator[Encoded]:
@@ -505,28 +506,44 @@ def encode_texts(vocab: Vocab, documents: list[Document]) -> Iterator[Encoded]:
 
 
 def encode_conversations(vocab: Vocab, documents: list[Document]) -> Iterator[Encoded]:
-    contents: list[Conversation] = [document.content for document in documents]  # type: ignore[misc]
-    for content in contents:
-        vocab.chat.check_tools(content.messages, content.options)
-    conversations = [vocab.chat.segments(*content) for content in contents]
+    conversations = [_cut_conversation(vocab, document) for document in documents]
     # Here "<eos>" comes from the chat template, and is the special token.
     vocab.backend.encode_special_tokens = False
     # A conversation is tokenized in pieces, cut where an answer begins and ends: no token belongs to both sides.
-    pieces = [
-        text
-        for document, segments in zip(documents, conversations, strict=True)
-        for text in vocab.expand_images([text for text, _ in segments], document.images)
-    ]
-    encoded = vocab.encode(pieces)
-    for document, segments in zip(documents, conversations, strict=True):
-        tokens = [next(encoded) for _ in segments]
-        answers = [np.full(len(own), is_answer) for own, (_, is_answer) in zip(tokens, segments, strict=True)]
-        size = sum(count_bytes(text) for text, _ in segments)
-        learnt = np.concatenate([NO_ANSWERS, *answers])
-        image_spans = vocab.find_images(tokens, document.images)
-        if len(image_spans):  # with learnt_turns=all
-            learnt &= ~vocab.is_of_image(np.concatenate(tokens))
-        yield Encoded(size, tokens, learnt, images=document.images, image_spans=image_spans)
+    encoded = vocab.encode(
+        [
+            text
+            for sequences in conversations
+            for pieces, images in sequences
+            for text in vocab.expand_images([text for text, _ in pieces], images)
+        ]
+    )
+    for sequences in conversations:
+        first, *further = [_encode_pieces(vocab, pieces, encoded, images) for pieces, images in sequences]
+        yield first._replace(further=further)
+
+
+def _cut_conversation(vocab: Vocab, document: Document) -> list[tuple[Pieces, Sequence[bytes]]]:
+    """Return the sequences of a conversation, each with the images of its turns."""
+    content: Conversation = document.content  # type: ignore[assignment]
+    vocab.chat.check_tools(content.messages, content.options)
+    *earlier, last = vocab.chat.cut_answers(*content)
+    mark = vocab.images and vocab.images.mark
+    counts = [sum(text.count(mark) for text, _ in pieces) if mark else 0 for pieces in earlier]
+    shares = [(pieces, document.images[:count]) for pieces, count in zip(earlier, counts, strict=True)]
+    return [*shares, (last, document.images)]
+
+
+def _encode_pieces(vocab: Vocab, pieces: Pieces, encoded: Iterator[np.ndarray], images: Sequence[bytes]) -> Encoded:
+    """Take the tokens of one sequence of a conversation from `encoded`, and mark those of answers."""
+    tokens = [next(encoded) for _ in pieces]
+    answers = [np.full(len(own), is_answer) for own, (_, is_answer) in zip(tokens, pieces, strict=True)]
+    learnt = np.concatenate([NO_ANSWERS, *answers])
+    image_spans = vocab.find_images(tokens, images)
+    if len(image_spans):  # with learnt_turns=all
+        learnt &= ~vocab.is_of_image(np.concatenate(tokens))
+    size = sum(count_bytes(text) for text, _ in pieces)
+    return Encoded(size, tokens, learnt, images=images, image_spans=image_spans)
 
 
 def encode_prompts(vocab: Vocab, documents: list[Document]) -> Iterator[Encoded]:
@@ -576,6 +593,7 @@ def encode_examples(vocab: Vocab, documents: list[Document]) -> Iterator[Encoded
     texts, turns = iter(list(texts)), iter(list(turns))
     for example, own in zip(examples, is_text, strict=True):
         encoded = next(texts if own else turns)
+        encoded = [encoded, *encoded.further][-1]  # the last sequence of a conversation has all of its turns
         tokens = np.concatenate(encoded.tokens[:-1] if own else encoded.tokens)  # a text has <eos> already
         tokens, mark = _with_end(vocab, tokens)
         yield encoded._replace(tokens=(tokens,), answers=mark, label=example.label)
@@ -624,33 +642,28 @@ def encode_labelled(vocab: Vocab, documents: list[Document]) -> Iterator[Encoded
 def _encode_pairs(vocab: Vocab, pairs: list[Pair], images: Sequence[Sequence[bytes]]) -> Iterator[Encoded]:
     """Yield pairs; `images` are those of each prompt, which both of its answers follow."""
     both = [
-        Document("", Conversation([*pair.prompt, *answer], pair.options), own)
+        Document("", Conversation([*pair.prompt, *answer], pair.options, learnt), own)
         for pair, own in zip(pairs, images, strict=True)
         for answer in (pair.chosen, pair.rejected)
+        for learnt in ([False] * len(pair.prompt) + [True] * len(answer),)
     ]
     encoded = encode_conversations(vocab, both)
     # One iterator given twice: each pair takes two of its items, the chosen answer and the rejected one.
-    for pair, chosen, rejected in zip(pairs, encoded, encoded, strict=False):
-        num_earlier = sum(turn["role"] == "assistant" for turn in pair.prompt)
+    for chosen, rejected in zip(encoded, encoded, strict=True):
+        if chosen.further or rejected.further:
+            raise UserError(
+                "task.chat_template: an answer of a pair has several turns of the assistant, which the template shows "
+                "in another form when the conversation goes on; give another template"
+            )
         split = sum(map(len, chosen.tokens))
         yield Encoded(
             chosen.text_bytes + rejected.text_bytes,
             (*chosen.tokens, *rejected.tokens),
-            np.concatenate([_without_first(each.answers, num_earlier) for each in (chosen, rejected)]),
+            np.concatenate([chosen.answers, rejected.answers]),
             split,
             images=(*chosen.images, *rejected.images),
             image_spans=np.concatenate([chosen.image_spans, rejected.image_spans + split]),
         )
-
-
-def _without_first(answers: np.ndarray, count: int) -> np.ndarray:
-    """Return which tokens are answers, without the first `count` answers.
-
-    answers, count=1     0 1 1 0 0 1 1 1
-    result               0 0 0 0 0 1 1 1
-    """
-    starts = answers & ~np.concatenate([[False], answers])[:-1]
-    return answers & (np.cumsum(starts) > count)
 
 
 # Kinds of documents.

@@ -402,8 +402,9 @@ def _tokenize(plan: ShardPlan, folder: Path, vocab: Vocab) -> tuple[dict[str, An
     for documents in _read_batches(plan, vocab, left_out, examples):
         hashes = [hash_document(document.name) for document in documents]
         smallest = min([smallest, *hashes])
-        for number, encoded in zip(hashes, encode(vocab, documents) if documents else (), strict=True):
-            parts["held_out" if number < plan.held_out_below else "train"].add(encoded)
+        for number, first in zip(hashes, encode(vocab, documents) if documents else (), strict=True):
+            for encoded in (first, *first.further):
+                parts["held_out" if number < plan.held_out_below else "train"].add(encoded)
     info = {split: part.close() for split, part in parts.items()}
     if has_images:
         for split, part in parts.items():

@@ -43,7 +43,6 @@ from tunix.training.state import Architecture
 # Tokens that end an answer.
 
 SOURCES = ("generation_config.json", "config.json")  # files of a model that name such tokens, the first that does wins
-TURNS = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
 
 
 def read_stop_ids(folder: Path) -> list[int]:
@@ -78,9 +77,7 @@ def find_stop_ids(
     if isinstance(tokenizer, Vocab):
         ends.add(tokenizer.eos)
     if isinstance(tokenizer, Vocab) and tokenizer.chat_template is not None:
-        # The last segment of a chat of two turns is the answer and what closes it, like `2<|im_end|>`.
-        answered, special = tokenizer.chat.segments(TURNS)[-1][0], special_tokens(backend)
-        ids = backend.encode(answered, add_special_tokens=False).ids
+        ids, special = backend.encode(tokenizer.chat.read_end(), add_special_tokens=False).ids, special_tokens(backend)
         ends |= set([token for token in ids if token in special][:1])
     for word in stop_strings:
         index = backend.token_to_id(word)

@@ -36,6 +36,8 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any, Literal, Protocol, Self
 
+import psutil
+
 from tunix.base import dotted_path
 from tunix.base.dotted_path import select_named
 from tunix.base.errors import UserError
@@ -59,7 +61,8 @@ log = logging.getLogger(__name__)
 
 
 START_S = 120.0  # to import the user's code, and to call it for the first time: libraries are imported, files are read
-PR_SET_PDEATHSIG = 1  # prctl(2): a signal for this process when its parent ends
+# prctl(2): a signal for this process when its parent ends; descendants whose parents have ended become its children
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 PROGRAM = (  # of a child: it finds the modules that this process finds
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from tunix.base.dotted_path import import_object;"
     " import_object(sys.argv[2])(int(sys.argv[3]), int(sys.argv[4]), *json.loads(sys.argv[5]))"
@@ -146,9 +149,16 @@ class ChildProcess:
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
     def kill(self) -> None:
-        """End the process, and what it has started."""
+        """End the process, and what it has started, also what has a session of its own."""
+        try:
+            started = psutil.Process(self.process.pid).children(recursive=True)
+        except psutil.Error:
+            started = []
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
+        for each in started:
+            with suppress(psutil.Error):
+                each.kill()
         self.process.wait()
 
     def close(self) -> None:
@@ -165,11 +175,16 @@ def connect(descriptor: int, parent: int) -> Connection:
     # The parent decides when a child ends. A handler that does nothing is not passed on to what the user's code starts.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, lambda *_: None)
-    if sys.platform == "linux":  # also ends code that lets no other thread run, like a regular expression
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None)
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # also ends code that lets no other thread run, like a regex
+        libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     os.set_inheritable(descriptor, False)
-    return Connection(descriptor)
+    connection = Connection(descriptor)
+    # What the user's code forks may live longer than this process, whose end the parent sees by the socket's end.
+    os.register_at_fork(after_in_child=connection.close)
+    return connection
 
 
 def describe_error(error: BaseException, own_files: Collection[str]) -> str:

@@ -5,6 +5,11 @@ xml       <tool_call><function=add><parameter=a>1</parameter></function></tool_c
 llama     {"name": "add", "parameters": {"a": 1}}                                 Llama 3, with <|python_tag|> or not
 json      [TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}]                    Mistral; also a block ```json
 python    [add(a=1), add(a=2)]                                                    Llama 4, Olmo 3; also ```tool_code
+glm       <tool_call>add <arg_key>a</arg_key> <arg_value>1</arg_value></tool_call>      GLM 4.5
+gemma     <|tool_call>call:add{a:1,b:<|"|>x<|"|>}<tool_call|>                       Gemma 4
+harmony   to=functions.add<|channel|>commentary json<|message|>{"a": 1}<|call|>     GPT-OSS
+deepseek  <｜tool▁call▁begin｜>add<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜>         DeepSeek V3
+kimi      <|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>{"a": 1}    Kimi K2
 """
 
 import ast
@@ -143,17 +148,75 @@ def _read_node(node: ast.expr) -> Call:
         return _malformed("an argument is no plain value")
 
 
+GLM = re.compile(r"<tool_call>\s*([^\s<]+)(.*?)(?:</tool_call>|$)", re.DOTALL)
+ARGUMENT = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
+
+
+def read_glm(text: str) -> list[Call]:
+    """Return the calls between `<tool_call>` tags with their pairs of keys and values, as `read_xml` reads them."""
+    return [
+        Call(name, {key.strip(): _read_value(value) for key, value in ARGUMENT.findall(inside)})
+        for name, inside in GLM.findall(text)
+    ]
+
+
+GEMMA = re.compile(r"<\|tool_call>call:([\w.-]+)(\{.*?)(?:<tool_call\|>|$)", re.DOTALL)
+KEY = re.compile(r"([{,]\s*)([\w.-]+)(\s*:)")
+
+
+def read_gemma(text: str) -> list[Call]:
+    """Return the calls in Gemma 4's form of JSON: keys stand as they are, and texts between `<|"|>`."""
+    calls = []
+    for name, inside in GEMMA.findall(text):
+        parts = inside.split('<|"|>')  # every second one is a text
+        parts = [json.dumps(part) if n % 2 else KEY.sub(r'\1"\2"\3', part) for n, part in enumerate(parts)]
+        calls.append(_read_named(name, "".join(parts)))
+    return calls
+
+
+def _read_named(name: str, arguments: str) -> Call:
+    return _read_object({"name": name, "arguments": arguments})
+
+
+HARMONY = re.compile(r"to=functions\.([\w.-]+).*?<\|message\|>(.*?)(?:<\|call\|>|$)", re.DOTALL)
+DEEPSEEK = re.compile(
+    r"<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?([\w.-]+)(?:<｜tool▁sep｜>|\s*```json)(.*?)"
+    r"(?:```\s*)?(?:<｜tool▁call▁end｜>|$)",
+    re.DOTALL,
+)
+KIMI = re.compile(
+    r"<\|tool_call_begin\|>\s*(?:functions\.)?([\w.-]+)(?::\d+)?\s*<\|tool_call_argument_begin\|>(.*?)"
+    r"(?:<\|tool_call_end\|>|$)",
+    re.DOTALL,
+)
+
+
+def _reader(pattern: re.Pattern[str]) -> Callable[[str], list[Call]]:
+    """Return a reader of calls whose names and arguments, a JSON object, are the two groups of a pattern."""
+    return lambda text: [_read_named(*groups) for groups in pattern.findall(text)]
+
+
 TOOL_CALLS: dict[str, Callable[[str], list[Call]]] = {
     "hermes": read_hermes,
     "xml": read_xml,
     "llama": read_llama,
     "json": read_json,
     "python": read_python,
+    "glm": read_glm,
+    "gemma": read_gemma,
+    "harmony": _reader(HARMONY),
+    "deepseek": _reader(DEEPSEEK),
+    "kimi": _reader(KIMI),
 }
 
 # Words of a chat template that tell the format, the first that occur; a template without any gets `hermes`.
 MARKS = (
     ("<function=", "xml"),
+    ("<arg_key>", "glm"),
+    ("<|tool_call>call:", "gemma"),
+    ("<|channel|>commentary", "harmony"),
+    ("<｜tool▁call▁begin｜>", "deepseek"),
+    ("<|tool_call_begin|>", "kimi"),
     ("<tool_call>", "hermes"),
     ("[TOOL_CALLS]", "json"),
     ("<function_calls>", "python"),
