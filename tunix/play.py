@@ -40,6 +40,11 @@ EXAMPLES = {  # how a call is written, for a tool NAME with one argument
     "llama": '{"name": NAME, "parameters": {ARGUMENT: VALUE}}',
     "json": '[TOOL_CALLS][{"name": NAME, "arguments": {ARGUMENT: VALUE}}]',
     "python": "[NAME(ARGUMENT=VALUE)]",
+    "glm": "<tool_call>NAME<arg_key>ARGUMENT</arg_key><arg_value>VALUE</arg_value></tool_call>",
+    "gemma": "<|tool_call>call:NAME{ARGUMENT:VALUE}<tool_call|>",
+    "harmony": 'to=functions.NAME<|message|>{"ARGUMENT": VALUE}',
+    "deepseek": '<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{"ARGUMENT": VALUE}<｜tool▁call▁end｜>',
+    "kimi": '<|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>{"ARGUMENT": VALUE}<|tool_call_end|>',
 }
 
 

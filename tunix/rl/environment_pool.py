@@ -255,8 +255,8 @@ class EnvironmentPool:
 
     def __exit__(self, *_: object) -> None:
         for holder in self.holders:
+            holder.process.close()  # first: a process ends with the thread that has started it, and what it has left does not
             holder.inbox.put(None)
-            holder.process.close()
         for holder in self.holders:
             if holder.ident is not None:
                 holder.join()
