@@ -35,10 +35,10 @@ WITHOUT_MODEL = (
 )
 EPISODES = 10  # that a checkpoint plays where the key `episodes` is null
 EXAMPLES = {  # how a call is written, for a tool NAME with one argument
-    "hermes": '<tool_call>{"name": NAME, "arguments": {ARGUMENT: VALUE}}</tool_call>',
+    "hermes": '<tool_call>{"name": "NAME", "arguments": {ARGUMENT: VALUE}}</tool_call>',
     "xml": "<tool_call><function=NAME><parameter=ARGUMENT>VALUE</parameter></function></tool_call>",
-    "llama": '{"name": NAME, "parameters": {ARGUMENT: VALUE}}',
-    "json": '[TOOL_CALLS][{"name": NAME, "arguments": {ARGUMENT: VALUE}}]',
+    "llama": '{"name": "NAME", "parameters": {ARGUMENT: VALUE}}',
+    "json": '[TOOL_CALLS][{"name": "NAME", "arguments": {ARGUMENT: VALUE}}]',
     "python": "[NAME(ARGUMENT=VALUE)]",
     "glm": "<tool_call>NAME<arg_key>ARGUMENT</arg_key><arg_value>VALUE</arg_value></tool_call>",
     "gemma": "<|tool_call>call:NAME{ARGUMENT:VALUE}<tool_call|>",
@@ -122,7 +122,7 @@ def _play_episode(
         function = tool["function"]
         parameters = ", ".join(function["parameters"]["properties"])
         print(f"tool {function['name']}({parameters}): {function['description']}")
-        print(f"a call is {EXAMPLES[tool_calls].replace('NAME', json.dumps(function['name']))}", flush=True)
+        print(f"a call is {EXAMPLES[tool_calls].replace('NAME', function['name'])}", flush=True)
     reply = _ask(session, ("reset", seed, {} if prompt is None else prompt.columns))
     _show(reply.observations)
     total, num_turns = 0.0, 0

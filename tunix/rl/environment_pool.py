@@ -255,7 +255,8 @@ class EnvironmentPool:
 
     def __exit__(self, *_: object) -> None:
         for holder in self.holders:
-            holder.process.close()  # first: a process ends with the thread that has started it, and what it has left does not
+            # Before its thread ends: the process would end with the thread, and what it has left would not.
+            holder.process.close()
             holder.inbox.put(None)
         for holder in self.holders:
             if holder.ident is not None:
