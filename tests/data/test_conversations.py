@@ -13,9 +13,10 @@ from tunix.config.compose import compose
 from tunix.config.task import Prompted
 from tunix.data.chat import PLAIN, ChatTemplate
 from tunix.data.dataset import find_units, load_corpus
-from tunix.data.documents import read_documents
+from tunix.data.documents import Conversation, Document, encode_whole, read_documents
 from tunix.data.prompts import load_prompts
 from tunix.data.sources import read_questions
+from tunix.data.tokenizer import Vocab
 from tunix.training.choices import build_mesh
 from tunix.training.loss import HeldOut
 
@@ -115,7 +116,8 @@ def test_conversations_of_such_a_template_are_several_sequences(tmp_path):
             splits.append([(decode(shard.tokens[at]), decode(shard.tokens[at][shard.answers[at]])) for at in spans])
         return splits
 
-    train, held_out = read(load_corpus(compose([*words, "task=sft", "data.held_out_fraction=0.2"]).config))
+    corpus = load_corpus(compose([*words, "task=sft", "data.held_out_fraction=0.2"]).config)
+    train, held_out = read(corpus)
     assert len(train) + len(held_out) == 80
     for split in (train, held_out):
         assert split
@@ -123,6 +125,10 @@ def test_conversations_of_such_a_template_are_several_sequences(tmp_path):
             assert of_first == "<think></think>2<|end|>"
             assert first.endswith(f"<|assistant|>{of_first}")
             assert second.endswith(f"2<|end|><|user|>and 2 + 2?<|end|><|assistant|>{of_second}")
+    # A model that scores or classifies a conversation reads all of its turns.
+    vocab = Vocab(corpus.tokenizer, "<bos>", "<eos>", THOUGHTS)
+    (whole,) = encode_whole(vocab, [Document("", Conversation(TALK))])
+    assert corpus.tokenizer.decode(np.concatenate(whole.tokens)) == vocab.chat.render(TALK)
     # Of a pair, only the answers are learnt, so the prompt may have earlier ones.
     pairs, _ = read(load_corpus(compose([*words, *ASKED_TWICE, "data.held_out_fraction=0.2"]).config))
     assert all("|>2<|end|>" in text and len(answers) < 60 for text, answers in pairs)

@@ -226,7 +226,7 @@ class ChatTemplate:
     @cached_property
     def needs_json(self) -> bool:
         """True where the template takes arguments of a call as JSON, and fails for an object, as DeepSeek V3's does."""
-        called = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
+        called = {"role": "assistant", "content": "", "tool_calls": [CALL]}
         return not self._show("?", called) and bool(self._show("?", _with_json(called)))
 
     def _show(self, content: Any, *turns: Message) -> str:
@@ -389,9 +389,7 @@ class ChatTemplate:
 MARK = "\u241fanswer\u241f"  # stands for an answer; no template has it
 ANSWER = {"role": "assistant", "content": MARK}
 WORDS, CALLED = "seven of nine", "seven_of_nine"
-
-
-_CALL = {"id": "000000000", "type": "function", "function": {"name": CALLED, "arguments": {"a": 1}}}
+CALL = {"id": "000000000", "type": "function", "function": {"name": CALLED, "arguments": {"a": 1}}}
 
 
 def _with_json(message: Message) -> Message:

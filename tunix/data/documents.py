@@ -506,6 +506,7 @@ def encode_texts(vocab: Vocab, documents: list[Document]) -> Iterator[Encoded]:
 
 
 def encode_conversations(vocab: Vocab, documents: list[Document]) -> Iterator[Encoded]:
+    """Yield the first sequence of each conversation, with the others in its field `further`."""
     conversations = [_cut_conversation(vocab, document) for document in documents]
     # Here "<eos>" comes from the chat template, and is the special token.
     vocab.backend.encode_special_tokens = False
@@ -521,6 +522,12 @@ def encode_conversations(vocab: Vocab, documents: list[Document]) -> Iterator[En
     for sequences in conversations:
         first, *further = [_encode_pieces(vocab, pieces, encoded, images) for pieces, images in sequences]
         yield first._replace(further=further)
+
+
+def encode_whole(vocab: Vocab, documents: list[Document]) -> Iterator[Encoded]:
+    """Yield each conversation as one sequence with all of its turns, for a model that reads it and learns no answer."""
+    for encoded in encode_conversations(vocab, documents):
+        yield [encoded, *encoded.further][-1]  # the last one of several
 
 
 def _cut_conversation(vocab: Vocab, document: Document) -> list[tuple[Pieces, Sequence[bytes]]]:
@@ -588,12 +595,11 @@ def encode_examples(vocab: Vocab, documents: list[Document]) -> Iterator[Encoded
     is_text = [isinstance(example.content, str) for example in examples]
     contents = [document._replace(content=document.content.content) for document in documents]  # type: ignore[union-attr]
     texts = encode_texts(vocab, [each for each, own in zip(contents, is_text, strict=True) if own])
-    turns = encode_conversations(vocab, [each for each, own in zip(contents, is_text, strict=True) if not own])
+    turns = encode_whole(vocab, [each for each, own in zip(contents, is_text, strict=True) if not own])
     # Both set what the tokenizer takes for a special token, so one of them ends before the other begins.
     texts, turns = iter(list(texts)), iter(list(turns))
     for example, own in zip(examples, is_text, strict=True):
         encoded = next(texts if own else turns)
-        encoded = [encoded, *encoded.further][-1]  # the last sequence of a conversation has all of its turns
         tokens = np.concatenate(encoded.tokens[:-1] if own else encoded.tokens)  # a text has <eos> already
         tokens, mark = _with_end(vocab, tokens)
         yield encoded._replace(tokens=(tokens,), answers=mark, label=example.label)
@@ -641,11 +647,15 @@ def encode_labelled(vocab: Vocab, documents: list[Document]) -> Iterator[Encoded
 
 def _encode_pairs(vocab: Vocab, pairs: list[Pair], images: Sequence[Sequence[bytes]]) -> Iterator[Encoded]:
     """Yield pairs; `images` are those of each prompt, which both of its answers follow."""
+
+    def join(pair: Pair, answer: Sequence[Message], own: Sequence[bytes]) -> Document:
+        learnt = [False] * len(pair.prompt) + [True] * len(answer)
+        return Document("", Conversation([*pair.prompt, *answer], pair.options, learnt), own)
+
     both = [
-        Document("", Conversation([*pair.prompt, *answer], pair.options, learnt), own)
+        join(pair, answer, own)
         for pair, own in zip(pairs, images, strict=True)
         for answer in (pair.chosen, pair.rejected)
-        for learnt in ([False] * len(pair.prompt) + [True] * len(answer),)
     ]
     encoded = encode_conversations(vocab, both)
     # One iterator given twice: each pair takes two of its items, the chosen answer and the rejected one.

@@ -12,7 +12,7 @@ import numpy as np
 
 from tunix.config.pretrained_config import check_gives_reward
 from tunix.data.chat import Message, Options
-from tunix.data.documents import Conversation, Document, encode_conversations
+from tunix.data.documents import Conversation, Document, encode_whole
 from tunix.data.tokenizer import load_vocab
 from tunix.inference.pretrained import load_pretrained
 from tunix.sharding.arrays import bytes_per_device
@@ -47,7 +47,7 @@ class RewardModel:
             Document("", Conversation([*messages, {"role": "assistant", "content": answer}], options))
             for (messages, options), answer in zip(prompts, answers, strict=True)
         ]
-        rows = [np.concatenate(each.tokens).tolist() for each in encode_conversations(self.vocab, turns)]
+        rows = [np.concatenate(each.tokens).tolist() for each in encode_whole(self.vocab, turns)]
         longest = self.model.cfg.context_length
         fitting = [number for number, row in enumerate(rows) if len(row) <= longest]
         scores: list[float | str] = [
