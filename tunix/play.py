@@ -25,6 +25,7 @@ from tunix.rl.environment_pool import EnvironmentPool, Session
 from tunix.rl.environment_worker import Request
 from tunix.rl.environments import Reply
 from tunix.rl.evaluation import evaluate_answers, is_sampling
+from tunix.rl.tool_parsers import EXAMPLES
 
 # No model reads the prompts where a person plays, so they may be long.
 WITHOUT_MODEL = (
@@ -34,18 +35,6 @@ WITHOUT_MODEL = (
     "data.held_out_fraction=0",
 )
 EPISODES = 10  # that a checkpoint plays where the key `episodes` is null
-EXAMPLES = {  # how a call is written, for a tool NAME with one argument
-    "hermes": '<tool_call>{"name": "NAME", "arguments": {ARGUMENT: VALUE}}</tool_call>',
-    "xml": "<tool_call><function=NAME><parameter=ARGUMENT>VALUE</parameter></function></tool_call>",
-    "llama": '{"name": "NAME", "parameters": {ARGUMENT: VALUE}}',
-    "json": '[TOOL_CALLS][{"name": "NAME", "arguments": {ARGUMENT: VALUE}}]',
-    "python": "[NAME(ARGUMENT=VALUE)]",
-    "glm": "<tool_call>NAME<arg_key>ARGUMENT</arg_key><arg_value>VALUE</arg_value></tool_call>",
-    "gemma": "<|tool_call>call:NAME{ARGUMENT:VALUE}<tool_call|>",
-    "harmony": 'to=functions.NAME<|message|>{"ARGUMENT": VALUE}',
-    "deepseek": '<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{"ARGUMENT": VALUE}<｜tool▁call▁end｜>',
-    "kimi": '<|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>{"ARGUMENT": VALUE}<|tool_call_end|>',
-}
 
 
 def play(command: Play) -> None:
@@ -122,7 +111,8 @@ def _play_episode(
         function = tool["function"]
         parameters = ", ".join(function["parameters"]["properties"])
         print(f"tool {function['name']}({parameters}): {function['description']}")
-        print(f"a call is {EXAMPLES[tool_calls].replace('NAME', function['name'])}", flush=True)
+        if tool_calls in EXAMPLES:  # not a function of the user's own
+            print(f"a call is {EXAMPLES[tool_calls].replace('NAME', function['name'])}", flush=True)
     reply = _ask(session, ("reset", seed, {} if prompt is None else prompt.columns))
     _show(reply.observations)
     total, num_turns = 0.0, 0

@@ -1,16 +1,4 @@
-"""How a model writes calls of tools: a table of formats, and the one that fits a chat template. Imports no jax.
-
-hermes    <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>           Qwen 2.5 and 3, Hermes
-xml       <tool_call><function=add><parameter=a>1</parameter></function></tool_call>    Qwen 3 Coder, Qwen 3.5
-llama     {"name": "add", "parameters": {"a": 1}}                                 Llama 3, with <|python_tag|> or not
-json      [TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}]                    Mistral; also a block ```json
-python    [add(a=1), add(a=2)]                                                    Llama 4, Olmo 3; also ```tool_code
-glm       <tool_call>add <arg_key>a</arg_key> <arg_value>1</arg_value></tool_call>      GLM 4.5
-gemma     <|tool_call>call:add{a:1,b:<|"|>x<|"|>}<tool_call|>                       Gemma 4
-harmony   to=functions.add<|channel|>commentary json<|message|>{"a": 1}<|call|>     GPT-OSS
-deepseek  <｜tool▁call▁begin｜>add<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜>         DeepSeek V3
-kimi      <|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>{"a": 1}    Kimi K2
-"""
+"""How a model writes calls of tools: tables of formats, and the one that fits a chat template. Imports no jax."""
 
 import ast
 import json
@@ -69,9 +57,13 @@ PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTAL
 
 def read_xml(text: str) -> list[Call]:
     """Return the calls `<function=NAME>` with their `<parameter=KEY>` values; a value that is JSON is read as such."""
+    return _read_tags(FUNCTION, PARAMETER, text)
+
+
+def _read_tags(function: re.Pattern[str], parameter: re.Pattern[str], text: str) -> list[Call]:
     return [
-        Call(name.strip(), {key.strip(): _read_value(value) for key, value in PARAMETER.findall(inside)})
-        for name, inside in FUNCTION.findall(text)
+        Call(name.strip(), {key.strip(): _read_value(value) for key, value in parameter.findall(inside)})
+        for name, inside in function.findall(text)
     ]
 
 
@@ -154,10 +146,7 @@ ARGUMENT = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>"
 
 def read_glm(text: str) -> list[Call]:
     """Return the calls between `<tool_call>` tags with their pairs of keys and values, as `read_xml` reads them."""
-    return [
-        Call(name, {key.strip(): _read_value(value) for key, value in ARGUMENT.findall(inside)})
-        for name, inside in GLM.findall(text)
-    ]
+    return _read_tags(GLM, ARGUMENT, text)
 
 
 GEMMA = re.compile(r"<\|tool_call>call:([\w.-]+)(\{.*?)(?:<tool_call\|>|$)", re.DOTALL)
@@ -195,6 +184,29 @@ def _reader(pattern: re.Pattern[str]) -> Callable[[str], list[Call]]:
     """Return a reader of calls whose names and arguments, a JSON object, are the two groups of a pattern."""
     return lambda text: [_read_named(*groups) for groups in pattern.findall(text)]
 
+
+EXAMPLES = {  # how a call is written, for a tool NAME with one argument
+    # Qwen 2.5 and 3, Hermes
+    "hermes": '<tool_call>{"name": "NAME", "arguments": {"ARGUMENT": VALUE}}</tool_call>',
+    # Qwen 3 Coder, Qwen 3.5
+    "xml": "<tool_call><function=NAME><parameter=ARGUMENT>VALUE</parameter></function></tool_call>",
+    # Llama 3, with <|python_tag|> or not
+    "llama": '{"name": "NAME", "parameters": {"ARGUMENT": VALUE}}',
+    # Mistral; also a block ```json
+    "json": '[TOOL_CALLS][{"name": "NAME", "arguments": {"ARGUMENT": VALUE}}]',
+    # Llama 4, Olmo 3; also a block ```tool_code
+    "python": "[NAME(ARGUMENT=VALUE)]",
+    # GLM 4.5
+    "glm": "<tool_call>NAME<arg_key>ARGUMENT</arg_key><arg_value>VALUE</arg_value></tool_call>",
+    # Gemma 4, which puts texts between <|"|>
+    "gemma": "<|tool_call>call:NAME{ARGUMENT:VALUE}<tool_call|>",
+    # GPT-OSS, with <|channel|>commentary before the message or before the name, and <|call|> behind it
+    "harmony": 'to=functions.NAME<|message|>{"ARGUMENT": VALUE}',
+    # DeepSeek V3
+    "deepseek": '<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{"ARGUMENT": VALUE}<｜tool▁call▁end｜>',
+    # Kimi K2
+    "kimi": '<|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>{"ARGUMENT": VALUE}<|tool_call_end|>',
+}
 
 TOOL_CALLS: dict[str, Callable[[str], list[Call]]] = {
     "hermes": read_hermes,
