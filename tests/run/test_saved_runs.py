@@ -6,7 +6,6 @@ average of its weights.
 """
 
 import json
-import tarfile
 from pathlib import Path
 
 import jax
@@ -15,7 +14,7 @@ import pytest
 import yaml
 from safetensors import safe_open
 from safetensors.numpy import load_file
-from support.harness import cli, metrics
+from support.harness import cli, extract, metrics
 
 from tunix.base.config_types import read_version
 from tunix.base.errors import UserError
@@ -41,8 +40,7 @@ MLP = {"gated_silu": ("gated", "silu"), "gated_gelu": ("gated", "gelu"), "gelu":
 @pytest.fixture
 def unpack(tmp_path):
     def unpack(version: str) -> Path:
-        with tarfile.open(Path(__file__).with_name(f"saved_by_{version}.tar.gz")) as archive:
-            archive.extractall(tmp_path, filter="data")
+        extract(Path(__file__).with_name(f"saved_by_{version}.tar.gz"), tmp_path)
         return tmp_path
 
     return unpack

@@ -7,12 +7,11 @@ version computed them, its cache after `prepare`, and of 0979945 answers of a ru
 import json
 import re
 import shutil
-import tarfile
 from pathlib import Path
 
 import numpy as np
 import pytest
-from support.harness import SMALL
+from support.harness import SMALL, extract
 
 from tunix.base.config_types import read_version
 from tunix.base.digests import FILE
@@ -38,8 +37,7 @@ OURS = re.escape(read_version())
 def earlier(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("earlier")
     for name in ("written_by_earlier_versions.tar.xz", "saved_by_0_1_0.tar.gz"):
-        with tarfile.open(Path(__file__).with_name(name)) as archive:
-            archive.extractall(folder, filter="data")
+        extract(Path(__file__).with_name(name), folder)
     return folder
 
 

@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import tarfile
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -71,6 +72,13 @@ SPLIT_MESHES = [
 
 # Experts of a tiny model: what differs from the values of Qwen 3's family.
 FEW_EXPERTS = {"num_experts": 8, "experts_per_token": 2, "expert_dim": 16, "balance_loss": 0.01, "z_loss": 0.001}
+
+
+def extract(file: Path, folder: Path) -> None:
+    """Unpack a tar file; the Python 3.11.2 of Debian 12 has no `filter` yet, and unpacks it as it is."""
+    with tarfile.open(file) as archive:
+        archive.extraction_filter = getattr(tarfile, "data_filter", None)
+        archive.extractall(folder)
 
 
 def experts(**changed: Any) -> str:
