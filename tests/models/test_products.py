@@ -1,5 +1,7 @@
 """Kinds of matrix products: each gives what the equation says, and the mesh's devices choose one."""
 
+import re
+
 import jax
 import numpy as np
 import pytest
@@ -86,13 +88,24 @@ def test_only_cpus_turn_weights_for_few_rows():
     assert kinds == {"cpu": "few_rows", "gpu": "plain"}
 
 
-def test_the_weight_comes_first_where_rows_are_few():
+@pytest.mark.parametrize(
+    ("text", "x_shape", "w_shape", "dtype"),
+    [
+        ("BTD,DF->BTF", (16, 1, 64), (256, 64), "float32"),
+        ("BTNH,NHD->BTD", (16, 1, 4, 16), (256, 4, 16), "float32"),
+        ("BTNH,NHD->BTD", (16, 1, 4, 16), (256, 4, 16), "bfloat16"),
+    ],
+)
+def test_the_weight_comes_first_where_rows_are_few(text, x_shape, w_shape, dtype):
     """XLA's CPU backend copies the second factor of a product: that must be the small one."""
-    equation, mesh = Equation("BTD,DF->BTF"), jax.make_mesh((1,), ("x",))
+    equation, mesh = Equation(text), jax.make_mesh((1,), ("x",))
     with jax.set_mesh(mesh):
-        inputs = (jax.ShapeDtypeStruct(shape, "float32") for shape in ((16, 1, 64), (256, 64)))
+        inputs = (jax.ShapeDtypeStruct(shape, dtype) for shape in (x_shape, w_shape))
         multiply = jax.jit(lambda x, w: MATMUL["few_rows"].multiply(equation, x, w, jax.P(None, None, None)))
         compiled = multiply.lower(*inputs).compile().as_text()
     dots = [line for line in compiled.splitlines() if " dot(" in line]
     assert dots
-    assert all("f32[256,16]" in line.split(" dot(")[0] for line in dots), dots
+    assert all("[256,16]" in line.split(" dot(")[0] for line in dots), dots
+    users = [line for line in compiled.splitlines() if re.search(r"\(.*%w\.1\b", line) and not line.startswith("ENTRY")]
+    assert users
+    assert all(re.search(r" bitcast\(| dot\(|__ynn_fusion", line) for line in users), users  # nothing turns it

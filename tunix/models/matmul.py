@@ -221,7 +221,7 @@ def _few_rows(equation: Equation, x: jax.Array, w: jax.Array, spec: PartitionSpe
             return matrices.multiply(equation, x, w, spec, "float32" if is_narrow else None)
     if num_rows > FEW_ROWS:
         return _plain(equation, x, w, spec)
-    rows = equation.batch
+    equation, rows = equation.in_order(), equation.batch
     y = "".join(dim_name for dim_name in equation.y if dim_name not in rows) + rows
     out_sharding = PartitionSpec(*(spec[equation.y.index(dim_name)] for dim_name in y))
     # A float32 result, which is cast before anything turns it: so XLA's library takes factors of 16 bits as they are.

@@ -292,6 +292,13 @@ class Equation:
         remaining = "".join(dim_name for dim_name in self.w if dim_name not in self.summed)
         return Equation(f"{self.x},{remaining}{self.summed}->{self.y}")
 
+    def in_order(self) -> "Equation":
+        """Return the same product in letters by which einsum sums over dimensions in the order of the weight.
+
+        It takes summed dimensions by the alphabet, H before N, which turns a weight [D, N, H] before each product.
+        """
+        return Equation(self.text.translate(str.maketrans(self.summed, "".join(sorted(self.summed)))))
+
     @property
     def is_stacked(self) -> bool:
         """True where the weight holds all layers of a stack."""
