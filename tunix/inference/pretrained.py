@@ -25,6 +25,7 @@ from tunix.huggingface.adapter_config import read_adapter
 from tunix.huggingface.hub import INFO_FILES, WEIGHTS, find
 from tunix.huggingface.weights import CHANGED, check_weights, load_weights
 from tunix.inference.engine import Answer
+from tunix.inference.gathered import Gathered
 from tunix.inference.rollout import CacheBound, Request, RowSizes, Sampler
 from tunix.inference.sampling import Sampling, find_stop_ids
 from tunix.models.kernels import choose_kernels, select_expert_matmul
@@ -161,6 +162,11 @@ class Pretrained:
             raise UserError(f"the model gives {', '.join(self.cfg.labels)} and no text")
         return Sampler(self.arch, self.cfg.context_length, self.mesh)
 
+    @cached_property
+    def gathered(self) -> Gathered:
+        """The parameters as all rollouts take them: beside `params`, which the other methods take."""
+        return self.sampler.gather(self.params)
+
     def sample(
         self,
         prompts: list[list[int]],
@@ -199,7 +205,7 @@ class Pretrained:
             sizes = RowSizes(rows, request.max_prompt_length, request.find_max_length(sampling))
             bound = self.sampler.bound_cache(self.params, sampling, sizes, cache_gib, "max_new_tokens")
             say(bound)
-            return self.sampler.rollout(self.params, request, sampling, rows_at_once, num_pages=bound.num_pages)
+            return self.sampler.rollout(self.gathered, request, sampling, rows_at_once, num_pages=bound.num_pages)
 
     @cached_property
     def _logits(self):

@@ -99,7 +99,6 @@ class Serving:
         sizes = RowSizes(self.num_rows, max_length, max_length)
         self.bound = model.sampler.bound_cache(model.params, drawing, sizes, cache_gib, "server.max_length")
         self.max_waiting = max_waiting
-        self.weights = model.sampler.gather(model.params)
         self.engine = self._make_engine()
         self.free = deque(range(self.num_rows))  # numbers of rows that no answer has: places in `choices`
         self.held: dict[int, _Held] = {}
@@ -173,7 +172,7 @@ class Serving:
     def _make_engine(self) -> Engine:
         # The choices of rows are data; those of the engine say nothing.
         sizes = self.max_length, self.num_rows
-        engine = self.model.sampler.engine(self.weights, self.drawing, 0, *sizes, num_pages=self.bound.num_pages)
+        engine = self.model.sampler.engine(self.model.gathered, self.drawing, 0, *sizes, num_pages=self.bound.num_pages)
         engine.chunk = CHUNK
         return engine
 
