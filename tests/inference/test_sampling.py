@@ -238,3 +238,10 @@ def test_the_command(hf_dir, tmp_path):
     rows = list(csv.DictReader((tmp_path / "out.csv").open()))
     assert [(row["id"], row["question"]) for row in rows] == [("1", "a few, words"), ("2", "merged")]
     assert all(float(row["log_probability"]) < 0 for row in rows)
+
+
+def test_a_loaded_model_gathers_its_weights_once(gemma, monkeypatch):
+    sampling = Sampling(4, temperature=0.0)
+    tokens = [answer.tokens for answer in gemma.sample(PROMPTS, sampling)]
+    monkeypatch.setattr(type(gemma.sampler), "gather", None)
+    assert [answer.tokens for answer in gemma.sample(PROMPTS, sampling)] == tokens
