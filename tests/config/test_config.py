@@ -45,6 +45,11 @@ MISTAKES = [
     ("training.seq_len=true", "training.seq_len=True: expected a number"),
     ("training.ema_decay=2", "training.ema_decay=2: expected a number below 1, a list like [a,b] or null"),
     ("training.compiler_options.xla_x=1", "training.compiler_options has no xla_x yet; write +training.compiler_options.xla_x=VALUE to add it"),
+    ("+experiment=grpo_python_tool task.environment_options={rows:1}", "task.environment_options has no rows yet; write +task.environment_options.rows=VALUE to add it, or ~task.environment_options +task.environment_options={rows:VALUE} to set it alone"),
+    ("+experiment=grpo_look_up task.environment_options={rows:1}", "task.environment_options: look_up: got an unexpected keyword argument 'rows'; its options: none"),
+    ("+experiment=grpo_python_tool task.environment=search_folder task.environment_options=null", "task.environment_options: search_folder: missing a required argument: 'folder'"),
+    ("+experiment=grpo_look_up task.environment=lookup", "openenv, or package.module:name, a list like [a,b] or null; did you mean look_up?"),
+    ("+experiment=distill_addition", "a weight of 0 for exact_match leaves nothing to learn from; name a reward, or give task.teacher=RUN"),
     ("data.paths=[x]", "unknown key data.paths: data=python_stdlib has none; its keys are held_out_fraction, max_document_bytes, source, decode_errors; data=text or jsonl or csv or parquet or tokens has paths"),
     ("launcher.nodes=2", "unknown key launcher.nodes: launcher=local has none; its keys are name; launcher=slurm or kubernetes or ray has nodes"),
     ("resume=", "resume is empty; expected a run's folder, RUN_DIR/checkpoints/STEP or latest, or resume=null"),
@@ -135,6 +140,12 @@ def test_mesh_shape_with_quotes_lost_and_kept(shape):
     assert compose([f"model.mesh_shape={shape}"]).config.model.mesh_shape == ((4, 1), ("fsdp", "tp"))
 
 
+def test_the_fault_of_a_value_of_a_legal_form_stands_alone():
+    """The other forms, a list or null, would not help."""
+    with pytest.raises(UserError, match="on PYTHONPATH$"):
+        compose(["+experiment=grpo_look_up", "task.environment=nowhere:Game"])
+
+
 @pytest.mark.parametrize("shape", [path.stem for path in (CONF / "mesh_shape").glob("*.yaml")])
 def test_mesh_shape_as_a_group(shape):
     assert compose([f"mesh_shape={shape}"]).config.model.mesh_shape
@@ -158,7 +169,8 @@ def test_every_choice_composes(choice):
 
 @pytest.mark.parametrize("path", sorted((CONF / "experiment").glob("*.yaml")), ids=lambda path: path.stem)
 def test_experiments_compose_and_say_what_to_expect(path):
-    compose([f"+experiment={path.stem}"])
+    needed = {"distill_addition": ["task.teacher=google/gemma-3-270m"]}
+    compose([f"+experiment={path.stem}", *needed.get(path.stem, [])])
     head = path.read_text().splitlines()
     assert head[0] == "# @package _global_"
     info = "\n".join(line for line in head[1:8] if line.startswith("#"))

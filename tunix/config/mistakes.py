@@ -93,7 +93,8 @@ def is_mapping(key: str) -> bool:
     """Return whether a key of the config takes names that the user chooses, like training.compiler_options."""
     section, _, name = key.rpartition(".")
     fields = [kind.model_fields[name] for kind in list_members(section) if name in kind.model_fields]
-    return any(typing.get_origin(field.annotation) is dict for field in fields)
+    kinds = [kind for field in fields for kind in (field.annotation, *typing.get_args(field.annotation))]
+    return any(typing.get_origin(kind) is dict for kind in kinds)
 
 
 def find_variant(values: Mapping[str, Any], section: type[Section] = Config) -> type[Section] | None:
@@ -416,6 +417,9 @@ def _join(mistakes: list[_Mistake]) -> str:
     A value that may be of several types has one for each of them; together they say what is legal.
     """
     prefix, *_ = mistakes[0]
+    told = [mistake for mistake in mistakes if not mistake.message.startswith("expected ")]
+    if prefix and told:  # the value has one of these types, and a fault of its own
+        mistakes = told[:1]
     valid = list(dict.fromkeys(mistake.message for mistake in mistakes))
     valid[1:] = [message.removeprefix("expected ").removeprefix("one of ") for message in valid[1:]]
     if any(mistake.takes_null for mistake in mistakes):
@@ -449,7 +453,8 @@ def _explain(error: dict[str, Any]) -> _Mistake:
         return _Mistake(f"{key}={value}", f"expected one of {', '.join(choices)}", hint, takes_null)
     if isinstance(value, dict | BaseModel):  # a check across several keys: its own message names them
         return _Mistake("", message)
-    hint = find_value(key, str(value))
+    message, mark, meant = message.partition("; did you mean ")  # last, also behind what other types say
+    hint = find_value(key, str(value)) or mark + meant
     return _Mistake(f"{key}={value}", message[0].lower() + message[1:], hint, takes_null and kind in EXPECTED)
 
 
@@ -506,7 +511,8 @@ def describe_unknown_key(
     if root is Config and (hint := find_foreign(key, value)):
         return f"unknown key {key}; {hint}"
     if root is Config and is_mapping(head):
-        return f"{head} has no {leaf} yet; write +{key}=VALUE to add it"
+        others = f"~{head} +{head}={{{leaf}:VALUE}} to set it alone"
+        return f"{head} has no {leaf} yet; write +{key}=VALUE to add it, or {others}"
     if variant and leaf in variant.model_fields:  # the new variant has the key, the one in the config has not
         return f"{head} is changed as a whole by ++{head}={{...}}"
     members = list_members(head)

@@ -9,7 +9,7 @@ from tunix.base.dotted_path import NameOrPath, entry_of
 from tunix.base.errors import UserError, near_multiples
 from tunix.config.rewards import JudgeTerm, ModelTerm, RewardTerms
 from tunix.rl.environments import describe_tools, gives_reward
-from tunix.rl.table import ENVIRONMENTS, find_environment, format_environment
+from tunix.rl.table import ENVIRONMENTS, check_options, find_environment, format_environment
 from tunix.rl.tool_parsers import TOOL_CALLS
 from tunix.sharding.mesh import list_divisors, nearest
 
@@ -329,7 +329,11 @@ class Grpo(Prompted, Taught):
     @property
     def is_rewarded(self) -> bool:
         """True where answers have a reward, of task.rewards or of the environment."""
-        return bool(self.rewards) or (self.environment is not None and gives_reward(find_environment(self.environment)))
+        return bool(self.rewards) or self._environment_rewards
+
+    @property
+    def _environment_rewards(self) -> bool:
+        return self.environment is not None and gives_reward(find_environment(self.environment))
 
     def describe_tools(self) -> list[dict[str, Any]]:
         return [] if self.environment is None else describe_tools(find_environment(self.environment))
@@ -358,6 +362,7 @@ class Grpo(Prompted, Taught):
                     f"task.environment={format_environment(self.environment)} has no method reset (docs/agents.md)"
                 )
             self.describe_tools()  # a tool without types is refused
+            check_options(self.environment, self.environment_options or {})
         return self
 
     @model_validator(mode="after")
@@ -367,15 +372,17 @@ class Grpo(Prompted, Taught):
                 f"task.rollout_devices={self.rollout_devices} would wait for the devices that learn, and they for it; "
                 "set task.staleness=1 or more"
             )
-        if not self.is_rewarded and self.teacher is None:
+        only_measured = all(term.weight == 0 for term in self.rewards) and not self._environment_rewards
+        if only_measured and (self.teacher is None or not self.teacher_weight):
+            names = ", ".join(term.label for term in self.rewards)
+            said = f"a weight of 0 for {names}" if names else "task.rewards=[]"
             hint = (
                 ""
                 if self.environment is None
                 else f" (task.environment={format_environment(self.environment)} rewards nothing itself)"
             )
-            raise ValueError(
-                f"task.rewards=[] leaves nothing to learn from; name a reward{hint}, or give task.teacher=RUN"
-            )
+            way_out = "give task.teacher=RUN" if self.teacher is None else "set task.teacher_weight=1"
+            raise ValueError(f"{said} leaves nothing to learn from; name a reward{hint}, or {way_out}")
         if self.teacher is not None and self.teacher_loss == "sampled" and self.teacher_beta != 1:
             raise ValueError(
                 f"task.teacher_beta={self.teacher_beta:g} needs the whole distribution; set task.teacher_loss=full, or "

@@ -6,14 +6,24 @@ the columns of the data, each a list with a value for each answer. `tunix.rl.sco
 returns. `tunix.rl.environments` says what an environment is.
 """
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from tunix.base.dotted_path import import_object, is_dotted
 from tunix.rl.environments import join_tools
 from tunix.rl.rewards import Reward, exact_match, format_tags, gsm8k, length, math_verify, reasoning_gym
 from tunix.rl.tools import Calculator, LookUp, OpenEnv, Python, SearchFolder
 
-__all__ = ["ENVIRONMENTS", "REWARDS", "Reward", "find_environment", "find_reward", "format_environment"]
+__all__ = [
+    "ENVIRONMENTS",
+    "REWARDS",
+    "Reward",
+    "check_options",
+    "find_environment",
+    "find_reward",
+    "format_environment",
+]
 
 REWARDS: dict[str, Reward] = {
     "gsm8k": gsm8k,
@@ -58,3 +68,25 @@ def find_environment(name: str | Sequence[str]) -> type:
     if isinstance(name, str):
         return import_object(name) if is_dotted(name) else ENVIRONMENTS[name]
     return join_tools({each: find_environment(each) for each in name})
+
+
+def check_options(name: str | Sequence[str], options: Mapping[str, Any]) -> None:
+    """Compare the options of an environment, or of each of several, with the arguments of its class.
+
+    Raises:
+        ValueError: the class does not take an option, or needs one that is not given.
+    """
+    if not isinstance(name, str):
+        for each in name:
+            if isinstance(part := options.get(each, {}), Mapping):
+                check_options(each, part)
+        return
+    try:
+        signature = inspect.signature(find_environment(name))
+    except ValueError:  # of a class in C
+        return
+    try:
+        signature.bind(**options)
+    except TypeError as error:
+        taken = ", ".join(signature.parameters) or "none"
+        raise ValueError(f"task.environment_options: {name}: {error}; its options: {taken}") from None
