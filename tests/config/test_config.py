@@ -169,7 +169,7 @@ def test_every_choice_composes(choice):
 
 @pytest.mark.parametrize("path", sorted((CONF / "experiment").glob("*.yaml")), ids=lambda path: path.stem)
 def test_experiments_compose_and_say_what_to_expect(path):
-    needed = {"distill_addition": ["task.teacher=google/gemma-3-270m"]}
+    needed = {"distill_addition": [f"task.teacher={ROOT}/tests/models/parity/gemma3"]}
     compose([f"+experiment={path.stem}", *needed.get(path.stem, [])])
     head = path.read_text().splitlines()
     assert head[0] == "# @package _global_"
