@@ -62,12 +62,16 @@ def test_the_kernel_sees_the_tokens_of_a_row(mesh, heads, cap, is_narrow):
     np.testing.assert_allclose(found, expected(q, k, v, table, times, cap), atol=2e-6)
 
 
-def play(pool, prompts, lengths, group_size, most_rows, step):
-    """Draw answers as the engine does; return how often a row had to wait for a page."""
+def play(pool, prompts, lengths, group_size, most_rows, step, is_known=False):
+    """Draw answers as the engine does; return how often a row had to wait for a page.
+
+    `is_known`: an answer may be as long as it will be, and not as long as the longest.
+    """
     held, shared, begun, waits = {}, (), 0, 0
     while begun < len(lengths) or held:
         while begun < len(lengths) and len(held) < most_rows:
-            found = pool.begin(begun, prompts[begun // group_size], shared)
+            prompt = prompts[begun // group_size]
+            found = pool.begin(begun, prompt, shared, prompt + lengths[begun] if is_known else None)
             if found is None:
                 break
             shared, held[begun] = found, [prompts[begun // group_size], lengths[begun]]
@@ -100,8 +104,18 @@ def test_rows_end_with_few_pages():
             prompts = rng.integers(1, 90, 10)
             lengths = np.repeat(200 - prompts, 4) if longest else rng.integers(1, 110, 40)
             waits.append(play(PagePool(200, num_pages), prompts, lengths, 4, 12, step=20))
+            play(PagePool(200, num_pages), prompts, lengths, 4, 12, step=20, is_known=True)
     assert waits[0] < waits[3]
     assert min(waits[3:]) > 0
+
+
+def test_an_answer_that_may_be_short_waits_for_no_more_than_it_can_use():
+    """26 pages are two of the longest rows, and five of 5 pages with one to spare."""
+    begun = {}
+    for longest in (None, 76):
+        pool = PagePool(200, 26)
+        begun[longest] = sum(pool.begin(number, 60, None, longest) is not None for number in range(10))
+    assert begun == {None: 2, 76: 5}
 
 
 def test_full_pages_of_a_prompt_are_shared():

@@ -110,6 +110,7 @@ class _Prompt:
     numbers: deque[int]
     limit: int
     images: Images | None = None  # without a dimension of rows
+    one_turn: bool = False
     entries: Any = None  # (logits, entries) of the batch that it was computed in
     source: int = 0  # its row there, on its shard
     pages: tuple[int, ...] | None = None  # that its answers share; () before the first, None where there is one alone
@@ -198,9 +199,16 @@ class Engine:
         return sum(row.state in ("working", "extending") for row in self.rows.values()) + self._count_waiting()
 
     def admit(
-        self, prompt: Sequence[int], numbers: Sequence[int], max_new_tokens: int, images: Images | None = None
+        self,
+        prompt: Sequence[int],
+        numbers: Sequence[int],
+        max_new_tokens: int,
+        images: Images | None = None,
+        one_turn: bool = False,
     ) -> None:
         """Let the answers with these numbers begin behind a prompt, when rows are free: in the order of the calls.
+
+        With `one_turn` nothing is put behind their turns (`extend`), so they need no pages beyond `max_new_tokens`.
 
         `images` are those of the prompt: units [n, ...] uint8, the index [tokens] of its soft tokens, and the units
         down and across [images, 2].
@@ -208,7 +216,7 @@ class Engine:
         assert min(len(prompt), len(numbers), max_new_tokens) > 0
         assert len(prompt) + max_new_tokens <= self.max_length, "a row would have more tokens than max_length"
         assert images is None or len(images.image_index) == len(prompt)
-        self.waiting.append(_Prompt(list(prompt), deque(numbers), max_new_tokens, images))
+        self.waiting.append(_Prompt(list(prompt), deque(numbers), max_new_tokens, images, one_turn))
 
     def extend(self, number: int, tokens: Sequence[int], max_new_tokens: int) -> None:
         """Put tokens behind the turn of a row, which has been reported, and let it draw the next turn."""
@@ -492,7 +500,8 @@ class Engine:
 
     def _begin_pages(self, shard: int, prompt: _Prompt, written: dict[int, int]) -> bool:
         """Give the next answer to a prompt its pages; return whether it has them."""
-        shared = self.pools[shard].begin(prompt.numbers[0], len(prompt.tokens), prompt.pages)
+        longest = len(prompt.tokens) + prompt.limit if prompt.one_turn else None
+        shared = self.pools[shard].begin(prompt.numbers[0], len(prompt.tokens), prompt.pages, longest)
         if shared is None:
             return False
         written[prompt.numbers[0]] = len(prompt.pages or ())

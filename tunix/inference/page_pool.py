@@ -38,6 +38,7 @@ class PagePool:
         self.free: list[int] = []
         self.users: list[int] = []  # of each page: rows, and a prompt whose answers have not all begun
         self.tables: dict[int, list[int]] = {}
+        self.limits: dict[int, int] = {}  # most pages of each row
         self.num_shared: dict[int, int] = {}  # first pages of a row that others may use too
         self.num_ended = self.ended = 0  # rows that have ended, and the pages that they alone had
         self.grow(0 if num_pages is None else max(num_pages, 2 * self.most))
@@ -49,22 +50,26 @@ class PagePool:
         self.users += [0] * len(new)
         self.num_pages = max(self.num_pages, num_pages)
 
-    def begin(self, number: int, num_tokens: int, shared: Sequence[int] | None) -> tuple[int, ...] | None:
+    def begin(
+        self, number: int, num_tokens: int, shared: Sequence[int] | None, longest: int | None = None
+    ) -> tuple[int, ...] | None:
         """Give a row its pages for a prompt; return those that its answers share, None where it has to wait.
 
+        With its answer it has at most `longest` tokens, None for the `max_length` of the pool.
         `shared` are these pages, if another answer has begun; () for the first of several, and None for an only one.
         The caller gives up its own use of them with `give_back`.
         """
         whole = num_tokens // PAGE if shared is not None else 0
         count = count_pages(num_tokens + 1) - (whole if shared else 0)
-        if len(self.free) < count or not self._expects_to_fit(count):
+        limit = self.most if longest is None else count_pages(longest)
+        if len(self.free) < count or not self._expects_to_fit(count, limit):
             return None
         first = list(shared or self._take(whole))
         if not shared:
             for page in first:
                 self.users[page] = 1
         self.tables[number] = first + self._take(count_pages(num_tokens + 1) - whole)
-        self.num_shared[number] = whole
+        self.num_shared[number], self.limits[number] = whole, limit
         for page in self.tables[number]:
             self.users[page] += 1
         if self._can_all_end():
@@ -96,20 +101,21 @@ class PagePool:
 
     def _drop(self, number: int) -> None:
         self.give_back(self.tables.pop(number))
-        del self.num_shared[number]
+        del self.num_shared[number], self.limits[number]
 
-    def _expects_to_fit(self, count: int) -> bool:
-        """Return whether one more row, with `count` pages, is expected to find pages as long as it draws.
+    def _expects_to_fit(self, count: int, limit: int) -> bool:
+        """Return whether one more row, with `count` pages now, is expected to find pages as long as it draws.
 
-        Rows are expected to have as many at last as those that have ended, or twice what they have now, and in the
-        mean half of the difference. Before many have ended they are expected to be as long as they may be: rows that
-        wait hold their pages in vain, and many that begin at one time need most at one time.
+        Rows are expected to have as many at last as those that have ended, or twice what they have now, but not more
+        than they may, and in the mean half of the difference. Before many have ended they are expected to be as long as
+        they may be: rows that wait hold their pages in vain, and many that begin at one time need most at one time.
         """
         if not self.is_bounded or not self.tables:
             return True
         mean = (self.ended + PRIOR * self.most) / (self.num_ended + PRIOR)
-        sizes = [count, *(len(table) - self.num_shared[number] for number, table in self.tables.items())]
-        return sum(size + min(self.most, max(mean, 2 * size)) for size in sizes) <= 2 * FILLED * self.num_pages
+        own = ((len(table) - self.num_shared[number], self.limits[number]) for number, table in self.tables.items())
+        expected = sum(size + min(most, max(mean, 2 * size)) for size, most in [(count, limit), *own])
+        return expected <= 2 * FILLED * self.num_pages
 
     def _take(self, count: int) -> list[int]:
         return [self.free.pop() for _ in range(count)]
@@ -136,10 +142,11 @@ class PagePool:
         if not self.is_bounded:
             return True
         free = len(self.free)
-        for size, own in sorted(((len(t), len(t) - self.num_shared[n]) for n, t in self.tables.items()), reverse=True):
-            if self.most - size > free:
+        missing = {number: self.limits[number] - len(table) for number, table in self.tables.items()}
+        for number in sorted(missing, key=missing.__getitem__):
+            if missing[number] > free:
                 return False
-            free += own
+            free += len(self.tables[number]) - self.num_shared[number]
         return True
 
 

@@ -186,7 +186,7 @@ class Sampler:
             first = request.first_row + index * request.answers_per_prompt
             numbers = range(first, first + request.answers_per_prompt)
             images = None if request.images is None else request.images[index]
-            engine.admit(request.prompts[index], numbers, sampling.max_new_tokens, images)
+            engine.admit(request.prompts[index], numbers, sampling.max_new_tokens, images, one_turn=True)
         answers: dict[int, Answer] = {}
         while engine.is_busy:
             if between_chunks is not None:

@@ -218,7 +218,7 @@ class Serving:
                 numbers.append(number)
             if numbers:
                 request.num_admitted = self.held[numbers[-1]].index + 1
-                self.engine.admit(request.prompt, numbers, request.max_new_tokens, request.images)
+                self.engine.admit(request.prompt, numbers, request.max_new_tokens, request.images, one_turn=True)
             if len(numbers) < len(left):
                 return
             self.waiting.popleft()
