@@ -17,9 +17,10 @@ if TYPE_CHECKING:
     from tunix.inference.pretrained import Pretrained
     from tunix.trainer import Result
 
-if sys.argv[:1] == ["-m"] and any(
-    flag == "-m" and name.partition(".")[0] == "tunix" for flag, name in pairwise(sys.orig_argv)
-):  # `python -m tunix.NAME` imports this package first: Ctrl-C may come while it imports the rest
+# `python -m tunix.NAME` imports this package first.
+_modules = (name for flag, name in pairwise(sys.orig_argv) if flag == "-m" and name.partition(".")[0] == "tunix")
+_command = next(_modules, "") if sys.argv[:1] == ["-m"] else ""
+if _command:  # Ctrl-C may come while it imports the rest
     exits.report_interrupts()
     exits.announce_imports()
 
@@ -73,3 +74,9 @@ def load_pretrained(
         if collects:
             gc.enable()
     return pretrained.load_pretrained(source, dtype, mesh_shape, weights, family=family, adapter=adapter, mtp=mtp)
+
+
+if _command.startswith("tunix."):
+    from tunix.config import command_line
+
+    command_line.check_first(_command.removeprefix("tunix."))

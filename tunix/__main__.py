@@ -38,7 +38,10 @@ def main() -> int:
     exits.announce_imports()
     name = sys.argv[1] if len(sys.argv) > 1 else ""
     if name in COMMANDS:
+        from tunix.config import command_line
+
         del sys.argv[1]
+        command_line.check_first(name)
         runpy.run_module(f"tunix.{name}", run_name="__main__", alter_sys=True)  # ends with SystemExit
     if name == "train":
         del sys.argv[1]

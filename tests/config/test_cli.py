@@ -16,7 +16,7 @@ import pytest
 from omegaconf import OmegaConf
 from support.devices import xla_flags
 from support.forks import Started, start
-from support.harness import ONE_LAYER, ROOT, RUN, cli, cli_here, experts, metrics
+from support.harness import ONE_LAYER, ROOT, RUN, cli, cli_here, experts, metrics, run_python
 from support.rollouts import TASK
 
 from tunix.config.command_line import print_warnings
@@ -68,6 +68,14 @@ def test_wrong_input(more, message, words, tmp_path):
 )
 def test_wrong_input_that_composing_finds(more, message, words, tmp_path):
     assert_refused(cli_here(*words, *more, cwd=tmp_path), message, tmp_path)
+
+
+@pytest.mark.parametrize("words", [["tunix.generate", "chekpoint=x"], ["tunix", "plan", "modl=x"]], ids=" ".join)
+def test_a_mistake_is_found_before_jax_is_imported(words, tmp_path):
+    done = run_python("-X", "importtime", "-m", *words, cwd=tmp_path, fork=False)
+    assert done.returncode == 2
+    assert "; did you mean " in done.stderr
+    assert " jax\n" not in done.stderr
 
 
 def test_a_first_word_that_is_no_command(tmp_path):

@@ -17,13 +17,44 @@ from omegaconf import OmegaConf
 from tunix.base.config_types import CONF, list_options
 from tunix.base.errors import FlagParser, UserError, did_you_mean
 from tunix.base.text import flat
-from tunix.config import Distributed, Section, compose
+from tunix.config import Average, Distributed, Evaluate, Export, Generate, Play, Section, Serve, compose
 from tunix.config.mistakes import describe_errors, list_keys, validate
 from tunix.processes import exits, supervisor
 from tunix.processes.rollcall import list_versions
 
 S = TypeVar("S", bound=Section)
 JOINING = "distributed."  # words that begin so say which process of several this one is
+
+
+# Commands that import for seconds, of which `check_first` reads the words before.
+WITH_KEYS = {each.__name__.lower(): each for each in (Average, Evaluate, Export, Generate, Play, Serve)}
+WITH_KEYS_OF_TRAINING = "plan", "doctor", "verify"
+
+
+def check_first(name: str) -> None:
+    """End the process where the words of `python -m tunix.NAME` have a mistake, which the command would find later."""
+    argv = sys.argv[1:]
+    if any(word.startswith("-") or "=" not in word for word in argv):  # flags are the command's own
+        return
+
+    def check() -> None:
+        if section := WITH_KEYS.get(name):
+            own, others, _ = _split_words(section, argv)
+            read_settings(section, own, {"overrides": others} if others else {})
+        elif name in WITH_KEYS_OF_TRAINING:
+            compose.compose(argv)
+
+    if code := exits.report_errors(check):
+        sys.exit(code)
+    exits.announce_imports()
+
+
+def _split_words(section: type[Section], argv: list[str]) -> tuple[list[str], list[str], list[str]]:
+    """Return the words for the keys of a section, those for its key `overrides`, and those that join processes."""
+    fields = section.model_fields
+    joins = [word for word in argv if word.startswith(JOINING)]
+    others = [word for word in argv if "overrides" in fields and word.split("=")[0] not in fields]
+    return [word for word in argv if word not in others and word not in joins], others, joins
 
 
 def run_command(section: type[S], work: Callable[[S], str | None]) -> int:
@@ -43,10 +74,7 @@ def run_command(section: type[S], work: Callable[[S], str | None]) -> int:
         hint = f"; a list is {lists[0]}" if lists else ""
         return exits.report_errors(lambda: _reject(f"tunix.{name} has no {swept[0]}{hint}"))
     print_warnings()
-    fields = section.model_fields
-    joins = [word for word in argv if word.startswith(JOINING)]
-    others = [word for word in argv if "overrides" in fields and word.split("=")[0] not in fields]
-    command_args = [word for word in argv if word not in others and word not in joins]
+    command_args, others, joins = _split_words(section, argv)
 
     def run() -> int:
         settings = read_settings(section, command_args, {"overrides": others} if others else {})
