@@ -14,7 +14,7 @@ from tunix.base.errors import UserError
 from tunix.config.compose import compose
 from tunix.rl.environments import Reply, describe_tools, gives_reward, join_tools, open_environment
 from tunix.rl.table import ENVIRONMENTS, find_environment
-from tunix.rl.tool_parsers import TOOL_CALLS, choose_tool_calls
+from tunix.rl.tool_parsers import TOOL_CALLS, Call, choose_tool_calls
 from tunix.rl.tools import Calculator, Python, SearchFolder
 
 
@@ -205,6 +205,9 @@ def test_other_ways_of_writing_calls():
     assert [call.arguments for call in read["llama"](two)] == [{}, {"a": 2}]
     assert [call.name for call in read["json"]('```json\n{"name": "add"}\n```')] == ["add"]
     assert [call.name for call in read["json"]('{"name": "add"}')] == ["add"]
+    for mark in ("python", "tool_call"):
+        text = f'I add.<|{mark}_start|>[add(a=1), say(text="]")]<|{mark}_end|>'
+        assert read["python"](text) == [Call("add", {"a": 1}), Call("say", {"text": "]"})]
     assert [call.name for call in read["python"]("```tool_code\nadd(a=1)\nmath.sub(b=-2)\n```")] == ["add", "math.sub"]
     assert [call.arguments for call in read["python"]("[add(a=1), add(a=[2, 3])]")] == [{"a": 1}, {"a": [2, 3]}]
     thought = "<|channel|>analysis<|message|>I add.<|end|><|start|>assistant<|channel|>commentary to=functions.add <|constrain|>json"
@@ -230,7 +233,7 @@ WORDS = [
     "<tool_call>", "</tool_call>", "<function=f>", "</function>", "<parameter=a>", "</parameter>", "<|python_tag|>", "{", "}",
     "<arg_key>a</arg_key><arg_value>", "</arg_value>", "<|tool_call>call:f{", '<|"|>', "to=functions.f", "<|message|>",
     "<｜tool▁call▁begin｜>f<｜tool▁sep｜>", "<|tool_call_begin|>f<|tool_call_argument_begin|>",
-    "[TOOL_CALLS]", "[", "]", "```tool_code", "```json", "```", '"name"', ":", '"arguments"', "f(", "a=", "1", ")", ",", "\n", "\x00", '"',
+    "[TOOL_CALLS]", "<|python_start|>", "<|tool_call_end|>", "[", "]", "```tool_code", "```json", "```", '"name"', ":", '"arguments"', "f(", "a=", "1", ")", ",", "\n", "\x00", '"',
 ]  # fmt: skip
 
 
@@ -248,7 +251,7 @@ def test_whatever_a_model_writes_is_read(name):
 def test_the_format_follows_from_the_template():
     templates = {
         "<tool_call>{...}</tool_call>": "hermes", "<tool_call>\n<function=name>": "xml", "[TOOL_CALLS]": "json",
-        '{"name": , "parameters": }': "llama", "```tool_code": "python", "{{ message.content }}": "hermes",
+        '{"name": , "parameters": }': "llama", "```tool_code": "python", "<|tool_call_start|>[": "python", "{{ message.content }}": "hermes",
         "<tool_call>{name}\n<arg_key>": "glm", "'<|tool_call>call:' + name": "gemma", "'functions.' + name + '<|channel|>commentary'": "harmony",
         "'<｜tool▁call▁begin｜>' + name": "deepseek", "<|tool_call_begin|>": "kimi",
     }  # fmt: skip
@@ -334,15 +337,15 @@ def test_python_ends_with_all_that_it_has_started(tmp_path, monkeypatch):
 
 
 def test_tools_of_several_environments():
-    task = compose(
-        ["+experiment=grpo_python_tool", "task.environment=[calculator,search_folder]", "task.environment_options=null"]
-    ).config.task
+    folder = str(ROOT / "docs" / "log")
+    options = f"+task.environment_options={{search_folder:{{folder:'{folder}',results:1}}}}"
+    tools = "task.environment=[calculator,search_folder]"
+    task = compose(["+experiment=grpo_python_tool", tools, "~task.environment_options", options]).config.task
     kind = find_environment(task.environment)
     assert [tool["function"]["name"] for tool in task.describe_tools()] == ["calculate", "search"]
     assert task.describe_tools() == [*describe_tools(Calculator), *describe_tools(SearchFolder)]
     assert (gives_reward(kind), kind.replays) == (False, True)
-    folder = str(ROOT / "docs" / "log")
-    environment = open_environment(kind, {"search_folder": {"folder": folder, "results": 1}}, "hermes")
+    environment = open_environment(kind, task.environment_options, "hermes")
     assert environment.reset(3, {"question": "a"}).observations is None
     said = environment.step('<tool_call>{"name": "calculate", "arguments": {"expression": "6 * 7"}}</tool_call>')
     assert said.observations == ["42"]

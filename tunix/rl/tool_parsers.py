@@ -108,12 +108,16 @@ def read_json(text: str) -> list[Call]:
     return _read_json(body) if body.startswith(("{", '[{"')) else []
 
 
-PYTHON_BLOCK = re.compile(r"```(?:tool_code|python)\s*(.*?)```|<function_calls>(.*?)</function_calls>", re.DOTALL)
+PYTHON_BLOCK = re.compile(
+    r"```(?:tool_code|python)\s*(.*?)```|<function_calls>(.*?)</function_calls>"
+    r"|<\|(?:python|tool_call)_start\|>(.*?)(?:<\|(?:python|tool_call)_end\|>|$)",
+    re.DOTALL,
+)
 
 
 def read_python(text: str) -> list[Call]:
     """Return the calls that stand as Python in a block, or in a turn that is a list of calls and nothing else."""
-    blocks = [first or second for first, second in PYTHON_BLOCK.findall(text)]
+    blocks = ["".join(groups) for groups in PYTHON_BLOCK.findall(text)]  # one of them matches
     if not blocks:
         body = text.strip()
         blocks = [body] if re.match(r"\[\s*[A-Za-z_][\w.]*\(", body) else []
@@ -194,7 +198,7 @@ EXAMPLES = {  # how a call is written, for a tool NAME with one argument
     "llama": '{"name": "NAME", "parameters": {"ARGUMENT": VALUE}}',
     # Mistral; also a block ```json
     "json": '[TOOL_CALLS][{"name": "NAME", "arguments": {"ARGUMENT": VALUE}}]',
-    # Llama 4, Olmo 3; also a block ```tool_code
+    # Olmo 3; Llama 4 between <|python_start|> and <|python_end|>, LFM2 with tool_call; also a block ```tool_code
     "python": "[NAME(ARGUMENT=VALUE)]",
     # GLM 4.5
     "glm": "<tool_call>NAME<arg_key>ARGUMENT</arg_key><arg_value>VALUE</arg_value></tool_call>",
@@ -234,6 +238,8 @@ MARKS = (
     ("<function_calls>", "python"),
     ("tool_code", "python"),
     ("<|python_start|>", "python"),
+    ("<|tool_call_start|>", "python"),
+    ("<|tool_list_start|>", "python"),
     ("<|python_tag|>", "llama"),
     ('"parameters"', "llama"),
 )
