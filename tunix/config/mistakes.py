@@ -511,8 +511,8 @@ def describe_unknown_key(
     if root is Config and (hint := find_foreign(key, value)):
         return f"unknown key {key}; {hint}"
     if root is Config and is_mapping(head):
-        others = f"~{head} +{head}={{{leaf}:VALUE}} to set it alone"
-        return f"{head} has no {leaf} yet; write +{key}=VALUE to add it, or {others}"
+        alone = f"~{head} +{head}={{{leaf}:VALUE}} to set it alone"
+        return f"{head} has no {leaf} yet; write +{key}=VALUE to add it, or {alone}"
     if variant and leaf in variant.model_fields:  # the new variant has the key, the one in the config has not
         return f"{head} is changed as a whole by ++{head}={{...}}"
     members = list_members(head)
