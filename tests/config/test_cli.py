@@ -70,7 +70,7 @@ def test_wrong_input_that_composing_finds(more, message, words, tmp_path):
     assert_refused(cli_here(*words, *more, cwd=tmp_path), message, tmp_path)
 
 
-@pytest.mark.parametrize("words", [["tunix.generate", "chekpoint=x"], ["tunix", "plan", "modl=x"]], ids=" ".join)
+@pytest.mark.parametrize("words", [["tunix.evaluate", "chekpoint=x"], ["tunix", "plan", "modl=x"]], ids=" ".join)
 def test_a_mistake_is_found_before_jax_is_imported(words, tmp_path):
     done = run_python("-X", "importtime", "-m", *words, cwd=tmp_path, fork=False)
     assert done.returncode == 2

@@ -17,14 +17,13 @@ from omegaconf import OmegaConf
 from tunix.base.config_types import CONF, list_options
 from tunix.base.errors import FlagParser, UserError, did_you_mean
 from tunix.base.text import flat
-from tunix.config import Average, Distributed, Evaluate, Export, Generate, Play, Section, Serve, compose
+from tunix.config import Average, Config, Distributed, Evaluate, Export, Generate, Play, Section, Serve, compose
 from tunix.config.mistakes import describe_errors, list_keys, validate
 from tunix.processes import exits, supervisor
 from tunix.processes.rollcall import list_versions
 
 S = TypeVar("S", bound=Section)
 JOINING = "distributed."  # words that begin so say which process of several this one is
-
 
 # Commands that import for seconds, of which `check_first` reads the words before.
 WITH_KEYS = {each.__name__.lower(): each for each in (Average, Evaluate, Export, Generate, Play, Serve)}
@@ -40,7 +39,7 @@ def check_first(name: str) -> None:
     def check() -> None:
         if section := WITH_KEYS.get(name):
             own, others, _ = _split_words(section, argv)
-            read_settings(section, own, {"overrides": others} if others else {})
+            _read_words(section, own, others)
         elif name in WITH_KEYS_OF_TRAINING:
             compose.compose(argv)
 
@@ -55,6 +54,15 @@ def _split_words(section: type[Section], argv: list[str]) -> tuple[list[str], li
     joins = [word for word in argv if word.startswith(JOINING)]
     others = [word for word in argv if "overrides" in fields and word.split("=")[0] not in fields]
     return [word for word in argv if word not in others and word not in joins], others, joins
+
+
+def _read_words(section: type[S], own: list[str], others: list[str]) -> S:
+    """Return the settings of a command: words for its own keys, and for its key `overrides`."""
+    for key in (word.partition("=")[0] for word in others):
+        hint = "" if "." in key or key in Config.model_fields else did_you_mean(key, list(section.model_fields))
+        if hint:
+            raise UserError(f"unknown key {key}{hint}")
+    return read_settings(section, own, {"overrides": others} if others else {})
 
 
 def run_command(section: type[S], work: Callable[[S], str | None]) -> int:
@@ -77,7 +85,7 @@ def run_command(section: type[S], work: Callable[[S], str | None]) -> int:
     command_args, others, joins = _split_words(section, argv)
 
     def run() -> int:
-        settings = read_settings(section, command_args, {"overrides": others} if others else {})
+        settings = _read_words(section, command_args, others)
         info = flat({name: settings.model_dump(mode="json")})
         if given := info.get(f"{name}.overrides"):
             info[f"{name}.overrides"] = [word for word in given if not word.startswith(JOINING)]
