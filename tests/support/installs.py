@@ -28,6 +28,8 @@ def one_at_a_time(label: str = "installs") -> Iterator[None]:
 
 def apt(programs: tuple[str, ...], packages: tuple[str, ...]) -> None:
     """Install Debian packages unless their programs are there; skips the test where that needs another user or system."""
+    if "/usr/sbin" not in os.environ["PATH"].split(os.pathsep):  # of daemons; the PATH of a user lacks it
+        os.environ["PATH"] += f"{os.pathsep}/usr/sbin"
     with one_at_a_time():
         if all(map(shutil.which, programs)):
             return
