@@ -12,7 +12,7 @@ from support.harness import ROOT
 
 from tunix.base.errors import UserError
 from tunix.config.compose import compose
-from tunix.rl.environments import Reply, describe_tools, gives_reward, join_tools, open_environment
+from tunix.rl.environments import Reply, describe_tools, gives_reward, join_tools, open_environment, split_options
 from tunix.rl.table import ENVIRONMENTS, find_environment
 from tunix.rl.tool_parsers import TOOL_CALLS, Call, choose_tool_calls
 from tunix.rl.tools import Calculator, Python, SearchFolder
@@ -354,6 +354,8 @@ def test_tools_of_several_environments():
     joined = open_environment(join_tools({"a": Counter, "b": Calculator}), {}, "hermes")
     assert joined.reset(3, {"target": 0}).observations == ["Reach 0."]
     assert joined.finish() == 1.0
+    with pytest.raises(ValueError, match=r"environment_options.a=5: expected a mapping like {OPTION: VALUE}"):
+        split_options(["a", "b"], {"a": 5})
     with pytest.raises(ValueError, match=r"options of c, which is none of a, b"):
         open_environment(join_tools({"a": Counter, "b": Calculator}), {"c": {}}, "hermes")
 

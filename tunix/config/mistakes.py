@@ -453,7 +453,8 @@ def _explain(error: dict[str, Any]) -> _Mistake:
         return _Mistake(f"{key}={value}", f"expected one of {', '.join(choices)}", hint, takes_null)
     if isinstance(value, dict | BaseModel):  # a check across several keys: its own message names them
         return _Mistake("", message)
-    message, mark, meant = message.partition("; did you mean ")  # last, also behind what other types say
+    # A hint ends the line, also where other types add their words.
+    message, mark, meant = message.partition("; did you mean ")
     hint = find_value(key, str(value)) or mark + meant
     return _Mistake(f"{key}={value}", message[0].lower() + message[1:], hint, takes_null and kind in EXPECTED)
 

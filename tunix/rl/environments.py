@@ -20,7 +20,7 @@ import functools
 import inspect
 import math
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 from pydantic import TypeAdapter
@@ -208,6 +208,23 @@ def _read_arguments(text: str) -> dict[str, str]:
     return found
 
 
+def split_options(names: Collection[str], options: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """Return the options of each of several environments; {} for one that has none.
+
+    Raises:
+        ValueError: there are options of another environment, or a value that is no mapping.
+    """
+    if unknown := options.keys() - set(names):
+        raise ValueError(
+            f"task.environment_options has options of {min(unknown)}, which is none of {', '.join(names)}; give "
+            "{NAME: {...}}"
+        )
+    for name, part in options.items():
+        if not isinstance(part, Mapping):
+            raise ValueError(f"task.environment_options.{name}={part}: expected a mapping like {{OPTION: VALUE}}")
+    return {name: options.get(name, {}) for name in names}
+
+
 def join_tools(kinds: Mapping[str, type]) -> type:
     """Return a class that has the tools of several: a method `reset` of each is called, and rewards are added up.
 
@@ -227,9 +244,7 @@ def join_tools(kinds: Mapping[str, type]) -> type:
             owners[tool], members[tool] = name, _forward(name, tool, method)
 
     def __init__(self: Any, **options: Mapping[str, Any]) -> None:
-        if unknown := options.keys() - kinds.keys():
-            raise ValueError(f"options of {min(unknown)}, which is none of {', '.join(kinds)}; give {{NAME: {{...}}}}")
-        self.parts = {name: kind(**options.get(name, {})) for name, kind in kinds.items()}
+        self.parts = {name: kinds[name](**part) for name, part in split_options(kinds, options).items()}
 
     def reset(self: Any, seed: int, **columns: Any) -> list[str] | None:
         texts = []

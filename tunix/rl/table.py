@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tunix.base.dotted_path import import_object, is_dotted
-from tunix.rl.environments import join_tools
+from tunix.rl.environments import join_tools, split_options
 from tunix.rl.rewards import Reward, exact_match, format_tags, gsm8k, length, math_verify, reasoning_gym
 from tunix.rl.tools import Calculator, LookUp, OpenEnv, Python, SearchFolder
 
@@ -77,9 +77,8 @@ def check_options(name: str | Sequence[str], options: Mapping[str, Any]) -> None
         ValueError: the class does not take an option, or needs one that is not given.
     """
     if not isinstance(name, str):
-        for each in name:
-            if isinstance(part := options.get(each, {}), Mapping):
-                check_options(each, part)
+        for each, part in split_options(name, options).items():
+            check_options(each, part)
         return
     try:
         signature = inspect.signature(find_environment(name))

@@ -293,9 +293,10 @@ class Equation:
         return Equation(f"{self.x},{remaining}{self.summed}->{self.y}")
 
     def in_order(self) -> "Equation":
-        """Return the same product in letters by which einsum sums over dimensions in the order of the weight.
+        """Return the same product with other letters: einsum then sums over dimensions in the order of the weight.
 
-        It takes summed dimensions by the alphabet, H before N, which turns a weight [D, N, H] before each product.
+        einsum takes the dimensions of a sum in alphabetical order. With H before N, XLA copies a weight [D, N, H] to
+        [D, H, N] before each product.
         """
         return Equation(self.text.translate(str.maketrans(self.summed, "".join(sorted(self.summed)))))
 
