@@ -16,19 +16,24 @@ from tunix.checkpoints.folders import Folder
 WORDS = [*RUN, *ONE_LAYER, *TWO_DEVICES, "data=synthetic", "data.num_documents=60", "hydra.run.dir=run"]
 
 
+# Orbax may write a save meanwhile, and makes the folders of its files anew.
 def delete(folder):
-    while folder.exists():  # a save may make files in it meanwhile
+    while folder.exists():
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def put_another(folder):
+    folder.rename(folder.with_name("moved"))
+    folder.mkdir(exist_ok=True)
+    (folder / "config.yaml").write_text("")
+
+
 LOSE = {
-    "deleted": lambda folder: delete(folder),
+    "deleted": delete,
     "moved": lambda folder: folder.rename(folder.with_name("moved")),
     "emptied": lambda folder: (folder / "config.yaml").unlink(),
-    "another": lambda folder: (
-        folder.rename(folder.with_name("moved")), folder.mkdir(), (folder / "config.yaml").write_text("")
-    ),
-}  # fmt: skip
+    "another": put_another,
+}
 
 
 @pytest.mark.nightly(but=["deleted-4", "another-4", "deleted-6"])

@@ -2,14 +2,22 @@
 
 Hydra reads some 30 files for each config, builds the list of defaults and merges the files; then come the overrides of
 single keys. The first part takes two thirds of the time and depends on the chosen files alone, of which the tests choose
-few. Only conf/config.yaml and what it names in conf/ is remembered: the saved config of a run and a folder that a test writes
-are read each time. Each file and what a word of an override says are remembered too, and YAML is read by libyaml.
+few. Only conf/config.yaml and what it names in conf/ is remembered, for all processes of a session of tests: the saved
+config of a run and a folder that a test writes are read each time. Each file and what a word of an override says are
+remembered too, and YAML is read by libyaml.
 """
 
+import atexit
 import copy
+import os
 import pickle
+import shutil
+import tempfile
+import uuid
 from dataclasses import replace
 from functools import cache
+from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 import omegaconf._utils
@@ -28,8 +36,13 @@ from tunix.base.config_types import CONF
 
 OWN = {"hydra.conf", str(CONF.absolute()), ""}  # places of config files: Hydra's, ours, those of schemas
 
+if (SHARED := "TUNIX_TESTS_COMPOSED") not in os.environ:
+    os.environ[SHARED] = tempfile.mkdtemp(prefix="tunix-tests-")
+    atexit.register(shutil.rmtree, os.environ[SHARED])
+FOLDER = Path(os.environ[SHARED])  # the processes that this one starts share it
+
 _lists: dict[Any, DefaultsList] = {}  # by the chosen files
-_merged: dict[int, bytes] = {}  # the files merged, pickled, by the list of defaults in `_lists`
+_merged: dict[Any, bytes] = {}  # the files merged, pickled, by the chosen files
 _overrides: dict[str, Override] = {}  # by the word
 _files: dict[str, bytes] = {}  # the content of a file with its list of defaults, pickled, by the path below conf/
 _load_file = ConfigRepository.load_config
@@ -76,8 +89,15 @@ def _remember_list(
     files = tuple(word.input_line for word in overrides_list if not any(word is key for key in keys))
     chosen = files, prepend_hydra, skip_missing
     if chosen not in _lists:
-        _lists[chosen] = _make_list(*arguments)
+        if _file(chosen).exists():
+            _lists[chosen], _merged[chosen] = pickle.loads(_file(chosen).read_bytes())
+        else:
+            _lists[chosen] = _make_list(*arguments)
     return replace(_lists[chosen], config_overrides=keys)
+
+
+def _file(chosen: Any) -> Path:
+    return FOLDER / sha256(repr(chosen).encode()).hexdigest()
 
 
 def _list_choices(overrides: Overrides, defaults: list[Any], self_added: bool) -> Any:
@@ -87,11 +107,15 @@ def _list_choices(overrides: Overrides, defaults: list[Any], self_added: bool) -
 
 
 def _remember_merged(self: ConfigLoaderImpl, defaults: list[Any], repo: Any) -> DictConfig:
-    if not any(known.defaults is defaults for known in _lists.values()):
+    chosen = next((chosen for chosen, known in _lists.items() if known.defaults is defaults), None)
+    if chosen is None:
         return _merge(self, defaults, repo)
-    if id(defaults) not in _merged:
-        _merged[id(defaults)] = pickle.dumps(_merge(self, defaults, repo))
-    return pickle.loads(_merged[id(defaults)])  # a copy, in half the time of `copy.deepcopy`
+    if chosen not in _merged:
+        _merged[chosen] = pickle.dumps(_merge(self, defaults, repo))
+        unfinished = _file(chosen).with_suffix(f".{uuid.uuid4()}")
+        unfinished.write_bytes(pickle.dumps((_lists[chosen], _merged[chosen])))
+        unfinished.rename(_file(chosen))
+    return pickle.loads(_merged[chosen])  # a copy, in half the time of `copy.deepcopy`
 
 
 def _remember_override(self: OverridesParser, word: str, rule: str) -> Any:

@@ -3,7 +3,7 @@
 import ast
 import inspect
 import re
-import textwrap
+import sys
 import tomllib
 from functools import cache
 from importlib import metadata
@@ -86,6 +86,13 @@ class Section(BaseModel):
 
 
 @cache
+def _read_classes(module: str) -> dict[str, ast.ClassDef]:
+    """Return the source of the classes of a module. (`inspect.getsource` of a class would parse the whole file for each.)"""
+    tree = ast.parse(inspect.getsource(sys.modules[module]))
+    return {node.name: node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+
+
+@cache
 def read_descriptions(section: type[Section]) -> dict[str, str]:
     """Return the description of every key of a section: the string below the key in the source, on one line.
 
@@ -96,9 +103,7 @@ def read_descriptions(section: type[Section]) -> dict[str, str]:
     for kind in reversed(section.__mro__):
         if not issubclass(kind, Section):
             continue
-        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
-        assert isinstance(tree, ast.ClassDef)
-        for key, below in pairwise(tree.body):
+        for key, below in pairwise(_read_classes(kind.__module__)[kind.__name__].body):
             if isinstance(key, ast.AnnAssign) and isinstance(below, ast.Expr):
                 assert isinstance(key.target, ast.Name)
                 descriptions[key.target.id] = " ".join(ast.literal_eval(below.value).split())
