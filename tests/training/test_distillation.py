@@ -307,6 +307,14 @@ def test_what_is_refused(teacher):
     for words, message in (
         (["task.rewards=[]"], r"task.rewards=\[\] leaves nothing to learn from"),
         (["task.teacher=/nowhere"], "task.teacher=/nowhere is neither a folder nor the ID"),
+        (
+            [f"task.teacher={teacher}", "task.refill=2", "task.rewards=[]"],
+            r"task.refill=2 .* task.rewards=\[\] leaves none",
+        ),
+        (
+            [f"task.teacher={teacher}", "task.refill=2", "task.rewards=[{function:exact_match,weight:0}]"],
+            "task.refill=2 goes by rewards, and a weight of 0 for exact_match leaves none; name a reward",
+        ),
         ([f"task.teacher={teacher}", "task.teacher_beta=0"], "task.teacher_beta=0 needs the whole distribution"),
         (
             [f"task.teacher={teacher}", "task.teacher_loss=full", "task.loss=next_token"],

@@ -87,7 +87,7 @@ class Section(BaseModel):
 
 @cache
 def _read_classes(module: str) -> dict[str, ast.ClassDef]:
-    """Return the source of the classes of a module. (`inspect.getsource` of a class would parse the whole file for each.)"""
+    """Return the source of the classes of a module, parsed once: `inspect.getsource` parses the file for each class."""
     tree = ast.parse(inspect.getsource(sys.modules[module]))
     return {node.name: node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
 

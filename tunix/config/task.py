@@ -105,6 +105,14 @@ class Task(Section):
         """Return what is read at one time for steps of `num_sequences` sequences."""
         return Cycle(num_sequences, 1)
 
+    @property
+    def _without_reward(self) -> str:
+        """What leaves no reward to learn from; "" where there is one."""
+        if self._environment_rewards or any(term.weight for term in self.rewards):
+            return ""
+        names = ", ".join(term.label for term in self.rewards)
+        return f"a weight of 0 for {names}" if names else "task.rewards=[]"
+
     def describe_tools(self) -> list[dict[str, Any]]:
         """Return the schemas of tools that every conversation has."""
         return []
@@ -372,17 +380,14 @@ class Grpo(Prompted, Taught):
                 f"task.rollout_devices={self.rollout_devices} would wait for the devices that learn, and they for it; "
                 "set task.staleness=1 or more"
             )
-        only_measured = all(term.weight == 0 for term in self.rewards) and not self._environment_rewards
-        if only_measured and (self.teacher is None or not self.teacher_weight):
-            names = ", ".join(term.label for term in self.rewards)
-            said = f"a weight of 0 for {names}" if names else "task.rewards=[]"
+        if self._without_reward and (self.teacher is None or not self.teacher_weight):
             hint = (
                 ""
                 if self.environment is None
                 else f" (task.environment={format_environment(self.environment)} rewards nothing itself)"
             )
             way_out = "give task.teacher=RUN" if self.teacher is None else "set task.teacher_weight=1"
-            raise ValueError(f"{said} leaves nothing to learn from; name a reward{hint}, or {way_out}")
+            raise ValueError(f"{self._without_reward} leaves nothing to learn from; name a reward{hint}, or {way_out}")
         if self.teacher is not None and self.teacher_loss == "sampled" and self.teacher_beta != 1:
             raise ValueError(
                 f"task.teacher_beta={self.teacher_beta:g} needs the whole distribution; set task.teacher_loss=full, or "
@@ -399,8 +404,9 @@ class Grpo(Prompted, Taught):
                 f"{self.adaptive} chooses prompts by answers that rollouts ahead do not have yet (task.staleness="
                 f"{self.staleness}); set task.staleness=0"
             )
-        if not self.is_rewarded:
-            raise ValueError(f"{self.adaptive} goes by rewards, and task.rewards=[]; name a reward")
+        # The curriculum goes by the score of the first term, whatever its weight.
+        if self._without_reward and (self.refill or not self.rewards):
+            raise ValueError(f"{self.adaptive} goes by rewards, and {self._without_reward} leaves none; name a reward")
         return self
 
     @property
