@@ -12,8 +12,8 @@ INSTALL_LOCKED := $(INSTALL) --no-deps --no-compile
 train: .venv/installed ## trains the default job, or what ARGS say
 	$(BIN)/python run_training.py $(ARGS)
 
-# Four workers on two cores: some tests wait (for Slurm, for a heartbeat that does not come).
-PYTEST := $(BIN)/python -m pytest -n 4 --dist worksteal
+# Three workers on two cores: some tests wait (for Slurm, for a heartbeat that does not come).
+PYTEST := $(BIN)/python -m pytest -n 3 --dist worksteal
 test: .venv/installed-tests ## the tests, without the nightly cases
 	$(PYTEST) $(ARGS)
 
