@@ -77,7 +77,7 @@ def reference(*words: str) -> dict[str, float]:
     return loss_and_norm("[[1],[fsdp]]", *words)
 
 
-@pytest.mark.nightly(but=["pp,fsdp,cp-words3", "dp,cp,tp-words5"])
+@pytest.mark.nightly(but=["pp,fsdp,cp-words3"])
 @pytest.mark.parametrize(
     ("axes", "words"),
     [
@@ -89,7 +89,7 @@ def test_dense(axes, words):
     assert_same(loss_and_norm(f"[[2,2,2],[{axes}]]", "seed=0", *words), reference("seed=0"))
 
 
-@pytest.mark.nightly(but=["pp,ep,tp-words3", "fsdp,ep,cp-words7"])
+@pytest.mark.nightly(but=["fsdp,ep,cp-words7"])
 @pytest.mark.parametrize(
     ("axes", "words"),
     [

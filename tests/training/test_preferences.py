@@ -107,6 +107,7 @@ def batches(policy):
         return {name: policy.batch(rows) for name, rows in ROWS.items()}
 
 
+@pytest.mark.nightly(but=[f"{variant}-several pairs a row" for variant in VARIANTS])
 @pytest.mark.parametrize(
     ("variant", "rows"), [(v, r) for v in VARIANTS for r in ROWS if v not in ("simpo", "orpo") or r != "a pair a row"]
 )
