@@ -384,7 +384,7 @@ def trained_model(folder: Path, mesh_shape: Any, family: str | None = None, mtp:
 def _read_defaults() -> Any:
     """Return the values of a model that its config.json says nothing about."""
     files = (OmegaConf.load(CONF / "model" / name) for name in ("family/common.yaml", "pretrained.yaml"))
-    values = OmegaConf.merge(*files)
+    values: Any = OmegaConf.merge(*files)
     del values["defaults"]
     return values
 

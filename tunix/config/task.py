@@ -105,14 +105,6 @@ class Task(Section):
         """Return what is read at one time for steps of `num_sequences` sequences."""
         return Cycle(num_sequences, 1)
 
-    @property
-    def _without_reward(self) -> str:
-        """What leaves no reward to learn from; "" where there is one."""
-        if self._environment_rewards or any(term.weight for term in self.rewards):
-            return ""
-        names = ", ".join(term.label for term in self.rewards)
-        return f"a weight of 0 for {names}" if names else "task.rewards=[]"
-
     def describe_tools(self) -> list[dict[str, Any]]:
         """Return the schemas of tools that every conversation has."""
         return []
@@ -342,6 +334,14 @@ class Grpo(Prompted, Taught):
     @property
     def _environment_rewards(self) -> bool:
         return self.environment is not None and gives_reward(find_environment(self.environment))
+
+    @property
+    def _without_reward(self) -> str:
+        """What leaves no reward to learn from; "" where there is one."""
+        if self._environment_rewards or any(term.weight for term in self.rewards):
+            return ""
+        names = ", ".join(term.label for term in self.rewards)
+        return f"a weight of 0 for {names}" if names else "task.rewards=[]"
 
     def describe_tools(self) -> list[dict[str, Any]]:
         return [] if self.environment is None else describe_tools(find_environment(self.environment))
