@@ -88,6 +88,7 @@ OWN = "my_parts:ARCEE"
 TINY = ROOT / "tests/models/tiny_arcee"  # tunix.parity --keep, of the config.json of transformers' ArceeConfig()
 
 
+@pytest.mark.nightly
 def test_a_family_of_ones_own_is_transformers(folder):
     """Logits, gradients, packed rows, answers and files of the page's Arcee, on one device and on four."""
     checks = compare(TINY, OWN, 1e-4)

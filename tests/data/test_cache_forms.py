@@ -41,6 +41,7 @@ def config(kind, corpus, tmp_path, *words):
     ).config
 
 
+@pytest.mark.nightly(but=["text", "pair"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_form_of_tokens_is_that_of_its_version(kind, corpus, tmp_path):
     (found,) = prepare_corpus(config(kind, corpus, tmp_path, "tokenizer.vocab_size=259"))[0].values()

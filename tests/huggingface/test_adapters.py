@@ -202,6 +202,7 @@ def test_forms_of_updates_learn_as_in_peft(name, mesh_shape):
                 np.testing.assert_allclose(ours, given, atol=1e-3)
 
 
+@pytest.mark.nightly(but=["mixtral"])
 @pytest.mark.parametrize("name", ["olmoe", "mixtral"])
 def test_each_expert_has_updates(name, tmp_path):
     """PEFT's logits of a file with factors for each expert, on a mesh that splits experts, and its bits on the way out."""

@@ -69,6 +69,7 @@ def test_memory_answers_with_the_value_of_a_key():
 SHARED_SEGMENTS = np.array([[1] * 24, [1] * 7 + [2] * 2 + [3] * 15, [1] * 12 + [2] * 12, range(24)], np.int32)
 
 
+@pytest.mark.nightly(but=["8"])
 @pytest.mark.parametrize("num_devices", [2, 8])
 def test_devices_that_share_rows_equal_one(num_devices):
     """Results and gradients, of filters' tokens too: with 8 devices a filter of 6 tokens reaches over two of 3."""

@@ -144,6 +144,7 @@ def test_the_other_axes_are_refused(family):
             check_model_on_mesh(cfg.model, dict.fromkeys(axis_names(), 1) | {axis: 2})
 
 
+@pytest.mark.nightly
 def test_files_of_layers_before_stages(tmp_path):
     """Weights that rest on stages are written as those of one device, and read to where they rest."""
     cfg = config("deepseek_v3")

@@ -36,6 +36,7 @@ def interpreted(q, k, v, seen, **options):
     return flash(q, k, v, seen, FLASH_BLOCKS["H100"] if q.shape[3] > 8 else SMALL_BLOCKS, **options)
 
 
+@pytest.mark.nightly(but=["grouped heads", "filled up, capped, with sums"])
 @pytest.mark.parametrize(
     ("length", "heads", "kv_heads", "dim", "window", "options"),
     [
@@ -63,6 +64,7 @@ def test_numbers_are_those_of_the_plain_kernel(length, heads, kv_heads, dim, win
         np.testing.assert_allclose(one, other, atol=3e-6 * np.abs(other).max())
 
 
+@pytest.mark.nightly(but=["shorter than an image"])
 @pytest.mark.parametrize("window", [13, 256], ids=["shorter than an image", "whole rows"])
 def test_tokens_of_a_image_see_one_another(window):
     """Images of 40 tokens, one cut by the end of its row; both kernels compute what the mask says."""

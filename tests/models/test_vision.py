@@ -96,6 +96,7 @@ def test_logits_and_gradients_are_those_of_transformers(model, expected, tmp_pat
         np.testing.assert_allclose(ours, value, atol=1e-4 * max(1, np.abs(value).max()), err_msg=name)
 
 
+@pytest.mark.nightly
 def test_greedy_generation_behind_a_image(model, expected):
     """Token for token, beside a prompt of text alone and one with two images."""
     whole, index, images = expected["image_greedy"].tolist(), expected["image_index"], expected["images"]

@@ -89,6 +89,7 @@ def test_evaluate_measures_what_the_run_did(wide, tmp_path, monkeypatch):
         evaluate(read_settings(Evaluate, [f"checkpoint={wide}"], {"overrides": []}))
 
 
+@pytest.mark.nightly
 def test_sft_learns_the_best_answers(wide, tmp_path, monkeypatch):
     """The file has the first best of the whole answers to each prompt, from `best_from` on; a run of task=sft reads it."""
     monkeypatch.chdir(tmp_path)
@@ -135,6 +136,7 @@ def test_mistakes_of_best(wide, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.nightly
 def test_one_device_draws_and_learns_the_same(wide, tmp_path):
     """With pages in the place of slots."""
     folder = tmp_path / "run"

@@ -163,6 +163,7 @@ def test_a_chosen_step_puts_newer_ones_aside(run, finished_copy):
     assert os.listdir(aside) == ["6"]
 
 
+@pytest.mark.nightly
 def test_a_longer_run_goes_on_where_it_ended(run, finished_copy):
     folder = finished_copy(*TWO_DEVICES)
     run(f"resume={folder}", "training.max_steps=8")
@@ -230,6 +231,7 @@ def test_what_is_kept(run):
     assert steps(waited) == [6]
 
 
+@pytest.mark.nightly
 def test_a_hard_stop_and_chosen_steps(run, finished, monkeypatch):
     """The schedule is that of the whole run: the steps after the stop have the losses of an unbroken run."""
     monkeypatch.setenv("TUNIX_API_KEY", "a secret")
@@ -283,6 +285,7 @@ def flip_a_bit(folder) -> None:
     path.write_bytes(data)
 
 
+@pytest.mark.nightly(but=["flip_a_bit"])
 @pytest.mark.parametrize("damage", [tear, flip_a_bit])
 def test_a_damaged_newest_checkpoint_is_passed_over_loudly(run, finished_copy, damage):
     folder = finished_copy(*TWO_DEVICES)
@@ -361,6 +364,7 @@ def put_a_file(checkpoint: Path) -> str:
     return "checkpoints/6 is no folder"
 
 
+@pytest.mark.nightly(but=["empty", "leave_out_digests", "link_to_nothing"])
 @pytest.mark.parametrize("damage", [empty, copy_half, leave_out_digests, leave_out_index, link_to_nothing, put_a_file])
 def test_a_checkpoint_that_is_not_there_as_a_whole_is_refused(finished_copy, tmp_path, monkeypatch, damage):
     """Where no folder has the name of the step, there is no such checkpoint; else the message says what is missing."""
@@ -400,6 +404,7 @@ def test_a_changed_corpus_is_refused(run, tmp_path):
     assert len(metrics(folder)) == 6
 
 
+@pytest.mark.nightly
 def test_leave_to_go_on_with_a_changed_corpus(run, tmp_path):
     """With the tokenizer of the checkpoint, though the corpus would give another; and given once."""
     corpus = write_corpus(tmp_path / "corpus")

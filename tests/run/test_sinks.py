@@ -43,6 +43,7 @@ class Memory:
         self.ends.append(error)
 
 
+@pytest.mark.nightly
 def test_a_new_sink_gets_every_line_and_is_told_how_the_run_ends(words, monkeypatch):
     monkeypatch.setitem(SINKS, "memory", Memory)
     tunix.train([*words, "logging.sinks=[jsonl,memory]", "evaluation.sample_tokens=2"])

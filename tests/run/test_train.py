@@ -263,6 +263,7 @@ def test_unknown_compiler_options_are_named(words):
     ).folder
 
 
+@pytest.mark.nightly(but=["training.max_tokens=400-3"])
 @pytest.mark.parametrize(
     ("limit", "steps"), [("training.max_tokens=400", 3), ("training.num_epochs=0.01", 1), ("training.max_steps=2", 2)]
 )

@@ -37,6 +37,7 @@ def dummy(monkeypatch):
     monkeypatch.setitem(LOSSES, "next_token", LossKind(lambda cfg: unlikely_sequences, means, fields))
 
 
+@pytest.mark.nightly
 def test_a_loss_in_the_table_reaches_a_runs_metrics(dummy, tmp_path, corpus, monkeypatch):
     """The step and the held-out set divide and report what the loss says."""
     monkeypatch.setitem(LOSSES, "next_token", LOSSES["next_token"]._replace(fields=FIELDS))

@@ -105,7 +105,7 @@ CUTS = {
 }  # fmt: skip
 
 
-@pytest.mark.nightly(but=["full_shard, one reduction", "shard_optimizer, a reduction each"])
+@pytest.mark.nightly(but=["shard_optimizer, a reduction each"])
 @pytest.mark.parametrize("words", CUTS.values(), ids=list(CUTS))
 def test_cuts_leave_the_result_unchanged(words, reference):
     """Strategies; accumulation equals one batch under a random mask; what is kept for the backward pass."""
@@ -257,6 +257,7 @@ def test_bf16_computes_in_bf16_over_float32_weights(reference):
     assert rounded == pytest.approx(exact, rel=1e-2)
 
 
+@pytest.mark.nightly(but=["2"])
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_weights_and_moments_in_bfloat16_stay_so(microbatches, reference):
     """Gradients and updates are in float32; what rests is as the config says."""
