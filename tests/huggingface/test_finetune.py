@@ -34,7 +34,7 @@ from tunix.training.train_spec import assemble
 LORA = ["model.lora.rank=4", "model.lora.dropout=0.2", "optimizer.learning_rate=2e-2"]
 SFT = [
     "task=sft", "data=conversations_csv", "data.paths=[talk.csv]", "data.held_out_fraction=0.2", "loading.packing=pad",
-    "training.seq_len=64", "training.loss_chunk_size=64", "training.micro_batch_size=4", "training.mixed_precision=fp32",
+    "training.seq_len=64", "training.loss_chunk_size=64", "training.micro_batch_size=2", "training.mixed_precision=fp32",
     "training.max_steps=30", "evaluation.every_steps=10", "evaluation.sample_tokens=0", "model.mesh_shape=[[2],[fsdp]]",
     "distributed.allow_idle_devices=true", "hydra.run.dir=run", "checkpoint.save_every_steps=15",
 ]  # fmt: skip
