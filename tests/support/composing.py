@@ -7,13 +7,10 @@ config of a run and a folder that a test writes are read each time. Each file an
 remembered too, and YAML is read by libyaml.
 """
 
-import atexit
 import copy
 import os
 import pickle
-import shutil
 import tempfile
-import uuid
 from dataclasses import replace
 from functools import cache
 from hashlib import sha256
@@ -33,12 +30,13 @@ from omegaconf import DictConfig
 from omegaconf._utils import get_yaml_loader
 
 from tunix.base.config_types import CONF
+from tunix.base.files import replacing
 
 OWN = {"hydra.conf", str(CONF.absolute()), ""}  # places of config files: Hydra's, ours, those of schemas
 
 if (SHARED := "TUNIX_TESTS_COMPOSED") not in os.environ:
-    os.environ[SHARED] = tempfile.mkdtemp(prefix="tunix-tests-")
-    atexit.register(shutil.rmtree, os.environ[SHARED])
+    made = tempfile.TemporaryDirectory(prefix="tunix-tests-")  # removed when this process ends
+    os.environ[SHARED] = made.name
 FOLDER = Path(os.environ[SHARED])  # the processes that this one starts share it
 
 _lists: dict[Any, DefaultsList] = {}  # by the chosen files
@@ -112,9 +110,8 @@ def _remember_merged(self: ConfigLoaderImpl, defaults: list[Any], repo: Any) -> 
         return _merge(self, defaults, repo)
     if chosen not in _merged:
         _merged[chosen] = pickle.dumps(_merge(self, defaults, repo))
-        unfinished = _file(chosen).with_suffix(f".{uuid.uuid4()}")
-        unfinished.write_bytes(pickle.dumps((_lists[chosen], _merged[chosen])))
-        unfinished.rename(_file(chosen))
+        with replacing(_file(chosen)) as new:
+            new.write_bytes(pickle.dumps((_lists[chosen], _merged[chosen])))
     return pickle.loads(_merged[chosen])  # a copy, in half the time of `copy.deepcopy`
 
 

@@ -105,13 +105,18 @@ def count_rows(values: dict[Any, Any], at_least: int = 0) -> int:
 def _fill_architecture(model: dict[Any, Any], read: dict[str, Any], source: str) -> None:
     """Set the keys of the model to those read from a config.json, on top of the values of its family."""
     name = read["family"]
-    own = find_family(name).values
-    family: Any = OmegaConf.to_container(_read_file(_file_of_values(name)) if own is None else _read_parts(own))
+    family: Any = OmegaConf.to_container(_read_parts(find_family(name).values or _file_of_values(name)))
     mlp = {**family["mlp"], **read.get("mlp", {})}
     vision = {**family["vision"], **read.get("vision", {})} if family["vision"] else None
     parts = {**family, **read, "mlp": mlp, "vision": vision}
     values: Any = OmegaConf.to_container(OmegaConf.create(parts), resolve=True)
     _fill(model, {key: values[key] for key in values.keys() - OUTSIDE - {"defaults"}}, source)
+
+
+@cache
+def _load_file(path: Path) -> Any:
+    """Return the values of a file, read once. The caller copies them before it changes one."""
+    return OmegaConf.to_container(OmegaConf.load(path))
 
 
 def _file_of_values(family: str) -> Path:
@@ -125,16 +130,13 @@ def _read_parts(values: dict[str, Any] | Path) -> Any:
         UserError: there is no such file, or its defaults are no families of tunix.
     """
     try:
-        own: Any = OmegaConf.create(values) if isinstance(values, dict) else OmegaConf.load(values)
+        own: Any = OmegaConf.create(values if isinstance(values, dict) else _load_file(values))
         # Choices that are no texts are of other sections.
         names = [choice for choice in own.pop("defaults", []) if isinstance(choice, str)]
-        below = [_read_file(_file_of_values(name.removesuffix("@_here_"))) for name in names]
+        below = [_read_parts(_file_of_values(name.removesuffix("@_here_"))) for name in names]
         return OmegaConf.merge(*below, own)
     except (OSError, AttributeError, YAMLError) as error:
         raise UserError(f"model.family: the values {values} cannot be read: {error}") from None
-
-
-_read_file = cache(_read_parts)  # of a path; what it returns is merged, and never changed
 
 
 def _fill(model: dict[Any, Any], decided: dict[str, Any], source: str) -> None:
@@ -380,18 +382,11 @@ def trained_model(folder: Path, mesh_shape: Any, family: str | None = None, mtp:
     return validate(Model, saved["model"] | {"mesh_shape": mesh_shape}, "model")
 
 
-@cache
-def _read_defaults() -> Any:
-    """Return the values of a model that its config.json says nothing about."""
-    files = (OmegaConf.load(CONF / "model" / name) for name in ("family/common.yaml", "pretrained.yaml"))
-    values: Any = OmegaConf.merge(*files)
-    del values["defaults"]
-    return values
-
-
 def _describe_model(read: dict[str, Any], source: str, mesh_shape: Any) -> Model:
     """Return the model that a config.json describes."""
-    values: Any = OmegaConf.to_container(_read_defaults())
+    files = (_load_file(CONF / "model" / name) for name in ("family/common.yaml", "pretrained.yaml"))
+    values: Any = OmegaConf.to_container(OmegaConf.merge(*files))
+    del values["defaults"]
     _fill_architecture(values, read, source)
     return validate(Model, values | {"mesh_shape": mesh_shape}, "model")
 
