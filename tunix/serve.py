@@ -117,6 +117,7 @@ async def _run(app: "App", sock: socket.socket, command: Serve) -> None:
         asyncio.get_running_loop().add_signal_handler(number, end)
     host, port = sock.getsockname()[:2]
     host = f"[{host}]" if ":" in host else host
+    sock.listen(config.backlog)  # whoever has read the line below can connect
     print(f"serving {app.name} on http://{host}:{port}/v1 (Ctrl-C ends it)", flush=True)
     print(f"cache: {app.serving.bound.text}", flush=True)
     try:
