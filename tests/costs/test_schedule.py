@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from tunix.costs.compiled_time import KernelData, Speeds, predict_time
+from tunix.costs.compiled_time import ATTENTION_KERNELS, KernelData, Speeds, predict_time
 from tunix.costs.devices import read_topology
 from tunix.costs.hlo import Collective, Work, count_alone, count_trips, parse_instructions, read_collectives
 from tunix.plan.compile import assume_speeds
@@ -272,10 +272,12 @@ OF_KERNELS = Speeds(
 
 
 def test_attention_kernels_have_the_products_of_the_pairs_that_they_compute():
-    """Three for each pair, at the speed of kernels."""
-    timeline = predict_time(KERNEL, [], OF_KERNELS, KernelData(pairs_per_row=1000.0))
+    """Three for each pair, at the share of the speed of products that the kernel reaches with heads of 64."""
+    speeds = replace(OF_KERNELS, flops_per_s=10.0)
+    timeline = predict_time(KERNEL, [], speeds, KernelData(pairs_per_row=1000.0))
     assert timeline.flops == 2 * 3 * 2 * 4 * 64 * 1000
-    assert timeline.compute_s == pytest.approx(timeline.flops / 10)
+    share = ATTENTION_KERNELS["attention_d_queries"].shares[64]
+    assert timeline.compute_s == pytest.approx(timeline.flops / (10 * share))
 
 
 GROUPED = """HloModule step, is_scheduled=true

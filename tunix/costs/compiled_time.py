@@ -20,6 +20,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache
+from typing import NamedTuple
 
 from tunix.costs.hlo import (
     ASYNC_CALLS,
@@ -43,9 +44,23 @@ from tunix.costs.hlo import (
     read_computations,
 )
 
-# Products in the kernels of models/flash_attention.py: scores and outputs; scores, gradients of scores and of queries;
-# scores, gradients of scores, of keys and of values.
-KERNEL_MATMUL = {"attention_forward": 2, "attention_d_queries": 3, "attention_d_keys": 4}
+
+class AttentionKernel(NamedTuple):
+    """Work of a kernel of models/flash_attention.py."""
+
+    num_matmul: int  # products of a pair of a query and a key
+    # Share of the speed of matrix products that it reaches, by head dim: measured on one H200, where products are taken
+    # to reach 693 TFLOP/s (benchmarks/results.md). The softmax takes more of the time where heads are narrow.
+    shares: dict[int, float]
+
+
+ATTENTION_KERNELS = {
+    "attention_forward": AttentionKernel(2, {64: 0.38, 128: 0.52, 256: 0.41}),  # scores, outputs
+    # Scores, and the gradients of scores and of queries.
+    "attention_d_queries": AttentionKernel(3, {64: 0.58, 128: 0.64, 256: 0.46}),
+    # Scores, and the gradients of scores, of keys and of values.
+    "attention_d_keys": AttentionKernel(4, {64: 0.53, 128: 0.56, 256: 0.22}),
+}
 RECOMPUTED = ".remat"  # in the names of instructions that XLA's own rematerialization has copied
 FURTHER_ROUNDS = "further_rounds"  # the scope of the loop of models/fused_experts.py
 HOST_READ_S = 15e-6  # seconds in which the host reads the condition of a loop whose end is data; assumed
@@ -59,8 +74,7 @@ class Speeds:
 
     flops_per_s: float  # of matrix products
     fp8_flops_per_s: float  # of those of 8-bit floats
-    # Of our kernels: models/flash_attention.py, which also compute a softmax, grouped_matmul.py, and fused_experts.py.
-    kernel_flops_per_s: float
+    kernel_flops_per_s: float  # of our kernels of experts: grouped_matmul.py and fused_experts.py
     bytes_per_s: float  # of reading and writing the device's memory
     host_bytes_per_s: float  # between the device and the host's memory
     launch_s: float  # between the end of a kernel and the start of the next
@@ -205,11 +219,12 @@ class _Walk:
             return work, speeds.kernel_flops_per_s
         work = self._count(instruction, scope)
         name = kernel.removesuffix("_own").removesuffix("_before")  # two kernels of models/ring.py for each
-        if num_matmul := KERNEL_MATMUL.get(name, 0):
+        if attention := ATTENTION_KERNELS.get(name):
             batch, _, heads, dim = scope[instruction.operands[0]].dims  # queries [B, T, N, H]
             in_block = data.ring_pairs.get(kernel[len(name) :], math.nan)
             pairs = data.pairs_per_row if kernel == name else in_block
-            return work._replace(flops=2.0 * num_matmul * batch * heads * dim * pairs), speeds.kernel_flops_per_s
+            flops = 2.0 * attention.num_matmul * batch * heads * dim * pairs
+            return work._replace(flops=flops), speeds.flops_per_s * attention.shares[dim]
         is_fp8 = multiplies_fp8(instruction, scope, self.program)
         return work, speeds.fp8_flops_per_s if is_fp8 else speeds.flops_per_s
 

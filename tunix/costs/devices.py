@@ -16,9 +16,8 @@ from tunix.models.table import MATMUL_DTYPES
 
 PLATFORM = "gpu"  # of all kinds of conf/command/device, whichever compiler is installed
 
-# Share of the speed of matrix products that our own kernels are assumed to reach: 415 TFLOP/s on an H100, where
-# kernels of this kind (FlashAttention-2 in Triton) are reported to reach 350 to 500. On one H200 they reached 281 with
-# heads of 64 numbers and 197 with windows of 512, and products 776 and 746 in place of 692 (benchmarks/results.md).
+# Share of the speed of matrix products that our kernels of experts reach: on one H200, with the experts of Qwen 3
+# 30B-A3B, 419 TFLOP/s (benchmarks/results.md), where products are taken to reach 693.
 KERNEL_SHARE = 0.6
 HBM_SHARE = 0.8  # share of the memory's bandwidth that everything but matrix products is assumed to reach
 # Share of PCIe's bandwidth that copies from and to pinned memory are assumed to reach: about 25 of 32 GB/s, 52 of 64.

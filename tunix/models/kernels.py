@@ -60,12 +60,17 @@ class FlashBlocks(NamedTuple):
 _64 = FlashBlocks(FlashBlock(128, 64, 4, 3), FlashBlock(128, 64, 8, 2), FlashBlock(64, 128, 8, 2))
 _128 = FlashBlocks(FlashBlock(128, 64, 8, 3), FlashBlock(128, 64, 8, 2), FlashBlock(64, 128, 8, 2))
 _256 = FlashBlocks(FlashBlock(128, 64, 8, 2), FlashBlock(64, 64, 8, 2), FlashBlock(32, 64, 8, 2))
-# Blocks by the kind of chip (a part of its name) and by head dim. All are compiled for these chips, and ptxas says how
-# many registers are spilled: on H100 only 84 bytes in the third kernel with head dim 256. Of one H200,
-# benchmarks/results.md has their speed in a step; other blocks were not timed on a device.
+# The fastest of those that `python -m benchmarks.gpu_blocks` tries on one H200, which has the processor of the H100.
+_HOPPER = {
+    64: FlashBlocks(FlashBlock(128, 128, 4, 2), FlashBlock(64, 64, 4, 2), FlashBlock(128, 64, 4, 2)),
+    128: FlashBlocks(FlashBlock(128, 128, 8, 3), FlashBlock(64, 64, 4, 2), FlashBlock(64, 128, 8, 2)),
+    256: FlashBlocks(FlashBlock(128, 64, 8, 2), FlashBlock(64, 64, 4, 2), FlashBlock(32, 64, 8, 2)),
+}
+# Blocks by the kind of chip (a part of its name) and by head dim. Those of other chips are compiled for them, and were
+# not timed on a device.
 FLASH_BLOCKS: dict[str, dict[int, FlashBlocks]] = {
-    "H100": {64: _64, 128: _128, 256: _256},
-    "H200": {64: _64, 128: _128, 256: _256},
+    "H100": _HOPPER,
+    "H200": _HOPPER,
     "A100": {64: _64, 128: _128, 256: _256},
     # Its tensor memory holds 512 columns: (32, 64) needs 544.
     "B200": {64: _64, 128: _128, 256: _256._replace(d_keys=FlashBlock(64, 32, 8, 2))},
@@ -166,15 +171,21 @@ _FUSED_LARGE = ExpertBlocks(
     _TWO_LARGE, _LARGE, _COMBINE, GroupedBlock(128, 64, 64, 8, 3), GroupedBlock(64, 64, 64, 8, 3), _LARGE, _TWO_LARGE,
     _LARGE,
 )  # fmt: skip
+# The fastest on one H200, as above. `d_hidden` spills registers (1.11 ms without, 0.99 with); `d_hidden_long` was not
+# timed.
+_FUSED_HOPPER = ExpertBlocks(
+    GroupedBlock(128, 128, 64, 8, 4), _LARGE, GroupedBlock(8, 256, 0, 4, 2), GroupedBlock(64, 256, 64, 8, 4),
+    GroupedBlock(64, 64, 64, 8, 3), GroupedBlock(128, 128, 64, 4, 4), GroupedBlock(128, 64, 64, 4, 3), _LARGE,
+)  # fmt: skip
 _FUSED_SMALL = ExpertBlocks(
     _TWO_SMALL, _SMALL, _COMBINE, GroupedBlock(128, 64, 32, 8, 3), GroupedBlock(64, 64, 32, 8, 3), _SMALL, _TWO_SMALL,
     _SMALL,
 )  # fmt: skip
 # Blocks by the kind of chip, as above: compiled for these chips with the experts of Qwen 3 30B-A3B, GPT-OSS 20B,
-# Llama 4 and Gemma 4 26B-A4B, and ptxas says that no register is spilled. None was timed on a device.
+# Llama 4 and Gemma 4 26B-A4B, and ptxas says that no register is spilled.
 EXPERT_BLOCKS: dict[str, ExpertBlocks] = {
-    "H100": _FUSED_LARGE,
-    "H200": _FUSED_LARGE,
+    "H100": _FUSED_HOPPER,
+    "H200": _FUSED_HOPPER,
     "A100": _FUSED_SMALL,
     "B200": _FUSED_LARGE._replace(up=_TWO_LARGE._replace(stages=2)),
     "L40S": _FUSED_SMALL,

@@ -23,7 +23,7 @@ from tunix.base.dotted_path import import_object
 from tunix.config import Config
 from tunix.config.layers import HeadSizes
 from tunix.costs.communication import LocalHeads, Transfer, find_group, measure_heads, predict_seconds, swap_heads
-from tunix.costs.compiled_time import StepTime
+from tunix.costs.compiled_time import ATTENTION_KERNELS, StepTime
 from tunix.costs.devices import HBM_SHARE, KERNEL_SHARE, PLATFORM, Cluster, compute_peak_tflops
 from tunix.costs.step import Costs
 from tunix.models import kernels
@@ -228,6 +228,11 @@ def _predict_pair_times(case: AttentionCase) -> PairTimes:
     """
     kind, item, flops = case.cluster.kind, case.heads.itemsize, _count_pair_flops(case.kind)
     matmul_flops_per_s = kind.peak_tflops * 1e12 * kind.efficiency
+    blocks = kernels.find_row_of_chip(kernels.FLASH_BLOCKS, kind.name)
+    if case.kernel == "flash" and blocks is not None:
+        dim = kernels.padded_dim(blocks, case.kind.dim)
+        each = [2 * dim * kernel.num_matmul / kernel.shares[dim] for kernel in ATTENTION_KERNELS.values()]
+        return PairTimes(each[0] / matmul_flops_per_s, sum(each[1:]) / matmul_flops_per_s)
     if case.kernel != "xla":
         return PairTimes(*(each / (matmul_flops_per_s * KERNEL_SHARE) for each in flops))
     num_bytes = 3 * 4 + 2 * item, 4 * 4 + 5 * item
