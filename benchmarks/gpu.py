@@ -3,7 +3,7 @@
 TRANSFORMERS_PYTHON, if it is set, is a Python with torch and transformers, which then trains the same models in the
 same run. Each part has a process of its own, so that it has all of the memory:
 
-    prepare     all programs are compiled, several at a time, into a folder of compiled programs
+    prepare     all programs are compiled, several at a time, into a folder of compiled programs; rollouts draw once
     kernel      kernels of attention and of experts beside plain operations: numbers and times (gpu_kernels.py)
     step        train steps of each model on random tokens: tokens/s, MFU, memory, beside what the plan predicts
     rollout     answers drawn with each cache: tokens/s, beside those of the bytes that a token reads
@@ -23,6 +23,7 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,8 +73,8 @@ def words_of(name: str, tiny: bool) -> list[str]:
     return sorted(words.values(), key=lambda word: not word.startswith("model="))
 
 
-def step(name: str, tiny: bool, only_compile: bool = False, traces: str | None = None) -> dict[str, Any]:
-    """Compile the train step of a case, and measure it; return figures beside those that the plan predicts."""
+def predict(name: str, tiny: bool) -> dict[str, Any]:
+    """Compile the train step of a case, and return the figures that the plan predicts for it."""
     import jax
 
     from tunix.config.compose import compose
@@ -84,7 +85,7 @@ def step(name: str, tiny: bool, only_compile: bool = False, traces: str | None =
     device = jax.devices()[0]
     figures: dict[str, Any] = {"device": device.device_kind}
     if device.platform != "gpu":  # a plan predicts GPUs
-        return figures | ({} if only_compile else train(cfg, device, 2 if tiny else STEPS, traces))
+        return figures
     kind = find_kind(device.device_kind) or read_device_kinds()["h100"]
     predicted, _ = compile_for(cfg, Cluster(kind, 1, 1), [device])
     limit = (device.memory_stats() or {}).get("bytes_limit")
@@ -94,10 +95,17 @@ def step(name: str, tiny: bool, only_compile: bool = False, traces: str | None =
         "compile_s": predicted.compile_s,
     }
     if limit and predicted.memory > limit:
-        return figures | {"error": f"does not fit: {predicted.memory / 2**30:.0f} GiB of {limit / 2**30:.0f}"}
-    if only_compile:
-        return figures
-    return figures | train(cfg, device, 2 if tiny else STEPS, traces and f"{traces}/{name}")
+        figures["error"] = f"does not fit: {predicted.memory / 2**30:.0f} GiB of {limit / 2**30:.0f}"
+    return figures
+
+
+def step(name: str, tiny: bool, traces: str | None = None) -> dict[str, Any]:
+    """Measure the train step of a case."""
+    import jax
+
+    from tunix.config.compose import compose
+
+    return train(compose(words_of(name, tiny)).config, jax.devices()[0], 2 if tiny else STEPS, traces)
 
 
 def train(cfg: Any, device: Any, num_steps: int, trace: str | None = None) -> dict[str, Any]:
@@ -149,7 +157,7 @@ def train(cfg: Any, device: Any, num_steps: int, trace: str | None = None) -> di
     }
 
 
-def rollout(name: str, tiny: bool) -> dict[str, Any]:
+def rollout(name: str, tiny: bool, only_compile: bool = False) -> dict[str, Any]:
     """Draw answers from Qwen 3 0.6B with random weights, and return tokens/s beside those of a token's bytes."""
     import jax
     import numpy as np
@@ -186,7 +194,9 @@ def rollout(name: str, tiny: bool) -> dict[str, Any]:
                 engine.release(number)
         return time.perf_counter() - start_time
 
-    draw()
+    first_s = draw()  # with the compiling of a program for each number of rows, and for twice as many slots
+    if only_compile:
+        return {"device": device.device_kind, "first_s": first_s}
     seconds = min(draw() for _ in range(2))
     # Each token reads the weights and the logits, and of the cache what the rows at work have.
     read = longest * (parts["gathered weights"] + parts["logits"])
@@ -259,7 +269,7 @@ class Parts:
 
     def prepare(self, names: list[str]) -> dict[str, dict]:
         """Compile the programs of all cases, several at a time; the parts that follow read them."""
-        workers = 1 if self.tiny else max(1, min(4, (os.cpu_count() or 2) // 4))
+        workers = 1 if self.tiny else max(1, (os.cpu_count() or 2) // 3)
         end = time.monotonic() + PREPARE_S
 
         def compile_case(name: str) -> dict:
@@ -282,14 +292,17 @@ def measure(tiny: bool, names: list[str], python: str | None, traces: str | None
             print(f"{limit_s - parts.left_s:5.0f} s  {line}", flush=True)
 
         say(f"compiling {', '.join(names)}")
-        prepared = parts.prepare(names)
+        prepared = parts.prepare([*names, *ROLLOUTS])
         say("kernel")
         compared = parts.own("kernel")
         steps, peers, rollouts = {}, {}, {}
         for name in names:
             say(f"step of {name}")
-            ready, kept = prepared[name], ["--traces", traces] if traces else []
-            steps[name] = ready if "does not fit" in ready.get("error", "") else parts.own("step", name, *kept)
+            ready, kept = prepared[name], ["--traces", f"{traces}/{name}"] if traces else []
+            if "does not fit" not in ready.get("error", ""):
+                ready.pop("error", None)  # it was not compiled in time; it may be now
+                ready |= parts.own("step", name, *kept)
+            steps[name] = ready
         for name in ROLLOUTS:
             say(f"rollout with {name}")
             rollouts[name] = parts.own("rollout", name)
@@ -370,7 +383,9 @@ def main() -> None:
         "kernel": lambda: compare_all(chosen.tiny),
         "step": lambda: step(chosen.case, chosen.tiny, traces=chosen.traces),
         "rollout": lambda: rollout(chosen.case, chosen.tiny),
-        "compile": lambda: step(chosen.case, chosen.tiny, only_compile=True),
+        "compile": lambda: (partial(rollout, only_compile=True) if chosen.case in ROLLOUTS else predict)(
+            chosen.case, chosen.tiny
+        ),
     }
     if chosen.part:
         print(json.dumps(parts[chosen.part]()))
