@@ -116,10 +116,14 @@ def test_pages_change_no_token(name):
 
 
 @pytest.mark.nightly(but=["sampled"])
-@pytest.mark.parametrize("sampling", [Sampling(6, 1.3), Sampling(12, 0.0, guess=3)], ids=["sampled", "guessed"])
-def test_the_kernel_of_gpus_changes_no_token(sampling, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "sampling"),
+    [("llama", Sampling(6, 1.3)), ("gemma3", Sampling(12, 0.0, guess=3))],
+    ids=["sampled", "guessed"],
+)
+def test_the_kernel_of_gpus_changes_no_token(name, sampling, monkeypatch):
     """The engine with the kernel that GPUs have, which is interpreted here: rows come and go."""
-    model = tunix.load_pretrained(PARITY / "gemma3")
+    model = tunix.load_pretrained(PARITY / name)
     monkeypatch.setattr(kv_cache, "branches_are_cheap", lambda: False)
     monkeypatch.setattr(paged_attention, "attend_to_pages", partial(paged_attention.attend_to_pages, interpret=True))
     request = Request(make_prompts(model.cfg.vocab_size), 2, seed=7)
