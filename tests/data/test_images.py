@@ -419,6 +419,22 @@ def test_documents_are_cut_before_a_image(folder):
     assert sorted(found) == sorted(pixels.values())
 
 
+def test_images_behind_the_last_answer_that_is_learnt_are_left_out(folder):
+    """With the turns that they stand in. A row with more images than its messages show is refused all the same."""
+    image = [[{"type": "image", "image": f"photos/{n}.png"}, {"type": "text", "text": "what?"}] for n in range(2)]
+    for messages, learnt in (
+        ([*turn(image[0], "one"), {"role": "user", "content": image[1]}], None),
+        ([*turn(image[0], "one"), *turn(image[1], "two")], [False, True, False, False]),
+    ):
+        row = {"messages": messages} | ({} if learnt is None else {"learnt_turns": learnt})
+        ((text, pixels),) = describe(load(folder, [row], "training.seq_len=128"))
+        assert len(pixels) == text.count("<start_of_image>") >= 1
+        assert pixels[0] == FORM.decode((folder / "photos/0.png").read_bytes()).units[0].tobytes()
+    unshown = {"messages": [*turn("<start_of_image>what?", "one"), {"role": "user", "content": "and?"}]}
+    with pytest.raises(UserError, match="images"):
+        load(folder, [unshown | {"images": ["photos/0.png", "photos/1.png"]}], name="unshown.jsonl")
+
+
 def test_pairs_have_their_images_in_both_halves(folder):
     rows = [
         {"prompt": "what?", "chosen": f"a {n}", "rejected": f"b {n}", "images": [f"photos/{n}.png"]} for n in range(3)

@@ -534,11 +534,16 @@ def _cut_conversation(vocab: Vocab, document: Document) -> list[tuple[Pieces, Se
     """Return the sequences of a conversation, each with the images of its turns."""
     content: Conversation = document.content  # type: ignore[assignment]
     vocab.chat.check_tools(content.messages, content.options)
-    *earlier, last = vocab.chat.cut_answers(*content)
-    mark = vocab.images and vocab.images.mark
-    counts = [sum(text.count(mark) for text, _ in pieces) if mark else 0 for pieces in earlier]
-    shares = [(pieces, document.images[:count]) for pieces, count in zip(earlier, counts, strict=True)]
-    return [*shares, (last, document.images)]
+    sequences = vocab.chat.cut_answers(*content)
+    if vocab.images is None or not document.images:
+        return [(pieces, document.images) for pieces in sequences]
+    mark, num_images = vocab.images.mark, len(document.images)
+    counts = [sum(text.count(mark) for text, _ in pieces) for pieces in sequences]
+    # Turns behind the last answer that is learnt may have images too. A template that shows another number of images
+    # than there are is refused where tokens take their places.
+    if counts[-1] < num_images != vocab.chat.render(content.messages, options=content.options).count(mark):
+        counts[-1] = num_images
+    return [(pieces, document.images[:count]) for pieces, count in zip(sequences, counts, strict=True)]
 
 
 def _encode_pieces(vocab: Vocab, pieces: Pieces, encoded: Iterator[np.ndarray], images: Sequence[bytes]) -> Encoded:
