@@ -240,6 +240,13 @@ def _index() -> tuple[dict[str, ForeignName], dict[str, ForeignName]]:
     return names, leaves
 
 
+@cache
+def _list_single_keys() -> dict[str, str]:
+    """Return the names of other programs that are one key here, with this key."""
+    keys = {name: re.fullmatch(r"([\w.]+)=VALUE", row.here) for name, row in _index()[1].items()}
+    return {name: key[1] for name, key in keys.items() if key}
+
+
 def find_row(key: str, own_leaves: Collection[str] = ()) -> ForeignName | None:
     """Return the row of a name: the longest end of it that is a name of theirs, else its last part alone.
 
@@ -531,7 +538,7 @@ def describe_unknown_key(
     if head.startswith("optimizer.groups."):
         valid = [f"{head}.{name}" for name in ParameterGroup.model_fields]
     # `leaves` has one key for each last part, whatever its section; `local` has those of the section that was typed.
-    leaves = {name.rpartition(".")[2]: name for name in valid}
+    leaves = {name.rpartition(".")[2]: name for name in reversed(valid)}  # the first of several
     local = {name.rpartition(".")[2]: name for name in valid if name.rpartition(".")[0] == head}
     if not head:
         local |= {name: name for name in root.model_fields}  # `valid` has the keys of sections, and not their names
@@ -539,10 +546,11 @@ def describe_unknown_key(
     # What to compare, with which keys, and how similar they must be (0 to 1, as difflib counts). The first match wins:
     # the surest guesses come first, so that a right name in a wrong section is not answered with a similar one here.
     # The less a guess has to go on, the more similar its words must be.
+    theirs = _list_single_keys() if root is Config else {}
     guesses = [
         (leaf, leaves, 1.0),  # the right name in another section
         (leaf, local, 0.7),  # a typo in the name
-        (leaf, leaves, 0.8),  # both
+        (normalize(leaf), theirs | leaves, 0.8),  # both, or a typo in a name of another program
     ]
     if not (head and local):
         guesses.append((key, full, 0.75))  # a typo in the section's name
