@@ -43,7 +43,7 @@ GROUPS, TINY_GROUPS = (32, 8192, 2048, 768), (4, 64, 32, 16)
 # the plain products would take 100 GB).
 EXPERTS, TINY_EXPERTS = (32, 4096, 4, 2048, 768), (4, 64, 2, 32, 16)
 # Rows, heads, key/value heads, numbers of a head, tokens of the longest row: those of Qwen 3 8B.
-PAGES, PAGE = (64, 32, 8, 128, 4096), 16
+PAGES, TINY_PAGES, PAGE = (64, 32, 8, 128, 4096), (4, 4, 2, 16, 64), 16
 
 
 def timed(function: Any, *arguments: Any) -> float:
@@ -172,13 +172,15 @@ def compare_pages(rows: int, heads: int, kv_heads: int, head_dim: int, longest: 
     cfg = compose(["model=qwen3_0_6b", *sizes, *one]).config
     mesh = build_mesh(cfg, jax.devices()[:1])
     layout, wide = build_layout(cfg, mesh).for_generation(), longest // PAGE
+    spec, interpret = layout.activation("BTNH"), jax.devices()[0].platform == "cpu"
     with jax.set_mesh(mesh):
         q, k, v = normal(0, (rows, 1, heads, head_dim), *[(rows * wide, kv_heads, PAGE, head_dim)] * 2)
         table = jax.random.permutation(jax.random.key(1), rows * wide).reshape(rows, wide).astype(jnp.int32)
         times = jnp.linspace(longest // 8, longest - 1, rows).astype(jnp.int32)[:, None]
 
         def paged(q, k, v):
-            return attend_to_pages(q, k, v, table, times, layout, {})
+            out = attend_to_pages(jax.reshard(q, spec), k, v, table, times, layout, {}, interpret=interpret)
+            return jax.reshard(out, jax.P())
 
         def gathered(q, k, v):
             keys, values = (x[table].swapaxes(2, 3).reshape(rows, longest, kv_heads, head_dim) for x in (k, v))
@@ -187,7 +189,7 @@ def compare_pages(rows: int, heads: int, kv_heads: int, head_dim: int, longest: 
 
         label = f"{rows} rows of {longest // 8} to {longest} tokens in pages, {heads}/{kv_heads} heads of {head_dim}"
         row = compare(label, "pages", paged, gathered, (q * head_dim**-0.5, k, v))
-    num_bytes = int(times.sum()) * kv_heads * head_dim * 2 * 2
+    num_bytes = int(np.asarray(times).sum()) * kv_heads * head_dim * 2 * 2
     return row | {"shape": f"{label}: {num_bytes / row['kernel_ms'] / 1e6:,.0f} GB/s"}
 
 
@@ -202,8 +204,7 @@ def measure_speeds(size: int) -> dict[str, float]:
 def compare_all(tiny: bool) -> dict[str, Any]:
     """Return the speeds of the device and the rows of all kernels; a row that fails says why."""
     start_time = time.perf_counter()
-    is_gpu = jax.devices()[0].platform == "gpu"
-    calls = [partial(compare_pages, *PAGES)] if is_gpu and not tiny else []
+    calls = [partial(compare_pages, *(TINY_PAGES if tiny else PAGES))]
     calls += [partial(compare_experts, *(TINY_EXPERTS if tiny else EXPERTS), share) for share in (1.0, 0.4)]
     calls += [partial(compare_groups, *(TINY_GROUPS if tiny else GROUPS))]
     calls += [partial(compare_attention, *shape) for shape in (TINY_SHAPES if tiny else SHAPES)]
