@@ -146,6 +146,7 @@ def test_sizes():
     assert [rollout_sizes.count_slots(n, 400) for n in (20, 128, 129, 257)] == [128, 128, 256, 400]
     assert [rollout_sizes.count_slots(n, 300) for n in (128, 129)] == [128, 300]  # 256 slots would be nearly all
     assert [rollout_sizes.select_fewer_rows(64, n) for n in (64, 33, 32, 17, 1, 0)] == [64, 64, 32, 32, 8, 8]
+    assert [rollout_sizes.select_fewer_rows(256, n, 64) for n in (129, 128, 1)] == [256, 128, 64]
 
 
 def test_memory_has_room_for_the_rows_that_go_on(alone):

@@ -45,7 +45,9 @@ SMALLEST_CACHE = 128  # slots; below it, weights are nearly all that is read for
 PAGE = 16  # tokens of a page; a row has 8 too many in the mean
 CHUNK = 64  # tokens of a row that are drawn between two looks of the host, at most
 MATRIX_SHARE = 0.25  # of a device's memory: quantized weights that take more of it as matrices stay codes
-FEWEST_ROWS = 8  # of a data shard, that are not halved again: reading the weights is most of the time
+# Rows of a data shard that are not halved again: reading the weights is most of the time. On a GPU with pages, where a
+# row that has ended reads nothing, that holds for more of them, and a program takes much longer to compile.
+FEWEST_ROWS, FEWEST_PAGED_ROWS = 8, 64
 
 
 def pad_prompt(num_tokens: int) -> int:
@@ -88,9 +90,9 @@ def count_pages(num_tokens: int) -> int:
     return -(-num_tokens // PAGE)
 
 
-def select_fewer_rows(rows: int, going_on: int) -> int:
+def select_fewer_rows(rows: int, going_on: int, fewest: int = FEWEST_ROWS) -> int:
     """Return the rows of a data shard to go on with, of which `going_on` are needed: all, a half, a quarter, ..."""
-    while rows % 2 == 0 and rows // 2 >= max(FEWEST_ROWS, going_on):
+    while rows % 2 == 0 and rows // 2 >= max(fewest, going_on):
         rows //= 2
     return rows
 

@@ -29,6 +29,8 @@ import numpy as np
 
 from tunix.costs.rollout import (
     CHUNK,
+    FEWEST_PAGED_ROWS,
+    FEWEST_ROWS,
     count_pages,
     count_prefill_prompts,
     count_slots,
@@ -182,6 +184,8 @@ class Engine:
         self.fixed_rows = -(-(max_rows or 0) // self.num_shards) if fixed_shapes else None  # of a data shard
         self.cache: Cache | None = None
         self.paged = programs.find_paged(sampling)
+        on_gpu = programs.mesh.devices.flat[0].platform == "gpu"
+        self.fewest_rows = FEWEST_PAGED_ROWS if any(self.paged) and on_gpu else FEWEST_ROWS
         self.pools = [PagePool(max_length, num_pages) for _ in range(self.num_shards)] if any(self.paged) else []
         self.num_rows = self.num_slots = 0  # rows of a data shard, and slots of a layer without a window
         self.rows: dict[int, _Row] = {}
@@ -281,7 +285,7 @@ class Engine:
         limit = wanted if self.max_rows is None else self.max_rows
         if min(wanted, limit) > self.num_rows:
             return min(pad_rows(wanted), limit) if self.max_rows is not None else pad_rows(wanted)
-        return select_fewer_rows(self.num_rows, wanted)
+        return select_fewer_rows(self.num_rows, wanted, self.fewest_rows)
 
     def _resize(self, num_rows: int, length: int) -> None:
         """Give the cache `num_rows` rows on each data shard, and slots for rows of `length` tokens."""
