@@ -23,7 +23,6 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -158,7 +157,10 @@ def train(cfg: Any, device: Any, num_steps: int, trace: str | None = None) -> di
 
 
 def rollout(name: str, tiny: bool, only_compile: bool = False) -> dict[str, Any]:
-    """Draw answers from Qwen 3 0.6B with random weights, and return tokens/s beside those of a token's bytes."""
+    """Draw answers from Qwen 3 0.6B with random weights, and return tokens/s beside those of a token's bytes.
+
+    With `only_compile` they are drawn once, and the seconds of that are returned.
+    """
     import jax
     import numpy as np
 
@@ -383,8 +385,10 @@ def main() -> None:
         "kernel": lambda: compare_all(chosen.tiny),
         "step": lambda: step(chosen.case, chosen.tiny, traces=chosen.traces),
         "rollout": lambda: rollout(chosen.case, chosen.tiny),
-        "compile": lambda: (partial(rollout, only_compile=True) if chosen.case in ROLLOUTS else predict)(
-            chosen.case, chosen.tiny
+        "compile": lambda: (
+            rollout(chosen.case, chosen.tiny, only_compile=True)
+            if chosen.case in ROLLOUTS
+            else predict(chosen.case, chosen.tiny)
         ),
     }
     if chosen.part:

@@ -420,7 +420,7 @@ def test_documents_are_cut_before_a_image(folder):
 
 
 def test_images_behind_the_last_answer_that_is_learnt_are_left_out(folder):
-    """With the turns that they stand in. A row with more images than its messages show is refused all the same."""
+    """With the turns that they stand in. A template that shows fewer images than there are is refused all the same."""
     image = [[{"type": "image", "image": f"photos/{n}.png"}, {"type": "text", "text": "what?"}] for n in range(2)]
     for messages, learnt in (
         ([*turn(image[0], "one"), {"role": "user", "content": image[1]}], None),
@@ -430,9 +430,14 @@ def test_images_behind_the_last_answer_that_is_learnt_are_left_out(folder):
         ((text, pixels),) = describe(load(folder, [row], "training.seq_len=128"))
         assert len(pixels) == text.count("<start_of_image>") >= 1
         assert pixels[0] == FORM.decode((folder / "photos/0.png").read_bytes()).units[0].tobytes()
-    unshown = {"messages": [*turn("<start_of_image>what?", "one"), {"role": "user", "content": "and?"}]}
-    with pytest.raises(UserError, match="images"):
-        load(folder, [unshown | {"images": ["photos/0.png", "photos/1.png"]}], name="unshown.jsonl")
+    template = folder / "two_turns.jinja"
+    template.write_text(
+        "{% for each in messages[:2] %}{{ each.role }}: {{ each.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    messages = [*turn(image[0], "one"), {"role": "user", "content": image[1]}]
+    with pytest.raises(UserError, match="writes 1 times <start_of_image> for 2 images of a conversation"):
+        load(folder, [{"messages": messages}], f"task.chat_template='{template}'")
 
 
 def test_pairs_have_their_images_in_both_halves(folder):

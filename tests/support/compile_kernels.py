@@ -26,8 +26,9 @@ from tunix.models.attention import Method, compute_attention
 from tunix.models.attention_mask import row_mask_rule
 from tunix.models.experts import Experts
 from tunix.models.flash_attention import flash
+from tunix.models.kernels import EXPERT_BLOCKS
 from tunix.models.layers import Initializer
-from tunix.models.table import CP_EXCHANGES
+from tunix.models.table import CP_EXCHANGES, FUSED
 from tunix.plan.compile import derive_kernel_data, describe_devices
 from tunix.sharding.table import axis_names
 from tunix.training.choices import build_layout
@@ -63,7 +64,8 @@ def compile_attention(mesh: Mesh, dim: int, options: dict[str, Any]) -> str:
 def compile_experts(mesh: Mesh, kind: str, model: str, products: str, num_tokens: int = 4096) -> dict[str, Any]:
     """Return what the program of a layer of a model with its gradients has, and what its definition says.
 
-    XLA refuses a kernel that spills registers into memory. On Hopper the fastest one for the gradients of a SiLU does.
+    XLA refuses a kernel that spills registers into memory. One is allowed to: on Hopper the fastest block for the
+    gradient of a SiLU spills, so the other kernels are compiled beside a block that does not.
     """
     words = [f"model={model}", "model.mesh_shape=[[1],[fsdp]]", "training.param_dtype=bfloat16"]
     cfg = compose([*words, f"model.expert_products={products}"]).config
@@ -80,8 +82,18 @@ def compile_experts(mesh: Mesh, kind: str, model: str, products: str, num_tokens
         out, pull_back = jax.vjp(lambda state, x: nnx.merge(layer, state)(x, None)[0], state, x)
         return pull_back(out)
 
-    may_spill = any(chip in kind for chip in HOPPER) and cfg.model.mlp.activation == "silu"
-    compiled = jax.jit(gradients).lower(shaped, x).compile({} if may_spill else NO_SPILLS)
+    def compile_layer(options: dict[str, Any]) -> jax.stages.Compiled:
+        return jax.jit(lambda *arrays: gradients(*arrays)).lower(shaped, x).compile(options)
+
+    chip = next((chip for chip in HOPPER if chip in kind), None)
+    if chip and products == FUSED and cfg.model.mlp.activation == "silu":
+        in_use = EXPERT_BLOCKS[chip]
+        EXPERT_BLOCKS[chip] = in_use._replace(d_hidden=EXPERT_BLOCKS["B200"].d_hidden)
+        compile_layer(NO_SPILLS)
+        EXPERT_BLOCKS[chip] = in_use
+        compiled = compile_layer({})
+    else:
+        compiled = compile_layer(NO_SPILLS)
     text = compiled.as_text()
     counts = Counter(re.findall(r'name = "((?:grouped|experts)_\w+)"', text))
     return {

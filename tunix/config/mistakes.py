@@ -490,10 +490,15 @@ def reject_flags(words: Sequence[str], local: Sequence[str]) -> None:
         raise UserError("\n".join(lines))
 
 
+def _index_last_parts(keys: list[str]) -> dict[str, str]:
+    """Return keys by their last part, whatever their section; of several keys the first."""
+    return {key.rpartition(".")[2]: key for key in reversed(keys)}
+
+
 def _describe_flag(key: str, value: str) -> str:
     """Return our words for a flag, as the end of a message."""
     valid = [name for name, *_ in _list_leaves()]
-    leaves = {name.rpartition(".")[2]: name for name in reversed(valid)}
+    leaves = _index_last_parts(valid)
     if key in valid:
         return f"keys are written without dashes: {key}={value}"
     if hint := find_key(key, value, leaves):
@@ -538,7 +543,7 @@ def describe_unknown_key(
     if head.startswith("optimizer.groups."):
         valid = [f"{head}.{name}" for name in ParameterGroup.model_fields]
     # `leaves` has one key for each last part, whatever its section; `local` has those of the section that was typed.
-    leaves = {name.rpartition(".")[2]: name for name in reversed(valid)}  # the first of several
+    leaves, theirs = _index_last_parts(valid), _list_single_keys() if root is Config else {}
     local = {name.rpartition(".")[2]: name for name in valid if name.rpartition(".")[0] == head}
     if not head:
         local |= {name: name for name in root.model_fields}  # `valid` has the keys of sections, and not their names
@@ -546,7 +551,6 @@ def describe_unknown_key(
     # What to compare, with which keys, and how similar they must be (0 to 1, as difflib counts). The first match wins:
     # the surest guesses come first, so that a right name in a wrong section is not answered with a similar one here.
     # The less a guess has to go on, the more similar its words must be.
-    theirs = _list_single_keys() if root is Config else {}
     guesses = [
         (leaf, leaves, 1.0),  # the right name in another section
         (leaf, local, 0.7),  # a typo in the name

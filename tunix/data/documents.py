@@ -539,10 +539,10 @@ def _cut_conversation(vocab: Vocab, document: Document) -> list[tuple[Pieces, Se
         return [(pieces, document.images) for pieces in sequences]
     mark, num_images = vocab.images.mark, len(document.images)
     counts = [sum(text.count(mark) for text, _ in pieces) for pieces in sequences]
-    # Turns behind the last answer that is learnt may have images too. A template that shows another number of images
-    # than there are is refused where tokens take their places.
-    if counts[-1] < num_images != vocab.chat.render(content.messages, options=content.options).count(mark):
-        counts[-1] = num_images
+    if counts[-1] < num_images:  # turns behind the last answer that is learnt may have the others
+        whole = vocab.chat.render(content.messages, options=content.options)
+        if whole.count(mark) != num_images:  # refused where tokens take the places of images
+            counts[-1] = num_images
     return [(pieces, document.images[:count]) for pieces, count in zip(sequences, counts, strict=True)]
 
 

@@ -184,9 +184,9 @@ class Engine:
         self.fixed_rows = -(-(max_rows or 0) // self.num_shards) if fixed_shapes else None  # of a data shard
         self.cache: Cache | None = None
         self.paged = programs.find_paged(sampling)
-        on_gpu = programs.mesh.devices.flat[0].platform == "gpu"
-        self.fewest_rows = FEWEST_PAGED_ROWS if any(self.paged) and on_gpu else FEWEST_ROWS
         self.pools = [PagePool(max_length, num_pages) for _ in range(self.num_shards)] if any(self.paged) else []
+        on_gpu = self.mesh.devices.flat[0].platform == "gpu"
+        self.fewest_rows = FEWEST_PAGED_ROWS if self.pools and on_gpu else FEWEST_ROWS
         self.num_rows = self.num_slots = 0  # rows of a data shard, and slots of a layer without a window
         self.rows: dict[int, _Row] = {}
         self.waiting: deque[_Prompt] = deque()  # not computed yet

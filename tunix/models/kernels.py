@@ -182,7 +182,7 @@ _FUSED_SMALL = ExpertBlocks(
     _SMALL,
 )  # fmt: skip
 # Blocks by the kind of chip, as above: compiled for these chips with the experts of Qwen 3 30B-A3B, GPT-OSS 20B,
-# Llama 4 and Gemma 4 26B-A4B, and ptxas says that no register is spilled.
+# Llama 4 and Gemma 4 26B-A4B, and ptxas says that no register is spilled, but for `d_hidden` on Hopper.
 EXPERT_BLOCKS: dict[str, ExpertBlocks] = {
     "H100": _FUSED_HOPPER,
     "H200": _FUSED_HOPPER,

@@ -125,6 +125,12 @@ class AttentionCase(NamedTuple):
     def kernel(self) -> str:
         return self.choices.layout.kernel_of(self.kind.dim_names[0])
 
+    @property
+    def flash_blocks(self) -> dict[int, kernels.FlashBlocks] | None:
+        """Blocks of the kernel `flash` on this kind of device; None where another kernel runs."""
+        blocks = kernels.find_row_of_chip(kernels.FLASH_BLOCKS, self.cluster.kind.name)
+        return blocks if self.kernel == "flash" else None
+
 
 def _list_cases(cfg: Config, sizes: dict[str, int], cluster: Cluster) -> Iterator[AttentionCase]:
     """Yield the place of each kind of heads that the model has."""
@@ -158,8 +164,8 @@ def time_of_ulysses(case: AttentionCase, window: int) -> float:
 
 def _count_pairs_of_rows(case: AttentionCase, window: int) -> float:
     """Return the pairs that the kernel computes in a row, for each device that shares it: whole rows of some heads."""
-    length, blocks = case.cfg.training.seq_len, kernels.find_row_of_chip(kernels.FLASH_BLOCKS, case.cluster.kind.name)
-    if case.kernel == "flash" and blocks is not None:
+    length, blocks = case.cfg.training.seq_len, case.flash_blocks
+    if blocks is not None:
         pairs = kernels.computed_pairs(length, [window], kernels.blocks_for(blocks, case.kind.dim).forward)
     else:  # the triangle of blocks of `plain`, whose windows skip nothing on GPUs
         pairs = (length + min(length, select_query_block(length))) * length / 2
@@ -188,9 +194,8 @@ def time_of_ring(case: AttentionCase, window: int) -> float:
 
 def _count_pairs(case: AttentionCase, window: int) -> np.ndarray:
     """Return what `count_pairs_in_ring` does, for the kernel of this place."""
-    length, num_devices = case.cfg.training.seq_len, case.heads.num_devices
-    blocks = kernels.find_row_of_chip(kernels.FLASH_BLOCKS, case.cluster.kind.name)
-    if case.kernel != "flash" or blocks is None:
+    length, num_devices, blocks = case.cfg.training.seq_len, case.heads.num_devices, case.flash_blocks
+    if blocks is None:
         return count_pairs_in_ring(length, window, num_devices)
     block = kernels.blocks_for(blocks, case.kind.dim).forward
     return kernels.computed_pairs_in_ring(length // num_devices, num_devices, window, block)
@@ -228,11 +233,13 @@ def _predict_pair_times(case: AttentionCase) -> PairTimes:
     """
     kind, item, flops = case.cluster.kind, case.heads.itemsize, _count_pair_flops(case.kind)
     matmul_flops_per_s = kind.peak_tflops * 1e12 * kind.efficiency
-    blocks = kernels.find_row_of_chip(kernels.FLASH_BLOCKS, kind.name)
-    if case.kernel == "flash" and blocks is not None:
-        dim = kernels.padded_dim(blocks, case.kind.dim)
-        each = [2 * dim * kernel.num_matmul / kernel.shares[dim] for kernel in ATTENTION_KERNELS.values()]
-        return PairTimes(each[0] / matmul_flops_per_s, sum(each[1:]) / matmul_flops_per_s)
+    if case.flash_blocks is not None:
+        dim = kernels.padded_dim(case.flash_blocks, case.kind.dim)
+        forward, *backward = (
+            2 * dim * kernel.num_matmul / (kernel.shares[dim] * matmul_flops_per_s)
+            for kernel in ATTENTION_KERNELS.values()
+        )
+        return PairTimes(forward, sum(backward))
     if case.kernel != "xla":
         return PairTimes(*(each / (matmul_flops_per_s * KERNEL_SHARE) for each in flops))
     num_bytes = 3 * 4 + 2 * item, 4 * 4 + 5 * item
