@@ -2,8 +2,9 @@
 
 Prints a line of JSON for each name: the bytes of its arguments and temporaries, the bytes that the update reads and
 writes, the number of parameters, what lies in the host's memory or is copied there, what layers do to the sums of
-their gradients, how many values of one layer are copied into an array of all layers, how many are cut out of one
-in the loop over microbatches, and the share of sums over devices that begin behind the backward pass of all layers.
+their gradients, how many sums depend on the order of threads, how many values of one layer are copied into an array of
+all layers, how many are cut out of one in the loop over microbatches, and the share of sums over devices that begin
+behind the backward pass of all layers.
 """
 
 import json
@@ -57,6 +58,8 @@ WAYS = {
     "accumulated by ZeRO 1": ["training.gradient_accumulation_steps=4", "training.sharding_strategy=shard_optimizer"],
 }
 CUT_OUT = r'= bf16\[1,[\d,]+\]\S* slice\(.*op_name="[^"]*/while/body/[^"]*blocks\)+/slice"'  # a layer's weight
+# A sum of floats for places of which one may come twice: on a GPU, threads add in any order.
+UNORDERED = r"= (?:bf16|f16|f32)\[.* scatter\((?!.*unique_indices=true)"
 ON_HOST = "S(5)"  # how XLA writes the host's pinned memory in a type
 
 
@@ -136,6 +139,7 @@ def main() -> None:
             **moments_on_host(program),
             "matrices": sum(leaf.ndim > 2 for leaf in blocks),
             "recomputed": hlo.count(".remat"),
+            "unordered": len(re.findall(UNORDERED, hlo)),
             "copied_into_stacks": len(re.findall(r'op_name="[^"]*blocks[^"]*dynamic_update_slice"', hlo)),
             "cut_out_in_loop": len(re.findall(CUT_OUT, hlo)),
             "share_behind_layers": share_behind_layers(program, hlo) if "8 devices" in name else 0,

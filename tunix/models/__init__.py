@@ -5,7 +5,7 @@ equal blocks as one piece of program. Then what a block is made of:
 
     weights and their products      layers, matmul, quantized, lora
     attention                       attention (grouped-query), mla, linear_attention; attention_mask, rope
-      its kernels                   flash_attention, paged_attention; kernels has their blocks, and chooses
+      its kernels                   flash_attention, paged_attention, table_gradient (of lookups); kernels has blocks
       keys on other devices         context_parallel, ring
     experts                         experts, expert_parallel, grouped_matmul
     ways through the layers         layer_stacks, remat, prefetch, pipeline

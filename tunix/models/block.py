@@ -14,7 +14,17 @@ from tunix.config import Model
 from tunix.config.layers import ExpertsMlp
 from tunix.models.attention import Attention
 from tunix.models.experts import Experts
-from tunix.models.layers import ACTIVATIONS, MLP, NORMS, BlockSums, DropoutKey, Initializer, Matrix, unchanged
+from tunix.models.layers import (
+    ACTIVATIONS,
+    MLP,
+    NORMS,
+    BlockSums,
+    DropoutKey,
+    Initializer,
+    Matrix,
+    look_up,
+    unchanged,
+)
 from tunix.models.linear_attention import LinearAttention, Recurrence
 from tunix.models.matmul import product
 from tunix.models.mla import Heads, LatentAttention
@@ -48,7 +58,7 @@ class LayerInputs(nnx.Module):
     def __call__(self, tokens: jax.Array, x: jax.Array) -> jax.Array:
         """Return inputs [l, B, t, p] of tokens [B, T] int32 and their embeddings [B, t, D]."""
         table = self.layout.gather(self.table[...], self.equation)
-        rows = self.layout.split_stream(table.at[tokens].get(out_sharding=self.layout.activation("BTlp")))
+        rows = self.layout.split_stream(look_up(table, tokens, self.layout.activation("BTlp")))
         projected = product(self.projection.equation, x, self.projection.gathered(), self.layout)
         projected = self.norm(projected * jnp.asarray(self.projection_scale, x.dtype))
         both = projected + rows * jnp.asarray(self.width**0.5, rows.dtype)

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec, reshard
 
 from tunix.config import Model
 from tunix.config.vision import TOWER
+from tunix.models.kernels import mesh_device
 from tunix.models.lora import LowRank
 from tunix.models.matmul import product
 from tunix.models.quantized import dequantize, quantize
@@ -387,6 +388,26 @@ NORMS: dict[str, Any] = {
 }
 
 
+def look_up(table: jax.Array, numbers: jax.Array, spec: PartitionSpec) -> jax.Array:
+    """Return rows [B, T, ...] of a table [V, ...] by numbers [B, T] int32, laid out as `spec`."""
+
+    def rows_of(table: jax.Array, numbers: jax.Array) -> jax.Array:
+        return table.at[numbers].get(out_sharding=spec)
+
+    def backward(residuals: tuple[jax.Array, jax.Array], gradient: jax.Array) -> tuple[jax.Array, None]:
+        from tunix.models.table_gradient import sum_by_number  # kernels are imported where there is a GPU
+
+        table, numbers = residuals
+        return sum_by_number(gradient, numbers, jax.typeof(table)), None
+
+    device = mesh_device()
+    if device is None or device.platform != "gpu":
+        return rows_of(table, numbers)
+    on_gpu = jax.custom_vjp(rows_of)
+    on_gpu.defvjp(lambda table, numbers: (rows_of(table, numbers), (table, numbers)), backward)
+    return on_gpu(table, numbers)
+
+
 class Embedding(nnx.Module):
     """Token vectors [V, D]; with a tied head used at both ends of the decoder."""
 
@@ -404,7 +425,7 @@ class Embedding(nnx.Module):
     def lookup(self, table: jax.Array, tokens: jax.Array) -> jax.Array:
         """Return the vectors [B, t, D] of tokens [B, T] int32, times sqrt(D) if the family scales them."""
         # A lookup, not a product with one-hot vectors [B, T, V]: these are as large as the logits.
-        rows = self.layout.split_stream(table.at[tokens].get(out_sharding=self.layout.activation("BTD")))
+        rows = self.layout.split_stream(look_up(table, tokens, self.layout.activation("BTD")))
         return rows * jnp.asarray(self.scale, table.dtype)
 
     def logits(self, table: jax.Array, x: jax.Array) -> jax.Array:
@@ -426,4 +447,4 @@ class LearnedPositions(nnx.Module):
     def __call__(self, x: jax.Array, positions: jax.Array) -> jax.Array:
         """[B, t, D] and [B, T] int32 -> [B, t, D]"""
         table, positions = self.layout.gather(self.table[...], self.equation), self.layout.split_stream(positions)
-        return x + table.at[positions].get(out_sharding=self.layout.activation("BtD"))
+        return x + look_up(table, positions, self.layout.activation("BtD"))

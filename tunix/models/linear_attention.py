@@ -235,7 +235,7 @@ def _fetch(x: jax.Array, distance: int) -> jax.Array:
 def number_runs(segments: jax.Array) -> jax.Array:
     """Return the number of the run of equal segments that each token of [B, T] is in, from 0 on."""
     changes = (segments[:, 1:] != segments[:, :-1]).astype(jnp.int32)
-    return jnp.concatenate([jnp.zeros_like(segments[:, :1]), jnp.cumsum(changes, 1)], 1)
+    return jnp.pad(jnp.cumsum(changes, 1), ((0, 0), (1, 0)))
 
 
 def _prepare(q: jax.Array, k: jax.Array, v: jax.Array, decay: jax.Array, beta: jax.Array) -> Inputs:

@@ -1,25 +1,51 @@
-"""Attention of tokens to a cache of pages on GPUs: a program reads the pages of its row alone, as many as it has.
+"""Attention of tokens to a cache of pages on GPUs: a program reads pages of its row alone, as many as it has.
 
-The kernel is JAX's (`jax.experimental.pallas.ops.gpu.paged_attention`). It takes pages of one head after those of
-another, [K, P, S, H]. A cache has the heads of a page side by side, [P, K, S, H], as slots do. So the kernel is told of
-one head that has P x K pages, and of a row for each query and key/value head: page k + K p has head k of page p.
-Nothing is copied.
+A page has the heads side by side, [P, K, S, H], as slots have them. A program of the kernel has one row, the queries of
+one key/value head, and a part of the row's tokens: rows are few, and a GPU has many processors. Each row is cut into
+the same number of parts, whatever others have, so what it computes does not depend on its neighbours. The parts are put
+together as those of a ring are: each has its largest score, and the sum of exp(score - largest).
 
-A row whose token is `n` sees the tokens 0 to n of its pages: those of several new tokens are rows of their own.
+A token whose time is `n` sees the tokens 0 to n of its pages.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas.ops.gpu.paged_attention import paged_attention
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
 
 from tunix.models.attention import Scaled
+from tunix.models.attention_mask import MASKED
+from tunix.models.flash_attention import LOG2_E, call_kernel, shape_like
+from tunix.models.layers import soft_cap
 from tunix.sharding.layout import Layout
 
-SPLITS = 8  # parts of a row that are computed side by side: rows are few, and a GPU has many processors
-BLOCK_BYTES = 32 << 10  # of keys that a program has at one time; with values, and the next ones on their way, 4 times
+# The fastest of 54 on one H200: tokens that a program has at a time, of whole pages, and parts of a row.
+KEYS, PARTS = 32, 8
+MOST_QUERIES = 64  # of a program
+
+
+class Threads(NamedTuple):
+    """What runs a program of the kernel."""
+
+    warps: int  # groups of 32 threads
+    stages: int = 1  # the next block is not fetched ahead: that takes the room of other programs
+
+
+class Inputs(NamedTuple):
+    """Arrays of a device, and in a kernel the refs to them."""
+
+    q: Any  # [A, K, M, H]: queries of a row that share a key/value head, scaled; those behind the last one are 0
+    last: Any  # [A, M] int32: the last token that each query sees; -1 for none
+    table: Any  # [A, W] int32
+    heads: Any  # [K] int32: heads of the pages that this device's queries see
+    k: Any  # [P K, S, H]: page p of head k is p K + k
+    v: Any
+    k_scales: Any = None  # [P K, S] float32, of codes
+    v_scales: Any = None
 
 
 def attend_to_pages(
@@ -48,40 +74,80 @@ def attend_to_pages(
     def local_attention(q, k, v, table, times):
         num_heads = jax.tree.leaves(k)[0].shape[1]
         heads = layout.local_kv_heads(jnp.arange(num_heads)[None, None, :, None], q.shape[2], kv_dim_name).reshape(-1)
-        return _run_kernel(q, k, v, table, times, heads, options.get("cap"), interpret)
+        return _attend(q, k, v, table, times, heads, options.get("cap"), interpret)
 
     # A kernel has no types of what varies over devices.
     mapped = jax.shard_map(local_attention, in_specs=(spec, *as_given), out_specs=spec, check_vma=False)
     return mapped(q, k, v, table, times)
 
 
-def _run_kernel(
-    q: jax.Array,
-    k: jax.Array | Scaled,
-    v: jax.Array | Scaled,
-    table: jax.Array,
-    times: jax.Array,
-    heads: jax.Array,
-    cap: float | None,
-    interpret: bool,
-) -> jax.Array:
-    """Do as `attend_to_pages` on one device, whose queries share these `heads` of the pages."""
+def _attend(q, k, v, table, times, heads, cap: float | None, interpret: bool) -> jax.Array:
+    """Do as `attend_to_pages` on one device, whose queries share these `heads` [K] of the pages."""
     (k, k_scales), (v, v_scales) = ((x.codes, x.scales) if isinstance(x, Scaled) else (x, None) for x in (k, v))
-    rows, length, _, dim = q.shape
+    rows, length, num_queries, dim = q.shape
     num_pages, num_heads, size, _ = k.shape
-    at_once = max(1, BLOCK_BYTES // (size * dim * q.dtype.itemsize))
-    table = jnp.minimum(table, num_pages - 1)
-    table = jnp.pad(table, ((0, 0), (0, -table.shape[1] % (at_once * SPLITS))))
-    table = (table[:, None] * num_heads + heads[:, None]).reshape(rows * len(heads), -1)  # a row and its heads
-    out = paged_attention(
-        q.reshape(rows, length, len(heads), -1, dim).swapaxes(0, 1).reshape(length * rows * len(heads), -1, dim),
-        *(x.reshape(1, num_pages * num_heads, size, dim) for x in (k, v)),
-        jnp.tile(table, (length, 1)),
-        jnp.repeat(times.T.reshape(-1) + 1, len(heads)),
-        *(None if x is None else x.reshape(1, num_pages * num_heads, size) for x in (k_scales, v_scales)),
-        pages_per_compute_block=at_once,
-        k_splits=SPLITS,
+    shared = num_queries // len(heads)
+    count = length * shared  # queries that share a head
+    padded = pl.next_power_of_2(max(16, count))  # a product of matrices has 16 rows at least
+    queries = q.reshape(rows, length, len(heads), shared, dim).swapaxes(1, 2).reshape(rows, len(heads), count, dim)
+    k, v = (x.reshape(num_pages * num_heads, size, dim) for x in (k, v))
+    k_scales, v_scales = (None if x is None else x.reshape(-1, size) for x in (k_scales, v_scales))
+    inputs = Inputs(
+        jnp.pad(queries, ((0, 0), (0, 0), (0, padded - count), (0, 0))),
+        jnp.pad(jnp.repeat(times, shared, 1), ((0, 0), (0, padded - count)), constant_values=-1),
+        jnp.pad(jnp.minimum(table, num_pages - 1) * num_heads, ((0, 0), (0, -table.shape[1] % (KEYS // size)))),
+        heads.astype(jnp.int32), k, v, k_scales, v_scales,
+    )  # fmt: skip
+    at_once = min(padded, MOST_QUERIES)
+    shape = rows, len(heads), PARTS, count
+    out, largest, sums = call_kernel(
+        partial(_kernel, count=count, at_once=at_once, cap=cap),
+        (inputs,),
+        out_shape=[shape_like(q, (*shape, dim), jnp.float32), *[shape_like(q, shape, jnp.float32)] * 2],
+        grid=(PARTS, len(heads) * padded // at_once, rows),
+        block=Threads(max(1, at_once * dim // 2048)),
         interpret=interpret,
-        attn_logits_soft_cap=cap,
+        name="attention_to_pages",
     )
-    return out.reshape(length, rows, -1, dim).swapaxes(0, 1)
+    share = jnp.exp2(largest - jnp.max(largest, 2, keepdims=True))
+    total = jnp.sum(sums * share, 2)
+    out = jnp.sum(out * share[..., None], 2) / jnp.where(total == 0, 1, total)[..., None]
+    return out.reshape(rows, len(heads), length, shared, dim).swapaxes(1, 2).reshape(q.shape).astype(q.dtype)
+
+
+def _kernel(inputs: Inputs, out_ref, largest_ref, sum_ref, *, count: int, at_once: int, cap: float | None):
+    """Compute for some queries of a row one part of its tokens: [M, H], the largest scores [M], and sums [M]."""
+    part, row = pl.program_id(0), pl.program_id(2)
+    blocks_of_queries = inputs.q.shape[2] // at_once
+    index, first = pl.program_id(1) // blocks_of_queries, pl.program_id(1) % blocks_of_queries * at_once
+    size, dim = inputs.k.shape[1:]
+    queries, pages_at_once = pl.ds(first, at_once), KEYS // size
+    q, last, head = inputs.q[row, index, queries, :], inputs.last[row, queries], inputs.heads[index]
+    num_blocks = pl.cdiv(jnp.max(last) + 1, KEYS)
+    per_part = pl.cdiv(num_blocks, PARTS)
+
+    def attend(n, state):
+        out, largest, total = state
+        page = inputs.table[row, pl.ds(n * pages_at_once, pages_at_once)] + head
+        keys = inputs.k[page].reshape(KEYS, dim).astype(q.dtype)
+        scores = triton.dot(q, keys.T)
+        if inputs.k_scales is not None:
+            scores *= inputs.k_scales[page].reshape(1, KEYS)
+        is_seen = n * KEYS + jnp.arange(KEYS)[None, :] <= last[:, None]
+        scores = jnp.where(is_seen, soft_cap(scores, cap) * LOG2_E, MASKED)
+        larger = jnp.maximum(largest, jnp.max(scores, 1))
+        shrink = jnp.exp2(largest - larger)
+        weights = jnp.where(is_seen, jnp.exp2(scores - larger[:, None]), 0)
+        total = total * shrink + jnp.sum(weights, 1)
+        if inputs.v_scales is not None:
+            weights *= inputs.v_scales[page].reshape(1, KEYS)
+        values = inputs.v[page].reshape(KEYS, dim).astype(q.dtype)
+        return out * shrink[:, None] + triton.dot(weights.astype(q.dtype), values), larger, total
+
+    nothing = jnp.zeros((at_once, dim), jnp.float32), jnp.full(at_once, MASKED), jnp.zeros(at_once, jnp.float32)
+    begin = part * per_part
+    state = jax.lax.fori_loop(begin, jnp.minimum(begin + per_part, num_blocks), attend, nothing)
+    is_query = first + jnp.arange(at_once) < count
+    for ref, values in zip((out_ref, largest_ref, sum_ref), state, strict=True):
+        mask = jnp.broadcast_to(is_query[:, None], values.shape) if values.ndim == 2 else is_query
+        triton.store(ref.at[row, index, part, queries], values, mask=mask)
