@@ -3,9 +3,9 @@
 Read `transformer` first: embed, a scan over blocks, final norm, logits. Then `block`, and `layer_stacks`, which runs
 equal blocks as one piece of program. Then what a block is made of:
 
-    weights and their products      layers, matmul, quantized, lora
+    weights and their products      layers, matmul, quantized, lora; table_gradient (GPUs)
     attention                       attention (grouped-query), mla, linear_attention; attention_mask, rope
-      its kernels                   flash_attention, paged_attention, table_gradient (of lookups); kernels has blocks
+      its kernels                   flash_attention, paged_attention; kernels has their blocks, and chooses
       keys on other devices         context_parallel, ring
     experts                         experts, expert_parallel, grouped_matmul
     ways through the layers         layer_stacks, remat, prefetch, pipeline

@@ -20,9 +20,9 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec, get_abstract_mesh
+from jax.sharding import PartitionSpec
 
-from tunix.sharding.arrays import bring_to
+from tunix.sharding.arrays import map_on_devices
 from tunix.sharding.layout import gradient_spec
 from tunix.sharding.table import Equation
 
@@ -64,10 +64,7 @@ def _multiply_on_devices(text: str, a: jax.Array, b: jax.Array, spec: PartitionS
         y = _multiply(text, a, b, dtype)
         return jax.lax.psum(y, axes) if axes else y
 
-    sizes = get_abstract_mesh().shape
-    is_open = any(sizes[axis] > 1 for axis in spec.unreduced)
-    out_specs = spec if is_open else PartitionSpec(*spec.partitions, reduced=spec.reduced)
-    return bring_to(jax.shard_map(multiply, in_specs=specs, out_specs=out_specs, check_vma=False)(a, b), spec)
+    return map_on_devices(multiply, (a, b), spec)
 
 
 def _multiply(text: str, a: jax.Array, b: jax.Array, dtype: jnp.dtype) -> jax.Array:

@@ -45,6 +45,8 @@ from tunix.models.grouped_matmul import (
     are_before,
     list_tiles,
     load_block,
+    load_rows,
+    load_vector,
     part_of,
     store_block,
     vary_alike,
@@ -295,20 +297,6 @@ def _tiles(window: Window, capacity: int, block: GroupedBlock) -> Tiles:
     return list_tiles(window.end - window.begin, capacity, block.rows)
 
 
-def _gather(ref: Any, token: jax.Array, numbers: Any, is_number: jax.Array | None) -> jax.Array:
-    """Return the rows [R, part] of these tokens [R]; 0 where the mask of the numbers of a row is false."""
-    if is_number is None:
-        return ref[token, numbers]
-    shape = len(token), numbers.size
-    indices = (numbers.start + jnp.arange(numbers.size))[None, :]
-    row_indices = jnp.broadcast_to(token[:, None], shape), jnp.broadcast_to(indices, shape)
-    return triton.load(ref.at[row_indices], mask=jnp.broadcast_to(is_number[None, :], shape), other=0.0)
-
-
-def _load_vector(ref: Any, is_there: jax.Array | None, other: float = 0) -> jax.Array:
-    return ref[...] if is_there is None else triton.load(ref, mask=is_there, other=other)
-
-
 def _up(x: jax.Array, weights: ExpertWeights, window: Window, config: KernelConfig) -> list[jax.Array]:
     """Return a, b and hidden rows, [capacity, G] each; the gate takes rounded a and b, as the backward pass will."""
     assert config.blocks is not None
@@ -319,11 +307,11 @@ def _up(x: jax.Array, weights: ExpertWeights, window: Window, config: KernelConf
         group, begin, end = (each[...] for each in tile)
         rows, is_row = pl.ds(begin, block.rows), are_before(end, begin, block.rows)
         columns, is_column = part_of(pl.program_id(0), block.columns, width)
-        token = _load_vector(token_ref.at[rows], is_row)
+        token = load_vector(token_ref.at[rows], is_row)
 
         def body(n, sums):
             depth, is_depth = part_of(n, block.depth, x_ref.shape[1])
-            factor = _gather(x_ref, token, depth, is_depth)
+            factor = load_rows(x_ref, token, depth, None, is_depth)
             return tuple(
                 total + triton.dot(factor, load_block(ref.at[group, depth, columns], is_depth, is_column))
                 for total, ref in zip(sums, (refs.gate, refs.up), strict=True)
@@ -332,10 +320,10 @@ def _up(x: jax.Array, weights: ExpertWeights, window: Window, config: KernelConf
         zero = jnp.zeros((block.rows, block.columns), jnp.float32)
         a, b = jax.lax.fori_loop(0, _num_blocks(x_ref.shape[1], block, tile), body, (zero, zero))
         if refs.gate_bias is not None:
-            a += _load_vector(refs.gate_bias.at[group, columns], is_column)[None, :]
-            b += _load_vector(refs.up_bias.at[group, columns], is_column)[None, :]
+            a += load_vector(refs.gate_bias.at[group, columns], is_column)[None, :]
+            b += load_vector(refs.up_bias.at[group, columns], is_column)[None, :]
         a, b = (each.astype(x_ref.dtype).astype(jnp.float32) for each in (a, b))
-        prob = _load_vector(prob_ref.at[rows], is_row)
+        prob = load_vector(prob_ref.at[rows], is_row)
         hidden = config.hidden(a, b, jnp.broadcast_to(prob[:, None], a.shape))
         for ref, values in ((a_ref, a), (b_ref, b), (hidden_ref, hidden)):
             store_block(ref.at[rows, columns], values, is_row, is_column)
@@ -401,15 +389,12 @@ def _combine(z: jax.Array, window: Window, config: KernelConfig) -> jax.Array:
     def kernel(row_index_ref, z_ref, y_ref):
         tokens, is_token = part_of(pl.program_id(1), block.rows, num_tokens)
         columns, is_column = part_of(pl.program_id(0), block.columns, dim)
-        shape = block.rows, block.columns
-        numbers = jnp.broadcast_to((columns.start + jnp.arange(block.columns))[None, :], shape)
-        total = jnp.zeros(shape, jnp.float32)
+        total = jnp.zeros((block.rows, block.columns), jnp.float32)
         for choice in range(per_token):
-            row_index = _load_vector(row_index_ref.at[tokens, jnp.full((), choice, jnp.int32)], is_token, other=NOWHERE)
-            mask = (row_index < NOWHERE)[:, None]
-            mask = jnp.broadcast_to(mask if is_column is None else mask & is_column[None, :], shape)
-            row_indices = jnp.broadcast_to(jnp.where(row_index < NOWHERE, row_index, 0)[:, None], shape)
-            total += triton.load(z_ref.at[row_indices, numbers], mask=mask, other=0.0).astype(jnp.float32)
+            row_index = load_vector(row_index_ref.at[tokens, jnp.full((), choice, jnp.int32)], is_token, other=NOWHERE)
+            is_row = row_index < NOWHERE
+            rows = load_rows(z_ref, jnp.where(is_row, row_index, 0), columns, is_row, is_column)
+            total += rows.astype(jnp.float32)
         store_block(y_ref.at[tokens, columns], total, is_token, is_column)
 
     grid = pl.cdiv(dim, block.columns), pl.cdiv(num_tokens, block.rows)
@@ -430,17 +415,17 @@ def _d_hidden(dy, down, a, b, window: Window, config: KernelConfig) -> tuple[jax
         group, begin, end = (each[...] for each in tile)
         rows, is_row = pl.ds(begin, block.rows), are_before(end, begin, block.rows)
         columns, is_column = part_of(pl.program_id(0), block.columns, width)
-        token = _load_vector(token_ref.at[rows], is_row)
+        token = load_vector(token_ref.at[rows], is_row)
 
         def body(n, total):
             depth, is_depth = part_of(n, block.depth, dim)
-            factor = _gather(dy_ref, token, depth, is_depth)
+            factor = load_rows(dy_ref, token, depth, None, is_depth)
             return total + triton.dot(factor, load_block(down_ref.at[group, columns, depth], is_column, is_depth).T)
 
         zero = jnp.zeros((block.rows, block.columns), jnp.float32)
         total = jax.lax.fori_loop(0, _num_blocks(dim, block, tile), body, zero)
         a, b = (load_block(ref.at[rows, columns], is_row, is_column).astype(jnp.float32) for ref in (a_ref, b_ref))
-        prob = jnp.broadcast_to(_load_vector(prob_ref.at[rows], is_row)[:, None], total.shape)
+        prob = jnp.broadcast_to(load_vector(prob_ref.at[rows], is_row)[:, None], total.shape)
         hidden, pull_back = jax.vjp(config.hidden, a, b, prob)
         d_a, d_b, d_prob = pull_back(total)
         triton.store(d_prob_ref.at[pl.program_id(0), rows], jnp.sum(d_prob, 1), mask=is_row)
@@ -465,7 +450,7 @@ def _d_down(hidden: jax.Array, dy: jax.Array, down: jax.Array, window: Window, c
         def body(n, total):
             rows, is_row, token = _part_of_rows(n, begin_ref[group], end_ref[group], block, token_ref)
             factor = load_block(hidden_ref.at[rows, inputs], is_row, is_input).T
-            return total + triton.dot(factor, _gather(dy_ref, token, columns, is_column))
+            return total + triton.dot(factor, load_rows(dy_ref, token, columns, None, is_column))
 
         zero = jnp.zeros((block.rows, block.columns), jnp.float32)
         num_blocks = pl.cdiv(end_ref[group] - begin_ref[group], block.depth)
@@ -495,7 +480,7 @@ def _d_inputs(x, d_a, d_b, weights: ExpertWeights, window: Window, config: Kerne
         def body(n, sums):
             # Rows behind the last one are those of some token: what they meet is 0.
             rows, is_row, token = _part_of_rows(n, begin_ref[group], end_ref[group], block, token_ref)
-            factor = _gather(x_ref, token, inputs, is_input).T
+            factor = load_rows(x_ref, token, inputs, None, is_input).T
             return tuple(
                 total + triton.dot(factor, load_block(ref.at[rows, columns], is_row, is_column))
                 for total, ref in zip(sums, side_refs, strict=True)
@@ -529,4 +514,4 @@ def _part_of_rows(n, begin, end, block: GroupedBlock, token_ref) -> tuple[Any, j
     """Return the positions of the n-th part of an expert's rows, which of them it has, and their tokens."""
     first = begin + n * block.depth
     rows, is_row = pl.ds(first, block.depth), are_before(end, first, block.depth)
-    return rows, is_row, _load_vector(token_ref.at[rows], is_row)
+    return rows, is_row, load_vector(token_ref.at[rows], is_row)

@@ -203,6 +203,25 @@ def load_block(ref: Any, is_row: jax.Array | None, is_column: jax.Array | None) 
     return ref[...] if mask is None else triton.load(ref, mask=jnp.broadcast_to(mask, ref.shape), other=0.0)
 
 
+def load_rows(
+    ref: Any, rows: jax.Array, columns: Any, is_row: jax.Array | None, is_column: jax.Array | None
+) -> jax.Array:
+    """Return a part of the rows with these numbers [rows], [rows, columns]; 0 where the masks are false."""
+    mask = _mask(is_row, is_column)
+    if mask is None:
+        return ref[rows, columns]
+    # A masked load takes the numbers of all its places.
+    shape = len(rows), columns.size
+    row = jnp.broadcast_to(rows[:, None], shape)
+    column = jnp.broadcast_to((columns.start + jnp.arange(columns.size))[None, :], shape)
+    return triton.load(ref.at[row, column], mask=jnp.broadcast_to(mask, shape), other=0.0)
+
+
+def load_vector(ref: Any, is_there: jax.Array | None, other: float = 0) -> jax.Array:
+    """Return the numbers [n] of a ref; `other` where the mask is false."""
+    return ref[...] if is_there is None else triton.load(ref, mask=is_there, other=other)
+
+
 def store_block(ref: Any, values: jax.Array, is_row: jax.Array | None, is_column: jax.Array | None) -> None:
     """Write numbers [rows, columns] where the masks [rows] and [columns] are true: another program writes the rest."""
     mask = _mask(is_row, is_column)

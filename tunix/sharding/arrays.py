@@ -4,7 +4,7 @@ import ctypes
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, reshard
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, get_abstract_mesh, reshard
 
 from tunix.sharding.layout import activation_spec
 from tunix.sharding.mesh import data_shards
@@ -235,6 +235,18 @@ def lay_out(tree: Any, mesh: Mesh) -> Any:
 def bring_to(array: jax.Array, spec: PartitionSpec) -> jax.Array:
     """Return an array of any shape laid out as `spec`. One that lies so already adds no operation to the program."""
     return array if jax.typeof(array).sharding.spec == spec else reshard(array, spec)
+
+
+def map_on_devices(function: Callable[..., jax.Array], arrays: Sequence[jax.Array], spec: PartitionSpec) -> jax.Array:
+    """Return what a function makes of each device's own arrays, laid out as `spec`: over `unreduced` axes, each device
+    has its part of a sum."""
+    # jax 0.10.2 cannot lower such a result where all these axes have one device; then nothing is left to be summed.
+    sizes = get_abstract_mesh().shape
+    is_open = any(sizes[axis] > 1 for axis in spec.unreduced)
+    out_specs = spec if is_open else PartitionSpec(*spec.partitions, reduced=spec.reduced)
+    in_specs = tuple(jax.typeof(each).sharding.spec for each in arrays)
+    mapped = jax.shard_map(function, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    return bring_to(mapped(*arrays), spec)
 
 
 def bytes_per_device(tree: object) -> int:
