@@ -58,7 +58,7 @@ def roll_call(identity: Identity, info: dict[str, Any], timeout_s: float) -> lis
     """Wait until all processes have come; return remarks for the log.
 
     Args:
-        facts: values that must be the same on all processes, by their names.
+        info: values that must be the same on all processes, by their names.
 
     Raises:
         UserError: the host is unknown, the port is taken, or the processes do not belong together.
