@@ -462,4 +462,4 @@ class Attention(nnx.Module):
         assert self.sinks is not None
         # `sinks` is a bias, which adds: log_sums - sinks = -(sinks - log_sums).
         share = jax.nn.sigmoid(-self.sinks(-log_sums))
-        return out * share[..., None].astype(out.dtype)
+        return (out * share[..., None]).astype(out.dtype)  # in float32, as the sum of its gradient

@@ -217,7 +217,7 @@ def exchange_by_gather(tokens: Tokens, local: LocalExperts) -> tuple[jax.Array, 
     # A row for each choice of a token, also of experts elsewhere: those have no group, and results of 0.
     rows = jnp.repeat(x, experts.shape[1], axis=0)
     if local.weighs_inputs:
-        rows, probs = rows * probs.reshape(-1, 1).astype(rows.dtype), jnp.ones_like(probs)
+        rows, probs = (rows * probs.reshape(-1, 1)).astype(rows.dtype), jnp.ones_like(probs)
     results = local.compute(rows, group.reshape(-1), None).reshape(*experts.shape, -1)
     sums = jnp.einsum("nkD,nk->nD", results, probs.astype(results.dtype))
     return jax.lax.psum_scatter(sums, local.axes, scatter_dimension=0, tiled=True), jnp.zeros(())
@@ -276,7 +276,7 @@ def exchange_rows(tokens: Tokens, local: LocalExperts) -> tuple[jax.Array, jax.A
 
     rows, probs = jnp.repeat(tokens.x, per_token, axis=0), tokens.probs.reshape(-1)
     if local.weighs_inputs:
-        rows, probs_there = send(rows * probs[:, None].astype(rows.dtype)), None
+        rows, probs_there = send((rows * probs[:, None]).astype(rows.dtype)), None
     else:
         rows, probs_there = send(rows), send(probs)
     if local.compute_fused is None:

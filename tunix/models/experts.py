@@ -230,7 +230,7 @@ class Experts(nnx.Module):
                 shared, _ = self.shared(x, dropout_key)
                 if self.shared_gate is not None:  # a share of the result, for each token
                     gate = product(self.shared_gate.equation, x, self.shared_gate.gathered(), self.layout)
-                    shared = shared * jax.nn.sigmoid(gate.astype(jnp.float32)).astype(shared.dtype)
+                    shared = (shared * jax.nn.sigmoid(gate.astype(jnp.float32))).astype(shared.dtype)
                 y = y + shared
         return y, sums
 
@@ -334,7 +334,7 @@ class Experts(nnx.Module):
         if probs is not None:
             # The last product is linear, and its operand is narrower than its result: this is one pass with the gate.
             probs = jnp.where(has_expert, probs[order][:, None], 0)
-            hidden = hidden * probs.astype(hidden.dtype)
+            hidden = (hidden * probs).astype(hidden.dtype)
         results = jnp.where(has_expert, add_biases[2](multiply(hidden, 2)), 0)
         return jnp.zeros_like(results).at[order].set(results, unique_indices=True)  # in the old order of rows
 

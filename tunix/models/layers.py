@@ -392,7 +392,8 @@ def look_up(table: jax.Array, numbers: jax.Array, spec: PartitionSpec) -> jax.Ar
     """Return rows [B, T, ...] of a table [V, ...] by numbers [B, T] int32, laid out as `spec`."""
 
     def rows_of(table: jax.Array, numbers: jax.Array) -> jax.Array:
-        return table.at[numbers].get(out_sharding=spec)
+        # In float32, so that the gradient of a row is added up in it: in bfloat16 a thousand ones add up to 256.
+        return table.astype(jnp.float32).at[numbers].get(out_sharding=spec).astype(table.dtype)
 
     def backward(residuals: tuple[jax.Array, jax.Array], gradient: jax.Array) -> tuple[jax.Array, None]:
         from tunix.models.table_gradient import sum_by_number  # kernels are imported where there is a GPU

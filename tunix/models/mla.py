@@ -81,8 +81,10 @@ class LatentAttention(nnx.Module):
         plain, values = both[..., : self.num_plain], both[..., self.num_plain :]
         # The rotated part is computed once for a token and repeated for all heads: [B, S, R] -> [B, S, N, R].
         shape = (*plain.shape[:3], shared.shape[-1])
-        rotated = jnp.broadcast_to(shared[:, :, None], shape, out_sharding=self.layout.activation("BTNH"))
-        return jnp.concatenate([plain, rotated], -1), values
+        # In float32, so that its gradient, a sum over heads, is added up in it.
+        repeated = shared[:, :, None].astype(jnp.float32)
+        rotated = jnp.broadcast_to(repeated, shape, out_sharding=self.layout.activation("BTNH"))
+        return jnp.concatenate([plain, rotated.astype(shared.dtype)], -1), values
 
     def _look_back(self, q: jax.Array, entries: tuple[jax.Array, ...], compute_attention: AttentionFn) -> jax.Array:
         """Return results [B, T, N, W] of few queries over the entries of a cache, without keys and values of heads."""

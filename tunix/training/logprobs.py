@@ -357,18 +357,42 @@ def score_targets(
     The caller decides what the gradient of a score is, and does so after this function has returned. So the logits of a
     chunk are computed again in the backward pass. Where the loss of a token depends on the scores of this token alone,
     `sum_over_tokens` computes them once.
+
+    The gradient of the table [V, D] is added up over the chunks in float32. A teacher has none.
     """
 
-    @jax.checkpoint
-    def one_chunk(_, chunk):
-        hidden, targets, states = chunk
-        part = None if teacher is None else teacher._replace(hidden=states)
-        return None, _score_chunk(model, vocab_weights[1], hidden, targets, temperature, with_entropy, part)
+    def one_chunk(table, hidden, others):
+        teacher_table, targets, states = others
+        part = None if teacher is None else teacher._replace(table=teacher_table, hidden=states)
+        return _score_chunk(model, table, hidden, targets, temperature, with_entropy, part)
 
+    @jax.custom_vjp
+    def score(table, hidden, teacher_table, fields):
+        def without_gradient(_, chunk):
+            hidden, fields = chunk
+            return None, one_chunk(table, hidden, (teacher_table, *fields))
+
+        return jax.lax.scan(without_gradient, None, (hidden, fields))[1]
+
+    def backward(inputs, cotangents):
+        table, hidden, teacher_table, fields = inputs
+
+        def of_chunk(d_table, chunk):
+            hidden, fields, cotangents = chunk
+            _, vjp = jax.vjp(partial(one_chunk, others=(teacher_table, *fields)), table, hidden)
+            more, d_hidden = vjp(cotangents)
+            return d_table + more.astype(d_table.dtype), d_hidden
+
+        chunks = hidden, fields, cotangents
+        d_table, d_hidden = jax.lax.scan(of_chunk, _make_zeros(table), chunks, reverse=True)
+        return d_table.astype(table.dtype), d_hidden, None, None
+
+    score.defvjp(lambda *inputs: (score(*inputs), inputs), backward)
     with jax.named_scope("loss"):
         split = make_splitter(hidden, chunk_size)
-        states = None if teacher is None else jax.tree.map(split, teacher.hidden)
-        scores = jax.lax.scan(one_chunk, None, (split(hidden), split(batch["targets"]), states))[1]
+        teacher_table = None if teacher is None else teacher.table
+        fields = split(batch["targets"]), None if teacher is None else jax.tree.map(split, teacher.hidden)
+        scores = score(vocab_weights[1], split(hidden), teacher_table, fields)
         return jax.tree.map(lambda x: merge_chunks(x, hidden.shape[1]), scores)
 
 
