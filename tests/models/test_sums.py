@@ -43,11 +43,11 @@ def list_narrow_sums(jaxpr: Any) -> Iterator[str]:
             yield str(equation)
         bodies = list_bodies(equation)
         if equation.primitive.name == "scan":
-            (body,), num_consts = bodies, equation.params["num_consts"]
-            made_by = {each.outvars[0]: each for each in body.eqns if each.primitive.name in ("add", "add_any")}
-            for before, after in zip(body.invars[num_consts:], body.outvars, strict=False):  # what the loop hands on
-                if is_narrow(before) and (last := made_by.get(after)) and before in last.invars:
-                    yield f"in a loop: {last}"
+            (body,) = bodies
+            for each in body.eqns:
+                is_sum = each.primitive.name in ("add", "add_any") and is_narrow(each.outvars[0])
+                if is_sum and each.outvars[0] in body.outvars and {*each.invars} & {*body.invars}:
+                    yield f"in a loop: {each}"
         for each in bodies:
             yield from list_narrow_sums(each)
 
