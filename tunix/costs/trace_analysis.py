@@ -156,7 +156,7 @@ def _measure_covered(intervals: np.ndarray, by: np.ndarray) -> np.ndarray:
 # send for one byte of the array (`BUS_FACTORS`); it can be compared with the speed of the link.
 
 # Parts of JAX's name stack that JAX adds by itself; only the names that our source gave are shown.
-NO_SCOPE = re.compile(r"while|body|closed_call|checkpoint|cond|branch_\d+_fun|rematted_computation|.*->.*|")
+NO_SCOPE = re.compile(r"while|body|closed_call|eval_jaxpr|checkpoint|cond|branch_\d+_fun|rematted_computation|.*->.*|")
 
 
 @dataclass(frozen=True)
