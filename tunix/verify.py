@@ -24,7 +24,6 @@ from typing import Any
 import jax
 from rich.table import Table
 
-from tunix.base.config_types import list_options
 from tunix.base.errors import UserError
 from tunix.base.files import read_yaml
 from tunix.base.progress import announcing
@@ -248,16 +247,6 @@ def _compose_config(args: Namespace) -> Config:
     return compose.compose(add_search_path([*precision, *args.overrides], args.config_dir)).config
 
 
-def _find_checked_folder(argv: list[str]) -> str | None:
-    """Return the FOLDER of checkpoint=FOLDER; None without it, or where it names a file of conf/checkpoint."""
-    choices = [f"checkpoint={name}" for name in list_options("checkpoint")]
-    passed = [word for word in argv if word.startswith("checkpoint=") and word not in choices]
-    if passed and len(argv) > 1:
-        others = " ".join(word for word in argv if word != passed[0])
-        raise UserError(f"{passed[0]} compares files with their digests and takes no other words: {others}")
-    return passed[0].partition("=")[2] if passed else None
-
-
 def main() -> int:
     """Run the command line and return its exit code."""
     parser = command_line.command_parser("verify", __doc__)
@@ -272,7 +261,7 @@ def main() -> int:
     command_line.print_warnings()
 
     def work() -> int:
-        if folder := _find_checked_folder(args.overrides):
+        if folder := command_line.find_checked_folder(args.overrides):
             lines, is_whole = check_everything(folder)
             print("\n".join(lines))
             return int(not is_whole)

@@ -19,6 +19,7 @@ from tunix.base.digests import Damaged
 from tunix.base.errors import UserError
 from tunix.checkpoints.folders import ITEMS, Folder
 from tunix.checkpoints.store import Record, Store, reject_damaged_checkpoint
+from tunix.config import command_line
 from tunix.config.compose import compose
 from tunix.data.dataset import prepare_corpus
 from tunix.inference.pretrained import check_init_from
@@ -156,8 +157,13 @@ def test_when_a_checkpoint_is_checked(saved, tmp_path, caplog):
 
 
 def verify_command(monkeypatch, capsys, *words: str) -> tuple[int, str]:
+    """Run the command as a process does, which checks its words before it imports jax."""
     monkeypatch.setattr(sys, "argv", ["tunix.verify", *words])
-    code = command.main()
+    try:
+        command_line.check_first("verify")
+        code = command.main()
+    except SystemExit as end:
+        code = end.code
     out = capsys.readouterr()
     return code, out.out + out.err
 

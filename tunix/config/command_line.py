@@ -40,12 +40,22 @@ def check_first(name: str) -> None:
         if section := WITH_KEYS.get(name):
             own, others, _ = _split_words(section, argv)
             _read_words(section, own, others)
-        elif name in WITH_KEYS_OF_TRAINING:
+        elif name in WITH_KEYS_OF_TRAINING and not (name == "verify" and find_checked_folder(argv)):
             compose.compose(argv)
 
     if code := exits.report_errors(check):
         sys.exit(code)
     exits.announce_imports()
+
+
+def find_checked_folder(argv: list[str]) -> str | None:
+    """Return the FOLDER of `verify checkpoint=FOLDER`; None without it, or where it names a file of conf/checkpoint."""
+    choices = [f"checkpoint={name}" for name in list_options("checkpoint")]
+    passed = [word for word in argv if word.startswith("checkpoint=") and word not in choices]
+    if passed and len(argv) > 1:
+        others = " ".join(word for word in argv if word != passed[0])
+        raise UserError(f"{passed[0]} compares files with their digests and takes no other words: {others}")
+    return passed[0].partition("=")[2] if passed else None
 
 
 def _split_words(section: type[Section], argv: list[str]) -> tuple[list[str], list[str], list[str]]:
