@@ -319,3 +319,13 @@ def test_lines_of_a_web_server_that_does_not_say_how_many():
         assert documents("data=jsonl", f"data.paths=['http://127.0.0.1:{server.server_port}/a.jsonl']") == sorted(TEXTS)
     finally:
         server.shutdown()
+
+
+def test_a_corpus_of_which_nothing_is_learnt(tmp_path):
+    """The run would change no weight."""
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b" * 9}]
+    row = json.dumps({"messages": turns, "learn": [False, False]})
+    (tmp_path / "a.jsonl").write_text(f"{row}\n" * 8)
+    words = "task=sft", "data=jsonl", f"data.paths=[{tmp_path}]", "data.columns.learnt_turns=learn", "tokenizer=bytes"
+    with pytest.raises(UserError, match="has no token that is learnt"):
+        load_corpus(config(*words, "model.vocab_size=auto", "data.held_out_fraction=0", "loading.packing=pad"))

@@ -36,6 +36,7 @@ from tunix.costs.hlo import read_collectives
 from tunix.costs.passes import count_weight_bytes
 from tunix.costs.rollout import PAGE, USABLE, select_pages, select_rows
 from tunix.costs.step import derive, find_train_spec
+from tunix.models.context_parallel import select_exchange
 from tunix.models.flops import flops_per_token, forward_flops_per_token
 from tunix.plan import __main__ as plan
 from tunix.plan.compile import WORKERS, Compiled, RunningCompiles, compile_all, find_backend
@@ -478,6 +479,10 @@ def test_the_exchange_of_attention_that_is_faster(monkeypatch):
         assert make_record(candidate)["cp_exchange"] == faster
     given = cfg.model_copy(update={"model": cfg.model.model_copy(update={"attention": "cudnn"})})
     assert resolve_exchange(given, sizes, cluster) == (given, ""), "a ring has no such kernel"
+    seeing = compose(["model=gemma3_12b_vision", *words[1:], "training.seq_len=4096"]).config
+    assert resolve_exchange(seeing, sizes, cluster) == (seeing, ""), "tokens of an image see later ones"
+    with pytest.raises(UserError, match="does not divide model.num_heads=16, and keys cannot go round in a ring"):
+        select_exchange(seeing.model, sizes | {"cp": 3}, "auto")
 
     # All devices of a ring wait for the last one: it computes twice the mean.
     pairs = count_pairs_in_ring(4096, 4096, num_devices=8)

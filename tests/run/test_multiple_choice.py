@@ -122,9 +122,16 @@ def test_files_that_cannot_be_asked_are_refused_before_data_are_read(words, monk
         compose(["+evaluation.choices.a=a.jsonl", "task=dpo", "data=pairs", "data.paths=[x]"])
 
 
-def test_a_question_that_is_longer_than_a_row_is_named(words):
-    Path("code.jsonl").write_text(json.dumps(QUESTIONS[0] | {"prompt": "a b " * 400}) + "\n")
-    with pytest.raises(
-        UserError, match=r"^evaluation.choices.code, question 1: \d+ tokens with a choice are more than"
-    ):
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        (range(400), "400 tokens with a choice are more than"),
+        ([7], "1 tokens with a choice have none that another one"),
+    ],
+)
+def test_a_question_that_no_row_can_have_is_named(words, tokens, message, monkeypatch):
+    """It is longer than a row; or prompt and choice are one token, where the tokenizer has no `<bos>`."""
+    encoded = [([1, 2], 1), ([*tokens], 1)]
+    monkeypatch.setattr("tunix.training.multiple_choice._encode", lambda question, vocab: encoded)
+    with pytest.raises(UserError, match=f"^evaluation.choices.code, question 1: {message}"):
         tunix.train([*words, "model.mesh_shape=[[8],[fsdp]]", "training.global_batch_size=8"])

@@ -221,7 +221,7 @@ def test_bytes_per_device_of_each_strategy(strategy, params, moments):
     assert bytes_per_device(state["opt_state"]) == 2 * ((whole - vectors) // moments + vectors) + counter
 
 
-def test_a_step_that_is_not_finite_changes_only_its_counters_and_training_lowers_the_loss():
+def test_a_step_that_is_not_finite_or_learns_nothing_changes_only_its_counters_and_training_lowers_the_loss():
     trained = program("model.mesh_shape=[[4,2],[fsdp,tp]]", "scheduler=constant", "optimizer.learning_rate=3e-3")
     before = jax.tree.map(np.asarray, trained.state)
     bad = batch()
@@ -229,12 +229,16 @@ def test_a_step_that_is_not_finite_changes_only_its_counters_and_training_lowers
     first, second = trained.run(bad, steps=2)
     assert (first["skipped"], second["skipped"]) == (1, 2)
     assert np.isnan(first["loss"])
+    empty = batch()
+    empty["loss_mask"][:] = 0  # no token is learnt
+    (line,) = trained.run(empty, steps=1)
+    assert (line["skipped"], line["grad_norm"], np.isnan(line["loss"])) == (0, 0, True)
     for name in ("params", "opt_state"):
         assert all(
             np.array_equal(a, b)
             for a, b in zip(jax.tree.leaves(before[name]), jax.tree.leaves(trained.state[name]), strict=True)
         )
-    assert (int(trained.state["step"]), int(trained.state["skipped"])) == (2, 2)
+    assert (int(trained.state["step"]), int(trained.state["skipped"])) == (3, 0)
     good = trained.run(batch(), steps=10)
     assert good[0]["skipped"] == 0
     assert good[-1]["loss"] < 0.8 * good[0]["loss"]

@@ -294,7 +294,9 @@ class Model(Section):
     def mtp_model(self) -> "Model":
         """A model of one layer, which is that of `mtp`: with attention to all earlier tokens, and with experts if this
         model has some."""
-        parts: dict[str, Any] = {"num_layers": 1, "global_every": 1, "linear_attention": None, "mtp": None}
+        parts: dict[str, Any] = {
+            "num_layers": 1, "layers_before_stages": None, "global_every": 1, "linear_attention": None, "mtp": None,
+        }  # fmt: skip
         if isinstance(self.mlp, ExpertsMlp):
             parts["mlp"] = self.mlp.model_copy(update={"dense_layers": 0, "every": 1})
         return self.model_copy(update=parts)
@@ -354,11 +356,14 @@ class Model(Section):
         return capped | ({"with_sums": True} if self.attention_sinks else {})
 
     @property
+    def future_keys(self) -> int:
+        """Number of keys behind its own that a query may see: tokens of an image also see the later ones of it."""
+        return self.vision.tokens_per_image - 1 if isinstance(self.vision, Gemma3Vision) else 0
+
+    @property
     def kernel_options(self) -> dict[str, Any]:
         """Options of kernels of attention that this model needs for whole rows (`models/attention.py`)."""
-        # Tokens of an image see later ones of their image.
-        future = {"future_keys": self.vision.tokens_per_image - 1} if isinstance(self.vision, Gemma3Vision) else {}
-        return self.attention_options | future
+        return self.attention_options | ({"future_keys": self.future_keys} if self.future_keys else {})
 
     def list_windows(self, length: int) -> list[int]:
         """Return how many tokens each layer attends to in a sequence of `length` tokens; 0 with linear attention."""

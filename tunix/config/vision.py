@@ -294,7 +294,7 @@ def check_vision(model: "Model", vision: AnyVision) -> None:
         )
     if model.local_attention != "window":
         raise ValueError(f"model.local_attention={model.local_attention} does not go with {KEY}; set it to window")
-    if isinstance(vision, Gemma3Vision) and model.cp_exchange == "ring":
+    if model.future_keys and model.cp_exchange == "ring":
         raise ValueError(
             f"model.cp_exchange=ring brings keys in blocks of earlier tokens, and tokens of an image ({KEY}) also see "
             "later ones; set it to ulysses"

@@ -516,6 +516,11 @@ def load_corpus(cfg: Config) -> Corpus:
                 f"data: {name} has {sequences.stream.num_tokens:,} tokens to train on, too few for one sequence of "
                 f"training.seq_len={cfg.training.seq_len}; give more data, or lower training.seq_len"
             )
+        if not sequences.has_learnt:
+            raise UserError(
+                f"data: {name} has no token that is learnt: its answers are empty, or "
+                "task.learnt_turns and data.columns.learnt_turns choose none of its turns"
+            )
         if len(sequences) >= 2**32:  # Grain's shuffle counts in 32 bits
             raise UserError(
                 f"data: {name} has {sequences.stream.num_tokens:,} tokens, which make {len(sequences):,} sequences of "

@@ -74,6 +74,12 @@ class Sequences(grain.sources.RandomAccessDataSource):
         return int(sum(answers)) if answers else self.num_tokens
 
     @property
+    def has_learnt(self) -> bool:
+        """Whether any token is learnt: one of an answer, where documents have answers."""
+        masks = (self.stream.shard(number).answers for number in range(len(self.stream.sizes)))
+        return any(mask is None or mask.any() for mask in masks)
+
+    @property
     def num_left_out(self) -> int:
         """Pairs, or documents with a label, that are longer than a sequence."""
         if self.plans is None or not self._is_whole:

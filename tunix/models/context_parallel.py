@@ -33,7 +33,7 @@ def select_exchange(model: Model, sizes: Mapping[str, int], name: str) -> Choice
     has put the faster exchange in its place before (`plan/derived_time.py`).
 
     Raises:
-        UserError: `auto` takes a ring, which cannot run the kernel of `model.attention`.
+        UserError: `auto` takes a ring, which cannot run the kernel of `model.attention` or the model.
     """
     if token_shards(sizes) == 1:
         return Choice("none", "each device has whole sequences")
@@ -41,6 +41,11 @@ def select_exchange(model: Model, sizes: Mapping[str, int], name: str) -> Choice
         return Choice(name, f"model.cp_exchange={name}")
     axes = DIMS["n"].activation_axes
     num_devices, together = count_devices(sizes, axes), " x ".join(axes)
+    if model.future_keys and model.num_heads % num_devices:
+        raise UserError(
+            f"model.mesh_shape: {together}={num_devices} does not divide model.num_heads={model.num_heads}, and keys "
+            "cannot go round in a ring, because tokens of an image also see later ones; take fewer devices for cp"
+        )
     if model.num_heads % num_devices == 0:
         # Keys that come before a query are computed, later ones are skipped. So in a ring all devices wait for the one
         # with the last tokens, which computes almost twice the mean. Heads all have the same work.

@@ -37,11 +37,11 @@ from tunix.models.fused_experts import (
     count_capacity,
     sort_rows,
 )
-from tunix.models.grouped_matmul import vary_alike
 from tunix.models.layers import ACTIVATIONS, MLP, Bias, BlockSums, Initializer, Matrix, RMSNorm, Routing, unchanged
 from tunix.models.lora import ExpertFactors
 from tunix.models.matmul import grouped_product, product
 from tunix.models.table import EXPERT_EXCHANGES, FUSED
+from tunix.sharding.arrays import vary_alike
 from tunix.sharding.layout import Layout, stage_shard_map
 from tunix.sharding.table import Equation
 

@@ -49,7 +49,6 @@ from tunix.models.grouped_matmul import (
     load_vector,
     part_of,
     store_block,
-    vary_alike,
 )
 from tunix.models.kernels import (
     CAPACITY_FACTOR,
@@ -60,6 +59,7 @@ from tunix.models.kernels import (
     find_row_of_chip,
     mesh_device,
 )
+from tunix.sharding.arrays import vary_alike
 
 # Hidden rows [R, G] by what the router's weights [R, G] multiply (`weighted` of model.mlp), out of the function of the
 # gate, a, b, and these weights. a and b are rows times the gate's matrix and times the other one.

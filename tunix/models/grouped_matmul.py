@@ -41,23 +41,7 @@ def grouped(rows: jax.Array, w: jax.Array, sizes: jax.Array, blocks: GroupedBloc
     Results of rows behind the last group are undefined, and so are their gradients. With `blocks` given, the kernels
     are interpreted: slow, on any device, for tests.
     """
-    return _multiply(*vary_alike(rows, w, sizes), blocks or find_row_in_use(GROUPED_BLOCKS), blocks is not None)
-
-
-def vary_alike(*arrays: jax.Array) -> list[jax.Array]:
-    """Return the arrays, of any shapes, as types that vary over the same mesh axes, as JAX's own operations take them.
-
-    The casts stand outside of the rule of the gradient, so JAX sums gradients over the axes where that is due.
-    """
-    types = [jax.typeof(x).manual_axis_type for x in arrays]
-    axes = frozenset().union(*(each.varying for each in types))
-    results = []
-    for x, each in zip(arrays, types, strict=True):
-        missing = axes - each.varying
-        for part in (missing & each.reduced, missing - each.reduced):
-            x = jax.lax.pcast(x, tuple(sorted(part)), to="varying")
-        results.append(x)
-    return results
+    return _multiply(rows, w, sizes, blocks or find_row_in_use(GROUPED_BLOCKS), blocks is not None)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))

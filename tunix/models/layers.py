@@ -164,6 +164,16 @@ ACTIVATIONS: dict[str, Any] = {
 }
 
 
+@jax.custom_vjp
+def softplus(weight: jax.Array) -> jax.Array:
+    """Return log(1 + exp(weight)) of any shape, also of a gathered weight, whose gradient is a part of a sum."""
+    return jax.nn.softplus(weight)
+
+
+# JAX multiplies a part of a sum by a number that all devices have, and has no rules for the operations of its own softplus.
+softplus.defvjp(lambda weight: (softplus(weight), jax.nn.sigmoid(weight)), lambda slope, gradient: (gradient * slope,))
+
+
 class Xielu(nnx.Module):
     """xIELU (Huang & Schlag 2024, arXiv:2411.13010): [B, T, F] -> [B, T, F], with two trained numbers.
 
@@ -189,7 +199,7 @@ class Xielu(nnx.Module):
         return self._times(above, self.positive, 0) + self._times(below, self.negative, self.BETA) + self.BETA * x
 
     def _times(self, x: jax.Array, number: nnx.Param, offset: float) -> jax.Array:
-        factor = self.layout.gather(jax.nn.softplus(number[...]) + offset, self.equation)
+        factor = self.layout.gather(softplus(number[...]) + offset, self.equation)
         spec = self.layout.activation(self.equation.y)
         return jnp.einsum(self.equation.text, x[..., None], factor, out_sharding=spec)[..., 0].astype(x.dtype)
 

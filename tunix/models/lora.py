@@ -90,6 +90,7 @@ class LowRank(Factors):
 
         With dropout, the update is that of m / |..| * (W + s a b) - W, as in PEFT: W alone sees every input.
         """
+        x = self.layout.as_matmul_input(x, self.first)
         update, drops = self(x, dropout_key), dropout_key is not None and self.dropout
         if not drops:
             return self._multiply_by_gain(y + update, w)

@@ -13,6 +13,7 @@ from tunix.base.dotted_path import import_object
 from tunix.models import cpu_library
 from tunix.models.kernels import mesh_device
 from tunix.models.table import GROUPED, MATMUL_DTYPES
+from tunix.sharding.arrays import vary_alike
 from tunix.sharding.layout import Layout, gradient_spec
 from tunix.sharding.table import Equation
 
@@ -266,4 +267,5 @@ def grouped_product(rows: jax.Array, w: jax.Array, sizes: jax.Array, kind: str) 
     The arrays are those of one device. `kind` is a key of `GROUPED` or a dotted path. Results of rows
     behind the last group are undefined, and so are the gradients of these rows.
     """
-    return checkpoint_name(import_object(GROUPED.get(kind, kind))(rows, w, sizes), "product")
+    # As types that vary over the same axes: JAX's own product does not take those of low-rank factors as they are.
+    return checkpoint_name(import_object(GROUPED.get(kind, kind))(*vary_alike(rows, w, sizes)), "product")

@@ -105,12 +105,13 @@ class Lanes:
         return x.reshape(*shape, self.num_stages, num_slots, -1, *row_shape, out_sharding=folded)
 
     def list_parts(self, x: jax.Array, num_slots: int | None, layout: Layout) -> jax.Array:
-        """[A, B] or [A, B, T] -> [M, rows, ...]: the parts of all microbatches in the order in which they go in.
+        """[A, B], [A, B, T] or [A, B, texts, D] -> [M, rows, ...]: parts of all microbatches in the order in which they
+        go in.
 
         `layout` is that of one part outside of the stages (`Layout.with_tokens_on_stages`).
         """
         x = self.fold(x, num_slots, dim=1)
-        spec = layout.activation("BT"[: x.ndim - 3])
+        spec = layout.activation("BT" if x.ndim == 5 else "B")  # of [rows, T]; other rows are whole
         x = reshard(x, PartitionSpec(None, None, None, *spec))
         return x.reshape(-1, *x.shape[3:], out_sharding=PartitionSpec(None, *spec))
 

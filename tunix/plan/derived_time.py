@@ -62,7 +62,7 @@ def resolve_exchange(cfg: Config, sizes: dict[str, int], cluster: Cluster) -> tu
     (`select_exchange`).
     """
     model = cfg.model
-    is_open = model.cp_exchange == "auto" and model.attention in RING_KERNELS
+    is_open = model.cp_exchange == "auto" and model.attention in RING_KERNELS and not model.future_keys
     if not is_open or select_exchange(model, sizes, "auto").name != "ulysses":
         return cfg, ""
     # Ulysses is what the sizes allow; whether a ring is faster depends on the speeds of devices and links.

@@ -249,6 +249,22 @@ def map_on_devices(function: Callable[..., jax.Array], arrays: Sequence[jax.Arra
     return bring_to(mapped(*arrays), spec)
 
 
+def vary_alike(*arrays: jax.Array) -> list[jax.Array]:
+    """Return the arrays, of any shapes, as types that vary over the same mesh axes, as JAX's own operations take them.
+
+    The casts stand outside of the rule of the gradient, so JAX sums gradients over the axes where that is due.
+    """
+    types = [jax.typeof(x).manual_axis_type for x in arrays]
+    axes = frozenset().union(*(each.varying for each in types))
+    results = []
+    for x, each in zip(arrays, types, strict=True):
+        missing = axes - each.varying
+        for part in (missing & each.reduced, missing - each.reduced):
+            x = jax.lax.pcast(x, tuple(sorted(part)), to="varying")
+        results.append(x)
+    return results
+
+
 def bytes_per_device(tree: object) -> int:
     """Return the bytes that one device has of a tree of arrays or shapes; of a leaf without a sharding, all.
 

@@ -92,13 +92,17 @@ class MultipleChoice:
         self.num_bytes = np.array([len(text.encode()) for each in questions for text in each.choices])
         texts = [text for each in questions for text in _encode(each, vocab)]
         seq_len = cfg.training.seq_len
-        longest = max(range(len(texts)), key=lambda number: len(texts[number][0]))
-        if len(texts[longest][0]) > seq_len + 1:
-            number = int(np.searchsorted(self.first, longest, side="right"))
-            raise UserError(
-                f"evaluation.choices.{name}, question {number}: {len(texts[longest][0])} tokens with a choice are more "
-                f"than training.seq_len={seq_len}; leave it out, or raise it"
-            )
+        sizes = np.array([len(ids) for ids, _ in texts])
+        for is_wrong, problem in (
+            (sizes > seq_len + 1, f"are more than training.seq_len={seq_len}; leave it out, or raise it"),
+            (sizes < 2, "have none that another one predicts; leave it out"),
+        ):
+            if is_wrong.any():
+                longest = int(np.argmax(sizes * is_wrong))
+                number = int(np.searchsorted(self.first, longest, side="right"))
+                raise UserError(
+                    f"evaluation.choices.{name}, question {number}: {sizes[longest]} tokens with a choice {problem}"
+                )
         batch, self.owners = _arrange(texts, num_rows, seq_len)
         rows = list(local_rows(mesh, num_rows))
         local = {field: values[:, rows] for field, values in batch.items()}

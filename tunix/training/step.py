@@ -93,8 +93,9 @@ def make_train_step(
         update      p - rate d
         choice      the new p or the old one
 
-    A step whose loss or gradient is not finite changes nothing but its counters, and so does a spike, where there is a
-    guard. `gradients` is what `make_gradients` or `make_pipelined_gradients` returns.
+    A step whose loss or gradient is not finite changes nothing but its counters, and so does one without a token that
+    is learnt, and a spike, where there is a guard. `gradients` is what `make_gradients` or `make_pipelined_gradients`
+    returns.
     """
     on_host = arch.layout.moments_on_host
 
@@ -105,7 +106,9 @@ def make_train_step(
         grads, weight, sums = gradients(state["params"], batch, seeds)
         with jax.named_scope("optimizer"):
             # The one division: `weight` is that of all microbatches on all devices, and sums become means here.
-            grads = jax.tree.map(lambda g: g / weight, grads)
+            # A batch may have no token that is learnt: its sums and gradients are 0, and 0 / 1 is a number.
+            is_empty = weight == 0
+            grads = jax.tree.map(lambda g: g / jnp.where(is_empty, 1, weight), grads)
             grad_norm = optax.tree.norm(grads)  # before clipping, which is a part of the optimizer
             trained = arch.trained(state["params"])
             moments = to_device_memory(state["opt_state"]) if on_host else state["opt_state"]
@@ -118,11 +121,11 @@ def make_train_step(
             # A step that is not good changes nothing. Its update is computed like any other, and then left out: each
             # array takes its new values or keeps its old ones, so no step waits for the host to look at its numbers.
             finite = jnp.isfinite(grad_norm) & jnp.isfinite(sums["loss"])
-            is_good, watched = finite, dict[str, Any]()
+            is_good, watched = finite & ~is_empty, dict[str, Any]()
             # `watched` is the part of the state that the guard keeps, `numbers` are for metrics.jsonl.
             if update.guard:
-                spike, watched, numbers = update.guard.check(state["spikes"], reported, finite)
-                is_good, reported = finite & ~spike, reported | numbers
+                spike, watched, numbers = update.guard.check(state["spikes"], reported, is_good)
+                is_good, reported = is_good & ~spike, reported | numbers
             copies = move_ema(update.ema, state.get("copies", {}), to_device_memory)
             moved = {name: update.ema[name].update(tree, params) for name, tree in copies.items()}
             new = {"params": params, "opt_state": opt_state, "copies": moved}
