@@ -107,6 +107,9 @@ def test_a_hugging_face_folder_says_what_surrounds_a_document(load, tmp_path):
     assert (vocab.eos_token, vocab.chat_template) == ("<pad>", "z")
     (tmp_path / "hf" / "chat_template.jinja").write_text("y")
     assert load(f"tokenizer.path={tmp_path}/hf").vocab.chat_template == "y"
+    (tmp_path / "hf" / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(UserError, match="chat_template.jinja is not UTF-8"):
+        load(f"tokenizer.path={tmp_path}/hf")
 
 
 def train_pieces(kind: str) -> Tokenizer:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import IO, TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field, PrivateAttr
 
@@ -339,11 +339,13 @@ class Columns(Section):
 class Rows(Limited, Source):
     """Documents that are rows of a table."""
 
+    has_padded_objects: ClassVar[bool] = False  # Arrow gives each object the keys of all, with null where it had none
+
     columns: Columns
     """Which columns are read."""
     bad_rows: Literal["error", "skip"]
-    """A row that is not JSON, lacks a column, or holds no text or conversation in it, or an image that is missing or
-    broken: refused, or left out and counted."""
+    """A row that is not JSON, lacks a column, or holds no text or conversation in it, or a conversation that the chat
+    template refuses, or an image that is missing or broken: refused, or left out and counted."""
     max_image_pixels: Pixels
     """Pixels of the largest image, before it is resized: a small file may unpack to more than the memory has."""
     image_addresses: tuple[str, ...]

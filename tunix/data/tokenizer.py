@@ -198,7 +198,7 @@ def select_template(files: dict[str, Path], settings: Settings, name_or_file: st
     template = settings.chat_template
     templates = {each.name: each.template for each in template} if isinstance(template, list) else {"default": template}
     if "chat_template.jinja" in files:
-        templates["default"] = files["chat_template.jinja"].read_text()
+        templates["default"] = _read_template(files["chat_template.jinja"], key)
     if name_or_file is None or templates.get(name_or_file):
         return templates.get(name_or_file or "default")
     if "{%" in name_or_file or "{{" in name_or_file:
@@ -207,10 +207,17 @@ def select_template(files: dict[str, Path], settings: Settings, name_or_file: st
     try:
         if file.exists() and not file.is_file():  # a device or a pipe may never end
             raise UserError(f"{key}={name_or_file} is no regular file")
-        return file.read_text()
+        return _read_template(file, key)
     except OSError as error:
         known = ", ".join(name for name, text in templates.items() if text) or "none"
         raise UserError(f"{key}={name_or_file} cannot be read: {error.strerror}; the tokenizer has {known}") from None
+
+
+def _read_template(file: Path, key: str) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{key}: {file} is not UTF-8 (byte {error.start}); save it as UTF-8") from None
 
 
 ROW_MULTIPLE = 128
