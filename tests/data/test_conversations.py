@@ -12,7 +12,7 @@ from tunix.base.errors import UserError
 from tunix.config.compose import compose
 from tunix.config.task import Prompted
 from tunix.data.chat import PLAIN, ChatTemplate
-from tunix.data.dataset import find_units, load_corpus
+from tunix.data.dataset import find_units, load_corpus, prepare_corpus
 from tunix.data.documents import Conversation, Document, encode_whole, read_documents
 from tunix.data.prompts import load_prompts
 from tunix.data.sources import read_questions
@@ -48,6 +48,11 @@ def test_pieces_make_the_whole_and_answers_end_their_turn(source):
     assert "".join(text for text, _ in pieces) == template(source).render(TALK)
     assert [answer for _, answer in pieces] == [False, True, False, True]
     assert pieces[0][0].startswith("<bos>")
+
+
+def test_a_conversation_may_begin_with_the_assistant():
+    expected = [("<bos>assistant:\n", False), ("2<eos>", True)]
+    assert template(PLAIN).cut_answers(TALK[2:3]) == [expected]
 
 
 def test_gemmas_template():
@@ -249,7 +254,11 @@ def test_rows_without_a_conversation(tmp_path):
         {"messages": "no json"},
         {"messages": [{"role": "user", "content": [1]}]},
         {"messages": [{"role": "user", "content": "a"}, {"role": "gpt", "content": "b"}]},
+        {"messages": good["messages"], "marks": "3"},
+        {"messages": good["messages"], "marks": "[" * 20_000},
+        {"messages": good["messages"], "marks": '{"a": 1, "b": 1}'},
     ]
+    good["marks"] = [0, 1]
     words = [
         *SMALL,
         "task=sft",
@@ -260,14 +269,38 @@ def test_rows_without_a_conversation(tmp_path):
     ]
     for row in bad:
         (tmp_path / "a.jsonl").write_text(f"{json.dumps(good)}\n{json.dumps(row)}\n")
+        marks = ["data.columns.learnt_turns=marks"] if "marks" in row else []
         with pytest.raises(UserError, match=r"line 2, (holds int|has no list|has a content|has role gpt)"):
-            load_corpus(compose(words).config)
+            load_corpus(compose([*words, *marks]).config)
     (tmp_path / "a.jsonl").write_text(
         f"{json.dumps(good)}\n" * 9 + '{"messages": [{"role": "user", "content": "unanswered"}]}\n'
     )
     assert load_corpus(compose(words).config).train["jsonl"].stream.num_documents == 9
     with pytest.raises(UserError, match="task=sft needs rows with columns, of jsonl, csv, parquet or hf"):
         load_corpus(compose([*SMALL, "task=sft"]).config)
+
+
+NEEDS_SYSTEM = "{% if messages[0].role != 'system' %}{{ raise_exception('no system') }}{% endif %}" + PLAIN
+WORDS = {"sft": [], "dpo": ASKED_TWICE[1:], "kto": [], "grpo": ["sampling.max_new_tokens=8"]}
+
+
+@pytest.mark.parametrize("task", WORDS)
+def test_a_conversation_that_the_template_refuses_is_a_bad_row(tmp_path, task, caplog):
+    rows = [{"messages": TALK[:3], "start": TALK[:2], "one": f"{n}", "two": "no", "label": n > 9} for n in range(20)]
+    rows[0]["one"] = "[" * 20_000  # text, and no JSON
+    rows[1] |= {"messages": TALK[1:3], "start": TALK[1:2]}
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "own.jinja").write_text(NEEDS_SYSTEM)
+    words = [*SMALL, f"task={task}", "data=jsonl", f"data.paths=[{tmp_path}]", f"task.chat_template={tmp_path}/own.jinja",
+             "tokenizer=bytes", "model.vocab_size=auto", "data.held_out_fraction=1e-9", *WORDS[task]]  # fmt: skip
+    with pytest.raises(
+        UserError, match=r"a.jsonl, line 2, has a conversation that .* refuses: no system; data.bad_rows"
+    ):
+        prepare_corpus(compose(words).config)
+    (found,) = prepare_corpus(compose([*words, "data.bad_rows=skip"]).config)[0].values()
+    assert found.index["left_out"] == {"refused by task.chat_template": 1}
+    assert found.index["documents"] == 18  # one is held out
+    assert "jsonl: left out: 1 refused by task.chat_template (a.jsonl@" in caplog.text
 
 
 def test_answers_of_no_token_are_neither_measured_nor_asked(tmp_path):
@@ -290,7 +323,7 @@ def test_answers_of_no_token_are_neither_measured_nor_asked(tmp_path):
 def test_docstrings_are_questions_with_answers():
     cfg = compose(["task=sft", "data=python_docstrings"]).config
     units = [unit for unit in find_units(cfg.data, cfg.loading) if unit.name in ("bisect.py", "json/__init__.py")]
-    found = {name: content for unit in units for name, content, _ in read_documents(cfg.data, cfg.task, unit)}
+    found = {each.name: each.content for unit in units for each in read_documents(cfg.data, cfg.task, unit)}
     assert {"bisect.insort_right", "bisect.bisect_left", "json.dumps", "json.load"} <= found.keys()
     assert found["json.dumps"].messages == [
         {"role": "user", "content": "What does json.dumps do?"},
@@ -316,6 +349,9 @@ def test_a_tokenizer_without_a_template_and_a_template_of_ones_own(files, monkey
     assert "OWN system:" in own.tokenizer.decode(own.train["jsonl"].stream.shard(0).tokens)
     assert own.fingerprint != made.fingerprint
     with pytest.raises(UserError, match=r"task.chat_template=none.jinja cannot be read"):
+        load_corpus(compose([*words, "task.chat_template=none.jinja"]).config)
+    (files / "none.jinja").write_bytes(b"caf\xe9")
+    with pytest.raises(UserError, match=r"task.chat_template: none.jinja is not UTF-8 \(byte 3\); save it as UTF-8"):
         load_corpus(compose([*words, "task.chat_template=none.jinja"]).config)
     with pytest.raises(UserError, match=r"task.chat_template=/dev/full is no regular file"):
         load_corpus(compose([*words, "task.chat_template=/dev/full"]).config)

@@ -18,7 +18,7 @@ from tunix.base.errors import UserError
 from tunix.config.compose import compose
 from tunix.data.dataset import find_units, load_corpus, prepare_corpus
 from tunix.data.documents import Document, read_documents
-from tunix.data.files import zstd
+from tunix.data.files import find_files, zstd
 
 TEXTS = [f"document {number}: {'word ' * (number % 7 + 1)}" for number in range(40)]
 TINY = [*SMALL, "tokenizer=bytes", "tokenizer.vocab_size=259", "training.seq_len=16"]
@@ -56,6 +56,7 @@ def test_jsonl_is_read_whole_however_it_is_cut(tmp_path, name, unit_bytes):
 def test_text_files_packed_or_not(tmp_path):
     for number, ending in enumerate([".txt", ".txt.gz", ".md.zst"]):
         write(tmp_path / f"{number}{ending}", TEXTS[number].encode())
+        (tmp_path / f"empty{ending}").write_bytes(b"")
     (tmp_path / "with_mark.txt").write_bytes(b"\xef\xbb\xbfmark")
     (tmp_path / "no.bin").write_bytes(b"not read")
     assert documents("data=text", f"data.paths=[{tmp_path}]") == sorted([*TEXTS[:3], "mark"])
@@ -73,6 +74,19 @@ def test_files_of_any_name(tmp_path):
     prepared, _ = prepare_corpus(config(*words))
     assert prepared["text"].index["left_out_names"] == ["latin?.txt"]
     assert prepared["text"].index["documents"] == 2
+
+
+def test_links_to_folders_are_followed_once(tmp_path):
+    for name in ("b/deep/2.txt", "a/1.txt", "other/3.txt", "a.txt"):
+        (tmp_path / "data" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "data" / name).write_text(name)
+    (tmp_path / "data" / "other").rename(tmp_path / "other")
+    expected = ["a/1.txt", "a.txt", "b/deep/2.txt"]
+    assert [unit.name for unit in find_files((str(tmp_path / "data"),), (".txt",))] == expected
+    for link, target in (("again", "data/b"), ("b/link", "other"), ("loop", "data"), ("b/gone", "nowhere")):
+        (tmp_path / "data" / link).symlink_to(tmp_path / target)
+    (tmp_path / "other" / "back").symlink_to(tmp_path / "data" / "b")
+    assert [unit.name for unit in find_files((str(tmp_path / "data"),), (".txt",))] == [*expected, "b/link/3.txt"]
 
 
 def test_csv(tmp_path):
@@ -292,6 +306,8 @@ def test_corpora_that_cannot_be_used(files, words, message, tmp_path):
 def test_missing_paths_are_named(tmp_path):
     with pytest.raises(UserError, match="nowhere does not exist"):
         documents("data=text", f"data.paths=[{tmp_path}/nowhere]")
+    with pytest.raises(UserError, match="data.paths.0=: expected text that is not empty"):
+        documents("data=text", "data.paths=['']")
     (tmp_path / "gone.txt").symlink_to(tmp_path / "target")
     with pytest.raises(UserError, match="no file that ends in"):  # a dangling link is no file
         documents("data=text", f"data.paths=[{tmp_path}]")

@@ -7,6 +7,7 @@ import pytest
 from conftest import write_corpus
 from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 from support.harness import SMALL
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from tunix.base.errors import UserError
 from tunix.config.compose import compose
@@ -65,7 +66,10 @@ def test_training_one_to_a_path(load, tmp_path):
 def test_tokenizers_from_files(load, tmp_path):
     loaded = load()
     path = tmp_path / "tokenizer.json"
-    loaded.tokenizer.save(str(path))
+    saved = Tokenizer.from_str(loaded.tokenizer.to_str())
+    saved.enable_truncation(8)  # as files have it that somebody saved after a use of it: documents are whole
+    saved.enable_padding(length=16)
+    saved.save(str(path))
     assert load(f"tokenizer.path={path}").tokenizer.to_str() == loaded.tokenizer.to_str()
     with pytest.raises(
         UserError, match=r"the tokenizer has 300 tokens, more than model.vocab_size=256; set model.vocab_size=384"
@@ -103,6 +107,58 @@ def test_a_hugging_face_folder_says_what_surrounds_a_document(load, tmp_path):
     assert (vocab.eos_token, vocab.chat_template) == ("<pad>", "z")
     (tmp_path / "hf" / "chat_template.jinja").write_text("y")
     assert load(f"tokenizer.path={tmp_path}/hf").vocab.chat_template == "y"
+    (tmp_path / "hf" / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(UserError, match="chat_template.jinja is not UTF-8"):
+        load(f"tokenizer.path={tmp_path}/hf")
+
+
+def train_pieces(kind: str) -> Tokenizer:
+    """Return a tokenizer of one of the kinds that write the space before a word into its token."""
+    if kind == "unigram":
+        backend = Tokenizer(models.Unigram())
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+        backend.decoder = decoders.Metaspace(prepend_scheme="first")
+        trainer: trainers.Trainer = trainers.UnigramTrainer(vocab_size=60, special_tokens=["</s>"], show_progress=False)
+    else:
+        byte_tokens = [f"<0x{number:02X}>" for number in range(256)]
+        backend = Tokenizer(models.BPE(byte_fallback=True))
+        backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
+        steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        backend.decoder = decoders.Sequence(steps)
+        trainer = trainers.BpeTrainer(vocab_size=320, special_tokens=["</s>", *byte_tokens], show_progress=False)
+    backend.train_from_iterator([WORDS], trainer)
+    info = json.loads(backend.to_str())
+    info["added_tokens"] = info["added_tokens"][:1]  # tokens of bytes are no special tokens
+    return Tokenizer.from_str(json.dumps(info))
+
+
+WORDS = "this is a text of words and some more words to fill it as a text of words is"
+
+
+@pytest.mark.parametrize("kind", ["unigram", "llama 2", "bytes"])
+def test_tokens_have_the_bytes_of_the_text(kind):
+    settings = compose(["tokenizer.vocab_size=300"]).config.tokenizer
+    backend = tokenizer.train_vocab(settings, [WORDS]).backend if kind == "bytes" else train_pieces(kind)
+    backend.add_tokens([AddedToken("漢字", normalized=False)])  # no special token: part of the text
+    text = f"{WORDS}{'' if kind == 'unigram' else ' é🙂'} 漢字"
+    # The space that stands before the first word counts, too: no token says that it is the first of its document.
+    first = kind != "bytes"
+    tokens = backend.encode(text, add_special_tokens=False).ids
+    assert bytes_by_token(backend)[tokens].sum() == len(text.encode()) + first
+    assert backend.decode(tokens) == text
+
+
+def test_a_vocabulary_with_holes(load, tmp_path):
+    loaded = load("tokenizer=bytes", "tokenizer.vocab_size=259")
+    info = json.loads(loaded.tokenizer.to_str())
+    info["model"]["vocab"]["z"] = 400
+    (tmp_path / "tokenizer.json").write_text(json.dumps(info))
+    own = load(f"tokenizer.path={tmp_path}/tokenizer.json", "model.vocab_size=512")
+    assert own.vocab.num_tokens == 401
+    sizes = bytes_by_token(own.tokenizer)
+    assert len(sizes) == 401
+    assert sizes[[info["model"]["vocab"]["a"], 399, 400]].tolist() == [1, 0, 1]
 
 
 def sentencepiece_model(tmp_path, **options):

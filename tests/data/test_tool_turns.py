@@ -3,7 +3,9 @@
 import json
 
 import numpy as np
+import pyarrow
 import pytest
+from pyarrow import parquet
 from support.harness import SMALL, cli_here
 
 from tunix.base.errors import UserError
@@ -134,15 +136,17 @@ def write(folder, talk=TALK, tools=TOOLS, **columns):
     (folder / "talks.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
 
 
-def learnt_texts(folder, *words: str) -> tuple[str, list[str]]:
+def learnt_texts(folder, *words: str, data=("data=jsonl", "data.paths=[FOLDER/talks.jsonl]")) -> tuple[str, list[str]]:
     """Return the text of the first conversation as it is trained on, and the parts of it that are learnt."""
     (folder / "own.jinja").write_text(CHATML)
+    data = [word.replace("FOLDER", str(folder)) for word in data]
     cfg = compose(
-        [*SMALL, "task=sft", "data=jsonl", f"data.paths=[{folder}/talks.jsonl]", f"task.chat_template={folder}/own.jinja",
+        [*SMALL, "task=sft", *data, f"task.chat_template={folder}/own.jinja",
          "data.held_out_fraction=0", "tokenizer.vocab_size=259", f"loading.cache_dir={folder}/cache", *words]
     ).config  # fmt: skip
     corpus = load_corpus(cfg)
-    shard = corpus.train["jsonl"].stream.shard(0)
+    (packed,) = corpus.train.values()
+    shard = packed.stream.shard(0)
     tokens, answers = (np.array(each[: shard.starts[1]]) for each in (shard.tokens, shard.answers))
     bounds = np.flatnonzero(np.diff(np.concatenate([[0], answers.astype(int), [0]])))
     parts = [corpus.tokenizer.decode(tokens[first:stop]) for first, stop in bounds.reshape(-1, 2)]
@@ -163,11 +167,42 @@ def test_a_template_gets_tools_and_calls(tmp_path):
 
 
 def test_calls_as_openai_writes_them(tmp_path):
-    """Arguments are JSON in a string; Parquet gives all objects the keys of all; a list may be JSON itself."""
-    function = {"name": "add", "arguments": json.dumps(CALL["function"]["arguments"]), "strict": None}
+    """Arguments are JSON in a string; a list may be JSON itself."""
+    function = {"name": "add", "arguments": json.dumps(CALL["function"]["arguments"])}
     talk = [TALK[0], {**TALK[1], "tool_calls": [{"type": "function", "function": function}], "name": None}, *TALK[2:]]
     write(tmp_path, json.dumps(talk), json.dumps(TOOLS))
     assert learnt_texts(tmp_path)[1] == [FIRST, SECOND]
+
+
+@pytest.mark.parametrize("arguments", ["", " ", {"a": None, "b": 1}, '{"a": null, "b": 1}'])
+def test_arguments_are_kept(tmp_path, arguments):
+    """None of them in a text; null where it stands there."""
+    write(
+        tmp_path,
+        [TALK[0], {**TALK[1], "tool_calls": [{"function": {"name": "add", "arguments": arguments}}]}, *TALK[2:]],
+    )
+    expected = '{"a": null, "b": 1}' if "b" in arguments else "{}"
+    assert f'{{"name": "add", "arguments": {expected}}}' in learnt_texts(tmp_path)[1][0]
+
+
+ARROW = {
+    "parquet": ["data=parquet", "data.paths=[FOLDER/talks.parquet]"],
+    "hf": ["data=hf", "data.path=parquet", "data.data_files=[FOLDER/talks.parquet]"],
+}
+
+
+@pytest.mark.parametrize("source", ARROW)
+def test_keys_of_other_objects_are_dropped(tmp_path, source):
+    """Arrow gives all objects the keys of all: arguments of other calls, properties of other tools."""
+    other = {"type": "function", "function": {"name": "say", "arguments": {"text": "hello"}}}
+    tools = [*TOOLS, {"type": "function", "function": {"name": "say", "strict": True}}]
+    calls = {**TALK[1], "tool_calls": [CALL, other]}
+    table = pyarrow.Table.from_pylist([{"messages": [TALK[0], calls, *TALK[2:]], "tools": tools}] * 30)
+    parquet.write_table(table, tmp_path / "talks.parquet")
+    text, (first, _) = learnt_texts(tmp_path, data=ARROW[source])
+    assert text.startswith(f"<|im_start|>system\n{json.dumps(tools[0])}\n{json.dumps(tools[1])}\n<|im_end|>")
+    assert '{"name": "add", "arguments": {"a": 1, "b": 2}}' in first
+    assert '{"name": "say", "arguments": {"text": "hello"}}' in first
 
 
 def test_which_turns_are_learnt(tmp_path):

@@ -399,6 +399,7 @@ EXPECTED = {
     "float_type": "expected a number",
     "bool_type": "expected true or false",
     "string_type": "expected text",
+    "string_too_short": "expected text that is not empty",
     "tuple_type": "expected a list like [a,b]",
     "model_type": "expected a mapping like {{key: value}}",
     "too_short": "give at least one",

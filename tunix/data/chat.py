@@ -50,7 +50,7 @@ def join_parts(content: str | Sequence[Mapping[str, Any]], mark: str = "") -> st
 PLAIN = (
     "{{ bos_token }}{% for message in messages %}{{ '' if loop.first else '\n' }}{{ message.role }}:\n"
     "{{ message.content }}{{ eos_token if message.role == 'assistant' else '' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '\n' }}assistant:\n{% endif %}"
+    "{% if add_generation_prompt %}{{ '\n' if messages else '' }}assistant:\n{% endif %}"
 )
 
 
@@ -155,6 +155,10 @@ def _count_characters(value: Any) -> int:
     return sum(map(_count_characters, value)) if isinstance(value, list | tuple) else 0
 
 
+class RefusedConversation(UserError):
+    """A template fails for a conversation, and may take others."""
+
+
 class ChatTemplate:
     """A compiled template with the special tokens that it may name."""
 
@@ -183,8 +187,8 @@ class ChatTemplate:
         """Return the text of a conversation; `add_generation_prompt` adds the text that asks for the next answer.
 
         Raises:
-            UserError: the template fails, its text is many times longer than the conversation, or has half of a pair
-                of surrogates, which no tokenizer takes.
+            RefusedConversation: the template fails, its text is many times longer than the conversation, or has half of
+                a pair of surrogates, which no tokenizer takes.
         """
         if any(isinstance(message.get("content"), list) for message in messages) and not self.takes_parts:
             assert self.mark is not None, "a model of text alone is given images"
@@ -198,9 +202,9 @@ class ChatTemplate:
     def _generate(self, messages: Sequence[Message], add_generation_prompt: bool, options: Options) -> str:
         values = {"messages": messages, "add_generation_prompt": add_generation_prompt, **self.special_tokens}
         values |= {"tools": None, "documents": None, **options}  # transformers gives a template these two always
-        self.environment.max_length = SHORT + MOST_COPIES * _count_characters([*messages, dict(options)])
         parts, length = [], 0
         try:
+            self.environment.max_length = SHORT + MOST_COPIES * _count_characters([*messages, dict(options)])
             with time_limit(TIME_LIMIT_S):
                 for part in self.template.generate(values):
                     length += len(part)
@@ -209,7 +213,7 @@ class ChatTemplate:
             text = "".join(parts)
             text.encode()
         except Exception as error:  # as above
-            raise UserError(f"task.chat_template refuses a conversation: {error}") from None
+            raise RefusedConversation(f"task.chat_template refuses a conversation: {error}") from None
         return text
 
     @cached_property

@@ -246,7 +246,7 @@ def _make_index(source: Source, task: Task, info: list[dict], folder: Path, voca
             f"{vocab.eos}, and data.document_end=null takes each file as one document"
         )
     sizes = [fact["train"]["bytes"] for fact in info]
-    size = int(counts @ bytes_by_token(vocab.backend)[: len(counts)]) if None in sizes else sum(sizes)
+    size = int(counts @ bytes_by_token(vocab.backend)) if None in sizes else sum(sizes)
     # The loss of a model that knows only how frequent each token is; a trained model must be better than that.
     probs = counts[counts > 0] / counts.sum()
     entropy_bits = float(-(probs * np.log2(probs)).sum())

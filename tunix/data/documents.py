@@ -5,7 +5,6 @@ and the one that makes its tokens. All of these functions are in this file.
 """
 
 import json
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
@@ -85,6 +84,7 @@ class Document(NamedTuple):
     name: str
     content: str | Conversation | Question | Pair | Labelled | Example | Group
     images: Sequence[bytes] = ()  # as shards keep them (data/images.py), in the order of their places in the turns
+    source: Callable[[], str] = str  # as of an `Item`
 
     @property
     def text(self) -> str:
@@ -112,7 +112,7 @@ class LeftOut(NamedTuple):
     """An item of a source that gives no document."""
 
     name: str
-    reason: str  # "empty", "not UTF-8", "bad row", `TOO_LONG`, `NOT_CUT` (data/shards.py)
+    reason: str  # "empty", "not UTF-8", "bad row", `TOO_LONG`, `NOT_CUT` and `REFUSED` (data/shards.py)
 
 
 def read_documents(
@@ -166,7 +166,13 @@ def _read_row(
     try:
         if not isinstance(item.content, dict):
             raise BadRow(item.problem)
-        content = read(source.columns, item.content, task)
+        row = item.content
+        if source.has_padded_objects:
+            names = source.columns.list_names()
+            row = row | {name: _drop_nulls(row[name]) for name in names if name in row}
+        content = read(source.columns, row, task)
+        if isinstance(content, Question):  # rewards get the row as it is
+            content = content._replace(columns=content.columns | item.content)
         if content and not isinstance(content, str):
             references = take_images(list_turns(content), list_column(source.columns, item.content), reader)
             images = reader.read(references) if reader else ()
@@ -174,14 +180,17 @@ def _read_row(
                 content = _drop_images(content, source.columns)
         # Fails for text that is not UTF-8: half of a character, as JSON's "\ud83d" is.
         count_bytes(content) if isinstance(content, str) else encode_json(content)
-    except (BadRow, UnicodeEncodeError) as error:
+    except (BadRow, UnicodeEncodeError, RecursionError) as error:
         if source.bad_rows == "error":
-            problem = "is not UTF-8" if isinstance(error, UnicodeEncodeError) else error
-            raise UserError(
-                f"data: {item.source()} {problem}; data.bad_rows=skip leaves such rows out and counts them"
-            ) from None
+            problems = {UnicodeEncodeError: "is not UTF-8", RecursionError: "is nested too deep"}
+            raise refuse_row(item, problems.get(type(error), error)) from None
         return LeftOut(item.name, "bad row")
-    return Document(item.name, content, images) if content else LeftOut(item.name, "empty")
+    return Document(item.name, content, images, item.source) if content else LeftOut(item.name, "empty")
+
+
+def refuse_row(row: Item | Document, problem: object) -> UserError:
+    """Return the error for a row that gives no document, where data.bad_rows=error."""
+    return UserError(f"data: {row.source()} {problem}; data.bad_rows=skip leaves such rows out and counts them")
 
 
 def _drop_images(question: Question, columns: Columns) -> Question:
@@ -327,18 +336,21 @@ def read_group(columns: Columns, row: dict[str, Any], task: Task) -> Group:
     return Group(texts)
 
 
+MAX_LABEL = float(np.finfo(np.float32).max)  # shards keep labels in float32
+
+
 def _read_class(columns: Columns, row: dict[str, Any], task: Classify) -> float:
     """Return the number of a row's class among task.labels, or without these the number in its column."""
     value = _read_cell(columns, "label", row, (str, bool, int, float))
     if task.labels is None:
-        with suppress(ValueError):
+        with suppress(ValueError, OverflowError):
             number = float("nan" if isinstance(value, bool) else value)
-            if math.isfinite(number):
+            if abs(number) <= MAX_LABEL:
                 return number
-        raise BadRow(f"has {value!r} in column {columns.label}, no number; task.labels names classes")
+        raise BadRow(f"has {value!r:.40} in column {columns.label}, no number; task.labels names classes")
     text = str(value).lower() if isinstance(value, bool) else str(value)
     if text not in task.labels:
-        raise BadRow(f"has {text!r} in column {columns.label}, which is none of task.labels={list(task.labels)}")
+        raise BadRow(f"has {text!r:.80} in column {columns.label}, which is none of task.labels={list(task.labels)}")
     return task.labels.index(text)
 
 
@@ -358,7 +370,7 @@ def _read_options(columns: Columns, row: dict[str, Any], task: Task) -> Options:
     if columns.tools is not None and row.get(columns.tools):
         value = row[columns.tools]
         try:
-            tools = _drop_nulls(json.loads(value) if isinstance(value, str) else value)
+            tools = json.loads(value) if isinstance(value, str) else value
         except (ValueError, RecursionError):
             tools = None
         if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
@@ -367,7 +379,7 @@ def _read_options(columns: Columns, row: dict[str, Any], task: Task) -> Options:
 
 
 def _drop_nulls(value: Any) -> Any:
-    """Return a value without keys that are None: Parquet gives each object the keys of all."""
+    """Return a value without keys that are None (`Rows.has_padded_objects`)."""
     if isinstance(value, dict):
         return {key: _drop_nulls(item) for key, item in value.items() if item is not None}
     return [_drop_nulls(item) for item in value] if isinstance(value, list) else value
@@ -380,9 +392,9 @@ def _read_learnt(columns: Columns, row: dict[str, Any], num_turns: int) -> list[
     value = _read_cell(columns, "learnt_turns", row, (str, list))
     try:
         value = json.loads(value) if isinstance(value, str) else value
-    except ValueError:
+    except (ValueError, RecursionError):
         value = []
-    if len(value) != num_turns or not all(each in (0, 1) for each in value):
+    if not isinstance(value, list) or len(value) != num_turns or not all(each in (0, 1) for each in value):
         raise BadRow(
             f"has no list of {num_turns} times true or false, one for each turn, in column {columns.learnt_turns}"
         )
@@ -397,7 +409,7 @@ def _read_turns(columns: Columns, meaning: str, row: dict[str, Any], role: str) 
     value, name = _read_cell(columns, meaning, row, (str, list)), getattr(columns, meaning)
     turns: Any = value
     if isinstance(value, str) and value.lstrip().startswith("["):
-        with suppress(ValueError):
+        with suppress(ValueError, RecursionError):
             turns = json.loads(value)  # a JSON list of objects: turns in a CSV file
     if isinstance(value, list) or (turns and all(isinstance(turn, dict) and "role" in turn for turn in turns)):
         return _read_messages(turns, name)
@@ -435,7 +447,7 @@ def _read_message(turn: Any) -> Message:
     Raises:
         KeyError: it has no role, or neither a content nor calls of tools.
     """
-    message = {key: _drop_nulls(turn[key]) for key in CALL_KEYS if turn.get(key) is not None}
+    message = {key: turn[key] for key in CALL_KEYS if turn.get(key) is not None}
     content = turn.get("content") if "tool_calls" in message else turn["content"]
     if "tool_calls" in message:
         message["tool_calls"] = [_read_call(call) for call in message["tool_calls"]]
@@ -446,7 +458,7 @@ def _read_call(call: dict[str, Any]) -> dict[str, Any]:
     """Return a call with its arguments as an object, which templates want; OpenAI's files have them as JSON."""
     function = call.get("function", call)
     if isinstance(function.get("arguments"), str):
-        function = function | {"arguments": json.loads(function["arguments"])}
+        function = function | {"arguments": json.loads(function["arguments"].strip() or "{}")}
     return call | {"function": function} if "function" in call else function
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import IO, TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field, PrivateAttr
 
@@ -69,14 +69,25 @@ def find_files(paths: tuple[str, ...], extensions: tuple[str, ...]) -> list[Unit
         if not matches:
             raise UserError(f"data.paths: {pattern} does not exist")
         for match in matches:
-            below = [match] if match.is_file() else sorted(p for p in match.rglob("*") if p.name.endswith(endings))
-            for path in below:
+            for path in [match] if match.is_file() else _find_below(match, endings):
                 if path.is_file():
                     name = path.name if match.is_file() else path.relative_to(match).as_posix()
                     found.setdefault(path.resolve(), make_file_unit(path, name))
     if not found:
         raise UserError(f"data.paths={list(paths)}: no file that ends in {', '.join(extensions)} (data.extensions)")
     return list(found.values())
+
+
+def _find_below(folder: Path, endings: tuple[str, ...]) -> Iterator[Path]:
+    """Yield what is below a folder and ends so, in order; then what is below each folder that a link in it names."""
+    folders, listed = [folder], set()
+    for each in folders:  # it grows by the links that are found
+        if (real := each.resolve()) in listed:  # a link back to a folder above it
+            continue
+        listed.add(real)
+        paths = sorted(each.rglob("*"))  # which follows no links
+        yield from (path for path in paths if path.name.endswith(endings))
+        folders += [path for path in paths if path.is_symlink() and path.is_dir()]
 
 
 def _find_objects(pattern: str, endings: tuple[str, ...]) -> dict[str, Unit]:
@@ -139,16 +150,15 @@ def open_unpacked(path: str) -> Iterator[IO[bytes]]:
     """
     try:
         with ExitStack() as stack:
-            location: Any = path
             if is_address(path):
-                location = stack.enter_context(filesystem(path, "data.paths").open(path, "rb"))
+                remote: Any = stack.enter_context(filesystem(path, "data.paths").open(path, "rb"))
                 # A stream of unknown length cannot go back.
-                location = io.BufferedReader(_Stream(location) if getattr(location, "size", 0) is None else location)
-            unpack = PACKED.get(Path(path).suffix)
-            if unpack is None:
-                yield location if location is not path else stack.enter_context(open(path, "rb"))
+                file = io.BufferedReader(_Stream(remote) if getattr(remote, "size", 0) is None else remote)
             else:
-                yield stack.enter_context(unpack(location, "rb"))
+                file = stack.enter_context(open(path, "rb"))
+            unpack = PACKED.get(Path(path).suffix)
+            # An empty file is not unpacked: zstd would call it cut off.
+            yield stack.enter_context(unpack(file, "rb")) if unpack is not None and file.peek(1) else file
     except (EOFError, zlib.error, gzip.BadGzipFile, zstd.ZstdError) as error:
         raise UserError(f"data: {path} is damaged or ends early: {error}") from None
     except OSError as error:
@@ -165,7 +175,8 @@ def name_line(path: str, offset: int) -> str:
     return f"{path}, line {lines},"
 
 
-Paths = Annotated[tuple[str, ...], Field(min_length=1)]
+# An empty path would be the current folder: "$X" gives one where X is not set.
+Paths = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(min_length=1)]
 
 
 class Item(NamedTuple):
@@ -328,11 +339,13 @@ class Columns(Section):
 class Rows(Limited, Source):
     """Documents that are rows of a table."""
 
+    has_padded_objects: ClassVar[bool] = False  # Arrow gives each object the keys of all, with null where it had none
+
     columns: Columns
     """Which columns are read."""
     bad_rows: Literal["error", "skip"]
-    """A row that is not JSON, lacks a column, or holds no text or conversation in it, or an image that is missing or
-    broken: refused, or left out and counted."""
+    """A row that is not JSON, lacks a column, or holds no text or conversation in it, or a conversation that the chat
+    template refuses, or an image that is missing or broken: refused, or left out and counted."""
     max_image_pixels: Pixels
     """Pixels of the largest image, before it is resized: a small file may unpack to more than the memory has."""
     image_addresses: tuple[str, ...]

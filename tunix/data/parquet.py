@@ -19,6 +19,8 @@ LIST_VALUES, OBJECT_BYTES = 1 << 28, 32
 class Parquet(Files, Rows):
     """Parquet files (needs pyarrow, of the extra `hf`)."""
 
+    has_padded_objects = True
+
     source: Literal["parquet"]
     extensions: tuple[str, ...]
     """Endings of the files that are read below a folder."""

@@ -92,7 +92,7 @@ def find_cutter(backend: "Backend") -> Cutter | None:
     A normalizer must change each character by itself there, and no special token may lie across a cut.
     """
     info = json.loads(backend.to_str())
-    if info["truncation"] or info["padding"] or info["model"].get("dropout"):
+    if info["model"].get("dropout"):
         return None
     normalizers = _list_steps(info["normalizer"], "normalizers")
     words = _list_steps(info["pre_tokenizer"], "pretokenizers")

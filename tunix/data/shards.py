@@ -40,8 +40,9 @@ from tunix.base.errors import UserError
 from tunix.base.files import make_once, read_json
 from tunix.base.forms import CACHE_FORMS, naming_writer
 from tunix.config import Loading, Task
-from tunix.data.documents import DOCUMENTS, Document, Encoded, LeftOut, read_documents
-from tunix.data.files import Limited, Unit
+from tunix.data.chat import RefusedConversation
+from tunix.data.documents import DOCUMENTS, Document, Encoded, LeftOut, read_documents, refuse_row
+from tunix.data.files import Limited, Rows, Unit
 from tunix.data.image_processors import ImageProcessor
 from tunix.data.pieces import Cutter, find_longest_piece
 from tunix.data.table import Source, Tokens
@@ -398,11 +399,10 @@ def _tokenize(plan: ShardPlan, folder: Path, vocab: Vocab) -> tuple[dict[str, An
     left_out: Counter[str] = Counter()
     examples: list[str] = []
     smallest = 2**HASH_BITS  # of a small corpus, `dataset.prepare` holds out the document with the smallest hash
-    encode = DOCUMENTS[plan.task.documents].encode
     for documents in _read_batches(plan, vocab, left_out, examples):
-        hashes = [hash_document(document.name) for document in documents]
-        smallest = min([smallest, *hashes])
-        for number, first in zip(hashes, encode(vocab, documents) if documents else (), strict=True):
+        for document, first in _encode(plan, vocab, documents, left_out, examples):
+            number = hash_document(document.name)
+            smallest = min(smallest, number)
             for encoded in (first, *first.further):
                 parts["held_out" if number < plan.held_out_below else "train"].add(encoded)
     info = {split: part.close() for split, part in parts.items()}
@@ -444,9 +444,7 @@ def _read_batches(
             if isinstance(document, Document) and not is_cut(plan.source, document, vocab.cutter):
                 document = LeftOut(document.name, NOT_CUT)
             if isinstance(document, LeftOut):
-                left_out[document.reason] += 1
-                if document.reason != "empty" and len(examples) < 5:
-                    examples.append(document.name.encode(errors="replace").decode())  # a name that can be printed
+                _note(document, left_out, examples)
                 continue
             batch.append(document)
             size += len(document.text) + sum(map(len, document.images)) // IMAGE_BYTES_PER_CHAR
@@ -454,6 +452,42 @@ def _read_batches(
                 yield batch
                 batch, size = [], 0
     yield batch
+
+
+REFUSED = "refused by task.chat_template"
+
+
+def _encode(
+    plan: ShardPlan, vocab: Vocab, documents: list[Document], left_out: Counter[str], examples: list[str]
+) -> list[tuple[Document, Encoded]]:
+    """Return the documents with their tokens, without those that the chat template refuses if data.bad_rows=skip."""
+    encode = DOCUMENTS[plan.task.documents].encode
+    if not documents:
+        return []
+    with contextlib.suppress(RefusedConversation):
+        return list(zip(documents, encode(vocab, documents), strict=True))
+    # Which ones it refuses is found one by one: nearly all corpora have none.
+    accepted = []
+    for document in documents:
+        try:
+            list(encode(vocab, [document]))
+            accepted.append(document)
+        except RefusedConversation as error:
+            if not isinstance(plan.source, Rows) or plan.source.bad_rows == "error":
+                reason = str(error).partition(": ")[2]
+                with plan.source.naming_keys():
+                    raise refuse_row(
+                        document, f"has a conversation that task.chat_template refuses: {reason}"
+                    ) from None
+            _note(LeftOut(document.name, REFUSED), left_out, examples)
+    return list(zip(accepted, encode(vocab, accepted), strict=True)) if accepted else []
+
+
+def _note(item: LeftOut, left_out: Counter[str], examples: list[str]) -> None:
+    """Count an item that gives no document by its reason, and keep the names of the first five."""
+    left_out[item.reason] += 1
+    if item.reason != "empty" and len(examples) < 5:
+        examples.append(item.name.encode(errors="replace").decode())  # a name that can be printed
 
 
 # Shards made side by side, by a worker process on each core.

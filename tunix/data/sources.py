@@ -285,6 +285,8 @@ class Tokens(Source):
 class HuggingFace(Rows):
     """A data set of the `datasets` library (the extra `hf`), from the hub or from files that it can read."""
 
+    has_padded_objects = True
+
     source: Literal["hf"]
     """Where documents come from."""
     path: str

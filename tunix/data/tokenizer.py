@@ -5,6 +5,7 @@ A `Vocab` is such a tokenizer (its `backend`) with the special tokens around a d
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -126,13 +127,17 @@ def read_backend_of(path: str, files: dict[str, Path]) -> Backend:
     """Read the tokenizer of these files; `path` is for messages."""
     if "tokenizer.json" in files:
         try:
-            return Backend.from_file(str(files["tokenizer.json"]))
+            backend = Backend.from_file(str(files["tokenizer.json"]))
         except BaseException as error:
             # The library raises bare Exception. Where its Rust code panics, it raises a PanicException, which is no
             # Exception and cannot be imported.
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
             raise UserError(f"tokenizer.path={path} cannot be read as a tokenizer.json: {error}") from None
+        # Of whoever saved the file: they would cut documents, and pad them. How long sequences are is training.seq_len.
+        backend.no_truncation()
+        backend.no_padding()
+        return backend
     if "tokenizer.model" in files:
         return convert(files["tokenizer.model"])
     raise UserError(f"tokenizer.path={path} has neither a tokenizer.json nor a tokenizer.model; name another")
@@ -193,7 +198,7 @@ def select_template(files: dict[str, Path], settings: Settings, name_or_file: st
     template = settings.chat_template
     templates = {each.name: each.template for each in template} if isinstance(template, list) else {"default": template}
     if "chat_template.jinja" in files:
-        templates["default"] = files["chat_template.jinja"].read_text()
+        templates["default"] = _read_template(files["chat_template.jinja"], key)
     if name_or_file is None or templates.get(name_or_file):
         return templates.get(name_or_file or "default")
     if "{%" in name_or_file or "{{" in name_or_file:
@@ -202,10 +207,17 @@ def select_template(files: dict[str, Path], settings: Settings, name_or_file: st
     try:
         if file.exists() and not file.is_file():  # a device or a pipe may never end
             raise UserError(f"{key}={name_or_file} is no regular file")
-        return file.read_text()
+        return _read_template(file, key)
     except OSError as error:
         known = ", ".join(name for name, text in templates.items() if text) or "none"
         raise UserError(f"{key}={name_or_file} cannot be read: {error.strerror}; the tokenizer has {known}") from None
+
+
+def _read_template(file: Path, key: str) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{key}: {file} is not UTF-8 (byte {error.start}); save it as UTF-8") from None
 
 
 ROW_MULTIPLE = 128
@@ -455,19 +467,30 @@ def special_tokens(backend: Backend) -> set[int]:
     return {index for index, token in backend.get_added_tokens_decoder().items() if token.special}
 
 
+BYTE = re.compile("<0x[0-9A-F]{2}>")  # a token of SentencePiece for a byte
+
+
 def bytes_by_token(backend: Backend) -> np.ndarray:
-    """Return the UTF-8 bytes of text for which each token stands, [V] int64; special tokens stand for none."""
-    special = special_tokens(backend)
+    """Return the UTF-8 bytes of text for which each token stands, [V] int64, V the largest id plus one.
+
+    Special tokens stand for none, and so do ids without a token.
+    """
+    added = backend.get_added_tokens_decoder()
     byte_level = isinstance(backend.decoder, decoders.ByteLevel)
 
     def count_bytes(index: int) -> int:
-        if index in special:
-            return 0
+        if index in added:
+            return 0 if added[index].special else len(added[index].content.encode())
+        token = backend.id_to_token(index) or ""
         if byte_level:  # such a tokenizer writes each byte as one character
-            return len(backend.id_to_token(index) or "")
-        return len(backend.decode([index]).encode())
+            return len(token)
+        if BYTE.fullmatch(token):
+            return 1
+        # Decoders drop the space before the first word of a text, so a token by itself is shorter than behind another.
+        once, twice = (len(backend.decode([index] * count).encode()) for count in (1, 2))
+        return twice - once
 
-    return np.array([count_bytes(index) for index in range(backend.get_vocab_size())])
+    return np.array([count_bytes(index) for index in range(max(backend.get_vocab().values()) + 1)])
 
 
 def _find_token(backend: Backend, names: tuple[str, ...]) -> str | None:

@@ -74,7 +74,7 @@ def find_word_memory(backend: Backend, dtype: np.dtype) -> WordMemory | None:
     All tokenizers that are trained here have one: BPE of bytes, words by GPT-2's expression, and no normalizer.
     """
     model, words = backend.model, backend.pre_tokenizer
-    if not isinstance(model, BPE) or model.dropout or backend.normalizer or backend.truncation or backend.padding:
+    if not isinstance(model, BPE) or model.dropout or backend.normalizer:
         return None
     if not isinstance(words, ByteLevel) or not words.use_regex or words.add_prefix_space:
         return None
