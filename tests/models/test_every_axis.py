@@ -64,7 +64,9 @@ def config(family: str) -> Config:
     if family == "qwen3_moe":  # the only one of these whose dense layers no published size has
         changed["mlp"] = cfg.model.mlp.model_dump() | {"dense_layers": 0}
     if cfg.model.vision is not None:
-        changed["vision"] = cfg.model.vision.model_dump() | {"freeze_tower": False}
+        vision = cfg.model.vision.model_dump()
+        sizes = {"min_pixels": IMAGE_PIXELS // 4, "max_pixels": IMAGE_PIXELS}
+        changed["vision"] = vision | {"freeze_tower": False} | {key: sizes[key] for key in sizes if key in vision}
     model = type(cfg.model).model_validate(cfg.model.model_dump() | changed)
     return cfg.model_copy(update={"model": model})
 
@@ -97,21 +99,27 @@ def loss_and_norm(cfg: Config, axes: str) -> dict[str, float]:
 
         params = weights(cfg.model.family, program)
         rows = batch(SEQUENCES, length=LENGTH, vocab=min(cfg.model.vocab_size, 96))
-        rows = to_global(rows | images(program.abstract_batch), mesh)
+        rows = to_global(rows | images(cfg.model.family, program.abstract_batch), mesh)
         return {name: float(value) for name, value in run(params, rows).items()}
 
 
 _weights: dict[str, Any] = {}
 
 
-def images(fields: dict[str, Any]) -> dict[str, np.ndarray]:
+IMAGE_PIXELS = 24 * 24  # of an image, which is 9 tokens
+UNITS = {"qwen3_vl": 6}  # of an image, down and across: patches; of other families the image is one
+
+
+def images(family: str, fields: dict[str, Any]) -> dict[str, np.ndarray]:
     """Of a model that sees: an image in every other row, from its third token on."""
     if "images" not in fields:
         return {}
     images = np.random.default_rng(0).integers(0, 256, fields["images"].shape).astype(np.uint8)
     index = np.full(fields["image_index"].shape, -1, np.int32)
     index[:, ::2, 2:11] = np.arange(9)
-    return {"images": images, "image_index": index}
+    grids = np.zeros(fields["image_grids"].shape, np.int32)
+    grids[:, ::2, 0] = UNITS.get(family, 1)
+    return {"images": images, "image_index": index, "image_grids": grids}
 
 
 def weights(family: str, program: Any) -> Any:

@@ -170,7 +170,7 @@ def softplus(weight: jax.Array) -> jax.Array:
     return jax.nn.softplus(weight)
 
 
-# JAX multiplies a part of a sum by a number that all devices have, and has no rules for the operations of its own softplus.
+# JAX multiplies a part of a sum by a number that all devices have; it has no rules for what its own softplus does.
 softplus.defvjp(lambda weight: (softplus(weight), jax.nn.sigmoid(weight)), lambda slope, gradient: (gradient * slope,))
 
 
