@@ -160,6 +160,16 @@ def test_a_resumed_run_has_the_same_digits(wide):
 
 
 @pytest.mark.nightly
+def test_answers_are_drawn_with_the_rotations_that_learn(tmp_path):
+    """LongRoPE has others above 18 tokens: rows of training have 16, and padded prompts with their answers 22."""
+    rope = "{name:longrope,original_context:18,short_factors:[1,1,1,1],long_factors:[4,4,4,4],attention_factor:1}"
+    words = ["training.max_steps=1", "evaluation.every_steps=null", "checkpoint.save_every_steps=null"]
+    tunix.train([*TASK, *ONE, *words, f"++model.rope_scaling={rope}", f"hydra.run.dir={tmp_path}/run"])
+    (line,) = metrics(tmp_path / "run")
+    assert line["mismatch_max"] < 1e-5
+
+
+@pytest.mark.nightly
 def test_several_steps_on_a_rollout(tmp_path):
     """Two steps on one rollout, more prompts than they take, a divergence from the start, cut answers masked.
 
@@ -303,6 +313,7 @@ def test_a_stop_gives_up_the_answers_that_are_being_drawn(wide, tmp_path, monkey
     def run_and_strike(self):
         if not self.rows:  # a rollout begins
             begun.append(self.num_working)
+            assert self.final_length == 16, "training.seq_len, and not the length of a padded prompt with its answer"
             if begun == [16, 16, 16]:
                 os.kill(os.getpid(), signal.SIGTERM)
         return run(self)
