@@ -527,6 +527,8 @@ def _read_score(value: Any) -> float | str:
         score = float(value)
     except (TypeError, ValueError):
         return f"returned {_name_type(value)} for an answer, not a number"
+    except OverflowError:  # a whole number; Python does not even print one of more than 4,300 digits
+        return "returned a number beyond 1e308 for an answer"
     return score if math.isfinite(score) else f"returned {score} for an answer"
 
 
