@@ -277,12 +277,20 @@ def test_contradictions_are_named(words):
     assert BAD[words] in str(refused.value)
 
 
+LONG, CHATTY = "evaluation.sampling.max_new_tokens=8190", "task.environment=support.own_environment:Chatty"
+
+
 def test_what_only_the_data_tell_is_refused_before_anything_is_written(tmp_path):
     folder = tmp_path / "run"
     for words, message in (
         (["training.global_batch_size=640"], "one rollout needs 160; add data"),
         (["sampling.max_new_tokens=13"], "prompts of arithmetic have more than the 3 tokens"),
         (["sampling.stop=[nothing]"], "sampling.stop=nothing is not a token"),
+        (
+            [LONG],
+            r"max_new_tokens=8190 behind a held-out prompt of \d tokens is more than model.context_length=8192; lower",
+        ),
+        ([LONG, CHATTY], r"max_new_tokens=8190 behind a held-out prompt of 10 tokens is .*=8192; lower it to 8182"),
     ):
         with pytest.raises(UserError, match=message):
             tunix.train([*TASK, *ONE, *words, f"hydra.run.dir={folder}"])

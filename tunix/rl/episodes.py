@@ -211,12 +211,13 @@ class Played:
                 name, len(problems), len(self.episodes), problems[0],
             )  # fmt: skip
         rewards = [episode.reward for episode in self.episodes]
-        total = [
-            0.0 if episode.problem else episode.reward + score
-            for episode, score in zip(self.episodes, scores.total, strict=True)
-        ]
+        total = [reward + score for reward, score in zip(rewards, scores.total, strict=True)]
         values = scores.values | ({LABEL: rewards} if gives_reward(find_environment(environment or "")) else {})
-        return Scores(values, total, scores.errors | {LABEL: len(problems)}, scores.seconds)
+        return Scores(values, self.drop_failed(total), scores.errors | {LABEL: len(problems)}, scores.seconds)
+
+    def drop_failed(self, total: Sequence[float]) -> list[float]:
+        """Return total scores with 0 for an episode whose environment has failed."""
+        return [0.0 if each.problem else score for each, score in zip(self.episodes, total, strict=True)]
 
 
 LABEL = "environment"  # of its reward in records

@@ -207,7 +207,8 @@ class RolloutEngine:
             scores = score_together(self.scorer, prompts, texts, request.group_size, played)
             if self.engine_rewards is not None:
                 hold = partial(self.devices.hold, request.rank)
-                scores = self.engine_rewards.add(scores, prompts, texts, answers, hold)
+                info = prompts, texts, answers, request.sampling.max_new_tokens
+                scores = self.engine_rewards.add(scores, *info, played, hold)
         return RolloutGroup(prompts, answers, texts, scores, rollout_s, played)
 
     def _sample(self, params: Any, request: RolloutRequest) -> tuple[list[Answer], list[str], Played | None]:

@@ -517,10 +517,11 @@ def call_reward(
         ) from None
     if len(values) != len(completions):
         raise ValueError(f"returned {len(values)} scores for {len(completions)} answers")
-    return [_read_score(value) for value in values]
+    return [read_score(value) for value in values]
 
 
-def _read_score(value: Any) -> float | str:
+def read_score(value: Any) -> float | str:
+    """Return the score that a reward has given for an answer, or what is wrong with it."""
     if value is None:
         return "returned None for an answer"
     try:
