@@ -25,6 +25,7 @@ from tunix.rl.environment_pool import EnvironmentPool, Session
 from tunix.rl.environment_worker import Request
 from tunix.rl.environments import Reply
 from tunix.rl.evaluation import evaluate_answers, is_sampling
+from tunix.rl.table import format_environment
 from tunix.rl.tool_parsers import EXAMPLES
 
 # No model reads the prompts where a person plays, so they may be long.
@@ -51,7 +52,8 @@ def play(command: Play) -> None:
         raise UserError("nothing is to be played; give environment=NAME, or checkpoint=RUN")
     if texts := [word for word in command.overrides if is_sampling(word)]:
         raise UserError(f"{texts[0]}: nothing is drawn where you play; add checkpoint=RUN, or leave it out")
-    cfg = compose(["task=grpo", f"task.environment={command.environment}", *WITHOUT_MODEL, *command.overrides]).config
+    words = ["task=grpo", f"task.environment={format_environment(command.environment)}", *WITHOUT_MODEL]
+    cfg = compose([*words, *command.overrides]).config
     if not isinstance(cfg.task, Grpo) or cfg.task.environment is None:
         raise UserError(f"task={cfg.task.name} has no environment; leave the key task out")
     if peers.is_main():
@@ -67,8 +69,9 @@ def play_by_hand(command: Play, cfg: Config, task: Grpo) -> None:
     has_data = any(word.split("=")[0].split(".")[0] in ("data", "+experiment") for word in command.overrides)
     corpus = load_prompts(cfg, cfg.training.seq_len) if has_data else None
     lines = _read_turns()
+    assert task.environment is not None
     pool = EnvironmentPool(
-        str(task.environment), task.environment_options or {}, tool_calls, 1,
+        task.environment, task.environment_options or {}, tool_calls, 1,
         task.environment_timeout_s, task.environment_memory_mib,
     )  # fmt: skip
     with pool:
@@ -159,7 +162,8 @@ def _printable(text: str) -> str:
 
 def play_by_checkpoint(command: Play) -> None:
     """Let a model play episodes from held-out prompts as evaluation does, and print them."""
-    words = [f"task.environment={command.environment}"] if command.environment is not None else []
+    environment = format_environment(command.environment)
+    words = [f"task.environment={environment}"] if command.environment is not None else []
     overrides = [*words, *command.overrides]
     count = command.episodes or EPISODES
     with temporary_folder("tunix_play_") as folder:

@@ -508,7 +508,8 @@ def _show_message(job: Job, answer: _Answer) -> tuple[dict[str, Any], str]:
     """Return the message of an answer in a chat, with its calls of tools, and why it ends."""
     message: dict[str, Any] = {"role": "assistant", "content": answer.text.text, "refusal": None}
     finish = answer.finish or "length"
-    if job.read_calls is None or answer.raw is None:
+    # An answer that is cut calls nothing, as a turn of an episode: the call may not be whole.
+    if job.read_calls is None or answer.raw is None or finish == "length":
         return message, finish
     answer.raw.close()
     calls = job.read_calls(answer.raw.text)

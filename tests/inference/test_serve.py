@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -35,7 +36,8 @@ from tunix.inference.page_pool import PagePool
 from tunix.inference.rollout import Request, RowSizes
 from tunix.inference.sampling import NO_MIN_P, NO_TOP_K, NO_TOP_P, RowChoices, Sampling, select, select_by_row
 from tunix.rl.judge import Judge
-from tunix.serve import App, open_socket, serve
+from tunix.rl.tool_parsers import Call
+from tunix.serve import App, _show_message, open_socket, serve
 from tunix.sharding.arrays import bytes_per_device
 
 KEY = "a-key-of-the-tests"
@@ -289,8 +291,11 @@ def test_tools_reach_the_template_and_calls_are_read(model, hf_dir):
         body = {"messages": messages, "tools": [tool], "max_tokens": 2}
         job = asyncio.run(app.reader.read_chat(json.dumps(body).encode(), 0))
         assert model.tokenizer.decode(job.prompts[0], skip_special_tokens=False) == "add <tool_call>u17"
-        read = job.read_calls('<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
-        assert read == [("add", {"a": 1}, "")]
+        text = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+        assert job.read_calls(text) == [Call("add", {"a": 1})]
+        raw = SimpleNamespace(text=text, close=lambda: None)
+        ends = [_show_message(job, SimpleNamespace(text=raw, raw=raw, finish=end))[1] for end in ("stop", "length")]
+        assert ends == ["tool_calls", "length"], "an answer that is cut calls nothing"
         status, _, answer = post(port, json.dumps(body), "/v1/chat/completions")
         assert (status, answer["choices"][0]["message"]["role"]) == (200, "assistant")
 

@@ -17,7 +17,7 @@ from tunix.config.command_line import read_settings
 from tunix.evaluate import evaluate
 from tunix.inference.engine import Answer
 from tunix.play import play
-from tunix.rl.episodes import Episode, credit_turns
+from tunix.rl.episodes import Episode, Player, credit_turns
 from tunix.rl.rollouts import arrange_answers, center
 
 
@@ -149,6 +149,8 @@ def test_two_processes_play_the_same_episodes(tmp_path):
 
 def test_an_evaluation_plays_episodes(calm, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    rollout, played = Player.rollout, []
+    monkeypatch.setattr(Player, "rollout", lambda *arguments: played.append(rollout(*arguments)) or played[0])
     words = [f"checkpoint={calm}", "metric=reward", "num_prompts=4", "num_samples=2", "samples=played.jsonl"]
     evaluate(read_settings(Evaluate, words, {"overrides": [*ONE[:2], "sampling=default"]}))
     numbers = json.loads(Path("results.json").read_text())
@@ -157,6 +159,7 @@ def test_an_evaluation_plays_episodes(calm, tmp_path, monkeypatch):
     assert numbers["reward"] == pytest.approx(np.mean([row["reward"] for row in rows]))
     assert numbers["turns"] == np.mean([sum(turn["role"] == "assistant" for turn in row["turns"]) for row in rows])
     assert {"reward_environment", "reward_letters", "tool_s"} <= numbers.keys()
+    assert numbers["answer_tokens"] == np.mean([sum(episode.learnt) for episode in played[0].episodes])
 
 
 REFUSED = {

@@ -18,7 +18,8 @@ from tunix.config.compose import compose
 from tunix.data.documents import Question
 from tunix.data.prompts import Prompt
 from tunix.inference.engine import Answer
-from tunix.rl.engine_rewards import Answered, EngineRewards, score_length
+from tunix.rl.engine_rewards import Answered, EngineRewards, Found, score_length
+from tunix.rl.episodes import Episode, Played
 from tunix.rl.scoring import Scores
 
 CHAT = 'task.chat_template="{% for message in messages %}{{ message.content }}{{ eos_token }}{% endfor %}"'
@@ -28,6 +29,31 @@ def test_the_punishment_of_long_answers_is_that_of_dapo():
     """Equation 13 of arXiv:2503.14476 with answers of at most 10 tokens and a buffer of 4."""
     lengths = [1, 6, 7, 8, 10]
     assert score_length(4, Answered([], [], lengths, 10)).scores == [0, 0, -0.25, -0.5, -1]
+
+
+def test_terms_of_the_run_join_those_of_functions():
+    """In the order of task.rewards, with its environment last; an episode that has failed counts 0, and nan is an error."""
+    cfg = compose([*TASK, "task.rewards=[{function: overlong, buffer: 4, weight: 2}, length]"]).config
+    rewards = EngineRewards(cfg.task.rewards, {}, "zero", 10, cfg)
+    given = Scores(
+        {"length": [0.5] * 3, "environment": [1.0, 0.0, 1.0]}, [1.5, 0.0, 1.5], {"length": 0, "environment": 1}, 0.1
+    )
+    answers = [Answer([1] * 7, [0.0] * 7, [0.0] * 7, True)] * 3
+    episodes = [Episode(0, None, 0), Episode(1, None, 0, problem="late"), Episode(2, None, 0)]
+    info = [Prompt([], "", {})] * 3, [""] * 3, answers
+    scores = rewards.add(given, *info, 8, Played(episodes, 0.0, 0, cfg.task))
+    assert list(scores.values) == ["overlong", "length", "environment"]
+    assert (scores.values["overlong"], scores.total) == ([-0.75] * 3, [0.0, 0.0, 0.0])
+    assert rewards.add(given, *info, 12).total == [1.5, 0.0, 1.5]  # an evaluation may have longer answers
+    rewards.scores = [lambda answered: Found([1.0, float("nan"), float("-inf")])]
+    scores = rewards.add(given, *info, 8)
+    assert (scores.values["overlong"], scores.errors["overlong"], scores.total) == ([1.0, 0.0, 0.0], 2, [3.5, 0.0, 1.5])
+    rewards.errors = "stop"
+    with pytest.raises(UserError, match="rewards: overlong fails: returned nan for an answer"):
+        rewards.add(given, *info, 8)
+    lengths = {"sampling.max_new_tokens": 8, "evaluation.sampling.max_new_tokens": 3}
+    with pytest.raises(UserError, match=r"buffer=4 of overlong is longer than an answer \(evaluation.sampling.max_new"):
+        EngineRewards(cfg.task.rewards, lengths, "zero", 10, cfg)
 
 
 @pytest.mark.parametrize(
@@ -47,6 +73,10 @@ def test_the_punishment_of_long_answers_is_that_of_dapo():
         ("[exact_match, {function: length, name: exact_match}]", "exact_match stands there twice"),
         ("[{weight: 2}]", "the reward None needs function"),
         ("[exact_mach]", "did you mean exact_match?"),
+        *(
+            (f"[{{function: length, name: {name}}}]", f"a reward named {name} would hide the run's own reward_{name}")
+            for name in ("environment", "errors", "s")
+        ),
     ],
 )
 def test_mistakes_of_terms(terms, message):
@@ -127,13 +157,13 @@ def test_an_answer_is_read_by_the_template_of_the_reward_model(reward_dir):
     terms = read_settings(
         Evaluate, ["checkpoint=x", "metric=reward", f"rewards=[{{function: model, path: {reward_dir}, weight: 3}}]"]
     ).rewards
-    rewards = EngineRewards(terms, 10, "zero", 10, cfg)
+    rewards = EngineRewards(terms, {}, "zero", 10, cfg)
     questions = [Question([{"role": "user", "content": text}], {}) for text in ("a few", "words " * 60)]
     prompts = [Prompt([], "", {}, question) for question in questions]
     texts = ["merged", "to be", "words", "few"]
     answers = [Answer([1, 2], [0.0, 0.0], [0.0, 0.0], True)] * 4
     none = Scores({"length": [1.0] * 4}, [0.5] * 4, {"length": 0}, 0.1)
-    scores = rewards.add(none, prompts, texts, answers)
+    scores = rewards.add(none, prompts, texts, answers, 10)
     model = tunix.load_pretrained(reward_dir)
     rows = [model.tokenizer.encode(f"<bos>user: a few<eos><bos>assistant: {text}<eos>").ids for text in texts[:2]]
     np.testing.assert_allclose(scores.values["model"], [*model.score(rows)[:, 0], 0, 0], atol=1e-4)
@@ -142,4 +172,4 @@ def test_an_answer_is_read_by_the_template_of_the_reward_model(reward_dir):
     with pytest.raises(
         UserError, match="rewards: model fails: it has .* tokens with its prompt, more than model.context_"
     ):
-        EngineRewards(terms, 10, "stop", 10, cfg).add(none, prompts, texts, answers)
+        EngineRewards(terms, {}, "stop", 10, cfg).add(none, prompts, texts, answers, 10)

@@ -211,12 +211,12 @@ def test_other_ways_of_writing_calls():
     assert [call.name for call in read["python"]("```tool_code\nadd(a=1)\nmath.sub(b=-2)\n```")] == ["add", "math.sub"]
     assert [call.arguments for call in read["python"]("[add(a=1), add(a=[2, 3])]")] == [{"a": 1}, {"a": [2, 3]}]
     thought = "<|channel|>analysis<|message|>I add.<|end|><|start|>assistant<|channel|>commentary to=functions.add <|constrain|>json"
-    assert read["harmony"](thought + '<|message|>{"a": 2}') == [("add", {"a": 2}, "")]
+    assert read["harmony"](thought + '<|message|>{"a": 2}') == [Call("add", {"a": 2})]
     nested = '<|tool_call>call:f{a:{<|"|>k, k<|"|>:[<|"|>x: {y:1}<|"|>,null,true]}}<tool_call|><|tool_call>call:g{}<tool_call|>'
-    assert read["gemma"](nested) == [("f", {"a": {"k, k": ["x: {y:1}", None, True]}}, ""), ("g", {}, "")]
+    assert read["gemma"](nested) == [Call("f", {"a": {"k, k": ["x: {y:1}", None, True]}}), Call("g", {})]
     old = '<｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n{"a": 3}\n```<｜tool▁call▁end｜>'
-    assert read["deepseek"](old + old) == [("add", {"a": 3}, "")] * 2
-    assert read["glm"]("<tool_call>f</tool_call>\n<tool_call>g") == [("f", {}, ""), ("g", {}, "")]
+    assert read["deepseek"](old + old) == [Call("add", {"a": 3})] * 2
+    assert read["glm"]("<tool_call>f</tool_call>\n<tool_call>g") == [Call("f", {}), Call("g", {})]
     problems = {
         "gemma": "<|tool_call>call:f{a:}<tool_call|>",
         "hermes": '<tool_call>{"name": 3}</tool_call>',
@@ -225,7 +225,8 @@ def test_other_ways_of_writing_calls():
         "python": "[add(1)]",
     }
     assert all(read[name](text)[0].problem for name, text in problems.items())
-    assert "plain value" in read["python"]("[add(a=open('x'))]")[0].problem
+    for value in ("open('x')", "{[1]: 2}", "{1, 2}", "b'x'", "[1j]", "{'a': ...}", "1e999", "{(1,): 2}"):
+        assert "plain value" in read["python"](f"[add(a={value})]")[0].problem
     assert read["hermes"]("<tool_call>" + "[" * 100_000)[0].problem
 
 
@@ -246,6 +247,37 @@ def test_whatever_a_model_writes_is_read(name):
             assert isinstance(call.arguments, dict)
             assert isinstance(call.name, str)
             assert call.problem or call.name
+
+
+def test_a_call_that_is_cut_says_so():
+    """Wherever that is; only between two arguments of GLM's it looks whole, because </tool_call> may stop a turn."""
+    for name, end in (("xml", "</function>"), ("glm", "</arg_value>\n</tool_call>")):
+        text, read = FORMATS[name], TOOL_CALLS[name]
+        places = range(text.index("\n", 20) + 1, text.index(end) + len("</function>"))
+        whole = [text[:place].strip()[-12:] for place in places if not read(text[:place])[0].problem]
+        assert whole == {"xml": [], "glm": ["</arg_value>"] * 2}[name]
+
+
+class Notes:
+    def reset(self, seed):
+        pass
+
+    def note(self, a: str, b: str | None, c: int) -> str:
+        "Note it."
+        return repr((a, b, c))
+
+
+@pytest.mark.parametrize("name", ["xml", "glm"])
+def test_a_text_that_looks_like_another_value_stays_a_text(name):
+    """Where the tool takes one: a version 1.10 is not 1.1."""
+    begin, argument, end = {
+        "xml": ("<function=note>", "<parameter={}>\n{}\n</parameter>", "</function>"),
+        "glm": ("<tool_call>note", "<arg_key>{}</arg_key><arg_value>{}</arg_value>", "</tool_call>"),
+    }[name]
+    for b, expected in (("[1,2]", "[1,2]"), ("null", None)):
+        text = begin + "".join(argument.format(*pair) for pair in (("a", "1.10"), ("b", b), ("c", 3))) + end
+        reply = open_environment(Notes, {}, name).step(text)
+        assert reply.observations == [repr(("1.10", expected, 3))]
 
 
 def test_the_format_follows_from_the_template():

@@ -49,6 +49,9 @@ class Says(Riddle):
         return " Think of " + "x" * first
 
 class Shouts(Riddle):
+    def reset(self, seed, **columns):
+        return " <eos>"
+
     def step(self, text):
         return ["<eos> a <|end|>", "b"], 0.0, False
 
@@ -323,6 +326,7 @@ def test_what_reset_says_belongs_to_the_prompt(vocab):
 
 def test_a_tool_cannot_write_a_special_token(vocab):
     episodes, _ = play(vocab, "Shouts", lambda text, number: "?", prompts=1, group_size=2, max_turns=2)
+    assert decode(vocab, episodes[0].begin) == "<bos>user:\nRiddle 0. < eos>\nassistant:\n"
     text = vocab.backend.decode(episodes[0].tokens, skip_special_tokens=False)
     assert text == "?<eos>\ntool:\n< eos> a < |end|>\ntool:\nb\nassistant:\n?<eos>"
 

@@ -44,6 +44,14 @@ def test_tools_by_hand(monkeypatch, capsys):
     assert EXAMPLES.keys() == TOOL_CALLS.keys()
 
 
+def test_several_environments_by_hand(monkeypatch, capsys):
+    call = '<tool_call>{"name": "calculate", "arguments": {"expression": "6*7"}}</tool_call>\n'
+    play_lines(monkeypatch, call, ["environment=[python,calculator]"])
+    said = capsys.readouterr().out
+    assert "tool python(code)" in said
+    assert "environment\n  42\n" in said
+
+
 def test_data_by_hand(tmp_path, monkeypatch, capsys):
     """Rows of the data, one episode after the other; the same seed is the same game; nothing steers the terminal."""
     data = data_of(tmp_path, "one\x1b[31m", "two", "three")

@@ -24,6 +24,7 @@ from tunix.rl.table import REWARDS
         ("1/2", Fraction(1, 2)), ("-1/2", Fraction(-1, 2)), ("1/0", None),
         (". 42", 42), (".5", Fraction(1, 2)), ("42.", 42), ("42...", 42), ("**42.**", 42), ("3.50 dollars.", Fraction(7, 2)),
         ("3 and 4 make 7", 7), ("#### 42", 42), ("1e3", 1000), ("50%", 50), ("", None), ("no idea", None), ("...", None),
+        ("1" * 5000, None), ("5 and 1" + ",000" * 2000, 5), ("7 1/" + "1" * 5000, 7),
     ],
 )  # fmt: skip
 def test_the_last_number_of_a_text(text, number):
@@ -146,11 +147,11 @@ def test_what_a_reward_returns_is_checked():
     def returning(values):
         return lambda prompts, completions: values
 
-    odd = call_reward(returning([1, True, None, math.nan, math.inf, "x", 0.5]), [""] * 7, [""] * 7, {})
-    assert [odd[0], odd[1], odd[6]] == [1.0, 1.0, 0.5]
-    assert odd[2:6] == [
+    odd = call_reward(returning([1, True, None, math.nan, math.inf, "x", 10**5000, 0.5]), [""] * 8, [""] * 8, {})
+    assert [odd[0], odd[1], odd[7]] == [1.0, 1.0, 0.5]
+    assert odd[2:7] == [
         "returned None for an answer", "returned nan for an answer", "returned inf for an answer",
-        "returned 'x' (str) for an answer, not a number",
+        "returned 'x' (str) for an answer, not a number", "returned a number beyond 1e308 for an answer",
     ]  # fmt: skip
     with pytest.raises(ValueError, match="returned 1 scores for 2 answers"):
         call_reward(returning([1]), ["", ""], ["", ""], {})

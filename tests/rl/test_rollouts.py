@@ -4,6 +4,7 @@ import json
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ from tunix.data.prompts import Prompt, PromptOrder, _digest, load_prompts
 from tunix.evaluate import evaluate
 from tunix.inference.engine import Answer, Engine
 from tunix.inference.rollout import derive_seed
+from tunix.rl.evaluation import HeldOutAnswers
 from tunix.rl.rollouts import arrange_answers
 from tunix.run.early_stopping import Moment, check_stop_request
 
@@ -160,6 +162,16 @@ def test_a_resumed_run_has_the_same_digits(wide):
 
 
 @pytest.mark.nightly
+def test_answers_are_drawn_with_the_rotations_that_learn(tmp_path):
+    """LongRoPE has others above 18 tokens: rows of training have 16, and padded prompts with their answers 22."""
+    rope = "{name:longrope,original_context:18,short_factors:[1,1,1,1],long_factors:[4,4,4,4],attention_factor:1}"
+    words = ["training.max_steps=1", "evaluation.every_steps=null", "checkpoint.save_every_steps=null"]
+    tunix.train([*TASK, *ONE, *words, f"++model.rope_scaling={rope}", f"hydra.run.dir={tmp_path}/run"])
+    (line,) = metrics(tmp_path / "run")
+    assert line["mismatch_max"] < 1e-5
+
+
+@pytest.mark.nightly
 def test_several_steps_on_a_rollout(tmp_path):
     """Two steps on one rollout, more prompts than they take, a divergence from the start, cut answers masked.
 
@@ -279,6 +291,17 @@ def test_what_only_the_data_tell_is_refused_before_anything_is_written(tmp_path)
         assert not folder.exists()
 
 
+def test_held_out_answers_have_room_behind_their_prompts():
+    """Those that are held out; an episode has the longest that training has room for, because `reset` may say more."""
+    cfg = compose([*TASK, "evaluation.sampling.max_new_tokens=8190"]).config
+    corpus = SimpleNamespace(spread=lambda *_: [Prompt([1] * length, "", {}) for length in (3, 5)])
+    for player, message in ((None, "of 5 tokens is more .*; lower it to 8187"), (True, "of 10 tokens .* to 8182")):
+        with pytest.raises(
+            UserError, match=f"evaluation.sampling.max_new_tokens=8190 behind a held-out prompt {message}"
+        ):
+            HeldOutAnswers(cfg, corpus, SimpleNamespace(player=player))
+
+
 @pytest.mark.nightly
 def test_a_run_that_is_killed_and_stopped_while_answers_are_scored(wide, tmp_path, monkeypatch):
     """After kill -9 it goes on from step 2; after SIGTERM it has saved the step that was scored. No digit changes."""
@@ -303,6 +326,7 @@ def test_a_stop_gives_up_the_answers_that_are_being_drawn(wide, tmp_path, monkey
     def run_and_strike(self):
         if not self.rows:  # a rollout begins
             begun.append(self.num_working)
+            assert self.final_length == 16, "training.seq_len, and not the length of a padded prompt with its answer"
             if begun == [16, 16, 16]:
                 os.kill(os.getpid(), signal.SIGTERM)
         return run(self)

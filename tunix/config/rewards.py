@@ -52,7 +52,7 @@ class OverlongTerm(EngineTerm):
     function: Literal["overlong"]  # type: ignore[assignment]
     """What gives the score."""
     buffer: Count
-    """Tokens before sampling.max_new_tokens over which the score falls from 0 to -1."""
+    """Tokens before the longest length of an answer over which the score falls from 0 to -1."""
 
 
 class ModelTerm(EngineTerm):
@@ -180,6 +180,9 @@ else:
 
 def _check_names(terms: tuple[RewardTerm, ...]) -> tuple[RewardTerm, ...]:
     labels = [term.label for term in terms]
+    for label in ("environment", "errors", "s"):
+        if label in labels:
+            raise ValueError(f"a reward named {label} would hide the run's own reward_{label} in files; rename it")
     if twice := [label for label in labels if labels.count(label) > 1]:
         raise ValueError(f"{twice[0]} stands there twice; numbers are recorded by name, so give one a name of its own")
     return terms

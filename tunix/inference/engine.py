@@ -162,10 +162,12 @@ class Engine:
         max_rows: int | None,
         fixed_shapes: bool = False,
         num_pages: int | None = None,
+        final_length: int | None = None,
     ):
         """`max_rows` bounds the rows over the whole mesh; None: as many as there are answers.
 
         `num_pages` bounds the pages of a data shard, where the cache has pages; None: what the rows need.
+        `final_length` is the length that LongRoPE chooses its divisors by; None: `max_length`.
 
         With `fixed_shapes`, which needs `max_rows`, the shapes of all programs follow from the length of a row's own
         tokens. Programs of other shapes round in another way. So the log-probabilities of a row are the same to the
@@ -173,6 +175,7 @@ class Engine:
         """
         assert max_rows is not None or not fixed_shapes
         self.programs, self.weights, self.max_length = programs, weights, max_length
+        self.final_length = np.int32(max_length if final_length is None else final_length)
         self.mesh, self.num_shards = programs.mesh, programs.num_shards
         # What ends an answer is data of the programs, so that they are compiled once for all lengths and stop ids.
         self.sampling, self.stop = replace(sampling, max_new_tokens=0, stop=()), frozenset(sampling.stop)
@@ -394,7 +397,7 @@ class Engine:
             for row, prompt in enumerate(prompts):
                 tokens[shard, row, : len(prompt.tokens)], counts[shard, row] = prompt.tokens, len(prompt.tokens)
         inputs = self._to_devices(tokens.reshape(-1, length)), self._to_devices(counts.reshape(-1))
-        final_length, dtype, with_mtp = np.int32(self.max_length), self.sampling.cache_dtype, self.sampling.by_mtp
+        final_length, dtype, with_mtp = self.final_length, self.sampling.cache_dtype, self.sampling.by_mtp
         images = self._gather_images(chosen, tokens.shape, num_slots)
         computed = self.programs.prefill(
             self.weights, *inputs, final_length, images, cache_dtype=dtype, with_mtp=with_mtp
@@ -557,7 +560,7 @@ class Engine:
             table=table
         )
         self.cache, sampled = self.programs.extend(
-            self.weights, self.cache, more, self.key, np.int32(self.max_length), sampling=self.sampling
+            self.weights, self.cache, more, self.key, self.final_length, sampling=self.sampling
         )
         on_host = [np.asarray(each).reshape(shape) for each in sampled]
         for shard, each in enumerate(by_shard):
@@ -592,7 +595,7 @@ class Engine:
         rows = Drawing(**{name: self._to_devices(values.reshape(-1)) for name, values in fields.items()}, table=table)
         # It returns when an eighth of the rows have ended, so that others take them.
         fewest = len(working) - max(1, len(working) // 8) + 1
-        extent = Extent(np.int32(steps), np.int32(fewest), np.int32(self.max_length), self.stop_ids)
+        extent = Extent(np.int32(steps), np.int32(fewest), self.final_length, self.stop_ids)
         rows = rows._replace(working=rows.working > 0)
         if guess:
             text = np.zeros((*shape, self.num_slots + 1), np.int32)  # with a place for the newest token

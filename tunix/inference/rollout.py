@@ -111,9 +111,16 @@ class Sampler:
     the axis of the stages splits the rows alone.
     """
 
-    def __init__(self, arch: Architecture, context_length: int, mesh: Mesh, num_pages: int | None = None):
-        """`num_pages` bounds the pages of a data shard (`Engine`)."""
-        self.num_pages = num_pages
+    def __init__(
+        self,
+        arch: Architecture,
+        context_length: int,
+        mesh: Mesh,
+        num_pages: int | None = None,
+        final_length: int | None = None,
+    ):
+        """`num_pages` bounds the pages of a data shard, and LongRoPE turns by `final_length` (`Engine`)."""
+        self.num_pages, self.final_length = num_pages, final_length
         self.context_length, self.mesh = context_length, whole_sequences(mesh)
         self.arch = arch = arch.for_generation()
         self.programs = Programs(arch, self.mesh)
@@ -153,7 +160,7 @@ class Sampler:
         if max_length > self.context_length:
             raise UserError(f"rows of {max_length} tokens are longer than the model's context of {self.context_length}")
         weights = params if isinstance(params, Gathered) else self.gather(params)
-        sizes = max_length, rows_at_once, fixed_shapes, num_pages or self.num_pages
+        sizes = max_length, rows_at_once, fixed_shapes, num_pages or self.num_pages, self.final_length
         return Engine(self.programs, weights, sampling, seed, *sizes)
 
     def rollout(
@@ -179,7 +186,7 @@ class Sampler:
         if not request.prompts:
             return []
         weights = params if isinstance(params, Gathered) else self.gather(params)
-        sizes = request.find_max_length(sampling), rows_at_once, False, num_pages or self.num_pages
+        sizes = request.find_max_length(sampling), rows_at_once, False, num_pages or self.num_pages, self.final_length
         engine = Engine(self.programs, weights, sampling, request.seed, *sizes)
         # Prompts of about the same length are computed together, and are padded to the longest of them.
         for index in sorted(range(len(request.prompts)), key=lambda index: len(request.prompts[index])):

@@ -9,7 +9,7 @@ of an answer's length.
 import json
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -23,8 +23,9 @@ from tunix.data.prompts import Prompt
 from tunix.inference.engine import Answer
 from tunix.inference.reward_model import RewardModel
 from tunix.processes import peers
+from tunix.rl.episodes import Played
 from tunix.rl.judge import Judge
-from tunix.rl.scoring import Scores
+from tunix.rl.scoring import Scores, read_score
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +38,7 @@ class Answered(NamedTuple):
     prompts: Sequence[Prompt]  # one for each answer
     texts: Sequence[str]
     num_tokens: Sequence[int]
-    max_new_tokens: int  # sampling.max_new_tokens
+    max_new_tokens: int  # that an answer can have
 
 
 class Found(NamedTuple):
@@ -78,18 +79,19 @@ class EngineRewards:
     def __init__(
         self,
         terms: Sequence[RewardTerm],
-        max_new_tokens: int,
+        longest: Mapping[str, int],
         errors: Literal["zero", "stop"],
         timeout_s: float,
         cfg: Config,
     ):
-        """Load the models; `max_new_tokens` is that of `sampling`, `timeout_s` the time of a judge for the answers of
-        a batch.
+        """Load the models. `terms` are all of a reward, `timeout_s` is the time of a judge for the answers of a batch.
+
+        `longest` has the most tokens of an answer by each key that sets them.
 
         Raises:
             UserError: a model gives no reward, a judge lacks its key, or a buffer is longer than an answer.
         """
-        self.max_new_tokens, self.errors, self.timeout_s = max_new_tokens, errors, timeout_s
+        self.labels, self.errors, self.timeout_s = [term.label for term in terms], errors, timeout_s
         self.terms = [term for term in terms if isinstance(term, EngineTerm)]
         self.scores: list[Callable[[Answered], Found]] = []
         self.judges: list[Judge | None] = []
@@ -107,11 +109,12 @@ class EngineRewards:
                     self.judges.append(judge)
                     self.scores.append(partial(score_by_judge, judge))
                 case OverlongTerm():
-                    if term.buffer > max_new_tokens:
-                        raise UserError(
-                            f"task.rewards: buffer={term.buffer} of overlong is longer than an answer "
-                            f"(sampling.max_new_tokens={max_new_tokens}); give a smaller one"
-                        )
+                    for key, count in longest.items():
+                        if term.buffer > count:
+                            raise UserError(
+                                f"task.rewards: buffer={term.buffer} of overlong is longer than an answer "
+                                f"({key}={count}); give a smaller one"
+                            )
                     self.scores.append(partial(score_length, term.buffer))
 
     def try_out(self, prompt: Prompt) -> None:
@@ -134,11 +137,14 @@ class EngineRewards:
         prompts: Sequence[Prompt],
         texts: Sequence[str],
         answers: Sequence[Answer],
+        max_new_tokens: int,
+        played: Played | None = None,
         hold: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> Scores:
-        """Return the scores with those of these terms; each prompt has equally many answers.
+        """Return the scores with those of these terms, in the order of all terms; each prompt has equally many answers.
 
-        `hold` gives the block in which a model may take the devices.
+        `max_new_tokens` bounds an answer, `played` has the episodes where answers are such, and `hold` gives the block
+        in which a model may take the devices.
 
         Raises:
             UserError: an answer has no score, and task.reward_errors=stop.
@@ -146,7 +152,7 @@ class EngineRewards:
         start_time = time.perf_counter()
         group_size = len(texts) // max(1, len(prompts))
         repeated = [prompt for prompt in prompts for _ in range(group_size)]
-        answered = Answered(repeated, texts, [len(answer.tokens) for answer in answers], self.max_new_tokens)
+        answered = Answered(repeated, texts, [len(answer.tokens) for answer in answers], max_new_tokens)
         values, total, errors = dict(scores.values), list(scores.total), dict(scores.errors)
         numbers = dict(scores.numbers)
         for term, score in zip(self.terms, self.scores, strict=True):
@@ -156,17 +162,23 @@ class EngineRewards:
                 # a judge.
                 agreed = peers.agree(own, f"scores of {term.label}", SLACK_S + self.timeout_s)
             found = Found(*json.loads(agreed))
-            failed = [each for each in found.scores if isinstance(each, str)]
+            # A model whose numbers overflow gives nan, which would reach each advantage of the group.
+            given = [each if isinstance(each, str) else read_score(each) for each in found.scores]
+            failed = [each for each in given if isinstance(each, str)]
             if failed and self.errors == "stop":
                 raise UserError(
                     f"rewards: {term.label} fails: {failed[0]}; reward_errors=zero scores such answers 0, counting them"
                 )
             if failed:
-                counts = term.label, len(failed), len(found.scores), failed[0]
+                counts = term.label, len(failed), len(given), failed[0]
                 log.warning("reward %s: %d of %d answers have no score and get 0: %s", *counts)
-            values[term.label] = [0.0 if isinstance(each, str) else each for each in found.scores]
+            values[term.label] = [0.0 if isinstance(each, str) else each for each in given]
             errors[term.label] = len(failed)
             numbers |= {f"{term.label}_{name}": number for name, number in found.numbers.items()}
             total = [sum_ + term.weight * own for sum_, own in zip(total, values[term.label], strict=True)]
+        if played is not None:
+            total = played.drop_failed(total)
+        # The first reward says which answers are right.
+        values = {label: values[label] for label in self.labels if label in values} | values
         seconds = scores.seconds + time.perf_counter() - start_time
         return replace(scores, values=values, total=total, errors=errors, seconds=seconds, numbers=numbers)

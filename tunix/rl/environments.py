@@ -68,7 +68,8 @@ class OpenEnvironment:
                     raise ValueError(call.problem)
                 if call.name not in self.tools:
                     raise ValueError(f"there is no tool {call.name[:100]}; the tools are {', '.join(self.tools)}")
-                results.append(str(getattr(self.environment, call.name)(**call.arguments)))
+                arguments = call.arguments | select_texts(self.tools[call.name], call)
+                results.append(str(getattr(self.environment, call.name)(**arguments)))
             except Exception as error:  # the model reads what it did wrong
                 results.append(f"error: {type(error).__name__}: {str(error)[:1000]}")
                 num_errors += 1
@@ -146,6 +147,17 @@ def _describe(value: Any) -> str:
 
 
 # Tools of a class, as a chat template shows them to the model.
+
+
+def select_texts(tool: Callable[..., Any], call: Call) -> dict[str, str]:
+    """Return those arguments as texts that look like other values of JSON, where the tool takes a text: "42" for 42."""
+    types = typing.get_type_hints(tool)
+    kinds = {name: typing.get_args(types.get(name)) or (types.get(name),) for name in call.texts}  # of str | None both
+    return {
+        name: text
+        for name, text in call.texts.items()
+        if str in kinds[name] and type(call.arguments[name]) not in kinds[name]
+    }
 
 
 def find_tools(kind: type) -> dict[str, Callable[..., Any]]:

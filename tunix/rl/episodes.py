@@ -73,7 +73,7 @@ class ObservationEncoder:
         Raises:
             UserError: the chat template refuses the texts.
         """
-        said = self.vocab.chat.text_after_turn(self.role, list(map(self._mask, texts)), self.options)
+        said = self.vocab.chat.text_after_turn(self.role, list(map(self.mask, texts)), self.options)
         self.vocab.backend.encode_special_tokens = False
         tokens = self.vocab.backend.encode(said, add_special_tokens=False).ids
         # The turn was drawn with the token that stops it: that of the template is left out, with white space before it.
@@ -84,7 +84,7 @@ class ObservationEncoder:
                 break
         return tokens
 
-    def _mask(self, text: str) -> str:
+    def mask(self, text: str) -> str:
         """Return a text in which no special token is written out: a tool that says <|im_end|> ends no turn."""
         for word in self.special:
             text = text.replace(word, f"{word[:1]} {word[1:]}")
@@ -211,12 +211,13 @@ class Played:
                 name, len(problems), len(self.episodes), problems[0],
             )  # fmt: skip
         rewards = [episode.reward for episode in self.episodes]
-        total = [
-            0.0 if episode.problem else episode.reward + score
-            for episode, score in zip(self.episodes, scores.total, strict=True)
-        ]
+        total = [reward + score for reward, score in zip(rewards, scores.total, strict=True)]
         values = scores.values | ({LABEL: rewards} if gives_reward(find_environment(environment or "")) else {})
-        return Scores(values, total, scores.errors | {LABEL: len(problems)}, scores.seconds)
+        return Scores(values, self.drop_failed(total), scores.errors | {LABEL: len(problems)}, scores.seconds)
+
+    def drop_failed(self, total: Sequence[float]) -> list[float]:
+        """Return total scores with 0 for an episode whose environment has failed."""
+        return [0.0 if each.problem else score for each, score in zip(self.episodes, total, strict=True)]
 
 
 LABEL = "environment"  # of its reward in records
@@ -483,7 +484,8 @@ class _Game:
             self._end(episode, answered.problem)
         elif answered.reply.observations:
             try:
-                episode.begin = episode.prompt.encode_with(self.player.vocab, answered.reply.observations)
+                said = list(map(self.player.encoder.mask, answered.reply.observations))
+                episode.begin = episode.prompt.encode_with(self.player.vocab, said)
             except UserError as error:
                 self._end(episode, str(error))
                 return

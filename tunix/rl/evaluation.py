@@ -89,8 +89,18 @@ class HeldOutAnswers:
     """Held-out prompts, the same at every evaluation; `evaluate` has them answered, and the answers scored."""
 
     def __init__(self, cfg: Config, corpus: PromptCorpus, engine: RolloutEngine):
+        """Raises `UserError` where the answers do not fit behind the prompts."""
         self.cfg, self.engine = cfg, engine
         self.prompts = corpus.spread("held_out", cfg.evaluation.num_prompts)
+        most, context = cfg.evaluation.sampling.max_new_tokens, cfg.model.context_length
+        # In front of an episode there is room for a prompt with what `reset` says, whatever it says.
+        room = cfg.training.seq_len - cfg.sampling.max_new_tokens
+        longest = max(len(prompt.tokens) for prompt in self.prompts) if engine.player is None else room
+        if longest + most > context:
+            raise UserError(
+                f"evaluation.sampling.max_new_tokens={most} behind a held-out prompt of {longest} tokens is more than "
+                f"model.context_length={context}; lower it to {context - longest}"
+            )
 
     def evaluate(self, params: Any) -> dict[str, float]:
         """Return mean scores of the answers by their names in metrics.jsonl, and the share of right ones.
@@ -139,7 +149,8 @@ def evaluate_answers(cmd: Evaluate, cfg: Config, checkpoints: list[str]) -> list
     task = cfg.task if cmd.metric == "reward" and isinstance(cfg.task, Grpo) else None
     pool = None if task is None else make_pool(task, corpus.vocab)
     player = Player(pool, task, corpus.vocab, stop, max_length) if pool is not None and task is not None else None
-    engine_rewards = EngineRewards(terms, settings.max_new_tokens, cmd.reward_errors, cmd.reward_timeout_s, cfg)
+    longest = {"max_new_tokens": settings.max_new_tokens}
+    engine_rewards = EngineRewards(terms, longest, cmd.reward_errors, cmd.reward_timeout_s, cfg)
     in_processes = [term for term in terms if not isinstance(term, EngineTerm)]
     measured: list[Numbers] = []
     with (
@@ -169,7 +180,8 @@ def evaluate_answers(cmd: Evaluate, cfg: Config, checkpoints: list[str]) -> list
                 asked = RolloutRequest(prompts, settings, cmd.num_samples, cfg.seed)
                 played = player.rollout(model.sampler, params, asked, cmd.batch_size)
                 answers = [episode.to_answer() for episode in played.episodes]
-            rows, counts = _make_rows(cmd, prompts, answers, corpus.vocab, scorer, engine_rewards, played)
+            scoring = scorer, engine_rewards, settings.max_new_tokens
+            rows, counts = _make_rows(cmd, prompts, answers, corpus.vocab, *scoring, played)
             if samples is not None:
                 lines = (json.dumps({"checkpoint": checkpoint, **row}, ensure_ascii=False) for row in rows)
                 samples.writelines(f"{line}\n" for line in lines)
@@ -193,6 +205,7 @@ def _make_rows(
     vocab: Vocab,
     scorer: Scorer,
     engine_rewards: EngineRewards,
+    max_new_tokens: int,
     played: Played | None,
 ) -> tuple[list[Row], Numbers]:
     """Score the answers; return a row for each, those to the first prompt first, and counts: the number of missing
@@ -209,7 +222,7 @@ def _make_rows(
         rollouts, part = prompts[start : start + size], slice(start * count, (start + size) * count)
         episodes = None if played is None else replace(played, episodes=played.episodes[part])
         scores = score_together(scorer, rollouts, texts[part], count, episodes)
-        scores = engine_rewards.add(scores, rollouts, texts[part], answers[part])
+        scores = engine_rewards.add(scores, rollouts, texts[part], answers[part], max_new_tokens, episodes)
         for name, number in {"reward_errors": sum(scores.errors.values()), **scores.numbers}.items():
             counts[name] = counts.get(name, 0) + number
         for number, (text, answer) in enumerate(zip(texts[part], answers[part], strict=True)):
@@ -219,7 +232,8 @@ def _make_rows(
                     "answer": text,
                     "reward": scores.total[number],
                     **{f"reward_{label}": values[number] for label, values in scores.values.items()},
-                    "num_tokens": len(answer.tokens),
+                    # What an environment says is no part of the answer.
+                    "num_tokens": len(answer.tokens) if episodes is None else sum(episodes.episodes[number].learnt),
                     "stopped": answer.stopped,
                     **({} if episodes is None else {"turns": episodes.episodes[number].turns}),
                 }

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from fractions import Fraction
 from functools import cache
 from typing import Any
@@ -45,13 +46,12 @@ def read_number(text: str) -> Fraction | None:
     text = text.replace("\u2212", "-").replace("{,}", ",").replace("\\$", "$").replace("\\!", "")
     number = None
     for match in NUMBER.finditer(text):
-        below = int(match["below"] or 1)
-        if below == 0:  # 1/0 is no number
-            continue
         digits = match["whole"].replace(",", "") + match["rest"]
         negative = match["sign"] == "-" or match["late_sign"] == "-"
-        # A fraction is exact: 0.5, 1/2 and 5e-1 are equal, and 16-digit numbers that differ stay different.
-        number = Fraction(digits) / below * (-1 if negative else 1)
+        # Neither 1/0 is a number, nor are more digits than Python reads (4,300), as of a model that repeats itself.
+        with suppress(ZeroDivisionError, ValueError):
+            # A fraction is exact: 0.5, 1/2 and 5e-1 are equal, and 16-digit numbers that differ stay different.
+            number = Fraction(digits) / int(match["below"] or 1) * (-1 if negative else 1)
     return number
 
 

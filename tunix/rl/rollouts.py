@@ -178,7 +178,9 @@ class RolloutEngine:
         # Threads draw ahead, and held-out prompts are answered meanwhile.
         self.caches = PrioritySlots(select_rollouts_at_once(train_spec, device_bytes))
         num_pages = select_pages(train_spec, self.rows_at_once, device_bytes)
-        self.sampler = Sampler(train_spec.arch, cfg.model.context_length, self.rollout_mesh, num_pages)
+        # Training turns by seq_len, whatever the lengths of a rollout: the model that answers is the one that learns.
+        info = cfg.model.context_length, self.rollout_mesh, num_pages, cfg.training.seq_len
+        self.sampler = Sampler(train_spec.arch, *info)
         folder = None if cfg.model.init_from is None else find_model_files(cfg.model.init_from)
         self.stop = find_stop_ids(corpus.vocab, cfg.sampling.stop, folder)
         self.player = (
@@ -205,7 +207,8 @@ class RolloutEngine:
             scores = score_together(self.scorer, prompts, texts, request.group_size, played)
             if self.engine_rewards is not None:
                 hold = partial(self.devices.hold, request.rank)
-                scores = self.engine_rewards.add(scores, prompts, texts, answers, hold)
+                info = prompts, texts, answers, request.sampling.max_new_tokens
+                scores = self.engine_rewards.add(scores, *info, played, hold)
         return RolloutGroup(prompts, answers, texts, scores, rollout_s, played)
 
     def _sample(self, params: Any, request: RolloutRequest) -> tuple[list[Answer], list[str], Played | None]:

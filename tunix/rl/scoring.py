@@ -517,16 +517,19 @@ def call_reward(
         ) from None
     if len(values) != len(completions):
         raise ValueError(f"returned {len(values)} scores for {len(completions)} answers")
-    return [_read_score(value) for value in values]
+    return [read_score(value) for value in values]
 
 
-def _read_score(value: Any) -> float | str:
+def read_score(value: Any) -> float | str:
+    """Return the score that a reward has given for an answer, or what is wrong with it."""
     if value is None:
         return "returned None for an answer"
     try:
         score = float(value)
     except (TypeError, ValueError):
         return f"returned {_name_type(value)} for an answer, not a number"
+    except OverflowError:  # a whole number; Python does not even print one of more than 4,300 digits
+        return "returned a number beyond 1e308 for an answer"
     return score if math.isfinite(score) else f"returned {score} for an answer"
 
 

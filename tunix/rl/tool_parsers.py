@@ -13,6 +13,8 @@ class Call(NamedTuple):
     name: str
     arguments: dict[str, Any]
     problem: str = ""
+    # The arguments as they are written, in formats that do not tell a text from a number: 42, and not "42"
+    texts: dict[str, str] = {}  # noqa: RUF012
 
 
 def _malformed(problem: str) -> Call:
@@ -51,20 +53,24 @@ def read_hermes(text: str) -> list[Call]:
     return [call for inside in HERMES.findall(text) for call in _read_json(inside)]
 
 
-FUNCTION = re.compile(r"<function=([^>\n]+)>(.*?)(?:</function>|$)", re.DOTALL)
+FUNCTION = re.compile(r"<function=([^>\n]+)>(.*?)(</function>|$)", re.DOTALL)
 PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
 
 
 def read_xml(text: str) -> list[Call]:
     """Return the calls `<function=NAME>` with their `<parameter=KEY>` values; a value that is JSON is read as such."""
-    return _read_tags(FUNCTION, PARAMETER, text)
-
-
-def _read_tags(function: re.Pattern[str], parameter: re.Pattern[str], text: str) -> list[Call]:
     return [
-        Call(name.strip(), {key.strip(): _read_value(value) for key, value in parameter.findall(inside)})
-        for name, inside in function.findall(text)
+        _read_tags(PARAMETER, name, inside) if end else _malformed("the call has no end: </function> is missing")
+        for name, inside, end in FUNCTION.findall(text)
     ]
+
+
+def _read_tags(parameter: re.Pattern[str], name: str, inside: str) -> Call:
+    """Return a call whose arguments stand between tags."""
+    if "<" in parameter.sub("", inside):  # of a tag that is not closed, as in an answer that is cut
+        return _malformed("an argument has no end")
+    texts = {key.strip(): value for key, value in parameter.findall(inside)}
+    return Call(name.strip(), {key: _read_value(value) for key, value in texts.items()}, texts=texts)
 
 
 def _read_value(text: str) -> Any:
@@ -139,8 +145,10 @@ def _read_node(node: ast.expr) -> Call:
     if node.args or any(keyword.arg is None for keyword in node.keywords):
         return _malformed("arguments are given by name: add(a=1)")
     try:
-        return Call(ast.unparse(node.func), {str(each.arg): ast.literal_eval(each.value) for each in node.keywords})
-    except (ValueError, RecursionError):
+        arguments = {str(each.arg): ast.literal_eval(each.value) for each in node.keywords}
+        json.dumps(arguments, allow_nan=False)  # sets, bytes and further values of Python are none of JSON
+        return Call(ast.unparse(node.func), arguments)
+    except (TypeError, ValueError, RecursionError):
         return _malformed("an argument is no plain value")
 
 
@@ -149,8 +157,11 @@ ARGUMENT = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>"
 
 
 def read_glm(text: str) -> list[Call]:
-    """Return the calls between `<tool_call>` tags with their pairs of keys and values, as `read_xml` reads them."""
-    return _read_tags(GLM, ARGUMENT, text)
+    """Return the calls between `<tool_call>` tags with their pairs of keys and values, as `read_xml` reads them.
+
+    The last one needs no end: </tool_call> may be the token that stops a turn, which is no part of the text.
+    """
+    return [_read_tags(ARGUMENT, name, inside) for name, inside in GLM.findall(text)]
 
 
 GEMMA = re.compile(r"<\|tool_call>call:([\w.-]+)(\{.*?)(?:<tool_call\|>|$)", re.DOTALL)
