@@ -109,7 +109,7 @@ def find_variant(values: Mapping[str, Any], section: type[Section] = Config) -> 
     return None
 
 
-def drop_tags(path: list[str], root: type[Section] = Config) -> tuple[list[str], type[Section] | None, bool]:
+def drop_tags(path: list[str]) -> tuple[list[str], type[Section] | None, bool]:
     """Return a path as users type it, the member of a union that it leads through, and whether null is legal there.
 
     pydantic adds two kinds of words to the path of an error, which are no keys:
@@ -118,7 +118,7 @@ def drop_tags(path: list[str], root: type[Section] = Config) -> tuple[list[str],
         distributed, shared_filesystem, bool   the type that it tried           ... distributed.shared_filesystem
     """
     parts: list[str] = []
-    kinds: list[type[Section]] = [root]
+    kinds: list[type[Section]] = [Config]
     remaining, member = list(path), None
     types_of_value: list[Any] = []
     while remaining and kinds:
@@ -439,7 +439,7 @@ def _join(mistakes: list[_Mistake]) -> str:
 def _explain(error: dict[str, Any], root: type[Section]) -> _Mistake:
     """Return an error of pydantic as a message: the key, the value, the way out. `root` has the legal keys."""
     # Where a value may be of several types, pydantic adds the type that it tried to the key, like `literal['auto']`.
-    path, variant, takes_null = drop_tags([str(part) for part in error["loc"] if "[" not in str(part)], root)
+    path, variant, takes_null = drop_tags([str(part) for part in error["loc"] if "[" not in str(part)])
     key, value, kind = ".".join(path), error["input"], error["type"]
     message = error["msg"].removeprefix("Value error, ")
     if kind in EXPECTED:
