@@ -6,6 +6,7 @@ Hugging Face directory, which every command and `model.init_from` take.
 
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,9 +15,9 @@ import jax.numpy as jnp
 from tunix.base.errors import UserError
 from tunix.config import Average
 from tunix.config.command_line import run_command
-from tunix.config.saved_runs import find_checkpoints
+from tunix.config.saved_runs import find_checkpoints, find_run
 from tunix.export import write_export
-from tunix.inference.pretrained import Pretrained, load_pretrained
+from tunix.inference.pretrained import Pretrained, find_checkpoint, load_pretrained
 
 
 def average(command: Average) -> str:
@@ -58,11 +59,19 @@ def list_sources(command: Average) -> list[str]:
         if command.steps is None:
             raise UserError(f"checkpoint={command.checkpoint} needs steps; give the folder of a run{hint}")
         sources = [folder for _, folder in find_checkpoints(command.checkpoint, command.steps, "steps", hint)]
-    if twice := next((each for each in sources if sources.count(each) > 1), None):
+    folders = [_find_folder(source) for source in sources]
+    if twice := next((each for each in folders if folders.count(each) > 1), None):
         raise UserError(f"{twice} is named twice; name each checkpoint once, and give it more weight by shares=[...]")
     if len(sources) < 2:
         raise UserError(f"an average needs two checkpoints or more, {len(sources)} given: {', '.join(sources)}")
     return sources
+
+
+def _find_folder(source: str) -> str:
+    """Return the folder of a checkpoint: of a run, that of its newest one; an ID of Hugging Face's stays as it is."""
+    if run := find_run(source):
+        return str(find_checkpoint(run[0] / "checkpoints", run[1]).resolve())
+    return str(Path(source).resolve()) if Path(source).exists() else source
 
 
 def average_weights(sources: list[str], shares: tuple[float, ...], command: Average, strategy: str) -> Pretrained:

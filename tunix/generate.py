@@ -42,6 +42,7 @@ def generate(command: Generate) -> None:
         _converse(speaker, command)
         return
     num_rows = int(peers.agree(str(len(rows)), "number of prompts"))
+    answered: list[Row] = []  # apart from `rows`, which may have a column `prediction` of their own
     try:
         for start in range(0, num_rows, command.batch_size):
             batch = rows[start : start + command.batch_size]
@@ -55,13 +56,13 @@ def generate(command: Generate) -> None:
             with announcing(work, peers.print_progress):
                 answers = speaker.answer(prompts, command.seed, start)
             for row, answer in zip(batch, answers, strict=False):  # only process 0 has rows
-                row["prediction"], row["log_probability"] = speaker.decode(answer), sum(answer.log_probabilities)
+                log_prob = sum(answer.log_probabilities)
+                answered.append(row | {"prediction": speaker.decode(answer), "log_probability": log_prob})
     finally:  # answers that exist are written, even if an error or Ctrl-C ends this
-        answered = [row for row in rows if "prediction" in row]
         if write and answered:
             write(answered)
     if not write and peers.is_main():
-        print(*(row["prediction"] for row in rows), sep="\n" if command.input is None else "\n---\n")
+        print(*(row["prediction"] for row in answered), sep="\n" if command.input is None else "\n---\n")
 
 
 def _open_files(command: Generate) -> tuple[list[Row], Any]:
@@ -242,7 +243,8 @@ def _make_writer(path: Path) -> Any:
     find_writable("output", str(path))
 
     def write(rows: list[Row]) -> None:
-        with path.open("w", encoding="utf-8", newline="") as file:
+        # Half of a surrogate pair, which a JSON row may have, is written as JSON's escape of it.
+        with path.open("w", encoding="utf-8", errors="backslashreplace", newline="") as file:
             WRITERS[path.suffix](file, rows)
 
     return write

@@ -167,6 +167,18 @@ class _Answer:
     tokens: list[int] = field(default_factory=list)
     stop_token: list[int] = field(default_factory=list)  # the id that has ended it, if one has
     finish: str | None = None
+    num_scored: int = 0  # tokens whose log-probabilities a stream has shown
+    num_characters: int = 0  # of these tokens
+
+    def list_tokens(self, is_chat: bool) -> list[int]:
+        """Return the tokens that belong to the text so far; a completion shows the id that has ended it, too."""
+        ending = [] if is_chat or self.text.is_stopped else self.stop_token
+        return self.tokens[: self.text.num_tokens] + ending
+
+    @property
+    def num_drawn(self) -> int:
+        """Tokens up to the end of the answer, with the id or the stop string that has ended it."""
+        return len(self.text.tokens) + (0 if self.text.is_stopped else len(self.stop_token))
 
     def take(self, piece: Piece) -> str:
         """Take what was drawn, and return the text that may be sent."""
@@ -350,14 +362,13 @@ class App:
 
     async def _score(self, job: Job, answer: _Answer) -> TokenScores:
         """Return the log-probabilities of an answer; those of a prompt and of other tokens are computed for it."""
-        count = answer.text.num_tokens
-        tokens = answer.tokens[:count] + ([] if job.is_chat or answer.text.is_stopped else answer.stop_token)
+        tokens = answer.list_tokens(job.is_chat)
         if not job.texts and not job.parameters.num_top:
             return TokenScores(self.tokenizer, tokens, answer.log_probs[: len(tokens)], None)
         whole = [*answer.prompt, *tokens]
         if len(whole) < 2:
             return TokenScores(self.tokenizer, whole, [None], [[]])
-        scores = await asyncio.wrap_future(self.serving.score(whole))
+        scores = await asyncio.wrap_future(self.serving.score(whole, job.images))
         log_probs: list[float | None] = [None, *scores.log_probs.tolist()]
         pairs = zip(scores.top_tokens.tolist(), scores.top_log_probs.tolist(), strict=True)
         tops = [[], *(list(zip(*pair, strict=True))[: job.parameters.num_top] for pair in pairs)]
@@ -380,8 +391,8 @@ class App:
                     start = {"role": "assistant", "content": ""}
                     yield event({"index": answer.index, "delta": start, "logprobs": None, "finish_reason": None})
             async with aclosing(answers.draw()) as pieces:
-                async for answer, text, drawn in pieces:
-                    for choice in self._show_piece(job, answer, text, drawn):
+                async for answer, text in pieces:
+                    for choice in self._show_piece(job, answer, text):
                         yield event(choice)
             if shows_usage:
                 yield _to_event(envelope | {"choices": [], "usage": answers.show_usage()})
@@ -391,22 +402,18 @@ class App:
             return
         yield "data: [DONE]\n\n"
 
-    def _show_piece(self, job: Job, answer: _Answer, text: str, drawn: slice) -> Iterator[dict[str, Any]]:
+    def _show_piece(self, job: Job, answer: _Answer, text: str) -> Iterator[dict[str, Any]]:
         """Yield the choices of a stream that show a piece of an answer, and its end."""
-        scores = None
-        if job.parameters.wants_logprobs:
-            tokens, log_probs = answer.tokens[drawn], answer.log_probs[drawn]
-            found = TokenScores(self.tokenizer, tokens, log_probs[: len(tokens)], None)
-            scores = found.for_chat() if job.is_chat else found.for_completion()
+        finish = answer.finish
+        if job.read_calls is not None and finish is None:  # whether it is a call shows at its end
+            return
+        scores = self._score_piece(job, answer) if job.parameters.wants_logprobs else None
         own = {"index": answer.index, "logprobs": scores}
         if not job.is_chat:
-            if text or scores or answer.finish:
-                yield own | {"text": text, "finish_reason": answer.finish}
+            if text or scores or finish:
+                yield own | {"text": text, "finish_reason": finish}
             return
-        finish = answer.finish
-        if job.read_calls is not None:  # whether it is a call shows at its end
-            if finish is None:
-                return
+        if job.read_calls is not None:
             message, finish = _show_message(job, answer)
             delta = {"content": message["content"]}
             if calls := message.get("tool_calls"):
@@ -416,6 +423,17 @@ class App:
             yield own | {"delta": {"content": text}, "finish_reason": None}
         if finish:
             yield {"index": answer.index, "delta": {}, "logprobs": None, "finish_reason": finish}
+
+    def _score_piece(self, job: Job, answer: _Answer) -> dict[str, Any] | None:
+        """Return the log-probabilities of the tokens that a stream has not shown yet; None without such tokens."""
+        first, tokens = answer.num_scored, answer.list_tokens(job.is_chat)
+        if len(tokens) == first:
+            return None
+        log_probs = answer.log_probs[first : len(tokens)]
+        scores = TokenScores(self.tokenizer, tokens[first:], log_probs, None, answer.num_characters)
+        answer.num_scored = len(tokens)
+        answer.num_characters += sum(map(len, scores.texts))
+        return scores.for_chat() if job.is_chat else scores.for_completion()
 
 
 NO_BUFFERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # a proxy passes each event on
@@ -446,8 +464,8 @@ class _Answers:
         with suppress(RuntimeError):  # the loop has ended
             self.loop.call_soon_threadsafe(self.queue.put_nowait, (first + piece.index, piece))
 
-    async def draw(self) -> AsyncGenerator[tuple[_Answer, str, slice], None]:
-        """Yield answers with the text that each has got, and which of its tokens these are, until all have ended.
+    async def draw(self) -> AsyncGenerator[tuple[_Answer, str], None]:
+        """Yield answers with the text that each has got, until all have ended.
 
         Raises:
             ApiError: it takes too long, or the engine fails.
@@ -470,7 +488,6 @@ class _Answers:
                 if is_first:
                     metrics.first_s.observe(time.monotonic() - job.arrived)
                     is_first = False
-                before = len(answer.tokens)
                 text = answer.take(piece)
                 metrics.drawn_tokens.inc(len(piece.tokens))
                 metrics.guessed_tokens.inc(piece.num_guessed)
@@ -479,7 +496,7 @@ class _Answers:
                     if piece.finish is None:  # by a stop string, of which the engine knows nothing
                         place, index = divmod(answer.index, job.num_answers)
                         self.app.serving.cancel(self.requests[place], index)
-                yield answer, text, slice(before, answer.text.num_tokens)
+                yield answer, text
             metrics.whole_s.observe(time.monotonic() - job.arrived)
         except TimeoutError:
             limit = f"server.request_timeout_s={self.app.limits.request_timeout_s:g}"
@@ -500,8 +517,7 @@ class _Answers:
             self.app.serving.cancel(each)
 
     def show_usage(self) -> dict[str, int]:
-        drawn = sum(len(answer.tokens) + len(answer.stop_token) for answer in self.all)
-        return show_usage(sum(map(len, self.job.prompts)), drawn)
+        return show_usage(sum(map(len, self.job.prompts)), sum(answer.num_drawn for answer in self.all))
 
 
 def _show_message(job: Job, answer: _Answer) -> tuple[dict[str, Any], str]:

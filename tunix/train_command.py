@@ -4,9 +4,11 @@ Hydra composes conf/ with the command line (tunix/config/compose.py), a wrong in
 `tunix.trainer.run` does the rest.
 """
 
+import io
 import os
 import sys
 from collections.abc import Callable
+from contextlib import redirect_stderr
 from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
@@ -46,7 +48,10 @@ def train_command() -> int:
         with describe_errors():
             if args.multirun:
                 return sweep(argv, *config_file)
-            under_hydra(run_point)
+            if args.cfg and args.package:
+                print_package(args.cfg, args.package)
+            else:
+                under_hydra(run_point)
             return 0
 
     return exits.report_errors(work)
@@ -95,6 +100,22 @@ def sweep(argv: list[str], config_dir: str | None, config_name: str) -> int:
 def under_hydra(work: Callable[[DictConfig], object]) -> None:
     """Let Hydra do what the command line asks of it: print a config or a help text, or call `work` for each point."""
     hydra.main(config_path=str(CONF), config_name="config", version_base="1.3")(work)()
+
+
+def print_package(kind: str, package: str) -> None:
+    """Let Hydra print a part of a config (--cfg KIND --package NAME); raises `UserError` where it has none."""
+    hydras = io.StringIO()
+    try:
+        with redirect_stderr(hydras):
+            under_hydra(run_point)
+    except SystemExit as ended:
+        if ended.code != 1:
+            raise
+        hint = "leave --package out to print all"
+        if kind == "hydra" and package.partition(".")[0] != "hydra":
+            hint = f"did you mean hydra.{package}?"
+        raise UserError(f"--package {package}: --cfg {kind} has no such section, or it is null; {hint}") from None
+    print(hydras.getvalue(), end="", file=sys.stderr)
 
 
 def run_point(composed: DictConfig) -> int:

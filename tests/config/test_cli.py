@@ -60,6 +60,14 @@ def test_wrong_input(more, message, words, tmp_path):
         ),
         (["--multirun", "training.seq_len=abc,def"], "training.seq_len=abc: expected a whole number"),
         (["--cfg", "job", "modl=1"], "unknown key modl; did you mean model?"),
+        (
+            ["--cfg", "job", "-p", "nothing"],
+            "--package nothing: --cfg job has no such section, or it is null; leave --package out",
+        ),
+        (
+            ["--cfg", "hydra", "-p", "run"],
+            "--package run: --cfg hydra has no such section, or it is null; did you mean hydra.run?",
+        ),
         (["resume=nowhere"], "resume=nowhere: nowhere is not a run's folder"),
         (["model.init_from=latest"], "model.init_from=latest: there is no outputs/"),
         (["training.micro_batchsize=4"], "did you mean training.micro_batch_size?"),

@@ -12,6 +12,7 @@ from tunix.config import Evaluate
 from tunix.config.command_line import read_settings
 from tunix.evaluate import evaluate
 from tunix.inference import lm_eval
+from tunix.inference.sampling import Sampling
 
 
 def log_probs(model, tokens: list[int]) -> np.ndarray:
@@ -69,6 +70,16 @@ def test_tasks_of_the_harness(hf_dir, tmp_path, monkeypatch):
         num_bytes += len(row["text"].encode())
     assert found["choices/acc"] == pytest.approx(right / len(rows))
     assert found["texts/bits_per_byte"] == pytest.approx(-total / num_bytes / np.log(2), rel=1e-5)
+
+
+def test_odd_requests(hf_dir):
+    """A continuation without tokens, and a filter that leaves every token in."""
+    model = tunix.load_pretrained(hf_dir)
+    empty, last = lm_eval.Respondent(model, 2).score_continuations([(None, [5, 6, 7], []), (None, [5, 6], [7])])
+    assert empty == (0.0, True)
+    assert last[0] == pytest.approx(log_probs(model, [5, 6, 7])[-1], abs=1e-4)
+    keys = {"do_sample": True, "temperature": 0.5, "top_k": 0, "top_p": 0.9}
+    assert lm_eval._read_keys(keys, 2) == Sampling(256, 0.5, None, 0.9, stop=(2,))
 
 
 def test_what_cannot_be_asked_is_named(hf_dir, tmp_path, monkeypatch):

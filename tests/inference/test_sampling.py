@@ -190,13 +190,19 @@ def test_mistakes_are_told_before_the_model_is_loaded(words, message, tmp_path, 
 
 
 def test_prompts_of_all_kinds_and_answers_that_are_kept(hf_dir, tmp_path, monkeypatch):
-    """A mark at the beginning, columns that only some rows have; a prompt that is too long ends it after the first."""
+    """A mark at the beginning, columns that only some rows have, half of a surrogate pair; a prompt that is too long ends
+    it after the first."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "in.jsonl").write_text('\ufeff{"prompt": "a few"}\n{"prompt": "words", "id": 2}\n', encoding="utf-8")
+    lines = '\ufeff{"prompt": "a few"}\n{"prompt": "words", "id": 2, "note": "ö\\ud83d"}\n'
+    (tmp_path / "in.jsonl").write_text(lines, encoding="utf-8")
     words = [f"checkpoint={hf_dir}", "max_new_tokens=2", "batch_size=1", "output=out.csv"]
     generate.generate(read_settings(Generate, [*words, "input=in.jsonl"]))
     assert [row["id"] for row in csv.DictReader((tmp_path / "out.csv").open())] == ["", "2"]
-    (tmp_path / "in.csv").write_text(f"prompt\nmerged\n{'a few words ' * 20_000}\n", encoding="utf-8-sig")
+    generate.generate(read_settings(Generate, [*words, "input=in.jsonl", "output=out.jsonl"]))
+    written = (tmp_path / "out.jsonl").read_text(encoding="utf-8").splitlines()
+    assert written[1].startswith('{"prompt": "words", "id": 2, "note": "ö\\ud83d", "prediction": ')
+    rows = f"prompt,prediction\nmerged,old\n{'a few words ' * 20_000},old\n"
+    (tmp_path / "in.csv").write_text(rows, encoding="utf-8-sig")
     with pytest.raises(UserError, match="are more than the model's context of 64"):
         generate.generate(read_settings(Generate, [*words, "input=in.csv"]))
     assert [row["prompt"] for row in csv.DictReader((tmp_path / "out.csv").open())] == ["merged"]

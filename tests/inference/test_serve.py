@@ -247,6 +247,19 @@ def test_a_stop_string_ends_an_answer_and_is_no_part_of_it(client):
     assert (cut.text, cut.finish_reason) == (whole[: whole.index(word)], "stop")
     pieces = ask(client, max_tokens=30, seed=1, stop=word, stream=True)
     assert "".join(each.choices[0].text for each in pieces) == cut.text
+    first = ask(client, max_tokens=30, seed=1, stop=whole[0])  # one token, which is counted; none behind it
+    assert (first.choices[0].text, first.usage.completion_tokens) == ("", 1)
+
+
+def test_a_stream_has_the_log_probabilities_of_the_whole_answer(client):
+    asked = {"max_tokens": 30, "seed": 1, "logprobs": 0}
+    text = ask(client, **asked).choices[0].text
+    for stop in (None, text[9:12], text[-2:]):
+        whole = ask(client, **asked, stop=stop).choices[0].logprobs
+        parts = [each.choices[0].logprobs for each in ask(client, **asked, stop=stop, stream=True)]
+        for name in ("tokens", "token_logprobs", "text_offset"):
+            streamed = [value for part in parts if part for value in getattr(part, name)]
+            assert streamed == getattr(whole, name), (stop, name)
 
 
 def test_texts_grow_by_whole_characters_and_hold_back_what_may_be_a_stop_string(model):
@@ -298,6 +311,11 @@ def test_tools_reach_the_template_and_calls_are_read(model, hf_dir):
         assert ends == ["tool_calls", "length"], "an answer that is cut calls nothing"
         status, _, answer = post(port, json.dumps(body), "/v1/chat/completions")
         assert (status, answer["choices"][0]["message"]["role"]) == (200, "assistant")
+        own = openai.OpenAI(api_key=KEY, base_url=f"http://127.0.0.1:{port}/v1", max_retries=0, timeout=120)
+        asked = body | {"model": app.name, "max_tokens": 20, "seed": 1, "logprobs": True}
+        whole = own.chat.completions.create(**asked).choices[0].logprobs.content
+        scores = [part.choices[0].logprobs for part in own.chat.completions.create(**asked, stream=True)]
+        assert [token for each in scores if each for token in each.content] == whole
 
 
 # Many clients.

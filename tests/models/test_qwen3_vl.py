@@ -27,6 +27,7 @@ from tunix.data.image_slots import index_images
 from tunix.export import export
 from tunix.generate import generate
 from tunix.huggingface.config_json import read_config
+from tunix.inference.lm_eval import TokenScorer
 from tunix.inference.sampling import Sampling
 from tunix.models.vision import Images, find_grid, find_positions
 
@@ -87,6 +88,8 @@ def test_greedy_generation_behind_images(expected):
         answers = model.sample(prompts, sampling, images=[*images, None])
         assert answers[0].tokens == whole[19:]
         assert answers[1].tokens[0] == expected["image_logits"][0, -1].argmax()
+    scores = TokenScorer(model).score_with_top(whole, images[0])
+    np.testing.assert_allclose(scores.log_probs[18:], answers[0].log_probabilities, atol=1e-4)
 
 
 def test_rows_of_text_alone(expected):

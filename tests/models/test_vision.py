@@ -28,6 +28,7 @@ from tunix.generate import generate
 from tunix.huggingface.config_json import read_config
 from tunix.huggingface.table import find_family
 from tunix.huggingface.weights import save_weights
+from tunix.inference.lm_eval import TokenScorer
 from tunix.inference.pretrained import load_init_from
 from tunix.inference.sampling import Sampling
 from tunix.models.layers import named
@@ -105,6 +106,15 @@ def test_greedy_generation_behind_a_image(model, expected):
     answers = model.sample(prompts, Sampling(max_new_tokens=16, temperature=0.0), images=images)
     assert answers[0].tokens == whole[19:]
     assert answers[1].tokens[0] == expected["image_logits"][0, -1].argmax()
+
+
+def test_scores_of_a_row_see_its_images(model, expected):
+    """Those of tunix.serve for top_logprobs."""
+    tokens, index = expected["image_tokens"][0].tolist(), expected["image_index"][0]
+    scores = TokenScorer(model, num_top=2).score_with_top(tokens, squares(expected["images"][0], index))
+    own = jax.nn.log_softmax(expected["image_logits"][0, :-1], -1)
+    np.testing.assert_allclose(scores.log_probs, own[np.arange(len(own)), tokens[1:]], atol=1e-4)
+    assert scores.top_tokens[:, 0].tolist() == own.argmax(-1).tolist()
 
 
 def test_a_model_of_text_refuses_images(expected):

@@ -14,7 +14,7 @@ import pytest
 import yaml
 from models.test_linear_attention import HYBRID
 from PIL import Image
-from support.harness import ONE_DEVICE, SMALL, batch, experts, program
+from support.harness import ONE_DEVICE, ROOT, SMALL, batch, experts, program
 
 from tunix.base.errors import UserError
 from tunix.base.files import read_json
@@ -569,7 +569,7 @@ def test_larger_chunks_of_logits_where_they_are_known_to_fit(more_bytes, chunk_s
 
 
 def test_a_run_that_fits_nowhere():
-    cfg = compose([*AUTO, "plan.memory_share=1e-9", "plan.num_compiled=0"]).config
+    cfg = compose([*AUTO, "plan.memory_share=1e-12", "plan.num_compiled=0"]).config
     with pytest.raises(UserError, match=r"fits on no mesh of this run's devices: .* needs .* more than the 0.0 GiB"):
         plan_run(cfg)
 
@@ -666,6 +666,7 @@ def test_a_derived_plan_needs_no_device_for_a_chosen_kernel():
         (["plan.topology=none.yaml:8"], "none.yaml cannot be read: No such file"),
         (["plan.topologie=h200:8"], "did you mean plan.topology?"),
         (["plan.memory_share=2"], "plan.memory_share=2: expected a number of at most 1"),
+        (["plan.memory_share=0"], "plan.memory_share=0: expected a number above 0"),
         (["training.seq_length=4"], "did you mean training.seq_len?"),
         (["model.mesh_shape=[[4],[fsdp]]"], "fsdp=4 needs 4 devices, 8 are in plan.topology"),
         (["training.global_batch_size=3", "model.mesh_shape=auto", "model.num_heads=3", "model.num_kv_heads=3"], "no mesh of 8 devices divides this model and batch"),
@@ -680,3 +681,20 @@ def test_wrong_input(words, message, run):
     assert error.startswith("error: ")
     assert message in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("name: H200", "{", " is not YAML"),
+        (None, "H200", ": expected a mapping like {key: value}"),
+        ("network: inf", "network: sinf", ": network=sinfiniband_400: there is no such network; choose from "),
+        ("memory_gib", "memory_gb", ": memory_gib is missing; unknown key memory_gb; did you mean memory_gib?"),
+        ("fp8_tflops: 1979.0", "fp8_tflops: fast", ": fp8_tflops=fast: expected a number"),
+    ],
+)
+def test_wrong_files_of_devices(old, new, message, tmp_path):
+    whole = (ROOT / "conf/command/device/h200.yaml").read_text()
+    (file := tmp_path / "mine.yaml").write_text(whole.replace(old, new, 1) if old else new)
+    with pytest.raises(UserError, match=re.escape(f"plan.topology: {file}{message}")):
+        read_topology(f"{file}:8")

@@ -495,6 +495,10 @@ def test_checkpoints_are_averaged(finished, tmp_path, monkeypatch):
     ):
         with pytest.raises(UserError, match=message):
             average(read_settings(Average, [f"checkpoint={run}", "output=other", *words]))
+    (tmp_path / "link").symlink_to("mean")
+    for sources in (f"{run}/checkpoints/6,{run}", "mean,again,link"):
+        with pytest.raises(UserError, match="/(6|mean) is named twice; name each checkpoint once"):
+            average(read_settings(Average, [f"checkpoint=[{sources}]", "output=other"]))
 
 
 @pytest.mark.nightly

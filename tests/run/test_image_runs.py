@@ -165,10 +165,10 @@ def test_the_server_takes_images(trained, tmp_path):
     model = tunix.load_pretrained(trained)
     key = "a key"
 
-    def ask(port, *urls, text="how many?"):
+    def ask(port, *urls, text="how many?", **more):
         parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
         body = {"messages": [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}], "logprobs": True,
-                "temperature": 0, "max_tokens": 4}  # fmt: skip
+                "temperature": 0, "max_tokens": 4, **more}  # fmt: skip
         status, _, said = post(port, json.dumps(body), "/v1/chat/completions", key)
         if status != 200:
             return status, said["error"]["message"]
@@ -187,6 +187,8 @@ def test_the_server_takes_images(trained, tmp_path):
         assert status == 200
         np.testing.assert_allclose(found, expected.log_probabilities[: len(found)], atol=1e-5)
         assert ask(port, f"file://{allowed}/a.png") == (200, found)
+        scored = ask(port, f"file://{allowed}/a.png", top_logprobs=1)[1]  # by a second pass, which sees the image too
+        np.testing.assert_allclose(scored, found, atol=1e-5)
         assert (
             ask(port, "data:image/png;base64," + base64.b64encode(save(Image.new("RGB", (9, 9)))).decode())[1] != found
         )

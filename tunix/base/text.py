@@ -1,6 +1,7 @@
 """Tables as text, values as YAML text, nested dicts as flat ones."""
 
 import io
+import json
 from contextlib import suppress
 from typing import Any
 
@@ -48,6 +49,11 @@ _Dumper.add_representer(str, _represent_text)
 def format_yaml(values: Any) -> str:
     """Return plain values, in their order, as YAML text that OmegaConf reads back as the same values."""
     return yaml.dump(values, Dumper=_Dumper, default_flow_style=False, allow_unicode=True, sort_keys=False)
+
+
+def as_typed(value: Any) -> str:
+    """Return a value as users type it: null, true and false are not Python's words."""
+    return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
 
 
 def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

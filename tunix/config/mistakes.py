@@ -25,7 +25,7 @@ from pydantic import BaseModel, ValidationError
 from tunix.base.config_types import CONF, list_options, read_descriptions, read_version
 from tunix.base.errors import UserError, did_you_mean, name_choices
 from tunix.base.files import read_json
-from tunix.base.text import flat
+from tunix.base.text import as_typed, flat
 from tunix.config import Config, ParameterGroup, Section
 from tunix.config.saved_runs import GONE
 
@@ -315,7 +315,7 @@ def validate(section: type[S], values: dict[Any, Any], *above: str) -> S:
                 above_type = error["loc"][:-1]
                 if any(loc[: len(above_type)] == above_type for loc in below):
                     continue  # the value is a list, and one of its entries is wrong
-            mistake = _explain({**error, "loc": (*above, *error["loc"])})
+            mistake = _explain({**error, "loc": (*above, *error["loc"])}, Config if above else section)
             by_location.setdefault(mistake.prefix or mistake.message, []).append(mistake)
         raise UserError("\n".join(map(_join, by_location.values()))) from None
 
@@ -436,8 +436,8 @@ def _join(mistakes: list[_Mistake]) -> str:
     return f"{f'{prefix}: ' if prefix else ''}{text}{''.join(dict.fromkeys(mistake.hint for mistake in mistakes))}"
 
 
-def _explain(error: dict[str, Any]) -> _Mistake:
-    """Return an error of pydantic as a message: the key, the value, the way out."""
+def _explain(error: dict[str, Any], root: type[Section]) -> _Mistake:
+    """Return an error of pydantic as a message: the key, the value, the way out. `root` has the legal keys."""
     # Where a value may be of several types, pydantic adds the type that it tried to the key, like `literal['auto']`.
     path, variant, takes_null = drop_tags([str(part) for part in error["loc"] if "[" not in str(part)])
     key, value, kind = ".".join(path), error["input"], error["type"]
@@ -445,7 +445,7 @@ def _explain(error: dict[str, Any]) -> _Mistake:
     if kind in EXPECTED:
         message = EXPECTED[kind].format(**error.get("ctx", {}))
     if kind == "extra_forbidden":
-        return _Mistake("", describe_unknown_key(key, variant, value=str(value)))
+        return _Mistake("", describe_unknown_key(key, variant, root, str(value)))
     if kind == "missing":
         return _Mistake("", f"{key} is missing")
     if kind == "union_tag_not_found":
@@ -458,13 +458,14 @@ def _explain(error: dict[str, Any]) -> _Mistake:
             discriminator = context["discriminator"].strip("'")
             key, value = f"{key}.{discriminator}", context["tag"]
         hint = find_value(key, str(value)) or did_you_mean(str(value), choices)
-        return _Mistake(f"{key}={value}", f"expected one of {', '.join(choices)}", hint, takes_null)
+        return _Mistake(f"{key}={as_typed(value)}", f"expected one of {', '.join(choices)}", hint, takes_null)
     if isinstance(value, dict | BaseModel):  # a check across several keys: its own message names them
         return _Mistake("", message)
     # A hint ends the line, also where other types add their words.
     message, mark, meant = message.partition("; did you mean ")
     hint = find_value(key, str(value)) or mark + meant
-    return _Mistake(f"{key}={value}", message[0].lower() + message[1:], hint, takes_null and kind in EXPECTED)
+    prefix = f"{key}={as_typed(value)}" if key else ""  # empty where a file holds no mapping at all
+    return _Mistake(prefix, message[0].lower() + message[1:], hint, takes_null and kind in EXPECTED)
 
 
 def find_foreign(key: str, value: str | None = None) -> str:

@@ -9,6 +9,7 @@ from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 from tunix.base.errors import UserError
+from tunix.base.text import as_typed
 from tunix.config.layers import EXPERT_PROJECTIONS, PROJECTIONS, ExpertsMlp, Latent, RopeLong, check_shared_layers
 from tunix.config.vision import check_vision
 from tunix.huggingface.table import FAMILIES
@@ -89,8 +90,7 @@ def _check_values(model: "Model", expected: dict[str, Any], reason: str) -> None
     """Raise ValueError for the first key of the model with another value; `reason` says why that does not go."""
     for key, usual in expected.items():
         if (value := _read(model, key)) != usual:
-            text = "null" if usual is None else str(usual).lower() if isinstance(usual, bool) else usual
-            raise ValueError(f"model.{key}={value}{reason}; set it to {text}")
+            raise ValueError(f"model.{key}={as_typed(value)}{reason}; set it to {as_typed(usual)}")
 
 
 def check_model_keys(model: "Model") -> None:

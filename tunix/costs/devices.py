@@ -6,12 +6,12 @@ from functools import cache
 from typing import Any
 
 import yaml
-from pydantic import ValidationError
 
 from tunix.base.config_types import CONF
 from tunix.base.errors import UserError, did_you_mean
 from tunix.base.files import expand_home, read_yaml
 from tunix.config import DeviceKind, Network
+from tunix.config.mistakes import validate
 from tunix.models.table import MATMUL_DTYPES
 
 PLATFORM = "gpu"  # of all kinds of conf/command/device, whichever compiler is installed
@@ -49,18 +49,26 @@ def read_kind(values: Any) -> DeviceKind:
     """Return the kind of a device file's values, in which `network` is a name.
 
     Raises:
-        ValidationError: a value is missing or wrong.
+        UserError: a value is missing or wrong.
     """
-    network = read_networks().get(str(values.get("network"))) if isinstance(values, dict) else None
-    return DeviceKind.model_validate(values | {"network": network} if network else values)
+    if isinstance(values, dict) and isinstance(name := values.get("network"), str):
+        values = values | {"network": find_network(name, "network")}
+    return validate(DeviceKind, values)
+
+
+def find_network(name: str, key: str) -> Network:
+    """Return the network of this name; raises `UserError`, which names `key`, for one that is not known."""
+    known = read_networks()
+    if name not in known:
+        raise UserError(
+            f"{key}={name}: there is no such network; choose from {', '.join(known)}{did_you_mean(name, list(known))}"
+        )
+    return known[name]
 
 
 def replace_network(kind: DeviceKind, name: str) -> DeviceKind:
     """Return the kind of device with another network; raises `UserError` for one that is not known."""
-    if (network := read_networks().get(name)) is None:
-        known = list(read_networks())
-        hint = did_you_mean(name, known)
-        raise UserError(f"plan.network={name}: there is no such network; choose from {', '.join(known)}{hint}")
+    network = find_network(name, "plan.network")
     return kind.model_copy(update={"network": network, "nics_per_node": network.nics_per_node or kind.nics_per_node})
 
 
@@ -129,15 +137,15 @@ def _load_kind(name: str) -> DeviceKind:
         hint = did_you_mean(name, list(known))
         raise UserError(f"plan.topology: there is no kind {name}; kinds are {', '.join(known)}, or FILE.yaml{hint}")
     try:
-        return read_kind(read_yaml(path.read_text()))
+        values = read_yaml(path.read_text())
     except OSError as error:
         raise UserError(f"plan.topology: {path} cannot be read: {error.strerror}") from None
     except ValueError:
         raise UserError(f"plan.topology: {path} is not YAML") from None
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(map(str, first["loc"])) or "its content"
-        raise UserError(f"plan.topology: {path}: {key}: {first['msg'].lower()}") from None
+    try:
+        return read_kind(values)
+    except UserError as error:  # a line for each value that is wrong
+        raise UserError(f"plan.topology: {path}: {'; '.join(str(error).splitlines())}") from None
 
 
 # Time of one collective, from first principles: bytes over the slowest link, a latency for each hop, and a start.

@@ -13,9 +13,11 @@ from jax.sharding import PartitionSpec, reshard
 
 from tunix.base.errors import UserError, did_you_mean
 from tunix.config import Evaluate
+from tunix.costs.rollout import pad_batch
 from tunix.data.tokenizer import load_vocab
 from tunix.inference.pretrained import Pretrained
 from tunix.inference.sampling import Sampling
+from tunix.models.vision import Images
 from tunix.training.logprobs import make_splitter, merge_chunks
 
 SHORTEST = 32  # tokens: rows are filled up to powers of 2 from here, so that few programs are compiled
@@ -52,10 +54,10 @@ class TokenScorer:
         """`num_top` likeliest tokens of each place are found for `score_with_top`."""
         self.model = model
 
-        def score(params, tokens, targets):
+        def score(params, tokens, targets, images):
             module = model.arch.module(params)
             vocab_weights = module.vocab_weights()
-            hidden, _ = module.hidden(vocab_weights, tokens)
+            hidden, _ = module.hidden(vocab_weights, tokens, images=images)
             ids = reshard(jnp.arange(vocab_weights[1].shape[0]), module.layout.activation("V"))
 
             def one_chunk(_, chunk):
@@ -84,12 +86,17 @@ class TokenScorer:
         the likeliest, bool [T - 1]."""
         return [(log_probs, likeliest) for log_probs, likeliest, _, _ in self._score_rows(rows, batch_size)]
 
-    def score_with_top(self, tokens: list[int]) -> TopScores:
-        """Return the scores of a row of tokens without its first, with the likeliest tokens in the place of each."""
-        log_probs, _, top_tokens, top_log_probs = self._score_rows([tokens], 1)[0]
+    def score_with_top(self, tokens: list[int], images: Images | None = None) -> TopScores:
+        """Return the scores of a row of tokens without its first, with the likeliest tokens in the place of each.
+
+        `images` are those that the row begins with (`Engine.admit`).
+        """
+        log_probs, _, top_tokens, top_log_probs = self._score_rows([tokens], 1, images)[0]
         return TopScores(log_probs, top_tokens, top_log_probs)
 
-    def _score_rows(self, rows: list[list[int]], batch_size: int) -> list[tuple[np.ndarray, ...]]:
+    def _score_rows(
+        self, rows: list[list[int]], batch_size: int, images: Images | None = None
+    ) -> list[tuple[np.ndarray, ...]]:
         scores: dict[int, tuple[np.ndarray, ...]] = {}
         # Longest first: rows of a batch are about equally long, and too little memory shows in the first batch.
         order = sorted(range(len(rows)), key=lambda n: -len(rows[n]))
@@ -102,7 +109,8 @@ class TokenScorer:
                 tokens = np.zeros((batch_size, length + 1), np.int32)
                 for index, n in enumerate(batch):
                     tokens[index, : len(rows[n])] = rows[n]
-                arguments = (self.model.rows(np.ascontiguousarray(part)) for part in (tokens[:, :-1], tokens[:, 1:]))
+                arrays = tokens[:, :-1], tokens[:, 1:], images and _fill_up(images, length)
+                arguments = jax.tree.map(lambda array: self.model.rows(np.ascontiguousarray(array)), arrays)
                 own, top_tokens, top_log_probs = self.score(self.model.params, *arguments)
                 found = [np.asarray(x) for x in own]
                 found += [np.stack([np.asarray(x) for x in top], -1) for top in (top_tokens, top_log_probs) if top]
@@ -110,6 +118,17 @@ class TokenScorer:
                 for index, n in enumerate(batch):
                     scores[n] = tuple(x[index, : len(rows[n]) - 1] for x in found)
         return [scores[n] for n in range(len(rows))]
+
+
+def _fill_up(images: Images, length: int) -> Images:
+    """Return the images of one row of `length` tokens, [1, ...], in slots of which there are a power of 2."""
+    pixels, grids = (
+        np.pad(array, [(0, pad_batch(len(array)) - len(array)), *[(0, 0)] * (array.ndim - 1)])
+        for array in (images.pixels, images.grids)
+    )
+    index = np.full(length, -1, np.int32)
+    index[: len(images.image_index)] = images.image_index[:length]
+    return Images(pixels[None], index[None], grids[None])
 
 
 class Respondent:
@@ -139,8 +158,8 @@ class Respondent:
         answers = []
         scores = self.scorer(rows, self.batch_size)
         for (_, _, continuation), (log_probs, likeliest) in zip(requests, scores, strict=True):
-            count = len(continuation)
-            answers.append((float(log_probs[-count:].sum(dtype=np.float64)), bool(likeliest[-count:].all())))
+            first = max(0, len(log_probs) - len(continuation))  # behind the last one of an empty continuation
+            answers.append((float(log_probs[first:].sum(dtype=np.float64)), bool(likeliest[first:].all())))
         return answers
 
     def score_texts(self, texts: list[str]) -> list[float]:
@@ -250,7 +269,8 @@ def _read_keys(keys: dict[str, Any], eos: int) -> Sampling:
     max_length = keys.get("max_gen_toks", 256)
     if not keys.get("do_sample", False):
         return Sampling(max_length, 0.0, stop=(eos,))
-    return Sampling(max_length, float(keys.get("temperature", 1.0)), keys.get("top_k"), keys.get("top_p"), stop=(eos,))
+    top_k = keys.get("top_k") or None  # 0: all tokens
+    return Sampling(max_length, float(keys.get("temperature", 1.0)), top_k, keys.get("top_p"), stop=(eos,))
 
 
 def _truncate(text: str, stops: list[str]) -> str:

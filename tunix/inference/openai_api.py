@@ -226,7 +226,7 @@ class AnswerText:
         self.tokenizer, self.stop, self.skip = tokenizer, tuple(stop), not keep_special
         self.tokens: list[int] = []
         self.starts: list[int] = []  # place in the text of each token
-        self.text, self.num_sent, self.is_stopped = "", 0, False
+        self.text, self.num_sent, self.is_stopped, self.is_closed = "", 0, False, False
         self.first, self.read = 0, 0  # tokens from `first` on give the context of those from `read` on
 
     def add(self, tokens: Sequence[int]) -> str:
@@ -245,6 +245,7 @@ class AnswerText:
 
     def close(self) -> str:
         """Return the rest of the text: the answer has ended."""
+        self.is_closed = True
         whole = self._decode(self.tokens)
         if not self.is_stopped and whole.startswith(self.text[: self.num_sent]):
             self._grow(whole)
@@ -252,8 +253,10 @@ class AnswerText:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that have a part of the text, or of a character that is not finished."""
-        return sum(start < len(self.text) for start in self.starts) if self.is_stopped else len(self.tokens)
+        """Tokens that have a part of the text that is sent; at the end all, unless a stop string cuts some off."""
+        if self.is_closed and not self.is_stopped:
+            return len(self.tokens)
+        return sum(start < self.num_sent for start in self.starts)
 
     def _decode(self, tokens: list[int]) -> str:
         return self.tokenizer.decode(tokens, skip_special_tokens=self.skip)

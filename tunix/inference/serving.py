@@ -106,7 +106,7 @@ class Serving:
             *(np.zeros(self.num_rows, dtype) for dtype in ("int32", "int32", "float32", "int32", "float32", "float32"))
         )
         self.waiting: deque[Request] = deque()
-        self.scorings: deque[tuple[list[int], Future]] = deque()
+        self.scorings: deque[tuple[list[int], Images | None, Future]] = deque()
         self.changed, self.is_closing = threading.Condition(), False
         self.seconds_per_answer = 1.0  # of late, for Retry-After
         self.scorer: TokenScorer | None = None
@@ -152,11 +152,11 @@ class Serving:
                 self.waiting.remove(request)
             self.changed.notify()
 
-    def score(self, tokens: list[int]) -> "Future[TopScores]":
-        """Return the scores of all tokens but the first, and of the likeliest tokens in their places."""
+    def score(self, tokens: list[int], images: Images | None) -> "Future[TopScores]":
+        """Return the scores of all tokens but the first, and of the likeliest in their places (`score_with_top`)."""
         scoring: Future[TopScores] = Future()
         with self.changed:
-            self.scorings.append((tokens, scoring))
+            self.scorings.append((tokens, images, scoring))
             self.changed.notify()
         return scoring
 
@@ -184,8 +184,8 @@ class Serving:
                     return
                 scorings = list(self.scorings)
                 self.scorings.clear()
-            for tokens, scoring in scorings:
-                self._score(tokens, scoring)
+            for each in scorings:
+                self._score(*each)
             try:
                 self._draw()
             except Exception:  # too little memory, or a bug: those that draw lose their answers, the server goes on
@@ -261,10 +261,10 @@ class Serving:
         self.free = deque(range(self.num_rows))
         self.engine = self._make_engine()
 
-    def _score(self, tokens: list[int], scoring: Future) -> None:
+    def _score(self, tokens: list[int], images: Images | None, scoring: Future) -> None:
         try:
             if self.scorer is None:
                 self.scorer = TokenScorer(self.model, num_top=MAX_TOP)
-            scoring.set_result(self.scorer.score_with_top(tokens))
+            scoring.set_result(self.scorer.score_with_top(tokens, images))
         except Exception as error:
             scoring.set_exception(error)

@@ -510,7 +510,7 @@ def describe_no_fit(ranking: Ranking, cluster: Cluster, key: str = "plan.topolog
     state = best.num_bytes["weights"] + best.num_bytes["optimizer"]
     devices = "more devices"
     if state > ranking.limit:
-        least = -(-state * cluster.num_devices // round(ranking.limit))
+        least = -(-state * cluster.num_devices // max(1, round(ranking.limit)))
         devices = f"more devices ({least:,} hold weights and optimizer alone)"
     return (
         f"the model fits on no mesh of {key}: {format_mesh_shape(best.sizes)} needs {best.memory / GIB:.1f} GiB, "
