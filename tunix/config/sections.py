@@ -229,7 +229,8 @@ class Plan(Section):
     choose_mesh: Flag
     """model.mesh_shape=auto takes the mesh that is predicted to be fastest, not all devices on fsdp."""
     memory_share: Annotated[Share, Field(gt=0)]
-    """Share of a device's memory that the program may use: XLA_PYTHON_CLIENT_MEM_FRACTION, by default 0.75."""
+    """Share of a device's memory that the program may use. Set XLA_PYTHON_CLIENT_MEM_FRACTION, by default 0.75, to the
+    same."""
     num_compiled: CountOrZero
     """Meshes to compile first, the best by derived costs; more follow until the first place is settled. 0 compiles
     none, and all numbers are derived."""
