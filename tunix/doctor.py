@@ -37,6 +37,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from packaging.specifiers import SpecifierSet
 from rich.console import Console
 
+from tunix.base.buckets import is_address
 from tunix.base.config_types import CONF
 from tunix.base.errors import PeerLost, UserError, did_you_mean
 from tunix.config import command_line, compose
@@ -190,7 +191,11 @@ def _read_flag_names() -> set[str]:
 def _query_xla(environment: Mapping[str, str]) -> str | None:
     """Start XLA in a child process; return what it prints before it aborts, or None if it starts."""
     command = [sys.executable, "-c", QUERY_XLA]
-    result = subprocess.run(command, env=dict(environment), capture_output=True, text=True, check=False, timeout=60)
+    settings: Any = {"env": dict(environment), "capture_output": True, "text": True, "check": False, "timeout": 60}
+    try:
+        result = subprocess.run(command, **settings)
+    except subprocess.TimeoutExpired:
+        return "it does not answer within 60 s"
     # The line that names the flags first, without the time and the place in the source: F0101 ... flags.cc:1] ...
     lines = [
         line.partition("] ")[2] or line
@@ -225,7 +230,7 @@ def _check_devices() -> Iterator[Finding]:
     if jax.default_backend() == "gpu":
         cuda = re.search(r"cuda (\d+)", jax.devices()[0].client.platform_version.lower())
         oldest = DRIVERS.get(cuda[1][:2]) if cuda else None
-        if driver and oldest and int(driver.split(".")[0]) < oldest:
+        if driver and oldest and driver[0].isdigit() and int(driver.split(".")[0]) < oldest:
             yield Finding("devices", "error", f"driver {driver} is older than {oldest}, which CUDA {cuda[1]} needs")  # type: ignore[index]
         if find_kind(kind) is None:
             yield Finding("devices", "warning", f"{kind} is not in conf/command/device: MFU will be null")
@@ -235,7 +240,10 @@ def _read_driver_version() -> str | None:
     if not shutil.which("nvidia-smi"):
         return None
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=20)
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=20)
+    except subprocess.TimeoutExpired:
+        return "unknown (nvidia-smi does not answer within 20 s)"
     return result.stdout.split("\n")[0].strip() if result.returncode == 0 else None
 
 
@@ -256,16 +264,16 @@ def _check_ports() -> Iterator[Finding]:
     """Check that this host can be reached by its own name, and that Linux does not use the ports of Slurm runs."""
     host = socket.gethostname()
     try:
-        address = socket.gethostbyname(host)
+        family, *_, (address, *_) = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0]
     except OSError:
         yield Finding("ports", "error", f"host name {host} is unknown here; add it to /etc/hosts")
         return
-    with socket.socket() as listener:
+    with socket.socket(family) as listener:
         listener.bind(("", 0))
         listener.listen()
         port = listener.getsockname()[1]
         try:
-            socket.create_connection((address, port), timeout=5).close()
+            socket.create_connection((str(address), port), timeout=5).close()
         except OSError as error:
             yield Finding("ports", "error", f"{host} ({address}) port {port}: {error}; is a firewall in the way?")
             return
@@ -292,7 +300,9 @@ def _check_space(job: Job) -> Iterator[Finding]:
     memory = psutil.virtual_memory().available / GIB
     text = f"{memory:.1f} GiB available; a checkpoint takes {here:.2f} GiB of this host's while it is saved"
     yield Finding("host memory", "ok" if memory > here else "error", text)
-    folder = find_existing(job.run_dir)
+    if cfg.checkpoint.folder is not None and is_address(cfg.checkpoint.folder):
+        return  # a bucket
+    folder = find_existing(job.run_dir if cfg.checkpoint.folder is None else Path(cfg.checkpoint.folder))
     free = shutil.disk_usage(folder).free / GIB
     count = cfg.checkpoint.max_to_keep + 1  # the oldest is removed when the newest is complete
     status: Status = "ok" if free > count * size else "warning" if free > 2 * size else "error"

@@ -303,7 +303,7 @@ def test_a_conversation_that_the_template_refuses_is_a_bad_row(tmp_path, task, c
     assert "jsonl: left out: 1 refused by task.chat_template (a.jsonl@" in caplog.text
 
 
-def test_answers_of_no_token_are_neither_measured_nor_asked(tmp_path):
+def test_answers_of_no_token_are_neither_learnt_nor_measured_nor_asked(tmp_path, monkeypatch):
     rows = [
         {"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": ""}]} for n in range(40)
     ]
@@ -313,6 +313,9 @@ def test_answers_of_no_token_are_neither_measured_nor_asked(tmp_path):
     words = [*SMALL, "task=sft", "data=jsonl", f"data.paths=[{tmp_path}/a.jsonl]", "data.held_out_fraction=0.5",
              "training.seq_len=8", "training.loss_chunk_size=8", f"task.chat_template={tmp_path}/own.jinja"]  # fmt: skip
     cfg = compose(words).config
+    with pytest.raises(UserError, match="data: jsonl has no token that is learnt: its answers are empty"):
+        load_corpus(cfg)
+    monkeypatch.setattr("tunix.data.packing.Sequences.has_learnt", True)
     with pytest.raises(UserError, match="the held-out sequences have no text to be predicted: their answers are empty"):
         HeldOut(cfg, load_corpus(cfg), None, build_mesh(cfg), num_rows=8)
     task = Prompted(name="sft", chat_template=cfg.task.chat_template, chat_template_kwargs=None, loss=None, system=None)

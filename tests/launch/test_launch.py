@@ -393,3 +393,16 @@ def test_the_last_output_reaches_a_slow_reader_and_a_program_left_behind_is_not_
     assert copier.is_alive()  # `writer` is still open, as by a program left behind
     os.close(writer)
     copier.join()
+
+
+def test_a_full_disk_under_the_log_stops_no_process(capsys):
+    """Its output is read on, and the terminal has all of it."""
+    source, writer = os.pipe()
+    copier = children.Copier(os.fdopen(source, "rb"), terminal := io.BytesIO(), Path("/dev/full"), b"0: ")
+    copier.start()
+    for _ in range(3):
+        os.write(writer, b"x" * 40_000 + b"\n")  # more than a pipe holds
+    os.close(writer)
+    copier.join(20)
+    assert (copier.is_alive(), terminal.getvalue().count(b"\n")) == (False, 3)
+    assert "/dev/full cannot be written (No space left on device); the terminal alone" in capsys.readouterr().err

@@ -17,6 +17,7 @@ import tunix
 from tunix.base.errors import UserError
 from tunix.config import compose
 from tunix.launch import slurm
+from tunix.launch.submission import prepare_folder
 
 SLURM = ["launcher=slurm", "launcher.gpus_per_node=1"]
 UP, TASK = ROOT / "tests" / "support" / "slurm_up.sh", ROOT / "tests" / "support" / "slurm_task.py"
@@ -367,3 +368,22 @@ def test_a_training_is_preempted_and_goes_on(cluster, corpus, tmp_path):
     tunix.train([*words, f"hydra.run.dir={tmp_path}/whole", "distributed.allow_idle_devices=true"])
     losses = [[line["loss"] for line in metrics(tmp_path / name)] for name in ("run", "whole")]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+@pytest.mark.parametrize("before", ["notes/results.csv", None])
+def test_a_submission_that_is_refused_leaves_what_was_in_the_folder(here, before):
+    """The folder itself goes only where it is empty then."""
+    if before is not None:
+        Path("mine", before).parent.mkdir(parents=True)
+        Path("mine", before).write_text("kept")
+
+    def submit() -> None:
+        with prepare_folder(compose.compose(["hydra.run.dir=mine"])) as folder:
+            (folder / "job.sbatch").write_text("job")
+            raise UserError("no partition")
+
+    with pytest.raises(UserError, match="no partition"):
+        submit()
+    found = {path.relative_to("mine").as_posix() for path in Path("mine").rglob("*") if path.is_file()}
+    assert found == ({before} if before else set())
+    assert Path("mine").exists() == (before is not None)

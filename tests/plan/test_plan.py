@@ -698,3 +698,11 @@ def test_wrong_files_of_devices(old, new, message, tmp_path):
     (file := tmp_path / "mine.yaml").write_text(whole.replace(old, new, 1) if old else new)
     with pytest.raises(UserError, match=re.escape(f"plan.topology: {file}{message}")):
         read_topology(f"{file}:8")
+
+
+def test_a_mesh_that_the_batch_refuses_is_left_out_of_many(monkeypatch):
+    """16 data shards do not divide 24 sequences, whose number on a device is open."""
+    monkeypatch.setattr("tunix.plan.ranking.MANY", 4)
+    words = [*SMALL, "training.micro_batch_size=auto", "training.global_batch_size=24", "plan.num_compiled=0"]
+    ranking = rank(compose([*words, "model.num_heads=8"]).config, read_topology("h200:16"))
+    assert ranking.fit

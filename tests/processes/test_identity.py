@@ -77,6 +77,9 @@ def test_open_mpi():
     host, port = found.coordinator_address.split(":")
     assert host == "10.96.0.1"
     assert 61440 <= int(port) < 65536
+    for address, host in (("tcp4://10.0.0.1", "10.0.0.1"), ("tcp6://[fe80::1,2620::2]", "[fe80::1]")):
+        uri = f"1531576320.0;{address}:43370"
+        assert identity(MPI | {"OMPI_MCA_orte_hnp_uri": uri}).coordinator_address == f"{host}:{port}"
     uri = "1531580416.0;tcp://10.96.0.1,10.148.0.1:34911"  # mpirun's number of the next job is larger by 4096
     assert identity(MPI | {"OMPI_MCA_orte_hnp_uri": uri}).coordinator_address != found.coordinator_address
 

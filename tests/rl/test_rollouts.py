@@ -266,6 +266,8 @@ BAD = {
     "sampling.max_new_tokens=16": "leaves no room for a prompt within training.seq_len=16",
     "model.lora.rank=2 model.lora.dropout=0.1": "set model.lora.dropout=0",
     "task.passes_per_rollout=2 training.max_steps=3": "training.max_steps=3 is within a rollout, which serves 2 steps",
+    "task.passes_per_rollout=2 training.hard_stop=3": "training.hard_stop=3 is within a rollout, which serves 2 steps",
+    "task.passes_per_rollout=2 checkpoint.save_at_steps=[2,5]": "checkpoint.save_at_steps=5 is within a rollout",
     "evaluation.num_samples=4": "evaluation.num_samples=4 answers are all the same",
     "task.rewards=[nothing:here]": "module nothing cannot be imported",
     "task.rewards=[]": "name a reward, or give task.teacher=RUN",

@@ -18,6 +18,7 @@ from support.harness import RUN, TWO_DEVICES, metrics
 import tunix
 from tunix.average import average
 from tunix.base.errors import Stopped, UserError
+from tunix.checkpoints.checkpoint import Improvement
 from tunix.checkpoints.store import check_everything, find_parts, find_storage
 from tunix.config import Average, Evaluate, Export, Generate
 from tunix.config.command_line import read_settings
@@ -558,3 +559,12 @@ def test_a_moving_average_may_begin_and_end_with_a_resume(run):
     run(f"resume={folder}", "training.max_steps=5", "training.ema_decay=null")
     assert find_parts(*find_storage(folder / "checkpoints" / "5"))["copies"] == []
     assert "ema is not wanted any more: it is dropped" in (folder / "train.log").read_text()
+
+
+def test_a_loss_that_is_no_number_is_never_the_best():
+    """A run that begins with one goes on while it improves; an earlier version has saved such a best."""
+    patience, nan = compose(["evaluation.patience=3"]).config.evaluation, float("nan")
+    for improvement in (Improvement(), Improvement(nan, 1)):
+        for cost in (nan, 3.0, nan, 2.0, 2.5):
+            improvement = improvement.after(cost, patience)
+        assert improvement == Improvement(2.0, 1)

@@ -50,6 +50,11 @@ def test_seconds_over_two_starts(tmp_path):
     third = Goodput(elapsed_s=0.0)
     third.go_on(tmp_path / "metrics.jsonl", step=4)
     assert third.record(4)["lost_steps_s"] == 8
+    # The second one trained step 3 alone, so a start behind step 2 loses that one, and not again what the first had lost.
+    (tmp_path / "metrics.jsonl").open("a").write(json.dumps(step(3, 2.0)) + "\n")
+    again = Goodput(elapsed_s=0.0)
+    again.go_on(tmp_path / "metrics.jsonl", step=2)
+    assert (again.record(2)["lost_steps_s"], again.record(2)["train_s"]) == (10, 4)
 
 
 @pytest.mark.nightly

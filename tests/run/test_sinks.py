@@ -107,3 +107,11 @@ def test_ids_of_sinks_in_several_threads(tmp_path):
     with ThreadPoolExecutor(len(names)) as pool:
         list(pool.map(lambda name: keep_id(tmp_path, name, f"id of {name}"), names))
     assert {name: read_id(tmp_path, name) for name in names} == {name: f"id of {name}" for name in names}
+
+
+def test_numbers_that_are_not_finite_are_null(tmp_path):
+    start = Start(tmp_path, {}, 0, 10)
+    with Metrics(["jsonl"], start) as metrics:
+        metrics.write({"step": 1, "split": "held_out", "loss": float("nan"), "perplexity": float("inf")}, "held_out")
+    (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(line) == {"step": 1, "split": "held_out", "loss": None, "perplexity": None}

@@ -3,6 +3,7 @@
 import copy
 import json
 import logging
+import math
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -93,7 +94,9 @@ class Improvement:
 
     def after(self, cost: float, evaluation: Evaluation) -> "Improvement":
         """Return the improvement after one more evaluation, whose held-out number is `cost`."""
-        if self.best is None or cost < self.best - evaluation.min_improvement:
+        # A loss that is no number is never the best; an earlier version may have saved one.
+        best = math.inf if self.best is None or math.isnan(self.best) else self.best
+        if cost < best - evaluation.min_improvement:
             return Improvement(cost, 0)
         return Improvement(self.best, self.without + 1)
 

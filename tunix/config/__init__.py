@@ -263,8 +263,9 @@ class Config(Section):
                     f"training.skip_steps={text} is not made of whole rollouts, each of which serves {cycle} steps "
                     f"(task.steps_per_rollout x task.passes_per_rollout); nearest: {first}:{last}"
                 )
-        every, max_steps = self.checkpoint.save_every_steps, self.training.max_steps
-        for key, steps in (("checkpoint.save_every_steps", every), ("training.max_steps", max_steps)):
+        ends = [("training.max_steps", self.training.max_steps), ("training.hard_stop", self.training.hard_stop)]
+        saves = [("checkpoint.save_at_steps", step) for step in self.checkpoint.save_at_steps]
+        for key, steps in (("checkpoint.save_every_steps", self.checkpoint.save_every_steps), *ends, *saves):
             if steps is not None and steps % cycle:
                 raise ValueError(
                     f"{key}={steps} is within a rollout, which serves {cycle} steps (task.steps_per_rollout x "

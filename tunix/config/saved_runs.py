@@ -10,7 +10,17 @@ import yaml
 from omegaconf import OmegaConf
 from yaml import YAMLError
 
-from tunix.base.buckets import filesystem, is_address, is_bucket, join, list_names, local_copy, mirror, read_text
+from tunix.base.buckets import (
+    explaining,
+    filesystem,
+    is_address,
+    is_bucket,
+    join,
+    list_names,
+    local_copy,
+    mirror,
+    read_text,
+)
 from tunix.base.config_types import CONF
 from tunix.base.digests import FILE
 from tunix.base.errors import UserError, did_you_mean
@@ -139,7 +149,8 @@ def list_steps(root: str, key: str) -> list[int]:
     folder = join(root, "checkpoints")
     steps = sorted(int(name) for name in list_names(folder, key) if is_whole_number(name))
     files = filesystem(root, key)
-    return [step for step in steps if files.exists(join(folder, str(step), FILE))]
+    with explaining(folder, key):
+        return [step for step in steps if files.exists(join(folder, str(step), FILE))]
 
 
 def mirror_run(root: str, key: str, copied: Sequence[str] = ()) -> Path | None:

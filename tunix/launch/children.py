@@ -128,18 +128,29 @@ class Copier(threading.Thread):
         self.num_read, self.is_writing = 0, False
 
     def run(self) -> None:
-        with self.log.open("ab", buffering=0) as file:
+        with self._open_log() as file:
             # With labels it copies whole lines, so that lines of two processes do not mix. Without, it copies what is
             # there: a progress bar ends no line, and should be seen as it moves.
             while data := self.source.readline() if self.label else os.read(self.source.fileno(), 65536):
                 self.num_read, self.is_writing = self.num_read + 1, True
-                file.write(data)
+                try:
+                    file.write(data)
+                except OSError as error:  # a full disk; whoever writes would wait for ever if nobody read on
+                    say(f"{self.log} cannot be written ({error.strerror}); the terminal alone shows what follows")
+                    file = open(os.devnull, "wb")  # noqa: SIM115
                 try:
                     self.terminal.write(self.label + data)
                     self.terminal.flush()
                 except OSError:  # the terminal is gone; go on with the log alone
                     self.terminal = open(os.devnull, "wb")  # noqa: SIM115
                 self.is_writing = False
+
+    def _open_log(self) -> IO[bytes]:
+        try:
+            return self.log.open("ab", buffering=0)
+        except OSError as error:
+            say(f"{self.log} cannot be written ({error.strerror}); the terminal alone shows the output")
+            return open(os.devnull, "wb")
 
     def finish(self, received: list[int]) -> None:
         """Wait until all output is copied, however slowly the terminal is read, or until a signal is received.

@@ -45,6 +45,7 @@ def prepare_folder(job: compose.Job) -> Iterator[Path]:
     before = (job.run_dir / "config.yaml").read_text() if resumes else ""
     try:
         folder = (job.run_dir if resumes else claim_folder(job)).absolute()
+        others = {path for path in folder.iterdir() if path.name != "config.yaml"}  # that were in the folder before
         write_config(job, folder)
     except OSError as error:
         raise UserError(
@@ -55,12 +56,13 @@ def prepare_folder(job: compose.Job) -> Iterator[Path]:
     except BaseException:
         if resumes:
             (folder / "config.yaml").write_text(before)
-        else:  # with the folders above it that were made for it: those that are empty then
-            shutil.rmtree(folder)
-            for parent in folder.parents:
-                if parent == Path.cwd() or any(parent.iterdir()):
-                    break
-                os.rmdir(parent)
+            raise
+        for path in {*folder.iterdir()} - others:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        for each in (folder, *folder.parents):  # with those above it that were made for it: what is empty then
+            if each == Path.cwd() or any(each.iterdir()):
+                break
+            os.rmdir(each)
         raise
 
 

@@ -396,8 +396,8 @@ def _narrow(
     for sizes in valid:
         choices: dict[str | None, Any] = {None: None, "remat": min(REMAT, key=lambda policy: len(REMAT[policy]))}
         key = find_open_key(cfg)
-        least = choices[key] if key in choices else list_choices(cfg, sizes)[0]
         try:
+            least = choices[key] if key in choices else list_choices(cfg, sizes)[0]
             bounds.append(make_candidate(cfg, sizes, least, cluster, with_activations=False))
         except UserError:  # a part of the program refuses this mesh; the others are hundreds
             continue
@@ -406,12 +406,17 @@ def _narrow(
     smallest = sorted(bounds, key=lambda each: each.memory)[:SMALLEST]
     chosen: list[dict[str, int]] = []
     for each in sorted(may_fit, key=lambda each: -each.tokens_per_s):
-        with_activations = derive_candidate(cfg, each.sizes, cluster, limit)
+        try:
+            with_activations = derive_candidate(cfg, each.sizes, cluster, limit)
+        except UserError:  # as above
+            continue
         if with_activations.memory <= DERIVED_MARGIN * limit:
             chosen.append(each.sizes)
         if len(chosen) == MANY:
             break
     chosen += [each.sizes for each in smallest if each.sizes not in chosen]
+    if not bounds:  # `rank` says why each is refused
+        return valid, 0, 0
     return chosen, max(0, len(may_fit) - len(chosen)), len(bounds) - len(may_fit)
 
 

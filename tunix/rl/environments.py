@@ -151,6 +151,8 @@ def _describe(value: Any) -> str:
 
 def select_texts(tool: Callable[..., Any], call: Call) -> dict[str, str]:
     """Return those arguments as texts that look like other values of JSON, where the tool takes a text: "42" for 42."""
+    if not call.texts:
+        return {}
     types = typing.get_type_hints(tool)
     kinds = {name: typing.get_args(types.get(name)) or (types.get(name),) for name in call.texts}  # of str | None both
     return {

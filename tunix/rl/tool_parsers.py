@@ -14,7 +14,7 @@ class Call(NamedTuple):
     arguments: dict[str, Any]
     problem: str = ""
     # The arguments as they are written, in formats that do not tell a text from a number: 42, and not "42"
-    texts: dict[str, str] = {}  # noqa: RUF012
+    texts: dict[str, str] | None = None
 
 
 def _malformed(problem: str) -> Call:

@@ -40,14 +40,16 @@ class Metrics:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        with ExitStack() as closing:  # closes all, also when one fails
+        try:
+            with ExitStack() as closing:  # closes all, also when one fails
+                for sink in self.sinks:
+                    closing.callback(_describe_full_disk()(sink.close), error)  # what is still in a buffer is written
+        finally:
+            # All that work in the background end side by side, and share the time.
+            deadline = time.monotonic() + self.close_timeout_s
             for sink in self.sinks:
-                closing.callback(_describe_full_disk()(sink.close), error)  # what is still in a buffer is written
-        # All that work in the background end side by side, and share the time.
-        deadline = time.monotonic() + self.close_timeout_s
-        for sink in self.sinks:
-            if isinstance(sink, Background):
-                sink.wait(deadline)
+                if isinstance(sink, Background):
+                    sink.wait(deadline)
 
     def write(self, record: dict[str, Any], group: str = "train") -> None:
         """Give a record of numbers, with its `step`, to every sink."""

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import queue
 import sys
 import threading
@@ -159,7 +160,9 @@ class Jsonl(Sink):
         self.file = open_lines(start.folder / "metrics.jsonl")
 
     def write(self, record: dict[str, Any], group: str) -> None:
-        self.file.write(json.dumps(record) + "\n")
+        # JSON has no NaN.
+        values = {name: None if isinstance(x, float) and not math.isfinite(x) else x for name, x in record.items()}
+        self.file.write(json.dumps(values) + "\n")
 
     def close(self, error: BaseException | None) -> None:
         self.file.close()
