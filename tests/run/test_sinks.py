@@ -110,7 +110,7 @@ def test_ids_of_sinks_in_several_threads(tmp_path):
 
 
 def test_numbers_that_are_not_finite_are_null(tmp_path):
-    start = Start(tmp_path, {}, 0, 10)
+    start = Start(tmp_path, compose([]).config.model_dump(mode="json"), 0, 10)
     with Metrics(["jsonl"], start) as metrics:
         metrics.write({"step": 1, "split": "held_out", "loss": float("nan"), "perplexity": float("inf")}, "held_out")
     (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()

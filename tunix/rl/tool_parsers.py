@@ -70,7 +70,7 @@ def _read_tags(parameter: re.Pattern[str], name: str, inside: str) -> Call:
     if "<" in parameter.sub("", inside):  # of a tag that is not closed, as in an answer that is cut
         return _malformed("an argument has no end")
     texts = {key.strip(): value for key, value in parameter.findall(inside)}
-    return Call(name.strip(), {key: _read_value(value) for key, value in texts.items()}, texts=texts)
+    return Call(name.strip(), {key: _read_value(value) for key, value in texts.items()}, texts=texts or None)
 
 
 def _read_value(text: str) -> Any:
