@@ -17,7 +17,7 @@ from rich.table import Table
 
 from tunix.base.errors import FlagParser
 from tunix.base.files import expand_home
-from tunix.base.text import print_table
+from tunix.base.text import as_typed, print_table
 from tunix.processes import exits
 from tunix.run.goodput import describe
 from tunix.run.history import History, read_history
@@ -100,7 +100,7 @@ NUMBERS: dict[str, Callable[[History], str]] = {
 
 def _as_text(value: Any) -> str:
     """Format a value of the config as users type it."""
-    return "null" if value is None else json.dumps(value) if isinstance(value, list | bool) else str(value)
+    return json.dumps(value) if isinstance(value, list) else as_typed(value)
 
 
 def main() -> int:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tunix.base.errors import UserError
+from tunix.base.text import as_typed
 from tunix.config import Task
 from tunix.config.task import Classify, Embed, Prompted, Sft
 from tunix.data.chat import NO_OPTIONS, LearntTurns, Message, Options, Pieces, join_parts
@@ -348,7 +349,7 @@ def _read_class(columns: Columns, row: dict[str, Any], task: Classify) -> float:
             if abs(number) <= MAX_LABEL:
                 return number
         raise BadRow(f"has {value!r:.40} in column {columns.label}, no number; task.labels names classes")
-    text = str(value).lower() if isinstance(value, bool) else str(value)
+    text = as_typed(value)
     if text not in task.labels:
         raise BadRow(f"has {text!r:.80} in column {columns.label}, which is none of task.labels={list(task.labels)}")
     return task.labels.index(text)

@@ -69,15 +69,17 @@ class Sequences(grain.sources.RandomAccessDataSource):
     @property
     def num_learnt(self) -> int:
         """Positions of all sequences that are learnt, at most: answers, or all tokens."""
-        masks = [self.stream.shard(number).answers for number in range(len(self.stream.sizes))]
-        answers = [np.count_nonzero(mask) for mask in masks if mask is not None]
+        answers = [np.count_nonzero(mask) for mask in self._read_masks() if mask is not None]
         return int(sum(answers)) if answers else self.num_tokens
 
     @property
     def has_learnt(self) -> bool:
         """Whether any token is learnt: one of an answer, where documents have answers."""
-        masks = (self.stream.shard(number).answers for number in range(len(self.stream.sizes)))
-        return any(mask is None or mask.any() for mask in masks)
+        return any(mask is None or mask.any() for mask in self._read_masks())
+
+    def _read_masks(self) -> Iterator[np.ndarray | None]:
+        """Yield `Shard.answers` of each shard, one after the other."""
+        return (self.stream.shard(number).answers for number in range(len(self.stream.sizes)))
 
     @property
     def num_left_out(self) -> int:

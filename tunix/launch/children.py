@@ -128,7 +128,11 @@ class Copier(threading.Thread):
         self.num_read, self.is_writing = 0, False
 
     def run(self) -> None:
-        with self._open_log() as file:
+        try:
+            log: IO[bytes] = self.log.open("ab", buffering=0)
+        except OSError as error:
+            log = self._give_up_log(error)
+        with log as file:
             # With labels it copies whole lines, so that lines of two processes do not mix. Without, it copies what is
             # there: a progress bar ends no line, and should be seen as it moves.
             while data := self.source.readline() if self.label else os.read(self.source.fileno(), 65536):
@@ -136,8 +140,7 @@ class Copier(threading.Thread):
                 try:
                     file.write(data)
                 except OSError as error:  # a full disk; whoever writes would wait for ever if nobody read on
-                    say(f"{self.log} cannot be written ({error.strerror}); the terminal alone shows what follows")
-                    file = open(os.devnull, "wb")  # noqa: SIM115
+                    file = self._give_up_log(error)
                 try:
                     self.terminal.write(self.label + data)
                     self.terminal.flush()
@@ -145,12 +148,10 @@ class Copier(threading.Thread):
                     self.terminal = open(os.devnull, "wb")  # noqa: SIM115
                 self.is_writing = False
 
-    def _open_log(self) -> IO[bytes]:
-        try:
-            return self.log.open("ab", buffering=0)
-        except OSError as error:
-            say(f"{self.log} cannot be written ({error.strerror}); the terminal alone shows the output")
-            return open(os.devnull, "wb")
+    def _give_up_log(self, error: OSError) -> IO[bytes]:
+        """Say that the terminal alone has the output, and return a file that keeps nothing."""
+        say(f"{self.log} cannot be written ({error.strerror}); the terminal alone shows what follows")
+        return open(os.devnull, "wb")
 
     def finish(self, received: list[int]) -> None:
         """Wait until all output is copied, however slowly the terminal is read, or until a signal is received.

@@ -213,13 +213,13 @@ def _read_open_mpi(env: Environment) -> Identity | None:
         uri = env.get("OMPI_MCA_orte_hnp_uri") or env.get("PMIX_SERVER_URI41") or ""
         # The job and the addresses of its first node: 1531576320.0;tcp://10.96.0.1,10.148.0.1:34911, or tcp6://[fe80::1]:34911
         job, _, after = uri.partition(";")
-        address = re.match(r"tcp4?://([^,:]+)|tcp6://(\[[^,\]]+)", after)
+        address = re.match(r"tcp4?://([^,:]+)|tcp6://\[([^,\]]+)", after)
         if address is None:
             raise UserError("Open MPI does not tell where process 0 is; set distributed.coordinator_address=HOST:PORT")
         number = int("".join(filter(str.isdigit, job.split(".")[0])) or 0)
         # mpirun counts jobs in the bits from the 12th on, so the rest of a division by `NUM_PORTS` is 0 for every job.
         port = FIRST_PORT + (number >> 12 if number % (1 << 12) == 0 else number) % NUM_PORTS
-        coordinator = f"{address[1] or f'{address[2]}]'}:{port}"
+        coordinator = f"{address[1] or f'[{address[2]}]'}:{port}"
     local_size = _read_number(env, "OMPI_COMM_WORLD_LOCAL_SIZE", 1)
     local = _select_devices(env, _read_number(env, "OMPI_COMM_WORLD_LOCAL_RANK", 0), local_size)
     return Identity("Open MPI", coordinator, size, rank, local, local_size)
