@@ -6,6 +6,7 @@ import json
 import numpy as np
 import pytest
 from support.harness import ONE_LAYER, RUN, SMALL, metrics
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 import tunix
 from tunix.base.errors import UserError
@@ -13,10 +14,11 @@ from tunix.config.compose import compose
 from tunix.config.task import Prompted
 from tunix.data.chat import PLAIN, ChatTemplate
 from tunix.data.dataset import find_units, load_corpus, prepare_corpus
-from tunix.data.documents import Conversation, Document, encode_whole, read_documents
+from tunix.data.documents import Conversation, Document, encode_conversations, encode_whole, read_documents
 from tunix.data.prompts import load_prompts
 from tunix.data.sources import read_questions
 from tunix.data.tokenizer import Vocab
+from tunix.rl.episodes import ObservationEncoder
 from tunix.training.choices import build_mesh
 from tunix.training.loss import HeldOut
 
@@ -369,3 +371,48 @@ def test_a_run_learns_the_answers(files, monkeypatch):
     lines = metrics(result.folder)
     assert lines[-1]["loss"] < 0.8 * lines[0]["loss"]
     assert np.isfinite(result.held_out["bits_per_byte"])
+
+# Tokenizers that put a space before a text: once, or behind each special token, too.
+MISTRAL = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]{% else %} {{ m.content }}"
+    "{{ eos_token }}{% endif %}{% endfor %}"
+)
+PREFIXES = {
+    "llama 2": (normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]), None),
+    "first": (None, pre_tokenizers.Metaspace(prepend_scheme="first", split=False)),
+    "always": (None, pre_tokenizers.Metaspace(prepend_scheme="always")),
+    "bytes": (None, pre_tokenizers.ByteLevel(add_prefix_space=True)),
+}
+
+
+@pytest.mark.parametrize("source", [PLAIN, MISTRAL])
+@pytest.mark.parametrize("prefix", PREFIXES)
+def test_pieces_have_the_tokens_of_the_whole(prefix, source):
+    """No space is put before an answer, or before a turn that goes on behind another."""
+    backend = Tokenizer(models.BPE(unk_token="<unk>"))
+    normalizer, words = PREFIXES[prefix]
+    if normalizer:
+        backend.normalizer = normalizer
+    if words:
+        backend.pre_tokenizer = words
+    talk = [{"role": role, "content": text} for role, text in [("user", "hi you"), ("assistant", "so do I"), ("user", "no")]]
+    talk.append({"role": "assistant", "content": "I do"})
+    texts = [template(source).render(talk)] * 9
+    special = ["<unk>", "<bos>", "<eos>"]
+    backend.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=0, special_tokens=special, show_progress=False))
+    vocab = Vocab(backend, "<bos>", "<eos>", source)
+    (encoded,) = encode_conversations(vocab, [Document("", Conversation(talk))])
+    assert len(encoded.tokens) == 4
+    whole = backend.encode(vocab.chat.render(talk), add_special_tokens=False).ids
+    assert np.concatenate(encoded.tokens).tolist() == whole
+    # What an environment says goes on behind a turn.
+    encoder = ObservationEncoder(vocab, [vocab.eos], {})
+    behind = backend.encode("?" + vocab.chat.text_after_turn(encoder.role, ["no"]), add_special_tokens=False).ids
+    assert encoder.encode(["no"]) == behind[behind.index(vocab.eos) + 1 :]
+
+
+def test_turns_behind_the_last_answer_are_read():
+    vocab = load_corpus(compose([*SMALL, "tokenizer=bytes", "model.vocab_size=auto"]).config).vocab
+    for turns in (TALK, TALK[:2], TALK[:-1], TALK[1:]):
+        (whole,) = encode_whole(vocab, [Document("", Conversation(turns))])
+        assert vocab.backend.decode(np.concatenate(whole.tokens), skip_special_tokens=False) == vocab.chat.render(turns)

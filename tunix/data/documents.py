@@ -518,33 +518,47 @@ def encode_texts(vocab: Vocab, documents: list[Document]) -> Iterator[Encoded]:
         yield Encoded(count_bytes(text), parts)
 
 
+CutSequence = tuple[Pieces, Sequence[bytes]]  # a sequence of a conversation with the images of its turns
+
+
 def encode_conversations(vocab: Vocab, documents: list[Document]) -> Iterator[Encoded]:
     """Yield the first sequence of each conversation, with the others in its field `further`."""
-    conversations = [_cut_conversation(vocab, document) for document in documents]
-    # Here "<eos>" comes from the chat template, and is the special token.
-    vocab.backend.encode_special_tokens = False
-    # A conversation is tokenized in pieces, cut where an answer begins and ends: no token belongs to both sides.
-    encoded = vocab.encode(
-        [
-            text
-            for sequences in conversations
-            for pieces, images in sequences
-            for text in vocab.expand_images([text for text, _ in pieces], images)
-        ]
-    )
-    for sequences in conversations:
-        first, *further = [_encode_pieces(vocab, pieces, encoded, images) for pieces, images in sequences]
-        yield first._replace(further=further)
+    return _encode_sequences(vocab, [_cut_conversation(vocab, document) for document in documents])
 
 
 def encode_whole(vocab: Vocab, documents: list[Document]) -> Iterator[Encoded]:
     """Yield each conversation as one sequence with all of its turns, for a model that reads it and learns no answer."""
-    for encoded in encode_conversations(vocab, documents):
-        yield [encoded, *encoded.further][-1]  # the last one of several
+    return _encode_sequences(vocab, [[_keep_all(vocab, document)] for document in documents])
 
 
-def _cut_conversation(vocab: Vocab, document: Document) -> list[tuple[Pieces, Sequence[bytes]]]:
-    """Return the sequences of a conversation, each with the images of its turns."""
+def _encode_sequences(vocab: Vocab, conversations: list[list[CutSequence]]) -> Iterator[Encoded]:
+    # Here "<eos>" comes from the chat template, and is the special token.
+    vocab.backend.encode_special_tokens = False
+    # A conversation is tokenized in pieces, cut where an answer begins and ends: no token belongs to both sides.
+    encoded = vocab.encode_sequences(
+        [
+            vocab.expand_images([text for text, _ in pieces], images)
+            for sequences in conversations
+            for pieces, images in sequences
+        ]
+    )
+    for sequences in conversations:
+        first, *further = [_join_pieces(vocab, pieces, next(encoded), images) for pieces, images in sequences]
+        yield first._replace(further=further)
+
+
+def _keep_all(vocab: Vocab, document: Document) -> CutSequence:
+    """Return a conversation as one sequence, with the turns behind the last answer, and all of its images."""
+    content: Conversation = document.content  # type: ignore[assignment]
+    pieces, _ = _cut_conversation(vocab, document)[-1]
+    text, begin = vocab.chat.render(content.messages, options=content.options), "".join(text for text, _ in pieces)
+    if not text.startswith(begin):
+        return [(text, False)], document.images
+    return [*pieces, (text[len(begin) :], False)], document.images
+
+
+def _cut_conversation(vocab: Vocab, document: Document) -> list[CutSequence]:
+    """Return the sequences of a conversation."""
     content: Conversation = document.content  # type: ignore[assignment]
     vocab.chat.check_tools(content.messages, content.options)
     sequences = vocab.chat.cut_answers(*content)
@@ -559,9 +573,8 @@ def _cut_conversation(vocab: Vocab, document: Document) -> list[tuple[Pieces, Se
     return [(pieces, document.images[:count]) for pieces, count in zip(sequences, counts, strict=True)]
 
 
-def _encode_pieces(vocab: Vocab, pieces: Pieces, encoded: Iterator[np.ndarray], images: Sequence[bytes]) -> Encoded:
-    """Take the tokens of one sequence of a conversation from `encoded`, and mark those of answers."""
-    tokens = [next(encoded) for _ in pieces]
+def _join_pieces(vocab: Vocab, pieces: Pieces, tokens: list[np.ndarray], images: Sequence[bytes]) -> Encoded:
+    """Return one sequence of a conversation, by the tokens [T] of each of its pieces; those of answers are marked."""
     answers = [np.full(len(own), is_answer) for own, (_, is_answer) in zip(tokens, pieces, strict=True)]
     learnt = np.concatenate([NO_ANSWERS, *answers])
     image_spans = vocab.find_images(tokens, images)
@@ -758,7 +771,7 @@ DOCUMENTS = {
     "example": DocumentKind(
         read_example,
         encode_examples,
-        "example",
+        "example with all turns",
         arrays=("answers", "label_values"),
     ),
     "group": DocumentKind(

@@ -108,6 +108,37 @@ def find_cutter(backend: "Backend") -> Cutter | None:
     return cutter and replace(cutter, not_within=frozenset(pairs))
 
 
+def find_prefix(backend: "Backend") -> str | None:
+    """Return where a tokenizer puts a space before a text: at its "start", or "each" time behind a special token, too.
+    None: nowhere."""
+    normalizers, words = (
+        _list_steps(part and json.loads(part.__getstate__()), key)
+        for part, key in ((backend.normalizer, "normalizers"), (backend.pre_tokenizer, "pretokenizers"))
+    )
+    if any(step["type"] == "Prepend" for step in normalizers):
+        return "each"
+    if any(step.get("prepend_scheme") == "always" or step.get("add_prefix_space") for step in words):
+        return "each"
+    return "start" if any(step.get("prepend_scheme") == "first" for step in words) else None
+
+
+def drop_prefix(backend: "Backend") -> "Backend":
+    """Return a tokenizer that puts no space before a text."""
+    from tokenizers import Tokenizer
+
+    info = json.loads(backend.to_str())
+    for step in _list_steps(info["pre_tokenizer"], "pretokenizers"):
+        step |= {key: value for key, value in NO_PREFIX.items() if key in step}
+    steps = _list_steps(info["normalizer"], "normalizers")
+    # `convert` doubles a space at the beginning (\A), before which Metaspace would put none.
+    kept = [step for step in steps if step["type"] != "Prepend" and step.get("pattern") != {"Regex": r"\A "}]
+    info["normalizer"] = {"type": "Sequence", "normalizers": kept} if kept else None
+    return Tokenizer.from_str(json.dumps(info))
+
+
+NO_PREFIX = {"prepend_scheme": "never", "add_prefix_space": False}
+
+
 def _list_steps(step: Part | None, key: str) -> list[Part]:
     """Return the steps of a normalizer or pre-tokenizer, those of a sequence one after the other."""
     if step is None:

@@ -24,7 +24,7 @@ from tunix.base.files import expand_home, read_json
 from tunix.config import Tokenizer
 from tunix.data.chat import PLAIN, ChatTemplate
 from tunix.data.image_processors import ImageProcessor
-from tunix.data.pieces import GROUP, PIECE, Cutter, cut_text, find_cutter
+from tunix.data.pieces import GROUP, PIECE, Cutter, cut_text, drop_prefix, find_cutter, find_prefix
 from tunix.data.words import WordMemory, find_word_memory
 from tunix.huggingface.hub import fetch
 
@@ -261,6 +261,45 @@ class Vocab:
     @cached_property
     def words(self) -> WordMemory | None:
         return find_word_memory(self.backend, self.dtype)
+
+    @cached_property
+    def continued(self) -> "Vocab | None":
+        """The tokenizer of texts that go on behind another: it puts no space before them. None where `backend` puts
+        none either."""
+        return replace(self, backend=drop_prefix(self.backend)) if find_prefix(self.backend) else None
+
+    @cached_property
+    def added(self) -> dict[int, str]:
+        """The tokens that are cut out of a text before the others, by their ids."""
+        return {index: token.content for index, token in self.backend.get_added_tokens_decoder().items()}
+
+    def encode_sequences(self, sequences: Sequence[Sequence[str]]) -> Iterator[list[np.ndarray]]:
+        """Yield the tokens [T] of the texts of each sequence, which stand one behind the other in it.
+
+        Tokenizers like SentencePiece put a space before a text. As in the whole sequence, a text that goes on behind
+        another gets none, but for some tokenizers behind a special token.
+        """
+        if self.continued is None:
+            encoded = self.encode([text for texts in sequences for text in texts])
+            for texts in sequences:
+                yield [next(encoded) for _ in texts]
+            return
+        is_repeated = find_prefix(self.backend) == "each" and bool(self.added)
+        special = re.compile("|".join(map(re.escape, self.added.values())))
+        heads, rests = [], []  # up to the first special token, behind which there is a space again, and from there on
+        for text in (text for texts in sequences for text in texts):
+            match = special.search(text) if is_repeated else None
+            heads.append(text[: match.start()] if match else text)
+            rests.append(text[match.start() :] if match else "")
+        encodings = self.encode(heads), self.continued.encode(heads), self.encode(rests)
+        for texts in sequences:
+            tokens: list[np.ndarray] = []
+            last = None  # token of the texts before
+            for first, behind, rest in zip(*(islice(each, len(texts)) for each in encodings), strict=True):
+                has_space = last is None or (is_repeated and last in self.added)
+                tokens.append(np.concatenate([first if has_space else behind, rest]))
+                last = tokens[-1][-1] if len(tokens[-1]) else last
+            yield tokens
 
     def encode(self, texts: Sequence[str]) -> Iterator[np.ndarray]:
         """Yield the tokens [T] of each text, without those around a document.

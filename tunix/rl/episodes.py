@@ -75,7 +75,8 @@ class ObservationEncoder:
         """
         said = self.vocab.chat.text_after_turn(self.role, list(map(self.mask, texts)), self.options)
         self.vocab.backend.encode_special_tokens = False
-        tokens = self.vocab.backend.encode(said, add_special_tokens=False).ids
+        ((_, encoded),) = self.vocab.encode_sequences([["?", said]])  # "?" stands for the turn
+        tokens = encoded.tolist()
         # The turn was drawn with the token that stops it: that of the template is left out, with white space before it.
         for number, token in enumerate(tokens):
             if token in self.stop:
