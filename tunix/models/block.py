@@ -99,11 +99,11 @@ class ExpertsBesideMlp(nnx.Module):
         self.pre_dense, self.post_dense = norm(), norm()
         self.pre_experts, self.post_experts = norm(), norm()
 
-    def __call__(self, x, dropout_key, after=None) -> tuple[jax.Array, BlockSums]:
-        """Return [B, t, D], and the sums of the router; `after` is that of `Experts`."""
+    def __call__(self, x, dropout_key, after=None, is_text=None) -> tuple[jax.Array, BlockSums]:
+        """Return [B, t, D], and the sums of the router; `after` and `is_text` are those of `Experts`."""
         with jax.named_scope("dense"):
             dense = self.post_dense(self.dense(self.pre_dense(x), dropout_key)[0])
-        y, sums = self.experts(self.pre_experts(x), dropout_key, x, after)
+        y, sums = self.experts(self.pre_experts(x), dropout_key, x, after, is_text)
         return dense + self.post_experts(y), sums
 
 
@@ -117,6 +117,8 @@ class Mix(NamedTuple):
     # (queries [B, T, N, H], entries of the tokens in a cache, the way from entries to keys and values)
     compute_attention: Callable[[jax.Array, tuple[jax.Array, ...], Heads], tuple[Any, Any]]
     recur: Callable[[Recurrence], tuple[jax.Array, Any]]
+    # [B, T] bool, False of padding, which routers do not count; None in generation, which needs no counts
+    is_text: jax.Array | None = None
 
 
 class HeadScores(NamedTuple):
@@ -244,8 +246,8 @@ class Block(nnx.Module):
             x = checkpoint_name(x + self._scaled(self.post_attention(h)), "residual")
         after = yield x
         with jax.named_scope("mlp"):
-            waits = {"after": after} if self.has_experts else {}
-            h, sums = self.mlp(self.pre_mlp(x), dropout_key, **waits)
+            more = {"after": after, "is_text": mix.is_text} if self.has_experts else {}
+            h, sums = self.mlp(self.pre_mlp(x), dropout_key, **more)
             x = x + self._scaled(self.post_mlp(h))
         if self.input_gate is not None and inputs is not None:
             with jax.named_scope("input_gate"):

@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import reshard
 
 from tunix.base.dotted_path import import_object
 from tunix.config import Model
@@ -85,8 +86,12 @@ class Router(Matrix):
             zeros = jnp.zeros(self.mlp.num_experts)  # float32: a step adds less than 16 bits resolve
             self.bias = nnx.Param(zeros, equation=Equation("BtY,Y->BtY"))
 
-    def __call__(self, x: jax.Array) -> tuple[Routes, BlockSums]:
-        """[B, t, D] -> the experts of each token and their weights, both [B, t, k], and sums for the loss."""
+    def __call__(self, x: jax.Array, is_text: jax.Array | None = None) -> tuple[Routes, BlockSums]:
+        """[B, t, D] -> the experts of each token and their weights, both [B, t, k], and sums for the loss.
+
+        `is_text` [B, T] bool is False of padding: its tokens are all alike, and would be most of the load of a few
+        experts. The sums leave it out.
+        """
         x = self.norm(x)
         x = x if self.input_scale == 1 else x * jnp.asarray(self.input_scale, x.dtype)
         logits = product(self.equation, x, self.gathered(), self.layout).astype(jnp.float32)
@@ -103,7 +108,10 @@ class Router(Matrix):
             spec = self.layout.activation("Bt")
             weights = weights * jnp.einsum("BtkY,Y->Btk", is_chosen.astype(scales.dtype), scales, out_sharding=spec)
         choices = jnp.sum(is_chosen.astype(jnp.float32), 2)  # [B, t, X]: 1 where the token takes the expert
-        return Routes(experts, weights * self.mlp.scale), self._sums(logits, scores, choices)
+        counts = jnp.ones_like(scores[..., 0])
+        if is_text is not None:
+            counts = counts * reshard(is_text, self.layout.activation("Bt"))
+        return Routes(experts, weights * self.mlp.scale), self._sums(logits, scores, choices, counts)
 
     def _select(self, scores: jax.Array) -> jax.Array:
         """Return the experts [B, t, k] int32 with the best scores [B, t, X], within the best groups.
@@ -127,25 +135,30 @@ class Router(Matrix):
             scores = jnp.where(is_best[..., None], grouped, -jnp.inf).reshape(scores.shape)
         return jax.lax.top_k(scores, self.mlp.experts_per_token)[1]
 
-    def _sums(self, logits: jax.Array, scores: jax.Array, choices: jax.Array) -> BlockSums:
-        """Return the penalties of each sequence, and counts; all arguments are [B, t, X] float32.
+    def _sums(self, logits: jax.Array, scores: jax.Array, choices: jax.Array, counts: jax.Array) -> BlockSums:
+        """Return the penalties of each sequence, and counts; the arguments are [B, t, X] float32, and `counts` [B, t],
+        1 of a token that counts and 0 of padding.
 
         The balance loss of a sequence is the sum over experts of (share of choices) x (mean share of scores) x X. It is
         1 where all loads are equal. It is a sum over sequences, so microbatches and meshes do not change it.
         """
         mlp, penalties = self.mlp, {}
         probs = scores / jnp.sum(scores, -1, keepdims=True)
+        choices = choices * counts[..., None]
+
+        def mean(x: jax.Array) -> jax.Array:
+            """[B, t, n] -> [B, n]: means over the tokens of each sequence that count."""
+            return jnp.sum(x * counts[..., None], 1) / jnp.maximum(jnp.sum(counts, 1), 1)[:, None]
+
         if mlp.balance_loss:
-            loads = jnp.mean(choices, 1) * (mlp.num_experts / mlp.experts_per_token)
-            penalties["balance_loss"] = mlp.balance_loss * jnp.sum(loads * jnp.mean(probs, 1), -1)
+            loads = mean(choices) * (mlp.num_experts / mlp.experts_per_token)
+            penalties["balance_loss"] = mlp.balance_loss * jnp.sum(loads * mean(probs), -1)
         if mlp.z_loss:
             squares = jax.nn.logsumexp(logits, -1) ** 2
-            penalties["router_z_loss"] = mlp.z_loss * jnp.mean(squares, 1)
+            penalties["router_z_loss"] = mlp.z_loss * mean(squares[..., None])[:, 0]
         probs = jax.lax.stop_gradient(probs)
-        entropy = -jnp.sum(jax.scipy.special.xlogy(probs, probs))
-        # On the mesh, as `entropy` is: a scan that takes two layers at a time cannot stack a constant that is not.
-        num_tokens = jnp.full_like(entropy, scores.shape[0] * scores.shape[1])
-        return BlockSums(penalties, Routing(jnp.sum(choices, (0, 1)), num_tokens, entropy))
+        entropy = -jnp.sum(jax.scipy.special.xlogy(probs, probs) * counts[..., None])
+        return BlockSums(penalties, Routing(jnp.sum(choices, (0, 1)), jnp.sum(counts), entropy))
 
 
 CLAMP, GAIN = 7.0, 1.702  # of the gate of GPT-OSS
@@ -213,13 +226,14 @@ class Experts(nnx.Module):
         self.shared = None if cfg.mlp.shared_dim is None else MLP(cfg, layout, initializer, "gated", width="U")
         self.shared_gate = Matrix("BtD,Do->Bto", cfg, layout, initializer) if cfg.mlp.shared_gate else None
 
-    def __call__(self, x, dropout_key, routed=None, after=None) -> tuple[jax.Array, BlockSums]:
+    def __call__(self, x, dropout_key, routed=None, after=None, is_text=None) -> tuple[jax.Array, BlockSums]:
         """Return [B, t, D], and the sums of the router, which takes `routed` [B, t, D], or x where that is None.
 
-        With `after` [B, t, D] given, fused kernels begin when it is computed; tokens travel before.
+        With `after` [B, t, D] given, fused kernels begin when it is computed; tokens travel before. The sums leave
+        tokens out where `is_text` [B, T] is False.
         """
         with jax.named_scope("router"):
-            routes, sums = self.router(x if routed is None else routed)
+            routes, sums = self.router(x if routed is None else routed, is_text)
         with jax.named_scope("experts"):
             y, dropped = self._compute(x, routes, () if after is None else (after,))
         if self.capacity is not None:  # a bounded buffer: some choices may have found no room

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import reshard
+from jax.sharding import PartitionSpec, reshard
 
 from tunix.config import Model
 from tunix.config.vision import Gemma3Vision
@@ -92,7 +92,7 @@ class Transformer(nnx.Module):
         if positions is None:
             positions = jnp.zeros_like(tokens) + jnp.arange(tokens.shape[1])
         if segment_ids is None:
-            segment_ids = jnp.zeros_like(tokens)
+            segment_ids = jnp.ones_like(tokens)
         # A token needs its own position alone, but the segments of all keys of its sequence: these are small, so every
         # device gets those of its sequences.
         tokens, positions = (reshard(x, self.layout.activation("BT")) for x in (tokens, positions))
@@ -168,6 +168,7 @@ class Transformer(nnx.Module):
 
     def mix_of_row(self, layer: Layer, mask_inputs: "RowMask") -> Mix:
         """Return the mix of a layer in training: a token sees tokens of its own row."""
+        is_text = mask_inputs.segment_ids > 0
         segment_ids = self.local_segments(mask_inputs.segment_ids, layer)
         mask_rule = row_mask_rule(segment_ids, layer.window, mask_inputs.ends)
 
@@ -178,10 +179,11 @@ class Transformer(nnx.Module):
                 return compute_attention(q, k, v, mask_rule, layout, method, heads.kv_dim_name), None
             summed = method._replace(options={**method.options, "with_sums": True})
             out, log_sums = compute_attention(q, k, v, mask_rule, layout, summed, heads.kv_dim_name)
-            largest = HeadScores(jnp.max(jax.lax.stop_gradient(log_sums), (0, 1)))
+            of_text = reshard(is_text, PartitionSpec(*jax.typeof(log_sums).sharding.spec[:2]))[..., None]
+            largest = HeadScores(jnp.max(jnp.where(of_text, jax.lax.stop_gradient(log_sums), -jnp.inf), (0, 1)))
             return ((out, log_sums) if "with_sums" in method.options else out), largest
 
-        return Mix(row_attention, lambda recurrence: (recurrence.run_rows(segment_ids), None))
+        return Mix(row_attention, lambda recurrence: (recurrence.run_rows(segment_ids), None), is_text)
 
     def method_of(self, heads: Heads) -> Method:
         """Return how attention with these heads is computed."""
