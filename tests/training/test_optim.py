@@ -50,15 +50,26 @@ REFERENCES = {
 }
 
 
+def split_layers(weights, tree):
+    """Return a tree in which each array of all layers is a list of those of each layer."""
+    return jax.tree.map(lambda weight, array: list(array) if weight.equation.is_stacked else array, weights, tree)
+
+
 @pytest.mark.parametrize("name", REFERENCES)
 def test_steps_are_optaxs(name, weights):
+    """Each layer by itself: its updates do not depend on the layers in the same array."""
     before, after = moved(weights, f"optimizer={name}", "optimizer.learning_rate=0.01")
-    matrices = jax.tree.map(lambda weight: not weight.equation.is_vector, weights)
-    reference, expected = REFERENCES[name](0.01, matrices), before
-    state, update = reference.init(before), jax.jit(reference.update)
+    matrices = split_layers(
+        weights, jax.tree.map(lambda weight: np.full(weight.shape[0], not weight.equation.is_vector), weights)
+    )
+    matrices = jax.tree.map(lambda mask: bool(np.all(mask)), matrices)
+    expected = split_layers(weights, before)
+    reference = REFERENCES[name](0.01, matrices)
+    state, update = reference.init(expected), jax.jit(reference.update)
     for step in range(2):
-        updates, state = update(random_tree(weights, step + 1), state, expected)
+        updates, state = update(split_layers(weights, random_tree(weights, step + 1)), state, expected)
         expected = optax.apply_updates(expected, updates)
+    after = split_layers(weights, after)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), after, expected)
 
 

@@ -66,6 +66,33 @@ def store_moments_as(rule: "GradientTransformation", moments: str, weights: dict
     return store_moments(rule, moments, weights)
 
 
+def make_by_matrix(rule: "GradientTransformation", weights: dict[str, Any]) -> "GradientTransformation":
+    """Return a rule, one without a state, that sees each matrix by itself: that of each layer, and of each expert.
+
+    An array of parameters has those of all layers of a stack. `weights` is the tree of `state.Weight`.
+    """
+    import jax
+    import optax
+
+    from tunix.sharding.table import STACKED
+
+    def update(updates, state, params=None):
+        def of_array(weight, update, param):
+            def of_matrix(update, param):
+                return rule.update(update, optax.EmptyState(), param)[0]
+
+            equation = weight.equation
+            copies = set(STACKED) if equation.is_vector else set(equation.copies)
+            for axis, dim_name in enumerate(equation.w):
+                if dim_name in copies:
+                    of_matrix = jax.vmap(of_matrix, axis, axis)
+            return of_matrix(update, param)
+
+        return jax.tree.map(of_array, weights, updates, params), state
+
+    return optax.GradientTransformation(optax.init_empty_state, update)
+
+
 class AdamW(Optimizer):
     """Loshchilov & Hutter 2019, arXiv:1711.05101."""
 
@@ -103,8 +130,8 @@ class Adafactor(Optimizer):
         # In the paper's order: divide by the root of the second moment, clip, multiply by the size of the parameter.
         return optax.chain(
             optax.scale_by_factored_rms(decay_rate=self.decay_rate),
-            optax.clip_by_block_rms(self.clipping_threshold),
-            optax.scale_by_param_block_rms(),
+            make_by_matrix(optax.clip_by_block_rms(self.clipping_threshold), weights),
+            make_by_matrix(optax.scale_by_param_block_rms(), weights),
         )
 
 
