@@ -372,6 +372,7 @@ def test_a_run_learns_the_answers(files, monkeypatch):
     assert lines[-1]["loss"] < 0.8 * lines[0]["loss"]
     assert np.isfinite(result.held_out["bits_per_byte"])
 
+
 # Tokenizers that put a space before a text: once, or behind each special token, too.
 MISTRAL = (
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]{% else %} {{ m.content }}"
@@ -395,7 +396,9 @@ def test_pieces_have_the_tokens_of_the_whole(prefix, source):
         backend.normalizer = normalizer
     if words:
         backend.pre_tokenizer = words
-    talk = [{"role": role, "content": text} for role, text in [("user", "hi you"), ("assistant", "so do I"), ("user", "no")]]
+    talk = [
+        {"role": role, "content": text} for role, text in [("user", "hi you"), ("assistant", "so do I"), ("user", "no")]
+    ]
     talk.append({"role": "assistant", "content": "I do"})
     texts = [template(source).render(talk)] * 9
     special = ["<unk>", "<bos>", "<eos>"]

@@ -251,3 +251,10 @@ def test_a_loaded_model_gathers_its_weights_once(gemma, monkeypatch):
     tokens = [answer.tokens for answer in gemma.sample(PROMPTS, sampling)]
     monkeypatch.setattr(type(gemma.sampler), "gather", None)
     assert [answer.tokens for answer in gemma.sample(PROMPTS, sampling)] == tokens
+
+
+def test_the_largest_random_number_draws_no_token_that_was_left_out():
+    """To float32 it is 1, whose logarithm is infinite, as a weight of 0 makes it."""
+    key = jax.random.fold_in(jax.random.key(0), 658127)  # one of 10 million: the only token that is left gets it
+    drawn = select(jnp.zeros((1, 128)).at[0, 86].set(5), key[None], Sampling(8, 1.0, top_k=1))
+    assert drawn.tokens.tolist() == [86]

@@ -34,6 +34,8 @@ def test_the_last_number_of_a_text(text, number):
 def test_an_answer_may_be_marked():
     assert find_marked("1 <answer> 2 </answer> 3 <answer>4\n</answer> 5") == "4"
     assert find_marked(r"so \boxed{\frac{1}{2}} of 3") == r"\frac{1}{2}"
+    assert find_marked(r"\boxed{2}. Hence \boxed{\frac{\sqrt{3}}{2}}.") == r"\frac{\sqrt{3}}{2}"
+    assert find_marked(r"{\boxed{\left\{1, \boxed{2} \right.} \boxed{3") == r"\left\{1, \boxed{2} \right."
     assert find_marked("6 * 7\n#### 42\nDone in 1 step.") == "42"
     assert find_marked(" 42 ") == "42"
 

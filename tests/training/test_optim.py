@@ -10,6 +10,7 @@ from support.harness import ONE_LAYER, SMALL, batch, program
 
 from tunix.base.errors import UserError
 from tunix.config.compose import compose
+from tunix.optimizers.moments import Block, _decode, _encode
 from tunix.training.choices import build_layout, build_mesh
 from tunix.training.optimizer import check_phases, count_phase_steps, make_optimizer, make_schedule
 from tunix.training.state import describe
@@ -286,3 +287,15 @@ def test_momenta_in_8_bits_of_other_rules(name, weights):
         assert jnp.vdot(a, b) > 0.98 * jnp.linalg.norm(a) * jnp.linalg.norm(b)
     sizes = [sum(leaf.nbytes for leaf in jax.tree.leaves(state)) for state in states]
     assert sizes[1] < 0.4 * sizes[0]
+
+
+@pytest.mark.parametrize("root", [0.61, 0.0532, 0.0096, 2.5e-5])
+def test_roots_of_squares_in_8_bits_are_right_in_the_mean(root):
+    """Rounded to the nearest code, a mean of squares that decays by a thousandth in a step would never fall."""
+    block = Block(0, 128)
+    squares = jnp.full(128, root**2).at[0].set(1)
+    both = jax.jit(lambda count: _decode(_encode(squares, block, True, count), block, True, count))
+    roots = np.sqrt([both(jnp.int32(count)) for count in range(100)])
+    np.testing.assert_allclose(roots[:, 0], 1, rtol=1e-5)
+    np.testing.assert_allclose(roots[:, 1:].mean(), root, rtol=0.003 if root > 1e-4 else 0.02)
+    assert (roots > 0).all()

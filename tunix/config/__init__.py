@@ -111,7 +111,7 @@ class Config(Section):
         # the number of devices. Otherwise the run checks it when it sees its devices.
         sizes = mesh.explicit_sizes(self.model.mesh_shape)
         check_qk_clip(self.model, self.optimizer.score_limit)
-        self._check_mtp()
+        self._check_terms()
         if sizes:
             check_stages(self.model, sizes)
         if not isinstance(self.launcher, Local):
@@ -147,8 +147,15 @@ class Config(Section):
             raise ValueError(self._describe_labels())
         return self
 
-    def _check_mtp(self) -> None:
-        if self.model.mtp is not None and (self.task.loss or self.task.default_loss) not in ("next_token", "grpo"):
+    def _check_terms(self) -> None:
+        """Raise ValueError for terms of the loss that the task's loss does not have."""
+        loss = self.task.loss or self.task.default_loss
+        if self.training.z_loss and loss in ("dpo", "kto", "reward", "classify", "embed"):
+            raise ValueError(
+                f"training.z_loss={self.training.z_loss:g}: the loss of task={self.task.name} has no such term; set it "
+                "to 0"
+            )
+        if self.model.mtp is not None and loss not in ("next_token", "grpo"):
             raise ValueError(
                 f"model.mtp: task={self.task.name} with its loss does not train this layer; pretrain, sft and grpo "
                 "do; set model.mtp=null"

@@ -330,7 +330,7 @@ def read_group(columns: Columns, row: dict[str, Any], task: Task) -> Group:
     assert isinstance(task, Embed)
     texts = [_read_cell(columns, meaning, row) for meaning in ("prompt", "chosen")]
     if task.negatives:
-        wrong = _read_cell(columns, "rejected", row, (str, list))
+        wrong = _read_cell(columns, "rejected", row, (list, str))
         texts += ([wrong] if isinstance(wrong, str) else wrong)[: task.negatives]
     if not all(isinstance(text, str) and text for text in texts):
         raise BadRow("has a query or a document that is empty, or no text")

@@ -247,7 +247,8 @@ def _run_race(weights: jax.Array, keys: jax.Array) -> jax.Array:
     """Draw for each row one of the weights [B, n], in proportion to them; int32 [B]."""
     bits = jax.vmap(lambda key: jax.random.bits(key, weights.shape[1:], "uint32"))(keys)
     # All 32 bits, and never 0. `jax.random.exponential` has 23 bits, and its 0, one in 8 million, beats every weight.
-    uniform = (bits.astype(jnp.float32) + 0.5) * 2.0**-32
+    # Nor 1, to which float32 rounds the largest: its logarithm is infinite, as a weight of 0 makes it.
+    uniform = jnp.minimum((bits.astype(jnp.float32) + 0.5) * 2.0**-32, 1 - 2.0**-24)
     return jnp.argmin(-jnp.log1p(-uniform) / weights, -1).astype(jnp.int32)
 
 

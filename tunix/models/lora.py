@@ -129,7 +129,7 @@ class ExpertFactors(Factors):
     def as_local_inputs(self) -> list[tuple[jax.Array, jax.Array]]:
         """Return the pairs of factors, gathered, as a `shard_map` takes them; the second one times its number."""
         local = self.layout.as_local_input
-        return [(local(a), local(b) * jnp.asarray(scale, b.dtype)) for scale, a, b in self.gathered()]
+        return [(local(a), (local(b).astype(jnp.float32) * scale).astype(b.dtype)) for scale, a, b in self.gathered()]
 
 
 def _detach(x: jax.Array) -> jax.Array:

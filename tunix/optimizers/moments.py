@@ -149,18 +149,29 @@ def _encode(moment: jax.Array, block: Block, is_square: bool, count: Any) -> Qua
     decade = jnp.clip(jnp.floor(-jnp.log10(jnp.maximum(ratios, 1e-30))), 0, DECADES).astype(jnp.int32)
     steps = 64 >> jnp.minimum(decade, DECADES - 1)  # codes of this power of ten
     within = (ratios * jnp.power(10.0, decade) - 0.1) / 0.9 * steps
-    quantized = steps + jnp.clip(jnp.floor(within).astype(jnp.int32), 0, steps - 1)
-    quantized = jnp.where(decade < DECADES, quantized, 0) * jnp.sign(values).astype(jnp.int32)
+    size = jnp.where(decade < DECADES, steps + jnp.clip(jnp.floor(within).astype(jnp.int32), 0, steps - 1), 0)
+    if is_square:  # up or down at random, as in `_to_half`, to one of the two codes around the share
+        below = jnp.maximum(size - (_find_shares(size) > ratios), jnp.minimum(size, 1))  # no root becomes 0: it divides
+        shares, above = _find_shares(below), _find_shares(below + 1)
+        noise = _split_blocks(_hash(moment.shape, count), block) >> 8  # 24 bits, which float32 has
+        size = below + (noise.astype(jnp.float32) * 2.0**-24 * (above - shares) < ratios - shares)
+        size = jnp.minimum(size, 127)
+    quantized = size * jnp.sign(values).astype(jnp.int32)
     return Quantized(quantized.astype(jnp.int8).reshape(moment.shape), scales)
+
+
+def _find_shares(size: jax.Array) -> jax.Array:
+    """Return the shares for which codes without their signs stand: the middle of the span of each."""
+    leading = 31 - jax.lax.clz(jnp.maximum(size, 1))  # place of the leading bit: 6 in the highest power of ten
+    steps = 1 << leading
+    shares = jnp.power(10.0, leading - (DECADES - 1)) * (0.1 + 0.9 * ((size - steps) + 0.5) / steps)
+    return jnp.where(size > 0, shares, 0.0)
 
 
 def _decode(moment: Quantized, block: Block, is_square: bool, count: Any) -> jax.Array:
     quantized = _split_blocks(moment.quantized, block).astype(jnp.int32)
-    size = jnp.abs(quantized)
-    leading = 31 - jax.lax.clz(jnp.maximum(size, 1))  # place of the leading bit: 6 in the highest power of ten
-    steps = 1 << leading
-    ratios = jnp.power(10.0, leading - (DECADES - 1)) * (0.1 + 0.9 * ((size - steps) + 0.5) / steps)
-    values = jnp.where(size > 0, jnp.sign(quantized) * ratios, 0.0) * jnp.expand_dims(moment.scales, block.axis + 1)
+    shares = jnp.sign(quantized) * _find_shares(jnp.abs(quantized))
+    values = shares * jnp.expand_dims(moment.scales, block.axis + 1)
     values = values.reshape(moment.quantized.shape)
     return values * values if is_square else values
 

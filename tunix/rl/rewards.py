@@ -25,17 +25,35 @@ NUMBER = re.compile(
     """,
     re.VERBOSE,
 )
-MARKS = (  # of an answer in a longer text; the first kind that occurs is taken, and of it the last
-    re.compile(r"<answer>(.*?)</answer>", re.DOTALL),
-    re.compile(r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}"),
-    re.compile(r"####\s*([^\n]*)"),
+BRACES = re.compile(r"\\boxed\{|\\.|[{}]", re.DOTALL)  # of LaTeX, where \{ and \} are signs
+
+
+def find_boxed(text: str) -> list[str]:
+    """Return what stands in each box \\boxed{...} of a text, without boxes in boxes; braces may be nested."""
+    open_braces: list[int | None] = []  # where a box begins, None of other braces
+    found: list[tuple[int, int]] = []
+    for match in BRACES.finditer(text):
+        if match[0].endswith("{") and match[0] != r"\{":
+            open_braces.append(None if match[0] == "{" else match.end())
+        elif match[0] == "}" and open_braces and (begin := open_braces.pop()) is not None:
+            while found and found[-1][0] > begin:  # boxes in this one
+                found.pop()
+            found.append((begin, match.start()))
+    return [text[begin:end] for begin, end in found]
+
+
+MARKS: tuple[Callable[[str], list[str]], ...] = (  # of an answer in a longer text; the first kind is taken that occurs
+    re.compile(r"<answer>(.*?)</answer>", re.DOTALL).findall,
+    find_boxed,
+    re.compile(r"####\s*([^\n]*)").findall,
 )
 
 
 def find_marked(text: str) -> str:
-    """Return the answer that a text marks by <answer> tags, a LaTeX box or `####`; the whole text if it marks none."""
-    for mark in MARKS:
-        if found := mark.findall(text):
+    """Return the answer that a text marks by <answer> tags, a LaTeX box or `####`, the last of them; the whole text if
+    it marks none."""
+    for find in MARKS:
+        if found := find(text):
             return found[-1].strip()
     return text.strip()
 
