@@ -350,13 +350,13 @@ def rank(cfg: Config, cluster: Cluster, progress: Callable[[str], None] = lambda
             valid.append(sizes)
         except UserError as error:
             refused[format_mesh_shape(sizes)] = str(error)
-    promising, num_slower, num_hopeless = valid, 0, 0
+    remaining, num_slower, num_hopeless = valid, 0, 0
     if len(valid) > MANY:
         progress(f"{len(valid)} meshes divide the model")
     with announcing(f"deriving memory and time of {len(valid)} mesh{'es' if len(valid) != 1 else ''}", progress):
         if len(valid) > MANY:
-            promising, num_slower, num_hopeless = _narrow(cfg, valid, cluster, limit)
-        for sizes in promising:
+            candidates, remaining, num_slower, num_hopeless = _narrow(cfg, valid, cluster, limit)
+        for sizes in remaining:
             try:
                 candidates.append(derive_candidate(cfg, sizes, cluster, limit))
             except UserError as error:
@@ -386,8 +386,9 @@ def rank(cfg: Config, cluster: Cluster, progress: Callable[[str], None] = lambda
 
 def _narrow(
     cfg: Config, valid: list[dict[str, int]], cluster: Cluster, limit: float
-) -> tuple[list[dict[str, int]], int, int]:
-    """Return the `MANY` fastest meshes that fit and the smallest ones, and how many are slower, and how many too large.
+) -> tuple[list[Candidate], list[dict[str, int]], int, int]:
+    """Return the `MANY` fastest meshes that fit, and the sizes of the smallest ones, for which nothing is derived yet;
+    and how many are slower, and how many too large.
 
     All is derived. The time of a step does not depend on the memory of activations, so all meshes are put in the order
     of their times first, and activations are traced of one after the other until enough of them fit.
@@ -404,20 +405,21 @@ def _narrow(
     # Without activations memory is a lower bound: what does not fit even so is hopeless.
     may_fit = [each for each in bounds if each.memory <= limit]
     smallest = sorted(bounds, key=lambda each: each.memory)[:SMALLEST]
-    chosen: list[dict[str, int]] = []
+    chosen: list[Candidate] = []
     for each in sorted(may_fit, key=lambda each: -each.tokens_per_s):
         try:
             with_activations = derive_candidate(cfg, each.sizes, cluster, limit)
         except UserError:  # as above
             continue
         if with_activations.memory <= DERIVED_MARGIN * limit:
-            chosen.append(each.sizes)
+            chosen.append(with_activations)
         if len(chosen) == MANY:
             break
-    chosen += [each.sizes for each in smallest if each.sizes not in chosen]
     if not bounds:  # `rank` says why each is refused
-        return valid, 0, 0
-    return chosen, max(0, len(may_fit) - len(chosen)), len(bounds) - len(may_fit)
+        return [], valid, 0, 0
+    remaining = [each.sizes for each in smallest if all(each.sizes != other.sizes for other in chosen)]
+    num_slower = max(0, len(may_fit) - len(chosen) - len(remaining))
+    return chosen, remaining, num_slower, len(bounds) - len(may_fit)
 
 
 def fix_batch(cfg: Config, num_devices: int) -> Config:
