@@ -5,7 +5,7 @@ tests/rl/test_agents.py plays them with a model and its engine.
 
 import random
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -335,11 +335,11 @@ def test_the_template_closes_a_turn_that_another_token_has_stopped(vocab):
     """Of the text behind a turn the token that stops it is left out, with the white space before it."""
     end = vocab.backend.token_to_id("<|end|>")
     chat = "{% for m in messages %}<{{ m.role }}>{{ m.content }} <|end|>\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
-    other = SimpleNamespace(backend=vocab.backend, chat=type(vocab.chat)(chat, {}))
+    other = replace(vocab, chat_template=chat)
     assert decode(vocab, ObservationEncoder(other, [end], {}).encode(["7"])) == "\n<tool>7 <|end|>\n<assistant>"
     assert decode(vocab, ObservationEncoder(other, [1], {}).encode(["7"])) == " <|end|>\n<tool>7 <|end|>\n<assistant>"
     assert decode(vocab, ObservationEncoder(other, [end], {}).encode([])) == "\n<assistant>"
-    silent = SimpleNamespace(backend=vocab.backend, chat=type(vocab.chat)("{{ messages[0].content }}", {}))
+    silent = replace(vocab, chat_template="{{ messages[0].content }}")
     with pytest.raises(UserError, match="shows neither a message of the role tool nor one of the role user"):
         ObservationEncoder(silent, [end], {})
     assert Path("riddles.py").exists()
