@@ -2,12 +2,15 @@
 
 import threading
 
+import jax
 import pytest
 from support.harness import ONE_LAYER, RUN
 
 import tunix
 from tunix.base.errors import UserError
+from tunix.config.compose import compose
 from tunix.data import dataset as corpora
+from tunix.processes.watchdog import Watchdog
 from tunix.run import compiling as compiler
 
 WAIT_S = 120  # for the other thread; only a failing test waits that long
@@ -80,3 +83,14 @@ def test_where_epochs_are_counted_the_data_tell_what_to_compile(words, monkeypat
         tunix.train([*words, "training.max_steps=5000", "training.num_epochs=0.01"])
     assert len(lengths) == 1
     assert 0 < lengths[0] < 5000
+
+
+def test_a_program_is_awaited_by_all_processes_once(monkeypatch):
+    """A process that ran it alone would wait in a collective for those that compile, which Gloo ends after 30 s."""
+    awaited = []
+    monkeypatch.setattr(compiler.peers, "together", lambda work, name, *_: awaited.append(name) or work())
+    mesh = jax.make_mesh((1,), ("a",), devices=jax.devices()[:1])
+    with compiler.Compiler(mesh, Watchdog(compose([]).config.distributed)) as programs:
+        for key in ("state", "step", "step", "state"):
+            assert programs._wait(programs._begin(key, lambda key=key: key)) == key
+    assert len(awaited) == 2

@@ -21,7 +21,7 @@ from tunix.config import Config
 from tunix.config.batch import BatchSchedule, BatchShape, Spans
 from tunix.costs.hlo import read_collectives, summarise
 from tunix.data.batches import Batch
-from tunix.processes import exits
+from tunix.processes import exits, peers
 from tunix.processes.watchdog import Watchdog
 from tunix.training.state import State
 from tunix.training.train_spec import TrainSpec
@@ -74,7 +74,8 @@ def keep_programs(cfg: Config) -> None:
     """Let JAX keep compiled programs in `loading.cache_dir`, unless the user has given JAX a folder already.
 
     A program that this machine has compiled before is read from there. JAX finds it by a hash of its text, of the
-    devices, of XLA's options and of the versions. Process 0 writes, every process reads.
+    devices, of XLA's options and of the versions. Process 0 writes. On CPUs it alone finds again what it has written:
+    there JAX's hash of the devices differs from process to process, so the others compile each time.
 
     Where `training.compile_cache_gib` is full, the programs that were not used for the longest time go.
     """
@@ -128,14 +129,15 @@ class Compiler:
 
     XLA compiles without Python's lock, and needs shapes alone: no data and no weights.
 
-    `begin_...` returns at once, and begins with each program only once. The method without `begin_` waits for the
-    program; an error of the thread is raised there.
+    `begin_...` returns at once, and begins with each program only once. The method without `begin_` waits until all
+    processes have the program; an error of the thread is raised there.
     """
 
     def __init__(self, mesh: Mesh, watchdog: Watchdog):
         self.mesh, self.watchdog = mesh, watchdog
         self.thread = ThreadPoolExecutor(1, "compiler")
         self.futures: dict[Hashable, Future] = {}
+        self.awaited: set[Future] = set()  # all processes have these programs
 
     def __enter__(self) -> "Compiler":
         return self
@@ -200,7 +202,12 @@ class Compiler:
 
     def _wait(self, future: Future) -> Any:
         with self.watchdog.phase("compiling"):
-            return future.result()
+            if future in self.awaited:
+                return future.result()
+            # A process that ran the program at once would wait in its first collective for those that still compile,
+            # and on CPUs Gloo gives up after 30 s.
+            self.awaited.add(future)
+            return peers.together(future.result, "the program is compiled", peers.NO_LIMIT_S)
 
 
 class CompiledSteps:
