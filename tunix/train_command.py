@@ -21,10 +21,11 @@ from omegaconf import DictConfig
 
 from tunix.base.config_types import CONF
 from tunix.base.errors import UserError
-from tunix.config import compose
+from tunix.config import Distributed, compose
 from tunix.config.compose import add_implied_model, add_search_path, reject_foreign_vocab, reject_missing_inputs
 from tunix.config.mistakes import describe_errors, reject_flags
 from tunix.processes import exits, supervisor
+from tunix.processes.identity import find_identity
 
 
 def train_command() -> int:
@@ -47,11 +48,11 @@ def train_command() -> int:
             return None
         with describe_errors():
             if args.multirun:
-                return sweep(argv, *config_file)
+                return sweep([word for word in flags if word not in ("--multirun", "-m")], argv, *config_file)
             if args.cfg and args.package:
                 print_package(args.cfg, args.package)
             else:
-                under_hydra(run_point)
+                under_hydra(make_point)
             return 0
 
     return exits.report_errors(work)
@@ -68,20 +69,21 @@ def reject_foreign_flags() -> None:
             raise UserError(f"--info {topic}: choose from {', '.join(topics)}; --help lists the config groups")
 
 
-def sweep(argv: list[str], config_dir: str | None, config_name: str) -> int:
-    """Run every point of a grid; returns the first exit code that is not 0."""
-    first = compose.check_sweep(argv, config_dir, config_name)
-    if first and first.config.launcher.name == "local":
-        code = supervisor.supervise(first.config.distributed)
-        if code is not None:
-            return code
+def sweep(flags: list[str], argv: list[str], config_dir: str | None, config_name: str) -> int:
+    """Run every point of a grid; returns the first exit code that is not 0. `flags` are those of each point."""
+    compose.check_sweep(argv, config_dir, config_name)
+    search = [word for word in argv if word.startswith(compose.SEARCH)]
     codes: list[int] = []  # one for each point that has begun
 
     def next_point(composed: DictConfig) -> None:
         number = len(codes)
         codes.append(0)
-        codes[number] = code = run_point(composed)
-        if code and not concerns_one_point(code):
+        job = make_point(composed)
+        # Of several processes, each has a child for each point: JAX's runtime, and its handlers of signals, begin anew.
+        sys.argv[1:] = [*flags, *search, *job.overrides, f"hydra.run.dir={compose.quote_path(job.run_dir)}"]
+        exits.exit_on_stop_signals()  # until this point handles them; the one before may have left them ignored
+        codes[number] = code = launch(job)
+        if code and not concerns_one_point(code, job.config.distributed):
             sys.exit(code)
         if code:
             print(f"sweep job {number} ended with exit code {code}; the next one begins", flush=True)
@@ -107,7 +109,7 @@ def print_package(kind: str, package: str) -> None:
     hydras = io.StringIO()
     try:
         with redirect_stderr(hydras):
-            under_hydra(run_point)
+            under_hydra(make_point)
     except SystemExit as ended:
         if ended.code != 1:
             raise
@@ -118,18 +120,20 @@ def print_package(kind: str, package: str) -> None:
     print(hydras.getvalue(), end="", file=sys.stderr)
 
 
-def run_point(composed: DictConfig) -> int:
-    """Run one point of a sweep in the folder that Hydra made for it; returns its exit code."""
+def make_point(composed: DictConfig) -> compose.Job:
+    """Return the job of one point of a sweep, in the folder that Hydra made for it."""
     point = HydraConfig.get()
     print(f"sweep job {point.job.num}: {' '.join(point.overrides.task)}", flush=True)
     overrides = [str(word) for word in point.overrides.task]
-    job = compose.Job(compose.check(composed), overrides, Path(point.runtime.output_dir), run_dir_is_explicit=True)
-    return launch(job)
+    return compose.Job(compose.check(composed), overrides, Path(point.runtime.output_dir), run_dir_is_explicit=True)
 
 
-def concerns_one_point(code: int) -> bool:
-    """Return True for an exit code that says nothing of a sweep's other points: not finite, or the time limit."""
-    if code == exits.STOPPED:
+def concerns_one_point(code: int, distributed: Distributed) -> bool:
+    """Return True for an exit code that says nothing of a sweep's other points: not finite, or the time limit.
+
+    Of several processes, only the one that got a signal knows that it was no time limit: then a stop ends the sweep.
+    """
+    if code == exits.STOPPED and find_identity(distributed) is None:
         from tunix.processes import watchdog
 
         return not watchdog.stopped_by_signal()
@@ -148,7 +152,7 @@ def train(job: compose.Job) -> int:
     distributed = job.config.distributed
     if (code := supervisor.supervise(distributed)) is not None:
         return code
-    exits.exit_on_stop_signals()  # also in a point of a sweep, and where Python calls `train_command` by itself
+    exits.exit_on_stop_signals()  # also where Python calls `train_command` by itself
 
     def work() -> None:
         with exits.ending_at_interrupts():

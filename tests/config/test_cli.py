@@ -166,6 +166,29 @@ def test_a_sweep_goes_on_past_a_point_that_fails(words, tmp_path):
     assert metrics(tmp_path / "it" / "2")[-1]["step"] == 6
 
 
+@pytest.mark.parametrize(("codes", "told"), [([0, 0], 0), ([77, 0], 77), ([75], 75), ([130], 130)])
+def test_a_sweep_of_several_processes_has_a_child_for_each_point(codes, told, words, tmp_path, monkeypatch):
+    """A point that diverges ends alone; a stop ends the sweep. The children are stand-ins here."""
+    children = []
+
+    def supervise(_: object) -> int:
+        children.append(sys.argv[1:])
+        return codes[len(children) - 1]
+
+    monkeypatch.setattr("tunix.processes.supervisor.supervise", supervise)
+    two = ["distributed.coordinator_address=localhost:1", "distributed.num_processes=2", "distributed.process_id=0"]
+    sweep = ["--config-dir", str(tmp_path), "-m", "training.max_steps=1,2", "hydra.sweep.dir='the sweep'"]
+    done = cli_here(*words, *two, *sweep, cwd=tmp_path)
+    assert done.returncode == told, done.stderr
+    assert len(children) == len(codes)
+    for number, child in enumerate(children):
+        assert child[:2] == ["--config-dir", str(tmp_path)]
+        assert f"training.max_steps={number + 1}" in child
+        job = compose([word for word in child[2:] if not word.startswith("hydra.searchpath")])
+        assert job.run_dir == tmp_path / "the sweep" / str(number)
+        assert job.config.distributed.num_processes == 2
+
+
 def test_a_sweep_into_a_folder_that_cannot_be_written(words, tmp_path):
     done = cli_here(*words, "--multirun", "seed=1,2", "hydra.sweep.dir=/proc/x", cwd=tmp_path)
     assert_refused(done, "the sweep's folder /proc/x cannot be written", tmp_path)

@@ -191,11 +191,12 @@ def test_a_sweep(words, tmp_path):
     """Each point once, one after the other."""
     words = [word for word in words if not word.startswith("hydra.run.dir")]
     sweep = ["--multirun", "training.max_steps=1,2", "hydra.sweep.dir=sweep", "model.mesh_shape=[[-1],[dp]]"]
-    with Processes(*words, *sweep, folder=tmp_path, count=2) as run:
+    with Processes(*words, *sweep, folder=tmp_path, count=2, fork=False) as run:  # a fork has one spare child
         ends = run.ends()
     assert [end.code for end in ends] == [0, 0], ends[0].stderr
     assert ends[0].stdout.count("sweep job") == 2
     assert [len(metrics(tmp_path / "sweep" / point)) for point in "01"] == [1, 2]
+    assert [(tmp_path / "sweep" / point / "checkpoints" / last).is_dir() for point, last in ("01", "12")] == [True] * 2
 
 
 def test_different_configs_and_code_are_refused(words, tmp_path):

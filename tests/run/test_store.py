@@ -15,6 +15,7 @@ from tunix.checkpoints.checkpoint import Checkpoints
 from tunix.checkpoints.folders import Folder
 from tunix.checkpoints.store import Record, Store, list_dropped
 from tunix.config.compose import compose
+from tunix.processes import peers
 
 STATE = {"params": {"w": jnp.arange(12.0).reshape(3, 4)}}
 
@@ -25,6 +26,16 @@ def open_at(folder: Path, *words: str) -> Store:
 
 def save(store: Store, step: int, loss: float | None = None) -> None:
     store.save(step, STATE, Record({"step": step}, {}, None if loss is None else {"held_out_loss": loss}))
+
+
+def test_two_stores_of_a_process_publish_saves_under_different_names(tmp_path, monkeypatch):
+    """The answers of an earlier save would make a checkpoint whole before all have written."""
+    names = []
+    monkeypatch.setattr(peers, "publish", lambda key, _: names.append(key))
+    for folder in ("a", "b"):
+        store = open_at(tmp_path / folder, "async=false")
+        save(store, 1)
+    assert len(names) == len({*names}) == 2
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
@@ -42,6 +43,9 @@ from tunix.training.state import State
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 POLL_S = 0.2  # seconds between two looks whether the other processes have written
+# Gives each save of this process, in whatever store, the name under which the processes publish that it is done: the
+# same on all of them, which save in the same order, and never that of a save before, whose answers are still there.
+_saves = count()
 
 
 class Record(NamedTuple):
@@ -118,7 +122,6 @@ class Store:
         self.storage, self.cfg = storage, cfg
         self.thread: threading.Thread | None = None
         self.failure: Exception | None = None
-        self.num_saves = 0  # the same on every process: the name under which they publish that a save is done
         peers.on_main(storage.open, "checkpoints that are not whole")
 
     @property
@@ -138,8 +141,7 @@ class Store:
             write = self.storage.copy(step, state, texts)  # now: the next step overwrites the memory of the state
         except Exception as error:
             raise self._explain(error) from error
-        self.num_saves += 1
-        work = (step, write, record.metrics, f"saved/{self.num_saves}")
+        work = (step, write, record.metrics, f"saved/{next(_saves)}")
         self.thread = threading.Thread(target=self._complete, args=work, name=f"checkpoint {step}", daemon=True)
         self.thread.start()
         if not self.cfg.async_:
@@ -170,8 +172,8 @@ class Store:
             return
         if self.cfg.verify == "once" and self._ask_main(lambda: self.storage.is_verified(step)):
             return
-        rank, count = jax.process_index(), jax.process_count() if self.storage.is_seen_by_all else 1
-        size = read_together(lambda: self.storage.check(step, rank, count) if rank < count else 0)
+        rank, num_shares = jax.process_index(), jax.process_count() if self.storage.is_seen_by_all else 1
+        size = read_together(lambda: self.storage.check(step, rank, num_shares) if rank < num_shares else 0)
         if size is None:
             log.warning(
                 "the checkpoint of step %d has no digests (an older version wrote it): it is not compared", step

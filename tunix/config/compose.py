@@ -230,6 +230,14 @@ def check_sweep(overrides: list[str], config_dir: str | Path | None = None, conf
     return jobs[0]
 
 
+def quote_path(path: Path) -> str:
+    """Return a path as a value of an override, in quotes where Hydra's grammar needs them."""
+    if re.fullmatch(r"[\w/.:+-]+", str(path)):
+        return str(path)
+    escaped = str(path).replace("'", "\\'")
+    return f"'{escaped}'"
+
+
 def make_job(config: Config) -> Job:
     """Return a job for a config that was made in Python, with the run folder that Hydra would choose."""
     return Job(config, [], _dated_folder(config), False)

@@ -1,7 +1,6 @@
 """The folder of a run that will start elsewhere: it holds the resolved config, ready for `resume=RUN_DIR`."""
 
 import os
-import re
 import shutil
 import sys
 from collections.abc import Iterator
@@ -96,10 +95,7 @@ def print_numbers(config: Config, nodes: Nodes) -> None:
 
 def make_resume_word(path: Path) -> str:
     """Return the override `resume=PATH`, quoted for Hydra's grammar. A shell needs quotes of its own around it."""
-    if re.fullmatch(r"[\w/.:+-]+", str(path)):
-        return f"resume={path}"
-    escaped = str(path).replace("'", "\\'")
-    return f"resume='{escaped}'"
+    return f"resume={compose.quote_path(path)}"
 
 
 def write_file(path: Path, text: str) -> Path:

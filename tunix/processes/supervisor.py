@@ -31,6 +31,7 @@ def is_child() -> bool:
 def supervise(distributed: Distributed) -> int | None:
     """Run this command line in a child and return its exit code; None in the child, and for a run of one process.
 
+    The command line is `sys.argv`: a sweep sets it to that of each point.
     The code is 76 where the runtime aborted the child. If somebody stops the child (SIGSTOP) for longer than
     distributed.heartbeat_timeout_s, it is killed: the other processes no longer wait for it.
     """
@@ -51,9 +52,10 @@ def supervise(distributed: Distributed) -> int | None:
     for number in STOP_SIGNALS:
         signal.signal(number, pass_on)
     # A terminal sends Ctrl-C to the child too. The parent must live on: its death would kill the child at once.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
     status = _wait(child, patience_s)
     exits.ignore_stop_signals()
+    signal.signal(signal.SIGINT, interrupt)  # a child of the next point of a sweep would else ignore it too
     who = f"process {identity.process_id} of {identity.num_processes}"
     if status is None:
         print(f"error: {who} was stopped for distributed.heartbeat_timeout_s={patience_s:g}", file=sys.stderr)
