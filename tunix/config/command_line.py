@@ -163,15 +163,16 @@ def run_joined(name: str, distributed: Distributed, info: dict[str, Any], work: 
     """Run `work` in one process, or in several that join first; return the exit code.
 
     Each of several processes has a parent that watches it, and a watchdog that ends it when another one fails. `info`
-    are values that must be the same on all of them.
+    are values that must be the same on all of them. Stop signals end the command at once: it has nothing to save.
     """
-    if (code := supervisor.supervise(distributed)) is not None:
+    if (code := supervisor.supervise(distributed, stop_code=None)) is not None:
         return code
 
     def join_and_work() -> int | None:
         from tunix.processes import peers, watchdog  # jax starts here, after the config has passed
 
         peers.join(distributed, list_versions() | info)
+        exits.restore_stop_signals()  # JAX's runtime has replaced the effect of SIGTERM: it would only note it
         with watchdog.Watchdog(distributed) as watching, watching.phase(name, math.inf, is_announced=False):
             return work()
 

@@ -28,11 +28,12 @@ def is_child() -> bool:
     return CHILD in os.environ
 
 
-def supervise(distributed: Distributed) -> int | None:
+def supervise(distributed: Distributed, stop_code: int | None = exits.STOPPED) -> int | None:
     """Run this command line in a child and return its exit code; None in the child, and for a run of one process.
 
     The command line is `sys.argv`: a sweep sets it to that of each point.
-    The code is 76 where the runtime aborted the child. If somebody stops the child (SIGSTOP) for longer than
+    The code is 76 where the runtime aborted the child. It is `stop_code` where a stop signal ended it, which a run does
+    not handle yet at its start and has nothing to save; None stands for the code of the signal, 143 for SIGTERM. If somebody stops the child (SIGSTOP) for longer than
     distributed.heartbeat_timeout_s, it is killed: the other processes no longer wait for it.
     """
     identity, patience_s = find_identity(distributed), distributed.heartbeat_timeout_s
@@ -60,8 +61,8 @@ def supervise(distributed: Distributed) -> int | None:
     if status is None:
         print(f"error: {who} was stopped for distributed.heartbeat_timeout_s={patience_s:g}", file=sys.stderr)
         return exits.PEER
-    if -status in signals_sent:  # the signal came before the child handled signals: there was nothing to save
-        return exits.STOPPED
+    if -status in signals_sent:
+        return exits.find_exit_code(status) if stop_code is None else stop_code
     if status == -signal.SIGABRT:
         print(f"error: {who} has lost the others: one of them died, hangs, or cannot be reached", file=sys.stderr)
     elif status < 0:
