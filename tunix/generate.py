@@ -163,7 +163,7 @@ def _converse(speaker: Speaker, command: Generate) -> None:
         if peers.is_main():
             with suppress(EOFError):
                 line = input("> " if sys.stdin.isatty() else "")
-        line = peers.agree(line, "the next line", peers.NO_LIMIT_S)
+        line = peers.agree(line, "the next line")
         if not line.strip():
             return
         messages.append({"role": "user", "content": line})

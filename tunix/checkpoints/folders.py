@@ -206,9 +206,9 @@ def read_together(work: Callable[[], T]) -> T:
         except Exception as error:  # Orbax and tensorstore have no kinds of their own
             return None, error
 
-    result, error = peers.together(attempt, "a checkpoint is read", peers.NO_LIMIT_S)
+    result, error = peers.together(attempt, "a checkpoint is read")
     damage = (str(error).splitlines() or [""])[0] or repr(error) if error else ""
-    if damage := next(filter(None, peers.gather(damage, "a checkpoint is read", peers.NO_LIMIT_S)), ""):
+    if damage := next(filter(None, peers.gather(damage, "a checkpoint is read")), ""):
         raise Damaged(damage) from error
     return cast(T, result)
 

@@ -158,7 +158,7 @@ class Store:
 
     def finish(self) -> None:
         """Wait until what all processes have begun to save is written."""
-        peers.together(self.wait, "all processes have written their part of the checkpoint", peers.NO_LIMIT_S)
+        peers.together(self.wait, "all processes have written their part of the checkpoint")
 
     def check(self, step: int) -> None:
         """Compare a checkpoint with its digests, as `checkpoint.verify` says; each process reads a share of the files.
@@ -259,7 +259,7 @@ class Store:
     def _ask_main(self, work: Callable[[], T]) -> T:
         """Return `work()` of process 0, a value for JSON, on every process."""
         text = json.dumps(read_together(lambda: work() if peers.is_main() else None))
-        return cast(T, json.loads(peers.agree(text, "what process 0 has read", peers.NO_LIMIT_S)))
+        return cast(T, json.loads(peers.agree(text, "what process 0 has read")))
 
 
 def list_dropped(cfg: Checkpoint, losses: dict[int, float | None]) -> list[int]:

@@ -465,7 +465,7 @@ def make_shares(cfg: Config) -> None:
                 f"documents of {name}, or different versions of its files; read them from a disk that all hosts share"
             )
         work = partial(make_share, source, units, cfg.task, inputs.vocab, loading, share)
-        peers.together(work, f"tokenizing {name}", peers.NO_LIMIT_S)
+        peers.together(work, f"tokenizing {name}")
     log.info("%d processes have tokenized in %.1f s", jax.process_count(), time.perf_counter() - start_time)
 
 

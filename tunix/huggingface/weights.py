@@ -453,7 +453,7 @@ def _write_round(folder: Path, files: dict[int, tuple[str, list[Any]]], dtype: s
             except (OSError, SafetensorError) as error:
                 raise UserError(f"{path} cannot be written: {error}") from None
 
-    peers.together(write, "writing weights", peers.NO_LIMIT_S)
+    peers.together(write, "writing weights")
 
 
 def list_tensors(

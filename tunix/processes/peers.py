@@ -38,7 +38,9 @@ T = TypeVar("T")
 # Words in the runtime's errors that mean a lost peer.
 LOST_PEER = ("Gloo", "NCCL", "Connection reset", "Connection closed", "heartbeat", "Barrier timed out")
 PROBE_S = 5.0  # seconds that a network file system may take to show a new file
-NO_LIMIT_S = 7 * 24 * 3600.0  # preparing a large corpus takes hours; the heartbeat detects a process that dies
+# Preparing a large corpus or digesting a large export takes hours. Heartbeats detect a process that dies meanwhile, and
+# the phases of a run have deadlines of their own (`watchdog`).
+NO_LIMIT_S = 7 * 24 * 3600.0
 _gathers = count()  # gives each gather a number
 
 
@@ -96,12 +98,12 @@ def is_main() -> bool:
     return jax.process_index() == 0
 
 
-def agree(text: str, name: str, timeout_s: float = 600) -> str:
+def agree(text: str, name: str, timeout_s: float = NO_LIMIT_S) -> str:
     """Return the text of process 0 on every process."""
     return gather(text if is_main() else "", name, timeout_s)[0]
 
 
-def gather(text: str, name: str, timeout_s: float = 600) -> list[str]:
+def gather(text: str, name: str, timeout_s: float = NO_LIMIT_S) -> list[str]:
     """Return the texts of all processes, in their order; `name` stands in the error of one that waits in vain."""
     if jax.process_count() == 1:
         return [text]
@@ -130,7 +132,7 @@ def first_of_host() -> bool:
     return hosts().index(socket.gethostname()) == jax.process_index()
 
 
-def together(work: Callable[[], T], name: str, timeout_s: float = 600) -> T:
+def together(work: Callable[[], T], name: str, timeout_s: float = NO_LIMIT_S) -> T:
     """Call `work()` on every process at once; a `UserError` on one process is raised on all."""
     result, mistake = None, ""
     # If one process alone raised its error, the others would wait for it at the next barrier.
@@ -173,13 +175,13 @@ def main_first(work: Callable[[], T], name: str) -> T:
     result: T | None = None
     for now in range(3 if jax.process_count() > 1 else 1):
         if now == turn:
-            result = together(work, name, NO_LIMIT_S)
+            result = together(work, name)
         else:
-            together(lambda: None, name, NO_LIMIT_S)
+            together(lambda: None, name)
     return cast(T, result)
 
 
-def barrier(name: str, timeout_s: float = 600) -> None:
+def barrier(name: str, timeout_s: float = NO_LIMIT_S) -> None:
     """Wait for every process to come here; RuntimeError naming the barrier after `timeout_s`."""
     if jax.process_count() > 1:
         _find_store().wait_at_barrier(f"tunix: {name}", round(1000 * timeout_s))

@@ -207,7 +207,7 @@ class Compiler:
             # A process that ran the program at once would wait in its first collective for those that still compile,
             # and on CPUs Gloo gives up after 30 s.
             self.awaited.add(future)
-            return peers.together(future.result, "the program is compiled", peers.NO_LIMIT_S)
+            return peers.together(future.result, "the program is compiled")
 
 
 class CompiledSteps:

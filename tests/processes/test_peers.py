@@ -1,0 +1,41 @@
+"""Agreement of processes through the store of JAX's runtime, whose place a stand-in takes here."""
+
+import jax
+import pytest
+
+from tunix.processes import peers
+
+
+class Store:
+    """The store as the last of two processes to come sees it: the other one has set its text already."""
+
+    def __init__(self) -> None:
+        self.texts: dict[str, str] = {}
+        self.limits_ms: list[int] = []
+
+    def key_value_set(self, key: str, value: str) -> None:
+        self.texts |= {key: value, key[:-1] + "1": "theirs"}
+
+    def key_value_dir_get(self, folder: str) -> list[tuple[str, str]]:
+        return [(key, value) for key, value in self.texts.items() if key.startswith(folder)]
+
+    def key_value_delete(self, key: str) -> None:
+        self.texts = {name: value for name, value in self.texts.items() if not name.startswith(f"{key}/")}
+
+    def wait_at_barrier(self, _: str, limit_ms: int) -> None:
+        self.limits_ms.append(limit_ms)
+
+
+@pytest.fixture
+def store(monkeypatch) -> Store:
+    store = Store()
+    monkeypatch.setattr(peers, "_find_store", lambda: store)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    return store
+
+
+def test_work_of_one_process_may_take_hours(store):
+    """An export whose files take longer to digest must not be thrown away; heartbeats find a process that dies."""
+    peers.agree("ours", "the folder")
+    peers.barrier("the folder is there")
+    assert min(store.limits_ms) > 24 * 3600 * 1000
