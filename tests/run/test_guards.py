@@ -10,6 +10,7 @@ import tunix
 from tunix.base.errors import Diverged, UserError
 from tunix.checkpoints.store import find_parts, find_storage, read_about
 from tunix.data.batches import TrainBatches
+from tunix.run.metrics import remark_on_skipped
 
 SMALLEST = [
     *RUN, "model.mesh_shape=[[2],[fsdp]]", "distributed.allow_idle_devices=true", *ONE_LAYER,
@@ -33,6 +34,14 @@ def garbage(monkeypatch):
 def words(tmp_path, corpus, monkeypatch) -> list[str]:
     monkeypatch.chdir(tmp_path)
     return [*SMALLEST, "data=text", f"data.paths=['{corpus}']", "hydra.run.dir=run"]
+
+
+def test_a_step_without_learnt_tokens_after_a_spike():
+    """The number of spikes in a row stays, and no deviation is known."""
+    record = {"step": 6, "loss": None, "grad_norm": 0.0, "skipped": 0, "spikes": 1}
+    record |= {"loss_deviations": None, "grad_norm_deviations": None}
+    reason = remark_on_skipped(record, range(20, 24))
+    assert reason == "step 6 changed no weight: its batch has no token that is learnt; its samples are 20 to 23"
 
 
 def numbers(folder: Path) -> list[dict]:

@@ -196,11 +196,11 @@ def remark_on_skipped(record: dict[str, Any], samples: range) -> str:
     """Return why the step of this line changed no weight, and its samples; empty where it did."""
     if record["skipped"]:
         reason = "loss or gradients are not finite"
+    elif record["loss"] is None:  # 0 / 0; before spikes, whose number in a row stays in such a step
+        reason = "its batch has no token that is learnt"
     elif record.get("spikes"):
         far = [f"{name} {record[name]:.4g} is {record[f'{name}_deviations']:.3g}" for name in WATCHED]
         reason = f"a spike: {', '.join(far)} standard deviations above the steps before"
-    elif record["loss"] is None:  # 0 / 0
-        reason = "its batch has no token that is learnt"
     else:
         return ""
     return f"step {record['step']} changed no weight: {reason}; its samples are {samples.start} to {samples.stop - 1}"
