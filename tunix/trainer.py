@@ -119,7 +119,10 @@ def run(job: compose.Job) -> Result:
         folder, shared = open_folder(job)
         root = find_root(job, folder)
         checkpoints_folder = join(root, "checkpoints")
-        with hold_lock(folder), Checkpoints(open_store(checkpoints_folder, cfg.checkpoint, shared)) as checkpoints:
+        with (
+            hold_lock(folder, root),
+            Checkpoints(open_store(checkpoints_folder, cfg.checkpoint, shared)) as checkpoints,
+        ):
             progress = restore_or_begin(job, checkpoints, setup, feed)
             clock.end("state")
             write_record(job, folder, shared, waiting_log)

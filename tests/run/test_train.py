@@ -107,6 +107,20 @@ def test_one_run_at_a_time_writes_into_a_folder(finished, tmp_path, monkeypatch)
     assert not being_written.exists()
 
 
+def test_one_run_at_a_time_writes_into_a_home_of_checkpoints(tmp_path, monkeypatch):
+    """`resume=HOME` works in HOME, whose lock a run of another folder holds too."""
+    monkeypatch.setattr(lock, "HOLDER_S", 0.0)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    home = tmp_path / "new" / "home"
+    said = f"{home} is being written by process"
+    with lock.hold_lock(tmp_path / "run", str(home)), pytest.raises(UserError, match=said), lock.hold_lock(home):
+        pass
+    for same in ("run", "link", "s3://bucket/home"):
+        with lock.hold_lock(tmp_path / "run", same if ":" in same else str(tmp_path / same)):
+            pass
+
+
 @pytest.mark.nightly
 def test_one_sequence_of_one_chunk(words):
     """[B, T] with B = 1, whose logits are made at one time."""

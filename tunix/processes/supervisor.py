@@ -32,9 +32,11 @@ def supervise(distributed: Distributed, stop_code: int | None = exits.STOPPED) -
     """Run this command line in a child and return its exit code; None in the child, and for a run of one process.
 
     The command line is `sys.argv`: a sweep sets it to that of each point.
-    The code is 76 where the runtime aborted the child. It is `stop_code` where a stop signal ended it, which a run does
-    not handle yet at its start and has nothing to save; None stands for the code of the signal, 143 for SIGTERM. If somebody stops the child (SIGSTOP) for longer than
-    distributed.heartbeat_timeout_s, it is killed: the other processes no longer wait for it.
+
+    The code is 76 where the runtime aborted the child. It is `stop_code` where a stop signal ended it: at its start a
+    run does not handle them yet, and has nothing to save. None stands for the code of the signal, 143 for SIGTERM. If
+    somebody stops the child (SIGSTOP) for longer than distributed.heartbeat_timeout_s, it is killed: the other
+    processes no longer wait for it.
     """
     identity, patience_s = find_identity(distributed), distributed.heartbeat_timeout_s
     if identity is None or is_child():

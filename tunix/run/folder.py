@@ -48,16 +48,29 @@ HOLDER_S, LEASE_S = 5.0, 300.0
 
 
 @contextmanager
-def hold_lock(folder: Path) -> Iterator[None]:
+def hold_lock(folder: Path, home: str = "") -> Iterator[None]:
     """Hold the lock of a run's folder: process 0 locks a file in it until the block or the process ends.
+
+    Also of `home`, the folder of its checkpoints, where that is another one: `resume=HOME` is a run that works there.
+    A bucket has no locks.
 
     Raises:
         UserError: another run still holds the lock after a while, and is named; or a file of the folder cannot be
             written.
     """
     with ExitStack() as stack:
+
+        def lock() -> None:
+            _lock(folder / LOCK, stack)
+            if not home or is_address(home):
+                return
+            with suppress(OSError):  # which the lock describes
+                Path(home).mkdir(parents=True, exist_ok=True)
+            if not (Path(home).exists() and folder.samefile(home)):
+                _lock(Path(home) / LOCK, stack)
+
         try:
-            peers.together(lambda: _lock(folder / LOCK, stack) if peers.is_main() else None, "the run's lock")
+            peers.on_main(lock, "the run's lock")
             yield
         except OSError as error:
             path = Path(os.fsdecode(error.filename)) if error.filename else folder
