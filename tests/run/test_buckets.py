@@ -159,6 +159,8 @@ def test_a_damaged_object_is_named(server, files):
     files.rm(victim)
     with pytest.raises(Damaged, match=re.escape(victim) + " cannot be read"):
         store.storage.check(3)
+    with pytest.raises(Damaged):  # not zeros, where nothing was compared
+        store.restore(3, empty(make_state((2, 1))))
 
 
 def test_a_save_that_fails_says_so_in_a_line_and_leaves_the_others(server):

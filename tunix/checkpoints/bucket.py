@@ -200,7 +200,8 @@ class Bucket:
 
     def _open_array(self, step: int, name: str) -> ts.TensorStore:
         chunks = self.objects.store / f"{step}/state/{name}/"
-        return ts.open({"driver": "zarr"}, kvstore=chunks, open=True, read=True).result(2 * self.objects.timeout_s)
+        spec = {"driver": "zarr", "fill_missing_data_reads": False}  # a missing object is an error, not zeros
+        return ts.open(spec, kvstore=chunks, open=True, read=True).result(2 * self.objects.timeout_s)
 
     def restore(self, step: int, abstract: Any) -> Any:
         return restore_arrays(partial(self._open_array, step), abstract, 2 * self.objects.timeout_s)
