@@ -6,6 +6,7 @@ from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from tunix.base.digests import Damaged
@@ -143,6 +144,21 @@ def test_arrays_are_not_compressed_and_a_file_that_is_cut_is_named(tmp_path):
     file.write_bytes(file.read_bytes()[:4096])
     with pytest.raises(Damaged, match="params.w"):  # nothing was compared with its digest
         store.restore(1, state)
+
+
+def test_a_state_that_the_checkpoint_does_not_have_is_named(tmp_path):
+    """After a change of the optimizer, say. The checkpoint is not damaged."""
+    state = {"params": STATE["params"], "opt_state": (optax.EmptyState(), optax.TraceState({"w": jnp.zeros(3)}))}
+    store = open_at(tmp_path)
+    store.save(1, state, Record({"step": 1}, {}, None))
+    store.finish()
+    store.check_state(1, state)
+    store.check_state(1, {"params": state["params"]})
+    other = state | {"opt_state": (state["opt_state"][1], *state["opt_state"][1:])}
+    with pytest.raises(UserError, match="step 1 in .* has no array opt_state/0/trace/w: the optimizer or the model"):
+        store.check_state(1, other)
+    with pytest.raises(UserError, match=r"has params/w in shape \(3, 4\), not \(5,\): the optimizer or the model"):
+        store.check_state(1, {"params": {"w": jnp.zeros(5)}})
 
 
 def test_what_others_put_among_the_checkpoints_stays(tmp_path):

@@ -163,7 +163,7 @@ class Checkpoints:
             now: names the tokenizer and the data that the run has loaded.
 
         Raises:
-            UserError: no such step, no readable checkpoint, or one of another model, tokenizer or corpus.
+            UserError: no such step, no readable checkpoint, or one of another model, optimizer, tokenizer or corpus.
         """
         steps, folder = self.store.steps(), self.store.folder
         entries = ", ".join(map(str, steps)) or "none"
@@ -184,9 +184,10 @@ class Checkpoints:
                     requested["copies"] = copies
                 if spikes and spikes["loss"].size == present["spike_window"]:
                     requested["spikes"] = spikes
+                self.store.check_state(candidate, requested)
                 state = self.store.restore(candidate, requested)
             except UserError:
-                raise  # of another model, tokenizer or corpus: an older checkpoint would be refused too
+                raise  # of another model, optimizer, tokenizer or corpus: an older checkpoint would be refused too
             except Exception as error:
                 reason = str(error).splitlines()[0][:400]
                 if step is not None:

@@ -33,7 +33,7 @@ from tunix.base.digests import FILE, Damaged, check_files, list_files
 from tunix.base.errors import UserError
 from tunix.base.files import expand_home, is_whole_number, list_numbers, parse_json
 from tunix.base.forms import reject_newer_form
-from tunix.checkpoints.bucket import Bucket
+from tunix.checkpoints.bucket import Bucket, name_array
 from tunix.checkpoints.folders import Folder, OneHostFolder, read_together
 from tunix.config import Checkpoint
 from tunix.config.saved_runs import find_run
@@ -184,6 +184,28 @@ class Store:
     def info(self, step: int) -> dict[str, Any]:
         """Read what a checkpoint says about itself, as `read_about` returns it."""
         return self._ask_main(lambda: read_about(self.storage, step))
+
+    def check_state(self, step: int, abstract: State) -> None:
+        """Check that the checkpoint has the arrays that `abstract` names, in their shapes.
+
+        Raises:
+            UserError: on every process, if it was saved with another optimizer or model.
+        """
+
+        def compare() -> None:
+            arrays = self.storage.list_arrays(step)
+            for path, leaf in jax.tree_util.tree_leaves_with_path(abstract):
+                name, shape = name_array(path), tuple(leaf.shape)
+                if (saved := arrays.get(name)) == shape:
+                    continue
+                found = f"no array {name}" if saved is None else f"{name} in shape {saved}, not {shape}"
+                raise UserError(
+                    f"resume: the checkpoint of step {step} in {self.folder} has {found}: the optimizer or the model "
+                    "of this config needs another state; leave their keys as they were, or start a new run from its "
+                    f"weights: model.init_from={str(self.folder).rpartition('/')[0]}"
+                )
+
+        self._ask_main(compare)
 
     def restore(self, step: int, abstract: State) -> State:
         """Read the arrays of the checkpoint that `abstract` names.
