@@ -48,7 +48,7 @@ from tunix.processes import peers
 from tunix.processes.rollcall import list_versions
 from tunix.processes.watchdog import Watchdog, listening
 from tunix.run.compiling import CompiledSteps, Compiler, StartClock, describe_memory, keep_programs
-from tunix.run.early_stopping import REASONS, REASONS_OF_EVALUATIONS, Moment, find_ending
+from tunix.run.early_stopping import PLANNED, REASONS, REASONS_OF_EVALUATIONS, Moment, find_ending
 from tunix.run.folder import hold_lock, keep_files, open_folder, start_logging, watch_folder, write_record
 from tunix.run.goodput import SPLIT, Goodput
 from tunix.run.metrics import Metrics, StepLog, read_peak_memory_gib
@@ -573,9 +573,11 @@ class Loop:
         ending = find_ending(now, REASONS)
         if ending and not ending.saves:  # the state is not worth a checkpoint: its loss is not finite, for example
             raise ending
-        if evaluate_now and not ending:
-            self.evaluations.run(step)
-            ending = find_ending(replace(now, improvement=progress.improvement), REASONS_OF_EVALUATIONS)
+        if not ending:
+            if evaluate_now:
+                self.evaluations.run(step)
+            reasons = [*PLANNED, *(REASONS_OF_EVALUATIONS if evaluate_now else [])]
+            ending = find_ending(replace(now, improvement=progress.improvement), reasons)
         if save_now or ending:
             self.step_log.finish()
             with self.watchdog.phase("saving"):

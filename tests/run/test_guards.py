@@ -1,14 +1,19 @@
 """Guards of a whole run: spikes are named, their data are left out by one key, and a run ends when it learns no more."""
 
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from support.harness import ONE_LAYER, RUN, metrics
 
 import tunix
-from tunix.base.errors import Diverged, UserError
+from tunix import trainer
+from tunix.base.errors import Diverged, Stopped, UserError
+from tunix.checkpoints.checkpoint import Improvement
 from tunix.checkpoints.store import find_parts, find_storage, read_about
+from tunix.config.compose import compose
 from tunix.data.batches import TrainBatches
 from tunix.run.metrics import remark_on_skipped
 
@@ -42,6 +47,32 @@ def test_a_step_without_learnt_tokens_after_a_spike():
     record |= {"loss_deviations": None, "grad_norm_deviations": None}
     reason = remark_on_skipped(record, range(20, 24))
     assert reason == "step 6 changed no weight: its batch has no token that is learnt; its samples are 20 to 23"
+
+
+@pytest.mark.parametrize("signal", [None, "SIGTERM"])
+def test_a_hard_stop_comes_after_the_evaluation_of_its_step(signal, monkeypatch):
+    """A resumed run is past that step. A signal ends the run without the evaluation: there may be no time for it."""
+    happened = []
+    for name in ("save", "write_goodput"):
+        monkeypatch.setattr(trainer.Loop, name, lambda *_, name=name: happened.append(name))
+    monkeypatch.setattr("tunix.processes.watchdog.stop_requested", lambda: signal)
+    cfg = compose(["training.hard_stop=4", "training.max_steps=8", "evaluation.every_steps=2"]).config
+    parts = dict.fromkeys(trainer.Loop.__dataclass_fields__) | {
+        "setup": SimpleNamespace(cfg=cfg),
+        "folder": Path("run"),
+        "start_time": 0.0,
+        "progress": SimpleNamespace(last=8, improvement=Improvement()),
+        "source": SimpleNamespace(can_stop=lambda _: True, after=lambda _: None),
+        "step_log": SimpleNamespace(finish=lambda: None, last={}),
+        "evaluations": SimpleNamespace(run=lambda _: happened.append("evaluation"), cost=lambda _: 1.0),
+        "checkpoints": SimpleNamespace(finish=lambda: None),
+        "watchdog": SimpleNamespace(phase=lambda _: nullcontext()),
+        "goodput": SimpleNamespace(count=lambda _: nullcontext()),
+    }
+    said = "SIGTERM: saved after step 4" if signal else "training.hard_stop=4: saved"
+    with pytest.raises(Stopped, match=said):
+        trainer.Loop(**parts)._is_over(4)
+    assert happened == [*([] if signal else ["evaluation"]), "save", "write_goodput"]
 
 
 def numbers(folder: Path) -> list[dict]:

@@ -92,14 +92,15 @@ def check_patience(now: Moment) -> Ending | None:
 
 
 # All processes ask all reasons, in this order, and every process must get the same answer: one that ended alone would
-# leave the others waiting in the next step. `REASONS` are asked after every step, the others after every evaluation.
+# leave the others waiting in the next step. `REASONS` are asked after every step, and prevent its evaluation; `PLANNED`
+# after every step that they did not end, when it is evaluated where that is due; the others after every evaluation.
 REASONS: list[Callable[[Moment], Ending | None]] = [
     check_time_limit,
-    check_hard_stop,
     check_stop_request,
     check_skipped_steps,
     check_spikes,
 ]
+PLANNED: list[Callable[[Moment], Ending | None]] = [check_hard_stop]
 REASONS_OF_EVALUATIONS: list[Callable[[Moment], Ending | None]] = [check_patience]
 
 
