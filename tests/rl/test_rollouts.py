@@ -16,6 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import tunix
 from tunix.base.errors import Stopped, UserError
+from tunix.checkpoints.checkpoint import check_cycle
 from tunix.checkpoints.store import find_storage, read_about
 from tunix.config import Evaluate
 from tunix.config.command_line import read_settings
@@ -302,6 +303,19 @@ def test_held_out_answers_have_room_behind_their_prompts():
             UserError, match=f"evaluation.sampling.max_new_tokens=8190 behind a held-out prompt {message}"
         ):
             HeldOutAnswers(cfg, corpus, SimpleNamespace(player=player))
+
+
+@pytest.mark.parametrize(("words", "nearest"), [(["steps_per_rollout=4"], "3 or 6"), (["passes_per_rollout=9"], "6")])
+def test_a_resume_within_a_rollout_is_refused(words, nearest):
+    """Step 6 would end none; from there on every save would lie within one."""
+    for fitting in (["steps_per_rollout=3"], ["steps_per_rollout=1", "passes_per_rollout=2"], words):
+        keys = [f"task.{word}" for word in fitting]
+        cfg = compose([*TASK, *keys, "checkpoint.save_every_steps=36", "training.max_steps=72"]).config
+        if fitting is words:
+            with pytest.raises(UserError, match=f"{keys[0]}.* step 6 is within one .* nearest: {nearest}$"):
+                check_cycle(cfg, 6)
+        else:
+            check_cycle(cfg, 6)
 
 
 @pytest.mark.nightly

@@ -13,7 +13,7 @@ from tunix.base.errors import UserError, mask_values
 from tunix.base.forms import sign
 from tunix.base.text import flat
 from tunix.checkpoints.store import Record, Store
-from tunix.config import Config, Evaluation
+from tunix.config import Config, Evaluation, Grpo
 from tunix.config.model import list_keys_outside
 from tunix.config.saved_runs import upgrade
 from tunix.config.training import read_steps
@@ -80,6 +80,23 @@ def check_same(config: Config, saved: dict[str, Any], position: Position, now: P
                 "loading.allow_changed_data=true goes on with it all the same"
             )
         log.warning("%sgoing on at sample %d of the new ones", change, position.next_sample)
+
+
+def check_cycle(config: Config, step: int) -> None:
+    """Check that a run may go on from `step` with rollouts: it must end one, because no checkpoint lies within another.
+
+    Raises:
+        UserError: a rollout serves another number of steps than before.
+    """
+    if not isinstance(config.task, Grpo) or step % (cycle := config.task.num_steps_of_rollout) == 0:
+        return
+    divisors = [each for each in range(1, step + 1) if step % each == 0]
+    lower, higher = max(each for each in divisors if each < cycle), [each for each in divisors if each > cycle][:1]
+    raise UserError(
+        f"resume: task.steps_per_rollout={config.task.steps_per_rollout} x task.passes_per_rollout="
+        f"{config.task.passes_per_rollout}: a rollout serves {cycle} steps, and the checkpoint's step {step} is within "
+        f"one of them; their product must divide it, nearest: {' or '.join(map(str, [lower, *higher]))}"
+    )
 
 
 @dataclass(frozen=True)
@@ -176,6 +193,7 @@ class Checkpoints:
                 info = self.store.info(candidate)
                 position = Position(**info["position"])
                 check_same(config, info["config"], position, now)
+                check_cycle(config, position.step)
                 # Without a copy of the parameters, or a window of spikes, that the checkpoint does not have.
                 requested, present = dict(abstract), info["parts"]
                 copies = {name: tree for name, tree in requested.pop("copies", {}).items() if name in present["copies"]}

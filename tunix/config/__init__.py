@@ -261,7 +261,7 @@ class Config(Section):
                 "learn from, as many as it takes; set training.max_steps in its place"
             )
         # A checkpoint has no answers of a rollout. So a run can only stop, and leave steps out, between two rollouts.
-        cycle = task.steps_per_rollout * task.passes_per_rollout
+        cycle = task.num_steps_of_rollout
         for text in self.training.skip_steps:
             skipped = read_steps(text)
             if (skipped[0] - 1) % cycle or skipped[-1] % cycle:

@@ -423,12 +423,17 @@ class Grpo(Prompted, Taught):
     @property
     def on_policy(self) -> bool:
         """True where every answer is used once, by the model that gave it."""
-        return self.steps_per_rollout * self.passes_per_rollout == 1
+        return self.num_steps_of_rollout == 1
+
+    @property
+    def num_steps_of_rollout(self) -> int:
+        """Return the steps from one rollout to the next."""
+        return self.steps_per_rollout * self.passes_per_rollout
 
     def cycle(self, num_sequences: int) -> Cycle:
         """Return the prompts of a rollout, and the steps from one rollout to the next."""
         prompts = round(self.oversample * self.num_prompts(num_sequences) * self.steps_per_rollout)
-        return Cycle(prompts, self.steps_per_rollout * self.passes_per_rollout)
+        return Cycle(prompts, self.num_steps_of_rollout)
 
     def num_prompts(self, num_sequences: int) -> int:
         """Return the number of prompts of a step of `num_sequences` answers: each prompt has a group of answers.
