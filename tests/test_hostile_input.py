@@ -10,6 +10,8 @@ import os
 import subprocess
 import sys
 import threading
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.table import Table
@@ -20,6 +22,7 @@ from tunix.base.errors import UserError, is_masked, mask_secrets, mask_values, m
 from tunix.base.files import find_writable, is_plain, open_lines, read_yaml
 from tunix.base.text import as_text
 from tunix.checkpoints.folders import Folder
+from tunix.config.compose import compose
 from tunix.data.chat import ChatTemplate
 from tunix.data.documents import BadRow, _read_messages
 from tunix.generate import _read_rows
@@ -27,7 +30,7 @@ from tunix.huggingface.weights import weight_files
 from tunix.inference.sampling import read_stop_ids
 from tunix.launch.nodes import read_config
 from tunix.processes import exits
-from tunix.run.folder import hold_lock
+from tunix.run.folder import hold_lock, keep_files
 
 TURNS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
 
@@ -195,6 +198,30 @@ def test_a_file_of_a_run_that_is_a_folder_ends_it_in_one_line(tmp_path):
     assert "\n" not in str(error.value)
     with pytest.raises(ConnectionResetError), hold_lock(tmp_path):  # another matter
         raise ConnectionResetError(errno.ECONNRESET, "Connection reset by peer")
+
+
+def test_a_disk_that_fills_leaves_no_half_of_a_runs_files(hf_dir, tmp_path, monkeypatch):
+    """A resumed run takes a folder that is there for complete, so the files would be missing for ever."""
+    words = [f"model.init_from={hf_dir}", "training.seq_len=32", "training.loss_chunk_size=32"]
+    cfg = compose(words).config
+
+    def save(folder: Path) -> None:
+        folder.mkdir()
+        (folder / "tokenizer.json").touch()
+
+    def fill(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(OSError, match="No space"):
+        keep_files(cfg, SimpleNamespace(save=lambda folder: (save(folder), fill())), tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.copy", fill)
+        with pytest.raises(OSError, match="No space"):
+            keep_files(cfg, SimpleNamespace(save=save), tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["tokenizer"]
+    keep_files(cfg, SimpleNamespace(save=fill), tmp_path)  # the tokenizer is not written again
+    assert (tmp_path / "pretrained" / "config.json").is_file()
 
 
 def test_ctrl_c_in_a_callback_of_a_library_is_not_lost(tmp_path):

@@ -24,7 +24,7 @@ from rich.logging import RichHandler
 
 from tunix.base.buckets import is_address
 from tunix.base.errors import MaskingFilter, UserError, mask_values, mask_variables
-from tunix.base.files import create_file, find_way_out, parse_json, write_whole
+from tunix.base.files import create_file, find_way_out, parse_json, replacing, write_whole
 from tunix.base.text import format_yaml
 from tunix.config import Config, Logging, compose
 from tunix.config.saved_runs import OUTPUTS, find_mirrored, find_run
@@ -241,18 +241,21 @@ def keep_files(cfg: Config, vocab: Vocab, run_folder: Path) -> None:
     """Put into the run's folder what export needs: the tokenizer and what `model.init_from` says beside its weights."""
     if not peers.is_main():
         return
+    # Each folder gets its name when it is whole: a resumed run takes one that is there for complete.
     if not (run_folder / TOKENIZER).is_dir():
-        vocab.save(run_folder / TOKENIZER)
+        with replacing(run_folder / TOKENIZER) as new:
+            vocab.save(new)
     if cfg.model.init_from is None or (run_folder / FILES).is_dir():
         return
-    (run_folder / FILES).mkdir()
     if cfg.resume and is_address(cfg.resume):  # the bucket has them
         source: Path | None = find_mirrored(cfg.resume, "resume", (FILES,))[0] / FILES
     else:
         source = find_model_files(cfg.model.init_from)
-    for path in list_copied_files(source, (*INFO_FILES, "*.txt")) if source else ():
-        if path.name != INDEX:
-            shutil.copy(path, run_folder / FILES / path.name)
+    with replacing(run_folder / FILES) as new:
+        new.mkdir()
+        for path in list_copied_files(source, (*INFO_FILES, "*.txt")) if source else ():
+            if path.name != INDEX:
+                shutil.copy(path, new / path.name)
 
 
 def write_record(job: compose.Job, folder: Path, shared: bool, waiting: MemoryHandler) -> None:
