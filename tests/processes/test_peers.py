@@ -39,3 +39,10 @@ def test_work_of_one_process_may_take_hours(store):
     peers.agree("ours", "the folder")
     peers.barrier("the folder is there")
     assert min(store.limits_ms) > 24 * 3600 * 1000
+
+
+def test_the_store_keeps_the_texts_of_the_newest_gather_alone(store):
+    """Another process may still read them. Those before would fill the memory of process 0."""
+    for number in range(4):
+        assert peers.gather(f"ours {number}", "scores") == [f"ours {number}", "theirs"]
+        assert list(store.texts.values()) == [f"ours {number}", "theirs"]

@@ -3,7 +3,8 @@
 Everything here goes through the key-value store of JAX's runtime, which process 0 keeps, and not through collectives of
 the devices. So it works while the devices compute, in any thread, and before the first program is compiled.
 
-    gather     every process sets tunix/gather/N/RANK, waits at a barrier, and reads all of tunix/gather/N/
+    gather     every process sets tunix/gather/N/RANK, waits at a barrier, and reads all of tunix/gather/N/; process 0
+               deletes tunix/gather/N-1/
     publish    one process sets tunix/KEY; the others read it whenever they like, and wait for nothing
 """
 
@@ -107,12 +108,15 @@ def gather(text: str, name: str, timeout_s: float = NO_LIMIT_S) -> list[str]:
     """Return the texts of all processes, in their order; `name` stands in the error of one that waits in vain."""
     if jax.process_count() == 1:
         return [text]
-    # A new number for each gather, because the store keeps what was set. It is the same on all processes, because they
-    # call gathers in the same order: only the main thread may call them. Six digits of the rank, so that the
-    # alphabetical order of the keys is the order of ranks.
-    key = f"tunix/gather/{next(_gathers)}"
+    # A new number for each gather, because others may still read the texts of the one before. It is the same on all
+    # processes, because they call gathers in the same order: only the main thread may call them. Six digits of the
+    # rank, so that the alphabetical order of the keys is the order of ranks.
+    number = next(_gathers)
+    key = f"tunix/gather/{number}"
     _find_store().key_value_set(f"{key}/{jax.process_index():06}", text)
     barrier(f"{name}, {key}", timeout_s)
+    if is_main() and number:  # every process has read the texts before it came to this barrier
+        _find_store().key_value_delete(f"tunix/gather/{number - 1}")
     return [value for _, value in sorted(_find_store().key_value_dir_get(f"{key}/"))]
 
 
