@@ -18,6 +18,7 @@ from tunix.config import Export
 from tunix.config.compose import compose
 from tunix.data.tokenizer import read_vocab
 from tunix.export import export
+from tunix.huggingface.config_json import read_config
 from tunix.models.layers import named
 
 PARITY = ROOT / "tests" / "models" / "parity"
@@ -100,6 +101,51 @@ def test_what_is_refused(name, copy, corpus, tmp_path, monkeypatch):
     assert message in str(error.value)
     assert "\n" not in str(error.value)
     assert not (tmp_path / "outputs").exists()
+
+
+# Keys of published config.json files that change nothing, by the parity model of the family.
+HARMLESS = {
+    "gpt_oss": {"initial_context_length": 4096},
+    "qwen2": {"use_mrope": False, "max_window_layers": 24, "torch_dtype": "bfloat16"},
+    "phi3": {"full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False, "mlp_bias": False, "auto_map": {}},
+    "gpt2": {
+        "n_special": 0, "predict_special_tokens": True, "output_past": True, "_num_labels": 1,
+        "gradient_checkpointing": False, "task_specific_params": {}, "do_sample": True, "max_length": 50,
+    },
+    "llama": {
+        "rope_interleaved": False, "unsloth_version": "2026.4.2", "unsloth_fixed": True, "model_max_length": 64,
+        "max_sequence_length": 64, "transformers.js_config": {}, "quantization_config": None, "pretraining_tp": 1,
+        "_attn_implementation": "eager", "attn_implementation": "sdpa", "_name_or_path": "me/mine",
+    },
+    "apertus": {"hidden_dropout": 0.0},
+    "qwen3_moe": {"qkv_bias": False, "use_qk_norm": True, "shared_expert_intermediate_size": 0},
+    "qwen3_next": {"use_sliding_window": False},
+    "llama4": {"_attn_implementation_autoset": True},
+    "gemma2": {"sliding_window_size": 4096},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_keys_of_published_files_that_change_nothing(name, tmp_path):
+    shutil.copy(PARITY / name / "config.json", tmp_path)
+    change_config(tmp_path, **HARMLESS[name])
+    before = read_config(PARITY / name)
+    assert {key: value for key, value in read_config(tmp_path).items() if key in before} == before
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value"),
+    [
+        ("llama", "rope_interleaved", True), ("phi3", "lm_head_bias", True), ("phi3", "mlp_bias", True),
+        ("qwen2", "use_mrope", True), ("qwen3_moe", "qkv_bias", True), ("qwen3_moe", "use_qk_norm", False),
+        ("qwen3_moe", "shared_expert_intermediate_size", 64), ("qwen3_next", "use_sliding_window", True),
+    ],
+)  # fmt: skip
+def test_keys_of_published_files_that_would_change_something(name, key, value, tmp_path):
+    shutil.copy(PARITY / name / "config.json", tmp_path)
+    change_config(tmp_path, **{key: value})
+    with pytest.raises(UserError, match=f"{key}={value} is not supported"):
+        read_config(tmp_path)
 
 
 TRAINING = [

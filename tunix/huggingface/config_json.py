@@ -176,7 +176,16 @@ NOT_THE_DECODER = {
     "chunk_size_feed_forward", "is_encoder_decoder", "problem_type", "tokenizer_class", "unsloth_fixed",
     "auto_map", MTP_DEPTH, "num_mtp_layers", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings",
     "ep_size", "seq_aux", "aux_loss_alpha",
-    "for_llm_compressor", "num_labels", "_pad_token_id", "transformers.js_config", "use_reentrant_checkpointing",
+    "for_llm_compressor", "num_labels", "_num_labels", "_pad_token_id", "transformers.js_config",
+    "use_reentrant_checkpointing", "gradient_checkpointing", "unsloth_version", "_attn_implementation",
+    "_attn_implementation_autoset", "attn_implementation", "model_max_length", "max_sequence_length", "hidden_dropout",
+    "n_special", "predict_special_tokens", "output_past",  # of GPT-2's first files
+    "initial_context_length",  # of GPT-OSS: what its rope_scaling says too
+    "full_attn_mod", "interpolate_factor",  # of Phi-4-mini, which nothing reads
+    "sliding_window_size",  # of Gemma 2, beside sliding_window
+    # How an answer is drawn, where generation_config.json does not say it.
+    "max_length", "min_length", "do_sample", "temperature", "top_k", "top_p", "repetition_penalty", "num_beams",
+    "num_return_sequences",
     # Of SmolVLM: names of its own code, which transformers does not read.
     "is_llama_config", "neftune_noise_alpha", "pixel_shuffle_factor", "perceiver_config", "_flash_attn_2_enabled",
 }  # fmt: skip

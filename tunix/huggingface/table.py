@@ -212,7 +212,7 @@ FAMILIES: dict[str, Family] = {
             "attention_multiplier": 1.0, "embedding_multiplier": 1.0, "residual_multiplier": 1.0, "logits_scaling": 1.0,
         },
     ),
-    "llama": like_llama("llama", "LlamaForCausalLM", fixed=NO_BIASES),
+    "llama": like_llama("llama", "LlamaForCausalLM", fixed=NO_BIASES | {"rope_interleaved": (False,)}),
     "llama4": like_llama(
         "llama4_text", "Llama4ForCausalLM",
         names=LLAMA_NAMES | mlp_names("blocks.mlp.", "feed_forward", "F")
@@ -298,12 +298,13 @@ FAMILIES: dict[str, Family] = {
         "phi3", "Phi3ForCausalLM",
         LLAMA_NAMES | fused("mlp.gate_up_proj", ("mlp.gate", "F"), ("mlp.up", "F"))
         | fused("self_attn.qkv_proj", ("attention.q", "NH"), ("attention.k", "KH"), ("attention.v", "KH")),
-        WINDOW, {"attention_bias": (False,)},
+        WINDOW, NO_BIASES | {"lm_head_bias": (False,)},
         ALL_LOCAL | {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0},
         published_code=True,
     ),
     "qwen2": like_llama(
-        "qwen2", "Qwen2ForCausalLM", LLAMA_NAMES | qkv_biases(), fixed={"use_sliding_window": (False,)},
+        "qwen2", "Qwen2ForCausalLM", LLAMA_NAMES | qkv_biases(),
+        fixed={"use_sliding_window": (False,), "use_mrope": (False,)},
         absent={"max_position_embeddings": 32768},
     ),
     "qwen3": like_llama(
@@ -337,7 +338,10 @@ FAMILIES: dict[str, Family] = {
         "qwen3_moe", "Qwen3MoeForCausalLM",
         names=LLAMA_NAMES | qk_norm("H", "H") | EXPERT_NAMES,
         keys=EXPERT_KEYS | {"mlp.expert_dim": "moe_intermediate_size", "mlp.normalized": "norm_topk_prob"},
-        fixed={"attention_bias": (False,), "use_sliding_window": (False,), "decoder_sparse_step": (1,)},
+        fixed={
+            "attention_bias": (False,), "use_sliding_window": (False,), "decoder_sparse_step": (1,),
+            "qkv_bias": (False,), "use_qk_norm": (True,), "shared_expert_intermediate_size": (0,),
+        },
         absent={"max_position_embeddings": 32768, "head_dim": 128, "norm_topk_prob": False, "mlp_only_layers": None},
         synonyms={"num_local_experts": "num_experts"},  # of transformers 5
     ),
@@ -354,7 +358,7 @@ FAMILIES: dict[str, Family] = {
             "mlp.expert_dim": "moe_intermediate_size", "mlp.shared_dim": "shared_expert_intermediate_size",
             "mlp.normalized": "norm_topk_prob",
         },
-        fixed={"attention_bias": (False,), "decoder_sparse_step": (1,)},
+        fixed={"attention_bias": (False,), "use_sliding_window": (False,), "decoder_sparse_step": (1,)},
         absent=LINEAR_ABSENT | {"norm_topk_prob": True, "mlp_only_layers": None},
         synonyms={"num_local_experts": "num_experts"},
         local_type="linear_attention",
