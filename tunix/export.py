@@ -27,7 +27,8 @@ from tunix.config import Export, pretrained_config
 from tunix.config.command_line import run_command
 from tunix.config.saved_runs import find_run, read_saved
 from tunix.config.vision import AnyVision
-from tunix.data.tokenizer import PAD, Vocab, load_vocab, read_backend, tokenizer_digest
+from tunix.data.tokenizer import PAD, Vocab, find_tokenizer_files, load_vocab, token_text
+from tunix.data.tokenizer import read_settings as read_tokenizer_settings
 from tunix.huggingface import gguf_file, hub
 from tunix.huggingface.adapter import gather_adapter, gather_score
 from tunix.huggingface.adapter_config import CONFIG, PREFIX, WEIGHTS, write_adapter_config
@@ -42,11 +43,13 @@ from tunix.processes import peers
 from tunix.run.history import read_history
 from tunix.run.model_card import write_card
 
+GENERATION = "generation_config.json"
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")  # keys of config.json
 TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
+SPECIAL_TOKENS = "special_tokens_map.json"
 TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-    "merges.txt", *TEMPLATE_FILES,
+    "tokenizer.json", "tokenizer_config.json", SPECIAL_TOKENS, "added_tokens.json", "vocab.json", "merges.txt",
+    *TEMPLATE_FILES,
 )  # fmt: skip
 
 
@@ -210,8 +213,7 @@ def _write_model(model: Pretrained, folder: Path, dtype: str, shard_gb: float) -
     def write_others() -> None:
         tokens = _find_token_ids(model)
         _write_json(folder / "config.json", write_config(model.cfg) | tokens | {"dtype": dtype})
-        if model.files is None or not _copy_files(model.files, ("generation_config.json",), folder):
-            _write_json(folder / "generation_config.json", tokens)
+        _write_json(folder / GENERATION, _describe_generation(model, tokens))
         if model.cfg.vision is not None:
             _write_processor(model.cfg.vision, model, folder)
         _write_tokenizer(model, folder)
@@ -243,8 +245,8 @@ def _write_gguf(model: Pretrained, folder: Path, dtype: str, shard_gb: float) ->
     with temporary_folder("tunix-tokenizer-") as tokenizer:
         _write_tokenizer(model, Path(tokenizer))
         size = gguf_file.write_gguf(path, tensors, model.cfg, Path(tokenizer), dtype, folder.name.split(".")[0])
-    stops = [model.vocab.eos_token] if model.vocab is not None and model.vocab.eos_token else []
-    gguf_file.write_modelfile(folder, stops)
+    stops = [] if model.vocab is None else [model.vocab.backend.id_to_token(index) for index in model.find_stop_ids()]
+    gguf_file.write_modelfile(folder, [token for token in stops if token is not None])
     count = model.arch.num_parameters
     return f"{model.cfg.family} as {gguf_file.FILE}, {count:,} parameters in {dtype}, {size / 1e9:.3f} GB"
 
@@ -313,12 +315,6 @@ def _find_dtype(files: Path | None) -> str:
     return config.get("dtype") or config.get("torch_dtype") or "float32"
 
 
-def _has_source_tokenizer(model: Pretrained) -> bool:
-    """Return whether the run's tokenizer is the one of the files from which its training began."""
-    vocab, source = model.vocab, read_backend(model.files) if model.files is not None else None
-    return vocab is None or (source is not None and tokenizer_digest(source) == tokenizer_digest(vocab.backend))
-
-
 def _list_special_tokens(vocab: Vocab) -> dict[str, str]:
     """Return the special tokens of a run's tokenizer by Hugging Face's keys: beginning, end, and padding."""
     pad = PAD if vocab.backend.token_to_id(PAD) is not None else None
@@ -329,10 +325,24 @@ def _list_special_tokens(vocab: Vocab) -> dict[str, str]:
 def _find_token_ids(model: Pretrained) -> dict[str, Any]:
     """Return the ids of special tokens: those of the run's own tokenizer, or those in the source's config.json."""
     vocab = model.vocab
-    if vocab is not None and not _has_source_tokenizer(model):
+    if vocab is not None and not model.has_source_tokenizer:
         return {f"{key}_id": vocab.backend.token_to_id(token) for key, token in _list_special_tokens(vocab).items()}
     config = {} if model.files is None else read_json(model.files / "config.json")
     return {key: config[key] for key in TOKEN_IDS if key in config}
+
+
+def _describe_generation(model: Pretrained, tokens: dict[str, Any]) -> dict[str, Any]:
+    """Return generation_config.json: that of the source, with the ids in `tokens` and all that end an answer."""
+    path = None if model.files is None else model.files / GENERATION
+    before = read_json(path) if path is not None and path.is_file() else tokens
+    if model.vocab is None:
+        return before
+    if not model.has_source_tokenizer:
+        before = {key: value for key, value in before.items() if key not in TOKEN_IDS} | tokens
+    first, *others = stops = model.find_stop_ids()
+    named = before.get("eos_token_id")
+    is_complete = sorted(named if isinstance(named, list) else [named]) == [*stops]
+    return before if is_complete else before | {"eos_token_id": [first, *others] if others else first}
 
 
 def _copy_files(source: Path, names: tuple[str, ...], folder: Path) -> bool:
@@ -346,7 +356,7 @@ def _copy_files(source: Path, names: tuple[str, ...], folder: Path) -> bool:
 def _write_tokenizer(model: Pretrained, folder: Path) -> None:
     """Write the tokenizer: the run's own, or the source's files with the run's chat template if that differs."""
     vocab, config_file = model.vocab, folder / "tokenizer_config.json"
-    if vocab is not None and not _has_source_tokenizer(model):
+    if vocab is not None and not model.has_source_tokenizer:
         vocab.with_bos().save(str(folder / "tokenizer.json"))
         length = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": model.cfg.context_length}
         template = {} if vocab.chat_template is None else {"chat_template": vocab.chat_template}
@@ -357,12 +367,19 @@ def _write_tokenizer(model: Pretrained, folder: Path) -> None:
     _copy_files(model.files, TOKENIZER_FILES, folder)
     if vocab is None:
         return
+    settings = read_tokenizer_settings(find_tokenizer_files(str(model.files)))
+    tokens = {"bos_token": vocab.bos_token, "eos_token": vocab.eos_token}
+    changes = {key: token for key, token in tokens.items() if token != token_text(getattr(settings, key))}
+    if changes and (folder / SPECIAL_TOKENS).is_file():
+        _write_json(folder / SPECIAL_TOKENS, read_json(folder / SPECIAL_TOKENS) | changes)
     if vocab.chat_template != load_vocab(str(model.files), vocab.bos_token, vocab.eos_token).chat_template:
         # A template in a file of its own wins over the one in tokenizer_config.json.
         for name in TEMPLATE_FILES:
             (folder / name).unlink(missing_ok=True)
+        changes["chat_template"] = vocab.chat_template
+    if changes:
         before = read_json(config_file) if config_file.is_file() else {}
-        _write_json(config_file, before | {"chat_template": vocab.chat_template})
+        _write_json(config_file, before | changes)
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

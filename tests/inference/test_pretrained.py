@@ -5,19 +5,21 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 from support.harness import ROOT, metrics
 from support.hf_files import TEMPLATE, WORDS
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 import tunix
 from tunix.base.errors import UserError
 from tunix.config import Export
 from tunix.config.compose import compose
 from tunix.data.tokenizer import read_vocab
-from tunix.export import export
+from tunix.export import _write_model, export
 from tunix.huggingface.config_json import read_config
 from tunix.models.layers import named
 
@@ -257,6 +259,54 @@ def test_out_as_it_came_in(hf_dir, tmp_path):
                 shard_gb=1,
             )
         )
+
+
+@pytest.fixture(scope="module")
+def loaded(hf_dir):
+    return tunix.load_pretrained(hf_dir)
+
+
+def write_out(model, folder):
+    """The files about tokens that an export of a model writes."""
+    folder.mkdir()
+    _write_model(model, folder, "float32", 5)
+    names = ("generation_config", "tokenizer_config", "special_tokens_map", "config")
+    return [json.loads((folder / f"{name}.json").read_text()) for name in names if (folder / f"{name}.json").is_file()]
+
+
+def test_what_ends_an_answer_goes_out(loaded, copy, tmp_path):
+    """The end of an answer in the template and the end of a document of the run, beside what the base names."""
+    shutil.copytree(copy, tmp_path / "run")
+    change = json.loads((copy / "tokenizer_config.json").read_text())
+    ending = {"eos_token": "<bos>", "chat_template": "{% for m in messages %}{{ m['content'] }}<pad>{% endfor %}"}
+    (tmp_path / "run" / "tokenizer_config.json").write_text(json.dumps(change | ending))
+    model = replace(loaded, files=copy, tokenizer_files=tmp_path / "run")
+    generation, tokenizer, config = write_out(model, tmp_path / "out")  # the base has no generation_config.json
+    assert generation == {"bos_token_id": 1, "eos_token_id": [0, 1, 2]}
+    assert (tokenizer["bos_token"], tokenizer["eos_token"], config["eos_token_id"]) == ("<bos>", "<bos>", 2)
+    (copy / "generation_config.json").write_text('{"eos_token_id": [9, 2], "top_k": 20}')
+    (copy / "special_tokens_map.json").write_text('{"eos_token": "<eos>"}')
+    generation, _, special, _ = write_out(model, tmp_path / "further")
+    assert generation == {"eos_token_id": [0, 1, 2, 9], "top_k": 20}
+    assert special == {"eos_token": "<bos>"}
+    plain = replace(loaded, files=copy, tokenizer_files=copy)
+    assert write_out(plain, tmp_path / "plain")[0] == {"eos_token_id": [9, 2], "top_k": 20}
+
+
+def test_the_ids_of_a_base_do_not_go_out_with_another_tokenizer(loaded, copy, tmp_path):
+    (copy / "generation_config.json").write_text('{"eos_token_id": [9, 2], "pad_token_id": 7, "top_k": 20}')
+    words = Tokenizer(models.WordLevel({"<end>": 0, "<begin>": 1, **{f"w{n}": n for n in range(2, 300)}}))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    words.add_special_tokens(["<end>", "<begin>"])
+    (tmp_path / "run").mkdir()
+    words.save(str(tmp_path / "run" / "tokenizer.json"))
+    (tmp_path / "run" / "tokenizer_config.json").write_text('{"bos_token": "<begin>", "eos_token": "<end>"}')
+    model = replace(loaded, files=copy, tokenizer=words, tokenizer_files=tmp_path / "run")
+    generation, _, config = write_out(model, tmp_path / "out")
+    assert generation == {"bos_token_id": 1, "eos_token_id": 0, "top_k": 20}
+    assert (config["bos_token_id"], config["eos_token_id"]) == (1, 0)
+    assert model.find_stop_ids() == (0,)
+    assert model.encode("w5 w6") == [1, 5, 6]  # with the first token, as in training
 
 
 @pytest.mark.nightly

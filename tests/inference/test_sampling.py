@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from scipy.special import chdtri
 from support.harness import ROOT, run_python
+from tokenizers import Tokenizer, models
 
 import tunix
 from tunix import generate
@@ -122,6 +123,12 @@ def test_every_id_that_ends_an_answer_is_known(hf_dir, tmp_path):
     word = vocab.backend.token_to_id("a")
     assert find_stop_ids(vocab, ("a",), tmp_path) == tuple(sorted((0, 2, 8, 9, word)))
     assert find_stop_ids(load_vocab(str(hf_dir)), (), None) == (2,)
+    # The files of a base with another tokenizer: 2 is the same token there, 8 and 9 are others.
+    words = Tokenizer.from_file(str(hf_dir / "tokenizer.json"))
+    other = Tokenizer(models.WordLevel({words.id_to_token(n) if n < 3 else f"word {n}": n for n in range(10)}))
+    other.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [9, 8, 2, 0]}')
+    assert find_stop_ids(load_vocab(str(hf_dir)), (), tmp_path) == (0, 2)
     with pytest.raises(UserError, match="sampling.stop=nowhere is not a token"):
         find_stop_ids(vocab, ("nowhere",), None)
 

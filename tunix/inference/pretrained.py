@@ -19,7 +19,7 @@ from tunix.checkpoints.store import describe_unreadable, find_parts, find_storag
 from tunix.config import Config, Model, pretrained_config
 from tunix.config.saved_runs import COPIED, find_run, read_saved
 from tunix.data.image_processors import find_processor
-from tunix.data.tokenizer import Vocab, add_images, load_vocab, read_backend
+from tunix.data.tokenizer import Vocab, add_images, load_vocab, read_backend, tokenizer_digest
 from tunix.huggingface.adapter import check_adapter, write_updates
 from tunix.huggingface.adapter_config import read_adapter
 from tunix.huggingface.hub import INFO_FILES, WEIGHTS, find
@@ -84,6 +84,14 @@ class Pretrained:
             else add_images(vocab, processor)
         )
 
+    @cached_property
+    def has_source_tokenizer(self) -> bool:
+        """True where the tokenizer is the one of Hugging Face's files, also in a run that began with them."""
+        if self.vocab is None:
+            return True
+        source = None if self.files is None else read_backend(self.files)
+        return source is not None and tokenizer_digest(source) == tokenizer_digest(self.vocab.backend)
+
     def find_stop_ids(self, stop_strings: tuple[str, ...] = ()) -> tuple[int, ...]:
         """Return the ids of the tokens that end an answer (`sampling.find_stop_ids`), with words of the user's."""
         assert self.tokenizer is not None
@@ -100,7 +108,7 @@ class Pretrained:
         except UnicodeEncodeError as error:
             raise UserError(f"prompt {text[:40]!r} is no text: character {error.start + 1} is no character") from None
         assert self.tokenizer is not None
-        if self.vocab is None or self.files is not None:
+        if self.vocab is None or self.has_source_tokenizer:
             return self.tokenizer.encode(text).ids  # a tokenizer of Hugging Face adds the first token itself
         ids = self.tokenizer.encode(text, add_special_tokens=False).ids
         return ids if self.vocab.bos is None else [self.vocab.bos, *ids]  # as the documents in training

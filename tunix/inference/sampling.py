@@ -16,7 +16,7 @@ from tunix.base.files import read_json
 from tunix.config import Generate
 from tunix.config import Sampling as SamplingKeys
 from tunix.costs.rollout import CHUNK
-from tunix.data.tokenizer import Vocab, special_tokens
+from tunix.data.tokenizer import Vocab, read_backend, special_tokens
 from tunix.inference.gathered import Gathered
 from tunix.inference.kv_cache import (
     SLOTS,
@@ -67,7 +67,8 @@ def find_stop_ids(
     """Return the ids that end an answer, in order: each of them is a token of the answer, and is trained.
 
     They are those that the files of the model in `folder` name, and `stop_strings`, the value of `key`; with the
-    tokenizer of a run also the end of a document, and the first special token after an answer in its chat template.
+    tokenizer of a run also the end of a document, and the first special token after an answer in its chat template. An
+    id of the files that is another token in the tokenizer of the run is left out.
 
     Raises:
         UserError: one of `stop_strings` is not a token of the tokenizer.
@@ -75,6 +76,8 @@ def find_stop_ids(
     ends = set(read_stop_ids(folder) if folder else ())
     backend = tokenizer.backend if isinstance(tokenizer, Vocab) else tokenizer
     if isinstance(tokenizer, Vocab):
+        source = read_backend(folder) if folder and ends else None
+        ends = {index for index in ends if source is None or source.id_to_token(index) == backend.id_to_token(index)}
         ends.add(tokenizer.eos)
     if isinstance(tokenizer, Vocab) and tokenizer.chat_template is not None:
         ids, special = backend.encode(tokenizer.chat.read_end(), add_special_tokens=False).ids, special_tokens(backend)
