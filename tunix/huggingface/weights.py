@@ -140,8 +140,7 @@ def load_weights(folder: Path, cfg: Model, weights: Parameters, layout: Layout, 
         UserError: tensors that are missing, too many, of another shape, or no floats: they are named.
     """
     check_weights(folder, cfg, weights)
-    if cfg.mtp is not None:
-        _check_copies(folder, cfg)
+    _check_copies(folder, cfg)
     loaded: dict[str, jax.Array] = {}
     with TensorFiles(folder, find_family(cfg.family), cfg.vocab_size) as files:
         load = partial(load_parameter, files, cfg, lambda equation: NamedSharding(mesh, layout.stored(equation)))
@@ -183,9 +182,17 @@ def _list_copies(family: Family, cfg: Model) -> dict[str, str]:
 
 
 def _check_copies(folder: Path, cfg: Model) -> None:
-    """Raise `UserError` where tables of the layer of `model.mtp` are not those of the model, which it computes with."""
+    """Raise `UserError` where a table that the files have a second time is not the one that the model computes with.
+
+    These are the tables of the layer of `model.mtp`, and a head beside a table of embeddings that is the head too.
+    """
     with TensorFiles(folder, find_family(cfg.family)) as files:
-        for tensor, path in _list_copies(files.family, cfg).items():
+        why = dict.fromkeys(_list_copies(files.family, cfg), f"model.mtp shares this table; {WITHOUT_MTP}")
+        copies, head = _list_copies(files.family, cfg), files.family.name("head.table")
+        if cfg.tied_head and cfg.labels is None and head is not None:
+            copies[head.tensor] = "embedding.table"
+            why[head.tensor] = "tie_word_embeddings=true makes them one; set tie_word_embeddings=false in config.json"
+        for tensor, path in copies.items():
             name = files.family.name(path)
             if name is None or tensor not in files.tensors:
                 continue
@@ -195,9 +202,7 @@ def _check_copies(folder: Path, cfg: Model) -> None:
                 np.array_equal(files.read(tensor, part), files.read(name.tensor, part)) for part in parts
             )
             if not is_equal:
-                raise UserError(
-                    f"{folder}: {tensor} is not equal to {name.tensor}, and model.mtp shares this table; {WITHOUT_MTP}"
-                )
+                raise UserError(f"{folder}: {tensor} is not equal to {name.tensor}, and {why[tensor]}")
 
 
 def layers_of(path: str, cfg: Model) -> tuple[int, ...]:
