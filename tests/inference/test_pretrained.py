@@ -151,6 +151,27 @@ def test_keys_of_published_files_that_would_change_something(name, key, value, t
         read_config(tmp_path)
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+ORIGINAL = {"original_max_position_embeddings": 16}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "original"),
+    [
+        ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "rope_scaling": YARN}, 32),
+        ("llama", {"rope_parameters": None, "rope_scaling": YARN, **ORIGINAL}, 16),
+        ("phi3_long", ORIGINAL, 16),
+        ("phi3_long", {"original_max_position_embeddings": ...}, 4096),
+        ("olmo3", {"rope_parameters": ..., "rope_scaling": YARN, **ORIGINAL}, 32),
+        ("olmo3", {"rope_parameters": {"full_attention": {}}, "rope_scaling": YARN}, 32),
+    ],
+)
+def test_keys_of_rope_win_over_others_as_in_transformers(name, changes, original, tmp_path):
+    shutil.copy(PARITY / name / "config.json", tmp_path)
+    change_config(tmp_path, **changes)
+    assert read_config(tmp_path)["rope_scaling"]["original_context"] == original
+
+
 TRAINING = [
     "data=text", "training.seq_len=32", "training.loss_chunk_size=32", "training.micro_batch_size=1", "training.max_steps=3",
     "training.mixed_precision=fp32", "evaluation.num_sequences=8", "evaluation.sample_tokens=0", "logging.every_steps=1",

@@ -15,6 +15,7 @@ from tunix.huggingface.rope_keys import (
     FULL,
     GLOBAL_HEADS,
     LATENT,
+    ORIGINAL,
     PARTIAL,
     read_global_heads,
     read_latent_heads,
@@ -171,8 +172,7 @@ NOT_THE_DECODER = {
     "cache_implementation", "_name_or_path", "max_window_layers", "n_ctx", "resid_pdrop", "embd_pdrop", "attn_pdrop",
     "summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout",
     "task_specific_params", "id2label", "label2id", "output_attentions", "output_hidden_states", "return_dict",
-    "residual_dropout", "original_max_position_embeddings",
-    "router_aux_loss_coef", "output_router_logits",
+    "residual_dropout", "router_aux_loss_coef", "output_router_logits",
     "chunk_size_feed_forward", "is_encoder_decoder", "problem_type", "tokenizer_class", "unsloth_fixed",
     "auto_map", MTP_DEPTH, "num_mtp_layers", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings",
     "ep_size", "seq_aux", "aux_loss_alpha",
@@ -189,7 +189,7 @@ NOT_THE_DECODER = {
     # Of SmolVLM: names of its own code, which transformers does not read.
     "is_llama_config", "neftune_noise_alpha", "pixel_shuffle_factor", "perceiver_config", "_flash_attn_2_enabled",
 }  # fmt: skip
-ROPE_KEYS = {"rope_theta", "rope_scaling", "rope_parameters", "rope_local_base_freq"}
+ROPE_KEYS = {"rope_theta", "rope_scaling", "rope_parameters", "rope_local_base_freq", ORIGINAL}
 # Keys of config.json whose value is another than that of our key: (from theirs to ours, from ours to theirs).
 CONVERSIONS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     # Granite multiplies scores by this number, we multiply them by query_scale ** -0.5.

@@ -109,11 +109,15 @@ def read_rope(raw: dict[str, Any], values: dict[str, Any], family: Family) -> di
     for key in ("rope_parameters", "rope_scaling"):
         if not isinstance(raw.get(key), dict | None):
             raise ValueError(f"{key}={raw[key]} is not a JSON object")
-    everywhere = raw.get("rope_parameters") or family.absent.get("rope_parameters")
-    everywhere = everywhere or {"rope_theta": raw["rope_theta"], **(raw.get("rope_scaling") or {})}
+    given, scaling = raw.get("rope_parameters") or family.absent.get("rope_parameters"), raw.get("rope_scaling") or {}
     nearby = {"rope_theta": raw.get("rope_local_base_freq")}  # of local layers
-    if FULL in everywhere:  # transformers 5: the parameters of each kind of layer by its name
-        everywhere, nearby = everywhere[FULL], everywhere[SLIDING]
+    # As in transformers 5: of both, rope_scaling is taken; it is part of what layers with full attention have, where
+    # the parameters stand by the kind of layer. Families that never had another form take rope_parameters alone.
+    if not given or (scaling and not family.local_rope):
+        everywhere = {"rope_theta": raw["rope_theta"], **scaling}
+    else:
+        everywhere = given.get(FULL, given) | ({} if "rope_parameters" in family.absent else scaling)
+        nearby = given.get(SLIDING, nearby)
     if nearby.get("rope_type", "default") != "default":
         raise ValueError(f"rope_parameters of {SLIDING}: rope_type={nearby['rope_type']} is not understood")
     params = dict(everywhere)
@@ -126,8 +130,9 @@ def read_rope(raw: dict[str, Any], values: dict[str, Any], family: Family) -> di
     if share in family.absent:
         rotated_dim = int(values["head_dim"] * params.pop(share, raw[share]))
         rotated = {"rotated_dim": None if rotated_dim == values["head_dim"] else rotated_dim}
-    if kind == "longrope" and raw.get(ORIGINAL) is not None:  # Phi's files have it beside the parameters of RoPE
-        params.setdefault(ORIGINAL, raw[ORIGINAL])
+    # Phi's files have it beside the parameters of RoPE, where transformers 5 takes it for every family but these.
+    if ORIGINAL in SCALINGS.get(kind, ("", {}))[1] and raw.get(ORIGINAL) is not None and not family.local_rope:
+        params[ORIGINAL] = raw[ORIGINAL]
     if kind == "longrope" and (factor := params.pop("factor", None)) and params.get("attention_factor") is None:
         original = params.get(ORIGINAL) or values["context_length"]
         # `attention_factor` by default follows from the ratio of the contexts. Another `factor` replaces that ratio.

@@ -299,7 +299,10 @@ FAMILIES: dict[str, Family] = {
         LLAMA_NAMES | fused("mlp.gate_up_proj", ("mlp.gate", "F"), ("mlp.up", "F"))
         | fused("self_attn.qkv_proj", ("attention.q", "NH"), ("attention.k", "KH"), ("attention.v", "KH")),
         WINDOW, NO_BIASES | {"lm_head_bias": (False,)},
-        ALL_LOCAL | {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0},
+        ALL_LOCAL | {
+            "max_position_embeddings": 4096, "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
+            "partial_rotary_factor": 1.0,
+        },
         published_code=True,
     ),
     "qwen2": like_llama(
