@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 
+import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -20,7 +21,7 @@ from tunix.config import Export
 from tunix.config.compose import compose
 from tunix.data.tokenizer import read_vocab
 from tunix.export import _write_model, export
-from tunix.huggingface.config_json import read_config
+from tunix.huggingface.config_json import read_config, translate_config
 from tunix.models.layers import named
 
 PARITY = ROOT / "tests" / "models" / "parity"
@@ -170,6 +171,29 @@ def test_keys_of_rope_win_over_others_as_in_transformers(name, changes, original
     shutil.copy(PARITY / name / "config.json", tmp_path)
     change_config(tmp_path, **changes)
     assert read_config(tmp_path)["rope_scaling"]["original_context"] == original
+
+
+@pytest.mark.parametrize(("outer", "inner", "tied"), [(True, False, True), (False, True, False), (None, True, True)])
+def test_the_head_of_a_model_that_sees_is_tied_as_the_whole_says(outer, inner, tied):
+    text = json.loads((PARITY / "mistral" / "config.json").read_text()) | {"tie_word_embeddings": inner}
+    whole = {"model_type": "mistral3", "text_config": text, "vision_config": {}, "tie_word_embeddings": outer}
+    assert translate_config(whole, "config.json")["tied_head"] == tied
+
+
+def in_mistral3(name):
+    return f"language_model.{name}"
+
+
+@pytest.mark.parametrize(("name", "rename"), [("mistral", in_mistral3)])
+def test_names_of_other_classes_are_read(name, rename, tmp_path):
+    shutil.copytree(PARITY / name, tmp_path / "copy")
+    before = load_file(PARITY / name / "model.safetensors")
+    renamed = {rename(tensor): value for tensor, value in before.items() if rename(tensor)}
+    if rename is in_mistral3:
+        renamed |= {f"{part}.w": np.zeros(3, np.float32) for part in ("vision_tower", "multi_modal_projector")}
+    save_file(renamed, tmp_path / "copy" / "model.safetensors")
+    read, usual = (tunix.load_pretrained(folder) for folder in (tmp_path / "copy", PARITY / name))
+    jax.tree.map(np.testing.assert_array_equal, read.params, usual.params)
 
 
 TRAINING = [

@@ -408,8 +408,10 @@ def _find_decoder(raw: dict[str, Any]) -> dict[str, Any]:
     """Return the keys of the decoder, of a config.json that may be of a model for images and text."""
     if not isinstance(raw.get("text_config"), dict):
         return raw
-    # The model_type of the decoder is in text_config; a file that lacks it there has, say, gemma3 for gemma3_text.
-    return {"model_type": f"{raw.get('model_type')}_text", **raw["text_config"]}
+    # The model_type of the decoder is in text_config; a file that lacks it there has, say, gemma3 for gemma3_text. The
+    # head belongs to the whole: where that says whether it is tied, transformers does not ask text_config.
+    head = {key: raw[key] for key in ("tie_word_embeddings",) if raw.get(key) is not None}
+    return {"model_type": f"{raw.get('model_type')}_text", **raw["text_config"], **head}
 
 
 def read_num_rows(folder: Path, family: Family) -> int:

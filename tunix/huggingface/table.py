@@ -251,7 +251,8 @@ FAMILIES: dict[str, Family] = {
         renamed=SEEING_NAMES, ignored=SEEING_PARTS,
     ),
     "mistral": like_llama(
-        "mistral", "MistralForCausalLM", keys=WINDOW, absent=ALL_LOCAL | {"max_position_embeddings": 131072}
+        "mistral", "MistralForCausalLM", keys=WINDOW, absent=ALL_LOCAL | {"max_position_embeddings": 131072},
+        renamed=SEEING_NAMES, ignored=SEEING_PARTS,
     ),
     "mixtral": like_llama(
         "mixtral", "MixtralForCausalLM",
