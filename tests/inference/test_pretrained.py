@@ -22,6 +22,7 @@ from tunix.config.compose import compose
 from tunix.data.tokenizer import read_vocab
 from tunix.export import _write_model, export
 from tunix.huggingface.config_json import read_config, translate_config
+from tunix.huggingface.weights import weight_files
 from tunix.models.layers import named
 
 PARITY = ROOT / "tests" / "models" / "parity"
@@ -184,7 +185,11 @@ def in_mistral3(name):
     return f"language_model.{name}"
 
 
-@pytest.mark.parametrize(("name", "rename"), [("mistral", in_mistral3)])
+def in_auto_model(name):
+    return name.removeprefix("model.")
+
+
+@pytest.mark.parametrize(("name", "rename"), [("mistral", in_mistral3), ("qwen3", in_auto_model)])
 def test_names_of_other_classes_are_read(name, rename, tmp_path):
     shutil.copytree(PARITY / name, tmp_path / "copy")
     before = load_file(PARITY / name / "model.safetensors")
@@ -194,6 +199,12 @@ def test_names_of_other_classes_are_read(name, rename, tmp_path):
     save_file(renamed, tmp_path / "copy" / "model.safetensors")
     read, usual = (tunix.load_pretrained(folder) for folder in (tmp_path / "copy", PARITY / name))
     jax.tree.map(np.testing.assert_array_equal, read.params, usual.params)
+
+
+def test_one_file_is_read_where_an_index_lies_beside_it(copy):
+    assert len(weight_files(copy)) > 1
+    shutil.copy(first(copy), copy / "model.safetensors")
+    assert weight_files(copy) == [copy / "model.safetensors"]
 
 
 TRAINING = [

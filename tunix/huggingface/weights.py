@@ -35,6 +35,7 @@ from tunix.sharding.layout import Layout
 from tunix.sharding.table import EXPERTS, LAYERS, Equation
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+BASE = "model."  # begins names in a class with a head; a model that AutoModel has saved has none, and no beginning
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
@@ -59,6 +60,9 @@ class TensorFiles:
                 raise UserError(f"{path} is truncated or not a safetensors file: {error}") from None
             open_file = cache(partial(MappedFile, path))  # mapped when its first tensor is read
             tensors |= {self._canonical(name): Plain(file, name, open_file) for name in file.keys()}  # noqa: SIM118
+        table = self.family.name("embedding.table")
+        if table is not None and table.tensor not in tensors and table.tensor.removeprefix(BASE) in tensors:
+            tensors = {BASE + name: tensor for name, tensor in tensors.items()}
         try:
             quantization = find_quantization(self.folder)
             self.tensors = concat_quantized(join_packed(tensors, quantization), quantization.block_sizes)
@@ -98,6 +102,8 @@ def weight_files(folder: Path) -> list[Path]:
     Raises:
         UserError: there are none, or one that the index names is missing.
     """
+    if (folder / SINGLE).is_file():  # transformers takes it, too, where there is an index beside it
+        return [folder / SINGLE]
     if (folder / INDEX).is_file():
         weight_map = read_json(folder / INDEX).get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
@@ -108,8 +114,6 @@ def weight_files(folder: Path) -> list[Path]:
         if missing := [name for name in names if not (folder / name).is_file()]:
             raise UserError(f"{folder} lacks {', '.join(missing)}, named in {INDEX}")
         return [folder / name for name in names]
-    if (folder / SINGLE).is_file():
-        return [folder / SINGLE]
     # A pickle names functions that are called while it is loaded.
     if pickles := sorted(path.name for pattern in PICKLES for path in folder.glob(pattern)):
         raise UserError(
