@@ -174,6 +174,20 @@ def test_keys_of_rope_win_over_others_as_in_transformers(name, changes, original
     assert read_config(tmp_path)["rope_scaling"]["original_context"] == original
 
 
+@pytest.mark.parametrize(
+    ("name", "key", "ours", "value"),
+    [
+        ("mistral", "sliding_window", "sliding_window", 4096), ("mistral", "num_key_value_heads", "num_kv_heads", 8),
+        ("olmo3", "rope_parameters", "rope_theta", 5e5), ("qwen3", "num_key_value_heads", "num_kv_heads", 32),
+        ("llama4", "head_dim", "head_dim", 128),
+    ],
+)  # fmt: skip
+def test_a_key_that_is_left_out_has_the_value_of_transformers(name, key, ours, value, tmp_path):
+    shutil.copy(PARITY / name / "config.json", tmp_path)
+    change_config(tmp_path, **dict.fromkeys((key, "rope_theta"), ...))
+    assert read_config(tmp_path)[ours] == value
+
+
 @pytest.mark.parametrize(("outer", "inner", "tied"), [(True, False, True), (False, True, False), (None, True, True)])
 def test_the_head_of_a_model_that_sees_is_tied_as_the_whole_says(outer, inner, tied):
     text = json.loads((PARITY / "mistral" / "config.json").read_text()) | {"tie_word_embeddings": inner}

@@ -55,7 +55,7 @@ QWEN3_5 = like_llama(
     names=LLAMA_NAMES | qk_norm("H", "H") | GATED_QUERIES | linear_names(),
     keys=LINEAR_KEYS,
     fixed={"attention_bias": (False,), "attn_output_gate": (True,), "mamba_ssm_dtype": ("float32",)},
-    absent=LINEAR_ABSENT,
+    absent=LINEAR_ABSENT | {"num_key_value_heads": 4},
     local_type="linear_attention",
     renamed=SEEING_NAMES,
     ignored=(r"(model\.)?visual\.", r"mtp\."),  # the part that sees, and layers that predict further tokens
@@ -123,7 +123,7 @@ FAMILIES: dict[str, Family] = {
         "exaone4", "Exaone4ForCausalLM",
         renamed(LLAMA_NAMES, post_attention="post_attention_layernorm", post_mlp="post_feedforward_layernorm")
         | qk_norm("H", "H"), WINDOW,
-        absent={"rms_norm_eps": 1e-5, "sliding_window": 4096, "sliding_window_pattern": 4},
+        absent={"rms_norm_eps": 1e-5, "num_key_value_heads": 32, "sliding_window": 4096, "sliding_window_pattern": 4},
         unrotated_global=True,
     ),
     "gemma2": gemma.GEMMA2,
@@ -150,9 +150,9 @@ FAMILIES: dict[str, Family] = {
         keys=DEEPSEEK_KEYS,
         fixed=DEEPSEEK_FIXED,
         absent={
-            "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5,
-            "n_shared_experts": 1, "norm_topk_prob": True, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0,
-            "first_k_dense_replace": 1, "attention_bias": False, "use_qk_norm": False,
+            "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "num_key_value_heads": 8,
+            "partial_rotary_factor": 0.5, "n_shared_experts": 1, "norm_topk_prob": True, "n_group": 1, "topk_group": 1,
+            "routed_scaling_factor": 1.0, "first_k_dense_replace": 1, "attention_bias": False, "use_qk_norm": False,
         },
         biases={"attention_bias": "attention.[qkv]"},
         mtp_tensors=NEXT_TOKENS,
@@ -232,7 +232,8 @@ FAMILIES: dict[str, Family] = {
         fixed={"attention_bias": (False,), "router_jitter_noise": (0.0,)},
         # Layers with positions attend to chunks of the text, those without positions to all of it: "unrotated".
         absent={
-            "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 5e5, "num_local_experts": 16,
+            "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 5e5, "head_dim": 128,
+            "num_key_value_heads": 8, "num_local_experts": 16,
             "interleave_moe_layer_step": 1, "num_experts_per_tok": 1, "attention_chunk_size": 8192,
             "no_rope_layer_interval": 4, "sliding_window_pattern": "unrotated", "use_qk_norm": True,
             "attn_temperature_tuning": True, "attn_scale": 0.1, "floor_scale": 8192, "intermediate_size_mlp": 16384,
@@ -251,7 +252,8 @@ FAMILIES: dict[str, Family] = {
         renamed=SEEING_NAMES, ignored=SEEING_PARTS,
     ),
     "mistral": like_llama(
-        "mistral", "MistralForCausalLM", keys=WINDOW, absent=ALL_LOCAL | {"max_position_embeddings": 131072},
+        "mistral", "MistralForCausalLM", keys=WINDOW,
+        absent=ALL_LOCAL | {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
         renamed=SEEING_NAMES, ignored=SEEING_PARTS,
     ),
     "mixtral": like_llama(
@@ -261,8 +263,8 @@ FAMILIES: dict[str, Family] = {
         keys=EXPERT_KEYS | EVERY_MLP | {"mlp.num_experts": "num_local_experts", "sliding_window": "sliding_window"},
         fixed={"router_jitter_noise": (0.0,)},
         absent=ALL_LOCAL | {
-            "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_local_experts": 8,
-            "num_experts_per_tok": 2,
+            "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_key_value_heads": 8,
+            "num_local_experts": 8, "num_experts_per_tok": 2,
         },
     ),
     "nemotron": like_llama(
@@ -282,7 +284,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "olmo3": like_llama(
         "olmo3", "Olmo3ForCausalLM", OLMO_NAMES, WINDOW, {"attention_bias": (False,)},
-        {"rms_norm_eps": 1e-5, "sliding_window": 4096, "sliding_window_pattern": 4},
+        {"rms_norm_eps": 1e-5, "rope_theta": 5e5, "sliding_window": 4096, "sliding_window_pattern": 4},
         local_rope=True,
     ),
     "olmoe": like_llama(
@@ -309,12 +311,12 @@ FAMILIES: dict[str, Family] = {
     "qwen2": like_llama(
         "qwen2", "Qwen2ForCausalLM", LLAMA_NAMES | qkv_biases(),
         fixed={"use_sliding_window": (False,), "use_mrope": (False,)},
-        absent={"max_position_embeddings": 32768},
+        absent={"max_position_embeddings": 32768, "num_key_value_heads": 32},
     ),
     "qwen3": like_llama(
         "qwen3", "Qwen3ForCausalLM", LLAMA_NAMES | qk_norm("H", "H"),
         fixed={"attention_bias": (False,), "use_sliding_window": (False,)},
-        absent={"max_position_embeddings": 32768, "head_dim": 128},
+        absent={"max_position_embeddings": 32768, "head_dim": 128, "num_key_value_heads": 32},
     ),
     "qwen3_vl": like_llama(
         "qwen3_vl", "Qwen3VLForConditionalGeneration",
@@ -323,7 +325,7 @@ FAMILIES: dict[str, Family] = {
             for path, name in (LLAMA_NAMES | qk_norm("H", "H")).items()
         } | merging_tower_names("model.visual."),
         fixed={"attention_bias": (False,)},
-        absent={"max_position_embeddings": 128000, "head_dim": 128, "rope_theta": 5e5},
+        absent={"max_position_embeddings": 128000, "head_dim": 128, "num_key_value_heads": 32, "rope_theta": 5e5},
         many_axes=True,
         sees=True,
     ),
@@ -335,6 +337,7 @@ FAMILIES: dict[str, Family] = {
             "mlp_dim": "moe_intermediate_size",  # no layer has another MLP
             "mlp.expert_dim": "moe_intermediate_size", "mlp.shared_dim": "shared_expert_intermediate_size",
         },
+        absent=QWEN3_5.absent | {"num_key_value_heads": 2},
         synonyms={"num_local_experts": "num_experts"},
         published=WHOLE_EXPERT_NAMES,
     ),
@@ -346,7 +349,10 @@ FAMILIES: dict[str, Family] = {
             "attention_bias": (False,), "use_sliding_window": (False,), "decoder_sparse_step": (1,),
             "qkv_bias": (False,), "use_qk_norm": (True,), "shared_expert_intermediate_size": (0,),
         },
-        absent={"max_position_embeddings": 32768, "head_dim": 128, "norm_topk_prob": False, "mlp_only_layers": None},
+        absent={
+            "max_position_embeddings": 32768, "head_dim": 128, "num_key_value_heads": 4, "norm_topk_prob": False,
+            "mlp_only_layers": None,
+        },
         synonyms={"num_local_experts": "num_experts"},  # of transformers 5
     ),
     "qwen3_next": like_llama(
@@ -363,7 +369,7 @@ FAMILIES: dict[str, Family] = {
             "mlp.normalized": "norm_topk_prob",
         },
         fixed={"attention_bias": (False,), "use_sliding_window": (False,), "decoder_sparse_step": (1,)},
-        absent=LINEAR_ABSENT | {"norm_topk_prob": True, "mlp_only_layers": None},
+        absent=LINEAR_ABSENT | {"num_key_value_heads": 2, "norm_topk_prob": True, "mlp_only_layers": None},
         synonyms={"num_local_experts": "num_experts"},
         local_type="linear_attention",
         mtp_tensors=r"mtp\.",
@@ -378,12 +384,12 @@ FAMILIES: dict[str, Family] = {
     "seed_oss": like_llama(
         "seed_oss", "SeedOssForCausalLM", LLAMA_NAMES | qkv_biases(),
         fixed={"attention_bias": (True,), "attention_out_bias": (False,), "mlp_bias": (False,)},
-        absent={"max_position_embeddings": 524288, "head_dim": 128},
+        absent={"max_position_embeddings": 524288, "head_dim": 128, "num_key_value_heads": 8},
     ),
     "smollm3": like_llama(
         "smollm3", "SmolLM3ForCausalLM", fixed=NO_BIASES | {"use_sliding_window": (False, None)},
         absent={
-            "max_position_embeddings": 32768, "tie_word_embeddings": True, "rope_theta": 2e6,
+            "max_position_embeddings": 32768, "num_key_value_heads": 4, "tie_word_embeddings": True, "rope_theta": 2e6,
             "no_rope_layer_interval": 4,
         },
     ),
