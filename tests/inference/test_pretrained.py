@@ -10,6 +10,7 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 from safetensors.numpy import load_file, save_file
 from support.harness import ROOT, metrics
 from support.hf_files import TEMPLATE, WORDS
@@ -213,6 +214,15 @@ def test_names_of_other_classes_are_read(name, rename, tmp_path):
     save_file(renamed, tmp_path / "copy" / "model.safetensors")
     read, usual = (tunix.load_pretrained(folder) for folder in (tmp_path / "copy", PARITY / name))
     jax.tree.map(np.testing.assert_array_equal, read.params, usual.params)
+
+
+def test_norms_of_latents_have_an_epsilon_of_their_own(tmp_path):
+    shutil.copytree(PARITY / "deepseek_v3", tmp_path / "copy")
+    change_config(tmp_path / "copy", rms_norm_eps=1e-5)
+    model = tunix.load_pretrained(tmp_path / "copy")
+    modules = {path[-1]: part for path, part in nnx.iter_modules(model.arch.module(model.params)) if path}
+    epsilons = {name: modules[name].eps for name in ("q_norm", "kv_norm", "pre_attention", "final_norm")}
+    assert epsilons == {"q_norm": 1e-6, "kv_norm": 1e-6, "pre_attention": 1e-5, "final_norm": 1e-5}
 
 
 def test_one_file_is_read_where_an_index_lies_beside_it(copy):

@@ -28,6 +28,8 @@ from tunix.sharding.layout import Layout
 
 AttentionFn = Callable[..., Any]  # (queries, keys, values, layout) -> results, as `compute_attention` gives them
 
+LATENT_EPS = 1e-6  # of the norms of latents in DeepSeek's code and transformers, whatever `model.norm_eps`
+
 
 class Heads(NamedTuple):
     """Ways from the entries that tokens have in a cache, a tuple of arrays [B, S, ...], to attention."""
@@ -49,14 +51,14 @@ class LatentAttention(nnx.Module):
         if self.queries_have_latent:
             self.q_down = Einsum("attention.q_down", "BTD,DQ->BTQ", cfg, layout, initializer)
             self.q = Einsum("attention.q", "BTQ,QNH->BTNH", cfg, layout, initializer)
-            self.q_norm = NORMS[cfg.norm]("BTQ", cfg, layout)
+            self.q_norm = NORMS[cfg.norm]("BTQ", cfg, layout, eps=LATENT_EPS)
         else:
             self.q_whole = Einsum("attention.q_whole", "BTD,DNH->BTNH", cfg, layout, initializer)
         self.kv_down = Einsum("attention.kv_down", "BTD,DC->BTC", cfg, layout, initializer)
         self.k = Einsum("attention.k", "BTD,DR->BTR", cfg, layout, initializer)
         self.kv_up = Einsum("attention.kv_up", "BTC,CNO->BTNO", cfg, layout, initializer)
         self.o = Einsum("attention.o", "BTNW,NWD->BtD", cfg, layout, initializer)
-        self.kv_norm = NORMS[cfg.norm]("BTC", cfg, layout)
+        self.kv_norm = NORMS[cfg.norm]("BTC", cfg, layout, eps=LATENT_EPS)
 
     def __call__(self, x, positions, rope, mix, dropout_key):
         """[B, t, D] -> ([B, t, D], the cache of the layer, made of latents [B, T, C] and rotated keys [B, T, R])."""
