@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import jax
 import ml_dtypes
 import numpy as np
 from safetensors.numpy import load_file, save_file
@@ -51,6 +52,23 @@ def test_eight_bit_floats_with_a_scale_for_each_block(tmp_path):
                        ("codes", "numbers"))  # fmt: skip
     for name, value in expected.items():
         np.testing.assert_array_equal(np.asarray(found[name]), np.asarray(value), err_msg=name)
+
+
+def test_eight_bit_floats_with_one_scale(tmp_path):
+    tensors = copy_of(
+        "llama", tmp_path / "codes", quantization_config={"quant_method": "fp8", "weight_block_size": None}
+    )
+    copy_of("llama", tmp_path / "numbers")
+    codes, numbers = dict(tensors), dict(tensors)
+    for name in [name for name in tensors if name.endswith("proj.weight")]:
+        codes[name] = (tensors[name].astype(np.float32) * 100).astype(ml_dtypes.float8_e4m3fn)
+        codes[f"{name}_scale_inv"] = np.array(0.01, np.float32)
+        codes[name.replace("weight", "activation_scale")] = np.array(3, np.float32)
+        numbers[name] = codes[name].astype(np.float32) * np.float32(0.01)
+    save_file(codes, tmp_path / "codes" / "model.safetensors")
+    save_file(numbers, tmp_path / "numbers" / "model.safetensors")
+    found, expected = (tunix.load_pretrained(tmp_path / name).params for name in ("codes", "numbers"))
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
 def test_four_bit_floats_with_an_exponent_for_thirty_two(tmp_path):

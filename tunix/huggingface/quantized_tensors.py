@@ -1,6 +1,7 @@
 """Tensors as files hold them: numbers, or codes with scales, which are numbers again when a slice of them is read.
 
 fp8       DeepSeek-V3     NAME [out, in] of 8-bit floats, NAME_scale_inv: a scale for each block of 128 x 128
+          Ministral 3     the same with one scale for the matrix; scales of its inputs are left out
 mxfp4     GPT-OSS         NAME_blocks [X, out, in / 32, 16] of two 4-bit floats in a byte, and
                           NAME_scales [X, out, in / 32]: exponents of two. The model has NAME [X, in, out].
 
@@ -8,6 +9,7 @@ mxfp4     GPT-OSS         NAME_blocks [X, out, in / 32, 16] of two 4-bit floats 
 """
 
 import json
+import math
 import mmap
 from collections.abc import Callable, Mapping
 from functools import cached_property
@@ -19,6 +21,7 @@ import numpy as np
 
 Index = tuple[slice, ...]
 SCALE_INV, BLOCKS, SCALES = "_scale_inv", "_blocks", "_scales"
+INPUT_SCALES = ("activation_scale", "input_scale")  # of a layer whose inputs are 8-bit floats elsewhere
 FP8 = "F8_E4M3"  # as safetensors names it
 # Number of each 4-bit code: a sign, two bits of exponent, one of mantissa (OCP Microscaling Formats 1.0, E2M1).
 FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
@@ -96,7 +99,7 @@ class Plain:
 
 
 class Fp8:
-    """8-bit floats [out, in] with a scale for each block; `sizes` are those of a block."""
+    """8-bit floats [out, in] with one scale, or with a scale for each block; `sizes` are those of a block."""
 
     dtype = COMPUTED
 
@@ -106,6 +109,9 @@ class Fp8:
 
     def read(self, index: Index) -> np.ndarray:
         """Return a slice [rows, columns] of the matrix [out, in], float32."""
+        if math.prod(self.scales.shape) == 1:
+            scale = self.scales.read((slice(None),) * len(self.scales.shape)).astype(np.float32).reshape(())
+            return self.quantized.read(index).astype(np.float32) * scale
         # The scales of the blocks that the slice touches, then one for each of its rows and columns.
         indices = [np.arange(size)[part] for size, part in zip(self.shape, index, strict=True)]
         rows, columns = (position // size for position, size in zip(indices, self.sizes, strict=True))
@@ -185,6 +191,8 @@ def concat_quantized(tensors: Mapping[str, Stored], fp8_sizes: tuple[int, int]) 
         if tensor.dtype == FP8 and (scales := plain.get(name + SCALE_INV)):
             joined[name] = Fp8(tensor, scales, fp8_sizes)
             del joined[name + SCALE_INV]
+            for scale in INPUT_SCALES:
+                joined.pop(name.removesuffix("weight") + scale, None)
         base = name.removesuffix(BLOCKS)
         if base != name and (scales := plain.get(base + SCALES)):
             joined[base] = Mxfp4(tensor, scales)
