@@ -22,7 +22,7 @@ from tunix.config.compose import compose
 from tunix.export import export
 from tunix.generate import generate
 from tunix.huggingface.adapter import gather_adapter
-from tunix.huggingface.adapter_config import read_adapter
+from tunix.huggingface.adapter_config import read_adapter, write_adapter_config
 from tunix.inference.pretrained import check_init_from, load_init_from
 from tunix.models.layers import named
 from tunix.sharding.arrays import to_global
@@ -259,6 +259,24 @@ def test_forms_that_do_not_go():
     ):  # fmt: skip
         with pytest.raises(UserError, match=message.replace("attention|mlp", r"attention\|mlp")):
             compose(more)
+
+
+@pytest.mark.parametrize(("name", "targets"), [("deepseek_v3", "mlp.gate"), ("glm4_moe", "mlp.down")])
+def test_updates_that_peft_would_drop_are_not_written(name, targets):
+    """PEFT takes modules with the names of those in experts for experts."""
+    words = [f"model.init_from={PARITY / name}", *SHORT, "model.lora.rank=2", f"model.lora.targets={targets}"]
+    cfg = compose([*words, "model.mesh_shape=[[1],[fsdp]]"]).config
+    mesh = build_mesh(cfg)
+    with jax.set_mesh(mesh), pytest.raises(UserError, match=r"drops those of its other MLPs; set merge_lora=true"):
+        gather_adapter({}, cfg.model, training.assemble(cfg, mesh).arch.weights, "float32")
+
+
+@pytest.mark.parametrize(("targets", "written"), [("attention", (True, 6)), ("attention|mlp.expert", (False, 12))])
+def test_the_factor_of_updates_of_experts_is_that_of_peft(targets, written):
+    words = [f"model.init_from={PARITY / 'olmoe'}", *SHORT, "model.lora.rank=4", "model.lora.alpha=6"]
+    model = compose([*words, "model.lora.use_rslora=true", f"model.lora.targets='{targets}'"]).config.model
+    info = write_adapter_config(model, {"q_proj"})
+    assert (info["use_rslora"], info["lora_alpha"]) == written
 
 
 REFUSED = {

@@ -24,8 +24,9 @@ from jax.sharding import Mesh, NamedSharding
 
 from tunix.base.errors import UserError
 from tunix.config import Model
+from tunix.config.layers import EXPERT_PROJECTIONS
 from tunix.huggingface.adapter_config import MAGNITUDE, PREFIX, WEIGHTS
-from tunix.huggingface.table import Name, find_family
+from tunix.huggingface.table import Family, Name, find_family
 from tunix.huggingface.weights import (
     FLOATS,
     Parameters,
@@ -105,17 +106,23 @@ def gather_adapter(
     They have PEFT's shapes: A [r, in] and B [out, r] of a matrix [out, in] of the files.
 
     Raises:
-        UserError: the family keeps several projections in one tensor.
+        UserError: the family keeps several projections in one tensor, or PEFT would leave out an update.
     """
     tensors, modules, family = {}, set(), find_family(cfg.family)
-    leaves = dict(named(params))
+    leaves, of_experts = dict(named(params)), _list_expert_modules(family)
     for path, name, weight in _list_factors(cfg, weights):
         if name.fused or (EXPERTS in weight.equation.w) > (EXPERTS in name.numbered):
             raise UserError(
                 f"{cfg.family} keeps several projections in one tensor, which an adapter cannot follow; "
                 "set merge_lora=true"
             )
-        modules.add(name.tensor.partition(".lora_")[0].rpartition(".")[2])
+        module = name.tensor.partition(".lora_")[0].rpartition(".")[2]
+        if module in of_experts and EXPERTS not in name.numbered:
+            raise UserError(
+                f"PEFT takes updates of {module} for those of experts alone in a {cfg.family}, and drops those of its "
+                "other MLPs; set merge_lora=true"
+            )
+        modules.add(module)
         layers, start = layers_of(path, cfg), leaves.get(f"{path}_start")
         for numbers in list_numbers(path, name, cfg):
             at = (layers.index(numbers[0]), *numbers[1:])
@@ -126,6 +133,13 @@ def gather_adapter(
             factor = np.concatenate(parts, 0 if path.endswith(".a") else -1).astype(jnp.dtype(dtype))
             tensors[PREFIX + family.module_name(name.tensor.format(*numbers))] = np.ascontiguousarray(factor)
     return tensors, modules
+
+
+def _list_expert_modules(family: Family) -> set[str]:
+    """Return the last names of the modules of one expert: PEFT looks for modules of these names in experts alone."""
+    published = family.as_in(None)
+    matrices = [published.names.get(f"blocks.{projection}.w") for projection in EXPERT_PROJECTIONS]
+    return {name.tensor.split(".")[-2] for name in matrices if name is not None and EXPERTS in name.numbered}
 
 
 def gather_score(params: Parameters) -> np.ndarray:

@@ -10,7 +10,7 @@ from tunix.base.errors import UserError
 from tunix.base.files import read_json
 from tunix.base.forms import naming_writer
 from tunix.config import Model
-from tunix.config.layers import UPDATED
+from tunix.config.layers import EXPERT_PROJECTIONS, UPDATED, ExpertsMlp
 from tunix.config.vision import TOWER
 from tunix.huggingface.table import Family, find_family
 
@@ -106,13 +106,22 @@ def write_adapter_config(model: Model, modules: set[str]) -> dict[str, Any]:
     lora, rank, alpha = model.lora, model.lora.rank, model.lora.alpha
     if lora.init == "pissa":  # with the factors that it started from, and the same scale
         rank, alpha = 2 * rank, alpha * (2**0.5 if lora.use_rslora else 2)
+    use_rslora = lora.use_rslora
+    if (
+        use_rslora
+        and isinstance(model.mlp, ExpertsMlp)
+        and any(re.search(lora.targets, name) for name in EXPERT_PROJECTIONS)
+    ):
+        # PEFT doubles rank and alpha of experts, whose gates and what they gate are one matrix there: right for
+        # alpha / rank alone. So the same factor is written in that form.
+        use_rslora, alpha = False, alpha * rank**0.5
     return {
         "peft_type": "LORA",
         **TASK_TYPES[model.labels is not None],
         "base_model_name_or_path": model.init_from,
         "r": rank,
         "lora_alpha": alpha,
-        "use_rslora": lora.use_rslora,
+        "use_rslora": use_rslora,
         "use_dora": lora.use_dora,
         "lora_dropout": lora.dropout,
         "target_modules": sorted(modules),
