@@ -20,9 +20,10 @@ import tunix
 from tunix.base.errors import UserError
 from tunix.config import Export
 from tunix.config.compose import compose
+from tunix.config.pretrained_config import trained_model
 from tunix.data.tokenizer import read_vocab
 from tunix.export import _write_model, export
-from tunix.huggingface.config_json import read_config, translate_config
+from tunix.huggingface.config_json import read_config, translate_config, write_config
 from tunix.huggingface.weights import weight_files
 from tunix.models.layers import named
 
@@ -128,6 +129,10 @@ HARMLESS = {
     "qwen3_next": {"use_sliding_window": False},
     "llama4": {"_attn_implementation_autoset": True},
     "gemma2": {"sliding_window_size": 4096},
+    # Keys of layers that transformers does not read for these families.
+    "granite": {"no_rope_layers": [1, 0, 1], "no_rope_layer_interval": 2, "mlp_only_layers": [0], "moe_layers": [1]},
+    "glm4": {"sliding_window": 5, "sliding_window_pattern": 2, "_sliding_window_pattern": 2},
+    "mistral": {"layer_types": ["full_attention"] * 9},
 }  # fmt: skip
 
 
@@ -187,6 +192,19 @@ def test_a_key_that_is_left_out_has_the_value_of_transformers(name, key, ours, v
     shutil.copy(PARITY / name / "config.json", tmp_path)
     change_config(tmp_path, **dict.fromkeys((key, "rope_theta"), ...))
     assert read_config(tmp_path)[ours] == value
+
+
+@pytest.mark.parametrize(("window", "unrotated"), [(5, 1), (None, None)])
+def test_an_exaone_without_local_layers_has_positions_where_it_has_no_window(window, unrotated, tmp_path):
+    config = json.loads((PARITY / "exaone4" / "config.json").read_text())
+    all_global = {"sliding_window": window, "layer_types": ["full_attention"] * config["num_hidden_layers"]}
+    (tmp_path / "config.json").write_text(json.dumps(config | all_global))
+    found = read_config(tmp_path)
+    assert (found["global_every"], found["sliding_window"], found["unrotated_every"]) == (1, None, unrotated)
+    written = write_config(trained_model(tmp_path, ((1,), ("tp",))))
+    assert (written["sliding_window"] is None) == (window is None)
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    assert read_config(tmp_path) == found
 
 
 @pytest.mark.parametrize(("outer", "inner", "tied"), [(True, False, True), (False, True, False), (None, True, True)])

@@ -43,12 +43,14 @@ from tunix.huggingface.vision_keys import (
 #     mlp_only_layers: [0, 1]                           the first two layers have no experts
 #     moe_layers: [1, 3, 5, ...]                        every second layer has experts
 #
-# A list that is not of every n-th layer is refused.
+# A list that is not of every n-th layer is refused. Of these keys, transformers reads those that a family has in `keys`
+# or `absent`, and no others.
 
 LAYER_KEYS = {
-    "layer_types", "sliding_window", "sliding_window_pattern", "_sliding_window_pattern", "no_rope_layers",
-    "no_rope_layer_interval", "mlp_only_layers", "moe_layers",
+    "sliding_window", "sliding_window_pattern", "_sliding_window_pattern", "no_rope_layers", "no_rope_layer_interval",
+    "mlp_only_layers", "moe_layers",
 }  # fmt: skip
+LAYER_TYPES = "layer_types"  # a family that does not read it has layers of one type
 FULL_EVERY = "full_attention_interval"  # one of so many layers attends to everything, where layer_types is not given
 UNROTATED = "unrotated"  # in the place of sliding_window_pattern: the layers without positions are the global ones
 
@@ -60,7 +62,7 @@ def read_attention_layers(raw: dict[str, Any], num_layers: int, family: Family) 
     Raises:
         ValueError: layers that are not every n-th one.
     """
-    every = raw.get("sliding_window_pattern", raw.get("_sliding_window_pattern"))
+    every = raw.get("sliding_window_pattern")
     unrotated = _read_unrotated(raw, num_layers)
     if every == UNROTATED:
         every = unrotated or 0
@@ -74,15 +76,23 @@ def read_attention_layers(raw: dict[str, Any], num_layers: int, family: Family) 
     window = raw.get(family.keys.get("sliding_window", "sliding_window"))
     if every is None or window is None:
         every = raw.get(FULL_EVERY, 1)
-    types, local = raw.get("layer_types"), family.local_type  # newer files have the list, and it wins
-    if types is not None:
+    types, local = raw.get(LAYER_TYPES), family.local_type  # newer files have the list, and it wins
+    if types is not None and not _reads_layer_types(family):
+        if len({*types}) > 1:
+            raise ValueError(f"layer_types={types} is not understood; layers must be of one type")
+    elif types is not None:
         every = types.index(FULL) + 1 if FULL in types else num_layers + 1
         if types != [local if (layer + 1) % every else FULL for layer in range(num_layers)]:
             raise ValueError(f"layer_types={types} is not understood; every n-th layer must be {FULL}")
-    window = window if every > 1 else None  # some files name a window that no layer has
     if family.unrotated_global and window is not None:
         unrotated = every
+    window = window if every > 1 else None  # some files name a window that no layer has
     return {"global_every": every, "sliding_window": window, "unrotated_every": unrotated}
+
+
+def _reads_layer_types(family: Family) -> bool:
+    """Return whether a family has layers of two types."""
+    return bool(family.absent.get("sliding_window_pattern")) or FULL_EVERY in family.absent
 
 
 def _read_unrotated(raw: dict[str, Any], num_layers: int) -> int | None:
@@ -120,10 +130,11 @@ def write_attention_layers(model: Model, family: Family) -> dict[str, Any]:
         if model.unrotated_every is not None:
             keys["no_rope_layer_interval"] = model.unrotated_every
         keys["no_rope_layers"] = [int(model.is_rotated(layer)) for layer in range(model.num_layers)]
-    if family.absent.get("sliding_window_pattern") or FULL_EVERY in family.absent:
+    if _reads_layer_types(family):
         local = family.local_type
-        keys["layer_types"] = [FULL if model.is_global(layer) else local for layer in range(model.num_layers)]
-    if family.absent.get("sliding_window_pattern") and model.sliding_window is None:
+        keys[LAYER_TYPES] = [FULL if model.is_global(layer) else local for layer in range(model.num_layers)]
+    is_rotated = family.unrotated_global and model.unrotated_every is None  # by EXAONE where there is no window
+    if family.absent.get("sliding_window_pattern") and model.sliding_window is None and not is_rotated:
         # transformers makes a mask for local layers where the model has none, too.
         keys["sliding_window"] = model.context_length
     return keys
@@ -314,13 +325,14 @@ def _check_keys(raw: dict[str, Any], family: Family, source: str) -> dict[str, A
     """
     raw = {family.synonyms.get(key, key): value for key, value in raw.items() if key != QUANTIZATION}
     keys = {
-        *family.keys.values(), *family.fixed, *family.biases, *NOT_THE_DECODER, *LAYER_KEYS, *ROPE_KEYS,
+        *family.keys.values(), *family.fixed, *family.biases, *NOT_THE_DECODER, *LAYER_KEYS, LAYER_TYPES, *ROPE_KEYS,
         *DERIVED & family.absent.keys(),
     }  # fmt: skip
     for key, value in raw.items():
         if key not in keys:
             raise UserError(f"{source}: {key}={value} is not understood for model_type={raw.get('model_type')}")
-    raw = family.absent | raw
+    unread = LAYER_KEYS - family.absent.keys() - {*family.keys.values()}
+    raw = family.absent | {key: value for key, value in raw.items() if key not in unread}
     for key, value in raw.items():
         if key in family.fixed and value not in family.fixed[key]:
             usual = " or ".join(map(str, family.fixed[key]))

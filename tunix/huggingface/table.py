@@ -235,7 +235,8 @@ FAMILIES: dict[str, Family] = {
             "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 5e5, "head_dim": 128,
             "num_key_value_heads": 8, "num_local_experts": 16,
             "interleave_moe_layer_step": 1, "num_experts_per_tok": 1, "attention_chunk_size": 8192,
-            "no_rope_layer_interval": 4, "sliding_window_pattern": "unrotated", "use_qk_norm": True,
+            "no_rope_layer_interval": 4, "no_rope_layers": None, "moe_layers": None,
+            "sliding_window_pattern": "unrotated", "use_qk_norm": True,
             "attn_temperature_tuning": True, "attn_scale": 0.1, "floor_scale": 8192, "intermediate_size_mlp": 16384,
         },
         renamed=SEEING_NAMES,
@@ -390,7 +391,7 @@ FAMILIES: dict[str, Family] = {
         "smollm3", "SmolLM3ForCausalLM", fixed=NO_BIASES | {"use_sliding_window": (False, None)},
         absent={
             "max_position_embeddings": 32768, "num_key_value_heads": 4, "tie_word_embeddings": True, "rope_theta": 2e6,
-            "no_rope_layer_interval": 4,
+            "no_rope_layer_interval": 4, "no_rope_layers": None,
         },
     ),
     "smolvlm": SMOLVLM,
