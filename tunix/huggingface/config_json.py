@@ -359,7 +359,7 @@ def _read_values(raw: dict[str, Any], family: Family) -> dict[str, Any]:
         values = read_expert_layers(raw, values["num_layers"]) | values
     if SHARED in raw:
         values["mlp.shared_dim"] = raw[SHARED] * values["mlp.expert_dim"] or None
-    if QK_NORM in raw:
+    if QK_NORM in family.absent:
         values["qk_norm"] = family.qk_norm if raw[QK_NORM] else "none"
     if TEMPERATURE in raw:
         # How Llama 4's queries grow in layers without positions.
