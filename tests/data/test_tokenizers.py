@@ -13,7 +13,7 @@ from tunix.base.errors import UserError
 from tunix.config.compose import compose
 from tunix.data import tokenizer
 from tunix.data.dataset import load_corpus
-from tunix.data.tokenizer import bytes_by_token
+from tunix.data.tokenizer import bytes_by_token, load_vocab
 
 TEXT = "def f(x):\n\treturn 'Ünïcödé 漢字 🙂' # \x00\r\n"
 
@@ -98,7 +98,7 @@ def test_a_hugging_face_folder_says_what_surrounds_a_document(load, tmp_path):
     }
     (tmp_path / "hf" / "tokenizer_config.json").write_text(json.dumps(info))
     vocab = load(f"tokenizer.path={tmp_path}/hf").vocab
-    assert (vocab.eos_token, vocab.chat_template) == ("<pad>", "x")
+    assert (vocab.bos_token, vocab.eos_token, vocab.chat_template) == (None, "<pad>", "x")  # its <bos> is not taken
     # The file of a processor, where the tokenizer has no template.
     (tmp_path / "hf" / "chat_template.json").write_text(json.dumps({"chat_template": "z"}))
     assert load(f"tokenizer.path={tmp_path}/hf").vocab.chat_template == "x"
@@ -110,6 +110,15 @@ def test_a_hugging_face_folder_says_what_surrounds_a_document(load, tmp_path):
     (tmp_path / "hf" / "chat_template.jinja").write_bytes(b"\xff")
     with pytest.raises(UserError, match="chat_template.jinja is not UTF-8"):
         load(f"tokenizer.path={tmp_path}/hf")
+
+
+def test_the_first_token_of_a_document_is_a_special_one(tmp_path):
+    """Where no file names it: an ordinary token of that name may stand in a text."""
+    words = Tokenizer(models.WordLevel({"<s>": 0, "</s>": 1, "w": 2}))
+    for number, first in enumerate((None, "<s>")):
+        words.save(str(tmp_path / f"{number}.json"))
+        assert load_vocab(str(tmp_path / f"{number}.json")).bos_token == first
+        words.add_special_tokens(["<s>"])
 
 
 def train_pieces(kind: str) -> Tokenizer:

@@ -406,7 +406,8 @@ def load_vocab(path: str, bos: str | None = None, eos: str | None = None, chat_t
     """Read the tokenizer of a file, of a folder, or of a repository on the hub.
 
     Args:
-        bos: the first token of a document; None takes the one that the files name.
+        bos: the first token of a document; None takes the one that the files name, which may be none. Where they do not
+            say it, a special token <bos> or <s> is taken.
         eos: the last token of a document, likewise.
         chat_template: a Jinja file, or the name of one of the tokenizer's templates; None takes the tokenizer's own.
 
@@ -417,7 +418,9 @@ def load_vocab(path: str, bos: str | None = None, eos: str | None = None, chat_t
     backend = read_backend_of(path, files)
     settings = read_settings(files)
     template = select_template(files, settings, chat_template, "task.chat_template")
-    bos = bos or token_text(settings.bos_token) or _find_token(backend, (BOS, "<s>"))
+    bos = bos or token_text(settings.bos_token)
+    if bos is None and "bos_token" not in settings.model_fields_set:  # null says that documents have none
+        bos = _find_token(backend, (BOS, "<s>"), special_tokens(backend))
     eos = eos or token_text(settings.eos_token) or _find_token(backend, (EOS, "</s>", "<|endoftext|>"))
     if eos is None:
         raise UserError(f"tokenizer.path={path} does not say which token ends a document; set tokenizer.eos_token")
@@ -532,6 +535,7 @@ def bytes_by_token(backend: Backend) -> np.ndarray:
     return np.array([count_bytes(index) for index in range(max(backend.get_vocab().values()) + 1)])
 
 
-def _find_token(backend: Backend, names: tuple[str, ...]) -> str | None:
-    """Return the first of the names that is a token."""
-    return next((name for name in names if backend.token_to_id(name) is not None), None)
+def _find_token(backend: Backend, names: tuple[str, ...], among: set[int] | None = None) -> str | None:
+    """Return the first of the names that is a token; with `among`, one of these ids."""
+    ids = ((name, backend.token_to_id(name)) for name in names)
+    return next((name for name, index in ids if index is not None and (among is None or index in among)), None)
