@@ -4,6 +4,7 @@ import hashlib
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -15,9 +16,12 @@ import tunix
 from tunix.base.errors import UserError
 from tunix.config import Export
 from tunix.config.command_line import read_settings
+from tunix.config.pretrained_config import trained_model
 from tunix.export import export
+from tunix.huggingface.gguf_file import check
 
 EXPECTED = json.loads((Path(__file__).parent / "gguf/expected.json").read_text())
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "attention_factor": 1.5}
 
 
 def give_tokenizer(folder: Path) -> Path:
@@ -104,6 +108,19 @@ def test_what_has_no_place_in_a_file(tmp_path, hf_dir, monkeypatch):
             write(PARITY / name, tmp_path / "out")
         assert message in str(error.value)
         assert not (tmp_path / "out").exists()
+    further: tuple[tuple[str, dict[str, Any], str], ...] = (
+        ("qwen3_moe", {"norm_topk_prob": False, "mlp_only_layers": []}, "model.mlp.normalized=false"),
+        (
+            "llama",
+            {"rope_scaling": YARN, "rope_parameters": None},
+            "model.rope_scaling.attention_factor=1.5: llama.cpp",
+        ),
+    )
+    for name, keys, message in further:
+        config = json.loads((PARITY / name / "config.json").read_text()) | keys
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        with pytest.raises(UserError, match=message):
+            check(trained_model(tmp_path, ((1,), ("tp",))), "float32")
     with pytest.raises(
         UserError, match="format=gguf holds whole models; add the updates to the matrices: merge_lora=true"
     ):

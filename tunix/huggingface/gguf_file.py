@@ -89,6 +89,16 @@ def check(cfg: Model, dtype: str) -> None:
         raise UserError(f"model.query_scale={cfg.query_scale:g} is not model.head_dim={cfg.head_dim}, as in llama.cpp")
     if cfg.rope_scaling.name not in ("none", "linear", "llama3", "yarn"):
         raise UserError(f"model.rope_scaling.name={cfg.rope_scaling.name} has no place in format=gguf")
+    if (magnitude := getattr(cfg.rope_scaling, "attention_factor", None)) is not None:
+        raise UserError(
+            f"model.rope_scaling.attention_factor={magnitude:g}: llama.cpp computes it from model.rope_scaling.factor, "
+            "so format=gguf cannot hold it; export safetensors"
+        )
+    if isinstance(cfg.mlp, ExpertsMlp) and cfg.family == "qwen3_moe" and not cfg.mlp.normalized:
+        raise UserError(
+            "model.mlp.normalized=false: llama.cpp divides the weights of the experts of a qwen3_moe by their sum, so "
+            "format=gguf cannot hold it; export safetensors"
+        )
     if isinstance(cfg.mlp, ExpertsMlp) and cfg.mlp.dense_layers:
         raise UserError(f"model.mlp.dense_layers={cfg.mlp.dense_layers}: llama.cpp has none in a {cfg.family}")
 
