@@ -332,6 +332,32 @@ def test_tensors_that_do_not_fit(tmp_path):
             check_init_from(cfg, arch)
 
 
+@pytest.mark.parametrize(
+    ("modules", "updated"),
+    [
+        ({"self_attn.q_proj", "self_attn.o_proj"}, {f"blocks.attention.{part}" for part in ("q", "gate", "o")}),
+        ({"linear_attn.out_proj"}, {"linear_blocks_0.attention.o"}),
+    ],
+)
+def test_layers_of_two_kinds_may_have_updates_of_their_own(modules, updated, tmp_path):
+    """Of layers with attention alone, or of those with linear attention; the others have updates of 0."""
+    base = PARITY / "qwen3_next"
+    before, rng, tensors = load_file(base / "model.safetensors"), np.random.default_rng(0), {}
+    for name in before:
+        module = name.removesuffix(".weight")
+        if module.partition(".layers.")[2].partition(".")[2] in modules:
+            for side, size in zip("AB", before[name].shape[::-1], strict=True):
+                shape = (2, size) if side == "A" else (size, 2)
+                tensors[f"base_model.model.{module}.lora_{side}.weight"] = rng.normal(size=shape).astype(np.float32)
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 2}))
+    params = dict(named(tunix.load_pretrained(base, adapter=tmp_path).params))
+    found = {
+        path.partition(".lora.")[0] for path, leaf in params.items() if ".lora." in path and np.asarray(leaf).any()
+    }
+    assert found == updated
+
+
 def test_keys_beside_an_adapter():
     assert (
         compose([*words("llama"), "model.lora.rank=4", "model.lora.targets='q$|v$|down'"]).config.model.lora.rank == 4

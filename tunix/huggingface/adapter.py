@@ -61,12 +61,14 @@ def check_adapter(folder: Path, cfg: Model, weights: Parameters) -> None:
     Raises:
         UserError: a tensor is missing, of another shape, or not of floats.
     """
-    requested = {
-        name.tensor.format(*numbers): shape_in_files(name, cfg.dims)
-        for path, name, _ in _list_factors(cfg, weights)
-        for numbers in list_numbers(path, name, cfg)
-    }
     with AdapterFiles(folder, find_family(cfg.family)) as files:
+        left_out = _find_matrices_left_out(files, cfg, weights)
+        requested = {
+            name.tensor.format(*numbers): shape_in_files(name, cfg.dims)
+            for path, name, _ in _list_factors(cfg, weights)
+            if _find_matrix(path) not in left_out
+            for numbers in list_numbers(path, name, cfg)
+        }
         if missing := sorted(requested.keys() - files.tensors.keys()):
             raise UserError(f"{folder} lacks {first_names(missing)}; every layer must have the same updates")
         if extra := sorted(files.tensors.keys() - requested.keys()):
@@ -82,17 +84,45 @@ def check_adapter(folder: Path, cfg: Model, weights: Parameters) -> None:
                 raise UserError(f"{folder}: {name} holds {stored.dtype}, not {', '.join(FLOATS)}")
 
 
+def _find_matrix(path: str) -> str:
+    """Return the path of the matrix, like `linear_blocks.attention.q`, that a factor updates."""
+    return path.rpartition(".lora.")[0]
+
+
+def _find_matrices_left_out(files: AdapterFiles, cfg: Model, weights: Parameters) -> set[str]:
+    """Return the matrices that an adapter updates in no layer of their kind; none with DoRA, which has norms of all.
+
+    PEFT updates modules by name: q_proj is a part of layers with attention, and layers with linear attention have
+    another name for it, which the adapter may not have. For us both are `attention.q`.
+    """
+    found: dict[str, bool] = {}
+    for path, name, _ in _list_factors(cfg, weights):
+        tensors = {name.tensor.format(*numbers) for numbers in list_numbers(path, name, cfg)}
+        found[_find_matrix(path)] = found.get(_find_matrix(path), cfg.lora.use_dora) or not tensors.isdisjoint(
+            files.tensors
+        )
+    return {matrix for matrix, is_there in found.items() if not is_there}
+
+
 def write_updates(
     params: Parameters, folder: Path, cfg: Model, weights: Parameters, layout: Layout, mesh: Mesh
 ) -> dict[str, Any]:
-    """Return parameters whose low-rank updates, None in `params`, are those of an adapter; see `load_weights`."""
+    """Return parameters whose low-rank updates, None in `params`, are those of an adapter; see `load_weights`.
+
+    A matrix that the adapter does not update has factors of 0, which stay so in training: each has the other as its
+    gradient's factor.
+    """
     check_adapter(folder, cfg, weights)
+    updates: dict[str, jax.Array] = {}
     with AdapterFiles(folder, find_family(cfg.family)) as files:
+        left_out = _find_matrices_left_out(files, cfg, weights)
         load = partial(load_parameter, files, cfg, lambda equation: NamedSharding(mesh, layout.stored(equation)))
-        updates = {
-            path: load(name, weight.equation, weight.dtype, layers_of(path, cfg))
-            for path, name, weight in _list_factors(cfg, weights)
-        }
+        for path, name, weight in _list_factors(cfg, weights):
+            if _find_matrix(path) in left_out:
+                sharding = NamedSharding(mesh, layout.stored(weight.equation))
+                updates[path] = jnp.zeros(weight.shape, weight.dtype, device=sharding)
+            else:
+                updates[path] = load(name, weight.equation, weight.dtype, layers_of(path, cfg))
     return jax.tree.map_with_path(
         lambda path, leaf: updates.get(parameter_name(path), leaf), params, is_leaf=lambda leaf: leaf is None
     )

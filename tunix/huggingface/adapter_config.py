@@ -84,8 +84,9 @@ def list_projections(family: Family) -> dict[str, set[str]]:
     """
     modules: dict[str, set[str]] = {}
     for projection in UPDATED:
-        for path in (projection, projection.replace("mlp.", "mlp.shared.")):
-            if name := family.names.get(f"{stack_of_projection(path)}.w"):
+        path = stack_of_projection(projection)
+        for matrix in (path, path.replace("mlp.", "mlp.shared."), f"linear_{path}"):
+            if name := family.names.get(f"{matrix}.w"):
                 modules.setdefault(name.tensor.removesuffix(".weight"), set()).add(projection)
     return modules
 
