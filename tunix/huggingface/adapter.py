@@ -89,7 +89,7 @@ def _find_matrix(path: str) -> str:
     return path.rpartition(".lora.")[0]
 
 
-def _find_matrices_left_out(files: AdapterFiles, cfg: Model, weights: Parameters) -> set[str]:
+def _find_matrices_left_out(files: TensorFiles, cfg: Model, weights: Parameters) -> set[str]:
     """Return the matrices that an adapter updates in no layer of their kind; none with DoRA, which has norms of all.
 
     PEFT updates modules by name: q_proj is a part of layers with attention, and layers with linear attention have

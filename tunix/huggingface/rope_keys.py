@@ -124,6 +124,8 @@ def read_rope(raw: dict[str, Any], values: dict[str, Any], family: Family) -> di
     theta = params.pop("rope_theta", raw["rope_theta"])
     kind = params.pop("rope_type", params.pop("type", "default"))
     kind = ROPE_SYNONYMS.get(kind, kind)
+    if kind not in SCALINGS:
+        raise ValueError(f"rope_type={kind} is not understood; understood are {', '.join(SCALINGS)}")
     params.pop("type", None)
     rotated: dict[str, Any] = {}  # how many of a head's numbers are rotated, None for all
     (share,) = PARTIAL
@@ -131,15 +133,13 @@ def read_rope(raw: dict[str, Any], values: dict[str, Any], family: Family) -> di
         rotated_dim = int(values["head_dim"] * params.pop(share, raw[share]))
         rotated = {"rotated_dim": None if rotated_dim == values["head_dim"] else rotated_dim}
     # Phi's files have it beside the parameters of RoPE, where transformers 5 takes it for every family but these.
-    if ORIGINAL in SCALINGS.get(kind, ("", {}))[1] and raw.get(ORIGINAL) is not None and not family.local_rope:
+    if ORIGINAL in SCALINGS[kind][1] and raw.get(ORIGINAL) is not None and not family.local_rope:
         params[ORIGINAL] = raw[ORIGINAL]
     if kind == "longrope" and (factor := params.pop("factor", None)) and params.get("attention_factor") is None:
         original = params.get(ORIGINAL) or values["context_length"]
         # `attention_factor` by default follows from the ratio of the contexts. Another `factor` replaces that ratio.
         if factor != values["context_length"] / original:
             params["attention_factor"] = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
-    if kind not in SCALINGS:
-        raise ValueError(f"rope_type={kind} is not understood; understood are {', '.join(SCALINGS)}")
     grown: dict[str, Any] = {}
     if GROWTH in family.absent:
         rate, original = params.pop(GROWTH, None), params.get(ORIGINAL) or values["context_length"]
