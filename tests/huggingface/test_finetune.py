@@ -22,7 +22,7 @@ from tunix.config.compose import compose
 from tunix.data.dataset import load_corpus
 from tunix.evaluate import evaluate
 from tunix.export import export
-from tunix.generate import Speaker
+from tunix.generate import Prompt, Speaker
 from tunix.inference.pretrained import check_init_from, load_init_from, load_pretrained
 from tunix.models.layers import named
 from tunix.rl.evaluation import estimate_pass
@@ -269,10 +269,10 @@ def test_a_new_model_keeps_the_tokenizer_and_template_that_it_learnt_with(hf_dir
     for source in ("run", "out"):
         speaker = Speaker(load_pretrained(source), read_settings(Generate, [f"checkpoint={source}", "chat=true"]))
         assert speaker.sampling.stop == (2,)
-        prompts[source] = speaker._encode("plain"), speaker._encode([{"role": "user", "content": "hi"}])
-        assert speaker.tokenizer.decode(prompts[source][1], False) == "<bos>(user) hi<eos><bos>(assistant) "
+        prompts[source], _ = speaker._encode(Prompt([{"role": "user", "content": "hi"}]))
+        assert speaker.tokenizer.decode(prompts[source], False) == "<bos>(user) hi<eos><bos>(assistant) "
     assert prompts["run"] == prompts["out"]
-    assert prompts["run"][0][0] == 1
+    assert prompts["run"][0] == 1
 
 
 @pytest.mark.nightly

@@ -406,7 +406,7 @@ def describe_keys_outside_family(cfg: Model) -> str:
         for keys in (cfg.architecture, expressed.architecture)
     )
     other = [key for key in sorted(Model.model_fields.keys() - OUTSIDE) if ours[key] != theirs[key]]
-    # Another pattern of layers is no difference where all windows are as long as the context.
+    # Another pattern of layers is no difference where each layer has the same window, one as long as the context.
     if cfg.list_windows(cfg.context_length) == expressed.list_windows(cfg.context_length):
-        other = [key for key in other if key != "global_every"]
+        other = [key for key in other if key not in ("global_every", "sliding_window")]
     return ", ".join(f"model.{key}={getattr(cfg, key)} (a {cfg.family} has {getattr(expressed, key)})" for key in other)
