@@ -166,7 +166,7 @@ def test_a_sweep_goes_on_past_a_point_that_fails(words, tmp_path):
     assert metrics(tmp_path / "it" / "2")[-1]["step"] == 6
 
 
-@pytest.mark.parametrize(("codes", "told"), [([0, 0], 0), ([77, 0], 77), ([75], 75), ([130], 130)])
+@pytest.mark.parametrize(("codes", "told"), [([77, 0], 77), ([75], 75)])
 def test_a_sweep_of_several_processes_has_a_child_for_each_point(codes, told, words, tmp_path, monkeypatch):
     """A point that diverges ends alone; a stop ends the sweep. The children are stand-ins here."""
     children = []
