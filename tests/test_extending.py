@@ -27,6 +27,7 @@ from tunix.parity import compare, show
 
 WRONG = """
 import optax
+from tunix.run import sinks
 
 def numbers():
     yield 5
@@ -37,11 +38,22 @@ def empty():
 def uphill():
     return optax.scale_by_adam()
 
+def forgets():
+    optax.scale_by_adam()
+
 def infinite(phases):
     return lambda step: float("inf")
 
 def mean_loss(model, batch, seed):
     return batch["loss_mask"].mean()
+
+def steps_loss(model, batch, seed):
+    from tunix.training.loss import Loss
+    total = batch["loss_mask"].sum()
+    return Loss(total, total, {"loss": total, "step": total})
+
+class Quiet(sinks.Sink):
+    pass
 
 class Silent:
     def __init__(self, start):
@@ -169,6 +181,7 @@ def try_out(words: list[str]) -> None:
         ("data=custom data.function=wrong_parts:empty", "the first document is None, not a text (str) or a row (dict)"),
         ("data=custom data.function=my_parts:paragraphs data.arguments={path:nowhere.txt}", "FileNotFoundError: [Errno 2] No such file or directory: 'nowhere.txt'"),
         ("optimizer=custom optimizer.function=wrong_parts:uphill", "optimizer.function=wrong_parts:uphill fails: ValueError: its update does not lower the loss"),
+        ("optimizer=custom optimizer.function=wrong_parts:forgets", "fails: TypeError: returned None, not an optax.GradientTransformation"),
         ("optimizer=custom optimizer.function=my_parts:adabelief optimizer.arguments={b3:1}", "unexpected keyword argument 'b3'"),
         ("scheduler.name=wrong_parts:infinite", "its factor is inf at step 0"),
         ("logging.sinks=[wrong_parts:Silent]", "logging.sinks=wrong_parts:Silent fails: OSError: no disk"),
@@ -189,10 +202,17 @@ def test_a_part_that_does_not_work(words, message, folder):
     assert "\n" not in str(error.value)
 
 
-def test_a_loss_that_does_not_work_writes_nothing(folder):
+def test_a_sink_may_leave_everything_out(folder):
+    try_out(["logging.sinks=[wrong_parts:Quiet]"])
+
+
+@pytest.mark.parametrize(
+    ("name", "message"), [("mean_loss", "TypeError"), ("steps_loss", "ValueError: its sums have step, which each line")]
+)
+def test_a_loss_that_does_not_work_writes_nothing(folder, name, message):
     before = sorted(folder.iterdir())
-    words = ["data=text", "data.paths=[notes.txt]", "task.loss=wrong_parts:mean_loss", "dry_run=true"]
+    words = ["data=text", "data.paths=[notes.txt]", f"task.loss=wrong_parts:{name}", "dry_run=true"]
     done = cli(*RUN, *ONE_LAYER, *words, cwd=folder, devices=1)
     assert done.returncode == 2
-    assert "error: task.loss=wrong_parts:mean_loss fails: TypeError" in done.stderr
+    assert f"error: task.loss=wrong_parts:{name} fails: {message}" in done.stderr
     assert sorted(path for path in folder.iterdir() if path.name != "__pycache__") == before

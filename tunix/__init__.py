@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 from tunix.processes import exits
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from tunix.config import Config
     from tunix.inference.pretrained import Pretrained
     from tunix.trainer import Result
@@ -27,21 +29,24 @@ if _command:  # Ctrl-C may come while it imports the rest
 # Imports stand inside the functions: jax takes seconds to import, and a typo in a config should not wait for it.
 
 
-def train(config_or_overrides: "Config | list[str]") -> "Result":
+def train(config_or_overrides: "Config | Sequence[str]") -> "Result":
     """Train as a checked config says, or as the words of a command line say.
 
     Raises:
         UserError: the run cannot be done.
     """
+    from tunix.base.errors import UserError
     from tunix.config import compose
     from tunix.config.compose import reject_foreign_vocab, reject_missing_inputs
     from tunix.trainer import run
 
-    if isinstance(config_or_overrides, list):
-        job = compose.compose(config_or_overrides)
+    if isinstance(config_or_overrides, list | tuple) and all(isinstance(word, str) for word in config_or_overrides):
+        job = compose.compose(list(config_or_overrides))
         reject_foreign_vocab(job)
         reject_missing_inputs(job)
         return run(job)
+    if not isinstance(config_or_overrides, compose.Config):
+        raise UserError(f"tunix.train takes a Config, or a list of words, not {config_or_overrides!r:.80}")
     return run(compose.make_job(config_or_overrides))
 
 

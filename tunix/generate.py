@@ -4,6 +4,7 @@ import base64
 import csv
 import json
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
@@ -183,7 +184,7 @@ def _read_rows(path: Path, column: str) -> list[Row]:
     """
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
-            rows = READERS.get(path.suffix, READERS[".txt"])(file, column)
+            rows = READERS.get(path.suffix.lower(), READERS[".txt"])(file, column)
     except OSError as error:
         raise UserError(f"input={path} cannot be read: {error.strerror}") from None
     except (ValueError, csv.Error) as error:
@@ -216,10 +217,22 @@ def _read_csv(file: Any, column: str) -> list[Row]:
     return list(csv.DictReader(file, strict=True))
 
 
-READERS = {
+def _read_json_lines(file: Any, column: str) -> list[Any]:
+    return [parse_json(line) for line in file if line.strip()]
+
+
+def _read_json(file: Any, column: str) -> list[Any]:
+    """Return the objects of a list, or those of a file with one a line."""
+    text = file.read()
+    return parse_json(text) if text.lstrip().startswith("[") else _read_json_lines(text.splitlines(), column)
+
+
+READERS: dict[str, Callable[[Any, str], list[Any]]] = {
     ".txt": lambda file, column: [{column: line.rstrip("\n")} for line in file if line.strip()],
     ".csv": _read_csv,
-    ".jsonl": lambda file, column: [parse_json(line) for line in file if line.strip()],
+    ".jsonl": _read_json_lines,
+    ".ndjson": _read_json_lines,
+    ".json": _read_json,
 }
 
 

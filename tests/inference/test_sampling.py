@@ -179,6 +179,8 @@ MISTAKES = [
     ([".csv", 'prompt\n"a\n'], "cannot be read: unexpected end of data"),
     ([".jsonl", PROMPT], "cannot be read: Expecting property name"),
     ([".jsonl", '["prompt"]'], "has no JSON object in row 1"),
+    ([".json", '[{"prompt": "a"},\n {"prompt": 5}]'], "has int for prompt, not text, in row 2"),
+    ([".ndjson", '{"prompt": 5}'], "has int for prompt, not text, in row 1"),
     ([".jsonl", '{"prompt": 5}'], "has int for prompt, not text, in row 1"),
     ([".jsonl", '{"prompt": [{"role": "user", "content": "a"}]}'], "has list for prompt, not text, in row 1"),
 ]  # fmt: skip

@@ -131,7 +131,22 @@ def test_columns_are_given_by_name():
     def takes_other_names(questions, answers):
         return [len(questions)] * len(answers)
 
+    def takes_turned(completions, prompts, level):
+        return [float(text == "c") for text in completions]
+
+    def takes_completions(completions, **columns):  # TRL's
+        return [len(columns["answer"]) + float(text == "c") for text in completions]
+
+    def takes_names(*, prompts, completions, level):
+        return level
+
     columns = {"level": [3, 4], "answer": ["a", "b"]}
+    for function, expected in ((takes_turned, [1, 0]), (takes_completions, [3, 2]), (takes_names, [3, 4])):
+        assert call_reward(function, ["p", "p"], ["c", "d"], columns) == expected
+    with pytest.raises(ValueError, match=r"takes no completions; its parameters are to be \(prompts, completions"):
+        call_reward(lambda prompts: prompts, [""], [""], {})
+    with pytest.raises(ValueError, match="solution"):
+        call_reward(lambda completions, solution: solution, ["", ""], ["", ""], columns)
     for function, expected in ((takes_one, [3, 4]), (takes_some, [8, 8]), (takes_other_names, [2, 2])):
         assert call_reward(function, ["", ""], ["", ""], columns) == expected
     with pytest.raises(ValueError, match="the data have a column prompts, which is an argument of every reward"):

@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 import yaml
+from rich.table import Table
 from support.harness import ROOT
 
 from tunix import compare
 from tunix.base.errors import UserError
+from tunix.base.text import as_text
 from tunix.compare import as_json, list_differences, list_results, read_histories
 from tunix.config.compose import compose
 
@@ -101,3 +103,10 @@ def test_a_torn_line_is_left_out(runs, torn, capsys):
     (runs[0] / "metrics.jsonl").write_bytes(torn + whole)
     assert read_histories(runs)[0].steps
     assert "metrics.jsonl, line 1, is no JSON object: it is left out" in capsys.readouterr().err
+
+
+def test_text_with_brackets_stays_as_it_is():
+    table = Table("run", title="exp[v2]")
+    table.add_row("[/INST] attention.[qv] :smile:")
+    assert as_text(table).split("\n")[0].strip() == "exp[v2]"
+    assert "[/INST] attention.[qv] :smile:" in as_text(table)

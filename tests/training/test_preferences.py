@@ -204,6 +204,7 @@ def test_text_turns_and_whole_conversations_are_the_same_pair(tmp_path):
         ([{"prompt": QUESTION, "chosen": GOOD, "rejected": BAD}], []),
         ([{"prompt": TURNS, "chosen": ANSWERS[0], "rejected": json.dumps(ANSWERS[1])}], []),
         (whole, ["data.columns.prompt=null"]),
+        ([{"prompt": QUESTION, **whole[0]}], []),  # as UltraFeedback has them
     )
     examples = []
     for number, (rows, words) in enumerate(forms):

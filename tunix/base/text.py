@@ -9,10 +9,12 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
+AS_IT_IS: dict[str, Any] = {"markup": False, "emoji": False}  # [/INST] is text, and so is :smile:
+
 
 def print_table(table: Table) -> None:
     """Print the table; a file or a pipe gets lines as wide as the table needs, where a terminal would cut cells."""
-    console = Console()
+    console = Console(**AS_IT_IS)
     if console.is_terminal:
         console.print(table)
     else:
@@ -22,7 +24,7 @@ def print_table(table: Table) -> None:
 def as_text(table: Table, width: int = 160) -> str:
     """Format the table as lines of at most `width` characters."""
     out = io.StringIO()
-    Console(file=out, width=width).print(table)
+    Console(file=out, width=width, **AS_IT_IS).print(table)
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
 

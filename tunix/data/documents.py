@@ -5,6 +5,7 @@ and the one that makes its tokens. All of these functions are in this file.
 """
 
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
@@ -138,6 +139,9 @@ def read_documents(
         yield from map(read, items) if reader is None else map_ahead(read, items, count_threads())
 
 
+HALF = re.compile("[\ud800-\udfff]")  # of a pair of surrogates, which no file has, but text of Python's may
+
+
 def _read_item(
     source: Source, task: Task, reader: ImageReader | None, read: Callable[..., Any], limit: int | None, item: Item
 ) -> Document | LeftOut:
@@ -150,6 +154,8 @@ def _read_item(
                 f"not data.source={source.source}"
             )
         document = Document(item.name, item.content) if item.content else LeftOut(item.name, "empty")
+        if not item.content.isascii() and HALF.search(item.content):
+            document = LeftOut(item.name, "half of a character")
     elif isinstance(source, Rows):
         document = _read_row(source, task, item, read, reader)
     else:
@@ -269,6 +275,7 @@ def read_pair(columns: Columns, row: dict[str, Any], task: Task) -> Pair:
             )
     else:
         prompt = _read_turns(columns, "prompt", row, "user")
+        chosen, rejected = (_drop_prompt(turns, prompt) for turns in (chosen, rejected))
         prompt = [*_read_system(columns, row), *prompt]
     if not prompt:
         raise BadRow("has no prompt")
@@ -278,6 +285,11 @@ def read_pair(columns: Columns, row: dict[str, Any], task: Task) -> Pair:
         if not any(turn["role"] == "assistant" and turn["content"] for turn in answer):
             raise BadRow(f"has no answer in column {name}")
     return Pair(prompt, chosen, rejected, _read_options(columns, row, task))
+
+
+def _drop_prompt(turns: list[Message], prompt: list[Message]) -> list[Message]:
+    """Return the turns of an answer, of which some data have the prompt's before them (UltraFeedback)."""
+    return turns[len(prompt) :] if turns[: len(prompt)] == prompt else turns
 
 
 LABELS = {"true": True, "1": True, "false": False, "0": False}  # as a CSV file has them
@@ -290,8 +302,9 @@ def read_labelled(columns: Columns, row: dict[str, Any], task: Task) -> Labelled
         messages = _read_messages(_read_cell(columns, "messages", row, (str, list)), columns.messages)
         prompt, answer, name = messages[:-1], messages[-1:], columns.messages
     else:
-        prompt = [*_read_system(columns, row), *_read_turns(columns, "prompt", row, "user")]
-        answer, name = _read_turns(columns, "completion", row, "assistant"), columns.completion
+        prompt = _read_turns(columns, "prompt", row, "user")
+        answer, name = _drop_prompt(_read_turns(columns, "completion", row, "assistant"), prompt), columns.completion
+        prompt = [*_read_system(columns, row), *prompt]
     if not prompt:
         raise BadRow("has no prompt")
     if not any(turn["role"] == "assistant" and turn["content"] for turn in answer):

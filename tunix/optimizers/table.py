@@ -231,7 +231,9 @@ class Custom(Optimizer):
         import optax
 
         with blame_user("optimizer.function", self.function):
-            rule = import_object(self.function)(**(self.arguments or {}))
+            rule: Any = import_object(self.function)(**(self.arguments or {}))
+            if not isinstance(rule, optax.GradientTransformation):
+                raise TypeError(f"returned {rule!r:.40}, not an optax.GradientTransformation")
         return optax.chain(rule, optax.scale(-1.0))  # optax adds its updates to the parameters, the step subtracts
 
     def try_out(self) -> None:

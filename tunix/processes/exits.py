@@ -106,9 +106,10 @@ def report_errors(work: Callable[[], int | None]) -> int:
         print(f"error: {ending}", file=sys.stderr)
         return ending.code
     except OSError as error:
-        if error.errno != errno.ENAMETOOLONG:
+        if error.errno not in (errno.ENAMETOOLONG, errno.ENOSPC, errno.EDQUOT, errno.EROFS):
             raise
-        print(f"error: {str(error.filename)[:200]}...: {error.strerror}", file=sys.stderr)
+        name = str(error.filename or "a file")
+        print(f"error: {name[:200]}{'...' * (len(name) > 200)}: {error.strerror}", file=sys.stderr)
         return UserError.code
 
 

@@ -480,6 +480,27 @@ def score(
 Columns = Mapping[str, Sequence[Any]]  # {name: a value for each completion}
 
 BATCH_NAMES = ("prompts", "completions")
+BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+def find_batch_names(function: Reward) -> tuple[str, ...] | None:
+    """Return the names by which a function takes prompts and completions, as TRL's `(completions, **columns)` does.
+    None where its first two parameters are these, whatever their names.
+
+    Raises:
+        ValueError: it takes no completions.
+    """
+    parameters = inspect.signature(function).parameters.values()
+    first_two = [each.name for each in parameters if each.kind in BY_POSITION][:2]
+    takes_any = any(each.kind == each.VAR_POSITIONAL for each in parameters)
+    if (len(first_two) == 2 or takes_any) and first_two[:1] != ["completions"] and first_two[1:] != ["prompts"]:
+        return None
+    has_columns = any(each.kind == each.VAR_KEYWORD for each in parameters)
+    names = {each.name for each in parameters if each.kind != each.POSITIONAL_ONLY}
+    taken = tuple(name for name in BATCH_NAMES if name in names or has_columns)
+    if "completions" not in taken:
+        raise ValueError("takes no completions; its parameters are to be (prompts, completions, **columns)")
+    return taken
 
 
 def select_columns(function: Reward, columns: Columns) -> dict[str, Sequence[Any]]:
@@ -490,13 +511,15 @@ def select_columns(function: Reward, columns: Columns) -> dict[str, Sequence[Any
             of its first two parameters.
     """
     parameters = inspect.signature(function).parameters.values()
-    positional = [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
-    reserved = {*BATCH_NAMES, *positional[:2]}  # the first two are given by position, whatever their names
+    batch_names = find_batch_names(function)
+    if batch_names is None:  # the first two are given by position, whatever their names
+        batch_names = tuple([each.name for each in parameters if each.kind in BY_POSITION][:2])
+    reserved = {*BATCH_NAMES, *batch_names}
     if "messages" in reserved:  # this column is not asked for by name, and not every row of a user has it
         columns = {name: values for name, values in columns.items() if name != "messages"}
     if taken := [name for name in columns if name in reserved]:
         raise ValueError(f"the data have a column {taken[0]}, which is an argument of every reward; rename the column")
-    keywords = [each for each in parameters if each.name not in positional[:2]]
+    keywords = [each for each in parameters if each.name not in batch_names]
     return select_named("it", keywords, columns, columns)
 
 
@@ -508,7 +531,9 @@ def call_reward(
     Raises:
         ValueError: the function returns no list with one value for each completion; and whatever it raises.
     """
-    values: Any = function(list(prompts), list(completions), **select_columns(function, columns))
+    batch, names = dict(zip(BATCH_NAMES, (list(prompts), list(completions)), strict=True)), find_batch_names(function)
+    given = list(batch.values()) if names is None else []
+    values: Any = function(*given, **{name: batch[name] for name in names or ()}, **select_columns(function, columns))
     try:
         values = list(values)
     except TypeError:

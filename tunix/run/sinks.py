@@ -34,6 +34,9 @@ class Start:
 class Sink(Protocol):
     """A class that is made with a `Start` when the run begins. What it does not take, it leaves out."""
 
+    def __init__(self, start: "Start") -> None:
+        """Begin with the run."""
+
     def write(self, record: dict[str, Any], group: str) -> None:
         """Take a record of numbers by name, with its `step`; `group` is `train`, or the split of an evaluation."""
 

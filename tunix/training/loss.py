@@ -231,6 +231,13 @@ def make_loss(cfg: Config, teacher: AnyTeacher | None) -> LossFn:
     return kind.make(cfg) if teacher is None or not teacher.in_loss else kind.make(cfg, teacher)
 
 
+# Numbers of a line of metrics.jsonl that are no sums of a loss.
+RESERVED = {
+    "step", "split", "tokens", "learning_rate", "grad_norm", "skipped", "spikes", "spikes_total", "data_wait_s",
+    "tokens_per_s", "tokens_per_s_per_device", "step_time_s", "tflops_per_device", "mfu", "peak_memory_gib",
+}  # fmt: skip
+
+
 def try_out_loss(cfg: Config, loss_fn: LossFn, model: Callable[[Any], Transformer], params: Any, batch: Batch) -> None:
     """Trace a user's own loss on shapes: a microbatch [B, T] and parameters, of which `model` makes the model.
 
@@ -254,6 +261,8 @@ def try_out_loss(cfg: Config, loss_fn: LossFn, model: Callable[[Any], Transforme
             raise TypeError(
                 "optimizer.qk_clip needs the scores of attention: add what add_block_sums reports to its sums"
             )
+        if taken := sorted(RESERVED & loss.sums.keys()):
+            raise ValueError(f"its sums have {taken[0]}, which each line of metrics.jsonl has already; rename it")
         local_sums = {name: value for name, value in loss.sums.items() if name not in (ROUTING, HEAD_SCORES)}
         for name, value in {"objective": loss.objective, "weight": loss.weight, **local_sums}.items():
             for leaf in jax.tree.leaves(value):
