@@ -2,6 +2,7 @@
 
 import sys
 
+import pytest
 from support.harness import ROOT
 
 from tunix.config import Model
@@ -21,6 +22,7 @@ class Reader:
         return getattr(self.model, name)
 
 
+@pytest.mark.nightly
 def test_the_page_of_families_is_current():
     from tools.family_blocks import page
 

@@ -158,6 +158,7 @@ def test_a_resumed_run_that_lost_its_checkpoints_is_warned(tmp_path, caplog):
         assert ("has steps up to 4, and checkpoints are saved every 3" in caplog.text) == warned
 
 
+@pytest.mark.nightly
 def test_imports_from_a_slow_disk_are_announced(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(
         "import sys, time\n"

@@ -63,7 +63,7 @@ def test_guesses_change_no_token(name):
         np.testing.assert_allclose(one.sampled_log_probabilities, other.sampled_log_probabilities, atol=1e-4)
 
 
-@pytest.mark.nightly(but=["gpt2"])
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["gemma3", "deepseek_v3", "gemma4_small", "gpt_oss", "gpt2"])
 def test_a_cache_of_8_bits_is_near(name, tmp_path):
     """Log-probabilities of tokens are nearly those of the model; the cache is of int8, with a scale for each vector.
@@ -115,7 +115,7 @@ def test_pages_change_no_token(name):
             np.testing.assert_allclose(one.log_probabilities, other.log_probabilities, atol=atol)
 
 
-@pytest.mark.nightly(but=["sampled"])
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "sampling"),
     [("llama", Sampling(6, 1.3)), ("gemma3", Sampling(12, 0.0, guess=3))],

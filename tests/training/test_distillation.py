@@ -85,7 +85,7 @@ def norm(gradient) -> float:
     return float(jnp.sqrt(sum(jnp.sum(leaf**2) for _, leaf in named(gradient))))
 
 
-@pytest.mark.nightly(but=["0.0, 2.0", "0.3, 1.0", "1.0, 2.0"])
+@pytest.mark.nightly(but=["0.3, 1.0"])
 @pytest.mark.parametrize("expected", EXPECTED["losses"], ids=lambda each: f"{each['beta']}, {each['temperature']}")
 def test_divergences_are_those_of_trl(student, expected):
     """A GPT-2 teaches a Llama: the loss of GKDTrainer, and the gradient of DistillationTrainer's chunks."""

@@ -58,7 +58,7 @@ def batch_of(shard, rows_of_microbatch):
 
 
 # Half of the cases have each pair of pooling, number of texts and sizes.
-@pytest.mark.nightly(but=["last-2-whole", "mean-2-sizes"])
+@pytest.mark.nightly(but=["mean-2-sizes"])
 @pytest.mark.parametrize("case", REFERENCE["cases"])
 def test_losses_gradients_and_vectors_are_those_of_sentence_transformers(case, llama):
     pooling, count, sizes = case.split("-")
