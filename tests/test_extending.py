@@ -22,6 +22,7 @@ from tunix.config import Average, Export
 from tunix.config.command_line import read_settings
 from tunix.config.compose import add_search_path, compose
 from tunix.config.pretrained_config import describe_keys_outside_family
+from tunix.data.dataset import prepare_corpus
 from tunix.export import export
 from tunix.parity import compare, show
 
@@ -34,6 +35,10 @@ def numbers():
 
 def empty():
     return iter(())
+
+def halves():
+    yield "half \\ud800 of it"
+    yield from (f"Text {number} and some words." for number in range(80))
 
 def uphill():
     return optax.scale_by_adam()
@@ -200,6 +205,12 @@ def test_a_part_that_does_not_work(words, message, folder):
         try_out(words.split())
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_half_of_a_character_is_left_out(folder):
+    words = ["data=custom", "data.function=wrong_parts:halves", "data.held_out_fraction=0"]
+    prepared, _ = prepare_corpus(compose([*RUN, *words]).config)
+    assert prepared["custom"].index["left_out"] == {"half of a character": 1}
 
 
 def test_a_sink_may_leave_everything_out(folder):

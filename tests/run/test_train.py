@@ -21,6 +21,7 @@ from tunix.data.batches import TrainBatches
 from tunix.evaluate import evaluate
 from tunix.run import folder as lock
 from tunix.trainer import run
+from tunix.training.loss import RESERVED
 
 sys.path.insert(0, str(ROOT))
 
@@ -80,6 +81,7 @@ def test_metrics(finished):
     for name in ("loss", "grad_norm", "learning_rate", "tokens", "tokens_per_s", "tokens_per_s_per_device", "step_time_s", "data_wait_s",
                  "mfu", "tflops_per_device", "peak_memory_gib", "skipped"):  # fmt: skip
         assert name in first
+    assert first.keys() - RESERVED == {"loss", "z_loss"}  # every other number is reserved
     page = (ROOT / "docs" / "metrics.md").read_text()
     for name in {**first, **metrics(folder, "held_out")[0]}:
         assert f"`{name}`" in page, name

@@ -165,7 +165,7 @@ def find_folder(source: Source, units: list[Unit], task: Task, vocab: Vocab, loa
         shard_size,
         *system,
         *_list_turn_choices(source, task),
-        *(["continued"] if task.documents not in ("text", "prompt") and vocab.continued else []),
+        *(["continued"] if task.documents not in ("text", "prompt") and vocab.prefix else []),
         *([source.model_dump_json(include=IMAGE_KEYS)] if vocab.images else []),
     )
     return locate_cached(loading.cache_dir, "tokens", key)

@@ -154,7 +154,7 @@ def _read_item(
                 f"not data.source={source.source}"
             )
         document = Document(item.name, item.content) if item.content else LeftOut(item.name, "empty")
-        if not item.content.isascii() and HALF.search(item.content):
+        if isinstance(source, Rows) and HALF.search(item.content):  # of data=custom: what files hold is text
             document = LeftOut(item.name, "half of a character")
     elif isinstance(source, Rows):
         document = _read_row(source, task, item, read, reader)

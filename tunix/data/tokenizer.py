@@ -263,10 +263,14 @@ class Vocab:
         return find_word_memory(self.backend, self.dtype)
 
     @cached_property
-    def continued(self) -> "Vocab | None":
-        """The tokenizer of texts that go on behind another: it puts no space before them. None where `backend` puts
-        none either."""
-        return replace(self, backend=drop_prefix(self.backend)) if find_prefix(self.backend) else None
+    def prefix(self) -> str | None:
+        """Where `backend` puts a space before a text (`find_prefix`)."""
+        return find_prefix(self.backend)
+
+    @cached_property
+    def continued(self) -> "Vocab":
+        """The tokenizer of texts that go on behind another: it puts no space before them."""
+        return self if self.prefix is None else replace(self, backend=drop_prefix(self.backend))
 
     @cached_property
     def added(self) -> dict[int, str]:
@@ -279,12 +283,12 @@ class Vocab:
         Tokenizers like SentencePiece put a space before a text. As in the whole sequence, a text that goes on behind
         another gets none, but for some tokenizers behind a special token.
         """
-        if self.continued is None:
+        if self.prefix is None:
             encoded = self.encode([text for texts in sequences for text in texts])
             for texts in sequences:
                 yield [next(encoded) for _ in texts]
             return
-        is_repeated = find_prefix(self.backend) == "each" and bool(self.added)
+        is_repeated = self.prefix == "each" and bool(self.added)
         special = re.compile("|".join(map(re.escape, self.added.values())))
         heads, rests = [], []  # up to the first special token, behind which there is a space again, and from there on
         for text in (text for texts in sequences for text in texts):

@@ -190,13 +190,18 @@ def _check_copies(folder: Path, cfg: Model) -> None:
 
     These are the tables of the layer of `model.mtp`, and a head beside a table of embeddings that is the head too.
     """
+    is_head = cfg.tied_head and cfg.labels is None
+    if cfg.mtp is None and not is_head:
+        return
     with TensorFiles(folder, find_family(cfg.family)) as files:
-        why = dict.fromkeys(_list_copies(files.family, cfg), f"model.mtp shares this table; {WITHOUT_MTP}")
-        copies, head = _list_copies(files.family, cfg), files.family.name("head.table")
-        if cfg.tied_head and cfg.labels is None and head is not None:
-            copies[head.tensor] = "embedding.table"
-            why[head.tensor] = "tie_word_embeddings=true makes them one; set tie_word_embeddings=false in config.json"
-        for tensor, path in copies.items():
+        copies = [
+            (tensor, path, f"model.mtp shares this table; {WITHOUT_MTP}")
+            for tensor, path in _list_copies(files.family, cfg).items()
+        ]
+        if is_head and (head := files.family.name("head.table")) is not None:
+            reason = "tie_word_embeddings=true makes them one; set tie_word_embeddings=false in config.json"
+            copies.append((head.tensor, "embedding.table", reason))
+        for tensor, path, reason in copies:
             name = files.family.name(path)
             if name is None or tensor not in files.tensors:
                 continue
@@ -206,7 +211,7 @@ def _check_copies(folder: Path, cfg: Model) -> None:
                 np.array_equal(files.read(tensor, part), files.read(name.tensor, part)) for part in parts
             )
             if not is_equal:
-                raise UserError(f"{folder}: {tensor} is not equal to {name.tensor}, and {why[tensor]}")
+                raise UserError(f"{folder}: {tensor} is not equal to {name.tensor}, and {reason}")
 
 
 def layers_of(path: str, cfg: Model) -> tuple[int, ...]:

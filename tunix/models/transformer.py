@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import PartitionSpec, reshard
+from jax.sharding import reshard
 
 from tunix.config import Model
 from tunix.config.vision import Gemma3Vision
@@ -179,7 +179,7 @@ class Transformer(nnx.Module):
                 return compute_attention(q, k, v, mask_rule, layout, method, heads.kv_dim_name), None
             summed = method._replace(options={**method.options, "with_sums": True})
             out, log_sums = compute_attention(q, k, v, mask_rule, layout, summed, heads.kv_dim_name)
-            of_text = reshard(is_text, PartitionSpec(*jax.typeof(log_sums).sharding.spec[:2]))[..., None]
+            of_text = reshard(is_text, layout.activation("BT"))[..., None]
             largest = HeadScores(jnp.max(jnp.where(of_text, jax.lax.stop_gradient(log_sums), -jnp.inf), (0, 1)))
             return ((out, log_sums) if "with_sums" in method.options else out), largest
 

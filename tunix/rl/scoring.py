@@ -483,44 +483,38 @@ BATCH_NAMES = ("prompts", "completions")
 BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
-def find_batch_names(function: Reward) -> tuple[str, ...] | None:
-    """Return the names by which a function takes prompts and completions, as TRL's `(completions, **columns)` does.
-    None where its first two parameters are these, whatever their names.
+def select_arguments(
+    function: Reward, prompts: Sequence[str], completions: Sequence[str], columns: Columns
+) -> tuple[list[list[str]], dict[str, Sequence[Any]]]:
+    """Return what a function takes by position and by name: prompts, completions, and the columns of its parameters, or
+    all columns where it has **columns.
+
+    Its first two parameters are prompts and completions, whatever their names. Where they are not, as in TRL's
+    `(completions, **columns)`, it gets both by name.
 
     Raises:
-        ValueError: it takes no completions.
+        ValueError: it takes no completions; it has a parameter without a default that is no column of the data; or a
+            column has the name of one of the two.
     """
     parameters = inspect.signature(function).parameters.values()
-    first_two = [each.name for each in parameters if each.kind in BY_POSITION][:2]
+    batch = dict(zip(BATCH_NAMES, (list(prompts), list(completions)), strict=True))
+    batch_names = [each.name for each in parameters if each.kind in BY_POSITION][:2]
     takes_any = any(each.kind == each.VAR_POSITIONAL for each in parameters)
-    if (len(first_two) == 2 or takes_any) and first_two[:1] != ["completions"] and first_two[1:] != ["prompts"]:
-        return None
-    has_columns = any(each.kind == each.VAR_KEYWORD for each in parameters)
-    names = {each.name for each in parameters if each.kind != each.POSITIONAL_ONLY}
-    taken = tuple(name for name in BATCH_NAMES if name in names or has_columns)
-    if "completions" not in taken:
-        raise ValueError("takes no completions; its parameters are to be (prompts, completions, **columns)")
-    return taken
-
-
-def select_columns(function: Reward, columns: Columns) -> dict[str, Sequence[Any]]:
-    """Return the columns that the function takes: those of its parameters, or all where it has **columns.
-
-    Raises:
-        ValueError: it has a parameter without a default that is no column of the data, or a column has the name of one
-            of its first two parameters.
-    """
-    parameters = inspect.signature(function).parameters.values()
-    batch_names = find_batch_names(function)
-    if batch_names is None:  # the first two are given by position, whatever their names
-        batch_names = tuple([each.name for each in parameters if each.kind in BY_POSITION][:2])
+    by_position, by_name = list(batch.values()), dict[str, Sequence[Any]]()
+    if not (len(batch_names) == 2 or takes_any) or batch_names[:1] == ["completions"] or batch_names[1:] == ["prompts"]:
+        has_columns = any(each.kind == each.VAR_KEYWORD for each in parameters)
+        names = {each.name for each in parameters if each.kind != each.POSITIONAL_ONLY}
+        batch_names = [name for name in BATCH_NAMES if name in names or has_columns]
+        by_position, by_name = [], {name: batch[name] for name in batch_names}
+        if "completions" not in by_name:
+            raise ValueError("takes no completions; its parameters are to be (prompts, completions, **columns)")
     reserved = {*BATCH_NAMES, *batch_names}
     if "messages" in reserved:  # this column is not asked for by name, and not every row of a user has it
         columns = {name: values for name, values in columns.items() if name != "messages"}
     if taken := [name for name in columns if name in reserved]:
         raise ValueError(f"the data have a column {taken[0]}, which is an argument of every reward; rename the column")
     keywords = [each for each in parameters if each.name not in batch_names]
-    return select_named("it", keywords, columns, columns)
+    return by_position, by_name | select_named("it", keywords, columns, columns)
 
 
 def call_reward(
@@ -531,9 +525,8 @@ def call_reward(
     Raises:
         ValueError: the function returns no list with one value for each completion; and whatever it raises.
     """
-    batch, names = dict(zip(BATCH_NAMES, (list(prompts), list(completions)), strict=True)), find_batch_names(function)
-    given = list(batch.values()) if names is None else []
-    values: Any = function(*given, **{name: batch[name] for name in names or ()}, **select_columns(function, columns))
+    by_position, by_name = select_arguments(function, prompts, completions, columns)
+    values: Any = function(*by_position, **by_name)
     try:
         values = list(values)
     except TypeError:

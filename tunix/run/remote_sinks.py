@@ -160,9 +160,8 @@ class Mlflow(Sink):
         experiment_id = experiment.experiment_id if experiment else self.client.create_experiment(name)
         run = self.client.create_run(experiment_id, run_name=config["run_name"] or start.folder.name, tags=keys["tags"])
         self.run_id = run.info.run_id
-        keep_id(
-            start.folder, "mlflow", self.run_id
-        )  # at once: a next try goes on with this run, also without parameters
+        # At once: a next try goes on with this run, also without parameters.
+        keep_id(start.folder, "mlflow", self.run_id)
         params = [Param(_name(key), str(value)[:MAX_LENGTH]) for key, value in flat(config).items()]
         for first in range(0, len(params), BATCH // 10):
             self.client.log_batch(self.run_id, params=params[first : first + BATCH // 10])
