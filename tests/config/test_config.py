@@ -27,6 +27,7 @@ MISTAKES = [
     ("model=gemma3_1bb", "are gemma3_1b, "),
     ("experiment=quick_test", "write +experiment="),
     ("model.mesh_shape=[[4,2],[fsdp,foo]]", "unknown axis 'foo'; axes are pp, dp, fsdp, ep, cp, tp"),
+    ("model.mesh_shape={tp:2}", "model.mesh_shape={'tp': 2}: expected [[sizes], [axis names]]"),
     ("model.mesh_shape=[[4,2],[fsdp,fsdp]]", "axis fsdp is named twice"),
     ("model.num_heads=6 model.num_kv_heads=4", "model.num_heads=6 is not divisible by model.num_kv_heads=4"),
     ("model.cp_exchange=ring model.attention=cudnn", "model.attention=cudnn: the kernels of model.cp_exchange=ring are"),

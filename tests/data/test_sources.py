@@ -89,12 +89,13 @@ def test_links_to_folders_are_followed_once(tmp_path):
     assert [unit.name for unit in find_files((str(tmp_path / "data"),), (".txt",))] == [*expected, "b/link/3.txt"]
 
 
-def test_csv(tmp_path):
+@pytest.mark.parametrize(("typed", "delimiter"), [("';'", ";"), (r"\t", "\t")])
+def test_csv(tmp_path, typed, delimiter):
     rows = [*TEXTS, 'quotes " and\nlines, commas']
     with (tmp_path / "a.csv").open("w", newline="") as file:
-        writer = csv.writer(file, delimiter=";")
+        writer = csv.writer(file, delimiter=delimiter)
         writer.writerows([["id", "body"], *enumerate(rows)])
-    words = ["data=csv", f"data.paths=[{tmp_path}]", "data.delimiter=';'", "data.columns.text=body"]
+    words = ["data=csv", f"data.paths=[{tmp_path}]", f"data.delimiter={typed}", "data.columns.text=body"]
     assert documents(*words) == sorted(rows)
 
 
@@ -116,6 +117,21 @@ def test_hf(tmp_path, streaming):
     assert documents(*words, "loading.shard_bytes=500") == sorted(TEXTS)
     with pytest.raises(UserError, match=r"data.path=json: .*[Ss]plit"):
         documents(*words, "data.split=other")
+
+
+@pytest.mark.parametrize("streaming", ["false", "true"])
+def test_folders_of_save_to_disk(tmp_path, streaming):
+    import datasets
+
+    train, other = (datasets.Dataset.from_dict({"text": texts}) for texts in (TEXTS, TEXTS[:2]))
+    train.save_to_disk(tmp_path / "[one]")
+    datasets.DatasetDict(train=other, test=train).save_to_disk(tmp_path / "both")
+    words = ["data=hf", f"data.streaming={streaming}"]
+    assert documents(*words, f"data.path='{tmp_path}/[one]'") == sorted(TEXTS)
+    assert documents(*words, f"data.path={tmp_path}/both", "data.split=test") == sorted(TEXTS)
+    assert documents(*words, f"data.path={tmp_path}/both") == sorted(TEXTS[:2])
+    with pytest.raises(UserError, match=r"data.path=.*[Ss]plit"):
+        documents(*words, f"data.path={tmp_path}/both", "data.split=other")
 
 
 def test_synthetic_documents_do_not_depend_on_the_shards():

@@ -459,7 +459,8 @@ def _explain(error: dict[str, Any], root: type[Section]) -> _Mistake:
             key, value = f"{key}.{discriminator}", context["tag"]
         hint = find_value(key, str(value)) or did_you_mean(str(value), choices)
         return _Mistake(f"{key}={as_typed(value)}", f"expected one of {', '.join(choices)}", hint, takes_null)
-    if isinstance(value, dict | BaseModel):  # a check across several keys: its own message names them
+    if isinstance(value, dict | BaseModel) and all(key != leaf for leaf, *_ in _list_leaves(root)):
+        # A check across several keys: its own message names them.
         return _Mistake("", message)
     # A hint ends the line, also where other types add their words.
     message, mark, meant = message.partition("; did you mean ")

@@ -17,7 +17,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 
-from pydantic import Field, PrivateAttr
+from pydantic import BeforeValidator, Field, PrivateAttr
 
 from tunix.base.buckets import BUCKETS, explain, explaining, filesystem, find_version, is_address
 from tunix.base.config_types import Count, Section, Share
@@ -417,12 +417,15 @@ def skip_line(file: IO[bytes]) -> int:
     return size
 
 
+_read_tab = BeforeValidator(lambda text: "\t" if text == r"\t" else text)
+
+
 class Csv(Files, Rows):
     """Comma-separated files with a header line; those that end in .gz or .zst are unpacked."""
 
     source: Literal["csv"]
-    delimiter: Annotated[str, Field(min_length=1, max_length=1)]
-    """Character between columns."""
+    delimiter: Annotated[str, Field(min_length=1, max_length=1), _read_tab]
+    r"""Character between columns; \t is a tab."""
 
     def read(self, unit: Unit) -> Iterator[Item]:
         limit = self.max_document_bytes or 2**31 - 1

@@ -1,8 +1,10 @@
 """Sources of documents: a class for each choice of the group `data`, with its keys and how it is read."""
 
 import ast
+import glob
 import hashlib
 import inspect
+import json
 import os
 import sysconfig
 import warnings
@@ -290,7 +292,7 @@ class HuggingFace(Rows):
     source: Literal["hf"]
     """Where documents come from."""
     path: str
-    """Name on the hub, a folder, or a format (json, csv, parquet, text) with data_files."""
+    """Name on the hub, a folder (also one of `save_to_disk`), or a format (json, csv, parquet, text) with data_files."""
     name: str | None
     """Configuration of the data set; null for its default."""
     split: str
@@ -332,12 +334,22 @@ class HuggingFace(Rows):
         except ImportError:
             raise UserError("data.source=hf needs the datasets library: pip install 'tunix-trainer[hf]'") from None
         datasets.disable_progress_bars()
-        files = list(self.data_files) if self.data_files else None
+        path, files = self.path, list(self.data_files) if self.data_files else None
+        if saved := _find_saved_splits(Path(path)):
+            path, files = "arrow", saved
         try:
             options = {"split": self.split, "revision": self.revision, "streaming": self.streaming}
-            return _keep_images(datasets.load_dataset(self.path, self.name, data_files=files, **options), datasets)
+            return _keep_images(datasets.load_dataset(path, self.name, data_files=files, **options), datasets)
         except Exception as error:  # the library passes on any error of the libraries below it
             raise UserError(f"data.path={self.path}: {(str(error) or repr(error)).splitlines()[0]}") from None
+
+
+def _find_saved_splits(folder: Path) -> dict[str, str]:
+    """Return a glob of the files of each split, if `save_to_disk` of the library wrote the folder; else nothing."""
+    saved = {state.parent.name: state.parent for state in folder.glob("*/state.json")}
+    if (state := folder / "state.json").is_file():
+        saved = {json.loads(state.read_text()).get("_split") or "train": folder}
+    return {split: f"{glob.escape(str(saved[split]))}/data-*.arrow" for split in saved}
 
 
 def _keep_images(data: Any, datasets: Any) -> Any:
