@@ -292,7 +292,8 @@ class HuggingFace(Rows):
     source: Literal["hf"]
     """Where documents come from."""
     path: str
-    """Name on the hub, a folder (also one of `save_to_disk`), or a format (json, csv, parquet, text) with data_files."""
+    """Name on the hub, a folder (also one that `save_to_disk` wrote), or a format (json, csv, parquet, text) with
+    data_files."""
     name: str | None
     """Configuration of the data set; null for its default."""
     split: str
@@ -334,9 +335,8 @@ class HuggingFace(Rows):
         except ImportError:
             raise UserError("data.source=hf needs the datasets library: pip install 'tunix-trainer[hf]'") from None
         datasets.disable_progress_bars()
-        path, files = self.path, list(self.data_files) if self.data_files else None
-        if saved := _find_saved_splits(Path(path)):
-            path, files = "arrow", saved
+        saved = _find_saved_splits(Path(self.path))
+        path, files = ("arrow", saved) if saved else (self.path, self.data_files and list(self.data_files))
         try:
             options = {"split": self.split, "revision": self.revision, "streaming": self.streaming}
             return _keep_images(datasets.load_dataset(path, self.name, data_files=files, **options), datasets)
