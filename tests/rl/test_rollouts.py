@@ -27,8 +27,8 @@ from tunix.data.prompts import Prompt, PromptOrder, _digest, load_prompts
 from tunix.evaluate import evaluate
 from tunix.inference.engine import Answer, Engine
 from tunix.inference.rollout import derive_seed
+from tunix.rl.advantages import arrange_answers
 from tunix.rl.evaluation import HeldOutAnswers
-from tunix.rl.rollouts import arrange_answers
 from tunix.run.early_stopping import Moment, check_stop_request
 
 
