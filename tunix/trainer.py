@@ -28,8 +28,9 @@ from tunix.config import Config, Evaluation, compose
 from tunix.config.batch import BatchShape
 from tunix.config.compose import remark_on_environment, remark_on_random, remark_on_tiny, to_yaml
 from tunix.costs.step import check_matmul_dtype, find_run_peak_tflops
-from tunix.data.batches import Batch, BatchSource, Numbers, Position
+from tunix.data.batches import Batch, BatchSource, Numbers
 from tunix.data.prompts import AnyCorpus
+from tunix.data.sample_order import Position
 from tunix.data.tokenizer import tokenizer_digest
 from tunix.inference.pretrained import check_init_from, load_init_from
 from tunix.plan.open_keys import plan_run

@@ -39,9 +39,10 @@ from tunix.config import Config
 from tunix.config.batch import BatchShape
 from tunix.config.task import Grpo
 from tunix.costs.rollout import select_pages, select_rollouts_at_once, select_rows
-from tunix.data.batches import Batch, DataSchedule, Example, Numbers, Position, Samples
+from tunix.data.batches import Batch, Example, Numbers
 from tunix.data.image_slots import find_slots
 from tunix.data.prompts import Prompt, PromptCorpus, PromptOrder, gather_columns
+from tunix.data.sample_order import DataSchedule, Position, Samples
 from tunix.inference.engine import Answer
 from tunix.inference.rollout import Request, RolloutRequest, Sampler, derive_seed, gather_device_bytes
 from tunix.inference.sampling import find_stop_ids, select_sampling
