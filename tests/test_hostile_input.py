@@ -24,7 +24,7 @@ from tunix.base.text import as_text
 from tunix.checkpoints.folders import Folder
 from tunix.config.compose import compose
 from tunix.data.chat import ChatTemplate
-from tunix.data.rows import BadRow, _read_messages
+from tunix.data.documents import BadRow, _read_messages
 from tunix.generate import _read_rows
 from tunix.huggingface.weights import weight_files
 from tunix.inference.sampling import read_stop_ids

@@ -15,12 +15,21 @@ from tunix.base.errors import UserError
 from tunix.config import Config
 from tunix.config.rewards import EngineTerm
 from tunix.config.task import Cycle, Grpo
-from tunix.data.batches import TEACHER, Batch, BatchSource, PrefetchReader, TrainBatches
+from tunix.data.batches import (
+    BEGINNING,
+    TEACHER,
+    Batch,
+    BatchSource,
+    DataSchedule,
+    Position,
+    PrefetchReader,
+    Samples,
+    TrainBatches,
+)
 from tunix.data.dataset import Corpus
 from tunix.data.documents import DOCUMENTS
 from tunix.data.image_slots import find_slots
 from tunix.data.prompts import AnyCorpus, PromptCorpus, load_prompts
-from tunix.data.sample_order import BEGINNING, DataSchedule, Position, Samples
 from tunix.inference.rollout import Request, Sampler
 from tunix.inference.sampling import Sampling, find_stop_ids
 from tunix.inference.teacher import give_logits, load_teacher

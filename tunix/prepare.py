@@ -36,8 +36,8 @@ def prepare(cfg: Config) -> None:
     from tunix.batch_sources import load_data
     from tunix.data.dataset import Corpus, make_shares
     from tunix.inference.teacher import give_logits
-    from tunix.plan.open_keys import plan_run
     from tunix.processes import peers
+    from tunix.trainer import plan_run
     from tunix.training.choices import build_mesh
     from tunix.training.train_spec import assemble
 

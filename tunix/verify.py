@@ -34,9 +34,9 @@ from tunix.config import Config, command_line, compose
 from tunix.config.compose import add_search_path
 from tunix.config.saved_runs import find_run
 from tunix.costs.step import check_matmul_dtype
+from tunix.data.batches import Position
 from tunix.data.documents import DOCUMENTS
 from tunix.data.prompts import AnyCorpus
-from tunix.data.sample_order import Position
 from tunix.inference.pretrained import check_init_from, load_init_from
 from tunix.processes import exits, peers
 from tunix.processes.identity import find_identity

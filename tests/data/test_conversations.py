@@ -14,9 +14,8 @@ from tunix.config.compose import compose
 from tunix.config.task import Prompted
 from tunix.data.chat import PLAIN, ChatTemplate
 from tunix.data.dataset import find_units, load_corpus, prepare_corpus
-from tunix.data.documents import Document, encode_conversations, encode_whole, read_documents
+from tunix.data.documents import Conversation, Document, encode_conversations, encode_whole, read_documents
 from tunix.data.prompts import load_prompts
-from tunix.data.rows import Conversation
 from tunix.data.sources import read_questions
 from tunix.data.tokenizer import Vocab
 from tunix.rl.episodes import ObservationEncoder

@@ -14,8 +14,7 @@ from support.harness import ONE_LAYER, RUN, SMALL, metrics
 import tunix
 from tunix.base.errors import UserError
 from tunix.config.compose import compose
-from tunix.data.batches import TrainBatches
-from tunix.data.sample_order import SampleOrder, Stage, split_samples
+from tunix.data.batches import SampleOrder, Stage, TrainBatches, split_samples
 from tunix.sharding.table import axis_names
 
 shares = st.lists(st.integers(0, 1000), min_size=1, max_size=5).filter(any).map(tuple)

@@ -12,8 +12,8 @@ from tunix.base.errors import UserError
 from tunix.config import Config
 from tunix.config.compose import compose
 from tunix.config.task import Cycle, Prompted
+from tunix.data.batches import BEGINNING, DataSchedule, Samples
 from tunix.data.prompts import gather_columns, load_prompts
-from tunix.data.sample_order import BEGINNING, DataSchedule, Samples
 from tunix.prepare import prepare
 from tunix.rl.scoring import call_reward
 

@@ -8,7 +8,7 @@ from tunix.base.errors import UserError
 from tunix.config.compose import compose
 from tunix.config.task import Cycle
 from tunix.config.training import read_steps
-from tunix.data.sample_order import BEGINNING, DataSchedule, Position
+from tunix.data.batches import BEGINNING, DataSchedule, Position
 from tunix.training.train_spec import last_step
 
 

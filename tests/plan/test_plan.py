@@ -41,11 +41,11 @@ from tunix.models.flops import flops_per_token, forward_flops_per_token
 from tunix.plan import __main__ as plan
 from tunix.plan.compile import WORKERS, Compiled, RunningCompiles, compile_all, find_backend
 from tunix.plan.derived_time import Link, count_pairs_in_ring, resolve_exchange
-from tunix.plan.open_keys import plan_run
 from tunix.plan.ranking import _pick_to_compile, list_micro_batch_sizes, make_candidate, rank
 from tunix.plan.report import _list_refused, format_text, make_record
 from tunix.sharding.mesh import data_shards, explicit_sizes, meshes, token_shards
 from tunix.sharding.table import axis_names
+from tunix.trainer import plan_run
 from tunix.trainer import run as train
 from tunix.training.choices import Planned
 
@@ -494,7 +494,7 @@ def test_the_exchange_of_attention_that_is_faster(monkeypatch):
 
     small = compose([*SMALL, "model.mesh_shape=[[4,2],[fsdp,cp]]"]).config
     assert plan_run(small) == (Planned.of(small), ""), "the speed of CPUs is not known"
-    monkeypatch.setattr("tunix.plan.open_keys.find_kind", lambda _: cluster.kind)
+    monkeypatch.setattr("tunix.trainer.find_kind", lambda _: cluster.kind)
     ours, message = plan_run(small)
     assert message.startswith(f"model.cp_exchange={ours.cp_exchange}: attention is predicted to take")
 
@@ -532,7 +532,7 @@ def test_a_policy_that_keeps_products_where_they_are_known_to_fit(more_bytes, po
     assert rank(offloaded, cluster).fit[0].cfg.training.remat == "full"
 
     assert plan_run(cfg) == (Planned.of(cfg), ""), "the memory of CPUs is not known"
-    monkeypatch.setattr("tunix.plan.open_keys.find_kind", lambda _: cluster.kind)
+    monkeypatch.setattr("tunix.trainer.find_kind", lambda _: cluster.kind)
     ours, message = plan_run(cfg)
     assert ours.remat == policy
     assert message.startswith(f"training.remat={policy}: a step needs ")
@@ -562,7 +562,7 @@ def test_larger_chunks_of_logits_where_they_are_known_to_fit(more_bytes, chunk_s
     words = ["training.remat=full", "training.loss_chunk_size=auto", "model.mesh_shape=[[8],[fsdp]]"]
     cfg = compose([*long, *words, f"plan.memory_share={share}"]).config
     assert make_candidate(cfg, sizes, None, cluster).cfg.training.loss_chunk_size == chunk_size
-    monkeypatch.setattr("tunix.plan.open_keys.find_kind", lambda _: cluster.kind)
+    monkeypatch.setattr("tunix.trainer.find_kind", lambda _: cluster.kind)
     ours, message = plan_run(cfg)
     assert ours.loss_chunk_size == chunk_size
     assert ("training.loss_chunk_size=2048: a step with 8,192 rows of logits" in message) == (chunk_size == 2048)

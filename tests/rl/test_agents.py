@@ -17,8 +17,8 @@ from tunix.config.command_line import read_settings
 from tunix.evaluate import evaluate
 from tunix.inference.engine import Answer
 from tunix.play import play
-from tunix.rl.advantages import arrange_answers, center
 from tunix.rl.episodes import Episode, Player, credit_turns
+from tunix.rl.rollouts import arrange_answers, center
 
 
 def samples(folder: Path) -> list[dict]:

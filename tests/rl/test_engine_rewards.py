@@ -15,8 +15,8 @@ from tunix.base.errors import UserError
 from tunix.config import Evaluate
 from tunix.config.command_line import read_settings
 from tunix.config.compose import compose
+from tunix.data.documents import Question
 from tunix.data.prompts import Prompt
-from tunix.data.rows import Question
 from tunix.inference.engine import Answer
 from tunix.rl.engine_rewards import Answered, EngineRewards, Found, score_length
 from tunix.rl.episodes import Episode, Played

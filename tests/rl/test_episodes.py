@@ -15,8 +15,8 @@ from tokenizers import AddedToken
 from tunix.base.errors import UserError
 from tunix.config.data import Tokenizer
 from tunix.config.task import Sampling
+from tunix.data.documents import Question
 from tunix.data.prompts import Prompt
-from tunix.data.rows import Question
 from tunix.data.tokenizer import train_vocab
 from tunix.inference.engine import Answer
 from tunix.inference.rollout import RolloutRequest

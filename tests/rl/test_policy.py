@@ -9,7 +9,7 @@ from support.harness import SGD, SMALL, batch, program
 
 from tunix.config.compose import compose
 from tunix.config.task import Grpo
-from tunix.rl.advantages import ADVANTAGES, count_microbatches, has_signal, plan_rows
+from tunix.rl.rollouts import ADVANTAGES, count_microbatches, has_signal, plan_rows
 from tunix.sharding.arrays import to_global
 from tunix.training.choices import build_layout, build_mesh
 from tunix.training.grpo import compute_gains, policy_loss, weigh_answers

@@ -22,14 +22,13 @@ from tunix.config import Evaluate
 from tunix.config.command_line import read_settings
 from tunix.config.compose import compose
 from tunix.config.task import Cycle
-from tunix.data.batches import BatchSource
+from tunix.data.batches import BEGINNING, BatchSource, DataSchedule, Position, Samples
 from tunix.data.prompts import Prompt, PromptOrder, _digest, load_prompts
-from tunix.data.sample_order import BEGINNING, DataSchedule, Position, Samples
 from tunix.evaluate import evaluate
 from tunix.inference.engine import Answer, Engine
 from tunix.inference.rollout import derive_seed
-from tunix.rl.advantages import arrange_answers
 from tunix.rl.evaluation import HeldOutAnswers
+from tunix.rl.rollouts import arrange_answers
 from tunix.run.early_stopping import Moment, check_stop_request
 
 

@@ -17,8 +17,7 @@ from tunix.checkpoints.store import find_storage, read_about
 from tunix.config import Config
 from tunix.config.compose import build, compose
 from tunix.costs.devices import read_topology
-from tunix.data.batches import PrefetchReader
-from tunix.data.sample_order import BEGINNING, DataSchedule, Position, make_data_schedule, schedule_after
+from tunix.data.batches import BEGINNING, DataSchedule, Position, PrefetchReader, make_data_schedule, schedule_after
 from tunix.plan.ranking import rank
 from tunix.plan.report import format_text
 from tunix.processes.watchdog import Watchdog

@@ -22,9 +22,8 @@ from tunix.checkpoints.store import open_store
 from tunix.config import Config, Section
 from tunix.config.compose import compose
 from tunix.config.mistakes import list_sections
-from tunix.data.batches import TrainBatches, split_shared
+from tunix.data.batches import Position, TrainBatches, split_shared
 from tunix.data.dataset import load_corpus
-from tunix.data.sample_order import Position
 from tunix.models.rope import layer_rope
 from tunix.plan import __main__ as plan
 from tunix.processes import peers

@@ -17,7 +17,7 @@ from tunix.config import Config, Evaluation, Grpo
 from tunix.config.model import list_keys_outside
 from tunix.config.saved_runs import upgrade
 from tunix.config.training import read_steps
-from tunix.data.sample_order import Position
+from tunix.data.batches import Position
 from tunix.processes import peers
 from tunix.training.state import State
 

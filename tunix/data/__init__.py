@@ -12,10 +12,10 @@
            `prompts`            Prompt     in place of an Example, where the model writes the answers itself
 
 `dataset.prepare` runs the first half for one source and keeps the result in the cache, `dataset.prepare_corpus` for
-all sources of a config. `dataset.load_corpus` and `prompts.load_prompts` run the second half, too. `sample_order`
-chooses and shuffles the samples of one source or of several; `batches` lists the fields of a batch, and reads those of
-a step. `rows` reads the columns of a row, `table` lists the sources, and `documents` the kinds of documents; `parquet`
-is the source of that kind of file. Read `dataset` first.
+all sources of a config. `dataset.load_corpus` and `prompts.load_prompts` run the second half, too. `batches`
+lists the fields of a batch, chooses and shuffles the samples of one source or of several, and reads those of a step.
+`table` lists the sources, and `documents` the kinds of documents; `parquet` is the source of that
+kind of file. Read `dataset` first.
 
 An example. The row {"prompt": "1+1?", "completion": "2"} of a JSONL file (task=sft) becomes a conversation of two
 turns; the chat template makes it text, and the tokenizer makes that tokens (written as text here, with T = 8):

@@ -1,32 +1,35 @@
-"""Batches: their fields, how they are read in the order of sample_order.py, and who gives them to the loop.
+"""Batches: their fields, their order, which only the seed and the sample number decide, and who gives them to the loop.
 
 A batch is a dict of arrays. On the host each process has its own rows of it; on the devices it is one global array a
 field. Its dimensions are those of `BatchShape`: A microbatches, B sequences of one microbatch, T tokens.
 """
 
 import copy
+import dataclasses
+import hashlib
+import math
+import sys
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
 import grain
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from rich.table import Table
 
 from tunix.base.errors import UserError
+from tunix.base.text import as_text
 from tunix.config import Config
-from tunix.config.batch import BatchKeys, BatchPeriod, BatchShape
+from tunix.config.batch import BatchKeys, BatchPeriod, BatchSchedule, BatchShape
+from tunix.config.data import Mixture
+from tunix.config.task import Cycle
+from tunix.config.training import read_steps
 from tunix.data.image_processors import find_processor
-from tunix.data.sample_order import (
-    BEGINNING,
-    DataSchedule,
-    Parts,
-    Position,
-    Samples,
-    make_data_schedule,
-    schedule_after,
-)
 from tunix.sharding.arrays import local_rows, to_global
 from tunix.sharding.layout import activation_spec
 
@@ -166,6 +169,348 @@ def put_rows(sequences: Any, rows: Sequence[int], mesh: Mesh) -> dict[str, jax.A
     """Return some of the `sequences`, by their numbers, on the mesh [B, T]: a process reads those of its devices."""
     local = stack_examples([[sequences[rows[row]] for row in local_rows(mesh, len(rows))]])
     return {name: leaf[0] for name, leaf in to_global(local, mesh).items()}
+
+
+# Order of samples: which sample of which source comes next, computed from its number alone.
+
+
+@dataclass(frozen=True)
+class Position:
+    """Position of a run in its steps and its data. Random numbers follow from the seed and the step.
+
+    The data of a run are one endless sequence of samples, whose order follows from the seed. The position is the number
+    of the next sample. It does not name a file, a process or a mesh. So a run also goes on with the next sample on
+    another number of devices, and none is lost or repeated.
+    """
+
+    step: int
+    next_sample: int  # place in the shuffled sequence of training data
+    data: str  # fingerprint of that data
+    tokenizer: str  # digest
+    # Of a mixture: the tokens of each source so far.
+    source_tokens: dict[str, int] = dataclasses.field(default_factory=dict)
+    left_out: list[list[int]] = dataclasses.field(default_factory=list)  # samples [first, end) that no step took
+    waiting: str = ""  # answers that were drawn ahead (rl/ahead.py)
+    num_extra: int = 0  # samples that were asked in the place of others, or left out by what was measured
+    curriculum: str = ""  # prompts that are left out for a time (data/prompts.py)
+
+    @property
+    def num_samples(self) -> int:
+        """Samples that the steps so far took."""
+        return self.next_sample - self.num_extra - sum(end - first for first, end in self.left_out)
+
+
+BEGINNING = Position(0, 0, "", "")
+
+
+class DataSchedule:
+    """Samples that each step after a position takes, and those that are left out.
+
+        training.skip_steps=[4:5], 10 samples a step
+
+        step         1       2       3       4       5
+        samples    0-9   10-19   20-29   50-59   60-69        30-49, which steps 4 and 5 would have taken, are left out
+
+    Samples are read in cycles: one reading may serve several steps. In pretraining each step has a reading of its own.
+    A rollout of GRPO that is learnt from in two steps, with 8 prompts:
+
+        step         1       2       3       4
+        samples    0-7     0-7    8-15    8-15        Cycle(samples=8, steps=2)
+    """
+
+    def __init__(
+        self, start: Position, cycle: Cycle, skip_steps: Sequence[str], stages: Sequence[tuple[int, Cycle]] = ()
+    ):
+        """`stages` are those that end after `start`, each with its last step and its cycle; `cycle` follows them."""
+        self.start, self.cycle = start, cycle
+        # Each stage: the last step before it, its last step, its cycle. Every stage has an end, so that the loops below
+        # need no case for the last one.
+        ends: list[float] = [start.step, *(end for end, _ in stages), math.inf]
+        self.stages = list(zip(map(int, ends[:-1]), ends[1:], [*(each for _, each in stages), cycle], strict=True))
+        # The steps to leave out. What was left out before `start` is in its position already.
+        self.gaps = [steps for steps in map(read_steps, skip_steps) if steps[0] > start.step]
+
+    def taken(self, step: int) -> int:
+        """Return the number of samples read by steps start+1 ... step. A rollout that has begun counts whole."""
+        return self._count(range(self.start.step + 1, step + 1))
+
+    def next_sample(self, step: int) -> int:
+        """Return the first sample behind those of the reading that serves `step`."""
+        first_step = self._first_step(step)
+        skipped = sum(self._count(steps) for steps in self.gaps if steps[0] <= first_step)
+        return self.start.next_sample + self.taken(step) + skipped
+
+    def samples(self, step: int) -> range:
+        """Return the samples of the reading that serves `step`."""
+        end = self.next_sample(step)
+        return range(end - self._stage(step)[1].samples, end)
+
+    def left_out(self, step: int) -> list[list[int]]:
+        """Return the samples [first, end) that the run has left out, from its beginning to `step`."""
+        ranges = list(self.start.left_out)
+        for steps in self.gaps:
+            if steps[0] <= self._first_step(step):
+                # The samples of a gap lie just before those that its first step takes in their place.
+                end = self.samples(steps[0]).start
+                ranges.append([end - self._count(steps), end])
+        return ranges
+
+    def last_step_within(self, num_samples: int) -> int:
+        """Return the last step until which at most so many samples are read after `start`; it ends a reading."""
+        step, remaining, cycle = self._locate(num_samples)
+        return step + remaining // cycle.samples * cycle.steps
+
+    def steps_of(self, num_samples: int) -> float:
+        """Return the steps, with a fraction, that read so many samples after `start`."""
+        step, remaining, cycle = self._locate(num_samples)
+        return step - self.start.step + remaining / cycle.samples * cycle.steps
+
+    def _locate(self, num_samples: int) -> tuple[int, int, Cycle]:
+        """Return the last step before the stage in which so many samples end, the samples in that stage, its cycle."""
+        *with_end, (last, _, last_cycle) = self.stages
+        for before, end, cycle in with_end:
+            of_stage = self._count(range(before + 1, int(end) + 1))
+            if num_samples < of_stage:
+                return before, num_samples, cycle
+            num_samples -= of_stage
+        return last, num_samples, last_cycle
+
+    def _count(self, steps: range) -> int:
+        """Return how many samples the readings of these steps have; a reading begins with the first of the steps."""
+        count = 0
+        for before, end, cycle in self.stages:
+            num_steps = min(steps.stop - 1, end) - max(steps.start - 1, before)
+            count += max(0, math.ceil(num_steps / cycle.steps)) * cycle.samples
+        return count
+
+    def _first_step(self, step: int) -> int:
+        """Return the first step of the reading that serves `step`."""
+        before, cycle = self._stage(step)
+        return before + (step - before - 1) // cycle.steps * cycle.steps + 1
+
+    def _stage(self, step: int) -> tuple[int, Cycle]:
+        """Return the last step before the stage of `step`, and its cycle."""
+        return next((before, cycle) for before, end, cycle in self.stages if step <= end)
+
+
+def make_data_schedule(cfg: Config, schedule: BatchSchedule, start: Position) -> DataSchedule:
+    """Return the samples of the steps of a run that goes on from `start`, with the batches of `schedule_after` it."""
+    *before, remaining = schedule.periods
+    stages = [(period.last_step or 0, cfg.task.cycle(period.num_samples)) for period in before]  # all have a last step
+    return DataSchedule(start, cfg.task.cycle(remaining.num_samples), cfg.training.skip_steps, stages)
+
+
+def schedule_after(start: Position, batch: BatchKeys, mesh_sizes: Mapping[str, int]) -> BatchSchedule:
+    """Return the batch of each step of a run that goes on from `start`."""
+    return batch.batch_schedule(mesh_sizes, start.step, start.num_samples * batch.seq_len)
+
+
+# A mixture trains on several sources (parts) with given weights, in stages. Nothing is drawn at random: the samples of
+# a stage are dealt out so that after any number of them each part has its share, up to one sample. So a resumed run,
+# and any number of processes, see the same order.
+
+PRECISION = 10**6  # shares are whole millionths
+
+
+class SamplePart(Protocol):
+    """Samples of one source, packed sequences or prompts: any of them at the same cost."""
+
+    def __len__(self) -> int: ...
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in all samples, without padding."""
+
+    @property
+    def documents_per_sequence(self) -> float:
+        """Documents in one sample, on average."""
+
+
+Parts = Mapping[str, SamplePart]  # keyed by the name of the source
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A period of the run with constant shares. (The run's fingerprint holds this class as text: rename nothing.)"""
+
+    name: str
+    first_sample: int
+    ratios: tuple[int, ...]  # of samples, one for each part, in millionths
+
+
+def split_samples(count: int, ratios: tuple[int, ...]) -> list[int]:
+    """Return how many of the first `count` samples of a stage are of each part: `count * share / sum(ratios)`, rounded.
+
+    Parts are split off one after the other, as Grain's own `mix` does, so no table of samples is needed. From one
+    count to the next exactly one part grows, by one sample.
+
+        shares 1 : 1 : 2     samples    1    2    3    4    5    6    7    8
+                             counts    100  110  111  112  212  222  223  224
+    """
+    left, total, counts = count, sum(ratios), []
+    for share in ratios:
+        # Whole numbers are exact after any number of samples. With rounded ones a resumed run might count differently.
+        remaining = left * (total - share) // total if total else left
+        counts.append(left - remaining)
+        left, total = remaining, total - share
+    return counts
+
+
+class SampleOrder(grain.transforms.DatasetSelectionMap):
+    """Map from a sample's number to its part and its number within the part, over all stages of a run."""
+
+    def __init__(self, stages: list[Stage]):
+        self.stages = stages
+        self.firsts = [stage.first_sample for stage in stages]
+        self.before = [[0] * len(stages[0].ratios)]  # samples of each part before each stage
+        for stage, after in pairwise(stages):
+            counts = split_samples(after.first_sample - stage.first_sample, stage.ratios)
+            self.before.append([a + b for a, b in zip(self.before[-1], counts, strict=True)])
+
+    def __len__(self) -> int:
+        return sys.maxsize  # Grain asks for a length; the run ends by its steps
+
+    def count_by_part(self, count: int) -> list[int]:
+        """Return how many of the first `count` samples of the run are of each part."""
+        number = bisect_right(self.firsts, max(0, count - 1)) - 1  # the stage of the last of these samples
+        stage = self.stages[number]
+        counts = split_samples(count - stage.first_sample, stage.ratios)
+        return [a + b for a, b in zip(self.before[number], counts, strict=True)]
+
+    def __getitem__(self, sample: int) -> tuple[int, int]:
+        # The sample belongs to the part whose count grows by it.
+        before, after = self.count_by_part(sample), self.count_by_part(sample + 1)
+        part = next(part for part, (a, b) in enumerate(zip(before, after, strict=True)) if a != b)
+        return part, before[part]
+
+
+def read_stages(mixture: Mixture | None, parts: Parts, data_schedule: DataSchedule, seq_len: int) -> list[Stage]:
+    """Return the stages of a run, in samples; None, a single source, is a mixture of one part with one stage.
+
+    Raises:
+        UserError: the stages are out of order.
+    """
+    if mixture is None:
+        return [Stage("all", 0, (PRECISION,))]
+    stages = [Stage("start", 0, _compute_ratios(mixture, mixture.weights, parts))]
+    for stage in mixture.stages:
+        if stage.from_tokens is not None:
+            first = -(-stage.from_tokens // seq_len)
+        else:
+            first = data_schedule.taken(stage.from_step or 0)
+        if first <= stages[-1].first_sample:
+            raise UserError(
+                f"data.stages: stage {stage.name} begins at sample {first}, not after stage {stages[-1].name} "
+                f"(sample {stages[-1].first_sample}); put the stages in order"
+            )
+        stages.append(Stage(stage.name, first, _compute_ratios(mixture, stage.weights, parts)))
+    return stages
+
+
+def _compute_ratios(mixture: Mixture, weights: dict[str, float], parts: Parts) -> tuple[int, ...]:
+    """Convert the weights, which are of samples, tokens or documents, to shares of samples in millionths."""
+    per_sample = {
+        "sample": lambda part: 1.0,
+        "token": lambda part: part.num_tokens / len(part),
+        "document": lambda part: part.documents_per_sequence,
+    }[mixture.weight_unit]
+    # A part whose samples have twice the tokens needs half as many samples for the same weight in tokens.
+    samples = [weights[name] / per_sample(part) for name, part in parts.items()]
+    return tuple(round(PRECISION * number / sum(samples)) for number in samples)
+
+
+def count_read(order: SampleOrder, first: int, end: int, left_out: Sequence[Sequence[int]]) -> list[int]:
+    """Return how many of the samples [first, end) are of each part, without those that were left out.
+
+    `left_out` has ranges of samples [first, end) that do not overlap.
+    """
+
+    def count(first: int, end: int) -> np.ndarray:
+        return np.subtract(order.count_by_part(end), order.count_by_part(first))
+
+    counts = count(first, end)
+    for gap_first, gap_end in left_out:
+        begin, stop = max(first, gap_first), min(end, gap_end)
+        if begin < stop:
+            counts = counts - count(begin, stop)
+    return counts.tolist()
+
+
+class Samples:
+    """The samples of a run, packed sequences or prompts, an endless shuffled sequence: sample n follows from the seed
+    and its number alone, and is the same on every mesh and number of processes.
+
+    Each part (source) is shuffled anew in each epoch. In a mixture, `SampleOrder` says which part gives sample n.
+    """
+
+    def __init__(self, parts: Parts, cfg: Config, data_schedule: DataSchedule, tokens_per_sample: int):
+        """`data_schedule` begins at step 0; it says at which sample a stage with `from_step` begins. A sample counts as
+        `tokens_per_sample` tokens."""
+        self.parts, self.data_schedule, self.tokens_per_sample = parts, data_schedule, tokens_per_sample
+        self.mixture = cfg.data if isinstance(cfg.data, Mixture) else None
+        self.order = SampleOrder(read_stages(self.mixture, parts, data_schedule, tokens_per_sample))
+        shuffled = [grain.MapDataset.source(part).seed(cfg.seed).shuffle().repeat() for part in parts.values()]
+        self.samples = grain.MapDataset.select_from_datasets(shuffled, self.order)
+
+    def __getitem__(self, number: int) -> Any:
+        return self.samples[number]
+
+    def fingerprint(self, corpus: str) -> str:
+        """Return the fingerprint of the samples and their order: that of the corpus, with the stages of a mixture."""
+        if self.mixture is None:
+            return corpus
+        return hashlib.sha256(f"{corpus} {self.order.stages}".encode()).hexdigest()[:20]
+
+    def stages(self, num_steps: int, left_out: Sequence[Sequence[int]] = ()) -> str:
+        """Format the stages of a mixture in `num_steps` steps: where each begins, the samples and epochs of each part.
+
+        The samples [first, end) that training.skip_steps leaves out do not count, and the run takes as many more behind
+        them. Empty for a single source.
+
+        Raises:
+            UserError: a part would be repeated more often than data.max_epochs allows.
+        """
+        if self.mixture is None:
+            return ""
+        order, parts = self.order, self.parts
+        num_samples = self.data_schedule.taken(num_steps) + sum(end - first for first, end in left_out)
+        total = dict(zip(parts, count_read(order, 0, num_samples, left_out), strict=True))
+        for name, max_epochs in (self.mixture.max_epochs or {}).items():
+            epochs = total[name] / len(parts[name])
+            if epochs > max_epochs:
+                raise UserError(
+                    f"data.max_epochs: the run would read {name} {epochs:.2f} times, more than {max_epochs:g}; "
+                    f"lower its weight, shorten the run, give it more data (it has {len(parts[name]):,} sequences, "
+                    f"{total[name]:,} are asked for), or raise the cap"
+                )
+        # A stage that begins behind the end of the run is in the table with no samples.
+        table = Table(box=None)
+        for column in ("stage", "from step", "from token", *(f"{name}: samples (epochs)" for name in parts)):
+            table.add_column(column, justify="left" if column == "stage" else "right")
+        ends = [*order.firsts[1:], num_samples]
+        for stage, end in zip(order.stages, ends, strict=True):
+            first = min(stage.first_sample, num_samples)
+            counts = count_read(order, first, max(first, min(end, num_samples)), left_out)
+            cells = [f"{count:,} ({count / len(part):.2f})" for count, part in zip(counts, parts.values(), strict=True)]
+            step, token = self.data_schedule.steps_of(first), first * self.tokens_per_sample
+            table.add_row(stage.name, f"{step:,.4g}", f"{token:,}", *cells)
+        return as_text(table)
+
+    def position_after(self, step: int, start: Position, data_schedule: DataSchedule) -> Position:
+        """Return the position after `step` of a course that began at `start`."""
+        next_sample, left_out = data_schedule.next_sample(step), data_schedule.left_out(step)
+        source_tokens = self.source_tokens(next_sample, left_out)
+        return replace(start, step=step, next_sample=next_sample, source_tokens=source_tokens, left_out=left_out)
+
+    def source_tokens(self, next_sample: int, left_out: Sequence[Sequence[int]] = ()) -> dict[str, int]:
+        """Return the tokens of each source of a mixture in the samples before `next_sample`, padding included.
+
+        The samples [first, end) that were left out do not count; the numbers add up to the tokens of the run.
+        """
+        if self.mixture is None:
+            return {}
+        counts = count_read(self.order, 0, next_sample, left_out)
+        return {name: count * self.tokens_per_sample for name, count in zip(self.parts, counts, strict=True)}
 
 
 # Batches of a corpus, and who gives batches to the training loop.

@@ -216,7 +216,7 @@ class Source(Section):
     """Origin of documents. A subclass adds its name, its keys, and the methods `units` and `read`.
 
     Both methods must give the same on every machine and in every run, in the same order: the position of a run in its
-    data is one number (data/sample_order.py), which means the same documents only then.
+    data is one number (data/batches.py), which means the same documents only then.
     """
 
     if TYPE_CHECKING:  # each subclass declares the one value that it takes

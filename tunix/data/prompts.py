@@ -25,10 +25,10 @@ from tokenizers import Tokenizer as Backend
 from tunix.base.errors import UserError
 from tunix.config import Config, Task
 from tunix.config.task import Grpo
+from tunix.data.batches import Position, Samples
 from tunix.data.dataset import Corpus, compute_fingerprint, list_sources, prepare_corpus
+from tunix.data.documents import Question, read_prompt
 from tunix.data.image_slots import ImageSlots, find_slots, list_image_spans
-from tunix.data.rows import Question, read_prompt
-from tunix.data.sample_order import Position, Samples
 from tunix.data.shards import SPLITS, Prepared, Stream, locate
 from tunix.data.table import Rows, Source
 from tunix.data.tokenizer import Vocab

@@ -12,8 +12,7 @@ import numpy as np
 
 from tunix.config.pretrained_config import check_gives_reward
 from tunix.data.chat import Message, Options
-from tunix.data.documents import Document, encode_whole
-from tunix.data.rows import Conversation
+from tunix.data.documents import Conversation, Document, encode_whole
 from tunix.data.tokenizer import load_vocab
 from tunix.inference.pretrained import load_pretrained
 from tunix.sharding.arrays import bytes_per_device

@@ -6,7 +6,7 @@ Deriving takes milliseconds and is approximate; compiling takes up to a minute a
 are derived, and plan.num_compiled of them are compiled.
 
 The best one is that of a run that leaves open its mesh (plan.choose_mesh=true), its micro batch
-(training.micro_batch_size=auto), or what blocks keep (training.remat=budget): `plan_run` in open_keys.py.
+(training.micro_batch_size=auto), or what blocks keep (training.remat=budget): `plan_run` in trainer.py.
 """
 
 import logging

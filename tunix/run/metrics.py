@@ -175,7 +175,7 @@ def make_record(
 ) -> dict[str, Any]:
     """Return the line of metrics.jsonl for a step; a number that is not finite is None."""
     batch = sizes.schedule.at(started.step).shape
-    # Answers that share rows may take fewer rows than the batch has (rl/advantages.py).
+    # Answers that share rows may take fewer rows than the batch has (rl/rollouts.py).
     speed = started.numbers.get("rows_used", batch.num_sequences) * batch.seq_len / step_time_s
     tflops = speed * sizes.flops_by_length[batch.seq_len] / sizes.num_devices / 1e12
     return {

@@ -2,7 +2,7 @@
 
 An answer is one segment of a row of the batch, often the only one. Its sampler has written down log q, the
 log-probability of each token in the distribution that the token was drawn from. p is the policy in training, and A the
-advantage of the token (`ADVANTAGES` of rl/advantages.py):
+advantage of the token (`ADVANTAGES` of rl/rollouts.py):
 
     ratio       p / p_old           1 in value where a rollout is used for one step: p_old is then p itself
     importance  p / q               the sampler and the trainer round differently; measured in each step

@@ -17,8 +17,7 @@ from tunix.config import Config, Model, Training, list_dims
 from tunix.config.batch import BatchSchedule, BatchShape, PipelineShape, Spans
 from tunix.config.layers import ExpertsMlp
 from tunix.config.model_checks import check_stages
-from tunix.data.batches import abstract_arrays
-from tunix.data.sample_order import BEGINNING, DataSchedule, Position, make_data_schedule, schedule_after
+from tunix.data.batches import BEGINNING, DataSchedule, Position, abstract_arrays, make_data_schedule, schedule_after
 from tunix.models.context_parallel import select_exchange
 from tunix.models.flops import flops_per_token, tower_flops
 from tunix.sharding.arrays import abstract_results, has_host_memory
