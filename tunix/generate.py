@@ -17,7 +17,7 @@ from tunix.config import Generate
 from tunix.config.command_line import run_command
 from tunix.data.chat import join_parts
 from tunix.data.images import list_references
-from tunix.data.tokenizer import read_chat
+from tunix.data.tokenizer import decode_behind, read_chat
 from tunix.inference.engine import Answer
 from tunix.inference.image_prompts import find_image_prompts
 from tunix.inference.pretrained import Pretrained, load_language_model
@@ -56,9 +56,8 @@ def generate(command: Generate) -> None:
             work = f"answering prompts {start + 1} to {start + len(prompts)} of {num_rows}"
             with announcing(work, peers.print_progress):
                 answers = speaker.answer(prompts, command.seed, start)
-            for row, answer in zip(batch, answers, strict=False):  # only process 0 has rows
-                log_prob = sum(answer.log_probabilities)
-                answered.append(row | {"prediction": speaker.decode(answer), "log_probability": log_prob})
+            for row, (text, answer) in zip(batch, answers, strict=False):  # only process 0 has rows
+                answered.append(row | {"prediction": text, "log_probability": sum(answer.log_probabilities)})
     finally:  # answers that exist are written, even if an error or Ctrl-C ends this
         if write and answered:
             write(answered)
@@ -119,15 +118,20 @@ class Speaker:
         except UserError as error:
             raise UserError(f"{key}: {error}") from None
 
-    def answer(self, prompts: list[Prompt], seed: int, first_row: int = 0) -> list[Answer]:
-        """Return an answer to each prompt; they draw by the seed and their row."""
+    def answer(self, prompts: list[Prompt], seed: int, first_row: int = 0) -> list[tuple[str, Answer]]:
+        """Return an answer to each prompt, with its text; they draw by the seed and their row.
+
+        The token that stops an answer is no part of its text.
+        """
         encoded = [self._encode(prompt) for prompt in prompts]
         tokens, images = [ids for ids, _ in encoded], [found for _, found in encoded]
         request = Request(tokens, 1, seed, first_row, images)
-        return self.model.rollout(request, self.sampling, cache_gib=self.command.cache_gib, say=self._report)
+        answers = self.model.rollout(request, self.sampling, cache_gib=self.command.cache_gib, say=self._report)
+        return [(self._decode(ids, answer), answer) for ids, answer in zip(tokens, answers, strict=True)]
 
-    def decode(self, answer: Answer) -> str:
-        """Return the text of an answer, without the token that stopped it."""
+    def _decode(self, prompt: list[int], answer: Answer) -> str:
+        if self.template is None:  # the text of the prompt goes on
+            return decode_behind(self.tokenizer, prompt[-1], answer.text_tokens)
         return self.tokenizer.decode(answer.text_tokens)
 
     def _report(self, bound: CacheBound) -> None:
@@ -170,7 +174,7 @@ def _converse(speaker: Speaker, command: Generate) -> None:
         messages.append({"role": "user", "content": line})
         # The whole conversation is computed again at each turn. Another seed, or a repeated question would be answered
         # with the same noise.
-        text = speaker.decode(speaker.answer([Prompt(messages)], command.seed + turn)[0])
+        text, _ = speaker.answer([Prompt(messages)], command.seed + turn)[0]
         messages.append({"role": "assistant", "content": text})
         if peers.is_main():
             print(text, flush=True)

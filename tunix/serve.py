@@ -30,6 +30,7 @@ from tunix.base.files import expand_home, is_whole_number
 from tunix.config import Serve
 from tunix.config.command_line import run_command
 from tunix.config.commands import is_loopback
+from tunix.data.tokenizer import TokenBytes
 from tunix.inference.openai_api import (
     AnswerText,
     ApiError,
@@ -205,6 +206,7 @@ class App:
         if model.tokenizer is None:
             raise UserError(f"checkpoint={command.checkpoint} has no tokenizer.json")
         self.model, self.tokenizer, self.command, self.limits = model, model.tokenizer, command, command.server
+        self.read_bytes = TokenBytes(model.tokenizer)
         place = expand_home(command.checkpoint)
         self.name = self.limits.model_name or (place.resolve().name if place.exists() else command.checkpoint)
         self.max_length = min(model.cfg.context_length, self.limits.max_length or model.cfg.context_length)
@@ -357,23 +359,23 @@ class App:
     async def _show_completion_choice(self, job: Job, answer: _Answer) -> dict[str, Any]:
         prefix = job.texts[answer.index // job.num_answers] if job.texts else ""
         scores = (await self._score(job, answer)).for_completion() if job.parameters.wants_logprobs else None
-        text = prefix + answer.text.text
-        return {"index": answer.index, "text": text, "logprobs": scores, "finish_reason": answer.finish or "length"}
+        return {"index": answer.index, "text": prefix + answer.text.text, "logprobs": scores, "finish_reason": answer.finish or "length"}
 
     async def _score(self, job: Job, answer: _Answer) -> TokenScores:
         """Return the log-probabilities of an answer; those of a prompt and of other tokens are computed for it."""
         tokens = answer.list_tokens(job.is_chat)
         if not job.texts and not job.parameters.num_top:
-            return TokenScores(self.tokenizer, tokens, answer.log_probs[: len(tokens)], None)
+            return TokenScores(self.read_bytes, tokens, answer.log_probs[: len(tokens)], None, answer.text.text)
         whole = [*answer.prompt, *tokens]
+        text = (job.texts[answer.index // job.num_answers] if job.texts else "") + answer.text.text
         if len(whole) < 2:
-            return TokenScores(self.tokenizer, whole, [None], [[]])
+            return TokenScores(self.read_bytes, whole, [None], [[]], text)
         scores = await asyncio.wrap_future(self.serving.score(whole, job.images))
         log_probs: list[float | None] = [None, *scores.log_probs.tolist()]
         pairs = zip(scores.top_tokens.tolist(), scores.top_log_probs.tolist(), strict=True)
         tops = [[], *(list(zip(*pair, strict=True))[: job.parameters.num_top] for pair in pairs)]
         start = 0 if job.texts else len(answer.prompt)
-        return TokenScores(self.tokenizer, whole[start:], log_probs[start:], tops[start:])
+        return TokenScores(self.read_bytes, whole[start:], log_probs[start:], tops[start:], text)
 
     async def _stream(self, job: Job, answers: "_Answers") -> AsyncIterator[str]:
         """Yield the events of a stream: a piece of an answer each, then the usage if it is asked for, then the end."""
@@ -430,9 +432,8 @@ class App:
         if len(tokens) == first:
             return None
         log_probs = answer.log_probs[first : len(tokens)]
-        scores = TokenScores(self.tokenizer, tokens[first:], log_probs, None, answer.num_characters)
-        answer.num_scored = len(tokens)
-        answer.num_characters += sum(map(len, scores.texts))
+        scores = TokenScores(self.read_bytes, tokens[first:], log_probs, None, answer.text.text, answer.num_characters)
+        answer.num_scored, answer.num_characters = len(tokens), scores.end
         return scores.for_chat() if job.is_chat else scores.for_completion()
 
 
@@ -452,7 +453,7 @@ class _Answers:
             _Answer(
                 place * job.num_answers + index,
                 prompt,
-                AnswerText(app.tokenizer, stop),
+                AnswerText(app.tokenizer, stop, behind=None if job.is_chat else prompt[-1]),
                 None if job.read_calls is None else AnswerText(app.tokenizer, stop, keep_special=True),
             )
             for place, prompt in enumerate(job.prompts)

@@ -13,7 +13,7 @@ from tunix.base.errors import UserError
 from tunix.config.compose import compose
 from tunix.data import tokenizer
 from tunix.data.dataset import load_corpus
-from tunix.data.tokenizer import bytes_by_token, load_vocab
+from tunix.data.tokenizer import TokenBytes, bytes_by_token, decode_behind, load_vocab
 
 TEXT = "def f(x):\n\treturn 'Ünïcödé 漢字 🙂' # \x00\r\n"
 
@@ -156,6 +156,12 @@ def test_tokens_have_the_bytes_of_the_text(kind):
     tokens = backend.encode(text, add_special_tokens=False).ids
     assert bytes_by_token(backend)[tokens].sum() == len(text.encode()) + first
     assert backend.decode(tokens) == text
+    parts = list(map(TokenBytes(backend), tokens))
+    assert b"".join(parts).decode() == " " * first + text
+    # An answer goes on behind its prompt, with the space of its first word.
+    assert [decode_behind(backend, tokens[n], tokens[n + 1 :]) for n in range(4)] == [
+        b"".join(parts[n + 1 :]).decode() for n in range(4)
+    ]
 
 
 def test_a_vocabulary_with_holes(load, tmp_path):

@@ -30,8 +30,9 @@ from tunix.config import Evaluate, Serve
 from tunix.config.command_line import read_settings
 from tunix.costs.rollout import USABLE, CacheSpec, count_page_bytes, derive_rollout_costs
 from tunix.data.prompts import Prompt
+from tunix.data.tokenizer import TokenBytes
 from tunix.inference import engine
-from tunix.inference.openai_api import AnswerText
+from tunix.inference.openai_api import AnswerText, TokenScores
 from tunix.inference.page_pool import PagePool
 from tunix.inference.rollout import Request, RowSizes
 from tunix.inference.sampling import NO_MIN_P, NO_TOP_K, NO_TOP_P, RowChoices, Sampling, select, select_by_row
@@ -271,6 +272,18 @@ def test_texts_grow_by_whole_characters_and_hold_back_what_may_be_a_stop_string(
     stopped = AnswerText(model.tokenizer, ["字"])
     assert "".join(stopped.add([token]) for token in tokens) == "a few wörds 漢"
     assert stopped.is_stopped
+
+
+def test_tokens_stand_at_their_places_in_the_text(model):
+    text = "a few wörds <eos>漢字 to be"
+    tokens = [1, *model.tokenizer.encode(text, add_special_tokens=False).ids]
+    for told, missing in ((text, {"<bos>"}), (text.replace("<eos>", ""), {"<bos>", "<eos>"})):
+        scores = TokenScores(TokenBytes(model.tokenizer), tokens, [0.0] * len(tokens), None, told)
+        chat, shown = scores.for_chat()["content"], scores.for_completion()
+        assert b"".join(bytes(each["bytes"]) for each in chat).decode() == "<bos>" + text
+        places = zip(shown["tokens"], shown["text_offset"], strict=True)
+        assert {token for token, at in places if not told.startswith(token, at)} == missing | {"\ufffd"}
+        assert scores.end == len(told)
 
 
 def test_log_probabilities_of_prompts_answers_and_other_tokens(model, client):

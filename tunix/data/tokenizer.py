@@ -513,30 +513,53 @@ def special_tokens(backend: Backend) -> set[int]:
     return {index for index, token in backend.get_added_tokens_decoder().items() if token.special}
 
 
-BYTE = re.compile("<0x[0-9A-F]{2}>")  # a token of SentencePiece for a byte
+BYTE = re.compile("<0x([0-9A-F]{2})>")  # a token of SentencePiece for a byte
+
+# The byte that each character of a byte-level token stands for: its own where it is printable, as GPT-2 has it.
+_PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
+_OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
+BYTE_LEVEL = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + n): byte for n, byte in enumerate(_OTHERS)}
+
+
+class TokenBytes:
+    """The UTF-8 bytes of text for which a token stands behind another one; a special token gives its name."""
+
+    def __init__(self, backend: Backend):
+        self.backend, self.added = backend, backend.get_added_tokens_decoder()
+        self.is_byte_level = isinstance(backend.decoder, decoders.ByteLevel)
+
+    def __call__(self, index: int) -> bytes:
+        if index in self.added:
+            return self.added[index].content.encode()
+        token = self.backend.id_to_token(index) or ""
+        if self.is_byte_level:
+            return bytes(map(BYTE_LEVEL.__getitem__, token)) if BYTE_LEVEL.keys() >= {*token} else token.encode()
+        if byte := BYTE.fullmatch(token):
+            return bytes.fromhex(byte[1])
+        # Decoders drop the space before the first word of a text, so a token by itself is shorter than behind another.
+        once, twice = (self.backend.decode([index] * count).encode() for count in (1, 2))
+        return twice[len(once) :]
 
 
 def bytes_by_token(backend: Backend) -> np.ndarray:
-    """Return the UTF-8 bytes of text for which each token stands, [V] int64, V the largest id plus one.
+    """Return how many UTF-8 bytes of text each token stands for, [V] int64, V the largest id plus one.
 
     Special tokens stand for none, and so do ids without a token.
     """
-    added = backend.get_added_tokens_decoder()
-    byte_level = isinstance(backend.decoder, decoders.ByteLevel)
+    read, special = TokenBytes(backend), special_tokens(backend)
+    num_ids = max(backend.get_vocab().values()) + 1
+    return np.array([0 if index in special else len(read(index)) for index in range(num_ids)])
 
-    def count_bytes(index: int) -> int:
-        if index in added:
-            return 0 if added[index].special else len(added[index].content.encode())
-        token = backend.id_to_token(index) or ""
-        if byte_level:  # such a tokenizer writes each byte as one character
-            return len(token)
-        if BYTE.fullmatch(token):
-            return 1
-        # Decoders drop the space before the first word of a text, so a token by itself is shorter than behind another.
-        once, twice = (len(backend.decode([index] * count).encode()) for count in (1, 2))
-        return twice - once
 
-    return np.array([count_bytes(index) for index in range(max(backend.get_vocab().values()) + 1)])
+def decode_behind(backend: Backend, last: int, tokens: Sequence[int]) -> str:
+    """Return the text of tokens that follow the token `last` of another text.
+
+    The space before their first word stays, which some decoders drop at the beginning of a text.
+    """
+    before = backend.decode([last])
+    if before.endswith("\ufffd"):  # a part of a character, which the first of the tokens may complete
+        return backend.decode(tokens)
+    return backend.decode([last, *tokens])[len(before) :]
 
 
 def _find_token(backend: Backend, names: tuple[str, ...], among: set[int] | None = None) -> str | None:

@@ -5,6 +5,7 @@ parameter that OpenAI has and tunix does not is refused by its name, unless its 
 and `chat_template_kwargs` are tunix's own, with the names that vLLM has for them.
 """
 
+import codecs
 import json
 import time
 import uuid
@@ -17,6 +18,7 @@ from tokenizers import Tokenizer
 from tunix.base.config_types import Temperature
 from tunix.data.files import BadRow
 from tunix.data.images import read_parts
+from tunix.data.tokenizer import TokenBytes, decode_behind
 from tunix.rl.tool_parsers import Call
 
 # Requests.
@@ -221,9 +223,11 @@ UNFINISHED = "\ufffd"  # at the end of a text: bytes of a character whose other 
 class AnswerText:
     """The text of an answer that grows token by token, up to the first of the stop strings."""
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str], keep_special: bool = False):
-        """With `keep_special` special tokens are part of the text."""
-        self.tokenizer, self.stop, self.skip = tokenizer, tuple(stop), not keep_special
+    def __init__(
+        self, tokenizer: Tokenizer, stop: Sequence[str], keep_special: bool = False, behind: int | None = None
+    ):
+        """With `keep_special` special tokens are part of the text; `behind` is the last token of a text that goes on."""
+        self.tokenizer, self.stop, self.skip, self.behind = tokenizer, tuple(stop), not keep_special, behind
         self.tokens: list[int] = []
         self.starts: list[int] = []  # place in the text of each token
         self.text, self.num_sent, self.is_stopped, self.is_closed = "", 0, False, False
@@ -236,8 +240,8 @@ class AnswerText:
                 break
             self.tokens.append(token)
             self.starts.append(len(self.text))
-            before = self._decode(self.tokens[self.first : self.read])
-            now = self._decode(self.tokens[self.first :])
+            before = self._decode(self.first, self.read)
+            now = self._decode(self.first)
             if len(now) > len(before) and not now.endswith(UNFINISHED):
                 self._grow(self.text + now[len(before) :])
                 self.first, self.read = self.read, len(self.tokens)
@@ -246,7 +250,7 @@ class AnswerText:
     def close(self) -> str:
         """Return the rest of the text: the answer has ended."""
         self.is_closed = True
-        whole = self._decode(self.tokens)
+        whole = self._decode(0)
         if not self.is_stopped and whole.startswith(self.text[: self.num_sent]):
             self._grow(whole)
         return self._send(len(self.text))
@@ -258,8 +262,10 @@ class AnswerText:
             return len(self.tokens)
         return sum(start < self.num_sent for start in self.starts)
 
-    def _decode(self, tokens: list[int]) -> str:
-        return self.tokenizer.decode(tokens, skip_special_tokens=self.skip)
+    def _decode(self, first: int, end: int | None = None) -> str:
+        if first == 0 and self.behind is not None:
+            return decode_behind(self.tokenizer, self.behind, self.tokens[:end])
+        return self.tokenizer.decode(self.tokens[first:end], skip_special_tokens=self.skip)
 
     def _grow(self, text: str) -> None:
         self.text = text
@@ -289,40 +295,57 @@ class TokenScores:
     """Log-probabilities of tokens as both kinds of answers show them."""
 
     def __init__(
-        self, tokenizer: Tokenizer, tokens: Sequence[int], log_probs: Sequence[float | None], tops: Any, offset: int = 0
+        self,
+        read_bytes: TokenBytes,
+        tokens: Sequence[int],
+        log_probs: Sequence[float | None],
+        tops: Any,
+        text: str,
+        offset: int = 0,
     ):
-        """`tops` has (token, log-probability) pairs for each token, or is None; `offset` is the place of the text."""
-        self.texts = [tokenizer.decode([token], skip_special_tokens=False) for token in tokens]
-        self.log_probs, self.offset = list(log_probs), offset
-        decode = lambda token: tokenizer.decode([token], skip_special_tokens=False)  # noqa: E731
-        self.tops = None if tops is None else [[(decode(t), p) for t, p in top] for top in tops]
+        """`tops` has (token, log-probability) pairs for each token, or is None. The tokens stand in `text` from the
+        character `offset` on; special tokens are left out of it as a rule."""
+        self.parts = [read_bytes(token) for token in tokens]
+        self.texts = [_to_text(part) for part in self.parts]
+        self.log_probs = list(log_probs)
+        self.tops = None if tops is None else [[(read_bytes(t), p) for t, p in top] for top in tops]
+        self.offsets, self.end = [], offset  # in the text, of each token and behind the last one
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")  # of a character of several tokens
+        for token, part, whole in zip(tokens, self.parts, self.texts, strict=True):
+            self.offsets.append(self.end)
+            if token in read_bytes.added and not text.startswith(whole, self.end):
+                continue
+            size = len(decoder.decode(part))
+            # Some tokenizers put a space before a text, which is none of its characters.
+            is_added = self.end == 0 and whole.startswith(" ") and not text.startswith(" ")
+            self.end += size - is_added
 
     def for_completion(self) -> dict[str, Any]:
-        offsets, place = [], self.offset
-        for text in self.texts:
-            offsets.append(place)
-            place += len(text)
         tops = None
         if self.tops is not None:
             # Several tokens may have the same text, such as a byte that is no character: the likeliest comes first.
             tops = [
-                None if each is None else dict(reversed(top))
+                None if each is None else {_to_text(part): log_prob for part, log_prob in reversed(top)}
                 for each, top in zip(self.log_probs, self.tops, strict=True)
             ]
         return {
-            "tokens": self.texts, "token_logprobs": self.log_probs, "top_logprobs": tops, "text_offset": offsets,
+            "tokens": self.texts, "token_logprobs": self.log_probs, "top_logprobs": tops, "text_offset": self.offsets,
         }  # fmt: skip
 
     def for_chat(self) -> dict[str, Any]:
-        def show(text: str, log_prob: float | None) -> dict[str, Any]:
-            return {"token": text, "logprob": log_prob, "bytes": list(text.encode())}
+        def show(part: bytes, log_prob: float | None) -> dict[str, Any]:
+            return {"token": _to_text(part), "logprob": log_prob, "bytes": list(part)}
 
-        tops = self.tops or [[] for _ in self.texts]
+        tops = self.tops or [[] for _ in self.parts]
         content = [
-            show(text, log_prob) | {"top_logprobs": [show(*pair) for pair in top]}
-            for text, log_prob, top in zip(self.texts, self.log_probs, tops, strict=True)
+            show(part, log_prob) | {"top_logprobs": [show(*pair) for pair in top]}
+            for part, log_prob, top in zip(self.parts, self.log_probs, tops, strict=True)
         ]
         return {"content": content, "refusal": None}
+
+
+def _to_text(part: bytes) -> str:
+    return part.decode(errors="replace")
 
 
 def show_calls(calls: Sequence[Call]) -> list[dict[str, Any]]:
