@@ -319,9 +319,11 @@ def test_tools_reach_the_template_and_calls_are_read(model, hf_dir):
         assert model.tokenizer.decode(job.prompts[0], skip_special_tokens=False) == "add <tool_call>u17"
         text = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
         assert job.read_calls(text) == [Call("add", {"a": 1})]
-        raw = SimpleNamespace(text=text, close=lambda: None)
-        ends = [_show_message(job, SimpleNamespace(text=raw, raw=raw, finish=end))[1] for end in ("stop", "length")]
-        assert ends == ["tool_calls", "length"], "an answer that is cut calls nothing"
+        raw = AnswerText(model.tokenizer, [], keep_special=True)
+        raw.add(model.tokenizer.encode(f"<bos>a ```b``` {text}").ids)
+        ends = [_show_message(job, SimpleNamespace(text=raw, raw=raw, finish=end)) for end in ("stop", "length")]
+        assert [end for _, end in ends] == ["tool_calls", "length"], "an answer that is cut calls nothing"
+        assert ends[0][0]["content"] == "a ```b```"
         status, _, answer = post(port, json.dumps(body), "/v1/chat/completions")
         assert (status, answer["choices"][0]["message"]["role"]) == (200, "assistant")
         own = openai.OpenAI(api_key=KEY, base_url=f"http://127.0.0.1:{port}/v1", max_retries=0, timeout=120)

@@ -7,6 +7,7 @@ and `chat_template_kwargs` are tunix's own, with the names that vLLM has for the
 
 import codecs
 import json
+import re
 import time
 import uuid
 from collections.abc import Sequence
@@ -254,6 +255,11 @@ class AnswerText:
         if not self.is_stopped and whole.startswith(self.text[: self.num_sent]):
             self._grow(whole)
         return self._send(len(self.text))
+
+    def drop_special(self, text: str) -> str:
+        """Return a text without the names of special tokens."""
+        names = [token.content for token in self.tokenizer.get_added_tokens_decoder().values() if token.special]
+        return re.sub("|".join(map(re.escape, names)), "", text) if names else text
 
     @property
     def num_tokens(self) -> int:

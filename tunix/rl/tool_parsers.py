@@ -236,6 +236,22 @@ TOOL_CALLS: dict[str, Callable[[str], list[Call]]] = {
     "kimi": _reader(KIMI),
 }
 
+# What the calls of an answer begin with. A block of code may stand in a text before calls in other formats.
+CALLS_BEGIN = (
+    re.compile(
+        r"<tool_call>|<function=|<function_calls>|\[TOOL_CALLS\]|<\|python_tag\|>|<\|(?:python|tool_call)_start\|>"
+        r"|<\|tool_call>|<\|channel\|>|<｜tool▁calls?▁begin｜>|<\|tool_call(?:s_section)?_begin\|>"
+    ),
+    re.compile("```"),
+)
+
+
+def find_text_before_calls(text: str) -> str:
+    """Return what stands before the calls of an answer; nothing where the whole answer is a call."""
+    begins = (pattern.search(text) for pattern in CALLS_BEGIN)
+    return next((text[: begin.start()] for begin in begins if begin), "")
+
+
 # Words of a chat template that tell the format, the first that occur; a template without any gets `hermes`.
 MARKS = (
     ("<function=", "xml"),
