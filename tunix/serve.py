@@ -12,6 +12,8 @@ The event loop reads requests, turns them into tokens, and tokens into texts. Th
 import asyncio
 import hmac
 import json
+import math
+import os
 import secrets
 import signal
 import socket
@@ -62,6 +64,7 @@ except ImportError:
 P = TypeVar("P", bound=Parameters)
 SEEDS = 2**31  # of the noise
 DRAIN_RETRY_S = 5  # that clients are told to wait when the server ends
+CLOSE_S = 2  # that the engine has for the tokens that are being drawn, when nobody waits for them any more
 
 
 def serve(command: Serve) -> None:
@@ -74,7 +77,12 @@ def serve(command: Serve) -> None:
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))  # while the model is loaded; `_run` takes over
     source = command.checkpoint, command.dtype, command.mesh_shape, command.weights
     model = load_language_model(*source, family=command.family, adapter=command.adapter, mtp=command.by_mtp)
-    asyncio.run(_run(App(model, command), sock, command))
+    app = App(model, command)
+    asyncio.run(_run(app, sock, command))
+    if app.serving.thread.is_alive():
+        # It is inside a compilation or a program, which nothing can end, and Python would crash while it ends beside it.
+        sys.stdout.flush()
+        os._exit(0)
 
 
 def open_socket(host: str, port: int) -> socket.socket:
@@ -104,19 +112,23 @@ class _Uvicorn(uvicorn.Server):
 async def _run(app: "App", sock: socket.socket, command: Serve) -> None:
     patience = command.server.shutdown_timeout_s
     config = uvicorn.Config(
-        app.starlette,
+        app,
         access_log=False,
         log_level="warning",
         lifespan="off",
-        timeout_graceful_shutdown=max(1, round(patience)),
+        timeout_graceful_shutdown=math.ceil(patience) + 1,  # for clients that do not read or write
     )
     server = _Uvicorn(config)
 
+    loop = asyncio.get_running_loop()
+
     def end() -> None:
+        if not app.is_draining:
+            loop.call_later(patience, app.give_up)
         app.is_draining = server.should_exit = True
 
     for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, end)
+        loop.add_signal_handler(number, end)
     host, port = sock.getsockname()[:2]
     host = f"[{host}]" if ":" in host else host
     sock.listen(config.backlog)  # whoever has read the line below can connect
@@ -125,7 +137,7 @@ async def _run(app: "App", sock: socket.socket, command: Serve) -> None:
     try:
         await server.serve([sock])
     finally:
-        await asyncio.to_thread(app.serving.close, patience)
+        await asyncio.to_thread(app.serving.close, CLOSE_S)
 
 
 SECONDS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)  # buckets of histograms
@@ -237,6 +249,20 @@ class App:
         self.starlette = Starlette(
             routes=routes, exception_handlers={HTTPException: _show_http_error, Exception: _show_bug}
         )
+        self.open: set[_Answers] = set()  # of requests that wait for tokens
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Serve a request (ASGI)."""
+        try:
+            await self.starlette(scope, receive, send)
+        except asyncio.CancelledError:  # by uvicorn, when the server ends
+            if not self.is_draining:
+                raise
+
+    def give_up(self) -> None:
+        """End the requests that still wait for tokens: the server ends."""
+        for answers in self.open:
+            answers.queue.put_nowait(_make_ending())
 
     # Who may ask, and what.
 
@@ -315,9 +341,7 @@ class App:
     async def _answer(self, is_chat: bool, request: HttpRequest) -> Response:
         arrived = time.monotonic()
         if self.is_draining:
-            raise ApiError(
-                503, "the server is ending", headers={"Retry-After": str(DRAIN_RETRY_S), "Connection": "close"}
-            )
+            raise _make_ending()
         body = await self._read_body(request)
         job = await (self.reader.read_chat(body, arrived) if is_chat else self.reader.read_completion(body, arrived))
         answers = self._submit(job, request)
@@ -441,13 +465,18 @@ class App:
 NO_BUFFERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # a proxy passes each event on
 
 
+def _make_ending() -> ApiError:
+    """Return the error of requests that the end of the server meets."""
+    return ApiError(503, "the server is ending", headers={"Retry-After": str(DRAIN_RETRY_S), "Connection": "close"})
+
+
 class _Answers:
     """The answers to one request, as they come from the engine."""
 
     def __init__(self, app: App, job: Job, request: HttpRequest):
         self.app, self.job, self.request = app, job, request
         self.requests: list[Request] = []
-        self.queue: asyncio.Queue[tuple[int, Piece] | None] = asyncio.Queue()
+        self.queue: asyncio.Queue[tuple[int, Piece] | Exception] = asyncio.Queue()  # an exception ends all of them
         self.loop = asyncio.get_running_loop()
         stop = job.parameters.stop or []
         self.all = [
@@ -470,7 +499,7 @@ class _Answers:
         """Yield answers with the text that each has got, until all have ended.
 
         Raises:
-            ApiError: it takes too long, or the engine fails.
+            ApiError: it takes too long, the engine fails, or the server ends.
             ClientDisconnect: nobody waits for the answers.
         """
         metrics, job = self.app.metrics, self.job
@@ -478,12 +507,13 @@ class _Answers:
         watch = asyncio.create_task(self._watch())
         left = len(self.all) if self.requests else 0
         is_first = True
+        self.app.open.add(self)
         try:
             while left:
                 async with asyncio.timeout(deadline - time.monotonic()):
                     event = await self.queue.get()
-                if event is None:
-                    raise ClientDisconnect
+                if isinstance(event, Exception):
+                    raise event
                 answer, piece = self.all[event[0]], event[1]
                 if answer.finish is not None:
                     continue
@@ -504,6 +534,7 @@ class _Answers:
             limit = f"server.request_timeout_s={self.app.limits.request_timeout_s:g}"
             raise ApiError(504, f"the answer is not complete after {limit}") from None
         finally:
+            self.app.open.discard(self)
             watch.cancel()
             self._cancel()
 
@@ -512,7 +543,7 @@ class _Answers:
         while (await self.request.receive())["type"] != "http.disconnect":
             pass
         self._cancel()
-        self.queue.put_nowait(None)
+        self.queue.put_nowait(ClientDisconnect())
 
     def _cancel(self) -> None:
         for each in self.requests:

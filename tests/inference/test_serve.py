@@ -63,7 +63,7 @@ def serving(model, hf_dir, *words):
     """A server in a thread of this process, and its port."""
     command = read_settings(Serve, [f"checkpoint={hf_dir}", "server.model_name=small", *words])
     app, sock = App(model, command), open_socket("127.0.0.1", 0)
-    server = uvicorn.Server(uvicorn.Config(app.starlette, access_log=False, lifespan="off", log_level="warning"))
+    server = uvicorn.Server(uvicorn.Config(app, access_log=False, lifespan="off", log_level="warning"))
     thread = threading.Thread(target=lambda: asyncio.run(server.serve([sock])), daemon=True)
     thread.start()
     while not server.started:
@@ -462,6 +462,14 @@ def test_a_deadline_and_a_broken_engine_end_requests_and_not_the_server(model, h
         status, _, answer = post(port, json.dumps({"prompt": "a few"}))
         assert (status, answer["error"]["type"]) == (504, "timeout")
         assert "server.request_timeout_s=0.5" in answer["error"]["message"]
+        app.limits = app.limits.model_copy(update={"request_timeout_s": 60})
+        with ThreadPoolExecutor() as pool:  # the server ends, and does not wait for answers any longer
+            late = pool.submit(post, port, json.dumps({"prompt": "a few"}))
+            wait_until(lambda: app.open)
+            app.is_draining = True
+            app.give_up()
+            assert late.result()[0] == 503
+        app.is_draining = False
         gate.set()
         wait_until(lambda: app.serving.num_running == 0)
 
@@ -471,7 +479,6 @@ def test_a_deadline_and_a_broken_engine_end_requests_and_not_the_server(model, h
         engine.run = fail
         status, _, answer = post(port, json.dumps({"prompt": "a few"}))
         assert (status, answer["error"]["type"]) == (500, "server_error")
-        app.limits = app.limits.model_copy(update={"request_timeout_s": 60})
         assert post(port, json.dumps({"prompt": "a few", "max_tokens": 3}))[0] == 200
 
 
@@ -641,6 +648,24 @@ def test_sigterm_ends_a_server_that_still_loads_its_model(hf_dir, monkeypatch):
     finally:
         signal.signal(signal.SIGTERM, before)
     assert ended.value.code == 0
+
+
+def test_an_engine_that_is_busy_at_the_end_does_not_crash_the_process(model, hf_dir, monkeypatch):
+    async def stop(*words):
+        """End as a server whose engine compiles for longer than anybody waits."""
+
+    def leave(code):
+        raise SystemExit(code)
+
+    monkeypatch.setattr("tunix.serve._run", stop)
+    monkeypatch.setattr("tunix.serve.os._exit", leave)
+    monkeypatch.setattr("tunix.serve.load_language_model", lambda *words, **options: model)
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(SystemExit, match="0"):
+            serve(read_settings(Serve, [f"checkpoint={hf_dir}", "server.port=0"]))
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_an_open_server_without_a_key_is_refused_in_one_line(hf_dir, tmp_path):
