@@ -228,11 +228,11 @@ def _read_json_lines(file: Any, column: str) -> list[Any]:
 def _read_json(file: Any, column: str) -> list[Any]:
     """Return the objects of a list, or those of a file with one a line."""
     text = file.read()
-    return parse_json(text) if text.lstrip().startswith("[") else _read_json_lines(text.splitlines(), column)
+    return parse_json(text) if text.lstrip().startswith("[") else _read_json_lines(text.split("\n"), column)
 
 
 READERS: dict[str, Callable[[Any, str], list[Any]]] = {
-    ".txt": lambda file, column: [{column: line.rstrip("\n")} for line in file if line.strip()],
+    ".txt": lambda file, column: [{column: line.rstrip("\r\n")} for line in file if line.strip()],
     ".csv": _read_csv,
     ".jsonl": _read_json_lines,
     ".ndjson": _read_json_lines,
@@ -244,7 +244,12 @@ def _write_csv(file: Any, rows: list[Row]) -> None:
     columns = dict.fromkeys(name for row in rows for name in row)  # of all rows: JSON rows may differ in their columns
     writer = csv.DictWriter(file, list(columns))
     writer.writeheader()
-    writer.writerows(rows)
+    writer.writerows({name: _to_cell(value) for name, value in row.items()} for row in rows)
+
+
+def _to_cell(value: Any) -> Any:
+    """Return what a cell of CSV has for a value of JSON: JSON again, where it is no text or number."""
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, dict | list | bool) else value
 
 
 WRITERS = {

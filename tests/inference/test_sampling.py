@@ -186,6 +186,21 @@ MISTAKES = [
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("name", "text"), [("in.txt", "a\u2028b\r\n\r\nc"), ("in.json", '{"prompt": "a\u2028b"}\n\n{"prompt": "c"}\r\n')]
+)
+def test_rows_end_where_lines_do(name, text, tmp_path):
+    (tmp_path / name).write_bytes(text.encode())
+    assert generate._read_rows(tmp_path / name, "prompt") == [{"prompt": "a\u2028b"}, {"prompt": "c"}]
+
+
+def test_values_of_json_are_json_in_a_csv(tmp_path):
+    row = {"prompt": "a", "meta": {"x": ["é", None]}, "ok": True, "n": 2, "none": None}
+    generate._make_writer(tmp_path / "out.csv")([row])
+    (read,) = generate._read_rows(tmp_path / "out.csv", "prompt")
+    assert read == {"prompt": "a", "meta": '{"x": ["é", null]}', "ok": "true", "n": "2", "none": ""}
+
+
 @pytest.mark.parametrize(("words", "message"), MISTAKES)
 def test_mistakes_are_told_before_the_model_is_loaded(words, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
