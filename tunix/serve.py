@@ -80,7 +80,7 @@ def serve(command: Serve) -> None:
     app = App(model, command)
     asyncio.run(_run(app, sock, command))
     if app.serving.thread.is_alive():
-        # It is inside a compilation or a program, which nothing can end, and Python would crash while it ends beside it.
+        # It is inside a compilation or a program, which nothing can end, and Python's own end would crash beside it.
         sys.stdout.flush()
         os._exit(0)
 
@@ -384,7 +384,8 @@ class App:
     async def _show_completion_choice(self, job: Job, answer: _Answer) -> dict[str, Any]:
         prefix = job.texts[answer.index // job.num_answers] if job.texts else ""
         scores = (await self._score(job, answer)).for_completion() if job.parameters.wants_logprobs else None
-        return {"index": answer.index, "text": prefix + answer.text.text, "logprobs": scores, "finish_reason": answer.finish or "length"}
+        text, finish = prefix + answer.text.text, answer.finish or "length"
+        return {"index": answer.index, "text": text, "logprobs": scores, "finish_reason": finish}
 
     async def _score(self, job: Job, answer: _Answer) -> TokenScores:
         """Return the log-probabilities of an answer; those of a prompt and of other tokens are computed for it."""

@@ -227,7 +227,7 @@ class AnswerText:
     def __init__(
         self, tokenizer: Tokenizer, stop: Sequence[str], keep_special: bool = False, behind: int | None = None
     ):
-        """With `keep_special` special tokens are part of the text; `behind` is the last token of a text that goes on."""
+        """With `keep_special` special tokens are in the text. `behind` is the last token of a text that goes on."""
         self.tokenizer, self.stop, self.skip, self.behind = tokenizer, tuple(stop), not keep_special, behind
         self.tokens: list[int] = []
         self.starts: list[int] = []  # place in the text of each token
