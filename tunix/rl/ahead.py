@@ -49,6 +49,7 @@ class SampledRollout(NamedTuple):
     scores: Scores
     rollout_s: float
     played: Played | None = None
+    request: str = ""  # digest of what was asked: another request has other answers
 
 
 class InTurn(Executor):
@@ -167,6 +168,7 @@ def pack(waiting: dict[int, SampledRollout]) -> str:
             "played": None if rollout.played is None else _to_plain(rollout.played),
             "scores": asdict(rollout.scores),
             "rollout_s": rollout.rollout_s,
+            "request": rollout.request,
         }
         for first_step, rollout in waiting.items()
     }
@@ -190,12 +192,25 @@ def _to_played(plain: dict[str, Any], task: Grpo, prompts: Sequence[Prompt]) -> 
     return Played(episodes, plain["tool_s"], plain["num_lost"], task)
 
 
-def unpack(text: str, task: Grpo, prompts_of: Callable[[int], Sequence[Prompt]]) -> dict[int, SampledRollout]:
-    """Return the rollouts of a text that `pack` has made: the same digits.
+def unpack(
+    text: str,
+    task: Grpo,
+    prompts_of: Callable[[int], Sequence[Prompt]],
+    request_of: Callable[[Sequence[Prompt]], str],
+) -> dict[int, SampledRollout]:
+    """Return the rollouts of a text that `pack` has made: the same digits. One of another request is left out.
 
-    `prompts_of` gives the prompts of the rollout that begins with a step.
+    `prompts_of` gives the prompts of the rollout that begins with a step, and `request_of` the digest of a request.
     """
     plain = json.loads(zlib.decompress(base64.b64decode(text))) if text else {}
+    for first_step in [*plain]:
+        if plain[first_step].get("request") != request_of(prompts_of(int(first_step))):
+            del plain[first_step]
+            log.warning(
+                "the answers that wait for step %s were drawn for other prompts, groups, rewards or environments: they "
+                "are drawn anew",
+                first_step,
+            )
     return {
         int(first_step): SampledRollout(
             rollout["weights_step"],
@@ -204,6 +219,7 @@ def unpack(text: str, task: Grpo, prompts_of: Callable[[int], Sequence[Prompt]])
             Scores(**rollout["scores"]),
             rollout["rollout_s"],
             None if rollout["played"] is None else _to_played(rollout["played"], task, prompts_of(int(first_step))),
+            rollout["request"],
         )
         for first_step, rollout in plain.items()
     }

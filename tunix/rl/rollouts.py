@@ -17,6 +17,7 @@ What depends on what:
     batch          [A, B, T]: answers in rows, with an advantage for each of their tokens
 """
 
+import hashlib
 import json
 import logging
 import math
@@ -492,8 +493,7 @@ class Rollouts:
         self.ahead: RolloutsAhead | None = None
         if self.task.staleness:
             first_steps = range(start.step + 1, last + 1, self.cycle.steps)
-            waiting = unpack(start.waiting, self.task, self._prompts_of)
-            waiting = {step: rollout for step, rollout in waiting.items() if self._fits(step, rollout)}
+            waiting = unpack(start.waiting, self.task, self._prompts_of, self._digest_request)
             info = self._sample_ahead, engine.rollout_mesh, first_steps, self.task.staleness, waiting
             self.ahead, self.waits_for_state = RolloutsAhead(*info), False
         self.is_closed = False
@@ -594,8 +594,9 @@ class Rollouts:
         samples = self.data_schedule.samples(first_step)
         request = self._make_request(first_step, {number: self.prompts[number] for number in samples})
         beside = threading.current_thread() is not threading.main_thread()
-        rollouts = self.engine.ask(params, request, beside)
-        return SampledRollout(0, rollouts.answers, rollouts.texts, rollouts.scores, rollouts.rollout_s, rollouts.played)
+        drawn = self.engine.ask(params, request, beside)
+        digest = self._digest_request(drawn.prompts)
+        return SampledRollout(0, drawn.answers, drawn.texts, drawn.scores, drawn.rollout_s, drawn.played, digest)
 
     def _make_request(self, first_step: int, prompts: dict[int, Prompt]) -> RolloutRequest:
         """Return what the rollout that begins with a step asks the model: prompts by their numbers, which are noise."""
@@ -607,15 +608,13 @@ class Rollouts:
     def _prompts_of(self, first_step: int) -> list[Prompt]:
         return [self.prompts[number] for number in self.data_schedule.samples(first_step)]
 
-    def _fits(self, first_step: int, sampled: SampledRollout) -> bool:
-        """Return whether a rollout of a checkpoint has the answers and the rewards that this run asks for."""
-        count, labels = self.cycle.samples * self.task.group_size, {term.label for term in self.task.rewards}
-        fits = len(sampled.answers) == count and labels <= sampled.scores.values.keys()
-        if not fits:
-            log.warning(
-                "the answers that wait for step %d were drawn for another batch: they are drawn anew", first_step
-            )
-        return fits
+    def _digest_request(self, prompts: Sequence[Prompt]) -> str:
+        """Return a digest of what a rollout of these prompts is asked for: what it has in the order of its answers."""
+        task, most = self.task, self.cfg.sampling.max_new_tokens
+        rewards = [(term.label, term.function, term.weight) for term in task.rewards]
+        environment = task.environment, task.environment_options, task.max_turns
+        asked = [prompt.tokens for prompt in prompts], task.group_size, rewards, environment, most
+        return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]
 
     def _stop_if_closed(self) -> None:
         if self.is_closed:
