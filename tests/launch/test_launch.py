@@ -34,7 +34,7 @@ def launch(*words: str, cwd: Path, **environment: str) -> subprocess.Popen:
     )  # fmt: skip
 
 
-def ended(process: subprocess.Popen, timeout: float = 20) -> tuple[int, str, str]:
+def ended(process: subprocess.Popen, timeout: float = 60) -> tuple[int, str, str]:
     try:
         out, err = process.communicate(timeout=timeout)
     finally:
@@ -300,13 +300,12 @@ def test_exit_code_is_the_worst(words, code, tmp_path):
 
 
 def test_one_death_ends_all(tmp_path):
-    """The others are told, then killed; the traceback is shown once."""
-    start = time.monotonic()
-    code, _, err = ended(launch("--nprocs=3", "--grace_s=0.5", LAUNCHED, "stubborn", "fail", "parent", cwd=tmp_path))
+    """The others are told, then killed (one ignores SIGTERM); the traceback is shown once."""
+    process = launch("--nprocs=3", "--grace_s=0.5", LAUNCHED, "stubborn", "fail", "parent", cwd=tmp_path)
+    code, _, err = ended(process, timeout=25)  # less than the default of --grace_s
     assert code == 1
     assert err.count("RuntimeError: trouble on rank 1") == 1
     assert "process 1 ended with exit code 1" in err
-    assert time.monotonic() - start < 8
     assert_gone(tmp_path)
 
 
