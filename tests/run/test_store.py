@@ -146,14 +146,16 @@ def test_arrays_are_not_compressed_and_a_file_that_is_cut_is_named(tmp_path):
         store.restore(1, state)
 
 
-def test_a_state_that_the_checkpoint_does_not_have_is_named(tmp_path):
+def test_a_state_that_the_checkpoint_does_not_have_is_named(tmp_path, caplog):
     """After a change of the optimizer, say. The checkpoint is not damaged."""
     state = {"params": STATE["params"], "opt_state": (optax.EmptyState(), optax.TraceState({"w": jnp.zeros(3)}))}
     store = open_at(tmp_path)
     store.save(1, state, Record({"step": 1}, {}, None))
     store.finish()
     store.check_state(1, state)
+    assert not caplog.text
     store.check_state(1, {"params": state["params"]})
+    assert "has no use for opt_state/1/trace/w of the checkpoint" in caplog.text
     other = state | {"opt_state": (state["opt_state"][1], *state["opt_state"][1:])}
     with pytest.raises(UserError, match="step 1 in .* has no array opt_state/0/trace/w: the optimizer or the model"):
         store.check_state(1, other)

@@ -196,7 +196,7 @@ class Store:
             arrays = self.storage.list_arrays(step)
             for path, leaf in jax.tree_util.tree_leaves_with_path(abstract):
                 name, shape = name_array(path), tuple(leaf.shape)
-                if (saved := arrays.get(name)) == shape:
+                if (saved := arrays.pop(name, None)) == shape:
                     continue
                 found = f"no array {name}" if saved is None else f"{name} in shape {saved}, not {shape}"
                 raise UserError(
@@ -204,6 +204,9 @@ class Store:
                     "of this config needs another state; leave their keys as they were, or start a new run from its "
                     f"weights: model.init_from={str(self.folder).rpartition('/')[0]}"
                 )
+            if arrays:
+                names = f"{', '.join(list(arrays)[:3])}{', ...' if len(arrays) > 3 else ''}"
+                log.warning("resume: this config has no use for %s of the checkpoint, and goes on without", names)
 
         self._ask_main(compare)
 
