@@ -133,20 +133,18 @@ def test_a_run_goes_on_as_a_job(here):
 
 
 def test_a_folder_with_any_name(here):
-    compose_overrides = ["launcher=slurm", "launcher.dry_run=true", "hydra.run.dir='a, (b) it'"]
+    compose_overrides = ["launcher=slurm", "launcher.dry_run=true", "hydra.run.dir='a, (b) 5%j it'"]
     slurm.launch(compose.compose(compose_overrides))
-    line = next(
-        line
-        for line in Path("a, (b) it/job.sbatch").read_text().splitlines()
-        if "run_training.py" in line and line[0] == " "
-    )
+    text = Path("a, (b) 5%j it/job.sbatch").read_text()
+    line = next(line for line in text.splitlines() if "run_training.py" in line and line[0] == " ")
     shown = subprocess.run(
         ["/bin/bash", "-c", f"printf %s {line.split('run_training.py ')[1]}"],
         capture_output=True,
         text=True,
         check=True,
     )
-    assert compose.compose([shown.stdout]).run_dir == here / "a, (b) it"
+    assert compose.compose([shown.stdout]).run_dir == here / "a, (b) 5%j it"
+    assert f"#SBATCH --output='{here}/a, (b) 5%%j it/slurm-%j.out'" in text
 
 
 def test_dry_run_of_the_training_writes_nothing(here, capsys):

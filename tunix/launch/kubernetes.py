@@ -5,6 +5,7 @@ service by which pods have host names. In each pod `python -m tunix.launch` star
 """
 
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ def launch(job: compose.Job) -> int:
     with submission.prepare_folder(job) as folder:
         file = submission.write_file(folder / "jobset.yaml", text)
     print(f"run folder in the pods: {_pod_folder(kubernetes, name)}")
-    print(f"start it: kubectl apply -f {file}")
+    print(f"start it: kubectl apply -f {shlex.quote(str(file))}")
     print(f"its output: kubectl -n {kubernetes.namespace} logs -f -l {INDEX}=0,jobset.sigs.k8s.io/jobset-name={name}")
     return 0
 

@@ -188,7 +188,8 @@ def _options(config: Config, slurm: Slurm, folder: Path) -> list[str]:
         "mail-user": slurm.email,
         "mail-type": "BEGIN,END,FAIL" if slurm.email else None,
         "chdir": Path.cwd(),
-        "output": str(_log_folder(slurm, folder) / "slurm-%j.out"),
+        # Slurm replaces %j by the job's number, and %% by a % of the folder's name.
+        "output": str(_log_folder(slurm, folder)).replace("%", "%%") + "/slurm-%j.out",
         "open-mode": "append",
     }
     options = {name: value for name, value in flags.items() if value is not None and value is not False}
