@@ -1,6 +1,7 @@
 """What a newcomer types in the first quarter of an hour, and the one line that answers it."""
 
 import contextlib
+import signal
 import sys
 import threading
 from types import SimpleNamespace
@@ -94,9 +95,11 @@ def test_layers_without_end_are_refused():
         compose(["model.num_layers=2147483647"])
 
 
-@pytest.mark.parametrize(("of_command", "seconds"), [(True, 10), (False, 0.2)])
-def test_an_error_does_not_wait_for_the_compiler(of_command, seconds, monkeypatch):
-    """In a command; where Python goes on after the error, it waits."""
+@pytest.mark.parametrize(
+    ("of_command", "error", "seconds"), [(True, UserError, 10), (True, KeyboardInterrupt, 10), (False, UserError, 0.2)]
+)
+def test_an_error_does_not_wait_for_the_compiler(of_command, error, seconds, monkeypatch):
+    """In a command, also after Ctrl-C; where Python goes on after the error, it waits."""
     monkeypatch.setattr(exits, "ends_with_leave", threading.Event())
     monkeypatch.setattr(exits, "still_compiles", threading.Event())
     if of_command:
@@ -106,11 +109,18 @@ def test_an_error_does_not_wait_for_the_compiler(of_command, seconds, monkeypatc
     def fail() -> None:
         with Compiler(MESH, WATCHDOG) as compiler:
             compiler._begin("state", lambda: ended.wait(seconds))
-            raise UserError("it cannot be done")
+            raise error("it cannot be done")
 
-    with pytest.raises(UserError):
+    with pytest.raises(error) as raised:
         fail()
     assert exits.still_compiles.is_set() == of_command
+    if error is KeyboardInterrupt:
+        signals: list[int] = []
+        monkeypatch.setattr(exits, "end_by_signal", lambda number, frame: signals.append(number))
+        monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+        exits.report_interrupts()
+        sys.excepthook(raised.type, raised.value, None)
+        assert signals == [signal.SIGINT]
     ended.set()
 
 

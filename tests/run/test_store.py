@@ -81,7 +81,9 @@ def test_ctrl_c_says_where_the_run_can_go_on(tmp_path, num_saved):
     for step in range(1, num_saved + 1):
         save(checkpoints.store, step)
     checkpoints.__exit__(KeyboardInterrupt, pressed)
-    assert getattr(pressed, "__notes__", []) == (["resume=latest goes on after step 2"] if num_saved else [])
+    assert getattr(pressed, "__notes__", []) == (
+        [f"resume={tmp_path.parent} goes on after step 2"] if num_saved else []
+    )
 
 
 def test_a_folder_that_is_gone_is_not_made_anew(tmp_path):

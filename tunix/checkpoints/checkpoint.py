@@ -143,7 +143,8 @@ class Checkpoints:
                 raise
             log.error("%s", failure)
         if isinstance(error, KeyboardInterrupt) and peers.is_main() and (steps := self.store.storage.list_steps()):
-            error.add_note(f"resume=latest goes on after step {steps[-1]}")
+            home = str(self.store.folder).rpartition("/")[0]  # and not `latest`, which may be a run of another project
+            error.add_note(f"resume={home} goes on after step {steps[-1]}")
 
     def save(
         self,

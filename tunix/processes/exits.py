@@ -26,8 +26,8 @@ USER_ERROR, STOPPED, PEER, DIVERGED = UserError.code, Stopped.code, PeerLost.cod
 LIBC, PR_SET_PDEATHSIG = ctypes.CDLL(None), 1  # prctl(2)
 
 
-# The compiler of a run cannot be interrupted, and may need minutes. A command that fails does not wait for it: the
-# first is set by a command, which ends with `leave`, and the second where XLA works on.
+# The compiler of a run cannot be interrupted, and may need minutes. A command that fails, or gets Ctrl-C, does not wait
+# for it: the first is set by a command, which ends with `leave`, and the second where XLA works on.
 ends_with_leave, still_compiles = threading.Event(), threading.Event()
 
 
@@ -46,6 +46,9 @@ def report_interrupts() -> None:
     def report(kind: type[BaseException], error: BaseException, trace: Any) -> None:
         if issubclass(kind, KeyboardInterrupt):
             print("; ".join(["interrupted", *getattr(error, "__notes__", [])]), file=sys.stderr)
+            if still_compiles.is_set():  # Python would wait for the compiler
+                sys.stdout.flush()
+                end_by_signal(signal.SIGINT, None)
         else:
             sys.__excepthook__(kind, error, trace)
 

@@ -146,14 +146,15 @@ class Compiler:
         """Wait for the thread: Python aborts the process if it ends while a thread is inside jaxlib.
 
         XLA cannot be interrupted, so this may take as long as one program. Programs that have not begun are left out.
-        A command of one process that fails does not wait: it ends without Python's help (`exits.leave`).
+        A command of one process that fails, or gets Ctrl-C, does not wait: it ends without Python's help (`exits`).
         """
         if any(future.running() for future in self.futures.values()):
-            if isinstance(error, UserError) and exits.ends_with_leave.is_set() and jax.process_count() == 1:
+            ends_at_once = isinstance(error, UserError | KeyboardInterrupt) and exits.ends_with_leave.is_set()
+            if ends_at_once and jax.process_count() == 1:
                 exits.still_compiles.set()
                 self.thread.shutdown(wait=False, cancel_futures=True)
                 return
-            reason = f": {error}" if error else ""
+            reason = f": {error}" if str(error or "") else ""
             log.info("the run ends as soon as XLA has compiled the program that it is at%s", reason)
         with self.watchdog.phase("compiling"):
             self.thread.shutdown(cancel_futures=True)
