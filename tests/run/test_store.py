@@ -57,6 +57,15 @@ def test_what_is_deleted(words, losses, dropped):
     assert list_dropped(compose([f"checkpoint.{word}" for word in words]).config.checkpoint, losses) == dropped
 
 
+def test_a_folder_with_any_name(tmp_path):
+    store = open_at(tmp_path / "a [1]*?", "async=false")
+    save(store, 1)
+    assert store.storage.list_arrays(1) == {"params/w": (3, 4)}
+    assert (store.storage.read_arrays(1)["params/w"] == STATE["params"]["w"]).all()
+    with pytest.raises(UserError, match=r"takes a \\ for a /"):
+        open_at(tmp_path / "a\\b")
+
+
 def test_who_dies_while_a_checkpoint_is_deleted_leaves_no_half_of_it(tmp_path, monkeypatch):
     store = open_at(tmp_path, "max_to_keep=1")
     save(store, 1)

@@ -40,7 +40,12 @@ from tunix.training.state import State
 
 UNFINISHED = ".orbax-checkpoint-tmp"  # end of the name of a folder that is written or deleted
 ITEMS = ("state", "run", "tokenizer", "metrics")
-NEEDED = ("state/_METADATA", "run/metadata", "tokenizer/metadata")  # files that every checkpoint has
+NEEDED = (
+    "state/_METADATA",
+    "state/manifest.ocdbt",
+    "run/metadata",
+    "tokenizer/metadata",
+)  # files that every checkpoint has
 # Words of Orbax and tensorstore for a disk that takes no more, in errors that are no OSError.
 LIMITS = {
     "File too large": "a limit of files' sizes: ulimit -f, a quota",
@@ -59,6 +64,8 @@ class Folder:
         self.folder = folder
 
     def open(self) -> None:
+        if "\\" in str(self.folder):
+            raise UserError(f"checkpoints cannot be written to {self.folder}: tensorstore takes a \\ for a /")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -104,7 +111,8 @@ class Folder:
     def commit(self, step: int, written: dict[str, Any], metrics: dict[str, float] | None) -> None:
         unfinished = self._unfinished(step)
         state = unfinished / "state"
-        ocp.PyTreeCheckpointHandler().finalize(epath.Path(state))
+        # No epath.Path: it takes a [ or * in the names of folders for a pattern, finds no arrays, and merges nothing.
+        ocp.PyTreeCheckpointHandler().finalize(state)  # type: ignore[arg-type]
         parts = sorted(state.glob("digests.*.json"))
         # The files that are in no part: Orbax's index of the arrays of all processes.
         sealed = {state / name for part in parts for name in read_digests(part)["files"]}
