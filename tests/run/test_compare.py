@@ -28,8 +28,9 @@ def write_run(folder: Path, losses: list[float], *words: str, again: int = 0) ->
          "step_time_s": 0.5, "data_wait_s": 0.05, "mfu": None, "peak_memory_gib": 1.5}
         for n, loss in enumerate(losses, 1)
     ]  # fmt: skip
-    lines += lines[len(lines) - again :]
-    lines += [{"step": n, "split": "held_out", "loss": losses[n - 1] + 1, "bits_per_byte": 0.5} for n in (2, 4)]
+    held_out = [{"step": n, "split": "held_out", "loss": losses[n - 1] + 1, "bits_per_byte": 0.5} for n in (2, 4)]
+    lines = sorted(lines + held_out, key=lambda line: line["step"])
+    lines += [line for line in lines if line["step"] > len(losses) - again]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 5, "lo')
     return folder
 
@@ -52,6 +53,17 @@ def test_numbers_and_differences(runs):
     assert "MFU (median)" not in numbers  # no run has it
     assert [key for key, _ in list_differences(histories)] == ["optimizer.learning_rate"]
     assert [each.name for each in read_histories([runs[0], runs[0]])] == [str(runs[0])] * 2
+
+
+def test_steps_that_a_run_went_back_behind_do_not_count(runs):
+    """It went on from the checkpoint of step 1, and has come to step 2."""
+    file = runs[0] / "metrics.jsonl"
+    lines = file.read_text().splitlines()[:-1]
+    again = json.loads(lines[1]) | {"loss": 1.5}
+    file.write_text("".join(line + "\n" for line in [*lines, json.dumps(again)]))
+    numbers = dict(list_results(read_histories(runs)))
+    assert (numbers["steps"][0], numbers["final loss"][0]) == ("2 of 5", "1.5000")
+    assert numbers["best held out"][0] == "4.0000 (step 2)"
 
 
 def test_the_command(runs):
