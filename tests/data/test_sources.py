@@ -117,6 +117,12 @@ def test_hf(tmp_path, streaming):
     assert documents(*words, "loading.shard_bytes=500") == sorted(TEXTS)
     with pytest.raises(UserError, match=r"data.path=json: .*[Ss]plit"):
         documents(*words, "data.split=other")
+    source = config(*words).data
+    (before,) = source.units(10**6)
+    file.write_text(file.read_text().upper())
+    os.utime(file, (1, 1))
+    (changed,) = source.units(10**6)  # its tokens are made anew
+    assert changed.digest != before.digest
 
 
 @pytest.mark.parametrize("streaming", ["false", "true"])

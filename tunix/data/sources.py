@@ -307,9 +307,8 @@ class HuggingFace(Rows):
 
     def units(self, unit_bytes: int) -> list[Unit]:
         """List ranges of rows, or the shards of a data set that is streamed."""
-        data = self._load()
-        # The library's hash of the files and of what was done to them; it is private, and streamed data have none.
-        version = f"{getattr(data, '_fingerprint', '')} {self.revision} {data.info.version}"
+        data, digest = self._load()
+        version = f"{digest} {self.revision} {data.info.version}"
         if self.streaming:  # the size of a shard is not known: each counts as one unit
             return [Unit(self.path, self.path, part, part + 1, unit_bytes, version) for part in range(data.num_shards)]
         size = data.data.nbytes
@@ -318,7 +317,7 @@ class HuggingFace(Rows):
         return [Unit(self.path, self.path, start, stop, size // count, version) for start, stop in pairwise(bounds)]
 
     def read(self, unit: Unit) -> Iterator[Item]:
-        data = self._load()
+        data, _ = self._load()
         if self.streaming:  # a unit is a shard of the data set, whose rows are counted from 0
             rows, first, prefix = data.shard(data.num_shards, unit.start), 0, f"{self.path}@{unit.start}."
         else:
@@ -329,7 +328,8 @@ class HuggingFace(Rows):
         except (OSError, ValueError, EOFError) as error:
             raise UserError(f"data.path={self.path} ends early: {str(error).splitlines()[0]}") from None
 
-    def _load(self) -> Any:
+    def _load(self) -> tuple[Any, str]:
+        """Return the data set, and the library's hash of its files, as far as the library knows their versions."""
         try:
             import datasets
         except ImportError:
@@ -338,8 +338,14 @@ class HuggingFace(Rows):
         saved = _find_saved_splits(Path(self.path))
         path, files = ("arrow", saved) if saved else (self.path, self.data_files and list(self.data_files))
         try:
-            options = {"split": self.split, "revision": self.revision, "streaming": self.streaming}
-            return _keep_images(datasets.load_dataset(path, self.name, data_files=files, **options), datasets)
+            options = {"data_files": files, "revision": self.revision}
+            if self.streaming:  # such data have no hash of their own
+                builder = datasets.load_dataset_builder(path, self.name, **options)
+                data, digest = builder.as_streaming_dataset(self.split), f"{builder.config_id} {builder.hash}"
+            else:
+                data = datasets.load_dataset(path, self.name, split=self.split, **options)
+                digest = data._fingerprint  # private; of the files, and of what was done to them
+            return _keep_images(data, datasets), digest
         except Exception as error:  # the library passes on any error of the libraries below it
             raise UserError(f"data.path={self.path}: {(str(error) or repr(error)).splitlines()[0]}") from None
 
