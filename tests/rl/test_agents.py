@@ -13,12 +13,15 @@ from support.rollouts import AGENT, ONE, WIDE
 import tunix
 from tunix.base.errors import UserError
 from tunix.config import Evaluate, Play
+from tunix.config.batch import BatchShape
 from tunix.config.command_line import read_settings
+from tunix.config.compose import compose
 from tunix.evaluate import evaluate
 from tunix.inference.engine import Answer
 from tunix.play import play
-from tunix.rl.episodes import Episode, Player, credit_turns
-from tunix.rl.rollouts import arrange_answers, center
+from tunix.rl.episodes import Episode, Played, Player, credit_turns
+from tunix.rl.rollouts import RolloutGroup, Rollouts, arrange_answers, center
+from tunix.rl.scoring import Scores
 
 
 def samples(folder: Path) -> list[dict]:
@@ -221,7 +224,7 @@ def test_credit_of_turns():
     rewards = np.array([[1.0, 0.5, 0.0]])
     found = credit_turns(group, rewards, [False] * 3, center, 10)
     answers = [Answer(each.tokens, [0.0] * len(each.tokens), [0.0] * len(each.tokens), True) for each in group]
-    fields = arrange_answers([[1, 2]] * 3, answers, 10, [False] * 3, [each.learnt for each in group])
+    fields = arrange_answers([[1, 2]] * 3, answers, 10, [each.learnt for each in group])
     assert fields["loss_mask"][0].tolist() == [0, 1, 1, 0, 1, 1, 0, 1, 0, 0]
     np.testing.assert_allclose(found[0], [0, 0.5, 0.5, 0, 0.5, 0.5, 0, 0, 0, 0])
     np.testing.assert_allclose(found[1], [0, 0, 0, -0.5, -0.5, 0, 0, 0, 0, 0])
@@ -230,6 +233,27 @@ def test_credit_of_turns():
     found = credit_turns(group, np.array([[1.2, 0.0, 0.0]]), [False, True, False], center, 10)
     np.testing.assert_allclose(found[0], [0, 0.8, 0.8, 0, 0.6, 0.6, 0, 0, 0, 0])
     np.testing.assert_allclose(found[1], [0, -0.4, 0, -0.6, -0.6, 0, 0, 0, 0, 0])
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["task.credit=turns"], [True, False, True]),  # rewards of turns differ where their sums are equal
+        ([], [False, False, True]),
+        (["task.truncated=mask"], [False, False, False]),  # the only answers that differ from their mean are not learnt
+    ],
+    ids=["turns", "answer", "mask"],
+)
+def test_groups_that_teach_something(words, expected):
+    task, spans = compose([*AGENT, *ONE, *words]).config.task, [(0, 1), (2, 3)]
+    rewards = [[1.0, 0.0], [0.0, 1.0], [0.5, 0.5], [0.5, 0.5], [1.0, 0.0], [0.0, 0.0]]
+    episodes = [episode(spans, each, stopped=number < 4) for number, each in enumerate(rewards)]
+    scores = Scores({}, [sum(each) for each in rewards], {}, 0.0)
+    answers = [each.to_answer() for each in episodes]
+    source = Rollouts.__new__(Rollouts)
+    source.task, source.shape = task, BatchShape(1, 6, 10)
+    found = source._find_signal(RolloutGroup([None] * 3, answers, [], scores, 0.0, Played(episodes, 0.0, 0, task)))
+    assert found.tolist() == expected
 
 
 @pytest.mark.nightly

@@ -255,7 +255,7 @@ def test_advantages_of_groups():
     np.testing.assert_array_equal(ADVANTAGES["centered"](rewards), [[0.5, -0.5, -0.5, 0.5], [0] * 4])
     np.testing.assert_array_equal(ADVANTAGES["group_std"](rewards), [[1, -1, -1, 1], [0] * 4])
     np.testing.assert_allclose(ADVANTAGES["leave_one_out"](rewards)[0], [2 / 3, -2 / 3, -2 / 3, 2 / 3])
-    assert has_signal(rewards).tolist() == [True, False]
+    assert has_signal(ADVANTAGES["centered"](rewards)).tolist() == [True, False]
 
 
 @pytest.mark.parametrize(

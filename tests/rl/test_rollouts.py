@@ -193,13 +193,10 @@ def test_several_steps_on_a_rollout(tmp_path):
     trained = [answer for answer in answers if answer["advantage"] is not None]
     assert len(trained) == 2 * 8 * 4
     assert [answer["sample"] for answer in answers[::4]] == list(range(24))
-    # By hand: each reward less 0.1 x (log p - log p of the reference), summed over an answer that has an end.
+    # By hand: each reward less 0.1 x (log p - log p of the reference), summed over an answer, also one that is masked.
     rewards = np.array([answer["reward"] for answer in trained])
-    ended = np.array([answer["stopped"] for answer in trained])
     sampled = np.array([sum(answer["log_probabilities"]) for answer in trained])
-    penalized = np.where(
-        ended, rewards - 0.1 * (sampled - score_answers(folder / "checkpoints" / "0", trained)), rewards
-    )
+    penalized = rewards - 0.1 * (sampled - score_answers(folder / "checkpoints" / "0", trained))
     advantages = np.array([answer["advantage"] for answer in trained])
     np.testing.assert_allclose(advantages, center(penalized), atol=1e-5)
     moved = np.abs(advantages - center(rewards))
@@ -234,7 +231,7 @@ def score_answers(run: Path, answers: list[dict]) -> np.ndarray:
 
 def test_answers_are_placed_after_their_prompts():
     answer = Answer([7, 8, 2], [-9.0] * 3, [-0.1, -0.2, -0.3], True)
-    fields = arrange_answers([[4, 5, 6]] * 2, [answer] * 2, 8, [False, True])
+    fields = arrange_answers([[4, 5, 6]] * 2, [answer] * 2, 8, [[True] * 3, [False] * 3])
     assert fields["tokens"][0].tolist() == [4, 5, 6, 7, 8, 0, 0, 0]
     assert fields["targets"][0].tolist() == [5, 6, 7, 8, 2, 0, 0, 0]  # the stop token is learnt
     assert fields["loss_mask"].tolist() == [[0, 0, 1, 1, 1, 0, 0, 0], [0] * 8]

@@ -52,7 +52,7 @@ from tunix.processes.watchdog import Watchdog
 from tunix.rl.ahead import RolloutsAhead, SampledRollout, pack, unpack
 from tunix.rl.engine_rewards import EngineRewards
 from tunix.rl.environment_pool import EnvironmentPool
-from tunix.rl.episodes import Played, Player, PrioritySlots, credit_turns
+from tunix.rl.episodes import Episode, Played, Player, PrioritySlots, credit_turns
 from tunix.rl.samples_file import SamplesFile
 from tunix.rl.scoring import Scorer, Scores
 from tunix.run.folder import find_model_files
@@ -306,9 +306,9 @@ ADVANTAGES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 }
 
 
-def has_signal(rewards: np.ndarray) -> np.ndarray:
-    """Return for each group of rewards [P, G] whether its answers are not all equally good, [P] bool."""
-    return np.ptp(rewards, axis=1) > EQUAL
+def has_signal(advantages: np.ndarray) -> np.ndarray:
+    """Return for each group of advantages [P, G], of centred rewards, whether it teaches something, [P] bool."""
+    return np.abs(advantages).max(axis=1) > EQUAL
 
 
 # Rows of a batch made of answers: each answer after its prompt, alone in a row or with others behind one another.
@@ -323,7 +323,6 @@ def arrange_answers(
     prompts: Sequence[list[int]],
     answers: Sequence[Answer],
     seq_len: int,
-    masked: Sequence[bool],
     learnt: Sequence[list[bool]] | None = None,
 ) -> Example:
     """Return fields [rows, T] of answers after their prompts, then padding: those of `FIELDS`, and `log_probs`.
@@ -332,7 +331,7 @@ def arrange_answers(
 
         tokens      p p p a b      .  .        prompt p p p, answer a b c, T = 7
         targets     p p a b c      .  .        c is the token that stops the answer: it is learnt too
-        loss_mask   0 0 1 1 1      0  0        all 0 where `masked` says so
+        loss_mask   0 0 1 1 1      0  0
         log_probs   0 0 x y z      0  0        of a, b, c in the distribution that they were drawn from
         segment_ids 1 1 1 1 1      0  0
 
@@ -341,14 +340,14 @@ def arrange_answers(
     shape = len(prompts), seq_len
     fields = {name: np.zeros(shape, np.int32) for name in ("tokens", "targets", "positions", "segment_ids")}
     fields |= {name: np.zeros(shape, np.float32) for name in ("loss_mask", "log_probs")}
-    for row, (prompt, answer, is_masked) in enumerate(zip(prompts, answers, masked, strict=True)):
+    for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
         text = [*prompt, *answer.tokens]
         # The target at a place is the token behind it, so the last token of the prompt predicts the answer's first one.
         end, answered = len(text) - 1, slice(len(prompt) - 1, len(text) - 1)
         fields["tokens"][row, :end], fields["targets"][row, :end] = text[:-1], text[1:]
         fields["positions"][row, :end] = np.arange(end)
         fields["segment_ids"][row, :end] = 1
-        fields["loss_mask"][row, answered] = 0 if is_masked else (1 if learnt is None else learnt[row])
+        fields["loss_mask"][row, answered] = 1 if learnt is None else learnt[row]
         fields["log_probs"][row, answered] = answer.sampled_log_probabilities
     return fields
 
@@ -576,7 +575,7 @@ class Rollouts:
             parts.append(self.engine.ask(params, self._make_request(first_step, prompts)))
             if task.curriculum.is_used:
                 order.note(parts[-1].prompts, parts[-1].first_scores)
-            missing = needed - sum(int(has_signal(self._read_rewards(part)).sum()) for part in parts)
+            missing = needed - sum(int(self._find_signal(part).sum()) for part in parts)
         order.end(first_step, samples, number)
         found: Numbers = {"data_wait_s": data_wait_s}
         if task.refill:
@@ -588,6 +587,22 @@ class Rollouts:
     def _read_rewards(self, rollouts: RolloutGroup) -> np.ndarray:
         """Return the rewards [P, G] that are learnt."""
         return np.where(rollouts.stopped, rollouts.totals, 0.0) if self.task.truncated == "zero" else rollouts.totals
+
+    def _find_signal(self, rollouts: RolloutGroup) -> np.ndarray:
+        """Return for each group whether its rewards teach something, [P] bool; answers that are masked do not."""
+        rewards = self._read_rewards(rollouts)
+        gains = center(rewards)
+        if rollouts.played is not None and self.task.credit == "turns":
+            of_tokens = self._credit_turns(rollouts.played.episodes, rewards, center)
+            gains = np.abs(of_tokens).max(axis=1).reshape(rewards.shape)
+        return has_signal(np.where(rollouts.stopped, gains, 0.0) if self.task.truncated == "mask" else gains)
+
+    def _credit_turns(
+        self, episodes: Sequence[Episode], rewards: np.ndarray, advantage: Callable[[np.ndarray], np.ndarray]
+    ) -> np.ndarray:
+        """Return advantages of tokens [P x G, T] turn by turn, of episodes with rewards [P, G]."""
+        zeroed = [self.task.truncated == "zero" and not episode.stopped for episode in episodes]
+        return credit_turns(episodes, rewards, zeroed, advantage, self.shape.seq_len)
 
     def _sample_ahead(self, params: Any, first_step: int) -> SampledRollout:
         """Draw and score the rollout that begins with a step, mostly in another thread than the main one."""
@@ -624,7 +639,7 @@ class Rollouts:
         """Draw and score answers; return a batch for each step of one pass, and numbers of all answers."""
         samples, rollouts, found = self._ask(params, self.step + 1)
         rewards = self._read_rewards(rollouts)
-        signal = has_signal(rewards)  # [P]
+        signal = self._find_signal(rollouts)  # [P]
         num_groups = self.task.num_prompts(self.shape.num_sequences)  # of a step
         # False sorts before True, so groups with a signal come first. A stable sort keeps the order of the prompts in
         # both kinds: the choice is the same on every process. The second sort brings the chosen ones back into order.
@@ -663,13 +678,15 @@ class Rollouts:
         size, task = self.task.group_size, self.task
         rows = [group * size + n for group in groups.tolist() for n in range(size)]
         answers = [rollouts.answers[row] for row in rows]
-        masked = [task.truncated == "mask" and not answer.stopped for answer in answers]
+        is_learnt = [task.truncated != "mask" or answer.stopped for answer in answers]
         prompts = [rollouts.prompts[row // size].tokens for row in rows]
         episodes = None if rollouts.played is None else [rollouts.played.episodes[row] for row in rows]
         if episodes is not None:
             prompts = [episode.begin for episode in episodes]
         learnt = None if episodes is None else [episode.learnt for episode in episodes]
-        fields = arrange_answers(prompts, answers, self.shape.seq_len, masked, learnt)
+        fields = arrange_answers(prompts, answers, self.shape.seq_len, learnt)
+        drawn = fields["loss_mask"]  # also of answers that are masked
+        fields["loss_mask"] = drawn * np.array(is_learnt, np.float32)[:, None]
         plan = plan_rows((fields["segment_ids"] > 0).sum(1), self.shape.seq_len, task.answers_per_row)
         num_microbatches = self._count_microbatches(plan.num_rows)
 
@@ -691,14 +708,13 @@ class Rollouts:
             batch["reference_log_probs"] = self.reference(params, batch)
             # The divergence as a part of the reward: the gap of log-probabilities, summed over the answer's tokens.
             if task.kl == "advantage":
-                gap = (fields["log_probs"] - scored(batch["reference_log_probs"])) * fields["loss_mask"]
+                gap = (fields["log_probs"] - scored(batch["reference_log_probs"])) * drawn
                 rewards = rewards - task.kl_coefficient * gap.sum(axis=1).reshape(rewards.shape)
         advantages = ADVANTAGES[task.advantage](rewards)
         mask = fields["loss_mask"]
         of_tokens, gap = advantages.reshape(-1, 1) * mask, 0.0
         if episodes is not None and task.credit == "turns":
-            zeroed = [task.truncated == "zero" and not episode.stopped for episode in episodes]
-            of_tokens = mask * credit_turns(episodes, rewards, zeroed, ADVANTAGES[task.advantage], self.shape.seq_len)
+            of_tokens = mask * self._credit_turns(episodes, rewards, ADVANTAGES[task.advantage])
             advantages = (of_tokens.sum(1) / np.maximum(1, mask.sum(1))).reshape(rewards.shape)
         if self.judge is not None:
             # Their mean is minus the divergence, and so is its gradient.
