@@ -95,7 +95,7 @@ def test_commands_take_a_loose_adapter(tmp_path, capsys, monkeypatch):
     words = [*beside, f"prompt={prompt}", "max_new_tokens=1", "temperature=0"]
     generate(read_settings(Generate, words))
     printed = capsys.readouterr()
-    assert printed.out == f"w{expected[0, -1].argmax()}\n"
+    assert printed.out == f" w{expected[0, -1].argmax()}\n"
     assert f"reading {base}: 0 s so far" in printed.err
     assert "answering prompts 1 to 1 of 1: 0 s so far" in printed.err
     export(read_settings(Export, [*beside, f"output={tmp_path / 'adapter'}"]))
