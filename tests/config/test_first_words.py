@@ -1,6 +1,7 @@
 """What a newcomer types in the first quarter of an hour, and the one line that answers it."""
 
 import contextlib
+import io
 import signal
 import sys
 import threading
@@ -119,8 +120,11 @@ def test_an_error_does_not_wait_for_the_compiler(of_command, error, seconds, mon
         monkeypatch.setattr(exits, "end_by_signal", lambda number, frame: signals.append(number))
         monkeypatch.setattr(sys, "excepthook", sys.excepthook)
         exits.report_interrupts()
+        # A buffer of which nothing is written until somebody flushes it, as of a process whose output is a pipe.
+        monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(written := io.BytesIO()))
         sys.excepthook(raised.type, raised.value, None)
         assert signals == [signal.SIGINT]
+        assert written.getvalue() == b"interrupted\n"
     ended.set()
 
 

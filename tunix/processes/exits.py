@@ -45,7 +45,7 @@ def report_interrupts() -> None:
 
     def report(kind: type[BaseException], error: BaseException, trace: Any) -> None:
         if issubclass(kind, KeyboardInterrupt):
-            print("; ".join(["interrupted", *getattr(error, "__notes__", [])]), file=sys.stderr)
+            print("; ".join(["interrupted", *getattr(error, "__notes__", [])]), file=sys.stderr, flush=True)
             if still_compiles.is_set():  # Python would wait for the compiler
                 sys.stdout.flush()
                 end_by_signal(signal.SIGINT, None)
@@ -60,7 +60,7 @@ def ending_at_interrupts() -> Iterator[None]:
     """Let Ctrl-C end the process in this block, which imports: extensions make another error of Python's exception."""
 
     def end(number: int, frame: object) -> None:
-        print("interrupted", file=sys.stderr)
+        print("interrupted", file=sys.stderr, flush=True)  # the signal ends the process without that
         end_by_signal(number, frame)
 
     usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
