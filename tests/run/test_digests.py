@@ -179,7 +179,8 @@ def test_a_checkpoint_is_checked_at_any_time(saved, tmp_path, monkeypatch, capsy
     assert (code, text.count("as written")) == (1, 1)
     assert "DAMAGED" in text
     assert "checkpoints/6/state/_METADATA has other bytes than were written" in text
-    assert verify_command(monkeypatch, capsys, f"checkpoint={run}/checkpoints/3")[0] == 0
+    for folder in (f"{run}/checkpoints/3", f"'{run}/checkpoints/3'"):
+        assert verify_command(monkeypatch, capsys, f"checkpoint={folder}")[0] == 0
     code, text = verify_command(monkeypatch, capsys, f"checkpoint={tmp_path}")
     assert (code, "expected the folder of a run, an export or a prepared corpus" in text) == (2, True)
     code, text = verify_command(monkeypatch, capsys, f"checkpoint={run}", "seed=1")

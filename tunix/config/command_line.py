@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from tunix.base.config_types import CONF, list_options
@@ -55,7 +56,13 @@ def find_checked_folder(argv: list[str]) -> str | None:
     if passed and len(argv) > 1:
         others = " ".join(word for word in argv if word != passed[0])
         raise UserError(f"{passed[0]} compares files with their digests and takes no other words: {others}")
-    return passed[0].partition("=")[2] if passed else None
+    if not passed:
+        return None
+    folder = passed[0].partition("=")[2]
+    if folder[:1] in ("'", '"'):  # quotes for Hydra, which some names need in other commands
+        with describe_errors():
+            folder = str(OverridesParser.create().parse_override(passed[0]).value())
+    return folder
 
 
 def _split_words(section: type[Section], argv: list[str]) -> tuple[list[str], list[str], list[str]]:
