@@ -21,7 +21,8 @@ from tunix.data.tokenizer import train_vocab
 from tunix.inference.engine import Answer
 from tunix.inference.rollout import RolloutRequest
 from tunix.rl.environment_pool import EnvironmentPool
-from tunix.rl.episodes import Episode, ObservationEncoder, Player
+from tunix.rl.environments import Reply
+from tunix.rl.episodes import Episode, ObservationEncoder, Player, try_user_code
 
 ENVIRONMENTS = '''
 import time
@@ -322,6 +323,10 @@ def test_what_reset_says_belongs_to_the_prompt(vocab):
     (problem,) = {episode.problem for episode in long[8:]}
     assert problem == "with what reset says the prompt has 40 tokens; training.seq_len leaves 39"
     assert not long[8].tokens
+    # Prompts of a copied folder are refused before anything is written: each episode would fail.
+    pool = SimpleNamespace(try_out=lambda columns: [Reply(["Think of xx"], 0.0, False)])
+    with pytest.raises(UserError, match="data=tokens keeps the tokens alone; give rows"):
+        try_user_code(Prompt([1], "a", {}), SimpleNamespace(try_out=lambda *_: None), pool)
 
 
 def test_a_tool_cannot_write_a_special_token(vocab):

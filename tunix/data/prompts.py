@@ -52,16 +52,23 @@ class Prompt(NamedTuple):
         Raises:
             UserError: the prompt comes from a copied folder, which keeps its tokens alone.
         """
+        question = self.find_question()
+        *before, last = question.messages
+        messages = [*before, {**last, "content": last["content"] + "".join(texts)}]
+        vocab.backend.encode_special_tokens = False
+        return vocab.backend.encode(vocab.chat.render(messages, True, question.options), add_special_tokens=False).ids
+
+    def find_question(self) -> Question:
+        """Return the turns of the prompt, behind which `reset` of an environment may say something.
+
+        Raises:
+            UserError: the prompt comes from a copied folder, which keeps its tokens alone.
+        """
         if self.question is None:
             raise UserError(
                 "what reset says belongs to the prompt, of which data=tokens keeps the tokens alone; give rows"
             )
-        *before, last = self.question.messages
-        messages = [*before, {**last, "content": last["content"] + "".join(texts)}]
-        vocab.backend.encode_special_tokens = False
-        return vocab.backend.encode(
-            vocab.chat.render(messages, True, self.question.options), add_special_tokens=False
-        ).ids
+        return self.question
 
 
 class PromptPart(grain.sources.RandomAccessDataSource):

@@ -246,11 +246,13 @@ def try_user_code(example: Prompt, scorer: Scorer, pool: EnvironmentPool | None)
     """Call the environment and the rewards once, with the columns of a prompt.
 
     Raises:
-        UserError: one of them fails.
+        UserError: one of them fails, or what `reset` says has no place in such prompts.
     """
     columns = example.columns
     if pool is not None:
-        pool.try_out(columns)
+        replies = pool.try_out(columns)  # the first ones are of `reset`
+        if replies and replies[0].observations:
+            example.find_question()
         columns = columns | {"turns": [{"role": "assistant", "content": ""}]}
     scorer.try_out(example.text, columns)
 
