@@ -102,6 +102,16 @@ def test_log_probabilities_are_the_models(gemma, together):
     np.testing.assert_allclose(answer.log_probabilities, requested, atol=1e-4)
 
 
+def test_rotations_of_longrope_follow_from_the_row_alone():
+    """It has others above 64 tokens: one row stays below them, although its prompt is padded, and one does not."""
+    model = tunix.load_pretrained(PARITY / "phi3_short")
+    prompts = [(np.arange(length) * 7 % 50 + 3).tolist() for length in (40, 80)]
+    for prompt, answer in zip(prompts, model.sample(prompts, Sampling(4)), strict=True):
+        logits = jax.nn.log_softmax(model(np.array([prompt + answer.tokens]))[0])[len(prompt) - 1 : -1]
+        requested = np.take_along_axis(np.asarray(logits), np.array(answer.tokens)[:, None], 1)[:, 0]
+        np.testing.assert_allclose(answer.log_probabilities, requested, atol=1e-4)
+
+
 def test_a_stop_id_ends_one_answer_and_not_the_others(gemma, together):
     stop = together[0].tokens[3]
     stopped = gemma.sample(PROMPTS, replace(HOW, stop=(stop,)), seed=3)

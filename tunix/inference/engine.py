@@ -73,6 +73,7 @@ class _Row:
     index: int  # on its shard
     length: int  # tokens in the cache
     limit: int  # of `num_sampled`
+    final_length: int  # what LongRoPE chooses its divisors by
     text: list[int]  # all tokens, of the prompt, of observations and drawn ones
     shift: int  # of positions behind images (`Vision.shift_positions`)
     num_sampled: int = 0  # in all turns
@@ -113,6 +114,7 @@ class _Prompt:
     limit: int
     images: Images | None = None  # without a dimension of rows
     one_turn: bool = False
+    final_length: int = 0  # of its rows
     entries: Any = None  # (logits, entries) of the batch that it was computed in
     source: int = 0  # its row there, on its shard
     pages: tuple[int, ...] | None = None  # that its answers share; () before the first, None where there is one alone
@@ -167,7 +169,8 @@ class Engine:
         """`max_rows` bounds the rows over the whole mesh; None: as many as there are answers.
 
         `num_pages` bounds the pages of a data shard, where the cache has pages; None: what the rows need.
-        `final_length` is the length that LongRoPE chooses its divisors by; None: `max_length`.
+        `final_length` is the length that LongRoPE chooses its divisors by in all rows; None: for a row of one turn its
+        prompt with its longest answer, else `max_length`.
 
         With `fixed_shapes`, which needs `max_rows`, the shapes of all programs follow from the length of a row's own
         tokens. Programs of other shapes round in another way. So the log-probabilities of a row are the same to the
@@ -175,7 +178,7 @@ class Engine:
         """
         assert max_rows is not None or not fixed_shapes
         self.programs, self.weights, self.max_length = programs, weights, max_length
-        self.final_length = np.int32(max_length if final_length is None else final_length)
+        self.final_length = final_length
         self.mesh, self.num_shards = programs.mesh, programs.num_shards
         # What ends an answer is data of the programs, so that they are compiled once for all lengths and stop ids.
         self.sampling, self.stop = replace(sampling, max_new_tokens=0, stop=()), frozenset(sampling.stop)
@@ -223,7 +226,8 @@ class Engine:
         assert min(len(prompt), len(numbers), max_new_tokens) > 0
         assert len(prompt) + max_new_tokens <= self.max_length, "a row would have more tokens than max_length"
         assert images is None or len(images.image_index) == len(prompt)
-        self.waiting.append(_Prompt(list(prompt), deque(numbers), max_new_tokens, images, one_turn))
+        final_length = self.final_length or (len(prompt) + max_new_tokens if one_turn else self.max_length)
+        self.waiting.append(_Prompt(list(prompt), deque(numbers), max_new_tokens, images, one_turn, final_length))
 
     def extend(self, number: int, tokens: Sequence[int], max_new_tokens: int) -> None:
         """Put tokens behind the turn of a row, which has been reported, and let it draw the next turn."""
@@ -393,15 +397,17 @@ class Engine:
             count = self._count_at_once(length, num_slots)
         tokens = np.zeros((self.num_shards, count, length), np.int32)
         counts = np.ones((self.num_shards, count), np.int32)  # a filler is a prompt of one token
+        final_lengths = np.ones_like(counts)
         for shard, prompts in enumerate(chosen):
             for row, prompt in enumerate(prompts):
                 tokens[shard, row, : len(prompt.tokens)], counts[shard, row] = prompt.tokens, len(prompt.tokens)
-        inputs = self._to_devices(tokens.reshape(-1, length)), self._to_devices(counts.reshape(-1))
-        final_length, dtype, with_mtp = self.final_length, self.sampling.cache_dtype, self.sampling.by_mtp
+                final_lengths[shard, row] = prompt.final_length
+        inputs = [
+            self._to_devices(each) for each in (tokens.reshape(-1, length), counts.ravel(), final_lengths.ravel())
+        ]
+        dtype, with_mtp = self.sampling.cache_dtype, self.sampling.by_mtp
         images = self._gather_images(chosen, tokens.shape, num_slots)
-        computed = self.programs.prefill(
-            self.weights, *inputs, final_length, images, cache_dtype=dtype, with_mtp=with_mtp
-        )
+        computed = self.programs.prefill(self.weights, *inputs, images, cache_dtype=dtype, with_mtp=with_mtp)
         if self.cache is None:
             sizes = self.num_shards * self.num_rows, self._list_windows(self.num_slots)
             num_pages = sum(pool.num_pages for pool in self.pools)
@@ -477,7 +483,8 @@ class Engine:
                         free[shard].clear()  # those behind it wait too
                         break
                     where = prompt.numbers.popleft(), shard, free[shard].pop(0)
-                    row = _Row(*where, len(prompt.tokens), prompt.limit, list(prompt.tokens), self._find_shift(prompt))
+                    sizes = len(prompt.tokens), prompt.limit, prompt.final_length
+                    row = _Row(*where, *sizes, list(prompt.tokens), self._find_shift(prompt))
                     begun[shard].append((row, prompt.source))
                 if self.pools and prompt.pages and not prompt.numbers:
                     self.pools[shard].give_back(prompt.pages)
@@ -545,7 +552,7 @@ class Engine:
         shape = self.num_shards, most if self.fixed_rows is None else self._count_at_once(length)
         tokens = np.zeros((*shape, length), np.int32)
         rows = np.full(shape, self.num_rows, np.int32)
-        start, number, num_sampled, shift = (np.zeros(shape, np.int32) for _ in range(4))
+        start, number, num_sampled, shift, final_length = (np.zeros(shape, np.int32) for _ in range(5))
         count = np.ones(shape, np.int32)
         for shard, each in enumerate(by_shard):
             for index, row in enumerate(each):
@@ -553,15 +560,14 @@ class Engine:
                 at = shard, index
                 tokens[at][: len(text)], count[at], rows[at] = text, len(text), row.index
                 start[at], number[at], num_sampled[at], shift[at] = row.length, row.number, row.num_sampled, row.shift
-        inputs = (rows, tokens, start, count, number, num_sampled, shift)
+                final_length[at] = row.final_length
+        inputs = (rows, tokens, start, count, number, num_sampled, shift, final_length)
         number_at = {(shard, n): row.number for shard, each in enumerate(by_shard) for n, row in enumerate(each)}
         table = self._make_table(number_at, shape)
         more = Extension(*(self._to_devices(each.reshape(-1, *each.shape[2:])) for each in inputs))._replace(
             table=table
         )
-        self.cache, sampled = self.programs.extend(
-            self.weights, self.cache, more, self.key, self.final_length, sampling=self.sampling
-        )
+        self.cache, sampled = self.programs.extend(self.weights, self.cache, more, self.key, sampling=self.sampling)
         on_host = [np.asarray(each).reshape(shape) for each in sampled]
         for shard, each in enumerate(by_shard):
             for index, row in enumerate(each):
@@ -590,12 +596,12 @@ class Engine:
             at = row.shard, row.index
             fields["token"][at], fields["length"][at], fields["number"][at] = row.last_token, row.length, row.number
             fields["num_sampled"][at], fields["limit"][at], fields["working"][at] = row.num_sampled, row.limit, 1
-            fields["shift"][at] = row.shift
+            fields["shift"][at], fields["final_length"][at] = row.shift, row.final_length
         table = self._make_table({(row.shard, row.index): row.number for row in working}, shape)
         rows = Drawing(**{name: self._to_devices(values.reshape(-1)) for name, values in fields.items()}, table=table)
         # It returns when an eighth of the rows have ended, so that others take them.
         fewest = len(working) - max(1, len(working) // 8) + 1
-        extent = Extent(np.int32(steps), np.int32(fewest), self.final_length, self.stop_ids)
+        extent = Extent(np.int32(steps), np.int32(fewest), self.stop_ids)
         rows = rows._replace(working=rows.working > 0)
         if guess:
             text = np.zeros((*shape, self.num_slots + 1), np.int32)  # with a place for the newest token

@@ -218,7 +218,7 @@ def prefill(
 
     Args:
         tokens: [P, C] int32, of which the first `count` [P] are the prompt.
-        final_length: number of tokens of the longest row when it ends.
+        final_length: [P] int32, tokens of each row when it ends, or a number for all rows.
         cache_dtype: "int8", or None for the dtype of products.
         images: those of the prompts; None where no prompt has any.
         with_mtp: the cache has what guesses by `model.mtp` need.
@@ -265,7 +265,7 @@ def run_after(
     Args:
         rows: [A] int32, numbers of the rows on their data shard; the number of all of them for a filler. None: all.
         tokens: [A, C] int32, which stand behind the `start` [A] tokens that the rows have.
-        final_length: int32 scalar, number of tokens of the longest row when it ends.
+        final_length: [A] int32, tokens of each row when it ends.
         shift: [A] int32, what their positions have beside their times, behind images (`Vision.shift_positions`).
         table: [A, W] int32, the pages of the rows, if the cache has pages.
     """
@@ -389,7 +389,7 @@ def decode(
     """Return the logits [B, V] after one more token [B] int32 of each row, and the cache with it.
 
     A row has `length` [B] tokens before it. The cache of a row that is not `working`, [B] bool, stays as it is; its
-    logits mean nothing. `final_length`, `shift` [B] and `table` [B, W] are those of `run_after`.
+    logits mean nothing. `final_length` [B], `shift` [B] and `table` [B, W] are those of `run_after`.
     """
     time = length[:, None]  # [B, 1]
 

@@ -277,7 +277,7 @@ class Sampler:
             table = of_rows("int32", num_rows, width) if any(paged) else None
             rows = Drawing(**fields | {"table": table})
             scalar = jax.ShapeDtypeStruct((), "int32")
-            extent = Extent(scalar, scalar, scalar, jax.ShapeDtypeStruct((1,), "int32"))
+            extent = Extent(scalar, scalar, jax.ShapeDtypeStruct((1,), "int32"))
             key = jax.eval_shape(lambda: jax.random.key(0))
             return self.programs.decode.lower(weights, cache, rows, key, extent, sampling=sampling).compile()
 

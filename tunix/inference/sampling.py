@@ -327,6 +327,7 @@ class Drawing(NamedTuple):
     limit: jax.Array  # int32, of `num_sampled`: the turn ends when it is reached
     working: jax.Array  # bool
     shift: jax.Array  # int32, of positions behind images (`Vision.shift_positions`)
+    final_length: jax.Array  # int32, tokens of the row when it ends
     table: jax.Array | None = None  # [B, W] int32, the pages of each row, where the cache has pages
 
 
@@ -349,6 +350,7 @@ class Extension(NamedTuple):
     number: jax.Array  # of the answer
     num_sampled: jax.Array  # tokens drawn so far, in all turns
     shift: jax.Array  # of positions behind images
+    final_length: jax.Array  # tokens of the row when it ends
     table: jax.Array | None = None  # [A, W], the pages of each row
 
 
@@ -357,7 +359,6 @@ class Extent(NamedTuple):
 
     steps: Any  # tokens at most
     fewest: Any  # the loop ends when fewer rows are at work
-    final_length: Any  # tokens of the longest row when it ends
     stop: Any
 
 
@@ -436,14 +437,13 @@ def _extend(
     cache: Cache,
     more: Extension,
     key: jax.Array,
-    final_length: jax.Array,
     *,
     sampling: Sampling,
 ) -> tuple[Cache, Sampled]:
     """Give rows [A] more tokens [A, C]; return the cache, and the token behind them, [A] on every device."""
     model = weights.module(arch)
     text = more.row, more.tokens, more.start
-    hidden, write = run_after(model, weights, cache, *text, final_length, more.shift, more.table)
+    hidden, write = run_after(model, weights, cache, *text, more.final_length, more.shift, more.table)
     logits = compute_last_logits(model, hidden, more.num_tokens)
     sampled = sample(logits, key, more.number, more.num_sampled, sampling, arch.layout)
     return write(more.num_tokens), _replicate(sampled)
@@ -471,7 +471,7 @@ def _decode(
     def step(state):
         n, rows, cache, chunk = state
         bound = _keep_in_loop(n, weights)
-        state_of_rows = rows.token, rows.length, rows.working, extent.final_length, rows.shift, rows.table
+        state_of_rows = rows.token, rows.length, rows.working, rows.final_length, rows.shift, rows.table
         logits, cache = decode(model, bound, cache, *state_of_rows)
         sampled = sample(logits, key, rows.number, rows.num_sampled, sampling, model.layout)
         chunk = jax.tree.map(
@@ -552,11 +552,11 @@ def _decode_guesses(
         bound = _keep_in_loop(n, weights)
         at_work = rows.working & (filled < extent.steps)
         if sampling.by_mtp:
-            guesses, cache = _guess_by_mtp(model, bound, cache, rows, at_work, key, extent.final_length, sampling)
+            guesses, cache = _guess_by_mtp(model, bound, cache, rows, at_work, key, sampling)
         else:
             guesses = _on_rows(partial(_find_guesses, count=sampling.guess), text, rows.length)
         tokens = jnp.concatenate([rows.token[:, None], guesses], axis=1)
-        arguments = rows.length, extent.final_length, rows.shift, rows.table
+        arguments = rows.length, rows.final_length, rows.shift, rows.table
         hidden, write = run_after(model, bound, cache, None, tokens, *arguments)
         logits = model.logits(model.vocab_weights(), hidden)
         sampled = _sample_several(logits, key, rows, sampling, model.layout)
@@ -602,7 +602,6 @@ def _guess_by_mtp(
     rows: Drawing,
     at_work: jax.Array,
     key: jax.Array,
-    final_length: jax.Array,
     sampling: Sampling,
 ) -> tuple[jax.Array, Cache]:
     """Return `sampling.guess` tokens [B, n] that may follow the newest ones, and the cache, which has them in slots of
@@ -611,7 +610,7 @@ def _guess_by_mtp(
     token, state, guesses = rows.token, last.hidden, []
     for index in range(sampling.guess):
         time = rows.length - 1 + index
-        arguments = state[:, None], token[:, None], time, final_length, rows.shift
+        arguments = state[:, None], token[:, None], time, rows.final_length, rows.shift
         hidden, write = run_mtp_after(model, weights, kept, None, *arguments)
         logits = model.logits(model.vocab_weights(), hidden)[:, 0]
         token, state = (

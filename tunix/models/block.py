@@ -294,7 +294,8 @@ class Forward(NamedTuple):
     mix_of: Callable[[Layer, Any], Mix]
     length: int  # tokens of the sequences, or those for which a cache has room
     seed: Any = None  # int32 scalar for the dropout of training, or None
-    final_length: int | jax.Array | None = None  # tokens that the sequences end with, if they grow beyond `length`
+    # Tokens that the sequences end with, if they grow beyond `length`: of all, or [B] of each
+    final_length: int | jax.Array | None = None
     features: Any = ()  # [B, t, D] each: of images, added behind the first layers
     inputs: Any = None  # [l, B, t, p], of all layers, where the model has `layer_inputs`
 

@@ -34,19 +34,22 @@ def layer_rope(cfg: Model, layers: Sequence[int], final_length: int | jax.Array)
     """Return rotations of these layers: those of `rope_theta`, scaled, or of `local_rope_theta` in local layers.
 
     A layer without positions turns by 0 radians. The layers have heads of one width. `final_length` is the number of
-    tokens that the sequences grow to, a number of Python's or a scalar: LongRoPE turns slower in longer ones.
+    tokens that the sequences grow to, a number of Python's, a scalar, or [B] of each: LongRoPE turns slower in longer
+    ones, and frequencies are [L, B, 1, R / 2] then.
     """
     assert cfg.rope_theta is not None
     (num_rotated,) = {cfg.rotated_dim or cfg.heads_of(layer).dim for layer in layers}
     scaled, magnitude = SCALINGS[cfg.rope_scaling.name](cfg, cfg.rope_theta, num_rotated)
     if isinstance(cfg.rope_scaling, RopeLong):
         short, long = scaled
-        scaled = jnp.where(final_length > cfg.rope_scaling.original_context, long, short)
+        lengths = final_length if jnp.ndim(final_length) == 0 else final_length[:, None, None]
+        scaled = jnp.where(lengths > cfg.rope_scaling.original_context, long, short)
     local = scaled if cfg.local_rope_theta is None else _rotations(cfg.local_rope_theta, num_rotated)
     is_scaled = np.array([cfg.local_rope_theta is None or cfg.is_global(layer) for layer in layers])
     is_rotated = np.array([cfg.is_rotated(layer) for layer in layers])
     where = jnp.where if isinstance(scaled, jax.Array) else np.where  # numpy's are float64
-    frequencies = where(is_scaled[:, None], scaled, local) * is_rotated[:, None]
+    of_layers = lambda flags: flags.reshape(-1, *[1] * scaled.ndim)  # noqa: E731
+    frequencies = where(of_layers(is_scaled), scaled, local) * of_layers(is_rotated)
     magnitudes = np.where(is_scaled & is_rotated, magnitude, 1.0)
     arrays = jnp.asarray(frequencies, jnp.float32), jnp.asarray(magnitudes, jnp.float32), jnp.asarray(is_rotated)
     axes = None if cfg.rope_sections is None else jnp.asarray([_list_axes(cfg.rope_sections)] * len(layers), jnp.int32)
