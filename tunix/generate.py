@@ -3,15 +3,17 @@
 import base64
 import csv
 import json
+import signal
 import sys
-from collections.abc import Callable
-from contextlib import suppress
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from tunix.base.errors import UserError
-from tunix.base.files import expand_home, find_writable, parse_json
+from tunix.base.files import STOP_SIGNALS, end_by_signal, expand_home, find_writable, parse_json
 from tunix.base.progress import announcing
 from tunix.config import Generate
 from tunix.config.command_line import run_command
@@ -44,7 +46,7 @@ def generate(command: Generate) -> None:
         return
     num_rows = int(peers.agree(str(len(rows)), "number of prompts"))
     answered: list[Row] = []  # apart from `rows`, which may have a column `prediction` of their own
-    try:
+    with _keeping(answered, write):
         for start in range(0, num_rows, command.batch_size):
             batch = rows[start : start + command.batch_size]
 
@@ -58,11 +60,31 @@ def generate(command: Generate) -> None:
                 answers = speaker.answer(prompts, command.seed, start)
             for row, (text, answer) in zip(batch, answers, strict=False):  # only process 0 has rows
                 answered.append(row | {"prediction": text, "log_probability": sum(answer.log_probabilities)})
-    finally:  # answers that exist are written, even if an error or Ctrl-C ends this
-        if write and answered:
-            write(answered)
     if not write and peers.is_main():
         print(*(row["prediction"] for row in answered), sep="\n" if command.input is None else "\n---\n")
+
+
+@contextmanager
+def _keeping(answered: list[Row], write: Any) -> Iterator[None]:
+    """Write the answers that exist at the end, also where an error, Ctrl-C or a stop signal ends the command."""
+
+    def save() -> None:
+        if write and answered:
+            write(answered)
+
+    def end(number: int, frame: object) -> None:
+        save()
+        end_by_signal(number, frame)
+
+    is_main_thread = threading.current_thread() is threading.main_thread()
+    numbers = STOP_SIGNALS if write and is_main_thread else ()
+    before = {number: signal.signal(number, end) for number in numbers}
+    try:
+        yield
+    finally:
+        save()
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _open_files(command: Generate) -> tuple[list[Row], Any]:

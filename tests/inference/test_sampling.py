@@ -2,6 +2,7 @@
 
 import csv
 import io
+import signal
 import sys
 from dataclasses import replace
 
@@ -266,6 +267,16 @@ def test_a_chat_and_mistakes(hf_dir, tmp_path, monkeypatch, capsys):
         assert (code, out) == (2, "")
         assert message in error
         assert error.count("\n") == 1
+
+
+def test_a_stop_signal_keeps_the_answers_until_then(tmp_path, monkeypatch):
+    written, ended = tmp_path / "out.jsonl", []
+    monkeypatch.setattr(generate, "end_by_signal", lambda *words: ended.append(written.read_text()))
+    before = signal.getsignal(signal.SIGTERM)
+    with generate._keeping([{"prompt": "a", "prediction": "b"}], generate._make_writer(written)):
+        signal.raise_signal(signal.SIGTERM)
+    assert ended == ['{"prompt": "a", "prediction": "b"}\n']
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 @pytest.mark.slow

@@ -170,7 +170,7 @@ def run_joined(name: str, distributed: Distributed, info: dict[str, Any], work: 
     """Run `work` in one process, or in several that join first; return the exit code.
 
     Each of several processes has a parent that watches it, and a watchdog that ends it when another one fails. `info`
-    are values that must be the same on all of them. Stop signals end the command at once: it has nothing to save.
+    are values that must be the same on all of them. Stop signals end the command at once, unless it handles them.
     """
     if (code := supervisor.supervise(distributed, stop_code=None)) is not None:
         return code
