@@ -110,14 +110,20 @@ def test_the_current_folder_was_deleted(tmp_path):
 
 @pytest.mark.parametrize("fork", [False, True], ids=["exec", "fork"])
 def test_ctrl_c_is_one_line(fork, tmp_path):
-    """A fork of tests/support/forks.py ends as a program of a user does."""
+    """A fork of tests/support/forks.py ends as a program of a user does.
+
+    Python does not take itself apart, beside threads of XLA that still compile.
+    """
     (tmp_path / "program.py").write_text(
-        "import os, signal, time; from tunix.processes import exits; "
+        "import atexit, os, signal, time; from tunix.processes import exits; atexit.register(print, 'at exit')\n"
+        "class Late:\n    def __del__(self): print('taken apart')\n"
+        "late = Late()\n"
         "exits.report_errors(lambda: (os.kill(os.getpid(), signal.SIGINT), time.sleep(60)))"
     )
     done = run_python("program.py", cwd=tmp_path, fork=fork)
     assert done.returncode == -2  # a shell says 130
     assert done.stderr == "interrupted\n"
+    assert fork or done.stdout == "at exit\n"
 
 
 def test_ctrl_c_while_a_command_imports_is_one_line(tmp_path):

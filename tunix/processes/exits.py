@@ -3,6 +3,7 @@
 Imports little, and no jax: the command sets its handlers of signals by this file before it imports the rest.
 """
 
+import atexit
 import ctypes
 import errno
 import gc
@@ -46,9 +47,13 @@ def report_interrupts() -> None:
     def report(kind: type[BaseException], error: BaseException, trace: Any) -> None:
         if issubclass(kind, KeyboardInterrupt):
             print("; ".join(["interrupted", *getattr(error, "__notes__", [])]), file=sys.stderr, flush=True)
-            if still_compiles.is_set():  # Python would wait for the compiler
-                sys.stdout.flush()
-                end_by_signal(signal.SIGINT, None)
+            # What Python does at its end, up to taking itself apart, which crashes beside a compilation. Where XLA compiles
+            # in a thread of the run, Python would wait for it.
+            if not still_compiles.is_set():
+                threading._shutdown()  # type: ignore[attr-defined]
+                atexit._run_exitfuncs()
+            sys.stdout.flush()
+            end_by_signal(signal.SIGINT, None)
         else:
             sys.__excepthook__(kind, error, trace)
 
