@@ -47,8 +47,8 @@ def report_interrupts() -> None:
     def report(kind: type[BaseException], error: BaseException, trace: Any) -> None:
         if issubclass(kind, KeyboardInterrupt):
             print("; ".join(["interrupted", *getattr(error, "__notes__", [])]), file=sys.stderr, flush=True)
-            # What Python does at its end, up to taking itself apart, which crashes beside a compilation. Where XLA compiles
-            # in a thread of the run, Python would wait for it.
+            # What Python does at its end, up to taking itself apart, which crashes beside a compilation. Where XLA
+            # compiles in a thread of the run, Python would wait for it.
             if not still_compiles.is_set():
                 threading._shutdown()  # type: ignore[attr-defined]
                 atexit._run_exitfuncs()
