@@ -3,17 +3,19 @@
 import errno
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
 from types import SimpleNamespace
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from support.harness import ROOT, run_python
 
 from tunix.base.errors import UserError
 from tunix.base.files import find_way_out, make_once
-from tunix.config.compose import compose, reject_missing_inputs
+from tunix.config.compose import compose, format_resume, reject_missing_inputs
 from tunix.sharding.mesh import list_divisors
 from tunix.trainer import _warn_of_lost_steps
 
@@ -31,6 +33,12 @@ def test_a_value_that_cannot_work_is_refused(word):
     with pytest.raises(UserError, match=word.split("=")[0].replace(".", r"\.")) as error:
         compose([word])
     assert all(word.split("=")[0] in line for line in str(error.value).splitlines())
+
+
+@pytest.mark.parametrize("folder", ["/a/run", "/a/a run, {x}=[1]", "/a/it's $HOME"])
+def test_the_way_to_resume_can_be_typed_as_it_is_shown(folder):
+    [word] = shlex.split(format_resume(folder))
+    assert OverridesParser.create().parse_override(word).value() == folder
 
 
 def test_data_without_a_source_is_refused():

@@ -14,6 +14,7 @@ from tunix.base.forms import sign
 from tunix.base.text import flat
 from tunix.checkpoints.store import Record, Store
 from tunix.config import Config, Evaluation, Grpo
+from tunix.config.compose import format_resume
 from tunix.config.model import list_keys_outside
 from tunix.config.saved_runs import upgrade
 from tunix.config.training import read_steps
@@ -144,7 +145,7 @@ class Checkpoints:
             log.error("%s", failure)
         if isinstance(error, KeyboardInterrupt) and peers.is_main() and (steps := self.store.storage.list_steps()):
             home = str(self.store.folder).rpartition("/")[0]  # and not `latest`, which may be a run of another project
-            error.add_note(f"resume={home} goes on after step {steps[-1]}")
+            error.add_note(f"{format_resume(home)} goes on after step {steps[-1]}")
 
     def save(
         self,

@@ -36,6 +36,7 @@ from tunix.base.forms import reject_newer_form
 from tunix.checkpoints.bucket import Bucket, name_array
 from tunix.checkpoints.folders import Folder, OneHostFolder, read_together
 from tunix.config import Checkpoint
+from tunix.config.compose import format_resume
 from tunix.config.saved_runs import find_run
 from tunix.processes import peers
 from tunix.training.state import State
@@ -278,7 +279,7 @@ class Store:
             whole = "those that were there"
         return UserError(
             f"a checkpoint could not be written to {self.folder}: {reason}; whole checkpoints: {whole}. "
-            f"When it can be written again, go on with resume={str(self.folder).rpartition('/')[0]}"
+            f"When it can be written again, go on with {format_resume(str(self.folder).rpartition('/')[0])}"
         )
 
     def _ask_main(self, work: Callable[[], T]) -> T:

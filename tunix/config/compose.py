@@ -8,6 +8,7 @@ the value and the way out (`tunix.config.mistakes`). Read `compose` first.
 
 import glob
 import re
+import shlex
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -230,12 +231,17 @@ def check_sweep(overrides: list[str], config_dir: str | Path | None = None, conf
     return jobs[0]
 
 
-def quote_path(path: Path) -> str:
+def quote_path(path: Path | str) -> str:
     """Return a path as a value of an override, in quotes where Hydra's grammar needs them."""
     if re.fullmatch(r"[\w/.:+-]+", str(path)):
         return str(path)
     escaped = str(path).replace("'", "\\'")
     return f"'{escaped}'"
+
+
+def format_resume(run_dir: Path | str) -> str:
+    """Return `resume=RUN_DIR` as it is typed: in quotes for Hydra and for a shell, where they are needed."""
+    return shlex.quote(f"resume={quote_path(run_dir)}")
 
 
 def make_job(config: Config) -> Job:
@@ -363,7 +369,7 @@ def reject_missing_inputs(job: Job) -> None:
     if any(re.fullmatch(r"hydra\.run\.dir=['\"]*", word) for word in job.overrides):
         raise UserError("hydra.run.dir is empty; name a folder, or leave it out")
     if job.run_dir_is_explicit and not (cfg.resume or cfg.dry_run) and (job.run_dir / "config.yaml").exists():
-        raise UserError(f"hydra.run.dir={job.run_dir} holds another run; resume={job.run_dir} goes on with it")
+        raise UserError(f"hydra.run.dir={job.run_dir} holds another run; {format_resume(job.run_dir)} goes on with it")
     launcher = cfg.launcher
     if launcher.name == "kubernetes" or (isinstance(launcher, Slurm) and launcher.container_image is not None):
         return

@@ -8,6 +8,7 @@ from typing import Any
 from tunix.base.errors import Diverged, Ending, Finished, Stopped
 from tunix.checkpoints.checkpoint import Improvement
 from tunix.config import Config
+from tunix.config.compose import format_resume
 from tunix.data.batches import BatchSource
 from tunix.processes import watchdog
 
@@ -39,7 +40,7 @@ def check_hard_stop(now: Moment) -> Ending | None:
     """Stop after the step `training.hard_stop`; a resumed run is past it."""
     if now.step != now.cfg.training.hard_stop:
         return None
-    return Stopped(f"training.hard_stop={now.step}: saved; go on with resume={now.folder}")
+    return Stopped(f"training.hard_stop={now.step}: saved; go on with {format_resume(now.folder)}")
 
 
 def check_stop_request(now: Moment) -> Ending | None:
@@ -47,7 +48,7 @@ def check_stop_request(now: Moment) -> Ending | None:
     reason = watchdog.stop_requested()
     if reason is None or not now.source.can_stop(now.step):
         return None
-    return Stopped(f"{reason}: saved after step {now.step}; go on with resume={now.folder}")
+    return Stopped(f"{reason}: saved after step {now.step}; go on with {format_resume(now.folder)}")
 
 
 def check_skipped_steps(now: Moment) -> Ending | None:
@@ -73,7 +74,7 @@ def check_spikes(now: Moment) -> Ending | None:
     steps = f"[{','.join([*now.cfg.training.skip_steps, f'{step - row + 1}:{step}'])}]"
     return Diverged(
         f"{row} spikes in a row (training.max_spikes={allowed}), to step {step}: their updates were skipped. "
-        f"resume={now.folder} training.skip_steps={steps} goes on without their data"
+        f"{format_resume(now.folder)} training.skip_steps={steps} goes on without their data"
     )
 
 

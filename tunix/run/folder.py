@@ -80,7 +80,7 @@ def hold_lock(folder: Path, home: str = "") -> Iterator[None]:
                 raise
             raise UserError(
                 f"{path} of the run's folder cannot be written ({error.strerror}); "
-                f"{find_way_out(error, 'mend that')} and go on with resume={folder}"
+                f"{find_way_out(error, 'mend that')} and go on with {compose.format_resume(folder)}"
             ) from None
 
 
@@ -312,7 +312,9 @@ def _claim(job: compose.Job, folder: Path) -> Path:
     try:
         create_file(folder / "config.yaml", _format_config(job))
     except FileExistsError:
-        raise UserError(f"hydra.run.dir={folder} holds another run; resume={folder} goes on with it") from None
+        raise UserError(
+            f"hydra.run.dir={folder} holds another run; {compose.format_resume(folder)} goes on with it"
+        ) from None
     return folder
 
 

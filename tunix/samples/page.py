@@ -74,8 +74,11 @@ def check_comparable(run: Run, other: Run) -> None:
 
 
 def read_metrics(file: Path) -> dict[int, dict[str, float]]:
-    """Return the numbers of each step of training, the newest where a step ran twice; none without the file."""
-    found: dict[int, dict[str, float]] = {}
+    """Return the numbers of each step of training; none without the file.
+
+    Steps behind one from which the run went on later are left out, as in `tunix.compare`.
+    """
+    found: dict[int, dict[str, float]] = {}  # in the order of their steps
     if not file.is_file():
         return found
     with file.open("rb") as lines:
@@ -83,6 +86,8 @@ def read_metrics(file: Path) -> dict[int, dict[str, float]]:
             record = parse(line)
             step = None if record is None or "split" in record else record.get("step")
             if isinstance(step, int) and record is not None:
+                while found and next(reversed(found)) >= step:
+                    found.popitem()
                 numbers = {str(key)[:80]: as_number(value) for key, value in record.items() if key != "step"}
                 found[step] = {key: value for key, value in numbers.items() if value is not None}
     return found
