@@ -40,12 +40,8 @@ from tunix.training.state import State
 
 UNFINISHED = ".orbax-checkpoint-tmp"  # end of the name of a folder that is written or deleted
 ITEMS = ("state", "run", "tokenizer", "metrics")
-NEEDED = (
-    "state/_METADATA",
-    "state/manifest.ocdbt",
-    "run/metadata",
-    "tokenizer/metadata",
-)  # files that every checkpoint has
+# Files that every checkpoint has.
+NEEDED = ("state/_METADATA", "state/manifest.ocdbt", "run/metadata", "tokenizer/metadata")
 # Words of Orbax and tensorstore for a disk that takes no more, in errors that are no OSError.
 LIMITS = {
     "File too large": "a limit of files' sizes: ulimit -f, a quota",

@@ -49,8 +49,8 @@ def layer_rope(cfg: Model, layers: Sequence[int], final_length: int | jax.Array)
     is_scaled = np.array([cfg.local_rope_theta is None or cfg.is_global(layer) for layer in layers])
     is_rotated = np.array([cfg.is_rotated(layer) for layer in layers])
     where = jnp.where if isinstance(scaled, jax.Array) else np.where  # numpy's are float64
-    of_layers = lambda flags: flags.reshape(-1, *[1] * scaled.ndim)  # noqa: E731
-    frequencies = where(of_layers(is_scaled), scaled, local) * of_layers(is_rotated)
+    of_layers = -1, *[1] * scaled.ndim
+    frequencies = where(is_scaled.reshape(of_layers), scaled, local) * is_rotated.reshape(of_layers)
     magnitudes = np.where(is_scaled & is_rotated, magnitude, 1.0)
     arrays = jnp.asarray(frequencies, jnp.float32), jnp.asarray(magnitudes, jnp.float32), jnp.asarray(is_rotated)
     axes = None if cfg.rope_sections is None else jnp.asarray([_list_axes(cfg.rope_sections)] * len(layers), jnp.int32)
