@@ -32,7 +32,7 @@ from tunix.costs.rollout import USABLE, CacheSpec, count_page_bytes, derive_roll
 from tunix.data.prompts import Prompt
 from tunix.data.tokenizer import TokenBytes
 from tunix.inference import engine
-from tunix.inference.openai_api import AnswerText, TokenScores
+from tunix.inference.openai_api import AnswerText, TokenScores, read_message
 from tunix.inference.page_pool import PagePool
 from tunix.inference.rollout import Request, RowSizes
 from tunix.inference.sampling import NO_MIN_P, NO_TOP_K, NO_TOP_P, RowChoices, Sampling, select, select_by_row
@@ -314,6 +314,8 @@ def test_tools_reach_the_template_and_calls_are_read(model, hf_dir):
     with serving(model, hf_dir, f"chat_template='{template}'") as (app, port):
         call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 17}'}}
         messages = [{"role": "user", "content": "u"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+        without = messages[1] | {"tool_calls": [call | {"function": {"name": "now", "arguments": ""}}]}
+        assert read_message(without, 1)["tool_calls"][0]["function"]["arguments"] == {}
         body = {"messages": messages, "tools": [tool], "max_tokens": 2}
         job = asyncio.run(app.reader.read_chat(json.dumps(body).encode(), 0))
         assert model.tokenizer.decode(job.prompts[0], skip_special_tokens=False) == "add <tool_call>u17"

@@ -213,7 +213,7 @@ def _read_calls(calls: Any, location: str) -> list[dict[str, Any]]:
 
 
 def _read_arguments(arguments: Any) -> Any:
-    return json.loads(arguments) if isinstance(arguments, str) else arguments
+    return json.loads(arguments.strip() or "{}") if isinstance(arguments, str) else arguments
 
 
 # Texts of answers.
