@@ -49,6 +49,11 @@ class Says(Riddle):
         super().reset(seed, first)
         return " Think of " + "x" * first
 
+class BeginsLate(Riddle):
+    def reset(self, seed, first, **columns):
+        super().reset(seed, first)
+        time.sleep(0.2)
+
 class Shouts(Riddle):
     def reset(self, seed, **columns):
         return " <eos>"
@@ -286,6 +291,8 @@ def test_budgets(vocab):
     assert [(len(episode.tokens), episode.stopped, episode.num_turns) for episode in cut] == [(10, False, 1)] * 2
     late, _ = play(vocab, "Riddle", lambda text, number: "?", prompts=1, group_size=2, limit_s=1e-9)
     assert [(episode.num_turns, episode.stopped, episode.reward) for episode in late] == [(1, False, -0.25)] * 2
+    late, _ = play(vocab, "BeginsLate", lambda text, number: "?", prompts=1, group_size=2, limit_s=0.2)
+    assert [episode.num_turns for episode in late] == [1] * 2, "`reset` is one of its calls"
     tools, _ = play(vocab, "Adder", lambda text, number: "<tool_call>" * 9, sampling=keys(20), prompts=1, group_size=2)
     assert [(episode.reward, episode.stopped) for episode in tools] == [(0.5, False)] * 2, (
         "get_reward is asked at the end"

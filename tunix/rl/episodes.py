@@ -113,7 +113,7 @@ class Episode:
     stopped: bool = True  # by the environment, or by an answer without a call; False: a budget has ended it
     problem: str = ""  # what is wrong with its environment; it has no score then
     tool_errors: int = 0
-    environment_s: float = 0.0  # seconds that its environment has worked in `step`
+    environment_s: float = 0.0  # seconds that its environment has worked
     num_guessed: int | None = None  # of the tokens (`Answer.num_guessed`)
 
     @property
@@ -458,6 +458,7 @@ class _Game:
 
     def take_reply(self, answered: Answered) -> None:
         episode = self.live[answered.number]
+        episode.environment_s += answered.seconds
         group = self.resets.pop(episode.number, None)
         if group is not None:
             self._take_reset(episode, answered)
@@ -520,7 +521,6 @@ class _Game:
             self._end(episode)
             return
         episode.tool_errors += reply.tool_errors
-        episode.environment_s += seconds
         said = reply.observations or []
         for text in said:
             episode.turns.append({"role": "tool", "content": text})
