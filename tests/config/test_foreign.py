@@ -2,6 +2,7 @@
 
 import io
 import re
+import shlex
 import sys
 from contextlib import redirect_stdout
 
@@ -29,7 +30,7 @@ def check_words(words: str) -> None:
     if not any(name in words for name in OWN_NAMES):
         needed = ["task=grpo"] if words.startswith("task.") else []
         needed += ["model=tiny_moe"] if words.startswith("model.expert_") else []
-        compose([*needed, *(GRPO if re.search("^(task|sampling)", words) else []), *words.split()])
+        compose([*needed, *(GRPO if re.search("^(task|sampling)", words) else []), *shlex.split(words)])
 
 
 def test_no_key_of_ours_is_taken_for_another():

@@ -329,7 +329,7 @@ def test_checkpoints_that_cannot_be_used_are_named(run, finished_copy):
 def empty(checkpoint: Path) -> str:
     shutil.rmtree(checkpoint)
     checkpoint.mkdir()
-    return "checkpoints/6 lacks state/_METADATA, run/metadata, tokenizer/metadata"
+    return "checkpoints/6 lacks state/_METADATA, state/manifest.ocdbt, run/metadata, tokenizer/metadata"
 
 
 def copy_half(checkpoint: Path) -> str:
@@ -337,7 +337,7 @@ def copy_half(checkpoint: Path) -> str:
     for path in [*checkpoint.iterdir(), *(checkpoint / "state").iterdir()]:
         if path.name not in ("state", "ocdbt.process_0"):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-    return "checkpoints/6 lacks state/_METADATA, run/metadata, tokenizer/metadata"
+    return "checkpoints/6 lacks state/_METADATA, state/manifest.ocdbt, run/metadata, tokenizer/metadata"
 
 
 def leave_out_digests(checkpoint: Path) -> str:
