@@ -150,7 +150,7 @@ def test_tensorboard_reads_the_events(finished):
 
 
 def test_a_config_made_in_python_without_events(words):
-    result = tunix.train(compose([*words, "logging.sinks=[jsonl]", "training.max_steps=1"]).config)
+    result = tunix.train(compose([*words, *ONE_LAYER, "logging.sinks=[jsonl]", "training.max_steps=1"]).config)
     assert result.train["step"] == 1
     assert not list(result.folder.glob("events.*"))
 
