@@ -182,6 +182,10 @@ def test_the_order_of_work(num_processes, monkeypatch):
     assert waiting == rollouts.wait(4)
     # Other groups or prompts than those of the checkpoint: the answers are those of other places.
     assert unpack(pack(waiting), task, lambda step: [], lambda prompts: "asked" if prompts else "else") == {}
+    older = json.loads(zlib.decompress(base64.b64decode(pack(waiting))))
+    assert all(rollout.pop("request") == "asked" for rollout in older.values())
+    text = base64.b64encode(zlib.compress(json.dumps(older).encode())).decode()
+    assert unpack(text, task, lambda step: prompts, lambda prompts: "asked") == waiting, "of a version without digests"
     assert {step: tokens(drawn) for step, drawn in waiting.items()} == {5: (2, [2]), 6: (3, [3])}
     resumed = RolloutsAhead(draw, mesh, range(5, 9), 2, waiting)
     again = [tokens(resumed.take(weights(step), step + 1)) for step in range(4, 8)]

@@ -203,23 +203,24 @@ def unpack(
     `prompts_of` gives the prompts of the rollout that begins with a step, and `request_of` the digest of a request.
     """
     plain = json.loads(zlib.decompress(base64.b64decode(text))) if text else {}
-    for first_step in [*plain]:
-        if plain[first_step].get("request") != request_of(prompts_of(int(first_step))):
-            del plain[first_step]
+    rollouts = {}
+    for first_step, rollout in plain.items():
+        prompts = prompts_of(int(first_step))
+        asked = request_of(prompts)
+        if rollout.get("request", asked) != asked:  # versions before 2026-11-29 wrote none
             log.warning(
                 "the answers that wait for step %s were drawn for other prompts, groups, rewards or environments: they "
                 "are drawn anew",
                 first_step,
             )
-    return {
-        int(first_step): SampledRollout(
+            continue
+        rollouts[int(first_step)] = SampledRollout(
             rollout["weights_step"],
             [Answer(**answer) for answer in rollout["answers"]],
             rollout["texts"],
             Scores(**rollout["scores"]),
             rollout["rollout_s"],
-            None if rollout["played"] is None else _to_played(rollout["played"], task, prompts_of(int(first_step))),
-            rollout["request"],
+            None if rollout["played"] is None else _to_played(rollout["played"], task, prompts),
+            asked,
         )
-        for first_step, rollout in plain.items()
-    }
+    return rollouts
