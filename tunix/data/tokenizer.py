@@ -3,13 +3,14 @@
 A `Vocab` is such a tokenizer (its `backend`) with the special tokens around a document and the chat template.
 """
 
+import codecs
 import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -515,10 +516,10 @@ def special_tokens(backend: Backend) -> set[int]:
 
 BYTE = re.compile("<0x([0-9A-F]{2})>")  # a token of SentencePiece for a byte
 
-# The byte that each character of a byte-level token stands for: its own where it is printable, as GPT-2 has it.
-_PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
-_OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
-BYTE_LEVEL = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + n): byte for n, byte in enumerate(_OTHERS)}
+# The character that stands for each byte in a byte-level token: the byte's own where it is printable, as GPT-2 has it.
+_PRINTABLE = {*range(33, 127), *range(161, 173), *range(174, 256)}
+_OTHERS = count(256)
+BYTE_LEVEL = codecs.charmap_build("".join(chr(b if b in _PRINTABLE else next(_OTHERS)) for b in range(256)))
 
 
 class TokenBytes:
@@ -533,7 +534,10 @@ class TokenBytes:
             return self.added[index].content.encode()
         token = self.backend.id_to_token(index) or ""
         if self.is_byte_level:
-            return bytes(map(BYTE_LEVEL.__getitem__, token)) if BYTE_LEVEL.keys() >= {*token} else token.encode()
+            try:
+                return codecs.charmap_encode(token, "strict", BYTE_LEVEL)[0]
+            except UnicodeEncodeError:
+                return token.encode()
         if byte := BYTE.fullmatch(token):
             return bytes.fromhex(byte[1])
         # Decoders drop the space before the first word of a text, so a token by itself is shorter than behind another.

@@ -42,9 +42,9 @@ def layer_rope(cfg: Model, layers: Sequence[int], final_length: int | jax.Array)
     scaled, magnitude = SCALINGS[cfg.rope_scaling.name](cfg, cfg.rope_theta, num_rotated)
     if isinstance(cfg.rope_scaling, RopeLong):
         short, long = scaled
-        of_rows = isinstance(final_length, jax.Array) and final_length.ndim == 1
-        lengths = jnp.asarray(final_length)[:, None, None] if of_rows else final_length
-        scaled = jnp.where(lengths > cfg.rope_scaling.original_context, long, short)
+        if isinstance(final_length, jax.Array) and final_length.ndim:
+            final_length = final_length[:, None, None]
+        scaled = jnp.where(final_length > cfg.rope_scaling.original_context, long, short)
     local = scaled if cfg.local_rope_theta is None else _rotations(cfg.local_rope_theta, num_rotated)
     is_scaled = np.array([cfg.local_rope_theta is None or cfg.is_global(layer) for layer in layers])
     is_rotated = np.array([cfg.is_rotated(layer) for layer in layers])
