@@ -3,9 +3,7 @@
 import base64
 import csv
 import json
-import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import count
@@ -13,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tunix.base.errors import UserError
-from tunix.base.files import STOP_SIGNALS, end_by_signal, expand_home, find_writable, parse_json
+from tunix.base.files import STOP_SIGNALS, end_by_signal, expand_home, find_writable, handling_signals, parse_json
 from tunix.base.progress import announcing
 from tunix.config import Generate
 from tunix.config.command_line import run_command
@@ -76,15 +74,11 @@ def _keeping(answered: list[Row], write: Any) -> Iterator[None]:
         save()
         end_by_signal(number, frame)
 
-    is_main_thread = threading.current_thread() is threading.main_thread()
-    numbers = STOP_SIGNALS if write and is_main_thread else ()
-    before = {number: signal.signal(number, end) for number in numbers}
-    try:
-        yield
-    finally:
-        save()
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    with handling_signals(STOP_SIGNALS if write else (), end):
+        try:
+            yield
+        finally:
+            save()
 
 
 def _open_files(command: Generate) -> tuple[list[Row], Any]:

@@ -7,7 +7,7 @@ import shutil
 import signal
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
@@ -143,18 +143,26 @@ def temporary_folder(prefix: str, beside: Path | None = None) -> Iterator[str]:
 
     Signals that the program handles itself stay as they are.
     """
-    numbers = ENDING_SIGNALS if threading.current_thread() is threading.main_thread() else ()
-    handled = [number for number in numbers if signal.getsignal(number) is signal.SIG_DFL]
+    numbers = [number for number in ENDING_SIGNALS if signal.getsignal(number) is signal.SIG_DFL]
     with tempfile.TemporaryDirectory(dir=beside and beside.parent, prefix=prefix) as folder:
         _unfinished[folder] = os.getpid()
-        for number in handled:
-            signal.signal(number, end_by_signal)
         try:
-            yield folder
+            with handling_signals(numbers, end_by_signal):
+                yield folder
         finally:
-            for number in handled:
-                signal.signal(number, signal.SIG_DFL)
             del _unfinished[folder]
+
+
+@contextmanager
+def handling_signals(numbers: Iterable[int], handler: Callable[[int, Any], Any]) -> Iterator[None]:
+    """Handle these signals in the block, in place of what they did before. Python does so in the main thread alone."""
+    is_main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, handler) for number in (numbers if is_main else ())}
+    try:
+        yield
+    finally:
+        for number, usual in before.items():
+            signal.signal(number, usual)
 
 
 def end_by_signal(number: int, _frame: object) -> None:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import IO, BinaryIO, Protocol, TypeVar
 
 from tunix.base.errors import UserError
+from tunix.base.files import handling_signals
 from tunix.launch.nodes import Node
 from tunix.processes import exits
 
@@ -56,12 +57,8 @@ AnyPart = TypeVar("AnyPart", bound=Part)
 def receive_signals() -> Iterator[list[int]]:
     """Note the signals of `FORWARDED` in a list, in place of what they did before."""
     received: list[int] = []
-    before = {number: signal.signal(number, lambda number, _frame: received.append(number)) for number in FORWARDED}
-    try:
+    with handling_signals(FORWARDED, lambda number, _frame: received.append(number)):
         yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def wait_for_all(parts: Sequence[Part], received: list[int], grace_s: float) -> bool:

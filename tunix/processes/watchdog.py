@@ -27,6 +27,7 @@ import jax
 from jax.experimental import multihost_utils
 
 from tunix.base import progress
+from tunix.base.files import handling_signals
 from tunix.config import Distributed
 from tunix.processes import exits, peers
 
@@ -54,14 +55,8 @@ def listening() -> Iterator[None]:
     _agreed.clear()
     # With several processes JAX's own handler of SIGTERM stays: it tells the other processes.
     numbers = [signal.SIGUSR1] if jax.process_count() > 1 else [signal.SIGUSR1, signal.SIGTERM]
-    if threading.current_thread() is not threading.main_thread():
-        numbers = []  # Python allows handlers of signals in the main thread alone
-    before = {n: signal.signal(n, lambda n, _: request_stop(signal.Signals(n).name)) for n in numbers}
-    try:
+    with handling_signals(numbers, lambda number, _: request_stop(signal.Signals(number).name)):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def request_stop(reason: str) -> None:
