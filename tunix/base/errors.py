@@ -32,6 +32,11 @@ def name_choices(value: str, choices: Sequence[str]) -> str:
     return f"the nearest of its {len(choices)} are {', '.join(sorted(choices, key=compare, reverse=True)[:3])}"
 
 
+def name_first(names: Sequence[str]) -> str:
+    """Return the first three of some names, as a part of a message, and "..." where there are more."""
+    return ", ".join([*names[:3], *(["..."] if len(names) > 3 else [])])
+
+
 def near_multiples(value: int, unit: int) -> str:
     """Return in words the multiples of `unit` on both sides of a value that is none: 256 or 384."""
     low = max(1, value // unit) * unit

@@ -144,8 +144,8 @@ class Checkpoints:
                 raise
             log.error("%s", failure)
         if isinstance(error, KeyboardInterrupt) and peers.is_main() and (steps := self.store.storage.list_steps()):
-            home = str(self.store.folder).rpartition("/")[0]  # and not `latest`, which may be a run of another project
-            error.add_note(f"{format_resume(home)} goes on after step {steps[-1]}")
+            # And not `latest`, which may be a run of another project.
+            error.add_note(f"{format_resume(self.store.home)} goes on after step {steps[-1]}")
 
     def save(
         self,

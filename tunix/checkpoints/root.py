@@ -18,12 +18,15 @@ from tunix.base.errors import UserError
 from tunix.base.files import create_file, write_whole
 from tunix.checkpoints.bucket import KEY, Objects
 from tunix.checkpoints.store import make_storage, reject_newer_checkpoint
-from tunix.config.compose import Job
+from tunix.config.compose import Job, format_resume
 from tunix.config.saved_runs import COPIED, split_step
 from tunix.processes import peers
 
 CONFIG = "config.yaml"
-TAKEN = f"{KEY}={{root}} holds another run; resume={{root}} goes on with it"
+
+
+def _describe_taken(root: str) -> str:
+    return f"{KEY}={root} holds another run; {format_resume(root)} goes on with it"
 
 
 def find_root(job: Job, folder: Path) -> str:
@@ -69,7 +72,7 @@ def _reject_other_run(job: Job, root: str) -> None:
             )
         return
     if read_text(join(root, CONFIG), KEY) is not None if is_address(root) else (Path(root) / CONFIG).is_file():
-        raise UserError(TAKEN.format(root=root))
+        raise UserError(_describe_taken(root))
 
 
 def _try_out_folder(root: Path) -> None:
@@ -115,7 +118,7 @@ def _write(job: Job, folder: Path, root: str) -> None:
                 # same time with the same address, only one gets it.
                 files.pipe_file(place, text.encode(), mode="overwrite" if job.config.resume else "create")
             except FileExistsError:
-                raise UserError(TAKEN.format(root=root)) from None
+                raise UserError(_describe_taken(root)) from None
         for name in COPIED:
             if (folder / name).is_dir():
                 upload(folder / name, join(root, name), KEY)
@@ -128,6 +131,6 @@ def _write(job: Job, folder: Path, root: str) -> None:
             if (folder / name).is_dir() and not is_local:
                 shutil.copytree(folder / name, Path(root) / name, dirs_exist_ok=True)
     except FileExistsError:
-        raise UserError(TAKEN.format(root=root)) from None
+        raise UserError(_describe_taken(root)) from None
     except OSError as error:
         raise UserError(f"{KEY}={root} cannot be written: {error.strerror}") from None

@@ -30,7 +30,7 @@ import numpy as np
 
 from tunix.base.buckets import is_address
 from tunix.base.digests import FILE, Damaged, check_files, list_files
-from tunix.base.errors import UserError
+from tunix.base.errors import UserError, name_first
 from tunix.base.files import expand_home, is_whole_number, list_numbers, parse_json
 from tunix.base.forms import reject_newer_form
 from tunix.checkpoints.bucket import Bucket, name_array
@@ -129,6 +129,11 @@ class Store:
     def folder(self) -> Path | str:
         return self.storage.folder
 
+    @property
+    def home(self) -> str:
+        """Folder or address of the run that `folder` belongs to."""
+        return str(self.folder).rpartition("/")[0]
+
     def steps(self) -> list[int]:
         """Return the steps that have a whole checkpoint, in order."""
         return self._ask_main(self.storage.list_steps)
@@ -203,10 +208,10 @@ class Store:
                 raise UserError(
                     f"resume: the checkpoint of step {step} in {self.folder} has {found}: the optimizer or the model "
                     "of this config needs another state; leave their keys as they were, or start a new run from its "
-                    f"weights: model.init_from={str(self.folder).rpartition('/')[0]}"
+                    f"weights: model.init_from={self.home}"
                 )
             if arrays:
-                names = f"{', '.join(list(arrays)[:3])}{', ...' if len(arrays) > 3 else ''}"
+                names = name_first(list(arrays))
                 log.warning("resume: this config has no use for %s of the checkpoint, and goes on without", names)
 
         self._ask_main(compare)
@@ -279,7 +284,7 @@ class Store:
             whole = "those that were there"
         return UserError(
             f"a checkpoint could not be written to {self.folder}: {reason}; whole checkpoints: {whole}. "
-            f"When it can be written again, go on with {format_resume(str(self.folder).rpartition('/')[0])}"
+            f"When it can be written again, go on with {format_resume(self.home)}"
         )
 
     def _ask_main(self, work: Callable[[], T]) -> T:

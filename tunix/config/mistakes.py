@@ -23,7 +23,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 
 from tunix.base.config_types import CONF, list_options, read_descriptions, read_version
-from tunix.base.errors import UserError, did_you_mean, name_choices
+from tunix.base.errors import UserError, did_you_mean, name_choices, name_first
 from tunix.base.files import read_json
 from tunix.base.text import as_typed, flat
 from tunix.config import Config, ParameterGroup, Section
@@ -71,7 +71,7 @@ def reject_newer(values: Mapping[str, Any], run_dir: Path) -> None:
         theirs = "another version"
     raise UserError(
         f"{run_dir}/config.yaml was written by tunix {theirs}, and this is tunix {read_version()}, which does not "
-        f"know {', '.join(unknown[:3])}{', ...' if len(unknown) > 3 else ''}; go on with a version that does"
+        f"know {name_first(unknown)}; go on with a version that does"
     )
 
 
@@ -329,7 +329,7 @@ def _find_mixed(errors: Sequence[Any], above: Sequence[str]) -> dict[tuple, str]
         group = ".".join(path[:-1])
         if variant and len(foreign) > 1 and find_tag(variant) in list_options(group):
             tag = f"{group}.{find_tag_key(variant)}={find_tag(variant)}"
-            others = f"{', '.join(foreign[:3])}{', ...' if len(foreign) > 3 else ''}"
+            others = name_first(foreign)
             lines[loc] = f"{tag} has no keys {others}; {group}={find_tag(variant)} chooses the file with its own keys"
     return lines
 

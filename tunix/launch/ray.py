@@ -143,7 +143,7 @@ def make_command(
         address: host and port of node 0; process 0 listens on the port after it.
         step: of the checkpoint to begin with; None takes the newest.
     """
-    resume = submission.make_resume_word(folder if step is None else folder / "checkpoints" / str(step))
+    resume = f"resume={compose.quote_path(folder if step is None else folder / 'checkpoints' / str(step))}"
     nodes = [f"--nnodes={num_nodes}", f"--node_rank={rank}", f"--nprocs={launcher.tasks}"]
     meeting = [f"--master_addr={address[0]}", f"--master_port={address[1]}"]
     local = [f"--grace_s={launcher.grace_period_s:g}", f"--log_dir={folder}", "--label"]

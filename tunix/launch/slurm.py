@@ -120,9 +120,9 @@ def format_script(config: Config, slurm: Slurm, folder: Path, resume_step: int |
     exports = [f"export {name}={shlex.quote(value)}" for name, _, value in variables]
     quoted = re.sub(r'(["`\\])', r"\\\1", slurm.tmp_dir)  # in double quotes: $SLURM_JOB_ID is replaced on the node
     setup = "\n".join([f'export TMPDIR="{quoted}"', *exports, *slurm.pre_launch_commands])
-    resume = shlex.quote(submission.make_resume_word(folder))
+    resume = compose.format_resume(folder)
     if resume_step is not None:  # only the first start begins at the given step; a restart takes the newest
-        first = shlex.quote(submission.make_resume_word(folder / "checkpoints" / str(resume_step)))
+        first = compose.format_resume(folder / "checkpoints" / str(resume_step))
         resume = f'"$([ $restarts -gt 0 ] && echo {resume} || echo {first})"'
     python = slurm.python or ("python3" if slurm.container_image else sys.executable)
     training = shlex.join([python, str(Path(slurm.train_script or RUN_TRAINING).absolute())])

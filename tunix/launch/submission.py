@@ -93,11 +93,6 @@ def print_numbers(config: Config, nodes: Nodes) -> None:
     print(make_report_of_launched(config, nodes.num_devices, platform), file=sys.stderr)
 
 
-def make_resume_word(path: Path) -> str:
-    """Return the override `resume=PATH`, quoted for Hydra's grammar. A shell needs quotes of its own around it."""
-    return f"resume={compose.quote_path(path)}"
-
-
 def write_file(path: Path, text: str) -> Path:
     """Write a file, and the folders above it; raises `UserError` if that fails."""
     try:
