@@ -14,7 +14,7 @@ from tunix.base.errors import UserError
 from tunix.config.compose import compose
 from tunix.rl.environments import Reply, describe_tools, gives_reward, join_tools, open_environment, split_options
 from tunix.rl.table import ENVIRONMENTS, find_environment
-from tunix.rl.tool_parsers import TOOL_CALLS, Call, choose_tool_calls
+from tunix.rl.tool_parsers import TOOL_CALLS, Call, choose_tool_calls, keep_texts
 from tunix.rl.tools import Calculator, Python, SearchFolder
 
 
@@ -212,11 +212,30 @@ def test_other_ways_of_writing_calls():
     assert [call.arguments for call in read["python"]("[add(a=1), add(a=[2, 3])]")] == [{"a": 1}, {"a": [2, 3]}]
     thought = "<|channel|>analysis<|message|>I add.<|end|><|start|>assistant<|channel|>commentary to=functions.add <|constrain|>json"
     assert read["harmony"](thought + '<|message|>{"a": 2}') == [Call("add", {"a": 2})]
+    named = thought.replace("I add.", "I call to=functions.sub.")
+    assert read["harmony"](named + '<|message|>{"a": 2}') == [Call("add", {"a": 2})], (
+        "a thought that names a tool calls none"
+    )
+    assert (
+        read["harmony"](named.replace("commentary to=functions.add <|constrain|>json", "final") + "<|message|>It is 2.")
+        == []
+    )
     nested = '<|tool_call>call:f{a:{<|"|>k, k<|"|>:[<|"|>x: {y:1}<|"|>,null,true]}}<tool_call|><|tool_call>call:g{}<tool_call|>'
     assert read["gemma"](nested) == [Call("f", {"a": {"k, k": ["x: {y:1}", None, True]}}), Call("g", {})]
     old = '<｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n{"a": 3}\n```<｜tool▁call▁end｜>'
     assert read["deepseek"](old + old) == [Call("add", {"a": 3})] * 2
     assert read["glm"]("<tool_call>f</tool_call>\n<tool_call>g") == [Call("f", {}), Call("g", {})]
+    assert read["hermes"]('<|tool_call|>[{"name": "f"}, {"name": "g"}]') == [Call("f", {}), Call("g", {})], "Granite 3"
+    for middle in ("[ARGS]", "", "[CALL_ID]Ab1[ARGS]"):
+        two = f'I add.[TOOL_CALLS]add{middle}{{"a": {{"b": 1}}}}[TOOL_CALLS]sub{middle}{{}}'
+        assert read["json"](two) == [Call("add", {"a": {"b": 1}}), Call("sub", {})], "Mistral's newer form"
+    assert read["json"]("[TOOL_CALLS]add[ARGS]{1}")[0].problem
+    assert read["python"]("[f(a=true, b=[null, {'c': false}])]") == [Call("f", {"a": True, "b": [None, {"c": False}]})]
+    of_python = [
+        f"<parameter={key}>\n{value}\n</parameter>" for key, value in zip("abc", ("True", "False", "None"), strict=True)
+    ]
+    (call,) = read["xml"](f"<function=f>{''.join(of_python)}</function>")
+    assert call.arguments == {"a": True, "b": False, "c": None}, "Qwen's template writes them so"
     problems = {
         "gemma": "<|tool_call>call:f{a:}<tool_call|>",
         "hermes": '<tool_call>{"name": 3}</tool_call>',
@@ -278,6 +297,23 @@ def test_a_text_that_looks_like_another_value_stays_a_text(name):
         text = begin + "".join(argument.format(*pair) for pair in (("a", "1.10"), ("b", b), ("c", 3))) + end
         reply = open_environment(Notes, {}, name).step(text)
         assert reply.observations == [repr(("1.10", expected, 3))]
+
+
+def test_the_schema_of_a_request_says_which_arguments_are_texts():
+    """As clients of a server give it: a number of a house is a text where the schema says so."""
+    kinds = {
+        "a": {"type": "string"}, "b": {"type": ["string", "null"]}, "c": {"anyOf": [{"type": "string"}, {"type": "number"}]},
+        "d": {"type": "integer"}, "e": {}, "f": 3,
+    }  # fmt: skip
+    text = "".join(f"<parameter={name}>42</parameter>" for name in kinds)
+    function = {"name": "note", "parameters": {"type": "object", "properties": kinds}}
+    tools = [{"function": function}]
+    for given, expected in (
+        (tools, ["42", "42", 42, 42, 42, 42]),
+        ([{}, {"function": function | {"parameters": 1}}], [42] * 6),
+    ):
+        (call,) = TOOL_CALLS["xml"](f"<function=note>{text}</function>")
+        assert [*keep_texts(call, given).arguments.values()] == expected
 
 
 def test_the_format_follows_from_the_template():

@@ -3,7 +3,7 @@
 import ast
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 
@@ -45,11 +45,11 @@ def _read_json(text: str) -> list[Call]:
     return [_read_object(each) for each in (value if isinstance(value, list) else [value])]
 
 
-HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
+HERMES = re.compile(r"(?:<tool_call>|<\|tool_call\|>)(.*?)(?:</tool_call>|$)", re.DOTALL)
 
 
 def read_hermes(text: str) -> list[Call]:
-    """Return the calls between `<tool_call>` tags."""
+    """Return the calls between `<tool_call>` tags, or those of the list behind Granite's `<|tool_call|>`."""
     return [call for inside in HERMES.findall(text) for call in _read_json(inside)]
 
 
@@ -73,7 +73,13 @@ def _read_tags(parameter: re.Pattern[str], name: str, inside: str) -> Call:
     return Call(name.strip(), {key: _read_value(value) for key, value in texts.items()}, texts=texts or None)
 
 
+# Qwen's template writes these values as Python does, so its models do too.
+PYTHON_NAMES = {"True": True, "False": False, "None": None}
+
+
 def _read_value(text: str) -> Any:
+    if text in PYTHON_NAMES:
+        return PYTHON_NAMES[text]
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
@@ -101,13 +107,18 @@ def read_llama(text: str) -> list[Call]:
 
 
 JSON_BLOCK = re.compile(r"```(?:json)?\s*([\[{].*?)```", re.DOTALL)
+# Mistral's newer form, one call behind each mark: NAME[ARGS]{...}, or NAME[CALL_ID]ID[ARGS]{...}
+MISTRAL = re.compile(r"([\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(\{.*)", re.DOTALL)
 
 
 def read_json(text: str) -> list[Call]:
     """Return the calls behind `[TOOL_CALLS]`, in blocks of JSON, or of a turn that is JSON and nothing else."""
-    _, mark, after = text.partition("[TOOL_CALLS]")
-    if mark:
-        return _read_json(after.strip())
+    if marked := [part.strip() for part in text.split("[TOOL_CALLS]")[1:]]:
+        calls = []
+        for part in marked:
+            named = MISTRAL.fullmatch(part)
+            calls += [_read_named(*named.groups())] if named else _read_json(part)
+        return calls
     if blocks := JSON_BLOCK.findall(text):
         return [call for block in blocks for call in _read_json(block)]
     body = text.strip()
@@ -139,13 +150,23 @@ def _read_python(text: str) -> list[Call]:
     return [_read_node(node) for node in calls] or [_malformed("there is no call")]
 
 
+JSON_NAMES = {"true": True, "false": False, "null": None}  # as the template of Olmo 3 writes values
+
+
+class _ReadNames(ast.NodeTransformer):
+    """Puts the values of JSON's names in their place."""
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return ast.Constant(JSON_NAMES[node.id]) if node.id in JSON_NAMES else node
+
+
 def _read_node(node: ast.expr) -> Call:
     if not isinstance(node, ast.Call):
         return _malformed("there is something else than a call")
     if node.args or any(keyword.arg is None for keyword in node.keywords):
         return _malformed("arguments are given by name: add(a=1)")
     try:
-        arguments = {str(each.arg): ast.literal_eval(each.value) for each in node.keywords}
+        arguments = {str(each.arg): ast.literal_eval(_ReadNames().visit(each.value)) for each in node.keywords}
         json.dumps(arguments, allow_nan=False)  # sets, bytes and further values of Python are none of JSON
         return Call(ast.unparse(node.func), arguments)
     except (TypeError, ValueError, RecursionError):
@@ -182,7 +203,10 @@ def _read_named(name: str, arguments: str) -> Call:
     return _read_object({"name": name, "arguments": arguments})
 
 
-HARMONY = re.compile(r"to=functions\.([\w.-]+).*?<\|message\|>(.*?)(?:<\|call\|>|$)", re.DOTALL)
+# The header of a message names the tool; a name in the text of an earlier message, as of a thought, is no call.
+HARMONY = re.compile(
+    r"to=functions\.([\w.-]+)(?:(?!<\|(?:start|end|message)\|>).)*<\|message\|>(.*?)(?:<\|call\|>|$)", re.DOTALL
+)
 DEEPSEEK = re.compile(
     r"<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?([\w.-]+)(?:<｜tool▁sep｜>|\s*```json)(.*?)"
     r"(?:```\s*)?(?:<｜tool▁call▁end｜>|$)",
@@ -201,13 +225,13 @@ def _reader(pattern: re.Pattern[str]) -> Callable[[str], list[Call]]:
 
 
 EXAMPLES = {  # how a call is written, for a tool NAME with one argument
-    # Qwen 2.5 and 3, Hermes
+    # Qwen 2.5 and 3, Hermes, Granite 4; Granite 3 writes <|tool_call|> and a list
     "hermes": '<tool_call>{"name": "NAME", "arguments": {"ARGUMENT": VALUE}}</tool_call>',
     # Qwen 3 Coder, Qwen 3.5
     "xml": "<tool_call><function=NAME><parameter=ARGUMENT>VALUE</parameter></function></tool_call>",
     # Llama 3, with <|python_tag|> or not
     "llama": '{"name": "NAME", "parameters": {"ARGUMENT": VALUE}}',
-    # Mistral; also a block ```json
+    # Mistral, whose newer models write [TOOL_CALLS]NAME[ARGS]{...}; also a block ```json
     "json": '[TOOL_CALLS][{"name": "NAME", "arguments": {"ARGUMENT": VALUE}}]',
     # Olmo 3; Llama 4 between <|python_start|> and <|python_end|>, LFM2 with tool_call; also a block ```tool_code
     "python": "[NAME(ARGUMENT=VALUE)]",
@@ -236,11 +260,43 @@ TOOL_CALLS: dict[str, Callable[[str], list[Call]]] = {
     "kimi": _reader(KIMI),
 }
 
+# Kinds of values, as JSON schemas name them.
+KINDS = {bool: "boolean", int: "integer", float: "number", type(None): "null", list: "array", dict: "object"}
+
+
+def keep_texts(call: Call, tools: Sequence[Mapping[str, Any]]) -> Call:
+    """Return a call with those arguments as they are written that the JSON schema of its tool wants as texts.
+
+    `tools` are those of a request to a server, which may be anything.
+    """
+    for tool in tools if call.texts else ():
+        function = tool.get("function")
+        if not isinstance(function, dict) or function.get("name") != call.name:
+            continue
+        parameters = function.get("parameters")
+        properties = parameters.get("properties") if isinstance(parameters, dict) else None
+        for name, text in (call.texts or {}).items():
+            kinds = _list_kinds(properties.get(name) if isinstance(properties, dict) else None)
+            if "string" in kinds and KINDS.get(type(call.arguments[name])) not in kinds:
+                call.arguments[name] = text
+    return call
+
+
+def _list_kinds(schema: Any) -> list[str]:
+    """Return the kinds of values that a JSON schema allows, as far as it names them."""
+    if not isinstance(schema, dict):
+        return []
+    kinds, others = schema.get("type"), schema.get("anyOf")
+    named = [kind for kind in (kinds if isinstance(kinds, list) else [kinds]) if isinstance(kind, str)]
+    named += ["integer"] if "number" in named else []
+    return named + [kind for other in (others if isinstance(others, list) else []) for kind in _list_kinds(other)]
+
+
 # What the calls of an answer begin with. A block of code may stand in a text before calls in other formats.
 CALLS_BEGIN = (
     re.compile(
         r"<tool_call>|<function=|<function_calls>|\[TOOL_CALLS\]|<\|python_tag\|>|<\|(?:python|tool_call)_start\|>"
-        r"|<\|tool_call>|<\|channel\|>|<｜tool▁calls?▁begin｜>|<\|tool_call(?:s_section)?_begin\|>"
+        r"|<\|tool_call\|?>|<\|channel\|>|<｜tool▁calls?▁begin｜>|<\|tool_call(?:s_section)?_begin\|>"
     ),
     re.compile("```"),
 )
