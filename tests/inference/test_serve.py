@@ -33,6 +33,7 @@ from tunix.data.prompts import Prompt
 from tunix.data.tokenizer import TokenBytes
 from tunix.inference import engine
 from tunix.inference.openai_api import AnswerText, TokenScores, read_message
+from tunix.inference.openai_requests import RequestReader
 from tunix.inference.page_pool import PagePool
 from tunix.inference.rollout import Request, RowSizes
 from tunix.inference.sampling import NO_MIN_P, NO_TOP_K, NO_TOP_P, RowChoices, Sampling, select, select_by_row
@@ -333,6 +334,18 @@ def test_tools_reach_the_template_and_calls_are_read(model, hf_dir):
         whole = own.chat.completions.create(**asked).choices[0].logprobs.content
         scores = [part.choices[0].logprobs for part in own.chat.completions.create(**asked, stream=True)]
         assert [token for each in scores if each for token in each.content] == whole
+
+
+def test_arguments_are_texts_where_the_schema_of_the_request_says_so(model, hf_dir):
+    """The format of Qwen 3 Coder does not tell the text 42 from the number."""
+    command = read_settings(Serve, [f"checkpoint={hf_dir}", "chat_template='{{ messages[0].content }}<function='"])
+    reader = RequestReader(model, "small", command, 100, 1)
+    properties = {"zip": {"type": "string"}, "count": {"type": "integer"}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": properties}}}
+    body = {"messages": [{"role": "user", "content": "u"}], "tools": [tool], "max_tokens": 2}
+    job = asyncio.run(reader.read_chat(json.dumps(body).encode(), 0))
+    (call,) = job.read_calls("<function=f><parameter=zip>42</parameter><parameter=count>42</parameter></function>")
+    assert call.arguments == {"zip": "42", "count": 42}
 
 
 # Many clients.

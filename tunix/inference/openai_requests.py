@@ -27,7 +27,7 @@ from tunix.inference.openai_api import (
 from tunix.inference.pretrained import Pretrained
 from tunix.inference.sampling import Sampling
 from tunix.models.vision import Images
-from tunix.rl.tool_parsers import TOOL_CALLS, choose_tool_calls
+from tunix.rl.tool_parsers import TOOL_CALLS, choose_tool_calls, keep_texts
 
 
 @dataclass
@@ -83,7 +83,8 @@ class RequestReader:
         text = self.template.render(messages, add_generation_prompt=True, options=options)
         prompt, images = await asyncio.to_thread(self._encode_chat, text, files)
         max_tokens = parameters.max_completion_tokens or parameters.max_tokens
-        read_calls = TOOL_CALLS[choose_tool_calls(self.template.source)] if tools else None
+        read = TOOL_CALLS[choose_tool_calls(self.template.source)]
+        read_calls = (lambda answer: [keep_texts(call, tools) for call in read(answer)]) if tools else None
         job = self._make_job(parameters, True, [prompt], max_tokens, read_calls, arrived)
         job.images = images
         return job
