@@ -248,31 +248,26 @@ def prefill(
     return hidden, entries
 
 
-def run_after(
-    model: Transformer,
-    weights: Gathered,
-    cache: Cache,
-    rows: jax.Array | None,
-    tokens: jax.Array,
-    start: jax.Array,
-    final_length: jax.Array,
-    shift: jax.Array,
-    table: jax.Array | None = None,
-) -> tuple[jax.Array, Callable[[jax.Array], Cache]]:
-    """Return the hidden states [A, C, D] of more tokens of some rows, and the function that gives the cache with the
-    first so many [A] of them.
+class NewTokens(NamedTuple):
+    """Tokens that stand behind those that rows of a cache have: int32 arrays [A], `tokens` [A, C]."""
 
-    Args:
-        rows: [A] int32, numbers of the rows on their data shard; the number of all of them for a filler. None: all.
-        tokens: [A, C] int32, which stand behind the `start` [A] tokens that the rows have.
-        final_length: [A] int32, tokens of each row when it ends.
-        shift: [A] int32, what their positions have beside their times, behind images (`Vision.shift_positions`).
-        table: [A, W] int32, the pages of the rows, if the cache has pages.
-    """
+    tokens: jax.Array
+    start: jax.Array  # tokens that the row has before
+    final_length: jax.Array  # tokens of the row when it ends
+    shift: jax.Array  # what positions have beside times, behind images (`Vision.shift_positions`)
+    rows: jax.Array | None = None  # on their data shard; the number of all of them for a filler. None: all rows
+    table: jax.Array | None = None  # [A, W], the pages of the rows, if the cache has pages
+
+
+def run_after(
+    model: Transformer, weights: Gathered, cache: Cache, more: NewTokens
+) -> tuple[jax.Array, Callable[[jax.Array], Cache]]:
+    """Return the hidden states [A, C, D] of new tokens, and the function that gives the cache with the first so many
+    [A] of them."""
     num_layers = model.cfg.num_layers
-    mix_of, positions = _mix_after(model, cache[:num_layers], rows, tokens, start, shift, table)
-    forward = Forward(mix_of, max(list_slots(cache, table)), final_length=final_length)
-    hidden, writes = _run_blocks(model, weights, tokens, positions, forward)
+    mix_of, positions = _mix_after(model, cache[:num_layers], more)
+    forward = Forward(mix_of, max(list_slots(cache, more.table)), final_length=more.final_length)
+    hidden, writes = _run_blocks(model, weights, more.tokens, positions, forward)
 
     def write(count: jax.Array) -> Cache:
         # A layer that takes keys and values of an earlier one has no cache to write: () in the place of a function.
@@ -281,32 +276,24 @@ def run_after(
             return after
         _, cached, last = split_mtp(cache)
         # Each token stands beside the state before it: the first one beside the state that waits for it.
-        state = last.hidden if rows is None else take_rows(last, rows).hidden
+        state = last.hidden if more.rows is None else take_rows(last, more.rows).hidden
         first = reshard(state[:, None], jax.typeof(hidden).sharding.spec)
         states = jnp.concatenate([first, hidden[:, :-1]], axis=1)
-        _, write_slots = run_mtp_after(model, weights, cached, rows, states, tokens, start - 1, final_length, shift)
+        _, write_slots = run_mtp_after(model, weights, cached, states, more._replace(start=more.start - 1))
         last_state = LastState(jnp.where(count[:, None] > 0, _take_last(hidden, count)[:, 0], state))
-        return [*after, write_slots(count), last_state if rows is None else set_rows(last, last_state, rows)]
+        return [*after, write_slots(count), last_state if more.rows is None else set_rows(last, last_state, more.rows)]
 
     return hidden, write
 
 
 def run_mtp_after(
-    model: Transformer,
-    weights: Gathered,
-    cached: tuple[jax.Array, ...],
-    rows: jax.Array | None,
-    states: jax.Array,
-    tokens: jax.Array,
-    start: jax.Array,
-    final_length: jax.Array,
-    shift: jax.Array,
+    model: Transformer, weights: Gathered, cached: tuple[jax.Array, ...], states: jax.Array, more: NewTokens
 ) -> tuple[jax.Array, Callable[[jax.Array], tuple[jax.Array, ...]]]:
-    """Do as `run_after` with the layer of `model.mtp` and its slots `cached`: tokens [A, C] stand beside the states
+    """Do as `run_after` with the layer of `model.mtp` and its slots `cached`: the tokens stand beside the states
     [A, C, D] of those before them."""
-    mix_of, positions = _mix_after(model, [cached], rows, tokens, start, shift)
-    forward = Forward(mix_of, cached[0].shape[SLOTS], final_length=final_length)
-    return _run_mtp(model, weights, states, tokens, positions, forward)
+    mix_of, positions = _mix_after(model, [cached], more)
+    forward = Forward(mix_of, cached[0].shape[SLOTS], final_length=more.final_length)
+    return _run_mtp(model, weights, states, more.tokens, positions, forward)
 
 
 def _run_mtp(
@@ -321,29 +308,22 @@ def _run_mtp(
     return hidden, cache
 
 
-def _mix_after(
-    model: Transformer,
-    cache: Cache,
-    rows: jax.Array | None,
-    tokens: jax.Array,
-    start: jax.Array,
-    shift: jax.Array,
-    table: jax.Array | None = None,
-) -> tuple[Callable[[Layer, None], Mix], jax.Array]:
-    """Return how tokens [A, C] behind those of some rows look at the cache and at one another, and their positions.
+def _mix_after(model: Transformer, cache: Cache, more: NewTokens) -> tuple[Callable[[Layer, None], Mix], jax.Array]:
+    """Return how new tokens look at the cache and at one another, and their positions [A, C].
 
     In the place of its cache a layer returns the function that writes the first so many [A] of them.
     """
-    times = start[:, None] + jnp.arange(tokens.shape[1])  # [A, C]
+    rows, start, num_tokens = more.rows, more.start, more.tokens.shape[1]
+    times = start[:, None] + jnp.arange(num_tokens)  # [A, C]
     # A table of positions may end before the tokens that only fill up.
-    positions = jnp.minimum(times + shift[:, None], model.cfg.context_length - 1)
+    positions = jnp.minimum(times + more.shift[:, None], model.cfg.context_length - 1)
 
     def mix_of(layer: Layer, _: None) -> Mix:
         def cache_attention(q, new, heads):
             cached = cache[layer.number]
             if isinstance(cached, Pages):
                 # A token that does not count takes the slot of a later one, which is written again before it is seen.
-                out, cached = _look_into_pages(model, q, new, heads, cached, table, times)
+                out, cached = _look_into_pages(model, q, new, heads, cached, more.table, times)
                 return out, lambda count: cached
             size = cached[0].shape[SLOTS]
             new = _pack(new, cached)
@@ -368,7 +348,7 @@ def _mix_after(
                 _, after = recurrence.extend(memory, count)
                 return after if rows is None else set_rows(cached, after, rows)
 
-            return recurrence.extend(memory, jnp.full_like(start, tokens.shape[1]))[0], write
+            return recurrence.extend(memory, jnp.full_like(start, num_tokens))[0], write
 
         return Mix(cache_attention, recur)
 
@@ -376,32 +356,24 @@ def _mix_after(
 
 
 def decode(
-    model: Transformer,
-    weights: Gathered,
-    cache: Cache,
-    token: jax.Array,
-    length: jax.Array,
-    working: jax.Array,
-    final_length: jax.Array,
-    shift: jax.Array,
-    table: jax.Array | None = None,
+    model: Transformer, weights: Gathered, cache: Cache, newest: NewTokens, working: jax.Array
 ) -> tuple[jax.Array, Cache]:
-    """Return the logits [B, V] after one more token [B] int32 of each row, and the cache with it.
+    """Return the logits [B, V] after one new token of each row, and the cache with it.
 
-    A row has `length` [B] tokens before it. The cache of a row that is not `working`, [B] bool, stays as it is; its
-    logits mean nothing. `final_length` [B], `shift` [B] and `table` [B, W] are those of `run_after`.
+    The cache of a row that is not `working`, [B] bool, stays as it is; its logits mean nothing.
     """
-    time = length[:, None]  # [B, 1]
+    time = newest.start[:, None]  # [B, 1]
 
     def mix_of(layer: Layer, _: None) -> Mix:
         def cache_attention(q, new, heads):
             # The token is written before it looks: what stood in its slot has left the window.
             cached = cache[layer.number]
             if isinstance(cached, Pages):
-                return _look_into_pages(model, q, new, heads, cached, table, jnp.where(working[:, None], time, -1))
+                times = jnp.where(working[:, None], time, -1)
+                return _look_into_pages(model, q, new, heads, cached, newest.table, times)
             size = cached[0].shape[SLOTS]
             cached = _write(cached, _pack(new, cached), None, jnp.where(working[:, None], time % size, size))
-            visible = _find_visible(model, layer, time, _list_times(length + 1, size))
+            visible = _find_visible(model, layer, time, _list_times(newest.start + 1, size))
             look = _look_at(model, heads, visible, model.cfg.attention_options)
             return heads.look_back(q, _unpack(cached, q.dtype), look), cached
 
@@ -415,8 +387,8 @@ def decode(
 
         return Mix(cache_attention, recur)
 
-    forward = Forward(mix_of, max(list_slots(cache, table)), final_length=final_length)
-    hidden, cache = _run_blocks(model, weights, token[:, None], time + shift[:, None], forward)
+    forward = Forward(mix_of, max(list_slots(cache, newest.table)), final_length=newest.final_length)
+    hidden, cache = _run_blocks(model, weights, newest.tokens, time + newest.shift[:, None], forward)
     return model.logits(model.vocab_weights(), hidden)[:, 0], cache
 
 

@@ -21,6 +21,7 @@ from tunix.inference.gathered import Gathered
 from tunix.inference.kv_cache import (
     SLOTS,
     Cache,
+    NewTokens,
     add_pages,
     compute_last_logits,
     decode,
@@ -330,6 +331,10 @@ class Drawing(NamedTuple):
     final_length: jax.Array  # int32, tokens of the row when it ends
     table: jax.Array | None = None  # [B, W] int32, the pages of each row, where the cache has pages
 
+    def behind(self, tokens: jax.Array) -> NewTokens:
+        """Return tokens [B, C] that stand behind those in the cache."""
+        return NewTokens(tokens, self.length, self.final_length, self.shift, None, self.table)
+
 
 class Placement(NamedTuple):
     """Answers that get rows: int32 arrays [R]."""
@@ -442,8 +447,8 @@ def _extend(
 ) -> tuple[Cache, Sampled]:
     """Give rows [A] more tokens [A, C]; return the cache, and the token behind them, [A] on every device."""
     model = weights.module(arch)
-    text = more.row, more.tokens, more.start
-    hidden, write = run_after(model, weights, cache, *text, more.final_length, more.shift, more.table)
+    new = NewTokens(more.tokens, more.start, more.final_length, more.shift, more.row, more.table)
+    hidden, write = run_after(model, weights, cache, new)
     logits = compute_last_logits(model, hidden, more.num_tokens)
     sampled = sample(logits, key, more.number, more.num_sampled, sampling, arch.layout)
     return write(more.num_tokens), _replicate(sampled)
@@ -471,8 +476,7 @@ def _decode(
     def step(state):
         n, rows, cache, chunk = state
         bound = _keep_in_loop(n, weights)
-        state_of_rows = rows.token, rows.length, rows.working, rows.final_length, rows.shift, rows.table
-        logits, cache = decode(model, bound, cache, *state_of_rows)
+        logits, cache = decode(model, bound, cache, rows.behind(rows.token[:, None]), rows.working)
         sampled = sample(logits, key, rows.number, rows.num_sampled, sampling, model.layout)
         chunk = jax.tree.map(
             lambda tokens, new: jax.lax.dynamic_update_slice_in_dim(
@@ -556,8 +560,7 @@ def _decode_guesses(
         else:
             guesses = _on_rows(partial(_find_guesses, count=sampling.guess), text, rows.length)
         tokens = jnp.concatenate([rows.token[:, None], guesses], axis=1)
-        arguments = rows.length, rows.final_length, rows.shift, rows.table
-        hidden, write = run_after(model, bound, cache, None, tokens, *arguments)
+        hidden, write = run_after(model, bound, cache, rows.behind(tokens))
         logits = model.logits(model.vocab_weights(), hidden)
         sampled = _sample_several(logits, key, rows, sampling, model.layout)
         offsets = jnp.arange(sampling.guess + 1)
@@ -610,8 +613,8 @@ def _guess_by_mtp(
     token, state, guesses = rows.token, last.hidden, []
     for index in range(sampling.guess):
         time = rows.length - 1 + index
-        arguments = state[:, None], token[:, None], time, rows.final_length, rows.shift
-        hidden, write = run_mtp_after(model, weights, kept, None, *arguments)
+        new = rows._replace(length=time).behind(token[:, None])
+        hidden, write = run_mtp_after(model, weights, kept, state[:, None], new)
         logits = model.logits(model.vocab_weights(), hidden)[:, 0]
         token, state = (
             sample(logits, key, rows.number, rows.num_sampled + index, sampling, model.layout).tokens,
