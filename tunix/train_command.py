@@ -38,7 +38,8 @@ def train_command() -> int:
     only_hydra = (args.cfg, args.help, args.hydra_help, args.info, args.shell_completion, args.multirun)
 
     def work() -> int | None:
-        argv = add_search_path(args.overrides, args.config_dir, args.config_path and CONF)
+        argv = [compose.select_set(word) for word in args.overrides]
+        argv = add_search_path(argv, args.config_dir, args.config_path and CONF)
         sys.argv[1:] = [*flags, *add_implied_model(argv)]  # flags anywhere
         config_file = args.config_path, args.config_name or "config"
         if not any(only_hydra):
@@ -71,25 +72,35 @@ def reject_foreign_flags() -> None:
 
 def sweep(flags: list[str], argv: list[str], config_dir: str | None, config_name: str) -> int:
     """Run every point of a grid; returns the first exit code that is not 0. `flags` are those of each point."""
-    compose.check_sweep(argv, config_dir, config_name)
+    jobs = compose.check_sweep(argv, config_dir, config_name)
+    for job in jobs:
+        check_inputs(job)
     search = [word for word in argv if word.startswith(compose.SEARCH)]
     codes: list[int] = []  # one for each point that has begun
 
-    def next_point(composed: DictConfig) -> None:
+    def run_point(job: compose.Job) -> None:
         number = len(codes)
         codes.append(0)
-        job = make_point(composed)
+        print(f"sweep job {number}: {' '.join(job.overrides)}", flush=True)
         # Of several processes, each has a child for each point: JAX's runtime, and its handlers of signals, begin anew.
         sys.argv[1:] = [*flags, *search, *job.overrides, f"hydra.run.dir={compose.quote_path(job.run_dir)}"]
         exits.exit_on_stop_signals()  # until this point handles them; the one before may have left them ignored
-        codes[number] = code = launch(job)
+        try:
+            codes[number] = code = exits.report_errors(lambda: launch(job))
+        except Exception as error:  # Hydra would run the other points, and show it then
+            sys.excepthook(type(error), error, error.__traceback__)
+            sys.exit(1)
         if code and not concerns_one_point(code, job.config.distributed):
             sys.exit(code)
         if code:
             print(f"sweep job {number} ended with exit code {code}; the next one begins", flush=True)
 
+    if jobs and all(job.config.dry_run for job in jobs):  # Hydra would make a folder for each
+        for job in jobs:
+            run_point(job)
+        return next(filter(None, codes), 0)
     try:
-        under_hydra(next_point)
+        under_hydra(lambda composed: run_point(make_point(composed)))
     except OSError as error:
         if codes or isinstance(error, MissingConfigException):
             raise
@@ -123,7 +134,6 @@ def print_package(kind: str, package: str) -> None:
 def make_point(composed: DictConfig) -> compose.Job:
     """Return the job of one point of a sweep, in the folder that Hydra made for it."""
     point = HydraConfig.get()
-    print(f"sweep job {point.job.num}: {' '.join(point.overrides.task)}", flush=True)
     overrides = [str(word) for word in point.overrides.task]
     return compose.Job(compose.check(composed), overrides, Path(point.runtime.output_dir), run_dir_is_explicit=True)
 
@@ -142,9 +152,14 @@ def concerns_one_point(code: int, distributed: Distributed) -> bool:
 
 def launch(job: compose.Job) -> int:
     """Start the run where `launcher` says."""
+    check_inputs(job)
+    return LAUNCHERS[job.config.launcher.name](job)
+
+
+def check_inputs(job: compose.Job) -> None:
+    """Raise `UserError` for what a run would be refused for before its first step, as far as files tell it."""
     reject_foreign_vocab(job)
     reject_missing_inputs(job)
-    return LAUNCHERS[job.config.launcher.name](job)
 
 
 def train(job: compose.Job) -> int:

@@ -189,6 +189,36 @@ def test_a_sweep_of_several_processes_has_a_child_for_each_point(codes, told, wo
         assert job.config.distributed.num_processes == 2
 
 
+def test_a_sweep_is_refused_before_its_first_point(words, tmp_path):
+    done = cli_here(*words[:-1], "--multirun", f"{words[-1]},[/nowhere]", "hydra.sweep.dir=it", cwd=tmp_path)
+    assert_refused(done, "data.paths: /nowhere does not exist", tmp_path)
+
+
+def test_a_dry_sweep_writes_nothing(words, tmp_path, monkeypatch):
+    monkeypatch.setattr("tunix.processes.supervisor.run_member", lambda *_: 0)
+    dry = ["--multirun", "dry_run=true", "seed=1,2", "evaluation.sets.more=text", "evaluation.sets.more.paths=[/x]"]
+    done = cli_here(*words, *dry, "hydra.sweep.dir=it", cwd=tmp_path)
+    assert (done.returncode, done.stdout.count("sweep job"), done.stderr) == (0, 2, "")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("error", ["", "ValueError: odd"])
+def test_an_error_in_a_point_of_a_sweep_ends_it_at_once(error, words, tmp_path, monkeypatch):
+    """Hydra by itself runs the other points first."""
+
+    def run_member(*_: object) -> int:
+        raise ValueError("odd")
+
+    monkeypatch.setattr("tunix.processes.supervisor.run_member", run_member)
+    if not error:
+        (tmp_path / "it" / "0").mkdir(parents=True)
+        (tmp_path / "it" / "0" / "config.yaml").touch()
+    done = cli_here(*words, "--multirun", "seed=1,2", "hydra.sweep.dir=it", cwd=tmp_path)
+    assert done.stdout.count("sweep job") == 1
+    assert (done.returncode, "it/0 holds another run" in done.stderr) == ((1, False) if error else (2, True))
+    assert error in done.stderr
+
+
 def test_a_sweep_into_a_folder_that_cannot_be_written(words, tmp_path):
     done = cli_here(*words, "--multirun", "seed=1,2", "hydra.sweep.dir=/proc/x", cwd=tmp_path)
     assert_refused(done, "the sweep's folder /proc/x cannot be written", tmp_path)

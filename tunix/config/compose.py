@@ -210,13 +210,13 @@ def compose(overrides: list[str], config_dir: str | Path | None = None, config_n
         return Job(check(composed), overrides, Path(composed.hydra.run.dir), "hydra.run.dir" in parsed, hydra=hydra)
 
 
-def check_sweep(overrides: list[str], config_dir: str | Path | None = None, config_name: str = "config") -> Job | None:
+def check_sweep(overrides: list[str], config_dir: str | Path | None = None, config_name: str = "config") -> list[Job]:
     """Compose and check every point of a grid, so that an error in the last point is found before the first one runs.
 
-    Returns the first point; None if another sweeper chooses the points while the sweep runs.
+    Returns the points; none if another sweeper chooses them while the sweep runs.
     """
     if any(override.startswith("hydra/sweeper") for override in overrides):
-        return None
+        return []
     parsed = OverridesParser.create().parse_overrides(overrides)
     for override in parsed:
         if override.is_interval_sweep():
@@ -228,7 +228,7 @@ def check_sweep(overrides: list[str], config_dir: str | Path | None = None, conf
     jobs = [compose(list(point), config_dir, config_name) for point in points]
     if any(job.config.resume for job in jobs):
         raise UserError("resume goes on with one run; it cannot be part of a sweep")
-    return jobs[0]
+    return jobs
 
 
 def quote_path(path: Path | str) -> str:
