@@ -1,6 +1,8 @@
 """EleutherAI's harness asks our models: the numbers are those of the logits, and of the model's own answers."""
 
 import json
+import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -79,7 +81,26 @@ def test_odd_requests(hf_dir):
     assert empty == (0.0, True)
     assert last[0] == pytest.approx(log_probs(model, [5, 6, 7])[-1], abs=1e-4)
     keys = {"do_sample": True, "temperature": 0.5, "top_k": 0, "top_p": 0.9}
-    assert lm_eval._read_keys(keys, 2) == Sampling(256, 0.5, None, 0.9, stop=(2,))
+    assert lm_eval._read_keys(keys, (2,)) == Sampling(256, 0.5, None, 0.9, stop=(2,))
+    assert lm_eval._read_keys({"temperature": 0.5, "max_new_tokens": 8}, (2,)) == Sampling(8, 0.5, stop=(2,))
+    assert lm_eval._read_keys({"temperature": 0.5, "do_sample": False, "max_tokens": 8}, ()) == Sampling(8, 0.0)
+
+
+def test_a_tokenizer_of_a_run_adds_the_first_token_as_that_of_its_export_does(hf_dir):
+    model = replace(tunix.load_pretrained(hf_dir), files=None)  # of a run that began with nothing
+    respondent = lm_eval.Respondent(model, 2)
+    assert respondent.encode("few") == model.encode("few") == [1, *model.tokenizer.encode("few").ids]
+    assert respondent.encode("few", add_special_tokens=False) == model.tokenizer.encode("few").ids
+
+
+def test_answers_stop_at_all_tokens_that_the_files_name(hf_dir, tmp_path):
+    """As in the harness's backend for transformers. The token is a part of the answer, unless it is special."""
+    folder = shutil.copytree(hf_dir, tmp_path / "model")
+    model = tunix.load_pretrained(folder)
+    stop = model.sample([model.encode("few")], Sampling(1, 0.0))[0].tokens[0]
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, stop]}))
+    answers = lm_eval.Respondent(model, 2).answer([("few", {"max_gen_toks": 3})])
+    assert answers == [model.tokenizer.decode([stop])]
 
 
 def test_what_cannot_be_asked_is_named(hf_dir, tmp_path, monkeypatch):

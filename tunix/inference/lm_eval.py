@@ -137,8 +137,10 @@ class Respondent:
     def __init__(self, model: Pretrained, batch_size: int):
         self.model, self.batch_size = model, batch_size
         vocab = model.vocab or load_vocab(str(model.tokenizer_files))
-        self.backend, self.scorer = model.tokenizer or vocab.backend, TokenScorer(model)
-        self.eos = vocab.eos
+        # A run's own tokenizer adds the first token here, as it does in the export.
+        self.backend = model.tokenizer or vocab.backend if model.has_source_tokenizer else vocab.with_bos()
+        self.scorer, self.eos = TokenScorer(model), vocab.eos
+        self.stop = tuple(sorted({*model.find_stop_ids(), vocab.eos}))  # what the harness's own backend stops at
         self.prefix = vocab.eos if vocab.bos is None else vocab.bos  # stands before a text
         self.max_length = model.cfg.context_length
 
@@ -184,7 +186,7 @@ class Respondent:
         prompts: list[list[int]] = []
         stops: list[list[str]] = []
         for number, (prompt, keys) in enumerate(requests):
-            sampling, until = _read_keys(keys, self.eos), keys.get("until") or []
+            sampling, until = _read_keys(keys, self.stop), keys.get("until") or []
             budget = self.max_length - sampling.max_new_tokens  # tokens of the prompt that stay, its last ones
             if budget < 1:
                 raise UserError(
@@ -199,7 +201,8 @@ class Respondent:
         for sampling, numbers in groups.items():
             sampled = self.model.sample([prompts[n] for n in numbers], sampling, rows_at_once=self.batch_size)
             for n, answer in zip(numbers, sampled, strict=True):
-                answers[n] = _truncate(self.backend.decode(answer.text_tokens), stops[n])
+                # With the token that stopped it: one that is special is no part of the text.
+                answers[n] = _truncate(self.backend.decode(answer.tokens), stops[n])
         return answers
 
 
@@ -264,13 +267,18 @@ def list_tasks(model: Pretrained, command: Evaluate) -> dict[str, float]:
     }
 
 
-def _read_keys(keys: dict[str, Any], eos: int) -> Sampling:
+# Keys of a task for the longest answer, as the harness takes them: the first that is there wins.
+LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+
+
+def _read_keys(keys: dict[str, Any], stop: tuple[int, ...]) -> Sampling:
     """Return how a request wants its answer to be drawn: the likeliest tokens, unless it says otherwise."""
-    max_length = keys.get("max_gen_toks", 256)
-    if not keys.get("do_sample", False):
-        return Sampling(max_length, 0.0, stop=(eos,))
+    max_length = next((int(keys[name]) for name in LENGTHS if keys.get(name) is not None), 256)
+    temperature, is_drawn = keys.get("temperature"), keys.get("do_sample")
+    if not (float(temperature or 0) > 0 if is_drawn is None else is_drawn):
+        return Sampling(max_length, 0.0, stop=stop)
     top_k = keys.get("top_k") or None  # 0: all tokens
-    return Sampling(max_length, float(keys.get("temperature", 1.0)), top_k, keys.get("top_p"), stop=(eos,))
+    return Sampling(max_length, 1.0 if temperature is None else float(temperature), top_k, keys.get("top_p"), stop=stop)
 
 
 def _truncate(text: str, stops: list[str]) -> str:
