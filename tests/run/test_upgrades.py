@@ -27,7 +27,7 @@ from tunix.data.shards import open_prepared
 from tunix.export import export
 from tunix.huggingface.config_json import read_config
 from tunix.inference.pretrained import load_pretrained
-from tunix.samples.page import Choice, make_page, read_run
+from tunix.rl.samples_page import Choice, make_page, read_run
 
 VERSIONS = "0_1_0", "0979945"
 OURS = re.escape(read_version())

@@ -11,4 +11,5 @@ their processes with their deadlines (`environment_worker`), `episodes` the turn
 what reads the calls of tools out of a text.
 
 `evaluation` measures completions of held-out prompts, `reference` has log-probabilities under the model of step 0.
+`samples_file` keeps the completions of a run; `samples_index` and `samples_page` make a page of them, without jax.
 """

@@ -22,9 +22,9 @@ from tokenizers import decoders
 from tunix.base.errors import UserError
 from tunix.config.saved_runs import read_saved
 from tunix.data.tokenizer import read_backend
-from tunix.samples.index import SamplesIndex, as_number, parse, read_index
+from tunix.rl.samples_index import SamplesIndex, as_number, parse, read_index
 
-TEMPLATE = Path(__file__).with_name("page.html")
+TEMPLATE = Path(__file__).with_name("samples_page.html")
 MAX_CHARACTERS = 20_000  # of one text
 MAX_TOKENS = 4_096  # of one answer
 MAX_ANSWERS = 16  # of one group

@@ -1,11 +1,14 @@
-"""Write a page of a run's answers: `python -m tunix.samples RUN [against=RUN] [output=page.html] [key=value]`."""
+"""Write a page of a run's answers: `python -m tunix.samples RUN [against=RUN] [output=page.html] [key=value]`.
+
+samples.jsonl -> `samples_index` (a row for each group of answers) -> `samples_page` (the chosen groups) -> HTML
+"""
 
 import sys
 
 from tunix.base.files import expand_home, find_writable, replacing
 from tunix.config import Samples
 from tunix.config.command_line import run_local
-from tunix.samples.page import Choice, check_comparable, make_page, read_run
+from tunix.rl.samples_page import Choice, check_comparable, make_page, read_run
 
 
 def write_samples(command: Samples) -> str:

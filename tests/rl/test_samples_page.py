@@ -15,8 +15,8 @@ from support.harness import ROOT
 
 from tunix.base.errors import UserError
 from tunix.config.compose import compose
-from tunix.samples import index
-from tunix.samples.page import Choice, check_comparable, escape, make_page, read_run
+from tunix.rl import samples_index as index
+from tunix.rl.samples_page import Choice, check_comparable, escape, make_page, read_run
 
 ALL = Choice(steps=None, num_steps=30, num_groups=12, max_bytes=10**7)
 HOSTILE = (
@@ -148,7 +148,7 @@ def test_patterns_read_what_a_parser_reads():
     ],
 )
 def test_wrong_input_is_one_line(words, message, tmp_path, monkeypatch, capsys):
-    from tunix.samples import __main__ as command
+    from tunix import samples as command
 
     monkeypatch.chdir(tmp_path)
     Path("nothing").mkdir()
