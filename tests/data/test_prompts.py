@@ -67,6 +67,23 @@ def test_a_prompt_ends_where_the_answer_begins_and_keeps_the_columns(rows, words
         assert prompt.columns == {"answer": row["solution"], **row}
 
 
+def test_a_prompt_of_parquet_is_read_again_as_it_was_tokenized(tmp_path):
+    """Arrow gives each object the keys of all; what `reset` of an environment and reward models read has none of them."""
+    tools = [{"name": "add", "parameters": {key: "int"}} for key in "ab"]
+    rows = [
+        {"messages": [{"role": "user", "content": f"{number}?"}], "tools": [tool], "level": number}
+        for number, tool in enumerate(tools)
+    ]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    template = "{{ tools | tojson }}{% for message in messages %}{{ message.content }}{% endfor %}"
+    cfg = prompted("data=parquet", f"data.paths=[{tmp_path}]", "data.held_out_fraction=0")
+    cfg = cfg.model_copy(update={"task": cfg.task.model_copy(update={"chat_template": template})})
+    corpus = load_prompts(cfg, 100)
+    for prompt, tool in zip(everything(corpus), tools, strict=True):
+        assert prompt.question.options == {"tools": [tool]}
+        assert corpus.vocab.chat.render(prompt.question.messages, True, prompt.question.options) == prompt.text
+
+
 def test_a_system_message_stands_before_prompts_that_have_none(rows, tmp_path):
     own = [{"role": "system", "content": "Mine."}, {"role": "user", "content": "And?"}]
     with (tmp_path / "a.jsonl").open("a") as file:

@@ -130,6 +130,7 @@ def test_folders_of_save_to_disk(tmp_path, streaming):
     import datasets
 
     train, other = (datasets.Dataset.from_dict({"text": texts}) for texts in (TEXTS, TEXTS[:2]))
+    other.save_to_disk(tmp_path / "[one]", num_shards=2)  # its files stay beside those of the next call
     train.save_to_disk(tmp_path / "[one]")
     datasets.DatasetDict(train=other, test=train).save_to_disk(tmp_path / "both")
     words = ["data=hf", f"data.streaming={streaming}"]

@@ -173,11 +173,7 @@ def _read_row(
     try:
         if not isinstance(item.content, dict):
             raise BadRow(item.problem)
-        row = item.content
-        if source.has_padded_objects:
-            names = source.columns.list_names()
-            row = row | {name: _drop_nulls(row[name]) for name in names if name in row}
-        content = read(source.columns, row, task)
+        content = read(source.columns, drop_padding(source, item.content), task)
         if isinstance(content, Question):  # rewards get the row as it is
             content = content._replace(columns=content.columns | item.content)
         if content and not isinstance(content, str):
@@ -392,8 +388,15 @@ def _read_options(columns: Columns, row: dict[str, Any], task: Task) -> Options:
     return options | {"tools": tools} if tools else options
 
 
+def drop_padding(source: Rows, row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row whose columns that are read have no nulls of Arrow (`Rows.has_padded_objects`)."""
+    if not source.has_padded_objects:
+        return row
+    return row | {name: _drop_nulls(row[name]) for name in source.columns.list_names() if name in row}
+
+
 def _drop_nulls(value: Any) -> Any:
-    """Return a value without keys that are None (`Rows.has_padded_objects`)."""
+    """Return a value without keys that are None."""
     if isinstance(value, dict):
         return {key: _drop_nulls(item) for key, item in value.items() if item is not None}
     return [_drop_nulls(item) for item in value] if isinstance(value, list) else value

@@ -4,7 +4,6 @@ import ast
 import glob
 import hashlib
 import inspect
-import json
 import os
 import sysconfig
 import warnings
@@ -21,6 +20,7 @@ from tunix.base.buckets import is_address, mirror
 from tunix.base.config_types import Count, CountOrZero, Flag, Seed, Share
 from tunix.base.dotted_path import DottedPath, blame_user, import_object
 from tunix.base.errors import UserError, did_you_mean
+from tunix.base.files import read_json
 from tunix.data.files import (
     Item,
     Paths,
@@ -350,12 +350,18 @@ class HuggingFace(Rows):
             raise UserError(f"data.path={self.path}: {(str(error) or repr(error)).splitlines()[0]}") from None
 
 
-def _find_saved_splits(folder: Path) -> dict[str, str]:
-    """Return a glob of the files of each split, if `save_to_disk` of the library wrote the folder; else nothing."""
-    saved = {state.parent.name: state.parent for state in folder.glob("*/state.json")}
+def _find_saved_splits(folder: Path) -> dict[str, list[str]]:
+    """Return the files of each split, if `save_to_disk` of the library wrote the folder; else nothing.
+
+    The folder may have files of an earlier call beside them, with more shards or fewer.
+    """
+    saved = {state.parent.name: state for state in folder.glob("*/state.json")}
     if (state := folder / "state.json").is_file():
-        saved = {json.loads(state.read_text()).get("_split") or "train": folder}
-    return {split: f"{glob.escape(str(saved[split]))}/data-*.arrow" for split in saved}
+        saved = {read_json(state).get("_split") or "train": state}
+    return {
+        split: [glob.escape(str(state.with_name(each["filename"]))) for each in read_json(state)["_data_files"]]
+        for split, state in saved.items()
+    }
 
 
 def _keep_images(data: Any, datasets: Any) -> Any:
