@@ -27,7 +27,7 @@ from tunix.config import Config, Task
 from tunix.config.task import Grpo
 from tunix.data.batches import Position, Samples
 from tunix.data.dataset import Corpus, compute_fingerprint, list_sources, prepare_corpus
-from tunix.data.documents import Question, read_prompt
+from tunix.data.documents import Question, drop_padding, read_prompt
 from tunix.data.image_slots import ImageSlots, find_slots, list_image_spans
 from tunix.data.shards import SPLITS, Prepared, Stream, locate
 from tunix.data.table import Rows, Source
@@ -109,10 +109,9 @@ class PromptPart(grain.sources.RandomAccessDataSource):
         tokens = shard.tokens[int(starts[0]) : int(starts[1])]
         begin = int(shard.row_ends[document - 1]) if document else 0
         row = json.loads(shard.rows[begin : int(shard.row_ends[document])].tobytes())
-        # A copied folder does not say what its columns are.
-        question = (
-            read_prompt(self.source.columns, row["columns"], self.task) if isinstance(self.source, Rows) else None
-        )
+        question = None  # a copied folder does not say what its columns are
+        if isinstance(self.source, Rows):
+            question = read_prompt(self.source.columns, drop_padding(self.source, row["columns"]), self.task)
         if question is not None and "messages" in row:  # with the places of images
             question = question._replace(messages=row["messages"])
         columns = row["columns"] if question is None else {"messages": question.messages, **row["columns"]}
