@@ -27,6 +27,7 @@ from tunix.data.prompts import Prompt, PromptOrder, _digest, load_prompts
 from tunix.evaluate import evaluate
 from tunix.inference.engine import Answer, Engine
 from tunix.inference.rollout import derive_seed
+from tunix.models.vision import Images
 from tunix.rl.evaluation import HeldOutAnswers
 from tunix.rl.rollouts import arrange_answers
 from tunix.run.early_stopping import Moment, check_stop_request
@@ -565,6 +566,23 @@ def test_an_order_of_prompts():
     assert list(again.take(10, 5)[0]) == list(order.take(10, 5)[0]) == [10, 11, 13, 15, 16]
     again.turns_left = {_digest(prompt): 1000 for prompt in prompts[:6]}
     assert list(again.take(0, 2)[0]) == [200, 201]
+
+
+@pytest.mark.parametrize("differing", ["images", "columns"])
+def test_prompts_of_one_text_are_left_out_each_by_itself(differing):
+    """Where images differ, or the columns that an environment begins with."""
+    prompts = [
+        Prompt(
+            [],
+            "how many?",
+            {"level": n if differing == "columns" else 0},
+            images=Images(np.full(4, n if differing == "images" else 0), None, None),
+        )
+        for n in range(4)
+    ]
+    order = PromptOrder(prompts, compose([*ADAPTIVE, "task.curriculum.solved=1"]).config.task, BEGINNING)
+    order.note(prompts[:1], np.array([[1, 1]]))
+    assert list(order.take(0, 3)[0]) == [1, 2, 3]
 
 
 @pytest.mark.parametrize(

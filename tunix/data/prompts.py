@@ -232,7 +232,7 @@ class PromptOrder:
         self.samples, self.curriculum = samples, task.curriculum
         self.num_extra = 0  # samples after `start` beyond those that the steps count
         self.num_left_out = 0  # by the curriculum, in all
-        # For each prompt that is left out, how often it will still be; by what it says, whatever its number is.
+        # For each prompt that is left out, how often it will still be; by what its row says, whatever its number is.
         self.turns_left: dict[str, int] = _unpack(start.curriculum)
         # Of the two newest rollouts, by their first steps: what was before each, and the range of samples that it took.
         self.before: dict[int, tuple[int, dict[str, int]]] = {}
@@ -284,7 +284,10 @@ class PromptOrder:
 
 
 def _digest(prompt: Prompt) -> str:
-    return hashlib.sha256(prompt.text.encode("utf-8", "replace")).hexdigest()[:16]
+    """Return a hash of all that a row says: prompts of one text may differ in images or columns."""
+    row = json.dumps([prompt.text, prompt.columns], sort_keys=True).encode("utf-8", "replace")
+    images = b"" if prompt.images is None else np.ascontiguousarray(prompt.images.pixels).data
+    return hashlib.sha256(row + images).hexdigest()[:16]
 
 
 def _pack(turns_left: dict[str, int]) -> str:
