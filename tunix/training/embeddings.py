@@ -58,10 +58,22 @@ def embed_texts(model: Transformer, batch: Batch, seed: jax.Array | None, task: 
     return pool(hidden, batch["segment_ids"], model.layout, task.pooling, task.num_texts), blocks
 
 
-def compare(vectors: jax.Array, is_text: jax.Array, temperature: float) -> tuple[jax.Array, jax.Array]:
+MULTIPLIER = 0x9E3779B1  # odd: no token of a row is lost in the product
+
+
+def hash_rows(tokens: jax.Array) -> jax.Array:
+    """Return a number [A, B] for each row of tokens [A, B, T]: equal rows have equal ones."""
+    powers = jnp.cumprod(jnp.full(tokens.shape[-1], MULTIPLIER, jnp.uint32))
+    return jnp.sum(tokens.astype(jnp.uint32) * powers, -1)
+
+
+def compare(
+    vectors: jax.Array, is_text: jax.Array, hashes: jax.Array, temperature: float
+) -> tuple[jax.Array, jax.Array]:
     """Return the loss [A, B] of each query, and whether its document is the nearest of all, [A, B] float32.
 
-    `vectors` [A, B, u, D] and `is_text` [A, B, u] are those of a step. An absent query has 0.
+    `vectors` [A, B, u, D], `is_text` [A, B, u] and `hashes` [A, B] of the rows are those of a step. An absent query
+    has 0.
     """
     steps, rows, count, width = vectors.shape
     vectors = normalize(vectors)
@@ -72,9 +84,12 @@ def compare(vectors: jax.Array, is_text: jax.Array, temperature: float) -> tuple
         "ABD,nD->ABn", vectors[:, :, 0], documents, precision="highest",
         out_sharding=PartitionSpec(*activation_spec("AB"), None),
     ) / temperature  # fmt: skip
-    scores = jnp.where(is_document, scores, MASKED)
-    positive_index = jnp.arange(steps * rows).reshape(steps, rows) * (count - 1)
-    is_local = jnp.arange(len(is_document)) == reshard(positive_index, activation_spec("AB"))[..., None]
+    numbers = jnp.arange(len(is_document))
+    row = reshard(jnp.arange(steps * rows).reshape(steps, rows), activation_spec("AB"))[..., None]
+    is_again = jnp.repeat(reshard(hashes, PartitionSpec()).reshape(-1), count - 1) == hashes[..., None]
+    is_compared = is_document & ((numbers // (count - 1) == row) | ~is_again)
+    scores = jnp.where(is_compared, scores, MASKED)
+    is_local = numbers == row * (count - 1)
     positive = jnp.sum(jnp.where(is_local, scores, 0), -1)
     nearest_other = jnp.max(jnp.where(is_local, MASKED, scores), -1)
     is_query = is_text[:, :, 0]
@@ -88,9 +103,11 @@ def make_gradients(cfg: Config, module: Callable[[Any], Transformer]) -> Callabl
     task = cfg.task
     assert isinstance(task, Embed)
 
-    def total(vectors: jax.Array, is_text: jax.Array) -> tuple[jax.Array, tuple[jax.Array, dict[str, jax.Array]]]:
+    def total(
+        vectors: jax.Array, is_text: jax.Array, hashes: jax.Array
+    ) -> tuple[jax.Array, tuple[jax.Array, dict[str, jax.Array]]]:
         found = {
-            name: compare(vectors[..., :size], is_text, task.temperature)
+            name: compare(vectors[..., :size], is_text, hashes, task.temperature)
             for size, name in _name_accuracies(task).items()
         }
         losses = jnp.sum(jnp.stack([each for each, _ in found.values()]), 0)
@@ -103,7 +120,8 @@ def make_gradients(cfg: Config, module: Callable[[Any], Transformer]) -> Callabl
             )[1]
             numbers = 1 + jnp.arange(task.num_texts)
             is_text = jnp.any(reshard(batch["segment_ids"], activation_spec("ABS"))[..., None] == numbers, 2)
-            gradients, (losses, hits) = jax.grad(total, has_aux=True)(vectors, is_text)
+            hashes = hash_rows(reshard(batch["tokens"], activation_spec("ABS")))
+            gradients, (losses, hits) = jax.grad(total, has_aux=True)(vectors, is_text, hashes)
             fields = {"vector_gradients": gradients, "query_loss": losses, **hits}
             return batch | {name: reshard(x, activation_spec("ABuD"[: x.ndim])) for name, x in fields.items()}
 
