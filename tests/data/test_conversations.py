@@ -57,6 +57,19 @@ def test_a_conversation_may_begin_with_the_assistant():
     assert template(PLAIN).cut_answers(TALK[2:3]) == [expected]
 
 
+@pytest.mark.parametrize("read", ["reasoning_content", "thinking"])
+def test_a_template_gets_thoughts_by_each_of_their_names(tmp_path, read):
+    """That of GPT-OSS reads `thinking`, that of Qwen 3 `reasoning_content`; transformers 5 takes all three for both."""
+    names = ["reasoning_content", "thinking", "reasoning"]
+    rows = [{"messages": [TALK[1], {**TALK[2], name: "Count."}]} for name in names] + [{"messages": TALK[1:3]}]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    cfg = compose([*SMALL, "task=sft", "data=jsonl", f"data.paths=[{tmp_path}]"]).config
+    source = f"{{% for message in messages %}}<{{{{ message.{read} }}}}>{{{{ message.content }}}}{{% endfor %}}"
+    (unit,) = find_units(cfg.data, cfg.loading)
+    texts = [template(source).render(each.content.messages) for each in read_documents(cfg.data, cfg.task, unit)]
+    assert texts == ["<>1 + 1?<Count.>2"] * 3 + ["<>1 + 1?<>2"]
+
+
 def test_gemmas_template():
     (pieces,) = template(GEMMA).cut_answers(TALK)
     assert pieces == [

@@ -29,7 +29,7 @@ TIME_LIMIT_S = 10.0  # for the text of one conversation; templates take less tha
 SHORT, MOST_COPIES = 1 << 24, 4
 MAX_DIGITS = 5000  # of a whole number that a template computes
 
-# role and content, and what a template may know of a call of tools: tool_calls, tool_call_id, name, reasoning_content
+# role and content, and what a template may know of thoughts (`THOUGHTS`) and of calls: tool_calls, tool_call_id, name
 Message = dict[str, Any]
 Options = Mapping[
     str, Any
@@ -190,6 +190,7 @@ class ChatTemplate:
             RefusedConversation: the template fails, its text is many times longer than the conversation, or has half of
                 a pair of surrogates, which no tokenizer takes.
         """
+        messages = list(map(_name_thoughts, messages))
         if any(isinstance(message.get("content"), list) for message in messages) and not self.takes_parts:
             assert self.mark is not None, "a model of text alone is given images"
             messages = [{**message, "content": join_parts(message["content"], self.mark)} for message in messages]
@@ -394,6 +395,16 @@ MARK = "\u241fanswer\u241f"  # stands for an answer; no template has it
 ANSWER = {"role": "assistant", "content": MARK}
 WORDS, CALLED = "seven of nine", "seven_of_nine"
 CALL = {"id": "000000000", "type": "function", "function": {"name": CALLED, "arguments": {"a": 1}}}
+
+
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # names of a turn's thoughts in files
+
+
+def _name_thoughts(message: Message) -> Message:
+    """Return a message with its thoughts under the two names that templates read: as transformers 5 does, so that a
+    template drops none without a word. That of GPT-OSS reads `thinking`, most read `reasoning_content`."""
+    thoughts = next((message[key] for key in THOUGHTS if message.get(key) is not None), None)
+    return message if thoughts is None else {"thinking": thoughts, **message, "reasoning_content": thoughts}
 
 
 def _with_json(message: Message) -> Message:

@@ -33,6 +33,7 @@ from tunix.config import Config, Loading, Task, Tokenizer
 from tunix.config.data import Mixture
 from tunix.config.task import Classify, Embed, Kto, Paired, Prompted, Uncut
 from tunix.config.vision import AnyVision
+from tunix.data.chat import THOUGHTS
 from tunix.data.documents import DOCUMENTS, Document, read_documents
 from tunix.data.files import Unit
 from tunix.data.image_processors import ImageProcessor
@@ -166,6 +167,7 @@ def find_folder(source: Source, units: list[Unit], task: Task, vocab: Vocab, loa
         *system,
         *_list_turn_choices(source, task),
         *(["continued"] if task.documents not in ("text", "prompt") and vocab.prefix else []),
+        *(["thoughts"] if any(name in template for name in THOUGHTS) else []),  # each name is read as the others
         *([source.model_dump_json(include=IMAGE_KEYS)] if vocab.images else []),
     )
     return locate_cached(loading.cache_dir, "tokens", key)

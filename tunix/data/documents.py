@@ -17,7 +17,7 @@ from tunix.base.errors import UserError
 from tunix.base.text import as_typed
 from tunix.config import Task
 from tunix.config.task import Classify, Embed, Prompted, Sft
-from tunix.data.chat import NO_OPTIONS, LearntTurns, Message, Options, Pieces, join_parts
+from tunix.data.chat import NO_OPTIONS, THOUGHTS, LearntTurns, Message, Options, Pieces, join_parts
 from tunix.data.files import TOO_LONG, BadRow, Columns, Item, Limited, Rows, Source, Unit, is_longer
 from tunix.data.image_processors import ImageProcessor
 from tunix.data.images import (
@@ -455,7 +455,7 @@ def _read_messages(value: Any, column: str | None) -> list[Message]:
     return messages
 
 
-CALL_KEYS = ("name", "tool_calls", "tool_call_id", "reasoning_content", "thinking")  # of a message, for templates
+TEMPLATE_KEYS = ("name", "tool_calls", "tool_call_id", *THOUGHTS)  # of a message, beside its role and content
 
 
 def _read_message(turn: Any) -> Message:
@@ -464,7 +464,7 @@ def _read_message(turn: Any) -> Message:
     Raises:
         KeyError: it has no role, or neither a content nor calls of tools.
     """
-    message = {key: turn[key] for key in CALL_KEYS if turn.get(key) is not None}
+    message = {key: turn[key] for key in TEMPLATE_KEYS if turn.get(key) is not None}
     content = turn.get("content") if "tool_calls" in message else turn["content"]
     if "tool_calls" in message:
         message["tool_calls"] = [_read_call(call) for call in message["tool_calls"]]
