@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from support.harness import ONE_LAYER, RUN
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import tunix
 from tunix.base.errors import UserError
@@ -100,6 +101,16 @@ def test_a_full_disk_is_one_line(tmp_path):
     message = "the run's folder cannot be written: No space left on device; the checkpoints"
     with pytest.raises(UserError, match=message), Metrics(["jsonl"], start) as metrics:
         metrics.write({"step": 1, "loss": 1.0})
+
+
+def test_tensorboard_shows_a_step_that_is_trained_again_once(tmp_path):
+    config = compose([]).config.model_dump(mode="json")
+    for first, scale in ((1, 1.0), (3, 10.0)):  # the second start goes on after step 2
+        with Metrics(["tensorboard"], Start(tmp_path, config, first - 1, 4)) as metrics:
+            for step in range(first, 5):
+                metrics.write({"step": step, "split": "held_out", "loss": scale * step}, "held_out")
+    shown = EventAccumulator(str(tmp_path)).Reload().Scalars("held_out/loss")
+    assert [(event.step, event.value) for event in shown] == [(1, 1.0), (2, 2.0), (3, 30.0), (4, 40.0)]
 
 
 def test_ids_of_sinks_in_several_threads(tmp_path):

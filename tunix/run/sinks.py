@@ -176,10 +176,13 @@ class TensorBoard(Sink):
 
     def __init__(self, start: Start):
         # Here, because TensorBoard takes a while to import.
-        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self.make_event, self.events = Event, EventFileWriter(str(start.folder))
+        # Readers leave out what an earlier file has from this step on: a resumed run trains it again.
+        begin = SessionLog(status=SessionLog.START)
+        self.events.add_event(Event(step=start.step + 1, wall_time=time.time(), session_log=begin))
 
     def write(self, record: dict[str, Any], group: str) -> None:
         numbers = {k: v for k, v in record.items() if k != "step" and isinstance(v, int | float)}
