@@ -4,6 +4,7 @@ import csv
 import gzip
 import json
 import os
+import shutil
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -188,6 +189,31 @@ def test_flat_token_files(tmp_path, byte_tokenizer, name, dtype, head):
     assert (corpus.held_out[0]["tokens"] == tokens[800:816]).all()
     whole = load_corpus(config(*words, "data.held_out_fraction=0"))
     assert (whole.train["tokens"].stream.num_documents, whole.num_held_out) == (1, 0)
+
+
+@pytest.mark.parametrize("name", ["a.bin", "headed.npy"])
+def test_a_copied_project_reads_its_own_tokens(tmp_path, byte_tokenizer, monkeypatch, name):
+    """The same relative path, size and time of change: each folder has a file of its own."""
+    words = ["data=tokens", f"data.paths=[{name}]", "data.held_out_fraction=0", byte_tokenizer]
+    (tmp_path / "first").mkdir()
+    flat(tmp_path / "first", name, np.full(100, 5, np.uint16))
+    monkeypatch.chdir(tmp_path / "first")
+    load_corpus(config(*words))
+    shutil.copytree(tmp_path / "first", tmp_path / "copy")
+    flat(tmp_path / "first", name, np.full(100, 7, np.uint16))
+    monkeypatch.chdir(tmp_path / "copy")
+    assert set(load_corpus(config(*words)).train["tokens"][0]["tokens"]) == {5}
+
+
+def test_ends_of_short_files_are_not_left_out_in_silence(tmp_path, byte_tokenizer, caplog):
+    for number in range(3):
+        flat(tmp_path, f"{number}.bin", np.full(30, 5, np.uint16))
+    words = ["data=tokens", f"data.paths=[{tmp_path}]", "data.held_out_fraction=0", byte_tokenizer]
+    assert len(load_corpus(config(*words)).train["tokens"]) == 3
+    assert "tokens: 39 of 90 tokens are in no sequence: loading.packing=concat leaves out the end" in caplog.text
+    caplog.clear()
+    load_corpus(config(*words, "loading.packing=best_fit"))
+    assert "in no sequence" not in caplog.text
 
 
 def test_a_flat_file_of_one_document_is_not_cut(tmp_path, byte_tokenizer):

@@ -25,6 +25,7 @@ import jax
 import numpy as np
 from tokenizers import Tokenizer as Backend
 
+from tunix.base.buckets import is_address
 from tunix.base.digests import FILE, list_files, note_verified, verify_folder, write_digests
 from tunix.base.errors import UserError
 from tunix.base.files import expand_home, make_once, replacing
@@ -296,8 +297,10 @@ def _sample_texts(
 
 def _hash_source(source: Source, units: list[Unit]) -> str:
     """Hash everything that decides a source's documents, without reading them: its keys, and its files' versions."""
-    # Tokens are read from their own place in training.
-    places = {} if isinstance(source, Tokens) else dict.fromkeys(LOCATION_KEYS, True)
+    places = dict.fromkeys(LOCATION_KEYS, True)
+    if isinstance(source, Tokens):  # training reads them in their own place, which a relative path alone does not name
+        paths = tuple(path if is_address(path) else str(expand_home(path).absolute()) for path in source.paths)
+        source, places = source.model_copy(update={"paths": paths}), {}
     excluded: dict[str, Any] = {**places, **dict.fromkeys(IMAGE_KEYS, True), "columns": TURN_COLUMNS}
     return _hash(source.model_dump_json(exclude=excluded), *(unit.digest for unit in units))
 

@@ -272,7 +272,12 @@ def locate_tokens(source: Tokens, path: Path) -> dict[str, Any]:
                     f"data: {path} is an array of shape {list(array.shape)} and dtype {array.dtype}; tokens are one "
                     "row of uint16, uint32 or int32"
                 )
-            return {"path": str(path), "dtype": str(array.dtype), "offset": array.offset, "count": len(array)}
+            return {
+                "path": str(path.absolute()),
+                "dtype": str(array.dtype),
+                "offset": array.offset,
+                "count": len(array),
+            }
     size = path.stat().st_size - source.skip_bytes
     width = np.dtype(source.dtype).itemsize
     if size < 0 or size % width:
