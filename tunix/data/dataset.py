@@ -517,6 +517,7 @@ def load_corpus(cfg: Config) -> Corpus:
     if isinstance(cfg.task, Classify):
         _check_classes(train, cfg.task)
     for name, sequences in train.items():
+        _report_ends(name, sequences)
         if not len(sequences):
             raise UserError(
                 f"data: {name} has {sequences.stream.num_tokens:,} tokens to train on, too few for one sequence of "
@@ -549,6 +550,9 @@ def load_corpus(cfg: Config) -> Corpus:
     )
 
 
+MOST_AT_ENDS = 0.02  # share of the tokens that may be in no sequence without a warning
+
+
 def _pack(prepared: Prepared, split: str, cfg: Config) -> Sequences:
     """Return the sequences of a split, "train" or "held_out"."""
     cache_dir = expand_home(cfg.loading.cache_dir)
@@ -570,6 +574,18 @@ def _load_set(name: str, source: Source, vocab: Vocab, cfg: Config) -> Sequences
             f"training.seq_len={cfg.training.seq_len}; give more documents, or leave the set out"
         )
     return sequences
+
+
+def _report_ends(name: str, sequences: Sequences) -> None:
+    """Warn where no sequence of `concat` has the ends of shards, and these are many tokens: short files of tokens."""
+    total, num_shards = sequences.stream.num_tokens, len(sequences.stream.sizes)
+    left_out = total - sequences.num_tokens - num_shards  # of each shard, the last token is only a target
+    if sequences.packing == "concat" and len(sequences) and left_out > MOST_AT_ENDS * total:
+        log.warning(
+            "%s: %s of %s tokens are in no sequence: loading.packing=concat leaves out the end of each of %s files or "
+            "shards, up to training.seq_len tokens; loading.packing=best_fit takes them",
+            name, f"{left_out:,}", f"{total:,}", f"{num_shards:,}",
+        )  # fmt: skip
 
 
 def _report_long(parts: dict[str, Sequences], cfg: Config, task: Paired | Uncut) -> None:
