@@ -6,6 +6,7 @@ Hugging Face directory, which every command and `model.init_from` take.
 
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from tunix.base.errors import UserError
 from tunix.config import Average
 from tunix.config.command_line import run_command
 from tunix.config.saved_runs import find_checkpoints, find_run
-from tunix.export import write_export
+from tunix.export import add_vector_files, write_export
 from tunix.inference.pretrained import Pretrained, find_checkpoint, load_pretrained
 
 
@@ -37,7 +38,8 @@ def average(command: Average) -> str:
     def load(strategy: str) -> Pretrained:
         return average_weights(sources, shares, command, strategy)
 
-    line = write_export(command.output, load, command.dtype, command.shard_gb, merge_lora=True)
+    add_files = partial(add_vector_files, sources[0])
+    line = write_export(command.output, load, command.dtype, command.shard_gb, merge_lora=True, add_files=add_files)
     return f"{line}; the average of {len(sources)} checkpoints"
 
 
@@ -78,7 +80,7 @@ def average_weights(sources: list[str], shares: tuple[float, ...], command: Aver
     """Return the first model with the average of all weights, added up in float32, one checkpoint after the other.
 
     Raises:
-        UserError: two checkpoints are of different architectures.
+        UserError: two checkpoints are of different architectures, or their tokenizers have different tokens.
     """
 
     # Low-rank updates are added to their matrices first: the average of two products is not the product of averages.
@@ -96,8 +98,24 @@ def average_weights(sources: list[str], shares: tuple[float, ...], command: Aver
                     f"checkpoint: model.{key} is {value} in {sources[0]}, but {other[key]} in {source}; their weights "
                     "have no average"
                 )
+        if difference := _find_other_token(first, model):
+            raise UserError(
+                f"checkpoint: token {difference[0]} is {difference[1]!r} in {sources[0]}, but {difference[2]!r} in "
+                f"{source}; weights for different tokens have no average: name models with one tokenizer"
+            )
         total = _add(total, model.params, share / sum(shares))  # two models in memory at a time, however many sources
     return replace(first, params=jax.tree.map(lambda mean, p: mean.astype(p.dtype), total, first.params))
+
+
+def _find_other_token(first: Pretrained, model: Pretrained) -> tuple[int, str, str] | None:
+    """Return the first id that two models have for different tokens, with both tokens; None if there is none."""
+    if first.tokenizer is None or model.tokenizer is None:
+        return None
+    own, other = (
+        {number: token for token, number in each.get_vocab().items()} for each in (first.tokenizer, model.tokenizer)
+    )
+    number = min((number for number in own.keys() & other.keys() if own[number] != other[number]), default=None)
+    return None if number is None else (number, own[number], other[number])
 
 
 @jax.jit

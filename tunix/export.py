@@ -257,15 +257,20 @@ FORMATS: dict[str, Write] = {"huggingface": _write_model, "gguf": _write_gguf}
 
 def _add_files(command: Export, folder: Path, model: Pretrained) -> None:
     """Write what the run's task and the hub want beside the model."""
-    run = find_run(command.checkpoint)
+    add_vector_files(command.checkpoint, folder, model)
+    if command.push is not None:
+        _write_card(command, folder, model)
+
+
+def add_vector_files(checkpoint: str, folder: Path, model: Pretrained) -> None:
+    """Write what sentence-transformers wants beside a whole model, where `checkpoint` is a run of task=embed."""
+    run = find_run(checkpoint)
     task = read_saved(run[0])["task"] if run else {}
     if task.get("name") == "embed" and (folder / "config.json").is_file():
         vocab = model.vocab or load_vocab(str(model.tokenizer_files))
         pad = PAD if vocab.backend.token_to_id(PAD) is not None else vocab.eos_token  # nothing reads what stands there
         sizes = model.cfg.embed_dim, model.cfg.context_length
         write_sentence_files(folder, task["pooling"], *sizes, vocab.backend, vocab.bos_token, vocab.eos_token, pad)
-    if command.push is not None:
-        _write_card(command, folder, model)
 
 
 def _write_card(command: Export, folder: Path, model: Pretrained) -> None:

@@ -500,6 +500,11 @@ def test_checkpoints_are_averaged(finished, tmp_path, monkeypatch):
     for sources in (f"{run}/checkpoints/6,{run}", "mean,again,link"):
         with pytest.raises(UserError, match="/(6|mean) is named twice; name each checkpoint once"):
             average(read_settings(Average, [f"checkpoint=[{sources}]", "output=other"]))
+    (tmp_path / "again" / "digests.json").unlink()
+    words = (tmp_path / "again" / "tokenizer.json").read_text()
+    (tmp_path / "again" / "tokenizer.json").write_text(words.replace("<pad>", "<fill>"))
+    with pytest.raises(UserError, match="token 0 is '<pad>' in mean, but '<fill>' in again; weights for different"):
+        average(read_settings(Average, ["checkpoint=[mean,again]", "output=other"]))
 
 
 @pytest.mark.nightly

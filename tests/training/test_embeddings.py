@@ -12,8 +12,9 @@ from support.harness import ONE_DEVICE, ONE_LAYER, ROOT, RUN, SPLIT_MESHES, metr
 from tokenizers import Tokenizer
 
 import tunix
+from tunix.average import average
 from tunix.base.errors import UserError
-from tunix.config import Evaluate, Export
+from tunix.config import Average, Evaluate, Export
 from tunix.config.command_line import read_settings
 from tunix.config.compose import compose
 from tunix.data.batches import stack_examples
@@ -159,6 +160,9 @@ def test_a_run_learns_resumes_and_is_exported(tmp_path, monkeypatch):
     vectors = tunix.load_pretrained(run).embed([ids], "last")
     np.testing.assert_allclose(tunix.load_pretrained("out").embed([ids], "last"), vectors, rtol=1e-5, atol=1e-6)
     assert json.loads((tmp_path / "out" / "1_Pooling" / "config.json").read_text())["pooling_mode"] == "lasttoken"
+    average(read_settings(Average, [f"checkpoint={run}", "steps=[3,6]", "output=mean"]))
+    for name in ("modules.json", "1_Pooling/config.json", "tokenizer.json"):
+        assert (tmp_path / "mean" / name).read_text() == (tmp_path / "out" / name).read_text()
     # A row has its texts one after the other, each with <eos>, and the last token of each is marked.
     example = corpus.train["jsonl"][0]
     for segment in range(1, example["segment_ids"].max() + 1):
