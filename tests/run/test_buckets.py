@@ -226,15 +226,16 @@ def test_a_wrong_address_is_refused_before_anything_is_written(
 
 
 def test_addresses_that_are_not_understood(monkeypatch):
-    with pytest.raises(UserError, match=r"checkpoint.folder=https://a/b cannot be written; expected a folder, s3://"):
+    with pytest.raises(UserError, match=r"checkpoint.folder=https://a/b: cannot be written; expected a folder, s3://"):
         compose(["checkpoint.folder=https://a/b"])
-    for folder in ("s3://", "gs:///run"):
+    for folder in ("s3://", "gs:///run", "s3:/bucket/run"):  # the last one would be a folder of this machine
         with pytest.raises(
-            UserError, match=rf"checkpoint.folder={folder} cannot be written; expected a folder, s3://BUC"
+            UserError, match=rf"^checkpoint.folder={folder}: cannot be written; expected a folder, s3://BUC"
         ):
             compose([f"checkpoint.folder={folder}"])
-    with pytest.raises(UserError, match=r"data.paths=ftp://a/b: an address begins with one of s3://, gs://, https://"):
-        find_files(("ftp://a/b",), (".txt",))
+    for address in ("ftp://a/b", "gs:/a/b"):
+        with pytest.raises(UserError, match=rf"data.paths={address}: an address begins with one of s3://, gs://, http"):
+            find_files((address,), (".txt",))
     for address in ("gs:///a", "s3://", "gs://"):
         with pytest.raises(
             UserError, match=rf"data.paths={address} names no bucket; write {address[:2]}://BUCKET/NAME"

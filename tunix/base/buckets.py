@@ -47,8 +47,11 @@ PATTERNS = {
 
 
 def is_address(path: str) -> bool:
-    """Return whether a path is an address with a scheme, and no path of this machine."""
-    return "://" in path
+    """Return whether a path is an address with a scheme, and no path of this machine.
+
+    s3:/NAME lacks a slash: it is an address that nothing can read or write, not a folder `s3:` of this machine.
+    """
+    return "://" in path or path.startswith(tuple(f"{scheme}:/" for scheme in BUCKETS))
 
 
 def is_bucket(path: str) -> bool:

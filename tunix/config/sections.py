@@ -42,7 +42,7 @@ class Checkpoint(Section):
     def _check_folder(cls, folder: str | None) -> str | None:
         if folder is not None and is_address(folder) and not is_bucket(folder):
             schemes = " or ".join(f"{scheme}://BUCKET/NAME" for scheme in BUCKETS)
-            raise ValueError(f"checkpoint.folder={folder} cannot be written; expected a folder, {schemes}")
+            raise ValueError(f"cannot be written; expected a folder, {schemes}")
         return folder if folder is None else folder.rstrip("/") or "/"
 
 
