@@ -107,6 +107,9 @@ def run(job: compose.Job) -> Result:
         ):
             log.warning("%s", remark)
         if setup.corpus is None:
+            steps = setup.sizes.total_steps
+            if steps is not None and (warning := check_phases(cfg.scheduler, setup.sizes.schedule.spans(steps))):
+                log.warning("%s", warning)
             return Result(None, {}, {})
         feed = stack.enter_context(make_feed(cfg, setup.corpus, setup.train_spec, mesh, watchdog))
         check_before_writing(setup, feed)
@@ -389,8 +392,7 @@ def find_last_step(setup: Setup, sizes: Sizes, start: Position, improvement: Imp
             sizes.batch.num_sequences, start.next_sample, start.step, last, whole_run.total_steps,
         )  # fmt: skip
     if last == start.step:
-        limits = {f"training.{key}": getattr(cfg.training, key) for key in ("max_steps", "max_tokens", "num_epochs")}
-        reached = ", ".join(f"{key}={value}" for key, value in limits.items() if value is not None)
+        reached = ", ".join(cfg.training.limits)
         log.warning("nothing is left to train after step %d: %s; raise it to go on", last, reached)
     if warning := check_phases(cfg.scheduler, whole_run.schedule.spans(last)):
         log.warning("%s", warning)

@@ -52,7 +52,7 @@ def test_no_key_of_ours_is_taken_for_another():
         ("training.steps=10", "here it is training.max_steps=10"),
         ("training.dtype=bfloat16", "here it is training.compute_dtype=bfloat16"),
         ("output_dir=x", "here it is hydra.run.dir=x"),
-        ("num_train_epochs=3", "here it is training.num_epochs=3"),
+        ("num_train_epochs=3", "here it is training.num_epochs=3 training.max_steps=null"),
         ("checkpoint_dir=x", "here it is checkpoint.folder=x"),
         ("model.lora_rank=8", "here it is model.lora.rank=8"),
         ("training.gradient_checkpointing=true", "here it is training.remat=full"),

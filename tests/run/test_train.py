@@ -288,6 +288,13 @@ def test_the_first_limit_reached_ends_the_run(words, limit, steps):
     assert result.train["step"] == steps
 
 
+def test_a_dry_run_names_all_limits_and_a_schedule_that_does_not_fit(words, capsys):
+    tunix.train([*words, "dry_run=true", "training.num_epochs=3", "scheduler.warmup_steps=100"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "(the first of training.max_steps=6 and training.num_epochs=3.0 ends the run)" in said
+    assert "the schedule does not fit into the run: warmup of 100 steps, of 6 in all" in said
+
+
 def test_without_held_out_documents_there_is_no_evaluation(words):
     result = tunix.train([*words, "data.held_out_fraction=0"])
     assert result.held_out == {}

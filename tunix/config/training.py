@@ -130,6 +130,9 @@ class StepKeys(Section):
         }
 
 
+LIMITS = "max_steps", "max_tokens", "num_epochs"  # the first that is reached ends the run
+
+
 class Training(StepKeys, BatchKeys):
     """The step: batch, precision, sharding strategy, length of the run."""
 
@@ -179,10 +182,8 @@ class Training(StepKeys, BatchKeys):
             if self.micro_batch_tokens % self.seq_len:
                 near = near_multiples(self.micro_batch_tokens, self.seq_len)
                 raise ValueError(f"{text} is no multiple of training.seq_len={self.seq_len}; nearest: {near}")
-        if self.max_steps is None and self.max_tokens is None and self.num_epochs is None:
-            raise ValueError(
-                "the run has no end; set one of training.max_steps, training.max_tokens, training.num_epochs"
-            )
+        if not self.limits:
+            raise ValueError(f"the run has no end; set one of {', '.join(f'training.{key}' for key in LIMITS)}")
         if self.remat == "budget" and self.micro_batch_size == "auto":
             raise ValueError(
                 "training.remat=budget and training.micro_batch_size=auto both take what memory is left; give a number "
@@ -201,3 +202,9 @@ class Training(StepKeys, BatchKeys):
                     f"to {before[-1]} ends; write them in order"
                 )
         return self
+
+    @property
+    def limits(self) -> list[str]:
+        """The limits of the run's length that are set, as users type them."""
+        values = {key: getattr(self, key) for key in LIMITS}
+        return [f"training.{key}={value}" for key, value in values.items() if value is not None]
