@@ -54,7 +54,11 @@ def main() -> int:
 
 
 def reject_command(name: str) -> None:
-    """Raise `UserError` for a first word that is no command."""
+    """Raise `UserError` for a first word that is no command, or a key that stands apart from its value."""
+    from tunix.config.mistakes import list_keys
+
+    if any(name == key for key, _ in list_keys()):
+        raise UserError(f"{name} is a key without a value; write {name}=VALUE, with no space before or behind the =")
     commands = ["train", *COMMANDS]
     raise UserError(f"there is no command {name}; choose from {', '.join(commands)}{did_you_mean(name, commands)}")
 

@@ -36,6 +36,13 @@ WATCHDOG = SimpleNamespace(phase=lambda name: contextlib.nullcontext())
     [
         ("model=GPT2", r"model=GPT2: conf/model has no such file; the nearest of its \d+ are gpt2_\w+, gpt2_\w+, gpt2_\w+$"),
         ("model=gemma-3-1b", r"the nearest of its \d+ are gemma3_1b, "),
+        ("model=meta-llama/Llama-3.2-1B", r"^model=meta-llama/Llama-3\.2-1B: .*; here it is model\.init_from=meta-llama/Llama-3\.2-1B$"),
+        ("data=HuggingFaceFW/fineweb-edu", r"here it is data=hf data\.path=HuggingFaceFW/fineweb-edu$"),
+        ("data=mine/a.jsonl", r"here it is data=jsonl data\.paths=\[mine/a\.jsonl\]$"),
+        ("tokenizer=gpt2", r"here it is tokenizer\.path=gpt2$"),
+        ("tokenizer=byte", r"choose from bpe, bytes; did you mean bytes\?$"),
+        ("task=ppo", r"here it is task=grpo$"),
+        ("mesh_shape=ddp", r"here it is model\.mesh_shape=\[\[-1\],\[dp\]\]$"),
         ("+experiment=full_training", r"conf/experiment has no such file; here it is \+experiment=grpo_gsm8k"),
         ("logging.ranks=all", r"logging\.ranks=all: .*; here it is logging\.ranks=null"),
         ("launcher.extra_env=[NCCL_DEBUG=WARN]", r"entries with = need quotes: \"launcher\.extra_env=\['NCCL_DEBUG=WARN'\]\""),
@@ -182,6 +189,30 @@ def test_a_word_with_a_dash_is_no_override(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["tunix", "convert-dataset", "in.csv"])
     assert main() == 2
     assert "there is no command convert-dataset; choose from train, " in capsys.readouterr().err
+
+
+def test_a_key_that_spaces_tear_from_its_value(monkeypatch, capsys):
+    from tunix.__main__ import main
+
+    monkeypatch.setattr(sys, "argv", ["tunix", "training.max_steps", "=", "10"])
+    assert main() == 2
+    assert (
+        "error: training.max_steps is a key without a value; write training.max_steps=VALUE" in capsys.readouterr().err
+    )
+
+
+def test_a_flag_of_a_command_is_answered_by_its_key(monkeypatch, capsys):
+    from tunix.config.command_line import command_parser, run_command
+    from tunix.config.commands import Generate
+
+    monkeypatch.setattr(sys, "argv", ["generate", "--checkpoint", "run", "prompt=a"])
+    assert run_command(Generate, lambda settings: None) == 2
+    assert "tunix.generate has no --checkpoint; a key is written checkpoint=VALUE; `python" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", ["plan", "--model", "gemma3_1b"])
+    with pytest.raises(SystemExit) as end:
+        command_parser("plan", None).parse_intermixed_args()
+    assert end.value.code == 2
+    assert "--model: there is no such flag; keys are written without dashes: model=gemma3_1b" in capsys.readouterr().err
 
 
 def test_a_run_of_a_newer_version_is_refused_by_both_versions(tmp_path):

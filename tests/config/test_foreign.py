@@ -94,6 +94,7 @@ def test_answers(word, answer):
         (["--model", "gemma3_1bb"], "--model: there is no such flag; model takes a file of conf/model; did you mean gemma3_1b?"),
         (["--output_dir=x"], "--output_dir: there is no such flag; here it is hydra.run.dir=x"),
         (["--config-file", "x"], "--config-file: there is no such flag; here it is --config-path FOLDER --config-name NAME"),
+        (["--config-name", "mine"], "--config-name=mine: there is no mine.yaml; --config-path names its folder"),
         (["--info", "config-groups"], "--info config-groups: choose from all, config, defaults"),
         (["--multirun", "hydra/sweeper=optuna", "seed=1,2"], "hydra/sweeper=optuna: "),
     ],

@@ -19,7 +19,7 @@ from tunix.base.config_types import CONF, list_options
 from tunix.base.errors import FlagParser, UserError, did_you_mean
 from tunix.base.text import flat
 from tunix.config import Average, Config, Distributed, Evaluate, Export, Generate, Play, Section, Serve, compose
-from tunix.config.mistakes import describe_errors, list_keys, validate
+from tunix.config.mistakes import describe_errors, list_keys, reject_flags, validate
 from tunix.processes import exits, supervisor
 from tunix.processes.rollcall import list_versions
 
@@ -102,6 +102,7 @@ def run_command(section: type[S], work: Callable[[S], str | None]) -> int:
     command_args, others, joins = _split_words(section, argv)
 
     def run() -> int:
+        _reject_dashes(name, argv)
         settings = _read_words(section, command_args, others)
         info = flat({name: settings.model_dump(mode="json")})
         if given := info.get(f"{name}.overrides"):
@@ -123,6 +124,13 @@ def _reject(message: str) -> None:
     raise UserError(message)
 
 
+def _reject_dashes(name: str, argv: list[str]) -> None:
+    """Raise `UserError` for a flag of a command that has keys alone."""
+    if flags := [word.partition("=")[0] for word in argv if word.startswith("-")]:
+        form = f"a key is written {flags[0].lstrip('-').replace('-', '_')}=VALUE"
+        raise UserError(f"tunix.{name} has no {flags[0]}; {form}; `python -m tunix.{name} --help` lists its keys")
+
+
 def describe_command(section: type[Section], usage: str) -> str:
     """Return the help of a command with the keys of a section."""
     lines = [f"  {key:24} {description}" for key, description in list_keys(section)]
@@ -141,8 +149,7 @@ def run_local(section: type[S], work: Callable[[S], str | None], first: str) -> 
     print_warnings()
 
     def run() -> None:
-        if flags := [word for word in argv if word.startswith("-")]:
-            raise UserError(f"tunix.{name} has no {flags[0]}; `python -m tunix.{name} --help` lists its keys")
+        _reject_dashes(name, argv)
         plain = [word for word in argv if "=" not in word]
         words = [word for word in argv if "=" in word]
         if len(plain) > 1:
@@ -186,12 +193,23 @@ def run_joined(name: str, distributed: Distributed, info: dict[str, Any], work: 
     return supervisor.run_member(distributed, join_and_work)
 
 
+class _KeyParser(FlagParser):
+    """Answers a flag that the command lacks with the key that it is, as training does."""
+
+    def parse_intermixed_args(self, args: Any = None, namespace: Any = None) -> Any:
+        try:
+            reject_flags(sys.argv[1:] if args is None else args, list(self._option_string_actions))
+        except UserError as error:
+            self.error(str(error))
+        return super().parse_intermixed_args(args, namespace)
+
+
 def command_parser(name: str, description: str | None) -> argparse.ArgumentParser:
     """Return the parser of a command `python -m tunix.NAME` that takes the keys of training.
 
     The command adds its own flags to the parser.
     """
-    parser = FlagParser(
+    parser = _KeyParser(
         f"python -m tunix.{name}", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="as run_training.py takes them")

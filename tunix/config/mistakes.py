@@ -334,6 +334,20 @@ def _find_mixed(errors: Sequence[Any], above: Sequence[str]) -> dict[tuple, str]
     return lines
 
 
+# Keys of models, tokenizers and data that are no file of conf/: their folders, or their names on the hub.
+OUTSIDE = {"model": "model.init_from=", "tokenizer": "tokenizer.path=", "data": "data=hf data.path="}
+
+
+def _describe_choice(group: str, choice: str, options: list[str]) -> str:
+    """Return what a choice that conf/ lacks is here, as the end of a message: files, a name on the hub, or a typo."""
+    suffix = choice.rpartition(".")[2]
+    if group == "data" and (suffix in options or choice[0] in "./"):
+        return f"; here it is data={suffix if suffix in options else 'text'} data.paths=[{choice}]"
+    if group in OUTSIDE and ("/" in choice or (group == "tokenizer" and not did_you_mean(choice, options))):
+        return f"; here it is {OUTSIDE[group]}{choice}"
+    return f"; {name_choices(choice, options)}"
+
+
 @contextmanager
 def describe_errors(root: type[Section] = Config) -> Iterator[None]:
     """Turn errors of Hydra and OmegaConf into a `UserError` of one line; `root` is the section with the legal keys."""
@@ -341,10 +355,13 @@ def describe_errors(root: type[Section] = Config) -> Iterator[None]:
         yield
     except MissingConfigException as error:
         group, _, choice = str(error.missing_cfg_file).rpartition("/")
-        options = list(error.options or [])
+        if group.partition("/")[0] in OUTSIDE and not (CONF / group).is_dir():  # model=OWNER/NAME
+            group, _, choice = str(error.missing_cfg_file).partition("/")
         if not group:
-            raise UserError(f"{error}".splitlines()[0]) from None
-        hint = find_value(group, choice) or f"; {name_choices(choice, options)}"
+            raise UserError(
+                f"--config-name={choice}: there is no {choice}.yaml; --config-path names its folder"
+            ) from None
+        hint = find_value(group, choice) or _describe_choice(group, choice, list(error.options or []))
         raise UserError(f"{group}={choice}: conf/{group} has no such file{hint}") from None
     except OverrideParseException as error:
         # The lines of the message that are neither a marker (^^^) nor a link; the last one says what is wrong.
