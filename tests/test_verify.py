@@ -113,6 +113,7 @@ def test_every_mesh_of_a_model_with_experts():
     [
         (["--meshes=[[8]"], "--meshes [[8]: expected all, or a list of meshes like"),
         (["--meshes=[8]"], "--meshes [8]: expected all, or a list of meshes like"),
+        (["--meshes=[[4,2],[fsdp,tp]]"], "--meshes [[4,2],[fsdp,tp]]: expected all, or a list of meshes like"),
         (['--meshes=[[[8],["fdsp"]]]'], "did you mean fsdp?"),
         (['--meshes=[[[8,2],["fsdp","tp"]]]'], "fsdp=8 x tp=2 needs 16 devices, 8 are visible"),
         (['--meshes=[[[3],["dp"]]]'], "training.global_batch_size=8 is not divisible by 3"),

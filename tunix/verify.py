@@ -227,11 +227,12 @@ def _read_meshes(text: str) -> list[Any]:
         shapes = read_yaml(text)
     except ValueError:
         shapes = None
-    if not isinstance(shapes, list) or not shapes or not all(isinstance(shape, list) for shape in shapes):
+    listed = shapes if isinstance(shapes, list) and shapes else [None]
+    if not all(isinstance(mesh, list) and [type(part) for part in mesh] == [list, list] for mesh in listed):
         raise UserError(
             f'--meshes {text}: expected all, or a list of meshes like [[[8],["fsdp"]],[[4,2],["fsdp","tp"]]]'
         )
-    return shapes
+    return listed
 
 
 def _compose_config(args: Namespace) -> Config:
