@@ -12,7 +12,7 @@ from support.processes import wait_until
 
 from tunix.base.errors import UserError
 from tunix.config.rewards import FunctionTerm
-from tunix.rl.scoring import Scorer, _split
+from tunix.rl.scoring import Scorer, _split, describe_error
 
 REWARDS = '''
 import math, os, re, signal, subprocess, sys, time
@@ -124,6 +124,11 @@ def test_rewards_that_fail_are_counted_and_named(folder, caplog):
     child = int((folder / "child").read_text())
     wait_until(lambda: not is_running(child), "the end of a process that a killed reward has started", 30)
     assert not any(map(is_running, pids))
+
+
+def test_an_error_is_described_in_words_that_a_file_takes():
+    """Python gives a name of a file that is no UTF-8 with halves of pairs of surrogates."""
+    assert describe_error(FileNotFoundError("no caf\udce9.txt\nhere"), set()) == "FileNotFoundError: no caf?.txt"
 
 
 def test_a_reward_that_fails_ends_the_run(folder):
