@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import string
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -301,6 +302,15 @@ def test_held_out_answers_have_room_behind_their_prompts():
             UserError, match=f"evaluation.sampling.max_new_tokens=8190 behind a held-out prompt {message}"
         ):
             HeldOutAnswers(cfg, corpus, SimpleNamespace(player=player))
+
+
+def test_held_out_answers_have_their_own_ends_of_answers(tmp_path):
+    """Half of the answers of training end with a letter, and nearly none of those that are held out."""
+    words = f"sampling.stop=[{','.join(string.ascii_letters)}]", "evaluation.sampling.stop=[]"
+    often = "evaluation.num_samples=8", "evaluation.sampling.temperature=1", "evaluation.every_steps=1"
+    tunix.train([*TASK, *ONE, *words, *often, "training.max_steps=1", f"hydra.run.dir={tmp_path / 'run'}"])
+    (line,), (held_out,) = metrics(tmp_path / "run"), metrics(tmp_path / "run", "held_out")
+    assert line["truncated"] < 0.7 < 0.9 < held_out["truncated"]
 
 
 @pytest.mark.parametrize(("words", "nearest"), [(["steps_per_rollout=4"], "3 or 6"), (["passes_per_rollout=9"], "6")])

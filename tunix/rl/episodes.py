@@ -358,8 +358,15 @@ class Player:
         self.rank, self.num_processes = jax.process_index(), jax.process_count()
         self.devices = PrioritySlots(1)  # of the rollout that computes
 
-    def rollout(self, sampler: Sampler, params: Any, request: RolloutRequest, rows_at_once: int | None) -> Played:
-        """Play the episodes of a request with parameters at rest; see `play`.
+    def rollout(
+        self,
+        sampler: Sampler,
+        params: Any,
+        request: RolloutRequest,
+        rows_at_once: int | None,
+        stop: tuple[int, ...],
+    ) -> Played:
+        """Play the episodes of a request with parameters at rest; `stop` ends a turn. See `play`.
 
         The episodes of a group meet the same environment: its seed follows from that of the request.
         """
@@ -369,7 +376,7 @@ class Player:
             for index, prompt in enumerate(request.prompts)
             for member in range(size)
         ]
-        sampling = select_sampling(keys, tuple(sorted(self.encoder.stop)))
+        sampling = select_sampling(keys, stop)
         max_length = self.max_prompt_length + keys.max_new_tokens
         rows = len(episodes) if rows_at_once is None else min(rows_at_once, len(episodes))
         with self.devices.hold(request.rank):

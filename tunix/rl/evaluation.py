@@ -178,7 +178,7 @@ def evaluate_answers(cmd: Evaluate, cfg: Config, checkpoints: list[str]) -> list
                 answers = model.sampler.rollout(params, request, select_sampling(settings, stop), cmd.batch_size)
             else:
                 asked = RolloutRequest(prompts, settings, cmd.num_samples, cfg.seed)
-                played = player.rollout(model.sampler, params, asked, cmd.batch_size)
+                played = player.rollout(model.sampler, params, asked, cmd.batch_size, stop)
                 answers = [episode.to_answer() for episode in played.episodes]
             scoring = scorer, engine_rewards, settings.max_new_tokens
             rows, counts = _make_rows(cmd, prompts, answers, corpus.vocab, *scoring, played)

@@ -183,11 +183,14 @@ class RolloutEngine:
         info = cfg.model.context_length, self.rollout_mesh, num_pages, cfg.training.seq_len
         self.sampler = Sampler(train_spec.arch, *info)
         folder = None if cfg.model.init_from is None else find_model_files(cfg.model.init_from)
-        self.stop = find_stop_ids(corpus.vocab, cfg.sampling.stop, folder)
+        # What ends an answer, by the value of `sampling.stop`: held-out answers may have ends of their own.
+        stop, held_out = cfg.sampling.stop, cfg.evaluation.sampling.stop
+        self.stops = {stop: find_stop_ids(corpus.vocab, stop, folder)}
+        if held_out not in self.stops:
+            self.stops[held_out] = find_stop_ids(corpus.vocab, held_out, folder, "evaluation.sampling.stop")
+        max_prompt_length = cfg.training.seq_len - cfg.sampling.max_new_tokens
         self.player = (
-            None
-            if pool is None
-            else Player(pool, cfg.task, corpus.vocab, self.stop, cfg.training.seq_len - cfg.sampling.max_new_tokens)
+            None if pool is None else Player(pool, cfg.task, corpus.vocab, self.stops[stop], max_prompt_length)
         )
         self.devices = PrioritySlots(1) if self.player is None else self.player.devices
 
@@ -214,12 +217,12 @@ class RolloutEngine:
 
     def _sample(self, params: Any, request: RolloutRequest) -> tuple[list[Answer], list[str], Played | None]:
         """Return answers and their texts, and episodes where there is an environment."""
-        decode = self.vocab.backend.decode
+        decode, stop = self.vocab.backend.decode, self.stops[request.sampling.stop]
         if self.player is not None:
-            played = self.player.rollout(self.sampler, params, request, self.rows_at_once)
+            played = self.player.rollout(self.sampler, params, request, self.rows_at_once, stop)
             answers = [episode.to_answer() for episode in played.episodes]
             return answers, [decode(answer.tokens, skip_special_tokens=False) for answer in answers], played
-        sampling = select_sampling(request.sampling, self.stop)
+        sampling = select_sampling(request.sampling, stop)
         drawing = make_request(request.prompts, request.group_size, request.seed)
         with self.devices.hold(request.rank):
             answers = self.sampler.rollout(params, drawing, sampling, self.rows_at_once, request.between_chunks)
