@@ -15,6 +15,7 @@ from tunix.checkpoints.checkpoint import Improvement
 from tunix.checkpoints.store import find_parts, find_storage, read_about
 from tunix.config.compose import compose
 from tunix.data.batches import TrainBatches
+from tunix.run.early_stopping import check_patience
 from tunix.run.metrics import remark_on_skipped
 
 SMALLEST = [
@@ -123,6 +124,20 @@ def test_a_spike_is_named_and_its_data_are_left_out_by_one_key(words, garbage):
     position = read_about(*find_storage((run / "checkpoints" / "10").absolute()))["position"]
     assert (position["next_sample"], position["left_out"]) == (44, [[32, 36]])
     assert "data of 1 steps: 9 to 9" in (run / "train.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("task", "best", "said"),
+    [
+        ("grpo", -0.25, "reward did not rise above 0.2500"), ("pretrain", 0.5, "loss did not fall below 0.5000"),
+        ("pretrain", None, "loss was no number"),
+    ],
+)  # fmt: skip
+def test_the_end_of_patience_names_the_number_that_counts(task, best, said):
+    cfg = compose([f"task={task}", "evaluation.patience=2", "sampling.max_new_tokens=8"]).config
+    source = SimpleNamespace(can_stop=lambda step: True)
+    ending = check_patience(SimpleNamespace(cfg=cfg, improvement=Improvement(best, 2), source=source, step=3))
+    assert f"evaluation.patience=2: the held-out {said} in 2 evaluations" in str(ending)
 
 
 @pytest.mark.nightly

@@ -9,6 +9,7 @@ from tunix.base.errors import Diverged, Ending, Finished, Stopped
 from tunix.checkpoints.checkpoint import Improvement
 from tunix.config import Config
 from tunix.config.compose import format_resume
+from tunix.config.task import Grpo
 from tunix.data.batches import BatchSource
 from tunix.processes import watchdog
 
@@ -79,16 +80,23 @@ def check_spikes(now: Moment) -> Ending | None:
 
 
 def check_patience(now: Moment) -> Ending | None:
-    """End the run when the held-out loss has not become lower for `evaluation.patience` evaluations.
+    """End the run when the held-out loss has not become lower, or the reward higher, for `evaluation.patience`
+    evaluations.
 
     Within a rollout it goes on: the answers that are under way are not saved.
     """
-    cfg = now.cfg.evaluation
+    cfg, best = now.cfg.evaluation, now.improvement.best
     if not now.improvement.is_over(cfg) or not now.source.can_stop(now.step):
         return None
+    if best is None:
+        found = "the held-out loss was no number"
+    elif isinstance(now.cfg.task, Grpo):  # the best model has the lowest cost, the reward with its sign turned
+        found = f"the held-out reward did not rise above {-best:.4f}"
+    else:
+        found = f"the held-out loss did not fall below {best:.4f}"
     return Finished(
-        f"evaluation.patience={cfg.patience}: the held-out loss did not fall below {now.improvement.best:.4f} in "
-        f"{now.improvement.without} evaluations; the run ends after step {now.step}"
+        f"evaluation.patience={cfg.patience}: {found} in {now.improvement.without} evaluations; the run ends after "
+        f"step {now.step}"
     )
 
 
