@@ -215,7 +215,9 @@ def episode(spans: list[tuple[int, int]], rewards: list[float], **values) -> Epi
 
 
 def test_held_out_episodes_have_the_bounds_of_training():
-    given = compose(["task=grpo", "sampling.max_turn_tokens=7", "sampling.max_new_tokens=30", "sampling.stop=[a]"]).config
+    given = compose(
+        ["task=grpo", "sampling.max_turn_tokens=7", "sampling.max_new_tokens=30", "sampling.stop=[a]"]
+    ).config
     found = given.evaluation.sampling
     assert (found.max_turn_tokens, found.max_new_tokens, found.stop) == (7, 30, ("a",))
 

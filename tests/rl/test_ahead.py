@@ -28,6 +28,7 @@ from tunix.plan.ranking import leave_to_learning, rank
 from tunix.plan.report import format_text
 from tunix.rl.ahead import RolloutsAhead, SampledRollout, pack, unpack
 from tunix.rl.episodes import Episode, Played
+from tunix.rl.rollouts import Rollouts
 from tunix.rl.scoring import Scores
 from tunix.sharding.table import axis_names
 from tunix.training.choices import build_mesh, build_rollout_mesh, select_rollout_sizes
@@ -77,6 +78,17 @@ def test_a_resumed_run_learns_from_the_same_answers(ahead):
     assert all(line["reward"] == first["reward"] for line in metrics(ahead, "held_out") if line["step"] == 4)
     assert after[5:] == before[2:]
     assert again[80:] == drawn[32:]
+
+
+def test_answers_that_wait_belong_to_the_keys_of_their_rewards():
+    """Beside names and weights: a resume with another buffer draws them anew."""
+    digests = set()
+    for buffer in (2, 3):
+        cfg = compose([*TASK, f"task.rewards=[{{function: overlong, buffer: {buffer}}}]"]).config
+        source = Rollouts.__new__(Rollouts)
+        source.cfg, source.task = cfg, cfg.task
+        digests.add(source._digest_request([Prompt([1], "", {})]))
+    assert len(digests) == 2
 
 
 @pytest.mark.nightly

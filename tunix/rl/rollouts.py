@@ -38,6 +38,7 @@ from jax.sharding import Mesh
 from tunix.base.errors import Stopped
 from tunix.config import Config
 from tunix.config.batch import BatchShape
+from tunix.config.rewards import EngineTerm
 from tunix.config.task import Grpo
 from tunix.costs.rollout import select_pages, select_rollouts_at_once, select_rows
 from tunix.data.batches import Batch, DataSchedule, Example, Numbers, Position, Samples
@@ -630,8 +631,11 @@ class Rollouts:
         """Return a digest of what a rollout of these prompts is asked for: what it has in the order of its answers."""
         task, most = self.task, self.cfg.sampling.max_new_tokens
         rewards = [(term.label, term.function, term.weight) for term in task.rewards]
+        # Terms that the run computes have keys of their own, like the path of a model.
+        keys = {term.label: term.model_dump(mode="json") for term in task.rewards if isinstance(term, EngineTerm)}
         environment = task.environment, task.environment_options, task.max_turns
-        asked = [prompt.tokens for prompt in prompts], task.group_size, rewards, environment, most
+        tokens = [prompt.tokens for prompt in prompts]
+        asked = tokens, task.group_size, rewards, environment, most, *filter(None, [keys])
         return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]
 
     def _stop_if_closed(self) -> None:
