@@ -39,6 +39,7 @@ WATCHDOG = SimpleNamespace(phase=lambda name: contextlib.nullcontext())
         ("model=meta-llama/Llama-3.2-1B", r"^model=meta-llama/Llama-3\.2-1B: .*; here it is model\.init_from=meta-llama/Llama-3\.2-1B$"),
         ("data=HuggingFaceFW/fineweb-edu", r"here it is data=hf data\.path=HuggingFaceFW/fineweb-edu$"),
         ("data=mine/a.jsonl", r"here it is data=jsonl data\.paths=\[mine/a\.jsonl\]$"),
+        ("data=", r"^data=: conf/data has no such file; the nearest of its \d+ are "),
         ("tokenizer=gpt2", r"here it is tokenizer\.path=gpt2$"),
         ("tokenizer=byte", r"choose from bpe, bytes; did you mean bytes\?$"),
         ("task=ppo", r"here it is task=grpo$"),

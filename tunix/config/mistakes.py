@@ -341,7 +341,9 @@ OUTSIDE = {"model": "model.init_from=", "tokenizer": "tokenizer.path=", "data": 
 def _describe_choice(group: str, choice: str, options: list[str]) -> str:
     """Return what a choice that conf/ lacks is here, as the end of a message: files, a name on the hub, or a typo."""
     suffix = choice.rpartition(".")[2]
-    if group == "data" and (suffix in options or choice[0] in "./"):
+    if not choice:
+        return f"; {name_choices(choice, options)}"
+    if group == "data" and (suffix in options or choice.startswith((".", "/"))):
         return f"; here it is data={suffix if suffix in options else 'text'} data.paths=[{choice}]"
     if group in OUTSIDE and ("/" in choice or (group == "tokenizer" and not did_you_mean(choice, options))):
         return f"; here it is {OUTSIDE[group]}{choice}"
