@@ -4,6 +4,7 @@ import threading
 
 import jax
 import pytest
+from jax._src.lru_cache import LRUCache
 from support.harness import ONE_LAYER, RUN
 
 import tunix
@@ -20,6 +21,18 @@ WAIT_S = 120  # for the other thread; only a failing test waits that long
 def words(tmp_path, corpus, monkeypatch) -> list[str]:
     monkeypatch.chdir(tmp_path)
     return [*RUN, *ONE_LAYER, "data=text", f"data.paths=['{corpus}']", "scheduler=constant"]
+
+
+class Config:
+    """Keeps what JAX is told in place of JAX."""
+
+    jax_compilation_cache_dir = None
+
+    def __init__(self) -> None:
+        self.values: dict[str, object] = {}
+
+    def update(self, name: str, value: object) -> None:
+        self.values[name] = value
 
 
 def compiler_threads() -> list[str]:
@@ -94,3 +107,17 @@ def test_a_program_is_awaited_by_all_processes_once(monkeypatch):
         for key in ("state", "step", "step", "state"):
             assert programs._wait(programs._begin(key, lambda key=key: key)) == key
     assert len(awaited) == 2
+
+
+def test_a_program_that_a_full_disk_has_cut_does_not_end_the_cache(tmp_path, monkeypatch):
+    """JAX looks for the time of each program before it writes another one, and writes none where one has no time."""
+    monkeypatch.setattr(jax, "config", config := Config())
+    compiler.keep_programs(compose([f"loading.cache_dir={tmp_path}"]).config)
+    cache = LRUCache(config.values["jax_compilation_cache_dir"], max_size=1 << 20)
+    cache.put("whole", b"program")
+    (cache.path / "cut-cache").write_bytes(b"pro")
+    with pytest.raises(FileNotFoundError, match="cut-atime"):
+        cache.put("next", b"program")
+    compiler.keep_programs(compose([f"loading.cache_dir={tmp_path}"]).config)
+    cache.put("next", b"program")
+    assert {path.name for path in cache.path.glob("*-cache")} == {"whole-cache", "next-cache"}

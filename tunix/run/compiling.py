@@ -1,5 +1,6 @@
 """Compiling: programs kept on disk, a thread that compiles beside other work, the compiled steps."""
 
+import fcntl
 import hashlib
 import logging
 import os
@@ -89,10 +90,24 @@ def keep_programs(cfg: Config) -> None:
             flags = next((line for line in lines if line.startswith(("flags", "Features"))), flags)
         processor = f"{platform.machine()}-{hashlib.sha256(flags.encode()).hexdigest()[:12]}"
         folder = locate_cached(cfg.loading.cache_dir, "programs", processor)
+        _remove_torn(folder)
         jax.config.update("jax_compilation_cache_dir", str(folder))
         jax.config.update("jax_compilation_cache_max_size", int(size_gib * 2**30))
         if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
             jax.config.update("jax_persistent_cache_min_compile_time_secs", SHORTEST_COMPILE_S)
+
+
+def _remove_torn(folder: Path) -> None:
+    """Remove the programs that a full disk or a kill has cut: JAX gives a whole one a file with its time, and stops to
+    keep programs where one lacks it.
+    """
+    if not (peers.is_main() and folder.is_dir()):
+        return
+    with suppress(OSError), (folder / ".lockfile").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # of JAX: where another process has it, the next start looks
+        for program in folder.glob("*-cache"):
+            if not program.with_name(program.name.removesuffix("-cache") + "-atime").exists():
+                program.unlink()
 
 
 def compile_step(train_spec: TrainSpec, spans: Spans, mesh: Mesh) -> Any:
