@@ -205,6 +205,18 @@ def test_a_copied_project_reads_its_own_tokens(tmp_path, byte_tokenizer, monkeyp
     assert set(load_corpus(config(*words)).train["tokens"][0]["tokens"]) == {5}
 
 
+def test_files_of_one_name_are_named(tmp_path, caplog):
+    """A hash of its name decides whether a document is held out."""
+    for number in range(12):
+        (tmp_path / str(number)).mkdir()
+        (tmp_path / str(number) / "README.md").write_text(f"{number} " * 20)
+    with pytest.raises(UserError, match="all 12 documents are held out; add documents of other names"):
+        load_corpus(config("data=text", f"data.paths=['{tmp_path}/*']"))
+    assert "text: 12 files are called README.md, and are held out together" in caplog.text
+    corpus = load_corpus(config("data=text", f"data.paths=[{tmp_path}]", "data.extensions=[README.md]"))
+    assert 0 < corpus.num_held_out < 12
+
+
 def test_ends_of_short_files_are_not_left_out_in_silence(tmp_path, byte_tokenizer, caplog):
     for number in range(3):
         flat(tmp_path, f"{number}.bin", np.full(30, 5, np.uint16))

@@ -36,7 +36,7 @@ from tunix.config.task import Classify, Embed, Kto, Paired, Prompted, Uncut
 from tunix.config.vision import AnyVision
 from tunix.data.chat import THOUGHTS
 from tunix.data.documents import DOCUMENTS, Document, read_documents
-from tunix.data.files import Unit
+from tunix.data.files import TextFiles, Unit
 from tunix.data.image_processors import ImageProcessor
 from tunix.data.image_slots import find_slots
 from tunix.data.packing import Sequences
@@ -114,6 +114,7 @@ def prepare(source: Source, units: list[Unit], task: Task, vocab: Vocab, loading
     Raises:
         UserError: documents cannot be read, or there are none, or the cache cannot be written.
     """
+    _report_names(source, units)
     folder = find_folder(source, units, task, vocab, loading)
     if not (folder / "index.json").exists():
         start_time = time.perf_counter()
@@ -140,6 +141,17 @@ def prepare(source: Source, units: list[Unit], task: Task, vocab: Vocab, loading
         note_verified(folder, folder / FILE)
         log.info("tokenized %s in %.1f s: %s", source.source, time.perf_counter() - start_time, folder)
     return open_verified(folder, loading)
+
+
+def _report_names(source: Source, units: list[Unit]) -> None:
+    """Warn where files that are a document each have one name, which holds all of them out or none: `*/README.md`."""
+    name, count = Counter(unit.name for unit in units).most_common(1)[0] if units else ("", 0)
+    if isinstance(source, TextFiles) and source.held_out_fraction and count > 1:
+        log.warning(
+            "%s: %s files are called %s, and are held out together or not at all; name the folder above them in "
+            "data.paths, and with data.extensions=[%s] no other files of it",
+            source.source, f"{count:,}", name, name,
+        )  # fmt: skip
 
 
 def make_share(source: Source, units: list[Unit], task: Task, vocab: Vocab, loading: Loading, share: slice) -> None:
@@ -234,7 +246,7 @@ def _make_index(source: Source, task: Task, info: list[dict], folder: Path, voca
                 f"data.source={source.source}: no document with text in it ({reasons or 'nothing in its files'})"
             )
         raise UserError(
-            f"all {num_held_out} documents are held out; add documents, or lower "
+            f"all {num_held_out} documents are held out; add documents of other names, or lower "
             f"data.held_out_fraction={source.held_out_fraction} (0 holds out none)"
         )
     if isinstance(source, Tokens) and source.held_out_fraction > 0 and num_held_out == 0:
@@ -582,8 +594,8 @@ def _report_ends(name: str, sequences: Sequences) -> None:
     left_out = total - sequences.num_tokens - num_shards  # of each shard, the last token is only a target
     if sequences.packing == "concat" and len(sequences) and left_out > MOST_AT_ENDS * total:
         log.warning(
-            "%s: %s of %s tokens are in no sequence: loading.packing=concat leaves out the end of each of %s files or "
-            "shards, up to training.seq_len tokens; loading.packing=best_fit takes them",
+            "%s: %s of %s tokens are in no sequence: loading.packing=concat leaves out the end of each shard, of which "
+            "there are %s; loading.packing=best_fit takes them",
             name, f"{left_out:,}", f"{total:,}", f"{num_shards:,}",
         )  # fmt: skip
 
