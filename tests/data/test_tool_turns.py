@@ -206,7 +206,10 @@ def test_keys_of_other_objects_are_dropped(tmp_path, source):
 
 
 def test_which_turns_are_learnt(tmp_path):
-    write(tmp_path, marks=[0, 1, 0, 0], others=json.dumps([True, False, False, True]), bad=[1])
+    own = {"learnt_turns": [0, 1, 0, 0]}  # a column that is called as its key
+    write(tmp_path, marks=[0, 1, 0, 0], others=json.dumps([True, False, False, True]), bad=[1], **own)
+    assert learnt_texts(tmp_path)[1] == [FIRST, SECOND]
+    assert learnt_texts(tmp_path, "data.columns.learnt_turns=learnt_turns")[1] == [FIRST]
     text, parts = learnt_texts(tmp_path, "task.learnt_turns=all")
     assert parts == [text]
     assert learnt_texts(tmp_path, "task.learnt_turns=last")[1] == [SECOND]
@@ -214,6 +217,12 @@ def test_which_turns_are_learnt(tmp_path):
     assert learnt_texts(tmp_path, "data.columns.learnt_turns=others")[1] == [SECOND]
     with pytest.raises(UserError, match="has no list of 4 times true or false, one for each turn, in column bad"):
         learnt_texts(tmp_path, "data.columns.learnt_turns=bad")
+
+
+def test_a_column_of_tools_may_be_left_out(tmp_path):
+    write(tmp_path)
+    assert json.dumps(TOOLS[0]) in learnt_texts(tmp_path)[0]
+    assert json.dumps(TOOLS[0]) not in learnt_texts(tmp_path, "data.columns.tools=null")[0]
 
 
 def test_what_is_no_tool_is_refused(tmp_path):

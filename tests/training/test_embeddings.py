@@ -186,6 +186,16 @@ def test_what_contradicts_is_refused(word):
     assert MISTAKES[word] in str(error.value)
 
 
+def test_each_number_of_negatives_is_read_anew(tmp_path):
+    row = {"prompt": "a", "chosen": "b", "rejected": ["c", "d"]}
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row | {"prompt": f"{n}"}) + "\n" for n in range(4)))
+    words = [*RUN_OF_GROUPS, *ONE_LAYER, f"data.paths=[{path}]", "data.held_out_fraction=0"]
+    for count in (1, 0, 2):
+        corpus = load_corpus(compose([*words, f"task.negatives={count}"]).config)
+        assert corpus.train["jsonl"][0]["segment_ids"].max() == 2 + count
+
+
 def test_rows_without_a_document_are_refused(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"prompt": "a", "chosen": ""}) + "\n")

@@ -110,7 +110,7 @@ class Task(Section):
         return []
 
     def list_turn_choices(self) -> dict[str, Any]:
-        """Return what decides the text of conversations beside the template, without what is usual."""
+        """Return what decides the tokens of documents beside the template, without what is usual."""
         return {"chat_template_kwargs": self.chat_template_kwargs} if self.chat_template_kwargs else {}
 
 
@@ -609,6 +609,9 @@ class Embed(Uncut):
     def num_texts(self) -> int:
         """Most texts of a row: the query, its document, negatives."""
         return 2 + self.negatives
+
+    def list_turn_choices(self) -> dict[str, Any]:
+        return super().list_turn_choices() | {"negatives": self.negatives}
 
     @model_validator(mode="after")
     def _check(self) -> "Embed":

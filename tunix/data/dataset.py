@@ -54,8 +54,8 @@ log = logging.getLogger(__name__)
 
 FINGERPRINT = "2"  # first word of what is hashed; checkpoints hold the result, so it stays where the files change
 LOCATION_KEYS = {"paths"}  # keys of a source that say where it is: they may change while its documents stay the same
-# Columns that texts alone do not have (`_list_turn_choices`).
-TURN_COLUMNS = {"tools": True, "learnt_turns": True, "label": True, "images": True}
+# Columns that texts alone do not have, with their usual names (`_list_turn_choices`).
+TURN_COLUMNS = {"tools": "tools", "learnt_turns": None, "label": "label", "images": "images"}
 IMAGE_KEYS = {"max_image_pixels", "image_addresses"}  # of rows; texts alone do not depend on them
 
 
@@ -194,8 +194,8 @@ def _list_turn_choices(source: Source, task: Task) -> list[str]:
     columns = getattr(source, "columns", None)
     choices = task.list_turn_choices() | {
         key: value
-        for key in TURN_COLUMNS
-        if columns is not None and (value := getattr(columns, key)) not in (None, key)
+        for key, usual in TURN_COLUMNS.items()
+        if columns is not None and (value := getattr(columns, key)) != usual
     }
     return [json.dumps(choices, sort_keys=True)] if choices else []
 
@@ -313,7 +313,7 @@ def _hash_source(source: Source, units: list[Unit]) -> str:
     if isinstance(source, Tokens):  # training reads them in their own place, which a relative path alone does not name
         paths = tuple(path if is_address(path) else str(expand_home(path).absolute()) for path in source.paths)
         source, places = source.model_copy(update={"paths": paths}), {}
-    excluded: dict[str, Any] = {**places, **dict.fromkeys(IMAGE_KEYS, True), "columns": TURN_COLUMNS}
+    excluded: dict[str, Any] = {**places, **dict.fromkeys(IMAGE_KEYS, True), "columns": {*TURN_COLUMNS}}
     return _hash(source.model_dump_json(exclude=excluded), *(unit.digest for unit in units))
 
 
