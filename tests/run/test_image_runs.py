@@ -59,6 +59,23 @@ def test_a_mesh_of_three_axes_computes_the_same_of_images():
 
 
 @pytest.mark.nightly
+def test_pairs_that_had_no_room_for_their_images_get_a_reference(tmp_path):
+    """A run with fewer slots has left them out: its log-probabilities of the first model have none for them."""
+    image = "data:image/png;base64," + base64.b64encode(save(Image.fromarray(draw(16, 16)))).decode()
+    rows = [
+        {"prompt": "what?", "chosen": f"a{n}", "rejected": f"b{n}", "images": [image] * (1 + n % 2)} for n in range(8)
+    ]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    words = [word for word in SHAPES if not word.startswith(("data", "training.seq_len"))]
+    words += ["task=dpo", "task.long_pairs=skip", "data=pairs", f"data.paths=[{tmp_path}/pairs.jsonl]"]
+    words += ["data.held_out_fraction=0", "training.seq_len=160", "training.max_steps=1", "loading.packing=pad"]
+    for slots in (2, 4):
+        own = [f"training.images_per_row={slots}", f"loading.cache_dir={tmp_path}/cache"]
+        run = tunix.train([*words, *own, f"hydra.run.dir={tmp_path}/{slots}"]).folder
+        assert metrics(run)[0]["loss"] == pytest.approx(np.log(2), rel=1e-5)
+
+
+@pytest.mark.nightly
 def test_damage_of_a_run_with_images_is_found(trained, tmp_path):
     lines, is_whole = check_everything(str(trained))
     assert is_whole

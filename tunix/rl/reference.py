@@ -109,7 +109,8 @@ def add_reference(cfg: Config, corpus: Corpus, train_spec: TrainSpec, mesh: Mesh
     score = jax.jit(_make_score(cfg, train_spec))
     num_computed = 0
     for part in parts:
-        key = hashlib.sha256("\0".join([*info, part.stream.fingerprint]).encode()).hexdigest()[:20]
+        slots = [] if part.slots is None else [part.slots.suffix]  # which pairs have room for their images
+        key = hashlib.sha256("\0".join([*info, part.stream.fingerprint, *slots]).encode()).hexdigest()[:20]
         folder = locate_cached(cfg.loading.cache_dir, "reference", key)
         numbers = range(len(part.stream.sizes))
         # Each host may have a cache of its own. All processes compute together, or all of them read.
