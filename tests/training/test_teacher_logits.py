@@ -193,6 +193,10 @@ def test_files_that_are_damaged_or_of_another_run_are_refused(place, whole):
         ),
         ("task.teacher_temperature=2", "was made with task.teacher_temperature=1.0, and this run has 2.0"),
         ("data.below=9", "lacks logits of arithmetic: it was made of other documents"),
+        (
+            "evaluation.num_sequences=3",
+            "lacks logits of arithmetic, held out: .*another evaluation.num_sequences than 3",
+        ),
     ):
         with pytest.raises(UserError, match=message):
             run(place, "refused", f"task.teacher={folder}", word)

@@ -149,8 +149,9 @@ def give_logits(cfg: Config, corpus: Corpus, train_spec: TrainSpec, mesh: Mesh) 
         if teacher.model is None:
             name = next(each.name for each, numbers in zip(files, missing, strict=True) if numbers)
             raise UserError(
-                f"{TEACHER}={folder} lacks logits of {name}: it was made of other documents, or not to its end; make "
-                "it with this data, or give the model that made it, which goes on"
+                f"{TEACHER}={folder} lacks logits of {name}: it was made of other documents, with another "
+                f"evaluation.num_sequences than {cfg.evaluation.num_sequences}, or not to its end; make it with this "
+                "data, or give the model that made it, which goes on"
             )
         peers.main_first(lambda: write_info(folder, info), "making the folder of the teacher's logits")
         _compute_missing(cfg, corpus, train_spec, mesh, folder, list(zip(files, missing, strict=True)))
