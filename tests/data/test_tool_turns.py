@@ -11,7 +11,8 @@ from support.harness import SMALL, cli_here
 from tunix.base.errors import UserError
 from tunix.config.compose import compose
 from tunix.data.chat import PLAIN, ChatTemplate
-from tunix.data.dataset import load_corpus
+from tunix.data.dataset import find_units, load_corpus
+from tunix.data.documents import read_documents
 from tunix.data.prompts import load_prompts
 
 # Small templates of the kinds that models have. Those of Qwen 3 and of models with thoughts drop what a model thought in
@@ -246,8 +247,25 @@ def test_nothing_is_written_with_a_template_that_drops_calls(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_prompt_shows_tools_of_its_row(tmp_path):
-    write(tmp_path, TALK[:1])
+@pytest.mark.parametrize(
+    ("task", "columns"),
+    [
+        ("dpo", {"prompt": TALK[:1], "chosen": TALK[1:2], "rejected": [{"role": "assistant", "content": "3"}]}),
+        ("kto", {"prompt": TALK[:1], "completion": TALK[1:2], "label": True}),
+    ],
+)
+def test_calls_of_tools_are_an_answer(tmp_path, task, columns):
+    write(tmp_path, **columns)
+    words = [f"task={task}", "data.columns.prompt=prompt", "data.columns.completion=completion", "loading.packing=pad"]
+    cfg = compose([*SMALL, *words, "data=jsonl", f"data.paths=[{tmp_path}]"]).config
+    (unit,) = find_units(cfg.data, cfg.loading)
+    document = next(iter(read_documents(cfg.data, cfg.task, unit)))
+    assert (document.content.chosen if task == "dpo" else document.content.answer) == READ[1:2]
+
+
+@pytest.mark.parametrize("talk", [TALK[:1], TALK[:2]], ids=["no answer", "an answer of calls alone"])
+def test_a_prompt_shows_tools_of_its_row(tmp_path, talk):
+    write(tmp_path, talk)
     (tmp_path / "own.jinja").write_text(CHATML)
     words = [
         "task=grpo",

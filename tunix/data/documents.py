@@ -234,17 +234,23 @@ def read_prompt(columns: Columns, row: dict[str, Any], task: Task) -> Question |
     with an environment begins after the last turn of the user: what follows is a demonstration.
     """
     assert isinstance(task, Prompted)
-    answer: str | None
+    answer: str | None = None
     if columns.prompt is None:
         messages = _read_messages(_read_cell(columns, "messages", row, (str, list)), columns.messages)
-        answer = messages.pop()["content"] if messages and messages[-1]["role"] == "assistant" else None
+        if messages and messages[-1]["role"] == "assistant":
+            last = messages.pop()
+            if not _says_something(last):
+                return None
+            answer = last["content"]
         while task.has_environment and messages and messages[-1]["role"] in ("assistant", "tool"):
             messages.pop()
     else:
         prompt = _read_cell(columns, "prompt", row)
         messages = [*_read_system(columns, row), {"role": "user", "content": prompt}] if prompt else []
         answer = _read_cell(columns, "completion", row) if columns.completion in row else None
-    if not messages or answer == "":
+        if answer == "":
+            return None
+    if not messages:
         return None
     if task.system is not None and messages[0]["role"] not in ("system", "developer"):
         messages.insert(0, {"role": "system", "content": task.system})
@@ -278,9 +284,14 @@ def read_pair(columns: Columns, row: dict[str, Any], task: Task) -> Pair:
     if chosen == rejected:
         raise BadRow(f"has the same answer in columns {columns.chosen} and {columns.rejected}")
     for name, answer in ((columns.chosen, chosen), (columns.rejected, rejected)):
-        if not any(turn["role"] == "assistant" and turn["content"] for turn in answer):
+        if not any(map(_says_something, answer)):
             raise BadRow(f"has no answer in column {name}")
     return Pair(prompt, chosen, rejected, _read_options(columns, row, task))
+
+
+def _says_something(turn: Message) -> bool:
+    """Return whether a turn is an answer: a text, or calls of tools."""
+    return turn["role"] == "assistant" and bool(turn["content"] or turn.get("tool_calls"))
 
 
 def _drop_prompt(turns: list[Message], prompt: list[Message]) -> list[Message]:
@@ -303,7 +314,7 @@ def read_labelled(columns: Columns, row: dict[str, Any], task: Task) -> Labelled
         prompt = [*_read_system(columns, row), *prompt]
     if not prompt:
         raise BadRow("has no prompt")
-    if not any(turn["role"] == "assistant" and turn["content"] for turn in answer):
+    if not any(map(_says_something, answer)):
         raise BadRow(f"has no answer in column {name}")
     value = str(_read_cell(columns, "label", row, (str, bool, int))).lower()
     if value not in LABELS:
