@@ -25,6 +25,7 @@ from tunix.data.tokenizer import read_vocab
 from tunix.export import _write_model, export
 from tunix.huggingface.config_json import read_config, translate_config, write_config
 from tunix.huggingface.weights import weight_files
+from tunix.inference.sampling import Sampling
 from tunix.models.layers import named
 
 PARITY = ROOT / "tests" / "models" / "parity"
@@ -362,6 +363,42 @@ def test_out_as_it_came_in(hf_dir, tmp_path):
 @pytest.fixture(scope="module")
 def loaded(hf_dir):
     return tunix.load_pretrained(hf_dir)
+
+
+NO_TOKENS = {
+    "a text": ("few", "tokens are whole numbers, not <U3; the method encode makes them of a text"),
+    "a row": ([1, 2], r"rows of one length, not an array of the shape \[2\]"),
+    "rows of unequal lengths": ([[1, 2], [3]], "unequal lengths; fill up the shorter ones behind their ends"),
+    "an empty row": ([[]], r"not an array of the shape \[1, 0\]"),
+    "a token of another model": ([[1, 320]], "320 is no token of the model: its tokens are 0 to 319"),
+    "a number below 0": ([[1, -100]], "-100 is no token of the model"),
+    "a wide number": (np.array([[1, 2**32 + 1]]), "4294967297 is no token of the model"),
+}
+
+
+@pytest.mark.parametrize("name", NO_TOKENS)
+def test_what_is_no_array_of_tokens_is_refused(name, loaded):
+    given, message = NO_TOKENS[name]
+    with pytest.raises(UserError, match=message):
+        loaded(given)
+
+
+def test_rows_and_prompts_of_what_is_no_token_are_refused(loaded):
+    for row, message in (([], "1 to 64 token ids"), ([1] * 65, "1 to 64 token ids"), ([320], "320 is no token")):
+        with pytest.raises(UserError, match=message):
+            loaded.embed([[1], row], "mean")
+    with pytest.raises(UserError, match="pooling=cls is not understood; give last or mean"):
+        loaded.embed([[1]], "cls")
+    with pytest.raises(UserError, match="320 is no token"):
+        loaded.sample([[1], [320]], Sampling(1))
+    with pytest.raises(UserError, match="dtype=int8 is not understood; give float32 or bfloat16"):
+        tunix.load_pretrained("folder", dtype="int8")
+
+
+def test_a_row_has_no_more_tokens_than_there_are_learnt_positions():
+    model = tunix.load_pretrained(PARITY / "gpt2")
+    with pytest.raises(UserError, match="no position behind token 64 of a row"):
+        model(np.ones((1, 65), np.int32))
 
 
 def write_out(model, folder):

@@ -108,7 +108,7 @@ class TokenScorer:
                 # Zeros behind a row change nothing: attention is causal, and their own scores are cut off below.
                 tokens = np.zeros((batch_size, length + 1), np.int32)
                 for index, n in enumerate(batch):
-                    tokens[index, : len(rows[n])] = rows[n]
+                    tokens[index, : len(rows[n])] = self.model.read_tokens(rows[n])
                 arrays = tokens[:, :-1], tokens[:, 1:], images and _fill_up(images, length)
                 arguments = jax.tree.map(lambda array: self.model.rows(np.ascontiguousarray(array)), arrays)
                 own, top_tokens, top_log_probs = self.score(self.model.params, *arguments)

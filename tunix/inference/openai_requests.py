@@ -139,11 +139,7 @@ class RequestReader:
         return job
 
     def _read_prompt(self, prompt: str | list[int]) -> list[int]:
-        if isinstance(prompt, str):
-            return self.model.encode(prompt)
-        if not all(0 <= token < self.model.cfg.vocab_size for token in prompt):
-            raise ApiError(400, f"prompt has tokens outside of 0 to {self.model.cfg.vocab_size - 1}", "prompt")
-        return prompt
+        return self.model.encode(prompt) if isinstance(prompt, str) else prompt
 
     def _make_job(
         self,
@@ -159,15 +155,18 @@ class RequestReader:
         count = parameters.n or 1
         if count * len(prompts) > self.max_answers:
             raise ApiError(400, f"{count * len(prompts)} answers are more than {self.max_answers} of one request", "n")
+        where = "messages" if is_chat else "prompt"
         for prompt in prompts:
             if not prompt:
-                raise ApiError(400, "prompt is empty: it has no token to continue from", "prompt")
+                raise ApiError(400, "prompt is empty: it has no token to continue from", where)
+            if not 0 <= min(prompt) <= max(prompt) < self.model.cfg.vocab_size:
+                raise ApiError(400, f"prompt has tokens outside of 0 to {self.model.cfg.vocab_size - 1}", where)
             if len(prompt) + (1 if max_tokens is None else max_tokens) > self.max_length:
                 raise ApiError(
                     400,
                     f"a prompt of {len(prompt)} tokens and max_tokens={max_tokens or 1} are more than "
                     f"{self.max_length}",
-                    "messages" if is_chat else "prompt",
+                    where,
                     "context_length_exceeded",
                 )
         if max_tokens is None:

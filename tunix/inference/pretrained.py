@@ -30,7 +30,7 @@ from tunix.inference.rollout import CacheBound, Request, RowSizes, Sampler
 from tunix.inference.sampling import Sampling, find_stop_ids
 from tunix.models.kernels import choose_kernels, select_expert_matmul
 from tunix.models.lora import merge
-from tunix.models.scores import embed_rows, score_rows
+from tunix.models.scores import POOLINGS, embed_rows, score_rows
 from tunix.models.vision import Images
 from tunix.processes import peers
 from tunix.run.folder import FILES, TOKENIZER
@@ -41,6 +41,7 @@ from tunix.training.state import Architecture, abstract_params, describe
 from tunix.training.train_spec import TrainSpec
 
 Params = dict[str, Any]
+DTYPES = ("float32", "bfloat16")  # of weights and products
 
 
 @dataclass(frozen=True)
@@ -60,12 +61,34 @@ class Pretrained:
         """Return logits [B, T, V] float32 of tokens [B, T] int32.
 
         Raises:
-            UserError: the model gives scores.
+            UserError: the model gives scores; or these are no tokens of it, or no array of them.
         """
         if self.cfg.labels is not None:
             raise UserError(f"the model gives {', '.join(self.cfg.labels)} and no logits; call its method score")
+        rows = self.read_tokens(tokens)
+        if rows.ndim != 2 or not rows.size:
+            raise UserError(f"tokens [B, T] are rows of one length, not an array of the shape {list(rows.shape)}")
+        if self.cfg.positions == "learned" and rows.shape[1] > self.cfg.context_length:
+            raise UserError(f"the model has no position behind token {self.cfg.context_length} of a row; cut its rows")
         with jax.set_mesh(self.mesh):
-            return self._logits(self.params, self.rows(np.asarray(tokens, np.int32)), len(tokens))
+            return self._logits(self.params, self.rows(rows), len(rows))
+
+    def read_tokens(self, tokens: Any) -> np.ndarray:
+        """Return token ids as an array of their own shape, int32.
+
+        Raises:
+            UserError: they are no numbers, or rows of unequal lengths; or one is no token of the model.
+        """
+        try:
+            found = np.asarray(tokens)
+        except ValueError:
+            raise UserError("rows of tokens have unequal lengths; fill up the shorter ones behind their ends") from None
+        if found.size and found.dtype.kind not in "iu":
+            raise UserError(f"tokens are whole numbers, not {found.dtype}; the method encode makes them of a text")
+        if found.size and not 0 <= found.min() <= found.max() < self.cfg.vocab_size:
+            wrong = found.min() if found.min() < 0 else found.max()
+            raise UserError(f"{wrong} is no token of the model: its tokens are 0 to {self.cfg.vocab_size - 1}")
+        return found.astype(np.int32)
 
     def rows(self, tokens: np.ndarray) -> jax.Array:
         """Return [B, ...] on the mesh, with rows of zeros added until the data shards divide them."""
@@ -117,7 +140,7 @@ class Pretrained:
         """Return the numbers [documents, v] float32 that the model gives to documents, lists of token ids.
 
         Raises:
-            UserError: the model gives logits.
+            UserError: the model gives logits; a document is empty, too long, or has what is no token of the model.
         """
         if self.cfg.labels is None:
             raise UserError("the model gives logits and no scores; train it with task=reward or task=classify")
@@ -130,21 +153,30 @@ class Pretrained:
         `pooling` is that of task.pooling.
 
         Raises:
-            UserError: the model gives scores.
+            UserError: the model gives scores; a text is empty, too long, or has what is no token of the model.
         """
         if self.cfg.labels is not None:
             raise UserError(f"the model gives {', '.join(self.cfg.labels)} and no vectors; call its method score")
+        if pooling not in POOLINGS:
+            raise UserError(f"pooling={pooling} is not understood; give {' or '.join(POOLINGS)}")
         embed = partial(self._embeddings, pooling=pooling)
         parts = [self._run(embed, rows[start : start + num_at_once]) for start in range(0, len(rows), num_at_once)]
         return np.concatenate([np.zeros((0, self.cfg.embed_dim), np.float32), *parts])
 
     def _run(self, function: Callable[..., jax.Array], rows: Sequence[Sequence[int]]) -> np.ndarray:
         """Return what a function of (parameters, tokens, segments) gives for rows of unequal lengths."""
-        length = max(map(len, rows))
+        read = [self.read_tokens(row) for row in rows]
+        for row in read:
+            if row.ndim != 1 or not 0 < len(row) <= self.cfg.context_length:
+                raise UserError(
+                    f"a row is a list of 1 to {self.cfg.context_length} token ids, the model's context, not an array "
+                    f"of the shape {list(row.shape)}"
+                )
+        length = max(map(len, read))
         # Few lengths, so that few programs are compiled.
         tokens = np.zeros((len(rows), min(self.cfg.context_length, 1 << (length - 1).bit_length())), np.int32)
         segment_ids = np.zeros_like(tokens)
-        for number, row in enumerate(rows):
+        for number, row in enumerate(read):
             tokens[number, : len(row)], segment_ids[number, : len(row)] = row, 1
         with jax.set_mesh(self.mesh):
             return np.asarray(function(self.params, self.rows(tokens), self.rows(segment_ids)))[: len(rows)]
@@ -200,8 +232,11 @@ class Pretrained:
         `cache_gib` is that of `Sampler.bound_cache`; `say` gets what it returns.
 
         Raises:
-            UserError: a prompt has an image that the model cannot see; see also `Sampler.rollout`.
+            UserError: a prompt has an image that the model cannot see, or what is no token of the model; see also
+                `Sampler.rollout`.
         """
+        for prompt in request.prompts:
+            self.read_tokens(prompt)
         has_images = any(each is not None for each in request.images or ())
         if has_images and self.cfg.vision is None:
             raise UserError(f"a prompt has an image, and this {self.cfg.family} is a model of text alone")
@@ -256,6 +291,8 @@ def load_pretrained(
         UserError: the source is neither a run nor a folder or an ID of Hugging Face's; one of its files is missing,
             damaged, or of a model that tunix does not know; `adapter` is given for a run; there is no layer for `mtp`.
     """
+    if dtype not in DTYPES:
+        raise UserError(f"dtype={dtype} is not understood; give {' or '.join(DTYPES)}")
     run = find_run(str(source), copied=COPIED)
     if run and adapter is not None:
         raise UserError(
