@@ -11,6 +11,7 @@ import pytest
 from safetensors import safe_open
 from support.harness import ROOT, metrics
 from support.hf_files import write_hf_dir
+from support.images import SEES
 from support.processes import Processes
 from support.rollouts import ONE, TASK, WIDE
 
@@ -25,7 +26,7 @@ from tunix.plan.ranking import rank
 from tunix.training.grpo import policy_loss
 from tunix.training.loss import next_token_loss
 from tunix.training.state import describe
-from tunix.training.teacher import Teacher, measure_divergence
+from tunix.training.teacher import Teacher, check_images, measure_divergence
 
 PARITY = ROOT / "tests" / "models" / "parity"
 TRL = ROOT / "tests" / "training" / "trl"
@@ -323,5 +324,14 @@ def test_what_is_refused(teacher):
     ):
         with pytest.raises(UserError, match=message):
             compose([*TASK, *words])
+    seeing = compose([*TASK, *SEES]).config.model.vision
+    check_images("x", seeing, seeing.model_copy(update={"embed_dim": 64, "image_mean": (0.0, 0.0, 0.0)}))
+    check_images("x", None, seeing)  # rows of texts
+    for other, message in (
+        (None, "x sees no images, .*; where the data have no images, set training.images_per_row=0"),
+        (seeing.model_copy(update={"image_size": 16}), "its model.vision.image_size is 16, and this model's is 8"),
+    ):
+        with pytest.raises(UserError, match=message):
+            check_images("x", seeing, other)
     with pytest.raises(UserError, match="the first that differs is 'b', number 1"):
         check_tokenizers("x", {"a": 0, "b": 1}, {"a": 0, "c": 1, "d": 2})

@@ -24,6 +24,7 @@ from tunix.base.errors import UserError
 from tunix.config import Config, Model
 from tunix.config.pretrained_config import read_logits_info, read_teacher
 from tunix.config.task import Distilled, Grpo, Taught
+from tunix.config.vision import AnyVision
 from tunix.data.batches import TEACHER, Batch
 from tunix.data.teacher_logits import IDS, LOG_PROBS, NO_TOKEN, REST, TopK
 from tunix.models.context_parallel import select_exchange
@@ -239,6 +240,8 @@ def describe_teacher(
             f"task.teacher={task.teacher} reads at most {model.context_length} tokens, and "
             f"training.seq_len={cfg.training.seq_len}; lower it"
         )
+    if cfg.training.images_per_row:
+        check_images(f"task.teacher={task.teacher}", cfg.model.vision, model.vision)
     # Rows of the vocabulary that belong to no token differ between sizes of one family.
     fitted = model.model_copy(update={"vocab_size": cfg.model.vocab_size})
     try:
@@ -250,6 +253,26 @@ def describe_teacher(
     arch, in_loss = describe(fitted, layout), task.teacher_in_loss and top_k is None
     teacher = Teacher(task.teacher, model, arch, task.teacher_beta, temperature, in_loss)
     return teacher if top_k is None else _make_offline(cfg, task.teacher, top_k, teacher.num_rows, temperature, teacher)
+
+
+SHAPES = "kind", "patch_size", "merge_size", "frames", "tokens_per_image"  # of what a tower reads and gives
+
+
+def check_images(source: str, own: AnyVision | None, teacher: AnyVision | None) -> None:
+    """Raise `UserError` where a teacher does not see the images of a model with the tower `own`, or sees others."""
+    if own is None:
+        return
+    way_out = "take a teacher with the same tower; where the data have no images, set training.images_per_row=0"
+    if teacher is None:
+        raise UserError(f"{source} sees no images, and rows of this model have some; {way_out}")
+    names = SHAPES if own.kind == "qwen3_vl" else (*SHAPES, "image_size")  # there images keep their size
+    ours, theirs = own.model_dump(), teacher.model_dump()
+    if differing := [name for name in names if ours.get(name) != theirs.get(name)]:
+        name = differing[0]
+        raise UserError(
+            f"{source} takes other images: its model.vision.{name} is {theirs.get(name)}, and this model's is "
+            f"{ours.get(name)}; {way_out}"
+        )
 
 
 def _make_offline(
