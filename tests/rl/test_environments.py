@@ -353,7 +353,8 @@ def test_calculator():
             calculate(text)
 
 
-def test_search_in_a_folder(tmp_path):
+def test_search_in_a_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "b").mkdir()
     (tmp_path / "a.txt").write_text("The cat sits.\n\nA dog barks at the cat.\n\n" + "Filler. " * 40)
     (tmp_path / "b" / "c.md").write_text("Whales swim in the sea.")
@@ -362,6 +363,11 @@ def test_search_in_a_folder(tmp_path):
     assert search("where do whales swim?") == "b/c.md:\nWhales swim in the sea."
     assert search("dog").startswith("a.txt:\n")
     assert search("elephants") == search("") == "nothing is found"
+    (tmp_path / "b" / "long.txt").write_text("-" * 1_500_000 + "\n\nOkapis hide.")
+    assert (
+        SearchFolder("~/b", passage_characters=10**6).search("okapis")
+        == "long.txt:\n" + "-" * 500_000 + "\n\nOkapis hide."
+    )
     with pytest.raises(ValueError, match="has no text files"):
         SearchFolder(str(tmp_path / "b" / "none"))
 

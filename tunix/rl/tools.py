@@ -23,6 +23,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tunix.base.files import expand_home
+
 # A program that a model has written, in a sandbox against mistakes, not against attackers (docs/security.md):
 #
 # - a session of its own, which is killed as a group, with everything in it, at the deadline
@@ -256,7 +258,6 @@ def _check_size(value: float) -> float:
 # A search in the text files of a folder.
 
 TEXT_FILES = (".txt", ".md", ".rst", ".py", ".json", ".jsonl", ".csv", ".html")
-FILE_BYTES = 1_000_000  # of a file, what is read
 BM25_K, BM25_B = 1.5, 0.75  # how soon a word counts enough, and how much a long passage is reduced (Robertson 2009)
 
 
@@ -310,11 +311,9 @@ def _read_folder(folder: str, passage_characters: int) -> Index:
     Raises:
         ValueError: there is none.
     """
-    root, passages = Path(folder), []
+    root, passages = expand_home(folder), []
     for path in sorted(path for path in root.rglob("*") if path.suffix in TEXT_FILES and path.is_file()):
-        with path.open("rb") as file:
-            text = file.read(FILE_BYTES).decode(errors="replace")
-        for passage in _cut(text, passage_characters):
+        for passage in _cut(path.read_bytes().decode(errors="replace"), passage_characters):
             passages.append(Passage(str(path.relative_to(root)), passage, Counter(_split_words(passage))))
     if not passages:
         raise ValueError(f"the folder {folder} has no text files ({', '.join(TEXT_FILES)})")
