@@ -13,7 +13,7 @@ from tunix.base.errors import UserError
 from tunix.rl.environment_pool import EnvironmentPool, Session
 
 ENVIRONMENTS = '''
-import os, random, signal, subprocess, sys, time
+import functools, os, random, signal, subprocess, sys, time
 from pathlib import Path
 
 if "FAIL" in os.environ:
@@ -71,6 +71,18 @@ class Chance(Sums):
     def step(self, text):
         super().step(text)
         return str(time.perf_counter()), 0.0, False
+
+@functools.cache
+def load():
+    time.sleep(1.5)
+
+class LoadsLong(Sums):
+    def reset(self, seed, first):
+        load()
+        super().reset(seed, first)
+
+    def step(self, text):
+        return super().step(text) if text else (None, 0.0, True)
 
 class Broken(Sums):
     def step(self, text):
@@ -162,6 +174,15 @@ def test_an_environment_that_hangs_is_killed_with_its_children(folder):
     assert [reply.reward for reply in said[78]] == [0.0, 79.0, 80.0]
     child = int((folder / "child").read_text())
     wait_until(lambda: not Path(f"/proc/{child}").exists(), "the end of a process that an environment has started", 30)
+
+
+def test_a_new_process_has_time_to_load(folder):
+    """An environment that loads at its first call longer than a call may take fails no later episode."""
+    with make_pool("LoadsLong", processes=1, timeout_s=1.0) as pool:
+        pool.try_out({"first": 0})
+        late, *others = (play(pool, {0: [word]})[0] for word in ("hangs 1", "add 1", "add 2"))
+    assert late[-1] == "its process takes longer than 1 s"
+    assert [replies[-1].reward for replies in others] == [1.0, 2.0]
 
 
 def test_what_an_environment_has_forked_or_left(folder):

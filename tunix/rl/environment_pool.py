@@ -29,6 +29,7 @@ from tunix.rl.table import find_environment, format_environment
 
 log = logging.getLogger(__name__)
 
+SAMPLE: Key = -1, 0  # of the episode that a new process plays first
 DEATHS = 2  # of processes in which an episode is at work; with the last one it is given up
 
 
@@ -124,9 +125,22 @@ class _Holder(threading.Thread):
         log.debug("a process of environments %s; it is started again", lost)
         with self.pool.lock:
             session.num_lost += 1
+        self.present.clear()
+        self._start_again()
+        if self.pool.sample is None:
+            return
+        # What the environment loads at its first call may take longer than a call may.
+        try:
+            self.process.exchange(("play", SAMPLE, self.pool.sample), START_S)
+            self.process.exchange(("forget", SAMPLE), START_S)
+        except LostProcess as again:
+            log.debug("a new process of environments %s at its first call; it is started again", again)
+            if not self.process.closed:
+                self._start_again()
+
+    def _start_again(self) -> None:
         self.process.kill()
         self.process.connection.close()
-        self.present.clear()
         self.process.start()
         self.process.wait_until_ready(START_S)
 
@@ -230,6 +244,7 @@ class EnvironmentPool:
         self.num_processes, self.holders = processes, list[_Holder]()
         self.sessions: set[Session] = set()
         self.numbers, self.lock = itertools.count(), threading.Lock()
+        self.sample: list[Request] | None = None  # requests of an episode that a new process plays before others
         self.error: BaseException | None = None
 
     def __enter__(self) -> Self:
@@ -294,8 +309,9 @@ class EnvironmentPool:
         """
         usual, self.timeout_s = self.timeout_s, START_S
         first = []
+        sample: list[Request] = [("reset", 0, dict(columns)), ("step", "")]
         with self.open() as session:
-            for request in (("reset", 0, dict(columns)), ("step", "")):
+            for request in sample:
                 for number in range(len(self.holders)):
                     session.ask(number, request)
                 waiting = set(range(len(self.holders)))
@@ -305,5 +321,5 @@ class EnvironmentPool:
                             raise UserError(f"task.environment={self.name} fails: {answered.problem}")
                         waiting.discard(answered.number)
                         first.append(answered.reply)
-        self.timeout_s = usual
+        self.timeout_s, self.sample = usual, sample
         return first
