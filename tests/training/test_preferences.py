@@ -229,6 +229,11 @@ MISTAKES = [
     ({"prompt": QUESTION, "chosen": GOOD}, [], "has no column rejected (data.columns.rejected)"),
     (PAIR | {"rejected": ""}, [], "has no answer in column rejected"),
     (PAIR | {"prompt": ""}, [], "has no prompt"),
+    (
+        {"prompt": QUESTION + " ", "chosen": TURNS + ANSWERS[0], "rejected": TURNS + ANSWERS[1]},
+        [],
+        "begins with a turn of the user in column chosen that is not that of the prompt",
+    ),
     (PAIR, ["data.columns.prompt=null"], "has text in column chosen, not a conversation; set data.columns.prompt"),
     (PAIR | {"chosen": "words " * 90}, [], "1 of 1 pairs are longer than training.seq_len=64 tokens"),
     (PAIR, ["loading.packing=concat"], "loading.packing=concat cuts pairs of task=dpo in two"),

@@ -277,7 +277,10 @@ def read_pair(columns: Columns, row: dict[str, Any], task: Task) -> Pair:
             )
     else:
         prompt = _read_turns(columns, "prompt", row, "user")
-        chosen, rejected = (_drop_prompt(turns, prompt) for turns in (chosen, rejected))
+        chosen, rejected = (
+            _drop_prompt(chosen, prompt, columns.chosen),
+            _drop_prompt(rejected, prompt, columns.rejected),
+        )
         prompt = [*_read_system(columns, row), *prompt]
     if not prompt:
         raise BadRow("has no prompt")
@@ -294,9 +297,15 @@ def _says_something(turn: Message) -> bool:
     return turn["role"] == "assistant" and bool(turn["content"] or turn.get("tool_calls"))
 
 
-def _drop_prompt(turns: list[Message], prompt: list[Message]) -> list[Message]:
+def _drop_prompt(turns: list[Message], prompt: list[Message], column: str | None) -> list[Message]:
     """Return the turns of an answer, of which some data have the prompt's before them (UltraFeedback)."""
-    return turns[len(prompt) :] if turns[: len(prompt)] == prompt else turns
+    answer = turns[len(prompt) :] if turns[: len(prompt)] == prompt else turns
+    if answer and (role := answer[0]["role"]) in ("system", "developer", "user"):
+        raise BadRow(
+            f"begins with a turn of the {role} in column {column} that is not that of the prompt, so the model would "
+            "read both; data.columns.prompt=null takes the prompt from the conversations"
+        )
+    return answer
 
 
 LABELS = {"true": True, "1": True, "false": False, "0": False}  # as a CSV file has them
@@ -310,7 +319,8 @@ def read_labelled(columns: Columns, row: dict[str, Any], task: Task) -> Labelled
         prompt, answer, name = messages[:-1], messages[-1:], columns.messages
     else:
         prompt = _read_turns(columns, "prompt", row, "user")
-        answer, name = _drop_prompt(_read_turns(columns, "completion", row, "assistant"), prompt), columns.completion
+        name = columns.completion
+        answer = _drop_prompt(_read_turns(columns, "completion", row, "assistant"), prompt, name)
         prompt = [*_read_system(columns, row), *prompt]
     if not prompt:
         raise BadRow("has no prompt")
