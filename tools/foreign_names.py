@@ -32,7 +32,7 @@ def coming_from(text: str) -> str:
 def _lines(row: ForeignName) -> Iterator[str]:
     """Yield the lines of a row: one, or one for each value."""
     first, *others = row.there
-    for value in row.values if row.lists_values and row.values else [row.value]:
+    for value in row.shown or [row.value]:
         shown = f"`{first}`" if value in (None, "x") else f"`{first}={value}`"
         here = row.translate(value or "") or row.here
         right = [*([f"`{here}`"] if here else []), *filter(None, (row.unit, row.remark))]

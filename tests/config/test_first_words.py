@@ -17,6 +17,7 @@ from tunix.base.errors import UserError, name_choices
 from tunix.config.compose import (
     compose,
     reject_missing_inputs,
+    remark_on_decay,
     remark_on_environment,
     remark_on_random,
     remark_on_tiny,
@@ -147,6 +148,14 @@ def test_a_random_base_is_said():
     assert remark_on_random(compose([])) == remark_on_random(compose(["+experiment=sft_addition"])) == ""
     words = ["model.embed_dim=256", "training.max_steps=10", "training.seq_len=64"]
     assert "also optimizer.learning_rate, which is chosen for" in remark_on_tiny(compose(words))
+
+
+def test_a_decay_that_the_schedule_does_not_have_is_named():
+    said = remark_on_decay(compose(["scheduler.decay_ratio=0.5"]))
+    assert said.startswith("scheduler.decay_ratio: scheduler=warmup_cosine does not read it; ")
+    assert said.endswith("; scheduler=wsd, scheduler=cosine_hold, scheduler=sqrt_decay do")
+    for words in ([], ["scheduler=wsd", "scheduler.decay_ratio=0.5"]):
+        assert remark_on_decay(compose(words)) == ""
 
 
 def test_a_folder_that_holds_a_run_is_refused_before_anything_is_read(tmp_path):

@@ -51,6 +51,7 @@ from tunix.config.saved_runs import (
     upgrade,
 )
 from tunix.data.table import Custom, Rows, Source, Tokens
+from tunix.optimizers.schedules import SHAPES
 
 # word                        means
 # group=option                take the file conf/GROUP/OPTION.yaml
@@ -488,6 +489,16 @@ def remark_on_random(job: Job) -> str:
     if isinstance(cfg.task, Grpo):
         return f"task=grpo: the model is random, and answers that earn no reward teach nothing; {way_out}"
     return ""
+
+
+def remark_on_decay(job: Job) -> str:
+    """Return a remark for keys of a decay at the end of the run, which the schedule does not have."""
+    scheduler = job.config.scheduler
+    keys = [key for key in _typed(job) if key.startswith("scheduler.decay_")]
+    if not keys or scheduler.shape.has_decay:
+        return ""
+    others = ", ".join(f"scheduler={name}" for name, shape in SHAPES.items() if shape.has_decay)
+    return f"{', '.join(keys)}: scheduler={scheduler.name} does not read it; {others} do"
 
 
 def remark_on_environment(job: Job, environment: Mapping[str, str]) -> str:

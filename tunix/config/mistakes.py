@@ -174,7 +174,7 @@ class ForeignName:
     here: str = ""
     unit: str = ""
     values: dict[str, str] | None = None  # by their value in lower case
-    lists_values: bool = False  # the values are the row's own, not those of a table that other rows share
+    shown: tuple[str, ...] = ()  # values that the page lists: of the row's own table, the first of each entry
     remark: str = ""
     axis: str = ""
 
@@ -196,16 +196,20 @@ class ForeignName:
             return f"tunix has none: {remark}"
         if entries := self.translate(value):
             return f"here it is {entries}{f' ({remark})' if remark else ''}"
-        keys = re.sub(r"=\S+", "", self.here or next(iter((self.values or {}).values())))
+        # The task whose key it is stays; other values are examples.
+        keys = re.sub(r"(?<!task)=\S+|=\S+$", "", self.here or next(iter((self.values or {}).values())))
         return f"here it is {keys}{f': {unit}' if unit else ', whose values docs/config.md lists'}"
 
 
 @cache
 def read_values() -> dict[str, dict[str, str]]:
     """Return for each key of ours our words by the value of another program, in lower case."""
-    tables = _read_file()["values"]
-    return {key: {theirs: ours for names, ours in table.items() for theirs in str(names).split()}
-            for key, table in tables.items()}  # fmt: skip
+    return {key: _split_names(table) for key, table in _read_file()["values"].items()}
+
+
+def _split_names(table: Mapping[Any, str]) -> dict[str, str]:
+    """Return a table of values with a key for each of their words, in lower case."""
+    return {theirs: ours for names, ours in table.items() for theirs in str(names).lower().split()}
 
 
 @cache
@@ -215,9 +219,10 @@ def read_rows() -> list[ForeignName]:
     for project in _read_file()["projects"]:
         for row in project["rows"]:
             own = row.get("values")
-            values = read_values()[own] if isinstance(own, str) else own and {str(k).lower(): v for k, v in own.items()}
+            values = read_values()[own] if isinstance(own, str) else own and _split_names(own)
             others: Any = {name: str(row[name]) for name in row.keys() - {"there", "values"}}
-            others |= {"values": values, "lists_values": isinstance(own, dict)}
+            shown = tuple(str(names).lower().split()[0] for names in own) if isinstance(own, dict) else ()
+            others |= {"values": values, "shown": shown}
             rows.append(ForeignName(project["name"], tuple(row["there"].split()), **others))
     return rows
 
