@@ -22,14 +22,18 @@ from tunix.base.errors import UserError, is_masked, mask_secrets, mask_values, m
 from tunix.base.files import find_writable, is_plain, open_lines, read_yaml
 from tunix.base.text import as_text
 from tunix.checkpoints.folders import Folder
+from tunix.config import Evaluate
+from tunix.config.command_line import read_settings
 from tunix.config.compose import compose
 from tunix.data.chat import ChatTemplate
 from tunix.data.documents import BadRow, _read_messages
-from tunix.generate import _read_rows
+from tunix.evaluate import evaluate
+from tunix.generate import _make_writer, _read_rows
 from tunix.huggingface.weights import weight_files
 from tunix.inference.sampling import read_stop_ids
 from tunix.launch.nodes import read_config
 from tunix.processes import exits
+from tunix.rl.evaluation import _add_lines
 from tunix.run.folder import hold_lock, keep_files
 
 TURNS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
@@ -110,6 +114,27 @@ def test_a_folder_in_the_place_of_a_file(tmp_path):
     (tmp_path / "checkpoints").write_text("")
     with pytest.raises(UserError, match="^checkpoints cannot be written to .*/checkpoints: a file is in the way$"):
         Folder(tmp_path / "checkpoints").open()
+
+
+def test_what_a_full_disk_refuses_is_not_lost(tmp_path, monkeypatch, capsys):
+    """Answers and measurements of hours stand on the terminal, and the message names the key."""
+    for name in ("answers.jsonl", "results.json"):
+        (tmp_path / name).symlink_to("/dev/full")
+    write = _make_writer(tmp_path / "answers.jsonl")
+    with pytest.raises(UserError, match=r"^output=.*/answers.jsonl cannot be written .No space.*; make room"):
+        write([{"prompt": "2+2", "prediction": "4"}])
+    assert json.loads(capsys.readouterr().out) == {"prompt": "2+2", "prediction": "4"}
+
+    cfg = compose([]).config
+    monkeypatch.setattr("tunix.evaluate.make_config", lambda cmd: cfg)
+    monkeypatch.setattr("tunix.evaluate.evaluate_loss", lambda *_: [{"loss": 1.25}])
+    command = read_settings(Evaluate, ["checkpoint=run", f"output='{tmp_path}/results.json'"], {})
+    with pytest.raises(UserError, match=r"^output=.*/results.json cannot be written .No space.*; make room"):
+        evaluate(command)
+    assert "1.2500" in capsys.readouterr().out
+
+    with pytest.raises(UserError, match="^samples=/dev/full cannot be written .No space"):
+        _add_lines("samples", Path("/dev/full"), [{"answer": "4"}])
 
 
 SIGNED = "https://me:p%40ss@h/x.jsonl?X-Amz-Credential=AKIA1&X-Amz-Signature=abc123&versionId=7#part"

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from rich.table import Table
 
 from tunix.base.errors import UserError
-from tunix.base.files import find_writable
+from tunix.base.files import describing_refusal, find_writable
 from tunix.base.progress import announcing
 from tunix.base.text import print_table
 from tunix.config import Config, Evaluate, command_line, compose
@@ -53,7 +53,6 @@ def evaluate(cmd: Evaluate) -> None:
     rows = [({} if step is None else {"step": step}) | row for step, row in zip(steps, measured, strict=True)]
     is_list = isinstance(cmd.step, tuple) or cmd.step == "all"  # of steps, even if there is only one
     content = info | ({"steps": rows} if is_list else rows[0])
-    output.write_text(json.dumps(content, indent=2) + "\n")
     measured_sets = [rows[0], *rows[0].get("sets", {}).values()]
     names = [name for name in dict.fromkeys(chain(*measured_sets)) if name != "sets"]
     table = Table(*info, *names)
@@ -62,7 +61,9 @@ def evaluate(cmd: Evaluate) -> None:
         splits = {cmd.split: row} | {name: step | numbers for name, numbers in row.get("sets", {}).items()}
         for split, numbers in splits.items():
             table.add_row(*(info | {"split": split}).values(), *(_format(numbers.get(name)) for name in names))
-    print_table(table)
+    print_table(table)  # first: a disk may refuse what has taken hours
+    with describing_refusal("output", output):
+        output.write_text(json.dumps(content, indent=2) + "\n")
 
 
 def _format(value: float | int | None) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from tunix.base.buckets import is_address, is_bucket, list_names, upload
@@ -106,8 +107,9 @@ def _export_state(command: Export) -> str:
             output.parent.mkdir(parents=True, exist_ok=True)
             with replacing(output) as new:
                 save_file(arrays, new, metadata=texts)
-        except OSError as error:
-            raise UserError(f"output={output} cannot be written: {describe_refusal(error)}") from None
+        except (OSError, SafetensorError) as error:
+            reason = describe_refusal(error) if isinstance(error, OSError) else error
+            raise UserError(f"output={output} cannot be written: {reason}") from None
         size = sum(array.nbytes for array in arrays.values())
         return f"{output}: the state after step {step}, {len(arrays)} arrays, {size / 1e9:.3f} GB"
 

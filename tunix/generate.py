@@ -11,7 +11,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tunix.base.errors import UserError
-from tunix.base.files import STOP_SIGNALS, end_by_signal, expand_home, find_writable, handling_signals, parse_json
+from tunix.base.files import (
+    STOP_SIGNALS,
+    describe_refusal,
+    end_by_signal,
+    expand_home,
+    find_way_out,
+    find_writable,
+    handling_signals,
+    parse_json,
+)
 from tunix.base.progress import announcing
 from tunix.config import Generate
 from tunix.config.command_line import run_command
@@ -68,7 +77,11 @@ def _keeping(answered: list[Row], write: Any) -> Iterator[None]:
 
     def save() -> None:
         if write and answered:
-            write(answered)
+            try:
+                write(answered)
+            except UserError:
+                answered.clear()  # not tried again
+                raise
 
     def end(number: int, frame: object) -> None:
         save()
@@ -282,8 +295,16 @@ def _make_writer(path: Path) -> Any:
 
     def write(rows: list[Row]) -> None:
         # Half of a surrogate pair, which a JSON row may have, is written as JSON's escape of it.
-        with path.open("w", encoding="utf-8", errors="backslashreplace", newline="") as file:
-            WRITERS[path.suffix](file, rows)
+        try:
+            with path.open("w", encoding="utf-8", errors="backslashreplace", newline="") as file:
+                WRITERS[path.suffix](file, rows)
+        except OSError as error:
+            print(*map(json.dumps, rows), sep="\n")  # they have taken hours, perhaps
+            hint = find_way_out(error, "name another file")
+            raise UserError(
+                f"output={path} cannot be written ({describe_refusal(error)}): the answers are printed as lines of "
+                f"JSON; {hint}"
+            ) from None
 
     return write
 

@@ -5,7 +5,7 @@ samples.jsonl -> `samples_index` (a row for each group of answers) -> `samples_p
 
 import sys
 
-from tunix.base.files import expand_home, find_writable, replacing
+from tunix.base.files import describing_refusal, expand_home, find_writable
 from tunix.config import Samples
 from tunix.config.command_line import run_local
 from tunix.rl.samples_page import Choice, check_comparable, make_page, read_run
@@ -20,8 +20,8 @@ def write_samples(command: Samples) -> str:
         check_comparable(*runs)
     choice = Choice(command.steps, command.num_steps, command.num_groups, int(command.max_mb * 1e6))
     page, left_out = make_page(runs, choice)
-    with replacing(output) as new:
-        new.write_bytes(page.encode())
+    with describing_refusal("output", output):
+        output.write_bytes(page.encode())  # in place: it may be a device, like /dev/stdout
     return "\n".join([*left_out, f"{output}: {output.stat().st_size / 1e6:.1f} MB; open it in a browser"])
 
 

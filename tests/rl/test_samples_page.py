@@ -169,10 +169,11 @@ def test_wrong_input_is_one_line(words, message, tmp_path, monkeypatch, capsys):
 def test_the_command(tmp_path):
     """A folder with odd characters in its name; the page holds nothing that opens a connection."""
     folder = write_run(tmp_path / "a run, {x}", make_lines(range(1, 3)))
-    command = [sys.executable, "-m", "tunix", "samples", str(folder), f"output={tmp_path}/page.html"]
+    (tmp_path / "link.html").symlink_to("page.html")
+    command = [sys.executable, "-m", "tunix", "samples", str(folder), f"output={tmp_path}/link.html"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert "page.html: 0.0 MB" in done.stdout
+    assert "link.html: 0.0 MB" in done.stdout
     page = (tmp_path / "page.html").read_text()
     assert not re.findall(r"""(?:src|href)\s*=|url\(|@import|fetch\(""", page)
     assert set(re.findall(r"https?://[^\"\s]*", page)) == {"http://www.w3.org/2000/svg"}  # a name, not an address

@@ -232,6 +232,16 @@ def find_way_out(error: OSError, otherwise: str) -> str:
     return WAYS_OUT.get(error.errno or 0) or next(by_text, otherwise)
 
 
+@contextmanager
+def describing_refusal(key: str, path: Path) -> Iterator[None]:
+    """Raise `UserError` for an error of the disk, while the file that `key` names is written in the block."""
+    try:
+        yield
+    except OSError as error:
+        hint = find_way_out(error, "name another file")
+        raise UserError(f"{key}={path} cannot be written ({describe_refusal(error)}); {hint}") from None
+
+
 def describe_refusal(error: OSError) -> str:
     """Return why a folder cannot be made. Python says "File exists" where a file is in its way."""
     return "a file is in the way" if isinstance(error, FileExistsError) else error.strerror or str(error)

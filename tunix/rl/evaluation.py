@@ -2,16 +2,17 @@
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any, TextIO
+from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 
 from tunix.base.errors import UserError
-from tunix.base.files import find_writable
+from tunix.base.files import describing_refusal, find_writable
 from tunix.config import Config, Evaluate, Sampling, compose
 from tunix.config.data import Mixture
 from tunix.config.rewards import EngineTerm, FunctionTerm, RewardTerm
@@ -166,7 +167,7 @@ def evaluate_answers(cmd: Evaluate, cfg: Config, checkpoints: list[str]) -> list
         engine_rewards.try_out(prompts[0])
         if cmd.best is not None:
             _check_best(cmd, prompts, len(checkpoints), has_environment=pool is not None)
-        samples, best = peers.on_main(lambda: _open_files(cmd, files), "opening the files to write") or (None, None)
+        paths = peers.on_main(lambda: _make_files(cmd), "making the files to write") or {}
         for checkpoint in checkpoints:
             # The model of the first checkpoint is loaded with its tokenizer; of the others only parameters are read.
             params = model.params
@@ -182,14 +183,13 @@ def evaluate_answers(cmd: Evaluate, cfg: Config, checkpoints: list[str]) -> list
                 answers = [episode.to_answer() for episode in played.episodes]
             scoring = scorer, engine_rewards, settings.max_new_tokens
             rows, counts = _make_rows(cmd, prompts, answers, corpus.vocab, *scoring, played)
-            if samples is not None:
-                lines = (json.dumps({"checkpoint": checkpoint, **row}, ensure_ascii=False) for row in rows)
-                samples.writelines(f"{line}\n" for line in lines)
+            if "samples" in paths:
+                _add_lines("samples", paths["samples"], ({"checkpoint": checkpoint, **row} for row in rows))
             if cmd.best is not None:
                 chosen = select_best(prompts, rows, cmd.num_samples, cmd.best_from)
                 counts["best_rows"] = len(chosen)
-                if best is not None:
-                    best.writelines(f"{json.dumps(row, ensure_ascii=False)}\n" for row in chosen)
+                if "best" in paths:
+                    _add_lines("best", paths["best"], chosen)
             labels = [name.removeprefix("reward_") for name in rows[0] if name.startswith("reward_")]
             numbers = summarise(rows, labels, cmd.num_samples) | ({} if played is None else played.numbers())
             # metric=gsm8k is also reported under its own name, beside `reward`.
@@ -272,12 +272,18 @@ def _check_best(cmd: Evaluate, prompts: Sequence[Prompt], num_checkpoints: int, 
         raise UserError(f"best={cmd.best}: {reason}")
 
 
-def _open_files(cmd: Evaluate, files: ExitStack) -> tuple[TextIO | None, TextIO | None]:
-    """Return the files of samples and of best answers, as far as the command names them."""
-    paths = {key: value for key in ("samples", "best") if (value := getattr(cmd, key)) is not None}
-    found = {key: find_writable(key, name) for key, name in paths.items()}
-    opened = {key: files.enter_context(path.open("w", encoding="utf-8")) for key, path in found.items()}
-    return opened.get("samples"), opened.get("best")
+def _make_files(cmd: Evaluate) -> dict[str, Path]:
+    """Make the files of samples and of best answers empty, as far as the command names them; return them by key."""
+    names = {key: value for key in ("samples", "best") if (value := getattr(cmd, key)) is not None}
+    paths = {key: find_writable(key, name) for key, name in names.items()}
+    for path in paths.values():
+        path.open("w").close()
+    return paths
+
+
+def _add_lines(key: str, path: Path, rows: Iterable[Row]) -> None:
+    with describing_refusal(key, path), path.open("a", encoding="utf-8") as file:
+        file.writelines(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows)
 
 
 def _find_rewards(cmd: Evaluate, cfg: Config) -> tuple[RewardTerm, ...]:
