@@ -16,8 +16,11 @@ from support.images import SEES, draw, save
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import tunix
+from tunix.base.errors import UserError
+from tunix.checkpoints.checkpoint import check_same
 from tunix.checkpoints.store import check_everything
 from tunix.config.compose import compose
+from tunix.data.batches import Position
 from tunix.data.dataset import load_corpus
 from tunix.data.image_processors import SquareProcessor
 from tunix.data.image_slots import index_images
@@ -56,6 +59,16 @@ def test_a_mesh_of_three_axes_computes_the_same_of_images():
     cfg = compose([*SHAPES, "task=sft", "training.micro_batch_size=2"]).config
     one, split = verify(cfg, [[[1], ["fsdp"]], [[2, 2, 2], ["fsdp", "cp", "tp"]]], num_steps=2)
     assert max(split.compute_differences(one).values()) < 1e-5
+
+
+def test_a_resumed_run_has_as_many_images_in_a_row():
+    """Another number packs other sequences: sample n would be another one."""
+    position = Position(3, 24, "data", "tokenizer")
+    two, three = (compose([*SHAPES, "task=sft", f"training.images_per_row={slots}"]).config for slots in (2, 3))
+    saved = two.model_dump(mode="json", by_alias=True)
+    check_same(two, saved, position, position)
+    with pytest.raises(UserError, match="training.images_per_row=3, but the checkpoint was made with 2; leave it"):
+        check_same(three, saved, position, position)
 
 
 @pytest.mark.nightly

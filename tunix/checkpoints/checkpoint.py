@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 # schedule may change. `MAY_DIFFER` are keys of these sections that change no shape: how a result is computed. The keys
 # of initial weights and of low-rank updates must agree, though they are no part of the architecture.
 SAME = ("model", "optimizer.name", "optimizer.moments", "training.seq_len", "training.param_dtype", "seed")
+SAME_OF_IMAGES = ("training.images_per_row",)  # where the model sees: which images a sequence has room for
 MAY_DIFFER = {f"model.{key}" for key in list_keys_outside("mesh", "computation", "losses")}
 
 
@@ -49,9 +50,10 @@ def check_same(config: Config, saved: dict[str, Any], position: Position, now: P
     new = flat(mask_values(config.model_dump(mode="json", by_alias=True)))
     for values in (old, new):
         values["training.param_dtype"] = values["training.param_dtype"] or "float32"
+    same = SAME if config.model.vision is None else SAME + SAME_OF_IMAGES
     # The kind of a part comes first: its other keys differ for that reason.
     for key in sorted(old.keys() | new.keys(), key=lambda key: (not key.endswith(".kind"), key)):
-        must_agree = any(key == name or key.startswith(f"{name}.") for name in SAME) and key not in MAY_DIFFER
+        must_agree = any(key == name or key.startswith(f"{name}.") for name in same) and key not in MAY_DIFFER
         if must_agree and old.get(key) != new.get(key):
             raise UserError(
                 f"resume: {key}={new.get(key)}, but the checkpoint was made with {old.get(key)}; "
