@@ -190,6 +190,16 @@ def load_task_prompts(cfg: Config) -> PromptCorpus:
     return load_prompts(cfg, cfg.training.seq_len - cfg.sampling.max_new_tokens)
 
 
+def schedule_prompts(cycle: Cycle) -> DataSchedule:
+    """Return the prompts that steps take, by which a stage of a mixture begins with a step.
+
+    A rollout takes the prompts of all its steps at once. A stage may begin within them, where each step has as many of
+    them; else it begins with the next rollout.
+    """
+    per_step, rest = divmod(cycle.samples, cycle.steps)
+    return DataSchedule(BEGINNING, cycle if rest else Cycle(per_step, 1), ())
+
+
 class PromptFeed:
     """Prompts that the model in training answers, and rewards that score its answers."""
 
@@ -208,10 +218,8 @@ class PromptFeed:
                 f"the training data have {corpus.num_samples} prompts, one rollout needs {cycle.samples}; add data, or "
                 "make training.global_batch_size, task.oversample or task.steps_per_rollout smaller"
             )
-        # The place in the data is counted in prompts, and a rollout takes those of all its steps at once.
-        per_step = max(1, cycle.samples // cycle.steps)
-        data_schedule = DataSchedule(BEGINNING, Cycle(per_step, 1), ())
-        self.samples = Samples(corpus.train, cfg, data_schedule, shape.num_tokens // per_step)
+        tokens_per_prompt = shape.num_tokens * cycle.steps // cycle.samples
+        self.samples = Samples(corpus.train, cfg, schedule_prompts(cycle), tokens_per_prompt)
         in_processes = [term for term in task.rewards if not isinstance(term, EngineTerm)]
         self.scorer = Scorer(in_processes, task.reward_processes, task.reward_timeout_s, task.reward_errors)
         self.pool = make_pool(task, corpus.vocab)

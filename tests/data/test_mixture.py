@@ -13,7 +13,9 @@ from support.harness import ONE_LAYER, RUN, SMALL, metrics
 
 import tunix
 from tunix.base.errors import UserError
+from tunix.batch_sources import schedule_prompts
 from tunix.config.compose import compose
+from tunix.config.task import Cycle
 from tunix.data.batches import SampleOrder, Stage, TrainBatches, split_samples
 from tunix.sharding.table import axis_names
 
@@ -119,6 +121,19 @@ def test_stages_and_caps_and_the_table(tmp_path):
         UserError, match=r"data.max_epochs: the run would read rare [\d.]+ times, more than 2; lower its weight"
     ):
         data.stages(1000)
+
+
+@pytest.mark.parametrize(
+    ("cycle", "step", "samples"),
+    [
+        (Cycle(4, 1), 30, 120),
+        (Cycle(8, 2), 3, 12),  # in the middle of a rollout
+        (Cycle(4, 3), 30, 40),  # task.passes_per_rollout=3: ten rollouts
+        (Cycle(4, 8), 40, 20),
+    ],
+)
+def test_a_stage_of_prompts_begins_with_its_step(cycle, step, samples):
+    assert schedule_prompts(cycle).taken(step) == samples
 
 
 def test_stages_out_of_order(tmp_path):
