@@ -280,7 +280,10 @@ def test_the_factor_of_updates_of_experts_is_that_of_peft(targets, written):
 
 
 REFUSED = {
-    "modules_to_save": (["lm_head"], r"modules_to_save=\['lm_head'\] is not understood"),
+    "modules_to_save": (
+        ["lm_head"],
+        r"modules_to_save=\['lm_head'\] is not understood; .* merge_lora=true, PEFT with merge_and_unload",
+    ),
     "rank_pattern": ({"q_proj": 8}, r"rank_pattern={'q_proj': 8} is not understood"),
     "layers_to_transform": ([0], r"layers_to_transform=\[0\] is not understood"),
     "init_lora_weights": ("pissa", "init_lora_weights=pissa is not supported; it must be True or False or gaussian"),

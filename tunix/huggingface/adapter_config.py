@@ -52,7 +52,10 @@ def _read_adapter(folder: Path, family: str) -> dict[str, Any]:
         if key in FIXED and value not in FIXED[key]:
             raise UserError(f"{source}: {key}={value} is not supported; it must be {' or '.join(map(str, FIXED[key]))}")
         if value and key not in (*FIXED, *IGNORED, *READ):
-            raise UserError(f"{source}: {key}={value} is not understood")
+            raise UserError(
+                f"{source}: {key}={value} is not understood; give a folder of the whole model: tunix.export writes it "
+                "with merge_lora=true, PEFT with merge_and_unload"
+            )
     rank, alpha = raw.get("r"), raw.get("lora_alpha")
     if not isinstance(rank, int) or not isinstance(alpha, int | float):
         raise UserError(f"{source}: r={rank} and lora_alpha={alpha} must be numbers")
