@@ -2,13 +2,15 @@
 
 import io
 import json
+from pathlib import Path
 
 import pytest
-from support.harness import ROOT
+from support.harness import ROOT, SMALL
 
 from tunix.base.errors import UserError
 from tunix.config import Play
 from tunix.config.command_line import read_settings
+from tunix.config.compose import compose
 from tunix.play import EXAMPLES, play
 from tunix.rl.tool_parsers import TOOL_CALLS
 
@@ -50,6 +52,20 @@ def test_several_environments_by_hand(monkeypatch, capsys):
     said = capsys.readouterr().out
     assert "tool python(code)" in said
     assert "environment\n  42\n" in said
+
+
+def test_an_answer_may_have_an_end_of_a_line_that_json_does_not_escape(tmp_path, monkeypatch, capsys):
+    row = {"prompt": "1?", "turns": [{"role": "assistant", "content": "a\u2028b"}], "reward": 1, "stopped": True}
+    words = ["task=grpo", "task.environment=calculator", *data_of(tmp_path, "one"), "training.global_batch_size=8"]
+    monkeypatch.setattr("tunix.play.make_config", lambda settings: compose([*SMALL, *words]).config)
+
+    def write(settings, *_):
+        line = json.dumps(row | {"num_tokens": 3}, ensure_ascii=False)
+        Path(settings.samples).write_text(f"{line}\n", encoding="utf-8")
+
+    monkeypatch.setattr("tunix.play.evaluate_answers", write)
+    play(read_settings(Play, ["checkpoint=given"], {"overrides": []}))
+    assert "reward 1 (), 3 tokens" in capsys.readouterr().out
 
 
 def test_data_by_hand(tmp_path, monkeypatch, capsys):

@@ -98,6 +98,12 @@ def test_lines_that_are_no_question_are_named(line, message, words):
         read_questions("code", "code.jsonl")
 
 
+def test_a_text_may_have_an_end_of_a_line_that_json_does_not_escape(words):
+    odd = {**QUESTIONS[0], "prompt": "one\u2028two\x85three"}
+    Path("code.jsonl").write_text(f"\ufeff{json.dumps(odd, ensure_ascii=False)}\n\n", encoding="utf-8")
+    assert [each.prompt for each in read_questions("code", "code.jsonl")] == [odd["prompt"]]
+
+
 def test_a_file_is_read_once_and_again_when_it_has_changed(words):
     first = read_questions("code", "code.jsonl")
     assert read_questions("code", "code.jsonl") is first

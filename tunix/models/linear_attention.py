@@ -312,7 +312,9 @@ class LinearAttention(nnx.Module):
 
     def _run_rows(self, *arrays: Any) -> jax.Array:
         *inputs, decay, beta, segments = arrays
-        runs = reshard(number_runs(segments), self.layout.activation("BS"))
+        # On each device apart: XLA of jaxlib 0.10.2 would split the slices in here, and fail, beside experts on cp and tp.
+        rows = self.layout.activation("BS")
+        runs = stage_shard_map(number_runs, (rows,), rows, self.layout.stages_around)(reshard(segments, rows))
         filtered = [each(x, runs) for each, x in zip(self._filters, inputs, strict=True)]
         return self._map_devices(run_shard, DIM_NAMES, "BS", results=("BTJM",))(*filtered, decay, beta, runs)
 

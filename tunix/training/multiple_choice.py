@@ -58,7 +58,7 @@ def read_questions(name: str, path: str) -> list[Question]:
 @cache  # a run looks at its questions before the data are read, and `make_choices` takes them from here
 def _read_file(key: str, file: Path, changed_ns: int) -> list[Question]:
     """Read a file that was changed at this time."""
-    lines = file.read_text(encoding="utf-8").splitlines()
+    lines = file.read_text(encoding="utf-8-sig").split("\n")  # JSON may have other ends of lines in its texts
     questions = [_read_question(line, f"{key}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
     if not questions:
         raise UserError(f"{key} has no question")
