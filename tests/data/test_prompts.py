@@ -140,7 +140,10 @@ def test_long_prompts_are_left_out_and_counted(rows, caplog):
     assert f"left out: {20 - len(kept)} prompts of more than {limit} tokens" in caplog.text
     assert fewer.fingerprint != corpus.fingerprint
     assert [len(corpus.spread(split, 3)) for split in ("train", "held_out")] == [3, 3]
-    with pytest.raises(UserError, match="prompts of jsonl have more than the 3 tokens that the context leaves"):
+    with pytest.raises(
+        UserError,
+        match="prompts of jsonl have more than the 3 tokens that are left beside an answer; lower sampling.max_new_tokens",
+    ):
         load_prompts(prompted(*PAIRS), 3)
 
 

@@ -191,8 +191,9 @@ def load_prompts(cfg: Config, max_length: int) -> PromptCorpus:
             log.warning("%s: left out: %d prompts of more than %d tokens%s", name, too_long, max_length, slots)
         if not len(part):
             raise UserError(
-                f"data: all {part.num_too_long} prompts of {name} have more than the {max_length} tokens that the "
-                "context leaves beside an answer; make the answers shorter (max_new_tokens) or the context longer"
+                f"data: all {part.num_too_long} prompts of {name} have more than the {max_length} tokens that are left "
+                "beside an answer; lower sampling.max_new_tokens or raise training.seq_len (of tunix.evaluate: lower "
+                "max_new_tokens)"
             )
     summary = "\n".join(
         f"{name}: {len(part):,} prompts to train on, {part.num_tokens / len(part):,.1f} tokens on average; "
