@@ -72,6 +72,12 @@ class Chance(Sums):
         super().step(text)
         return str(time.perf_counter()), 0.0, False
 
+class Leaks(Sums):
+    kept = []
+    def reset(self, seed, first):
+        self.kept.append(bytearray(150 * 2**20))
+        super().reset(seed, first)
+
 @functools.cache
 def load():
     time.sleep(1.5)
@@ -157,7 +163,9 @@ def test_bad_episodes_cost_themselves_alone(folder):
     assert problems[1].startswith("SystemExit: enough (")
     assert problems[2] == "its process ended with exit code 3, twice"
     assert problems[5].startswith("MemoryError: ")
-    assert session.num_lost == 3, "two for the episode that dies, one for that which dies once"
+    assert session.num_lost == 4, (
+        "two for the episode that dies, one for that which dies once, one for that which grows"
+    )
     assert {number: mixed[number] for number in good if number not in problems} == {
         number: expected[number] for number in good if number not in problems
     }
@@ -174,6 +182,13 @@ def test_an_environment_that_hangs_is_killed_with_its_children(folder):
     assert [reply.reward for reply in said[78]] == [0.0, 79.0, 80.0]
     child = int((folder / "child").read_text())
     wait_until(lambda: not Path(f"/proc/{child}").exists(), "the end of a process that an environment has started", 30)
+
+
+def test_what_episodes_leave_in_memory_ends_one_episode_and_not_all_later_ones(folder):
+    with make_pool("Leaks", processes=1) as pool:
+        last = [play(pool, {0: ["add 1"]})[0][-1] for _ in range(6)]
+    failed = [isinstance(each, str) and each.startswith("MemoryError") for each in last]
+    assert failed == [False, False, True, False, False, True]
 
 
 def test_a_new_process_has_time_to_load(folder):

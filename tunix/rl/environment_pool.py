@@ -105,6 +105,9 @@ class _Holder(threading.Thread):
                 continue
             if not problem and replies[:-1] != played.replies[len(played.requests) - len(requests) :]:
                 problem = "played again, it says something else; set replays = False on its class"
+            if problem.startswith("MemoryError") and self.pool.replays and not self.process.closed:
+                # What earlier episodes have left in the process may be what fills it: a new one has room.
+                self._replace(session, LostProcess("has no memory left"))
             if problem:
                 return Answered(number, None, problem, seconds)
             played.replies.append(replies[-1])
