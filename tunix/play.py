@@ -4,7 +4,6 @@ By hand, a line of stdin is a turn, and a line that ends with a backslash goes o
 in a process of its own, with the limits that it has in training, and gets the texts that it would get there.
 """
 
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tunix.base.errors import UserError
-from tunix.base.files import temporary_folder
+from tunix.base.files import read_json_lines, temporary_folder
 from tunix.config import Config, Evaluate, Play
 from tunix.config.command_line import read_settings, run_command
 from tunix.config.compose import compose
@@ -180,8 +179,8 @@ def play_by_checkpoint(command: Play) -> None:
             )
         evaluate_answers(settings, cfg.model_copy(update={"seed": command.seed}), [str(command.checkpoint)])
         if peers.is_main():
-            for line in file.read_text().splitlines():
-                print_episode(json.loads(line))
+            for row in read_json_lines(file):
+                print_episode(row)
 
 
 def print_episode(row: dict[str, Any]) -> None:

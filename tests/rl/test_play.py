@@ -56,7 +56,13 @@ def test_several_environments_by_hand(monkeypatch, capsys):
 
 def test_an_answer_may_have_an_end_of_a_line_that_json_does_not_escape(tmp_path, monkeypatch, capsys):
     row = {"prompt": "1?", "turns": [{"role": "assistant", "content": "a\u2028b"}], "reward": 1, "stopped": True}
-    words = ["task=grpo", "task.environment=calculator", *data_of(tmp_path, "one"), "training.global_batch_size=8"]
+    words = [
+        "task=grpo",
+        "task.environment=calculator",
+        *data_of(tmp_path, "one"),
+        "training.global_batch_size=8",
+        "sampling.max_new_tokens=16",
+    ]
     monkeypatch.setattr("tunix.play.make_config", lambda settings: compose([*SMALL, *words]).config)
 
     def write(settings, *_):

@@ -312,7 +312,7 @@ class LinearAttention(nnx.Module):
 
     def _run_rows(self, *arrays: Any) -> jax.Array:
         *inputs, decay, beta, segments = arrays
-        # On each device apart: XLA of jaxlib 0.10.2 would split the slices in here, and fail, beside experts on cp and tp.
+        # On each device apart: XLA of jaxlib 0.10.2 would split the slices in here, and fail, beside experts on cp, tp.
         rows = self.layout.activation("BS")
         runs = stage_shard_map(number_runs, (rows,), rows, self.layout.stages_around)(reshard(segments, rows))
         filtered = [each(x, runs) for each, x in zip(self._filters, inputs, strict=True)]
