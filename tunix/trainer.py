@@ -26,7 +26,7 @@ from tunix.checkpoints.root import check_root, find_root, write_root
 from tunix.checkpoints.store import open_store
 from tunix.config import Config, Evaluation, compose
 from tunix.config.batch import BatchShape
-from tunix.config.compose import remark_on_decay, remark_on_environment, remark_on_random, remark_on_tiny, to_yaml
+from tunix.config.compose import remark_on_environment, remark_on_random, remark_on_tiny, remark_on_unread, to_yaml
 from tunix.costs.devices import Cluster, find_kind, read_topology, replace_network
 from tunix.costs.step import check_matmul_dtype, find_run_peak_tflops
 from tunix.data.batches import Batch, BatchSource, Numbers, Position
@@ -104,7 +104,7 @@ def run(job: compose.Job) -> Result:
         log.info("%s", setup.report)
         for remark in filter(
             None,
-            (remark_on_tiny(job), remark_on_random(job), remark_on_decay(job), remark_on_environment(job, os.environ)),
+            (remark_on_tiny(job), remark_on_random(job), remark_on_unread(job), remark_on_environment(job, os.environ)),
         ):
             log.warning("%s", remark)
         if setup.corpus is None:

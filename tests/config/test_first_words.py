@@ -17,10 +17,10 @@ from tunix.base.errors import UserError, name_choices
 from tunix.config.compose import (
     compose,
     reject_missing_inputs,
-    remark_on_decay,
     remark_on_environment,
     remark_on_random,
     remark_on_tiny,
+    remark_on_unread,
     to_yaml,
 )
 from tunix.doctor import check_variables
@@ -150,12 +150,24 @@ def test_a_random_base_is_said():
     assert "also optimizer.learning_rate, which is chosen for" in remark_on_tiny(compose(words))
 
 
-def test_a_decay_that_the_schedule_does_not_have_is_named():
-    said = remark_on_decay(compose(["scheduler.decay_ratio=0.5"]))
-    assert said.startswith("scheduler.decay_ratio: scheduler=warmup_cosine does not read it; ")
-    assert said.endswith("; scheduler=wsd, scheduler=cosine_hold, scheduler=sqrt_decay do")
-    for words in ([], ["scheduler=wsd", "scheduler.decay_ratio=0.5"]):
-        assert remark_on_decay(compose(words)) == ""
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("scheduler.decay_ratio=0.5", "scheduler.decay_ratio: nothing reads it: the schedule has no decay at its end; "),
+        ("scheduler=wsd scheduler.decay_ratio=0.5", ""),
+        ("model.lora.alpha=8 model.lora.use_dora=true", "model.lora.alpha, model.lora.use_dora: nothing reads them: model."),
+        ("model.lora.rank=0", ""),
+        ("model.lora.rank=4 model.lora.alpha=8", ""),
+        ("task.teacher_temperature=2", "task.teacher_temperature: nothing reads it: task.teacher=null; name a run"),
+        ("+experiment=grpo_addition task.max_turns=3", "task.max_turns: nothing reads it: task.environment=null"),
+        ("logging.wandb.entity=me", "logging.wandb.entity: nothing reads it: logging.sinks does not name the sink"),
+        ("logging.wandb.entity=me logging.sinks=[jsonl,wandb]", ""),
+    ],
+)  # fmt: skip
+def test_a_key_that_nothing_reads_is_named(words, said):
+    remark = remark_on_unread(compose(words.split()))
+    assert remark.startswith(said)
+    assert bool(remark) == bool(said)
 
 
 def test_a_folder_that_holds_a_run_is_refused_before_anything_is_read(tmp_path):

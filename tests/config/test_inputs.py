@@ -21,6 +21,10 @@ SUBMITTED = ["launcher=slurm", "launcher.nodes=1"]
         ([*SUBMITTED, "data=text", "data.paths=[nowhere/]"], "data.paths: nowhere/ does not exist"),
         (["tokenizer.path=nowhere/tokenizer.json"], "tokenizer.path: nowhere/tokenizer.json does not exist"),
         (["tokenizer.path=./robot", "dry_run=true"], "tokenizer.path: ./robot does not exist"),
+        (
+            ["+experiment=sft_addition", "task.chat_template=my.jinja", "dry_run=true"],
+            "task.chat_template: my.jinja does not",
+        ),
     ],
 )
 def test_inputs_that_are_not_there(words, message, tmp_path, monkeypatch):

@@ -11,7 +11,7 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,6 @@ from tunix.config.saved_runs import (
     upgrade,
 )
 from tunix.data.table import Custom, Rows, Source, Tokens
-from tunix.optimizers.schedules import SHAPES
 
 # word                        means
 # group=option                take the file conf/GROUP/OPTION.yaml
@@ -410,6 +409,9 @@ def _list_paths(cfg: Config) -> Iterator[tuple[str, str]]:
             yield f"{key}.paths", path
     if isinstance(cfg.launcher, Slurm) and cfg.launcher.dry_run and cfg.launcher.train_script:
         yield "launcher.train_script", cfg.launcher.train_script
+    template = getattr(cfg.task, "chat_template", None) or ""
+    if not cfg.resume and "{" not in template and Path(template).suffix in (".jinja", ".jinja2", ".j2", ".txt"):
+        yield "task.chat_template", template
     path = cfg.tokenizer.path
     if path is None or cfg.tokenizer.train:
         return
@@ -491,14 +493,58 @@ def remark_on_random(job: Job) -> str:
     return ""
 
 
-def remark_on_decay(job: Job) -> str:
-    """Return a remark for keys of a decay at the end of the run, which the schedule does not have."""
-    scheduler = job.config.scheduler
-    keys = [key for key in _typed(job) if key.startswith("scheduler.decay_")]
-    if not keys or scheduler.shape.has_decay:
-        return ""
-    others = ", ".join(f"scheduler={name}" for name, shape in SHAPES.items() if shape.has_decay)
-    return f"{', '.join(keys)}: scheduler={scheduler.name} does not read it; {others} do"
+# Keys that nothing reads while another key is off: which ones, whether they are read, and the key that is off.
+UNREAD: tuple[tuple[str, Callable[[Config, str], object], str], ...] = (
+    (
+        r"model\.lora\.(?!rank$)",
+        lambda cfg, key: cfg.model.lora.rank,
+        "model.lora.rank=0 trains all weights; give a rank",
+    ),
+    (
+        r"scheduler\.decay_",
+        lambda cfg, key: cfg.scheduler.shape.has_decay,
+        "the schedule has no decay at its end; scheduler=wsd, cosine_hold and sqrt_decay have one",
+    ),
+    (
+        r"task\.teacher_",
+        lambda cfg, key: getattr(cfg.task, "teacher", None),
+        "task.teacher=null; name a run, or a model's folder or ID",
+    ),
+    (
+        r"task\.(max_turns|tool_calls|episode_timeout_s|environment_\w+)$",
+        lambda cfg, key: getattr(cfg.task, "environment", None),
+        "task.environment=null; name one",
+    ),
+    (
+        r"training\.(spike_window|max_spikes)$",
+        lambda cfg, key: cfg.training.spike_deviations,
+        "training.spike_deviations=null skips no spike; give a number",
+    ),
+    (
+        r"training\.ema_(dtype|memory)$",
+        lambda cfg, key: cfg.training.ema_decay,
+        "training.ema_decay=null keeps no average",
+    ),
+    (
+        r"evaluation\.min_improvement$",
+        lambda cfg, key: cfg.evaluation.patience,
+        "evaluation.patience=null; give a number",
+    ),
+    (
+        r"logging\.(wandb|mlflow|webhook|prometheus)\.",
+        lambda cfg, key: key.split(".")[1] in cfg.logging.sinks,
+        "logging.sinks does not name the sink",
+    ),
+)
+
+
+def remark_on_unread(job: Job) -> str:
+    """Return a remark for keys of the command line that nothing reads, because another key is off."""
+    remarks = []
+    for pattern, is_read, reason in UNREAD:
+        if keys := [key for key in _typed(job) if re.match(pattern, key) and not is_read(job.config, key)]:
+            remarks.append(f"{', '.join(keys)}: nothing reads {'them' if len(keys) > 1 else 'it'}: {reason}")
+    return "; ".join(remarks)
 
 
 def remark_on_environment(job: Job, environment: Mapping[str, str]) -> str:
