@@ -227,7 +227,7 @@ def test_a_push_that_is_refused_writes_nothing(pushed, hf_dir, tmp_path):
     env, _ = pushed
     for name, message in (
         ("taken/name", "push=taken/name could not be sent to the hub: HF_TOKEN is missing, or may not write there"),
-        ("name", "push=name: "),
+        ("name", "push=name: expected OWNER/NAME"),
     ):
         done = export_as_user(env, tmp_path, f"checkpoint={hf_dir}", "output=out", f"push={name}")
         assert done.returncode == 2

@@ -1,6 +1,7 @@
 """Settings of `python -m tunix.NAME key=value ...`; values stand in conf/command/NAME.yaml."""
 
 import ipaddress
+import re
 from contextlib import suppress
 from typing import Annotated, Any, Literal
 
@@ -57,7 +58,7 @@ class Export(WrittenModel, ReadModel):
     float32 for an adapter. q8_0, 8 bits with a scale for each 32 weights, is for format=gguf."""
     merge_lora: Flag
     """Of a model with low-rank updates: add them to the matrices; false writes only them, as an adapter for PEFT."""
-    push: Annotated[str, Field(pattern=r"^[\w.-]+/[\w.-]+$")] | None
+    push: str | None
     """OWNER/NAME of a model on the Hugging Face hub, which gets the files and a page about the run; null for none.
     HF_TOKEN is the key, HF_ENDPOINT another hub."""
     private: Flag
@@ -67,6 +68,8 @@ class Export(WrittenModel, ReadModel):
     def _check(self) -> "Export":
         if self.dtype == "q8_0" and self.format != "gguf":
             raise ValueError("dtype=q8_0 is for format=gguf; add it, or take bfloat16")
+        if self.push is not None and not re.fullmatch(r"[\w.-]+/[\w.-]+", self.push):
+            raise ValueError(f"push={self.push}: expected OWNER/NAME, the model's name on the hub")
         if self.push is not None and self.format == "state":
             raise ValueError(f"push={self.push} sends a model, and format=state is none; leave one out")
         if self.push is not None and self.output.startswith(("s3://", "gs://")):
