@@ -318,6 +318,22 @@ def test_a_conversation_that_the_template_refuses_is_a_bad_row(tmp_path, task, c
     assert "jsonl: left out: 1 refused by task.chat_template (a.jsonl@" in caplog.text
 
 
+def test_a_conversation_whose_answer_cannot_be_found_is_a_bad_row(tmp_path):
+    """As of GPT-OSS's template, which drops earlier thoughts once an answer is there, but in few conversations."""
+    rows = [{"messages": [TALK[1], {"role": "assistant", "content": f"{n}"}]} for n in range(12)]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "own.jinja").write_text("{% if messages[-1].content == '7' %}!{% endif %}" + PLAIN)
+    words = [*SMALL, "task=sft", "data=jsonl", f"data.paths=[{tmp_path}]", f"task.chat_template={tmp_path}/own.jinja",
+             "tokenizer=bytes", "model.vocab_size=auto", "data.held_out_fraction=0"]  # fmt: skip
+    with pytest.raises(
+        UserError, match=r"a.jsonl, line 8, has a conversation .* cannot be told from it.*data.bad_rows"
+    ):
+        prepare_corpus(compose(words).config)
+    (found,) = prepare_corpus(compose([*words, "data.bad_rows=skip"]).config)[0].values()
+    assert found.index["left_out"] == {"refused by task.chat_template": 1}
+    assert found.index["documents"] == 11
+
+
 def test_answers_of_no_token_are_neither_learnt_nor_measured_nor_asked(tmp_path, monkeypatch):
     rows = [
         {"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": ""}]} for n in range(40)

@@ -156,7 +156,7 @@ def _count_characters(value: Any) -> int:
 
 
 class RefusedConversation(UserError):
-    """A template fails for a conversation, and may take others."""
+    """A template does not take a conversation, and may take others."""
 
 
 class ChatTemplate:
@@ -269,7 +269,8 @@ class ChatTemplate:
             One list of pieces, or several, each with an answer that is learnt, if there is any.
 
         Raises:
-            UserError: the text of a conversation with its answer does not begin with the text before the answer.
+            RefusedConversation: its text with an answer does not begin with the text before the answer, or the template
+                fails for it.
         """
         numbers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
         if learnt == "all":
@@ -280,7 +281,7 @@ class ChatTemplate:
             prompt = self.render(messages[:number], add_generation_prompt=True, options=options)
             answered = self.render(messages[: number + 1], options=options)
             if not answered.startswith(prompt):
-                raise UserError(
+                raise RefusedConversation(
                     "task.chat_template: a conversation with its answer does not begin with the text before the "
                     f"answer, so the answer cannot be told from it: ...{prompt[-40:]!r} and ...{answered[-80:]!r}; "
                     "give another template, or what this one asks for in task.chat_template_kwargs, often "

@@ -17,7 +17,16 @@ from tunix.base.errors import UserError
 from tunix.base.text import as_typed
 from tunix.config import Task
 from tunix.config.task import Classify, Embed, Prompted, Sft
-from tunix.data.chat import NO_OPTIONS, THOUGHTS, LearntTurns, Message, Options, Pieces, join_parts
+from tunix.data.chat import (
+    NO_OPTIONS,
+    THOUGHTS,
+    LearntTurns,
+    Message,
+    Options,
+    Pieces,
+    RefusedConversation,
+    join_parts,
+)
 from tunix.data.files import TOO_LONG, BadRow, Columns, Item, Limited, Rows, Source, Unit, is_longer
 from tunix.data.image_processors import ImageProcessor
 from tunix.data.images import (
@@ -729,7 +738,7 @@ def _encode_pairs(vocab: Vocab, pairs: list[Pair], images: Sequence[Sequence[byt
     # One iterator given twice: each pair takes two of its items, the chosen answer and the rejected one.
     for chosen, rejected in zip(encoded, encoded, strict=True):
         if chosen.further or rejected.further:
-            raise UserError(
+            raise RefusedConversation(
                 "task.chat_template: an answer of a pair has several turns of the assistant, which the template shows "
                 "in another form when the conversation goes on; give another template"
             )
