@@ -120,6 +120,17 @@ def test_the_experiment(tmp_path):
     assert held_out[-1] < held_out[0] - 0.2
 
 
+def test_pissa_of_a_rank_above_a_side_of_a_matrix():
+    """All singular values are then in the update: 16 of keys, whose rank is asked to be 24."""
+    words = ["model.lora.rank=24", "model.lora.init=pissa", "model.lora.targets=attention.k", *ONE_LAYER]
+    small = program(*words, "model.mesh_shape=[[1],[fsdp]]", "distributed.allow_idle_devices=true", fresh=True)
+    with jax.set_mesh(small.mesh):
+        keys = jax.tree.map(np.asarray, small.built.new_params(0)["blocks"]["attention"]["k"])
+    a, b = keys["lora"]["a"][0], keys["lora"]["b"][0]  # [D, r], [r, K, H]
+    assert (a[:, 16:] == 0).all()
+    np.testing.assert_allclose(np.tensordot(a, b, 1) * small.cfg.model.lora.scale, keys["w"][0], atol=1e-5)
+
+
 @pytest.mark.nightly
 def test_dropout_is_of_training_alone():
     small = program("model.lora.rank=2", "model.lora.dropout=0.5", "model.mesh_shape=[[1],[fsdp]]",

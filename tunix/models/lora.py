@@ -228,7 +228,10 @@ def _take_largest(
         def decompose(matrix):
             u, values, v = jnp.linalg.svd(matrix, full_matrices=False)
             roots = jnp.sqrt(values[: cfg.rank] / cfg.scale)
-            return u[:, : cfg.rank] * roots, roots[:, None] * v[: cfg.rank]
+            # Zeros stand for the singular values that a matrix with a side below the rank lacks.
+            missing = max(0, cfg.rank - len(values))
+            a, b = u[:, : cfg.rank] * roots, roots[:, None] * v[: cfg.rank]
+            return jnp.pad(a, ((0, 0), (0, missing))), jnp.pad(b, ((0, missing), (0, 0)))
 
         a, b = jax.lax.map(decompose, matrices)  # one at a time: the decomposition needs several times its memory
         ordered = []
