@@ -7,6 +7,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tunix.sharding import arrays
+from tunix.sharding.mesh import device_mesh
 
 
 @pytest.mark.parametrize("is_in_place", [True, False])
@@ -43,3 +44,11 @@ def test_no_device_shares_the_memory_of_another(monkeypatch):
     sharding = NamedSharding(jax.make_mesh((8,), ("fsdp",)), PartitionSpec("fsdp"))
     filled = arrays.fill((8, 8), "float32", sharding, (1, 4), lambda index: numbers[index])
     assert np.array_equal(np.asarray(filled), numbers)
+
+
+def test_a_process_may_have_parts_of_two_shards_of_three(monkeypatch):
+    """Two processes of three devices on dp=3 x tp=2: the shard in the middle is on both, which read its rows."""
+    mesh = device_mesh(((3, 2), ("dp", "tp")), {}, allow_idle=True)
+    monkeypatch.setattr(arrays, "local_rows", lambda mesh, num_rows: [*range(num_rows * 2 // 3)])  # of process 0
+    monkeypatch.setattr(jax, "make_array_from_process_local_data", lambda sharding, rows, shape: shape)
+    assert arrays.to_global({"tokens": np.zeros((1, 4, 8), np.int32)}, mesh) == {"tokens": (1, 6, 8)}

@@ -142,14 +142,15 @@ def local_rows(mesh: Mesh, num_rows: int) -> list[int]:
 
 def to_global(batch: dict[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:
     """Return global arrays [A, B, ...] of this process's rows, before the copy to the devices is done."""
-    # Processes that have parts of the same sequences have the same rows. So we count data shards, not processes: the
-    # global batch has `share` times the rows of this process.
-    share = data_shards(mesh.shape) // len(local_rows(mesh, data_shards(mesh.shape)))
+    # Processes that have parts of the same sequences have the same rows. So we count data shards, not processes. A
+    # process may have parts of two shards of three.
+    num_shards = data_shards(mesh.shape)
+    num_local = len(local_rows(mesh, num_shards))
 
     def put(rows: np.ndarray) -> jax.Array:
         # Fields with more dimensions than A, B and T have others in the place of T, which no axis splits.
         sharding = NamedSharding(mesh, activation_spec("ABT" if rows.ndim == 3 else "AB"))
-        shape = rows.shape[0], rows.shape[1] * share, *rows.shape[2:]
+        shape = rows.shape[0], rows.shape[1] * num_shards // num_local, *rows.shape[2:]
         return jax.make_array_from_process_local_data(sharding, rows, shape)
 
     return {name: put(rows) for name, rows in batch.items()}
