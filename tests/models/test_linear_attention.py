@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from models.test_family_flops import products
 from models.test_parity import PARITY
-from support.harness import SGD, batch, program
+from support.harness import SGD, batch, experts, program
 
 from tunix.base.errors import UserError
 from tunix.config.compose import compose
@@ -142,3 +142,13 @@ def test_flops_of_devices_that_share_a_row():
             local = sum(products(jax.make_jaxpr(run)(*arrays).jaxpr))
         derived = 6 * linear.state_size + chunk_flops_per_token(model, length, num_devices)
         assert local / (length // num_devices) == pytest.approx(derived, rel=1e-3)
+
+
+@pytest.mark.nightly
+def test_experts_beside_linear_attention_on_meshes_that_keep_the_stream_whole():
+    """XLA of jaxlib 0.10.2 did not compile slices of the segments, which are the same on all of these devices."""
+    words = [*HYBRID, "model.num_layers=4", experts(num_experts=4), "model.mesh_shape=[[2,2],[cp,tp]]"]
+    small = program(*words, "training.sequence_parallel=false", "training.micro_batch_size=4")
+    with jax.set_mesh(small.mesh):
+        shapes = small.built.abstract["params"], small.built.abstract_batch, jax.ShapeDtypeStruct((1,), "int32")
+        jax.jit(small.built.gradients()).lower(*shapes).compile()
