@@ -134,6 +134,8 @@ def test_folders_of_save_to_disk(tmp_path, streaming):
     other.save_to_disk(tmp_path / "[one]", num_shards=2)  # its files stay beside those of the next call
     train.save_to_disk(tmp_path / "[one]")
     datasets.DatasetDict(train=other, test=train).save_to_disk(tmp_path / "both")
+    (tmp_path / "both" / "others").mkdir()
+    (tmp_path / "both" / "others" / "state.json").write_text("{}")  # of another program
     words = ["data=hf", f"data.streaming={streaming}"]
     assert documents(*words, f"data.path='{tmp_path}/[one]'") == sorted(TEXTS)
     assert documents(*words, f"data.path={tmp_path}/both", "data.split=test") == sorted(TEXTS)

@@ -355,13 +355,13 @@ def _find_saved_splits(folder: Path) -> dict[str, list[str]]:
 
     The folder may have files of an earlier call beside them, with more shards or fewer.
     """
-    saved = {state.parent.name: state for state in folder.glob("*/state.json")}
-    if (state := folder / "state.json").is_file():
-        saved = {read_json(state).get("_split") or "train": state}
-    return {
-        split: [glob.escape(str(state.with_name(each["filename"]))) for each in read_json(state)["_data_files"]]
-        for split, state in saved.items()
-    }
+    saved: dict[str, list[str]] = {}
+    for state in (*folder.glob("*/state.json"), folder / "state.json"):
+        about = read_json(state) if state.is_file() else {}
+        if files := about.get("_data_files"):
+            split = about.get("_split") or "train" if state.parent == folder else state.parent.name
+            saved[split] = [glob.escape(str(state.with_name(each["filename"]))) for each in files]
+    return saved
 
 
 def _keep_images(data: Any, datasets: Any) -> Any:
