@@ -196,6 +196,22 @@ def test_each_number_of_negatives_is_read_anew(tmp_path):
         assert corpus.train["jsonl"][0]["segment_ids"].max() == 2 + count
 
 
+def test_a_tokenizer_is_trained_on_the_negatives_that_are_read(tmp_path):
+    """Whatever other run has trained one before."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text((json.dumps({"prompt": "a", "chosen": "b", "rejected": "negative " * 20}) + "\n") * 4)
+    words = [
+        *RUN_OF_GROUPS,
+        f"data.paths=[{path}]",
+        "tokenizer=bpe",
+        "tokenizer.vocab_size=270",
+        "training.seq_len=512",
+    ]
+    for count in (0, 1):
+        corpus = load_corpus(compose([*words, "data.held_out_fraction=0", f"task.negatives={count}"]).config)
+        assert ("negative" in corpus.tokenizer.get_vocab()) == bool(count)
+
+
 def test_rows_without_a_document_are_refused(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"prompt": "a", "chosen": ""}) + "\n")

@@ -86,7 +86,10 @@ def find_vocab(
     if any(isinstance(source, Tokens) for source, _ in sources):
         raise UserError("data.source=tokens needs the tokenizer that made the tokens: set tokenizer.path")
     settings, more = tokenizer.model_dump_json(exclude={"path", "train"}), () if processor is None else processor.tokens
-    key = _hash(settings, DOCUMENTS[task.documents].in_hashes, *(_hash_source(*source) for source in sources), *more)
+    choices = [text for source, _ in sources for text in _list_turn_choices(source, task)]
+    choices += [task.system] if isinstance(task, Prompted) and task.system else []
+    digests = (_hash_source(*source) for source in sources)
+    key = _hash(settings, DOCUMENTS[task.documents].in_hashes, *digests, *more, *choices)
     root = locate_cached(cache_dir, "tokenizers", key)
     trained = root / "tokenizer.json"
     path = None if tokenizer.path is None else expand_home(tokenizer.path)
