@@ -119,6 +119,28 @@ def test_schemas_of_tools():
     with pytest.raises(UserError, match="the tool add has a parameter a without a type; write a: int"):
         describe_tools(Untyped)
 
+    class Waits:
+        async def wait(self):
+            """Wait."""
+
+    class Yields:
+        def count(self):
+            """Count."""
+            yield "1"
+
+    class Static:
+        @staticmethod
+        def add(a: int):
+            """Add."""
+
+    for kind, message in (
+        (Waits, "wait is async or yields; write a def"),
+        (Yields, "count is async"),
+        (Static, "add is static; give"),
+    ):
+        with pytest.raises(UserError, match=f"the tool {message}"):
+            describe_tools(kind)
+
 
 def test_gymnasium_form():
     episode = open_environment(Gymnasium, {"least": 2}, "hermes")
@@ -281,9 +303,9 @@ class Notes:
     def reset(self, seed):
         pass
 
-    def note(self, a: str, b: str | None, c: int) -> str:
+    def note(self, a: str, b: str | None, c: int, d: Literal["1", "x"]) -> str:
         "Note it."
-        return repr((a, b, c))
+        return repr((a, b, c, d))
 
 
 @pytest.mark.parametrize("name", ["xml", "glm"])
@@ -294,9 +316,9 @@ def test_a_text_that_looks_like_another_value_stays_a_text(name):
         "glm": ("<tool_call>note", "<arg_key>{}</arg_key><arg_value>{}</arg_value>", "</tool_call>"),
     }[name]
     for b, expected in (("[1,2]", "[1,2]"), ("null", None)):
-        text = begin + "".join(argument.format(*pair) for pair in (("a", "1.10"), ("b", b), ("c", 3))) + end
+        text = begin + "".join(argument.format(*pair) for pair in (("a", "1.10"), ("b", b), ("c", 3), ("d", 1))) + end
         reply = open_environment(Notes, {}, name).step(text)
-        assert reply.observations == [repr(("1.10", expected, 3))]
+        assert reply.observations == [repr(("1.10", expected, 3, "1"))]
 
 
 def test_the_schema_of_a_request_says_which_arguments_are_texts():

@@ -27,7 +27,7 @@ from pydantic import TypeAdapter
 
 from tunix.base.dotted_path import import_object, is_dotted, select_named
 from tunix.base.errors import UserError
-from tunix.rl.tool_parsers import TOOL_CALLS, Call
+from tunix.rl.tool_parsers import TOOL_CALLS, Call, keep_texts
 
 MOST_CHARACTERS = 1_000_000  # of an observation: more is an error of the environment
 NOT_TOOLS = {"reset", "step", "get_reward", "close"}
@@ -49,6 +49,10 @@ class OpenEnvironment:
         self.environment, self.read_calls = environment, read_calls
         self.tools = None if hasattr(self.environment, "step") else find_tools(type(environment))
 
+    @functools.cached_property
+    def schemas(self) -> list[dict[str, Any]]:
+        return describe_tools(type(self.environment))
+
     def reset(self, seed: int, columns: Mapping[str, Any]) -> Reply:
         observation = self.environment.reset(**select_arguments(self.environment.reset, seed, columns))
         if isinstance(observation, tuple) and len(observation) == 2:  # gymnasium: an observation, and a dict about it
@@ -68,7 +72,7 @@ class OpenEnvironment:
                     raise ValueError(call.problem)
                 if call.name not in self.tools:
                     raise ValueError(f"there is no tool {call.name[:100]}; the tools are {', '.join(self.tools)}")
-                arguments = call.arguments | select_texts(self.tools[call.name], call)
+                arguments = keep_texts(call, self.schemas).arguments
                 results.append(str(getattr(self.environment, call.name)(**arguments)))
             except Exception as error:  # the model reads what it did wrong
                 results.append(f"error: {type(error).__name__}: {str(error)[:1000]}")
@@ -149,26 +153,27 @@ def _describe(value: Any) -> str:
 # Tools of a class, as a chat template shows them to the model.
 
 
-def select_texts(tool: Callable[..., Any], call: Call) -> dict[str, str]:
-    """Return those arguments as texts that look like other values of JSON, where the tool takes a text: "42" for 42."""
-    if not call.texts:
-        return {}
-    types = typing.get_type_hints(tool)
-    kinds = {name: typing.get_args(types.get(name)) or (types.get(name),) for name in call.texts}  # of str | None both
-    return {
-        name: text
-        for name, text in call.texts.items()
-        if str in kinds[name] and type(call.arguments[name]) not in kinds[name]
-    }
-
-
 def find_tools(kind: type) -> dict[str, Callable[..., Any]]:
-    """Return the tools of a class: its public methods that have a docstring."""
-    return {
+    """Return the tools of a class: its public methods that have a docstring.
+
+    Raises:
+        UserError: one of them is static, or returns no text because it is async or a generator.
+    """
+    tools: dict[str, Callable[..., Any]] = {
         name: method
         for name, method in inspect.getmembers(kind, inspect.isfunction)
         if not name.startswith("_") and name not in NOT_TOOLS and method.__doc__
     }
+    for name, method in tools.items():
+        if isinstance(inspect.getattr_static(kind, name), staticmethod):
+            raise UserError(f"the tool {name} is static; give it self, or a name that begins with _ if it is no tool")
+        if (
+            inspect.iscoroutinefunction(method)
+            or inspect.isgeneratorfunction(method)
+            or inspect.isasyncgenfunction(method)
+        ):
+            raise UserError(f"the tool {name} is async or yields; write a def that returns a text")
+    return tools
 
 
 def describe_tools(kind: type) -> list[dict[str, Any]]:
@@ -177,7 +182,7 @@ def describe_tools(kind: type) -> list[dict[str, Any]]:
     The first paragraph of a docstring describes a tool, and the lines of its section `Args:` describe the parameters.
 
     Raises:
-        UserError: a parameter has no type, or one that JSON lacks.
+        UserError: a parameter has no type, or one that JSON lacks; see also `find_tools`.
     """
     return [] if hasattr(kind, "step") else [_describe_tool(*item) for item in find_tools(kind).items()]
 

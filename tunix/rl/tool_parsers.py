@@ -265,9 +265,9 @@ KINDS = {bool: "boolean", int: "integer", float: "number", type(None): "null", l
 
 
 def keep_texts(call: Call, tools: Sequence[Mapping[str, Any]]) -> Call:
-    """Return a call with those arguments as they are written that the JSON schema of its tool wants as texts.
+    """Return a call with those arguments as they are written that the JSON schema of its tool wants as texts: "42".
 
-    `tools` are those of a request to a server, which may be anything.
+    `tools` have the form that chat templates take. Those of a request to a server may be anything.
     """
     for tool in tools if call.texts else ():
         function = tool.get("function")
