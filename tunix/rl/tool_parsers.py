@@ -247,17 +247,36 @@ EXAMPLES = {  # how a call is written, for a tool NAME with one argument
     "kimi": '<|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>{"ARGUMENT": VALUE}<|tool_call_end|>',
 }
 
+# The thought with which an answer begins, up to the mark of its end: of Qwen, GLM, DeepSeek and Kimi; Seed; Mistral;
+# Gemma 4. The mark of its beginning may stand in the prompt.
+THOUGHT = re.compile(r".*?(?:</think>|</seed:think>|\[/THINK\]|<channel\|>)", re.DOTALL)
+
+
+def _behind_thought(read: Callable[[str], list[Call]]) -> Callable[[str], list[Call]]:
+    """Return a reader of the calls behind the thought of an answer: a call that a thought weighs is none."""
+    return lambda text: read(text[find_end_of_thought(text) :])
+
+
+def find_end_of_thought(text: str) -> int:
+    """Return the place behind the thought with which an answer begins; 0 where no thought has ended."""
+    thought = THOUGHT.match(text)
+    return thought.end() if thought else 0
+
+
 TOOL_CALLS: dict[str, Callable[[str], list[Call]]] = {
-    "hermes": read_hermes,
-    "xml": read_xml,
-    "llama": read_llama,
-    "json": read_json,
-    "python": read_python,
-    "glm": read_glm,
-    "gemma": read_gemma,
-    "harmony": _reader(HARMONY),
-    "deepseek": _reader(DEEPSEEK),
-    "kimi": _reader(KIMI),
+    name: _behind_thought(read)
+    for name, read in {
+        "hermes": read_hermes,
+        "xml": read_xml,
+        "llama": read_llama,
+        "json": read_json,
+        "python": read_python,
+        "glm": read_glm,
+        "gemma": read_gemma,
+        "harmony": _reader(HARMONY),
+        "deepseek": _reader(DEEPSEEK),
+        "kimi": _reader(KIMI),
+    }.items()
 }
 
 # Kinds of values, as JSON schemas name them.
@@ -304,7 +323,7 @@ CALLS_BEGIN = (
 
 def find_text_before_calls(text: str) -> str:
     """Return what stands before the calls of an answer; nothing where the whole answer is a call."""
-    begins = (pattern.search(text) for pattern in CALLS_BEGIN)
+    begins = (pattern.search(text, find_end_of_thought(text)) for pattern in CALLS_BEGIN)
     return next((text[: begin.start()] for begin in begins if begin), "")
 
 
