@@ -350,7 +350,7 @@ def test_answers_of_no_token_are_neither_learnt_nor_measured_nor_asked(tmp_path,
     with pytest.raises(UserError, match="the held-out sequences have no text to be predicted: their answers are empty"):
         HeldOut(cfg, load_corpus(cfg), None, build_mesh(cfg), num_rows=8)
     task = Prompted(name="sft", chat_template=cfg.task.chat_template, chat_template_kwargs=None, loss=None, system=None)
-    with pytest.raises(UserError, match=r"data.source=jsonl: no document with text in it \(40 empty"):
+    with pytest.raises(UserError, match=r"data.source=jsonl: no conversation with an answer in it \(40 empty"):
         load_prompts(cfg.model_copy(update={"task": task}), 8)
 
 

@@ -267,6 +267,8 @@ def test_flat_token_files_that_cannot_be_right(tmp_path, byte_tokenizer, name, t
 def test_tokens_need_their_tokenizer(tmp_path):
     with pytest.raises(UserError, match="data.source=tokens needs the tokenizer that made the tokens"):
         load_corpus(config("data=tokens", f"data.paths=[{flat(tmp_path, 'a.bin', np.ones(99, np.uint16))}]"))
+    with pytest.raises(UserError, match=r"data.paths: .*/a.bin brings no tokenizer; set tokenizer.path"):
+        config("data=tokens", f"data.paths=[{tmp_path}/a.bin]", "model.vocab_size=auto")
 
 
 BAD_ROWS = [
@@ -288,6 +290,15 @@ def test_bad_rows_are_refused_with_file_and_line_or_counted(tmp_path, data, mess
     prepared, _ = prepare_corpus(config(*words, "data.bad_rows=skip"))
     assert prepared["jsonl"].index["left_out"] == {"bad row": 1}
     assert "jsonl: left out: 1 bad row (a.jsonl@" in caplog.text
+
+
+@pytest.mark.parametrize("data", ['[\n{"text": "a"}\n]\n', '[{"text": "a"}]\n'])
+def test_a_file_that_is_one_list_of_rows(tmp_path, data):
+    (tmp_path / "a.json").write_text(data)
+    with pytest.raises(
+        UserError, match=r"a.json, line 1, begins a list; each row has to be an object on a line of its own"
+    ):
+        load_corpus(config("data=jsonl", f"data.paths=[{tmp_path}/a.json]"))
 
 
 def test_bad_rows_of_csv(tmp_path):

@@ -96,6 +96,8 @@ def count_rows(values: dict[Any, Any], at_least: int = 0) -> int:
     tokenizer, data = validate(Tokenizer, values["tokenizer"], "tokenizer"), values["data"]
     if tokenizer.path is None and data.get("source") == "tokens":  # a prepared folder brings its tokenizer
         folder = validate(Tokens, data, "data", "tokens").paths[0]
+        if not (is_address(folder) or (expand_home(folder) / "tokenizer").exists()):
+            raise UserError(f"data.paths: {folder} brings no tokenizer; set tokenizer.path to the one of its tokens")
         tokenizer = tokenizer.model_copy(update={"path": f"{folder}/tokenizer"})
     is_new = tokenizer.path is None or tokenizer.train
     num_tokens = tokenizer.vocab_size if is_new else read_vocab(tokenizer).num_tokens

@@ -245,9 +245,8 @@ def _make_index(source: Source, task: Task, info: list[dict], folder: Path, voca
     if num_train == 0:
         reasons = ", ".join(f"{count} {reason}" for reason, count in left_out.items() if count)
         if num_held_out == 0:
-            raise UserError(
-                f"data.source={source.source}: no document with text in it ({reasons or 'nothing in its files'})"
-            )
+            sought = "conversation with an answer" if task.name == "sft" else "document with text"
+            raise UserError(f"data.source={source.source}: no {sought} in it ({reasons or 'nothing in its files'})")
         raise UserError(
             f"all {num_held_out} documents are held out; add documents of other names, or lower "
             f"data.held_out_fraction={source.held_out_fraction} (0 holds out none)"

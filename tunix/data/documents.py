@@ -337,7 +337,7 @@ def read_labelled(columns: Columns, row: dict[str, Any], task: Task) -> Labelled
         raise BadRow(f"has no answer in column {name}")
     value = str(_read_cell(columns, "label", row, (str, bool, int))).lower()
     if value not in LABELS:
-        raise BadRow(f"has no label in column {columns.label}: true or false")
+        raise BadRow(f"has no label in column {columns.label}: {value!r:.40} is neither true nor false")
     return Labelled(prompt, answer, LABELS[value], _read_options(columns, row, task))
 
 

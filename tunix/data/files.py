@@ -397,14 +397,19 @@ class Jsonl(Files, Rows):
                     continue
                 if not line.strip():
                     continue
+                of_list = LIST if offset == 0 and line.lstrip().startswith(b"[") else ""
                 try:
                     row = json.loads(line)
                 except (ValueError, RecursionError) as error:
-                    yield Item(name, None, f"is not JSON ({str(error).split(': line')[0]})", source)
+                    yield Item(name, None, of_list or f"is not JSON ({str(error).split(': line')[0]})", source)
                 else:
-                    problem = "" if isinstance(row, dict) else "is not a JSON object"
+                    problem = "" if isinstance(row, dict) else of_list or "is not a JSON object"
                     del line  # memory of a long one
                     yield Item(name, None if problem else row, problem, source)
+
+
+# What is wrong with a file of JSON that holds one list of all rows.
+LIST = "begins a list; each row has to be an object on a line of its own, as `jq -c '.[]' FILE` writes them"
 
 
 def skip_line(file: IO[bytes]) -> int:
