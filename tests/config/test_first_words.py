@@ -160,6 +160,8 @@ def test_a_random_base_is_said():
         ("model.lora.rank=4 model.lora.alpha=8", ""),
         ("task.teacher_temperature=2", "task.teacher_temperature: nothing reads it: task.teacher=null; name a run"),
         ("+experiment=grpo_addition task.max_turns=3", "task.max_turns: nothing reads it: task.environment=null"),
+        ("tokenizer.path=my.json tokenizer.vocab_size=300", "tokenizer.vocab_size: nothing reads it: the tokenizer is read"),
+        ("tokenizer.path=my.json tokenizer.train=true tokenizer.vocab_size=300", ""),
         ("logging.wandb.entity=me", "logging.wandb.entity: nothing reads it: logging.sinks does not name the sink"),
         ("logging.wandb.entity=me logging.sinks=[jsonl,wandb]", ""),
     ],

@@ -304,7 +304,10 @@ def test_an_answer_with_a_label_has_the_one_before_beside_it(tmp_path):
     ("rows", "message"),
     [
         ([ANSWER] * 2, "all answers to train on have the label true (data.columns.label)"),
-        ([ANSWER, ANSWER | {"label": "maybe"}], "line 2, has no label in column label: 'maybe' is neither true nor false"),
+        (
+            [ANSWER, ANSWER | {"label": "maybe"}],
+            "line 2, has no label in column label: 'maybe' is neither true nor false",
+        ),
         ([ANSWER | {"label": None}], "has no label in column label"),
         ([{"prompt": QUESTION, "completion": GOOD}], "has no column label (data.columns.label)"),
         ([ANSWER | {"completion": ""}], "has no answer in column completion"),

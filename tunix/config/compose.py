@@ -535,6 +535,11 @@ UNREAD: tuple[tuple[str, Callable[[Config, str], object], str], ...] = (
         "evaluation.patience=null; give a number",
     ),
     (
+        r"tokenizer\.(vocab_size|train_bytes)$",
+        lambda cfg, key: cfg.tokenizer.path is None or cfg.tokenizer.train,
+        "the tokenizer is read from tokenizer.path or model.init_from, and none is trained",
+    ),
+    (
         r"logging\.(wandb|mlflow|webhook|prometheus)\.",
         lambda cfg, key: key.split(".")[1] in cfg.logging.sinks,
         "logging.sinks does not name the sink",
