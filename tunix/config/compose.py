@@ -367,9 +367,9 @@ def reject_missing_inputs(job: Job) -> None:
                 f"shared disk{' (checkpoint.folder may be in a bucket)' if key == 'hydra.run.dir' else ''}"
             )
     try:
-        str(folder := job.run_dir.absolute()).encode()
+        str(run_dir := job.run_dir.absolute()).encode()
     except UnicodeEncodeError:
-        raise UserError(f"hydra.run.dir={folder}: the name is no UTF-8; choose another folder") from None
+        raise UserError(f"hydra.run.dir={run_dir}: the name is no UTF-8; choose another folder") from None
     if any(re.fullmatch(r"hydra\.run\.dir=['\"]*", word) for word in job.overrides):
         raise UserError("hydra.run.dir is empty; name a folder, or leave it out")
     if job.run_dir_is_explicit and not (cfg.resume or cfg.dry_run) and (job.run_dir / "config.yaml").exists():
