@@ -43,6 +43,11 @@ def main() -> int:
         del sys.argv[1]
         command_line.check_first(name)
         runpy.run_module(f"tunix.{name}", run_name="__main__", alter_sys=True)  # ends with SystemExit
+    if name == "--version":  # Hydra would print its own
+        from tunix.base.config_types import read_version
+
+        print(f"tunix {read_version()}")
+        return 0
     if name == "train":
         del sys.argv[1]
     elif re.fullmatch(r"\w[\w.-]*", name):  # an override has a =, a flag begins with a -

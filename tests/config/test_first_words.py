@@ -215,6 +215,14 @@ def test_a_word_with_a_dash_is_no_override(monkeypatch, capsys):
     assert "there is no command convert-dataset; choose from train, " in capsys.readouterr().err
 
 
+def test_the_version_is_that_of_tunix(monkeypatch, capsys):
+    from tunix.__main__ import main
+
+    monkeypatch.setattr(sys, "argv", ["tunix", "--version"])
+    assert main() == 0
+    assert capsys.readouterr().out == f"tunix {read_version()}\n"
+
+
 def test_a_key_that_spaces_tear_from_its_value(monkeypatch, capsys):
     from tunix.__main__ import main
 
