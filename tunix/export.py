@@ -366,8 +366,11 @@ def _write_tokenizer(model: Pretrained, folder: Path) -> None:
     if vocab is not None and not model.has_source_tokenizer:
         vocab.with_bos().save(str(folder / "tokenizer.json"))
         length = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": model.cfg.context_length}
-        template = {} if vocab.chat_template is None else {"chat_template": vocab.chat_template}
-        _write_json(config_file, _list_special_tokens(vocab) | length | template)
+        more: dict[str, Any] = {} if vocab.chat_template is None else {"chat_template": vocab.chat_template}
+        if (images := vocab.images) is not None:  # by the names that processors of transformers ask for
+            tokens = {"boi_token": images.begin, "image_token": images.soft, "eoi_token": images.end}
+            more["extra_special_tokens"] = tokens
+        _write_json(config_file, _list_special_tokens(vocab) | length | more)
         return
     if model.files is None:
         return

@@ -213,11 +213,8 @@ def assembled(*words):
         return assemble(cfg, mesh)
 
 
-@pytest.mark.nightly
-def test_generate_takes_files_of_images(model, expected, tmp_path, capsys):
-    """An image before the text of `prompt=`, and images of the rows of a file, by paths beside it."""
-    folder, image = tmp_path / "model", expected["images"][0, 0]
-    shutil.copytree(SEEING, folder)
+def write_words(folder) -> Tokenizer:
+    """Write and return a tokenizer of 96 words, of which three are those of images."""
     words, tokens = {f"w{n}": n for n in range(96)}, SquareProcessor(24, 9).tokens
     words = {name: n for name, n in words.items() if n not in (90, 91, 92)} | dict(
         zip(tokens, (90, 92, 91), strict=True)
@@ -226,6 +223,15 @@ def test_generate_takes_files_of_images(model, expected, tmp_path, capsys):
     tokenizer.pre_tokenizer = WhitespaceSplit()
     tokenizer.add_special_tokens(list(tokens))
     tokenizer.save(str(folder / "tokenizer.json"))
+    return tokenizer
+
+
+@pytest.mark.nightly
+def test_generate_takes_files_of_images(model, expected, tmp_path, capsys):
+    """An image before the text of `prompt=`, and images of the rows of a file, by paths beside it."""
+    folder, image = tmp_path / "model", expected["images"][0, 0]
+    shutil.copytree(SEEING, folder)
+    tokenizer = write_words(folder)
     Image.fromarray(image).save(tmp_path / "a.png")
     row = {"prompt": "w5", "image": ["a.png"]}
     (tmp_path / "rows.jsonl").write_text(f"{json.dumps(row)}\n{json.dumps({'prompt': 'w5'})}\n")
@@ -263,6 +269,17 @@ def test_an_export_keeps_the_tower_and_says_how_pixels_are_normalized(tmp_path):
     processor = json.loads((output / "preprocessor_config.json").read_text())
     assert (processor["image_mean"], processor["size"]) == ([0.5] * 3, {"height": 24, "width": 24})
     assert list(read_config(output)["vision"]["image_mean"]) == [0.5] * 3
+
+
+def test_the_tokenizer_of_a_run_goes_out_with_the_names_of_its_tokens_of_images(tmp_path):
+    """Without them the processor of transformers cannot be made."""
+    tokenizer = write_words(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "w0"}))
+    model = replace(tunix.load_pretrained(SEEING), files=None, tokenizer=tokenizer, tokenizer_files=tmp_path)
+    write_export(str(tmp_path / "out"), lambda strategy: model, None, 5, merge_lora=False)
+    assert json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())["extra_special_tokens"] == {
+        "boi_token": "<start_of_image>", "image_token": "<image_soft_token>", "eoi_token": "<end_of_image>",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
