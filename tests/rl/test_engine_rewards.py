@@ -15,6 +15,7 @@ from tunix.base.errors import UserError
 from tunix.config import Evaluate
 from tunix.config.command_line import read_settings
 from tunix.config.compose import compose
+from tunix.config.rewards import ModelTerm
 from tunix.data.documents import Question
 from tunix.data.prompts import Prompt
 from tunix.inference.engine import Answer
@@ -92,6 +93,19 @@ def test_a_saved_reward_may_have_keys_of_others():
         [*TASK, "task.rewards=[{function: overlong, buffer: 3, path: null, weight: 2}]"]
     ).config.task.rewards
     assert str(term) == "{function:overlong,weight:2.0,name:null,buffer:3}"
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [({}, "a model reads turns, and data=tokens keeps the tokens"), ({"images": 1}, "a model reads texts alone, and prompts have images")],
+)  # fmt: skip
+def test_what_a_reward_model_cannot_read_is_refused_at_the_start(values, message):
+    rewards = EngineRewards.__new__(EngineRewards)
+    rewards.terms, rewards.judges = [ModelTerm(function="model", path="x", weight=1, name=None)], []
+    question = Question([{"role": "user", "content": "a?"}], {})
+    rewards.try_out(Prompt([], "", {}, question))
+    with pytest.raises(UserError, match=f"task.rewards: {message}"):
+        rewards.try_out(Prompt([], "", {}, question if values else None, **values))
 
 
 @pytest.mark.nightly

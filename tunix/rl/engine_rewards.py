@@ -19,6 +19,7 @@ from tunix.base.errors import UserError
 from tunix.base.files import expand_home
 from tunix.config import Config
 from tunix.config.rewards import EngineTerm, JudgeTerm, ModelTerm, OverlongTerm, RewardTerm
+from tunix.data.documents import Question
 from tunix.data.prompts import Prompt
 from tunix.inference.engine import Answer
 from tunix.inference.reward_model import RewardModel
@@ -60,12 +61,26 @@ def score_length(buffer: int, answered: Answered) -> Found:
 
 def score_by_model(model: RewardModel, answered: Answered) -> Found:
     """Return the reward that a model gives to each answer."""
-    questions = [prompt.question for prompt in answered.prompts]
-    if None in questions:
+    questions = list(map(find_read, answered.prompts))
+    return Found(model.score([(each.messages, each.options) for each in questions], answered.texts))
+
+
+def find_read(prompt: Prompt) -> Question:
+    """Return what a reward model reads of a prompt.
+
+    Raises:
+        UserError: there are no turns, or it has images.
+    """
+    if prompt.question is None:
         raise UserError(
             "task.rewards: a model reads turns, and data=tokens keeps the tokens of prompts alone; give rows"
         )
-    return Found(model.score([(each.messages, each.options) for each in questions if each is not None], answered.texts))
+    if prompt.images is not None:
+        raise UserError(
+            "task.rewards: a model reads texts alone, and prompts have images; leave the term out, or set "
+            "data.columns.images=null"
+        )
+    return prompt.question
 
 
 def score_by_judge(judge: Judge | None, answered: Answered) -> Found:
@@ -118,7 +133,9 @@ class EngineRewards:
                     self.scores.append(partial(score_length, term.buffer))
 
     def try_out(self, prompt: Prompt) -> None:
-        """Ask each judge once. Raises `UserError` where one gives no rating."""
+        """Ask each judge once. Raises `UserError` where one gives no rating, or a model could not read the prompt."""
+        if any(isinstance(term, ModelTerm) for term in self.terms):
+            find_read(prompt)
 
         def ask() -> None:
             for judge in filter(None, self.judges):
