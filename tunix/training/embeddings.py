@@ -21,6 +21,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec, reshard
 
 from tunix.config import Config
@@ -63,7 +64,7 @@ MULTIPLIER = 0x9E3779B1  # odd: no token of a row is lost in the product
 
 def hash_rows(tokens: jax.Array) -> jax.Array:
     """Return a number [A, B] for each row of tokens [A, B, T]: equal rows have equal ones."""
-    powers = jnp.cumprod(jnp.full(tokens.shape[-1], MULTIPLIER, jnp.uint32))
+    powers = np.multiply.accumulate(np.full(tokens.shape[-1], MULTIPLIER, np.uint32))  # modulo 2^32, like the sum
     return jnp.sum(tokens.astype(jnp.uint32) * powers, -1)
 
 
