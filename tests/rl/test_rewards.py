@@ -172,6 +172,9 @@ def test_what_a_reward_returns_is_checked():
     ]  # fmt: skip
     with pytest.raises(ValueError, match="returned 1 scores for 2 answers"):
         call_reward(returning([1]), ["", ""], ["", ""], {})
+    for value in ({0: 1.0, 1: 0.5}, "11", {1, 2}, b"11"):  # as many keys or characters as answers
+        with pytest.raises(ValueError, match="not a list with a score for each of the 2 answers"):
+            call_reward(returning(value), ["", ""], ["", ""], {})
     with pytest.raises(ValueError, match=r"returned 1.0 \(float\), not a list with a score for each of the 2 answers"):
         call_reward(returning(1.0), ["", ""], ["", ""], {})
 

@@ -27,7 +27,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -527,13 +527,16 @@ def call_reward(
         ValueError: the function returns no list with one value for each completion; and whatever it raises.
     """
     by_position, by_name = select_arguments(function, prompts, completions, columns)
-    values: Any = function(*by_position, **by_name)
+    returned: Any = function(*by_position, **by_name)
     try:
-        values = list(values)
+        # Characters of a text and keys of a mapping are no scores, and a set has no order.
+        values = None if isinstance(returned, str | bytes | Mapping | Set) else list(returned)
     except TypeError:
+        values = None
+    if values is None:
         raise ValueError(
-            f"returned {_name_type(values)}, not a list with a score for each of the {len(completions)} answers"
-        ) from None
+            f"returned {_name_type(returned)}, not a list with a score for each of the {len(completions)} answers"
+        )
     if len(values) != len(completions):
         raise ValueError(f"returned {len(values)} scores for {len(completions)} answers")
     return [read_score(value) for value in values]
