@@ -207,6 +207,14 @@ def test_a_copied_project_reads_its_own_tokens(tmp_path, byte_tokenizer, monkeyp
     assert set(load_corpus(config(*words)).train["tokens"][0]["tokens"]) == {5}
 
 
+@pytest.mark.parametrize("name", ["a.tar.gz", "a.tgz", "a.txt.bz2", "a.ZIP"])
+def test_archives_are_no_texts(tmp_path, name):
+    """The files of a tar file would be one text, with its heads."""
+    file = write(tmp_path / name, gzip.compress(b"a.txt" + b"\0" * 507 + b"words " * 100))
+    with pytest.raises(UserError, match=f"{name} is of a form that is not read; unpack it"):
+        load_corpus(config("data=text", f"data.paths=[{file}]", "data.held_out_fraction=0"))
+
+
 def test_files_of_one_name_are_named(tmp_path, caplog):
     """A hash of its name decides whether a document is held out."""
     for number in range(12):

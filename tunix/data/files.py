@@ -6,6 +6,7 @@ import gzip
 import hashlib
 import io
 import json
+import os
 import re
 import sys
 import zlib
@@ -31,6 +32,7 @@ else:
     from backports import zstd
 
 PACKED: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".zst": zstd.open}
+NOT_READ = (".tar", ".tgz", ".zip", ".7z", ".bz2", ".xz", ".lz4")  # also with an ending of `PACKED` behind them
 
 
 @dataclass(frozen=True)
@@ -146,8 +148,13 @@ def open_unpacked(path: str) -> Iterator[IO[bytes]]:
     """Open a file for reading its bytes, unpacked.
 
     Raises:
-        UserError: an error while the file is opened or read; the message names the file.
+        UserError: an archive, or an error while the file is opened or read; the message names the file.
     """
+    stem, ending = os.path.splitext(path)
+    if (stem if ending in PACKED else path).lower().endswith(NOT_READ):  # the head of a tar file is text
+        raise UserError(
+            f"data: {path} is of a form that is not read; unpack it, or pack each file in it as .gz or .zst"
+        )
     try:
         with ExitStack() as stack:
             if is_address(path):
