@@ -35,6 +35,7 @@ from tunix.huggingface.adapter import gather_adapter, gather_score
 from tunix.huggingface.adapter_config import CONFIG, PREFIX, WEIGHTS, write_adapter_config
 from tunix.huggingface.config_json import read_num_rows, write_config
 from tunix.huggingface.hub import list_copied_files
+from tunix.huggingface.sentence_vectors import copy_files as copy_sentence_files
 from tunix.huggingface.sentence_vectors import write_files as write_sentence_files
 from tunix.huggingface.table import find_family
 from tunix.huggingface.vision_keys import PROCESSOR_FILES, write_processor
@@ -265,10 +266,15 @@ def _add_files(command: Export, folder: Path, model: Pretrained) -> None:
 
 
 def add_vector_files(checkpoint: str, folder: Path, model: Pretrained) -> None:
-    """Write what sentence-transformers wants beside a whole model, where `checkpoint` is a run of task=embed."""
+    """Write what sentence-transformers wants beside a whole model, where `checkpoint` is a run of task=embed or a
+    folder that has it."""
+    if not (folder / "config.json").is_file():
+        return
     run = find_run(checkpoint)
+    if run is None and model.files is not None:
+        copy_sentence_files(model.files, folder)
     task = read_saved(run[0])["task"] if run else {}
-    if task.get("name") == "embed" and (folder / "config.json").is_file():
+    if task.get("name") == "embed":
         vocab = model.vocab or load_vocab(str(model.tokenizer_files))
         pad = PAD if vocab.backend.token_to_id(PAD) is not None else vocab.eos_token  # nothing reads what stands there
         sizes = model.cfg.embed_dim, model.cfg.context_length

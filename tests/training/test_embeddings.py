@@ -161,8 +161,10 @@ def test_a_run_learns_resumes_and_is_exported(tmp_path, monkeypatch):
     np.testing.assert_allclose(tunix.load_pretrained("out").embed([ids], "last"), vectors, rtol=1e-5, atol=1e-6)
     assert json.loads((tmp_path / "out" / "1_Pooling" / "config.json").read_text())["pooling_mode"] == "lasttoken"
     average(read_settings(Average, [f"checkpoint={run}", "steps=[3,6]", "output=mean"]))
-    for name in ("modules.json", "1_Pooling/config.json", "tokenizer.json"):
-        assert (tmp_path / "mean" / name).read_text() == (tmp_path / "out" / name).read_text()
+    export(read_settings(Export, ["checkpoint=out", "output=again", "dtype=bfloat16"]))
+    for name in ("modules.json", "1_Pooling/config.json", "2_Normalize/config.json", "tokenizer.json"):
+        for other in ("mean", "again"):
+            assert (tmp_path / other / name).read_text() == (tmp_path / "out" / name).read_text()
     # A row has its texts one after the other, each with <eos>, and the last token of each is marked.
     example = corpus.train["jsonl"][0]
     for segment in range(1, example["segment_ids"].max() + 1):

@@ -9,6 +9,7 @@ tokenizer.json                        adds what the texts of training began and 
 """
 
 import json
+import shutil
 from pathlib import Path
 
 from tokenizers import Tokenizer, processors
@@ -47,6 +48,14 @@ def list_files(pooling: str, width: int) -> dict[str, object]:
             "similarity_fn_name": "cosine",
         },
     }
+
+
+def copy_files(source: Path, folder: Path) -> None:
+    """Copy the files from the folder of a model, if it has them, into that of its export."""
+    for name in list_files("last", 0):
+        if (source / name).is_file():
+            (folder / name).parent.mkdir(exist_ok=True)
+            shutil.copy(source / name, folder / name)
 
 
 def write_files(
