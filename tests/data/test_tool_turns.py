@@ -275,6 +275,8 @@ def test_a_prompt_shows_tools_of_its_row(tmp_path, talk):
     ]
     thinking = "task.chat_template_kwargs={enable_thinking: false}"
     cfg = compose([*SMALL, *words, "sampling.max_new_tokens=8", "tokenizer.vocab_size=259", thinking]).config
-    text = load_prompts(cfg, 1000).spread("train", 1)[0].text
+    (prompt,) = load_prompts(cfg, 1000).spread("train", 1)
+    text = prompt.text
+    assert "answer" not in prompt.columns
     assert text.startswith("<|im_start|>system\n{")
     assert text.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")

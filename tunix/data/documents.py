@@ -250,7 +250,7 @@ def read_prompt(columns: Columns, row: dict[str, Any], task: Task) -> Question |
             last = messages.pop()
             if not _says_something(last):
                 return None
-            answer = last["content"]
+            answer = last["content"] or None  # calls alone are no text that a reward may compare with
         while task.has_environment and messages and messages[-1]["role"] in ("assistant", "tool"):
             messages.pop()
     else:
