@@ -310,7 +310,8 @@ class Grpo(Prompted, Taught):
     environment_processes: Count
     """Processes that hold environments, on each host of the run."""
     environment_timeout_s: Positive
-    """Seconds that one call of an environment may take; then its process is killed, and the episode has no score."""
+    """Seconds that an environment may take for one turn, with all calls of tools in it; then its process is killed, and
+    the episode has no score."""
     episode_timeout_s: Positive | None
     """Seconds that the environment of one episode may work in all its calls; the turn after which it has worked longer
     is the last one. Then answers depend on the speed of the machine. null sets no limit."""
