@@ -25,7 +25,7 @@ test-all: .venv/installed-tests ## the tests, with the nightly cases: about twic
 	$(PYTEST) --nightly $(ARGS)
 
 lint: .venv/installed-tests ## ruff, mypy, licences of the packages
-	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/python -m tools.licences
+	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy -n auto && $(BIN)/python -m tools.licences
 
 audit: .venv/installed ## known weaknesses of the locked packages, by PyPI's database (needs the network)
 	$(BIN)/python -m venv .venv/audit && .venv/audit/bin/python -m pip install --quiet --disable-pip-version-check pip-audit
@@ -71,9 +71,12 @@ MAKE_VENV = $(PYTHON) -c 'import sys; sys.exit("tunix needs Python >= 3.11, $(PY
 	@touch $@
 
 # requirements/tests.txt has all of requirements.txt, too: this install serves `make train` as well.
+# Two pips at a time, each with a quarter of the packages: one pip uses one core.
 .venv/installed-tests: $(REQUIREMENTS) requirements/tests.txt
 	@$(MAKE_VENV)
-	$(INSTALL_LOCKED) -r requirements/tests.txt $(CUDA:%=-r requirements/%.txt)
+	@awk '/^[a-zA-Z]/ { print > ".venv/part" NR % 4 ".txt" }' requirements/tests.txt
+	printf '%s\n' 0 1 2 3 | xargs -P 2 -I{} $(INSTALL_LOCKED) -r .venv/part{}.txt
+	$(CUDA:%=$(INSTALL_LOCKED) -r requirements/%.txt)
 	@touch .venv/installed $@
 
 # The files of the extras are constrained by that of the tests: users of an extra get the versions that were tested.
