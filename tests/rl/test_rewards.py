@@ -179,6 +179,18 @@ def test_what_a_reward_returns_is_checked():
         call_reward(returning(1.0), ["", ""], ["", ""], {})
 
 
+def test_a_reward_that_empties_its_columns_fails_one_group():
+    def takes_out(prompts, completions, level):
+        scores = [level.pop(0) for _ in completions]
+        if "bad" in completions:
+            raise ValueError("no")
+        return scores
+
+    scores = score(takes_out, [""] * 4, ["a", "bad", "c", "d"], {"level": [1, 2, 3, 4]}, 2)
+    assert [isinstance(each, str) for each in scores] == [True, True, False, False]
+    assert scores[2:] == [3, 4]
+
+
 def test_an_error_costs_the_scores_of_one_group():
     def refuses(prompts, completions, level):
         if "bad" in completions:

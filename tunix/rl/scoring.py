@@ -463,7 +463,8 @@ def score(
     of its group only.
     """
     try:
-        return call_reward(function, prompts, completions, columns)
+        # Lists of its own: what it takes out of them is there again for the call for each group.
+        return call_reward(function, prompts, completions, {name: list(values) for name, values in columns.items()})
     except BaseException as error:  # a reward may raise anything, also SystemExit
         if len(completions) <= group_size:
             return [describe_error(error, OWN_FILES)] * len(completions)
