@@ -604,6 +604,10 @@ def test_prompts_of_one_text_are_left_out_each_by_itself(differing):
         ("task.refill=-1", "task.refill=-1: expected a number of at least 0"),
         ("task.curriculum.unsolved=1", "task.curriculum.unsolved=1: expected a number below 1"),
         ("task.curriculum.solvd=1", "did you mean task.curriculum.solved"),
+        (
+            "task.curriculum.solved=0.5 task.curriculum.unsolved=0.5",
+            "task.curriculum.unsolved=0.5 and task.curriculum.solved=0.5 leave every prompt out; give a smaller",
+        ),
     ],
 )
 def test_mistakes_of_adaptive_prompts(words, message):

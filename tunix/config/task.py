@@ -216,6 +216,15 @@ class Curriculum(Section):
     turns: Count
     """Times that a prompt is left out when its turn comes, once in each epoch."""
 
+    @model_validator(mode="after")
+    def _check(self) -> "Curriculum":
+        if self.solved is not None and self.unsolved is not None and self.unsolved >= self.solved:
+            raise ValueError(
+                f"task.curriculum.unsolved={self.unsolved:g} and task.curriculum.solved={self.solved:g} leave every "
+                "prompt out; give a smaller unsolved"
+            )
+        return self
+
     @property
     def is_used(self) -> bool:
         return self.solved is not None or self.unsolved is not None
