@@ -391,6 +391,14 @@ def test_rows_and_prompts_of_what_is_no_token_are_refused(loaded):
         loaded.embed([[1]], "cls")
     with pytest.raises(UserError, match="320 is no token"):
         loaded.sample([[1], [320]], Sampling(1))
+    for keys, message in (
+        ({"max_new_tokens": 0}, "max_new_tokens=0 is not within 1 and inf"),
+        ({"temperature": -1.0}, "temperature=-1.0 is not within 0 and inf"),
+        ({"top_k": 0}, "top_k=0 is not within 1 and inf"),
+        ({"min_p": 1.5}, "min_p=1.5 is not within 0 and 1"),
+    ):
+        with pytest.raises(UserError, match=f"^sampling: {message}"):
+            loaded.sample([[1]], Sampling(**{"max_new_tokens": 1} | keys))
     with pytest.raises(UserError, match="dtype=int8 is not understood; give float32 or bfloat16"):
         tunix.load_pretrained("folder", dtype="int8")
 

@@ -38,6 +38,15 @@ from tunix.sharding.layout import activation_spec
 from tunix.sharding.mesh import whole_sequences
 from tunix.training.state import Architecture
 
+# Of numbers of a `Sampling`: with others no token could be drawn, or the least likely would be.
+BOUNDS = {
+    "max_new_tokens": (1, math.inf),
+    "temperature": (0, math.inf),
+    "top_k": (1, math.inf),
+    "top_p": (1e-9, 1),
+    "min_p": (0, 1),
+}
+
 
 @dataclass(frozen=True)
 class Request:
@@ -180,7 +189,8 @@ class Sampler:
         process; an error that it raises ends the rollout.
 
         Raises:
-            UserError: an empty prompt, or one that with its answer is longer than the context.
+            UserError: an empty prompt, or one that with its answer is longer than the context; or a choice of tokens
+                that chooses none.
         """
         self._check(request, sampling)
         if not request.prompts:
@@ -284,6 +294,9 @@ class Sampler:
     def _check(self, request: Request, sampling: Sampling) -> None:
         if not all(request.prompts):
             raise UserError("a prompt is empty: it has no token to continue from")
+        for name, (least, most) in BOUNDS.items():  # a user of Python may have any value
+            if (value := getattr(sampling, name)) is not None and not least <= value <= most:
+                raise UserError(f"sampling: {name}={value} is not within {least:g} and {most:g}")
         max_length = max(map(len, request.prompts), default=0)
         if max_length + sampling.max_new_tokens > self.context_length:
             raise UserError(
