@@ -300,6 +300,16 @@ def test_bad_rows_are_refused_with_file_and_line_or_counted(tmp_path, data, mess
     assert "jsonl: left out: 1 bad row (a.jsonl@" in caplog.text
 
 
+def test_a_table_with_another_delimiter(tmp_path):
+    (tmp_path / "a.csv").write_text("id;text\n" + "".join(f"{n};{text}\n" for n, text in enumerate(TEXTS)))
+    words = ["data=csv", f"data.paths=[{tmp_path}]"]
+    with pytest.raises(
+        UserError, match=r"""its columns are id;text \("data.delimiter=';'" splits them\); data.bad_rows"""
+    ):
+        documents(*words)
+    assert documents(*words, "data.delimiter=';'") == sorted(TEXTS)
+
+
 @pytest.mark.parametrize("data", ['[\n{"text": "a"}\n]\n', '[{"text": "a"}]\n'])
 def test_a_file_that_is_one_list_of_rows(tmp_path, data):
     (tmp_path / "a.json").write_text(data)

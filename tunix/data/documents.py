@@ -515,7 +515,10 @@ def _read_cell(columns: Columns, meaning: str, row: dict[str, Any], kinds: tuple
     if name is None:
         raise UserError(f"data.columns.{meaning} is not set; name the column that holds it")
     if name not in row:
-        raise BadRow(f"has no column {name} (data.columns.{meaning}); its columns are {', '.join(map(str, row))}")
+        listed = ", ".join(map(str, row))
+        marks = [mark for mark in ";|" if len(row) == 1 and mark in listed]  # of a table with another delimiter
+        hint = f" (\"data.delimiter='{marks[0]}'\" splits them)" if marks else ""
+        raise BadRow(f"has no column {name} (data.columns.{meaning}); its columns are {listed}{hint}")
     value = row[name]
     if value is None:
         return kinds[0]()
