@@ -88,7 +88,13 @@ def make_config(cmd: Evaluate) -> Config:
     if override := next((word for word in cmd.overrides if run and word.lstrip("+").startswith("tokenizer")), None):
         raise UserError(f"{override}: a run is measured with the tokenizer that it was trained with; leave it out")
     origin = f"resume={cmd.checkpoint}" if run else f"model.init_from={find(cmd.checkpoint, key='checkpoint')}"
-    cfg = compose.compose([origin, *(word for word in cmd.overrides if not is_sampling(word))]).config
+    # One length in two places would leave open which one counts.
+    if override := next((word for word in cmd.overrides if word.startswith("sampling.max_new_tokens=")), None):
+        raise UserError(f"{override}: this command has the key max_new_tokens for it")
+    words = [word for word in cmd.overrides if not is_sampling(word)]
+    if cmd.max_new_tokens is not None and "task=grpo" in words:  # whose default length may leave no room for a prompt
+        words.append(f"sampling.max_new_tokens={cmd.max_new_tokens}")
+    cfg = compose.compose([origin, *words]).config
     if not run and cfg.model.lora.rank and cfg.model.init_adapter is None:
         raise UserError(
             f"model.lora.rank={cfg.model.lora.rank}: checkpoint={cmd.checkpoint} has no low-rank updates; leave it "

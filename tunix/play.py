@@ -161,17 +161,25 @@ def _printable(text: str) -> str:
 
 def play_by_checkpoint(command: Play) -> None:
     """Let a model play episodes from held-out prompts as evaluation does, and print them."""
-    environment = format_environment(command.environment)
-    words = [f"task.environment={environment}"] if command.environment is not None else []
-    overrides = [*words, *command.overrides]
+    length = "sampling.max_new_tokens="
+    overrides = [word for word in command.overrides if not word.startswith(length)]
     count = command.episodes or EPISODES
     with temporary_folder("tunix_play_") as folder:
         file = Path(folder) / "episodes.jsonl"
         given: dict[str, Any] = {
             "checkpoint": command.checkpoint, "weights": command.weights, "overrides": overrides,
             "num_prompts": count, "samples": str(file),
+            "max_new_tokens": next((word.removeprefix(length) for word in command.overrides if length in word), None),
         }  # fmt: skip
         settings = read_settings(Evaluate, ["checkpoint=given", "metric=reward"], given)
+        if command.environment is not None:
+            words = [f"task.environment={format_environment(command.environment)}"]
+            own = peers.main_first(
+                lambda: make_config(settings.model_copy(update={"overrides": ()})), "reading the task"
+            )
+            if not isinstance(own.task, Grpo) and not any(word.startswith("task=") for word in overrides):
+                words.insert(0, "task=grpo")  # a model of another task plays too
+            settings = settings.model_copy(update={"overrides": (*words, *overrides)})
         cfg = peers.main_first(lambda: make_config(settings), "reading the config")
         if not isinstance(cfg.task, Grpo) or cfg.task.environment is None:
             raise UserError(

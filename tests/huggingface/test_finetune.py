@@ -20,7 +20,7 @@ from tunix.config import Evaluate, Export, Generate
 from tunix.config.command_line import read_settings, run_command
 from tunix.config.compose import compose
 from tunix.data.dataset import load_corpus
-from tunix.evaluate import evaluate
+from tunix.evaluate import evaluate, make_config
 from tunix.export import export
 from tunix.generate import Prompt, Speaker
 from tunix.inference.pretrained import check_init_from, load_init_from, load_pretrained
@@ -310,6 +310,13 @@ def test_a_model_that_its_family_cannot_say_is_not_written(corpus, tmp_path, mon
     ):
         export(read_settings(Export, ["checkpoint=run", "output=out"]))
     assert not Path("out").exists()
+
+
+def test_a_task_that_the_words_choose_takes_the_length_of_the_command(hf_dir):
+    """The longest answer of a rollout, 512 tokens, would leave no room for a prompt."""
+    given = {"checkpoint": str(hf_dir), "overrides": ["task=grpo", "data=arithmetic", "training.seq_len=12"]}
+    settings = read_settings(Evaluate, ["checkpoint=given", "metric=reward", "max_new_tokens=4"], given)
+    assert make_config(settings).sampling.max_new_tokens == 4
 
 
 @pytest.mark.parametrize(

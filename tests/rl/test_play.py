@@ -74,6 +74,25 @@ def test_an_answer_may_have_an_end_of_a_line_that_json_does_not_escape(tmp_path,
     assert "reward 1 (), 3 tokens" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("task", "added"), [("task=sft", ["task=grpo"]), ("task=grpo", [])])
+def test_a_model_of_another_task_plays_in_the_length_that_is_typed(task, added, tmp_path, monkeypatch):
+    """The words reach the config of the evaluation, and the length its own key."""
+    data = data_of(tmp_path, "one")
+    seen, words = [], [*SMALL, *data, "training.global_batch_size=8"]
+
+    def read_config(settings):
+        seen.append(settings)
+        chosen = [task] * ("task=grpo" not in settings.overrides)
+        return compose([*words, *chosen, "sampling.max_new_tokens=16", *settings.overrides]).config
+
+    monkeypatch.setattr("tunix.play.make_config", read_config)
+    monkeypatch.setattr("tunix.play.evaluate_answers", lambda settings, *_: Path(settings.samples).write_text(""))
+    given = ["task.rewards=[]", "sampling.max_new_tokens=4"]
+    play(read_settings(Play, ["checkpoint=given", CHATTY], {"overrides": given}))
+    assert list(seen[-1].overrides) == [*added, f"task.{CHATTY}", "task.rewards=[]"]
+    assert seen[-1].max_new_tokens == 4
+
+
 def test_data_by_hand(tmp_path, monkeypatch, capsys):
     """Rows of the data, one episode after the other; the same seed is the same game; nothing steers the terminal."""
     data = data_of(tmp_path, "one\x1b[31m", "two", "three")

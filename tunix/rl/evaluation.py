@@ -327,9 +327,6 @@ def is_sampling(word: str) -> bool:
 def _find_sampling(cmd: Evaluate, cfg: Config) -> Sampling:
     """Return how answers are drawn: as the command says, else as the run's evaluation does."""
     overrides = [word for word in cmd.overrides if is_sampling(word)]
-    # One length in two places would leave open which one counts.
-    if override := next((word for word in overrides if word.startswith("sampling.max_new_tokens=")), None):
-        raise UserError(f"{override}: this command has the key max_new_tokens for it")
     settings = cfg.evaluation.sampling
     if overrides:
         preset = [] if any(word.startswith("sampling=") for word in overrides) else ["sampling=greedy"]
