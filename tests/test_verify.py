@@ -120,7 +120,7 @@ def test_every_mesh_of_a_model_with_experts():
         (["--steps=0"], "--steps 0 must be 1 or more"),
         (["--tolerance=nan"], "--tolerance nan must be 0 or more"),
         (["resume=latest"], "tunix.verify starts from new weights"),
-        (["training.seq_length=4"], "did you mean training.seq_len?"),
+        (["training.seq_length=4"], "here it is training.seq_len=4"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )

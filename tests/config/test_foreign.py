@@ -85,6 +85,7 @@ def test_no_key_of_ours_is_taken_for_another():
         ("scheduler=cosine", "here it is scheduler=warmup_cosine"),
         ("optimizer=adam", "here it is optimizer=adamw"),
         ("+training.sync_gradients_every=2", "+training.sync_gradients_every: the config has this key already; write it without +"),
+        ("RUN_DIR", "RUN_DIR: words have the form key=value"),
         ("training.wobble=1", "unknown key training.wobble; docs/config.md lists all keys"),
     ],
 )  # fmt: skip
@@ -106,6 +107,7 @@ def test_answers(word, answer):
         (["--model", "gemma3_1bb"], "--model: there is no such flag; model takes a file of conf/model; did you mean gemma3_1b?"),
         (["--output_dir=x"], "--output_dir: there is no such flag; here it is hydra.run.dir=x"),
         (["--config-file", "x"], "--config-file: there is no such flag; here it is --config-path FOLDER --config-name NAME"),
+        (["--config-path", "nowhere", "--config-name", "mine"], "--config-path: Primary config directory not found."),
         (["--config-name", "mine"], "--config-name=mine: there is no mine.yaml; --config-path names its folder"),
         (["--info", "config-groups"], "--info config-groups: choose from all, config, defaults"),
         (["--multirun", "hydra/sweeper=optuna", "seed=1,2"], "hydra/sweeper=optuna: "),

@@ -90,7 +90,7 @@ def test_alone_and_as_text(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("more", "code", "message"),
     [
-        (["training.seq_length=4"], 2, "did you mean training.seq_len?"),
+        (["training.seq_length=4"], 2, "here it is training.seq_len=4"),
         (["data=text", "data.paths=[nowhere]"], 2, "data.paths: nowhere does not exist"),
         (["model.mesh_shape=[[16],[fsdp]]"], 1, "fsdp=16 needs 16 devices"),
         (["distributed.coordinator_address=nowhere.invalid:1", "distributed.num_processes=2", "distributed.process_id=1"],

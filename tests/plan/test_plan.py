@@ -667,7 +667,7 @@ def test_a_derived_plan_needs_no_device_for_a_chosen_kernel():
         (["plan.topologie=h200:8"], "did you mean plan.topology?"),
         (["plan.memory_share=2"], "plan.memory_share=2: expected a number of at most 1"),
         (["plan.memory_share=0"], "plan.memory_share=0: expected a number above 0"),
-        (["training.seq_length=4"], "did you mean training.seq_len?"),
+        (["training.seq_length=4"], "here it is training.seq_len=4"),
         (["model.mesh_shape=[[4],[fsdp]]"], "fsdp=4 needs 4 devices, 8 are in plan.topology"),
         (["training.global_batch_size=3", "model.mesh_shape=auto", "model.num_heads=3", "model.num_kv_heads=3"], "no mesh of 8 devices divides this model and batch"),
         (["plan.output=/dev/null/plan"], "plan.output=/dev/null/plan cannot be written: /dev/null is not a folder"),

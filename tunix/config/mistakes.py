@@ -364,6 +364,8 @@ def describe_errors(root: type[Section] = Config) -> Iterator[None]:
         group, _, choice = str(error.missing_cfg_file).rpartition("/")
         if group.partition("/")[0] in OUTSIDE and not (CONF / group).is_dir():  # model=OWNER/NAME
             group, _, choice = str(error.missing_cfg_file).partition("/")
+        if error.missing_cfg_file is None:
+            raise UserError(f"--config-path: {str(error).splitlines()[0]}") from None
         if not group:
             raise UserError(
                 f"--config-name={choice}: there is no {choice}.yaml; --config-path names its folder"
@@ -378,6 +380,8 @@ def describe_errors(root: type[Section] = Config) -> Iterator[None]:
             quoted = ",".join(f"'{each}'" for each in entries[2].split(","))
             hint = f'entries with = need quotes: "{entries[1]}=[{quoted}]"'
         override = str(error.override).replace("\n", "\\n")
+        if "=" not in override:
+            raise UserError(f"{override}: words have the form key=value") from None
         raise UserError(f"cannot read {override}: {lines[-1]}; {hint}") from None
     except MissingMandatoryValue as error:
         key = str(error.full_key)
