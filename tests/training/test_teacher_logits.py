@@ -140,10 +140,12 @@ def test_another_mesh_reads_the_same_files(place, whole, monkeypatch):
 
 @pytest.mark.nightly
 def test_stages_make_the_same_files_and_learn_from_them(place):
-    """A student and a teacher of two layers on two stages, which split the tokens of the loss, and on one device."""
+    """A student of two layers on two stages, which split the tokens of the loss, and on one device. The teacher has
+    three layers, which stages do not share."""
     deep = [*TALK, "model.num_layers=2", "checkpoint.save_every_steps=1"]
+    deeper = [*TALK, "model.num_layers=3", "checkpoint.save_every_steps=1"]
     stages = "model.mesh_shape=[[2,2],[pp,fsdp]]", "distributed.allow_idle_devices=true", "training.micro_batch_size=4"
-    tunix.train([*deep, *ONE, *NOTHING_ELSE, "training.max_steps=1", "seed=5", f"hydra.run.dir={place}/deep"])
+    tunix.train([*deeper, *ONE, *NOTHING_ELSE, "training.max_steps=1", "seed=5", f"hydra.run.dir={place}/deep"])
     found = []
     for name, mesh in (("alone", ONE), ("staged", stages)):
         folder = f"loading.cache_dir={place}/cache_{name}"

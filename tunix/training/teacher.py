@@ -30,6 +30,7 @@ from tunix.data.teacher_logits import IDS, LOG_PROBS, NO_TOKEN, REST, TopK
 from tunix.models.context_parallel import select_exchange
 from tunix.models.transformer import Transformer
 from tunix.sharding.mesh import check_divides, num_stages
+from tunix.sharding.table import DIMS, LAYERS
 from tunix.training.choices import Planned, lay_out_teacher
 from tunix.training.logprobs import TeacherOutput, compute_hidden, make_splitter, merge_chunks
 from tunix.training.state import Architecture, abstract_params, describe
@@ -245,7 +246,8 @@ def describe_teacher(
     # Rows of the vocabulary that belong to no token differ between sizes of one family.
     fitted = model.model_copy(update={"vocab_size": cfg.model.vocab_size})
     try:
-        check_divides(fitted.dims, sizes)
+        # Each stage has all of its layers, whatever their number is.
+        check_divides(fitted.dims, {**sizes, **dict.fromkeys(DIMS[LAYERS].weight_axes, 1)})
         select_exchange(fitted, sizes, fitted.cp_exchange)
         layout = lay_out_teacher(cfg, fitted, mesh, platform, planned)
     except UserError as error:
