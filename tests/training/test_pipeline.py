@@ -47,9 +47,11 @@ def reference() -> list[dict[str, float]]:
           for schedule in ("1f1b", "interleaved")),
         ("[[4],[pp]]", ["training.micro_batch_size=2", "training.pipeline_microbatches=4", "training.remat=none", IDLE,
                         "training.sharding_strategy=shard_grad_op"]),
+        ("[[2],[pp]]", ["training.micro_batch_size=4", IDLE]),
     ],
     ids=["interleaved, gathered in blocks", "interleaved, gathered once", "1f1b, gathered in blocks",
-         "interleaved, forward twice", "1f1b, gathered ahead", "interleaved, gathered ahead", "1f1b, larger parts"],
+         "interleaved, forward twice", "1f1b, gathered ahead", "interleaved, gathered ahead", "1f1b, larger parts",
+         "1f1b, parts of one row"],
 )  # fmt: skip
 def test_stages_leave_the_result_unchanged(mesh, more, reference):
     step = program(f"model.mesh_shape={mesh}", *NOISY, *more)
@@ -61,6 +63,12 @@ def test_stages_leave_the_result_unchanged(mesh, more, reference):
     assert query.shape[0] == 4, "a checkpoint has the layers in one array, whatever splits them"
     assert query.sharding.spec[0] == "pp"
     assert query.addressable_shards[0].data.shape[0] == 4 // step.mesh.shape["pp"]
+
+
+def test_dropout_in_parts_of_one_row():
+    """No axis splits the rows beside the stages; numbers are those of a case of the test above."""
+    words = "model.lora.rank=2", "model.lora.targets=attention.o", "model.lora.dropout=0.5", "model.num_layers=2"
+    program("model.mesh_shape=[[2],[pp]]", *words, "model.global_every=1", *SGD, IDLE).lower(batch(2))
 
 
 def test_devices_reach_collectives_of_stages_in_one_order():

@@ -79,7 +79,13 @@ class DropoutKey(NamedTuple):
         """Return [B, ...] bool, true for this share of the entries; `index` tells apart the draws of a layer."""
         # Each row has a key of its own: a stage draws for its part of a batch alone, and no noise travels.
         rows, key = jnp.arange(shape[0]) if self.rows is None else self.rows, jax.random.fold_in(self.key, index)
-        return jax.vmap(lambda row: jax.random.bernoulli(jax.random.fold_in(key, row), share, shape[1:]))(rows)
+        # As many keys as rows, laid out alike: jax 0.10.2 refuses one key and one row that axes of one device split.
+        keys = jax.lax.broadcast(key, rows.shape, out_sharding=jax.typeof(rows).sharding.spec)
+
+        def draw(key: jax.Array, row: jax.Array) -> jax.Array:
+            return jax.random.bernoulli(jax.random.fold_in(key, row), share, shape[1:])
+
+        return jax.vmap(draw)(keys, rows)
 
 
 def soft_cap(x: jax.Array, cap: float | None) -> jax.Array:
