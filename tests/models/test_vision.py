@@ -56,6 +56,59 @@ def model():
     return tunix.load_pretrained(SEEING, mesh_shape=((2, 2), ("fsdp", "tp")))
 
 
+def processed(kind: str, images: np.ndarray, grids: np.ndarray, vision) -> dict[str, np.ndarray]:
+    """Return what transformers' processor of a kind makes of the images [B, P, ...] uint8 of rows."""
+    normalized = (images / np.float32(255) - np.float32(vision.image_mean[0])) / np.float32(vision.image_std[0])
+    if kind == "qwen3_vl":  # patches of all rows, of each channel two equal frames
+        counts = grids.prod(-1).sum(-1)
+        patches = np.concatenate([row[:count] for row, count in zip(normalized, counts, strict=True)])
+        whole = grids[grids.prod(-1) > 0]
+        grid_thw = np.concatenate([np.ones((len(whole), 1), int), whole], 1)
+        return {
+            "pixel_values": np.repeat(patches[:, :, None], 2, 2).reshape(len(patches), -1),
+            "image_grid_thw": grid_thw,
+        }
+    values = normalized.transpose(0, 1, 4, 2, 3) * (grids.prod(-1) > 0)[..., None, None, None]
+    if kind == "smolvlm":  # rows with fewer tiles have zeros
+        return {"pixel_values": values}
+    return {"pixel_values": values[grids.prod(-1) > 0]}
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "qwen3_vl", "smolvlm"])
+def test_images_as_transformers_processes_them(kind):
+    folder = ROOT / "tests/models/parity" / {"gemma3": "gemma3_vision"}.get(kind, kind)
+    expected, model = load_file(folder / "expected.safetensors"), tunix.load_pretrained(folder)
+    grids = expected.get("image_grids", np.array([[[1, 1], [1, 1]], [[1, 1], [0, 0]]]))
+    count = len(expected["image_logits"])
+    tokens, pixels = expected["image_tokens"][:count], expected["images"][:count]
+    arrays = processed(kind, pixels, grids[:count], model.cfg.vision)
+    np.testing.assert_allclose(model(tokens, **arrays), expected["image_logits"], atol=1e-4)
+    for wrong, message in (
+        (arrays | {"pixel_values": arrays["pixel_values"][..., :1]}, r"pixel_values of the shape .*: the model takes pixel_values "),
+        (arrays | {"pixel_values": arrays["pixel_values"][:1]}, "the model takes as many patches as|tokens have 27 times .* for [12] "),
+    ):  # fmt: skip
+        with pytest.raises(UserError, match=message):
+            model(tokens, **wrong)
+
+
+def test_films_are_refused():
+    model = tunix.load_pretrained(ROOT / "tests/models/parity/qwen3_vl")
+    patches = np.zeros((8, 3 * 2 * model.cfg.vision.patch_size**2), np.float32)
+    for grids, message in (
+        (None, r"image_grid_thw \[images, 3\]"),
+        ([2, 2, 2], "images, 3"),
+        ([[2, 2, 2]], "no films"),
+    ):
+        with pytest.raises(UserError, match=message):
+            model([[1, 2]], patches, grids)
+
+
+def test_a_model_of_text_takes_no_pixels():
+    blind = tunix.load_pretrained(ROOT / "tests/models/parity/gemma3")
+    with pytest.raises(UserError, match="this gemma3 is a model of text alone"):
+        blind([[1, 2]], pixel_values=np.zeros((1, 3, 8, 8)))
+
+
 def rows_of(model, expected) -> dict:
     return {name: model.rows(leaf) for name, leaf in host_rows(expected).items()}
 

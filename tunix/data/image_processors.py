@@ -132,6 +132,22 @@ class ImageProcessor:
             is_sideways = image.getexif().get(ORIENTATION) in SIDEWAYS
         return self.divide(height, width) if is_sideways else self.divide(width, height)
 
+    def take(self, pixel_values: np.ndarray, grids: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+        """Return units [units, ...] and grids [images, 2] of what transformers' processor makes of images.
+
+        Its arrays are float32: each number is divided by 255, less the mean, divided by the deviation. `grids` is its
+        `image_grid_thw` [images, 3], of a tower that takes images of any size. Tiles are images of their own here.
+
+        Raises:
+            ValueError: these are no such arrays; the message says what is expected.
+        """
+        channels_first = self.unit_shape[2], *self.unit_shape[:2]
+        if pixel_values.ndim < 4 or pixel_values.shape[-3:] != channels_first:
+            raise ValueError(f"pixel_values [images, {', '.join(map(str, channels_first))}]")
+        units = np.moveaxis(pixel_values.reshape(-1, *channels_first), 1, -1)
+        units = units[np.any(units, axis=(1, 2, 3))]  # rows with fewer tiles are filled up with zeros
+        return units, np.ones((len(units), 2), np.int32)
+
     def expand(self, texts: Sequence[str], images: Sequence[bytes]) -> list[str]:
         """Return texts with all tokens of each image; `images` are those of all texts, in order.
 
@@ -291,6 +307,19 @@ class PatchProcessor(ImageProcessor):
         (height, width, channels), merge, patch = image.shape, self.merge_size, self.patch_size
         split = image.reshape(height // self.square, merge, patch, width // self.square, merge, patch, channels)
         return split.transpose(0, 3, 1, 4, 6, 2, 5).reshape(-1, *self.unit_shape)
+
+    def take(self, pixel_values: np.ndarray, grids: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+        # Each patch has its channels, and of each channel two equal frames: an image is a film that stands still.
+        if pixel_values.ndim != 2 or pixel_values.shape[1] % math.prod(self.unit_shape):
+            raise ValueError(f"pixel_values [patches, frames x {' x '.join(map(str, self.unit_shape))}]")
+        if grids is None or grids.ndim != 2 or grids.shape[1] != 3:
+            raise ValueError("image_grid_thw [images, 3] beside pixel_values")
+        units = pixel_values.reshape(len(pixel_values), 3, -1, self.patch_size, self.patch_size)
+        if np.any(grids[:, 0] != 1) or np.any(units != units[:, :, :1]):
+            raise ValueError("images alone, and no films")
+        if np.sum(np.prod(grids, axis=1)) != len(units):
+            raise ValueError(f"as many patches as image_grid_thw says, not {len(units)}")
+        return units[:, :, 0], np.asarray(grids[:, 1:], np.int32)
 
     def join(self, units: np.ndarray, grid: Grid) -> np.ndarray:
         """Return the image [height, width, 3] of patches [units, 3, a, b], as `cut` gives them."""

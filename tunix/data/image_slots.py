@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import grain
@@ -49,6 +50,32 @@ def index_images(
     return (
         _join([processor.decode(data) for data in files], _count_soft(np.asarray(tokens), soft_id)) if files else None
     )
+
+
+def place_images(
+    tokens: np.ndarray, units: np.ndarray, grids: np.ndarray, processor: ImageProcessor, soft_id: int
+) -> Images:
+    """Return images for rows of tokens [B, T]: each row takes the next ones of `units` [units, ...] and `grids`
+    [images, 2], as many as it has soft tokens for.
+
+    Raises:
+        ValueError: the rows have soft tokens for another number of images, or end within one.
+    """
+    of_grid = [Grid(*grid) for grid in grids.tolist()]
+    soft_ends, unit_ends = (np.cumsum([0, *map(count, of_grid)]) for count in (processor.count, processor.num_units))
+    # Behind so many images each row ends.
+    row_ends = np.cumsum(np.sum(tokens == soft_id, axis=1))
+    if row_ends[-1] != soft_ends[-1] or not np.isin(row_ends, soft_ends).all():
+        raise ValueError(f"{row_ends[-1]} times {processor.soft} for {len(grids)} images")
+    ends = [0, *np.searchsorted(soft_ends, row_ends)]
+    rows = list(pairwise(ends))
+    most_units = max(unit_ends[end] - unit_ends[begin] for begin, end in rows)
+    pixels = np.zeros((len(rows), most_units, *units.shape[1:]), units.dtype)
+    row_grids = np.zeros((len(rows), max(end - begin for begin, end in rows), 2), np.int32)
+    for row, (begin, end) in enumerate(rows):
+        own = units[unit_ends[begin] : unit_ends[end]]
+        pixels[row, : len(own)], row_grids[row, : end - begin] = own, grids[begin:end]
+    return Images(pixels, np.stack([_count_soft(row, soft_id) for row in tokens]), row_grids)
 
 
 def _count_soft(tokens: np.ndarray, soft_id: int) -> np.ndarray:

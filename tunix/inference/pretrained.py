@@ -19,6 +19,7 @@ from tunix.checkpoints.store import describe_unreadable, find_parts, find_storag
 from tunix.config import Config, Model, pretrained_config
 from tunix.config.saved_runs import COPIED, find_run, read_saved
 from tunix.data.image_processors import find_processor
+from tunix.data.image_slots import place_images
 from tunix.data.tokenizer import Vocab, add_images, load_vocab, read_backend, tokenizer_digest
 from tunix.huggingface.adapter import check_adapter, write_updates
 from tunix.huggingface.adapter_config import read_adapter
@@ -57,11 +58,14 @@ class Pretrained:
     tokenizer: Tokenizer | None
     tokenizer_files: Path  # of a run, its own folder of them
 
-    def __call__(self, tokens: Any) -> jax.Array:
+    def __call__(self, tokens: Any, pixel_values: Any = None, image_grid_thw: Any = None) -> jax.Array:
         """Return logits [B, T, V] float32 of tokens [B, T] int32.
 
+        The other arrays are those that transformers' processor makes of the images of all rows, one after the other;
+        `image_grid_thw` belongs to a tower that takes images of any size.
+
         Raises:
-            UserError: the model gives scores; or these are no tokens of it, or no array of them.
+            UserError: the model gives scores; or these are no tokens of it, or no array of them; or no images of them.
         """
         if self.cfg.labels is not None:
             raise UserError(f"the model gives {', '.join(self.cfg.labels)} and no logits; call its method score")
@@ -70,8 +74,24 @@ class Pretrained:
             raise UserError(f"tokens [B, T] are rows of one length, not an array of the shape {list(rows.shape)}")
         if self.cfg.positions == "learned" and rows.shape[1] > self.cfg.context_length:
             raise UserError(f"the model has no position behind token {self.cfg.context_length} of a row; cut its rows")
+        images = None if pixel_values is None else self._place_images(rows, pixel_values, image_grid_thw)
         with jax.set_mesh(self.mesh):
-            return self._logits(self.params, self.rows(rows), len(rows))
+            return self._logits(self.params, self.rows(rows), jax.tree.map(self.rows, images), len(rows))
+
+    def _place_images(self, tokens: np.ndarray, pixel_values: Any, image_grid_thw: Any) -> Images:
+        if self.cfg.vision is None:
+            raise UserError(f"pixel_values are given, and this {self.cfg.family} is a model of text alone")
+        processor = find_processor(self.cfg.vision)
+        grids = None if image_grid_thw is None else np.asarray(image_grid_thw)
+        try:
+            units, grids = processor.take(np.asarray(pixel_values, np.float32), grids)
+        except ValueError as error:
+            shape = list(np.shape(pixel_values))
+            raise UserError(f"pixel_values of the shape {shape}: the model takes {error}") from None
+        try:
+            return place_images(tokens, units, grids, processor, self.cfg.vision.image_token)
+        except ValueError as error:
+            raise UserError(f"tokens have {error} in pixel_values") from None
 
     def read_tokens(self, tokens: Any) -> np.ndarray:
         """Return token ids as an array of their own shape, int32.
@@ -252,10 +272,10 @@ class Pretrained:
 
     @cached_property
     def _logits(self):
-        def logits(params, tokens, num_rows):
-            return reshard(self.arch.module(params)(tokens), PartitionSpec())[:num_rows]
+        def logits(params, tokens, images, num_rows):
+            return reshard(self.arch.module(params)(tokens, images=images), PartitionSpec())[:num_rows]
 
-        return jax.jit(logits, static_argnums=2)
+        return jax.jit(logits, static_argnums=3)
 
     def merged(self) -> "Pretrained":
         """Return the model with its low-rank updates, if it has any, added to the matrices."""

@@ -47,7 +47,9 @@ from tunix.sharding.table import Equation
 class Images(NamedTuple):
     """The images of some rows."""
 
-    pixels: Any  # uint8: [B, P, y, x, 3] (gemma3), or patches [B, i, 3, a, b], packed and in the order of merging
+    # [B, P, y, x, 3] (gemma3), or patches [B, i, 3, a, b], packed and in the order of merging: uint8, or float32 as
+    # transformers' processor normalizes them
+    pixels: Any
     image_index: Any  # [B, T] int32: which of the row's soft tokens a token is, or -1
     grids: Any  # [B, P, 2] int32, units of each image down and across (data/image_processors.py); 0 where there is none
 
@@ -146,11 +148,12 @@ class Patches(nnx.Module):
         self.positions = nnx.Param(table, equation=self.equation)
 
     def embed(self, pixels: jax.Array) -> jax.Array:
-        """Patches [B', i, 3, a, b] uint8 -> [B', i, d], without their places."""
+        """Patches [B', i, 3, a, b] -> [B', i, d], without their places. Those of float32 are normalized already."""
         mean, std = (
             jnp.asarray(each, jnp.float32)[:, None, None] for each in (self.vision.image_mean, self.vision.image_std)
         )
-        patches = ((pixels.astype(jnp.float32) / 255 - mean) / std).astype(self.layout.compute)
+        normalized = (pixels.astype(jnp.float32) / 255 - mean) / std if pixels.dtype == jnp.uint8 else pixels
+        patches = normalized.astype(self.layout.compute)
         if isinstance(self.vision, Qwen3Vision):
             shape = *patches.shape[:3], self.vision.frames, *patches.shape[3:]
             spec = PartitionSpec(jax.typeof(patches).sharding.spec[0], *[None] * 5)
