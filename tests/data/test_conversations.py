@@ -52,6 +52,14 @@ def test_pieces_make_the_whole_and_answers_end_their_turn(source):
     assert pieces[0][0].startswith("<bos>")
 
 
+def test_a_corpus_has_the_same_date_on_each_day():
+    """Generation has today's."""
+    backend = Tokenizer(models.WordLevel({"<eos>": 0}, unk_token="<eos>"))
+    vocab = Vocab(backend, None, "<eos>", "{{ strftime_now('%d %b %Y') }}")
+    assert vocab.chat.render(TALK) == "26 Jul 2024"
+    assert template(vocab.chat_template).render(TALK) != "26 Jul 2024"
+
+
 def test_a_conversation_may_begin_with_the_assistant():
     expected = [("<bos>assistant:\n", False), ("2<eos>", True)]
     assert template(PLAIN).cut_answers(TALK[2:3]) == [expected]

@@ -155,6 +155,10 @@ def _count_characters(value: Any) -> int:
     return sum(map(_count_characters, value)) if isinstance(value, list | tuple) else 0
 
 
+# Of all corpora, so that they have the same tokens on each day: what the template of Llama 3.2 writes without a date.
+CORPUS_DATE = datetime.datetime(2024, 7, 26)
+
+
 class RefusedConversation(UserError):
     """A template does not take a conversation, and may take others."""
 
@@ -162,15 +166,22 @@ class RefusedConversation(UserError):
 class ChatTemplate:
     """A compiled template with the special tokens that it may name."""
 
-    def __init__(self, source: str, special_tokens: dict[str, str], mark: str | None = None):
+    def __init__(
+        self,
+        source: str,
+        special_tokens: dict[str, str],
+        mark: str | None = None,
+        date: datetime.datetime | None = None,
+    ):
         """`special_tokens` maps bos_token, eos_token and others to their text. `mark` is what a template writes for an
-        image, of a model that sees (data/image_processors.py). A template with an error is refused."""
+        image, of a model that sees (data/image_processors.py). `date` is what the template takes for now; None is the
+        time of the call. A template with an error is refused."""
         extensions = [GenerationBlock, loopcontrols]
         environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
         environment.filters["tojson"] = lambda x, **options: json.dumps(x, **({"ensure_ascii": False} | options))
         environment.globals |= {
             "raise_exception": _reject,
-            "strftime_now": lambda pattern: datetime.datetime.now().strftime(pattern),
+            "strftime_now": lambda pattern: (date or datetime.datetime.now()).strftime(pattern),
         }
         environment.filters |= {name: _bounded(environment, name) for name in ("center", "indent", "replace", "format")}
         self.source, self.environment, self.special_tokens, self.mark = source, environment, special_tokens, mark

@@ -23,7 +23,7 @@ from tunix.base.buckets import is_address, mirror
 from tunix.base.errors import UserError
 from tunix.base.files import expand_home, read_json
 from tunix.config import Tokenizer
-from tunix.data.chat import PLAIN, ChatTemplate
+from tunix.data.chat import CORPUS_DATE, PLAIN, ChatTemplate
 from tunix.data.image_processors import ImageProcessor
 from tunix.data.pieces import GROUP, PIECE, Cutter, cut_text, drop_prefix, find_cutter, find_prefix
 from tunix.data.words import WordMemory, find_word_memory
@@ -374,7 +374,8 @@ class Vocab:
         if self.chat_template is None:
             raise UserError("the tokenizer has no chat template; set task.chat_template to a Jinja file")
         special = {"bos_token": self.bos_token or "", "eos_token": self.eos_token}
-        return ChatTemplate(self.chat_template, special, None if self.images is None else self.images.mark)
+        mark = None if self.images is None else self.images.mark
+        return ChatTemplate(self.chat_template, special, mark, CORPUS_DATE)
 
     @cached_property
     def digest(self) -> str:
