@@ -248,6 +248,10 @@ def test_other_ways_of_writing_calls():
     assert read["deepseek"](old + old) == [Call("add", {"a": 3})] * 2
     assert read["glm"]("<tool_call>f</tool_call>\n<tool_call>g") == [Call("f", {}), Call("g", {})]
     assert read["hermes"]('<|tool_call|>[{"name": "f"}, {"name": "g"}]') == [Call("f", {}), Call("g", {})], "Granite 3"
+    for begin, end in (("<TOOLCALL>", "</TOOLCALL>"), ("functools", ""), ("<|tool_call|>", "<|/tool_call|>")):
+        two = f'I look.{begin}[{{"name": "f"}}, {{"name": "g", "arguments": {{"a": [1]}}}}]{end}'
+        assert read["hermes"](two) == [Call("f", {}), Call("g", {"a": [1]})], "Nemotron, Phi 4 mini"
+        assert find_text_before_calls(two) == "I look."
     for middle in ("[ARGS]", "", "[CALL_ID]Ab1[ARGS]"):
         two = f'I add.[TOOL_CALLS]add{middle}{{"a": {{"b": 1}}}}[TOOL_CALLS]sub{middle}{{}}'
         assert read["json"](two) == [Call("add", {"a": {"b": 1}}), Call("sub", {})], "Mistral's newer form"

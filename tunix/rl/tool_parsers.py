@@ -45,11 +45,16 @@ def _read_json(text: str) -> list[Call]:
     return [_read_object(each) for each in (value if isinstance(value, list) else [value])]
 
 
-HERMES = re.compile(r"(?:<tool_call>|<\|tool_call\|>)(.*?)(?:</tool_call>|$)", re.DOTALL)
+HERMES = re.compile(
+    r"(?:<tool_call>|<\|tool_call\|>|<TOOLCALL>|functools(?=\[))(.*?)"
+    r"(?:</tool_call>|<\|/tool_call\|>|</TOOLCALL>|$)",
+    re.DOTALL,
+)
 
 
 def read_hermes(text: str) -> list[Call]:
-    """Return the calls between `<tool_call>` tags, or those of the list behind Granite's `<|tool_call|>`."""
+    """Return the calls between `<tool_call>` tags, or those of a list: behind `<|tool_call|>` (Granite 3), between
+    `<TOOLCALL>` tags (Nemotron), behind `functools` (Phi 4 mini)."""
     return [call for inside in HERMES.findall(text) for call in _read_json(inside)]
 
 
@@ -315,7 +320,7 @@ def _list_kinds(schema: Any) -> list[str]:
 CALLS_BEGIN = (
     re.compile(
         r"<tool_call>|<function=|<function_calls>|\[TOOL_CALLS\]|<\|python_tag\|>|<\|(?:python|tool_call)_start\|>"
-        r"|<\|tool_call\|?>|<\|channel\|>|<｜tool▁calls?▁begin｜>|<\|tool_call(?:s_section)?_begin\|>"
+        r"|<TOOLCALL>|functools\[|<\|tool_call\|?>|<\|channel\|>|<｜tool▁calls?▁begin｜>|<\|tool_call(?:s_section)?_begin\|>"
     ),
     re.compile("```"),
 )
