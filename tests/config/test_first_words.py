@@ -14,6 +14,8 @@ from support.harness import ROOT
 from tunix.base.config_types import list_options, read_version
 from tunix.base.dotted_path import import_object
 from tunix.base.errors import UserError, name_choices
+from tunix.config import Export, Generate
+from tunix.config.command_line import read_settings
 from tunix.config.compose import (
     compose,
     reject_missing_inputs,
@@ -30,6 +32,12 @@ from tunix.training.loss import find_loss_kind
 
 MESH = jax.make_mesh((1,), ("a",), devices=jax.devices()[:1])
 WATCHDOG = SimpleNamespace(phase=lambda name: contextlib.nullcontext())
+
+
+@pytest.mark.parametrize("section", [Generate, Export])
+def test_a_command_without_the_key_step_says_how_to_name_one(section):
+    with pytest.raises(UserError, match=r"unknown key step; checkpoint=RUN_DIR/checkpoints/STEP"):
+        read_settings(section, ["checkpoint=run", "step=4"])
 
 
 @pytest.mark.parametrize(

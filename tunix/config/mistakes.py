@@ -550,6 +550,8 @@ def describe_unknown_key(
     """Return the message for a key that does not exist, with the most similar legal key."""
     if key in GONE:
         return f"{key} is gone: {GONE[key]}"
+    if key == "step" and root is not Config and "checkpoint" in root.model_fields:
+        return "unknown key step; checkpoint=RUN_DIR/checkpoints/STEP is the checkpoint of a step"
     valid = [name for name, *_ in _list_leaves(root)]
     head, _, leaf = key.rpartition(".")
     if root is Config and (hint := find_foreign(key, value)):
