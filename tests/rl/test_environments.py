@@ -14,7 +14,14 @@ from tunix.base.errors import UserError
 from tunix.config.compose import compose
 from tunix.rl.environments import Reply, describe_tools, gives_reward, join_tools, open_environment, split_options
 from tunix.rl.table import ENVIRONMENTS, find_environment
-from tunix.rl.tool_parsers import TOOL_CALLS, Call, choose_tool_calls, find_text_before_calls, keep_texts
+from tunix.rl.tool_parsers import (
+    TOOL_CALLS,
+    Call,
+    choose_tool_calls,
+    find_reader,
+    find_text_before_calls,
+    keep_texts,
+)
 from tunix.rl.tools import Calculator, Python, SearchFolder
 
 
@@ -299,8 +306,9 @@ def test_whatever_a_model_writes_is_read(name):
 def test_a_call_within_a_thought_is_none(name, end):
     """Whether the mark of its beginning stands in the prompt or not; one that has not ended is read as a text."""
     thought, call = f"I could write {FORMATS[name]}\n{end}\n\n", FORMATS[name]
-    assert TOOL_CALLS[name](f"{thought}It is 3.") == []
-    assert TOOL_CALLS[name](f"{thought}{call}") == TOOL_CALLS[name](call)
+    read = find_reader(name)
+    assert read(f"{thought}It is 3.") == []
+    assert read(f"{thought}{call}") == TOOL_CALLS[name](call)
     text = f'{thought}I add. <tool_call>{{"name": "add"}}</tool_call>'
     assert find_text_before_calls(text) == f"{thought}I add. "
 

@@ -194,12 +194,10 @@ def _list_turn_choices(source: Source, task: Task) -> list[str]:
     such a choice, so that folders keep their names."""
     if task.documents == "text":
         return []
-    columns = getattr(source, "columns", None)
-    choices = task.list_turn_choices() | {
-        key: value
-        for key, usual in TURN_COLUMNS.items()
-        if columns is not None and (value := getattr(columns, key)) != usual
-    }
+    columns, choices = getattr(source, "columns", None), task.list_turn_choices()
+    for key, usual in TURN_COLUMNS.items() if columns is not None else ():
+        if (value := getattr(columns, key)) != usual:
+            choices[f"columns.{key}" if key in choices else key] = value  # an environment has tools, too
     return [json.dumps(choices, sort_keys=True)] if choices else []
 
 

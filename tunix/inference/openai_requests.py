@@ -27,7 +27,7 @@ from tunix.inference.openai_api import (
 from tunix.inference.pretrained import Pretrained
 from tunix.inference.sampling import Sampling
 from tunix.models.vision import Images
-from tunix.rl.tool_parsers import TOOL_CALLS, choose_tool_calls, keep_texts
+from tunix.rl.tool_parsers import choose_tool_calls, find_reader, keep_texts
 
 
 @dataclass
@@ -83,7 +83,7 @@ class RequestReader:
         text = self.template.render(messages, add_generation_prompt=True, options=options)
         prompt, images = await asyncio.to_thread(self._encode_chat, text, files)
         max_tokens = parameters.max_completion_tokens or parameters.max_tokens
-        read = TOOL_CALLS[choose_tool_calls(self.template.source)]
+        read = find_reader(choose_tool_calls(self.template.source))
         read_calls = (lambda answer: [keep_texts(call, tools) for call in read(answer)]) if tools else None
         job = self._make_job(parameters, True, [prompt], max_tokens, read_calls, arrived)
         job.images = images

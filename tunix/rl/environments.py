@@ -27,7 +27,7 @@ from pydantic import TypeAdapter
 
 from tunix.base.dotted_path import import_object, is_dotted, select_named
 from tunix.base.errors import UserError
-from tunix.rl.tool_parsers import TOOL_CALLS, Call, keep_texts
+from tunix.rl.tool_parsers import Call, find_reader, keep_texts
 
 MOST_CHARACTERS = 1_000_000  # of an observation: more is an error of the environment
 NOT_TOOLS = {"reset", "step", "get_reward", "close"}
@@ -92,7 +92,7 @@ class OpenEnvironment:
 
 def open_environment(make: Callable[..., Any], options: Mapping[str, Any], tool_calls: str) -> OpenEnvironment:
     """Return a new environment; `tool_calls` is a row of `TOOL_CALLS`, or the dotted path of such a function."""
-    read_calls = import_object(tool_calls) if is_dotted(tool_calls) else TOOL_CALLS[tool_calls]
+    read_calls = import_object(tool_calls) if is_dotted(tool_calls) else find_reader(tool_calls)
     return OpenEnvironment(make(**options), read_calls)
 
 

@@ -257,11 +257,6 @@ EXAMPLES = {  # how a call is written, for a tool NAME with one argument
 THOUGHT = re.compile(r".*?(?:</think>|</seed:think>|\[/THINK\]|<channel\|>)", re.DOTALL)
 
 
-def _behind_thought(read: Callable[[str], list[Call]]) -> Callable[[str], list[Call]]:
-    """Return a reader of the calls behind the thought of an answer: a call that a thought weighs is none."""
-    return lambda text: read(text[find_end_of_thought(text) :])
-
-
 def find_end_of_thought(text: str) -> int:
     """Return the place behind the thought with which an answer begins; 0 where no thought has ended."""
     thought = THOUGHT.match(text)
@@ -269,20 +264,24 @@ def find_end_of_thought(text: str) -> int:
 
 
 TOOL_CALLS: dict[str, Callable[[str], list[Call]]] = {
-    name: _behind_thought(read)
-    for name, read in {
-        "hermes": read_hermes,
-        "xml": read_xml,
-        "llama": read_llama,
-        "json": read_json,
-        "python": read_python,
-        "glm": read_glm,
-        "gemma": read_gemma,
-        "harmony": _reader(HARMONY),
-        "deepseek": _reader(DEEPSEEK),
-        "kimi": _reader(KIMI),
-    }.items()
+    "hermes": read_hermes,
+    "xml": read_xml,
+    "llama": read_llama,
+    "json": read_json,
+    "python": read_python,
+    "glm": read_glm,
+    "gemma": read_gemma,
+    "harmony": _reader(HARMONY),
+    "deepseek": _reader(DEEPSEEK),
+    "kimi": _reader(KIMI),
 }
+
+
+def find_reader(name: str) -> Callable[[str], list[Call]]:
+    """Return the function that reads a row of `TOOL_CALLS` in answers; a call that a thought weighs is none."""
+    read = TOOL_CALLS[name]
+    return lambda text: read(text[find_end_of_thought(text) :])
+
 
 # Kinds of values, as JSON schemas name them.
 KINDS = {bool: "boolean", int: "integer", float: "number", type(None): "null", list: "array", dict: "object"}
