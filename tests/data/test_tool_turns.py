@@ -226,6 +226,21 @@ def test_a_column_of_tools_may_be_left_out(tmp_path):
     assert json.dumps(TOOLS[0]) not in learnt_texts(tmp_path, "data.columns.tools=null")[0]
 
 
+def test_tools_of_an_environment_decide_the_tokens_without_a_column_of_tools(tmp_path):
+    write(tmp_path, TALK[:1])
+    (tmp_path / "own.jinja").write_text(CHATML)
+    words = [
+        *SMALL, "task=grpo", "data=jsonl", f"data.paths=[{tmp_path}/talks.jsonl]", "tokenizer=bytes",
+        f"task.chat_template={tmp_path}/own.jinja", "sampling.max_new_tokens=8",
+    ]  # fmt: skip
+    texts = set()
+    for environment in ("calculator", "python"):
+        choices = [f"task.environment={environment}", "data.columns.tools=null"]
+        (prompt,) = load_prompts(compose([*words, *choices]).config, 4000).spread("train", 1)
+        texts.add(prompt.text)
+    assert len(texts) == 2
+
+
 def test_what_is_no_tool_is_refused(tmp_path):
     write(tmp_path, tools=["add"])
     with pytest.raises(UserError, match="has no list of tools in column tools"):
