@@ -34,7 +34,10 @@ for logger in (theirs.get_logger(), logging.getLogger("peft")): logger.addHandle
 theirs.disable_progress_bar()
 base, tokens, out, *adapters = sys.argv[1:]
 for folder in base.split(":"):
-    model, found = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, dtype=torch.float32)
+    config = transformers.AutoConfig.from_pretrained(folder)
+    is_text = type(config) in transformers.AutoModelForCausalLM._model_mapping
+    kind = transformers.AutoModelForCausalLM if is_text else transformers.AutoModelForImageTextToText
+    model, found = kind.from_pretrained(folder, output_loading_info=True, dtype=torch.float32)
     assert not any(found.values()), found
     for adapter in adapters:
         from peft import PeftModel
