@@ -148,8 +148,10 @@ def prepare(source: Source, units: list[Unit], task: Task, vocab: Vocab, loading
 
 def _report_names(source: Source, units: list[Unit]) -> None:
     """Warn where files that are a document each have one name, which holds all of them out or none: `*/README.md`."""
-    name, count = Counter(unit.name for unit in units).most_common(1)[0] if units else ("", 0)
-    if isinstance(source, TextFiles) and source.held_out_fraction and count > 1:
+    if not (units and isinstance(source, TextFiles) and source.held_out_fraction):
+        return
+    ((name, count),) = Counter(unit.name for unit in units).most_common(1)
+    if count > 1:
         log.warning(
             "%s: %s files are called %s, and are held out together or not at all; name the folder above them in "
             "data.paths, and with data.extensions=[%s] no other files of it",

@@ -635,7 +635,7 @@ class Rollouts:
         keys = {term.label: term.model_dump(mode="json") for term in task.rewards if isinstance(term, EngineTerm)}
         environment = task.environment, task.environment_options, task.max_turns
         tokens = [prompt.tokens for prompt in prompts]
-        asked = tokens, task.group_size, rewards, environment, most, *filter(None, [keys])
+        asked = tokens, task.group_size, rewards, environment, most, *([keys] if keys else [])
         return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]
 
     def _stop_if_closed(self) -> None:
