@@ -13,10 +13,9 @@ from typing import Any, NamedTuple
 from tunix.base.errors import UserError
 from tunix.base.files import (
     STOP_SIGNALS,
-    describe_refusal,
+    describing_refusal,
     end_by_signal,
     expand_home,
-    find_way_out,
     find_writable,
     handling_signals,
     parse_json,
@@ -294,17 +293,14 @@ def _make_writer(path: Path) -> Any:
     find_writable("output", str(path))
 
     def write(rows: list[Row]) -> None:
-        # Half of a surrogate pair, which a JSON row may have, is written as JSON's escape of it.
-        try:
-            with path.open("w", encoding="utf-8", errors="backslashreplace", newline="") as file:
-                WRITERS[path.suffix](file, rows)
-        except OSError as error:
-            print(*map(json.dumps, rows), sep="\n")  # they have taken hours, perhaps
-            hint = find_way_out(error, "name another file")
-            raise UserError(
-                f"output={path} cannot be written ({describe_refusal(error)}): the answers are printed as lines of "
-                f"JSON; {hint}"
-            ) from None
+        with describing_refusal("output", path, ": the answers are printed as lines of JSON"):
+            try:
+                # Half of a surrogate pair, which a JSON row may have, is written as JSON's escape of it.
+                with path.open("w", encoding="utf-8", errors="backslashreplace", newline="") as file:
+                    WRITERS[path.suffix](file, rows)
+            except OSError:
+                print(*map(json.dumps, rows), sep="\n")  # they have taken hours, perhaps
+                raise
 
     return write
 

@@ -233,13 +233,16 @@ def find_way_out(error: OSError, otherwise: str) -> str:
 
 
 @contextmanager
-def describing_refusal(key: str, path: Path) -> Iterator[None]:
-    """Raise `UserError` for an error of the disk, while the file that `key` names is written in the block."""
+def describing_refusal(key: str, path: Path, done: str = "") -> Iterator[None]:
+    """Raise `UserError` for an error of the disk, while the file that `key` names is written in the block.
+
+    `done` says what the block did in its place.
+    """
     try:
         yield
     except OSError as error:
         hint = find_way_out(error, "name another file")
-        raise UserError(f"{key}={path} cannot be written ({describe_refusal(error)}); {hint}") from None
+        raise UserError(f"{key}={path} cannot be written ({describe_refusal(error)}){done}; {hint}") from None
 
 
 def describe_refusal(error: OSError) -> str:
