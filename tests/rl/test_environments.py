@@ -217,6 +217,7 @@ FORMATS = {
     "deepseek": '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>{"a": 1, "b": "x"}<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
     "kimi": '<|tool_calls_section_begin|><|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>{"a": 1, "b": "x"}'
     "<|tool_call_end|><|tool_calls_section_end|>",
+    "apertus": '<|inner_prefix|>I add.<|inner_suffix|><|tools_prefix|>[{"add": {"a": 1, "b": "x"}}]<|tools_suffix|>',
 }  # as the templates of the models write calls, and as the models do
 
 
@@ -275,6 +276,7 @@ def test_other_ways_of_writing_calls():
         "llama": '{"name": "add"',
         "json": '[TOOL_CALLS]{"name": "add", "arguments": "x"}',
         "python": "[add(1)]",
+        "apertus": '<|tools_prefix|>[{"add": {}, "sub": {}}]',
     }
     assert all(read[name](text)[0].problem for name, text in problems.items())
     for value in ("open('x')", "{[1]: 2}", "{1, 2}", "b'x'", "[1j]", "{'a': ...}", "1e999", "{(1,): 2}"):
@@ -285,7 +287,7 @@ def test_other_ways_of_writing_calls():
 WORDS = [
     "<tool_call>", "</tool_call>", "<function=f>", "</function>", "<parameter=a>", "</parameter>", "<|python_tag|>", "{", "}",
     "<arg_key>a</arg_key><arg_value>", "</arg_value>", "<|tool_call>call:f{", '<|"|>', "to=functions.f", "<|message|>",
-    "<｜tool▁call▁begin｜>f<｜tool▁sep｜>", "<|tool_call_begin|>f<|tool_call_argument_begin|>",
+    "<｜tool▁call▁begin｜>f<｜tool▁sep｜>", "<|tool_call_begin|>f<|tool_call_argument_begin|>", '<|tools_prefix|>[{"f":',
     "[TOOL_CALLS]", "<|python_start|>", "<|tool_call_end|>", "[", "]", "```tool_code", "```json", "```", '"name"', ":", '"arguments"', "f(", "a=", "1", ")", ",", "\n", "\x00", '"',
 ]  # fmt: skip
 
@@ -366,7 +368,7 @@ def test_the_format_follows_from_the_template():
         "<tool_call>{...}</tool_call>": "hermes", "<tool_call>\n<function=name>": "xml", "[TOOL_CALLS]": "json",
         '{"name": , "parameters": }': "llama", "```tool_code": "python", "<|tool_call_start|>[": "python", "{{ message.content }}": "hermes",
         "<tool_call>{name}\n<arg_key>": "glm", "'<|tool_call>call:' + name": "gemma", "'functions.' + name + '<|channel|>commentary'": "harmony",
-        "'<｜tool▁call▁begin｜>' + name": "deepseek", "<|tool_call_begin|>": "kimi",
+        "'<｜tool▁call▁begin｜>' + name": "deepseek", "<|tool_call_begin|>": "kimi", "<|tools_prefix|>[": "apertus",
     }  # fmt: skip
     assert {text: choose_tool_calls(text) for text in templates} == templates
 

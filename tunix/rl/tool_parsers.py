@@ -204,7 +204,7 @@ def read_gemma(text: str) -> list[Call]:
     return calls
 
 
-def _read_named(name: str, arguments: str) -> Call:
+def _read_named(name: str, arguments: Any) -> Call:
     return _read_object({"name": name, "arguments": arguments})
 
 
@@ -222,6 +222,24 @@ KIMI = re.compile(
     r"(?:<\|tool_call_end\|>|$)",
     re.DOTALL,
 )
+
+
+APERTUS = re.compile(r"<\|tools_prefix\|>(.*?)(?:<\|tools_suffix\|>|$)", re.DOTALL)
+
+
+def read_apertus(text: str) -> list[Call]:
+    """Return the calls of lists whose objects have the name of a tool as their only key."""
+    calls: list[Call] = []
+    for inside in APERTUS.findall(text):
+        try:
+            values = json.loads(inside)
+        except (ValueError, RecursionError) as error:
+            calls.append(_malformed(f"a call is no JSON: {str(error)[:100]}"))
+            continue
+        for value in values if isinstance(values, list) else [values]:
+            named = isinstance(value, dict) and len(value) == 1
+            calls.append(_read_named(*value.popitem()) if named else _malformed('a call is {"NAME": {arguments}}'))
+    return calls
 
 
 def _reader(pattern: re.Pattern[str]) -> Callable[[str], list[Call]]:
@@ -250,6 +268,8 @@ EXAMPLES = {  # how a call is written, for a tool NAME with one argument
     "deepseek": '<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{"ARGUMENT": VALUE}<｜tool▁call▁end｜>',
     # Kimi K2
     "kimi": '<|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>{"ARGUMENT": VALUE}<|tool_call_end|>',
+    # Apertus, whose calls may stand among its thoughts
+    "apertus": '<|tools_prefix|>[{"NAME": {"ARGUMENT": VALUE}}]<|tools_suffix|>',
 }
 
 # The thought with which an answer begins, up to the mark of its end: of Qwen, GLM, DeepSeek and Kimi; Seed; Mistral;
@@ -274,6 +294,7 @@ TOOL_CALLS: dict[str, Callable[[str], list[Call]]] = {
     "harmony": _reader(HARMONY),
     "deepseek": _reader(DEEPSEEK),
     "kimi": _reader(KIMI),
+    "apertus": read_apertus,
 }
 
 
@@ -320,6 +341,7 @@ CALLS_BEGIN = (
     re.compile(
         r"<tool_call>|<function=|<function_calls>|\[TOOL_CALLS\]|<\|python_tag\|>|<\|(?:python|tool_call)_start\|>"
         r"|<TOOLCALL>|functools\[|<\|tool_call\|?>|<\|channel\|>|<｜tool▁calls?▁begin｜>|<\|tool_call(?:s_section)?_begin\|>"
+        r"|<\|tools_prefix\|>"
     ),
     re.compile("```"),
 )
@@ -339,6 +361,7 @@ MARKS = (
     ("<|channel|>commentary", "harmony"),
     ("<｜tool▁call▁begin｜>", "deepseek"),
     ("<|tool_call_begin|>", "kimi"),
+    ("<|tools_prefix|>", "apertus"),
     ("<tool_call>", "hermes"),
     ("[TOOL_CALLS]", "json"),
     ("<function_calls>", "python"),
