@@ -22,9 +22,11 @@ from tunix.config import Average, Export
 from tunix.config.command_line import read_settings
 from tunix.config.compose import add_search_path, compose
 from tunix.config.pretrained_config import describe_keys_outside_family
+from tunix.data.batches import FIELDS
 from tunix.data.dataset import prepare_corpus
 from tunix.export import export
 from tunix.parity import compare, show
+from tunix.training.loss import find_loss_kind
 
 WRONG = """
 import optax
@@ -194,6 +196,7 @@ def try_out(words: list[str]) -> None:
         ("scheduler.name=nowhere:stairs", "module nowhere cannot be imported (ModuleNotFoundError: No module named 'nowhere')"),
         ("scheduler.name=constnat", "expected one of warmup_cosine, warmup_linear, constant, wsd, cosine_hold, inverse_sqrt, range_test, sqrt_decay, or package.module:name; did you mean constant?"),
         ("logging.sinks=[jsonl,tensorbord]", "did you mean tensorboard?"),
+        ("data=custom data.function=itertools:count data.arguments={b:1}", "data.function=itertools:count fails: TypeError: 'b' is an invalid keyword"),
         ("data=custom", "data.function must be given"),
         ("data=custom data.function=my_parts:paragraphs data.b1=1", "unknown key data.b1"),
         ("optimizer=custom optimizer.function=paragraphs", "optimizer.function=paragraphs: expected package.module:name"),
@@ -213,8 +216,64 @@ def test_half_of_a_character_is_left_out(folder):
     assert prepared["custom"].index["left_out"] == {"half of a character": 1}
 
 
+WRAPPED = """
+from functools import partial, wraps
+from my_parts import paragraphs
+from wraps_parts import logged
+
+@logged
+def read():
+    yield from paragraphs("notes.txt")
+
+class Reader:
+    def __call__(self):
+        return paragraphs("notes.txt")
+
+bound, made, imported = partial(paragraphs, "notes.txt"), Reader(), paragraphs
+"""
+LOGGED = """
+from functools import wraps
+
+def logged(function):
+    @wraps(function)
+    def call():
+        return function()
+    return call
+"""
+
+
+def test_a_change_of_the_named_file_makes_a_new_corpus(folder):
+    """Whatever its function is: wrapped by another module's decorator, a partial, an object, imported."""
+    (folder / "wraps_parts.py").write_text(LOGGED)
+    (folder / "wrapped_parts.py").write_text(WRAPPED)
+    own = compose([*RUN, "data=custom", "data.function=wrapped_parts:read"]).config.data
+    sources = [own.model_copy(update={"function": f"wrapped_parts:{name}"}) for name in ("read", "bound", "made")]
+    sources.append(own.model_copy(update={"function": "wrapped_parts:imported", "arguments": {"path": "notes.txt"}}))
+    before = [source.units(1) for source in sources]
+    assert [len(list(source.read(source.units(1)[0]))) for source in sources] == [80] * 4
+    assert [source.units(1) for source in sources] == before
+    (folder / "wrapped_parts.py").write_text(WRAPPED + "# other documents")
+    assert not any(unit in before for unit in (source.units(1) for source in sources))
+
+
 def test_a_sink_may_leave_everything_out(folder):
     try_out(["logging.sinks=[wrong_parts:Quiet]"])
+
+
+def test_a_loss_of_ones_own_gets_the_fields_of_its_task(folder):
+    """And the numbers that are filled in: those of another task's loss are refused by name."""
+    short = ["data=arithmetic", "sampling.max_new_tokens=8", "task.loss=my_parts:focal_loss"]
+    for task, fields in (("grpo", {"advantages", "log_probs"}), ("kto", {"labels", "kl"})):
+        kind = find_loss_kind(compose([*RUN, *short, f"task={task}"]).config)
+        assert kind.fields.keys() - FIELDS.keys() == fields | {"reference_log_probs"}
+        assert kind.make(None).__name__ == "focal_loss"
+    for words, message in (
+        ("task.loss=dpo", "task.loss=dpo is the loss of task=dpo: batches of task=pretrain lack its fields"),
+        ("task=dpo data=arithmetic task.loss=next_token", "is the loss of task=pretrain and task=sft: batches of"),
+        ("task.loss=my_parts:focal_loss training.z_loss=0.1", "task.loss=my_parts:focal_loss has no such term; set it"),
+    ):
+        with pytest.raises(UserError, match=f"{message}.*"):
+            compose([*RUN, *words.split()])
 
 
 @pytest.mark.parametrize(

@@ -120,7 +120,7 @@ def blame_user(key: str, path: str) -> Iterator[None]:
     except UserError:
         raise
     except (Exception, SystemExit) as error:
-        file = sys.modules[path.partition(":")[0]].__file__
+        file = getattr(sys.modules[path.partition(":")[0]], "__file__", None)  # a module in C has none
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
         location = f" ({file}, line {lines[-1]})" if lines else ""
         raise UserError(f"{key}={path} fails: {_first_line(error)}{location}") from error

@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import model_validator
 
 from tunix.base.config_types import Flag, ProjectName, Section, Seed
+from tunix.base.dotted_path import is_dotted
 from tunix.base.errors import near_multiples
 from tunix.config.batch import BatchKeys
 from tunix.config.commands import Average, DeviceKind, Evaluate, Export, Generate, Network, Play, Samples, Serve
@@ -18,7 +19,7 @@ from tunix.config.layers import PROJECTIONS, Lora
 from tunix.config.model import Model
 from tunix.config.model_checks import check_qk_clip, check_stages
 from tunix.config.sections import Checkpoint, Distributed, Evaluation, Logging, Plan, Profile
-from tunix.config.task import AnyTask, Embed, Grpo, Paired, Sampling, Task, Uncut
+from tunix.config.task import AnyTask, Embed, Grpo, Paired, Sampling, Task, Uncut, list_tasks_of_loss
 from tunix.config.training import Training, read_steps
 from tunix.optimizers.schedules import Scheduler
 from tunix.optimizers.table import AnyOptimizer, Optimizer, ParameterGroup
@@ -148,13 +149,17 @@ class Config(Section):
         return self
 
     def _check_terms(self) -> None:
-        """Raise ValueError for terms of the loss that the task's loss does not have."""
+        """Raise ValueError for another task's loss, and for terms of the loss that the task's loss does not have."""
         loss = self.task.loss or self.task.default_loss
-        if self.training.z_loss and loss in ("dpo", "kto", "reward", "classify", "embed"):
+        tasks = list_tasks_of_loss(loss)
+        if tasks and self.task.name not in tasks:
             raise ValueError(
-                f"training.z_loss={self.training.z_loss:g}: the loss of task={self.task.name} has no such term; set it "
-                "to 0"
+                f"task.loss={loss} is the loss of task={' and task='.join(tasks)}: batches of task={self.task.name} "
+                "lack its fields, or have others that it leaves out; choose that task, or leave task.loss out"
             )
+        if self.training.z_loss and (is_dotted(loss) or loss in ("dpo", "kto", "reward", "classify", "embed")):
+            which = f"task.loss={loss}" if self.task.loss else f"the loss of task={self.task.name}"
+            raise ValueError(f"training.z_loss={self.training.z_loss:g}: {which} has no such term; set it to 0")
         if self.model.mtp is not None and loss not in ("next_token", "grpo"):
             raise ValueError(
                 f"model.mtp: task={self.task.name} with its loss does not train this layer; pretrain, sft and grpo "

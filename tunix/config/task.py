@@ -1,6 +1,6 @@
 """Tasks: which documents a run learns from, and which loss their batches get."""
 
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, get_args
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -631,3 +631,9 @@ class Embed(Uncut):
 
 
 AnyTask = Annotated[Pretrain | Sft | Grpo | Dpo | Kto | Reward | Classify | Embed, Field(discriminator="name")]
+
+
+def list_tasks_of_loss(loss: str) -> list[str]:
+    """Return the names of the tasks whose own loss this is."""
+    tasks = get_args(get_args(AnyTask)[0])
+    return [get_args(task.model_fields["name"].annotation)[0] for task in tasks if task.default_loss == loss]

@@ -159,8 +159,8 @@ def _read_item(
     elif isinstance(item.content, str):
         if not task.takes_text:
             raise UserError(
-                f"task={task.name} needs rows with columns, of jsonl, csv, parquet or hf, "
-                f"not data.source={source.source}"
+                f"task={task.name} needs rows with columns, of jsonl, csv, parquet or hf, or those that a function of "
+                f"data=custom yields as {{column: value}}; {item.name} of data.source={source.source} is a text"
             )
         document = Document(item.name, item.content) if item.content else LeftOut(item.name, "empty")
         if isinstance(source, Rows) and HALF.search(item.content):  # of data=custom: what files hold is text

@@ -5,6 +5,7 @@ import glob
 import hashlib
 import inspect
 import os
+import sys
 import sysconfig
 import warnings
 from collections.abc import Iterator
@@ -229,10 +230,13 @@ class Custom(Rows):
 
     def units(self, unit_bytes: int) -> list[Unit]:
         """Return one unit: the number of documents is not known before the function runs."""
-        # A change of the function's file makes a new corpus. A change of a module that it imports, or of a file that it
-        # reads, is not noticed.
-        file = inspect.getsourcefile(import_object(self.function))
-        version = hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else ""
+        # A change of the named module's file, or of the function's, makes a new corpus: they differ where the module
+        # imports the function, or wraps it by a decorator. A change of a module that the function imports, or of a file
+        # that it reads, is not noticed.
+        function = inspect.unwrap(import_object(self.function))
+        modules = sys.modules[self.function.partition(":")[0]], inspect.getmodule(function)
+        files = dict.fromkeys(filter(None, (getattr(module, "__file__", None) for module in modules)))
+        version = hashlib.sha256(b"".join(Path(file).read_bytes() for file in files)).hexdigest() if files else ""
         return [Unit(self.function, "", 0, 1, unit_bytes, version)]
 
     def read(self, unit: Unit) -> Iterator[Item]:

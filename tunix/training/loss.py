@@ -203,17 +203,18 @@ LOSSES = {
 
 
 def find_loss_kind(cfg: Config) -> LossKind:
-    """Return the row of the table that `task.loss` or else the task names, or a row made of the user's own loss.
+    """Return the row of the table that `task.loss` or else the task names, or the task's with the user's own loss.
 
     Its fields are those of the loss and of the run's images.
     """
     name = cfg.task.loss or cfg.task.default_loss  # a task has a loss of its own, which task.loss replaces
     if is_dotted(name):
-        return LossKind(lambda cfg: import_object(name), _measure_text, {**FIELDS, **image_fields(cfg)})
-    if name not in LOSSES:
+        kind = LOSSES[cfg.task.default_loss]._replace(make=lambda cfg: import_object(name))
+    elif name in LOSSES:
+        kind = LOSSES[name]
+    else:
         hint = suggest_colon(name) or did_you_mean(name, list(LOSSES))
         raise UserError(f"task.loss={name}: expected one of {', '.join(LOSSES)}, or package.module:name{hint}")
-    kind = LOSSES[name]
     sized = {} if kind.sized_fields is None else kind.sized_fields(cfg)
     of_teacher = {} if cfg.task.offline_top_k is None else logits_fields(cfg.task.offline_top_k)
     return kind._replace(fields={**kind.fields, **sized, **image_fields(cfg), **of_teacher})
