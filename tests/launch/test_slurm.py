@@ -385,3 +385,37 @@ def test_a_submission_that_is_refused_leaves_what_was_in_the_folder(here, before
     found = {path.relative_to("mine").as_posix() for path in Path("mine").rglob("*") if path.is_file()}
     assert found == ({before} if before else set())
     assert Path("mine").exists() == (before is not None)
+
+
+def test_a_refused_resume_leaves_the_script_of_the_last_job(here):
+    folder, _ = written("launcher.configs_path=configs")
+    (folder / ".hydra" / "overrides.yaml").write_text("[]")
+    Path("bin").mkdir()
+    Path("bin/sbatch").write_text("#!/bin/sh\necho 'sbatch: error: invalid partition' >&2\nexit 1\n")
+    Path("bin/sbatch").chmod(0o755)
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    job = compose.compose(["resume=run", "launcher=slurm", "launcher.nodes=4", "launcher.configs_path=configs"])
+    with pytest.raises(UserError, match="sbatch refuses the job: invalid partition"):
+        slurm.launch(job)
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    assert len(list(Path("configs").iterdir())) == 1
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        *(
+            "launcher.memory=10Q",
+            "launcher.memory=1.5G",
+            "launcher.memory=256Gi",
+        ),  # sbatch: Invalid --mem specification
+        *("kubernetes.memory=64GB", "kubernetes.cpu=many", "kubernetes.shared_memory=1T5"),
+    ],
+)
+def test_sizes_that_the_cluster_would_refuse(word):
+    launcher = ["launcher=slurm"]
+    if word.startswith("kubernetes"):
+        launcher = ["launcher=kubernetes", "launcher.image=x", "launcher.volume_claim=y"]
+    key, _, value = word.replace("kubernetes", "launcher").partition("=")
+    with pytest.raises(UserError, match=rf"{key}={value}: expected"):
+        compose.compose([*launcher, f"{key}={value}"])

@@ -31,6 +31,10 @@ HeadNode = Annotated[
         "auto, or HOST:PORT of the head node; without access to a node, use `ray job submit` (docs/ray.md)",
     ),
 ]
+SlurmMemory = Annotated[str, _matching(r"\d+([KMGTkmgt][Bb]?)?", "MiB, or a number with K, M, G or T: 64G; 0 is all")]
+# Kubernetes counts 1024 in Ki, Mi and Gi, and 1000 in M and G.
+Bytes = Annotated[str, _matching(r"\d+(\.\d+)?([KMGTPE]i|[kMGTPE])?", "bytes as Kubernetes takes them: 256Gi")]
+Cores = Annotated[str, _matching(r"\d+(\.\d+)?|\d+m", "cores as Kubernetes takes them: 32, 0.5 or 500m")]
 Amount = Annotated[str, _matching(r"[^\s=]+=\d+(\.\d+)?", "NAME=NUMBER, in quotes")]
 
 
@@ -90,7 +94,7 @@ class Slurm(Nodes):
     """What starts the processes."""
     cpus_per_task: Count | None
     """CPU cores of each process."""
-    memory: Line | None
+    memory: SlurmMemory | None
     """Memory of each node, as Slurm takes it: 64G; 0 is all."""
     exclusive: Flag
     """Share the nodes with no other job."""
@@ -161,11 +165,11 @@ class Kubernetes(Nodes):
     """What starts the processes."""
     image: Line
     """Container image with tunix in its working directory."""
-    cpu: Line | None
+    cpu: Cores | None
     """CPU cores of each pod, as Kubernetes takes them: 32."""
-    memory: Line | None
+    memory: Bytes | None
     """Memory of each pod, as Kubernetes takes it: 256Gi."""
-    shared_memory: Line
+    shared_memory: Bytes
     """Size of /dev/shm, which GPUs of one pod exchange data through."""
     volume_claim: Line
     """PersistentVolumeClaim, ReadWriteMany, that holds the run's folder."""

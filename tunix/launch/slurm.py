@@ -28,7 +28,7 @@ def launch(job: compose.Job) -> int:
     Returns 0, or with launcher.show_logs the exit code of the job.
 
     Raises:
-        UserError: there is no sbatch, or Slurm refuses the job. All written files are removed then.
+        UserError: there is no sbatch, or Slurm refuses the job. All files are then as they were.
     """
     slurm = job.config.launcher
     assert isinstance(slurm, Slurm)
@@ -49,11 +49,13 @@ def launch(job: compose.Job) -> int:
         when = "-".join(folder.parts[-2:])  # by default the date and time of the run
         name = f"{_job_name(job.config)}-{when}".replace("/", "-")
         file = Path(slurm.scripts_path or folder).absolute() / f"{name if slurm.scripts_path else 'job'}.sbatch"
-        written.callback(submission.write_file(file, text).unlink, missing_ok=True)
+        written.callback(submission.keep(file))
+        submission.write_file(file, text)
         if slurm.configs_path is not None:
             copy = Path(slurm.configs_path).absolute() / f"{name}.yaml"
             text = (folder / "config.yaml").read_text()
-            written.callback(submission.write_file(copy, text).unlink, missing_ok=True)
+            written.callback(submission.keep(copy))
+            submission.write_file(copy, text)
         logs = _log_folder(slurm, folder)
         logs.mkdir(parents=True, exist_ok=True)
         number = None if slurm.dry_run else submit(file)

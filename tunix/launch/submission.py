@@ -3,9 +3,10 @@
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from tunix.base.errors import UserError, mask_values
@@ -41,8 +42,9 @@ def prepare_folder(job: compose.Job) -> Iterator[Path]:
             )
     job = replace(job, config=job.config.model_copy(update={"launcher": Local(name="local")}))
     resumes = job.goes_on_in_folder
-    before = (job.run_dir / "config.yaml").read_text() if resumes else ""
+    written = [job.run_dir / "config.yaml", *(job.run_dir / ".hydra").glob("*")] if resumes else []
     try:
+        restore = [keep(path) for path in written]
         folder = (job.run_dir if resumes else claim_folder(job)).absolute()
         others = {path for path in folder.iterdir() if path.name != "config.yaml"}  # that were in the folder before
         write_config(job, folder)
@@ -54,7 +56,8 @@ def prepare_folder(job: compose.Job) -> Iterator[Path]:
         yield folder
     except BaseException:
         if resumes:
-            (folder / "config.yaml").write_text(before)
+            for put_back in restore:
+                put_back()
             raise
         for path in {*folder.iterdir()} - others:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -91,6 +94,11 @@ def print_numbers(config: Config, nodes: Nodes) -> None:
 
     platform = "gpu" if nodes.gpus_per_node else "cpu"
     print(make_report_of_launched(config, nodes.num_devices, platform), file=sys.stderr)
+
+
+def keep(path: Path) -> Callable[[], object]:
+    """Return a function that makes a file as it is now, or removes it if there is none now."""
+    return partial(path.write_bytes, path.read_bytes()) if path.is_file() else partial(path.unlink, missing_ok=True)
 
 
 def write_file(path: Path, text: str) -> Path:
