@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from support.harness import ROOT, SMALL, run_python
 
 from tunix.base.digests import VERIFIED
 from tunix.base.errors import UserError
+from tunix.base.files import make_once
 from tunix.config.compose import compose
 from tunix.data import dataset, shards
 from tunix.data.batches import TrainBatches
@@ -170,9 +172,28 @@ def test_after_a_kill_finished_shards_are_not_made_again(tmp_path):
     whole = prepare(*words, f"loading.cache_dir={tmp_path}/whole", cwd=tmp_path)
     assert whole.returncode == 0, whole.stderr
     theirs = contents(tmp_path / "whole")
-    # A worker that is killed while it writes leaves a hidden folder beside the shards.
-    assert {name: data for name, data in contents(tmp_path / "killed").items() if "/." not in name} == theirs
+    assert contents(tmp_path / "killed") == theirs
     assert not any(os.path.exists(f"/proc/{pid}") for pid in children.split())
+
+
+def test_what_a_killed_process_left_of_a_shard_is_removed(tmp_path):
+    """And what a living one is making stays."""
+    make = "from tunix.base.files import make_once; import os, pathlib, sys, time\n"
+    make += "def wait(path): path.mkdir(); print(path, flush=True); time.sleep(60)\n"
+    make += f"make_once(pathlib.Path('{tmp_path}/00002'), wait)"
+    processes = [subprocess.Popen([sys.executable, "-c", make], stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    folders = [Path(process.stdout.readline().strip()).parent for process in processes]
+    processes[0].kill()
+    processes[0].wait()
+    try:
+        for folder in folders:
+            os.utime(folder, (0, 0))
+        make_once(tmp_path / "00002", Path.mkdir)
+        assert [folder.exists() for folder in folders] == [False, True]
+    finally:
+        processes[1].terminate()
+        processes[1].wait()
+    assert [path.name for path in tmp_path.iterdir()] == ["00002"]
 
 
 def test_a_prepared_folder_is_a_source(corpus, tmp_path):

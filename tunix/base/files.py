@@ -1,14 +1,18 @@
 """Files and folders: written whole or not at all, read with one line about what is wrong."""
 
 import errno
+import fcntl
+import glob
 import json
 import os
+import platform
 import shutil
 import signal
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
@@ -253,22 +257,48 @@ def describe_refusal(error: OSError) -> str:
 def make_once(target: Path, make: Callable[[Path], object], key: str = "loading.cache_dir") -> Path:
     """Return `target`, made by `make(path)` if it is not there yet. Of two processes that make it, one wins.
 
+    What killed processes of this host have left of it is removed.
+
     Raises:
         UserError: the disk cannot be written; it names the `key` that chooses the folder.
     """
     if target.exists():
         return target
-    # There is no lock: two processes may both make it. The second cannot replace a folder with files in it, which is an
+    # Nobody waits: two processes may both make it. The second cannot replace a folder with files in it, which is an
     # OSError, and takes what the first has made.
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(target) as new:
-            make(new)
+        prefix = f".{target.name}-{platform.node()}-"
+        for left in target.parent.glob(f"{glob.escape(prefix)}*"):
+            # Whoever made it was killed, or has made it in this moment and locks it next.
+            with suppress(OSError), _locking(left) as is_locked:
+                if is_locked and time.time() - left.stat().st_mtime > 1:
+                    shutil.rmtree(left)
+        with temporary_folder(prefix, beside=target) as temporary, _locking(Path(temporary)):
+            make(new := Path(temporary) / target.name)
+            os.replace(new, target)
     except OSError as error:
         if not target.exists():
             hint = find_way_out(error, f"set {key} to a writable folder")
             raise UserError(f"{key}: cannot write {target}: {error.strerror or error}; {hint}") from None
     return target
+
+
+@contextmanager
+def _locking(folder: Path) -> Iterator[bool]:
+    """Lock a folder in the block, or yield False: another process of this host has it, or the file system has no locks.
+
+    The system opens the lock when the process ends, also where a kill ends it.
+    """
+    with ExitStack() as opened:
+        try:
+            descriptor = os.open(folder, os.O_RDONLY)
+            opened.callback(os.close, descriptor)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            yield False
+        else:
+            yield True
 
 
 def expand_home(name: str | Path) -> Path:

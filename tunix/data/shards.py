@@ -37,7 +37,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from tunix.base.digests import list_files, write_digests
 from tunix.base.errors import UserError
-from tunix.base.files import make_once, read_json
+from tunix.base.files import make_once, read_json, remove_unfinished
 from tunix.base.forms import CACHE_FORMS, naming_writer
 from tunix.config import Loading, Task
 from tunix.data.chat import RefusedConversation
@@ -597,6 +597,7 @@ def _start_worker(parent: int) -> None:
     def watch() -> None:
         while os.getppid() == parent:
             time.sleep(1)
+        remove_unfinished()
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
