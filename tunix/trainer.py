@@ -468,7 +468,10 @@ class Loop:
     goodput: Goodput
 
     def begin(self, clock: StartClock) -> None:
-        """Wait for the program of the first step, and save the state of step 0 where the config says so."""
+        """Wait for the program of the first step, and save the state of step 0 where the config says so.
+
+        A resumed run makes up for the evaluation that a stop left out after its last step, and may be over by it.
+        """
         progress = self.progress
         self.goodput.end_start()
         with self.goodput.count("compile"):
@@ -477,6 +480,10 @@ class Loop:
         log.info("%s", clock)
         if progress.is_new and self.setup.cfg.checkpoint.save_first:
             self.save(progress.start, None)
+        if progress.improvement.is_due:
+            self.evaluations.run(progress.start.step)
+            if progress.improvement.is_over(self.setup.cfg.evaluation):
+                progress.last = find_last_step(self.setup, progress.sizes, progress.start, progress.improvement)
         self.write_goodput(progress.start.step)
         self.step_log.restart_clock()  # the first step has not begun yet
 
@@ -581,6 +588,8 @@ class Loop:
                 self.evaluations.run(step)
             reasons = [*PLANNED, *(REASONS_OF_EVALUATIONS if evaluate_now else [])]
             ending = find_ending(replace(now, improvement=progress.improvement), reasons)
+        elif evaluate_now:
+            progress.improvement = replace(progress.improvement, is_due=True)
         if save_now or ending:
             self.step_log.finish()
             with self.watchdog.phase("saving"):

@@ -218,6 +218,17 @@ def test_an_evaluation_that_a_stop_prevented_is_made_up_for(run):
 
 
 @pytest.mark.nightly
+def test_an_evaluation_that_a_stop_left_out_counts_as_in_an_unbroken_run(run):
+    """Also for patience: without the first evaluation, the second one would be the best, and the run a step longer."""
+    words = ["evaluation.every_steps=1", "evaluation.patience=1", "evaluation.min_improvement=100", *TWO_DEVICES]
+    with pytest.raises(Stopped):
+        run(*words, "training.time_limit_s=0.001", "hydra.run.dir=it")
+    run("resume=it", "training.time_limit_s=null")
+    assert metrics(Path("it"), "held_out") == metrics(run(*words), "held_out")
+    assert [line["step"] for line in metrics(Path("it"), "held_out")] == [1, 2]
+
+
+@pytest.mark.nightly
 def test_what_is_kept(run):
     folder = run(
         "training.max_steps=8", "checkpoint.save_every_steps=1", "checkpoint.max_to_keep=2", "checkpoint.keep_every_steps=3",

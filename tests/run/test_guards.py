@@ -74,6 +74,7 @@ def test_a_hard_stop_comes_after_the_evaluation_of_its_step(signal, monkeypatch)
     with pytest.raises(Stopped, match=said):
         trainer.Loop(**parts)._is_over(4)
     assert happened == [*([] if signal else ["evaluation"]), "save", "write_goodput"]
+    assert parts["progress"].improvement.is_due == bool(signal)
 
 
 def numbers(folder: Path) -> list[dict]:
@@ -147,7 +148,7 @@ def test_a_run_ends_when_the_held_out_loss_stays(words):
     assert (result.train["step"], result.held_out["step"]) == (3, 3)
     assert "evaluation.patience=2: the held-out loss did not fall below " in (result.folder / "train.log").read_text()
     saved = read_about(*find_storage((result.folder / "checkpoints" / "3").absolute()))["improvement"]
-    assert saved == {"best": metrics(result.folder, "held_out")[0]["loss"], "without": 2}
+    assert saved == {"best": metrics(result.folder, "held_out")[0]["loss"], "without": 2, "is_due": False}
     again = tunix.train([f"resume={result.folder}"])
     assert again.train == {}
     assert "nothing is left to train after step 3: evaluation.patience=2" in (result.folder / "train.log").read_text()

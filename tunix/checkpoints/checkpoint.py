@@ -111,6 +111,7 @@ class Improvement:
 
     best: float | None = None
     without: int = 0  # evaluations since `best`
+    is_due: bool = False  # a stop has left out an evaluation after the step of the checkpoint
 
     def after(self, cost: float, evaluation: Evaluation) -> "Improvement":
         """Return the improvement after one more evaluation, whose held-out number is `cost`."""
