@@ -6,6 +6,7 @@ import http.client
 import json
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -13,6 +14,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from types import SimpleNamespace
 
 import jax
@@ -29,6 +31,7 @@ from tunix.base.errors import UserError
 from tunix.config import Evaluate, Serve
 from tunix.config.command_line import read_settings
 from tunix.costs.rollout import USABLE, CacheSpec, count_page_bytes, derive_rollout_costs
+from tunix.data.chat import THOUGHTS
 from tunix.data.prompts import Prompt
 from tunix.data.tokenizer import TokenBytes
 from tunix.inference import engine
@@ -317,6 +320,8 @@ def test_tools_reach_the_template_and_calls_are_read(model, hf_dir):
         messages = [{"role": "user", "content": "u"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
         without = messages[1] | {"tool_calls": [call | {"function": {"name": "now", "arguments": ""}}]}
         assert read_message(without, 1)["tool_calls"][0]["function"]["arguments"] == {}
+        for name in THOUGHTS:
+            assert read_message({"role": "assistant", "content": "", name: "hm"}, 1)[name] == "hm"
         body = {"messages": messages, "tools": [tool], "max_tokens": 2}
         job = asyncio.run(app.reader.read_chat(json.dumps(body).encode(), 0))
         assert model.tokenizer.decode(job.prompts[0], skip_special_tokens=False) == "add <tool_call>u17"
@@ -344,8 +349,33 @@ def test_arguments_are_texts_where_the_schema_of_the_request_says_so(model, hf_d
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": properties}}}
     body = {"messages": [{"role": "user", "content": "u"}], "tools": [tool], "max_tokens": 2}
     job = asyncio.run(reader.read_chat(json.dumps(body).encode(), 0))
-    (call,) = job.read_calls("<function=f><parameter=zip>42</parameter><parameter=count>42</parameter></function>")
+    text = "<function=f><parameter=zip>42</parameter><parameter=count>42</parameter></function>"
+    (call,) = job.read_calls(text)
     assert call.arguments == {"zip": "42", "count": 42}
+    for parallel, count in ((None, 2), (True, 2), (False, 1)):
+        asked = json.dumps(body | {"parallel_tool_calls": parallel}).encode()
+        assert len(asyncio.run(reader.read_chat(asked, 0)).read_calls(text * 2)) == count
+
+
+@pytest.mark.parametrize("in_files", [False, True])
+def test_a_conversation_with_tools_has_the_template_for_them(model, hf_dir, tmp_path, in_files):
+    """It is named tool_use, as in Hermes 3 and Command R: in tokenizer_config.json, or in a file as transformers 5 has it."""
+    folder = shutil.copytree(hf_dir, tmp_path / "hf")
+    templates = {"default": "{{ messages[0].content }}", "tool_use": "{{ tools[0].function.name }}"}
+    if in_files:
+        (folder / "additional_chat_templates").mkdir()
+        (folder / "chat_template.jinja").write_text(templates["default"])
+        (folder / "additional_chat_templates" / "tool_use.jinja").write_text(templates["tool_use"])
+    else:
+        named = [{"name": name, "template": text} for name, text in templates.items()]
+        (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    own = replace(model, tokenizer_files=folder)
+    body = {"messages": [{"role": "user", "content": "be"}], "max_tokens": 2}
+    body_with_tools = body | {"tools": [{"type": "function", "function": {"name": "add", "parameters": {}}}]}
+    for words, prompts in (([], ["be", "add"]), (["chat_template=default"], ["be", "be"])):
+        reader = RequestReader(own, "small", read_settings(Serve, [f"checkpoint={hf_dir}", *words]), 100, 1)
+        jobs = [asyncio.run(reader.read_chat(json.dumps(each).encode(), 0)) for each in (body, body_with_tools)]
+        assert [model.tokenizer.decode(job.prompts[0]) for job in jobs] == prompts
 
 
 # Many clients.

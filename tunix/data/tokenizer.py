@@ -103,6 +103,8 @@ def _find_merges(proto: Any) -> list[tuple[str, str]]:
 
 
 FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "chat_template.jinja", "chat_template.json")
+NAMED_TEMPLATES = "additional_chat_templates"  # folder of further ones beside chat_template.jinja
+TOOL_USE = "tool_use"  # name of the template for conversations with tools, where it is not the default one
 
 
 def find_tokenizer_files(path: str) -> dict[str, Path]:
@@ -191,15 +193,24 @@ def token_text(token: str | Token | None) -> str | None:
     return token.content if isinstance(token, Token) else token
 
 
-def select_template(files: dict[str, Path], settings: Settings, name_or_file: str | None, key: str) -> str | None:
+def find_templates(files: dict[str, Path], settings: Settings, key: str) -> dict[str, str | None]:
+    """Return the tokenizer's templates by their names; `key` is for messages."""
+    template = settings.chat_template
+    templates: dict[str, str | None]
+    templates = {each.name: each.template for each in template} if isinstance(template, list) else {"default": template}
+    if "chat_template.jinja" in files:
+        file = files["chat_template.jinja"]
+        templates["default"] = _read_template(file, key)
+        for other in sorted(file.parent.glob(f"{NAMED_TEMPLATES}/*.jinja")):
+            templates[other.stem] = _read_template(other, key)
+    return templates
+
+
+def select_template(templates: dict[str, str | None], name_or_file: str | None, key: str) -> str | None:
     """Return one of the tokenizer's templates by its name, a Jinja text, or that of a file; `key` is for the message.
 
     None gives the tokenizer's default template, or None if it has no template.
     """
-    template = settings.chat_template
-    templates = {each.name: each.template for each in template} if isinstance(template, list) else {"default": template}
-    if "chat_template.jinja" in files:
-        templates["default"] = _read_template(files["chat_template.jinja"], key)
     if name_or_file is None or templates.get(name_or_file):
         return templates.get(name_or_file or "default")
     if "{%" in name_or_file or "{{" in name_or_file:
@@ -423,7 +434,8 @@ def load_vocab(path: str, bos: str | None = None, eos: str | None = None, chat_t
     files = find_tokenizer_files(path)
     backend = read_backend_of(path, files)
     settings = read_settings(files)
-    template = select_template(files, settings, chat_template, "task.chat_template")
+    templates = find_templates(files, settings, "task.chat_template")
+    template = select_template(templates, chat_template, "task.chat_template")
     bos = bos or token_text(settings.bos_token)
     if bos is None and "bos_token" not in settings.model_fields_set:  # null says that documents have none
         bos = _find_token(backend, (BOS, "<s>"), special_tokens(backend))
@@ -442,12 +454,17 @@ def read_backend(folder: Path) -> Backend | None:
     return read_backend_of(str(folder), files) if {"tokenizer.json", "tokenizer.model"} & files.keys() else None
 
 
-def read_chat(folder: Path, chat_template: str | None, images: ImageProcessor | None = None) -> ChatTemplate:
+def read_chat(
+    folder: Path, chat_template: str | None, images: ImageProcessor | None = None, with_tools: bool = False
+) -> ChatTemplate:
     """Return the template that the key `chat_template` names; if it is None, the template of the folder's tokenizer.
-    `images` is the processor of images of a model that sees."""
+    `images` is the processor of images of a model that sees. With `with_tools` a template named `tool_use` comes first,
+    as in transformers."""
     files = find_tokenizer_files(str(folder))
     settings = read_settings(files)
-    template = select_template(files, settings, chat_template, "chat_template")
+    templates = find_templates(files, settings, "chat_template")
+    name = TOOL_USE if with_tools and TOOL_USE in templates else None
+    template = select_template(templates, chat_template or name, "chat_template")
     if template is None:
         raise UserError("the tokenizer has no chat template; set chat_template to a Jinja file")
     tokens = {"bos_token": settings.bos_token, "eos_token": settings.eos_token}

@@ -17,6 +17,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from tokenizers import Tokenizer
 
 from tunix.base.config_types import Temperature
+from tunix.data.chat import THOUGHTS
 from tunix.data.files import BadRow
 from tunix.data.images import read_parts
 from tunix.data.tokenizer import TokenBytes, decode_behind
@@ -193,7 +194,7 @@ def read_message(message: dict[str, Any], index: int) -> dict[str, Any]:
         content = ""
     if not isinstance(content, str | list):
         raise ApiError(400, f"{location} has no content that is a text", "messages")
-    keys = ("name", "tool_call_id", "reasoning_content")
+    keys = ("name", "tool_call_id", *THOUGHTS)
     read = {"role": message["role"], "content": content} | {key: message[key] for key in keys if message.get(key)}
     if message.get("tool_calls"):
         read["tool_calls"] = _read_calls(message["tool_calls"], location)

@@ -53,11 +53,13 @@ class RequestReader:
             raise UserError(f"checkpoint={command.checkpoint} has no tokenizer.json")
         self.model, self.tokenizer, self.command, self.limits = model, model.tokenizer, command, command.server
         self.name, self.max_length, self.max_answers = name, max_length, max_answers
-        self.template: ChatTemplate | None = None
+        self.templates: dict[bool, ChatTemplate] = {}  # by whether a conversation has tools
         self.images = find_image_prompts(model.cfg, model.tokenizer, self.limits.max_image_pixels)
         self.processor = None if self.images is None else self.images.processor
         try:
-            self.template = read_chat(model.tokenizer_files, command.chat_template, self.processor)
+            for with_tools in (False, True):
+                source = model.tokenizer_files, command.chat_template, self.processor
+                self.templates[with_tools] = read_chat(*source, with_tools)
         except UserError:
             if command.chat_template is not None:
                 raise
@@ -71,7 +73,7 @@ class RequestReader:
     async def read_chat(self, body: bytes, arrived: float) -> Job:
         parameters = read_parameters(ChatParameters, body)
         self.check_model(parameters.model)
-        if self.template is None:
+        if not self.templates:
             raise ApiError(400, "the model has no chat template; ask /v1/completions, or start with chat_template=FILE")
         if parameters.top_logprobs and not parameters.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs=true", "top_logprobs")
@@ -79,12 +81,14 @@ class RequestReader:
         tools = None if parameters.tool_choice == "none" else parameters.tools
         options = {**(parameters.chat_template_kwargs or {}), **({"tools": tools} if tools else {})}
         files = await asyncio.to_thread(self._read_images, messages)
+        template = self.templates[bool(tools)]
         # In this thread, which alone can end a template that takes too long.
-        text = self.template.render(messages, add_generation_prompt=True, options=options)
+        text = template.render(messages, add_generation_prompt=True, options=options)
         prompt, images = await asyncio.to_thread(self._encode_chat, text, files)
         max_tokens = parameters.max_completion_tokens or parameters.max_tokens
-        read = find_reader(choose_tool_calls(self.template.source))
-        read_calls = (lambda answer: [keep_texts(call, tools) for call in read(answer)]) if tools else None
+        read = find_reader(choose_tool_calls(template.source))
+        most = 1 if parameters.parallel_tool_calls is False else None
+        read_calls = (lambda answer: [keep_texts(call, tools) for call in read(answer)[:most]]) if tools else None
         job = self._make_job(parameters, True, [prompt], max_tokens, read_calls, arrived)
         job.images = images
         return job
