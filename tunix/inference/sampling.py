@@ -53,7 +53,10 @@ def read_stop_ids(folder: Path) -> list[int]:
         UserError: a file has something else there than numbers.
     """
     for file in (folder / name for name in SOURCES):
-        ids = read_json(file).get("eos_token_id") if file.is_file() else None
+        info = read_json(file) if file.is_file() else {}
+        ids = info.get("eos_token_id")
+        if ids is None:  # of a model that sees, the part that writes may name them
+            ids = info.get("text_config", {}).get("eos_token_id")
         if ids is not None:
             ids = ids if isinstance(ids, list) else [ids]
             if not all(type(number) is int for number in ids):
