@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -219,6 +220,9 @@ def _read_rows(path: Path, column: str) -> list[Row]:
             rows = READERS.get(path.suffix.lower(), READERS[".txt"])(file, column)
     except OSError as error:
         raise UserError(f"input={path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        kinds = ", ".join(READERS)
+        raise UserError(f"input={path} is no text in UTF-8 (byte {error.start}); save it so, as {kinds}") from None
     except (ValueError, csv.Error) as error:
         raise UserError(f"input={path} cannot be read: {error}") from None
     if not rows:
@@ -244,9 +248,9 @@ def _find_problem(row: Any, column: str) -> str | None:
     return None
 
 
-def _read_csv(file: Any, column: str) -> list[Row]:
+def _read_csv(file: Any, column: str, delimiter: str = ",") -> list[Row]:
     csv.field_size_limit(2**31 - 1)  # the module refuses cells above 131072 characters otherwise
-    return list(csv.DictReader(file, strict=True))
+    return list(csv.DictReader(file, strict=True, delimiter=delimiter))
 
 
 def _read_json_lines(file: Any, column: str) -> list[Any]:
@@ -262,6 +266,7 @@ def _read_json(file: Any, column: str) -> list[Any]:
 READERS: dict[str, Callable[[Any, str], list[Any]]] = {
     ".txt": lambda file, column: [{column: line.rstrip("\r\n")} for line in file if line.strip()],
     ".csv": _read_csv,
+    ".tsv": partial(_read_csv, delimiter="\t"),
     ".jsonl": _read_json_lines,
     ".ndjson": _read_json_lines,
     ".json": _read_json,

@@ -101,7 +101,7 @@ class Generate(Guessing, Decoding, ReadModel):
     prompt: str | None
     """One prompt; null takes them from `input`, or asks for them with `chat`."""
     input: str | None
-    """A file of prompts: .csv or .jsonl with a column `column`, or text with one prompt a line."""
+    """A file of prompts: .csv, .tsv or .jsonl with a column `column`, or text with one prompt a line."""
     column: str
     """Column of the file that holds the prompts."""
     image: str | None
