@@ -63,6 +63,7 @@ except ImportError:
 
 P = TypeVar("P", bound=Parameters)
 SEEDS = 2**31  # of the noise
+BACKLOG = 2048  # connections that wait until the server takes them
 DRAIN_RETRY_S = 5  # that clients are told to wait when the server ends
 CLOSE_S = 2  # that the engine has for the tokens that are being drawn, when nobody waits for them any more
 
@@ -73,10 +74,13 @@ def serve(command: Serve) -> None:
         raise UserError("tunix.serve runs in one process; mesh_shape spreads the model over the devices of its host")
     if missing := [folder for folder in command.server.image_folders if not expand_home(folder).is_dir()]:
         raise UserError(f"server.image_folders: there is no folder {missing[0]}")
-    sock = open_socket(command.server.host, command.server.port)  # before the model is loaded, which takes minutes
+    address = command.server.host, command.server.port
+    sock = open_socket(*address)  # before the model is loaded, which takes minutes
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))  # while the model is loaded; `_run` takes over
     source = command.checkpoint, command.dtype, command.mesh_shape, command.weights
     model = load_language_model(*source, family=command.family, adapter=command.adapter, mtp=command.by_mtp)
+    with _describing_address(*address):  # another program may have begun to listen
+        sock.listen(BACKLOG)
     app = App(model, command)
     asyncio.run(_run(app, sock, command))
     if app.serving.thread.is_alive():
@@ -89,16 +93,23 @@ def open_socket(host: str, port: int) -> socket.socket:
     """Return a socket with the address, on which nobody listens yet.
 
     Raises:
-        UserError: the address is not one of this machine, or another program has it.
+        UserError: the address is not one of this machine, or another program listens there.
     """
-    try:
+    with _describing_address(host, port):
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         sock = socket.socket(family, kind, protocol)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
+    return sock
+
+
+@contextmanager
+def _describing_address(host: str, port: int) -> Iterator[None]:
+    """Raise `UserError` in place of an error about an address."""
+    try:
+        yield
     except OSError as error:
         raise UserError(f"server.host={host} server.port={port} cannot be used: {error.strerror}") from None
-    return sock
 
 
 class _Uvicorn(uvicorn.Server):
@@ -116,6 +127,7 @@ async def _run(app: "App", sock: socket.socket, command: Serve) -> None:
         access_log=False,
         log_level="warning",
         lifespan="off",
+        backlog=BACKLOG,
         timeout_graceful_shutdown=math.ceil(patience) + 1,  # for clients that do not read or write
     )
     server = _Uvicorn(config)
@@ -131,7 +143,6 @@ async def _run(app: "App", sock: socket.socket, command: Serve) -> None:
         loop.add_signal_handler(number, end)
     host, port = sock.getsockname()[:2]
     host = f"[{host}]" if ":" in host else host
-    sock.listen(config.backlog)  # whoever has read the line below can connect
     print(f"serving {app.name} on http://{host}:{port}/v1 (Ctrl-C ends it)", flush=True)
     print(f"cache: {app.serving.bound.text}", flush=True)
     try:

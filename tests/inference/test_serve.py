@@ -695,6 +695,17 @@ def test_sigterm_ends_a_server_that_still_loads_its_model(hf_dir, monkeypatch):
     assert ended.value.code == 0
 
 
+def test_a_port_that_another_server_takes_while_the_model_is_loaded_is_named(hf_dir, monkeypatch):
+    with open_socket("127.0.0.1", 0) as other:  # both may have the address until one listens
+        monkeypatch.setattr("tunix.serve.load_language_model", lambda *words, **options: other.listen())
+        before, port = signal.getsignal(signal.SIGTERM), other.getsockname()[1]
+        try:
+            with pytest.raises(UserError, match=f"server.port={port} cannot be used: Address already"):
+                serve(read_settings(Serve, [f"checkpoint={hf_dir}", f"server.port={port}"]))
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+
 def test_an_engine_that_is_busy_at_the_end_does_not_crash_the_process(model, hf_dir, monkeypatch):
     async def stop(*words):
         """End as a server whose engine compiles for longer than anybody waits."""
