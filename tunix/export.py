@@ -79,7 +79,7 @@ def export(command: Export) -> str:
         command.dtype,
         command.shard_gb,
         merge_lora=command.merge_lora,
-        write_whole=FORMATS[command.format],
+        write_whole=partial(_write_gguf, command.checkpoint) if command.format == "gguf" else None,
         add_files=partial(_add_files, command),
     )
     if command.push is not None:
@@ -129,7 +129,8 @@ def write_export(
 ) -> str:
     """Write the folder of the model that `load` returns for a sharding strategy, as `export` does.
 
-    `write_whole` is a function of `FORMATS`; `add_files` writes more into the folder, on process 0.
+    `write_whole` writes a whole model in another form than Hugging Face's; `add_files` writes more into the folder, on
+    process 0.
     """
     if is_address(output_name):
         return _export_to_bucket(
@@ -145,7 +146,7 @@ def write_export(
     # One process has each weight whole. Several split the weights, which one alone may not have the memory for.
     model = load("no_shard" if jax.process_count() == 1 else "full_shard")
     adapter = model.cfg.lora.rank and not merge_lora
-    if adapter and write_whole is _write_gguf:
+    if adapter and write_whole is not None:
         raise UserError("format=gguf holds whole models; add the updates to the matrices: merge_lora=true")
     dtype = dtype or ("float32" if adapter else _find_dtype(model.files))  # an adapter is small: it loses no digit
     write = _write_adapter if adapter else write_whole or _write_model
@@ -238,7 +239,7 @@ def _write_processor(vision: AnyVision, model: Pretrained, folder: Path) -> None
         _write_json(folder / name, content)
 
 
-def _write_gguf(model: Pretrained, folder: Path, dtype: str, shard_gb: float) -> str:
+def _write_gguf(checkpoint: str, model: Pretrained, folder: Path, dtype: str, shard_gb: float) -> str:
     """Write model.gguf, which holds the tokenizer too, and a Modelfile for Ollama; `shard_gb` splits nothing."""
     if jax.process_count() > 1:
         raise UserError("format=gguf is written by one process: start one")
@@ -247,6 +248,7 @@ def _write_gguf(model: Pretrained, folder: Path, dtype: str, shard_gb: float) ->
     tensors = list_tensors(model.params, model.cfg, model.arch.weights)
     with temporary_folder("tunix-tokenizer-") as tokenizer:
         _write_tokenizer(model, Path(tokenizer))
+        _write_vector_files(checkpoint, Path(tokenizer), model)
         size = gguf_file.write_gguf(path, tensors, model.cfg, Path(tokenizer), dtype, folder.name.split(".")[0])
     stops = [] if model.vocab is None else [model.vocab.backend.id_to_token(index) for index in model.find_stop_ids()]
     gguf_file.write_modelfile(folder, [token for token in stops if token is not None])
@@ -255,7 +257,6 @@ def _write_gguf(model: Pretrained, folder: Path, dtype: str, shard_gb: float) ->
 
 
 Write = Callable[[Pretrained, Path, str, float], str]
-FORMATS: dict[str, Write] = {"huggingface": _write_model, "gguf": _write_gguf}
 
 
 def _add_files(command: Export, folder: Path, model: Pretrained) -> None:
@@ -268,8 +269,11 @@ def _add_files(command: Export, folder: Path, model: Pretrained) -> None:
 def add_vector_files(checkpoint: str, folder: Path, model: Pretrained) -> None:
     """Write what sentence-transformers wants beside a whole model, where `checkpoint` is a run of task=embed or a
     folder that has it."""
-    if not (folder / "config.json").is_file():
-        return
+    if (folder / "config.json").is_file():
+        _write_vector_files(checkpoint, folder, model)
+
+
+def _write_vector_files(checkpoint: str, folder: Path, model: Pretrained) -> None:
     run = find_run(checkpoint)
     if run is None and model.files is not None:
         copy_sentence_files(model.files, folder)

@@ -60,8 +60,17 @@ def test_tensors_are_those_of_the_converter(name, tmp_path):
         assert keys[key] == (pytest.approx(value) if isinstance(value, float) else value), key
 
 
-def test_rope_factors_of_llama_3(tmp_path):
-    reader = write(give_tokenizer(Path(shutil.copytree(PARITY / "llama", tmp_path / "llama"))), tmp_path / "out")
+@pytest.mark.parametrize(
+    ("pooling", "number"),
+    [({"pooling_mode": "mean"}, 1), ({"pooling_mode_mean_tokens": False, "pooling_mode_lasttoken": True}, 3)],
+    ids=["sentence-transformers 5", "before"],
+)
+def test_rope_factors_of_llama_3_and_pooling(pooling, number, tmp_path):
+    folder = give_tokenizer(Path(shutil.copytree(PARITY / "llama", tmp_path / "llama")))
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    reader = write(folder, tmp_path / "out")
+    assert keys_of(reader)["llama.pooling_type"] == number
     factors = next(each.data for each in reader.tensors if each.name == "rope_freqs.weight")
     frequencies = 500.0 ** -(np.arange(0, 8, 2) / 8)
     # transformers' own function, for this config: see LLAMA_ROPE in tests/models/parity/make.py.

@@ -3,6 +3,7 @@
 import json
 from functools import partial
 
+import gguf
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -141,6 +142,7 @@ def test_a_run_learns_resumes_and_is_exported(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = write_rows(tmp_path / "rows.jsonl")
     words = [*RUN_OF_GROUPS, *ONE_LAYER, *FULL, f"data.paths=[{path}]", ONE_DEVICE, "training.max_steps=6"]
+    words.append("model.query_scale=${model.head_dim}")  # as in llama.cpp
     run = tunix.train([*words, "hydra.run.dir=run"]).folder
     lines, held_out = metrics(run), metrics(run, "held_out")
     assert lines[-1]["loss"] < lines[0]["loss"]
@@ -165,6 +167,11 @@ def test_a_run_learns_resumes_and_is_exported(tmp_path, monkeypatch):
     for name in ("modules.json", "1_Pooling/config.json", "2_Normalize/config.json", "tokenizer.json"):
         for other in ("mean", "again"):
             assert (tmp_path / other / name).read_text() == (tmp_path / "out" / name).read_text()
+    export(read_settings(Export, [f"checkpoint={run}", "output=gguf", "format=gguf"]))
+    keys = {name: field.contents() for name, field in gguf.GGUFReader("gguf/model.gguf").fields.items()}
+    family = keys["general.architecture"]
+    assert (keys[f"{family}.pooling_type"], keys["tokenizer.ggml.eos_token_id"]) == (3, corpus.vocab.eos)
+    assert [keys.get(f"tokenizer.ggml.add_{name}_token", False) for name in ("bos", "eos")] == [bool(bos), True]
     # A row has its texts one after the other, each with <eos>, and the last token of each is marked.
     example = corpus.train["jsonl"][0]
     for segment in range(1, example["segment_ids"].max() + 1):

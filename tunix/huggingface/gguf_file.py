@@ -59,6 +59,11 @@ CUTS = {
     (CONTRACTIONS + r"\p{N}{1,3}" + REST, "ByteLevel"): "llama-bpe",
     (CONTRACTIONS + r"\p{N}" + REST, "ByteLevel"): "qwen2",
 }
+# How the tokens of a text become its vector: names of sentence-transformers, the earlier ones behind, and of llama.cpp.
+POOLINGS = {
+    "lasttoken": "LAST", "mean": "MEAN", "cls": "CLS",
+    "pooling_mode_lasttoken": "LAST", "pooling_mode_mean_tokens": "MEAN", "pooling_mode_cls_token": "CLS",
+}  # fmt: skip
 
 # A tensor of Hugging Face's files: its name, its shape, and a function of (dtype, is_local) that makes it.
 Tensor = tuple[str, tuple[int, ...], Callable[[str, bool], np.ndarray | None]]
@@ -120,6 +125,7 @@ def write_gguf(path: Path, tensors: list[Tensor], cfg: Model, tokenizer: Path, d
     writer.add_file_type(getattr(gguf.LlamaFileType, FILE_TYPES[dtype]))
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     _add_tokenizer(writer, tokenizer, cfg.vocab_size, gguf)
+    _add_pooling(writer, tokenizer, gguf)
     named = list(_rename(tensors, cfg, gguf))
     for theirs, shape, _ in named:
         kind = _choose_kind(theirs, shape, dtype, gguf)
@@ -300,6 +306,15 @@ def _add_tokenizer(writer: Any, folder: Path, num_rows: int, gguf: Any) -> None:
     _add_special_tokens(writer, folder, backend)
 
 
+def _add_pooling(writer: Any, folder: Path, gguf: Any) -> None:
+    """Say how the tokens of a text become its vector, where the folder says it to sentence-transformers."""
+    path = folder / "1_Pooling/config.json"
+    info = json.loads(path.read_text()) if path.is_file() else {}
+    modes = [info.get("pooling_mode"), *(name for name, value in info.items() if value is True)]
+    if kind := next((POOLINGS[mode] for mode in modes if mode in POOLINGS), None):
+        writer.add_pooling_type(getattr(gguf.PoolingType, kind))
+
+
 def _name_cuts(info: dict[str, Any], path: Path) -> str:
     """Return llama.cpp's name for how a byte-level tokenizer cuts texts."""
     step = info.get("pre_tokenizer") or {"type": "none"}
@@ -325,8 +340,11 @@ def _add_special_tokens(writer: Any, folder: Path, backend: Tokenizer) -> None:
         text = token.get("content") if isinstance(token, dict) else token
         if text is not None and (index := backend.token_to_id(text)) is not None:
             add(index)
+            ids = backend.encode("a").ids
             if key == "bos_token":
-                writer.add_add_bos_token(backend.encode("a").ids[:1] == [index])
+                writer.add_add_bos_token(ids[:1] == [index])
+            elif key == "eos_token" and ids[-1:] == [index]:  # of a model of task=embed
+                writer.add_add_eos_token(True)
     template = folder / "chat_template.jinja"
     chat = template.read_text() if template.is_file() else config.get("chat_template")
     if isinstance(chat, str):

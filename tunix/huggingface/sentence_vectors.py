@@ -76,6 +76,7 @@ def write_files(
     )
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {
+        **({} if bos is None else {"bos_token": bos}),
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": length,
         "padding_side": "right",
