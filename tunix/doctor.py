@@ -304,9 +304,11 @@ def _check_space(job: Job) -> Iterator[Finding]:
         return  # a bucket
     folder = find_existing(job.run_dir if cfg.checkpoint.folder is None else Path(cfg.checkpoint.folder))
     free = shutil.disk_usage(folder).free / GIB
-    count = cfg.checkpoint.max_to_keep + 1  # the oldest is removed when the newest is complete
+    kept = cfg.checkpoint  # those of keep_every_steps are left out: their number grows with the run
+    count = kept.max_to_keep + kept.keep_best + kept.save_first + len(kept.save_at_steps)
+    count += 1  # the oldest is removed when the newest is complete
     status: Status = "ok" if free > count * size else "warning" if free > 2 * size else "error"
-    needed = f"checkpoint.max_to_keep={cfg.checkpoint.max_to_keep} needs {count} x {size:.2f} = {count * size:.1f} GiB"
+    needed = f"at most {count} checkpoints (checkpoint.max_to_keep={kept.max_to_keep}) need {count * size:.2f} GiB"
     yield Finding("disk", status, f"{free:.1f} GiB free in {folder}; {needed}")
 
 

@@ -207,6 +207,9 @@ def test_what_is_short(tmp_path, monkeypatch):
     [(status, says)] = of("disk", found)
     assert status == "warning"
     assert f"30.0 GiB free in {tmp_path}; " in says
+    assert "at most 4 checkpoints (checkpoint.max_to_keep=2) need 44." in says  # the best, and one that is written
+    monkeypatch.setattr(machine.shutil, "disk_usage", lambda _: Space(40 * gib))
+    assert of("disk", machine.examine_machine(job))[0][0] == "warning"
     monkeypatch.setattr(machine.shutil, "disk_usage", lambda _: Space(10 * gib))
     assert of("disk", machine.examine_machine(job))[0][0] == "error"
 
