@@ -261,12 +261,16 @@ def _check_limits() -> Iterator[Finding]:
 
 
 def _check_ports() -> Iterator[Finding]:
-    """Check that this host can be reached by its own name, and that Linux does not use the ports of Slurm runs."""
+    """Check that this host can be reached by its own name, and that Linux does not use the ports of Slurm runs.
+
+    One process alone trains without a name.
+    """
     host = socket.gethostname()
+    unreachable: Status = "error" if jax.process_count() > 1 else "warning"
     try:
         family, *_, (address, *_) = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0]
     except OSError:
-        yield Finding("ports", "error", f"host name {host} is unknown here; add it to /etc/hosts")
+        yield Finding("ports", unreachable, f"host name {host} is unknown here; add it to /etc/hosts")
         return
     with socket.socket(family) as listener:
         listener.bind(("", 0))
@@ -275,7 +279,7 @@ def _check_ports() -> Iterator[Finding]:
         try:
             socket.create_connection((str(address), port), timeout=5).close()
         except OSError as error:
-            yield Finding("ports", "error", f"{host} ({address}) port {port}: {error}; is a firewall in the way?")
+            yield Finding("ports", unreachable, f"{host} ({address}) port {port}: {error}; is a firewall in the way?")
             return
     yield Finding("ports", "ok", f"{host} is {address} and can be reached")
     handed_out = Path("/proc/sys/net/ipv4/ip_local_port_range")

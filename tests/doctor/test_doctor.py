@@ -214,6 +214,18 @@ def test_what_is_short(tmp_path, monkeypatch):
     assert of("disk", machine.examine_machine(job))[0][0] == "error"
 
 
+@pytest.mark.parametrize(("num_processes", "status"), [(1, "warning"), (2, "error")])
+def test_a_host_without_a_known_name(num_processes, status, monkeypatch):
+    def find_no_address(*_, **__):
+        raise OSError("Name or service not known")
+
+    monkeypatch.setattr(machine.socket, "gethostname", lambda: "nowhere.invalid")
+    monkeypatch.setattr(machine.socket, "getaddrinfo", find_no_address)
+    monkeypatch.setattr(machine.jax, "process_count", lambda: num_processes)
+    says = "host name nowhere.invalid is unknown here; add it to /etc/hosts"
+    assert list(machine._check_ports()) == [Finding("ports", status, says)]
+
+
 def test_differences_between_processes(tmp_path, monkeypatch):
     """Two processes as `gather` would hear them: another flax, a clock an hour late, a folder of its own, a slow link."""
     answers = iter([['{"flax": "0.12.8"}', '{"flax": "0.12.9"}'], [repr(time.time()), repr(time.time() - 3600)]])
