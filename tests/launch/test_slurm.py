@@ -98,6 +98,17 @@ def test_paths_of_configs_logs_and_scripts(here):
     assert f"{here}/mine.py resume={folder}" in script.read_text()
 
 
+def test_paths_below_home(here, monkeypatch, capsys):
+    """No shell expands the ~ of `"launcher.logs_path='~/logs'"`."""
+    monkeypatch.setenv("HOME", "/home/me")
+    keys = ("python", "train_script", "logs_path", "tmp_dir")
+    words = [f"launcher.{key}='~/{key}'" for key in keys]
+    slurm.launch(compose.compose(["launcher=slurm", "dry_run=true", *words]))
+    text = capsys.readouterr().out
+    assert all(f"/home/me/{key}" in text for key in keys)
+    assert "~" not in text
+
+
 def test_the_job_trains_the_saved_config(here):
     """Its launcher is local; everything else is as composed, and `resume=` reads it."""
     folder, text = written("training.max_steps=7", "optimizer=lion")

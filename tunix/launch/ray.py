@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import yaml
 
 from tunix.base.errors import Ending, UserError
+from tunix.base.files import expand_home
 from tunix.config import Config, Ray, compose
 from tunix.launch import children, submission
 from tunix.processes import exits
@@ -147,7 +148,7 @@ def make_command(
     nodes = [f"--nnodes={num_nodes}", f"--node_rank={rank}", f"--nprocs={launcher.tasks}"]
     meeting = [f"--master_addr={address[0]}", f"--master_port={address[1]}"]
     local = [f"--grace_s={launcher.grace_period_s:g}", f"--log_dir={folder}", "--label"]
-    script = [launcher.train_script] if launcher.train_script else ["-m", "tunix"]
+    script = [str(expand_home(launcher.train_script))] if launcher.train_script else ["-m", "tunix"]
     return ["-m", "tunix.launch", *nodes, *meeting, *local, *script, resume]
 
 

@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from tunix.base.errors import UserError
+from tunix.base.files import expand_home
 from tunix.config import Config, Slurm, compose
 from tunix.launch import submission
 from tunix.processes import exits
@@ -42,17 +43,17 @@ def launch(job: compose.Job) -> int:
             "or launcher.dry_run=true writes the script alone"
         )
     is_here = not (slurm.dry_run or slurm.container_image)
-    if is_here and slurm.train_script and not Path(slurm.train_script).is_file():
+    if is_here and slurm.train_script and not expand_home(slurm.train_script).is_file():
         raise UserError(f"launcher.train_script={slurm.train_script} is not a file here")
     with submission.prepare_folder(job) as folder, ExitStack() as written:
         text = format_script(job.config, slurm, folder, job.resume_step)
         when = "-".join(folder.parts[-2:])  # by default the date and time of the run
         name = f"{_job_name(job.config)}-{when}".replace("/", "-")
-        file = Path(slurm.scripts_path or folder).absolute() / f"{name if slurm.scripts_path else 'job'}.sbatch"
+        file = expand_home(slurm.scripts_path or folder).absolute() / f"{name if slurm.scripts_path else 'job'}.sbatch"
         written.callback(submission.keep(file))
         submission.write_file(file, text)
         if slurm.configs_path is not None:
-            copy = Path(slurm.configs_path).absolute() / f"{name}.yaml"
+            copy = expand_home(slurm.configs_path).absolute() / f"{name}.yaml"
             text = (folder / "config.yaml").read_text()
             written.callback(submission.keep(copy))
             submission.write_file(copy, text)
@@ -120,14 +121,14 @@ def format_script(config: Config, slurm: Slurm, folder: Path, resume_step: int |
     options = "\n".join(f"#SBATCH --{option}" for option in _options(config, slurm, folder))
     variables = [word.partition("=") for word in ("PYTHONUNBUFFERED=1", *slurm.extra_env)]
     exports = [f"export {name}={shlex.quote(value)}" for name, _, value in variables]
-    quoted = re.sub(r'(["`\\])', r"\\\1", slurm.tmp_dir)  # in double quotes: $SLURM_JOB_ID is replaced on the node
+    quoted = re.sub(r'(["`\\])', r"\\\1", str(expand_home(slurm.tmp_dir)))  # in double quotes: $SLURM_JOB_ID is replaced on the node
     setup = "\n".join([f'export TMPDIR="{quoted}"', *exports, *slurm.pre_launch_commands])
     resume = compose.format_resume(folder)
     if resume_step is not None:  # only the first start begins at the given step; a restart takes the newest
         first = compose.format_resume(folder / "checkpoints" / str(resume_step))
         resume = f'"$([ $restarts -gt 0 ] && echo {resume} || echo {first})"'
-    python = slurm.python or ("python3" if slurm.container_image else sys.executable)
-    training = shlex.join([python, str(Path(slurm.train_script or RUN_TRAINING).absolute())])
+    python = str(expand_home(slurm.python or ("python3" if slurm.container_image else sys.executable)))
+    training = shlex.join([python, str(expand_home(slurm.train_script or RUN_TRAINING).absolute())])
     # Below, {x} is a value of Python's, {{x}} stands for {x} in the script, and \\ for a backslash.
     return f"""#!/bin/bash
 # {config.project_name}: {submission.describe(config, slurm)}.
@@ -213,7 +214,7 @@ def _srun_command(slurm: Slurm, folder: Path) -> str:
 
 
 def _log_folder(slurm: Slurm, folder: Path) -> Path:
-    return Path(slurm.logs_path).absolute() if slurm.logs_path else folder
+    return expand_home(slurm.logs_path).absolute() if slurm.logs_path else folder
 
 
 def _job_name(config: Config) -> str:
