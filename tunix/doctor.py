@@ -84,10 +84,11 @@ COSTLY = {
     ("NCCL_SHM_DISABLE", "1"): "processes of a node talk over the network",
     ("NCCL_DEBUG", "TRACE"): "NCCL writes a line for every call",
     ("CUDA_LAUNCH_BLOCKING", "1"): "every kernel is waited for",
-    ("JAX_DISABLE_JIT", "1"): "nothing is compiled",
     ("JAX_DEBUG_NANS", "1"): "every operation is waited for and checked",
     ("XLA_PYTHON_CLIENT_ALLOCATOR", "platform"): "every array is allocated by the driver",
 }
+# And those that a run refuses.
+REFUSED = {("JAX_DISABLE_JIT", "1"): "no step can be compiled; unset it"}
 QUERY_XLA = "import jax; jax.config.update('jax_platforms', 'cpu'); jax.devices()"
 Version = Callable[[str], str | None]
 
@@ -136,9 +137,11 @@ def check_variables(environment: Mapping[str, str]) -> Iterator[Finding]:
             if "TIMEOUT" in name:
                 meant = "; distributed.init_timeout_s and distributed.heartbeat_timeout_s say how long to wait"
             yield Finding("variables", "warning", f"{name}={environment[name]}: nothing reads this name{meant}")
-    for (name, value), effect in COSTLY.items():
-        if environment.get(name) == value:
-            yield Finding("variables", "warning", f"{name}={value}: {effect}")
+    statuses: dict[Status, dict[tuple[str, str], str]] = {"warning": COSTLY, "error": REFUSED}
+    for status, effects in statuses.items():
+        for (name, value), effect in effects.items():
+            if environment.get(name) == value:
+                yield Finding("variables", status, f"{name}={value}: {effect}")
     values = [f"{name}={environment[name]}" for name in variables if name in known]
     yield Finding("variables", "ok", ", ".join(values) or f"none of {', '.join(f'{prefix}*' for prefix in PREFIXES)}")
 

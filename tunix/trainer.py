@@ -265,6 +265,8 @@ class Setup:
 
 def try_out(cfg: Config) -> None:
     """Call the code that the user brings once on made-up input, and read small files. Raises `UserError` for faults."""
+    if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
+        raise UserError("JAX_DISABLE_JIT is set, and a run compiles each step before it begins; unset it")
     for name, path in cfg.evaluation.choices.items():
         read_questions(name, path)
     for section in (cfg.data, cfg.optimizer, cfg.scheduler):

@@ -174,10 +174,12 @@ def test_names_of_variables():
         "NCCL_VERSION": "2.28.3-1",
         "XLA_PYTHON_CLIENT_MEM_FRACTION": ".9",
         "NCCLX": "",
+        "JAX_DISABLE_JIT": "1",
     }
     assert of("variables", software.check_variables(given)) == [
         ("warning", "TUNIX_CACHE_DIRS=a: nothing reads this name; did you mean TUNIX_CACHE_DIR?"),
         ("warning", "NCCL_IB_DISABLE=1: nodes talk over TCP in place of InfiniBand"),
+        ("error", "JAX_DISABLE_JIT=1: no step can be compiled; unset it"),
         ("ok", "NCCL_ALGO=Ring, NCCL_IB_DISABLE=1, NCCL_VERSION=2.28.3-1, XLA_PYTHON_CLIENT_MEM_FRACTION=.9"),
     ]  # fmt: skip
 

@@ -1,6 +1,7 @@
 """Programs are compiled while the main thread reads; an error of either side ends the run, and no thread is left."""
 
 import threading
+from pathlib import Path
 
 import jax
 import pytest
@@ -37,6 +38,12 @@ class Config:
 
 def compiler_threads() -> list[str]:
     return [each.name for each in threading.enumerate() if each.name.startswith("compiler")]
+
+
+def test_a_run_needs_the_compiler(words):
+    with jax.disable_jit(), pytest.raises(UserError, match="JAX_DISABLE_JIT is set"):
+        tunix.train(words)
+    assert not Path("outputs").exists()
 
 
 def test_an_error_of_the_data_while_the_step_is_compiled(words, monkeypatch):

@@ -121,7 +121,8 @@ def format_script(config: Config, slurm: Slurm, folder: Path, resume_step: int |
     options = "\n".join(f"#SBATCH --{option}" for option in _options(config, slurm, folder))
     variables = [word.partition("=") for word in ("PYTHONUNBUFFERED=1", *slurm.extra_env)]
     exports = [f"export {name}={shlex.quote(value)}" for name, _, value in variables]
-    quoted = re.sub(r'(["`\\])', r"\\\1", str(expand_home(slurm.tmp_dir)))  # in double quotes: $SLURM_JOB_ID is replaced on the node
+    # In double quotes: $SLURM_JOB_ID is replaced on the node.
+    quoted = re.sub(r'(["`\\])', r"\\\1", str(expand_home(slurm.tmp_dir)))
     setup = "\n".join([f'export TMPDIR="{quoted}"', *exports, *slurm.pre_launch_commands])
     resume = compose.format_resume(folder)
     if resume_step is not None:  # only the first start begins at the given step; a restart takes the newest
