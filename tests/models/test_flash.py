@@ -200,6 +200,10 @@ def wrong(q, k, v, seen):
     return plain(q, k, v, seen._replace(window=jnp.int32(10**6)))
 
 
+def broken(q, k, v, seen):
+    raise ValueError("no such block")
+
+
 def test_a_kernel_is_compared_with_the_plain_one_before_the_first_step():
     def compared(kernel: str, *more: str) -> str | None:
         words = ["model.mesh_shape=[[4,2],[fsdp,tp]]", f"model.attention={kernel}", *more]
@@ -212,6 +216,10 @@ def test_a_kernel_is_compared_with_the_plain_one_before_the_first_step():
     assert "agrees with the plain kernel within" in (compared("tunix.models.attention:plain") or "")
     with pytest.raises(UserError, match=r"outputs|gradients of \w+ differ from the plain kernel's by .*% on cpu"):
         compared(f"{__name__}:wrong")
+    with pytest.raises(
+        UserError, match=r"model\.attention=.*:broken fails: ValueError: no such block \(.*, line \d+\)"
+    ):
+        compared(f"{__name__}:broken")
     assert compared(f"{__name__}:wrong", "training.check_attention=false") is None
 
 

@@ -5,12 +5,14 @@ only less.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
+from tunix.base.dotted_path import blame_user, is_dotted
 from tunix.base.errors import UserError
 from tunix.config import Config, Model
 from tunix.config.layers import ExpertsMlp, HeadSizes
@@ -41,7 +43,7 @@ def check_attention(cfg: Config, layout: Layout, mesh: Mesh) -> str | None:
     process must call this: it computes on all devices of the mesh, which is in use.
 
     Raises:
-        UserError: they differ by more than rounding explains.
+        UserError: they differ by more than rounding explains, or a kernel of the user's own fails.
     """
     if not cfg.training.check_attention or is_in_blocks(layout.cp_exchange):
         return None
@@ -53,7 +55,9 @@ def check_attention(cfg: Config, layout: Layout, mesh: Mesh) -> str | None:
         compare = partial(_compare, model, heads, layout, name, data_shards(mesh.shape), token_shards(mesh.shape))
         suffix = " in global layers" if heads.dim_names == "kh" else ""
         source = f"{name} attention{suffix}"
-        findings.append(_judge(f"model.attention={name}", source, jax.jit(compare)(), layout.compute, mesh))
+        with _blame_owner("model.attention", name):
+            differences = jax.jit(compare)()
+        findings.append(_judge(f"model.attention={name}", source, differences, layout.compute, mesh))
     return "; ".join(findings) or None
 
 
@@ -72,8 +76,14 @@ def check_expert_matmul(cfg: Config, layout: Layout, mesh: Mesh) -> str | None:
     else:
         compare = partial(_compare_matmul, name, cfg.model.embed_dim, mlp.expert_dim, layout.compute, mesh.axis_names)
     # Each device computes the same numbers with its own copy: the largest difference of any device counts.
-    differences = jax.jit(jax.shard_map(compare, in_specs=(), out_specs=PartitionSpec()))()
+    with _blame_owner("model.expert_products", name):
+        differences = jax.jit(jax.shard_map(compare, in_specs=(), out_specs=PartitionSpec()))()
     return _judge(f"model.expert_products={name}", f"{name} products of experts", differences, layout.compute, mesh)
+
+
+def _blame_owner(key: str, name: str) -> AbstractContextManager[None]:
+    """Return the block in which an error is one of the user's code, where the name is a dotted path."""
+    return blame_user(key, name) if is_dotted(name) else nullcontext()
 
 
 def _judge(setting: str, source: str, differences: dict[str, jax.Array], dtype: str, mesh: Mesh) -> str:
