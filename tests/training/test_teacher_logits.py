@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.harness import metrics
@@ -20,12 +21,12 @@ from tunix.base.forms import CACHE_FORMS
 from tunix.config.compose import compose
 from tunix.costs.devices import read_topology
 from tunix.data import teacher_logits
-from tunix.data.teacher_logits import IDS, LOG_PROBS, REST, LogitFiles
+from tunix.data.teacher_logits import IDS, LOG_PROBS, REST, LogitFiles, TopK
 from tunix.plan.ranking import describe_no_fit, rank
 from tunix.plan.report import format_text
 from tunix.prepare import prepare
 from tunix.training.loss import next_token_loss
-from tunix.training.teacher import OfflineTeacher
+from tunix.training.teacher import OfflineTeacher, measure_top_k_divergence
 
 
 class OfflineStudent(Student):
@@ -68,6 +69,20 @@ def test_all_tokens_are_the_whole_divergence(student):
     value, gradient = student.learn(97, 0.3, expected["temperature"])
     assert value == pytest.approx(expected["loss"], rel=2e-5)
     assert norm(gradient) == pytest.approx(expected["grad_norm"], rel=2e-5)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
+def test_a_sure_teacher_has_a_divergence(student, beta):
+    """Its likeliest token has all of the probability that float32 can tell: the rest of it is 0, and no loss is 1e29."""
+    with jax.set_mesh(student.model.mesh):
+        logits = jnp.zeros((1, 1, 4), out_sharding=jax.P(None, None, None))
+        sure = TopK(jnp.zeros((1, 1, 1), jnp.int32), jnp.zeros((1, 1, 1)), jnp.zeros((1, 1)))
+        measure = jax.jit(jax.value_and_grad(lambda x: measure_top_k_divergence(x, sure, beta).sum()))
+        value, gradient = measure(logits)
+    others = 0.75 * np.log(0.75 / 2.0**-24) + 0.25 * np.log(0.25)
+    middle = 0.5 * np.log(1 / 0.625) + 0.5 * (0.25 * np.log(0.25 / 0.625) + 0.75 * np.log(2))
+    assert float(value) == pytest.approx({0.0: np.log(4), 0.5: middle, 1.0: others}[beta], rel=1e-5)
+    assert np.abs(gradient).max() < 10
 
 
 # Runs.

@@ -35,7 +35,7 @@ from tunix.training.choices import Planned, lay_out_teacher
 from tunix.training.logprobs import TeacherOutput, compute_hidden, make_splitter, merge_chunks
 from tunix.training.state import Architecture, abstract_params, describe
 
-TINY = 1e-37  # below the probability of all that is not among the likeliest tokens
+LEAST_REST = 2.0**-24  # what float32 has between 1 and the next smaller number
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,9 @@ def measure_top_k_divergence(logits: jax.Array, teacher: TopK, beta: float) -> j
     is_known = log_q > NO_TOKEN / 2
     known = jnp.sum(jnp.where(is_known, _compare(log_p, log_q, beta), 0), -1)
     log_others = jax.nn.logsumexp(jnp.where(is_known, NO_TOKEN, log_p), -1)
-    log_rest = jnp.where(teacher.rest > 0, jnp.log(jnp.maximum(teacher.rest, TINY)), NO_TOKEN)
+    # The rest of a sure teacher is rounded to 0, of which KL(model || teacher) would have no bound.
+    log_rest = jnp.log(jnp.maximum(teacher.rest, LEAST_REST))
+    log_rest = jnp.where(log_others > NO_TOKEN / 2, log_rest, NO_TOKEN)  # with k = V there are no others
     return known + _compare(log_others, log_rest, beta)
 
 
