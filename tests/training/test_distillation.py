@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,8 @@ from tunix.data.batches import TEACHER
 from tunix.inference.teacher import _fit_rows, check_tokenizers
 from tunix.models.layers import named
 from tunix.plan.ranking import rank
+from tunix.rl.reference import make_judge
+from tunix.sharding.arrays import to_global
 from tunix.training.grpo import policy_loss
 from tunix.training.loss import next_token_loss
 from tunix.training.state import describe
@@ -156,6 +159,19 @@ def test_rows_that_one_model_lacks_have_no_probability(student):
         own = jax.nn.softmax(module.logits(vocab_weights, hidden), -1)
     np.testing.assert_allclose(own[..., :96], jax.nn.softmax(teacher(tokens), -1), atol=1e-6)
     assert not np.asarray(own[..., 96]).any()
+
+    # A drawn token of that row says nothing of the teacher: its log-probability there would be -1e30.
+    cfg = compose([*TASK, *ONE]).config
+    batch = student.batch | {"tokens": tokens, "log_probs": np.full(tokens.shape, -1.5, np.float32)}
+    batch["targets"] = np.where(np.arange(tokens.shape[1]) == 3, 96, batch["targets"] % 96)
+    with jax.set_mesh(teacher.mesh):
+        judge = make_judge(cfg, SimpleNamespace(teacher=described), params)
+        rows = to_global({name: field[None] for name, field in batch.items()}, teacher.mesh)
+        found = np.asarray(judge(rows))[0]
+    assert (found[:, 3] == -1.5).all()
+    expected = np.take_along_axis(np.asarray(own), batch["targets"][..., None], 2)[..., 0]
+    others = (batch["loss_mask"] > 0) & (batch["targets"] < 96)
+    np.testing.assert_allclose(np.exp(found[others]), expected[others], rtol=1e-5)
 
 
 def test_divergences_by_hand():

@@ -57,7 +57,13 @@ def make_reference(cfg: Config, train_spec: TrainSpec, mesh: Mesh) -> Reference:
 def make_judge(cfg: Config, train_spec: TrainSpec, params: dict[str, Any]) -> Callable[[Batch], jax.Array]:
     """Return the function that gives log-probabilities [A, B, T] of the targets of a batch under the teacher."""
     assert isinstance(train_spec.teacher, Teacher)
-    score = jax.jit(_make_scores(cfg, train_spec.teacher.module))
+    compute, num_rows = _make_scores(cfg, train_spec.teacher.module), train_spec.teacher.num_rows
+
+    @jax.jit
+    def score(params: Any, batch: Batch) -> jax.Array:
+        # A token that the teacher has no row for cannot be compared: it gets the number of the model that drew it.
+        return jnp.where(batch["targets"] < num_rows, compute(params, batch), batch["log_probs"])
+
     return lambda batch: score(params, batch)
 
 
