@@ -357,6 +357,20 @@ def test_arguments_are_texts_where_the_schema_of_the_request_says_so(model, hf_d
         assert len(asyncio.run(reader.read_chat(asked, 0)).read_calls(text * 2)) == count
 
 
+def test_an_object_that_has_a_name_is_no_call(model, hf_dir):
+    """Llama 3 writes calls as JSON without a mark, and an answer may be JSON too."""
+    command = read_settings(Serve, [f"checkpoint={hf_dir}", "chat_template='{{ messages[0].content }}<|python_tag|>'"])
+    tool = {"type": "function", "function": {"name": "now", "parameters": {}}}
+    body = {"messages": [{"role": "user", "content": "u"}], "tools": [tool], "max_tokens": 2}
+    job = asyncio.run(RequestReader(model, "small", command, 100, 1).read_chat(json.dumps(body).encode(), 0))
+    for text, names in (
+        ('{"name": "Ada", "born": 1815}', []),
+        ('{"name": "now"}', ["now"]),
+        ('{"name": "later", "parameters": {"hours": 2}}', ["later"]),  # no tool: the client says so
+    ):
+        assert [call.name for call in job.read_calls(text)] == names
+
+
 @pytest.mark.parametrize("in_files", [False, True])
 def test_a_conversation_with_tools_has_the_template_for_them(model, hf_dir, tmp_path, in_files):
     """It is named tool_use, as in Hermes 3 and Command R: in tokenizer_config.json, or in a file as transformers 5 has it."""

@@ -27,7 +27,7 @@ from tunix.inference.openai_api import (
 from tunix.inference.pretrained import Pretrained
 from tunix.inference.sampling import Sampling
 from tunix.models.vision import Images
-from tunix.rl.tool_parsers import choose_tool_calls, find_reader, keep_texts
+from tunix.rl.tool_parsers import Call, choose_tool_calls, find_reader, is_named_object, keep_texts
 
 
 @dataclass
@@ -88,8 +88,12 @@ class RequestReader:
         max_tokens = parameters.max_completion_tokens or parameters.max_tokens
         read = find_reader(choose_tool_calls(template.source))
         most = 1 if parameters.parallel_tool_calls is False else None
-        read_calls = (lambda answer: [keep_texts(call, tools) for call in read(answer)[:most]]) if tools else None
-        job = self._make_job(parameters, True, [prompt], max_tokens, read_calls, arrived)
+
+        def read_calls(answer: str) -> list[Call]:
+            calls = [keep_texts(call, tools or ()) for call in read(answer)]
+            return [] if any(is_named_object(call, tools or ()) for call in calls) else calls[:most]
+
+        job = self._make_job(parameters, True, [prompt], max_tokens, read_calls if tools else None, arrived)
         job.images = images
         return job
 

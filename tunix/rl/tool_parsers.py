@@ -326,6 +326,14 @@ def keep_texts(call: Call, tools: Sequence[Mapping[str, Any]]) -> Call:
     return call
 
 
+def is_named_object(call: Call, tools: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether a call may be an object of an answer that has a name, like {"name": "Ada", "born": 1815}: it has
+    no arguments, and is of none of the `tools` (see `keep_texts`)."""
+    functions = (tool.get("function") for tool in tools)
+    names = [function.get("name") for function in functions if isinstance(function, dict)]
+    return not call.arguments and call.name not in names
+
+
 def _list_kinds(schema: Any) -> list[str]:
     """Return the kinds of values that a JSON schema allows, as far as it names them."""
     if not isinstance(schema, dict):
