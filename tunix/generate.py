@@ -100,6 +100,9 @@ def _open_files(command: Generate) -> tuple[list[Row], Any]:
         rows: list[Row] = [{command.column: command.prompt}]
     else:
         rows = _read_rows(expand_home(command.input), command.column)
+        output = None if command.output is None else expand_home(command.output)
+        if output is not None and output.exists() and output.samefile(expand_home(command.input)):
+            raise UserError(f"output={output} would take the place of the prompts, which are in it; name another file")
     return rows, None if command.output is None else _make_writer(expand_home(command.output))
 
 

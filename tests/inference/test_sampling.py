@@ -185,6 +185,7 @@ MISTAKES = [
     (["prompt="], "prompt is empty: it has no token to continue from; give prompt=TEXT"),
     (["input=none.csv"], "input=none.csv cannot be read: No such file or directory"),
     ([".csv", ""], "is empty"),
+    ([".csv", "prompt\na\n", "output=in.csv"], "output=in.csv would take the place of the prompts, which are in it; name another file"),
     ([".tsv", "id\tquestion\n1\ta\n"], "has no prompt in row 1; column=NAME says which column holds the prompts; row 1 has the columns id, question"),
     ([".csv", "prompt\n\udcff\n"], "in.csv is no text in UTF-8 (byte 7); save it so, as .txt, .csv, .tsv"),
     ([".csv", "id,question\n1,a\n"], "has no prompt in row 1; column=NAME says which column holds the prompts; row 1 has the columns id, question"),
@@ -222,7 +223,7 @@ def test_mistakes_are_told_before_the_model_is_loaded(words, message, tmp_path, 
     (tmp_path / "folder.csv").mkdir()
     if words[0].startswith("."):
         (tmp_path / f"in{words[0]}").write_bytes(words[1].encode(errors="surrogateescape"))
-        words = [f"input=in{words[0]}"]
+        words = [f"input=in{words[0]}", *words[2:]]
     with pytest.raises(UserError) as error:
         generate.generate(read_settings(Generate, ["checkpoint=nowhere", *words]))
     assert message in str(error.value)
