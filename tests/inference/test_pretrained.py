@@ -396,9 +396,15 @@ def test_rows_and_prompts_of_what_is_no_token_are_refused(loaded):
         ({"temperature": -1.0}, "temperature=-1.0 is not within 0 and inf"),
         ({"top_k": 0}, "top_k=0 is not within 1 and inf"),
         ({"min_p": 1.5}, "min_p=1.5 is not within 0 and 1"),
+        ({"guess": -1}, "guess=-1 is not within 0 and inf"),
+        ({"cache": "paged"}, "cache=paged is none of auto, pages, slots"),
+        ({"cache_dtype": "int4"}, "cache_dtype=int4 is none of None, int8"),
+        ({"guess": 1, "guess_by": "mtp"}, "guess_by=mtp, and the model has no layer for it"),
     ):
         with pytest.raises(UserError, match=f"^sampling: {message}"):
             loaded.sample([[1]], Sampling(**{"max_new_tokens": 1} | keys))
+    with pytest.raises(UserError, match=r"has no tokenizer.json, so a text has no tokens"):
+        replace(loaded, tokenizer=None).encode("a")
     with pytest.raises(UserError, match="dtype=int8 is not understood; give float32 or bfloat16"):
         tunix.load_pretrained("folder", dtype="int8")
 

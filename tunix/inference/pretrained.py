@@ -144,13 +144,14 @@ class Pretrained:
         """Return the tokens of a text that is to be continued.
 
         Raises:
-            UserError: the text has half of a surrogate pair.
+            UserError: the text has half of a surrogate pair, or the model no tokenizer.
         """
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise UserError(f"prompt {text[:40]!r} is no text: character {error.start + 1} is no character") from None
-        assert self.tokenizer is not None
+        if self.tokenizer is None:
+            raise UserError(f"{self.tokenizer_files} has no tokenizer.json, so a text has no tokens; put it there")
         if self.vocab is None or self.has_source_tokenizer:
             return self.tokenizer.encode(text).ids  # a tokenizer of Hugging Face adds the first token itself
         ids = self.tokenizer.encode(text, add_special_tokens=False).ids

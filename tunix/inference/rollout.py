@@ -38,14 +38,16 @@ from tunix.sharding.layout import activation_spec
 from tunix.sharding.mesh import whole_sequences
 from tunix.training.state import Architecture
 
-# Of numbers of a `Sampling`: with others no token could be drawn, or the least likely would be.
+# Of numbers of a `Sampling`: with others no token could be drawn, or the least likely would be; and of its words.
 BOUNDS = {
     "max_new_tokens": (1, math.inf),
     "temperature": (0, math.inf),
     "top_k": (1, math.inf),
     "top_p": (1e-9, 1),
     "min_p": (0, 1),
+    "guess": (0, math.inf),
 }
+CHOICES = {"cache": ("auto", "pages", "slots"), "cache_dtype": (None, "int8"), "guess_by": ("prompt_lookup", "mtp")}
 
 
 @dataclass(frozen=True)
@@ -297,6 +299,11 @@ class Sampler:
         for name, (least, most) in BOUNDS.items():  # a user of Python may have any value
             if (value := getattr(sampling, name)) is not None and not least <= value <= most:
                 raise UserError(f"sampling: {name}={value} is not within {least:g} and {most:g}")
+        for name, choices in CHOICES.items():
+            if (value := getattr(sampling, name)) not in choices:
+                raise UserError(f"sampling: {name}={value} is none of {', '.join(map(str, choices))}")
+        if sampling.by_mtp and self.arch.model.mtp is None:
+            raise UserError("sampling: guess_by=mtp, and the model has no layer for it; load it with mtp=True")
         max_length = max(map(len, request.prompts), default=0)
         if max_length + sampling.max_new_tokens > self.context_length:
             raise UserError(
