@@ -304,7 +304,7 @@ class App:
                 raise ApiError(403, "this server has no key, and answers to the names of loopback alone")
             return
         kind, _, given = request.headers.get("authorization", "").partition(" ")
-        if kind.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), self.key):
+        if kind.lower() != "bearer" or not hmac.compare_digest(given.strip().encode("latin-1"), self.key):
             message = "wrong or no key: send `Authorization: Bearer KEY`"
             raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 

@@ -645,13 +645,22 @@ def test_other_addresses_keys_and_what_is_shown(served, client):
     assert KEY not in text
 
 
+def test_a_key_may_have_any_characters(served, monkeypatch):
+    monkeypatch.setattr(served[0], "key", "schlüssel".encode())
+    as_sent = "schlüssel".encode().decode("latin-1")  # as curl sends it: http.client encodes it so
+    assert [post(served[1], None, "/v1/models", key, "GET")[0] for key in (as_sent, "schlüssel")] == [200, 401]
+
+
 def test_without_a_key_names_other_than_those_of_loopback_are_refused(model, hf_dir):
     with serving(model, hf_dir) as (_, port):
         assert post(port, None, "/v1/models", method="GET", Host="rebound.example")[0] == 403
         assert post(port, None, "/v1/models", method="GET", Host=f"localhost:{port}")[0] == 200
 
 
-def test_settings_that_are_refused(hf_dir):
+def test_settings_that_are_refused(hf_dir, monkeypatch):
+    monkeypatch.setenv("TUNIX_API_KEY", f"{KEY}\n")  # as a secret out of a file
+    assert read_settings(Serve, [f"checkpoint={hf_dir}"]).server.api_key.get_secret_value() == KEY
+    monkeypatch.delenv("TUNIX_API_KEY")
     words = [f"checkpoint={hf_dir}", "server.host=0.0.0.0"]
     with pytest.raises(UserError, match=r"server.host=0.0.0.0 can be reached from other machines.*TUNIX_API_KEY"):
         read_settings(Serve, words)

@@ -196,7 +196,8 @@ class Samples(Section):
 
 
 def _to_text(value: Any) -> Any:
-    return str(value) if type(value) is int else value  # a key of digits
+    # A key of digits, or one out of a file, which ends with a line break.
+    return str(value).strip() if type(value) in (int, str) else value
 
 
 class Server(Section):
