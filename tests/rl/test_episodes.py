@@ -324,6 +324,8 @@ def test_what_reset_says_belongs_to_the_prompt(vocab):
     texts = [vocab.backend.decode(episode.begin, skip_special_tokens=False) for episode in episodes]
     assert texts[8] == "<bos>user:\nRiddle 2. Think of xx\nassistant:\n"
     assert [episode.problem for episode in episodes[:4]] == [""] * 4
+    said = [episode.describe()["turns"][: -len(episode.turns)] for episode in episodes]
+    assert said[8] == [{"role": "user", "content": " Think of xx"}], "samples.jsonl has it; rewards see the turns alone"
     assert sorted(engine.admitted) == [(0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10, 11)]
     long, engine = play(vocab, "Says", solve, longest=len(episodes[4].begin))
     assert {episode.problem for episode in long[:8]} == {""}

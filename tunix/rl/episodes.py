@@ -115,6 +115,7 @@ class Episode:
     tool_errors: int = 0
     environment_s: float = 0.0  # seconds that its environment has worked
     num_guessed: int | None = None  # of the tokens (`Answer.num_guessed`)
+    reset: list[str] = field(default_factory=list)  # what `reset` has said, which is a part of the prompt
 
     @property
     def num_turns(self) -> int:
@@ -129,6 +130,11 @@ class Episode:
     def last_turn(self) -> str:
         """Text of the model's last turn: what `task.rewards` score."""
         return next((turn["content"] for turn in reversed(self.turns) if turn["role"] == "assistant"), "")
+
+    @property
+    def transcript(self) -> list[dict[str, Any]]:
+        """The turns, behind what `reset` has said: what a reader of files needs to understand them."""
+        return [*({"role": "user", "content": text} for text in self.reset), *self.turns]
 
     def add_turn(self, drawn: Answer, text: str) -> None:
         self.spans.append((len(self.tokens), len(self.tokens) + len(drawn.tokens)))
@@ -155,7 +161,7 @@ class Episode:
         """Return what samples.jsonl says of an episode beside what it says of every answer."""
         return {
             "learnt": list(map(int, self.learnt)),
-            "turns": self.turns,
+            "turns": self.transcript,
             **({"problem": self.problem} if self.problem else {}),
         }
 
@@ -494,9 +500,9 @@ class _Game:
         if answered.reply is None:
             self._end(episode, answered.problem)
         elif answered.reply.observations:
+            episode.reset = list(map(self.player.encoder.mask, answered.reply.observations))
             try:
-                said = list(map(self.player.encoder.mask, answered.reply.observations))
-                episode.begin = episode.prompt.encode_with(self.player.vocab, said)
+                episode.begin = episode.prompt.encode_with(self.player.vocab, episode.reset)
             except UserError as error:
                 self._end(episode, str(error))
                 return

@@ -235,7 +235,7 @@ def _make_rows(
                     # What an environment says is no part of the answer.
                     "num_tokens": len(answer.tokens) if episodes is None else sum(episodes.episodes[number].learnt),
                     "stopped": answer.stopped,
-                    **({} if episodes is None else {"turns": episodes.episodes[number].turns}),
+                    **({} if episodes is None else {"turns": episodes.episodes[number].transcript}),
                 }
             )
     return rows, counts
