@@ -21,6 +21,7 @@ WORDS = [*SMALL, "task=sft", "tokenizer.train_bytes=300"]
 FOUR = DataSchedule(BEGINNING, Cycle(4, 1), ())  # samples a step
 FILE = ["data=jsonl", "data.paths=[a.jsonl]", "data.held_out_fraction=0.2"]
 PAIRS = ["data.columns.prompt=question", "data.columns.completion=solution"]
+TURNS = ["data.columns.prompt=turns", "data.columns.completion=solution"]
 
 
 def prompted(*words: str, system: str | None = None) -> Config:
@@ -44,6 +45,7 @@ def rows(tmp_path, monkeypatch):
             {"role": "user", "content": row["question"]},
             {"role": "assistant", "content": row["solution"]},
         ]
+        row["turns"] = row["messages"][:1]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, made)))
     return made
 
@@ -55,7 +57,7 @@ def everything(corpus):
     return sorted(found, key=lambda prompt: prompt.columns["level"])
 
 
-@pytest.mark.parametrize("words", [PAIRS, []], ids=["prompt and completion", "messages"])
+@pytest.mark.parametrize("words", [PAIRS, [], TURNS], ids=["prompt and completion", "messages", "turns and completion"])
 def test_a_prompt_ends_where_the_answer_begins_and_keeps_the_columns(rows, words):
     corpus = load_prompts(prompted(*words), 100)
     found = everything(corpus)

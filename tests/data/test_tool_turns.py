@@ -267,6 +267,7 @@ def test_nothing_is_written_with_a_template_that_drops_calls(tmp_path):
     [
         ("dpo", {"prompt": TALK[:1], "chosen": TALK[1:2], "rejected": [{"role": "assistant", "content": "3"}]}),
         ("kto", {"prompt": TALK[:1], "completion": TALK[1:2], "label": True}),
+        ("sft", {"prompt": TALK[:3], "completion": TALK[3:4]}),
     ],
 )
 def test_calls_of_tools_are_an_answer(tmp_path, task, columns):
@@ -275,7 +276,10 @@ def test_calls_of_tools_are_an_answer(tmp_path, task, columns):
     cfg = compose([*SMALL, *words, "data=jsonl", f"data.paths=[{tmp_path}]"]).config
     (unit,) = find_units(cfg.data, cfg.loading)
     document = next(iter(read_documents(cfg.data, cfg.task, unit)))
-    assert (document.content.chosen if task == "dpo" else document.content.answer) == READ[1:2]
+    if task == "sft":
+        assert document.content[::2] == (READ[:4], [False, False, False, True]), "the prompt's own call is not learnt"
+    else:
+        assert (document.content.chosen if task == "dpo" else document.content.answer) == READ[1:2]
 
 
 @pytest.mark.parametrize("talk", [TALK[:1], TALK[:2]], ids=["no answer", "an answer of calls alone"])

@@ -231,9 +231,14 @@ def read_conversation(columns: Columns, row: dict[str, Any], task: Task) -> Conv
         if not any(message["role"] == "assistant" for message in messages):
             return None
         return Conversation(messages, options, _read_learnt(columns, row, len(messages)) or learnt)
-    prompt, answer = _read_cell(columns, "prompt", row), _read_cell(columns, "completion", row)
-    turns = [*_read_system(columns, row), {"role": "user", "content": prompt}]
-    return Conversation([*turns, {"role": "assistant", "content": answer}], options, learnt) if answer else None
+    prompt = _read_turns(columns, "prompt", row, "user") or [{"role": "user", "content": ""}]
+    answer = _drop_prompt(_read_turns(columns, "completion", row, "assistant"), prompt, columns.completion)
+    if not any(message["role"] == "assistant" for message in answer):
+        return None
+    turns = [*_read_system(columns, row), *prompt]
+    # A prompt may have answers of its own, which are not learnt, as in TRL.
+    of_turns = [False] * len(turns) + [True] * len(answer)
+    return Conversation([*turns, *answer], options, of_turns if learnt == "assistant" else learnt)
 
 
 def read_prompt(columns: Columns, row: dict[str, Any], task: Task) -> Question | None:
@@ -254,8 +259,8 @@ def read_prompt(columns: Columns, row: dict[str, Any], task: Task) -> Question |
         while task.has_environment and messages and messages[-1]["role"] in ("assistant", "tool"):
             messages.pop()
     else:
-        prompt = _read_cell(columns, "prompt", row)
-        messages = [*_read_system(columns, row), {"role": "user", "content": prompt}] if prompt else []
+        prompt = _read_turns(columns, "prompt", row, "user")
+        messages = [*_read_system(columns, row), *prompt] if prompt else []
         answer = _read_cell(columns, "completion", row) if columns.completion in row else None
         if answer == "":
             return None

@@ -316,9 +316,9 @@ class Columns(Section):
     messages: str | None
     """Column of a conversation: a list of {role, content}, or that list as JSON."""
     prompt: str | None
-    """Column of what the user says."""
+    """Column of what the user says: text, or a list of turns (not of task=embed)."""
     completion: str | None
-    """Column of the answer to it."""
+    """Column of the answer to it: text, or a list of turns (of task=grpo text alone)."""
     system: str | None
     """Column of the system prompt before it; null for none."""
     chosen: str | None
