@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 import yaml
 from support.harness import ROOT
+from tokenizers import Tokenizer, decoders, models
 
 from tunix.base.errors import UserError
 from tunix.config.compose import compose
 from tunix.rl import samples_index as index
-from tunix.rl.samples_page import Choice, check_comparable, escape, make_page, read_run
+from tunix.rl.samples_page import Choice, TokenTexts, check_comparable, escape, make_page, read_run
 
 ALL = Choice(steps=None, num_steps=30, num_groups=12, max_bytes=10**7)
 HOSTILE = (
@@ -119,6 +120,15 @@ def test_lines_that_are_broken(tmp_path, monkeypatch):
     _, left_out = make_page([run], ALL)
     assert any(line.startswith("5 lines of ") for line in left_out)
     assert any(line.endswith("has no end and is left out") for line in left_out)
+
+
+def test_tokens_that_the_tokenizer_lacks():
+    backend = Tokenizer(models.BPE({"a": 0}, []))
+    backend.decoder = decoders.ByteLevel()
+    texts = TokenTexts(backend)
+    for token in (0, -1, 10**12):
+        texts.add(token)
+    assert texts.texts == {0: "a", -1: "[-1]", 10**12: "[1000000000000]"}
 
 
 def test_patterns_read_what_a_parser_reads():

@@ -220,8 +220,8 @@ class TokenTexts:
         """Take a token; return the bytes that it adds to the page."""
         if self.backend is None or token in self.texts:
             return 0
-        word = (self.backend.id_to_token(token) if 0 <= token < 2**32 else None) or f"[{token}]"
-        self.texts[token] = self._decode(token, word)
+        word = self.backend.id_to_token(token) if 0 <= token < 2**32 else None
+        self.texts[token] = self._decode(token, word) if word else f"[{token}]"
         return len(json.dumps(self.texts[token])) + 12
 
     def _decode(self, token: int, word: str) -> str:
