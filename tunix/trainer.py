@@ -483,6 +483,7 @@ class Loop:
         if progress.is_new and self.setup.cfg.checkpoint.save_first:
             self.save(progress.start, None)
         if progress.improvement.is_due:
+            progress.improvement = replace(progress.improvement, is_due=False)
             self.evaluations.run(progress.start.step)
             if progress.improvement.is_over(self.setup.cfg.evaluation):
                 progress.last = find_last_step(self.setup, progress.sizes, progress.start, progress.improvement)

@@ -52,7 +52,10 @@ def test_a_step_without_learnt_tokens_after_a_spike():
 
 @pytest.mark.parametrize("signal", [None, "SIGTERM"])
 def test_a_hard_stop_comes_after_the_evaluation_of_its_step(signal, monkeypatch):
-    """A resumed run is past that step. A signal ends the run without the evaluation: there may be no time for it."""
+    """A resumed run is past that step. A signal ends the run without the evaluation: there may be no time for it.
+
+    The run that goes on makes up for it once, also where only `evaluation.sets` are measured.
+    """
     happened = []
     for name in ("save", "write_goodput"):
         monkeypatch.setattr(trainer.Loop, name, lambda *_, name=name: happened.append(name))
@@ -62,19 +65,24 @@ def test_a_hard_stop_comes_after_the_evaluation_of_its_step(signal, monkeypatch)
         "setup": SimpleNamespace(cfg=cfg),
         "folder": Path("run"),
         "start_time": 0.0,
-        "progress": SimpleNamespace(last=8, improvement=Improvement()),
+        "progress": SimpleNamespace(last=8, improvement=Improvement(), is_new=False, start=SimpleNamespace(step=4)),
         "source": SimpleNamespace(can_stop=lambda _: True, after=lambda _: None),
-        "step_log": SimpleNamespace(finish=lambda: None, last={}),
+        "step_log": SimpleNamespace(finish=lambda: None, restart_clock=lambda: None, last={}),
+        "compiled": SimpleNamespace(at=lambda _: None),
         "evaluations": SimpleNamespace(run=lambda _: happened.append("evaluation"), cost=lambda _: 1.0),
         "checkpoints": SimpleNamespace(finish=lambda: None),
         "watchdog": SimpleNamespace(phase=lambda _: nullcontext()),
-        "goodput": SimpleNamespace(count=lambda _: nullcontext()),
+        "goodput": SimpleNamespace(count=lambda _: nullcontext(), end_start=lambda: None),
     }
     said = "SIGTERM: saved after step 4" if signal else "training.hard_stop=4: saved"
     with pytest.raises(Stopped, match=said):
         trainer.Loop(**parts)._is_over(4)
     assert happened == [*([] if signal else ["evaluation"]), "save", "write_goodput"]
     assert parts["progress"].improvement.is_due == bool(signal)
+    happened.clear()
+    trainer.Loop(**parts).begin(trainer.StartClock())
+    assert happened == [*(["evaluation"] if signal else []), "write_goodput"]
+    assert not parts["progress"].improvement.is_due
 
 
 def numbers(folder: Path) -> list[dict]:
