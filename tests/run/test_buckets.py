@@ -35,6 +35,7 @@ from tunix.config.compose import compose
 from tunix.config.saved_runs import find_run, split_step
 from tunix.data.files import find_files, open_unpacked
 from tunix.export import export
+from tunix.run.folder import write_config
 
 INFO_FILES = {"position": {"step": 3}, "config": {"seed": 0}}
 TWO = ["model.mesh_shape=[[2],[fsdp]]", "distributed.allow_idle_devices=true"]
@@ -335,10 +336,28 @@ def test_a_local_folder_keeps_the_checkpoints_too(corpus, tmp_path, monkeypatch)
     words = [*RUN, "data=text", f"data.paths=['{corpus}']", *TWO, "training.max_steps=3", "hydra.run.dir=run"]
     tunix.train([*words, "checkpoint.folder=disk"])
     assert not Path("run/checkpoints").exists()
-    assert find_run("run") == (Path("disk"), None)
-    assert tunix.load_pretrained("run").tokenizer_files == Path("disk/tokenizer")
-    tunix.train(["resume=run", "training.max_steps=4"])
-    assert sorted(os.listdir("disk/checkpoints")) == ["3", "4"]
+    assert find_run("run") == (tmp_path / "disk", None)
+    assert tunix.load_pretrained("run").tokenizer_files == tmp_path / "disk/tokenizer"
+    Path("elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
+    tunix.train(["resume=../run", "training.max_steps=4"])
+    assert sorted(os.listdir("../disk/checkpoints")) == ["3", "4"]
+
+
+def test_a_local_folder_is_the_same_from_everywhere(tmp_path, monkeypatch):
+    """Before, a run that went on from elsewhere began at step 0."""
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.chdir(tmp_path)
+    assert compose(["checkpoint.folder='~/disk'"]).config.checkpoint.folder == "/home/me/disk"
+    for name in ("run", "elsewhere"):
+        Path(name).mkdir()
+    write_config(compose(["checkpoint.folder=disk"]), Path("run"))
+    monkeypatch.chdir("elsewhere")
+    job = compose(["resume=../run"])
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert compose(["resume='~/run'"]).run_dir == tmp_path / "run"
+    assert compose(["hydra.run.dir='~/new'"]).run_dir == tmp_path / "new"
+    assert (job.config.checkpoint.folder, job.came_from) == (f"{tmp_path}/disk", f"{tmp_path}/disk")
 
 
 @pytest.mark.nightly

@@ -207,7 +207,8 @@ def compose(overrides: list[str], config_dir: str | Path | None = None, config_n
             return _compose_resumed(overrides, parsed)
         composed = compose_overrides(add_implied_model(overrides), config_dir, config_name)
         hydra: Any = {"hydra": OmegaConf.to_container(composed.hydra, resolve=False, enum_to_str=True)}
-        return Job(check(composed), overrides, Path(composed.hydra.run.dir), "hydra.run.dir" in parsed, hydra=hydra)
+        run_dir = expand_home(composed.hydra.run.dir)
+        return Job(check(composed), overrides, run_dir, "hydra.run.dir" in parsed, hydra=hydra)
 
 
 def check_sweep(overrides: list[str], config_dir: str | Path | None = None, config_name: str = "config") -> list[Job]:
@@ -327,8 +328,8 @@ def _compose_resumed(overrides: list[str], parsed: dict[str, Override]) -> Job:
     source = str(parsed["resume"].value())
     project = str(parsed["project_name"].value()) if "project_name" in parsed else None
     run_dir, step = find_resume_point(source, project)
-    typed = str(parsed["hydra.run.dir"].value()) if "hydra.run.dir" in parsed else None
-    if typed and not is_address(source) and Path(typed).resolve() != run_dir.resolve():
+    typed = expand_home(str(parsed["hydra.run.dir"].value())) if "hydra.run.dir" in parsed else None
+    if typed and not is_address(source) and typed.resolve() != run_dir.resolve():
         raise UserError(
             f"hydra.run.dir={typed}: resume={source} goes on in the run's own folder, {run_dir}; leave hydra.run.dir "
             f"out, or begin a run there with the weights alone: model.init_from={source}"
@@ -347,7 +348,7 @@ def _compose_resumed(overrides: list[str], parsed: dict[str, Override]) -> Job:
     if "checkpoint.folder" not in parsed:
         composed.checkpoint.folder = root
     config = check(composed, fresh=False)
-    folder = _dated_folder(config) if typed is None else Path(typed)
+    folder = _dated_folder(config) if typed is None else typed
     return Job(config, overrides, folder, typed is not None, resume_step=step, came_from=root)
 
 

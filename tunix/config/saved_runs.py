@@ -24,7 +24,7 @@ from tunix.base.buckets import (
 from tunix.base.config_types import CONF
 from tunix.base.digests import FILE
 from tunix.base.errors import UserError, did_you_mean
-from tunix.base.files import is_whole_number, list_numbers, write_whole
+from tunix.base.files import expand_home, is_whole_number, list_numbers, write_whole
 from tunix.huggingface import hub
 
 # What conf/saved/VERSION.yaml says of each version, the oldest first: its keys that are gone, those with another form,
@@ -211,7 +211,7 @@ def find_run(source: str, key: str = "checkpoint", copied: Sequence[str] = ()) -
         address, step = split_step(source)
         folder = mirror_run(address, key, copied)
         return None if folder is None else (folder, step)
-    path = Path(source)
+    path = expand_home(source)
     is_run = source == "latest" or any((folder / "config.yaml").is_file() for folder in (path, *path.parents[1:2]))
     if not is_run:
         return None
@@ -231,7 +231,7 @@ def find_resume_point(value: str, project: str | None, key: str = "resume") -> t
         return find_mirrored(value, key)
     if not value:
         raise UserError("resume is empty; expected a run's folder, RUN_DIR/checkpoints/STEP or latest, or resume=null")
-    path = Path(value)
+    path = expand_home(value)
     if value == "latest":
         project = project or OmegaConf.load(CONF / "config.yaml").project_name
         path = OUTPUTS / project / "latest"
@@ -251,8 +251,9 @@ def find_resume_point(value: str, project: str | None, key: str = "resume") -> t
 
 
 def read_saved_root(run_dir: Path) -> str | None:
-    """Return the `checkpoint.folder` of a run's saved config."""
-    return load_saved(run_dir).get("checkpoint", {}).get("folder")
+    """Return the `checkpoint.folder` of a run's saved config; a folder as an absolute path."""
+    root = load_saved(run_dir).get("checkpoint", {}).get("folder")
+    return root if root is None or is_address(root) else str(Path(root).absolute())
 
 
 def find_checkpoints(

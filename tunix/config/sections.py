@@ -7,6 +7,7 @@ from pydantic import Field, field_validator, model_validator
 from tunix.base.buckets import BUCKETS, is_address, is_bucket
 from tunix.base.config_types import Count, CountOrZero, Flag, Positive, PositiveOrZero, Section, Share, Temperature
 from tunix.base.dotted_path import entry_of
+from tunix.base.files import expand_home
 from tunix.config.task import Sampling
 from tunix.data.table import AnySource
 from tunix.run.table import SINKS, try_out
@@ -40,10 +41,14 @@ class Checkpoint(Section):
     @field_validator("folder")
     @classmethod
     def _check_folder(cls, folder: str | None) -> str | None:
-        if folder is not None and is_address(folder) and not is_bucket(folder):
+        if folder is None:
+            return None
+        if not is_address(folder):  # a run that goes on from elsewhere finds its checkpoints
+            return str(expand_home(folder).absolute())
+        if not is_bucket(folder):
             schemes = " or ".join(f"{scheme}://BUCKET/NAME" for scheme in BUCKETS)
             raise ValueError(f"cannot be written; expected a folder, {schemes}")
-        return folder if folder is None else folder.rstrip("/") or "/"
+        return folder.rstrip("/")
 
 
 class Evaluation(Section):
