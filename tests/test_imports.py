@@ -12,7 +12,7 @@ from support.harness import ROOT
 ORDER = (
     "base", "sharding.table", "sharding.mesh", "huggingface.family",
     "huggingface.gemma", "huggingface.table", "models.table", "optimizers",
-    "data.pieces", "data.words", "data.files", "data.parquet", "data.shapes", "data.sources", "data.table", "run.sinks", "run.remote_sinks", "run.table",
+    "data.pieces", "data.words", "data.files", "data.parquet", "data.sources", "run.sinks", "run.remote_sinks", "run.table",
     "rl.rewards", "rl.tool_parsers", "rl.environments", "rl.tools", "rl.table", "rl.scoring", "rl.environment_worker",
     "config", "processes", "sharding", "models", "huggingface", "data.chat", "data.image_processors", "data.images", "data.tokenizer",
     "config.saved_runs", "config.mistakes", "config.pretrained_config",

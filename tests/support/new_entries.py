@@ -29,7 +29,7 @@ def entry(file: str, before: str, after: str, *words: str) -> Entry:
 # Those that one run uses.
 OF_THE_RUN = {
     "a data source": entry(
-        "tunix/data/table.py",
+        "tunix/data/sources.py",
         "SOURCES = (",
         """\
 class Numbers(Synthetic):

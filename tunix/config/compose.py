@@ -50,7 +50,8 @@ from tunix.config.saved_runs import (
     split_step,
     upgrade,
 )
-from tunix.data.table import Custom, Rows, Source, Tokens
+from tunix.data.files import Rows, Source
+from tunix.data.sources import Custom, Tokens
 
 # word                        means
 # group=option                take the file conf/GROUP/OPTION.yaml

@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING, Annotated, Literal, Union
 from pydantic import Field, model_validator
 
 from tunix.base.config_types import Count, CountOrZero, Flag, PositiveOrZero, Section
-from tunix.data.table import SOURCES, AnySource, Source
+from tunix.data.files import Source
+from tunix.data.sources import SOURCES, AnySource
 
 
 class Stage(Section):

@@ -28,7 +28,7 @@ from tunix.config.mistakes import reject_newer, validate
 from tunix.config.model import list_keys_outside
 from tunix.config.saved_runs import COPIED, find_run, read_saved, split_step
 from tunix.config.task import AnyTask
-from tunix.data.table import Tokens
+from tunix.data.sources import Tokens
 from tunix.huggingface import config_json, hub
 from tunix.huggingface.adapter_config import list_projections, read_adapter
 from tunix.huggingface.table import find_family

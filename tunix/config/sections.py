@@ -9,7 +9,7 @@ from tunix.base.config_types import Count, CountOrZero, Flag, Positive, Positive
 from tunix.base.dotted_path import entry_of
 from tunix.base.files import expand_home
 from tunix.config.task import Sampling
-from tunix.data.table import AnySource
+from tunix.data.sources import AnySource
 from tunix.run.table import SINKS, try_out
 
 

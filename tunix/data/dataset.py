@@ -36,13 +36,13 @@ from tunix.config.task import Classify, Embed, Kto, Paired, Prompted, Uncut
 from tunix.config.vision import AnyVision
 from tunix.data.chat import THOUGHTS
 from tunix.data.documents import DOCUMENTS, Document, read_documents
-from tunix.data.files import TextFiles, Unit
+from tunix.data.files import Source, TextFiles, Unit
 from tunix.data.image_processors import ImageProcessor
 from tunix.data.image_slots import find_slots
 from tunix.data.packing import Sequences
 from tunix.data.pieces import TRAINED_HERE, cut_text
 from tunix.data.shards import FORMAT, HASH_BITS, Prepared, ShardPlan, hash_document, is_cut, make_shards, open_prepared
-from tunix.data.table import Source, Tokens
+from tunix.data.sources import Tokens
 from tunix.data.tokenizer import Vocab, add_images, bytes_by_token, check_fits, read_vocab, train_vocab
 from tunix.processes import peers
 from tunix.processes.peers import find_blind

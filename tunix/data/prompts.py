@@ -28,9 +28,9 @@ from tunix.config.task import Grpo
 from tunix.data.batches import Position, Samples
 from tunix.data.dataset import Corpus, compute_fingerprint, list_sources, prepare_corpus
 from tunix.data.documents import Question, drop_padding, read_prompt
+from tunix.data.files import Rows, Source
 from tunix.data.image_slots import ImageSlots, find_slots, list_image_spans
 from tunix.data.shards import SPLITS, Prepared, Stream, locate
-from tunix.data.table import Rows, Source
 from tunix.data.tokenizer import Vocab
 from tunix.models.vision import Images
 

@@ -42,10 +42,10 @@ from tunix.base.forms import CACHE_FORMS, naming_writer
 from tunix.config import Loading, Task
 from tunix.data.chat import RefusedConversation
 from tunix.data.documents import DOCUMENTS, Document, Encoded, LeftOut, read_documents, refuse_row
-from tunix.data.files import Limited, Rows, Unit
+from tunix.data.files import Limited, Rows, Source, Unit
 from tunix.data.image_processors import ImageProcessor
 from tunix.data.pieces import Cutter, find_longest_piece
-from tunix.data.table import Source, Tokens
+from tunix.data.sources import Tokens
 from tunix.data.tokenizer import Vocab, add_images, load_vocab
 
 log = logging.getLogger(__name__)

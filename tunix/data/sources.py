@@ -1,9 +1,11 @@
-"""Sources of documents: a class for each choice of the group `data`, with its keys and how it is read."""
+"""Sources of documents: a class for each choice of the group `data`, with its keys and how it is read; and their table,
+`SOURCES`. Imports no jax: the config is made of these classes."""
 
 import ast
 import glob
 import hashlib
 import inspect
+import io
 import os
 import sys
 import sysconfig
@@ -13,7 +15,7 @@ from functools import cache, partial
 from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 
 from pydantic import Field
 
@@ -23,16 +25,23 @@ from tunix.base.dotted_path import DottedPath, blame_user, import_object
 from tunix.base.errors import UserError, did_you_mean
 from tunix.base.files import read_json
 from tunix.data.files import (
+    Csv,
     Item,
+    Jsonl,
     Paths,
     Rows,
     Source,
+    TextFiles,
     Texts,
     Unit,
     find_files,
     make_file_unit,
     open_unpacked,
 )
+from tunix.data.parquet import Parquet
+
+if TYPE_CHECKING:  # a config is checked without it
+    from PIL.ImageDraw import ImageDraw
 
 
 def list_standard_library() -> list[Unit]:
@@ -441,3 +450,77 @@ def make_problems(task: str, config: dict[str, Any]) -> Any:
         return reasoning_gym.create_dataset(task, **config)
     except (AssertionError, TypeError, ValueError) as error:
         raise UserError(f"data.tasks.{task}: {error or 'reasoning-gym refuses the arguments'}") from None
+
+
+COLORS = {"red": (214, 39, 40), "green": (44, 160, 44), "blue": (31, 90, 200), "yellow": (240, 200, 20)}
+SHAPES = ("circle", "square", "triangle")
+CELLS = 2  # in a row of the image, each with room for one shape
+IMAGE_BYTES = 500  # of one image, roughly: it decides only how the work is cut
+
+
+class Shapes(Rows):
+    """Images of one to four equal shapes in one color, each with a question. Columns: images, question ("how many?",
+    "what color?", "what shape?"), answer ("3", "red", "circle")."""
+
+    source: Literal["shapes"]
+    """Where documents come from."""
+    num_rows: Count
+    """Images."""
+    image_size: Annotated[Count, Field(ge=16)]
+    """Rows and columns of pixels."""
+
+    def units(self, unit_bytes: int) -> list[Unit]:
+        """Return one unit: all images."""
+        version = f"{self.num_rows} {self.image_size}"
+        return [Unit("shapes", "", 0, self.num_rows, self.num_rows * IMAGE_BYTES, version)]
+
+    def read(self, unit: Unit) -> Iterator[Item]:
+        for number in range(unit.start, unit.stop):
+            yield Item(f"shapes@{number}", draw_row(number, self.image_size))
+
+
+def draw_row(number: int, size: int) -> dict[str, Any]:
+    """Return the row of a number: the same on every machine."""
+    import numpy as np
+    from PIL import Image, ImageDraw
+
+    rng = np.random.default_rng(number)
+    color, shape = rng.choice(list(COLORS)), rng.choice(SHAPES)
+    background = int(rng.integers(160, 256))
+    image = Image.new("RGB", (size, size), (background,) * 3)
+    cells = rng.permutation(CELLS * CELLS)[: rng.integers(1, CELLS * CELLS + 1)]
+    for cell in cells.tolist():
+        side = size // CELLS
+        radius = int(rng.integers(side // 4, side * 3 // 8 + 1))
+        # The middle of a shape, such that the shape stays within its cell.
+        x, y = (int(rng.integers(radius, side - radius)) for _ in range(2))
+        _draw_shape(ImageDraw.Draw(image), shape, cell % CELLS * side + x, cell // CELLS * side + y, radius, color)
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    answers = {"how many?": str(len(cells)), "what color?": str(color), "what shape?": str(shape)}
+    question = list(answers)[number % len(answers)]
+    return {"images": [{"bytes": file.getvalue()}], "question": question, "answer": answers[question]}
+
+
+def _draw_shape(draw: "ImageDraw", shape: str, x: int, y: int, radius: int, color: str) -> None:
+    box = (x - radius, y - radius, x + radius, y + radius)
+    if shape == "circle":
+        draw.ellipse(box, COLORS[color])
+    elif shape == "square":
+        draw.rectangle(box, COLORS[color])
+    else:
+        draw.polygon([(x, y - radius), (x - radius, y + radius), (x + radius, y + radius)], COLORS[color])
+
+
+# The choices of the group `data`. To add one, write its class and add it here.
+
+SOURCES = (
+    PythonStdlib, TextFiles, Jsonl, Csv, Parquet, PythonDocstrings, HuggingFace, ReasoningGym, Tokens, Synthetic,
+    Arithmetic, LookUp, Shapes, Custom,
+)  # fmt: skip
+
+# A type checker needs a type that it can read. At run time pydantic chooses the class by the value of the key `source`.
+if TYPE_CHECKING:
+    AnySource = Source
+else:
+    AnySource = Annotated[Union[SOURCES], Field(discriminator="source")]  # noqa: UP007

@@ -17,8 +17,8 @@ from tunix.config import Config, Evaluate, Sampling, compose
 from tunix.config.data import Mixture
 from tunix.config.rewards import EngineTerm, FunctionTerm, RewardTerm
 from tunix.config.task import Grpo, Prompted
+from tunix.data.files import Rows
 from tunix.data.prompts import RIGHT, Prompt, PromptCorpus, load_prompts
-from tunix.data.table import Rows
 from tunix.data.tokenizer import Vocab
 from tunix.inference.engine import Answer
 from tunix.inference.pretrained import describe_files, load_language_model, load_params
