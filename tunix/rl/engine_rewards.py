@@ -13,23 +13,31 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
+
+import numpy as np
 
 from tunix.base.errors import UserError
 from tunix.base.files import expand_home
 from tunix.config import Config
+from tunix.config.pretrained_config import check_gives_reward
 from tunix.config.rewards import EngineTerm, JudgeTerm, ModelTerm, OverlongTerm, RewardTerm
-from tunix.data.documents import Question
+from tunix.data.chat import Message, Options
+from tunix.data.documents import Conversation, Document, Question, encode_whole
 from tunix.data.prompts import Prompt
+from tunix.data.tokenizer import load_vocab
 from tunix.inference.engine import Answer
-from tunix.inference.reward_model import RewardModel
+from tunix.inference.pretrained import load_pretrained
 from tunix.processes import peers
 from tunix.rl.episodes import Played
 from tunix.rl.judge import Judge
 from tunix.rl.scoring import Scores, read_score
+from tunix.sharding.arrays import bytes_per_device
 
 log = logging.getLogger(__name__)
 
+TOKENS = 16_384  # of the answers that a model scores at one time, on all devices
 SLACK_S = 600.0  # beside the time of a judge, that processes wait for one another
 
 
@@ -57,6 +65,52 @@ def score_length(buffer: int, answered: Answered) -> Found:
     """
     excess = (count - (answered.max_new_tokens - buffer) for count in answered.num_tokens)
     return Found([-min(1.0, max(0, each) / buffer) for each in excess])
+
+
+class RewardModel:
+    """A model with one number, split over the mesh, and its tokenizer. Every process calls it with the same answers.
+
+    It reads an answer as it was trained to: by its own chat template and tokenizer, which may be others than those of
+    the model that answers.
+    """
+
+    def __init__(self, path: str | Path, dtype: str, mesh_shape: Any):
+        """Load it; weights and products are of `dtype`.
+
+        Raises:
+            UserError: it is no model with one number, or has no tokenizer.
+        """
+        self.model = load_pretrained(path, dtype, mesh_shape, strategy="full_shard")
+        check_gives_reward(self.model.cfg)  # also where a command names it
+        self.vocab = self.model.vocab or load_vocab(str(self.model.tokenizer_files))
+
+    @property
+    def bytes_per_device(self) -> int:
+        """Bytes of its weights on a device."""
+        return bytes_per_device(self.model.params)
+
+    def score(self, prompts: Sequence[tuple[Sequence[Message], Options]], answers: Sequence[str]) -> list[float | str]:
+        """Return for each answer its reward, or the text that says why it has none.
+
+        A prompt is the turns before the answer, and what the chat template got.
+        """
+        turns = [
+            Document("", Conversation([*messages, {"role": "assistant", "content": answer}], options))
+            for (messages, options), answer in zip(prompts, answers, strict=True)
+        ]
+        rows = [np.concatenate(each.tokens).tolist() for each in encode_whole(self.vocab, turns)]
+        longest = self.model.cfg.context_length
+        fitting = [number for number, row in enumerate(rows) if len(row) <= longest]
+        scores: list[float | str] = [
+            f"it has {len(row):,} tokens with its prompt, more than model.context_length={longest} of the reward model"
+            for row in rows
+        ]
+        if fitting:
+            num_at_once = max(1, TOKENS // max(len(rows[number]) for number in fitting))
+            numbers = self.model.score([rows[number] for number in fitting], num_at_once)[:, 0]
+            for number, score in zip(fitting, numbers.tolist(), strict=True):
+                scores[number] = score
+        return scores
 
 
 def score_by_model(model: RewardModel, answered: Answered) -> Found:
