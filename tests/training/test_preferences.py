@@ -29,8 +29,9 @@ from tunix.evaluate import evaluate
 from tunix.models.layers import named
 from tunix.rl.reference import add_reference, digest_weights
 from tunix.training.dpo import preference_loss, sum_answers
-from tunix.training.kto import evaluate_labelled, labelled_loss, make_kl_estimate
+from tunix.training.kto import labelled_loss, make_kl_estimate
 from tunix.training.logprobs import compute_token_log_probs
+from tunix.training.loss import LOSSES
 
 TRL = json.loads((ROOT / "tests" / "training" / "trl" / "losses.json").read_text())
 TASK = compose(["task=dpo", "data=pairs", "data.paths=[none]", f"task.beta={TRL['beta']}"]).config.task
@@ -180,7 +181,7 @@ def test_at_step_0_an_answer_is_worth_half_its_weight(labelled):
     found, parts = labelled(1.0)
     mean_weight = (3 * 1.0 + 2 * TRL["kto"]["undesirable_weight"]) / 5
     assert float(found["loss"]) == pytest.approx(mean_weight / 2, rel=1e-5)
-    numbers = evaluate_labelled(parts.sums, parts.weight, 0)
+    numbers = LOSSES["kto"].evaluate(parts.sums, parts.weight, 0)
     assert abs(numbers["reward_desirable"]) < 1e-5
     assert numbers["eval_answers"] == 5
 

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from tunix.config.task import Dpo
 from tunix.data.batches import FIELDS, Batch, Field
 from tunix.models.transformer import Transformer
-from tunix.training.logprobs import ROUTING, Loss, Sums, add_block_sums, compute_token_log_probs
+from tunix.training.logprobs import Loss, Sums, add_block_sums, compute_token_log_probs
 
 PAIR_FIELDS = {
     **FIELDS,
@@ -120,9 +120,3 @@ def _orpo(pairs: Pairs, task: Dpo) -> jax.Array:
 
 
 OBJECTIVES = {"sigmoid": _sigmoid, "ipo": _ipo, "simpo": _simpo, "orpo": _orpo}
-
-
-def evaluate_preferences(sums: Sums, weight: jax.Array, num_bytes: int) -> dict[str, float]:
-    """Return means over the pairs of a held-out set, and how many there are; the sums and the weight are scalars."""
-    means = {name: float(value) / float(weight) for name, value in sums.items() if name != ROUTING}
-    return {**means, "eval_pairs": int(weight)}

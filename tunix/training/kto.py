@@ -31,7 +31,7 @@ from tunix.models.transformer import Transformer
 from tunix.sharding.layout import activation_spec
 from tunix.training.dpo import PAIR_FIELDS, sum_answers
 from tunix.training.grpo import ALMOST_NOTHING
-from tunix.training.logprobs import ROUTING, Loss, Mean, Sums, add_block_sums, compute_token_log_probs
+from tunix.training.logprobs import Loss, Mean, Sums, add_block_sums, compute_token_log_probs
 
 LABELLED_FIELDS = {
     **PAIR_FIELDS,
@@ -99,14 +99,3 @@ def labelled_loss(
             **block_sums,
         }
         return Loss(loss + penalty, jnp.sum(is_document), sums)
-
-
-def evaluate_labelled(sums: Sums, weight: jax.Array, num_bytes: int) -> dict[str, float]:
-    """Return means over the documents of a held-out set, and how many there are; the sums and the weight are
-    scalars."""
-    means = {
-        name: float(value.total / value.divisor) if isinstance(value, Mean) else float(value) / float(weight)
-        for name, value in sums.items()
-        if name != ROUTING
-    }
-    return {**means, "eval_answers": int(weight)}

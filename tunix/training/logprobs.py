@@ -20,8 +20,6 @@ from tunix.models.vision import Images
 # and reads and writes the sum of its gradient: with 4096 rows that takes an eighth of the time of the chunk's products
 # on an H100. More rows save little more, and take more memory.
 ROWS = 4096
-
-
 # Rows of a chunk where a run or a plan knows the memory of its devices, and a step with them fits: half as many passes
 # over the table.
 MORE_ROWS = 8192
@@ -104,7 +102,7 @@ class Largest(NamedTuple):
     value: jax.Array
 
 
-STATES = "teacher_states"  # of a chunk, among the fields that `sum_over_tokens` splits
+STATES = "teacher_states"  # of a chunk, among the fields that `sum_over_hidden` splits
 
 Sums = dict[str, Any]  # a scalar, a Mean, a Largest or a Routing, by the name of the number
 
@@ -163,6 +161,16 @@ def report_sums(sums: Sums, weight: jax.Array) -> dict[str, jax.Array]:
         else:
             numbers[name] = value / weight
     return numbers
+
+
+def compute_means(counted: str, sums: Sums, weight: jax.Array, num_bytes: int) -> dict[str, float]:
+    """Return means over what the weight of a held-out set counts, and under the name `counted` how many there are."""
+    means = {
+        name: float(value.total / value.divisor) if isinstance(value, Mean) else float(value) / float(weight)
+        for name, value in sums.items()
+        if name != ROUTING
+    }
+    return {**means, counted: int(weight)}
 
 
 def report_routing(routing: Routing) -> dict[str, jax.Array]:
@@ -226,24 +234,6 @@ def compute_hidden(
     if model.cfg.vision is not None and IMAGES in batch:
         images = Images(*(batch[name] for name in IMAGE_FIELDS))
     return model.hidden(vocab_weights, batch["tokens"], batch["positions"], batch["segment_ids"], seed, images)
-
-
-def sum_over_tokens(
-    model: Transformer,
-    batch: Batch,
-    seed: jax.Array | None,
-    token_loss: TokenLoss,
-    *,
-    chunk_size: int | str,
-    teacher: TeacherOutput | None = None,
-) -> tuple[jax.Array, dict[str, jax.Array], BlockSums]:
-    """Return the sum of a loss over the tokens of a batch [B, T], its sums by name, and the numbers of the blocks."""
-    vocab_weights = model.vocab_weights()
-    hidden, blocks = compute_hidden(model, vocab_weights, batch, seed)
-    objective, sums = sum_over_hidden(
-        model, vocab_weights, hidden, batch, token_loss, chunk_size=chunk_size, teacher=teacher
-    )
-    return objective, sums, blocks
 
 
 def sum_over_hidden(
@@ -356,7 +346,7 @@ def score_targets(
 
     The caller decides what the gradient of a score is, and does so after this function has returned. So the logits of a
     chunk are computed again in the backward pass. Where the loss of a token depends on the scores of this token alone,
-    `sum_over_tokens` computes them once.
+    `sum_over_hidden` computes them once.
 
     The gradient of the table [V, D] is added up over the chunks in float32. A teacher has none.
     """

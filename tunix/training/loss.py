@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from tunix.base.dotted_path import blame_user, import_object, is_dotted, suggest_colon
 from tunix.base.errors import UserError, did_you_mean
 from tunix.config import Config
-from tunix.config.task import Classify, Distilled, Dpo, Embed, Grpo, Kto, Reward
+from tunix.config.task import Distilled, Grpo
 from tunix.data.batches import FIELDS, TEACHER, Batch, Field, add_fields, image_fields, read_held_out
 from tunix.data.dataset import Corpus
 from tunix.data.teacher_logits import logits_fields
@@ -23,10 +23,10 @@ from tunix.data.tokenizer import bytes_by_token
 from tunix.models.layers import merge_runs
 from tunix.models.transformer import Transformer
 from tunix.sharding.arrays import local_rows, to_global
-from tunix.training.dpo import PAIR_FIELDS, evaluate_preferences, preference_loss
+from tunix.training.dpo import PAIR_FIELDS, preference_loss
 from tunix.training.embeddings import embed_fields, embedding_loss, make_gradients
 from tunix.training.grpo import POLICY_FIELDS, policy_loss
-from tunix.training.kto import LABELLED_FIELDS, evaluate_labelled, labelled_loss, make_kl_estimate
+from tunix.training.kto import LABELLED_FIELDS, labelled_loss, make_kl_estimate
 from tunix.training.logprobs import (
     HEAD_SCORES,
     ROUTING,
@@ -38,16 +38,12 @@ from tunix.training.logprobs import (
     add_block_sums,
     add_up,
     compute_hidden,
+    compute_means,
     compute_token_log_probs,
     sum_further_tokens,
     sum_over_hidden,
 )
-from tunix.training.scores import (
-    EXAMPLE_FIELDS,
-    classification_loss,
-    evaluate_examples,
-    reward_loss,
-)
+from tunix.training.scores import EXAMPLE_FIELDS, classification_loss, reward_loss
 from tunix.training.state import Architecture
 from tunix.training.teacher import AnyTeacher
 
@@ -159,41 +155,29 @@ def _make_policy(cfg: Config, teacher: AnyTeacher | None = None) -> LossFn:
     )
 
 
-def _make_preference(cfg: Config) -> LossFn:
-    assert isinstance(cfg.task, Dpo)
-    return partial(preference_loss, task=cfg.task, chunk_size=cfg.training.loss_chunk_size)
+def _with_task(loss: Callable[..., Loss]) -> Callable[[Config], LossFn]:
+    return lambda cfg: partial(loss, task=cfg.task)
 
 
-def _make_labelled(cfg: Config) -> LossFn:
-    assert isinstance(cfg.task, Kto)
-    return partial(labelled_loss, task=cfg.task, chunk_size=cfg.training.loss_chunk_size)
+def _in_chunks(loss: Callable[..., Loss]) -> Callable[[Config], LossFn]:
+    return lambda cfg: partial(loss, task=cfg.task, chunk_size=cfg.training.loss_chunk_size)
 
 
-def _make_reward(cfg: Config) -> LossFn:
-    assert isinstance(cfg.task, Reward)
-    return partial(reward_loss, task=cfg.task)
-
-
-def _make_classification(cfg: Config) -> LossFn:
-    assert isinstance(cfg.task, Classify)
-    return partial(classification_loss, task=cfg.task)
-
-
-def _make_embedding(cfg: Config) -> LossFn:
-    assert isinstance(cfg.task, Embed)
-    return partial(embedding_loss, task=cfg.task)
-
+_measure_pairs = partial(compute_means, "eval_pairs")
+_measure_documents = partial(compute_means, "eval_documents")
 
 LOSSES = {
     "next_token": LossKind(_make_next_token, _measure_text),  # of sft too: its loss_mask keeps only the answers
-    "dpo": LossKind(_make_preference, evaluate_preferences, PAIR_FIELDS),
-    "kto": LossKind(_make_labelled, evaluate_labelled, LABELLED_FIELDS, make_kl_estimate),
+    "dpo": LossKind(_in_chunks(preference_loss), _measure_pairs, PAIR_FIELDS),
+    "kto": LossKind(
+        _in_chunks(labelled_loss), partial(compute_means, "eval_answers"), LABELLED_FIELDS, make_kl_estimate
+    ),
     "grpo": LossKind(_make_policy, _measure_text, POLICY_FIELDS),
-    "reward": LossKind(_make_reward, evaluate_preferences, measures_text=False),
-    "classify": LossKind(_make_classification, evaluate_examples, EXAMPLE_FIELDS, measures_text=False),
+    "reward": LossKind(_with_task(reward_loss), _measure_pairs, measures_text=False),
+    "classify": LossKind(_with_task(classification_loss), _measure_documents, EXAMPLE_FIELDS, measures_text=False),
     "embed": LossKind(
-        _make_embedding,
-        evaluate_examples,
+        _with_task(embedding_loss),
+        _measure_documents,
         EXAMPLE_FIELDS,
         make_gradients,
         measures_text=False,

@@ -19,7 +19,7 @@ from tunix.models.layers import BlockSums
 from tunix.models.scores import pool_weights
 from tunix.models.transformer import Transformer
 from tunix.training.dpo import sum_answers
-from tunix.training.logprobs import ROUTING, Loss, Sums, add_block_sums
+from tunix.training.logprobs import Loss, Sums, add_block_sums
 
 EXAMPLE_FIELDS = {
     **FIELDS,
@@ -86,9 +86,3 @@ def classification_loss(model: Transformer, batch: Batch, seed: jax.Array | None
         loss = jnp.sum(per_token * counts)
         reported = {name: jnp.sum(each * counts) for name, each in numbers.items()}
         return Loss(loss + penalty, jnp.sum(counts), {"loss": loss, **reported, **block_sums})
-
-
-def evaluate_examples(sums: Sums, weight: jax.Array, num_bytes: int) -> dict[str, float]:
-    """Return means over the documents of a held-out set, and how many there are; sums and weight are scalars []."""
-    means = {name: float(value) / float(weight) for name, value in sums.items() if name != ROUTING}
-    return {**means, "eval_documents": int(weight)}
