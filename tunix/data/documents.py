@@ -17,27 +17,10 @@ from tunix.base.errors import UserError
 from tunix.base.text import as_typed
 from tunix.config import Task
 from tunix.config.task import Classify, Embed, Prompted, Sft
-from tunix.data.chat import (
-    NO_OPTIONS,
-    THOUGHTS,
-    LearntTurns,
-    Message,
-    Options,
-    Pieces,
-    RefusedConversation,
-    join_parts,
-)
+from tunix.data.chat import NO_OPTIONS, THOUGHTS, LearntTurns, Message, Options, Pieces, RefusedConversation, join_parts
 from tunix.data.files import TOO_LONG, BadRow, Columns, Item, Limited, Rows, Source, Unit, is_longer
 from tunix.data.image_processors import ImageProcessor
-from tunix.data.images import (
-    ImageReader,
-    count_threads,
-    find_root,
-    list_column,
-    map_ahead,
-    read_parts,
-    take_images,
-)
+from tunix.data.images import ImageReader, count_threads, find_root, list_column, map_ahead, read_parts, take_images
 from tunix.data.pieces import count_bytes
 from tunix.data.tokenizer import Vocab
 
@@ -785,53 +768,28 @@ class DocumentKind(NamedTuple):
 
 DOCUMENTS = {
     "text": DocumentKind(read_text, encode_texts, "pretrain"),
-    "conversation": DocumentKind(
-        read_conversation,
-        encode_conversations,
-        "sft",
-        arrays=("answers",),
-    ),
+    "conversation": DocumentKind(read_conversation, encode_conversations, "sft", ("answers",)),
     "prompt": DocumentKind(
         read_prompt,
         encode_prompts,
         "prompt",
-        arrays=("rows", "row_ends"),
+        ("rows", "row_ends"),
         load="tunix.batch_sources:load_task_prompts",
         feed="tunix.batch_sources:PromptFeed",
         asks_peers=True,
     ),
     "pair": DocumentKind(
-        read_pair,
-        encode_pairs,
-        "pair",
-        arrays=("answers", "splits"),
-        feed="tunix.batch_sources:PairFeed",
-        asks_peers=True,
+        read_pair, encode_pairs, "pair", ("answers", "splits"), feed="tunix.batch_sources:PairFeed", asks_peers=True
     ),
     "labelled": DocumentKind(
         read_labelled,
         encode_labelled,
         "labelled",
-        arrays=("answers", "splits", "labels"),
+        ("answers", "splits", "labels"),
         feed="tunix.batch_sources:PairFeed",
         asks_peers=True,
     ),
-    "comparison": DocumentKind(
-        read_pair,
-        encode_comparisons,
-        "comparison",
-        arrays=("answers", "splits"),
-    ),
-    "example": DocumentKind(
-        read_example,
-        encode_examples,
-        "example with all turns",
-        arrays=("answers", "label_values"),
-    ),
-    "group": DocumentKind(
-        read_group,
-        encode_groups,
-        "group",
-        arrays=("answers", "label_values"),
-    ),
+    "comparison": DocumentKind(read_pair, encode_comparisons, "comparison", ("answers", "splits")),
+    "example": DocumentKind(read_example, encode_examples, "example with all turns", ("answers", "label_values")),
+    "group": DocumentKind(read_group, encode_groups, "group", ("answers", "label_values")),
 }

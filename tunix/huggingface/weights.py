@@ -23,15 +23,7 @@ from tunix.base.files import is_plain, read_json
 from tunix.config import Model
 from tunix.huggingface.config_json import MTP_DEPTH, find_quantization, read_labels, read_num_rows
 from tunix.huggingface.family import SCORE
-from tunix.huggingface.quantized_tensors import (
-    Enlarged,
-    Integers,
-    MappedFile,
-    Plain,
-    Stored,
-    join_packed,
-    join_scales,
-)
+from tunix.huggingface.quantized_tensors import Enlarged, Integers, MappedFile, Plain, Stored, join_packed, join_scales
 from tunix.huggingface.table import Family, Name, find_family
 from tunix.models.layers import named, parameter_name
 from tunix.models.quantized import stack_quantized

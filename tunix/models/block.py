@@ -14,17 +14,7 @@ from tunix.config import Model
 from tunix.config.layers import ExpertsMlp
 from tunix.models.attention import Attention
 from tunix.models.experts import Experts
-from tunix.models.layers import (
-    ACTIVATIONS,
-    MLP,
-    NORMS,
-    BlockSums,
-    DropoutKey,
-    Initializer,
-    Matrix,
-    look_up,
-    unchanged,
-)
+from tunix.models.layers import ACTIVATIONS, MLP, NORMS, BlockSums, DropoutKey, Initializer, Matrix, look_up, unchanged
 from tunix.models.linear_attention import LinearAttention, Recurrence
 from tunix.models.matmul import product
 from tunix.models.mla import Heads, LatentAttention

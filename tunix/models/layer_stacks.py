@@ -43,14 +43,7 @@ from tunix.models.block import (
 from tunix.models.experts import penalty_names
 from tunix.models.kernels import branches_are_cheap
 from tunix.models.layer_scan import LayerSlice, Passes, as_variables
-from tunix.models.layers import (
-    NO_SUMS,
-    BlockSums,
-    DropoutKey,
-    Initializer,
-    merge_layers,
-    merge_runs,
-)
+from tunix.models.layers import NO_SUMS, BlockSums, DropoutKey, Initializer, merge_layers, merge_runs
 from tunix.models.pipeline import run_stages
 from tunix.models.prefetch import PrefetchPasses
 from tunix.models.remat import checkpoint_block, merge_blocks, scan_blocks

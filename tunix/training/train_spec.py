@@ -29,14 +29,7 @@ from tunix.training.loss import LossFn, find_loss_kind, make_loss, try_out_loss
 from tunix.training.optimizer import SpikeGuard, make_guard, make_optimizer, make_schedule
 from tunix.training.pipeline_step import make_pipelined_gradients
 from tunix.training.qk_clip import make_clip
-from tunix.training.state import (
-    Architecture,
-    State,
-    abstract_params,
-    describe,
-    new_state,
-    start_state,
-)
+from tunix.training.state import Architecture, State, abstract_params, describe, new_state, start_state
 from tunix.training.step import Gradients, Update, make_gradients, make_train_step
 from tunix.training.teacher import AnyTeacher, describe_teacher
 
