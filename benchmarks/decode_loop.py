@@ -1,9 +1,10 @@
 """Bytes that a GPU moves for a token of a rollout, beside the least: compiled for a GPU that need not be there.
 
-`python -m benchmarks.decode_loop [model=gemma3_1b] [rows=256] [slots=1024] [cache_dtype=int8]`, with JAX's CUDA plugin
-installed (requirements/cuda12.txt). The program is the loop of `inference.engine` (decode) for one H100. Its bytes are
-counted in its compiled text as the costs of a step are: what each instruction reads and writes, once. The least is
-weights and cache read once, and logits written once and read twice.
+    PYTHONPATH=tests python -m benchmarks.decode_loop [model=gemma3_1b] [rows=256] [slots=1024] [cache_dtype=int8]
+
+JAX's CUDA plugin must be installed (requirements/cuda12.txt). The program is the loop of `inference.engine` (decode)
+for one H100. Its bytes are counted in its compiled text as the costs of a step are: what each instruction reads and
+writes, once. The least is weights and cache read once, and logits written once and read twice.
 """
 
 import os
@@ -17,6 +18,7 @@ ANSWERS = 8  # to each prompt
 
 def main(words: list[str]) -> None:
     import jax
+    from support.decoding import compile_decode
 
     from tunix.config.compose import compose
     from tunix.costs.compiled_time import Speeds, predict_time
@@ -37,7 +39,7 @@ def main(words: list[str]) -> None:
         program = assemble(cfg, mesh)
         sampler = Sampler(program.arch, slots, mesh)
         params = program.abstract["params"]
-        compiled = sampler.compile_decode(params, rows, slots, sampling)
+        compiled = compile_decode(sampler, params, rows, slots, sampling)
     hlo = compiled.as_text() or ""
     # At one byte a second, and products for nothing, the time of a program is the bytes that it moves.
     counting = Speeds(float("inf"), float("inf"), float("inf"), 1.0, 1.0, 0.0, lambda collective: 0.0)

@@ -7,6 +7,7 @@ from functools import cache
 import jax
 import numpy as np
 import pytest
+from support.decoding import compile_decode
 from support.harness import ROOT, program
 
 from tunix.costs import rollout as rollout_sizes
@@ -129,7 +130,7 @@ def test_the_loop_moves_nothing_between_data_shards(rollout_on):
         rollout = rollout_on(mesh)
         sizes = dict(rollout.mesh.shape)
         with jax.set_mesh(rollout.mesh):
-            compiled = rollout.sampler.compile_decode(rollout.params, 32, 72, HOW)
+            compiled = compile_decode(rollout.sampler, rollout.params, 32, 72, HOW)
         outer = [each for each in read_collectives(compiled.as_text()) if "while" in each.scope]
         inside = [each for each in outer if each.scope.count("while") > 1]
         axes = {axis for each in inside for axis in each.find_axes(sizes)}

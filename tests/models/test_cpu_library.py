@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from models.test_every_axis import config
+from support.decoding import compile_decode
 from support.harness import SMALL, batch
 
 from tunix.config.compose import compose
@@ -164,7 +165,7 @@ def test_decoding_in_16_bits_takes_the_library_and_widens_no_cache(family, num_r
     with jax.set_mesh(mesh):
         params = program.new_params(0)
         sampler = Sampler(program.arch, LENGTH, mesh)
-    text = sampler.compile_decode(params, num_rows, LENGTH, Sampling(4)).as_text() or ""
+    text = compile_decode(sampler, params, num_rows, LENGTH, Sampling(4)).as_text() or ""
     assert any(dtypes == {"bf16"} for _, _, dtypes in list_dots(text)), "weights are widened"
     assert not list_slow_dots(text)
     # Latents are joined to keys for each token, in float32.

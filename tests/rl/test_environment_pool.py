@@ -127,7 +127,7 @@ def play_in(session: Session, episodes: dict[int, list[str]]) -> dict[int, list]
             said[number].append(answered.problem or answered.reply)
             if answered.problem or len(said[number]) > len(texts):
                 waiting.discard(number)
-                session.forget(number)
+                session.ask(number, ("forget",))
             else:
                 session.ask(number, ("step", texts[len(said[number]) - 1]))
     return said

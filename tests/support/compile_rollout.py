@@ -9,9 +9,11 @@ import re
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import jax
+from support.decoding import compile_decode
 
 from tunix.config.compose import compose
 from tunix.costs.devices import read_topology
@@ -32,7 +34,7 @@ def main(words: list[str]) -> None:
         program = assemble(cfg, mesh)
         keys = {"cache": cfg.sampling.cache, "cache_dtype": cfg.sampling.cache_dtype}
         sampler, sampling = Sampler(program.arch, SLOTS, mesh), Sampling(SLOTS // 2, **keys)
-        compiled = sampler.compile_decode(program.abstract["params"], ROWS, SLOTS, sampling)
+        compiled = compile_decode(sampler, program.abstract["params"], ROWS, SLOTS, sampling)
         has_pages, num_pages = any(sampler.programs.find_paged(sampling)), ROWS * count_pages(SLOTS)
         sizes = ROWS, ROWS // 8, 8, SLOTS // 2, SLOTS // 2
         cache = CacheSpec(cfg.sampling.cache_dtype, False, has_pages, num_pages)

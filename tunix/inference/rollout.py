@@ -9,13 +9,12 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from tunix.base.errors import UserError
 from tunix.config import Sampling as SamplingKeys
 from tunix.costs.rollout import (
     PAGE,
-    SMALLEST_PROMPT,
     USABLE,
     CacheSpec,
     count_page_bytes,
@@ -29,12 +28,10 @@ from tunix.costs.rollout import (
 from tunix.data.prompts import Prompt
 from tunix.inference.engine import Answer, Engine
 from tunix.inference.gathered import Gathered, gather
-from tunix.inference.kv_cache import make_cache, prefill
-from tunix.inference.sampling import Drawing, Extent, Programs, Sampling
+from tunix.inference.sampling import Programs, Sampling
 from tunix.models.vision import Images
 from tunix.processes import peers
-from tunix.sharding.arrays import abstract_results, bytes_per_device, lay_out
-from tunix.sharding.layout import activation_spec
+from tunix.sharding.arrays import bytes_per_device, lay_out
 from tunix.sharding.mesh import whole_sequences
 from tunix.training.state import Architecture
 
@@ -259,39 +256,6 @@ class Sampler:
             return CacheBound(None, f"pages as rows need them: {why}")
         size = f"{fitting * PAGE:,} tokens, {fitting * of_page / 2**30:.3g} GiB of a device ({why})"
         return CacheBound(fitting, f"pages for {size}; answers wait where they are few")
-
-    def compile_decode(self, params: Any, num_rows: int, num_slots: int, sampling: Sampling) -> jax.stages.Compiled:
-        """Compile the loop that draws tokens, of `num_rows` rows over the whole mesh with `num_slots` slots.
-
-        Pages are as many as slots would be, or `num_pages` of the sampler. It takes parameters or their shapes. The
-        devices need not exist.
-        """
-        shards, paged = self.programs.num_shards, self.programs.find_paged(sampling)
-        width = count_pages(num_slots)
-        num_pages = (self.num_pages or width * num_rows // shards) * shards
-
-        def of_rows(dtype="int32", *shape):
-            sharding = NamedSharding(self.mesh, activation_spec("BT"[: len(shape)]))
-            return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-
-        def after_prompts(params, tokens, count):
-            weights = gather(self.arch, params, as_matrices)
-            entries = prefill(weights.module(self.arch), weights, tokens, count, num_slots, sampling.cache_dtype)[1]
-            return weights, make_cache(entries, num_rows, windows, paged, num_pages)
-
-        windows = tuple(self.arch.model.list_windows(num_slots))
-        with jax.set_mesh(self.mesh):
-            params = lay_out(params, self.mesh)
-            as_matrices = self._fit_as_matrices(params)
-            prompts = of_rows("int32", shards, SMALLEST_PROMPT), of_rows("int32", shards)
-            weights, cache = abstract_results(self.mesh, after_prompts, params, *prompts)
-            fields = dict.fromkeys(Drawing._fields, of_rows("int32", num_rows)) | {"working": of_rows("bool", num_rows)}
-            table = of_rows("int32", num_rows, width) if any(paged) else None
-            rows = Drawing(**fields | {"table": table})
-            scalar = jax.ShapeDtypeStruct((), "int32")
-            extent = Extent(scalar, scalar, jax.ShapeDtypeStruct((1,), "int32"))
-            key = jax.eval_shape(lambda: jax.random.key(0))
-            return self.programs.decode.lower(weights, cache, rows, key, extent, sampling=sampling).compile()
 
     def _check(self, request: Request, sampling: Sampling) -> None:
         if not all(request.prompts):

@@ -177,7 +177,7 @@ class Session:
         return max(self.seconds)
 
     def ask(self, number: int, request: Request) -> None:
-        """Send a request of an episode; its reply comes with `replies`.
+        """Send a request of an episode; its reply comes with `replies`, but for `forget`, which ends the episode.
 
         The process with the fewest episodes takes a new one.
         """
@@ -190,10 +190,6 @@ class Session:
         self.holders[number].inbox.put((self, number, request))
         if request[0] == "forget":
             self._leave(number)
-
-    def forget(self, number: int) -> None:
-        """End an episode, whose environment is closed; there is no reply."""
-        self.ask(number, ("forget",))
 
     def replies(self, timeout_s: float) -> list[Answered]:
         """Return the replies that have come: all that are due, or those of the next `timeout_s`.

@@ -492,7 +492,7 @@ class _Game:
         if drawn.stopped:
             self._ask(number, "step", episode.turns[-1]["content"])
         else:
-            self._finish(episode, stopped=False)
+            self._finish(episode)
 
     def _take_reset(self, episode: Episode, answered: Answered) -> None:
         """Take what an environment says at the beginning."""
@@ -542,7 +542,7 @@ class _Game:
         if reply.done:
             self._end(episode)
         elif episode.num_turns >= self.player.task.max_turns or self._is_late(episode):
-            self._finish(episode, stopped=False)
+            self._finish(episode)
         else:
             self._go_on(episode, said)
 
@@ -560,14 +560,14 @@ class _Game:
             return
         room = self.keys.max_new_tokens - len(episode.tokens) - len(tokens)
         if room < 1:
-            self._finish(episode, stopped=False)
+            self._finish(episode)
             return
         episode.add_observation(tokens)
         self.engine.extend(episode.number, tokens, self._bound(room))
 
-    def _finish(self, episode: Episode, stopped: bool) -> None:
+    def _finish(self, episode: Episode) -> None:
         """End an episode that a budget ends: its environment may still have a reward for it."""
-        episode.stopped = stopped
+        episode.stopped = False
         self._release(episode)
         self.finishing.add(episode.number)
         self._ask(episode.number, "finish")

@@ -8,6 +8,7 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 COLUMNS, SIDE, LINE, MARGIN = 4, 160, 16, 6  # of the sheet; pixels of an image, of a line of text and around both
+WIDTH = 26  # characters of a line
 RIGHT, WRONG, PLAIN = (20, 120, 40), (190, 30, 30), (40, 40, 40)
 
 
@@ -44,8 +45,8 @@ def draw_sheet(cells: list[AnsweredImage]) -> bytes:
     return file.getvalue()
 
 
-def shorten(text: str, length: int = 26) -> str:
+def shorten(text: str) -> str:
     """Return the end of a text in one line, which fits below an image."""
     line = " ".join(text.split())
     line = line.encode("latin-1", "replace").decode("latin-1")  # what Pillow's own font has
-    return line if len(line) <= length else "..." + line[3 - length :]
+    return line if len(line) <= WIDTH else "..." + line[3 - WIDTH :]
