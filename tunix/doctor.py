@@ -40,6 +40,7 @@ from rich.console import Console
 from tunix.base.buckets import is_address
 from tunix.base.config_types import CONF
 from tunix.base.errors import PeerLost, UserError, did_you_mean
+from tunix.base.files import find_existing
 from tunix.config import command_line, compose
 from tunix.config.compose import Job, add_search_path
 from tunix.costs.communication import Transfer, predict_seconds
@@ -317,12 +318,6 @@ def _check_space(job: Job) -> Iterator[Finding]:
     status: Status = "ok" if free > count * size else "warning" if free > 2 * size else "error"
     needed = f"at most {count} checkpoints (checkpoint.max_to_keep={kept.max_to_keep}) need {count * size:.2f} GiB"
     yield Finding("disk", status, f"{free:.1f} GiB free in {folder}; {needed}")
-
-
-def find_existing(folder: Path) -> Path:
-    """Return the folder, or the nearest place above it that exists: a folder, or a file that is in its way."""
-    folder = folder.absolute()
-    return next(path for path in (folder, *folder.parents) if path.exists())
 
 
 # Checks between processes: clocks, shared files, versions, and the speed of the links between devices.

@@ -18,8 +18,9 @@ from tunix import doctor as machine
 from tunix import doctor as software
 from tunix import doctor as together
 from tunix.base.errors import UserError
+from tunix.base.files import find_existing
 from tunix.config.compose import compose
-from tunix.doctor import Finding, find_existing
+from tunix.doctor import Finding
 from tunix.processes.peers import find_blind
 
 

@@ -9,6 +9,7 @@ overlooks one in four billion of larger ones; it is in the standard library, and
 (benchmarks/results.md). Digests find damage; they are no protection against somebody who changes them too.
 """
 
+import hashlib
 import json
 import os
 import zlib
@@ -29,6 +30,11 @@ VERIFIED = "verified"  # a file that says that the folder was checked, and which
 
 class Damaged(Exception):
     """Files of a folder are not what was written; the message names the first."""
+
+
+def hash_texts(*texts: str) -> str:
+    """Return 20 digits that stand for some texts, in this order: the key of something in a cache, a fingerprint."""
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:20]
 
 
 def write_digests(folder: Path, files: Iterable[Path], name: str = FILE, **info: Any) -> None:

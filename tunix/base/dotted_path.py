@@ -126,6 +126,11 @@ def blame_user(key: str, path: str) -> Iterator[None]:
         raise UserError(f"{key}={path} fails: {_first_line(error)}{location}") from error
 
 
+def describe_value(value: Any) -> str:
+    """Return a value that a user's code has returned, with its type, for a message."""
+    return "None" if value is None else f"{value!r:.40} ({type(value).__name__})"
+
+
 def _first_line(error: BaseException) -> str:
     text = (str(error).splitlines() or [""])[0][:300]
     return f"{type(error).__name__}: {text}"

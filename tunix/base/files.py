@@ -176,6 +176,18 @@ def end_by_signal(number: int, _frame: object) -> None:
     os.kill(os.getpid(), number)
 
 
+def follow_parent(parent: int) -> None:
+    """Start a thread that ends this process when its parent has ended: the kernel then gives it another parent."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        remove_unfinished()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
 def remove_unfinished() -> None:
     """Remove temporary folders, before the process ends without an exception."""
     for folder in [folder for folder, process in _unfinished.items() if process == os.getpid()]:
@@ -304,6 +316,12 @@ def _locking(folder: Path) -> Iterator[bool]:
 def expand_home(name: str | Path) -> Path:
     """Return a path with `~` as the home of its user; `~nobody`, without a home here, is a name like others."""
     return Path(os.path.expanduser(name))
+
+
+def find_existing(folder: Path) -> Path:
+    """Return the folder, or the nearest place above it that exists: a folder, or a file that is in its way."""
+    folder = folder.absolute()
+    return next(path for path in (folder, *folder.parents) if path.exists())
 
 
 def find_writable(key: str, name: str) -> Path:

@@ -6,7 +6,6 @@ field. Its dimensions are those of `BatchShape`: A microbatches, B sequences of 
 
 import copy
 import dataclasses
-import hashlib
 import math
 import sys
 import time
@@ -22,6 +21,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from rich.table import Table
 
+from tunix.base.digests import hash_texts
 from tunix.base.errors import UserError
 from tunix.base.text import as_text
 from tunix.config import Config
@@ -459,7 +459,7 @@ class Samples:
         """Return the fingerprint of the samples and their order: that of the corpus, with the stages of a mixture."""
         if self.mixture is None:
             return corpus
-        return hashlib.sha256(f"{corpus} {self.order.stages}".encode()).hexdigest()[:20]
+        return hash_texts(f"{corpus} {self.order.stages}")
 
     def stages(self, num_steps: int, left_out: Sequence[Sequence[int]] = ()) -> str:
         """Format the stages of a mixture in `num_steps` steps: where each begins, the samples and epochs of each part.

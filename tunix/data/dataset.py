@@ -7,7 +7,6 @@ that change the result. Training and `python -m tunix.prepare` both come here an
 """
 
 import filecmp
-import hashlib
 import json
 import logging
 import os
@@ -26,7 +25,7 @@ import numpy as np
 from tokenizers import Tokenizer as Backend
 
 from tunix.base.buckets import is_address
-from tunix.base.digests import FILE, list_files, note_verified, verify_folder, write_digests
+from tunix.base.digests import FILE, hash_texts, list_files, note_verified, verify_folder, write_digests
 from tunix.base.errors import UserError
 from tunix.base.files import expand_home, make_once, replacing
 from tunix.base.forms import locate_cached, sign
@@ -89,7 +88,7 @@ def find_vocab(
     choices = [text for source, _ in sources for text in _list_turn_choices(source, task)]
     choices += [task.system] if isinstance(task, Prompted) and task.system else []
     digests = (_hash_source(*source) for source in sources)
-    key = _hash(settings, DOCUMENTS[task.documents].in_hashes, *digests, *more, *choices)
+    key = hash_texts(settings, DOCUMENTS[task.documents].in_hashes, *digests, *more, *choices)
     root = locate_cached(cache_dir, "tokenizers", key)
     trained = root / "tokenizer.json"
     path = None if tokenizer.path is None else expand_home(tokenizer.path)
@@ -176,7 +175,7 @@ def find_folder(source: Source, units: list[Unit], task: Task, vocab: Vocab, loa
     template = "" if task.documents == "text" else str(vocab.chat_template)
     system = [str(task.system)] if isinstance(task, Prompted) else []
     kind, shard_size = DOCUMENTS[task.documents].in_hashes, str(loading.shard_bytes)
-    key = _hash(
+    key = hash_texts(
         _hash_source(source, units),
         kind,
         template,
@@ -270,7 +269,7 @@ def _make_index(source: Source, task: Task, info: list[dict], folder: Path, voca
     entropy_bits = float(-(probs * np.log2(probs)).sum())
     return {
         "format": FORMAT,
-        "fingerprint": _hash(FINGERPRINT, vocab.digest, *(fact["train"]["digest"] for fact in info)),
+        "fingerprint": hash_texts(FINGERPRINT, vocab.digest, *(fact["train"]["digest"] for fact in info)),
         "source": source.source,
         "vocab_size": vocab.num_tokens,
         "tokens": int(counts.sum()),
@@ -316,11 +315,7 @@ def _hash_source(source: Source, units: list[Unit]) -> str:
         paths = tuple(path if is_address(path) else str(expand_home(path).absolute()) for path in source.paths)
         source, places = source.model_copy(update={"paths": paths}), {}
     excluded: dict[str, Any] = {**places, **dict.fromkeys(IMAGE_KEYS, True), "columns": {*TURN_COLUMNS}}
-    return _hash(source.model_dump_json(exclude=excluded), *(unit.digest for unit in units))
-
-
-def _hash(*parts: str) -> str:
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
+    return hash_texts(source.model_dump_json(exclude=excluded), *(unit.digest for unit in units))
 
 
 # All sources of a config.
@@ -436,7 +431,7 @@ def compute_fingerprint(data: Source | Mixture, prepared: dict[str, Prepared], p
     if isinstance(data, Mixture):
         mixing = f"{data.source} {data.model_dump_json(exclude={'source', 'parts', 'max_epochs'})}"
         parts = [text for name, folder in prepared.items() for text in (name, folder.fingerprint)]
-    return hashlib.sha256("\0".join([packing, mixing, *parts]).encode()).hexdigest()[:20]
+    return hash_texts(packing, mixing, *parts)
 
 
 def warn_left_out(name: str, prepared: Prepared) -> None:

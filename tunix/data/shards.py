@@ -35,9 +35,9 @@ from typing import Any
 import numpy as np
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from tunix.base.digests import list_files, write_digests
+from tunix.base.digests import hash_texts, list_files, write_digests
 from tunix.base.errors import UserError
-from tunix.base.files import make_once, read_json, remove_unfinished
+from tunix.base.files import follow_parent, make_once, read_json
 from tunix.base.forms import CACHE_FORMS, naming_writer
 from tunix.config import Loading, Task
 from tunix.data.chat import RefusedConversation
@@ -132,7 +132,7 @@ class Prepared:
     def stream(self, split: str) -> Stream:
         """Return the stream of a split, "train" or "held_out"."""
         shards = [shard[split] for shard in self.index["shards"]]
-        digest = hashlib.sha256("".join(shard["digest"] for shard in shards).encode()).hexdigest()[:20]
+        digest = hash_texts("".join(shard["digest"] for shard in shards))
         sizes = [(shard["tokens"], shard["documents"]) for shard in shards]
         return Stream(sizes, lambda number: self._open(number, split), digest)
 
@@ -592,12 +592,4 @@ def _start_worker(parent: int) -> None:
     """Prepare a worker process: it uses one core, and it ends when its parent has ended."""
     # The tokenizer's threads (Rayon) are one for each core; so many in each worker would only wait for one another.
     os.environ["RAYON_NUM_THREADS"] = "1"
-
-    # A parent that is killed cannot end its workers. A process whose parent has ended gets another parent.
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(1)
-        remove_unfinished()
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
+    follow_parent(parent)  # a parent that is killed cannot end its workers

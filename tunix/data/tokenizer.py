@@ -4,7 +4,6 @@ A `Vocab` is such a tokenizer (its `backend`) with the special tokens around a d
 """
 
 import codecs
-import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,6 +19,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as Backend
 
 from tunix.base.buckets import is_address, mirror
+from tunix.base.digests import hash_texts
 from tunix.base.errors import UserError
 from tunix.base.files import expand_home, read_json
 from tunix.config import Tokenizer
@@ -393,7 +393,7 @@ class Vocab:
         """Hash of everything that decides the tokens of a document."""
         images = () if self.images is None else (str(self.images.describe()),)
         parts = (tokenizer_digest(self.backend), str(self.bos_token), self.eos_token, *images)
-        return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
+        return hash_texts(*parts)
 
     def with_bos(self) -> Backend:
         """Return a tokenizer that adds the first token of a document to each text, as Hugging Face's tokenizers do."""
@@ -524,7 +524,7 @@ def check_fits(vocab: Vocab, model_vocab_size: int) -> None:
 
 
 def tokenizer_digest(backend: Backend) -> str:
-    return hashlib.sha256(backend.to_str().encode()).hexdigest()[:20]
+    return hash_texts(backend.to_str())
 
 
 def special_tokens(backend: Backend) -> set[int]:

@@ -187,12 +187,11 @@ def _list_factors(cfg: Model, weights: Parameters) -> list[tuple[str, Name, Any]
         updated = family.name(f"{matrix}.w")
         assert updated is not None, path
         module = updated.tensor.removesuffix(".weight")
-        if which == "magnitude":
-            side = next(group for group in updated.dims.split(",") if set(group) <= set(weight.equation.w))
-            factors.append((path, replace(updated, tensor=f"{module}.{MAGNITUDE}", dims=side, fused_dim=0), weight))
-            continue
         # A factor has one side of its matrix: "NH,D" of q has the groups NH and D, and of them lora.a, "LDr", has D.
         side = next(group for group in updated.dims.split(",") if set(group) <= set(weight.equation.w))
+        if which == "magnitude":
+            factors.append((path, replace(updated, tensor=f"{module}.{MAGNITUDE}", dims=side, fused_dim=0), weight))
+            continue
         if which == "a":  # weights in one tensor have the same inputs: PEFT's one lora_A is the first factor of each
             name = Name(f"{module}.lora_A.weight", f"r,{side}")
         else:

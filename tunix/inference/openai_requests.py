@@ -49,8 +49,7 @@ class RequestReader:
     """Reads the requests for one model under one name: at most `max_answers` each, of `max_length` tokens."""
 
     def __init__(self, model: Pretrained, name: str, command: Serve, max_length: int, max_answers: int):
-        if model.tokenizer is None:
-            raise UserError(f"checkpoint={command.checkpoint} has no tokenizer.json")
+        assert model.tokenizer is not None
         self.model, self.tokenizer, self.command, self.limits = model, model.tokenizer, command, command.server
         self.name, self.max_length, self.max_answers = name, max_length, max_answers
         self.templates: dict[bool, ChatTemplate] = {}  # by whether a conversation has tools

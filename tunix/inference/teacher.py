@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec, reshard
 from tokenizers import Tokenizer
 
-from tunix.base.digests import list_files
+from tunix.base.digests import hash_texts, list_files
 from tunix.base.errors import UserError
 from tunix.base.files import expand_home
 from tunix.base.forms import locate_cached
@@ -134,7 +134,7 @@ def give_logits(cfg: Config, corpus: Corpus, train_spec: TrainSpec, mesh: Mesh) 
         return None
     info, found = _describe_logits(cfg, corpus, teacher, train_spec.layout.compute), read_logits_info(teacher.source)
     if found is None:
-        key = hashlib.sha256(info.model_dump_json().encode()).hexdigest()[:20]
+        key = hash_texts(info.model_dump_json())
         folder = locate_cached(cfg.loading.cache_dir, "teacher", key)
     else:
         folder = Path(teacher.source)

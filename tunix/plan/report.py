@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from tunix.base.errors import UserError
-from tunix.base.files import expand_home
+from tunix.base.files import expand_home, find_existing
 from tunix.costs.devices import HBM_SHARE, Cluster, find_matmul_tflops
 from tunix.costs.figure import INK, PALE, Bar, Panel, format_table, plot
 from tunix.data.teacher_logits import describe_logits
@@ -294,7 +294,7 @@ def format_json(ranking: Ranking, cluster: Cluster, overrides: list[str]) -> str
 def find_folder(output: str) -> Path:
     """Return the folder of `plan.output`; raises `UserError` where it cannot be made."""
     folder = expand_home(output).absolute()
-    above = next(path for path in (folder, *folder.parents) if path.exists())
+    above = find_existing(folder)
     if not above.is_dir() or not os.access(above, os.W_OK):
         problem = "is write-protected" if above.is_dir() else "is not a folder"
         raise UserError(f"plan.output={output} cannot be written: {above} {problem}; name another folder")

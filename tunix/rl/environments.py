@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 from pydantic import TypeAdapter
 
-from tunix.base.dotted_path import import_object, is_dotted, select_named
+from tunix.base.dotted_path import describe_value, import_object, is_dotted, select_named
 from tunix.base.errors import UserError
 from tunix.rl.tool_parsers import Call, find_reader, keep_texts
 
@@ -115,12 +115,12 @@ def read_step(result: Any) -> Reply:
         ValueError: it is something else.
     """
     if not isinstance(result, tuple | list) or len(result) not in (3, 5):
-        raise ValueError(f"step returned {_describe(result)}, not (observation, reward, done)")
+        raise ValueError(f"step returned {describe_value(result)}, not (observation, reward, done)")
     observation, reward, *rest = result
     ends = rest[:-1] if len(result) == 5 else rest  # terminated and truncated, or done
     for end in ends:
         if type(end).__name__ not in ("bool", "bool_"):  # numpy's has either name
-            raise ValueError(f"step returned {_describe(end)} for done, not True or False")
+            raise ValueError(f"step returned {describe_value(end)} for done, not True or False")
     return Reply(_read_observation(observation), _read_reward(reward), any(map(bool, ends)))
 
 
@@ -129,7 +129,7 @@ def _read_observation(value: Any) -> list[str] | None:
         return None
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-        raise ValueError(f"it returned {_describe(value)} for an observation, not a text")
+        raise ValueError(f"it returned {describe_value(value)} for an observation, not a text")
     if (num_characters := sum(map(len, texts))) > MOST_CHARACTERS:
         raise ValueError(f"it returned {num_characters:,} characters for an observation; at most {MOST_CHARACTERS:,}")
     # Half of a pair of surrogates, which no tokenizer takes, becomes a question mark.
@@ -140,14 +140,10 @@ def _read_reward(value: Any) -> float:
     try:
         reward = float(value)
     except (TypeError, ValueError, OverflowError):
-        raise ValueError(f"it returned {_describe(value)} for a reward, not a number") from None
+        raise ValueError(f"it returned {describe_value(value)} for a reward, not a number") from None
     if not math.isfinite(reward):
         raise ValueError(f"it returned {reward} for a reward")
     return reward
-
-
-def _describe(value: Any) -> str:
-    return "None" if value is None else f"{value!r:.40} ({type(value).__name__})"
 
 
 # Tools of a class, as a chat template shows them to the model.

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.error import HTTPError
 
+from tunix.base.digests import hash_texts
 from tunix.base.errors import MASK, UserError
 from tunix.base.files import open_lines, parse_json, read_json_lines
 from tunix.base.web import find_pause, read_page, try_again
@@ -89,7 +90,7 @@ class Judge:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"{folder} cannot be written ({error.strerror})") from None
-        path = folder / f"{hashlib.sha256(told.encode()).hexdigest()[:20]}.jsonl"
+        path = folder / f"{hash_texts(told)}.jsonl"
         self.file, self.lock = open_lines(path), threading.Lock()
         lines = read_json_lines(path)
         self.ratings = {line.get("text"): line["rating"] for line in lines if isinstance(line.get("rating"), float)}

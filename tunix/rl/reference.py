@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec, reshard
 
+from tunix.base.digests import hash_texts
 from tunix.base.files import make_once
 from tunix.base.forms import locate_cached
 from tunix.config import Config
@@ -116,7 +117,7 @@ def add_reference(cfg: Config, corpus: Corpus, train_spec: TrainSpec, mesh: Mesh
     num_computed = 0
     for part in parts:
         slots = [] if part.slots is None else [part.slots.suffix]  # which pairs have room for their images
-        key = hashlib.sha256("\0".join([*info, part.stream.fingerprint, *slots]).encode()).hexdigest()[:20]
+        key = hash_texts(*info, part.stream.fingerprint, *slots)
         folder = locate_cached(cfg.loading.cache_dir, "reference", key)
         numbers = range(len(part.stream.sizes))
         # Each host may have a cache of its own. All processes compute together, or all of them read.

@@ -39,8 +39,9 @@ from typing import Any, Literal, Protocol, Self
 import psutil
 
 from tunix.base import dotted_path
-from tunix.base.dotted_path import select_named
+from tunix.base.dotted_path import describe_value, select_named
 from tunix.base.errors import UserError
+from tunix.base.files import follow_parent
 from tunix.rl import rewards as rewards_of_tunix
 from tunix.rl.rewards import Reward
 from tunix.rl.table import find_reward
@@ -179,7 +180,7 @@ def connect(descriptor: int, parent: int) -> Connection:
         libc = ctypes.CDLL(None)
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # also ends code that lets no other thread run, like a regex
         libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    follow_parent(parent)
     os.set_inheritable(descriptor, False)
     connection = Connection(descriptor)
     # What the user's code forks may live longer than this process, whose end the parent sees by the socket's end.
@@ -200,13 +201,6 @@ def describe_error(error: BaseException, own_files: Collection[str]) -> str:
     place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
     # Half of a pair of surrogates, as in the name of a file that is no UTF-8, cannot be written into samples.jsonl.
     return f"{type(error).__name__}: {text}{place}".encode(errors="replace").decode()
-
-
-def _end_with(parent: int) -> None:
-    """End this process when its parent has ended: the kernel then gives it another parent."""
-    while os.getppid() == parent:
-        time.sleep(1)
-    os._exit(1)
 
 
 # Processes that score answers.
@@ -536,7 +530,7 @@ def call_reward(
         values = None
     if values is None:
         raise ValueError(
-            f"returned {_name_type(returned)}, not a list with a score for each of the {len(completions)} answers"
+            f"returned {describe_value(returned)}, not a list with a score for each of the {len(completions)} answers"
         )
     if len(values) != len(completions):
         raise ValueError(f"returned {len(values)} scores for {len(completions)} answers")
@@ -550,11 +544,7 @@ def read_score(value: Any) -> float | str:
     try:
         score = float(value)
     except (TypeError, ValueError):
-        return f"returned {_name_type(value)} for an answer, not a number"
+        return f"returned {describe_value(value)} for an answer, not a number"
     except OverflowError:  # a whole number; Python does not even print one of more than 4,300 digits
         return "returned a number beyond 1e308 for an answer"
     return score if math.isfinite(score) else f"returned {score} for an answer"
-
-
-def _name_type(value: Any) -> str:
-    return "None" if value is None else f"{value!r:.40} ({type(value).__name__})"
