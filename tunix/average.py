@@ -17,7 +17,7 @@ from tunix.base.errors import UserError
 from tunix.config import Average
 from tunix.config.command_line import run_command
 from tunix.config.saved_runs import find_checkpoints, find_run
-from tunix.export import add_vector_files, write_export
+from tunix.export import Exporter, add_vector_files
 from tunix.inference.pretrained import Pretrained, find_checkpoint, load_pretrained
 
 
@@ -34,12 +34,12 @@ def average(command: Average) -> str:
             f"shares={list(shares)} has {len(shares)} numbers for {len(sources)} checkpoints; give one for each"
         )
 
-    # A function loads the weights, since `write_export` first looks whether it may write to `output`.
+    # A function loads the weights, since the writer first looks whether it may write to `output`.
     def load(strategy: str) -> Pretrained:
         return average_weights(sources, shares, command, strategy)
 
     add_files = partial(add_vector_files, sources[0])
-    line = write_export(command.output, load, command.dtype, command.shard_gb, merge_lora=True, add_files=add_files)
+    line = Exporter(load, command.dtype, command.shard_gb, True, add_files=add_files).write(command.output)
     return f"{line}; the average of {len(sources)} checkpoints"
 
 

@@ -6,6 +6,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -67,21 +68,13 @@ def export(command: Export) -> str:
         peers.on_main(lambda: hub.create(str(command.push), command.private), "making the model on the hub")
     if command.format == "state":
         return _export_state(command)
-    line = write_export(
-        command.output,
-        lambda strategy: load_pretrained(
-            command.checkpoint,
-            weights=command.weights,
-            strategy=strategy,
-            family=command.family,
-            adapter=command.adapter,
-        ),
-        command.dtype,
-        command.shard_gb,
-        merge_lora=command.merge_lora,
-        write_whole=partial(_write_gguf, command.checkpoint) if command.format == "gguf" else None,
-        add_files=partial(_add_files, command),
+    load = partial(
+        load_pretrained, command.checkpoint, weights=command.weights, family=command.family, adapter=command.adapter
     )
+    write_whole = partial(_write_gguf, command.checkpoint) if command.format == "gguf" else None
+    add_files = partial(_add_files, command)
+    exporter = Exporter(load, command.dtype, command.shard_gb, command.merge_lora, write_whole, add_files)
+    line = exporter.write(command.output)
     if command.push is not None:
         folder = expand_home(command.output)
         address = peers.on_main(lambda: hub.upload(folder, str(command.push)), "sending files to the hub")
@@ -117,80 +110,66 @@ def _export_state(command: Export) -> str:
     return peers.on_main(write, "writing the state") or ""
 
 
-def write_export(
-    output_name: str,
-    load: Callable[[str], Pretrained],
-    dtype: str | None,
-    shard_gb: float,
-    *,
-    merge_lora: bool,
-    write_whole: "Write | None" = None,
-    add_files: Callable[[Path, Pretrained], None] | None = None,
-) -> str:
-    """Write the folder of the model that `load` returns for a sharding strategy, as `export` does.
+@dataclass(frozen=True)
+class Exporter:
+    """Writes the folder of a model, on this machine or in a bucket."""
 
-    `write_whole` writes a whole model in another form than Hugging Face's; `add_files` writes more into the folder, on
-    process 0.
-    """
-    if is_address(output_name):
-        return _export_to_bucket(
-            output_name, load, dtype, shard_gb, merge_lora=merge_lora, write_whole=write_whole, add_files=add_files
-        )
-    output = expand_home(output_name)
+    load: Callable[..., Pretrained]  # returns the model, for a sharding `strategy`
+    dtype: str | None
+    shard_gb: float
+    merge_lora: bool
+    write_whole: "Write | None" = None  # writes a whole model in another form than Hugging Face's
+    add_files: Callable[[Path, Pretrained], None] | None = None  # writes more into the folder, on process 0
 
-    def check() -> None:
-        if output.exists() and (not output.is_dir() or any(output.iterdir())):
-            raise UserError(f"output={output} exists already; name a new folder")
+    def write(self, output: str) -> str:
+        """Write the folder, which appears complete or not at all; return a line about it. See `export`."""
+        return self._write_to_bucket(output) if is_address(output) else self._write_folder(expand_home(output))
 
-    peers.on_main(check, "checking output")
-    # One process has each weight whole. Several split the weights, which one alone may not have the memory for.
-    model = load("no_shard" if jax.process_count() == 1 else "full_shard")
-    adapter = model.cfg.lora.rank and not merge_lora
-    if adapter and write_whole is not None:
-        raise UserError("format=gguf holds whole models; add the updates to the matrices: merge_lora=true")
-    dtype = dtype or ("float32" if adapter else _find_dtype(model.files))  # an adapter is small: it loses no digit
-    write = _write_adapter if adapter else write_whole or _write_model
-    try:
+    def _write_folder(self, output: Path) -> str:
+        def check() -> None:
+            if output.exists() and (not output.is_dir() or any(output.iterdir())):
+                raise UserError(f"output={output} exists already; name a new folder")
+
+        peers.on_main(check, "checking output")
+        # One process has each weight whole. Several split the weights, which one alone may not have the memory for.
+        model = self.load(strategy="no_shard" if jax.process_count() == 1 else "full_shard")
+        adapter = model.cfg.lora.rank and not self.merge_lora
+        if adapter and self.write_whole is not None:
+            raise UserError("format=gguf holds whole models; add the updates to the matrices: merge_lora=true")
+        # An adapter is small: it loses no digit.
+        dtype = self.dtype or ("float32" if adapter else _find_dtype(model.files))
+        write, add_files = _write_adapter if adapter else self.write_whole or _write_model, self.add_files
+        try:
+            with ExitStack() as stack:
+                folder = _make_folder(output, stack)
+                with announcing(f"writing {output}", peers.print_progress):
+                    line = write(model, folder, dtype, self.shard_gb)
+                if add_files is not None:
+                    peers.on_main(lambda: add_files(folder, model), "writing files about the model")
+                kind = "adapter" if adapter else "export"
+                peers.on_main(lambda: write_digests(folder, list_files(folder), **sign(kind)), "writing the digests")
+        except OSError as error:
+            raise UserError(f"output={output} cannot be written: {describe_refusal(error)}") from None
+        return f"{output}: {line}"
+
+    def _write_to_bucket(self, address: str) -> str:
+        """Write the folder on this machine first, then into the bucket, with its digests as the last object."""
+
+        def check() -> None:
+            if not is_bucket(address):
+                raise UserError(
+                    f"output={address} cannot be written; name a folder, s3://BUCKET/NAME or gs://BUCKET/NAME"
+                )
+            if list_names(address, "output"):
+                raise UserError(f"output={address} exists already; name a new folder")
+
+        peers.on_main(check, "checking output")
         with ExitStack() as stack:
-            folder = _make_folder(output, stack)
-            with announcing(f"writing {output}", peers.print_progress):
-                line = write(model, folder, dtype, shard_gb)
-            if add_files is not None:
-                peers.on_main(lambda: add_files(folder, model), "writing files about the model")
-            kind = "adapter" if adapter else "export"
-            peers.on_main(lambda: write_digests(folder, list_files(folder), **sign(kind)), "writing the digests")
-    except OSError as error:
-        raise UserError(f"output={output} cannot be written: {describe_refusal(error)}") from None
-    return f"{output}: {line}"
-
-
-def _export_to_bucket(
-    address: str,
-    load: Callable[[str], Pretrained],
-    dtype: str | None,
-    shard_gb: float,
-    *,
-    merge_lora: bool,
-    write_whole: "Write | None",
-    add_files: Callable[[Path, Pretrained], None] | None,
-) -> str:
-    """Write the folder on this machine first, then into the bucket, with its digests as the last object."""
-
-    def check() -> None:
-        if not is_bucket(address):
-            raise UserError(f"output={address} cannot be written; name a folder, s3://BUCKET/NAME or gs://BUCKET/NAME")
-        if list_names(address, "output"):
-            raise UserError(f"output={address} exists already; name a new folder")
-
-    peers.on_main(check, "checking output")
-    with ExitStack() as stack:
-        made = stack.enter_context(temporary_folder("tunix-export-")) if peers.is_main() else ""
-        folder = Path(peers.agree(made, "the folder")) / "export"
-        line = write_export(
-            str(folder), load, dtype, shard_gb, merge_lora=merge_lora, write_whole=write_whole, add_files=add_files
-        )
-        peers.on_main(lambda: upload(folder, address, "output", last=FILE), "writing to the bucket")
-    return line.replace(str(folder), address, 1)
+            made = stack.enter_context(temporary_folder("tunix-export-")) if peers.is_main() else ""
+            folder = Path(peers.agree(made, "the folder")) / "export"
+            line = self._write_folder(folder)
+            peers.on_main(lambda: upload(folder, address, "output", last=FILE), "writing to the bucket")
+        return line.replace(str(folder), address, 1)
 
 
 def _make_folder(output: Path, stack: ExitStack) -> Path:

@@ -23,7 +23,7 @@ from tunix.config import Export, Generate
 from tunix.config.compose import compose
 from tunix.data.batches import IMAGE_FIELDS
 from tunix.data.image_processors import SquareProcessor
-from tunix.export import export, write_export
+from tunix.export import Exporter, export
 from tunix.generate import generate
 from tunix.huggingface.config_json import read_config
 from tunix.huggingface.table import find_family
@@ -329,7 +329,7 @@ def test_the_tokenizer_of_a_run_goes_out_with_the_names_of_its_tokens_of_images(
     tokenizer = write_words(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "w0"}))
     model = replace(tunix.load_pretrained(SEEING), files=None, tokenizer=tokenizer, tokenizer_files=tmp_path)
-    write_export(str(tmp_path / "out"), lambda strategy: model, None, 5, merge_lora=False)
+    Exporter(lambda strategy: model, None, 5, False).write(str(tmp_path / "out"))
     assert json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())["extra_special_tokens"] == {
         "boi_token": "<start_of_image>", "image_token": "<image_soft_token>", "eoi_token": "<end_of_image>",
     }  # fmt: skip
@@ -355,7 +355,7 @@ def test_an_export_says_what_images_the_run_saw(kind, said, changed, wrapped, tm
     model = replace(model, files=source)
     other = replace(model, cfg=model.cfg.model_copy(update={"vision": model.cfg.vision.model_copy(update=changed)}))
     for output, each in (("same", model), ("other", other)):
-        write_export(str(tmp_path / output), lambda strategy, each=each: each, None, 5, merge_lora=False)
+        Exporter(lambda strategy, each=each: each, None, 5, False).write(str(tmp_path / output))
         again = tunix.load_pretrained(tmp_path / output).cfg.vision
         assert again.model_dump() == each.cfg.vision.model_dump()
         assert ("own" in json.loads((tmp_path / output / name).read_text())) == (output == "same")
