@@ -38,7 +38,7 @@ from tunix.processes.watchdog import Watchdog
 from tunix.rl.engine_rewards import EngineRewards
 from tunix.rl.episodes import make_pool, try_user_code
 from tunix.rl.evaluation import HeldOutAnswers
-from tunix.rl.reference import add_reference, make_judge, make_reference
+from tunix.rl.reference import add_reference, make_reference, make_teacher_scorer
 from tunix.rl.rollouts import RolloutEngine, Rollouts
 from tunix.rl.samples_file import SamplesFile
 from tunix.rl.scoring import Scorer
@@ -258,14 +258,14 @@ class PromptFeed:
         reference = make_reference(self.cfg, self.train_spec, self.mesh) if task.kl_coefficient else None
         every = task.samples_every_steps
         file = SamplesFile(folder, every, metrics) if folder and metrics and every else None
-        judge, shared = None, Batch()
+        score_by_teacher, shared = None, Batch()
         if self.teacher is not None:
             if task.teacher_in_loss:
                 shared[TEACHER] = self.teacher
             else:
-                judge = make_judge(self.cfg, self.train_spec, self.teacher)
+                score_by_teacher = make_teacher_scorer(self.cfg, self.train_spec, self.teacher)
         info = self.cfg, self.train_spec.batch, self.samples, self.engine, reference, start, file
-        return Rollouts(*info, judge, shared, last)
+        return Rollouts(*info, score_by_teacher, shared, last)
 
     def sum_up(self, state: dict[str, Any], evaluation: dict[str, Any], metrics: Metrics) -> None:
         """Log what the last evaluation says."""

@@ -1,7 +1,9 @@
-"""Tables as text, values as YAML text, nested dicts as flat ones."""
+"""Tables as text, values as YAML text or packed, nested dicts as flat ones."""
 
+import base64
 import io
 import json
+import zlib
 from contextlib import suppress
 from typing import Any
 
@@ -64,3 +66,12 @@ def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     for key, value in tree.items():
         leaves |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
     return leaves
+
+
+def pack(values: dict[str, Any]) -> str:
+    """Return values for JSON as a short text, of which `unpack` makes the same values, to the digit; "" of none."""
+    return base64.b64encode(zlib.compress(json.dumps(values).encode())).decode() if values else ""
+
+
+def unpack(text: str) -> dict[str, Any]:
+    return json.loads(zlib.decompress(base64.b64decode(text))) if text else {}

@@ -142,7 +142,7 @@ def _read_parts(values: dict[str, Any] | Path) -> Any:
 
 
 def _fill(model: dict[Any, Any], decided: dict[str, Any], source: str) -> None:
-    """Set keys of the model to the values `decided`, which come from the file `where`.
+    """Set keys of the model to the values `decided`, which come from the file `source`.
 
     The user may give keys that say how experts are trained: they change nothing in what the weights compute.
 
@@ -238,15 +238,19 @@ def fill_from_run(values: dict[Any, Any], folder: Path, step: int | None) -> Non
         way_out = "leave it out" if found["mtp"] is None else "give it, with a loss_weight"
         raise UserError(f"model.mtp={model.get('mtp')}, but {folder}/config.yaml says {found['mtp']}; {way_out}")
     source = str(model["init_from"])
-    root = split_step(source)[0] if is_address(source) else str(folder.resolve())
     if tokenizer.get("path") is None and not _is_byte_level(tokenizer):
-        tokenizer["path"] = join(root, "tokenizer")
-    model["init_from"] = _name_checkpoint(root, folder, step)
+        tokenizer["path"] = join(_find_root(source, folder), "tokenizer")
+    model["init_from"] = _name_checkpoint(source, folder, step)
 
 
-def _name_checkpoint(root: str, folder: Path, step: int | None) -> str:
+def _find_root(source: str, folder: Path) -> str:
+    """Return where a run is: its address, of which `folder` has copies, or the path of `folder`."""
+    return split_step(source)[0] if is_address(source) else str(folder.resolve())
+
+
+def _name_checkpoint(source: str, folder: Path, step: int | None) -> str:
     """Return the checkpoint of a run by its path or address; `step` None is the newest of those in `folder`."""
-    steps = list_numbers(folder / "checkpoints")
+    root, steps = _find_root(source, folder), list_numbers(folder / "checkpoints")
     at = max(steps, default=None) if step is None else step
     return root if at is None else join(root, "checkpoints", str(at))
 
@@ -277,9 +281,7 @@ def fill_teacher(task: dict[Any, Any]) -> None:
         task |= {"teacher": str(expand_home(source).resolve()), "teacher_top_k": info.top_k}
         return
     if run := find_run(source, TEACHER):
-        folder, step = run
-        root = split_step(source)[0] if is_address(source) else str(folder.resolve())
-        task["teacher"] = _name_checkpoint(root, folder, step)
+        task["teacher"] = _name_checkpoint(source, *run)
     read_teacher(str(task["teacher"]))
 
 
@@ -335,8 +337,7 @@ def fill_reward_models(task: dict[Any, Any]) -> None:
         source = str(term["path"])
         if run := find_run(source, REWARDS, copied=COPIED):
             folder, step = run
-            root = split_step(source)[0] if is_address(source) else str(folder.resolve())
-            term["path"] = _name_checkpoint(root, folder, step)
+            term["path"] = _name_checkpoint(source, folder, step)
         else:
             folder = hub.find(source, hub.INFO_FILES, key=REWARDS)
         try:

@@ -9,11 +9,9 @@ Training takes prompts in the order of `Samples`, so its place in them is one nu
 limit is left out and counted, never cut.
 """
 
-import base64
 import hashlib
 import json
 import logging
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -23,6 +21,7 @@ import numpy as np
 from tokenizers import Tokenizer as Backend
 
 from tunix.base.errors import UserError
+from tunix.base.text import pack, unpack
 from tunix.config import Config, Task
 from tunix.config.task import Grpo
 from tunix.data.batches import Position, Samples
@@ -234,7 +233,7 @@ class PromptOrder:
         self.num_extra = 0  # samples after `start` beyond those that the steps count
         self.num_left_out = 0  # by the curriculum, in all
         # For each prompt that is left out, how often it will still be; by what its row says, whatever its number is.
-        self.turns_left: dict[str, int] = _unpack(start.curriculum)
+        self.turns_left: dict[str, int] = unpack(start.curriculum)
         # Of the two newest rollouts, by their first steps: what was before each, and the range of samples that it took.
         self.before: dict[int, tuple[int, dict[str, int]]] = {}
         self.ranges: dict[int, range] = {}
@@ -280,7 +279,7 @@ class PromptOrder:
             position,
             next_sample=position.next_sample + num_extra,
             num_extra=position.num_extra + num_extra,
-            curriculum=_pack(turns_left),
+            curriculum=pack(turns_left),  # there may be one for each prompt
         )
 
 
@@ -289,12 +288,3 @@ def _digest(prompt: Prompt) -> str:
     row = json.dumps([prompt.text, prompt.columns], sort_keys=True).encode("utf-8", "replace")
     images = b"" if prompt.images is None else np.ascontiguousarray(prompt.images.pixels).data
     return hashlib.sha256(row + images).hexdigest()[:16]
-
-
-def _pack(turns_left: dict[str, int]) -> str:
-    """Return the numbers of turns as a text, packed: there may be one for each prompt."""
-    return base64.b64encode(zlib.compress(json.dumps(turns_left).encode())).decode() if turns_left else ""
-
-
-def _unpack(text: str) -> dict[str, int]:
-    return json.loads(zlib.decompress(base64.b64decode(text))) if text else {}

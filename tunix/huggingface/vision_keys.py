@@ -21,7 +21,7 @@ class VisionKeys(NamedTuple):
     outer_absent: dict[str, Any]
     fixed: dict[str, tuple]  # of vision_config: values that our tower computes, the usual one first
     synonyms: dict[str, str] = {}  # noqa: RUF012
-    read: frozenset[str] = frozenset()  # further keys of vision_config that `_read_others` reads
+    read: frozenset[str] = frozenset()  # further keys of vision_config that `_read_table` reads
     known: frozenset[str] = frozenset()  # keys of both that say nothing about what is computed here
     decoder: str = ""  # model_type in text_config; where empty, that of the whole with _text behind it
 

@@ -16,10 +16,7 @@ draws (`InTurn`), after it has given the devices a step to learn: with task.roll
     devices       learn 5 .......            | learn 6 .......            | learn 7 .......
 """
 
-import base64
-import json
 import logging
-import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
@@ -30,6 +27,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh, NamedSharding
 
+from tunix.base import text
 from tunix.config.task import Grpo
 from tunix.data.prompts import Prompt
 from tunix.inference.engine import Answer
@@ -98,7 +96,7 @@ class RolloutsAhead:
         staleness: int,
         waiting: dict[int, SampledRollout],
     ):
-        """`draw(parameters, first_step)` draws and scores a rollout; `first_steps` are those of all rollouts to come.
+        """`sample(parameters, first_step)` draws and scores a rollout; `first_steps` are those of all rollouts to come.
 
         `mesh` is that of drawing, `waiting` are rollouts of a checkpoint.
         """
@@ -161,18 +159,15 @@ def copy_params(params: Any, mesh: Mesh) -> Any:
 def pack(waiting: dict[int, SampledRollout]) -> str:
     """Return rollouts by their first steps as a text."""
     plain = {
-        str(first_step): {
-            "weights_step": rollout.weights_step,
+        str(first_step): rollout._asdict()
+        | {
             "answers": [asdict(answer) for answer in rollout.answers],
-            "texts": rollout.texts,
             "played": None if rollout.played is None else _to_plain(rollout.played),
             "scores": asdict(rollout.scores),
-            "rollout_s": rollout.rollout_s,
-            "request": rollout.request,
         }
         for first_step, rollout in waiting.items()
     }
-    return base64.b64encode(zlib.compress(json.dumps(plain).encode())).decode() if plain else ""
+    return text.pack(plain)
 
 
 def _to_plain(played: Played) -> dict[str, Any]:
@@ -193,7 +188,7 @@ def _to_played(plain: dict[str, Any], task: Grpo, prompts: Sequence[Prompt]) -> 
 
 
 def unpack(
-    text: str,
+    packed: str,
     task: Grpo,
     prompts_of: Callable[[int], Sequence[Prompt]],
     request_of: Callable[[Sequence[Prompt]], str],
@@ -202,9 +197,8 @@ def unpack(
 
     `prompts_of` gives the prompts of the rollout that begins with a step, and `request_of` the digest of a request.
     """
-    plain = json.loads(zlib.decompress(base64.b64decode(text))) if text else {}
     rollouts = {}
-    for first_step, rollout in plain.items():
+    for first_step, rollout in text.unpack(packed).items():
         prompts = prompts_of(int(first_step))
         asked = request_of(prompts)
         if rollout.get("request", asked) != asked:  # versions before 2026-11-29 wrote none

@@ -219,16 +219,16 @@ def _make_rows(
     # In batches, because reward_timeout_s is the time that a reward has for one batch.
     size = max(1, cmd.batch_size // count)
     for start in range(0, len(prompts), size):
-        rollouts, part = prompts[start : start + size], slice(start * count, (start + size) * count)
+        asked, part = prompts[start : start + size], slice(start * count, (start + size) * count)
         episodes = None if played is None else replace(played, episodes=played.episodes[part])
-        scores = score_together(scorer, rollouts, texts[part], count, episodes)
-        scores = engine_rewards.add(scores, rollouts, texts[part], answers[part], max_new_tokens, episodes)
+        scores = score_together(scorer, asked, texts[part], count, episodes)
+        scores = engine_rewards.add(scores, asked, texts[part], answers[part], max_new_tokens, episodes)
         for name, number in {"reward_errors": sum(scores.errors.values()), **scores.numbers}.items():
             counts[name] = counts.get(name, 0) + number
         for number, (text, answer) in enumerate(zip(texts[part], answers[part], strict=True)):
             rows.append(
                 {
-                    "prompt": rollouts[number // count].text,
+                    "prompt": asked[number // count].text,
                     "answer": text,
                     "reward": scores.total[number],
                     **{f"reward_{label}": values[number] for label, values in scores.values.items()},

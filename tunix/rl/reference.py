@@ -46,7 +46,7 @@ def make_reference(cfg: Config, train_spec: TrainSpec, mesh: Mesh) -> Reference:
     kept. Else it is made once more as step 0 made it, with the same bits, and rests beside the state in the dtype of
     products.
     """
-    score = jax.jit(_make_scores(cfg, train_spec.arch.module))
+    score = jax.jit(_make_token_scorer(cfg, train_spec.arch.module))
     if cfg.model.keeps_base:
         remove = jax.jit(remove_updates)
         return lambda params, batch: score(remove(params), batch)
@@ -55,10 +55,10 @@ def make_reference(cfg: Config, train_spec: TrainSpec, mesh: Mesh) -> Reference:
     return lambda params, batch: score(copied, batch)
 
 
-def make_judge(cfg: Config, train_spec: TrainSpec, params: dict[str, Any]) -> Callable[[Batch], jax.Array]:
+def make_teacher_scorer(cfg: Config, train_spec: TrainSpec, params: dict[str, Any]) -> Callable[[Batch], jax.Array]:
     """Return the function that gives log-probabilities [A, B, T] of the targets of a batch under the teacher."""
     assert isinstance(train_spec.teacher, Teacher)
-    compute, num_rows = _make_scores(cfg, train_spec.teacher.module), train_spec.teacher.num_rows
+    compute, num_rows = _make_token_scorer(cfg, train_spec.teacher.module), train_spec.teacher.num_rows
 
     @jax.jit
     def score(params: Any, batch: Batch) -> jax.Array:
@@ -68,7 +68,7 @@ def make_judge(cfg: Config, train_spec: TrainSpec, params: dict[str, Any]) -> Ca
     return lambda batch: score(params, batch)
 
 
-def _make_scores(cfg: Config, module: Callable[[dict[str, Any]], Any]) -> Any:
+def _make_token_scorer(cfg: Config, module: Callable[[dict[str, Any]], Any]) -> Any:
     def score(params: Any, batch: Batch) -> jax.Array:
         def microbatch(_, rows):
             model = module(params)
@@ -113,7 +113,7 @@ def add_reference(cfg: Config, corpus: Corpus, train_spec: TrainSpec, mesh: Mesh
     model = cfg.model.model_dump_json(exclude=same)
     digest = digest_weights(params, with_updates=has_updates)
     info = model, train_spec.layout.compute, str(cfg.training.seq_len), digest
-    score = jax.jit(_make_score(cfg, train_spec))
+    score = jax.jit(_make_pair_scorer(cfg, train_spec))
     num_computed = 0
     for part in parts:
         slots = [] if part.slots is None else [part.slots.suffix]  # which pairs have room for their images
@@ -140,7 +140,7 @@ def _write(folder: Path, tables: list[np.ndarray]) -> None:
         np.save(folder / f"{number:05}.npy", table)
 
 
-def _make_score(cfg: Config, train_spec: TrainSpec) -> Any:
+def _make_pair_scorer(cfg: Config, train_spec: TrainSpec) -> Any:
     def score(params: Any, rows: Batch) -> Sides:
         model = train_spec.arch.module(params)
         log_probs, _ = compute_token_log_probs(model, rows, None, chunk_size=cfg.training.loss_chunk_size)

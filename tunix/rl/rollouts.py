@@ -473,19 +473,19 @@ class Rollouts:
         reference: Reference | None,
         start: Position,
         file: SamplesFile | None,
-        judge: Callable[[Batch], jax.Array] | None = None,
+        score_by_teacher: Callable[[Batch], jax.Array] | None = None,
         shared: Batch | None = None,
         last: int = 0,
     ):
         """`reference` is None where task.kl_coefficient is 0; `file` gets the answers, if there is one.
 
-        `judge` gives log-probabilities [A, B, T] under a teacher that scores tokens; `shared` is what all microbatches
-        share: a teacher in the loss. `last` is the last step, beyond which nothing is drawn ahead.
+        `score_by_teacher` gives log-probabilities [A, B, T] under a teacher that scores tokens; `shared` is what all
+        microbatches share: a teacher in the loss. `last` is the last step, beyond which nothing is drawn ahead.
         """
         assert isinstance(cfg.task, Grpo)
         self.cfg, self.task, self.prompts, self.engine, self.mesh = cfg, cfg.task, samples, engine, engine.mesh
         self.reference, self.start, self.step, self.file = reference, start, start.step, file
-        self.judge, self.shared = judge, shared or {}
+        self.score_by_teacher, self.shared = score_by_teacher, shared or {}
         self.shape, self.slots = shape, find_slots(cfg)
         self.cycle = cfg.task.cycle(shape.num_sequences)
         self.data_schedule = DataSchedule(start, self.cycle, cfg.training.skip_steps)
@@ -662,7 +662,7 @@ class Rollouts:
         num_tokens = sum(len(answer.tokens) for answer in rollouts.answers)
         numbers = rollouts.numbers() | {
             **({"no_signal": float(1 - signal.mean())} if self.task.is_rewarded else {}),
-            **({"teacher_kl": float(np.mean(gaps))} if self.judge else {}),
+            **({"teacher_kl": float(np.mean(gaps))} if self.score_by_teacher else {}),
             **found,
             "rollout_s": rollouts.rollout_s,
             "rollout_tokens_per_s": num_tokens / rollouts.rollout_s,
@@ -723,9 +723,9 @@ class Rollouts:
         if episodes is not None and task.credit == "turns":
             of_tokens = mask * self._credit_turns(episodes, rewards, ADVANTAGES[task.advantage])
             advantages = (of_tokens.sum(1) / np.maximum(1, mask.sum(1))).reshape(rewards.shape)
-        if self.judge is not None:
+        if self.score_by_teacher is not None:
             # Their mean is minus the divergence, and so is its gradient.
-            gains = (scored(self.judge(batch)) - fields["log_probs"]) * mask
+            gains = (scored(self.score_by_teacher(batch)) - fields["log_probs"]) * mask
             of_tokens = of_tokens + task.teacher_weight * gains
             gap = -float(gains.sum() / max(mask.sum(), 1))
         on_rows = arrange(fields | {"advantages": of_tokens.astype(np.float32)})

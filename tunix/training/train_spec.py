@@ -83,7 +83,7 @@ def derive_sizes(train_spec: "TrainSpec", num_samples: int | None, start: Positi
 def last_step(
     training: Training, data_schedule: DataSchedule, tokens_per_step: int, num_samples: int | None
 ) -> int | None:
-    """Return the step at which the first limit is reached on a course; it ends a cycle.
+    """Return the last step of a run, which ends a cycle: that at which it reaches the first of its limits.
 
     `tokens_per_step` are those behind all stages. None: only the data will tell, and their `num_samples` are not known.
     """
@@ -127,10 +127,10 @@ def check_on_mesh(cfg: Config, sizes: Mapping[str, int]) -> None:
 def check_pipeline_chunks(model: Model, pipeline: PipelineShape) -> None:
     """Raise `UserError` where the layers of a stage do not make equal chunks."""
     staged = model.runs[-1]  # the only one that stages share
-    schedule = len(staged.layers) // len(staged.pattern)
-    if pipeline.num_stages == 1 or schedule % (pipeline.num_stages * pipeline.num_chunks) == 0:
+    num_turns = len(staged.layers) // len(staged.pattern)
+    if pipeline.num_stages == 1 or num_turns % (pipeline.num_stages * pipeline.num_chunks) == 0:
         return
-    turns_per_stage = schedule // pipeline.num_stages
+    turns_per_stage = num_turns // pipeline.num_stages
     units = "layers" if len(staged.pattern) == 1 else f"turns of {len(staged.pattern)} layers"
     valid = [count for count in range(2, turns_per_stage + 1) if turns_per_stage % count == 0]
     hint = f"nearest: {' or '.join(map(str, nearest(valid, pipeline.num_chunks)))}, or " if valid else ""
@@ -140,7 +140,7 @@ def check_pipeline_chunks(model: Model, pipeline: PipelineShape) -> None:
     )
 
 
-def check_host_memory(cfg: Config, pipeline: PipelineShape, mesh: Mesh | AbstractMesh) -> None:
+def check_memory_keys(cfg: Config, pipeline: PipelineShape, mesh: Mesh | AbstractMesh) -> None:
     """Raise `UserError` where the layers do not make groups of `training.remat_every`, or nothing can be offloaded."""
     training = cfg.training
     for run in cfg.model.runs:
@@ -318,7 +318,7 @@ def assemble(
     check_model_on_mesh(cfg.model, mesh.shape)
     training, choices = cfg.training, select(cfg, mesh, platform, planned)
     check_pipeline_chunks(cfg.model, choices.pipeline)
-    check_host_memory(cfg, choices.pipeline, mesh)
+    check_memory_keys(cfg, choices.pipeline, mesh)
     # From here on everything is made of shapes: `describe` traces the model, `abstract_results` the state of step 0.
     arch = describe(cfg.model, choices.layout, choices.remat, choices.parts_per_stage, choices.prefetch)
     optimizer = make_optimizer(
