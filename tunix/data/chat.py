@@ -29,11 +29,10 @@ TIME_LIMIT_S = 10.0  # for the text of one conversation; templates take less tha
 SHORT, MOST_COPIES = 1 << 24, 4
 MAX_DIGITS = 5000  # of a whole number that a template computes
 
-# role and content, and what a template may know of thoughts (`THOUGHTS`) and of calls: tool_calls, tool_call_id, name
+# Role and content, and what a template may know of thoughts (`THOUGHTS`) and of calls: tool_calls, tool_call_id, name.
 Message = dict[str, Any]
-Options = Mapping[
-    str, Any
-]  # variables of a template beside the messages: `tools`, and those of task.chat_template_kwargs
+# Variables of a template beside the messages: `tools`, and those of task.chat_template_kwargs.
+Options = Mapping[str, Any]
 NO_OPTIONS: Options = {}
 LearntTurns = Literal["all", "last", "assistant"]
 Pieces = list[tuple[str, bool]]  # texts that are one text together; True marks one that is learnt

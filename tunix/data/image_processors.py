@@ -10,13 +10,13 @@ a row takes result k of the tower.
 import io
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from PIL import Image, ImageOps
 
-from tunix.config.vision import AnyVision, Gemma3Vision, Qwen3Vision, SmolVision
+from tunix.config.vision import AnyVision
 
 # What Pillow may be asked to read: others of its formats start programs, or nobody has images in them.
 Image.init()  # now, because threads would do it side by side
@@ -197,10 +197,6 @@ class SquareProcessor(ImageProcessor):
     image_size: int
     tokens_per_image: int
 
-    @classmethod
-    def of(cls, vision: Gemma3Vision) -> "SquareProcessor":
-        return cls(vision.image_size, vision.tokens_per_image)
-
     @property
     def unit_shape(self) -> tuple[int, ...]:
         return self.image_size, self.image_size, 3
@@ -244,10 +240,6 @@ class PatchProcessor(ImageProcessor):
     merge_size: int
     min_pixels: int
     max_pixels: int
-
-    @classmethod
-    def of(cls, vision: Qwen3Vision) -> "PatchProcessor":
-        return cls(vision.patch_size, vision.merge_size, vision.min_pixels, vision.max_pixels)
 
     @property
     def square(self) -> int:
@@ -347,10 +339,6 @@ class TileProcessor(ImageProcessor):
     tokens_per_tile: int
     tiles_per_side: int
 
-    @classmethod
-    def of(cls, vision: SmolVision) -> "TileProcessor":
-        return cls(vision.image_size, vision.tokens_per_tile, vision.tiles_per_side)
-
     @property
     def unit_shape(self) -> tuple[int, ...]:
         return self.image_size, self.image_size, 3
@@ -430,7 +418,8 @@ FORMS: dict[str, Any] = {processor.kind: processor for processor in (SquareProce
 
 def find_processor(vision: AnyVision) -> ImageProcessor:
     """Return the processor of a tower's images."""
-    return FORMS[vision.kind].of(vision)
+    form = FORMS[vision.kind]
+    return form(**{each.name: getattr(vision, each.name) for each in fields(form)})
 
 
 def convert(image: Image.Image) -> Image.Image:

@@ -2,8 +2,7 @@
 
 `table` lists the families of models. A family says how the tensors in its files are called here: `family` has the
 class, and the parts that rows share; the rows of Gemma are in `gemma`. `config_json` and `rope_keys` read and write the
-keys of config.json, and `quantization_keys` those of packed matrices. `weights` reads tensors into sharded arrays, a
-slice at a time, and writes them; `quantized_tensors` reads those that files hold as codes.
-`adapter` and `adapter_config` are for the files of PEFT. `gguf_file` writes the file of llama.cpp. `hub` finds a folder
-here or downloads it, and sends one.
+keys of config.json. `weights` reads tensors into sharded arrays, a slice at a time, and writes them;
+`quantized_tensors` reads those that files hold as codes. `adapter` and `adapter_config` are for the files of PEFT.
+`gguf_file` writes the file of llama.cpp. `hub` finds a folder here or downloads it, and sends one.
 """

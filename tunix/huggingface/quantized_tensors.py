@@ -34,7 +34,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tunix.base.files import parse_json
-from tunix.huggingface.quantization_keys import Quantization
+from tunix.huggingface.config_json import Quantization
 
 Index = tuple[slice, ...]
 SCALE_INV, BLOCKS, SCALES = "_scale_inv", "_blocks", "_scales"

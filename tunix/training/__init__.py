@@ -6,5 +6,5 @@ makes the optimizer, `ema` the averages of weights, `state` has weights and mome
 config leaves to the mesh, and `train_spec` puts model, mesh and optimizer together. `kernel_check` compares kernels.
 
 Where stages split the layers (pp), `pipeline_schedule` says which stage works on which microbatch, and `pipeline_step`
-does the work of all stages and makes the gradients.
+does the work of all stages and makes the gradients, with that of `pipeline_first_layers`, which come before the stages.
 """

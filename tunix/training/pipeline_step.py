@@ -39,8 +39,8 @@ from tunix.models.layers import NO_SUMS, BlockSums, merge_runs, merge_stages
 from tunix.models.pipeline import Chunks, Lanes
 from tunix.models.transformer import RowMask, Transformer
 from tunix.sharding.layout import Layout
-from tunix.training.first_layers import FirstLayers
 from tunix.training.logprobs import HEAD_SCORES, ROUTING, Largest, LossFn, Sums, add_sums
+from tunix.training.pipeline_first_layers import FirstLayers
 from tunix.training.pipeline_schedule import ScheduleSlot, Turns, assign_slots
 from tunix.training.state import Architecture, Weight, add_gradients, keep_trained
 from tunix.training.step import Gradients
