@@ -94,10 +94,6 @@ def run_command(section: type[S], work: Callable[[S], str | None]) -> int:
     if "--help" in argv or "-h" in argv:
         text = describe_command(section, f"python -m tunix.{name} key=value ...")
         return exits.report_errors(lambda: print(text))
-    if swept := [word for word in argv if word in ("--multirun", "-m")]:
-        lists = [word.replace("=", "=[", 1) + "]" for word in argv if "," in word and "[" not in word]
-        hint = f"; a list is {lists[0]}" if lists else ""
-        return exits.report_errors(lambda: _reject(f"tunix.{name} has no {swept[0]}{hint}"))
     print_warnings()
     command_args, others, joins = _split_words(section, argv)
 
@@ -120,12 +116,11 @@ def run_command(section: type[S], work: Callable[[S], str | None]) -> int:
     return exits.report_errors(run)
 
 
-def _reject(message: str) -> None:
-    raise UserError(message)
-
-
 def _reject_dashes(name: str, argv: list[str]) -> None:
     """Raise `UserError` for a flag of a command that has keys alone."""
+    if swept := [word for word in argv if word in ("--multirun", "-m")]:
+        lists = [word.replace("=", "=[", 1) + "]" for word in argv if "," in word and "[" not in word]
+        raise UserError(f"tunix.{name} has no {swept[0]}{f'; a list is {lists[0]}' if lists else ''}")
     if flags := [word.partition("=")[0] for word in argv if word.startswith("-")]:
         form = f"a key is written {flags[0].lstrip('-').replace('-', '_')}=VALUE"
         raise UserError(f"tunix.{name} has no {flags[0]}; {form}; `python -m tunix.{name} --help` lists its keys")

@@ -139,14 +139,12 @@ class RequestReader:
             raise ApiError(400, "best_of is served where it is n", "best_of")
         given: Any = parameters.prompt
         prompts = given if isinstance(given, list) and not all(isinstance(each, int) for each in given) else [given]
-        tokens = await asyncio.to_thread(lambda: [self._read_prompt(each) for each in prompts])
+        encode = self.model.encode
+        tokens = await asyncio.to_thread(lambda: [encode(each) if isinstance(each, str) else each for each in prompts])
         job = self._make_job(parameters, False, tokens, parameters.max_tokens, None, arrived)
         if parameters.echo:
             job.texts = [each if isinstance(each, str) else self.tokenizer.decode(each) for each in prompts]
         return job
-
-    def _read_prompt(self, prompt: str | list[int]) -> list[int]:
-        return self.model.encode(prompt) if isinstance(prompt, str) else prompt
 
     def _make_job(
         self,

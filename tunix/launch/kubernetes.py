@@ -125,10 +125,7 @@ def _pod(kubernetes: Kubernetes, name: str) -> dict[str, Any]:
                 ],
                 # Kubernetes sets the requests to the values of the limits.
                 "resources": {"limits": {key: value for key, value in limits.items() if value is not None}},
-                "volumeMounts": [
-                    dict(outputs),
-                    shared_memory,
-                ],  # a copy: YAML would refer to the same dict by an anchor
+                "volumeMounts": [dict(outputs), shared_memory],  # a copy: YAML would refer to one dict by an anchor
             }
         ],
         "volumes": [

@@ -51,7 +51,8 @@ def make_reference(cfg: Config, train_spec: TrainSpec, mesh: Mesh) -> Reference:
         remove = jax.jit(remove_updates)
         return lambda params, batch: score(remove(params), batch)
     start = train_spec.new_params(cfg.seed, load_init_from(train_spec, mesh))
-    copied = jax.jit(partial(_cast, describe_reference(train_spec)), donate_argnums=0)(start)
+    dtypes = jax.tree.map(lambda shape: shape.dtype, describe_reference(train_spec))
+    copied = jax.jit(lambda params: jax.tree.map(jnp.astype, params, dtypes), donate_argnums=0)(start)
     return lambda params, batch: score(copied, batch)
 
 
@@ -78,10 +79,6 @@ def _make_token_scorer(cfg: Config, module: Callable[[dict[str, Any]], Any]) -> 
         return jax.lax.scan(microbatch, None, batch)[1]
 
     return score
-
-
-def _cast(shapes: Any, params: Any) -> Any:
-    return jax.tree.map(lambda shape, leaf: leaf.astype(shape.dtype), shapes, params)
 
 
 # Log-probabilities of pairs of answers under the model of step 0: computed once, before step 1, and kept on disk.

@@ -407,7 +407,10 @@ def _score_chunk(
     ids = reshard(jnp.arange(logits.shape[-1]), model.layout.activation("V"))
     # A comparison in place of a lookup: it fuses, and needs no communication where the vocabulary is split.
     target_logits = jnp.sum(jnp.where(ids == targets[..., None], logits, 0), -1)
-    entropy = _compute_entropy(*jax.lax.stop_gradient((logits, log_z))) if with_entropy else None
+    entropy = None
+    if with_entropy:
+        fixed, log_total = jax.lax.stop_gradient((logits, log_z))
+        entropy = log_total - jnp.sum(jnp.exp(fixed - log_total[..., None]) * fixed, -1)
     return Scores(log_z - target_logits, log_z, entropy, divergence)
 
 
@@ -415,10 +418,6 @@ def _make_zeros(table: jax.Array) -> jax.Array:
     """Return zeros [V, D] float32 to add gradients of the table to, of which each device has a part of its own."""
     spec = jax.typeof(table).sharding.spec
     return reshard(jnp.zeros(table.shape), jax.P(*spec.partitions, unreduced=spec.reduced))
-
-
-def _compute_entropy(logits: jax.Array, log_z: jax.Array) -> jax.Array:
-    return log_z - jnp.sum(jnp.exp(logits - log_z[..., None]) * logits, -1)
 
 
 def compute_token_log_probs(
