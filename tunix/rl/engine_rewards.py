@@ -32,7 +32,7 @@ from tunix.inference.pretrained import load_pretrained
 from tunix.processes import peers
 from tunix.rl.episodes import Played
 from tunix.rl.judge import Judge
-from tunix.rl.scoring import Scores, read_score
+from tunix.rl.scoring import Scores, count_failed, read_score
 from tunix.sharding.arrays import bytes_per_device
 
 log = logging.getLogger(__name__)
@@ -235,16 +235,7 @@ class EngineRewards:
             found = Found(*json.loads(agreed))
             # A model whose numbers overflow gives nan, which would reach each advantage of the group.
             given = [each if isinstance(each, str) else read_score(each) for each in found.scores]
-            failed = [each for each in given if isinstance(each, str)]
-            if failed and self.errors == "stop":
-                raise UserError(
-                    f"rewards: {term.label} fails: {failed[0]}; reward_errors=zero scores such answers 0, counting them"
-                )
-            if failed:
-                counts = term.label, len(failed), len(given), failed[0]
-                log.warning("reward %s: %d of %d answers have no score and get 0: %s", *counts)
-            values[term.label] = [0.0 if isinstance(each, str) else each for each in given]
-            errors[term.label] = len(failed)
+            values[term.label], errors[term.label] = count_failed(term.label, term.label, given, self.errors)
             numbers |= {f"{term.label}_{name}": number for name, number in found.numbers.items()}
             total = [sum_ + term.weight * own for sum_, own in zip(total, values[term.label], strict=True)]
         if played is not None:

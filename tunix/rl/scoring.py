@@ -315,13 +315,8 @@ class Scorer:
         labels = [term.label for term in rewards]
         if twice := [label for label in labels if labels.count(label) > 1]:
             raise UserError(f"rewards: {twice[0]} stands there twice; numbers are recorded by name, so rename one")
-        self.rewards, self.processes, self.timeout_s, self.errors, self.start_s = (
-            rewards,
-            processes if rewards else 0,
-            timeout_s,
-            errors,
-            start_s,
-        )
+        self.rewards, self.processes = rewards, processes if rewards else 0
+        self.timeout_s, self.errors, self.start_s = timeout_s, errors, start_s
         self.workers: list[ScoringProcess] = []
         # Each thread waits for one worker. Batches of several callers share the workers, the first that came first.
         self.threads = ThreadPoolExecutor(max(1, self.processes), "scoring")
@@ -402,26 +397,30 @@ class Scorer:
         errors: dict[str, int] = {}
         for number, term in enumerate(self.rewards):
             scores = [score for part in parts for score in part[number]]
-            failed = [score for score in scores if isinstance(score, str)]
-            if failed and self.errors == "stop":
-                raise UserError(
-                    f"rewards: {term.function} fails: {failed[0]}; reward_errors=zero scores such answers 0 and counts "
-                    "them"
-                )
-            if failed:
-                log.warning(
-                    "reward %s: %d of %d answers have no score and get 0: %s",
-                    term.label,
-                    len(failed),
-                    len(scores),
-                    failed[0],
-                )
-            values[term.label] = [0.0 if isinstance(score, str) else score for score in scores]
-            errors[term.label] = len(failed)
+            values[term.label], errors[term.label] = count_failed(term.function, term.label, scores, self.errors)
         weights = [term.weight for term in self.rewards]
         rows = zip(*values.values(), strict=True) if values else [()] * len(completions)
         total = [sum(weight * score for weight, score in zip(weights, row, strict=True)) for row in rows]
         return Scores(values, total, errors, time.perf_counter() - start_time)
+
+
+def count_failed(
+    name: str, label: str, scores: Sequence[float | str], errors: Literal["zero", "stop"]
+) -> tuple[list[float], int]:
+    """Return the scores of a reward with 0 for each answer that has none, but a text that says why; and how many.
+
+    `name` is that of the reward in an error, and `label` that in records.
+
+    Raises:
+        UserError: there is such an answer, and `errors` is "stop".
+    """
+    failed = [score for score in scores if isinstance(score, str)]
+    if failed and errors == "stop":
+        raise UserError(f"rewards: {name} fails: {failed[0]}; reward_errors=zero scores such answers 0 and counts them")
+    if failed:
+        counts = label, len(failed), len(scores), failed[0]
+        log.warning("reward %s: %d of %d answers have no score and get 0: %s", *counts)
+    return [0.0 if isinstance(score, str) else score for score in scores], len(failed)
 
 
 def _split(num_rows: int, group_size: int, num_parts: int) -> list[slice]:
