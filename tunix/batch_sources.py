@@ -162,17 +162,18 @@ class CorpusFeed:
         cfg, slots, decode = self.cfg, self.slots, self.corpus.tokenizer.decode
         assert slots is not None
         num_tokens = min(cfg.evaluation.sample_tokens, cfg.model.context_length // 2)
-        asked = slots.find_questions(self.corpus.held_out, NUM_ANSWERED, cfg.model.context_length - num_tokens)
-        if not asked:
+        questions = slots.find_questions(self.corpus.held_out, NUM_ANSWERED, cfg.model.context_length - num_tokens)
+        if not questions:
             return []
         files = None if cfg.model.init_from is None else find_model_files(cfg.model.init_from)
         stop = find_stop_ids(self.corpus.vocab, (), files)
         sampling = Sampling(num_tokens, 0.0, stop=stop)
-        request = Request([each.prompt for each in asked], seed=cfg.seed, images=[each.images for each in asked])
+        prompts, images = [each.prompt for each in questions], [each.images for each in questions]
+        request = Request(prompts, seed=cfg.seed, images=images)
         answers = Sampler(self.train_spec.arch, cfg.model.context_length, self.mesh).rollout(params, request, sampling)
         return [
             AnsweredImage(each.last_image, decode(each.prompt), decode(answer.text_tokens), decode(each.answer))
-            for each, answer in zip(asked, answers, strict=True)
+            for each, answer in zip(questions, answers, strict=True)
         ]
 
 

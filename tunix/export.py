@@ -357,8 +357,8 @@ def _write_tokenizer(model: Pretrained, folder: Path) -> None:
         length = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": model.cfg.context_length}
         more: dict[str, Any] = {} if vocab.chat_template is None else {"chat_template": vocab.chat_template}
         if (images := vocab.images) is not None:  # by the names that processors of transformers ask for
-            seen = {"boi_token": images.begin, "image_token": images.soft, "eoi_token": images.end}
-            more["extra_special_tokens"] = seen
+            image_tokens = {"boi_token": images.begin, "image_token": images.soft, "eoi_token": images.end}
+            more["extra_special_tokens"] = image_tokens
         _write_json(config_file, _list_special_tokens(vocab) | length | more)
         return
     if model.files is None:

@@ -362,13 +362,14 @@ class App:
 
     def _submit(self, job: Job, request: HttpRequest) -> "_Answers":
         """Put a request into the queue, and return its answers, which are to come."""
-        asked = job.parameters
+        parameters = job.parameters
         answers = _Answers(self, job, request)
         if job.max_new_tokens:
-            seed = secrets.randbelow(SEEDS) if asked.seed is None else asked.seed % SEEDS
-            for place, prompt in enumerate(job.prompts):
-                first = place * job.num_answers
-                work = (prompt, job.num_answers, job.max_new_tokens, self.reader.select_sampling(asked), seed, first)
+            seed = secrets.randbelow(SEEDS) if parameters.seed is None else parameters.seed % SEEDS
+            sampling = self.reader.select_sampling(parameters)
+            for number, prompt in enumerate(job.prompts):
+                first = number * job.num_answers
+                work = (prompt, job.num_answers, job.max_new_tokens, sampling, seed, first)
                 emit = partial(answers.emit, first)
                 answers.requests.append(Request(*work, emit=emit, images=job.images))
             try:
@@ -538,8 +539,8 @@ class _Answers:
                 if answer.finish is not None:
                     left -= 1
                     if piece.finish is None:  # by a stop string, of which the engine knows nothing
-                        place, index = divmod(answer.index, job.num_answers)
-                        self.app.serving.cancel(self.requests[place], index)
+                        number, index = divmod(answer.index, job.num_answers)
+                        self.app.serving.cancel(self.requests[number], index)
                 yield answer, text
             metrics.whole_s.observe(time.monotonic() - job.arrived)
         except TimeoutError:

@@ -111,12 +111,12 @@ def write_root(job: Job, folder: Path, root: str) -> None:
 def _write(job: Job, folder: Path, root: str) -> None:
     text = (folder / CONFIG).read_text()
     if is_address(root):
-        files, place = filesystem(root, KEY), join(root, CONFIG)
-        with explaining(place, KEY):
+        files, address = filesystem(root, KEY), join(root, CONFIG)
+        with explaining(address, KEY):
             try:
                 # "create" fails where the file exists, as one operation of the server: of two runs that start at the
                 # same time with the same address, only one gets it.
-                files.pipe_file(place, text.encode(), mode="overwrite" if job.config.resume else "create")
+                files.pipe_file(address, text.encode(), mode="overwrite" if job.config.resume else "create")
             except FileExistsError:
                 raise UserError(_describe_taken(root)) from None
         for name in COPIED:

@@ -226,13 +226,13 @@ class BatchKeys(Section):
         factors = f"micro_batch_size={self.sequences_per_shard} x {shards} data shards"
         of_tokens = num_rows * self.seq_len, f"{factors} x seq_len={self.seq_len}"
         for name, (unit, unit_text) in {"size": (num_rows, factors), "tokens": of_tokens}.items():
-            asked = getattr(self, f"global_batch_{name}")
-            if asked is not None and asked % unit:
+            value = getattr(self, f"global_batch_{name}")
+            if value is not None and value % unit:
                 raise UserError(
-                    f"training.global_batch_{name}={asked} is not divisible by {unit} = {unit_text}; "
-                    f"nearest: {near_multiples(asked, unit)}"
+                    f"training.global_batch_{name}={value} is not divisible by {unit} = {unit_text}; "
+                    f"nearest: {near_multiples(value, unit)}"
                 )
-            num_microbatches = asked // unit if asked is not None else num_microbatches
+            num_microbatches = value // unit if value is not None else num_microbatches
         if self.sync_gradients_every != "auto" and num_microbatches % self.sync_gradients_every:
             raise UserError(
                 f"training.sync_gradients_every={self.sync_gradients_every} does not divide the {num_microbatches} "

@@ -464,8 +464,8 @@ def _trace_residuals(train_spec: TrainSpec) -> int:
         def see(trained):
             module = arch.module(arch.merge(trained, params))
             tokens, positions = batch["tokens"][0], batch["positions"][0]
-            seen = module.see(module.embed(module.vocab_weights(), tokens, positions), positions, images)
-            return seen.x, seen.features
+            inputs = module.add_images(module.embed(module.vocab_weights(), tokens, positions), positions, images)
+            return inputs.x, inputs.features
 
         return jax.vjp(see, arch.trained(params))[1]
 

@@ -497,7 +497,7 @@ class Samples:
         return as_text(table)
 
     def position_after(self, step: int, start: Position, data_schedule: DataSchedule) -> Position:
-        """Return the position after `step` of a course that began at `start`."""
+        """Return the position after `step` of a run that goes on from `start`."""
         next_sample, left_out = data_schedule.next_sample(step), data_schedule.left_out(step)
         source_tokens = self.source_tokens(next_sample, left_out)
         return replace(start, step=step, next_sample=next_sample, source_tokens=source_tokens, left_out=left_out)
@@ -565,7 +565,7 @@ class TrainBatches(Samples):
 
 
 class FirstSamples(Sequence[int]):
-    """The first sample of each of some steps of a course: computed when asked for, as a run may have millions."""
+    """The first sample of each of some steps of a run: computed when asked for, as a run may have millions."""
 
     def __init__(self, data_schedule: DataSchedule, steps: range):
         self.data_schedule, self.steps = data_schedule, steps

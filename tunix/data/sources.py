@@ -214,8 +214,8 @@ class LookUp(Rows):
             key, value, other_key, other_value, way = self._draw(number)
             turns = [("user", f"{key}>")]
             if way < 9:
-                asked = key if way < 6 else other_key
-                turns += [("assistant", f"?{asked}"), ("tool", f"={value if asked == key else '-'}")]
+                requested = key if way < 6 else other_key
+                turns += [("assistant", f"?{requested}"), ("tool", f"={value if requested == key else '-'}")]
             turns.append(("assistant", f"!{value if way < 4 else other_value}"))
             messages = [{"role": role, "content": content} for role, content in turns]
             yield Item(f"look_up@{number}", {"messages": messages, "key": key, "value": value})

@@ -301,8 +301,8 @@ def translate_config(
     raw = _check_keys(raw, family, source)
     try:
         read_quantization(_find_packed(whole))
-        seen = {"vision": read_vision(whole, NOT_THE_DECODER | {QUANTIZATION})} if family.sees else {}
-        return {"family": name, "labels": labels} | _nest(_read_values(raw, family)) | seen
+        vision = {"vision": read_vision(whole, NOT_THE_DECODER | {QUANTIZATION})} if family.sees else {}
+        return {"family": name, "labels": labels} | _nest(_read_values(raw, family)) | vision
     except ValueError as error:
         raise UserError(f"{source}: {error}") from None
 

@@ -183,13 +183,13 @@ class RequestReader:
             raise ApiError(400, f"{param} is served without stream", param)
         return Job(parameters, is_chat, prompts, count, max_tokens, read_calls, arrived)
 
-    def select_sampling(self, asked: Parameters) -> Sampling:
+    def select_sampling(self, parameters: Parameters) -> Sampling:
         """Return the choice of tokens that a request asks for; values that leave every token in are no filters."""
         own = self.command
-        temperature = own.temperature if asked.temperature is None else asked.temperature
-        top_k = own.top_k if asked.top_k is None else asked.top_k
-        top_p = own.top_p if asked.top_p is None else asked.top_p
-        min_p = own.min_p if asked.min_p is None else asked.min_p
+        temperature = own.temperature if parameters.temperature is None else parameters.temperature
+        top_k = own.top_k if parameters.top_k is None else parameters.top_k
+        top_p = own.top_p if parameters.top_p is None else parameters.top_p
+        min_p = own.min_p if parameters.min_p is None else parameters.min_p
         return Sampling(
             0,
             temperature,

@@ -20,7 +20,7 @@ from tunix.models.mla import Heads
 from tunix.models.mtp import MtpLayer
 from tunix.models.remat import KEEP_ALL, Remat
 from tunix.models.scores import ScoreHead
-from tunix.models.vision import Eyes, Images, Seen, find_ends
+from tunix.models.vision import DecoderInputs, Images, VisionEncoder, find_ends
 from tunix.sharding.layout import Layout
 
 
@@ -65,7 +65,7 @@ class Transformer(nnx.Module):
         self.score = None if has_logits else ScoreHead(cfg, layout, initializer)
         self.layer_inputs = None if cfg.layer_inputs is None else LayerInputs(cfg, layout, initializer)
         self.mtp = None if cfg.mtp is None else MtpLayer(cfg, self.block_layout, initializer, remat)
-        self.vision = None if cfg.vision is None else Eyes(cfg, cfg.vision, layout, initializer)
+        self.vision = None if cfg.vision is None else VisionEncoder(cfg, cfg.vision, layout, initializer)
 
     @property
     def stacks(self) -> Stacks:
@@ -97,10 +97,10 @@ class Transformer(nnx.Module):
         # device gets those of its sequences.
         tokens, positions = (reshard(x, self.layout.activation("BT")) for x in (tokens, positions))
         segment_ids = reshard(segment_ids, self.layout.activation("BS"))
-        seen = self.see(self.embed(vocab_weights, tokens, positions), positions, images, seed)
-        rows = Rows(seen.x, seen.positions, RowMask(segment_ids, self.find_ends(images)))
+        embedded = self.add_images(self.embed(vocab_weights, tokens, positions), positions, images, seed)
+        rows = Rows(embedded.x, embedded.positions, RowMask(segment_ids, self.find_ends(images)))
         inputs = self.make_layer_inputs(tokens, rows.x)
-        forward = Forward(self.mix_of_row, tokens.shape[1], seed, features=seen.features, inputs=inputs)
+        forward = Forward(self.mix_of_row, tokens.shape[1], seed, features=embedded.features, inputs=inputs)
         with jax.named_scope("blocks"):
             rows, first_sums = self.run_before_stages(rows, forward)
             rows, sums = self.stacks.run(rows, forward)
@@ -130,11 +130,11 @@ class Transformer(nnx.Module):
         model.reports_scores = self.reports_scores
         return model.stacks.scan_runs(self.cfg.first_runs, rows, forward._replace(mix_of=model.mix_of_row))
 
-    def see(self, x: jax.Array, positions: jax.Array, images: Images | None, seed: Any = None) -> Seen:
+    def add_images(self, x: jax.Array, positions: jax.Array, images: Images | None, seed: Any = None) -> DecoderInputs:
         """Return embeddings [B, t, D] with those of the soft tokens of images in their places, and what else the
         decoder gets of images."""
         if images is None:
-            return Seen(x, [], positions)
+            return DecoderInputs(x, [], positions)
         assert self.vision is not None, "a model of text alone is given images"
         with jax.named_scope("vision"):
             return self.vision(x, images, positions, self.remat, seed)
@@ -159,9 +159,9 @@ class Transformer(nnx.Module):
 
         `params` are the parameters of each layer of each stack on their own (`Stacks.run_apart`).
         """
-        seen = self.see(self.embed(vocab_weights, tokens, positions), positions, images)
-        rows = Rows(seen.x, seen.positions, None)
-        forward = forward._replace(features=seen.features, inputs=self.make_layer_inputs(tokens, rows.x))
+        embedded = self.add_images(self.embed(vocab_weights, tokens, positions), positions, images)
+        rows = Rows(embedded.x, embedded.positions, None)
+        forward = forward._replace(features=embedded.features, inputs=self.make_layer_inputs(tokens, rows.x))
         with jax.named_scope("blocks"):
             rows, caches = self.stacks.run_apart(rows, forward, params)
         return self.finish(rows.x), caches

@@ -363,7 +363,7 @@ class ShufflingProjector(nnx.Module):
 PROJECTORS: dict[str, Any] = {"gemma3": Projector, "qwen3_vl": MergingProjector, "smolvlm": ShufflingProjector}
 
 
-class Seen(NamedTuple):
+class DecoderInputs(NamedTuple):
     """Input of a decoder that sees images."""
 
     x: jax.Array  # [B, t, D], embeddings with the soft tokens in their places
@@ -371,7 +371,7 @@ class Seen(NamedTuple):
     positions: jax.Array  # [B, T], or [B, T, 3] of tokens that have a row and a column
 
 
-class Eyes(nnx.Module):
+class VisionEncoder(nnx.Module):
     """Tower and projector, and the way of their results into the rows."""
 
     def __init__(self, cfg: Model, vision: AnyVision, layout: Layout, initializer: Initializer):
@@ -379,7 +379,7 @@ class Eyes(nnx.Module):
         self.tower = Tower(cfg, vision, layout, initializer)
         self.projector = PROJECTORS[vision.kind](cfg, vision, layout, initializer)
 
-    def __call__(self, x: jax.Array, images: Images, positions: jax.Array, remat: Remat, seed: Any) -> Seen:
+    def __call__(self, x: jax.Array, images: Images, positions: jax.Array, remat: Remat, seed: Any) -> DecoderInputs:
         """Return what the decoder gets, for embeddings [B, t, D] and places [B, T] in documents."""
         with jax.named_scope("tower"):
             seen, taken = self.tower(images, remat, seed)
@@ -396,7 +396,7 @@ class Eyes(nnx.Module):
 
         zeros = jnp.zeros_like(x)
         placed = [place(each, zeros) for each in features]
-        return Seen(place(soft, x), placed, self._find_positions(images, positions))
+        return DecoderInputs(place(soft, x), placed, self._find_positions(images, positions))
 
     def _find_positions(self, images: Images, positions: jax.Array) -> jax.Array:
         """Return positions [B, T, 3] in time, of rows and of columns; [B, T] of a tower that has none of these."""

@@ -211,8 +211,8 @@ class Candidate:
 
     @property
     def tokens_per_s(self) -> float:
-        beside = self.rollout is not None and self.rollout.apart is not None
-        seconds = max(self.time.step_s, self.rollout_s) if beside else self.time.step_s + self.rollout_s
+        draws_apart = self.rollout is not None and self.rollout.apart is not None
+        seconds = max(self.time.step_s, self.rollout_s) if draws_apart else self.time.step_s + self.rollout_s
         return self.costs.tokens_per_step / seconds
 
     @property

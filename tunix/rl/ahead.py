@@ -200,8 +200,8 @@ def unpack(
     rollouts = {}
     for first_step, rollout in text.unpack(packed).items():
         prompts = prompts_of(int(first_step))
-        asked = request_of(prompts)
-        if rollout.get("request", asked) != asked:  # versions before 2026-11-29 wrote none
+        digest = request_of(prompts)
+        if rollout.get("request", digest) != digest:  # versions before 2026-11-29 wrote none
             log.warning(
                 "the answers that wait for step %s were drawn for other prompts, groups, rewards or environments: they "
                 "are drawn anew",
@@ -215,6 +215,6 @@ def unpack(
             Scores(**rollout["scores"]),
             rollout["rollout_s"],
             None if rollout["played"] is None else _to_played(rollout["played"], task, prompts),
-            asked,
+            digest,
         )
     return rollouts

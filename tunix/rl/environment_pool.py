@@ -54,9 +54,9 @@ class _Played:
 class _Holder(threading.Thread):
     """A thread that talks with one process, and what is known of the episodes that the process holds."""
 
-    def __init__(self, pool: "EnvironmentPool", place: int):
+    def __init__(self, pool: "EnvironmentPool", index: int):
         super().__init__(name="environments", daemon=True)
-        self.pool, self.place = pool, place
+        self.pool, self.index = pool, index
         self.inbox: queue.SimpleQueue[tuple[Session, int, Request] | None] = queue.SimpleQueue()
         self.process = ChildProcess("tunix.rl.environment_worker:serve", pool.arguments)
         self.played: dict[Key, _Played] = {}
@@ -94,7 +94,7 @@ class _Holder(threading.Thread):
                 replies, problem, seconds = self.process.exchange(
                     ("play", key, requests), self.pool.timeout_s * len(requests)
                 )
-                session.seconds[self.place] += seconds
+                session.seconds[self.index] += seconds
             except LostProcess as lost:
                 if not self.process.closed:
                     self._replace(session, lost)
@@ -253,8 +253,8 @@ class EnvironmentPool:
             UserError: one ends, or takes too long, before it has imported the environment.
         """
         try:
-            for place in range(self.num_processes):
-                self.holders.append(_Holder(self, place))
+            for index in range(self.num_processes):
+                self.holders.append(_Holder(self, index))
             for holder in self.holders:  # they start side by side
                 holder.process.wait_until_ready(START_S)
         except LostProcess as lost:

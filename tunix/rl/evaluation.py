@@ -178,8 +178,8 @@ def evaluate_answers(cmd: Evaluate, cfg: Config, checkpoints: list[str]) -> list
                 request = make_request(prompts, cmd.num_samples, cfg.seed)
                 answers = model.sampler.rollout(params, request, select_sampling(settings, stop), cmd.batch_size)
             else:
-                asked = RolloutRequest(prompts, settings, cmd.num_samples, cfg.seed)
-                played = player.rollout(model.sampler, params, asked, cmd.batch_size, stop)
+                of_episodes = RolloutRequest(prompts, settings, cmd.num_samples, cfg.seed)
+                played = player.rollout(model.sampler, params, of_episodes, cmd.batch_size, stop)
                 answers = [episode.to_answer() for episode in played.episodes]
             scoring = scorer, engine_rewards, settings.max_new_tokens
             rows, counts = _make_rows(cmd, prompts, answers, corpus.vocab, *scoring, played)
@@ -219,16 +219,16 @@ def _make_rows(
     # In batches, because reward_timeout_s is the time that a reward has for one batch.
     size = max(1, cmd.batch_size // count)
     for start in range(0, len(prompts), size):
-        asked, part = prompts[start : start + size], slice(start * count, (start + size) * count)
+        batch, part = prompts[start : start + size], slice(start * count, (start + size) * count)
         episodes = None if played is None else replace(played, episodes=played.episodes[part])
-        scores = score_together(scorer, asked, texts[part], count, episodes)
-        scores = engine_rewards.add(scores, asked, texts[part], answers[part], max_new_tokens, episodes)
+        scores = score_together(scorer, batch, texts[part], count, episodes)
+        scores = engine_rewards.add(scores, batch, texts[part], answers[part], max_new_tokens, episodes)
         for name, number in {"reward_errors": sum(scores.errors.values()), **scores.numbers}.items():
             counts[name] = counts.get(name, 0) + number
         for number, (text, answer) in enumerate(zip(texts[part], answers[part], strict=True)):
             rows.append(
                 {
-                    "prompt": asked[number // count].text,
+                    "prompt": batch[number // count].text,
                     "answer": text,
                     "reward": scores.total[number],
                     **{f"reward_{label}": values[number] for label, values in scores.values.items()},

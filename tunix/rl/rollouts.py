@@ -195,10 +195,10 @@ class RolloutEngine:
         )
         self.devices = PrioritySlots(1) if self.player is None else self.player.devices
 
-    def ask(self, params: Any, request: RolloutRequest, beside: bool = False) -> RolloutGroup:
+    def ask(self, params: Any, request: RolloutRequest, in_thread: bool = False) -> RolloutGroup:
         """Draw the answers of a request with parameters at rest, and score them.
 
-        `between_chunks` of the request is called once more before they are scored. `beside` says that another thread
+        `between_chunks` of the request is called once more before they are scored. `in_thread` says that another thread
         than the main one calls.
         """
         with self.caches.hold(request.rank), jax.set_mesh(self.rollout_mesh):
@@ -208,7 +208,7 @@ class RolloutEngine:
         if request.between_chunks is not None:
             request.between_chunks()
         prompts = list(request.prompts)
-        with nullcontext() if beside else self.watchdog.phase("scoring answers"):
+        with nullcontext() if in_thread else self.watchdog.phase("scoring answers"):
             scores = score_together(self.scorer, prompts, texts, request.group_size, played)
             if self.engine_rewards is not None:
                 hold = partial(self.devices.hold, request.rank)
@@ -612,8 +612,8 @@ class Rollouts:
         """Draw and score the rollout that begins with a step, mostly in another thread than the main one."""
         samples = self.data_schedule.samples(first_step)
         request = self._make_request(first_step, {number: self.prompts[number] for number in samples})
-        beside = threading.current_thread() is not threading.main_thread()
-        drawn = self.engine.ask(params, request, beside)
+        in_thread = threading.current_thread() is not threading.main_thread()
+        drawn = self.engine.ask(params, request, in_thread)
         digest = self._digest_request(drawn.prompts)
         return SampledRollout(0, drawn.answers, drawn.texts, drawn.scores, drawn.rollout_s, drawn.played, digest)
 
@@ -635,8 +635,8 @@ class Rollouts:
         keys = {term.label: term.model_dump(mode="json") for term in task.rewards if isinstance(term, EngineTerm)}
         environment = task.environment, task.environment_options, task.max_turns
         tokens = [prompt.tokens for prompt in prompts]
-        asked = tokens, task.group_size, rewards, environment, most, *([keys] if keys else [])
-        return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]
+        request = tokens, task.group_size, rewards, environment, most, *([keys] if keys else [])
+        return hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()[:16]
 
     def _stop_if_closed(self) -> None:
         if self.is_closed:

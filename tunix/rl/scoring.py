@@ -198,9 +198,9 @@ def describe_error(error: BaseException, own_files: Collection[str]) -> str:
     except Exception:  # the user's class of errors may fail here too
         text = ""
     frames = [each for each in traceback.extract_tb(error.__traceback__) if each.filename not in {__file__, *own_files}]
-    place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+    location = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
     # Half of a pair of surrogates, as in the name of a file that is no UTF-8, cannot be written into samples.jsonl.
-    return f"{type(error).__name__}: {text}{place}".encode(errors="replace").decode()
+    return f"{type(error).__name__}: {text}{location}".encode(errors="replace").decode()
 
 
 # Processes that score answers.

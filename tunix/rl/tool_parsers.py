@@ -98,16 +98,16 @@ def read_llama(text: str) -> list[Call]:
     body = (after if tag or text.startswith("<|python_tag|>") else text).strip()
     if not body.startswith("{"):
         return []
-    decoder, place = json.JSONDecoder(), 0
+    decoder, position = json.JSONDecoder(), 0
     calls: list[Call] = []
-    while place < len(body):
+    while position < len(body):
         try:
-            value, place = decoder.raw_decode(body, place)
+            value, position = decoder.raw_decode(body, position)
         except (ValueError, RecursionError) as error:
             return [*calls, _malformed(f"a call is no JSON: {str(error)[:100]}")]
         calls.append(_read_object(value))
-        while place < len(body) and body[place] in "; \n\t":
-            place += 1
+        while position < len(body) and body[position] in "; \n\t":
+            position += 1
     return calls
 
 
