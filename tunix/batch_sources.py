@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 
 from tunix.base.dotted_path import import_object
 from tunix.base.errors import UserError
+from tunix.base.figures import AnsweredImage, draw_sheet
 from tunix.config import Config
 from tunix.config.rewards import EngineTerm
 from tunix.config.task import Cycle, Grpo
@@ -42,7 +43,6 @@ from tunix.rl.reference import add_reference, make_reference, make_teacher_score
 from tunix.rl.rollouts import RolloutEngine, Rollouts
 from tunix.rl.samples_file import SamplesFile
 from tunix.rl.scoring import Scorer
-from tunix.run.answer_sheet import AnsweredImage, draw_sheet
 from tunix.run.folder import find_model_files
 from tunix.run.metrics import Metrics
 from tunix.training.loss import HeldOut, find_loss_kind, make_completion

@@ -4,5 +4,5 @@ Read `errors` first: `UserError` is the one exception for wrong input. It become
 secrets, and exit code 2.
 `files` reads and writes files, `buckets` those behind addresses, `digests` tells later whether files are what was
 written. `config_types` has the types of which the config is made, `dotted_path` imports what a user names by a dotted
-path, `text` formats tables.
+path, `text` formats tables, `figures` draws.
 """

@@ -4,6 +4,7 @@ import base64
 import io
 import json
 import zlib
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -28,6 +29,18 @@ def as_text(table: Table, width: int = 160) -> str:
     out = io.StringIO()
     Console(file=out, width=width, **AS_IT_IS).print(table)
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+
+
+def format_table(
+    title: str, columns: Sequence[str], left: Collection[str], rows: Iterable[Sequence[str]], width: int = 190
+) -> str:
+    """Format rows of cells as lines of at most `width` characters; all columns but `left` are aligned to the right."""
+    table = Table(title=title, title_justify="left")
+    for name in columns:
+        table.add_column(name, justify="left" if name in left else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    return as_text(table, width)
 
 
 class _Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]

@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 import numpy as np
 from jax.profiler import ProfileData
 
+from tunix.base.figures import INK, Bar, Panel, plot
+from tunix.base.text import format_table
 from tunix.config import DeviceKind
 from tunix.costs.communication import Transfer, predict_seconds
 from tunix.costs.devices import BUS_FACTORS
-from tunix.costs.figure import INK, Bar, Panel, format_table, plot
 from tunix.costs.hlo import Collective
 
 GPU = re.compile(r"/device:GPU:\d+")

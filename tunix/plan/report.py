@@ -11,9 +11,10 @@ from typing import Any
 import jax
 
 from tunix.base.errors import UserError
+from tunix.base.figures import INK, PALE, Bar, Panel, plot
 from tunix.base.files import expand_home, find_existing
+from tunix.base.text import format_table
 from tunix.costs.devices import HBM_SHARE, Cluster, find_matmul_tflops
-from tunix.costs.figure import INK, PALE, Bar, Panel, format_table, plot
 from tunix.data.teacher_logits import describe_logits
 from tunix.plan.compile import find_backend
 from tunix.plan.ranking import GIB, MANY, Candidate, Ranking, count_usable_bytes
