@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -39,7 +39,7 @@ from rich.console import Console
 
 from tunix.base.buckets import is_address
 from tunix.base.config_types import CONF
-from tunix.base.errors import PeerLost, UserError, did_you_mean
+from tunix.base.errors import PeerLost, UserError, did_you_mean, name_first
 from tunix.base.files import find_existing
 from tunix.config import command_line, compose
 from tunix.config.compose import Job, add_search_path
@@ -368,15 +368,10 @@ def compare(job: Job, info: dict[str, Any]) -> Iterator[Finding]:
         for rank, values in enumerate(info_by_rank):
             ranks.setdefault(str(values.get(key)), []).append(rank)
         if len(ranks) > 1:
-            text = "; ".join(f"{value} on processes {_list_first(numbers)}" for value, numbers in ranks.items())
+            text = "; ".join(f"{value} on processes {name_first(numbers)}" for value, numbers in ranks.items())
             yield Finding("same everywhere", "error", f"{key} differs: {text}")
     yield _compare_clocks()
     yield _check_files(find_existing(job.run_dir), must=job.config.distributed.shared_filesystem is True)
-
-
-def _list_first(names: Sequence[object]) -> str:
-    """Return the first four as text, and how many more there are."""
-    return ", ".join(map(str, names[:4])) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def _compare_clocks() -> Finding:
@@ -399,7 +394,7 @@ def _check_files(folder: Path, must: bool) -> Finding:
         return Finding("files", "error", str(error))
     if blind:
         advice = "put hydra.run.dir on a disk that all processes share, or process 0 keeps the checkpoints of all"
-        text = f"{path}: not seen by processes {_list_first(blind)}; {advice}"
+        text = f"{path}: not seen by processes {name_first(blind)}; {advice}"
         return Finding("files", "error" if must else "warning", text)
     return Finding("files", "ok", f"{path} is seen by {jax.process_count()} process(es)")
 
@@ -559,7 +554,7 @@ def show(diagnosis: Diagnosis) -> None:
     console, num_processes = Console(highlight=False, soft_wrap=True), len(diagnosis.by_process)
     lines = [(finding, "") for finding in diagnosis.between]
     for finding, ranks in diagnosis.merge().items():
-        names = _list_first([f"{rank} ({diagnosis.hosts[rank]})" for rank in ranks])
+        names = name_first([f"{rank} ({diagnosis.hosts[rank]})" for rank in ranks])
         lines.append((finding, "" if len(ranks) == num_processes else f"process {names}: "))
     for finding, processes in sorted(lines, key=lambda line: list(MARKS).index(line[0].status)):
         console.print(MARKS[finding.status], f"{finding.check:16}", end=" ")

@@ -32,9 +32,9 @@ def name_choices(value: str, choices: Sequence[str]) -> str:
     return f"the nearest of its {len(choices)} are {', '.join(sorted(choices, key=compare, reverse=True)[:3])}"
 
 
-def name_first(names: Sequence[str]) -> str:
-    """Return the first three of some names, as a part of a message, and "..." where there are more."""
-    return ", ".join([*names[:3], *(["..."] if len(names) > 3 else [])])
+def name_first(names: Sequence[object]) -> str:
+    """Return the first four of some names, as a part of a message, and how many more there are."""
+    return ", ".join(map(str, names[:4])) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def near_multiples(value: int, unit: int) -> str:

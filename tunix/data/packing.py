@@ -221,7 +221,7 @@ def _split_pairs(shard: Arrays, chunks: list[list[int]]) -> list[list[int]]:
     """Return both halves of each pair as a chunk: the chosen answer after the prompt, the rejected one after it."""
     assert shard.splits is not None
     # A pair is one chunk of the shard: prompt, chosen, prompt, rejected. The last token of each half is only a target,
-    # so a chunk is two tokens shorter than its document (`_take_whole_pairs`).
+    # so a chunk is two tokens shorter than its document (`_make_plan`).
     halves = []
     for first, length in chunks:
         split = int(shard.splits[np.searchsorted(shard.starts, first)])
@@ -269,11 +269,10 @@ def _make_plan(
         shard, tokens = stream.shard(number), stream.sizes[number][0]
         lengths, starts = np.diff(shard.starts, append=tokens), np.asarray(shard.starts)
         image_spans = list_image_spans(stream, number)
-        if shard.splits is not None:
-            chunks = _take_whole_pairs(lengths, starts, seq_len)
-            chunks = chunks if slots is None else chunks[slots.fits(chunks, image_spans)]
-        elif shard.label_values is not None:
-            chunks = _take_whole_documents(lengths, starts, seq_len)
+        if shard.splits is not None or shard.label_values is not None:
+            # Whole documents: their tokens but the last, or the last of each half, which are only targets.
+            chunks = np.stack([starts, lengths - (1 if shard.splits is None else 2)], axis=1)
+            chunks = chunks[chunks[:, 1] <= seq_len]
             chunks = chunks if slots is None else chunks[slots.fits(chunks, image_spans)]
         elif slots is None or not len(image_spans):
             chunks = _split_chunks(lengths, starts, seq_len)
@@ -303,18 +302,6 @@ def _split_chunks(lengths: np.ndarray, starts: np.ndarray, seq_len: int) -> np.n
     document = np.repeat(np.arange(len(lengths)), counts)
     offset = (np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)) * seq_len
     return np.stack([starts[document] + offset, np.minimum(inputs[document] - offset, seq_len)], axis=1)
-
-
-def _take_whole_pairs(lengths: np.ndarray, starts: np.ndarray, seq_len: int) -> np.ndarray:
-    """Return each pair that fits into T tokens as one chunk: the tokens of both halves but the last of each."""
-    chunks = np.stack([starts, lengths - 2], axis=1)
-    return chunks[chunks[:, 1] <= seq_len]
-
-
-def _take_whole_documents(lengths: np.ndarray, starts: np.ndarray, seq_len: int) -> np.ndarray:
-    """Return each document that fits into T tokens as one chunk: its tokens but the last, which is only a target."""
-    chunks = np.stack([starts, lengths - 1], axis=1)
-    return chunks[chunks[:, 1] <= seq_len]
 
 
 def pack_best_fit(lengths: np.ndarray, seq_len: int, most: int = sys.maxsize) -> Iterator[list[int]]:

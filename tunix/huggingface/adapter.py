@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from tunix.base.errors import UserError
+from tunix.base.errors import UserError, name_first
 from tunix.config import Model
 from tunix.config.layers import EXPERT_PROJECTIONS
 from tunix.huggingface.adapter_config import MAGNITUDE, PREFIX, WEIGHTS
@@ -31,7 +31,6 @@ from tunix.huggingface.weights import (
     FLOATS,
     Parameters,
     TensorFiles,
-    first_names,
     layers_of,
     list_numbers,
     load_parameter,
@@ -70,9 +69,9 @@ def check_adapter(folder: Path, cfg: Model, weights: Parameters) -> None:
             for numbers in list_numbers(path, name, cfg)
         }
         if missing := sorted(requested.keys() - files.tensors.keys()):
-            raise UserError(f"{folder} lacks {first_names(missing)}; every layer must have the same updates")
+            raise UserError(f"{folder} lacks {name_first(missing)}; every layer must have the same updates")
         if extra := sorted(files.tensors.keys() - requested.keys()):
-            raise UserError(f"{folder} has {first_names(extra)}, of a layer that the base does not have")
+            raise UserError(f"{folder} has {name_first(extra)}, of a layer that the base does not have")
         for name, shape in requested.items():
             stored = files.tensors[name]
             if stored.shape != shape:

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from tunix.base.errors import UserError
+from tunix.base.errors import UserError, name_first
 from tunix.base.files import is_plain, read_json
 from tunix.config import Model
 from tunix.huggingface.config_json import MTP_DEPTH, find_quantization, read_labels, read_num_rows
@@ -275,10 +275,10 @@ def check_weights(folder: Path, cfg: Model, weights: Parameters) -> None:
         if missing := sorted(requested.keys() - tensors.keys()):
             is_further = cfg.mtp is not None and re.match(_after_layers(family.mtp_tensors or "$", cfg), missing[0])
             way_out = f"; {WITHOUT_MTP}" if is_further else ""
-            raise UserError(f"{folder} lacks {first_names(missing)}{way_out}")
+            raise UserError(f"{folder} lacks {name_first(missing)}{way_out}")
         extra = sorted(tensors.keys() - requested.keys() - _list_zero_biases(tensors))
         if extra := [name for name in extra if not any(re.match(pattern, name) for pattern in ignored)]:
-            raise UserError(f"{folder} has {first_names(extra)}, which a {cfg.family} of its config.json does not have")
+            raise UserError(f"{folder} has {name_first(extra)}, which a {cfg.family} of its config.json does not have")
         for name, number in constants.items():
             # A file in bfloat16 has three digits of the number.
             if name in tensors and not math.isclose(number, value := files.read(name, ()), rel_tol=0.01):
@@ -302,10 +302,6 @@ def list_constants(family: Family, cfg: Model) -> dict[str, float]:
     return {
         tensor.format(layer): number for layer in range(cfg.num_layers) for tensor, number in family.constants.items()
     }
-
-
-def first_names(names: list[str]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def load_parameter(
@@ -480,7 +476,7 @@ def list_tensors(
     chunks_of: dict[str, list[Any]] = {}
     leaves = dict(named(params))
     if nameless := [path for path in leaves if ".lora." not in path and family.name(path) is None]:
-        raise UserError(f"model.family={cfg.family} has no name for {first_names(nameless)}, which its parts have")
+        raise UserError(f"model.family={cfg.family} has no name for {name_first(nameless)}, which its parts have")
     in_files = list_in_files(weights, family, cfg)
     for tensor, copied in _list_copies(family, cfg).items():
         in_files += [(path, replace(name, tensor=tensor), each) for path, name, each in in_files if path == copied]
