@@ -26,4 +26,4 @@ def write_samples(command: Samples) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(run_local(Samples, write_samples, "run"))
+    sys.exit(run_local(Samples, write_samples))

@@ -169,7 +169,7 @@ def test_wrong_input_is_one_line(words, message, tmp_path, monkeypatch, capsys):
     write_run(Path("other"), make_lines(range(1, 2), word="another"))
     write_run(Path("dpo"), make_lines(range(1, 2)), task="dpo")
     monkeypatch.setattr(sys, "argv", ["samples", *words])
-    assert command.run_local(command.Samples, command.write_samples, "run") == 2
+    assert command.run_local(command.Samples, command.write_samples) == 2
     said = capsys.readouterr().err
     assert message in said
     assert said.count("\n") == 1

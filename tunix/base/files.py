@@ -126,11 +126,11 @@ def open_lines(path: Path) -> TextIO:
         raise UserError(f"{path} cannot be written ({error.strerror})") from None
 
 
-def find_end_of_lines(file: BinaryIO, block: int = 1 << 16) -> int:
+def find_end_of_lines(file: BinaryIO) -> int:
     """Return the number of bytes up to the end of the last whole line of a file."""
     end = file.seek(0, os.SEEK_END)
     while end:
-        begin = max(0, end - block)
+        begin = max(0, end - 65536)
         file.seek(begin)
         if found := file.read(end - begin).rfind(b"\n") + 1:
             return begin + found

@@ -132,14 +132,14 @@ def describe_command(section: type[Section], usage: str) -> str:
     return "\n".join([usage, "", section.__doc__ or "", "", *lines])
 
 
-def run_local(section: type[S], work: Callable[[S], str | None], first: str) -> int:
+def run_local(section: type[S], work: Callable[[S], str | None]) -> int:
     """Run `work` as `run_command` does, in this process alone and without jax; return the exit code.
 
-    A word without a `=` is the value of the key `first`: `python -m tunix.NAME RUN key=value`.
+    A word without a `=` is the value of the key `run`: `python -m tunix.NAME RUN key=value`.
     """
     argv, name = sys.argv[1:], section.__name__.lower()
     if "--help" in argv or "-h" in argv:
-        text = describe_command(section, f"python -m tunix.{name} {first.upper()} key=value ...")
+        text = describe_command(section, f"python -m tunix.{name} RUN key=value ...")
         return exits.report_errors(lambda: print(text))
     print_warnings()
 
@@ -148,8 +148,8 @@ def run_local(section: type[S], work: Callable[[S], str | None], first: str) -> 
         plain = [word for word in argv if "=" not in word]
         words = [word for word in argv if "=" in word]
         if len(plain) > 1:
-            raise UserError(f"{plain[1]}: one {first.upper()} is named already, {plain[0]}; other words are key=value")
-        given = {first: plain[0]} if plain else {}
+            raise UserError(f"{plain[1]}: one RUN is named already, {plain[0]}; other words are key=value")
+        given = {"run": plain[0]} if plain else {}
         # Composed with a stand-in, because the characters of a path may have a meaning in Hydra's grammar.
         text = work(read_settings(section, [*words, *(f"{key}=given" for key in given)], given))
         if text is not None:

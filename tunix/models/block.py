@@ -190,8 +190,8 @@ def finish_parts(parts: list[Steps]) -> list[Any]:
 class LayerScale(nnx.Module):
     """A trained number, 1 at first, times each number of [B, t, D], the result of a layer."""
 
-    def __init__(self, dim_names: str, layout: Layout):
-        self.equation, self.layout = Equation(f"{dim_names}o,o->{dim_names}o"), layout
+    def __init__(self, layout: Layout):
+        self.equation, self.layout = Equation("BtDo,o->BtDo"), layout
         self.factor = nnx.Param(jnp.ones(1, layout.param), equation=self.equation)
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -216,7 +216,7 @@ class Block(nnx.Module):
         self.mlp, self.has_experts = MLPS[mlp].make(cfg, layout, initializer), mlp in ("experts", "experts_beside")
         self.pre_attention, self.post_attention = norm(before), norm(after)
         self.pre_mlp, self.post_mlp = norm(before and mlp != "experts_beside"), norm(after)
-        self.scale = LayerScale("BtD", layout) if cfg.layer_scale else unchanged
+        self.scale = LayerScale(layout) if cfg.layer_scale else unchanged
         self.input_gate = InputGate(cfg, layout, initializer) if cfg.layer_inputs is not None else None
 
     def __call__(

@@ -161,7 +161,7 @@ def _attend_forward(q, k, v, mask, cap):
     largest = jnp.max(scores, -1, keepdims=True)
     weights = jnp.exp(scores - largest)
     total = jnp.sum(weights, -1, keepdims=True)
-    out = (_dot(weights.astype(v.dtype), v, 3, 2) / total).astype(v.dtype)
+    out = (_dot(weights.astype(v.dtype), v, 2) / total).astype(v.dtype)
     out, sums = (checkpoint_name(x, "attention") for x in (out, largest + jnp.log(total)))
     return (out, sums), (q, k, v, mask, out, sums)
 
@@ -173,11 +173,11 @@ def _attend_backward(cap, saved, gradients):
     weights = jnp.exp(scores - sums)
     # The gradient of a softmax: each score's own gradient less their mean, which is also that of the result.
     mean = jnp.sum(g.astype(jnp.float32) * out.astype(jnp.float32), -1, keepdims=True) - g_sums
-    d_scores = weights * (_dot(g, v, 3, 3) - mean)
+    d_scores = weights * (_dot(g, v, 3) - mean)
     if cap is not None:  # that of cap * tanh(x / cap); masked scores are beyond the cap, and have none
         d_scores = jnp.where(jnp.abs(scores) <= cap, d_scores * (1 - (scores / cap) ** 2), 0)
     d_scores = d_scores.astype(q.dtype)
-    d_q = _dot(d_scores, k, 3, 2).astype(q.dtype)
+    d_q = _dot(d_scores, k, 2).astype(q.dtype)
     # The narrower factor comes first, because XLA copies it: the small result is turned, and no array of scores.
     return d_q, _dot_over_rows(q, d_scores), _dot_over_rows(g, weights.astype(v.dtype)), None
 
@@ -187,15 +187,15 @@ _attend.defvjp(_attend_forward, _attend_backward)
 
 def _score(q: jax.Array, k: jax.Array, mask: jax.Array, cap: float | None) -> jax.Array:
     """Return scores [B, K, rows, S] float32; one of a key that its query does not see is the least finite number."""
-    scores = _dot(q, k, 3, 3)
+    scores = _dot(q, k, 3)
     scores = scores if cap is None else cap * jnp.tanh(scores / cap)
     by_token = scores.reshape(*scores.shape[:2], mask.shape[2], -1, scores.shape[3])
     return jnp.where(mask[:, :, :, None], by_token, jnp.finfo(jnp.float32).min).reshape(scores.shape)
 
 
-def _dot(a: jax.Array, b: jax.Array, dim_of_a: int, dim_of_b: int) -> jax.Array:
-    """Return the product of a and b [B, K, ..], summed over these dimensions, in float32."""
-    dims = (((dim_of_a,), (dim_of_b,)), ((0, 1), (0, 1)))
+def _dot(a: jax.Array, b: jax.Array, dim_of_b: int) -> jax.Array:
+    """Return the product of a and b [B, K, ..], summed over the last dimension of a and one of b, in float32."""
+    dims = (((3,), (dim_of_b,)), ((0, 1), (0, 1)))
     return jax.lax.dot_general(a, b, dims, preferred_element_type=jnp.float32)
 
 
