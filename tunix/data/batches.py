@@ -660,10 +660,10 @@ class PrefetchReader:
         self.batches.close()
 
 
-def choose_held_out(num_held_out: int, num_sequences: int) -> list[int]:
-    """Return the numbers of at most `num_sequences` sequences, spread evenly over the held-out ones."""
-    count = min(num_sequences, num_held_out)
-    return [index * num_held_out // count for index in range(count)]
+def choose_evenly(num_samples: int, limit: int) -> list[int]:
+    """Return the numbers of at most `limit` samples, spread evenly over all of them."""
+    count = min(limit, num_samples)
+    return [index * num_samples // count for index in range(count)]
 
 
 def read_held_out(sequences: Sequence[Example], num_sequences: int, num_rows: int, rows: list[int]) -> Example:
@@ -672,7 +672,7 @@ def read_held_out(sequences: Sequence[Example], num_sequences: int, num_rows: in
     A batch has `num_rows` rows over the whole mesh, of which this process reads `rows`. Which sequences are read does
     not depend on the mesh.
     """
-    chosen = choose_held_out(len(sequences), num_sequences)
+    chosen = choose_evenly(len(sequences), num_sequences)
     count = len(chosen)
     if count == 0:
         raise UserError(

@@ -521,10 +521,8 @@ def load_corpus(cfg: Config) -> Corpus:
     )
     if isinstance(cfg.task, Paired | Uncut):
         _report_long({**train, **{f"{name}, held out": part for name, part in held_out.items()}}, cfg, cfg.task)
-    if isinstance(cfg.task, Kto):
-        _check_labels(train)
-    if isinstance(cfg.task, Classify):
-        _check_classes(train, cfg.task)
+    if isinstance(cfg.task, Kto | Classify):
+        _check_labels(train, cfg.task)
     for name, sequences in train.items():
         _report_ends(name, sequences)
         if not len(sequences):
@@ -622,29 +620,21 @@ def _report_long(parts: dict[str, Sequences], cfg: Config, task: Paired | Uncut)
             log.warning("%s: left out", problem)
 
 
-def _check_classes(train: dict[str, Sequences], task: Classify) -> None:
-    """Raise `UserError` if the documents to train on all have the same label."""
-    arrays = (part.stream.shard(n).label_values for part in train.values() for n in range(len(part.stream.sizes)))
+def _check_labels(train: dict[str, Sequences], task: Kto | Classify) -> None:
+    """Raise `UserError` if the answers, or the documents, to train on all have the same label."""
+    shards = [part.stream.shard(n) for part in train.values() for n in range(len(part.stream.sizes))]
+    arrays = (shard.labels if isinstance(task, Kto) else shard.label_values for shard in shards)
     found = {float(label) for labels in arrays if labels is not None for label in np.unique(labels)}
-    if len(found) == 1:
-        (value,) = found
-        label = f"{value:g}" if task.labels is None else task.labels[int(value)]
-        raise UserError(
-            f"data: all documents to train on have the label {label} (data.columns.label), which leaves nothing to "
-            "learn; give documents with other labels too"
-        )
-
-
-def _check_labels(train: dict[str, Sequences]) -> None:
-    """Raise `UserError` if the answers to train on all have the same label."""
-    arrays = (part.stream.shard(n).labels for part in train.values() for n in range(len(part.stream.sizes)))
-    found = {bool(label) for labels in arrays if labels is not None for label in np.unique(labels)}
-    if len(found) == 1:
-        label = str(found.pop()).lower()
-        raise UserError(
-            f"data: all answers to train on have the label {label} (data.columns.label); task=kto needs both labels; "
-            "task=sft learns from good answers alone"
-        )
+    if len(found) != 1:
+        return
+    (value,) = found
+    if isinstance(task, Kto):
+        kind, label = "answers", str(bool(value)).lower()
+        advice = "; task=kto needs both labels; task=sft learns from good answers alone"
+    else:
+        kind, label = "documents", f"{value:g}" if task.labels is None else task.labels[int(value)]
+        advice = ", which leaves nothing to learn; give documents with other labels too"
+    raise UserError(f"data: all {kind} to train on have the label {label} (data.columns.label){advice}")
 
 
 def _summarise(name: str, prepared: Prepared, train: Sequences, held_out: Sequences, vocab: Vocab) -> str:

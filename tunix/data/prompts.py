@@ -24,7 +24,7 @@ from tunix.base.errors import UserError
 from tunix.base.text import pack, unpack
 from tunix.config import Config, Task
 from tunix.config.task import Grpo
-from tunix.data.batches import Position, Samples
+from tunix.data.batches import Position, Samples, choose_evenly
 from tunix.data.dataset import Corpus, compute_fingerprint, list_sources, prepare_corpus
 from tunix.data.documents import Question, drop_padding, read_prompt
 from tunix.data.files import Rows, Source
@@ -146,12 +146,10 @@ class PromptCorpus:
     def spread(self, split: str, count: int) -> list[Prompt]:
         """Return at most `count` prompts of a split, "train" or "held_out", spread evenly over all of its prompts."""
         parts = [part for part in {"train": self.train, "held_out": self.held_out}[split].values() if len(part)]
-        total = sum(map(len, parts))
-        if not total:
+        if not parts:
             return []
         prompts = grain.MapDataset.concatenate([grain.MapDataset.source(part) for part in parts])
-        count = min(count, total)
-        return [prompts[number * total // count] for number in range(count)]
+        return [prompts[number] for number in choose_evenly(sum(map(len, parts)), count)]
 
 
 AnyCorpus = Corpus | PromptCorpus

@@ -24,7 +24,7 @@ from tunix.base.forms import locate_cached
 from tunix.config import Config
 from tunix.config.pretrained_config import TEACHER, LogitsInfo, read_logits_info
 from tunix.config.saved_runs import find_run
-from tunix.data.batches import choose_held_out, put_rows
+from tunix.data.batches import choose_evenly, put_rows
 from tunix.data.dataset import Corpus
 from tunix.data.packing import Sequences
 from tunix.data.teacher_logits import (
@@ -166,12 +166,12 @@ def _list_sequences(corpus: Corpus, num_sequences: int) -> Iterator[tuple[str, S
     for name, part in corpus.train.items():
         yield name, part, range(len(part))
     parts, first = corpus.held_out_parts, 0
-    chosen = choose_held_out(sum(map(len, parts.values())), num_sequences)
+    chosen = choose_evenly(sum(map(len, parts.values())), num_sequences)
     for name, part in parts.items():
         yield f"{name}, held out", part, [row - first for row in chosen if first <= row < first + len(part)]
         first += len(part)
     for name, part in corpus.sets.items():
-        yield f"evaluation.sets.{name}", part, choose_held_out(len(part), num_sequences)
+        yield f"evaluation.sets.{name}", part, choose_evenly(len(part), num_sequences)
 
 
 def _describe_logits(cfg: Config, corpus: Corpus, teacher: OfflineTeacher, compute: str) -> LogitsInfo:
