@@ -347,7 +347,7 @@ class Grpo(Prompted, Taught):
 
     @property
     def _without_reward(self) -> str:
-        """What leaves no reward to learn from; "" where there is one."""
+        """The reason why there is no reward to learn from; "" where there is one."""
         if self._environment_rewards or any(term.weight for term in self.rewards):
             return ""
         names = ", ".join(term.label for term in self.rewards)

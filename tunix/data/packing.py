@@ -74,7 +74,7 @@ class Sequences(grain.sources.RandomAccessDataSource):
 
     @property
     def has_learnt(self) -> bool:
-        """Whether any token is learnt: one of an answer, where documents have answers."""
+        """True where any token is learnt: one of an answer, where documents have answers."""
         return any(mask is None or mask.any() for mask in self._read_masks())
 
     def _read_masks(self) -> Iterator[np.ndarray | None]:

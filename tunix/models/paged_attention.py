@@ -30,7 +30,7 @@ MOST_QUERIES = 64  # of a program
 
 
 class Threads(NamedTuple):
-    """What runs a program of the kernel."""
+    """Threads that run a program of the kernel."""
 
     warps: int  # groups of 32 threads
     stages: int = 1  # the next block is not fetched ahead: that takes the room of other programs
