@@ -4,13 +4,12 @@ mesh of that shape.
 The config is made of shapes, so this file imports jax only inside of the functions that make a mesh.
 """
 
-import difflib
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from tunix.base.errors import UserError
+from tunix.base.errors import UserError, did_you_mean
 from tunix.base.files import read_yaml
 from tunix.sharding.table import (
     DIMS,
@@ -57,9 +56,8 @@ def parse(value: object) -> MeshShape:
         raise ValueError(f"{len(sizes)} sizes for {len(axes)} axes; expected {TYPE_HINT}")
     for axis in axes:
         if axis not in axis_names():
-            near = difflib.get_close_matches(str(axis), axis_names(), n=1)
-            hint = f"did you mean {near[0]}? " if near else ""
-            raise ValueError(f"unknown axis {axis!r}; {hint}axes are {', '.join(axis_names())}")
+            hint = did_you_mean(str(axis), list(axis_names()))
+            raise ValueError(f"unknown axis {axis!r}; axes are {', '.join(axis_names())}{hint}")
         if axes.count(axis) > 1:
             raise ValueError(f"axis {axis} is named twice; name each axis once")
     for size, axis in zip(sizes, axes, strict=True):
