@@ -19,15 +19,13 @@ from tunix.config.rewards import EngineTerm, FunctionTerm, RewardTerm
 from tunix.config.task import Grpo, Prompted
 from tunix.data.files import Rows
 from tunix.data.prompts import RIGHT, Prompt, PromptCorpus, load_prompts
-from tunix.data.tokenizer import Vocab
-from tunix.inference.engine import Answer
 from tunix.inference.pretrained import describe_files, load_language_model, load_params
 from tunix.inference.rollout import RolloutRequest, derive_seed
-from tunix.inference.sampling import find_stop_ids, select_sampling
+from tunix.inference.sampling import find_stop_ids
 from tunix.processes import peers
 from tunix.rl.engine_rewards import EngineRewards
-from tunix.rl.episodes import Played, Player, make_pool, try_user_code
-from tunix.rl.rollouts import RolloutEngine, make_request, score_together
+from tunix.rl.episodes import Player, make_pool, try_user_code
+from tunix.rl.rollouts import Drawn, RolloutEngine, draw_answers, score_together
 from tunix.rl.scoring import Scorer
 from tunix.rl.table import REWARDS
 
@@ -173,16 +171,9 @@ def evaluate_answers(cmd: Evaluate, cfg: Config, checkpoints: list[str]) -> list
             params = model.params
             if checkpoint != checkpoints[0]:
                 params, _ = load_params(checkpoint, model.cfg, model.arch, model.layout, model.mesh, cmd.weights)
-            played = None
-            if player is None:
-                request = make_request(prompts, cmd.num_samples, cfg.seed)
-                answers = model.sampler.rollout(params, request, select_sampling(settings, stop), cmd.batch_size)
-            else:
-                of_episodes = RolloutRequest(prompts, settings, cmd.num_samples, cfg.seed)
-                played = player.rollout(model.sampler, params, of_episodes, cmd.batch_size, stop)
-                answers = [episode.to_answer() for episode in played.episodes]
-            scoring = scorer, engine_rewards, settings.max_new_tokens
-            rows, counts = _make_rows(cmd, prompts, answers, corpus.vocab, *scoring, played)
+            request = RolloutRequest(prompts, settings, cmd.num_samples, cfg.seed)
+            drawn = draw_answers(model.sampler, params, request, cmd.batch_size, stop, corpus.vocab, player)
+            rows, counts = _make_rows(cmd, prompts, drawn, scorer, engine_rewards, settings.max_new_tokens)
             if "samples" in paths:
                 _add_lines("samples", paths["samples"], ({"checkpoint": checkpoint, **row} for row in rows))
             if cmd.best is not None:
@@ -191,7 +182,7 @@ def evaluate_answers(cmd: Evaluate, cfg: Config, checkpoints: list[str]) -> list
                 if "best" in paths:
                     _add_lines("best", paths["best"], chosen)
             labels = [name.removeprefix("reward_") for name in rows[0] if name.startswith("reward_")]
-            numbers = summarise(rows, labels, cmd.num_samples) | ({} if played is None else played.numbers())
+            numbers = summarise(rows, labels, cmd.num_samples)
             # metric=gsm8k is also reported under its own name, beside `reward`.
             alone = {cmd.metric: numbers["reward"]} if cmd.metric in REWARDS else {}
             measured.append(alone | numbers | counts)
@@ -201,21 +192,16 @@ def evaluate_answers(cmd: Evaluate, cfg: Config, checkpoints: list[str]) -> list
 def _make_rows(
     cmd: Evaluate,
     prompts: list[Prompt],
-    answers: list[Answer],
-    vocab: Vocab,
+    drawn: Drawn,
     scorer: Scorer,
     engine_rewards: EngineRewards,
     max_new_tokens: int,
-    played: Played | None,
 ) -> tuple[list[Row], Numbers]:
-    """Score the answers; return a row for each, those to the first prompt first, and counts: the number of missing
-    scores, what a judge has cost."""
+    """Score the answers; return a row for each, those to the first prompt first, and counts: of the episodes, the
+    number of missing scores, what a judge has cost."""
     rows: list[Row] = []
-    counts: Numbers = {}
-    texts = [vocab.backend.decode(answer.text_tokens) for answer in answers]
-    if played is not None:
-        texts = [vocab.backend.decode(answer.tokens, skip_special_tokens=False) for answer in answers]
-    count = cmd.num_samples
+    (answers, texts, played), count = drawn, cmd.num_samples
+    counts: Numbers = {} if played is None else dict(played.numbers())
     # In batches, because reward_timeout_s is the time that a reward has for one batch.
     size = max(1, cmd.batch_size // count)
     for start in range(0, len(prompts), size):

@@ -45,6 +45,7 @@ from tunix.data.batches import Batch, DataSchedule, Example, Numbers, Position, 
 from tunix.data.image_slots import find_slots
 from tunix.data.packing import pack_best_fit
 from tunix.data.prompts import Prompt, PromptCorpus, PromptOrder, gather_columns
+from tunix.data.tokenizer import Vocab
 from tunix.inference.engine import Answer
 from tunix.inference.rollout import Request, RolloutRequest, Sampler, derive_seed, gather_device_bytes
 from tunix.inference.sampling import find_stop_ids, select_sampling
@@ -203,7 +204,12 @@ class RolloutEngine:
         """
         with self.caches.hold(request.rank), jax.set_mesh(self.rollout_mesh):
             start_time = time.perf_counter()
-            answers, texts, played = self._sample(params, request)
+            stop = self.stops[request.sampling.stop]
+            # A player holds the devices itself, and gives them back while environments work.
+            with self.devices.hold(request.rank) if self.player is None else nullcontext():
+                answers, texts, played = draw_answers(
+                    self.sampler, params, request, self.rows_at_once, stop, self.vocab, self.player
+                )
             rollout_s = time.perf_counter() - start_time
         if request.between_chunks is not None:
             request.between_chunks()
@@ -216,26 +222,36 @@ class RolloutEngine:
                 scores = self.engine_rewards.add(scores, *info, played, hold)
         return RolloutGroup(prompts, answers, texts, scores, rollout_s, played)
 
-    def _sample(self, params: Any, request: RolloutRequest) -> tuple[list[Answer], list[str], Played | None]:
-        """Return answers and their texts, and episodes where there is an environment."""
-        decode, stop = self.vocab.backend.decode, self.stops[request.sampling.stop]
-        if self.player is not None:
-            played = self.player.rollout(self.sampler, params, request, self.rows_at_once, stop)
-            answers = [episode.to_answer() for episode in played.episodes]
-            return answers, [decode(answer.tokens, skip_special_tokens=False) for answer in answers], played
-        sampling = select_sampling(request.sampling, stop)
-        drawing = make_request(request.prompts, request.group_size, request.seed)
-        with self.devices.hold(request.rank):
-            answers = self.sampler.rollout(params, drawing, sampling, self.rows_at_once, request.between_chunks)
-        return answers, [decode(answer.text_tokens) for answer in answers], None
+
+class Drawn(NamedTuple):
+    """All answers to the first prompt of a request, then all to the second, ..., and their texts."""
+
+    answers: list[Answer]
+    texts: list[str]
+    played: Played | None  # the episodes that the answers are, where there is an environment
 
 
-def make_request(prompts: Sequence[Prompt], answers_per_prompt: int, seed: int) -> Request:
-    """Return what a sampler is asked for, with the images of the prompts."""
-    images = [prompt.images for prompt in prompts]
+def draw_answers(
+    sampler: Sampler,
+    params: Any,
+    request: RolloutRequest,
+    rows_at_once: int | None,
+    stop: tuple[int, ...],
+    vocab: Vocab,
+    player: Player | None,
+) -> Drawn:
+    """Draw the answers of a request with parameters at rest; `stop` ends an answer, or a turn of an episode."""
+    decode = vocab.backend.decode
+    if player is not None:
+        played = player.rollout(sampler, params, request, rows_at_once, stop)
+        answers = [episode.to_answer() for episode in played.episodes]
+        return Drawn(answers, [decode(answer.tokens, skip_special_tokens=False) for answer in answers], played)
+    tokens, images = [each.tokens for each in request.prompts], [each.images for each in request.prompts]
     has_images = any(each is not None for each in images)
-    tokens = [prompt.tokens for prompt in prompts]
-    return Request(tokens, answers_per_prompt, seed, images=images if has_images else None)
+    drawing = Request(tokens, request.group_size, request.seed, images=images if has_images else None)
+    sampling = select_sampling(request.sampling, stop)
+    answers = sampler.rollout(params, drawing, sampling, rows_at_once, request.between_chunks)
+    return Drawn(answers, [decode(answer.text_tokens) for answer in answers], None)
 
 
 def score_together(
