@@ -176,16 +176,13 @@ class Speaker:
         """Return the tokens of a prompt, and its images; a text without a template is continued."""
         if self.template is not None:
             text = self.template.render(prompt.turns, add_generation_prompt=True)
-            tokenize = self._encode_rendered
+            tokenize = self.model.encode_rendered
         else:
             mark = "" if self.images is None else self.images.processor.mark
             text, tokenize = join_parts(prompt.turns[-1]["content"], mark), self.model.encode
         if self.images is None:
             return tokenize(text), None
         return self.images.encode(text, [base64.b64decode(file) for file in prompt.files], tokenize)
-
-    def _encode_rendered(self, text: str) -> list[int]:
-        return self.tokenizer.encode(text, add_special_tokens=False).ids
 
 
 def _begin_conversation(command: Generate) -> list[Row]:

@@ -122,13 +122,10 @@ class RequestReader:
             raise ApiError(400, f"the conversation {error}"[:500], "messages") from None
 
     def _encode_chat(self, text: str, files: list[bytes]) -> tuple[list[int], Images | None]:
-        def tokenize(text: str) -> list[int]:
-            return self.tokenizer.encode(text, add_special_tokens=False).ids
-
         if self.images is None:
-            return tokenize(text), None
+            return self.model.encode_rendered(text), None
         try:
-            return self.images.encode(text, files, tokenize)
+            return self.images.encode(text, files, self.model.encode_rendered)
         except UserError as error:
             raise ApiError(400, str(error), "messages") from None
 

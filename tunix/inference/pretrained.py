@@ -154,8 +154,13 @@ class Pretrained:
             raise UserError(f"{self.tokenizer_files} has no tokenizer.json, so a text has no tokens; put it there")
         if self.vocab is None or self.has_source_tokenizer:
             return self.tokenizer.encode(text).ids  # a tokenizer of Hugging Face adds the first token itself
-        ids = self.tokenizer.encode(text, add_special_tokens=False).ids
+        ids = self.encode_rendered(text)
         return ids if self.vocab.bos is None else [self.vocab.bos, *ids]  # as the documents in training
+
+    def encode_rendered(self, text: str) -> list[int]:
+        """Return the tokens of a text by a chat template, which has written all special tokens itself."""
+        assert self.tokenizer is not None
+        return self.tokenizer.encode(text, add_special_tokens=False).ids
 
     def score(self, rows: Sequence[Sequence[int]], num_at_once: int = 8) -> np.ndarray:
         """Return the numbers [documents, v] float32 that the model gives to documents, lists of token ids.
