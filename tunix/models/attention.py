@@ -230,9 +230,11 @@ def _triangle(
     @partial(jax.checkpoint, prevent_cse=False, static_argnums=0)
     def one_block(start, q, k, v, mask_rule):
         end = min(start + size, length)
-        rule, seen = mask_rule.queries(start, end - start), min(end + future_keys, length)
-        rule = rule._replace(k_positions=mask_rule.k_positions[:seen], k_segments=mask_rule.k_segments[:, :seen])
-        return weigh(q[:, start:end], k[:, :seen], v[:, :seen], rule.mask())
+        rule, num_keys = mask_rule.queries(start, end - start), min(end + future_keys, length)
+        rule = rule._replace(
+            k_positions=mask_rule.k_positions[:num_keys], k_segments=mask_rule.k_segments[:, :num_keys]
+        )
+        return weigh(q[:, start:end], k[:, :num_keys], v[:, :num_keys], rule.mask())
 
     blocks = [one_block(start, q, k, v, mask_rule) for start in range(0, length, size)]
     return jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), *blocks)
