@@ -24,7 +24,7 @@ from tunix.data.batches import TEACHER
 from tunix.inference.teacher import _fit_rows, check_tokenizers
 from tunix.models.layers import named
 from tunix.plan.ranking import rank
-from tunix.rl.reference import make_judge
+from tunix.rl.reference import make_teacher_scorer
 from tunix.sharding.arrays import to_global
 from tunix.training.grpo import policy_loss
 from tunix.training.loss import next_token_loss
@@ -165,9 +165,9 @@ def test_rows_that_one_model_lacks_have_no_probability(student):
     batch = student.batch | {"tokens": tokens, "log_probs": np.full(tokens.shape, -1.5, np.float32)}
     batch["targets"] = np.where(np.arange(tokens.shape[1]) == 3, 96, batch["targets"] % 96)
     with jax.set_mesh(teacher.mesh):
-        judge = make_judge(cfg, SimpleNamespace(teacher=described), params)
+        score = make_teacher_scorer(cfg, SimpleNamespace(teacher=described), params)
         rows = to_global({name: field[None] for name, field in batch.items()}, teacher.mesh)
-        found = np.asarray(judge(rows))[0]
+        found = np.asarray(score(rows))[0]
     assert (found[:, 3] == -1.5).all()
     expected = np.take_along_axis(np.asarray(own), batch["targets"][..., None], 2)[..., 0]
     others = (batch["loss_mask"] > 0) & (batch["targets"] < 96)
