@@ -166,7 +166,10 @@ def test_a_family_of_ones_own(folder):
 
     parity = ROOT / "tests/models/parity/qwen2"
     for words, message in (
-        (["model.init_from=hf"], "model_type=arcee is not understood; .*a family of your own: model.family=package"),
+        (
+            ["model.init_from=hf"],
+            "model_type=arcee is not understood; .*a family of your own: model.family=.*, or family=.* a command",
+        ),
         (["model.init_from=hf", "model.family=my_parts:ARCE"], "has no Family ARCE; did you mean ARCEE?"),
         ([f"model.init_from={parity}", own], "model_type=qwen2 is not understood; understood are arcee"),
     ):

@@ -295,7 +295,8 @@ def translate_config(
         raise UserError(f"{source}: auto_map asks for code of the model's own, which is never run")
     if name is None:
         known = ", ".join(family.model_type for family in families.values())
-        own = "" if family_name else ", and a family of your own: model.family=package.module:name"
+        keys = "model.family=package.module:name, or family=... where a command has that key"
+        own = "" if family_name else f", and a family of your own: {keys}"
         raise UserError(f"{source}: model_type={kind} is not understood; understood are {known}{own}")
     family = families[name]
     raw = _check_keys(raw, family, source)
