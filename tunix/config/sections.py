@@ -27,7 +27,8 @@ class Checkpoint(Section):
     keep_every_steps: Count | None
     """Checkpoints at multiples of this are kept for good."""
     keep_best: Flag
-    """Also keep the checkpoint with the lowest held-out loss, of those at evaluated steps."""
+    """Also keep the checkpoint with the lowest held-out loss, of those at evaluated steps; of task=grpo that with the
+    highest held-out reward."""
     async_: Flag = Field(alias="async")
     """Write in the background while training goes on."""
     folder: str | None
@@ -57,10 +58,10 @@ class Evaluation(Section):
     every_steps: Count | None
     """Steps between evaluations; null evaluates only at the end."""
     patience: Count | None
-    """The run ends, with everything saved, after this many evaluations in a row that did not lower the held-out loss;
-    null never ends it."""
+    """The run ends, with everything saved, after this many evaluations in a row that did not lower the held-out loss,
+    or with task=grpo did not raise the held-out reward; null never ends it."""
     min_improvement: PositiveOrZero
-    """Least decrease of the held-out loss that counts for evaluation.patience."""
+    """Least decrease of the held-out loss, or increase of the reward, that counts for evaluation.patience."""
     num_sequences: Count
     """Held-out sequences of seq_len tokens, the same at every evaluation; fewer if there are fewer. Of each set too."""
     sets: dict[str, AnySource]
