@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 import re
+import shutil
 import signal
 import threading
 from collections.abc import Iterator
@@ -358,6 +359,13 @@ def test_a_local_folder_is_the_same_from_everywhere(tmp_path, monkeypatch):
     assert compose(["resume='~/run'"]).run_dir == tmp_path / "run"
     assert compose(["hydra.run.dir='~/new'"]).run_dir == tmp_path / "new"
     assert (job.config.checkpoint.folder, job.came_from) == (f"{tmp_path}/disk", f"{tmp_path}/disk")
+    Path("checkpoints").mkdir()
+    shutil.copy("../run/config.yaml", ".")
+    assert compose(["resume=."]).config.checkpoint.folder == f"{tmp_path}/elsewhere"  # it has the checkpoints: a copy
+    check_root(job)  # killed before it took the folder
+    Path("../run/metrics.jsonl").touch()
+    with pytest.raises(UserError, match=f"checkpoint.folder={tmp_path}/disk is not there, and this run's checkpoints"):
+        check_root(job)
 
 
 @pytest.mark.nightly

@@ -70,6 +70,13 @@ def _reject_other_run(job: Job, root: str) -> None:
                 f"{KEY}={root}: the checkpoints of this run are in {came_from}; model.init_from={came_from} starts "
                 "a new run from its weights"
             )
+        # A run takes its home before its first step (`write_root`).
+        has_trained = (job.run_dir / "metrics.jsonl").is_file()
+        if has_trained and not is_address(root) and not (Path(root) / CONFIG).is_file():
+            raise UserError(
+                f"{KEY}={root} is not there, and this run's checkpoints were; put it back, or write its new place into "
+                f"{job.run_dir / CONFIG}"
+            )
         return
     if read_text(join(root, CONFIG), KEY) is not None if is_address(root) else (Path(root) / CONFIG).is_file():
         raise UserError(_describe_taken(root))

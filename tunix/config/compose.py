@@ -340,8 +340,11 @@ def _compose_resumed(overrides: list[str], parsed: dict[str, Override]) -> Job:
         # Without a path a tokenizer would be trained on the changed corpus; the model knows the saved one.
         saved = split_step(source)[0] if is_address(source) else str(run_dir.absolute())
         composed.tokenizer.path = join(saved, "tokenizer")
-    root = read_saved_root(run_dir) or str(run_dir)
+    saved_root = read_saved_root(run_dir)
+    root = saved_root or str(run_dir)
     if not is_address(source):
+        if "checkpoint.folder" not in parsed:
+            composed.checkpoint.folder = saved_root
         config = check(composed, fresh=False)
         return Job(config, overrides, run_dir, run_dir_is_explicit=True, resume_step=step, came_from=root)
     # `run_dir` is a copy of the bucket's files here; the run takes a new folder.

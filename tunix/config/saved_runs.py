@@ -251,9 +251,14 @@ def find_resume_point(value: str, project: str | None, key: str = "resume") -> t
 
 
 def read_saved_root(run_dir: Path) -> str | None:
-    """Return the `checkpoint.folder` of a run's saved config; a folder as an absolute path."""
+    """Return the `checkpoint.folder` of a run's saved config; a folder as an absolute path.
+
+    A folder that has the checkpoints itself may have been moved or copied since.
+    """
     root = load_saved(run_dir).get("checkpoint", {}).get("folder")
-    return root if root is None or is_address(root) else str(Path(root).absolute())
+    if root is None or is_address(root):
+        return root
+    return str((run_dir if (run_dir / "checkpoints").is_dir() else Path(root)).absolute())
 
 
 def find_checkpoints(
