@@ -46,7 +46,7 @@ from tunix.inference.openai_requests import Job, RequestReader
 from tunix.inference.pretrained import Pretrained, load_language_model
 from tunix.inference.sampling import Sampling
 from tunix.inference.serving import Piece, QueueFull, Request, Serving
-from tunix.rl.tool_parsers import find_text_before_calls
+from tunix.rl.tool_parsers import find_text_before_calls, make_call_ids
 
 try:
     import prometheus_client
@@ -578,7 +578,8 @@ def _show_message(job: Job, answer: _Answer) -> tuple[dict[str, Any], str]:
     if not calls or any(call.problem for call in calls):  # text that is no call, or a call that cannot be read
         return message, finish
     before = answer.raw.drop_special(find_text_before_calls(answer.raw.text)).rstrip()
-    return message | {"content": before or None, "tool_calls": show_calls(calls)}, "tool_calls"
+    shown = show_calls(calls, make_call_ids(job.call_format, calls, job.num_calls))
+    return message | {"content": before or None, "tool_calls": shown}, "tool_calls"
 
 
 class _Json(JSONResponse):

@@ -357,6 +357,36 @@ def test_arguments_are_texts_where_the_schema_of_the_request_says_so(model, hf_d
         assert len(asyncio.run(reader.read_chat(asked, 0)).read_calls(text * 2)) == count
 
 
+@pytest.mark.parametrize(
+    ("template", "answer", "shown"),
+    [
+        ("[TOOL_CALLS]{{ 1 / 0 if (call.id | length) != 9 }}{{ call.function.name }}", "[TOOL_CALLS]f{}", "f"),
+        (
+            "<|tool_call_begin|>{{ call.id }}",
+            "<|tool_call_begin|>functions.f:7<|tool_call_argument_begin|>{}",
+            "functions.f:0",
+        ),
+    ],
+    ids=["Mistral", "Kimi K2"],
+)
+def test_a_template_takes_the_ids_that_the_server_gives(model, hf_dir, template, answer, shown):
+    """Mistral's refuse other ids than nine letters and digits; that of Kimi K2 shows the id in the place of the name."""
+    template = f"{{% for m in messages %}}{{% for call in m.tool_calls or [] %}}{template}{{% endfor %}}{{% endfor %}}"
+    reader = RequestReader(
+        model, "small", read_settings(Serve, [f"checkpoint={hf_dir}", f"chat_template='u{template}'"]), 100, 1
+    )
+    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    body = {"messages": [{"role": "user", "content": "u"}], "tools": [tool], "max_tokens": 2}
+    job = asyncio.run(reader.read_chat(json.dumps(body).encode(), 0))
+    raw = AnswerText(model.tokenizer, [], keep_special=True)
+    raw.add(model.tokenizer.encode(answer).ids)
+    message, _ = _show_message(job, SimpleNamespace(text=raw, raw=raw, finish="stop"))
+    body["messages"].append(message)
+    job = asyncio.run(reader.read_chat(json.dumps(body).encode(), 0))
+    assert model.tokenizer.decode(job.prompts[0]).endswith(shown)
+    assert job.num_calls == 1
+
+
 def test_an_object_that_has_a_name_is_no_call(model, hf_dir):
     """Llama 3 writes calls as JSON without a mark, and an answer may be JSON too."""
     command = read_settings(Serve, [f"checkpoint={hf_dir}", "chat_template='{{ messages[0].content }}<|python_tag|>'"])

@@ -355,15 +355,15 @@ def _to_text(part: bytes) -> str:
     return part.decode(errors="replace")
 
 
-def show_calls(calls: Sequence[Call]) -> list[dict[str, Any]]:
+def show_calls(calls: Sequence[Call], ids: Sequence[str]) -> list[dict[str, Any]]:
     """Return calls of tools as a message has them."""
     return [
         {
-            "id": f"call_{uuid.uuid4().hex[:24]}",
+            "id": each,
             "type": "function",
             "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
         }
-        for call in calls
+        for each, call in zip(ids, calls, strict=True)
     ]
 
 

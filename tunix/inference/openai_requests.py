@@ -43,6 +43,8 @@ class Job:
     arrived: float  # time.monotonic()
     texts: list[str] = field(default_factory=list)  # of the prompts, where they are echoed
     images: Images | None = None  # of the one prompt of a chat
+    call_format: str = ""  # of the calls of tools in a chat (`TOOL_CALLS`)
+    num_calls: int = 0  # of tools in the conversation so far
 
 
 class RequestReader:
@@ -85,7 +87,8 @@ class RequestReader:
         text = template.render(messages, add_generation_prompt=True, options=options)
         prompt, images = await asyncio.to_thread(self._encode_chat, text, files)
         max_tokens = parameters.max_completion_tokens or parameters.max_tokens
-        read = find_reader(choose_tool_calls(template.source))
+        call_format = choose_tool_calls(template.source)
+        read = find_reader(call_format)
         most = 1 if parameters.parallel_tool_calls is False else None
 
         def read_calls(answer: str) -> list[Call]:
@@ -93,7 +96,8 @@ class RequestReader:
             return [] if any(is_named_object(call, tools or ()) for call in calls) else calls[:most]
 
         job = self._make_job(parameters, True, [prompt], max_tokens, read_calls if tools else None, arrived)
-        job.images = images
+        job.images, job.call_format = images, call_format
+        job.num_calls = sum(len(message.get("tool_calls", ())) for message in messages)
         return job
 
     def _read_images(self, messages: list[dict[str, Any]]) -> list[bytes]:

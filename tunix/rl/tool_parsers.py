@@ -3,6 +3,7 @@
 import ast
 import json
 import re
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -324,6 +325,17 @@ def keep_texts(call: Call, tools: Sequence[Mapping[str, Any]]) -> Call:
             if "string" in kinds and KINDS.get(type(call.arguments[name])) not in kinds:
                 call.arguments[name] = text
     return call
+
+
+def make_call_ids(name: str, calls: Sequence[Call], num_before: int) -> list[str]:
+    """Return ids of calls as the templates of a format want them back; `num_before` calls stand before them.
+
+    Those of Mistral refuse other ids than nine letters and digits. That of Kimi K2 shows the id alone, with the name in
+    it and the number of the call in the conversation.
+    """
+    if name == "kimi":
+        return [f"functions.{call.name}:{num_before + index}" for index, call in enumerate(calls)]
+    return [uuid.uuid4().hex[:9] for _ in calls]
 
 
 def is_named_object(call: Call, tools: Sequence[Mapping[str, Any]]) -> bool:
