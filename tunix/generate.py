@@ -157,6 +157,13 @@ class Speaker:
         """
         encoded = [self._encode(prompt) for prompt in prompts]
         tokens, images = [ids for ids, _ in encoded], [found for _, found in encoded]
+        number, length = max(enumerate(map(len, tokens), first_row + 1), key=lambda each: each[1])
+        room, context = self.sampling.max_new_tokens, self.model.cfg.context_length
+        if self.command.input and length + room > context:
+            raise UserError(
+                f"input={self.command.input}, row {number}: a prompt of {length} tokens and max_new_tokens={room} are "
+                f"more than the model's context of {context}; shorten it, or lower max_new_tokens"
+            )
         request = Request(tokens, 1, seed, first_row, images)
         answers = self.model.rollout(request, self.sampling, cache_gib=self.command.cache_gib, say=self._report)
         return [(self._decode(ids, answer), answer) for ids, answer in zip(tokens, answers, strict=True)]

@@ -243,7 +243,9 @@ def test_prompts_of_all_kinds_and_answers_that_are_kept(hf_dir, tmp_path, monkey
     assert written[1].startswith('{"prompt": "words", "id": 2, "note": "ö\\ud83d", "prediction": ')
     rows = f"prompt,prediction\nmerged,old\n{'a few words ' * 20_000},old\n"
     (tmp_path / "in.csv").write_text(rows, encoding="utf-8-sig")
-    with pytest.raises(UserError, match="are more than the model's context of 64"):
+    with pytest.raises(
+        UserError, match=r"^input=in.csv, row 2: a prompt .* are more than the model's context of 64; shor"
+    ):
         generate.generate(read_settings(Generate, [*words, "input=in.csv"]))
     assert [row["prompt"] for row in csv.DictReader((tmp_path / "out.csv").open())] == ["merged"]
 
