@@ -65,12 +65,16 @@ def test_tensors_are_those_of_the_converter(name, tmp_path):
     [({"pooling_mode": "mean"}, 1), ({"pooling_mode_mean_tokens": False, "pooling_mode_lasttoken": True}, 3)],
     ids=["sentence-transformers 5", "before"],
 )
-def test_rope_factors_of_llama_3_and_pooling(pooling, number, tmp_path):
+def test_rope_factors_of_llama_3_pooling_and_several_templates(pooling, number, tmp_path):
     folder = give_tokenizer(Path(shutil.copytree(PARITY / "llama", tmp_path / "llama")))
     (folder / "1_Pooling").mkdir()
     (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    templates = [{"name": "default", "template": "{{ 1 }}"}, {"name": "tool_use", "template": "{{ 2 }}"}]
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": templates}))
     reader = write(folder, tmp_path / "out")
-    assert keys_of(reader)["llama.pooling_type"] == number
+    keys = keys_of(reader)
+    assert keys["llama.pooling_type"] == number
+    assert [keys[f"tokenizer.chat_template{name}"] for name in ("", ".tool_use")] == ["{{ 1 }}", "{{ 2 }}"]
     factors = next(each.data for each in reader.tensors if each.name == "rope_freqs.weight")
     frequencies = 500.0 ** -(np.arange(0, 8, 2) / 8)
     # transformers' own function, for this config: see LLAMA_ROPE in tests/models/parity/make.py.

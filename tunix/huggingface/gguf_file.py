@@ -347,5 +347,7 @@ def _add_special_tokens(writer: Any, folder: Path, backend: Tokenizer) -> None:
                 writer.add_add_eos_token(True)
     template = folder / "chat_template.jinja"
     chat = template.read_text() if template.is_file() else config.get("chat_template")
-    if isinstance(chat, str):
+    if isinstance(chat, list):  # of several, each with its name
+        chat = [each for each in chat if isinstance(each, dict) and {type(text) for text in each.values()} == {str}]
+    if chat and isinstance(chat, str | list):
         writer.add_chat_template(chat)
