@@ -324,7 +324,10 @@ def _find_token_ids(model: Pretrained) -> dict[str, Any]:
     if vocab is not None and not model.has_source_tokenizer:
         return {f"{key}_id": vocab.backend.token_to_id(token) for key, token in _list_special_tokens(vocab).items()}
     config = {} if model.files is None else read_json(model.files / "config.json")
-    return {key: config[key] for key in TOKEN_IDS if key in config}
+    ids: dict[str, Any] = {}
+    for part in (config.get("text_config", {}), config):  # of a model that sees the first may have them
+        ids |= {key: part[key] for key in TOKEN_IDS if key in part and (part[key] is not None or key not in ids)}
+    return ids
 
 
 def _describe_generation(model: Pretrained, tokens: dict[str, Any]) -> dict[str, Any]:

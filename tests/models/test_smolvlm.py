@@ -72,6 +72,10 @@ def test_an_export_keeps_the_tower_and_says_how_images_are_cut(tmp_path):
     before, after = (load_file(folder / "model.safetensors") for folder in (SEEING, output))
     assert before.keys() == after.keys()
     assert all((before[name] == after[name]).all() for name in before)
+    # What ends an answer stands in the source's text_config.
+    assert [
+        json.loads((output / f"{name}config.json").read_text())["eos_token_id"] for name in ("", "generation_")
+    ] == [2, 2]
     processor = json.loads((output / "preprocessor_config.json").read_text())
     assert (processor["size"], processor["max_image_size"]) == ({"longest_edge": 104}, {"longest_edge": 26})
     assert json.loads((output / "processor_config.json").read_text())["image_seq_len"] == 9
