@@ -1,6 +1,7 @@
 """Imports run downward only."""
 
 import ast
+import re
 import subprocess
 import sys
 
@@ -42,6 +43,15 @@ def imports(path):
                 yield name if name in modules or not module else module
         elif isinstance(node, ast.Import):
             yield from (alias.name.removeprefix("tunix.") for alias in node.names if alias.name.startswith("tunix."))
+
+
+@pytest.mark.parametrize(
+    "folder", sorted({path.parent for path in FILES} - {ROOT / "tunix"}), ids=lambda path: path.name
+)
+def test_the_map_of_a_folder_names_its_files(folder):
+    text = ast.get_docstring(ast.parse((folder / "__init__.py").read_text()))
+    files = {path.stem for path in folder.glob("*.py")} - {"__init__", "__main__"}
+    assert not files - set(re.findall(r"\w+", text))
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))

@@ -7,5 +7,6 @@ Three ways to the same numbers, and tests that compare them:
     traced     `trace_analysis`          from a trace of real steps
 
 Read `step` first: it counts memory and FLOPs, and adds up collectives. `rollout` has the memory and the time of a
-rollout, `devices` the speeds of kinds of devices, of their links and of clusters.
+rollout, `passes` what a step does beside its products, `devices` the speeds of kinds of devices, of their links and of
+clusters.
 """

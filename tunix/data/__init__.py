@@ -14,8 +14,12 @@
 `dataset.prepare` runs the first half for one source and keeps the result in the cache, `dataset.prepare_corpus` for
 all sources of a config. `dataset.load_corpus` and `prompts.load_prompts` run the second half, too. `batches`
 lists the fields of a batch, chooses and shuffles the samples of one source or of several, and reads those of a step.
-`table` lists the sources, and `documents` the kinds of documents; `parquet` is the source of that
+`sources` lists the sources, and `documents` the kinds of documents; `parquet` is the source of that
 kind of file. Read `dataset` first.
+
+Text becomes tokens by a `tokenizer`, in `pieces` where it is long, and by a memory of `words`; conversations become
+text in `chat`. `images` reads those of rows, `image_processors` makes of them what a tower takes, and `image_slots` has
+their places in sequences. `teacher_logits` are numbers of a teacher for each token of a corpus.
 
 An example. The row {"prompt": "1+1?", "completion": "2"} of a JSONL file (task=sft) becomes a conversation of two
 turns; the chat template makes it text, and the tokenizer makes that tokens (written as text here, with T = 8):

@@ -1,4 +1,4 @@
-"""Schedules of the learning rate: the choices of the group `scheduler`.
+"""Schedules of the learning rate: the choices of the group `scheduler` (that of a run: training/optimizer.py).
 
 optax and jax are imported where they are called, because a config is checked before jax is imported.
 """

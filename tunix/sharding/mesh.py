@@ -1,5 +1,5 @@
 """The mesh: its shape as users write it, read, resolved for the devices and checked against the model; and the device
-mesh of that shape.
+mesh of that shape. Its axes are the rows of `MESH` (sharding/table.py).
 
 The config is made of shapes, so this file imports jax only inside of the functions that make a mesh.
 """
