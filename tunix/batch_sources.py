@@ -116,8 +116,8 @@ class CorpusFeed:
 
     def __enter__(self) -> Self:
         for name, sequences in self.corpus.train.items():
-            if said := sequences.describe_decoding(self.train_spec.batch.num_sequences, self.cfg.loading.read_threads):
-                log.info("%s: %s", name, said)
+            if text := sequences.describe_decoding(self.train_spec.batch.num_sequences, self.cfg.loading.read_threads):
+                log.info("%s: %s", name, text)
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -453,9 +453,9 @@ def _join(mistakes: list[_Mistake]) -> str:
     A value that may be of several types has one for each of them; together they say what is legal.
     """
     prefix, *_ = mistakes[0]
-    told = [mistake for mistake in mistakes if not mistake.message.startswith("expected ")]
-    if prefix and told:  # the value has one of these types, and a fault of its own
-        mistakes = told[:1]
+    own = [mistake for mistake in mistakes if not mistake.message.startswith("expected ")]
+    if prefix and own:  # the value has one of these types, and a fault of its own
+        mistakes = own[:1]
     valid = list(dict.fromkeys(mistake.message for mistake in mistakes))
     valid[1:] = [message.removeprefix("expected ").removeprefix("one of ") for message in valid[1:]]
     if any(mistake.takes_null for mistake in mistakes):

@@ -324,11 +324,11 @@ class ChatTemplate:
             UserError: the template fails, or does not show the answer.
         """
         # Templates of alternating roles take one message of the user; a call has one message of its tool.
-        said = ["\n\n".join(texts)] if role == "user" and texts else texts
+        contents = ["\n\n".join(texts)] if role == "user" and texts else texts
         messages = [
             {"role": "user", "content": "?"},
             ANSWER,
-            *({"role": role, "content": text, "name": "tool", "tool_call_id": "000000000"} for text in said),
+            *({"role": role, "content": text, "name": "tool", "tool_call_id": "000000000"} for text in contents),
         ]
         text = self.render(messages, add_generation_prompt=True, options=options)
         if MARK not in text:
@@ -397,8 +397,8 @@ class ChatTemplate:
         return "" if is_shown else "drops the calls of tools (tool_calls) of the assistant; give"
 
     def _find_hidden_results(self, messages: Sequence[Message], options: Options) -> str:
-        said = [{**each, "content": WORDS} if each["role"] == "tool" else each for each in messages]
-        is_shown = WORDS in self.render(said, options=options)
+        marked = [{**each, "content": WORDS} if each["role"] == "tool" else each for each in messages]
+        is_shown = WORDS in self.render(marked, options=options)
         return "" if is_shown else "drops what tools say (turns of the role tool); give"
 
 

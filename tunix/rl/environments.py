@@ -264,8 +264,8 @@ def join_tools(kinds: Mapping[str, type]) -> type:
     def reset(self: Any, seed: int, **columns: Any) -> list[str] | None:
         texts = []
         for part in self.parts.values():
-            said = part.reset(**select_arguments(part.reset, seed, columns))
-            texts += _read_observation(said[0] if isinstance(said, tuple) else said) or []
+            found = part.reset(**select_arguments(part.reset, seed, columns))
+            texts += _read_observation(found[0] if isinstance(found, tuple) else found) or []
         return texts or None
 
     def close(self: Any) -> None:

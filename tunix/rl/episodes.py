@@ -73,9 +73,9 @@ class ObservationEncoder:
         Raises:
             UserError: the chat template refuses the texts.
         """
-        said = self.vocab.chat.text_after_turn(self.role, list(map(self.mask, texts)), self.options)
+        text = self.vocab.chat.text_after_turn(self.role, list(map(self.mask, texts)), self.options)
         self.vocab.backend.encode_special_tokens = False
-        ((_, encoded),) = self.vocab.encode_sequences([["?", said]])  # "?" stands for the turn
+        ((_, encoded),) = self.vocab.encode_sequences([["?", text]])  # "?" stands for the turn
         tokens = encoded.tolist()
         # The turn was drawn with the token that stops it: that of the template is left out, with white space before it.
         for number, token in enumerate(tokens):
@@ -534,27 +534,27 @@ class _Game:
             self._end(episode)
             return
         episode.tool_errors += reply.tool_errors
-        said = reply.observations or []
-        for text in said:
+        observations = reply.observations or []
+        for text in observations:
             episode.turns.append({"role": "tool", "content": text})
-        if said:
+        if observations:
             episode.turns[-1] |= {"reward": reply.reward, "seconds": round(seconds, 3)}
         if reply.done:
             self._end(episode)
         elif episode.num_turns >= self.player.task.max_turns or self._is_late(episode):
             self._finish(episode)
         else:
-            self._go_on(episode, said)
+            self._go_on(episode, observations)
 
     def _is_late(self, episode: Episode) -> bool:
         """Return whether the environment of an episode has worked longer than it may."""
         limit_s = self.player.task.episode_timeout_s
         return limit_s is not None and episode.environment_s > limit_s
 
-    def _go_on(self, episode: Episode, said: list[str]) -> None:
+    def _go_on(self, episode: Episode, observations: list[str]) -> None:
         """Let an episode draw its next turn behind what the environment has said."""
         try:
-            tokens = self.player.encoder.encode(said)
+            tokens = self.player.encoder.encode(observations)
         except UserError as error:
             self._end(episode, str(error))
             return

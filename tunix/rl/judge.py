@@ -84,13 +84,13 @@ class Judge:
                 f"task.rewards: api_key_variable={term.api_key_variable} names an environment variable that is not set"
             )
         self.opener = urllib.request.build_opener(_Stay)
-        told = json.dumps([term.url, term.model, term.options, term.max_rating], sort_keys=True)
+        settings = json.dumps([term.url, term.model, term.options, term.max_rating], sort_keys=True)
         folder = cache_dir / "judge"
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"{folder} cannot be written ({error.strerror})") from None
-        path = folder / f"{hash_texts(told)}.jsonl"
+        path = folder / f"{hash_texts(settings)}.jsonl"
         self.file, self.lock = open_lines(path), threading.Lock()
         lines = read_json_lines(path)
         self.ratings = {line.get("text"): line["rating"] for line in lines if isinstance(line.get("rating"), float)}

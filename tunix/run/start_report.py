@@ -152,12 +152,12 @@ def _describe_teacher(cfg: Config, train_spec: TrainSpec) -> dict[str, str]:
             where, how = "alone, before the state is made", describe_logits(cfg, teacher.num_rows)
         elif not teacher.in_loss:
             how = "the tokens that are drawn, in their advantages"
-        said, model = "", teacher.model if isinstance(teacher, OfflineTeacher) else teacher
+        weights, model = "", teacher.model if isinstance(teacher, OfflineTeacher) else teacher
         if model is not None:
             num_bytes = bytes_per_device(model.abstract_params(train_spec.mesh))
-            said = f"{model.model.family}, {model.arch.num_parameters:,} parameters, {num_bytes / 2**30:.3f} GiB "
-            said += f"{where} in {train_spec.layout.compute}; "
-        rows["teacher"] = f"{teacher.source}: {said}{how}, with task.teacher_weight={task.teacher_weight:g}"
+            weights = f"{model.model.family}, {model.arch.num_parameters:,} parameters, {num_bytes / 2**30:.3f} GiB "
+            weights += f"{where} in {train_spec.layout.compute}; "
+        rows["teacher"] = f"{teacher.source}: {weights}{how}, with task.teacher_weight={task.teacher_weight:g}"
     if isinstance(task, Grpo) and not task.is_rewarded:
         rows["held out"] = "no answers: nothing scores them (task.rewards=[]); a reward of weight 0 only measures"
     return rows
@@ -184,14 +184,14 @@ def _describe_experts(cfg: Config, train_spec: TrainSpec, mlp: ExpertsMlp) -> st
 
 def _describe_vision(cfg: Config, train_spec: TrainSpec, vision: AnyVision) -> str:
     """Return in words what sees, what of it is trained, and what an image costs."""
-    parts, trained, said = train_spec.arch.weights["vision"], train_spec.arch.trained_weights["vision"], []
+    parts, trained, texts = train_spec.arch.weights["vision"], train_spec.arch.trained_weights["vision"], []
     for name in ("tower", "projector"):
         number = count(trained[name])
-        said.append(f"{name} {count(parts[name]):,} parameters, {f'{number:,} trained' if number else 'frozen'}")
+        texts.append(f"{name} {count(parts[name]):,} parameters, {f'{number:,} trained' if number else 'frozen'}")
     slots, gflop = cfg.training.images_per_row, tower_flops(cfg.model) / 1e9
     largest = find_processor(vision).describe_largest()
     return (
-        f"{'; '.join(said)}; {slots} of {largest} a sequence, each {vision.num_patches:,} patches, "
+        f"{'; '.join(texts)}; {slots} of {largest} a sequence, each {vision.num_patches:,} patches, "
         f"{vision.tokens_per_image} tokens, {gflop:,.3f} GFLOP"
     )
 
