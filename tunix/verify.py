@@ -98,16 +98,16 @@ def _select_devices(cfg: Config) -> list[jax.Device]:
         UserError: some processes would have no device, and the run needs every process.
     """
     devices = jax.devices()
-    of_main = [device for device in devices if device.process_index == 0]
+    main_devices = [device for device in devices if device.process_index == 0]
     sizes = explicit_sizes(cfg.model.mesh_shape)
-    if sizes is None or math.prod(sizes.values()) > len(of_main) or len(of_main) == len(devices):
+    if sizes is None or math.prod(sizes.values()) > len(main_devices) or len(main_devices) == len(devices):
         return devices
     if reason := _find_shared_work(cfg):
         raise UserError(
             f"mesh {format_mesh_shape(sizes)}: {reason} needs every process, and this mesh has devices of process 0 "
             "alone; name meshes of more devices by --meshes"
         )
-    return of_main
+    return main_devices
 
 
 def _find_shared_work(cfg: Config) -> str:
@@ -217,8 +217,8 @@ def _print_report(trials: list[Trial], tolerance: float) -> int:
     if peers.is_main():
         print_table(table)
         verdict = "within" if max_difference <= tolerance else "past"
-        of_first = f" ({at_first:.2e} in the first step)" if num_steps > 1 else ""
-        print(f"largest relative difference {max_difference:.2e}{of_first}, {verdict} the tolerance of {tolerance:g}")
+        first_step = f" ({at_first:.2e} in the first step)" if num_steps > 1 else ""
+        print(f"largest relative difference {max_difference:.2e}{first_step}, {verdict} the tolerance of {tolerance:g}")
     return int(max_difference > tolerance)
 
 

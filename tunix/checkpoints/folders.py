@@ -253,9 +253,9 @@ def _read_arrays(folder: Path, share: int, num_shares: int) -> None:
 
 def _open_state(folder: Path) -> ts.KvStore:
     """Open Orbax's store of arrays. Its files are mapped: read into buffers, twice as many pages would be made."""
-    place = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{folder}/"}, "cache_pool": "cache_pool#index"}
+    spec = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{folder}/"}, "cache_pool": "cache_pool#index"}
     context = ts.Context({"file_io_mode": {"mode": "memmap"}, "cache_pool#index": {"total_bytes_limit": 10**8}})
-    return ts.KvStore.open(place, context=context).result()
+    return ts.KvStore.open(spec, context=context).result()
 
 
 def _open_array(state: ts.KvStore, name: str) -> ts.TensorStore:

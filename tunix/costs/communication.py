@@ -523,8 +523,8 @@ def send_rows(each: ExpertTokens) -> Iterator[Transfer]:
     num_local = num_experts // each.num_devices
     capacity = count_rows(each.num_tokens, per_token, each.num_devices, num_local, each.capacity)
     num_rows = min(each.num_tokens * per_token, capacity)
-    there = each.runs + 1
-    factor = 0.0 if each.mlp.weighted == "inputs" else there
-    num_bytes = round(each.layers * num_rows * ((there + each.results + 1) * each.row + factor * NUMBER))
-    count = round(each.layers * (there + each.results + 1 + factor))
+    num_sends = each.runs + 1
+    factor = 0.0 if each.mlp.weighted == "inputs" else num_sends
+    num_bytes = round(each.layers * num_rows * ((num_sends + each.results + 1) * each.row + factor * NUMBER))
+    count = round(each.layers * (num_sends + each.results + 1 + factor))
     yield Transfer("ragged-all-to-all", each.axes, num_bytes, overlaps=each.hidden, count=count)

@@ -450,8 +450,8 @@ def count_fused(instruction: Instruction, scope: Scope, capacity_factor: float, 
         sides.reverse()
     dim, width = sides
     # Results are rows; of those that are weights, the longest operand of one dimension are the tokens of rows.
-    of_rows = len(results[0]) == 2
-    num_rows = (results[0][0] if of_rows else max(dims[0] for dims in shapes if len(dims) == 1)) / capacity_factor
+    gives_rows = len(results[0]) == 2
+    num_rows = (results[0][0] if gives_rows else max(dims[0] for dims in shapes if len(dims) == 1)) / capacity_factor
     itemsize = min(count_array_bytes(dtype, "1") for dtype, _ in ARRAY.findall(instruction.type))
     flops = 2.0 * each.num_matmul * (num_rows + num_experts * empty_rows) * dim * width
     numbers = num_rows * (each.wide * dim + each.narrow * width) + each.num_matmul * num_experts * dim * width

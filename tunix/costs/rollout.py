@@ -318,8 +318,8 @@ def _count_fitting_pages(train_spec: TrainSpec, rows: int, device_bytes: int, fr
     """Return how many pages fit into the free bytes of a device, beside what else so many rows of it need."""
     mesh = whole_sequences(find_rollout_mesh(train_spec))
     others = _derive_costs_of_run(train_spec, rows * data_shards(mesh.shape), device_bytes, num_pages=0).memory
-    of_page = count_page_bytes(train_spec.arch, mesh, _describe_cache(train_spec))
-    return max(0, int((free - others) // of_page))
+    page_bytes = count_page_bytes(train_spec.arch, mesh, _describe_cache(train_spec))
+    return max(0, int((free - others) // page_bytes))
 
 
 def _describe_cache(train_spec: TrainSpec, num_pages: int | None = None) -> CacheSpec:
@@ -413,8 +413,8 @@ def derive_rollout_costs(
     prompts = min(count_prefill_prompts(max_prompt_length), pad_batch(begun))
     slots = _list_slots(length, max_length)
     paged = False if cache.has_pages else None
-    of_row = [_count_cache_bytes(arch, mesh, num_slots, cache, paged) for num_slots in slots]
-    of_page = count_page_bytes(arch, mesh, cache) if cache.has_pages else 0
+    row_bytes = [_count_cache_bytes(arch, mesh, num_slots, cache, paged) for num_slots in slots]
+    page_bytes = count_page_bytes(arch, mesh, cache) if cache.has_pages else 0
     entries = _count_cache_bytes(arch, mesh, slots[0], cache)
     # Pages without a bound grow as slots do; a prompt that is to have more answers may have pages that no row has.
     spare = pad_batch(count_pages(max_prompt_length)) if answers_per_prompt > 1 else 0
@@ -424,11 +424,11 @@ def derive_rollout_costs(
     local_vocab = find_shard_shape((vocab,), layout.activation("V"), mesh)[0]
     parts = {
         "gathered weights": _count_weight_bytes(arch, mesh, device_bytes),
-        "cache": rows * of_row[-1] + growing[-1] * of_page,
+        "cache": rows * row_bytes[-1] + growing[-1] * page_bytes,
         # While a cache grows, or is cut to half of its rows, the old one and the new one are there.
         "other cache": max(
-            rows * max([*of_row[-2:-1], of_row[-1] // 2 if select_fewer_rows(rows, 0) < rows else 0]),
-            sum(growing[-2:-1]) * of_page,
+            rows * max([*row_bytes[-2:-1], row_bytes[-1] // 2 if select_fewer_rows(rows, 0) < rows else 0]),
+            sum(growing[-2:-1]) * page_bytes,
         ),
         # float32: the device's part of the vocabulary, and the whole rows that it draws from, with their exponentials.
         "logits": 4 * max(rows, prompts) * (local_vocab + 2 * vocab),
@@ -438,13 +438,13 @@ def derive_rollout_costs(
     every_token = parts["gathered weights"] + parts["logits"]
     # Each token reads all weights, and the cache of all rows. The cache grows while the first rows do, and stays so.
     tokens_at = [min(each, max_length) - before for before, each in zip([length, *slots], slots, strict=False)]
-    first_rows = sum(count * size for count, size in zip(tokens_at, of_row, strict=True)) * rows
+    first_rows = sum(count * size for count, size in zip(tokens_at, row_bytes, strict=True)) * rows
     rounds = max(1, answers / rows)  # that so many answers take, one after the other
-    later_rows = (rounds - 1) * max_new_tokens * of_row[-1] * rows
+    later_rows = (rounds - 1) * max_new_tokens * row_bytes[-1] * rows
     if cache.has_pages:  # of each row those are read that it has; as many rows are at work as have some
         mean = count_pages(length + max_new_tokens // 2)
         rounds = max(1, answers / min(rows, max(1, growing[-1] / mean)))
-        later_rows += answers * max_new_tokens * mean * of_page
+        later_rows += answers * max_new_tokens * mean * page_bytes
     bytes_read = rounds * max_new_tokens * every_token + first_rows + later_rows
     tokens = num_prompts / shards * length + answers * max_new_tokens
     flops = forward_flops_per_token(arch.model, arch.num_active, max_length) * tokens

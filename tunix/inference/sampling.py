@@ -474,7 +474,7 @@ def _decode(
     devices.
     """
     model = weights.module(arch)
-    of_rows = model.layout.activation("B")
+    rows_spec = model.layout.activation("B")
 
     def step(state):
         n, rows, cache, chunk = state
@@ -510,7 +510,7 @@ def _decode(
         return (n < extent.steps) & (count >= extent.fewest)
 
     def empty(dtype):
-        return jnp.full((len(rows.token), CHUNK), NO_TOKEN, dtype, out_sharding=of_rows)
+        return jnp.full((len(rows.token), CHUNK), NO_TOKEN, dtype, out_sharding=rows_spec)
 
     chunk = Sampled(empty("int32"), empty("float32"), empty("float32"))
     start = (jnp.int32(0), rows, cache, chunk), jnp.sum(rows.working.astype(jnp.int32))
@@ -551,8 +551,8 @@ def _decode_guesses(
     the others.
     """
     model = weights.module(arch)
-    of_rows, width = model.layout.activation("B"), CHUNK + sampling.guess
-    text = reshard(text, PartitionSpec(*of_rows, None))
+    rows_spec, width = model.layout.activation("B"), CHUNK + sampling.guess
+    text = reshard(text, PartitionSpec(*rows_spec, None))
 
     def step(state):
         n, rows, text, filled, passes, cache, chunk = state
@@ -592,7 +592,7 @@ def _decode_guesses(
         return after, count_at_work(after)
 
     def empty(dtype):
-        return jnp.full((len(rows.token), width), NO_TOKEN, dtype, out_sharding=of_rows)
+        return jnp.full((len(rows.token), width), NO_TOKEN, dtype, out_sharding=rows_spec)
 
     chunk = Sampled(empty("int32"), empty("float32"), empty("float32"))
     start = jnp.int32(0), rows, text, jnp.zeros_like(rows.length), jnp.zeros_like(rows.length), cache, chunk

@@ -103,8 +103,8 @@ def assume_speeds(cluster: Cluster, sizes: dict[str, int]) -> Speeds:
     matmul_flops_per_s = kind.peak_tflops * 1e12 * kind.efficiency
     fp8 = (kind.fp8_tflops or kind.peak_tflops) * 1e12 * kind.efficiency  # MXFP8 is as fast where a chip has it
     memory, host = kind.hbm_gb_per_s * 1e9 * HBM_SHARE, kind.host_gb_per_s * 1e9 * HOST_SHARE
-    of_kernels = matmul_flops_per_s * KERNEL_SHARE
-    return Speeds(matmul_flops_per_s, fp8, of_kernels, memory, host, LAUNCH_S, collective_s, link_of)
+    kernel_flops_per_s = matmul_flops_per_s * KERNEL_SHARE
+    return Speeds(matmul_flops_per_s, fp8, kernel_flops_per_s, memory, host, LAUNCH_S, collective_s, link_of)
 
 
 def derive_kernel_data(cfg: Config, device_kind: str, sizes: dict[str, int]) -> KernelData:
