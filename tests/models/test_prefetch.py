@@ -8,11 +8,16 @@ from tunix.base.errors import UserError
 from tunix.training.choices import keep_known_options
 from tunix.training.loss import find_loss_kind
 
+NF4 = [
+    "model.mesh_shape=[[8],[fsdp]]", "model.lora.rank=2", "model.lora.quantize_base=nf4", "model.num_layers=4",
+    "model.global_every=1", "training.remat=full",
+]  # fmt: skip
 MESHES = {
     "dp x fsdp x tp, LoRA with dropout": [
         "model.mesh_shape=[[2,2,2],[dp,fsdp,tp]]", "training.remat=dots", "model.lora.rank=2", "model.lora.dropout=0.1",
         "training.gradient_accumulation_steps=2",
     ],
+    "fsdp, QLoRA in nf4": NF4,
 }  # fmt: skip
 
 
@@ -26,6 +31,11 @@ def test_the_numbers_are_the_same(words):
     # The same sums, which XLA may add up in another order.
     for expected, metrics in zip(plain.run(data, 2), ahead.run(data, 2), strict=True):
         assert metrics == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_numbers_of_nf4_are_on_every_device():
+    """A constant of the backward pass, which two layers of an iteration keep: JAX refused to stack it."""
+    program(*NF4, "training.overlap=prefetch").lower(batch(sequences=8))
 
 
 @pytest.mark.parametrize(

@@ -122,7 +122,7 @@ class PrefetchPasses(Passes):
             # with them.
             next_weights = self.weights.gather(params, jnp.minimum(number + 1, last))
             x, results = run(gathered, x, layer, shared)
-            return (x, next_weights), results
+            return (x, next_weights), jax.tree.map(_place, results)
 
         first, each = (x, self.weights.gather(params, 0)), (jnp.arange(last + 1), layers)
         (x, gathered), results = jax.lax.scan(body, first, each, unroll=self.unrolled or self.UNROLL)
@@ -196,3 +196,8 @@ class PrefetchPasses(Passes):
         gradients = write_sums(gradients, weights.scatter_over_devices(open_sums, params), 0)
         of_params, sums = ([None] * len(params), gradients) if has_sums else (gradients, sums)
         return of_params, flows, d_values, sums
+
+
+def _place(x: jax.Array) -> jax.Array:
+    """Return a constant that a backward pass takes, as the 16 numbers of nf4, on every device; it may lie nowhere."""
+    return reshard(x, PartitionSpec()) if jax.typeof(x).sharding.mesh.empty else x
