@@ -35,7 +35,7 @@ from tunix.data.chat import THOUGHTS
 from tunix.data.prompts import Prompt
 from tunix.data.tokenizer import TokenBytes
 from tunix.inference import engine
-from tunix.inference.openai_api import AnswerText, TokenScores, read_message
+from tunix.inference.openai_api import AnswerText, ApiError, TokenScores, read_message
 from tunix.inference.openai_requests import RequestReader
 from tunix.inference.page_pool import PagePool
 from tunix.inference.rollout import Request, RowSizes
@@ -420,6 +420,12 @@ def test_a_conversation_with_tools_has_the_template_for_them(model, hf_dir, tmp_
         reader = RequestReader(own, "small", read_settings(Serve, [f"checkpoint={hf_dir}", *words]), 100, 1)
         jobs = [asyncio.run(reader.read_chat(json.dumps(each).encode(), 0)) for each in (body, body_with_tools)]
         assert [model.tokenizer.decode(job.prompts[0]) for job in jobs] == prompts
+    if in_files:
+        (folder / "additional_chat_templates" / "tool_use.jinja").write_text("{{")
+        reader = RequestReader(own, "small", read_settings(Serve, [f"checkpoint={hf_dir}"]), 100, 1)
+        asyncio.run(reader.read_chat(json.dumps(body).encode(), 0))
+        with pytest.raises(ApiError, match="the model has no chat template"):
+            asyncio.run(reader.read_chat(json.dumps(body_with_tools).encode(), 0))
 
 
 # Many clients.

@@ -74,15 +74,15 @@ class RequestReader:
     async def read_chat(self, body: bytes, arrived: float) -> Job:
         parameters = read_parameters(ChatParameters, body)
         self.check_model(parameters.model)
-        if not self.templates:
+        tools = None if parameters.tool_choice == "none" else parameters.tools
+        template = self.templates.get(bool(tools))  # none also where that for tools cannot be read
+        if template is None:
             raise ApiError(400, "the model has no chat template; ask /v1/completions, or start with chat_template=FILE")
         if parameters.top_logprobs and not parameters.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs=true", "top_logprobs")
         messages = [read_message(message, index) for index, message in enumerate(parameters.messages)]
-        tools = None if parameters.tool_choice == "none" else parameters.tools
         options = {**(parameters.chat_template_kwargs or {}), **({"tools": tools} if tools else {})}
         files = await asyncio.to_thread(self._read_images, messages)
-        template = self.templates[bool(tools)]
         # In this thread, which alone can end a template that takes too long.
         text = template.render(messages, add_generation_prompt=True, options=options)
         prompt, images = await asyncio.to_thread(self._encode_chat, text, files)
