@@ -70,6 +70,20 @@ def template(source: str) -> ChatTemplate:
     return ChatTemplate(source, {"bos_token": "<s>", "eos_token": "</s>"})
 
 
+def test_calls_are_shown_by_a_template_that_wants_no_content_beside_them():
+    """As DeepSeek R1's, which also adds the arguments to a text."""
+    chat = template(
+        "{% for m in messages %}{% if m.content is none %}{% for call in m.tool_calls %}<call>"
+        "{{ call.function.name + call.function.arguments }}{% endfor %}{% else %}<{{ m.role }}>{{ m.content }}{% endif %}"
+        "{% endfor %}"
+    )
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    turns = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    chat.check_tools(turns)
+    assert chat.render(turns) == '<user>u<call>add{"a": 1}'
+    assert template(CHATML).needs_null is template(PLAIN).needs_null is False
+
+
 @pytest.mark.parametrize("name", BEHIND)
 def test_the_text_behind_a_turn(name):
     source, role, behind = BEHIND[name]

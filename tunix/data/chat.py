@@ -206,8 +206,8 @@ class ChatTemplate:
             messages = [{**message, "content": join_parts(message["content"], self.mark)} for message in messages]
         elif self.needs_parts:
             messages = [{**message, "content": _as_parts(message.get("content"))} for message in messages]
-        if any(message.get("tool_calls") for message in messages) and self.needs_json:
-            messages = [_with_json(message) for message in messages]
+        if any(message.get("tool_calls") for message in messages):
+            messages = [self._adapt_calls(message) for message in messages]
         return self._generate(messages, add_generation_prompt, options)
 
     def _generate(self, messages: Sequence[Message], add_generation_prompt: bool, options: Options) -> str:
@@ -238,10 +238,24 @@ class ChatTemplate:
         """True where the template shows the text of parts and drops a content that is text alone, as SmolVLM's does."""
         return WORDS not in self._show(WORDS) and WORDS in self._show(_as_parts(WORDS))
 
+    def _adapt_calls(self, message: Message) -> Message:
+        """Return a message with its calls as the template takes them."""
+        if message.get("tool_calls") and not message.get("content") and self.needs_null:
+            message = {**message, "content": None}
+        return _with_json(message) if self.needs_json else message
+
+    @cached_property
+    def needs_null(self) -> bool:
+        """True where the template drops the calls of a turn whose content is an empty text, and not null, as DeepSeek
+        R1's does."""
+        called = [{"role": "assistant", "content": content, "tool_calls": [CALL]} for content in ("", None)]
+        empty, null = (any(CALLED in self._show("?", form) for form in (each, _with_json(each))) for each in called)
+        return null and not empty
+
     @cached_property
     def needs_json(self) -> bool:
         """True where the template takes arguments of a call as JSON, and fails for an object, as DeepSeek V3's does."""
-        called = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+        called = {"role": "assistant", "content": None if self.needs_null else "", "tool_calls": [CALL]}
         return not self._show("?", called) and bool(self._show("?", _with_json(called)))
 
     def _show(self, content: Any, *turns: Message) -> str:
