@@ -117,6 +117,10 @@ def test_every_mesh_of_a_model_with_experts():
         (['--meshes=[[[8],["fdsp"]]]'], "did you mean fsdp?"),
         (['--meshes=[[[8,2],["fsdp","tp"]]]'], "fsdp=8 x tp=2 needs 16 devices, 8 are visible"),
         (['--meshes=[[[3],["dp"]]]'], "training.global_batch_size=8 is not divisible by 3"),
+        (
+            ["training.global_batch_size=4", '--meshes=[[[3],["dp"]]]'],
+            "training.global_batch_size=4 is not divisible by 3",
+        ),
         (["--steps=0"], "--steps 0 must be 1 or more"),
         (["--tolerance=nan"], "--tolerance nan must be 0 or more"),
         (["resume=latest"], "tunix.verify starts from new weights"),

@@ -73,8 +73,10 @@ class Trial:
 
 def verify(cfg: Config, mesh_shapes: list[Any] | None, num_steps: int, every: bool = False) -> list[Trial]:
     """Take `num_steps` steps on each mesh, by default on those of `select_meshes`; the first is the reference."""
-    visible = resolve(cfg.model.mesh_shape, jax.device_count(), cfg.dims, cfg.distributed.allow_idle_devices)
-    sequences = cfg.training.batch_shape(visible).num_sequences
+    sequences = cfg.training.global_batch_size
+    if sequences is None or not mesh_shapes:  # else the meshes that are named alone have to divide the batch
+        visible = resolve(cfg.model.mesh_shape, jax.device_count(), cfg.dims, cfg.distributed.allow_idle_devices)
+        sequences = cfg.training.batch_shape(visible).num_sequences
     shapes = mesh_shapes or [read_yaml(format_mesh_shape(sizes)) for sizes in select_meshes(cfg, sequences, every)]
     configs = [_on_mesh(cfg, shape, sequences) for shape in shapes]
     # All meshes are built, and so checked, before the first one trains for minutes.
