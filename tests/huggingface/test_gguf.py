@@ -10,6 +10,7 @@ import gguf
 import numpy as np
 import pytest
 from models.test_parity import PARITY
+from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import tunix
@@ -105,6 +106,24 @@ def test_dtypes_and_tokenizer(dtype, kind, tolerance, hf_dir, tmp_path):
     assert keys["tokenizer.ggml.merges"] == [" ".join(merge) for merge in merges]
     assert "add_generation_prompt" in keys["tokenizer.chat_template"]
     assert (tmp_path / "out/Modelfile").read_text().startswith("FROM ./model.gguf\n")
+
+
+def test_float16_and_named_templates(tmp_path):
+    """Numbers that float16 lacks would be infinite; further templates belong to the tokenizer."""
+    folder = give_tokenizer(Path(shutil.copytree(PARITY / "llama", tmp_path / "llama")))
+    (folder / "additional_chat_templates").mkdir()
+    for name in ("chat_template.jinja", "additional_chat_templates/tool_use.jinja"):
+        (folder / name).write_text("{{ messages }}")
+    export(read_settings(Export, [f"checkpoint={folder}", f"output={tmp_path / 'out'}"]))
+    assert (tmp_path / "out/additional_chat_templates/tool_use.jinja").read_text() == "{{ messages }}"
+    weights = load_file(folder / "model.safetensors")
+    name = next(name for name in weights if "down_proj" in name)
+    save_file(weights | {name: weights[name] + np.float32(70_000)}, folder / "model.safetensors")
+    for words in (["format=gguf"], []):
+        command = [f"checkpoint={folder}", f"output={tmp_path / 'half'}", "dtype=float16", *words]
+        with pytest.raises(UserError, match=r"dtype=float16: \S+ has numbers above 65504"):
+            export(read_settings(Export, command))
+        assert not (tmp_path / "half").exists()
 
 
 def test_what_has_no_place_in_a_file(tmp_path, hf_dir, monkeypatch):

@@ -24,6 +24,7 @@ from tokenizers import Tokenizer
 from tunix.base.errors import UserError
 from tunix.config import Model
 from tunix.config.layers import ExpertsMlp
+from tunix.huggingface.weights import check_range
 
 DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "q8_0": "Q8_0"}  # ours, and those of a matrix
 FILE_TYPES = {"float32": "ALL_F32", "float16": "MOSTLY_F16", "bfloat16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
@@ -139,6 +140,7 @@ def write_gguf(path: Path, tensors: list[Tensor], cfg: Model, tokenizer: Path, d
     for theirs, shape, make in named:
         kind = _choose_kind(theirs, shape, dtype, gguf)
         data = np.ascontiguousarray(gguf.quants.quantize(np.ascontiguousarray(make()), kind))
+        check_range(theirs, data)
         digests[theirs] = hashlib.sha256(data.tobytes()).digest()
         writer.write_tensor_data(data)
     writer.close()

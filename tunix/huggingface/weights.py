@@ -456,6 +456,8 @@ def _write_round(folder: Path, files: dict[int, tuple[str, list[Any]]], dtype: s
 
     def write() -> None:
         if local:
+            for name, tensor in local.items():
+                check_range(name, tensor)
             path = folder / files[jax.process_index()][0]
             try:
                 save_file(local, path, metadata={"format": "pt"})
@@ -463,6 +465,12 @@ def _write_round(folder: Path, files: dict[int, tuple[str, list[Any]]], dtype: s
                 raise UserError(f"{path} cannot be written: {error}") from None
 
     peers.together(write, "writing weights")
+
+
+def check_range(name: str, tensor: np.ndarray) -> None:
+    """Raise `UserError` for numbers that float16 does not have: they would be infinite."""
+    if tensor.dtype == np.float16 and np.isinf(tensor).any():
+        raise UserError(f"dtype=float16: {name} has numbers above 65504, the largest of float16; take dtype=bfloat16")
 
 
 def list_tensors(
