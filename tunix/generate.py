@@ -257,7 +257,11 @@ def _find_problem(row: Any, column: str) -> str | None:
 
 def _read_csv(file: Any, column: str, delimiter: str = ",") -> list[Row]:
     csv.field_size_limit(2**31 - 1)  # the module refuses cells above 131072 characters otherwise
-    return list(csv.DictReader(file, strict=True, delimiter=delimiter))
+    rows = csv.DictReader(file, strict=True, delimiter=delimiter)
+    head = list(rows.fieldnames or ())
+    if twice := [name for name in head if head.count(name) > 1]:
+        raise ValueError(f"its column {twice[0]} stands there more than once; rename all but one")
+    return list(rows)
 
 
 def _read_json_lines(file: Any, column: str) -> list[Any]:

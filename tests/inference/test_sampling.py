@@ -187,6 +187,7 @@ MISTAKES = [
     ([".csv", ""], "is empty"),
     ([".csv", "prompt\na\n", "output=in.csv"], "output=in.csv would take the place of the prompts, which are in it; name another file"),
     ([".tsv", "id\tquestion\n1\ta\n"], "has no prompt in row 1; column=NAME says which column holds the prompts; row 1 has the columns id, question"),
+    ([".csv", "prompt,prompt\na,b\n"], "in.csv cannot be read: its column prompt stands there more than once; rename all but one"),
     ([".csv", "prompt\n\udcff\n"], "in.csv is no text in UTF-8 (byte 7); save it so, as .txt, .csv, .tsv"),
     ([".csv", "id,question\n1,a\n"], "has no prompt in row 1; column=NAME says which column holds the prompts; row 1 has the columns id, question"),
     (["prompt=a", "system=Be brief."], "system is of a chat, and prompts are plain text without one; add chat=true, or drop system"),

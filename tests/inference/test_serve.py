@@ -373,7 +373,11 @@ def test_a_template_takes_the_ids_that_the_server_gives(model, hf_dir, template,
     """Mistral's refuse other ids than nine letters and digits; that of Kimi K2 shows the id in the place of the name."""
     template = f"{{% for m in messages %}}{{% for call in m.tool_calls or [] %}}{template}{{% endfor %}}{{% endfor %}}"
     reader = RequestReader(
-        model, "small", read_settings(Serve, [f"checkpoint={hf_dir}", f"chat_template='u{template}'"]), 100, 1
+        model,
+        "small",
+        read_settings(Serve, [f"checkpoint={hf_dir}", f"chat_template='{{{{ tools[0].function.name }}}}{template}'"]),
+        100,
+        1,
     )
     tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
     body = {"messages": [{"role": "user", "content": "u"}], "tools": [tool], "max_tokens": 2}
@@ -389,7 +393,9 @@ def test_a_template_takes_the_ids_that_the_server_gives(model, hf_dir, template,
 
 def test_an_object_that_has_a_name_is_no_call(model, hf_dir):
     """Llama 3 writes calls as JSON without a mark, and an answer may be JSON too."""
-    command = read_settings(Serve, [f"checkpoint={hf_dir}", "chat_template='{{ messages[0].content }}<|python_tag|>'"])
+    command = read_settings(
+        Serve, [f"checkpoint={hf_dir}", "chat_template='{{ tools[0].function.name }}<|python_tag|>'"]
+    )
     tool = {"type": "function", "function": {"name": "now", "parameters": {}}}
     body = {"messages": [{"role": "user", "content": "u"}], "tools": [tool], "max_tokens": 2}
     job = asyncio.run(RequestReader(model, "small", command, 100, 1).read_chat(json.dumps(body).encode(), 0))
@@ -416,10 +422,13 @@ def test_a_conversation_with_tools_has_the_template_for_them(model, hf_dir, tmp_
     own = replace(model, tokenizer_files=folder)
     body = {"messages": [{"role": "user", "content": "be"}], "max_tokens": 2}
     body_with_tools = body | {"tools": [{"type": "function", "function": {"name": "add", "parameters": {}}}]}
-    for words, prompts in (([], ["be", "add"]), (["chat_template=default"], ["be", "be"])):
-        reader = RequestReader(own, "small", read_settings(Serve, [f"checkpoint={hf_dir}", *words]), 100, 1)
-        jobs = [asyncio.run(reader.read_chat(json.dumps(each).encode(), 0)) for each in (body, body_with_tools)]
-        assert [model.tokenizer.decode(job.prompts[0]) for job in jobs] == prompts
+    reader = RequestReader(own, "small", read_settings(Serve, [f"checkpoint={hf_dir}"]), 100, 1)
+    jobs = [asyncio.run(reader.read_chat(json.dumps(each).encode(), 0)) for each in (body, body_with_tools)]
+    assert [model.tokenizer.decode(job.prompts[0]) for job in jobs] == ["be", "add"]
+    words = [f"checkpoint={hf_dir}", "chat_template=default"]
+    reader = RequestReader(own, "small", read_settings(Serve, words), 100, 1)
+    with pytest.raises(ApiError, match=r"the chat template does not show the model its tools \(add\)"):
+        asyncio.run(reader.read_chat(json.dumps(body_with_tools).encode(), 0))
     if in_files:
         (folder / "additional_chat_templates" / "tool_use.jinja").write_text("{{")
         reader = RequestReader(own, "small", read_settings(Serve, [f"checkpoint={hf_dir}"]), 100, 1)

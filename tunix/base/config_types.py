@@ -58,6 +58,12 @@ def _plain(name: str) -> str:
     return name
 
 
+def _one_line(name: str) -> str:
+    if len(name.splitlines()) > 1:  # scripts of launchers have the name in a comment
+        raise ValueError("expected one line of text")
+    return name
+
+
 def _temperature(value: float) -> float:
     if 0 < value < 1e-6:  # logits divided by it are no numbers any more
         raise ValueError("must be 0, which takes the likeliest token, or at least 1e-6")
@@ -73,6 +79,7 @@ Seed = Annotated[int, BeforeValidator(reject_bool), Field(ge=0, lt=2**31)]  # an
 Temperature = Annotated[PositiveOrZero, AfterValidator(_temperature)]
 Flag = Annotated[bool, Field(strict=True)]
 ProjectName = Annotated[str, AfterValidator(_plain)]
+RunName = Annotated[str, AfterValidator(_one_line)]
 Regex = Annotated[str, AfterValidator(_regex)]
 
 

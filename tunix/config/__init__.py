@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import model_validator
 
-from tunix.base.config_types import Flag, ProjectName, Section, Seed
+from tunix.base.config_types import Flag, ProjectName, RunName, Section, Seed
 from tunix.base.dotted_path import is_dotted
 from tunix.base.errors import near_multiples
 from tunix.config.batch import BatchKeys
@@ -49,7 +49,7 @@ class Config(Section):
 
     project_name: ProjectName
     """Runs are grouped under outputs/PROJECT_NAME."""
-    run_name: str | None
+    run_name: RunName | None
     """Name shown in reports; null takes the run folder's."""
     seed: Seed
     """Initial weights, data order and sampling follow from it."""

@@ -392,7 +392,7 @@ class ChatTemplate:
         if text == self.render(messages, is_prompt, {**options, "tools": None}):
             system = [each["content"] for each in messages if each["role"] in ("system", "developer")]
             text = "\n".join(map(join_parts, system))
-        names = list(map(_name_of, options["tools"]))
+        names = list(map(read_tool_name, options["tools"]))
         hidden = ", ".join(name for name in names if name not in text)
         problem = f"does not show the tools of a conversation ({hidden}); name them in task.system, or give"
         return problem if hidden else ""
@@ -406,7 +406,7 @@ class ChatTemplate:
             {**each, "tool_calls": list(map(rename, each["tool_calls"]))} if each.get("tool_calls") else each
             for each in messages
         ]
-        is_written = all(_name_of(each["tool_calls"][0]) in join_parts(each["content"]) for each in calls)
+        is_written = all(read_tool_name(each["tool_calls"][0]) in join_parts(each["content"]) for each in calls)
         is_shown = is_written or CALLED in self.render(renamed, options=options)
         return "" if is_shown else "drops the calls of tools (tool_calls) of the assistant; give"
 
@@ -444,7 +444,7 @@ def _with_json(message: Message) -> Message:
     return {**message, "tool_calls": list(map(write, calls))} if calls else message
 
 
-def _name_of(call: Mapping[str, Any]) -> str:
+def read_tool_name(call: Mapping[str, Any]) -> str:
     function = call.get("function", call)
     return str(function.get("name", "")) if isinstance(function, Mapping) else ""
 

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from tunix.base.errors import UserError
+from tunix.base.errors import UserError, name_first
 from tunix.base.files import expand_home
 from tunix.config import Serve
-from tunix.data.chat import ChatTemplate
+from tunix.data.chat import ChatTemplate, read_tool_name
 from tunix.data.files import BadRow
 from tunix.data.images import ImageReader, take_images
 from tunix.data.tokenizer import read_chat
@@ -85,6 +85,14 @@ class RequestReader:
         files = await asyncio.to_thread(self._read_images, messages)
         # In this thread, which alone can end a template that takes too long.
         text = template.render(messages, add_generation_prompt=True, options=options)
+        names = list(map(read_tool_name, tools or ()))
+        if names and not any(name in text for name in names):
+            raise ApiError(
+                400,
+                f"the chat template does not show the model its tools ({name_first(names)}): leave tools out, name "
+                "them in a message of the system, or start with chat_template=FILE",
+                "tools",
+            )
         prompt, images = await asyncio.to_thread(self._encode_chat, text, files)
         max_tokens = parameters.max_completion_tokens or parameters.max_tokens
         call_format = choose_tool_calls(template.source)
