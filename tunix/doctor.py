@@ -48,6 +48,7 @@ from tunix.costs.devices import BUS_FACTORS, find_kind
 from tunix.processes import exits, peers
 from tunix.processes.identity import FIRST_PORT, NUM_PORTS
 from tunix.processes.peers import find_blind
+from tunix.run.compiling import list_unfit_settings
 from tunix.sharding.table import DIMS, LAYERS, keeping_axes, token_axes
 from tunix.training.choices import build_mesh
 from tunix.training.train_spec import assemble
@@ -88,8 +89,6 @@ COSTLY = {
     ("JAX_DEBUG_NANS", "1"): "every operation is waited for and checked",
     ("XLA_PYTHON_CLIENT_ALLOCATOR", "platform"): "every array is allocated by the driver",
 }
-# And those that a run refuses.
-REFUSED = {("JAX_DISABLE_JIT", "1"): "no step can be compiled; unset it"}
 QUERY_XLA = "import jax; jax.config.update('jax_platforms', 'cpu'); jax.devices()"
 Version = Callable[[str], str | None]
 
@@ -138,11 +137,11 @@ def check_variables(environment: Mapping[str, str]) -> Iterator[Finding]:
             if "TIMEOUT" in name:
                 meant = "; distributed.init_timeout_s and distributed.heartbeat_timeout_s say how long to wait"
             yield Finding("variables", "warning", f"{name}={environment[name]}: nothing reads this name{meant}")
-    statuses: dict[Status, dict[tuple[str, str], str]] = {"warning": COSTLY, "error": REFUSED}
-    for status, effects in statuses.items():
-        for (name, value), effect in effects.items():
-            if environment.get(name) == value:
-                yield Finding("variables", status, f"{name}={value}: {effect}")
+    for (name, value), effect in COSTLY.items():
+        if environment.get(name) == value:
+            yield Finding("variables", "warning", f"{name}={value}: {effect}")
+    for text in list_unfit_settings():
+        yield Finding("variables", "error", text)
     values = [f"{name}={environment[name]}" for name in variables if name in known]
     yield Finding("variables", "ok", ", ".join(values) or f"none of {', '.join(f'{prefix}*' for prefix in PREFIXES)}")
 

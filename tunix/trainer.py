@@ -47,7 +47,14 @@ from tunix.plan.ranking import (
 from tunix.processes import peers
 from tunix.processes.rollcall import list_versions
 from tunix.processes.watchdog import Watchdog, listening
-from tunix.run.compiling import CompiledSteps, Compiler, StartClock, describe_memory, keep_programs
+from tunix.run.compiling import (
+    CompiledSteps,
+    Compiler,
+    StartClock,
+    describe_memory,
+    keep_programs,
+    list_unfit_settings,
+)
 from tunix.run.early_stopping import PLANNED, REASONS, REASONS_OF_EVALUATIONS, Moment, find_ending
 from tunix.run.folder import hold_lock, keep_files, open_folder, start_logging, watch_folder, write_record
 from tunix.run.goodput import SPLIT, Goodput
@@ -265,8 +272,8 @@ class Setup:
 
 def try_out(cfg: Config) -> None:
     """Call the code that the user brings once on made-up input, and read small files. Raises `UserError` for faults."""
-    if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
-        raise UserError("JAX_DISABLE_JIT is set, and a run compiles each step before it begins; unset it")
+    if unfit := list_unfit_settings():
+        raise UserError(unfit[0])
     for name, path in cfg.evaluation.choices.items():
         read_questions(name, path)
     for section in (cfg.data, cfg.optimizer, cfg.scheduler):

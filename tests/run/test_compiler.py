@@ -40,8 +40,16 @@ def compiler_threads() -> list[str]:
     return [each.name for each in threading.enumerate() if each.name.startswith("compiler")]
 
 
-def test_a_run_needs_the_compiler(words):
-    with jax.disable_jit(), pytest.raises(UserError, match="JAX_DISABLE_JIT is set"):
+@pytest.mark.parametrize(
+    ("setting", "line"),
+    [
+        (jax.disable_jit(), "JAX_DISABLE_JIT is True, and a run needs False"),
+        (jax.threefry_partitionable(False), "JAX_THREEFRY_PARTITIONABLE is False, and a run needs True"),
+    ],
+    ids=["compiler", "digits"],
+)
+def test_a_run_needs_settings_of_jax(words, setting, line):
+    with setting, pytest.raises(UserError, match=line):
         tunix.train(words)
     assert not Path("outputs").exists()
 

@@ -51,6 +51,28 @@ class StartClock:
         return f"ready for the first step after {sum(self.parts.values()):.1f} s: {parts}"
 
 
+# Settings of JAX (the variable JAX_ENABLE_X64, for example) that a run needs: with others its step cannot be compiled,
+# or has other digits, with random bits that depend on the mesh.
+SETTINGS = {
+    "jax_disable_jit": False,
+    "jax_numpy_dtype_promotion": "standard",
+    "jax_numpy_rank_promotion": "allow",
+    "jax_enable_x64": False,
+    "jax_default_prng_impl": "threefry2x32",
+    "jax_threefry_partitionable": True,
+}
+
+
+def list_unfit_settings() -> list[str]:
+    """Return a line for each setting of JAX with which a run would fail, or have other digits."""
+    values = {name: getattr(jax.config, name) for name in SETTINGS}
+    return [
+        f"{name.upper()} is {values[name]}, and a run needs {needed}: its step and its digits depend on it; unset it"
+        for name, needed in SETTINGS.items()
+        if values[name] != needed
+    ]
+
+
 SHORTEST_COMPILE_S = 0.5  # a program that compiles faster is not worth a file
 HIT = "/jax/compilation_cache/cache_hits"
 # The id of the thread that has read it, for each program that this process has read. JAX tells of a read by an event
