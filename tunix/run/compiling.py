@@ -51,23 +51,23 @@ class StartClock:
         return f"ready for the first step after {sum(self.parts.values()):.1f} s: {parts}"
 
 
-# Settings of JAX (the variable JAX_ENABLE_X64, for example) that a run needs: with others its step cannot be compiled,
-# or has other digits, with random bits that depend on the mesh.
+# Settings of JAX that a run needs: with others its step cannot be compiled, or has other digits, with random bits that
+# depend on the mesh.
 SETTINGS = {
-    "jax_disable_jit": False,
-    "jax_numpy_dtype_promotion": "standard",
-    "jax_numpy_rank_promotion": "allow",
-    "jax_enable_x64": False,
-    "jax_default_prng_impl": "threefry2x32",
-    "jax_threefry_partitionable": True,
+    "JAX_DISABLE_JIT": False,
+    "JAX_NUMPY_DTYPE_PROMOTION": "standard",
+    "JAX_NUMPY_RANK_PROMOTION": "allow",
+    "JAX_ENABLE_X64": False,
+    "JAX_DEFAULT_PRNG_IMPL": "threefry2x32",
+    "JAX_THREEFRY_PARTITIONABLE": True,
 }
 
 
 def list_unfit_settings() -> list[str]:
     """Return a line for each setting of JAX with which a run would fail, or have other digits."""
-    values = {name: getattr(jax.config, name) for name in SETTINGS}
+    values = {name: getattr(jax.config, name.lower()) for name in SETTINGS}
     return [
-        f"{name.upper()} is {values[name]}, and a run needs {needed}: its step and its digits depend on it; unset it"
+        f"{name} is {values[name]}, and a run needs {needed}: its step and its digits depend on it; unset it"
         for name, needed in SETTINGS.items()
         if values[name] != needed
     ]
