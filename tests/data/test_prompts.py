@@ -199,6 +199,11 @@ def test_prompts_are_prepared_once(rows, capsys):
     assert rows_file.stat().st_mtime_ns == made
 
 
+def test_turns_that_end_with_the_assistant_are_no_prompt(rows):
+    with pytest.raises(UserError, match="has turns in column messages that end with the assistant's"):
+        load_prompts(prompted("data.columns.prompt=messages"), 100)
+
+
 def test_data_without_rows_are_refused(rows):
     with pytest.raises(UserError, match="task=ask needs rows with columns, of jsonl, csv, parquet or hf"):
         load_prompts(prompted("data=synthetic"), 100)

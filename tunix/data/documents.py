@@ -243,6 +243,10 @@ def read_prompt(columns: Columns, row: dict[str, Any], task: Task) -> Question |
             messages.pop()
     else:
         prompt = _read_turns(columns, "prompt", row, "user")
+        if prompt and prompt[-1]["role"] == "assistant":
+            raise BadRow(
+                f"has turns in column {columns.prompt} that end with the assistant's: an answer would be another"
+            )
         messages = [*_read_system(columns, row), *prompt] if prompt else []
         answer = _read_cell(columns, "completion", row) if columns.completion in row else None
         if answer == "":
