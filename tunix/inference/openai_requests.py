@@ -101,7 +101,7 @@ class RequestReader:
 
         def read_calls(answer: str) -> list[Call]:
             calls = [keep_texts(call, tools or ()) for call in read(answer)]
-            return [] if any(is_named_object(call, tools or ()) for call in calls) else calls[:most]
+            return [] if any(is_named_object(call, names) for call in calls) else calls[:most]
 
         job = self._make_job(parameters, True, [prompt], max_tokens, read_calls if tools else None, arrived)
         job.images, job.call_format = images, call_format

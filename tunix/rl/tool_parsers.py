@@ -37,13 +37,13 @@ def _read_object(value: Any) -> Call:
     return Call(value["name"], arguments)
 
 
-def _read_json(text: str) -> list[Call]:
-    """Return the calls of a JSON object or of a list of them."""
+def _read_json(text: str, read: Callable[[Any], Call] = _read_object) -> list[Call]:
+    """Return the calls of a JSON value or of a list of them, each of which `read` understands."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
         return [_malformed(f"a call is no JSON: {str(error)[:100]}")]
-    return [_read_object(each) for each in (value if isinstance(value, list) else [value])]
+    return [read(each) for each in (value if isinstance(value, list) else [value])]
 
 
 HERMES = re.compile(
@@ -230,17 +230,13 @@ APERTUS = re.compile(r"<\|tools_prefix\|>(.*?)(?:<\|tools_suffix\|>|$)", re.DOTA
 
 def read_apertus(text: str) -> list[Call]:
     """Return the calls of lists whose objects have the name of a tool as their only key."""
-    calls: list[Call] = []
-    for inside in APERTUS.findall(text):
-        try:
-            values = json.loads(inside)
-        except (ValueError, RecursionError) as error:
-            calls.append(_malformed(f"a call is no JSON: {str(error)[:100]}"))
-            continue
-        for value in values if isinstance(values, list) else [values]:
-            named = isinstance(value, dict) and len(value) == 1
-            calls.append(_read_named(*value.popitem()) if named else _malformed('a call is {"NAME": {arguments}}'))
-    return calls
+    return [call for inside in APERTUS.findall(text) for call in _read_json(inside, _read_pair)]
+
+
+def _read_pair(value: Any) -> Call:
+    if not isinstance(value, dict) or len(value) != 1:
+        return _malformed('a call is {"NAME": {arguments}}')
+    return _read_named(*value.popitem())
 
 
 def _reader(pattern: re.Pattern[str]) -> Callable[[str], list[Call]]:
@@ -338,11 +334,9 @@ def make_call_ids(name: str, calls: Sequence[Call], num_before: int) -> list[str
     return [uuid.uuid4().hex[:9] for _ in calls]
 
 
-def is_named_object(call: Call, tools: Sequence[Mapping[str, Any]]) -> bool:
+def is_named_object(call: Call, names: Sequence[str]) -> bool:
     """Return whether a call may be an object of an answer that has a name, like {"name": "Ada", "born": 1815}: it has
-    no arguments, and is of none of the `tools` (see `keep_texts`)."""
-    functions = (tool.get("function") for tool in tools)
-    names = [function.get("name") for function in functions if isinstance(function, dict)]
+    no arguments, and is of no tool; `names` are those of the tools."""
     return not call.arguments and call.name not in names
 
 
