@@ -42,12 +42,12 @@ from tunix.huggingface.table import find_family
 from tunix.huggingface.vision_keys import PROCESSOR_FILES, write_processor
 from tunix.huggingface.weights import list_tensors, save_weights
 from tunix.inference.pretrained import Pretrained, find_checkpoint, load_pretrained
+from tunix.inference.sampling import TOKEN_IDS, read_token_ids
 from tunix.processes import peers
 from tunix.run.history import read_history
 from tunix.run.model_card import write_card
 
 GENERATION = "generation_config.json"
-TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")  # keys of config.json
 TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
 SPECIAL_TOKENS = "special_tokens_map.json"
 TOKENIZER_FILES = (
@@ -323,11 +323,7 @@ def _find_token_ids(model: Pretrained) -> dict[str, Any]:
     vocab = model.vocab
     if vocab is not None and not model.has_source_tokenizer:
         return {f"{key}_id": vocab.backend.token_to_id(token) for key, token in _list_special_tokens(vocab).items()}
-    config = {} if model.files is None else read_json(model.files / "config.json")
-    ids: dict[str, Any] = {}
-    for part in (config.get("text_config", {}), config):  # of a model that sees the first may have them
-        ids |= {key: part[key] for key in TOKEN_IDS if key in part and (part[key] is not None or key not in ids)}
-    return ids
+    return {} if model.files is None else read_token_ids(read_json(model.files / "config.json"))
 
 
 def _describe_generation(model: Pretrained, tokens: dict[str, Any]) -> dict[str, Any]:

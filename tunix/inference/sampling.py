@@ -44,6 +44,15 @@ from tunix.training.state import Architecture
 # Tokens that end an answer.
 
 SOURCES = ("generation_config.json", "config.json")  # files of a model that name such tokens, the first that does wins
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")  # keys of these files
+
+
+def read_token_ids(info: dict[str, Any]) -> dict[str, Any]:
+    """Return the ids of special tokens in such a file; of a model that sees, its text_config may have them."""
+    ids: dict[str, Any] = {}
+    for part in (info.get("text_config", {}), info):
+        ids |= {key: part[key] for key in TOKEN_IDS if key in part and (part[key] is not None or key not in ids)}
+    return ids
 
 
 def read_stop_ids(folder: Path) -> list[int]:
@@ -53,10 +62,7 @@ def read_stop_ids(folder: Path) -> list[int]:
         UserError: a file has something else there than numbers.
     """
     for file in (folder / name for name in SOURCES):
-        info = read_json(file) if file.is_file() else {}
-        ids = info.get("eos_token_id")
-        if ids is None:  # of a model that sees, the part that writes may name them
-            ids = info.get("text_config", {}).get("eos_token_id")
+        ids = read_token_ids(read_json(file)).get("eos_token_id") if file.is_file() else None
         if ids is not None:
             ids = ids if isinstance(ids, list) else [ids]
             if not all(type(number) is int for number in ids):
