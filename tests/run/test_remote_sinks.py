@@ -4,10 +4,13 @@ None of them stops or delays a run.
 """
 
 import json
+import sys
 import threading
 import time
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from support.harness import ONE_LAYER, RUN, metrics
@@ -16,6 +19,7 @@ from support.mlflow_server import Door, serve_mlflow
 import tunix
 from tunix.base.errors import Diverged, UserError
 from tunix.config.compose import compose
+from tunix.run.remote_sinks import Wandb
 from tunix.run.sinks import Background
 from tunix.run.table import Start, open_sink
 
@@ -133,7 +137,10 @@ def test_a_run_and_its_resume_are_one_run_of_wandb_and_of_mlflow(tmp_path, corpu
         items = {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item}
         if "train/loss" in items:
             logged[items["_step"]] = items["train/loss"]
+            assert items["step"] == items["_step"]
     assert logged == losses
+    metrics_of_steps = {record.metric.glob_name: record.metric.step_metric for record in first}
+    assert metrics_of_steps["*"] == "step"
     kinds = {record.WhichOneof("record_type") for record in first}
     assert "artifact" in kinds or any(record.request.WhichOneof("request_type") == "log_artifact" for record in first)
 
@@ -141,6 +148,25 @@ def test_a_run_and_its_resume_are_one_run_of_wandb_and_of_mlflow(tmp_path, corpu
     assert starts[0].startswith(f"demo / first starts: steps 0 to 2, {run} on ")
     assert starts[1].startswith("demo / first goes on: steps 2 to 3")
     assert ends[0].startswith(f"demo / first is done, step 2, train loss {losses[2]:.4f}, held_out loss ")
+
+
+def test_wandb_takes_steps_that_are_trained_again(tmp_path, monkeypatch):
+    """W&B drops what comes for a step before its newest."""
+    rows = []
+
+    class Run:
+        starting_step = 11  # W&B has ten steps of this run
+        define_metric = finish = lambda *_, **__: None
+
+        def log(self, values, step):
+            rows.append((step, values))
+
+    stub = SimpleNamespace(init=lambda **_: Run(), Settings=lambda **_: None, Html=len)
+    monkeypatch.setitem(sys.modules, "wandb", stub)
+    sink = Wandb(replace(start_of(tmp_path), step=5))
+    sink.text("config", "", 5)
+    sink.write({"step": 6, "loss": 2.5}, "train")
+    assert [(step, values["step"]) for step, values in rows] == [(11, 5), (12, 6)]
 
 
 @pytest.mark.nightly

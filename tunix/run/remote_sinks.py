@@ -83,24 +83,32 @@ class Wandb(Sink):
         )
         keep_id(start.folder, "wandb", run_id)
         self.artifacts = keys["artifacts"]
+        # W&B drops what comes for a step of its own count that is past, as steps do that a resumed run trains again. So
+        # its count goes on, and charts are drawn over the number `step`.
+        self.run.define_metric("step", hidden=True)
+        self.run.define_metric("*", step_metric="step")
+        self.ahead = max(0, self.run.starting_step - start.step)  # W&B's count, as against ours
+
+    def _log(self, values: dict[str, Any], step: int) -> None:
+        self.run.log(values | {"step": step}, step=step + self.ahead)
 
     def write(self, record: dict[str, Any], group: str) -> None:
         numbers = {f"{group}/{k}": v for k, v in record.items() if k != "step" and isinstance(v, int | float)}
-        self.run.log(numbers, step=record["step"])
+        self._log(numbers, record["step"])
 
     def text(self, name: str, text: str, step: int) -> None:
-        self.run.log({name: self.wandb.Html(f"<pre>{html.escape(text)}</pre>")}, step=step)
+        self._log({name: self.wandb.Html(f"<pre>{html.escape(text)}</pre>")}, step)
 
     def image(self, name: str, png: bytes, step: int) -> None:
         from PIL import Image
 
-        self.run.log({name: self.wandb.Image(Image.open(BytesIO(png)))}, step=step)
+        self._log({name: self.wandb.Image(Image.open(BytesIO(png)))}, step)
 
     def table(self, name: str, rows: list[dict[str, Any]], text: str, step: int) -> None:
         """Log rows with the same keys as a table; lists in them (log-probabilities) are left out."""
         columns = [key for key, value in rows[0].items() if not isinstance(value, list)]
         table = self.wandb.Table(columns=[*columns], data=[[row[key] for key in columns] for row in rows])
-        self.run.log({name: table}, step=step)
+        self._log({name: table}, step)
 
     def close(self, error: BaseException | None) -> None:
         if self.artifacts:
