@@ -21,10 +21,13 @@ def test_the_tutorial(tmp_path):
     for words, fewer in SHORTER.items():
         assert words in program
         program = program.replace(words, fewer)
-    environment = {"PYTHONPATH": str(ROOT), "MPLBACKEND": "Agg", "XLA_FLAGS": xla_flags(1, optimized=True)}
+    environment = {"MPLBACKEND": "Agg", "XLA_FLAGS": xla_flags(1, optimized=True)}
+    (tmp_path / "docs").mkdir()  # where Jupyter starts, in a clone
+    for name in ("tunix", "conf"):
+        (tmp_path / name).symlink_to(ROOT / name)
     done = subprocess.run(
         [sys.executable, "-c", program],
-        cwd=tmp_path,
+        cwd=tmp_path / "docs",
         env=os.environ | environment,
         capture_output=True,
         text=True,
