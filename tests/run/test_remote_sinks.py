@@ -150,9 +150,9 @@ def test_a_run_and_its_resume_are_one_run_of_wandb_and_of_mlflow(tmp_path, corpu
     assert ends[0].startswith(f"demo / first is done, step 2, train loss {losses[2]:.4f}, held_out loss ")
 
 
-def test_wandb_takes_steps_that_are_trained_again(tmp_path, monkeypatch):
-    """W&B drops what comes for a step before its newest."""
-    rows = []
+def test_wandb_has_one_run_and_steps_that_are_trained_again(tmp_path, monkeypatch):
+    """W&B drops what comes for a step before its newest. A server that answers too late has begun the run already."""
+    rows, ids = [], []
 
     class Run:
         starting_step = 11  # W&B has ten steps of this run
@@ -161,9 +161,19 @@ def test_wandb_takes_steps_that_are_trained_again(tmp_path, monkeypatch):
         def log(self, values, step):
             rows.append((step, values))
 
-    stub = SimpleNamespace(init=lambda **_: Run(), Settings=lambda **_: None, Html=len)
+    def init(*, id, **_):
+        ids.append(id)
+        if len(ids) == 1:
+            raise TimeoutError
+        return Run()
+
+    stub = SimpleNamespace(init=init, Settings=lambda **_: None, Html=len)
     monkeypatch.setitem(sys.modules, "wandb", stub)
-    sink = Wandb(replace(start_of(tmp_path), step=5))
+    start = replace(start_of(tmp_path), step=5)
+    with pytest.raises(TimeoutError):
+        Wandb(start)
+    sink = Wandb(start)
+    assert ids[0] == ids[1]
     sink.text("config", "", 5)
     sink.write({"step": 6, "loss": 2.5}, "train")
     assert [(step, values["step"]) for step, values in rows] == [(11, 5), (12, 6)]

@@ -68,6 +68,7 @@ class Wandb(Sink):
         self.start, self.wandb, config = start, wandb, start.config
         keys, timeout_s = config["logging"]["wandb"], config["logging"]["close_timeout_s"]
         run_id = read_id(start.folder, "wandb") or secrets.token_hex(4)
+        keep_id(start.folder, "wandb", run_id)  # before W&B answers: a next try goes on with this run
         self.run = wandb.init(
             project=keys["project"] or config["project_name"],
             entity=keys["entity"],
@@ -81,7 +82,6 @@ class Wandb(Sink):
             config=config,
             settings=wandb.Settings(console="off", silent=True, finish_timeout=timeout_s, init_timeout=timeout_s),
         )
-        keep_id(start.folder, "wandb", run_id)
         self.artifacts = keys["artifacts"]
         # W&B drops what comes for a step of its own count that is past, as steps do that a resumed run trains again. So
         # its count goes on, and charts are drawn over the number `step`.
