@@ -106,6 +106,10 @@ def test_answers_stop_at_all_tokens_that_the_files_name(hf_dir, tmp_path):
 def test_what_cannot_be_asked_is_named(hf_dir, tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"metric=loss and tasks=\['a'\]: metric=lm_eval takes tasks=\[NAME"):
         read_settings(Evaluate, [f"checkpoint={hf_dir}", "tasks=[a]"])
+    with pytest.raises(UserError, match="limit=10 is of metric=lm_eval, and metric=loss; leave it out"):
+        read_settings(Evaluate, [f"checkpoint={hf_dir}", "limit=10"])
+    with pytest.raises(UserError, match="samples=a.jsonl is of metric=reward, and metric=lm_eval; leave it out"):
+        read_settings(Evaluate, [f"checkpoint={hf_dir}", "metric=lm_eval", "tasks=[a]", "samples=a.jsonl"])
     monkeypatch.setitem(__import__("sys").modules, "lm_eval", None)
     with pytest.raises(UserError, match=r"needs the harness: pip install 'tunix-trainer\[lm_eval\]'"):
         lm_eval.import_harness()

@@ -3,7 +3,7 @@
 import ipaddress
 import re
 from contextlib import suppress
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, SecretStr, model_validator
 
@@ -333,6 +333,11 @@ class Evaluate(ReadWeights):
     """reward: answers drawn, and scored, at one time."""
     overrides: tuple[str, ...]
     """Words with keys of training; those on the command line come here."""
+    # Keys that are null until somebody sets them, and which metric reads them.
+    _keys: ClassVar[dict[str, tuple[str, ...]]] = {
+        "lm_eval": ("task_folder", "num_fewshot", "limit"),
+        "reward": ("samples", "system", "max_new_tokens", "temperature"),
+    }
 
     @model_validator(mode="after")
     def _check(self) -> "Evaluate":
@@ -348,6 +353,11 @@ class Evaluate(ReadWeights):
             raise ValueError(
                 f"metric={self.metric} and tasks={list(self.tasks)}: metric=lm_eval takes tasks=[NAME,...]"
             )
+        kind = self.metric if self.metric in ("loss", "lm_eval") else "reward"
+        for reader, keys in self._keys.items():
+            for key in keys if reader != kind else ():
+                if (value := getattr(self, key)) is not None:
+                    raise ValueError(f"{key}={value} is of metric={reader}, and metric={self.metric}; leave it out")
         return self
 
 
