@@ -243,11 +243,14 @@ def test_a_key_that_spaces_tear_from_its_value(monkeypatch, capsys):
 
 def test_a_flag_of_a_command_is_answered_by_its_key(monkeypatch, capsys):
     from tunix.config.command_line import command_parser, run_command
-    from tunix.config.commands import Generate
+    from tunix.config.commands import Generate, Serve
 
     monkeypatch.setattr(sys, "argv", ["generate", "--checkpoint", "run", "prompt=a"])
     assert run_command(Generate, lambda settings: None) == 2
     assert "tunix.generate has no --checkpoint; a key is written checkpoint=VALUE; `python" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", ["serve", "--api-key", "x"])
+    assert run_command(Serve, lambda settings: None) == 2
+    assert "tunix.serve has no --api-key; a key is written server.api_key=VALUE; `python" in capsys.readouterr().err
     monkeypatch.setattr(sys, "argv", ["plan", "--model", "gemma3_1b"])
     with pytest.raises(SystemExit) as end:
         command_parser("plan", None).parse_intermixed_args()

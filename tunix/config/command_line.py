@@ -98,7 +98,7 @@ def run_command(section: type[S], work: Callable[[S], str | None]) -> int:
     command_args, others, joins = _split_words(section, argv)
 
     def run() -> int:
-        _reject_dashes(name, argv)
+        _reject_dashes(section, argv)
         settings = _read_words(section, command_args, others)
         info = flat({name: settings.model_dump(mode="json")})
         if given := info.get(f"{name}.overrides"):
@@ -116,13 +116,18 @@ def run_command(section: type[S], work: Callable[[S], str | None]) -> int:
     return exits.report_errors(run)
 
 
-def _reject_dashes(name: str, argv: list[str]) -> None:
+def _reject_dashes(section: type[Section], argv: list[str]) -> None:
     """Raise `UserError` for a flag of a command that has keys alone."""
+    name = section.__name__.lower()
     if swept := [word for word in argv if word in ("--multirun", "-m")]:
         lists = [word.replace("=", "=[", 1) + "]" for word in argv if "," in word and "[" not in word]
         raise UserError(f"tunix.{name} has no {swept[0]}{f'; a list is {lists[0]}' if lists else ''}")
     if flags := [word.partition("=")[0] for word in argv if word.startswith("-")]:
-        form = f"a key is written {flags[0].lstrip('-').replace('-', '_')}=VALUE"
+        key = flags[0].lstrip("-").replace("-", "_")
+        known = [each for each, _ in list_keys(section)]
+        if key not in known:  # --port is server.port
+            key = next((each for each in known if each.endswith(f".{key}")), key)
+        form = f"a key is written {key}=VALUE"
         raise UserError(f"tunix.{name} has no {flags[0]}; {form}; `python -m tunix.{name} --help` lists its keys")
 
 
@@ -144,7 +149,7 @@ def run_local(section: type[S], work: Callable[[S], str | None]) -> int:
     print_warnings()
 
     def run() -> None:
-        _reject_dashes(name, argv)
+        _reject_dashes(section, argv)
         plain = [word for word in argv if "=" not in word]
         words = [word for word in argv if "=" in word]
         if len(plain) > 1:
