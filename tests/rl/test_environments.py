@@ -78,7 +78,7 @@ def call(name: str, arguments: str) -> str:
 def test_public_methods_with_docstrings_are_tools():
     episode = open_environment(Counter, {}, "hermes")
     assert episode.reset(7, {"target": 5}) == Reply(["Reach 5."], 0.0, False)
-    assert episode.step(call("increment", '{"step": 2}')) == Reply(["2"], 0.0, False)
+    assert episode.step(call("increment", '{"step": 2}')) == Reply(["2"], 0.0, False, calls=[("increment", "")])
     two = episode.step(f"I think. {call('increment', '{}')} {call('no_tool', '{}')} <tool_call>{{")
     assert [text.partition(" missing")[0] for text in two.observations] == [
         "error: TypeError: Counter.increment()",
@@ -262,7 +262,9 @@ def test_other_ways_of_writing_calls():
         assert find_text_before_calls(two) == "I look."
     for middle in ("[ARGS]", "", "[CALL_ID]Ab1[ARGS]"):
         two = f'I add.[TOOL_CALLS]add{middle}{{"a": {{"b": 1}}}}[TOOL_CALLS]sub{middle}{{}}'
-        assert read["json"](two) == [Call("add", {"a": {"b": 1}}), Call("sub", {})], "Mistral's newer form"
+        calls = [Call("add", {"a": {"b": 1}}), Call("sub", {})]
+        id = "Ab1" if "ID" in middle else ""
+        assert read["json"](two) == [call._replace(id=id) for call in calls], "Mistral's newer form"
     assert read["json"]("[TOOL_CALLS]add[ARGS]{1}")[0].problem
     assert read["python"]("[f(a=true, b=[null, {'c': false}])]") == [Call("f", {"a": True, "b": [None, {"c": False}]})]
     of_python = [

@@ -203,6 +203,7 @@ def play(
     max_turns=5,
     longest=100,
     limit_s=None,
+    tool_calls="hermes",
 ):
     """Play episodes; return them, and the engine."""
     stop = vocab.backend.token_to_id("<eos>")
@@ -214,7 +215,7 @@ def play(
         tokens = vocab.backend.encode(text, add_special_tokens=False).ids
         prompt = Prompt(tokens, text, {"first": group}, Question(messages, {}))
         episodes += [Episode(group * group_size + n, prompt, 100 + group) for n in range(group_size)]
-    with EnvironmentPool(f"riddles:{name}", {}, "hermes", 2, 20.0, 400) as pool:
+    with EnvironmentPool(f"riddles:{name}", {}, tool_calls, 2, 20.0, 400) as pool:
         task = SimpleNamespace(
             describe_tools=list, chat_template_kwargs=None, max_turns=max_turns, episode_timeout_s=limit_s
         )
@@ -317,6 +318,56 @@ def test_tools(vocab):
     assert [turn["content"] for turn in plain.turns[1:]] == ["1", "2", "It is 2."]
     assert (plain.reward, plain.tool_errors, failing.tool_errors) == (0.5, 0, 1)
     assert failing.turns[3]["content"].startswith("error: ValueError: a call is an object like")
+
+
+# Templates that show what a tool says behind a call alone, with its name (GPT-OSS) or in the turn that called (Gemma 4,
+# whose next turn begins without a header), or with the id of the call (Kimi K2); one takes nine letters as an id.
+OF_CALLS = {
+    "harmony": (
+        "{% for m in messages %}{% if m.role == 'tool' %}{{ called.name or raise_exception('no call before') }}:"
+        "{{ m.content | tojson }}<|end|>{% elif m.tool_calls %}{% set called.name = m.tool_calls[-1].function.name %}"
+        "{{ m.tool_calls[-1].function.arguments | tojson }}<eos>{% else %}{{ m.role }}:{{ m.content }}<|end|>{% endif %}"
+        "{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}",
+        'to=functions.NAME<|message|>{"a": 1, "b": 2}', 'NAME:"RESULT"<|end|>assistant:',
+    ),
+    "gemma": (
+        "{% for m in messages %}{% if m.role == 'tool' and called.name %}response:{{ m.name }}<{{ m.content }}>{% elif "
+        "m.tool_calls %}{% set called.name = 1 %}model:{% for c in m.tool_calls %}{{ c.function.arguments.a }}}{% endfor %}"
+        "<eos>{% elif m.role != 'tool' %}{{ m.role }}:{{ m.content }}<|end|>{% endif %}{% endfor %}"
+        "{% if add_generation_prompt and not called.name %}model:{% endif %}",
+        "<|tool_call>call:NAME{a:1,b:2}<tool_call|>", "response:NAME<RESULT>",
+    ),
+    "kimi": (
+        "{% for m in messages %}{{ m.name or m.role }}:{% if m.role == 'tool' %}## Return of {{ m.tool_call_id }}\n{% endif %}"
+        "{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.id }}{{ c.function.arguments | tojson }}{% endfor %}<eos>"
+        "{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}",
+        '<|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>{"a": 1, "b": 2}<|tool_call_end|>',
+        "NAME:## Return of functions.NAME:0\nRESULT<eos>assistant:",
+    ),
+    "json": (
+        "{% for m in messages %}{% if m.role == 'tool' %}{% if m.tool_call_id | length != 9 %}{{ raise_exception('id') }}"
+        "{% endif %}[{{ m.content }}:{{ m.tool_call_id }}]{% else %}{{ m.content }}{% for c in m.tool_calls or [] %}"
+        "{{ c | tojson }}{% endfor %}<eos>{% endif %}{% endfor %}",
+        '[TOOL_CALLS][{"name": "NAME", "arguments": {"a": 1, "b": 2}, "id": "IDENTITY"}]', "[RESULT:IDENTITY]",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("format", OF_CALLS)
+def test_what_a_tool_says_stands_behind_its_call_as_in_the_template(vocab, format):
+    source, call, said = OF_CALLS[format]
+    other = replace(vocab, chat_template="{% set called = namespace(name=none) %}" + source)
+    names, ids = {1: "nothing"}, {2: "abcdefghi", 3: "short"}
+
+    def policy(text, number):
+        written = call.replace("NAME", names.get(number, "add")).replace("IDENTITY", ids.get(number, ""))
+        return "done" if written in text else written
+
+    episodes, _ = play(other, "Adder", policy, prompts=1, sampling=keys(500), tool_calls=format)
+    for episode in episodes:
+        behind = said.replace("NAME", names.get(episode.number, "add")).replace("RESULT", episode.turns[1]["content"])
+        behind = behind.replace("IDENTITY", "abcdefghi" if episode.number == 2 else "000000000")
+        assert decode(vocab, episode.tokens).partition("<eos>")[2] == f"{behind}done<eos>"
 
 
 def test_what_reset_says_belongs_to_the_prompt(vocab):

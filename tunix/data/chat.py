@@ -329,20 +329,41 @@ class ChatTemplate:
     # their place, and what stands behind the mark is what follows any answer.
     #
     #     <|user|>?<|assistant|>MARK<|end|>\n<|tool|>the observation<|end|>\n<|assistant|>
-    #                               |---------------- text_behind_turn ----------------|
+    #                               |----------------- text_after_turn ----------------|
+    #
+    # Where the answer has called tools, its calls are in the small conversation too, with the mark as an argument: the
+    # templates of GPT-OSS and Gemma 4 show what a tool says behind a call alone, that of Kimi K2 with the call's id.
 
-    def text_after_turn(self, role: str, texts: Sequence[str], options: Options = NO_OPTIONS) -> str:
+    def text_after_turn(
+        self,
+        role: str,
+        texts: Sequence[str],
+        options: Options = NO_OPTIONS,
+        calls: Sequence[tuple[str, str]] = (),
+    ) -> str:
         """Return the text between an answer and the next one, where messages of this role say `texts`.
+
+        `calls` are those that each of the texts answers: names and ids. With them the text begins within the last call.
 
         Raises:
             UserError: the template fails, or does not show the answer.
         """
         # Templates of alternating roles take one message of the user; a call has one message of its tool.
         contents = ["\n\n".join(texts)] if role == "user" and texts else texts
+        names = calls or [("tool", NO_ID)] * len(contents)
+        answer = ANSWER
+        if calls:
+            made = [{"name": name, "arguments": {"a": MARK}} for name, _ in calls]
+            answer = {"role": "assistant", "content": "", "tool_calls": [
+                {"id": id, "type": "function", "function": each} for each, (_, id) in zip(made, calls, strict=True)
+            ]}  # fmt: skip
         messages = [
             {"role": "user", "content": "?"},
-            ANSWER,
-            *({"role": role, "content": text, "name": "tool", "tool_call_id": "000000000"} for text in contents),
+            answer,
+            *(
+                {"role": role, "content": text, "name": name, "tool_call_id": id}
+                for text, (name, id) in zip(contents, names, strict=True)
+            ),
         ]
         text = self.render(messages, add_generation_prompt=True, options=options)
         if MARK not in text:
@@ -419,7 +440,8 @@ class ChatTemplate:
 MARK = "\u241fanswer\u241f"  # stands for an answer; no template has it
 ANSWER = {"role": "assistant", "content": MARK}
 WORDS, CALLED = "seven of nine", "seven_of_nine"
-CALL = {"id": "000000000", "type": "function", "function": {"name": CALLED, "arguments": {"a": 1}}}
+NO_ID = "000000000"  # of a call that has none; the templates of Mistral refuse ids of other lengths
+CALL = {"id": NO_ID, "type": "function", "function": {"name": CALLED, "arguments": {"a": 1}}}
 
 
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # names of a turn's thoughts in files

@@ -20,7 +20,7 @@ import functools
 import inspect
 import math
 import typing
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from pydantic import TypeAdapter
@@ -40,6 +40,7 @@ class Reply(NamedTuple):
     reward: float
     done: bool
     tool_errors: int = 0  # calls of tools that failed; their errors are among the observations
+    calls: Sequence[tuple[str, str]] = ()  # the name and the id of the call that each observation answers
 
 
 class OpenEnvironment:
@@ -77,7 +78,7 @@ class OpenEnvironment:
             except Exception as error:  # the model reads what it did wrong
                 results.append(f"error: {type(error).__name__}: {str(error)[:1000]}")
                 num_errors += 1
-        return Reply(_read_observation(results), 0.0, False, num_errors)
+        return Reply(_read_observation(results), 0.0, False, num_errors, [(call.name, call.id) for call in calls])
 
     def finish(self) -> float:
         """Return the reward at the end of an episode, also of one that a budget has ended."""

@@ -20,10 +20,11 @@ import heapq
 import itertools
 import json
 import logging
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -32,7 +33,7 @@ import numpy as np
 
 from tunix.base.errors import UserError
 from tunix.config.task import Grpo
-from tunix.data.chat import Options
+from tunix.data.chat import NO_ID, WORDS, Options
 from tunix.data.prompts import Prompt
 from tunix.data.tokenizer import Vocab
 from tunix.inference.engine import Answer
@@ -47,6 +48,7 @@ from tunix.rl.tool_parsers import choose_tool_calls
 
 log = logging.getLogger(__name__)
 
+NAME, ID = re.compile(r"[\w.-]{1,64}"), re.compile(r"[\w.:-]{1,100}")  # of calls, as a template may show them
 WAIT_S = 0.2  # for a reply, when no row can draw; then it is asked whether the run is to stop
 
 
@@ -66,17 +68,22 @@ class ObservationEncoder:
         self.role = vocab.chat.choose_observation_role(options)
         added = vocab.backend.get_added_tokens_decoder()
         self.special = sorted(token.content for token in added.values() if token.special)
+        self.marks = self.stop & {number for number, token in added.items() if token.special}
+        example = self._encode_results([WORDS], [("tool", NO_ID)])  # as the template shows the result of a call
+        self.shows_calls = example is not None and WORDS in vocab.backend.decode(example, skip_special_tokens=False)
 
-    def encode(self, texts: Sequence[str]) -> list[int]:
+    def encode(self, texts: Sequence[str], calls: Sequence[tuple[str, str]] = ()) -> list[int]:
         """Return the tokens behind a turn that has ended with its stop token, up to where the next one begins.
+
+        `calls` are the names and ids of the calls that each of the texts answers, of an environment with tools.
 
         Raises:
             UserError: the chat template refuses the texts.
         """
-        text = self.vocab.chat.text_after_turn(self.role, list(map(self.mask, texts)), self.options)
-        self.vocab.backend.encode_special_tokens = False
-        ((_, encoded),) = self.vocab.encode_sequences([["?", text]])  # "?" stands for the turn
-        tokens = encoded.tolist()
+        texts = list(map(self.mask, texts))
+        if calls and self.shows_calls and (tokens := self._encode_results(texts, calls)) is not None:
+            return tokens
+        tokens = self._tokenize(self.vocab.chat.text_after_turn(self.role, texts, self.options))
         # The turn was drawn with the token that stops it: that of the template is left out, with white space before it.
         for number, token in enumerate(tokens):
             if token in self.stop:
@@ -84,6 +91,22 @@ class ObservationEncoder:
             if self.vocab.backend.decode([token], skip_special_tokens=False).strip():
                 break
         return tokens
+
+    def _encode_results(self, texts: Sequence[str], calls: Sequence[tuple[str, str]]) -> list[int] | None:
+        """Return the tokens behind a turn with calls; None where the template refuses them."""
+        named = [(name if NAME.fullmatch(name) else "tool", id if ID.fullmatch(id) else NO_ID) for name, id in calls]
+        for each in (named, [(name, NO_ID) for name, _ in named]):  # a template may refuse ids that a model has drawn
+            with suppress(UserError):
+                tokens = self._tokenize(self.vocab.chat.text_after_turn("tool", texts, self.options, each))
+                end = next((number for number, token in enumerate(tokens) if token in self.marks), None)
+                return None if end is None else tokens[end + 1 :]
+        return None
+
+    def _tokenize(self, text: str) -> list[int]:
+        """Return the tokens of what the template writes behind a turn, for which "?" stands."""
+        self.vocab.backend.encode_special_tokens = False
+        ((_, encoded),) = self.vocab.encode_sequences([["?", text]])
+        return encoded.tolist()
 
     def mask(self, text: str) -> str:
         """Return a text in which no special token is written out: a tool that says <|im_end|> ends no turn."""
@@ -544,17 +567,17 @@ class _Game:
         elif episode.num_turns >= self.player.task.max_turns or self._is_late(episode):
             self._finish(episode)
         else:
-            self._go_on(episode, observations)
+            self._go_on(episode, observations, reply.calls)
 
     def _is_late(self, episode: Episode) -> bool:
         """Return whether the environment of an episode has worked longer than it may."""
         limit_s = self.player.task.episode_timeout_s
         return limit_s is not None and episode.environment_s > limit_s
 
-    def _go_on(self, episode: Episode, observations: list[str]) -> None:
+    def _go_on(self, episode: Episode, observations: list[str], calls: Sequence[tuple[str, str]]) -> None:
         """Let an episode draw its next turn behind what the environment has said."""
         try:
-            tokens = self.player.encoder.encode(observations)
+            tokens = self.player.encoder.encode(observations, calls)
         except UserError as error:
             self._end(episode, str(error))
             return

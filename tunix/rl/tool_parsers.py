@@ -16,25 +16,26 @@ class Call(NamedTuple):
     problem: str = ""
     # The arguments as they are written, in formats that do not tell a text from a number: 42, and not "42"
     texts: dict[str, str] | None = None
+    id: str = ""  # as the model has written it, in formats that have one
 
 
-def _malformed(problem: str) -> Call:
-    return Call("", {}, problem)
+def _malformed(problem: str, name: str = "") -> Call:
+    return Call(name, {}, problem)
 
 
 def _read_object(value: Any) -> Call:
     """Return the call that a JSON object describes."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return _malformed('a call is an object like {"name": ..., "arguments": {...}}')
-    arguments = value.get("arguments", value.get("parameters", {}))
+    name, arguments = value["name"], value.get("arguments", value.get("parameters", {}))
     if isinstance(arguments, str):  # some models write the object once more as a string
         try:
             arguments = json.loads(arguments)
         except (ValueError, RecursionError):
-            return _malformed("the arguments are no JSON object")
+            return _malformed("the arguments are no JSON object", name)
     if not isinstance(arguments, dict):
-        return _malformed("the arguments are no JSON object")
-    return Call(value["name"], arguments)
+        return _malformed("the arguments are no JSON object", name)
+    return Call(name, arguments, id=str(value.get("id", "")))
 
 
 def _read_json(text: str, read: Callable[[Any], Call] = _read_object) -> list[Call]:
@@ -114,7 +115,7 @@ def read_llama(text: str) -> list[Call]:
 
 JSON_BLOCK = re.compile(r"```(?:json)?\s*([\[{].*?)```", re.DOTALL)
 # Mistral's newer form, one call behind each mark: NAME[ARGS]{...}, or NAME[CALL_ID]ID[ARGS]{...}
-MISTRAL = re.compile(r"([\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(\{.*)", re.DOTALL)
+MISTRAL = re.compile(r"([\w.-]+)(?:\[CALL_ID\](\w+))?(?:\[ARGS\])?\s*(\{.*)", re.DOTALL)
 
 
 def read_json(text: str) -> list[Call]:
@@ -123,7 +124,7 @@ def read_json(text: str) -> list[Call]:
         calls = []
         for part in marked:
             named = MISTRAL.fullmatch(part)
-            calls += [_read_named(*named.groups())] if named else _read_json(part)
+            calls += [_read_named(named[1], named[3], named[2] or "")] if named else _read_json(part)
         return calls
     if blocks := JSON_BLOCK.findall(text):
         return [call for block in blocks for call in _read_json(block)]
@@ -205,8 +206,8 @@ def read_gemma(text: str) -> list[Call]:
     return calls
 
 
-def _read_named(name: str, arguments: Any) -> Call:
-    return _read_object({"name": name, "arguments": arguments})
+def _read_named(name: str, arguments: Any, id: str = "") -> Call:
+    return _read_object({"name": name, "arguments": arguments})._replace(id=id)
 
 
 # The header of a message names the tool; a name in the text of an earlier message, as of a thought, is no call.
@@ -219,7 +220,7 @@ DEEPSEEK = re.compile(
     re.DOTALL,
 )
 KIMI = re.compile(
-    r"<\|tool_call_begin\|>\s*(?:functions\.)?([\w.-]+)(?::\d+)?\s*<\|tool_call_argument_begin\|>(.*?)"
+    r"<\|tool_call_begin\|>\s*((?:functions\.)?([\w.-]+?)(?::\d+)?)\s*<\|tool_call_argument_begin\|>(.*?)"
     r"(?:<\|tool_call_end\|>|$)",
     re.DOTALL,
 )
@@ -237,6 +238,11 @@ def _read_pair(value: Any) -> Call:
     if not isinstance(value, dict) or len(value) != 1:
         return _malformed('a call is {"NAME": {arguments}}')
     return _read_named(*value.popitem())
+
+
+def read_kimi(text: str) -> list[Call]:
+    """Return the calls that stand behind their ids, in which the names of the tools are."""
+    return [_read_named(name, arguments, id) for id, name, arguments in KIMI.findall(text)]
 
 
 def _reader(pattern: re.Pattern[str]) -> Callable[[str], list[Call]]:
@@ -290,7 +296,7 @@ TOOL_CALLS: dict[str, Callable[[str], list[Call]]] = {
     "gemma": read_gemma,
     "harmony": _reader(HARMONY),
     "deepseek": _reader(DEEPSEEK),
-    "kimi": _reader(KIMI),
+    "kimi": read_kimi,
     "apertus": read_apertus,
 }
 
