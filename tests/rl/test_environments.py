@@ -95,6 +95,17 @@ def test_public_methods_with_docstrings_are_tools():
     assert not gives_reward(Calculator)
 
 
+def test_an_own_format_of_calls_is_named_where_it_fails():
+    episode = open_environment(Counter, {}, "support.own_environment:read_numbers")
+    with pytest.raises(
+        ValueError, match=r"task.tool_calls=support.own_environment:read_numbers fails: ValueError: inv"
+    ) as error:
+        episode.step("a")
+    assert error.traceback[-1].name == "read_numbers"
+    with pytest.raises(ValueError, match=r"read_numbers returned 7 \(int\), which is no Call"):
+        episode.step("7")
+
+
 def test_schemas_of_tools():
     """The form that chat templates of Hugging Face take; transformers makes the same of such a method."""
     assert describe_tools(Counter) == [

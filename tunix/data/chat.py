@@ -351,7 +351,7 @@ class ChatTemplate:
         # Templates of alternating roles take one message of the user; a call has one message of its tool.
         contents = ["\n\n".join(texts)] if role == "user" and texts else texts
         names = calls or [("tool", NO_ID)] * len(contents)
-        answer = ANSWER
+        answer: Message = ANSWER
         if calls:
             made = [{"name": name, "arguments": {"a": MARK}} for name, _ in calls]
             answer = {"role": "assistant", "content": "", "tool_calls": [

@@ -93,8 +93,26 @@ class OpenEnvironment:
 
 def open_environment(make: Callable[..., Any], options: Mapping[str, Any], tool_calls: str) -> OpenEnvironment:
     """Return a new environment; `tool_calls` is a row of `TOOL_CALLS`, or the dotted path of such a function."""
-    read_calls = import_object(tool_calls) if is_dotted(tool_calls) else find_reader(tool_calls)
-    return OpenEnvironment(make(**options), read_calls)
+    return OpenEnvironment(
+        make(**options), _own_reader(tool_calls) if is_dotted(tool_calls) else find_reader(tool_calls)
+    )
+
+
+def _own_reader(name: str) -> Callable[[str], list[Call]]:
+    """Return the function of a dotted path that reads calls; its errors name it, and not the environment."""
+    function = import_object(name)
+
+    def read(text: str) -> list[Call]:
+        try:
+            calls = list(function(text))
+        except Exception as error:
+            problem = ValueError(f"task.tool_calls={name} fails: {type(error).__name__}: {error}")
+            raise problem.with_traceback(error.__traceback__) from None
+        if others := [call for call in calls if not isinstance(call, Call)]:
+            raise ValueError(f"task.tool_calls={name} returned {describe_value(others[0])}, which is no Call")
+        return calls
+
+    return read
 
 
 def select_arguments(reset: Callable[..., Any], seed: int, columns: Mapping[str, Any]) -> dict[str, Any]:
