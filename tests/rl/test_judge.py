@@ -127,6 +127,14 @@ def test_ratings_are_counted_and_asked_once(server, tmp_path):
     assert rate(other, "5")[1]["calls"] == 1
 
 
+def test_images_that_a_judge_does_not_see_are_said_once(server, tmp_path, caplog):
+    judge = make(server, tmp_path, *ASKED)
+    prompt = Prompt([], "", {"level": 3}, Question([{"role": "user", "content": "a?"}], {}), images=object())
+    with caplog.at_level("WARNING"):
+        assert [judge.score([prompt], [answer])[0] for answer in ("5", "10")] == [[0.5], [1]]
+    assert caplog.text.count("judge rates answers to prompts with images by the texts alone") == 1
+
+
 @pytest.mark.parametrize(
     ("word", "message", "calls"),
     [

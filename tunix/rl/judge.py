@@ -77,7 +77,7 @@ class Judge:
         Raises:
             UserError: the variable with the key is not set, or the cache cannot be written.
         """
-        self.term, self.timeout_s = term, timeout_s
+        self.term, self.timeout_s, self.has_warned = term, timeout_s, False
         self.key = os.environ.get(term.api_key_variable, "") if term.api_key_variable else None
         if self.key == "":
             raise UserError(
@@ -99,6 +99,9 @@ class Judge:
     def score(self, prompts: Sequence[Prompt], answers: Sequence[str]) -> tuple[list[float | str], dict[str, float]]:
         """Return for each answer its rating from 0 to 1, or why it has none; and what it has cost."""
         deadline = time.monotonic() + self.timeout_s
+        if not self.has_warned and any(prompt.images is not None for prompt in prompts):
+            self.has_warned = True
+            log.warning("judge: %s rates answers to prompts with images by the texts alone", self.term.label)
         texts = [self._fill(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)]
         digests = [hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:32] for text in texts]
         known = {digest: self.ratings[digest] for digest in digests if digest in self.ratings}
