@@ -12,7 +12,7 @@ from tunix.base.errors import UserError
 from tunix.config.compose import compose
 from tunix.data.chat import PLAIN, ChatTemplate
 from tunix.data.dataset import find_units, load_corpus
-from tunix.data.documents import read_documents
+from tunix.data.documents import Conversation, Document, read_documents
 from tunix.data.prompts import load_prompts
 
 # Small templates of the kinds that models have. Those of Qwen 3 and of models with thoughts drop what a model thought in
@@ -179,6 +179,13 @@ def test_a_template_gets_tools_and_calls(tmp_path):
     assert text.startswith(f"<|im_start|>system\n{json.dumps(TOOLS[0])}\n<|im_end|>\n<|im_start|>user\n1 + 2?")
     assert "<tool_response>\n3\n</tool_response>" in text
     assert learnt_texts(tmp_path, "task.chat_template_kwargs={today: Monday}") == (f"Monday{text}", parts)
+
+
+def test_a_tokenizer_learns_from_thoughts_and_calls():
+    """They are most of such a corpus: without them each of their characters was a token."""
+    talk = [READ[0], {**READ[1], "reasoning_content": "I add."}, *READ[2:]]
+    texts = ["1 + 2?", "I add.", "", json.dumps(CALL["function"]), "3", "It is 3."]
+    assert Document("a", Conversation(talk, {}, "assistant")).text == "\n".join(texts)
 
 
 def test_calls_as_openai_writes_them(tmp_path):

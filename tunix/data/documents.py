@@ -86,7 +86,18 @@ class Document(NamedTuple):
         content = self.content.content if isinstance(self.content, Example) else self.content
         if isinstance(content, str | Group):
             return content if isinstance(content, str) else "\n".join(content.texts)
-        return "\n".join(join_parts(turn["content"]) for turn in list_turns(content))
+        return "\n".join(text for turn in list_turns(content) for text in _list_texts(turn))
+
+
+def _list_texts(turn: Message) -> list[str]:
+    """Return what a template may show of a turn: its thoughts, its content, and its calls of tools as JSON."""
+    thoughts = [turn[key] for key in THOUGHTS if isinstance(turn.get(key), str)][:1]
+    calls = [call.get("function", call) for call in turn.get("tool_calls") or []]
+    return [
+        *thoughts,
+        join_parts(turn["content"]),
+        *(json.dumps(call, ensure_ascii=False, default=str) for call in calls),
+    ]
 
 
 def list_turns(content: Conversation | Question | Pair | Labelled | Example | Group) -> list[Message]:
