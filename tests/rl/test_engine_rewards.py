@@ -1,7 +1,9 @@
 """Rewards that a run computes itself: a reward model, and the punishment of long answers."""
 
+import dataclasses
 import json
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,7 +17,6 @@ from tunix.base.errors import UserError
 from tunix.config import Evaluate
 from tunix.config.command_line import read_settings
 from tunix.config.compose import compose
-from tunix.config.rewards import ModelTerm
 from tunix.data.documents import Question
 from tunix.data.prompts import Prompt
 from tunix.inference.engine import Answer
@@ -101,11 +102,15 @@ def test_a_saved_reward_may_have_keys_of_others():
 )  # fmt: skip
 def test_what_a_reward_model_cannot_read_is_refused_at_the_start(values, message):
     rewards = EngineRewards.__new__(EngineRewards)
-    rewards.terms, rewards.judges = [ModelTerm(function="model", path="x", weight=1, name=None)], []
+    model = SimpleNamespace(encode=lambda prompts, answers: [[1]])
+    rewards.models, rewards.judges = [("x", model)], []
     question = Question([{"role": "user", "content": "a?"}], {})
     rewards.try_out(Prompt([], "", {}, question))
     with pytest.raises(UserError, match=f"task.rewards: {message}"):
         rewards.try_out(Prompt([], "", {}, question if values else None, **values))
+    model.encode = lambda prompts, answers: ["task.chat_template refuses it"]
+    with pytest.raises(UserError, match="path=x cannot read the first prompt: task.chat_template refuses it"):
+        rewards.try_out(Prompt([], "", {}, question))
 
 
 @pytest.mark.nightly
@@ -183,6 +188,14 @@ def test_an_answer_is_read_by_the_template_of_the_reward_model(reward_dir):
     np.testing.assert_allclose(scores.values["model"], [*model.score(rows)[:, 0], 0, 0], atol=1e-4)
     np.testing.assert_allclose(scores.total, 0.5 + 3 * np.array(scores.values["model"]))
     assert scores.errors == {"length": 0, "model": 2}
+    # An answer that the template of the reward model refuses has no score, and ends no run: Qwen 3's </think>.
+    (score,) = (score.args[0] for score in rewards.scores)
+    refusing = "{{ raise_exception('thoughts') if '</think>' in messages[-1].content }}"
+    score.vocab = dataclasses.replace(score.vocab, chat_template=refusing + score.vocab.chat_template)
+    texts[1] = "be</think>"
+    again = rewards.add(none, prompts, texts, answers, 10)
+    np.testing.assert_allclose(again.values["model"], [scores.values["model"][0], 0, 0, 0], atol=1e-5)
+    assert again.errors == {"length": 0, "model": 3}
     with pytest.raises(
         UserError, match="rewards: model fails: it has .* tokens with its prompt, more than model.context_"
     ):

@@ -94,23 +94,34 @@ class RewardModel:
 
         A prompt is the turns before the answer, and what the chat template got.
         """
+        rows, longest = self.encode(prompts, answers), self.model.cfg.context_length
+        too_long = "it has {:,} tokens with its prompt, more than model.context_length={} of the reward model"
+        scores: list[float | str] = [
+            row if isinstance(row, str) else too_long.format(len(row), longest) for row in rows
+        ]
+        fitting = {n: row for n, row in enumerate(rows) if not isinstance(row, str) and len(row) <= longest}
+        if fitting:
+            num_at_once = max(1, TOKENS // max(map(len, fitting.values())))
+            numbers = self.model.score([*fitting.values()], num_at_once)[:, 0]
+            for number, score in zip(fitting, numbers.tolist(), strict=True):
+                scores[number] = score
+        return scores
+
+    def encode(
+        self, prompts: Sequence[tuple[Sequence[Message], Options]], answers: Sequence[str]
+    ) -> list[list[int] | str]:
+        """Return the tokens of each answer with its prompt, or why the template of the reward model refuses them: that
+        of Qwen 3 without thoughts does so where an answer has </think>, as any model may write it."""
         turns = [
             Document("", Conversation([*messages, {"role": "assistant", "content": answer}], options))
             for (messages, options), answer in zip(prompts, answers, strict=True)
         ]
-        rows = [np.concatenate(each.tokens).tolist() for each in encode_whole(self.vocab, turns)]
-        longest = self.model.cfg.context_length
-        fitting = [number for number, row in enumerate(rows) if len(row) <= longest]
-        scores: list[float | str] = [
-            f"it has {len(row):,} tokens with its prompt, more than model.context_length={longest} of the reward model"
-            for row in rows
-        ]
-        if fitting:
-            num_at_once = max(1, TOKENS // max(len(rows[number]) for number in fitting))
-            numbers = self.model.score([rows[number] for number in fitting], num_at_once)[:, 0]
-            for number, score in zip(fitting, numbers.tolist(), strict=True):
-                scores[number] = score
-        return scores
+        try:
+            return [np.concatenate(each.tokens).tolist() for each in encode_whole(self.vocab, turns)]
+        except UserError as error:
+            if len(turns) == 1:
+                return [str(error)]
+        return [self.encode([prompt], [answer])[0] for prompt, answer in zip(prompts, answers, strict=True)]
 
 
 def score_by_model(model: RewardModel, answered: Answered) -> Found:
@@ -164,11 +175,13 @@ class EngineRewards:
         self.terms = [term for term in terms if isinstance(term, EngineTerm)]
         self.scores: list[Callable[[Answered], Found]] = []
         self.judges: list[Judge | None] = []
+        self.models: list[tuple[str | Path, RewardModel]] = []
         self.bytes_per_device = 0
         for term in self.terms:
             match term:
                 case ModelTerm():
                     model = RewardModel(term.path, cfg.training.dtypes["compute"], cfg.model.mesh_shape)
+                    self.models.append((term.path, model))
                     self.bytes_per_device += model.bytes_per_device
                     log.info("reward model: %s, %s parameters", term.path, f"{model.model.arch.num_parameters:,}")
                     self.scores.append(partial(score_by_model, model))
@@ -188,8 +201,11 @@ class EngineRewards:
 
     def try_out(self, prompt: Prompt) -> None:
         """Ask each judge once. Raises `UserError` where one gives no rating, or a model could not read the prompt."""
-        if any(isinstance(term, ModelTerm) for term in self.terms):
-            find_read(prompt)
+        for path, model in self.models:
+            question = find_read(prompt)
+            (row,) = model.encode([(question.messages, question.options)], ["42"])
+            if isinstance(row, str):
+                raise UserError(f"task.rewards: the model of path={path} cannot read the first prompt: {row}")
 
         def ask() -> None:
             for judge in filter(None, self.judges):
