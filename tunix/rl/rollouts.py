@@ -678,7 +678,7 @@ class Rollouts:
         num_tokens = sum(len(answer.tokens) for answer in rollouts.answers)
         numbers = rollouts.numbers() | {
             **({"no_signal": float(1 - signal.mean())} if self.task.is_rewarded else {}),
-            **({"teacher_kl": float(np.mean(gaps))} if self.score_by_teacher else {}),
+            **({"teacher_kl": float(np.divide(*np.sum(gaps, axis=0)))} if self.score_by_teacher else {}),
             **found,
             "rollout_s": rollouts.rollout_s,
             "rollout_tokens_per_s": num_tokens / rollouts.rollout_s,
@@ -695,9 +695,9 @@ class Rollouts:
 
     def _make_batch(
         self, params: Any, rollouts: RolloutGroup, rewards: np.ndarray, groups: np.ndarray
-    ) -> tuple[Batch, np.ndarray, float]:
+    ) -> tuple[Batch, np.ndarray, tuple[float, float]]:
         """Return the batch of a step made of some groups with these rewards [P, G], their advantages, and how far a
-        teacher is from their tokens: nats a token, an estimate of KL(model || teacher); 0 without one."""
+        teacher is from their tokens: nats, whose mean is an estimate of KL(model || teacher), and the tokens."""
         size, task = self.task.group_size, self.task
         rows = [group * size + n for group in groups.tolist() for n in range(size)]
         answers = [rollouts.answers[row] for row in rows]
@@ -735,7 +735,7 @@ class Rollouts:
                 rewards = rewards - task.kl_coefficient * gap.sum(axis=1).reshape(rewards.shape)
         advantages = ADVANTAGES[task.advantage](rewards)
         mask = fields["loss_mask"]
-        of_tokens, gap = advantages.reshape(-1, 1) * mask, 0.0
+        of_tokens, gap = advantages.reshape(-1, 1) * mask, (0.0, 1.0)
         if episodes is not None and task.credit == "turns":
             of_tokens = mask * self._credit_turns(episodes, rewards, ADVANTAGES[task.advantage])
             advantages = (of_tokens.sum(1) / np.maximum(1, mask.sum(1))).reshape(rewards.shape)
@@ -743,7 +743,7 @@ class Rollouts:
             # Their mean is minus the divergence, and so is its gradient.
             gains = (scored(self.score_by_teacher(batch)) - fields["log_probs"]) * mask
             of_tokens = of_tokens + task.teacher_weight * gains
-            gap = -float(gains.sum() / max(mask.sum(), 1))
+            gap = -float(gains.sum()), max(1.0, float(mask.sum()))
         on_rows = arrange(fields | {"advantages": of_tokens.astype(np.float32)})
         return batch | self._to_devices({"advantages": on_rows["advantages"]}), advantages, gap
 
