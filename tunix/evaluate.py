@@ -79,7 +79,14 @@ def _list_steps(cmd: Evaluate) -> dict[int | None, str]:
     if cmd.step is None:
         return {None: cmd.checkpoint}
     choice = (cmd.step,) if isinstance(cmd.step, int) else cmd.step
-    return dict(find_checkpoints(cmd.checkpoint, choice, f"step={cmd.step}"))
+
+    def find(steps: Any) -> dict[int | None, str]:
+        return dict(find_checkpoints(cmd.checkpoint, steps, f"step={cmd.step}"))
+
+    # Where the run still trains, a process that looks later finds more of them.
+    found = peers.on_main(lambda: list(find(choice)), "looking for the checkpoints")
+    steps = json.loads(peers.agree(json.dumps(found), "the checkpoints"))
+    return peers.together(lambda: find(steps), "looking for the checkpoints")
 
 
 def make_config(cmd: Evaluate) -> Config:

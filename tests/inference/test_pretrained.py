@@ -18,15 +18,19 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 import tunix
 from tunix.base.errors import UserError
-from tunix.config import Export
+from tunix.config import Evaluate, Export
+from tunix.config.command_line import read_settings
 from tunix.config.compose import compose
 from tunix.config.pretrained_config import trained_model
 from tunix.data.tokenizer import read_vocab
+from tunix.evaluate import _list_steps
 from tunix.export import _write_model, export
 from tunix.huggingface.config_json import read_config, translate_config, write_config
 from tunix.huggingface.weights import weight_files
+from tunix.inference.pretrained import agree_on_checkpoint
 from tunix.inference.sampling import Sampling
 from tunix.models.layers import named
+from tunix.processes import peers
 
 PARITY = ROOT / "tests" / "models" / "parity"
 
@@ -526,3 +530,15 @@ print(share, largest, end - begin, peak - end)
     share, largest, kept, more = map(int, done.stdout.split()[-4:])
     assert more < largest / 2, more
     assert kept < share + largest, (share, kept)
+
+
+def test_processes_take_the_same_checkpoints_of_a_run_that_still_trains(tmp_path, monkeypatch):
+    """A process that looks after the checkpoint of step 4 was saved takes those that process 0 has found."""
+    (tmp_path / "config.yaml").write_text("{}\n")
+    for step in (2, 4):
+        (tmp_path / "checkpoints" / str(step)).mkdir(parents=True)
+    monkeypatch.setattr(peers, "is_main", lambda: False)
+    monkeypatch.setattr(peers, "agree", lambda _, name: {"the checkpoint": "2", "the checkpoints": "[2]"}[name])
+    assert agree_on_checkpoint(tmp_path / "checkpoints", None).name == "2"
+    words = [f"checkpoint={tmp_path}", "step=all"]
+    assert _list_steps(read_settings(Evaluate, words)) == {2: str(tmp_path / "checkpoints/2")}

@@ -376,7 +376,7 @@ def load_params(
     Low-rank updates beside Hugging Face's files are those of `model.init_adapter`.
     """
     if run := find_run(source):
-        checkpoint = find_checkpoint(run[0] / "checkpoints", run[1])
+        checkpoint = agree_on_checkpoint(run[0] / "checkpoints", run[1])
         if peers.first_of_host():
             reject_damaged_checkpoint(checkpoint)
         with describe_unreadable(checkpoint):
@@ -419,6 +419,16 @@ def find_checkpoint(checkpoints: Path, step: int | None, key: str = "checkpoint"
         message = "no checkpoint yet" if step is None else f"no checkpoint of step {step}"
         raise UserError(f"{key}: {checkpoints} has {message}; it has {', '.join(map(str, steps)) or 'none'}")
     return (checkpoints / str(steps[-1] if step is None else step)).absolute()
+
+
+def agree_on_checkpoint(checkpoints: Path, step: int | None) -> Path:
+    """Return the folder of a run's checkpoint, that of the same step on every process; all of them call this.
+
+    Where the run still trains, the newest is another one a moment later: weights of two steps would be mixed.
+    """
+    found = peers.on_main(lambda: find_checkpoint(checkpoints, step).name, "looking for the checkpoint")
+    agreed = int(peers.agree(found or "", "the checkpoint"))
+    return peers.together(lambda: find_checkpoint(checkpoints, agreed), "looking for the checkpoint")
 
 
 def _restore_params(checkpoint: Path, arch: Architecture, abstract: Params, weights: str) -> Params:
