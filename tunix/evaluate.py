@@ -20,6 +20,7 @@ from tunix.config.data import Mixture
 from tunix.config.saved_runs import find_checkpoints, find_run
 from tunix.config.task import Compared
 from tunix.data.dataset import Corpus, load_corpus
+from tunix.data.prompts import load_together
 from tunix.huggingface.hub import find
 from tunix.inference.lm_eval import list_tasks
 from tunix.inference.pretrained import describe_files, load_language_model, load_params
@@ -152,7 +153,7 @@ def _load_held_out(cmd: Evaluate, cfg: Config, arch: Architecture, mesh: Mesh) -
     Pairs of answers come with their scores by the model of step 0.
     """
     with announcing("preparing the data", peers.print_progress):
-        corpus = peers.main_first(lambda: _load_documents(cmd, cfg), "preparing the data")
+        corpus = load_together(lambda: _load_documents(cmd, cfg))
     if isinstance(cfg.task, Compared):
         add_reference(cfg, corpus, assemble(cfg, mesh), mesh)
     info = cfg, corpus, arch, mesh, cfg.training.batch_shape(mesh.shape).num_rows

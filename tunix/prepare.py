@@ -35,6 +35,7 @@ def prepare(cfg: Config) -> None:
 
     from tunix.batch_sources import load_data
     from tunix.data.dataset import Corpus, make_shares
+    from tunix.data.prompts import load_together
     from tunix.inference.teacher import give_logits
     from tunix.processes import peers
     from tunix.trainer import plan_run
@@ -46,7 +47,7 @@ def prepare(cfg: Config) -> None:
     cfg.data.try_out()
     if jax.process_count() > 1:
         make_shares(cfg)
-    corpus = peers.main_first(lambda: load_data(cfg), "preparing the data")
+    corpus = load_together(lambda: load_data(cfg))
     if peers.is_main():
         print(corpus.summary)
         for name, prepared in corpus.prepared.items():

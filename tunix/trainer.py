@@ -30,7 +30,7 @@ from tunix.config.compose import remark_on_environment, remark_on_random, remark
 from tunix.costs.devices import Cluster, find_kind, read_topology, replace_network
 from tunix.costs.step import check_matmul_dtype, find_run_peak_tflops
 from tunix.data.batches import Batch, BatchSource, Numbers, Position
-from tunix.data.prompts import AnyCorpus
+from tunix.data.prompts import AnyCorpus, load_together
 from tunix.data.tokenizer import tokenizer_digest
 from tunix.inference.pretrained import check_init_from, load_init_from
 from tunix.plan.derived_time import resolve_exchange
@@ -308,7 +308,7 @@ def set_up(
     clock.end("program")
 
     with watchdog.phase("preparing the data", math.inf):
-        corpus = None if cfg.dry_run else peers.main_first(lambda: load_data(cfg), "preparing the data")
+        corpus = None if cfg.dry_run else load_together(lambda: load_data(cfg))
     clock.end("data")
 
     sizes = derive_sizes(train_spec, corpus.num_samples if corpus else None)

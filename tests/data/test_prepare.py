@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -23,8 +24,10 @@ from tunix.config.compose import compose
 from tunix.data import dataset, shards
 from tunix.data.batches import TrainBatches
 from tunix.data.dataset import load_corpus, prepare_corpus
+from tunix.data.prompts import load_together
 from tunix.data.shards import hash_document
 from tunix.data.tokenizer import bytes_by_token
+from tunix.processes import peers
 from tunix.training.choices import build_mesh
 
 
@@ -53,6 +56,22 @@ def test_a_changed_document_changes_the_fingerprint(tmp_path):
     assert load_corpus(text_config(folder)).fingerprint == before
     (folder / "003.txt").write_text("something else\n")
     assert load_corpus(text_config(folder)).fingerprint != before
+
+
+def test_processes_with_different_documents_are_refused(tmp_path, monkeypatch):
+    """A file comes between the looks of two processes: they would have other tokens, and another tokenizer."""
+    folder, first = write_corpus(tmp_path / "c", 8), dict[str, str]()
+    monkeypatch.setattr(peers, "gather", lambda text, name, *_: [first.setdefault(name, text), text])
+    monkeypatch.setattr(peers, "hosts", lambda: ["node-0", socket.gethostname()])
+    monkeypatch.setattr(peers, "first_of_host", lambda: True)
+
+    def load():
+        return load_together(lambda: load_corpus(text_config(folder, "tokenizer=bytes")))
+
+    assert load().num_samples == load().num_samples > 0
+    (folder / "new.txt").write_text("a file that comes later\n")
+    with pytest.raises(UserError, match=r"process 0 \(node-0\) and process 1 .* see different documents, or"):
+        load()
 
 
 def test_a_copy_elsewhere_has_the_same_fingerprint(tmp_path):

@@ -470,17 +470,22 @@ def make_shares(cfg: Config) -> None:
     loading = cfg.loading.model_copy(update={"prepare_processes": workers})
     share = slice(jax.process_index(), None, jax.process_count())
     for name, (source, units) in sources.items():
-        folder = find_folder(source, units, cfg.task, inputs.vocab, loading)
-        keys = peers.gather(folder.name, f"documents of {name}")
-        other = next((rank for rank, key in enumerate(keys) if key != keys[0]), None)
-        if other is not None:
-            raise UserError(
-                f"data: process 0 ({peers.hosts()[0]}) and process {other} ({peers.hosts()[other]}) see different "
-                f"documents of {name}, or different versions of its files; read them from a disk that all hosts share"
-            )
+        reject_others(find_folder(source, units, cfg.task, inputs.vocab, loading).name, f"documents of {name}")
         work = partial(make_share, source, units, cfg.task, inputs.vocab, loading, share)
         peers.together(work, f"tokenizing {name}")
     log.info("%d processes have tokenized in %.1f s", jax.process_count(), time.perf_counter() - start_time)
+
+
+def reject_others(key: str, label: str) -> None:
+    """Raise `UserError` on every process where one of them has other documents than process 0: another `key`."""
+    keys = peers.gather(key, label)
+    other = next((rank for rank, each in enumerate(keys) if each != keys[0]), None)
+    if other is not None:
+        raise UserError(
+            f"data: process 0 ({peers.hosts()[0]}) and process {other} ({peers.hosts()[other]}) see different "
+            f"{label}, or different versions of files; read them from a disk that all hosts share, and start again "
+            "when no file changes any more"
+        )
 
 
 @dataclass(frozen=True)
@@ -502,6 +507,11 @@ class Corpus:
     @property
     def tokenizer(self) -> Backend:
         return self.vocab.backend
+
+    @property
+    def parts(self) -> list[Sequences]:
+        """Sequences of all sources and sets."""
+        return [*self.train.values(), *self.held_out_parts.values(), *self.sets.values()]
 
     @property
     def num_samples(self) -> int:

@@ -12,26 +12,28 @@ limit is left out and counted, never cut.
 import hashlib
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import grain
 import numpy as np
 from tokenizers import Tokenizer as Backend
 
+from tunix.base.digests import hash_texts
 from tunix.base.errors import UserError
 from tunix.base.text import pack, unpack
 from tunix.config import Config, Task
 from tunix.config.task import Grpo
 from tunix.data.batches import Position, Samples, choose_evenly
-from tunix.data.dataset import Corpus, compute_fingerprint, list_sources, prepare_corpus
+from tunix.data.dataset import Corpus, compute_fingerprint, list_sources, prepare_corpus, reject_others
 from tunix.data.documents import Question, drop_padding, read_prompt
 from tunix.data.files import Rows, Source
 from tunix.data.image_slots import ImageSlots, find_slots, list_image_spans
 from tunix.data.shards import SPLITS, Prepared, Stream, locate
 from tunix.data.tokenizer import Vocab
 from tunix.models.vision import Images
+from tunix.processes import peers
 
 log = logging.getLogger(__name__)
 
@@ -135,6 +137,11 @@ class PromptCorpus:
         return self.vocab.backend
 
     @property
+    def parts(self) -> list[PromptPart]:
+        """Prompts of all sources."""
+        return [*self.train.values(), *self.held_out.values()]
+
+    @property
     def num_samples(self) -> int:
         """Prompts to train on."""
         return sum(map(len, self.train.values()))
@@ -153,6 +160,20 @@ class PromptCorpus:
 
 
 AnyCorpus = Corpus | PromptCorpus
+C = TypeVar("C", bound=AnyCorpus)
+
+
+def load_together(load: Callable[[], C]) -> C:
+    """Load a corpus on every process, process 0 first; every process calls this.
+
+    Raises:
+        UserError: as `load` raises it; or processes have read different documents: each host has its own, or files
+            have changed since process 0 listed them.
+    """
+    corpus = peers.main_first(load, "preparing the data")
+    streams = (part.stream.fingerprint for part in corpus.parts)
+    reject_others(hash_texts(corpus.vocab.digest, *streams), "documents")
+    return corpus
 
 
 def load_prompts(cfg: Config, max_length: int) -> PromptCorpus:

@@ -18,7 +18,7 @@ from tunix.config.data import Mixture
 from tunix.config.rewards import EngineTerm, FunctionTerm, RewardTerm
 from tunix.config.task import Grpo, Prompted
 from tunix.data.files import Rows
-from tunix.data.prompts import RIGHT, Prompt, PromptCorpus, load_prompts
+from tunix.data.prompts import RIGHT, Prompt, PromptCorpus, load_prompts, load_together
 from tunix.inference.pretrained import describe_files, load_language_model, load_params
 from tunix.inference.rollout import RolloutRequest, derive_seed
 from tunix.inference.sampling import find_stop_ids
@@ -139,7 +139,7 @@ def evaluate_answers(cmd: Evaluate, cfg: Config, checkpoints: list[str]) -> list
     info = describe_files(checkpoints[0], decoder)
     model = load_language_model(checkpoints[0], dtype, decoder.mesh_shape, cmd.weights, **info, mtp=settings.by_mtp)
     max_length = model.cfg.context_length - settings.max_new_tokens
-    corpus = peers.main_first(lambda: _load_prompts(cmd, cfg, max_length), "preparing the data")
+    corpus = load_together(lambda: _load_prompts(cmd, cfg, max_length))
     prompts = corpus.spread("held_out" if cmd.split == "held_out" else "train", cmd.num_prompts)
     if not prompts:
         raise UserError("no prompt is held out; split=all takes all of them")
