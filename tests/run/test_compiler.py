@@ -136,3 +136,18 @@ def test_a_program_that_a_full_disk_has_cut_does_not_end_the_cache(tmp_path, mon
     compiler.keep_programs(compose([f"loading.cache_dir={tmp_path}"]).config)
     cache.put("next", b"program")
     assert {path.name for path in cache.path.glob("*-cache")} == {"whole-cache", "next-cache"}
+
+
+def test_each_run_of_a_process_keeps_its_programs_in_its_own_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(jax, "config", config := Config())
+
+    def keep(*words: str) -> object:
+        compiler.keep_programs(compose([f"loading.cache_dir={tmp_path}/{words[0]}", *words[1:]]).config)
+        config.jax_compilation_cache_dir = config.values.get("jax_compilation_cache_dir")
+        return config.jax_compilation_cache_dir
+
+    first, second = keep("first"), keep("second")
+    assert [Path(str(each)).relative_to(tmp_path).parts[0] for each in (first, second)] == ["first", "second"]
+    assert keep("third", "training.compile_cache_gib=0") is None
+    config.values["jax_compilation_cache_dir"] = config.jax_compilation_cache_dir = "the user's"
+    assert keep("fourth") == "the user's"

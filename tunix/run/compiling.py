@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
 
 from tunix.base.errors import UserError
@@ -93,6 +94,9 @@ def _listen(event: str, **_: object) -> None:
 jax.monitoring.register_event_listener(_listen)
 
 
+_kept: list[str] = []  # folders that runs of this process have given JAX
+
+
 def keep_programs(cfg: Config) -> None:
     """Let JAX keep compiled programs in `loading.cache_dir`, unless the user has given JAX a folder already.
 
@@ -102,8 +106,13 @@ def keep_programs(cfg: Config) -> None:
 
     Where `training.compile_cache_gib` is full, the programs that were not used for the longest time go.
     """
-    size_gib = cfg.training.compile_cache_gib
-    if size_gib and jax.config.jax_compilation_cache_dir is None:  # type: ignore[attr-defined]
+    size_gib, given = cfg.training.compile_cache_gib, jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
+    if given is not None and given not in _kept:
+        return
+    if given is not None:  # of an earlier run of this process
+        compilation_cache.reset_cache()
+        jax.config.update("jax_compilation_cache_dir", None)
+    if size_gib:
         # XLA compiles for the instructions of a kind of processor, and another kind may lack some. A cache on a disk
         # that hosts of several kinds share would else give a program that ends with an illegal instruction.
         flags = platform.processor()
@@ -113,6 +122,7 @@ def keep_programs(cfg: Config) -> None:
         processor = f"{platform.machine()}-{hashlib.sha256(flags.encode()).hexdigest()[:12]}"
         folder = locate_cached(cfg.loading.cache_dir, "programs", processor)
         _remove_torn(folder)
+        _kept.append(str(folder))
         jax.config.update("jax_compilation_cache_dir", str(folder))
         jax.config.update("jax_compilation_cache_max_size", int(size_gib * 2**30))
         if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
