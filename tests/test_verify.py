@@ -7,7 +7,7 @@ from itertools import combinations
 import jax
 import pytest
 from support.devices import QUICK
-from support.harness import ONE_LAYER, RUN, run_python
+from support.harness import ONE_LAYER, ROOT, RUN, run_python
 
 from tunix import verify
 from tunix import verify as command
@@ -89,6 +89,13 @@ def test_chosen_meshes(words, more, chosen):
     sizes = resolve(cfg.model.mesh_shape, 8, cfg.dims, allow_idle=False)
     found = verify.select_meshes(cfg, cfg.training.batch_shape(sizes).num_sequences)
     assert [{axis: size for axis, size in sizes.items() if size > 1} for sizes in found] == chosen
+
+
+def test_process_0_loads_no_teacher_alone(words, monkeypatch):
+    """The other processes wait until it has trained, and would not answer when it asks them about the files."""
+    cfg = compose([*words, f"task.teacher={ROOT}/tests/models/parity/llama"]).config
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    assert 1 not in [max(sizes.values()) for sizes in verify.select_meshes(cfg, 8)]
 
 
 def test_every_mesh_of_a_model_with_experts():

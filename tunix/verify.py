@@ -33,6 +33,7 @@ from tunix.checkpoints.store import check_everything
 from tunix.config import Config, command_line, compose
 from tunix.config.compose import add_search_path
 from tunix.config.saved_runs import find_run
+from tunix.config.task import Taught
 from tunix.costs.step import check_matmul_dtype
 from tunix.data.batches import Position
 from tunix.data.documents import DOCUMENTS
@@ -119,6 +120,8 @@ def _find_shared_work(cfg: Config) -> str:
     """
     if DOCUMENTS[cfg.task.documents].asks_peers:
         return f"task={cfg.task.name}"
+    if isinstance(cfg.task, Taught) and cfg.task.teacher is not None:
+        return f"task.teacher={cfg.task.teacher}"
     source = cfg.model.init_from
     return f"model.init_from={source}" if source and find_run(source, "model.init_from") else ""
 
