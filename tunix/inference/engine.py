@@ -54,7 +54,7 @@ class Answer:
 
     tokens: list[int]  # with the stop id, if there is one
     log_probabilities: list[float]  # of each token under the model, before temperature and filters
-    sampled_log_probabilities: list[float]  # of each token under the distribution that it was drawn from
+    sampled_log_probabilities: list[float]  # of each token at the temperature, before filters
     stopped: bool  # by a stop id, not by the length
     num_guessed: int | None = None  # of the tokens, which were guessed and right; None where nothing was guessed
 

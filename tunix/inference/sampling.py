@@ -166,7 +166,7 @@ class Sampled(NamedTuple):
 
     tokens: jax.Array  # int32
     model_log_probs: jax.Array  # float32, nats: under the model, before temperature and filters
-    log_probs: jax.Array  # float32, nats: of the distribution that the token was drawn from
+    log_probs: jax.Array  # float32, nats: at the temperature, before filters: of the policy that learns from the token
 
 
 def sample(
@@ -206,9 +206,11 @@ def select_greedy(logits: jax.Array) -> Sampled:
 
 def select(logits: jax.Array, keys: jax.Array, sampling: Sampling) -> Sampled:
     """Draw a token for each row of logits [B, V] float32, with a key of its own, [B]; not at temperature 0."""
-    tokens, log_probs = _sample(_filter(logits / sampling.temperature, sampling), keys)
-    is_models = sampling.temperature == 1 and (sampling.top_k, sampling.top_p, sampling.min_p) == (None, None, None)
-    return Sampled(tokens, log_probs if is_models else _compute_log_probs(logits, tokens), log_probs)
+    scaled = logits / sampling.temperature
+    tokens, log_probs = _sample(_filter(scaled, sampling), keys)
+    if (sampling.top_k, sampling.top_p, sampling.min_p) != (None, None, None):
+        log_probs = _compute_log_probs(scaled, tokens)
+    return Sampled(tokens, log_probs if sampling.temperature == 1 else _compute_log_probs(logits, tokens), log_probs)
 
 
 def select_by_row(logits: jax.Array, rows: RowChoices, count: jax.Array) -> Sampled:
@@ -221,10 +223,11 @@ def select_by_row(logits: jax.Array, rows: RowChoices, count: jax.Array) -> Samp
         return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), answer), count)
 
     greedy = rows.temperature == 0
-    scaled = _filter_by_row(logits / jnp.where(greedy, 1, rows.temperature)[:, None], rows)
-    tokens, log_probs = _sample(scaled, jax.vmap(fold)(rows.seed, rows.answer, count))
+    scaled = logits / jnp.where(greedy, 1, rows.temperature)[:, None]
+    tokens, _ = _sample(_filter_by_row(scaled, rows), jax.vmap(fold)(rows.seed, rows.answer, count))
     tokens = jnp.where(greedy, _find_largest(logits), tokens)
-    return Sampled(tokens, _compute_log_probs(logits, tokens), jnp.where(greedy, 0, log_probs))
+    log_probs = jnp.where(greedy, 0, _compute_log_probs(scaled, tokens))
+    return Sampled(tokens, _compute_log_probs(logits, tokens), log_probs)
 
 
 def _sample(scaled: jax.Array, keys: jax.Array) -> tuple[jax.Array, jax.Array]:

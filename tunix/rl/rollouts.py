@@ -352,7 +352,7 @@ def arrange_answers(
         tokens      p p p a b      .  .        prompt p p p, answer a b c, T = 7
         targets     p p a b c      .  .        c is the token that stops the answer: it is learnt too
         loss_mask   0 0 1 1 1      0  0
-        log_probs   0 0 x y z      0  0        of a, b, c in the distribution that they were drawn from
+        log_probs   0 0 x y z      0  0        of a, b, c under the model that drew them, at its temperature
         segment_ids 1 1 1 1 1      0  0
 
     A prompt with its answer has at most T tokens.

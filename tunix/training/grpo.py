@@ -1,8 +1,8 @@
 """Loss of a policy that learns from rewards for its own answers: GRPO and its relatives.
 
 An answer is one segment of a row of the batch, often the only one. Its sampler has written down log q, the
-log-probability of each token in the distribution that the token was drawn from. p is the policy in training, and A the
-advantage of the token (`ADVANTAGES` of rl/rollouts.py):
+log-probability of each token at the temperature, before filters: q is the policy as it was. p is the policy in
+training, and A the advantage of the token (`ADVANTAGES` of rl/rollouts.py):
 
     ratio       p / p_old           1 in value where a rollout is used for one step: p_old is then p itself
     importance  p / q               the sampler and the trainer round differently; measured in each step
@@ -37,7 +37,7 @@ from tunix.training.teacher import AnyTeacher
 POLICY_FIELDS = {
     **FIELDS,
     "advantages": Field("ABT", "float32"),  # of each token of an answer
-    "log_probs": Field("ABT", "float32"),  # of each target, in the distribution that it was drawn from
+    "log_probs": Field("ABT", "float32"),  # of each target, under the policy that drew it, at its temperature
     "reference_log_probs": Field("ABT", "float32"),  # of each target under the reference; 0 where there is none
 }
 # Added to the divisor of a step: where nothing is learnt (all answers masked), 0 is divided by this and not by 0.
