@@ -40,7 +40,7 @@ POLICY_FIELDS = {
     "log_probs": Field("ABT", "float32"),  # of each target, under the policy that drew it, at its temperature
     "reference_log_probs": Field("ABT", "float32"),  # of each target under the reference; 0 where there is none
 }
-# Added to the divisor of a step: where nothing is learnt (all answers masked), 0 is divided by this and not by 0.
+# Added to the divisor of a mean: where nothing is learnt (all answers masked), 0 is divided by this and not by 0.
 # Beside a count of at least 1 it vanishes in float32.
 ALMOST_NOTHING = 1e-9
 
@@ -112,7 +112,7 @@ def policy_loss(
             **block_sums,
             **further_sums,
         }
-        return Loss(learnt + z_part + penalty + further_loss, jnp.sum(row_weights) + ALMOST_NOTHING, sums)
+        return Loss(learnt + z_part + penalty + further_loss, jnp.sum(row_weights), sums)
 
 
 def compute_gains(log_probs: jax.Array, batch: Batch, task: Grpo) -> Gains:
