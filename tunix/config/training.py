@@ -63,7 +63,8 @@ class StepKeys(Section):
     mixed_precision: Literal["bf16", "fp32"]
     """Preset of the three dtypes below where they are null."""
     param_dtype: Dtype | None
-    """Master weights and optimizer state (presets: float32)."""
+    """Master weights and optimizer state (presets: float32). bfloat16 halves their memory, and a weight does not follow
+    a step that changes it by less than a 512th of it, as the rates of fine-tuning do: it suits frozen weights."""
     compute_dtype: Dtype | None
     """Weights and activations in matrix products (bf16: bfloat16)."""
     matmul_dtype: Literal[tuple(MATMUL_DTYPES)] | None  # type: ignore[valid-type]
