@@ -320,6 +320,9 @@ def test_tools_reach_the_template_and_calls_are_read(model, hf_dir):
         messages = [{"role": "user", "content": "u"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
         without = messages[1] | {"tool_calls": [call | {"function": {"name": "now", "arguments": ""}}]}
         assert read_message(without, 1)["tool_calls"][0]["function"]["arguments"] == {}
+        # OpenAI's client sends the name behind the arguments, and templates may write the object as it is.
+        backward = messages[1] | {"tool_calls": [call | {"function": {"arguments": "{}", "name": "now"}}]}
+        assert json.dumps(read_message(backward, 1)["tool_calls"][0]["function"]) == '{"name": "now", "arguments": {}}'
         for name in THOUGHTS:
             assert read_message({"role": "assistant", "content": "", name: "hm"}, 1)[name] == "hm"
         body = {"messages": messages, "tools": [tool], "max_tokens": 2}

@@ -203,14 +203,18 @@ def read_message(message: dict[str, Any], index: int) -> dict[str, Any]:
 
 def _read_calls(calls: Any, location: str) -> list[dict[str, Any]]:
     try:
-        return [
-            call | {"function": call["function"] | {"arguments": _read_arguments(call["function"]["arguments"])}}
-            for call in calls
-        ]
+        return [call | {"function": _read_function(call["function"])} for call in calls]
     except (TypeError, KeyError, ValueError, RecursionError):
         raise ApiError(
             400, f"{location}.tool_calls are no calls with a function and JSON arguments", "messages"
         ) from None
+
+
+def _read_function(function: Any) -> dict[str, Any]:
+    """Return a called function, its name first, as models write calls. OpenAI's client puts the arguments first, and
+    templates such as Mistral's write the object as it is."""
+    first = {key: function[key] for key in ("name",) if key in function}
+    return first | function | {"arguments": _read_arguments(function["arguments"])}
 
 
 def _read_arguments(arguments: Any) -> Any:
