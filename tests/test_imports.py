@@ -14,7 +14,7 @@ ORDER = (
     "base", "sharding.table", "sharding.mesh", "huggingface.family",
     "huggingface.gemma", "huggingface.table", "models.table", "optimizers",
     "data.pieces", "data.words", "data.files", "data.parquet", "data.sources", "run.sinks", "run.remote_sinks", "run.table",
-    "rl.rewards", "rl.tool_parsers", "rl.environments", "rl.tools", "rl.table", "rl.scoring", "rl.environment_worker",
+    "rl.rewards", "rl.tool_parsers", "rl.environments", "rl.tools", "rl.table", "rl.scoring", "rl.environment_pool",
     "config", "processes", "sharding", "models", "huggingface", "data.chat", "data.image_processors", "data.images", "data.tokenizer",
     "config.saved_runs", "config.mistakes", "config.pretrained_config",
     "config.compose", "config.command_line",

@@ -20,8 +20,7 @@ from tunix.data.prompts import Prompt, PromptCorpus, load_prompts
 from tunix.evaluate import make_config
 from tunix.inference.rollout import derive_seed
 from tunix.processes import peers
-from tunix.rl.environment_pool import EnvironmentPool, Session
-from tunix.rl.environment_worker import Request
+from tunix.rl.environment_pool import EnvironmentPool, Request, Session
 from tunix.rl.environments import Reply
 from tunix.rl.evaluation import evaluate_answers, is_sampling
 from tunix.rl.table import format_environment

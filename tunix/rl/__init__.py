@@ -8,8 +8,8 @@
     batch        `rollouts`             rows of tokens with advantages, which `training.grpo` learns from
 
 In several turns, the model talks with an environment: `environments` has the protocol and the rows, `environment_pool`
-their processes with their deadlines (`environment_worker`), `episodes` the turns, and `tool_parsers`
-what reads the calls of tools out of a text.
+their processes with their deadlines, `episodes` the turns, and `tool_parsers` what reads the calls of tools out of a
+text.
 
 Rollouts are drawn in turn with steps, or `ahead` of them. `evaluation` measures completions of held-out prompts,
 `reference` has log-probabilities under the model of step 0. `samples_file` keeps the completions of a run;

@@ -8,26 +8,47 @@ A process that ends or is killed takes all of its episodes with it. Each of them
 texts of its turns, when it is asked next. The episode that was at work is played again once: after the second death it
 is given up, and has no score. So one bad episode costs itself, and no other.
 
+A process answers (`serve`):
+
+    parent   ("play", key, requests)         ->   child   an object for each episode, by its key
+    parent   <-  (replies, problem, seconds)      child
+    parent   ("forget", key)                 ->   child   ends an episode, also one that is not there
+
+    requests   ("reset", seed, columns) · ("step", text) · ("finish",)
+
+The requests of an episode are the newest one, or, where the process does not have the episode, all since its reset: an
+environment that gets its seed and the texts of its turns again comes into the same state.
+
 Episodes that are played together belong to a session. Several sessions share the processes at one time: those of
 rollouts that are drawn ahead, and of held-out prompts. Each has replies of its own.
+
+Imports no jax, for the processes' sake.
 """
 
 import itertools
 import logging
+import os
 import queue
+import resource
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, Self
 
+from tunix.base import dotted_path
 from tunix.base.errors import UserError
-from tunix.rl.environment_worker import Key, Request
-from tunix.rl.environments import Reply
-from tunix.rl.scoring import START_S, ChildProcess, LateProcess, LostProcess
+from tunix.rl import environments
+from tunix.rl.environments import OpenEnvironment, Reply, open_environment
+from tunix.rl.scoring import START_S, ChildProcess, LateProcess, LostProcess, connect, describe_error
 from tunix.rl.table import find_environment, format_environment
 
 log = logging.getLogger(__name__)
+
+Request = tuple[Any, ...]
+Key = tuple[int, int]  # of an episode: the number of its session, and its own
 
 SAMPLE: Key = -1, 0  # of the episode that a new process plays first
 DEATHS = 2  # of processes in which an episode is at work; with the last one it is given up
@@ -58,7 +79,7 @@ class _Holder(threading.Thread):
         super().__init__(name="environments", daemon=True)
         self.pool, self.index = pool, index
         self.inbox: queue.SimpleQueue[tuple[Session, int, Request] | None] = queue.SimpleQueue()
-        self.process = ChildProcess("tunix.rl.environment_worker:serve", pool.arguments)
+        self.process = ChildProcess("tunix.rl.environment_pool:serve", pool.arguments)
         self.played: dict[Key, _Played] = {}
         self.present: set[Key] = set()  # episodes that the process holds
         self.num_episodes = 0  # that are not over yet
@@ -96,8 +117,7 @@ class _Holder(threading.Thread):
                 )
                 session.seconds[self.index] += seconds
             except LostProcess as lost:
-                if not self.process.closed:
-                    self._replace(session, lost)
+                self._replace(session, lost)
                 played.deaths += 1
                 if isinstance(lost, LateProcess) or played.deaths == DEATHS or self.process.closed:
                     twice = "" if isinstance(lost, LateProcess) else ", twice"
@@ -105,7 +125,7 @@ class _Holder(threading.Thread):
                 continue
             if not problem and replies[:-1] != played.replies[len(played.requests) - len(requests) :]:
                 problem = "played again, it says something else; set replays = False on its class"
-            if problem.startswith("MemoryError") and self.pool.replays and not self.process.closed:
+            if problem.startswith("MemoryError") and self.pool.replays:
                 # What earlier episodes have left in the process may be what fills it: a new one has room.
                 self._replace(session, LostProcess("has no memory left"))
             if problem:
@@ -121,10 +141,12 @@ class _Holder(threading.Thread):
         try:
             self.process.exchange(("forget", key), self.pool.timeout_s)
         except LostProcess as lost:
-            if not self.process.closed:
-                self._replace(session, lost)
+            self._replace(session, lost)
 
     def _replace(self, session: "Session", lost: LostProcess) -> None:
+        """Start the process again, unless the pool is closed."""
+        if self.process.closed:
+            return
         log.debug("a process of environments %s; it is started again", lost)
         with self.pool.lock:
             session.num_lost += 1
@@ -322,3 +344,64 @@ class EnvironmentPool:
                         first.append(answered.reply)
         self.timeout_s, self.sample = usual, sample
         return first
+
+
+# The processes' side.
+
+OWN_FILES = {__file__, environments.__file__, dotted_path.__file__}
+
+
+def serve(
+    descriptor: int, parent: int, name: str | list[str], options: dict[str, Any], tool_calls: str, memory_mib: int
+) -> None:
+    """Import the environment, report that all is ready, and answer requests until the parent closes the socket."""
+    connection = connect(descriptor, parent)
+    process_id = os.getpid()
+    make = partial(open_environment, find_environment(name), options, tool_calls)
+    # Of anonymous memory: what libraries map without using it does not count. A child that it starts has the same.
+    with suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_DATA, (memory_mib * 2**20, memory_mib * 2**20))
+    episodes: dict[Key, OpenEnvironment] = {}
+    connection.send("ready")
+    while True:
+        try:
+            kind, key, *rest = connection.recv()
+        except EOFError:
+            return
+        start_time = time.perf_counter()
+        if kind == "play":
+            replies, problem = play(episodes, make, key, rest[0])
+        else:
+            replies, problem = [], ""
+            with suppress(Exception):  # an error while it is closed changes nothing that is known of the episode
+                if key in episodes:
+                    episodes.pop(key).close()
+        if os.getpid() != process_id:  # the environment has forked, and its child comes here too
+            os._exit(0)
+        connection.send((replies, problem, time.perf_counter() - start_time))
+
+
+def play(
+    episodes: dict[Key, OpenEnvironment], make: Callable[[], OpenEnvironment], key: Key, requests: list[Request]
+) -> tuple[list[Reply], str]:
+    """Return the replies of an episode's environment, and the text of an error, which ends the episode."""
+    replies = []
+    try:
+        for request in requests:
+            replies.append(_call(episodes, make, key, request))
+    except BaseException as error:  # an environment may raise anything, also SystemExit
+        return replies, describe_error(error, OWN_FILES)
+    return replies, ""
+
+
+def _call(
+    episodes: dict[Key, OpenEnvironment], make: Callable[[], OpenEnvironment], key: Key, request: Request
+) -> Reply:
+    kind, *arguments = request
+    if kind == "reset":
+        episodes[key] = make()
+        return episodes[key].reset(*arguments)
+    if kind == "step":
+        return episodes[key].step(*arguments)
+    assert kind == "finish", kind
+    return Reply(None, episodes[key].finish(), True)

@@ -244,7 +244,6 @@ class Payload:
     groups: list[str] = field(default_factory=list)  # as JSON
     numbers: dict[tuple[int, int], int] = field(default_factory=dict)  # of groups, by run and row
     num_bytes: int = 0
-    seen_answers: int = 0
 
     def __post_init__(self) -> None:
         self.texts = [TokenTexts(run.backend) for run in self.runs]
@@ -275,7 +274,6 @@ class Payload:
         info = self.runs[run].index.groups[row]
         chosen = choose_answers([as_number(record.get("reward")) or 0.0 for record in records])
         self.left.answers += len(records) - len(chosen)
-        self.seen_answers += len(chosen)
         return {
             "run": run,
             "step": int(info["step"]),
