@@ -278,7 +278,8 @@ class Engine:
         return [index for index in range(self.num_rows) if index not in used]
 
     def _to_devices(self, values: np.ndarray) -> jax.Array:
-        return rows_to_global(values, self.mesh)
+        """Return [shards, rows of each, ...] on the mesh, as [rows, ...]."""
+        return rows_to_global(values.reshape(-1, *values.shape[2:]), self.mesh)
 
     def _select_num_rows(self) -> int:
         """Return how many rows of a data shard are wanted now: for those that are held, and for those that wait."""
@@ -311,7 +312,7 @@ class Engine:
                 index[row.shard, row_index], row.index = row.index, row_index
             # Pages are no row's, and stay as they are.
             slots: Cache = [() if isinstance(kept, Pages) else kept for kept in self.cache]
-            resized = self.programs.resize(slots, self._to_devices(index.reshape(-1)), windows)
+            resized = self.programs.resize(slots, self._to_devices(index), windows)
             self.cache = [new or kept for new, kept in zip(resized, self.cache, strict=True)]
         self.num_rows, self.num_slots = num_rows, num_slots
 
@@ -402,9 +403,7 @@ class Engine:
             for row, prompt in enumerate(prompts):
                 tokens[shard, row, : len(prompt.tokens)], counts[shard, row] = prompt.tokens, len(prompt.tokens)
                 final_lengths[shard, row] = prompt.final_length
-        inputs = [
-            self._to_devices(each) for each in (tokens.reshape(-1, length), counts.ravel(), final_lengths.ravel())
-        ]
+        inputs = map(self._to_devices, (tokens, counts, final_lengths))
         dtype, with_mtp = self.sampling.cache_dtype, self.sampling.by_mtp
         images = self._gather_images(chosen, tokens.shape, num_slots)
         computed = self.programs.prefill(self.weights, *inputs, images, cache_dtype=dtype, with_mtp=with_mtp)
@@ -433,7 +432,7 @@ class Engine:
                     pixels[shard, row, : len(images.pixels)] = images.pixels
                     index[shard, row, : len(prompt.tokens)] = images.image_index
                     grids[shard, row, : len(images.grids)] = images.grids
-        return Images(*(self._to_devices(each.reshape(-1, *each.shape[2:])) for each in (pixels, index, grids)))
+        return Images(*map(self._to_devices, (pixels, index, grids)))
 
     def _find_shift(self, prompt: _Prompt) -> int:
         vision, images = self.programs.arch.model.vision, prompt.images
@@ -501,9 +500,7 @@ class Engine:
         number_at = {(shard, n): row.number for shard, each in enumerate(begun) for n, (row, _) in enumerate(each)}
         size = self.num_shards, count, count_pages(max(list_slots(computed[1])))
         pages = self._to_devices(make_table(self.pools, number_at, size, written)) if self.pools else None
-        answers = Placement(*(self._to_devices(each.reshape(-1)) for each in (source, rows, number)))._replace(
-            pages=pages
-        )
+        answers = Placement(*map(self._to_devices, (source, rows, number)), pages=pages)
         self.cache, sampled = self.programs.insert(self.cache, computed, answers, self.key, sampling=self.sampling)
         on_host = [np.asarray(each).reshape(self.num_shards, count) for each in sampled]
         for shard, each in enumerate(begun):
@@ -563,10 +560,7 @@ class Engine:
                 final_length[at] = row.final_length
         inputs = (rows, tokens, start, count, number, num_sampled, shift, final_length)
         number_at = {(shard, n): row.number for shard, each in enumerate(by_shard) for n, row in enumerate(each)}
-        table = self._make_table(number_at, shape)
-        more = Extension(*(self._to_devices(each.reshape(-1, *each.shape[2:])) for each in inputs))._replace(
-            table=table
-        )
+        more = Extension(*map(self._to_devices, inputs), table=self._make_table(number_at, shape))
         self.cache, sampled = self.programs.extend(self.weights, self.cache, more, self.key, sampling=self.sampling)
         on_host = [np.asarray(each).reshape(shape) for each in sampled]
         for shard, each in enumerate(by_shard):
@@ -598,7 +592,7 @@ class Engine:
             fields["num_sampled"][at], fields["limit"][at], fields["working"][at] = row.num_sampled, row.limit, 1
             fields["shift"][at], fields["final_length"][at] = row.shift, row.final_length
         table = self._make_table({(row.shard, row.index): row.number for row in working}, shape)
-        rows = Drawing(**{name: self._to_devices(values.reshape(-1)) for name, values in fields.items()}, table=table)
+        rows = Drawing(**{name: self._to_devices(values) for name, values in fields.items()}, table=table)
         # It returns when an eighth of the rows have ended, so that others take them.
         fewest = len(working) - max(1, len(working) // 8) + 1
         extent = Extent(np.int32(steps), np.int32(fewest), self.stop_ids)
@@ -607,7 +601,7 @@ class Engine:
             text = np.zeros((*shape, self.num_slots + 1), np.int32)  # with a place for the newest token
             for row in working:
                 text[row.shard, row.index, : len(row.text)] = row.text
-            inputs = rows, self._to_devices(text.reshape(-1, text.shape[-1])), self.key, extent
+            inputs = rows, self._to_devices(text), self.key, extent
             self.cache, sampled, passes = self.programs.guess(self.weights, self.cache, *inputs, sampling=self.sampling)
             num_passes = np.asarray(passes).reshape(shape)
         else:

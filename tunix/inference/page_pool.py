@@ -173,4 +173,4 @@ def make_table(
     for at, number in rows.items():
         begin, pages = first.get(number, 0), pools[at[0]].tables[number][: shape[2]]
         table[at][begin : len(pages)] = pages[begin:]
-    return table.reshape(-1, shape[2])
+    return table

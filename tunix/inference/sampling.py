@@ -483,7 +483,6 @@ def _decode(
     devices.
     """
     model = weights.module(arch)
-    rows_spec = model.layout.activation("B")
 
     def step(state):
         n, rows, cache, chunk = state
@@ -518,13 +517,15 @@ def _decode(
         (n, *_), count = state
         return (n < extent.steps) & (count >= extent.fewest)
 
-    def empty(dtype):
-        return jnp.full((len(rows.token), CHUNK), NO_TOKEN, dtype, out_sharding=rows_spec)
-
-    chunk = Sampled(empty("int32"), empty("float32"), empty("float32"))
-    start = (jnp.int32(0), rows, cache, chunk), jnp.sum(rows.working.astype(jnp.int32))
+    start = (jnp.int32(0), rows, cache, _make_chunk(rows, CHUNK, model.layout)), jnp.sum(rows.working.astype(jnp.int32))
     (_, _, cache, chunk), _ = jax.lax.while_loop(goes_on, steps, start)
     return cache, _replicate(chunk)
+
+
+def _make_chunk(rows: Drawing, width: int, layout: Layout) -> Sampled:
+    """Return room for `width` tokens of each row, [B, width], none of which is drawn yet."""
+    shape, spec = (len(rows.token), width), layout.activation("B")
+    return Sampled(*(jnp.full(shape, NO_TOKEN, dtype, out_sharding=spec) for dtype in ("int32", "float32", "float32")))
 
 
 # Guesses. By prompt lookup (https://github.com/apoorvumang/prompt-lookup-decoding): where the two newest tokens of a
@@ -560,8 +561,7 @@ def _decode_guesses(
     the others.
     """
     model = weights.module(arch)
-    rows_spec, width = model.layout.activation("B"), CHUNK + sampling.guess
-    text = reshard(text, PartitionSpec(*rows_spec, None))
+    text = reshard(text, PartitionSpec(*model.layout.activation("B"), None))
 
     def step(state):
         n, rows, text, filled, passes, cache, chunk = state
@@ -600,10 +600,7 @@ def _decode_guesses(
         after = jax.lax.fori_loop(0, PASSES_UNCHECKED, lambda _, inner: step(inner), state[0])
         return after, count_at_work(after)
 
-    def empty(dtype):
-        return jnp.full((len(rows.token), width), NO_TOKEN, dtype, out_sharding=rows_spec)
-
-    chunk = Sampled(empty("int32"), empty("float32"), empty("float32"))
+    chunk = _make_chunk(rows, CHUNK + sampling.guess, model.layout)
     start = jnp.int32(0), rows, text, jnp.zeros_like(rows.length), jnp.zeros_like(rows.length), cache, chunk
     goes_on = lambda state: state[1] >= extent.fewest  # noqa: E731
     (*_, passes, cache, chunk), _ = jax.lax.while_loop(goes_on, steps, (start, count_at_work(start)))
