@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh, PartitionSpec, reshard
 from tokenizers import Tokenizer
 
@@ -497,11 +498,13 @@ def _load_base(train_spec: TrainSpec, mesh: Mesh, source: str) -> dict[str, Any]
         abstract, absent = abstract_params(train_spec.arch, mesh), {"lora"}
         if read_saved(run[0])["model"]["labels"] is None:
             absent.add("score")
-        own, lacking = _split_parts(abstract, absent)
+        paths = flatten_dict(abstract)
+        own = {path: leaf for path, leaf in paths.items() if not absent & {*path}}
         checkpoint = _find_checkpoint_of(train_spec.cfg, *run)
         with describe_unreadable(checkpoint, "model.init_from"):
             index, step = find_storage(checkpoint)
-            return _fill(index.restore(step, {"params": own})["params"], lacking, absent)
+            params = index.restore(step, {"params": unflatten_dict(own)})["params"]
+            return unflatten_dict(dict.fromkeys(paths) | flatten_dict(params))
     folder = find(source, INFO_FILES + WEIGHTS)
     return load_weights(folder, train_spec.cfg.model, train_spec.arch.weights, train_spec.layout, mesh)
 
@@ -513,28 +516,3 @@ def _find_checkpoint_of(cfg: Config, folder: Path, step: int | None) -> Path:
             f"write them first: python -m tunix.export checkpoint={folder} output=DIR, then model.init_from=DIR"
         )
     return find_checkpoint(folder / "checkpoints", step, "model.init_from")
-
-
-def _split_parts(params: dict[str, Any], absent: set[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the tree of parameters without the parts of these names, and the tree of those."""
-    own: dict[str, Any] = {}
-    lacking: dict[str, Any] = {}
-    for name, node in params.items():
-        if name in absent:
-            lacking[name] = node
-        elif isinstance(node, dict):
-            own[name], lacking[name] = _split_parts(node, absent)
-        else:
-            own[name] = node
-    return own, lacking
-
-
-def _fill(params: dict[str, Any], lacking: dict[str, Any], absent: set[str]) -> dict[str, Any]:
-    """Return the tree with None in the places of the parts of these names."""
-    filled = dict(params)
-    for name, node in lacking.items():
-        if name in absent:
-            filled[name] = dict.fromkeys(node)
-        else:
-            filled[name] = _fill(params[name], node, absent)
-    return filled
