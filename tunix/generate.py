@@ -25,10 +25,10 @@ from tunix.base.progress import announcing
 from tunix.config import Generate
 from tunix.config.command_line import run_command
 from tunix.data.chat import join_parts
+from tunix.data.image_slots import find_image_prompts
 from tunix.data.images import list_references
 from tunix.data.tokenizer import decode_behind, read_chat
 from tunix.inference.engine import Answer
-from tunix.inference.image_prompts import find_image_prompts
 from tunix.inference.pretrained import Pretrained, load_language_model
 from tunix.inference.rollout import CacheBound, Request
 from tunix.inference.sampling import select_sampling

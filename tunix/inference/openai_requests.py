@@ -13,9 +13,9 @@ from tunix.base.files import expand_home
 from tunix.config import Serve
 from tunix.data.chat import ChatTemplate, read_tool_name
 from tunix.data.files import BadRow
+from tunix.data.image_slots import find_image_prompts
 from tunix.data.images import ImageReader, take_images
 from tunix.data.tokenizer import read_chat
-from tunix.inference.image_prompts import find_image_prompts
 from tunix.inference.openai_api import (
     ApiError,
     ChatParameters,
