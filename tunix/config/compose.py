@@ -340,20 +340,14 @@ def _compose_resumed(overrides: list[str], parsed: dict[str, Override]) -> Job:
         # Without a path a tokenizer would be trained on the changed corpus; the model knows the saved one.
         saved = split_step(source)[0] if is_address(source) else str(run_dir.absolute())
         composed.tokenizer.path = join(saved, "tokenizer")
-    saved_root = read_saved_root(run_dir)
-    root = saved_root or str(run_dir)
-    if not is_address(source):
-        if "checkpoint.folder" not in parsed:
-            composed.checkpoint.folder = saved_root
-        config = check(composed, fresh=False)
-        return Job(config, overrides, run_dir, run_dir_is_explicit=True, resume_step=step, came_from=root)
-    # `run_dir` is a copy of the bucket's files here; the run takes a new folder.
-    root = split_step(source)[0]
+    root = split_step(source)[0] if is_address(source) else read_saved_root(run_dir)
     if "checkpoint.folder" not in parsed:
         composed.checkpoint.folder = root
     config = check(composed, fresh=False)
-    folder = _dated_folder(config) if typed is None else typed
-    return Job(config, overrides, folder, typed is not None, resume_step=step, came_from=root)
+    folder, is_explicit = run_dir, True
+    if is_address(source):  # `run_dir` is a copy of the bucket's files here; the run takes a new folder
+        folder, is_explicit = typed or _dated_folder(config), typed is not None
+    return Job(config, overrides, folder, is_explicit, resume_step=step, came_from=root or str(run_dir))
 
 
 def reject_missing_inputs(job: Job) -> None:
