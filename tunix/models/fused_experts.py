@@ -38,17 +38,19 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from tunix.models.flash_attention import call_kernel, shape_like
+from tunix.models.flash_attention import shape_like
 from tunix.models.grouped_matmul import (
-    FULL_ARRAY,
     Tiles,
     are_before,
+    call_on_tiles,
+    count_parts,
     list_tiles,
     load_block,
     load_rows,
     load_vector,
     part_of,
     store_block,
+    sum_products,
 )
 from tunix.models.kernels import (
     CAPACITY_FACTOR,
@@ -273,26 +275,6 @@ def _multiply_plainly(rows: jax.Array, w: jax.Array, window: Window) -> jax.Arra
 # are programs of a grid (columns, blocks of rows). Operands have 16 bits, sums are float32.
 
 
-def _call(kernel, arrays: tuple[Any, ...], results: Any, grid: tuple[int, ...], block: GroupedBlock, config, name):
-    """Return the results of a kernel, whose programs see arrays and results whole, and one entry of `Tiles`."""
-    tile_spec = pl.BlockSpec((None,), lambda _, tile: (tile,))
-
-    def specs_of(array: Any) -> Any:
-        return Tiles(*[tile_spec] * 3) if isinstance(array, Tiles) else jax.tree.map(lambda _: FULL_ARRAY, array)
-
-    return call_kernel(
-        kernel,
-        arrays,
-        out_shape=results,
-        in_specs=tuple(map(specs_of, arrays)),
-        out_specs=jax.tree.map(lambda _: FULL_ARRAY, results),
-        grid=grid,
-        block=block,
-        interpret=config.interpret,
-        name=f"experts_{name}",
-    )
-
-
 def _tiles(window: Window, capacity: int, block: GroupedBlock) -> Tiles:
     return list_tiles(window.end - window.begin, capacity, block.rows)
 
@@ -318,7 +300,7 @@ def _up(x: jax.Array, weights: ExpertWeights, window: Window, config: KernelConf
             )
 
         zero = jnp.zeros((block.rows, block.columns), jnp.float32)
-        a, b = jax.lax.fori_loop(0, _num_blocks(x_ref.shape[1], block, tile), body, (zero, zero))
+        a, b = jax.lax.fori_loop(0, count_parts(x_ref.shape[1], block, tile), body, (zero, zero))
         if refs.gate_bias is not None:
             a += load_vector(refs.gate_bias.at[group, columns], is_column)[None, :]
             b += load_vector(refs.up_bias.at[group, columns], is_column)[None, :]
@@ -329,12 +311,7 @@ def _up(x: jax.Array, weights: ExpertWeights, window: Window, config: KernelConf
             store_block(ref.at[rows, columns], values, is_row, is_column)
 
     grid, arrays = (pl.cdiv(width, block.columns), len(tiles.group)), (window.token, window.prob, x, weights)
-    return _call(kernel, (tiles, *arrays), [result] * 3, grid, block, config, "up")
-
-
-def _num_blocks(length: int, block: GroupedBlock, tile: Tiles) -> Any:
-    """Return the parts of a dimension that a program sums over: none in a program without rows."""
-    return pl.cdiv(length, block.depth) * (tile.begin[...] < tile.end[...]).astype(jnp.int32)
+    return call_on_tiles(kernel, (tiles, *arrays), [result] * 3, grid, block, config.interpret, "experts_up")
 
 
 def _down(hidden: jax.Array, down: jax.Array, window: Window, config: KernelConfig) -> jax.Array:
@@ -350,35 +327,10 @@ def _d_rows(d_a: jax.Array, d_b: jax.Array, weights: ExpertWeights, window: Wind
     return _multiply_rows((d_a, d_b), factors, config.blocks.d_rows, window, config, transposed=True, name="d_rows")
 
 
-def _multiply_rows(arrays, factors, block, window, config, transposed: bool, name: str):
-    """Return the sum [capacity, D] of products of arrays [capacity, G] and weights [X, G, D].
-
-    With `transposed` the weights are [X, D, G].
-    """
-    width, dim = arrays[0].shape[1], factors[0].shape[1 if transposed else 2]
+def _multiply_rows(arrays, factors, block, window, config, transposed: bool, name: str) -> jax.Array:
+    """Return the sum of products of arrays with the weights of their experts; see `sum_products`."""
     tiles = _tiles(window, config.capacity, block)
-
-    def kernel(tile, array_refs, factor_refs, out_ref):
-        group, begin, end = (each[...] for each in tile)
-        rows, is_row = pl.ds(begin, block.rows), are_before(end, begin, block.rows)
-        columns, is_column = part_of(pl.program_id(0), block.columns, dim)
-        total = jnp.zeros((block.rows, block.columns), jnp.float32)
-        for array_ref, w_ref in zip(array_refs, factor_refs, strict=True):
-
-            def body(n, total, array_ref=array_ref, w_ref=w_ref):
-                depth, is_depth = part_of(n, block.depth, width)
-                factor = load_block(array_ref.at[rows, depth], is_row, is_depth)
-                if transposed:
-                    return total + triton.dot(
-                        factor, load_block(w_ref.at[group, columns, depth], is_column, is_depth).T
-                    )
-                return total + triton.dot(factor, load_block(w_ref.at[group, depth, columns], is_depth, is_column))
-
-            total = jax.lax.fori_loop(0, _num_blocks(width, block, tile), body, total)
-        store_block(out_ref.at[rows, columns], total, is_row, is_column)
-
-    grid, result = (pl.cdiv(dim, block.columns), len(tiles.group)), shape_like(arrays[0], (config.capacity, dim))
-    return _call(kernel, (tiles, arrays, factors), result, grid, block, config, name)
+    return sum_products(tiles, arrays, factors, block, config.interpret, transposed=transposed, name=f"experts_{name}")
 
 
 def _combine(z: jax.Array, window: Window, config: KernelConfig) -> jax.Array:
@@ -398,7 +350,15 @@ def _combine(z: jax.Array, window: Window, config: KernelConfig) -> jax.Array:
         store_block(y_ref.at[tokens, columns], total, is_token, is_column)
 
     grid = pl.cdiv(dim, block.columns), pl.cdiv(num_tokens, block.rows)
-    return _call(kernel, (window.row_index, z), shape_like(z, (num_tokens, dim)), grid, block, config, "combine")
+    return call_on_tiles(
+        kernel,
+        (window.row_index, z),
+        shape_like(z, (num_tokens, dim)),
+        grid,
+        block,
+        config.interpret,
+        "experts_combine",
+    )
 
 
 def _d_hidden(dy, down, a, b, window: Window, config: KernelConfig) -> tuple[jax.Array, ...]:
@@ -423,7 +383,7 @@ def _d_hidden(dy, down, a, b, window: Window, config: KernelConfig) -> tuple[jax
             return total + triton.dot(factor, load_block(down_ref.at[group, columns, depth], is_column, is_depth).T)
 
         zero = jnp.zeros((block.rows, block.columns), jnp.float32)
-        total = jax.lax.fori_loop(0, _num_blocks(dim, block, tile), body, zero)
+        total = jax.lax.fori_loop(0, count_parts(dim, block, tile), body, zero)
         a, b = (load_block(ref.at[rows, columns], is_row, is_column).astype(jnp.float32) for ref in (a_ref, b_ref))
         prob = jnp.broadcast_to(load_vector(prob_ref.at[rows], is_row)[:, None], total.shape)
         hidden, pull_back = jax.vjp(config.hidden, a, b, prob)
@@ -434,7 +394,7 @@ def _d_hidden(dy, down, a, b, window: Window, config: KernelConfig) -> tuple[jax
 
     results = (result, result, result, shape_like(a, (num_parts, config.capacity), jnp.float32))
     arrays, grid = (tiles, window.token, window.prob, dy, down, a, b), (num_parts, len(tiles.group))
-    return _call(kernel, arrays, results, grid, block, config, "d_hidden")
+    return call_on_tiles(kernel, arrays, results, grid, block, config.interpret, "experts_d_hidden")
 
 
 def _d_down(hidden: jax.Array, dy: jax.Array, down: jax.Array, window: Window, config: KernelConfig) -> jax.Array:
@@ -459,7 +419,7 @@ def _d_down(hidden: jax.Array, dy: jax.Array, down: jax.Array, window: Window, c
 
     grid = pl.cdiv(dim, block.columns), pl.cdiv(width, block.rows), num_experts
     arrays, result = (window.begin, window.end, window.token, hidden, dy), shape_like(hidden, down.shape, down.dtype)
-    return _call(kernel, arrays, result, grid, block, config, "d_down")
+    return call_on_tiles(kernel, arrays, result, grid, block, config.interpret, "experts_d_down")
 
 
 def _d_inputs(x, d_a, d_b, weights: ExpertWeights, window: Window, config: KernelConfig) -> tuple[jax.Array, ...]:
@@ -507,7 +467,7 @@ def _d_inputs(x, d_a, d_b, weights: ExpertWeights, window: Window, config: Kerne
     grid = pl.cdiv(width, block.columns), pl.cdiv(dim, block.rows), num_experts
     results = tuple(shape_like(x, each.shape, each.dtype) for each in (weights.gate, weights.up, *biases))
     arrays = (window.begin, window.end, window.token, x, (d_a, d_b))
-    return _call(kernel, arrays, results, grid, block, config, "d_inputs")
+    return call_on_tiles(kernel, arrays, results, grid, block, config.interpret, "experts_d_inputs")
 
 
 def _part_of_rows(n, begin, end, block: GroupedBlock, token_ref) -> tuple[Any, jax.Array, jax.Array]:

@@ -64,21 +64,73 @@ _multiply.defvjp(_multiply_forward, _multiply_backward)
 
 def _product(rows, w, sizes, block: GroupedBlock, interpret: bool, transposed: bool, name: str) -> jax.Array:
     """Return rows [R, in] times the weights [X, in, out] of their groups; `transposed` weights are [X, out, in]."""
-    num_columns = w.shape[1] if transposed else w.shape[2]
     tiles = list_tiles(sizes, len(rows), block.rows)
+    return sum_products(tiles, (rows,), (w,), block, interpret, transposed=transposed, name=name)
+
+
+def sum_products(
+    tiles: Tiles,
+    arrays: tuple[jax.Array, ...],
+    factors: tuple[jax.Array, ...],
+    block: GroupedBlock,
+    interpret: bool,
+    *,
+    transposed: bool,
+    name: str,
+) -> jax.Array:
+    """Return the sum [R, out] of products of arrays [R, in] with weights [X, in, out], those of the group of each row.
+
+    With `transposed` the weights are [X, out, in].
+    """
+    (num_rows, width), dim = arrays[0].shape, factors[0].shape[1 if transposed else 2]
+
+    def kernel(tile, array_refs, factor_refs, out_ref):
+        group, begin, end = (each[...] for each in tile)
+        rows, is_row = pl.ds(begin, block.rows), are_before(end, begin, block.rows)
+        columns, is_column = part_of(pl.program_id(0), block.columns, dim)
+        total = jnp.zeros((block.rows, block.columns), jnp.float32)
+        for array_ref, w_ref in zip(array_refs, factor_refs, strict=True):
+
+            def body(n, total, array_ref=array_ref, w_ref=w_ref):
+                depth, is_depth = part_of(n, block.depth, width)
+                factor = load_block(array_ref.at[rows, depth], is_row, is_depth)
+                if transposed:
+                    return total + triton.dot(
+                        factor, load_block(w_ref.at[group, columns, depth], is_column, is_depth).T
+                    )
+                return total + triton.dot(factor, load_block(w_ref.at[group, depth, columns], is_depth, is_column))
+
+            total = jax.lax.fori_loop(0, count_parts(width, block, tile), body, total)
+        store_block(out_ref.at[rows, columns], total, is_row, is_column)
+
+    # Programs that follow one another have the same rows, then the same weights: they find them in the cache.
+    grid, result = (pl.cdiv(dim, block.columns), len(tiles.group)), shape_like(arrays[0], (num_rows, dim))
+    return call_on_tiles(kernel, (tiles, arrays, factors), result, grid, block, interpret, name)
+
+
+def call_on_tiles(kernel, arrays, results, grid: tuple[int, ...], block: GroupedBlock, interpret: bool, name: str):
+    """Return the results of a kernel, whose programs see arrays and results whole, and one entry of `Tiles`."""
     tile_spec = pl.BlockSpec((None,), lambda _, tile: (tile,))
+
+    def specs_of(array: Any) -> Any:
+        return Tiles(*[tile_spec] * 3) if isinstance(array, Tiles) else jax.tree.map(lambda _: FULL_ARRAY, array)
+
     return call_kernel(
-        partial(_product_kernel, block=block, transposed=transposed),
-        (tiles, rows, w),
-        out_shape=shape_like(rows, (len(rows), num_columns)),
-        in_specs=(Tiles(tile_spec, tile_spec, tile_spec), FULL_ARRAY, FULL_ARRAY),
-        out_specs=FULL_ARRAY,
-        # Programs that follow one another have the same rows, then the same weights: they find them in the cache.
-        grid=(pl.cdiv(num_columns, block.columns), len(tiles.group)),
+        kernel,
+        arrays,
+        out_shape=results,
+        in_specs=tuple(map(specs_of, arrays)),
+        out_specs=jax.tree.map(lambda _: FULL_ARRAY, results),
+        grid=grid,
         block=block,
         interpret=interpret,
         name=name,
     )
+
+
+def count_parts(length: int, block: GroupedBlock, tile: Tiles) -> Any:
+    """Return the parts of a dimension that a program sums over: none in a program without rows."""
+    return pl.cdiv(length, block.depth) * (tile.begin[...] < tile.end[...]).astype(jnp.int32)
 
 
 def _weights_gradient(rows, gradient, w, sizes, block: GroupedBlock, interpret: bool) -> jax.Array:
@@ -121,25 +173,6 @@ def list_tiles(sizes: jax.Array, num_rows: int, tile_rows: int) -> Tiles:
     begin = (ends - sizes)[group] + (tile - (behind - counts)[group]) * tile_rows
     end = jnp.minimum(begin + tile_rows, ends[group])
     return Tiles(group, begin, jnp.where(tile < behind[-1], end, begin))
-
-
-def _product_kernel(tile: Tiles, rows_ref, w_ref, out_ref, *, block: GroupedBlock, transposed: bool):
-    """Some columns of the results of one block of rows, which meets the weights of its group."""
-    group, begin, end = tile.group[...], tile.begin[...], tile.end[...]
-    num_inputs, num_columns = rows_ref.shape[1], out_ref.shape[1]
-    rows, is_row = pl.ds(begin, block.rows), are_before(end, begin, block.rows)
-    columns, is_column = part_of(pl.program_id(0), block.columns, num_columns)
-
-    def body(n, total):
-        inputs, is_input = part_of(n, block.depth, num_inputs)
-        x = load_block(rows_ref.at[rows, inputs], is_row, is_input)
-        if transposed:
-            return total + triton.dot(x, load_block(w_ref.at[group, columns, inputs], is_column, is_input).T)
-        return total + triton.dot(x, load_block(w_ref.at[group, inputs, columns], is_input, is_column))
-
-    num_blocks = pl.cdiv(num_inputs, block.depth) * (begin < end).astype(jnp.int32)  # none without rows
-    total = jax.lax.fori_loop(0, num_blocks, body, jnp.zeros((block.rows, block.columns), jnp.float32))
-    store_block(out_ref.at[rows, columns], total, is_row, is_column)
 
 
 def _weights_kernel(begin_ref, end_ref, rows_ref, gradient_ref, dw_ref, *, block: GroupedBlock):
