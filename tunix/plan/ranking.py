@@ -11,10 +11,10 @@ The best one is that of a run that leaves open its mesh (plan.choose_mesh=true),
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any
 
 from tunix.base.errors import UserError
 from tunix.base.progress import announcing
@@ -33,7 +33,6 @@ from tunix.training.logprobs import MORE_ROWS, count_chunk_positions
 from tunix.training.train_spec import check_on_mesh
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 
 MAX_MICRO_BATCH = 1024  # that training.micro_batch_size=auto chooses
 
@@ -54,11 +53,7 @@ def replace_mesh(cfg: Config, sizes: dict[str, int], choice: Any = None) -> Conf
 
 def list_choices(cfg: Config, sizes: dict[str, int]) -> list[Any]:
     """Return the values that the open key of a config may take, the one of least memory first."""
-    listed: dict[str, Callable[[Config, dict[str, int]], list[Any]]] = {
-        "micro_batch_size": list_micro_batch_sizes,
-        "remat": _list_policies,
-    }
-    return listed[find_open_key(cfg) or ""](cfg, sizes)
+    return _list_policies(cfg, sizes) if find_open_key(cfg) == "remat" else list_micro_batch_sizes(cfg, sizes)
 
 
 def _list_policies(cfg: Config, sizes: dict[str, int]) -> list[str]:
@@ -448,12 +443,6 @@ def _pick_to_compile(candidates: list[Candidate], count: int, limit: float) -> l
     return list(dict.fromkeys([*may_fit[:first], *smallest, *may_fit[first:]]))[:count]
 
 
-def _announce_each(items: Iterable[T], work: str, progress: Callable[[str], None]) -> Iterator[T]:
-    """Yield items that take long to come."""
-    with announcing(work, progress):
-        yield from items
-
-
 def _find_faster(candidates: list[Candidate], limit: float) -> list[int]:
     """Return the places of the next candidates to compile: those predicted faster than the fastest compiled one.
 
@@ -484,21 +473,21 @@ def _compile_candidates(
     while indices:
         names = ", ".join(format_mesh_shape(results[index].sizes) for index in indices)
         compiling = compile_all([results[index].cfg for index in indices], cluster)
-        answers = _announce_each(compiling, f"compiling {names}", progress)
         too_large = {}  # the next smaller value of the open key, by index
-        for index, answer in zip(indices, answers, strict=True):
-            candidate = results[index]
-            if isinstance(answer, str):
-                progress(f"{format_mesh_shape(candidate.sizes)} not compiled: {answer}")
-                results[index] = replace(candidate, note=answer)
-                continue
-            choice = f" with {describe_choice(cfg, candidate.cfg)}" if key else ""
-            progress(f"{format_mesh_shape(candidate.sizes)}{choice} compiled in {answer.compile_s:.0f} s")
-            results[index] = replace(candidate, compiled=answer)
-            if key and results[index].memory > limit:
-                choices = list_choices(cfg, candidate.sizes)
-                if position := choices.index(getattr(candidate.cfg.training, key)):
-                    too_large[index] = choices[position - 1]
+        with announcing(f"compiling {names}", progress):
+            for index, answer in zip(indices, compiling, strict=True):
+                candidate = results[index]
+                if isinstance(answer, str):
+                    progress(f"{format_mesh_shape(candidate.sizes)} not compiled: {answer}")
+                    results[index] = replace(candidate, note=answer)
+                    continue
+                choice = f" with {describe_choice(cfg, candidate.cfg)}" if key else ""
+                progress(f"{format_mesh_shape(candidate.sizes)}{choice} compiled in {answer.compile_s:.0f} s")
+                results[index] = replace(candidate, compiled=answer)
+                if key and results[index].memory > limit:
+                    choices = list_choices(cfg, candidate.sizes)
+                    if position := choices.index(getattr(candidate.cfg.training, key)):
+                        too_large[index] = choices[position - 1]
         for index, smaller in too_large.items():
             results[index] = make_candidate(cfg, results[index].sizes, smaller, cluster)
         indices = list(too_large)
