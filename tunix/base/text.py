@@ -4,7 +4,7 @@ import base64
 import io
 import json
 import zlib
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -41,6 +41,14 @@ def format_table(
     for row in rows:
         table.add_row(*row)
     return as_text(table, width)
+
+
+def format_rows(rows: Mapping[str, str], title: str | None = None) -> str:
+    """Format names and texts as lines, the texts beside one another."""
+    table = Table(show_header=False, box=None, title=title, title_justify="left")
+    for name, text in rows.items():
+        table.add_row(name, text)
+    return as_text(table)
 
 
 class _Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]

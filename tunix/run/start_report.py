@@ -8,7 +8,7 @@ from rich.table import Table
 
 from tunix.base.buckets import is_address
 from tunix.base.files import expand_home
-from tunix.base.text import as_text
+from tunix.base.text import as_text, format_rows
 from tunix.config import Config
 from tunix.config.compose import count_idle_rows
 from tunix.config.layers import ExpertsMlp
@@ -275,18 +275,14 @@ def make_start_report(
     for dim_name, axes in unsplit_dims(cfg.dims, mesh.shape).items():
         split = " x ".join(f"{axis}={mesh.shape[axis]}" for axis in axes)
         rows[DIMS[dim_name].name] = f"{cfg.dims[dim_name]:,} on {split}: every device keeps all"
-
     title = f"{cfg.project_name} / {cfg.run_name}" if cfg.run_name else cfg.project_name
-    table = Table(show_header=False, box=None, title=title, title_justify="left")
-    for name, text in rows.items():
-        table.add_row(name, text)
     devices = Table(box=None)
     head, *body = device_table(mesh)
     for column in head:
         devices.add_column(column)
     for row in body:
         devices.add_row(*row)
-    return f"{as_text(table)}\ndevice ids by place on the mesh\n{as_text(devices)}"
+    return f"{format_rows(rows, title)}\ndevice ids by place on the mesh\n{as_text(devices)}"
 
 
 def make_report_of_launched(cfg: Config, num_devices: int, platform: str) -> str:
@@ -301,11 +297,7 @@ def make_report_of_launched(cfg: Config, num_devices: int, platform: str) -> str
     rows = describe_model(cfg, train_spec, None)
     rows["mesh"] = f"{format_mesh_shape(sizes)} over {num_devices} devices ({platform}), which are not here"
     rows |= describe_batch(cfg, train_spec, train_spec.mesh, of_run) | _describe_costs(cfg, train_spec, of_run)
-    rows |= _describe_exceptions(cfg, train_spec, None)
-    table = Table(show_header=False, box=None)
-    for name, text in rows.items():
-        table.add_row(name, text)
-    return as_text(table)
+    return format_rows(rows | _describe_exceptions(cfg, train_spec, None))
 
 
 def _describe_devices(cfg: Config, train_spec: TrainSpec, mesh: Mesh) -> dict[str, str]:

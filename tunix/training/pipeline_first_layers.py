@@ -42,7 +42,7 @@ class FirstLayers:
         """Return the stream of all parts, [M, rows, t, D], and the numbers of these layers; weights are the trained
         ones outside of the blocks, and those of these layers."""
         stream, (_, routing, scores) = jax.lax.map(partial(self._run, (outer, layers)), self.groups)
-        merged = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:], out_sharding=_without_first(x)), stream)
+        merged = jax.tree.map(self._merge_stages, stream)
         routing, scores = jax.tree.map(lambda x: x.sum(0), routing), None if scores is None else scores.max(0)
         return merged, BlockSums({}, routing, scores)
 
@@ -54,10 +54,7 @@ class FirstLayers:
             vjp = jax.vjp(lambda *trained: self._run(trained, group), outer, layers, has_aux=True)[1]
             return tuple(map(add_gradients, so_far, vjp(d_stream))), None
 
-        d_groups = jax.tree.map(
-            lambda x: x.reshape(-1, self.lanes.num_stages, *x.shape[1:], out_sharding=_with_first(x)), d_stream
-        )
-        return jax.lax.scan(go_back, (d_outer, d_layers), (self.groups, d_groups))[0]
+        return jax.lax.scan(go_back, (d_outer, d_layers), (self.groups, jax.tree.map(self._split_stages, d_stream)))[0]
 
     def take(self, stream: "Stream", number: jax.Array) -> "Stream":
         """Return the stream of a part, [rows, t, D]; see `Parts` for a number that is that of no part."""
@@ -93,18 +90,17 @@ class FirstLayers:
         x = self.lanes.fold(x, self.num_slots, dim=1).swapaxes(1, 2)
         return x.reshape(-1, x.shape[2] * x.shape[3], *x.shape[4:], out_sharding=PartitionSpec(None, axes, *remaining))
 
+    def _merge_stages(self, x: jax.Array) -> jax.Array:
+        """[G, S, ...], whose first two dimensions nothing splits -> [G * S, ...]."""
+        return x.reshape(-1, *x.shape[2:], out_sharding=PartitionSpec(*jax.typeof(x).sharding.spec[1:]))
+
+    def _split_stages(self, x: jax.Array) -> jax.Array:
+        """[G * S, ...] -> [G, S, ...]."""
+        shape = -1, self.lanes.num_stages, *x.shape[1:]
+        return x.reshape(shape, out_sharding=PartitionSpec(None, *jax.typeof(x).sharding.spec))
+
     def _find(self, number: jax.Array) -> jax.Array:
         """Return where a part is in the order of the groups; `Parts` has all parts of a stage one after the other."""
         microbatch, remaining = jnp.divmod(jnp.clip(number, 0, self.parts.count - 1), self.parts.per_microbatch)
         stage, slot = jnp.divmod(remaining, self.num_slots)
         return (microbatch * self.num_slots + slot) * self.lanes.num_stages + stage
-
-
-def _without_first(x: jax.Array) -> PartitionSpec:
-    """Return the spec of [G * S, ...] for that of [G, S, ...], whose first two dimensions nothing splits."""
-    return PartitionSpec(*jax.typeof(x).sharding.spec[1:])
-
-
-def _with_first(x: jax.Array) -> PartitionSpec:
-    """Return the spec of [G, S, ...] for that of [G * S, ...]: the opposite of `_without_first`."""
-    return PartitionSpec(None, *jax.typeof(x).sharding.spec)

@@ -68,8 +68,7 @@ class Teacher:
 
         def measure(logits: jax.Array, table: jax.Array, hidden: jax.Array) -> jax.Array:
             others = module.logits((table, table), hidden)
-            if self.num_rows < logits.shape[-1]:
-                logits = hide_rows(logits, self.num_rows)
+            logits = hide_rows(logits, self.num_rows)
             return measure_divergence(logits / self.temperature, others / self.temperature, self.beta)
 
         return TeacherOutput(measure, vocab_weights[1], hidden)
@@ -105,8 +104,7 @@ class OfflineTeacher:
             return jax.lax.reshape(field, shape, out_sharding=jax.P(rows, tokens, None))
 
         def measure(logits: jax.Array, _: None, found: TopK) -> jax.Array:
-            if self.num_rows < logits.shape[-1]:
-                logits = hide_rows(logits, self.num_rows)
+            logits = hide_rows(logits, self.num_rows)
             return measure_top_k_divergence(logits / self.temperature, found, self.beta)
 
         return TeacherOutput(measure, None, TopK(by_token(batch[IDS]), by_token(batch[LOG_PROBS]), batch[REST]))
@@ -152,6 +150,8 @@ class KnownRows:
 
 def hide_rows(logits: jax.Array, num_rows: int) -> jax.Array:
     """Return logits [..., V] of which only the first rows have a probability."""
+    if num_rows >= logits.shape[-1]:
+        return logits
     ids = reshard(jnp.arange(logits.shape[-1]), jax.P(jax.typeof(logits).sharding.spec[-1]))
     return jnp.where(ids < num_rows, logits, NO_TOKEN)
 
