@@ -500,7 +500,7 @@ class Engine:
         number_at = {(shard, n): row.number for shard, each in enumerate(begun) for n, (row, _) in enumerate(each)}
         size = self.num_shards, count, count_pages(max(list_slots(computed[1])))
         pages = self._to_devices(make_table(self.pools, number_at, size, written)) if self.pools else None
-        answers = Placement(*map(self._to_devices, (source, rows, number)), pages=pages)
+        answers = Placement(*map(self._to_devices, (source, rows, number)))._replace(pages=pages)
         self.cache, sampled = self.programs.insert(self.cache, computed, answers, self.key, sampling=self.sampling)
         on_host = [np.asarray(each).reshape(self.num_shards, count) for each in sampled]
         for shard, each in enumerate(begun):
@@ -560,7 +560,7 @@ class Engine:
                 final_length[at] = row.final_length
         inputs = (rows, tokens, start, count, number, num_sampled, shift, final_length)
         number_at = {(shard, n): row.number for shard, each in enumerate(by_shard) for n, row in enumerate(each)}
-        more = Extension(*map(self._to_devices, inputs), table=self._make_table(number_at, shape))
+        more = Extension(*map(self._to_devices, inputs))._replace(table=self._make_table(number_at, shape))
         self.cache, sampled = self.programs.extend(self.weights, self.cache, more, self.key, sampling=self.sampling)
         on_host = [np.asarray(each).reshape(shape) for each in sampled]
         for shard, each in enumerate(by_shard):
