@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from support.harness import ROOT
+from support.processes import is_alive, wait_until
 
 from tunix.base.errors import UserError
 from tunix.launch import children, nodes
@@ -43,27 +44,14 @@ def ended(process: subprocess.Popen, timeout: float = 60) -> tuple[int, str, str
 
 
 def wait_for(*files: Path) -> None:
-    deadline = time.monotonic() + 20
-    while not all(file.exists() and file.read_text() is not None for file in files):
-        assert time.monotonic() < deadline, files
-        time.sleep(0.02)
+    wait_until(lambda: all(file.exists() for file in files), str(files), 20)
 
 
 def assert_gone(folder: Path) -> None:
     """No process of the run is left, neither the launched nor their children."""
     pids = [int(file.read_text()) for kind in ("pid", "child") for file in folder.glob(f"{kind}.*")]
     assert pids
-    deadline = time.monotonic() + 5
-    while left := [pid for pid in pids if alive(pid)]:
-        assert time.monotonic() < deadline, left
-        time.sleep(0.05)
-
-
-def alive(pid: int) -> bool:
-    try:
-        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return False
+    wait_until(lambda: not any(map(is_alive, pids)), f"the end of {pids}", 5)
 
 
 @pytest.mark.parametrize(

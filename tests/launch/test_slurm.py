@@ -5,13 +5,13 @@ import random
 import re
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
 import yaml
 from support import installs
 from support.harness import PAIR, ROOT, cli, metrics
+from support.processes import wait_until
 
 import tunix
 from tunix.base.errors import UserError
@@ -266,22 +266,15 @@ def info(number: str) -> dict[str, str]:
     return dict(word.split("=", 1) for word in shown.split() if "=" in word)
 
 
-def wait_until(condition, timeout: float = 60) -> None:
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
-
-
 def wait_for_end(number: str, timeout: float = 90) -> dict[str, str]:
-    wait_until(lambda: info(number)["JobState"] not in slurm.GOING, timeout)
+    wait_until(lambda: info(number)["JobState"] not in slurm.GOING, "the end of the job", timeout)
     return info(number)
 
 
 def wait_for_tasks(folder: Path, start: int) -> list[Path]:
     """Until both tasks of this start of the job wait; the files with their process ids."""
     waiting = [folder / f"waiting.{start}.{rank}" for rank in (0, 1)]
-    wait_until(lambda: all(file.exists() and file.read_text() for file in waiting), 90)
+    wait_until(lambda: all(file.exists() and file.read_text() for file in waiting), "its start", 90)
     return waiting
 
 
@@ -365,7 +358,7 @@ def test_a_training_is_preempted_and_goes_on(cluster, corpus, tmp_path):
              "checkpoint.save_every_steps=1000", "optimizer.learning_rate=1e-4"]  # fmt: skip
     job = submitted(*words, cwd=tmp_path)
     file = tmp_path / "run" / "metrics.jsonl"
-    wait_until(lambda: file.exists() and file.read_text().count("\n") >= 2, 180)
+    wait_until(lambda: file.exists() and file.read_text().count("\n") >= 2, "its second start", 180)
     subprocess.run(["scancel", "--signal=TERM", job], check=True)
     end = wait_for_end(job, 180)
     output = (tmp_path / "run" / f"slurm-{job}.out").read_text()

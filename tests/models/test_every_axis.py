@@ -9,12 +9,10 @@ from functools import cache
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from models.test_parity import PARITY
-from support.harness import batch
+from support.harness import batch, loss_and_norm_of
 
 from tunix.base.errors import UserError
 from tunix.config import Config
@@ -89,18 +87,10 @@ def loss_and_norm(cfg: Config, axes: str) -> dict[str, float]:
     training = cfg.training.model_copy(update={"micro_batch_size": SEQUENCES // shards})
     with jax.set_mesh(mesh):
         program = assemble(cfg.model_copy(update={"training": training}), mesh)
-        gradients = program.gradients()
-
-        @jax.jit
-        def run(params, rows):
-            grads, weight, sums = gradients(params, rows, jnp.zeros(1, jnp.int32))
-            named = {name: value for name, value in sums.items() if name.endswith("loss")}
-            return jax.tree.map(lambda x: x / weight, {"grad_norm": optax.tree.norm(grads), **named})
-
         params = weights(cfg.model.family, program)
         rows = batch(SEQUENCES, length=LENGTH, vocab=min(cfg.model.vocab_size, 96))
         rows = to_global(rows | images(cfg.model.family, program.abstract_batch), mesh)
-        return {name: float(value) for name, value in run(params, rows).items()}
+        return loss_and_norm_of(program, params, rows)
 
 
 _weights: dict[str, Any] = {}

@@ -4,11 +4,10 @@ import os
 import re
 import signal
 import time
-from pathlib import Path
 
 import pytest
 from support.harness import PAIR, cli_here, metrics
-from support.processes import Processes
+from support.processes import Processes, is_alive
 
 import tunix
 
@@ -28,13 +27,6 @@ def seconds_to_end(run: Processes) -> float:
     return time.monotonic() - start_time
 
 
-def alive(pid: int) -> bool:
-    try:
-        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
-    except FileNotFoundError:
-        return False
-
-
 @pytest.mark.nightly(but=["0"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_process_is_killed(rank, words, tmp_path):
@@ -46,7 +38,7 @@ def test_a_process_is_killed(rank, words, tmp_path):
         other = run.ends()[1 - rank]
         assert other.code == 76, other.stderr
         assert "error: " in other.stderr
-        assert not alive(child)  # it died with its parent
+        assert not is_alive(child)  # it died with its parent
 
 
 @pytest.mark.nightly(but=["1"])

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 from support.harness import ONE_LAYER, RUN, metrics
 from support.mlflow_server import Door, serve_mlflow
+from support.processes import wait_until
 
 import tunix
 from tunix.base.errors import Diverged, UserError
@@ -189,19 +190,13 @@ def test_a_server_that_dies_and_comes_back_gets_every_number(tmp_path, mlflow, m
     sink = open_sink("mlflow", start)
     sink.write({"step": 1, "loss": 1.0}, "train")
 
-    def wait_until(happened) -> None:
-        deadline = time.monotonic() + 120
-        while not happened():
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-
-    wait_until((tmp_path / "run_ids.json").exists)
+    wait_until((tmp_path / "run_ids.json").exists, "the run")
     run_id = json.loads((tmp_path / "run_ids.json").read_text())["mlflow"]
-    wait_until(lambda: mlflow.list_values(run_id, "train/loss") == {1: 1.0})
+    wait_until(lambda: mlflow.list_values(run_id, "train/loss") == {1: 1.0}, "the first number")
     door.shut()
     for step in range(2, 200):  # the caller goes on without a server
         sink.write({"step": step, "loss": float(step)}, "train")
-    wait_until(lambda: sink.failures > 3)
+    wait_until(lambda: sink.failures > 3, "the outage")
     assert mlflow.list_values(run_id, "train/loss") == {1: 1.0}
     door.open()
     sink.close(None)

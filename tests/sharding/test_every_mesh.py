@@ -7,11 +7,9 @@ training/test_pipeline.py, three axes with experts in models/test_experts.py.
 from functools import cache
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from support.harness import SMALL, batch, experts
+from support.harness import SMALL, batch, experts, loss_and_norm_of
 
 from tunix.config.compose import compose
 from tunix.models import matmul
@@ -46,19 +44,11 @@ def loss_and_norm(mesh_shape: str, *words: str) -> dict[str, float]:
     training = cfg.training.model_copy(update={"micro_batch_size": int(sequences)})
     with jax.set_mesh(mesh):
         step = assemble(cfg.model_copy(update={"training": training}), mesh)
-        gradients = step.gradients()
-
-        @jax.jit
-        def run(params, rows):
-            grads, weight, sums = gradients(params, rows, jnp.zeros(1, jnp.int32))
-            named = {name: value for name, value in sums.items() if name.endswith("loss")}
-            return jax.tree.map(lambda x: x / weight, {"grad_norm": optax.tree.norm(grads), **named})
-
         params = jax.tree.map(
             lambda leaf, weight: jax.device_put(leaf, jax.NamedSharding(mesh, step.layout.stored(weight.equation))),
             weights(*words[:1]), step.arch.weights,
         )  # fmt: skip
-        return {name: float(value) for name, value in run(params, to_global(rows, mesh)).items()}
+        return loss_and_norm_of(step, params, to_global(rows, mesh))
 
 
 @cache

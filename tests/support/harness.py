@@ -21,6 +21,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 from support.devices import xla_flags
@@ -186,6 +187,19 @@ def _draw_quickly(key: jax.Array, shape: Sequence[int], dtype: Any = jnp.float32
         bits = (bits ^ bits >> 16) * np.uint32(factor) + second
     uniform = (bits >> 8).astype(jnp.float32) / 2**24 - 0.5
     return (uniform * 12**0.5).reshape(shape).astype(dtype)
+
+
+def loss_and_norm_of(built: training.TrainSpec, params: Any, rows: Any) -> dict[str, float]:
+    """Loss, gradient norm and penalties of one microbatch, on the mesh in use."""
+    gradients = built.gradients()
+
+    @jax.jit
+    def run(params, rows):
+        grads, weight, sums = gradients(params, rows, jnp.zeros(1, jnp.int32))
+        named = {name: value for name, value in sums.items() if name.endswith("loss")}
+        return jax.tree.map(lambda x: x / weight, {"grad_norm": optax.tree.norm(grads), **named})
+
+    return {name: float(value) for name, value in run(params, rows).items()}
 
 
 def batch(

@@ -33,6 +33,13 @@ def wait_until(
         time.sleep(0.05)
 
 
+def is_alive(pid: int) -> bool:
+    try:
+        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+
+
 class Processes:
     """`count` processes with `devices` fake devices each; their output goes to files in `folder`."""
 
