@@ -18,7 +18,7 @@ from tunix.base.dotted_path import is_dotted
 from tunix.base.errors import near_multiples
 from tunix.config.batch import BatchKeys
 from tunix.config.commands import Average, DeviceKind, Evaluate, Export, Generate, Network, Play, Samples, Serve
-from tunix.config.data import AnyData, Loading, Tokenizer
+from tunix.config.data import AnyData, Loading, Mixture, Tokenizer
 from tunix.config.launcher import AnyLauncher, Kubernetes, Local, Ray, Slurm
 from tunix.config.layers import PROJECTIONS, Lora
 from tunix.config.model import Model
@@ -26,6 +26,7 @@ from tunix.config.model_checks import check_qk_clip, check_stages
 from tunix.config.sections import Checkpoint, Distributed, Evaluation, Logging, Plan, Profile
 from tunix.config.task import AnyTask, Embed, Grpo, Paired, Sampling, Task, Uncut, list_tasks_of_loss
 from tunix.config.training import Training, read_steps
+from tunix.data.files import Source
 from tunix.optimizers.schedules import Scheduler
 from tunix.optimizers.table import AnyOptimizer, Optimizer, ParameterGroup
 from tunix.sharding import mesh
@@ -94,6 +95,11 @@ class Config(Section):
     def dims(self) -> dict[str, int]:
         """Size of each dimension of weights and activations by its letter (`tunix.sharding.table.DIMS`)."""
         return list_dims(self.model, self.training)
+
+    @property
+    def sources(self) -> dict[str, Source]:
+        """Sources of the training data by name; a single one has that of its kind."""
+        return self.data.parts if isinstance(self.data, Mixture) else {self.data.source: self.data}
 
     def with_training(self, **values: Any) -> "Config":
         """Return the config with other values of keys of `training`, which are not checked again."""

@@ -332,11 +332,6 @@ class Inputs(NamedTuple):
     vocab: Vocab
 
 
-def list_sources(cfg: Config) -> dict[str, Source]:
-    """Return the sources of the training data by name."""
-    return cfg.data.parts if isinstance(cfg.data, Mixture) else {cfg.data.source: cfg.data}
-
-
 def find_set(source: Source, cfg: Config) -> tuple[Source, list[Unit]]:
     """Return a source of evaluation.sets with nothing held out, since all documents are for evaluation; its units."""
     everything = source.model_copy(update={"held_out_fraction": 0.0})
@@ -348,20 +343,19 @@ def find_inputs(cfg: Config) -> Inputs:
 
     A copied folder has a tokenizer of its own, which is then the tokenizer of all sources.
     """
-    sources = list_sources(cfg)
     copied = {}
-    for name, source in sources.items():
+    for name, source in cfg.sources.items():
         if isinstance(source, Tokens) and len(source.paths) == 1:
             folder = expand_home(source.local_paths[0])
             if (folder / "index.json").is_file():
                 copied[name] = folder
-    units = {name: find_units(source, cfg.loading) for name, source in sources.items() if name not in copied}
+    units = {name: find_units(source, cfg.loading) for name, source in cfg.sources.items() if name not in copied}
     cache_dir = expand_home(cfg.loading.cache_dir)
     tokenizer = cfg.tokenizer
     if copied and tokenizer.path is None:
         first = next(iter(copied.values()))
         tokenizer = tokenizer.model_copy(update={"path": str(first / "tokenizer"), "train": False})
-    pairs: list[tuple[Source, list[Unit]]] = [(sources[name], units[name]) for name in units]
+    pairs: list[tuple[Source, list[Unit]]] = [(cfg.sources[name], units[name]) for name in units]
     slots = find_slots(cfg)
     vocab = find_vocab(tokenizer, cfg.task, pairs, cache_dir, slots.processor if slots else None)
     check_fits(vocab, cfg.model.vocab_size)
@@ -386,7 +380,7 @@ def prepare_corpus(cfg: Config) -> tuple[dict[str, Prepared], Vocab]:
     """Tokenize each source; return the results keyed by the sources' names, and the tokenizer that they share."""
     copied, units, vocab = find_inputs(cfg)
     prepared = {}
-    for name, source in list_sources(cfg).items():
+    for name, source in cfg.sources.items():
         if name in copied:
             prepared[name] = _open_copied(copied[name], vocab, cfg)
         else:
@@ -464,7 +458,7 @@ def make_shares(cfg: Config) -> None:
             "share, or prepare on one host and copy the folder that it prints (data=tokens)"
         )
     inputs = peers.main_first(lambda: find_inputs(cfg), "finding the tokenizer")  # process 0 may have to train it
-    sources = {name: (source, inputs.units[name]) for name, source in list_sources(cfg).items() if name in inputs.units}
+    sources = {name: (source, inputs.units[name]) for name, source in cfg.sources.items() if name in inputs.units}
     sources |= {f"evaluation.sets.{name}": find_set(source, cfg) for name, source in cfg.evaluation.sets.items()}
     workers = cfg.loading.prepare_processes or max(1, (os.cpu_count() or 1) // peers.num_on_host())
     loading = cfg.loading.model_copy(update={"prepare_processes": workers})

@@ -26,7 +26,7 @@ from tunix.base.text import pack, unpack
 from tunix.config import Config, Task
 from tunix.config.task import Grpo
 from tunix.data.batches import Position, Samples, choose_evenly
-from tunix.data.dataset import Corpus, compute_fingerprint, list_sources, prepare_corpus, reject_others
+from tunix.data.dataset import Corpus, compute_fingerprint, prepare_corpus, reject_others
 from tunix.data.documents import Question, drop_padding, read_prompt
 from tunix.data.files import Rows, Source
 from tunix.data.image_slots import ImageSlots, find_slots, list_image_spans
@@ -197,7 +197,7 @@ def load_prompts(cfg: Config, max_length: int) -> PromptCorpus:
             )
     train, held_out = (
         {
-            name: PromptPart(folder.stream(split), max_length, list_sources(cfg)[name], cfg.task, find_slots(cfg))
+            name: PromptPart(folder.stream(split), max_length, cfg.sources[name], cfg.task, find_slots(cfg))
             for name, folder in prepared.items()
         }
         for split in ("train", "held_out")

@@ -14,7 +14,6 @@ import numpy as np
 from tunix.base.errors import UserError
 from tunix.base.files import describing_refusal, find_writable
 from tunix.config import Config, Evaluate, Sampling, compose
-from tunix.config.data import Mixture
 from tunix.config.rewards import EngineTerm, FunctionTerm, RewardTerm
 from tunix.config.task import Grpo, Prompted
 from tunix.data.files import Rows
@@ -285,8 +284,7 @@ def _find_rewards(cmd: Evaluate, cfg: Config) -> tuple[RewardTerm, ...]:
 
 def _load_prompts(cmd: Evaluate, cfg: Config, max_length: int) -> PromptCorpus:
     """Read the questions of conversations, whatever the task of the run is."""
-    sources = cfg.data.parts.values() if isinstance(cfg.data, Mixture) else [cfg.data]
-    if not all(isinstance(source, Rows) for source in sources):
+    if not all(isinstance(source, Rows) for source in cfg.sources.values()):
         raise UserError(
             f"metric={cmd.metric} asks the questions of conversations, and data={cfg.data.source} has none; give rows, "
             "like data=jsonl, csv, parquet or hf, and data.columns"
