@@ -331,10 +331,23 @@ MTP_COPIES = {
 }
 
 
+def linear(path: str, tensor: str, outer: str, inner: str, part: int = 0, rows=()) -> dict[str, Name]:
+    """Return the names of a matrix and its bias, which may be a part of a tensor (see `Name`)."""
+    return {
+        f"{path}.w": Name(f"{tensor}.weight", f"{outer},{inner}", part, rows),
+        f"{path}.bias.b": Name(f"{tensor}.bias", outer, part, rows),
+    }
+
+
+def norm_with_bias(path: str, tensor: str, dims: str = "d") -> dict[str, Name]:
+    """Return the names of a norm's scale and bias."""
+    return {f"{path}.scale": Name(f"{tensor}.weight", dims), f"{path}.bias.b": Name(f"{tensor}.bias", dims)}
+
+
 def gpt2_names() -> dict[str, Name]:
     """Return the names of GPT-2, which stores matrices as [in, out], and q, k and v side by side in one tensor."""
 
-    def linear(path: str, tensor: str, inner: str, outer: str, part: int = 0, fused=()) -> dict[str, Name]:
+    def turned(path: str, tensor: str, inner: str, outer: str, part: int = 0, fused=()) -> dict[str, Name]:
         return {
             f"blocks.{path}.w": Name(
                 f"transformer.h.{{}}.{tensor}.weight", f"{inner},{outer}", part, fused, fused_dim=1
@@ -342,24 +355,18 @@ def gpt2_names() -> dict[str, Name]:
             f"blocks.{path}.bias.b": Name(f"transformer.h.{{}}.{tensor}.bias", outer, part, fused),
         }
 
-    def norm(path: str, tensor: str) -> dict[str, Name]:
-        return {
-            f"{path}.scale": Name(f"transformer.{tensor}.weight", "D"),
-            f"{path}.bias.b": Name(f"transformer.{tensor}.bias", "D"),
-        }
-
     return {
         "embedding.table": Name("transformer.wte.weight", "V,D"),
         "positions.table": Name("transformer.wpe.weight", "P,D"),
-        **norm("blocks.pre_attention", "h.{}.ln_1"),
-        **linear("attention.q", "attn.c_attn", "D", "NH", 0, QKV),
-        **linear("attention.k", "attn.c_attn", "D", "KH", 1, QKV),
-        **linear("attention.v", "attn.c_attn", "D", "KH", 2, QKV),
-        **linear("attention.o", "attn.c_proj", "NH", "D"),
-        **norm("blocks.pre_mlp", "h.{}.ln_2"),
-        **linear("mlp.up", "mlp.c_fc", "D", "F"),
-        **linear("mlp.down", "mlp.c_proj", "F", "D"),
-        **norm("final_norm", "ln_f"),
+        **norm_with_bias("blocks.pre_attention", "transformer.h.{}.ln_1", "D"),
+        **turned("attention.q", "attn.c_attn", "D", "NH", 0, QKV),
+        **turned("attention.k", "attn.c_attn", "D", "KH", 1, QKV),
+        **turned("attention.v", "attn.c_attn", "D", "KH", 2, QKV),
+        **turned("attention.o", "attn.c_proj", "NH", "D"),
+        **norm_with_bias("blocks.pre_mlp", "transformer.h.{}.ln_2", "D"),
+        **turned("mlp.up", "mlp.c_fc", "D", "F"),
+        **turned("mlp.down", "mlp.c_proj", "F", "D"),
+        **norm_with_bias("final_norm", "transformer.ln_f", "D"),
         "head.table": Name("lm_head.weight", "V,D"),
     }
 
@@ -373,28 +380,19 @@ def tower_names(tower: str) -> dict[str, Name]:
     """Return the names of a SigLIP tower; tensors begin with `tower`."""
     layer = f"{tower}encoder.layers.{{}}."
 
-    def linear(path: str, tensor: str, outer: str, inner: str) -> dict[str, Name]:
-        return {
-            f"{path}.w": Name(f"{tensor}.weight", f"{outer},{inner}"),
-            f"{path}.bias.b": Name(f"{tensor}.bias", outer),
-        }
-
-    def norm(path: str, tensor: str) -> dict[str, Name]:
-        return {f"{path}.scale": Name(f"{tensor}.weight", "d"), f"{path}.bias.b": Name(f"{tensor}.bias", "d")}
-
     names = {
         "patches.product.w": Name(f"{tower}embeddings.patch_embedding.weight", "d,z,a,b"),
         "patches.bias.b": Name(f"{tower}embeddings.patch_embedding.bias", "d"),
         "patches.positions": Name(f"{tower}embeddings.position_embedding.weight", "i,d"),
-        **norm("blocks.pre_attention", f"{layer}layer_norm1"),
-        **norm("blocks.pre_mlp", f"{layer}layer_norm2"),
+        **norm_with_bias("blocks.pre_attention", f"{layer}layer_norm1"),
+        **norm_with_bias("blocks.pre_mlp", f"{layer}layer_norm2"),
         **linear("blocks.attention.q", f"{layer}self_attn.q_proj", "qw", "d"),
         **linear("blocks.attention.k", f"{layer}self_attn.k_proj", "qw", "d"),
         **linear("blocks.attention.v", f"{layer}self_attn.v_proj", "qw", "d"),
         **linear("blocks.attention.o", f"{layer}self_attn.out_proj", "d", "qw"),
         **linear("blocks.mlp.up", f"{layer}mlp.fc1", "m", "d"),
         **linear("blocks.mlp.down", f"{layer}mlp.fc2", "d", "m"),
-        **norm("norm", f"{tower}post_layernorm"),
+        **norm_with_bias("norm", f"{tower}post_layernorm"),
     }
     return {f"vision.tower.{path}": name for path, name in names.items()}
 
@@ -403,18 +401,9 @@ def merging_tower_names(visual: str) -> dict[str, Name]:
     """Return the names of the tower and the mergers of Qwen 3 VL; tensors begin with `visual`."""
     layer, qkv = f"{visual}blocks.{{}}.", ("qw", "qw", "qw")
 
-    def linear(path: str, tensor: str, outer: str, inner: str, part: int = 0, rows=()) -> dict[str, Name]:
-        return {
-            f"{path}.w": Name(f"{tensor}.weight", f"{outer},{inner}", part, rows),
-            f"{path}.bias.b": Name(f"{tensor}.bias", outer, part, rows),
-        }
-
-    def norm(path: str, tensor: str, dims: str = "d") -> dict[str, Name]:
-        return {f"{path}.scale": Name(f"{tensor}.weight", dims), f"{path}.bias.b": Name(f"{tensor}.bias", dims)}
-
     def merger(path: str, tensor: str, dims: str) -> dict[str, Name]:
         return {
-            **norm(f"{path}.norm", f"{tensor}norm", dims),
+            **norm_with_bias(f"{path}.norm", f"{tensor}norm", dims),
             f"{path}.up.w": Name(f"{tensor}linear_fc1.weight", "λ,ψd"),
             f"{path}.up_bias.b": Name(f"{tensor}linear_fc1.bias", "λ"),
             f"{path}.down.w": Name(f"{tensor}linear_fc2.weight", "D,λ"),
@@ -425,8 +414,8 @@ def merging_tower_names(visual: str) -> dict[str, Name]:
         "patches.product.w": Name(f"{visual}patch_embed.proj.weight", "d,z,φ,a,b"),
         "patches.bias.b": Name(f"{visual}patch_embed.proj.bias", "d"),
         "patches.positions": Name(f"{visual}pos_embed.weight", "i,d"),
-        **norm("blocks.pre_attention", f"{layer}norm1"),
-        **norm("blocks.pre_mlp", f"{layer}norm2"),
+        **norm_with_bias("blocks.pre_attention", f"{layer}norm1"),
+        **norm_with_bias("blocks.pre_mlp", f"{layer}norm2"),
         **{
             path: name
             for part, x in enumerate("qkv")
