@@ -21,7 +21,7 @@ from tunix.data.documents import Question
 from tunix.data.prompts import Prompt
 from tunix.inference.engine import Answer
 from tunix.rl.engine_rewards import Answered, EngineRewards, Found, score_length
-from tunix.rl.episodes import Episode, Played
+from tunix.rl.episodes import Drawn, Episode, Played
 from tunix.rl.scoring import Scores
 
 CHAT = 'task.chat_template="{% for message in messages %}{{ message.content }}{{ eos_token }}{% endfor %}"'
@@ -42,17 +42,18 @@ def test_terms_of_the_run_join_those_of_functions():
     )
     answers = [Answer([1] * 7, [0.0] * 7, [0.0] * 7, True)] * 3
     episodes = [Episode(0, None, 0), Episode(1, None, 0, problem="late"), Episode(2, None, 0)]
-    info = [Prompt([], "", {})] * 3, [""] * 3, answers
-    scores = rewards.add(given, *info, 8, Played(episodes, 0.0, 0, cfg.task))
+    prompts, drawn = [Prompt([], "", {})] * 3, Drawn(answers, [""] * 3)
+    played = drawn._replace(played=Played(episodes, 0.0, 0, cfg.task))
+    scores = rewards.add(given, prompts, played, 8)
     assert list(scores.values) == ["overlong", "length", "environment"]
     assert (scores.values["overlong"], scores.total) == ([-0.75] * 3, [0.0, 0.0, 0.0])
-    assert rewards.add(given, *info, 12).total == [1.5, 0.0, 1.5]  # an evaluation may have longer answers
+    assert rewards.add(given, prompts, drawn, 12).total == [1.5, 0.0, 1.5]  # an evaluation may have longer answers
     rewards.scores = [lambda answered: Found([1.0, float("nan"), float("-inf")])]
-    scores = rewards.add(given, *info, 8)
+    scores = rewards.add(given, prompts, drawn, 8)
     assert (scores.values["overlong"], scores.errors["overlong"], scores.total) == ([1.0, 0.0, 0.0], 2, [3.5, 0.0, 1.5])
     rewards.errors = "stop"
     with pytest.raises(UserError, match="rewards: overlong fails: returned nan for an answer"):
-        rewards.add(given, *info, 8)
+        rewards.add(given, prompts, drawn, 8)
     lengths = {"sampling.max_new_tokens": 8, "evaluation.sampling.max_new_tokens": 3}
     with pytest.raises(UserError, match=r"buffer=4 of overlong is longer than an answer \(evaluation.sampling.max_new"):
         EngineRewards(cfg.task.rewards, lengths, "zero", 10, cfg)
@@ -182,7 +183,7 @@ def test_an_answer_is_read_by_the_template_of_the_reward_model(reward_dir):
     texts = ["merged", "to be", "words", "few"]
     answers = [Answer([1, 2], [0.0, 0.0], [0.0, 0.0], True)] * 4
     none = Scores({"length": [1.0] * 4}, [0.5] * 4, {"length": 0}, 0.1)
-    scores = rewards.add(none, prompts, texts, answers, 10)
+    scores = rewards.add(none, prompts, Drawn(answers, texts), 10)
     model = tunix.load_pretrained(reward_dir)
     rows = [model.tokenizer.encode(f"<bos>user: a few<eos><bos>assistant: {text}<eos>").ids for text in texts[:2]]
     np.testing.assert_allclose(scores.values["model"], [*model.score(rows)[:, 0], 0, 0], atol=1e-4)
@@ -193,10 +194,10 @@ def test_an_answer_is_read_by_the_template_of_the_reward_model(reward_dir):
     refusing = "{{ raise_exception('thoughts') if '</think>' in messages[-1].content }}"
     score.vocab = dataclasses.replace(score.vocab, chat_template=refusing + score.vocab.chat_template)
     texts[1] = "be</think>"
-    again = rewards.add(none, prompts, texts, answers, 10)
+    again = rewards.add(none, prompts, Drawn(answers, texts), 10)
     np.testing.assert_allclose(again.values["model"], [scores.values["model"][0], 0, 0, 0], atol=1e-5)
     assert again.errors == {"length": 0, "model": 3}
     with pytest.raises(
         UserError, match="rewards: model fails: it has .* tokens with its prompt, more than model.context_"
     ):
-        EngineRewards(terms, {}, "stop", 10, cfg).add(none, prompts, texts, answers, 10)
+        EngineRewards(terms, {}, "stop", 10, cfg).add(none, prompts, Drawn(answers, texts), 10)

@@ -27,10 +27,9 @@ from tunix.data.chat import Message, Options
 from tunix.data.documents import Conversation, Document, Question, encode_whole
 from tunix.data.prompts import Prompt
 from tunix.data.tokenizer import load_vocab
-from tunix.inference.engine import Answer
 from tunix.inference.pretrained import load_pretrained
 from tunix.processes import peers
-from tunix.rl.episodes import Played
+from tunix.rl.episodes import Drawn
 from tunix.rl.judge import Judge
 from tunix.rl.scoring import Scores, count_failed, read_score
 from tunix.sharding.arrays import bytes_per_device
@@ -222,24 +221,22 @@ class EngineRewards:
         self,
         scores: Scores,
         prompts: Sequence[Prompt],
-        texts: Sequence[str],
-        answers: Sequence[Answer],
+        drawn: Drawn,
         max_new_tokens: int,
-        played: Played | None = None,
         hold: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> Scores:
         """Return the scores with those of these terms, in the order of all terms; each prompt has equally many answers.
 
-        `max_new_tokens` bounds an answer, `played` has the episodes where answers are such, and `hold` gives the block
-        in which a model may take the devices.
+        `max_new_tokens` bounds an answer, and `hold` gives the block in which a model may take the devices.
 
         Raises:
             UserError: an answer has no score, and task.reward_errors=stop.
         """
         start_time = time.perf_counter()
-        group_size = len(texts) // max(1, len(prompts))
+        group_size = len(drawn.texts) // max(1, len(prompts))
         repeated = [prompt for prompt in prompts for _ in range(group_size)]
-        answered = Answered(repeated, texts, [len(answer.tokens) for answer in answers], max_new_tokens)
+        num_tokens = [len(answer.tokens) for answer in drawn.answers]
+        answered = Answered(repeated, drawn.texts, num_tokens, max_new_tokens)
         values, total, errors = dict(scores.values), list(scores.total), dict(scores.errors)
         numbers = dict(scores.numbers)
         for term, score in zip(self.terms, self.scores, strict=True):
@@ -254,8 +251,8 @@ class EngineRewards:
             values[term.label], errors[term.label] = count_failed(term.label, term.label, given, self.errors)
             numbers |= {f"{term.label}_{name}": number for name, number in found.numbers.items()}
             total = [sum_ + term.weight * own for sum_, own in zip(total, values[term.label], strict=True)]
-        if played is not None:
-            total = played.drop_failed(total)
+        if drawn.played is not None:
+            total = drawn.played.drop_failed(total)
         # The first reward says which answers are right.
         values = {label: values[label] for label in self.labels if label in values} | values
         seconds = scores.seconds + time.perf_counter() - start_time

@@ -25,8 +25,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
@@ -251,6 +251,19 @@ class Played:
 
 
 LABEL = "environment"  # of its reward in records
+
+
+class Drawn(NamedTuple):
+    """All answers to the first prompt of a request, then all to the second, ..., and their texts."""
+
+    answers: list[Answer]
+    texts: list[str]  # without the token that stopped an answer; of an episode of all of its tokens
+    played: Played | None = None  # the episodes that the answers are, where there is an environment
+
+    def part(self, rows: slice) -> "Drawn":
+        """Return some of the answers."""
+        played = None if self.played is None else replace(self.played, episodes=self.played.episodes[rows])
+        return Drawn(self.answers[rows], self.texts[rows], played)
 
 
 def make_pool(task: Grpo, vocab: Vocab) -> EnvironmentPool | None:

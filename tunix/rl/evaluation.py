@@ -4,7 +4,6 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +22,8 @@ from tunix.inference.rollout import RolloutRequest, derive_seed
 from tunix.inference.sampling import find_stop_ids
 from tunix.processes import peers
 from tunix.rl.engine_rewards import EngineRewards
-from tunix.rl.episodes import Player, make_pool, try_user_code
-from tunix.rl.rollouts import Drawn, RolloutEngine, draw_answers, score_together
+from tunix.rl.episodes import Drawn, Player, make_pool, try_user_code
+from tunix.rl.rollouts import RolloutEngine, draw_answers, score_together
 from tunix.rl.scoring import Scorer
 from tunix.rl.table import REWARDS
 
@@ -199,18 +198,18 @@ def _make_rows(
     """Score the answers; return a row for each, those to the first prompt first, and counts: of the episodes, the
     number of missing scores, what a judge has cost."""
     rows: list[Row] = []
-    (answers, texts, played), count = drawn, cmd.num_samples
-    counts: Numbers = {} if played is None else dict(played.numbers())
+    count = cmd.num_samples
+    counts: Numbers = {} if drawn.played is None else dict(drawn.played.numbers())
     # In batches, because reward_timeout_s is the time that a reward has for one batch.
     size = max(1, cmd.batch_size // count)
     for start in range(0, len(prompts), size):
         batch, part = prompts[start : start + size], slice(start * count, (start + size) * count)
-        episodes = None if played is None else replace(played, episodes=played.episodes[part])
-        scores = score_together(scorer, batch, texts[part], count, episodes)
-        scores = engine_rewards.add(scores, batch, texts[part], answers[part], max_new_tokens, episodes)
+        own = drawn.part(part)
+        episodes = None if own.played is None else own.played.episodes
+        scores = engine_rewards.add(score_together(scorer, batch, own, count), batch, own, max_new_tokens)
         for name, number in {"reward_errors": sum(scores.errors.values()), **scores.numbers}.items():
             counts[name] = counts.get(name, 0) + number
-        for number, (text, answer) in enumerate(zip(texts[part], answers[part], strict=True)):
+        for number, (text, answer) in enumerate(zip(own.texts, own.answers, strict=True)):
             rows.append(
                 {
                     "prompt": batch[number // count].text,
@@ -218,9 +217,9 @@ def _make_rows(
                     "reward": scores.total[number],
                     **{f"reward_{label}": values[number] for label, values in scores.values.items()},
                     # What an environment says is no part of the answer.
-                    "num_tokens": len(answer.tokens) if episodes is None else sum(episodes.episodes[number].learnt),
+                    "num_tokens": len(answer.tokens) if episodes is None else sum(episodes[number].learnt),
                     "stopped": answer.stopped,
-                    **({} if episodes is None else {"turns": episodes.episodes[number].transcript}),
+                    **({} if episodes is None else {"turns": episodes[number].transcript}),
                 }
             )
     return rows, counts

@@ -54,7 +54,7 @@ from tunix.processes.watchdog import Watchdog
 from tunix.rl.ahead import RolloutsAhead, SampledRollout, pack, unpack
 from tunix.rl.engine_rewards import EngineRewards
 from tunix.rl.environment_pool import EnvironmentPool
-from tunix.rl.episodes import Episode, Played, Player, PrioritySlots, credit_turns
+from tunix.rl.episodes import Drawn, Episode, Played, Player, PrioritySlots, credit_turns
 from tunix.rl.samples_file import SamplesFile
 from tunix.rl.scoring import Scorer, Scores
 from tunix.run.folder import find_model_files
@@ -207,28 +207,17 @@ class RolloutEngine:
             stop = self.stops[request.sampling.stop]
             # A player holds the devices itself, and gives them back while environments work.
             with self.devices.hold(request.rank) if self.player is None else nullcontext():
-                answers, texts, played = draw_answers(
-                    self.sampler, params, request, self.rows_at_once, stop, self.vocab, self.player
-                )
+                drawn = draw_answers(self.sampler, params, request, self.rows_at_once, stop, self.vocab, self.player)
             rollout_s = time.perf_counter() - start_time
         if request.between_chunks is not None:
             request.between_chunks()
         prompts = list(request.prompts)
         with nullcontext() if in_thread else self.watchdog.phase("scoring answers"):
-            scores = score_together(self.scorer, prompts, texts, request.group_size, played)
+            scores = score_together(self.scorer, prompts, drawn, request.group_size)
             if self.engine_rewards is not None:
                 hold = partial(self.devices.hold, request.rank)
-                info = prompts, texts, answers, request.sampling.max_new_tokens
-                scores = self.engine_rewards.add(scores, *info, played, hold)
-        return RolloutGroup(prompts, answers, texts, scores, rollout_s, played)
-
-
-class Drawn(NamedTuple):
-    """All answers to the first prompt of a request, then all to the second, ..., and their texts."""
-
-    answers: list[Answer]
-    texts: list[str]
-    played: Played | None  # the episodes that the answers are, where there is an environment
+                scores = self.engine_rewards.add(scores, prompts, drawn, request.sampling.max_new_tokens, hold)
+        return RolloutGroup(prompts, drawn.answers, drawn.texts, scores, rollout_s, drawn.played)
 
 
 def draw_answers(
@@ -251,31 +240,30 @@ def draw_answers(
     drawing = Request(tokens, request.group_size, request.seed, images=images if has_images else None)
     sampling = select_sampling(request.sampling, stop)
     answers = sampler.rollout(params, drawing, sampling, rows_at_once, request.between_chunks)
-    return Drawn(answers, [decode(answer.text_tokens) for answer in answers], None)
+    return Drawn(answers, [decode(answer.text_tokens) for answer in answers])
 
 
-def score_together(
-    scorer: Scorer, prompts: list[Prompt], texts: list[str], group_size: int, played: Played | None = None
-) -> Scores:
+def score_together(scorer: Scorer, prompts: list[Prompt], drawn: Drawn, group_size: int) -> Scores:
     """Score answers: each process scores those of its share of the prompts and gets the scores of all.
 
-    `texts` are all answers to the first prompt, then all to the second, ... An error of one process is raised on all.
-    Of an episode the last turn is scored, and a reward may ask for all of them as `turns`.
+    An error of one process is raised on all. Of an episode the last turn is scored, and a reward may ask for all of
+    them as `turns`.
     """
     share = peers.share(len(prompts))
     local = [prompt for prompt in prompts[share.start : share.stop] for _ in range(group_size)]
     part = slice(share.start * group_size, share.stop * group_size)
-    local_texts, columns = texts[part], gather_columns(local)
-    if played is not None:
-        local_texts = [episode.last_turn for episode in played.episodes[part]]
-        columns["turns"] = [episode.turns for episode in played.episodes[part]]
+    own, columns = drawn.part(part), gather_columns(local)
+    texts = own.texts
+    if own.played is not None:
+        texts = [episode.last_turn for episode in own.played.episodes]
+        columns["turns"] = [episode.turns for episode in own.played.episodes]
 
     def score() -> Scores:
-        return scorer.score([prompt.text for prompt in local], local_texts, columns, group_size)
+        return scorer.score([prompt.text for prompt in local], texts, columns, group_size)
 
     local_scores = peers.together(score, "scoring answers")
     scores = _join([Scores(**json.loads(text)) for text in peers.gather(json.dumps(asdict(local_scores)), "scores")])
-    return scores if played is None else played.add_rewards(scores)
+    return scores if drawn.played is None else drawn.played.add_rewards(scores)
 
 
 def _join(parts: Sequence[Scores]) -> Scores:
