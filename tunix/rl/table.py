@@ -15,16 +15,6 @@ from tunix.rl.environments import join_tools, split_options
 from tunix.rl.rewards import Reward, exact_match, format_tags, gsm8k, length, math_verify, reasoning_gym
 from tunix.rl.tools import Calculator, LookUp, OpenEnv, Python, SearchFolder
 
-__all__ = [
-    "ENVIRONMENTS",
-    "REWARDS",
-    "Reward",
-    "check_options",
-    "find_environment",
-    "find_reward",
-    "format_environment",
-]
-
 REWARDS: dict[str, Reward] = {
     "gsm8k": gsm8k,
     "math_verify": math_verify,
