@@ -20,6 +20,7 @@ from support.harness import ROOT, SMALL, run_python
 from tunix.base.digests import VERIFIED
 from tunix.base.errors import UserError
 from tunix.base.files import make_once
+from tunix.base.progress import repeating
 from tunix.config.compose import compose
 from tunix.data import dataset, shards
 from tunix.data.batches import TrainBatches
@@ -119,20 +120,15 @@ def test_of_two_processes_at_once_none_takes_a_shard_away(tmp_path, monkeypatch)
     assert load_corpus(cfg).num_held_out == 1
 
 
-def test_progress_is_told_while_shards_are_made(tmp_path, monkeypatch):
+def test_progress_is_told_while_shards_are_made(tmp_path):
     """Of shards that are not done either; a folder that goes away does not end the report."""
-    monkeypatch.setattr(shards, "REPORT_EVERY_S", 0.01)
     (tmp_path / ".00000-x").mkdir()
     (tmp_path / ".00000-x" / "train.tokens.npy").write_bytes(bytes(3_000_000))
-    told, is_told = [], threading.Event()
-
-    def report(megabytes, num_images):
-        told.append(megabytes)
-        is_told.set()
-
-    with shards._reporting_tokens(tmp_path, report):
+    assert shards._measure_arrays(tmp_path, "tokens") == 3_000_000
+    assert shards._measure_arrays(tmp_path / "gone", "tokens") == 0
+    is_told = threading.Event()
+    with repeating(is_told.set, 0.01, 0.01):
         assert is_told.wait(60)
-    assert told[0] == 3.0
 
 
 def test_unigram_entropy_is_the_streams_own(corpus):

@@ -18,15 +18,23 @@ def print_progress(line: str) -> None:
 @contextmanager
 def announcing(work: str, say: Callable[[str], None] = print_progress) -> Iterator[None]:
     """Say what the block does where it takes long: after QUIET_S, and again every AGAIN_S."""
-    ended, start = threading.Event(), time.monotonic()
+    start = time.monotonic()
+    with repeating(lambda: say(f"{work}: {time.monotonic() - start:.0f} s so far"), QUIET_S, AGAIN_S):
+        yield
+
+
+@contextmanager
+def repeating(report: Callable[[], None], first_s: float, every_s: float) -> Iterator[None]:
+    """Call `report` in a thread while the block runs: after `first_s` seconds, and again every `every_s`."""
+    ended = threading.Event()
 
     def watch() -> None:
-        wait_s = QUIET_S
+        wait_s = first_s
         while not ended.wait(wait_s):
-            say(f"{work}: {time.monotonic() - start:.0f} s so far")
-            wait_s = AGAIN_S
+            report()
+            wait_s = every_s
 
-    thread = threading.Thread(target=watch, name=f"announcing {work}", daemon=True)
+    thread = threading.Thread(target=watch, name="progress", daemon=True)
     thread.start()
     try:
         yield

@@ -21,7 +21,6 @@ import logging
 import multiprocessing
 import os
 import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -39,6 +38,7 @@ from tunix.base.digests import hash_texts, list_files, write_digests
 from tunix.base.errors import UserError
 from tunix.base.files import follow_parent, make_once, read_json
 from tunix.base.forms import CACHE_FORMS, naming_writer
+from tunix.base.progress import repeating
 from tunix.config import Loading, Task
 from tunix.data.chat import RefusedConversation
 from tunix.data.documents import DOCUMENTS, Document, Encoded, LeftOut, read_documents, refuse_row
@@ -512,15 +512,15 @@ def make_shards(plans: list[ShardPlan], folder: Path, loading: Loading) -> list[
     with Progress(*columns, transient=True, disable=not is_watched) as progress:
         bar = progress.add_task("0.0 MB of tokens", total=sum(sizes.values()))
 
-        def report(megabytes: float, num_images: int) -> None:
-            text = f"{megabytes:.1f} MB of tokens"
-            if num_images:
+        def report() -> None:
+            text = f"{_measure_arrays(folder, 'tokens') / 1e6:.1f} MB of tokens"
+            if num_images := _measure_arrays(folder, "image_ends") // 8:
                 text += f", {num_images:,} images, {num_images / (time.perf_counter() - start_time):.0f} a second"
             progress.update(bar, description=text)
             if not is_watched:
                 log.info("tokenizing, %s so far", text)
 
-        with _reporting_tokens(folder, report):
+        with repeating(report, REPORT_EVERY_S, REPORT_EVERY_S):
             for name in _make_missing(missing, folder, num_workers):
                 progress.advance(bar, sizes[name])
     return [json.loads((folder / plan.name / "facts.json").read_text()) for plan in plans]
@@ -529,31 +529,14 @@ def make_shards(plans: list[ShardPlan], folder: Path, loading: Loading) -> list[
 REPORT_EVERY_S = 4.0  # while a shard is made, so that nobody thinks that the process is stuck
 
 
-@contextlib.contextmanager
-def _reporting_tokens(folder: Path, report: Callable[[float, int], None]) -> Iterator[None]:
-    """Call `report` every few seconds with the megabytes of tokens and the images that all processes have written in
-    a folder."""
-    done = threading.Event()
-
-    def count_bytes(array: str) -> int:
-        size = 0
-        for path in folder.rglob(f"*.{array}.npy"):  # also in the folders of shards that are not done
+def _measure_arrays(folder: Path, array: str) -> int:
+    """Return the bytes of the files of one array in all shards of a folder, also of those that are not done."""
+    size = 0
+    with contextlib.suppress(OSError):  # a folder that goes away while it is listed
+        for path in folder.rglob(f"*.{array}.npy"):
             with contextlib.suppress(OSError):  # of a shard that has just got its name
                 size += path.stat().st_size
-        return size
-
-    def watch() -> None:
-        while not done.wait(REPORT_EVERY_S):
-            with contextlib.suppress(OSError):  # a folder that goes away while it is listed
-                report(count_bytes("tokens") / 1e6, count_bytes("image_ends") // 8)
-
-    thread = threading.Thread(target=watch, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
+    return size
 
 
 def _make_missing(plans: list[ShardPlan], folder: Path, num_workers: int) -> Iterator[str]:
