@@ -16,7 +16,6 @@ from tunix.models.attention import Attention
 from tunix.models.experts import Experts
 from tunix.models.layers import ACTIVATIONS, MLP, NORMS, BlockSums, DropoutKey, Initializer, Matrix, look_up, unchanged
 from tunix.models.linear_attention import LinearAttention, Recurrence
-from tunix.models.matmul import product
 from tunix.models.mla import Heads, LatentAttention
 from tunix.models.rope import Rope, Turns, layer_rope, make_tables
 from tunix.sharding.layout import Layout
@@ -49,7 +48,7 @@ class LayerInputs(nnx.Module):
         """Return inputs [l, B, t, p] of tokens [B, T] int32 and their embeddings [B, t, D]."""
         table = self.layout.gather(self.table[...], self.equation)
         rows = self.layout.split_stream(look_up(table, tokens, self.layout.activation("BTlp")))
-        projected = product(self.projection.equation, x, self.projection.gathered(), self.layout)
+        projected = self.projection.multiply(x)
         projected = self.norm(projected * jnp.asarray(self.projection_scale, x.dtype))
         both = projected + rows * jnp.asarray(self.width**0.5, rows.dtype)
         return jnp.moveaxis(both * jnp.asarray(2**-0.5, x.dtype), 2, 0)
@@ -59,15 +58,15 @@ class InputGate(nnx.Module):
     """The part of a block that takes the layer's inputs: [B, t, D] and [B, t, p] -> [B, t, D]."""
 
     def __init__(self, cfg: Model, layout: Layout, initializer: Initializer):
-        self.layout, self.activation = layout, ACTIVATIONS[cfg.mlp.activation]
+        self.activation = ACTIVATIONS[cfg.mlp.activation]
         self.gate = Matrix("BtD,Dp->Btp", cfg, layout, initializer)
         self.down = Matrix("Btp,pD->BtD", cfg, layout, initializer)
         self.norm = NORMS[cfg.norm]("BtD", cfg, layout)
 
     def __call__(self, x: jax.Array, inputs: jax.Array) -> jax.Array:
         """x [B, t, D] and the inputs of the layer [B, t, p] -> [B, t, D]."""
-        h = self.activation(product(self.gate.equation, x, self.gate.gathered(), self.layout)) * inputs
-        return x + self.norm(product(self.down.equation, h, self.down.gathered(), self.layout))
+        h = self.activation(self.gate.multiply(x)) * inputs
+        return x + self.norm(self.down.multiply(h))
 
 
 # Experts beside an MLP that computes every token (Gemma 4): both take the residual stream, behind norms of their own.

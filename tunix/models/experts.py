@@ -40,7 +40,7 @@ from tunix.models.fused_experts import (
 )
 from tunix.models.layers import ACTIVATIONS, MLP, Bias, BlockSums, Initializer, Matrix, RMSNorm, Routing, unchanged
 from tunix.models.lora import ExpertFactors
-from tunix.models.matmul import grouped_product, product
+from tunix.models.matmul import grouped_product
 from tunix.models.table import EXPERT_EXCHANGES, FUSED
 from tunix.sharding.arrays import vary_alike
 from tunix.sharding.layout import Layout, stage_shard_map
@@ -94,7 +94,7 @@ class Router(Matrix):
         """
         x = self.norm(x)
         x = x if self.input_scale == 1 else x * jnp.asarray(self.input_scale, x.dtype)
-        logits = product(self.equation, x, self.gathered(), self.layout).astype(jnp.float32)
+        logits = self.multiply(x).astype(jnp.float32)
         logits = self.logits_bias(logits)
         scores = SCORES[self.mlp.scores](logits)
         experts = self._select(jax.lax.stop_gradient(scores))
@@ -243,8 +243,8 @@ class Experts(nnx.Module):
             with jax.named_scope("shared_expert"):
                 shared, _ = self.shared(x, dropout_key)
                 if self.shared_gate is not None:  # a share of the result, for each token
-                    gate = product(self.shared_gate.equation, x, self.shared_gate.gathered(), self.layout)
-                    shared = (shared * jax.nn.sigmoid(gate.astype(jnp.float32))).astype(shared.dtype)
+                    share = jax.nn.sigmoid(self.shared_gate.multiply(x).astype(jnp.float32))
+                    shared = (shared * share).astype(shared.dtype)
                 y = y + shared
         return y, sums
 

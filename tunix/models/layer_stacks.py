@@ -60,13 +60,7 @@ class Stack(NamedTuple):
 
     def make(self, cfg: Model, layout: Layout, initializer: Initializer) -> nnx.Module:
         """Return its blocks as one module, whose parameters have a first dimension L."""
-
-        def make_one(key: jax.Array | None) -> tuple[nnx.GraphDef, nnx.State]:
-            return nnx.split(Block(cfg, layout, self.mixer, self.mlp, Initializer(key)))
-
-        # `vmap` over keys makes the parameters of all layers as arrays [L, ...], each layer from a key of its own.
-        graphdef, params = jax.vmap(make_one, axis_size=len(self.layers))(initializer.split(len(self.layers)))
-        return nnx.merge(graphdef, params)
+        return initializer.make_stack(len(self.layers), lambda own: Block(cfg, layout, self.mixer, self.mlp, own))
 
 
 def list_stacks(cfg: Model) -> tuple[Stack, ...]:

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial, reduce
 from itertools import count
 from typing import Any, NamedTuple
@@ -58,9 +58,11 @@ class Initializer:
             return jnp.zeros(shape)
         return jax.random.uniform(next(self.keys), shape, minval=low, maxval=high)
 
-    def split(self, num: int) -> jax.Array | None:
-        """Return keys [num] for as many other `Initializer`; None without a key."""
-        return None if self.key is None else jax.random.split(next(self.keys), num)
+    def make_stack(self, num: int, make: Callable[["Initializer"], nnx.Module]) -> Any:
+        """Return equal modules as one, whose parameters have a first dimension [num]; `make` gets a key for each."""
+        keys = None if self.key is None else jax.random.split(next(self.keys), num)
+        graphdef, params = jax.vmap(lambda key: nnx.split(make(Initializer(key))), axis_size=num)(keys)
+        return nnx.merge(graphdef, params)
 
 
 def _list_keys(key: jax.Array) -> Iterator[jax.Array]:
@@ -273,6 +275,10 @@ class Matrix(nnx.Module):
         spec = self.layout.in_use(code_equation)
         dtype, stage_axes = self.layout.compute, self.layout.stages_around
         return dequantize(quantized, scales, self.equation, self.qtype, dtype, spec, stage_axes)
+
+    def multiply(self, x: jax.Array) -> jax.Array:
+        """x -> y in the shapes of the equation."""
+        return product(self.equation, x, self.gathered(), self.layout)
 
 
 class Einsum(Matrix):

@@ -21,7 +21,6 @@ from tunix.models.block import Forward, Rows
 from tunix.models.layer_scan import GradientSums
 from tunix.models.layer_stacks import Stacks, list_stacks
 from tunix.models.layers import NORMS, BlockSums, Initializer, Matrix
-from tunix.models.matmul import product
 from tunix.models.remat import Remat
 from tunix.sharding.layout import Layout
 
@@ -57,4 +56,4 @@ class MtpLayer(nnx.Module):
         """Vectors [B, t, D] of the next tokens, and states [B, T, D] -> what the block takes, [B, t, D]."""
         states = self.layout.split_stream(states)
         both = jnp.concatenate([self.token_norm(tokens), self.state_norm(states)], -1)
-        return product(self.projection.equation, both, self.projection.gathered(), self.layout)
+        return self.projection.multiply(both)

@@ -15,7 +15,6 @@ from jax.sharding import reshard
 
 from tunix.config import Model
 from tunix.models.layers import Initializer, Matrix
-from tunix.models.matmul import product
 from tunix.sharding.layout import Layout
 
 
@@ -69,7 +68,7 @@ class ScoreHead(Matrix):
     def __call__(self, hidden: jax.Array) -> jax.Array:
         """[B, T, D] -> [B, T, v] float32."""
         with jax.named_scope("scores"):
-            return product(self.equation, hidden, self.gathered(), self.layout).astype(jnp.float32)
+            return self.multiply(hidden).astype(jnp.float32)
 
 
 def score_rows(model: Any, tokens: jax.Array, segment_ids: jax.Array) -> jax.Array:

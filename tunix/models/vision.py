@@ -37,7 +37,6 @@ from tunix.models.layers import (
     RMSNorm,
     unchanged,
 )
-from tunix.models.matmul import product
 from tunix.models.remat import Remat, scan_blocks
 from tunix.models.rope import Turns, rotate
 from tunix.sharding.layout import Layout
@@ -158,7 +157,7 @@ class Patches(nnx.Module):
             shape = *patches.shape[:3], self.vision.frames, *patches.shape[3:]
             spec = PartitionSpec(jax.typeof(patches).sharding.spec[0], *[None] * 5)
             patches = jax.lax.broadcast_in_dim(patches, shape, (0, 1, 2, 4, 5), out_sharding=spec)
-        return self.bias(product(self.product.equation, patches, self.product.gathered(), self.layout))
+        return self.bias(self.product.multiply(patches))
 
     def table(self) -> jax.Array:
         """Return the vectors of places, gathered: [i, d]."""
@@ -171,12 +170,7 @@ class Tower(nnx.Module):
     def __init__(self, cfg: Model, vision: AnyVision, layout: Layout, initializer: Initializer):
         self.cfg, self.layout, self.vision = cfg, layout, vision
         self.patches = Patches(cfg, vision, layout, initializer)
-
-        def make_one(key: jax.Array | None) -> tuple[nnx.GraphDef, nnx.State]:
-            return nnx.split(TowerBlock(cfg, vision, layout, Initializer(key)))
-
-        graphdef, params = jax.vmap(make_one, axis_size=vision.num_layers)(initializer.split(vision.num_layers))
-        self.blocks = nnx.merge(graphdef, params)
+        self.blocks = initializer.make_stack(vision.num_layers, lambda own: TowerBlock(cfg, vision, layout, own))
         is_normed = not isinstance(vision, Qwen3Vision)
         self.norm = LayerNorm("Bid", cfg, layout, eps=vision.norm_eps) if is_normed else unchanged
 
@@ -291,7 +285,7 @@ class Projector(nnx.Module):
     """Results of the tower as soft tokens: [B', i, d] -> [B', g, D]. A soft token is a square of patches."""
 
     def __init__(self, cfg: Model, vision: Gemma3Vision, layout: Layout, initializer: Initializer):
-        self.layout, self.vision = layout, vision
+        self.vision = vision
         self.norm = RMSNorm("Bgd", cfg, layout, offset=1.0, eps=vision.norm_eps)
         self.product = Matrix("Bgd,dD->BgD", cfg, layout, initializer)
 
@@ -301,7 +295,7 @@ class Projector(nnx.Module):
         size = self.vision.patches_per_side // tokens
         squares = _reshape(x.astype(jnp.float32), tokens, size, tokens, size, x.shape[-1])
         means = _reshape(squares.mean((2, 4)), tokens * tokens, x.shape[-1]).astype(x.dtype)
-        return product(self.product.equation, self.norm(means), self.product.gathered(), self.layout), []
+        return self.product.multiply(self.norm(means)), []
 
 
 class Merger(nnx.Module):
@@ -309,7 +303,7 @@ class Merger(nnx.Module):
     each square, and two products with GELU between them."""
 
     def __init__(self, cfg: Model, vision: Qwen3Vision, layout: Layout, initializer: Initializer, norms_square: bool):
-        self.layout, self.merged, self.norms_square = layout, vision.merged, norms_square
+        self.merged, self.norms_square = vision.merged, norms_square
         dims, normed = ("Bgψd", "ψd") if norms_square else ("Bid", None)
         self.norm = LayerNorm(dims, cfg, layout, normed, eps=vision.norm_eps)
         self.up, self.up_bias = Matrix("Bgψd,ψdλ->Bgλ", cfg, layout, initializer), Bias("Bgλ", cfg, layout)
@@ -320,9 +314,8 @@ class Merger(nnx.Module):
         x = x if self.norms_square else self.norm(x)
         squares = _reshape(x, x.shape[1] // self.merged, self.merged, x.shape[2])
         squares = self.norm(squares) if self.norms_square else squares
-        h = self.up_bias(product(self.up.equation, squares, self.up.gathered(), self.layout))
-        h = ACTIVATIONS["gelu_exact"](h)
-        return self.down_bias(product(self.down.equation, h, self.down.gathered(), self.layout))
+        h = ACTIVATIONS["gelu_exact"](self.up_bias(self.up.multiply(squares)))
+        return self.down_bias(self.down.multiply(h))
 
 
 class MergingProjector(nnx.Module):
@@ -330,12 +323,7 @@ class MergingProjector(nnx.Module):
 
     def __init__(self, cfg: Model, vision: Qwen3Vision, layout: Layout, initializer: Initializer):
         self.merger, self.count = Merger(cfg, vision, layout, initializer, False), len(vision.deepstack_layers)
-
-        def make_one(key: jax.Array | None) -> tuple[nnx.GraphDef, nnx.State]:
-            return nnx.split(Merger(cfg, vision, layout, Initializer(key), True))
-
-        graphdef, params = jax.vmap(make_one, axis_size=self.count)(initializer.split(self.count))
-        self.deepstack = nnx.merge(graphdef, params)
+        self.deepstack = initializer.make_stack(self.count, lambda own: Merger(cfg, vision, layout, own, True))
 
     def __call__(self, x: jax.Array, taken: list[jax.Array]) -> tuple[jax.Array, list[jax.Array]]:
         """[B, i, d] -> [B, g, D], and the same of each that was taken."""
@@ -348,7 +336,7 @@ class ShufflingProjector(nnx.Module):
     """A product of squares of patches as soft tokens: [B', i, d] -> [B', g, D]."""
 
     def __init__(self, cfg: Model, vision: SmolVision, layout: Layout, initializer: Initializer):
-        self.layout, self.vision = layout, vision
+        self.vision = vision
         self.product = Matrix("Bgψd,ψdD->BgD", cfg, layout, initializer)
 
     def __call__(self, x: jax.Array, taken: list[jax.Array]) -> tuple[jax.Array, list[jax.Array]]:
@@ -356,7 +344,7 @@ class ShufflingProjector(nnx.Module):
         size, tokens = self.vision.merge_size, self.vision.patches_per_side // self.vision.merge_size
         rows = _reshape(x, tokens, size, tokens, size, x.shape[-1])
         squares = _reshape(rows.transpose(0, 1, 3, 2, 4, 5), tokens**2, size**2, x.shape[-1])
-        return product(self.product.equation, squares, self.product.gathered(), self.layout), []
+        return self.product.multiply(squares), []
 
 
 # By the kind of the tower.
