@@ -91,7 +91,8 @@ class ImageProcessor:
 
     def divide(self, width: int, height: int) -> Grid:
         """Return the units of an image of a size in pixels."""
-        return Grid(1, 1)
+        (width, height), side = self.fit(width, height), self.unit_shape[1]
+        return Grid(height // side, width // side)
 
     def count(self, grid: Grid) -> int:
         """Return the soft tokens of an image."""
@@ -290,10 +291,6 @@ class PatchProcessor(ImageProcessor):
     def describe_largest(self) -> str:
         return f"at most {self.max_pixels:,} pixels"
 
-    def divide(self, width: int, height: int) -> Grid:
-        width, height = self.fit(width, height)
-        return Grid(height // self.patch_size, width // self.patch_size)
-
     def cut(self, image: np.ndarray) -> np.ndarray:
         """Return the patches [units, 3, a, b] of an image [height, width, 3] uint8, square after square."""
         (height, width, channels), merge, patch = image.shape, self.merge_size, self.patch_size
@@ -375,10 +372,6 @@ class TileProcessor(ImageProcessor):
         if width >= height:
             return width, _round_up(int(width / ratio), size)
         return _round_up(int(height * ratio), size), height
-
-    def divide(self, width: int, height: int) -> Grid:
-        width, height = self.fit(width, height)
-        return Grid(height // self.image_size, width // self.image_size)
 
     def resize(self, image: Image.Image) -> Image.Image:
         # In two steps, as the processor does it.
