@@ -176,10 +176,9 @@ class RolloutPlan:
 
 def plan_rollout(train_spec: TrainSpec, device_bytes: int | None) -> RolloutPlan:
     """Return the rollout of a run with task=grpo; see `derive_rollout_costs`."""
-    task = train_spec.cfg.task
-    assert isinstance(task, Grpo)
+    task = _read_task(train_spec)
     cycle = task.cycle(train_spec.batch.num_sequences)
-    num_answers = _count_answers(train_spec, task)
+    num_answers = _count_answers(train_spec)
     rows = min(num_answers, select_rows(train_spec, device_bytes) or num_answers)
     at_once = select_rollouts_at_once(train_spec, device_bytes)
     num_pages = select_pages(train_spec, rows, device_bytes)
@@ -202,8 +201,7 @@ def plan_rollout(train_spec: TrainSpec, device_bytes: int | None) -> RolloutPlan
 
 def find_rollout_mesh(train_spec: TrainSpec) -> Mesh | AbstractMesh:
     """Return the mesh that draws answers: that of the program, or one of task.rollout_devices, which need not exist."""
-    task = train_spec.cfg.task
-    assert isinstance(task, Grpo)
+    task = _read_task(train_spec)
     if task.rollout_devices is None:
         return train_spec.mesh
     mesh, num_hosts = train_spec.mesh, train_spec.num_hosts
@@ -216,8 +214,7 @@ def find_rollout_mesh(train_spec: TrainSpec) -> Mesh | AbstractMesh:
 def count_copy_bytes(train_spec: TrainSpec) -> int:
     """Return the bytes of one device that draws for the copies of weights that wait there, as the mesh at rest has
     them."""
-    task = train_spec.cfg.task
-    assert isinstance(task, Grpo)
+    task = _read_task(train_spec)
     return (task.staleness + 1) * _count_resting_bytes(train_spec) if task.staleness else 0
 
 
@@ -259,15 +256,14 @@ def select_rows(train_spec: TrainSpec, device_bytes: int | None) -> int | None:
     `device_bytes` beside the training state, the reference and the teacher. One row on each data shard is the least.
     With pages there is room for a quarter of each row: few answers are as long as they may be, and all at one time.
     """
-    task = train_spec.cfg.task
-    assert isinstance(task, Grpo)
+    task = _read_task(train_spec)
     if task.rollout_rows != "auto":
         return task.rollout_rows
     if device_bytes is None:
         return None
-    free = _count_free_bytes(train_spec, task, device_bytes)
+    free = _count_free_bytes(train_spec, device_bytes)
     shards = data_shards(whole_sequences(find_rollout_mesh(train_spec)).shape)
-    count = pad_rows(math.ceil(_count_answers(train_spec, task) / shards))
+    count = pad_rows(math.ceil(_count_answers(train_spec) / shards))
 
     def fits(count: int) -> bool:
         if rollout_has_pages(train_spec):
@@ -302,15 +298,13 @@ def select_pages(train_spec: TrainSpec, rows: int | None, device_bytes: int | No
 
     They take the memory that is left, as far as rows can use them. None: nothing bounds them, or there are slots.
     """
-    task = train_spec.cfg.task
-    assert isinstance(task, Grpo)
     if rows is None or device_bytes is None or not rollout_has_pages(train_spec):
         return None
     if select_rollouts_at_once(train_spec, device_bytes) > 1:  # all of their rows fit with all of their tokens
         return None
     shards = data_shards(whole_sequences(find_rollout_mesh(train_spec)).shape)
     count, most = pad_rows(math.ceil(rows / shards)), count_pages(_find_max_length(train_spec.cfg))
-    fitting = _count_fitting_pages(train_spec, count, device_bytes, _count_free_bytes(train_spec, task, device_bytes))
+    fitting = _count_fitting_pages(train_spec, count, device_bytes, _count_free_bytes(train_spec, device_bytes))
     return max(2 * most, min(fitting, (count + 1) * most))
 
 
@@ -334,29 +328,35 @@ def select_rollouts_at_once(train_spec: TrainSpec, device_bytes: int | None) -> 
     One, where nothing but the devices is waited for. With an environment it is all that are begun (task.staleness), or
     as many as fit with all of their rows.
     """
-    task = train_spec.cfg.task
-    assert isinstance(task, Grpo)
+    task = _read_task(train_spec)
     if task.environment is None or not task.staleness:
         return 1
-    most, answers = task.staleness + 1, _count_answers(train_spec, task)
+    most, answers = task.staleness + 1, _count_answers(train_spec)
     if isinstance(task.rollout_rows, int):
         return min(most, max(1, task.rollout_rows // answers))
     if device_bytes is None or task.rollout_rows is None:
         return most
     costs = _derive_costs_of_run(train_spec, answers, device_bytes)
-    free = _count_free_bytes(train_spec, task, device_bytes)
+    free = _count_free_bytes(train_spec, device_bytes)
     return max((count for count in range(2, most + 1) if costs.with_others(count - 1).memory <= free), default=1)
 
 
-def _count_answers(train_spec: TrainSpec, task: Grpo) -> int:
+def _read_task(train_spec: TrainSpec) -> Grpo:
+    """Return the task of a run that has rollouts."""
+    assert isinstance(train_spec.cfg.task, Grpo)
+    return train_spec.cfg.task
+
+
+def _count_answers(train_spec: TrainSpec) -> int:
     """Return the answers of a rollout."""
+    task = _read_task(train_spec)
     return task.cycle(train_spec.batch.num_sequences).samples * task.group_size
 
 
-def _count_free_bytes(train_spec: TrainSpec, task: Grpo, device_bytes: int) -> float:
+def _count_free_bytes(train_spec: TrainSpec, device_bytes: int) -> float:
     """Return the bytes of a device that rollouts may take, beside what rests there."""
     others = count_copy_bytes(train_spec)
-    if task.rollout_devices is None:  # else nothing of learning is there
+    if _read_task(train_spec).rollout_devices is None:  # else nothing of learning is there
         others += bytes_per_device(train_spec.abstract)
         others += count_reference_bytes(train_spec) + count_teacher_bytes(train_spec)
     return USABLE * device_bytes - others
@@ -378,10 +378,9 @@ def _derive_costs_of_run(
 
     `num_pages` bounds the pages of a data shard, if there are pages.
     """
-    cfg = train_spec.cfg
-    assert isinstance(cfg.task, Grpo)
-    prompts = cfg.task.cycle(train_spec.batch.num_sequences).samples
-    sizes = rows, prompts, cfg.task.group_size, _find_max_prompt_length(cfg), cfg.sampling.max_new_tokens
+    cfg, task = train_spec.cfg, _read_task(train_spec)
+    prompts = task.cycle(train_spec.batch.num_sequences).samples
+    sizes = rows, prompts, task.group_size, _find_max_prompt_length(cfg), cfg.sampling.max_new_tokens
     mesh, cache = find_rollout_mesh(train_spec), _describe_cache(train_spec, num_pages)
     return derive_rollout_costs(train_spec.arch, mesh, *sizes, cache, device_bytes)
 
