@@ -15,7 +15,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from tunix.base.errors import UserError
+from tunix.base.errors import UserError, first_line
 from tunix.base.files import expand_home, read_json, replacing, resolve_below, write_whole
 from tunix.base.forms import CACHE_FORMS
 
@@ -100,7 +100,7 @@ def explaining(address: str, key: str) -> Iterator[None]:
 def explain(error: BaseException) -> str:
     """Return in one line what an error of a server means."""
     kinds = {kind.__name__ for kind in type(error).__mro__}
-    text = (str(error).strip() or repr(error)).splitlines()[0][:300]
+    text = first_line(error)[:300]
     by_kind = (reason for kind, reason in REASONS.items() if kind in kinds)
     by_text = (reason for pattern, reason in PATTERNS.items() if pattern in text)
     reason = next(by_kind, "") or next(by_text, "")

@@ -37,6 +37,11 @@ def name_first(names: Sequence[object]) -> str:
     return ", ".join(map(str, names[:4])) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of what an error says; of one that says nothing, its kind."""
+    return (str(error).strip() or repr(error)).splitlines()[0]
+
+
 def near_multiples(value: int, unit: int) -> str:
     """Return in words the multiples of `unit` on both sides of a value that is none: 256 or 384."""
     low = max(1, value // unit) * unit

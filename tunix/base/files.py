@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, TextIO
 
 import yaml
 
-from tunix.base.errors import UserError
+from tunix.base.errors import UserError, first_line
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # those that ask a run to stop: it saves, and ends with exit code 75
 ENDING_SIGNALS = (*STOP_SIGNALS, signal.SIGHUP)  # those that end a process at once, if it does not handle them
@@ -101,7 +101,7 @@ def read_yaml(text: str) -> Any:
     try:
         return yaml.safe_load(text)
     except (yaml.YAMLError, RecursionError, ValueError) as error:  # ValueError: a date like 2026-99-99
-        raise ValueError(str(error).splitlines()[0]) from None
+        raise ValueError(first_line(error)) from None
 
 
 def list_numbers(folder: Path) -> list[int]:

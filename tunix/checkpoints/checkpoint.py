@@ -9,7 +9,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from tunix.base.errors import UserError, mask_values
+from tunix.base.errors import UserError, first_line, mask_values
 from tunix.base.forms import sign
 from tunix.base.text import flat
 from tunix.checkpoints.store import Record, Store
@@ -212,7 +212,7 @@ class Checkpoints:
             except UserError:
                 raise  # of another model, optimizer, tokenizer or corpus: an older checkpoint would be refused too
             except Exception as error:
-                reason = str(error).splitlines()[0][:400]
+                reason = first_line(error)[:400]
                 if step is not None:
                     raise UserError(
                         f"resume: the checkpoint of step {step} in {folder} is damaged: {reason}"

@@ -31,7 +31,7 @@ from etils import epath  # Orbax's kind of path
 
 from tunix.base import digests
 from tunix.base.digests import FILE, Damaged, check_files, list_files, read_digests, write_digests
-from tunix.base.errors import UserError
+from tunix.base.errors import UserError, first_line
 from tunix.base.files import describe_refusal, is_whole_number, list_numbers
 from tunix.checkpoints.bucket import name_array, restore_arrays
 from tunix.processes import peers
@@ -125,7 +125,7 @@ class Folder:
             return f"{self.folder} was deleted or moved while the run wrote to it"
         free = f"{shutil.disk_usage(self.folder).free / 2**30:.2f} GiB free"
         limit = next((f"; {hint}" for words, hint in LIMITS.items() if words in text), "")
-        return f"{text.splitlines()[0][:200]} ({free}{limit})"
+        return f"{first_line(error)[:200]} ({free}{limit})"
 
     def delete(self, step: int) -> None:
         # Renamed first: whoever is killed in between leaves no half of a checkpoint under its name.
@@ -248,7 +248,7 @@ def _read_arrays(folder: Path, share: int, num_shares: int) -> None:
         for name in arrays[share::num_shares]:
             _open_array(state, name).read().result()
     except ValueError as error:
-        raise Damaged(f"{folder} cannot be read: {str(error).splitlines()[0][:300]}") from None
+        raise Damaged(f"{folder} cannot be read: {first_line(error)[:300]}") from None
 
 
 def _open_state(folder: Path) -> ts.KvStore:

@@ -30,7 +30,7 @@ import numpy as np
 
 from tunix.base.buckets import is_address
 from tunix.base.digests import FILE, Damaged, check_files, list_files
-from tunix.base.errors import UserError, name_first
+from tunix.base.errors import UserError, first_line, name_first
 from tunix.base.files import expand_home, is_whole_number, list_numbers, parse_json
 from tunix.base.forms import reject_newer_form
 from tunix.checkpoints.bucket import Bucket, name_array
@@ -381,7 +381,7 @@ def describe_unreadable(checkpoint: Path, key: str = "checkpoint") -> Iterator[N
     except UserError:
         raise
     except Exception as error:  # Orbax has no kind of its own
-        reason = (str(error).splitlines() or [repr(error)])[0][:400]
+        reason = first_line(error)[:400]
         raise UserError(f"{key}: {checkpoint} cannot be read: {reason}") from error
 
 

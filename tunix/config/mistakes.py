@@ -23,7 +23,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 
 from tunix.base.config_types import CONF, list_options, read_descriptions, read_version
-from tunix.base.errors import UserError, did_you_mean, name_choices, name_first
+from tunix.base.errors import UserError, did_you_mean, first_line, name_choices, name_first
 from tunix.base.files import read_json
 from tunix.base.text import as_typed, flat
 from tunix.config import Config, ParameterGroup, Section
@@ -365,7 +365,7 @@ def describe_errors(root: type[Section] = Config) -> Iterator[None]:
         if group.partition("/")[0] in OUTSIDE and not (CONF / group).is_dir():  # model=OWNER/NAME
             group, _, choice = str(error.missing_cfg_file).partition("/")
         if error.missing_cfg_file is None:
-            raise UserError(f"--config-path: {str(error).splitlines()[0]}") from None
+            raise UserError(f"--config-path: {first_line(error)}") from None
         if not group:
             raise UserError(
                 f"--config-name={choice}: there is no {choice}.yaml; --config-path names its folder"

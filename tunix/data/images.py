@@ -26,6 +26,7 @@ from urllib.parse import quote, unquote
 from PIL import Image
 
 from tunix.base.buckets import explain, filesystem, is_address, join
+from tunix.base.errors import first_line
 from tunix.base.files import expand_home, parse_json
 from tunix.base.web import read_page, try_again
 from tunix.data.chat import Message
@@ -66,7 +67,7 @@ def keep_image(data: bytes, name: str, processor: ImageProcessor, max_pixels: in
     except Image.UnidentifiedImageError:
         raise BadRow(f"has an image that is none of {', '.join(FORMATS)}, {name}") from None
     except Exception as error:  # decoders raise errors of many kinds for a file that is broken
-        reason = (str(error) or repr(error)).splitlines()[0][:200]
+        reason = first_line(error)[:200]
         raise BadRow(f"has a broken image, {name}: {reason}") from None
     try:
         processor.check(*pixels.size)

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, Literal
 
 from tunix.base.buckets import filesystem, is_address
-from tunix.base.errors import UserError
+from tunix.base.errors import UserError, first_line
 from tunix.data.files import TOO_LONG, Files, Item, Rows, Unit, find_files
 
 ROWS_BYTES = 1 << 29  # of the rows of a Parquet file that are in memory at a time
@@ -59,7 +59,7 @@ class Parquet(Files, Rows):
         except UserError:
             raise
         except (OSError, ValueError, NotImplementedError) as error:
-            raise UserError(f"data: {unit.path} is damaged or ends early: {str(error).splitlines()[0]}") from None
+            raise UserError(f"data: {unit.path} is damaged or ends early: {first_line(error)}") from None
 
     def _read_batches(self, unit: Unit, file: Any, requested: list[str]) -> Iterator[Any]:
         """Yield the columns of a row group in batches of Arrow, a few rows at a time.
@@ -242,4 +242,4 @@ def _open_parquet(path: str, dictionaries: Sequence[str] = ()) -> Any:
         file = filesystem(path, "data.paths").open(path, "rb") if is_address(path) else path
         return parquet.ParquetFile(file, read_dictionary=list(dictionaries))
     except (OSError, ValueError) as error:
-        raise UserError(f"data: {path} cannot be read as Parquet: {str(error).splitlines()[0]}") from None
+        raise UserError(f"data: {path} cannot be read as Parquet: {first_line(error)}") from None

@@ -22,7 +22,7 @@ from pydantic import Field
 from tunix.base.buckets import is_address, mirror
 from tunix.base.config_types import Count, CountOrZero, Flag, Seed, Share
 from tunix.base.dotted_path import DottedPath, blame_user, import_object
-from tunix.base.errors import UserError, did_you_mean
+from tunix.base.errors import UserError, did_you_mean, first_line
 from tunix.base.files import read_json
 from tunix.data.files import (
     Csv,
@@ -339,7 +339,7 @@ class HuggingFace(Rows):
             for number, row in enumerate(rows, first):
                 yield Item(f"{prefix}{number}", row, "", partial("data set {}, row {},".format, self.path, number))
         except (OSError, ValueError, EOFError) as error:
-            raise UserError(f"data.path={self.path} ends early: {str(error).splitlines()[0]}") from None
+            raise UserError(f"data.path={self.path} ends early: {first_line(error)}") from None
 
     def _load(self) -> tuple[Any, str]:
         """Return the data set, and the library's hash of its files, as far as the library knows their versions."""
@@ -360,7 +360,7 @@ class HuggingFace(Rows):
                 digest = data._fingerprint  # private; of the files, and of what was done to them
             return _keep_images(data, datasets), digest
         except Exception as error:  # the library passes on any error of the libraries below it
-            raise UserError(f"data.path={self.path}: {(str(error) or repr(error)).splitlines()[0]}") from None
+            raise UserError(f"data.path={self.path}: {first_line(error)}") from None
 
 
 def _find_saved_splits(folder: Path) -> dict[str, list[str]]:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tunix.base.buckets import is_address, mirror
-from tunix.base.errors import UserError
+from tunix.base.errors import UserError, first_line
 from tunix.base.files import expand_home
 
 log = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ def fetch(source: str, patterns: tuple[str, ...], key: str, kind: str) -> Path:
         return Path(snapshot_download(source, allow_patterns=list(patterns)))
     except Exception as error:  # many kinds: no network, no permission, no such name
         kinds = {each.__name__ for each in type(error).__mro__}
-        reason = next((text for name, text in REASONS.items() if name in kinds), str(error).strip().splitlines()[0])
+        reason = next((text for name, text in REASONS.items() if name in kinds), first_line(error))
         raise UserError(
             f"{key}={source} is not a {kind} here and could not be fetched from the Hugging Face hub: {reason}"
         ) from None

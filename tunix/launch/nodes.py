@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from tunix.base.errors import UserError
+from tunix.base.errors import UserError, first_line
 from tunix.base.files import is_whole_number, read_yaml
 from tunix.processes.identity import Environment, count_gpus, count_nodes, find_node_rank, read_whole
 from tunix.processes.rollcall import READ_S, connect, read, write
@@ -279,7 +279,7 @@ def read_config(file: Path) -> Settings:
     try:
         values: Any = read_yaml(file.read_text())
     except (OSError, ValueError) as error:
-        raise UserError(f"--accelerate_config={file} cannot be read: {str(error).splitlines()[0]}") from None
+        raise UserError(f"--accelerate_config={file} cannot be read: {first_line(error)}") from None
     if isinstance(values, dict):  # `accelerate config` writes an empty section for each plugin that is not used
         values = {key: value for key, value in values.items() if value != {} or key in Settings.model_fields}
     try:

@@ -19,7 +19,7 @@ from ray.exceptions import ActorDiedError, GetTimeoutError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from tunix.base.errors import Stopped, UserError
+from tunix.base.errors import Stopped, UserError, first_line
 from tunix.launch import children
 from tunix.launch.nodes import find_free_port
 from tunix.processes import exits
@@ -113,7 +113,7 @@ def connect(address: str) -> Iterator[None]:
         ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
     except (OSError, RuntimeError, ValueError, RayError) as error:
         raise UserError(
-            f"launcher.address={address}: {_first_line(error).rstrip('.')}; `ray start --head` starts a cluster, "
+            f"launcher.address={address}: {first_line(error).rstrip('.')}; `ray start --head` starts a cluster, "
             "launcher.address=HOST:PORT names one (docs/ray.md)"
         ) from None
     try:
@@ -184,7 +184,7 @@ class Node:
                     show(stream, lines + newline)
         except RayError as error:
             if not self.is_killed:
-                children.say(f"node {self.rank} ({self.host}) is lost: {_first_line(error)}")
+                children.say(f"node {self.rank} ({self.host}) is lost: {first_line(error)}")
         for stream, text in remaining.items():
             show(stream, text)
         if code is None:
@@ -240,12 +240,8 @@ def _start_actors(group: PlacementGroup, bundle: dict[str, float], size: int) ->
                 f"launcher=ray: tunix cannot be started on the nodes: {reason}; install the same tunix on "
                 "each node, or send it with `ray job submit --working-dir`"
             ) from None
-        children.say(f"a node is lost: {_first_line(error)}")
+        children.say(f"a node is lost: {first_line(error)}")
         return []
     for node, address in zip(nodes, addresses, strict=True):
         node.address = address
     return nodes
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or repr(error)).splitlines()[0]

@@ -12,7 +12,7 @@ import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from tunix.base.errors import UserError
+from tunix.base.errors import UserError, first_line
 from tunix.base.files import is_whole_number
 from tunix.config import Distributed
 
@@ -242,7 +242,7 @@ def _query_jax(env: Environment) -> Identity | None:
         size, rank, local = found.get_process_count(), found.get_process_id(), found.get_local_process_id()
     except Exception as error:  # the detector asks an API over the network, which may fail in any way
         raise UserError(
-            f"JAX's own detector of this cluster failed: {(str(error) or repr(error)).splitlines()[0]}; set "
+            f"JAX's own detector of this cluster failed: {first_line(error)}; set "
             "distributed.coordinator_address, distributed.num_processes and distributed.process_id"
         ) from None
     return Identity(f"JAX's detector {found.name}", coordinator, size, rank, None if local is None else (local,))

@@ -27,7 +27,7 @@ import jax
 from jax._src import distributed as runtime
 
 from tunix.base import progress
-from tunix.base.errors import UserError
+from tunix.base.errors import UserError, first_line
 from tunix.config import Distributed
 from tunix.processes import exits
 from tunix.processes.identity import find_identity, reject_idle_gpus
@@ -75,7 +75,7 @@ def join(cfg: Distributed, info: dict[str, Any]) -> list[str]:
                 shutdown_timeout_seconds=cfg.shutdown_timeout_s,
             )
     except (RuntimeError, ValueError) as error:
-        raise UserError(f"{identity.source}: cannot join the run: {str(error).splitlines()[0]}") from None
+        raise UserError(f"{identity.source}: cannot join the run: {first_line(error)}") from None
     _check_devices()
     return remarks
 

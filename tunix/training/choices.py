@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from tunix.base.errors import UserError
+from tunix.base.errors import UserError, first_line
 from tunix.config import Config, Model, Training, list_dims
 from tunix.config.batch import BatchKeys, BatchShape, PipelineShape
 from tunix.config.layers import ExpertsMlp
@@ -377,7 +377,7 @@ def keep_known_options(options: Options, mesh: Mesh | AbstractMesh) -> Options:
         try:
             _compile_nothing({name: value}, NamedSharding(mesh, PartitionSpec()))
         except jax.errors.JaxRuntimeError as error:
-            log.warning("compiler option %s=%s is left out: %s", name, value, str(error).splitlines()[0])
+            log.warning("compiler option %s=%s is left out: %s", name, value, first_line(error))
         else:
             known[name] = value
     return known
@@ -388,7 +388,7 @@ def check_compiler_options(options: Options) -> None:
     try:
         _compile_nothing(options)
     except jax.errors.JaxRuntimeError as error:
-        raise UserError(f"training.compiler_options: {str(error).splitlines()[0]}") from None
+        raise UserError(f"training.compiler_options: {first_line(error)}") from None
 
 
 def _compile_nothing(options: Any, sharding: NamedSharding | None = None) -> None:
