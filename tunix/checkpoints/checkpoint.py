@@ -20,6 +20,7 @@ from tunix.config.saved_runs import upgrade
 from tunix.config.training import read_steps
 from tunix.data.batches import Position
 from tunix.processes import peers
+from tunix.sharding.mesh import list_divisors
 from tunix.training.state import State
 
 log = logging.getLogger(__name__)
@@ -93,7 +94,7 @@ def check_cycle(config: Config, step: int) -> None:
     """
     if not isinstance(config.task, Grpo) or step % (cycle := config.task.num_steps_of_rollout) == 0:
         return
-    divisors = [each for each in range(1, step + 1) if step % each == 0]
+    divisors = list_divisors(step)
     lower, higher = max(each for each in divisors if each < cycle), [each for each in divisors if each > cycle][:1]
     raise UserError(
         f"resume: task.steps_per_rollout={config.task.steps_per_rollout} x task.passes_per_rollout="

@@ -432,7 +432,7 @@ def keys_in_stage(batch: BatchKeys, number: int, mesh_sizes: Mapping[str, int]) 
         )
     stage_samples = num_sequences // num_cuts // shards
     # The largest number of samples that divides the batch of a shard and is no more than a microbatch of the run.
-    rows = max(n for n in range(1, min(batch.sequences_per_shard, stage_samples) + 1) if stage_samples % n == 0)
+    rows = max(n for n in list_divisors(stage_samples) if n <= batch.sequences_per_shard)
     changed = {
         "seq_len": length,
         "micro_batch_size": rows * num_cuts,

@@ -22,7 +22,7 @@ from tunix.models.context_parallel import select_exchange
 from tunix.models.flops import flops_per_token, tower_flops
 from tunix.sharding.arrays import abstract_results, has_host_memory
 from tunix.sharding.layout import Layout
-from tunix.sharding.mesh import check_divides, nearest
+from tunix.sharding.mesh import check_divides, list_divisors, nearest
 from tunix.training.choices import Choices, Options, Planned, keep_known_options, select
 from tunix.training.ema import Copy, init_ema, make_ema
 from tunix.training.loss import LossFn, find_loss_kind, make_loss, try_out_loss
@@ -148,10 +148,9 @@ def check_memory_keys(cfg: Config, pipeline: PipelineShape, mesh: Mesh | Abstrac
         count = len(run.layers) // len(run.pattern) // num_shares
         if count % training.remat_every:
             units = "layers" if len(run.pattern) == 1 else f"times {len(run.pattern)} layers"
-            valid = [every for every in range(1, count + 1) if count % every == 0]
             raise UserError(
                 f"training.remat_every={training.remat_every} does not divide {count} {units} in a row; it may be "
-                f"{', '.join(map(str, valid))}"
+                f"{', '.join(map(str, list_divisors(count)))}"
             )
     if not isinstance(mesh, Mesh) or has_host_memory(mesh):
         return
