@@ -188,7 +188,7 @@ class PairFeed(CorpusFeed):
 
 
 def load_task_prompts(cfg: Config) -> PromptCorpus:
-    return load_prompts(cfg, cfg.training.seq_len - cfg.sampling.max_new_tokens)
+    return load_prompts(cfg, cfg.max_prompt_length)
 
 
 def schedule_prompts(cycle: Cycle) -> DataSchedule:

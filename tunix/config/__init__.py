@@ -101,6 +101,11 @@ class Config(Section):
         """Sources of the training data by name; a single one has that of its kind."""
         return self.data.parts if isinstance(self.data, Mixture) else {self.data.source: self.data}
 
+    @property
+    def max_prompt_length(self) -> int:
+        """Tokens of a prompt that a rollout answers, at most."""
+        return self.training.seq_len - self.sampling.max_new_tokens
+
     def with_training(self, **values: Any) -> "Config":
         """Return the config with other values of keys of `training`, which are not checked again."""
         return self.model_copy(update={"training": self.training.model_copy(update=values)})

@@ -183,10 +183,9 @@ def plan_rollout(train_spec: TrainSpec, device_bytes: int | None) -> RolloutPlan
     at_once = select_rollouts_at_once(train_spec, device_bytes)
     num_pages = select_pages(train_spec, rows, device_bytes)
     costs = _derive_costs_of_run(train_spec, rows, device_bytes, num_pages).with_others(at_once - 1)
-    max_prompt_length = _find_max_prompt_length(train_spec.cfg)
     return RolloutPlan(
         cycle.samples,
-        max_prompt_length,
+        train_spec.cfg.max_prompt_length,
         cycle.steps,
         rows,
         num_pages,
@@ -362,13 +361,9 @@ def _count_free_bytes(train_spec: TrainSpec, device_bytes: int) -> float:
     return USABLE * device_bytes - others
 
 
-def _find_max_prompt_length(cfg: Config) -> int:
-    return cfg.training.seq_len - cfg.sampling.max_new_tokens
-
-
 def _find_max_length(cfg: Config) -> int:
     """Return the tokens of a row at most: prompts are filled up."""
-    return pad_prompt(_find_max_prompt_length(cfg)) + cfg.sampling.max_new_tokens
+    return pad_prompt(cfg.max_prompt_length) + cfg.sampling.max_new_tokens
 
 
 def _derive_costs_of_run(
@@ -380,7 +375,7 @@ def _derive_costs_of_run(
     """
     cfg, task = train_spec.cfg, _read_task(train_spec)
     prompts = task.cycle(train_spec.batch.num_sequences).samples
-    sizes = rows, prompts, task.group_size, _find_max_prompt_length(cfg), cfg.sampling.max_new_tokens
+    sizes = rows, prompts, task.group_size, cfg.max_prompt_length, cfg.sampling.max_new_tokens
     mesh, cache = find_rollout_mesh(train_spec), _describe_cache(train_spec, num_pages)
     return derive_rollout_costs(train_spec.arch, mesh, *sizes, cache, device_bytes)
 

@@ -91,8 +91,7 @@ class HeldOutAnswers:
         self.prompts = corpus.spread("held_out", cfg.evaluation.num_prompts)
         most, context = cfg.evaluation.sampling.max_new_tokens, cfg.model.context_length
         # In front of an episode there is room for a prompt with what `reset` says, whatever it says.
-        room = cfg.training.seq_len - cfg.sampling.max_new_tokens
-        longest = max(len(prompt.tokens) for prompt in self.prompts) if engine.player is None else room
+        longest = max(len(prompt.tokens) for prompt in self.prompts) if engine.player is None else cfg.max_prompt_length
         if longest + most > context:
             raise UserError(
                 f"evaluation.sampling.max_new_tokens={most} behind a held-out prompt of {longest} tokens is more than "

@@ -190,9 +190,8 @@ class RolloutEngine:
         self.stops = {stop: find_stop_ids(corpus.vocab, stop, folder)}
         if held_out not in self.stops:
             self.stops[held_out] = find_stop_ids(corpus.vocab, held_out, folder, "evaluation.sampling.stop")
-        max_prompt_length = cfg.training.seq_len - cfg.sampling.max_new_tokens
         self.player = (
-            None if pool is None else Player(pool, cfg.task, corpus.vocab, self.stops[stop], max_prompt_length)
+            None if pool is None else Player(pool, cfg.task, corpus.vocab, self.stops[stop], cfg.max_prompt_length)
         )
         self.devices = PrioritySlots(1) if self.player is None else self.player.devices
 
