@@ -1,5 +1,6 @@
 """Parts of a model: RoPE and its scalings, attention, MLPs and experts, shared layers, low-rank updates."""
 
+import math
 import re
 from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
@@ -85,6 +86,20 @@ class RopeProportional(Rope):
 RopeScaling = Annotated[
     RopeUnscaled | RopeLinear | RopeLlama3 | RopeYarn | RopeLong | RopeProportional, Field(discriminator="name")
 ]
+
+
+# Magnitudes of queries and keys where nothing gives them; `ratio` is that of the longer context to the original one. A
+# longer context has more keys for each query: the magnitude keeps the softmax over them as sharp as it was.
+
+
+def yarn_magnitude(ratio: float, mscale: float = 1.0) -> float:
+    """Return that of YaRN; DeepSeek multiplies its logarithm by `mscale`."""
+    return 0.1 * mscale * math.log(ratio) + 1 if ratio > 1 else 1.0
+
+
+def longrope_magnitude(ratio: float, original_context: int) -> float:
+    """Return that of LongRoPE."""
+    return math.sqrt(1 + math.log(ratio) / math.log(original_context)) if ratio > 1 else 1.0
 
 
 class Latent(Section):

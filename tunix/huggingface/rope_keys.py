@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 from tunix.config import Model
+from tunix.config.layers import longrope_magnitude, yarn_magnitude
 from tunix.huggingface.table import Family
 
 # Keys of config.json about heads, to and from ours: those of global layers (Gemma 4), and latent ones (DeepSeek).
@@ -139,7 +140,7 @@ def read_rope(raw: dict[str, Any], values: dict[str, Any], family: Family) -> di
         original = params.get(ORIGINAL) or values["context_length"]
         # `attention_factor` by default follows from the ratio of the contexts. Another `factor` replaces that ratio.
         if factor != values["context_length"] / original:
-            params["attention_factor"] = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+            params["attention_factor"] = longrope_magnitude(factor, original)
     grown: dict[str, Any] = {}
     if GROWTH in family.absent:
         rate, original = params.pop(GROWTH, None), params.get(ORIGINAL) or values["context_length"]
@@ -182,15 +183,6 @@ def _merge_magnitudes(params: dict[str, Any]) -> float | None:
         magnitude, of_scores = (yarn_magnitude(params["factor"], each) for each in (mscale, of_all_dims))
         params["attention_factor"] = magnitude / of_scores
     return of_all_dims
-
-
-def yarn_magnitude(factor: float, mscale: float) -> float:
-    """Return YaRN's factor of queries and keys (Peng et al. 2023, arXiv:2309.00071), times DeepSeek's `mscale`.
-
-    `factor` is the ratio of the longer context to the original one. A longer context has more keys for each query: the
-    factor keeps the softmax over them as sharp as it was.
-    """
-    return 0.1 * mscale * math.log(factor) + 1 if factor > 1 else 1.0
 
 
 def write_rope(model: Model, family: Family) -> dict[str, Any]:

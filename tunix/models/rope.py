@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tunix.config import Model
-from tunix.config.layers import QueryGrowth, RopeLong
+from tunix.config.layers import QueryGrowth, RopeLong, longrope_magnitude, yarn_magnitude
 
 Turns = tuple[jax.Array, jax.Array]  # sine and cosine of angles
 
@@ -178,15 +178,14 @@ def _yarn(cfg, theta, dim):
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, dim - 1)
     share = 1 - np.clip((np.arange(dim // 2) - first) / max(last - first, 1e-3), 0, 1)
-    magnitude = scaling.attention_factor or (0.1 * math.log(scaling.factor) + 1 if scaling.factor > 1 else 1.0)
+    magnitude = scaling.attention_factor or yarn_magnitude(scaling.factor)
     return plain * share + plain / scaling.factor * (1 - share), magnitude
 
 
 def _longrope(cfg, theta, dim):
     """Return rotations of sequences up to the original context, and those of longer ones; and their magnitude."""
     scaling, plain = cfg.rope_scaling, _rotations(theta, dim)
-    ratio, original = cfg.context_length / scaling.original_context, scaling.original_context
-    magnitude = math.sqrt(1 + math.log(ratio) / math.log(original)) if ratio > 1 else 1.0
+    magnitude = longrope_magnitude(cfg.context_length / scaling.original_context, scaling.original_context)
     rotations = plain / np.array(scaling.short_factors), plain / np.array(scaling.long_factors)
     return rotations, scaling.attention_factor or magnitude
 
