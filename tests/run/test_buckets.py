@@ -309,6 +309,8 @@ def test_commands_take_addresses(run, texts, files, tmp_path):
     output = f"s3://{BUCKET}/exported"
     words = [f"output={output}", "merge_lora=true"]
     assert export(read_settings(Export, [f"checkpoint={root}/checkpoints/6", *words])).startswith(output)
+    with pytest.raises(UserError, match=f"checkpoint={output} is no run, and only runs are compared in a bucket"):
+        check_everything(output)
     with pytest.raises(UserError, match=f"output={output} exists already"):
         export(read_settings(Export, [f"checkpoint={root}", *words]))
     ours, exported = (tunix.load_pretrained(source) for source in (f"{root}/checkpoints/6", output))

@@ -425,6 +425,8 @@ def _find_folders(source: str) -> list[tuple[Path, bool]]:
             entries = f"the run has {', '.join(map(str, steps))}" if steps else f"{run[0]} has none yet"
             raise UserError(f"checkpoint={source}: there is no such checkpoint; {entries}")
         return [(run[0] / "checkpoints" / str(step), True) for step in requested]
+    if is_address(source):
+        raise UserError(f"checkpoint={source} is no run, and only runs are compared in a bucket; copy it here")
     folder = expand_home(source)
     if not (folder / FILE).is_file():
         missing = FILE if folder.is_dir() else "such folder"
