@@ -151,16 +151,16 @@ def test_a_run_and_its_resume_are_one_run_of_wandb_and_of_mlflow(tmp_path, corpu
     assert ends[0].startswith(f"demo / first is done, step 2, train loss {losses[2]:.4f}, held_out loss ")
 
 
-def test_wandb_has_one_run_and_steps_that_are_trained_again(tmp_path, monkeypatch):
+def test_wandb_has_one_run_and_all_of_its_steps(tmp_path, monkeypatch):
     """W&B drops what comes for a step before its newest. A server that answers too late has begun the run already."""
     rows, ids = [], []
 
     class Run:
-        starting_step = 11  # W&B has ten steps of this run
+        starting_step = 11  # W&B has steps 0 to 10 of this run
         define_metric = finish = lambda *_, **__: None
 
         def log(self, values, step):
-            rows.append((step, values))
+            rows.append((step, values.pop("step"), *values.values()))
 
     def init(*, id, **_):
         ids.append(id)
@@ -168,7 +168,9 @@ def test_wandb_has_one_run_and_steps_that_are_trained_again(tmp_path, monkeypatc
             raise TimeoutError
         return Run()
 
-    stub = SimpleNamespace(init=init, Settings=lambda **_: None, Html=len)
+    stub = SimpleNamespace(
+        init=init, Settings=lambda **_: None, Html=len, Table=lambda columns, data: (*columns, *data)
+    )
     monkeypatch.setitem(sys.modules, "wandb", stub)
     start = replace(start_of(tmp_path), step=5)
     with pytest.raises(TimeoutError):
@@ -177,7 +179,15 @@ def test_wandb_has_one_run_and_steps_that_are_trained_again(tmp_path, monkeypatc
     assert ids[0] == ids[1]
     sink.text("config", "", 5)
     sink.write({"step": 6, "loss": 2.5}, "train")
-    assert [(step, values["step"]) for step, values in rows] == [(11, 5), (12, 6)]
+    # Answers that are drawn ahead come before the line of the step before; an episode that failed has a key more.
+    sink.table("samples", [{"answer": "a", "problem": "slow"}, {"answer": "b", "tokens": [1]}], "", 8)
+    sink.write({"step": 7, "loss": 1.5}, "train")
+    sink.write({"step": 8, "loss": 1.0}, "train")
+    table = "answer", "problem", ["a", "slow"], ["b", None]
+    assert [row[1:] for row in rows] == [(5, 11), (6, 2.5), (8, table), (7, 1.5), (8, 1.0)]
+    steps = [row[0] for row in rows]
+    assert steps == sorted({*steps})
+    assert steps[0] >= 11
 
 
 @pytest.mark.nightly

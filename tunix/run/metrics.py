@@ -63,7 +63,7 @@ class Metrics:
             sink.text(name, text, step)
 
     def table(self, name: str, rows: list[dict[str, Any]], text: str, step: int) -> None:
-        """Give rows with the same keys to every sink that has tables, and `text`, which shows them, to the others."""
+        """Give rows to every sink that has tables, and `text`, which shows them, to the others."""
         for sink in self.sinks:
             give_table(sink, name, rows, text, step)
 

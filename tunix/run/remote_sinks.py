@@ -83,14 +83,17 @@ class Wandb(Sink):
             settings=wandb.Settings(console="off", silent=True, finish_timeout=timeout_s, init_timeout=timeout_s),
         )
         self.artifacts = keys["artifacts"]
-        # W&B drops what comes for a step of its own count that is past, as steps do that a resumed run trains again. So
-        # its count goes on, and charts are drawn over the number `step`.
+        # W&B drops what comes for a step of its own count that is past: steps that a resumed run trains again, and the
+        # line of a step behind answers that are drawn ahead. So its count goes on, and charts are over `step`.
         self.run.define_metric("step", hidden=True)
         self.run.define_metric("*", step_metric="step")
-        self.ahead = max(0, self.run.starting_step - start.step)  # W&B's count, as against ours
+        self.newest, self.ahead = self.run.starting_step, 0  # of W&B's count: the newest step, and by how much it leads
 
     def _log(self, values: dict[str, Any], step: int) -> None:
-        self.run.log(values | {"step": step}, step=step + self.ahead)
+        if step + self.ahead < self.newest:
+            self.ahead = self.newest + 1 - step
+        self.newest = step + self.ahead
+        self.run.log(values | {"step": step}, step=self.newest)
 
     def write(self, record: dict[str, Any], group: str) -> None:
         numbers = {f"{group}/{k}": v for k, v in record.items() if k != "step" and isinstance(v, int | float)}
@@ -105,9 +108,11 @@ class Wandb(Sink):
         self._log({name: self.wandb.Image(Image.open(BytesIO(png)))}, step)
 
     def table(self, name: str, rows: list[dict[str, Any]], text: str, step: int) -> None:
-        """Log rows with the same keys as a table; lists in them (log-probabilities) are left out."""
-        columns = [key for key, value in rows[0].items() if not isinstance(value, list)]
-        table = self.wandb.Table(columns=[*columns], data=[[row[key] for key in columns] for row in rows])
+        """Log rows as a table; lists in them (log-probabilities) are left out."""
+        columns: dict[Any, None] = {}
+        for row in rows:  # an episode that failed has a key more than the others
+            columns |= {key: None for key, value in row.items() if not isinstance(value, list)}
+        table = self.wandb.Table(columns=[*columns], data=[[row.get(key) for key in columns] for row in rows])
         self._log({name: table}, step)
 
     def close(self, error: BaseException | None) -> None:

@@ -51,7 +51,7 @@ class Sink(Protocol):
 
 
 def give_table(sink: Sink, name: str, rows: list[dict[str, Any]], text: str, step: int) -> None:
-    """Give rows with the same keys to a sink that has a method `table`, and `text`, which shows them, to another."""
+    """Give rows to a sink that has a method `table`, and `text`, which shows them, to another."""
     if hasattr(sink, "table"):
         sink.table(name, rows, text, step)
     else:
