@@ -264,14 +264,14 @@ def test_what_is_missing_is_named_before_the_run(tmp_path, monkeypatch):
             compose([f"logging.sinks=[{words[0]}]", *words[1:]]).config.logging.try_out()
         return str(error.value)
 
-    for name in ("TUNIX_WEBHOOK_URL", "WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL"):
+    for name in ("TUNIX_WEBHOOK_URL", "WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL", "MLFLOW_TRACKING_URI"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
     assert "webhook needs an address: set the environment variable TUNIX_WEBHOOK_URL" in refused("webhook")
     assert "begins with ftp://a.; it must be" in refused("webhook", "logging.webhook.url=ftp://a.b")
     monkeypatch.setattr("tunix.run.remote_sinks.find_spec", lambda name: True)
     assert "there is no key for api.wandb.ai: run `wandb login` once, or set WANDB_API_KEY" in refused("wandb")
-    monkeypatch.setattr("tunix.run.remote_sinks.find_spec", lambda name: None)
+    assert "mlflow needs an address: set logging.mlflow.tracking_uri=http://HOST:5000, or" in refused("mlflow")
     monkeypatch.setattr("tunix.run.remote_sinks.find_spec", lambda name: None)
     for name in ("wandb", "mlflow"):
         assert f"needs the package {name}: pip install 'tunix-trainer[{name}]'" in refused(name)

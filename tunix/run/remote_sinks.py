@@ -148,9 +148,14 @@ class Mlflow(Sink):
 
     @staticmethod
     def check(logging: dict[str, Any]) -> None:
-        """Raise `UserError` without the package."""
+        """Raise `UserError` without the package, or without an address: MLflow would write into the current folder."""
         if find_spec("mlflow") is None:
             raise UserError("logging.sinks=mlflow needs the package mlflow: pip install 'tunix-trainer[mlflow]'")
+        if not (logging["mlflow"]["tracking_uri"] or os.environ.get("MLFLOW_TRACKING_URI")):
+            raise UserError(
+                "logging.sinks=mlflow needs an address: set logging.mlflow.tracking_uri=http://HOST:5000, or the "
+                "environment variable MLFLOW_TRACKING_URI"
+            )
 
     def __init__(self, start: Start):
         # `Background` tries again and says so. MLflow's own tries would take minutes before the first word in the log.
