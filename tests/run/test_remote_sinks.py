@@ -272,6 +272,8 @@ def test_what_is_missing_is_named_before_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr("tunix.run.remote_sinks.find_spec", lambda name: True)
     assert "there is no key for api.wandb.ai: run `wandb login` once, or set WANDB_API_KEY" in refused("wandb")
     assert "mlflow needs an address: set logging.mlflow.tracking_uri=http://HOST:5000, or" in refused("mlflow")
+    address = "logging.mlflow.tracking_uri='localhost:5000'"
+    assert "is localhost:5000; a server is http://localhost:5000" in refused("mlflow", address)
     monkeypatch.setattr("tunix.run.remote_sinks.find_spec", lambda name: None)
     for name in ("wandb", "mlflow"):
         assert f"needs the package {name}: pip install 'tunix-trainer[{name}]'" in refused(name)

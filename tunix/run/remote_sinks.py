@@ -151,10 +151,15 @@ class Mlflow(Sink):
         """Raise `UserError` without the package, or without an address: MLflow would write into the current folder."""
         if find_spec("mlflow") is None:
             raise UserError("logging.sinks=mlflow needs the package mlflow: pip install 'tunix-trainer[mlflow]'")
-        if not (logging["mlflow"]["tracking_uri"] or os.environ.get("MLFLOW_TRACKING_URI")):
+        address = logging["mlflow"]["tracking_uri"] or os.environ.get("MLFLOW_TRACKING_URI")
+        if not address:
             raise UserError(
                 "logging.sinks=mlflow needs an address: set logging.mlflow.tracking_uri=http://HOST:5000, or the "
                 "environment variable MLFLOW_TRACKING_URI"
+            )
+        if re.fullmatch(r"[\w.-]+:\d+/?", address):
+            raise UserError(
+                f"logging.mlflow.tracking_uri (or MLFLOW_TRACKING_URI) is {address}; a server is http://{address}"
             )
 
     def __init__(self, start: Start):
