@@ -326,6 +326,8 @@ def _drop_identity(config: Config) -> dict[str, Any]:
 
 def _compose_resumed(overrides: list[str], parsed: dict[str, Override]) -> Job:
     """Compose the job that goes on with the run of `resume`; `parsed` are the overrides by their keys."""
+    if parsed["resume"].is_sweep_override():
+        raise UserError(f"{parsed['resume'].input_line}: resume goes on with one run; name one")
     source = str(parsed["resume"].value())
     project = str(parsed["project_name"].value()) if "project_name" in parsed else None
     run_dir, step = find_resume_point(source, project)

@@ -186,6 +186,8 @@ class ForeignName:
             return ""
         parts = [part.strip() for part in value.strip("[()] ").split(",")]
         entries = re.sub(r"VALUE\.(\d)", lambda match: parts[min(int(match[1]), len(parts) - 1)], self.here)
+        if value.startswith("["):
+            entries = entries.replace("[VALUE]", value)
         return entries.replace("VALUE", value)
 
     def answer(self, value: str) -> str:
@@ -233,6 +235,10 @@ def _read_file() -> dict:
     return yaml.load((CONF / "foreign_names.yaml").read_text(), loader)
 
 
+# Last parts of names that say nothing without their section: wandb.enabled is no profile.enabled.
+SAYS_LITTLE = "enabled", "enable", "value", "interval", "keep", "mode", "name", "format", "path", "paths"
+
+
 @cache
 def _index() -> tuple[dict[str, ForeignName], dict[str, ForeignName]]:
     """Return the rows by their names, and by the last part of names with points; the first row of a name wins."""
@@ -242,7 +248,7 @@ def _index() -> tuple[dict[str, ForeignName], dict[str, ForeignName]]:
         for name in map(normalize, row.there):
             names.setdefault(name, row)
             leaves.setdefault(name.rpartition(".")[2], row)
-    return names, leaves
+    return names, {name: row for name, row in leaves.items() if name in names or name not in SAYS_LITTLE}
 
 
 @cache
@@ -339,8 +345,10 @@ def _find_mixed(errors: Sequence[Any], above: Sequence[str]) -> dict[tuple, str]
     return lines
 
 
-# Keys of models, tokenizers and data that are no file of conf/: their folders, or their names on the hub.
-OUTSIDE = {"model": "model.init_from=", "tokenizer": "tokenizer.path=", "data": "data=hf data.path="}
+# Keys of models, tokenizers, data and runs that are no file of conf/: their folders, or their names on the hub.
+OUTSIDE = {
+    "model": "model.init_from=", "tokenizer": "tokenizer.path=", "data": "data=hf data.path=", "checkpoint": "resume=",
+}  # fmt: skip
 
 
 def _describe_choice(group: str, choice: str, options: list[str]) -> str:
@@ -350,7 +358,8 @@ def _describe_choice(group: str, choice: str, options: list[str]) -> str:
         return f"; {name_choices(choice, options)}"
     if group == "data" and (suffix in options or choice.startswith((".", "/"))):
         return f"; here it is data={suffix if suffix in options else 'text'} data.paths=[{choice}]"
-    if group in OUTSIDE and ("/" in choice or (group == "tokenizer" and not did_you_mean(choice, options))):
+    far = group in ("tokenizer", "checkpoint") and not did_you_mean(choice, options)  # no typo
+    if group in OUTSIDE and ("/" in choice or far):
         return f"; here it is {OUTSIDE[group]}{choice}"
     return f"; {name_choices(choice, options)}"
 
