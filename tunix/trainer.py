@@ -99,8 +99,7 @@ def run(job: compose.Job) -> Result:
     cfg = job.config
     planned, chosen = plan_run(cfg)
     try_out(cfg)
-    if not cfg.dry_run:
-        check_root(job)
+    home_is_shared = None if cfg.dry_run else check_root(job)
     mesh = build_mesh(cfg, planned=planned)
 
     with listening(), Watchdog(cfg.distributed) as watchdog, jax.set_mesh(mesh), ExitStack() as stack:
@@ -130,9 +129,10 @@ def run(job: compose.Job) -> Result:
         folder, shared = open_folder(job)
         root = find_root(job, folder)
         checkpoints_folder = join(root, "checkpoints")
+        is_shared = shared if home_is_shared is None else home_is_shared
         with (
             hold_lock(folder, root),
-            Checkpoints(open_store(checkpoints_folder, cfg.checkpoint, shared)) as checkpoints,
+            Checkpoints(open_store(checkpoints_folder, cfg.checkpoint, is_shared)) as checkpoints,
         ):
             progress = restore_or_begin(job, checkpoints, setup, feed)
             clock.end("state")

@@ -4,6 +4,7 @@ import json
 import shutil
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -14,6 +15,7 @@ from tunix.base.errors import UserError
 from tunix.checkpoints import folders
 from tunix.checkpoints.checkpoint import Checkpoints
 from tunix.checkpoints.folders import Folder
+from tunix.checkpoints.root import check_root
 from tunix.checkpoints.store import Record, Store, list_dropped
 from tunix.config.compose import compose
 from tunix.processes import peers
@@ -37,6 +39,25 @@ def test_two_stores_of_a_process_publish_saves_under_different_names(tmp_path, m
         store = open_at(tmp_path / folder, "async=false")
         save(store, 1)
     assert len(names) == len({*names}) == 2
+
+
+def test_a_home_on_a_disk_of_each_host(tmp_path, monkeypatch, caplog):
+    """Process 0 keeps the checkpoints there, wherever the run's folder is; the others would write into the void."""
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(peers, "gather", lambda text, *_: [text, ""])
+    monkeypatch.setattr(peers, "hosts", lambda: ["node-0", "node-1"])
+    monkeypatch.setattr(peers, "find_blind", lambda folder: [1])
+
+    def check(*words: str) -> bool | None:
+        return check_root(compose([f"checkpoint.folder={tmp_path}/home", *words]))
+
+    assert check() is False
+    assert "home is on no shared disk: process 0 keeps the checkpoints" in caplog.text
+    with pytest.raises(UserError, match=r"home is not seen by node-1; choose one .*: checkpoint.folder=DIR"):
+        check("distributed.shared_filesystem=true")
+    monkeypatch.setattr(peers, "find_blind", lambda folder: [])
+    assert check() is True
+    assert not (tmp_path / "home").exists()
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,11 @@
 So `resume=HOME` goes on on a machine that has never seen the run's folder.
 """
 
+import logging
 import shutil
 import tempfile
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import jax
@@ -21,7 +23,9 @@ from tunix.checkpoints.store import make_storage, reject_newer_checkpoint
 from tunix.config.compose import Job, format_resume
 from tunix.config.saved_runs import COPIED, split_step
 from tunix.processes import peers
+from tunix.processes.peers import is_seen_by_all
 
+log = logging.getLogger(__name__)
 CONFIG = "config.yaml"
 
 
@@ -34,8 +38,10 @@ def find_root(job: Job, folder: Path) -> str:
     return job.config.checkpoint.folder or str(folder)
 
 
-def check_root(job: Job) -> None:
+def check_root(job: Job) -> bool | None:
     """Write and delete a small file in the home, on process 0; in a bucket a small object on every process.
+
+    Return whether all processes see the home; None where it is the run's folder, or in a bucket.
 
     Raises:
         UserError: the home holds another run, or cannot be written; or the checkpoint to go on from has a newer form.
@@ -45,12 +51,19 @@ def check_root(job: Job) -> None:
         peers.on_main(lambda: _reject_newer_checkpoint(job), "looking at the checkpoint")
     root = job.config.checkpoint.folder
     if root is None:
-        return
+        return None
     peers.on_main(lambda: _reject_other_run(job, root), "the home of the checkpoints")
     if is_address(root):
         peers.together(lambda: _try_out_bucket(root, job.config.checkpoint.timeout_s), "writing to the bucket")
-    else:
-        peers.on_main(lambda: _try_out_folder(Path(root)), "writing to the home of the checkpoints")
+        return None
+    requested = job.config.distributed.shared_filesystem
+    with ExitStack() as stack:
+        there = _trying_out(Path(root))
+        peers.on_main(lambda: stack.enter_context(there), "writing to the home of the checkpoints")
+        is_shared = is_seen_by_all(Path(root), requested, "the home of the checkpoints", KEY)
+    if not is_shared and requested == "auto":
+        log.warning("%s is on no shared disk: process 0 keeps the checkpoints (distributed.shared_filesystem)", root)
+    return is_shared
 
 
 def _reject_newer_checkpoint(job: Job) -> None:
@@ -82,13 +95,16 @@ def _reject_other_run(job: Job, root: str) -> None:
         raise UserError(_describe_taken(root))
 
 
-def _try_out_folder(root: Path) -> None:
-    """Make the folder and a file in it, and remove both again: another mistake may be found before the run begins."""
+@contextmanager
+def _trying_out(root: Path) -> Iterator[None]:
+    """Make the folder for a block, and a file in it; remove both: another mistake may be found before a run begins."""
     missing = [folder for folder in (root, *root.parents) if not folder.exists()]
     try:
         root.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=root) as file:
             file.write(b"tunix")
+            file.flush()
+        yield
     except OSError as error:
         raise UserError(f"{KEY}={root} cannot be written: {error.strerror}; name another folder") from None
     finally:

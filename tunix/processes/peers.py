@@ -239,6 +239,31 @@ def find_blind(folder: Path) -> list[int]:
     return [rank for rank, answer in enumerate(answers) if not answer]
 
 
+def is_seen_by_all(folder: Path, requested: bool | str, label: str, key: str) -> bool:
+    """Return True if all processes see a folder of process 0; False where no other host does, or nobody is to ask.
+
+    `requested` is distributed.shared_filesystem. Every process must call this.
+
+    Raises:
+        UserError: a host does not see it that should; `label` and `key` name the folder.
+    """
+    if jax.process_count() == 1:
+        return True
+    if requested is False:
+        return False
+    blind = {hosts()[rank] for rank in find_blind(folder)}
+    if not blind:
+        return True
+    # Where every other host lacks the folder, no disk is shared, and the run knows how to do without. Where only some
+    # hosts lack it, a disk is meant to be shared, and is not mounted there.
+    if requested is True or blind != set(hosts()) - {hosts()[0]}:
+        raise UserError(
+            f"{label} {folder} is not seen by {', '.join(sorted(blind))}; choose one on a disk that all processes "
+            f"share: {key}=DIR"
+        )
+    return False
+
+
 @contextmanager
 def deadline(seconds: float, label: str) -> Iterator[None]:
     """End this process with exit code 76 if the block takes longer; `label` says what did not happen in time."""

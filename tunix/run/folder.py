@@ -32,7 +32,7 @@ from tunix.data.tokenizer import Vocab
 from tunix.huggingface.hub import INFO_FILES, find, list_copied_files
 from tunix.huggingface.weights import INDEX
 from tunix.processes import peers
-from tunix.processes.peers import find_blind
+from tunix.processes.peers import is_seen_by_all
 from tunix.processes.rollcall import list_versions
 
 log = logging.getLogger(__name__)
@@ -199,7 +199,14 @@ def open_folder(job: compose.Job) -> tuple[Path, bool]:
     made = peers.together(lambda: make(requested, lambda: claim_folder(job), is_main), "the run's folder")
     folder = Path(peers.agree(str(made.absolute()), "the run's folder"))
     try:
-        shared = _is_shared(folder, job.config.distributed.shared_filesystem)
+        requested_sharing = job.config.distributed.shared_filesystem
+        shared = is_seen_by_all(folder, requested_sharing, "the run's folder", "hydra.run.dir")
+        if not shared and requested_sharing == "auto":
+            log.warning(
+                "%s is on no shared disk: every host keeps its own, process 0 the checkpoints "
+                "(distributed.shared_filesystem)",
+                folder,
+            )
         if not shared:
             is_first = peers.first_of_host() and not is_main
             peers.together(lambda: make(folder, lambda: _claim(job, folder), is_first), "every host's folder")
@@ -211,30 +218,6 @@ def open_folder(job: compose.Job) -> tuple[Path, bool]:
                 folder.rmdir()
         raise
     return folder, shared
-
-
-def _is_shared(folder: Path, requested: bool | str) -> bool:
-    """Return True if all processes see the folder of process 0, in which it writes a file for them to find."""
-    if jax.process_count() == 1:
-        return True
-    if requested is False:
-        return False
-    hosts = peers.hosts()
-    blind = {hosts[rank] for rank in find_blind(folder)}
-    if not blind:
-        return True
-    # Where every other host lacks the folder, no disk is shared, and the run knows how to do without. Where only some
-    # hosts lack it, a disk is meant to be shared, and is not mounted there.
-    if requested is True or blind != set(hosts) - {hosts[0]}:
-        raise UserError(
-            f"the run's folder {folder} is not seen by {', '.join(sorted(blind))}; "
-            "choose one on a disk that all processes share: hydra.run.dir=DIR"
-        )
-    log.warning(
-        "%s is on no shared disk: every host keeps its own, process 0 the checkpoints (distributed.shared_filesystem)",
-        folder,
-    )
-    return False
 
 
 def keep_files(cfg: Config, vocab: Vocab, run_folder: Path) -> None:
