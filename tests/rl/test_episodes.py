@@ -370,6 +370,15 @@ def test_what_a_tool_says_stands_behind_its_call_as_in_the_template(vocab, forma
         assert decode(vocab, episode.tokens).partition("<eos>")[2] == f"{behind}done<eos>"
 
 
+def test_a_call_that_no_token_ends_is_said(vocab, caplog):
+    """A model that was trained here with the template of GPT-OSS has no files that name `<|call|>`."""
+    other = replace(vocab, chat_template="{% set called = namespace(name=none) %}" + OF_CALLS["harmony"][0])
+    for end in ("<eos>", "<|end|>"):
+        ObservationEncoder(other, [vocab.backend.token_to_id(end)], {"tools": [{"name": "add"}]})
+    assert caplog.text.count("and none of its tokens ends a turn") == 1
+    assert "<eos>tool:" in caplog.text
+
+
 def test_what_reset_says_belongs_to_the_prompt(vocab):
     episodes, engine = play(vocab, "Says", solve, longest=45)
     texts = [vocab.backend.decode(episode.begin, skip_special_tokens=False) for episode in episodes]

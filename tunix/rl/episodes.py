@@ -71,6 +71,8 @@ class ObservationEncoder:
         self.marks = self.stop & {number for number, token in added.items() if token.special}
         example = self._encode_results([WORDS], [("tool", NO_ID)])  # as the template shows the result of a call
         self.shows_calls = example is not None and WORDS in vocab.backend.decode(example, skip_special_tokens=False)
+        if options.get("tools") and not self.shows_calls:
+            self._warn_of_call_without_end()
 
     def encode(self, texts: Sequence[str], calls: Sequence[tuple[str, str]] = ()) -> list[int]:
         """Return the tokens behind a turn that has ended with its stop token, up to where the next one begins.
@@ -101,6 +103,17 @@ class ObservationEncoder:
                 end = next((number for number, token in enumerate(tokens) if token in self.marks), None)
                 return None if end is None else tokens[end + 1 :]
         return None
+
+    def _warn_of_call_without_end(self) -> None:
+        """Warn where the template shows what a tool says behind a call, and no token between them ends a turn."""
+        with suppress(UserError):
+            text = self.vocab.chat.text_after_turn("tool", [WORDS], self.options, [("tool", NO_ID)])
+            if WORDS in text:
+                log.warning(
+                    "task.chat_template writes %r between a call and what a tool says, and none of its tokens ends a "
+                    "turn: the model would go on and make up what the tool says; name the token in sampling.stop",
+                    text[: text.index(WORDS)][-80:],
+                )
 
     def _tokenize(self, text: str) -> list[int]:
         """Return the tokens of what the template writes behind a turn, for which "?" stands."""
