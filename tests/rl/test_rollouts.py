@@ -22,14 +22,17 @@ from tunix.checkpoints.store import find_storage, read_about
 from tunix.config import Evaluate
 from tunix.config.command_line import read_settings
 from tunix.config.compose import compose
+from tunix.config.data import Tokenizer
 from tunix.config.task import Cycle
 from tunix.data.batches import BEGINNING, BatchSource, DataSchedule, Position, Samples
+from tunix.data.documents import Question
 from tunix.data.prompts import Prompt, PromptOrder, _digest, load_prompts
+from tunix.data.tokenizer import train_vocab
 from tunix.evaluate import evaluate
 from tunix.inference.engine import Answer, Engine
 from tunix.inference.rollout import derive_seed
 from tunix.models.vision import Images
-from tunix.rl.evaluation import HeldOutAnswers
+from tunix.rl.evaluation import HeldOutAnswers, _find_plain, select_best
 from tunix.rl.rollouts import arrange_answers
 from tunix.run.early_stopping import Moment, check_stop_request
 
@@ -92,6 +95,19 @@ def test_evaluate_measures_what_the_run_did(wide, tmp_path, monkeypatch):
         assert {name: measured[step][name] for name in same} == {name: own[step][name] for name in same}
     with pytest.raises(UserError, match="metric=loss: task=grpo has no loss on held-out answers; set metric=reward"):
         evaluate(read_settings(Evaluate, [f"checkpoint={wide}"], {"overrides": []}))
+
+
+def test_an_answer_with_special_tokens_is_no_best_one(caplog):
+    """Its text lacks them: the thoughts of GPT-OSS would be learnt as a part of what it says."""
+    keys = {"path": None, "train": None, "vocab_size": 259, "train_bytes": 1, "bos_token": None, "eos_token": None}
+    vocab = train_vocab(Tokenizer(**keys), ["a"])
+    prompt = Prompt([], "", {}, Question([{"role": "user", "content": "a?"}], {}))
+    rows = [{"answer": text, "stopped": True, "reward": reward} for text, reward in (("b", 2.0), ("c", 1.0))]
+    bos, eos, letter = (vocab.backend.token_to_id(token) for token in ("<bos>", "<eos>", "b"))
+    answers = [Answer(tokens, [], [], True) for tokens in ([letter, bos, eos], [letter, eos])]
+    (best,) = select_best([prompt], rows, 2, None, _find_plain(vocab, answers))
+    assert best["messages"][-1]["content"] == "c"
+    assert "best: 1 answers are left out" in caplog.text
 
 
 @pytest.mark.nightly

@@ -1,6 +1,7 @@
 """Evaluation of completions: of held-out prompts in a run, and metric=reward of `python -m tunix.evaluate`."""
 
 import json
+import logging
 import math
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
@@ -17,6 +18,8 @@ from tunix.config.rewards import EngineTerm, FunctionTerm, RewardTerm
 from tunix.config.task import Grpo, Prompted
 from tunix.data.files import Rows
 from tunix.data.prompts import RIGHT, Prompt, PromptCorpus, load_prompts, load_together
+from tunix.data.tokenizer import Vocab, special_tokens
+from tunix.inference.engine import Answer
 from tunix.inference.pretrained import describe_files, load_language_model, load_params
 from tunix.inference.rollout import RolloutRequest, derive_seed
 from tunix.inference.sampling import find_stop_ids
@@ -26,6 +29,8 @@ from tunix.rl.episodes import Drawn, Player, make_pool, try_user_code
 from tunix.rl.rollouts import RolloutEngine, draw_answers, score_together
 from tunix.rl.scoring import Scorer
 from tunix.rl.table import REWARDS
+
+log = logging.getLogger(__name__)
 
 # Quality of answers: how many are right, how good and how long they are.
 
@@ -174,7 +179,8 @@ def evaluate_answers(cmd: Evaluate, cfg: Config, checkpoints: list[str]) -> list
             if "samples" in paths:
                 _add_lines("samples", paths["samples"], ({"checkpoint": checkpoint, **row} for row in rows))
             if cmd.best is not None:
-                chosen = select_best(prompts, rows, cmd.num_samples, cmd.best_from)
+                plain = _find_plain(corpus.vocab, drawn.answers)
+                chosen = select_best(prompts, rows, cmd.num_samples, cmd.best_from, plain)
                 counts["best_rows"] = len(chosen)
                 if "best" in paths:
                     _add_lines("best", paths["best"], chosen)
@@ -224,15 +230,29 @@ def _make_rows(
     return rows, counts
 
 
-def select_best(prompts: Sequence[Prompt], rows: Sequence[Row], num_samples: int, least: float | None) -> list[Row]:
+def _find_plain(vocab: Vocab, answers: Sequence[Answer]) -> list[bool]:
+    """Return for each answer whether its text is all of it: text drops special tokens, and with them where the thoughts
+    of GPT-OSS and Gemma 4 end."""
+    special = special_tokens(vocab.backend)
+    plain = [special.isdisjoint(answer.text_tokens) for answer in answers]
+    if num_marked := plain.count(False):
+        log.warning("best: %d answers are left out, whose special tokens a row of task=sft would not have", num_marked)
+    return plain
+
+
+def select_best(
+    prompts: Sequence[Prompt], rows: Sequence[Row], num_samples: int, least: float | None, plain: Sequence[bool]
+) -> list[Row]:
     """Return for each prompt the conversation with its best answer, as task=sft reads it; the first of equal ones.
 
-    Answers that were cut, or have a lower reward than `least`, are none. `rows` are in the order of the prompts.
+    Answers that were cut, have a lower reward than `least`, or are not `plain` text are none. `rows` are in the order
+    of the prompts.
     """
     chosen = []
     for number, prompt in enumerate(prompts):
-        own = rows[number * num_samples : (number + 1) * num_samples]
-        whole = [row for row in own if row["stopped"] and (least is None or row["reward"] >= least)]
+        own = range(number * num_samples, (number + 1) * num_samples)
+        whole = [rows[n] for n in own if rows[n]["stopped"] and plain[n]]
+        whole = [row for row in whole if least is None or row["reward"] >= least]
         if not whole or prompt.question is None:
             continue
         row = max(whole, key=lambda row: row["reward"])
