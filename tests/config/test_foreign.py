@@ -89,6 +89,7 @@ def test_no_key_of_ours_is_taken_for_another():
         ("optimizer=adam", "here it is optimizer=adamw"),
         ("+training.sync_gradients_every=2", "+training.sync_gradients_every: the config has this key already; write it without +"),
         ("wandb.enabled=true", "unknown key wandb; docs/config.md lists all keys"),
+        ("logging.wandb.name=a", "unknown key logging.wandb.name; docs/config.md lists all keys"),
         ("data.train_files=a.parquet", "here it is data=parquet data.paths=[a.parquet]"),
         ("data.train_files=[a.parquet,b.parquet]", "here it is data=parquet data.paths=[a.parquet,b.parquet]"),
         ("checkpoint=run", "here it is resume=run"),

@@ -585,7 +585,8 @@ def describe_unknown_key(
     if head.startswith("optimizer.groups."):
         valid = [f"{head}.{name}" for name in ParameterGroup.model_fields]
     # `leaves` has one key for each last part, whatever its section; `local` has those of the section that was typed.
-    leaves, theirs = _index_last_parts(valid), _list_single_keys() if root is Config else {}
+    leaves = _index_last_parts([name for name in valid if name.rpartition(".")[2] not in SAYS_LITTLE])
+    theirs = _list_single_keys() if root is Config else {}
     local = {name.rpartition(".")[2]: name for name in valid if name.rpartition(".")[0] == head}
     if not head:
         local |= {name: name for name in root.model_fields}  # `valid` has the keys of sections, and not their names
