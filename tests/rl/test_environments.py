@@ -440,6 +440,7 @@ PROGRAMS = {
     "open('f', 'wb').write(b'x' * 10**8)": "File too large",
     "print('a' * 10**6)": "... the rest is left out",
     "import os; print(os.listdir(), len(os.environ), os.getcwd())": "[] 3 /work",
+    "import os; os.remove('../output'); os.symlink('/etc/hosts', '../output'); print(7)": "7",
     "import sys; sys.exit(3)": "the program ended with exit code 3",
 }
 

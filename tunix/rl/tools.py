@@ -70,7 +70,8 @@ class Python:
             script, output = Path(folder, "program.py"), Path(folder, "output")
             (workplace := Path(folder, "work")).mkdir()
             script.write_text(code, errors="replace")
-            with output.open("wb") as file:
+            # Read by this descriptor: under the name of the file a program may leave a pipe, which nobody ever writes.
+            with output.open("w+b") as file:
                 process = subprocess.Popen(
                     [*_list_namespaces(), sys.executable, "-I", str(script)],
                     cwd=workplace,
@@ -82,7 +83,7 @@ class Python:
                     preexec_fn=self._limit,
                 )
                 note = self._wait(process)
-            with output.open("rb") as file:
+                file.seek(0)
                 text = (
                     file.read(8 * self.output_characters)
                     .decode(errors="replace")
