@@ -101,6 +101,22 @@ def test_a_model_of_a_web_server_writes_nothing_outside(serve, tmp_path):
     assert find_written(tmp_path, "escaped") == find_written(tmp_path, "config.json") == []
 
 
+def test_pages_that_list_files_are_bounded(serve, monkeypatch):
+    """All that a folder is listed by, also where no page alone is long; whole files are not."""
+    pages, host = serve
+    monkeypatch.setattr("tunix.base.buckets.MAX_LISTING", 1 << 20)
+    pages["/long"] = b" " * (2 << 20)
+    pages["/wide"] = b"".join(link(f"{host}/wide/{n}/") for n in range(20))
+    pages |= {f"/wide/{n}": b" " * 100_000 for n in range(20)}
+    for name in ("long", "wide"):
+        with pytest.raises(
+            UserError, match=f"^model.init_from=.*/{name}: its pages that list files are longer than 1 MiB"
+        ):
+            mirror(f"{host}/{name}", ("*.json",), "model.init_from")
+    pages["/model"], pages["/model/a.json"] = link(f"{host}/model/a.json"), b" " * (2 << 20)
+    assert (mirror(f"{host}/model", ("*.json",), "model.init_from") / "a.json").stat().st_size == 2 << 20
+
+
 def test_a_web_server_never_has_a_run(serve, tmp_path):
     pages, host = serve
     pages["/run/config.yaml"] = to_yaml(compose([]).config).encode()

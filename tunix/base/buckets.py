@@ -27,6 +27,7 @@ logging.getLogger("gcsfs").propagate = False
 PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "https": "aiohttp", "http": "aiohttp"}  # package that fsspec needs, by scheme
 BUCKETS = ("s3", "gs")  # schemes that can be written
 VERSIONS = ".versions.json"  # in a mirrored folder: which version of each object is there
+MAX_LISTING = 1 << 26  # bytes of all pages of a web server that are read to list a folder of it
 WEB_DEPTH = 8  # folders below each other that are listed on a web server, whose pages may name folders without end
 
 # Reasons for an error of a server, by the name of its class; a subclass stands before its base.
@@ -66,7 +67,7 @@ def join(address: str, *names: str) -> str:
 
 
 def filesystem(address: str, key: str) -> Any:
-    """Return fsspec's file system of an address; `key` is for messages.
+    """Return fsspec's file system of an address; `key` is for messages. It lists a web server within `MAX_LISTING`.
 
     Raises:
         UserError: a scheme that is not known, no name of a bucket, or a package that is missing.
@@ -82,8 +83,30 @@ def filesystem(address: str, key: str) -> Any:
         importlib.import_module(PACKAGES[scheme])
     except ImportError:
         raise UserError(f"{key}={address} needs {PACKAGES[scheme]}: pip install 'tunix-trainer[buckets]'") from None
-    # A listing that is kept would not show what other processes write.
-    return fsspec.filesystem(scheme, use_listings_cache=False)
+    options: dict[str, Any] = {"use_listings_cache": False}  # it would not show what other processes write
+    if scheme not in BUCKETS:
+        options |= {"client_kwargs": {"response_class": _bound_pages(MAX_LISTING)}, "skip_instance_cache": True}
+    return fsspec.filesystem(scheme, **options)
+
+
+def _bound_pages(left: int) -> type:
+    """Return the class of aiohttp's answers whose texts, in which fsspec finds links, have `left` bytes in all.
+
+    A page of 3 MB may unpack to 3 GB, and pages may name folders without end.
+    """
+
+    class Answer(importlib.import_module("aiohttp").ClientResponse):  # type: ignore[misc]
+        async def text(self, encoding: str | None = None, errors: str = "strict") -> str:
+            nonlocal left
+            page = bytearray()
+            async for block in self.content.iter_chunked(1 << 16):
+                left -= len(block)
+                if left < 0:
+                    raise ValueError(f"its pages that list files are longer than {MAX_LISTING >> 20} MiB")
+                page += block
+            return page.decode(encoding or "utf-8", errors)
+
+    return Answer
 
 
 @contextmanager
