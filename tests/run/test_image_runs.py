@@ -5,6 +5,7 @@ import io
 import json
 import re
 import shutil
+import time
 
 import jax
 import numpy as np
@@ -25,6 +26,7 @@ from tunix.data.dataset import load_corpus
 from tunix.data.image_processors import SquareProcessor
 from tunix.data.image_slots import index_images
 from tunix.data.prompts import load_prompts
+from tunix.inference.openai_api import ApiError
 from tunix.inference.sampling import Sampling
 from tunix.models.transformer import Transformer
 from tunix.sharding.arrays import to_global
@@ -212,7 +214,10 @@ def test_the_server_takes_images(trained, tmp_path):
     images = index_images(tokens, [data], processor, 4)
     (expected,) = model.sample([tokens], Sampling(4, 0.0), images=[images])
     words = f"server.api_key={key}", f"server.image_folders=['{allowed}']", "server.max_image_pixels=500"
-    with serving(model, trained, *words) as (_, port):
+    with serving(model, trained, *words) as (app, port):
+        image = {"role": "user", "content": [{"type": "image", "image": data}]}
+        with pytest.raises(ApiError, match="^the images take too long for server.request_timeout_s=600"):
+            app.reader._read_images([image], time.monotonic() - 600)
         status, found = ask(port, "data:image/png;base64," + base64.b64encode(data).decode())
         assert status == 200
         np.testing.assert_allclose(found, expected.log_probabilities[: len(found)], atol=1e-5)

@@ -95,6 +95,7 @@ class ImageReader(NamedTuple):
     addresses: tuple[str, ...] = ()  # beginnings of the addresses that rows may name
     only_places: bool = False  # of a text that is read for its words, without the images
     folders: tuple[str, ...] | None = None  # of requests to a server: where files may be; None: anywhere
+    deadline: float = math.inf  # of requests to a server, on the clock of `time.monotonic`
 
     def read(self, references: list[Any]) -> list[bytes]:
         """Return what is kept of each image; a reference is a path, an address, a data URL, bytes, a mapping with one
@@ -102,11 +103,15 @@ class ImageReader(NamedTuple):
 
         Raises:
             BadRow: an image cannot be found or read.
+            TimeoutError: the deadline passes.
         """
         if self.only_places:
             return []
         images, left = [], self.max_bytes
         for reference in references:
+            # A file of a kilobyte may have 25 million pixels, and a request thousands of such files.
+            if time.monotonic() > self.deadline:
+                raise TimeoutError("the images take too long")
             data, name = self._fetch(reference, left)
             left -= len(data)
             if left < 0:

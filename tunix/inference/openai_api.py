@@ -27,6 +27,10 @@ from tunix.rl.tool_parsers import Call
 
 Zero = Annotated[float, Field(ge=0, le=0)]
 Few = Annotated[int, Field(ge=1, le=1024)]
+# Lists that are refused with their first wrong item: 8 MB of them would have errors of a gigabyte.
+Texts = Annotated[list[str], Field(fail_fast=True)]
+Ids = Annotated[list[int], Field(fail_fast=True)]
+Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 
 
 def _to_list(value: Any) -> Any:
@@ -81,7 +85,7 @@ class Parameters(BaseModel):
 class CompletionParameters(Parameters):
     """A request for continuations of texts, or of tokens."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | Texts | Ids | Annotated[list[Ids], Field(fail_fast=True)]
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None  # likeliest tokens of each place, beside the drawn one
     echo: bool | None = None
     best_of: Few | None = None
@@ -107,11 +111,11 @@ class ResponseFormat(BaseModel):
 class ChatParameters(Parameters):
     """A request for answers in a conversation."""
 
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
+    messages: Annotated[Objects, Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Objects | None = None
     tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None

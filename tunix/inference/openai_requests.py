@@ -4,6 +4,7 @@
 """
 
 import asyncio
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,7 @@ from tunix.data.chat import ChatTemplate, read_tool_name
 from tunix.data.files import BadRow
 from tunix.data.image_slots import find_image_prompts
 from tunix.data.images import ImageReader, take_images
+from tunix.data.pieces import PIECE
 from tunix.data.tokenizer import read_chat
 from tunix.inference.openai_api import (
     ApiError,
@@ -54,6 +56,10 @@ class RequestReader:
         assert model.tokenizer is not None
         self.model, self.tokenizer, self.command, self.limits = model, model.tokenizer, command, command.server
         self.name, self.max_length, self.max_answers = name, max_length, max_answers
+        # No longer text has room: a token has at most as many characters as its name. Long texts are tokenized one
+        # after the other, since the library takes up to 280 times their size.
+        self.max_characters = max_length * max(map(len, model.tokenizer.get_vocab()))
+        self.long_text = threading.Lock()
         self.templates: dict[bool, ChatTemplate] = {}  # by whether a conversation has tools
         self.images = find_image_prompts(model.cfg, model.tokenizer, self.limits.max_image_pixels)
         self.processor = None if self.images is None else self.images.processor
@@ -80,9 +86,10 @@ class RequestReader:
             raise ApiError(400, "the model has no chat template; ask /v1/completions, or start with chat_template=FILE")
         if parameters.top_logprobs and not parameters.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs=true", "top_logprobs")
+        self._check_answers(parameters, 1)
         messages = [read_message(message, index) for index, message in enumerate(parameters.messages)]
         options = {**(parameters.chat_template_kwargs or {}), **({"tools": tools} if tools else {})}
-        files = await asyncio.to_thread(self._read_images, messages)
+        files = await asyncio.to_thread(self._read_images, messages, arrived)
         # In this thread, which alone can end a template that takes too long.
         text = template.render(messages, add_generation_prompt=True, options=options)
         names = list(map(read_tool_name, tools or ()))
@@ -108,11 +115,12 @@ class RequestReader:
         job.num_calls = sum(len(message.get("tool_calls", ())) for message in messages)
         return job
 
-    def _read_images(self, messages: list[dict[str, Any]]) -> list[bytes]:
+    def _read_images(self, messages: list[dict[str, Any]], arrived: float) -> list[bytes]:
         """Return the files of the images of messages, in which their places stay.
 
         Raises:
-            ApiError: the model sees none, or one cannot be read, or is a file of a folder that is not allowed.
+            ApiError: the model sees none, or one cannot be read, or is a file of a folder that is not allowed, or they
+                take longer than a request may.
         """
         if self.processor is None:
             if any(isinstance(message["content"], list) for message in messages):
@@ -121,7 +129,8 @@ class RequestReader:
         limits = self.limits
         folders = tuple(str(expand_home(folder).resolve()) for folder in limits.image_folders)
         size = int(limits.max_body_mb * 1e6)  # of images in files too
-        reader = ImageReader(self.processor, "/", size, limits.max_image_pixels, folders=folders)
+        deadline = arrived + limits.request_timeout_s
+        reader = ImageReader(self.processor, "/", size, limits.max_image_pixels, folders=folders, deadline=deadline)
         try:
             references = take_images(messages, [], reader)
             if len(references) * self.processor.min_tokens > self.max_length:
@@ -132,12 +141,27 @@ class RequestReader:
             return reader.read(references)
         except BadRow as error:
             raise ApiError(400, f"the conversation {error}"[:500], "messages") from None
+        except TimeoutError as error:
+            raise ApiError(504, f"{error} for server.request_timeout_s={limits.request_timeout_s:g}") from None
+
+    def _encode(self, text: str, encode: Callable[[str], list[int]], where: str) -> list[int]:
+        """Return the tokens of a text; raises `ApiError` for one that has no room, whatever its tokens are."""
+        if len(text) > self.max_characters:
+            message = f"a prompt of {len(text)} characters is more than {self.max_length} tokens"
+            raise ApiError(400, message, where, "context_length_exceeded")
+        if len(text) <= PIECE:
+            return encode(text)
+        with self.long_text:
+            return encode(text)
 
     def _encode_chat(self, text: str, files: list[bytes]) -> tuple[list[int], Images | None]:
+        def encode(text: str) -> list[int]:
+            return self._encode(text, self.model.encode_rendered, "messages")
+
         if self.images is None:
-            return self.model.encode_rendered(text), None
+            return encode(text), None
         try:
-            return self.images.encode(text, files, self.model.encode_rendered)
+            return self.images.encode(text, files, encode)
         except UserError as error:
             raise ApiError(400, str(error), "messages") from None
 
@@ -148,12 +172,20 @@ class RequestReader:
             raise ApiError(400, "best_of is served where it is n", "best_of")
         given: Any = parameters.prompt
         prompts = given if isinstance(given, list) and not all(isinstance(each, int) for each in given) else [given]
-        encode = self.model.encode
-        tokens = await asyncio.to_thread(lambda: [encode(each) if isinstance(each, str) else each for each in prompts])
+        self._check_answers(parameters, len(prompts))
+
+        def encode(prompt: str | list[int]) -> list[int]:
+            return self._encode(prompt, self.model.encode, "prompt") if isinstance(prompt, str) else prompt
+
+        tokens = await asyncio.to_thread(lambda: list(map(encode, prompts)))
         job = self._make_job(parameters, False, tokens, parameters.max_tokens, None, arrived)
         if parameters.echo:
             job.texts = [each if isinstance(each, str) else self.tokenizer.decode(each) for each in prompts]
         return job
+
+    def _check_answers(self, parameters: Parameters, num_prompts: int) -> None:
+        if (count := (parameters.n or 1) * num_prompts) > self.max_answers:
+            raise ApiError(400, f"{count} answers are more than {self.max_answers} of one request", "n")
 
     def _make_job(
         self,
@@ -166,9 +198,6 @@ class RequestReader:
     ) -> Job:
         """Return the job of a request; raises `ApiError` for one that is too large, or asks for what is not served."""
         echo = isinstance(parameters, CompletionParameters) and bool(parameters.echo)
-        count = parameters.n or 1
-        if count * len(prompts) > self.max_answers:
-            raise ApiError(400, f"{count * len(prompts)} answers are more than {self.max_answers} of one request", "n")
         where = "messages" if is_chat else "prompt"
         for prompt in prompts:
             if not prompt:
@@ -190,7 +219,7 @@ class RequestReader:
         if parameters.stream and (parameters.num_top or echo):
             param = "top_logprobs" if is_chat else "echo" if echo else "logprobs"
             raise ApiError(400, f"{param} is served without stream", param)
-        return Job(parameters, is_chat, prompts, count, max_tokens, read_calls, arrived)
+        return Job(parameters, is_chat, prompts, parameters.n or 1, max_tokens, read_calls, arrived)
 
     def select_sampling(self, parameters: Parameters) -> Sampling:
         """Return the choice of tokens that a request asks for; values that leave every token in are no filters."""
