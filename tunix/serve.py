@@ -14,6 +14,7 @@ import hmac
 import json
 import math
 import os
+import resource
 import secrets
 import signal
 import socket
@@ -57,6 +58,7 @@ try:
     from starlette.requests import Request as HttpRequest
     from starlette.responses import JSONResponse, Response, StreamingResponse
     from starlette.routing import Route
+    from uvicorn.protocols.http.h11_impl import H11Protocol
 except ImportError:
     print("error: tunix.serve needs a web server: pip install 'tunix-trainer[serve]'", file=sys.stderr)
     sys.exit(2)
@@ -64,7 +66,10 @@ except ImportError:
 P = TypeVar("P", bound=Parameters)
 SEEDS = 2**31  # of the noise
 BACKLOG = 2048  # connections that wait until the server takes them
+TAKEN = 32  # of them at a time: those that are one too many are closed before the process can open no more files
+OWN_FILES = 192  # that are left for the server beside its connections: its own, and four times as many as it takes
 DRAIN_RETRY_S = 5  # that clients are told to wait when the server ends
+HEAD_S = 20  # that a connection has for the head of its next request, at least, and twice as many at most
 CLOSE_S = 2  # that the engine has for the tokens that are being drawn, when nobody waits for them any more
 
 
@@ -112,8 +117,43 @@ def _describing_address(host: str, port: int) -> Iterator[None]:
         raise UserError(f"server.host={host} server.port={port} cannot be used: {error.strerror}") from None
 
 
+class Connection(H11Protocol):
+    """A connection that is closed where its client begins no request in time; one too many is closed at once.
+
+    uvicorn waits for the end of a head forever, and whoever reaches the port may begin heads until the process can open
+    no more files. Of its two protocols this one bounds a head: 64 KiB.
+    """
+
+    idle_since: Any = None  # the request before, at the last look; a connection without one has been idle since it came
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        num_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        if num_files != resource.RLIM_INFINITY and len(self.connections) > max(TAKEN, num_files - OWN_FILES):
+            transport.abort()
+        self.look = self.loop.call_later(HEAD_S, self._look)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.look.cancel()
+        super().connection_lost(exc)
+
+    def _look(self) -> None:
+        is_idle = self.cycle is None or self.cycle.response_complete
+        if self.transport.is_closing():  # since the look before: the client does not read what is left
+            self.transport.abort()
+        elif is_idle and self.idle_since is self.cycle:
+            self.transport.close()
+        self.idle_since = self.cycle if is_idle else self
+        self.look = self.loop.call_later(HEAD_S, self._look)
+
+
 class _Uvicorn(uvicorn.Server):
     """uvicorn without its handlers of signals: it would end by the signal, and not with exit code 0."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for sock in sockets or ():
+            sock.listen(BACKLOG)  # Python lets as many wait as it takes at a time
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -124,10 +164,12 @@ async def _run(app: "App", sock: socket.socket, command: Serve) -> None:
     patience = command.server.shutdown_timeout_s
     config = uvicorn.Config(
         app,
+        http=Connection,
+        ws="none",
         access_log=False,
         log_level="warning",
         lifespan="off",
-        backlog=BACKLOG,
+        backlog=TAKEN,
         timeout_graceful_shutdown=math.ceil(patience) + 1,  # for clients that do not read or write
     )
     server = _Uvicorn(config)

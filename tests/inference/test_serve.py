@@ -22,6 +22,7 @@ import numpy as np
 import openai
 import pytest
 import uvicorn
+from pydantic import ValidationError
 from support.devices import xla_flags
 from support.harness import ROOT, run_python
 
@@ -35,14 +36,21 @@ from tunix.data.chat import THOUGHTS
 from tunix.data.prompts import Prompt
 from tunix.data.tokenizer import TokenBytes
 from tunix.inference import engine
-from tunix.inference.openai_api import AnswerText, ApiError, TokenScores, read_message
+from tunix.inference.openai_api import (
+    AnswerText,
+    ApiError,
+    ChatParameters,
+    CompletionParameters,
+    TokenScores,
+    read_message,
+)
 from tunix.inference.openai_requests import RequestReader
 from tunix.inference.page_pool import PagePool
 from tunix.inference.rollout import Request, RowSizes
 from tunix.inference.sampling import NO_MIN_P, NO_TOP_K, NO_TOP_P, RowChoices, Sampling, select, select_by_row
 from tunix.rl.judge import Judge
 from tunix.rl.tool_parsers import Call
-from tunix.serve import App, _show_message, open_socket, serve
+from tunix.serve import TAKEN, App, Connection, _show_message, open_socket, serve
 from tunix.sharding.arrays import bytes_per_device
 
 KEY = "a-key-of-the-tests"
@@ -67,7 +75,8 @@ def serving(model, hf_dir, *words):
     """A server in a thread of this process, and its port."""
     command = read_settings(Serve, [f"checkpoint={hf_dir}", "server.model_name=small", *words])
     app, sock = App(model, command), open_socket("127.0.0.1", 0)
-    server = uvicorn.Server(uvicorn.Config(app, access_log=False, lifespan="off", log_level="warning"))
+    config = uvicorn.Config(app, http=Connection, access_log=False, lifespan="off", log_level="warning")
+    server = uvicorn.Server(config)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve([sock])), daemon=True)
     thread.start()
     while not server.started:
@@ -598,6 +607,8 @@ def test_a_deadline_and_a_broken_engine_end_requests_and_not_the_server(model, h
         ({"model": "other"}, openai.NotFoundError, "there is no model other; this server has small"),
         ({"prompt": [3] * 60, "max_tokens": 5}, openai.BadRequestError, "60 tokens and max_tokens=5 are more than 64"),
         ({"prompt": ""}, openai.BadRequestError, "prompt is empty"),
+        ({"prompt": "a" * 5000}, openai.BadRequestError, "a prompt of 5000 characters is more than 64 tokens"),
+        ({"prompt": ["a" * 5000] * 10, "n": 20}, openai.BadRequestError, "200 answers are more than 128"),
         ({"prompt": [5000]}, openai.BadRequestError, "tokens outside of 0 to 319"),
         ({"temperature": -1}, openai.BadRequestError, "temperature: "),
         ({"temperature": 1e-40}, openai.BadRequestError, "temperature: "),
@@ -623,6 +634,7 @@ def test_parameters_that_are_refused_are_named(client, parameters, kind, message
     [
         ({"messages": []}, "messages: "),
         ({"messages": ["hi"]}, "messages.0: "),
+        ({"messages": [{"role": "user", "content": "a" * 5000}]}, "characters is more than 64 tokens"),
         ({"messages": [{"content": "a"}]}, "messages.0 has no role"),
         ({"messages": [{"role": "user"}]}, "messages.0 has no content that is a text"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "parts other than text"),
@@ -653,6 +665,15 @@ def test_bodies_that_are_nonsense(served, body, status):
     assert set(answer["error"]) == {"message", "type", "param", "code"}
 
 
+@pytest.mark.parametrize("key", ["prompt", "messages", "tools"])
+def test_a_list_of_wrong_items_is_refused_by_its_first(key):
+    kind = CompletionParameters if key == "prompt" else ChatParameters
+    values = {"prompt": "a"} if key == "prompt" else {"messages": [{"role": "user", "content": "a"}]}
+    with pytest.raises(ValidationError) as error:
+        kind.model_validate(values | {key: [1.5] * 50})
+    assert error.value.error_count() < 6
+
+
 def test_nonsense_gets_an_answer_and_ends_nothing(model, hf_dir):
     """The requests of a try of `make fuzz`, which takes other seeds."""
     rng = random.Random(5)
@@ -672,6 +693,45 @@ def test_a_body_of_unknown_length_is_bounded_too(served):
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
         connection.request("POST", "/v1/completions", parts(), {"Authorization": f"Bearer {KEY}"}, encode_chunked=True)
     assert connection.getresponse().status == 413
+
+
+def test_connections_without_a_request_are_closed(model, hf_dir, monkeypatch):
+    monkeypatch.setattr("tunix.serve.HEAD_S", 0.5)
+    monkeypatch.setattr("tunix.serve.OWN_FILES", 1e9)
+    with serving(model, hf_dir) as (_, port), contextlib.ExitStack() as opened:
+        socks = [opened.enter_context(socket.create_connection(("127.0.0.1", port), 60)) for _ in range(TAKEN + 8)]
+        began = time.monotonic()
+        for sock in socks:
+            with contextlib.suppress(OSError):
+                sock.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\n")
+        seconds = []
+        for sock in socks:
+            with contextlib.suppress(ConnectionResetError):
+                assert sock.recv(1) == b""
+            seconds.append(time.monotonic() - began)
+        assert max(seconds[:TAKEN]) > 0.4  # and those that are one too many, at once
+        assert post(port, None, "/health", method="GET")[0] == 200
+        late = opened.enter_context(socket.create_connection(("127.0.0.1", port), 60))
+        late.sendall(b"GET /health HTTP/1.1\r\n" + b"a: b\r\n" * 20_000)
+        assert late.recv(20).startswith(b"HTTP/1.1 400 ")
+
+
+def test_a_long_text_stops_no_other_thread(model):
+    count, ends = [0], []
+
+    def work():
+        while not ends:
+            count[0] += 1
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    before = count[0]
+    tokens = model.encode("merged " * 20_000)
+    after = count[0]
+    ends.append(True)
+    thread.join()
+    assert after > before
+    assert tokens == model.tokenizer.encode("merged " * 20_000).ids
 
 
 def test_other_addresses_keys_and_what_is_shown(served, client):
