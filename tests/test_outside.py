@@ -162,6 +162,21 @@ def test_a_tokenizer_whose_library_panics(tmp_path):
         load_vocab(str(tmp_path), eos="a")
 
 
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"pre_tokenizer": {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}},
+        {"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "<unk>"}},
+    ],
+)
+def test_a_tokenizer_that_fails_for_some_texts(parts, tmp_path):
+    """Its library panics, or raises bare exceptions."""
+    (tmp_path / "tokenizer.json").write_text(json.dumps(json.loads(SEED_TOKENIZER) | parts))
+    vocab = load_vocab(str(tmp_path), eos="a")
+    with pytest.raises(UserError, match="^the tokenizer cannot read a text, by its tokenizer.json: "):
+        list(vocab.encode(["a" * 40 + "!"]))
+
+
 SETTINGS = [
     {"bos_token": "a", "eos_token": {"content": "b"}, "chat_template": [{"name": "default", "template": PLAIN}]}
 ]

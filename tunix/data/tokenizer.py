@@ -7,6 +7,7 @@ import codecs
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import count, islice
@@ -129,14 +130,8 @@ def find_tokenizer_files(path: str) -> dict[str, Path]:
 def read_backend_of(path: str, files: dict[str, Path]) -> Backend:
     """Read the tokenizer of these files; `path` is for messages."""
     if "tokenizer.json" in files:
-        try:
+        with explaining_library(f"tokenizer.path={path} cannot be read as a tokenizer.json"):
             backend = Backend.from_file(str(files["tokenizer.json"]))
-        except BaseException as error:
-            # The library raises bare Exception. Where its Rust code panics, it raises a PanicException, which is no
-            # Exception and cannot be imported.
-            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-                raise
-            raise UserError(f"tokenizer.path={path} cannot be read as a tokenizer.json: {error}") from None
         # Of whoever saved the file: they would cut documents, and pad them. How long sequences are is training.seq_len.
         backend.no_truncation()
         backend.no_padding()
@@ -144,6 +139,19 @@ def read_backend_of(path: str, files: dict[str, Path]) -> Backend:
     if "tokenizer.model" in files:
         return convert(files["tokenizer.model"])
     raise UserError(f"tokenizer.path={path} has neither a tokenizer.json nor a tokenizer.model; name another")
+
+
+@contextmanager
+def explaining_library(problem: str = "the tokenizer cannot read a text, by its tokenizer.json") -> Iterator[None]:
+    """Raise `UserError` for an error of the library, which a tokenizer.json may cause with some texts alone."""
+    try:
+        yield
+    except BaseException as error:
+        # The library raises bare Exception. Where its Rust code panics, it raises a PanicException, which is no
+        # Exception and cannot be imported.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise UserError(f"{problem}: {error}") from None
 
 
 class Token(BaseModel):
@@ -338,7 +346,9 @@ class Vocab:
         if self.words is not None:
             yield from map(self.words.encode, pieces)
             return
-        for encoding in self.backend.encode_batch_fast(list(pieces), add_special_tokens=False):
+        with explaining_library():
+            encodings = self.backend.encode_batch_fast(list(pieces), add_special_tokens=False)
+        for encoding in encodings:
             yield np.array(encoding.ids, self.dtype)
 
     def expand_images(self, texts: Sequence[str], images: Sequence[bytes]) -> Sequence[str]:

@@ -21,7 +21,7 @@ from tunix.config import Config, Model, pretrained_config
 from tunix.config.saved_runs import COPIED, find_run, read_saved
 from tunix.data.image_processors import find_processor
 from tunix.data.image_slots import place_images
-from tunix.data.tokenizer import Vocab, add_images, load_vocab, read_backend, tokenizer_digest
+from tunix.data.tokenizer import Vocab, add_images, explaining_library, load_vocab, read_backend, tokenizer_digest
 from tunix.huggingface.adapter import check_adapter, write_updates
 from tunix.huggingface.adapter_config import read_adapter
 from tunix.huggingface.hub import INFO_FILES, WEIGHTS, find
@@ -165,7 +165,8 @@ class Pretrained:
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         assert self.tokenizer is not None
         # `encode` holds Python's lock, so that no other thread runs for the 5 s of a megabyte; a batch does not.
-        return self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        with explaining_library():
+            return self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def score(self, rows: Sequence[Sequence[int]], num_at_once: int = 8) -> np.ndarray:
         """Return the numbers [documents, v] float32 that the model gives to documents, lists of token ids.
