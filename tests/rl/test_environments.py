@@ -328,6 +328,22 @@ def test_a_call_within_a_thought_is_none(name, end):
     assert find_text_before_calls(text) == f"{thought}I add. "
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("xml", "<function=" * 20_000),
+        ("xml", "<function=f>" + "<parameter=" * 20_000),
+        ("glm", "<tool_call>f" + "<arg_key>" * 20_000),
+        ("harmony", "to=functions." * 10_000),
+        ("harmony", "to=functions." + "a" * 40_000),
+    ],
+)
+def test_a_text_that_repeats_itself_is_read_in_time(name, text):
+    start = time.process_time()
+    assert all(call.problem for call in TOOL_CALLS[name](text))
+    assert time.process_time() - start < 1
+
+
 def test_a_call_that_is_cut_says_so():
     """Wherever that is; only between two arguments of GLM's it looks whole, because </tool_call> may stop a turn."""
     for name, end in (("xml", "</function>"), ("glm", "</arg_value>\n</tool_call>")):
@@ -406,9 +422,10 @@ def test_look_up():
 
 def test_calculator():
     calculate = Calculator().calculate
-    sums = {"1 + 2*3": "7", "6 / 2": "3", "7 // 2": "3", "2 ** 0.5": "1.4142135623730951", "max(1, sqrt(16))": "4", "-pi": "-3.141592653589793"}  # fmt: skip
+    sums = {"1 + 2*3": "7", "6 / 2": "3", "7 // 2": "3", "2 ** 0.5": "1.4142135623730951", "max(1, sqrt(16))": "4", "round(7/3, 2)": "2.33", "-pi": "-3.141592653589793"}  # fmt: skip
     assert {text: calculate(text) for text in sums} == sums
-    for text in ("9 ** 9 ** 9", "10 ** 60 * 10 ** 60", "__import__('os')", "(-8) ** 0.5", "'a' * 9", "[].x", "(" * 999):
+    for text in ("9 ** 9 ** 9", "10 ** 60 * 10 ** 60", "__import__('os')", "(-8) ** 0.5", "'a' * 9", "[].x", "(" * 999,
+                 "round(5, -10 ** 9)"):  # fmt: skip
         with pytest.raises((ValueError, SyntaxError, MemoryError)):
             calculate(text)
 

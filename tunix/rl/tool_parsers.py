@@ -60,8 +60,8 @@ def read_hermes(text: str) -> list[Call]:
     return [call for inside in HERMES.findall(text) for call in _read_json(inside)]
 
 
-FUNCTION = re.compile(r"<function=([^>\n]+)>(.*?)(</function>|$)", re.DOTALL)
-PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+FUNCTION = re.compile(r"<function=([^<>\n]+)>(.*?)(</function>|$)", re.DOTALL)
+PARAMETER = re.compile(r"<parameter=([^<>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
 
 
 def read_xml(text: str) -> list[Call]:
@@ -181,7 +181,7 @@ def _read_node(node: ast.expr) -> Call:
 
 
 GLM = re.compile(r"<tool_call>\s*([^\s<]+)(.*?)(?:</tool_call>|$)", re.DOTALL)
-ARGUMENT = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
+ARGUMENT = re.compile(r"<arg_key>([^<]*)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
 
 
 def read_glm(text: str) -> list[Call]:
@@ -210,9 +210,11 @@ def _read_named(name: str, arguments: Any, id: str = "") -> Call:
     return _read_object({"name": name, "arguments": arguments})._replace(id=id)
 
 
-# The header of a message names the tool; a name in the text of an earlier message, as of a thought, is no call.
+# The header of a message names the tool; a name in the text of an earlier message, as of a thought, is no call. `++`
+# and `*+` try no shorter match: that of a text that repeats itself would take the square of its length.
 HARMONY = re.compile(
-    r"to=functions\.([\w.-]+)(?:(?!<\|(?:start|end|message)\|>).)*<\|message\|>(.*?)(?:<\|call\|>|$)", re.DOTALL
+    r"to=functions\.([\w.-]++)(?:(?!<\|(?:start|end|message)\|>|to=functions\.).)*+<\|message\|>(.*?)(?:<\|call\|>|$)",
+    re.DOTALL,
 )
 DEEPSEEK = re.compile(
     r"<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?([\w.-]+)(?:<｜tool▁sep｜>|\s*```json)(.*?)"

@@ -181,6 +181,15 @@ class OpenEnv:
 
 # A calculator.
 
+MOST_DIGITS = 400  # that `round` is asked for: more than a number has. For a billion, Python computes 10**(10**9)
+
+
+def _round(value: float, *digits: int) -> float:
+    if any(abs(each) > MOST_DIGITS for each in digits):
+        raise ValueError(f"round takes at most {MOST_DIGITS} digits")
+    return round(value, *digits)
+
+
 OPERATORS: dict[type, Callable[..., Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -194,7 +203,7 @@ OPERATORS: dict[type, Callable[..., Any]] = {
 }
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "sqrt": math.sqrt, "exp": math.exp, "log": math.log, "log10": math.log10, "sin": math.sin, "cos": math.cos,
-    "tan": math.tan, "floor": math.floor, "ceil": math.ceil, "round": round, "abs": abs, "min": min, "max": max,
+    "tan": math.tan, "floor": math.floor, "ceil": math.ceil, "round": _round, "abs": abs, "min": min, "max": max,
 }  # fmt: skip
 CONSTANTS = {"pi": math.pi, "e": math.e}
 LARGEST = 10**100  # of a whole number: 9**9**9 would compute for days
