@@ -332,7 +332,6 @@ def test_a_call_within_a_thought_is_none(name, end):
     ("name", "text"),
     [
         ("xml", "<function=" * 20_000),
-        ("xml", "<function=f>" + "<parameter=" * 20_000),
         ("glm", "<tool_call>f" + "<arg_key>" * 20_000),
         ("harmony", "to=functions." * 10_000),
         ("harmony", "to=functions." + "a" * 40_000),

@@ -61,7 +61,7 @@ def read_hermes(text: str) -> list[Call]:
 
 
 FUNCTION = re.compile(r"<function=([^<>\n]+)>(.*?)(</function>|$)", re.DOTALL)
-PARAMETER = re.compile(r"<parameter=([^<>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
 
 
 def read_xml(text: str) -> list[Call]:
