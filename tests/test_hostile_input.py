@@ -152,6 +152,7 @@ def test_secrets_of_addresses_are_masked():
 
 def test_secret_variables_are_masked():
     assert str(UserError(f"no {SIGNED}")) == f"no {mask_secrets(SIGNED)}"
+    assert str(UserError("a\x1b]0;title\x07\x9b2J\r\n\tb")) == "a\\x1b]0;title\\x07\\x9b2J\\x0d\n\tb"
     names = ("SLURM_JWT", "JAX_BACKEND_CRED", "XLA_PASS", "CUDA_API_KEY", "TUNIX_WEBHOOK_URL")
     assert set(mask_variables(dict.fromkeys(names, "x")).values()) == {"***"}
     assert mask_variables({"NCCL_X": "http://me:pw@proxy"}) == {"NCCL_X": "http://***@proxy"}

@@ -48,6 +48,9 @@ def near_multiples(value: int, unit: int) -> str:
     return f"{low} or {low + unit}"
 
 
+CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but the tab and the end of a line
+
+
 class Ending(Exception):
     """An end with an exit code of its own. Its message is for the user, and is shown without a traceback."""
 
@@ -56,8 +59,9 @@ class Ending(Exception):
     saves = False  # the state is saved before a run ends with it
 
     def __str__(self) -> str:
-        """The message, without the passwords and signatures of addresses in it."""
-        return mask_secrets(super().__str__())
+        """The message, without the passwords and signatures of addresses in it, and with the escapes of a terminal as
+        text: they may come from a file of anybody."""
+        return CONTROLS.sub(lambda found: f"\\x{ord(found[0]):02x}", mask_secrets(super().__str__()))
 
 
 class UserError(Ending, ValueError):
