@@ -122,6 +122,13 @@ def test_config_json(folder, data):
     read_config(folder)
 
 
+def test_a_config_json_of_a_terabyte(tmp_path):
+    with (tmp_path / "config.json").open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(UserError, match=r"config.json has 1,099,511,627,776 bytes, and a model's config has at most"):
+        read_config(tmp_path)
+
+
 @outside(
     changed(
         [

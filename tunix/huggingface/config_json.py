@@ -217,6 +217,9 @@ DERIVED = {
 MAX_LAYERS = 10_000  # a larger number is that of a damaged file
 
 
+MAX_BYTES = 1 << 22  # of config.json: each item of its lists takes 50 us, and files of anybody have a million
+
+
 def read_config(
     folder: Path, family: str | None = None, key: str = "model.init_from", preferred: str | None = None
 ) -> dict[str, Any]:
@@ -235,6 +238,8 @@ def read_config(
             f"{key}={folder} is not a model's folder: it has no config.json; give a folder or an ID of the Hugging "
             "Face hub, or a run's folder, which has a config.yaml"
         )
+    if (size := (folder / "config.json").stat().st_size) > MAX_BYTES:
+        raise UserError(f"{source} has {size:,} bytes, and a model's config has at most {MAX_BYTES:,}")
     with naming_writer(folder):
         try:
             read = translate_config(read_json(folder / "config.json"), source, family, preferred)
