@@ -66,6 +66,15 @@ def test_a_gradient_of_a_norm_is_a_sum_over_the_devices_that_split_the_stream():
     assert "tp" not in found.layout.gradient_axes(found.arch.weights["blocks"]["mlp"]["up"]["w"].equation)
 
 
+def test_a_gradient_of_a_table_that_tp_does_not_divide_is_no_sum_over_tp():
+    """Rows are looked up for all tokens, before the stream is split, so each device computes the whole gradient: as a
+    sum it was tp times too large."""
+    words = [*SMALL, TP, "model.vocab_size=321", "++model.layer_inputs={dim: 6}"]
+    found = find_train_spec(compose(words).config, sizes(fsdp=2, tp=4))
+    for name in ("embedding", "layer_inputs"):
+        assert "tp" not in found.layout.gradient_axes(found.arch.weights[name]["table"].equation)
+
+
 def test_what_a_block_keeps_is_split():
     """With remat=full, what the backward pass keeps of the blocks is the stream alone."""
     words = ["training.remat=full", "model.num_layers=12"]

@@ -36,7 +36,7 @@ class LayerInputs(nnx.Module):
     """Vectors of the tokens for each layer: rows of a table [V, l, p], and a projection of the embedding."""
 
     def __init__(self, cfg: Model, layout: Layout, initializer: Initializer):
-        self.equation, self.layout = Equation("BtV,Vlp->Btlp"), layout
+        self.equation, self.layout = Equation("BTV,Vlp->BTlp"), layout
         shape = [cfg.dims[dim_name] for dim_name in self.equation.w]
         self.width, self.projection_scale = cfg.dims["p"], cfg.embed_dim**-0.5
         table = initializer.normal(shape, layout.param, self.width**-0.5)
