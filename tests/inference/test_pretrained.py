@@ -27,7 +27,7 @@ from tunix.evaluate import _list_steps
 from tunix.export import _write_model, export
 from tunix.huggingface.config_json import read_config, translate_config, write_config
 from tunix.huggingface.weights import weight_files
-from tunix.inference.pretrained import agree_on_checkpoint
+from tunix.inference.pretrained import agree_on_checkpoint, reject_other_files
 from tunix.inference.sampling import Sampling
 from tunix.models.layers import named
 from tunix.processes import peers
@@ -542,3 +542,16 @@ def test_processes_take_the_same_checkpoints_of_a_run_that_still_trains(tmp_path
     assert agree_on_checkpoint(tmp_path / "checkpoints", None).name == "2"
     words = [f"checkpoint={tmp_path}", "step=all"]
     assert _list_steps(read_settings(Evaluate, words)) == {2: str(tmp_path / "checkpoints/2")}
+
+
+def test_files_of_a_model_are_those_of_process_0(copy, monkeypatch):
+    """Each host may have its own copy, and one of them may be older: weights of two models were mixed in silence."""
+    first = {}
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(peers, "hosts", lambda: ["a", "b"])
+    monkeypatch.setattr(peers, "gather", lambda key, name: [first.setdefault(name, key), key])
+    reject_other_files(copy, "checkpoint=DIR")
+    reject_other_files(copy, "checkpoint=DIR")
+    change_tensors(copy, lambda tensors: tensors.update({name: -each for name, each in tensors.items()}))
+    with pytest.raises(UserError, match=r"checkpoint=DIR: process 0 \(a\) and process 1 \(b\) see different files; "):
+        reject_other_files(copy, "checkpoint=DIR")

@@ -464,22 +464,11 @@ def make_shares(cfg: Config) -> None:
     loading = cfg.loading.model_copy(update={"prepare_processes": workers})
     share = slice(jax.process_index(), None, jax.process_count())
     for name, (source, units) in sources.items():
-        reject_others(find_folder(source, units, cfg.task, inputs.vocab, loading).name, f"documents of {name}")
+        key = find_folder(source, units, cfg.task, inputs.vocab, loading).name
+        peers.reject_others(key, "data", f"documents of {name}, or different versions of files")
         work = partial(make_share, source, units, cfg.task, inputs.vocab, loading, share)
         peers.together(work, f"tokenizing {name}")
     log.info("%d processes have tokenized in %.1f s", jax.process_count(), time.perf_counter() - start_time)
-
-
-def reject_others(key: str, label: str) -> None:
-    """Raise `UserError` on every process where one of them has other documents than process 0: another `key`."""
-    keys = peers.gather(key, label)
-    other = next((rank for rank, each in enumerate(keys) if each != keys[0]), None)
-    if other is not None:
-        raise UserError(
-            f"data: process 0 ({peers.hosts()[0]}) and process {other} ({peers.hosts()[other]}) see different "
-            f"{label}, or different versions of files; read them from a disk that all hosts share, and start again "
-            "when no file changes any more"
-        )
 
 
 @dataclass(frozen=True)

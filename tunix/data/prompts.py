@@ -26,7 +26,7 @@ from tunix.base.text import pack, unpack
 from tunix.config import Config, Task
 from tunix.config.task import Grpo
 from tunix.data.batches import Position, Samples, choose_evenly
-from tunix.data.dataset import Corpus, compute_fingerprint, prepare_corpus, reject_others
+from tunix.data.dataset import Corpus, compute_fingerprint, prepare_corpus
 from tunix.data.documents import Question, drop_padding, read_prompt
 from tunix.data.files import Rows, Source
 from tunix.data.image_slots import ImageSlots, find_slots, list_image_spans
@@ -172,7 +172,8 @@ def load_together(load: Callable[[], C]) -> C:
     """
     corpus = peers.main_first(load, "preparing the data")
     streams = (part.stream.fingerprint for part in corpus.parts)
-    reject_others(hash_texts(corpus.vocab.digest, *streams), "documents")
+    key = hash_texts(corpus.vocab.digest, *streams)
+    peers.reject_others(key, "data", "documents, or different versions of files")
     return corpus
 
 

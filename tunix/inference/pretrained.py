@@ -12,7 +12,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh, PartitionSpec, reshard
 from tokenizers import Tokenizer
 
-from tunix.base.digests import reject_damaged
+from tunix.base.digests import reject_damaged, sample_files
 from tunix.base.errors import UserError
 from tunix.base.files import list_numbers
 from tunix.base.progress import announcing
@@ -390,6 +390,7 @@ def load_params(
             index, step = find_storage(checkpoint)
             return params, Tokenizer.from_str(index.read(step, "tokenizer/metadata"))
     folder = _fetch(source, INFO_FILES + WEIGHTS)
+    reject_other_files(folder, f"checkpoint={source}")
     if weights != "trained":
         raise UserError(f"weights={weights}: {folder} is no run of tunix and has one set of weights; weights=trained")
     if peers.first_of_host():
@@ -397,10 +398,21 @@ def load_params(
     params = load_weights(folder, cfg, arch.weights, layout, mesh)
     if cfg.init_adapter is not None:
         adapter = find_adapter(cfg.init_adapter)
+        reject_other_files(adapter, f"adapter={cfg.init_adapter}")
         if peers.first_of_host():
             reject_damaged(adapter, "adapter", CHANGED)
         params = write_updates(params, adapter, cfg, arch.weights, layout, mesh)
     return params, read_backend(folder)
+
+
+def reject_other_files(folder: Path, name: str) -> None:
+    """Raise `UserError` where processes have different files of a model: weights of two models would be mixed.
+
+    `name` is the key that names it, with its value.
+    """
+    if jax.process_count() > 1:
+        files = sorted(path for pattern in INFO_FILES + WEIGHTS for path in folder.glob(pattern) if path.is_file())
+        peers.reject_others(sample_files(folder, files, num_blocks=4), name, "files")
 
 
 def describe_files(source: str, cfg: Model) -> dict[str, Any]:
@@ -493,6 +505,7 @@ def load_init_from(train_spec: TrainSpec, mesh: Mesh) -> dict[str, Any] | None:
     if model.init_adapter is None:
         return params
     adapter = find_adapter(model.init_adapter)
+    reject_other_files(adapter, f"model.init_adapter={model.init_adapter}")
     return write_updates(params, adapter, model, train_spec.arch.weights, train_spec.layout, mesh)
 
 
@@ -511,6 +524,7 @@ def _load_base(train_spec: TrainSpec, mesh: Mesh, source: str) -> dict[str, Any]
             params = index.restore(step, {"params": unflatten_dict(own)})["params"]
             return unflatten_dict(dict.fromkeys(paths) | flatten_dict(params))
     folder = find(source, INFO_FILES + WEIGHTS)
+    reject_other_files(folder, f"model.init_from={source}")
     return load_weights(folder, train_spec.cfg.model, train_spec.arch.weights, train_spec.layout, mesh)
 
 

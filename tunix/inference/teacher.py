@@ -1,7 +1,6 @@
 """The teacher of a run, loaded onto its mesh: a run of tunix or a model of Hugging Face's, of any family; and what it
 says of the run's data, written to disk once."""
 
-import hashlib
 import itertools
 import json
 import logging
@@ -17,7 +16,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec, reshard
 from tokenizers import Tokenizer
 
-from tunix.base.digests import hash_texts, list_files
+from tunix.base.digests import hash_texts, list_files, sample_files
 from tunix.base.errors import UserError
 from tunix.base.files import expand_home
 from tunix.base.forms import locate_cached
@@ -48,7 +47,7 @@ from tunix.training.train_spec import TrainSpec
 log = logging.getLogger(__name__)
 
 VOCAB = "V"  # letter of the rows of the vocabulary in equations
-NUM_BLOCKS, BLOCK = 64, 1 << 16  # of a file of weights that its digest reads, and bytes of each
+NUM_BLOCKS = 64  # of a file of weights that its digest reads
 REPORT_EVERY_S = 30.0
 
 
@@ -212,10 +211,7 @@ def _check_info(found: LogitsInfo, wanted: LogitsInfo, folder: Path) -> None:
 
 
 def digest_teacher(teacher: OfflineTeacher) -> str:
-    """Return a digest of the files of the model that makes the logits; empty where there is none.
-
-    To read all weights may take an hour, so NUM_BLOCKS blocks of each file count: two models differ nearly everywhere.
-    """
+    """Return a digest of the files of the model that makes the logits; empty where there is none."""
     if teacher.model is None:
         return ""
     if run := find_run(teacher.source, TEACHER):
@@ -224,17 +220,9 @@ def digest_teacher(teacher: OfflineTeacher) -> str:
     else:
         folder = find(teacher.source, INFO_FILES, key=TEACHER)
         paths = list(list_copied_files(folder, INFO_FILES + WEIGHTS))
-    # What is not on this machine, a checkpoint in a bucket or a snapshot of the hub, is known by its name.
-    is_local = expand_home(teacher.source).is_dir()
-    digest = hashlib.sha256(b"" if is_local else f"{teacher.source} {folder.name}".encode())
-    for path in paths if is_local else ():
-        size = path.stat().st_size
-        digest.update(f"{path.relative_to(folder)} {size}\0".encode())
-        with path.open("rb") as file:
-            for start in range(0, size, max(BLOCK, size // NUM_BLOCKS)):
-                file.seek(start)
-                digest.update(file.read(BLOCK))
-    return digest.hexdigest()[:20]
+    if not expand_home(teacher.source).is_dir():  # a checkpoint in a bucket, a snapshot of the hub: known by its name
+        return hash_texts(f"{teacher.source} {folder.name}")
+    return sample_files(folder, paths, NUM_BLOCKS)
 
 
 def _compute_missing(

@@ -120,6 +120,20 @@ def gather(text: str, name: str, timeout_s: float = NO_LIMIT_S) -> list[str]:
     return [value for _, value in sorted(_find_store().key_value_dir_get(f"{key}/"))]
 
 
+def reject_others(key: str, name: str, label: str) -> None:
+    """Raise `UserError` on every process where one of them has another `key` than process 0: it sees other `label`.
+
+    `name` is what the message begins with. It is the same on every process, and so is `label`.
+    """
+    keys = gather(key, label)
+    other = next((rank for rank, each in enumerate(keys) if each != keys[0]), None)
+    if other is not None:
+        raise UserError(
+            f"{name}: process 0 ({hosts()[0]}) and process {other} ({hosts()[other]}) see different {label}; read them "
+            "from a disk that all hosts share, and start again when no file changes any more"
+        )
+
+
 @cache
 def hosts() -> list[str]:
     """Return the host of each process, in their order."""
