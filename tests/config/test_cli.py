@@ -16,7 +16,7 @@ import pytest
 from omegaconf import OmegaConf
 from support.devices import xla_flags
 from support.forks import Started, start
-from support.harness import ONE_LAYER, ROOT, RUN, cli, cli_here, experts, metrics, run_python
+from support.harness import ONE_LAYER, ROOT, RUN, cli, cli_here, errors, experts, metrics, run_python
 from support.rollouts import TASK
 
 from tunix.config.command_line import print_warnings
@@ -451,7 +451,7 @@ def test_a_disk_that_fills_up_keeps_the_last_whole_checkpoint(words, small_disk)
     ]
     done = cli(*words, cwd=disk, devices=1)
     assert done.returncode == 2, done.stdout + done.stderr
-    assert done.stderr.count("\n") == 1, done.stderr
+    assert len(errors(done)) == 1, done.stderr
     assert "a checkpoint could not be written to" in done.stderr
     assert f"resume={disk}/run" in done.stderr
     whole = [int(step) for step in re.search(r"whole checkpoints: ([\d, ]+)", done.stderr)[1].split(", ")]

@@ -15,7 +15,7 @@ import pytest
 from conftest import write_corpus
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.harness import ROOT, SMALL, run_python
+from support.harness import ROOT, SMALL, errors, run_python
 
 from tunix.base.digests import VERIFIED
 from tunix.base.errors import UserError
@@ -258,7 +258,7 @@ def test_a_shard_deleted_or_cut_off_under_a_running_job(corpus, tmp_path):
 
 def test_mistakes_end_with_code_2_and_one_line(tmp_path):
     done = prepare("data=text", "data.paths=[nowhere]", cwd=tmp_path, fork=False)
-    assert (done.returncode, done.stderr) == (2, "error: data.paths: nowhere does not exist\n")
+    assert (done.returncode, errors(done)) == (2, ["error: data.paths: nowhere does not exist"])
 
 
 def test_an_index_says_what_there_is(corpus):

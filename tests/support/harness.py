@@ -247,6 +247,11 @@ def run_python(
         return subprocess.CompletedProcess(words, code, out.read_text(), err.read_text())
 
 
+def errors(done: subprocess.CompletedProcess) -> list[str]:
+    """Lines of stderr, but for those that say what takes long: on a busy machine, imports do."""
+    return [line for line in done.stderr.splitlines() if not line.endswith(" s so far")]
+
+
 def cli_here(*words: str, cwd: Path, devices: int | None = None) -> subprocess.CompletedProcess:
     """`cli` by the same program inside this process: a process of its own takes seconds to import everything.
 
