@@ -90,6 +90,8 @@ class Python:
                     .replace(str(script), "program.py")
                     .replace(folder, "")
                 )
+            # Python's own way fails for folders in folders, 1,000 deep.
+            subprocess.run(["rm", "-rf", "--", str(workplace)], capture_output=True, check=False)
         if len(text) > self.output_characters:
             text = text[: self.output_characters] + "\n... the rest is left out"
         return "\n".join(filter(None, [text.rstrip("\n"), note])) or "the program has printed nothing"
