@@ -352,6 +352,8 @@ def test_wrong_input(words, message, tmp_path, capsys):
         (["--nnodes=two", LAUNCHED], "two: expected a whole number"),
         (["--grace-s=-5", LAUNCHED], "-5: expected a number of seconds, from 0 on"),
         (["--grace-s=soon", LAUNCHED], "soon: expected a number of seconds, from 0 on"),
+        (["--multi_gpu", "--num_processes=2", LAUNCHED], "--multi_gpu is of accelerate; here it is --nprocs=gpu\n"),
+        (["--num-processes", "2", LAUNCHED], "--num_processes is of accelerate; here it is --nprocs, which counts"),
     ],
 )
 def test_wrong_flags(words, message, capsys):

@@ -22,6 +22,17 @@ MASTER_ADDR, MASTER_PORT, WORLD_SIZE and RANK are read from the environment if n
 global rank of this node, or the number of this node. docs/coming_from.md has examples.
 """
 
+# Flags of `accelerate launch`, and ours.
+ACCELERATE = {
+    "config_file": "--accelerate_config",
+    "main_process_ip": "--master_addr",
+    "main_process_port": "--master_port",
+    "machine_rank": "--node_rank",
+    "multi_gpu": "--nprocs=gpu",
+    "num_machines": "--nnodes",
+    "num_processes": "--nprocs, which counts those of this node",
+}
+
 
 def main(argv: list[str]) -> int:
     """Run the command line; return 0, or the worst exit code of the processes."""
@@ -84,12 +95,21 @@ def parser() -> argparse.ArgumentParser:
     grace = "seconds between SIGTERM and SIGKILL after a process died [30]"
     flag("grace_s", type=_read_seconds, default=30.0, help=grace)
     flag("label", action="store_true", help="show the output of every process, each line behind its rank")
+    for name, ours in ACCELERATE.items():
+        flag(name, action=_Accelerate, nargs=0 if name == "multi_gpu" else None, const=ours, help=argparse.SUPPRESS)
     parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module, as in python -m")
     flag("no_python", action="store_true", help="SCRIPT is a program, not a Python script")
     parser.add_argument("script", metavar="SCRIPT")
     # Not required: the message for a missing SCRIPT would name them too.
     parser.add_argument("arguments", nargs=argparse.REMAINDER).required = False
     return parser
+
+
+class _Accelerate(argparse.Action):
+    """Refuses a flag of accelerate, and says ours."""
+
+    def __call__(self, parser, *_) -> None:
+        parser.error(f"--{self.dest} is of accelerate; here it is {self.const}")
 
 
 def _read_nodes(text: str) -> int:
