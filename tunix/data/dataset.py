@@ -14,6 +14,7 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -117,6 +118,7 @@ def prepare(source: Source, units: list[Unit], task: Task, vocab: Vocab, loading
         UserError: documents cannot be read, or there are none, or the cache cannot be written.
     """
     _report_names(source, units)
+    _report_end(task, vocab)
     folder = find_folder(source, units, task, vocab, loading)
     if not (folder / "index.json").exists():
         start_time = time.perf_counter()
@@ -156,6 +158,18 @@ def _report_names(source: Source, units: list[Unit]) -> None:
             "data.paths, and with data.extensions=[%s] no other files of it",
             source.source, f"{count:,}", name, name,
         )  # fmt: skip
+
+
+def _report_end(task: Task, vocab: Vocab) -> None:
+    """Warn where the chat template writes nothing behind an answer, as that of GLM 4.5 does."""
+    if task.documents != "conversation" or vocab.chat_template is None:
+        return
+    with suppress(UserError):  # a template may refuse the conversation of two words that shows the end
+        if not vocab.chat.read_end().strip():
+            log.warning(
+                "task.chat_template writes nothing behind an answer, so the model learns no end of one, and stops only "
+                "where it has learnt that before; take a template that writes the token that ends a turn"
+            )
 
 
 def make_share(source: Source, units: list[Unit], task: Task, vocab: Vocab, loading: Loading, share: slice) -> None:
