@@ -116,6 +116,15 @@ def test_the_current_folder_was_deleted(tmp_path):
     assert done.stderr == "error: the current folder was deleted; change to one that exists (cd)\n"
 
 
+def test_a_program_that_ends_early_leaves_no_thread_to_pythons_end(tmp_path):
+    """Python 3.13 would wait for it forever: `tunix verify --steps=many`, and each process in which a plan compiles."""
+    code = (
+        "import atexit, threading; atexit.register(lambda: print(threading.active_count()))\n"
+        "from tunix.processes import exits; exits.announce_imports(); print(threading.active_count())"
+    )
+    assert run_here(code, cwd=tmp_path).stdout == "2\n1\n"
+
+
 @pytest.mark.parametrize("fork", [False, True], ids=["exec", "fork"])
 def test_ctrl_c_is_one_line(fork, tmp_path):
     """A fork of tests/support/forks.py ends as a program of a user does.
