@@ -79,8 +79,8 @@ def ending_at_interrupts() -> Iterator[None]:
 
 
 _imports = ExitStack()
-# Of a program that ends before `report_errors`, after --steps=many, or never calls it. Left to Python's own end, it would
-# wait for its thread when no thread runs any more: Python 3.13 waits forever.
+# For a program that ends before `report_errors`, as after --steps=many, or never calls it. At Python's own end it would
+# wait for the thread when no thread runs any more: Python 3.13 waits forever.
 atexit.register(_imports.close)
 
 
