@@ -3,6 +3,7 @@
 import errno
 import io
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -122,7 +123,8 @@ def test_what_does_not_fit_together(flags, environment, message):
 def test_a_flag_whose_value_is_two_dashes_has_none(flag, capsys):
     with pytest.raises(SystemExit, match="2"):
         asked(f"--{flag}=--")
-    assert "expected one argument" in capsys.readouterr().err
+    # Python 3.13 reads the dashes as a number first.
+    assert re.search("expected one argument|invalid int value: '--'", capsys.readouterr().err)
 
 
 def test_nodes_meet():

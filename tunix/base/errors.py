@@ -147,11 +147,11 @@ class MaskingFilter(logging.Filter):
 
 
 class FlagParser(argparse.ArgumentParser):
-    """Refuses `--flag=--` as any value that is missing; before Python 3.13 argparse gives it to the program as []."""
+    """Refuses `--flag=--` as any value that is missing; argparse gives it to the program, before Python 3.13 as []."""
 
     def parse_args(self, *args: Any, **kwargs: Any) -> Any:
         parsed = super().parse_args(*args, **kwargs)
         for action in self._actions:
-            if action.nargs is None and getattr(parsed, action.dest, None) == []:
+            if action.nargs is None and str(getattr(parsed, action.dest, None)) in ("[]", "--"):
                 self.error(f"argument {'/'.join(action.option_strings)}: expected one argument")
         return parsed
