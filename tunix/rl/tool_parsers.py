@@ -210,10 +210,11 @@ def _read_named(name: str, arguments: Any, id: str = "") -> Call:
     return _read_object({"name": name, "arguments": arguments})._replace(id=id)
 
 
-# The header of a message names the tool; a name in the text of an earlier message, as of a thought, is no call. `++`
-# and `*+` try no shorter match: that of a text that repeats itself would take the square of its length.
+# The header of a message names the tool; a name in the text of an earlier message, as of a thought, is no call. A name
+# is whole, and its header ends before the next one: a text that repeats itself would take the square of its length.
 HARMONY = re.compile(
-    r"to=functions\.([\w.-]++)(?:(?!<\|(?:start|end|message)\|>|to=functions\.).)*+<\|message\|>(.*?)(?:<\|call\|>|$)",
+    r"to=functions\.([\w.-]+)(?![\w.-])(?:(?!<\|(?:start|end|message)\|>|to=functions\.).)*<\|message\|>(.*?)"
+    r"(?:<\|call\|>|$)",
     re.DOTALL,
 )
 DEEPSEEK = re.compile(
