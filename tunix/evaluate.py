@@ -85,8 +85,7 @@ def _list_steps(cmd: Evaluate) -> dict[int | None, str]:
         return dict(find_checkpoints(cmd.checkpoint, steps, f"step={cmd.step}"))
 
     # Where the run still trains, a process that looks later finds more of them.
-    found = peers.on_main(lambda: list(find(choice)), "looking for the checkpoints")
-    steps = json.loads(peers.agree(json.dumps(found), "the checkpoints"))
+    steps = peers.decide(lambda: list(find(choice)), "the checkpoints")
     return peers.together(lambda: find(steps), "looking for the checkpoints")
 
 

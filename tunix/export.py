@@ -184,7 +184,7 @@ def _make_folder(output: Path, stack: ExitStack) -> Path:
         folder.mkdir()
         return str(folder)
 
-    return Path(peers.agree(peers.on_main(make, "making the folder") or "", "the folder"))
+    return Path(peers.decide(make, "making the folder"))
 
 
 def _write_model(model: Pretrained, folder: Path, dtype: str, shard_gb: float) -> str:

@@ -202,18 +202,15 @@ def _resolve_planned(cfg: Config) -> tuple[Config, str]:
     chooses_mesh = cfg.plan.choose_mesh and cfg.model.mesh_shape == "auto"
     if not chooses_mesh and find_open_key(cfg) is None:
         return cfg, ""
-    cluster, answer = _describe_cluster(cfg), {}
+    cluster = _describe_cluster(cfg)
     if chooses_mesh:
         cfg = fix_batch(cfg, cluster.num_devices)
+
+    def select() -> dict:
+        return _select(cfg if chooses_mesh else replace_mesh(cfg, _resolve_mesh(cfg)), cluster)
+
     # One process chooses for all: a mesh that differs between processes would hang the run.
-    if peers.is_main():
-        try:
-            answer = _select(cfg if chooses_mesh else replace_mesh(cfg, _resolve_mesh(cfg)), cluster)
-        except UserError as error:
-            answer = {"error": str(error)}  # raised on every process, so that all of them leave with exit code 2
-    answer = json.loads(peers.agree(json.dumps(answer), "choosing a mesh"))
-    if "error" in answer:
-        raise UserError(answer["error"])
+    answer = peers.decide(select, "choosing a mesh")
     return replace_mesh(cfg, answer["sizes"], answer["choice"]), answer["message"]
 
 

@@ -444,8 +444,7 @@ def agree_on_checkpoint(checkpoints: Path, step: int | None) -> Path:
 
     Where the run still trains, the newest is another one a moment later: weights of two steps would be mixed.
     """
-    found = peers.on_main(lambda: find_checkpoint(checkpoints, step).name, "looking for the checkpoint")
-    agreed = int(peers.agree(found or "", "the checkpoint"))
+    agreed = peers.decide(lambda: int(find_checkpoint(checkpoints, step).name), "the checkpoint")
     return peers.together(lambda: find_checkpoint(checkpoints, agreed), "looking for the checkpoint")
 
 

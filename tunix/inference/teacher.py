@@ -184,7 +184,7 @@ def _describe_logits(cfg: Config, corpus: Corpus, teacher: OfflineTeacher, compu
         dtype=dtype,
         num_rows=teacher.num_rows,
         rows_per_piece=max(1, PIECE_BYTES // per_row),
-        teacher=peers.agree(peers.on_main(lambda: digest_teacher(teacher), "reading the teacher") or "", "the teacher"),
+        teacher=peers.decide(lambda: digest_teacher(teacher), "reading the teacher"),
         tokenizer=tokenizer_digest(corpus.tokenizer),
         seq_len=cfg.training.seq_len,
         packing=cfg.loading.packing,

@@ -169,6 +169,11 @@ def on_main(work: Callable[[], T], name: str) -> T | None:
     return together(lambda: work() if is_main() else None, name)
 
 
+def decide(work: Callable[[], Any], name: str) -> Any:
+    """Return on every process what `work()` returns on process 0, as JSON has it; its `UserError` is raised on all."""
+    return json.loads(agree(json.dumps(on_main(work, name)), name))
+
+
 def print_progress(line: str) -> None:
     """Print a line on stderr of process 0."""
     if is_main():

@@ -94,7 +94,7 @@ def _listen(event: str, **_: object) -> None:
 jax.monitoring.register_event_listener(_listen)
 
 
-_kept: list[str] = []  # folders that runs of this process have given JAX
+_kept: set[str] = set()  # folders that runs of this process have given JAX
 
 
 def keep_programs(cfg: Config) -> None:
@@ -122,7 +122,7 @@ def keep_programs(cfg: Config) -> None:
         processor = f"{platform.machine()}-{hashlib.sha256(flags.encode()).hexdigest()[:12]}"
         folder = locate_cached(cfg.loading.cache_dir, "programs", processor)
         _remove_torn(folder)
-        _kept.append(str(folder))
+        _kept.add(str(folder))
         jax.config.update("jax_compilation_cache_dir", str(folder))
         jax.config.update("jax_compilation_cache_max_size", int(size_gib * 2**30))
         if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
