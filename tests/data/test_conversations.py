@@ -347,7 +347,7 @@ def test_a_template_that_ends_no_answer_is_said(tmp_path, caplog):
 
 
 def test_a_conversation_whose_answer_cannot_be_found_is_a_bad_row(tmp_path):
-    """As of GPT-OSS's template, which drops earlier thoughts once an answer is there, but in few conversations."""
+    """In few conversations of a template that shows a prompt in another form once its answer is there."""
     rows = [{"messages": [TALK[1], {"role": "assistant", "content": f"{n}"}]} for n in range(12)]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (tmp_path / "own.jinja").write_text("{% if messages[-1].content == '7' %}!{% endif %}" + PLAIN)

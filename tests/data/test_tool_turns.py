@@ -320,3 +320,23 @@ def test_a_prompt_shows_tools_of_its_row(tmp_path, talk):
     assert "answer" not in prompt.columns
     assert text.startswith("<|im_start|>system\n{")
     assert text.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+
+
+# As that of GPT-OSS: thoughts before calls are dropped once the answer is there, and shown while it is asked for.
+DROPS_THOUGHTS = (
+    "{% set drops = messages[-1].role == 'assistant' and not messages[-1].tool_calls %}{% for m in messages %}"
+    "<|start|>{{ m.role }}{% if m.thinking and (loop.last or not drops) %}<|channel|>analysis<|message|>{{ m.thinking }}"
+    "<|end|><|start|>assistant{% endif %}{% if m.tool_calls %} to={{ m.tool_calls[0].function.name }}<|call|>"
+    "{% else %}<|channel|>final<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+
+
+def test_an_answer_is_learnt_behind_the_thought_of_its_call_which_the_template_then_drops():
+    talk = [TALK[0], {**TALK[1], "reasoning_content": "Add."}, TALK[2], {**TALK[3], "reasoning_content": "Say."}]
+    (pieces,) = ChatTemplate(DROPS_THOUGHTS, {}).cut_answers(talk)
+    assert [is_learnt for _, is_learnt in pieces] == [False, True, False, True]
+    texts = [text for text, _ in pieces]
+    assert texts[1] == "<|channel|>analysis<|message|>Add.<|end|><|start|>assistant to=add<|call|>"
+    assert texts[2].endswith("<|end|><|start|>assistant")
+    assert texts[3].startswith("<|channel|>analysis<|message|>Say.<|end|><|start|>assistant<|channel|>final<|message|>")

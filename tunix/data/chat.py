@@ -9,7 +9,9 @@ import functools
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
+from itertools import takewhile
 from typing import Any, Literal
 
 from jinja2 import TemplateError
@@ -305,12 +307,7 @@ class ChatTemplate:
             prompt = self.render(messages[:number], add_generation_prompt=True, options=options)
             answered = self.render(messages[: number + 1], options=options)
             if not answered.startswith(prompt):
-                raise RefusedConversation(
-                    "task.chat_template: a conversation with its answer does not begin with the text before the "
-                    f"answer, so the answer cannot be told from it: ...{prompt[-40:]!r} and ...{answered[-80:]!r}; "
-                    "give another template, or what this one asks for in task.chat_template_kwargs, often "
-                    "{enable_thinking: false}"
-                )
+                answered = prompt + self._find_answer(messages[:number], messages[number], options, prompt, answered)
             if not prompt.startswith(done):
                 sequences.append([])
                 done = ""
@@ -318,6 +315,35 @@ class ChatTemplate:
             sequences[-1] += [(prompt[len(done) :], False), (answered[len(prompt) :], is_learnt)]
             done = answered
         return [pieces for pieces in sequences if any(is_learnt for _, is_learnt in pieces)] or sequences[-1:]
+
+    def _find_answer(
+        self, before: Sequence[Message], answer: Message, options: Options, prompt: str, answered: str
+    ) -> str:
+        """Return the text of an answer of which the template shows the turns before it in another form.
+
+        That of GPT-OSS drops the thoughts before calls of tools once the answer is there, and shows them while it is
+        asked for. The answer begins behind the last text that asks for one, within what it shares with another answer:
+
+            thought call result <|start|>assistant                                       the prompt
+                    call result <|start|>assistant<|channel|>final<|message|>It is 5.    `answered`
+                    call result <|start|>assistant<|channel|>final<|message|>MARK        with another answer
+
+        Raises:
+            RefusedConversation: the text that asks for an answer does not stand before it.
+        """
+        with suppress(RefusedConversation):
+            history = self.render(before, options=options)
+            request = prompt.removeprefix(history) if prompt.startswith(history) else ""
+            pairs = zip(answered, self.render([*before, ANSWER], options=options), strict=False)
+            shared = "".join(char for char, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+            if request and request in shared:
+                return answered[shared.rindex(request) + len(request) :]
+        raise RefusedConversation(
+            "task.chat_template: a conversation with its answer does not begin with the text before the "
+            f"answer, so the answer cannot be told from it: ...{prompt[-40:]!r} and ...{answered[-80:]!r}; "
+            "give another template, or what this one asks for in task.chat_template_kwargs, often "
+            "{enable_thinking: false}"
+        )
 
     def read_end(self) -> str:
         """Return what the template writes behind the last answer of a conversation, like `<|im_end|>`."""
