@@ -20,7 +20,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -33,6 +33,7 @@ from tunix.base.files import expand_home, is_whole_number
 from tunix.config import Serve
 from tunix.config.command_line import run_command
 from tunix.config.commands import is_loopback
+from tunix.data.thoughts import ANSWER, THOUGHT, PartReader
 from tunix.data.tokenizer import TokenBytes
 from tunix.inference.openai_api import (
     AnswerText,
@@ -47,7 +48,7 @@ from tunix.inference.openai_requests import Job, RequestReader
 from tunix.inference.pretrained import Pretrained, load_language_model
 from tunix.inference.sampling import Sampling
 from tunix.inference.serving import Piece, QueueFull, Request, Serving
-from tunix.rl.tool_parsers import find_text_before_calls, make_call_ids
+from tunix.rl.tool_parsers import find_end_of_thought, find_text_before_calls, make_call_ids
 
 try:
     import prometheus_client
@@ -230,6 +231,7 @@ class _Answer:
     prompt: list[int]
     text: AnswerText
     raw: AnswerText | None  # with special tokens, where calls of tools are read
+    thought: AnswerText | None  # of a chat: what special tokens mark as no part of `text`
     log_probs: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     stop_token: list[int] = field(default_factory=list)  # the id that has ended it, if one has
@@ -247,8 +249,8 @@ class _Answer:
         """Tokens up to the end of the answer, with the id or the stop string that has ended it."""
         return len(self.text.tokens) + (0 if self.text.is_stopped else len(self.stop_token))
 
-    def take(self, piece: Piece) -> str:
-        """Take what was drawn, and return the text that may be sent."""
+    def take(self, piece: Piece) -> tuple[str, str]:
+        """Take what was drawn, and return the text that may be sent, and that of the thought."""
         if piece.finish == "error":
             raise ApiError(500, "the engine failed while it drew this answer; its log says why")
         own = len(piece.tokens) - (piece.finish == "stop")
@@ -256,13 +258,15 @@ class _Answer:
         self.stop_token = piece.tokens[own:]
         self.log_probs += piece.log_probs
         sent = self.text.add(piece.tokens[:own])
+        thought = "" if self.thought is None else self.thought.add(piece.tokens[:own])
         if self.raw is not None:
             self.raw.add(piece.tokens[:own])
         self.finish = piece.finish
         if self.finish or self.text.is_stopped:
             sent += self.text.close()
+            thought += "" if self.thought is None else self.thought.close()
             self.finish = "stop" if self.text.is_stopped else self.finish
-        return sent
+        return sent, thought
 
 
 class App:
@@ -473,8 +477,8 @@ class App:
                     start = {"role": "assistant", "content": ""}
                     yield event({"index": answer.index, "delta": start, "logprobs": None, "finish_reason": None})
             async with aclosing(answers.draw()) as pieces:
-                async for answer, text in pieces:
-                    for choice in self._show_piece(job, answer, text):
+                async for answer, text, thought in pieces:
+                    for choice in self._show_piece(job, answer, text, thought):
                         yield event(choice)
             if shows_usage:
                 yield _to_event(envelope | {"choices": [], "usage": answers.show_usage()})
@@ -484,9 +488,12 @@ class App:
             return
         yield "data: [DONE]\n\n"
 
-    def _show_piece(self, job: Job, answer: _Answer, text: str) -> Iterator[dict[str, Any]]:
+    def _show_piece(self, job: Job, answer: _Answer, text: str, thought: str) -> Iterator[dict[str, Any]]:
         """Yield the choices of a stream that show a piece of an answer, and its end."""
         finish = answer.finish
+        if thought:
+            delta = {"reasoning_content": thought}
+            yield {"index": answer.index, "delta": delta, "logprobs": None, "finish_reason": None}
         if job.read_calls is not None and finish is None:  # whether it is a call shows at its end
             return
         scores = self._score_piece(job, answer) if job.parameters.wants_logprobs else None
@@ -534,12 +541,17 @@ class _Answers:
         self.queue: asyncio.Queue[tuple[int, Piece] | Exception] = asyncio.Queue()  # an exception ends all of them
         self.loop = asyncio.get_running_loop()
         stop = job.parameters.stop or []
+
+        def show(prompt: list[int], part: str, stop: Sequence[str]) -> AnswerText:
+            return AnswerText(app.tokenizer, stop, parts=PartReader(app.tokenizer, prompt), part=part)
+
         self.all = [
             _Answer(
                 place * job.num_answers + index,
                 prompt,
-                AnswerText(app.tokenizer, stop, behind=None if job.is_chat else prompt[-1]),
+                show(prompt, ANSWER, stop) if job.is_chat else AnswerText(app.tokenizer, stop, behind=prompt[-1]),
                 None if job.read_calls is None else AnswerText(app.tokenizer, stop, keep_special=True),
+                show(prompt, THOUGHT, ()) if job.is_chat else None,
             )
             for place, prompt in enumerate(job.prompts)
             for index in range(job.num_answers)
@@ -550,8 +562,8 @@ class _Answers:
         with suppress(RuntimeError):  # the loop has ended
             self.loop.call_soon_threadsafe(self.queue.put_nowait, (first + piece.index, piece))
 
-    async def draw(self) -> AsyncGenerator[tuple[_Answer, str], None]:
-        """Yield answers with the text that each has got, until all have ended.
+    async def draw(self) -> AsyncGenerator[tuple[_Answer, str, str], None]:
+        """Yield answers with the text that each has got, and that of its thought, until all have ended.
 
         Raises:
             ApiError: it takes too long, the engine fails, or the server ends.
@@ -575,7 +587,7 @@ class _Answers:
                 if is_first:
                     metrics.first_s.observe(time.monotonic() - job.arrived)
                     is_first = False
-                text = answer.take(piece)
+                text, thought = answer.take(piece)
                 metrics.drawn_tokens.inc(len(piece.tokens))
                 metrics.guessed_tokens.inc(piece.num_guessed)
                 if answer.finish is not None:
@@ -583,7 +595,7 @@ class _Answers:
                     if piece.finish is None:  # by a stop string, of which the engine knows nothing
                         number, index = divmod(answer.index, job.num_answers)
                         self.app.serving.cancel(self.requests[number], index)
-                yield answer, text
+                yield answer, text, thought
             metrics.whole_s.observe(time.monotonic() - job.arrived)
         except TimeoutError:
             limit = f"server.request_timeout_s={self.app.limits.request_timeout_s:g}"
@@ -611,6 +623,8 @@ class _Answers:
 def _show_message(job: Job, answer: _Answer) -> tuple[dict[str, Any], str]:
     """Return the message of an answer in a chat, with its calls of tools, and why it ends."""
     message: dict[str, Any] = {"role": "assistant", "content": answer.text.text, "refusal": None}
+    if answer.thought is not None and answer.thought.text:
+        message["reasoning_content"] = answer.thought.text
     finish = answer.finish or "length"
     # An answer that is cut calls nothing, as a turn of an episode: the call may not be whole.
     if job.read_calls is None or answer.raw is None or finish == "length":
@@ -619,7 +633,10 @@ def _show_message(job: Job, answer: _Answer) -> tuple[dict[str, Any], str]:
     calls = job.read_calls(answer.raw.text)
     if not calls or any(call.problem for call in calls):  # text that is no call, or a call that cannot be read
         return message, finish
-    before = answer.raw.drop_special(find_text_before_calls(answer.raw.text)).rstrip()
+    before = find_text_before_calls(answer.raw.text)
+    if "reasoning_content" in message:
+        before = before[find_end_of_thought(before) :]
+    before = answer.raw.drop_special(before).rstrip()
     shown = show_calls(calls, make_call_ids(job.call_format, calls, job.num_calls))
     return message | {"content": before or None, "tool_calls": shown}, "tool_calls"
 

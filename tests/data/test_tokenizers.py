@@ -13,6 +13,7 @@ from tunix.base.errors import UserError
 from tunix.config.compose import compose
 from tunix.data import tokenizer
 from tunix.data.dataset import load_corpus
+from tunix.data.thoughts import split_thought
 from tunix.data.tokenizer import TokenBytes, bytes_by_token, decode_behind, load_vocab
 
 TEXT = "def f(x):\n\treturn 'Ünïcödé 漢字 🙂' # \x00\r\n"
@@ -37,6 +38,33 @@ def test_bytes(load):
     loaded = load("tokenizer=bytes", "tokenizer.vocab_size=259")
     assert loaded.vocab.num_tokens == 259
     assert len(loaded.tokenizer.encode(TEXT, add_special_tokens=False).ids) == len(TEXT.encode())
+
+
+OF_GPT_OSS = "<|channel|>analysis<|message|>2 + 3<|end|><|start|>assistant<|channel|>"
+TURNS = {  # what the model writes, the end of its prompt, and its thought
+    "GPT-OSS": (f"{OF_GPT_OSS}final<|message|>5", "<|start|>assistant", "2 + 3"),
+    "a call of GPT-OSS": (f"{OF_GPT_OSS}commentary to=functions.analysis <|constrain|>json<|message|>5", "", "2 + 3"),
+    "no thought of GPT-OSS": ("<|channel|>final<|message|>5", "<|start|>assistant", ""),
+    "Gemma 4": ("<|channel>thought\n2 + 3<channel|>5", "<|turn>model\n", "2 + 3"),
+    "Mistral": ("[THINK]2 + 3[/THINK]5", "[/INST]", "2 + 3"),
+    "in the prompt": ("2 + 3[/THINK]5", "[THINK]", "2 + 3"),
+    "a mark in a question": ("5", "What is [THINK] for?[/INST]", ""),
+    "Qwen 3": ("<think>2 + 3</think>5", "", None),  # its marks are text, which stays in the answer
+    "no marks": ("5", "", ""),
+}
+
+
+@pytest.mark.parametrize("turn", TURNS)
+def test_a_thought_is_told_from_the_answer_by_special_tokens(load, turn):
+    backend = Tokenizer.from_str(load("tokenizer=bytes", "tokenizer.vocab_size=259").tokenizer.to_str())
+    marks = ["<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|constrain|>"]
+    marks += ["<|channel>", "<channel|>", "[THINK]", "[/THINK]"]
+    backend.add_special_tokens([AddedToken(mark, special=True) for mark in marks])
+    backend.add_tokens(["<think>", "</think>"])
+    text, prompt, expected = TURNS[turn]
+    tokens, before = (backend.encode(each, add_special_tokens=False).ids for each in (text, prompt))
+    thought, answer = map(backend.decode, split_thought(backend, tokens, before))
+    assert (thought, answer) == (("", text) if expected is None else (expected, "5"))
 
 
 def test_documents_stand_between_bos_and_eos_and_cannot_write_them(tmp_path):

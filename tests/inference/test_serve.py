@@ -25,6 +25,9 @@ import uvicorn
 from pydantic import ValidationError
 from support.devices import xla_flags
 from support.harness import ROOT, errors, run_python
+from tokenizers import Tokenizer
+from tokenizers.decoders import Fuse
+from tokenizers.models import BPE
 
 import tunix
 from benchmarks.fuzz_requests import make_request, send
@@ -34,6 +37,7 @@ from tunix.config.command_line import read_settings
 from tunix.costs.rollout import USABLE, CacheSpec, count_page_bytes, derive_rollout_costs
 from tunix.data.chat import THOUGHTS
 from tunix.data.prompts import Prompt
+from tunix.data.thoughts import ANSWER, THOUGHT, PartReader
 from tunix.data.tokenizer import TokenBytes
 from tunix.inference import engine
 from tunix.inference.openai_api import (
@@ -48,9 +52,10 @@ from tunix.inference.openai_requests import RequestReader
 from tunix.inference.page_pool import PagePool
 from tunix.inference.rollout import Request, RowSizes
 from tunix.inference.sampling import NO_MIN_P, NO_TOP_K, NO_TOP_P, RowChoices, Sampling, select, select_by_row
+from tunix.inference.serving import Piece
 from tunix.rl.judge import Judge
 from tunix.rl.tool_parsers import Call
-from tunix.serve import TAKEN, App, Connection, _show_message, open_socket, serve
+from tunix.serve import TAKEN, App, Connection, _Answer, _show_message, open_socket, serve
 from tunix.sharding.arrays import bytes_per_device
 
 KEY = "a-key-of-the-tests"
@@ -341,7 +346,10 @@ def test_tools_reach_the_template_and_calls_are_read(model, hf_dir):
         assert job.read_calls(text) == [Call("add", {"a": 1})]
         raw = AnswerText(model.tokenizer, [], keep_special=True)
         raw.add(model.tokenizer.encode(f"<bos>a ```b``` {text}").ids)
-        ends = [_show_message(job, SimpleNamespace(text=raw, raw=raw, finish=end)) for end in ("stop", "length")]
+        ends = [
+            _show_message(job, SimpleNamespace(text=raw, raw=raw, thought=None, finish=end))
+            for end in ("stop", "length")
+        ]
         assert [end for _, end in ends] == ["tool_calls", "length"], "an answer that is cut calls nothing"
         assert ends[0][0]["content"] == "a ```b```"
         status, _, answer = post(port, json.dumps(body), "/v1/chat/completions")
@@ -351,6 +359,35 @@ def test_tools_reach_the_template_and_calls_are_read(model, hf_dir):
         whole = own.chat.completions.create(**asked).choices[0].logprobs.content
         scores = [part.choices[0].logprobs for part in own.chat.completions.create(**asked, stream=True)]
         assert [token for each in scores if each for token in each.content] == whole
+
+
+OF_GPT_OSS = Tokenizer(BPE({chr(n): n for n in range(128)}, [], fuse_unk=False))
+OF_GPT_OSS.decoder = Fuse()
+OF_GPT_OSS.add_special_tokens(["<|start|>", "<|channel|>", "<|message|>", "<|end|>"])
+SAID = "<|channel|>analysis<|message|>I add 2!<|end|><|start|>assistant<|channel|>final<|message|>It is 5."
+
+
+@pytest.mark.parametrize("has_tools", [False, True])
+def test_a_thought_that_special_tokens_mark_is_no_part_of_the_content(has_tools):
+    """As of GPT-OSS: without the marks, which texts lack, the content was analysisI add.assistantfinalIt is 5."""
+    job = SimpleNamespace(is_chat=True, read_calls=(lambda text: []) if has_tools else None)
+    job.parameters = SimpleNamespace(wants_logprobs=False)
+    tokens, prompt = OF_GPT_OSS.encode(SAID).ids, OF_GPT_OSS.encode("<|start|>assistant").ids
+    texts = [
+        AnswerText(OF_GPT_OSS, ["!"] if part == ANSWER else [], parts=PartReader(OF_GPT_OSS, prompt), part=part)
+        for part in (ANSWER, THOUGHT)
+    ]
+    answer = _Answer(0, prompt, texts[0], AnswerText(OF_GPT_OSS, [], keep_special=True), texts[1])
+    shown = []
+    for number, token in enumerate(tokens):
+        piece = Piece(0, [token], [0.0], "length" if number == len(tokens) - 1 else None)
+        shown += App._show_piece(None, job, answer, *answer.take(piece))
+    deltas = [choice["delta"] for choice in shown]
+    assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "I add 2!"
+    assert "".join(delta.get("content", "") for delta in deltas) == "It is 5."
+    message, _ = _show_message(job, answer)
+    assert (message["content"], message["reasoning_content"]) == ("It is 5.", "I add 2!")
+    assert answer.list_tokens(True) == tokens
 
 
 def test_arguments_are_texts_where_the_schema_of_the_request_says_so(model, hf_dir):
@@ -396,7 +433,7 @@ def test_a_template_takes_the_ids_that_the_server_gives(model, hf_dir, template,
     job = asyncio.run(reader.read_chat(json.dumps(body).encode(), 0))
     raw = AnswerText(model.tokenizer, [], keep_special=True)
     raw.add(model.tokenizer.encode(answer).ids)
-    message, _ = _show_message(job, SimpleNamespace(text=raw, raw=raw, finish="stop"))
+    message, _ = _show_message(job, SimpleNamespace(text=raw, raw=raw, thought=None, finish="stop"))
     body["messages"].append(message)
     job = asyncio.run(reader.read_chat(json.dumps(body).encode(), 0))
     assert model.tokenizer.decode(job.prompts[0]).endswith(shown)

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 from tokenizers import AddedToken
+from tokenizers import Tokenizer as Backend
 
 from tunix.base.errors import UserError
 from tunix.config.data import Tokenizer
@@ -377,6 +378,22 @@ def test_a_call_that_no_token_ends_is_said(vocab, caplog):
         ObservationEncoder(other, [vocab.backend.token_to_id(end)], {"tools": [{"name": "add"}]})
     assert caplog.text.count("and none of its tokens ends a turn") == 1
     assert "<eos>tool:" in caplog.text
+
+
+def test_what_is_rewarded_has_no_thought_that_special_tokens_mark(vocab):
+    """A game reads, and rewards score, what GPT-OSS says in its channel `final`."""
+    backend = Backend.from_str(vocab.backend.to_str())
+    backend.add_special_tokens([AddedToken(mark, special=True) for mark in ("<|channel|>", "<|message|>", "<|start|>")])
+
+    def policy(text, number):
+        said = "<|start|>assistant<|channel|>final<|message|>" + solve(text, number)
+        return f"<|channel|>analysis<|message|>Guess.{said}" if number else said
+
+    episodes, _ = play(replace(vocab, backend=backend), "Riddle", policy, prompts=1, sampling=keys(400), longest=100)
+    plain, _ = play(vocab, "Riddle", solve, prompts=1)
+    assert [episode.reward for episode in episodes] == [episode.reward for episode in plain]
+    assert {episode.last_turn for episode in episodes} == {"!3"}
+    assert episodes[1].turns[0]["content"].startswith("<|channel|>analysis<|message|>Guess.<|start|>assistant")
 
 
 def test_what_reset_says_belongs_to_the_prompt(vocab):

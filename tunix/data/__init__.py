@@ -18,8 +18,9 @@ lists the fields of a batch, chooses and shuffles the samples of one source or o
 kind of file. Read `dataset` first.
 
 Text becomes tokens by a `tokenizer`, in `pieces` where it is long, and by a memory of `words`; conversations become
-text in `chat`. `images` reads those of rows, `image_processors` makes of them what a tower takes, and `image_slots` has
-their places in sequences and prompts. `teacher_logits` are numbers of a teacher for each token of a corpus.
+text in `chat`, and `thoughts` tells a thought from the answer behind it. `images` reads those of rows,
+`image_processors` makes of them what a tower takes, and `image_slots` has their places in sequences and prompts.
+`teacher_logits` are numbers of a teacher for each token of a corpus.
 
 An example. The row {"prompt": "1+1?", "completion": "2"} of a JSONL file (task=sft) becomes a conversation of two
 turns; the chat template makes it text, and the tokenizer makes that tokens (written as text here, with T = 8):

@@ -11,6 +11,7 @@ import re
 import time
 import uuid
 from collections.abc import Sequence
+from itertools import compress
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
@@ -20,6 +21,7 @@ from tunix.base.config_types import Temperature
 from tunix.data.chat import THOUGHTS
 from tunix.data.files import BadRow
 from tunix.data.images import read_parts
+from tunix.data.thoughts import ANSWER, PartReader
 from tunix.data.tokenizer import TokenBytes, decode_behind
 from tunix.rl.tool_parsers import Call
 
@@ -234,11 +236,20 @@ class AnswerText:
     """The text of an answer that grows token by token, up to the first of the stop strings."""
 
     def __init__(
-        self, tokenizer: Tokenizer, stop: Sequence[str], keep_special: bool = False, behind: int | None = None
+        self,
+        tokenizer: Tokenizer,
+        stop: Sequence[str],
+        keep_special: bool = False,
+        behind: int | None = None,
+        parts: PartReader | None = None,
+        part: str = ANSWER,
     ):
-        """With `keep_special` special tokens are in the text. `behind` is the last token of a text that goes on."""
+        """With `keep_special` special tokens are in the text. `behind` is the last token of a text that goes on. With
+        `parts` the text is that of one part: the answer, or the thought before it."""
         self.tokenizer, self.stop, self.skip, self.behind = tokenizer, tuple(stop), not keep_special, behind
+        self.parts, self.part = parts, part
         self.tokens: list[int] = []
+        self.shown: list[bool] = []  # of each token: it is of the part
         self.starts: list[int] = []  # place in the text of each token
         self.text, self.num_sent, self.is_stopped, self.is_closed = "", 0, False, False
         self.first, self.read = 0, 0  # tokens from `first` on give the context of those from `read` on
@@ -249,6 +260,7 @@ class AnswerText:
             if self.is_stopped:
                 break
             self.tokens.append(token)
+            self.shown.append(self.parts is None or self.parts.read(token) == self.part)
             self.starts.append(len(self.text))
             before = self._decode(self.first, self.read)
             now = self._decode(self.first)
@@ -280,7 +292,8 @@ class AnswerText:
     def _decode(self, first: int, end: int | None = None) -> str:
         if first == 0 and self.behind is not None:
             return decode_behind(self.tokenizer, self.behind, self.tokens[:end])
-        return self.tokenizer.decode(self.tokens[first:end], skip_special_tokens=self.skip)
+        shown = [*compress(self.tokens[first:end], self.shown[first:end])]
+        return self.tokenizer.decode(shown, skip_special_tokens=self.skip)
 
     def _grow(self, text: str) -> None:
         self.text = text

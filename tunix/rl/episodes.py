@@ -35,6 +35,7 @@ from tunix.base.errors import UserError
 from tunix.config.task import Grpo
 from tunix.data.chat import NO_ID, WORDS, Options
 from tunix.data.prompts import Prompt
+from tunix.data.thoughts import split_thought
 from tunix.data.tokenizer import Vocab
 from tunix.inference.engine import Answer
 from tunix.inference.rollout import RolloutRequest, Sampler, derive_seed
@@ -152,6 +153,7 @@ class Episode:
     environment_s: float = 0.0  # seconds that its environment has worked
     num_guessed: int | None = None  # of the tokens (`Answer.num_guessed`)
     reset: list[str] = field(default_factory=list)  # what `reset` has said, which is a part of the prompt
+    last_turn: str = ""  # the model's last turn without its thought, where special tokens mark it: what rewards score
 
     @property
     def num_turns(self) -> int:
@@ -163,16 +165,11 @@ class Episode:
         return 0.0 if self.problem else sum(self.rewards)
 
     @property
-    def last_turn(self) -> str:
-        """Text of the model's last turn: what `task.rewards` score."""
-        return next((turn["content"] for turn in reversed(self.turns) if turn["role"] == "assistant"), "")
-
-    @property
     def transcript(self) -> list[dict[str, Any]]:
         """The turns, behind what `reset` has said: what a reader of files needs to understand them."""
         return [*({"role": "user", "content": text} for text in self.reset), *self.turns]
 
-    def add_turn(self, drawn: Answer, text: str) -> None:
+    def add_turn(self, drawn: Answer, text: str, said: str) -> None:
         self.spans.append((len(self.tokens), len(self.tokens) + len(drawn.tokens)))
         self.rewards.append(0.0)
         self.tokens += drawn.tokens
@@ -182,6 +179,7 @@ class Episode:
         self.log_probabilities += drawn.log_probabilities
         self.sampled_log_probabilities += drawn.sampled_log_probabilities
         self.turns.append({"role": "assistant", "content": text})
+        self.last_turn = said
 
     def add_observation(self, tokens: list[int]) -> None:
         self.tokens += tokens
@@ -409,7 +407,7 @@ class Player:
         tools = task.describe_tools()
         options = (task.chat_template_kwargs or {}) | ({"tools": tools} if tools else {})
         self.pool, self.task, self.vocab, self.max_prompt_length = pool, task, vocab, max_prompt_length
-        self.encoder = ObservationEncoder(vocab, stop, options)
+        self.has_tools, self.encoder = bool(tools), ObservationEncoder(vocab, stop, options)
         self.rank, self.num_processes = jax.process_index(), jax.process_count()
         self.devices = PrioritySlots(1)  # of the rollout that computes
 
@@ -537,9 +535,12 @@ class _Game:
         """Take a turn that has ended, and let the environment answer it."""
         episode, backend = self.live[number], self.player.vocab.backend
         # Special tokens are a part of the text: some models mark their calls with them.
-        episode.add_turn(drawn, backend.decode(drawn.text_tokens, skip_special_tokens=False))
+        text = backend.decode(drawn.text_tokens, skip_special_tokens=False)
+        _, answer = split_thought(backend, drawn.text_tokens, [*episode.begin, *episode.tokens])
+        said = text if len(answer) == len(drawn.text_tokens) else backend.decode(answer)
+        episode.add_turn(drawn, text, said)
         if drawn.stopped:
-            self._ask(number, "step", episode.turns[-1]["content"])
+            self._ask(number, "step", text if self.player.has_tools else said)
         else:
             self._finish(episode)
 

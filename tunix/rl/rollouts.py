@@ -45,6 +45,7 @@ from tunix.data.batches import Batch, DataSchedule, Example, Numbers, Position, 
 from tunix.data.image_slots import find_slots
 from tunix.data.packing import pack_best_fit
 from tunix.data.prompts import Prompt, PromptCorpus, PromptOrder, gather_columns
+from tunix.data.thoughts import split_thought
 from tunix.data.tokenizer import Vocab
 from tunix.inference.engine import Answer
 from tunix.inference.rollout import Request, RolloutRequest, Sampler, derive_seed, gather_device_bytes
@@ -82,7 +83,7 @@ class RolloutGroup:
 
     prompts: list[Prompt]
     answers: list[Answer]
-    texts: list[str]  # of the answers, without the token that stopped them
+    texts: list[str]  # of the answers, without their thoughts (data/thoughts.py) and the token that stopped them
     scores: Scores
     rollout_s: float
     played: Played | None = None  # where the answers are episodes
@@ -236,10 +237,13 @@ def draw_answers(
         return Drawn(answers, [decode(answer.tokens, skip_special_tokens=False) for answer in answers], played)
     tokens, images = [each.tokens for each in request.prompts], [each.images for each in request.prompts]
     has_images = any(each is not None for each in images)
+    asked = [prompt for prompt in tokens for _ in range(request.group_size)]
     drawing = Request(tokens, request.group_size, request.seed, images=images if has_images else None)
     sampling = select_sampling(request.sampling, stop)
     answers = sampler.rollout(params, drawing, sampling, rows_at_once, request.between_chunks)
-    return Drawn(answers, [decode(answer.text_tokens) for answer in answers])
+    pairs = zip(answers, asked, strict=True)
+    said = [split_thought(vocab.backend, answer.text_tokens, prompt)[1] for answer, prompt in pairs]
+    return Drawn(answers, list(map(decode, said)))
 
 
 def score_together(scorer: Scorer, prompts: list[Prompt], drawn: Drawn, group_size: int) -> Scores:
