@@ -735,6 +735,7 @@ class Rollouts:
             gains = (scored(self.score_by_teacher(batch)) - fields["log_probs"]) * mask
             of_tokens = of_tokens + task.teacher_weight * gains
             gap = -float(gains.sum()), max(1.0, float(mask.sum()))
+        advantages = np.where(np.reshape(is_learnt, rewards.shape), advantages, np.nan)  # of answers that are learnt
         on_rows = arrange(fields | {"advantages": of_tokens.astype(np.float32)})
         return batch | self._to_devices({"advantages": on_rows["advantages"]}), advantages, gap
 
