@@ -492,8 +492,8 @@ class App:
         """Yield the choices of a stream that show a piece of an answer, and its end."""
         finish = answer.finish
         if thought:
-            delta = {"reasoning_content": thought}
-            yield {"index": answer.index, "delta": delta, "logprobs": None, "finish_reason": None}
+            part = {"index": answer.index, "delta": {"reasoning_content": thought}}
+            yield part | {"logprobs": None, "finish_reason": None}
         if job.read_calls is not None and finish is None:  # whether it is a call shows at its end
             return
         scores = self._score_piece(job, answer) if job.parameters.wants_logprobs else None

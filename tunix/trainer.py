@@ -600,10 +600,14 @@ class Loop:
         if save_now or ending:
             self.step_log.finish()
             with self.watchdog.phase("saving"):
-                self.save(self.source.after(step), self.evaluations.cost(step))
+                # A cluster may kill the run before the answers that are under way are drawn: they are added at the end.
+                position = self.source.after(step, waits=ending is None)
+                self.save(position, self.evaluations.cost(step))
                 if ending:  # the message of the ending says that everything is saved, so wait until that is true
                     with self.goodput.count("checkpoint"):
                         self.checkpoints.finish()
+                        if (whole := self.source.after(step)) != position:
+                            self.checkpoints.add_waiting(whole)
         if save_now or evaluate_now or ending:
             self.write_goodput(step)
         if isinstance(ending, Finished):

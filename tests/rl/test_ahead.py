@@ -2,6 +2,7 @@
 
 import base64
 import json
+import threading
 import time
 import zlib
 from functools import partial
@@ -17,7 +18,7 @@ from support.processes import Processes
 from support.rollouts import AGENT, TASK
 
 import tunix
-from tunix.base.errors import UserError
+from tunix.base.errors import Stopped, UserError
 from tunix.base.files import list_numbers
 from tunix.checkpoints.store import find_storage
 from tunix.config.compose import compose
@@ -163,6 +164,33 @@ def test_two_processes_draw_ahead(apart, tmp_path):
     assert redrawn[-16 * (6 - saved[-1]) :] == answers[16 * saved[-1] :]
 
 
+def go_on():
+    """A run that is not asked to stop."""
+
+
+def test_a_stop_waits_for_no_answers_before_the_first_checkpoint(monkeypatch):
+    """An environment may take longer than a cluster waits; what is drawn later is added to the checkpoint."""
+    mesh, is_slow, may_end = build_mesh(compose([*TASK, *APART]).config), {3, 4}, threading.Event()
+
+    def draw(params, first_step):
+        assert first_step not in is_slow or may_end.wait(60)
+        return SampledRollout(0, [], [], Scores({}, [], {}, 0.0), 1.0)
+
+    def stop():
+        raise Stopped("SIGTERM")
+
+    monkeypatch.setattr("tunix.rl.ahead.CHECK_S", 0.01)
+    rollouts = RolloutsAhead(draw, mesh, range(1, 9), 2, {})
+    for step in range(2):
+        rollouts.take({}, step + 1, go_on)
+    with pytest.raises(Stopped):
+        rollouts.take({}, 3, stop)
+    assert rollouts.find_waiting(2, waits=False) == {}
+    may_end.set()
+    assert [*rollouts.find_waiting(2)] == [3, 4]
+    rollouts.close()
+
+
 @pytest.mark.parametrize("num_processes", [1, 2])
 def test_the_order_of_work(num_processes, monkeypatch):
     """Each rollout gets the weights of its time, though the first ones take longest; a checkpoint keeps those that wait.
@@ -188,10 +216,10 @@ def test_the_order_of_work(num_processes, monkeypatch):
         return drawn.weights_step, drawn.answers[0].tokens
 
     rollouts = RolloutsAhead(draw, mesh, range(1, 9), 2, {})
-    taken = [tokens(rollouts.take(weights(step), step + 1)) for step in range(5)]
+    taken = [tokens(rollouts.take(weights(step), step + 1, go_on)) for step in range(5)]
     assert taken == [(0, [0]), (0, [0]), (0, [0]), (1, [1]), (2, [2])]
-    waiting = unpack(pack(rollouts.wait(4)), task, lambda step: prompts, lambda prompts: "asked")
-    assert waiting == rollouts.wait(4)
+    waiting = unpack(pack(rollouts.find_waiting(4)), task, lambda step: prompts, lambda prompts: "asked")
+    assert waiting == rollouts.find_waiting(4)
     # Other groups or prompts than those of the checkpoint: the answers are those of other places.
     assert unpack(pack(waiting), task, lambda step: [], lambda prompts: "asked" if prompts else "else") == {}
     older = json.loads(zlib.decompress(base64.b64decode(pack(waiting))))
@@ -200,7 +228,7 @@ def test_the_order_of_work(num_processes, monkeypatch):
     assert unpack(text, task, lambda step: prompts, lambda prompts: "asked") == waiting, "of a version without digests"
     assert {step: tokens(drawn) for step, drawn in waiting.items()} == {5: (2, [2]), 6: (3, [3])}
     resumed = RolloutsAhead(draw, mesh, range(5, 9), 2, waiting)
-    again = [tokens(resumed.take(weights(step), step + 1)) for step in range(4, 8)]
+    again = [tokens(resumed.take(weights(step), step + 1, go_on)) for step in range(4, 8)]
     assert again == [(2, [2]), (3, [3]), (4, [4]), (5, [5])]
     for each in (rollouts, resumed):
         each.close()

@@ -16,7 +16,7 @@ from tunix.checkpoints import folders
 from tunix.checkpoints.checkpoint import Checkpoints
 from tunix.checkpoints.folders import Folder
 from tunix.checkpoints.root import check_root
-from tunix.checkpoints.store import Record, Store, list_dropped
+from tunix.checkpoints.store import WAITING, Record, Store, list_dropped
 from tunix.config.compose import compose
 from tunix.processes import peers
 
@@ -39,6 +39,18 @@ def test_two_stores_of_a_process_publish_saves_under_different_names(tmp_path, m
         store = open_at(tmp_path / folder, "async=false")
         save(store, 1)
     assert len(names) == len({*names}) == 2
+
+
+def test_a_text_is_added_to_a_whole_checkpoint(tmp_path):
+    """Answers that were drawn ahead after a stop had saved; without the text, those of before count."""
+    store = open_at(tmp_path, "async=false")
+    store.save(3, STATE, Record({"position": {"step": 3, "waiting": "early"}}, {}, None))
+    store.add(3, WAITING, "")
+    assert store.info(3)["position"]["waiting"] == "early"
+    store.add(3, WAITING, "late")
+    assert store.info(3)["position"]["waiting"] == "late"
+    store.check(3)
+    assert store.steps() == [3]
 
 
 def test_a_home_on_a_disk_of_each_host(tmp_path, monkeypatch, caplog):

@@ -177,6 +177,9 @@ class Bucket:
         filesystem(self.folder, KEY).copy(source, target, recursive=True)
         self.delete(step)
 
+    def add(self, step: int, name: str, text: str) -> None:
+        self.objects.write(f"{step}/{name}", text.encode())
+
     def read(self, step: int, name: str) -> str:
         return self.objects.read(f"{step}/{name}").decode()
 

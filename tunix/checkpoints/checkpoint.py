@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from tunix.base.errors import UserError, first_line, mask_values
 from tunix.base.forms import sign
 from tunix.base.text import flat
-from tunix.checkpoints.store import Record, Store
+from tunix.checkpoints.store import WAITING, Record, Store
 from tunix.config import Config, Evaluation, Grpo
 from tunix.config.compose import format_resume
 from tunix.config.model import list_keys_outside
@@ -169,6 +169,10 @@ class Checkpoints:
         }
         metrics = None if held_out_loss is None else {"held_out_loss": held_out_loss}
         self.store.save(position.step, state, Record(info, json.loads(tokenizer.to_str()), metrics))
+
+    def add_waiting(self, position: Position) -> None:
+        """Add answers to the checkpoint of a position that were drawn for later steps while it was written."""
+        self.store.add(position.step, WAITING, position.waiting)
 
     def finish(self) -> None:
         """Wait until all that was begun is on disk."""

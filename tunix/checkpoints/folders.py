@@ -32,7 +32,7 @@ from etils import epath  # Orbax's kind of path
 from tunix.base import digests
 from tunix.base.digests import FILE, Damaged, check_files, list_files, read_digests, write_digests
 from tunix.base.errors import UserError, first_line
-from tunix.base.files import describe_refusal, is_whole_number, list_numbers
+from tunix.base.files import describe_refusal, is_whole_number, list_numbers, write_whole
 from tunix.checkpoints.bucket import name_array, restore_arrays
 from tunix.processes import peers
 from tunix.sharding.arrays import from_main, to_main
@@ -135,6 +135,9 @@ class Folder:
         folder = self.folder.with_name(aside)
         folder.mkdir(exist_ok=True)
         (self.folder / str(step)).rename(folder / str(step))
+
+    def add(self, step: int, name: str, text: str) -> None:
+        write_whole(self.folder / str(step) / name, text)
 
     def read(self, step: int, name: str) -> str:
         return (self.folder / str(step) / name).read_text()

@@ -43,6 +43,7 @@ from tunix.training.state import State
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+WAITING = "waiting"  # a text of a checkpoint: answers that were drawn ahead after it had been written
 POLL_S = 0.2  # seconds between two looks whether the other processes have written
 # Gives each save of this process, in whatever store, the name under which the processes publish that it is done: the
 # same on all of them, which save in the same order, and never that of a save before, whose answers are still there.
@@ -79,6 +80,7 @@ class Storage(Protocol):
     def delete(self, step: int) -> None: ...  # 0
     def move(self, step: int, aside: str) -> None: ...  # 0: into the new folder `aside` beside that of the checkpoints
     def read(self, step: int, name: str) -> str: ...  # a text
+    def add(self, step: int, name: str, text: str) -> None: ...  # 0: to a whole checkpoint, as a whole
     def read_metrics(self, step: int) -> dict[str, float] | None: ...  # 0; Damaged
     def list_arrays(self, step: int) -> dict[str, tuple[int, ...]]: ...  # shapes by name: params/embed/table
     def read_arrays(self, step: int) -> dict[str, np.ndarray]: ...  # all of them, whole, in the shapes of `list_arrays`
@@ -152,6 +154,18 @@ class Store:
         self.thread.start()
         if not self.cfg.async_:
             self.finish()
+
+    def add(self, step: int, name: str, text: str) -> None:
+        """Add a text to a checkpoint that is whole; none of no characters."""
+
+        def write() -> None:
+            try:
+                self.storage.add(step, name, text)
+            except Exception as error:
+                raise self._explain(error) from error
+
+        if text:
+            peers.on_main(write, "what is added to the checkpoint")
 
     def wait(self) -> None:
         """Wait until what this process has begun to save is written."""
@@ -329,7 +343,10 @@ def reject_newer_checkpoint(storage: Storage, step: int) -> None:
 
 def read_about(storage: Storage, step: int) -> dict[str, Any]:
     """Read the item `run`: position in the data, config, ...; the key `parts` has what `find_parts` finds."""
-    return {**json.loads(storage.read(step, "run/metadata")), "parts": find_parts(storage, step)}
+    about = json.loads(storage.read(step, "run/metadata"))
+    with suppress(FileNotFoundError):
+        about["position"]["waiting"] = storage.read(step, WAITING)
+    return {**about, "parts": find_parts(storage, step)}
 
 
 def find_parts(storage: Storage, step: int) -> dict[str, Any]:

@@ -593,8 +593,11 @@ class BatchSource(Protocol):
         `tokens`, the tokens of the run after that step, and `data_wait_s` are among the numbers.
         """
 
-    def after(self, step: int) -> Position:
-        """Return the position in the data after `step`, which a checkpoint of that step keeps."""
+    def after(self, step: int, waits: bool = True) -> Position:
+        """Return the position in the data after `step`, which a checkpoint of that step keeps.
+
+        Without `waits` it lacks what is still being drawn for later steps.
+        """
 
     def samples(self, step: int) -> range:
         """Return the samples that `step` learns from; of a rollout, all of its prompts."""
@@ -647,7 +650,7 @@ class PrefetchReader:
         tokens = position.num_samples * self.data.tokens_per_sample
         return batch, {"tokens": tokens, **by_source, "data_wait_s": wait_s}
 
-    def after(self, step: int) -> Position:
+    def after(self, step: int, waits: bool = True) -> Position:
         return self.data.position_after(step, self.start, self.data_schedule)
 
     def samples(self, step: int) -> range:

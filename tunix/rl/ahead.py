@@ -19,7 +19,7 @@ draws (`InTurn`), after it has given the devices a step to learn: with task.roll
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, fields
 from functools import partial
 from typing import Any, NamedTuple
@@ -36,6 +36,8 @@ from tunix.rl.scoring import Scores
 from tunix.sharding.arrays import copy_to
 
 log = logging.getLogger(__name__)
+
+CHECK_S = 0.5  # between two looks at whether the run is to stop, while a step waits for its answers
 
 
 class SampledRollout(NamedTuple):
@@ -108,10 +110,11 @@ class RolloutsAhead:
             self.rollouts[first_step] = Future()
             self.rollouts[first_step].set_result(rollout)
 
-    def take(self, params: Any, first_step: int) -> SampledRollout:
+    def take(self, params: Any, first_step: int, check: Callable[[], None]) -> SampledRollout:
         """Return the rollout that begins with a step, drawn by weights of the past.
 
-        What is to be drawn by `params`, those after the step before, is begun.
+        What is to be drawn by `params`, those after the step before, is begun. While threads draw, `check` is called
+        now and then, which may raise an error.
         """
         if isinstance(self.threads, InTurn):
             for future in self.rollouts.values():  # begun before the step that the devices now learn
@@ -125,17 +128,20 @@ class RolloutsAhead:
                 self.rollouts[each] = self.threads.submit(self._sample, copied, each, first_step - 1)
         for past in [each for each in self.rollouts if each < first_step]:
             del self.rollouts[past]
-        return self.rollouts[first_step].result()
+        rollout = self.rollouts[first_step]
+        while not isinstance(self.threads, InTurn) and not wait([rollout], CHECK_S).done:
+            check()
+        return rollout.result()
 
-    def wait(self, after: int) -> dict[int, SampledRollout]:
-        """Return the rollouts that a checkpoint after a step keeps; waits until they are drawn.
+    def find_waiting(self, after: int, waits: bool = True) -> dict[int, SampledRollout]:
+        """Return the rollouts that a checkpoint after a step keeps; without `waits`, those that are drawn by now.
 
         One drawn by the weights after that step is left out: a resumed run draws it again.
         """
         later = {first_step: future for first_step, future in self.rollouts.items() if first_step > after}
         kept = {}
         for first_step, future in sorted(later.items())[: self.staleness]:
-            if (rollout := future.result()).weights_step < after:
+            if (waits or future.done()) and (rollout := future.result()).weights_step < after:
                 kept[first_step] = rollout
         return kept
 

@@ -528,11 +528,11 @@ class Rollouts:
             numbers["rows_used"] = batch["tokens"].shape[0] * batch["tokens"].shape[1]
         return batch, numbers
 
-    def after(self, step: int) -> Position:
+    def after(self, step: int, waits: bool = True) -> Position:
         """Return the position after `step`; within a rollout, the one after all of it."""
         position = self.prompts.position_after(step, self.start, self.data_schedule)
         if self.ahead is not None:
-            return replace(position, waiting=pack(self.ahead.wait(step)))
+            return replace(position, waiting=pack(self.ahead.find_waiting(step, waits)))
         return self.order.complete(position, self._first_step(step) + self.cycle.steps)
 
     def samples(self, step: int) -> range:
@@ -559,7 +559,7 @@ class Rollouts:
         samples = self.data_schedule.samples(first_step)
         if self.ahead is None:
             return self._ask_now(params, first_step, samples)
-        sampled = self.ahead.take(params, first_step)
+        sampled = self.ahead.take(params, first_step, self._stop_if_requested)
         prompts = self._prompts_of(first_step)
         answers = sampled.answers, sampled.texts, sampled.scores, sampled.rollout_s, sampled.played
         rollouts = RolloutGroup(prompts, *answers)
