@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -13,9 +14,11 @@ from support.harness import ROOT, program
 from tunix.costs import rollout as rollout_sizes
 from tunix.costs.hlo import read_collectives
 from tunix.costs.rollout import derive_rollout_costs
+from tunix.inference.engine import Engine
 from tunix.inference.rollout import Request, Sampler
 from tunix.inference.sampling import Sampling
 from tunix.sharding.arrays import bytes_per_device
+from tunix.sharding.mesh import device_mesh, whole_sequences
 from tunix.sharding.table import data_axes
 from tunix.training.train_spec import assemble
 
@@ -77,6 +80,17 @@ def test_same_answers_on_every_mesh(mesh, alone, rollout_on):
         np.testing.assert_allclose(one.sampled_log_probabilities, same.sampled_log_probabilities, atol=1e-5)
     # On other meshes than PURE_TP each device has 8 rows or fewer.
     assert other.resized == ([8] if mesh == PURE_TP else [])
+
+
+def test_noise_is_where_rows_are():
+    """With ep and cp, whole sequences need the devices of the caller's mesh in another order."""
+    mesh = device_mesh(((2, 2), ("ep", "cp")), {"X": 2}, allow_idle=True)
+    programs = SimpleNamespace(mesh=whole_sequences(mesh), num_shards=4, find_paged=lambda _: (False,))
+    assert programs.mesh.devices.tolist() != mesh.devices.reshape(programs.mesh.devices.shape).tolist()
+    with jax.set_mesh(mesh):  # that of a run
+        engine = Engine(programs, None, HOW, seed=0, max_length=64, max_rows=None)
+    with jax.set_mesh(engine.mesh):
+        jax.jit(jax.random.bits)(engine.key)
 
 
 @pytest.mark.nightly(but=["[[4,2],[fsdp,tp]]"])

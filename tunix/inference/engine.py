@@ -184,7 +184,8 @@ class Engine:
         self.sampling, self.stop = replace(sampling, max_new_tokens=0, stop=()), frozenset(sampling.stop)
         self.stop_ids = np.full(pad_batch(max(1, len(self.stop))), NO_TOKEN, np.int32)
         self.stop_ids[: len(self.stop)] = sorted(self.stop)
-        self.key: jax.Array | RowChoices = jax.random.key(seed)  # choices of the rows where they differ in them
+        with jax.set_mesh(self.mesh):  # the caller's mesh may have the devices in another order
+            self.key: jax.Array | RowChoices = jax.random.key(seed)  # choices of the rows where they differ in them
         self.chunk = CHUNK  # tokens of a row that `run` draws, at most `CHUNK`
         self.max_rows = None if max_rows is None else max(1, max_rows // self.num_shards)  # of a data shard
         self.fixed_rows = -(-(max_rows or 0) // self.num_shards) if fixed_shapes else None  # of a data shard
