@@ -194,6 +194,10 @@ def test_a_new_reward_scores(traced):
     assert traced["scores"] == [1, 0]
 
 
+def test_a_new_objective_of_pairs_is_compared_with_the_model_of_step_0(traced):
+    assert traced["compared"]
+
+
 def test_a_new_environment_understands_a_new_format(traced):
     assert traced["said"] == ["Hi"]
 

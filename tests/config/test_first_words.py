@@ -166,6 +166,7 @@ def test_a_random_base_is_said():
         ("model.lora.alpha=8 model.lora.use_dora=true", "model.lora.alpha, model.lora.use_dora: nothing reads them: model."),
         ("model.lora.rank=0", ""),
         ("model.lora.rank=4 model.lora.alpha=8", ""),
+        ("task=dpo data=pairs data.paths=[p] task.simpo_gamma=1", "task.simpo_gamma: nothing reads it: it is of task.objective"),
         ("task.teacher_temperature=2", "task.teacher_temperature: nothing reads it: task.teacher=null; name a run"),
         ("+experiment=grpo_addition task.max_turns=3", "task.max_turns: nothing reads it: task.environment=null"),
         ("tokenizer.path=my.json tokenizer.vocab_size=300", "tokenizer.vocab_size: nothing reads it: the tokenizer is read"),

@@ -280,6 +280,11 @@ def _halves(equation, x, w, spec):
 MATMUL = {
     "halves": ProductKind(_halves, few_rows_on=("cpu",)),""",
     ),
+    "an objective of pairs": entry(
+        "tunix/config/task.py",
+        "PAIR_OBJECTIVES = {",
+        'PAIR_OBJECTIVES = {\n    "far_apart": PairObjective("math:inf", has_reference=True, per_token=False, is_smoothed=True),',
+    ),
     "an exchange of experts": entry(
         "tunix/models/table.py",
         "EXPERT_EXCHANGES = {",

@@ -40,6 +40,7 @@ cluster = read_topology("mine:8")
 
 rewarded = compose(["task=grpo", "task.rewards=[polite]", "sampling.max_new_tokens=64"]).config
 (term,) = rewarded.task.rewards
+pairs = ["task=dpo", "task.objective=far_apart", "task.label_smoothing=0.1", "data=pairs", "data.paths=[none]"]
 print(
     json.dumps(
         {
@@ -53,6 +54,7 @@ print(
             "exchange": resolve_exchange(split, sizes, cluster)[1],
             "network": cluster.kind.network.nic_gb_per_s,
             "scores": find_reward(term.function)(["Hi"] * 2, ["please", "no"]),
+            "compared": compose(pairs).config.task.has_reference,
             "said": open_environment(find_environment("echo"), {}, "arrow")
             .step('->["echo", {"text": "Hi"}]')
             .observations,

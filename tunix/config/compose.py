@@ -516,6 +516,11 @@ UNREAD: tuple[tuple[str, Callable[[Config, str], object], str], ...] = (
         "task.teacher=null; name a run, or a model's folder or ID",
     ),
     (
+        r"task\.simpo_gamma$",
+        lambda cfg, key: getattr(cfg.task, "objective", None) == "simpo",
+        "it is of task.objective=simpo",
+    ),
+    (
         r"task\.(max_turns|tool_calls|episode_timeout_s|environment_\w+)$",
         lambda cfg, key: getattr(cfg.task, "environment", None),
         "task.environment=null; name one",

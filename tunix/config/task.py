@@ -478,6 +478,23 @@ class Compared(Paired):
         return True
 
 
+class PairObjective(NamedTuple):
+    """A loss of pairs of answers."""
+
+    function: str  # `module:function` of (`Pairs`, the task) -> [B, T / 2], the loss of each pair (training/dpo.py)
+    has_reference: bool  # what counts is how much likelier an answer has become since step 0
+    per_token: bool  # log-probabilities of an answer are means over its tokens; False: task.length_normalized says so
+    is_smoothed: bool  # reads task.label_smoothing
+
+
+PAIR_OBJECTIVES = {
+    "sigmoid": PairObjective("tunix.training.dpo:sigmoid_loss", has_reference=True, per_token=False, is_smoothed=True),
+    "ipo": PairObjective("tunix.training.dpo:ipo_loss", has_reference=True, per_token=True, is_smoothed=False),
+    "simpo": PairObjective("tunix.training.dpo:simpo_loss", has_reference=False, per_token=True, is_smoothed=True),
+    "orpo": PairObjective("tunix.training.dpo:orpo_loss", has_reference=False, per_token=True, is_smoothed=False),
+}
+
+
 class Dpo(Compared):
     """The better of two answers becomes likelier than the worse, compared with the model of step 0 (DPO,
     arXiv:2305.18290; IPO), or without a reference (SimPO, ORPO)."""
@@ -487,7 +504,7 @@ class Dpo(Compared):
 
     name: Literal["dpo"]  # type: ignore[assignment]
     """What is learnt."""
-    objective: Literal["sigmoid", "ipo", "simpo", "orpo"]
+    objective: Literal[tuple(PAIR_OBJECTIVES)]  # type: ignore[valid-type]
     """Loss, a function of the margin: -log sigmoid(beta x margin) (sigmoid: DPO), or (margin - 1 / (2 beta))^2, per
     token of an answer (ipo: arXiv:2310.12036). The margin is how much more the log-probability of the chosen answer has
     grown since step 0 than that of the rejected one. Without a reference, with log-probabilities per token: -log
@@ -505,13 +522,14 @@ class Dpo(Compared):
 
     @property
     def has_reference(self) -> bool:
-        return self.objective in ("sigmoid", "ipo")
+        return PAIR_OBJECTIVES[self.objective].has_reference
 
     @model_validator(mode="after")
     def _check(self) -> "Dpo":
-        if self.objective not in ("sigmoid", "simpo") and self.label_smoothing:
+        if self.label_smoothing and not PAIR_OBJECTIVES[self.objective].is_smoothed:
+            smoothed = " or ".join(name for name, row in PAIR_OBJECTIVES.items() if row.is_smoothed)
             raise ValueError(
-                f"task.label_smoothing={self.label_smoothing:g} belongs to task.objective=sigmoid or simpo; set it to 0"
+                f"task.label_smoothing={self.label_smoothing:g} belongs to task.objective={smoothed}; set it to 0"
             )
         return self
 

@@ -10,7 +10,7 @@ with the even number behind it.
     margin = (log p(chosen) - x) - (log p(rejected) - y)      nats: how far the policy has moved the pair apart
 
 DPO is arXiv:2305.18290, its smoothed labels arXiv:2306.14111, IPO arXiv:2310.12036. SimPO (arXiv:2405.14734) and ORPO
-(arXiv:2403.07691) have no reference: x, y, z and w are 0.
+(arXiv:2403.07691) have no reference: x, y, z and w are 0. `PAIR_OBJECTIVES` of config/task.py lists them.
 """
 
 from typing import NamedTuple
@@ -18,7 +18,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from tunix.config.task import Dpo
+from tunix.base.dotted_path import import_object
+from tunix.config.task import PAIR_OBJECTIVES, Dpo
 from tunix.data.batches import FIELDS, Batch, Field
 from tunix.models.transformer import Transformer
 from tunix.training.logprobs import Loss, Sums, add_block_sums, compute_token_log_probs
@@ -53,12 +54,13 @@ def preference_loss(
     model: Transformer, batch: Batch, seed: jax.Array | None = None, *, task: Dpo, chunk_size: int | str
 ) -> Loss:
     """Compute the loss of the pairs of a batch [B, T], summed over pairs; its weight is their number."""
+    objective = PAIR_OBJECTIVES[task.objective]
     per_token, blocks = compute_token_log_probs(model, batch, seed, chunk_size=chunk_size)
     with jax.named_scope("loss"):
         log_probs = sum_answers(per_token * batch["loss_mask"], batch)
         reference = sum_answers(batch["reference_log_probs"], batch)
         num_tokens = sum_answers(batch["loss_mask"], batch)
-        if task.objective != "sigmoid" or task.length_normalized:
+        if objective.per_token or task.length_normalized:
             log_probs, reference = (
                 Sides(*(side / jnp.maximum(count, 1) for side, count in zip(sides, num_tokens, strict=True)))
                 for sides in (log_probs, reference)
@@ -75,7 +77,7 @@ def preference_loss(
             return jnp.sum(per_pair * is_pair)
 
         penalty, block_sums = add_block_sums(blocks, jnp.sum(is_pair, 1))
-        loss = total(OBJECTIVES[task.objective](pairs, task))
+        loss = total(import_object(objective.function)(pairs, task))
         sums: Sums = {
             "loss": loss,
             # Of pairs that are as far apart as at step 0, half are counted: the first step has no right order yet.
@@ -100,23 +102,20 @@ def _smoothed(scaled: jax.Array, smoothing: float) -> jax.Array:
     return -(1 - smoothing) * jax.nn.log_sigmoid(scaled) - smoothing * jax.nn.log_sigmoid(-scaled)
 
 
-def _sigmoid(pairs: Pairs, task: Dpo) -> jax.Array:
+def sigmoid_loss(pairs: Pairs, task: Dpo) -> jax.Array:
     return _smoothed(task.beta * pairs.margin, task.label_smoothing)
 
 
-def _ipo(pairs: Pairs, task: Dpo) -> jax.Array:
+def ipo_loss(pairs: Pairs, task: Dpo) -> jax.Array:
     return (pairs.margin - 1 / (2 * task.beta)) ** 2
 
 
-def _simpo(pairs: Pairs, task: Dpo) -> jax.Array:
+def simpo_loss(pairs: Pairs, task: Dpo) -> jax.Array:
     return _smoothed(task.beta * pairs.margin - task.simpo_gamma, task.label_smoothing)
 
 
-def _orpo(pairs: Pairs, task: Dpo) -> jax.Array:
+def orpo_loss(pairs: Pairs, task: Dpo) -> jax.Array:
     # log(p / (1 - p)) of each side. p is 1 where a row has no pair, and may round to 1 elsewhere: log(1 - p) is kept
     # finite, and so are its gradients.
     chosen, rejected = (log_p - jax.nn.log1mexp(jnp.maximum(-log_p, 1e-6)) for log_p in pairs.gains)
     return pairs.nll - task.beta * jax.nn.log_sigmoid(chosen - rejected)
-
-
-OBJECTIVES = {"sigmoid": _sigmoid, "ipo": _ipo, "simpo": _simpo, "orpo": _orpo}
