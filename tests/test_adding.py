@@ -200,6 +200,7 @@ def test_a_new_objective_of_pairs_is_compared_with_the_model_of_step_0(traced):
 
 def test_a_new_environment_understands_a_new_format(traced):
     assert traced["said"] == ["Hi"]
+    assert traced["before"] == "I say it. "
 
 
 def test_what_no_table_has_is_refused():

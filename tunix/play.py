@@ -24,7 +24,7 @@ from tunix.rl.environment_pool import EnvironmentPool, Request, Session
 from tunix.rl.environments import Reply
 from tunix.rl.evaluation import evaluate_answers, is_sampling
 from tunix.rl.table import format_environment
-from tunix.rl.tool_parsers import EXAMPLES
+from tunix.rl.tool_parsers import TOOL_CALLS
 
 # No model reads the prompts where a person plays, so they may be long.
 WITHOUT_MODEL = (
@@ -112,8 +112,9 @@ def _play_episode(
         function = tool["function"]
         parameters = ", ".join(function["parameters"]["properties"])
         print(f"tool {function['name']}({parameters}): {function['description']}")
-        if tool_calls in EXAMPLES:  # not a function of the user's own
-            print(f"a call is {EXAMPLES[tool_calls].replace('NAME', function['name'])}", flush=True)
+        if tool_calls in TOOL_CALLS:  # not a function of the user's own
+            example = TOOL_CALLS[tool_calls].example.replace("NAME", function["name"])
+            print(f"a call is {example}", flush=True)
     reply = _ask(session, ("reset", seed, {} if prompt is None else prompt.columns))
     _show(reply.observations)
     total, num_turns = 0.0, 0

@@ -234,14 +234,14 @@ FORMATS = {
 
 @pytest.mark.parametrize("name", TOOL_CALLS)
 def test_formats_of_calls(name):
-    (found,) = TOOL_CALLS[name](FORMATS[name])
+    (found,) = TOOL_CALLS[name].read(FORMATS[name])
     assert (found.name, found.arguments, found.problem) == (*ADD, "")
-    assert TOOL_CALLS[name]("The answer is [1, 2], or {x}.") == []
-    assert TOOL_CALLS[name]("") == []
+    assert TOOL_CALLS[name].read("The answer is [1, 2], or {x}.") == []
+    assert TOOL_CALLS[name].read("") == []
 
 
 def test_other_ways_of_writing_calls():
-    read = TOOL_CALLS
+    read = {name: row.read for name, row in TOOL_CALLS.items()}
     two = '{"name": "add", "parameters": {}}; {"name": "add", "parameters": {"a": 2}}'
     assert [call.arguments for call in read["llama"](two)] == [{}, {"a": 2}]
     assert [call.name for call in read["json"]('```json\n{"name": "add"}\n```')] == ["add"]
@@ -310,7 +310,7 @@ def test_whatever_a_model_writes_is_read(name):
     """Any text gives calls, each of which can be made or says what is wrong with it."""
     draw = random.Random(name)
     for _ in range(300):
-        for call in TOOL_CALLS[name]("".join(draw.choices(WORDS, k=draw.randint(1, 12)))):
+        for call in TOOL_CALLS[name].read("".join(draw.choices(WORDS, k=draw.randint(1, 12)))):
             assert isinstance(call.arguments, dict)
             assert isinstance(call.name, str)
             assert call.problem or call.name
@@ -323,7 +323,7 @@ def test_a_call_within_a_thought_is_none(name, end):
     thought, call = f"I could write {FORMATS[name]}\n{end}\n\n", FORMATS[name]
     read = find_reader(name)
     assert read(f"{thought}It is 3.") == []
-    assert read(f"{thought}{call}") == TOOL_CALLS[name](call)
+    assert read(f"{thought}{call}") == TOOL_CALLS[name].read(call)
     text = f'{thought}I add. <tool_call>{{"name": "add"}}</tool_call>'
     assert find_text_before_calls(text) == f"{thought}I add. "
 
@@ -339,14 +339,14 @@ def test_a_call_within_a_thought_is_none(name, end):
 )
 def test_a_text_that_repeats_itself_is_read_in_time(name, text):
     start = time.process_time()
-    assert all(call.problem for call in TOOL_CALLS[name](text))
+    assert all(call.problem for call in TOOL_CALLS[name].read(text))
     assert time.process_time() - start < 1
 
 
 def test_a_call_that_is_cut_says_so():
     """Wherever that is; only between two arguments of GLM's it looks whole, because </tool_call> may stop a turn."""
     for name, end in (("xml", "</function>"), ("glm", "</arg_value>\n</tool_call>")):
-        text, read = FORMATS[name], TOOL_CALLS[name]
+        text, read = FORMATS[name], TOOL_CALLS[name].read
         places = range(text.index("\n", 20) + 1, text.index(end) + len("</function>"))
         whole = [text[:place].strip()[-12:] for place in places if not read(text[:place])[0].problem]
         assert whole == {"xml": [], "glm": ["</arg_value>"] * 2}[name]
@@ -387,7 +387,7 @@ def test_the_schema_of_a_request_says_which_arguments_are_texts():
         (tools, ["42", "42", 42, 42, 42, 42]),
         ([{}, {"function": function | {"parameters": 1}}], [42] * 6),
     ):
-        (call,) = TOOL_CALLS["xml"](f"<function=note>{text}</function>")
+        (call,) = TOOL_CALLS["xml"].read(f"<function=note>{text}</function>")
         assert [*keep_texts(call, given).arguments.values()] == expected
 
 

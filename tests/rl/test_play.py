@@ -11,8 +11,7 @@ from tunix.base.errors import UserError
 from tunix.config import Play
 from tunix.config.command_line import read_settings
 from tunix.config.compose import compose
-from tunix.play import EXAMPLES, play
-from tunix.rl.tool_parsers import TOOL_CALLS
+from tunix.play import play
 
 CHATTY = "environment=support.own_environment:Chatty"
 
@@ -43,7 +42,6 @@ def test_tools_by_hand(monkeypatch, capsys):
     assert "environment\n  42\n" in said
     assert "calls that failed: 1" in said
     assert said.endswith("the episode is over after 3 turns; the environment's reward is 0\n")
-    assert EXAMPLES.keys() == TOOL_CALLS.keys()
 
 
 def test_several_environments_by_hand(monkeypatch, capsys):

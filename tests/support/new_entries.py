@@ -333,8 +333,16 @@ ENVIRONMENTS: dict[str, type] = {
     ),
     "a format of tool calls": entry(
         "tunix/rl/tool_parsers.py",
-        "] = {",
-        '] = {\n    "arrow": lambda text: [Call(*json.loads(text[2:]))] if text.startswith("->") else [],',
+        "TOOL_CALLS = {",
+        """\
+TOOL_CALLS = {
+    "arrow": CallFormat(
+        lambda text: [Call(*json.loads(call)) for call in re.findall("->(.*)", text)],
+        '->["NAME", {"ARGUMENT": VALUE}]',
+        marks=("-> ",),
+        begins="->",
+        make_id=lambda call, number: f"call {number}",
+    ),""",
     ),
     "a kind of device": Entry(
         files=(

@@ -15,6 +15,7 @@ from tunix.models.matmul import product_of_few_rows
 from tunix.plan.derived_time import resolve_exchange
 from tunix.rl.environments import open_environment
 from tunix.rl.table import find_environment, find_reward
+from tunix.rl.tool_parsers import find_text_before_calls
 from tunix.training.choices import build_mesh
 from tunix.training.train_spec import assemble
 
@@ -58,6 +59,7 @@ print(
             "said": open_environment(find_environment("echo"), {}, "arrow")
             .step('->["echo", {"text": "Hi"}]')
             .observations,
+            "before": find_text_before_calls('I say it. ->["echo"]'),
         }
     )
 )

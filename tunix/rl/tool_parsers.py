@@ -253,31 +253,6 @@ def _reader(pattern: re.Pattern[str]) -> Callable[[str], list[Call]]:
     return lambda text: [_read_named(*groups) for groups in pattern.findall(text)]
 
 
-EXAMPLES = {  # how a call is written, for a tool NAME with one argument
-    # Qwen 2.5 and 3, Hermes, Granite 4; Granite 3 writes <|tool_call|> and a list
-    "hermes": '<tool_call>{"name": "NAME", "arguments": {"ARGUMENT": VALUE}}</tool_call>',
-    # Qwen 3 Coder, Qwen 3.5
-    "xml": "<tool_call><function=NAME><parameter=ARGUMENT>VALUE</parameter></function></tool_call>",
-    # Llama 3, with <|python_tag|> or not
-    "llama": '{"name": "NAME", "parameters": {"ARGUMENT": VALUE}}',
-    # Mistral, whose newer models write [TOOL_CALLS]NAME[ARGS]{...}; also a block ```json
-    "json": '[TOOL_CALLS][{"name": "NAME", "arguments": {"ARGUMENT": VALUE}}]',
-    # Olmo 3; Llama 4 between <|python_start|> and <|python_end|>, LFM2 with tool_call; also a block ```tool_code
-    "python": "[NAME(ARGUMENT=VALUE)]",
-    # GLM 4.5
-    "glm": "<tool_call>NAME<arg_key>ARGUMENT</arg_key><arg_value>VALUE</arg_value></tool_call>",
-    # Gemma 4, which puts texts between <|"|>
-    "gemma": "<|tool_call>call:NAME{ARGUMENT:VALUE}<tool_call|>",
-    # GPT-OSS, with <|channel|>commentary before the message or before the name, and <|call|> behind it
-    "harmony": 'to=functions.NAME<|message|>{"ARGUMENT": VALUE}',
-    # DeepSeek V3
-    "deepseek": '<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{"ARGUMENT": VALUE}<｜tool▁call▁end｜>',
-    # Kimi K2
-    "kimi": '<|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>{"ARGUMENT": VALUE}<|tool_call_end|>',
-    # Apertus, whose calls may stand among its thoughts
-    "apertus": '<|tools_prefix|>[{"NAME": {"ARGUMENT": VALUE}}]<|tools_suffix|>',
-}
-
 # The thought with which an answer begins, up to the mark of its end: of Qwen, GLM, DeepSeek and Kimi; Seed; Mistral;
 # Gemma 4. The mark of its beginning may stand in the prompt.
 THOUGHT = re.compile(r".*?(?:</think>|</seed:think>|\[/THINK\]|<channel\|>)", re.DOTALL)
@@ -289,24 +264,112 @@ def find_end_of_thought(text: str) -> int:
     return thought.end() if thought else 0
 
 
-TOOL_CALLS: dict[str, Callable[[str], list[Call]]] = {
-    "hermes": read_hermes,
-    "xml": read_xml,
-    "llama": read_llama,
-    "json": read_json,
-    "python": read_python,
-    "glm": read_glm,
-    "gemma": read_gemma,
-    "harmony": _reader(HARMONY),
-    "deepseek": _reader(DEEPSEEK),
-    "kimi": read_kimi,
-    "apertus": read_apertus,
+def _make_random_id(call: Call, number: int) -> str:
+    """Return nine letters and digits: templates of Mistral refuse other ids."""
+    return uuid.uuid4().hex[:9]
+
+
+class CallFormat(NamedTuple):
+    """How models write calls of tools: a row of `TOOL_CALLS`."""
+
+    read: Callable[[str], list[Call]]  # text of a turn -> its calls
+    example: str  # a call of a tool NAME with one argument
+    marks: tuple[str, ...]  # words of a chat template; `auto` takes the first row of which one stands in the template
+    begins: str  # regular expression of what calls begin with: the server shows the text before as that of the answer
+    # (call, number of calls before it in the conversation) -> its id, as the template wants it back
+    make_id: Callable[[Call, int], str] = _make_random_id
+
+
+TOOL_CALLS = {
+    # Qwen 3 Coder, Qwen 3.5
+    "xml": CallFormat(
+        read_xml,
+        "<tool_call><function=NAME><parameter=ARGUMENT>VALUE</parameter></function></tool_call>",
+        marks=("<function=",),
+        begins="<tool_call>|<function=",
+    ),
+    # GLM 4.5
+    "glm": CallFormat(
+        read_glm,
+        "<tool_call>NAME<arg_key>ARGUMENT</arg_key><arg_value>VALUE</arg_value></tool_call>",
+        marks=("<arg_key>",),
+        begins="<tool_call>",
+    ),
+    # Gemma 4, which puts texts between <|"|>
+    "gemma": CallFormat(
+        read_gemma,
+        "<|tool_call>call:NAME{ARGUMENT:VALUE}<tool_call|>",
+        marks=("<|tool_call>call:",),
+        begins=r"<\|tool_call>",
+    ),
+    # GPT-OSS, with <|channel|>commentary before the message or before the name, and <|call|> behind it
+    "harmony": CallFormat(
+        _reader(HARMONY),
+        'to=functions.NAME<|message|>{"ARGUMENT": VALUE}',
+        marks=("<|channel|>commentary",),
+        begins=r"<\|channel\|>",
+    ),
+    # DeepSeek V3
+    "deepseek": CallFormat(
+        _reader(DEEPSEEK),
+        '<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{"ARGUMENT": VALUE}<｜tool▁call▁end｜>',
+        marks=("<｜tool▁call▁begin｜>",),
+        begins="<｜tool▁calls?▁begin｜>",
+    ),
+    # Kimi K2, whose template shows the id alone, with the name in it and the number of the call in the conversation
+    "kimi": CallFormat(
+        read_kimi,
+        '<|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>{"ARGUMENT": VALUE}<|tool_call_end|>',
+        marks=("<|tool_call_begin|>",),
+        begins=r"<\|tool_call(?:s_section)?_begin\|>",
+        make_id=lambda call, number: f"functions.{call.name}:{number}",
+    ),
+    # Apertus, whose calls may stand among its thoughts
+    "apertus": CallFormat(
+        read_apertus,
+        '<|tools_prefix|>[{"NAME": {"ARGUMENT": VALUE}}]<|tools_suffix|>',
+        marks=("<|tools_prefix|>",),
+        begins=r"<\|tools_prefix\|>",
+    ),
+    # Qwen 2.5 and 3, Hermes, Granite 4; Granite 3 writes <|tool_call|> and a list. A template without any mark gets it.
+    "hermes": CallFormat(
+        read_hermes,
+        '<tool_call>{"name": "NAME", "arguments": {"ARGUMENT": VALUE}}</tool_call>',
+        marks=("<tool_call>",),
+        begins=r"<tool_call>|<TOOLCALL>|functools\[|<\|tool_call\|>",
+    ),
+    # Mistral, whose newer models write [TOOL_CALLS]NAME[ARGS]{...}; also a block ```json
+    "json": CallFormat(
+        read_json,
+        '[TOOL_CALLS][{"name": "NAME", "arguments": {"ARGUMENT": VALUE}}]',
+        marks=("[TOOL_CALLS]",),
+        begins=r"\[TOOL_CALLS\]",
+    ),
+    # Olmo 3; Llama 4 between <|python_start|> and <|python_end|>, LFM2 with tool_call; also a block ```tool_code
+    "python": CallFormat(
+        read_python,
+        "[NAME(ARGUMENT=VALUE)]",
+        marks=("<function_calls>", "tool_code", "<|python_start|>", "<|tool_call_start|>", "<|tool_list_start|>"),
+        begins=r"<function_calls>|<\|(?:python|tool_call)_start\|>",
+    ),
+    # Llama 3, with <|python_tag|> or not
+    "llama": CallFormat(
+        read_llama,
+        '{"name": "NAME", "parameters": {"ARGUMENT": VALUE}}',
+        marks=("<|python_tag|>", '"parameters"'),
+        begins=r"<\|python_tag\|>",
+    ),
 }
+
+
+def choose_tool_calls(template: str) -> str:
+    """Return the name of the format in which a chat template lets a model write its calls."""
+    return next((name for name, row in TOOL_CALLS.items() if any(mark in template for mark in row.marks)), "hermes")
 
 
 def find_reader(name: str) -> Callable[[str], list[Call]]:
     """Return the function that reads a row of `TOOL_CALLS` in answers; a call that a thought weighs is none."""
-    read = TOOL_CALLS[name]
+    read = TOOL_CALLS[name].read
     return lambda text: read(text[find_end_of_thought(text) :])
 
 
@@ -333,14 +396,8 @@ def keep_texts(call: Call, tools: Sequence[Mapping[str, Any]]) -> Call:
 
 
 def make_call_ids(name: str, calls: Sequence[Call], num_before: int) -> list[str]:
-    """Return ids of calls as the templates of a format want them back; `num_before` calls stand before them.
-
-    Those of Mistral refuse other ids than nine letters and digits. That of Kimi K2 shows the id alone, with the name in
-    it and the number of the call in the conversation.
-    """
-    if name == "kimi":
-        return [f"functions.{call.name}:{num_before + index}" for index, call in enumerate(calls)]
-    return [uuid.uuid4().hex[:9] for _ in calls]
+    """Return ids of calls as the templates of a format want them back; `num_before` calls stand before them."""
+    return [TOOL_CALLS[name].make_id(call, num_before + index) for index, call in enumerate(calls)]
 
 
 def is_named_object(call: Call, names: Sequence[str]) -> bool:
@@ -360,43 +417,10 @@ def _list_kinds(schema: Any) -> list[str]:
 
 
 # What the calls of an answer begin with. A block of code may stand in a text before calls in other formats.
-CALLS_BEGIN = (
-    re.compile(
-        r"<tool_call>|<function=|<function_calls>|\[TOOL_CALLS\]|<\|python_tag\|>|<\|(?:python|tool_call)_start\|>"
-        r"|<TOOLCALL>|functools\[|<\|tool_call\|?>|<\|channel\|>|<｜tool▁calls?▁begin｜>|<\|tool_call(?:s_section)?_begin\|>"
-        r"|<\|tools_prefix\|>"
-    ),
-    re.compile("```"),
-)
+CALLS_BEGIN = re.compile("|".join(row.begins for row in TOOL_CALLS.values())), re.compile("```")
 
 
 def find_text_before_calls(text: str) -> str:
     """Return what stands before the calls of an answer; nothing where the whole answer is a call."""
     begins = (pattern.search(text, find_end_of_thought(text)) for pattern in CALLS_BEGIN)
     return next((text[: begin.start()] for begin in begins if begin), "")
-
-
-# Words of a chat template that tell the format, the first that occur; a template without any gets `hermes`.
-MARKS = (
-    ("<function=", "xml"),
-    ("<arg_key>", "glm"),
-    ("<|tool_call>call:", "gemma"),
-    ("<|channel|>commentary", "harmony"),
-    ("<｜tool▁call▁begin｜>", "deepseek"),
-    ("<|tool_call_begin|>", "kimi"),
-    ("<|tools_prefix|>", "apertus"),
-    ("<tool_call>", "hermes"),
-    ("[TOOL_CALLS]", "json"),
-    ("<function_calls>", "python"),
-    ("tool_code", "python"),
-    ("<|python_start|>", "python"),
-    ("<|tool_call_start|>", "python"),
-    ("<|tool_list_start|>", "python"),
-    ("<|python_tag|>", "llama"),
-    ('"parameters"', "llama"),
-)
-
-
-def choose_tool_calls(template: str) -> str:
-    """Return the name of the format in which a chat template lets a model write its calls."""
-    return next((name for mark, name in MARKS if mark in template), "hermes")
