@@ -415,8 +415,13 @@ def test_arguments_are_texts_where_the_schema_of_the_request_says_so(model, hf_d
             "<|tool_call_begin|>functions.f:7<|tool_call_argument_begin|>{}",
             "functions.f:0",
         ),
+        (
+            "<|channel|>commentary{{ call.function.name }}",
+            " to=functions.f<|channel|>commentary json<|message|>{}",
+            "f",
+        ),
     ],
-    ids=["Mistral", "Kimi K2"],
+    ids=["Mistral", "Kimi K2", "GPT-OSS"],
 )
 def test_a_template_takes_the_ids_that_the_server_gives(model, hf_dir, template, answer, shown):
     """Mistral's refuse other ids than nine letters and digits; that of Kimi K2 shows the id in the place of the name."""
@@ -434,6 +439,7 @@ def test_a_template_takes_the_ids_that_the_server_gives(model, hf_dir, template,
     raw = AnswerText(model.tokenizer, [], keep_special=True)
     raw.add(model.tokenizer.encode(answer).ids)
     message, _ = _show_message(job, SimpleNamespace(text=raw, raw=raw, thought=None, finish="stop"))
+    assert message["content"] is None
     body["messages"].append(message)
     job = asyncio.run(reader.read_chat(json.dumps(body).encode(), 0))
     assert model.tokenizer.decode(job.prompts[0]).endswith(shown)

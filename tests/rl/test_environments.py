@@ -238,6 +238,8 @@ def test_formats_of_calls(name):
     assert (found.name, found.arguments, found.problem) == (*ADD, "")
     assert TOOL_CALLS[name].read("The answer is [1, 2], or {x}.") == []
     assert TOOL_CALLS[name].read("") == []
+    before = {"hermes": "I add.", "apertus": "<|inner_prefix|>I add.<|inner_suffix|>"}
+    assert find_text_before_calls(FORMATS[name]).strip() == before.get(name, "")
 
 
 def test_other_ways_of_writing_calls():

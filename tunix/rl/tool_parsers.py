@@ -307,7 +307,7 @@ TOOL_CALLS = {
         _reader(HARMONY),
         'to=functions.NAME<|message|>{"ARGUMENT": VALUE}',
         marks=("<|channel|>commentary",),
-        begins=r"<\|channel\|>",
+        begins=r"to=functions\.|<\|channel\|>",
     ),
     # DeepSeek V3
     "deepseek": CallFormat(
