@@ -202,6 +202,8 @@ class ChatTemplate:
             RefusedConversation: the template fails, its text is many times longer than the conversation, or has half of
                 a pair of surrogates, which no tokenizer takes.
         """
+        if "<|channel|>" in self.source:
+            messages = list(map(_read_channels, messages))
         messages = list(map(_name_thoughts, messages))
         if any(isinstance(message.get("content"), list) for message in messages) and not self.takes_parts:
             assert self.mark is not None, "a model of text alone is given images"
@@ -478,6 +480,29 @@ def _name_thoughts(message: Message) -> Message:
     template drops none without a word. That of GPT-OSS reads `thinking`, most read `reasoning_content`."""
     thoughts = next((message[key] for key in THOUGHTS if message.get(key) is not None), None)
     return message if thoughts is None else {"thinking": thoughts, **message, "reasoning_content": thoughts}
+
+
+def _read_channels(message: Message) -> Message:
+    """Return a turn with the parts of its text apart, where that has the channels of GPT-OSS, as a turn of an episode:
+    the thought, the calls, and what is said. Its template refuses channels within a content."""
+    content = message.get("content")
+    if message["role"] != "assistant" or not isinstance(content, str) or "<|message|>" not in content:
+        return message
+    texts: dict[str, list[str]] = {"thinking": [], "content": []}
+    calls = []
+    for part in content.split("<|start|>"):
+        header, _, body = part.partition("<|message|>")
+        body = re.split(r"<\|(?:end|call|return)\|>", body, maxsplit=1)[0]
+        if named := re.search(r"to=functions\.([\w.-]+)", header):
+            try:
+                function = {"name": named[1], "arguments": json.loads(body)}
+            except (ValueError, RecursionError):
+                return message
+            calls.append({"id": NO_ID, "type": "function", "function": function})
+        elif body:
+            texts["thinking" if "<|channel|>analysis" in header else "content"].append(body)
+    read = {key: "\n".join(parts) for key, parts in texts.items() if parts or key == "content"}
+    return {**message, **read, **({"tool_calls": calls} if calls else {})}
 
 
 def _with_json(message: Message) -> Message:
