@@ -534,7 +534,8 @@ class Loop:
 
     def end(self, last: int, feed: Feed) -> None:
         """Make up for an evaluation that a stop prevented, wait for the last checkpoint, and sum the run up."""
-        self.evaluations.make_up(last)
+        with suppress(Stopped):
+            self.evaluations.make_up(last)
         with self.watchdog.phase("closing"):
             self.check_folder()  # what is saved into a folder that is gone fails with many words
             with self.goodput.count("checkpoint"):
@@ -591,9 +592,12 @@ class Loop:
         if ending and not ending.saves:  # the state is not worth a checkpoint: its loss is not finite, for example
             raise ending
         if not ending:
-            if evaluate_now:
-                self.evaluations.run(step)
             reasons = [*PLANNED, *(REASONS_OF_EVALUATIONS if evaluate_now else [])]
+            try:
+                if evaluate_now:
+                    self.evaluations.run(step)
+            except Stopped:  # held-out answers may take minutes: they are given up, as those of a rollout
+                progress.improvement, reasons = replace(progress.improvement, is_due=True), [*REASONS, *PLANNED]
             ending = find_ending(replace(now, improvement=progress.improvement), reasons)
         elif evaluate_now:
             progress.improvement = replace(progress.improvement, is_due=True)

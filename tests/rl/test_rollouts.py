@@ -324,6 +324,15 @@ def test_held_out_answers_have_room_behind_their_prompts():
             HeldOutAnswers(cfg, corpus, SimpleNamespace(player=player))
 
 
+def test_a_stop_gives_up_held_out_answers(monkeypatch):
+    """Their environment may take minutes, and a cluster waits seconds."""
+    corpus = SimpleNamespace(spread=lambda *_: [Prompt([1], "", {})])
+    engine = SimpleNamespace(player=None, ask=lambda params, request: request.between_chunks())
+    monkeypatch.setattr("tunix.processes.watchdog.stop_requested", lambda: "SIGTERM")
+    with pytest.raises(Stopped, match="SIGTERM: given up while held-out prompts were answered"):
+        HeldOutAnswers(compose(TASK).config, corpus, engine).evaluate({})
+
+
 def test_held_out_answers_have_their_own_ends_of_answers(tmp_path):
     """Half of the answers of training end with a letter, and nearly none of those that are held out."""
     words = f"sampling.stop=[{','.join(string.ascii_letters)}]", "evaluation.sampling.stop=[]"

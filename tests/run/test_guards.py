@@ -50,26 +50,34 @@ def test_a_step_without_learnt_tokens_after_a_spike():
     assert reason == "step 6 changed no weight: its batch has no token that is learnt; its samples are 20 to 23"
 
 
-@pytest.mark.parametrize("signal", [None, "SIGTERM"])
+@pytest.mark.parametrize("signal", [None, "SIGTERM", "SIGTERM while it is evaluated"])
 def test_a_hard_stop_comes_after_the_evaluation_of_its_step(signal, monkeypatch):
-    """A resumed run is past that step. A signal ends the run without the evaluation: there may be no time for it.
+    """A resumed run is past that step. A signal ends the run without the evaluation, and ends held-out answers that are
+    being drawn: there may be no time for them.
 
     The run that goes on makes up for it once, also where only `evaluation.sets` are measured.
     """
-    happened = []
+    happened, signals = [], ["SIGTERM"] if signal == "SIGTERM" else []
+
+    def evaluate(step):
+        happened.append("evaluation")
+        if signal and not signals:
+            signals.append("SIGTERM")
+            raise Stopped("SIGTERM: given up while held-out prompts were answered")
+
     for name in ("save", "write_goodput"):
         monkeypatch.setattr(trainer.Loop, name, lambda *_, name=name: happened.append(name))
-    monkeypatch.setattr("tunix.processes.watchdog.stop_requested", lambda: signal)
+    monkeypatch.setattr("tunix.processes.watchdog.stop_requested", lambda: signals[0] if signals else None)
     cfg = compose(["training.hard_stop=4", "training.max_steps=8", "evaluation.every_steps=2"]).config
     parts = dict.fromkeys(trainer.Loop.__dataclass_fields__) | {
         "setup": SimpleNamespace(cfg=cfg),
         "folder": Path("run"),
         "start_time": 0.0,
         "progress": SimpleNamespace(last=8, improvement=Improvement(), is_new=False, start=SimpleNamespace(step=4)),
-        "source": SimpleNamespace(can_stop=lambda _: True, after=lambda _: None),
+        "source": SimpleNamespace(can_stop=lambda _: True, after=lambda _, waits=True: None),
         "step_log": SimpleNamespace(finish=lambda: None, restart_clock=lambda: None, last={}),
         "compiled": SimpleNamespace(at=lambda _: None),
-        "evaluations": SimpleNamespace(run=lambda _: happened.append("evaluation"), cost=lambda _: 1.0),
+        "evaluations": SimpleNamespace(run=evaluate, cost=lambda _: 1.0),
         "checkpoints": SimpleNamespace(finish=lambda: None),
         "watchdog": SimpleNamespace(phase=lambda _: nullcontext()),
         "goodput": SimpleNamespace(count=lambda _: nullcontext(), end_start=lambda: None),
@@ -77,7 +85,7 @@ def test_a_hard_stop_comes_after_the_evaluation_of_its_step(signal, monkeypatch)
     said = "SIGTERM: saved after step 4" if signal else "training.hard_stop=4: saved"
     with pytest.raises(Stopped, match=said):
         trainer.Loop(**parts)._is_over(4)
-    assert happened == [*([] if signal else ["evaluation"]), "save", "write_goodput"]
+    assert happened == [*([] if signal == "SIGTERM" else ["evaluation"]), "save", "write_goodput"]
     assert parts["progress"].improvement.is_due == bool(signal)
     happened.clear()
     trainer.Loop(**parts).begin(trainer.StartClock())

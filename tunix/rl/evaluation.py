@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from tunix.base.errors import UserError
+from tunix.base.errors import Stopped, UserError
 from tunix.base.files import describing_refusal, find_writable
 from tunix.config import Config, Evaluate, Sampling, compose
 from tunix.config.rewards import EngineTerm, FunctionTerm, RewardTerm
@@ -23,7 +23,7 @@ from tunix.inference.engine import Answer
 from tunix.inference.pretrained import describe_files, load_language_model, load_params
 from tunix.inference.rollout import RolloutRequest, derive_seed
 from tunix.inference.sampling import find_stop_ids
-from tunix.processes import peers
+from tunix.processes import peers, watchdog
 from tunix.rl.engine_rewards import EngineRewards
 from tunix.rl.episodes import Drawn, Player, make_pool, try_user_code
 from tunix.rl.rollouts import RolloutEngine, draw_answers, score_together
@@ -107,11 +107,15 @@ class HeldOutAnswers:
         """Return mean scores of the answers by their names in metrics.jsonl, and the share of right ones.
 
         With several answers to each prompt, pass@k is the chance that one of k answers is right.
+
+        Raises:
+            Stopped: the run is asked to stop while the answers are drawn.
         """
         size = self.cfg.evaluation.num_samples
         # The same noise at every evaluation: two evaluations differ by their parameters alone.
         seed = derive_seed(self.cfg.seed, "held_out")
-        rollouts = self.engine.ask(params, RolloutRequest(self.prompts, self.cfg.evaluation.sampling, size, seed))
+        keys = self.cfg.evaluation.sampling
+        rollouts = self.engine.ask(params, RolloutRequest(self.prompts, keys, size, seed, _stop_if_requested))
         return {
             **rollouts.numbers(),
             **count_right(rollouts.first_scores),
@@ -126,6 +130,11 @@ class HeldOutAnswers:
     def describe(self, record: dict[str, float]) -> str:
         """Return the evaluation in a few words for the log."""
         return f"accuracy {record['accuracy']:.4f}, reward {record['reward']:.4f}"
+
+
+def _stop_if_requested() -> None:
+    if reason := watchdog.stop_requested():
+        raise Stopped(f"{reason}: given up while held-out prompts were answered; resume answers them")
 
 
 # Quality of a model's answers to the prompts of a split: metric=reward of `python -m tunix.evaluate`.
