@@ -21,7 +21,7 @@ from omegaconf import DictConfig
 
 from tunix.base.config_types import CONF
 from tunix.base.errors import UserError
-from tunix.config import Distributed, compose
+from tunix.config import Distributed, Local, compose
 from tunix.config.compose import add_implied_model, add_search_path, reject_foreign_vocab, reject_missing_inputs
 from tunix.config.mistakes import describe_errors, reject_flags
 from tunix.processes import exits, supervisor
@@ -151,9 +151,12 @@ def concerns_one_point(code: int, distributed: Distributed) -> bool:
 
 
 def launch(job: compose.Job) -> int:
-    """Start the run where `launcher` says."""
+    """Start the run where `launcher` says: here, or by the file of tunix/launch that has its name."""
     check_inputs(job)
-    return LAUNCHERS[job.config.launcher.name](job)
+    if isinstance(job.config.launcher, Local):
+        return train(job)
+    exits.restore_stop_signals()  # the run is elsewhere: 75 would say that it can be resumed
+    return import_module(f"tunix.launch.{job.config.launcher.name}").launch(job)
 
 
 def check_inputs(job: compose.Job) -> None:
@@ -180,12 +183,3 @@ def train(job: compose.Job) -> int:
         return supervisor.run_member(distributed, work)
     finally:
         exits.ends_with_leave.clear()
-
-
-def launch_elsewhere(job: compose.Job) -> int:
-    """Hand the run to the launcher of the config, a file of tunix/launch; returns the exit code."""
-    exits.restore_stop_signals()  # the run is elsewhere: 75 would say that it can be resumed
-    return import_module(f"tunix.launch.{job.config.launcher.name}").launch(job)
-
-
-LAUNCHERS = {"local": train, "slurm": launch_elsewhere, "kubernetes": launch_elsewhere, "ray": launch_elsewhere}

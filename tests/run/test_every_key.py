@@ -4,6 +4,7 @@ import json
 import pickle
 from collections.abc import Callable
 from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, get_args, get_origin
@@ -28,7 +29,6 @@ from tunix.models.rope import layer_rope
 from tunix.plan import __main__ as plan
 from tunix.processes import peers
 from tunix.sharding.table import Equation
-from tunix.train_command import LAUNCHERS
 from tunix.trainer import run
 from tunix.training.choices import build_layout, build_mesh
 from tunix.training.loss import find_loss_kind, make_completion
@@ -238,7 +238,7 @@ def the_launchers(folder: Path, corpus: Path) -> Callable[[], None]:
 
     def use() -> None:
         for job in jobs:
-            LAUNCHERS[job.config.launcher.name](job)
+            import_module(f"tunix.launch.{job.config.launcher.name}").launch(job)
 
     return use
 
