@@ -58,6 +58,7 @@ MISTAKES = [
     ("launcher.nodes=2", "unknown key launcher.nodes: launcher=local has none; its keys are name; launcher=slurm or kubernetes or ray has nodes"),
     ("resume=", "resume is empty; expected a run's folder, RUN_DIR/checkpoints/STEP or latest, or resume=null"),
     ("training.z_loss=-1", "training.z_loss=-1: expected a number of at least 0"),
+    ("training.z_loss=0.1 task.loss=mine", "training.z_loss=0.1: task.loss=mine has no such term; set it to 0"),
     ("checkpoint.async=maybe", "checkpoint.async=maybe: expected true or false"),
     ("training.sharding_strategy=fullshard", "expected one of full_shard, shard_grad_op, shard_optimizer, no_shard; did you mean full_shard?"),
     ("training.global_batch_size=8 training.gradient_accumulation_steps=2", "training.gradient_accumulation_steps=2 and training.global_batch_size=8 are both set; keep one"),

@@ -14,7 +14,6 @@ from typing import Any
 from pydantic import model_validator
 
 from tunix.base.config_types import Flag, ProjectName, RunName, Section, Seed
-from tunix.base.dotted_path import is_dotted
 from tunix.base.errors import near_multiples
 from tunix.config.batch import BatchKeys
 from tunix.config.commands import Average, DeviceKind, Evaluate, Export, Generate, Network, Play, Samples, Serve
@@ -38,6 +37,8 @@ __all__ = [
     "Plan", "Play", "Profile", "Ray", "Samples", "Sampling", "Scheduler", "Section", "Serve", "Slurm", "Task",
     "Tokenizer", "Training",
 ]  # fmt: skip
+
+LOSSES_WITH_TERMS = ("next_token", "grpo")  # losses that training.z_loss and the layer of model.mtp add a term to
 
 
 def list_dims(model: Model, batch: BatchKeys) -> dict[str, int]:
@@ -173,10 +174,10 @@ class Config(Section):
                 f"task.loss={loss} is the loss of task={' and task='.join(tasks)}: batches of task={self.task.name} "
                 "lack its fields, or have others that it leaves out; choose that task, or leave task.loss out"
             )
-        if self.training.z_loss and (is_dotted(loss) or loss in ("dpo", "kto", "reward", "classify", "embed")):
+        if self.training.z_loss and loss not in LOSSES_WITH_TERMS:
             which = f"task.loss={loss}" if self.task.loss else f"the loss of task={self.task.name}"
             raise ValueError(f"training.z_loss={self.training.z_loss:g}: {which} has no such term; set it to 0")
-        if self.model.mtp is not None and loss not in ("next_token", "grpo"):
+        if self.model.mtp is not None and loss not in LOSSES_WITH_TERMS:
             raise ValueError(
                 f"model.mtp: task={self.task.name} with its loss does not train this layer; pretrain, sft and grpo "
                 "do; set model.mtp=null"
