@@ -634,8 +634,8 @@ def _show_message(job: Job, answer: _Answer) -> tuple[dict[str, Any], str]:
     if not calls or any(call.problem for call in calls):  # text that is no call, or a call that cannot be read
         return message, finish
     before = find_text_before_calls(answer.raw.text)
-    if "reasoning_content" in message:
-        before = before[find_end_of_thought(before) :]
+    if thought := message.get("reasoning_content"):
+        before = before[find_end_of_thought(before) :].removeprefix("<|inner_prefix|>").removeprefix(thought)
     before = answer.raw.drop_special(before).rstrip()
     shown = show_calls(calls, make_call_ids(job.call_format, calls, job.num_calls))
     return message | {"content": before or None, "tool_calls": shown}, "tool_calls"

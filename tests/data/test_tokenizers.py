@@ -47,6 +47,8 @@ TURNS = {  # what the model writes, the end of its prompt, and its thought
     "no thought of GPT-OSS": ("<|channel|>final<|message|>5", "<|start|>assistant", ""),
     "Gemma 4": ("<|channel>thought\n2 + 3<channel|>5", "<|turn>model\n", "2 + 3"),
     "Mistral": ("[THINK]2 + 3[/THINK]5", "[/INST]", "2 + 3"),
+    "Apertus": ("<|inner_prefix|>2 + 3<|inner_suffix|>5", "<|assistant_start|>", "2 + 3"),
+    "a call of Apertus": ("<|inner_prefix|>2 + 3<|tools_prefix|>5", "<|assistant_start|>", "2 + 3"),
     "in the prompt": ("2 + 3[/THINK]5", "[THINK]", "2 + 3"),
     "a mark in a question": ("5", "What is [THINK] for?[/INST]", ""),
     "Qwen 3": ("<think>2 + 3</think>5", "", None),  # its marks are text, which stays in the answer
@@ -59,6 +61,7 @@ def test_a_thought_is_told_from_the_answer_by_special_tokens(load, turn):
     backend = Tokenizer.from_str(load("tokenizer=bytes", "tokenizer.vocab_size=259").tokenizer.to_str())
     marks = ["<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|constrain|>"]
     marks += ["<|channel>", "<channel|>", "[THINK]", "[/THINK]"]
+    marks += ["<|inner_prefix|>", "<|inner_suffix|>", "<|tools_prefix|>"]
     backend.add_special_tokens([AddedToken(mark, special=True) for mark in marks])
     backend.add_tokens(["<think>", "</think>"])
     text, prompt, expected = TURNS[turn]

@@ -21,6 +21,7 @@ MARKS = {
     "<|start|>": HEADER, "<|channel|>": HEADER, "<|message|>": ANSWER,  # GPT-OSS
     "<|channel>": HEADER, "<channel|>": ANSWER,  # Gemma 4, whose header ends with its line
     "[THINK]": THOUGHT, "[/THINK]": ANSWER,  # Mistral
+    "<|inner_prefix|>": THOUGHT, "<|inner_suffix|>": ANSWER, "<|tools_prefix|>": ANSWER,  # Apertus
     "<seed:think>": THOUGHT, "</seed:think>": ANSWER,
     "<think>": THOUGHT, "</think>": ANSWER,
 }  # fmt: skip
