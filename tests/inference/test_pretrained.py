@@ -78,7 +78,7 @@ BAD = {
     "no JSON": (lambda folder: (folder / "config.json").write_text("{"), "config.json cannot be read"),
     "unknown family": (lambda folder: change_config(folder, model_type="mamba"), "model_type=mamba is not understood; understood are apertus, deepseek_v3, exaone4"),
     "unknown family that sees": (lambda folder: change_config(folder, model_type="qwen3_vl_moe", text_config={"model_type": "qwen3_vl_moe_text"}), "model_type=qwen3_vl_moe is not understood"),
-    "unknown key": (lambda folder: change_config(folder, num_experts=8), "num_experts=8 is not understood for model_type=llama"),
+    "unknown key": (lambda folder: change_config(folder, num_experts=8), "num_experts=8 is not understood for model_type=llama; take it out if"),
     "unsupported value": (lambda folder: change_config(folder, mlp_bias=True), "mlp_bias=True is not supported; it must be False"),
     "remote code": (lambda folder: change_config(folder, auto_map={"AutoModel": "m.M"}), "auto_map asks for code of the model's own, which is never run"),
     "unknown rope": (lambda folder: change_config(folder, rope_scaling={"rope_type": "dynamic"}), "rope_type=dynamic is not understood"),

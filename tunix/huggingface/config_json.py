@@ -335,7 +335,10 @@ def _check_keys(raw: dict[str, Any], family: Family, source: str) -> dict[str, A
     }  # fmt: skip
     for key, value in raw.items():
         if key not in keys:
-            raise UserError(f"{source}: {key}={value} is not understood for model_type={raw.get('model_type')}")
+            raise UserError(
+                f"{source}: {key}={value} is not understood for model_type={raw.get('model_type')}; take it out if the "
+                "model computes the same without it, or name a family of your own that knows it (docs/extending.md)"
+            )
     unread = LAYER_KEYS - family.absent.keys() - {*family.keys.values()}
     raw = family.absent | {key: value for key, value in raw.items() if key not in unread}
     for key, value in raw.items():

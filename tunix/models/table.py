@@ -1,15 +1,14 @@
-"""Exchanges by name: how devices that share a sequence, or experts, bring their arrays together within a layer.
+"""Kernels of attention, products of experts, dtypes of products and exchanges, by name.
 
-What one device does is a function of `models/`. What it sends, and how long that takes, are functions of `costs/` and
-`plan/`. This file is below all of them and may not import them, so a row names its functions as text,
-`module:function`; `import_object` imports one when it is used.
+An exchange is how devices that share a sequence, or experts, bring their arrays together within a layer. What one
+device does is a function of `models/`. What it sends, and how long that takes, are functions of `costs/` and `plan/`.
+This file is below all of them and may not import them, and the config imports no jax: so a row names its functions as
+text, `module:function`, and `import_object` imports one when it is used.
 """
 
 from typing import NamedTuple
 
-# Kernels by name, beside auto. Each function is named as text, `module:function`, so that the config imports no jax.
-
-# Kernels of attention; `models/attention.py` says the arguments and results of one.
+# Kernels of attention, beside auto; `models/attention.py` says the arguments and results of one.
 KERNELS = {
     "flash": "tunix.models.flash_attention:flash",
     "xla": "tunix.models.attention:plain",
