@@ -265,13 +265,15 @@ def _write_vector_files(checkpoint: str, folder: Path, model: Pretrained) -> Non
 
 
 def _write_card(command: Export, folder: Path, model: Pretrained) -> None:
-    """Write the page of the model for the hub, out of the files of the run, if it is one."""
+    """Write the page of the model for the hub, out of the files of the run up to its checkpoint, if it is one."""
     keys, steps, evaluations, results = dict[str, Any](), list[Any](), list[Any](), None
     if run := find_run(command.checkpoint):
         keys = flat(read_saved(run[0]))
         if (run[0] / "metrics.jsonl").is_file():
-            history = read_history(run[0])
-            steps, evaluations = history.steps, history.evaluations
+            history, step = read_history(run[0]), int(find_checkpoint(run[0] / "checkpoints", run[1]).name)
+            steps, evaluations = (
+                [line for line in lines if line["step"] <= step] for lines in (history.steps, history.evaluations)
+            )
         if (run[0] / "results.json").is_file():
             results = read_json(run[0] / "results.json")
     base = model.cfg.init_from if run else command.checkpoint

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -16,6 +17,7 @@ from tunix.base.errors import UserError
 from tunix.base.text import as_text
 from tunix.compare import as_json, list_differences, list_results, read_histories
 from tunix.config.compose import compose
+from tunix.export import _write_card
 
 
 def write_run(folder: Path, losses: list[float], *words: str, again: int = 0) -> Path:
@@ -122,3 +124,24 @@ def test_text_with_brackets_stays_as_it_is():
     table.add_row("[/INST] attention.[qv] :smile:")
     assert as_text(table).split("\n")[0].strip() == "exp[v2]"
     assert "[/INST] attention.[qv] :smile:" in as_text(table)
+
+
+def test_a_card_of_an_export_counts_what_its_checkpoint_has_learnt(runs, tmp_path):
+    """Not the steps behind it; the last of them has learnt nothing, and has no loss."""
+    for step in (1, 4):
+        (runs[1] / "checkpoints" / str(step)).mkdir(parents=True)
+    file = runs[1] / "metrics.jsonl"
+    file.write_text(file.read_text().replace('"loss": 2.5', '"loss": null'))
+    for checkpoint, expected, other in (
+        (
+            runs[1] / "checkpoints/1",
+            "| steps | 1 |\n| tokens | 100 |\n| training loss of the last step | 5.0000 |",
+            "held",
+        ),
+        (runs[1], "| steps | 4 |\n| tokens | 400 |\n| held-out loss at step 4 | 3.5000 |", "training loss"),
+    ):
+        command = SimpleNamespace(checkpoint=str(checkpoint), push="someone/tuned")
+        _write_card(command, tmp_path, SimpleNamespace(cfg=SimpleNamespace(init_from=None)))
+        card = (tmp_path / "README.md").read_text()
+        assert expected in card
+        assert other not in card.partition("![")[0]

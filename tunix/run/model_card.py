@@ -30,8 +30,9 @@ def write_card(
 ) -> None:
     """Write the page into the folder of an export.
 
-    `keys` are those of the run by dotted name, `steps` and `evaluations` its lines of metrics.jsonl, `results` what
-    tunix.evaluate has written; all are empty where the model is of no run. It began with `base`, a folder or an ID.
+    `keys` are those of the run by dotted name, `steps` and `evaluations` its lines of metrics.jsonl up to the model,
+    `results` what tunix.evaluate has written; all are empty where the model is of no run. It began with `base`, a
+    folder or an ID.
     """
     library = "peft" if (folder / "adapter_config.json").is_file() else "transformers"
     front: dict[str, Any] = {"library_name": library, "pipeline_tag": "text-generation", "tags": ["tunix"]}
@@ -72,9 +73,9 @@ def _describe_run(keys: dict[str, Any], steps: Sequence[Line], evaluations: Sequ
     text += [f"| `{key}` | {keys[key]} |" for key in shown if keys.get(key) is not None]
     last = steps[-1]
     text += [f"| steps | {last['step']} |", f"| tokens | {last['tokens']:,} |"]
-    if "loss" in last:
+    if last.get("loss") is not None:  # null of a step that learnt nothing
         text.append(f"| training loss of the last step | {last['loss']:.4f} |")
-    if evaluations and "loss" in evaluations[-1]:
+    if evaluations and evaluations[-1].get("loss") is not None:
         text.append(f"| held-out loss at step {evaluations[-1]['step']} | {evaluations[-1]['loss']:.4f} |")
     return [*text, "", f"![Loss by step: {' and '.join(COLORS)}]({CURVE})", ""]
 
