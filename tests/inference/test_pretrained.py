@@ -189,7 +189,7 @@ def test_keys_of_rope_win_over_others_as_in_transformers(name, changes, original
     [
         ("mistral", "sliding_window", "sliding_window", 4096), ("mistral", "num_key_value_heads", "num_kv_heads", 8),
         ("olmo3", "rope_parameters", "rope_theta", 5e5), ("qwen3", "num_key_value_heads", "num_kv_heads", 32),
-        ("llama4", "head_dim", "head_dim", 128),
+        ("llama4", "head_dim", "head_dim", 128), ("qwen3_moe", "head_dim", "head_dim", 8),
     ],
 )  # fmt: skip
 def test_a_key_that_is_left_out_has_the_value_of_transformers(name, key, ours, value, tmp_path):
