@@ -86,3 +86,23 @@ def test_families_agree_with_a_model_that_is_made_now(name, tmp_path, installs_d
     python = installs.torch(installs_dir) / "python"
     make_tiny(ROOT / "tests/models/parity" / name, tmp_path / "tiny", str(python))
     assert show(compare(tmp_path / "tiny", None, 1e-4)) == 0
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "llama4_text"},  # which layers have experts, by their numbers
+        {"model_type": "qwen3_next"},  # the first layers have linear attention alone
+        {"model_type": "phi3", "max_position_embeddings": 131072, "original_max_position_embeddings": 4096,
+         "rope_scaling": {"rope_type": "longrope", "short_factor": [1.0] * 48, "long_factor": [2.0] * 48}},
+    ],
+    ids=lambda config: config["model_type"],
+)  # fmt: skip
+def test_a_tiny_model_of_a_published_config(config, installs_dir, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    make_tiny(tmp_path, tmp_path / "tiny", str(installs.torch(installs_dir) / "python"))
+    expected = load_file(tmp_path / "tiny/expected.safetensors")
+    logits = np.asarray(tunix.load_pretrained(tmp_path / "tiny")(expected["tokens"]))
+    assert np.abs(logits - expected["logits"]).max() < 1e-4 * np.abs(logits).max()
