@@ -351,7 +351,8 @@ FAMILIES: dict[str, Family] = {
             "qkv_bias": (False,), "use_qk_norm": (True,), "shared_expert_intermediate_size": (0,),
         },
         absent={
-            "max_position_embeddings": 32768, "num_key_value_heads": 4, "norm_topk_prob": False, "mlp_only_layers": None,
+            "max_position_embeddings": 32768, "num_key_value_heads": 4, "norm_topk_prob": False,
+            "mlp_only_layers": None,
         },
         synonyms={"num_local_experts": "num_experts"},  # of transformers 5
     ),
