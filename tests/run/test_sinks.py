@@ -7,12 +7,14 @@ from pathlib import Path
 import pytest
 from support.harness import ONE_LAYER, RUN
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugin_util import markdown_to_safe_html
 
 import tunix
 from tunix.base.errors import UserError
 from tunix.config.compose import compose
 from tunix.run.metrics import Metrics
 from tunix.run.remote_sinks import keep_id, read_id
+from tunix.run.sinks import TensorBoard
 from tunix.run.table import SINKS, Start
 
 
@@ -111,6 +113,19 @@ def test_tensorboard_shows_a_step_that_is_trained_again_once(tmp_path):
                 metrics.write({"step": step, "split": "held_out", "loss": scale * step}, "held_out")
     shown = EventAccumulator(str(tmp_path)).Reload().Scalars("held_out/loss")
     assert [(event.step, event.value) for event in shown] == [(1, 1.0), (2, 2.0), (3, 30.0), (4, 40.0)]
+
+
+def test_tensorboard_fetches_nothing_that_a_text_names(tmp_path):
+    """It reads texts as Markdown, in which each kind of end of a line begins another."""
+    text = "".join(
+        f"{end}{end}![x](http://stranger/x.png)" for end in ("\n", "\r", "\r\n", "\v", "\f", "\x1c", "\x85", "\u2028")
+    )
+    sink = TensorBoard(Start(tmp_path, {}, 0, 1))
+    sink.text("sample", text, 1)
+    sink.close(None)
+    (event,) = EventAccumulator(str(tmp_path)).Reload().Tensors("sample")
+    shown = markdown_to_safe_html(event.tensor_proto.string_val[0])
+    assert (shown.count("http://stranger"), shown.count("<img"), shown.count("<code>")) == (8, 0, 1)
 
 
 def test_ids_of_sinks_in_several_threads(tmp_path):

@@ -4,6 +4,7 @@ import json
 import logging
 import math
 import queue
+import re
 import sys
 import threading
 import time
@@ -192,8 +193,9 @@ class TensorBoard(Sink):
         from tensorboard.plugins.text import metadata
         from tensorboard.util import tensor_util
 
-        # TensorBoard reads texts as Markdown, in which four spaces before each line mean: show it as it is.
-        tensor = tensor_util.make_tensor_proto("    " + text.replace("\n", "\n    "))
+        # TensorBoard reads texts as Markdown, in which four spaces before each line mean: show it as it is. A line ends
+        # there at \r too, behind which an image of a model's text would be fetched from any address.
+        tensor = tensor_util.make_tensor_proto("    " + re.sub("\r\n?|\n", "\n    ", text))
         self._add(step, {"tag": name, "metadata": metadata.create_summary_metadata(name, ""), "tensor": tensor})
 
     def image(self, name: str, png: bytes, step: int) -> None:
