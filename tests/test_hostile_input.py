@@ -18,7 +18,7 @@ from rich.table import Table
 from support.harness import ONE_LAYER, ROOT, SMALL, cli
 
 from tunix.base.dotted_path import blame_user, import_object
-from tunix.base.errors import UserError, is_masked, mask_secrets, mask_values, mask_variables
+from tunix.base.errors import MaskingFilter, UserError, is_masked, mask_secrets, mask_values, mask_variables
 from tunix.base.files import find_writable, is_plain, open_lines, read_yaml
 from tunix.base.text import as_text
 from tunix.checkpoints.folders import Folder
@@ -28,7 +28,7 @@ from tunix.config.compose import compose
 from tunix.data.chat import ChatTemplate
 from tunix.data.documents import BadRow, _read_messages
 from tunix.evaluate import evaluate
-from tunix.generate import _make_writer, _read_rows
+from tunix.generate import _make_writer, _read_rows, show
 from tunix.huggingface.weights import weight_files
 from tunix.inference.sampling import read_stop_ids
 from tunix.launch.nodes import read_config
@@ -152,10 +152,25 @@ def test_secrets_of_addresses_are_masked():
 
 def test_secret_variables_are_masked():
     assert str(UserError(f"no {SIGNED}")) == f"no {mask_secrets(SIGNED)}"
-    assert str(UserError("a\x1b]0;title\x07\x9b2J\r\n\tb")) == "a\\x1b]0;title\\x07\\x9b2J\\x0d\n\tb"
+    assert str(UserError("a\x1b]0;title\x07\x9b2J\r\n\tb")) == ESCAPED
     names = ("SLURM_JWT", "JAX_BACKEND_CRED", "XLA_PASS", "CUDA_API_KEY", "TUNIX_WEBHOOK_URL")
     assert set(mask_variables(dict.fromkeys(names, "x")).values()) == {"***"}
     assert mask_variables({"NCCL_X": "http://me:pw@proxy"}) == {"NCCL_X": "http://***@proxy"}
+
+
+ESCAPED = "a\\x1b]0;title\\x07\\x9b2J\\r\n\tb"
+
+
+def test_what_a_model_writes_steers_no_terminal(monkeypatch, capsys):
+    """In a log, and where `tunix.generate` prints it; a file or a pipe gets its answers as they are."""
+    text = "a\x1b]0;title\x07\x9b2J\r\n\tb"
+    record = logging.LogRecord("tunix", logging.INFO, "", 0, "continuation:\n%s", (text,), None)
+    assert MaskingFilter().filter(record)
+    assert record.getMessage() == f"continuation:\n{ESCAPED}"
+    show(text)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    show(text, "\u202e\ud800é\u200d")
+    assert capsys.readouterr().out == f"{text}\n{ESCAPED}\n\\u202e\\ud800é\u200d\n"
 
 
 def test_no_file_of_a_run_has_a_secret(tmp_path, corpus, monkeypatch):

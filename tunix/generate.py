@@ -11,7 +11,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tunix.base.errors import UserError
+from tunix.base.errors import UserError, escape_controls
 from tunix.base.files import (
     STOP_SIGNALS,
     describing_refusal,
@@ -69,7 +69,12 @@ def generate(command: Generate) -> None:
             for row, (text, answer) in zip(batch, answers, strict=False):  # only process 0 has rows
                 answered.append(row | {"prediction": text, "log_probability": sum(answer.log_probabilities)})
     if not write and peers.is_main():
-        print(*(row["prediction"] for row in answered), sep="\n" if command.input is None else "\n---\n")
+        show(*(row["prediction"] for row in answered), sep="\n" if command.input is None else "\n---\n")
+
+
+def show(*texts: str, sep: str = "\n") -> None:
+    """Print texts of a model: as they are into a file or a pipe, and on a terminal without orders to it."""
+    print(*(map(escape_controls, texts) if sys.stdout.isatty() else texts), sep=sep, flush=True)
 
 
 @contextmanager
@@ -214,7 +219,7 @@ def _converse(speaker: Speaker, command: Generate) -> None:
         text, _ = speaker.answer([Prompt(messages)], command.seed + turn)[0]
         messages.append({"role": "assistant", "content": text})
         if peers.is_main():
-            print(text, flush=True)
+            show(text)
 
 
 def _read_rows(path: Path, column: str) -> list[Row]:

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tunix.base.errors import UserError
+from tunix.base.errors import UserError, escape_controls
 from tunix.base.files import read_json_lines, temporary_folder
 from tunix.config import Config, Evaluate, Play
 from tunix.config.command_line import read_settings, run_command
@@ -148,12 +148,7 @@ def _show(observations: Sequence[str] | None) -> None:
 
 
 def _indent(text: str) -> str:
-    return "\n".join(f"  {line}" for line in _printable(text).splitlines())
-
-
-def _printable(text: str) -> str:
-    """Return a text without characters that steer a terminal: a model or a tool may have written any."""
-    return "".join(char if char.isprintable() or char in "\n\t" else f"\\x{ord(char):02x}" for char in text)
+    return "\n".join(f"  {line}" for line in escape_controls(text).splitlines())
 
 
 # By a checkpoint.

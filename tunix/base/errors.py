@@ -48,7 +48,13 @@ def near_multiples(value: int, unit: int) -> str:
     return f"{low} or {low + unit}"
 
 
-CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but the tab and the end of a line
+# All but the tab and the end of a line; what turns the order of characters; halves of a pair, which cannot be printed.
+CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def escape_controls(text: str) -> str:
+    """Return a text for a terminal, which takes some characters for orders: they are written as their codes."""
+    return CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 class Ending(Exception):
@@ -61,7 +67,7 @@ class Ending(Exception):
     def __str__(self) -> str:
         """The message, without the passwords and signatures of addresses in it, and with the escapes of a terminal as
         text: they may come from a file of anybody."""
-        return CONTROLS.sub(lambda found: f"\\x{ord(found[0]):02x}", mask_secrets(super().__str__()))
+        return escape_controls(mask_secrets(super().__str__()))
 
 
 class UserError(Ending, ValueError):
@@ -135,14 +141,16 @@ def is_masked(text: str) -> bool:
 
 
 class MaskingFilter(logging.Filter):
-    """Masks the messages that a handler of a log gets."""
+    """Masks the messages that a handler of a log gets, and shows a terminal's escapes in them as text: a model or a
+    document may have written any."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         text = record.getMessage()
-        if (masked := mask_secrets(text)) != text:
+        if (masked := escape_controls(mask_secrets(text))) != text:
             record.msg, record.args = masked, None
         if record.exc_info and not record.exc_text:
-            record.exc_text = mask_secrets(logging.Formatter().formatException(record.exc_info))
+            text = logging.Formatter().formatException(record.exc_info)
+            record.exc_text = escape_controls(mask_secrets(text))
         return True
 
 
