@@ -119,6 +119,24 @@ class Answer(BaseHTTPRequestHandler):
             self.wfile.flush()
             time.sleep(0.05)
 
+    def answer_head(self):
+        """A head that never ends, a byte at a time."""
+        for _ in range(100):
+            self.wfile.write(b"a")
+            time.sleep(0.05)
+
+    def answer_chunk(self):
+        """The length of a part, a digit at a time."""
+        self.send(200, **{"Transfer-Encoding": "chunked"})
+        self.answer_head()
+
+    def answer_more(self):
+        """A redirect with a page without end."""
+        self.send(302, Location="/photos/image.png", Connection="close")
+        while True:
+            self.wfile.write(bytes(10_000))
+            self.server.num_sent += 10_000
+
 
 @pytest.fixture
 def server():
@@ -137,9 +155,10 @@ def read(server, name):
     return kept
 
 
-@pytest.mark.parametrize("name", ["image.png", "a b ü.png?size=1", "parts.png", "moved.png"])
+@pytest.mark.parametrize("name", ["image.png", "a b ü.png?size=1", "parts.png", "moved.png", "more.png"])
 def test_images_are_fetched(server, name):
     assert read(server, name) == read(server, "image.png")
+    assert server.num_sent < 50 * LIMIT
 
 
 @pytest.mark.parametrize(
@@ -170,6 +189,8 @@ def test_a_server_that_fails_for_now_is_asked_again(server, name, tries, status,
         ("endless.png", "has images that are longer than data.max_document_bytes, {root}/endless.png"),
         ("silent.png", "has an image that cannot be read, {root}/silent.png: timed out"),
         ("slow.png", "has an image that cannot be read, {root}/slow.png: it takes more than 0.3 s"),
+        ("head.png", "has an image that cannot be read, {root}/head.png: it takes more than 0.3 s"),
+        ("chunk.png", "has an image that cannot be read, {root}/chunk.png: it takes more than 0.3 s"),
         ("a\nb\0.png", "has an image that is none of JPEG"),
     ],
 )
@@ -177,7 +198,8 @@ def test_a_server_that_answers_badly(server, name, message, monkeypatch):
     """In one line, soon, and with no more bytes than a row may have."""
     monkeypatch.setattr(web, "PAUSE_S", 0.01)
     # One limit at a time: on a busy machine a server is silent for a while, too.
-    limits = {"silent.png": ("SILENCE_S", 0.5), "slow.png": ("DOWNLOAD_S", 0.3)}
+    slow = dict.fromkeys(("slow.png", "head.png", "chunk.png"), ("DOWNLOAD_S", 0.3))
+    limits = {"silent.png": ("SILENCE_S", 0.5), **slow}
     if name in limits:
         monkeypatch.setattr(images, *limits[name])
     if "\n" in name:

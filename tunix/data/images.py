@@ -28,7 +28,7 @@ from PIL import Image
 from tunix.base.buckets import explain, filesystem, is_address, join
 from tunix.base.errors import first_line
 from tunix.base.files import expand_home, parse_json
-from tunix.base.web import read_page, try_again
+from tunix.base.web import build_opener, read_page, try_again
 from tunix.data.chat import Message
 from tunix.data.files import BadRow, Columns
 from tunix.data.image_processors import FORMATS, ImageProcessor, convert
@@ -210,6 +210,7 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
 
     def redirect_request(self, *arguments: Any) -> Any:
         self.check(arguments[-1], "has an image that is redirected to")
+        arguments[1].close()  # urllib would read all that comes with the redirect
         return super().redirect_request(*arguments)
 
 
@@ -218,11 +219,11 @@ def _fetch_page(address: str, limit: int, check: Callable[[str, str], None]) -> 
 
     fsspec follows every redirect, and takes a part of an answer of unknown length for the whole.
     """
-    opener, deadline = urllib.request.build_opener(_Redirects(check)), time.monotonic() + DOWNLOAD_S
+    opener, deadline = build_opener(DOWNLOAD_S, _Redirects(check)), time.monotonic() + DOWNLOAD_S
 
     def request() -> bytes:
         with opener.open(quote(address, safe=KEPT), timeout=SILENCE_S) as page:
-            return read_page(page, limit, deadline - time.monotonic())
+            return read_page(page, limit)
 
     try:
         return try_again(request, deadline)

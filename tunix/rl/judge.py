@@ -27,7 +27,7 @@ from urllib.error import HTTPError
 from tunix.base.digests import hash_texts
 from tunix.base.errors import MASK, UserError
 from tunix.base.files import open_lines, parse_json, read_json_lines
-from tunix.base.web import find_pause, read_page, try_again
+from tunix.base.web import build_opener, find_pause, read_page, try_again
 from tunix.config.rewards import JudgeTerm
 from tunix.data.chat import join_parts
 from tunix.data.prompts import Prompt
@@ -83,7 +83,6 @@ class Judge:
             raise UserError(
                 f"task.rewards: api_key_variable={term.api_key_variable} names an environment variable that is not set"
             )
-        self.opener = urllib.request.build_opener(_Stay)
         settings = json.dumps([term.url, term.model, term.options, term.max_rating], sort_keys=True)
         folder = cache_dir / "judge"
         try:
@@ -207,12 +206,12 @@ class Judge:
         request = urllib.request.Request(f"{self.term.url}/chat/completions", data, headers)
         remaining = max(0.1, deadline - time.monotonic())
         try:
-            with self.opener.open(request, timeout=remaining) as page:
-                reply = read_page(page, MAX_BYTES, remaining)
+            with build_opener(remaining, _Stay).open(request, timeout=remaining) as page:
+                reply = read_page(page, MAX_BYTES)
             if len(reply) > MAX_BYTES:
                 raise Failure(f"the judge's reply is longer than {MAX_BYTES >> 20} MiB", None)
         except HTTPError as error:
-            raise self._explain(error, remaining) from None
+            raise self._explain(error) from None
         except Failure:
             raise
         except (OSError, HTTPException, ValueError) as error:
@@ -241,11 +240,11 @@ class Judge:
             return f"the judge's rating {rating:g} is above max_rating={self.term.max_rating:g}", read, written
         return rating, read, written
 
-    def _explain(self, error: HTTPError, timeout_s: float) -> Failure:
+    def _explain(self, error: HTTPError) -> Failure:
         """Return what an answer that is an error says."""
         text = ""
         with error, suppress(OSError, HTTPException, ValueError):
-            text = read_page(error, MAX_BYTES, timeout_s).decode(errors="replace")
+            text = read_page(error, MAX_BYTES).decode(errors="replace")
         return Failure(f"the judge answers with HTTP {error.code}: {self._show(text)}", find_pause(error))
 
     def _show(self, text: object) -> str:
