@@ -115,6 +115,13 @@ def test_pages_that_list_files_are_bounded(serve, monkeypatch):
             mirror(f"{host}/{name}", ("*.json",), "model.init_from")
     pages["/model"], pages["/model/a.json"] = link(f"{host}/model/a.json"), b" " * (2 << 20)
     assert (mirror(f"{host}/model", ("*.json",), "model.init_from") / "a.json").stat().st_size == 2 << 20
+    # A file that is read whole may have no end; that of weights has the size that it has.
+    monkeypatch.setattr("tunix.base.buckets.MAX_TEXT", 1 << 20)
+    pages["/large"] = link(f"{host}/large/a.json") + link(f"{host}/large/a.safetensors")
+    pages |= {f"/large/a.{end}": b" " * (2 << 20) for end in ("json", "safetensors")}
+    with pytest.raises(UserError, match="/large/a.json: it has more than 1,048,576 bytes"):
+        mirror(f"{host}/large", ("*.json",), "model.init_from")
+    assert mirror(f"{host}/large", ("*.safetensors",), "model.init_from")
 
 
 def test_a_web_server_never_has_a_run(serve, tmp_path):

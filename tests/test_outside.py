@@ -25,9 +25,11 @@ from tunix.data.chat import PLAIN, ChatTemplate
 from tunix.data.files import Columns, Csv, Jsonl, Unit
 from tunix.data.parquet import Parquet
 from tunix.data.tokenizer import load_vocab
+from tunix.huggingface.adapter_config import read_adapter
 from tunix.huggingface.config_json import read_config
 from tunix.huggingface.table import FAMILIES
 from tunix.huggingface.weights import INDEX, TensorFiles, weight_files
+from tunix.inference.sampling import read_stop_ids
 from tunix.processes import rollcall
 
 NUM_INPUTS = int(os.environ.get("TUNIX_FUZZ", "60"))
@@ -129,6 +131,31 @@ def test_a_config_json_of_a_terabyte(tmp_path):
         read_config(tmp_path)
 
 
+def load(folder):
+    return load_vocab(str(folder), eos="a")
+
+
+@pytest.mark.parametrize(
+    ("name", "read"),
+    [
+        (INDEX, weight_files),
+        ("tokenizer.json", load),
+        ("tokenizer.model", load),
+        ("tokenizer_config.json", load),
+        ("chat_template.jinja", load),
+        ("generation_config.json", read_stop_ids),
+        ("adapter_config.json", lambda folder: read_adapter(folder, "llama")),
+    ],
+)
+def test_a_file_of_a_terabyte_is_not_read(name, read, tmp_path):
+    if name != "tokenizer.model":
+        (tmp_path / "tokenizer.json").write_text(SEED_TOKENIZER)
+    with (tmp_path / name).open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(UserError, match=f"{name}.*: it has 1,099,511,627,776 bytes, and such files have at most"):
+        read(tmp_path)
+
+
 @outside(
     changed(
         [
@@ -157,7 +184,7 @@ def test_safetensors(folder, data):
 @outside(damaged(SEED_TOKENIZER.encode()) | changed([json.loads(SEED_TOKENIZER)]) | NESTED)
 def test_tokenizer_json(folder, data):
     (folder / "tokenizer.json").write_bytes(data)
-    load_vocab(str(folder), eos="a")
+    load(folder)
 
 
 def test_a_tokenizer_whose_library_panics(tmp_path):

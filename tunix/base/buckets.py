@@ -8,6 +8,7 @@ import hashlib
 import importlib
 import json
 import logging
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tunix.base.errors import UserError, first_line
-from tunix.base.files import expand_home, read_json, replacing, resolve_below, write_whole
+from tunix.base.files import MAX_TEXT, expand_home, read_json, replacing, resolve_below, write_whole
 from tunix.base.forms import CACHE_FORMS
 
 log = logging.getLogger(__name__)
@@ -28,6 +29,7 @@ PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "https": "aiohttp", "http": "aiohttp"} 
 BUCKETS = ("s3", "gs")  # schemes that can be written
 VERSIONS = ".versions.json"  # in a mirrored folder: which version of each object is there
 MAX_LISTING = 1 << 26  # bytes of all pages of a web server that are read to list a folder of it
+READ_WHOLE = (".json", ".jinja", ".txt", ".yaml", ".model")  # ends of the names of files that hold at most MAX_TEXT
 WEB_DEPTH = 8  # folders below each other that are listed on a web server, whose pages may name folders without end
 
 # Reasons for an error of a server, by the name of its class; a subclass stands before its base.
@@ -222,11 +224,26 @@ def mirror(address: str, patterns: tuple[str, ...], key: str) -> Path:
             target.parent.mkdir(parents=True, exist_ok=True)
             # Fetched beside its place and renamed: several processes of a host may mirror the same address at once.
             with replacing(target) as part:
-                files.get_file(join(address, name), str(part))
+                files.get_file(join(address, name), str(part), callback=_bound_file(name))
     for name in before.keys() - found.keys():
         resolve_below(folder, name, str(notes)).unlink(missing_ok=True)
     write_whole(notes, json.dumps({**{name: before[name] for name in before if name in found}, **now}))
     return folder
+
+
+def _bound_file(name: str) -> Any:
+    """Return what fsspec tells how much of a file has come. A file that is read whole is refused when it is too long: a
+    server may send one without an end."""
+    left = MAX_TEXT if name.endswith(READ_WHOLE) else math.inf
+
+    class Progress(importlib.import_module("fsspec.callbacks").Callback):  # type: ignore[misc]
+        def relative_update(self, inc: int = 1) -> None:
+            nonlocal left
+            left -= inc
+            if left < 0:
+                raise ValueError(f"it has more than {MAX_TEXT:,} bytes, and such files have at most as many")
+
+    return Progress()
 
 
 def _is_wanted(name: str, patterns: tuple[str, ...], in_bucket: bool) -> bool:

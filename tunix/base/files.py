@@ -57,10 +57,20 @@ def is_whole_number(text: str) -> bool:
     return text.isascii() and text.isdecimal() and len(text) <= 18
 
 
+MAX_TEXT = 1 << 27  # bytes of a file that is read whole: of JSON, a template, a tokenizer; the largest have 35 MB
+
+
+def check_size(path: Path) -> Path:
+    """Return the path of a file that is read whole; raises `ValueError` for one of more than `MAX_TEXT` bytes."""
+    if (size := path.stat().st_size) > MAX_TEXT:
+        raise ValueError(f"it has {size:,} bytes, and such files have at most {MAX_TEXT:,}")
+    return path
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object; raises `UserError` where there is none."""
     try:
-        value = parse_json(path.read_text())
+        value = parse_json(check_size(path).read_text())
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read: {error}") from None
     if not isinstance(value, dict):

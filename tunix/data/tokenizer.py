@@ -22,7 +22,7 @@ from tokenizers import Tokenizer as Backend
 from tunix.base.buckets import is_address, mirror
 from tunix.base.digests import hash_texts
 from tunix.base.errors import UserError
-from tunix.base.files import expand_home, read_json
+from tunix.base.files import check_size, expand_home, read_json
 from tunix.config import Tokenizer
 from tunix.data.chat import CORPUS_DATE, PLAIN, ChatTemplate
 from tunix.data.image_processors import ImageProcessor
@@ -50,7 +50,7 @@ def convert(path: Path) -> Backend:
         raise UserError(f"tokenizer.path={path} needs sentencepiece: pip install 'tunix-trainer[hf]'") from None
     proto: Any = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]
     try:
-        proto.ParseFromString(path.read_bytes())
+        proto.ParseFromString(check_size(path).read_bytes())
     except Exception as error:  # protobuf's own error, whose module differs between versions
         raise UserError(f"tokenizer.path={path} cannot be read as a SentencePiece model: {error}") from None
     spec = proto.trainer_spec
@@ -131,7 +131,7 @@ def read_backend_of(path: str, files: dict[str, Path]) -> Backend:
     """Read the tokenizer of these files; `path` is for messages."""
     if "tokenizer.json" in files:
         with explaining_library(f"tokenizer.path={path} cannot be read as a tokenizer.json"):
-            backend = Backend.from_file(str(files["tokenizer.json"]))
+            backend = Backend.from_file(str(check_size(files["tokenizer.json"])))
         # Of whoever saved the file: they would cut documents, and pad them. How long sequences are is training.seq_len.
         backend.no_truncation()
         backend.no_padding()
@@ -235,9 +235,11 @@ def select_template(templates: dict[str, str | None], name_or_file: str | None, 
 
 def _read_template(file: Path, key: str) -> str:
     try:
-        return file.read_text(encoding="utf-8")
+        return check_size(file).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise UserError(f"{key}: {file} is not UTF-8 (byte {error.start}); save it as UTF-8") from None
+    except ValueError as error:
+        raise UserError(f"{key}: {file} is no template: {error}") from None
 
 
 ROW_MULTIPLE = 128
