@@ -6,6 +6,7 @@
 import json
 import os
 import socket
+from base64 import b64encode
 from contextlib import suppress
 
 import numpy as np
@@ -24,7 +25,7 @@ from tunix.base.errors import UserError
 from tunix.data.chat import PLAIN, ChatTemplate
 from tunix.data.files import Columns, Csv, Jsonl, Unit
 from tunix.data.parquet import Parquet
-from tunix.data.tokenizer import load_vocab
+from tunix.data.tokenizer import bytes_by_token, decode, decode_behind, load_vocab
 from tunix.huggingface.adapter_config import read_adapter
 from tunix.huggingface.config_json import read_config
 from tunix.huggingface.table import FAMILIES
@@ -209,6 +210,55 @@ def test_a_tokenizer_that_fails_for_some_texts(parts, tmp_path):
     vocab = load_vocab(str(tmp_path), eos="a")
     with pytest.raises(UserError, match="^the tokenizer cannot read a text, by its tokenizer.json: "):
         list(vocab.encode(["a" * 40 + "!"]))
+
+
+def test_a_tokenizer_that_fails_for_some_tokens(tmp_path):
+    """Its library panics where it cuts more off a token than the token has."""
+    decoder = {"type": "Strip", "content": "a", "start": 1, "stop": 1}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(json.loads(SEED_TOKENIZER) | {"decoder": decoder}))
+    backend = load(tmp_path).backend
+    for write in (lambda tokens: decode(backend, tokens), lambda tokens: decode_behind(backend, *tokens, tokens)):
+        with pytest.raises(UserError, match="^the tokenizer cannot write the text of tokens, by its tokenizer.json: "):
+            write([backend.token_to_id("a")])
+
+
+LONG = {"type": "Replace", "pattern": {"String": "a"}, "content": "b" * 101}
+TWICE = {"type": "Replace", "pattern": {"Regex": "(?=a)"}, "content": "a"}  # it stands before an a, which stays
+START = {"id": "a", "ids": [0] * 100, "tokens": ["a"] * 100}
+TEMPLATE = {
+    "single": [{"SpecialToken": {"id": "a", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+    "pair": [],
+}
+
+
+@pytest.mark.parametrize(
+    ("part", "growth"),
+    [
+        ({"normalizer": LONG}, 101),
+        ({"decoder": LONG}, 101),
+        ({"normalizer": {"type": "Sequence", "normalizers": [TWICE] * 40}}, 2**40),
+        ({"normalizer": {"type": "Prepend", "prepend": "a" * 100}}, 101),
+        (
+            {"normalizer": {"type": "Precompiled", "precompiled_charsmap": b64encode(bytes(5) + b"a" * 101).decode()}},
+            101,
+        ),
+        ({"post_processor": {"type": "TemplateProcessing", **TEMPLATE, "special_tokens": {"a": START}}}, 101),
+    ],
+)
+def test_a_tokenizer_that_makes_much_of_little_is_refused(part, growth, tmp_path):
+    (tmp_path / "tokenizer.json").write_text(json.dumps(json.loads(SEED_TOKENIZER) | part))
+    with pytest.raises(UserError, match=f"may make {growth:,} characters or tokens of one, .*; at most 100 are read"):
+        load(tmp_path)
+
+
+def test_a_token_with_an_id_that_no_table_has(tmp_path):
+    whole = json.loads(SEED_TOKENIZER)
+    whole["model"]["vocab"]["b"] = 2**31
+    (tmp_path / "tokenizer.json").write_text(json.dumps(whole))
+    vocab = load(tmp_path)
+    for count in (lambda: vocab.num_tokens, lambda: bytes_by_token(vocab.backend)):
+        with pytest.raises(UserError, match="the tokenizer gives the token 'b' the id 2147483648; ids are below"):
+            count()
 
 
 SETTINGS = [

@@ -4,6 +4,7 @@ import logging
 import math
 from collections.abc import Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -31,6 +32,7 @@ from tunix.data.dataset import Corpus
 from tunix.data.documents import DOCUMENTS
 from tunix.data.image_slots import find_slots
 from tunix.data.prompts import AnyCorpus, PromptCorpus, load_prompts
+from tunix.data.tokenizer import decode
 from tunix.inference.rollout import Request, Sampler
 from tunix.inference.sampling import Sampling, find_stop_ids
 from tunix.inference.teacher import give_logits, load_teacher
@@ -155,11 +157,11 @@ class CorpusFeed:
         prompt = (corpus.example[:-1] or corpus.example)[: min(128, cfg.training.seq_len, context // 2)]
         sampling = Sampling(min(cfg.evaluation.sample_tokens, context // 2), cfg.evaluation.sample_temperature)
         (answer,) = Sampler(self.train_spec.arch, context, self.mesh)(params, [prompt], sampling, cfg.seed)
-        return f"{corpus.tokenizer.decode(prompt)}>>>{corpus.tokenizer.decode(answer.tokens)}"
+        return f"{decode(corpus.tokenizer, prompt)}>>>{decode(corpus.tokenizer, answer.tokens)}"
 
     def _answer(self, params: Any) -> list[AnsweredImage]:
         """Answer the first question of some held-out conversations with images, by the likeliest tokens."""
-        cfg, slots, decode = self.cfg, self.slots, self.corpus.tokenizer.decode
+        cfg, slots, read = self.cfg, self.slots, partial(decode, self.corpus.tokenizer)
         assert slots is not None
         num_tokens = min(cfg.evaluation.sample_tokens, cfg.model.context_length // 2)
         questions = slots.find_questions(self.corpus.held_out, NUM_ANSWERED, cfg.model.context_length - num_tokens)
@@ -172,7 +174,7 @@ class CorpusFeed:
         request = Request(prompts, seed=cfg.seed, images=images)
         answers = Sampler(self.train_spec.arch, cfg.model.context_length, self.mesh).rollout(params, request, sampling)
         return [
-            AnsweredImage(each.last_image, decode(each.prompt), decode(answer.text_tokens), decode(each.answer))
+            AnsweredImage(each.last_image, read(each.prompt), read(answer.text_tokens), read(each.answer))
             for each, answer in zip(questions, answers, strict=True)
         ]
 

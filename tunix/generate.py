@@ -28,7 +28,7 @@ from tunix.data.chat import join_parts
 from tunix.data.image_slots import find_image_prompts
 from tunix.data.images import list_references
 from tunix.data.thoughts import split_thought
-from tunix.data.tokenizer import decode_behind, read_chat
+from tunix.data.tokenizer import decode, decode_behind, read_chat
 from tunix.inference.engine import Answer
 from tunix.inference.pretrained import Pretrained, load_language_model
 from tunix.inference.rollout import CacheBound, Request
@@ -177,7 +177,7 @@ class Speaker:
     def _decode(self, prompt: list[int], answer: Answer) -> str:
         if self.template is None:  # the text of the prompt goes on
             return decode_behind(self.tokenizer, prompt[-1], answer.text_tokens)
-        return self.tokenizer.decode(split_thought(self.tokenizer, answer.text_tokens, prompt)[1])
+        return decode(self.tokenizer, split_thought(self.tokenizer, answer.text_tokens, prompt)[1])
 
     def _report(self, bound: CacheBound) -> None:
         """Print what bounds the cache, where it is new."""

@@ -4,7 +4,9 @@ The library `tokenizers` needs more than 100 times the size of the text that it 
 where that provably changes no token; for which tokenizers and where is said at `find_cutter`.
 """
 
+import base64
 import json
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -120,6 +122,45 @@ def find_prefix(backend: "Backend") -> str | None:
     if any(step.get("prepend_scheme") == "always" or step.get("add_prefix_space") for step in words):
         return "each"
     return "start" if any(step.get("prepend_scheme") == "first" for step in words) else None
+
+
+# Regular expressions of characters and classes: each match has a character, as far as their text tells.
+AT_LEAST_ONE = re.compile(r"(?:[^*?{|(^$\\]|\\[pP]\{\w+\}|\\[dDsSwW])+")
+
+
+def find_growth(backend: "Backend") -> int:
+    """Return how many characters or tokens a tokenizer may make of one, in a text that it reads or writes.
+
+    What Unicode's normal forms make of a character is not counted, at most 18.
+    """
+    parts = [
+        _list_steps(part and json.loads(part.__getstate__()), key)
+        for part, key in (
+            (backend.normalizer, "normalizers"),
+            (backend.decoder, "decoders"),
+            (backend.post_processor, "processors"),
+        )
+    ]
+    return max(math.prod(map(_bound_step, steps)) for steps in parts)
+
+
+def _bound_step(step: Part) -> int:
+    """Return how many characters, or tokens, a step may make of one."""
+    if step["type"] == "Replace":
+        new, text = len(step["content"]), step["pattern"].get("String", "")
+        if text or AT_LEAST_ONE.fullmatch(step["pattern"].get("Regex", "")):
+            return max(1, math.ceil(new / max(1, len(text))))
+        return new + 1  # it may stand before a character that stays
+    if step["type"] == "Prepend":
+        return 1 + len(step["prepend"])
+    if step["type"] == "TemplateProcessing":
+        special = {name: len(token["ids"]) for name, token in step["special_tokens"].items()}
+        return 1 + sum(special[each["SpecialToken"]["id"]] for each in step["single"] if "SpecialToken" in each)
+    if step["type"] == "Precompiled":  # the length of a trie, the trie, and the texts that it leads to
+        data = base64.b64decode(step["precompiled_charsmap"])
+        texts = data[4 + int.from_bytes(data[:4], "little") :].decode(errors="replace").split("\0")
+        return max(1, *map(len, texts))
+    return 1
 
 
 def drop_prefix(backend: "Backend") -> "Backend":

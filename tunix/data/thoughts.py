@@ -14,6 +14,8 @@ from collections.abc import Sequence
 
 from tokenizers import Tokenizer as Backend
 
+from tunix.data.tokenizer import decode
+
 ANSWER, THOUGHT, HEADER = "answer", "thought", "header"
 
 # Special tokens, and what stands behind them. Behind `<|message|>` stands a thought where its channel is `analysis`.
@@ -34,7 +36,7 @@ class PartReader:
     def __init__(self, backend: Backend, prompt: Sequence[int] = ()):
         """`prompt` stands before the turn; it may begin the thought."""
         ids = {name: backend.token_to_id(name) for name in MARKS}
-        self.marks = {index: name for name, index in ids.items() if index is not None and not backend.decode([index])}
+        self.marks = {index: name for name, index in ids.items() if index is not None and not decode(backend, [index])}
         self.backend, self.part, self.mark, self.header = backend, ANSWER, "", list[int]()
         for token in prompt[-NUM_LAST:] if self.marks else ():
             self.read(token)
@@ -45,14 +47,14 @@ class PartReader:
         """Return the part that a token belongs to; marks belong to headers."""
         mark = self.marks.get(token)
         if mark is not None:
-            names_thought = self.backend.decode(self.header).strip() == "analysis"
+            names_thought = decode(self.backend, self.header).strip() == "analysis"
             self.part = THOUGHT if mark == "<|message|>" and names_thought else MARKS[mark]
             self.mark, self.header = mark, []
             return HEADER
         part = self.part
         if part == HEADER:
             self.header.append(token)
-            if self.mark == "<|channel>" and "\n" in self.backend.decode([token]):
+            if self.mark == "<|channel>" and "\n" in decode(self.backend, [token]):
                 self.part = THOUGHT
         return part
 

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import count, islice
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from tunix.base.files import check_size, expand_home, read_json
 from tunix.config import Tokenizer
 from tunix.data.chat import CORPUS_DATE, PLAIN, ChatTemplate
 from tunix.data.image_processors import ImageProcessor
-from tunix.data.pieces import GROUP, PIECE, Cutter, cut_text, drop_prefix, find_cutter, find_prefix
+from tunix.data.pieces import GROUP, PIECE, Cutter, cut_text, drop_prefix, find_cutter, find_growth, find_prefix
 from tunix.data.words import WordMemory, find_word_memory
 from tunix.huggingface.hub import fetch
 
@@ -103,6 +104,7 @@ def _find_merges(proto: Any) -> list[tuple[str, str]]:
     return [(left, right) for *_, left, right in sorted(merges)]
 
 
+MOST_GROWTH = 100  # characters or tokens that the steps of a tokenizer may make of one; those of XLM-R make 36
 FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "chat_template.jinja", "chat_template.json")
 NAMED_TEMPLATES = "additional_chat_templates"  # folder of further ones beside chat_template.jinja
 TOOL_USE = "tool_use"  # name of the template for conversations with tools, where it is not the default one
@@ -135,10 +137,16 @@ def read_backend_of(path: str, files: dict[str, Path]) -> Backend:
         # Of whoever saved the file: they would cut documents, and pad them. How long sequences are is training.seq_len.
         backend.no_truncation()
         backend.no_padding()
-        return backend
-    if "tokenizer.model" in files:
-        return convert(files["tokenizer.model"])
-    raise UserError(f"tokenizer.path={path} has neither a tokenizer.json nor a tokenizer.model; name another")
+    elif "tokenizer.model" in files:
+        backend = convert(files["tokenizer.model"])
+    else:
+        raise UserError(f"tokenizer.path={path} has neither a tokenizer.json nor a tokenizer.model; name another")
+    if (growth := find_growth(backend)) > MOST_GROWTH:
+        raise UserError(
+            f"tokenizer.path={path} may make {growth:,} characters or tokens of one, which takes the memory of the "
+            f"machine; at most {MOST_GROWTH} are read"
+        )
+    return backend
 
 
 @contextmanager
@@ -152,6 +160,12 @@ def explaining_library(problem: str = "the tokenizer cannot read a text, by its 
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise UserError(f"{problem}: {error}") from None
+
+
+def decode(backend: Backend, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
+    """Return the text of tokens; raises `UserError` where the library fails for them."""
+    with explaining_library("the tokenizer cannot write the text of tokens, by its tokenizer.json"):
+        return backend.decode(tokens, skip_special_tokens=skip_special_tokens)
 
 
 class Token(BaseModel):
@@ -269,7 +283,7 @@ class Vocab:
     @cached_property
     def num_tokens(self) -> int:
         """The largest token id plus one."""
-        return max(self.backend.get_vocab().values()) + 1
+        return count_ids(self.backend)
 
     @cached_property
     def dtype(self) -> np.dtype:
@@ -535,6 +549,17 @@ def check_fits(vocab: Vocab, model_vocab_size: int) -> None:
         )
 
 
+MOST_IDS = 1 << 24  # of a tokenizer: tables have a row for each, and published ones have 300,000
+
+
+def count_ids(backend: Backend) -> int:
+    """Return the largest token id plus one; raises `UserError` for one that no table has a row for."""
+    token, index = max(backend.get_vocab().items(), key=itemgetter(1))
+    if index >= MOST_IDS:
+        raise UserError(f"the tokenizer gives the token {token[:80]!r} the id {index}; ids are below {MOST_IDS:,}")
+    return index + 1
+
+
 def tokenizer_digest(backend: Backend) -> str:
     return hash_texts(backend.to_str())
 
@@ -571,7 +596,7 @@ class TokenBytes:
         if byte := BYTE.fullmatch(token):
             return bytes.fromhex(byte[1])
         # Decoders drop the space before the first word of a text, so a token by itself is shorter than behind another.
-        once, twice = (self.backend.decode([index] * count).encode() for count in (1, 2))
+        once, twice = (decode(self.backend, [index] * count).encode() for count in (1, 2))
         return twice[len(once) :]
 
 
@@ -581,8 +606,7 @@ def bytes_by_token(backend: Backend) -> np.ndarray:
     Special tokens stand for none, and so do ids without a token.
     """
     read, special = TokenBytes(backend), special_tokens(backend)
-    num_ids = max(backend.get_vocab().values()) + 1
-    return np.array([0 if index in special else len(read(index)) for index in range(num_ids)])
+    return np.array([0 if index in special else len(read(index)) for index in range(count_ids(backend))])
 
 
 def decode_behind(backend: Backend, last: int, tokens: Sequence[int]) -> str:
@@ -590,10 +614,10 @@ def decode_behind(backend: Backend, last: int, tokens: Sequence[int]) -> str:
 
     The space before their first word stays, which some decoders drop at the beginning of a text.
     """
-    before = backend.decode([last])
+    before = decode(backend, [last])
     if before.endswith("\ufffd"):  # a part of a character, which the first of the tokens may complete
-        return backend.decode(tokens)
-    return backend.decode([last, *tokens])[len(before) :]
+        return decode(backend, tokens)
+    return decode(backend, [last, *tokens])[len(before) :]
 
 
 def _find_token(backend: Backend, names: tuple[str, ...], among: set[int] | None = None) -> str | None:

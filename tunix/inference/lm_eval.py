@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec, reshard
 from tunix.base.errors import UserError, did_you_mean
 from tunix.config import Evaluate
 from tunix.costs.rollout import pad_batch
-from tunix.data.tokenizer import load_vocab
+from tunix.data.tokenizer import decode, load_vocab
 from tunix.inference.pretrained import Pretrained
 from tunix.inference.sampling import Sampling
 from tunix.models.vision import Images
@@ -202,7 +202,7 @@ class Respondent:
             sampled = self.model.sample([prompts[n] for n in numbers], sampling, rows_at_once=self.batch_size)
             for n, answer in zip(numbers, sampled, strict=True):
                 # With the token that stopped it: one that is special is no part of the text.
-                answers[n] = _truncate(self.backend.decode(answer.tokens), stops[n])
+                answers[n] = _truncate(decode(self.backend, answer.tokens), stops[n])
         return answers
 
 

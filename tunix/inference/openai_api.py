@@ -22,7 +22,7 @@ from tunix.data.chat import THOUGHTS
 from tunix.data.files import BadRow
 from tunix.data.images import read_parts
 from tunix.data.thoughts import ANSWER, PartReader
-from tunix.data.tokenizer import TokenBytes, decode_behind
+from tunix.data.tokenizer import TokenBytes, decode, decode_behind
 from tunix.rl.tool_parsers import Call
 
 # Requests.
@@ -293,7 +293,7 @@ class AnswerText:
         if first == 0 and self.behind is not None:
             return decode_behind(self.tokenizer, self.behind, self.tokens[:end])
         shown = [*compress(self.tokens[first:end], self.shown[first:end])]
-        return self.tokenizer.decode(shown, skip_special_tokens=self.skip)
+        return decode(self.tokenizer, shown, self.skip)
 
     def _grow(self, text: str) -> None:
         self.text = text

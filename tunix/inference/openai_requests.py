@@ -17,7 +17,7 @@ from tunix.data.files import BadRow
 from tunix.data.image_slots import find_image_prompts
 from tunix.data.images import ImageReader, take_images
 from tunix.data.pieces import PIECE
-from tunix.data.tokenizer import read_chat
+from tunix.data.tokenizer import decode, read_chat
 from tunix.inference.openai_api import (
     ApiError,
     ChatParameters,
@@ -180,7 +180,7 @@ class RequestReader:
         tokens = await asyncio.to_thread(lambda: list(map(encode, prompts)))
         job = self._make_job(parameters, False, tokens, parameters.max_tokens, None, arrived)
         if parameters.echo:
-            job.texts = [each if isinstance(each, str) else self.tokenizer.decode(each) for each in prompts]
+            job.texts = [each if isinstance(each, str) else decode(self.tokenizer, each) for each in prompts]
         return job
 
     def _check_answers(self, parameters: Parameters, num_prompts: int) -> None:

@@ -35,7 +35,7 @@ from tunix.data.teacher_logits import (
     logits_dtype,
     write_info,
 )
-from tunix.data.tokenizer import tokenizer_digest
+from tunix.data.tokenizer import count_ids, tokenizer_digest
 from tunix.huggingface.hub import INFO_FILES, WEIGHTS, find, list_copied_files
 from tunix.inference.pretrained import find_checkpoint, load_params
 from tunix.processes import peers
@@ -70,7 +70,7 @@ def load_teacher(train_spec: TrainSpec, mesh: Mesh, tokenizer: Tokenizer) -> dic
         params, own_tokenizer = load_params(teacher.source, teacher.model, own, layout, mesh)
     except UserError as error:
         raise UserError(f"{TEACHER}={teacher.source}: {error}") from None
-    if (num_tokens := max(tokenizer.get_vocab().values()) + 1) > teacher.model.vocab_size:
+    if (num_tokens := count_ids(tokenizer)) > teacher.model.vocab_size:
         raise UserError(
             f"{TEACHER}={teacher.source} has {teacher.model.vocab_size:,} rows of vocabulary, and the run's tokenizer "
             f"has {num_tokens:,} tokens; take a teacher with the same tokenizer"

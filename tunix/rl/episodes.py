@@ -36,7 +36,7 @@ from tunix.config.task import Grpo
 from tunix.data.chat import NO_ID, WORDS, Options
 from tunix.data.prompts import Prompt
 from tunix.data.thoughts import split_thought
-from tunix.data.tokenizer import Vocab
+from tunix.data.tokenizer import Vocab, decode
 from tunix.inference.engine import Answer
 from tunix.inference.rollout import RolloutRequest, Sampler, derive_seed
 from tunix.inference.sampling import select_sampling
@@ -71,7 +71,7 @@ class ObservationEncoder:
         self.special = sorted(token.content for token in added.values() if token.special)
         self.marks = self.stop & {number for number, token in added.items() if token.special}
         example = self._encode_results([WORDS], [("tool", NO_ID)])  # as the template shows the result of a call
-        self.shows_calls = example is not None and WORDS in vocab.backend.decode(example, skip_special_tokens=False)
+        self.shows_calls = example is not None and WORDS in decode(vocab.backend, example, False)
         if options.get("tools") and not self.shows_calls:
             self._warn_of_call_without_end()
 
@@ -91,7 +91,7 @@ class ObservationEncoder:
         for number, token in enumerate(tokens):
             if token in self.stop:
                 return tokens[number + 1 :]
-            if self.vocab.backend.decode([token], skip_special_tokens=False).strip():
+            if decode(self.vocab.backend, [token], False).strip():
                 break
         return tokens
 
@@ -535,9 +535,9 @@ class _Game:
         """Take a turn that has ended, and let the environment answer it."""
         episode, backend = self.live[number], self.player.vocab.backend
         # Special tokens are a part of the text: some models mark their calls with them.
-        text = backend.decode(drawn.text_tokens, skip_special_tokens=False)
+        text = decode(backend, drawn.text_tokens, False)
         _, answer = split_thought(backend, drawn.text_tokens, [*episode.begin, *episode.tokens])
-        said = text if len(answer) == len(drawn.text_tokens) else backend.decode(answer)
+        said = text if len(answer) == len(drawn.text_tokens) else decode(backend, answer)
         episode.add_turn(drawn, text, said)
         if drawn.stopped:
             self._ask(number, "step", text if self.player.has_tools else said)

@@ -46,7 +46,7 @@ from tunix.data.image_slots import find_slots
 from tunix.data.packing import pack_best_fit
 from tunix.data.prompts import Prompt, PromptCorpus, PromptOrder, gather_columns
 from tunix.data.thoughts import split_thought
-from tunix.data.tokenizer import Vocab
+from tunix.data.tokenizer import Vocab, decode
 from tunix.inference.engine import Answer
 from tunix.inference.rollout import Request, RolloutRequest, Sampler, derive_seed, gather_device_bytes
 from tunix.inference.sampling import find_stop_ids, select_sampling
@@ -230,11 +230,10 @@ def draw_answers(
     player: Player | None,
 ) -> Drawn:
     """Draw the answers of a request with parameters at rest; `stop` ends an answer, or a turn of an episode."""
-    decode = vocab.backend.decode
     if player is not None:
         played = player.rollout(sampler, params, request, rows_at_once, stop)
         answers = [episode.to_answer() for episode in played.episodes]
-        return Drawn(answers, [decode(answer.tokens, skip_special_tokens=False) for answer in answers], played)
+        return Drawn(answers, [decode(vocab.backend, answer.tokens, False) for answer in answers], played)
     tokens, images = [each.tokens for each in request.prompts], [each.images for each in request.prompts]
     has_images = any(each is not None for each in images)
     asked = [prompt for prompt in tokens for _ in range(request.group_size)]
@@ -243,7 +242,7 @@ def draw_answers(
     answers = sampler.rollout(params, drawing, sampling, rows_at_once, request.between_chunks)
     pairs = zip(answers, asked, strict=True)
     said = [split_thought(vocab.backend, answer.text_tokens, prompt)[1] for answer, prompt in pairs]
-    return Drawn(answers, list(map(decode, said)))
+    return Drawn(answers, [decode(vocab.backend, tokens) for tokens in said])
 
 
 def score_together(scorer: Scorer, prompts: list[Prompt], drawn: Drawn, group_size: int) -> Scores:

@@ -21,7 +21,7 @@ from tokenizers import decoders
 
 from tunix.base.errors import UserError
 from tunix.config.saved_runs import read_saved
-from tunix.data.tokenizer import read_backend
+from tunix.data.tokenizer import decode, read_backend
 from tunix.rl.samples_index import SamplesIndex, as_number, parse, read_index
 
 TEMPLATE = Path(__file__).with_name("samples_page.html")
@@ -229,7 +229,7 @@ class TokenTexts:
         if token in self.backend.get_added_tokens_decoder():
             return word
         if self.byte_level:
-            text = self.backend.decode([token], skip_special_tokens=False)
+            text = decode(self.backend, [token], False)
             return text if "\ufffd" not in text else word  # a part of a character
         return word.replace("▁", " ").replace("<0x0A>", "\n")
 
