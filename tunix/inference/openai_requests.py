@@ -87,6 +87,10 @@ class RequestReader:
         if parameters.top_logprobs and not parameters.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs=true", "top_logprobs")
         self._check_answers(parameters, 1)
+        # Each is a token at least. Templates write 300,000 messages, 9 MB, for seconds in which no stream goes on.
+        if (count := len(parameters.messages) + len(tools or ())) > self.max_length:
+            message = f"{count} messages and tools are more than {self.max_length} tokens"
+            raise ApiError(400, message, "messages", "context_length_exceeded")
         messages = [read_message(message, index) for index, message in enumerate(parameters.messages)]
         options = {**(parameters.chat_template_kwargs or {}), **({"tools": tools} if tools else {})}
         files = await asyncio.to_thread(self._read_images, messages, arrived)
