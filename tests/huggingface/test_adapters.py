@@ -1,6 +1,7 @@
 """Adapters of PEFT are gone on with: `adapters/make.py` made them, and what PEFT says of models that have them."""
 
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -123,6 +124,17 @@ def test_loose_adapters_that_do_not_fit(tmp_path):
         with pytest.raises(UserError, match=message) as error:
             tunix.load_pretrained(source, adapter=adapter)
         assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("key", "value"), [
+    ("r", -2), ("r", 0), ("r", True), ("r", "4"), ("lora_alpha", math.nan), ("lora_alpha", math.inf), ("lora_alpha", 10**400), ("lora_alpha", -1),
+])  # fmt: skip
+def test_numbers_of_an_adapter_that_are_none(key, value, tmp_path):
+    """With alpha NaN a model answered, by logits that are none."""
+    config = json.loads((ADAPTERS / "llama/adapter_config.json").read_text()) | {key: value}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=r"adapter_config\.json: r=.* and lora_alpha=.* must be numbers"):
+        read_adapter(tmp_path, "llama")
 
 
 @pytest.mark.nightly

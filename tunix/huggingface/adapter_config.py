@@ -57,8 +57,10 @@ def _read_adapter(folder: Path, family: str) -> dict[str, Any]:
                 "with merge_lora=true, PEFT with merge_and_unload"
             )
     rank, alpha = raw.get("r"), raw.get("lora_alpha")
-    if not isinstance(rank, int) or not isinstance(alpha, int | float):
-        raise UserError(f"{source}: r={rank} and lora_alpha={alpha} must be numbers")
+    if not isinstance(rank, int) or not isinstance(alpha, int | float) or bool in (type(rank), type(alpha)):
+        raise UserError(f"{source}: r={rank!r:.50} and lora_alpha={alpha!r:.50} must be numbers")
+    if rank < 1 or not 0 < alpha < 1e6:
+        raise UserError(f"{source}: r={rank} and lora_alpha={str(alpha)[:50]} must be numbers above 0")
     try:
         with safe_open(folder / WEIGHTS, framework="np") as file:
             tensors = list(file.keys())
