@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -226,6 +227,28 @@ def test_a_prepared_folder_is_a_source(corpus, tmp_path):
         load_corpus(compose([*words, f"tokenizer.path={tmp_path}/other"]).config)
     with pytest.raises(UserError, match="was not made for task=sft"):
         load_corpus(compose([*words, "task=sft"]).config)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"train": {"flat": {"path": "/home/me/.ssh/id_rsa", "dtype": "uint8", "offset": 0, "count": 9}}}, "id_rsa', which"),
+        ({"name": "../other"}, "names '../other', which is not in its folder"),
+        ({"train": {"tokens": "5"}}, "is damaged .its tokens and documents are no counts"),
+        ({"train": {"digest": 5}}, "is damaged .sequence item"),
+        ({"held_out": None}, "is damaged"),
+    ],
+)  # fmt: skip
+def test_a_folder_that_a_stranger_has_prepared(corpus, tmp_path, change, message):
+    """Its index names no file of this machine as tokens to learn."""
+    folder = shutil.copytree(prepared(text_config(corpus)).folder, tmp_path / "copied")
+    index = json.loads((folder / "index.json").read_text())
+    shard = index["shards"][0]
+    shard |= {key: shard[key] | value if isinstance(value, dict) else value for key, value in change.items()}
+    (folder / "index.json").write_text(json.dumps(index))
+    cfg = compose([*SMALL, "data=tokens", f"data.paths=['{folder}']", "loading.verify=never"]).config
+    with pytest.raises(UserError, match=message):
+        prepare_corpus(cfg)
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from tokenizers import Tokenizer as Backend
 from tunix.base.buckets import is_address
 from tunix.base.digests import FILE, hash_texts, list_files, note_verified, verify_folder, write_digests
 from tunix.base.errors import UserError
-from tunix.base.files import expand_home, make_once, replacing
+from tunix.base.files import expand_home, is_plain, make_once, replacing
 from tunix.base.forms import locate_cached, sign
 from tunix.config import Config, Loading, Task, Tokenizer
 from tunix.config.data import Mixture
@@ -41,7 +41,17 @@ from tunix.data.image_processors import ImageProcessor
 from tunix.data.image_slots import find_slots
 from tunix.data.packing import Sequences
 from tunix.data.pieces import TRAINED_HERE, cut_text
-from tunix.data.shards import FORMAT, HASH_BITS, Prepared, ShardPlan, hash_document, is_cut, make_shards, open_prepared
+from tunix.data.shards import (
+    FORMAT,
+    HASH_BITS,
+    SPLITS,
+    Prepared,
+    ShardPlan,
+    hash_document,
+    is_cut,
+    make_shards,
+    open_prepared,
+)
 from tunix.data.sources import Tokens
 from tunix.data.tokenizer import Vocab, add_images, bytes_by_token, check_fits, read_vocab, train_vocab
 from tunix.processes import peers
@@ -420,6 +430,7 @@ def _open_copied(folder: Path, vocab: Vocab, cfg: Config) -> Prepared:
             f"{cfg.tokenizer.path} ({vocab.num_tokens} tokens); leave tokenizer.path=null to take its own"
         )
     prepared = open_verified(folder, cfg.loading)
+    _check_index(prepared)
     images = prepared.index.get("images")
     own_images = None if vocab.images is None else vocab.images.describe()
     if images is not None and images != own_images:
@@ -430,6 +441,25 @@ def _open_copied(folder: Path, vocab: Vocab, cfg: Config) -> Prepared:
     if prepared.documents != cfg.task.documents:
         raise UserError(f"data.paths: {folder} was not made for task={cfg.task.name}; prepare it with that task")
     return prepared
+
+
+def _check_index(prepared: Prepared) -> None:
+    """Raise `UserError` where the index of a folder that anybody may have made names files outside of it: tokens of a
+    private file would be learnt; or where it has no counts."""
+    source = f"data.paths: {prepared.folder}/index.json"
+    try:
+        for shard in prepared.index["shards"]:
+            facts = [shard[split] for split in SPLITS]
+            hash_texts(prepared.fingerprint, *(fact["digest"] for fact in facts))  # they are texts
+            if not all(type(fact[key]) is int and fact[key] >= 0 for fact in facts for key in ("tokens", "documents")):
+                raise TypeError("its tokens and documents are no counts")
+            flat = [fact["flat"]["path"] for fact in facts if "flat" in fact]
+            if outside := [*flat, *([] if is_plain(shard["name"]) else [shard["name"]])]:
+                raise UserError(
+                    f"{source} names {outside[0][:200]!r}, which is not in its folder: give that file itself"
+                )
+    except (AttributeError, LookupError, TypeError) as error:
+        raise UserError(f"{source} is damaged ({error}); prepare the folder again") from None
 
 
 def compute_fingerprint(data: Source | Mixture, prepared: dict[str, Prepared], packing: str) -> str:
