@@ -20,6 +20,7 @@ from tunix.config.compose import compose
 from tunix.data.dataset import find_units, load_corpus, prepare_corpus
 from tunix.data.documents import Document, read_documents
 from tunix.data.files import find_files, zstd
+from tunix.data.sources import _find_saved_splits
 
 TEXTS = [f"document {number}: {'word ' * (number % 7 + 1)}" for number in range(40)]
 TINY = [*SMALL, "tokenizer=bytes", "tokenizer.vocab_size=259", "training.seq_len=16"]
@@ -136,6 +137,11 @@ def test_folders_of_save_to_disk(tmp_path, streaming):
     datasets.DatasetDict(train=other, test=train).save_to_disk(tmp_path / "both")
     (tmp_path / "both" / "others").mkdir()
     (tmp_path / "both" / "others" / "state.json").write_text("{}")  # of another program
+    for number, files in enumerate(([{"filename": "../x.arrow"}], [{}], [5], 5)):
+        (tmp_path / str(number)).mkdir()
+        (tmp_path / str(number) / "state.json").write_text(json.dumps({"_data_files": files}))
+        with pytest.raises(UserError, match="data.path=.*: state.json names no files beside it"):
+            _find_saved_splits(tmp_path / str(number))
     words = ["data=hf", f"data.streaming={streaming}"]
     assert documents(*words, f"data.path='{tmp_path}/[one]'") == sorted(TEXTS)
     assert documents(*words, f"data.path={tmp_path}/both", "data.split=test") == sorted(TEXTS)

@@ -373,7 +373,10 @@ def _find_saved_splits(folder: Path) -> dict[str, list[str]]:
         about = read_json(state) if state.is_file() else {}
         if files := about.get("_data_files"):
             split = about.get("_split") or "train" if state.parent == folder else state.parent.name
-            saved[split] = [glob.escape(str(state.with_name(each["filename"]))) for each in files]
+            try:
+                saved[split] = [glob.escape(str(state.with_name(each["filename"]))) for each in files]
+            except (LookupError, TypeError, ValueError) as error:
+                raise UserError(f"data.path={folder}: {state.name} names no files beside it ({error})") from None
     return saved
 
 
