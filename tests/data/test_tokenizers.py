@@ -14,7 +14,7 @@ from tunix.config.compose import compose
 from tunix.data import tokenizer
 from tunix.data.dataset import load_corpus
 from tunix.data.thoughts import split_thought
-from tunix.data.tokenizer import TokenBytes, bytes_by_token, decode_behind, load_vocab
+from tunix.data.tokenizer import TokenBytes, bytes_by_token, decode_behind, load_vocab, special_tokens
 
 TEXT = "def f(x):\n\treturn 'Ünïcödé 漢字 🙂' # \x00\r\n"
 
@@ -67,6 +67,7 @@ def test_a_thought_is_told_from_the_answer_by_special_tokens(load, turn):
     text, prompt, expected = TURNS[turn]
     tokens, before = (backend.encode(each, add_special_tokens=False).ids for each in (text, prompt))
     thought, answer = map(backend.decode, split_thought(backend, tokens, before))
+    assert not special_tokens(backend) & {token for part in split_thought(backend, tokens, before) for token in part}
     assert (thought, answer) == (("", text) if expected is None else (expected, "5"))
 
 

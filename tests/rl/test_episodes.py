@@ -383,7 +383,9 @@ def test_a_call_that_no_token_ends_is_said(vocab, caplog):
 def test_what_is_rewarded_has_no_thought_that_special_tokens_mark(vocab):
     """A game reads, and rewards score, what GPT-OSS says in its channel `final`."""
     backend = Backend.from_str(vocab.backend.to_str())
-    backend.add_special_tokens([AddedToken(mark, special=True) for mark in ("<|channel|>", "<|message|>", "<|start|>")])
+    backend.add_special_tokens(
+        [AddedToken(mark, special=True) for mark in ("<|channel|>", "<|message|>", "<|start|>", "<|end|>")]
+    )
 
     def policy(text, number):
         said = "<|start|>assistant<|channel|>final<|message|>" + solve(text, number)

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import string
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -98,7 +99,7 @@ def test_evaluate_measures_what_the_run_did(wide, tmp_path, monkeypatch):
 
 
 def test_an_answer_with_special_tokens_is_no_best_one(caplog):
-    """Its text lacks them: the thoughts of GPT-OSS would be learnt as a part of what it says."""
+    """Its text lacks them. Those that mark a thought are none within: the row has the thought apart."""
     keys = {"path": None, "train": None, "vocab_size": 259, "train_bytes": 1, "bos_token": None, "eos_token": None}
     vocab = train_vocab(Tokenizer(**keys), ["a"])
     prompt = Prompt([], "", {}, Question([{"role": "user", "content": "a?"}], {}))
@@ -108,6 +109,16 @@ def test_an_answer_with_special_tokens_is_no_best_one(caplog):
     (best,) = select_best([prompt], rows, 2, None, _find_plain(vocab, answers))
     assert best["messages"][-1]["content"] == "c"
     assert "best: 1 answers are left out" in caplog.text
+    vocab.backend.add_special_tokens(["[THINK]", "[/THINK]"])
+    thinking = Answer([*vocab.backend.encode("[THINK]a[/THINK]b", add_special_tokens=False).ids, eos], [], [], True)
+    rows = [{"answer": "b", "thought": "a", "stopped": True, "reward": 1.0}]
+    (best,) = select_best([prompt], rows, 1, None, _find_plain(vocab, [thinking]))
+    assert best["messages"][-1] == {"role": "assistant", "content": "b", "reasoning_content": "a"}
+    # A call of GPT-OSS, of which the text is the arguments alone.
+    vocab.backend.add_special_tokens(["<|start|>", "<|channel|>", "<|message|>", "<|end|>"])
+    call = vocab.backend.encode("<|channel|>commentary to=functions.f<|message|>{}", add_special_tokens=False).ids
+    of_gpt_oss = replace(vocab, chat_template="<|channel|>commentary")
+    assert _find_plain(of_gpt_oss, [Answer([*call, eos], [], [], True)]) == [False]
 
 
 @pytest.mark.nightly

@@ -18,15 +18,17 @@ from tunix.data.tokenizer import decode
 
 ANSWER, THOUGHT, HEADER = "answer", "thought", "header"
 
-# Special tokens, and what stands behind them. Behind `<|message|>` stands a thought where its channel is `analysis`.
-MARKS = {
-    "<|start|>": HEADER, "<|channel|>": HEADER, "<|message|>": ANSWER,  # GPT-OSS
-    "<|channel>": HEADER, "<channel|>": ANSWER,  # Gemma 4, whose header ends with its line
-    "[THINK]": THOUGHT, "[/THINK]": ANSWER,  # Mistral
-    "<|inner_prefix|>": THOUGHT, "<|inner_suffix|>": ANSWER, "<|tools_prefix|>": ANSWER,  # Apertus
-    "<seed:think>": THOUGHT, "</seed:think>": ANSWER,
-    "<think>": THOUGHT, "</think>": ANSWER,
-}  # fmt: skip
+# Special tokens, and what stands behind them; a row counts where a tokenizer has all of its tokens.
+MARKS = (
+    # GPT-OSS. Behind `<|message|>` stands a thought where its channel is `analysis`.
+    {"<|start|>": HEADER, "<|channel|>": HEADER, "<|message|>": ANSWER, "<|end|>": HEADER},
+    {"<|channel>": HEADER, "<channel|>": ANSWER},  # Gemma 4, whose header ends with its line
+    {"[THINK]": THOUGHT, "[/THINK]": ANSWER},  # Mistral
+    {"<|inner_prefix|>": THOUGHT, "<|inner_suffix|>": ANSWER, "<|tools_prefix|>": ANSWER},  # Apertus
+    {"<seed:think>": THOUGHT, "</seed:think>": ANSWER},
+    {"<think>": THOUGHT, "</think>": ANSWER},
+)
+BEHIND = {name: part for row in MARKS for name, part in row.items()}
 NUM_LAST = 4  # tokens of a prompt, of which one may begin a thought
 
 
@@ -35,8 +37,11 @@ class PartReader:
 
     def __init__(self, backend: Backend, prompt: Sequence[int] = ()):
         """`prompt` stands before the turn; it may begin the thought."""
-        ids = {name: backend.token_to_id(name) for name in MARKS}
-        self.marks = {index: name for name, index in ids.items() if index is not None and not decode(backend, [index])}
+        self.marks: dict[int, str] = {}
+        for row in MARKS:
+            ids = {index: name for name in row if (index := backend.token_to_id(name)) is not None}
+            if len(ids) == len(row) and not decode(backend, list(ids)):  # texts lack them
+                self.marks |= ids
         self.backend, self.part, self.mark, self.header = backend, ANSWER, "", list[int]()
         for token in prompt[-NUM_LAST:] if self.marks else ():
             self.read(token)
@@ -48,7 +53,7 @@ class PartReader:
         mark = self.marks.get(token)
         if mark is not None:
             names_thought = decode(self.backend, self.header).strip() == "analysis"
-            self.part = THOUGHT if mark == "<|message|>" and names_thought else MARKS[mark]
+            self.part = THOUGHT if mark == "<|message|>" and names_thought else BEHIND[mark]
             self.mark, self.header = mark, []
             return HEADER
         part = self.part

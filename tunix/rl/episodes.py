@@ -270,11 +270,12 @@ class Drawn(NamedTuple):
     answers: list[Answer]
     texts: list[str]  # without the token that stopped an answer; of an episode of all of its tokens
     played: Played | None = None  # the episodes that the answers are, where there is an environment
+    thoughts: Sequence[str] = ()  # of answers that are no episodes (data/thoughts.py); "" of one without
 
     def part(self, rows: slice) -> "Drawn":
         """Return some of the answers."""
         played = None if self.played is None else replace(self.played, episodes=self.played.episodes[rows])
-        return Drawn(self.answers[rows], self.texts[rows], played)
+        return Drawn(self.answers[rows], self.texts[rows], played, self.thoughts[rows])
 
 
 def make_pool(task: Grpo, vocab: Vocab) -> EnvironmentPool | None:

@@ -18,7 +18,8 @@ from tunix.config.rewards import EngineTerm, FunctionTerm, RewardTerm
 from tunix.config.task import Grpo, Prompted
 from tunix.data.files import Rows
 from tunix.data.prompts import RIGHT, Prompt, PromptCorpus, load_prompts, load_together
-from tunix.data.tokenizer import Vocab, special_tokens
+from tunix.data.thoughts import split_thought
+from tunix.data.tokenizer import Vocab, decode, special_tokens
 from tunix.inference.engine import Answer
 from tunix.inference.pretrained import describe_files, load_language_model, load_params
 from tunix.inference.rollout import RolloutRequest, derive_seed
@@ -29,13 +30,14 @@ from tunix.rl.episodes import Drawn, Player, make_pool, try_user_code
 from tunix.rl.rollouts import RolloutEngine, draw_answers, score_together
 from tunix.rl.scoring import Scorer
 from tunix.rl.table import REWARDS
+from tunix.rl.tool_parsers import choose_tool_calls, find_reader
 
 log = logging.getLogger(__name__)
 
 # Quality of answers: how many are right, how good and how long they are.
 
 Numbers = dict[str, float]
-Row = dict[str, Any]  # an answer: prompt, answer, reward, reward_LABEL for each reward, num_tokens, stopped
+Row = dict[str, Any]  # an answer: prompt, answer, thought, reward, reward_LABEL for each reward, num_tokens, stopped
 
 
 def summarise(rows: Sequence[Row], labels: Sequence[str], num_samples: int) -> Numbers:
@@ -228,6 +230,7 @@ def _make_rows(
                 {
                     "prompt": batch[number // count].text,
                     "answer": text,
+                    **({"thought": own.thoughts[number]} if any(own.thoughts[number : number + 1]) else {}),
                     "reward": scores.total[number],
                     **{f"reward_{label}": values[number] for label, values in scores.values.items()},
                     # What an environment says is no part of the answer.
@@ -240,10 +243,15 @@ def _make_rows(
 
 
 def _find_plain(vocab: Vocab, answers: Sequence[Answer]) -> list[bool]:
-    """Return for each answer whether its text is all of it: text drops special tokens, and with them where the thoughts
-    of GPT-OSS and Gemma 4 end."""
-    special = special_tokens(vocab.backend)
-    plain = [special.isdisjoint(answer.text_tokens) for answer in answers]
+    """Return for each answer whether its text, and that of its thought, is all of it: text drops special tokens, and
+    with them what marks a call."""
+    special, read = special_tokens(vocab.backend), find_reader(choose_tool_calls(vocab.chat_template or ""))
+    plain = []
+    for answer in answers:
+        parts = [token for part in split_thought(vocab.backend, answer.text_tokens) for token in part]
+        has_marks = len(parts) < len(answer.text_tokens)
+        calls = has_marks and read(decode(vocab.backend, answer.text_tokens, skip_special_tokens=False))
+        plain.append(special.isdisjoint(parts) and not calls)
     if num_marked := plain.count(False):
         log.warning("best: %d answers are left out, whose special tokens a row of task=sft would not have", num_marked)
     return plain
@@ -265,7 +273,8 @@ def select_best(
         if not whole or prompt.question is None:
             continue
         row = max(whole, key=lambda row: row["reward"])
-        messages = [*prompt.question.messages, {"role": "assistant", "content": row["answer"]}]
+        thought = {"reasoning_content": row["thought"]} if "thought" in row else {}
+        messages = [*prompt.question.messages, {"role": "assistant", "content": row["answer"], **thought}]
         tools = {key: value for key, value in prompt.question.options.items() if key == "tools"}
         chosen.append({"messages": messages, **tools, "reward": row["reward"]})
     return chosen

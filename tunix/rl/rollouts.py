@@ -241,8 +241,9 @@ def draw_answers(
     sampling = select_sampling(request.sampling, stop)
     answers = sampler.rollout(params, drawing, sampling, rows_at_once, request.between_chunks)
     pairs = zip(answers, asked, strict=True)
-    said = [split_thought(vocab.backend, answer.text_tokens, prompt)[1] for answer, prompt in pairs]
-    return Drawn(answers, [decode(vocab.backend, tokens) for tokens in said])
+    parts = [split_thought(vocab.backend, answer.text_tokens, prompt) for answer, prompt in pairs]
+    thoughts, texts = ([decode(vocab.backend, part[kind]) for part in parts] for kind in (0, 1))
+    return Drawn(answers, texts, thoughts=thoughts)
 
 
 def score_together(scorer: Scorer, prompts: list[Prompt], drawn: Drawn, group_size: int) -> Scores:
