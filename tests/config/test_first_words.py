@@ -161,7 +161,7 @@ def test_a_random_base_is_said():
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("scheduler.decay_ratio=0.5", "scheduler.decay_ratio: nothing reads it: the schedule has no decay at its end; "),
+        ("scheduler.decay_ratio=0.5", "scheduler.decay_ratio: nothing reads it: the schedule has no decay at its end; scheduler.name=wsd or "),
         ("scheduler=wsd scheduler.decay_ratio=0.5", ""),
         ("model.lora.alpha=8 model.lora.use_dora=true", "model.lora.alpha, model.lora.use_dora: nothing reads them: model."),
         ("model.lora.rank=0", ""),

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: what they hold, and which of them a resumed run goes on from."""
+"""Checkpoints of a run: what they hold, which keys a resumed run may change, and from which of them it goes on."""
 
 import copy
 import json

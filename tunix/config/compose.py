@@ -52,6 +52,7 @@ from tunix.config.saved_runs import (
 )
 from tunix.data.files import Rows, Source
 from tunix.data.sources import Custom, Tokens
+from tunix.optimizers.schedules import SHAPES
 
 # word                        means
 # group=option                take the file conf/GROUP/OPTION.yaml
@@ -498,6 +499,8 @@ def remark_on_random(job: Job) -> str:
     return ""
 
 
+DECAYING = [name for name, shape in SHAPES.items() if shape.has_decay]  # schedules that fall at their end
+
 # Keys that nothing reads while another key is off: which ones, whether they are read, and the key that is off.
 UNREAD: tuple[tuple[str, Callable[[Config, str], object], str], ...] = (
     (
@@ -508,7 +511,7 @@ UNREAD: tuple[tuple[str, Callable[[Config, str], object], str], ...] = (
     (
         r"scheduler\.decay_",
         lambda cfg, key: cfg.scheduler.shape.has_decay,
-        "the schedule has no decay at its end; scheduler=wsd, cosine_hold and sqrt_decay have one",
+        f"the schedule has no decay at its end; scheduler.name={' or '.join(DECAYING)} has one",
     ),
     (
         r"task\.teacher_",
