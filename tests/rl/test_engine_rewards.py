@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 from safetensors.numpy import save_file
-from support.harness import metrics
+from support.harness import ROOT, metrics
 from support.rollouts import ONE, TASK
 
 import tunix
@@ -17,6 +17,7 @@ from tunix.base.errors import UserError
 from tunix.config import Evaluate
 from tunix.config.command_line import read_settings
 from tunix.config.compose import compose
+from tunix.config.rewards import ModelTerm
 from tunix.data.documents import Question
 from tunix.data.prompts import Prompt
 from tunix.inference.engine import Answer
@@ -112,6 +113,14 @@ def test_what_a_reward_model_cannot_read_is_refused_at_the_start(values, message
     model.encode = lambda prompts, answers: ["task.chat_template refuses it"]
     with pytest.raises(UserError, match="path=x cannot read the first prompt: task.chat_template refuses it"):
         rewards.try_out(Prompt([], "", {}, question))
+
+
+def test_a_reward_model_that_does_not_fit_the_mesh_is_named():
+    """The model that answers may have the experts that it lacks."""
+    cfg, path = compose([*TASK, "model.mesh_shape=[[2],[ep]]"]).config, ROOT / "tests/models/parity/llama"
+    term = ModelTerm.model_construct(function="model", path=str(path), name=None)
+    with pytest.raises(UserError, match=f"task.rewards: path={path}: mesh axis ep=2 splits experts"):
+        EngineRewards([term], {}, "zero", 10, cfg)
 
 
 @pytest.mark.nightly

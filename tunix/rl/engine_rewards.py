@@ -179,7 +179,10 @@ class EngineRewards:
         for term in self.terms:
             match term:
                 case ModelTerm():
-                    model = RewardModel(term.path, cfg.training.dtypes["compute"], cfg.model.mesh_shape)
+                    try:
+                        model = RewardModel(term.path, cfg.training.dtypes["compute"], cfg.model.mesh_shape)
+                    except UserError as error:  # the mesh may fit the model that answers alone
+                        raise UserError(f"task.rewards: path={term.path}: {error}") from None
                     self.models.append((term.path, model))
                     self.bytes_per_device += model.bytes_per_device
                     log.info("reward model: %s, %s parameters", term.path, f"{model.model.arch.num_parameters:,}")
