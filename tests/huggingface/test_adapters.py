@@ -299,7 +299,7 @@ REFUSED = {
     "rank_pattern": ({"q_proj": 8}, r"rank_pattern={'q_proj': 8} is not understood"),
     "layers_to_transform": ([0], r"layers_to_transform=\[0\] is not understood"),
     "init_lora_weights": ("pissa", "init_lora_weights=pissa is not supported; it must be True or False or gaussian"),
-    "bias": ("all", "bias=all is not supported; it must be none"),
+    "bias": ("all", "bias=all is not supported; it must be none, or give a folder of the whole model"),
     "peft_type": ("LOHA", "peft_type=LOHA is not supported; it must be LORA"),
     "invented_by_peft_1": (0.5, "invented_by_peft_1=0.5 is not understood"),
 }
@@ -323,7 +323,9 @@ def test_tensors_that_do_not_fit(tmp_path):
     )
     head = {"base_model.model.lm_head.lora_A.weight": np.ones((4, 32), np.float32)}
     save_file(tensors | head, path)
-    with pytest.raises(UserError, match=r"lm_head.lora_A.weight is no low-rank update of a projection of a llama"):
+    with pytest.raises(
+        UserError, match=r"lm_head.lora_A.weight is no low-rank update of a projection of a llama; give"
+    ):
         read_adapter(tmp_path / "adapter", "llama")
     cfg = compose(words("llama")).config
     mesh = build_mesh(cfg)
@@ -332,7 +334,10 @@ def test_tensors_that_do_not_fit(tmp_path):
     cfg = cfg.model_copy(update={"model": cfg.model.model_copy(update={"init_adapter": str(tmp_path / "adapter")})})
     last = "base_model.model.model.layers.2.mlp.down_proj.lora_B.weight"
     for changed, message in (
-        ({name: value for name, value in tensors.items() if name != last}, "lacks model.layers.2.mlp.down_proj.lora_B"),
+        (
+            {name: value for name, value in tensors.items() if name != last},
+            "lacks model.layers.2.mlp.down_proj.lora_B.*the same updates, or give",
+        ),
         (
             tensors | {last.replace("2", "3"): tensors[last]},
             "has model.layers.3.*of a layer that the base does not have",

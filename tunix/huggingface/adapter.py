@@ -25,7 +25,7 @@ from jax.sharding import Mesh, NamedSharding
 from tunix.base.errors import UserError, name_first
 from tunix.config import Model
 from tunix.config.layers import EXPERT_PROJECTIONS
-from tunix.huggingface.adapter_config import MAGNITUDE, PREFIX, WEIGHTS
+from tunix.huggingface.adapter_config import MAGNITUDE, OTHERWISE, PREFIX, WEIGHTS
 from tunix.huggingface.table import Family, Name, find_family
 from tunix.huggingface.weights import (
     FLOATS,
@@ -69,7 +69,9 @@ def check_adapter(folder: Path, cfg: Model, weights: Parameters) -> None:
             for numbers in list_numbers(path, name, cfg)
         }
         if missing := sorted(requested.keys() - files.tensors.keys()):
-            raise UserError(f"{folder} lacks {name_first(missing)}; every layer must have the same updates")
+            raise UserError(
+                f"{folder} lacks {name_first(missing)}; every layer must have the same updates, or {OTHERWISE}"
+            )
         if extra := sorted(files.tensors.keys() - requested.keys()):
             raise UserError(f"{folder} has {name_first(extra)}, of a layer that the base does not have")
         for name, shape in requested.items():

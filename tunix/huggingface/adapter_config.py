@@ -31,6 +31,7 @@ FIXED: dict[str, tuple[Any, ...]] = {
     "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),  # others change the base's matrices too
 }
 READ = {"r", "lora_alpha", "use_rslora", "use_dora"}
+OTHERWISE = "give a folder of the whole model: tunix.export writes it with merge_lora=true, PEFT with merge_and_unload"
 
 
 def read_adapter(folder: Path, family: str) -> dict[str, Any]:
@@ -50,12 +51,10 @@ def _read_adapter(folder: Path, family: str) -> dict[str, Any]:
     raw = read_json(folder / CONFIG)
     for key, value in raw.items():
         if key in FIXED and value not in FIXED[key]:
-            raise UserError(f"{source}: {key}={value} is not supported; it must be {' or '.join(map(str, FIXED[key]))}")
+            usual = " or ".join(map(str, FIXED[key]))
+            raise UserError(f"{source}: {key}={value} is not supported; it must be {usual}, or {OTHERWISE}")
         if value and key not in (*FIXED, *IGNORED, *READ):
-            raise UserError(
-                f"{source}: {key}={value} is not understood; give a folder of the whole model: tunix.export writes it "
-                "with merge_lora=true, PEFT with merge_and_unload"
-            )
+            raise UserError(f"{source}: {key}={value} is not understood; {OTHERWISE}")
     rank, alpha = raw.get("r"), raw.get("lora_alpha")
     if not isinstance(rank, int) or not isinstance(alpha, int | float) or bool in (type(rank), type(alpha)):
         raise UserError(f"{source}: r={rank!r:.50} and lora_alpha={alpha!r:.50} must be numbers")
@@ -71,7 +70,9 @@ def _read_adapter(folder: Path, family: str) -> dict[str, Any]:
         factor = FACTOR.fullmatch(find_family(family).usual_name(tensor.removeprefix(PREFIX)))
         module = re.sub(r"\.\d+\.", ".{}.", factor[1]) if factor else ""
         if not (updated := modules.get(module)):
-            raise UserError(f"{folder / WEIGHTS}: {tensor} is no low-rank update of a projection of a {family}")
+            raise UserError(
+                f"{folder / WEIGHTS}: {tensor} is no low-rank update of a projection of a {family}; {OTHERWISE}"
+            )
         found |= updated
     return {
         "rank": rank,
