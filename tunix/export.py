@@ -277,7 +277,13 @@ def _write_card(command: Export, folder: Path, model: Pretrained) -> None:
         if (run[0] / "results.json").is_file():
             results = read_json(run[0] / "results.json")
     base = model.cfg.init_from if run else command.checkpoint
-    write_card(folder, str(command.push).rpartition("/")[2], base, keys, steps, evaluations, results)
+    if keys.get("task.name") == "embed" or (folder / "modules.json").is_file():
+        kind = "sentence-similarity"
+    elif model.cfg.labels is not None:
+        kind = "text-classification"
+    else:
+        kind = "text-generation" if model.cfg.vision is None else "image-text-to-text"
+    write_card(folder, str(command.push).rpartition("/")[2], kind, base, keys, steps, evaluations, results)
 
 
 def _write_adapter(model: Pretrained, folder: Path, dtype: str, shard_gb: float) -> str:

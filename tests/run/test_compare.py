@@ -141,7 +141,9 @@ def test_a_card_of_an_export_counts_what_its_checkpoint_has_learnt(runs, tmp_pat
         (runs[1], "| steps | 4 |\n| tokens | 400 |\n| held-out loss at step 4 | 3.5000 |", "training loss"),
     ):
         command = SimpleNamespace(checkpoint=str(checkpoint), push="someone/tuned")
-        _write_card(command, tmp_path, SimpleNamespace(cfg=SimpleNamespace(init_from=None)))
+        cfg = SimpleNamespace(init_from=None, labels=("good", "bad"), vision=None)
+        _write_card(command, tmp_path, SimpleNamespace(cfg=cfg))
         card = (tmp_path / "README.md").read_text()
+        assert 'pipeline_tag: "text-classification"' in card
         assert expected in card
         assert other not in card.partition("![")[0]

@@ -15,6 +15,7 @@ SHOWN = (  # keys of a run that say what it learnt from, and how
     "task.name", "data.source", "data.path", "data.paths", "data.name", "data.split", "training.seq_len",
     "optimizer.name", "optimizer.learning_rate", "scheduler.name", "model.lora.rank", "model.lora.targets", "seed",
 )  # fmt: skip
+LIBRARIES = {"adapter_config.json": "peft", "modules.json": "sentence-transformers"}  # by a file that it reads
 Line = dict[str, Any]
 Curve = list[tuple[int, float]]
 
@@ -22,6 +23,7 @@ Curve = list[tuple[int, float]]
 def write_card(
     folder: Path,
     name: str,
+    kind: str,
     base: str | None,
     keys: dict[str, Any],
     steps: Sequence[Line],
@@ -32,10 +34,10 @@ def write_card(
 
     `keys` are those of the run by dotted name, `steps` and `evaluations` its lines of metrics.jsonl up to the model,
     `results` what tunix.evaluate has written; all are empty where the model is of no run. It began with `base`, a
-    folder or an ID.
+    folder or an ID. `kind` is what it does, as the hub calls it.
     """
-    library = "peft" if (folder / "adapter_config.json").is_file() else "transformers"
-    front: dict[str, Any] = {"library_name": library, "pipeline_tag": "text-generation", "tags": ["tunix"]}
+    library = next((library for file, library in LIBRARIES.items() if (folder / file).is_file()), "transformers")
+    front: dict[str, Any] = {"library_name": library, "pipeline_tag": kind, "tags": ["tunix"]}
     front |= read_license(base)
     if base is not None and is_id(base):
         front["base_model"] = base
