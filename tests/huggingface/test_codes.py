@@ -6,10 +6,12 @@ from pathlib import Path
 import jax
 import ml_dtypes
 import numpy as np
+import pytest
 from safetensors.numpy import load_file, save_file
 from support.harness import ROOT
 
 import tunix
+from tunix.base.errors import UserError
 from tunix.huggingface.table import FAMILIES
 from tunix.huggingface.weights import TensorFiles
 from tunix.models.layers import named
@@ -52,6 +54,41 @@ def test_eight_bit_floats_with_a_scale_for_each_block(tmp_path):
                        ("codes", "numbers"))  # fmt: skip
     for name, value in expected.items():
         np.testing.assert_array_equal(np.asarray(found[name]), np.asarray(value), err_msg=name)
+
+
+@pytest.mark.parametrize("form", ["float8_e8m0fnu", "uint8"])
+def test_scales_that_are_exponents(form, tmp_path):
+    """Those of scale_fmt=ue8m0, as numbers of 8 bits or as their bytes."""
+    tensors = copy_of("llama", tmp_path / "it", quantization_config={"quant_method": "fp8", "weight_block_size": SIZES})
+    name = "model.layers.0.self_attn.q_proj.weight"
+    rng = np.random.default_rng(0)
+    codes = rng.normal(size=(32, 32)).astype(ml_dtypes.float8_e4m3fn)
+    exponents = rng.integers(118, 130, (4, 7)).astype(np.uint8)
+    scales = exponents if form == "uint8" else exponents.view(ml_dtypes.float8_e8m0fnu)
+    save_file(tensors | {name: codes, f"{name}_scale_inv": scales}, tmp_path / "it/model.safetensors")
+    spread = np.repeat(np.repeat(2.0 ** (exponents.astype(int) - 127), SIZES[0], 0), SIZES[1], 1)[:, :32]
+    with TensorFiles(tmp_path / "it", FAMILIES["llama"]) as files:
+        for index in ((slice(None),) * 2, (slice(3, 20), slice(4, 31))):
+            np.testing.assert_array_equal(files.read(name, index), (codes.astype(np.float32) * spread)[index])
+
+
+@pytest.mark.parametrize(
+    ("scales", "message"),
+    [
+        (
+            np.ones((4, 4), np.float32),
+            r"q_proj.weight_scale_inv is \[4, 4\], which does not fit .* in blocks of \[8, 5\]",
+        ),
+        (np.ones((4, 7), np.int32), "q_proj.weight_scale_inv holds I32, not BF16 or F16 or F32 or F8_E8M0 or U8"),
+    ],
+)
+def test_scales_that_do_not_fit_are_named(scales, message, tmp_path):
+    tensors = copy_of("llama", tmp_path / "it", quantization_config={"quant_method": "fp8", "weight_block_size": SIZES})
+    name = "model.layers.0.self_attn.q_proj.weight"
+    codes = tensors[name].astype(ml_dtypes.float8_e4m3fn)
+    save_file(tensors | {name: codes, f"{name}_scale_inv": scales}, tmp_path / "it/model.safetensors")
+    with pytest.raises(UserError, match=message), TensorFiles(tmp_path / "it", FAMILIES["llama"]):
+        pass
 
 
 def test_eight_bit_floats_with_one_scale(tmp_path):

@@ -2,6 +2,7 @@
 
 fp8       DeepSeek-V3     NAME [out, in] of 8-bit floats, NAME_scale_inv: a scale for each block of 128 x 128
           Ministral 3     the same with one scale for the matrix; scales of its inputs are left out
+          scale_fmt=ue8m0 the same with scales that are exponents of two in 8 bits, also as bytes
 mxfp4     GPT-OSS         NAME_blocks [X, out, in / 32, 16] of two 4-bit floats in a byte, and
                           NAME_scales [X, out, in / 32]: exponents of two. The model has NAME [X, in, out].
 
@@ -34,12 +35,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from tunix.base.files import parse_json
-from tunix.huggingface.config_json import Quantization
+from tunix.huggingface.config_json import OTHERWISE, Quantization
 
 Index = tuple[slice, ...]
 SCALE_INV, BLOCKS, SCALES = "_scale_inv", "_blocks", "_scales"
 INPUT_SCALES = ("activation_scale", "input_scale")  # of a layer whose inputs are 8-bit floats elsewhere
 FP8 = "F8_E4M3"  # as safetensors names it
+EXPONENTS = ("F8_E8M0", "U8")  # scales of two to this power, less `BIAS`
 # Number of each 4-bit code: a sign, two bits of exponent, one of mantissa (OCP Microscaling Formats 1.0, E2M1).
 FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 PER_SCALE = 32  # 4-bit floats of one scale
@@ -48,7 +50,7 @@ COMPUTED = "BF16"  # the dtype that such tensors stand for
 # Dtypes of numbers and codes, as safetensors names them, and numpy's.
 DTYPES = {
     "F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16, FP8: jnp.float8_e4m3fn,
-    "U8": np.uint8, "I8": np.int8, "I32": np.int32,
+    "F8_E8M0": jnp.float8_e8m0fnu, "U8": np.uint8, "I8": np.int8, "I32": np.int32,
 }  # fmt: skip
 
 # Of matrices that other libraries pack.
@@ -131,11 +133,24 @@ class Fp8:
     def __init__(self, quantized: Plain, scales: Plain, sizes: tuple[int, int]):
         self.quantized, self.scales, self.sizes, self.shape = quantized, scales, sizes, quantized.shape
         self.tensors: tuple[Plain, ...] = (quantized, scales)
+        if scales.dtype not in (*FLOATS, *EXPONENTS):
+            known = " or ".join((*FLOATS, *EXPONENTS))
+            raise ValueError(f"{scales.name} holds {scales.dtype}, not {known}; {OTHERWISE}")
+        needed = tuple(-(-size // block) for size, block in zip(self.shape, sizes, strict=False))
+        if math.prod(scales.shape) != 1 and (scales.shape != needed or len(self.shape) != 2):
+            raise ValueError(
+                f"{scales.name} is {list(scales.shape)}, which does not fit {quantized.name} {list(self.shape)} in "
+                f"blocks of {list(sizes)}; {OTHERWISE}"
+            )
+
+    def _read_scales(self, index: Index) -> np.ndarray:
+        scales = self.scales.read(index)
+        return (scales.view(jnp.float8_e8m0fnu) if scales.dtype == np.uint8 else scales).astype(np.float32)
 
     def read(self, index: Index) -> np.ndarray:
         """Return a slice [rows, columns] of the matrix [out, in], float32."""
         if math.prod(self.scales.shape) == 1:
-            scale = self.scales.read((slice(None),) * len(self.scales.shape)).astype(np.float32).reshape(())
+            scale = self._read_scales((slice(None),) * len(self.scales.shape)).reshape(())
             return self.quantized.read(index).astype(np.float32) * scale
         # The scales of the blocks that the slice touches, then one for each of its rows and columns.
         indices = [np.arange(size)[part] for size, part in zip(self.shape, index, strict=True)]
@@ -143,7 +158,7 @@ class Fp8:
         if not len(rows) or not len(columns):
             return np.zeros((len(rows), len(columns)), np.float32)
         first, last = (rows[0], columns[0]), (rows[-1] + 1, columns[-1] + 1)
-        scales = self.scales.read(tuple(map(slice, first, last))).astype(np.float32)
+        scales = self._read_scales(tuple(map(slice, first, last)))
         quantized = self.quantized.read(index).astype(np.float32)
         return quantized * scales[rows - first[0]][:, columns - first[1]]
 
@@ -164,7 +179,7 @@ class Mxfp4:
         experts, inner, rows = (slice(*part.indices(size)) for part, size in zip(index, self.shape, strict=True))
         first, last = inner.start // PER_SCALE, -(-inner.stop // PER_SCALE)  # blocks that the slice lies in
         blocks = self.blocks.read((experts, rows, slice(first, last), slice(None)))
-        exponents = self.scales.read((experts, rows, slice(first, last))).astype(np.int32) - BIAS
+        exponents = self.scales.read((experts, rows, slice(first, last))).view(np.uint8).astype(np.int32) - BIAS
         # Whole blocks are read, made numbers, and cut to the slice at the end.
         pairs = np.stack([FP4[blocks & 15], FP4[blocks >> 4]], -1)  # the low half of a byte comes first
         numbers = np.ldexp(pairs.reshape(*blocks.shape[:3], PER_SCALE), exponents[..., None])
