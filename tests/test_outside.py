@@ -27,7 +27,7 @@ from tunix.data.files import Columns, Csv, Jsonl, Unit
 from tunix.data.parquet import Parquet
 from tunix.data.tokenizer import bytes_by_token, decode, decode_behind, load_vocab
 from tunix.huggingface.adapter_config import read_adapter
-from tunix.huggingface.config_json import read_config
+from tunix.huggingface.config_json import read_config, read_limits
 from tunix.huggingface.table import FAMILIES
 from tunix.huggingface.weights import INDEX, TensorFiles, weight_files
 from tunix.inference.sampling import read_stop_ids
@@ -125,11 +125,19 @@ def test_config_json(folder, data):
     read_config(folder)
 
 
-def test_a_config_json_of_a_terabyte(tmp_path):
-    with (tmp_path / "config.json").open("wb") as file:
+@pytest.mark.parametrize(
+    ("name", "read"),
+    [
+        ("config.json", read_config),
+        ("preprocessor_config.json", lambda folder: read_limits(folder, "qwen3_vl")),
+        ("processor_config.json", lambda folder: read_limits(folder, "qwen3_vl")),
+    ],
+)
+def test_a_config_json_of_a_terabyte(name, read, tmp_path):
+    with (tmp_path / name).open("wb") as file:
         file.truncate(1 << 40)
-    with pytest.raises(UserError, match=r"config.json has 1,099,511,627,776 bytes, and a model's config has at most"):
-        read_config(tmp_path)
+    with pytest.raises(UserError, match=rf"{name} has 1,099,511,627,776 bytes, and a model's config has at most"):
+        read(tmp_path)
 
 
 def load(folder):

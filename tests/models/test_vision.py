@@ -313,6 +313,16 @@ def test_an_export_keeps_the_tower_and_says_how_pixels_are_normalized(tmp_path):
     shutil.copytree(SEEING, source)
     (source / "preprocessor_config.json").write_text(json.dumps({"image_mean": [0.4, 0.5, 0.6]}))
     assert read_config(source)["vision"]["image_mean"] == [0.4, 0.5, 0.6]
+    for wrong, message in (
+        ({"do_normalize": False}, "do_normalize=False is not supported; it must be True"),
+        ({"rescale_factor": 1}, "rescale_factor=1 is not supported; it must be 0.0039"),
+        ({"resample": 3}, "resample=3 is not supported; it must be 2"),
+        ({"do_resize": "no"}, "a key has a value of the wrong type"),
+        ({"image_mean": [0.5, 0.5, math.inf]}, "model.vision.image_mean.2=inf"),
+    ):
+        (source / "preprocessor_config.json").write_text(json.dumps(wrong))
+        with pytest.raises(UserError, match=message):
+            compose([f"model.init_from={source}", "training.seq_len=64"])
     (source / "preprocessor_config.json").unlink()
     values = OmegaConf.to_container(OmegaConf.load(ROOT / "conf/command/export.yaml"))
     export(Export.model_validate(values | {"checkpoint": str(source), "output": str(output)}))

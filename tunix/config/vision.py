@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 KEY = "model.vision"
 TOWER = "tower"  # names of its projections begin with it: tower.attention.q
 NUM_CHANNELS = 3  # red, green, blue
-Channels = Annotated[tuple[float, float, float], Field(min_length=NUM_CHANNELS, max_length=NUM_CHANNELS)]
+Number = Annotated[float, Field(allow_inf_nan=False)]
+Channels = Annotated[tuple[Number, Number, Number], Field(min_length=NUM_CHANNELS, max_length=NUM_CHANNELS)]
 PositiveChannels = Annotated[tuple[Positive, Positive, Positive], Field(min_length=3, max_length=3)]
 
 

@@ -217,7 +217,7 @@ DERIVED = {
 MAX_LAYERS = 10_000  # a larger number is that of a damaged file
 
 
-MAX_BYTES = 1 << 22  # of config.json: each item of its lists takes 50 us, and files of anybody have a million
+MAX_BYTES = 1 << 22  # of config.json, and of a processor's: each item of a list takes 50 us, and some have a million
 
 
 def read_config(
@@ -238,11 +238,9 @@ def read_config(
             f"{key}={folder} is not a model's folder: it has no config.json; give a folder or an ID of the Hugging "
             "Face hub, or a run's folder, which has a config.yaml"
         )
-    if (size := (folder / "config.json").stat().st_size) > MAX_BYTES:
-        raise UserError(f"{source} has {size:,} bytes, and a model's config has at most {MAX_BYTES:,}")
     with naming_writer(folder):
         try:
-            read = translate_config(read_json(folder / "config.json"), source, family, preferred)
+            read = translate_config(_read_small(folder / "config.json"), source, family, preferred)
             if "vision" in read:
                 read["vision"] |= _read_processor(folder, read["vision"])
             return read
@@ -250,13 +248,20 @@ def read_config(
             raise UserError(f"{source}: a key has a value of the wrong type ({error})") from None
 
 
+def _read_small(path: Path) -> dict[str, Any]:
+    """Read one of the files that make a config; raises `UserError` for a large one."""
+    if (size := path.stat().st_size) > MAX_BYTES:
+        raise UserError(f"{path} has {size:,} bytes, and a model's config has at most {MAX_BYTES:,}")
+    return read_json(path)
+
+
 def _find_processor(folder: Path) -> tuple[Path, dict[str, Any]]:
     """Return the file that says how images are made, and what it says; {} where there is none."""
     preprocessor, processor = (folder / name for name in PROCESSOR_FILES[:2])
     # transformers 5 writes the second file alone, with a part for images, and takes it before the first.
-    if processor.is_file() and (part := read_json(processor).get("image_processor")) is not None:
+    if processor.is_file() and (part := _read_small(processor).get("image_processor")) is not None:
         return processor, part
-    return preprocessor, read_json(preprocessor) if preprocessor.is_file() else {}
+    return preprocessor, _read_small(preprocessor) if preprocessor.is_file() else {}
 
 
 def _read_processor(folder: Path, vision: dict[str, Any]) -> dict[str, Any]:

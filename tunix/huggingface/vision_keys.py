@@ -166,14 +166,22 @@ def write_vision(vision: Any, text: dict[str, Any]) -> dict[str, Any]:
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 
 
+# What every processor does with the pixels of an image, and by which filter it resizes them, in Pillow's numbers.
+STEPS = {"do_resize": True, "do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True}
+RESAMPLING = {"gemma3": 2, "qwen3_vl": 3, "smolvlm": 1}
+
+
 def read_processor(raw: dict[str, Any], vision: dict[str, Any]) -> dict[str, Any]:
     """Return the keys of `model.vision` that preprocessor_config.json decides: means and deviations of pixels, tiles.
 
     `vision` are the keys that config.json decides.
 
     Raises:
-        ValueError: tiles of another size than the tower's; the message says which.
+        ValueError: steps that are not ours, or tiles of another size than the tower's; the message says which.
     """
+    for key, value in (STEPS | {"resample": RESAMPLING[vision["kind"]]}).items():
+        if raw.get(key) is not None and not math.isclose(raw[key], value, rel_tol=1e-6):
+            raise ValueError(f"{key}={raw[key]} is not supported; it must be {value}")
     found = {key: raw[key] for key in ("image_mean", "image_std") if raw.get(key) is not None}
     if vision["kind"] != "smolvlm" or "max_image_size" not in raw:
         return found
@@ -205,7 +213,7 @@ def read_pixel_limits(raw: dict[str, Any], kind: str) -> dict[str, Any]:
 def write_processor(vision: AnyVision) -> dict[str, dict[str, Any]]:
     """Return by name the files with which transformers makes an image what this tower takes."""
     image = {
-        "do_convert_rgb": True, "do_resize": True, "do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True,
+        "do_convert_rgb": True, **STEPS, "resample": RESAMPLING[vision.kind],
         "image_mean": list(vision.image_mean), "image_std": list(vision.image_std),
     }  # fmt: skip
     return dict(zip(PROCESSOR_FILES, DESCRIPTIONS[vision.kind](vision, image), strict=False))
@@ -214,13 +222,13 @@ def write_processor(vision: AnyVision) -> dict[str, dict[str, Any]]:
 def _describe_squares(vision: Any, image: dict[str, Any]) -> tuple[dict[str, Any], ...]:
     size = {"height": vision.image_size, "width": vision.image_size}
     names = {"processor_class": "Gemma3Processor", "image_seq_length": vision.tokens_per_image}
-    return image | names | {"image_processor_type": "Gemma3ImageProcessor", "resample": 2, "size": size}, names
+    return image | names | {"image_processor_type": "Gemma3ImageProcessor", "size": size}, names
 
 
 def _describe_patches(vision: Any, image: dict[str, Any]) -> tuple[dict[str, Any], ...]:
     names = {"processor_class": "Qwen3VLProcessor"}
     patches = {
-        "resample": 3, "size": {"shortest_edge": vision.min_pixels, "longest_edge": vision.max_pixels},
+        "size": {"shortest_edge": vision.min_pixels, "longest_edge": vision.max_pixels},
         "patch_size": vision.patch_size, "temporal_patch_size": vision.frames, "merge_size": vision.merge_size,
     }  # fmt: skip
     both = image | patches | names
@@ -233,7 +241,7 @@ def _describe_tiles(vision: Any, image: dict[str, Any]) -> tuple[dict[str, Any],
     # SmolVLM 2's own processor makes the same of images, and needs one for videos beside it.
     names = {"processor_class": "Idefics3Processor", "image_seq_len": vision.tokens_per_tile}
     tiles = {
-        "image_processor_type": "Idefics3ImageProcessor", "resample": 1, "do_image_splitting": True, "do_pad": True,
+        "image_processor_type": "Idefics3ImageProcessor", "do_image_splitting": True, "do_pad": True,
         "size": {"longest_edge": vision.tiles_per_side * vision.image_size},
         "max_image_size": {"longest_edge": vision.image_size}, "processor_class": "Idefics3Processor",
     }  # fmt: skip
