@@ -150,6 +150,20 @@ def test_folders_of_save_to_disk(tmp_path, streaming):
         documents(*words, f"data.path={tmp_path}/both", "data.split=other")
 
 
+def test_a_damaged_arrow_file_is_refused_with_its_cause(tmp_path):
+    """The library checks the places of texts, and says what is wrong in the cause of its error."""
+    import datasets
+
+    datasets.Dataset.from_dict({"text": ["hello"] * 40}).save_to_disk(tmp_path)
+    (file,) = tmp_path.glob("*.arrow")
+    places = np.arange(41, dtype=np.int32) * 5
+    whole = file.read_bytes()
+    assert whole.count(places.tobytes()) == 1
+    file.write_bytes(whole.replace(places.tobytes(), (places * 1000).tobytes()))
+    with pytest.raises(UserError, match=r"data.path=.*: .*out of bounds: 5000 > 200"):
+        documents("data=hf", f"data.path={tmp_path}", "data.streaming=false")
+
+
 def test_synthetic_documents_do_not_depend_on_the_shards():
     words = ["data=synthetic", "data.num_documents=30", "data.mean_document_bytes=200"]
     one = documents(*words)

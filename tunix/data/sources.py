@@ -360,7 +360,8 @@ class HuggingFace(Rows):
                 digest = data._fingerprint  # private; of the files, and of what was done to them
             return _keep_images(data, datasets), digest
         except Exception as error:  # the library passes on any error of the libraries below it
-            raise UserError(f"data.path={self.path}: {first_line(error)}") from None
+            reason = ": ".join(first_line(each) for each in (error, error.__cause__) if each)  # that of some is apart
+            raise UserError(f"data.path={self.path}: {reason}") from None
 
 
 def _find_saved_splits(folder: Path) -> dict[str, list[str]]:
