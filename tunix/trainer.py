@@ -524,7 +524,7 @@ class Loop:
                 progress.state, scalars = train_step(progress.state, batch)
             self.step_log.note_start(step, scalars, numbers)
             self._trace(step, train_step)
-            if step < last:
+            if step < last and step != self.setup.cfg.training.hard_stop:  # no rollout that nobody would learn from
                 # A source gives up when it is asked to stop: the run ends below, after this step.
                 with suppress(Stopped):
                     batch, numbers = self._next_batch()
