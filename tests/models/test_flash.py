@@ -25,7 +25,9 @@ from tunix.models.kernels import (
 )
 from tunix.models.ring import RINGS, FlashRing, ring_attention
 from tunix.models.vision import find_ends
-from tunix.training.choices import build_layout, build_mesh
+from tunix.run.start_report import _describe_attention
+from tunix.sharding.table import MESH
+from tunix.training.choices import build_layout, build_mesh, select
 from tunix.training.kernel_check import check_attention
 
 KERNEL_NAMES = ["attention_d_keys", "attention_d_queries", "attention_forward"]
@@ -164,6 +166,15 @@ def test_auto_takes_the_fastest_kernel_that_is_exact(kind, platform, head_dim, d
     choice = select_kernel("auto", head_dim, dtype, device(kind, platform))
     assert choice.name == name
     assert reason in choice.reason
+
+
+def test_the_start_report_names_the_kernel_of_a_ring():
+    cfg = compose(["model=gemma3_270m", "model.mesh_shape=[[2],[cp]]", "model.cp_exchange=ring"]).config
+    names = tuple(axis.name for axis in MESH)
+    sizes, types = tuple(2 if name == "cp" else 1 for name in names), (jax.sharding.AxisType.Explicit,) * len(names)
+    mesh = jax.sharding.AbstractMesh(sizes, names, axis_types=types, abstract_device=device("NVIDIA H100"))
+    said = _describe_attention(select(cfg, mesh))
+    assert said == "flash attention (exact here, and skips keys that no query sees) by ring"
 
 
 @pytest.mark.parametrize(

@@ -205,7 +205,7 @@ def _describe_attention(choices: Choices) -> str:
     text = ", ".join(texts)
     if exchange == "none":
         return text
-    return f"{'xla attention' if exchange == 'ring' else text} by {exchange}{choices.reason('model.cp_exchange')}"
+    return f"{text} by {exchange}{choices.reason('model.cp_exchange')}"
 
 
 def _describe_trained(cfg: Config, arch: Architecture, state: State) -> dict[str, str]:
