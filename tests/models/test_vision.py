@@ -21,6 +21,7 @@ import tunix
 from tunix.base.errors import UserError
 from tunix.config import Export, Generate
 from tunix.config.compose import compose
+from tunix.config.vision import check_vision
 from tunix.data.batches import IMAGE_FIELDS
 from tunix.data.image_processors import SquareProcessor
 from tunix.export import Exporter, export
@@ -32,6 +33,7 @@ from tunix.inference.lm_eval import TokenScorer
 from tunix.inference.pretrained import load_init_from
 from tunix.inference.sampling import Sampling
 from tunix.models.layers import named
+from tunix.models.table import CP_EXCHANGES
 from tunix.models.vision import Images
 from tunix.sharding.arrays import to_global
 from tunix.training.choices import build_layout, build_mesh
@@ -101,6 +103,14 @@ def test_films_are_refused():
     ):
         with pytest.raises(UserError, match=message):
             model([[1, 2]], patches, grids)
+
+
+def test_keys_that_come_in_blocks_do_not_go_with_images(monkeypatch):
+    """Of whichever exchange: a query of an image also sees later keys."""
+    monkeypatch.setitem(CP_EXCHANGES, "another", CP_EXCHANGES["ring"])
+    model = compose(["model=gemma3_12b_vision"]).config.model.model_copy(update={"cp_exchange": "another"})
+    with pytest.raises(ValueError, match="model.cp_exchange=another brings keys in blocks of earlier tokens"):
+        check_vision(model, model.vision)
 
 
 def test_a_model_of_text_takes_no_pixels():

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from tunix.base.config_types import Count, CountOrZero, Flag, Positive, Section
+from tunix.models.table import CP_EXCHANGES
 
 if TYPE_CHECKING:
     from tunix.config.model import Model
@@ -295,8 +296,9 @@ def check_vision(model: "Model", vision: AnyVision) -> None:
         )
     if model.local_attention != "window":
         raise ValueError(f"model.local_attention={model.local_attention} does not go with {KEY}; set it to window")
-    if model.future_keys and model.cp_exchange == "ring":
+    exchange = CP_EXCHANGES.get(model.cp_exchange)
+    if model.future_keys and exchange is not None and exchange.in_blocks:
         raise ValueError(
-            f"model.cp_exchange=ring brings keys in blocks of earlier tokens, and tokens of an image ({KEY}) also see "
-            "later ones; set it to ulysses"
+            f"model.cp_exchange={model.cp_exchange} brings keys in blocks of earlier tokens, and tokens of an image "
+            f"({KEY}) also see later ones; set it to ulysses"
         )
