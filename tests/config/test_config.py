@@ -6,11 +6,14 @@ import subprocess
 import sys
 
 import pytest
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from omegaconf import OmegaConf
+from support import composing
 from support.harness import ROOT
 
 from tunix.base.config_types import CONF
 from tunix.base.errors import UserError
-from tunix.config.compose import add_search_path, compose, to_yaml
+from tunix.config.compose import add_search_path, compose, compose_overrides, to_yaml
 from tunix.config.mistakes import list_keys
 from tunix.huggingface.config_json import write_config
 from tunix.sharding.table import axis_names
@@ -170,6 +173,13 @@ def test_every_choice_composes(choice):
 
     needed = REQUIRED | {"data=conversations_csv": REQUIRED["data=csv"]}
     compose([choice, *needed.get(choice, [])])
+
+
+def test_what_tests_remember_is_what_hydra_merges(monkeypatch):
+    words = ["model=gemma4_e2b", "task=grpo", "mesh_shape=fsdp", "+data@evaluation.sets.more=text", "hydra.run.dir=run"]
+    remembered = compose_overrides(words)
+    monkeypatch.setattr(ConfigLoaderImpl, "_compose_config_from_defaults_list", composing._merge)
+    assert str(OmegaConf.to_container(remembered)) == str(OmegaConf.to_container(compose_overrides(words)))
 
 
 @pytest.mark.parametrize("path", sorted((CONF / "experiment").glob("*.yaml")), ids=lambda path: path.stem)

@@ -3,8 +3,8 @@
 Hydra reads some 30 files for each config, builds the list of defaults and merges the files; then come the overrides of
 single keys. The first part takes two thirds of the time and depends on the chosen files alone, of which the tests choose
 few. Only conf/config.yaml and what it names in conf/ is remembered, for all processes of a session of tests: the saved
-config of a run and a folder that a test writes are read each time. Each file and what a word of an override says are
-remembered too, and YAML is read by libyaml.
+config of a run and a folder that a test writes are read each time. Each file, each section of merged files, what a word
+of an override says and how an interpolation is parsed are remembered too, and YAML is read by libyaml.
 """
 
 import copy
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import omegaconf._utils
+import omegaconf.base
 import pytest
 import yaml
 from hydra._internal import config_loader_impl, defaults_list
@@ -26,7 +27,7 @@ from hydra._internal.config_repository import ConfigRepository
 from hydra._internal.defaults_list import DefaultsList, Overrides
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf, flag_override
 from omegaconf._utils import get_yaml_loader
 
 from tunix.base.config_types import CONF
@@ -41,6 +42,7 @@ FOLDER = Path(os.environ[SHARED])  # the processes that this one starts share it
 
 _lists: dict[Any, DefaultsList] = {}  # by the chosen files
 _merged: dict[Any, bytes] = {}  # the files merged, pickled, by the chosen files
+_sections: dict[Any, bytes] = {}  # the files of one section merged, pickled, by these files
 _overrides: dict[str, Override] = {}  # by the word
 _files: dict[str, bytes] = {}  # the content of a file with its list of defaults, pickled, by the path below conf/
 _load_file = ConfigRepository.load_config
@@ -58,6 +60,7 @@ def remember() -> None:
     OverridesParser.parse_rule = _remember_override
     # `OmegaConf.load` imports it when it is called.
     omegaconf._utils.get_yaml_loader = cache(_make_loader)
+    omegaconf.base.parse = cache(omegaconf.base.parse)
 
 
 def _reads_own_files(repo: Any) -> bool:
@@ -109,10 +112,36 @@ def _remember_merged(self: ConfigLoaderImpl, defaults: list[Any], repo: Any) -> 
     if chosen is None:
         return _merge(self, defaults, repo)
     if chosen not in _merged:
-        _merged[chosen] = pickle.dumps(_merge(self, defaults, repo))
+        _merged[chosen] = pickle.dumps(_merge_sections(self, defaults, repo))
         with replacing(_file(chosen)) as new:
             new.write_bytes(pickle.dumps((_lists[chosen], _merged[chosen])))
     return pickle.loads(_merged[chosen])  # a copy, in half the time of `copy.deepcopy`
+
+
+def _merge_sections(loader: ConfigLoaderImpl, defaults: list[Any], repo: Any) -> DictConfig:
+    """Return the files merged. Hydra merges each file into all before it; files meet only those of their section.
+
+    conf/config.yaml comes last and has keys of several sections. So have experiments, which Hydra merges alone.
+    """
+    *files, last = defaults
+    if last.config_path != "config" or not all(file.package for file in files):
+        return _merge(loader, defaults, repo)
+    sections: dict[str, list[Any]] = {}
+    for file in files:
+        sections.setdefault(file.package.split(".")[0], []).append(file)
+    root = OmegaConf.create()
+    with flag_override(root, "no_deepcopy_set_nodes", True):
+        for name, own in sections.items():
+            root[name] = _remember_section(loader, own, repo)[name]
+        root.merge_with(_remember_section(loader, [last], repo))
+    return root
+
+
+def _remember_section(loader: ConfigLoaderImpl, files: list[Any], repo: Any) -> DictConfig:
+    chosen = tuple((file.config_path, file.package) for file in files)
+    if chosen not in _sections:
+        _sections[chosen] = pickle.dumps(_merge(loader, files, repo))
+    return pickle.loads(_sections[chosen])
 
 
 def _remember_override(self: OverridesParser, word: str, rule: str) -> Any:
