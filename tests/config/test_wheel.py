@@ -86,8 +86,7 @@ SMALL = ["dry_run=true", "model=tiny", "data=synthetic"]
 @pytest.mark.parametrize(
     ("command", "code", "said"),
     [
-        ([*TUNIX, *SMALL], 0, "parameters"),
-        ([*MODULE, "train", *SMALL], 0, "parameters"),
+        ([*TUNIX, "train", *SMALL], 0, "parameters"),
         ([*MODULE, "training.max_stepz=2"], 2, "did you mean training.max_steps?"),
         ([*TUNIX, "plan", "plan.topology=h200:8", "plan.num_compiled=0", "plan.output=null"], 0, "python run_training.py"),
         ([*TUNIX, "doctor", "training.max_stepz=2"], 2, "did you mean training.max_steps?"),
