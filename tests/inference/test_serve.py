@@ -143,8 +143,8 @@ def test_the_server_is_a_judge_of_a_run(served, client, tmp_path, monkeypatch):
 
 
 def test_rows_with_choices_of_their_own_draw_as_if_alone():
-    logits = jax.random.normal(jax.random.key(0), (6, 300)) * 3
-    many = jax.numpy.repeat(logits, 50, 0)
+    logits = 3 * np.random.default_rng(0).normal(size=(6, 300)).astype(np.float32)
+    many = np.repeat(logits, 50, 0)
     count = np.arange(300, dtype=np.int32)
     choices = [
         Sampling(1), Sampling(1, temperature=0), Sampling(1, 0.7, top_k=5), Sampling(1, 1.3, top_p=0.8),
@@ -160,13 +160,16 @@ def test_rows_with_choices_of_their_own_draw_as_if_alone():
         repeat([each.top_p or NO_TOP_P for each in choices], "float32"),
         repeat([each.min_p or NO_MIN_P for each in choices], "float32"),
     )  # fmt: skip
+
+    def draw_alone(logits, count, choice, seed):
+        key = jax.random.fold_in(jax.random.key(seed), seed)
+        return select(logits, jax.vmap(lambda n: jax.random.fold_in(key, n))(count), choice)
+
     together = jax.jit(select_by_row)(many, rows, count)
     for index, choice in enumerate(choices):
         part = slice(index * 50, index * 50 + 50)
         if choice.temperature:
-            key = jax.random.fold_in(jax.random.key(index), index)
-            keys = jax.vmap(lambda n, key=key: jax.random.fold_in(key, n))(count[part])
-            alone = select(many[part], keys, choice)
+            alone = jax.jit(draw_alone, static_argnums=2)(many[part], count[part], choice, index)
             assert np.array_equal(together.tokens[part], alone.tokens), choice
             np.testing.assert_allclose(together.log_probs[part], alone.log_probs, atol=1e-5)
         else:

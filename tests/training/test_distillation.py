@@ -146,6 +146,13 @@ def test_rows_that_one_model_lacks_have_no_probability(student):
     """A teacher with 96 rows of vocabulary for a model with 97: its distribution is the one that it has alone."""
     teacher = tunix.load_pretrained(PARITY / "qwen3")
     fitted = teacher.cfg.model_copy(update={"vocab_size": 97})
+
+    def compute_probabilities(params, tokens):
+        module = described.module(params)
+        vocab_weights = module.vocab_weights()
+        hidden, _ = module.hidden(vocab_weights, tokens)
+        return jax.nn.softmax(module.logits(vocab_weights, hidden), -1)
+
     with jax.set_mesh(teacher.mesh):
         arch = describe(fitted, teacher.layout)
         params = jax.jit(lambda params: _fit_rows(teacher.arch.weights, arch.weights, teacher.layout, params))(
@@ -153,10 +160,7 @@ def test_rows_that_one_model_lacks_have_no_probability(student):
         )
         described = Teacher("qwen3", teacher.cfg, arch, 1.0, 1.0, True)
         tokens = student.batch["tokens"] % 96
-        module = described.module(params)
-        vocab_weights = module.vocab_weights()
-        hidden, _ = module.hidden(vocab_weights, tokens)
-        own = jax.nn.softmax(module.logits(vocab_weights, hidden), -1)
+        own = jax.jit(compute_probabilities)(params, tokens)
     np.testing.assert_allclose(own[..., :96], jax.nn.softmax(teacher(tokens), -1), atol=1e-6)
     assert not np.asarray(own[..., 96]).any()
 
