@@ -29,7 +29,7 @@ from tunix.base.digests import Damaged
 from tunix.base.errors import UserError
 from tunix.checkpoints import bucket
 from tunix.checkpoints.root import check_root, write_root
-from tunix.checkpoints.store import Record, check_everything, open_store
+from tunix.checkpoints.store import WAITING, Record, check_everything, open_store
 from tunix.config import Export
 from tunix.config.command_line import read_settings
 from tunix.config.compose import compose
@@ -124,6 +124,8 @@ def test_a_bucket_and_a_folder_give_the_same_bytes_on_every_mesh(server, tmp_pat
                 leaf.sharding.mesh.shape == dict(zip("ab", shape, strict=True)) for leaf in jax.tree.leaves(again)
             )
         assert store.info(3)["position"] == INFO_FILES["position"]
+        store.add(3, WAITING, "drawn later")
+        assert store.info(3)["position"] == INFO_FILES["position"] | {"waiting": "drawn later"}
         store.check(3)
     whole = [store.storage.read_arrays(3) for store in (in_bucket, in_folder)]
     assert whole[0].keys() == whole[1].keys()
