@@ -3,6 +3,7 @@
 import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.harness import ONE_LAYER, RUN
@@ -12,7 +13,7 @@ from tensorboard.plugin_util import markdown_to_safe_html
 import tunix
 from tunix.base.errors import UserError
 from tunix.config.compose import compose
-from tunix.run.metrics import Metrics
+from tunix.run.metrics import Metrics, StartedStep, make_record
 from tunix.run.remote_sinks import keep_id, read_id
 from tunix.run.sinks import TensorBoard
 from tunix.run.table import SINKS, Start
@@ -141,3 +142,10 @@ def test_numbers_that_are_not_finite_are_null(tmp_path):
         metrics.write({"step": 1, "split": "held_out", "loss": float("nan"), "perplexity": float("inf")}, "held_out")
     (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert json.loads(line) == {"step": 1, "split": "held_out", "loss": None, "perplexity": None}
+
+
+def test_a_loss_may_not_report_a_number_of_the_batch():
+    """The reward of a rollout stood in the place of the loss's own number."""
+    sizes: Any = None  # not read before
+    with pytest.raises(UserError, match="task.loss: its sums have reward, which the line of step 2 has already"):
+        make_record(StartedStep(2, {}, {"reward": 0.25}), {"loss": 1.0, "reward": 7.0}, 1.0, sizes, None)

@@ -173,7 +173,15 @@ class StepLog:
 def make_record(
     started: StartedStep, values: dict[str, float], step_time_s: float, sizes: Sizes, peak_tflops: float | None
 ) -> dict[str, Any]:
-    """Return the line of metrics.jsonl for a step; a number that is not finite is None."""
+    """Return the line of metrics.jsonl for a step; a number that is not finite is None.
+
+    Raises:
+        UserError: a sum of the loss has the name of a number of the batch, like the reward of a rollout.
+    """
+    if taken := sorted(values.keys() & started.numbers.keys()):
+        raise UserError(
+            f"task.loss: its sums have {taken[0]}, which the line of step {started.step} has already; rename it"
+        )
     batch = sizes.schedule.at(started.step).shape
     # Answers that share rows may take fewer rows than the batch has (rl/rollouts.py).
     speed = started.numbers.get("rows_used", batch.num_sequences) * batch.seq_len / step_time_s
