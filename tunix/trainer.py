@@ -55,7 +55,7 @@ from tunix.run.compiling import (
     keep_programs,
     list_unfit_settings,
 )
-from tunix.run.early_stopping import PLANNED, REASONS, REASONS_OF_EVALUATIONS, Moment, find_ending
+from tunix.run.early_stopping import PLANNED, REASONS, REASONS_OF_EVALUATIONS, Moment, check_time_limit, find_ending
 from tunix.run.folder import hold_lock, keep_files, open_folder, start_logging, watch_folder, write_record
 from tunix.run.goodput import SPLIT, Goodput
 from tunix.run.metrics import Metrics, StepLog, read_peak_memory_gib
@@ -525,6 +525,7 @@ class Loop:
             self.step_log.note_start(step, scalars, numbers)
             self._trace(step, train_step)
             if step < last and step != self.setup.cfg.training.hard_stop:  # no rollout that nobody would learn from
+                check_time_limit(self._note_moment(step))
                 # A source gives up when it is asked to stop: the run ends below, after this step.
                 with suppress(Stopped):
                     batch, numbers = self._next_batch()
@@ -576,6 +577,11 @@ class Loop:
                 self.trace.at(step, self.progress.state, train_step)
             self.step_log.restart_clock()
 
+    def _note_moment(self, step: int) -> Moment:
+        """Return the run after a step, as reasons to end it see it."""
+        cfg, improvement, elapsed_s = self.setup.cfg, self.progress.improvement, time.monotonic() - self.start_time
+        return Moment(cfg, self.folder, step, self.step_log.last, improvement, elapsed_s, self.source)
+
     def _is_over(self, step: int) -> bool:
         """Ask the reasons to end, evaluate and save, as far as each is due after `step`; True if the run is finished.
 
@@ -586,8 +592,7 @@ class Loop:
         evaluate_now = is_due(cfg.evaluation.every_steps, step, progress.last)
         if save_now or evaluate_now:
             self.step_log.finish()  # their time is not that of a step
-        elapsed_s = time.monotonic() - self.start_time
-        now = Moment(cfg, self.folder, step, self.step_log.last, progress.improvement, elapsed_s, self.source)
+        now = self._note_moment(step)
         ending = find_ending(now, REASONS)
         if ending and not ending.saves:  # the state is not worth a checkpoint: its loss is not finite, for example
             raise ending

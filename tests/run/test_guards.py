@@ -93,21 +93,26 @@ def test_a_hard_stop_comes_after_the_evaluation_of_its_step(signal, monkeypatch)
     assert not parts["progress"].improvement.is_due
 
 
-def test_no_batch_is_made_behind_a_hard_stop(monkeypatch):
-    """With task=grpo it would be a rollout, whose answers stood in samples.jsonl, and were drawn again by `resume`."""
-    made = []
+def test_no_rollout_is_drawn_behind_a_stop(monkeypatch):
+    """Its answers would stand in samples.jsonl, and `resume` would draw them again: none is begun behind
+    training.hard_stop, and behind training.time_limit_s a source hears of the stop first.
+    """
+    happened = []
     monkeypatch.setattr(trainer.Loop, "_is_over", lambda _, step: step == 4)
+    monkeypatch.setattr("tunix.processes.watchdog.request_stop", happened.append)
+    cfg = compose(["training.hard_stop=4", "training.max_steps=8", "training.time_limit_s=0.001"]).config
     parts = dict.fromkeys(trainer.Loop.__dataclass_fields__) | {
-        "setup": SimpleNamespace(cfg=compose(["training.hard_stop=4", "training.max_steps=8"]).config),
-        "progress": SimpleNamespace(last=8, start=SimpleNamespace(step=2), state={}),
-        "source": SimpleNamespace(phase="", waits_for_state=False, next=lambda state: ({}, made.append(state))),
-        "step_log": SimpleNamespace(note_start=lambda *_: None),
+        "setup": SimpleNamespace(cfg=cfg),
+        "start_time": 0.0,
+        "progress": SimpleNamespace(last=8, improvement=None, start=SimpleNamespace(step=2), state={}),
+        "source": SimpleNamespace(phase="", waits_for_state=False, next=lambda _: ({}, happened.append("batch"))),
+        "step_log": SimpleNamespace(note_start=lambda *_: None, last={}),
         "compiled": SimpleNamespace(changes=(), is_ready=lambda *_: True, for_batch=lambda *_: lambda *old: old),
         "watchdog": SimpleNamespace(phase=lambda _: nullcontext(), step=lambda _: None),
         "trace": SimpleNamespace(edges=()),
     }
     assert trainer.Loop(**parts).run() == 4
-    assert len(made) == 2  # of steps 3 and 4
+    assert happened == ["batch", "training.time_limit_s=0.001", "batch"]  # of steps 3 and 4
 
 
 def numbers(folder: Path) -> list[dict]:
