@@ -193,7 +193,11 @@ def test_damage_to_an_export_is_found(hf_dir, tmp_path, monkeypatch, capsys):
     folder = tmp_path / "export"
     shutil.copytree(hf_dir, folder)
     digests.write_digests(folder, digests.list_files(folder))  # as tunix.export does at its end
-    assert verify_command(monkeypatch, capsys, f"checkpoint={folder}")[0] == 0
+    count = len(digests.list_files(folder))
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    code, text = verify_command(monkeypatch, capsys, f"checkpoint={folder}")
+    assert code == 0
+    assert f"{count} files; chat_template.jinja came later" in text
     flip(sorted(folder.glob("*.safetensors"))[0], random.Random(3))
     assert verify_command(monkeypatch, capsys, f"checkpoint={folder}")[0] == 1
     with pytest.raises(UserError, match=r"\.safetensors has other bytes .* remove its digests.json"):

@@ -13,7 +13,7 @@ import hashlib
 import json
 import os
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -97,18 +97,27 @@ def check_files(files: Iterable[Path], share: int = 0, num_shares: int = 1) -> i
         Damaged: a file is missing, has another size, or other bytes.
     """
     # First all names and sizes, then the bytes: a missing file is found before gigabytes are read.
-    blocks, waiting = [], list(files)
+    blocks = [block for path, digest in walk_digests(files) for block in _list_blocks(path, digest)]
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        # Every n-th block and not every n-th file: one file may be most of a checkpoint.
+        return sum(pool.map(lambda block: _check_block(*block), blocks[share::num_shares]))
+
+
+def walk_digests(files: Iterable[Path]) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Yield each file that some files of digests name, with its digest; of a further file of digests its own ones too.
+
+    Raises:
+        Damaged: a name is not that of a file below the folder, or a file is not one of digests.
+    """
+    waiting = list(files)
     while waiting:
         file = waiting.pop()
         for name, digest in read_digests(file)["files"].items():
             if not is_plain(name):
                 raise Damaged(f"{file} names {name!r}, which is not a file below its folder")
             path = file.parent / name
-            blocks += _list_blocks(path, digest)
+            yield path, digest
             waiting += [path] if path.match("digests*.json") else []
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        # Every n-th block and not every n-th file: one file may be most of a checkpoint.
-        return sum(pool.map(lambda block: _check_block(*block), blocks[share::num_shares]))
 
 
 def _list_blocks(path: Path, digest: dict[str, Any]) -> list[tuple[Path, int, int]]:

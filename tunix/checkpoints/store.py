@@ -29,7 +29,7 @@ import jax
 import numpy as np
 
 from tunix.base.buckets import is_address
-from tunix.base.digests import FILE, Damaged, check_files, list_files
+from tunix.base.digests import FILE, VERIFIED, Damaged, check_files, list_files, walk_digests
 from tunix.base.errors import UserError, first_line, name_first
 from tunix.base.files import expand_home, is_whole_number, list_numbers, parse_json
 from tunix.base.forms import reject_newer_form
@@ -421,6 +421,10 @@ def check_everything(source: str) -> tuple[list[str], bool]:
                 size = storage.check(step, 0, 1)
             else:
                 size = check_files([folder / FILE])
+                named = {folder / FILE, folder / VERIFIED, *(path for path, _ in walk_digests([folder / FILE]))}
+                others = [path.relative_to(folder) for path in list_files(folder) if path not in named]
+                added = f"; {name_first(others)} came later" if others else ""
+                files = f", {len(named) - 1} files{added}"
         except Damaged as damage:
             lines.append(f"DAMAGED {name}: {damage}")
             is_intact = False
