@@ -275,6 +275,8 @@ def test_a_flat_file_of_one_document_is_not_cut(tmp_path, byte_tokenizer):
         ("a.bin", np.full(1001, 300, np.uint16), "", "has token 300, the tokenizer has 259; give the tokenizer that made it"),
         ("a.bin", np.full(1001, 300, np.uint16), "data.dtype=uint32", "has 2002 bytes, which is not data.skip_bytes=0 and a number of whole data.dtype=uint32"),
         ("a.bin", np.full(1000, 65535, np.uint16), "data.dtype=uint32", "has token 4294967295, the tokenizer has 259"),
+        ("a.bin", np.arange(3, 259, dtype=np.int32), "", "has no number above 0 in every second place, as a file of wider numbers has that is read as uint16; data.dtype=uint32 reads"),
+        ("a.bin", np.arange(3, 259), "data.dtype=uint32", "has no number above 0 in every second place, as a file of wider numbers has that is read as uint32"),
         ("headed.npy", np.array([5, -3] * 50, np.int32), "", "has token -3, the tokenizer has 259"),
         ("short.npy", np.full(1001, 5, np.uint16), "", "short.npy is damaged or ends early: mmap length"),
         ("a.bin", np.full(1001, 5, np.uint16), "data.document_end=2 data.held_out_fraction=0", "data.document_end=2 does not occur in data.paths; the tokenizer ends a document with 2"),

@@ -51,6 +51,7 @@ from tunix.data.tokenizer import Vocab, add_images, load_vocab
 log = logging.getLogger(__name__)
 
 BLOCK = 1 << 24  # elements of an array that are read at one time
+FEWEST_HALVES = 64  # numbers of a file of tokens from which on small ones in every second place are no chance
 OPEN_SHARDS = 256  # open at one time; each takes up to three file descriptors
 FORMAT = str(CACHE_FORMS["tokens"])  # in the index: a folder of the cache may be copied to a place of the user's own
 READABLE = {"2", FORMAT}  # formats of copied folders; those of 2 name the kind of their documents in several ways
@@ -224,7 +225,9 @@ def scan_tokens(source: Tokens, unit: Unit, folder: Path, vocab: Vocab) -> tuple
     flat_path = locate_tokens(source, Path(unit.path))
     tokens = map_tokens(**flat_path)
     counts, ends = np.zeros(vocab.num_tokens, np.int64), []
+    largest = [0, 0]  # of the numbers in even places, and of those in odd ones
     for first, block in read_blocks(tokens):  # the file may be larger than memory
+        largest = [max(known, int(block[place::2].max(initial=0))) for place, known in enumerate(largest)]
         least, high = int(block.min()), int(block.max())
         if least < 0 or high >= len(counts):
             raise UserError(
@@ -234,6 +237,13 @@ def scan_tokens(source: Tokens, unit: Unit, folder: Path, vocab: Vocab) -> tuple
         counts += np.bincount(block, minlength=len(counts))
         if source.document_end is not None:
             ends.append(np.flatnonzero(block == source.document_end) + first)
+    # Of a wider number that is read as two, the upper half is at most that of the last token: 0 with a small vocabulary.
+    if len(tokens) >= FEWEST_HALVES and min(largest) <= (len(counts) - 1) >> 8 * tokens.itemsize < max(largest):
+        raise UserError(
+            f"data: {unit.path} has no number above {min(largest)} in every second place, as a file of wider numbers has "
+            f"that is read as {tokens.dtype}; data.dtype=uint32 reads numbers of four bytes, and numbers of eight bytes "
+            "are written anew with numpy: fromfile(FILE, 'int64').astype('uint32').tofile(FILE)"
+        )
     starts = np.concatenate([np.zeros(1, np.int64), *(end + 1 for end in ends)])
     starts = starts[starts < len(tokens)]  # behind the last end there may be nothing
     # Tokens from `bound` on are held out. Where documents are known, the cut moves to the next start of a document.
