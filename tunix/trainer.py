@@ -592,6 +592,7 @@ class Loop:
         evaluate_now = is_due(cfg.evaluation.every_steps, step, progress.last)
         if save_now or evaluate_now:
             self.step_log.finish()  # their time is not that of a step
+        begin = time.perf_counter()
         now = self._note_moment(step)
         ending = find_ending(now, REASONS)
         if ending and not ending.saves:  # the state is not worth a checkpoint: its loss is not finite, for example
@@ -625,7 +626,7 @@ class Loop:
         if ending:
             raise ending
         if save_now or evaluate_now:
-            self.step_log.restart_clock()
+            self.step_log.leave_out(begin)
         return False
 
 

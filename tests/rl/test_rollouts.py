@@ -218,6 +218,8 @@ def test_several_steps_on_a_rollout(tmp_path):
     assert [line["ratio_max"] > 1.0001 for line in lines] == [False, True, False, True]
     assert [line["kl"] > 1e-8 for line in lines] == [False, True, True, True]
     assert [("rollout_s" in line, "reward" in line) for line in lines] == [(True, True), (False, False)] * 2
+    # Also those of step 3, which are drawn before the save of step 2.
+    assert all(line["step_time_s"] > line.get("rollout_s", 0) for line in lines)
     assert len(answers) == 2 * 12 * 4
     # Groups of which some answers are learnt: a cut one has no advantage.
     groups = [answers[first : first + 4] for first in range(0, len(answers), 4)]

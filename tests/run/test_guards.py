@@ -75,7 +75,9 @@ def test_a_hard_stop_comes_after_the_evaluation_of_its_step(signal, monkeypatch)
         "start_time": 0.0,
         "progress": SimpleNamespace(last=8, improvement=Improvement(), is_new=False, start=SimpleNamespace(step=4)),
         "source": SimpleNamespace(can_stop=lambda _: True, after=lambda _, waits=True: None),
-        "step_log": SimpleNamespace(finish=lambda: None, restart_clock=lambda: None, last={}),
+        "step_log": SimpleNamespace(
+            finish=lambda: None, restart_clock=lambda: None, leave_out=lambda begin: None, last={}
+        ),
         "compiled": SimpleNamespace(at=lambda _: None),
         "evaluations": SimpleNamespace(run=evaluate, cost=lambda _: 1.0),
         "checkpoints": SimpleNamespace(finish=lambda: None),

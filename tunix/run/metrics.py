@@ -129,6 +129,11 @@ class StepLog:
         self.finish()
         begin = time.perf_counter()
         yield
+        self.leave_out(begin)
+
+    def leave_out(self, begin: float) -> None:
+        """Leave the time since `begin`, by time.perf_counter(), out of that of the next step. What came before counts:
+        the answers of the next step may be drawn already."""
         self.clock += time.perf_counter() - begin
 
     def note_start(self, step: int, scalars: dict[str, Any], numbers: dict[str, float]) -> None:
