@@ -50,7 +50,7 @@ def main() -> int:
         return 0
     if name == "train":
         del sys.argv[1]
-    elif re.fullmatch(r"\w[\w.-]*", name):  # an override has a =, a flag begins with a -
+    elif re.fullmatch(r"\w[\w.-]*|[^=]+\.(yaml|yml|toml)", name):  # an override has a =, a flag begins with a -
         return exits.report_errors(lambda: reject_command(name))
     exits.exit_on_stop_signals()
     from tunix.train_command import train_command
@@ -60,8 +60,16 @@ def main() -> int:
 
 def reject_command(name: str) -> None:
     """Raise `UserError` for a first word that is no command, or a key that stands apart from its value."""
+    from tunix.base.config_types import list_options
     from tunix.config.mistakes import list_keys
 
+    if name.endswith((".yaml", ".yml", ".toml")):
+        raise UserError(
+            f"{name} is no command; --config-path FOLDER --config-name NAME reads the keys of FOLDER/NAME.yaml, and "
+            "says how those of other programs are called here"
+        )
+    if name in list_options("task"):
+        raise UserError(f"{name} is a task and no command; write task={name}")
     if any(name == key for key, _ in list_keys()):
         raise UserError(f"{name} is a key without a value; write {name}=VALUE, with no space before or behind the =")
     commands = ["train", *COMMANDS]

@@ -216,12 +216,20 @@ def test_a_sweep_of_a_command_is_answered(monkeypatch, capsys):
         assert "step=[3,6]" in capsys.readouterr().err
 
 
-def test_a_word_with_a_dash_is_no_override(monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        (["convert-dataset", "in.csv"], "there is no command convert-dataset; choose from train, "),  # a - is no override
+        (["sft", "--config", "sft.yaml"], "sft is a task and no command; write task=sft\n"),
+        (["configs/base.yml", "run_name=x"], "configs/base.yml is no command; --config-path FOLDER --config-name NAME reads"),
+    ],
+)  # fmt: skip
+def test_a_first_word_that_is_no_command(words, answer, monkeypatch, capsys):
     from tunix.__main__ import main
 
-    monkeypatch.setattr(sys, "argv", ["tunix", "convert-dataset", "in.csv"])
+    monkeypatch.setattr(sys, "argv", ["tunix", *words])
     assert main() == 2
-    assert "there is no command convert-dataset; choose from train, " in capsys.readouterr().err
+    assert answer in capsys.readouterr().err
 
 
 def test_the_version_is_that_of_tunix(monkeypatch, capsys):

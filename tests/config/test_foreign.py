@@ -116,6 +116,7 @@ def test_answers(word, answer):
         (["--model", "gemma3_1bb"], "--model: there is no such flag; model takes a file of conf/model; did you mean gemma3_1b?"),
         (["--output_dir=x"], "--output_dir: there is no such flag; here it is hydra.run.dir=x"),
         (["--config-file", "x"], "--config-file: there is no such flag; here it is --config-path FOLDER --config-name NAME"),
+        (["--config", "sft.yaml"], "--config: there is no such flag; here it is --config-path FOLDER --config-name NAME"),
         (["--config-path", "nowhere", "--config-name", "mine"], "--config-path: Primary config directory not found."),
         (["--config-name", "mine"], "--config-name=mine: there is no mine.yaml; --config-path names its folder"),
         (["--info", "config-groups"], "--info config-groups: choose from all, config, defaults"),

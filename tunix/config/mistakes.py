@@ -521,7 +521,8 @@ def reject_flags(words: Sequence[str], local: Sequence[str]) -> None:
     lines = []
     for word, following in zip_longest(words, words[1:], fillvalue=""):
         flag, _, value = word.partition("=")
-        if not re.fullmatch(r"--[A-Za-z][\w.-]*", flag) or any(known.startswith(flag) for known in local):
+        meant = [known for known in local if known == flag] or [known for known in local if known.startswith(flag)]
+        if not re.fullmatch(r"--[A-Za-z][\w.-]*", flag) or len(meant) == 1:  # argparse takes the beginning of one flag
             continue
         if not value:
             value = "true" if following.startswith("--") or re.match(r"[a-z_.]+=", following) else following or "true"
