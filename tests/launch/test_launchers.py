@@ -44,6 +44,7 @@ def trained(command: list[str], cwd: Path) -> list[float]:
         env={**os.environ, "XLA_FLAGS": xla_flags(1), "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "\x1b" not in done.stdout  # mpirun gives its processes a terminal: no progress bar is drawn into a file
     assert json.loads((cwd / "run" / "environment.json").read_text())["processes"] == 2
     return [line["loss"] for line in metrics(cwd / "run")]
 

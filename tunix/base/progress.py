@@ -1,5 +1,6 @@
 """A line about work that takes long. Imports little: it watches imports too."""
 
+import os
 import sys
 import threading
 import time
@@ -8,6 +9,11 @@ from contextlib import contextmanager
 
 QUIET_S = 4.0  # of work, before it is announced
 AGAIN_S = 30.0  # between two lines about the same work
+
+
+def is_watched() -> bool:
+    """Return whether stdout is a terminal. mpirun gives its processes one also where it writes into a file."""
+    return sys.stdout.isatty() and "OMPI_COMM_WORLD_RANK" not in os.environ
 
 
 def print_progress(line: str) -> None:

@@ -20,7 +20,6 @@ import json
 import logging
 import multiprocessing
 import os
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -38,7 +37,7 @@ from tunix.base.digests import hash_texts, list_files, write_digests
 from tunix.base.errors import UserError
 from tunix.base.files import follow_parent, make_once, read_json
 from tunix.base.forms import CACHE_FORMS, naming_writer
-from tunix.base.progress import repeating
+from tunix.base.progress import is_watched, repeating
 from tunix.config import Loading, Task
 from tunix.data.chat import RefusedConversation
 from tunix.data.documents import DOCUMENTS, Document, Encoded, LeftOut, read_documents, refuse_row
@@ -237,12 +236,12 @@ def scan_tokens(source: Tokens, unit: Unit, folder: Path, vocab: Vocab) -> tuple
         counts += np.bincount(block, minlength=len(counts))
         if source.document_end is not None:
             ends.append(np.flatnonzero(block == source.document_end) + first)
-    # Of a wider number that is read as two, the upper half is at most that of the last token: 0 with a small vocabulary.
+    # Of a wider number that is read as two, the upper half is at most that of the last token, with few tokens 0.
     if len(tokens) >= FEWEST_HALVES and min(largest) <= (len(counts) - 1) >> 8 * tokens.itemsize < max(largest):
         raise UserError(
-            f"data: {unit.path} has no number above {min(largest)} in every second place, as a file of wider numbers has "
-            f"that is read as {tokens.dtype}; data.dtype=uint32 reads numbers of four bytes, and numbers of eight bytes "
-            "are written anew with numpy: fromfile(FILE, 'int64').astype('uint32').tofile(FILE)"
+            f"data: {unit.path} has no number above {min(largest)} in every second place, as a file of wider numbers "
+            f"has that is read as {tokens.dtype}; data.dtype=uint32 reads numbers of four bytes, and numbers of eight "
+            "bytes are written anew with numpy: fromfile(FILE, 'int64').astype('uint32').tofile(FILE)"
         )
     starts = np.concatenate([np.zeros(1, np.int64), *(end + 1 for end in ends)])
     starts = starts[starts < len(tokens)]  # behind the last end there may be nothing
@@ -518,8 +517,8 @@ def make_shards(plans: list[ShardPlan], folder: Path, loading: Loading) -> list[
     text = TextColumn("tokenizing, {task.description}")
     start_time = time.perf_counter()
     columns = text, BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
-    is_watched = sys.stdout.isatty()
-    with Progress(*columns, transient=True, disable=not is_watched) as progress:
+    with_bar = is_watched()
+    with Progress(*columns, transient=True, disable=not with_bar) as progress:
         bar = progress.add_task("0.0 MB of tokens", total=sum(sizes.values()))
 
         def report() -> None:
@@ -527,7 +526,7 @@ def make_shards(plans: list[ShardPlan], folder: Path, loading: Loading) -> list[
             if num_images := _measure_arrays(folder, "image_ends") // 8:
                 text += f", {num_images:,} images, {num_images / (time.perf_counter() - start_time):.0f} a second"
             progress.update(bar, description=text)
-            if not is_watched:
+            if not with_bar:
                 log.info("tokenizing, %s so far", text)
 
         with repeating(report, REPORT_EVERY_S, REPORT_EVERY_S):

@@ -25,6 +25,7 @@ from rich.logging import RichHandler
 from tunix.base.buckets import is_address
 from tunix.base.errors import MaskingFilter, UserError, mask_values, mask_variables
 from tunix.base.files import create_file, find_way_out, parse_json, replacing, write_whole
+from tunix.base.progress import is_watched
 from tunix.base.text import format_yaml
 from tunix.config import Config, Logging, compose
 from tunix.config.saved_runs import OUTPUTS, find_mirrored, find_run
@@ -350,7 +351,7 @@ def start_logging(remarks: list[str], cfg: Logging) -> MemoryHandler:
     ours.handlers.clear()
     if cfg.ranks is None or jax.process_index() in cfg.ranks:
         on_terminal = RichHandler(show_path=False, show_level=False, log_time_format="%X")
-        handler = on_terminal if sys.stdout.isatty() else logging.StreamHandler(sys.stdout)
+        handler = on_terminal if is_watched() else logging.StreamHandler(sys.stdout)
         handler.addFilter(MaskingFilter())
         ours.addHandler(handler)
     for remark in remarks:

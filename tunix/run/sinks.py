@@ -5,7 +5,6 @@ import logging
 import math
 import queue
 import re
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from typing import Any, Protocol
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from tunix.base.files import open_lines
+from tunix.base.progress import is_watched
 
 log = logging.getLogger(__name__)
 
@@ -216,7 +216,7 @@ class Terminal(Sink):
     def __init__(self, start: Start):
         self.every_steps, self.last_step = start.config["logging"]["every_steps"], start.last_step
         self.progress: Progress | None = None
-        if sys.stdout.isatty():
+        if is_watched():
             columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
             self.progress = Progress(*columns, transient=True)
             self.task = self.progress.add_task("compiling", total=None)
