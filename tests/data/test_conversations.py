@@ -14,7 +14,8 @@ from tunix.config.compose import compose
 from tunix.config.task import Prompted
 from tunix.data.chat import PLAIN, ChatTemplate
 from tunix.data.dataset import find_units, load_corpus, prepare_corpus
-from tunix.data.documents import Conversation, Document, encode_conversations, encode_whole, read_documents
+from tunix.data.documents import DOCUMENTS, Conversation, Document, encode_conversations, encode_whole, read_documents
+from tunix.data.files import BadRow
 from tunix.data.prompts import load_prompts
 from tunix.data.sources import read_questions
 from tunix.data.tokenizer import Vocab
@@ -301,6 +302,29 @@ def test_rows_without_a_conversation(tmp_path):
     assert load_corpus(compose(words).config).train["jsonl"].stream.num_documents == 9
     with pytest.raises(UserError, match="task=sft needs rows with columns, of jsonl, csv, parquet or hf"):
         load_corpus(compose([*SMALL, "task=sft"]).config)
+
+
+ASKED, SAID = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+OF_OTHERS = [  # task, row, and what the answer to it says
+    ("sft", {"prompt": "a", "completion": "b"}, "data.columns.prompt=COLUMN reads a prompt, and data.columns.completion=COLUMN its"),
+    ("sft", {"messages": [{"from": "human", "value": "a"}]}, """of {from, value}; `jq -c '.messages |= map({role: ({human: "user", """),
+    ("sft", {"messages": [ASKED, SAID | {"weight": 0}, SAID]}, """jq -c '.learnt = [.messages[] | .role == "assistant" and .weight != 0]' FILE"""),
+    ("sft", {"messages": json.dumps([ASKED, SAID | {"train": False}])}, "has a turn with train=false in column messages"),
+    ("dpo", {"chosen": [ASKED, SAID], "rejected": [ASKED]}, "data.columns.prompt=null takes the prompt from the conversations"),
+    ("dpo", {"prompt": "a", "chosen": SAID, "rejected": SAID}, "holds one turn in column chosen, not a list; `jq -c '.chosen |= [.]' FILE`"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("task", "row", "answer"), OF_OTHERS)
+def test_rows_of_other_trainers_are_answered(task, row, answer):
+    data = {"sft": "jsonl", "dpo": "pairs"}[task]
+    cfg = compose([*SMALL, f"task={task}", f"data={data}", "data.paths=[a.jsonl]"]).config
+    with pytest.raises(BadRow) as error:
+        DOCUMENTS[cfg.task.documents].read(cfg.data.columns, row, cfg.task)
+    assert answer in str(error.value)
+    learnt = {"messages": [ASKED, SAID | {"weight": 0}, SAID], "learnt": [0, 0, 1]}
+    columns = cfg.data.columns.model_copy(update={"learnt_turns": "learnt", "prompt": None, "messages": "messages"})
+    assert DOCUMENTS["conversation"].read(columns, learnt, cfg.task).learnt == [False, False, True]
 
 
 NEEDS_SYSTEM = "{% if messages[0].role != 'system' %}{{ raise_exception('no system') }}{% endif %}" + PLAIN

@@ -221,9 +221,12 @@ def read_conversation(columns: Columns, row: dict[str, Any], task: Task) -> Conv
     options = _read_options(columns, row, task)
     learnt = task.learnt_turns if isinstance(task, Sft) else "assistant"
     if columns.prompt is None:
-        messages = _read_messages(_read_cell(columns, "messages", row, (str, list)), columns.messages)
+        value = _read_cell(columns, "messages", row, (str, list))
+        messages = _read_messages(value, columns.messages)
         if not any(message["role"] == "assistant" for message in messages):
             return None
+        if columns.learnt_turns is None and learnt == "assistant":
+            _refuse_marks(value, columns.messages)
         return Conversation(messages, options, _read_learnt(columns, row, len(messages)) or learnt)
     prompt = _read_turns(columns, "prompt", row, "user") or [{"role": "user", "content": ""}]
     answer = _drop_prompt(_read_turns(columns, "completion", row, "assistant"), prompt, columns.completion)
@@ -456,7 +459,10 @@ def _read_turns(columns: Columns, meaning: str, row: dict[str, Any], role: str) 
 
     Without a column for the prompt, text is refused: it does not say where the answer begins.
     """
-    value, name = _read_cell(columns, meaning, row, (str, list)), getattr(columns, meaning)
+    name = getattr(columns, meaning)
+    if isinstance(row.get(name), dict):
+        raise BadRow(f"holds one turn in column {name}, not a list; `jq -c '.{name} |= [.]' FILE` writes it so")
+    value = _read_cell(columns, meaning, row, (str, list))
     turns: Any = value
     if isinstance(value, str) and value.lstrip().startswith("["):
         with suppress(ValueError, RecursionError):
@@ -468,13 +474,21 @@ def _read_turns(columns: Columns, meaning: str, row: dict[str, Any], role: str) 
     return [{"role": role, "content": value}] if value else []
 
 
+SHAREGPT = (
+    ', but of {from, value}; `jq -c \'.COLUMN |= map({role: ({human: "user", gpt: "assistant"}[.from] // .from), '
+    "content: .value})' FILE` writes it so"
+)
+
+
 def _read_messages(value: Any, column: str | None) -> list[Message]:
     """Return the turns of a list of {role, content}, or of such a list written as JSON."""
     try:
         turns = json.loads(value) if isinstance(value, str) else value
         messages = [_read_message(turn) for turn in turns]
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        raise BadRow(f"has no list of {{role, content}} in column {column}") from None
+        is_sharegpt = isinstance(value, list) and value and isinstance(value[0], dict) and "from" in value[0]
+        hint = SHAREGPT.replace("COLUMN", str(column)) if is_sharegpt else ""
+        raise BadRow(f"has no list of {{role, content}} in column {column}{hint}") from None
     for message in messages:
         if isinstance(message["content"], list):
             message["content"] = read_parts(message["content"])
@@ -486,6 +500,22 @@ def _read_messages(value: Any, column: str | None) -> list[Message]:
     if "assistant" not in roles and (others := roles - PROMPT_ROLES):
         raise BadRow(f"has role {min(others)} in column {column} and no assistant, whose turns are the answers")
     return messages
+
+
+MARKS = ("weight", "train", "training")  # of a turn that OpenAI's files, or those of axolotl, leave out of the loss
+
+
+def _refuse_marks(value: Any, column: str | None) -> None:
+    """Raise `BadRow` if one of the turns, or of those in JSON, says that it is not learnt: it would be learnt."""
+    for turn in json.loads(value) if isinstance(value, str) else value:
+        for key in MARKS:
+            if turn.get(key) == 0:
+                mark = json.dumps(turn[key])
+                raise BadRow(
+                    f"has a turn with {key}={mark} in column {column}; data.columns.learnt_turns=learnt reads which "
+                    f'turns are learnt, as `jq -c \'.learnt = [.{column}[] | .role == "assistant" and '
+                    f".{key} != {mark}]' FILE` writes them"
+                )
 
 
 TEMPLATE_KEYS = ("name", "tool_calls", "tool_call_id", *THOUGHTS)  # of a message, beside its role and content
@@ -512,6 +542,13 @@ def _read_call(call: dict[str, Any]) -> dict[str, Any]:
     return call | {"function": function} if "function" in call else function
 
 
+# What may stand in the place of a column that a row lacks.
+OTHER_COLUMNS = {
+    "messages": "; data.columns.prompt=COLUMN reads a prompt, and data.columns.completion=COLUMN its answer",
+    "prompt": "; data.columns.prompt=null takes the prompt from the conversations",
+}
+
+
 def _read_cell(columns: Columns, meaning: str, row: dict[str, Any], kinds: tuple[type, ...] = (str,)) -> Any:
     """Return the row's value in the column that data.columns names for `meaning`; None is read as an empty value."""
     name = getattr(columns, meaning)
@@ -521,6 +558,7 @@ def _read_cell(columns: Columns, meaning: str, row: dict[str, Any], kinds: tuple
         listed = ", ".join(map(str, row))
         marks = [mark for mark in ";|" if len(row) == 1 and mark in listed]  # of a table with another delimiter
         hint = f" (\"data.delimiter='{marks[0]}'\" splits them)" if marks else ""
+        hint += OTHER_COLUMNS.get(meaning, "")
         raise BadRow(f"has no column {name} (data.columns.{meaning}); its columns are {listed}{hint}")
     value = row[name]
     if value is None:
