@@ -151,3 +151,14 @@ def test_output_that_is_no_terminal_is_not_cut(monkeypatch):
     assert "x" * 200 in out.getvalue()
     assert "y" * 50 in out.getvalue()
     assert "…" not in out.getvalue()
+
+
+def test_a_file_of_another_program_is_answered_by_its_keys_alone(tmp_path):
+    """It lacks all sections of ours: a line for each stood before the answers."""
+    (tmp_path / "base.yaml").write_text("steps: 150_001\nmax_target_length: 2048\n")
+    with pytest.raises(UserError) as error:
+        compose([], str(tmp_path), "base")
+    assert str(error.value).splitlines() == [
+        "unknown key steps; here it is training.max_steps=150001",
+        "unknown key max_target_length; here it is training.seq_len=2048",
+    ]

@@ -315,7 +315,11 @@ def validate(section: type[S], values: dict[Any, Any], *above: str) -> S:
         # A value that may be of several types gives an error for each of them: one line for all errors of a place.
         by_location: dict[str, list[_Mistake]] = {}
         mixed = _find_mixed(errors.errors(), above)
+        # A file of another program (--config-name) has keys that are answered, and lacks all of ours.
+        is_foreign = any(error["type"] == "extra_forbidden" and len(error["loc"]) == 1 for error in errors.errors())
         for error in errors.errors():
+            if is_foreign and error["type"] == "missing" and len(error["loc"]) == 1:
+                continue
             if line := next((line for path, line in mixed.items() if error["loc"][: len(path)] == path), ""):
                 by_location[line] = [_Mistake("", line)]
                 continue
