@@ -2,6 +2,7 @@
 
 import csv
 import json
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -51,6 +52,22 @@ def test_pieces_make_the_whole_and_answers_end_their_turn(source):
     assert "".join(text for text, _ in pieces) == template(source).render(TALK)
     assert [answer for _, answer in pieces] == [False, True, False, True]
     assert pieces[0][0].startswith("<bos>")
+
+
+KNOWN = "{% for m in messages %}{% if m.role in ['user', 'assistant'] %}<{{ m.role }}>{{ m.content }}{% endif %}{% endfor %}"
+LATE = "{% for m in messages %}{% if loop.last and m.role == 'user' %}{{ messages[0].content }}{% endif %}{{ m.role }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("source", "role", "drops"),
+    [(KNOWN, "human", True), (KNOWN, "system", True), (PLAIN, "human", False), (LATE, "system", False)],
+)
+def test_a_template_that_drops_turns_of_a_role_is_refused(source, role, drops):
+    """Those of Qwen drop a role that they do not know; those of Mistral show the system behind the last question."""
+    talk = [{"role": role, "content": "Be brief."}, *TALK[1:]]
+    with pytest.raises(UserError, match=f"drops turns of the role {role}; rename it") if drops else nullcontext():
+        template(source).check_roles(talk)
+    template(source).check_roles([talk[0] | {"content": ""}, *talk[1:]])
 
 
 def test_a_corpus_has_the_same_date_on_each_day():

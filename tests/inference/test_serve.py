@@ -510,6 +510,9 @@ def test_a_conversation_with_tools_has_the_template_for_them(model, hf_dir, tmp_
     reader = RequestReader(own, "small", read_settings(Serve, words), 100, 1)
     with pytest.raises(ApiError, match=r"the chat template does not show the model its tools \(add\)"):
         asyncio.run(reader.read_chat(json.dumps(body_with_tools).encode(), 0))
+    told = body | {"messages": [*body["messages"], {"role": "developer", "content": "Be brief."}]}
+    with pytest.raises(ApiError, match="the chat template drops messages of the role developer: send them as system"):
+        asyncio.run(reader.read_chat(json.dumps(told).encode(), 0))
     if in_files:
         (folder / "additional_chat_templates" / "tool_use.jinja").write_text("{{")
         reader = RequestReader(own, "small", read_settings(Serve, [f"checkpoint={hf_dir}"]), 100, 1)

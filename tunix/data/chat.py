@@ -187,6 +187,7 @@ class ChatTemplate:
         environment.filters |= {name: _bounded(environment, name) for name in ("center", "indent", "replace", "format")}
         self.source, self.environment, self.special_tokens, self.mark = source, environment, special_tokens, mark
         self.shown: set[str] = set()  # kinds of tool words that `check_tools` has found
+        self.shown_roles: set[str] = set()  # those that `find_dropped_role` has found
         try:
             with time_limit(TIME_LIMIT_S):
                 self.template = environment.from_string(source)
@@ -434,6 +435,33 @@ class ChatTemplate:
             if problem := getattr(self, f"_find_hidden_{kind}")(messages, options):
                 raise UserError(f"task.chat_template {problem} a template that shows them: task.chat_template=FILE")
             self.shown.add(kind)
+
+    def check_roles(self, messages: Sequence[Message], options: Options = NO_OPTIONS) -> None:
+        """Refuse a template that drops turns of a role.
+
+        Raises:
+            UserError: as said.
+        """
+        if role := self.find_dropped_role(messages, options):
+            raise UserError(
+                f"task.chat_template drops turns of the role {role}; rename it in the data, or give a template that "
+                "shows them: task.chat_template=FILE"
+            )
+
+    def find_dropped_role(self, messages: Sequence[Message], options: Options = NO_OPTIONS) -> str:
+        """Return a role of which the template shows no turn, or nothing. Those of Qwen know neither `human` nor
+        `developer`, and leave out what such a turn says."""
+        said = {each["role"] for each in messages if each["content"]} - {"user", "assistant", "tool"}
+        for role in sorted(said - self.shown_roles):
+            marked = [{**each, "content": WORDS} if each["role"] == role else each for each in messages]
+            # Templates of Mistral show the system before a prompt that ends with the user's turn alone.
+            prompts = [marked[:place] for place, each in enumerate(marked) if place and each["role"] == "assistant"]
+            if not any(
+                WORDS in self.render(each, each[-1]["role"] != "assistant", options) for each in (marked, *prompts)
+            ):
+                return role
+            self.shown_roles.add(role)
+        return ""
 
     def _find_hidden_tools(self, messages: Sequence[Message], options: Options) -> str:
         is_prompt = messages[-1]["role"] != "assistant"

@@ -651,6 +651,7 @@ def _cut_conversation(vocab: Vocab, document: Document) -> list[CutSequence]:
     """Return the sequences of a conversation."""
     content: Conversation = document.content  # type: ignore[assignment]
     vocab.chat.check_tools(content.messages, content.options)
+    vocab.chat.check_roles(content.messages, content.options)
     sequences = vocab.chat.cut_answers(*content)
     if vocab.images is None or not document.images:
         return [(pieces, document.images) for pieces in sequences]
@@ -679,6 +680,7 @@ def encode_prompts(vocab: Vocab, documents: list[Document]) -> Iterator[Encoded]
     questions: list[Question] = [document.content for document in documents]  # type: ignore[misc]
     for question in questions:
         vocab.chat.check_tools(question.messages, question.options)
+        vocab.chat.check_roles(question.messages, question.options)
     texts = [vocab.chat.render(question.messages, True, question.options) for question in questions]
     vocab.backend.encode_special_tokens = False
     expanded = (vocab.expand_images([text], each.images) for text, each in zip(texts, documents, strict=True))

@@ -96,6 +96,13 @@ class RequestReader:
         files = await asyncio.to_thread(self._read_images, messages, arrived)
         # In this thread, which alone can end a template that takes too long.
         text = template.render(messages, add_generation_prompt=True, options=options)
+        if role := template.find_dropped_role(messages, options):
+            raise ApiError(
+                400,
+                f"the chat template drops messages of the role {role[:100]}: send them as system or user, or start "
+                "with chat_template=FILE",
+                "messages",
+            )
         names = list(map(read_tool_name, tools or ()))
         if names and not any(name in text for name in names):
             raise ApiError(
