@@ -188,6 +188,11 @@ class Speaker:
     def _encode(self, prompt: Prompt) -> tuple[list[int], Images | None]:
         """Return the tokens of a prompt, and its images; a text without a template is continued."""
         if self.template is not None:
+            if self.template.find_dropped_role(prompt.turns):
+                raise UserError(
+                    f"system={self.command.system}: the chat template drops it; put it into the prompt, or give a "
+                    "template that shows it: chat_template=FILE"
+                )
             text = self.template.render(prompt.turns, add_generation_prompt=True)
             tokenize = self.model.encode_rendered
         else:

@@ -269,6 +269,10 @@ def test_a_chat_and_mistakes(hf_dir, tmp_path, monkeypatch, capsys):
             ["prompt=a", "chat=true", "chat_template=none"],
             "chat_template=none cannot be read: No such file or directory; the tokenizer has default",
         ),
+        (
+            ["prompt=a", "chat=true", "system=Be brief.", "chat_template='{{ messages[-1].content }}'"],
+            "system=Be brief.: the chat template drops it; put it into the prompt, or give a template",
+        ),
         (["prompt=a", "top_q=1"], "unknown key top_q; did you mean top_p?"),
     ):
         code, out, error = run(*mistake)
