@@ -73,6 +73,13 @@ def without_norm(folder):
         save_file(tensors, path)
 
 
+def with_head_of_booleans(folder):
+    change_config(folder, tie_word_embeddings=True)
+    for path in folder.glob("*.safetensors"):
+        tensors = load_file(path)
+        save_file({name: value.astype(bool) if "lm_head" in name else value for name, value in tensors.items()}, path)
+
+
 BAD = {
     "no model": (lambda folder: (folder / "config.json").unlink(), "is not a model's folder: it has no config.json; give a folder or an ID of the Hugging Face hub, or a run's"),
     "no JSON": (lambda folder: (folder / "config.json").write_text("{"), "config.json cannot be read"),
@@ -91,6 +98,7 @@ BAD = {
     "extra tensor": (lambda folder: change_tensors(folder, lambda t: t.update(extra=np.ones(1, np.float32))), "has extra, which a llama"),
     "wrong shape": (lambda folder: change_config(folder, intermediate_size=80), "mlp.down_proj.weight is [32, 64], its config.json says [32, 80]"),
     "another head": (lambda folder: change_config(folder, tie_word_embeddings=True), "lm_head.weight is not equal to model.embed_tokens.weight, and tie_word_embeddings=true makes them one; set tie_word_embeddings=false"),
+    "a head of booleans": (with_head_of_booleans, "lm_head.weight holds BOOL, which is none of F64, F32"),
     "truncated": (truncated, "is truncated or not a safetensors file"),
     "quantized": (lambda folder: change_tensors(folder, lambda t: t.update({name: value.astype(np.int8) for name, value in t.items()})), " holds I8, not F64, F32, F16, BF16; dequantize it first"),
     "a list for a map": (lambda folder: (folder / "model.safetensors.index.json").write_text('{"weight_map": []}'), "model.safetensors.index.json has no weight_map of tensors and files"),

@@ -34,6 +34,7 @@ from typing import Any, Protocol
 import jax.numpy as jnp
 import numpy as np
 
+from tunix.base.errors import UserError
 from tunix.base.files import parse_json
 from tunix.huggingface.config_json import OTHERWISE, Quantization
 
@@ -102,7 +103,9 @@ class Plain:
         self.tensors: tuple[Plain, ...] = (self,)
 
     def read(self, index: Index) -> np.ndarray:
-        """Return a slice [...] of the tensor as a view of the mapped file."""
+        """Return a slice [...] of the tensor as a view of the mapped file; raises `UserError` for an unknown type."""
+        if self.dtype not in DTYPES:
+            raise UserError(f"{self.name} holds {self.dtype}, which is none of {', '.join(DTYPES)}; convert it first")
         file = self._open_file()
         return np.ndarray(self.shape, DTYPES[self.dtype], file.bytes, file.find(self.name)[0])[index]
 

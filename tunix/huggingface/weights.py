@@ -281,7 +281,10 @@ def check_weights(folder: Path, cfg: Model, weights: Parameters) -> None:
             raise UserError(f"{folder} has {name_first(extra)}, which a {cfg.family} of its config.json does not have")
         for name, number in constants.items():
             # A file in bfloat16 has three digits of the number.
-            if name in tensors and not math.isclose(number, value := files.read(name, ()), rel_tol=0.01):
+            if name not in tensors:
+                continue
+            value = files.read(name, ())
+            if value.size != 1 or not math.isclose(number, value.item(), rel_tol=0.01):
                 raise UserError(f"{folder}: {name} is {value}, and layers of a {cfg.family} compute with {number}")
         for name, shape in requested.items():
             stored, dtype = tensors[name].shape, tensors[name].dtype
@@ -294,7 +297,7 @@ def check_weights(folder: Path, cfg: Model, weights: Parameters) -> None:
 def _list_zero_biases(tensors: Mapping[str, Stored]) -> set[str]:
     """Return the biases that old files of gptq have beside each matrix, all of them 0."""
     biases = {f"{name.removesuffix('weight')}bias" for name, tensor in tensors.items() if isinstance(tensor, Integers)}
-    return {name for name in biases & tensors.keys() if not tensors[name].read((slice(None),)).any()}
+    return {name for name in biases & tensors.keys() if not tensors[name].read(()).any()}
 
 
 def list_constants(family: Family, cfg: Model) -> dict[str, float]:
