@@ -192,7 +192,7 @@ def test_a_stop_waits_for_no_answers_before_the_first_checkpoint(monkeypatch):
 
 
 @pytest.mark.parametrize("num_processes", [1, 2])
-def test_the_order_of_work(num_processes, monkeypatch):
+def test_the_order_of_work(num_processes, monkeypatch, caplog):
     """Each rollout gets the weights of its time, though the first ones take longest; a checkpoint keeps those that wait.
 
     Of several processes the main thread draws.
@@ -218,14 +218,20 @@ def test_the_order_of_work(num_processes, monkeypatch):
     rollouts = RolloutsAhead(draw, mesh, range(1, 9), 2, {})
     taken = [tokens(rollouts.take(weights(step), step + 1, go_on)) for step in range(5)]
     assert taken == [(0, [0]), (0, [0]), (0, [0]), (1, [1]), (2, [2])]
-    waiting = unpack(pack(rollouts.find_waiting(4)), task, lambda step: prompts, lambda prompts: "asked")
+    waiting = unpack(pack(rollouts.find_waiting(4)), [5, 6], task, lambda step: prompts, lambda prompts: "asked")
     assert waiting == rollouts.find_waiting(4)
+    assert not caplog.text
+    # A run that was killed between a stop's checkpoint and the answers that it adds.
+    assert unpack("", [5, 6], task, lambda step: prompts, lambda prompts: "asked") == {}
+    assert "wait for step 5, 6: they are drawn by its weights" in caplog.text
     # Other groups or prompts than those of the checkpoint: the answers are those of other places.
-    assert unpack(pack(waiting), task, lambda step: [], lambda prompts: "asked" if prompts else "else") == {}
+    assert unpack(pack(waiting), [5, 6], task, lambda step: [], lambda prompts: "asked" if prompts else "else") == {}
     older = json.loads(zlib.decompress(base64.b64decode(pack(waiting))))
     assert all(rollout.pop("request") == "asked" for rollout in older.values())
     text = base64.b64encode(zlib.compress(json.dumps(older).encode())).decode()
-    assert unpack(text, task, lambda step: prompts, lambda prompts: "asked") == waiting, "of a version without digests"
+    assert unpack(text, [5, 6], task, lambda step: prompts, lambda prompts: "asked") == waiting, (
+        "of a version without digests"
+    )
     assert {step: tokens(drawn) for step, drawn in waiting.items()} == {5: (2, [2]), 6: (3, [3])}
     resumed = RolloutsAhead(draw, mesh, range(5, 9), 2, waiting)
     again = [tokens(resumed.take(weights(step), step + 1, go_on)) for step in range(4, 8)]

@@ -195,16 +195,23 @@ def _to_played(plain: dict[str, Any], task: Grpo, prompts: Sequence[Prompt]) -> 
 
 def unpack(
     packed: str,
+    first_steps: Sequence[int],
     task: Grpo,
     prompts_of: Callable[[int], Sequence[Prompt]],
     request_of: Callable[[Sequence[Prompt]], str],
 ) -> dict[int, SampledRollout]:
     """Return the rollouts of a text that `pack` has made: the same digits. One of another request is left out.
 
-    `prompts_of` gives the prompts of the rollout that begins with a step, and `request_of` the digest of a request.
+    `first_steps` are those that the text should have; a warning names what it lacks. `prompts_of` gives the prompts of
+    the rollout that begins with a step, and `request_of` the digest of a request.
     """
-    rollouts = {}
-    for first_step, rollout in text.unpack(packed).items():
+    rollouts, plain = {}, text.unpack(packed)
+    if missing := [str(each) for each in first_steps if str(each) not in plain]:
+        log.warning(
+            "the checkpoint has no answers that wait for step %s: they are drawn by its weights, not by older ones",
+            ", ".join(missing),
+        )
+    for first_step, rollout in plain.items():
         prompts = prompts_of(int(first_step))
         digest = request_of(prompts)
         if rollout.get("request", digest) != digest:  # versions before 2026-11-29 wrote none

@@ -503,7 +503,8 @@ class Rollouts:
         self.ahead: RolloutsAhead | None = None
         if self.task.staleness:
             first_steps = range(start.step + 1, last + 1, self.cycle.steps)
-            waiting = unpack(start.waiting, self.task, self._prompts_of, self._digest_request)
+            expected = first_steps[: self.task.staleness] if start.step else ()
+            waiting = unpack(start.waiting, expected, self.task, self._prompts_of, self._digest_request)
             info = self._sample_ahead, engine.rollout_mesh, first_steps, self.task.staleness, waiting
             self.ahead, self.waits_for_state = RolloutsAhead(*info), False
         self.is_closed = False
