@@ -230,9 +230,9 @@ def test_a_tokenizer_that_fails_for_some_tokens(tmp_path):
             write([backend.token_to_id("a")])
 
 
-LONG = {"type": "Replace", "pattern": {"String": "a"}, "content": "b" * 101}
+LONG = {"type": "Replace", "pattern": {"String": "a"}, "content": "b" * 1001}
 TWICE = {"type": "Replace", "pattern": {"Regex": "(?=a)"}, "content": "a"}  # it stands before an a, which stays
-START = {"id": "a", "ids": [0] * 100, "tokens": ["a"] * 100}
+START = {"id": "a", "ids": [0] * 1000, "tokens": ["a"] * 1000}
 TEMPLATE = {
     "single": [{"SpecialToken": {"id": "a", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
     "pair": [],
@@ -242,20 +242,20 @@ TEMPLATE = {
 @pytest.mark.parametrize(
     ("part", "growth"),
     [
-        ({"normalizer": LONG}, 101),
-        ({"decoder": LONG}, 101),
+        ({"normalizer": LONG}, 1001),
+        ({"decoder": LONG}, 1001),
         ({"normalizer": {"type": "Sequence", "normalizers": [TWICE] * 40}}, 2**40),
-        ({"normalizer": {"type": "Prepend", "prepend": "a" * 100}}, 101),
+        ({"normalizer": {"type": "Prepend", "prepend": "a" * 1000}}, 1001),
         (
-            {"normalizer": {"type": "Precompiled", "precompiled_charsmap": b64encode(bytes(5) + b"a" * 101).decode()}},
-            101,
+            {"normalizer": {"type": "Precompiled", "precompiled_charsmap": b64encode(bytes(5) + b"a" * 1001).decode()}},
+            1001,
         ),
-        ({"post_processor": {"type": "TemplateProcessing", **TEMPLATE, "special_tokens": {"a": START}}}, 101),
+        ({"post_processor": {"type": "TemplateProcessing", **TEMPLATE, "special_tokens": {"a": START}}}, 1001),
     ],
 )
 def test_a_tokenizer_that_makes_much_of_little_is_refused(part, growth, tmp_path):
     (tmp_path / "tokenizer.json").write_text(json.dumps(json.loads(SEED_TOKENIZER) | part))
-    with pytest.raises(UserError, match=f"may make {growth:,} characters or tokens of one, .*; at most 100 are read"):
+    with pytest.raises(UserError, match=f"may make {growth:,} characters or tokens of one, .*; at most 1,000 are read"):
         load(tmp_path)
 
 

@@ -104,7 +104,9 @@ def _find_merges(proto: Any) -> list[tuple[str, str]]:
     return [(left, right) for *_, left, right in sorted(merges)]
 
 
-MOST_GROWTH = 100  # characters or tokens that the steps of a tokenizer may make of one; those of XLM-R make 36
+MOST_GROWTH = (
+    1000  # characters or tokens that the steps of a tokenizer may make of one, by their product; those of XLM-R make 36
+)
 FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "chat_template.jinja", "chat_template.json")
 NAMED_TEMPLATES = "additional_chat_templates"  # folder of further ones beside chat_template.jinja
 TOOL_USE = "tool_use"  # name of the template for conversations with tools, where it is not the default one
@@ -144,7 +146,7 @@ def read_backend_of(path: str, files: dict[str, Path]) -> Backend:
     if (growth := find_growth(backend)) > MOST_GROWTH:
         raise UserError(
             f"tokenizer.path={path} may make {growth:,} characters or tokens of one, which takes the memory of the "
-            f"machine; at most {MOST_GROWTH} are read"
+            f"machine; at most {MOST_GROWTH:,} are read"
         )
     return backend
 
