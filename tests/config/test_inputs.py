@@ -16,7 +16,10 @@ SUBMITTED = ["launcher=slurm", "launcher.nodes=1"]
     [
         (["hydra.run.dir=gs://bucket/run"], "hydra.run.dir=gs:/.*bucket/run: a bucket cannot be written"),
         (["loading.cache_dir=s3://bucket/x", "dry_run=true"], "loading.cache_dir=s3://bucket/x: a bucket cannot"),
-        (["hydra.run.dir='\udcff'"], "hydra.run.dir=.*/\udcff: the name is no UTF-8; choose another folder"),  # byte FF
+        (
+            ["hydra.run.dir='\udcff'"],
+            r"hydra.run.dir=.*/\\udcff: the name is no UTF-8; choose another folder",
+        ),  # byte FF
         (["data=text", "data.paths=[nowhere/]"], "data.paths: nowhere/ does not exist"),
         (["data=text", "data.paths=['nowhere/*.txt']", "dry_run=true"], r"data.paths: nowhere/\*.txt does not exist"),
         ([*SUBMITTED, "data=text", "data.paths=[nowhere/]"], "data.paths: nowhere/ does not exist"),

@@ -315,8 +315,9 @@ def validate(section: type[S], values: dict[Any, Any], *above: str) -> S:
         # A value that may be of several types gives an error for each of them: one line for all errors of a place.
         by_location: dict[str, list[_Mistake]] = {}
         mixed = _find_mixed(errors.errors(), above)
-        # A file of another program (--config-name) has keys that are answered, and lacks all of ours.
-        is_foreign = any(error["type"] == "extra_forbidden" and len(error["loc"]) == 1 for error in errors.errors())
+        # A file of another program (--config-name) has keys that are answered, and lacks most of ours.
+        kinds = [error["type"] for error in errors.errors() if len(error["loc"]) == 1]
+        is_foreign = "extra_forbidden" in kinds and 2 * kinds.count("missing") > len(section.model_fields)
         for error in errors.errors():
             if is_foreign and error["type"] == "missing" and len(error["loc"]) == 1:
                 continue
