@@ -32,6 +32,7 @@ def called(*who: tuple[int, int, dict], timeout_s: float = 5) -> list[object]:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     monkeypatch.setattr(rollcall, "LATE_S", 0.5)
+    monkeypatch.delenv(rollcall.IN_POD, raising=False)  # the tests may run in a pod
 
 
 def test_all_come():
@@ -145,6 +146,28 @@ def test_an_unknown_host_is_named_at_once():
     with pytest.raises(UserError, match="host no-such-host.invalid is unknown here"):
         roll_call(Identity("torchrun", "no-such-host.invalid:1234", 2, 1), {}, 60)
     assert time.monotonic() - start_time < 20
+
+
+def test_a_pod_waits_until_the_name_of_process_0_is_known(monkeypatch):
+    """Kubernetes knows the name of a pod when the pod has an address; the other pods may start minutes earlier."""
+    asked, resolve = [], socket.getaddrinfo
+
+    def resolve_late(host: str, *args: object, **words: object) -> object:
+        if not host:  # of a server
+            return resolve(host, *args, **words)
+        asked.append(host)
+        if len(asked) < 3:
+            raise socket.gaierror
+        return resolve("localhost", *args, **words)
+
+    monkeypatch.setattr(rollcall, "RESOLVE_S", 0.01)
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+    zero = Identity("RANK and WORLD_SIZE", f"run-workers-0-0.run:{find_free_port()}", 1, 0)
+    monkeypatch.setattr(socket, "getaddrinfo", resolve_late)
+    assert (roll_call(zero, {}, 60), len(asked)) == ([], 3)
+    asked[:] = []
+    with pytest.raises(PeerLost, match=r"host run-workers-0-0.run is unknown .* has the pod of process 0 started\?"):
+        roll_call(zero, {}, 0)
 
 
 def test_a_port_in_use_is_named():

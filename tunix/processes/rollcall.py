@@ -35,6 +35,10 @@ READ_S = 5.0  # for one line of another process, from its first byte to its last
 MAX_LINE = 1_000_000  # bytes
 CLOCKS_S = 5.0  # clocks of hosts that differ by more give a remark
 LATE_S = 5.0  # after an error, seconds that process 0 waits for the other processes, so that it can tell them too
+# Kubernetes sets it in every pod. There the name of process 0's pod is unknown until that pod has an address, which may
+# be minutes after this one has started; elsewhere an unknown name is a mistake.
+IN_POD = "KUBERNETES_SERVICE_HOST"
+RESOLVE_S = 1.0  # between two questions for the address of a host
 ANSWERS = {"remarks", "mistake", "absent"}
 REPORT: dict[str, type | tuple[type, ...]] = {"process": int, "host": str, "facts": dict, "time": (int, float)}
 
@@ -62,21 +66,26 @@ def roll_call(identity: Identity, info: dict[str, Any], timeout_s: float) -> lis
 
     Raises:
         UserError: the host is unknown, the port is taken, or the processes do not belong together.
-        PeerLost: processes, or process 0, have not come after `timeout_s`; the message names them.
+        PeerLost: processes, or process 0, have not come after `timeout_s`; the message names them. In a pod of
+            Kubernetes also: the host is still unknown.
     """
     host, _, port = identity.coordinator_address.rpartition(":")
     host = host.strip("[]")  # of an IPv6 address
     subject = f"{identity.source}: coordinator {identity.coordinator_address}"  # messages begin with it
-    try:
-        addresses = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError):
-        raise UserError(f"{subject}: host {host[:100]} is unknown here ({socket.gethostname()})") from None
+    deadline = time.monotonic() + timeout_s
+    while not (addresses := _find_addresses(host, int(port))):
+        unknown = f"{subject}: host {host[:100]} is unknown here ({socket.gethostname()})"
+        if IN_POD not in os.environ:
+            raise UserError(unknown)
+        if time.monotonic() > deadline:
+            limit = f"distributed.init_timeout_s={timeout_s:g}"
+            raise PeerLost(f"{unknown} after {limit}; has the pod of process 0 started?")
+        time.sleep(RESOLVE_S)
     about = {
         "process": identity.process_id,
         "host": socket.gethostname(),
         "facts": {"the number of processes": identity.num_processes, **info},
     }
-    deadline = time.monotonic() + timeout_s
     if identity.process_id:
         answer = _report(host, int(port), about, deadline)
     else:
@@ -100,6 +109,14 @@ def roll_call(identity: Identity, info: dict[str, Any], timeout_s: float) -> lis
     if "mistake" in answer:
         raise UserError(answer["mistake"])
     return answer["remarks"]
+
+
+def _find_addresses(host: str, port: int) -> list[Any]:
+    """Return what `socket.getaddrinfo` knows about the host; nothing where it is unknown."""
+    try:
+        return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return []
 
 
 def _call_roll(server: socket.socket, num_processes: int, about: dict[str, Any], deadline: float) -> dict[str, Any]:
