@@ -30,6 +30,8 @@ SMALLEST = [
     "evaluation.every_steps=null", "evaluation.sample_tokens=2", "project_name=demo", "run_name=first",
 ]  # fmt: skip
 
+ENDLESS = 299  # the status of an answer whose head does not end
+
 
 @pytest.fixture
 def server(monkeypatch):
@@ -43,6 +45,17 @@ def server(monkeypatch):
             if status == 200:
                 texts.append(body["text"])
             self.send_response(status)
+            while status == ENDLESS:  # a header each 50 ms, until the client leaves
+                self.send_header("A", "b")
+                self.flush_headers()
+                time.sleep(0.05)
+            if status == 302:  # urllib would ask for it with a GET, which has no message
+                self.send_header("Location", "/elsewhere")
+            self.end_headers()
+
+        def do_GET(self):
+            texts.append(f"GET {self.path}")
+            self.send_response(200)
             self.end_headers()
 
         def log_message(self, *_):
@@ -230,6 +243,22 @@ def test_a_message_says_how_a_run_failed_and_is_sent_again(tmp_path, server, mon
     assert len(texts) == 2
     assert "logging.sinks=webhook fails: HTTPError: HTTP Error 500" in caplog.text
     assert "logging.sinks=webhook: 2 failures; 0 calls are lost" in caplog.text
+
+
+def test_a_message_is_not_lost_behind_a_redirect_or_an_endless_head(tmp_path, server, monkeypatch, caplog):
+    monkeypatch.setattr("tunix.run.sinks.DELAYS_S", (0.001,) * 3)
+    monkeypatch.setattr("tunix.run.remote_sinks.TIMEOUT_S", 0.3)
+    texts, statuses = server
+    statuses += [302, 302, ENDLESS]
+    sink = open_sink("webhook", start_of(tmp_path))
+    sink.close(None)
+    sink.wait(time.monotonic() + 20)
+    assert [text.partition(":")[0] for text in texts] == [
+        "demo / first starts",
+        "demo / first is done, no step, after 0",
+    ]
+    assert "logging.sinks=webhook fails: HTTPError: HTTP Error 302" in caplog.text
+    assert "logging.sinks=webhook: 3 failures; 0 calls are lost" in caplog.text
 
 
 class Slow:

@@ -119,6 +119,13 @@ def build_opener(timeout_s: float, *handlers: Any) -> urllib.request.OpenerDirec
     return urllib.request.build_opener(*limited, *handlers)
 
 
+class NoRedirects(urllib.request.HTTPRedirectHandler):
+    """Follows no redirect: a key would go to the other host too, and urllib makes a GET without a body of a POST."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
 def read_page(page: Any, limit: int) -> bytes:
     """Return at most `limit` + 1 bytes of the answer of a web server, as an opener gives one.
 

@@ -21,13 +21,13 @@ from collections.abc import Sequence
 from contextlib import suppress
 from http.client import HTTPException
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from urllib.error import HTTPError
 
 from tunix.base.digests import hash_texts
 from tunix.base.errors import MASK, UserError
 from tunix.base.files import open_lines, parse_json, read_json_lines
-from tunix.base.web import build_opener, find_pause, read_page, try_again
+from tunix.base.web import NoRedirects, build_opener, find_pause, read_page, try_again
 from tunix.config.rewards import JudgeTerm
 from tunix.data.chat import join_parts
 from tunix.data.prompts import Prompt
@@ -59,13 +59,6 @@ class Failure(Exception):
         """`pause_s` are the seconds before the next try; None: no try would help."""
         super().__init__(text)
         self.pause_s = pause_s
-
-
-class _Stay(urllib.request.HTTPRedirectHandler):
-    """Follows no redirect, because the key would go to the other host too."""
-
-    def redirect_request(self, *_: Any) -> None:
-        return None
 
 
 class Judge:
@@ -206,7 +199,7 @@ class Judge:
         request = urllib.request.Request(f"{self.term.url}/chat/completions", data, headers)
         remaining = max(0.1, deadline - time.monotonic())
         try:
-            with build_opener(remaining, _Stay).open(request, timeout=remaining) as page:
+            with build_opener(remaining, NoRedirects).open(request, timeout=remaining) as page:
                 reply = read_page(page, MAX_BYTES)
             if len(reply) > MAX_BYTES:
                 raise Failure(f"the judge's reply is longer than {MAX_BYTES >> 20} MiB", None)

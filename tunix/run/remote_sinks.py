@@ -22,6 +22,7 @@ from urllib.parse import urlparse
 from tunix.base.errors import Ending, UserError
 from tunix.base.files import write_whole
 from tunix.base.text import flat
+from tunix.base.web import NoRedirects, build_opener
 from tunix.run.sinks import Sink, Start
 
 # Ids under which other programs know a run are in run_ids.json of its folder, and a resumed run keeps them:
@@ -280,7 +281,7 @@ class Webhook(Sink):
     def _send(self, text: str) -> None:
         body = json.dumps({"text": text}).encode()
         request = urllib.request.Request(self.url, body, {"Content-Type": "application/json"})
-        urllib.request.urlopen(request, timeout=TIMEOUT_S).close()
+        build_opener(TIMEOUT_S, NoRedirects).open(request, timeout=TIMEOUT_S).close()
 
 
 def _url(logging: dict[str, Any]) -> str:
