@@ -19,7 +19,7 @@ from tunix.base.errors import UserError
 from tunix.config.compose import compose
 from tunix.data.dataset import find_units, load_corpus, prepare_corpus
 from tunix.data.documents import Document, read_documents
-from tunix.data.files import find_files, zstd
+from tunix.data.files import find_files, skip_line, zstd
 from tunix.data.sources import _find_saved_splits
 
 TEXTS = [f"document {number}: {'word ' * (number % 7 + 1)}" for number in range(40)]
@@ -53,6 +53,15 @@ def as_jsonl(rows) -> bytes:
 def test_jsonl_is_read_whole_however_it_is_cut(tmp_path, name, unit_bytes):
     write(tmp_path / name, as_jsonl({"text": text} for text in TEXTS))
     assert documents("data=jsonl", f"data.paths=[{tmp_path}]", f"loading.shard_bytes={unit_bytes}") == sorted(TEXTS)
+
+
+def test_a_line_of_many_units_is_skipped_once(tmp_path, monkeypatch):
+    """Each of its units had read it to its end: hours for a file of 10 GB that is one line."""
+    path, skip, skipped = write(tmp_path / "a.jsonl", b"x" * 10**6 + as_jsonl([{}, {"text": "short"}])), skip_line, []
+    monkeypatch.setattr("tunix.data.files.skip_line", lambda *each: skipped.append(skip(*each)) or skipped[-1])
+    words = "data=jsonl", f"data.paths=[{path}]", "data.bad_rows=skip", "data.max_document_bytes=1000"
+    assert documents(*words, "loading.shard_bytes=10000") == ["short"]
+    assert sum(skipped) < 2 * 10**6 + 1000
 
 
 def test_text_files_packed_or_not(tmp_path):

@@ -390,7 +390,7 @@ class Jsonl(Files, Rows):
             if unit.start:
                 # Start one byte early: if that byte ends a line, `skip_line` reads only it, and no line is lost.
                 file.seek(unit.start - 1)
-                skip_line(file)
+                skip_line(file, unit.stop - unit.start + 1)  # no further: a line of many units is read once
             # A packed file is one unit, whose `stop` counts packed bytes: it says nothing about the lines. Neither does
             # a `stop` of 0, of a web server that does not say how long the file is.
             all_lines = is_packed(unit.path) or not unit.stop
@@ -419,10 +419,10 @@ class Jsonl(Files, Rows):
 LIST = "begins a list; each row has to be an object on a line of its own, as `jq -c '.[]' FILE` writes them"
 
 
-def skip_line(file: IO[bytes]) -> int:
-    """Read up to the end of the line, and return the number of its bytes, without keeping them."""
+def skip_line(file: IO[bytes], limit: int = sys.maxsize) -> int:
+    """Read up to the end of the line, or `limit` bytes, and return the number of bytes, without keeping them."""
     size = 0
-    while block := file.readline(1 << 20):
+    while block := file.readline(min(1 << 20, limit - size)):
         size += len(block)
         if block.endswith(b"\n"):
             break
