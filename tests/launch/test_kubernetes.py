@@ -74,7 +74,8 @@ def test_pod(here):
     ]
     words += [
         "launcher.node_selector=['gpu.vendor/kind=h200']",
-        "launcher.extra_env=['NCCL_DEBUG=WARN']",
+        r"launcher.extra_env=['NCCL_DEBUG=WARN','A=$(MASTER_PORT) $$ $HOME']",
+        "launcher.train_script='$(A).py'",
         "launcher.mount_path=/mnt/runs",
     ]
     _, jobset = written(here, *words)
@@ -87,6 +88,9 @@ def test_pod(here):
     )
     assert container["image"] == init["image"] == "registry.example/tunix:1"
     assert container["resources"] == {"limits": {"nvidia.com/gpu": 8, "cpu": "32", "memory": "256Gi"}}
+    # Kubernetes reads $$ as $, so these arrive as they were typed: $(MASTER_PORT) would be 29500, and $$ be $.
+    assert container["env"][-1] == {"name": "A", "value": "$$(MASTER_PORT) $$$$ $$HOME"}
+    assert container["args"][-2] == "$$(A).py"
     volumes = {volume["name"]: volume for volume in pod["volumes"]}
     assert volumes["outputs"]["persistentVolumeClaim"]["claimName"] == "shared"
     assert volumes["shared-memory"]["emptyDir"] == {"medium": "Memory", "sizeLimit": "16Gi"}

@@ -93,7 +93,7 @@ def _pod(kubernetes: Kubernetes, name: str) -> dict[str, Any]:
     variables = {
         "MASTER_ADDR": f"{name}-{JOB}-0-0.{name}",  # the host name that JobSet gives pod 0
         "MASTER_PORT": str(kubernetes.port),
-        **_pairs(kubernetes.extra_env),
+        **{name: _quote(value) for name, value in _pairs(kubernetes.extra_env).items()},
     }
     gpus = kubernetes.gpus_per_node or None
     limits = {"nvidia.com/gpu": gpus, "cpu": kubernetes.cpu, "memory": kubernetes.memory}
@@ -118,7 +118,7 @@ def _pod(kubernetes: Kubernetes, name: str) -> dict[str, Any]:
                 "name": CONTAINER,
                 "image": kubernetes.image,
                 "command": ["python3", "-m", "tunix.launch"],
-                "args": [*nodes, kubernetes.train_script, f"resume={folder}"],
+                "args": [*nodes, _quote(kubernetes.train_script), f"resume={folder}"],
                 "env": [
                     {"name": "NODE_RANK", "valueFrom": index},
                     *({"name": key, "value": value} for key, value in variables.items()),
@@ -135,6 +135,12 @@ def _pod(kubernetes: Kubernetes, name: str) -> dict[str, Any]:
         ],
     }
     return {key: value for key, value in pod.items() if value is not None}
+
+
+def _quote(text: str) -> str:
+    """Return how a text is written that a pod is to have as it is: Kubernetes puts a variable in the place of $(NAME),
+    and $ in that of $$."""
+    return text.replace("$", "$$")
 
 
 def _pairs(assignments: tuple[str, ...]) -> dict[str, str]:
