@@ -173,6 +173,8 @@ def _load_documents(cmd: Evaluate, cfg: Config) -> Corpus:
 
 def evaluate_tasks(cmd: Evaluate, cfg: Config, checkpoints: list[str]) -> list[Numbers]:
     """Ask the tasks of EleutherAI's harness; return their numbers as TASK/METRIC for each checkpoint."""
+    if words := [word for word in cmd.overrides if is_sampling(word)]:
+        raise UserError(f"{words[0]}: a task of metric=lm_eval says itself how answers are drawn; leave it out")
     measured = []
     for checkpoint in checkpoints:
         dtype, info = cfg.training.dtypes["compute"], describe_files(checkpoint, cfg.model)

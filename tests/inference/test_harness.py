@@ -106,8 +106,18 @@ def test_answers_stop_at_all_tokens_that_the_files_name(hf_dir, tmp_path):
 def test_what_cannot_be_asked_is_named(hf_dir, tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"metric=loss and tasks=\['a'\]: metric=lm_eval takes tasks=\[NAME"):
         read_settings(Evaluate, [f"checkpoint={hf_dir}", "tasks=[a]"])
-    with pytest.raises(UserError, match="limit=10 is of metric=lm_eval, and metric=loss; leave it out"):
-        read_settings(Evaluate, [f"checkpoint={hf_dir}", "limit=10"])
+    asking = [f"checkpoint={hf_dir}", "metric=lm_eval", "tasks=[a]"]
+    for words, problem in (
+        ([asking[0], "limit=10"], "limit=10 is of metric=lm_eval, and metric=loss"),
+        ([asking[0], "num_samples=4"], "num_samples=4 is of metric=reward, and metric=loss"),
+        ([asking[0], "batch_size=2"], "batch_size=2 is of metric=lm_eval and metric=reward, and metric=loss"),
+        ([*asking, "num_prompts=8"], "num_prompts=8 is of metric=reward, and metric=lm_eval"),
+        ([*asking, "split=train"], "split=train is of metric=loss and metric=reward, and metric=lm_eval"),
+    ):
+        with pytest.raises(UserError, match=f"{problem}; leave it out"):
+            read_settings(Evaluate, words)
+    with pytest.raises(UserError, match=r"sampling.top_k=2: a task of metric=lm_eval says itself how answers are"):
+        evaluate(read_settings(Evaluate, asking, {"overrides": ["sampling.top_k=2", "training.seq_len=64"]}))
     with pytest.raises(UserError, match="samples=a.jsonl is of metric=reward, and metric=lm_eval; leave it out"):
         read_settings(Evaluate, [f"checkpoint={hf_dir}", "metric=lm_eval", "tasks=[a]", "samples=a.jsonl"])
     monkeypatch.setitem(__import__("sys").modules, "lm_eval", None)

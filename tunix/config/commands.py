@@ -5,9 +5,10 @@ import re
 from contextlib import suppress
 from typing import Annotated, Any, ClassVar, Literal
 
+from omegaconf import OmegaConf
 from pydantic import BeforeValidator, Field, SecretStr, model_validator
 
-from tunix.base.config_types import Count, CountOrZero, Flag, Positive, Section, Seed, Share, Temperature
+from tunix.base.config_types import CONF, Count, CountOrZero, Flag, Positive, Section, Seed, Share, Temperature
 from tunix.base.dotted_path import entry_of
 from tunix.config.model import MeshShape
 from tunix.config.rewards import RewardTerms
@@ -308,7 +309,7 @@ class Evaluate(ReadWeights):
     reward_errors: Literal["zero", "stop"]
     """reward: an answer that cannot be scored counts as 0 and is counted in reward_errors, or ends the command."""
     split: Literal["held_out", "train", "all"]
-    """Held-out documents, those to train on, or all documents."""
+    """loss and reward: held-out documents, those to train on, or all documents."""
     output: str
     """The JSON file to write."""
     samples: str | None
@@ -330,13 +331,18 @@ class Evaluate(ReadWeights):
     """reward: logits are divided by it; 0 takes the likeliest token. null is that of `sampling`: a file of
     conf/sampling (sampling=standard) or single keys (sampling.top_k=5); without it, that of the run's evaluation."""
     batch_size: Count
-    """reward: answers drawn, and scored, at one time."""
+    """reward and lm_eval: answers drawn, and scored, at one time."""
     overrides: tuple[str, ...]
     """Words with keys of training; those on the command line come here."""
-    # Keys that are null until somebody sets them, and which metric reads them.
-    _keys: ClassVar[dict[str, tuple[str, ...]]] = {
-        "lm_eval": ("task_folder", "num_fewshot", "limit"),
-        "reward": ("samples", "system", "max_new_tokens", "temperature"),
+    # Which metrics read a key; the others refuse a value that is not the one of conf/command/evaluate.yaml.
+    _keys: ClassVar[dict[tuple[str, ...], tuple[str, ...]]] = {
+        ("lm_eval",): ("task_folder", "num_fewshot", "limit"),
+        ("reward",): (
+            *("samples", "num_prompts", "num_samples", "system", "max_new_tokens", "temperature"),
+            *("reward_processes", "reward_timeout_s", "reward_errors"),
+        ),
+        ("loss", "reward"): ("split",),
+        ("lm_eval", "reward"): ("batch_size",),
     }
 
     @model_validator(mode="after")
@@ -354,10 +360,12 @@ class Evaluate(ReadWeights):
                 f"metric={self.metric} and tasks={list(self.tasks)}: metric=lm_eval takes tasks=[NAME,...]"
             )
         kind = self.metric if self.metric in ("loss", "lm_eval") else "reward"
-        for reader, keys in self._keys.items():
-            for key in keys if reader != kind else ():
-                if (value := getattr(self, key)) is not None:
-                    raise ValueError(f"{key}={value} is of metric={reader}, and metric={self.metric}; leave it out")
+        defaults = OmegaConf.load(CONF / "command" / "evaluate.yaml")
+        for readers, keys in self._keys.items():
+            for key in keys if kind not in readers else ():
+                if (value := getattr(self, key)) != OmegaConf.select(defaults, key):
+                    name = " and metric=".join(readers)
+                    raise ValueError(f"{key}={value} is of metric={name}, and metric={self.metric}; leave it out")
         return self
 
 
