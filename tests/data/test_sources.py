@@ -265,6 +265,11 @@ def test_ends_of_short_files_are_not_left_out_in_silence(tmp_path, byte_tokenize
     caplog.clear()
     load_corpus(config(*words, "loading.packing=best_fit"))
     assert "in no sequence" not in caplog.text
+    measured = "evaluation.sets.other=tokens", f"evaluation.sets.other.paths=[{tmp_path}]"
+    shorter = "training.seq_len=10", "training.loss_chunk_size=10"
+    load_corpus(config(*words, "data.held_out_fraction=0.5", *shorter, *measured))
+    assert "tokens, held out: 12 of 45 tokens" in caplog.text
+    assert "evaluation.sets.other: 27 of 90 tokens" in caplog.text
 
 
 def test_a_flat_file_of_one_document_is_not_cut(tmp_path, byte_tokenizer):
