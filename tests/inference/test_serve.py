@@ -364,6 +364,19 @@ def test_tools_reach_the_template_and_calls_are_read(model, hf_dir):
         assert [token for each in scores if each for token in each.content] == whole
 
 
+def test_a_call_that_no_token_ends_is_said_at_the_start(model, caplog):
+    """A model that was trained here with the template of GPT-OSS has no files that name `<|call|>`."""
+    template = (
+        "{% for m in messages %}{% if m.tool_calls %}{{ m.tool_calls[0].function.arguments.a }}END{% endif %}"
+        "{{ m.content }}{% endfor %}"
+    )
+    for end in ("<bos>", "<eos>"):
+        words = f"checkpoint={model.files}", f"chat_template='{template.replace('END', end)}'"
+        RequestReader(model, "small", read_settings(Serve, list(words)), 64, 1)
+    assert caplog.text.count("and none of its tokens ends an answer") == 1
+    assert "the chat template writes '<bos>' between a call" in caplog.text
+
+
 OF_GPT_OSS = Tokenizer(BPE({chr(n): n for n in range(128)}, [], fuse_unk=False))
 OF_GPT_OSS.decoder = Fuse()
 OF_GPT_OSS.add_special_tokens(["<|start|>", "<|channel|>", "<|message|>", "<|end|>"])

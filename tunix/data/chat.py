@@ -353,6 +353,14 @@ class ChatTemplate:
         _, mark, end = self.render([{"role": "user", "content": "?"}, ANSWER]).rpartition(MARK)
         return end if mark else ""
 
+    def read_end_of_call(self, options: Options = NO_OPTIONS) -> str:
+        """Return what the template writes between a call and what its tool says, like `<|call|>`; "" where it shows no
+        words of a tool."""
+        with suppress(UserError):
+            text, mark, _ = self.text_after_turn("tool", [WORDS], options, [("tool", NO_ID)]).partition(WORDS)
+            return text if mark else ""
+        return ""
+
     # The text behind a turn of an episode. Old turns are never rendered again: templates drop thoughts, trim text and
     # put it in another order, and what a model has drawn must stay as it was drawn. A small conversation is rendered in
     # their place, and what stands behind the mark is what follows any answer.

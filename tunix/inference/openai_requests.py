@@ -4,6 +4,7 @@
 """
 
 import asyncio
+import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -30,6 +31,8 @@ from tunix.inference.pretrained import Pretrained
 from tunix.inference.sampling import Sampling
 from tunix.models.vision import Images
 from tunix.rl.tool_parsers import Call, choose_tool_calls, find_reader, is_named_object, keep_texts
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -70,6 +73,19 @@ class RequestReader:
         except UserError:
             if command.chat_template is not None:
                 raise
+        self._warn_of_call_without_end()
+
+    def _warn_of_call_without_end(self) -> None:
+        """Warn where no token between a call and what its tool says, as the template writes them, ends an answer."""
+        template = self.templates.get(True)
+        text = "" if template is None else template.read_end_of_call()
+        if text and set(self.model.find_stop_ids()).isdisjoint(self.model.encode_rendered(text)):
+            log.warning(
+                "the chat template writes %r between a call and what a tool says, and none of its tokens ends an "
+                "answer: with tools the model would go on and make up what they say; name the token in eos_token_id of "
+                "generation_config.json, which tunix.export writes for a run",
+                text[-80:],
+            )
 
     def check_model(self, name: str | None) -> None:
         if name is not None and name != self.name:

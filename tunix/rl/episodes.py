@@ -107,14 +107,12 @@ class ObservationEncoder:
 
     def _warn_of_call_without_end(self) -> None:
         """Warn where the template shows what a tool says behind a call, and no token between them ends a turn."""
-        with suppress(UserError):
-            text = self.vocab.chat.text_after_turn("tool", [WORDS], self.options, [("tool", NO_ID)])
-            if WORDS in text:
-                log.warning(
-                    "task.chat_template writes %r between a call and what a tool says, and none of its tokens ends a "
-                    "turn: the model would go on and make up what the tool says; name the token in sampling.stop",
-                    text[: text.index(WORDS)][-80:],
-                )
+        if text := self.vocab.chat.read_end_of_call(self.options):
+            log.warning(
+                "task.chat_template writes %r between a call and what a tool says, and none of its tokens ends a "
+                "turn: the model would go on and make up what the tool says; name the token in sampling.stop",
+                text[-80:],
+            )
 
     def _tokenize(self, text: str) -> list[int]:
         """Return the tokens of what the template writes behind a turn, for which "?" stands."""
