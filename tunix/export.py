@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError
-from safetensors.numpy import save_file
 
 from tunix.base.buckets import is_address, is_bucket, list_names, upload
 from tunix.base.digests import FILE, list_files, write_digests
@@ -40,7 +39,7 @@ from tunix.huggingface.sentence_vectors import copy_files as copy_sentence_files
 from tunix.huggingface.sentence_vectors import write_files as write_sentence_files
 from tunix.huggingface.table import find_family
 from tunix.huggingface.vision_keys import PROCESSOR_FILES, write_processor
-from tunix.huggingface.weights import list_tensors, save_weights
+from tunix.huggingface.weights import list_tensors, save_tensors, save_weights
 from tunix.inference.pretrained import Pretrained, find_checkpoint, load_pretrained
 from tunix.inference.sampling import TOKEN_IDS, read_token_ids
 from tunix.processes import peers
@@ -100,7 +99,7 @@ def _export_state(command: Export) -> str:
         try:
             output.parent.mkdir(parents=True, exist_ok=True)
             with replacing(output) as new:
-                save_file(arrays, new, metadata=texts)
+                save_tensors(arrays, new, texts)
         except (OSError, SafetensorError) as error:
             reason = describe_refusal(error) if isinstance(error, OSError) else error
             raise UserError(f"output={output} cannot be written: {reason}") from None
@@ -301,7 +300,7 @@ def _write_adapter(model: Pretrained, folder: Path, dtype: str, shard_gb: float)
         tensors[f"{PREFIX}score.weight"] = np.ascontiguousarray(gather_score(model.params).astype(jnp.dtype(dtype)))
 
     def write_files() -> None:
-        save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+        save_tensors(tensors, folder / WEIGHTS, {"format": "pt"})
         _write_json(folder / CONFIG, write_adapter_config(cfg, modules))
         _write_tokenizer(model, folder)
 

@@ -115,6 +115,7 @@ def test_the_whole_state_in_one_file(unpack):
     words = [f"checkpoint={run}", "format=state"]
     line = export(read_settings(Export, [*words, f"output={run}/one.safetensors"]))
     assert "the state after step 3, " in line
+    assert (run / "one.safetensors").stat().st_mode == (run / "config.yaml").stat().st_mode  # others may read it
     arrays = load_file(run / "one.safetensors")
     model = load_pretrained(run)
     for path, leaf in jax.tree_util.tree_leaves_with_path({"params": model.params}):

@@ -144,4 +144,5 @@ def test_an_export_says_who_wrote_it(merge, kind, earlier, tmp_path):
     words = [f"checkpoint={earlier}/0979945/export", f"adapter={earlier}/0979945/adapter", f"merge_lora={merge}"]
     command = read_settings(Export, [*words, f"output={tmp_path}/made"])
     export(command)
+    assert len({file.stat().st_mode for file in (tmp_path / "made").iterdir()}) == 1  # others may read the weights too
     assert read_signature(tmp_path / "made") == {"tunix": read_version(), "kind": kind, "form": FORMS[kind]}

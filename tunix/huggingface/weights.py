@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
+from stat import S_IMODE
 from typing import Any
 
 import jax
@@ -463,11 +464,20 @@ def _write_round(folder: Path, files: dict[int, tuple[str, list[Any]]], dtype: s
                 check_range(name, tensor)
             path = folder / files[jax.process_index()][0]
             try:
-                save_file(local, path, metadata={"format": "pt"})
+                save_tensors(local, path, {"format": "pt"})
             except (OSError, SafetensorError) as error:
                 raise UserError(f"{path} cannot be written: {error}") from None
 
     peers.together(write, "writing weights")
+
+
+def save_tensors(tensors: dict[str, np.ndarray], path: Path, metadata: dict[str, str]) -> None:
+    """Write a file of safetensors with the permissions of any new file; the library lets its owner alone read it."""
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(tensors, path, metadata=metadata)
+    if path.stat().st_mode != mode:  # disks without permissions do not let them be changed
+        path.chmod(S_IMODE(mode))
 
 
 def check_range(name: str, tensor: np.ndarray) -> None:
