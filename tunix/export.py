@@ -366,6 +366,7 @@ def _write_tokenizer(model: Pretrained, folder: Path) -> None:
             image_tokens = {"boi_token": images.begin, "image_token": images.soft, "eoi_token": images.end}
             more["extra_special_tokens"] = image_tokens
         _write_json(config_file, _list_special_tokens(vocab) | length | more)
+        _write_processors_template(vocab, folder)
         return
     if model.files is None:
         return
@@ -385,9 +386,16 @@ def _write_tokenizer(model: Pretrained, folder: Path) -> None:
             (folder / name).unlink(missing_ok=True)
         shutil.rmtree(folder / NAMED_TEMPLATES, ignore_errors=True)
         changes["chat_template"] = vocab.chat_template
+        _write_processors_template(vocab, folder)
     if changes:
         before = read_json(config_file) if config_file.is_file() else {}
         _write_json(config_file, before | changes)
+
+
+def _write_processors_template(vocab: Vocab, folder: Path) -> None:
+    """Of a model that sees: write its chat template where processors look for it, which do not read the tokenizer's."""
+    if vocab.images is not None and vocab.chat_template is not None:
+        (folder / TEMPLATE_FILES[0]).write_text(vocab.chat_template)
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

@@ -345,14 +345,15 @@ def test_an_export_keeps_the_tower_and_says_how_pixels_are_normalized(tmp_path):
 
 
 def test_the_tokenizer_of_a_run_goes_out_with_the_names_of_its_tokens_of_images(tmp_path):
-    """Without them the processor of transformers cannot be made."""
+    """Without them the processor of transformers cannot be made, and it does not read the tokenizer's chat template."""
     tokenizer = write_words(tmp_path)
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "w0"}))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "w0", "chat_template": "{{ messages }}"}))
     model = replace(tunix.load_pretrained(SEEING), files=None, tokenizer=tokenizer, tokenizer_files=tmp_path)
     Exporter(lambda strategy: model, None, 5, False).write(str(tmp_path / "out"))
     assert json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())["extra_special_tokens"] == {
         "boi_token": "<start_of_image>", "image_token": "<image_soft_token>", "eoi_token": "<end_of_image>",
     }  # fmt: skip
+    assert (tmp_path / "out" / "chat_template.jinja").read_text() == "{{ messages }}"
 
 
 @pytest.mark.parametrize(
