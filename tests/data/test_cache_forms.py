@@ -8,6 +8,7 @@ import pytest
 from support.harness import SMALL
 
 from tunix.base import buckets, forms
+from tunix.base.errors import UserError
 from tunix.base.forms import CACHE_FORMS
 from tunix.config.compose import compose
 from tunix.data.dataset import load_corpus, prepare_corpus
@@ -52,6 +53,24 @@ def test_the_form_of_tokens_is_that_of_its_version(kind, corpus, tmp_path):
         assert shard["train"].keys() == shard["held_out"].keys() == SPLIT_OF_3
         arrays = (found.folder / shard["name"]).glob("train.*.npy")
         assert {path.name.split(".")[1] for path in arrays} == {"tokens", "starts"} | KINDS[kind][1]
+
+
+@pytest.mark.parametrize("above", [False, True])
+def test_a_cache_that_another_user_keeps_closed_is_one_line(above, tmp_path, monkeypatch):
+    """Root may read everything, so the system's answers are made up."""
+
+    def refuse(*_):
+        raise PermissionError
+
+    (tmp_path / "tokens" / "v3-a").mkdir(parents=True)
+    if above:
+        monkeypatch.setattr("pathlib.Path.exists", refuse)
+    else:
+        monkeypatch.setattr("os.access", lambda *_: False)
+    with pytest.raises(
+        UserError, match=r"loading.cache_dir=.*another user has made .*v3-a for .*chmod -R go\+rX .* or set"
+    ):
+        forms.locate_cached(tmp_path, "tokens", "a")
 
 
 def test_what_is_cached_has_the_version_of_its_form_in_its_name(corpus, tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """Programs are compiled while the main thread reads; an error of either side ends the run, and no thread is left."""
 
+import os
 import threading
 from pathlib import Path
 
@@ -138,7 +139,7 @@ def test_a_program_that_a_full_disk_has_cut_does_not_end_the_cache(tmp_path, mon
     assert {path.name for path in cache.path.glob("*-cache")} == {"whole-cache", "next-cache"}
 
 
-def test_each_run_of_a_process_keeps_its_programs_in_its_own_cache(tmp_path, monkeypatch):
+def test_each_run_of_a_process_keeps_its_programs_in_its_own_cache(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(jax, "config", config := Config())
 
     def keep(*words: str) -> object:
@@ -149,5 +150,9 @@ def test_each_run_of_a_process_keeps_its_programs_in_its_own_cache(tmp_path, mon
     first, second = keep("first"), keep("second")
     assert [Path(str(each)).relative_to(tmp_path).parts[0] for each in (first, second)] == ["first", "second"]
     assert keep("third", "training.compile_cache_gib=0") is None
+    with monkeypatch.context() as patch:
+        patch.setattr("os.access", lambda place, mode: mode != os.W_OK)  # a folder of another user
+        assert keep("first") is None
+    assert "cannot be written, so each start compiles its programs; set loading.cache_dir" in caplog.text
     config.values["jax_compilation_cache_dir"] = config.jax_compilation_cache_dir = "the user's"
     assert keep("fourth") == "the user's"

@@ -10,6 +10,7 @@ form. Everything else goes from hand to hand. It says of which form it is, and w
 A reader refuses a newer form, and names both versions of tunix. What has no `written_by` is older, and is read.
 """
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -44,8 +45,22 @@ KEY = "written_by"
 
 
 def locate_cached(cache_dir: str | Path, kind: str, key: str) -> Path:
-    """Return the path of something in `loading.cache_dir`: CACHE_DIR/KIND/vFORM-KEY."""
-    return expand_home(cache_dir) / kind / f"v{CACHE_FORMS[kind]}-{key}"
+    """Return the path of something in `loading.cache_dir`: CACHE_DIR/KIND/vFORM-KEY.
+
+    Raises:
+        UserError: it is there, and this user may not read it.
+    """
+    folder = expand_home(cache_dir) / kind / f"v{CACHE_FORMS[kind]}-{key}"
+    try:
+        is_open = not folder.exists() or os.access(folder, os.R_OK | os.X_OK)
+    except PermissionError:  # of a folder above it
+        is_open = False
+    if not is_open:
+        raise UserError(
+            f"loading.cache_dir={cache_dir}: another user has made {folder} for themselves alone; ask them for `chmod "
+            f"-R go+rX {cache_dir}`, or set loading.cache_dir to a folder of your own"
+        )
+    return folder
 
 
 def sign(kind: str) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
 
 from tunix.base.errors import UserError
+from tunix.base.files import find_existing
 from tunix.base.forms import locate_cached
 from tunix.config import Config
 from tunix.config.batch import BatchSchedule, BatchShape, Spans
@@ -121,6 +122,12 @@ def keep_programs(cfg: Config) -> None:
             flags = next((line for line in lines if line.startswith(("flags", "Features"))), flags)
         processor = f"{platform.machine()}-{hashlib.sha256(flags.encode()).hexdigest()[:12]}"
         folder = locate_cached(cfg.loading.cache_dir, "programs", processor)
+        if not os.access(find_existing(folder), os.W_OK):  # JAX reads none either, and warns for each program
+            log.warning(
+                "loading.cache_dir: %s cannot be written, so each start compiles its programs; set loading.cache_dir "
+                "to a folder of your own, or training.compile_cache_gib=0", folder,
+            )  # fmt: skip
+            return
         _remove_torn(folder)
         _kept.add(str(folder))
         jax.config.update("jax_compilation_cache_dir", str(folder))
