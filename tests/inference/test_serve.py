@@ -727,6 +727,7 @@ def test_parameters_that_are_refused_are_named(client, parameters, kind, message
         ({"messages": [{"role": "user", "content": "a"}], "tool_choice": "required"}, "tool_choice"),
         ({"messages": [{"role": "user", "content": "a"}], "response_format": {"type": "json_object"}}, "response_format"),
         ({"messages": [{"role": "user", "content": "a\ud800"}]}, "surrogates"),
+        ({"\ud800": 1}, "the body: Input should be a valid string"),
         ({"messages": [{"role": "user", "content": "a"}], "top_logprobs": 2}, "top_logprobs needs logprobs=true"),
         ({"messages": [{"role": "user", "content": ""}] * 65}, "65 messages and tools are more than 64 tokens"),
     ],

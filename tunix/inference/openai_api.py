@@ -172,10 +172,9 @@ def read_parameters(kind: type[P], body: bytes) -> P:
         return kind.model_validate(values)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        param = str(first["loc"][0])[:100]
-        location = ".".join(
-            str(each)[:100] for each in first["loc"] if not str(each).startswith(("list[", "function-"))
-        )
+        place = first["loc"] or ("the body",)  # a name of a parameter that is no text, like "\\ud800", has no place
+        param = str(place[0])[:100] if first["loc"] else None
+        location = ".".join(str(each)[:100] for each in place if not str(each).startswith(("list[", "function-")))
         reason = "is not a parameter that is served" if first["type"] == "extra_forbidden" else f": {first['msg']}"
         raise ApiError(400, f"{location}{'' if reason[0] == ':' else ' '}{reason}"[:500], param) from None
 
