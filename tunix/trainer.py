@@ -94,8 +94,8 @@ def run(job: compose.Job) -> Result:
     # configs and versions, so a mistake in one of them ends every process here. `auto` becomes a value: only now are
     # the devices known.
     remarks = peers.join(job.config.distributed, list_versions() | compose.list_info(job.config))
-    keep_programs(job.config)
     waiting_log = start_logging(remarks, job.config.logging)
+    keep_programs(job.config)
     cfg = job.config
     planned, chosen = plan_run(cfg)
     try_out(cfg)
