@@ -330,3 +330,21 @@ def test_a_file_of_a_model_that_changed_is_fetched_again(versions, caplog, says)
         assert versions.num_sent == num_sent
     lines = [line for line in caplog.messages if "no ETag and no Last-Modified" in line]
     assert len(lines) == (0 if says else 3)
+
+
+def test_a_copy_of_another_user_is_read_and_not_written(versions, monkeypatch):
+    """Root may write everywhere, so the system's answer is made up."""
+
+    def refuse(*_, **__):
+        raise PermissionError(13, "Permission denied")
+
+    versions.says = ("ETag", "Content-Length")
+    folder = mirror(f"{versions.address}/model", ("*.json",), "model.init_from")
+    monkeypatch.setattr("tunix.base.buckets.write_whole", refuse)
+    assert mirror(f"{versions.address}/model", ("*.json",), "model.init_from") == folder
+    change(versions)
+    with pytest.raises(UserError, match=r"model cannot be written \(Permission denied\); set TUNIX_CACHE_DIR to a fol"):
+        mirror(f"{versions.address}/model", ("*.json",), "model.init_from")
+    monkeypatch.setattr("pathlib.Path.mkdir", refuse)
+    with pytest.raises(UserError, match=r"model cannot be written \(Permission denied\)"):
+        mirror(f"{versions.address}/model", ("*.json",), "model.init_from")
