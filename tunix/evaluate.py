@@ -63,7 +63,7 @@ def evaluate(cmd: Evaluate) -> None:
         for split, numbers in splits.items():
             table.add_row(*(info | {"split": split}).values(), *(_format(numbers.get(name)) for name in names))
     print_table(table)  # first: a disk may refuse what has taken hours
-    with describing_refusal("output", output):
+    with describing_refusal(f"output={output}"):
         output.write_text(json.dumps(content, indent=2) + "\n")
 
 

@@ -320,7 +320,7 @@ def _make_writer(path: Path) -> Any:
     find_writable("output", str(path))
 
     def write(rows: list[Row]) -> None:
-        with describing_refusal("output", path, ": the answers are printed as lines of JSON"):
+        with describing_refusal(f"output={path}", ": the answers are printed as lines of JSON"):
             try:
                 # Half of a surrogate pair, which a JSON row may have, is written as JSON's escape of it.
                 with path.open("w", encoding="utf-8", errors="backslashreplace", newline="") as file:

@@ -20,7 +20,7 @@ def write_samples(command: Samples) -> str:
         check_comparable(*runs)
     choice = Choice(command.steps, command.num_steps, command.num_groups, int(command.max_mb * 1e6))
     page, left_out = make_page(runs, choice)
-    with describing_refusal("output", output):
+    with describing_refusal(f"output={output}"):
         output.write_bytes(page.encode())  # in place: it may be a device, like /dev/stdout
     return "\n".join([*left_out, f"{output}: {output.stat().st_size / 1e6:.1f} MB; open it in a browser"])
 

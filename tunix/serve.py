@@ -231,7 +231,7 @@ class _Answer:
     prompt: list[int]
     text: AnswerText
     raw: AnswerText | None  # with special tokens, where calls of tools are read
-    thought: AnswerText | None  # of a chat: what special tokens mark as no part of `text`
+    thought: AnswerText | None  # of a chat, if special tokens may mark it: what is no part of `text`
     log_probs: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     stop_token: list[int] = field(default_factory=list)  # the id that has ended it, if one has
@@ -542,16 +542,20 @@ class _Answers:
         self.loop = asyncio.get_running_loop()
         stop = job.parameters.stop or []
 
+        has_parts = job.is_chat and bool(PartReader(app.tokenizer).marks)  # else all of a turn is the answer
+
         def show(prompt: list[int], part: str, stop: Sequence[str]) -> AnswerText:
+            if not has_parts:
+                return AnswerText(app.tokenizer, stop, behind=None if job.is_chat else prompt[-1])
             return AnswerText(app.tokenizer, stop, parts=PartReader(app.tokenizer, prompt), part=part)
 
         self.all = [
             _Answer(
                 place * job.num_answers + index,
                 prompt,
-                show(prompt, ANSWER, stop) if job.is_chat else AnswerText(app.tokenizer, stop, behind=prompt[-1]),
+                show(prompt, ANSWER, stop),
                 None if job.read_calls is None else AnswerText(app.tokenizer, stop, keep_special=True),
-                show(prompt, THOUGHT, ()) if job.is_chat else None,
+                show(prompt, THOUGHT, ()) if has_parts else None,
             )
             for place, prompt in enumerate(job.prompts)
             for index in range(job.num_answers)

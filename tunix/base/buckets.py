@@ -13,15 +13,15 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tunix.base.errors import UserError, first_line
 from tunix.base.files import (
     MAX_TEXT,
-    describe_refusal,
+    describing_refusal,
     expand_home,
-    find_way_out,
     read_json,
     replacing,
     resolve_below,
@@ -209,7 +209,8 @@ def mirror(address: str, patterns: tuple[str, ...], key: str) -> Path:
     if not requested:
         raise UserError(f"{key}={address}: there is no {' or '.join(patterns)}")
     folder = local_copy(address)
-    with _describing_cache(folder):
+    writing_cache = partial(describing_refusal, str(folder), otherwise="set TUNIX_CACHE_DIR to a folder of your own")
+    with writing_cache():
         folder.mkdir(parents=True, exist_ok=True)
     # All names are looked at before the first byte is fetched: a listing with one bad name is not to be trusted.
     paths = {name: resolve_below(folder, name, f"{key}={address}") for name in requested}
@@ -239,19 +240,9 @@ def mirror(address: str, patterns: tuple[str, ...], key: str) -> Path:
         resolve_below(folder, name, str(notes)).unlink(missing_ok=True)
     after = {**{name: before[name] for name in before if name in found}, **now}
     if after != before:  # else whoever may only read the cache goes on with what is there
-        with _describing_cache(folder):
+        with writing_cache():
             write_whole(notes, json.dumps(after))
     return folder
-
-
-@contextmanager
-def _describing_cache(folder: Path) -> Iterator[None]:
-    """Raise `UserError` for an error of the disk, while a copy in the cache is written in the block."""
-    try:
-        yield
-    except OSError as error:
-        hint = find_way_out(error, "set TUNIX_CACHE_DIR to a folder of your own")
-        raise UserError(f"{folder} cannot be written ({describe_refusal(error)}); {hint}") from None
 
 
 def _bound_file(name: str) -> Any:

@@ -259,16 +259,16 @@ def find_way_out(error: OSError, otherwise: str) -> str:
 
 
 @contextmanager
-def describing_refusal(key: str, path: Path, done: str = "") -> Iterator[None]:
-    """Raise `UserError` for an error of the disk, while the file that `key` names is written in the block.
+def describing_refusal(label: str, done: str = "", otherwise: str = "name another file") -> Iterator[None]:
+    """Raise `UserError` for an error of the disk, while the file or folder `label`, like KEY=PATH, is written.
 
-    `done` says what the block did in its place.
+    `done` says what the block did in its place, `otherwise` what a user can do where the error does not tell.
     """
     try:
         yield
     except OSError as error:
-        hint = find_way_out(error, "name another file")
-        raise UserError(f"{key}={path} cannot be written ({describe_refusal(error)}){done}; {hint}") from None
+        hint = find_way_out(error, otherwise)
+        raise UserError(f"{label} cannot be written ({describe_refusal(error)}){done}; {hint}") from None
 
 
 def describe_refusal(error: OSError) -> str:

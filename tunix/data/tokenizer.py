@@ -104,9 +104,8 @@ def _find_merges(proto: Any) -> list[tuple[str, str]]:
     return [(left, right) for *_, left, right in sorted(merges)]
 
 
-MOST_GROWTH = (
-    1000  # characters or tokens that the steps of a tokenizer may make of one, by their product; those of XLM-R make 36
-)
+# Characters or tokens that the steps of a tokenizer may make of one, by their product; those of XLM-R make 36.
+MOST_GROWTH = 1000
 FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "chat_template.jinja", "chat_template.json")
 NAMED_TEMPLATES = "additional_chat_templates"  # folder of further ones beside chat_template.jinja
 TOOL_USE = "tool_use"  # name of the template for conversations with tools, where it is not the default one

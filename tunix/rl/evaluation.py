@@ -303,7 +303,7 @@ def _make_files(cmd: Evaluate) -> dict[str, Path]:
 
 
 def _add_lines(key: str, path: Path, rows: Iterable[Row]) -> None:
-    with describing_refusal(key, path), path.open("a", encoding="utf-8") as file:
+    with describing_refusal(f"{key}={path}"), path.open("a", encoding="utf-8") as file:
         file.writelines(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows)
 
 
