@@ -227,8 +227,8 @@ class PromptFeed:
         self.scorer = Scorer(in_processes, task.reward_processes, task.reward_timeout_s, task.reward_errors)
         self.pool = make_pool(task, corpus.vocab)
         by_key = {"sampling": cfg.sampling, "evaluation.sampling": cfg.evaluation.sampling}
-        longest = {f"{key}.max_new_tokens": keys.max_new_tokens for key, keys in by_key.items()}
-        info = task.rewards, longest, task.reward_errors, task.reward_timeout_s, cfg
+        max_lengths = {f"{key}.max_new_tokens": keys.max_new_tokens for key, keys in by_key.items()}
+        info = task.rewards, max_lengths, task.reward_errors, task.reward_timeout_s, cfg
         engine_rewards = EngineRewards(*info) if len(in_processes) < len(task.rewards) else None
         self.engine = RolloutEngine(cfg, corpus, train_spec, mesh, self.scorer, watchdog, self.pool, engine_rewards)
         # Without rewards nothing says how good held-out answers are.

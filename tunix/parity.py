@@ -73,8 +73,8 @@ def compare(folder: Path, family: str | None, tolerance: float) -> list[Check]:
 
 def _distance(ours: np.ndarray, theirs: np.ndarray) -> float:
     """Return the largest difference; infinite where a number is not finite."""
-    largest = float(np.abs(ours.astype(np.float64) - theirs).max(initial=0.0))
-    return largest if np.isfinite(largest) else float("inf")
+    difference = float(np.abs(ours.astype(np.float64) - theirs).max(initial=0.0))
+    return difference if np.isfinite(difference) else float("inf")
 
 
 def _find_layer(folder: Path, family: str | None) -> str:

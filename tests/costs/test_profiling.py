@@ -34,9 +34,9 @@ from tunix.costs.trace_analysis import (
     COLOURS,
     EXPOSED,
     UNKNOWN,
+    compute_device_times,
     format_scope,
     measure,
-    measure_devices,
     plot_communication,
     predict,
     read_events,
@@ -190,7 +190,7 @@ def test_kernels_of_a_gpu():
     """Written by hand as XLA's CUPTI collector writes them: 5 us of a gather, 3 of them beside a fusion."""
     trace = ProfileData.from_serialized_xspace(ProfileData.text_proto_to_serialized_xspace(GPU_TRACE))
     names = {"all-gather-start.3"}
-    found = measure_devices(read_events(trace, "jit_train_step", names), 1, names, set())
+    found = compute_device_times(read_events(trace, "jit_train_step", names), 1, names, set())
     assert found.keys() == {"0"}
     assert found["0"].collectives["all-gather-start.3"] == (1, pytest.approx(5e-6), pytest.approx(2e-6))
     assert found["0"].collectives[UNKNOWN] == (2, pytest.approx(1.5e-6), pytest.approx(1e-6))

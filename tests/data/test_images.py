@@ -46,7 +46,7 @@ def test_pixels_are_those_of_transformers(processor, name):
     expected = json.loads(GOLDENS.read_text())[processor.kind][name]
     seen = processor.decode(IMAGES[name])
     assert digest(seen.units) == expected
-    assert processor.measure(IMAGES[name]) == seen.grid
+    assert processor.find_grid(IMAGES[name]) == seen.grid
     assert (processor.cut(processor.join(seen.units, seen.grid)) == seen.units).all()
     kept = keep_image(IMAGES[name], name, processor, 10_000)
     assert digest(processor.decode(kept).units) == expected
@@ -65,7 +65,7 @@ def test_narrow_images_are_refused():
     kept = keep_image(save(Image.new("RGB", (1780, 9)), "BMP"), "it", processor, 100_000)
     with Image.open(io.BytesIO(kept)) as image:
         assert image.size == (1776, 8)
-    assert processor.measure(kept) == processor.decode(kept).grid == (2, 444)
+    assert processor.find_grid(kept) == processor.decode(kept).grid == (2, 444)
 
 
 def test_a_large_image_is_kept_in_the_size_of_the_tower():
@@ -227,7 +227,7 @@ def test_templates_with_parts_and_without():
     tokens = {"bos_token": "<bos>", "eos_token": "<eos>"}
     messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": " a "}, {"type": "image"}]}]
     gemma, plain = (ChatTemplate(source, tokens, FORM.mark) for source in (GEMMA_PARTS, PLAIN))
-    assert (gemma.takes_parts, plain.takes_parts) == (True, False)
+    assert (gemma.supports_parts, plain.supports_parts) == (True, False)
     mark = "<start_of_image>"
     assert gemma.render(messages) == f"<bos><start_of_turn>user\n{mark}a{mark}<end_of_turn>\n"
     assert plain.render(messages) == f"<bos>user:\n{mark} a {mark}"
@@ -249,10 +249,10 @@ def test_soft_tokens_of_images_in_their_own_shape():
     processor = PatchProcessor(*PATCHES)
     template = ChatTemplate(QWEN_PARTS, {}, processor.mark)
     turns = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "a"}, {"type": "image"}]}]
-    assert template.takes_parts
+    assert template.supports_parts
     text = template.render(turns)
     (whole,) = processor.expand([text], [IMAGES["wide"], IMAGES["rgb"]])
-    counts = [processor.count(processor.measure(IMAGES[name])) for name in ("wide", "rgb")]
+    counts = [processor.count(processor.find_grid(IMAGES[name])) for name in ("wide", "rgb")]
     assert counts == [3 * 20, 5 * 8]
     begin, soft, end = processor.tokens
     first, second = (begin + soft * count + end for count in counts)
@@ -313,7 +313,7 @@ def test_soft_tokens_of_images_in_tiles():
     begin, end = text.split("<image>")
     assert processor.expand([text], [IMAGES["rgb"]]) == [f"{begin}{''.join(rows)}\n{whole}{end}"]
     assert one.expand([text], [IMAGES["rgb"]]) == [f"{begin}{whole}{end}"]
-    assert (processor.count(processor.measure(IMAGES["rgb"])), processor.max_tokens, processor.min_tokens) == (
+    assert (processor.count(processor.find_grid(IMAGES["rgb"])), processor.max_tokens, processor.min_tokens) == (
         7 * 9,
         10 * 9,
         4 * 9,

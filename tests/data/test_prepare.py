@@ -125,8 +125,8 @@ def test_progress_is_told_while_shards_are_made(tmp_path):
     """Of shards that are not done either; a folder that goes away does not end the report."""
     (tmp_path / ".00000-x").mkdir()
     (tmp_path / ".00000-x" / "train.tokens.npy").write_bytes(bytes(3_000_000))
-    assert shards._measure_arrays(tmp_path, "tokens") == 3_000_000
-    assert shards._measure_arrays(tmp_path / "gone", "tokens") == 0
+    assert shards._count_array_bytes(tmp_path, "tokens") == 3_000_000
+    assert shards._count_array_bytes(tmp_path / "gone", "tokens") == 0
     is_told = threading.Event()
     with repeating(is_told.set, 0.01, 0.01):
         assert is_told.wait(60)

@@ -132,7 +132,7 @@ def test_an_answer_depends_on_its_prompt_its_number_and_the_seed_alone(alone, mo
     assert [answer.tokens for answer in alone.draw(PROMPTS[1:2], first_row=5 + 8)] == tokens[8:16]
     for other in ({"seed": 2}, {"first_row": 6}):
         assert all(answer.tokens != before for answer, before in zip(alone.draw(PROMPTS, **other), tokens, strict=True))
-    monkeypatch.setattr(rollout_sizes, "SMALLEST_CACHE", 16)  # the cache grows while answers do
+    monkeypatch.setattr(rollout_sizes, "MIN_CACHE", 16)  # the cache grows while answers do
     monkeypatch.setattr(rollout_sizes, "PREFILL_TOKENS", 32)  # prompts are computed two at a time
     assert [answer.tokens for answer in alone.draw(PROMPTS[2:3], first_row=5 + 16)] == tokens[16:24]
 

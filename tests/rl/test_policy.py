@@ -13,7 +13,7 @@ from tunix.rl.rollouts import ADVANTAGES, count_microbatches, has_signal, plan_r
 from tunix.sharding.arrays import to_global
 from tunix.training.choices import build_layout, build_mesh
 from tunix.training.grpo import compute_gains, policy_loss, weigh_answers
-from tunix.training.logprobs import Largest, Mean, add_sums, compute_token_log_probs, report_sums
+from tunix.training.logprobs import Max, Mean, add_sums, compute_token_log_probs, report_sums
 from tunix.training.state import describe
 
 ONE = "model.mesh_shape=[[1],[fsdp]]", "distributed.allow_idle_devices=true"
@@ -245,8 +245,8 @@ def test_divergence_in_the_loss_is_k3():
 
 def test_sums_of_microbatches():
     total = add_sums(
-        {"loss": jnp.float32(3), "kl": Mean(jnp.float32(1), jnp.float32(4)), "most": Largest(jnp.float32(2))},
-        {"loss": jnp.float32(1), "kl": Mean(jnp.float32(1), jnp.float32(6)), "most": Largest(jnp.float32(1))},
+        {"loss": jnp.float32(3), "kl": Mean(jnp.float32(1), jnp.float32(4)), "most": Max(jnp.float32(2))},
+        {"loss": jnp.float32(1), "kl": Mean(jnp.float32(1), jnp.float32(6)), "most": Max(jnp.float32(1))},
     )
     numbers = {name: float(value) for name, value in report_sums(total, jnp.float32(8)).items()}
     assert numbers == pytest.approx({"loss": 0.5, "kl": 0.2, "most": 2})

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from tunix.costs.rollout import SMALLEST_PROMPT, count_pages
+from tunix.costs.rollout import MIN_PROMPT, count_pages
 from tunix.inference.gathered import gather
 from tunix.inference.kv_cache import make_cache, prefill
 from tunix.inference.rollout import Sampler
@@ -36,7 +36,7 @@ def compile_decode(sampler: Sampler, params: Any, num_rows: int, num_slots: int,
     with jax.set_mesh(mesh):
         params = lay_out(params, mesh)
         as_matrices = sampler._fit_as_matrices(params)
-        prompts = of_rows("int32", shards, SMALLEST_PROMPT), of_rows("int32", shards)
+        prompts = of_rows("int32", shards, MIN_PROMPT), of_rows("int32", shards)
         weights, cache = abstract_results(mesh, after_prompts, params, *prompts)
         fields = dict.fromkeys(Drawing._fields, of_rows("int32", num_rows)) | {"working": of_rows("bool", num_rows)}
         rows = Drawing(**fields | {"table": of_rows("int32", num_rows, width) if any(paged) else None})

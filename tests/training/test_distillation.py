@@ -29,7 +29,7 @@ from tunix.sharding.arrays import to_global
 from tunix.training.grpo import policy_loss
 from tunix.training.loss import next_token_loss
 from tunix.training.state import describe
-from tunix.training.teacher import Teacher, check_images, measure_divergence
+from tunix.training.teacher import Teacher, check_images, compute_divergence
 
 PARITY = ROOT / "tests" / "models" / "parity"
 TRL = ROOT / "tests" / "training" / "trl"
@@ -183,7 +183,7 @@ def test_divergences_by_hand():
     kl = lambda a, b: float((a * np.log(a / b)).sum())  # noqa: E731
     m = 0.25 * q + 0.75 * p
     for beta, expected in ((0, kl(q, p)), (1, kl(p, q)), (0.25, 0.25 * kl(q, m) + 0.75 * kl(p, m))):
-        assert float(measure_divergence(jnp.log(p), jnp.log(q) + 3, beta)) == pytest.approx(expected, rel=1e-5)
+        assert float(compute_divergence(jnp.log(p), jnp.log(q) + 3, beta)) == pytest.approx(expected, rel=1e-5)
 
 
 # Runs.

@@ -26,7 +26,7 @@ from tunix.plan.ranking import describe_no_fit, rank
 from tunix.plan.report import format_text
 from tunix.prepare import prepare
 from tunix.training.loss import next_token_loss
-from tunix.training.teacher import OfflineTeacher, measure_top_k_divergence
+from tunix.training.teacher import OfflineTeacher, compute_top_k_divergence
 
 
 class OfflineStudent(Student):
@@ -77,7 +77,7 @@ def test_a_sure_teacher_has_a_divergence(student, beta):
     with jax.set_mesh(student.model.mesh):
         logits = jnp.zeros((1, 1, 4), out_sharding=jax.P(None, None, None))
         sure = TopK(jnp.zeros((1, 1, 1), jnp.int32), jnp.zeros((1, 1, 1)), jnp.zeros((1, 1)))
-        measure = jax.jit(jax.value_and_grad(lambda x: measure_top_k_divergence(x, sure, beta).sum()))
+        measure = jax.jit(jax.value_and_grad(lambda x: compute_top_k_divergence(x, sure, beta).sum()))
         value, gradient = measure(logits)
     others = 0.75 * np.log(0.75 / 2.0**-24) + 0.25 * np.log(0.25)
     middle = 0.5 * np.log(1 / 0.625) + 0.5 * (0.25 * np.log(0.25 / 0.625) + 0.75 * np.log(2))

@@ -380,7 +380,7 @@ def reject_missing_inputs(job: Job) -> None:
     if launcher.name == "kubernetes" or (isinstance(launcher, Slurm) and launcher.container_image is not None):
         return
     for key, source in _list_parts(cfg).items():
-        if cfg.task.takes_text:
+        if cfg.task.supports_text:
             if isinstance(source, Rows) and not isinstance(source, Custom) and source.columns.text is None:
                 raise UserError(
                     f"{key}.columns.text is not set, and task={cfg.task.name} reads it: name the column of the text, "

@@ -458,7 +458,7 @@ class _Mistake(NamedTuple):
     prefix: str  # KEY=VALUE; empty where the message names the keys itself
     message: str
     hint: str = ""
-    takes_null: bool = False  # null is legal too
+    allows_null: bool = False  # null is legal too
 
 
 def _join(mistakes: list[_Mistake]) -> str:
@@ -472,7 +472,7 @@ def _join(mistakes: list[_Mistake]) -> str:
         mistakes = own[:1]
     valid = list(dict.fromkeys(mistake.message for mistake in mistakes))
     valid[1:] = [message.removeprefix("expected ").removeprefix("one of ") for message in valid[1:]]
-    if any(mistake.takes_null for mistake in mistakes):
+    if any(mistake.allows_null for mistake in mistakes):
         valid.append("null")
     text = " or ".join(filter(None, [", ".join(valid[:-1]), valid[-1]]))
     return f"{f'{prefix}: ' if prefix else ''}{text}{''.join(dict.fromkeys(mistake.hint for mistake in mistakes))}"
@@ -481,7 +481,7 @@ def _join(mistakes: list[_Mistake]) -> str:
 def _explain(error: dict[str, Any], root: type[Section]) -> _Mistake:
     """Return an error of pydantic as a message: the key, the value, the way out. `root` has the legal keys."""
     # Where a value may be of several types, pydantic adds the type that it tried to the key, like `literal['auto']`.
-    path, variant, takes_null = drop_tags([str(part) for part in error["loc"] if "[" not in str(part)])
+    path, variant, allows_null = drop_tags([str(part) for part in error["loc"] if "[" not in str(part)])
     key, value, kind = ".".join(path), error["input"], error["type"]
     message = error["msg"].removeprefix("Value error, ")
     if kind in EXPECTED:
@@ -500,7 +500,7 @@ def _explain(error: dict[str, Any], root: type[Section]) -> _Mistake:
             discriminator = context["discriminator"].strip("'")
             key, value = f"{key}.{discriminator}", context["tag"]
         hint = find_value(key, str(value)) or did_you_mean(str(value), choices)
-        return _Mistake(f"{key}={as_typed(value)}", f"expected one of {', '.join(choices)}", hint, takes_null)
+        return _Mistake(f"{key}={as_typed(value)}", f"expected one of {', '.join(choices)}", hint, allows_null)
     if isinstance(value, dict | BaseModel) and all(key != leaf for leaf, *_ in _list_leaves(root)):
         # A check across several keys: its own message names them.
         return _Mistake("", message)
@@ -508,7 +508,7 @@ def _explain(error: dict[str, Any], root: type[Section]) -> _Mistake:
     message, mark, meant = message.partition("; did you mean ")
     hint = find_value(key, str(value)) or mark + meant
     prefix = f"{key}={as_typed(value)}" if key else ""  # empty where a file holds no mapping at all
-    return _Mistake(prefix, message[0].lower() + message[1:], hint, takes_null and kind in EXPECTED)
+    return _Mistake(prefix, message[0].lower() + message[1:], hint, allows_null and kind in EXPECTED)
 
 
 def find_foreign(key: str, value: str | None = None) -> str:

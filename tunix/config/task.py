@@ -79,7 +79,7 @@ class Task(Section):
     """The task of a run: its documents and its loss."""
 
     documents: ClassVar[str]  # what a document of the data is: a key of `DOCUMENTS` in data/documents.py
-    takes_text: ClassVar[bool] = False  # a source may give plain text; otherwise it must give rows with columns
+    supports_text: ClassVar[bool] = False  # a source may give plain text; otherwise it must give rows with columns
     default_loss: ClassVar[str]  # a key of LOSSES in training/loss.py
 
     name: str
@@ -167,7 +167,7 @@ class Pretrain(Distilled):
     """Next-token loss on every token of documents."""
 
     documents = "text"
-    takes_text = True
+    supports_text = True
     default_loss = "next_token"
 
     name: Literal["pretrain"]  # type: ignore[assignment]

@@ -39,20 +39,20 @@ from tunix.training.train_spec import TrainSpec
 #     pages       in the place of slots (sampling.cache=pages): the table of a row has room for as many tokens as slots
 #     tokens      drawn as one loop on the devices, between two looks of the host
 
-SMALLEST_PROMPT = 16  # tokens that a prompt is padded to, and more by powers of two
+MIN_PROMPT = 16  # tokens that a prompt is padded to, and more by powers of two
 PREFILL_TOKENS = 16384  # of prompts that a data shard computes at one time; a longer prompt is computed alone
-SMALLEST_CACHE = 128  # slots; below it, weights are nearly all that is read for a token
+MIN_CACHE = 128  # slots; below it, weights are nearly all that is read for a token
 PAGE = 16  # tokens of a page; a row has 8 too many in the mean
 CHUNK = 64  # tokens of a row that are drawn between two looks of the host, at most
 MATRIX_SHARE = 0.25  # of a device's memory: quantized weights that take more of it as matrices stay codes
 # Rows of a data shard that are not halved again: reading the weights is most of the time. On a GPU with pages, where a
 # row that has ended reads nothing, that holds for more of them, and a program takes much longer to compile.
-FEWEST_ROWS, FEWEST_PAGED_ROWS = 8, 64
+MIN_ROWS, MIN_PAGED_ROWS = 8, 64
 
 
 def pad_prompt(num_tokens: int) -> int:
     """Return the tokens that prompts of at most `num_tokens` are padded to."""
-    return max(SMALLEST_PROMPT, pad_batch(num_tokens))
+    return max(MIN_PROMPT, pad_batch(num_tokens))
 
 
 def pad_batch(count: int) -> int:
@@ -81,7 +81,7 @@ def count_slots(num_tokens: int, max_length: int) -> int:
 
     A cache that would have nearly all slots has all of them: while a cache grows, the old one is in memory too.
     """
-    slots = max(SMALLEST_CACHE, pad_batch(num_tokens))
+    slots = max(MIN_CACHE, pad_batch(num_tokens))
     return max_length if slots > 3 * max_length // 4 else slots
 
 
@@ -90,9 +90,9 @@ def count_pages(num_tokens: int) -> int:
     return -(-num_tokens // PAGE)
 
 
-def select_fewer_rows(rows: int, going_on: int, fewest: int = FEWEST_ROWS) -> int:
+def select_fewer_rows(rows: int, going_on: int, min_rows: int = MIN_ROWS) -> int:
     """Return the rows of a data shard to go on with, of which `going_on` are needed: all, a half, a quarter, ..."""
-    while rows % 2 == 0 and rows // 2 >= max(fewest, going_on):
+    while rows % 2 == 0 and rows // 2 >= max(min_rows, going_on):
         rows //= 2
     return rows
 
@@ -266,9 +266,9 @@ def select_rows(train_spec: TrainSpec, device_bytes: int | None) -> int | None:
 
     def fits(count: int) -> bool:
         if rollout_has_pages(train_spec):
-            most = count_pages(_find_max_length(train_spec.cfg))
+            max_pages = count_pages(_find_max_length(train_spec.cfg))
             fitting = _count_fitting_pages(train_spec, count, device_bytes, free)
-            return fitting >= max(2 * most, PAGE_SHARE * count * most)
+            return fitting >= max(2 * max_pages, PAGE_SHARE * count * max_pages)
         return _derive_costs_of_run(train_spec, count * shards, device_bytes).memory <= free
 
     # The sizes of `pad_rows` are tried: 16, 12, 8, 6, 4, 2, 1.
@@ -302,9 +302,9 @@ def select_pages(train_spec: TrainSpec, rows: int | None, device_bytes: int | No
     if select_rollouts_at_once(train_spec, device_bytes) > 1:  # all of their rows fit with all of their tokens
         return None
     shards = data_shards(whole_sequences(find_rollout_mesh(train_spec)).shape)
-    count, most = pad_rows(math.ceil(rows / shards)), count_pages(_find_max_length(train_spec.cfg))
+    count, max_pages = pad_rows(math.ceil(rows / shards)), count_pages(_find_max_length(train_spec.cfg))
     fitting = _count_fitting_pages(train_spec, count, device_bytes, _count_free_bytes(train_spec, device_bytes))
-    return max(2 * most, min(fitting, (count + 1) * most))
+    return max(2 * max_pages, min(fitting, (count + 1) * max_pages))
 
 
 def _count_fitting_pages(train_spec: TrainSpec, rows: int, device_bytes: int, free: float) -> int:
@@ -330,14 +330,14 @@ def select_rollouts_at_once(train_spec: TrainSpec, device_bytes: int | None) -> 
     task = _read_task(train_spec)
     if task.environment is None or not task.staleness:
         return 1
-    most, answers = task.staleness + 1, _count_answers(train_spec)
+    max_steps, answers = task.staleness + 1, _count_answers(train_spec)
     if isinstance(task.rollout_rows, int):
-        return min(most, max(1, task.rollout_rows // answers))
+        return min(max_steps, max(1, task.rollout_rows // answers))
     if device_bytes is None or task.rollout_rows is None:
-        return most
+        return max_steps
     costs = _derive_costs_of_run(train_spec, answers, device_bytes)
     free = _count_free_bytes(train_spec, device_bytes)
-    return max((count for count in range(2, most + 1) if costs.with_others(count - 1).memory <= free), default=1)
+    return max((count for count in range(2, max_steps + 1) if costs.with_others(count - 1).memory <= free), default=1)
 
 
 def _read_task(train_spec: TrainSpec) -> Grpo:
@@ -513,7 +513,7 @@ def _list_slots(length: int, max_length: int) -> list[int]:
 
 def _count_programs(rows: int, length: int, max_length: int) -> int:
     """Count the programs of prompts of all lengths up to `length`, and of loops with all rows down to the fewest."""
-    lengths = [SMALLEST_PROMPT << n for n in range((length // SMALLEST_PROMPT).bit_length())]
+    lengths = [MIN_PROMPT << n for n in range((length // MIN_PROMPT).bit_length())]
     prefills = sum(min(count_prefill_prompts(each), pad_batch(rows)).bit_length() for each in lengths)
     sizes = {select_fewer_rows(rows, rows >> halvings) for halvings in range(rows.bit_length())}
-    return 1 + prefills + len(sizes) * len(_list_slots(SMALLEST_PROMPT, max_length))
+    return 1 + prefills + len(sizes) * len(_list_slots(MIN_PROMPT, max_length))

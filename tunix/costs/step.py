@@ -127,13 +127,13 @@ def _count_pipeline_flops(train_spec: TrainSpec, flops: float, forward_flops: fl
     """
     model, pipeline = train_spec.cfg.model, train_spec.choices.pipeline
     logits = 2.0 * model.num_outputs * model.embed_dim * num_tokens  # forward; three times in all
-    first = _measure_first_share(train_spec)
+    first = _compute_first_share(train_spec)
     on_stages = (1 - first) * (flops - 3 * logits + pipeline.recompute_runs * (forward_flops - logits))
     recompute = ((1 - first) * pipeline.recompute_runs + first) * (forward_flops - logits)
     return recompute + on_stages * (pipeline.iterations_per_microbatch - 1)
 
 
-def _measure_first_share(train_spec: TrainSpec) -> float:
+def _compute_first_share(train_spec: TrainSpec) -> float:
     """Return the share of the blocks' products that are in layers before the stages."""
     stacked = [weight for weight in jax.tree.leaves(train_spec.arch.weights) if weight.equation.is_stacked]
     first = sum(weight.size * weight.used for weight in stacked if weight.equation.is_before_stages)
@@ -143,7 +143,7 @@ def _measure_first_share(train_spec: TrainSpec) -> float:
 # Values of the keys of training that say how many sequences there are, for one sequence per data shard.
 ONE_SEQUENCE = {"micro_batch_size": 1, "micro_batch_tokens": None, "pipeline_microbatches": "auto", "batch_stages": ()}
 NO_RESIDUALS = {"loss_chunk_size": "auto"}  # of logits nothing is kept, whatever the size of their chunks
-MOST_PROGRAMS = 8  # as many as there are policies that training.remat=budget compares, and a few more
+MAX_PROGRAMS = 8  # as many as there are policies that training.remat=budget compares, and a few more
 _programs: dict[tuple[str, AbstractMesh, str | None], TrainSpec] = {}  # each with one sequence, the newest last
 
 
@@ -157,7 +157,7 @@ def find_train_spec(cfg: Config, sizes: dict[str, int], platform: str | None = N
     mesh = AbstractMesh(tuple(sizes[axis] for axis in names), names, axis_types=(AxisType.Explicit,) * len(names))
     key = smallest.model_dump_json(by_alias=True), mesh, platform
     if key not in _programs:
-        if len(_programs) == MOST_PROGRAMS:
+        if len(_programs) == MAX_PROGRAMS:
             del _programs[next(iter(_programs))]
         with jax.sharding.use_abstract_mesh(mesh):
             _programs[key] = assemble(smallest, mesh, platform)
@@ -339,11 +339,11 @@ def estimate_inside_bytes(model: Model, layout: Layout, mesh: Mesh | AbstractMes
     """Return the bytes inside of one layer on one device, for a sequence of `length` tokens. An estimate."""
     item = jnp.dtype(layout.compute).itemsize
 
-    def measure_local(size: int, dim_name: str) -> int:
+    def count_local(size: int, dim_name: str) -> int:
         return find_shard_shape((size,), layout.activation(dim_name), mesh)[0]
 
-    local = {dim_name: measure_local(size, dim_name) for dim_name, size in model.dims.items()}
-    tokens = measure_local(length, "T")
+    local = {dim_name: count_local(size, dim_name) for dim_name, size in model.dims.items()}
+    tokens = count_local(length, "T")
     heads, kinds = local["N"], model.head_kinds
     # Numbers of queries and keys of a token; of key/value heads that every device keeps, it uses one.
     head_numbers = max((heads + min(local[each.dim_names[0]], heads)) * each.dim for each in kinds)

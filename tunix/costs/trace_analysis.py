@@ -70,7 +70,7 @@ def read_events(trace: ProfileData, module: str, communicating: set[str]) -> Ite
                 yield Event(device, name, event.start_ns, event.end_ns)
 
 
-def measure_devices(
+def compute_device_times(
     events: Iterator[Event], num_steps: int, communicating: set[str], control_flow: set[str]
 ) -> dict[str, Timeline]:
     """Measure each device over `num_steps` steps; the keys are devices.
@@ -85,14 +85,14 @@ def measure_devices(
             is_collective = event.name in communicating or event.name == UNKNOWN
             (collectives if is_collective else compute)[event.device].append(event)
     devices = sorted({*compute, *collectives})
-    return {device: _measure_device(compute[device], collectives[device], num_steps) for device in devices}
+    return {device: _compute_device_time(compute[device], collectives[device], num_steps) for device in devices}
 
 
-def _measure_device(compute: list[Event], collectives: list[Event], num_steps: int) -> Timeline:
+def _compute_device_time(compute: list[Event], collectives: list[Event], num_steps: int) -> Timeline:
     moves = _list_intervals(collectives)  # nanoseconds, [collectives, 2]
     busy = _merge_intervals(_list_intervals(compute))
     lengths = moves[:, 1] - moves[:, 0]
-    exposed = lengths - _measure_covered(moves, busy)
+    exposed = lengths - _compute_covered(moves, busy)
     totals: dict[str, tuple[int, float, float]] = {}
     for event, length, alone in zip(collectives, lengths.tolist(), exposed.tolist(), strict=True):
         count, time_s, exposed_s = totals.get(event.name, (0, 0.0, 0.0))
@@ -100,12 +100,12 @@ def _measure_device(compute: list[Event], collectives: list[Event], num_steps: i
     # Collectives may overlap each other; their union counts such a time once.
     communicating = _merge_intervals(moves)
     communication = float(np.sum(communicating[:, 1] - communicating[:, 0]))
-    exposed_ns = communication - float(np.sum(_measure_covered(communicating, busy)))
-    span_ns = _measure_span([*compute, *collectives], num_steps)
+    exposed_ns = communication - float(np.sum(_compute_covered(communicating, busy)))
+    span_ns = _compute_span([*compute, *collectives], num_steps)
     return Timeline(span_ns / 1e9, communication / 1e9, exposed_ns / 1e9, totals)
 
 
-def _measure_span(events: list[Event], num_steps: int) -> float:
+def _compute_span(events: list[Event], num_steps: int) -> float:
     """Return the nanoseconds within steps, without the time between two steps.
 
     The trace does not say where a step begins. An instruction that ran exactly `num_steps` times ran once in each step,
@@ -132,7 +132,7 @@ def _merge_intervals(intervals: np.ndarray) -> np.ndarray:
     return np.stack([starts[begin], ends[np.concatenate([begin[1:], [True]])]], axis=1)
 
 
-def _measure_covered(intervals: np.ndarray, by: np.ndarray) -> np.ndarray:
+def _compute_covered(intervals: np.ndarray, by: np.ndarray) -> np.ndarray:
     """Return how much of each interval the intervals `by` cover; `by` is a result of `_merge_intervals`."""
     if not len(by):
         return np.zeros(len(intervals))
@@ -140,12 +140,12 @@ def _measure_covered(intervals: np.ndarray, by: np.ndarray) -> np.ndarray:
     # If `by` is 0 to 4 and 6 to 8, it covers 5 before 7 and 3 before 3, and so 2 of the interval from 3 to 7.
     until = np.concatenate([[0.0], np.cumsum(by[:, 1] - by[:, 0])])  # total length of the first n of `by`
 
-    def measure_before(time: np.ndarray) -> np.ndarray:
+    def compute_before(time: np.ndarray) -> np.ndarray:
         """Return the total length of `by` before each time."""
         index = np.searchsorted(by[:, 0], time, side="right")
         return until[index] - np.maximum(0.0, by[np.maximum(index - 1, 0), 1] - time) * (index > 0)
 
-    return measure_before(intervals[:, 1]) - measure_before(intervals[:, 0])
+    return compute_before(intervals[:, 1]) - compute_before(intervals[:, 0])
 
 
 # Communication of a traced step: bytes come from the compiled program, times from the trace.

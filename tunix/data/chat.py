@@ -28,7 +28,7 @@ TIME_LIMIT_S = 10.0  # for the text of one conversation; templates take less tha
 
 # Characters of a text that a template makes: of short conversations, and more as a multiple of what it was given. A
 # template that shows each message five times would take the memory of the machine with a document of its largest size.
-SHORT, MOST_COPIES = 1 << 24, 4
+SHORT, MAX_COPIES = 1 << 24, 4
 MAX_DIGITS = 5000  # of a whole number that a template computes
 
 # Role and content, and what a template may know of thoughts (`THOUGHTS`) and of calls: tool_calls, tool_call_id, name.
@@ -206,7 +206,7 @@ class ChatTemplate:
         if "<|channel|>" in self.source:
             messages = list(map(_read_channels, messages))
         messages = list(map(_name_thoughts, messages))
-        if any(isinstance(message.get("content"), list) for message in messages) and not self.takes_parts:
+        if any(isinstance(message.get("content"), list) for message in messages) and not self.supports_parts:
             assert self.mark is not None, "a model of text alone is given images"
             messages = [{**message, "content": join_parts(message["content"], self.mark)} for message in messages]
         elif self.needs_parts:
@@ -220,7 +220,7 @@ class ChatTemplate:
         values |= {"tools": None, "documents": None, **options}  # transformers gives a template these two always
         parts, length = [], 0
         try:
-            self.environment.max_length = SHORT + MOST_COPIES * _count_characters([*messages, dict(options)])
+            self.environment.max_length = SHORT + MAX_COPIES * _count_characters([*messages, dict(options)])
             with time_limit(TIME_LIMIT_S):
                 for part in self.template.generate(values):
                     length += len(part)
@@ -233,7 +233,7 @@ class ChatTemplate:
         return text
 
     @cached_property
-    def takes_parts(self) -> bool:
+    def supports_parts(self) -> bool:
         """True where the template writes `mark` for a part {"type": "image"}; others get it in a turn's text."""
         text = self._show([{"type": "image"}, {"type": "text", "text": WORDS}])
         return self.mark is not None and text.count(self.mark) == 1 and WORDS in text and "'type'" not in text

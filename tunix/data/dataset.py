@@ -561,9 +561,9 @@ def load_corpus(cfg: Config) -> Corpus:
     if isinstance(cfg.task, Kto | Classify):
         _check_labels(train, cfg.task)
     for name, part in held_out.items():
-        _report_ends(f"{name}, held out", part, MOST_AT_ENDS_HELD_OUT)
+        _report_ends(f"{name}, held out", part, MAX_AT_ENDS_HELD_OUT)
     for name, sequences in train.items():
-        _report_ends(name, sequences, MOST_AT_ENDS)
+        _report_ends(name, sequences, MAX_AT_ENDS)
         if not len(sequences):
             raise UserError(
                 f"data: {name} has {sequences.stream.num_tokens:,} tokens to train on, too few for one sequence of "
@@ -596,8 +596,8 @@ def load_corpus(cfg: Config) -> Corpus:
     )
 
 
-MOST_AT_ENDS = 0.02  # share of the tokens that may be in no sequence without a warning
-MOST_AT_ENDS_HELD_OUT = 0.2  # of documents that are measured alone: they make few sequences
+MAX_AT_ENDS = 0.02  # share of the tokens that may be in no sequence without a warning
+MAX_AT_ENDS_HELD_OUT = 0.2  # of documents that are measured alone: they make few sequences
 
 
 def _pack(prepared: Prepared, split: str, cfg: Config) -> Sequences:
@@ -615,7 +615,7 @@ def _load_set(name: str, source: Source, vocab: Vocab, cfg: Config) -> Sequences
     prepared = prepare(*find_set(source, cfg), cfg.task, vocab, cfg.loading)
     warn_left_out(f"evaluation.sets.{name}", prepared)
     sequences = _pack(prepared, "train", cfg)
-    _report_ends(f"evaluation.sets.{name}", sequences, MOST_AT_ENDS_HELD_OUT)
+    _report_ends(f"evaluation.sets.{name}", sequences, MAX_AT_ENDS_HELD_OUT)
     if not len(sequences):
         raise UserError(
             f"evaluation.sets.{name} has {sequences.stream.num_tokens:,} tokens, too few for one sequence of "
@@ -624,11 +624,11 @@ def _load_set(name: str, source: Source, vocab: Vocab, cfg: Config) -> Sequences
     return sequences
 
 
-def _report_ends(name: str, sequences: Sequences, most: float) -> None:
+def _report_ends(name: str, sequences: Sequences, max_share: float) -> None:
     """Warn where no sequence of `concat` has the ends of shards, and these are many tokens: short files of tokens."""
     total, num_shards = sequences.stream.num_tokens, len(sequences.stream.sizes)
     left_out = total - sequences.num_tokens - num_shards  # of each shard, the last token is only a target
-    if sequences.packing == "concat" and len(sequences) and left_out > most * total:
+    if sequences.packing == "concat" and len(sequences) and left_out > max_share * total:
         log.warning(
             "%s: %s of %s tokens are in no sequence: loading.packing=concat leaves out the end of each shard, of which "
             "there are %s; loading.packing=best_fit takes them",

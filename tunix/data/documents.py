@@ -151,7 +151,7 @@ def _read_item(
     if item.problem == TOO_LONG:
         document: Document | LeftOut = LeftOut(item.name, TOO_LONG)
     elif isinstance(item.content, str):
-        if not task.takes_text:
+        if not task.supports_text:
             raise UserError(
                 f"task={task.name} needs rows with columns, of jsonl, csv, parquet or hf, or those that a function of "
                 f"data=custom yields as {{column: value}}; {item.name} of data.source={source.source} is a text"

@@ -126,7 +126,7 @@ class ImageProcessor:
             upright = convert(image)
         return Pixels(self.cut(np.asarray(self.resize(upright))), self.divide(*upright.size))
 
-    def measure(self, data: bytes) -> Grid:
+    def find_grid(self, data: bytes) -> Grid:
         """Return the units of an image in a file's bytes, of which the head alone is read."""
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             width, height = image.size
@@ -157,7 +157,7 @@ class ImageProcessor:
         """
         if (count := sum(text.count(self.mark) for text in texts)) != len(images):
             raise ValueError(f"{count} times {self.mark} for {len(images)} images")
-        written = (self.write(self.measure(data)) for data in images)
+        written = (self.write(self.find_grid(data)) for data in images)
         split = (text.split(self.mark) for text in texts)
         return [first + "".join(next(written) + piece for piece in rest) for first, *rest in split]
 
@@ -169,13 +169,13 @@ class ImageProcessor:
             ValueError: the tokens have another number of soft tokens.
         """
         positions = np.flatnonzero(np.asarray(tokens) == soft_id)
-        ends = np.cumsum([self.count(self.measure(data)) for data in images], dtype=np.int64)
+        ends = np.cumsum([self.count(self.find_grid(data)) for data in images], dtype=np.int64)
         if len(positions) != (ends[-1] if len(ends) else 0):
             raise ValueError(f"{len(positions)} times {self.soft} for {len(images)} images")
         starts = np.concatenate([np.zeros(1, np.int64), ends])[:-1]
         return np.stack([positions[starts], positions[ends - 1] + 1], axis=1)
 
-    def describe_largest(self) -> str:
+    def describe_max_size(self) -> str:
         """Return in words the size of the largest image."""
         raise NotImplementedError
 
@@ -213,10 +213,10 @@ class SquareProcessor(ImageProcessor):
     def fit(self, width: int, height: int) -> tuple[int, int]:
         return self.image_size, self.image_size
 
-    def measure(self, data: bytes) -> Grid:
+    def find_grid(self, data: bytes) -> Grid:
         return Grid(1, 1)
 
-    def describe_largest(self) -> str:
+    def describe_max_size(self) -> str:
         return f"{self.image_size} x {self.image_size} pixels"
 
     def write(self, grid: Grid) -> str:
@@ -288,7 +288,7 @@ class PatchProcessor(ImageProcessor):
             )
         return near[0], near[1]
 
-    def describe_largest(self) -> str:
+    def describe_max_size(self) -> str:
         return f"at most {self.max_pixels:,} pixels"
 
     def cut(self, image: np.ndarray) -> np.ndarray:
@@ -356,7 +356,7 @@ class TileProcessor(ImageProcessor):
         tiles = grid.rows * grid.columns
         return tiles + (tiles > 1)
 
-    def describe_largest(self) -> str:
+    def describe_max_size(self) -> str:
         return f"at most {self.max_units} tiles of {self.image_size} x {self.image_size} pixels"
 
     def stretch(self, width: int, height: int) -> tuple[int, int]:

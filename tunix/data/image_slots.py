@@ -73,8 +73,8 @@ def place_images(
         raise ValueError(f"{row_ends[-1]} times {processor.soft} for {len(grids)} images")
     ends = [0, *np.searchsorted(soft_ends, row_ends)]
     rows = list(pairwise(ends))
-    most_units = max(unit_ends[end] - unit_ends[begin] for begin, end in rows)
-    pixels = np.zeros((len(rows), most_units, *units.shape[1:]), units.dtype)
+    max_units = max(unit_ends[end] - unit_ends[begin] for begin, end in rows)
+    pixels = np.zeros((len(rows), max_units, *units.shape[1:]), units.dtype)
     row_grids = np.zeros((len(rows), max(end - begin for begin, end in rows), 2), np.int32)
     for row, (begin, end) in enumerate(rows):
         own = units[unit_ends[begin] : unit_ends[end]]
@@ -114,17 +114,17 @@ class ImageSlots(NamedTuple):
         """Ending of the names of plans in the cache."""
         return f"-{self.processor.max_tokens}-{self.per_row}"
 
-    def check(self, seq_len: int, packing: str, longest: int) -> None:
+    def check(self, seq_len: int, packing: str, max_units: int) -> None:
         """Raise `UserError` where a sequence has no room for the longest image, or would begin within one."""
         if packing == "concat":
             raise UserError(
                 "loading.packing=concat cuts documents wherever a sequence is full, also within an image; set "
                 "loading.packing=best_fit"
             )
-        if seq_len < (needed := self.processor.num_before + longest + 1):
+        if seq_len < (needed := self.processor.num_before + max_units + 1):
             raise UserError(
                 f"training.seq_len={seq_len} is shorter than one image, which is {needed} tokens "
-                f"({longest} of model.vision, and those at its ends); raise it"
+                f"({max_units} of model.vision, and those at its ends); raise it"
             )
 
     def fill(self, shard: Arrays, chunks: list[list[int]], seq_len: int) -> Example:

@@ -183,7 +183,7 @@ class ImageReader(NamedTuple):
 
 
 DOWNLOAD_S, SILENCE_S = 120, 30  # of an image from a web server: in all, tries and pauses too, and without a byte
-KEPT = "%/:?#[]@!$&'()*+,;=~"  # characters of an address that are sent as they are
+SAFE = "%/:?#[]@!$&'()*+,;=~"  # characters of an address that are sent as they are
 
 # Keys of a mapping that stands for an image: Hugging Face's image feature, and message parts of it and of OpenAI.
 REFERENCE_KEYS = ("bytes", "image", "path", "url", "image_url", "base64")
@@ -222,7 +222,7 @@ def _fetch_page(address: str, limit: int, check: Callable[[str, str], None]) -> 
     opener, deadline = build_opener(DOWNLOAD_S, _Redirects(check)), time.monotonic() + DOWNLOAD_S
 
     def request() -> bytes:
-        with opener.open(quote(address, safe=KEPT), timeout=SILENCE_S) as page:
+        with opener.open(quote(address, safe=SAFE), timeout=SILENCE_S) as page:
             return read_page(page, limit)
 
     try:

@@ -39,8 +39,8 @@ class Sequences(grain.sources.RandomAccessDataSource):
         self.stream, self.seq_len, self.packing, self.slots = stream, seq_len, packing, slots
         if slots is not None:
             image_spans = [list_image_spans(stream, number) for number in range(len(stream.sizes))]
-            if longest := max((int(np.diff(each).max()) for each in image_spans if len(each)), default=0):
-                slots.check(seq_len, packing, longest)
+            if max_units := max((int(np.diff(each).max()) for each in image_spans if len(each)), default=0):
+                slots.check(seq_len, packing, max_units)
         # Of pairs, once the reference has scored them: number of a shard -> its log-probabilities (`_fill_pairs`).
         self.of_pairs: Callable[[int], np.ndarray] | None = None
         # Of a teacher on disk: (number of a sequence, its loss mask) -> fields (data/teacher_logits.py).
@@ -304,9 +304,9 @@ def _split_chunks(lengths: np.ndarray, starts: np.ndarray, seq_len: int) -> np.n
     return np.stack([starts[document] + offset, np.minimum(inputs[document] - offset, seq_len)], axis=1)
 
 
-def pack_best_fit(lengths: np.ndarray, seq_len: int, most: int = sys.maxsize) -> Iterator[list[int]]:
+def pack_best_fit(lengths: np.ndarray, seq_len: int, max_chunks: int = sys.maxsize) -> Iterator[list[int]]:
     """Best-fit decreasing of chunks with `lengths` [chunks]: from the longest one down, each into the sequence that it
-    fills up most; at most `most` in a sequence.
+    fills up most; at most `max_chunks` in a sequence.
 
     Lengths are small whole numbers, so sequences are kept by the room that is left in them, and chunks of one length
     are placed together: the cost is linear in the chunks.
@@ -332,10 +332,10 @@ def pack_best_fit(lengths: np.ndarray, seq_len: int, most: int = sys.maxsize) ->
                 if not by_capacity[capacity]:
                     del rooms[at]
             # As many of this length as fit: each would choose the same sequence, whose room is still the least.
-            while waiting and capacity >= length and len(rows[row]) < most:
+            while waiting and capacity >= length and len(rows[row]) < max_chunks:
                 rows[row].append(waiting.pop())
                 capacity -= length
-            if capacity and len(rows[row]) < most:
+            if capacity and len(rows[row]) < max_chunks:
                 if not by_capacity[capacity]:
                     bisect.insort(rooms, capacity)
                 by_capacity[capacity].append(row)

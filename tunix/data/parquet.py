@@ -75,7 +75,7 @@ class Parquet(Files, Rows):
             if (
                 column.max_repetition_level == 0 and sizes[column.path] > ROWS_BYTES // 32
             ):  # else batches are large enough
-                sizes[column.path] = _measure_longest_page(unit.path, group.column(at))  # no value is longer
+                sizes[column.path] = _find_max_page(unit.path, group.column(at))  # no value is longer
         in_lists = [at for at, column in enumerate(schema) if _is_in_list(column, requested)]
         lists = [schema[at].path for at in in_lists if _is_text(schema[at])]
         if (values := max([0, *(group.column(at).num_values for at in in_lists)])) > LIST_VALUES:
@@ -87,13 +87,13 @@ class Parquet(Files, Rows):
         is_large = length > ROWS_BYTES
         rows_at_first = max(1, min(64, group.num_rows * ROWS_BYTES // 16 // length)) if is_large else 1024
 
-        def count_rows(largest: int, left_out: Sequence[str] = ()) -> int:
+        def count_rows(max_rows: int, left_out: Sequence[str] = ()) -> int:
             """Return how many rows fit into `ROWS_BYTES` if all were as long as their column, or its longest page.
 
             A column that names one long text a million times is short on disk.
             """
             lengths = [size for path, size in sizes.items() if path not in left_out]
-            return min(largest, max(1, ROWS_BYTES // max([1, *lengths])))
+            return min(max_rows, max(1, ROWS_BYTES // max([1, *lengths])))
 
         num_read, at_first = 0, None
         if lists:
@@ -123,7 +123,7 @@ class Parquet(Files, Rows):
                 yield None if size > limit else batch.slice(number, 1).to_pylist()[0]
 
 
-def _measure_longest_page(path: str, chunk: Any) -> int:
+def _find_max_page(path: str, chunk: Any) -> int:
     """Return the bytes of the longest page of a column, unpacked; those of the column where a header cannot be read."""
     whole = max(chunk.total_uncompressed_size, chunk.total_compressed_size)
     at = min(filter(None, (chunk.dictionary_page_offset, chunk.data_page_offset)), default=0)

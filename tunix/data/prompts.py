@@ -242,7 +242,7 @@ def gather_columns(prompts: Sequence[Prompt]) -> dict[str, list[Any]]:
 #                  next_sample 28, of which 4 do not count as samples of the steps (`Position.num_extra`)
 
 RIGHT = 1.0  # an answer is right where the first reward gives it at least this
-MOST_LEFT_OUT = 100  # prompts that are left out for each one that is asked; then prompts are asked as they come
+MAX_LEFT_OUT = 100  # prompts that are left out for each one that is asked; then prompts are asked as they come
 
 
 class PromptOrder:
@@ -272,13 +272,13 @@ class PromptOrder:
     def take(self, number: int, count: int) -> tuple[dict[int, Prompt], int]:
         """Return the next `count` prompts from a sample on, by their numbers, and the number behind them."""
         taken: dict[int, Prompt] = {}
-        most = MOST_LEFT_OUT * count
+        max_left_out = MAX_LEFT_OUT * count
         while len(taken) < count:
             prompt = self.samples[number]
-            if self.turns_left and most and (turns := self.turns_left.pop(_digest(prompt), 0)):
+            if self.turns_left and max_left_out and (turns := self.turns_left.pop(_digest(prompt), 0)):
                 if turns > 1:
                     self.turns_left[_digest(prompt)] = turns - 1
-                most -= 1
+                max_left_out -= 1
                 self.num_left_out += 1
             else:
                 taken[number] = prompt

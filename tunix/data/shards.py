@@ -43,14 +43,14 @@ from tunix.data.chat import RefusedConversation
 from tunix.data.documents import DOCUMENTS, Document, Encoded, LeftOut, read_documents, refuse_row
 from tunix.data.files import Limited, Rows, Source, Unit
 from tunix.data.image_processors import ImageProcessor
-from tunix.data.pieces import Cutter, find_longest_piece
+from tunix.data.pieces import Cutter, find_max_piece
 from tunix.data.sources import Tokens
 from tunix.data.tokenizer import Vocab, add_images, load_vocab
 
 log = logging.getLogger(__name__)
 
 BLOCK = 1 << 24  # elements of an array that are read at one time
-FEWEST_HALVES = 64  # numbers of a file of tokens from which on small ones in every second place are no chance
+MIN_HALVES = 64  # numbers of a file of tokens from which on small ones in every second place are no chance
 OPEN_SHARDS = 256  # open at one time; each takes up to three file descriptors
 FORMAT = str(CACHE_FORMS["tokens"])  # in the index: a folder of the cache may be copied to a place of the user's own
 READABLE = {"2", FORMAT}  # formats of copied folders; those of 2 name the kind of their documents in several ways
@@ -224,9 +224,9 @@ def scan_tokens(source: Tokens, unit: Unit, folder: Path, vocab: Vocab) -> tuple
     flat_path = locate_tokens(source, Path(unit.path))
     tokens = map_tokens(**flat_path)
     counts, ends = np.zeros(vocab.num_tokens, np.int64), []
-    largest = [0, 0]  # of the numbers in even places, and of those in odd ones
+    max_ids = [0, 0]  # of the numbers in even places, and of those in odd ones
     for first, block in read_blocks(tokens):  # the file may be larger than memory
-        largest = [max(known, int(block[place::2].max(initial=0))) for place, known in enumerate(largest)]
+        max_ids = [max(known, int(block[place::2].max(initial=0))) for place, known in enumerate(max_ids)]
         least, high = int(block.min()), int(block.max())
         if least < 0 or high >= len(counts):
             raise UserError(
@@ -237,9 +237,9 @@ def scan_tokens(source: Tokens, unit: Unit, folder: Path, vocab: Vocab) -> tuple
         if source.document_end is not None:
             ends.append(np.flatnonzero(block == source.document_end) + first)
     # Of a wider number that is read as two, the upper half is at most that of the last token, with few tokens 0.
-    if len(tokens) >= FEWEST_HALVES and min(largest) <= (len(counts) - 1) >> 8 * tokens.itemsize < max(largest):
+    if len(tokens) >= MIN_HALVES and min(max_ids) <= (len(counts) - 1) >> 8 * tokens.itemsize < max(max_ids):
         raise UserError(
-            f"data: {unit.path} has no number above {min(largest)} in every second place, as a file of wider numbers "
+            f"data: {unit.path} has no number above {min(max_ids)} in every second place, as a file of wider numbers "
             f"has that is read as {tokens.dtype}; data.dtype=uint32 reads numbers of four bytes, and numbers of eight "
             "bytes are written anew with numpy: fromfile(FILE, 'int64').astype('uint32').tofile(FILE)"
         )
@@ -441,7 +441,7 @@ def is_cut(source: Source, document: Document, cutter: Cutter | None) -> bool:
         return True
     limit = max(1 << 20, source.max_document_bytes // 64)
     text = document.text
-    return len(text) * 4 <= limit or find_longest_piece(text, cutter) <= limit
+    return len(text) * 4 <= limit or find_max_piece(text, cutter) <= limit
 
 
 def _read_batches(
@@ -522,8 +522,8 @@ def make_shards(plans: list[ShardPlan], folder: Path, loading: Loading) -> list[
         bar = progress.add_task("0.0 MB of tokens", total=sum(sizes.values()))
 
         def report() -> None:
-            text = f"{_measure_arrays(folder, 'tokens') / 1e6:.1f} MB of tokens"
-            if num_images := _measure_arrays(folder, "image_ends") // 8:
+            text = f"{_count_array_bytes(folder, 'tokens') / 1e6:.1f} MB of tokens"
+            if num_images := _count_array_bytes(folder, "image_ends") // 8:
                 text += f", {num_images:,} images, {num_images / (time.perf_counter() - start_time):.0f} a second"
             progress.update(bar, description=text)
             if not with_bar:
@@ -538,7 +538,7 @@ def make_shards(plans: list[ShardPlan], folder: Path, loading: Loading) -> list[
 REPORT_EVERY_S = 4.0  # while a shard is made, so that nobody thinks that the process is stuck
 
 
-def _measure_arrays(folder: Path, array: str) -> int:
+def _count_array_bytes(folder: Path, array: str) -> int:
     """Return the bytes of the files of one array in all shards of a folder, also of those that are not done."""
     size = 0
     with contextlib.suppress(OSError):  # a folder that goes away while it is listed

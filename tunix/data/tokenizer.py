@@ -105,7 +105,7 @@ def _find_merges(proto: Any) -> list[tuple[str, str]]:
 
 
 # Characters or tokens that the steps of a tokenizer may make of one, by their product; those of XLM-R make 36.
-MOST_GROWTH = 1000
+MAX_GROWTH = 1000
 FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "chat_template.jinja", "chat_template.json")
 NAMED_TEMPLATES = "additional_chat_templates"  # folder of further ones beside chat_template.jinja
 TOOL_USE = "tool_use"  # name of the template for conversations with tools, where it is not the default one
@@ -142,10 +142,10 @@ def read_backend_of(path: str, files: dict[str, Path]) -> Backend:
         backend = convert(files["tokenizer.model"])
     else:
         raise UserError(f"tokenizer.path={path} has neither a tokenizer.json nor a tokenizer.model; name another")
-    if (growth := find_growth(backend)) > MOST_GROWTH:
+    if (growth := find_growth(backend)) > MAX_GROWTH:
         raise UserError(
             f"tokenizer.path={path} may make {growth:,} characters or tokens of one, which takes the memory of the "
-            f"machine; at most {MOST_GROWTH:,} are read"
+            f"machine; at most {MAX_GROWTH:,} are read"
         )
     return backend
 
@@ -550,14 +550,14 @@ def check_fits(vocab: Vocab, model_vocab_size: int) -> None:
         )
 
 
-MOST_IDS = 1 << 24  # of a tokenizer: tables have a row for each, and published ones have 300,000
+MAX_IDS = 1 << 24  # of a tokenizer: tables have a row for each, and published ones have 300,000
 
 
 def count_ids(backend: Backend) -> int:
     """Return the largest token id plus one; raises `UserError` for one that no table has a row for."""
     token, index = max(backend.get_vocab().items(), key=itemgetter(1))
-    if index >= MOST_IDS:
-        raise UserError(f"the tokenizer gives the token {token[:80]!r} the id {index}; ids are below {MOST_IDS:,}")
+    if index >= MAX_IDS:
+        raise UserError(f"the tokenizer gives the token {token[:80]!r} the id {index}; ids are below {MAX_IDS:,}")
     return index + 1
 
 

@@ -56,7 +56,7 @@ DTYPES = {
 
 # Of matrices that other libraries pack.
 STATE = ".quant_state.bitsandbytes__"  # ends with the kind of codes
-LARGEST_STATE = 4096  # bytes
+MAX_STATE_BYTES = 4096  # bytes
 STATE_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 FLOATS: dict[str, Any] = {"BF16": jnp.bfloat16, "F16": np.float16, "F32": np.float32}
 ONE_OF_127 = np.float32(1 / 127)
@@ -364,7 +364,7 @@ def _read_state(parts: Parts, name: str) -> dict[str, Any]:
     key = next(key for key in (f"{name}{STATE}nf4", f"{name}{STATE}fp4") if key in parts.tensors)
     tensor = parts.tensors.pop(key)
     try:
-        if tensor.num_bytes > LARGEST_STATE:
+        if tensor.num_bytes > MAX_STATE_BYTES:
             raise ValueError(f"{tensor.num_bytes} bytes")
         state = parse_json(tensor.read((slice(None),)).tobytes())
         rows, columns = state["shape"]
@@ -413,7 +413,7 @@ class Enlarged:
         return np.concatenate([old, new])
 
 
-def join_scales(tensors: Mapping[str, Stored], fp8_sizes: tuple[int, int]) -> dict[str, Stored]:
+def merge_scales(tensors: Mapping[str, Stored], fp8_sizes: tuple[int, int]) -> dict[str, Stored]:
     """Return tensors by name, in which codes and their scales are one tensor."""
     joined: dict[str, Stored] = dict(tensors)
     plain = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, Plain)}
@@ -430,7 +430,7 @@ def join_scales(tensors: Mapping[str, Stored], fp8_sizes: tuple[int, int]) -> di
     return joined
 
 
-def join_packed(tensors: Mapping[str, Plain], quantization: Quantization) -> dict[str, Stored]:
+def merge_packed(tensors: Mapping[str, Plain], quantization: Quantization) -> dict[str, Stored]:
     """Return tensors by name, in which the parts of a packed matrix are one, NAME.weight.
 
     Raises:

@@ -28,7 +28,7 @@ SIZES = {  # where config.json has the key: (tiny size)
 ORIGINAL, ORIGINAL_LENGTH = "original_max_position_embeddings", 16  # of RoPE that is stretched: below LENGTH
 FACTORS = ("short_factor", "long_factor")  # of LongRoPE: one entry for each pair of a head's numbers
 LISTS = ("layer_types", "mlp_layer_types", "no_rope_layers")  # one entry for each layer
-MOST_LAYERS = 8
+MAX_LAYERS = 8
 
 
 def shrink(config: transformers.PreTrainedConfig) -> transformers.PreTrainedConfig:
@@ -38,7 +38,7 @@ def shrink(config: transformers.PreTrainedConfig) -> transformers.PreTrainedConf
     kinds = getattr(text, "layer_types", None) or [None]
     dense = getattr(text, "first_k_dense_replace", None)
     period = max(kinds.index(kind) for kind in set(kinds)) + 1
-    num_layers = min(text.num_hidden_layers, MOST_LAYERS, max(2, period))
+    num_layers = min(text.num_hidden_layers, MAX_LAYERS, max(2, period))
     for key, size in SIZES.items():
         if getattr(text, key, None) is not None:
             setattr(text, key, size)

@@ -29,8 +29,8 @@ import numpy as np
 
 from tunix.costs.rollout import (
     CHUNK,
-    FEWEST_PAGED_ROWS,
-    FEWEST_ROWS,
+    MIN_PAGED_ROWS,
+    MIN_ROWS,
     count_pages,
     count_prefill_prompts,
     count_slots,
@@ -193,7 +193,7 @@ class Engine:
         self.paged = programs.find_paged(sampling)
         self.pools = [PagePool(max_length, num_pages) for _ in range(self.num_shards)] if any(self.paged) else []
         on_gpu = self.mesh.devices.flat[0].platform == "gpu"
-        self.fewest_rows = FEWEST_PAGED_ROWS if self.pools and on_gpu else FEWEST_ROWS
+        self.min_rows = MIN_PAGED_ROWS if self.pools and on_gpu else MIN_ROWS
         self.num_rows = self.num_slots = 0  # rows of a data shard, and slots of a layer without a window
         self.rows: dict[int, _Row] = {}
         self.waiting: deque[_Prompt] = deque()  # not computed yet
@@ -294,7 +294,7 @@ class Engine:
         limit = wanted if self.max_rows is None else self.max_rows
         if min(wanted, limit) > self.num_rows:
             return min(pad_rows(wanted), limit) if self.max_rows is not None else pad_rows(wanted)
-        return select_fewer_rows(self.num_rows, wanted, self.fewest_rows)
+        return select_fewer_rows(self.num_rows, wanted, self.min_rows)
 
     def _resize(self, num_rows: int, length: int) -> None:
         """Give the cache `num_rows` rows on each data shard, and slots for rows of `length` tokens."""
@@ -351,13 +351,13 @@ class Engine:
 
         Each prompt has so many slots of images, whose patches are tokens of the tower.
         """
-        most = count_prefill_prompts(length)
+        max_prompts = count_prefill_prompts(length)
         vision = self.programs.arch.model.vision
         if num_slots and vision is not None:
-            most = min(most, count_prefill_prompts(num_slots * vision.unit_patches))
+            max_prompts = min(max_prompts, count_prefill_prompts(num_slots * vision.unit_patches))
         if self.fixed_rows is None:
-            return most
-        return max(1, min(most, self.fixed_rows, FIXED_BATCH, FIXED_TOKENS // length))
+            return max_prompts
+        return max(1, min(max_prompts, self.fixed_rows, FIXED_BATCH, FIXED_TOKENS // length))
 
     def _share_batch(self, length: int, other: int) -> bool:
         """Return whether texts of these lengths may be computed together."""
@@ -367,10 +367,10 @@ class Engine:
 
     def _insert_waiting(self) -> None:
         """Give free rows to answers that wait; compute the prompts that have not been computed yet."""
-        longest = max(map(len, (prompt.tokens for prompt in self.waiting)), default=0)
+        max_length = max(map(len, (prompt.tokens for prompt in self.waiting)), default=0)
         held = max((row.length for row in self.rows.values()), default=0)
         if num_rows := self._select_num_rows():
-            self._resize(num_rows, max(longest, held) + 1)
+            self._resize(num_rows, max(max_length, held) + 1)
         while True:
             free = [self._list_free(shard) for shard in range(self.num_shards)]
             for batch in self._list_batches(free):
@@ -392,8 +392,8 @@ class Engine:
         chosen = self._choose_prompts([len(rows) for rows in free])
         if not any(chosen):
             return False
-        longest = max(len(prompt.tokens) for prompts in chosen for prompt in prompts)
-        length, count = pad_prompt(longest), pad_batch(max(map(len, chosen)))
+        max_length = max(len(prompt.tokens) for prompts in chosen for prompt in prompts)
+        length, count = pad_prompt(max_length), pad_batch(max(map(len, chosen)))
         num_slots = max(prompt.num_slots for prompts in chosen for prompt in prompts)
         if self.fixed_rows is not None:
             count = self._count_at_once(length, num_slots)
@@ -442,15 +442,15 @@ class Engine:
     def _choose_prompts(self, free_rows: list[int]) -> list[list[_Prompt]]:
         """Return the prompts that each data shard computes next, for so many free rows of each; they wait no more."""
         chosen: list[list[_Prompt]] = [[] for _ in range(self.num_shards)]
-        longest = num_slots = 0
+        max_length = num_slots = 0
         while self.waiting and max(free_rows) > 0:
             # The shard with most free rows takes the next prompt, with all of its answers.
             shard = max(range(self.num_shards), key=lambda shard: free_rows[shard])
             length, slots = len(self.waiting[0].tokens), self.waiting[0].num_slots
-            if longest and (slots != num_slots or not self._share_batch(longest, length)):
+            if max_length and (slots != num_slots or not self._share_batch(max_length, length)):
                 break
-            longest, num_slots = max(longest, length), slots
-            if len(chosen[shard]) >= self._count_at_once(pad_prompt(longest), num_slots):
+            max_length, num_slots = max(max_length, length), slots
+            if len(chosen[shard]) >= self._count_at_once(pad_prompt(max_length), num_slots):
                 break
             prompt = self.waiting.popleft()
             # Where other shards have more free rows than the prompts behind this one fill, they take answers to it, and
@@ -512,8 +512,8 @@ class Engine:
 
     def _begin_pages(self, shard: int, prompt: _Prompt, written: dict[int, int]) -> bool:
         """Give the next answer to a prompt its pages; return whether it has them."""
-        longest = len(prompt.tokens) + prompt.limit if prompt.one_turn else None
-        shared = self.pools[shard].begin(prompt.numbers[0], len(prompt.tokens), prompt.pages, longest)
+        max_length = len(prompt.tokens) + prompt.limit if prompt.one_turn else None
+        shared = self.pools[shard].begin(prompt.numbers[0], len(prompt.tokens), prompt.pages, max_length)
         if shared is None:
             return False
         written[prompt.numbers[0]] = len(prompt.pages or ())
@@ -532,22 +532,22 @@ class Engine:
         extending.sort(key=lambda row: len(row.observation or ()))
         while extending:
             by_shard: list[list[_Row]] = [[] for _ in range(self.num_shards)]
-            later, longest = [], 0
+            later, max_length = [], 0
             for row in extending:
                 length = 1 + len(row.observation or ())
-                longest_now = max(longest, length)
-                fits = len(by_shard[row.shard]) < self._count_at_once(pad_prompt(longest_now))
-                if (fits or not by_shard[row.shard]) and self._share_batch(longest or length, length):
+                new_max = max(max_length, length)
+                fits = len(by_shard[row.shard]) < self._count_at_once(pad_prompt(new_max))
+                if (fits or not by_shard[row.shard]) and self._share_batch(max_length or length, length):
                     by_shard[row.shard].append(row)
-                    longest = longest_now
+                    max_length = new_max
                 else:
                     later.append(row)
-            self._extend_batch(by_shard, pad_prompt(longest))
+            self._extend_batch(by_shard, pad_prompt(max_length))
             extending = later
 
     def _extend_batch(self, by_shard: list[list[_Row]], length: int) -> None:
-        most = pad_few(max(map(len, by_shard)))
-        shape = self.num_shards, most if self.fixed_rows is None else self._count_at_once(length)
+        max_rows = pad_few(max(map(len, by_shard)))
+        shape = self.num_shards, max_rows if self.fixed_rows is None else self._count_at_once(length)
         tokens = np.zeros((*shape, length), np.int32)
         rows = np.full(shape, self.num_rows, np.int32)
         start, number, num_sampled, shift, final_length = (np.zeros(shape, np.int32) for _ in range(5))
@@ -595,8 +595,8 @@ class Engine:
         table = self._make_table({(row.shard, row.index): row.number for row in working}, shape)
         rows = Drawing(**{name: self._to_devices(values) for name, values in fields.items()}, table=table)
         # It returns when an eighth of the rows have ended, so that others take them.
-        fewest = len(working) - max(1, len(working) // 8) + 1
-        extent = Extent(np.int32(steps), np.int32(fewest), self.stop_ids)
+        min_rows = len(working) - max(1, len(working) // 8) + 1
+        extent = Extent(np.int32(steps), np.int32(min_rows), self.stop_ids)
         rows = rows._replace(working=rows.working > 0)
         if guess:
             text = np.zeros((*shape, self.num_slots + 1), np.int32)  # with a place for the newest token

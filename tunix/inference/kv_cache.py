@@ -201,7 +201,7 @@ def on_shards(function: Callable, tree: Any, *others: Any) -> Any:
 # Passes through the model.
 
 
-SMALLEST_SCALE = 1e-30  # of a vector of 8 bits: one of zeros has the codes 0
+MIN_SCALE = 1e-30  # of a vector of 8 bits: one of zeros has the codes 0
 
 
 def prefill(
@@ -535,7 +535,7 @@ def quantize(entries: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
     """Return arrays [..., H] as codes of 8 bits, and after all of them their scales [..., 1] float32."""
     scales = [jnp.max(jnp.abs(x.astype(jnp.float32)), axis=-1, keepdims=True) / 127 for x in entries]
     codes = [
-        jnp.round(x.astype(jnp.float32) / jnp.maximum(scale, SMALLEST_SCALE)).astype(jnp.int8)
+        jnp.round(x.astype(jnp.float32) / jnp.maximum(scale, MIN_SCALE)).astype(jnp.int8)
         for x, scale in zip(entries, scales, strict=True)
     ]
     return (*codes, *scales)

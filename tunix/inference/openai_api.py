@@ -302,12 +302,12 @@ class AnswerText:
 
     def _count_held_back(self) -> int:
         """Return how many characters at the end may be the beginning of a stop string."""
-        longest = 0
+        max_size = 0
         for word in self.stop:
             for size in range(1, min(len(word), len(self.text) + 1)):
                 if self.text.endswith(word[:size]):
-                    longest = max(longest, size)
-        return longest
+                    max_size = max(max_size, size)
+        return max_size
 
     def _send(self, end: int) -> str:
         part = self.text[self.num_sent : end]

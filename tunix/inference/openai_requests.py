@@ -131,11 +131,11 @@ class RequestReader:
         max_tokens = parameters.max_completion_tokens or parameters.max_tokens
         call_format = choose_tool_calls(template.source)
         read = find_reader(call_format)
-        most = 1 if parameters.parallel_tool_calls is False else None
+        max_calls = 1 if parameters.parallel_tool_calls is False else None
 
         def read_calls(answer: str) -> list[Call]:
             calls = [keep_texts(call, tools or ()) for call in read(answer)]
-            return [] if any(is_named_object(call, names) for call in calls) else calls[:most]
+            return [] if any(is_named_object(call, names) for call in calls) else calls[:max_calls]
 
         job = self._make_job(parameters, True, [prompt], max_tokens, read_calls if tools else None, arrived)
         job.images, job.call_format = images, call_format

@@ -33,7 +33,7 @@ class PagePool:
 
         There are pages for two rows at least: for a prompt whose answers have not all begun, too.
         """
-        self.most, self.is_bounded = count_pages(max_length), num_pages is not None
+        self.max_pages, self.is_bounded = count_pages(max_length), num_pages is not None
         self.num_pages = 0
         self.free: list[int] = []
         self.users: list[int] = []  # of each page: rows, and a prompt whose answers have not all begun
@@ -41,7 +41,7 @@ class PagePool:
         self.limits: dict[int, int] = {}  # most pages of each row
         self.num_shared: dict[int, int] = {}  # first pages of a row that others may use too
         self.num_ended = self.ended = 0  # rows that have ended, and the pages that they alone had
-        self.grow(0 if num_pages is None else max(num_pages, 2 * self.most))
+        self.grow(0 if num_pages is None else max(num_pages, 2 * self.max_pages))
 
     def grow(self, num_pages: int) -> None:
         """Have so many pages, if it has fewer."""
@@ -51,17 +51,17 @@ class PagePool:
         self.num_pages = max(self.num_pages, num_pages)
 
     def begin(
-        self, number: int, num_tokens: int, shared: Sequence[int] | None, longest: int | None = None
+        self, number: int, num_tokens: int, shared: Sequence[int] | None, max_length: int | None = None
     ) -> tuple[int, ...] | None:
         """Give a row its pages for a prompt; return those that its answers share, None where it has to wait.
 
-        With its answer it has at most `longest` tokens, None for the `max_length` of the pool.
+        With its answer it has at most `max_length` tokens, None for that of the pool.
         `shared` are these pages, if another answer has begun; () for the first of several, and None for an only one.
         The caller gives up its own use of them with `give_back`.
         """
         whole = num_tokens // PAGE if shared is not None else 0
         count = count_pages(num_tokens + 1) - (whole if shared else 0)
-        limit = self.most if longest is None else count_pages(longest)
+        limit = self.max_pages if max_length is None else count_pages(max_length)
         if len(self.free) < count or not self._expects_to_fit(count, limit):
             return None
         first = list(shared or self._take(whole))
@@ -112,7 +112,7 @@ class PagePool:
         """
         if not self.is_bounded or not self.tables:
             return True
-        mean = (self.ended + PRIOR * self.most) / (self.num_ended + PRIOR)
+        mean = (self.ended + PRIOR * self.max_pages) / (self.num_ended + PRIOR)
         own = ((len(table) - self.num_shared[number], self.limits[number]) for number, table in self.tables.items())
         expected = sum(size + min(most, max(mean, 2 * size)) for size, most in [(count, limit), *own])
         return expected <= 2 * FILLED * self.num_pages

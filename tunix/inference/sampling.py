@@ -200,7 +200,7 @@ def sample(
 
 def select_greedy(logits: jax.Array) -> Sampled:
     """Take the likeliest token of each row of logits [B, V] float32."""
-    tokens = _find_largest(logits)
+    tokens = _find_argmax(logits)
     return Sampled(tokens, _compute_log_probs(logits, tokens), jnp.zeros_like(logits[:, 0]))
 
 
@@ -225,7 +225,7 @@ def select_by_row(logits: jax.Array, rows: RowChoices, count: jax.Array) -> Samp
     greedy = rows.temperature == 0
     scaled = logits / jnp.where(greedy, 1, rows.temperature)[:, None]
     tokens, _ = _sample(_filter_by_row(scaled, rows), jax.vmap(fold)(rows.seed, rows.answer, count))
-    tokens = jnp.where(greedy, _find_largest(logits), tokens)
+    tokens = jnp.where(greedy, _find_argmax(logits), tokens)
     log_probs = jnp.where(greedy, 0, _compute_log_probs(scaled, tokens))
     return Sampled(tokens, _compute_log_probs(logits, tokens), log_probs)
 
@@ -242,7 +242,7 @@ def _sample(scaled: jax.Array, keys: jax.Array) -> tuple[jax.Array, jax.Array]:
     return tokens, _pick(scaled - top, tokens) - jnp.log(sums.sum(-1))
 
 
-def _find_largest(logits: jax.Array) -> jax.Array:
+def _find_argmax(logits: jax.Array) -> jax.Array:
     """Return the first of the largest logits [B, V] of each row, int32 [B].
 
     It is looked for in its block alone: XLA's CPU backend takes V steps of one number each for an `argmax`.
@@ -375,7 +375,7 @@ class Extent(NamedTuple):
     """Bounds of a loop over tokens, int32 scalars, and ids [n] int32 that end a turn. They are data: one program."""
 
     steps: Any  # tokens at most
-    fewest: Any  # the loop ends when fewer rows are at work
+    min_rows: Any  # the loop ends when fewer rows are at work
     stop: Any
 
 
@@ -479,8 +479,8 @@ def _decode(
     """Draw tokens of the rows at work; return the cache and the tokens, [B, CHUNK] on every device.
 
     A row rests when it has drawn a stop id, or reached its limit. From there on its tokens are `NO_TOKEN`. The loop
-    ends when fewer rows than `fewest` are at work; it counts them after every few tokens, because a count is a sum over
-    devices.
+    ends when fewer rows than `min_rows` are at work; it counts them after every few tokens, because a count is a sum
+    over devices.
     """
     model = weights.module(arch)
 
@@ -515,7 +515,7 @@ def _decode(
 
     def goes_on(state):
         (n, *_), count = state
-        return (n < extent.steps) & (count >= extent.fewest)
+        return (n < extent.steps) & (count >= extent.min_rows)
 
     start = (jnp.int32(0), rows, cache, _make_chunk(rows, CHUNK, model.layout)), jnp.sum(rows.working.astype(jnp.int32))
     (_, _, cache, chunk), _ = jax.lax.while_loop(goes_on, steps, start)
@@ -602,7 +602,7 @@ def _decode_guesses(
 
     chunk = _make_chunk(rows, CHUNK + sampling.guess, model.layout)
     start = jnp.int32(0), rows, text, jnp.zeros_like(rows.length), jnp.zeros_like(rows.length), cache, chunk
-    goes_on = lambda state: state[1] >= extent.fewest  # noqa: E731
+    goes_on = lambda state: state[1] >= extent.min_rows  # noqa: E731
     (*_, passes, cache, chunk), _ = jax.lax.while_loop(goes_on, steps, (start, count_at_work(start)))
     return cache, *_replicate((chunk, passes))
 

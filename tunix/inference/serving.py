@@ -201,7 +201,7 @@ class Serving:
         for number, held in list(self.held.items()):
             answer = ended.get(number) or self.engine.peek(number)
             if answer is not None:
-                self._emit(held, answer, is_ended=number in ended)
+                self._emit(held, answer, is_done=number in ended)
             if number in ended:
                 self._release(number)
 
@@ -233,11 +233,11 @@ class Serving:
         choices.min_p[number] = NO_MIN_P if keys.min_p is None else keys.min_p
         self.engine.key = RowChoices(*(each.copy() for each in choices))
 
-    def _emit(self, held: _Held, answer: Answer, is_ended: bool) -> None:
+    def _emit(self, held: _Held, answer: Answer, is_done: bool) -> None:
         tokens, log_probs = answer.tokens[held.num_sent :], answer.log_probabilities[held.num_sent :]
         held.num_sent += len(tokens)
-        if held.index not in held.request.cancelled and (tokens or is_ended):
-            finish = None if not is_ended else "stop" if answer.stopped else "length"
+        if held.index not in held.request.cancelled and (tokens or is_done):
+            finish = None if not is_done else "stop" if answer.stopped else "length"
             guessed = (answer.num_guessed or 0) - held.num_guessed
             held.num_guessed += guessed
             held.request.emit(Piece(held.index, tokens, log_probs, finish, guessed))

@@ -41,9 +41,9 @@ class Part(Protocol):
 
     rank: int
     code: int | None  # its exit code, once it has ended
-    was_ended: bool  # the launcher has sent SIGTERM to it, because another part died
+    was_stopped: bool  # the launcher has sent SIGTERM to it, because another part died
 
-    def has_ended(self) -> bool:
+    def is_done(self) -> bool:
         """Return whether the part has ended."""
 
     def send(self, number: int) -> None:
@@ -71,7 +71,7 @@ def wait_for_all(parts: Sequence[Part], received: list[int], grace_s: float) -> 
     Returns True if a signal has asked the run to stop.
     """
     stops, died_at, ended_at = 0, None, None
-    while running := [part for part in parts if not part.has_ended()]:
+    while running := [part for part in parts if not part.is_done()]:
         while received:
             number = FORWARDED[signal.Signals(received.pop(0))]
             stops += number == signal.SIGTERM
@@ -88,7 +88,7 @@ def wait_for_all(parts: Sequence[Part], received: list[int], grace_s: float) -> 
         if died_at and ended_at is None and now > died_at + LAST_MESSAGES_S:
             ended_at = now
             for part in running:
-                part.was_ended = True
+                part.was_stopped = True
                 part.send(signal.SIGTERM)
         if ended_at and now > ended_at + grace_s:
             for part in running:
@@ -104,7 +104,7 @@ def find_worst(parts: Sequence[AnyPart]) -> AnyPart:
         return SEVERITY.index(part.code) if part.code in SEVERITY else len(SEVERITY)
 
     # A part that the launcher's signal has killed says nothing about why the run failed.
-    local = [part for part in parts if not (part.was_ended and (part.code or 0) > 128)]
+    local = [part for part in parts if not (part.was_stopped and (part.code or 0) > 128)]
     return max(local or parts, key=lambda part: (severity(part), -part.rank))
 
 
@@ -172,9 +172,9 @@ class Child:
     log: Path
     copiers: list[Copier] = field(default_factory=list)
     code: int | None = None  # its exit code, once it has ended
-    was_ended: bool = False  # the launcher has sent SIGTERM to it, because another process died
+    was_stopped: bool = False  # the launcher has sent SIGTERM to it, because another process died
 
-    def has_ended(self) -> bool:
+    def is_done(self) -> bool:
         """Return whether the process has ended. Then the processes that it has started and left behind are killed."""
         if self.code is None and (status := self.process.poll()) is not None:
             self._kill_group()
@@ -247,7 +247,7 @@ def run(
             return _report(children)
         finally:
             for child in children:
-                if not child.has_ended():
+                if not child.is_done():
                     child.send(signal.SIGKILL)
 
 

@@ -141,7 +141,7 @@ class Node:
         )
         self.address = "", 0  # host and port, once the actor has sent them
         self.code: int | None = None
-        self.was_ended = False  # as in `children.Part`
+        self.was_stopped = False  # as in `children.Part`
         self.is_killed = False  # `send` has ended the actor
 
     @property
@@ -154,7 +154,7 @@ class Node:
         self.thread = threading.Thread(target=self._follow, args=(items,), name=f"node {self.rank}", daemon=True)
         self.thread.start()
 
-    def has_ended(self) -> bool:
+    def is_done(self) -> bool:
         """Return whether all processes of the node have ended, or the node is lost."""
         return not self.thread.is_alive()
 

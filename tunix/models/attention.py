@@ -39,7 +39,7 @@ from tunix.sharding.layout import Layout, stage_shard_map
 #     extend   T tokens behind others     slots of a cache, the same tokens    a mask [B, T, S]: each row has a time
 #     decode   the newest token           slots of a cache                     of its own
 
-FEWEST_QUERIES, MAX_QUERIES = 128, 512  # of a block of the plain kernel, which has the scores of one block at a time
+MIN_QUERIES, MAX_QUERIES = 128, 512  # of a block of the plain kernel, which has the scores of one block at a time
 SPANS = (512, 1024)  # windows up to which the plain kernel skips the keys before them: those of Gemma 3
 FEW_QUERIES = 16  # of a row, up to which keys and values are taken as a cache has them
 CACHE_BLOCK = 256  # queries that look into a cache at one time; a power of two, which divides the longer ones
@@ -168,7 +168,7 @@ def select_query_block(length: int) -> int:
 
     A smaller block has fewer keys that none of its queries sees, and more blocks make a longer program.
     """
-    eighth = -(-length // (8 * FEWEST_QUERIES)) * FEWEST_QUERIES
+    eighth = -(-length // (8 * MIN_QUERIES)) * MIN_QUERIES
     return min(eighth, MAX_QUERIES)
 
 
@@ -313,9 +313,9 @@ def _weigh_values(
     """
     batch, length, num_heads, dim = q.shape
     # JAX's own function has no cap and no sums, and wants values as wide as keys.
-    if length < FEWEST_QUERIES and cap is None and not with_sums and dim == v.shape[3]:
+    if length < MIN_QUERIES and cap is None and not with_sums and dim == v.shape[3]:
         return jax.nn.dot_product_attention(q, k, v, mask=mask, scale=1.0)
-    if length >= FEWEST_QUERIES and cpu_library.takes_attention(q, k, v):
+    if length >= MIN_QUERIES and cpu_library.supports_attention(q, k, v):
         return cpu_library.weigh_values(q, k, v, mask, cap, with_sums)
     grouped = q.reshape(batch, length, k.shape[2], -1, dim)
     scores = jnp.einsum("btkgh,bskh->bktgs", grouped, k, preferred_element_type=jnp.float32)
@@ -359,7 +359,7 @@ def _weigh_slots(
         return tokens.reshape(batch, length, num_heads, *x.shape[3:])
 
     queries = group(q)
-    if queries.shape[2] == 1 and cpu_library.takes_few_rows(q, k):
+    if queries.shape[2] == 1 and cpu_library.supports_few_rows(q, k):
         queries = jnp.concatenate([queries, queries], axis=2)
     scores = jnp.einsum("bkgh,bksh->bkgs", queries, k, preferred_element_type=jnp.float32)
     scores = scores if k_scales is None else scores * k_scales

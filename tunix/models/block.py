@@ -113,7 +113,7 @@ class Mix(NamedTuple):
 class HeadScores(NamedTuple):
     """Scores that a mix returns in the place of a cache, where the step asks for `BlockSums.head_scores`."""
 
-    largest: jax.Array
+    max_scores: jax.Array
 
 
 class PartKind(NamedTuple):
@@ -230,7 +230,7 @@ class Block(nnx.Module):
         """Do what `__call__` does with x [B, t, D] in two steps; the first one ends behind attention (`Steps`)."""
         with jax.named_scope("attention"):
             h, cache = self.attention(self.pre_attention(x), positions, rope, mix, dropout_key)
-            cache, head_scores = (None, cache.largest) if isinstance(cache, HeadScores) else (cache, None)
+            cache, head_scores = (None, cache.max_scores) if isinstance(cache, HeadScores) else (cache, None)
             # Both branches start from the residual stream and add to it: x + attention(norm(x)), then x + mlp(norm(x)).
             x = checkpoint_name(x + self._scaled(self.post_attention(h)), "residual")
         after = yield x

@@ -93,11 +93,11 @@ def _multiply(text: str, a: jax.Array, b: jax.Array, dtype: jnp.dtype) -> jax.Ar
 def _round(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return [copies, rows, K] in 8 bits, and the scales of its blocks, [copies, rows, K / 32]."""
     blocks = x.reshape(*x.shape[:-1], -1, BLOCK).astype(jnp.float32)
-    largest = jnp.max(jnp.abs(blocks), -1, keepdims=True)
+    max_abs = jnp.max(jnp.abs(blocks), -1, keepdims=True)
     # The smallest power of two by which no number of the block is above the largest of e4m3, 448.
-    mantissa, exponent = jnp.frexp(largest / float(jnp.finfo(NUMBERS).max))
+    mantissa, exponent = jnp.frexp(max_abs / float(jnp.finfo(NUMBERS).max))
     power = jnp.clip(jnp.where(mantissa == 0.5, exponent - 1, exponent), -126, 126)
     # A block that is not finite gets a scale that is no number, so the result has none, and the step is skipped.
-    scale = jnp.where(jnp.isfinite(largest), jnp.ldexp(jnp.float32(1), power), jnp.nan)
+    scale = jnp.where(jnp.isfinite(max_abs), jnp.ldexp(jnp.float32(1), power), jnp.nan)
     rounded = (blocks / scale).astype(NUMBERS).reshape(x.shape)
     return rounded, jnp.squeeze(scale, -1).astype(SCALES)

@@ -33,13 +33,13 @@ MANY_MULTIPLICATIONS = 2**22  # of a product, from which on it takes the library
 PARTS = 8  # into which a single dimension is split, so that a sum over it becomes one over two
 
 
-def takes_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> bool:
+def supports_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> bool:
     """Return whether the library computes attention of queries [B, T, N, H] to keys and values [B, S, K, H]."""
     rows = q.shape[1] * q.shape[2] // k.shape[2]
     return has_product_library(q.dtype, k.dtype, v.dtype) and rows % PARTS == 0
 
 
-def takes_product(equation: Equation, x: jax.Array, w: jax.Array) -> bool:
+def supports_matmul(equation: Equation, x: jax.Array, w: jax.Array) -> bool:
     """Return whether the library multiplies x [B, T, ..] and w of an equation, forward and backward."""
     rows, summed = equation.batch, equation.summed
     out = "".join(dim_name for dim_name in equation.y if dim_name not in rows)
@@ -54,7 +54,7 @@ def takes_product(equation: Equation, x: jax.Array, w: jax.Array) -> bool:
     )
 
 
-def takes_few_rows(*factors: jax.Array) -> bool:
+def supports_few_rows(*factors: jax.Array) -> bool:
     """Return whether the library multiplies factors as they are that XLA would widen: those of 16 bits."""
     dtypes = [factor.dtype for factor in factors]
     return dtypes[0] == jnp.bfloat16 and has_product_library(*dtypes)
@@ -158,11 +158,11 @@ def _attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, cap: floa
 
 def _attend_forward(q, k, v, mask, cap):
     scores = _score(q, k, mask, cap)
-    largest = jnp.max(scores, -1, keepdims=True)
-    weights = jnp.exp(scores - largest)
+    max_score = jnp.max(scores, -1, keepdims=True)
+    weights = jnp.exp(scores - max_score)
     total = jnp.sum(weights, -1, keepdims=True)
     out = (_dot(weights.astype(v.dtype), v, 2) / total).astype(v.dtype)
-    out, sums = (checkpoint_name(x, "attention") for x in (out, largest + jnp.log(total)))
+    out, sums = (checkpoint_name(x, "attention") for x in (out, max_score + jnp.log(total)))
     return (out, sums), (q, k, v, mask, out, sums)
 
 

@@ -281,7 +281,7 @@ class Stacks:
             x, results = passes.scan(x, values, shared)
         else:
             x, results = scan_blocks(blocks, x, layers, shared, self.remat)
-        x = x if num_parts == 1 else join_rows(list(x))
+        x = x if num_parts == 1 else concat_rows(list(x))
         return rows._replace(x=x), _merge_results(results), [cache for _, cache in results]
 
     def _make_passes(
@@ -438,7 +438,7 @@ def split_rows(rows: Any, num_parts: int) -> list[Any]:
     return [jax.tree.unflatten(tree, part) for part in zip(*map(split, leaves), strict=True)]
 
 
-def join_rows(parts: list[Any]) -> Any:
+def concat_rows(parts: list[Any]) -> Any:
     """Return the tree of arrays [B, ...] that `split_rows` has split."""
 
     def join(*arrays: jax.Array) -> jax.Array:
@@ -450,7 +450,7 @@ def join_rows(parts: list[Any]) -> Any:
 
 def merge_sums(sums: list[BlockSums]) -> BlockSums:
     """Return the sums of a block over all its parts."""
-    penalties = join_rows([each.penalties for each in sums])
+    penalties = concat_rows([each.penalties for each in sums])
     routing = jax.tree.map(lambda *each: sum(each[1:], each[0]), *[each.routing for each in sums])
     head_scores = jax.tree.map(lambda *each: reduce(jnp.maximum, each), *[each.head_scores for each in sums])
     return BlockSums(penalties, routing, head_scores)

@@ -123,7 +123,7 @@ def _plain(equation: Equation, x: jax.Array, w: jax.Array, spec: PartitionSpec) 
         [B, T, D] . [B, T, F] -> [D, F]     copies [B, T, F], one number at a time
         [BT, D] . [BT, F]     -> [D, F]     copies nothing
     """
-    if cpu_library.takes_product(equation, x, w):
+    if cpu_library.supports_matmul(equation, x, w):
         return cpu_library.multiply(equation, x, w, spec)
     matrices = _Matrices.find(equation, x, w, spec, MANY_NUMBERS)
     if matrices is None:
@@ -144,7 +144,7 @@ class _Matrices(NamedTuple):
 
     @classmethod
     def find(
-        cls, equation: Equation, x: jax.Array, w: jax.Array, spec: PartitionSpec, fewest: int
+        cls, equation: Equation, x: jax.Array, w: jax.Array, spec: PartitionSpec, min_size: int
     ) -> "_Matrices | None":
         """Return the matrices; None where they need another order of numbers, and where x and y have fewer numbers.
 
@@ -157,7 +157,7 @@ class _Matrices(NamedTuple):
             return None
         num_rows = math.prod(x.shape[: len(rows)])
         num_summed = x.size // num_rows
-        if num_rows * max(num_summed, w.size // num_summed) < fewest:
+        if num_rows * max(num_summed, w.size // num_summed) < min_size:
             return None
         text, first = orders[equation.w]
         mesh = jax.typeof(x).sharding.mesh
@@ -215,7 +215,7 @@ def _few_rows(equation: Equation, x: jax.Array, w: jax.Array, spec: PartitionSpe
     would turn the weight first.
     """
     equation, num_rows = equation.summed_last(), math.prod(x.shape[:2])
-    is_narrow = cpu_library.takes_few_rows(x, w)
+    is_narrow = cpu_library.supports_few_rows(x, w)
     if num_rows > FEW_ROWS or (is_narrow and num_rows <= FEWER_ROWS):
         matrices = _Matrices.find(equation, x, w, spec, MANY_NUMBERS if num_rows > FEW_ROWS else 0)
         if matrices is not None:

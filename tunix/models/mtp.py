@@ -45,12 +45,12 @@ class MtpLayer(nnx.Module):
     def __call__(self, rows: Rows, forward: Forward) -> tuple[jax.Array, BlockSums]:
         """Rows with the result of `join` as x -> [B, T, D] that logits are taken of, and the numbers of the block."""
         rows, sums = self.stacks.run(rows, forward)
-        return self.layout.join_stream(self.norm(rows.x)), sums
+        return self.layout.gather_stream(self.norm(rows.x)), sums
 
     def run_apart(self, rows: Rows, forward: Forward, params: dict[str, list[Any]]) -> tuple[jax.Array, list]:
         """Return [B, T, D] as `__call__`, and the layer's cache in place of numbers (decoding; `Stacks.run_apart`)."""
         rows, caches = self.stacks.run_apart(rows, forward, params)
-        return self.layout.join_stream(self.norm(rows.x)), caches
+        return self.layout.gather_stream(self.norm(rows.x)), caches
 
     def join(self, tokens: jax.Array, states: jax.Array) -> jax.Array:
         """Vectors [B, t, D] of the next tokens, and states [B, T, D] -> what the block takes, [B, t, D]."""

@@ -3,7 +3,7 @@
 A page has the heads side by side, [P, K, S, H], as slots have them. A program of the kernel has one row, the queries of
 one key/value head, and a part of the row's tokens: rows are few, and a GPU has many processors. Each row is cut into
 the same number of parts, whatever others have, so what it computes does not depend on its neighbours. The parts are put
-together as those of a ring are: each has its largest score, and the sum of exp(score - largest).
+together as those of a ring are: each has its largest score, and the sum of exp(score - max_score).
 
 A token whose time is `n` sees the tokens 0 to n of its pages.
 """
@@ -26,7 +26,7 @@ from tunix.sharding.layout import Layout
 
 # The fastest of 65 on one H200: tokens that a program has at a time, of whole pages, and parts of a row.
 KEYS, PARTS = 32, 8
-MOST_QUERIES = 64  # of a program
+MAX_QUERIES = 64  # of a program
 
 
 class Threads(NamedTuple):
@@ -98,9 +98,9 @@ def _attend(q, k, v, table, times, heads, cap: float | None, interpret: bool) ->
         jnp.pad(jnp.minimum(table, num_pages - 1) * num_heads, ((0, 0), (0, -table.shape[1] % (KEYS // size)))),
         heads.astype(jnp.int32), k, v, k_scales, v_scales,
     )  # fmt: skip
-    at_once = min(MOST_QUERIES, pl.next_power_of_2(max(16, count)))  # a product of matrices has 16 rows at least
+    at_once = min(MAX_QUERIES, pl.next_power_of_2(max(16, count)))  # a product of matrices has 16 rows at least
     shape = rows, len(heads), PARTS, count
-    out, largest, sums = call_kernel(
+    out, max_score, sums = call_kernel(
         partial(_kernel, at_once=at_once, cap=cap),
         (inputs,),
         out_shape=[shape_like(q, (*shape, dim), jnp.float32), *[shape_like(q, shape, jnp.float32)] * 2],
@@ -109,13 +109,13 @@ def _attend(q, k, v, table, times, heads, cap: float | None, interpret: bool) ->
         interpret=interpret,
         name="attention_to_pages",
     )
-    share = jnp.exp2(largest - jnp.max(largest, 2, keepdims=True))
+    share = jnp.exp2(max_score - jnp.max(max_score, 2, keepdims=True))
     total = jnp.sum(sums * share, 2)
     out = jnp.sum(out * share[..., None], 2) / jnp.where(total == 0, 1, total)[..., None]
     return out.reshape(rows, len(heads), length, shared, dim).swapaxes(1, 2).reshape(q.shape).astype(q.dtype)
 
 
-def _kernel(inputs: Inputs, out_ref, largest_ref, sum_ref, *, at_once: int, cap: float | None):
+def _kernel(inputs: Inputs, out_ref, max_score_ref, sum_ref, *, at_once: int, cap: float | None):
     """Compute for some queries of a row one part of its tokens: [M, H], the largest scores [M], and sums [M]."""
     part, row = pl.program_id(0), pl.program_id(2)
     count, (_, size, dim) = inputs.q.shape[2], inputs.k.shape
@@ -129,7 +129,7 @@ def _kernel(inputs: Inputs, out_ref, largest_ref, sum_ref, *, at_once: int, cap:
     per_part = pl.cdiv(num_blocks, PARTS)
 
     def attend(n, state):
-        out, largest, total = state
+        out, max_score, total = state
         page = inputs.table[row, pl.ds(n * pages_at_once, pages_at_once)] + head
         keys = inputs.k[page].reshape(KEYS, dim).astype(q.dtype)
         scores = triton.dot(q, keys.T)
@@ -137,8 +137,8 @@ def _kernel(inputs: Inputs, out_ref, largest_ref, sum_ref, *, at_once: int, cap:
             scores *= inputs.k_scales[page].reshape(1, KEYS)
         is_seen = n * KEYS + jnp.arange(KEYS)[None, :] <= last[:, None]
         scores = jnp.where(is_seen, soft_cap(scores, cap) * LOG2_E, MASKED)
-        larger = jnp.maximum(largest, jnp.max(scores, 1))
-        shrink = jnp.exp2(largest - larger)
+        larger = jnp.maximum(max_score, jnp.max(scores, 1))
+        shrink = jnp.exp2(max_score - larger)
         weights = jnp.where(is_seen, jnp.exp2(scores - larger[:, None]), 0)
         total = total * shrink + jnp.sum(weights, 1)
         if inputs.v_scales is not None:
@@ -149,7 +149,7 @@ def _kernel(inputs: Inputs, out_ref, largest_ref, sum_ref, *, at_once: int, cap:
     nothing = jnp.zeros((at_once, dim), jnp.float32), jnp.full(at_once, MASKED), jnp.zeros(at_once, jnp.float32)
     begin = part * per_part
     state = jax.lax.fori_loop(begin, jnp.minimum(begin + per_part, num_blocks), attend, nothing)
-    out, largest, total = state
+    out, max_score, total = state
     store_block(out_ref.at[row, index, part, queries, :], out, is_query, None)
-    for ref, values in ((largest_ref, largest), (sum_ref, total)):
+    for ref, values in ((max_score_ref, max_score), (sum_ref, total)):
         triton.store(ref.at[row, index, part, queries], values, mask=is_query)

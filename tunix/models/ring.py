@@ -240,7 +240,7 @@ class XlaRing(NamedTuple):
             return jax.lax.cond(jnp.min(first) < k.shape[1], compute, skip, *chunk)
 
         out, log_sums = jax.lax.map(one_chunk, self._split(q, k, ranges))
-        return _join_chunks(out), jnp.swapaxes(_join_chunks(log_sums[..., None])[..., 0], 1, 2)
+        return _merge_heads(out), jnp.swapaxes(_merge_heads(log_sums[..., None])[..., 0], 1, 2)
 
     def gradients(self, q: jax.Array, k: jax.Array, v: jax.Array, ranges: Ranges, backward: BackwardInputs) -> Any:
         """Return what `FlashRing.gradients` does, each of the shape of q, k or v."""
@@ -270,7 +270,7 @@ class XlaRing(NamedTuple):
         chunks = *self._split(q, k, ranges), *map(split, (*of_queries, backward.d_out))
         nothing = tuple(jnp.zeros_like(x, jnp.float32) for x in (k, v))
         (dk, dv), dq = jax.lax.scan(one_chunk, nothing, chunks)
-        return _join_chunks(dq), dk, dv
+        return _merge_heads(dq), dk, dv
 
     def _split(self, q: jax.Array, k: jax.Array, ranges: Ranges) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return chunks of the queries, of their positions [chunks, Q] and of their first keys [chunks, B, Q]."""
@@ -298,7 +298,7 @@ def _split_heads(x: jax.Array, num_kv_heads: int) -> jax.Array:
     return _split_chunks(heads, chunk_size(x.shape[1]))
 
 
-def _join_chunks(x: jax.Array) -> jax.Array:
+def _merge_heads(x: jax.Array) -> jax.Array:
     """[chunks, B, Q, K, G, H] -> [B, T, N, H], the inverse of `_split_heads`."""
     x = jnp.moveaxis(x, 0, 1)
     return x.reshape(x.shape[0], x.shape[1] * x.shape[2], -1, x.shape[-1])

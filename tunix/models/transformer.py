@@ -180,8 +180,8 @@ class Transformer(nnx.Module):
             summed = method._replace(options={**method.options, "with_sums": True})
             out, log_sums = compute_attention(q, k, v, mask_rule, layout, summed, heads.kv_dim_name)
             of_text = reshard(is_text, layout.activation("BT"))[..., None]
-            largest = HeadScores(jnp.max(jnp.where(of_text, jax.lax.stop_gradient(log_sums), -jnp.inf), (0, 1)))
-            return ((out, log_sums) if "with_sums" in method.options else out), largest
+            head_scores = HeadScores(jnp.max(jnp.where(of_text, jax.lax.stop_gradient(log_sums), -jnp.inf), (0, 1)))
+            return ((out, log_sums) if "with_sums" in method.options else out), head_scores
 
         return Mix(row_attention, lambda recurrence: (recurrence.run_rows(segment_ids), None), is_text)
 
@@ -209,7 +209,7 @@ class Transformer(nnx.Module):
     def finish(self, x: jax.Array) -> jax.Array:
         """[B, t, D] after the last block -> [B, T, D], the result of the final norm."""
         with jax.named_scope("final_norm"):
-            return self.layout.join_stream(self.final_norm(x))
+            return self.layout.gather_stream(self.final_norm(x))
 
     def logits(self, vocab_weights, x) -> jax.Array:
         """[B, T, D] -> [B, T, V] float32."""

@@ -259,8 +259,8 @@ def derive_time(cfg: Config, sizes: dict[str, int], costs: Costs, cluster: Clust
             link.put(transfer, seconds)
             waited_s += (1 - transfer.overlaps) * seconds
     behind_s = sum(link.wait_behind_others(compute_s) for link in links)
-    longest = np.max([link.in_passes for link in links], 0)
-    exposed_s = waited_s + behind_s + float(np.sum(np.maximum(0.0, longest - shares * (compute_s - outside_s))))
+    slowest_s = np.max([link.in_passes for link in links], 0)
+    exposed_s = waited_s + behind_s + float(np.sum(np.maximum(0.0, slowest_s - shares * (compute_s - outside_s))))
     communication_s = waited_s + sum(float(link.in_passes.sum()) for link in links)
     # Arithmetic waits at most as long as links are busy.
     return StepTime(compute_s, min(exposed_s, communication_s), communication_s, flops=costs.flops)

@@ -283,7 +283,7 @@ def count_usable_bytes(cfg: Config, cluster: Cluster) -> float:
 
 DERIVED_MARGIN = 1.5  # derived memory can be this many times the memory of the compiled step
 MANY = 48  # meshes that are shown: of more than these, the fastest that fit by derived costs
-SMALLEST = 4  # and those that need the least memory
+NUM_SMALLEST = 4  # and those that need the least memory
 # Keys that make a step smaller, by the purpose that takes the most memory.
 HELP = {
     "temporary": "a smaller training.micro_batch_size or training.loss_chunk_size, training.remat=full",
@@ -399,7 +399,7 @@ def _narrow(
             continue
     # Without activations memory is a lower bound: what does not fit even so is hopeless.
     may_fit = [each for each in bounds if each.memory <= limit]
-    smallest = sorted(bounds, key=lambda each: each.memory)[:SMALLEST]
+    smallest = sorted(bounds, key=lambda each: each.memory)[:NUM_SMALLEST]
     chosen: list[Candidate] = []
     for each in sorted(may_fit, key=lambda each: -each.tokens_per_s):
         try:

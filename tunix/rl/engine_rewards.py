@@ -93,12 +93,12 @@ class RewardModel:
 
         A prompt is the turns before the answer, and what the chat template got.
         """
-        rows, longest = self.encode(prompts, answers), self.model.cfg.context_length
+        rows, max_length = self.encode(prompts, answers), self.model.cfg.context_length
         too_long = "it has {:,} tokens with its prompt, more than model.context_length={} of the reward model"
         scores: list[float | str] = [
-            row if isinstance(row, str) else too_long.format(len(row), longest) for row in rows
+            row if isinstance(row, str) else too_long.format(len(row), max_length) for row in rows
         ]
-        fitting = {n: row for n, row in enumerate(rows) if not isinstance(row, str) and len(row) <= longest}
+        fitting = {n: row for n, row in enumerate(rows) if not isinstance(row, str) and len(row) <= max_length}
         if fitting:
             num_at_once = max(1, TOKENS // max(map(len, fitting.values())))
             numbers = self.model.score([*fitting.values()], num_at_once)[:, 0]
@@ -158,14 +158,14 @@ class EngineRewards:
     def __init__(
         self,
         terms: Sequence[RewardTerm],
-        longest: Mapping[str, int],
+        max_lengths: Mapping[str, int],
         errors: Literal["zero", "stop"],
         timeout_s: float,
         cfg: Config,
     ):
         """Load the models. `terms` are all of a reward, `timeout_s` is the time of a judge for the answers of a batch.
 
-        `longest` has the most tokens of an answer by each key that sets them.
+        `max_lengths` has the most tokens of an answer by each key that sets them.
 
         Raises:
             UserError: a model gives no reward, a judge lacks its key, or a buffer is longer than an answer.
@@ -193,7 +193,7 @@ class EngineRewards:
                     self.judges.append(judge)
                     self.scores.append(partial(score_by_judge, judge))
                 case OverlongTerm():
-                    for key, count in longest.items():
+                    for key, count in max_lengths.items():
                         if term.buffer > count:
                             raise UserError(
                                 f"task.rewards: buffer={term.buffer} of overlong is longer than an answer "

@@ -29,7 +29,7 @@ from tunix.base.dotted_path import describe_value, import_object, is_dotted, sel
 from tunix.base.errors import UserError
 from tunix.rl.tool_parsers import Call, find_reader, keep_texts
 
-MOST_CHARACTERS = 1_000_000  # of an observation: more is an error of the environment
+MAX_CHARACTERS = 1_000_000  # of an observation: more is an error of the environment
 NOT_TOOLS = {"reset", "step", "get_reward", "close"}
 
 
@@ -149,8 +149,8 @@ def _read_observation(value: Any) -> list[str] | None:
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
         raise ValueError(f"it returned {describe_value(value)} for an observation, not a text")
-    if (num_characters := sum(map(len, texts))) > MOST_CHARACTERS:
-        raise ValueError(f"it returned {num_characters:,} characters for an observation; at most {MOST_CHARACTERS:,}")
+    if (num_characters := sum(map(len, texts))) > MAX_CHARACTERS:
+        raise ValueError(f"it returned {num_characters:,} characters for an observation; at most {MAX_CHARACTERS:,}")
     # Half of a pair of surrogates, which no tokenizer takes, becomes a question mark.
     return [str(text).encode(errors="replace").decode() for text in texts] or None
 

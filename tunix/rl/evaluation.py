@@ -96,13 +96,15 @@ class HeldOutAnswers:
         """Raises `UserError` where the answers do not fit behind the prompts."""
         self.cfg, self.engine = cfg, engine
         self.prompts = corpus.spread("held_out", cfg.evaluation.num_prompts)
-        most, context = cfg.evaluation.sampling.max_new_tokens, cfg.model.context_length
+        max_new_tokens, context = cfg.evaluation.sampling.max_new_tokens, cfg.model.context_length
         # In front of an episode there is room for a prompt with what `reset` says, whatever it says.
-        longest = max(len(prompt.tokens) for prompt in self.prompts) if engine.player is None else cfg.max_prompt_length
-        if longest + most > context:
+        max_length = (
+            max(len(prompt.tokens) for prompt in self.prompts) if engine.player is None else cfg.max_prompt_length
+        )
+        if max_length + max_new_tokens > context:
             raise UserError(
-                f"evaluation.sampling.max_new_tokens={most} behind a held-out prompt of {longest} tokens is more than "
-                f"model.context_length={context}; lower it to {context - longest}"
+                f"evaluation.sampling.max_new_tokens={max_new_tokens} behind a held-out prompt of {max_length} tokens "
+                f"is more than model.context_length={context}; lower it to {context - max_length}"
             )
 
     def evaluate(self, params: Any) -> dict[str, float]:
@@ -161,8 +163,8 @@ def evaluate_answers(cmd: Evaluate, cfg: Config, checkpoints: list[str]) -> list
     task = cfg.task if cmd.metric == "reward" and isinstance(cfg.task, Grpo) else None
     pool = None if task is None else make_pool(task, corpus.vocab)
     player = Player(pool, task, corpus.vocab, stop, max_length) if pool is not None and task is not None else None
-    longest = {"max_new_tokens": settings.max_new_tokens}
-    engine_rewards = EngineRewards(terms, longest, cmd.reward_errors, cmd.reward_timeout_s, cfg)
+    max_lengths = {"max_new_tokens": settings.max_new_tokens}
+    engine_rewards = EngineRewards(terms, max_lengths, cmd.reward_errors, cmd.reward_timeout_s, cfg)
     in_processes = [term for term in terms if not isinstance(term, EngineTerm)]
     measured: list[Numbers] = []
     with (

@@ -409,15 +409,15 @@ def plan_rows(lengths: np.ndarray, seq_len: int, answers_per_row: int) -> RowPla
     return RowPlan(rows, starts, lengths, numbers)
 
 
-def count_microbatches(num_rows: int, rows_per_microbatch: int, most: int, unit: int) -> int:
-    """Return the microbatches of a step with so many rows: as few as have room, of at most eight numbers up to `most`.
+def count_microbatches(num_rows: int, rows_per_microbatch: int, max_microbatches: int, unit: int) -> int:
+    """Return the microbatches of a step with so many rows: as few as have room.
 
-    Each number of microbatches is a program, which has to be compiled. They are multiples of `unit`, which divides
-    `most`.
+    They are one of at most eight numbers up to `max_microbatches`, because each is a program, which has to be compiled.
+    All are multiples of `unit`, which divides `max_microbatches`.
     """
     needed = -(-num_rows // rows_per_microbatch)
-    unit *= -(-most // (8 * unit))
-    return min(most, -(-needed // unit) * unit)
+    unit *= -(-max_microbatches // (8 * unit))
+    return min(max_microbatches, -(-needed // unit) * unit)
 
 
 # Rewards of the newest rollouts beside those of the first: a run whose answers become worse warns.

@@ -183,12 +183,12 @@ class OpenEnv:
 
 # A calculator.
 
-MOST_DIGITS = 400  # that `round` is asked for: more than a number has. For a billion, Python computes 10**(10**9)
+MAX_DIGITS = 400  # that `round` is asked for: more than a number has. For a billion, Python computes 10**(10**9)
 
 
 def _round(value: float, *digits: int) -> float:
-    if any(abs(each) > MOST_DIGITS for each in digits):
-        raise ValueError(f"round takes at most {MOST_DIGITS} digits")
+    if any(abs(each) > MAX_DIGITS for each in digits):
+        raise ValueError(f"round takes at most {MAX_DIGITS} digits")
     return round(value, *digits)
 
 
@@ -208,8 +208,8 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "tan": math.tan, "floor": math.floor, "ceil": math.ceil, "round": _round, "abs": abs, "min": min, "max": max,
 }  # fmt: skip
 CONSTANTS = {"pi": math.pi, "e": math.e}
-LARGEST = 10**100  # of a whole number: 9**9**9 would compute for days
-LONGEST = 1000  # characters of an expression
+MAX_INTEGER = 10**100  # of a whole number: 9**9**9 would compute for days
+MAX_EXPRESSION = 1000  # characters of an expression
 
 
 class Calculator:
@@ -224,8 +224,8 @@ class Calculator:
         Args:
             expression: Numbers with + - * / // % ** and brackets, pi, e, and functions like sqrt(2) or max(1, 2).
         """
-        if len(expression) > LONGEST:
-            raise ValueError(f"an expression has at most {LONGEST} characters")
+        if len(expression) > MAX_EXPRESSION:
+            raise ValueError(f"an expression has at most {MAX_EXPRESSION} characters")
         value = _compute(ast.parse(expression.strip(), mode="eval").body)
         if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
             value = int(value)  # 6 / 2 is 3
@@ -262,7 +262,7 @@ def _compute(node: ast.expr) -> float:
 def _check_size(value: float) -> float:
     if isinstance(value, complex):
         raise ValueError("the value is no real number")
-    if isinstance(value, int) and abs(value) > LARGEST:
+    if isinstance(value, int) and abs(value) > MAX_INTEGER:
         raise ValueError("a number is too large")
     return value
 

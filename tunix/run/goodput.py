@@ -96,6 +96,6 @@ def describe(line: dict[str, Any]) -> str:
     """Return the share of a line, and its causes by size: "81% (compile 9%, start 6%, lost steps 4%)"."""
     total = max(line["total_s"], 1e-9)
     causes = {name: line[f"{name}_s"] / total for name in (*COUNTED, "other")}
-    largest = sorted((name for name in causes if causes[name] >= 0.005), key=lambda name: -causes[name])
-    texts = [f"{name.replace('_', ' ')} {causes[name]:.0%}" for name in largest]
+    main_causes = sorted((name for name in causes if causes[name] >= 0.005), key=lambda name: -causes[name])
+    texts = [f"{name.replace('_', ' ')} {causes[name]:.0%}" for name in main_causes]
     return f"{line['goodput']:.0%}" + (f" ({', '.join(texts)})" if texts else "")

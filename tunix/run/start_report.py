@@ -189,9 +189,9 @@ def _describe_vision(cfg: Config, train_spec: TrainSpec, vision: AnyVision) -> s
         number = count(trained[name])
         texts.append(f"{name} {count(parts[name]):,} parameters, {f'{number:,} trained' if number else 'frozen'}")
     slots, gflop = cfg.training.images_per_row, tower_flops(cfg.model) / 1e9
-    largest = find_processor(vision).describe_largest()
+    max_size = find_processor(vision).describe_max_size()
     return (
-        f"{'; '.join(texts)}; {slots} of {largest} a sequence, each {vision.num_patches:,} patches, "
+        f"{'; '.join(texts)}; {slots} of {max_size} a sequence, each {vision.num_patches:,} patches, "
         f"{vision.tokens_per_image} tokens, {gflop:,.3f} GFLOP"
     )
 

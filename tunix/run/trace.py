@@ -20,7 +20,7 @@ from tunix.costs import trace_analysis
 from tunix.costs.devices import find_kind
 from tunix.costs.hlo import read_collectives, read_control_flow
 from tunix.costs.step import derive_costs
-from tunix.costs.trace_analysis import Timeline, measure, measure_devices, plot_communication, predict, read_events
+from tunix.costs.trace_analysis import Timeline, compute_device_times, measure, plot_communication, predict, read_events
 from tunix.processes import peers
 from tunix.run.metrics import Metrics
 from tunix.training.state import State
@@ -119,7 +119,7 @@ class CommunicationTrace:
             module = re.match(r"HloModule ([\w.\-]+)", hlo)
             assert module
             names = {each.name for each in collectives}
-            local_timelines = measure_devices(
+            local_timelines = compute_device_times(
                 read_events(trace, module[1], names), self.cfg.profile.steps, names, read_control_flow(hlo)
             )
         # A process has the timelines of its own devices alone; process 0 writes the report on all of them.

@@ -338,7 +338,7 @@ class Layout:
         """Return [B, T, ...] as the residual stream has it, [B, t, ...]: each device keeps its own tokens."""
         return reshard(x, self._with_tokens(x, STREAM_TOKENS)) if self.stream_axes else x
 
-    def join_stream(self, x: jax.Array) -> jax.Array:
+    def gather_stream(self, x: jax.Array) -> jax.Array:
         """Return [B, t, ...] as [B, T, ...], the same on all devices that split the stream; so is its gradient."""
         return reshard(x, self._with_tokens(x, TOKENS)) if self.stream_axes else x
 

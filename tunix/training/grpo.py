@@ -24,8 +24,8 @@ from tunix.data.batches import FIELDS, Batch, Field
 from tunix.models.layers import merge_runs
 from tunix.models.transformer import Transformer
 from tunix.training.logprobs import (
-    Largest,
     Loss,
+    Max,
     Mean,
     add_block_sums,
     compute_hidden,
@@ -103,9 +103,9 @@ def policy_loss(
             "loss": loss,
             "entropy": mean(scores.entropy),
             "clipped": mean(gains.is_clipped),
-            "ratio_max": Largest(jnp.max(jax.lax.stop_gradient(gains.ratio))),
+            "ratio_max": Max(jnp.max(jax.lax.stop_gradient(gains.ratio))),
             "mismatch": mean(gains.gap),
-            "mismatch_max": Largest(jnp.max(gains.gap)),
+            "mismatch_max": Max(jnp.max(gains.gap)),
             **({} if gains.kl is None else {"kl": mean(gains.kl)}),
             **({} if scores.divergence is None else {"teacher_kl": mean(scores.divergence)}),
             **({"z_loss": z_part} if z_loss else {}),
@@ -171,20 +171,20 @@ def locate_answers(batch: Batch, answers_per_row: int) -> Answers:
     return Answers((batch["segment_ids"][:, None, :] == numbers).astype(jnp.float32))
 
 
-def _truncate(log_weights: jax.Array, largest: float, answers: Answers) -> jax.Array:
+def _truncate(log_weights: jax.Array, max_weight: float, answers: Answers) -> jax.Array:
     """Return the weights [B, T] of tokens, capped; `log_weights` is 0 where there is no token of an answer."""
-    return jnp.minimum(jnp.exp(log_weights), largest)
+    return jnp.minimum(jnp.exp(log_weights), max_weight)
 
 
-def _mask(log_weights: jax.Array, largest: float, answers: Answers) -> jax.Array:
+def _mask(log_weights: jax.Array, max_weight: float, answers: Answers) -> jax.Array:
     """Return the weights [B, T] of tokens, 0 where one is larger."""
     weights = jnp.exp(log_weights)
-    return jnp.where(weights > largest, 0.0, weights)
+    return jnp.where(weights > max_weight, 0.0, weights)
 
 
-def _weigh_sequences(log_weights: jax.Array, largest: float, answers: Answers) -> jax.Array:
+def _weigh_sequences(log_weights: jax.Array, max_weight: float, answers: Answers) -> jax.Array:
     """Return the weight of each whole answer at all of its tokens, [B, T], capped."""
-    return answers.spread(jnp.minimum(jnp.exp(answers.sum(log_weights)), largest))
+    return answers.spread(jnp.minimum(jnp.exp(answers.sum(log_weights)), max_weight))
 
 
 # Weights p / q of tokens, by the value of task.importance: (log p - log q [B, T], largest weight, answers) -> [B, T].

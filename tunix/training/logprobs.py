@@ -95,7 +95,7 @@ class Mean(NamedTuple):
     divisor: jax.Array
 
 
-class Largest(NamedTuple):
+class Max(NamedTuple):
     """A number of which the largest of all microbatches is reported; it is not negative. Of an array, that of each
     place is kept, and the largest of all is reported."""
 
@@ -104,7 +104,7 @@ class Largest(NamedTuple):
 
 STATES = "teacher_states"  # of a chunk, among the fields that `sum_over_hidden` splits
 
-Sums = dict[str, Any]  # a scalar, a Mean, a Largest or a Routing, by the name of the number
+Sums = dict[str, Any]  # a scalar, a Mean, a Max or a Routing, by the name of the number
 
 
 ROUTING = "routing"  # name of the routing of experts among the sums
@@ -131,18 +131,18 @@ def add_sums(total: Sums, more: Sums) -> Sums:
     """Return the sums of two microbatches together."""
 
     def add(a, b):
-        return Largest(jnp.maximum(a.value, b.value)) if isinstance(a, Largest) else jax.tree.map(jnp.add, a, b)
+        return Max(jnp.maximum(a.value, b.value)) if isinstance(a, Max) else jax.tree.map(jnp.add, a, b)
 
-    return jax.tree.map(add, total, more, is_leaf=lambda node: isinstance(node, Largest))
+    return jax.tree.map(add, total, more, is_leaf=lambda node: isinstance(node, Max))
 
 
 def add_up(parts: Any) -> Any:
     """Return the sums of all microbatches together; each array of `parts` has them along its first dimension."""
 
     def total(node):
-        return Largest(jnp.max(node.value, 0)) if isinstance(node, Largest) else jax.tree.map(lambda x: x.sum(0), node)
+        return Max(jnp.max(node.value, 0)) if isinstance(node, Max) else jax.tree.map(lambda x: x.sum(0), node)
 
-    return jax.tree.map(total, parts, is_leaf=lambda node: isinstance(node, Largest))
+    return jax.tree.map(total, parts, is_leaf=lambda node: isinstance(node, Max))
 
 
 def report_sums(sums: Sums, weight: jax.Array) -> dict[str, jax.Array]:
@@ -154,7 +154,7 @@ def report_sums(sums: Sums, weight: jax.Array) -> dict[str, jax.Array]:
     for name, value in sums.items():
         if isinstance(value, Mean):
             numbers[name] = value.total / value.divisor
-        elif isinstance(value, Largest):
+        elif isinstance(value, Max):
             numbers[name] = jnp.max(value.value)
         elif isinstance(value, Routing):
             numbers |= report_routing(value)
@@ -199,7 +199,7 @@ def add_block_sums(blocks: BlockSums, row_weights: jax.Array) -> tuple[jax.Array
     """
     added = {name: jnp.sum(penalty * row_weights) for name, penalty in blocks.penalties.items()}
     routing = {} if blocks.routing is None else {ROUTING: blocks.routing}
-    scores = {} if blocks.head_scores is None else {HEAD_SCORES: Largest(blocks.head_scores)}
+    scores = {} if blocks.head_scores is None else {HEAD_SCORES: Max(blocks.head_scores)}
     return sum(added.values()), added | routing | scores
 
 
@@ -220,7 +220,7 @@ TokenLoss = Callable[[Scores, Batch], tuple[jax.Array, dict[str, jax.Array]]]
 class TeacherOutput(NamedTuple):
     """Output of a teacher for the loss of a batch. Chunks of it give its logits, which never exist as a whole."""
 
-    measure: Callable[[jax.Array, Any, Any], jax.Array]
+    compute: Callable[[jax.Array, Any, Any], jax.Array]
     """(logits [B, C, V] of the model in training, table, a chunk of `hidden`) -> divergence [B, C]"""
     table: jax.Array | None  # [V, D], of the teacher's width; None where its numbers are in files
     hidden: Any  # [B, T, D], results of its final norm; or arrays [B, T, ...] of files
@@ -400,7 +400,7 @@ def _score_chunk(
     A teacher has the hidden states of the chunk. Its divergence has a temperature of its own.
     """
     logits = model.logits((table, table), hidden)
-    divergence = None if teacher is None else teacher.measure(logits, teacher.table, teacher.hidden)
+    divergence = None if teacher is None else teacher.compute(logits, teacher.table, teacher.hidden)
     if temperature != 1:
         logits = logits / temperature
     log_z = jax.nn.logsumexp(logits, -1)

@@ -118,7 +118,7 @@ def next_token_loss(
     return Loss(objective + added, jnp.sum(batch["loss_mask"]), sums | reported)
 
 
-def _measure_text(sums: Sums, weight: jax.Array, num_bytes: int) -> dict[str, float]:
+def _compute_text_metrics(sums: Sums, weight: jax.Array, num_bytes: int) -> dict[str, float]:
     """Return the mean loss (nats per token), perplexity and bits per byte of a text.
 
     Bits per byte do not depend on the tokenizer.
@@ -163,21 +163,23 @@ def _in_chunks(loss: Callable[..., Loss]) -> Callable[[Config], LossFn]:
     return lambda cfg: partial(loss, task=cfg.task, chunk_size=cfg.training.loss_chunk_size)
 
 
-_measure_pairs = partial(compute_means, "eval_pairs")
-_measure_documents = partial(compute_means, "eval_documents")
+_compute_pair_metrics = partial(compute_means, "eval_pairs")
+_compute_document_metrics = partial(compute_means, "eval_documents")
 
 LOSSES = {
-    "next_token": LossKind(_make_next_token, _measure_text),  # of sft too: its loss_mask keeps only the answers
-    "dpo": LossKind(_in_chunks(preference_loss), _measure_pairs, PAIR_FIELDS),
+    "next_token": LossKind(_make_next_token, _compute_text_metrics),  # of sft too: its loss_mask keeps only the answers
+    "dpo": LossKind(_in_chunks(preference_loss), _compute_pair_metrics, PAIR_FIELDS),
     "kto": LossKind(
         _in_chunks(labelled_loss), partial(compute_means, "eval_answers"), LABELLED_FIELDS, make_kl_estimate
     ),
-    "grpo": LossKind(_make_policy, _measure_text, POLICY_FIELDS),
-    "reward": LossKind(_with_task(reward_loss), _measure_pairs, measures_text=False),
-    "classify": LossKind(_with_task(classification_loss), _measure_documents, EXAMPLE_FIELDS, measures_text=False),
+    "grpo": LossKind(_make_policy, _compute_text_metrics, POLICY_FIELDS),
+    "reward": LossKind(_with_task(reward_loss), _compute_pair_metrics, measures_text=False),
+    "classify": LossKind(
+        _with_task(classification_loss), _compute_document_metrics, EXAMPLE_FIELDS, measures_text=False
+    ),
     "embed": LossKind(
         _with_task(embedding_loss),
-        _measure_documents,
+        _compute_document_metrics,
         EXAMPLE_FIELDS,
         make_gradients,
         measures_text=False,

@@ -98,10 +98,10 @@ class MultipleChoice:
             (sizes < 2, "have none that another one predicts; leave it out"),
         ):
             if is_wrong.any():
-                longest = int(np.argmax(sizes * is_wrong))
-                number = int(np.searchsorted(self.first, longest, side="right"))
+                document = int(np.argmax(sizes * is_wrong))
+                number = int(np.searchsorted(self.first, document, side="right"))
                 raise UserError(
-                    f"evaluation.choices.{name}, question {number}: {sizes[longest]} tokens with a choice {problem}"
+                    f"evaluation.choices.{name}, question {number}: {sizes[document]} tokens with a choice {problem}"
                 )
         batch, self.owners = _arrange(texts, num_rows, seq_len)
         rows = list(local_rows(mesh, num_rows))

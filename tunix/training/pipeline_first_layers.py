@@ -77,7 +77,7 @@ class FirstLayers:
         assert isinstance(rows, Rows)
         rows, sums = model.run_before_stages(rows, self.step.forward._replace(seed=seed))
         penalties = rows.penalties | {name: rows.penalties[name] + value for name, value in sums.penalties.items()}
-        stream = self._to_parts(model.layout.join_stream(rows.x), "BtD"), jax.tree.map(self._to_parts, penalties)
+        stream = self._to_parts(model.layout.gather_stream(rows.x), "BtD"), jax.tree.map(self._to_parts, penalties)
         return stream, sums._replace(penalties={})
 
     def _to_parts(self, x: jax.Array, dim_names: str = "B") -> jax.Array:

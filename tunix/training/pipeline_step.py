@@ -39,7 +39,7 @@ from tunix.models.layers import NO_SUMS, BlockSums, merge_runs, merge_stages
 from tunix.models.pipeline import Chunks, Lanes
 from tunix.models.transformer import RowMask, Transformer
 from tunix.sharding.layout import Layout
-from tunix.training.logprobs import HEAD_SCORES, ROUTING, Largest, LossFn, Sums, add_sums
+from tunix.training.logprobs import HEAD_SCORES, ROUTING, LossFn, Max, Sums, add_sums
 from tunix.training.pipeline_first_layers import FirstLayers
 from tunix.training.pipeline_schedule import ScheduleSlot, Turns, assign_slots
 from tunix.training.state import Architecture, Weight, add_gradients, keep_trained
@@ -306,7 +306,7 @@ class StagedModel:
         The axes of the stages split no tokens there.
         """
         spec = self.model.block_layout.activation
-        x = self.lanes.on_every_stage(self.outer.layout.join_stream(x), spec("BTD"))
+        x = self.lanes.on_every_stage(self.outer.layout.gather_stream(x), spec("BTD"))
         return reshard(x, PartitionSpec(self.lanes.stage_axes, *spec("BtD")))
 
 
@@ -534,7 +534,7 @@ def make_pipelined_gradients(
         if of_layers.routing is not None:
             sums = sums | {ROUTING: of_layers.routing}
         if of_layers.head_scores is not None:
-            sums = sums | {HEAD_SCORES: Largest(of_layers.head_scores)}
+            sums = sums | {HEAD_SCORES: Max(of_layers.head_scores)}
         with jax.named_scope("reduce"):
             d_blocks = jax.tree.map(chunks.merge_stage, carry.d_blocks)
             grads = jax.tree.map_with_path(

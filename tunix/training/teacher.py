@@ -66,12 +66,12 @@ class Teacher:
             vocab_weights = module.vocab_weights()
             hidden, _ = compute_hidden(module, vocab_weights, batch)
 
-        def measure(logits: jax.Array, table: jax.Array, hidden: jax.Array) -> jax.Array:
+        def compute(logits: jax.Array, table: jax.Array, hidden: jax.Array) -> jax.Array:
             others = module.logits((table, table), hidden)
             logits = hide_rows(logits, self.num_rows)
-            return measure_divergence(logits / self.temperature, others / self.temperature, self.beta)
+            return compute_divergence(logits / self.temperature, others / self.temperature, self.beta)
 
-        return TeacherOutput(measure, vocab_weights[1], hidden)
+        return TeacherOutput(compute, vocab_weights[1], hidden)
 
     def abstract_params(self, mesh: Mesh | AbstractMesh) -> dict[str, Any]:
         """Return shapes, dtypes and shardings of its parameters at rest: in the dtype of products."""
@@ -103,11 +103,11 @@ class OfflineTeacher:
             shape = field.shape[0], field.shape[1] // self.top_k, self.top_k
             return jax.lax.reshape(field, shape, out_sharding=jax.P(rows, tokens, None))
 
-        def measure(logits: jax.Array, _: None, found: TopK) -> jax.Array:
+        def compute(logits: jax.Array, _: None, found: TopK) -> jax.Array:
             logits = hide_rows(logits, self.num_rows)
-            return measure_top_k_divergence(logits / self.temperature, found, self.beta)
+            return compute_top_k_divergence(logits / self.temperature, found, self.beta)
 
-        return TeacherOutput(measure, None, TopK(by_token(batch[IDS]), by_token(batch[LOG_PROBS]), batch[REST]))
+        return TeacherOutput(compute, None, TopK(by_token(batch[IDS]), by_token(batch[LOG_PROBS]), batch[REST]))
 
     def abstract_shared(self, mesh: Mesh | AbstractMesh) -> dict[str, Any]:
         return {}
@@ -156,7 +156,7 @@ def hide_rows(logits: jax.Array, num_rows: int) -> jax.Array:
     return jnp.where(ids < num_rows, logits, NO_TOKEN)
 
 
-def measure_divergence(logits: jax.Array, others: jax.Array, beta: float) -> jax.Array:
+def compute_divergence(logits: jax.Array, others: jax.Array, beta: float) -> jax.Array:
     """Return the divergence [...] in nats between a model and its teacher, of their logits [..., V].
 
     beta   divergence
@@ -167,7 +167,7 @@ def measure_divergence(logits: jax.Array, others: jax.Array, beta: float) -> jax
     return jnp.sum(_compare(jax.nn.log_softmax(logits), jax.nn.log_softmax(others), beta), -1)
 
 
-def measure_top_k_divergence(logits: jax.Array, teacher: TopK, beta: float) -> jax.Array:
+def compute_top_k_divergence(logits: jax.Array, teacher: TopK, beta: float) -> jax.Array:
     """Return the divergence [...] in nats between a model, of its logits [..., V], and a teacher of files.
 
     All tokens that are not among the likeliest count as one, for both models: a divergence of k + 1 outcomes. With
@@ -201,7 +201,7 @@ def _spread(teacher: TopK, logits: jax.Array) -> jax.Array:
 
 
 def _compare(log_p: jax.Array, log_q: jax.Array, beta: float) -> jax.Array:
-    """Return the terms of `measure_divergence`, one for each outcome."""
+    """Return the terms of `compute_divergence`, one for each outcome."""
 
     def kl(log_p: jax.Array, log_q: jax.Array) -> jax.Array:
         return jnp.exp(log_p) * (log_p - log_q)
