@@ -19,7 +19,7 @@ import jax
 from jax.sharding import Mesh
 
 from tunix.base.buckets import join
-from tunix.base.errors import Finished, Stopped, UserError, mask_values
+from tunix.base.errors import Finished, RolloutFailed, Stopped, UserError, mask_values
 from tunix.batch_sources import Evaluator, Feed, load_data, make_feed
 from tunix.checkpoints.checkpoint import Checkpoints, Improvement
 from tunix.checkpoints.root import check_root, find_root, write_root
@@ -337,6 +337,7 @@ class Progress:
     is_new: bool  # False: the run goes on from a checkpoint
     sizes: Sizes  # of the steps that follow
     last: int  # step of the run
+    failure: RolloutFailed | None = None  # ends the run when it can be saved
 
 
 def restore_or_begin(job: compose.Job, checkpoints: Checkpoints, setup: Setup, feed: Feed) -> Progress:
@@ -526,9 +527,13 @@ class Loop:
             self._trace(step, train_step)
             if step < last and step != self.setup.cfg.training.hard_stop:  # no rollout that nobody would learn from
                 check_time_limit(self._note_moment(step))
-                # A source gives up when it is asked to stop: the run ends below, after this step.
-                with suppress(Stopped):
+                # A source gives up when it is asked to stop, or fails: the run ends below, after this step.
+                try:
                     batch, numbers = self._next_batch()
+                except RolloutFailed as error:
+                    progress.failure = error
+                except Stopped:
+                    pass
             if self._is_over(step):
                 return step
         return last
@@ -579,8 +584,9 @@ class Loop:
 
     def _note_moment(self, step: int) -> Moment:
         """Return the run after a step, as reasons to end it see it."""
-        cfg, improvement, elapsed_s = self.setup.cfg, self.progress.improvement, time.monotonic() - self.start_time
-        return Moment(cfg, self.folder, step, self.step_log.last, improvement, elapsed_s, self.source)
+        cfg, progress, elapsed_s = self.setup.cfg, self.progress, time.monotonic() - self.start_time
+        line = self.step_log.last
+        return Moment(cfg, self.folder, step, line, progress.improvement, elapsed_s, self.source, progress.failure)
 
     def _is_over(self, step: int) -> bool:
         """Ask the reasons to end, evaluate and save, as far as each is due after `step`; True if the run is finished.
@@ -593,8 +599,7 @@ class Loop:
         if save_now or evaluate_now:
             self.step_log.finish()  # their time is not that of a step
         begin = time.perf_counter()
-        now = self._note_moment(step)
-        ending = find_ending(now, REASONS)
+        ending = find_ending(self._note_moment(step), REASONS)
         if ending and not ending.saves:  # the state is not worth a checkpoint: its loss is not finite, for example
             raise ending
         if not ending:
@@ -602,9 +607,12 @@ class Loop:
             try:
                 if evaluate_now:
                     self.evaluations.run(step)
-            except Stopped:  # held-out answers may take minutes: they are given up, as those of a rollout
+            except (Stopped, RolloutFailed) as error:
+                # Held-out answers may take minutes: they are given up, as those of a rollout.
                 progress.improvement, reasons = replace(progress.improvement, is_due=True), [*REASONS, *PLANNED]
-            ending = find_ending(replace(now, improvement=progress.improvement), reasons)
+                if isinstance(error, RolloutFailed):
+                    progress.failure = error
+            ending = find_ending(self._note_moment(step), reasons)
         elif evaluate_now:
             progress.improvement = replace(progress.improvement, is_due=True)
         if save_now or ending:

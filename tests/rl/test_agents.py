@@ -194,16 +194,20 @@ def test_without_rewards_an_environment_must_reward(tmp_path):
     assert "Silent rewards nothing itself" in done.stderr
 
 
-def test_an_environment_that_fails_may_end_the_run(tmp_path, monkeypatch):
-    """Failing at the first call is refused before; this one fails later."""
-    from support import own_environment
-
-    words = [*AGENT, *ONE, "training.max_steps=1", "evaluation.every_steps=null", "hydra.run.dir=run"]
-    monkeypatch.setattr("tunix.rl.environment_pool.EnvironmentPool.try_out", lambda self, columns: [])
-    failing = f"task.environment={own_environment.__name__}:Failing"
+@pytest.mark.nightly(but=["in held-out episodes"])
+@pytest.mark.parametrize("after", [32, 48], ids=["in the third rollout", "in held-out episodes"])
+def test_an_environment_that_fails_may_end_the_run(calm, after, tmp_path, monkeypatch):
+    """No step is lost, though the first checkpoint was due after step 4."""
+    words = [*AGENT, *ONE, "training.max_steps=4", "checkpoint.save_every_steps=4", "hydra.run.dir=run"]
+    failing = ["task.environment=support.own_environment:FailingLater", f"task.environment_options={{after: {after}}}"]
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match="Failing fails: RuntimeError: out of order .*environment_errors=zero scores"):
-        tunix.train([*words, failing, "task.environment_errors=stop"])
+    why = r"FailingLater fails: RuntimeError: out of order .*environment_errors=zero scores .*\. Saved after step 2; go on"
+    with pytest.raises(UserError, match=why):
+        tunix.train([*words, *failing, "task.environment_errors=stop"])
+    tunix.train(["resume=run", "task.environment_options={after: 99}"])
+    for split in (None, "held_out"):
+        lines, expected = (list(map(same_numbers, metrics(folder, split))) for folder in (Path("run"), calm))
+        assert lines == expected
 
 
 def episode(spans: list[tuple[int, int]], rewards: list[float], **values) -> Episode:

@@ -5,6 +5,7 @@ import json
 import threading
 import time
 import zlib
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from support.processes import Processes
 from support.rollouts import AGENT, TASK
 
 import tunix
-from tunix.base.errors import Stopped, UserError
+from tunix.base.errors import RolloutFailed, Stopped, UserError
 from tunix.base.files import list_numbers
 from tunix.checkpoints.store import find_storage
 from tunix.config.compose import compose
@@ -188,6 +189,25 @@ def test_a_stop_waits_for_no_answers_before_the_first_checkpoint(monkeypatch):
     assert rollouts.find_waiting(2, waits=False) == {}
     may_end.set()
     assert [*rollouts.find_waiting(2)] == [3, 4]
+    rollouts.close()
+
+
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_a_checkpoint_leaves_out_answers_that_failed(num_processes, monkeypatch):
+    monkeypatch.setattr("jax.process_count", lambda: num_processes)
+
+    def draw(params, first_step):
+        if first_step == 3:
+            raise RolloutFailed("the judge is away")
+        return SampledRollout(0, [], [], Scores({}, [], {}, 0.0), 1.0)
+
+    rollouts = RolloutsAhead(draw, build_mesh(compose([*TASK, *APART]).config), range(1, 9), 2, {})
+    for step in range(2):
+        with suppress(RolloutFailed):
+            rollouts.take({}, step + 1, go_on)
+    assert [*rollouts.find_waiting(1)] == [2]
+    with pytest.raises(RolloutFailed):
+        rollouts.take({}, 3, go_on)
     rollouts.close()
 
 

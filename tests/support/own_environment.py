@@ -46,6 +46,20 @@ class Failing(Chatty):
         raise RuntimeError("out of order")
 
 
+class FailingLater(Chatty):
+    """Fails once the run has learnt from some answers."""
+
+    def __init__(self, after: int):
+        super().__init__()
+        self.after = after
+
+    def reset(self, seed: int, question: str, **columns) -> None:
+        answers = Path("run") / "samples.jsonl"
+        if answers.exists() and len(answers.read_text().splitlines()) >= self.after:
+            raise RuntimeError("out of order")
+        super().reset(seed, question)
+
+
 class Forgetful:
     """Has nothing to say, and no reset."""
 

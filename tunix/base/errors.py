@@ -76,6 +76,12 @@ class UserError(Ending, ValueError):
     code = 2
 
 
+class RolloutFailed(UserError):
+    """Answers could not be drawn or scored, and nothing is to stand in their place; the same on every process."""
+
+    saves = True
+
+
 class Stopped(Ending):
     """The run was asked to stop early (SIGTERM, SIGUSR1, time limit), and everything is saved: `resume` goes on."""
 

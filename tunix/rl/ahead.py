@@ -20,6 +20,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import asdict, fields
 from functools import partial
 from typing import Any, NamedTuple
@@ -28,6 +29,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from tunix.base import text
+from tunix.base.errors import RolloutFailed
 from tunix.config.task import Grpo
 from tunix.data.prompts import Prompt
 from tunix.inference.engine import Answer
@@ -78,7 +80,10 @@ class InTurn(Executor):
         """Run what was given up to this future."""
         while not future.done():
             first, run = self.waiting.popleft()
-            first.set_result(run())
+            try:
+                first.set_result(run())
+            except RolloutFailed as error:
+                first.set_exception(error)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         self.waiting.clear()
@@ -136,13 +141,14 @@ class RolloutsAhead:
     def find_waiting(self, after: int, waits: bool = True) -> dict[int, SampledRollout]:
         """Return the rollouts that a checkpoint after a step keeps; without `waits`, those that are drawn by now.
 
-        One drawn by the weights after that step is left out: a resumed run draws it again.
+        One drawn by the weights after that step is left out: a resumed run draws it again, and also one that failed.
         """
         later = {first_step: future for first_step, future in self.rollouts.items() if first_step > after}
         kept = {}
         for first_step, future in sorted(later.items())[: self.staleness]:
-            if (waits or future.done()) and (rollout := future.result()).weights_step < after:
-                kept[first_step] = rollout
+            with suppress(RolloutFailed):
+                if (waits or future.done()) and (rollout := future.result()).weights_step < after:
+                    kept[first_step] = rollout
         return kept
 
     def close(self) -> None:

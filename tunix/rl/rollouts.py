@@ -35,7 +35,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from tunix.base.errors import Stopped
+from tunix.base.errors import RolloutFailed, Stopped, UserError
 from tunix.config import Config
 from tunix.config.batch import BatchShape
 from tunix.config.rewards import EngineTerm
@@ -201,7 +201,16 @@ class RolloutEngine:
 
         `between_chunks` of the request is called once more before they are scored. `in_thread` says that another thread
         than the main one calls.
+
+        Raises:
+            RolloutFailed: a reward or an environment has failed, and its errors end the run.
         """
+        try:
+            return self._draw_and_score(params, request, in_thread)
+        except UserError as error:
+            raise RolloutFailed(str(error)) from error
+
+    def _draw_and_score(self, params: Any, request: RolloutRequest, in_thread: bool) -> RolloutGroup:
         with self.caches.hold(request.rank), jax.set_mesh(self.rollout_mesh):
             start_time = time.perf_counter()
             stop = self.stops[request.sampling.stop]

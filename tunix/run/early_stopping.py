@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tunix.base.errors import Diverged, Ending, Finished, Stopped
+from tunix.base.errors import Diverged, Ending, Finished, RolloutFailed, Stopped
 from tunix.checkpoints.checkpoint import Improvement
 from tunix.config import Config
 from tunix.config.compose import format_resume
@@ -27,6 +27,7 @@ class Moment:
     improvement: Improvement  # of the held-out loss, up to the newest evaluation
     elapsed_s: float  # since the program began
     source: BatchSource
+    failure: RolloutFailed | None = None  # of the next rollout, or of held-out answers
 
 
 def check_time_limit(now: Moment) -> Ending | None:
@@ -35,6 +36,13 @@ def check_time_limit(now: Moment) -> Ending | None:
     if limit is not None and now.elapsed_s > limit:
         watchdog.request_stop(f"training.time_limit_s={limit:g}")
     return None
+
+
+def check_failure(now: Moment) -> Ending | None:
+    """End the run when answers cannot be drawn or scored; after held-out ones within a rollout, at its end."""
+    if now.failure is None or not now.source.can_stop(now.step):
+        return None
+    return RolloutFailed(f"{now.failure}. Saved after step {now.step}; go on with {format_resume(now.folder)}")
 
 
 def check_hard_stop(now: Moment) -> Ending | None:
@@ -104,6 +112,7 @@ def check_patience(now: Moment) -> Ending | None:
 # leave the others waiting in the next step. `REASONS` are asked after every step, and prevent its evaluation; `PLANNED`
 # after every step that they did not end, when it is evaluated where that is due; the others after every evaluation.
 REASONS: list[Callable[[Moment], Ending | None]] = [
+    check_failure,
     check_time_limit,
     check_stop_request,
     check_skipped_steps,
