@@ -345,6 +345,9 @@ def test_tools_reach_the_template_and_calls_are_read(model, hf_dir):
         body = {"messages": messages, "tools": [tool], "max_tokens": 2}
         job = asyncio.run(app.reader.read_chat(json.dumps(body).encode(), 0))
         assert model.tokenizer.decode(job.prompts[0], skip_special_tokens=False) == "add <tool_call>u17"
+        for nameless in ({}, {"function": "add"}, {"function": {"name": None}}):
+            with pytest.raises(ApiError, match="tools.1 has no name"):
+                asyncio.run(app.reader.read_chat(json.dumps(body | {"tools": [tool, nameless]}).encode(), 0))
         text = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
         assert job.read_calls(text) == [Call("add", {"a": 1})]
         raw = AnswerText(model.tokenizer, [], keep_special=True)

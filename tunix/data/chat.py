@@ -555,7 +555,7 @@ def _with_json(message: Message) -> Message:
 
 def read_tool_name(call: Mapping[str, Any]) -> str:
     function = call.get("function", call)
-    return str(function.get("name", "")) if isinstance(function, Mapping) else ""
+    return str(function.get("name") or "") if isinstance(function, Mapping) else ""
 
 
 def _as_parts(content: Any) -> Any:

@@ -107,6 +107,9 @@ class RequestReader:
         if (count := len(parameters.messages) + len(tools or ())) > self.max_length:
             message = f"{count} messages and tools are more than {self.max_length} tokens"
             raise ApiError(400, message, "messages", "context_length_exceeded")
+        names = list(map(read_tool_name, tools or ()))
+        if not all(names):  # the model could not call it
+            raise ApiError(400, f"tools.{names.index('')} has no name", "tools")
         messages = [read_message(message, index) for index, message in enumerate(parameters.messages)]
         options = {**(parameters.chat_template_kwargs or {}), **({"tools": tools} if tools else {})}
         files = await asyncio.to_thread(self._read_images, messages, arrived)
@@ -119,7 +122,6 @@ class RequestReader:
                 "with chat_template=FILE",
                 "messages",
             )
-        names = list(map(read_tool_name, tools or ()))
         if names and not any(name in text for name in names):
             raise ApiError(
                 400,
