@@ -47,6 +47,7 @@ from tunix.inference.openai_api import (
     CompletionParameters,
     TokenScores,
     read_message,
+    read_parameters,
 )
 from tunix.inference.openai_requests import RequestReader
 from tunix.inference.page_pool import PagePool
@@ -730,7 +731,8 @@ def test_parameters_that_are_refused_are_named(client, parameters, kind, message
         ({"messages": [{"role": "user", "content": "a"}], "tool_choice": "required"}, "tool_choice"),
         ({"messages": [{"role": "user", "content": "a"}], "response_format": {"type": "json_object"}}, "response_format"),
         ({"messages": [{"role": "user", "content": "a\ud800"}]}, "surrogates"),
-        ({"\ud800": 1}, "the body: Input should be a valid string"),
+        ({"\ud800": 1}, "\ud800 is not a parameter that is served"),
+        ({"": 1}, " is not a parameter that is served"),
         ({"messages": [{"role": "user", "content": "a"}], "top_logprobs": 2}, "top_logprobs needs logprobs=true"),
         ({"messages": [{"role": "user", "content": ""}] * 65}, "65 messages and tools are more than 64 tokens"),
     ],
@@ -755,13 +757,28 @@ def test_bodies_that_are_nonsense(served, body, status):
     assert set(answer["error"]) == {"message", "type", "param", "code"}
 
 
-@pytest.mark.parametrize("key", ["prompt", "messages", "tools"])
-def test_a_list_of_wrong_items_is_refused_by_its_first(key):
+MANY = dict.fromkeys(map(str, range(50)))
+
+
+@pytest.mark.parametrize(
+    ("key", "items"),
+    [
+        *((key, [1.5] * 50) for key in ("prompt", "messages", "tools", "stop")),
+        *((key, MANY) for key in ("logit_bias", "response_format")),
+    ],
+)
+def test_a_list_of_wrong_items_is_refused_by_its_first(key, items):
     kind = CompletionParameters if key == "prompt" else ChatParameters
     values = {"prompt": "a"} if key == "prompt" else {"messages": [{"role": "user", "content": "a"}]}
     with pytest.raises(ValidationError) as error:
-        kind.model_validate(values | {key: [1.5] * 50})
+        kind.model_validate(values | {key: items})
     assert error.value.error_count() < 6
+
+
+def test_unknown_parameters_are_refused_by_the_first(monkeypatch):
+    monkeypatch.setattr(ChatParameters, "model_validate", None)  # which would make an error of each
+    with pytest.raises(ApiError, match="^0 is not a parameter that is served$"):
+        read_parameters(ChatParameters, json.dumps(MANY).encode())
 
 
 def test_nonsense_gets_an_answer_and_ends_nothing(model, hf_dir):

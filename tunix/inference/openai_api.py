@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from itertools import compress
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from tokenizers import Tokenizer
 
 from tunix.base.config_types import Temperature
@@ -29,7 +29,7 @@ from tunix.rl.tool_parsers import Call
 
 Zero = Annotated[float, Field(ge=0, le=0)]
 Few = Annotated[int, Field(ge=1, le=1024)]
-# Lists that are refused with their first wrong item: 8 MB of them would have errors of a gigabyte.
+# Lists and objects are refused with their first wrong item: 8 MB of them would have errors of a gigabyte.
 Texts = Annotated[list[str], Field(fail_fast=True)]
 Ids = Annotated[list[int], Field(fail_fast=True)]
 Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
@@ -37,6 +37,12 @@ Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 
 def _to_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
+
+
+def _check_format(value: dict[str, Any]) -> dict[str, Any]:
+    if value != {"type": "text"}:
+        raise ValueError('{"type": "text"} alone is served')
+    return value
 
 
 class StreamOptions(BaseModel):
@@ -61,14 +67,16 @@ class Parameters(BaseModel):
     n: Few | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: Annotated[
-        list[Annotated[str, Field(min_length=1, max_length=1000)]], BeforeValidator(_to_list), Field(max_length=16)
+        list[Annotated[str, Field(min_length=1, max_length=1000)]],
+        Field(max_length=16, fail_fast=True),
+        BeforeValidator(_to_list),
     ] | None = None  # fmt: skip
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     # Values of OpenAI's parameters that change nothing.
     frequency_penalty: Zero | None = None
     presence_penalty: Zero | None = None
-    logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
+    logit_bias: Annotated[dict[str, Any], Field(max_length=0)] | None = None
     user: str | None = None
     metadata: dict[str, Any] | None = None
     store: bool | None = None
@@ -102,14 +110,6 @@ class CompletionParameters(Parameters):
         return self.logprobs is not None
 
 
-class ResponseFormat(BaseModel):
-    """The form of an answer: free text."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    type: Literal["text"]
-
-
 class ChatParameters(Parameters):
     """A request for answers in a conversation."""
 
@@ -120,7 +120,7 @@ class ChatParameters(Parameters):
     tools: Objects | None = None
     tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: bool | None = None
-    response_format: ResponseFormat | None = None
+    response_format: Annotated[dict[str, Any], AfterValidator(_check_format)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     @property
@@ -168,15 +168,16 @@ def read_parameters(kind: type[P], body: bytes) -> P:
         raise ApiError(400, "the body is no JSON") from None
     if not isinstance(values, dict):
         raise ApiError(400, "the body is no JSON object")
+    for name in values:
+        if name not in kind.model_fields:
+            raise ApiError(400, f"{name[:100]} is not a parameter that is served", name[:100])
     try:
         return kind.model_validate(values)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        place = first["loc"] or ("the body",)  # a name of a parameter that is no text, like "\\ud800", has no place
-        param = str(place[0])[:100] if first["loc"] else None
-        location = ".".join(str(each)[:100] for each in place if not str(each).startswith(("list[", "function-")))
-        reason = "is not a parameter that is served" if first["type"] == "extra_forbidden" else f": {first['msg']}"
-        raise ApiError(400, f"{location}{'' if reason[0] == ':' else ' '}{reason}"[:500], param) from None
+        place = [str(each)[:100] for each in first["loc"]]
+        location = ".".join(each for each in place if not each.startswith(("list[", "function-")))
+        raise ApiError(400, f"{location}: {first['msg']}"[:500], place[0]) from None
 
 
 def read_message(message: dict[str, Any], index: int) -> dict[str, Any]:
