@@ -119,6 +119,30 @@ def test_parquet(tmp_path):
     (tmp_path / "a.parquet").write_bytes((tmp_path / "a.parquet").read_bytes()[:-20])
     with pytest.raises(UserError, match=r"a.parquet cannot be read as Parquet"):
         documents(*words)
+    twice = pyarrow.Table.from_arrays([pyarrow.array(TEXTS), pyarrow.array(TEXTS[::-1])], names=["text", "text"])
+    parquet.write_table(twice, tmp_path / "a.parquet")
+    with pytest.raises(UserError, match=r"a.parquet has column text more than once; rename all but one"):
+        documents(*words)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (pyarrow.timestamp("ms"), "date value out of range"),
+        (pyarrow.date32(), "days=2147483647"),
+        (pyarrow.timestamp("us", "Mars/Olympus"), "Mars/Olympus"),
+    ],
+)
+def test_a_time_that_python_does_not_have(kind, reason, tmp_path):
+    times = pyarrow.array([2**31 - 1 if kind == pyarrow.date32() else 2**50], kind)
+    parquet.write_table(pyarrow.table({"text": ["a"], "time": times}), tmp_path / "a.parquet")
+    message = rf"a\.parquet has a date or a time .* write its column as text, or without it \(.*{reason}"
+    source = config("data=parquet", f"data.paths=[{tmp_path}]").data
+    with pytest.raises(UserError, match=message):
+        list(source.read_all_columns(*source.units(1)))
+    source = config("data=hf", "data.path=parquet", f"data.data_files=[{tmp_path}/a.parquet]").data
+    with pytest.raises(UserError, match=message.replace(r"a\.", "data.path=")):
+        list(source.read(*source.units(1)))
 
 
 @pytest.mark.parametrize("streaming", ["false", "true"])

@@ -202,6 +202,8 @@ class BadRow(ValueError):
 Pixels = Annotated[Count, Field(le=178_956_970)]  # of an image: Pillow refuses larger ones
 
 TOO_LONG = "longer than data.max_document_bytes"  # the problem of an item that is not read to its end
+# The problem of a table whose columns of Arrow do not become values of Python: years beyond 9999, unknown time zones.
+NO_TIME = "has a date or a time that Python does not have; write its column as text, or without it"
 
 
 def is_longer(text: str, limit: int) -> bool:
@@ -362,6 +364,11 @@ class Rows(Limited, Source):
         """Yield the rows of one unit with every column, also those that `columns` does not name."""
         return self.read(unit)
 
+    def refuse_twice(self, path: str, names: list[str]) -> None:
+        """Raise `UserError` if a table has two columns of a name that is read: only the last one would be."""
+        if twice := [name for name in self.columns.list_names() if names.count(name) > 1]:
+            raise UserError(f"data: {path} has column {twice[0]} more than once; rename all but one")
+
 
 class Jsonl(Files, Rows):
     """Files with one JSON object a line; those that end in .gz or .zst are unpacked."""
@@ -449,9 +456,8 @@ class Csv(Files, Rows):
             lines = _read_short_lines(text, unit.path, limit)
             table, begin = csv.DictReader(lines, delimiter=self.delimiter, strict=True), 1
             try:
-                head = table.fieldnames or ()
-                if twice := [name for name in self.columns.list_names() if list(head).count(name) > 1]:
-                    raise UserError(f"data: {unit.path} has column {twice[0]} more than once; rename all but one")
+                head = list(table.fieldnames or ())
+                self.refuse_twice(unit.path, head)
                 for number, row in enumerate(table):
                     name, source = f"{unit.name}@{number}", partial("{}, line {},".format, unit.path, table.line_num)
                     if None in row or None in row.values():

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from tunix.base.buckets import filesystem, is_address
 from tunix.base.errors import UserError, first_line
-from tunix.data.files import TOO_LONG, Files, Item, Rows, Unit, find_files
+from tunix.data.files import NO_TIME, TOO_LONG, Files, Item, Rows, Unit, find_files
 
 ROWS_BYTES = 1 << 29  # of the rows of a Parquet file that are in memory at a time
 # A list of a billion equal values is a few bytes of a Parquet file. Arrow takes 14 bytes for each, and Python more.
@@ -46,6 +46,7 @@ class Parquet(Files, Rows):
         """Yield the rows of a row group with the columns that are asked for; None asks for all."""
         file = _open_parquet(unit.path)
         present = file.schema_arrow.names
+        self.refuse_twice(unit.path, present)
         requested = present if columns is None else [name for name in columns if name in present]
         try:
             batches = self._read_batches(unit, file, requested)
@@ -58,6 +59,8 @@ class Parquet(Files, Rows):
                 yield Item(f"{unit.name}@{unit.start}.{number}", None if problem else content, problem, source)
         except UserError:
             raise
+        except (OverflowError, LookupError) as error:
+            raise UserError(f"data: {unit.path} {NO_TIME} ({first_line(error)})") from None
         except (OSError, ValueError, NotImplementedError) as error:
             raise UserError(f"data: {unit.path} is damaged or ends early: {first_line(error)}") from None
 

@@ -25,6 +25,7 @@ from tunix.base.dotted_path import DottedPath, blame_user, import_object
 from tunix.base.errors import UserError, did_you_mean, first_line
 from tunix.base.files import read_json
 from tunix.data.files import (
+    NO_TIME,
     Csv,
     Item,
     Jsonl,
@@ -338,6 +339,8 @@ class HuggingFace(Rows):
         try:
             for number, row in enumerate(rows, first):
                 yield Item(f"{prefix}{number}", row, "", partial("data set {}, row {},".format, self.path, number))
+        except (OverflowError, LookupError) as error:
+            raise UserError(f"data.path={self.path} {NO_TIME} ({first_line(error)})") from None
         except (OSError, ValueError, EOFError) as error:
             raise UserError(f"data.path={self.path} ends early: {first_line(error)}") from None
 
