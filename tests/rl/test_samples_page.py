@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, decoders, models
 from tunix.base.errors import UserError
 from tunix.config.compose import compose
 from tunix.rl import samples_index as index
-from tunix.rl.samples_page import Choice, TokenTexts, check_comparable, escape, make_page, read_run
+from tunix.rl.samples_page import Choice, TokenTexts, check_comparable, escape, make_curves, make_page, read_run
 
 ALL = Choice(steps=None, num_steps=30, num_groups=12, max_bytes=10**7)
 HOSTILE = (
@@ -85,6 +85,21 @@ def test_what_is_chosen(tmp_path):
     assert any("the page is full" in line for line in left_out)
     with pytest.raises(UserError, match=r"steps=\[99\].* the nearest is 10"):
         make_page([run], Choice((99,), 4, 2, 10**7))
+
+
+@pytest.mark.parametrize("is_ahead", [False, True])
+def test_the_seconds_of_steps_are_those_that_passed(is_ahead, tmp_path):
+    """With task.staleness answers are drawn beside the steps, and step n waits for those of step n + 1."""
+    folder = write_run(tmp_path / "run", make_lines(range(1, 4)))
+    times = [(5.0, 4.0, 1.0), (3.0, 1.0, 0.5), (1.0, 9.0, 2.0)] if is_ahead else [(5.0, 4.0, 0.5), (3.0, 2.0, 0.5)]
+    names = "step_time_s", "rollout_s", "data_wait_s"
+    lines = [{"step": step} | dict(zip(names, each, strict=True)) for step, each in enumerate(times, 1)]
+    lines = [line | {"reward": 1.0, "reward_s": 0.0} | ({"staleness": 1} if is_ahead else {}) for line in lines]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    phases = make_curves(read_run(folder))["phases"]
+    assert [sum(parts) for parts in zip(*phases.values(), strict=True)] == [step_time for step_time, *_ in times]
+    assert phases["drawing"] == ([0, 0, 0] if is_ahead else [4, 2])
+    assert phases["waiting for data"] == ([1.5, 2, 0] if is_ahead else [0.5, 0.5])
 
 
 def test_a_step_that_was_written_again(tmp_path):

@@ -108,24 +108,37 @@ def make_curves(run: Run) -> dict[str, Any]:
     steps = sorted(numbers)
     width = max(1, math.ceil(len(steps) / MAX_POINTS))
     bins = [steps[start : start + width] for start in range(0, len(steps), width)]
+    timed = [step for step in steps if "step_time_s" in numbers[step] and "rollout_s" in numbers[step]]
+    seconds = {step: split_seconds(numbers, step) for step in timed}
+    for step in timed:
+        numbers[step]["learning_s"] = seconds[step]["learning"]
     rows = [average([numbers[step] for step in part]) for part in bins]
-    for row in rows:
-        if "step_time_s" in row and "rollout_s" in row:
-            # data_wait_s and the others may overlap with learning: then nothing is left for it.
-            rest = row["step_time_s"] - sum(row.get(key, 0.0) for key in PHASES.values())
-            row["learning_s"] = max(0.0, rest)
+    passed = [average([seconds[step] for step in part if step in seconds]) for part in bins]
     names = list(dict.fromkeys(name for row in rows for name in row))
     first = [name for name in names if name == "reward" or name.startswith("reward_")]
     names = [*first, *(name for name in names if name not in first)][:MAX_CURVES]
-    phases = [*PHASES.items(), ("learning", "learning_s")]
     return {
         "steps": [part[-1] for part in bins],
         "width": width,
         "numbers": {name: [round_number(row.get(name)) for row in rows] for name in names},
-        "phases": {title: [round_number(row.get(key, 0.0)) for row in rows] for title, key in phases}
-        if any("learning_s" in row for row in rows)
-        else {},
+        "phases": {
+            title: [round_number(row.get(title, 0.0)) for row in passed]
+            for title in ((*PHASES, "learning") if timed else ())
+        },
     }
+
+
+def split_seconds(numbers: dict[int, dict[str, float]], step: int) -> dict[str, float]:
+    """Return the seconds of a step by what they went to: those of `PHASES`, and learning."""
+    row, seconds = numbers[step], {title: numbers[step].get(key, 0.0) for title, key in PHASES.items()}
+    if "staleness" in row:
+        # Answers are drawn beside the steps. A step's time has the wait for the answers of the next one; that of the
+        # first step also the wait for its own.
+        wait_s = numbers.get(step + 1, {}).get("data_wait_s", 0.0)
+        wait_s += 0.0 if step - 1 in numbers else row.get("data_wait_s", 0.0)
+        seconds = dict.fromkeys(PHASES, 0.0) | {"waiting for data": min(wait_s, row["step_time_s"])}
+    # What overlaps with learning leaves nothing for it.
+    return seconds | {"learning": max(0.0, row["step_time_s"] - sum(seconds.values()))}
 
 
 def mean_rewards(index: SamplesIndex) -> Iterator[tuple[int, float]]:
