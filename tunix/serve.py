@@ -14,6 +14,7 @@ import hmac
 import json
 import math
 import os
+import re
 import resource
 import secrets
 import signal
@@ -71,6 +72,7 @@ TAKEN = 32  # of them at a time: those that are one too many are closed before t
 OWN_FILES = 192  # that are left for the server beside its connections: its own, and four times as many as it takes
 DRAIN_RETRY_S = 5  # that clients are told to wait when the server ends
 HEAD_S = 20  # that a connection has for the head of its next request, at least, and twice as many at most
+HOST = re.compile(r"(\[.*\]|[^:]*)(?::\d*)?")  # name or address of a head, and the port
 CLOSE_S = 2  # that the engine has for the tokens that are being drawn, when nobody waits for them any more
 
 
@@ -345,8 +347,10 @@ class App:
 
     def _check_client(self, request: HttpRequest) -> None:
         if self.key is None:
-            # A web page that the user looks at must not reach the server by a name that leads to this machine.
-            if not is_loopback(request.url.hostname or ""):
+            # A web page that the user looks at must not reach the server by a name that leads to this machine. In
+            # `request.url` a name that Starlette cannot read, like a{b.example, is the address of the server.
+            host = HOST.fullmatch(request.headers.get("host", "localhost").lower())  # HTTP 1.0 has none
+            if host is None or not is_loopback(host[1].strip("[]")):
                 raise ApiError(403, "this server has no key, and answers to the names of loopback alone")
             return
         kind, _, given = request.headers.get("authorization", "").partition(" ")

@@ -868,8 +868,17 @@ def test_a_key_may_have_any_characters(served, monkeypatch):
 
 def test_without_a_key_names_other_than_those_of_loopback_are_refused(model, hf_dir):
     with serving(model, hf_dir) as (_, port):
-        assert post(port, None, "/v1/models", method="GET", Host="rebound.example")[0] == 403
-        assert post(port, None, "/v1/models", method="GET", Host=f"localhost:{port}")[0] == 200
+        for host in (
+            "rebound.example",
+            "a{b.example",
+            "rebound.example:",
+            "rebound@localhost",
+            "127.0.0.1.example",
+            "",
+        ):
+            assert post(port, None, "/v1/models", method="GET", Host=host)[0] == 403, host
+        for host in (f"localhost:{port}", "LOCALHOST", "127.0.0.1:", f"[::1]:{port}"):
+            assert post(port, None, "/v1/models", method="GET", Host=host)[0] == 200, host
 
 
 def test_settings_that_are_refused(hf_dir, monkeypatch):
