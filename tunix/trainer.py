@@ -551,6 +551,8 @@ class Loop:
             log.info("%s", describe_memory(self.compiled.at(last), read_peak_memory_gib()))
             if self.evaluations.latest:
                 feed.sum_up(self.progress.state, self.evaluations.latest, self.metrics)
+            if best := self.checkpoints.store.describe_best():
+                log.info("%s", best)
 
     def save(self, position: Position, cost: float | None) -> None:
         """Start a checkpoint; `cost` is the held-out number of the model, by which the best checkpoint is chosen."""

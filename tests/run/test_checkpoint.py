@@ -237,6 +237,7 @@ def test_what_is_kept(run):
     held_out = {line["step"]: line["loss"] for line in metrics(folder, "held_out")}
     best = min(held_out, key=held_out.get)
     assert steps(folder) == sorted({0, 3, 6, 7, 8, best})
+    assert (f"best held out: step {best};" in (folder / "train.log").read_text()) == (best != 8)
     bare = run("checkpoint.save_every_steps=null", "checkpoint.keep_best=false", *TWO_DEVICES)
     assert steps(bare) == [6]
     waited = run("checkpoint.async=false", "checkpoint.max_to_keep=1", "checkpoint.keep_best=false", *TWO_DEVICES)

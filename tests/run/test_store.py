@@ -90,6 +90,19 @@ def test_what_is_deleted(words, losses, dropped):
     assert list_dropped(compose([f"checkpoint.{word}" for word in words]).config.checkpoint, losses) == dropped
 
 
+def test_the_best_checkpoint_is_named_where_it_is_not_the_newest(tmp_path):
+    """Commands take the newest one: who kept the best one exported another."""
+    store = open_at(tmp_path, "async=false")
+    save(store, 1, 1.0)
+    assert store.describe_best() == ""
+    save(store, 2, 2.0)
+    assert store.describe_best() == (
+        "best held out: step 1; commands take the newest checkpoint, step 2, unless they name another one: "
+        f"checkpoint={tmp_path}/1"
+    )
+    assert open_at(tmp_path, "keep_best=false").describe_best() == ""
+
+
 def test_a_folder_with_any_name(tmp_path):
     store = open_at(tmp_path / "a [1]*?", "async=false")
     save(store, 1)

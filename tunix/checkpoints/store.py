@@ -180,6 +180,24 @@ class Store:
         """Wait until what all processes have begun to save is written."""
         peers.together(self.wait, "all processes have written their part of the checkpoint")
 
+    def describe_best(self) -> str:
+        """Return which checkpoint has the lowest held-out loss, for the log; empty where it is the newest one."""
+
+        def describe() -> str:
+            try:
+                losses = self._read_losses()
+            except Exception as error:
+                return f"the best checkpoint is not known: {self.storage.explain(error) or repr(error)}"
+            best, newest = find_best(losses), max(losses, default=None)
+            if best in (None, newest):
+                return ""
+            return (
+                f"best held out: step {best}; commands take the newest checkpoint, step {newest}, unless they name "
+                f"another one: checkpoint={self.folder}/{best}"
+            )
+
+        return self._ask_main(describe) if self.cfg.keep_best else ""
+
     def check(self, step: int) -> None:
         """Compare a checkpoint with its digests, as `checkpoint.verify` says; each process reads a share of the files.
 
@@ -273,20 +291,24 @@ class Store:
 
     def _delete_old(self) -> None:
         """Delete the checkpoints that are not kept."""
-        losses: dict[int, float | None] = {}  # of the held-out data, None where nothing was measured
         try:
-            for step in self.storage.list_steps():
-                try:
-                    metrics = self.storage.read_metrics(step)
-                    losses[step] = None if metrics is None else float(metrics["held_out_loss"])
-                except (Damaged, OSError, ValueError, KeyError, TypeError) as error:
-                    losses[step] = None  # the other checkpoints stay usable
-                    log.error("step %d in %s: %r: this checkpoint does not count as the best", step, self.folder, error)
-            for step in list_dropped(self.cfg, losses):
+            for step in list_dropped(self.cfg, self._read_losses()):
                 self.storage.delete(step)
         except Exception as error:  # some buckets allow nobody to delete
             reason = self.storage.explain(error) or repr(error)
             log.warning("older checkpoints in %s could not be deleted: %s", self.folder, reason)
+
+    def _read_losses(self) -> dict[int, float | None]:
+        """Return the held-out loss of each checkpoint by its step, None where nothing was measured."""
+        losses: dict[int, float | None] = {}
+        for step in self.storage.list_steps():
+            try:
+                metrics = self.storage.read_metrics(step)
+                losses[step] = None if metrics is None else float(metrics["held_out_loss"])
+            except (Damaged, OSError, ValueError, KeyError, TypeError) as error:
+                losses[step] = None  # the other checkpoints stay usable
+                log.error("step %d in %s: %r: this checkpoint does not count as the best", step, self.folder, error)
+        return losses
 
     def _explain(self, error: Exception) -> Exception:
         """Return a `UserError` for a disk or a bucket that takes no more, and any other error, a bug, as it is."""
@@ -310,13 +332,18 @@ class Store:
 def list_dropped(cfg: Checkpoint, losses: dict[int, float | None]) -> list[int]:
     """Return the steps of the checkpoints that are not kept; `losses` has the held-out loss of each, or None."""
     steps = sorted(losses)
-    kept = {*steps[-cfg.max_to_keep :], *cfg.save_at_steps, *([0] if cfg.save_first else [])}
+    kept: set[int | None] = {*steps[-cfg.max_to_keep :], *cfg.save_at_steps, *([0] if cfg.save_first else [])}
     if cfg.keep_every_steps:
         kept |= {step for step in steps if step % cfg.keep_every_steps == 0}
-    measured = [(loss, -step) for step, loss in losses.items() if loss is not None and not math.isnan(loss)]
-    if cfg.keep_best and measured:
-        kept.add(-min(measured)[1])  # the newest of those with the lowest loss
+    if cfg.keep_best:
+        kept.add(find_best(losses))
     return [step for step in steps if step not in kept]
+
+
+def find_best(losses: dict[int, float | None]) -> int | None:
+    """Return the newest of the steps with the lowest held-out loss; None where nothing was measured."""
+    measured = [(loss, -step) for step, loss in losses.items() if loss is not None and not math.isnan(loss)]
+    return -min(measured)[1] if measured else None
 
 
 def _wait_for_others(answers: str) -> dict[str, Any]:
