@@ -143,6 +143,14 @@ def test_mistakes(words, message, tmp_path, monkeypatch):
     assert len({line.partition("=")[0] for line in lines}) == len(lines)  # a key has one line
 
 
+@pytest.mark.parametrize(
+    "word", ["seed=" + "9" * 5000, "data.paths=" + "[" * 700 + "]" * 700], ids=["digits", "brackets"]
+)
+def test_a_word_that_the_parser_of_hydra_fails_for(word):
+    with pytest.raises(UserError, match="^a word cannot be read: (Exceeds the limit|maximum recursion depth)"):
+        compose([word])
+
+
 @pytest.mark.parametrize("shape", ["[[4,1],[fsdp,tp]]", '[[4,1],["fsdp","tp"]]', "'[[4,1],[fsdp,tp]]'"])
 def test_mesh_shape_with_quotes_lost_and_kept(shape):
     assert compose([f"model.mesh_shape={shape}"]).config.model.mesh_shape == ((4, 1), ("fsdp", "tp"))

@@ -430,6 +430,10 @@ def describe_errors(root: type[Section] = Config) -> Iterator[None]:
         key = str(getattr(error, "full_key", None) or "")
         first = first.removeprefix("KeyError raised while resolving interpolation: ").strip('"')
         raise UserError(f"{key}: {first}" if key else first) from None
+    except (RecursionError, ValueError) as error:  # of Hydra's parser: brackets in brackets, a number of 5,000 digits
+        if isinstance(error, ValueError) and "integer string conversion" not in str(error):
+            raise
+        raise UserError(f"a word cannot be read: {first_line(error)}") from None
 
 
 # Messages in place of pydantic's, by the type of the error. A limit comes from the error's `ctx`.
