@@ -138,6 +138,8 @@ def read_backend_of(path: str, files: dict[str, Path]) -> Backend:
         # Of whoever saved the file: they would cut documents, and pad them. How long sequences are is training.seq_len.
         backend.no_truncation()
         backend.no_padding()
+        if isinstance(backend.model, models.BPE):
+            backend.model.dropout = None  # by chance, other tokens of a text each time
     elif "tokenizer.model" in files:
         backend = convert(files["tokenizer.model"])
     else:
