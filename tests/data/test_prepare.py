@@ -281,7 +281,7 @@ def test_a_shard_deleted_or_cut_off_under_a_running_job(corpus, tmp_path):
 
 def test_mistakes_end_with_code_2_and_one_line(tmp_path):
     done = prepare("data=text", "data.paths=[nowhere]", cwd=tmp_path, fork=False)
-    assert (done.returncode, errors(done)) == (2, ["error: data.paths: nowhere does not exist"])
+    assert (done.returncode, errors(done)) == (2, [f"error: data.paths: nowhere does not exist in {tmp_path}"])
 
 
 def test_an_index_says_what_there_is(corpus):

@@ -328,6 +328,11 @@ def expand_home(name: str | Path) -> Path:
     return Path(os.path.expanduser(name))
 
 
+def describe_missing(name: str) -> str:
+    """Return that a path does not exist, for a message; of a relative path also the folder below which it should be."""
+    return f"{name} does not exist{'' if expand_home(name).is_absolute() else f' in {Path.cwd()}'}"
+
+
 def find_existing(folder: Path) -> Path:
     """Return the folder, or the nearest place above it that exists: a folder, or a file that is in its way."""
     folder = folder.absolute()

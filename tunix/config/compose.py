@@ -27,7 +27,7 @@ from omegaconf import DictConfig, OmegaConf
 from tunix.base.buckets import is_address, join
 from tunix.base.config_types import CONF, list_options
 from tunix.base.errors import UserError, did_you_mean, is_masked, mask_values
-from tunix.base.files import expand_home
+from tunix.base.files import describe_missing, expand_home
 from tunix.base.text import flat, format_yaml
 from tunix.config import Config, Grpo, Slurm
 from tunix.config.data import Mixture
@@ -397,7 +397,7 @@ def reject_missing_inputs(job: Job) -> None:
         if ":/" in path or Path(expanded).exists() or any(matches):
             continue
         if not (isinstance(launcher, Slurm) and launcher.dry_run):
-            raise UserError(f"{key}: {path} does not exist")
+            raise UserError(f"{key}: {describe_missing(path)}")
         print(f"remark: {key}: {path} does not exist here; the job reads it", file=sys.stderr)
 
 

@@ -23,7 +23,7 @@ from pydantic import BeforeValidator, Field, PrivateAttr
 from tunix.base.buckets import BUCKETS, explain, explaining, filesystem, find_version, is_address
 from tunix.base.config_types import Count, Section, Share
 from tunix.base.errors import UserError
-from tunix.base.files import expand_home
+from tunix.base.files import describe_missing, expand_home
 from tunix.data.pieces import count_bytes
 
 if sys.version_info >= (3, 14):
@@ -69,7 +69,7 @@ def find_files(paths: tuple[str, ...], extensions: tuple[str, ...]) -> list[Unit
         # A path that exists is not a glob, even if its name has a * or a [ in it.
         matches = [path] if path.exists() else sorted(map(Path, glob.glob(str(path), recursive=True)))
         if not matches:
-            raise UserError(f"data.paths: {pattern} does not exist")
+            raise UserError(f"data.paths: {describe_missing(pattern)}")
         for match in matches:
             for path in [match] if match.is_file() else _find_below(match, endings):
                 if path.is_file():
