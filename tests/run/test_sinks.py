@@ -1,6 +1,7 @@
 """Numbers go to the sinks that the config names; a new sink is one entry of a table."""
 
 import json
+import resource
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,20 @@ def test_a_full_disk_is_one_line(tmp_path):
     message = "the run's folder cannot be written: No space left on device; the checkpoints"
     with pytest.raises(UserError, match=message), Metrics(["jsonl"], start) as metrics:
         metrics.write({"step": 1, "loss": 1.0})
+
+
+def test_events_are_refused_by_the_call_that_writes_them(tmp_path):
+    """And not in a thread, which shows a traceback."""
+    metrics = Metrics(["tensorboard"], Start(tmp_path, compose([]).config.model_dump(mode="json"), 0, 10))
+    (file,) = tmp_path.glob("events.*")
+    usual = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (file.stat().st_size, usual[1]))
+    try:
+        for end in (lambda: metrics.write({"step": 1, "loss": 1.0}), lambda: metrics.__exit__(None, None, None)):
+            with pytest.raises(UserError, match="the run's folder cannot be written: File too large"):
+                end()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, usual)
 
 
 def test_tensorboard_shows_a_step_that_is_trained_again_once(tmp_path):

@@ -9,7 +9,7 @@ import signal
 import support.forks  # noqa: F401
 from support import composing
 from tensorboard.plugins.text import metadata  # noqa: F401
-from tensorboard.summary.writer import event_file_writer  # noqa: F401
+from tensorboard.summary.writer import record_writer  # noqa: F401
 from tensorboard.util import tensor_util  # noqa: F401
 
 import tunix.__main__

@@ -3,8 +3,10 @@
 import json
 import logging
 import math
+import os
 import queue
 import re
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -178,12 +180,15 @@ class TensorBoard(Sink):
     def __init__(self, start: Start):
         # Here, because TensorBoard takes a while to import.
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+        from tensorboard.summary.writer.record_writer import RecordWriter
 
-        self.make_event, self.events = Event, EventFileWriter(str(start.folder))
+        # TensorBoard's own writer has a thread, whose traceback a full disk shows before our message.
+        seconds, rest = divmod(time.time_ns(), 10**9)
+        name = f"events.out.tfevents.{seconds:010}.{socket.gethostname()}.{os.getpid()}.{rest:09}"
+        self.make_event, self.records = Event, RecordWriter((start.folder / name).open("xb"))
+        self._write(file_version="brain.Event:2")
         # Readers leave out what an earlier file has from this step on: a resumed run trains it again.
-        begin = SessionLog(status=SessionLog.START)
-        self.events.add_event(Event(step=start.step + 1, wall_time=time.time(), session_log=begin))
+        self._write(step=start.step + 1, session_log=SessionLog(status=SessionLog.START))
 
     def write(self, record: dict[str, Any], group: str) -> None:
         numbers = {k: v for k, v in record.items() if k != "step" and isinstance(v, int | float)}
@@ -204,10 +209,14 @@ class TensorBoard(Sink):
         self._add(step, {"tag": name, "image": {"width": width, "height": height, "encoded_image_string": png}})
 
     def close(self, error: BaseException | None) -> None:
-        self.events.close()
+        self.records.close()
 
     def _add(self, step: int, *values: dict[str, Any]) -> None:
-        self.events.add_event(self.make_event(step=step, wall_time=time.time(), summary={"value": values}))
+        self._write(step=step, summary={"value": values})
+
+    def _write(self, **event: Any) -> None:
+        self.records.write(self.make_event(wall_time=time.time(), **event).SerializeToString())
+        self.records.flush()
 
 
 class Terminal(Sink):
