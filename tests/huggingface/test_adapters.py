@@ -352,6 +352,19 @@ def test_tensors_that_do_not_fit(tmp_path):
             check_init_from(cfg, arch)
 
 
+def write_random_adapter(folder: Path, base: Path, modules: set[str]) -> None:
+    """Write updates of rank 2 of the modules of layers that are named so, in each layer that has one."""
+    before, rng, tensors = load_file(base / "model.safetensors"), np.random.default_rng(0), {}
+    for name in before:
+        module = name.removesuffix(".weight")
+        if module.partition(".layers.")[2].partition(".")[2] in modules:
+            for side, size in zip("AB", before[name].shape[::-1], strict=True):
+                shape = (2, size) if side == "A" else (size, 2)
+                tensors[f"base_model.model.{module}.lora_{side}.weight"] = rng.normal(size=shape).astype(np.float32)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 2}))
+
+
 @pytest.mark.parametrize(
     ("modules", "updated"),
     [
@@ -362,20 +375,25 @@ def test_tensors_that_do_not_fit(tmp_path):
 def test_layers_of_two_kinds_may_have_updates_of_their_own(modules, updated, tmp_path):
     """Of layers with attention alone, or of those with linear attention; the others have updates of 0."""
     base = PARITY / "qwen3_next"
-    before, rng, tensors = load_file(base / "model.safetensors"), np.random.default_rng(0), {}
-    for name in before:
-        module = name.removesuffix(".weight")
-        if module.partition(".layers.")[2].partition(".")[2] in modules:
-            for side, size in zip("AB", before[name].shape[::-1], strict=True):
-                shape = (2, size) if side == "A" else (size, 2)
-                tensors[f"base_model.model.{module}.lora_{side}.weight"] = rng.normal(size=shape).astype(np.float32)
-    save_file(tensors, tmp_path / "adapter_model.safetensors")
-    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 2}))
+    write_random_adapter(tmp_path, base, modules)
     params = dict(named(tunix.load_pretrained(base, adapter=tmp_path).params))
     found = {
         path.partition(".lora.")[0] for path, leaf in params.items() if ".lora." in path and np.asarray(leaf).any()
     }
     assert found == updated
+
+
+def test_an_adapter_updates_the_tower_too(tmp_path):
+    """PEFT's q_proj is a module of the tower and of the decoder; a run has a frozen tower unless it says otherwise."""
+    base = PARITY / "smolvlm"
+    write_random_adapter(tmp_path, base, {"self_attn.q_proj"})
+    params = dict(named(tunix.load_pretrained(base, adapter=tmp_path).params))
+    stacks = ("vision.tower.blocks", "blocks")
+    assert all(np.asarray(params[f"{stack}.attention.q.lora.b"]).any() for stack in stacks)
+    words = [f"model.init_from={base}", f"model.init_adapter={tmp_path}", *SHORT]
+    with pytest.raises(UserError, match="freeze_tower=True, but the adapter in .* set model.vision.freeze_tower=false"):
+        compose(words)
+    assert "tower.attention.q" in compose([*words, "model.vision.freeze_tower=false"]).config.model.lora.targets
 
 
 def test_keys_beside_an_adapter():

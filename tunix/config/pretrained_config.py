@@ -23,11 +23,12 @@ from tunix.base.errors import UserError
 from tunix.base.files import expand_home, list_numbers, read_json
 from tunix.base.forms import reject_newer_form
 from tunix.config import Model, Tokenizer
-from tunix.config.layers import Mtp
+from tunix.config.layers import PROJECTIONS, Mtp
 from tunix.config.mistakes import reject_newer, validate
 from tunix.config.model import list_keys_outside
 from tunix.config.saved_runs import COPIED, find_run, read_saved, split_step
 from tunix.config.task import AnyTask
+from tunix.config.vision import TOWER
 from tunix.data.sources import Tokens
 from tunix.huggingface import config_json, hub
 from tunix.huggingface.adapter_config import list_projections, read_adapter
@@ -179,11 +180,17 @@ def fill_from_adapter(model: dict[Any, Any]) -> None:
     """Set rank, alpha, targets and form of the low-rank updates from the adapter of `model.init_adapter`.
 
     Raises:
-        UserError: the user has given one of these keys with another value.
+        UserError: the user has given one of these keys with another value, or the adapter updates a frozen tower.
     """
     source, lora = str(model["init_adapter"]), model["lora"]
     folder = hub.find(source, hub.INFO_FILES + hub.WEIGHTS, key="model.init_adapter")
     read = read_adapter(folder, model["family"])
+    updates_tower = any(name.startswith(TOWER) and re.search(read["targets"], name) for name in PROJECTIONS)
+    if updates_tower and model["vision"] and model["vision"]["freeze_tower"]:
+        raise UserError(
+            f"model.vision.freeze_tower=True, but the adapter in {folder} updates the tower; "
+            "set model.vision.freeze_tower=false"
+        )
     defaults: Any = OmegaConf.load(CONF / "model" / "family" / "common.yaml").lora
     existing = set().union(*list_projections(find_family(model["family"])).values())
 

@@ -342,7 +342,10 @@ def load_pretrained(
     if adapter is not None:
         updates = _fetch(str(adapter), INFO_FILES + WEIGHTS, key="adapter")
         lora = cfg.lora.model_copy(update=read_adapter(updates, cfg.family))
-        cfg = cfg.model_copy(update={"lora": lora, "init_from": str(source), "init_adapter": str(updates)})
+        # Nothing is trained here, and a frozen tower would have no updates.
+        vision = cfg.vision and cfg.vision.model_copy(update={"freeze_tower": False})
+        changes = {"lora": lora, "vision": vision, "init_from": str(source), "init_adapter": str(updates)}
+        cfg = cfg.model_copy(update=changes)
     # `allow_idle`: one device of several is enough for a small model.
     mesh = whole_sequences(device_mesh(cfg.mesh_shape, cfg.dims, allow_idle=True))
     unsplit = frozenset(unsplit_dims(cfg.dims, mesh.shape))
