@@ -167,7 +167,7 @@ class CorpusFeed:
         questions = slots.find_questions(self.corpus.held_out, NUM_ANSWERED, cfg.model.context_length - num_tokens)
         if not questions:
             return []
-        files = None if cfg.model.init_from is None else find_model_files(cfg.model.init_from)
+        files = find_model_files(cfg)
         stop = find_stop_ids(self.corpus.vocab, (), files)
         sampling = Sampling(num_tokens, 0.0, stop=stop)
         prompts, images = [each.prompt for each in questions], [each.images for each in questions]

@@ -6,6 +6,7 @@ average of its weights.
 """
 
 import json
+import shutil
 from pathlib import Path
 
 import jax
@@ -23,10 +24,12 @@ from tunix.base.text import flat
 from tunix.checkpoints.bucket import name_array
 from tunix.config import Export
 from tunix.config.command_line import read_settings
-from tunix.config.compose import compose
+from tunix.config.compose import compose, to_yaml
 from tunix.config.saved_runs import upgrade
+from tunix.data.tokenizer import read_vocab
 from tunix.export import export
 from tunix.inference.pretrained import load_pretrained
+from tunix.run.folder import find_model_files, keep_files
 
 CONFIGS = {
     "0_1_0": ("default", "gpt2", "llama", "qwen_sft", "olmo_lora", "experiment", "tokens", "mixture"),
@@ -130,3 +133,23 @@ def test_the_whole_state_in_one_file(unpack):
     for output in (f"{run}/one.safetensors", "s3://bucket/one"):
         with pytest.raises(UserError, match=f"output={output}: format=state writes a new file on this machine"):
             export(read_settings(Export, [*words, f"output={output}"]))
+
+
+def test_a_run_goes_on_without_the_folder_that_it_began_from(hf_dir, tmp_path):
+    """It has copies of the tokenizer and of what ends an answer; whatever was typed, the folder was missed."""
+    base, run = tmp_path / "base", tmp_path / "run"
+    shutil.copytree(hf_dir, base)
+    words = [f"model.init_from={base}", "training.seq_len=32", "training.loss_chunk_size=32"]
+    cfg = compose(words).config
+    assert (cfg.tokenizer.path, find_model_files(cfg)) == (str(base), base)
+    run.mkdir()
+    (run / "config.yaml").write_text(to_yaml(cfg))
+    keep_files(cfg, read_vocab(cfg.tokenizer), run)
+    assert compose([f"resume={run}"]).config.tokenizer.path == str(base)
+    shutil.rmtree(base)
+    cfg = compose([f"resume={run}"]).config
+    assert (cfg.tokenizer.path, find_model_files(cfg)) == (str(run / "tokenizer"), run / "pretrained")
+    assert compose([f"resume={run}", "tokenizer.path=/mine.json"]).config.tokenizer.path == "/mine.json"
+    shutil.rmtree(run / "pretrained")
+    with pytest.raises(UserError, match=r"^model.init_from=.*/base is neither a folder nor the ID of a model"):
+        find_model_files(cfg)

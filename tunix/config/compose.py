@@ -339,8 +339,11 @@ def _compose_resumed(overrides: list[str], parsed: dict[str, Override]) -> Job:
             f"out, or begin a run there with the weights alone: model.init_from={source}"
         )
     composed = compose_saved(run_dir, list(parsed.values()))
-    if composed.loading.allow_changed_data and composed.tokenizer.path is None:
-        # Without a path a tokenizer would be trained on the changed corpus; the model knows the saved one.
+    # The run has its tokenizer in its folder. Without a path one would be trained on a changed corpus, which the model
+    # does not know; and what the path names may be gone, or on another machine.
+    path = composed.tokenizer.path
+    is_trained = path is None and composed.loading.allow_changed_data
+    if is_trained or ("tokenizer.path" not in parsed and path and _is_gone(path) and (run_dir / "tokenizer").is_dir()):
         saved = split_step(source)[0] if is_address(source) else str(run_dir.absolute())
         composed.tokenizer.path = join(saved, "tokenizer")
     root = split_step(source)[0] if is_address(source) else read_saved_root(run_dir)
@@ -421,9 +424,18 @@ def _list_paths(cfg: Config) -> Iterator[tuple[str, str]]:
     path = cfg.tokenizer.path
     if path is None or cfg.tokenizer.train:
         return
-    # Anything else may be the ID of something on the hub, NAME or ORGANISATION/NAME.
-    if path.startswith((".", "/", "~")) or path.count("/") > 1 or Path(path).suffix in (".json", ".model"):
+    if _names_file(path):
         yield "tokenizer.path", path
+
+
+def _names_file(path: str) -> bool:
+    """Return False for what may be the ID of something on the hub, NAME or ORGANISATION/NAME."""
+    return path.startswith((".", "/", "~")) or path.count("/") > 1 or Path(path).suffix in (".json", ".model")
+
+
+def _is_gone(path: str) -> bool:
+    """Return True for a file or folder of this machine that is not there."""
+    return _names_file(path) and not is_address(path) and not expand_home(path).exists()
 
 
 # Command lines that are legal and probably not what the user wants: refused, or answered with a remark.

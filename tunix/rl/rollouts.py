@@ -185,7 +185,7 @@ class RolloutEngine:
         # Training turns by seq_len, whatever the lengths of a rollout: the model that answers is the one that learns.
         info = cfg.model.context_length, self.rollout_mesh, num_pages, cfg.training.seq_len
         self.sampler = Sampler(train_spec.arch, *info)
-        folder = None if cfg.model.init_from is None else find_model_files(cfg.model.init_from)
+        folder = find_model_files(cfg)
         # What ends an answer, by the value of `sampling.stop`: held-out answers may have ends of their own.
         stop, held_out = cfg.sampling.stop, cfg.evaluation.sampling.stop
         self.stops = {stop: find_stop_ids(corpus.vocab, stop, folder)}

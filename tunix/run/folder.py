@@ -28,7 +28,7 @@ from tunix.base.files import create_file, find_way_out, parse_json, replacing, w
 from tunix.base.progress import is_watched
 from tunix.base.text import format_yaml
 from tunix.config import Config, Logging, compose
-from tunix.config.saved_runs import OUTPUTS, find_mirrored, find_run
+from tunix.config.saved_runs import OUTPUTS, find_mirrored, find_resume_point, find_run
 from tunix.data.tokenizer import Vocab
 from tunix.huggingface.hub import INFO_FILES, find, list_copied_files
 from tunix.huggingface.weights import INDEX
@@ -234,7 +234,7 @@ def keep_files(cfg: Config, vocab: Vocab, run_folder: Path) -> None:
     if cfg.resume and is_address(cfg.resume):  # the bucket has them
         source: Path | None = find_mirrored(cfg.resume, "resume", (FILES,))[0] / FILES
     else:
-        source = find_model_files(cfg.model.init_from)
+        source = find_model_files(cfg)
     with replacing(run_folder / FILES) as new:
         new.mkdir()
         for path in list_copied_files(source, (*INFO_FILES, "*.txt")) if source else ():
@@ -268,14 +268,26 @@ def write_record(job: compose.Job, folder: Path, shared: bool, waiting: MemoryHa
     root.addHandler(file)
 
 
-def find_model_files(init_from: str) -> Path | None:
+def find_model_files(cfg: Config) -> Path | None:
     """Return the folder of Hugging Face's files of the model that `model.init_from` names.
 
-    None for a run that began without such files.
+    A resumed run takes its own copies of them where that model is gone, or was left on another machine. None for a run
+    that began without such files.
     """
-    if run := find_run(init_from, "model.init_from", (FILES,)):
-        return run[0] / FILES if (run[0] / FILES).is_dir() else None
-    return find(init_from)
+    source = cfg.model.init_from
+    if source is None:
+        return None
+    try:
+        if run := find_run(source, "model.init_from", (FILES,)):
+            return run[0] / FILES if (run[0] / FILES).is_dir() else None
+        return find(source)
+    except UserError:
+        if cfg.resume is None or is_address(cfg.resume):
+            raise
+        own = find_resume_point(cfg.resume, cfg.project_name)[0] / FILES
+        if not own.is_dir():
+            raise
+        return own
 
 
 def claim_folder(job: compose.Job) -> Path:
