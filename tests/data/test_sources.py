@@ -489,6 +489,36 @@ def test_lines_of_a_web_server_that_does_not_say_how_many():
         server.shutdown()
 
 
+class Refusing(BaseHTTPRequestHandler):
+    """Answers with the status that an address names."""
+
+    def do_GET(self):
+        self.send_error(int(self.path[1:4]))
+
+    do_HEAD = do_GET
+
+    def log_message(self, *_):
+        pass
+
+
+def test_what_a_web_server_refuses_is_said():
+    """fsspec takes every refusal for a file that is missing."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}"
+        for status, said in (
+            (401, "access is denied"),
+            (403, "access is denied"),
+            (404, "there is no such"),
+            (500, "500"),
+        ):
+            with pytest.raises(UserError, match=rf"^data.paths={address}/{status}.jsonl: {said}"):
+                find_files((f"{address}/{status}.jsonl",), (".jsonl",))
+        server.shutdown()
+    with pytest.raises(UserError, match=r": the server cannot be reached"):
+        find_files((f"{address}/a.jsonl",), (".jsonl",))
+
+
 def test_a_corpus_of_which_nothing_is_learnt(tmp_path):
     """The run would change no weight."""
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b" * 9}]

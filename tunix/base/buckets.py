@@ -48,13 +48,17 @@ REASONS = {
     "FileNotFoundError": "there is no such bucket or object",
     "EndpointConnectionError": "the server cannot be reached",
     "ClientConnectorError": "the server cannot be reached",
+    "NonHttpUrlRedirectClientError": "it leads to an address that is not read",
+    "TooManyRedirects": "it leads from one address to the next, without end",
 }
 # Reasons for an error whose class says nothing, by words in its text: those of Google, tensorstore and gcsfs.
 PATTERNS = {
     "Anonymous caller": "there are no credentials (GOOGLE_APPLICATION_CREDENTIALS)",
     "NOT_FOUND": REASONS["FileNotFoundError"],
+    "Not Found": REASONS["FileNotFoundError"],
     "PERMISSION_DENIED": REASONS["PermissionError"],
     "Forbidden": REASONS["PermissionError"],
+    "Unauthorized": REASONS["PermissionError"],
 }
 
 
@@ -133,6 +137,8 @@ def explaining(address: str, key: str) -> Iterator[None]:
 
 def explain(error: BaseException) -> str:
     """Return in one line what an error of a server means."""
+    if type(error.__cause__).__module__.startswith("aiohttp"):  # fsspec calls all that a web server refuses missing
+        error = error.__cause__ or error
     kinds = {kind.__name__ for kind in type(error).__mro__}
     text = first_line(error)[:300]
     by_kind = (reason for kind, reason in REASONS.items() if kind in kinds)
