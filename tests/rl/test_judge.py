@@ -127,6 +127,17 @@ def test_ratings_are_counted_and_asked_once(server, tmp_path):
     assert rate(other, "5")[1]["calls"] == 1
 
 
+def test_a_full_disk_keeps_no_rating_and_ends_no_run(server, tmp_path, caplog):
+    judge = make(server, tmp_path, *ASKED)
+    judge.file.close()
+    judge.file = open("/dev/full", "w", buffering=1)  # noqa: SIM115
+    scores, numbers = rate(judge, "[[5]]", "7", "7")
+    again, _ = rate(judge, "[[5]]", "8")
+    judge.close()
+    assert (scores, again, numbers["calls"]) == ([0.5, 0.7, 0.7], [0.5, 0.8], 2)
+    assert caplog.text.count("judge: /dev/full cannot be written (No space left on device): a resumed run asks") == 1
+
+
 def test_images_that_a_judge_does_not_see_are_said_once(server, tmp_path, caplog):
     judge = make(server, tmp_path, *ASKED)
     prompt = Prompt([], "", {"level": 3}, Question([{"role": "user", "content": "a?"}], {}), images=object())

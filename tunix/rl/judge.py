@@ -166,9 +166,22 @@ class Judge:
                 replies[digest] = reply
                 if not isinstance(reply.rating, str):
                     self.ratings[digest] = reply.rating
-                    with self.lock:
-                        self.file.write(json.dumps({"text": digest, "rating": reply.rating}) + "\n")
+                    self._keep(digest, reply.rating)
         return replies
+
+    def _keep(self, digest: str, rating: float) -> None:
+        """Write a rating for a resumed run. A disk that refuses it, as a full one, is said once: the run goes on."""
+        with self.lock:
+            try:
+                self.file.write(json.dumps({"text": digest, "rating": rating}) + "\n")
+            except OSError as error:
+                log.warning(
+                    "judge: %s cannot be written (%s): a resumed run asks for the ratings that follow again",
+                    self.file.name, error.strerror,
+                )  # fmt: skip
+                with suppress(OSError):  # what is left of the line
+                    self.file.close()
+                self.file = open(os.devnull, "w")  # noqa: SIM115
 
     def _ask(self, text: str, deadline: float) -> Reply:
         """Return the reply to one text; a request that fails for now is made again."""
