@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import threading
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
@@ -15,6 +16,7 @@ from conftest import write_corpus
 from pyarrow import parquet
 from support.harness import SMALL
 
+from tunix.base.buckets import find_objects
 from tunix.base.errors import UserError
 from tunix.config.compose import compose
 from tunix.data.dataset import find_units, load_corpus, prepare_corpus
@@ -515,8 +517,9 @@ def test_what_a_web_server_refuses_is_said():
             with pytest.raises(UserError, match=rf"^data.paths={address}/{status}.jsonl: {said}"):
                 find_files((f"{address}/{status}.jsonl",), (".jsonl",))
         server.shutdown()
-    with pytest.raises(UserError, match=r": the server cannot be reached"):
-        find_files((f"{address}/a.jsonl",), (".jsonl",))
+    for find in (partial(find_files, (address,), (".jsonl",)), partial(find_objects, address, "checkpoint")):
+        with pytest.raises(UserError, match=r": the server cannot be reached"):
+            find()
 
 
 def test_a_corpus_of_which_nothing_is_learnt(tmp_path):

@@ -175,6 +175,8 @@ def find_objects(address: str, key: str) -> dict[str, dict[str, Any]]:
         root = files._strip_protocol(address.rstrip("/")) + "/"
         depth = {} if is_bucket(address) else {"maxdepth": WEB_DEPTH}
         found = files.find(address, detail=True, **depth)
+        if not found and not is_bucket(address):
+            files.info(address)  # of a web server that cannot be reached fsspec lists nothing
     return {name.removeprefix(root): info for name, info in found.items() if name.startswith(root)}
 
 
