@@ -23,10 +23,11 @@ from tunix.config.command_line import read_settings
 from tunix.config.compose import add_search_path, compose
 from tunix.config.pretrained_config import describe_keys_outside_family
 from tunix.data.batches import FIELDS
-from tunix.data.dataset import prepare_corpus
+from tunix.data.dataset import load_corpus, prepare_corpus
 from tunix.export import export
 from tunix.parity import compare, show
-from tunix.training.loss import find_loss_kind
+from tunix.training.choices import build_mesh
+from tunix.training.loss import HeldOut, find_loss_kind
 
 WRONG = """
 import optax
@@ -289,3 +290,14 @@ def test_a_loss_that_does_not_work_writes_nothing(folder, name, message):
     assert done.returncode == 2
     assert f"error: task.loss=wrong_parts:{name} fails: {message}" in done.stderr
     assert sorted(path for path in folder.iterdir() if path.name != "__pycache__") == before
+
+
+def test_a_loss_that_is_no_mean_over_tokens_has_no_bits_per_byte(folder):
+    """A mean over microbatches was divided by the bytes of the text, as if it were a sum of nats."""
+    words = ["data=custom", "data.function=my_parts:paragraphs", "data.arguments={path: notes.txt}"]
+    cfg = compose([*RUN, *ONE_LAYER, *words, "data.held_out_fraction=0.2", "task.loss=my_parts:focal_loss"]).config
+    held_out = HeldOut(cfg, load_corpus(cfg), None, build_mesh(cfg), num_rows=8)
+    held_out.totals = lambda *_: ({"loss": np.float32(12)}, np.float32(4))
+    assert held_out.evaluate({}) == {"loss": 3.0}
+    held_out.totals = lambda *_: ({"loss": np.float32(12)}, np.float32(held_out.num_tokens))
+    assert held_out.evaluate({}).keys() == {"loss", "perplexity", "bits_per_byte", "eval_tokens"}

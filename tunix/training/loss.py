@@ -284,7 +284,9 @@ class HeldOut:
         # Bits per byte count the bytes of the predicted text alone, as the loss does: masked targets have none.
         num_bytes = bytes_by_token(corpus.tokenizer)[everything["targets"]]
         self.num_bytes = int((num_bytes * everything["loss_mask"]).sum())
+        self.num_tokens = float(everything["loss_mask"].sum())
         self.kind = find_loss_kind(cfg)
+        self.is_own = is_dotted(cfg.task.loss or "")
         if self.num_bytes == 0 and self.kind.measures_text:
             which = "the held-out sequences" if name is None else f"the sequences of evaluation.sets.{name}"
             raise UserError(
@@ -319,6 +321,9 @@ class HeldOut:
     def evaluate(self, params: dict) -> dict[str, float]:
         """Return the numbers of the held-out set by their names in metrics.jsonl, `loss` among them."""
         sums, weight = self.totals(params, self.batches, self.shared)
+        if self.is_own and self.kind.measures_text and not math.isclose(weight, self.num_tokens, rel_tol=0.01):
+            # A mean over sequences, for example: its sum is no number of nats of the text, and has no bits per byte.
+            return {"loss": float(sums["loss"] / weight)}
         return self.kind.evaluate(sums, weight, self.num_bytes)
 
     def cost(self, record: dict[str, float]) -> float:
