@@ -34,7 +34,7 @@ class Mixture(Section):
     source: Literal["mixture"]
     """Where documents come from."""
     parts: Annotated[dict[str, AnySource], Field(min_length=1)]
-    """Sources by name, each with the keys of its kind."""
+    """Sources by name, each with the keys of its kind; docs/data.md shows some (Mixtures)."""
     weights: dict[str, PositiveOrZero]
     """Share of each part; the shares add up to 1."""
     weight_unit: Literal["token", "sample", "document"]
