@@ -70,6 +70,7 @@ def test_no_key_of_ours_is_taken_for_another():
         ("trainer.max_duration={value: 1, unit: epochs}", "(where its unit is steps; training.max_tokens counts tokens, training.num_epochs epochs)"),
         ("tool_parser_name=qwen", "here it is task=grpo task.tool_calls=hermes"),
         ("LoraConfig.init_lora_weights=True", "here it is model.lora.init=zero"),
+        ("load_in_8bit=false", "here it is model.lora.quantize_base=null"),
         ("data.val_files=a.parquet", "here it is evaluation.sets.test=parquet evaluation.sets.test.paths=[a.parquet]"),
         ("checkpoint.keep_latest_k=3", "here it is checkpoint.max_to_keep=3"),
         ("max_samples=100", "tunix has none: training.max_steps or training.max_tokens bound a run"),
