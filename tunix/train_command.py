@@ -25,7 +25,7 @@ from tunix.config import Distributed, Local, compose
 from tunix.config.compose import add_implied_model, add_search_path, reject_foreign_vocab, reject_missing_inputs
 from tunix.config.mistakes import describe_errors, reject_flags
 from tunix.processes import exits, supervisor
-from tunix.processes.identity import find_identity
+from tunix.processes.identity import find_identity, reject_restart
 
 
 def train_command() -> int:
@@ -168,6 +168,8 @@ def check_inputs(job: compose.Job) -> None:
 def train(job: compose.Job) -> int:
     """Train here, under a supervisor where the run has several processes; returns the exit code."""
     distributed = job.config.distributed
+    if not job.config.resume:
+        reject_restart()
     if (code := supervisor.supervise(distributed)) is not None:
         return code
     exits.exit_on_stop_signals()  # also where Python calls `train_command` by itself

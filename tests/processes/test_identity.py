@@ -1,6 +1,7 @@
 """Who am I: every launcher's environment, and what is wrong with some."""
 
 import re
+from dataclasses import replace
 
 import pytest
 from jax._src.clusters import ClusterEnv
@@ -8,6 +9,7 @@ from jax._src.clusters import ClusterEnv
 from tunix.base.errors import UserError
 from tunix.config.compose import compose
 from tunix.processes.identity import Identity, find_identity
+from tunix.train_command import train
 
 TORCHRUN = {
     "RANK": "3",
@@ -49,6 +51,19 @@ def test_torchrun():
     assert identity(TORCHRUN | {"LOCAL_WORLD_SIZE": "1"}).local_device_ids is None  # one per node takes all
     assert identity(TORCHRUN | {"CUDA_VISIBLE_DEVICES": "5"}).local_device_ids is None  # the launcher hid the others
     assert identity(TORCHRUN | {"CUDA_VISIBLE_DEVICES": "4,5"}).local_device_ids == (1,)
+
+
+def test_torchrun_may_start_again_only_what_resumes(monkeypatch):
+    """Another run would begin at step 0, without a word."""
+    job, started = compose([]), []
+    resumed = replace(job, config=job.config.model_copy(update={"resume": "run"}))
+    monkeypatch.setattr("tunix.processes.supervisor.supervise", lambda distributed: started.append(1) or 0)
+    for count, again in (("0", job), ("1", resumed)):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)
+        assert train(again) == 0
+    with pytest.raises(UserError, match=r"RESTART_COUNT=1\), and it would begin at step 0 .* resume=RUN_DIR"):
+        train(job)
+    assert len(started) == 2
 
 
 def test_slurm():

@@ -91,6 +91,15 @@ def reject_idle_gpus(identity: Identity, distributed: Distributed, environment: 
         )
 
 
+def reject_restart(environment: Environment = os.environ) -> None:
+    """Raise `UserError` where torchrun starts a run anew that does not resume: it would begin at step 0, elsewhere."""
+    if (count := environment.get("TORCHELASTIC_RESTART_COUNT", "0")) != "0":
+        raise UserError(
+            f"torchrun starts this run again (TORCHELASTIC_RESTART_COUNT={count}), and it would begin at step 0 in a "
+            "folder of its own; go on with resume=RUN_DIR, with which torchrun may start it again (--max-restarts)"
+        )
+
+
 def count_gpus(environment: Environment = os.environ) -> int:
     """Return the number of GPUs in CUDA_VISIBLE_DEVICES, or of those that the driver lists."""
     visible = environment.get("CUDA_VISIBLE_DEVICES")
