@@ -422,10 +422,8 @@ class App:
                 work = (prompt, job.num_answers, job.max_new_tokens, sampling, seed, first)
                 emit = partial(answers.emit, first)
                 answers.requests.append(Request(*work, emit=emit, images=job.images))
-            try:
+            with answers.naming_limits():
                 self.serving.submit(answers.requests)
-            except QueueFull as full:
-                raise ApiError(503, str(full), headers={"Retry-After": str(full.retry_after_s)}) from None
         self.metrics.prompt_tokens.inc(sum(map(len, job.prompts)))
         return answers
 
@@ -435,7 +433,9 @@ class App:
             async for _ in pieces:
                 pass
         show = self._show_chat_choice if job.is_chat else self._show_completion_choice
-        choices = [await show(job, answer) for answer in answers.all]
+        with answers.naming_limits():
+            async with asyncio.timeout(answers.deadline - time.monotonic()):
+                choices = [await show(job, answer) for answer in answers.all]
         return make_envelope(job.is_chat, False, self.name) | {"choices": choices, "usage": answers.show_usage()}
 
     async def _show_chat_choice(self, job: Job, answer: _Answer) -> dict[str, Any]:
@@ -544,6 +544,7 @@ class _Answers:
         self.requests: list[Request] = []
         self.queue: asyncio.Queue[tuple[int, Piece] | Exception] = asyncio.Queue()  # an exception ends all of them
         self.loop = asyncio.get_running_loop()
+        self.deadline = job.arrived + app.limits.request_timeout_s
         stop = job.parameters.stop or []
 
         has_parts = job.is_chat and bool(PartReader(app.tokenizer).marks)  # else all of a turn is the answer
@@ -565,6 +566,17 @@ class _Answers:
             for index in range(job.num_answers)
         ]
 
+    @contextmanager
+    def naming_limits(self) -> Iterator[None]:
+        """Raise `ApiError` in place of the error of a limit of the server, of seconds or of what waits."""
+        try:
+            yield
+        except QueueFull as full:
+            raise ApiError(503, str(full), headers={"Retry-After": str(full.retry_after_s)}) from None
+        except TimeoutError:
+            limit = f"server.request_timeout_s={self.app.limits.request_timeout_s:g}"
+            raise ApiError(504, f"the answer is not complete after {limit}") from None
+
     def emit(self, first: int, piece: Piece) -> None:
         """Take a piece; the thread of the engine calls it."""
         with suppress(RuntimeError):  # the loop has ended
@@ -578,15 +590,15 @@ class _Answers:
             ClientDisconnect: nobody waits for the answers.
         """
         metrics, job = self.app.metrics, self.job
-        deadline = job.arrived + self.app.limits.request_timeout_s
         watch = asyncio.create_task(self._watch())
         left = len(self.all) if self.requests else 0
         is_first = True
         self.app.open.add(self)
         try:
             while left:
-                async with asyncio.timeout(deadline - time.monotonic()):
-                    event = await self.queue.get()
+                with self.naming_limits():
+                    async with asyncio.timeout(self.deadline - time.monotonic()):
+                        event = await self.queue.get()
                 if isinstance(event, Exception):
                     raise event
                 answer, piece = self.all[event[0]], event[1]
@@ -605,9 +617,6 @@ class _Answers:
                         self.app.serving.cancel(self.requests[number], index)
                 yield answer, text, thought
             metrics.whole_s.observe(time.monotonic() - job.arrived)
-        except TimeoutError:
-            limit = f"server.request_timeout_s={self.app.limits.request_timeout_s:g}"
-            raise ApiError(504, f"the answer is not complete after {limit}") from None
         finally:
             self.app.open.discard(self)
             watch.cancel()

@@ -687,6 +687,25 @@ def test_a_deadline_and_a_broken_engine_end_requests_and_not_the_server(model, h
         assert post(port, json.dumps({"prompt": "a few", "max_tokens": 3}))[0] == 200
 
 
+def test_scores_have_the_limits_of_answers_and_others_draw_between_them(model, hf_dir):
+    body = json.dumps({"prompt": "a few words", "echo": True, "max_tokens": 0, "logprobs": 1})
+    with serving(model, hf_dir, "server.max_waiting=2") as (app, port), ThreadPoolExecutor() as pool:
+        gate, work, score, run = threading.Event(), [], app.serving._score, app.serving.engine.run
+        app.serving._score = lambda *text: (gate.wait(60), work.append("score"), score(*text))
+        app.serving.engine.run = lambda: (work.append("draw"), run())[1]
+        app.limits = app.limits.model_copy(update={"request_timeout_s": 0.5})
+        assert post(port, body)[0] == 504
+        app.limits = app.limits.model_copy(update={"request_timeout_s": 60})
+        others = []
+        for number in range(3):
+            others.append(pool.submit(post, port, body))
+            wait_until(lambda number=number: len(app.serving.scorings) > number)
+        assert post(port, body)[0] == 503
+        gate.set()
+        assert [each.result()[0] for each in others] == [200] * 3
+    assert "score score" not in " ".join(work)
+
+
 # What is refused.
 
 

@@ -138,11 +138,14 @@ class Serving:
         """
         with self.changed:
             wanted = sum(each.num_answers for each in requests)
-            if self.num_waiting + wanted > self.max_waiting + len(self.free):
-                late = self.seconds_per_answer * (self.num_waiting + 1) / self.num_rows
-                raise QueueFull(min(60, max(1, round(late))))
+            self._refuse_more(self.num_waiting + wanted - len(self.free))
             self.waiting.extend(requests)
             self.changed.notify()
+
+    def _refuse_more(self, num_waiting: int) -> None:
+        if num_waiting > self.max_waiting:
+            late = self.seconds_per_answer * (self.num_waiting + 1) / self.num_rows
+            raise QueueFull(min(60, max(1, round(late))))
 
     def cancel(self, request: Request, index: int | None = None) -> None:
         """Give up an answer of a request, or all of them; nothing is said about those that have ended."""
@@ -153,9 +156,14 @@ class Serving:
             self.changed.notify()
 
     def score(self, tokens: list[int], images: Images | None) -> "Future[TopScores]":
-        """Return the scores of all tokens but the first, and of the likeliest in their places (`score_with_top`)."""
+        """Return the scores of all tokens but the first, and of the likeliest in their places (`score_with_top`).
+
+        Raises:
+            QueueFull: more texts would wait than answers may.
+        """
         scoring: Future[TopScores] = Future()
         with self.changed:
+            self._refuse_more(len(self.scorings))
             self.scorings.append((tokens, images, scoring))
             self.changed.notify()
         return scoring
@@ -182,10 +190,9 @@ class Serving:
                 self.changed.wait_for(lambda: self.waiting or self.held or self.scorings or self.is_closing)
                 if self.is_closing:
                     return
-                scorings = list(self.scorings)
-                self.scorings.clear()
-            for each in scorings:
-                self._score(*each)
+                scoring = self.scorings.popleft() if self.scorings else None
+            if scoring is not None:  # one at a time: the rows draw between two of them
+                self._score(*scoring)
             try:
                 self._draw()
             except Exception:  # too little memory, or a bug: those that draw lose their answers, the server goes on
@@ -262,6 +269,8 @@ class Serving:
         self.engine = self._make_engine()
 
     def _score(self, tokens: list[int], images: Images | None, scoring: Future) -> None:
+        if not scoring.set_running_or_notify_cancel():  # it came too late for its request
+            return
         try:
             if self.scorer is None:
                 self.scorer = TokenScorer(self.model, num_top=MAX_TOP)
