@@ -134,7 +134,7 @@ def select_meshes(cfg: Config, sequences: int, every: bool = False) -> list[dict
     """
     num_devices = jax.device_count()
     # A mesh of one axis shows which axis is wrong. Some errors need two axes at once: the mixed mesh shows those.
-    valid = [sizes for sizes in meshes(num_devices) if _is_valid(cfg, sizes, sequences)]
+    valid = [sizes for sizes in meshes(num_devices, cfg.dims) if _is_valid(cfg, sizes, sequences)]
     alone = [sizes for sizes in valid if max(sizes.values()) == num_devices]
     mixed = sorted(valid, key=lambda sizes: (-sum(size > 1 for size in sizes.values()), max(sizes.values())))
     one_device = [dict.fromkeys(axis_names(), 1)] if jax.process_count() == 1 or not _find_shared_work(cfg) else []

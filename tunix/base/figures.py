@@ -73,6 +73,7 @@ def _plot(canvas: ImageDraw.ImageDraw, font: Any, panel: Panel, left: int) -> No
     if panel.limit:
         limit_at = left + scale * panel.limit
         canvas.line((limit_at, 3 * ROW, limit_at, ROW * (len(panel.bars) + 3)), LIMIT, 2)
+        canvas.text((limit_at + 6, ROW * (len(panel.bars) + 3)), f"limit {panel.limit:.3g}", LIMIT, font)
 
 
 # A sheet of images with what a model says about them, for sinks that show images.

@@ -334,7 +334,7 @@ def rank(cfg: Config, cluster: Cluster, progress: Callable[[str], None] = lambda
     limit = GIB * budget_gib if budget_gib else count_usable_bytes(cfg, cluster)
     candidates, refused, valid = list[Candidate](), {}, []
     if cfg.model.mesh_shape == "auto":
-        all_sizes = list(meshes(cluster.num_devices))
+        all_sizes = list(meshes(cluster.num_devices, cfg.dims))
     else:
         all_sizes = [resolve(cfg.model.mesh_shape, cluster.num_devices, cfg.dims, False, "in plan.topology")]
     for sizes in all_sizes:
@@ -474,7 +474,9 @@ def _compile_candidates(
         names = ", ".join(format_mesh_shape(results[index].sizes) for index in indices)
         compiling = compile_all([results[index].cfg for index in indices], cluster)
         too_large = {}  # the next smaller value of the open key, by index
-        with announcing(f"compiling {names}", progress):
+        if len(indices) > 1:
+            progress(f"compiling {names}")
+        with announcing(f"compiling {names if len(indices) == 1 else f'{len(indices)} meshes'}", progress):
             for index, answer in zip(indices, compiling, strict=True):
                 candidate = results[index]
                 if isinstance(answer, str):

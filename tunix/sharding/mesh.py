@@ -199,11 +199,14 @@ def num_stages(sizes: Mapping[str, int]) -> int:
     return count_devices(sizes, DIMS[LAYERS].weight_axes)
 
 
-def meshes(num_devices: int) -> Iterator[dict[str, int]]:
-    """Yield every way to spread the devices over the mesh axes; `check_divides` tells which of them a model allows."""
-    names = axis_names()
+def meshes(num_devices: int, dims: Mapping[str, int]) -> Iterator[dict[str, int]]:
+    """Yield every way to spread the devices over the mesh axes that split something of a model with these dimensions.
+
+    `check_divides` tells which of them the model allows.
+    """
+    names = [axis for axis in axis_names() if needed_dims().get(axis) in (None, *dims)]
     for split in _list_factorizations(num_devices, len(names)):
-        yield dict(zip(names, split, strict=True))
+        yield dict.fromkeys(axis_names(), 1) | dict(zip(names, split, strict=True))
 
 
 def _suggest_meshes(named: Mapping[str, int], num_devices: int, dims: Mapping[str, int]) -> str:
