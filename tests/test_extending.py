@@ -197,6 +197,7 @@ def try_out(words: list[str]) -> None:
         ("scheduler.name=wrong_parts:infinite", "its factor is inf at step 0"),
         ("logging.sinks=[wrong_parts:Silent]", "logging.sinks=wrong_parts:Silent fails: OSError: no disk"),
         ("scheduler.name=my_parts:stair", "module my_parts has no function or class stair; did you mean stairs?"),
+        ("scheduler.name=my_parts.py:stairs", "on PYTHONPATH; did you mean my_parts:stairs?"),
         ("scheduler.name=nowhere:stairs", "module nowhere cannot be imported (ModuleNotFoundError: No module named 'nowhere')"),
         ("scheduler.name=constnat", "expected one of warmup_cosine, warmup_linear, constant, wsd, cosine_hold, inverse_sqrt, range_test, sqrt_decay, or package.module:name; did you mean constant?"),
         ("logging.sinks=[jsonl,tensorbord]", "did you mean tensorboard?"),
@@ -299,5 +300,5 @@ def test_a_loss_that_is_no_mean_over_tokens_has_no_bits_per_byte(folder):
     held_out = HeldOut(cfg, load_corpus(cfg), None, build_mesh(cfg), num_rows=8)
     held_out.totals = lambda *_: ({"loss": np.float32(12)}, np.float32(4))
     assert held_out.evaluate({}) == {"loss": 3.0}
-    held_out.totals = lambda *_: ({"loss": np.float32(12)}, np.float32(held_out.num_tokens))
-    assert held_out.evaluate({}).keys() == {"loss", "perplexity", "bits_per_byte", "eval_tokens"}
+    held_out.totals = lambda *_: (dict.fromkeys(["loss", "mtp_loss"], np.float32(12)), np.float32(held_out.num_tokens))
+    assert held_out.evaluate({}).keys() == {"loss", "perplexity", "bits_per_byte", "eval_tokens", "mtp_loss"}

@@ -32,9 +32,12 @@ def import_object(path: str, kind: type | None = None) -> Any:
     try:
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:  # the module is the user's: it may raise anything, or end the program
+        as_module = module_name.removesuffix(".py").removeprefix("./").replace("/", ".")
+        is_file = module_name.endswith(".py") and all(map(str.isidentifier, as_module.split(".")))
+        hint = f"; did you mean {as_module}:{name}?" if is_file else ""
         raise UserError(
             f"module {module_name} cannot be imported ({_first_line(error)}); modules are looked for in the current "
-            "folder and on PYTHONPATH"
+            f"folder and on PYTHONPATH{hint}"
         ) from None
     fitting = {
         name: value

@@ -125,13 +125,12 @@ def _compute_text_metrics(sums: Sums, weight: jax.Array, num_bytes: int) -> dict
     """
     nll, num_tokens = float(sums["loss"]), float(weight)
     loss = nll / num_tokens
+    further: Sums = {name: sums[name] for name in ("teacher_kl", "mtp_loss") if name in sums}
     return {
         "loss": loss,
         "perplexity": math.exp(min(loss, 700.0)),
         "bits_per_byte": nll / math.log(2) / num_bytes,
-        "eval_tokens": int(num_tokens),
-        **({"teacher_kl": float(sums["teacher_kl"]) / num_tokens} if "teacher_kl" in sums else {}),
-        **({"mtp_loss": float(sums["mtp_loss"].total / sums["mtp_loss"].divisor)} if "mtp_loss" in sums else {}),
+        **compute_means("eval_tokens", further, weight, num_bytes),
     }
 
 
