@@ -50,7 +50,9 @@ def evaluate(cmd: Evaluate) -> None:
     measured = evaluate_fn(cmd, split, list(steps.values()))
     if output is None:
         return
-    info = {"checkpoint": cmd.checkpoint, "data": cfg.data.source, "split": cmd.split}
+    info = {"checkpoint": cmd.checkpoint}
+    if cmd.metric != "lm_eval":  # whose tasks have data of their own
+        info |= {"data": cfg.data.source, "split": cmd.split}
     rows = [({} if step is None else {"step": step}) | row for step, row in zip(steps, measured, strict=True)]
     is_list = isinstance(cmd.step, tuple) or cmd.step == "all"  # of steps, even if there is only one
     content = info | ({"steps": rows} if is_list else rows[0])
@@ -61,7 +63,8 @@ def evaluate(cmd: Evaluate) -> None:
         step = {"step": row["step"]} if "step" in row else {}
         splits = {cmd.split: row} | {name: step | numbers for name, numbers in row.get("sets", {}).items()}
         for split, numbers in splits.items():
-            table.add_row(*(info | {"split": split}).values(), *(_format(numbers.get(name)) for name in names))
+            described = info | {"split": split}
+            table.add_row(*(described[name] for name in info), *(_format(numbers.get(name)) for name in names))
     print_table(table)  # first: a disk may refuse what has taken hours
     with describing_refusal(f"output={output}"):
         output.write_text(json.dumps(content, indent=2) + "\n")

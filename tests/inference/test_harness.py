@@ -50,6 +50,7 @@ def test_tasks_of_the_harness(hf_dir, tmp_path, monkeypatch):
     ]
     evaluate(read_settings(Evaluate, [*words, f"output={tmp_path}/results.json"], {"overrides": mesh}))
     found = json.loads((tmp_path / "results.json").read_text())
+    assert not {"data", "split"} & found.keys()  # of the run's own data, which no task asks for
 
     model = tunix.load_pretrained(hf_dir)
 
