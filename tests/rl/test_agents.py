@@ -194,16 +194,27 @@ def test_without_rewards_an_environment_must_reward(tmp_path):
     assert "Silent rewards nothing itself" in done.stderr
 
 
-@pytest.mark.nightly(but=["in held-out episodes"])
-@pytest.mark.parametrize("after", [32, 48], ids=["in the third rollout", "in held-out episodes"])
-def test_an_environment_that_fails_may_end_the_run(calm, after, tmp_path, monkeypatch):
-    """No step is lost, though the first checkpoint was due after step 4."""
+def end_by_failing(after: int) -> None:
+    """Train to the first failure of an environment that fails once the run has drawn so many answers."""
     words = [*AGENT, *ONE, "training.max_steps=4", "checkpoint.save_every_steps=4", "hydra.run.dir=run"]
     failing = ["task.environment=support.own_environment:FailingLater", f"task.environment_options={{after: {after}}}"]
-    monkeypatch.chdir(tmp_path)
     why = r"FailingLater fails: RuntimeError: out of order .*environment_errors=zero scores .*\. Saved after step 2; go on"
     with pytest.raises(UserError, match=why):
         tunix.train([*words, *failing, "task.environment_errors=stop"])
+
+
+def test_an_environment_that_fails_may_end_the_run(tmp_path, monkeypatch):
+    """In held-out episodes, before the first checkpoint was due."""
+    monkeypatch.chdir(tmp_path)
+    end_by_failing(after=48)
+    assert [path.name for path in Path("run/checkpoints").iterdir()] == ["2"]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("after", [32, 48], ids=["in the third rollout", "in held-out episodes"])
+def test_a_run_that_an_environment_has_ended_goes_on(calm, after, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    end_by_failing(after)
     tunix.train(["resume=run", "task.environment_options={after: 99}"])
     for split in (None, "held_out"):
         lines, expected = (list(map(same_numbers, metrics(folder, split))) for folder in (Path("run"), calm))
