@@ -860,6 +860,33 @@ def test_a_long_text_stops_no_other_thread(model):
     assert tokens == model.tokenizer.encode("merged " * 20_000).ids
 
 
+def test_long_texts_that_wait_hold_no_thread(model, hf_dir, monkeypatch):
+    """There are at most 32 threads; a short text had waited for all long ones."""
+    reader = RequestReader(model, "small", read_settings(Serve, [f"checkpoint={hf_dir}"]), 64, 4)
+    reader.max_characters = 1 << 20
+    long, short = (json.dumps({"prompt": text, "max_tokens": 1}).encode() for text in ("a" * 200_000, "a"))
+    gate, at_work = threading.Event(), []
+
+    def wait(text):
+        if len(text) > 1:
+            at_work.append(text)
+            gate.wait(60)
+        return [3] * min(2, len(text))
+
+    async def ask():
+        waiting = [asyncio.create_task(reader.read_completion(long, 0)) for _ in range(40)]
+        while not at_work:
+            await asyncio.sleep(0.01)
+        try:
+            return await asyncio.wait_for(reader.read_completion(short, 0), 20)
+        finally:
+            gate.set()
+            await asyncio.gather(*waiting)
+
+    monkeypatch.setattr(type(model), "encode", lambda _, text: wait(text))
+    assert asyncio.run(ask()).prompts == [[3]]
+
+
 def test_other_addresses_keys_and_what_is_shown(served, client):
     port = served[1]
     assert post(port, b"{}", key="wrong")[0] == 401

@@ -5,10 +5,11 @@
 
 import asyncio
 import logging
-import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from tunix.base.errors import UserError, name_first
 from tunix.base.files import expand_home
@@ -33,6 +34,7 @@ from tunix.models.vision import Images
 from tunix.rl.tool_parsers import Call, choose_tool_calls, find_reader, is_named_object, keep_texts
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 @dataclass
@@ -59,10 +61,9 @@ class RequestReader:
         assert model.tokenizer is not None
         self.model, self.tokenizer, self.command, self.limits = model, model.tokenizer, command, command.server
         self.name, self.max_length, self.max_answers = name, max_length, max_answers
-        # No longer text has room: a token has at most as many characters as its name. Long texts are tokenized one
-        # after the other, since the library takes up to 280 times their size.
+        # No longer text has room: a token has at most as many characters as its name.
         self.max_characters = max_length * max(map(len, model.tokenizer.get_vocab()))
-        self.long_text = threading.Lock()
+        self.long_text = asyncio.Lock()
         self.templates: dict[bool, ChatTemplate] = {}  # by whether a conversation has tools
         self.images = find_image_prompts(model.cfg, model.tokenizer, self.limits.max_image_pixels)
         self.processor = None if self.images is None else self.images.processor
@@ -129,7 +130,7 @@ class RequestReader:
                 "them in a message of the system, or start with chat_template=FILE",
                 "tools",
             )
-        prompt, images = await asyncio.to_thread(self._encode_chat, text, files)
+        prompt, images = await self._tokenize(len(text), partial(self._encode_chat, text, files))
         max_tokens = parameters.max_completion_tokens or parameters.max_tokens
         call_format = choose_tool_calls(template.source)
         read = find_reader(call_format)
@@ -178,10 +179,16 @@ class RequestReader:
         if len(text) > self.max_characters:
             message = f"a prompt of {len(text)} characters is more than {self.max_length} tokens"
             raise ApiError(400, message, where, "context_length_exceeded")
-        if len(text) <= PIECE:
-            return encode(text)
-        with self.long_text:
-            return encode(text)
+        return encode(text)
+
+    async def _tokenize(self, longest: int, work: Callable[[], T]) -> T:
+        """Return what `work` makes of texts of at most `longest` characters, in a thread.
+
+        Long ones are tokenized one after the other, since the library takes up to 280 times their size. Those that wait
+        hold no thread: there are few, and short texts need them.
+        """
+        async with self.long_text if longest > PIECE else nullcontext():
+            return await asyncio.to_thread(work)
 
     def _encode_chat(self, text: str, files: list[bytes]) -> tuple[list[int], Images | None]:
         def encode(text: str) -> list[int]:
@@ -206,7 +213,8 @@ class RequestReader:
         def encode(prompt: str | list[int]) -> list[int]:
             return self._encode(prompt, self.model.encode, "prompt") if isinstance(prompt, str) else prompt
 
-        tokens = await asyncio.to_thread(lambda: list(map(encode, prompts)))
+        longest = max((len(prompt) for prompt in prompts if isinstance(prompt, str)), default=0)
+        tokens = await self._tokenize(longest, lambda: list(map(encode, prompts)))
         job = self._make_job(parameters, False, tokens, parameters.max_tokens, None, arrived)
         if parameters.echo:
             job.texts = [each if isinstance(each, str) else decode(self.tokenizer, each) for each in prompts]
