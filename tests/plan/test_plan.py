@@ -250,6 +250,8 @@ def test_ranks_what_fits_and_says_why_not_the_rest(run):
     found = json.loads(out)
     speeds = [each["predicted"]["tokens_per_s"] for each in found["fit"]]
     assert speeds == sorted(speeds, reverse=True)
+    predicted = found["fit"][0]["predicted"]
+    assert predicted["run_s"] == pytest.approx(predicted["steps"] * predicted["step_time_s"])
     assert "model.num_heads=4 is not divisible by mesh axis tp=8" in found["refused"]['[[8],["tp"]]']
     assert len(found["fit"]) + len(found["refused"]) == len(list(meshes(8, compose(SMALL).config.dims)))
     assert not [mesh for mesh in found["refused"] if "ep" in mesh]  # a model without experts has nothing for it

@@ -25,12 +25,13 @@ from tunix.costs.compiled_time import StepTime
 from tunix.costs.devices import PLATFORM, Cluster, compute_peak_tflops
 from tunix.costs.rollout import RolloutPlan, plan_rollout
 from tunix.costs.step import Costs, check_matmul_dtype, derive, derive_costs, find_train_spec
+from tunix.data.batches import BEGINNING, make_data_schedule
 from tunix.plan.compile import WORKERS, Compiled, compile_all
 from tunix.plan.derived_time import derive_time, resolve_exchange
 from tunix.sharding.mesh import format_mesh_shape, meshes, resolve, token_shards
 from tunix.training.choices import Choices, check_rollout_devices, select_rollout_sizes
 from tunix.training.logprobs import MORE_ROWS, count_chunk_positions
-from tunix.training.train_spec import check_on_mesh
+from tunix.training.train_spec import check_on_mesh, last_step
 
 log = logging.getLogger(__name__)
 
@@ -215,6 +216,17 @@ class Candidate:
         """Share of the peak: of `training.matmul_dtype` where products have it, of bf16 elsewhere."""
         peak = compute_peak_tflops(self.cluster.kind, self.cfg.training.matmul_dtype, self.costs.matmul_share)
         return self.costs.model_flops / self.time.step_s / (peak * 1e12)
+
+    def predict_run(self) -> tuple[int, float] | None:
+        """Return the steps of a run and the seconds that they take; None where only the data tell how many they are."""
+        schedule = self.cfg.training.batch_schedule(self.sizes)
+        data_schedule = make_data_schedule(self.cfg, schedule, BEGINNING)
+        steps = last_step(self.cfg.training, data_schedule, schedule.periods[-1].shape.num_tokens, None)
+        if steps is None:
+            return None
+        by_shape = {each.choices.shape: each for each in (*self.stages, self)}
+        counts = [(len(period.steps(1, steps)), by_shape[period.shape]) for period in schedule.periods]
+        return steps, sum(count * each.costs.tokens_per_step / each.tokens_per_s for count, each in counts)
 
 
 def derive_candidate(cfg: Config, sizes: dict[str, int], cluster: Cluster, limit: float) -> Candidate:

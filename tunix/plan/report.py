@@ -5,6 +5,7 @@ import math
 import os
 import shlex
 from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,7 @@ def format_text(ranking: Ranking, cluster: Cluster, overrides: list[str]) -> str
     lines += _list_assumptions(cluster, candidates)
     if ranking.fit:
         lines += _list_places(ranking.fit[0], cluster)
+        lines += _describe_run(ranking.fit[0], cluster)
         if ranking.fit[0].compiled:
             lines += ["", _format_traffic(ranking.fit[0])]
         if ranking.fit[0].stages:
@@ -161,6 +163,19 @@ def _format_stages(candidate: Candidate) -> str:
     columns = ("steps", "sequences", "tokens each", "tokens a step", "from", "GiB in all", "step s", "tokens/s")
     title = f"stages of the batch on {format_mesh_shape(candidate.sizes)}"
     return format_table(title, columns, ("steps", "from"), rows)
+
+
+def _describe_run(candidate: Candidate, cluster: Cluster) -> list[str]:
+    """Return a line that says how long the whole run takes; none where only the data tell how many steps it has."""
+    if (run := candidate.predict_run()) is None:
+        return []
+    steps, seconds = run
+    limits, hours = candidate.cfg.training.limits, seconds * cluster.num_devices / 3600
+    first = f" (the first of {' and '.join(limits)} ends the run)" if len(limits) > 1 else ""
+    return [
+        f"{steps:,} steps{first} on {format_mesh_shape(candidate.sizes)} take {timedelta(seconds=round(seconds))}, "
+        f"{hours:,.1f} GPU hours, without starts, evaluations and saves (predicted)"
+    ]
 
 
 def _list_places(candidate: Candidate, cluster: Cluster) -> list[str]:
@@ -239,7 +254,7 @@ def make_record(candidate: Candidate) -> dict[str, Any]:
     for transfer in candidate.costs.transfers:
         name = f"{transfer.kind} {'+'.join(transfer.axes)}"
         derived_bytes[name] = derived_bytes.get(name, 0) + transfer.num_bytes
-    compiled = candidate.compiled
+    compiled, run = candidate.compiled, candidate.predict_run()
     return {
         "mesh_shape": format_mesh_shape(candidate.sizes),
         "micro_batch_size": candidate.cfg.training.sequences_per_shard,
@@ -263,6 +278,8 @@ def make_record(candidate: Candidate) -> dict[str, Any]:
             "step_time_s": candidate.time.step_s,
             "tokens_per_s": candidate.tokens_per_s,
             "mfu": candidate.mfu,
+            "steps": run and run[0],
+            "run_s": run and run[1],
             "rollout_s": candidate.rollout_s if candidate.rollout else None,
         },
         "rollout_bytes_per_device": candidate.rollout_memory or None,
