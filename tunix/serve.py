@@ -347,11 +347,15 @@ class App:
 
     def _check_client(self, request: HttpRequest) -> None:
         if self.key is None:
-            # A web page that the user looks at must not reach the server by a name that leads to this machine. In
-            # `request.url` a name that Starlette cannot read, like a{b.example, is the address of the server.
-            host = HOST.fullmatch(request.headers.get("host", "localhost").lower())  # HTTP 1.0 has none
-            if host is None or not is_loopback(host[1].strip("[]")):
-                raise ApiError(403, "this server has no key, and answers to the names of loopback alone")
+            # A web page that the user looks at must not reach the server, neither by a name that leads to this machine
+            # nor by its address: a browser sends the page's own host as Origin. In `request.url` a name that Starlette
+            # cannot read, like a{b.example, is the address of the server.
+            hosts = [request.headers.get("host", "localhost")]  # HTTP 1.0 has none
+            if "origin" in request.headers:
+                hosts.append(request.headers["origin"].partition("://")[2])
+            for host in (HOST.fullmatch(host.lower()) for host in hosts):
+                if host is None or not is_loopback(host[1].strip("[]")):
+                    raise ApiError(403, "this server has no key, and answers to the names of loopback alone")
             return
         kind, _, given = request.headers.get("authorization", "").partition(" ")
         if kind.lower() != "bearer" or not hmac.compare_digest(given.strip().encode("latin-1"), self.key):

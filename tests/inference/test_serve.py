@@ -925,6 +925,8 @@ def test_without_a_key_names_other_than_those_of_loopback_are_refused(model, hf_
             assert post(port, None, "/v1/models", method="GET", Host=host)[0] == 403, host
         for host in (f"localhost:{port}", "LOCALHOST", "127.0.0.1:", f"[::1]:{port}"):
             assert post(port, None, "/v1/models", method="GET", Host=host)[0] == 200, host
+        for page, code in (("https://a.example", 403), ("null", 403), ("http://localhost:3000", 200)):
+            assert post(port, None, "/v1/models", method="GET", Origin=page)[0] == code, page
 
 
 def test_settings_that_are_refused(hf_dir, monkeypatch):
