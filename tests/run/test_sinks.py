@@ -98,25 +98,29 @@ def test_a_saved_config_with_the_old_key_is_understood(flag, sinks, tmp_path):
     assert compose([f"resume={tmp_path}", "logging.sinks=[jsonl]"]).config.logging.sinks == ("jsonl",)
 
 
-def test_a_full_disk_is_one_line(tmp_path):
+def test_a_run_whose_folder_is_full_saves_its_steps_elsewhere(words):
     """The numbers of a run fill a disk first; what is still in a buffer does not hide the message."""
-    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
-    start = Start(tmp_path, compose([]).config.model_dump(mode="json"), 0, 10)
-    message = "the run's folder cannot be written: No space left on device; the checkpoints"
-    with pytest.raises(UserError, match=message), Metrics(["jsonl"], start) as metrics:
-        metrics.write({"step": 1, "loss": 1.0})
+    Path("run").mkdir()
+    Path("run/metrics.jsonl").symlink_to("/dev/full")
+    message = "^the run's folder cannot be written: No space left on device; make room. Saved after step 1; go on with"
+    with pytest.raises(UserError, match=message):
+        tunix.train([*words, "checkpoint.folder=elsewhere"])
+    assert Path("elsewhere/checkpoints/1").is_dir()
 
 
-def test_events_are_refused_by_the_call_that_writes_them(tmp_path):
+def test_events_are_refused_by_the_call_that_writes_them(tmp_path, monkeypatch):
     """And not in a thread, which shows a traceback."""
+    asked: list[str] = []
+    monkeypatch.setattr("tunix.processes.watchdog.request_stop", lambda reason, fails: asked.append(reason))
     metrics = Metrics(["tensorboard"], Start(tmp_path, compose([]).config.model_dump(mode="json"), 0, 10))
     (file,) = tmp_path.glob("events.*")
     usual = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (file.stat().st_size, usual[1]))
     try:
-        for end in (lambda: metrics.write({"step": 1, "loss": 1.0}), lambda: metrics.__exit__(None, None, None)):
-            with pytest.raises(UserError, match="the run's folder cannot be written: File too large"):
-                end()
+        metrics.write({"step": 1, "loss": 1.0})
+        assert len(asked) == 1
+        with pytest.raises(UserError, match="^the run's folder cannot be written: File too large"):
+            metrics.__exit__(None, None, None)  # the last step has no other that ends the run
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, usual)
 

@@ -82,6 +82,12 @@ class RolloutFailed(UserError):
     saves = True
 
 
+class FolderFull(UserError):
+    """The numbers of a run cannot be written into its folder: it is saved, perhaps elsewhere, before it ends."""
+
+    saves = True
+
+
 class Stopped(Ending):
     """The run was asked to stop early (SIGTERM, SIGUSR1, time limit), and everything is saved: `resume` goes on."""
 

@@ -45,6 +45,7 @@ log = logging.getLogger(__name__)
 
 _stop_signals: list[str] = []
 _agreed: list[str] = []  # why all processes stop, once they know that they do
+_failures: list[str] = []  # reasons of this process to stop that are failures
 _polls = count(1)
 
 
@@ -53,18 +54,27 @@ def listening() -> Iterator[None]:
     """Let SIGTERM and SIGUSR1 ask the run to save and stop; after `peers.join`, which replaces the handlers."""
     _stop_signals.clear()
     _agreed.clear()
+    _failures.clear()
     # With several processes JAX's own handler of SIGTERM stays: it tells the other processes.
     numbers = [signal.SIGUSR1] if jax.process_count() > 1 else [signal.SIGUSR1, signal.SIGTERM]
     with handling_signals(numbers, lambda number, _: request_stop(signal.Signals(number).name)):
         yield
 
 
-def request_stop(reason: str) -> None:
-    """Ask all processes to save and stop; safe in a signal handler."""
+def request_stop(reason: str, fails: bool = False) -> None:
+    """Ask all processes to save and stop; safe in a signal handler, unless the run `fails` by this reason."""
+    if fails:  # first, so that the others find it when they stop
+        _failures.append(reason)
+        peers.publish("full_folder/0", reason)
     # JAX's own handler of SIGTERM starts the agreement with the other processes.
     if not _stop_signals and jax.process_count() > 1:
         os.kill(os.getpid(), signal.SIGTERM)
     _stop_signals.append(reason)
+
+
+def failure_of_stop() -> str | None:
+    """Return the failure for which the processes stop, once `stop_requested` has returned a reason."""
+    return next(iter([*_failures, *peers.published("full_folder").values()]), None)
 
 
 def stopped_by_signal() -> bool:

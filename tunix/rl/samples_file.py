@@ -55,13 +55,15 @@ class SamplesFile:
                 }
             )
         # One line an answer: a file that a kill cuts short loses its last line and no more.
-        for record in records:
-            self.file.write(json.dumps(record, ensure_ascii=False) + "\n")
+        with self.metrics.writing():
+            for record in records:
+                self.file.write(json.dumps(record, ensure_ascii=False) + "\n")
         self.metrics.table("samples", records, "\n".join(map(_shorten, records[:SHOWN])), step)
 
     def close(self) -> None:
         if self.file is not None:
-            self.file.close()
+            with self.metrics.writing():
+                self.file.close()
 
 
 def _shorten(record: dict) -> str:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tunix.base.errors import Diverged, Ending, Finished, RolloutFailed, Stopped
+from tunix.base.errors import Diverged, Ending, Finished, FolderFull, RolloutFailed, Stopped
 from tunix.checkpoints.checkpoint import Improvement
 from tunix.config import Config
 from tunix.config.compose import format_resume
@@ -57,6 +57,8 @@ def check_stop_request(now: Moment) -> Ending | None:
     reason = watchdog.stop_requested()
     if reason is None or not now.source.can_stop(now.step):
         return None
+    if failure := watchdog.failure_of_stop():
+        return FolderFull(f"{failure}. Saved after step {now.step}; go on with {format_resume(now.folder)}")
     return Stopped(f"{reason}: saved after step {now.step}; go on with {format_resume(now.folder)}")
 
 

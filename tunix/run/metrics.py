@@ -11,9 +11,9 @@ from typing import Any
 
 import jax
 
-from tunix.base.errors import UserError
+from tunix.base.errors import FolderFull, UserError
 from tunix.base.files import find_way_out
-from tunix.processes import peers
+from tunix.processes import peers, watchdog
 from tunix.processes.watchdog import Pace
 from tunix.run.goodput import Goodput
 from tunix.run.sinks import Background, give_table
@@ -29,12 +29,17 @@ ALWAYS = ("terminal",)  # sinks that every run has, named or not
 
 
 class Metrics:
-    """The sinks of a run on process 0; other processes have none."""
+    """The sinks of a run on process 0; other processes have none.
+
+    Where the run's folder cannot be written, all processes are asked to save and stop, and nothing more is written: the
+    steps since the last checkpoint are worth more than their lines.
+    """
 
     def __init__(self, names: Iterable[str], start: Start):
         chosen = dict.fromkeys((*names, *ALWAYS)) if peers.is_main() else ()
         self.sinks: list[Sink] = [open_sink(name, start) for name in chosen]
         self.close_timeout_s = start.config["logging"]["close_timeout_s"]
+        self.failure: FolderFull | None = None
 
     def __enter__(self) -> "Metrics":
         return self
@@ -43,49 +48,55 @@ class Metrics:
         try:
             with ExitStack() as closing:  # closes all, also when one fails
                 for sink in self.sinks:
-                    closing.callback(_describe_full_disk()(sink.close), error)  # what is still in a buffer is written
+                    closing.callback(self.writing()(sink.close), error)  # what is still in a buffer is written
         finally:
             # All that work in the background end side by side, and share the time.
             deadline = time.monotonic() + self.close_timeout_s
             for sink in self.sinks:
                 if isinstance(sink, Background):
                     sink.wait(deadline)
+        if self.failure and error is None:  # no step came that could end the run
+            raise self.failure
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Surround what writes into the run's folder: note that this fails, and ask all processes to stop.
+
+        Raises:
+            UserError: the folder is gone.
+        """
+        try:
+            yield
+        except FileNotFoundError as error:
+            name = os.fsdecode(error.filename or "the run's folder")
+            raise UserError(f"{name} was deleted or moved while the run wrote to it") from None
+        except OSError as error:
+            if self.failure is None:
+                reason = f"the run's folder cannot be written: {error.strerror or error}"
+                self.failure = FolderFull(f"{reason}; {find_way_out(error, 'free space')}")
+                watchdog.request_stop(str(self.failure), fails=True)
 
     def write(self, record: dict[str, Any], group: str = "train") -> None:
         """Give a record of numbers, with its `step`, to every sink."""
-        with _describe_full_disk():
-            for sink in self.sinks:
-                sink.write(record, group)
+        self._each(lambda sink: sink.write(record, group))
 
     def text(self, name: str, text: str, step: int) -> None:
         """Give a text of several lines to every sink."""
-        for sink in self.sinks:
-            sink.text(name, text, step)
+        self._each(lambda sink: sink.text(name, text, step))
 
     def table(self, name: str, rows: list[dict[str, Any]], text: str, step: int) -> None:
         """Give rows to every sink that has tables, and `text`, which shows them, to the others."""
-        for sink in self.sinks:
-            give_table(sink, name, rows, text, step)
+        self._each(lambda sink: give_table(sink, name, rows, text, step))
 
     def image(self, name: str, png: bytes, step: int) -> None:
         """Give an image to every sink."""
-        for sink in self.sinks:
-            sink.image(name, png, step)
+        self._each(lambda sink: sink.image(name, png, step))
 
-
-@contextmanager
-def _describe_full_disk() -> Iterator[None]:
-    """Raise `UserError` in place of an `OSError`: the run's folder cannot be written."""
-    try:
-        yield
-    except FileNotFoundError as error:
-        name = os.fsdecode(error.filename or "the run's folder")
-        raise UserError(f"{name} was deleted or moved while the run wrote to it") from None
-    except OSError as error:
-        raise UserError(
-            f"the run's folder cannot be written: {error.strerror or error}; the checkpoints in it are complete: "
-            f"{find_way_out(error, 'free space')}, then go on with resume"
-        ) from None
+    def _each(self, give: Callable[[Sink], None]) -> None:
+        """Give something to every sink; to none any more after one could not write."""
+        with self.writing():
+            for sink in self.sinks if self.failure is None else ():
+                give(sink)
 
 
 @dataclass(frozen=True)
