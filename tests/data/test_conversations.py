@@ -13,7 +13,7 @@ import tunix
 from tunix.base.errors import UserError
 from tunix.config.compose import compose
 from tunix.config.task import Prompted
-from tunix.data.chat import PLAIN, ChatTemplate
+from tunix.data.chat import PLAIN, ChatTemplate, RefusedConversation
 from tunix.data.dataset import find_units, load_corpus, prepare_corpus
 from tunix.data.documents import DOCUMENTS, Conversation, Document, encode_conversations, encode_whole, read_documents
 from tunix.data.files import BadRow
@@ -68,6 +68,40 @@ def test_a_template_that_drops_turns_of_a_role_is_refused(source, role, drops):
     with pytest.raises(UserError, match=f"drops turns of the role {role}; rename it") if drops else nullcontext():
         template(source).check_roles(talk)
     template(source).check_roles([talk[0] | {"content": ""}, *talk[1:]])
+
+
+def test_turns_of_many_roles_and_answers_are_written_a_few_times(monkeypatch):
+    """Each role was looked for in each prompt of a conversation, which has all turns before it."""
+    written = []
+    generate = ChatTemplate._generate
+    monkeypatch.setattr(ChatTemplate, "_generate", lambda *args: written.append(len(args[1])) or generate(*args))
+    turns = [{"role": role, "content": "?"} for role in ("user", "assistant") * 200]
+    assert template(KNOWN).find_dropped_role([{"role": "human", "content": "?"}, *turns]) == "human"
+    assert sum(written) < 10 * len(turns)
+    written.clear()
+    chat = template(PLAIN)
+    assert chat.find_dropped_role([{"role": f"role {number}", "content": "?"} for number in range(400)]) == ""
+    assert sum(written) < 1000
+    assert not chat.shown_roles  # names that a client makes up are not kept
+
+
+def test_a_conversation_with_thousands_of_answers_is_refused():
+    turns = [{"role": role, "content": "?"} for role in ("user", "assistant") * 1500]
+    with pytest.raises(RefusedConversation, match=r"1,500 answers in 3,000 turns.*learnt_turns=last"):
+        template(PLAIN).cut_answers(turns)
+    ((_, answer),) = template(PLAIN).cut_answers(turns, learnt="last")
+    assert answer == ("?<eos>", True)
+
+
+def test_a_conversation_of_which_the_sequences_are_too_long_is_refused(monkeypatch):
+    """2 MB with 400 thoughts were 400 sequences, and 400 MB."""
+    source = "{% for m in messages %}{{ m.content if loop.last or m.role == 'user' else '' }}{% endfor %}"
+    turns = [{"role": role, "content": role * 125} for role in ("user", "assistant") * 20]
+    assert len(template(source).cut_answers(turns)) == 20
+    monkeypatch.setattr("tunix.data.chat.MAX_WRITTEN", 100_000)
+    assert len(template(source).cut_answers(turns, learnt="last")) == 1
+    with pytest.raises(RefusedConversation, match="20 answers in 40 turns, and the turns before an answer"):
+        template(source).cut_answers(turns)
 
 
 def test_a_corpus_has_the_same_date_on_each_day():

@@ -8,10 +8,10 @@ import datetime
 import functools
 import json
 import re
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
-from itertools import takewhile
 from typing import Any, Literal
 
 from jinja2 import TemplateError
@@ -30,6 +30,13 @@ TIME_LIMIT_S = 10.0  # for the text of one conversation; templates take less tha
 # template that shows each message five times would take the memory of the machine with a document of its largest size.
 SHORT, MAX_COPIES = 1 << 24, 4
 MAX_DIGITS = 5000  # of a whole number that a template computes
+# Turns that a template writes for the answers of one conversation, which has its text up to each of them: 2,900 turns,
+# each second of them an answer, have so many, and take half a minute. Ten times the turns would take an hour.
+MAX_TURNS_WRITTEN = 1 << 22
+# Characters of all sequences that are made of one conversation, as many as the longest document has bytes: 2 MB with
+# 400 answers and thoughts were 400 MB.
+MAX_WRITTEN = 1 << 28
+MAX_ROLES_KEPT = 100  # names of roles that a template has shown; who sends a conversation makes them up
 
 # Role and content, and what a template may know of thoughts (`THOUGHTS`) and of calls: tool_calls, tool_call_id, name.
 Message = dict[str, Any]
@@ -298,15 +305,23 @@ class ChatTemplate:
             One list of pieces, or several, each with an answer that is learnt, if there is any.
 
         Raises:
-            RefusedConversation: its text with an answer does not begin with the text before the answer, or the template
-                fails for it.
+            RefusedConversation: its text with an answer does not begin with the text before the answer, the template
+                fails for it, or it has thousands of answers.
         """
         numbers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
         if learnt == "all":
             return [[(self.render(messages[: numbers[-1] + 1] if numbers else messages, options=options), True)]]
+        numbers = numbers[-1:] if learnt == "last" else numbers
+        problem = RefusedConversation(
+            f"task.chat_template: it has {len(numbers):,} answers in {len(messages):,} turns, and the turns before an "
+            "answer are written again for each; cut it into shorter ones, or learn its last answer "
+            "(task.learnt_turns=last) or all of its text (task.learnt_turns=all)"
+        )
+        if sum(2 * number + 1 for number in numbers) > MAX_TURNS_WRITTEN:
+            raise problem
         sequences: list[Pieces] = [[]]
-        done = ""  # the text of the last sequence
-        for number in numbers[-1:] if learnt == "last" else numbers:
+        done, written = "", 0  # the text of the last sequence, and the characters of all
+        for number in numbers:
             prompt = self.render(messages[:number], add_generation_prompt=True, options=options)
             answered = self.render(messages[: number + 1], options=options)
             if not answered.startswith(prompt):
@@ -314,6 +329,9 @@ class ChatTemplate:
             if not prompt.startswith(done):
                 sequences.append([])
                 done = ""
+            written += len(answered) - len(done)
+            if written > MAX_WRITTEN:
+                raise problem
             is_learnt = isinstance(learnt, str) or learnt[number]
             sequences[-1] += [(prompt[len(done) :], False), (answered[len(prompt) :], is_learnt)]
             done = answered
@@ -337,8 +355,9 @@ class ChatTemplate:
         with suppress(RefusedConversation):
             history = self.render(before, options=options)
             request = prompt.removeprefix(history) if prompt.startswith(history) else ""
-            pairs = zip(answered, self.render([*before, ANSWER], options=options), strict=False)
-            shared = "".join(char for char, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+            other = self.render([*before, ANSWER], options=options)
+            sizes = range(1, len(answered) + 1)
+            shared = answered[: bisect_left(sizes, True, key=lambda size: not other.startswith(answered[:size]))]
             if request and request in shared:
                 return answered[shared.rindex(request) + len(request) :]
         raise RefusedConversation(
@@ -460,15 +479,21 @@ class ChatTemplate:
         """Return a role of which the template shows no turn, or nothing. Those of Qwen know neither `human` nor
         `developer`, and leave out what such a turn says."""
         said = {each["role"] for each in messages if each["content"]} - {"user", "assistant", "tool"}
-        for role in sorted(said - self.shown_roles):
-            marked = [{**each, "content": WORDS} if each["role"] == role else each for each in messages]
-            # Templates of Mistral show the system before a prompt that ends with the user's turn alone.
-            prompts = [marked[:place] for place, each in enumerate(marked) if place and each["role"] == "assistant"]
-            if not any(
-                WORDS in self.render(each, each[-1]["role"] != "assistant", options) for each in (marked, *prompts)
-            ):
-                return role
-            self.shown_roles.add(role)
+        roles = sorted(said - self.shown_roles)
+        words = {role: f"{WORDS} {number}." for number, role in enumerate(roles)}
+        marked = [{**each, "content": words.get(each["role"], each["content"])} for each in messages]
+        # Templates of Mistral show the system before a prompt that ends with the user's turn alone. Each prompt has all
+        # turns before it, so some are enough.
+        answers = [place for place, each in enumerate(marked) if place and each["role"] == "assistant"]
+        hidden = set(range(len(roles)))
+        for end in (len(marked), *answers[:4], *answers[4:][-4:]):
+            if hidden:
+                text = self.render(marked[:end], marked[end - 1]["role"] != "assistant", options)
+                hidden -= set(map(int, re.findall(rf"{WORDS} (\d{{1,9}})\.", text)))
+        if hidden:
+            return roles[min(hidden)]
+        if len(self.shown_roles) + len(roles) <= MAX_ROLES_KEPT:
+            self.shown_roles.update(roles)
         return ""
 
     def _find_hidden_tools(self, messages: Sequence[Message], options: Options) -> str:
