@@ -480,6 +480,19 @@ def test_a_stop_signal_before_the_run_began_ends_it_wherever_it_is():
     assert (done.returncode, done.stdout) == (75, "SIGTERM before the run began: nothing to save\n")
 
 
+def test_what_nohup_ignores_stays_ignored():
+    code = (
+        "import os, signal; from tunix.launch.children import receive_signals; from tunix.processes import exits\n"
+        "exits.exit_on_stop_signals()\n"
+        "with receive_signals() as received: os.kill(os.getpid(), signal.SIGHUP); print(received)\n"
+        "exits.restore_stop_signals(); os.kill(os.getpid(), signal.SIGHUP)"
+    )
+    ignore = lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)  # noqa: E731
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, preexec_fn=ignore)
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
+
+
 def test_a_stop_signal_while_the_program_is_imported_has_its_exit_code():
     code = (
         "import os, signal, sys, types\n"

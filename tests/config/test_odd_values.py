@@ -92,7 +92,7 @@ def run_here(code, words=(), **kwargs):
 
 
 @pytest.mark.parametrize("handled", [False, True])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
 def test_a_signal_leaves_nothing_of_what_is_being_made(number, handled, tmp_path):
     code = (
         "import os, sys; from pathlib import Path; from tunix.base.files import make_once, write_whole; "
@@ -101,9 +101,22 @@ def test_a_signal_leaves_nothing_of_what_is_being_made(number, handled, tmp_path
         "make_once(Path('new'), lambda new: (new.mkdir(), write_whole(new / 'config.json', '{}'), "
         "make_once(Path('cache/inner'), end)))"
     )
-    done = run_here(code, cwd=tmp_path, words=[str(int(number)), str(handled)])
+    hears = lambda: signal.signal(number, signal.SIG_DFL)  # noqa: E731 - also where the tests ignore SIGHUP
+    done = run_here(code, cwd=tmp_path, words=[str(int(number)), str(handled)], preexec_fn=hears)
     assert done.returncode == (75 if handled else -number), done.stderr
     assert [*tmp_path.rglob("*")] == [tmp_path / "cache"]
+
+
+def test_a_terminal_that_was_closed_changes_no_exit_code():
+    code = (
+        "import sys; from tunix.processes import exits; exits.drop_unread_output(); sys.stdin.read()\n"
+        "print('saved', flush=True); sys.exit(75)"
+    )
+    master, slave = os.openpty()
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=slave, cwd=ROOT) as process:
+        os.close(slave)
+        os.close(master)
+    assert process.returncode == 75
 
 
 def test_the_current_folder_was_deleted(tmp_path):

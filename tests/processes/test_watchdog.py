@@ -1,12 +1,14 @@
 """The watchdog's thread ends before the block that it watches is left, and names a process that is slow."""
 
 import json
+import signal
 import threading
 import time
 
 import pytest
 
 from tunix.base import progress
+from tunix.base.files import STOP_SIGNALS
 from tunix.config.compose import compose
 from tunix.processes import peers, watchdog
 
@@ -117,3 +119,11 @@ def test_work_is_announced_by_its_time(monkeypatch):
     count = len(lines)
     time.sleep(0.05)
     assert len(lines) == count
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_each_stop_signal_asks_the_run_to_stop(number):
+    with watchdog.listening():
+        signal.raise_signal(number)
+        assert watchdog.stop_requested() == signal.Signals(number).name
+    watchdog._stop_signals.clear()

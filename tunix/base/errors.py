@@ -89,7 +89,7 @@ class FolderFull(UserError):
 
 
 class Stopped(Ending):
-    """The run was asked to stop early (SIGTERM, SIGUSR1, time limit), and everything is saved: `resume` goes on."""
+    """The run was asked to stop early (a stop signal, its time limit), and everything is saved: `resume` goes on."""
 
     code, is_failure, saves = 75, False, True
 

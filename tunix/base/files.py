@@ -20,8 +20,9 @@ import yaml
 
 from tunix.base.errors import UserError, first_line
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # those that ask a run to stop: it saves, and ends with exit code 75
-ENDING_SIGNALS = (*STOP_SIGNALS, signal.SIGHUP)  # those that end a process at once, if it does not handle them
+# A terminal that is closed sends SIGHUP. Where `nohup` lets a command ignore it, it stays ignored.
+HANGUP = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, *HANGUP)  # they ask a run to stop: it saves, and ends with exit code 75
 MAX_NAME = 255  # bytes of one part of a path: what Linux and macOS take
 
 
@@ -157,7 +158,7 @@ def temporary_folder(prefix: str, beside: Path | None = None) -> Iterator[str]:
 
     Signals that the program handles itself stay as they are.
     """
-    numbers = [number for number in ENDING_SIGNALS if signal.getsignal(number) is signal.SIG_DFL]
+    numbers = [number for number in STOP_SIGNALS if signal.getsignal(number) is signal.SIG_DFL]
     with tempfile.TemporaryDirectory(dir=beside and beside.parent, prefix=prefix) as folder:
         _unfinished[folder] = os.getpid()
         try:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO, BinaryIO, Protocol, TypeVar
 
 from tunix.base.errors import UserError
-from tunix.base.files import handling_signals
+from tunix.base.files import HANGUP, handling_signals
 from tunix.launch.nodes import Node
 from tunix.processes import exits
 
@@ -31,7 +31,7 @@ LAST_MESSAGES_S = 2.0  # after a part died, seconds in which the others may noti
 FORWARDED = {
     signal.SIGINT: signal.SIGTERM,
     signal.SIGTERM: signal.SIGTERM,
-    signal.SIGHUP: signal.SIGTERM,
+    **dict.fromkeys(HANGUP, signal.SIGTERM),
     signal.SIGUSR1: signal.SIGUSR1,
 }
 

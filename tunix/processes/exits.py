@@ -134,7 +134,7 @@ def _send_again(unraisable: Any) -> None:
 
 
 class _Output(io.FileIO):
-    """A file that takes every byte, also when it is a pipe whose reader has left, or a file on a full disk."""
+    """A file that takes every byte, also a pipe whose reader has left, a closed terminal, a file on a full disk."""
 
     def write(self, data: Any, /) -> int:
         try:
@@ -153,7 +153,7 @@ def drop_unread_output() -> None:
             setattr(sys, name, open(number, "r" if name == "stdin" else "w", closefd=False))  # noqa: SIM115
     for name in ("stdout", "stderr"):
         out = getattr(sys, f"__{name}__")
-        if out is None or getattr(sys, name) is not out or out.isatty():
+        if out is None or getattr(sys, name) is not out:
             continue
         file = io.BufferedWriter(_Output(out.fileno(), "w", closefd=False))
         options = {key: getattr(out, key) for key in ("encoding", "errors", "line_buffering", "write_through")}
@@ -181,7 +181,7 @@ def exit_on_stop_signals() -> None:
 
 
 def restore_stop_signals() -> None:
-    """Give stop signals their default effect again: they end this process, with 143 (SIGTERM) or 138 (SIGUSR1)."""
+    """Give stop signals their default effect again: they end this process, with 143 (SIGTERM) or 138 (SIGUSR1), say."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_DFL)
 

@@ -27,7 +27,7 @@ import jax
 from jax.experimental import multihost_utils
 
 from tunix.base import progress
-from tunix.base.files import handling_signals
+from tunix.base.files import STOP_SIGNALS, handling_signals
 from tunix.config import Distributed
 from tunix.processes import exits, peers
 
@@ -51,12 +51,12 @@ _polls = count(1)
 
 @contextmanager
 def listening() -> Iterator[None]:
-    """Let SIGTERM and SIGUSR1 ask the run to save and stop; after `peers.join`, which replaces the handlers."""
+    """Let the stop signals ask the run to save and stop; after `peers.join`, which replaces the handlers."""
     _stop_signals.clear()
     _agreed.clear()
     _failures.clear()
     # With several processes JAX's own handler of SIGTERM stays: it tells the other processes.
-    numbers = [signal.SIGUSR1] if jax.process_count() > 1 else [signal.SIGUSR1, signal.SIGTERM]
+    numbers = [number for number in STOP_SIGNALS if number != signal.SIGTERM or jax.process_count() == 1]
     with handling_signals(numbers, lambda number, _: request_stop(signal.Signals(number).name)):
         yield
 

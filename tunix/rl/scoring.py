@@ -41,7 +41,7 @@ import psutil
 from tunix.base import dotted_path
 from tunix.base.dotted_path import describe_value, select_named
 from tunix.base.errors import UserError
-from tunix.base.files import follow_parent
+from tunix.base.files import STOP_SIGNALS, follow_parent
 from tunix.rl import rewards as rewards_of_tunix
 from tunix.rl.rewards import Reward
 from tunix.rl.table import find_reward
@@ -174,7 +174,7 @@ class ChildProcess:
 def connect(descriptor: int, parent: int) -> Connection:
     """Return the connection to the parent, with which this process ends."""
     # The parent decides when a child ends. A handler that does nothing is not passed on to what the user's code starts.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    for number in (signal.SIGINT, *STOP_SIGNALS):
         signal.signal(number, lambda *_: None)
     if sys.platform == "linux":
         libc = ctypes.CDLL(None)
