@@ -259,6 +259,12 @@ def test_digests_name_only_files_of_their_folder(tmp_path):
         check_files([tmp_path / "in" / "digests.json"])
 
 
+def test_digests_that_name_themselves_have_an_end(tmp_path):
+    (tmp_path / "digests.json").write_text('{"files": {"digests.json": {"size": 55, "crc32": [1]}}}')
+    with pytest.raises(Damaged, match=r"digests.json is named twice"):
+        check_files([tmp_path / "digests.json"])
+
+
 class Versions(http.server.BaseHTTPRequestHandler):
     """A server of one text, which says of its version what `server.says` has: names of headers."""
 

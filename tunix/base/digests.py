@@ -107,11 +107,15 @@ def walk_digests(files: Iterable[Path]) -> Iterator[tuple[Path, dict[str, Any]]]
     """Yield each file that some files of digests name, with its digest; of a further file of digests its own ones too.
 
     Raises:
-        Damaged: a name is not that of a file below the folder, or a file is not one of digests.
+        Damaged: a name is not that of a file below the folder, or a file is not one of digests, or is named twice: it
+            would be read without an end.
     """
-    waiting = list(files)
+    waiting, met = list(files), set[Path]()
     while waiting:
         file = waiting.pop()
+        if file.resolve() in met:
+            raise Damaged(f"{file} is named twice among the files of digests")
+        met.add(file.resolve())
         for name, digest in read_digests(file)["files"].items():
             if not is_plain(name):
                 raise Damaged(f"{file} names {name!r}, which is not a file below its folder")
