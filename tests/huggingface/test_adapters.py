@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -233,6 +234,26 @@ def test_each_expert_has_updates(name, tmp_path):
     words = [f"checkpoint={PARITY / name}", f"adapter={ADAPTERS / name}", f"output={tmp_path / 'merged'}"]
     export(read_settings(Export, [*words, "merge_lora=true", "dtype=float32"]))
     np.testing.assert_allclose(tunix.load_pretrained(tmp_path / "merged")(tokens), expected, atol=1e-4)
+
+
+def test_an_adapter_with_the_factors_of_all_experts_in_one_matrix(tmp_path):
+    """PEFT's form of the updates above, where gates have twice the rank of the others. Updates of routers are refused."""
+    folder = ADAPTERS / "mixtral/packed"
+    model = tunix.load_pretrained(PARITY / "mixtral", mesh_shape=[[2, 2], ["ep", "tp"]], adapter=folder)
+    assert (model.cfg.lora.rank, model.cfg.lora.alpha) == (4, 10)
+    tokens = load_file(PARITY / "mixtral/expected.safetensors")["tokens"]
+    expected = load_file(ADAPTERS / "mixtral/expected.safetensors")["logits"]
+    np.testing.assert_allclose(model(tokens), expected, atol=1e-4)
+    config = json.loads((folder / "adapter_config.json").read_text())
+    changed: dict[str, Any]
+    for changed in (
+        {"use_rslora": True},
+        {"rank_pattern": {"q_proj": 4}},
+        {"target_parameters": ["down_proj", "gate_up_proj", "gate.weight"]},
+    ):
+        (tmp_path / "adapter_config.json").write_text(json.dumps(config | changed))
+        with pytest.raises(UserError, match="_pattern=.* is not understood; give a folder of the whole model"):
+            read_adapter(tmp_path, "mixtral")
 
 
 @pytest.mark.nightly

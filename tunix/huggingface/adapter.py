@@ -10,8 +10,13 @@ their place in the files follows from that of the matrix which they update:
 Each expert has factors of its own, and the matrices of DoRA have their magnitudes, NAME.lora_magnitude_vector "NH". An
 update of PiSSA, a b - a0 b0, is written as one of twice the rank: a and a0 are the rows of lora_A, b and -b0 are the
 columns of lora_B.
+
+PEFT writes the factors of all experts of a layer as one matrix where transformers keeps their weights so. They are read
+as those of each expert; an adapter that is written has factors for each expert, which PEFT reads too.
 """
 
+import itertools
+import re
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,9 +28,11 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from tunix.base.errors import UserError, name_first
+from tunix.base.files import read_json
 from tunix.config import Model
 from tunix.config.layers import EXPERT_PROJECTIONS
-from tunix.huggingface.adapter_config import MAGNITUDE, OTHERWISE, PREFIX, WEIGHTS
+from tunix.huggingface.adapter_config import CONFIG, MAGNITUDE, OTHERWISE, PACKED, PREFIX, WEIGHTS, list_packed
+from tunix.huggingface.quantized_tensors import Index, Plain, Stored
 from tunix.huggingface.table import Family, Name, find_family
 from tunix.huggingface.weights import (
     FLOATS,
@@ -43,8 +50,56 @@ from tunix.sharding.layout import Layout
 from tunix.sharding.table import EXPERTS
 
 
+class FactorPart:
+    """A slice of a factor, with zeros behind it up to `shape`."""
+
+    tensors: tuple[Plain, ...] = ()  # read ahead: experts have parts of the same pages of a file
+
+    def __init__(self, tensor: Stored, index: Index, shape: tuple[int, ...]):
+        self.tensor, self.index, self.shape, self.dtype = tensor, index, shape, tensor.dtype
+
+    def read(self, index: Index) -> np.ndarray:
+        part = self.tensor.read(self.index)
+        return np.pad(part, [(0, size - given) for size, given in zip(self.shape, part.shape, strict=True)])[index]
+
+
 class AdapterFiles(TensorFiles):
-    """Tensors of an adapter's folder, under the names of its family's table."""
+    """Tensors of an adapter's folder, under the names of its family's table: each expert has factors of its own."""
+
+    def __init__(self, folder: Path, cfg: Model):
+        super().__init__(folder, find_family(cfg.family))
+        self.cfg = cfg
+
+    def __enter__(self) -> "AdapterFiles":
+        super().__enter__()
+        for name in list(self.tensors):
+            if packed := PACKED.fullmatch(name):
+                self.tensors |= self._split(packed, self.tensors.pop(name))
+        if (rank := read_json(self.folder / CONFIG)["r"]) < self.cfg.lora.rank:  # that of gates and what they gate
+            for name, tensor in self.tensors.items():
+                shape, side = list(tensor.shape), 0 if name.endswith(".lora_A.weight") else 1
+                if shape[side] == rank:
+                    shape[side] = self.cfg.lora.rank
+                    self.tensors[name] = FactorPart(tensor, (slice(None), slice(None)), tuple(shape))
+        return self
+
+    def _split(self, packed: re.Match[str], tensor: Stored) -> dict[str, Stored]:
+        """Return the factors of each expert: rows of lora_A [X r, in], columns of lora_B [out, r X].
+
+        Gates are the first half of the rows of lora_B, and what they gate the other one.
+        """
+        modules, num_experts = list_packed(packed, self.family), self.cfg.dims.get(EXPERTS, 1)
+        parts: dict[str, Stored] = {}
+        for (which, module), expert in itertools.product(enumerate(modules.values()), range(num_experts)):
+            if packed["factor"] == "lora_A":
+                shape = (tensor.shape[0] // num_experts, tensor.shape[1])
+                index = (slice(expert * shape[0], (expert + 1) * shape[0]), slice(None))
+            else:
+                shape = (tensor.shape[0] // len(modules), tensor.shape[1] // num_experts)
+                index = (slice(which * shape[0], (which + 1) * shape[0]), slice(expert, None, num_experts))
+            name = f"{module.format(packed['layer'], expert)}.{packed['factor']}.weight"
+            parts[name] = FactorPart(tensor, index, shape)
+        return parts
 
     @property
     def paths(self) -> list[Path]:
@@ -60,7 +115,7 @@ def check_adapter(folder: Path, cfg: Model, weights: Parameters) -> None:
     Raises:
         UserError: a tensor is missing, of another shape, or not of floats.
     """
-    with AdapterFiles(folder, find_family(cfg.family)) as files:
+    with AdapterFiles(folder, cfg) as files:
         left_out = _find_matrices_left_out(files, cfg, weights)
         requested = {
             name.tensor.format(*numbers): shape_in_files(name, cfg.dims)
@@ -115,7 +170,7 @@ def write_updates(
     """
     check_adapter(folder, cfg, weights)
     updates: dict[str, jax.Array] = {}
-    with AdapterFiles(folder, find_family(cfg.family)) as files:
+    with AdapterFiles(folder, cfg) as files:
         left_out = _find_matrices_left_out(files, cfg, weights)
         load = partial(load_parameter, files, cfg, lambda equation: NamedSharding(mesh, layout.stored(equation)))
         for path, name, weight in _list_factors(cfg, weights):

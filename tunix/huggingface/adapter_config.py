@@ -18,6 +18,8 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # begins the names of all tensors
 MAGNITUDE = "lora_magnitude_vector"
 FACTOR = re.compile(rf"(.+)\.(?:lora_[AB]\.weight|{MAGNITUDE})")
+# Factors of all experts of a layer in one matrix: `.base_layer` are those of gates and what they gate.
+PACKED = re.compile(r".+\.(?P<layer>\d+)\.mlp\.experts(?P<gate_up>\.base_layer)?\.(?P<factor>lora_[AB])\.weight")
 # Keys that say where an adapter comes from, or how it was initialised and trained; and keys that repeat others.
 IGNORED = {
     "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
@@ -31,6 +33,10 @@ FIXED: dict[str, tuple[Any, ...]] = {
     "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),  # others change the base's matrices too
 }
 READ = {"r", "lora_alpha", "use_rslora", "use_dora"}
+# PEFT's keys for experts where transformers keeps their weights as two tensors. That of gates and what they gate has
+# twice the rank and alpha of other matrices if PEFT was told the names of linear layers.
+EXPERT_KEYS = {"target_parameters", "rank_pattern", "alpha_pattern"}
+GATE_UP = r".*\.gate_up_proj"
 OTHERWISE = "give a folder of the whole model: tunix.export writes it with merge_lora=true, PEFT with merge_and_unload"
 
 
@@ -49,17 +55,18 @@ def _read_adapter(folder: Path, family: str) -> dict[str, Any]:
     if not (folder / CONFIG).is_file():
         raise UserError(f"{folder} has no {CONFIG}: it is no adapter of PEFT")
     raw = read_json(folder / CONFIG)
-    for key, value in raw.items():
-        if key in FIXED and value not in FIXED[key]:
-            usual = " or ".join(map(str, FIXED[key]))
-            raise UserError(f"{source}: {key}={value} is not supported; it must be {usual}, or {OTHERWISE}")
-        if value and key not in (*FIXED, *IGNORED, *READ):
-            raise UserError(f"{source}: {key}={value} is not understood; {OTHERWISE}")
     rank, alpha = raw.get("r"), raw.get("lora_alpha")
     if not isinstance(rank, int) or not isinstance(alpha, int | float) or bool in (type(rank), type(alpha)):
         raise UserError(f"{source}: r={rank!r:.50} and lora_alpha={alpha!r:.50} must be numbers")
     if rank < 1 or not 0 < alpha < 1e6:
         raise UserError(f"{source}: r={rank} and lora_alpha={str(alpha)[:50]} must be numbers above 0")
+    understood = {*FIXED, *IGNORED, *READ, *(EXPERT_KEYS if _updates_packed_experts(raw) else ())}
+    for key, value in raw.items():
+        if key in FIXED and value not in FIXED[key]:
+            usual = " or ".join(map(str, FIXED[key]))
+            raise UserError(f"{source}: {key}={value} is not supported; it must be {usual}, or {OTHERWISE}")
+        if value and key not in understood:
+            raise UserError(f"{source}: {key}={value} is not understood; {OTHERWISE}")
     try:
         with safe_open(folder / WEIGHTS, framework="np") as file:
             tensors = list(file.keys())
@@ -69,18 +76,41 @@ def _read_adapter(folder: Path, family: str) -> dict[str, Any]:
     for tensor in tensors:
         factor = FACTOR.fullmatch(find_family(family).usual_name(tensor.removeprefix(PREFIX)))
         module = re.sub(r"\.\d+\.", ".{}.", factor[1]) if factor else ""
-        if not (updated := modules.get(module)):
+        packed = PACKED.fullmatch(tensor)
+        if not (updated := set(list_packed(packed, find_family(family))) if packed else modules.get(module)):
             raise UserError(
                 f"{folder / WEIGHTS}: {tensor} is no low-rank update of a projection of a {family}; {OTHERWISE}"
             )
         found |= updated
+    multiple = 2 if raw.get("rank_pattern") else 1  # the other matrices get zeros behind their factors
     return {
-        "rank": rank,
-        "alpha": float(alpha),
+        "rank": multiple * rank,
+        "alpha": float(multiple * alpha),
         "use_rslora": bool(raw.get("use_rslora")),
         "use_dora": bool(raw.get("use_dora")),
         "targets": f"^({'|'.join(name for name in UPDATED if name in found)})$",
     }
+
+
+def _updates_packed_experts(raw: dict[str, Any]) -> bool:
+    """Say whether the keys are those that PEFT writes for updates of experts, and of no routers."""
+    parameters, rank, alpha = raw.get("target_parameters"), raw["r"], raw["lora_alpha"]
+    if not isinstance(parameters, list) or not all(isinstance(name, str) for name in parameters):
+        return False
+    names = {name.rpartition(".")[2] for name in parameters}
+    patterns = raw.get("rank_pattern") or {}, raw.get("alpha_pattern") or {}
+    is_doubled = patterns == ({GATE_UP: 2 * rank}, {GATE_UP: 2 * alpha}) and not raw.get("use_rslora")
+    return {"down_proj"} <= names <= {"down_proj", "gate_up_proj"} and (is_doubled or patterns == ({}, {}))
+
+
+def list_packed(packed: re.Match[str], family: Family) -> dict[str, str]:
+    """Return the projections in a matrix of `PACKED`, in the order of their outputs, with the module of one expert.
+
+    In the module's name are {} for the numbers of layer and expert. There is none where the files name no experts.
+    """
+    projections = EXPERT_PROJECTIONS[:2] if packed["gate_up"] else EXPERT_PROJECTIONS[2:]
+    modules = {module: names for module, names in list_projections(family).items() if module.count("{}") == 2}
+    return {projection: module for projection in projections for module in modules if projection in modules[module]}
 
 
 def list_projections(family: Family) -> dict[str, set[str]]:
