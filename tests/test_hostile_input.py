@@ -25,6 +25,7 @@ from tunix.checkpoints.folders import Folder
 from tunix.config import Evaluate
 from tunix.config.command_line import read_settings
 from tunix.config.compose import compose
+from tunix.config.saved_runs import is_run_config, load_saved
 from tunix.data.chat import ChatTemplate
 from tunix.data.documents import BadRow, _read_messages
 from tunix.evaluate import evaluate
@@ -66,6 +67,23 @@ def test_a_config_50000_deep(tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.stderr.splitlines()[-1].endswith("config.yaml is damaged (it is not YAML)")
+
+
+def test_a_config_whose_aliases_stand_for_a_billion_values(tmp_path):
+    lines = ["a0: &a0 [1, 1]", *(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 10))]
+    (tmp_path / "config.yaml").write_text("\n".join(lines))
+    with pytest.raises(UserError, match=r"config.yaml is damaged .it has aliases, like \*NAME, which no run writes.$"):
+        load_saved(tmp_path)
+    assert not is_run_config("\n".join(lines))
+
+
+@pytest.mark.parametrize("text", ["a: ${b", "5", "'"])
+def test_a_config_that_is_none(text, tmp_path):
+    """Half of an interpolation ended with a traceback."""
+    (tmp_path / "config.yaml").write_text(text)
+    with pytest.raises(UserError, match=r"config.yaml is damaged .it is not YAML.$"):
+        load_saved(tmp_path)
+    assert not is_run_config(text)
 
 
 @pytest.mark.parametrize("role", [None, ["user"], 7, ""])

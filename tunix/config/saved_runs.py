@@ -3,11 +3,13 @@
 import copy
 import shutil
 from collections.abc import Sequence
+from io import StringIO
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from tunix.base.buckets import (
@@ -53,8 +55,8 @@ def read_saved(run_dir: Path) -> dict[Any, Any]:
 def is_run_config(text: str) -> bool:
     """Return whether a text is the saved config of a run: a mapping with all sections."""
     try:
-        values: Any = OmegaConf.to_container(OmegaConf.create(text))
-    except (ValueError, RecursionError, YAMLError):
+        values = _parse_config(text)
+    except NOT_YAML:
         return False
     return isinstance(values, dict) and all(isinstance(values.get(name), dict) for name in SECTIONS)
 
@@ -62,14 +64,29 @@ def is_run_config(text: str) -> bool:
 def load_saved(run_dir: Path) -> dict[Any, Any]:
     """Read the saved config of a run's folder as it is written; raises `UserError` where the file cannot be read."""
     try:
-        values: Any = OmegaConf.to_container(OmegaConf.load(run_dir / "config.yaml"))
-    except OSError as error:
-        raise _describe_damage(run_dir, error.strerror) from None
-    except (ValueError, RecursionError, YAMLError):
-        raise _describe_damage(run_dir, "it is not YAML") from None
+        values = _parse_config((run_dir / "config.yaml").read_text(encoding="utf-8"))
+    except Aliased:
+        raise _describe_damage(run_dir, "it has aliases, like *NAME, which no run writes") from None
+    except NOT_YAML as error:
+        raise _describe_damage(run_dir, getattr(error, "strerror", None) or "it is not YAML") from None
     if not isinstance(values, dict):
         raise _describe_damage(run_dir, "it has no sections")
     return values
+
+
+class Aliased(ValueError):
+    """A config has aliases: in ten lines they can stand for a billion values."""
+
+
+# What OmegaConf raises for a text: OSError for one value, and its own errors for half of an interpolation, `${a`.
+NOT_YAML = (OSError, ValueError, RecursionError, YAMLError, OmegaConfBaseException)
+
+
+def _parse_config(text: str) -> Any:
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, loader)):
+        raise Aliased
+    return OmegaConf.to_container(OmegaConf.load(StringIO(text)))
 
 
 def _describe_damage(run_dir: Path, damage: str | None) -> UserError:
