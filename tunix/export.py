@@ -361,7 +361,7 @@ def _write_tokenizer(model: Pretrained, folder: Path) -> None:
     if vocab is not None and not model.has_source_tokenizer:
         vocab.with_bos().save(str(folder / "tokenizer.json"))
         length = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": model.cfg.context_length}
-        more: dict[str, Any] = {} if vocab.chat_template is None else {"chat_template": vocab.chat_template}
+        more: dict[str, Any] = {} if vocab.chat_template is None else {"chat_template": _write_template(vocab)}
         if (images := vocab.images) is not None:  # by the names that processors of transformers ask for
             image_tokens = {"boi_token": images.begin, "image_token": images.soft, "eoi_token": images.end}
             more["extra_special_tokens"] = image_tokens
@@ -385,17 +385,24 @@ def _write_tokenizer(model: Pretrained, folder: Path) -> None:
         for name in TEMPLATE_FILES:
             (folder / name).unlink(missing_ok=True)
         shutil.rmtree(folder / NAMED_TEMPLATES, ignore_errors=True)
-        changes["chat_template"] = vocab.chat_template
+        changes["chat_template"] = _write_template(vocab)
         _write_processors_template(vocab, folder)
     if changes:
         before = read_json(config_file) if config_file.is_file() else {}
         _write_json(config_file, before | changes)
 
 
+def _write_template(vocab: Vocab) -> str | None:
+    """Return the chat template of an export; that of a model that sees takes turns of parts."""
+    if vocab.images is None or vocab.chat_template is None:
+        return vocab.chat_template
+    return vocab.chat.source_for_processors
+
+
 def _write_processors_template(vocab: Vocab, folder: Path) -> None:
     """Of a model that sees: write its chat template where processors look for it, which do not read the tokenizer's."""
-    if vocab.images is not None and vocab.chat_template is not None:
-        (folder / TEMPLATE_FILES[0]).write_text(vocab.chat_template)
+    if vocab.images is not None and (template := _write_template(vocab)) is not None:
+        (folder / TEMPLATE_FILES[0]).write_text(template)
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

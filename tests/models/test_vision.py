@@ -23,6 +23,7 @@ from tunix.config import Export, Generate
 from tunix.config.compose import compose
 from tunix.config.vision import check_vision
 from tunix.data.batches import IMAGE_FIELDS
+from tunix.data.chat import ChatTemplate
 from tunix.data.image_processors import SquareProcessor
 from tunix.export import Exporter, export
 from tunix.generate import generate
@@ -345,15 +346,22 @@ def test_an_export_keeps_the_tower_and_says_how_pixels_are_normalized(tmp_path):
 
 
 def test_the_tokenizer_of_a_run_goes_out_with_the_names_of_its_tokens_of_images(tmp_path):
-    """Without them the processor of transformers cannot be made, and it does not read the tokenizer's chat template."""
-    tokenizer = write_words(tmp_path)
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "w0", "chat_template": "{{ messages }}"}))
+    """Without them the processor of transformers cannot be made. It does not read the tokenizer's chat template, and
+    gives turns of parts to that of its own, where the run's knows texts alone."""
+    tokenizer, source = write_words(tmp_path), "\n{{ messages[0].content }}"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "w0", "chat_template": source}))
     model = replace(tunix.load_pretrained(SEEING), files=None, tokenizer=tokenizer, tokenizer_files=tmp_path)
     Exporter(lambda strategy: model, None, 5, False).write(str(tmp_path / "out"))
     assert json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())["extra_special_tokens"] == {
         "boi_token": "<start_of_image>", "image_token": "<image_soft_token>", "eoi_token": "<end_of_image>",
     }  # fmt: skip
-    assert (tmp_path / "out" / "chat_template.jinja").read_text() == "{{ messages }}"
+    template = (tmp_path / "out" / "chat_template.jinja").read_text()
+    chat = ChatTemplate(template, {}, "<start_of_image>")
+    assert chat.supports_parts
+    assert chat.source_for_processors == template
+    parts = [{"type": "image"}, {"type": "text", "text": "What?"}]
+    assert chat.render([{"role": "user", "content": parts}]) == "\n<start_of_image>What?"
+    assert chat.render([{"role": "user", "content": "What?"}]) == "\nWhat?"
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,17 @@ PLAIN = (
     "{% if add_generation_prompt %}{{ '\n' if messages else '' }}assistant:\n{% endif %}"
 )
 
+# Stands before a template that takes texts alone, where a processor of transformers reads it: it makes the parts of a
+# turn one text, as `join_parts` does, and leaves texts as they are.
+JOIN_PARTS = (
+    "{% set joined = namespace(turns=[]) %}{% for turn in messages %}{% set parts = turn.content %}"
+    "{% if parts is defined and parts is iterable and parts is not string %}{% set content = namespace(text='') %}"
+    "{% for part in parts %}"
+    "{% set content.text = content.text ~ ('MARK' if part.type == 'image' else part.text) %}"
+    "{% endfor %}{% set joined.turns = joined.turns + [dict(turn, content=content.text)] %}"
+    "{% else %}{% set joined.turns = joined.turns + [turn] %}{% endif %}{% endfor %}{% set messages = joined.turns %}"
+)
+
 
 class GenerationBlock(Extension):
     """The block `{% generation %}...{% endgeneration %}`, with which a template marks answers: its body is rendered.
@@ -221,6 +232,14 @@ class ChatTemplate:
         if any(message.get("tool_calls") for message in messages):
             messages = [self._adapt_calls(message) for message in messages]
         return self._generate(messages, add_generation_prompt, options)
+
+    @property
+    def source_for_processors(self) -> str:
+        """The template for transformers, which gives it turns of parts as they are, of a model that sees."""
+        if self.mark is None or self.supports_parts or self.needs_parts:
+            return self.source
+        first_line = "\n" if self.source.startswith("\n") else ""  # a line end behind a block is dropped
+        return JOIN_PARTS.replace("MARK", self.mark) + first_line + self.source
 
     def _generate(self, messages: Sequence[Message], add_generation_prompt: bool, options: Options) -> str:
         values = {"messages": messages, "add_generation_prompt": add_generation_prompt, **self.special_tokens}
