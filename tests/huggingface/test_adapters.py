@@ -361,7 +361,7 @@ def test_tensors_that_do_not_fit(tmp_path):
         ),
         (
             tensors | {last.replace("2", "3"): tensors[last]},
-            "has model.layers.3.*of a layer that the base does not have",
+            "has model.layers.3.*of a layer that the base does not have; give the base .* base_model_name_or_path=llama$",
         ),
         (
             tensors | {last: tensors[last][:, :3].copy()},

@@ -128,7 +128,11 @@ def check_adapter(folder: Path, cfg: Model, weights: Parameters) -> None:
                 f"{folder} lacks {name_first(missing)}; every layer must have the same updates, or {OTHERWISE}"
             )
         if extra := sorted(files.tensors.keys() - requested.keys()):
-            raise UserError(f"{folder} has {name_first(extra)}, of a layer that the base does not have")
+            base = str(read_json(folder / CONFIG).get("base_model_name_or_path"))
+            raise UserError(
+                f"{folder} has {name_first(extra)}, of a layer that the base does not have; give the base that the "
+                f"adapter was made for: its {CONFIG} says base_model_name_or_path={base:.200}"
+            )
         for name, shape in requested.items():
             stored = files.tensors[name]
             if stored.shape != shape:
