@@ -77,6 +77,13 @@ def test_a_config_whose_aliases_stand_for_a_billion_values(tmp_path):
     assert not is_run_config("\n".join(lines))
 
 
+def test_a_message_that_quotes_a_long_value_has_its_two_ends():
+    message = str(UserError(f"adapter_config.json: loftq_config={'x' * 10**6} is not understood; merge it"))
+    assert len(message) < 11_000
+    assert message.startswith("adapter_config.json: loftq_config=x")
+    assert message.endswith("x is not understood; merge it")
+
+
 @pytest.mark.parametrize("text", ["a: ${b", "5", "'"])
 def test_a_config_that_is_none(text, tmp_path):
     """Half of an interpolation ended with a traceback."""

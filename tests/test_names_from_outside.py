@@ -15,7 +15,8 @@ import tunix
 from tunix.base.buckets import filesystem, mirror
 from tunix.base.digests import Damaged, check_files
 from tunix.base.errors import UserError
-from tunix.base.files import resolve_below
+from tunix.base.files import read_json, resolve_below
+from tunix.base.forms import read_signature
 from tunix.config.compose import compose, to_yaml
 from tunix.config.saved_runs import find_mirrored, find_run, mirror_run
 from tunix.data.dataset import prepare_corpus
@@ -257,6 +258,20 @@ def test_digests_name_only_files_of_their_folder(tmp_path):
     (tmp_path / "in" / "digests.json").write_text('{"files": {"../x": {"size": 0, "crc32": []}}}')
     with pytest.raises(Damaged, match="not a file below"):
         check_files([tmp_path / "in" / "digests.json"])
+
+
+def test_digests_in_a_device_or_pipe_are_not_read(tmp_path):
+    """A link of a git repository may lead to /dev/zero, which has no end."""
+    (tmp_path / "digests2.json").symlink_to("/dev/zero")
+    (tmp_path / "digests.json").write_text('{"files": {"digests2.json": {"size": 0, "crc32": []}}}')
+    with pytest.raises(Damaged, match=r"digests2.json cannot be read"):
+        check_files([tmp_path / "digests.json"])
+    os.mkfifo(tmp_path / "config.json")
+    with pytest.raises(UserError, match="it is a folder, a pipe or a device, and no file"):
+        read_json(tmp_path / "config.json")
+    (tmp_path / "digests.json").unlink()
+    os.mkfifo(tmp_path / "digests.json")
+    assert read_signature(tmp_path) == {}
 
 
 def test_digests_that_name_themselves_have_an_end(tmp_path):

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from tunix.base.errors import UserError
-from tunix.base.files import is_plain
+from tunix.base.files import check_size, is_plain
 
 FILE = "digests.json"
 BLOCK = 1 << 26  # bytes with a CRC of their own
@@ -76,7 +76,7 @@ def read_digests(file: Path) -> dict[str, Any]:
         Damaged: the file is not one that `write_digests` has written.
     """
     try:
-        record = json.loads(file.read_text())
+        record = json.loads(check_size(file).read_text())
         well_formed = all(
             isinstance(digest["size"], int) and isinstance(digest["crc32"], list) for digest in record["files"].values()
         )

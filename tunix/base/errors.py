@@ -57,6 +57,9 @@ def escape_controls(text: str) -> str:
     return CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
+MAX_MESSAGE = 10_000  # characters of a message
+
+
 class Ending(Exception):
     """An end with an exit code of its own. Its message is for the user, and is shown without a traceback."""
 
@@ -65,9 +68,12 @@ class Ending(Exception):
     saves = False  # the state is saved before a run ends with it
 
     def __str__(self) -> str:
-        """The message, without the passwords and signatures of addresses in it, and with the escapes of a terminal as
-        text: they may come from a file of anybody."""
-        return escape_controls(mask_secrets(super().__str__()))
+        """The message, without the passwords and signatures of addresses in it, with the escapes of a terminal as text,
+        and without the middle of a long one: it may quote a file of anybody."""
+        text = mask_secrets(super().__str__())
+        if len(text) > MAX_MESSAGE:
+            text = f"{text[: MAX_MESSAGE // 2]} ... {text[-MAX_MESSAGE // 2 :]}"
+        return escape_controls(text)
 
 
 class UserError(Ending, ValueError):

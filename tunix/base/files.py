@@ -62,7 +62,10 @@ MAX_TEXT = 1 << 27  # bytes of a file that is read whole: of JSON, a template, a
 
 
 def check_size(path: Path) -> Path:
-    """Return the path of a file that is read whole; raises `ValueError` for one of more than `MAX_TEXT` bytes."""
+    """Return the path of a file that is read whole; raises `ValueError` for one of more than `MAX_TEXT` bytes, and for
+    a pipe or a device, which have no size and perhaps no end."""
+    if path.exists() and not path.is_file():
+        raise ValueError("it is a folder, a pipe or a device, and no file")
     if (size := path.stat().st_size) > MAX_TEXT:
         raise ValueError(f"it has {size:,} bytes, and such files have at most {MAX_TEXT:,}")
     return path

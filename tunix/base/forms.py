@@ -20,7 +20,7 @@ from packaging.version import InvalidVersion, Version
 
 from tunix.base.config_types import read_version
 from tunix.base.errors import UserError
-from tunix.base.files import expand_home, parse_json
+from tunix.base.files import check_size, expand_home, parse_json
 
 # Which files a folder of `loading.cache_dir` holds, and what they mean. Raise the number when you change a form;
 # tests/data/test_cache_forms.py fails until then.
@@ -71,7 +71,7 @@ def sign(kind: str) -> dict[str, Any]:
 def read_signature(folder: Path) -> dict[str, Any]:
     """Return what the digests.json of a folder says of who wrote it; {} where nothing does."""
     with suppress(OSError, ValueError, AttributeError):
-        return dict(_find_signature(parse_json((folder / "digests.json").read_text())))
+        return dict(_find_signature(parse_json(check_size(folder / "digests.json").read_text())))
     return {}
 
 
