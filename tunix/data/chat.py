@@ -22,7 +22,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tunix.base.dotted_path import time_limit
-from tunix.base.errors import UserError
+from tunix.base.errors import FEW, UserError
 
 TIME_LIMIT_S = 10.0  # for the text of one conversation; templates take less than a millisecond
 
@@ -521,9 +521,16 @@ class ChatTemplate:
         if text == self.render(messages, is_prompt, {**options, "tools": None}):
             system = [each["content"] for each in messages if each["role"] in ("system", "developer")]
             text = "\n".join(map(join_parts, system))
-        names = list(map(read_tool_name, options["tools"]))
-        hidden = ", ".join(name for name in names if name not in text)
-        problem = f"does not show the tools of a conversation ({hidden}); name them in task.system, or give"
+        hidden, place = list[str](), 0
+        for name in map(read_tool_name, options["tools"]):
+            # Templates show them in their order, so each is looked for behind the one before.
+            found = text.find(name, place)
+            if found < 0 and name not in text:
+                hidden.append(name)
+                if len(hidden) == FEW:
+                    break
+            place = max(place, found)
+        problem = f"does not show the tools of a conversation ({', '.join(hidden)}); name them in task.system, or give"
         return problem if hidden else ""
 
     def _find_hidden_calls(self, messages: Sequence[Message], options: Options) -> str:
