@@ -662,6 +662,7 @@ def open_loop(
         CommunicationTrace(traced, mesh, folder / "profile", metrics) as trace,
         closing(feed.batches(start, last, metrics, folder)) as source,
     ):
+        watchdog.tell = metrics.abandon
         trace.warn_if_past(start.step)
         metrics.text("config", to_yaml(cfg), start.step)
         metrics.text("report", setup.report, start.step)

@@ -14,6 +14,7 @@ from tensorboard.plugin_util import markdown_to_safe_html
 import tunix
 from tunix.base.errors import UserError
 from tunix.config.compose import compose
+from tunix.processes.watchdog import Watchdog
 from tunix.run.metrics import Metrics, StartedStep, make_record
 from tunix.run.remote_sinks import keep_id, read_id
 from tunix.run.sinks import TensorBoard
@@ -68,6 +69,17 @@ def test_a_new_sink_gets_every_line_and_is_told_how_the_run_ends(words, monkeypa
     with pytest.raises(RuntimeError, match="caught fire"):
         tunix.train(["resume=run", "training.max_steps=8"])
     assert [str(error) for error in Memory.last.ends] == ["the disk caught fire"]
+
+
+def test_sinks_in_the_background_are_told_that_a_run_hangs(tmp_path, monkeypatch):
+    monkeypatch.setitem(SINKS, "memory", Memory)
+    monkeypatch.setattr(Memory, "in_background", True, raising=False)
+    monkeypatch.setattr("os._exit", lambda code: None)
+    config = compose([]).config
+    dog, metrics = Watchdog(config.distributed), Metrics(["memory"], Start(tmp_path, config.model_dump(), 0, 10))
+    dog.tell = metrics.abandon
+    dog._end(76, "step 7 has taken 60 s")
+    assert [(end.code, str(end)) for end in Memory.last.ends] == [(76, "step 7 has taken 60 s")]
 
 
 def test_only_what_is_named_is_written(words):

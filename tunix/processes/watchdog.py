@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import count
 from typing import Any
@@ -27,6 +27,7 @@ import jax
 from jax.experimental import multihost_utils
 
 from tunix.base import progress
+from tunix.base.errors import Ending, PeerLost
 from tunix.base.files import STOP_SIGNALS, handling_signals
 from tunix.config import Distributed
 from tunix.processes import exits, peers
@@ -187,6 +188,7 @@ class Watchdog:
         self.pace = Pace()
         # Whether the log says what the main thread does, where that takes long, and when it said so last.
         self.is_announced, self.announced = True, 0.0
+        self.tell: Callable[[Ending], object] = lambda ending: None  # called before this thread ends the process
         self.ended = threading.Event()
         self.thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
@@ -311,6 +313,11 @@ class Watchdog:
 
     def _end(self, code: int, reason: str) -> None:
         print(f"error: {reason}", file=sys.stderr, flush=True)
+        ending = PeerLost(reason)
+        ending.code = code
+        telling = threading.Thread(target=self.tell, args=(ending,), daemon=True)  # it may hang too
+        telling.start()
+        telling.join(JOIN_S)
         peers.leave(code, reason)
         os._exit(code)  # sys.exit would end this thread alone
 

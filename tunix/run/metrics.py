@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from tunix.base.errors import FolderFull, UserError
+from tunix.base.errors import Ending, FolderFull, UserError
 from tunix.base.files import find_way_out
 from tunix.processes import peers, watchdog
 from tunix.processes.watchdog import Pace
@@ -50,13 +50,23 @@ class Metrics:
                 for sink in self.sinks:
                     closing.callback(self.writing()(sink.close), error)  # what is still in a buffer is written
         finally:
-            # All that work in the background end side by side, and share the time.
-            deadline = time.monotonic() + self.close_timeout_s
-            for sink in self.sinks:
-                if isinstance(sink, Background):
-                    sink.wait(deadline)
+            self._wait(self.close_timeout_s)
         if self.failure and error is None:  # no step came that could end the run
             raise self.failure
+
+    def abandon(self, ending: Ending) -> None:
+        """Let the sinks that work in the background say how the run ends, while the main thread hangs."""
+        for sink in self.sinks:
+            if isinstance(sink, Background):
+                sink.close(ending)
+        self._wait(self.close_timeout_s)
+
+    def _wait(self, seconds: float) -> None:
+        """Wait for the sinks that work in the background: they end side by side, and share the time."""
+        deadline = time.monotonic() + seconds
+        for sink in self.sinks:
+            if isinstance(sink, Background):
+                sink.wait(deadline)
 
     @contextmanager
     def writing(self) -> Iterator[None]:

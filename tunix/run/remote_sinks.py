@@ -236,8 +236,8 @@ TIMEOUT_S = 10.0
 
 
 class Webhook(Sink):
-    """Messages of a run when it starts, ends or fails, in Slack's format: {"text": "..."} sent by POST. A run that is
-    killed (SIGKILL) sends none at its end."""
+    """Messages of a run when it starts, ends, fails or hangs, in Slack's format: {"text": "..."} sent by POST. A run
+    that is killed (SIGKILL) sends none at its end."""
 
     in_background = True
 
