@@ -1,6 +1,7 @@
 """Runs of task=grpo on tiny models: the same on every mesh, after a resume, and as their files say."""
 
 import json
+import math
 import os
 import signal
 import string
@@ -344,6 +345,15 @@ def test_a_stop_gives_up_held_out_answers(monkeypatch):
     monkeypatch.setattr("tunix.processes.watchdog.stop_requested", lambda: "SIGTERM")
     with pytest.raises(Stopped, match="SIGTERM: given up while held-out prompts were answered"):
         HeldOutAnswers(compose(TASK).config, corpus, engine).evaluate({})
+
+
+@pytest.mark.parametrize(("missing", "cost"), [(0, 0.5), (7, 0.5), (8, math.nan)])
+def test_held_out_answers_without_a_score_are_never_the_best(missing, cost):
+    """0 stands for each, which is more than a reward below 0."""
+    cfg = SimpleNamespace(evaluation=SimpleNamespace(num_samples=2))
+    record = {"reward": -0.5, "accuracy": 0.0, "reward_errors": missing, "prompts": 4}
+    assert HeldOutAnswers.cost(SimpleNamespace(cfg=cfg), record) == pytest.approx(cost, nan_ok=True)
+    assert (", 8 scores are missing" in HeldOutAnswers.describe(None, record)) == (missing == 8)
 
 
 def test_held_out_answers_have_their_own_ends_of_answers(tmp_path):

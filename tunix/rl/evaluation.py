@@ -128,12 +128,17 @@ class HeldOutAnswers:
         }
 
     def cost(self, record: dict[str, float]) -> float:
-        """Return the number that is lowest for the best model: the reward, with its sign turned."""
-        return -record["reward"]
+        """Return the number that is lowest for the best model: the reward, with its sign turned.
+
+        It is no number where no answer has a score: 0 stands for each, which would be the best of rewards below 0.
+        """
+        has_scores = record["reward_errors"] < record["prompts"] * self.cfg.evaluation.num_samples
+        return -record["reward"] if has_scores else math.nan
 
     def describe(self, record: dict[str, float]) -> str:
         """Return the evaluation in a few words for the log."""
-        return f"accuracy {record['accuracy']:.4f}, reward {record['reward']:.4f}"
+        failed = f", {record['reward_errors']} scores are missing" if record["reward_errors"] else ""
+        return f"accuracy {record['accuracy']:.4f}, reward {record['reward']:.4f}{failed}"
 
 
 def _stop_if_requested() -> None:
