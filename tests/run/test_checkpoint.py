@@ -24,6 +24,7 @@ from tunix.config import Average, Evaluate, Export, Generate
 from tunix.config.command_line import read_settings
 from tunix.config.compose import compose
 from tunix.config.model import list_keys_outside
+from tunix.config.saved_runs import find_resume_point
 from tunix.data.dataset import find_units, load_corpus
 from tunix.evaluate import evaluate
 from tunix.export import export
@@ -447,6 +448,9 @@ def test_resume_latest(run):
     folder = run("training.max_steps=1", *TWO_DEVICES)
     run("resume=latest", "training.max_steps=2")
     assert [line["step"] for line in metrics(folder)][-1] == 2
+    link = Path("outputs/tunix/latest")
+    for source in (link, link / "checkpoints/2"):  # the link became one to itself
+        assert find_resume_point(str(source), None)[0] == folder.resolve()
 
 
 def moving_average(folder, step: int):

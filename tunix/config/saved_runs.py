@@ -254,10 +254,11 @@ def find_resume_point(value: str, project: str | None, key: str = "resume") -> t
         path = OUTPUTS / project / "latest"
         if not path.exists():
             raise UserError(f"{key}=latest: there is no {path}; project {project} has no run in this folder yet")
-        path = path.resolve()
     step = None
     if path.parent.name == "checkpoints" and is_whole_number(path.name):
         path, step = path.parent.parent, int(path.name)
+    if path.is_symlink():  # like outputs/PROJECT/latest, which the run itself and others change
+        path = path.resolve()
     if not (path / "config.yaml").is_file():
         # Something inside a run's folder, like RUN_DIR/checkpoints or RUN_DIR/checkpoints/STEP/state.
         parents = path.parents[:3] if path.exists() else ()
