@@ -73,7 +73,9 @@ def test_a_hard_stop_comes_after_the_evaluation_of_its_step(signal, monkeypatch)
         "setup": SimpleNamespace(cfg=cfg),
         "folder": Path("run"),
         "start_time": 0.0,
-        "progress": SimpleNamespace(last=8, improvement=Improvement(), is_new=False, start=SimpleNamespace(step=4)),
+        "progress": SimpleNamespace(
+            last=8, improvement=Improvement(), is_new=False, failure=None, start=SimpleNamespace(step=4)
+        ),
         "source": SimpleNamespace(can_stop=lambda _: True, after=lambda _, waits=True: None),
         "step_log": SimpleNamespace(
             finish=lambda: None, restart_clock=lambda: None, leave_out=lambda begin: None, last={}
@@ -106,7 +108,7 @@ def test_no_rollout_is_drawn_behind_a_stop(monkeypatch):
     parts = dict.fromkeys(trainer.Loop.__dataclass_fields__) | {
         "setup": SimpleNamespace(cfg=cfg),
         "start_time": 0.0,
-        "progress": SimpleNamespace(last=8, improvement=None, start=SimpleNamespace(step=2), state={}),
+        "progress": SimpleNamespace(last=8, improvement=None, failure=None, start=SimpleNamespace(step=2), state={}),
         "source": SimpleNamespace(phase="", waits_for_state=False, next=lambda _: ({}, happened.append("batch"))),
         "step_log": SimpleNamespace(note_start=lambda *_: None, last={}),
         "compiled": SimpleNamespace(changes=(), is_ready=lambda *_: True, for_batch=lambda *_: lambda *old: old),

@@ -55,7 +55,7 @@ REASONS = {
 PATTERNS = {
     "Anonymous caller": "there are no credentials (GOOGLE_APPLICATION_CREDENTIALS)",
     "NOT_FOUND": REASONS["FileNotFoundError"],
-    "Not Found": REASONS["FileNotFoundError"],
+    "Not Found": "there is no such file",  # of a web server
     "PERMISSION_DENIED": REASONS["PermissionError"],
     "Forbidden": REASONS["PermissionError"],
     "Unauthorized": REASONS["PermissionError"],
