@@ -279,6 +279,7 @@ class App:
             raise UserError(f"checkpoint={command.checkpoint} has no tokenizer.json")
         self.model, self.tokenizer, self.command, self.limits = model, model.tokenizer, command, command.server
         self.read_bytes = TokenBytes(model.tokenizer)
+        self.marks_thoughts = bool(PartReader(model.tokenizer).marks)
         place = expand_home(command.checkpoint)
         self.name = self.limits.model_name or (place.resolve().name if place.exists() else command.checkpoint)
         self.max_length = min(model.cfg.context_length, self.limits.max_length or model.cfg.context_length)
@@ -551,7 +552,7 @@ class _Answers:
         self.deadline = job.arrived + app.limits.request_timeout_s
         stop = job.parameters.stop or []
 
-        has_parts = job.is_chat and bool(PartReader(app.tokenizer).marks)  # else all of a turn is the answer
+        has_parts = job.is_chat and app.marks_thoughts  # else all of a turn is the answer
 
         def show(prompt: list[int], part: str, stop: Sequence[str]) -> AnswerText:
             if not has_parts:

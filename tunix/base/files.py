@@ -332,6 +332,11 @@ def expand_home(name: str | Path) -> Path:
     return Path(os.path.expanduser(name))
 
 
+def names_file(path: str) -> bool:
+    """Return False for what may be the ID of something on the hub, NAME or ORGANISATION/NAME."""
+    return path.startswith((".", "/", "~")) or path.count("/") > 1 or Path(path).suffix in (".json", ".model")
+
+
 def describe_missing(name: str) -> str:
     """Return that a path does not exist, for a message; of a relative path also the folder below which it should be."""
     return f"{name} does not exist{'' if expand_home(name).is_absolute() else f' in {Path.cwd()}'}"

@@ -27,7 +27,7 @@ from omegaconf import DictConfig, OmegaConf
 from tunix.base.buckets import is_address, join
 from tunix.base.config_types import CONF, list_options
 from tunix.base.errors import UserError, did_you_mean, is_masked, mask_values
-from tunix.base.files import describe_missing, expand_home
+from tunix.base.files import describe_missing, expand_home, names_file
 from tunix.base.text import flat, format_yaml
 from tunix.config import Config, Grpo, Slurm
 from tunix.config.data import Mixture
@@ -424,18 +424,13 @@ def _list_paths(cfg: Config) -> Iterator[tuple[str, str]]:
     path = cfg.tokenizer.path
     if path is None or cfg.tokenizer.train:
         return
-    if _names_file(path):
+    if names_file(path):
         yield "tokenizer.path", path
-
-
-def _names_file(path: str) -> bool:
-    """Return False for what may be the ID of something on the hub, NAME or ORGANISATION/NAME."""
-    return path.startswith((".", "/", "~")) or path.count("/") > 1 or Path(path).suffix in (".json", ".model")
 
 
 def _is_gone(path: str) -> bool:
     """Return True for a file or folder of this machine that is not there."""
-    return _names_file(path) and not is_address(path) and not expand_home(path).exists()
+    return names_file(path) and not is_address(path) and not expand_home(path).exists()
 
 
 # Command lines that are legal and probably not what the user wants: refused, or answered with a remark.

@@ -209,3 +209,7 @@ class Training(StepKeys, BatchKeys):
         """The limits of the run's length that are set, as users type them."""
         values = {key: getattr(self, key) for key in LIMITS}
         return [f"training.{key}={value}" for key, value in values.items() if value is not None]
+
+    def describe_first_limit(self) -> str:
+        """Return, to stand behind a number of steps, that the first of several limits ends the run; nothing for one."""
+        return f" (the first of {' and '.join(self.limits)} ends the run)" if len(self.limits) > 1 else ""

@@ -330,14 +330,16 @@ def select_rollouts_at_once(train_spec: TrainSpec, device_bytes: int | None) -> 
     task = _read_task(train_spec)
     if task.environment is None or not task.staleness:
         return 1
-    max_steps, answers = task.staleness + 1, _count_answers(train_spec)
+    max_rollouts, answers = task.staleness + 1, _count_answers(train_spec)
     if isinstance(task.rollout_rows, int):
-        return min(max_steps, max(1, task.rollout_rows // answers))
+        return min(max_rollouts, max(1, task.rollout_rows // answers))
     if device_bytes is None or task.rollout_rows is None:
-        return max_steps
+        return max_rollouts
     costs = _derive_costs_of_run(train_spec, answers, device_bytes)
     free = _count_free_bytes(train_spec, device_bytes)
-    return max((count for count in range(2, max_steps + 1) if costs.with_others(count - 1).memory <= free), default=1)
+    return max(
+        (count for count in range(2, max_rollouts + 1) if costs.with_others(count - 1).memory <= free), default=1
+    )
 
 
 def _read_task(train_spec: TrainSpec) -> Grpo:

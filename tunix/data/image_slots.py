@@ -114,17 +114,17 @@ class ImageSlots(NamedTuple):
         """Ending of the names of plans in the cache."""
         return f"-{self.processor.max_tokens}-{self.per_row}"
 
-    def check(self, seq_len: int, packing: str, max_units: int) -> None:
+    def check(self, seq_len: int, packing: str, max_image_tokens: int) -> None:
         """Raise `UserError` where a sequence has no room for the longest image, or would begin within one."""
         if packing == "concat":
             raise UserError(
                 "loading.packing=concat cuts documents wherever a sequence is full, also within an image; set "
                 "loading.packing=best_fit"
             )
-        if seq_len < (needed := self.processor.num_before + max_units + 1):
+        if seq_len < (needed := self.processor.num_before + max_image_tokens + 1):
             raise UserError(
                 f"training.seq_len={seq_len} is shorter than one image, which is {needed} tokens "
-                f"({max_units} of model.vision, and those at its ends); raise it"
+                f"({max_image_tokens} of model.vision, and those at its ends); raise it"
             )
 
     def fill(self, shard: Arrays, chunks: list[list[int]], seq_len: int) -> Example:

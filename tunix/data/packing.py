@@ -39,8 +39,8 @@ class Sequences(grain.sources.RandomAccessDataSource):
         self.stream, self.seq_len, self.packing, self.slots = stream, seq_len, packing, slots
         if slots is not None:
             image_spans = [list_image_spans(stream, number) for number in range(len(stream.sizes))]
-            if max_units := max((int(np.diff(each).max()) for each in image_spans if len(each)), default=0):
-                slots.check(seq_len, packing, max_units)
+            if max_image_tokens := max((int(np.diff(each).max()) for each in image_spans if len(each)), default=0):
+                slots.check(seq_len, packing, max_image_tokens)
         # Of pairs, once the reference has scored them: number of a shard -> its log-probabilities (`_fill_pairs`).
         self.of_pairs: Callable[[int], np.ndarray] | None = None
         # Of a teacher on disk: (number of a sequence, its loss mask) -> fields (data/teacher_logits.py).

@@ -78,7 +78,7 @@ class Parquet(Files, Rows):
             if (
                 column.max_repetition_level == 0 and sizes[column.path] > ROWS_BYTES // 32
             ):  # else batches are large enough
-                sizes[column.path] = _find_max_page(unit.path, group.column(at))  # no value is longer
+                sizes[column.path] = _find_max_page_bytes(unit.path, group.column(at))  # no value is longer
         in_lists = [at for at, column in enumerate(schema) if _is_in_list(column, requested)]
         lists = [schema[at].path for at in in_lists if _is_text(schema[at])]
         if (values := max([0, *(group.column(at).num_values for at in in_lists)])) > LIST_VALUES:
@@ -126,7 +126,7 @@ class Parquet(Files, Rows):
                 yield None if size > limit else batch.slice(number, 1).to_pylist()[0]
 
 
-def _find_max_page(path: str, chunk: Any) -> int:
+def _find_max_page_bytes(path: str, chunk: Any) -> int:
     """Return the bytes of the longest page of a column, unpacked; those of the column where a header cannot be read."""
     whole = max(chunk.total_uncompressed_size, chunk.total_compressed_size)
     at = min(filter(None, (chunk.dictionary_page_offset, chunk.data_page_offset)), default=0)

@@ -77,7 +77,7 @@ def count_bytes(text: str) -> int:
     return sum(len(text[begin : begin + PIECE].encode()) for begin in range(0, len(text), PIECE))
 
 
-def find_max_piece(text: str, cutter: Cutter | None) -> int:
+def find_max_piece_bytes(text: str, cutter: Cutter | None) -> int:
     """Return the bytes of the longest piece of a text."""
     return max(len(piece.encode()) for piece in cut_text(text, cutter))
 

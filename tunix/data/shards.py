@@ -43,7 +43,7 @@ from tunix.data.chat import RefusedConversation
 from tunix.data.documents import DOCUMENTS, Document, Encoded, LeftOut, read_documents, refuse_row
 from tunix.data.files import Limited, Rows, Source, Unit
 from tunix.data.image_processors import ImageProcessor
-from tunix.data.pieces import Cutter, find_max_piece
+from tunix.data.pieces import Cutter, find_max_piece_bytes
 from tunix.data.sources import Tokens
 from tunix.data.tokenizer import Vocab, add_images, load_vocab
 
@@ -441,7 +441,7 @@ def is_cut(source: Source, document: Document, cutter: Cutter | None) -> bool:
         return True
     limit = max(1 << 20, source.max_document_bytes // 64)
     text = document.text
-    return len(text) * 4 <= limit or find_max_piece(text, cutter) <= limit
+    return len(text) * 4 <= limit or find_max_piece_bytes(text, cutter) <= limit
 
 
 def _read_batches(

@@ -23,7 +23,7 @@ from tokenizers import Tokenizer as Backend
 from tunix.base.buckets import is_address, mirror
 from tunix.base.digests import hash_texts
 from tunix.base.errors import UserError
-from tunix.base.files import check_size, describe_missing, expand_home, read_json
+from tunix.base.files import check_size, describe_missing, expand_home, names_file, read_json
 from tunix.config import Tokenizer
 from tunix.data.chat import CORPUS_DATE, PLAIN, ChatTemplate
 from tunix.data.image_processors import ImageProcessor
@@ -123,8 +123,7 @@ def find_tokenizer_files(path: str) -> dict[str, Path]:
         return {usual: found, **{name: found.with_name(name) for name in FILES[2:] if found.with_name(name).is_file()}}
     if found.is_dir():
         return {name: found / name for name in FILES if (found / name).is_file()}
-    # What does not look like OWNER/NAME is not looked for on the hub.
-    if found.suffix in (".json", ".model") or path.count("/") > 1 or path.startswith((".", "~")):
+    if names_file(path):
         raise UserError(f"tokenizer.path={describe_missing(path)}")
     fetched = fetch(path, FILES, "tokenizer.path", "file")
     return {name: fetched / name for name in FILES if (fetched / name).is_file()}

@@ -484,11 +484,12 @@ def _compile_candidates(
     indices = list(range(len(results)))  # of the candidates that this round compiles
     while indices:
         names = ", ".join(format_mesh_shape(results[index].sizes) for index in indices)
+        what = f"{len(indices)} meshes" if len(indices) > 1 else names
         compiling = compile_all([results[index].cfg for index in indices], cluster)
         too_large = {}  # the next smaller value of the open key, by index
-        if len(indices) > 1:
+        if what != names:
             progress(f"compiling {names}")
-        with announcing(f"compiling {names if len(indices) == 1 else f'{len(indices)} meshes'}", progress):
+        with announcing(f"compiling {what}", progress):
             for index, answer in zip(indices, compiling, strict=True):
                 candidate = results[index]
                 if isinstance(answer, str):

@@ -170,8 +170,7 @@ def _describe_run(candidate: Candidate, cluster: Cluster) -> list[str]:
     if (run := candidate.predict_run()) is None:
         return []
     steps, seconds = run
-    limits, hours = candidate.cfg.training.limits, seconds * cluster.num_devices / 3600
-    first = f" (the first of {' and '.join(limits)} ends the run)" if len(limits) > 1 else ""
+    first, hours = candidate.cfg.training.describe_first_limit(), seconds * cluster.num_devices / 3600
     return [
         f"{steps:,} steps{first} on {format_mesh_shape(candidate.sizes)} take {timedelta(seconds=round(seconds))}, "
         f"{hours:,.1f} GPU hours, without starts, evaluations and saves (predicted)"

@@ -55,18 +55,20 @@ def listening() -> Iterator[None]:
     """Let the stop signals ask the run to save and stop; after `peers.join`, which replaces the handlers."""
     _stop_signals.clear()
     _agreed.clear()
-    _failures.clear()
     # With several processes JAX's own handler of SIGTERM stays: it tells the other processes.
     numbers = [number for number in STOP_SIGNALS if number != signal.SIGTERM or jax.process_count() == 1]
-    with handling_signals(numbers, lambda number, _: request_stop(signal.Signals(number).name)):
-        yield
+    try:
+        with handling_signals(numbers, lambda number, _: request_stop(signal.Signals(number).name)):
+            yield
+    finally:
+        _failures.clear()  # a failure of this run is none of what the process does next
 
 
 def request_stop(reason: str, fails: bool = False) -> None:
     """Ask all processes to save and stop; safe in a signal handler, unless the run `fails` by this reason."""
     if fails:  # first, so that the others find it when they stop
         _failures.append(reason)
-        peers.publish("full_folder/0", reason)
+        peers.publish("failure/0", reason)
     # JAX's own handler of SIGTERM starts the agreement with the other processes.
     if not _stop_signals and jax.process_count() > 1:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -75,7 +77,7 @@ def request_stop(reason: str, fails: bool = False) -> None:
 
 def failure_of_stop() -> str | None:
     """Return the failure for which the processes stop, once `stop_requested` has returned a reason."""
-    return next(iter([*_failures, *peers.published("full_folder").values()]), None)
+    return next(iter([*_failures, *peers.published("failure").values()]), None)
 
 
 def stopped_by_signal() -> bool:

@@ -38,11 +38,15 @@ def check_time_limit(now: Moment) -> Ending | None:
     return None
 
 
+def _add_way_on(failure: object, now: Moment) -> str:
+    return f"{failure}. Saved after step {now.step}; go on with {format_resume(now.folder)}"
+
+
 def check_failure(now: Moment) -> Ending | None:
     """End the run when answers cannot be drawn or scored; after held-out ones within a rollout, at its end."""
     if now.failure is None or not now.source.can_stop(now.step):
         return None
-    return RolloutFailed(f"{now.failure}. Saved after step {now.step}; go on with {format_resume(now.folder)}")
+    return RolloutFailed(_add_way_on(now.failure, now))
 
 
 def check_hard_stop(now: Moment) -> Ending | None:
@@ -58,7 +62,7 @@ def check_stop_request(now: Moment) -> Ending | None:
     if reason is None or not now.source.can_stop(now.step):
         return None
     if failure := watchdog.failure_of_stop():
-        return FolderFull(f"{failure}. Saved after step {now.step}; go on with {format_resume(now.folder)}")
+        return FolderFull(_add_way_on(failure, now))
     return Stopped(f"{reason}: saved after step {now.step}; go on with {format_resume(now.folder)}")
 
 

@@ -105,8 +105,7 @@ def _describe_length(cfg: Config, sizes: Sizes) -> str:
     spans = sizes.schedule.spans(steps)
     warmup, decay = (count_phase_steps(cfg.scheduler, phase, spans) for phase in ("warmup", "decay"))
     tail = f", decay over the last {decay}" if cfg.scheduler.shape.has_decay else ""
-    limits = cfg.training.limits
-    first = f" (the first of {' and '.join(limits)} ends the run)" if len(limits) > 1 else ""
+    first = cfg.training.describe_first_limit()
     return (
         f"{steps:,} steps, {sum(count * tokens for count, tokens in spans):,} tokens{first}; "
         f"{cfg.optimizer.name} at {cfg.optimizer.learning_rate:g}, {cfg.scheduler.name}, {warmup} warmup steps{tail}"
