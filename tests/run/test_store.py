@@ -1,6 +1,7 @@
 """The life of a checkpoint in a folder: whole or not at all, kept or deleted, and failures that are said."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -201,6 +202,21 @@ def test_arrays_are_not_compressed_and_a_file_that_is_cut_is_named(tmp_path):
     file.write_bytes(file.read_bytes()[:4096])
     with pytest.raises(Damaged, match="params.w"):  # nothing was compared with its digest
         store.restore(1, state)
+
+
+@pytest.mark.parametrize("name", ["run/metadata", "state/manifest.ocdbt", "state/d/0", "metrics/metrics"])
+def test_a_pipe_in_a_checkpoint_is_not_opened(tmp_path, name):
+    """Each command waited for its writer, for ever."""
+    store = open_at(tmp_path)
+    save(store, 1, 0.5)
+    store.wait()
+    for digests in (tmp_path / "1").rglob("digests*.json"):
+        digests.unlink()
+    (tmp_path / "1" / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / "1" / name)
+    with pytest.raises(Damaged, match=f"lacks {name}$|/{name} is a pipe or a device, and no file"):
+        store.check(1)
+    assert [*store._read_losses().values()] == [None if name.startswith("metrics") else 0.5]
 
 
 def test_a_state_that_the_checkpoint_does_not_have_is_named(tmp_path, caplog):

@@ -14,7 +14,6 @@ step, so that an item of another step is found too.
 """
 
 import asyncio
-import json
 import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -32,7 +31,7 @@ from etils import epath  # Orbax's kind of path
 from tunix.base import digests
 from tunix.base.digests import FILE, Damaged, check_files, list_files, read_digests, write_digests
 from tunix.base.errors import UserError, first_line
-from tunix.base.files import describe_refusal, is_whole_number, list_numbers, write_whole
+from tunix.base.files import check_size, describe_refusal, is_whole_number, list_numbers, parse_json, write_whole
 from tunix.checkpoints.bucket import name_array, restore_arrays
 from tunix.processes import peers
 from tunix.sharding.arrays import from_main, to_main
@@ -140,7 +139,10 @@ class Folder:
         write_whole(self.folder / str(step) / name, text)
 
     def read(self, step: int, name: str) -> str:
-        return (self.folder / str(step) / name).read_text()
+        path = self.folder / str(step) / name
+        if not path.is_file():
+            raise FileNotFoundError(f"{path} is missing, or a pipe or a device")
+        return path.read_text()
 
     def read_metrics(self, step: int) -> dict[str, float] | None:
         item = self.folder / str(step) / "metrics"
@@ -148,7 +150,7 @@ class Folder:
             return None
         if (item / FILE).is_file():
             check_files([item / FILE])
-        return json.loads((item / "metrics").read_text())
+        return parse_json(check_size(item / "metrics").read_text())
 
     def list_arrays(self, step: int) -> dict[str, tuple[int, ...]]:
         tree = ocp.PyTreeCheckpointHandler().metadata(epath.Path(self.folder / str(step) / "state")).tree
@@ -177,6 +179,9 @@ class Folder:
             raise Damaged(f"{checkpoint} is no folder{', but a link to nothing' if checkpoint.is_symlink() else ''}")
         if missing := [name for name in NEEDED if not (checkpoint / name).is_file()]:
             raise Damaged(f"{checkpoint} lacks {', '.join(missing)}")
+        # Whoever opens a pipe waits for ever, and a device may have no end.
+        if odd := [path for path in checkpoint.rglob("*") if path.exists() and not path.is_file() | path.is_dir()]:
+            raise Damaged(f"{odd[0]} is a pipe or a device, and no file")
         if not any(checkpoint.glob("*/digests*.json")):
             _read_arrays(checkpoint / "state", share, num_shares)
             return None

@@ -370,7 +370,7 @@ def reject_newer_checkpoint(storage: Storage, step: int) -> None:
 
 def read_about(storage: Storage, step: int) -> dict[str, Any]:
     """Read the item `run`: position in the data, config, ...; the key `parts` has what `find_parts` finds."""
-    about = json.loads(storage.read(step, "run/metadata"))
+    about = parse_json(storage.read(step, "run/metadata"))
     with suppress(FileNotFoundError):
         about["position"]["waiting"] = storage.read(step, WAITING)
     return {**about, "parts": find_parts(storage, step)}
