@@ -291,7 +291,7 @@ PIECES = ("{{", "}}", "{%", "%}", "messages", "for", "endfor", "if", "else", "en
 )
 def test_chat_template(folder, data):
     template = ChatTemplate(data, {"bos_token": "<s>", "eos_token": "</s>"})
-    template.cut_answers([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
+    template.split_answers([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
 
 
 def test_a_template_that_never_ends(monkeypatch):

@@ -170,8 +170,8 @@ def check_xla_flags(environment: MutableMapping[str, str]) -> Iterator[Finding]:
             break
         environment["XLA_FLAGS"] = " ".join(word for word in command if word not in refused)
         for word in refused:
-            near = difflib.get_close_matches(word.lstrip("-").partition("=")[0], _read_flag_names(), n=1)
-            hint = f" (did you mean --{near[0]}?)" if near and not bad_value else ""
+            matches = difflib.get_close_matches(word.lstrip("-").partition("=")[0], _read_flag_names(), n=1)
+            hint = f" (did you mean --{matches[0]}?)" if matches and not bad_value else ""
             mistakes.append(f"XLA {'cannot read the value of' if bad_value else 'does not know'} {word}{hint}")
     for mistake in mistakes:
         yield Finding("XLA_FLAGS", "error", f"{mistake}; it would abort every process")

@@ -48,7 +48,7 @@ def template(source):
 
 @pytest.mark.parametrize("source", [PLAIN, GEMMA])
 def test_pieces_make_the_whole_and_answers_end_their_turn(source):
-    (pieces,) = template(source).cut_answers(TALK)
+    (pieces,) = template(source).split_answers(TALK)
     assert "".join(text for text, _ in pieces) == template(source).render(TALK)
     assert [answer for _, answer in pieces] == [False, True, False, True]
     assert pieces[0][0].startswith("<bos>")
@@ -88,8 +88,8 @@ def test_turns_of_many_roles_and_answers_are_written_a_few_times(monkeypatch):
 def test_a_conversation_with_thousands_of_answers_is_refused():
     turns = [{"role": role, "content": "?"} for role in ("user", "assistant") * 1500]
     with pytest.raises(RefusedConversation, match=r"1,500 answers in 3,000 turns.*learnt_turns=last"):
-        template(PLAIN).cut_answers(turns)
-    ((_, answer),) = template(PLAIN).cut_answers(turns, learnt="last")
+        template(PLAIN).split_answers(turns)
+    ((_, answer),) = template(PLAIN).split_answers(turns, learnt="last")
     assert answer == ("?<eos>", True)
 
 
@@ -97,11 +97,11 @@ def test_a_conversation_of_which_the_sequences_are_too_long_is_refused(monkeypat
     """2 MB with 400 thoughts were 400 sequences, and 400 MB."""
     source = "{% for m in messages %}{{ m.content if loop.last or m.role == 'user' else '' }}{% endfor %}"
     turns = [{"role": role, "content": role * 125} for role in ("user", "assistant") * 20]
-    assert len(template(source).cut_answers(turns)) == 20
+    assert len(template(source).split_answers(turns)) == 20
     monkeypatch.setattr("tunix.data.chat.MAX_WRITTEN", 100_000)
-    assert len(template(source).cut_answers(turns, learnt="last")) == 1
+    assert len(template(source).split_answers(turns, learnt="last")) == 1
     with pytest.raises(RefusedConversation, match="20 answers in 40 turns, and the turns before an answer"):
-        template(source).cut_answers(turns)
+        template(source).split_answers(turns)
 
 
 def test_a_corpus_has_the_same_date_on_each_day():
@@ -114,7 +114,7 @@ def test_a_corpus_has_the_same_date_on_each_day():
 
 def test_a_conversation_may_begin_with_the_assistant():
     expected = [("<bos>assistant:\n", False), ("2<eos>", True)]
-    assert template(PLAIN).cut_answers(TALK[2:3]) == [expected]
+    assert template(PLAIN).split_answers(TALK[2:3]) == [expected]
 
 
 @pytest.mark.parametrize("read", ["reasoning_content", "thinking"])
@@ -131,7 +131,7 @@ def test_a_template_gets_thoughts_by_each_of_their_names(tmp_path, read):
 
 
 def test_gemmas_template():
-    (pieces,) = template(GEMMA).cut_answers(TALK)
+    (pieces,) = template(GEMMA).split_answers(TALK)
     assert pieces == [
         ("<bos><start_of_turn>user\nBe brief.\n\n1 + 1?<end_of_turn>\n<start_of_turn>model\n", False),
         ("2<end_of_turn>\n", True),
@@ -160,16 +160,16 @@ LATER = {
 def test_each_answer_is_learnt_behind_the_text_that_generation_has(kind):
     source, *answers = LATER[kind]
     chat, prompts = template(source), [TALK[:2], TALK[:4]]
-    sequences = chat.cut_answers(TALK)
+    sequences = chat.split_answers(TALK)
     assert sequences == [
         [(chat.render(prompt, add_generation_prompt=True), False), (answer, True)]
         for prompt, answer in zip(prompts, answers, strict=True)
     ]
-    assert chat.cut_answers(TALK, learnt="last") == sequences[1:]
-    assert chat.cut_answers(TALK, learnt=[False] * 4 + [True]) == sequences[1:]
-    assert chat.cut_answers(TALK, learnt=[False] * 2 + [True] + [False] * 2) == sequences[:1]
-    assert chat.cut_answers(TALK, learnt="all") == [[(chat.render(TALK), True)]]
-    (nothing,) = chat.cut_answers(TALK, learnt=[False] * 5)
+    assert chat.split_answers(TALK, learnt="last") == sequences[1:]
+    assert chat.split_answers(TALK, learnt=[False] * 4 + [True]) == sequences[1:]
+    assert chat.split_answers(TALK, learnt=[False] * 2 + [True] + [False] * 2) == sequences[:1]
+    assert chat.split_answers(TALK, learnt="all") == [[(chat.render(TALK), True)]]
+    (nothing,) = chat.split_answers(TALK, learnt=[False] * 5)
     assert not any(is_learnt for _, is_learnt in nothing)
 
 
@@ -238,7 +238,7 @@ def test_a_generation_block_gives_its_body():
         "{{ end }}{% endfor %}{% if add_generation_prompt %}assistant:\n{% endif %}"
     )
     # `end` within the block is another name than outside of it, as in transformers.
-    (pieces,) = template(source).cut_answers(TALK[1:3])
+    (pieces,) = template(source).split_answers(TALK[1:3])
     assert pieces == [("user:\n1 + 1?\nassistant:\n", False), ("22<eos>\n", True)]
 
 
@@ -253,7 +253,7 @@ def test_a_generation_block_gives_its_body():
 )
 def test_templates_that_do_not_work(source, message):
     with pytest.raises(UserError, match=message):
-        template(source).cut_answers([TALK[1], *TALK[1:]])
+        template(source).split_answers([TALK[1], *TALK[1:]])
 
 
 @pytest.fixture

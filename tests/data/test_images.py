@@ -47,7 +47,7 @@ def test_pixels_are_those_of_transformers(processor, name):
     seen = processor.decode(IMAGES[name])
     assert digest(seen.units) == expected
     assert processor.find_grid(IMAGES[name]) == seen.grid
-    assert (processor.cut(processor.join(seen.units, seen.grid)) == seen.units).all()
+    assert (processor.split(processor.join(seen.units, seen.grid)) == seen.units).all()
     kept = keep_image(IMAGES[name], name, processor, 10_000)
     assert digest(processor.decode(kept).units) == expected
 

@@ -22,7 +22,7 @@ from tunix.data import pieces
 from tunix.data.dataset import prepare_corpus
 from tunix.data.parquet import _count_bytes as count_bytes
 from tunix.data.parquet import _count_dictionaries as count_all
-from tunix.data.pieces import cut_text, find_cutter
+from tunix.data.pieces import find_cutter, split_text
 from tunix.data.tokenizer import Vocab, convert, train_vocab
 
 WORDS = [
@@ -107,18 +107,18 @@ def test_pieces_have_the_tokens_of_the_whole(tokenizers, monkeypatch):
     monkeypatch.setattr(pieces, "PIECE", 5)
     num_pieces = dict.fromkeys(tokenizers, 0)
 
-    @settings(max_examples=150, deadline=None, derandomize=True)
-    @given(TEXTS, st.booleans())
     def compare(text, special):
         for name, backend in tokenizers.items():
             backend.encode_special_tokens = special
-            cut = list(cut_text(text, find_cutter_of[name]))
+            cut = list(split_text(text, find_cutter_of[name]))
             num_pieces[name] += len(cut) - 1
             ours = [index for each in backend.encode_batch_fast(cut, add_special_tokens=False) for index in each.ids]
             assert ours == backend.encode(text, add_special_tokens=False).ids, (name, text, cut)
 
     find_cutter_of = {name: find_cutter(backend) for name, backend in tokenizers.items()}
-    compare()
+    settings(max_examples=150, deadline=None, derandomize=True)(given(TEXTS, st.booleans())(compare))()
+    for text in CORPUS[:20]:  # of many pieces, whatever Hypothesis draws: it depends on the source of this function
+        compare(text, True)
     spm = [name for name in tokenizers if "words=True" in name and "prefix=False squeeze=True" not in name]
     assert [name for name in [*CUT, *spm] if num_pieces[name] < 50] == []
 
@@ -153,7 +153,7 @@ def test_a_text_between_special_tokens_is_cut_beside_them(tokenizers, monkeypatc
     backend = tokenizers["bytes"]
     backend.encode_special_tokens = False
     text = "ab<eos>cd<eos><bos>" * 9
-    cut = list(cut_text(text, find_cutter(backend)))
+    cut = list(split_text(text, find_cutter(backend)))
     ids = [index for each in backend.encode_batch_fast(cut, add_special_tokens=False) for index in each.ids]
     assert len(cut) > 20
     assert ids == backend.encode(text, add_special_tokens=False).ids
@@ -164,7 +164,7 @@ def test_a_tokenizer_learns_the_same_from_pieces(monkeypatch):
     cfg = compose(["data=synthetic", "tokenizer.vocab_size=400"]).config.tokenizer
     whole = train_vocab(cfg, ["".join(CORPUS)])
     monkeypatch.setattr(pieces, "PIECE", 7)
-    cut = list(cut_text("".join(CORPUS), pieces.TRAINED_HERE))
+    cut = list(split_text("".join(CORPUS), pieces.TRAINED_HERE))
     assert len(cut) > 100
     assert train_vocab(cfg, cut).backend.to_str() == whole.backend.to_str()
 

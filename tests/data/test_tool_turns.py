@@ -348,7 +348,7 @@ def test_thousands_of_tools_are_found_in_one_pass(monkeypatch):
 
 def test_an_answer_is_learnt_behind_the_thought_of_its_call_which_the_template_then_drops():
     talk = [TALK[0], {**TALK[1], "reasoning_content": "Add."}, TALK[2], {**TALK[3], "reasoning_content": "Say."}]
-    (pieces,) = ChatTemplate(DROPS_THOUGHTS, {}).cut_answers(talk)
+    (pieces,) = ChatTemplate(DROPS_THOUGHTS, {}).split_answers(talk)
     # The turns of an episode have what the model wrote.
     call = '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1, "b": 2}'
     texts = f"<|start|>assistant{call}", f"<|start|>assistant<|channel|>final<|message|>{TALK[3]['content']}"
@@ -356,7 +356,7 @@ def test_an_answer_is_learnt_behind_the_thought_of_its_call_which_the_template_t
     said = [
         {"role": "assistant", "content": thought.format(*pair)} for pair in zip(("Add.", "Say."), texts, strict=True)
     ]
-    assert ChatTemplate(DROPS_THOUGHTS, {}).cut_answers([talk[0], said[0], talk[2], said[1]]) == [pieces]
+    assert ChatTemplate(DROPS_THOUGHTS, {}).split_answers([talk[0], said[0], talk[2], said[1]]) == [pieces]
     assert [is_learnt for _, is_learnt in pieces] == [False, True, False, True]
     texts = [text for text, _ in pieces]
     assert texts[1] == "<|channel|>analysis<|message|>Add.<|end|><|start|>assistant to=add<|call|>"

@@ -110,7 +110,7 @@ def test_a_phase_that_takes_long_is_announced(monkeypatch, caplog):
 
 def test_work_is_announced_by_its_time(monkeypatch):
     monkeypatch.setattr(progress, "QUIET_S", 0.0)
-    monkeypatch.setattr(progress, "AGAIN_S", 0.01)
+    monkeypatch.setattr(progress, "REPEAT_S", 0.01)
     lines: list[str] = []
     with progress.announcing("compiling", lines.append):
         while len(lines) < 2:

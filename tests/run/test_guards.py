@@ -110,7 +110,7 @@ def test_no_rollout_is_drawn_behind_a_stop(monkeypatch):
         "start_time": 0.0,
         "progress": SimpleNamespace(last=8, improvement=None, failure=None, start=SimpleNamespace(step=2), state={}),
         "source": SimpleNamespace(phase="", waits_for_state=False, next=lambda _: ({}, happened.append("batch"))),
-        "step_log": SimpleNamespace(note_start=lambda *_: None, last={}),
+        "step_log": SimpleNamespace(record_start=lambda *_: None, last={}),
         "compiled": SimpleNamespace(changes=(), is_ready=lambda *_: True, for_batch=lambda *_: lambda *old: old),
         "watchdog": SimpleNamespace(phase=lambda _: nullcontext(), step=lambda _: None),
         "trace": SimpleNamespace(edges=()),

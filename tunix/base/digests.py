@@ -182,17 +182,17 @@ def verify_folder(folder: Path, verify: str, key: str, hint: str) -> None:
     if verify == "always" or (verify == "once" and not is_verified(folder, mark)):
         reject_damaged(folder, key, hint)
         if verify == "once":
-            note_verified(folder, mark)
+            record_verified(folder, mark)
 
 
 def is_verified(folder: Path, file: Path) -> bool:
-    """Return whether `note_verified` was called for this folder, and not for one that it was copied from."""
+    """Return whether `record_verified` was called for this folder, and not for one that it was copied from."""
     with suppress(OSError):
         return (folder / VERIFIED).read_text() == _identity(file)
     return False
 
 
-def note_verified(folder: Path, file: Path) -> None:
+def record_verified(folder: Path, file: Path) -> None:
     """Remember in a folder that its files were compared with `file`, where the folder can be written."""
     with suppress(OSError):
         (folder / VERIFIED).write_text(_identity(file))

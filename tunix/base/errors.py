@@ -13,8 +13,8 @@ from typing import Any
 
 def did_you_mean(value: str, choices: list[str]) -> str:
     """Return "; did you mean CHOICE?" for the choice nearest to `value`; empty if none is near."""
-    near = difflib.get_close_matches(value, choices, n=1, cutoff=0.5)
-    return f"; did you mean {near[0]}?" if near else ""
+    matches = difflib.get_close_matches(value, choices, n=1, cutoff=0.5)
+    return f"; did you mean {matches[0]}?" if matches else ""
 
 
 FEW = 20  # choices that a message names

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 QUIET_S = 4.0  # of work, before it is announced
-AGAIN_S = 30.0  # between two lines about the same work
+REPEAT_S = 30.0  # between two lines about the same work
 
 
 def is_watched() -> bool:
@@ -23,9 +23,9 @@ def print_progress(line: str) -> None:
 
 @contextmanager
 def announcing(work: str, say: Callable[[str], None] = print_progress) -> Iterator[None]:
-    """Say what the block does where it takes long: after QUIET_S, and again every AGAIN_S."""
+    """Say what the block does where it takes long: after QUIET_S, and again every REPEAT_S."""
     start = time.monotonic()
-    with repeating(lambda: say(f"{work}: {time.monotonic() - start:.0f} s so far"), QUIET_S, AGAIN_S):
+    with repeating(lambda: say(f"{work}: {time.monotonic() - start:.0f} s so far"), QUIET_S, REPEAT_S):
         yield
 
 

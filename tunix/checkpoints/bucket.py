@@ -240,7 +240,7 @@ class Bucket:
         except FileNotFoundError:
             return False
 
-    def note_verified(self, step: int) -> None:
+    def record_verified(self, step: int) -> None:
         self.objects.write(f"{step}/{VERIFIED}", self._fingerprint(step).encode())
 
     def _fingerprint(self, step: int) -> str:

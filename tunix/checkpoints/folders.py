@@ -195,8 +195,8 @@ class Folder:
     def is_verified(self, step: int) -> bool:
         return digests.is_verified(self.folder / str(step), self.folder / str(step) / "state" / FILE)
 
-    def note_verified(self, step: int) -> None:
-        digests.note_verified(self.folder / str(step), self.folder / str(step) / "state" / FILE)
+    def record_verified(self, step: int) -> None:
+        digests.record_verified(self.folder / str(step), self.folder / str(step) / "state" / FILE)
 
     def _unfinished(self, step: int) -> Path:
         return self.folder / f"{step}{UNFINISHED}"

@@ -86,8 +86,8 @@ class Storage(Protocol):
     def read_arrays(self, step: int) -> dict[str, np.ndarray]: ...  # all of them, whole, in the shapes of `list_arrays`
     def restore(self, step: int, abstract: State) -> State: ...  # the arrays that `abstract` names, laid out as it says
     def check(self, step: int, share: int, num_shares: int) -> int | None: ...  # bytes read, None: no digests; Damaged
-    def is_verified(self, step: int) -> bool: ...  # 0: whether `note_verified` was called, in this place
-    def note_verified(self, step: int) -> None: ...  # 0
+    def is_verified(self, step: int) -> bool: ...  # 0: whether `record_verified` was called, in this place
+    def record_verified(self, step: int) -> None: ...  # 0
 
 
 class StorageKind(NamedTuple):
@@ -217,7 +217,7 @@ class Store:
                 "the checkpoint of step %d has no digests (an older version wrote it): it is not compared", step
             )
         elif self.cfg.verify == "once" and peers.is_main():
-            self.storage.note_verified(step)
+            self.storage.record_verified(step)
 
     def info(self, step: int) -> dict[str, Any]:
         """Read what a checkpoint says about itself, as `read_about` returns it."""

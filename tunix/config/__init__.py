@@ -119,7 +119,7 @@ class Config(Section):
         if self.training.seq_len > context:
             raise ValueError(f"training.seq_len={self.training.seq_len} is more than model.context_length={context}")
         # A launcher takes exit code 75 for a time limit and starts the job again: a hard stop would have no effect.
-        key, hard_stop = self.launcher.again_key, self.training.hard_stop
+        key, hard_stop = self.launcher.retries_key, self.training.hard_stop
         if hard_stop is not None and key and (times := getattr(self.launcher, key)):
             raise ValueError(
                 f"training.hard_stop={hard_stop} ends the job with exit code 75, and launcher.{key}={times} starts "

@@ -41,7 +41,7 @@ Amount = Annotated[str, _matching(r"[^\s=]+=\d+(\.\d+)?", "NAME=NUMBER, in quote
 class Local(Section):
     """Train in this process; the environment tells it if it is one of several."""
 
-    again_key: ClassVar[str | None] = None
+    retries_key: ClassVar[str | None] = None
     name: Literal["local"]
     """What starts the processes."""
 
@@ -51,7 +51,7 @@ class Nodes(Section):
 
     # The key with the number of new starts after exit code 75. None: this launcher knows why the run stopped, and does
     # not start it again after training.hard_stop.
-    again_key: ClassVar[str | None] = None
+    retries_key: ClassVar[str | None] = None
     nodes: Annotated[Count, Field(le=1_000_000)]
     """Nodes of the run."""
     gpus_per_node: Annotated[CountOrZero, Field(le=1000)]
@@ -89,7 +89,7 @@ class Nodes(Section):
 class Slurm(Nodes):
     """Submit the run as a Slurm job (docs/slurm.md). Null leaves a setting to the cluster."""
 
-    again_key: ClassVar[str | None] = "max_requeues"
+    retries_key: ClassVar[str | None] = "max_requeues"
     name: Literal["slurm"]
     """What starts the processes."""
     cpus_per_task: Count | None
@@ -160,7 +160,7 @@ class Slurm(Nodes):
 class Kubernetes(Nodes):
     """Write the run as a JobSet for kubectl (docs/kubernetes.md). One pod is one node."""
 
-    again_key: ClassVar[str | None] = "max_restarts"
+    retries_key: ClassVar[str | None] = "max_restarts"
     name: Literal["kubernetes"]
     """What starts the processes."""
     image: Line

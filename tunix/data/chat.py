@@ -296,7 +296,7 @@ class ChatTemplate:
         except UserError:
             return ""
 
-    def cut_answers(
+    def split_answers(
         self,
         messages: Sequence[Message],
         options: Options = NO_OPTIONS,

@@ -26,7 +26,7 @@ import numpy as np
 from tokenizers import Tokenizer as Backend
 
 from tunix.base.buckets import is_address
-from tunix.base.digests import FILE, hash_texts, list_files, note_verified, verify_folder, write_digests
+from tunix.base.digests import FILE, hash_texts, list_files, record_verified, verify_folder, write_digests
 from tunix.base.errors import UserError
 from tunix.base.files import expand_home, is_plain, make_once, replacing
 from tunix.base.forms import locate_cached, sign
@@ -40,15 +40,15 @@ from tunix.data.files import Source, TextFiles, Unit
 from tunix.data.image_processors import ImageProcessor
 from tunix.data.image_slots import find_slots
 from tunix.data.packing import Sequences
-from tunix.data.pieces import TRAINED_HERE, cut_text
+from tunix.data.pieces import TRAINED_HERE, split_text
 from tunix.data.shards import (
     FORMAT,
     HASH_BITS,
     SPLITS,
     Prepared,
     ShardPlan,
+    can_split,
     hash_document,
-    is_cut,
     make_shards,
     open_prepared,
 )
@@ -152,7 +152,7 @@ def prepare(source: Source, units: list[Unit], task: Task, vocab: Vocab, loading
             *(folder / plan.name / FILE for plan in plans),
         ]
         write_digests(folder, [path for path in files if path.is_file()], **sign("corpus"))
-        note_verified(folder, folder / FILE)
+        record_verified(folder, folder / FILE)
         log.info("tokenized %s in %.1f s: %s", source.source, time.perf_counter() - start_time, folder)
     return open_verified(folder, loading)
 
@@ -326,8 +326,8 @@ def _sample_texts(
                 if left <= 0 or left_of_unit <= 0:
                     break
                 held_out = hash_document(document.name) < int(source.held_out_fraction * 2**HASH_BITS)
-                if isinstance(document, Document) and not held_out and is_cut(source, document, TRAINED_HERE):
-                    yield from cut_text(document.text, TRAINED_HERE)
+                if isinstance(document, Document) and not held_out and can_split(source, document, TRAINED_HERE):
+                    yield from split_text(document.text, TRAINED_HERE)
                     size = len(document.text.encode())
                     left, left_of_unit = left - size, left_of_unit - size
 

@@ -117,7 +117,7 @@ class LeftOut(NamedTuple):
     """An item of a source that gives no document."""
 
     name: str
-    reason: str  # "empty", "not UTF-8", "bad row", `TOO_LONG`, `NOT_CUT` and `REFUSED` (data/shards.py)
+    reason: str  # "empty", "not UTF-8", "bad row", `TOO_LONG`, `NOT_SPLIT` and `REFUSED` (data/shards.py)
 
 
 def read_documents(
@@ -608,12 +608,12 @@ def encode_texts(vocab: Vocab, documents: list[Document]) -> Iterator[Encoded]:
         yield Encoded(count_bytes(text), parts)
 
 
-CutSequence = tuple[Pieces, Sequence[bytes]]  # a sequence of a conversation with the images of its turns
+SequenceWithImages = tuple[Pieces, Sequence[bytes]]  # a sequence of a conversation with the images of its turns
 
 
 def encode_conversations(vocab: Vocab, documents: list[Document]) -> Iterator[Encoded]:
     """Yield the first sequence of each conversation, with the others in its field `further`."""
-    return _encode_sequences(vocab, [_cut_conversation(vocab, document) for document in documents])
+    return _encode_sequences(vocab, [_split_conversation(vocab, document) for document in documents])
 
 
 def encode_whole(vocab: Vocab, documents: list[Document]) -> Iterator[Encoded]:
@@ -621,7 +621,7 @@ def encode_whole(vocab: Vocab, documents: list[Document]) -> Iterator[Encoded]:
     return _encode_sequences(vocab, [[_keep_all(vocab, document)] for document in documents])
 
 
-def _encode_sequences(vocab: Vocab, conversations: list[list[CutSequence]]) -> Iterator[Encoded]:
+def _encode_sequences(vocab: Vocab, conversations: list[list[SequenceWithImages]]) -> Iterator[Encoded]:
     # Here "<eos>" comes from the chat template, and is the special token.
     vocab.backend.encode_special_tokens = False
     # A conversation is tokenized in pieces, cut where an answer begins and ends: no token belongs to both sides.
@@ -637,22 +637,22 @@ def _encode_sequences(vocab: Vocab, conversations: list[list[CutSequence]]) -> I
         yield first._replace(further=further)
 
 
-def _keep_all(vocab: Vocab, document: Document) -> CutSequence:
+def _keep_all(vocab: Vocab, document: Document) -> SequenceWithImages:
     """Return a conversation as one sequence, with the turns behind the last answer, and all of its images."""
     content: Conversation = document.content  # type: ignore[assignment]
-    pieces, _ = _cut_conversation(vocab, document)[-1]
+    pieces, _ = _split_conversation(vocab, document)[-1]
     text, begin = vocab.chat.render(content.messages, options=content.options), "".join(text for text, _ in pieces)
     if not text.startswith(begin):
         return [(text, False)], document.images
     return [*pieces, (text[len(begin) :], False)], document.images
 
 
-def _cut_conversation(vocab: Vocab, document: Document) -> list[CutSequence]:
+def _split_conversation(vocab: Vocab, document: Document) -> list[SequenceWithImages]:
     """Return the sequences of a conversation."""
     content: Conversation = document.content  # type: ignore[assignment]
     vocab.chat.check_tools(content.messages, content.options)
     vocab.chat.check_roles(content.messages, content.options)
-    sequences = vocab.chat.cut_answers(*content)
+    sequences = vocab.chat.split_answers(*content)
     if vocab.images is None or not document.images:
         return [(pieces, document.images) for pieces in sequences]
     mark, num_images = vocab.images.mark, len(document.images)

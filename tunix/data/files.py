@@ -404,11 +404,11 @@ class Jsonl(Files, Rows):
             begin = file.tell() if unit.start else 0
             while (all_lines or begin < unit.stop) and (line := file.readline(-1 if limit is None else limit + 1)):
                 offset, begin = begin, begin + len(line)
-                is_cut = limit is not None and len(line) > limit and not line.endswith(b"\n")
-                if not is_cut and line.isspace():
+                is_truncated = limit is not None and len(line) > limit and not line.endswith(b"\n")
+                if not is_truncated and line.isspace():
                     continue
                 name, source = f"{unit.name}@{offset}", partial(name_line, unit.path, offset)
-                if is_cut:
+                if is_truncated:
                     begin += skip_line(file)
                     yield Item(name, None, TOO_LONG, source)
                     continue

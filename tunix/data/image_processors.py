@@ -105,12 +105,12 @@ class ImageProcessor:
         """Return what stands for an image in a text that is tokenized."""
         return f"{self.begin}{self.soft * self.count(grid)}{self.end}"
 
-    def cut(self, image: np.ndarray) -> np.ndarray:
+    def split(self, image: np.ndarray) -> np.ndarray:
         """Return the units [units, ...] of an image [height, width, 3] in its size."""
         return image[None]
 
     def join(self, units: np.ndarray, grid: Grid) -> np.ndarray:
-        """Return the image [height, width, 3] of units: the opposite of `cut`."""
+        """Return the image [height, width, 3] of units: the opposite of `split`."""
         return units[0]
 
     def resize(self, image: Image.Image) -> Image.Image:
@@ -124,7 +124,7 @@ class ImageProcessor:
         """
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             upright = convert(image)
-        return Pixels(self.cut(np.asarray(self.resize(upright))), self.divide(*upright.size))
+        return Pixels(self.split(np.asarray(self.resize(upright))), self.divide(*upright.size))
 
     def find_grid(self, data: bytes) -> Grid:
         """Return the units of an image in a file's bytes, of which the head alone is read."""
@@ -274,24 +274,24 @@ class PatchProcessor(ImageProcessor):
     def fit(self, width: int, height: int) -> tuple[int, int]:
         """Return multiples of `square` near a size, whose product is between min_pixels and max_pixels."""
         square = self.square
-        near = [round(side / square) * square for side in (width, height)]
-        if math.prod(near) > self.max_pixels:
+        size = [round(side / square) * square for side in (width, height)]
+        if math.prod(size) > self.max_pixels:
             shrink = math.sqrt(height * width / self.max_pixels)
-            near = [max(square, math.floor(side / shrink / square) * square) for side in (width, height)]
-        elif math.prod(near) < self.min_pixels:
+            size = [max(square, math.floor(side / shrink / square) * square) for side in (width, height)]
+        elif math.prod(size) < self.min_pixels:
             grow = math.sqrt(self.min_pixels / (height * width))
-            near = [math.ceil(side * grow / square) * square for side in (width, height)]
-        if math.prod(near) > self.max_pixels:  # of a narrow one, which is at least one soft token wide
+            size = [math.ceil(side * grow / square) * square for side in (width, height)]
+        if math.prod(size) > self.max_pixels:  # of a narrow one, which is at least one soft token wide
             raise ValueError(
                 f"of {width} x {height} pixels, so narrow that it would have more than model.vision.max_pixels="
                 f"{self.max_pixels}"
             )
-        return near[0], near[1]
+        return size[0], size[1]
 
     def describe_max_size(self) -> str:
         return f"at most {self.max_pixels:,} pixels"
 
-    def cut(self, image: np.ndarray) -> np.ndarray:
+    def split(self, image: np.ndarray) -> np.ndarray:
         """Return the patches [units, 3, a, b] of an image [height, width, 3] uint8, square after square."""
         (height, width, channels), merge, patch = image.shape, self.merge_size, self.patch_size
         split = image.reshape(height // self.square, merge, patch, width // self.square, merge, patch, channels)
@@ -311,7 +311,7 @@ class PatchProcessor(ImageProcessor):
         return units[:, :, 0], np.asarray(grids[:, 1:], np.int32)
 
     def join(self, units: np.ndarray, grid: Grid) -> np.ndarray:
-        """Return the image [height, width, 3] of patches [units, 3, a, b], as `cut` gives them."""
+        """Return the image [height, width, 3] of patches [units, 3, a, b], as `split` gives them."""
         merge, patch = self.merge_size, self.patch_size
         split = units.reshape(grid.rows // merge, grid.columns // merge, merge, merge, -1, patch, patch)
         return split.transpose(0, 2, 5, 1, 3, 6, 4).reshape(grid.rows * patch, grid.columns * patch, -1)
@@ -378,7 +378,7 @@ class TileProcessor(ImageProcessor):
         stretched = image.resize(self.stretch(*image.size), self.resampling)
         return stretched.resize(self.fit(*image.size), self.resampling)
 
-    def cut(self, image: np.ndarray) -> np.ndarray:
+    def split(self, image: np.ndarray) -> np.ndarray:
         """Return the tiles [units, y, x, 3] of an image [height, width, 3] uint8; of several, then the whole image."""
         (height, width, channels), size = image.shape, self.image_size
         tiles = image.reshape(height // size, size, width // size, size, channels).swapaxes(1, 2)
@@ -389,7 +389,7 @@ class TileProcessor(ImageProcessor):
         return np.concatenate([tiles, np.asarray(whole)[None]])
 
     def join(self, units: np.ndarray, grid: Grid) -> np.ndarray:
-        """Return the image [height, width, 3] of tiles [units, y, x, 3], as `cut` gives them."""
+        """Return the image [height, width, 3] of tiles [units, y, x, 3], as `split` gives them."""
         size = self.image_size
         tiles = units[: grid.rows * grid.columns].reshape(*grid, *self.unit_shape)
         return tiles.swapaxes(1, 2).reshape(grid.rows * size, grid.columns * size, -1)

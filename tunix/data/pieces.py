@@ -56,7 +56,7 @@ class Cutter:
         return None
 
 
-def cut_text(text: str, cutter: Cutter | None) -> Iterator[str]:
+def split_text(text: str, cutter: Cutter | None) -> Iterator[str]:
     """Yield the pieces of a text in order; without a cutter the whole text."""
     begin = 0
     while cutter is not None and len(text) - begin > PIECE:
@@ -79,7 +79,7 @@ def count_bytes(text: str) -> int:
 
 def find_max_piece_bytes(text: str, cutter: Cutter | None) -> int:
     """Return the bytes of the longest piece of a text."""
-    return max(len(piece.encode()) for piece in cut_text(text, cutter))
+    return max(len(piece.encode()) for piece in split_text(text, cutter))
 
 
 def find_cutter(backend: "Backend") -> Cutter | None:
@@ -221,14 +221,14 @@ def _find_in_bytes(model: Part, normalizers: list[Part], words: list[Part]) -> C
             return None
     if not (regex or any(step["type"] == "Split" for step in words)):
         return None
-    return _cut_words(ASCII if normalizers else LETTERS, " " if has_prefix else r" \t\r\n")
+    return _split_at_words(ASCII if normalizers else LETTERS, " " if has_prefix else r" \t\r\n")
 
 
-def _cut_words(letters: str, spaces: str) -> Cutter:
+def _split_at_words(letters: str, spaces: str) -> Cutter:
     return Cutter(re.compile(rf"[{letters}](?=[{spaces}])"))
 
 
-TRAINED_HERE = _cut_words(LETTERS, r" \t\r\n")  # what `train_vocab` learns from: GPT-2's words of each text
+TRAINED_HERE = _split_at_words(LETTERS, r" \t\r\n")  # what `train_vocab` learns from: GPT-2's words of each text
 
 
 def _finds_no_words(words: list[Part], normalizers: list[Part]) -> bool:

@@ -429,10 +429,10 @@ def _tokenize(plan: ShardPlan, folder: Path, vocab: Vocab) -> tuple[dict[str, An
     return {**info, "left_out": left_out, "left_out_names": examples, "smallest_hash": smallest}, counts
 
 
-NOT_CUT = "with a part that the tokenizer cannot cut, longer than a 64th of data.max_document_bytes"
+NOT_SPLIT = "with a part that the tokenizer cannot cut, longer than a 64th of data.max_document_bytes"
 
 
-def is_cut(source: Source, document: Document, cutter: Cutter | None) -> bool:
+def can_split(source: Source, document: Document, cutter: Cutter | None) -> bool:
     """Return whether the tokenizer takes a document in pieces that are short enough for `data.max_document_bytes`.
 
     The library takes more than 100 times the bytes of a piece: a hostile document is one word of hundreds of MB.
@@ -455,10 +455,10 @@ def _read_batches(
     size = 0
     for unit in plan.units:
         for document in read_documents(plan.source, plan.task, unit, plan.images):
-            if isinstance(document, Document) and not is_cut(plan.source, document, vocab.cutter):
-                document = LeftOut(document.name, NOT_CUT)
+            if isinstance(document, Document) and not can_split(plan.source, document, vocab.cutter):
+                document = LeftOut(document.name, NOT_SPLIT)
             if isinstance(document, LeftOut):
-                _note(document, left_out, examples)
+                _count_left_out(document, left_out, examples)
                 continue
             batch.append(document)
             size += len(document.text) + sum(map(len, document.images)) // IMAGE_BYTES_PER_CHAR
@@ -493,11 +493,11 @@ def _encode(
                     raise refuse_row(
                         document, f"has a conversation that task.chat_template refuses: {reason}"
                     ) from None
-            _note(LeftOut(document.name, REFUSED), left_out, examples)
+            _count_left_out(LeftOut(document.name, REFUSED), left_out, examples)
     return list(zip(accepted, encode(vocab, accepted), strict=True)) if accepted else []
 
 
-def _note(item: LeftOut, left_out: Counter[str], examples: list[str]) -> None:
+def _count_left_out(item: LeftOut, left_out: Counter[str], examples: list[str]) -> None:
     """Count an item that gives no document by its reason, and keep the names of the first five."""
     left_out[item.reason] += 1
     if item.reason != "empty" and len(examples) < 5:

@@ -22,7 +22,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from tunix.base.digests import FILE, list_files, note_verified, verify_folder, write_digests
+from tunix.base.digests import FILE, list_files, record_verified, verify_folder, write_digests
 from tunix.base.errors import UserError
 from tunix.base.files import make_once
 from tunix.base.forms import sign
@@ -124,7 +124,7 @@ class LogitFiles:
             for name, array in arrays.items():
                 np.save(piece / f"{name}.npy", array)
             write_digests(piece, list_files(piece))
-            note_verified(piece, piece / FILE)
+            record_verified(piece, piece / FILE)
 
         make_once(self._piece(number), make, "loading.cache_dir or task.teacher")
 

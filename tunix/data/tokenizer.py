@@ -27,7 +27,7 @@ from tunix.base.files import check_size, describe_missing, expand_home, names_fi
 from tunix.config import Tokenizer
 from tunix.data.chat import CORPUS_DATE, PLAIN, ChatTemplate
 from tunix.data.image_processors import ImageProcessor
-from tunix.data.pieces import GROUP, PIECE, Cutter, cut_text, drop_prefix, find_cutter, find_growth, find_prefix
+from tunix.data.pieces import GROUP, PIECE, Cutter, drop_prefix, find_cutter, find_growth, find_prefix, split_text
 from tunix.data.words import WordMemory, find_word_memory
 from tunix.huggingface.hub import fetch
 
@@ -353,7 +353,7 @@ class Vocab:
             return
         for text in texts:
             tokens = bytearray()
-            pieces = cut_text(text, self.cutter)
+            pieces = split_text(text, self.cutter)
             while group := list(islice(pieces, GROUP)):
                 for piece in self._encode_pieces(group):
                     tokens += piece.data

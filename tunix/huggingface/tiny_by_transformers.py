@@ -53,7 +53,7 @@ def shrink(config: transformers.PreTrainedConfig) -> transformers.PreTrainedConf
     if hasattr(text, "quantization_config"):
         del text.quantization_config
     shrink_rope(text)
-    return cut(text, num_layers)
+    return reduce_depth(text, num_layers)
 
 
 def shrink_rope(text: transformers.PreTrainedConfig) -> None:
@@ -71,7 +71,7 @@ def shrink_rope(text: transformers.PreTrainedConfig) -> None:
         each.update({key: each[key][:num_pairs] for key in FACTORS if key in each})
 
 
-def cut(config: transformers.PreTrainedConfig, num_layers: int) -> transformers.PreTrainedConfig:
+def reduce_depth(config: transformers.PreTrainedConfig, num_layers: int) -> transformers.PreTrainedConfig:
     """Return the config of the first layers."""
     config = copy.deepcopy(config)
     config.num_hidden_layers = num_layers
@@ -117,7 +117,7 @@ def main() -> None:
         drawn = model.generate(tokens[:, :PROMPT], max_new_tokens=NEW, do_sample=False, pad_token_id=0)
         expected["greedy"] = drawn[:, PROMPT:].int()
         for depth in range(1, config.num_hidden_layers):
-            shorter = make(cut(config, depth))
+            shorter = make(reduce_depth(config, depth))
             shorter.load_state_dict(model.state_dict(), strict=False)
             shorter.save_pretrained(output / "depth" / str(depth))
             # Without a cache: transformers has none for layers of linear attention alone.

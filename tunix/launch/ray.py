@@ -62,7 +62,7 @@ def launch(job: compose.Job) -> int:
             training = job.config.training
             # An end that the run's own keys ask for; starting again at once would undo it.
             stops_by_itself = code == exits.STOPPED and bool(training.time_limit_s or training.hard_stop)
-            if is_requested or code not in submission.AGAIN or stops_by_itself:
+            if is_requested or code not in submission.TO_RETRY or stops_by_itself:
                 break
             if restart == launcher.max_restarts:
                 children.say(f"exit code {code}; launcher.max_restarts={restart} are used up")

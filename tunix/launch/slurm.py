@@ -20,7 +20,7 @@ RUN_TRAINING = Path(__file__).parents[2] / "run_training.py"
 # States of a job that has not ended.
 GOING = {"PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "REQUEUED", "SUSPENDED", "STAGE_OUT", "SIGNALING"}
 POLL_S = 1.0
-AGAIN = "|".join(map(str, submission.AGAIN))  # exit codes after which a job is queued again
+TO_RETRY = "|".join(map(str, submission.TO_RETRY))  # exit codes after which a job is queued again
 
 
 def launch(job: compose.Job) -> int:
@@ -158,11 +158,11 @@ code=$?
 # {exits.STOPPED}: stopped early, everything saved. {exits.PEER}: a process died or hung. 134: the JAX runtime aborted
 # the process. 137: killed from outside. 143 and 138: stopped before it began, or because another task had ended.
 # After these the job is queued again. All other codes are final: the next start would fail in the same way.
-for worse in {AGAIN.replace("|", " ")}; do grep -qsx $worse "$ends"/* && code=$worse; done
-final=$(grep -hsvxE '0|{AGAIN}' "$ends"/* | head -n 1)
+for worse in {TO_RETRY.replace("|", " ")}; do grep -qsx $worse "$ends"/* && code=$worse; done
+final=$(grep -hsvxE '0|{TO_RETRY}' "$ends"/* | head -n 1)
 code=${{final:-$code}}
 rm -r "$ends"
-case $code in {AGAIN})
+case $code in {TO_RETRY})
   if [ "$restarts" -lt {slurm.max_requeues} ]; then
     echo "$(date '+%F %T') exit code $code: queued again, $restarts of {slurm.max_requeues} times so far"
     scontrol requeue "$SLURM_JOB_ID"

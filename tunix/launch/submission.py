@@ -19,7 +19,7 @@ from tunix.run.folder import claim_folder, write_config
 
 # Exit codes after which a run starts again, the worst last: stopped before it began, stopped early, lost a process,
 # aborted by JAX's runtime, killed. After every other code the next start would fail in the same way.
-AGAIN = (143, 138, exits.STOPPED, exits.PEER, 134, 137)
+TO_RETRY = (143, 138, exits.STOPPED, exits.PEER, 134, 137)
 
 
 @contextmanager

@@ -30,11 +30,11 @@ class MaskRule(NamedTuple):
         """Return the rule as a mask, [B, 1, T, S] bool."""
         distance = self.q_positions[:, None] - self.k_positions
         if self.q_ends is None:
-            near = (distance >= 0) & (distance < self.window)
+            in_window = (distance >= 0) & (distance < self.window)
         else:
-            near = (self.k_positions < self.q_ends[:, :, None]) & (distance < self.window)
+            in_window = (self.k_positions < self.q_ends[:, :, None]) & (distance < self.window)
         same = self.q_segments[:, :, None] == self.k_segments[:, None, :]
-        return (near & same)[:, None]
+        return (in_window & same)[:, None]
 
     def queries(self, start: jax.Array, size: int) -> "MaskRule":
         """Return the rule for `size` of the T queries, from the scalar `start` on."""

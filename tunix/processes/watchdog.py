@@ -112,7 +112,7 @@ def stop_requested() -> str | None:
 NUM_STEPS = 20  # the newest ones, of which means are taken
 MAX_OF = 0.5  # of a step: a process that spends more of it beside its devices may hold up the others
 TIMES_OTHERS = 3  # and this many times what the others spend
-AGAIN_S = 600.0  # before a process is named again
+REPEAT_S = 600.0  # before a process is named again
 
 
 class Pace:
@@ -157,7 +157,7 @@ class Pace:
         others_s = statistics.median(other["host_s"] for each, other in known.items() if each != rank)
         is_slow = state["host_s"] > max(MAX_OF * state["step_time_s"], TIMES_OTHERS * others_s)
         now = time.monotonic()
-        if is_slow and now - self.named.get(rank, -AGAIN_S) >= AGAIN_S:
+        if is_slow and now - self.named.get(rank, -REPEAT_S) >= REPEAT_S:
             self.named[rank] = now
             log.warning(
                 "process %d (%s) is slow: of a step of %.3f s it spends %.3f s beside its devices, %.3f s of them "
@@ -258,10 +258,10 @@ class Watchdog:
             self._announce(now)
 
     def _announce(self, now: float) -> None:
-        """Say on process 0 what takes long: after progress.QUIET_S, and again every progress.AGAIN_S."""
+        """Say on process 0 what takes long: after progress.QUIET_S, and again every progress.REPEAT_S."""
         begun = self.since
         is_new = self.announced < begun
-        wait_s = progress.QUIET_S if is_new else progress.AGAIN_S
+        wait_s = progress.QUIET_S if is_new else progress.REPEAT_S
         if self.is_announced and peers.is_main() and now - max(begun, self.announced) > wait_s:
             self.announced = now
             log.info("%s: %.0f s so far", self.doing, now - begun)

@@ -209,7 +209,7 @@ class Left:
     groups: int = 0  # chosen ones, for which the page has no room
     full: bool = False
 
-    def cut(self, value: Any) -> str:
+    def truncate(self, value: Any) -> str:
         """Return a value as a text of at most MAX_CHARACTERS: of a longer one, its beginning and its end."""
         try:
             text = value if isinstance(value, str) else "" if value is None else json.dumps(value, ensure_ascii=False)
@@ -291,7 +291,7 @@ class Payload:
             "run": run,
             "step": int(info["step"]),
             "sample": int(info["sample"]),
-            "prompt": self.left.cut(records[0].get("prompt")),
+            "prompt": self.left.truncate(records[0].get("prompt")),
             "num": len(records),
             "mean": round_number(info["total"] / info["answers"]),
             "spread": round_number(info["highest"] - info["lowest"]),
@@ -308,9 +308,9 @@ class Payload:
             "reward": round_number(record.get("reward")),
             "advantage": round_number(record.get("advantage")),
             "stopped": record.get("stopped") is True,
-            "problem": self.left.cut(record.get("problem")),
+            "problem": self.left.truncate(record.get("problem")),
             "parts": dict(list(parts.items())[:MAX_CURVES]),
-            "text": "" if turns else self.left.cut(record.get("answer")),
+            "text": "" if turns else self.left.truncate(record.get("answer")),
             "turns": [self._describe_turn(turn) for turn in turns[:MAX_TURNS]],
             "num_tokens": len(tokens),
             "tokens": [token if type(token) is int else -1 for token in tokens[:MAX_TOKENS]],
@@ -319,9 +319,9 @@ class Payload:
         }
 
     def _describe_turn(self, turn: dict[str, Any]) -> dict[str, Any]:
-        found = {"role": str(turn.get("role"))[:40], "text": self.left.cut(turn.get("content"))}
+        found = {"role": str(turn.get("role"))[:40], "text": self.left.truncate(turn.get("content"))}
         if turn.get("tool_calls"):
-            found["calls"] = self.left.cut(turn["tool_calls"])
+            found["calls"] = self.left.truncate(turn["tool_calls"])
         return found | {key: round_number(turn[key]) for key in ("reward", "seconds") if key in turn}
 
 

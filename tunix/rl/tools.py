@@ -325,7 +325,7 @@ def _read_folder(folder: str, passage_characters: int) -> Index:
     """
     root, passages = expand_home(folder), []
     for path in sorted(path for path in root.rglob("*") if path.suffix in TEXT_FILES and path.is_file()):
-        for passage in _cut(path.read_bytes().decode(errors="replace"), passage_characters):
+        for passage in _split_passages(path.read_bytes().decode(errors="replace"), passage_characters):
             passages.append(Passage(str(path.relative_to(root)), passage, Counter(_split_words(passage))))
     if not passages:
         raise ValueError(f"the folder {folder} has no text files ({', '.join(TEXT_FILES)})")
@@ -333,7 +333,7 @@ def _read_folder(folder: str, passage_characters: int) -> Index:
     return Index(passages, num_with, max(1.0, sum(passage.words.total() for passage in passages) / len(passages)))
 
 
-def _cut(text: str, size: int) -> list[str]:
+def _split_passages(text: str, size: int) -> list[str]:
     """Cut a text between paragraphs into passages of at most `size` characters; a longer paragraph is cut itself."""
     pieces = [
         part[n : n + size] for part in re.split(r"\n\s*\n", text) if part.strip() for n in range(0, len(part), size)

@@ -53,7 +53,7 @@ class Goodput:
         for name in self.seconds:
             self.seconds[name] += latest[f"{name}_s"]
         for line in behind:
-            self.note_step(line)
+            self.record_step(line)
         for line in (line for number, line in steps.items() if number > step):
             self.seconds["train"] -= line["step_time_s"] - line["data_wait_s"]
             self.seconds["data"] -= line["data_wait_s"]
@@ -62,7 +62,7 @@ class Goodput:
         last_sign = latest["began_at"] + latest["total_s"] + sum(line["step_time_s"] for line in behind)
         self.seconds["stops"] += max(0.0, self.started_at - last_sign)
 
-    def note_step(self, line: dict[str, Any]) -> None:
+    def record_step(self, line: dict[str, Any]) -> None:
         """Count a step of this start by its line of metrics.jsonl."""
         self.seconds["train"] += line["step_time_s"] - line["data_wait_s"]
         self.seconds["data"] += line["data_wait_s"]

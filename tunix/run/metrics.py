@@ -157,7 +157,7 @@ class StepLog:
         the answers of the next step may be drawn already."""
         self.clock += time.perf_counter() - begin
 
-    def note_start(self, step: int, scalars: dict[str, Any], numbers: dict[str, float]) -> None:
+    def record_start(self, step: int, scalars: dict[str, Any], numbers: dict[str, float]) -> None:
         """Note that `step` runs on the devices; write the step before. The arguments are those of `StartedStep`."""
         # Asked for now, the copies to the host begin by themselves when the step has ended. `_write` finds them there.
         for value in jax.tree.leaves(scalars):
@@ -192,7 +192,7 @@ class StepLog:
         if remark := remark_on_skipped(self.last, self.samples(started.step)):
             log.warning("%s", remark)
         if self.goodput is not None:
-            self.goodput.note_step(self.last)
+            self.goodput.record_step(self.last)
         self.metrics.write(self.last)
 
 

@@ -87,8 +87,8 @@ def compare(
     ) / temperature  # fmt: skip
     numbers = jnp.arange(len(is_document))
     row = reshard(jnp.arange(steps * rows).reshape(steps, rows), activation_spec("AB"))[..., None]
-    is_again = jnp.repeat(reshard(hashes, PartitionSpec()).reshape(-1), count - 1) == hashes[..., None]
-    is_compared = is_document & ((numbers // (count - 1) == row) | ~is_again)
+    is_repeat = jnp.repeat(reshard(hashes, PartitionSpec()).reshape(-1), count - 1) == hashes[..., None]
+    is_compared = is_document & ((numbers // (count - 1) == row) | ~is_repeat)
     scores = jnp.where(is_compared, scores, MASKED)
     is_local = numbers == row * (count - 1)
     positive = jnp.sum(jnp.where(is_local, scores, 0), -1)

@@ -205,8 +205,8 @@ class StepArrays:
         """
 
         def take_apart(weight: Weight, values: jax.Array) -> list[jax.Array]:
-            is_cut = self.unrolled and not self.in_blocks and weight.equation.is_stacked
-            return [values[i : i + 1] for i in range(len(values))] if is_cut else [values]
+            is_split = self.unrolled and not self.in_blocks and weight.equation.is_stacked
+            return [values[i : i + 1] for i in range(len(values))] if is_split else [values]
 
         def gather_all(params):
             with jax.named_scope("gather"):
