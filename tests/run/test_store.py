@@ -219,6 +219,30 @@ def test_a_pipe_in_a_checkpoint_is_not_opened(tmp_path, name):
     assert [*store._read_losses().values()] == [None if name.startswith("metrics") else 0.5]
 
 
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"chunks": [10**12, 10**6]}, r"w of shape \(3, 4\) is in chunks of \(1000000000000, 1000000\)"),
+        ({"shape": [10**12, 4]}, "w has 16,000,000,000,000 bytes, more than the memory of this machine"),
+    ],
+)
+def test_an_array_that_no_machine_has_is_damage(tmp_path, changed, reason):
+    """The process ended by std::bad_alloc in tensorstore."""
+    store = open_at(tmp_path)
+    state = STATE | {"step": jnp.ones(())}
+    store.save(1, state, Record({"step": 1}, {}, None))
+    store.wait()
+    for digests in (tmp_path / "1").rglob("digests*.json"):
+        digests.unlink()
+    store.check(1)
+    arrays = folders._open_state(tmp_path / "1" / "state")
+    arrays["params.w/.zarray"] = json.dumps(json.loads(arrays["params.w/.zarray"]) | changed)
+    with pytest.raises(Damaged, match=f"1/state cannot be read: params.{reason}$"):
+        store.check(1)
+    with pytest.raises(Damaged, match=r"w of shape|has shape \(1000000000000, 4\), not \(3, 4\)"):
+        store.restore(1, state)
+
+
 def test_a_state_that_the_checkpoint_does_not_have_is_named(tmp_path, caplog):
     """After a change of the optimizer, say. The checkpoint is not damaged."""
     state = {"params": STATE["params"], "opt_state": (optax.EmptyState(), optax.TraceState({"w": jnp.zeros(3)}))}

@@ -14,11 +14,13 @@ step, so that an item of another step is found too.
 """
 
 import asyncio
+import os
 import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
+from mmap import PAGESIZE
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -254,7 +256,11 @@ def _read_arrays(folder: Path, share: int, num_shares: int) -> None:
         names = [name.decode() for name in state.list().result()]
         arrays = sorted(name.removesuffix("/.zarray") for name in names if name.endswith("/.zarray"))
         for name in arrays[share::num_shares]:
-            _open_array(state, name).read().result()
+            array = _open_array(state, name)
+            # More than there is cannot be read, and tensorstore would abort the process.
+            if (size := array.size * array.dtype.numpy_dtype.itemsize) > os.sysconf("SC_PHYS_PAGES") * PAGESIZE:
+                raise ValueError(f"{name} has {size:,} bytes, more than the memory of this machine")
+            array.read().result()
     except ValueError as error:
         raise Damaged(f"{folder} cannot be read: {first_line(error)[:300]}") from None
 
@@ -269,4 +275,8 @@ def _open_state(folder: Path) -> ts.KvStore:
 def _open_array(state: ts.KvStore, name: str) -> ts.TensorStore:
     """Open an array: params/embed/table, which Orbax calls params.embed.table. Missing data are an error, not zeros."""
     spec = {"driver": "zarr", "fill_missing_data_reads": False}
-    return ts.open(spec, kvstore=state / f"{name.replace('/', '.')}/", open=True, read=True).result()
+    array = ts.open(spec, kvstore=state / f"{name.replace('/', '.')}/", open=True, read=True).result()
+    chunk = tuple(array.spec().to_json()["metadata"]["chunks"])
+    if any(size > max(1, whole) for size, whole in zip(chunk, array.shape, strict=True)):
+        raise ValueError(f"{name} of shape {array.shape} is in chunks of {chunk}")  # memory for a chunk is made first
+    return array
