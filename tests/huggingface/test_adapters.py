@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -115,9 +116,12 @@ def test_loose_adapters_that_do_not_fit(tmp_path):
     base = PARITY / "llama"
     (tmp_path / "run").mkdir()
     (tmp_path / "run/config.yaml").write_text("")
+    shutil.copy(ADAPTERS / "llama/adapter_config.json", tmp_path)
+    os.mkfifo(tmp_path / "adapter_model.safetensors")
     for source, adapter, message in (
         (base, "nowhere", "adapter=nowhere is neither a folder nor the ID of a model"),
         (base, PARITY / "llama", "has no adapter_config.json: it is no adapter of PEFT"),
+        (base, tmp_path, "has no adapter_model.safetensors: it is no adapter of PEFT"),
         (base, ADAPTERS / "deepseek_v3", "is no low-rank update of a projection of a llama"),
         (PARITY / "llama_linear", ADAPTERS / "llama", "of a layer that the base does not have"),
         (tmp_path / "run", ADAPTERS / "llama", "is a run of tunix, which has updates of its own or none"),

@@ -67,11 +67,13 @@ def _read_adapter(folder: Path, family: str) -> dict[str, Any]:
             raise UserError(f"{source}: {key}={value} is not supported; it must be {usual}, or {OTHERWISE}")
         if value and key not in understood:
             raise UserError(f"{source}: {key}={value} is not understood; {OTHERWISE}")
+    if not (folder / WEIGHTS).is_file():  # whoever opens a pipe waits for ever
+        raise UserError(f"{folder} has no {WEIGHTS}: it is no adapter of PEFT")
     try:
         with safe_open(folder / WEIGHTS, framework="np") as file:
             tensors = list(file.keys())
     except (SafetensorError, OSError) as error:
-        raise UserError(f"{folder / WEIGHTS} is missing or no safetensors file: {error}") from None
+        raise UserError(f"{folder / WEIGHTS} is no safetensors file: {error}") from None
     modules, found = list_projections(find_family(family)), set[str]()
     for tensor in tensors:
         factor = FACTOR.fullmatch(find_family(family).usual_name(tensor.removeprefix(PREFIX)))
