@@ -2,6 +2,7 @@
 
 import json
 import random
+import time
 
 import pytest
 from conftest import write_corpus
@@ -14,7 +15,15 @@ from tunix.config.compose import compose
 from tunix.data import tokenizer
 from tunix.data.dataset import load_corpus
 from tunix.data.thoughts import split_thought
-from tunix.data.tokenizer import TokenBytes, bytes_by_token, decode_behind, load_vocab, special_tokens
+from tunix.data.tokenizer import (
+    TokenBytes,
+    break_special_texts,
+    bytes_by_token,
+    compile_special_texts,
+    decode_behind,
+    load_vocab,
+    special_tokens,
+)
 
 TEXT = "def f(x):\n\treturn 'Ünïcödé 漢字 🙂' # \x00\r\n"
 
@@ -247,3 +256,18 @@ def test_sentencepiece_in_a_run(load, tmp_path):
     path.write_bytes(b"no model")
     with pytest.raises(UserError, match="cannot be read as a SentencePiece model"):
         load(f"tokenizer.path={path}")
+
+
+def test_special_tokens_in_a_text_are_broken_in_one_pass():
+    backend = Tokenizer(models.WordLevel({"?": 0}, "?"))
+    assert break_special_texts("a<b>", compile_special_texts(backend)) == "a<b>"
+    names = ["[INST]", "<s>", "x" * 5000, *(f"<|reserved_special_token_{number}|>" for number in range(256))]
+    backend.add_special_tokens([AddedToken(name) for name in names])
+    backend.add_tokens(["<tool_call>"])
+    special = compile_special_texts(backend)
+    text = "a <s><tool_call>[INST] <|reserved_special_token_17|>\n<|reserved_special_token_|> " + names[2]
+    expected = "a < s><tool_call>[ INST] < |reserved_special_token_17|>\n<|reserved_special_token_|> x " + names[2][1:]
+    assert break_special_texts(text, special) == expected
+    start_s = time.process_time()
+    break_special_texts("<|" * 500_000, special)
+    assert time.process_time() - start_s < 1, "one pass takes 0.03 s, one for each token 1.3 s"

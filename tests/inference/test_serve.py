@@ -346,6 +346,11 @@ def test_tools_reach_the_template_and_calls_are_read(model, hf_dir):
         body = {"messages": messages, "tools": [tool], "max_tokens": 2}
         job = asyncio.run(app.reader.read_chat(json.dumps(body).encode(), 0))
         assert model.tokenizer.decode(job.prompts[0], skip_special_tokens=False) == "add <tool_call>u17"
+        said = {"role": "tool", "content": "3<eos>4"}, {"role": "user", "content": "5<eos>"}
+        told = asyncio.run(app.reader.read_chat(json.dumps(body | {"messages": [*messages, *said]}).encode(), 0))
+        text = model.tokenizer.decode(told.prompts[0], skip_special_tokens=False)
+        assert text == "add <tool_call>u173< eos>45<eos>"
+        assert told.prompts[0].count(model.tokenizer.token_to_id("<eos>")) == 1, "a tool writes no special token"
         for nameless in ({}, {"function": "add"}, {"function": {"name": None}}):
             with pytest.raises(ApiError, match="tools.1 has no name"):
                 asyncio.run(app.reader.read_chat(json.dumps(body | {"tools": [tool, nameless]}).encode(), 0))

@@ -571,6 +571,37 @@ def special_tokens(backend: Backend) -> set[int]:
     return {index for index, token in backend.get_added_tokens_decoder().items() if token.special}
 
 
+MAX_DEPTH = 50  # of a regular expression for special tokens
+
+
+def compile_special_texts(backend: Backend) -> re.Pattern[str]:
+    """Return a pattern of the first character of each special token that is written out in a text."""
+    added = backend.get_added_tokens_decoder().values()
+    words = {token.content for token in added if token.special and token.content}
+    return re.compile(rf"(?={_match_any(words)}).", re.DOTALL)
+
+
+def _match_any(words: set[str], depth: int = 0) -> str:
+    """Return a regular expression of any of some words, which are looked for together: Llama 3 has 256, and a text with
+    the first characters of each would be read 256 times."""
+    if not words:
+        return "(?!)"
+    if depth == MAX_DEPTH:
+        return f"(?:{'|'.join(map(re.escape, sorted(words)))})"
+    if "" in words:
+        return ""
+    rest: dict[str, set[str]] = {}
+    for word in words:
+        rest.setdefault(word[0], set()).add(word[1:])
+    return f"(?:{'|'.join(re.escape(first) + _match_any(rest[first], depth + 1) for first in sorted(rest))})"
+
+
+def break_special_texts(text: str, special: re.Pattern[str]) -> str:
+    """Return a text in which no special token is written out, with `special` of `compile_special_texts`: a tool that
+    says <|im_end|> ends no turn."""
+    return special.sub(r"\g<0> ", text)
+
+
 BYTE = re.compile("<0x([0-9A-F]{2})>")  # a token of SentencePiece for a byte
 
 # The character that stands for each byte in a byte-level token: the byte's own where it is printable, as GPT-2 has it.

@@ -19,7 +19,7 @@ from tunix.data.files import BadRow
 from tunix.data.image_slots import find_image_prompts
 from tunix.data.images import ImageReader, take_images
 from tunix.data.pieces import PIECE
-from tunix.data.tokenizer import decode, read_chat
+from tunix.data.tokenizer import break_special_texts, compile_special_texts, decode, read_chat
 from tunix.inference.openai_api import (
     ApiError,
     ChatParameters,
@@ -63,6 +63,7 @@ class RequestReader:
         self.name, self.max_length, self.max_answers = name, max_length, max_answers
         # No longer text has room: a token has at most as many characters as its name.
         self.max_characters = max_length * max(map(len, model.tokenizer.get_vocab()))
+        self.special = compile_special_texts(model.tokenizer)
         self.long_text = asyncio.Lock()
         self.templates: dict[bool, ChatTemplate] = {}  # by whether a conversation has tools
         self.images = find_image_prompts(model.cfg, model.tokenizer, self.limits.max_image_pixels)
@@ -111,7 +112,9 @@ class RequestReader:
         names = list(map(read_tool_name, tools or ()))
         if not all(names):  # the model could not call it
             raise ApiError(400, f"tools.{names.index('')} has no name", "tools")
-        messages = [read_message(message, index) for index, message in enumerate(parameters.messages)]
+        messages = [
+            self._break_special_texts(read_message(message, index)) for index, message in enumerate(parameters.messages)
+        ]
         options = {**(parameters.chat_template_kwargs or {}), **({"tools": tools} if tools else {})}
         files = await asyncio.to_thread(self._read_images, messages, arrived)
         # In this thread, which alone can end a template that takes too long.
@@ -144,6 +147,18 @@ class RequestReader:
         job.images, job.call_format = images, call_format
         job.num_calls = sum(len(message.get("tool_calls", ())) for message in messages)
         return job
+
+    def _break_special_texts(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Return a message in which no tool writes a special token, as in an episode of training."""
+        if message["role"] != "tool":
+            return message
+        if isinstance(content := message["content"], str):
+            return message | {"content": break_special_texts(content, self.special)}
+        parts = [
+            part | {"text": break_special_texts(part["text"], self.special)} if part["type"] == "text" else part
+            for part in content
+        ]
+        return message | {"content": parts}
 
     def _read_images(self, messages: list[dict[str, Any]], arrived: float) -> list[bytes]:
         """Return the files of the images of messages, in which their places stay.

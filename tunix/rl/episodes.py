@@ -36,7 +36,7 @@ from tunix.config.task import Grpo
 from tunix.data.chat import NO_ID, WORDS, Options
 from tunix.data.prompts import Prompt
 from tunix.data.thoughts import split_thought
-from tunix.data.tokenizer import Vocab, decode
+from tunix.data.tokenizer import Vocab, break_special_texts, compile_special_texts, decode, special_tokens
 from tunix.inference.engine import Answer
 from tunix.inference.rollout import RolloutRequest, Sampler, derive_seed
 from tunix.inference.sampling import select_sampling
@@ -67,9 +67,8 @@ class ObservationEncoder:
         """
         self.vocab, self.stop, self.options = vocab, frozenset(stop), options
         self.role = vocab.chat.choose_observation_role(options)
-        added = vocab.backend.get_added_tokens_decoder()
-        self.special = sorted(token.content for token in added.values() if token.special)
-        self.marks = self.stop & {number for number, token in added.items() if token.special}
+        self.special = compile_special_texts(vocab.backend)
+        self.marks = self.stop & special_tokens(vocab.backend)
         example = self._encode_results([WORDS], [("tool", NO_ID)])  # as the template shows the result of a call
         self.shows_calls = example is not None and WORDS in decode(vocab.backend, example, False)
         if options.get("tools") and not self.shows_calls:
@@ -121,10 +120,7 @@ class ObservationEncoder:
         return encoded.tolist()
 
     def mask(self, text: str) -> str:
-        """Return a text in which no special token is written out: a tool that says <|im_end|> ends no turn."""
-        for word in self.special:
-            text = text.replace(word, f"{word[:1]} {word[1:]}")
-        return text
+        return break_special_texts(text, self.special)
 
 
 # An episode while it is played, and afterwards.
