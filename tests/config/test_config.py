@@ -255,7 +255,8 @@ def test_a_damaged_config_of_a_run_is_named(text, damage, tmp_path):
     (tmp_path / "config.yaml").write_text(whole.partition("launcher:")[0] if text is None else text)
     with pytest.raises(UserError) as error:
         compose([f"resume={tmp_path}"])
-    assert str(error.value) == f"{tmp_path}/config.yaml is damaged ({damage})"
+    way_out = f"remove {tmp_path} if it has no checkpoints"
+    assert str(error.value) == f"{tmp_path}/config.yaml is damaged ({damage}); {way_out}"
     (tmp_path / ".hydra").mkdir()
     (tmp_path / ".hydra" / "config.yaml").write_text(whole)
     with pytest.raises(UserError, match="; cp .* restores it"):

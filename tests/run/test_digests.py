@@ -237,6 +237,14 @@ def test_a_damaged_metric_leaves_the_other_checkpoints_usable(saved, tmp_path, t
     assert store.steps() == [3, 9]  # 3 is the best of those that can be read
 
 
+def test_digests_are_written_as_a_whole(tmp_path, monkeypatch):
+    """A kill in between left a corpus in the cache with an empty file, with which no run started."""
+    monkeypatch.delattr("os.replace")
+    with pytest.raises(AttributeError, match="replace"):
+        digests.write_digests(tmp_path, [])
+    assert not [*tmp_path.iterdir()]
+
+
 def test_a_large_file_has_a_digest_for_each_block(tmp_path, monkeypatch):
     monkeypatch.setattr(digests, "BLOCK", 1000)
     monkeypatch.setattr(digests, "READ", 300)

@@ -116,6 +116,7 @@ def test_a_folder_with_any_name(tmp_path):
 def test_who_dies_while_a_checkpoint_is_deleted_leaves_no_half_of_it(tmp_path, monkeypatch):
     store = open_at(tmp_path, "max_to_keep=1")
     save(store, 1)
+    store.wait()
 
     def die(path: Path) -> None:
         (path / "state" / "_METADATA").unlink()
@@ -123,7 +124,6 @@ def test_who_dies_while_a_checkpoint_is_deleted_leaves_no_half_of_it(tmp_path, m
 
     with monkeypatch.context() as patch:
         patch.setattr(folders.shutil, "rmtree", die)
-        store.wait()
         with pytest.raises(KeyboardInterrupt):
             store.storage.delete(1)
     assert store.steps() == []

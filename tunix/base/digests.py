@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from tunix.base.errors import UserError
-from tunix.base.files import check_size, is_plain
+from tunix.base.files import check_size, is_plain, write_whole
 
 FILE = "digests.json"
 BLOCK = 1 << 26  # bytes with a CRC of their own
@@ -55,13 +55,13 @@ def sample_files(folder: Path, files: Iterable[Path], num_blocks: int) -> str:
 
 
 def write_digests(folder: Path, files: Iterable[Path], name: str = FILE, **info: Any) -> None:
-    """Write the digests of some files of a folder to its file `name`; `info` is written beside them."""
+    """Write the digests of some files of a folder to its file `name`, as a whole; `info` is written beside them."""
     digests = {}
     for path in sorted(files):
         size = path.stat().st_size
         crcs = [_crc(path, start)[0] for start in _starts(size)]
         digests[str(path.relative_to(folder))] = {"size": size, "crc32": crcs}
-    (folder / name).write_text(json.dumps({**info, "files": digests}))
+    write_whole(folder / name, json.dumps({**info, "files": digests}))
 
 
 def list_files(folder: Path) -> list[Path]:

@@ -91,8 +91,8 @@ def _parse_config(text: str) -> Any:
 
 def _describe_damage(run_dir: Path, damage: str | None) -> UserError:
     file, copy = run_dir / "config.yaml", run_dir / ".hydra" / "config.yaml"
-    hint = f"; cp {copy} {file} restores it" if copy.is_file() else ""
-    return UserError(f"{file} is damaged ({damage}){hint}")
+    hint = f"cp {copy} {file} restores it" if copy.is_file() else f"remove {run_dir} if it has no checkpoints"
+    return UserError(f"{file} is damaged ({damage}); {hint}")
 
 
 def upgrade(values: dict[Any, Any]) -> dict[Any, Any]:
