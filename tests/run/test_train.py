@@ -39,6 +39,8 @@ def finished(corpus, tmp_path_factory) -> Path:
     """The folder of a run, for tests that only read it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("finished"))
+        Path("outputs/demo").mkdir(parents=True)
+        Path(f"outputs/demo/.latest-{os.getpid()}").symlink_to("x")  # a process of this number was killed
         names = ["project_name=demo", "run_name=first", "evaluation.sample_tokens=3", "scheduler=constant"]
         return tunix.train([*RUN, "data=text", f"data.paths=['{corpus}']", MESH, *names]).folder
 
