@@ -3,6 +3,8 @@
 import json
 import math
 import re
+import shutil
+from functools import partial
 from types import SimpleNamespace
 
 import jax
@@ -155,9 +157,7 @@ def test_rows_that_one_model_lacks_have_no_probability(student):
 
     with jax.set_mesh(teacher.mesh):
         arch = describe(fitted, teacher.layout)
-        params = jax.jit(lambda params: _fit_rows(teacher.arch.weights, arch.weights, teacher.layout, params))(
-            teacher.params
-        )
+        params = jax.tree.map(partial(_fit_rows, teacher.layout), teacher.params, teacher.arch.weights, arch.weights)
         described = Teacher("qwen3", teacher.cfg, arch, 1.0, 1.0, True)
         tokens = student.batch["tokens"] % 96
         own = jax.jit(compute_probabilities)(params, tokens)
@@ -290,8 +290,9 @@ def test_documents_teach_beside_a_teacher(teacher, tmp_path):
     )
 
 
+@pytest.mark.filterwarnings("error:Some donated buffers")
 def test_a_model_of_another_family_teaches(tmp_path):
-    """A Llama of Hugging Face's with 320 rows of vocabulary; its tokenizer must be that of the run."""
+    """A Llama of Hugging Face's with 320 rows of vocabulary; its tokenizer must be that of the run, where it has one."""
     llama, folder = write_hf_dir(tmp_path), tmp_path / "run"
     words = [f"task.teacher={llama}", "training.max_steps=1", "evaluation.every_steps=null", f"hydra.run.dir={folder}"]
     with pytest.raises(
@@ -300,9 +301,14 @@ def test_a_model_of_another_family_teaches(tmp_path):
     ):
         tunix.train([*TALK, *words])
     assert not folder.exists()
-    tunix.train([*(word for word in TALK if word != "tokenizer=bytes"), f"tokenizer.path={llama}", *words])
+    own = shutil.copytree(llama, tmp_path / "own")
+    (llama / "tokenizer.json").unlink()
+    tunix.train(
+        [*(word for word in TALK if word != "tokenizer=bytes"), f"tokenizer.path={own}", "model.vocab_size=384", *words]
+    )
     (line,) = metrics(folder)
     assert 0 < line["teacher_kl"] < 10
+    assert "has no tokenizer: its tokens are taken to be those of the run" in (folder / "train.log").read_text()
 
 
 def test_the_plan_counts_the_teacher():

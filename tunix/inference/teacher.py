@@ -75,10 +75,11 @@ def load_teacher(train_spec: TrainSpec, mesh: Mesh, tokenizer: Tokenizer) -> dic
             f"{TEACHER}={teacher.source} has {teacher.model.vocab_size:,} rows of vocabulary, and the run's tokenizer "
             f"has {num_tokens:,} tokens; take a teacher with the same tokenizer"
         )
-    if own_tokenizer is not None:
+    if own_tokenizer is None:
+        log.warning("%s=%s has no tokenizer: its tokens are taken to be those of the run", TEACHER, teacher.source)
+    else:
         check_tokenizers(teacher.source, own_tokenizer.get_vocab(), tokenizer.get_vocab())
-    fit = partial(_fit_rows, own.weights, teacher.arch.weights, layout)
-    params = jax.jit(fit, donate_argnums=0)(params)
+    params = jax.tree.map(partial(_fit_rows, layout), params, own.weights, teacher.arch.weights)
     log.info("teacher: %s, %s", teacher.source, f"{own.num_parameters:,} parameters")
     return params
 
@@ -96,23 +97,24 @@ def check_tokenizers(source: str, teacher: Mapping[str, int], own: Mapping[str, 
     )
 
 
-def _fit_rows(own: dict[str, Any], fitted: dict[str, Any], layout: Layout, params: dict[str, Any]) -> dict[str, Any]:
-    """Return parameters with as many rows of vocabulary as the model in training has.
+def _fit_rows(layout: Layout, array: jax.Array, own: Any, fitted: Any) -> jax.Array:
+    """Return an array of a teacher with as many rows of vocabulary as the model in training has.
 
     Rows behind those of the teacher are zeros, which `Teacher.module` leaves out; rows behind those of the model belong
-    to no token. `own` and `fitted` are trees of `Weight`.
+    to no token. `own` and `fitted` are the `Weight` of the teacher's files and of the model in training.
     """
+    if own.shape == fitted.shape:
+        return array
+    dim = own.equation.w.index(VOCAB)
+    count = fitted.shape[dim]
 
-    def fit(leaf: jax.Array, weight: Any, new: Any) -> jax.Array:
-        if weight.shape == new.shape:
-            return leaf
-        dim = weight.equation.w.index(VOCAB)
-        count, whole = new.shape[dim], reshard(leaf, PartitionSpec())
+    def fit(array: jax.Array) -> jax.Array:
+        whole = reshard(array, PartitionSpec())
         whole = jax.lax.slice_in_dim(whole, 0, min(count, whole.shape[dim]), axis=dim)
         added = [(0, count - whole.shape[dim] if each == dim else 0) for each in range(whole.ndim)]
-        return reshard(jnp.pad(whole, added), layout.stored(new.equation))
+        return reshard(jnp.pad(whole, added), layout.stored(fitted.equation))
 
-    return jax.tree.map(fit, params, own, fitted)
+    return jax.jit(fit)(array)
 
 
 # The likeliest tokens of a teacher that does not stay in memory (task.teacher_top_k): it computes them before the state
