@@ -82,6 +82,7 @@ def with_head_of_booleans(folder):
 
 BAD = {
     "no model": (lambda folder: (folder / "config.json").unlink(), "is not a model's folder: it has no config.json; give a folder or an ID of the Hugging Face hub, or a run's"),
+    "an adapter": (lambda folder: (folder / "config.json").rename(folder / "adapter_config.json"), "copy is an adapter alone: give its base, and model.init_adapter="),
     "no JSON": (lambda folder: (folder / "config.json").write_text("{"), "config.json cannot be read"),
     "unknown family": (lambda folder: change_config(folder, model_type="mamba"), "model_type=mamba is not understood; understood are apertus, deepseek_v3, exaone4"),
     "unknown family that sees": (lambda folder: change_config(folder, model_type="qwen3_vl_moe", text_config={"model_type": "qwen3_vl_moe_text"}), "model_type=qwen3_vl_moe is not understood"),

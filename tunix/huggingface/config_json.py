@@ -10,6 +10,7 @@ from tunix.base.files import read_json
 from tunix.base.forms import naming_writer
 from tunix.config import Model
 from tunix.config.layers import ExpertsMlp
+from tunix.huggingface import adapter_config
 from tunix.huggingface.rope_keys import (
     FULL,
     GLOBAL_HEADS,
@@ -234,6 +235,11 @@ def read_config(
     """
     source = f"{folder}/config.json"
     if not (folder / "config.json").is_file():
+        if (folder / adapter_config.CONFIG).is_file():
+            raise UserError(
+                f"{key}={folder} is an adapter alone: give its base, and model.init_adapter={folder} (adapter={folder} "
+                f"for generate, serve and export); or {adapter_config.OTHERWISE}"
+            )
         raise UserError(
             f"{key}={folder} is not a model's folder: it has no config.json; give a folder or an ID of the Hugging "
             "Face hub, or a run's folder, which has a config.yaml"
