@@ -73,6 +73,12 @@ def without_norm(folder):
         save_file(tensors, path)
 
 
+def with_norm_in_each_file(folder):
+    """Of files that differ, the last one was taken, whatever the index says."""
+    for path in folder.glob("*.safetensors"):
+        save_file(load_file(path) | {"model.norm.weight": np.ones(32, np.float32)}, path)
+
+
 def with_head_of_booleans(folder):
     change_config(folder, tie_word_embeddings=True)
     for path in folder.glob("*.safetensors"):
@@ -95,6 +101,7 @@ BAD = {
     "incomplete rope": (lambda folder: change_config(folder, rope_scaling={"rope_type": "linear"}), "rope_type=linear needs factor"),
     "a size left out": (lambda folder: change_config(folder, hidden_size=...), "hidden_size is missing"),
     "odd layers": (lambda folder: change_config(folder, layer_types=["full_attention", "sliding_attention", "full_attention"]), "layer_types="),
+    "a tensor twice": (with_norm_in_each_file, "has model.norm.weight twice, again in model-0000"),
     "missing tensor": (without_norm, "lacks model.norm.weight"),
     "extra tensor": (lambda folder: change_tensors(folder, lambda t: t.update(extra=np.ones(1, np.float32))), "has extra, which a llama"),
     "wrong shape": (lambda folder: change_config(folder, intermediate_size=80), "mlp.down_proj.weight is [32, 64], its config.json says [32, 80]"),

@@ -67,7 +67,10 @@ class TensorFiles:
             except (SafetensorError, OSError) as error:
                 raise UserError(f"{path} is truncated or not a safetensors file: {error}") from None
             open_file = cache(partial(MappedFile, path))  # mapped when its first tensor is read
-            tensors |= {self._canonical(name): Plain(file, name, open_file) for name in file.keys()}  # noqa: SIM118
+            for name in file.keys():  # noqa: SIM118
+                if (usual := self._canonical(name)) in tensors:
+                    raise UserError(f"{self.folder} has {usual} twice, again in {path.name}; write each tensor once")
+                tensors[usual] = Plain(file, name, open_file)
         table = self.family.name("embedding.table")
         if table is not None and table.tensor not in tensors and table.tensor.removeprefix(BASE) in tensors:
             tensors = {BASE + name: tensor for name, tensor in tensors.items()}
