@@ -6,6 +6,7 @@ import functools
 import http.server
 import json
 import logging
+import math
 import os
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from models.test_parity import PARITY
 from rich.table import Table
 from support.harness import ONE_LAYER, ROOT, SMALL, cli
 
@@ -97,6 +99,17 @@ def test_a_config_that_is_none(text, tmp_path):
 def test_a_role_is_text(role):
     with pytest.raises(BadRow, match="has a role in column messages that is not text"):
         _read_messages([{"role": role, "content": "Hi"}, TURNS[1]], "messages")
+
+
+def test_results_that_are_no_numbers_are_null(tmp_path, monkeypatch, capsys):
+    """results.json had NaN and Infinity, which are no JSON."""
+    row = {"loss": math.nan, "sets": {"a": {"loss": 800.0, "perplexity": math.inf}}}
+    monkeypatch.setattr("tunix.evaluate.evaluate_loss", lambda *_: [row])
+    words = [f"checkpoint={PARITY / 'llama'}", f"output={tmp_path / 'results.json'}"]
+    evaluate(read_settings(Evaluate, words, {"overrides": ["training.seq_len=32"]}))
+    assert "nan" in capsys.readouterr().out
+    found = json.loads((tmp_path / "results.json").read_text(), parse_constant=pytest.fail)
+    assert (found["loss"], found["sets"]) == (None, {"a": {"loss": 800.0, "perplexity": None}})
 
 
 def test_a_module_that_ends_the_program(tmp_path, monkeypatch):

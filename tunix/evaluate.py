@@ -66,6 +66,7 @@ def evaluate(cmd: Evaluate) -> None:
             described = info | {"split": split}
             table.add_row(*(described[name] for name in info), *(_format(numbers.get(name)) for name in names))
     print_table(table)  # first: a disk may refuse what has taken hours
+    content = json.loads(json.dumps(content), parse_constant=lambda name: None)  # JSON has no NaN and no Infinity
     with describing_refusal(f"output={output}"):
         output.write_text(json.dumps(content, indent=2) + "\n")
 
