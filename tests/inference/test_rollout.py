@@ -114,8 +114,9 @@ def test_an_answer_ends_at_its_first_stop_id_or_at_its_length(alone):
 
 def test_log_probabilities_are_those_of_the_distribution_drawn_from(alone):
     answer, prompt = alone.answers[0], PROMPTS[0]
+    forward = jax.jit(lambda params, tokens: alone.program.arch.module(params)(tokens))
     with jax.set_mesh(alone.mesh):
-        logits = np.asarray(alone.program.arch.module(alone.params)(np.array([prompt + answer.tokens])), np.float64)[0]
+        logits = np.asarray(forward(alone.params, np.array([prompt + answer.tokens])), np.float64)[0]
     for temperature, given in ((1.3, answer.sampled_log_probabilities), (1.0, answer.log_probabilities)):
         tempered = logits[len(prompt) - 1 : -1] / temperature
         requested = tempered - np.log(np.exp(tempered).sum(-1, keepdims=True))
