@@ -43,7 +43,8 @@ def test_rows_go_where_their_experts_are_and_come_back(num_devices, num_local, c
     choices[-1][:] = 0  # all to one expert
     counts = np.array([np.bincount(each, minlength=num_devices * num_local) for each in choices], np.int32)
     size = count_rows(10, 1, num_devices, num_local, None) if capacity is None else capacity
-    plans = [jax.tree.map(np.asarray, plan_rows(jnp.asarray(counts), device, size)) for device in range(num_devices)]
+    plan = jax.jit(plan_rows, static_argnums=2)
+    plans = [jax.tree.map(np.asarray, plan(counts, device, size)) for device in range(num_devices)]
     kept = [np.repeat(np.arange(len(plan.sent)), plan.sent) for plan in plans]
     ids = [100 * device + np.arange(len(each)) for device, each in enumerate(kept)]
     padded = [np.pad(each, (0, 10 - len(each)), constant_values=-2) for each in ids]
@@ -64,9 +65,10 @@ def test_rows_go_where_their_experts_are_and_come_back(num_devices, num_local, c
 
 
 def test_each_device_and_expert_gives_up_the_same_share():
-    both = jnp.array([[40, 60, 10, 0], [0, 100, 0, 5]], jnp.int32)  # 200 rows for device 0, and 15 for device 1
-    np.testing.assert_array_equal(limit_to_capacity(both, 150), [[29, 44, 10, 0], [0, 74, 0, 5]])
-    np.testing.assert_array_equal(limit_to_capacity(both, 200), both)
+    both = np.array([[40, 60, 10, 0], [0, 100, 0, 5]], np.int32)  # 200 rows for device 0, and 15 for device 1
+    limit = jax.jit(limit_to_capacity, static_argnums=1)
+    np.testing.assert_array_equal(limit(both, 150), [[29, 44, 10, 0], [0, 74, 0, 5]])
+    np.testing.assert_array_equal(limit(both, 200), both)
 
 
 def emulated(operand, output, starts, sizes, offsets, arriving, *, axis_name):
@@ -96,7 +98,7 @@ def results_of_a_layer(*words: str, mesh_shape: str = "[[2,2,2],[fsdp,ep,tp]]", 
     mesh = build_mesh(cfg)
     with jax.set_mesh(mesh):
         layout = build_layout(cfg, mesh)
-        layer, state = nnx.split(Experts(cfg.model, layout, Initializer(jax.random.key(0))))
+        layer, state = nnx.split(nnx.jit(lambda: Experts(cfg.model, layout, Initializer(jax.random.key(0))))())
         x, g = (np.random.default_rng(seed).normal(size=(8, 6, 16)).astype(np.float32) for seed in (0, 1))
 
         def loss(state, x):
@@ -142,11 +144,10 @@ def assert_dropped(found: SimpleNamespace) -> None:
     num_devices, per_token = found.mesh.shape["ep"], found.choices.shape[-1]
     parts = found.choices.reshape(-1, num_devices, 12 * per_token)  # [groups, devices, choices]: 2 sequences a device
     is_kept = np.zeros(parts.shape, bool)
+    limit = jax.jit(limit_to_capacity, static_argnums=1)
     for group, offsets in zip(parts, is_kept, strict=True):
         counts = np.array([np.bincount(each, minlength=8) for each in group], np.int32)
-        kept = np.asarray(
-            limit_to_capacity(jnp.asarray(counts), count_rows(12, per_token, num_devices, 8 // num_devices, 0.75))
-        )
+        kept = np.asarray(limit(counts, count_rows(12, per_token, num_devices, 8 // num_devices, 0.75)))
         for device, chosen in enumerate(group):
             for expert in range(8):
                 offsets[device, np.flatnonzero(chosen == expert)[: kept[device, expert]]] = True

@@ -110,9 +110,9 @@ def layer(**changed) -> tuple[Experts, dict]:
     cfg = compose([*ONE, "model.embed_dim=12", "training.mixed_precision=fp32", experts(**changed)]).config
     mesh = build_mesh(cfg)
     with jax.set_mesh(mesh):
-        made = Experts(cfg.model, build_layout(cfg, mesh), Initializer(jax.random.key(0)))
+        made = nnx.jit(lambda: Experts(cfg.model, build_layout(cfg, mesh), Initializer(jax.random.key(0))))()
         if cfg.model.mlp.bias_rate is not None:
-            made.router.bias[...] = jnp.linspace(-0.5, 0.5, 8)
+            made.router.bias[...] = jnp.asarray(np.linspace(-0.5, 0.5, 8, dtype=np.float32))
     return made, jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(made)))
 
 

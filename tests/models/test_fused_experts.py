@@ -130,9 +130,9 @@ def test_a_layer_on_a_mesh_is_that_of_products(family, monkeypatch):
         mesh = build_mesh(cfg)
         with jax.set_mesh(mesh):
             layout = build_layout(cfg, mesh)
-            graph, state = nnx.split(Experts(cfg.model, layout, Initializer(jax.random.key(0))))
+            graph, state = nnx.split(nnx.jit(lambda: Experts(cfg.model, layout, Initializer(jax.random.key(0))))())
             # Biases are 0 at first.
-            state = jax.tree.map(lambda w: jnp.where(w == 0, 0.1, w), state)
+            state = jax.jit(lambda state: jax.tree.map(lambda w: jnp.where(w == 0, 0.1, w), state))(state)
             inputs, gradient = (jax.reshard(each, layout.activation("BtD")) for each in x)
 
             @jax.jit

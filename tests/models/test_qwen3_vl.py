@@ -49,7 +49,7 @@ def test_logits_and_gradients_are_those_of_transformers(mesh_shape, expected, tm
 
 
 def test_places_of_packed_patches():
-    grid = find_grid(np.array([[[2, 4], [2, 2], [0, 0]]]), 14, 2)
+    grid = jax.jit(find_grid, static_argnums=(1, 2))(np.array([[[2, 4], [2, 2], [0, 0]]]), 14, 2)
     assert grid.image[0].tolist() == [0] * 8 + [1] * 4 + [3] * 2
     assert grid.end[0].tolist() == [8] * 8 + [12] * 4 + [14] * 2
     assert grid.row[0].tolist() == [0, 0, 1, 1, 0, 0, 1, 1, 0, 0, 1, 1, 0, 0]
@@ -60,14 +60,15 @@ def test_positions_are_those_of_transformers_also_behind_another_document(expect
     index, grids = expected["image_index"], expected["image_grids"]
     num_patches = expected["images"].shape[1]
     places = np.tile(np.arange(24, dtype=np.int32), (2, 1))
-    found = find_positions(places, index, grids, num_patches, 2)
+    find = jax.jit(find_positions, static_argnums=(3, 4))
+    found = find(places, index, grids, num_patches, 2)
     np.testing.assert_array_equal(found, expected["image_positions"])
     # The second image alone, behind another document, has the positions that it has alone.
     places[0, 12:] -= 12
     alone = np.where(index[:1, 12:] >= 0, index[:1, 12:] - index[0, 12:].max() - 1 + 2, -1)
-    packed = find_positions(places, index, grids, num_patches, 2)[0, 12:]
-    own = find_positions(places[:1, 12:], alone, grids[:1, 1:], num_patches, 2)[0]
-    np.testing.assert_array_equal(packed, own)
+    packed = find(places, index, grids, num_patches, 2)
+    own = find(places[:1, 12:], alone, grids[:1, 1:], num_patches, 2)
+    np.testing.assert_array_equal(np.asarray(packed)[0, 12:], np.asarray(own)[0])
 
 
 @pytest.mark.nightly
@@ -95,7 +96,9 @@ def test_greedy_generation_behind_images(expected):
 def test_rows_of_text_alone(expected):
     model = tunix.load_pretrained(SEEING)
     with jax.set_mesh(model.mesh):
-        said = model.arch.module(model.params)(model.rows(expected["tokens"]))
+        said = jax.jit(lambda params, tokens: model.arch.module(params)(tokens))(
+            model.params, model.rows(expected["tokens"])
+        )
     np.testing.assert_allclose(said, expected["logits"], atol=1e-4)
 
 
