@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 from support.harness import ROOT, metrics
-from support.hf_files import write_hf_dir
 from support.images import SEES
 from support.processes import Processes
 from support.rollouts import ONE, TASK, WIDE
@@ -88,7 +87,7 @@ def student() -> Student:
 
 
 def norm(gradient) -> float:
-    return float(jnp.sqrt(sum(jnp.sum(leaf**2) for _, leaf in named(gradient))))
+    return np.linalg.norm(np.concatenate([np.ravel(leaf) for _, leaf in named(gradient)]).astype(float))
 
 
 @pytest.mark.nightly(but=["0.3, 1.0"])
@@ -220,12 +219,15 @@ def test_sampled_tokens_are_judged(judged, teacher):
     assert not {"reward", "no_signal"} & line.keys()
     assert not metrics(judged, "held_out")
     model, gaps = tunix.load_pretrained(teacher), []
-    for answer in map(json.loads, (judged / "samples.jsonl").read_text().splitlines()):
-        prompt = model.vocab.backend.encode(answer["prompt"], add_special_tokens=False).ids
-        text = prompt + answer["tokens"]
-        log_probs = np.asarray(jax.nn.log_softmax(model(np.array([text[:-1]])), -1))[0]
-        own = log_probs[np.arange(len(prompt) - 1, len(text) - 1), answer["tokens"]]
-        gaps += (np.array(answer["log_probabilities"]) - own).tolist()
+    answers = [json.loads(text) for text in (judged / "samples.jsonl").read_text().splitlines()]
+    prompts = [model.vocab.backend.encode(answer["prompt"], add_special_tokens=False).ids for answer in answers]
+    rows = np.zeros((len(answers), 16), np.int32)
+    for row, prompt, answer in zip(rows, prompts, answers, strict=True):
+        row[: len(prompt) + len(answer["tokens"])] = prompt + answer["tokens"]
+    log_probs = np.asarray(jax.nn.log_softmax(model(rows), -1))
+    for of_row, prompt, answer in zip(log_probs, prompts, answers, strict=True):
+        places = len(prompt) - 1 + np.arange(len(answer["tokens"]))
+        gaps += (np.array(answer["log_probabilities"]) - of_row[places, answer["tokens"]]).tolist()
     assert len(gaps) > 32
     assert line["teacher_kl"] == pytest.approx(np.mean(gaps), abs=1e-5)
 
@@ -291,9 +293,9 @@ def test_documents_teach_beside_a_teacher(teacher, tmp_path):
 
 
 @pytest.mark.filterwarnings("error:Some donated buffers")
-def test_a_model_of_another_family_teaches(tmp_path):
+def test_a_model_of_another_family_teaches(hf_dir, tmp_path):
     """A Llama of Hugging Face's with 320 rows of vocabulary; its tokenizer must be that of the run, where it has one."""
-    llama, folder = write_hf_dir(tmp_path), tmp_path / "run"
+    llama, folder = shutil.copytree(hf_dir, tmp_path / "llama"), tmp_path / "run"
     words = [f"task.teacher={llama}", "training.max_steps=1", "evaluation.every_steps=null", f"hydra.run.dir={folder}"]
     with pytest.raises(
         UserError,
@@ -301,11 +303,9 @@ def test_a_model_of_another_family_teaches(tmp_path):
     ):
         tunix.train([*TALK, *words])
     assert not folder.exists()
-    own = shutil.copytree(llama, tmp_path / "own")
     (llama / "tokenizer.json").unlink()
-    tunix.train(
-        [*(word for word in TALK if word != "tokenizer=bytes"), f"tokenizer.path={own}", "model.vocab_size=384", *words]
-    )
+    others = [word for word in TALK if word != "tokenizer=bytes"]
+    tunix.train([*others, f"tokenizer.path={hf_dir}", "model.vocab_size=384", *words])
     (line,) = metrics(folder)
     assert 0 < line["teacher_kl"] < 10
     assert "has no tokenizer: its tokens are taken to be those of the run" in (folder / "train.log").read_text()

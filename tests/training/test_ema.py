@@ -4,13 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.harness import SGD, batch, program
+from support.harness import ONE_LAYER, SGD, batch, program
 
 from tunix.base.errors import UserError
 from tunix.sharding.arrays import bytes_per_device
 from tunix.training.train_spec import assemble
 
-FAST = [*SGD, "optimizer.learning_rate=1", "training.ema_decay=0.5"]
+FAST = [*SGD, *ONE_LAYER, "optimizer.learning_rate=1", "training.ema_decay=0.5"]
 MESH = "model.mesh_shape=[[4,2],[fsdp,tp]]"
 
 
