@@ -47,6 +47,12 @@ class Sums:
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
         Path("child").write_text(str(child.pid))
         time.sleep(600)
+    def swallows(self):
+        while True:
+            try:
+                time.sleep(600)
+            except TimeoutError:
+                pass
     def forks(self): os.fork()
     def dies_before_its_child(self):
         if not os.fork():
@@ -222,6 +228,19 @@ def is_alive(process: psutil.Process) -> bool:
         return process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def test_a_late_call_ends_one_episode_of_those_that_are_not_played_again(folder):
+    words = {0: ["add 1", "hangs 1"], 1: ["add 1"] * 3, 77: ["add 1"], 2: ["swallows 1"], 3: ["add 1"] * 4}
+    with make_pool("Once", processes=1, timeout_s=1.0) as pool, pool.open() as session:
+        said = play_in(session, {number: words[number] for number in (0, 1, 77)})
+        assert session.num_lost == 0
+        late = play_in(session, {number: words[number] for number in (2, 3)})
+    assert said[0][-1].startswith("TimeoutError: not done after 1 s (")
+    assert "my_environments.py, line" in said[0][-1]
+    assert [reply.reward for reply in said[1]] == [0.0, 2.0, 3.0, 4.0]
+    assert late[2][-1] == "its process takes longer than 2 s"
+    assert late[3][-1] == "its process was lost, and replays=False forbids to play it again"
 
 
 def test_what_is_not_played_again(folder):

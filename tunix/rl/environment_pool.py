@@ -10,9 +10,11 @@ is given up, and has no score. So one bad episode costs itself, and no other.
 
 A process answers (`serve`):
 
-    parent   ("play", key, requests)         ->   child   an object for each episode, by its key
-    parent   <-  (replies, problem, seconds)      child
-    parent   ("forget", key)                 ->   child   ends an episode, also one that is not there
+    parent   ("play", key, limit_s, requests) ->   child   an object for each episode, by its key
+    parent   <-  (replies, problem, seconds)       child
+    parent   ("forget", key, limit_s)         ->   child   ends an episode, also one that is not there
+
+`limit_s` is None, or the seconds after which the call is interrupted, where episodes cannot be played again.
 
     requests   ("reset", seed, columns) · ("step", text) · ("finish",)
 
@@ -33,7 +35,7 @@ import resource
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Self
@@ -51,6 +53,7 @@ Request = tuple[Any, ...]
 Key = tuple[int, int]  # of an episode: the number of its session, and its own
 
 SAMPLE: Key = -1, 0  # of the episode that a new process plays first
+GRACE_S = 1.0  # for a call that is interrupted to end
 DEATHS = 2  # of processes in which an episode is at work; with the last one it is given up
 
 
@@ -112,9 +115,7 @@ class _Holder(threading.Thread):
             requests = played.requests if key not in self.present else [request]
             self.present.add(key)
             try:
-                replies, problem, seconds = self.process.exchange(
-                    ("play", key, requests), self.pool.timeout_s * len(requests)
-                )
+                replies, problem, seconds = self._exchange("play", key, self.pool.timeout_s * len(requests), requests)
                 session.seconds[self.index] += seconds
             except LostProcess as lost:
                 self._replace(session, lost)
@@ -139,7 +140,7 @@ class _Holder(threading.Thread):
             return
         self.present.discard(key)
         try:
-            self.process.exchange(("forget", key), self.pool.timeout_s)
+            self._exchange("forget", key, self.pool.timeout_s)
         except LostProcess as lost:
             self._replace(session, lost)
 
@@ -156,12 +157,22 @@ class _Holder(threading.Thread):
             return
         # What the environment loads at its first call may take longer than a call may.
         try:
-            self.process.exchange(("play", SAMPLE, self.pool.sample), START_S)
-            self.process.exchange(("forget", SAMPLE), START_S)
+            self._exchange("play", SAMPLE, START_S, self.pool.sample)
+            self._exchange("forget", SAMPLE, START_S)
         except LostProcess as again:
             log.debug("a new process of environments %s at its first call; it is started again", again)
             if not self.process.closed:
                 self._start_again()
+
+    def _exchange(self, kind: str, key: Key, timeout_s: float, *more: Any) -> Any:
+        """Send a request to the process, and return its reply; raises `LostProcess`.
+
+        Where a process that is killed would end all of its episodes, a late call is interrupted, and the process is
+        killed if that is in vain.
+        """
+        if self.pool.replays:
+            return self.process.exchange((kind, key, None, *more), timeout_s)
+        return self.process.exchange((kind, key, timeout_s, *more), timeout_s + GRACE_S)
 
     def _start_again(self) -> None:
         self.process.kill()
@@ -365,15 +376,16 @@ def serve(
     connection.send("ready")
     while True:
         try:
-            kind, key, *rest = connection.recv()
+            kind, key, limit_s, *rest = connection.recv()
         except EOFError:
             return
         start_time = time.perf_counter()
+        limit = nullcontext() if limit_s is None else dotted_path.time_limit(limit_s)
         if kind == "play":
-            replies, problem = play(episodes, make, key, rest[0])
+            replies, problem = play(episodes, make, key, rest[0], limit)
         else:
             replies, problem = [], ""
-            with suppress(Exception):  # an error while it is closed changes nothing that is known of the episode
+            with suppress(Exception), limit:  # an error while it is closed changes nothing that is known of the episode
                 if key in episodes:
                     episodes.pop(key).close()
         if os.getpid() != process_id:  # the environment has forked, and its child comes here too
@@ -382,13 +394,21 @@ def serve(
 
 
 def play(
-    episodes: dict[Key, OpenEnvironment], make: Callable[[], OpenEnvironment], key: Key, requests: list[Request]
+    episodes: dict[Key, OpenEnvironment],
+    make: Callable[[], OpenEnvironment],
+    key: Key,
+    requests: list[Request],
+    limit: AbstractContextManager[None],
 ) -> tuple[list[Reply], str]:
-    """Return the replies of an episode's environment, and the text of an error, which ends the episode."""
+    """Return the replies of an episode's environment, and the text of an error, which ends the episode.
+
+    `limit` raises an error in a call that is late.
+    """
     replies = []
     try:
-        for request in requests:
-            replies.append(_call(episodes, make, key, request))
+        with limit:
+            for request in requests:
+                replies.append(_call(episodes, make, key, request))
     except BaseException as error:  # an environment may raise anything, also SystemExit
         return replies, describe_error(error, OWN_FILES)
     return replies, ""
