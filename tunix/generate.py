@@ -3,6 +3,7 @@
 import base64
 import csv
 import json
+import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -172,6 +173,12 @@ class Speaker:
             )
         request = Request(tokens, 1, seed, first_row, images)
         answers = self.model.rollout(request, self.sampling, cache_gib=self.command.cache_gib, say=self._report)
+        for number, answer in enumerate(answers, first_row + 1):
+            if any(map(math.isnan, answer.log_probabilities)):
+                raise UserError(
+                    f"checkpoint={self.command.checkpoint}: the scores of tokens behind prompt {number} are no numbers "
+                    "(NaN): weights are not finite, or numbers overflow; take another checkpoint, or dtype=float32"
+                )
         return [(self._decode(ids, answer), answer) for ids, answer in zip(tokens, answers, strict=True)]
 
     def _decode(self, prompt: list[int], answer: Answer) -> str:

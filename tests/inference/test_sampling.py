@@ -20,6 +20,7 @@ from tunix.base.errors import UserError
 from tunix.config import Generate
 from tunix.config.command_line import read_settings, run_command
 from tunix.data.tokenizer import load_vocab
+from tunix.inference.engine import Answer
 from tunix.inference.gathered import gather
 from tunix.inference.kv_cache import make_cache, prefill
 from tunix.inference.sampling import Sampling, find_stop_ids, select, select_greedy
@@ -250,6 +251,12 @@ def test_prompts_of_all_kinds_and_answers_that_are_kept(hf_dir, tmp_path, monkey
     ):
         generate.generate(read_settings(Generate, [*words, "input=in.csv"]))
     assert [row["prompt"] for row in csv.DictReader((tmp_path / "out.csv").open())] == ["merged"]
+    # Of weights that are no numbers it was token 0, without a word.
+    monkeypatch.setattr(
+        "tunix.inference.pretrained.Pretrained.rollout", lambda *_, **__: [Answer([0], [np.nan], [np.nan], False)]
+    )
+    with pytest.raises(UserError, match=rf"^checkpoint={hf_dir}: the scores of tokens behind prompt 1 are no numbers"):
+        generate.generate(read_settings(Generate, [words[0], "prompt=a"]))
 
 
 def test_a_chat_and_mistakes(hf_dir, tmp_path, monkeypatch, capsys):
