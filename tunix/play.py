@@ -75,6 +75,8 @@ def play_by_hand(command: Play, cfg: Config, task: Grpo) -> None:
     with pool:
         for number in range(command.episodes or 1):
             prompt = None if corpus is None else _find_prompt(corpus, command.row + number)
+            if not number:  # what it loads at its first call is not late, as in training
+                pool.try_out({} if prompt is None else prompt.columns)
             with pool.open() as session:
                 seed = derive_seed(command.seed, "environment", number)
                 _play_episode(session, task, prompt, seed, lines, tool_calls)

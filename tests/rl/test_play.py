@@ -128,3 +128,13 @@ def test_what_is_refused(words, overrides, message, monkeypatch):
 def test_an_environment_that_fails_is_named(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"Failing fails: RuntimeError: out of order \(.*own_environment.py, line"):
         play_lines(monkeypatch, "x\n", [CHATTY.replace("Chatty", "Failing")], *data_of(tmp_path, "one"))
+
+
+def test_what_an_environment_loads_at_its_first_call_is_not_late(tmp_path, monkeypatch, capsys):
+    loads = "import functools, time\nload = functools.cache(lambda: time.sleep(0.7))\nclass Loads:\n"
+    methods = "    def reset(self): load()\n    def step(self, text): return None, 1.0, True\n"
+    (tmp_path / "loads.py").write_text(loads + methods)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    play_lines(monkeypatch, "x\n", ["environment=loads:Loads"], "task.environment_timeout_s=0.5")
+    assert capsys.readouterr().out.endswith("the episode is over after 1 turns; the environment's reward is 1\n")
