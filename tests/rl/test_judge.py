@@ -49,7 +49,7 @@ class Server(BaseHTTPRequestHandler):
             case "key":
                 self.send(401, f"the key {self.headers['Authorization']} is wrong".encode())
             case "away":
-                self.send(302, b"", Location="http://127.0.0.1:9/steal")
+                self.send(302, b"", Location="http://127.0.0.1:9/steal/chat/completions")
             case "endless":
                 self.send(200, b"x" * (MAX_BYTES + 9))
             case "slow":
@@ -154,7 +154,11 @@ def test_images_that_a_judge_does_not_see_are_said_once(server, tmp_path, caplog
         ("html", "the judge's reply is no chat completion: <html>Sign in to the hotel</html>", 4),
         ("deep", "the judge's reply is no chat completion: [[[[", 4),
         ("key", "the judge answers with HTTP 401: the key Bearer *** is wrong", 1),
-        ("away", "the judge answers with HTTP 302: ", 1),
+        (
+            "away",
+            "the judge answers with HTTP 302: it redirects to http://127.0.0.1:9/steal, which is not followed; give",
+            1,
+        ),
         ("endless", "the judge's reply is longer than 1 MiB", 1),
         ("11", "the judge's rating 11 is above max_rating=10", 1),
         ("-3", "the judge's rating 1 ", 1),

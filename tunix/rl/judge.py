@@ -251,6 +251,9 @@ class Judge:
         text = ""
         with error, suppress(OSError, HTTPException, ValueError):
             text = read_page(error, MAX_BYTES).decode(errors="replace")
+        if 300 <= error.code < 400 and (location := error.headers.get("Location")):
+            address = location.removesuffix("/chat/completions")
+            text = f"it redirects to {address}, which is not followed; give that address as url"
         return Failure(f"the judge answers with HTTP {error.code}: {self._show(text)}", find_pause(error))
 
     def _show(self, text: object) -> str:
