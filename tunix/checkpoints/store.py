@@ -395,7 +395,7 @@ ADDRESS = "address"  # a file in a checkpoint's folder that is a stand-in for on
 
 
 def find_storage(checkpoint: Path) -> tuple[Storage, int]:
-    """Return the place and the step of a checkpoint; raises `UserError` for one of a newer form."""
+    """Return the storage and the step of a checkpoint; raises `UserError` for one of a newer form."""
     file = checkpoint / ADDRESS
     storage: Storage = Folder(checkpoint.parent)
     step = checkpoint.name

@@ -1,6 +1,6 @@
 """Checks of keys of a model that must fit one another. A message names the keys, their values and the way out.
 
-What depends on a mesh is checked elsewhere: `check_stages` (model_checks.py), `check_divides` (sharding/mesh.py).
+What depends on a mesh is checked when the mesh is known: by `check_stages`, and by `check_divides` (sharding/mesh.py).
 """
 
 import re

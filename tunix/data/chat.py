@@ -138,7 +138,11 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 
 def _bound_length(operator: str, left: Any, right: Any) -> int:
-    """Return the length of what an operator makes at most, of a number 1 per digit that is allowed too much."""
+    """Return how many characters or items the result of an operator may have; 0 for a number.
+
+    Raises:
+        TemplateError: a number may have more than `MAX_DIGITS` digits.
+    """
     for one, other in ((left, right), (right, left)):
         if isinstance(one, int) and operator == "*" and isinstance(other, str | list | tuple):
             return len(other) * max(0, one)

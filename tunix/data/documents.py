@@ -583,6 +583,7 @@ class Encoded(NamedTuple):
     labelled       prompt, answer, prompt, answer of another document; `split` as of a pair
     comparison     as a pair, with <eos> behind each answer, which is never read: `answers` marks it alone
     example        <bos> text, or the turns by the chat template; then <eos>, as of a comparison
+    group          <bos> text <eos> for each text; then <eos>, as of a comparison
     """
 
     text_bytes: int
@@ -590,7 +591,7 @@ class Encoded(NamedTuple):
     # All fields below are empty where the kind of documents has no such thing.
     answers: np.ndarray = NO_ANSWERS  # [T] bool of a conversation or a pair: which tokens are answers
     split: int = 0  # of a pair: where the rejected answer begins, with its prompt
-    label: float = False  # of a labelled answer: true for a desirable one; of an example: its class or number
+    label: float = False  # of a labelled answer: true for a desirable one; example: class or number; group: its texts
     row: bytes = b""  # of a prompt: its text and its columns, as JSON
     images: Sequence[bytes] = ()  # in the order of their places
     # [images, 2] int64: the first soft token of each, and the place behind its last; counted from the document's first.

@@ -78,7 +78,7 @@ class Sequences(grain.sources.RandomAccessDataSource):
         return any(mask is None or mask.any() for mask in self._read_masks())
 
     def _read_masks(self) -> Iterator[np.ndarray | None]:
-        """Yield `Shard.answers` of each shard, one after the other."""
+        """Yield `Arrays.answers` of each shard."""
         return (self.stream.shard(number).answers for number in range(len(self.stream.sizes)))
 
     @property

@@ -73,7 +73,7 @@ class Arrays:
     answers: np.ndarray | None = None
     splits: np.ndarray | None = None  # of pairs, [documents] int64: tokens of the first answer with its prompt
     labels: np.ndarray | None = None  # of labelled answers, [documents] bool: true for a desirable one
-    label_values: np.ndarray | None = None  # of examples, [documents] float32: number of the class, or a number
+    label_values: np.ndarray | None = None  # [documents] float32, of examples and groups (`Encoded.label`)
     rows: np.ndarray | None = None  # of prompts, [bytes] uint8: text and columns of each as JSON
     row_ends: np.ndarray | None = None  # [documents] int64: where the JSON of each prompt ends
     images: np.ndarray | None = None  # [bytes] uint8: files of images, one after the other

@@ -288,7 +288,7 @@ class Tokens(Source):
     document_end: CountOrZero | None
     """Token that ends each document; null takes each file for one document. Prepared folders know theirs."""
 
-    # There is no text to read: `tunix/data/shards.py` copies the numbers of each unit.
+    # There is no method `read`: a file has numbers, which `scan_tokens` (data/shards.py) maps where they are.
     def units(self, unit_bytes: int) -> list[Unit]:
         return find_files(self.local_paths, (".bin", ".npy"))
 

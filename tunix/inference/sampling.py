@@ -319,7 +319,7 @@ def _filter_by_row(logits: jax.Array, rows: RowChoices) -> jax.Array:
 #     prefill         prompts -> their entries, and logits              [prompts, tokens], and slots of images
 #     insert          entries into rows of the cache; the first token   [rows]
 #     extend          several tokens behind those of some rows          [rows, tokens]
-#     decode          up to `CHUNK` tokens of all rows at work, as one loop on the devices
+#     decode          up to `CHUNK` tokens of all rows at work, as one loop on the devices; `guess`: with guesses
 #     resize          more slots; more or fewer rows; `add_pages`: more pages
 #
 # Shapes are rounded up (`costs/rollout.py`). All that rows are about, tokens, clocks, limits and stop ids, is data.
@@ -406,7 +406,7 @@ class Programs:
 
     @property
     def num_compiled(self) -> int:
-        """Programs of the model that have been compiled."""
+        """How many programs that run the model have been compiled."""
         programs: list[Any] = [self.prefill, self.extend, self.decode, self.guess]
         return sum(each._cache_size() for each in programs)
 

@@ -383,7 +383,7 @@ def _split_scales(x: jax.Array | Scaled, dtype: Any) -> tuple[jax.Array, jax.Arr
 def cudnn(q: jax.Array, k: jax.Array, v: jax.Array, mask_rule: MaskRule, future_keys: int = 0) -> jax.Array:
     """The fused attention of cuDNN, for GPUs. It takes the rule as a mask [B, 1, T, S], which takes memory and time.
 
-    A mask has every `future_keys`.
+    `future_keys` is not read: a mask of all keys has those behind a query too.
     """
     out = jax.nn.dot_product_attention(q, k, v, mask=mask_rule.mask(), scale=1.0, implementation="cudnn")
     return checkpoint_name(out, "attention")

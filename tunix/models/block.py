@@ -272,7 +272,7 @@ class Rows(NamedTuple):
     # On stages alone:
     penalties: Any = None  # {name: [B]}, those of the layers so far
     numbers: jax.Array | None = None  # [B] int32 in the microbatch: dropout draws by them
-    # Keys and values of donors for later layers, by the letters of their heads (block.py)
+    # Keys and values of donors for later layers (`Donation`), by the letters of their heads
     shared: Any = None
 
 

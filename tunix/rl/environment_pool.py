@@ -6,7 +6,8 @@
 
 A process that ends or is killed takes all of its episodes with it. Each of them is played again, from its seed and the
 texts of its turns, when it is asked next. The episode that was at work is played again once: after the second death it
-is given up, and has no score. So one bad episode costs itself, and no other.
+is given up, and has no score. An episode whose call was late is given up at once. So one bad episode costs itself, and
+no other.
 
 A process answers (`serve`):
 

@@ -1,4 +1,4 @@
-"""Sinks on other machines: Weights & Biases, MLflow, and a webhook for messages."""
+"""Sinks for other programs: Weights & Biases, MLflow, a webhook for messages, and numbers that Prometheus fetches."""
 
 import html
 import json

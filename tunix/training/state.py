@@ -1,4 +1,7 @@
-"""The model as a description (`Architecture`) and arrays (the state). No other file outside models/ splits a module."""
+"""The model as a description (`Architecture`) and arrays (the state).
+
+Outside of models/, only this file and inference/gathered.py take modules apart.
+"""
 
 import math
 import re

@@ -83,7 +83,7 @@ def make_train_step(
     """Return a function (state, batch) -> (state, metrics), to be compiled with the state donated.
 
     Fields of the batch are [A, B, T]. Metrics are scalars: grad_norm before clipping, learning_rate, skipped, and the
-    sums of the loss divided by its weight; and a dict `NORMS` where the update has `norms_every`.
+    numbers of `report_sums`, of which some are vectors; and a dict `NORMS` where the update has `norms_every`.
 
     A gradient g and a parameter p go this way, each device with the shards of both that it keeps:
 
