@@ -15,9 +15,9 @@ A reader on another mesh takes slices that lie across chunks; tensorstore finds 
     STEP/digests.R.json                      digests of what process R has written
     STEP/digests.json                        written last: a checkpoint without it is not whole
 
-A checkpoint in a folder is whole when the folder gets its name. A bucket cannot rename a folder; there the last object
-has that part: whoever finds digests.json knows that everything it names was written before. Orbax 0.12 itself takes an
-address of S3 for a path of this machine, and its index of all processes' arrays needs a file system.
+A checkpoint in a folder is whole when the folder gets its name. A bucket cannot rename a folder, so there the last
+object makes it whole: whoever finds digests.json knows that everything it names was written before. Orbax 0.12 itself
+takes an address of S3 for a path of this machine, and its index of all processes' arrays needs a file system.
 """
 
 import itertools

@@ -34,7 +34,7 @@ from tunix.huggingface import config_json, hub
 from tunix.huggingface.adapter_config import list_projections, read_adapter
 from tunix.huggingface.table import find_family
 
-# Sections and keys of the model that are no part of an architecture, and keys of experts that are none.
+# Keys of the model that are no part of an architecture: sections and single keys, keys of experts, keys of a tower.
 OUTSIDE = {key for key in list_keys_outside() if "." not in key}
 OUTSIDE_MLP = {key.removeprefix("mlp.") for key in list_keys_outside("losses")}
 OUTSIDE_VISION = {key.removeprefix("vision.") for key in list_keys_outside() if key.startswith("vision.")}

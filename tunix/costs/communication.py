@@ -271,7 +271,7 @@ class LocalHeads(NamedTuple):
 
 
 def measure_heads(model: Model, kind: HeadSizes, choices: Choices, mesh: Mesh | AbstractMesh) -> LocalHeads:
-    """Return the sizes on one device of heads of a kind (`Model.kinds_of_heads`)."""
+    """Return the sizes on one device of heads of a kind (`Model.head_kinds`)."""
     layout, (_, rows, tokens) = choices.layout, choices.shape
     shape = rows, tokens, model.num_heads, kind.dim
     local_rows, local_tokens, queries, head_dim = find_shard_shape(shape, layout.activation("BTNH"), mesh)

@@ -308,7 +308,7 @@ def select_pages(train_spec: TrainSpec, rows: int | None, device_bytes: int | No
 
 
 def _count_fitting_pages(train_spec: TrainSpec, rows: int, device_bytes: int, free: float) -> int:
-    """Return how many pages fit into the free bytes of a device, beside what else so many rows of it need."""
+    """Return how many pages fit into the free bytes of a device, beside the other arrays of so many rows on it."""
     mesh = whole_sequences(find_rollout_mesh(train_spec))
     others = _derive_costs_of_run(train_spec, rows * data_shards(mesh.shape), device_bytes, num_pages=0).memory
     page_bytes = count_page_bytes(train_spec.arch, mesh, _describe_cache(train_spec))

@@ -212,7 +212,7 @@ class Communication:
         return f"steps {self.first_step} to {self.first_step + self.num_steps - 1}"
 
     def average(self, name: str) -> float:
-        """Return the mean of `Timeline.name` over devices and steps, in seconds per step."""
+        """Return the mean of the field `name` of timelines over devices and steps, in seconds per step."""
         total_s = sum(getattr(timeline, name) for timeline in self.timelines.values())
         return total_s / len(self.timelines) / self.num_steps
 

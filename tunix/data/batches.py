@@ -191,7 +191,7 @@ class Position:
     source_tokens: dict[str, int] = dataclasses.field(default_factory=dict)
     left_out: list[list[int]] = dataclasses.field(default_factory=list)  # samples [first, end) that no step took
     waiting: str = ""  # answers that were drawn ahead (rl/ahead.py)
-    num_extra: int = 0  # samples that were asked in the place of others, or left out by what was measured
+    num_extra: int = 0  # samples that no step counts: asked in the place of others, or left out (data/prompts.py)
     curriculum: str = ""  # prompts that are left out for a time (data/prompts.py)
 
     @property

@@ -30,11 +30,12 @@ TIME_LIMIT_S = 10.0  # for the text of one conversation; templates take less tha
 # template that shows each message five times would take the memory of the machine with a document of its largest size.
 SHORT, MAX_COPIES = 1 << 24, 4
 MAX_DIGITS = 5000  # of a whole number that a template computes
-# Turns that a template writes for the answers of one conversation, which has its text up to each of them: 2,900 turns,
-# each second of them an answer, have so many, and take half a minute. Ten times the turns would take an hour.
+# Turns that a template may write to cut one conversation: for each answer it writes all turns before it, with the
+# answer and without. For 2,900 turns, every second one an answer, these are so many, and take half a minute. Ten times
+# the turns would take an hour.
 MAX_TURNS_WRITTEN = 1 << 22
-# Characters of all sequences that are made of one conversation, as many as the longest document has bytes: 2 MB with
-# 400 answers and thoughts were 400 MB.
+# Characters of all sequences that are made of one conversation, as many as the longest document has bytes. Each answer
+# with a thought begins a sequence of its own: 400 of them made 400 MB of a conversation of 2 MB.
 MAX_WRITTEN = 1 << 28
 MAX_ROLES_KEPT = 100  # names of roles that a template has shown; who sends a conversation makes them up
 
@@ -76,7 +77,7 @@ JOIN_PARTS = (
 class GenerationBlock(Extension):
     """The block `{% generation %}...{% endgeneration %}`, with which a template marks answers: its body is rendered.
 
-    transformers reads from it which tokens are learnt. Here `ChatTemplate.segments` finds the answers of any template.
+    transformers reads from it which tokens are learnt. Here `ChatTemplate.cut_answers` finds answers in any template.
     """
 
     tags = {"generation"}  # noqa: RUF012 (jinja2 has it as an attribute of the object)

@@ -215,8 +215,8 @@ def find_folder(source: Source, units: list[Unit], task: Task, vocab: Vocab, loa
 
 
 def _list_turn_choices(source: Source, task: Task) -> list[str]:
-    """Return what decides the text of conversations beside the template; none where all is as it was before there was
-    such a choice, so that folders keep their names."""
+    """Return what decides the text of conversations beside the template. Usual values are left out: folders that were
+    made before there was such a choice keep their names."""
     if task.documents == "text":
         return []
     columns, choices = getattr(source, "columns", None), task.list_turn_choices()

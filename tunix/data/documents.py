@@ -142,7 +142,7 @@ def read_documents(
         yield from map(read, items) if reader is None else map_ahead(read, items, count_threads())
 
 
-HALF = re.compile("[\ud800-\udfff]")  # of a pair of surrogates, which no file has, but text of Python's may
+HALF = re.compile("[\ud800-\udfff]")  # half of a pair of surrogates: no file has one, a text of Python may
 
 
 def _read_item(

@@ -231,7 +231,7 @@ class Source(Section):
     if TYPE_CHECKING:  # each subclass declares the one value that it takes
         source: str
 
-    _key: str = PrivateAttr("data")  # where it stands in the config, for messages: a mixture and evaluation.sets say it
+    _key: str = PrivateAttr("data")  # its place in the config, for messages; a mixture and evaluation.sets set theirs
 
     held_out_fraction: Share
     """Share of documents kept for evaluation, chosen by a hash of file name and place; at least one if not 0."""

@@ -101,8 +101,8 @@ def find_cutter(backend: "Backend") -> Cutter | None:
     pairs = set()
     for token in info["added_tokens"]:
         text = token["content"]
-        # A special token that takes white space around it into it, looks at what is around it, or has a space behind a
-        # letter in it, might change by a cut near it.
+        # A cut near a special token might change it, if it takes the white space around it, depends on its neighbours,
+        # or has a space behind a letter.
         if token["lstrip"] or token["rstrip"] or token["single_word"] or re.search(r"\w[\s▁]", text):
             return None
         pairs |= {text[at : at + 2] for at in range(len(text) - 1)}

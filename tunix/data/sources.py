@@ -188,7 +188,7 @@ class Arithmetic(Rows):
 def _change_digit(number: str, place: int, change: int) -> str:
     """Return a number of as many digits with another one at a place; `place` and `change` may be of any size.
 
-    A wrong sum that were always too large would teach to answer less, and not to add.
+    If wrong sums were always too large, they would teach to answer less, and not to add.
     """
     index = place % len(number)
     others = [digit for digit in "0123456789" if digit != number[index] and (digit != "0" or index or len(number) == 1)]

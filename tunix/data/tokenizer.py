@@ -134,7 +134,7 @@ def read_backend_of(path: str, files: dict[str, Path]) -> Backend:
     if "tokenizer.json" in files:
         with explaining_library(f"tokenizer.path={path} cannot be read as a tokenizer.json"):
             backend = Backend.from_file(str(check_size(files["tokenizer.json"])))
-        # Of whoever saved the file: they would cut documents, and pad them. How long sequences are is training.seq_len.
+        # These settings of whoever saved the file would cut and pad documents. The length here is training.seq_len.
         backend.no_truncation()
         backend.no_padding()
         if isinstance(backend.model, models.BPE):
@@ -328,7 +328,7 @@ class Vocab:
             return
         is_repeated = self.prefix == "each" and bool(self.added)
         special = re.compile("|".join(map(re.escape, self.added.values())))
-        heads, rests = [], []  # up to the first special token, behind which there is a space again, and from there on
+        heads, rests = [], []  # of each text, up to its first special token and from there on: a space follows it again
         for text in (text for texts in sequences for text in texts):
             match = special.search(text) if is_repeated else None
             heads.append(text[: match.start()] if match else text)

@@ -53,11 +53,13 @@ class PagePool:
     def begin(
         self, number: int, num_tokens: int, shared: Sequence[int] | None, max_length: int | None = None
     ) -> tuple[int, ...] | None:
-        """Give a row its pages for a prompt; return those that its answers share, None where it has to wait.
+        """Give a row its pages for a prompt of `num_tokens`; return those that all answers to the prompt share.
 
-        With its answer it has at most `max_length` tokens, None for that of the pool.
-        `shared` are these pages, if another answer has begun; () for the first of several, and None for an only one.
-        The caller gives up its own use of them with `give_back`.
+        None says that the row has to wait. The caller ends its own use of the shared pages with `give_back`.
+
+        Args:
+            shared: what `begin` returned for an earlier answer; () for the first of several, None for an only one.
+            max_length: most tokens of the row, with its answer; None takes that of the pool.
         """
         whole = num_tokens // PAGE if shared is not None else 0
         count = count_pages(num_tokens + 1) - (whole if shared else 0)
@@ -106,9 +108,10 @@ class PagePool:
     def _expects_to_fit(self, count: int, limit: int) -> bool:
         """Return whether one more row, with `count` pages now, is expected to find pages as long as it draws.
 
-        Rows are expected to have as many at last as those that have ended, or twice what they have now, but not more
-        than they may, and in the mean half of the difference. Before many have ended they are expected to be as long as
-        they may be: rows that wait hold their pages in vain, and many that begin at one time need most at one time.
+        A row is expected to end with the mean of the rows that have ended, or with twice its pages of now where that is
+        more, but with no more than it may have. Until then it has, in the mean, half of the sum of its pages now and at
+        its end. Before many rows have ended, they are expected to be as long as they may be: rows that wait keep pages
+        without use, and rows that begin together need the most pages at the same time.
         """
         if not self.is_bounded or not self.tables:
             return True

@@ -35,7 +35,7 @@ from tunix.sharding.arrays import bytes_per_device, lay_out
 from tunix.sharding.mesh import whole_sequences
 from tunix.training.state import Architecture
 
-# Of numbers of a `Sampling`: with others no token could be drawn, or the least likely would be; and of its words.
+# Numbers and words that a `Sampling` may have. With other numbers no token could be drawn, or the least likely one.
 BOUNDS = {
     "max_new_tokens": (1, math.inf),
     "temperature": (0, math.inf),
@@ -188,8 +188,7 @@ class Sampler:
         process; an error that it raises ends the rollout.
 
         Raises:
-            UserError: an empty prompt, or one that with its answer is longer than the context; or a choice of tokens
-                that chooses none.
+            UserError: a prompt is empty, or longer than the context with its answer; or no token could be drawn.
         """
         self._check(request, sampling)
         if not request.prompts:

@@ -1,7 +1,7 @@
 """The engine of a server: requests of many clients draw on the rows of one cache, each by its own choices.
 
     submit      a request waits, first come first served, until rows are free
-    _admit      its answers get rows; which of them ends makes room for the next, whatever the others do
+    _admit      its answers get rows; each that ends makes room for the next, whatever the others do
     emit        after every few tokens each answer hands out what it has drawn
     cancel      its rows are free again after the tokens that are being drawn
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-MASKED = -1e30  # score of a key that a query does not see; finite, as a block of keys may have none that a query sees
+MASKED = -1e30  # score of a key that a query does not see; finite, as a query may see no key of a block
 
 
 class MaskRule(NamedTuple):

@@ -352,8 +352,9 @@ class Chunks:
         return taken(x, chunk, layer)
 
     def add(self, total: Any, more: Any, chunk: jax.Array, join: Callable[..., jax.Array] = jnp.add) -> Any:
-        """Return totals [S, v, L / (S v), ...] with `more` [S, L / (S v), ...] added to one chunk [S] of each stage, or
-        what else `join` makes of both.
+        """Return totals [S, v, L / (S v), ...] with `more` [S, L / (S v), ...] added to one chunk [S] of each stage.
+
+        `join` makes one array of both; by default it adds them.
 
         jax 0.10.2 has no slices of arrays that are still to be summed over devices: each device adds to its own part in
         a `shard_map` that does not ask for types.
@@ -384,7 +385,7 @@ class Chunks:
         num_places = total.ndim - more.ndim  # before the dimensions of the layer: chunk and layer, or layer
 
         # XLA reads, adds and writes in one kernel where slice and update have the same scalar, so both places are one
-        # number. A number that is only taken out of an array is none: each kernel takes it anew.
+        # number. An entry of an array is no such scalar: each kernel takes it out anew.
         def on_each_stage(total: jax.Array, more: jax.Array, chunk: jax.Array, layer: jax.Array) -> jax.Array:
             layers = total.reshape(-1, *more.shape[1:])
             index = chunk[0] * (len(layers) // self.num_chunks) + layer if num_places > 1 else layer

@@ -131,8 +131,8 @@ class Transformer(nnx.Module):
         return model.stacks.scan_runs(self.cfg.first_runs, rows, forward._replace(mix_of=model.mix_of_row))
 
     def add_images(self, x: jax.Array, positions: jax.Array, images: Images | None, seed: Any = None) -> DecoderInputs:
-        """Return embeddings [B, t, D] with those of the soft tokens of images in their places, and what else the
-        decoder gets of images."""
+        """Return embeddings [B, t, D], those of soft tokens made of the images, and the other inputs that the decoder
+        gets of images."""
         if images is None:
             return DecoderInputs(x, [], positions)
         assert self.vision is not None, "a model of text alone is given images"

@@ -61,7 +61,7 @@ def listening() -> Iterator[None]:
         with handling_signals(numbers, lambda number, _: request_stop(signal.Signals(number).name)):
             yield
     finally:
-        _failures.clear()  # a failure of this run is none of what the process does next
+        _failures.clear()  # they say nothing about what the process does next
 
 
 def request_stop(reason: str, fails: bool = False) -> None:

@@ -118,8 +118,8 @@ class RolloutsAhead:
     def take(self, params: Any, first_step: int, check: Callable[[], None]) -> SampledRollout:
         """Return the rollout that begins with a step, drawn by weights of the past.
 
-        What is to be drawn by `params`, those after the step before, is begun. While threads draw, `check` is called
-        now and then, which may raise an error.
+        Rollouts that are to be drawn by `params`, the parameters after the step before, begin now. While threads draw,
+        `check` is called now and then, which may raise an error.
         """
         if isinstance(self.threads, InTurn):
             for future in self.rollouts.values():  # begun before the step that the devices now learn

@@ -269,8 +269,8 @@ def select_best(
 ) -> list[Row]:
     """Return for each prompt the conversation with its best answer, as task=sft reads it; the first of equal ones.
 
-    Answers that were cut, have a lower reward than `least`, or are not `plain` text are none. `rows` are in the order
-    of the prompts.
+    Answers that were cut, have a lower reward than `least`, or are not `plain` text are left out. `rows` are in the
+    order of the prompts.
     """
     chosen = []
     for number, prompt in enumerate(prompts):

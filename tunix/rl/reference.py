@@ -36,7 +36,7 @@ from tunix.training.train_spec import TrainSpec
 log = logging.getLogger(__name__)
 
 
-# The reference: the model of step 0, from which a policy may be kept near (task.kl_coefficient).
+# The reference: the model of step 0, near which task.kl_coefficient keeps the policy.
 
 
 def make_reference(cfg: Config, train_spec: TrainSpec, mesh: Mesh) -> Reference:
@@ -163,7 +163,7 @@ def _compute(part: Sequences, score: Any, params: Any, num_rows: int, mesh: Mesh
 def digest_weights(params: Any, with_updates: bool = False) -> str:
     """Digest of the weights; each device reads its own part, and it is the same on every mesh.
 
-    Low-rank updates are left out unless they come from an adapter: else the model of step 0 is its base.
+    Without `with_updates` low-rank updates are left out: they change nothing at step 0, unless an adapter brings them.
     """
     leaves = [leaf for name, leaf in named(params) if with_updates or ".lora." not in name]
     sums = np.asarray(jax.jit(lambda leaves: jnp.stack([_sum_bits(leaf) for leaf in leaves]))(leaves))

@@ -147,7 +147,7 @@ class LookUp:
 class OpenEnv:
     """An environment that a server of OpenEnv holds: a turn is an action of one text, and it rewards turns."""
 
-    replays = False  # nobody says that a server answers the same again
+    replays = False  # a server need not give the same answers again
 
     def __init__(self, url: str, action: str, observation: str | None = None):
         """`url` is the address of the server; a turn is sent as {action: text}.

@@ -102,8 +102,8 @@ def keep_programs(cfg: Config) -> None:
     """Let JAX keep compiled programs in `loading.cache_dir`, unless the user has given JAX a folder already.
 
     A program that this machine has compiled before is read from there. JAX finds it by a hash of its text, of the
-    devices, of XLA's options and of the versions. Process 0 writes. On CPUs it alone finds again what it has written:
-    there JAX's hash of the devices differs from process to process, so the others compile each time.
+    devices, of XLA's options and of the versions. Process 0 writes. On CPUs only process 0 finds what it has written:
+    JAX's hash of the devices differs from process to process there, so the others compile each time.
 
     Where `training.compile_cache_gib` is full, the programs that were not used for the longest time go.
     """

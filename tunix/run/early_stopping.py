@@ -43,7 +43,7 @@ def _add_way_on(failure: object, now: Moment) -> str:
 
 
 def check_failure(now: Moment) -> Ending | None:
-    """End the run when answers cannot be drawn or scored; after held-out ones within a rollout, at its end."""
+    """End the run when answers cannot be drawn or scored; where held-out answers fail, at the end of a rollout."""
     if now.failure is None or not now.source.can_stop(now.step):
         return None
     return RolloutFailed(_add_way_on(now.failure, now))
@@ -114,9 +114,9 @@ def check_patience(now: Moment) -> Ending | None:
     )
 
 
-# All processes ask all reasons, in this order, and every process must get the same answer: one that ended alone would
-# leave the others waiting in the next step. `REASONS` are asked after every step, and prevent its evaluation; `PLANNED`
-# after every step that they did not end, when it is evaluated where that is due; the others after every evaluation.
+# All processes ask all reasons, in this order, and every process must get the same answer: a process that ended alone
+# would leave the others waiting in the next step. After every step the loop asks `REASONS`. If none of them holds, it
+# evaluates, where that is due; then it asks `PLANNED`, and after an evaluation `REASONS_OF_EVALUATIONS` too.
 REASONS: list[Callable[[Moment], Ending | None]] = [
     check_failure,
     check_time_limit,

@@ -43,7 +43,7 @@ class Goodput:
                 continue
             if line.get("split") == SPLIT:
                 latest, behind = line, []
-                # It is written when a start goes on behind its step: later ones before it are counted as lost already.
+                # A start goes on behind the step of this line. Later steps that stand before it are counted as lost.
                 steps = {number: each for number, each in steps.items() if number <= line["step"]}
             elif "split" not in line and isinstance(line.get("step_time_s"), float):
                 behind.append(line)

@@ -70,7 +70,7 @@ class Metrics:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Surround what writes into the run's folder: note that this fails, and ask all processes to stop.
+        """Note where the block, which writes into the run's folder, fails, and ask all processes to stop.
 
         Raises:
             UserError: the folder is gone.

@@ -309,7 +309,7 @@ def assemble(
 ) -> TrainSpec:
     """Return what `cfg` trains on `mesh`, which must be the mesh in use (`jax.set_mesh`).
 
-    `platform` is that of the devices, where the mesh has none: a plan describes meshes of devices that it has not.
+    `platform` is that of the devices, where the mesh has none: a plan describes meshes of devices that are not there.
 
     Raises:
         UserError: the model, or a choice of the config, does not run on this mesh.
