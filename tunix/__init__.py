@@ -62,11 +62,10 @@ def load_pretrained(
     """Load the model of a run's folder (or RUN_DIR/checkpoints/STEP), of a Hugging Face folder, or of an ID on the hub.
 
     Weights and products are of `dtype`; weights are split over the tp axis of `mesh_shape` and whole on its others.
-    Without a mesh, the model is on one device.
-    `weights` names a copy of the parameters that the run has kept, like `ema`, or those that it has trained.
-    `family` is the dotted path of a family of your own (docs/extending.md), of a Hugging Face folder, and `adapter` a
-    folder of low-rank updates for such a folder's weights, as PEFT writes it. With `mtp` the layer of multi-token
-    prediction of such a folder is read too, to guess by it.
+    Without a mesh, the model is on one device. `weights` names a copy of the parameters that the run has kept, like
+    `ema`, or those that it has trained. `family` is the dotted path of a family of your own (docs/extending.md), of a
+    Hugging Face folder, and `adapter` a folder of low-rank updates for such a folder's weights, as PEFT writes it. With
+    `mtp` the layer of multi-token prediction of such a folder is read too, to guess by it.
 
     Raises:
         UserError: a source that is neither, or that is not understood: the message names what.

@@ -673,7 +673,7 @@ def open_loop(
         goodput = Goodput(time.monotonic() - start_time)
         if peers.is_main():
             goodput.go_on(folder / "metrics.jsonl", start.step)
-        step_log = StepLog(metrics, progress.sizes, peak, source.samples, every, watchdog.pace, goodput=goodput)
+        step_log = StepLog(metrics, progress.sizes, peak, source.samples, every, watchdog.pace, goodput)
         evaluations = Evaluations(feed, progress, cfg.evaluation, metrics, watchdog, goodput)
         around = setup, folder, watch_folder(folder), start_time, progress, source
         yield Loop(*around, compiled, metrics, step_log, trace, evaluations, checkpoints, watchdog, goodput)

@@ -29,7 +29,7 @@ from tunix.generate import generate
 from tunix.huggingface.config_json import read_config
 from tunix.inference.lm_eval import TokenScorer
 from tunix.inference.sampling import Sampling
-from tunix.models.vision import Images, find_grid, find_positions
+from tunix.models.vision import Images, find_places, find_positions
 
 SEEING = ROOT / "tests/models/parity/qwen3_vl"
 MESHES = [((1,), ("fsdp",)), ((2, 2), ("fsdp", "tp")), ((2, 2), ("dp", "cp"))]
@@ -49,11 +49,11 @@ def test_logits_and_gradients_are_those_of_transformers(mesh_shape, expected, tm
 
 
 def test_places_of_packed_patches():
-    grid = jax.jit(find_grid, static_argnums=(1, 2))(np.array([[[2, 4], [2, 2], [0, 0]]]), 14, 2)
-    assert grid.image[0].tolist() == [0] * 8 + [1] * 4 + [3] * 2
-    assert grid.end[0].tolist() == [8] * 8 + [12] * 4 + [14] * 2
-    assert grid.row[0].tolist() == [0, 0, 1, 1, 0, 0, 1, 1, 0, 0, 1, 1, 0, 0]
-    assert grid.column[0].tolist() == [0, 1, 0, 1, 2, 3, 2, 3, 0, 1, 0, 1, 0, 0]
+    places = jax.jit(find_places, static_argnums=(1, 2))(np.array([[[2, 4], [2, 2], [0, 0]]]), 14, 2)
+    assert places.image[0].tolist() == [0] * 8 + [1] * 4 + [3] * 2
+    assert places.end[0].tolist() == [8] * 8 + [12] * 4 + [14] * 2
+    assert places.row[0].tolist() == [0, 0, 1, 1, 0, 0, 1, 1, 0, 0, 1, 1, 0, 0]
+    assert places.column[0].tolist() == [0, 1, 0, 1, 2, 3, 2, 3, 0, 1, 0, 1, 0, 0]
 
 
 def test_positions_are_those_of_transformers_also_behind_another_document(expected):

@@ -83,7 +83,7 @@ class Objects:
     Every wait for a result has twice that limit, for a server that takes a request and never answers.
     """
 
-    def __init__(self, address: str, timeout_s: float = READ_TIMEOUT_S):
+    def __init__(self, address: str, timeout_s: float):
         self.address, self.timeout_s = address.rstrip("/"), timeout_s
         scheme, _, place = self.address.partition("://")
         bucket, _, path = place.partition("/")

@@ -221,7 +221,7 @@ def read_together(work: Callable[[], T]) -> T:
             return None, error
 
     result, error = peers.together(attempt, "a checkpoint is read")
-    damage = (str(error).splitlines() or [""])[0] or repr(error) if error else ""
+    damage = first_line(error) if error else ""
     if damage := next(filter(None, peers.gather(damage, "a checkpoint is read")), ""):
         raise Damaged(damage) from error
     return cast(T, result)

@@ -380,8 +380,8 @@ def find_parts(storage: Storage, step: int) -> dict[str, Any]:
     """Find the parts of the state that not every checkpoint has. No array is read.
 
     Returns:
-        `copies`: names of the copies of the parameters (`training.copies`); `spike_window`: steps in the window of
-        spikes (`training.spikes`), 0 without one.
+        `copies`: names of the copies of the parameters (training/ema.py); `spike_window`: steps in the window of spikes
+        (training/optimizer.py), 0 without one.
     """
     arrays = storage.list_arrays(step)
     copies = {name.split("/")[1] for name in arrays if name.startswith("copies/")}

@@ -208,9 +208,9 @@ def compose(overrides: list[str], config_dir: str | Path | None = None, config_n
         if "resume" in parsed and parsed["resume"].value() is not None:
             return _compose_resumed(overrides, parsed)
         composed = compose_overrides(add_implied_model(overrides), config_dir, config_name)
-        hydra: Any = {"hydra": OmegaConf.to_container(composed.hydra, resolve=False, enum_to_str=True)}
+        settings = {"hydra": OmegaConf.to_container(composed.hydra, resolve=False, enum_to_str=True)}
         run_dir = expand_home(composed.hydra.run.dir)
-        return Job(check(composed), overrides, run_dir, "hydra.run.dir" in parsed, hydra=hydra)
+        return Job(check(composed), overrides, run_dir, "hydra.run.dir" in parsed, hydra=settings)
 
 
 def check_sweep(overrides: list[str], config_dir: str | Path | None = None, config_name: str = "config") -> list[Job]:
@@ -359,9 +359,9 @@ def _compose_resumed(overrides: list[str], parsed: dict[str, Override]) -> Job:
 def reject_missing_inputs(job: Job) -> None:
     """Raise `UserError` for data or a tokenizer that is not there, and for folders that are addresses of buckets.
 
-    A job may wait in a queue for hours: a typo in a path is found before, on the machine that submits it.
-    A job in a container sees other files than this machine: then only addresses are refused. A script that is only
-    written (launcher.dry_run) may be for another machine: what is not here is a remark.
+    A job may wait in a queue for hours: a typo in a path is found before, on the machine that submits it. A job in a
+    container sees other files than this machine: then only addresses are refused. A script that is only written
+    (launcher.dry_run) may be for another machine: what is not here is a remark.
     """
     cfg = job.config
     for key, folder in (("hydra.run.dir", str(job.run_dir)), ("loading.cache_dir", cfg.loading.cache_dir)):

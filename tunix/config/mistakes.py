@@ -258,7 +258,7 @@ def _list_single_keys() -> dict[str, str]:
     return {name: key[1] for name, key in keys.items() if key}
 
 
-def find_row(key: str, own_leaves: Collection[str] = ()) -> ForeignName | None:
+def find_row(key: str, own_leaves: Collection[str]) -> ForeignName | None:
     """Return the row of a name: the longest end of it that is a name of theirs, else its last part alone.
 
     `own_leaves` are last parts of keys of ours, which do not answer alone.
@@ -273,7 +273,7 @@ def find_row(key: str, own_leaves: Collection[str] = ()) -> ForeignName | None:
     return None if leaf in own_leaves else leaves.get(leaf)
 
 
-def find_key(key: str, value: str | None = None, own_leaves: Collection[str] = ()) -> str:
+def find_key(key: str, value: str | None, own_leaves: Collection[str]) -> str:
     """Return what a name of another program is here, as the end of a message; empty for an unknown name.
 
     A mapping is answered leaf by leaf: dp_config={name: hsdp, param_dtype: bfloat16}.
@@ -515,7 +515,7 @@ def _explain(error: dict[str, Any], root: type[Section]) -> _Mistake:
     return _Mistake(prefix, message[0].lower() + message[1:], hint, allows_null and kind in EXPECTED)
 
 
-def find_foreign(key: str, value: str | None = None) -> str:
+def find_foreign(key: str, value: str | None) -> str:
     """Return what a key of another program is here, as the end of a message; empty for a key of ours or of nobody."""
     head, _, leaf = key.rpartition(".")
     kinds = list_members(head) if head else [Config]

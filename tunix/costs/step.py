@@ -262,8 +262,8 @@ def _count_gradient_bytes(train_spec: TrainSpec) -> int:
     local_parts, summed, latest_parts, latest_summed = 0, 0, 0.0, 0.0
     for weight in jax.tree.leaves(train_spec.arch.trained_weights):
         equation = weight.equation
-        # Of the newest microbatch, layers that add to the sums have the gradients of one layer at a time.
-        # A tower has blocks of its own, whose gradients are added as a whole.
+        # Of the newest microbatch, layers that add to the sums have the gradients of one layer at a time. A tower has
+        # blocks of its own, whose gradients are added as a whole.
         adds_itself = equation.is_stacked and in_layers and weight.used > 0
         latest_share = 1 / weight.shape[0] if adds_itself else 1.0
         summed_bytes = count_shard_bytes(weight, layout.stored(equation), "float32", mesh)

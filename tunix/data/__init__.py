@@ -14,8 +14,7 @@
 `dataset.prepare` runs the first half for one source and keeps the result in the cache, `dataset.prepare_corpus` for
 all sources of a config. `dataset.load_corpus` and `prompts.load_prompts` run the second half, too. `batches`
 lists the fields of a batch, chooses and shuffles the samples of one source or of several, and reads those of a step.
-`sources` lists the sources, and `documents` the kinds of documents; `parquet` is the source of that
-kind of file. Read `dataset` first.
+`sources` lists the sources, of which `parquet` has one, and `documents` the kinds of documents. Read `dataset` first.
 
 Text becomes tokens by a `tokenizer`, in `pieces` where it is long, and by a memory of `words`; conversations become
 text in `chat`, and `thoughts` tells a thought from the answer behind it. `images` reads those of rows,

@@ -80,7 +80,7 @@ def find_vocab(
     task: Task,
     sources: list[tuple[Source, list[Unit]]],
     cache_dir: Path,
-    processor: ImageProcessor | None = None,
+    processor: ImageProcessor | None,
 ) -> Vocab:
     """Read the tokenizer of the config, or train it on the training documents of all sources.
 
@@ -683,8 +683,7 @@ def _summarise(name: str, prepared: Prepared, train: Sequences, held_out: Sequen
     with_images = f" with {images:,} images" if images else ""
     return (
         f"{name}: {train.stream.num_documents:,} documents{with_images}, {train.stream.num_tokens:,} tokens to train "
-        "on; "
-        f"{held_out.stream.num_documents:,} documents, {held_out.stream.num_tokens:,} tokens held out; "
+        f"on; {held_out.stream.num_documents:,} documents, {held_out.stream.num_tokens:,} tokens held out; "
         f"{vocab.num_tokens:,} tokens, {prepared.index['bytes_per_token']:.2f} bytes per token; unigram entropy "
         f"{prepared.index['unigram_bits_per_byte']:.3f} bits per byte; {train.packing}: {len(train):,} sequences, "
         f"{train.utilisation:.1%} of their tokens are not padding"

@@ -49,7 +49,7 @@ class Pair(NamedTuple):
     prompt: list[Message]
     chosen: list[Message]
     rejected: list[Message]
-    options: Options = NO_OPTIONS  # of the chat template
+    options: Options  # of the chat template
 
 
 class Labelled(NamedTuple):
@@ -58,7 +58,7 @@ class Labelled(NamedTuple):
     prompt: list[Message]
     answer: list[Message]
     label: bool
-    options: Options = NO_OPTIONS  # of the chat template
+    options: Options  # of the chat template
 
 
 class Example(NamedTuple):

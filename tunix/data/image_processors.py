@@ -119,8 +119,8 @@ class ImageProcessor:
     def decode(self, data: bytes) -> Pixels:
         """Return an image in a file's bytes as the tower takes it.
 
-        Its pixels are those of transformers' processor by Pillow, before it scales them: upright by the
-        EXIF tag, transparent parts white, resized by Pillow's filter.
+        Its pixels are those of transformers' processor by Pillow, before it scales them: upright by the EXIF tag,
+        transparent parts white, resized by Pillow's filter.
         """
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             upright = convert(image)

@@ -50,10 +50,9 @@ def index_images(
     Raises:
         ValueError: the tokens are those of another number of images.
     """
-    processor.find(np.asarray(tokens), soft_id, files)
-    return (
-        _join([processor.decode(data) for data in files], _count_soft(np.asarray(tokens), soft_id)) if files else None
-    )
+    row = np.asarray(tokens)
+    processor.find(row, soft_id, files)
+    return _join([processor.decode(data) for data in files], _count_soft(row, soft_id)) if files else None
 
 
 def place_images(

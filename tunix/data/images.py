@@ -1,10 +1,9 @@
 """Images of rows: found, checked once, kept compressed in the shards, and decoded for a batch.
 
-A row names an image by a path beside its file, by an address, or has its bytes. In the text of a conversation an
-image is the `mark` of the model's processor, by the chat template; the tokenizer gets all of its tokens
-(data/image_processors.py).
-A batch has the pixels of its images in slots, and for each soft token the number of the tower's result that belongs
-there.
+A row names an image by a path beside its file, by an address, or has its bytes. In the text of a conversation an image
+is the `mark` of the model's processor, by the chat template; the tokenizer gets all of its tokens
+(data/image_processors.py). A batch has the pixels of its images in slots, and for each soft token the number of the
+tower's result that belongs there.
 """
 
 import base64

@@ -75,9 +75,8 @@ class Parquet(Files, Rows):
         schema = [file.schema.column(at) for at in range(group.num_columns)]
         sizes = {column.path: group.column(at).total_uncompressed_size for at, column in enumerate(schema)}
         for at, column in enumerate(schema):
-            if (
-                column.max_repetition_level == 0 and sizes[column.path] > ROWS_BYTES // 32
-            ):  # else batches are large enough
+            # Batches of smaller columns are large enough without a look at their pages.
+            if column.max_repetition_level == 0 and sizes[column.path] > ROWS_BYTES // 32:
                 sizes[column.path] = _find_max_page_bytes(unit.path, group.column(at))  # no value is longer
         in_lists = [at for at, column in enumerate(schema) if _is_in_list(column, requested)]
         lists = [schema[at].path for at in in_lists if _is_text(schema[at])]

@@ -77,7 +77,7 @@ class PromptPart(grain.sources.RandomAccessDataSource):
 
     documents_per_sequence = 1.0
 
-    def __init__(self, stream: Stream, max_length: int, source: Source, task: Task, slots: ImageSlots | None = None):
+    def __init__(self, stream: Stream, max_length: int, source: Source, task: Task, slots: ImageSlots | None):
         """`source` and `task` are those of the prompts, of which `stream` holds the texts and the rows; `slots` are
         those of a sequence for images."""
         self.stream, self.source, self.task, self.slots = stream, source, task, slots

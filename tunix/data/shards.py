@@ -312,7 +312,7 @@ class ShardPlan:
     task: Task
     tokenizer: Path  # folder of the tokenizer's files
     held_out_below: int  # a document is held out if the hash of its name is less than this
-    images: ImageProcessor | None = None  # of a model that sees
+    images: ImageProcessor | None  # of a model that sees
 
 
 def hash_document(name: str) -> int:
@@ -354,7 +354,7 @@ class ArrayFile:
 class Part:
     """One split of a shard, written document by document."""
 
-    def __init__(self, documents: str, folder: Path, split: str, dtype: np.dtype, with_images: bool = False):
+    def __init__(self, documents: str, folder: Path, split: str, dtype: np.dtype, with_images: bool):
         """`documents` is their kind, a key of `DOCUMENTS`; `dtype` that of the tokens."""
         self.bytes = 0  # of text
         arrays = list_arrays(documents, with_images)

@@ -500,11 +500,11 @@ def _read_integers(keys: dict[str, Any], method: str) -> Quantization:
     """Return the form of integers with a scale and a zero point for each group, under old names of keys too."""
     bits: Any = keys.get("bits", keys.get("w_bit"))
     group_size = keys.get("group_size", keys.get("q_group_size"))
-    quantization = keys.get("checkpoint_format", keys.get("version", keys.get("format", FORMS[method][0])))
-    quantization = "marlin" if keys.get("is_marlin_format") else str(quantization).lower()
+    form = keys.get("checkpoint_format", keys.get("version", keys.get("format", FORMS[method][0])))
+    form = "marlin" if keys.get("is_marlin_format") else str(form).lower()
     read: dict[str, tuple[Any, tuple[Any, ...]]] = {
         "bits": (bits, BITS[method]),
-        "checkpoint_format" if method == "gptq" else "version": (quantization, FORMS[method]),
+        "checkpoint_format" if method == "gptq" else "version": (form, FORMS[method]),
         "pack_dtype": (keys.get("pack_dtype", "int32"), ("int32",)),
         "zero_point": (keys.get("zero_point", True), (True,)),
     }
@@ -516,7 +516,7 @@ def _read_integers(keys: dict[str, Any], method: str) -> Quantization:
             )
     if not isinstance(group_size, int) or (group_size < 1 and group_size != -1):
         raise ValueError(f"{says} group_size={group_size}; it must be -1 or above 0")
-    return Quantization(method, bits, group_size, added_zero=1 if quantization == "gptq" else 0)
+    return Quantization(method, bits, group_size, added_zero=1 if form == "gptq" else 0)
 
 
 def find_quantization(folder: Path) -> Quantization:
@@ -579,8 +579,9 @@ def _write_decoder(model: Model) -> dict[str, Any]:
         config[QK_NORM] = model.qk_norm != "none"
     if TEMPERATURE in family.absent:
         growth = model.query_growth
-        config |= {TEMPERATURE: growth is not None}
-        config |= {"attn_scale": growth.rate, "floor_scale": growth.every} if growth else {}
+        config[TEMPERATURE] = growth is not None
+        if growth:
+            config |= {"attn_scale": growth.rate, "floor_scale": growth.every}
     if family.absent.keys() >= LATENT:
         config |= write_latent_heads(model)
     if family.absent.keys() >= GLOBAL_HEADS:

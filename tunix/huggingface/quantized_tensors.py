@@ -56,7 +56,7 @@ DTYPES = {
 
 # Of matrices that other libraries pack.
 STATE = ".quant_state.bitsandbytes__"  # ends with the kind of codes
-MAX_STATE_BYTES = 4096  # bytes
+MAX_STATE_BYTES = 4096
 STATE_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 FLOATS: dict[str, Any] = {"BF16": jnp.bfloat16, "F16": np.float16, "F32": np.float32}
 ONE_OF_127 = np.float32(1 / 127)

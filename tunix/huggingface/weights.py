@@ -50,9 +50,9 @@ PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 class TensorFiles:
     """Tensors of a model's folder, under the names of its family's table. A context: it closes the files at its end.
 
-    `family` gets the names of these files, where its files may have others.
-    Tables have `num_rows` rows, or as many as the files if it is None. Rows that the files lack are the mean of the
-    others (`stored.Enlarged`).
+    Of a family that has two sets of names, `family` becomes the one with the names of these files. Tables have
+    `num_rows` rows, or as many as the files if it is None. Rows that the files lack are the mean of the others
+    (`quantized_tensors.Enlarged`).
     """
 
     def __init__(self, folder: Path, family: Family, num_rows: int | None = None):
@@ -429,8 +429,8 @@ def save_weights(
     """Write `params` as safetensors files of at most `shard_gb` GB, with an index if there are several.
 
     Names are those of the files in the folder `like`, None for those of published files. Returns the bytes of all
-    tensors. Files are written in rounds: in a round, each process that sees the folder writes
-    one file, whose tensors are all that its host has at that time. Every process calls this.
+    tensors. Files are written in rounds: in a round, each process that sees the folder writes one file, whose tensors
+    are all that its host has at that time. Every process calls this.
     """
     family = find_family(cfg.family).as_in(None)
     if like is not None:

@@ -66,9 +66,7 @@ FIXED = (Memory, LastState)  # they have no slots
 SLOTS = -2  # the dimension of the slots, in each array of a cache
 
 
-def insert_rows(
-    cache: Cache, entries: Cache, source: jax.Array, rows: jax.Array, pages: jax.Array | None = None
-) -> Cache:
+def insert_rows(cache: Cache, entries: Cache, source: jax.Array, rows: jax.Array, pages: jax.Array | None) -> Cache:
     """Return the cache with the rows `source` [R] of `entries` (of `prefill`) in its rows `rows` [R].
 
     Both count on their data shard. A row behind the last one is left out, and so is a page behind the last one of
@@ -255,8 +253,8 @@ class NewTokens(NamedTuple):
     start: jax.Array  # tokens that the row has before
     final_length: jax.Array  # tokens of the row when it ends
     shift: jax.Array  # what positions have beside times, behind images (`Vision.shift_positions`)
-    rows: jax.Array | None = None  # on their data shard; the number of all of them for a filler. None: all rows
-    table: jax.Array | None = None  # [A, W], the pages of the rows, if the cache has pages
+    rows: jax.Array | None  # on their data shard; the number of all of them for a filler. None: all rows
+    table: jax.Array | None  # [A, W], the pages of the rows, if the cache has pages
 
 
 def run_after(

@@ -86,7 +86,7 @@ class TokenScorer:
         the likeliest, bool [T - 1]."""
         return [(log_probs, likeliest) for log_probs, likeliest, _, _ in self._score_rows(rows, batch_size)]
 
-    def score_with_top(self, tokens: list[int], images: Images | None = None) -> TopScores:
+    def score_with_top(self, tokens: list[int], images: Images | None) -> TopScores:
         """Return the scores of a row of tokens without its first, with the likeliest tokens in the place of each.
 
         `images` are those that the row begins with (`Engine.admit`).

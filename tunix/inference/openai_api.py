@@ -219,12 +219,11 @@ def _read_calls(calls: Any, location: str) -> list[dict[str, Any]]:
 def _read_function(function: Any) -> dict[str, Any]:
     """Return a called function, its name first, as models write calls. OpenAI's client puts the arguments first, and
     templates such as Mistral's write the object as it is."""
+    arguments = function["arguments"]
+    if isinstance(arguments, str):
+        arguments = json.loads(arguments.strip() or "{}")
     first = {key: function[key] for key in ("name",) if key in function}
-    return first | function | {"arguments": _read_arguments(function["arguments"])}
-
-
-def _read_arguments(arguments: Any) -> Any:
-    return json.loads(arguments.strip() or "{}") if isinstance(arguments, str) else arguments
+    return first | function | {"arguments": arguments}
 
 
 # Texts of answers.

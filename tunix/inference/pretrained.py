@@ -122,11 +122,9 @@ class Pretrained:
             return None
         vocab = load_vocab(str(self.tokenizer_files))
         processor = None if self.cfg.vision is None else find_processor(self.cfg.vision)
-        return (
-            vocab
-            if processor is None or vocab.backend.token_to_id(processor.soft) is None
-            else add_images(vocab, processor)
-        )
+        if processor is None or vocab.backend.token_to_id(processor.soft) is None:
+            return vocab
+        return add_images(vocab, processor)
 
     @cached_property
     def has_source_tokenizer(self) -> bool:

@@ -179,9 +179,9 @@ def sample(
 ) -> Sampled:
     """Draw a token of each answer, of logits [B, V]: token `count` [B] of the answer `number` [B], both int32.
 
-    Each data shard draws its own rows. Noise depends on the key and these two numbers alone. Where the
-    mesh splits the vocabulary, logits of a row are put together on the devices of its shard. With `RowChoices` in place
-    of the key, `number` is a place in them, and they alone say how a row draws.
+    Each data shard draws its own rows. Noise depends on the key and these two numbers alone. Where the mesh splits the
+    vocabulary, logits of a row are put together on the devices of its shard. With `RowChoices` in place of the key,
+    `number` is a place in them, and they alone say how a row draws.
     """
     split = layout.activation("B")
 
@@ -625,10 +625,8 @@ def _guess_by_mtp(
         new = rows._replace(length=time).behind(token[:, None])
         hidden, write = run_mtp_after(model, weights, kept, state[:, None], new)
         logits = model.logits(model.vocab_weights(), hidden)[:, 0]
-        token, state = (
-            sample(logits, key, rows.number, rows.num_sampled + index, sampling, model.layout).tokens,
-            hidden[:, 0],
-        )
+        token = sample(logits, key, rows.number, rows.num_sampled + index, sampling, model.layout).tokens
+        state = hidden[:, 0]
         guesses.append(token)
         # Behind the last slot it would take the place of a token that is still seen.
         kept = write((at_work & (time < kept[0].shape[SLOTS])).astype(jnp.int32))

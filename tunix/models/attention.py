@@ -105,7 +105,7 @@ def attend_to_cache(
     visible: jax.Array,
     layout: Layout,
     options: Mapping[str, Any],
-    kv_dim_name: str = "K",
+    kv_dim_name: str,
 ) -> Any:
     """Do as `compute_attention` for queries [B, T, N, H] of which each sees keys of its own: `visible` [B, T, S] bool.
 

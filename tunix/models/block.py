@@ -260,7 +260,7 @@ class Layer(NamedTuple):
     number: Any  # int32 scalar, in the whole model
     window: Any  # int32 scalar: a query sees its own token and the `window - 1` before it
     rope: Rope | None  # None with learned positions
-    inputs: Any = None  # [B, t, p], of `model.layer_inputs`
+    inputs: Any  # [B, t, p], of `model.layer_inputs`; None without
 
 
 class Rows(NamedTuple):

@@ -194,8 +194,8 @@ class LocalExperts(NamedTuple):
     compute: Callable[[jax.Array, jax.Array, jax.Array | None], jax.Array]
     # With fused kernels: (tokens [n, D], numbers of own experts [n, k], weights of the router [n, k], rows of this
     # device with equal loads) -> sums of results [n, D]. None: `compute` takes the rows.
-    compute_fused: Callable[[jax.Array, jax.Array, jax.Array, int], jax.Array] | None = None
-    after: tuple[jax.Array, ...] = ()  # fused kernels begin when these are computed
+    compute_fused: Callable[[jax.Array, jax.Array, jax.Array, int], jax.Array] | None
+    after: tuple[jax.Array, ...]  # fused kernels begin when these are computed
 
 
 def exchange_by_gather(tokens: Tokens, local: LocalExperts) -> tuple[jax.Array, jax.Array]:

@@ -266,8 +266,8 @@ class Experts(nnx.Module):
         # last product is: all must compute the same tokens, and their results are added up.
         def compute_on_device(x, experts, probs, weights, after):
             if layout.stream_axes:  # and these devices have different tokens: each gathers those of all
-                arrays = (jax.lax.all_gather(each, width_axes, axis=1, tiled=True) for each in (x, experts, probs))
-                tokens, experts, probs = arrays
+                gather = partial(jax.lax.all_gather, axis_name=width_axes, axis=1, tiled=True)
+                tokens, experts, probs = gather(x), gather(experts), gather(probs)
             else:
                 # Here and not where a product meets it: so its gradient is summed over devices before it is repeated.
                 tokens = jax.lax.pcast(x, width_axes, to="varying")

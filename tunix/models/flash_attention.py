@@ -17,8 +17,7 @@ the end of the keys of each query, and the first query that sees each key. They 
 
 The algorithm is FlashAttention-2 (Dao 2023, arXiv:2307.08691), written in Pallas and lowered by Triton. There are three
 kernels: the forward pass; the gradient of queries, a block of queries at a time; the gradients of keys and values, a
-block of keys at a time. Products take 16-bit operands and add up in float32, and the softmax is
-float32.
+block of keys at a time. Products take 16-bit operands and add up in float32, and the softmax is float32.
 """
 
 import math
@@ -336,10 +335,10 @@ def flash(
     """Attention of [B, T, N, H] queries, which come scaled, over [B, T, K, H] keys and values of the same rows.
 
     With a `cap`, scores s become cap * tanh(s / cap) before the softmax. Values may be narrower than keys. With
-    `with_sums` the result is a pair with the logs of the sums of exp(score), [B, T, N] float32.
-    Each segment of `mask_rule` must be one run of its row. T is filled up to a multiple of 128 and H to the next size
-    that `FLASH_BLOCKS` has. With `blocks` given, the kernels are interpreted: slow, on any device, for tests.
-    `future_keys` is not read: `mask_rule.q_ends` says which keys behind its own a query sees.
+    `with_sums` the result is a pair with the logs of the sums of exp(score), [B, T, N] float32. Each segment of
+    `mask_rule` must be one run of its row. T is filled up to a multiple of 128 and H to the next size that
+    `FLASH_BLOCKS` has. With `blocks` given, the kernels are interpreted: slow, on any device, for tests. `future_keys`
+    is not read: `mask_rule.q_ends` says which keys behind its own a query sees.
     """
     rows, interpret = blocks or find_row_in_use(FLASH_BLOCKS), blocks is not None
     length, dim = q.shape[1], padded_dim(rows, q.shape[3])

@@ -54,7 +54,7 @@ def make_slots(sums: Any) -> Any:
 class GradientSums:
     """Slots of stacked parameters, [L, ...] float32 in lists by the name of a stack; None where one is frozen."""
 
-    def __init__(self, slots: dict[str, list[jax.Array | None]], is_last: bool = False):
+    def __init__(self, slots: dict[str, list[jax.Array | None]], is_last: bool):
         """With `is_last` the sums are complete when a layer has added to them, and it sums them over replicas.
 
         It does so in the memory of the parts, so their type still says that each device has a part (`as_summed`).
@@ -77,8 +77,8 @@ class LayerSlice(NamedTuple):
     """Where the layers of a scan are in a stack: layer n of the scan is layer first + n step of the stack."""
 
     stack: str
-    first: int = 0
-    step: int = 1
+    first: int
+    step: int
 
 
 def as_variables(module: nnx.Module, values: Any) -> Any:

@@ -264,8 +264,8 @@ def product_of_few_rows() -> str:
 def grouped_product(rows: jax.Array, w: jax.Array, sizes: jax.Array, kind: str) -> jax.Array:
     """Return [R, out] of rows [R, in] sorted by group, weights [X, in, out] and the number of rows of each group [X].
 
-    The arrays are those of one device. `kind` is a key of `GROUPED` or a dotted path. Results of rows
-    behind the last group are undefined, and so are the gradients of these rows.
+    The arrays are those of one device. `kind` is a key of `GROUPED` or a dotted path. Results of rows behind the last
+    group are undefined, and so are the gradients of these rows.
     """
     # As types that vary over the same axes: JAX's own product does not take those of low-rank factors as they are.
     return checkpoint_name(import_object(GROUPED.get(kind, kind))(*vary_alike(rows, w, sizes)), "product")

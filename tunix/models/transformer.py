@@ -153,7 +153,7 @@ class Transformer(nnx.Module):
         positions,
         forward: Forward,
         params: dict[str, list[Any]],
-        images: Images | None = None,
+        images: Images | None,
     ) -> tuple[jax.Array, list]:
         """[B, T] int32 -> [B, T, D], the result of the final norm, and the cache of each layer.
 

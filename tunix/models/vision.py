@@ -214,8 +214,8 @@ def _read_square(tower: Tower, images: Images) -> tuple[jax.Array, PatchPosition
     return x, PatchPositions(zeros, zeros + x.shape[1])
 
 
-class Grid(NamedTuple):
-    """Where patches are in their images, [B, i] int32; behind the last image, in one of 0 rows."""
+class PatchPlaces(NamedTuple):
+    """Where patches are in their images, [B, i] int32. Patches behind the last image are in an image of 0 rows."""
 
     image: jax.Array
     end: jax.Array  # of its patches among those of the row
@@ -225,7 +225,7 @@ class Grid(NamedTuple):
     columns: jax.Array
 
 
-def find_grid(grids: jax.Array, num_patches: int, merge: int) -> Grid:
+def find_places(grids: jax.Array, num_patches: int, merge: int) -> PatchPlaces:
     """Return where the patches of images with so many rows and columns, grids [B, P, 2], are.
 
     Squares of merge x merge patches come one after the other; an image of 2 x 4 patches, merge=2:
@@ -248,7 +248,7 @@ def find_grid(grids: jax.Array, num_patches: int, merge: int) -> Grid:
     square, inner = within // merge**2, within % merge**2
     row, column = square // across * merge + inner // merge, square % across * merge + inner % merge
     known = height > 0
-    return Grid(image, end, jnp.where(known, row, 0), jnp.where(known, column, 0), height, width)
+    return PatchPlaces(image, end, jnp.where(known, row, 0), jnp.where(known, column, 0), height, width)
 
 
 def _read_any_size(tower: Tower, images: Images) -> tuple[jax.Array, PatchPositions]:
@@ -258,15 +258,15 @@ def _read_any_size(tower: Tower, images: Images) -> tuple[jax.Array, PatchPositi
     pixels = reshard(images.pixels, layout.activation("Bizab"))
     spec = layout.activation("Bj")
     read = jax.shard_map(
-        lambda grids: find_grid(grids, pixels.shape[1], vision.merge_size),
+        lambda grids: find_places(grids, pixels.shape[1], vision.merge_size),
         in_specs=spec, out_specs=layout.activation("Bi"),
     )  # fmt: skip
-    grid = read(reshard(images.grids, spec))
+    places = read(reshard(images.grids, spec))
     x, side = tower.patches.embed(pixels), vision.patches_per_side
     # Between the four entries of the table that are around a patch; the corners of image and table are the same.
     y, z = (
         at.astype(jnp.float32) * ((side - 1) / jnp.maximum(size - 1, 1).astype(jnp.float32))
-        for at, size in ((grid.row, grid.rows), (grid.column, grid.columns))
+        for at, size in ((places.row, places.rows), (places.column, places.columns))
     )
     table, total = tower.patches.table(), jnp.zeros((), jnp.float32)
     for down, right in ((0, 0), (0, 1), (1, 0), (1, 1)):
@@ -277,8 +277,8 @@ def _read_any_size(tower: Tower, images: Images) -> tuple[jax.Array, PatchPositi
     # A quarter of a head turns by the row, a quarter by the column, each number with its pair in the other half.
     count = vision.head_dim // 2
     frequencies = jnp.asarray(vision.rope_theta ** -(np.arange(0, count, 2) / count), jnp.float32)
-    angles = jnp.concatenate([at[..., None] * frequencies for at in (grid.row, grid.column)], axis=-1)
-    return (x + total).astype(x.dtype), PatchPositions(grid.image, grid.end, (jnp.sin(angles), jnp.cos(angles)))
+    angles = jnp.concatenate([at[..., None] * frequencies for at in (places.row, places.column)], axis=-1)
+    return (x + total).astype(x.dtype), PatchPositions(places.image, places.end, (jnp.sin(angles), jnp.cos(angles)))
 
 
 class Projector(nnx.Module):
@@ -408,19 +408,19 @@ def find_positions(positions: jax.Array, index: jax.Array, grids: jax.Array, num
         rows       0 1 2 2 2 3 3 3 5 6
         columns    0 1 2 3 4 2 3 4 5 6
     """
-    grid = find_grid(grids, num_patches, merge)
+    places = find_places(grids, num_patches, merge)
     is_soft, patch = index >= 0, jnp.maximum(index, 0) * merge**2
 
     def of_tokens(values: jax.Array) -> jax.Array:
         return jnp.where(is_soft, jnp.take_along_axis(values, patch, axis=1), 0)
 
-    is_last = of_tokens(grid.end) == patch + merge**2
-    longer = jnp.maximum(of_tokens(grid.rows), of_tokens(grid.columns)) // merge
+    is_last = of_tokens(places.end) == patch + merge**2
+    longer = jnp.maximum(of_tokens(places.rows), of_tokens(places.columns)) // merge
     steps = jnp.where(is_soft, jnp.where(is_last, longer, 0), 1) - 1  # to the next token, beside the usual 1
     before = jnp.cumsum(steps, axis=1) - steps
     starts = jnp.maximum(jnp.arange(positions.shape[1], dtype=jnp.int32) - positions, 0)
     time = positions + before - jnp.take_along_axis(before, starts, axis=1)
-    return jnp.stack([time, *(time + of_tokens(each) // merge for each in (grid.row, grid.column))], axis=-1)
+    return jnp.stack([time, *(time + of_tokens(each) // merge for each in (places.row, places.column))], axis=-1)
 
 
 def _replace(soft: jax.Array, index: jax.Array, x: jax.Array) -> jax.Array:

@@ -100,7 +100,7 @@ def reject_restart(environment: Environment = os.environ) -> None:
         )
 
 
-def count_gpus(environment: Environment = os.environ) -> int:
+def count_gpus(environment: Environment) -> int:
     """Return the number of GPUs in CUDA_VISIBLE_DEVICES, or of those that the driver lists."""
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:

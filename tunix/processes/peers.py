@@ -189,8 +189,8 @@ def share(size: int) -> range:
 def main_first(work: Callable[[], T], name: str) -> T:
     """Call `work()` on process 0, then on the first process of every other host, then on the rest.
 
-    Of the processes that share a disk, one writes what `work` leaves there, and the others find it.
-    A `UserError` on one process is raised on all.
+    Of the processes that share a disk, one writes what `work` leaves there, and the others find it. A `UserError` on
+    one process is raised on all.
     """
     first = first_of_host()
     # Every process takes part in all three turns, and works in its own.

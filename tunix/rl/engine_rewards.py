@@ -40,7 +40,7 @@ TOKENS = 16_384  # of the answers that a model scores at one time, on all device
 SLACK_S = 600.0  # beside the time of a judge, that processes wait for one another
 
 
-class Answered(NamedTuple):
+class AnswersToScore(NamedTuple):
     """Answers to score, one after the other: those to the first prompt, then those to the second, ..."""
 
     prompts: Sequence[Prompt]  # one for each answer
@@ -56,13 +56,13 @@ class Found(NamedTuple):
     numbers: dict[str, float] = {}  # noqa: RUF012
 
 
-def score_length(buffer: int, answered: Answered) -> Found:
+def score_length(buffer: int, answers: AnswersToScore) -> Found:
     """Return the soft overlong punishment of DAPO (arXiv:2503.14476, equation 13) for each answer.
 
     tokens     0 .......... max_new_tokens - buffer .......... max_new_tokens
     score      0                      0              falls          -1
     """
-    excess = (count - (answered.max_new_tokens - buffer) for count in answered.num_tokens)
+    excess = (count - (answers.max_new_tokens - buffer) for count in answers.num_tokens)
     return Found([-min(1.0, max(0, each) / buffer) for each in excess])
 
 
@@ -123,10 +123,10 @@ class RewardModel:
         return [self.encode([prompt], [answer])[0] for prompt, answer in zip(prompts, answers, strict=True)]
 
 
-def score_by_model(model: RewardModel, answered: Answered) -> Found:
+def score_by_model(model: RewardModel, answers: AnswersToScore) -> Found:
     """Return the reward that a model gives to each answer."""
-    questions = list(map(find_read, answered.prompts))
-    return Found(model.score([(each.messages, each.options) for each in questions], answered.texts))
+    questions = list(map(find_read, answers.prompts))
+    return Found(model.score([(each.messages, each.options) for each in questions], answers.texts))
 
 
 def find_read(prompt: Prompt) -> Question:
@@ -147,9 +147,9 @@ def find_read(prompt: Prompt) -> Question:
     return prompt.question
 
 
-def score_by_judge(judge: Judge | None, answered: Answered) -> Found:
+def score_by_judge(judge: Judge | None, answers: AnswersToScore) -> Found:
     """Return what a judge gives to each answer. Process 0 alone has one, and `EngineRewards` tells the others."""
-    return Found([]) if judge is None else Found(*judge.score(answered.prompts, answered.texts))
+    return Found([]) if judge is None else Found(*judge.score(answers.prompts, answers.texts))
 
 
 class EngineRewards:
@@ -172,7 +172,7 @@ class EngineRewards:
         """
         self.labels, self.errors, self.timeout_s = [term.label for term in terms], errors, timeout_s
         self.terms = [term for term in terms if isinstance(term, EngineTerm)]
-        self.scores: list[Callable[[Answered], Found]] = []
+        self.scores: list[Callable[[AnswersToScore], Found]] = []
         self.judges: list[Judge | None] = []
         self.models: list[tuple[str | Path, RewardModel]] = []
         self.bytes_per_device = 0
@@ -239,12 +239,12 @@ class EngineRewards:
         group_size = len(drawn.texts) // max(1, len(prompts))
         repeated = [prompt for prompt in prompts for _ in range(group_size)]
         num_tokens = [len(answer.tokens) for answer in drawn.answers]
-        answered = Answered(repeated, drawn.texts, num_tokens, max_new_tokens)
+        answers = AnswersToScore(repeated, drawn.texts, num_tokens, max_new_tokens)
         values, total, errors = dict(scores.values), list(scores.total), dict(scores.errors)
         numbers = dict(scores.numbers)
         for term, score in zip(self.terms, self.scores, strict=True):
             with hold() if isinstance(term, ModelTerm) else nullcontext():
-                own = json.dumps(score(answered))
+                own = json.dumps(score(answers))
                 # One answer for all processes: devices of several hosts may round otherwise, and process 0 alone asks
                 # a judge.
                 agreed = peers.agree(own, f"scores of {term.label}", SLACK_S + self.timeout_s)

@@ -43,7 +43,7 @@ NUMBER_ALONE = re.compile(rf"\s*{NUMBER}\s*")
 FIELD = re.compile(r"\{(\w+)\}")
 
 
-class Reply(NamedTuple):
+class Judgement(NamedTuple):
     """Rating of one text by the judge, and what it took."""
 
     rating: float | str  # or why there is none
@@ -98,12 +98,12 @@ class Judge:
         digests = [hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:32] for text in texts]
         known = {digest: self.ratings[digest] for digest in digests if digest in self.ratings}
         missing = {digest: text for digest, text in zip(digests, texts, strict=True) if digest not in known}
-        replies = self._ask_all(missing, deadline)
-        late = Reply(f"the judge gave no answer within {self.timeout_s:g} s")
-        ratings = known | {digest: replies.get(digest, late).rating for digest in missing}
-        read, written = (sum(getattr(reply, name) for reply in replies.values()) for name in ("read", "written"))
+        judgements = self._ask_all(missing, deadline)
+        late = Judgement(f"the judge gave no answer within {self.timeout_s:g} s")
+        ratings = known | {digest: judgements.get(digest, late).rating for digest in missing}
+        read, written = (sum(getattr(each, name) for each in judgements.values()) for name in ("read", "written"))
         numbers: dict[str, float] = {
-            "calls": sum(reply.calls for reply in replies.values()),
+            "calls": sum(each.calls for each in judgements.values()),
             "cached": len(texts) - len(missing),
             "tokens_read": read,
             "tokens_written": written,
@@ -143,10 +143,10 @@ class Judge:
         values = {**prompt.columns, "prompt": "\n".join(turns) or prompt.text, "completion": answer}
         return FIELD.sub(lambda match: str(values.get(match[1], "")), self.term.prompt)
 
-    def _ask_all(self, texts: dict[str, str], deadline: float) -> dict[str, Reply]:
-        """Return the replies that come before the deadline, by the digests of their texts."""
+    def _ask_all(self, texts: dict[str, str], deadline: float) -> dict[str, Judgement]:
+        """Return the judgements that come before the deadline, by the digests of their texts."""
         todo: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
-        done: queue.SimpleQueue[tuple[str, Reply]] = queue.SimpleQueue()
+        done: queue.SimpleQueue[tuple[str, Judgement]] = queue.SimpleQueue()
         for item in texts.items():
             todo.put(item)
 
@@ -159,15 +159,15 @@ class Judge:
         # Threads that nobody waits for: a server may keep one busy with a byte now and then.
         for _ in range(min(self.term.num_parallel, len(texts))):
             threading.Thread(target=work, daemon=True, name="judge").start()
-        replies: dict[str, Reply] = {}
+        judgements: dict[str, Judgement] = {}
         with suppress(queue.Empty):
-            while len(replies) < len(texts):
-                digest, reply = done.get(timeout=max(0.0, deadline + GRACE_S - time.monotonic()))
-                replies[digest] = reply
-                if not isinstance(reply.rating, str):
-                    self.ratings[digest] = reply.rating
-                    self._keep(digest, reply.rating)
-        return replies
+            while len(judgements) < len(texts):
+                digest, judgement = done.get(timeout=max(0.0, deadline + GRACE_S - time.monotonic()))
+                judgements[digest] = judgement
+                if not isinstance(judgement.rating, str):
+                    self.ratings[digest] = judgement.rating
+                    self._keep(digest, judgement.rating)
+        return judgements
 
     def _keep(self, digest: str, rating: float) -> None:
         """Write a rating for a resumed run. A disk that refuses it, as a full one, is said once: the run goes on."""
@@ -183,8 +183,8 @@ class Judge:
                     self.file.close()
                 self.file = open(os.devnull, "w")  # noqa: SIM115
 
-    def _ask(self, text: str, deadline: float) -> Reply:
-        """Return the reply to one text; a request that fails for now is made again."""
+    def _ask(self, text: str, deadline: float) -> Judgement:
+        """Return the judgement of one text; a request that fails for now is made again."""
         body = {"model": self.term.model, "messages": [{"role": "user", "content": text}], **self.term.options}
         data = json.dumps(body).encode()
         calls = 0
@@ -197,8 +197,8 @@ class Judge:
         try:
             rating, read, written = try_again(request, deadline, lambda failure: failure.pause_s)
         except Failure as failure:
-            return Reply(str(failure), calls)
-        return Reply(rating, calls, read, written)
+            return Judgement(str(failure), calls)
+        return Judgement(rating, calls, read, written)
 
     def _post(self, data: bytes, deadline: float) -> tuple[float | str, int, int]:
         """Return the rating of a reply, and the tokens that the server has read and written.

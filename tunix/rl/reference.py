@@ -1,4 +1,4 @@
-"""The reference model (that of step 0): its log-probabilities of completions and of pairs."""
+"""Log-probabilities by a second model: of completions and pairs by the model of step 0, of completions by a teacher."""
 
 import hashlib
 import logging

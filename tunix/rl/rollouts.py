@@ -160,8 +160,8 @@ class RolloutEngine:
         mesh: Mesh,
         scorer: Scorer,
         watchdog: Watchdog,
-        pool: EnvironmentPool | None = None,
-        engine_rewards: EngineRewards | None = None,
+        pool: EnvironmentPool | None,
+        engine_rewards: EngineRewards | None,
     ):
         """Choose how many answers are drawn at one time: the device with the least memory decides for all processes.
 
@@ -343,7 +343,7 @@ def arrange_answers(
     prompts: Sequence[list[int]],
     answers: Sequence[Answer],
     seq_len: int,
-    learnt: Sequence[list[bool]] | None = None,
+    learnt: Sequence[list[bool]] | None,
 ) -> Example:
     """Return fields [rows, T] of answers after their prompts, then padding: those of `FIELDS`, and `log_probs`.
 

@@ -135,10 +135,10 @@ class StepLog:
     samples: Callable[[int], range]  # of a step: those of a step that changed nothing are named in the log
     norms_every: int | None  # norms of layers are written after so many steps
     pace: Pace  # learns the time of each step
+    goodput: Goodput  # counts the time of each step
     pending: StartedStep | None = None
     last: dict[str, Any] = field(default_factory=dict)  # the newest line
     clock: float = field(default_factory=time.perf_counter)
-    goodput: Goodput | None = None  # counts the time of each step
 
     def restart_clock(self) -> None:
         """Count the next step's time from now: something else has run since the last one."""
@@ -191,8 +191,7 @@ class StepLog:
         self.last = make_record(started, values, step_time_s, self.sizes, self.peak_tflops) | self.pace.slowest
         if remark := remark_on_skipped(self.last, self.samples(started.step)):
             log.warning("%s", remark)
-        if self.goodput is not None:
-            self.goodput.record_step(self.last)
+        self.goodput.record_step(self.last)
         self.metrics.write(self.last)
 
 

@@ -43,9 +43,7 @@ class Strategy:
 
     splits: bool  # whether the axes that keep weights split weights, summed gradients and moments between uses
     gathered_for: str  # "block": gathered in each block's forward and again in its backward pass; "step": once
-    summed_for: (
-        str  # "microbatch": gradients are summed over devices after each one; "step": once, if a config says auto
-    )
+    summed_for: str  # over devices. "microbatch": gradients of each; "step": of all, where a config says auto
 
 
 STRATEGIES = {
@@ -233,7 +231,7 @@ class Layout:
         """
         return self.strategy.gathered_for == "block" and sync_every == 1
 
-    def num_local_kv_heads(self, num_heads: int, dim_name: str = "K") -> int:
+    def num_local_kv_heads(self, num_heads: int, dim_name: str) -> int:
         """Return how many of the `num_heads` key/value heads on a device serve its queries; see `local_kv_heads`."""
         return 1 if dim_name in self.unsplit else num_heads
 
@@ -372,7 +370,7 @@ class Layout:
         rows, _, *others = jax.typeof(x).sharding.spec.partitions
         return PartitionSpec(rows, *self.activation(dim_name), *others)
 
-    def local_kv_heads(self, heads: jax.Array, num_local_queries: int, dim_name: str = "K") -> jax.Array:
+    def local_kv_heads(self, heads: jax.Array, num_local_queries: int, dim_name: str) -> jax.Array:
         """Return the heads [B, T, K, H] that serve this device's query heads, inside a `shard_map`.
 
         With more devices on the axis of query heads than K, each device has all key/value heads and needs one of them,

@@ -212,8 +212,8 @@ class Scores(NamedTuple):
     divergence: jax.Array | None = None  # from a teacher, nats; None without one
 
 
-# (scores, fields of the batch) -> (what is minimised, numbers by name). All are [B, C] float32 of a chunk
-# of C positions: one number for each token, to be added up.
+# (scores, fields of the batch) -> (what is minimised, numbers by name). All are [B, C] float32 of a chunk of C
+# positions: one number for each token, to be added up.
 TokenLoss = Callable[[Scores, Batch], tuple[jax.Array, dict[str, jax.Array]]]
 
 

@@ -149,8 +149,8 @@ def make_schedule(scheduler: Scheduler, peak: float, spans: Spans) -> Schedule:
     warmup, decay = (count_phase_steps(scheduler, phase, spans) for phase in ("warmup", "decay"))
     total_steps = count_steps(spans)
     shape = scheduler.shape.factor(Phases(warmup, max(1, total_steps - warmup), decay, scheduler.final_ratio))
-    # Step 0 has a rate above 0, or it would change nothing: it is 1 / warmup of the peak.
-    # Warmup of 4 steps: 1/4, 2/4, 3/4, 4/4 of the peak, and then the shape begins.
+    # Step 0 has a rate above 0, or it would change nothing: it is 1 / warmup of the peak. Warmup of 4 steps: 1/4, 2/4,
+    # 3/4, 4/4 of the peak, and then the shape begins.
     rise = optax.linear_schedule(1 / max(1, warmup), 1.0, max(1, warmup - 1))
     factor = optax.join_schedules([rise, shape], [warmup])
     return lambda step: jnp.asarray(peak * factor(step), jnp.float32)
@@ -206,8 +206,7 @@ def move_biases(
     """Return the parameters with the bias [L, X] of each expert raised or lowered by `rate` (arXiv:2408.15664).
 
     It follows the loads, without a gradient: it rises where the expert had fewer tokens in this step than the mean of
-    its layer, and falls where it had more.
-    `weights` is the tree of `state.Weight`.
+    its layer, and falls where it had more. `weights` is the tree of `state.Weight`.
     """
     # The sign alone: a bias moves as far for an expert with few tokens as for one with none, so it never jumps.
     missing = jnp.sign(jnp.mean(routing.load, 1, keepdims=True) - routing.load)

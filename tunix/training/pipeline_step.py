@@ -482,9 +482,9 @@ def make_pipelined_gradients(
     arch: Architecture,
     loss_fn: LossFn,
     sync_every: int,
-    num_chunks: int = 1,
-    recompute_runs: bool = False,
-    reports_scores: bool = False,
+    num_chunks: int,
+    recompute_runs: bool,
+    reports_scores: bool,
 ) -> Gradients:
     """Return what `make_gradients` returns: gradients of a step, its weight and its sums.
 

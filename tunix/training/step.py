@@ -56,7 +56,7 @@ class Update(NamedTuple):
     guard: SpikeGuard | None  # against spikes
     bias_rate: float | None  # of routers (optimizer.py); None where they have no bias
     norms_every: int | None  # steps between two that report the norms of each layer; None reports none
-    clip: Callable[[dict, Sums], dict] | None = None  # of queries and keys by their scores (qk_clip.py)
+    clip: Callable[[dict, Sums], dict] | None  # of queries and keys by their scores (qk_clip.py)
 
     def direct(self, grads: Any, moments: Any, params: Any) -> tuple[Any, Any]:
         """Return the direction of the update, and the new moments, both laid out like the old ones."""

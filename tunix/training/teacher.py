@@ -215,7 +215,7 @@ def _compare(log_p: jax.Array, log_q: jax.Array, beta: float) -> jax.Array:
 
 
 def describe_teacher(
-    cfg: Config, planned: Planned, mesh: Mesh | AbstractMesh, platform: str | None = None
+    cfg: Config, planned: Planned, mesh: Mesh | AbstractMesh, platform: str | None
 ) -> AnyTeacher | None:
     """Return the teacher of a run on its mesh; None if it has none.
 
