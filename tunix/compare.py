@@ -71,14 +71,15 @@ def _find_median(history: History, key: str) -> float:
     return statistics.median(line[key] for line in lines if line[key] is not None)
 
 
+def _format_steps(history: History) -> str:
+    limit = history.keys.get("training.max_steps")
+    return f"{history.steps[-1]['step']:,}" + (f" of {int(limit):,}" if limit else "")
+
+
 # Rows of the table of numbers: a title, and what formats the number of one run. A row may fail where the run does not
 # have its number, a loss on held-out data for example; the cell is then empty.
 NUMBERS: dict[str, Callable[[History], str]] = {
-    "steps": lambda run: (
-        f"{run.steps[-1]['step']:,} of {int(run.keys['training.max_steps']):,}"
-        if run.keys.get("training.max_steps")
-        else f"{run.steps[-1]['step']:,}"
-    ),
+    "steps": _format_steps,
     "tokens": lambda run: f"{run.steps[-1]['tokens']:,}",
     "final loss": lambda run: f"{run.steps[-1]['loss']:.4f}",
     "final reward": lambda run: f"{run.steps[-1]['reward']:.4f}",

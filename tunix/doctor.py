@@ -109,13 +109,13 @@ def check_versions(version: Version = installed_version) -> Iterator[Finding]:
         if _matches(version(package), versions) and (not other or _matches(version(other), other_versions)):
             both = f" with {other} {version(other)}" if other else ""
             yield Finding("versions", "error", f"{package} {version(package)}{both}: {reason}")
-    jaxlib = version("jaxlib")
+    library = version("jaxlib")
     for name in ("jax", *SAME):
         number = version(name)
-        if number and jaxlib and number != jaxlib:
+        if number and library and number != library:
             # jax and jaxlib of one minor version may work together; a plugin must have jaxlib's version exactly.
-            close = name == "jax" and number.split(".")[:2] == jaxlib.split(".")[:2]
-            text = f"{name} {number} with jaxlib {jaxlib}: install the same version of both"
+            close = name == "jax" and number.split(".")[:2] == library.split(".")[:2]
+            text = f"{name} {number} with jaxlib {library}: install the same version of both"
             yield Finding("versions", "warning" if close else "error", text)
 
 
@@ -225,9 +225,9 @@ def examine_machine(job: Job) -> Iterator[Finding]:
 def _check_devices() -> Iterator[Finding]:
     local = jax.local_devices()
     kind, driver = local[0].device_kind, _read_driver_version()
-    platform = f"{len(local)} x {kind}, backend {jax.default_backend()}"
+    devices = f"{len(local)} x {kind}, backend {jax.default_backend()}"
     talks = jax.config.jax_cpu_collectives_implementation if jax.default_backend() == "cpu" else "NCCL"  # type: ignore[attr-defined]
-    yield Finding("devices", "ok", f"{platform}, collectives by {talks}{f', driver {driver}' if driver else ''}")
+    yield Finding("devices", "ok", f"{devices}, collectives by {talks}{f', driver {driver}' if driver else ''}")
     if driver and jax.default_backend() == "cpu":
         yield Finding("devices", "error", f"driver {driver} is here, but jax has no GPU: install jax[cuda13]")
     if jax.default_backend() == "gpu":

@@ -45,9 +45,9 @@ def evaluate(cmd: Evaluate) -> None:
     output = peers.on_main(lambda: find_writable("output", cmd.output), "checking output")
     steps = _list_steps(cmd)
     cfg = peers.main_first(lambda: make_config(cmd), "reading the config")
-    split = _hold_out_nothing(cfg) if cmd.split == "all" else cfg
+    cfg_of_split = _hold_out_nothing(cfg) if cmd.split == "all" else cfg
     evaluate_fn = {"loss": evaluate_loss, "lm_eval": evaluate_tasks}.get(cmd.metric, evaluate_answers)
-    measured = evaluate_fn(cmd, split, list(steps.values()))
+    measured = evaluate_fn(cmd, cfg_of_split, list(steps.values()))
     if output is None:
         return
     info = {"checkpoint": cmd.checkpoint}

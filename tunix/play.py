@@ -160,13 +160,13 @@ def play_by_checkpoint(command: Play) -> None:
     """Let a model play episodes from held-out prompts as evaluation does, and print them."""
     length = "sampling.max_new_tokens="
     overrides = [word for word in command.overrides if not word.startswith(length)]
+    lengths = [word.removeprefix(length) for word in command.overrides if word.startswith(length)]
     count = command.episodes or EPISODES
     with temporary_folder("tunix_play_") as folder:
         file = Path(folder) / "episodes.jsonl"
         given: dict[str, Any] = {
             "checkpoint": command.checkpoint, "weights": command.weights, "overrides": overrides,
-            "num_prompts": count, "samples": str(file),
-            "max_new_tokens": next((word.removeprefix(length) for word in command.overrides if length in word), None),
+            "num_prompts": count, "samples": str(file), "max_new_tokens": next(iter(lengths), None),
         }  # fmt: skip
         settings = read_settings(Evaluate, ["checkpoint=given", "metric=reward"], given)
         if command.environment is not None:
@@ -193,7 +193,9 @@ def print_episode(row: dict[str, Any]) -> None:
     print(f"prompt\n{_indent(row['prompt'])}")
     for turn in row["turns"]:
         print(f"{turn['role']}\n{_indent(turn['content'])}")
-    parts = ", ".join(f"{name[7:]} {value:g}" for name, value in row.items() if name.startswith("reward_"))
+    parts = ", ".join(
+        f"{name.removeprefix('reward_')} {value:g}" for name, value in row.items() if name.startswith("reward_")
+    )
     ended = "" if row["stopped"] else ", cut"
     print(f"reward {row['reward']:g} ({parts}), {row['num_tokens']} tokens{ended}\n", flush=True)
 

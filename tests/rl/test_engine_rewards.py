@@ -21,7 +21,7 @@ from tunix.config.rewards import ModelTerm
 from tunix.data.documents import Question
 from tunix.data.prompts import Prompt
 from tunix.inference.engine import Answer
-from tunix.rl.engine_rewards import Answered, EngineRewards, Found, score_length
+from tunix.rl.engine_rewards import AnswersToScore, EngineRewards, Found, score_length
 from tunix.rl.episodes import Drawn, Episode, Played
 from tunix.rl.scoring import Scores
 
@@ -31,7 +31,7 @@ CHAT = 'task.chat_template="{% for message in messages %}{{ message.content }}{{
 def test_the_punishment_of_long_answers_is_that_of_dapo():
     """Equation 13 of arXiv:2503.14476 with answers of at most 10 tokens and a buffer of 4."""
     lengths = [1, 6, 7, 8, 10]
-    assert score_length(4, Answered([], [], lengths, 10)).scores == [0, 0, -0.25, -0.5, -1]
+    assert score_length(4, AnswersToScore([], [], lengths, 10)).scores == [0, 0, -0.25, -0.5, -1]
 
 
 def test_terms_of_the_run_join_those_of_functions():

@@ -13,7 +13,7 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import AfterValidator
 
-from tunix.base.errors import UserError, did_you_mean
+from tunix.base.errors import UserError, did_you_mean, name_error
 
 
 def import_object(path: str, kind: type | None = None) -> Any:
@@ -36,7 +36,7 @@ def import_object(path: str, kind: type | None = None) -> Any:
         is_file = module_name.endswith(".py") and all(map(str.isidentifier, as_module.split(".")))
         hint = f"; did you mean {as_module}:{name}?" if is_file else ""
         raise UserError(
-            f"module {module_name} cannot be imported ({_describe_error(error)}); modules are looked for in the "
+            f"module {module_name} cannot be imported ({name_error(error):.300}); modules are looked for in the "
             f"current folder and on PYTHONPATH{hint}"
         ) from None
     fitting = {
@@ -126,17 +126,12 @@ def blame_user(key: str, path: str) -> Iterator[None]:
         file = getattr(sys.modules[path.partition(":")[0]], "__file__", None)  # a module in C has none
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
         location = f" ({file}, line {lines[-1]})" if lines else ""
-        raise UserError(f"{key}={path} fails: {_describe_error(error)}{location}") from error
+        raise UserError(f"{key}={path} fails: {name_error(error):.300}{location}") from error
 
 
 def describe_value(value: Any) -> str:
     """Return a value that a user's code has returned, with its type, for a message."""
     return "None" if value is None else f"{value!r:.40} ({type(value).__name__})"
-
-
-def _describe_error(error: BaseException) -> str:
-    text = (str(error).splitlines() or [""])[0][:300]
-    return f"{type(error).__name__}: {text}"
 
 
 def select_named(

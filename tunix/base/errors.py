@@ -42,6 +42,11 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip() or repr(error)).splitlines()[0]
 
 
+def name_error(error: BaseException) -> str:
+    """Return the kind of an error, and the first line of what it says."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+
+
 def near_multiples(value: int, unit: int) -> str:
     """Return in words the multiples of `unit` on both sides of a value that is none: 256 or 384."""
     low = max(1, value // unit) * unit

@@ -150,11 +150,9 @@ def _read_term(value: Any) -> Any:
     values = {"weight": 1.0, "name": None, **defaults, **values}
     for key in values.keys() - kind.model_fields.keys():
         owners = [name for name, (other, _) in TERMS.items() if key in other.model_fields]
-        raise ValueError(
-            f"{key}={values[key]} is of the reward {owners[0]}, not of {function}; leave it out"
-            if owners
-            else f"unknown key {key} of the reward {function}; its keys are {', '.join(kind.model_fields)}"
-        )
+        if owners:
+            raise ValueError(f"{key}={values[key]} is of the reward {owners[0]}, not of {function}; leave it out")
+        raise ValueError(f"unknown key {key} of the reward {function}; its keys are {', '.join(kind.model_fields)}")
     for key in kind.model_fields:
         if key not in values:
             raise ValueError(f"the reward {function} needs {key}: {{function: {function}, {key}: ...}}")

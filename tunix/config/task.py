@@ -391,11 +391,9 @@ class Grpo(Prompted, Taught):
                 "set task.staleness=1 or more"
             )
         if self._without_reward and (self.teacher is None or not self.teacher_weight):
-            hint = (
-                ""
-                if self.environment is None
-                else f" (task.environment={format_environment(self.environment)} rewards nothing itself)"
-            )
+            hint = ""
+            if self.environment is not None:
+                hint = f" (task.environment={format_environment(self.environment)} rewards nothing itself)"
             way_out = "give task.teacher=RUN" if self.teacher is None else "set task.teacher_weight=1"
             raise ValueError(f"{self._without_reward} leaves nothing to learn from; name a reward{hint}, or {way_out}")
         if self.teacher is not None and self.teacher_loss == "sampled" and self.teacher_beta != 1:

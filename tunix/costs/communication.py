@@ -45,7 +45,7 @@ from tunix.training.train_spec import TrainSpec
 class Transfer:
     """All collectives of one kind and purpose in one step, over some mesh axes."""
 
-    kind: str  # of links.BUS_FACTORS
+    kind: str  # of `BUS_FACTORS` (costs/devices.py)
     axes: tuple[str, ...]
     num_bytes: int  # in one step: of the arrays that BUS_FACTORS counts
     # Share of its time in which arithmetic goes on meanwhile; 0 where the next instruction waits for the result.
@@ -156,7 +156,7 @@ def _list_stage_transfers(train_spec: TrainSpec) -> Iterator[Transfer]:
     extra_bytes = rows * (local_tokens + tokens) * 4  # positions, and segments of whole sequences: no gradients
     times = pipeline.num_iterations
     # The next stage waits for the rows.
-    yield Transfer("collective-permute", layout.stage_axes, times * (2 * stream + extra_bytes), False, times)
+    yield Transfer("collective-permute", layout.stage_axes, times * (2 * stream + extra_bytes), 0.0, times)
     # A part comes in and its result goes out, forward; backward the gradients of both.
     parts = pipeline.num_microbatches * pipeline.num_parts
     entered = parts + pipeline.num_stages - 1  # with what the first stage takes when all parts have gone in

@@ -502,7 +502,7 @@ def _count_stream_bytes(train_spec: TrainSpec) -> int:
 
 # Letters of experts, of a router's scores, and of inputs of layers: their products keep the compute dtype, whatever
 # `training.matmul_dtype` is.
-OTHERS = "XYp"
+IN_COMPUTE_DTYPE = "XYp"
 
 
 def check_matmul_dtype(cfg: Config, platform: str, device_kind: str) -> None:
@@ -529,7 +529,7 @@ def compute_matmul_share(cfg: Config, arch: Architecture, seq_len: int) -> float
     for (path, weight), is_trained in zip(jax.tree.leaves_with_path(arch.weights), trained, strict=True):
         # Products of an `Einsum` (models/layers.py) have this dtype.
         name, equation = parameter_name(path), weight.equation
-        if equation.is_stacked and name.endswith(".w") and not set(OTHERS) & set(equation.w):
+        if equation.is_stacked and name.endswith(".w") and not set(IN_COMPUTE_DTYPE) & set(equation.w):
             flops += (6 if is_trained else 4) * weight.size
     return flops / flops_per_token(cfg.model, arch.num_active, arch.num_active_trained, seq_len)
 

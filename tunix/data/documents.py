@@ -292,10 +292,8 @@ def read_pair(columns: Columns, row: dict[str, Any], task: Task) -> Pair:
             )
     else:
         prompt = _read_turns(columns, "prompt", row, "user")
-        chosen, rejected = (
-            _drop_prompt(chosen, prompt, columns.chosen),
-            _drop_prompt(rejected, prompt, columns.rejected),
-        )
+        chosen = _drop_prompt(chosen, prompt, columns.chosen)
+        rejected = _drop_prompt(rejected, prompt, columns.rejected)
         prompt = [*_read_system(columns, row), *prompt]
     if not prompt:
         raise BadRow("has no prompt")

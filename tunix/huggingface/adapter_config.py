@@ -145,12 +145,8 @@ def write_adapter_config(model: Model, modules: set[str]) -> dict[str, Any]:
     lora, rank, alpha = model.lora, model.lora.rank, model.lora.alpha
     if lora.init == "pissa":  # with the factors that it started from, and the same scale
         rank, alpha = 2 * rank, alpha * (2**0.5 if lora.use_rslora else 2)
-    use_rslora = lora.use_rslora
-    if (
-        use_rslora
-        and isinstance(model.mlp, ExpertsMlp)
-        and any(re.search(lora.targets, name) for name in EXPERT_PROJECTIONS)
-    ):
+    use_rslora, has_experts = lora.use_rslora, isinstance(model.mlp, ExpertsMlp)
+    if use_rslora and has_experts and any(re.search(lora.targets, name) for name in EXPERT_PROJECTIONS):
         # PEFT doubles rank and alpha of experts, whose gates and what they gate are one matrix there: right for
         # alpha / rank alone. So the same factor is written in that form.
         use_rslora, alpha = False, alpha * rank**0.5

@@ -489,13 +489,12 @@ def _decode(
         bound = _keep_in_loop(n, weights)
         logits, cache = decode(model, bound, cache, rows.behind(rows.token[:, None]), rows.working)
         sampled = sample(logits, key, rows.number, rows.num_sampled, sampling, model.layout)
-        chunk = jax.tree.map(
-            lambda tokens, new: jax.lax.dynamic_update_slice_in_dim(
-                tokens, jnp.where(rows.working, new, jnp.asarray(NO_TOKEN, new.dtype))[:, None], n, 1
-            ),
-            chunk,
-            sampled,
-        )
+
+        def put(tokens, new):
+            new = jnp.where(rows.working, new, jnp.asarray(NO_TOKEN, new.dtype))
+            return jax.lax.dynamic_update_slice_in_dim(tokens, new[:, None], n, 1)
+
+        chunk = jax.tree.map(put, chunk, sampled)
         one = rows.working.astype(jnp.int32)
         num_sampled = rows.num_sampled + one
         ends = jnp.any(sampled.tokens[:, None] == extent.stop, axis=1) | (num_sampled >= rows.limit)

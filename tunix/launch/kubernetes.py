@@ -93,7 +93,7 @@ def _pod(kubernetes: Kubernetes, name: str) -> dict[str, Any]:
     variables = {
         "MASTER_ADDR": f"{name}-{JOB}-0-0.{name}",  # the host name that JobSet gives pod 0
         "MASTER_PORT": str(kubernetes.port),
-        **{name: _quote(value) for name, value in _pairs(kubernetes.extra_env).items()},
+        **{key: _quote(value) for key, value in _pairs(kubernetes.extra_env).items()},
     }
     gpus = kubernetes.gpus_per_node or None
     limits = {"nvidia.com/gpu": gpus, "cpu": kubernetes.cpu, "memory": kubernetes.memory}

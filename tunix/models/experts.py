@@ -289,10 +289,8 @@ class Experts(nnx.Module):
         def stand_in(x, *_):
             return x, jnp.zeros(())
 
-        in_specs, out_specs = (
-            (token_spec, token_spec, token_spec, specs, (token_spec,) * len(after)),
-            (token_spec, jax.P()),
-        )
+        in_specs = token_spec, token_spec, token_spec, specs, (token_spec,) * len(after)
+        out_specs = token_spec, jax.P()
         mapped = stage_shard_map(compute_on_device, in_specs, out_specs, layout.stages_around, stand_in)
         y, dropped = mapped(x, *routes, weights, after)
         return checkpoint_name(y, "product"), jax.lax.stop_gradient(dropped)

@@ -133,7 +133,7 @@ class AttentionCase(NamedTuple):
 
 
 def _list_cases(cfg: Config, sizes: dict[str, int], cluster: Cluster) -> Iterator[AttentionCase]:
-    """Yield the place of each kind of heads that the model has."""
+    """Yield a case for each kind of heads that the model has."""
     model, names = cfg.model, axis_names()
     axis_types, device = (AxisType.Explicit,) * len(names), AbstractDevice(cluster.kind.name, None, PLATFORM)
     lengths = tuple(sizes[axis] for axis in names)
@@ -167,7 +167,7 @@ def _count_pairs_of_rows(case: AttentionCase, window: int) -> float:
     length, blocks = case.cfg.training.seq_len, case.flash_blocks
     if blocks is not None:
         pairs = kernels.computed_pairs(length, [window], kernels.blocks_for(blocks, case.kind.dim).forward)
-    else:  # the triangle of blocks of `plain`, whose windows skip nothing on GPUs
+    else:  # the triangle of blocks of the kernel `xla`, whose windows skip nothing on GPUs
         pairs = (length + min(length, select_query_block(length))) * length / 2
     return pairs / case.heads.num_devices
 
@@ -193,7 +193,7 @@ def time_of_ring(case: AttentionCase, window: int) -> float:
 
 
 def _count_pairs(case: AttentionCase, window: int) -> np.ndarray:
-    """Return what `count_pairs_in_ring` does, for the kernel of this place."""
+    """Return what `count_pairs_in_ring` does, for the kernel of this case."""
     length, num_devices, blocks = case.cfg.training.seq_len, case.heads.num_devices, case.flash_blocks
     if blocks is None:
         return count_pairs_in_ring(length, window, num_devices)

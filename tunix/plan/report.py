@@ -253,7 +253,13 @@ def make_record(candidate: Candidate) -> dict[str, Any]:
     for transfer in candidate.costs.transfers:
         name = f"{transfer.kind} {'+'.join(transfer.axes)}"
         derived_bytes[name] = derived_bytes.get(name, 0) + transfer.num_bytes
-    compiled, run = candidate.compiled, candidate.predict_run()
+    compiled, run, rollout, rollout_devices = candidate.compiled, candidate.predict_run(), candidate.rollout, None
+    if rollout is not None and rollout.apart is not None:
+        rollout_devices = {
+            "mesh_shape": format_mesh_shape(rollout.apart.shape),
+            "weight_bytes_per_device": rollout.resting_bytes,
+            **dict(zip(("copy_s", "gather_s"), candidate.weights_s, strict=True)),
+        }
     return {
         "mesh_shape": format_mesh_shape(candidate.sizes),
         "micro_batch_size": candidate.cfg.training.sequences_per_shard,
@@ -282,13 +288,7 @@ def make_record(candidate: Candidate) -> dict[str, Any]:
             "rollout_s": candidate.rollout_s if candidate.rollout else None,
         },
         "rollout_bytes_per_device": candidate.rollout_memory or None,
-        "rollout_devices": None
-        if candidate.rollout is None or candidate.rollout.apart is None
-        else {
-            "mesh_shape": format_mesh_shape(candidate.rollout.apart.shape),
-            "weight_bytes_per_device": candidate.rollout.resting_bytes,
-            **dict(zip(("copy_s", "gather_s"), candidate.weights_s, strict=True)),
-        },
+        "rollout_devices": rollout_devices,
         "batch_stages": [make_record(stage) for stage in candidate.stages],
     }
 

@@ -26,9 +26,8 @@ USER_ERROR, STOPPED, PEER, DIVERGED = UserError.code, Stopped.code, PeerLost.cod
 # Loaded here and not in the child: between fork and exec a child must not wait for locks of its parent's threads.
 LIBC, PR_SET_PDEATHSIG = ctypes.CDLL(None), 1  # prctl(2)
 
-
 # The compiler of a run cannot be interrupted, and may need minutes. A command that fails, or gets Ctrl-C, does not wait
-# for it: the first is set by a command, which ends with `leave`, and the second where XLA works on.
+# for it: `ends_with_leave` is set while a command runs whose last act is `leave`, `still_compiles` where XLA works on.
 ends_with_leave, still_compiles = threading.Event(), threading.Event()
 
 

@@ -27,7 +27,7 @@ import jax
 from jax._src import distributed as runtime
 
 from tunix.base import progress
-from tunix.base.errors import UserError, first_line
+from tunix.base.errors import UserError, first_line, name_error
 from tunix.config import Distributed
 from tunix.processes import exits
 from tunix.processes.identity import find_identity, reject_idle_gpus
@@ -87,10 +87,10 @@ def _check_devices() -> None:
     except (RuntimeError, AssertionError) as error:
         platforms = os.environ.get("JAX_PLATFORMS")
         reason = str(error).splitlines()[0] if str(error) else "no such platform"
+        if not platforms:
+            raise UserError(f"JAX finds no device: {reason}") from None
         raise UserError(
             f"JAX_PLATFORMS={platforms}: JAX finds no device ({reason}); install jax[cuda13] or unset the variable"
-            if platforms
-            else f"JAX finds no device: {reason}"
         ) from None
 
 
@@ -313,7 +313,7 @@ def blame(error: Exception) -> tuple[int, str]:
     for rank, text in published("failed").items():
         failure = json.loads(text)
         return exits.PEER, f"process {rank} ({failure['host']}) failed: {failure['why']}"
-    line = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    line = name_error(error)
     if any(word in str(error) for word in LOST_PEER):
         return exits.PEER, f"another process died or cannot be reached: {line}"
     traceback.print_exception(error)

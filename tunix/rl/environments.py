@@ -182,11 +182,8 @@ def find_tools(kind: type) -> dict[str, Callable[..., Any]]:
     for name, method in tools.items():
         if isinstance(inspect.getattr_static(kind, name), staticmethod):
             raise UserError(f"the tool {name} is static; give it self, or a name that begins with _ if it is no tool")
-        if (
-            inspect.iscoroutinefunction(method)
-            or inspect.isgeneratorfunction(method)
-            or inspect.isasyncgenfunction(method)
-        ):
+        kinds = inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction
+        if any(is_kind(method) for is_kind in kinds):
             raise UserError(f"the tool {name} is async or yields; write a def that returns a text")
     return tools
 

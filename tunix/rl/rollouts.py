@@ -131,21 +131,21 @@ def join_rollouts(parts: Sequence[RolloutGroup]) -> RolloutGroup:
     if not others:
         return first
     scores = replace(_join([part.scores for part in parts]), seconds=sum(part.scores.seconds for part in parts))
-    games = [part.played for part in parts if part.played is not None]
+    played = None
+    if games := [part.played for part in parts if part.played is not None]:
+        played = replace(
+            games[0],
+            episodes=[episode for game in games for episode in game.episodes],
+            tool_s=sum(game.tool_s for game in games),
+            num_lost=sum(game.num_lost for game in games),
+        )
     return RolloutGroup(
         [prompt for part in parts for prompt in part.prompts],
         [answer for part in parts for answer in part.answers],
         [text for part in parts for text in part.texts],
         scores,
         sum(part.rollout_s for part in parts),
-        replace(
-            games[0],
-            episodes=[episode for game in games for episode in game.episodes],
-            tool_s=sum(game.tool_s for game in games),
-            num_lost=sum(game.num_lost for game in games),
-        )
-        if games
-        else None,
+        played,
     )
 
 

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from tunix.base.errors import name_error
 from tunix.base.files import open_lines
 from tunix.base.progress import is_watched
 
@@ -133,11 +134,8 @@ class Background:
             except Exception as error:
                 self.failures += 1
                 if self.failures == 1:
-                    reason = (str(error).splitlines() or [""])[0][:300]
-                    log.warning(
-                        "logging.sinks=%s fails: %s: %s; it is tried again, and the run goes on",
-                        self.name, type(error).__name__, reason,
-                    )  # fmt: skip
+                    cause = name_error(error)[:300]
+                    log.warning("logging.sinks=%s fails: %s; it is tried again, and the run goes on", self.name, cause)
             if delay_s is None or self._is_late():
                 break
             # When the run ends, delays are at most a second: the process waits for this thread.

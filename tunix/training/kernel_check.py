@@ -192,11 +192,8 @@ def _compare_fused(mlp: ExpertsMlp, num_inputs: int, dtype: str, axes: tuple[str
         values = jax.random.normal(jax.random.key(seed), shape, dtype) * jnp.asarray(scale, dtype)
         return jax.lax.pcast(values, axes, to="varying")
 
-    x, gradient, probs = (
-        numbers(4, num_tokens, num_inputs),
-        numbers(5, num_tokens, num_inputs),
-        numbers(9, num_tokens, 2),
-    )
+    x, gradient = (numbers(seed, num_tokens, num_inputs) for seed in (4, 5))
+    probs = numbers(9, num_tokens, 2)
     inputs, outputs = (num_experts, num_inputs, mlp.expert_dim), (num_experts, mlp.expert_dim, num_inputs)
     gate, up = (numbers(seed, *inputs, scale=num_inputs**-0.5) for seed in (6, 7))
     biases = [numbers(seed, num_experts, mlp.expert_dim).astype("float32") for seed in ((10, 11) if mlp.biases else ())]
