@@ -325,8 +325,8 @@ class Stacks:
 
         num_parts = 1 if donors or forward.inputs is not None else count_parts(self.layout, rows.x)
         blocks = [block_of(index, name) for index, name in enumerate(pattern)]
-        # What a block does not change stays outside: the scan would keep it for each layer. So
-        # do sine and cosine, where XLA would compute them in each layer.
+        # What a block does not change stays outside: the scan would keep it for each layer. So do sine and cosine,
+        # where XLA would compute them in each layer.
         has_tables = branches_are_cheap() and not self.layout.stage_axes and num_parts == 1
         tables = {
             name: forward.rope_tables(self.cfg, self.stacks[name].layers, rows.positions)
