@@ -96,6 +96,12 @@ def test_layers_add_their_gradients_to_the_sums(way, compiled):
     assert step["sums"] == {"f32": ["in place"] * step["matrices"]}
 
 
+@pytest.mark.nightly
+def test_unrolled_layers_add_to_the_sums_inside_of_products(compiled):
+    """So do the three wide products of each MLP; XLA merges those of attention, and adds behind the merged one."""
+    assert compiled("accumulated, unrolled on 8 devices")["in_products"][0] == 3 * LAYERS
+
+
 def test_stages_copy_neither_sums_nor_chunks(installs_dir):
     """One kernel reads 2 and 4 bytes of a parameter and writes 4: nothing is stacked, and no chunk is written again.
 

@@ -59,6 +59,17 @@ def test_the_numbers_of_nf4_are_on_every_device():
             ],
             marks=pytest.mark.nightly,
         ),
+        pytest.param(  # layers in groups leave their gradients to autodiff
+            [
+                "model.mesh_shape=[[8],[fsdp]]",
+                "model.num_layers=4",
+                "model.global_every=2",
+                "training.remat_every=2",
+                "training.sharding_strategy=shard_optimizer",
+                "training.gradient_accumulation_steps=2",
+            ],
+            marks=pytest.mark.nightly,
+        ),
     ],
 )
 def test_unrolled_layers_compute_the_same_numbers(words):

@@ -3,6 +3,7 @@
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.harness import SMALL
@@ -41,6 +42,26 @@ def test_every_kind_multiplies_as_its_equation_says(kind):
                 y = jax.jit(lambda x, w, equation=equation: product(equation, x, w, layout, kind))(given, weight)
                 assert jax.typeof(y).sharding.spec == layout.activation(equation.y)
                 np.testing.assert_allclose(y, np.einsum(text, x, w), rtol=1e-5, atol=ERRORS.get(kind, 1e-5))
+
+
+def test_a_wide_gradient_is_not_rounded_to_the_dtype_of_products():
+    """A weight of 16-bit numbers in float32 gives the y and the d_x of 16 bits, and its gradient keeps all digits."""
+    rng, equation = np.random.default_rng(0), Equation("BTD,DF->BTF")
+    x, w, g = (jnp.asarray(rng.normal(size=size), "bfloat16") for size in ((4, 8, 16), (16, 8), (4, 8, 8)))
+
+    def run(kind, w):
+        y, vjp = jax.vjp(lambda x, w: MATMUL[kind].multiply(equation, x, w, jax.P(None, None, None)), x, w)
+        return y, *vjp(g)
+
+    with jax.set_mesh(build_mesh(compose([*SMALL, "model.mesh_shape=[[8],[fsdp]]"]).config)):
+        y, d_x, d_w = run("wide_gradient", w.astype("float32"))
+        plain_y, plain_d_x, rounded = run("plain", w)
+    assert (y == plain_y).all()
+    assert (d_x == plain_d_x).all()
+    assert d_w.dtype == "float32"
+    exact = np.einsum("btd,btf->df", np.asarray(x, "float64"), np.asarray(g, "float64"))
+    np.testing.assert_allclose(d_w, exact, rtol=1e-5, atol=1e-5)
+    assert abs(np.asarray(rounded, "float64") - exact).max() > 1e-3
 
 
 def test_large_arrays_are_multiplied_as_matrices_on_each_mesh_that_allows_it(monkeypatch):

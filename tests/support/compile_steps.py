@@ -2,7 +2,7 @@
 
 Prints a line of JSON for each name: the bytes of its arguments and temporaries, the bytes that the update reads and
 writes, the number of parameters, what lies in the host's memory or is copied there, what layers do to the sums of
-their gradients, how many sums depend on the order of threads, how many values of one layer are copied into an array of
+their gradients, in how many products XLA adds to a sum, how many sums depend on the order of threads, how many values of one layer are copied into an array of
 all layers, how many are cut out of one in the loop over microbatches, and the share of sums over devices that begin
 behind the backward pass of all layers.
 """
@@ -55,6 +55,15 @@ WAYS = {
         "training.sharding_strategy=shard_optimizer",
         "training.unroll_layers=true",
     ],
+    "accumulated, unrolled on 8 devices": [  # XLA splits the sum of a small product, and merges small ones
+        "plan.topology=h100:8",
+        "model.mesh_shape=[[8],[fsdp]]",
+        "training.gradient_accumulation_steps=4",
+        "training.sharding_strategy=shard_optimizer",
+        "training.unroll_layers=true",
+        "model.embed_dim=2048",
+        "model.mlp_dim=16384",
+    ],
     "accumulated by ZeRO 1": ["training.gradient_accumulation_steps=4", "training.sharding_strategy=shard_optimizer"],
 }
 CUT_OUT = r'= bf16\[1,[\d,]+\]\S* slice\(.*op_name="[^"]*/while/body/[^"]*blocks\)+/slice"'  # a layer's weight
@@ -104,6 +113,17 @@ def updates_of_sums(program: dict[str, list[Instruction]], shapes: set[tuple[int
     return found
 
 
+def layers_in_products(program: dict[str, list[Instruction]], shapes: set[tuple[int, ...]]) -> list[int]:
+    """Return how many products add to a float32 sum of one of these shapes, and how many other kernels write one."""
+    fusions = [each for name, lines in program.items() if name != "ENTRY" for each in lines if each.opcode == "fusion"]
+    inside = [
+        {other.opcode for other in program[each.called]}
+        for each in fusions
+        if each.type.startswith("f32") and tuple(each.dims) in shapes
+    ]
+    return [sum({"dot", "add"} <= opcodes for opcodes in inside), sum("dot" not in opcodes for opcodes in inside)]
+
+
 def share_behind_layers(program: dict[str, list[Instruction]], hlo: str) -> float:
     """Return the share of the bytes of all reduce-scatters in those that begin behind the last kernel of attention."""
     num_bytes = {each.name: each.num_bytes for each in read_collectives(hlo) if each.kind == "reduce-scatter"}
@@ -142,7 +162,8 @@ def main() -> None:
             "unordered": len(re.findall(UNORDERED, hlo)),
             "copied_into_stacks": len(re.findall(r'op_name="[^"]*blocks[^"]*dynamic_update_slice"', hlo)),
             "cut_out_in_loop": len(re.findall(CUT_OUT, hlo)),
-            "share_behind_layers": share_behind_layers(program, hlo) if "8 devices" in name else 0,
+            "share_behind_layers": share_behind_layers(program, hlo) if name == "unrolled on 8 devices" else 0,
+            "in_products": layers_in_products(program, {leaf.shape[1:] for leaf in blocks if leaf.ndim > 2}),
             "sums": updates_of_sums(program, {leaf.shape for leaf in blocks if leaf.ndim > 2}),
         }
         print(json.dumps({name: answer}), flush=True)

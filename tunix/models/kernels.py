@@ -395,6 +395,13 @@ def branches_are_cheap() -> bool:
     return device is not None and device.platform == "cpu"
 
 
+def products_add_to_sums() -> bool:
+    """Return whether XLA adds the float32 result of a product of 16-bit factors to a sum inside of the product, on the
+    mesh in use: on GPUs."""
+    device = mesh_device()
+    return device is not None and device.platform == "gpu"
+
+
 def has_product_library(*dtypes: Any) -> bool:
     """Return whether XLA's library on the mesh in use multiplies factors of these dtypes (models/cpu_library.py)."""
     device = mesh_device()

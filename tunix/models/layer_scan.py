@@ -15,9 +15,13 @@ unchanged. Such an array is a *slot*. It has the shape of the sums, nobody reads
 
 `GradientSums` has the slots of all stacks. A scan that takes a part of a stack, or a second scan over the same stack
 (models whose stacks take turns), hands the slot on to the next.
+
+The sums of unrolled layers may be lists, one array [...] for each layer. XLA's GPU compiler then adds inside of the
+kernel of the product, which gives float32: the gradient itself is never written.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -27,8 +31,9 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import get_opaque_trace_state
 from jax.sharding import PartitionSpec, get_abstract_mesh, reshard
 
+from tunix.models.kernels import products_add_to_sums
 from tunix.models.remat import Remat
-from tunix.sharding.arrays import bring_to
+from tunix.sharding.arrays import bring_to, map_on_devices
 from tunix.sharding.layout import Layout
 from tunix.sharding.table import Equation
 
@@ -51,15 +56,21 @@ def make_slots(sums: Any) -> Any:
     return jax.tree.map(make, sums)
 
 
-class GradientSums:
-    """Slots of stacked parameters, [L, ...] float32 in lists by the name of a stack; None where one is frozen."""
+# Of stacked parameters, in lists by the name of a stack: [L, ...] float32, or a list of L arrays [...]; None where a
+# parameter is frozen.
+Sums = dict[str, list[Any]]
 
-    def __init__(self, slots: dict[str, list[jax.Array | None]], is_last: bool):
+
+class GradientSums:
+    """Slots of stacked parameters."""
+
+    def __init__(self, slots: Sums, is_last: bool):
         """With `is_last` the sums are complete when a layer has added to them, and it sums them over replicas.
 
         It does so in the memory of the parts, so their type still says that each device has a part (`as_summed`).
         """
         self.slots, self.is_last = slots, is_last
+        self.by_layer = any(isinstance(slot, list) for stack in slots.values() for slot in stack)
         self.missed = False  # whether some layers left their gradients to autodiff
         self._trace = get_opaque_trace_state()
 
@@ -137,6 +148,7 @@ class GradientSlots:
 
     def __init__(self, sums: GradientSums | None, slices: Sequence[LayerSlice] = (), params: Sequence[Any] = ()):
         """`params` are trees of variables, one for each slice. Without `sums` there are no slots."""
+        self.by_layer = sums is not None and sums.by_layer  # the sums of a layer are arrays of their own
         self.sums, self.stacks = sums, list(dict.fromkeys(layer_slice.stack for layer_slice in slices))
         self.parts: list[tuple[str, int, LayerSlice]] = []  # of each parameter: the stack, its number there, the slice
         for layer_slice, tree in zip(slices, params, strict=True):
@@ -144,11 +156,11 @@ class GradientSlots:
             self.parts += [(layer_slice.stack, number, layer_slice) for number in range(count)]
         self.add_one: Callable[..., jax.Array] = add_in_place  # stages have a way of their own
 
-    def read(self) -> dict[str, list[jax.Array | None]]:
+    def read(self) -> Sums:
         """Return the slots of the stacks of this scan, arrays [L, ...] like their parameters."""
         return {} if self.sums is None else {name: self.sums.slots[name] for name in self.stacks}
 
-    def write(self, slots: dict[str, list[jax.Array | None]]) -> None:
+    def write(self, slots: Sums) -> None:
         """Hand the slots, arrays [L, ...], on to the next scan."""
         if self.sums is not None:
             self.sums.slots = self.sums.slots | slots
@@ -170,8 +182,46 @@ class GradientSlots:
         for (stack, index, layer_slice), gradient in zip(self.parts, gradients, strict=True):
             if (total := sums[stack][index]) is not None and gradient is not None:
                 layer = layer_slice.first + layer_slice.step * number
-                sums[stack][index] = self.add_one(total, gradient, layer, over_replicas)
+                if isinstance(total, list):
+                    sums[stack][index] = [*total[:layer], gradient, *total[layer + 1 :]]
+                else:
+                    sums[stack][index] = self.add_one(total, gradient, layer, over_replicas)
         return sums
+
+    def add_to_layer(self, sums: Sums, gradients: Sequence[jax.Array | None], number: int) -> list[jax.Array | None]:
+        """Return the sums [...] of layer `number` with its gradients added; `add` puts them in their place."""
+        added: list[jax.Array | None] = [None] * len(gradients)
+        for place, ((stack, index, layer_slice), gradient) in enumerate(zip(self.parts, gradients, strict=True)):
+            if gradient is not None:
+                total = sums[stack][index][layer_slice.first + layer_slice.step * number]
+                spec = jax.typeof(total).sharding.spec
+                arrays = total, bring_to(gradient, spec)
+                added[place] = map_on_devices(lambda total, more: total + more.astype(total.dtype), arrays, spec)
+        return added
+
+
+def gives_wide_gradients(params: Any, sums: GradientSums | None) -> bool:
+    """Return whether products give the gradients of trees of variables in float32, to be added to sums of one layer.
+
+    Not beside a quantized base: jax 0.10.2 refuses barriers of single arguments in a block with constants of its own.
+    """
+    variables = jax.tree.leaves(params, is_leaf=_is_variable)
+    is_quantized = any(each.get_metadata()["equation"].is_quantized for each in variables)
+    return sums is not None and sums.by_layer and products_add_to_sums() and not is_quantized
+
+
+def is_narrow(weight: jax.Array) -> bool:
+    """Return whether a weight [...] has fewer bits than the sum of its gradients."""
+    return weight.dtype != jnp.float32
+
+
+def scan_by_number(body: Callable[..., Any], carry: Any, each: Any) -> tuple[Any, Any]:
+    """Return what `jax.lax.scan` does backward over arrays [L, ...], as L pieces of program that know their number."""
+    results: list[Any] = []
+    for number in reversed(range(len(jax.tree.leaves(each)[0]))):
+        carry, result = body(carry, jax.tree.map(partial(jax.lax.index_in_dim, index=number, keepdims=False), each))
+        results.insert(0, result)
+    return carry, jax.tree.map(lambda *layers: jnp.stack(layers), *results)
 
 
 class SumOverReplicas(NamedTuple):
@@ -245,7 +295,7 @@ class Passes:
 
         With `unrolled` each layer is a piece of program of its own.
         """
-        self.unrolled = unrolled
+        self.unrolled, self.wide_gradients = unrolled, gives_wide_gradients(params, sums)
         weights = self.weights = self.WEIGHTS(layout, params)
         self.slices = GradientSlots(sums, slices, params if slices else ())
         self.run_block = weights.on_each_stage(
@@ -291,19 +341,32 @@ class Passes:
         def body(carry, each):
             flows, sums, number = carry
             listed, layer, vjp, d_results = each
-            local = self.weights.take(saved.params, listed)
+            local = self.as_gradients(self.weights.take(saved.params, listed))
             gradients, flows, d_values = saved.go_back(vjp, local, layer, flows, d_results)
+            if by_layer:
+                gradients = self.slices.add_to_layer(sums, gradients, number)
             gradients, flows = self.end_layer((gradients, flows))
             if not has_sums:
                 return (flows, sums, number - 1), (gradients, d_values)
             return (flows, self.slices.add(sums, gradients, number), number - 1), (None, d_values)
 
         has_sums = bool(sums)
-        first = saved.begin(d_x), sums, jnp.asarray(self.weights.count(saved.params) - 1)
+        last, by_layer = self.weights.count(saved.params) - 1, has_sums and self.slices.by_layer
+        first = saved.begin(d_x), sums, last if by_layer else jnp.asarray(last)
         each = self.weights.list_layers(saved.params), saved.layers, saved.vjps, d_results
-        (flows, sums, _), (gradients, d_values) = jax.lax.scan(body, first, each, reverse=True, unroll=self.unrolled)
+        scan = scan_by_number if by_layer else partial(jax.lax.scan, reverse=True, unroll=self.unrolled)
+        (flows, sums, _), (gradients, d_values) = scan(body, first, each)
         gradients = [None] * len(saved.params) if has_sums else self.weights.by_layer(gradients)
         return gradients, flows, d_values, sums
+
+    def as_gradients(self, local: list[jax.Array]) -> list[jax.Array]:
+        """Return the weights [...] of a layer; those that are trained in the dtype that their gradients shall have."""
+        if not self.wide_gradients:
+            return local
+        slots = self.slices.read()
+        is_trained = [slots[stack][index] is not None for stack, index, _ in self.slices.parts]
+        pairs = zip(local, is_trained, strict=True)
+        return [w.astype(jnp.float32) if trained and is_narrow(w) else w for w, trained in pairs]
 
     def end_layer(self, results: Any) -> Any:
         """Return what a layer hands on in the backward pass; none of it goes on before all of it is there.
@@ -340,7 +403,7 @@ class Passes:
         #     shared      one copy serves all layers
         def run_with_vjp(local, x, layer, shared):
             vjp: Any
-            (x, results), vjp = jax.vjp(self.run_block, local, x, layer, shared)
+            (x, results), vjp = jax.vjp(self.run_block, self.as_gradients(local), x, layer, shared)
             _, x_needed, _, _ = vjp.args_res
             vjp.args_res = [None, x_needed, None, None]
             return x, (results, vjp)
@@ -356,8 +419,8 @@ class Passes:
         d_x: jax.Array,
         d_results: Any,
         is_trained: Sequence[bool],
-        sums: dict[str, list[jax.Array | None]],
-    ) -> tuple[list[jax.Array | None], jax.Array, dict[str, list[jax.Array | None]]]:
+        sums: Sums,
+    ) -> tuple[list[jax.Array | None], jax.Array, Sums]:
         """Return the gradients of the parameters [L, ...], None for frozen ones, that of x [B, t, D], and the sums.
 
         `vjps` are those of `keep`. With `sums` the gradients of parameters are added to them, and are None.

@@ -42,7 +42,7 @@ from tunix.models.block import (
 )
 from tunix.models.experts import penalty_names
 from tunix.models.kernels import branches_are_cheap
-from tunix.models.layer_scan import LayerSlice, Passes, as_variables
+from tunix.models.layer_scan import LayerSlice, Passes, as_variables, gives_wide_gradients, is_narrow
 from tunix.models.layers import NO_SUMS, BlockSums, DropoutKey, Initializer, merge_layers, merge_runs
 from tunix.models.pipeline import run_stages
 from tunix.models.prefetch import PrefetchPasses
@@ -290,7 +290,10 @@ class Stacks:
         """Return passes over the layers at each place of a pattern, and the values of these layers."""
         params, values = zip(*layers, strict=True)
         params = tuple(as_variables(self.modules[name], each) for name, each in zip(pattern, params, strict=True))
-        block, layout = checkpoint_block(merge_blocks(blocks), self.remat), self.layout.inside_stage()
+        # Behind a barrier XLA would write a weight in float32, in place of a cast there and back that it leaves out.
+        wide = gives_wide_gradients(params, sums)
+        barriers = jax.tree.map(lambda w: not is_narrow(w), params) if wide else True
+        block, layout = checkpoint_block(merge_blocks(blocks), self.remat, barriers), self.layout.inside_stage()
         passes = PrefetchPasses if self.prefetch else Passes
         return passes(block, params, layout, sums, slices, self.remat.unrolled), values
 

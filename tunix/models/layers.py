@@ -260,12 +260,15 @@ class Matrix(nnx.Module):
             self.w = nnx.Param(quantized, equation=code_equation)
             self.w_scale = nnx.Param(scales, equation=scale_equation)
 
-    def gathered(self) -> jax.Array:
-        """Return the weight, of the shape `equation.w`, as the product takes it: gathered, and no longer quantized."""
+    def gathered(self, keep_dtype: bool = False) -> jax.Array:
+        """Return the weight, of the shape `equation.w`, as the product takes it: gathered, and no longer quantized.
+
+        With `keep_dtype` it may be in the dtype of its gradient (models/layer_scan.py).
+        """
         if self.product != "plain":
             return self.w[...]
         if self.qtype is None:
-            return self.layout.gather(self.w[...], self.equation)
+            return self.layout.gather(self.w[...], self.equation, keep_dtype)
         if jnp.issubdtype(self.w.dtype, jnp.floating):  # inference/gathered.py has made it a matrix already
             return self.w[...]
         # Codes travel, not matrices: these are bytes, and each device makes the matrix of what it gathered.
@@ -302,7 +305,10 @@ class Einsum(Matrix):
 
     def __call__(self, x: jax.Array, dropout_key: DropoutKey | None = None) -> jax.Array:
         """x -> y in the shapes of the equation; `dropout_key` is for the update, and None outside of training."""
-        kind, w = self.layout.block_matmul if self.product == "plain" else self.product, self.gathered()
+        kind = self.layout.block_matmul if self.product == "plain" else self.product
+        w = self.gathered(keep_dtype=kind == "plain")
+        if kind == "plain" and w.dtype != self.layout.compute:
+            kind = "wide_gradient"
         # Of a product and its update the sum alone is kept: the backward pass needs neither by itself.
         has_sum = self.lora is not None and self.lora.magnitude is None
         y = product(self.equation, x, w, self.layout, kind, None if has_sum else self.result_name)

@@ -131,6 +131,24 @@ def _plain(equation: Equation, x: jax.Array, w: jax.Array, spec: PartitionSpec) 
     return matrices.multiply(equation, x, w, spec)
 
 
+def _with_wide_gradient(equation: Equation, x: jax.Array, w: jax.Array, spec: PartitionSpec) -> jax.Array:
+    """Multiply in the dtype of x; the gradient of w has the wider dtype of w, in which products are summed anyway."""
+    w_spec = gradient_spec(jax.typeof(w).sharding.spec)
+
+    @jax.custom_vjp
+    def multiply(x, w):
+        return _plain(equation, x, w.astype(x.dtype), spec)
+
+    def backward(factors, gradient):
+        x, w = factors
+        (d_x,) = jax.vjp(lambda x: _plain(equation, x, w.astype(x.dtype), spec), x)[1](gradient)
+        text = f"{equation.x},{equation.y}->{equation.w}"
+        return d_x, jnp.einsum(text, x, gradient, preferred_element_type=w.dtype, out_sharding=w_spec)
+
+    multiply.defvjp(lambda x, w: (multiply(x, w), (x, w)), backward)
+    return multiply(x, w)
+
+
 class _Matrices(NamedTuple):
     """A product `x,w->y` as one of two matrices: [rows, summed] and [summed, out] or [out, summed]."""
 
@@ -249,6 +267,7 @@ class ProductKind(NamedTuple):
 
 MATMUL = {
     "plain": ProductKind(_plain),
+    "wide_gradient": ProductKind(_with_wide_gradient),
     "few_rows": ProductKind(_few_rows, Equation.summed_last, few_rows_on=("cpu",)),
     **{name: ProductKind(import_object(each.product)) for name, each in MATMUL_DTYPES.items()},
 }

@@ -103,15 +103,19 @@ def merge_blocks(blocks: Sequence[BlockFn]) -> BlockFn:
     return block
 
 
-def checkpoint_block(block: BlockFn, remat: Remat) -> BlockFn:
-    """Return the block as one whose backward pass computes again what the policy does not keep."""
+def checkpoint_block(block: BlockFn, remat: Remat, behind_barrier: Any = True) -> BlockFn:
+    """Return the block as one whose backward pass computes again what the policy does not keep.
+
+    `behind_barrier` says of each weight whether the second forward pass of unrolled layers takes it behind a barrier.
+    """
 
     def named(x, *remaining):
         return block(checkpoint_name(x, "input") if remat.on_host else x, *remaining)
 
+    barriers = remat.unrolled if behind_barrier is True else (True, behind_barrier, True, True)
     # In a scan XLA cannot merge the second forward pass with the first one, so the barriers that prevent this merge
     # would only stand in the way of other optimizations. In unrolled layers it would, and keep all values.
-    return jax.checkpoint(named, policy=make_policy(remat), prevent_cse=remat.unrolled)
+    return jax.checkpoint(named, policy=make_policy(remat), prevent_cse=barriers)
 
 
 def make_policy(remat: Remat) -> Policy:

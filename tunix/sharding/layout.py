@@ -290,16 +290,16 @@ class Layout:
     def _weight_axes(self, dim_name: str) -> tuple[str, ...]:
         return () if dim_name in self.unsplit else DIMS[dim_name].weight_axes
 
-    def gather(self, weight: jax.Array, equation: Equation) -> jax.Array:
-        """Return the weight, in the shape of `equation.w`, as a matrix product takes it; one that is gathered passes
-        as it is.
+    def gather(self, weight: jax.Array, equation: Equation, keep_dtype: bool = False) -> jax.Array:
+        """Return the weight, in the shape of `equation.w`, as a matrix product takes it. One that is gathered is cast
+        at most, and with `keep_dtype` passes as it is.
 
         The cast comes before the gather, so that half the bytes travel. The backward pass sums the gradient over
         devices and leaves each device its own shard.
         """
         remaining, dtype = jax.typeof(weight).sharding.spec, weight.dtype
         if remaining == self.in_use(equation):
-            return weight
+            return weight if keep_dtype or equation.is_quantized else weight.astype(self.use_dtype(equation))
 
         # Autodiff would sum the gradient in the dtype of products, and over all axes at once. The backward pass of our
         # own casts it to `reduce` first, and scatters it before the other axes sum it.

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec, auto_axes, get_abstract_mesh, reshard
 from tunix.data.batches import Batch, split_shared
 from tunix.models.layer_scan import GradientSums, as_summed, make_slots
 from tunix.models.layers import named
-from tunix.sharding.arrays import to_device_memory, to_host_memory
+from tunix.sharding.arrays import map_on_devices, to_device_memory, to_host_memory
 from tunix.sharding.table import Equation
 from tunix.training.ema import Copy, move_ema
 from tunix.training.logprobs import ROUTING, LossFn, Sums, add_up, report_sums
@@ -170,6 +170,11 @@ def make_train_step(
 # (`reduced`, `unreduced`) make a forgotten sum an error while tracing.
 
 
+def _of_layer(spec: PartitionSpec) -> PartitionSpec:
+    """Return where one layer [...] of a stack [L, ...] lies."""
+    return PartitionSpec(*spec.partitions[1:], reduced=spec.reduced, unreduced=spec.unreduced)
+
+
 @dataclass(frozen=True)
 class StepArrays:
     """Where weights and gradients are while a step runs (above), and the ways between."""
@@ -191,10 +196,17 @@ class StepArrays:
     def zeros(self, *, local_part: bool) -> Any:
         """Return zeros like the gradients of all trained weights, to add them up in."""
 
-        def of_weight(path: Any, weight: Weight) -> jax.Array:
-            return reshard(jnp.zeros(weight.shape), self.spec(path, weight, local_part=local_part))
+        def of_weight(path: Any, weight: Weight) -> Any:
+            spec = self.spec(path, weight, local_part=local_part)
+            if not local_part or not self._is_apart(weight) or path[0].key not in self.arch.model.stacks:
+                return reshard(jnp.zeros(weight.shape), spec)
+            return [reshard(jnp.zeros(weight.shape[1:]), _of_layer(spec)) for _ in range(weight.shape[0])]
 
         return jax.tree.map_with_path(of_weight, self.arch.trained_weights)
+
+    def _is_apart(self, weight: Weight) -> bool:
+        """Return whether each layer of a stack is an array of its own inside of the loop over microbatches."""
+        return self.unrolled and not self.in_blocks and weight.equation.is_stacked
 
     def list_layers(self, params: Any) -> Any:
         """Return the arrays of each weight for all microbatches: gathered, if blocks do not gather them.
@@ -205,8 +217,7 @@ class StepArrays:
         """
 
         def take_apart(weight: Weight, values: jax.Array) -> list[jax.Array]:
-            is_split = self.unrolled and not self.in_blocks and weight.equation.is_stacked
-            return [values[i : i + 1] for i in range(len(values))] if is_split else [values]
+            return [values[i : i + 1] for i in range(len(values))] if self._is_apart(weight) else [values]
 
         def gather_all(params):
             with jax.named_scope("gather"):
@@ -223,13 +234,16 @@ class StepArrays:
         )
 
     def sum_over_devices(self, grads: Any) -> Any:
-        """Return the sums of gradients of which each device has a part."""
+        """Return the sums of gradients of which each device has a part, a stack as one array."""
+
+        def sum_gradient(path: Any, weight: Weight, gradient: Any) -> jax.Array:
+            spec, sum_one = self.spec(path, weight, local_part=False), self.arch.layout.sum_gradient
+            if isinstance(gradient, list):
+                return jnp.stack([sum_one(each, _of_layer(spec)) for each in gradient])
+            return sum_one(gradient, spec)
+
         with jax.named_scope("reduce"):
-            return jax.tree.map_with_path(
-                lambda path, weight, g: self.arch.layout.sum_gradient(g, self.spec(path, weight, local_part=False)),
-                self.arch.trained_weights,
-                grads,
-            )
+            return jax.tree.map_with_path(sum_gradient, self.arch.trained_weights, grads)
 
 
 def make_gradients(
@@ -269,10 +283,20 @@ def make_gradients(
 
         missed: list[bool] = []  # whether layers left gradients to autodiff, for each trace
 
+        def is_sum(leaf):
+            return leaf is None or isinstance(leaf, list)
+
+        def lay_out_as_sum(gradient, total):
+            """Return a gradient as its sum is, which may be a list of layers."""
+            if not isinstance(total, list):
+                return gradient
+            spec, numbers = _of_layer(jax.typeof(gradient).sharding.spec), range(len(total))
+            return [map_on_devices(lambda g, n=n: g[n], (gradient,), spec) for n in numbers]
+
         def microbatch(total, inputs, is_last=False):
             # Layers add to the sums of stacks (models/layer_scan.py). Other gradients are added here, and so are those
             # of layers that are run in a way of their own.
-            stacks = {name: jax.tree.flatten(total[name], is_leaf=lambda leaf: leaf is None) for name in names}
+            stacks = {name: jax.tree.flatten(total[name], is_leaf=is_sum) for name in names}
             sums = {name: leaves for name, (leaves, _) in stacks.items()}
             weights = arrays.put_together(layers)
             rows = partial(objective, weights=weights, fields=inputs[0], seed=inputs[1], is_last=is_last)
@@ -280,7 +304,8 @@ def make_gradients(
             grads, sums = vjp((jnp.ones_like(value), sums))
             total = total | {name: jax.tree.unflatten(tree, sums[name]) for name, (_, tree) in stacks.items()}
             added = [name for name in total if missed[-1] or name not in names]
-            return total | {name: add_gradients(total[name], grads[name]) for name in added}, reported
+            more = {name: jax.tree.map(lay_out_as_sum, grads[name], total[name]) for name in added}
+            return total | {name: add_gradients(total[name], more[name]) for name in added}, reported
 
         def in_replicas(inputs):
             """Return gradients of several microbatches, which replicas sum in the last one."""
