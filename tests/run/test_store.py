@@ -241,6 +241,8 @@ def test_an_array_that_no_machine_has_is_damage(tmp_path, changed, reason):
         store.check(1)
     with pytest.raises(Damaged, match=r"w of shape|has shape \(1000000000000, 4\), not \(3, 4\)"):
         store.restore(1, state)
+    with pytest.raises(ValueError, match=f"params.{reason}$"):  # of an export of the state, with digests that fit
+        store.storage.read_arrays(1)
 
 
 def test_a_state_that_the_checkpoint_does_not_have_is_named(tmp_path, caplog):

@@ -160,10 +160,8 @@ class Folder:
 
     def read_arrays(self, step: int) -> dict[str, np.ndarray]:
         """Return all arrays of a checkpoint by their names, whole, in the shapes that `list_arrays` gives."""
-        handler, folder = ocp.PyTreeCheckpointHandler(), epath.Path(self.folder / str(step) / "state")
-        on_host = jax.tree.map(lambda leaf: ocp.RestoreArgs(restore_type=np.ndarray), handler.metadata(folder).tree)
-        state = handler.restore(folder, args=ocp.args.PyTreeRestore(restore_args=on_host))
-        return {name_array(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(state)}
+        state = _open_state(self.folder / str(step) / "state")
+        return {name: _read_array(state, name) for name in self.list_arrays(step)}
 
     def restore(self, step: int, abstract: Any) -> Any:
         return restore_arrays(partial(_open_array, _open_state(self.folder / str(step) / "state")), abstract)
@@ -256,11 +254,7 @@ def _read_arrays(folder: Path, share: int, num_shares: int) -> None:
         names = [name.decode() for name in state.list().result()]
         arrays = sorted(name.removesuffix("/.zarray") for name in names if name.endswith("/.zarray"))
         for name in arrays[share::num_shares]:
-            array = _open_array(state, name)
-            # More than there is cannot be read, and tensorstore would abort the process.
-            if (size := array.size * array.dtype.numpy_dtype.itemsize) > os.sysconf("SC_PHYS_PAGES") * PAGESIZE:
-                raise ValueError(f"{name} has {size:,} bytes, more than the memory of this machine")
-            array.read().result()
+            _read_array(state, name)
     except ValueError as error:
         raise Damaged(f"{folder} cannot be read: {first_line(error)[:300]}") from None
 
@@ -280,3 +274,11 @@ def _open_array(state: ts.KvStore, name: str) -> ts.TensorStore:
     if any(size > max(1, whole) for size, whole in zip(chunk, array.shape, strict=True)):
         raise ValueError(f"{name} of shape {array.shape} is in chunks of {chunk}")  # memory for a chunk is made first
     return array
+
+
+def _read_array(state: ts.KvStore, name: str) -> np.ndarray:
+    """Return a whole array; raises `ValueError` for more than there is memory: tensorstore would abort the process."""
+    array = _open_array(state, name)
+    if (size := array.size * array.dtype.numpy_dtype.itemsize) > os.sysconf("SC_PHYS_PAGES") * PAGESIZE:
+        raise ValueError(f"{name} has {size:,} bytes, more than the memory of this machine")
+    return np.asarray(array.read().result())
