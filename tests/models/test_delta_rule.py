@@ -76,8 +76,8 @@ def test_devices_that_share_rows_equal_one(num_devices):
     rng, (rows, length) = np.random.default_rng(0), SHARED_SEGMENTS.shape
     shapes = (KEYS, KEY_DIM), (KEYS, KEY_DIM), (VALUES, VALUE_DIM), (VALUES,), (VALUES,)
     q, k, v, decay, beta = (rng.normal(size=(rows, length, *shape)).astype(np.float32) for shape in shapes)
-    arrays = q, k, v, -np.abs(decay) / 4, jax.nn.sigmoid(beta)
-    runs, weights = number_runs(jnp.asarray(SHARED_SEGMENTS)), rng.normal(size=(7, rows, length, VALUES, VALUE_DIM))
+    arrays = q, k, v, -np.abs(decay) / 4, 1 / (1 + np.exp(-beta))
+    runs, weights = jax.jit(number_runs)(SHARED_SEGMENTS), rng.normal(size=(7, rows, length, VALUES, VALUE_DIM))
 
     def gradients(devices):
         spec = jax.P(None, "cp")
