@@ -9,8 +9,6 @@ import random
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +22,7 @@ import pytest
 import uvicorn
 from pydantic import ValidationError
 from support.devices import xla_flags
+from support.forks import start
 from support.harness import ROOT, errors, run_python
 from tokenizers import Tokenizer
 from tokenizers.decoders import Fuse
@@ -957,26 +956,27 @@ def test_settings_that_are_refused(hf_dir, monkeypatch):
 
 def test_the_command_ends_clean_on_sigterm_after_the_answers_that_run(hf_dir, tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TUNIX_API_KEY": KEY, "XLA_FLAGS": xla_flags(1)}
-    words = [sys.executable, "-m", "tunix", "serve", f"checkpoint={hf_dir}", "server.port=0", "max_new_tokens=40"]
-    with (tmp_path / "err").open("w") as err:
-        process = subprocess.Popen(words, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=err, text=True)
-        try:
-            line = process.stdout.readline()
-            url = line.split()[3]
-            assert line.startswith(f"serving {hf_dir.name} on http://127.0.0.1:")
-            own = openai.OpenAI(api_key=KEY, base_url=url, max_retries=0, timeout=120)
-            asked = {"model": hf_dir.name, "prompt": "a few", "seed": 1, "max_tokens": 40, "logit_bias": {}}
-            whole = own.completions.create(**asked).choices[0].text
-            stream = own.completions.create(**asked, stream=True)
-            first = next(stream).choices[0].text
-            process.send_signal(signal.SIGTERM)
-            assert first + "".join(each.choices[0].text for each in stream) == whole
-            assert process.wait(60) == 0
-            with pytest.raises(openai.APIConnectionError):
-                own.models.list()
-        finally:
-            process.kill()
-    assert KEY not in line + (tmp_path / "err").read_text()
+    words = ["-m", "tunix", "serve", f"checkpoint={hf_dir}", "server.port=0", "max_new_tokens=40"]
+    out, err = tmp_path / "out", tmp_path / "err"
+    process = start(words, tmp_path, environment, out, err)
+    try:
+        wait_until(lambda: out.read_text().endswith("\n") or process.poll() is not None)
+        line = out.read_text()
+        url = line.split()[3]
+        assert line.startswith(f"serving {hf_dir.name} on http://127.0.0.1:")
+        own = openai.OpenAI(api_key=KEY, base_url=url, max_retries=0, timeout=120)
+        asked = {"model": hf_dir.name, "prompt": "a few", "seed": 1, "max_tokens": 40, "logit_bias": {}}
+        whole = own.completions.create(**asked).choices[0].text
+        stream = own.completions.create(**asked, stream=True)
+        first = next(stream).choices[0].text
+        process.send_signal(signal.SIGTERM)
+        assert first + "".join(each.choices[0].text for each in stream) == whole
+        assert process.wait(60) == 0
+        with pytest.raises(openai.APIConnectionError):
+            own.models.list()
+    finally:
+        process.kill()
+    assert KEY not in out.read_text() + err.read_text()
 
 
 def test_sigterm_ends_a_server_that_still_loads_its_model(hf_dir, monkeypatch):
