@@ -45,7 +45,8 @@ _merged: dict[Any, bytes] = {}  # the files merged, pickled, by the chosen files
 _sections: dict[Any, bytes] = {}  # the files of one section merged, pickled, by these files
 _overrides: dict[str, Override] = {}  # by the word
 _files: dict[str, bytes] = {}  # the content of a file with its list of defaults, pickled, by the path below conf/
-_load_file = ConfigRepository.load_config
+_groups: dict[str, bool] = {}  # whether it is a folder of choices, by the path below conf/
+_load_file, _find_group = ConfigRepository.load_config, ConfigRepository.group_exists
 _parse = OverridesParser.parse_rule
 _list_all_choices = defaults_list._create_interpolation_map
 _make_list, _merge = config_loader_impl.create_defaults_list, ConfigLoaderImpl._compose_config_from_defaults_list
@@ -57,6 +58,8 @@ def remember() -> None:
     ConfigLoaderImpl._compose_config_from_defaults_list = _remember_merged
     defaults_list._create_interpolation_map = _list_choices
     ConfigRepository.load_config = _remember_file
+    ConfigRepository.group_exists = _remember_group
+    ConfigRepository.__deepcopy__ = _copy_repository
     OverridesParser.parse_rule = _remember_override
     # `OmegaConf.load` imports it when it is called.
     omegaconf._utils.get_yaml_loader = cache(_make_loader)
@@ -78,6 +81,19 @@ def _remember_file(self: ConfigRepository, config_path: str) -> Any:
             return loaded
         _files[config_path] = pickle.dumps(loaded)
     return pickle.loads(_files[config_path])
+
+
+def _remember_group(self: ConfigRepository, config_path: str) -> bool:
+    if not _reads_own_files(self):
+        return _find_group(self, config_path)
+    if config_path not in _groups:
+        _groups[config_path] = _find_group(self, config_path)
+    return _groups[config_path]
+
+
+def _copy_repository(self: ConfigRepository, memo: Any) -> ConfigRepository:
+    """Return a copy for one config. Hydra gives it other sources, and copies what it reads: no source need be copied."""
+    return copy.copy(self)
 
 
 def _remember_list(

@@ -209,10 +209,13 @@ def fill_from_adapter(model: dict[Any, Any]) -> None:
         lora[key] = value
 
 
+TASK: TypeAdapter[AnyTask] = TypeAdapter(AnyTask)  # made once: that takes longer than to check a task
+
+
 def fill_labels(values: dict[Any, Any]) -> None:
     """Give the model the labels of its task, where it has none yet, or as many that nobody has named."""
     try:
-        wanted = TypeAdapter(AnyTask).validate_python(values["task"]).output_labels
+        wanted = TASK.validate_python(values["task"]).output_labels
     except ValidationError:  # the check of the whole config says what is wrong
         return
     found = values["model"].get("labels")
