@@ -2,7 +2,7 @@
 
 import jax
 import pytest
-from support.harness import SGD, Program, batch, program
+from support.harness import Program, batch, program
 
 from tunix.costs.hlo import read_collectives
 from tunix.training.choices import select
@@ -16,13 +16,13 @@ WORDS = (
 
 @pytest.fixture(scope="module")
 def ahead() -> Program:
-    return program(*WORDS, *SGD, "training.overlap=prefetch")
+    return program(*WORDS, "training.overlap=prefetch")
 
 
 @pytest.mark.nightly
 def test_the_numbers_are_those_of_a_plain_scan(ahead):
     data = batch(sequences=4 * MICROBATCHES, microbatches=MICROBATCHES)
-    plain = program(*WORDS, *SGD, "training.overlap=none")
+    plain = program(*WORDS, "training.overlap=none")
     for expected, metrics in zip(plain.run(data, 2), ahead.run(data, 2), strict=True):
         assert metrics == pytest.approx(expected, rel=1e-5)
 
