@@ -255,6 +255,8 @@ class _Answer:
         """Take what was drawn, and return the text that may be sent, and that of the thought."""
         if piece.finish == "error":
             raise ApiError(500, "the engine failed while it drew this answer; its log says why")
+        if any(map(math.isnan, piece.log_probs)):
+            raise ApiError(500, "the scores of tokens are NaN: weights are not finite, or numbers overflow")
         own = len(piece.tokens) - (piece.finish == "stop")
         self.tokens += piece.tokens[:own]
         self.stop_token = piece.tokens[own:]

@@ -691,6 +691,13 @@ def test_a_deadline_and_a_broken_engine_end_requests_and_not_the_server(model, h
         assert post(port, json.dumps({"prompt": "a few", "max_tokens": 3}))[0] == 200
 
 
+def test_answers_of_weights_that_are_not_finite_are_errors(model):
+    answer = _Answer(0, [5], AnswerText(model.tokenizer, []), None, None)
+    with pytest.raises(ApiError, match="NaN") as error:
+        answer.take(Piece(0, [7, 0], [-1.0, float("nan")], None))
+    assert error.value.status == 500
+
+
 def test_scores_have_the_limits_of_answers_and_others_draw_between_them(model, hf_dir):
     body = json.dumps({"prompt": "a few words", "echo": True, "max_tokens": 0, "logprobs": 1})
     with serving(model, hf_dir, "server.max_waiting=2") as (app, port), ThreadPoolExecutor() as pool:
