@@ -7,8 +7,7 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from tunix.base.config_types import list_options, read_descriptions
-from tunix.base.dotted_path import Choices
+from tunix.base.config_types import Choices, list_options, read_descriptions
 from tunix.config import Config, Section
 from tunix.config.compose import compose
 from tunix.config.mistakes import find_tag, find_tag_key, list_sections

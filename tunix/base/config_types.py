@@ -5,14 +5,17 @@ import inspect
 import re
 import sys
 import tomllib
+from collections.abc import Collection
 from functools import cache
 from importlib import metadata
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
+from tunix.base.dotted_path import import_object, is_dotted, suggest_colon
+from tunix.base.errors import did_you_mean
 from tunix.base.files import is_plain
 
 # The folder that holds the values of all keys.
@@ -81,6 +84,36 @@ Flag = Annotated[bool, Field(strict=True)]
 ProjectName = Annotated[str, AfterValidator(_plain)]
 RunName = Annotated[str, AfterValidator(_one_line)]
 Regex = Annotated[str, AfterValidator(_regex)]
+
+
+def _check_path(path: str, kind: type | None = None) -> str:
+    import_object(path, kind)
+    return path
+
+
+DottedPath = Annotated[str, AfterValidator(lambda path: _check_path(path))]
+# A name that is looked up later, in a table whose module imports jax; a dotted path is imported at once.
+NameOrPath = Annotated[str, AfterValidator(lambda name: _check_path(name) if is_dotted(name) else name)]
+
+
+class Choices(NamedTuple):
+    """Mark of a type: names that it takes, for the page of keys."""
+
+    names: tuple[str, ...]
+
+
+def entry_of(table: Collection[str], kind: type | None = None) -> Any:
+    """Return the type of a key that takes the name of an entry of the table, or a dotted path (to a `kind`)."""
+
+    def check(name: str) -> str:
+        if is_dotted(name):
+            return _check_path(name, kind)
+        if name not in table:
+            hint = suggest_colon(name) or did_you_mean(name, list(table))
+            raise ValueError(f"expected one of {', '.join(table)}, or package.module:name{hint}")
+        return name
+
+    return Annotated[str, AfterValidator(check), Choices(tuple(table))]
 
 
 class Section(BaseModel):

@@ -1,4 +1,4 @@
-"""Objects that a user brings, named by a dotted path: `package.module:name`. Imports no jax."""
+"""Objects that a user brings, named by a dotted path: `package.module:name`. Imports neither jax nor pydantic."""
 
 import importlib
 import inspect
@@ -7,11 +7,9 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Annotated, Any, NamedTuple
-
-from pydantic import AfterValidator
+from typing import Any
 
 from tunix.base.errors import UserError, did_you_mean, name_error
 
@@ -55,36 +53,6 @@ def suggest_colon(path: str) -> str:
     """Return a hint for `package.module.name`, which has a point in the place of the colon."""
     module, point, name = path.rpartition(".")
     return f"; did you mean {module}:{name}?" if point and ":" not in path and name.isidentifier() else ""
-
-
-def _check(path: str, kind: type | None = None) -> str:
-    import_object(path, kind)
-    return path
-
-
-DottedPath = Annotated[str, AfterValidator(lambda path: _check(path))]
-# A name that is looked up later, in a table whose module imports jax; a dotted path is imported at once.
-NameOrPath = Annotated[str, AfterValidator(lambda name: _check(name) if is_dotted(name) else name)]
-
-
-class Choices(NamedTuple):
-    """Mark of a type: names that it takes, for the page of keys."""
-
-    names: tuple[str, ...]
-
-
-def entry_of(table: Collection[str], kind: type | None = None) -> Any:
-    """Return the type of a key that takes the name of an entry of the table, or a dotted path (to a `kind`)."""
-
-    def check(name: str) -> str:
-        if is_dotted(name):
-            return _check(name, kind)
-        if name not in table:
-            hint = suggest_colon(name) or did_you_mean(name, list(table))
-            raise ValueError(f"expected one of {', '.join(table)}, or package.module:name{hint}")
-        return name
-
-    return Annotated[str, AfterValidator(check), Choices(tuple(table))]
 
 
 def is_dotted(name: str) -> bool:

@@ -8,8 +8,18 @@ from typing import Annotated, Any, ClassVar, Literal
 from omegaconf import OmegaConf
 from pydantic import BeforeValidator, Field, SecretStr, model_validator
 
-from tunix.base.config_types import CONF, Count, CountOrZero, Flag, Positive, Section, Seed, Share, Temperature
-from tunix.base.dotted_path import entry_of
+from tunix.base.config_types import (
+    CONF,
+    Count,
+    CountOrZero,
+    Flag,
+    Positive,
+    Section,
+    Seed,
+    Share,
+    Temperature,
+    entry_of,
+)
 from tunix.config.model import MeshShape
 from tunix.config.rewards import RewardTerms
 from tunix.config.task import Decoding, Guessing

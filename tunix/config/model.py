@@ -4,8 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from tunix.base.config_types import Count, Flag, Positive, Regex, Section
-from tunix.base.dotted_path import entry_of
+from tunix.base.config_types import Count, Flag, Positive, Regex, Section, entry_of
 from tunix.config.layers import (
     AnyMlp,
     ExpertsMlp,

@@ -10,8 +10,7 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
 
-from tunix.base.config_types import Count, Positive, PositiveOrZero, Section
-from tunix.base.dotted_path import entry_of
+from tunix.base.config_types import Count, Positive, PositiveOrZero, Section, entry_of
 from tunix.rl.table import REWARDS
 
 JUDGE_PROMPT = """You grade an answer to a question.

@@ -5,8 +5,17 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator, model_validator
 
 from tunix.base.buckets import BUCKETS, is_address, is_bucket
-from tunix.base.config_types import Count, CountOrZero, Flag, Positive, PositiveOrZero, Section, Share, Temperature
-from tunix.base.dotted_path import entry_of
+from tunix.base.config_types import (
+    Count,
+    CountOrZero,
+    Flag,
+    Positive,
+    PositiveOrZero,
+    Section,
+    Share,
+    Temperature,
+    entry_of,
+)
 from tunix.base.files import expand_home
 from tunix.config.task import Sampling
 from tunix.data.sources import AnySource

@@ -4,8 +4,18 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, get_args
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from tunix.base.config_types import Count, CountOrZero, Flag, Positive, PositiveOrZero, Section, Share, Temperature
-from tunix.base.dotted_path import NameOrPath, entry_of
+from tunix.base.config_types import (
+    Count,
+    CountOrZero,
+    Flag,
+    NameOrPath,
+    Positive,
+    PositiveOrZero,
+    Section,
+    Share,
+    Temperature,
+    entry_of,
+)
 from tunix.base.errors import UserError, near_multiples
 from tunix.config.rewards import JudgeTerm, ModelTerm, RewardTerms
 from tunix.rl.environments import describe_tools, gives_reward

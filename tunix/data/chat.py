@@ -77,7 +77,7 @@ JOIN_PARTS = (
 class GenerationBlock(Extension):
     """The block `{% generation %}...{% endgeneration %}`, with which a template marks answers: its body is rendered.
 
-    transformers reads from it which tokens are learnt. Here `ChatTemplate.cut_answers` finds answers in any template.
+    transformers reads from it which tokens are learnt. Here `ChatTemplate.split_answers` finds answers in any template.
     """
 
     tags = {"generation"}  # noqa: RUF012 (jinja2 has it as an attribute of the object)

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 from pydantic import Field
 
 from tunix.base.buckets import is_address, mirror
-from tunix.base.config_types import Count, CountOrZero, Flag, Seed, Share
-from tunix.base.dotted_path import DottedPath, blame_user, import_object
+from tunix.base.config_types import Count, CountOrZero, DottedPath, Flag, Seed, Share
+from tunix.base.dotted_path import blame_user, import_object
 from tunix.base.errors import UserError, did_you_mean, first_line
 from tunix.base.files import read_json
 from tunix.data.files import (

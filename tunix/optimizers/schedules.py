@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from pydantic import model_validator
 
-from tunix.base.config_types import CountOrZero, Section, Share
-from tunix.base.dotted_path import blame_user, entry_of, import_object, is_dotted
+from tunix.base.config_types import CountOrZero, Section, Share, entry_of
+from tunix.base.dotted_path import blame_user, import_object, is_dotted
 
 
 class Phases(NamedTuple):

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 
 from pydantic import Field, model_validator
 
-from tunix.base.config_types import Count, Flag, Positive, PositiveOrZero, Regex, Section, Share
-from tunix.base.dotted_path import DottedPath, blame_user, import_object
+from tunix.base.config_types import Count, DottedPath, Flag, Positive, PositiveOrZero, Regex, Section, Share
+from tunix.base.dotted_path import blame_user, import_object
 
 if TYPE_CHECKING:
     from optax import GradientTransformation

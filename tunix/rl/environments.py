@@ -23,8 +23,6 @@ import typing
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from pydantic import TypeAdapter
-
 from tunix.base.dotted_path import describe_value, import_object, is_dotted, select_named
 from tunix.base.errors import UserError
 from tunix.rl.tool_parsers import Call, find_reader, keep_texts
@@ -200,6 +198,8 @@ def describe_tools(kind: type) -> list[dict[str, Any]]:
 
 
 def _describe_tool(name: str, method: Callable[..., Any]) -> dict[str, Any]:
+    from pydantic import TypeAdapter  # here: processes of environments need none, and begin a third sooner
+
     text = inspect.getdoc(method) or ""
     descriptions, types = _read_arguments(text), typing.get_type_hints(method)
     properties, required = {}, []
