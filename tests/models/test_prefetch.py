@@ -5,6 +5,7 @@ import pytest
 from support.harness import batch, program
 
 from tunix.base.errors import UserError
+from tunix.models import layer_scan
 from tunix.training.choices import keep_known_options
 from tunix.training.loss import find_loss_kind
 
@@ -78,6 +79,21 @@ def test_unrolled_layers_compute_the_same_numbers(words):
     data = batch(sequences=shape.num_sequences, microbatches=shape.num_microbatches)
     for expected, metrics in zip(rolled.run(data, 2), unrolled.run(data, 2), strict=True):
         assert metrics == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("updates", [[], ["model.lora.rank=2"]], ids=["all weights", "LoRA"])
+def test_gradients_that_products_add_to_their_sums_are_those_of_the_cpu(updates, monkeypatch):
+    """What unrolled layers do on GPUs, run on CPUs: gradients are not rounded to 16 bits, and all else is the same."""
+    words = ["model.mesh_shape=[[4,2],[fsdp,tp]]", "training.sharding_strategy=shard_optimizer", *updates]
+    words += ["training.gradient_accumulation_steps=2", "training.unroll_layers=true", "training.mixed_precision=bf16"]
+    rounded, asked = program(*words), []
+    data = batch(sequences=rounded.cfg.training.batch_shape(rounded.mesh.shape).num_sequences, microbatches=2)
+    expected = rounded.run(data, 2)
+    monkeypatch.setattr(layer_scan, "products_add_to_sums", lambda: asked.append(True) or True)
+    for before, metrics in zip(expected, program(*words).run(data, 2), strict=True):
+        assert metrics == pytest.approx(before, rel=2e-3)
+    assert asked
 
 
 def kept_shapes(*words: str) -> list[tuple[int, ...]]:
