@@ -524,9 +524,10 @@ def make_pipelined_gradients(
             ticks = lanes.follow(jnp.arange(begin, end), (carry.forth, carry.back, carry.entries))
             carry, _ = jax.lax.scan(tick, carry, ticks)
 
-        sums, d_outer = carry.sums, carry.d_outer
+        sums, d_outer, d_blocks = carry.sums, carry.d_outer, carry.d_blocks
         if first is not None and carry.entries is not None:
             d_outer, d_first = first.backward(outer, before, carry.entries, d_outer, d_first)
+            d_blocks = lanes.follow(d_blocks, (d_outer, d_first))
         of_stages = chunks.in_order(merge_stages(jax.tree.map(chunks.merge_stage, carry.of_layers)))
         # Heads of the layers before the stages are still split over tp.
         of_first = jax.tree.map(lambda x: reshard(x, PartitionSpec()), of_first)
@@ -536,7 +537,7 @@ def make_pipelined_gradients(
         if of_layers.head_scores is not None:
             sums = sums | {HEAD_SCORES: Max(of_layers.head_scores)}
         with jax.named_scope("reduce"):
-            d_blocks = jax.tree.map(chunks.merge_stage, carry.d_blocks)
+            d_blocks = jax.tree.map(chunks.merge_stage, d_blocks)
             grads = jax.tree.map_with_path(
                 zeros_like.sum_over_devices, d_outer | d_first | d_blocks, arch.trained_weights
             )
