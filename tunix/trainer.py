@@ -526,7 +526,7 @@ class Loop:
             self.step_log.record_start(step, scalars, numbers)
             self._trace(step, train_step)
             if step < last and step != self.setup.cfg.training.hard_stop:  # no rollout that nobody would learn from
-                check_time_limit(self._record_moment(step))
+                check_time_limit(self._make_moment(step))
                 # A source gives up when it is asked to stop, or fails: the run ends below, after this step.
                 try:
                     batch, numbers = self._next_batch()
@@ -584,7 +584,7 @@ class Loop:
                 self.trace.at(step, self.progress.state, train_step)
             self.step_log.restart_clock()
 
-    def _record_moment(self, step: int) -> Moment:
+    def _make_moment(self, step: int) -> Moment:
         """Return the run after a step, as reasons to end it see it."""
         cfg, progress, elapsed_s = self.setup.cfg, self.progress, time.monotonic() - self.start_time
         line = self.step_log.last
@@ -601,7 +601,7 @@ class Loop:
         if save_now or evaluate_now:
             self.step_log.finish()  # their time is not that of a step
         begin = time.perf_counter()
-        ending = find_ending(self._record_moment(step), REASONS)
+        ending = find_ending(self._make_moment(step), REASONS)
         if ending and not ending.saves:  # the state is not worth a checkpoint: its loss is not finite, for example
             raise ending
         if not ending:
@@ -614,7 +614,7 @@ class Loop:
                 progress.improvement, reasons = replace(progress.improvement, is_due=True), [*REASONS, *PLANNED]
                 if isinstance(error, RolloutFailed):
                     progress.failure = error
-            ending = find_ending(self._record_moment(step), reasons)
+            ending = find_ending(self._make_moment(step), reasons)
         elif evaluate_now:
             progress.improvement = replace(progress.improvement, is_due=True)
         if save_now or ending:

@@ -235,6 +235,12 @@ def mesh_device() -> AbstractDevice | None:
     return jax.sharding.get_abstract_mesh().abstract_device
 
 
+def mesh_platform() -> str | None:
+    """Return the platform of the devices of the mesh in use, cpu or gpu; None if the mesh has no devices."""
+    device = mesh_device()
+    return None if device is None else device.platform
+
+
 def find_kernel(name: str) -> Any:
     """Return the kernel of attention with this key of `KERNELS` or dotted path."""
     return import_object(KERNELS.get(name, name))
@@ -391,19 +397,16 @@ def _check_page_kernel(model: Model, dtype: str, device: AbstractDevice | None) 
 
 def branches_are_cheap() -> bool:
     """Return whether a program on the mesh in use may branch in each layer: on a GPU, a branch waits for the host."""
-    device = mesh_device()
-    return device is not None and device.platform == "cpu"
+    return mesh_platform() == "cpu"
 
 
 def products_add_to_sums() -> bool:
     """Return whether XLA adds the float32 result of a product of 16-bit factors to a sum inside of the product, on the
     mesh in use: on GPUs."""
-    device = mesh_device()
-    return device is not None and device.platform == "gpu"
+    return mesh_platform() == "gpu"
 
 
 def has_product_library(*dtypes: Any) -> bool:
     """Return whether XLA's library on the mesh in use multiplies factors of these dtypes (models/cpu_library.py)."""
-    device = mesh_device()
-    on_cpu = device is not None and device.platform == "cpu"
-    return on_cpu and all(dtype in ("bfloat16", "float32") for dtype in dtypes) and len(set(dtypes)) == 1
+    has_routine = all(dtype in ("bfloat16", "float32") for dtype in dtypes) and len(set(dtypes)) == 1
+    return has_routine and mesh_platform() == "cpu"

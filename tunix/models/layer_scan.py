@@ -91,6 +91,10 @@ class LayerSlice(NamedTuple):
     first: int
     step: int
 
+    def layer(self, number: Any) -> Any:
+        """Return the number in the stack of layer `number` of the scan: an int, or an int32 scalar as `number` is."""
+        return self.first + self.step * number
+
 
 def as_variables(module: nnx.Module, values: Any) -> Any:
     """Return values of the parameters of a module as its variables, which know their equations."""
@@ -181,7 +185,7 @@ class GradientSlots:
             over_replicas = None
         for (stack, index, layer_slice), gradient in zip(self.parts, gradients, strict=True):
             if (total := sums[stack][index]) is not None and gradient is not None:
-                layer = layer_slice.first + layer_slice.step * number
+                layer = layer_slice.layer(number)
                 if isinstance(total, list):
                     sums[stack][index] = [*total[:layer], gradient, *total[layer + 1 :]]
                 else:
@@ -193,7 +197,7 @@ class GradientSlots:
         added: list[jax.Array | None] = [None] * len(gradients)
         for place, ((stack, index, layer_slice), gradient) in enumerate(zip(self.parts, gradients, strict=True)):
             if gradient is not None:
-                total = sums[stack][index][layer_slice.first + layer_slice.step * number]
+                total = sums[stack][index][layer_slice.layer(number)]
                 spec = jax.typeof(total).sharding.spec
                 arrays = total, bring_to(gradient, spec)
                 added[place] = map_on_devices(lambda total, more: total + more.astype(total.dtype), arrays, spec)

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec, reshard
 
 from tunix.config import Model
 from tunix.config.vision import TOWER
-from tunix.models.kernels import mesh_device
+from tunix.models.kernels import mesh_platform
 from tunix.models.lora import LowRank
 from tunix.models.matmul import product
 from tunix.models.quantized import dequantize, quantize
@@ -429,8 +429,7 @@ def look_up(table: jax.Array, numbers: jax.Array, spec: PartitionSpec) -> jax.Ar
         table, numbers = residuals
         return sum_by_number(gradient, numbers, jax.typeof(table)), None
 
-    device = mesh_device()
-    if device is None or device.platform != "gpu":
+    if mesh_platform() != "gpu":
         return rows_of(table, numbers)
     on_gpu = jax.custom_vjp(rows_of)
     on_gpu.defvjp(lambda table, numbers: (rows_of(table, numbers), (table, numbers)), backward)

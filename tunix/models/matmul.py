@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, PartitionSpec, reshard
 
 from tunix.base.dotted_path import import_object
 from tunix.models import cpu_library
-from tunix.models.kernels import mesh_device
+from tunix.models.kernels import mesh_platform
 from tunix.models.table import GROUPED, MATMUL_DTYPES
 from tunix.sharding.arrays import vary_alike
 from tunix.sharding.layout import Layout, gradient_spec
@@ -275,8 +275,8 @@ MATMUL = {
 
 def product_of_few_rows() -> str:
     """Return the key of `MATMUL` that is fastest for few rows of x, on the devices of the mesh in use."""
-    device = mesh_device()
-    fitting = [name for name, kind in MATMUL.items() if device is not None and device.platform in kind.few_rows_on]
+    platform = mesh_platform()
+    fitting = [name for name, kind in MATMUL.items() if platform in kind.few_rows_on]
     return fitting[0] if fitting else "plain"
 
 

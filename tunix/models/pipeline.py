@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec, get_abstract_mesh, reshard
 
-from tunix.models.kernels import mesh_device
+from tunix.models.kernels import mesh_platform
 from tunix.sharding.arrays import bring_to
 from tunix.sharding.layout import Layout
 from tunix.sharding.mesh import count_devices
@@ -215,8 +215,7 @@ class Lanes:
         On CPUs (jaxlib 0.10.2) a loop goes on while operations behind it begin, if they take nothing that it gives.
         Then devices reach the collectives of both in different orders, and wait for one another for ever.
         """
-        device = mesh_device()
-        if device is None or device.platform != "cpu":
+        if mesh_platform() != "cpu":
             return tree
 
         def on_each_device(leaves: list[jax.Array], earlier: list[jax.Array]) -> list[jax.Array]:
