@@ -57,6 +57,20 @@ def test_seconds_over_two_starts(tmp_path):
     assert (again.record(2)["lost_steps_s"], again.record(2)["train_s"]) == (10, 4)
 
 
+def test_a_clock_that_is_set_back(monkeypatch, tmp_path):
+    """By an hour while the run trains: NTP sets a clock that was wrong."""
+    goodput, now = Goodput(elapsed_s=60.0), time.time
+    monkeypatch.setattr(time, "time", lambda: now() - 3600)
+    goodput.end_start()
+    found = goodput.record(2)
+    assert (found["start_s"], found["total_s"]) == (pytest.approx(60, abs=1), pytest.approx(60, abs=1))
+    assert describe(found) == "0% (start 100%)"
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(found) + "\n")
+    second = Goodput(elapsed_s=60.0)
+    second.go_on(tmp_path / "metrics.jsonl", step=2)
+    assert second.record(2)["total_s"] == pytest.approx(120, abs=1)
+
+
 @pytest.mark.nightly
 def test_a_run_that_goes_on(tmp_path, monkeypatch, corpus):
     monkeypatch.chdir(tmp_path)

@@ -31,6 +31,9 @@ class Goodput:
     def __init__(self, elapsed_s: float):
         """`elapsed_s` are the seconds since this program began."""
         self.started_at = self.began_at = time.time() - elapsed_s  # of this start, and of the run
+        self.before_s = 0.0  # from the begin of the run to this start
+        # A clock that is set while the run trains would give negative seconds: those of this start are counted without.
+        self.start_time = time.monotonic() - elapsed_s
         self.seconds = dict.fromkeys(("train", *COUNTED), 0.0)
 
     def go_on(self, file: Path, step: int) -> None:
@@ -59,8 +62,10 @@ class Goodput:
             self.seconds["data"] -= line["data_wait_s"]
             self.seconds["lost_steps"] += line["step_time_s"]
         self.began_at = latest["began_at"]
-        last_sign = latest["began_at"] + latest["total_s"] + sum(line["step_time_s"] for line in behind)
-        self.seconds["stops"] += max(0.0, self.started_at - last_sign)
+        until_last_sign_s = latest["total_s"] + sum(line["step_time_s"] for line in behind)
+        stop_s = max(0.0, self.started_at - self.began_at - until_last_sign_s)
+        self.seconds["stops"] += stop_s
+        self.before_s = until_last_sign_s + stop_s
 
     def record_step(self, line: dict[str, Any]) -> None:
         """Count a step of this start by its line of metrics.jsonl."""
@@ -69,7 +74,7 @@ class Goodput:
 
     def end_start(self) -> None:
         """Count the time since the program began as its start."""
-        self.seconds["start"] += time.time() - self.started_at
+        self.seconds["start"] += time.monotonic() - self.start_time
 
     @contextmanager
     def count(self, name: str) -> Iterator[None]:
@@ -82,7 +87,7 @@ class Goodput:
 
     def record(self, step: int) -> dict[str, Any]:
         """Return the line of metrics.jsonl after `step`."""
-        total = time.time() - self.began_at
+        total = self.before_s + time.monotonic() - self.start_time
         seconds = {f"{name}_s": value for name, value in self.seconds.items()}
         other = max(0.0, total - sum(seconds.values()))
         share = min(1.0, max(0.0, self.seconds["train"] / max(total, 1e-9)))
