@@ -11,7 +11,8 @@ import tempfile
 import threading
 import time
 import urllib.request
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from importlib.util import find_spec
 from io import BytesIO
@@ -288,6 +289,18 @@ def _url(logging: dict[str, Any]) -> str:
     return logging["webhook"]["url"] or os.environ.get(VARIABLE, "")
 
 
+@contextmanager
+def _listening(keys: dict[str, Any]) -> Iterator[None]:
+    """Raise `UserError` where the block cannot listen on the port of these keys."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"logging.prometheus.port={keys['port']} of host {keys['host']} cannot be listened on: "
+            f"{error.strerror or error}; take another"
+        ) from None
+
+
 class Prometheus(Sink):
     """The newest numbers as gauges, `tunix_train_loss`, that Prometheus fetches from http://HOST:PORT/metrics."""
 
@@ -299,14 +312,8 @@ class Prometheus(Sink):
             raise UserError("logging.sinks=prometheus needs a package: pip install 'tunix-trainer[serve]'")
         if keys["port"] is None:
             raise UserError("logging.sinks=prometheus needs a port: set logging.prometheus.port=9400")
-        try:
-            with socket.create_server((keys["host"], keys["port"])):
-                pass
-        except OSError as error:
-            raise UserError(
-                f"logging.prometheus.port={keys['port']} of host {keys['host']} cannot be listened on: "
-                f"{error.strerror or error}; take another"
-            ) from None
+        with _listening(keys), socket.create_server((keys["host"], keys["port"])):
+            pass
 
     def __init__(self, start: Start):
         from prometheus_client import CollectorRegistry, Gauge, start_http_server
@@ -315,7 +322,8 @@ class Prometheus(Sink):
         self.gauge, self.registry, self.gauges = Gauge, CollectorRegistry(), dict[str, Any]()
         self.labels = {"run": str(config["run_name"] or start.folder.name), "project": str(config["project_name"])}
         keys = config["logging"]["prometheus"]
-        self.server, _ = start_http_server(keys["port"], keys["host"], self.registry)
+        with _listening(keys):  # another run may have taken the port since `check`
+            self.server, _ = start_http_server(keys["port"], keys["host"], self.registry)
         self._set("last_step", start.last_step)
 
     def _set(self, name: str, value: float) -> None:
