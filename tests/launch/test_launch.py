@@ -331,7 +331,10 @@ def test_nothing_is_left_when_the_launcher_is_killed(tmp_path):
 def test_modules_and_programs(tmp_path):
     code, out, _ = ended(launch("--nprocs=2", "-m", "platform", cwd=tmp_path))
     assert (code, out.count("\n")) == (0, 1)
-    assert ended(launch("--nprocs=2", "--no-python", "sh", "-c", "exit $RANK", cwd=tmp_path))[0] == 1
+    # Its log is gone: a machine may clear /tmp of files to which nobody writes.
+    script = "rm logs/train.$RANK.log; exit $((76 * RANK))"
+    words = "--nprocs=2", "--log-dir=logs", "--no-python", "sh", "-c", script
+    assert ended(launch(*words, cwd=tmp_path))[0] == 76
 
 
 @pytest.mark.parametrize(
@@ -340,9 +343,14 @@ def test_modules_and_programs(tmp_path):
         (["nowhere.py"], "error: nowhere.py: no such file"),
         (["--no-python", "nowhere"], "no such program on the PATH"),
         (["--log-dir", "/proc/x", LAUNCHED], "--log_dir=/proc/x cannot be written"),
+        (["--log-dir", "/proc", LAUNCHED], "--log_dir: /proc/train.0.log cannot be written"),
+        (["--no-python", "./notes"], "./notes cannot be started (Exec format error); a script begins with a line #!"),
     ],
 )
-def test_wrong_input(words, message, tmp_path, capsys):
+def test_wrong_input(words, message, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("notes").write_text("echo one\n")
+    Path("notes").chmod(0o755)
     assert main(words) == 2
     assert message in capsys.readouterr().err
 

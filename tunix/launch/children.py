@@ -5,6 +5,7 @@ A part is a process of this node (`Child`), or a node with its processes (`ray_c
     a part dies -- LAST_MESSAGES_S --> SIGTERM to the others -- grace_s --> SIGKILL
 """
 
+import errno
 import os
 import shutil
 import signal
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import IO, BinaryIO, Protocol, TypeVar
 
 from tunix.base.errors import UserError
-from tunix.base.files import HANGUP, handling_signals
+from tunix.base.files import HANGUP, describing_refusal, handling_signals
 from tunix.launch.nodes import Node
 from tunix.processes import exits
 
@@ -222,10 +223,8 @@ def run(
     With `label` the terminal shows the output of every process, each line behind its rank; else that of process 0.
     """
     log_dir = log_dir or Path(tempfile.mkdtemp(prefix="tunix-launch-"))
-    try:
+    with describing_refusal(f"--log_dir={log_dir}", otherwise="name another folder"):
         log_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--log_dir={log_dir} cannot be written ({error.strerror})") from None
     children: list[Child] = []
     with receive_signals() as received:
         try:
@@ -252,20 +251,30 @@ def run(
 
 
 def _start(command: list[str], environment: Mapping[str, str], log_dir: Path, label: bool) -> Child:
-    """Start one process. The output of rank 0 (with `label`, of each) goes to the terminal and to its log."""
+    """Start one process. The output of rank 0 (with `label`, of each) goes to the terminal and to its log.
+
+    Raises:
+        UserError: its log cannot be written, or the system cannot start the program.
+    """
     rank = int(environment["RANK"])
     log = log_dir / f"train.{rank}.log"
-    with log.open("ab") as file:
+    with describing_refusal(f"--log_dir: {log}", otherwise="name another folder"):
+        file = log.open("ab")
+    with file:
         output = subprocess.PIPE if rank == 0 or label else file
-        process = subprocess.Popen(
-            command,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,  # so a terminal sends Ctrl-C to the launcher alone, which passes it on once
-            preexec_fn=exits.end_with_parent(),
-        )
+        try:
+            process = subprocess.Popen(
+                command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,  # so a terminal sends Ctrl-C to the launcher alone, which passes it on once
+                preexec_fn=exits.end_with_parent(),
+            )
+        except OSError as error:
+            hint = "; a script begins with a line #!PROGRAM" * (error.errno in (errno.ENOEXEC, errno.ENOENT))
+            raise UserError(f"{command[0]} cannot be started ({error.strerror}){hint}") from None
     return Child(rank, process, log)
 
 
@@ -275,9 +284,10 @@ def _report(children: list[Child]) -> int:
     assert worst.code is not None
     if worst.code not in (0, exits.STOPPED):
         if worst.process.stdout is None:  # else its output is on the terminal already
-            with worst.log.open("rb") as file:
+            # A machine may clear /tmp of files that nobody has written to for days.
+            with suppress(OSError), worst.log.open("rb") as file:
                 file.seek(max(0, worst.log.stat().st_size - 100_000))
                 last_lines = file.read().decode(errors="replace").splitlines()[-TAIL_LINES:]
-            print("\n".join(last_lines), file=sys.stderr)
+                print("\n".join(last_lines), file=sys.stderr)
         say(f"process {worst.rank} ended with exit code {worst.code}; its output is in {worst.log}")
     return worst.code
