@@ -297,6 +297,14 @@ def test_other_ways_of_writing_calls():
     for value in ("open('x')", "{[1]: 2}", "{1, 2}", "b'x'", "[1j]", "{'a': ...}", "1e999", "{(1,): 2}"):
         assert "plain value" in read["python"](f"[add(a={value})]")[0].problem
     assert read["hermes"]("<tool_call>" + "[" * 100_000)[0].problem
+    for value in ("NaN", "[-Infinity]", "1e999"):
+        assert (
+            "no number of JSON"
+            in read["hermes"](f'<tool_call>{{"name": "f", "arguments": {{"a": {value}}}}}')[0].problem
+        )
+        (call,) = read["xml"](f"<function=f><parameter=a>{value}</parameter></function>")
+        assert call.arguments == {"a": value}, "a text"
+    assert read["hermes"]('<tool_call>{"name": "f", "id": null}') == [Call("f", {})]
 
 
 WORDS = [

@@ -35,7 +35,18 @@ def _read_object(value: Any) -> Call:
             return _malformed("the arguments are no JSON object", name)
     if not isinstance(arguments, dict):
         return _malformed("the arguments are no JSON object", name)
-    return Call(name, arguments, id=str(value.get("id", "")))
+    if not _is_json(arguments):
+        return _malformed("an argument is no number of JSON, like NaN or 1e999", name)
+    return Call(name, arguments, id=str(value.get("id") or ""))
+
+
+def _is_json(value: Any) -> bool:
+    """Return whether JSON has a value. Python's parser also takes NaN, and 1e999 as infinity."""
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError, RecursionError):
+        return False
+    return True
 
 
 def _read_json(text: str, read: Callable[[Any], Call] = _read_object) -> list[Call]:
@@ -91,7 +102,7 @@ def _read_value(text: str) -> Any:
         value = json.loads(text)
     except (ValueError, RecursionError):
         return text
-    return text if isinstance(value, str) else value
+    return text if isinstance(value, str) or not _is_json(value) else value
 
 
 def read_llama(text: str) -> list[Call]:
@@ -174,10 +185,11 @@ def _read_node(node: ast.expr) -> Call:
         return _malformed("arguments are given by name: add(a=1)")
     try:
         arguments = {str(each.arg): ast.literal_eval(_ReadNames().visit(each.value)) for each in node.keywords}
-        json.dumps(arguments, allow_nan=False)  # sets, bytes and further values of Python are none of JSON
-        return Call(ast.unparse(node.func), arguments)
+        if _is_json(arguments):  # sets, bytes and further values of Python are none
+            return Call(ast.unparse(node.func), arguments)
     except (TypeError, ValueError, RecursionError):
-        return _malformed("an argument is no plain value")
+        pass
+    return _malformed("an argument is no plain value")
 
 
 GLM = re.compile(r"<tool_call>\s*([^\s<]+)(.*?)(?:</tool_call>|$)", re.DOTALL)
