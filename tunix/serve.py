@@ -657,11 +657,12 @@ def _show_message(job: Job, answer: _Answer) -> tuple[dict[str, Any], str]:
     calls = job.read_calls(answer.raw.text)
     if not calls or any(call.problem for call in calls):  # text that is no call, or a call that cannot be read
         return message, finish
-    before = find_text_before_calls(answer.raw.text)
+    name = job.call_format
+    before = find_text_before_calls(name, answer.raw.text)
     if thought := message.get("reasoning_content"):
-        before = before[find_end_of_thought(before) :].removeprefix("<|inner_prefix|>").removeprefix(thought)
+        before = before[find_end_of_thought(name, before) :].removeprefix("<|inner_prefix|>").removeprefix(thought)
     before = answer.raw.drop_special(before).rstrip()
-    shown = show_calls(calls, make_call_ids(job.call_format, calls, job.num_calls))
+    shown = show_calls(calls, make_call_ids(name, calls, job.num_calls))
     return message | {"content": before or None, "tool_calls": shown}, "tool_calls"
 
 

@@ -414,16 +414,16 @@ def test_a_thought_that_special_tokens_mark_is_no_part_of_the_content(has_tools)
     assert answer.list_tokens(True) == tokens
 
 
-CALLS = {  # answers with a thought, a text behind it and a call
-    "Gemma 4": ("<|channel>thought\nI add.<channel|>So:<|tool_call>call", "So:"),
-    "Apertus": ("<|inner_prefix|>I add.<|inner_suffix|>So:<|tools_prefix|>[]", "So:"),
-    "a call among thoughts": ("<|inner_prefix|>I add.<|tools_prefix|>[]", None),
+CALLS = {  # format of calls, an answer with a thought, a text behind it and a call
+    "Gemma 4": ("gemma", "<|channel>thought\nI add.<channel|>So:<|tool_call>call", "So:"),
+    "Apertus": ("apertus", "<|inner_prefix|>I add.<|inner_suffix|>So:<|tools_prefix|>[]", "So:"),
+    "a call among thoughts": ("apertus", "<|inner_prefix|>I add.<|tools_prefix|>[]", None),
 }
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_what_stands_before_a_call_has_no_thought(name):
-    backend, (said, content) = Tokenizer.from_str(OF_GPT_OSS.to_str()), CALLS[name]
+    backend, (call_format, said, content) = Tokenizer.from_str(OF_GPT_OSS.to_str()), CALLS[name]
     backend.add_special_tokens(["<|channel>", "<channel|>", "<|tool_call>"])
     backend.add_special_tokens(["<|inner_prefix|>", "<|inner_suffix|>", "<|tools_prefix|>"])
     kinds = {"raw": {"keep_special": True}, "text": {"parts": PartReader(backend)}}
@@ -432,7 +432,7 @@ def test_what_stands_before_a_call_has_no_thought(name):
     for text in texts.values():
         text.add(backend.encode(said).ids)
         text.close()
-    job = SimpleNamespace(read_calls=lambda text: [Call("add", {})], call_format="hermes", num_calls=0)
+    job = SimpleNamespace(read_calls=lambda text: [Call("add", {})], call_format=call_format, num_calls=0)
     message, _ = _show_message(job, SimpleNamespace(**texts, finish="stop"))
     assert (message["content"], message["reasoning_content"]) == (content, "I add.")
 

@@ -239,7 +239,7 @@ def test_formats_of_calls(name):
     assert TOOL_CALLS[name].read("The answer is [1, 2], or {x}.") == []
     assert TOOL_CALLS[name].read("") == []
     before = {"hermes": "I add.", "apertus": "<|inner_prefix|>I add.<|inner_suffix|>"}
-    assert find_text_before_calls(FORMATS[name]).strip() == before.get(name, "")
+    assert find_text_before_calls(name, FORMATS[name]).strip() == before.get(name, "")
 
 
 def test_other_ways_of_writing_calls():
@@ -272,7 +272,7 @@ def test_other_ways_of_writing_calls():
     for begin, end in (("<TOOLCALL>", "</TOOLCALL>"), ("functools", ""), ("<|tool_call|>", "<|/tool_call|>")):
         two = f'I look.{begin}[{{"name": "f"}}, {{"name": "g", "arguments": {{"a": [1]}}}}]{end}'
         assert read["hermes"](two) == [Call("f", {}), Call("g", {"a": [1]})], "Nemotron, Phi 4 mini"
-        assert find_text_before_calls(two) == "I look."
+        assert find_text_before_calls("hermes", two) == "I look."
     for middle in ("[ARGS]", "", "[CALL_ID]Ab1[ARGS]"):
         two = f'I add.[TOOL_CALLS]add{middle}{{"a": {{"b": 1}}}}[TOOL_CALLS]sub{middle}{{}}'
         calls = [Call("add", {"a": {"b": 1}}), Call("sub", {})]
@@ -334,8 +334,24 @@ def test_a_call_within_a_thought_is_none(name, end):
     read = find_reader(name)
     assert read(f"{thought}It is 3.") == []
     assert read(f"{thought}{call}") == TOOL_CALLS[name].read(call)
-    text = f'{thought}I add. <tool_call>{{"name": "add"}}</tool_call>'
-    assert find_text_before_calls(text) == f"{thought}I add. "
+    before = find_text_before_calls(name, call)
+    assert find_text_before_calls(name, f"{thought}{call}").rstrip() == f"{thought}{before}".rstrip()
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("llama", '{"name": "add", "parameters": {"a": "VALUE"}}', "<tool_call> ```python 1``` </think>"),
+        ("json", '{"name": "add", "arguments": {"a": "VALUE"}}', "```json{1}``` </think>"),
+        ("python", '[add(a="VALUE")]', "```python 1``` <tool_call> </think>"),
+        ("hermes", '<tool_call>{"name": "add", "arguments": {"a": "VALUE"}}</tool_call>', "to=functions. </think>"),
+    ],
+)
+def test_marks_in_an_argument_are_a_part_of_it(name, text, value):
+    """They were read as the ends of thoughts, or as calls of other formats: the call was lost, or its beginning was shown as content."""
+    text = text.replace("VALUE", value)
+    assert find_reader(name)(text) == [Call("add", {"a": value})]
+    assert find_text_before_calls(name, text) == ""
 
 
 @pytest.mark.parametrize(

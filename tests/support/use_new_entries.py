@@ -59,7 +59,7 @@ print(
             "said": open_environment(find_environment("echo"), {}, "arrow")
             .step('->["echo", {"text": "Hi"}]')
             .observations,
-            "before": find_text_before_calls('I say it. ->["echo"]'),
+            "before": find_text_before_calls("arrow", 'I say it. ->["echo"]'),
         }
     )
 )

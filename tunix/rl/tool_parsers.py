@@ -130,17 +130,17 @@ MISTRAL = re.compile(r"([\w.-]+)(?:\[CALL_ID\](\w+))?(?:\[ARGS\])?\s*(\{.*)", re
 
 
 def read_json(text: str) -> list[Call]:
-    """Return the calls behind `[TOOL_CALLS]`, in blocks of JSON, or of a turn that is JSON and nothing else."""
+    """Return the calls of a turn that is JSON and nothing else, those behind `[TOOL_CALLS]`, or in blocks of JSON."""
+    body = text.strip()
+    if body.startswith(("{", '[{"')):  # first: an argument may have a block
+        return _read_json(body)
     if marked := [part.strip() for part in text.split("[TOOL_CALLS]")[1:]]:
         calls = []
         for part in marked:
             named = MISTRAL.fullmatch(part)
             calls += [_read_named(named[1], named[3], named[2] or "")] if named else _read_json(part)
         return calls
-    if blocks := JSON_BLOCK.findall(text):
-        return [call for block in blocks for call in _read_json(block)]
-    body = text.strip()
-    return _read_json(body) if body.startswith(("{", '[{"')) else []
+    return [call for block in JSON_BLOCK.findall(text) for call in _read_json(block)]
 
 
 PYTHON_BLOCK = re.compile(
@@ -151,11 +151,10 @@ PYTHON_BLOCK = re.compile(
 
 
 def read_python(text: str) -> list[Call]:
-    """Return the calls that stand as Python in a block, or in a turn that is a list of calls and nothing else."""
+    """Return the calls of a turn that is a list of calls and nothing else, or those that stand as Python in a block."""
+    if re.match(r"\s*\[\s*[A-Za-z_][\w.]*\(", text):  # first: an argument may have a block
+        return _read_python(text)
     blocks = ["".join(groups) for groups in PYTHON_BLOCK.findall(text)]  # one of them matches
-    if not blocks:
-        body = text.strip()
-        blocks = [body] if re.match(r"\[\s*[A-Za-z_][\w.]*\(", body) else []
     return [call for block in blocks for call in _read_python(block)]
 
 
@@ -265,17 +264,6 @@ def _reader(pattern: re.Pattern[str]) -> Callable[[str], list[Call]]:
     return lambda text: [_read_named(*groups) for groups in pattern.findall(text)]
 
 
-# The thought with which an answer begins, up to the mark of its end: of Qwen, GLM, DeepSeek and Kimi; Seed; Mistral;
-# Gemma 4. The mark of its beginning may stand in the prompt.
-THOUGHT = re.compile(r".*?(?:</think>|</seed:think>|\[/THINK\]|<channel\|>)", re.DOTALL)
-
-
-def find_end_of_thought(text: str) -> int:
-    """Return the place behind the thought with which an answer begins; 0 where no thought has ended."""
-    thought = THOUGHT.match(text)
-    return thought.end() if thought else 0
-
-
 def _make_random_id(call: Call, number: int) -> str:
     """Return nine letters and digits: templates of Mistral refuse other ids."""
     return uuid.uuid4().hex[:9]
@@ -355,21 +343,21 @@ TOOL_CALLS = {
         read_json,
         '[TOOL_CALLS][{"name": "NAME", "arguments": {"ARGUMENT": VALUE}}]',
         marks=("[TOOL_CALLS]",),
-        begins=r"\[TOOL_CALLS\]",
+        begins=r'\A\s*(?:\{|\[\{")|\[TOOL_CALLS\]|```(?:json)?\s*[\[{]',
     ),
     # Olmo 3; Llama 4 between <|python_start|> and <|python_end|>, LFM2 with tool_call; also a block ```tool_code
     "python": CallFormat(
         read_python,
         "[NAME(ARGUMENT=VALUE)]",
         marks=("<function_calls>", "tool_code", "<|python_start|>", "<|tool_call_start|>", "<|tool_list_start|>"),
-        begins=r"<function_calls>|<\|(?:python|tool_call)_start\|>",
+        begins=r"\A\s*\[\s*[A-Za-z_][\w.]*\(|```(?:tool_code|python)|<function_calls>|<\|(?:python|tool_call)_start\|>",
     ),
     # Llama 3, with <|python_tag|> or not
     "llama": CallFormat(
         read_llama,
         '{"name": "NAME", "parameters": {"ARGUMENT": VALUE}}',
         marks=("<|python_tag|>", '"parameters"'),
-        begins=r"<\|python_tag\|>",
+        begins=r"\A\s*\{|<\|python_tag\|>",
     ),
 }
 
@@ -379,10 +367,22 @@ def choose_tool_calls(template: str) -> str:
     return next((name for name, row in TOOL_CALLS.items() if any(mark in template for mark in row.marks)), "hermes")
 
 
+# The thought with which an answer begins, up to the mark of its end: of Qwen, GLM, DeepSeek and Kimi; Seed; Mistral;
+# Gemma 4. The mark of its beginning may stand in the prompt.
+THOUGHT = re.compile(r".*?(?:</think>|</seed:think>|\[/THINK\]|<channel\|>)", re.DOTALL)
+
+
+def find_end_of_thought(name: str, text: str) -> int:
+    """Return the place behind the thought with which an answer begins; 0 where no thought has ended, or where a call of
+    the format `name` begins the answer: a mark is then a part of an argument."""
+    thought = None if re.match(rf"\s*(?:{TOOL_CALLS[name].begins})", text) else THOUGHT.match(text)
+    return thought.end() if thought else 0
+
+
 def find_reader(name: str) -> Callable[[str], list[Call]]:
     """Return the function that reads a row of `TOOL_CALLS` in answers; a call that a thought weighs is none."""
     read = TOOL_CALLS[name].read
-    return lambda text: read(text[find_end_of_thought(text) :])
+    return lambda text: read(text[find_end_of_thought(name, text) :])
 
 
 # Kinds of values, as JSON schemas name them.
@@ -428,11 +428,9 @@ def _list_kinds(schema: Any) -> list[str]:
     return named + [kind for other in (others if isinstance(others, list) else []) for kind in _list_kinds(other)]
 
 
-# What the calls of an answer begin with. A block of code may stand in a text before calls in other formats.
-CALLS_BEGIN = re.compile("|".join(row.begins for row in TOOL_CALLS.values())), re.compile("```")
-
-
-def find_text_before_calls(text: str) -> str:
-    """Return what stands before the calls of an answer; nothing where the whole answer is a call."""
-    begins = (pattern.search(text, find_end_of_thought(text)) for pattern in CALLS_BEGIN)
-    return next((text[: begin.start()] for begin in begins if begin), "")
+def find_text_before_calls(name: str, text: str) -> str:
+    """Return what stands before the calls of an answer, written in the format `name`; nothing where the whole answer is
+    a call."""
+    end = find_end_of_thought(name, text)
+    begin = re.search(TOOL_CALLS[name].begins, text[end:])
+    return text[: end + begin.start()] if begin else ""
