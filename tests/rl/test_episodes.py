@@ -23,7 +23,7 @@ from tunix.inference.engine import Answer
 from tunix.inference.rollout import RolloutRequest
 from tunix.rl.environment_pool import EnvironmentPool
 from tunix.rl.environments import Reply
-from tunix.rl.episodes import Episode, ObservationEncoder, Player, try_user_code
+from tunix.rl.episodes import Episode, ObservationEncoder, Player, PrioritySlots, try_user_code
 
 ENVIRONMENTS = '''
 import time
@@ -280,6 +280,19 @@ def test_rollouts_play_beside_one_another(vocab):
         with ThreadPoolExecutor(2) as threads:
             played = [*threads.map(play_one, ["1", "2"])]
     assert [(episode.problem, episode.reward) for each in played for episode in each] == [("", 1.0)] * 4
+
+
+def test_who_is_interrupted_waits_for_the_devices_no_more(monkeypatch):
+    """Ctrl-C while held-out prompts wait for them: the threads that draw ahead waited behind it forever, and the run with them."""
+
+    def interrupt(is_next):
+        raise KeyboardInterrupt
+
+    slots = PrioritySlots(1)
+    monkeypatch.setattr(slots.changed, "wait_for", interrupt)
+    with pytest.raises(KeyboardInterrupt), slots.hold(rank=0):
+        pass
+    assert (slots.waiting, slots.free) == ([], 1)
 
 
 def test_budgets(vocab):

@@ -379,10 +379,13 @@ class PrioritySlots:
         with self.changed:
             own = rank, next(self.calls)
             heapq.heappush(self.waiting, own)
-            self.changed.wait_for(lambda: self.free and self.waiting[0] == own)
-            heapq.heappop(self.waiting)
-            self.free -= 1
-            self.changed.notify_all()
+            try:
+                self.changed.wait_for(lambda: self.free and self.waiting[0] == own)
+                self.free -= 1
+            finally:  # also at Ctrl-C: the threads behind this one would wait forever
+                self.waiting.remove(own)
+                heapq.heapify(self.waiting)
+                self.changed.notify_all()
 
     def _give_back(self) -> None:
         with self.changed:
