@@ -73,6 +73,13 @@ class Sums:
 class Once(Sums):
     replays = False
 
+class Tools:
+    replays = False
+    def reset(self, seed, first): pass
+    def wait(self, seconds: float) -> str:
+        """Wait."""
+        time.sleep(seconds)
+
 class Chance(Sums):
     def step(self, text):
         super().step(text)
@@ -236,11 +243,21 @@ def test_a_late_call_ends_one_episode_of_those_that_are_not_played_again(folder)
         said = play_in(session, {number: words[number] for number in (0, 1, 77)})
         assert session.num_lost == 0
         late = play_in(session, {number: words[number] for number in (2, 3)})
-    assert said[0][-1].startswith("TimeoutError: not done after 1 s (")
+    assert said[0][-1].startswith("LateCall: not done after 1 s (")
     assert "my_environments.py, line" in said[0][-1]
     assert [reply.reward for reply in said[1]] == [0.0, 2.0, 3.0, 4.0]
     assert late[2][-1] == "its process takes longer than 2 s"
     assert late[3][-1] == "its process was lost, and replays=False forbids to play it again"
+
+
+def test_a_late_call_of_a_tool_ends_its_turn(folder):
+    """It was an error that the model read; a second one had no limit, and the process ended with all of its episodes."""
+    call = '<tool_call>{"name": "wait", "arguments": {"seconds": SECONDS}}</tool_call>'
+    late, soon = (call.replace("SECONDS", seconds) for seconds in ("9", "0"))
+    with make_pool("Tools", processes=1, timeout_s=0.3) as pool:
+        said = play(pool, {1: [late + late], 2: [soon]})
+    assert said[1][-1].startswith("LateCall: not done after 0.3 s (")
+    assert said[2][-1].observations == ["None"]
 
 
 def test_what_is_not_played_again(folder):

@@ -60,15 +60,19 @@ def is_dotted(name: str) -> bool:
     return ":" in name
 
 
+class LateCall(TimeoutError):
+    """A block takes longer than its `time_limit`."""
+
+
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raise `TimeoutError` in the block when it takes longer. Only the main thread of a process has this limit."""
+    """Raise `LateCall` in the block when it takes longer. Only the main thread of a process has this limit."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def stop(_number: int, _frame: object) -> None:
-        raise TimeoutError(f"not done after {seconds:g} s")
+        raise LateCall(f"not done after {seconds:g} s")
 
     before = signal.signal(signal.SIGALRM, stop)
     signal.setitimer(signal.ITIMER_REAL, seconds)

@@ -23,7 +23,7 @@ import typing
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from tunix.base.dotted_path import describe_value, import_object, is_dotted, select_named
+from tunix.base.dotted_path import LateCall, describe_value, import_object, is_dotted, select_named
 from tunix.base.errors import UserError
 from tunix.rl.tool_parsers import Call, find_reader, keep_texts
 
@@ -73,6 +73,8 @@ class OpenEnvironment:
                     raise ValueError(f"there is no tool {call.name[:100]}; the tools are {', '.join(self.tools)}")
                 arguments = keep_texts(call, self.schemas).arguments
                 results.append(str(getattr(self.environment, call.name)(**arguments)))
+            except LateCall:  # the turn has no more time: its episode ends
+                raise
             except Exception as error:  # the model reads what it did wrong
                 results.append(f"error: {type(error).__name__}: {str(error)[:1000]}")
                 num_errors += 1
