@@ -5,6 +5,7 @@
 """
 
 import gc
+import locale
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -29,6 +30,14 @@ if _command:  # Ctrl-C may come while it imports the rest
 # Imports stand inside the functions: jax takes seconds to import, and a typo in a config should not wait for it.
 
 
+def _reject_other_encodings() -> None:
+    """Raise `UserError` where Python takes texts for others than they are; a command begins anew (`exits`)."""
+    from tunix.base.errors import UserError
+
+    if not exits.reads_utf8():
+        raise UserError(f"Python reads texts as {locale.getencoding()} here, and they are UTF-8; set PYTHONUTF8=1")
+
+
 def train(config_or_overrides: "Config | Sequence[str]") -> "Result":
     """Train as a checked config says, or as the words of a command line say.
 
@@ -40,6 +49,7 @@ def train(config_or_overrides: "Config | Sequence[str]") -> "Result":
     from tunix.config.compose import reject_foreign_vocab, reject_missing_inputs
     from tunix.trainer import run
 
+    _reject_other_encodings()
     if isinstance(config_or_overrides, list | tuple) and all(isinstance(word, str) for word in config_or_overrides):
         job = compose.compose(list(config_or_overrides))
         reject_foreign_vocab(job)
@@ -70,6 +80,7 @@ def load_pretrained(
     Raises:
         UserError: a source that is neither, or that is not understood: the message names what.
     """
+    _reject_other_encodings()
     collects = gc.isenabled()
     gc.disable()  # imports make objects that live on: looking for garbage among them took a sixth of their time
     try:

@@ -7,15 +7,18 @@ import shlex
 import signal
 import subprocess
 import sys
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from support.harness import ROOT, run_python
 
+import tunix
 from tunix.base.errors import UserError
 from tunix.base.files import find_way_out, make_once
 from tunix.config.compose import compose, format_resume, reject_missing_inputs
+from tunix.processes import exits
 from tunix.sharding.mesh import list_divisors
 from tunix.trainer import _warn_of_lost_steps
 
@@ -127,6 +130,23 @@ def test_the_current_folder_was_deleted(tmp_path):
     done = run_here(code, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "error: the current folder was deleted; change to one that exists (cd)\n"
+
+
+@pytest.mark.parametrize("module", ["tunix", "tunix.compare"])
+def test_another_encoding_than_utf8(module, tmp_path):
+    """Texts are UTF-8, whatever LANG says; a word shows it, which Python would else take for other characters."""
+    latin = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONPATH": str(ROOT)}
+    words = [sys.executable, "-m", module, "größe"]
+    done = subprocess.run(words, capture_output=True, env={**os.environ, **latin}, cwd=tmp_path)
+    assert done.returncode == 2
+    assert "größe" in done.stderr.decode()
+
+
+def test_python_code_says_that_texts_have_another_encoding(monkeypatch):
+    monkeypatch.setattr(exits, "reads_utf8", lambda: False)
+    for call in (partial(tunix.train, ["model=tiny"]), partial(tunix.load_pretrained, "nowhere")):
+        with pytest.raises(UserError, match="Python reads texts as .* here, and they are UTF-8; set PYTHONUTF8=1"):
+            call()
 
 
 def test_a_program_that_ends_early_leaves_no_thread_to_pythons_end(tmp_path):

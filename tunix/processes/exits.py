@@ -4,10 +4,12 @@ Imports little, and no jax: the command sets its handlers of signals by this fil
 """
 
 import atexit
+import codecs
 import ctypes
 import errno
 import gc
 import io
+import locale
 import os
 import signal
 import sys
@@ -77,6 +79,14 @@ def ending_at_interrupts() -> Iterator[None]:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def reads_utf8() -> bool:
+    """Return whether Python takes the bytes of texts for UTF-8, which all files of models and of runs are.
+
+    With LANG=en_US it takes them for Latin-1: chat templates have other tokens then, and some answers no bytes.
+    """
+    return bool(sys.flags.utf8_mode) or codecs.lookup(locale.getencoding()).name == "utf-8"
+
+
 _imports = ExitStack()
 # For a program that ends before `report_errors`, as after --steps=many, or never calls it. At Python's own end it would
 # wait for the thread when no thread runs any more: Python 3.13 waits forever.
@@ -84,7 +94,13 @@ atexit.register(_imports.close)
 
 
 def announce_imports() -> None:
-    """Begin the imports of a command: say where they take long, until `report_errors` begins its work."""
+    """Begin the imports of a command: say where they take long, until `report_errors` begins its work.
+
+    Where Python would not take texts for UTF-8, the command begins anew, as the same process, so that it does.
+    """
+    if not reads_utf8() and os.environ.get("PYTHONUTF8") != "1":  # it is: python -E does not look at it
+        os.environ["PYTHONUTF8"] = "1"
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
     # Imports and tracing make millions of objects that live on. At Python's own thresholds the garbage collector looks
     # at them again and again, a tenth of the time until the first step.
     gc.set_threshold(50_000, 50, 50)
