@@ -1,5 +1,8 @@
 """Sequences made of documents, and an order that depends on nothing but the seed and the sample number."""
 
+import errno
+import os
+from functools import partial
 from types import SimpleNamespace
 
 import jax
@@ -14,7 +17,7 @@ from tunix.config.compose import compose
 from tunix.data.batches import TrainBatches, read_held_out
 from tunix.data.dataset import load_corpus
 from tunix.data.packing import Sequences
-from tunix.data.shards import Arrays, Stream
+from tunix.data.shards import OPEN_SHARDS, Arrays, Stream, map_array
 from tunix.sharding.table import axis_names
 from tunix.training.choices import build_mesh
 
@@ -197,3 +200,26 @@ def test_a_corpus_smaller_than_one_batch(cache_dir):
     cfg = compose([*SMALL, "training.global_batch_size=512", "model.mesh_shape=[[4],[fsdp]]"]).config
     with pytest.raises(UserError, match="one step needs 512; add data or make the batch or seq_len smaller"):
         batches(sequences([50] * 20, 32, "concat", cache_dir), cfg)
+
+
+def test_few_files_are_open_at_one_time(cache_dir, tmp_path, monkeypatch):
+    """Two splits of 80 shards had 640 files open, and the limit of most systems, 1,024, ended runs on large corpora."""
+    files = [tmp_path / "tokens.npy", tmp_path / "starts.npy"]
+    for path, numbers in zip(files, ([*range(20)], [0, 9]), strict=True):
+        np.save(path, numbers)
+
+    def open_shard(split, number):
+        return Arrays(*map(map_array, files))
+
+    num_before = len(os.listdir("/dev/fd"))
+    for split in ("train", "held_out"):
+        part = Stream([(20, 2)] * 80, partial(open_shard, split), "80 shards")
+        packed = Sequences(part, 8, "best_fit", cache_dir / "packing_tests")
+        assert [packed[index]["tokens"][0] for index in range(4)] == [0, 9, 17, 0]
+        assert len([packed[index] for index in range(len(packed))]) == 240
+    assert len(os.listdir("/dev/fd")) - num_before <= 4 * OPEN_SHARDS
+    monkeypatch.setattr(
+        np, "load", lambda *_, **__: (_ for _ in ()).throw(OSError(errno.EMFILE, "Too many open files"))
+    )
+    with pytest.raises(UserError, match="Too many open files; raise the limit of open files"):
+        map_array(files[0])

@@ -663,7 +663,7 @@ def _report_long(parts: dict[str, Sequences], cfg: Config, task: Paired | Uncut)
 
 def _check_labels(train: dict[str, Sequences], task: Kto | Classify) -> None:
     """Raise `UserError` if the answers, or the documents, to train on all have the same label."""
-    shards = [part.stream.shard(n) for part in train.values() for n in range(len(part.stream.sizes))]
+    shards = (part.stream.shard(n) for part in train.values() for n in range(len(part.stream.sizes)))
     arrays = (shard.labels if isinstance(task, Kto) else shard.label_values for shard in shards)
     found = {float(label) for labels in arrays if labels is not None for label in np.unique(labels)}
     if len(found) != 1:

@@ -3,6 +3,7 @@
 import bisect
 import sys
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from tunix.base.files import make_once
 from tunix.base.forms import locate_cached
 from tunix.data.batches import Example, empty_example
 from tunix.data.image_slots import ImageSlots, has_images, list_image_spans
-from tunix.data.shards import Arrays, Stream, locate
+from tunix.data.shards import OPEN_SHARDS, Arrays, Stream, locate, map_array
 
 
 class Sequences(grain.sources.RandomAccessDataSource):
@@ -45,13 +46,13 @@ class Sequences(grain.sources.RandomAccessDataSource):
         self.of_pairs: Callable[[int], np.ndarray] | None = None
         # Of a teacher on disk: (number of a sequence, its loss mask) -> fields (data/teacher_logits.py).
         self.of_teacher: Callable[[int, np.ndarray], Example] | None = None
-        self.plans: list[tuple[np.ndarray, np.ndarray]] | None = None
+        self.plans: list[Path] | None = None  # of each shard, the folder of its plan
         # A sequence of `concat` is T tokens and the token behind them, the target of the last one. The next sequence
         # begins with that token: a shard of n tokens has (n - 1) // T sequences.
         counts = [max(0, (tokens - 1) // seq_len) for tokens, _ in stream.sizes]
         if packing != "concat":
             self.plans = [_make_plan(stream, n, seq_len, packing, cache_dir, slots) for n in range(len(stream.sizes))]
-            counts = [len(bounds) - 1 for _, bounds in self.plans]
+            counts = [len(bounds) - 1 for _, bounds in map(_open_plan, self.plans)]
         self.ends = np.cumsum(counts)  # number of the first sequence behind each shard
 
     def __len__(self) -> int:
@@ -63,7 +64,7 @@ class Sequences(grain.sources.RandomAccessDataSource):
         if self.plans is None:
             return len(self) * self.seq_len
         if self._is_whole:
-            return sum(int(chunks[:, 1].sum()) for chunks, _ in self.plans)
+            return sum(int(chunks[:, 1].sum()) for chunks, _ in map(_open_plan, self.plans))
         return self.stream.num_tokens - self.stream.num_documents  # a document's last token is only a target
 
     @property
@@ -86,14 +87,14 @@ class Sequences(grain.sources.RandomAccessDataSource):
         """Pairs, or documents with a label, that are longer than a sequence."""
         if self.plans is None or not self._is_whole:
             return 0
-        return self.stream.num_documents - sum(len(chunks) for chunks, _ in self.plans)
+        return self.stream.num_documents - sum(len(chunks) for chunks, _ in map(_open_plan, self.plans))
 
     def pairs_of(self, index: int) -> tuple[int, np.ndarray]:
         """Return the number of the shard of a sequence, and the numbers [pairs] of its pairs in that shard, in their
         order."""
         assert self.plans is not None
         number, local = locate(index, self.ends)
-        chunks, bounds = self.plans[number]
+        chunks, bounds = _open_plan(self.plans[number])
         return number, np.searchsorted(self.stream.shard(number).starts, chunks[bounds[local] : bounds[local + 1], 0])
 
     @property
@@ -122,7 +123,7 @@ class Sequences(grain.sources.RandomAccessDataSource):
         shard = self.stream.shard(number)
         if self.plans is None:
             return _slice_window(shard, local * self.seq_len, self.seq_len) | self._fill_slots(shard, [])
-        chunks, bounds = self.plans[number]
+        chunks, bounds = _open_plan(self.plans[number])
         local_chunks = chunks[bounds[local] : bounds[local + 1]].tolist()
         if shard.splits is None:
             fill = _fill_chunks if shard.label_values is None else _fill_examples
@@ -257,12 +258,8 @@ def _fill_pairs(shard: Arrays, halves: list[list[int]], seq_len: int, of_pairs: 
 
 def _make_plan(
     stream: Stream, number: int, seq_len: int, packing: str, cache_dir: Path, slots: ImageSlots | None
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return the chunks of a shard [chunks, 2] int64, and where those of each sequence begin [sequences + 1] int64.
-
-    Chunks are in the order of sequences: sequence n has chunks[bounds[n] : bounds[n + 1]]. The two arrays are kept on
-    disk, and every process maps the same files.
-    """
+) -> Path:
+    """Return the folder of the chunks of a shard (`_open_plan`), which is made if it is not there."""
 
     def make(folder: Path) -> None:
         folder.mkdir()
@@ -285,9 +282,17 @@ def _make_plan(
 
     suffix = "" if slots is None else slots.suffix
     plans = locate_cached(cache_dir, "packing", f"{stream.fingerprint}-{packing}-{seq_len}{suffix}")
-    folder = make_once(plans / f"{number:05}", make)
-    chunks, bounds = (np.load(folder / f"{name}.npy", mmap_mode="r") for name in ("pieces", "bounds"))
-    return chunks, bounds
+    return make_once(plans / f"{number:05}", make)
+
+
+@lru_cache(OPEN_SHARDS)
+def _open_plan(folder: Path) -> tuple[np.ndarray, np.ndarray]:
+    """Return the chunks of a shard [chunks, 2] int64, and where those of each sequence begin [sequences + 1] int64.
+
+    Chunks are in the order of sequences: sequence n has chunks[bounds[n] : bounds[n + 1]]. Every process maps the same
+    files.
+    """
+    return map_array(folder / "pieces.npy"), map_array(folder / "bounds.npy")
 
 
 def _split_chunks(lengths: np.ndarray, starts: np.ndarray, seq_len: int) -> np.ndarray:

@@ -35,7 +35,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from tunix.base.digests import hash_texts, list_files, write_digests
 from tunix.base.errors import UserError
-from tunix.base.files import follow_parent, make_once, read_json
+from tunix.base.files import find_way_out, follow_parent, make_once, read_json
 from tunix.base.forms import CACHE_FORMS, naming_writer
 from tunix.base.progress import is_watched, repeating
 from tunix.config import Loading, Task
@@ -51,7 +51,8 @@ log = logging.getLogger(__name__)
 
 BLOCK = 1 << 24  # elements of an array that are read at one time
 MIN_HALVES = 64  # numbers of a file of tokens from which on small ones in every second place are no chance
-OPEN_SHARDS = 256  # open at one time; each takes up to three file descriptors
+# Open at one time, of all streams. Each array of a shard takes a file descriptor, of which many systems allow 1,024.
+OPEN_SHARDS = 64
 FORMAT = str(CACHE_FORMS["tokens"])  # in the index: a folder of the cache may be copied to a place of the user's own
 READABLE = {"2", FORMAT}  # formats of copied folders; those of 2 name the kind of their documents in several ways
 SPLITS = ("train", "held_out")
@@ -87,8 +88,10 @@ class Stream:
 
     def __init__(self, sizes: list[tuple[int, int]], open_shard: Callable[[int], Arrays], fingerprint: str):
         """`sizes` are the numbers of tokens and documents of each shard; `fingerprint` identifies all of their data."""
-        self.sizes, self.fingerprint = sizes, fingerprint
-        self.shard = lru_cache(OPEN_SHARDS)(open_shard)
+        self.sizes, self.fingerprint, self.open_shard = sizes, fingerprint, open_shard
+
+    def shard(self, number: int) -> Arrays:
+        return _open_shard(self.open_shard, number)
 
     @property
     def num_tokens(self) -> int:
@@ -97,6 +100,11 @@ class Stream:
     @property
     def num_documents(self) -> int:
         return sum(documents for _, documents in self.sizes)
+
+
+@lru_cache(OPEN_SHARDS)
+def _open_shard(open_shard: Callable[[int], Arrays], number: int) -> Arrays:
+    return open_shard(number)
 
 
 def locate(index: Any, ends: np.ndarray) -> tuple[int, int]:
@@ -140,10 +148,10 @@ class Prepared:
         shard = self.index["shards"][number]
         folder = self.folder / shard["name"]
         flat_path = shard[split].get("flat")  # data.source=tokens: the tokens stay in the user's own file
-        tokens = map_tokens(**flat_path) if flat_path else _map_array(folder / f"{split}.tokens.npy")
-        starts = _map_array(folder / f"{split}.starts.npy")
+        tokens = map_tokens(**flat_path) if flat_path else map_array(folder / f"{split}.tokens.npy")
+        starts = map_array(folder / f"{split}.starts.npy")
         names = list_arrays(self.documents, "images" in self.index)
-        return Arrays(tokens, starts, **{name: _map_array(folder / f"{split}.{name}.npy") for name in names})
+        return Arrays(tokens, starts, **{name: map_array(folder / f"{split}.{name}.npy") for name in names})
 
 
 def list_arrays(documents: str, with_images: bool) -> tuple[str, ...]:
@@ -177,7 +185,8 @@ def map_tokens(path: str, dtype: str, offset: int, count: int) -> np.ndarray:
         raise _unreadable(path, error) from None
 
 
-def _map_array(path: Path) -> np.ndarray:
+def map_array(path: Path) -> np.ndarray:
+    """Map a .npy file; raises `UserError` where it cannot be read."""
     try:
         return np.load(path, mmap_mode="r")
     except (OSError, ValueError) as error:
@@ -201,12 +210,11 @@ def digest_arrays(arrays: dict[str, np.ndarray]) -> str:
 
 
 def _unreadable(path: str | Path, error: OSError | ValueError) -> UserError:
-    """Return the error for a shard that is missing or cut off."""
-    reason = error.strerror if isinstance(error, OSError) else str(error)
-    return UserError(
-        f"data: cannot read the tokens in {path}: {reason}; the folder was changed after it was made. "
-        "Remove it, and it is made again"
-    )
+    """Return the error for a file of a shard that is missing or cut off."""
+    reason, hint = str(error), "the folder was changed after it was made. Remove it, and it is made again"
+    if isinstance(error, OSError):
+        reason, hint = error.strerror or reason, find_way_out(error, hint)
+    return UserError(f"data: cannot read the tokens in {path}: {reason}; {hint}")
 
 
 def scan_tokens(source: Tokens, unit: Unit, folder: Path, vocab: Vocab) -> tuple[dict[str, Any], np.ndarray]:
@@ -384,7 +392,7 @@ class Part:
         """End the files (`Arrays`); return their counts and digest."""
         for file in self.files.values():
             file.close()
-        arrays = {name: _map_array(path) for name, path in self.paths.items()}
+        arrays = {name: map_array(path) for name, path in self.paths.items()}
         counts = {"tokens": self.files["tokens"].count, "documents": self.files["starts"].count}
         return {**counts, "bytes": self.bytes, "digest": digest_arrays(arrays)}
 

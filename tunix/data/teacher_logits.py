@@ -32,7 +32,7 @@ from tunix.data.batches import Example, Field, Fields
 from tunix.data.packing import Sequences
 
 PIECE_BYTES = 1 << 26  # most bytes of a piece, if its rows are longer than one
-OPEN_PIECES = 64  # mapped at one time
+OPEN_PIECES = 32  # mapped at one time, of all parts; each takes four file descriptors
 NO_TOKEN = -1e30  # log-probability of a token that has no probability
 
 # Fields of a batch. The k numbers of a position stand side by side in the dimension of tokens.
@@ -86,7 +86,6 @@ class LogitFiles:
         self.info, self.sequences, self.rows, self.name = info, sequences, np.asarray(rows, np.int64), name
         digest = hashlib.sha256(f"{sequences.stream.fingerprint} {len(sequences)}".encode() + self.rows.tobytes())
         self.folder = folder / digest.hexdigest()[:20]
-        self.open = lru_cache(OPEN_PIECES)(self._open)
 
     @property
     def pieces(self) -> list[Path]:
@@ -146,10 +145,12 @@ class LogitFiles:
         at = int(np.searchsorted(self.rows, index))
         if at < len(self.rows) and self.rows[at] == index:  # of what is held out, other sequences are not evaluated
             number, row = divmod(at, self.info.rows_per_piece)
-            piece = self.open(number)
+            piece = _open_piece(self._piece(number))
             span = slice(int(piece["ends"][row - 1]) if row else 0, int(piece["ends"][row]))
             if span.stop - span.start != len(learnt):
-                raise self._unreadable(number, f"row {row} has {span.stop - span.start} positions, not {len(learnt)}")
+                raise _unreadable(
+                    self._piece(number), f"row {row} has {span.stop - span.start} positions, not {len(learnt)}"
+                )
             ids[learnt], rest[learnt] = piece["ids"][span], piece["rest"][span]
             log_probs[learnt] = np.maximum(piece["log_probs"][span], np.float32(NO_TOKEN))
         return {IDS: ids.reshape(-1), LOG_PROBS: log_probs.reshape(-1), REST: rest}
@@ -157,18 +158,17 @@ class LogitFiles:
     def _piece(self, number: int) -> Path:
         return self.folder / f"{number:05}"
 
-    def _open(self, number: int) -> dict[str, np.ndarray]:
-        piece = self._piece(number)
-        try:
-            return {
-                name: np.load(piece / f"{name}.npy", mmap_mode="r") for name in ("ids", "log_probs", "rest", "ends")
-            }
-        except (OSError, ValueError) as error:
-            raise self._unreadable(number, str(error)) from None
 
-    def _unreadable(self, number: int, reason: str) -> UserError:
-        piece = self._piece(number)
-        return UserError(f"{TEACHER}: cannot read {piece}: {reason}; remove it, and it is made again")
+@lru_cache(OPEN_PIECES)
+def _open_piece(piece: Path) -> dict[str, np.ndarray]:
+    try:
+        return {name: np.load(piece / f"{name}.npy", mmap_mode="r") for name in ("ids", "log_probs", "rest", "ends")}
+    except (OSError, ValueError) as error:
+        raise _unreadable(piece, str(error)) from None
+
+
+def _unreadable(piece: Path, reason: str) -> UserError:
+    return UserError(f"{TEACHER}: cannot read {piece}: {reason}; remove it, and it is made again")
 
 
 def write_info(folder: Path, info: LogitsInfo) -> None:
