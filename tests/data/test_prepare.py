@@ -262,6 +262,18 @@ def test_an_index_that_is_damaged_is_named(corpus, tmp_path, written, message):
         prepare_corpus(cfg)
 
 
+def test_a_corpus_that_a_kill_has_left_without_digests_gets_them(corpus, tmp_path):
+    """A kill behind the index, which stood for a whole corpus, left one whose damage nobody would have found."""
+    cfg = text_config(corpus, f"loading.cache_dir={tmp_path}", "loading.verify=always")
+    folder = prepared(cfg).folder
+    whole = contents(folder)
+    (folder / "digests.json").unlink()
+    assert contents(prepared(cfg).folder) == whole
+    (folder / "00000/train.tokens.npy").write_bytes(whole["00000/train.tokens.npy"][:-1] + b"~")
+    with pytest.raises(UserError, match=r"00000/train.tokens.npy has other bytes than were written"):
+        prepare_corpus(cfg)
+
+
 def test_a_shard_deleted_or_cut_off_under_a_running_job(corpus, tmp_path):
     """What is open stays readable; what is not is named."""
     cfg = text_config(

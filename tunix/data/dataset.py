@@ -28,7 +28,7 @@ from tokenizers import Tokenizer as Backend
 from tunix.base.buckets import is_address
 from tunix.base.digests import FILE, hash_texts, list_files, record_verified, verify_folder, write_digests
 from tunix.base.errors import UserError
-from tunix.base.files import expand_home, is_plain, make_once, replacing
+from tunix.base.files import describing_refusal, expand_home, is_plain, make_once, replacing
 from tunix.base.forms import locate_cached, sign
 from tunix.config import Config, Loading, Task, Tokenizer
 from tunix.config.data import Mixture
@@ -130,7 +130,7 @@ def prepare(source: Source, units: list[Unit], task: Task, vocab: Vocab, loading
     _report_names(source, units)
     _report_end(task, vocab)
     folder = find_folder(source, units, task, vocab, loading)
-    if not (folder / "index.json").exists():
+    if not (folder / FILE).exists():
         start_time = time.perf_counter()
         plans = _plan_shards(source, units, task, vocab, loading, folder)
         info = make_shards(plans, folder, loading)
@@ -143,15 +143,16 @@ def prepare(source: Source, units: list[Unit], task: Task, vocab: Vocab, loading
             plans[smallest] = replace(plans[smallest], name=name, held_out_below=below)
             (info[smallest],) = make_shards([plans[smallest]], folder, loading)
         index = _make_index(source, task, info, folder, vocab)
-        # Written last: a folder with an index has all of its shards. A second process that is here at the same time has
-        # made the same bytes.
+        # A folder with an index has all of its shards, and one with digests, which are written last, is whole. A second
+        # process that is here at the same time has made the same bytes.
         make_once(folder / "index.json", lambda path: path.write_text(json.dumps(index)))
         files = [
             folder / "index.json",
             *list_files(folder / "tokenizer"),
             *(folder / plan.name / FILE for plan in plans),
         ]
-        write_digests(folder, [path for path in files if path.is_file()], **sign("corpus"))
+        with describing_refusal(f"loading.cache_dir: {folder}", otherwise="set it to a writable folder"):
+            write_digests(folder, [path for path in files if path.is_file()], **sign("corpus"))
         record_verified(folder, folder / FILE)
         log.info("tokenized %s in %.1f s: %s", source.source, time.perf_counter() - start_time, folder)
     return open_verified(folder, loading)
