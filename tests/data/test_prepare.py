@@ -230,6 +230,27 @@ def test_a_prepared_folder_is_a_source(corpus, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("made_with", "run_with", "message"),
+    [
+        (["task=classify", "task.labels=[a,b]"], ["task.labels=[b,a]"], r'another task.labels: it has \["a", "b"\]'),
+        (["task=sft"], ["task.learnt_turns=last"], 'another task.learnt_turns: it has null, and this run "last"'),
+        (["task=sft"], ["task.chat_template='{{ messages }}'"], r"another chat template than task.chat_template={{ me"),
+    ],
+)
+def test_a_folder_that_other_keys_have_made_is_refused(tmp_path, made_with, run_with, message):
+    """Documents were learnt with the labels, the turns and the template of the folder, whatever the run asked for."""
+    turns = [{"role": role, "content": "1+1?"} for role in ("user", "assistant")]
+    rows = ({"messages": turns, "label": label, "id": n} for n, label in enumerate("ab" * 20))
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    files = ["data=jsonl", f"data.paths=['{tmp_path}/rows.jsonl']", "data.held_out_fraction=0", "tokenizer=bytes"]
+    made = compose([*SMALL, *made_with, *files]).config
+    copied = [*SMALL, *made_with, "data=tokens", f"data.paths=['{prepared(made).folder}']"]
+    assert prepared(compose(copied).config).fingerprint == prepared(made).fingerprint
+    with pytest.raises(UserError, match=message):
+        prepare_corpus(compose([*copied, *run_with]).config)
+
+
+@pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"train": {"flat": {"path": "/home/me/.ssh/id_rsa", "dtype": "uint8", "offset": 0, "count": 9}}}, "id_rsa', which"),

@@ -227,6 +227,14 @@ def _list_turn_choices(source: Source, task: Task) -> list[str]:
     return [json.dumps(choices, sort_keys=True)] if choices else []
 
 
+def _list_task_choices(task: Task) -> dict[str, Any]:
+    """Return the keys of a task that decide the tokens and labels of documents, as JSON has them."""
+    if task.documents == "text":
+        return {}
+    system = {"system": task.system} if isinstance(task, Prompted) and task.system else {}
+    return json.loads(json.dumps(task.list_turn_choices() | system))
+
+
 def _plan_shards(
     source: Source, units: list[Unit], task: Task, vocab: Vocab, loading: Loading, folder: Path
 ) -> list[ShardPlan]:
@@ -305,6 +313,7 @@ def _make_index(source: Source, task: Task, info: list[dict], folder: Path, voca
         "left_out": left_out,
         "left_out_names": [name for fact in info for name in fact["left_out_names"]][:5],
         "kind": "text" if isinstance(source, Tokens) else task.documents,
+        **({} if isinstance(source, Tokens) else {"choices": _list_task_choices(task)}),
         **({"images": vocab.images.describe()} if vocab.images and not isinstance(source, Tokens) else {}),
         "shards": [{"name": fact["name"], "train": fact["train"], "held_out": fact["held_out"]} for fact in info],
     }
@@ -422,7 +431,7 @@ def _open_copied(folder: Path, vocab: Vocab, cfg: Config) -> Prepared:
     """Open a folder that `tunix.prepare` made.
 
     Raises:
-        UserError: its tokenizer or its task is not that of the run.
+        UserError: its tokenizer or its task is not that of the run, or other keys have decided its tokens.
     """
     own = read_vocab(cfg.tokenizer.model_copy(update={"path": str(folder / "tokenizer")}))
     if own.backend.to_str() != vocab.backend.to_str():
@@ -441,7 +450,27 @@ def _open_copied(folder: Path, vocab: Vocab, cfg: Config) -> Prepared:
         )
     if prepared.documents != cfg.task.documents:
         raise UserError(f"data.paths: {folder} was not made for task={cfg.task.name}; prepare it with that task")
+    if prepared.documents != "text" and own.chat_template != vocab.chat_template:
+        raise UserError(
+            f"data.paths: {folder} was made with another chat template than task.chat_template="
+            f"{cfg.task.chat_template}; prepare it with that template, or leave task.chat_template and tokenizer.path "
+            "null to take its own"
+        )
+    _check_choices(prepared, cfg.task)
     return prepared
+
+
+def _check_choices(prepared: Prepared, task: Task) -> None:
+    """Raise `UserError` where keys of the task that decide tokens and labels were others when a folder was made."""
+    own, found = _list_task_choices(task), prepared.index.get("choices")
+    if not isinstance(found, dict) or found == own:  # folders of earlier versions have none
+        return
+    key = next(key for key in {**found, **own} if found.get(key) != own.get(key))
+    name = "environment" if key in ("tools", "episode") else key
+    raise UserError(
+        f"data.paths: {prepared.folder} was made with another task.{name}: it has {json.dumps(found.get(key)):.200}, "
+        f"and this run {json.dumps(own.get(key)):.200}; set it as it was, or prepare the folder again"
+    )
 
 
 def _check_index(prepared: Prepared) -> None:
