@@ -134,9 +134,10 @@ class CorpusFeed:
         if "bits_per_byte" in evaluation:
             # Beside what word frequencies alone would give.
             bits, unigram = evaluation["bits_per_byte"], self.corpus.unigram_bits_per_byte
+            difference = 100 * abs(1 - bits / unigram) if unigram else math.inf  # of a corpus of one token it is 0
             log.info(
                 "held out: %.3f bits per byte; unigram entropy of the corpus: %.3f; %.1f %% %s",
-                bits, unigram, 100 * abs(1 - bits / unigram), "below" if bits <= unigram else "above",
+                bits, unigram, difference, "below" if bits <= unigram else "above",
             )  # fmt: skip
         if not self.cfg.evaluation.sample_tokens or self.cfg.model.labels is not None:  # scores do not continue a text
             return

@@ -8,6 +8,7 @@ import shutil
 import threading
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow
@@ -18,6 +19,7 @@ from support.harness import SMALL
 
 from tunix.base.buckets import find_objects
 from tunix.base.errors import UserError
+from tunix.batch_sources import CorpusFeed
 from tunix.config.compose import compose
 from tunix.data.dataset import find_units, load_corpus, prepare_corpus
 from tunix.data.documents import Document, read_documents
@@ -321,6 +323,7 @@ def test_a_flat_file_of_one_document_is_not_cut(tmp_path, byte_tokenizer):
         ("short.npy", np.full(1001, 5, np.uint16), "", "short.npy is damaged or ends early: mmap length"),
         ("a.bin", np.full(1001, 5, np.uint16), "data.document_end=2 data.held_out_fraction=0", "data.document_end=2 does not occur in data.paths; the tokenizer ends a document with 2"),
         ("a.bin", np.array([5] * 999 + [2], np.uint16), "data.document_end=2", "the data are too small to hold any document out; raise the fraction"),
+        ("a.bin", np.zeros(1000, np.uint16), "data.held_out_fraction=0", "all 1,000 tokens are like padding and stand for no text"),
         ("a.bin", np.full(1001, 5, np.uint16), "data.document_end=999999 data.held_out_fraction=0", "data.document_end=999999 does not occur in data.paths"),
     ],
 )  # fmt: skip
@@ -332,6 +335,14 @@ def test_flat_token_files_that_cannot_be_right(tmp_path, byte_tokenizer, name, t
     with pytest.raises(UserError) as error:
         load_corpus(config("data=tokens", f"data.paths=[{path}]", byte_tokenizer, *word.split()))
     assert message in str(error.value)
+
+
+def test_the_end_of_a_run_on_one_token(caplog):
+    """A file of equal tokens, to measure speed: the entropy of its tokens is 0, and no number can be compared with it."""
+    feed = SimpleNamespace(corpus=SimpleNamespace(unigram_bits_per_byte=0.0), cfg=config("evaluation.sample_tokens=0"))
+    with caplog.at_level("INFO"):
+        CorpusFeed.sum_up(feed, {}, {"bits_per_byte": 2.0}, None)
+    assert "held out: 2.000 bits per byte; unigram entropy of the corpus: 0.000; inf % above" in caplog.text
 
 
 def test_tokens_need_their_tokenizer(tmp_path):

@@ -297,6 +297,11 @@ def _make_index(source: Source, task: Task, info: list[dict], folder: Path, voca
         )
     sizes = [fact["train"]["bytes"] for fact in info]
     size = int(counts @ bytes_by_token(vocab.backend)) if None in sizes else sum(sizes)
+    if size == 0:
+        raise UserError(
+            f"data: all {counts.sum():,} tokens are like padding and stand for no text; give other files, or the "
+            "tokenizer that made them"
+        )
     # The loss of a model that knows only how frequent each token is; a trained model must be better than that.
     probs = counts[counts > 0] / counts.sum()
     entropy_bits = float(-(probs * np.log2(probs)).sum())
