@@ -3,7 +3,6 @@
 import base64
 import csv
 import json
-import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -31,7 +30,7 @@ from tunix.data.images import list_references
 from tunix.data.thoughts import split_thought
 from tunix.data.tokenizer import decode, decode_behind, read_chat
 from tunix.inference.engine import Answer
-from tunix.inference.pretrained import Pretrained, load_language_model
+from tunix.inference.pretrained import Pretrained, load_language_model, reject_nan
 from tunix.inference.rollout import CacheBound, Request
 from tunix.inference.sampling import select_sampling
 from tunix.models.vision import Images
@@ -173,12 +172,8 @@ class Speaker:
             )
         request = Request(tokens, 1, seed, first_row, images)
         answers = self.model.rollout(request, self.sampling, cache_gib=self.command.cache_gib, say=self._report)
-        for number, answer in enumerate(answers, first_row + 1):
-            if any(map(math.isnan, answer.log_probabilities)):
-                raise UserError(
-                    f"checkpoint={self.command.checkpoint}: the scores of tokens behind prompt {number} are no numbers "
-                    "(NaN): weights are not finite, or numbers overflow; take another checkpoint, or dtype=float32"
-                )
+        log_probs = (answer.log_probabilities for answer in answers)
+        reject_nan(log_probs, self.command.checkpoint, "dtype=float32", first_row + 1)
         return [(self._decode(ids, answer), answer) for ids, answer in zip(tokens, answers, strict=True)]
 
     def _decode(self, prompt: list[int], answer: Answer) -> str:

@@ -255,8 +255,7 @@ class _Answer:
         """Take what was drawn, and return the text that may be sent, and that of the thought."""
         if piece.finish == "error":
             raise ApiError(500, "the engine failed while it drew this answer; its log says why")
-        if any(map(math.isnan, piece.log_probs)):
-            raise ApiError(500, "the scores of tokens are NaN: weights are not finite, or numbers overflow")
+        _refuse_nan(piece.log_probs)
         own = len(piece.tokens) - (piece.finish == "stop")
         self.tokens += piece.tokens[:own]
         self.stop_token = piece.tokens[own:]
@@ -271,6 +270,11 @@ class _Answer:
             thought += "" if self.thought is None else self.thought.close()
             self.finish = "stop" if self.text.is_stopped else self.finish
         return sent, thought
+
+
+def _refuse_nan(log_probs: Sequence[float]) -> None:
+    if any(map(math.isnan, log_probs)):
+        raise ApiError(500, "the scores of tokens are NaN: weights are not finite, or numbers overflow")
 
 
 class App:
@@ -466,6 +470,7 @@ class App:
         if len(whole) < 2:
             return TokenScores(self.read_bytes, whole, [None], [[]], text)
         scores = await asyncio.wrap_future(self.serving.score(whole, job.images))
+        _refuse_nan(scores.log_probs.tolist())
         log_probs: list[float | None] = [None, *scores.log_probs.tolist()]
         pairs = zip(scores.top_tokens.tolist(), scores.top_log_probs.tolist(), strict=True)
         tops = [[], *(list(zip(*pair, strict=True))[: job.parameters.num_top] for pair in pairs)]

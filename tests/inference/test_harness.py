@@ -78,9 +78,15 @@ def test_tasks_of_the_harness(hf_dir, tmp_path, monkeypatch):
 def test_odd_requests(hf_dir):
     """A continuation without tokens, and a filter that leaves every token in."""
     model = tunix.load_pretrained(hf_dir)
-    empty, last = lm_eval.Respondent(model, 2).score_continuations([(None, [5, 6, 7], []), (None, [5, 6], [7])])
+    empty, last = lm_eval.Respondent(model, 2, "small").score_continuations(
+        [(None, [5, 6, 7], []), (None, [5, 6], [7])]
+    )
     assert empty == (0.0, True)
     assert last[0] == pytest.approx(log_probs(model, [5, 6, 7])[-1], abs=1e-4)
+    respondent = lm_eval.Respondent(model, 2, "small")
+    respondent.scorer = lambda rows, batch_size: [(np.full(len(row) - 1, np.nan), None) for row in rows]
+    with pytest.raises(UserError, match="checkpoint=small: the scores of tokens of text 1 are no numbers"):
+        respondent.score_continuations([(None, [5, 6], [7])])
     keys = {"do_sample": True, "temperature": 0.5, "top_k": 0, "top_p": 0.9}
     assert lm_eval._read_keys(keys, (2,)) == Sampling(256, 0.5, None, 0.9, stop=(2,))
     assert lm_eval._read_keys({"temperature": 0.5, "max_new_tokens": 8}, (2,)) == Sampling(8, 0.5, stop=(2,))
@@ -89,7 +95,7 @@ def test_odd_requests(hf_dir):
 
 def test_a_tokenizer_of_a_run_adds_the_first_token_as_that_of_its_export_does(hf_dir):
     model = replace(tunix.load_pretrained(hf_dir), files=None)  # of a run that began with nothing
-    respondent = lm_eval.Respondent(model, 2)
+    respondent = lm_eval.Respondent(model, 2, "small")
     assert respondent.encode("few") == model.encode("few") == [1, *model.tokenizer.encode("few").ids]
     assert respondent.encode("few", add_special_tokens=False) == model.tokenizer.encode("few").ids
 
@@ -100,7 +106,7 @@ def test_answers_stop_at_all_tokens_that_the_files_name(hf_dir, tmp_path):
     model = tunix.load_pretrained(folder)
     stop = model.sample([model.encode("few")], Sampling(1, 0.0))[0].tokens[0]
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, stop]}))
-    answers = lm_eval.Respondent(model, 2).answer([("few", {"max_gen_toks": 3})])
+    answers = lm_eval.Respondent(model, 2, "small").answer([("few", {"max_gen_toks": 3})])
     assert answers == [model.tokenizer.decode([stop])]
 
 

@@ -255,7 +255,7 @@ def test_prompts_of_all_kinds_and_answers_that_are_kept(hf_dir, tmp_path, monkey
     monkeypatch.setattr(
         "tunix.inference.pretrained.Pretrained.rollout", lambda *_, **__: [Answer([0], [np.nan], [np.nan], False)]
     )
-    with pytest.raises(UserError, match=rf"^checkpoint={hf_dir}: the scores of tokens behind prompt 1 are no numbers"):
+    with pytest.raises(UserError, match=rf"^checkpoint={hf_dir}: the scores of tokens of text 1 are no numbers"):
         generate.generate(read_settings(Generate, [words[0], "prompt=a"]))
 
 

@@ -11,7 +11,7 @@ import signal
 import socket
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -39,6 +39,7 @@ from tunix.data.prompts import Prompt
 from tunix.data.thoughts import ANSWER, THOUGHT, PartReader
 from tunix.data.tokenizer import TokenBytes
 from tunix.inference import engine
+from tunix.inference.lm_eval import TopScores
 from tunix.inference.openai_api import (
     AnswerText,
     ApiError,
@@ -691,11 +692,18 @@ def test_a_deadline_and_a_broken_engine_end_requests_and_not_the_server(model, h
         assert post(port, json.dumps({"prompt": "a few", "max_tokens": 3}))[0] == 200
 
 
-def test_answers_of_weights_that_are_not_finite_are_errors(model):
+def test_scores_of_weights_that_are_not_finite_are_errors(model):
     answer = _Answer(0, [5], AnswerText(model.tokenizer, []), None, None)
     with pytest.raises(ApiError, match="NaN") as error:
         answer.take(Piece(0, [7, 0], [-1.0, float("nan")], None))
     assert error.value.status == 500
+    scores = Future()  # of a prompt alone
+    scores.set_result(TopScores(*(np.full(shape, np.nan) for shape in (2, (2, 1), (2, 1)))))
+    job = SimpleNamespace(is_chat=False, texts=["a few"], images=None, num_answers=1)
+    app = SimpleNamespace(serving=SimpleNamespace(score=lambda *_: scores))
+    answer.prompt = [5, 6, 7]
+    with pytest.raises(ApiError, match="NaN"):
+        asyncio.run(App._score(app, job, answer))
 
 
 def test_scores_have_the_limits_of_answers_and_others_draw_between_them(model, hf_dir):

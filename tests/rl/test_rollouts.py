@@ -34,6 +34,7 @@ from tunix.evaluate import evaluate
 from tunix.inference.engine import Answer, Engine
 from tunix.inference.rollout import derive_seed
 from tunix.models.vision import Images
+from tunix.rl.episodes import Drawn
 from tunix.rl.evaluation import HeldOutAnswers, _find_plain, select_best
 from tunix.rl.rollouts import arrange_answers
 from tunix.run.early_stopping import Moment, check_stop_request
@@ -95,6 +96,10 @@ def test_evaluate_measures_what_the_run_did(wide, tmp_path, monkeypatch):
     for step in (2, 4):
         same = ("reward", "reward_letters", "accuracy", "answer_tokens", "truncated", "prompts", "reward_errors")
         assert {name: measured[step][name] for name in same} == {name: own[step][name] for name in same}
+    of_nan = Drawn([Answer([0], [math.nan], [math.nan], False)], [""])
+    monkeypatch.setattr("tunix.rl.evaluation.draw_answers", lambda *_: of_nan)
+    with pytest.raises(UserError, match="/2: the scores of tokens of text 1 are no numbers"):
+        evaluate(read_settings(Evaluate, words, {"overrides": [ONE[0], ONE[1]]}))
     with pytest.raises(UserError, match="metric=loss: task=grpo has no loss on held-out answers; set metric=reward"):
         evaluate(read_settings(Evaluate, [f"checkpoint={wide}"], {"overrides": []}))
 

@@ -4,6 +4,7 @@ The harness (package lm_eval, of the extra `lm_eval`) brings tasks, prompts and 
 for. Tokens, prefixes and windows are those of its own backend for transformers, so the numbers are comparable.
 """
 
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +16,7 @@ from tunix.base.errors import UserError, did_you_mean
 from tunix.config import Evaluate
 from tunix.costs.rollout import pad_batch
 from tunix.data.tokenizer import decode, load_vocab
-from tunix.inference.pretrained import Pretrained
+from tunix.inference.pretrained import Pretrained, reject_nan
 from tunix.inference.sampling import Sampling
 from tunix.models.vision import Images
 from tunix.training.logprobs import make_splitter, merge_chunks
@@ -134,8 +135,9 @@ def _fill_up(images: Images, length: int) -> Images:
 class Respondent:
     """A model that answers what the harness asks: how likely a continuation or a text is, and what follows a prompt."""
 
-    def __init__(self, model: Pretrained, batch_size: int):
-        self.model, self.batch_size = model, batch_size
+    def __init__(self, model: Pretrained, batch_size: int, name: str):
+        """`name` is the value of the key checkpoint, for messages."""
+        self.model, self.batch_size, self.name = model, batch_size, name
         vocab = model.vocab or load_vocab(str(model.tokenizer_files))
         # A run's own tokenizer adds the first token here, as it does in the export.
         self.backend = model.tokenizer or vocab.backend if model.has_source_tokenizer else vocab.with_bos()
@@ -159,6 +161,7 @@ class Respondent:
         rows = [(context + continuation)[-(self.max_length + 1) :] for _, context, continuation in requests]
         answers = []
         scores = self.scorer(rows, self.batch_size)
+        self._reject_nan(log_probs for log_probs, _ in scores)
         for (_, _, continuation), (log_probs, likeliest) in zip(requests, scores, strict=True):
             first = max(0, len(log_probs) - len(continuation))  # behind the last one of an empty continuation
             answers.append((float(log_probs[first:].sum(dtype=np.float64)), bool(likeliest[first:].all())))
@@ -200,15 +203,20 @@ class Respondent:
         # Requests with the same choice of tokens are one rollout, whatever their order is.
         for sampling, numbers in groups.items():
             sampled = self.model.sample([prompts[n] for n in numbers], sampling, rows_at_once=self.batch_size)
+            self._reject_nan(answer.log_probabilities for answer in sampled)
             for n, answer in zip(numbers, sampled, strict=True):
                 # With the token that stopped it: one that is special is no part of the text.
                 answers[n] = _truncate(decode(self.backend, answer.tokens), stops[n])
         return answers
 
+    def _reject_nan(self, log_probs: Iterable[Sequence[float] | np.ndarray]) -> None:
+        """Raise `UserError` for scores that are no numbers, of which the harness would take the first for the best."""
+        reject_nan(log_probs, self.name, "training.mixed_precision=fp32")
 
-def make_adapter(model: Pretrained, batch_size: int) -> Any:
+
+def make_adapter(model: Pretrained, batch_size: int, name: str) -> Any:
     """Return the harness's object for a model. Its class is made here, because the package is optional."""
-    respondent = Respondent(model, batch_size)
+    respondent = Respondent(model, batch_size, name)
 
     class Adapter(import_harness().api.model.TemplateLM):  # type: ignore[misc]
         """The harness's names for what a `Respondent` does."""
@@ -242,7 +250,7 @@ def list_tasks(model: Pretrained, command: Evaluate) -> dict[str, float]:
     Raises:
         UserError: the harness is not installed, or it does not know a task.
     """
-    adapter, harness = make_adapter(model, command.batch_size), import_harness()
+    adapter, harness = make_adapter(model, command.batch_size, command.checkpoint), import_harness()
     manager = harness.tasks.TaskManager(include_path=command.task_folder)
     if unknown := [name for name in command.tasks if name not in manager.all_tasks]:
         hint = did_you_mean(unknown[0], manager.all_tasks)

@@ -1,6 +1,6 @@
 """A trained model ready for use, out of a run's folder or Hugging Face's files: `tunix.load_pretrained`."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -373,6 +373,20 @@ def load_language_model(source: str | Path, *arguments: Any, **named_arguments: 
             f"checkpoint={source} gives {', '.join(labels)} and no text; python -m tunix.evaluate measures it"
         )
     return model
+
+
+def reject_nan(log_probs: Iterable[Sequence[float] | np.ndarray], source: str, precise: str, first: int = 1) -> None:
+    """Raise `UserError` where scores of tokens are no numbers: what is drawn from them is always token 0.
+
+    `log_probs` are those of several texts, of which the first one has the number `first`; `source` is the value of the
+    key checkpoint, and `precise` sets products of float32.
+    """
+    for number, scores in enumerate(log_probs, first):
+        if np.isnan(scores).any():
+            raise UserError(
+                f"checkpoint={source}: the scores of tokens of text {number} are no numbers (NaN): weights are not "
+                f"finite, or numbers overflow; take another checkpoint, or {precise}"
+            )
 
 
 def load_params(

@@ -21,7 +21,7 @@ from tunix.data.prompts import RIGHT, Prompt, PromptCorpus, load_prompts, load_t
 from tunix.data.thoughts import split_thought
 from tunix.data.tokenizer import Vocab, decode, special_tokens
 from tunix.inference.engine import Answer
-from tunix.inference.pretrained import describe_files, load_language_model, load_params
+from tunix.inference.pretrained import describe_files, load_language_model, load_params, reject_nan
 from tunix.inference.rollout import RolloutRequest, derive_seed
 from tunix.inference.sampling import find_stop_ids
 from tunix.processes import peers, watchdog
@@ -193,6 +193,8 @@ def evaluate_answers(cmd: Evaluate, cfg: Config, checkpoints: list[str]) -> list
                 params, _ = load_params(checkpoint, model.cfg, model.arch, model.layout, model.mesh, cmd.weights)
             request = RolloutRequest(prompts, settings, cmd.num_samples, cfg.seed)
             drawn = draw_answers(model.sampler, params, request, cmd.batch_size, stop, corpus.vocab, player)
+            log_probs = (answer.log_probabilities for answer in drawn.answers)
+            reject_nan(log_probs, checkpoint, "training.mixed_precision=fp32")
             rows, counts = _make_rows(cmd, prompts, drawn, scorer, engine_rewards, settings.max_new_tokens)
             if "samples" in paths:
                 _add_lines("samples", paths["samples"], ({"checkpoint": checkpoint, **row} for row in rows))
