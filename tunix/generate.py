@@ -20,6 +20,7 @@ from tunix.base.files import (
     find_writable,
     handling_signals,
     parse_json,
+    read_line,
 )
 from tunix.base.progress import announcing
 from tunix.config import Generate
@@ -216,7 +217,7 @@ def _converse(speaker: Speaker, command: Generate) -> None:
         line = ""
         if peers.is_main():
             with suppress(EOFError):
-                line = input("> " if sys.stdin.isatty() else "")
+                line = read_line()
         line = peers.agree(line, "the next line")
         if not line.strip():
             return

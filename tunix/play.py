@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tunix.base.errors import UserError, escape_controls
-from tunix.base.files import read_json_lines, temporary_folder
+from tunix.base.files import read_json_lines, read_line, temporary_folder
 from tunix.config import Config, Evaluate, Play
 from tunix.config.command_line import read_settings, run_command
 from tunix.config.compose import compose
@@ -97,7 +97,7 @@ def _read_turns() -> Iterator[str]:
     text = ""
     with suppress(EOFError):
         while True:
-            line = input("> " if sys.stdin.isatty() else "")
+            line = read_line()
             if line.endswith("\\"):
                 text += line[:-1] + "\n"
                 continue

@@ -271,6 +271,7 @@ def test_a_chat_and_mistakes(hf_dir, tmp_path, monkeypatch, capsys):
     code, out, _ = run("chat=true", "max_new_tokens=2")
     assert (code, sys.stdin.read()) == (0, "never read\n")
     assert out
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\n"), "utf-8"))
     for mistake, message in (
         (["prompt=a", "max_new_tokens=100"], "are more than the model's context of 64"),
         (
@@ -282,6 +283,7 @@ def test_a_chat_and_mistakes(hf_dir, tmp_path, monkeypatch, capsys):
             "system=Be brief.: the chat template drops it; put it into the prompt, or give a template",
         ),
         (["prompt=a", "top_q=1"], "unknown key top_q; did you mean top_p?"),
+        (["chat=true"], "stdin is no text in utf-8 (invalid start byte); give it in this encoding"),
     ):
         code, out, error = run(*mistake)
         assert (code, out) == (2, "")

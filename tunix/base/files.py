@@ -8,6 +8,7 @@ import os
 import platform
 import shutil
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -88,6 +89,18 @@ def parse_json(text: str | bytes) -> Any:
         return json.loads(text)
     except RecursionError:
         raise ValueError("it is nested too deep") from None
+
+
+def read_line() -> str:
+    """Return the next line of stdin, which a terminal is asked for; raises `EOFError` behind the last one.
+
+    Raises:
+        UserError: it is no text.
+    """
+    try:
+        return input("> " if sys.stdin.isatty() else "")
+    except UnicodeDecodeError as error:
+        raise UserError(f"stdin is no text in {error.encoding} ({error.reason}); give it in this encoding") from None
 
 
 def read_json_lines(file: Path, report: Callable[[int], object] = lambda number: None) -> Iterator[dict[str, Any]]:
