@@ -260,6 +260,16 @@ def test_a_late_call_of_a_tool_ends_its_turn(folder):
     assert said[2][-1].observations == ["None"]
 
 
+def test_a_program_that_is_late_leaves_no_folder(tmp_path, monkeypatch):
+    """Its process is killed, and cannot remove what it has made."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    text = '<tool_call>{"name": "python", "arguments": {"code": "import time; time.sleep(60)"}}</tool_call>'
+    with EnvironmentPool("python", {}, "hermes", 1, 0.5, 400) as pool:
+        assert play(pool, {1: [text]})[1][-1] == "its process takes longer than 0.5 s"
+        assert not list(tmp_path.iterdir())
+
+
 def test_what_is_not_played_again(folder):
     words = {0: ["add 1", "dies 1"], 1: ["add 1"] * 3}
     with make_pool("Once", processes=1) as pool:

@@ -47,6 +47,7 @@ from tunix.rl import environments
 from tunix.rl.environments import OpenEnvironment, Reply, open_environment
 from tunix.rl.scoring import START_S, ChildProcess, LateProcess, LostProcess, connect, describe_error
 from tunix.rl.table import find_environment, format_environment
+from tunix.rl.tools import remove_folders
 
 log = logging.getLogger(__name__)
 
@@ -177,6 +178,7 @@ class _Holder(threading.Thread):
 
     def _start_again(self) -> None:
         self.process.kill()
+        remove_folders(self.process.process.pid)
         self.process.connection.close()
         self.process.start()
         self.process.wait_until_ready(START_S)
@@ -309,6 +311,7 @@ class EnvironmentPool:
         for holder in self.holders:
             if holder.ident is not None:
                 holder.join()
+            remove_folders(holder.process.process.pid)
             holder.process.connection.close()
 
     def open(self) -> Session:

@@ -32,6 +32,7 @@ from tunix.base.files import expand_home
 # - an empty working folder, an empty environment, an interpreter that reads no user's site-packages (-I)
 # - where the kernel allows it, namespaces: no network, no processes but its own, which end with it
 
+FOLDER = "tunix_python_"  # of a program, in /tmp; the number of the process that has made it follows
 NAMESPACES = ("unshare", "--user", "--map-root-user", "--net", "--pid", "--fork", "--kill-child", "--")
 
 
@@ -66,7 +67,7 @@ class Python:
         Args:
             code: The program. Variables of earlier programs are gone.
         """
-        with tempfile.TemporaryDirectory(prefix="tunix_python_", ignore_cleanup_errors=True) as folder:
+        with tempfile.TemporaryDirectory(prefix=f"{FOLDER}{os.getpid()}_", ignore_cleanup_errors=True) as folder:
             script, output = Path(folder, "program.py"), Path(folder, "output")
             (workplace := Path(folder, "work")).mkdir()
             script.write_text(code, errors="replace")
@@ -121,6 +122,12 @@ class Python:
         ):
             with suppress(ValueError, OSError):  # a limit of the machine may be lower
                 resource.setrlimit(limit, (value, value))
+
+
+def remove_folders(process_id: int) -> None:
+    """Remove the folders of programs of a process that was killed."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{FOLDER}{process_id}_*"):
+        subprocess.run(["rm", "-rf", "--", str(folder)], capture_output=True, check=False)
 
 
 # A value that the environment alone knows.
