@@ -261,7 +261,7 @@ class PromptFeed:
         assert isinstance(task, Grpo)
         reference = make_reference(self.cfg, self.train_spec, self.mesh) if task.kl_coefficient else None
         every = task.samples_every_steps
-        file = SamplesFile(folder, every, metrics) if folder and metrics and every else None
+        file = SamplesFile(folder, every, task.num_steps_of_rollout, metrics) if folder and metrics and every else None
         score_by_teacher, shared = None, Batch()
         if self.teacher is not None:
             if task.teacher_in_loss:

@@ -5,6 +5,7 @@ import math
 import os
 import signal
 import string
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,7 +37,9 @@ from tunix.inference.rollout import derive_seed
 from tunix.models.vision import Images
 from tunix.rl.episodes import Drawn
 from tunix.rl.evaluation import HeldOutAnswers, _find_plain, select_best
-from tunix.rl.rollouts import arrange_answers
+from tunix.rl.rollouts import RolloutGroup, arrange_answers
+from tunix.rl.samples_file import SamplesFile
+from tunix.rl.scoring import Scores
 from tunix.run.early_stopping import Moment, check_stop_request
 
 
@@ -279,6 +282,20 @@ def test_answers_are_placed_after_their_prompts():
     np.testing.assert_allclose(fields["log_probs"][0], [0, 0, -0.1, -0.2, -0.3, 0, 0, 0])
     assert fields["segment_ids"][0].tolist() == [1, 1, 1, 1, 1, 0, 0, 0]
     assert fields["positions"][0].tolist() == [0, 1, 2, 3, 4, 0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("every", "of_rollout", "written"), [(3, 1, [1, 4, 7, 10]), (3, 2, [1, 3, 7, 9]), (2, 4, [1, 5, 9])]
+)
+def test_which_answers_are_written(every, of_rollout, written, tmp_path):
+    """Those of a rollout of which one step is due: every third step of rollouts for two was every sixth."""
+    file = SamplesFile(tmp_path, every, of_rollout, SimpleNamespace(writing=nullcontext, table=lambda *_: None))
+    answer = Answer([5], [0.0], [0.0], True)
+    rollouts = RolloutGroup([Prompt([5], "a", {})], [answer], ["b"], Scores({}, [0.0], {}, 0.0), 0.0)
+    for step in range(1, 11, of_rollout):
+        file.write(step, [0], rollouts, np.zeros((1, 1)))
+    file.close()
+    assert [answer["step"] for answer in samples(tmp_path)] == written
 
 
 def test_seeds_depend_on_every_part():

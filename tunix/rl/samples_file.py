@@ -22,8 +22,9 @@ WIDTH = 300  # characters of a prompt or an answer there
 class SamplesFile:
     """The file samples.jsonl in the run's folder, which process 0 writes; a resumed run appends to it."""
 
-    def __init__(self, folder: Path, every_steps: int, metrics: Metrics):
-        self.every_steps, self.metrics = every_steps, metrics
+    def __init__(self, folder: Path, every_steps: int, steps_per_rollout: int, metrics: Metrics):
+        """Steps 1, 1 + every_steps, ... are due; of a rollout for several steps, one of them."""
+        self.every_steps, self.steps_per_rollout, self.metrics = every_steps, steps_per_rollout, metrics
         self.file = open_lines(folder / "samples.jsonl") if peers.is_main() else None
 
     def write(self, step: int, samples: Sequence[int], rollouts: "RolloutGroup", advantages: np.ndarray) -> None:
@@ -33,7 +34,7 @@ class SamplesFile:
             samples: numbers of the prompts in the order of all samples.
             advantages: [P, G]; not a number for an answer that is not trained on.
         """
-        if self.file is None or (step - 1) % self.every_steps:
+        if self.file is None or (1 - step) % self.every_steps >= self.steps_per_rollout:  # steps until one is due
             return
         records = []
         for row, (answer, text) in enumerate(zip(rollouts.answers, rollouts.texts, strict=True)):
