@@ -227,6 +227,9 @@ def test_a_prepared_folder_is_a_source(corpus, tmp_path):
         load_corpus(compose([*words, f"tokenizer.path={tmp_path}/other"]).config)
     with pytest.raises(UserError, match="was not made for task=sft"):
         load_corpus(compose([*words, "task=sft"]).config)
+    several = f"data.paths=['{folder}','{tmp_path}/other']"
+    with pytest.raises(UserError, match=f"data.paths: {folder} is a folder of tunix.prepare, which stands alone"):
+        load_corpus(compose([*words, several, f"tokenizer.path={tmp_path}/other"]).config)
 
 
 @pytest.mark.parametrize(

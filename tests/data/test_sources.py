@@ -19,7 +19,7 @@ from support.harness import SMALL
 
 from tunix.base.buckets import find_objects
 from tunix.base.errors import UserError
-from tunix.batch_sources import CorpusFeed
+from tunix.batch_sources import CorpusFeed, load_data
 from tunix.config.compose import compose
 from tunix.data.dataset import find_units, load_corpus, prepare_corpus
 from tunix.data.documents import Document, read_documents
@@ -335,6 +335,20 @@ def test_flat_token_files_that_cannot_be_right(tmp_path, byte_tokenizer, name, t
     with pytest.raises(UserError) as error:
         load_corpus(config("data=tokens", f"data.paths=[{path}]", byte_tokenizer, *word.split()))
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize("task", ["dpo", "kto", "classify", "embed", "grpo", "sft"])
+def test_flat_token_files_have_no_columns(tmp_path, byte_tokenizer, caplog, task):
+    """Pairs, labels and groups were looked for in step 1, and not found: an IndexError, or another pytree."""
+    words = ["sampling.max_new_tokens=4"] if task == "grpo" else ["task.labels=[a,b]"] if task == "classify" else []
+    paths = f"data.paths=[{flat(tmp_path, 'a.bin', np.full(100, 5, np.uint16))}]"
+    cfg = config(f"task={task}", *words, "data=tokens", paths, byte_tokenizer, "data.held_out_fraction=0")
+    if task == "sft":
+        assert load_data(cfg).train["tokens"][0]["loss_mask"].all()
+        assert "files of tokens do not say what an answer is: all is learnt" in caplog.text
+        return
+    with pytest.raises(UserError, match=f"data: task={task} needs rows with columns, and files of tokens have none"):
+        load_data(cfg)
 
 
 def test_the_end_of_a_run_on_one_token(caplog):

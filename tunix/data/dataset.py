@@ -129,6 +129,10 @@ def prepare(source: Source, units: list[Unit], task: Task, vocab: Vocab, loading
     """
     _report_names(source, units)
     _report_end(task, vocab)
+    if isinstance(source, Tokens) and task.documents == "conversation":
+        log.warning(
+            "%s: files of tokens do not say what an answer is: all is learnt, as with task=pretrain", source.source
+        )
     folder = find_folder(source, units, task, vocab, loading)
     if not (folder / FILE).exists():
         start_time = time.perf_counter()
@@ -195,7 +199,17 @@ def make_share(source: Source, units: list[Unit], task: Task, vocab: Vocab, load
 
 
 def find_folder(source: Source, units: list[Unit], task: Task, vocab: Vocab, loading: Loading) -> Path:
-    """Return the folder of a tokenized corpus: its name is a hash of everything that decides what is in it."""
+    """Return the folder of a tokenized corpus: its name is a hash of everything that decides what is in it.
+
+    Raises:
+        UserError: files of tokens, which have no pairs, labels or prompts, and a task that needs them.
+    """
+    if isinstance(source, Tokens) and task.documents not in ("text", "conversation"):
+        with source.naming_keys():
+            raise UserError(
+                f"data: task={task.name} needs rows with columns, and files of tokens have none; give rows, like "
+                "data=jsonl, or a folder that tunix.prepare has made of rows with this task"
+            )
     # What is not in the hash does not change the tokens: where the files are, how many processes read them.
     template = "" if task.documents == "text" else str(vocab.chat_template)
     system = [str(task.system)] if isinstance(task, Prompted) else []

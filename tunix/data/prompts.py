@@ -185,11 +185,6 @@ def load_prompts(cfg: Config, max_length: int) -> PromptCorpus:
     """
     prepared, vocab = prepare_corpus(cfg)
     for name, folder in prepared.items():
-        if folder.documents != "prompt":
-            raise UserError(
-                f"task={cfg.task.name} needs rows with prompts, and data: {name} holds tokens alone; "
-                "give the rows: data=jsonl, csv, parquet or hf"
-            )
         has_images = any(shard[split].get("images") for shard in folder.index["shards"] for split in SPLITS)
         if has_images and isinstance(cfg.task, Grpo) and cfg.task.environment is not None:
             raise UserError(

@@ -23,7 +23,7 @@ from tunix.base.buckets import is_address, mirror
 from tunix.base.config_types import Count, CountOrZero, DottedPath, Flag, Seed, Share
 from tunix.base.dotted_path import blame_user, import_object
 from tunix.base.errors import UserError, did_you_mean, first_line
-from tunix.base.files import read_json
+from tunix.base.files import expand_home, read_json
 from tunix.data.files import (
     NO_TIME,
     Csv,
@@ -290,6 +290,13 @@ class Tokens(Source):
 
     # There is no method `read`: a file has numbers, which `scan_tokens` (data/shards.py) maps where they are.
     def units(self, unit_bytes: int) -> list[Unit]:
+        prepared = [path for path in self.local_paths if (expand_home(path) / "index.json").is_file()]
+        if prepared:  # one alone, in the group `data`, has no units (`dataset.find_inputs`)
+            with self.naming_keys():
+                raise UserError(
+                    f"data.paths: {prepared[0]} is a folder of tunix.prepare, which stands alone in data.paths; "
+                    "data=mixture reads several, and evaluation.sets take files"
+                )
         return find_files(self.local_paths, (".bin", ".npy"))
 
     @property
