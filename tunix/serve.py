@@ -263,7 +263,7 @@ class _Answer:
         sent = self.text.add(piece.tokens[:own])
         thought = "" if self.thought is None else self.thought.add(piece.tokens[:own])
         if self.raw is not None:
-            self.raw.add(piece.tokens[:own])
+            self.raw.add(self.text.tokens[len(self.raw.tokens) :])
         self.finish = piece.finish
         if self.finish or self.text.is_stopped:
             sent += self.text.close()
@@ -560,6 +560,7 @@ class _Answers:
         stop = job.parameters.stop or []
 
         has_parts = job.is_chat and app.marks_thoughts  # else all of a turn is the answer
+        raw_stop = [] if has_parts else stop  # a stop string within a thought ends nothing
 
         def show(prompt: list[int], part: str, stop: Sequence[str]) -> AnswerText:
             if not has_parts:
@@ -571,7 +572,7 @@ class _Answers:
                 place * job.num_answers + index,
                 prompt,
                 show(prompt, ANSWER, stop),
-                None if job.read_calls is None else AnswerText(app.tokenizer, stop, keep_special=True),
+                None if job.read_calls is None else AnswerText(app.tokenizer, raw_stop, keep_special=True),
                 show(prompt, THOUGHT, ()) if has_parts else None,
             )
             for place, prompt in enumerate(job.prompts)

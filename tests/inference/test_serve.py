@@ -55,8 +55,8 @@ from tunix.inference.rollout import Request, RowSizes
 from tunix.inference.sampling import NO_MIN_P, NO_TOP_K, NO_TOP_P, RowChoices, Sampling, select, select_by_row
 from tunix.inference.serving import Piece
 from tunix.rl.judge import Judge
-from tunix.rl.tool_parsers import Call
-from tunix.serve import TAKEN, App, Connection, _Answer, _show_message, open_socket, serve
+from tunix.rl.tool_parsers import Call, find_reader
+from tunix.serve import TAKEN, App, Connection, _Answer, _Answers, _show_message, open_socket, serve
 from tunix.sharding.arrays import bytes_per_device
 
 KEY = "a-key-of-the-tests"
@@ -413,6 +413,30 @@ def test_a_thought_that_special_tokens_mark_is_no_part_of_the_content(has_tools)
     message, _ = _show_message(job, answer)
     assert (message["content"], message["reasoning_content"]) == ("It is 5.", "I add 2!")
     assert answer.list_tokens(True) == tokens
+
+
+@pytest.mark.parametrize(("stop", "called"), [("!", {"a": "b?"}), ("b", None)])
+def test_a_stop_string_within_a_thought_loses_no_call(stop, called):
+    """The text with special tokens, in which calls are read, ended with the thought. One in the answer ends both."""
+    said = SAID.partition("<|channel|>final")[0] + 'to=functions.add<|message|>{"a": "b?"}'
+    prompt = OF_GPT_OSS.encode("<|start|>assistant").ids
+    job = SimpleNamespace(
+        is_chat=True, read_calls=find_reader("harmony"), call_format="harmony", num_calls=0, num_answers=1, arrived=0.0,
+        prompts=[prompt], parameters=SimpleNamespace(stop=[stop]),
+    )  # fmt: skip
+    limits = SimpleNamespace(request_timeout_s=1)
+
+    async def make_answers() -> _Answers:
+        return _Answers(SimpleNamespace(tokenizer=OF_GPT_OSS, marks_thoughts=True, limits=limits), job, None)
+
+    (answer,) = asyncio.run(make_answers()).all
+    answer.take(Piece(0, [*OF_GPT_OSS.encode(said).ids, 0], [0.0], "stop"))
+    message, finish = _show_message(job, answer)
+    assert finish == ("tool_calls" if called else "stop")
+    assert [json.loads(call["function"]["arguments"]) for call in message.get("tool_calls", [])] == (
+        [called] if called else []
+    )
+    assert message["reasoning_content"] == "I add 2!"
 
 
 CALLS = {  # format of calls, an answer with a thought, a text behind it and a call
