@@ -13,6 +13,8 @@ from tunix.config import Config
 from tunix.config.compose import compose
 from tunix.config.task import Cycle, Prompted
 from tunix.data.batches import BEGINNING, DataSchedule, Samples
+from tunix.data.documents import encode_json
+from tunix.data.files import BadRow
 from tunix.data.prompts import gather_columns, load_prompts
 from tunix.prepare import prepare
 from tunix.rl.scoring import call_reward
@@ -207,3 +209,11 @@ def test_turns_that_end_with_the_assistant_are_no_prompt(rows):
 def test_data_without_rows_are_refused(rows):
     with pytest.raises(UserError, match="task=ask needs rows with columns, of jsonl, csv, parquet or hf"):
         load_prompts(prompted("data=synthetic"), 100)
+
+
+def test_a_row_of_a_function_that_json_does_not_hold_is_a_bad_row():
+    itself: list[object] = []
+    itself.append(itself)
+    for value, problem in (({(1, 2): 3}, "keys must be str, int"), (itself, "Circular reference")):
+        with pytest.raises(BadRow, match=rf"is not JSON \({problem}"):
+            encode_json({"column": value})

@@ -208,8 +208,16 @@ def _drop_images(question: Question, columns: Columns) -> Question:
 
 
 def encode_json(value: Any) -> bytes:
-    """Return a value as JSON in UTF-8. A value of a type that JSON lacks, like a date, is written as str() gives it."""
-    return json.dumps(value, ensure_ascii=False, default=str).encode()
+    """Return a value as JSON in UTF-8. A value of a type that JSON lacks, like a date, is written as str() gives it.
+
+    Raises:
+        BadRow: a key that JSON lacks, or a list within itself, of data=custom.
+    """
+    try:
+        text = json.dumps(value, ensure_ascii=False, default=str)
+    except (TypeError, ValueError) as error:
+        raise BadRow(f"is not JSON ({error})") from None
+    return text.encode()
 
 
 def read_text(columns: Columns, row: dict[str, Any], task: Task) -> str:
