@@ -152,6 +152,7 @@ QUERY = QUERIES.removesuffix("weight")
         ("nf4", STATE, state(extra="x" * 5000), "is not understood: 50"),
         ("nf4", STATE, np.frombuffer(b"[" * 3000, np.uint8), "is not understood"),
         ("nf4", STATE, None, "q_proj.weight"),
+        ("nf4", "model.bitsandbytes__nf4", np.zeros(4, np.uint8), "has model.bitsandbytes__nf4, which a llama"),
         ("nf4_double", f"{QUERIES}.nested_absmax", None, "nested_absmax is missing"),
         ("int8", f"{QUERY}SCB", None, "q_proj.SCB is missing"),
         ("int8", f"{QUERY}weight_format", np.array(2, np.uint8), "weight_format is not 0"),

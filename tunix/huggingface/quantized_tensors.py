@@ -441,7 +441,7 @@ def merge_packed(tensors: Mapping[str, Plain], quantization: Quantization) -> di
         base, _, last = name.rpartition(".")
         if quantization.method in ("gptq", "awq") and last == "qweight":
             joined[f"{base}.weight"] = Integers(parts, name, quantization)
-        elif quantization.method == "bitsandbytes" and last in ("bitsandbytes__nf4", "bitsandbytes__fp4"):
+        elif quantization.method == "bitsandbytes" and name.endswith((f"{STATE}nf4", f"{STATE}fp4")):
             matrix = name.partition(STATE)[0]
             joined[matrix] = Bnb4(parts, matrix)
         elif quantization.method == "bitsandbytes" and tensors[name].dtype == "I8":
