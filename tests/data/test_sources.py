@@ -264,6 +264,16 @@ def test_a_copied_project_reads_its_own_tokens(tmp_path, byte_tokenizer, monkeyp
     assert set(load_corpus(config(*words)).train["tokens"][0]["tokens"]) == {5}
 
 
+def test_a_long_window_of_zstd_is_named(tmp_path):
+    """Dumps of forums are packed so, and were called damaged."""
+    packer = zstd.ZstdCompressor(options={zstd.CompressionParameter.window_log: 28})
+    (tmp_path / "a.jsonl.zst").write_bytes(packer.compress(as_jsonl([{"text": "a"}])) + packer.flush())
+    with pytest.raises(
+        UserError, match=r"more than 128 MiB \(zstd --long\); write it anew: zstd -dc --long=31 .*zst \|"
+    ):
+        documents("data=jsonl", f"data.paths=[{tmp_path}/a.jsonl.zst]")
+
+
 @pytest.mark.parametrize("name", ["a.tar.gz", "a.tgz", "a.txt.bz2", "a.ZIP"])
 def test_archives_are_no_texts(tmp_path, name):
     """The files of a tar file would be one text, with its heads."""

@@ -167,6 +167,11 @@ def open_unpacked(path: str) -> Iterator[IO[bytes]]:
             # An empty file is not unpacked: zstd would call it cut off.
             yield stack.enter_context(unpack(file, "rb")) if unpack is not None and file.peek(1) else file
     except (EOFError, zlib.error, gzip.BadGzipFile, zstd.ZstdError) as error:
+        if "too much memory" in str(error):  # of zstd: the window that `--long=31` packs with takes 2 GiB
+            raise UserError(
+                f"data: {path} was packed with a window of more than 128 MiB (zstd --long); write it anew: "
+                f"zstd -dc --long=31 {path} | zstd > OTHER.zst"
+            ) from None
         raise UserError(f"data: {path} is damaged or ends early: {error}") from None
     except OSError as error:
         reason = explain(error) if is_address(path) else error.strerror or error
