@@ -472,8 +472,8 @@ def _open_copied(folder: Path, vocab: Vocab, cfg: Config) -> Prepared:
     if prepared.documents != "text" and own.chat_template != vocab.chat_template:
         raise UserError(
             f"data.paths: {folder} was made with another chat template than task.chat_template="
-            f"{cfg.task.chat_template}; prepare it with that template, or leave task.chat_template and tokenizer.path "
-            "null to take its own"
+            f"{cfg.task.chat_template or 'null'}; set it as it was then, or leave it out and set tokenizer.path="
+            f"{folder}/tokenizer, which has that template"
         )
     _check_choices(prepared, cfg.task)
     return prepared
