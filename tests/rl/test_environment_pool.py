@@ -75,10 +75,18 @@ class Once(Sums):
 
 class Tools:
     replays = False
+    kept = []
     def reset(self, seed, first): pass
+    def load(self) -> str:
+        """Load."""
+        self.kept.append(bytearray(150 * 2**20))
+        return "loaded"
     def wait(self, seconds: float) -> str:
         """Wait."""
         time.sleep(seconds)
+
+class ToolsAgain(Tools):
+    replays = True
 
 class Chance(Sums):
     def step(self, text):
@@ -202,6 +210,15 @@ def test_what_episodes_leave_in_memory_ends_one_episode_and_not_all_later_ones(f
         last = [play(pool, {0: ["add 1"]})[0][-1] for _ in range(6)]
     failed = [isinstance(each, str) and each.startswith("MemoryError") for each in last]
     assert failed == [False, False, True, False, False, True]
+
+
+def test_what_tools_leave_in_memory_ends_one_episode_too(folder):
+    """The model read the error, as that of its call, and each later call had it."""
+    with make_pool("ToolsAgain", processes=1, memory_mib=250) as pool:
+        call = '<tool_call>{"name": "load", "arguments": {}}</tool_call>'
+        first, second, third = (play(pool, {number: [call]})[number][-1] for number in range(3))
+    assert (first.observations, third.observations) == (["loaded"], ["loaded"])
+    assert second.startswith("MemoryError:  (")
 
 
 def test_a_new_process_has_time_to_load(folder):

@@ -73,7 +73,7 @@ class OpenEnvironment:
                     raise ValueError(f"there is no tool {call.name[:100]}; the tools are {', '.join(self.tools)}")
                 arguments = keep_texts(call, self.schemas).arguments
                 results.append(str(getattr(self.environment, call.name)(**arguments)))
-            except LateCall:  # the turn has no more time: its episode ends
+            except (LateCall, MemoryError):  # no more time for the turn, or no room for further ones: its episode ends
                 raise
             except Exception as error:  # the model reads what it did wrong
                 results.append(f"error: {type(error).__name__}: {str(error)[:1000]}")
