@@ -88,6 +88,7 @@ def test_public_methods_with_docstrings_are_tools():
     assert (two.done, two.tool_errors) == (False, 3)
     assert episode.step(call("increment", '{"step": 1, "times": 2}')).observations == ["4"]
     assert episode.finish() == 0.0, "what a budget ends is rewarded too"
+    assert "schemas" not in vars(episode), "which need pydantic, and 0.3 s of the first call"
     episode.step(call("increment", '{"step": 1}'))
     assert episode.step("It is 5.") == Reply(None, 1.0, True)
     assert gives_reward(Counter)
@@ -104,6 +105,8 @@ def test_an_own_format_of_calls_is_named_where_it_fails():
     assert error.traceback[-1].name == "read_numbers"
     with pytest.raises(ValueError, match=r"read_numbers returned 7 \(int\), which is no Call"):
         episode.step("7")
+    with pytest.raises(ValueError, match=r"returned Call\(.*, which is no Call whose name and id are texts"):
+        episode.step("-7")  # it ended the run by a traceback
 
 
 def test_schemas_of_tools():

@@ -7,6 +7,8 @@ import signal
 import time
 from pathlib import Path
 
+from tunix.rl.tool_parsers import Call
+
 
 class Chatty:
     """Answers every turn with two digits, and rewards it; both follow from the seed and from what was said."""
@@ -79,5 +81,6 @@ class Silent:
 
 
 def read_numbers(text: str) -> list:
-    """A format of calls that fails for a text that is no number, and makes no call of a number."""
-    return [int(text)]
+    """A format of calls that fails for a text that is no number, and makes no call of one, or one with a number as id."""
+    number = int(text)
+    return [number] if number > 0 else [Call("add", {}, id=number)]

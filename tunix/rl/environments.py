@@ -71,7 +71,7 @@ class OpenEnvironment:
                     raise ValueError(call.problem)
                 if call.name not in self.tools:
                     raise ValueError(f"there is no tool {call.name[:100]}; the tools are {', '.join(self.tools)}")
-                arguments = keep_texts(call, self.schemas).arguments
+                arguments = (keep_texts(call, self.schemas) if call.texts else call).arguments
                 results.append(str(getattr(self.environment, call.name)(**arguments)))
             except (LateCall, MemoryError):  # no more time for the turn, or no room for further ones: its episode ends
                 raise
@@ -108,8 +108,12 @@ def _own_reader(name: str) -> Callable[[str], list[Call]]:
         except Exception as error:
             problem = ValueError(f"task.tool_calls={name} fails: {type(error).__name__}: {error}")
             raise problem.with_traceback(error.__traceback__) from None
-        if others := [call for call in calls if not isinstance(call, Call)]:
-            raise ValueError(f"task.tool_calls={name} returned {describe_value(others[0])}, which is no Call")
+        for call in calls:
+            if not isinstance(call, Call) or not isinstance(call.name, str) or not isinstance(call.id, str):
+                found = describe_value(call)
+                raise ValueError(
+                    f"task.tool_calls={name} returned {found}, which is no Call whose name and id are texts"
+                )
         return calls
 
     return read
