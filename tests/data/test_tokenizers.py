@@ -6,7 +6,7 @@ import time
 
 import pytest
 from conftest import write_corpus
-from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
+from sentencepiece import SentencePieceProcessor, SentencePieceTrainer, sentencepiece_model_pb2
 from support.harness import SMALL
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
@@ -247,6 +247,17 @@ def test_sentencepiece_words_are_its_own(tmp_path, model_type, extra_spaces, byt
         assert ids == processor.encode(line), line
         if byte_fallback and extra_spaces and line:
             assert backend.decode(ids) == processor.decode(ids)
+
+
+def test_a_sentencepiece_token_of_a_page_is_refused(tmp_path):
+    """Its merges were looked for at each of its places: a file with a megabyte of it took many minutes."""
+    proto = sentencepiece_model_pb2.ModelProto()
+    proto.trainer_spec.model_type = 2
+    for piece in ("<unk>", "a", "a" * 600):
+        proto.pieces.add().piece = piece
+    (tmp_path / "a.model").write_bytes(proto.SerializeToString())
+    with pytest.raises(UserError, match=r"a.model has a token of 600 characters, and those of a SentencePiece model"):
+        tokenizer.convert(tmp_path / "a.model")
 
 
 def test_sentencepiece_in_a_run(load, tmp_path):

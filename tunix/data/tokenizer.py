@@ -34,6 +34,7 @@ from tunix.huggingface.hub import fetch
 # Values in files of SentencePiece (Kudo and Richardson 2018, arXiv:1808.06226).
 UNIGRAM, BPE = 1, 2  # values of TrainerSpec.model_type
 CONTROL, USER_DEFINED = 3, 4  # values of SentencePiece.type
+MAX_PIECE = 512  # characters of a token of BPE: to find its merges takes the square of them
 
 
 def convert(path: Path) -> Backend:
@@ -62,6 +63,11 @@ def convert(path: Path) -> Backend:
     if spec.model_type == UNIGRAM:
         model = models.Unigram(pieces, spec.unk_id, spec.byte_fallback)
     else:
+        if (longest := max((len(piece) for piece, _ in pieces), default=0)) > MAX_PIECE:
+            raise UserError(
+                f"tokenizer.path={path} has a token of {longest:,} characters, and those of a SentencePiece model have "
+                f"at most {MAX_PIECE}"
+            )
         numbers = {piece: number for number, (piece, _) in enumerate(pieces)}
         model = models.BPE(
             numbers, _find_merges(proto), unk_token=spec.unk_piece, fuse_unk=True, byte_fallback=spec.byte_fallback
