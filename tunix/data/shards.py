@@ -2,8 +2,8 @@
 
 Reading any place of any shard costs one page of the file:
 
-    FOLDER/index.json                counts, digests and names of the shards; written last
-    FOLDER/digests.json              digests of these files; each shard has its own
+    FOLDER/index.json                counts, digests and names of the shards; written when all of them are there
+    FOLDER/digests.json              digests of these files; each shard has its own; written last
     FOLDER/tokenizer/                files of the tokenizer
     FOLDER/00000/train.tokens.npy    an array of `Arrays`; which ones there are depends on the kind of the documents
     FOLDER/00000/held_out.*.npy      the same for the held-out documents
