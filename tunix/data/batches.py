@@ -46,7 +46,6 @@ class Field(NamedTuple):
     dtype: str
     # Computes the field from the other fields of a batch [A, B, T]; None if the source of the batches fills it.
     make: Callable[[Example], np.ndarray] | None = None
-    padding: int = 0  # of a sequence of nothing but padding
     sizes: tuple[tuple[str, int], ...] = ()  # of dimensions beside A, B and T, by their letters
     per_token: int = 1  # numbers of each token, side by side in the dimension T
 
@@ -110,7 +109,7 @@ def image_fields(cfg: Config) -> Fields:
     sizes = tuple(zip(processor.dim_names, shape, strict=True))
     return {
         IMAGES: Field(f"AB{processor.dim_names}", "uint8", fill(IMAGES, *shape), sizes=sizes),
-        IMAGE_INDEX: Field("ABT", "int32", fill_index, padding=-1),
+        IMAGE_INDEX: Field("ABT", "int32", fill_index),
         IMAGE_GRIDS: Field("ABjo", "int32", fill(IMAGE_GRIDS, per_row, 2), sizes=(("j", per_row), ("o", 2))),
     }
 
@@ -129,10 +128,9 @@ def add_fields(batch: Example, fields: Fields) -> Example:
     return batch | {name: field.make(batch).astype(field.dtype) for name, field in fields.items() if field.make}
 
 
-def empty_example(seq_len: int, fields: Fields = FIELDS) -> Example:
-    """Return one sequence of padding, [T] or a scalar in each field: zeros, or the number that the field pads with."""
-    shape = BatchShape(1, 1, seq_len)
-    return {name: np.full(field.shape(shape)[2:], field.padding, field.dtype) for name, field in fields.items()}
+def empty_example(seq_len: int) -> Example:
+    """Return one sequence of padding: zeros [T] in each of `FIELDS`."""
+    return {name: np.zeros(seq_len, field.dtype) for name, field in FIELDS.items()}
 
 
 def split_rows(batch: Example, num_cuts: int) -> Example:
