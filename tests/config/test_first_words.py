@@ -119,7 +119,7 @@ def test_layers_without_end_are_refused():
 def test_an_error_does_not_wait_for_the_compiler(of_command, error, seconds, monkeypatch):
     """In a command, also after Ctrl-C; where Python goes on after the error, it waits."""
     monkeypatch.setattr(exits, "ends_with_leave", threading.Event())
-    monkeypatch.setattr(exits, "still_compiles", threading.Event())
+    monkeypatch.setattr(exits, "still_works", threading.Event())
     if of_command:
         exits.ends_with_leave.set()
     ended = threading.Event()
@@ -131,7 +131,7 @@ def test_an_error_does_not_wait_for_the_compiler(of_command, error, seconds, mon
 
     with pytest.raises(error) as raised:
         fail()
-    assert exits.still_compiles.is_set() == of_command
+    assert exits.still_works.is_set() == of_command
     if error is KeyboardInterrupt:
         signals: list[int] = []
         monkeypatch.setattr(exits, "end_by_signal", lambda number, frame: signals.append(number))

@@ -149,6 +149,16 @@ def test_python_code_says_that_texts_have_another_encoding(monkeypatch):
             call()
 
 
+def test_a_command_does_not_wait_for_what_works_on_as_python_ends(tmp_path):
+    code = (
+        "import atexit, sys, time, types; from tunix.processes import exits\n"
+        "sys.modules['jax'] = types.SimpleNamespace(distributed=types.SimpleNamespace(shutdown=lambda: print('told')))\n"
+        "atexit.register(time.sleep, 60); exits.still_works.set(); exits.leave(3)"
+    )
+    done = run_here(code, cwd=tmp_path, timeout=30)
+    assert (done.returncode, done.stdout) == (3, "told\n")  # the other processes of the run do not wait for this one
+
+
 def test_a_program_that_ends_early_leaves_no_thread_to_pythons_end(tmp_path):
     """Python 3.13 would wait for it forever: `tunix verify --steps=many`, and each process in which a plan compiles."""
     code = (

@@ -20,6 +20,8 @@ from support.processes import wait_until
 import tunix
 from tunix.base.errors import Diverged, UserError
 from tunix.config.compose import compose
+from tunix.processes import exits
+from tunix.run.metrics import Metrics
 from tunix.run.remote_sinks import Wandb
 from tunix.run.sinks import Background
 from tunix.run.table import Start, open_sink
@@ -276,13 +278,18 @@ class Slow:
         pass
 
 
-def test_a_sink_that_hangs_delays_nothing_and_ends_in_time(tmp_path, caplog):
-    sink = Background("slow", Slow, start_of(tmp_path))
+def test_a_sink_that_hangs_delays_nothing_and_ends_in_time(tmp_path, caplog, monkeypatch):
+    for name in ("ends_with_leave", "still_works"):
+        monkeypatch.setattr(exits, name, threading.Event())
+    exits.ends_with_leave.set()
+    metrics = Metrics([], start_of(tmp_path))
+    metrics.sinks = [sink := Background("slow", Slow, start_of(tmp_path))]
     for step in range(1000):  # the caller goes on although the first call never comes back
         sink.write({"step": step}, "train")
     sink.close(None)
-    sink.wait(time.monotonic())
+    metrics._wait(0.0)
     assert "logging.sinks=slow: 0 failures; 10" in caplog.text  # 1000 or so calls are lost
+    assert exits.still_works.is_set()  # the command ends without the hooks of its library (`exits.leave`)
     Slow.came.set()
     sink.thread.join(60)
 

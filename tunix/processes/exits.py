@@ -28,14 +28,18 @@ USER_ERROR, STOPPED, PEER, DIVERGED = UserError.code, Stopped.code, PeerLost.cod
 # Loaded here and not in the child: between fork and exec a child must not wait for locks of its parent's threads.
 LIBC, PR_SET_PDEATHSIG = ctypes.CDLL(None), 1  # prctl(2)
 
-# The compiler of a run cannot be interrupted, and may need minutes. A command that fails, or gets Ctrl-C, does not wait
-# for it: `ends_with_leave` is set while a command runs whose last act is `leave`, `still_compiles` where XLA works on.
-ends_with_leave, still_compiles = threading.Event(), threading.Event()
+# Some threads cannot be interrupted: that of the compiler may need minutes, and those of a sink's library may wait for
+# ever for a server that hangs. A command that ends does not wait: `ends_with_leave` is set while a command runs whose
+# last act is `leave`, `still_works` where such a thread may work on.
+ends_with_leave, still_works = threading.Event(), threading.Event()
 
 
 def leave(code: int) -> NoReturn:
-    """End the process with this code: as Python ends, or at once where XLA still compiles for nobody."""
-    if still_compiles.is_set():
+    """End the process with this code: as Python ends, or at once where a thread still works for nobody."""
+    ignore_stop_signals()
+    if still_works.is_set():
+        if "jax" in sys.modules:  # the other processes wait for this one there
+            sys.modules["jax"].distributed.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -48,9 +52,9 @@ def report_interrupts() -> None:
     def report(kind: type[BaseException], error: BaseException, trace: Any) -> None:
         if issubclass(kind, KeyboardInterrupt):
             print("; ".join(["interrupted", *getattr(error, "__notes__", [])]), file=sys.stderr, flush=True)
-            # What Python does at its end, up to taking itself apart, which crashes beside a compilation. Where XLA
-            # compiles in a thread of the run, Python would wait for it.
-            if not still_compiles.is_set():
+            # What Python does at its end, up to taking itself apart, which crashes beside a compilation. Where a
+            # thread works on, Python would wait for it.
+            if not still_works.is_set():
                 threading._shutdown()  # type: ignore[attr-defined]
                 atexit._run_exitfuncs()
             sys.stdout.flush()

@@ -205,7 +205,7 @@ class Compiler:
         if any(future.running() for future in self.futures.values()):
             ends_at_once = isinstance(error, UserError | KeyboardInterrupt) and exits.ends_with_leave.is_set()
             if ends_at_once and jax.process_count() == 1:
-                exits.still_compiles.set()
+                exits.still_works.set()
                 self.thread.shutdown(wait=False, cancel_futures=True)
                 return
             reason = f": {error}" if str(error or "") else ""

@@ -13,7 +13,7 @@ import jax
 
 from tunix.base.errors import Ending, FolderFull, UserError
 from tunix.base.files import find_way_out
-from tunix.processes import peers, watchdog
+from tunix.processes import exits, peers, watchdog
 from tunix.processes.watchdog import Pace
 from tunix.run.goodput import Goodput
 from tunix.run.sinks import Background, give_table
@@ -64,9 +64,9 @@ class Metrics:
     def _wait(self, seconds: float) -> None:
         """Wait for the sinks that work in the background: they end side by side, and share the time."""
         deadline = time.monotonic() + seconds
-        for sink in self.sinks:
-            if isinstance(sink, Background):
-                sink.wait(deadline)
+        lost = [sink.wait(deadline) for sink in self.sinks if isinstance(sink, Background)]
+        if any(lost) and exits.ends_with_leave.is_set():  # a sink's library may wait for its server as Python ends
+            exits.still_works.set()
 
     @contextmanager
     def writing(self) -> Iterator[None]:

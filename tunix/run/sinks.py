@@ -100,8 +100,8 @@ class Background:
         """Ask the sink to end; the caller then waits with `wait`."""
         self.calls.put(("close", (error,)))
 
-    def wait(self, deadline: float) -> None:
-        """Wait until the sink has ended, at most until `deadline` (by time.monotonic()), and log what was lost."""
+    def wait(self, deadline: float) -> int:
+        """Wait until the sink has ended, at most until `deadline` (by time.monotonic()); return how much is lost."""
         self.deadline = deadline
         self.ends.set()
         self.thread.join(max(0.0, deadline - time.monotonic()))
@@ -109,6 +109,7 @@ class Background:
         lost = self.dropped + self.calls.qsize() + self.thread.is_alive()
         if self.failures or lost:
             log.warning("logging.sinks=%s: %d failures; %d calls are lost", self.name, self.failures, lost)
+        return lost
 
     def _work(self) -> None:
         """Make the sink, and hand it the calls until `close` is done or the deadline has passed."""
