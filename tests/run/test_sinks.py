@@ -2,6 +2,7 @@
 
 import json
 import resource
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -137,9 +138,12 @@ def test_events_are_refused_by_the_call_that_writes_them(tmp_path, monkeypatch):
         resource.setrlimit(resource.RLIMIT_FSIZE, usual)
 
 
-def test_tensorboard_shows_a_step_that_is_trained_again_once(tmp_path):
-    config = compose([]).config.model_dump(mode="json")
+@pytest.mark.parametrize("set_back_s", [0, 3600], ids=["", "by a clock that is an hour behind"])
+def test_tensorboard_shows_a_step_that_is_trained_again_once(set_back_s, tmp_path, monkeypatch):
+    config, clock = compose([]).config.model_dump(mode="json"), time.time_ns
     for first, scale in ((1, 1.0), (3, 10.0)):  # the second start goes on after step 2
+        if first > 1:
+            monkeypatch.setattr(time, "time_ns", lambda: clock() - set_back_s * 10**9)
         with Metrics(["tensorboard"], Start(tmp_path, config, first - 1, 4)) as metrics:
             for step in range(first, 5):
                 metrics.write({"step": step, "split": "held_out", "loss": scale * step}, "held_out")

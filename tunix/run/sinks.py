@@ -183,6 +183,9 @@ class TensorBoard(Sink):
 
         # TensorBoard's own writer has a thread, whose traceback a full disk shows before our message.
         seconds, rest = divmod(time.time_ns(), 10**9)
+        # Readers take files in the order of their names. The clock may be behind that of the host where the run began.
+        found = (re.match(r"events\.out\.tfevents\.(\d+)\.", path.name) for path in start.folder.iterdir())
+        seconds = max([seconds, *(int(each[1]) + 1 for each in found if each)])
         name = f"events.out.tfevents.{seconds:010}.{socket.gethostname()}.{os.getpid()}.{rest:09}"
         self.make_event, self.records = Event, RecordWriter((start.folder / name).open("xb"))
         self._write(file_version="brain.Event:2")
