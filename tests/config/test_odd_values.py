@@ -7,6 +7,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
 from functools import partial
 from types import SimpleNamespace
 
@@ -120,6 +121,18 @@ def test_a_terminal_that_was_closed_changes_no_exit_code():
         os.close(slave)
         os.close(master)
     assert process.returncode == 75
+
+
+def test_an_output_that_does_not_block_its_writers_gets_every_line():
+    """ssh leaves a terminal so, which it shares with others; Python gives up where it is full."""
+    code = "from tunix.processes import exits; exits.drop_unread_output(); print('line\\n' * 100_000)"
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    with subprocess.Popen([sys.executable, "-c", code], stdout=writer, cwd=ROOT) as process, open(reader) as output:
+        os.close(writer)
+        time.sleep(0.5)  # the pipe is full by now
+        assert output.read().count("line\n") == 100_000
+    assert process.returncode == 0
 
 
 def test_the_current_folder_was_deleted(tmp_path):

@@ -11,6 +11,7 @@ import gc
 import io
 import locale
 import os
+import select
 import signal
 import sys
 import threading
@@ -157,7 +158,10 @@ class _Output(io.FileIO):
 
     def write(self, data: Any, /) -> int:
         try:
-            return super().write(data)
+            # None: it is full and does not block, as a terminal that ssh has changed. Python would give up.
+            while (size := super().write(data)) is None:
+                select.select((), (self,), ())
+            return size
         except OSError:
             return len(data)
 
