@@ -359,7 +359,7 @@ def _write_tokenizer(model: Pretrained, folder: Path) -> None:
     """Write the tokenizer: the run's own, or the source's files with the run's chat template if that differs."""
     vocab, config_file = model.vocab, folder / "tokenizer_config.json"
     if vocab is not None and not model.has_source_tokenizer:
-        vocab.with_bos().save(str(folder / "tokenizer.json"))
+        (folder / "tokenizer.json").write_text(vocab.with_bos().to_str(pretty=True), encoding="utf-8")
         length = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": model.cfg.context_length}
         more: dict[str, Any] = {} if vocab.chat_template is None else {"chat_template": _write_template(vocab)}
         if (images := vocab.images) is not None:  # by the names that processors of transformers ask for

@@ -2,6 +2,7 @@
 
 import json
 import random
+import resource
 import time
 
 import pytest
@@ -41,6 +42,17 @@ def test_a_trained_tokenizer_is_cached_and_gives_the_text_back(load, cache_dir):
     assert one.tokenizer.decode(ids) == TEXT
     assert bytes_by_token(one.tokenizer)[ids].sum() == len(TEXT.encode())
     assert bytes_by_token(one.tokenizer)[one.vocab.bos] == 0
+
+
+def test_a_disk_that_takes_no_tokenizer_is_an_error_of_the_disk(load, tmp_path):
+    """As every caller expects; the library's own `save` has a bare exception for it."""
+    vocab, usual = load("tokenizer=bytes", "tokenizer.vocab_size=259").vocab, resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, usual[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            vocab.save(tmp_path / "tokenizer")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, usual)
 
 
 def test_bytes(load):

@@ -442,7 +442,8 @@ class Vocab:
     def save(self, folder: Path) -> None:
         """Make `folder` with the files that `read_vocab` reads, under Hugging Face's names."""
         folder.mkdir()
-        self.backend.save(str(folder / "tokenizer.json"))
+        # Not by the library's `save`, whose error for a full disk is no `OSError`.
+        (folder / "tokenizer.json").write_text(self.backend.to_str(pretty=True), encoding="utf-8")
         special = {"bos_token": self.bos_token, "eos_token": self.eos_token, "chat_template": self.chat_template}
         (folder / "tokenizer_config.json").write_text(json.dumps(special, indent=1))
 

@@ -74,7 +74,7 @@ def write_files(
         single=f"{'' if bos is None else bos + ' '}$A {eos}",
         special_tokens=[(token, tokenizer.token_to_id(token)) for token in dict.fromkeys((bos, eos)) if token],
     )
-    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     config = {
         **({} if bos is None else {"bos_token": bos}),
         "tokenizer_class": "PreTrainedTokenizerFast",
