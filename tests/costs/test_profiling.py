@@ -13,6 +13,7 @@ import time
 import urllib.request
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -299,3 +300,19 @@ def test_a_run_that_ends_within_the_window_leaves_no_trace(words, tmp_path, capl
     trace.warn_if_past(2)
     assert "no trace: resumed at step 2; profile.after_step must be at least 3" in caplog.text
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_trace_that_finds_no_room_ends_no_run(words, tmp_path, caplog, monkeypatch):
+    cfg, stop = compose(words).config, jax.profiler.stop_trace
+
+    def fail() -> None:
+        stop()
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: a.xplane.pb; No space left on device")
+
+    monkeypatch.setattr(jax.profiler, "stop_trace", fail)
+    mesh = build_mesh(cfg)
+    with jax.set_mesh(mesh), CommunicationTrace(assemble(cfg, mesh), mesh, tmp_path, None) as trace:
+        trace.at(2, {}, None)
+        trace.at(4, {}, SimpleNamespace(as_text=lambda: "HloModule step"))
+    assert f"the trace cannot be written to {tmp_path}, and the run goes on: RESOURCE_EXHAUSTED" in caplog.text
+    assert list(tmp_path.iterdir()) == []  # the room is for the rest of the run

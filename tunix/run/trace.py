@@ -6,6 +6,8 @@ import re
 import shutil
 import socket
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from typing import Any
 import jax
 from jax.profiler import ProfileData
 
-from tunix.base.errors import UserError
+from tunix.base.errors import UserError, first_line
 from tunix.config import Config
 from tunix.config.batch import stage_ends
 from tunix.costs import trace_analysis
@@ -96,8 +98,9 @@ class CommunicationTrace:
                 self.running = True
         elif self.is_active:
             if self.running:
-                jax.profiler.stop_trace()
                 self.running = False
+                with self._going_on():
+                    jax.profiler.stop_trace()
             self._report(step, program.as_text())
 
     @property
@@ -105,23 +108,33 @@ class CommunicationTrace:
         """The folder of this process: processes of one host would write files of the same name."""
         return self.folder / f"unfinished.{jax.process_index()}"
 
+    @contextmanager
+    def _going_on(self) -> Iterator[None]:
+        """Log why the trace or its report cannot be written, and go on: the run does not end for want of them."""
+        try:
+            yield
+        except (OSError, jax.errors.JaxRuntimeError) as error:
+            shutil.rmtree(self._trace_folder, ignore_errors=True)  # a part of it, which may fill the disk
+            log.warning("the trace cannot be written to %s, and the run goes on: %s", self.folder, first_line(error))
+
     def _report(self, step: int, hlo: str) -> None:
         collectives = read_collectives(hlo)
         local_timelines: dict[str, Timeline] = {}
-        if self.traces:
-            # Where TensorBoard's profile plugin looks, named by process.
-            session = self.folder / "plugins" / "profile" / f"after_step_{self.edges[0]}"
-            session.mkdir(parents=True, exist_ok=True)
-            kept = session / f"{socket.gethostname()}_{jax.process_index()}.xplane.pb"
-            max(self._trace_folder.rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime).replace(kept)
-            shutil.rmtree(self._trace_folder)
-            trace = ProfileData.from_file(str(kept))
-            module = re.match(r"HloModule ([\w.\-]+)", hlo)
-            assert module
-            names = {each.name for each in collectives}
-            local_timelines = compute_device_times(
-                read_events(trace, module[1], names), self.cfg.profile.steps, names, read_control_flow(hlo)
-            )
+        if self.traces and self._trace_folder.is_dir():
+            with self._going_on():
+                # Where TensorBoard's profile plugin looks, named by process.
+                session = self.folder / "plugins" / "profile" / f"after_step_{self.edges[0]}"
+                session.mkdir(parents=True, exist_ok=True)
+                kept = session / f"{socket.gethostname()}_{jax.process_index()}.xplane.pb"
+                max(self._trace_folder.rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime).replace(kept)
+                shutil.rmtree(self._trace_folder)
+                trace = ProfileData.from_file(str(kept))
+                module = re.match(r"HloModule ([\w.\-]+)", hlo)
+                assert module
+                names = {each.name for each in collectives}
+                local_timelines = compute_device_times(
+                    read_events(trace, module[1], names), self.cfg.profile.steps, names, read_control_flow(hlo)
+                )
         # A process has the timelines of its own devices alone; process 0 writes the report on all of them.
         message = json.dumps({device: asdict(timeline) for device, timeline in local_timelines.items()})
         of_processes = [json.loads(text) for text in peers.gather(message, "communication report")]
@@ -140,9 +153,10 @@ class CommunicationTrace:
         predicted = predict(derive_costs(self.train_spec).transfers, sizes, kind, per_host)
         communication = measure(self.edges[0] + 1, self.cfg.profile.steps, of_all, collectives, sizes, predicted)
         text, png = trace_analysis.format_text(communication), plot_communication(communication)
-        for name, content in (("txt", text), ("csv", trace_analysis.format_csv(communication))):
-            (self.folder / f"communication.{name}").write_text(content)
-        (self.folder / "communication.png").write_bytes(png)
+        with self._going_on():
+            for name, content in (("txt", text), ("csv", trace_analysis.format_csv(communication))):
+                (self.folder / f"communication.{name}").write_text(content)
+            (self.folder / "communication.png").write_bytes(png)
         self.metrics.text("communication", text, step)
         self.metrics.image("communication_by_axis", png, step)
         log.info("communication of %s", text.partition("\n\nby collective")[0])
