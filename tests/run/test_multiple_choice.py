@@ -80,6 +80,15 @@ def test_the_likeliest_choice_is_that_of_the_logits_on_every_mesh(words):
     assert (measured["accuracy"], measured["accuracy_per_byte"]) == (right, per_byte)
 
 
+def test_scores_that_are_no_numbers_have_no_likeliest_choice(monkeypatch):
+    """Of a model whose weights are not finite: the first choice counted as the likeliest one."""
+    asked = object.__new__(MultipleChoice)
+    asked.answers, asked.first, asked.num_bytes = np.array([0, 1]), np.array([0, 2, 4]), np.ones(4)
+    for sums, right in (([0.0, -1.0, -1.0, 0.0], 1.0), ([np.nan, -1.0, -1.0, 0.0], np.nan)):
+        monkeypatch.setattr(asked, "sum_choices", lambda _, sums=sums: np.array(sums))
+        np.testing.assert_equal(asked.evaluate(None), {"accuracy": right, "accuracy_per_byte": right, "questions": 2})
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [

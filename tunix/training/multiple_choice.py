@@ -8,6 +8,7 @@ Each choice is scored behind the prompt, and its own tokens count, as in Eleuthe
 share a row, each as a document of its own.
 """
 
+import math
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -119,7 +120,10 @@ class MultipleChoice:
         self.score = score
 
     def evaluate(self, params: Any) -> dict[str, float]:
-        """Return the share of questions whose right choice is the likeliest, by its sum and by its mean of a byte."""
+        """Return the share of questions whose right choice is the likeliest, by its sum and by its mean of a byte.
+
+        Both are NaN where a score is: the weights are not finite then, and no choice is the likeliest.
+        """
         totals = self.sum_choices(params)
         return {
             "accuracy": self._count_right(totals),
@@ -134,6 +138,8 @@ class MultipleChoice:
         return np.bincount(self.owners[counted], log_probs[counted], len(self.num_bytes))
 
     def _count_right(self, scores: np.ndarray) -> float:
+        if np.isnan(scores).any():
+            return math.nan
         spans = zip(self.first, self.first[1:], self.answers, strict=False)
         return float(np.mean([np.argmax(scores[begin:end]) == answer for begin, end, answer in spans]))
 
