@@ -20,6 +20,7 @@ from tunix.config.compose import compose
 from tunix.data.batches import TrainBatches
 from tunix.evaluate import evaluate
 from tunix.run import folder as lock
+from tunix.run.folder import describe_environment
 from tunix.trainer import run
 from tunix.training.loss import RESERVED
 
@@ -303,3 +304,14 @@ def test_without_held_out_documents_there_is_no_evaluation(words):
     result = tunix.train([*words, "data.held_out_fraction=0"])
     assert result.held_out == {}
     assert result.train["step"] == 6
+
+
+def test_a_change_that_is_no_utf8_and_a_machine_without_git(tmp_path, monkeypatch):
+    git = tmp_path / "git"
+    git.write_text("#!/bin/sh\nprintf '+gr\\366\\337e'\n")
+    git.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert describe_environment()["git_diff"] == "+gr\ufffd\ufffde"
+    git.unlink()
+    found = describe_environment()
+    assert (found["git_commit"], found["git_changes"], found["git_diff"]) == (None, [], "")

@@ -154,8 +154,10 @@ def describe_environment() -> dict[str, Any]:
 
     def git(*args: str) -> str | None:
         root = Path(__file__).parents[1]
-        result = subprocess.run(["git", *args], cwd=root, capture_output=True, text=True, check=False)
-        return result.stdout.strip() if result.returncode == 0 else None
+        with suppress(OSError):  # a machine without git
+            result = subprocess.run(["git", *args], cwd=root, capture_output=True, errors="replace", check=False)
+            return result.stdout.strip() if result.returncode == 0 else None
+        return None
 
     return {
         "time": time.strftime("%Y-%m-%d %H:%M:%S %z"),
