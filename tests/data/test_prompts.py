@@ -209,6 +209,10 @@ def test_turns_that_end_with_the_assistant_are_no_prompt(rows):
 def test_data_without_rows_are_refused(rows):
     with pytest.raises(UserError, match="task=ask needs rows with columns, of jsonl, csv, parquet or hf"):
         load_prompts(prompted("data=synthetic"), 100)
+    with pytest.raises(
+        UserError, match=r"data: 0\+0 has no column x \(data.columns.prompt\); its columns are question"
+    ):
+        load_prompts(prompted("data=arithmetic", "data.columns.prompt=x"), 100)
 
 
 def test_a_row_of_a_function_that_json_does_not_hold_is_a_bad_row():

@@ -196,7 +196,9 @@ def _read_row(
 
 def refuse_row(row: Item | Document, problem: object) -> UserError:
     """Return the error for a row that gives no document, where data.bad_rows=error."""
-    return UserError(f"data: {row.source()} {problem}; data.bad_rows=skip leaves such rows out and counts them")
+    return UserError(
+        f"data: {row.source() or row.name} {problem}; data.bad_rows=skip leaves such rows out and counts them"
+    )
 
 
 def _drop_images(question: Question, columns: Columns) -> Question:
