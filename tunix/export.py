@@ -313,9 +313,11 @@ def _find_dtype(files: Path | None) -> str:
     """Return the dtype of the Hugging Face files from which the model was trained; float32 if there are none."""
     if files is None:
         return "float32"
-    config = read_json(files / "config.json")
-    config |= config.get("text_config", {})
-    return config.get("dtype") or config.get("torch_dtype") or "float32"
+    whole = read_json(files / "config.json")
+    # As in transformers, the key of the whole says what the files have: model.float() leaves that of a part as it was.
+    parts = whole, whole.get("text_config") or {}
+    found = (part.get(key) for part in parts for key in ("dtype", "torch_dtype"))
+    return next(filter(None, found), "float32")
 
 
 def _list_special_tokens(vocab: Vocab) -> dict[str, str]:

@@ -25,7 +25,7 @@ from tunix.config.vision import check_vision
 from tunix.data.batches import IMAGE_FIELDS
 from tunix.data.chat import ChatTemplate
 from tunix.data.image_processors import SquareProcessor
-from tunix.export import Exporter, export
+from tunix.export import Exporter, _find_dtype, export
 from tunix.generate import generate
 from tunix.huggingface.config_json import read_config
 from tunix.huggingface.table import find_family
@@ -343,6 +343,18 @@ def test_an_export_keeps_the_tower_and_says_how_pixels_are_normalized(tmp_path):
     processor = json.loads((output / "preprocessor_config.json").read_text())
     assert (processor["image_mean"], processor["size"]) == ([0.5] * 3, {"height": 24, "width": 24})
     assert list(read_config(output)["vision"]["image_mean"]) == [0.5] * 3
+
+
+def test_an_export_has_the_dtype_of_the_whole_source(tmp_path):
+    """transformers leaves that of its decoder as it was: a model in float32 was rounded to bfloat16."""
+    for keys, dtype in (
+        ({"dtype": "float32", "text_config": {"dtype": "bfloat16"}}, "float32"),
+        ({"torch_dtype": "float16", "text_config": None}, "float16"),
+        ({"dtype": None, "text_config": {"torch_dtype": "bfloat16"}}, "bfloat16"),
+        ({"text_config": {}}, "float32"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(keys))
+        assert _find_dtype(tmp_path) == dtype
 
 
 def test_the_tokenizer_of_a_run_goes_out_with_the_names_of_its_tokens_of_images(tmp_path):
