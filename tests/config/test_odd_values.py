@@ -17,7 +17,7 @@ from support.harness import ROOT, run_python
 
 import tunix
 from tunix.base.errors import UserError
-from tunix.base.files import find_way_out, make_once
+from tunix.base.files import expand_home, find_way_out, make_once
 from tunix.config.compose import compose, format_resume, reject_missing_inputs
 from tunix.processes import exits
 from tunix.sharding.mesh import list_divisors
@@ -133,6 +133,15 @@ def test_an_output_that_does_not_block_its_writers_gets_every_line():
         time.sleep(0.5)  # the pipe is full by now
         assert output.read().count("line\n") == 100_000
     assert process.returncode == 0
+
+
+def test_a_user_without_a_home_gets_no_folder_of_that_name(monkeypatch):
+    """As one whose number is in no list of users, in a container; `rm -r ~` would be the way to remove it."""
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(os, "getuid", lambda: 2**31 - 7)
+    with pytest.raises(UserError, match="^~/.cache/tunix: this user has no home; set the environment variable HOME"):
+        expand_home("~/.cache/tunix")
+    assert str(expand_home("a~/b")) == "a~/b"
 
 
 def test_the_current_folder_was_deleted(tmp_path):

@@ -341,8 +341,15 @@ def _locking(folder: Path) -> Iterator[bool]:
 
 
 def expand_home(name: str | Path) -> Path:
-    """Return a path with `~` as the home of its user; `~nobody`, without a home here, is a name like others."""
-    return Path(os.path.expanduser(name))
+    """Return a path with `~` as the home of its user; `~nobody`, without a home here, is a name like others.
+
+    Raises:
+        UserError: the user has no home, as with an unknown number in a container: a folder named ~ would be made.
+    """
+    path = os.path.expanduser(name)
+    if path == "~" or path.startswith("~/"):
+        raise UserError(f"{path}: this user has no home; set the environment variable HOME")
+    return Path(path)
 
 
 def names_file(path: str) -> bool:
