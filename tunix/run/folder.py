@@ -255,7 +255,7 @@ def write_record(job: compose.Job, folder: Path, shared: bool, waiting: MemoryHa
             link.parent.mkdir(parents=True, exist_ok=True)
             # Made beside and renamed, since a link cannot be changed in place; relative, so that outputs/ can be moved.
             temporary.unlink(missing_ok=True)  # of a process that was killed: in a container all have the same number
-            temporary.symlink_to(os.path.relpath(folder, link.parent))
+            temporary.symlink_to(os.path.relpath(folder.resolve(), link.parent.resolve()))
             os.replace(temporary, link)
         except OSError as error:
             log.warning("no link %s to this run: %s", link, error.strerror)
