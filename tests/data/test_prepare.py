@@ -264,6 +264,8 @@ def test_a_folder_that_other_keys_have_made_is_refused(tmp_path, made_with, run_
         ({"train": {"tokens": "5"}}, "is damaged .its tokens and documents are no counts"),
         ({"train": {"digest": 5}}, "is damaged .sequence item"),
         ({"held_out": None}, "is damaged"),
+        ({"train": {"tokens": 10**7}}, r"train.tokens.npy of .*/00000 has .* numbers, and index.json says 10,000,000; remove"),
+        ({"train": {"documents": 9}}, r"train.starts.npy of .*/00000 has .* numbers, and index.json says 9; remove"),
     ],
 )  # fmt: skip
 def test_a_folder_that_a_stranger_has_prepared(corpus, tmp_path, change, message):
@@ -275,7 +277,7 @@ def test_a_folder_that_a_stranger_has_prepared(corpus, tmp_path, change, message
     (folder / "index.json").write_text(json.dumps(index))
     cfg = compose([*SMALL, "data=tokens", f"data.paths=['{folder}']", "loading.verify=never"]).config
     with pytest.raises(UserError, match=message):
-        prepare_corpus(cfg)
+        load_corpus(cfg)
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,9 @@ DTYPES = {
     "row_ends": np.int64, "images": np.uint8, "image_ends": np.int64, "image_places": np.int64,
     "image_spans": np.int64,
 }  # fmt: skip
+# Count of the index that is the length of an array.
+LENGTHS = dict.fromkeys(("tokens", "answers"), "tokens")
+LENGTHS |= dict.fromkeys(("starts", "splits", "labels", "label_values", "row_ends"), "documents")
 IMAGE_ARRAYS = ("images", "image_ends", "image_places", "image_spans")  # of documents for a model that sees
 
 
@@ -148,10 +151,16 @@ class Prepared:
         shard = self.index["shards"][number]
         folder = self.folder / shard["name"]
         flat_path = shard[split].get("flat")  # data.source=tokens: the tokens stay in the user's own file
-        tokens = map_tokens(**flat_path) if flat_path else map_array(folder / f"{split}.tokens.npy")
-        starts = map_array(folder / f"{split}.starts.npy")
-        names = list_arrays(self.documents, "images" in self.index)
-        return Arrays(tokens, starts, **{name: map_array(folder / f"{split}.{name}.npy") for name in names})
+        arrays = {"tokens": map_tokens(**flat_path)} if flat_path else {}
+        names = ("tokens", "starts", *list_arrays(self.documents, "images" in self.index))
+        arrays |= {name: map_array(folder / f"{split}.{name}.npy") for name in names if name not in arrays}
+        for name, array in arrays.items():
+            if name in LENGTHS and len(array) != (count := shard[split][LENGTHS[name]]):
+                raise UserError(
+                    f"data: {split}.{name}.npy of {folder} has {len(array):,} numbers, and index.json says {count:,}; "
+                    f"remove {self.folder}, and prepare it again"
+                )
+        return Arrays(**arrays)
 
 
 def list_arrays(documents: str, with_images: bool) -> tuple[str, ...]:
