@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from argparse import Namespace
@@ -353,6 +354,13 @@ def test_wrong_input(words, message, tmp_path, capsys, monkeypatch):
     Path("notes").chmod(0o755)
     assert main(words) == 2
     assert message in capsys.readouterr().err
+
+
+def test_no_folder_for_temporary_files(monkeypatch, capsys):
+    """As in a container whose disk is read-only."""
+    monkeypatch.setattr(tempfile, "tempdir", "/proc")
+    assert main([LAUNCHED]) == 2
+    assert "--log_dir=(a temporary one) cannot be written (" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

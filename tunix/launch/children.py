@@ -222,8 +222,8 @@ def run(
 
     With `label` the terminal shows the output of every process, each line behind its rank; else that of process 0.
     """
-    log_dir = log_dir or Path(tempfile.mkdtemp(prefix="tunix-launch-"))
-    with describing_refusal(f"--log_dir={log_dir}", otherwise="name another folder"):
+    with describing_refusal(f"--log_dir={log_dir or '(a temporary one)'}", otherwise="name another folder"):
+        log_dir = log_dir or Path(tempfile.mkdtemp(prefix="tunix-launch-"))
         log_dir.mkdir(parents=True, exist_ok=True)
     children: list[Child] = []
     with receive_signals() as received:
