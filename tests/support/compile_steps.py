@@ -8,6 +8,7 @@ behind the backward pass of all layers.
 """
 
 import json
+import math
 import re
 import sys
 
@@ -55,7 +56,7 @@ WAYS = {
         "training.sharding_strategy=shard_optimizer",
         "training.unroll_layers=true",
     ],
-    "accumulated, unrolled on 8 devices": [  # XLA splits the sum of a small product, and merges small ones
+    "accumulated, unrolled on 8 devices": [  # XLA splits the sum of a small product
         "plan.topology=h100:8",
         "model.mesh_shape=[[8],[fsdp]]",
         "training.gradient_accumulation_steps=4",
@@ -63,6 +64,8 @@ WAYS = {
         "training.unroll_layers=true",
         "model.embed_dim=2048",
         "model.mlp_dim=16384",
+        "model.num_heads=32",
+        "model.num_kv_heads=16",
     ],
     "accumulated by ZeRO 1": ["training.gradient_accumulation_steps=4", "training.sharding_strategy=shard_optimizer"],
 }
@@ -113,15 +116,11 @@ def updates_of_sums(program: dict[str, list[Instruction]], shapes: set[tuple[int
     return found
 
 
-def layers_in_products(program: dict[str, list[Instruction]], shapes: set[tuple[int, ...]]) -> list[int]:
-    """Return how many products add to a float32 sum of one of these shapes, and how many other kernels write one."""
+def count_adding_products(program: dict[str, list[Instruction]], sizes: set[int]) -> int:
+    """Return how many products in loops add to a float32 sum of so many numbers."""
     fusions = [each for name, lines in program.items() if name != "ENTRY" for each in lines if each.opcode == "fusion"]
-    inside = [
-        {other.opcode for other in program[each.called]}
-        for each in fusions
-        if each.type.startswith("f32") and tuple(each.dims) in shapes
-    ]
-    return [sum({"dot", "add"} <= opcodes for opcodes in inside), sum("dot" not in opcodes for opcodes in inside)]
+    sums = [each for each in fusions if each.type.startswith("f32") and math.prod(each.dims) in sizes]
+    return sum({"dot", "add"} <= {other.opcode for other in program[each.called]} for each in sums)
 
 
 def share_behind_layers(program: dict[str, list[Instruction]], hlo: str) -> float:
@@ -163,7 +162,7 @@ def main() -> None:
             "copied_into_stacks": len(re.findall(r'op_name="[^"]*blocks[^"]*dynamic_update_slice"', hlo)),
             "cut_out_in_loop": len(re.findall(CUT_OUT, hlo)),
             "share_behind_layers": share_behind_layers(program, hlo) if name == "unrolled on 8 devices" else 0,
-            "in_products": layers_in_products(program, {leaf.shape[1:] for leaf in blocks if leaf.ndim > 2}),
+            "in_products": count_adding_products(program, {leaf.size // len(leaf) for leaf in blocks if leaf.ndim > 2}),
             "sums": updates_of_sums(program, {leaf.shape for leaf in blocks if leaf.ndim > 2}),
         }
         print(json.dumps({name: answer}), flush=True)

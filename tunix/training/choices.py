@@ -55,7 +55,7 @@ class Choices:
     remat: Remat  # what blocks keep for their backward pass
     sync_every: int  # microbatches between two reductions of gradients
     prefetch: bool  # layers gather ahead
-    options: Options  # of XLA, which hide communication
+    options: Options  # of XLA
     reasons: dict[str, str]  # of choices that the config left open, by key
 
     @property
@@ -96,6 +96,8 @@ def select(
     prefetch, options, reasons["training.overlap"] = _choose_overlap(cfg, layout, sync_every, sizes, platform)
     if _takes_turns(cfg, layout, sizes, prefetch or (bool(options) and training.overlap == "auto")):
         layout, options = replace(layout, batch_parts=2), options | OPTIONS_OF_PARTS.get(platform or "", {})
+    if training.unroll_layers and not layout.gathers_in_blocks(sync_every) and not cfg.model.lora.rank:
+        options = options | OPTIONS_OF_SUMS.get(platform or "", {})
     shape, parts = planned.batch.batch_shape(sizes), planned.batch.parts_per_stage(sizes)
     return Choices(planned, shape, layout, pipeline, parts, remat, sync_every, prefetch, options, reasons)
 
@@ -314,6 +316,10 @@ OPTIONS_OF_PARTS: dict[str, Options] = {
 # The same where layers that gather ahead have replicas: an iteration has gathers, sums inside of a replica and sums
 # over replicas, some twenty in all. With 8 the gathers that are needed last keep the sums over replicas waiting.
 OPTIONS_OF_REPLICAS: dict[str, Options] = {"gpu": {"xla_gpu_experimental_parallel_collective_overlap_limit": 64}}
+
+# Whatever training.overlap is, where products add gradients to the sums of one layer (models/layer_scan.py): XLA would
+# merge the products of queries, keys and values, and a merged product adds to no sum.
+OPTIONS_OF_SUMS: dict[str, Options] = {"gpu": {"xla_gpu_dot_merger_threshold_mb": 0}}
 
 
 def _choose_overlap(

@@ -216,16 +216,14 @@ class StepArrays:
         forward pass until its backward pass. A layer of layers that were put together is the layer itself.
         """
 
-        def take_apart(weight: Weight, values: jax.Array) -> list[jax.Array]:
-            return [values[i : i + 1] for i in range(len(values))] if self._is_apart(weight) else [values]
-
-        def gather_all(params):
-            with jax.named_scope("gather"):
-                return jax.tree.map(lambda p, weight: layout.gather(p, weight.equation), params, self.arch.weights)
+        def list_parts(weight: Weight, values: jax.Array) -> list[jax.Array]:
+            parts = [values[i : i + 1] for i in range(len(values))] if self._is_apart(weight) else [values]
+            # Where blocks gather their weights, `params` are at rest: a block's gradient then arrives summed and split.
+            return parts if self.in_blocks else [layout.gather(part, weight.equation) for part in parts]
 
         layout = self.arch.layout
-        # Where blocks gather their weights, `params` are at rest: a block's gradient then arrives summed and split.
-        return jax.tree.map(take_apart, self.arch.weights, params if self.in_blocks else gather_all(params))
+        with jax.named_scope("gather"):
+            return jax.tree.map(list_parts, self.arch.weights, params)
 
     def put_together(self, layers: Any) -> Any:
         """Return the weights of `list_layers`, a stack as one array."""
@@ -317,8 +315,18 @@ def make_gradients(
             return jax.tree.map(as_summed, total) if are_summed else arrays.sum_over_devices(total), reported
 
         def group(total, inputs):
-            part, reported = jax.lax.scan(microbatch, arrays.zeros(local_part=True), inputs)
+            part, reported = add_all(arrays.zeros(local_part=True), inputs)
             return add_gradients(total, arrays.sum_over_devices(part)), add_up(reported)
+
+        def add_all(total, inputs):
+            if not unrolled or len(inputs[1]) == 1 or arch.model.lora.rank:  # whose sums are small
+                return jax.lax.scan(microbatch, total, inputs)
+            # Where layers are pieces of program, so is the first microbatch: nothing is added to zeros, and the gather
+            # of a layer's weights hides behind the layers before it.
+            first, others = (jax.tree.map(lambda x, part=part: x[part], inputs) for part in (0, slice(1, None)))
+            total, reported = microbatch(total, first)
+            total, more = jax.lax.scan(microbatch, total, others)
+            return total, jax.tree.map(lambda x, rest: jnp.concatenate([x[None], rest]), reported, more)
 
         if in_blocks and names and prefetch and arch.layout.has_replicas(get_abstract_mesh().shape):
             grads, reported = in_replicas((fields, seeds))
