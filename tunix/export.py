@@ -187,8 +187,7 @@ def _make_folder(output: Path, stack: ExitStack) -> Path:
 
 
 def _write_model(model: Pretrained, folder: Path, dtype: str, shard_gb: float) -> str:
-    if reason := pretrained_config.describe_keys_outside_family(model.cfg):
-        raise UserError(f"the run's model cannot be written as a {model.cfg.family}: {reason}")
+    _reject_keys_outside_family(model)
     model = model.merged()
     size = save_weights(folder, model.params, model.cfg, model.arch.weights, dtype, shard_gb)
 
@@ -202,6 +201,12 @@ def _write_model(model: Pretrained, folder: Path, dtype: str, shard_gb: float) -
 
     peers.on_main(write_others, "writing the config and the tokenizer")
     return f"{model.cfg.family}, {model.arch.num_parameters:,} parameters in {dtype}, {size / 1e9:.3f} GB"
+
+
+def _reject_keys_outside_family(model: Pretrained) -> None:
+    """Raise `UserError` for a model that other programs would compute as its family, and so otherwise."""
+    if reason := pretrained_config.describe_keys_outside_family(model.cfg):
+        raise UserError(f"the run's model cannot be written as a {model.cfg.family}: {reason}")
 
 
 def _write_processor(vision: AnyVision, model: Pretrained, folder: Path) -> None:
@@ -222,6 +227,7 @@ def _write_gguf(checkpoint: str, model: Pretrained, folder: Path, dtype: str, sh
     if jax.process_count() > 1:
         raise UserError("format=gguf is written by one process: start one")
     gguf_file.check(model.cfg, dtype)
+    _reject_keys_outside_family(model)
     model, path = model.merged(), folder / gguf_file.FILE
     tensors = list_tensors(model.params, model.cfg, model.arch.weights)
     with temporary_folder("tunix-tokenizer-") as tokenizer:

@@ -3,6 +3,8 @@
 import hashlib
 import json
 import shutil
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from tunix.base.errors import UserError
 from tunix.config import Export
 from tunix.config.command_line import read_settings
 from tunix.config.pretrained_config import trained_model
-from tunix.export import export
+from tunix.export import _write_gguf, _write_model, export
 from tunix.huggingface.gguf_file import check
 
 EXPECTED = json.loads((Path(__file__).parent / "gguf/expected.json").read_text())
@@ -124,6 +126,15 @@ def test_float16_and_named_templates(tmp_path):
         with pytest.raises(UserError, match=r"dtype=float16: \S+ has numbers above 65504"):
             export(read_settings(Export, command))
         assert not (tmp_path / "half").exists()
+
+
+def test_a_model_that_its_family_does_not_compute_is_refused(tmp_path):
+    """llama.cpp would compute a llama: a run with another activation or cap was written, and gave other answers there."""
+    model = tunix.load_pretrained(PARITY / "llama")
+    other = replace(model, cfg=model.cfg.model_copy(update={"logits_cap": 5.0}))
+    for write_model in (_write_model, partial(_write_gguf, "")):
+        with pytest.raises(UserError, match=r"cannot be written as a llama: model.logits_cap=5.0 \(a llama has None\)"):
+            write_model(other, tmp_path, "float32", 5)
 
 
 def test_what_has_no_place_in_a_file(tmp_path, hf_dir, monkeypatch):
