@@ -337,6 +337,7 @@ def test_a_call_within_a_thought_is_none(name, end):
     read = find_reader(name)
     assert read(f"{thought}It is 3.") == []
     assert read(f"{thought}{call}") == TOOL_CALLS[name].read(call)
+    assert find_reader("json")(f'```json\n{{"name": "add"}}\n```{end}It is 3.') == [], "a block begins no answer"
     before = find_text_before_calls(name, call)
     assert find_text_before_calls(name, f"{thought}{call}").rstrip() == f"{thought}{before}".rstrip()
 

@@ -374,9 +374,11 @@ THOUGHT = re.compile(r".*?(?:</think>|</seed:think>|\[/THINK\]|<channel\|>)", re
 
 def find_end_of_thought(name: str, text: str) -> int:
     """Return the place behind the thought with which an answer begins; 0 where no thought has ended, or where a call of
-    the format `name` begins the answer: a mark is then a part of an argument."""
-    thought = None if re.match(rf"\s*(?:{TOOL_CALLS[name].begins})", text) else THOUGHT.match(text)
-    return thought.end() if thought else 0
+    the format `name` begins the answer: a mark is then a part of an argument. A thought may begin with a block of code.
+    """
+    call, thought = re.match(rf"\s*(?:{TOOL_CALLS[name].begins})", text), THOUGHT.match(text)
+    is_call = call is not None and "```" not in call[0]
+    return thought.end() if thought and not is_call else 0
 
 
 def find_reader(name: str) -> Callable[[str], list[Call]]:
