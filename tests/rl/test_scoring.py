@@ -12,6 +12,7 @@ from support.processes import wait_until
 
 from tunix.base.errors import UserError
 from tunix.config.rewards import FunctionTerm
+from tunix.rl.environment_pool import EnvironmentPool
 from tunix.rl.scoring import Scorer, _split, describe_error
 
 REWARDS = '''
@@ -153,6 +154,37 @@ def test_a_reward_that_cannot_be_imported(folder, capfd):
     assert "my_rewards has no function or class nowhere" in capfd.readouterr().err
     with pytest.raises(UserError, match="rewards: raises stands there twice"):
         Scorer(terms("raises", "raises"), 1, 20, "stop")
+
+
+@pytest.mark.parametrize("when", ["first", "again"])
+def test_a_process_that_the_system_refuses_is_named(when, monkeypatch):
+    """As where the user has too many (ulimit -u): the run ended by a traceback, and saved nothing."""
+
+    def refuse(*words, **options):
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    started, message = subprocess.Popen, r"cannot be started \(Resource temporarily unavailable\)"
+
+    def score() -> None:
+        with Scorer([FunctionTerm(function="length", weight=1.0, name=None)], 1, 5.0, "zero") as scorer:
+            scorer.workers[0].kill()
+            monkeypatch.setattr("subprocess.Popen", refuse)
+            scorer.score(["a"], ["b"], {})
+
+    def play() -> None:
+        with EnvironmentPool("calculator", {}, "hermes", 1, 5.0, 400) as pool, pool.open() as session:
+            pool.holders[0].process.kill()
+            monkeypatch.setattr("subprocess.Popen", refuse)
+            session.ask(0, ("reset", 0, {}))
+            session.replies(5.0)
+
+    for work, name in (
+        (score, "rewards: the process that scores with length"),
+        (play, "calculator: (its|a new) process"),
+    ):
+        monkeypatch.setattr("subprocess.Popen", refuse if when == "first" else started)
+        with pytest.raises(UserError, match=f"{name} {message}"):
+            work()
 
 
 def test_workers_end_with_their_parent(folder):

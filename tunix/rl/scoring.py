@@ -89,17 +89,22 @@ class ChildProcess:
         self.start()
 
     def start(self) -> None:
+        """Start the process; raises `LostProcess` where the system refuses one, as where the user has too many."""
         self.connection, child = Pipe()
         ends = str(child.fileno()), str(os.getpid())
         words = json.dumps(sys.path), self.function, *ends, json.dumps(self.arguments)
         # A session of its own: Ctrl-C does not reach it, and what the user's code has started is killed with it.
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, *words],
-            pass_fds=[child.fileno()],
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        child.close()
+        try:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", PROGRAM, *words],
+                pass_fds=[child.fileno()],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise LostProcess(f"cannot be started ({error.strerror})") from None
+        finally:
+            child.close()
 
     def wait_until_ready(self, start_s: float) -> None:
         """Wait until the process has imported the user's code.
@@ -217,6 +222,13 @@ class ScoringProcess(ChildProcess):
         self.sample: tuple | None = None  # prompts, completions and columns that a new process scores before others
         super().__init__("tunix.rl.scoring:serve", (functions,))
 
+    def start(self) -> None:
+        """Start the process; raises `UserError` where the system refuses one."""
+        try:
+            super().start()
+        except LostProcess as lost:
+            raise self._explain(lost) from None
+
     def wait_for_rewards(self) -> None:
         """Wait until the process has imported the rewards.
 
@@ -226,7 +238,10 @@ class ScoringProcess(ChildProcess):
         try:
             self.wait_until_ready(self.start_s)
         except LostProcess as lost:
-            raise UserError(f"rewards: the process that scores with {', '.join(self.functions)} {lost}") from None
+            raise self._explain(lost) from None
+
+    def _explain(self, lost: LostProcess) -> UserError:
+        return UserError(f"rewards: the process that scores with {', '.join(self.functions)} {lost}")
 
     def ask(self, request: tuple, timeout_s: float) -> list[float | str]:
         """Return for each answer of the request its score, or why it has none. The process is replaced if it is lost.
