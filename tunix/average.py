@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from tunix.base.errors import UserError
-from tunix.config import Average
+from tunix.config import Average, Model
 from tunix.config.command_line import run_command
 from tunix.config.saved_runs import find_checkpoints, find_run
 from tunix.export import Exporter, add_vector_files
@@ -91,12 +91,13 @@ def average_weights(sources: list[str], shares: tuple[float, ...], command: Aver
     total = _scale(first.params, shares[0] / sum(shares))
     for source, share in zip(sources[1:], shares[1:], strict=True):
         model = load(source)
-        other = model.cfg.architecture
-        for key, value in first.cfg.architecture.items():
+        other = _list_keys(model.cfg)
+        for key, value in _list_keys(first.cfg).items():
             if other[key] != value:
+                way_out = "; average their exports" if key == STACKS else ""
                 raise UserError(
                     f"checkpoint: model.{key} is {value} in {sources[0]}, but {other[key]} in {source}; their weights "
-                    "have no average"
+                    f"have no average{way_out}"
                 )
         if difference := _find_other_token(first, model):
             raise UserError(
@@ -105,6 +106,14 @@ def average_weights(sources: list[str], shares: tuple[float, ...], command: Aver
             )
         total = _add(total, model.params, share / sum(shares))  # two models in memory at a time, however many sources
     return replace(first, params=jax.tree.map(lambda mean, p: mean.astype(p.dtype), total, first.params))
+
+
+STACKS = "layers_before_stages"  # says which layers have their weights in one array, and an export has none of these
+
+
+def _list_keys(cfg: Model) -> dict[str, Any]:
+    """Return the keys of a model that decide its arrays and what they mean."""
+    return cfg.architecture | {STACKS: cfg.layers_before_stages, "mtp": cfg.mtp is not None}
 
 
 def _find_other_token(first: Pretrained, model: Pretrained) -> tuple[int, str, str] | None:

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from unittest.mock import Mock
 
 import jax
 import numpy as np
@@ -16,7 +17,7 @@ from conftest import write_corpus
 from support.harness import RUN, TWO_DEVICES, metrics
 
 import tunix
-from tunix.average import average
+from tunix.average import average, average_weights
 from tunix.base.errors import Stopped, UserError
 from tunix.checkpoints.checkpoint import Improvement
 from tunix.checkpoints.store import check_everything, find_parts, find_storage
@@ -567,6 +568,24 @@ def test_an_average_takes_what_differs_in_no_part_of_the_architecture(finished, 
     twice = copied(updates, "alpha", lora__alpha=32.0)
     for mean, a, b in zip(averaged([updates, twice], "mean"), merged(updates), merged(twice), strict=True):
         np.testing.assert_allclose(mean, (np.asarray(a) + np.asarray(b)) / 2, rtol=1e-5, atol=1e-6)
+
+
+def test_weights_in_other_stacks_have_no_average(monkeypatch):
+    """Their arrays have other names: the sum of both ended in a traceback."""
+    cfg = compose([]).config.model
+    configs = {"a": cfg, "b": cfg.model_copy(update={"layers_before_stages": 1})}
+
+    def load(source, **_):
+        model = Mock(cfg=configs[source], params={})
+        model.merged.return_value = model
+        return model
+
+    monkeypatch.setattr("tunix.average.load_pretrained", load)
+    message = (
+        "model.layers_before_stages is None in a, but 1 in b; their weights have no average; average their exports"
+    )
+    with pytest.raises(UserError, match=message):
+        average_weights(["a", "b"], (1.0, 1.0), Mock(), "no_shard")
 
 
 @pytest.mark.nightly
