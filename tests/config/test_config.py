@@ -230,6 +230,15 @@ def test_resume_applies_overrides_to_the_saved_config(tmp_path):
     assert changed.scheduler.name == "wsd"
     assert changed.model.mesh_shape == ((-1,), ("fsdp",))
     assert changed.training.seq_len == 64
+    # A group may be chosen for several places.
+    places = ["data=text", "data.paths=[/x]", "sampling@evaluation.sampling=liberal"]
+    sets = [
+        word for name in "ab" for word in (f"evaluation.sets.{name}=text", f"evaluation.sets.{name}.paths=[/{name}]")
+    ]
+    changed = compose([f"resume={tmp_path}", "sampling.max_new_tokens=8", *places, *sets]).config
+    assert (changed.data.source, changed.sampling.temperature) == ("text", saved.sampling.temperature)
+    assert changed.evaluation.sampling.top_k == 2000
+    assert [source.paths for source in changed.evaluation.sets.values()] == [("/a",), ("/b",)]
     (tmp_path / "checkpoints" / "30").mkdir(parents=True)
     job = compose([f"resume={tmp_path}/checkpoints/30"])
     assert (job.run_dir, job.resume_step) == (tmp_path, 30)

@@ -60,7 +60,6 @@ from tunix.optimizers.schedules import SHAPES
 # evaluation.sets.NAME=FILE   take the file conf/data/FILE.yaml as one more set, in the form that Hydra has for it
 
 SEARCH = "hydra.searchpath="
-SETS = "evaluation.sets."  # begins the package of a set's source
 
 
 def select_set(word: str) -> str:
@@ -147,27 +146,24 @@ def compose_saved(run_dir: Path, parsed: list[Override]) -> DictConfig:
     values = read_saved(run_dir)
     reject_newer(values, run_dir)
     saved = OmegaConf.create(values)
-    # Three kinds of words: choices of a group (`groups`), sets of held-out data (`sets`), and keys.
+    # Two kinds of words: choices of a group, and keys. A choice may be for another place than the section of its group,
+    # as of `sampling@evaluation.sampling=standard` and `+data@evaluation.sets.NAME=text`.
     groups = [word for word in parsed if (CONF / word.key_or_group).is_dir() and isinstance(word.value(), str)]
-    sets = [word for word in groups if str(word.package or "").startswith(SETS)]
-    groups = [word for word in groups if word not in sets]
     search = [str(word.input_line) for word in parsed if str(word.input_line).startswith(SEARCH)]
     # A model's file may choose the group `training` too. The default keeps such settings out of the saved config.
     neutral = [] if any(word.key_or_group == "training" for word in groups) else ["training=default"]
-    chosen = compose_overrides([str(word.input_line) for word in [*groups, *sets]] + neutral + search)
-    for word in sets:
-        name = str(word.package).removeprefix(SETS)
-        saved.evaluation.sets[name] = chosen.evaluation.sets[name]
-    for group in (word.key_or_group for word in groups):
+    chosen = compose_overrides([str(word.input_line) for word in groups] + neutral + search)
+    for word in groups:
+        group, place = word.key_or_group, word.package or word.key_or_group
         if group == "experiment":
             raise UserError("resume goes on with the saved config; name the keys to change in place of +experiment")
         mesh_shape = saved.model.mesh_shape  # a choice of the model keeps the mesh
-        if group in saved:
-            saved[group] = chosen[group]
+        if (part := OmegaConf.select(chosen, place)) is not None:
+            OmegaConf.update(saved, place, part, merge=False)
         saved.model.mesh_shape = chosen.model.mesh_shape if group == "mesh_shape" else mesh_shape
     # Hydra composes files only; its store takes a tree of values in the place of one.
     ConfigStore.instance().store(name="saved_run", node=OmegaConf.to_container(saved))
-    keys = [str(word.input_line) for word in parsed if word not in groups and word not in sets]
+    keys = [str(word.input_line) for word in parsed if word not in groups]
     return compose_overrides(keys, name="saved_run")
 
 
@@ -206,7 +202,7 @@ def compose(overrides: list[str], config_dir: str | Path | None = None, config_n
             check_choice(override)
         parsed = {override.key_or_group: override for override in typed}
         if "resume" in parsed and parsed["resume"].value() is not None:
-            return _compose_resumed(overrides, parsed)
+            return _compose_resumed(overrides, typed, parsed)
         composed = compose_overrides(add_implied_model(overrides), config_dir, config_name)
         settings = {"hydra": OmegaConf.to_container(composed.hydra, resolve=False, enum_to_str=True)}
         run_dir = expand_home(composed.hydra.run.dir)
@@ -325,8 +321,11 @@ def _drop_identity(config: Config) -> dict[str, Any]:
     return config.model_copy(update={"distributed": distributed}).model_dump(mode="json", by_alias=True)
 
 
-def _compose_resumed(overrides: list[str], parsed: dict[str, Override]) -> Job:
-    """Compose the job that goes on with the run of `resume`; `parsed` are the overrides by their keys."""
+def _compose_resumed(overrides: list[str], words: list[Override], parsed: dict[str, Override]) -> Job:
+    """Compose the job that goes on with the run of `resume`; `parsed` are the overrides by their keys.
+
+    A group may be in several of them, each for a place of its own.
+    """
     if parsed["resume"].is_sweep_override():
         raise UserError(f"{parsed['resume'].input_line}: resume goes on with one run; name one")
     source = str(parsed["resume"].value())
@@ -338,7 +337,7 @@ def _compose_resumed(overrides: list[str], parsed: dict[str, Override]) -> Job:
             f"hydra.run.dir={typed}: resume={source} goes on in the run's own folder, {run_dir}; leave hydra.run.dir "
             f"out, or begin a run there with the weights alone: model.init_from={source}"
         )
-    composed = compose_saved(run_dir, list(parsed.values()))
+    composed = compose_saved(run_dir, words)
     # The run has its tokenizer in its folder. Without a path one would be trained on a changed corpus, which the model
     # does not know; and what the path names may be gone, or on another machine.
     path = composed.tokenizer.path
