@@ -4,6 +4,7 @@ None of them stops or delays a run.
 """
 
 import json
+import socket
 import sys
 import threading
 import time
@@ -245,6 +246,16 @@ def test_a_message_says_how_a_run_failed_and_is_sent_again(tmp_path, server, mon
     assert len(texts) == 2
     assert "logging.sinks=webhook fails: HTTPError: HTTP Error 500" in caplog.text
     assert "logging.sinks=webhook: 2 failures; 0 calls are lost" in caplog.text
+
+
+def test_a_message_says_that_a_run_failed_for_another_sink(tmp_path, server):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        start = start_of(tmp_path, f"logging.prometheus.port={taken.getsockname()[1]}")
+        with pytest.raises(UserError, match="cannot be listened on"):
+            Metrics(["webhook", "prometheus"], start)
+    starts, ends = server[0]
+    assert starts.startswith("demo / first starts: ")
+    assert ends.startswith("demo / first FAILED (UserError: logging.prometheus.port=")
 
 
 def test_a_message_is_not_lost_behind_a_redirect_or_an_endless_head(tmp_path, server, monkeypatch, caplog):

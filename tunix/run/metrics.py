@@ -37,9 +37,15 @@ class Metrics:
 
     def __init__(self, names: Iterable[str], start: Start):
         chosen = dict.fromkeys((*names, *ALWAYS)) if peers.is_main() else ()
-        self.sinks: list[Sink] = [open_sink(name, start) for name in chosen]
+        self.sinks: list[Sink] = []
         self.close_timeout_s = start.config["logging"]["close_timeout_s"]
         self.failure: FolderFull | None = None
+        try:
+            for name in chosen:
+                self.sinks.append(open_sink(name, start))
+        except Exception as error:  # others may have told their servers that the run begins
+            self.__exit__(type(error), error, None)
+            raise
 
     def __enter__(self) -> "Metrics":
         return self
