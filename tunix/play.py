@@ -103,6 +103,8 @@ def _read_turns() -> Iterator[str]:
                 continue
             yield text + line
             text = ""
+    if text:  # the input has ended within a turn
+        yield text.removesuffix("\n")
 
 
 def _play_episode(

@@ -46,7 +46,9 @@ def test_tools_by_hand(monkeypatch, capsys):
 
 def test_several_environments_by_hand(monkeypatch, capsys):
     call = '<tool_call>{"name": "calculate", "arguments": {"expression": "6*7"}}</tool_call>\n'
-    play_lines(monkeypatch, call, ["environment=[python,calculator]"])
+    play_lines(
+        monkeypatch, call.replace("\n", "\\"), ["environment=[python,calculator]"]
+    )  # the input ends within a turn
     said = capsys.readouterr().out
     assert "tool python(code)" in said
     assert "environment\n  42\n" in said
