@@ -49,7 +49,7 @@ from tunix.inference.openai_requests import Job, RequestReader
 from tunix.inference.pretrained import Pretrained, load_language_model
 from tunix.inference.sampling import Sampling
 from tunix.inference.serving import Piece, QueueFull, Request, Serving
-from tunix.rl.tool_parsers import find_end_of_thought, find_text_before_calls, make_call_ids
+from tunix.rl.tool_parsers import find_text_before_calls, make_call_ids
 
 try:
     import prometheus_client
@@ -663,12 +663,11 @@ def _show_message(job: Job, answer: _Answer) -> tuple[dict[str, Any], str]:
     calls = job.read_calls(answer.raw.text)
     if not calls or any(call.problem for call in calls):  # text that is no call, or a call that cannot be read
         return message, finish
-    name = job.call_format
-    before = find_text_before_calls(name, answer.raw.text)
-    if thought := message.get("reasoning_content"):
-        before = before[find_end_of_thought(name, before) :].removeprefix("<|inner_prefix|>").removeprefix(thought)
+    before = find_text_before_calls(job.call_format, answer.raw.text)
+    if answer.thought is not None:  # and headers between: of the tokens before, those of the answer are shown
+        before = answer.text.read_until(len(before), answer.raw.starts)
     before = answer.raw.drop_special(before).rstrip()
-    shown = show_calls(calls, make_call_ids(name, calls, job.num_calls))
+    shown = show_calls(calls, make_call_ids(job.call_format, calls, job.num_calls))
     return message | {"content": before or None, "tool_calls": shown}, "tool_calls"
 
 

@@ -442,6 +442,14 @@ def test_a_stop_string_within_a_thought_loses_no_call(stop, called):
 CALLS = {  # format of calls, an answer with a thought, a text behind it and a call
     "Gemma 4": ("gemma", "<|channel>thought\nI add.<channel|>So:<|tool_call>call", "So:"),
     "Apertus": ("apertus", "<|inner_prefix|>I add.<|inner_suffix|>So:<|tools_prefix|>[]", "So:"),
+    "GPT-OSS": (
+        "harmony",
+        SAID.replace(
+            "final<|message|>It is 5.",
+            "commentary<|message|>So:<|end|><|start|>assistant to=functions.add<|message|>{}",
+        ).replace("I add 2!", "I add."),
+        "So:",  # it was lost
+    ),
     "a call among thoughts": ("apertus", "<|inner_prefix|>I add.<|tools_prefix|>[]", None),
 }
 

@@ -10,6 +10,7 @@ import json
 import re
 import time
 import uuid
+from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import compress
 from typing import Annotated, Any, Literal, TypeVar
@@ -280,6 +281,10 @@ class AnswerText:
         """Return a text without the names of special tokens."""
         names = [token.content for token in self.tokenizer.get_added_tokens_decoder().values() if token.special]
         return re.sub("|".join(map(re.escape, names)), "", text) if names else text
+
+    def read_until(self, end: int, starts: Sequence[int]) -> str:
+        """Return the text of the part's tokens whose places in the text of all tokens, `starts`, are before `end`."""
+        return self._decode(0, bisect_left(starts, end))
 
     @property
     def num_tokens(self) -> int:

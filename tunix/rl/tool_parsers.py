@@ -223,11 +223,8 @@ def _read_named(name: str, arguments: Any, id: str = "") -> Call:
 
 # The header of a message names the tool; a name in the text of an earlier message, as of a thought, is no call. A name
 # is whole, and its header ends before the next one: a text that repeats itself would take the square of its length.
-HARMONY = re.compile(
-    r"to=functions\.([\w.-]+)(?![\w.-])(?:(?!<\|(?:start|end|message)\|>|to=functions\.).)*<\|message\|>(.*?)"
-    r"(?:<\|call\|>|$)",
-    re.DOTALL,
-)
+HARMONY_HEADER = r"to=functions\.([\w.-]+)(?![\w.-])(?:(?!<\|(?:start|end|message)\|>|to=functions\.)[\s\S])*"
+HARMONY = re.compile(rf"{HARMONY_HEADER}<\|message\|>(.*?)(?:<\|call\|>|$)", re.DOTALL)
 DEEPSEEK = re.compile(
     r"<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?([\w.-]+)(?:<｜tool▁sep｜>|\s*```json)(.*?)"
     r"(?:```\s*)?(?:<｜tool▁call▁end｜>|$)",
@@ -307,7 +304,7 @@ TOOL_CALLS = {
         _reader(HARMONY),
         'to=functions.NAME<|message|>{"ARGUMENT": VALUE}',
         marks=("<|channel|>commentary",),
-        begins=r"to=functions\.|<\|channel\|>",
+        begins=rf"{HARMONY_HEADER}<\|message\|>",
     ),
     # DeepSeek V3
     "deepseek": CallFormat(
