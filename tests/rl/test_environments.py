@@ -537,6 +537,22 @@ def test_tools_of_several_environments():
     joined = open_environment(join_tools({"a": Counter, "b": Calculator}), {}, "hermes")
     assert joined.reset(3, {"target": 0}).observations == ["Reach 0."]
     assert joined.finish() == 1.0
+    closed = []
+
+    class Breaks(Calculator):
+        def close(self):
+            raise OSError("gone")
+
+    class Closes:
+        def reset(self): ...
+
+        def close(self):
+            closed.append(self)
+
+    joined = open_environment(join_tools({"b": Breaks, "a": Closes}), {}, "hermes")
+    with pytest.raises(OSError, match="gone"):
+        joined.close()
+    assert closed == [joined.environment.parts["a"]], "one that fails leaves no other open"
     with pytest.raises(ValueError, match=r"environment_options.a=5: expected a mapping like {OPTION: VALUE}"):
         split_options(["a", "b"], {"a": 5})
     with pytest.raises(ValueError, match=r"options of c, which is none of a, b"):

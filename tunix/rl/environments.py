@@ -21,6 +21,7 @@ import inspect
 import math
 import typing
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 from tunix.base.dotted_path import LateCall, describe_value, import_object, is_dotted, select_named
@@ -291,9 +292,10 @@ def join_tools(kinds: Mapping[str, type]) -> type:
         return texts or None
 
     def close(self: Any) -> None:
-        for part in self.parts.values():
-            if callable(end := getattr(part, "close", None)):
-                end()
+        with ExitStack() as stack:  # one that fails leaves no other open
+            for part in self.parts.values():
+                if callable(end := getattr(part, "close", None)):
+                    stack.callback(end)
 
     def get_reward(self: Any) -> float:
         return sum(float(part.get_reward()) for part in self.parts.values() if hasattr(part, "get_reward"))
