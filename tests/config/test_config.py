@@ -15,6 +15,7 @@ from tunix.base.config_types import CONF
 from tunix.base.errors import UserError
 from tunix.config.compose import add_search_path, compose, compose_overrides, to_yaml
 from tunix.config.mistakes import list_keys
+from tunix.config.pretrained_config import fill_from_run
 from tunix.huggingface.config_json import write_config
 from tunix.sharding.table import axis_names
 
@@ -355,3 +356,14 @@ def test_rotations_of_local_layers_are_no_part_of_a_model_without_them():
     words = ["model.global_every=1", "model.sliding_window=null"]
     kept, absent = (compose([*words, f"model.local_rope_theta={theta}"]).config.model for theta in ("1e4", "null"))
     assert kept.architecture == absent.architecture
+
+
+def test_a_run_that_begins_with_another_has_its_stacks(tmp_path):
+    """Of a run with first layers of their own, "cannot be read" was said: its arrays had another shape."""
+    (tmp_path / "config.yaml").write_text(to_yaml(compose(["model=tiny", "model.layers_before_stages=2"]).config))
+    values = {"model": {"init_from": str(tmp_path)}, "tokenizer": {}}
+    fill_from_run(values, tmp_path, 1)
+    assert values["model"]["layers_before_stages"] == 2
+    values["model"] = {"init_from": str(tmp_path), "layers_before_stages": 3}
+    with pytest.raises(UserError, match=r"stages=3, but .*config.yaml says 2; leave it out, or begin with the export"):
+        fill_from_run(values, tmp_path, 1)

@@ -247,6 +247,14 @@ def fill_from_run(values: dict[Any, Any], folder: Path, step: int | None) -> Non
     if (model.get("mtp") is None) != (found["mtp"] is None):
         way_out = "leave it out" if found["mtp"] is None else "give it, with a loss_weight"
         raise UserError(f"model.mtp={model.get('mtp')}, but {folder}/config.yaml says {found['mtp']}; {way_out}")
+    first = found["layers_before_stages"]  # their weights have arrays of their own
+    if model.get("layers_before_stages") not in (None, first):
+        raise UserError(
+            f"model.layers_before_stages={model['layers_before_stages']}, but {folder}/config.yaml says {first}; leave "
+            f"it out, or begin with the export of the run: python -m tunix.export checkpoint={folder} output=DIR, then "
+            "model.init_from=DIR"
+        )
+    model["layers_before_stages"] = first
     source = str(model["init_from"])
     if tokenizer.get("path") is None and not _is_byte_level(tokenizer):
         tokenizer["path"] = join(_find_root(source, folder), "tokenizer")
