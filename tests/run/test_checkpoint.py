@@ -455,6 +455,9 @@ def test_resume_latest(run):
     link = Path("outputs/tunix/latest")
     for source in (link, link / "checkpoints/2"):  # the link became one to itself
         assert find_resume_point(str(source), None)[0] == folder.resolve()
+    Path("loop").symlink_to("loop")
+    with pytest.raises(UserError, match="^resume=loop: loop is not a run's folder"):
+        find_resume_point("loop", None)
 
 
 def moving_average(folder, step: int):

@@ -257,7 +257,7 @@ def find_resume_point(value: str, project: str | None, key: str = "resume") -> t
     step = None
     if path.parent.name == "checkpoints" and is_whole_number(path.name):
         path, step = path.parent.parent, int(path.name)
-    if path.is_symlink():  # like outputs/PROJECT/latest, which the run itself and others change
+    if path.is_symlink() and path.exists():  # like outputs/PROJECT/latest, which the run itself and others change
         path = path.resolve()
     if not (path / "config.yaml").is_file():
         # Something inside a run's folder, like RUN_DIR/checkpoints or RUN_DIR/checkpoints/STEP/state.
