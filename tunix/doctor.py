@@ -12,7 +12,6 @@ import os
 import platform
 import re
 import resource
-import shlex
 import shutil
 import socket
 import subprocess
@@ -39,7 +38,7 @@ from rich.console import Console
 
 from tunix.base.buckets import is_address
 from tunix.base.config_types import CONF
-from tunix.base.errors import PeerLost, UserError, did_you_mean, name_first
+from tunix.base.errors import PeerLost, UserError, did_you_mean, mask_variables, name_first
 from tunix.base.files import find_existing
 from tunix.config import command_line, compose
 from tunix.config.compose import Job, add_search_path
@@ -131,18 +130,19 @@ def check_variables(environment: Mapping[str, str]) -> Iterator[Finding]:
     nccl = yaml.safe_load((CONF / "command" / "nccl.yaml").read_text())["names"]
     known = {*(f"NCCL_{name}" for name in nccl), *(f"XLA_PYTHON_CLIENT_{name}" for name in CLIENT), *names}
     variables = sorted(name for name in environment if name.startswith(PREFIXES))
+    masked = mask_variables(environment)  # findings are printed, and sent to other processes
     for name in variables:
         if name not in known:
             meant = did_you_mean(name, list(known))
             if "TIMEOUT" in name:
                 meant = "; distributed.init_timeout_s and distributed.heartbeat_timeout_s say how long to wait"
-            yield Finding("variables", "warning", f"{name}={environment[name]}: nothing reads this name{meant}")
+            yield Finding("variables", "warning", f"{name}={masked[name]}: nothing reads this name{meant}")
     for (name, value), effect in COSTLY.items():
         if environment.get(name) == value:
             yield Finding("variables", "warning", f"{name}={value}: {effect}")
     for text in list_unfit_settings():
         yield Finding("variables", "error", text)
-    values = [f"{name}={environment[name]}" for name in variables if name in known]
+    values = [f"{name}={masked[name]}" for name in variables if name in known]
     yield Finding("variables", "ok", ", ".join(values) or f"none of {', '.join(f'{prefix}*' for prefix in PREFIXES)}")
 
 
@@ -158,9 +158,11 @@ def check_xla_flags(environment: MutableMapping[str, str]) -> Iterator[Finding]:
     mistakes: list[str] = []
     # XLA names the unknown flags all at once, and of bad values the first. Each round removes what was named.
     while (last_messages := _query_xla(environment)) is not None:
-        command = shlex.split(environment["XLA_FLAGS"])
-        unknown = last_messages.partition("in XLA_FLAGS:")[2].partition("\n")[0].split()
-        refused = [word for word in command if word in unknown]
+        # Not by `shlex`: XLA takes quotes that do not end, and the flags that stay keep theirs.
+        command = environment["XLA_FLAGS"].split()
+        named = last_messages.partition("in XLA_FLAGS:")[2].partition("\n")[0].split()
+        unknown = {word.partition("=")[0] for word in named}
+        refused = [word for word in command if word.partition("=")[0] in unknown]
         if bad_value := re.search(r"Couldn't interpret value .* for flag (\w+)", last_messages):
             refused = [word for word in command if word.lstrip("-").partition("=")[0] == bad_value[1]]
         if not refused:
