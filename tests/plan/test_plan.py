@@ -8,6 +8,8 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import pytest
@@ -41,8 +43,8 @@ from tunix.models.flops import flops_per_token, forward_flops_per_token
 from tunix.plan import __main__ as plan
 from tunix.plan.compile import WORKERS, Compiled, RunningCompiles, compile_all, find_backend
 from tunix.plan.derived_time import Link, count_pairs_in_ring, resolve_exchange
-from tunix.plan.ranking import _pick_to_compile, list_micro_batch_sizes, make_candidate, rank
-from tunix.plan.report import _list_refused, format_text, make_record
+from tunix.plan.ranking import Ranking, _pick_to_compile, list_micro_batch_sizes, make_candidate, rank
+from tunix.plan.report import _list_refused, format_command, format_text, make_record
 from tunix.sharding.mesh import data_shards, explicit_sizes, meshes, token_shards
 from tunix.sharding.table import axis_names
 from tunix.trainer import plan_run
@@ -299,6 +301,18 @@ def test_meshes_are_compared_on_one_batch(run):
     assert {each["tokens_per_step"] for each in found["fit"]} == {4 * 2 * 32}
     assert "training.global_batch_size=8" in found["command"]
     assert "gradient_accumulation_steps" not in found["command"]
+
+
+def test_the_command_has_the_keys_that_its_numbers_depend_on():
+    """Of `plan` the share of the memory, by which `auto` of a run chooses, too; not what the plan has chosen itself."""
+    kept = ["training.remat_every=3", "plan.memory_share=0.9", "plan.network=efa_400"]
+    chosen = ["training.remat=budget", "training.remat_memory_gib=4", "plan.topology=h200:8", "mesh_shape=fsdp"]
+    best: Any = SimpleNamespace(
+        cfg=compose(["training.remat=dots"]).config, sizes=dict.fromkeys(axis_names(), 1) | {"fsdp": 8}
+    )
+    command = format_command([*kept, *chosen], Ranking([best], [], {}, 0.0, open_key="remat"))
+    mesh = """'model.mesh_shape=[[8],["fsdp"]]'"""
+    assert command == f"python run_training.py {' '.join(kept)} training.remat=dots {mesh}"
 
 
 def test_compiles_until_the_first_place_is_settled(monkeypatch):

@@ -340,8 +340,10 @@ def format_command(overrides: list[str], ranking: Ranking) -> str:
     """Return the command that trains on the best mesh."""
     best = ranking.fit[0]
     key = ranking.open_key
-    replaced = ["model.mesh_shape=", "mesh_shape=", "plan.", *([f"training.{key}"] if key else [])]
-    words = [word for word in overrides if not word.lstrip("+").startswith(tuple(replaced))]
+    # Of the keys of `plan` a run reads those by which `auto` chooses: its share of the memory, and the network.
+    replaced = {"model.mesh_shape", "mesh_shape", "training.remat_memory_gib", f"training.{key}"}
+    replaced |= {f"plan.{name}" for name in ("topology", "choose_mesh", "num_compiled", "output")}
+    words = [word for word in overrides if word.lstrip("+").partition("=")[0] not in replaced]
     if key:
         words.append(f"training.{key}={getattr(best.cfg.training, key)}")
     if ranking.global_batch_size:
