@@ -1,5 +1,8 @@
 """The pages of a cache: attention to them on GPUs, interpreted on CPUs; which row gets which page, and when."""
 
+from contextlib import nullcontext
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,12 +10,13 @@ import pytest
 from jax.sharding import NamedSharding
 from support.harness import SMALL
 
+from tunix.base.errors import UserError
 from tunix.config.compose import compose
 from tunix.costs.rollout import PAGE, count_pages
 from tunix.inference.kv_cache import quantize
 from tunix.inference.page_pool import PagePool
 from tunix.models.attention import Scaled
-from tunix.models.paged_attention import attend_to_pages
+from tunix.models.paged_attention import _attend, attend_to_pages
 from tunix.training.choices import build_layout, build_mesh
 
 PAGES, DIM = 40, 16
@@ -60,6 +64,18 @@ def test_the_kernel_sees_the_tokens_of_a_row(mesh, heads, cap, is_narrow):
         found = jax.jit(lambda *arrays: attend_to_pages(*arrays, layout, options, interpret=True))
         found = found(put(q, batch), *local, *rows)
     np.testing.assert_allclose(found, expected(q, k, v, table, times, cap), atol=2e-6)
+
+
+@pytest.mark.parametrize(("num_pages", "is_refused"), [(2**17, False), (2**17 + 1, True), (2**18 + 1, False)])
+def test_codes_that_the_kernel_does_not_reach_are_refused(num_pages, is_refused):
+    """Between 2 and 4 GiB of codes Pallas numbers them in 32 bits with a sign: later pages lay at negative places."""
+    pages = Scaled(*(jax.ShapeDtypeStruct((num_pages, 8, PAGE, n), t) for n, t in ((128, jnp.int8), (1, jnp.float32))))
+    q, heads = jax.ShapeDtypeStruct((4, 1, 16, 128), jnp.bfloat16), jax.ShapeDtypeStruct((8,), jnp.int32)
+    table, times = (jax.ShapeDtypeStruct((4, n), jnp.int32) for n in (64, 1))
+    attend = partial(jax.eval_shape, lambda *arrays: _attend(*arrays, None, interpret=False))
+    message = r"2,147,500,032 codes on a device, and the kernel of pages reaches 2,147,483,648; set cache=slots"
+    with pytest.raises(UserError, match=message) if is_refused else nullcontext():
+        assert attend(q, pages, pages, table, times, heads).shape == q.shape
 
 
 def play(pool, prompts, lengths, group_size, most_rows, step, is_known=False):

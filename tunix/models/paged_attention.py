@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
+from tunix.base.errors import UserError
 from tunix.models.attention import Scaled
 from tunix.models.attention_mask import MASKED
 from tunix.models.flash_attention import LOG2_E, call_kernel, shape_like
@@ -27,6 +28,9 @@ from tunix.sharding.layout import Layout
 # The fastest of 65 on one H200: tokens that a program has at a time, of whole pages, and parts of a row.
 KEYS, PARTS = 32, 8
 MAX_QUERIES = 64  # of a program
+# Pallas (jax 0.10.2) numbers the entries of an array of at most 4 GiB in 32 bits with a sign, and of a larger one in
+# 64 bits. So of codes of one byte, those behind the first 2 GiB would be read at negative places.
+UNREACHED = range(2**31 + 1, 2**32 + 1)  # bytes of such an array
 
 
 class Threads(NamedTuple):
@@ -83,10 +87,20 @@ def attend_to_pages(
 
 
 def _attend(q, k, v, table, times, heads, cap: float | None, interpret: bool) -> jax.Array:
-    """Do as `attend_to_pages` on one device, whose queries share these `heads` [K] of the pages."""
+    """Do as `attend_to_pages` on one device, whose queries share these `heads` [K] of the pages.
+
+    Raises:
+        UserError: the kernel does not reach all codes.
+    """
     (k, k_scales), (v, v_scales) = ((x.codes, x.scales) if isinstance(x, Scaled) else (x, None) for x in (k, v))
     rows, length, num_queries, dim = q.shape
     num_pages, num_heads, size, _ = k.shape
+    if k.dtype.itemsize == 1 and k.size in UNREACHED:
+        raise UserError(
+            f"cache_dtype=int8: the pages of a layer have {k.size:,} codes on a device, and the kernel of pages "
+            f"reaches {2**31:,}; set cache=slots or cache_dtype=null (of a run sampling.cache or "
+            "sampling.cache_dtype), or draw fewer answers at one time"
+        )
     shared = num_queries // len(heads)
     count = length * shared  # queries that share a head
     queries = q.reshape(rows, length, len(heads), shared, dim).swapaxes(1, 2).reshape(rows, len(heads), count, dim)
