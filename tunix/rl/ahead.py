@@ -123,7 +123,8 @@ class RolloutsAhead:
         """
         if isinstance(self.threads, InTurn):
             for future in self.rollouts.values():  # begun before the step that the devices now learn
-                future.result()
+                with suppress(RolloutFailed):  # it ends the run at the step that learns from it
+                    future.result()
         index = self.first_steps.index(first_step)
         ahead = self.first_steps[index : index + self.staleness + 1]
         if missing := [each for each in ahead if each not in self.rollouts]:
