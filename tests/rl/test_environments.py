@@ -154,10 +154,16 @@ def test_schemas_of_tools():
         def add(a: int):
             """Add."""
 
+    class OfClass:
+        @classmethod
+        def add(cls, a: int):
+            """Add."""
+
     for kind, message in (
         (Waits, "wait is async or yields; write a def"),
         (Yields, "count is async"),
-        (Static, "add is static; give"),
+        (Static, "add is a staticmethod; give"),
+        (OfClass, "add is a classmethod; give"),  # it was left out in silence
     ):
         with pytest.raises(UserError, match=f"the tool {message}"):
             describe_tools(kind)

@@ -177,16 +177,17 @@ def find_tools(kind: type) -> dict[str, Callable[..., Any]]:
     """Return the tools of a class: its public methods that have a docstring.
 
     Raises:
-        UserError: one of them is static, or returns no text because it is async or a generator.
+        UserError: one of them is static or of the class, or returns no text because it is async or a generator.
     """
     tools: dict[str, Callable[..., Any]] = {
         name: method
-        for name, method in inspect.getmembers(kind, inspect.isfunction)
+        for name, method in inspect.getmembers(kind, lambda each: inspect.isfunction(each) or inspect.ismethod(each))
         if not name.startswith("_") and name not in NOT_TOOLS and method.__doc__
     }
     for name, method in tools.items():
-        if isinstance(inspect.getattr_static(kind, name), staticmethod):
-            raise UserError(f"the tool {name} is static; give it self, or a name that begins with _ if it is no tool")
+        if isinstance(found := inspect.getattr_static(kind, name), staticmethod | classmethod):
+            form = type(found).__name__
+            raise UserError(f"the tool {name} is a {form}; give it self, or a name that begins with _ if it is no tool")
         kinds = inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction
         if any(is_kind(method) for is_kind in kinds):
             raise UserError(f"the tool {name} is async or yields; write a def that returns a text")
