@@ -364,6 +364,16 @@ def test_marks_in_an_argument_are_a_part_of_it(name, text, value):
     assert find_text_before_calls(name, text) == ""
 
 
+@pytest.mark.parametrize("name", TOOL_CALLS)
+def test_the_mark_of_a_thought_in_an_argument_behind_a_text(name):
+    """The call was lost: what stands before the mark was taken for a thought."""
+    call = re.sub(r"\bx\b", "a </think> b", FORMATS[name])
+    text = f"I look. ```python\n{call}\n```" if name == "python" else f"I look. {call}"
+    (found,) = find_reader(name)(text)
+    assert (found.name, found.arguments, found.problem) == ("add", {"a": 1, "b": "a </think> b"}, "")
+    assert find_text_before_calls(name, text).startswith("I look.")
+
+
 @pytest.mark.parametrize(
     ("name", "text"),
     [

@@ -373,9 +373,16 @@ def find_end_of_thought(name: str, text: str) -> int:
     """Return the place behind the thought with which an answer begins; 0 where no thought has ended, or where a call of
     the format `name` begins the answer: a mark is then a part of an argument. A thought may begin with a block of code.
     """
-    call, thought = re.match(rf"\s*(?:{TOOL_CALLS[name].begins})", text), THOUGHT.match(text)
-    is_call = call is not None and "```" not in call[0]
-    return thought.end() if thought and not is_call else 0
+    read, begins, thought = TOOL_CALLS[name].read, TOOL_CALLS[name].begins, THOUGHT.match(text)
+    call = re.match(rf"\s*(?:{begins})", text)
+    if thought is None or (call is not None and "```" not in call[0]):
+        return 0
+    *_, call = None, *re.finditer(begins, thought[0])  # the last one before the mark
+    if call is None:
+        return thought.end()
+    # Of a call behind a text the mark is a part too, if it can be read with the mark and not without what follows.
+    whole, cut = read(text[call.start() :])[:1], read(text[call.start() : thought.end()])[:1]
+    return 0 if whole and not whole[0].problem and whole != cut else thought.end()
 
 
 def find_reader(name: str) -> Callable[[str], list[Call]]:
