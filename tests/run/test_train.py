@@ -306,12 +306,15 @@ def test_without_held_out_documents_there_is_no_evaluation(words):
     assert result.train["step"] == 6
 
 
-def test_a_change_that_is_no_utf8_and_a_machine_without_git(tmp_path, monkeypatch):
+def test_a_change_that_is_no_utf8_a_repository_without_tunix_and_a_machine_without_git(tmp_path, monkeypatch):
     git = tmp_path / "git"
-    git.write_text("#!/bin/sh\nprintf '+gr\\366\\337e'\n")
+    git.write_text("#!/bin/sh\n[ $1 = ls-files ] && { test -f $3; exit; }\nprintf '+gr\\366\\337e'\n")
     git.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert describe_environment()["git_diff"] == "+gr\ufffd\ufffde"
-    git.unlink()
-    found = describe_environment()
-    assert (found["git_commit"], found["git_changes"], found["git_diff"]) == (None, [], "")
+    # Installed in a folder of another repository, as in its .venv: that one's commit and changes are not tunix's.
+    git.write_text("#!/bin/sh\n[ $1 != ls-files ] && echo of another\n")
+    for _ in range(2):
+        found = describe_environment()
+        assert (found["git_commit"], found["git_changes"], found["git_diff"]) == (None, [], "")
+        git.unlink(missing_ok=True)

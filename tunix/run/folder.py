@@ -150,15 +150,20 @@ def list_packages() -> dict[str, str]:
 
 
 def describe_environment() -> dict[str, Any]:
-    """The environment of this process, as environment.json keeps it: versions, devices, git commit, command."""
+    """The environment of this process, as environment.json keeps it: versions, devices, git commit, command.
 
-    def git(*args: str) -> str | None:
+    The commit is that of the repository that has tunix's files, not of one in whose folder tunix is installed.
+    """
+
+    def ask_git(*args: str) -> str | None:
         root = Path(__file__).parents[1]
         with suppress(OSError):  # a machine without git
             result = subprocess.run(["git", *args], cwd=root, capture_output=True, errors="replace", check=False)
             return result.stdout.strip() if result.returncode == 0 else None
         return None
 
+    is_tracked = ask_git("ls-files", "--error-unmatch", "__init__.py") is not None
+    git = ask_git if is_tracked else lambda *_: None
     return {
         "time": time.strftime("%Y-%m-%d %H:%M:%S %z"),
         "command": mask_values([sys.executable, *sys.argv]),
