@@ -215,6 +215,7 @@ def test_a_server_that_dies_and_comes_back_gets_every_number(tmp_path, mlflow, m
     start = start_of(tmp_path, f"logging.mlflow.tracking_uri={door.url}", "logging.mlflow.experiment=outage")
     sink = open_sink("mlflow", start)
     sink.write({"step": 1, "loss": 1.0}, "train")
+    sink.write({"step": 1, "loss": 2.0}, "sets/wiki+de")  # a name that the server refuses as it is, and all with it
 
     wait_until((tmp_path / "run_ids.json").exists, "the run")
     run_id = json.loads((tmp_path / "run_ids.json").read_text())["mlflow"]
@@ -229,6 +230,7 @@ def test_a_server_that_dies_and_comes_back_gets_every_number(tmp_path, mlflow, m
     sink.wait(time.monotonic() + 120)
     door.shut()
     assert mlflow.list_values(run_id, "train/loss") == {step: float(step) for step in range(1, 200)}
+    assert mlflow.list_values(run_id, "sets/wiki_de/loss") == {1: 2.0}
     assert mlflow.ask("runs/get", run_id=run_id)["run"]["info"]["status"] == "FINISHED"
     assert caplog.text.count("logging.sinks=mlflow fails: ") == 1  # said once, counted at the end
     assert "failures; 0 calls are lost" in caplog.text

@@ -217,7 +217,7 @@ class Mlflow(Sink):
 
         now = round(1000 * time.time())
         metrics = [
-            Metric(f"{group}/{_name(key)}", float(value), now, step)
+            Metric(_name(f"{group}/{key}"), float(value), now, step)
             for (group, step), record in self.waiting.items()
             for key, value in record.items()
             if key != "step" and isinstance(value, int | float)
