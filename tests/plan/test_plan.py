@@ -119,6 +119,20 @@ def test_weights_that_are_not_trained_have_no_gradients_to_count():
     assert trained - frozen == 2 * million
 
 
+@pytest.mark.parametrize("tied", ["true", "false"])
+def test_vectors_of_texts_have_no_logits_to_count(tied):
+    """task=embed multiplies no table; its MFU counted the logits of every token."""
+    words = [*SMALL, "data=jsonl", "data.paths=[x]", "loading.packing=pad", f"model.tied_head={tied}"]
+    sizes = dict.fromkeys(axis_names(), 1) | {"tp": 2}
+    sft, embed = (
+        derive(compose([*words, f"task={task}"]).config, sizes, "gpu", with_activations=False)
+        for task in ("sft", "embed")
+    )
+    of_logits = 6 * 320 * 32 * sft.tokens_per_step / 2
+    assert sft.model_flops - embed.model_flops == pytest.approx(of_logits)
+    assert sft.pass_bytes > embed.pass_bytes
+
+
 def test_memory_is_derived_where_there_is_no_cudnn():
     mesh, kernel = "model.mesh_shape=[[8],[fsdp]]", "model.attention=cudnn"
     cudnn, plain = (compose([*SMALL, mesh, *more]).config for more in ([kernel], []))

@@ -107,6 +107,11 @@ class Config(Section):
         """Tokens of a prompt that a rollout answers, at most."""
         return self.training.seq_len - self.sampling.max_new_tokens
 
+    @property
+    def num_outputs(self) -> int:
+        """Numbers of the model's head that the loss takes for each token; 0 where it takes vectors (task=embed)."""
+        return self.model.num_outputs if self.task.needs_head else 0
+
     def with_training(self, **values: Any) -> "Config":
         """Return the config with other values of keys of `training`, which are not checked again."""
         return self.model_copy(update={"training": self.training.model_copy(update=values)})

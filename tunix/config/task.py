@@ -91,6 +91,7 @@ class Task(Section):
     documents: ClassVar[str]  # what a document of the data is: a key of `DOCUMENTS` in data/documents.py
     supports_text: ClassVar[bool] = False  # a source may give plain text; otherwise it must give rows with columns
     default_loss: ClassVar[str]  # a key of LOSSES in training/loss.py
+    needs_head: ClassVar[bool] = True  # the loss takes logits, or the numbers of model.labels
 
     name: str
     """Which task."""
@@ -627,6 +628,7 @@ class Embed(Uncut):
 
     documents = "group"
     default_loss = "embed"
+    needs_head = False
 
     name: Literal["embed"]  # type: ignore[assignment]
     """What is learnt."""

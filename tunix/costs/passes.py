@@ -95,7 +95,7 @@ def count_pass_bytes(train_spec: TrainSpec) -> float:
     model, batch = train_spec.cfg.model, train_spec.batch
     kept = 1 - train_spec.choices.remat.recompute_fraction("product")
     numbers = _count_numbers(model, kept) * train_spec.choices.pipeline.iterations_per_microbatch
-    numbers += LOGITS * model.num_outputs
+    numbers += LOGITS * train_spec.cfg.num_outputs
     of_tokens = numbers * batch.num_tokens / train_spec.mesh.size * jnp.dtype(train_spec.layout.compute).itemsize
     return of_tokens + count_weight_bytes(train_spec)
 
@@ -118,7 +118,8 @@ def count_weight_bytes(train_spec: TrainSpec) -> float:
     layout, mesh, choices, num_bytes = train_spec.layout, train_spec.mesh, train_spec.choices, 0.0
     in_blocks = layout.gathers_in_blocks(choices.sync_every)
     model, tops, shards = train_spec.cfg.model, train_spec.arch.weights, data_shards(mesh.shape)
-    of_logits = None if model.labels else tops["embedding" if model.tied_head else "head"]["table"]
+    has_logits = not model.labels and train_spec.cfg.task.needs_head
+    of_logits = tops["embedding" if model.tied_head else "head"]["table"] if has_logits else None
     shards *= token_shards(mesh.shape) * choices.pipeline.num_stages
     num_chunks = train_spec.batch.num_tokens / shards / ROWS
     leaves = zip(jax.tree.leaves(train_spec.arch.weights), jax.tree.leaves(train_spec.arch.is_trained), strict=True)

@@ -85,9 +85,10 @@ def derive_costs(train_spec: TrainSpec, with_activations: bool = True) -> Costs:
     """
     cfg, arch, batch = train_spec.cfg, train_spec.arch, train_spec.batch
     num_tokens = batch.num_tokens / train_spec.mesh.size  # of one device
-    flops = flops_per_token(cfg.model, arch.num_active, arch.num_active_trained, batch.seq_len) * num_tokens
+    active, needs_head = (arch.num_active, arch.num_active_trained), cfg.task.needs_head
+    flops = flops_per_token(cfg.model, *active, batch.seq_len, needs_head) * num_tokens
     num_images = batch.num_sequences * cfg.training.images_per_row / train_spec.mesh.size
-    forward_flops = forward_flops_per_token(cfg.model, arch.num_active, batch.seq_len) * num_tokens
+    forward_flops = forward_flops_per_token(cfg.model, arch.num_active, batch.seq_len, needs_head) * num_tokens
     chunk_flops = chunk_flops_per_token(cfg.model, batch.seq_len, token_shards(train_spec.mesh.shape)) * num_tokens
     recompute = _derive_recompute_fraction(train_spec)
     # `flops` leaves out what linear attention computes inside of its chunks: one time forward and two times backward.
@@ -126,7 +127,7 @@ def _count_pipeline_flops(train_spec: TrainSpec, flops: float, forward_flops: fl
     FLOPs grow by a quarter.
     """
     model, pipeline = train_spec.cfg.model, train_spec.choices.pipeline
-    logits = 2.0 * model.num_outputs * model.embed_dim * num_tokens  # forward; three times in all
+    logits = 2.0 * train_spec.cfg.num_outputs * model.embed_dim * num_tokens  # forward; three times in all
     first = _compute_first_share(train_spec)
     on_stages = (1 - first) * (flops - 3 * logits + pipeline.recompute_runs * (forward_flops - logits))
     recompute = ((1 - first) * pipeline.recompute_runs + first) * (forward_flops - logits)
@@ -308,7 +309,7 @@ def count_activation_bytes(train_spec: TrainSpec) -> int:
     inside = max(estimate_inside_bytes(train_spec.cfg.model, layout, mesh, length), _estimate_tower_bytes(train_spec))
     local_tokens = find_shard_shape((length,), layout.activation("T"), mesh)[0]
     outputs = layout.activation("V" if train_spec.cfg.model.labels is None else "v")
-    num_outputs = find_shard_shape((train_spec.cfg.model.num_outputs,), outputs, mesh)[0]
+    num_outputs = find_shard_shape((train_spec.cfg.num_outputs,), outputs, mesh)[0]
 
     def count_logit_bytes(num_rows: int, num_tokens: int) -> float:
         """Return the bytes of a chunk's logits in float32, and of part of their gradient, for each row."""
@@ -531,7 +532,8 @@ def compute_matmul_share(cfg: Config, arch: Architecture, seq_len: int) -> float
         name, equation = parameter_name(path), weight.equation
         if equation.is_stacked and name.endswith(".w") and not set(IN_COMPUTE_DTYPE) & set(equation.w):
             flops += (6 if is_trained else 4) * weight.size
-    return flops / flops_per_token(cfg.model, arch.num_active, arch.num_active_trained, seq_len)
+    active = arch.num_active, arch.num_active_trained
+    return flops / flops_per_token(cfg.model, *active, seq_len, cfg.task.needs_head)
 
 
 def find_run_peak_tflops(cfg: Config, arch: Architecture, seq_len: int, device_kind: str) -> float | None:

@@ -9,20 +9,20 @@ from tunix.config.vision import NUM_CHANNELS, AnyVision, Qwen3Vision, SmolVision
 from tunix.models.linear_attention import CHUNK, count_rounds
 
 
-def flops_per_token(cfg: Model, num_active: int, num_trained: int, seq_len: int) -> float:
+def flops_per_token(cfg: Model, num_active: int, num_trained: int, seq_len: int, needs_head: bool = True) -> float:
     """Return FLOPs of both passes per token: the forward pass three times, less the gradients of frozen weights.
 
     6 x parameters (4 x those that are frozen; none of tables that are only looked up: a tied embedding counts, for the
     logits) and 12 x heads x head dim x tokens attended to (PaLM, arXiv:2204.02311, appendix B, halved for causality).
     What rematerialization computes again does not count. `num_active` and `num_trained` are parameters that compute a
-    token: of experts, those of as many as a token is sent to.
+    token: of experts, those of as many as a token is sent to. Without `needs_head` there are no logits (task=embed).
     """
     # Three products for each weight: y = x W, and backward dx = dy W^T and dW = x^T dy. A frozen weight needs no dW.
-    frozen = max(0, _multiplied(cfg, num_active) - num_trained)
-    return 3 * forward_flops_per_token(cfg, num_active, seq_len) - 2.0 * frozen
+    frozen = max(0, _multiplied(cfg, num_active, needs_head) - num_trained)
+    return 3 * forward_flops_per_token(cfg, num_active, seq_len, needs_head) - 2.0 * frozen
 
 
-def forward_flops_per_token(cfg: Model, num_active: int, seq_len: int) -> float:
+def forward_flops_per_token(cfg: Model, num_active: int, seq_len: int, needs_head: bool = True) -> float:
     """Return two FLOPs for each product with a weight, or with a key or value that the mask and the window let through.
 
     Linear attention reads the memory of each head, corrects it, and asks it: three products with E x M numbers.
@@ -30,7 +30,7 @@ def forward_flops_per_token(cfg: Model, num_active: int, seq_len: int) -> float:
     # A layer of `model.mtp` has scores, and logits of its own.
     further = 0.0 if cfg.mtp is None else _score_flops(cfg.mtp_model, seq_len) + 2.0 * cfg.vocab_size * cfg.embed_dim
     memory = 0.0 if cfg.linear_attention is None else 6.0 * _num_linear(cfg) * cfg.linear_attention.state_size
-    return 2.0 * _multiplied(cfg, num_active) + _score_flops(cfg, seq_len) + further + memory
+    return 2.0 * _multiplied(cfg, num_active, needs_head) + _score_flops(cfg, seq_len) + further + memory
 
 
 def _score_flops(cfg: Model, seq_len: int) -> float:
@@ -112,9 +112,10 @@ def attended_tokens(cfg: Model, seq_len: int, layers: Sequence[int]) -> float:
     return float(sum(count_local(windows[layer]).mean() for layer in layers))
 
 
-def _multiplied(cfg: Model, num_active: int) -> int:
-    # A lookup multiplies nothing. A tied table is multiplied once, for the logits.
-    gives_logits = cfg.tied_head and cfg.labels is None
-    looked_up = (0 if gives_logits else cfg.vocab_size) + (cfg.context_length if cfg.positions == "learned" else 0)
+def _multiplied(cfg: Model, num_active: int, needs_head: bool) -> int:
+    # A lookup multiplies nothing. Of one table or two, one is multiplied, for the logits.
+    has_logits = cfg.labels is None
+    num_tables = (1 if cfg.tied_head or not has_logits else 2) - (has_logits and needs_head)
+    looked_up = num_tables * cfg.vocab_size + (cfg.context_length if cfg.positions == "learned" else 0)
     rows = 0 if cfg.layer_inputs is None else cfg.vocab_size * cfg.num_layers * cfg.layer_inputs.dim
     return num_active - looked_up * cfg.embed_dim - rows

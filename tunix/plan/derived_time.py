@@ -304,6 +304,6 @@ def _derive_compute_s(cfg: Config, sizes: dict[str, int], costs: Costs, cluster:
     share = min(1.0, costs.matmul_share * costs.flops / flops)  # attention has none of products of 8 bits
     peak = compute_peak_tflops(kind, cfg.training.matmul_dtype, share)
     matmul_s = flops / (peak * 1e12 * kind.efficiency) + fused.flops / (bf16 * KERNEL_SHARE)
-    logits_s = 6.0 * cfg.model.num_outputs * cfg.model.embed_dim * costs.tokens_per_step / cluster.num_devices / bf16
+    logits_s = 6.0 * cfg.num_outputs * cfg.model.embed_dim * costs.tokens_per_step / cluster.num_devices / bf16
     passes_s = (costs.pass_bytes + fused.num_bytes) / bytes_per_s
     return matmul_s + attention.seconds + passes_s + update_s, update_s + logits_s

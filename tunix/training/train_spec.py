@@ -68,14 +68,12 @@ def derive_sizes(train_spec: "TrainSpec", num_samples: int | None, start: Positi
     lengths = {period.shape.seq_len for period in schedule.periods}
     # Images of a row are computed whatever its slots hold; each token has its share of them.
     of_images = tower_flops(cfg.model) * cfg.training.images_per_row
+    active, needs_head = (arch.num_active, arch.num_active_trained), cfg.task.needs_head
     return Sizes(
         schedule,
         data_schedule,
         last_step(cfg.training, data_schedule, schedule.periods[-1].shape.num_tokens, num_samples),
-        {
-            length: flops_per_token(cfg.model, arch.num_active, arch.num_active_trained, length) + of_images / length
-            for length in lengths
-        },
+        {length: flops_per_token(cfg.model, *active, length, needs_head) + of_images / length for length in lengths},
         train_spec.mesh.size,
     )
 
