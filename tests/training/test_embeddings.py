@@ -183,6 +183,7 @@ def test_a_run_learns_resumes_and_is_exported(tmp_path, monkeypatch):
 
 MISTAKES = {
     "loading.packing=best_fit": "a row of task=embed has one query with its documents; set it to pad",
+    "loading.packing=concat": "a row of task=embed has one query with its documents; set it to pad",
     "task.sizes=[8,8]": "names a size twice",
     "task.sizes=[4096]": "4096 is no part of a vector",
     "model.lora={rank: 2, dropout: 0.1}": "they have to be the same; set model.lora.dropout=0",

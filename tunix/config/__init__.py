@@ -159,13 +159,13 @@ class Config(Section):
                     f"evaluation.{key}.{next(iter(names))}: task={self.task.name} has no loss on other documents; "
                     f"leave evaluation.{key} out, or measure the checkpoints with another task"
                 )
+        if isinstance(self.task, Embed):  # first: it takes fewer packings than other tasks whose documents stay whole
+            self._check_embed(self.task)
         if isinstance(self.task, Paired | Uncut) and self.loading.packing == "concat":
             cut = "pairs" if isinstance(self.task, Paired) else "documents"
             raise ValueError(
                 f"loading.packing=concat cuts {cut} of task={self.task.name} in two; set it to best_fit or pad"
             )
-        if isinstance(self.task, Embed):
-            self._check_embed(self.task)
         if self.model.labels != self.task.output_labels:
             raise ValueError(self._describe_labels())
         return self
