@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -43,7 +44,7 @@ from tunix.models.flops import flops_per_token, forward_flops_per_token
 from tunix.plan import __main__ as plan
 from tunix.plan.compile import WORKERS, Compiled, RunningCompiles, compile_all, find_backend
 from tunix.plan.derived_time import Link, count_pairs_in_ring, resolve_exchange
-from tunix.plan.ranking import Ranking, _pick_to_compile, list_micro_batch_sizes, make_candidate, rank
+from tunix.plan.ranking import Ranking, _pick_to_compile, describe_no_fit, list_micro_batch_sizes, make_candidate, rank
 from tunix.plan.report import _list_refused, format_command, format_text, make_record
 from tunix.sharding.mesh import data_shards, explicit_sizes, meshes, token_shards
 from tunix.sharding.table import axis_names
@@ -663,6 +664,11 @@ def test_rollouts_are_counted():
     assert 17 * 1024 // PAGE // 4 < num_pages < 17 * 1024 // PAGE
     used = paged.rollout_memory - (17 * 1024 - num_pages * PAGE) * cache_row
     assert few * USABLE - PAGE * cache_row < used <= few * USABLE
+    # What helps where a rollout is what does not fit.
+    costs = replace(one.rollout.costs, num_bytes=one.rollout.costs.num_bytes | {"cache": 1 << 40})
+    many = replace(one, rollout=replace(one.rollout, costs=costs))
+    message = describe_no_fit(Ranking([], [many], {}, 80 << 30), read_topology("h100:8"))
+    assert "most of it rollout; take more devices, task.rollout_rows=auto, a smaller sampling.max_new_tokens" in message
 
 
 def test_a_kind_of_ones_own(run, tmp_path):

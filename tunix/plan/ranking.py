@@ -304,6 +304,7 @@ HELP = {
     "optimizer": "optimizer=lion or adafactor (smaller moments), training.sharding_strategy=full_shard",
     "teacher": "a smaller task.teacher, training.sharding_strategy=full_shard",
     "reference": "model.lora.rank=32, whose base is the reference, or task.kl_coefficient=0",
+    "rollout": "task.rollout_rows=auto, a smaller sampling.max_new_tokens, sampling.cache_dtype=int8",
 }
 
 
@@ -515,8 +516,13 @@ def describe_no_fit(ranking: Ranking, cluster: Cluster, key: str = "plan.topolog
         [(reason, _)] = Counter(ranking.refused.values()).most_common(1)
         return f"no mesh of {cluster.num_devices} devices divides this model and batch: {reason}"
     best = ranking.too_large[0]
-    is_alone = best.memory == best.costs.alone_bytes
-    largest = "teacher" if is_alone else max(best.num_bytes, key=lambda name: best.num_bytes[name])
+    sizes = best.num_bytes
+    if best.memory == best.costs.alone_bytes:
+        sizes = {"teacher": best.memory}
+    elif best.rollout is not None and best.memory == best.rollout_memory:
+        resting = {name: size for name, size in sizes.items() if name not in ("gradients", "temporary")}
+        sizes = resting | {"rollout": best.rollout.costs.memory + best.rollout.copy_bytes}
+    largest = max(sizes, key=lambda name: sizes[name])
     over = best.memory - ranking.limit
     state = best.num_bytes["weights"] + best.num_bytes["optimizer"]
     devices = "more devices"
