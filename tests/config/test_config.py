@@ -244,6 +244,9 @@ def test_resume_applies_overrides_to_the_saved_config(tmp_path):
     job = compose([f"resume={tmp_path}/checkpoints/30"])
     assert (job.run_dir, job.resume_step) == (tmp_path, 30)
     assert job.config.model.mesh_shape == ((1,), ("tp",))
+    # A teacher that is new stays the one of its newest step, as that of a new run does.
+    taught = compose([f"resume={tmp_path}", f"task.teacher={tmp_path}"]).config
+    assert taught.task.teacher == f"{tmp_path}/checkpoints/30"
     assert compose([f"resume={tmp_path}", f"hydra.run.dir={tmp_path}/../{tmp_path.name}"]).run_dir == tmp_path
     said = f"hydra.run.dir=new: resume={tmp_path}/checkpoints/30 goes on in the run's own folder, {tmp_path}; leave"
     with pytest.raises(UserError, match=re.escape(said)):

@@ -11,7 +11,7 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -252,11 +252,15 @@ def _dated_folder(config: Config) -> Path:
     return OUTPUTS / config.project_name / time.strftime("%Y-%m-%d/%H-%M-%S")
 
 
-def check(composed: DictConfig, fresh: bool = True) -> Config:
+def check(composed: DictConfig, fresh: bool = True, typed: Collection[str] = ()) -> Config:
     """Resolve the interpolations of a composed config, fill in what depends on files, and check it.
 
-    A saved config (not `fresh`) is complete: nothing is filled in.
+    A saved config (not `fresh`) is complete: nothing is filled in, but for the models that the keys `typed` name.
     """
+
+    def is_new(key: str) -> bool:
+        return fresh or any(f"{each}.".startswith(f"{key}.") for each in typed)
+
     with describe_errors():
         values: dict[Any, Any] = {str(key): composed[key] for key in composed if key != "hydra"}
         for key, value in values.items():
@@ -283,9 +287,9 @@ def check(composed: DictConfig, fresh: bool = True) -> Config:
         )
     elif values["model"].get("family", "") is None:
         raise UserError("model=pretrained needs model.init_from=DIR or an ID of the Hugging Face hub")
-    if fresh and values["task"].get("teacher"):
+    if is_new("task.teacher") and values["task"].get("teacher"):
         fill_teacher(values["task"])
-    if fresh and isinstance(values["task"].get("rewards"), list):
+    if is_new("task.rewards") and isinstance(values["task"].get("rewards"), list):
         fill_reward_models(values["task"])
     if values["model"].get("vocab_size") == "auto":
         values["model"]["vocab_size"] = count_rows(values)
@@ -348,7 +352,7 @@ def _compose_resumed(overrides: list[str], words: list[Override], parsed: dict[s
     root = split_step(source)[0] if is_address(source) else read_saved_root(run_dir)
     if "checkpoint.folder" not in parsed:
         composed.checkpoint.folder = root
-    config = check(composed, fresh=False)
+    config = check(composed, fresh=False, typed=parsed)
     folder, is_explicit = run_dir, True
     if is_address(source):  # `run_dir` is a copy of the bucket's files here; the run takes a new folder
         folder, is_explicit = typed or _dated_folder(config), typed is not None
