@@ -173,7 +173,7 @@ def test_a_spike_is_named_and_its_data_are_left_out_by_one_key(words, garbage):
     ("task", "best", "said"),
     [
         ("grpo", -0.25, "reward did not rise above 0.2500"), ("pretrain", 0.5, "loss did not fall below 0.5000"),
-        ("pretrain", None, "loss was no number"),
+        ("pretrain", None, "loss was no number"), ("grpo", None, "reward was no number"),
     ],
 )  # fmt: skip
 def test_the_end_of_patience_names_the_number_that_counts(task, best, said):

@@ -130,7 +130,8 @@ class HeldOutAnswers:
     def cost(self, record: dict[str, float]) -> float:
         """Return the number that is lowest for the best model: the reward, with its sign turned.
 
-        It is no number where no answer has a score: 0 stands for each, which would be the best of rewards below 0.
+        It is no number where as many scores are missing as there are answers, as where one of two rewards fails for
+        all: 0 stands for each, which would be the best of rewards below 0.
         """
         has_scores = record["reward_errors"] < record["prompts"] * self.cfg.evaluation.num_samples
         return -record["reward"] if has_scores else math.nan

@@ -103,7 +103,7 @@ def check_patience(now: Moment) -> Ending | None:
     if not now.improvement.is_over(cfg) or not now.source.can_stop(now.step):
         return None
     if best is None:
-        found = "the held-out loss was no number"
+        found = f"the held-out {'reward' if isinstance(now.cfg.task, Grpo) else 'loss'} was no number"
     elif isinstance(now.cfg.task, Grpo):  # the best model has the lowest cost, the reward with its sign turned
         found = f"the held-out reward did not rise above {-best:.4f}"
     else:
