@@ -241,6 +241,9 @@ def test_passes_over_weights_are_counted_in_each_microbatch_and_part():
 def test_peaks_are_those_of_the_kinds():
     assert find_kind("NVIDIA H100 80GB HBM3") == read_device_kinds()["h100"]
     assert find_kind("NVIDIA H100 PCIe") == read_device_kinds()["h100_pcie"]
+    # The A100 of 40 GB has half of the memory of the one whose name its own contains.
+    names = "NVIDIA A100-SXM4-40GB", "NVIDIA A100-SXM4-80GB", "NVIDIA A100 80GB PCIe"
+    assert [find_kind(name).memory_gib for name in names] == [39.4, 79.2, 79.2]
     assert find_kind("cpu") is None
 
 
@@ -699,7 +702,7 @@ def test_a_derived_plan_needs_no_device_for_a_chosen_kernel():
         (["plan.topology=h200:4x"], "plan.topology=h200:4x: expected KIND:GPUS"),
         (["plan.topology=h200:0"], "plan.topology=h200:0: expected KIND:GPUS"),
         (["plan.topology=h200:10000000x8"], "plan.topology=h200:10000000x8: expected at most 1,000,000 devices"),
-        (["plan.topology=h20:8"], "there is no kind h20; kinds are a100, b200, h100, h100_pcie, h200, l40s, or FILE.yaml; did you mean h200?"),
+        (["plan.topology=h20:8"], "there is no kind h20; kinds are a100, a100_40gb, b200, h100, h100_pcie, h200, l40s, or FILE.yaml; did you mean h200?"),
         (["plan.topology=none.yaml:8"], "none.yaml cannot be read: No such file"),
         (["plan.topologie=h200:8"], "did you mean plan.topology?"),
         (["plan.memory_share=2"], "plan.memory_share=2: expected a number of at most 1"),
