@@ -137,8 +137,8 @@ def check_divides(dims: Mapping[str, int], sizes: Mapping[str, int]) -> None:
             continue
         # A number that divides this dimension is no way out where another dimension on the same axes refuses it.
         on_axes = [DIMS[dim_name] for dim_name in dims if axes in _list_splits(DIMS[dim_name], sizes)]
-        valid = [n for n in range(1, num_entries + 1) if all(_allows(each, dims[each.dim_name], n) for each in on_axes)]
-        near = nearest(valid, size)
+        divisors = list_divisors(num_entries)
+        near = nearest([n for n in divisors if all(_allows(each, dims[each.dim_name], n) for each in on_axes)], size)
         together = " x ".join(f"{axis}={sizes[axis]}" for axis in axes) + (f" = {size}" if len(axes) > 1 else "")
         raise UserError(
             f"{dim.key or dim.name}={num_entries} is not divisible by mesh ax{'e' if len(axes) > 1 else 'i'}s "
