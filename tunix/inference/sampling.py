@@ -647,8 +647,7 @@ def _count_right(tokens: jax.Array, drawn: jax.Array, ends: jax.Array) -> jax.Ar
     `tokens` [B, n] are the newest one and the guesses; `ends` [B, n] bool are drawn tokens that end a turn.
     """
     goes_on = (tokens[:, 1:] == drawn[:, :-1]) & ~ends[:, :-1]
-    first = jnp.ones_like(ends[:, :1])
-    return jnp.cumprod(jnp.concatenate([first, goes_on], axis=1).astype(jnp.int32), axis=1)
+    return jnp.cumprod(jnp.pad(goes_on.astype(jnp.int32), ((0, 0), (1, 0)), constant_values=1), axis=1)
 
 
 def _find_guesses(text: jax.Array, length: jax.Array, count: int) -> jax.Array:
