@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from tunix.base.buckets import is_address, is_bucket, list_names, upload
 from tunix.base.digests import FILE, list_files, write_digests
 from tunix.base.errors import UserError
-from tunix.base.files import describe_refusal, expand_home, read_json, replacing, temporary_folder
+from tunix.base.files import describe_refusal, expand_home, read_json, replacing, temporary_folder, write_tokenizer
 from tunix.base.forms import sign
 from tunix.base.progress import announcing
 from tunix.base.text import flat
@@ -367,7 +367,7 @@ def _write_tokenizer(model: Pretrained, folder: Path) -> None:
     """Write the tokenizer: the run's own, or the source's files with the run's chat template if that differs."""
     vocab, config_file = model.vocab, folder / "tokenizer_config.json"
     if vocab is not None and not model.has_source_tokenizer:
-        (folder / "tokenizer.json").write_text(vocab.with_bos().to_str(pretty=True), encoding="utf-8")
+        write_tokenizer(folder, vocab.with_bos())
         length = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": model.cfg.context_length}
         more: dict[str, Any] = {} if vocab.chat_template is None else {"chat_template": _write_template(vocab)}
         if (images := vocab.images) is not None:  # by the names that processors of transformers ask for

@@ -15,11 +15,14 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO, TextIO
+from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
 
 import yaml
 
 from tunix.base.errors import UserError, first_line
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 # A terminal that is closed sends SIGHUP. Where `nohup` lets a command ignore it, it stays ignored.
 HANGUP = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
@@ -89,6 +92,11 @@ def parse_json(text: str | bytes) -> Any:
         return json.loads(text)
     except RecursionError:
         raise ValueError("it is nested too deep") from None
+
+
+def write_tokenizer(folder: Path, tokenizer: "Tokenizer") -> None:
+    """Write tokenizer.json. Not by the library's `save`, whose error for a full disk is no `OSError`."""
+    (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
 
 
 def read_line() -> str:

@@ -23,7 +23,7 @@ from tokenizers import Tokenizer as Backend
 from tunix.base.buckets import is_address, mirror
 from tunix.base.digests import hash_texts
 from tunix.base.errors import UserError
-from tunix.base.files import check_size, describe_missing, expand_home, names_file, read_json
+from tunix.base.files import check_size, describe_missing, expand_home, names_file, read_json, write_tokenizer
 from tunix.config import Tokenizer
 from tunix.data.chat import CORPUS_DATE, PLAIN, ChatTemplate
 from tunix.data.image_processors import ImageProcessor
@@ -442,8 +442,7 @@ class Vocab:
     def save(self, folder: Path) -> None:
         """Make `folder` with the files that `read_vocab` reads, under Hugging Face's names."""
         folder.mkdir()
-        # Not by the library's `save`, whose error for a full disk is no `OSError`.
-        (folder / "tokenizer.json").write_text(self.backend.to_str(pretty=True), encoding="utf-8")
+        write_tokenizer(folder, self.backend)
         special = {"bos_token": self.bos_token, "eos_token": self.eos_token, "chat_template": self.chat_template}
         (folder / "tokenizer_config.json").write_text(json.dumps(special, indent=1))
 

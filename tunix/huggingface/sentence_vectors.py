@@ -14,6 +14,8 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, processors
 
+from tunix.base.files import write_tokenizer
+
 POOLINGS = {"last": "lasttoken", "mean": "mean"}  # names of sentence-transformers
 PACKAGE = "sentence_transformers"
 MODULES = {
@@ -74,7 +76,7 @@ def write_files(
         single=f"{'' if bos is None else bos + ' '}$A {eos}",
         special_tokens=[(token, tokenizer.token_to_id(token)) for token in dict.fromkeys((bos, eos)) if token],
     )
-    (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
+    write_tokenizer(folder, tokenizer)
     config = {
         **({} if bos is None else {"bos_token": bos}),
         "tokenizer_class": "PreTrainedTokenizerFast",
