@@ -91,8 +91,7 @@ class Python:
                     .replace(str(script), "program.py")
                     .replace(folder, "")
                 )
-            # Python's own way fails for folders in folders, 1,000 deep.
-            subprocess.run(["rm", "-rf", "--", str(workplace)], capture_output=True, check=False)
+            _remove(workplace)
         if len(text) > self.output_characters:
             text = text[: self.output_characters] + "\n... the rest is left out"
         return "\n".join(filter(None, [text.rstrip("\n"), note])) or "the program has printed nothing"
@@ -124,10 +123,15 @@ class Python:
                 resource.setrlimit(limit, (value, value))
 
 
+def _remove(folder: Path) -> None:
+    # Python's own way fails for folders in folders, 1,000 deep.
+    subprocess.run(["rm", "-rf", "--", str(folder)], capture_output=True, check=False)
+
+
 def remove_folders(process_id: int) -> None:
     """Remove the folders of programs of a process that was killed."""
     for folder in Path(tempfile.gettempdir()).glob(f"{FOLDER}{process_id}_*"):
-        subprocess.run(["rm", "-rf", "--", str(folder)], capture_output=True, check=False)
+        _remove(folder)
 
 
 # A value that the environment alone knows.
