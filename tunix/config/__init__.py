@@ -108,6 +108,11 @@ class Config(Section):
         return self.training.seq_len - self.sampling.max_new_tokens
 
     @property
+    def has_logits(self) -> bool:
+        """True where the loss takes logits: not the numbers of model.labels, and no vectors (task=embed)."""
+        return self.model.labels is None and self.task.needs_head
+
+    @property
     def num_outputs(self) -> int:
         """Numbers of the model's head that the loss takes for each token; 0 where it takes vectors (task=embed)."""
         return self.model.num_outputs if self.task.needs_head else 0

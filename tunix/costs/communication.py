@@ -429,8 +429,7 @@ def _list_at_ends(train_spec: TrainSpec) -> Iterator[Exchange]:
     """
     table: Weight = train_spec.arch.weights["embedding"]["table"]
     times = 2 if train_spec.cfg.model.mtp is None else 4  # the layer of `model.mtp` looks tokens up, and has logits
-    has_logits = train_spec.cfg.model.labels is None and train_spec.cfg.task.needs_head
-    sums = times if has_logits else 1
+    sums = times if train_spec.cfg.has_logits else 1
     yield Exchange("all-reduce", ENTERED, train_spec.layout.product_axes(table.equation.transposed()), sums)
     if (inputs := train_spec.arch.weights.get("layer_inputs")) is not None:  # a lookup in a table of its own
         yield Exchange("all-reduce", "BTlp", train_spec.layout.product_axes(inputs["table"].equation), 1)

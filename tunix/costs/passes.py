@@ -118,8 +118,7 @@ def count_weight_bytes(train_spec: TrainSpec) -> float:
     layout, mesh, choices, num_bytes = train_spec.layout, train_spec.mesh, train_spec.choices, 0.0
     in_blocks = layout.gathers_in_blocks(choices.sync_every)
     model, tops, shards = train_spec.cfg.model, train_spec.arch.weights, data_shards(mesh.shape)
-    has_logits = not model.labels and train_spec.cfg.task.needs_head
-    of_logits = tops["embedding" if model.tied_head else "head"]["table"] if has_logits else None
+    of_logits = tops["embedding" if model.tied_head else "head"]["table"] if train_spec.cfg.has_logits else None
     shards *= token_shards(mesh.shape) * choices.pipeline.num_stages
     num_chunks = train_spec.batch.num_tokens / shards / ROWS
     leaves = zip(jax.tree.leaves(train_spec.arch.weights), jax.tree.leaves(train_spec.arch.is_trained), strict=True)

@@ -34,7 +34,7 @@ from tunix.data.batches import IMAGE_FIELDS, IMAGES, abstract_arrays, split_shar
 from tunix.models.attention import select_query_block
 from tunix.models.context_parallel import is_in_blocks
 from tunix.models.expert_parallel import buffer_rows_per_token
-from tunix.models.flops import chunk_flops_per_token, flops_per_token, forward_flops_per_token, tower_flops
+from tunix.models.flops import chunk_flops_per_token, forward_flops_per_token, tower_flops
 from tunix.models.kernels import CAPACITY_FACTOR
 from tunix.models.layer_scan import sums_in_layers
 from tunix.models.layers import parameter_name
@@ -51,7 +51,7 @@ from tunix.training.logprobs import count_chunk_positions
 from tunix.training.loss import find_loss_kind, make_loss
 from tunix.training.state import Architecture, Weight, abstract_params, describe
 from tunix.training.teacher import OfflineTeacher, Teacher
-from tunix.training.train_spec import TrainSpec, assemble
+from tunix.training.train_spec import TrainSpec, assemble, derive_flops_per_token
 
 
 @dataclass(frozen=True)
@@ -85,10 +85,9 @@ def derive_costs(train_spec: TrainSpec, with_activations: bool = True) -> Costs:
     """
     cfg, arch, batch = train_spec.cfg, train_spec.arch, train_spec.batch
     num_tokens = batch.num_tokens / train_spec.mesh.size  # of one device
-    active, needs_head = (arch.num_active, arch.num_active_trained), cfg.task.needs_head
-    flops = flops_per_token(cfg.model, *active, batch.seq_len, needs_head) * num_tokens
+    flops = derive_flops_per_token(cfg, arch, batch.seq_len) * num_tokens
     num_images = batch.num_sequences * cfg.training.images_per_row / train_spec.mesh.size
-    forward_flops = forward_flops_per_token(cfg.model, arch.num_active, batch.seq_len, needs_head) * num_tokens
+    forward_flops = forward_flops_per_token(cfg.model, arch.num_active, batch.seq_len, cfg.task.needs_head) * num_tokens
     chunk_flops = chunk_flops_per_token(cfg.model, batch.seq_len, token_shards(train_spec.mesh.shape)) * num_tokens
     recompute = _derive_recompute_fraction(train_spec)
     # `flops` leaves out what linear attention computes inside of its chunks: one time forward and two times backward.
@@ -532,8 +531,7 @@ def compute_matmul_share(cfg: Config, arch: Architecture, seq_len: int) -> float
         name, equation = parameter_name(path), weight.equation
         if equation.is_stacked and name.endswith(".w") and not set(IN_COMPUTE_DTYPE) & set(equation.w):
             flops += (6 if is_trained else 4) * weight.size
-    active = arch.num_active, arch.num_active_trained
-    return flops / flops_per_token(cfg.model, *active, seq_len, cfg.task.needs_head)
+    return flops / derive_flops_per_token(cfg, arch, seq_len)
 
 
 def find_run_peak_tflops(cfg: Config, arch: Architecture, seq_len: int, device_kind: str) -> float | None:

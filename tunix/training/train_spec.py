@@ -60,6 +60,11 @@ class Sizes:
         return self.flops_per_token * self.batch.num_tokens / 1e12
 
 
+def derive_flops_per_token(cfg: Config, arch: Architecture, seq_len: int) -> float:
+    """Return the FLOPs of both passes for a token of a run's task, without images."""
+    return flops_per_token(cfg.model, arch.num_active, arch.num_active_trained, seq_len, cfg.task.needs_head)
+
+
 def derive_sizes(train_spec: "TrainSpec", num_samples: int | None, start: Position = BEGINNING) -> Sizes:
     """Derive the sizes of a run that goes on from `start`. `num_samples`, those to train on, is None in a dry run."""
     cfg, arch = train_spec.cfg, train_spec.arch
@@ -68,12 +73,11 @@ def derive_sizes(train_spec: "TrainSpec", num_samples: int | None, start: Positi
     lengths = {period.shape.seq_len for period in schedule.periods}
     # Images of a row are computed whatever its slots hold; each token has its share of them.
     of_images = tower_flops(cfg.model) * cfg.training.images_per_row
-    active, needs_head = (arch.num_active, arch.num_active_trained), cfg.task.needs_head
     return Sizes(
         schedule,
         data_schedule,
         last_step(cfg.training, data_schedule, schedule.periods[-1].shape.num_tokens, num_samples),
-        {length: flops_per_token(cfg.model, *active, length, needs_head) + of_images / length for length in lengths},
+        {length: derive_flops_per_token(cfg, arch, length) + of_images / length for length in lengths},
         train_spec.mesh.size,
     )
 
