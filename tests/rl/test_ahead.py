@@ -191,20 +191,21 @@ def test_a_stop_waits_for_no_answers_before_the_first_checkpoint(monkeypatch):
     rollouts.close()
 
 
+@pytest.mark.parametrize("error", [RolloutFailed("the judge is away"), RuntimeError("RESOURCE_EXHAUSTED")], ids=str)
 @pytest.mark.parametrize("num_processes", [1, 2])
-def test_a_checkpoint_leaves_out_answers_that_failed(num_processes, monkeypatch):
+def test_a_checkpoint_leaves_out_answers_that_failed(num_processes, error, monkeypatch):
     monkeypatch.setattr("jax.process_count", lambda: num_processes)
 
     def draw(params, first_step):
         if first_step == 3:
-            raise RolloutFailed("the judge is away")
+            raise error
         return SampledRollout(0, [], [], Scores({}, [], {}, 0.0), 1.0)
 
     rollouts = RolloutsAhead(draw, build_mesh(compose([*TASK, *APART]).config), range(1, 9), 2, {})
     for step in range(2):  # steps before it learn
         rollouts.take({}, step + 1, go_on)
     assert [*rollouts.find_waiting(1)] == [2]
-    with pytest.raises(RolloutFailed):
+    with pytest.raises(type(error), match=str(error)):
         rollouts.take({}, 3, go_on)
     rollouts.close()
 

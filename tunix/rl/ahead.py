@@ -29,7 +29,6 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from tunix.base import text
-from tunix.base.errors import RolloutFailed
 from tunix.config.task import Grpo
 from tunix.data.prompts import Prompt
 from tunix.inference.engine import Answer
@@ -82,7 +81,7 @@ class InTurn(Executor):
             first, run = self.waiting.popleft()
             try:
                 first.set_result(run())
-            except RolloutFailed as error:
+            except Exception as error:
                 first.set_exception(error)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
@@ -123,7 +122,7 @@ class RolloutsAhead:
         """
         if isinstance(self.threads, InTurn):
             for future in self.rollouts.values():  # begun before the step that the devices now learn
-                with suppress(RolloutFailed):  # it ends the run at the step that learns from it
+                with suppress(Exception):  # it ends the run at the step that learns from it
                     future.result()
         index = self.first_steps.index(first_step)
         ahead = self.first_steps[index : index + self.staleness + 1]
@@ -147,7 +146,7 @@ class RolloutsAhead:
         later = {first_step: future for first_step, future in self.rollouts.items() if first_step > after}
         kept = {}
         for first_step, future in sorted(later.items())[: self.staleness]:
-            with suppress(RolloutFailed):
+            with suppress(Exception):
                 if (waits or future.done()) and (rollout := future.result()).weights_step < after:
                     kept[first_step] = rollout
         return kept
