@@ -28,7 +28,15 @@ from tunix.config import Export, pretrained_config
 from tunix.config.command_line import run_command
 from tunix.config.saved_runs import find_run, read_saved
 from tunix.config.vision import AnyVision
-from tunix.data.tokenizer import NAMED_TEMPLATES, PAD, Vocab, find_tokenizer_files, load_vocab, token_text
+from tunix.data.tokenizer import (
+    NAMED_TEMPLATES,
+    PAD,
+    SPECIAL_TOKENS,
+    Vocab,
+    find_tokenizer_files,
+    load_vocab,
+    token_text,
+)
 from tunix.data.tokenizer import read_settings as read_tokenizer_settings
 from tunix.huggingface import gguf_file, hub
 from tunix.huggingface.adapter import gather_adapter, gather_score
@@ -48,7 +56,6 @@ from tunix.run.model_card import write_card
 
 GENERATION = "generation_config.json"
 TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
-SPECIAL_TOKENS = "special_tokens_map.json"
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", SPECIAL_TOKENS, "added_tokens.json", "vocab.json", "merges.txt",
     *TEMPLATE_FILES,
@@ -383,7 +390,9 @@ def _write_tokenizer(model: Pretrained, folder: Path) -> None:
         shutil.copytree(further, folder / NAMED_TEMPLATES)
     if vocab is None:
         return
-    settings = read_tokenizer_settings(find_tokenizer_files(str(model.files)))
+    read = find_tokenizer_files(str(model.files))
+    read.pop(SPECIAL_TOKENS, None)  # format=gguf, and the converter of llama.cpp, read tokenizer_config.json alone
+    settings = read_tokenizer_settings(read)
     tokens = {"bos_token": vocab.bos_token, "eos_token": vocab.eos_token}
     changes = {key: token for key, token in tokens.items() if token != token_text(getattr(settings, key))}
     if changes and (folder / SPECIAL_TOKENS).is_file():

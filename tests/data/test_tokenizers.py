@@ -4,6 +4,7 @@ import json
 import random
 import resource
 import time
+from typing import Any
 
 import pytest
 from conftest import write_corpus
@@ -145,7 +146,7 @@ def test_tokenizers_from_files(load, tmp_path):
 
 def test_a_hugging_face_folder_says_what_surrounds_a_document(load, tmp_path):
     load().vocab.save(tmp_path / "hf")
-    info = {
+    info: dict[str, Any] = {
         "bos_token": None,
         "eos_token": {"content": "<pad>"},
         "chat_template": [{"name": "default", "template": "x"}],
@@ -153,6 +154,16 @@ def test_a_hugging_face_folder_says_what_surrounds_a_document(load, tmp_path):
     (tmp_path / "hf" / "tokenizer_config.json").write_text(json.dumps(info))
     vocab = load(f"tokenizer.path={tmp_path}/hf").vocab
     assert (vocab.bos_token, vocab.eos_token, vocab.chat_template) == (None, "<pad>", "x")  # its <bos> is not taken
+    # Older files have the tokens of today in a file of their own.
+    (tmp_path / "hf" / "special_tokens_map.json").write_text(
+        '{"bos_token": {"content": "<bos>"}, "eos_token": "<eos>"}'
+    )
+    vocab = load(f"tokenizer.path={tmp_path}/hf").vocab
+    assert (vocab.bos_token, vocab.eos_token) == ("<bos>", "<eos>")
+    info["added_tokens_decoder"] = {}
+    (tmp_path / "hf" / "tokenizer_config.json").write_text(json.dumps(info))
+    vocab = load(f"tokenizer.path={tmp_path}/hf").vocab
+    assert (vocab.bos_token, vocab.eos_token) == (None, "<pad>")
     # The file of a processor, where the tokenizer has no template.
     (tmp_path / "hf" / "chat_template.json").write_text(json.dumps({"chat_template": "z"}))
     assert load(f"tokenizer.path={tmp_path}/hf").vocab.chat_template == "x"

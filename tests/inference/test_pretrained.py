@@ -460,6 +460,10 @@ def test_what_ends_an_answer_goes_out(loaded, copy, tmp_path):
     assert special == {"eos_token": "<bos>"}
     plain = replace(loaded, files=copy, tokenizer_files=copy)
     assert write_out(plain, tmp_path / "plain")[0] == {"eos_token_id": [9, 2], "top_k": 20}
+    (copy / "special_tokens_map.json").write_text('{"eos_token": "<pad>"}')  # not all read it
+    begun = replace(loaded, files=copy, tokenizer_files=shutil.copytree(copy, tmp_path / "begun"))
+    _, tokenizer, special, _ = write_out(begun, tmp_path / "older")
+    assert tokenizer["eos_token"] == special["eos_token"] == "<pad>"
 
 
 def test_the_ids_of_a_base_do_not_go_out_with_another_tokenizer(loaded, copy, tmp_path):

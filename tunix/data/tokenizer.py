@@ -112,7 +112,11 @@ def _find_merges(proto: Any) -> list[tuple[str, str]]:
 
 # Characters or tokens that the steps of a tokenizer may make of one, by their product; those of XLM-R make 36.
 MAX_GROWTH = 1000
-FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "chat_template.jinja", "chat_template.json")
+SPECIAL_TOKENS = "special_tokens_map.json"
+FILES = (
+    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", SPECIAL_TOKENS, "chat_template.jinja",
+    "chat_template.json",
+)  # fmt: skip
 NAMED_TEMPLATES = "additional_chat_templates"  # folder of further ones beside chat_template.jinja
 TOOL_USE = "tool_use"  # name of the template for conversations with tools, where it is not the default one
 
@@ -190,25 +194,32 @@ class NamedTemplate(BaseModel):
 
 
 class Settings(BaseModel):
-    """Keys of tokenizer_config.json that are read, and of chat_template.json, where a processor has its template."""
+    """Keys of tokenizer_config.json that are read, and of chat_template.json, where a processor has its template, and
+    of special_tokens_map.json."""
 
     bos_token: str | Token | None = None
     eos_token: str | Token | None = None
     chat_template: str | list[NamedTemplate] | None = None
+    added_tokens_decoder: Any = None  # of newer files
 
 
 def read_settings(files: dict[str, Path]) -> Settings:
     """Return the content of tokenizer_config.json, with the template of chat_template.json if it has none; without
     values if there are no such files.
 
+    Versions of transformers that did not write added_tokens_decoder kept there what a tokenizer began with, and the
+    tokens of today in special_tokens_map.json. As in transformers, these are taken.
+
     Raises:
         UserError: a key has a value of another type.
     """
-    of_config, of_processor = (
-        _read_settings(files.get(name)) for name in ("tokenizer_config.json", "chat_template.json")
+    of_config, of_tokens, of_processor = (
+        _read_settings(files.get(name)) for name in ("tokenizer_config.json", SPECIAL_TOKENS, "chat_template.json")
     )
-    template = of_config.chat_template or of_processor.chat_template
-    return of_config.model_copy(update={"chat_template": template})
+    found: dict[str, Any] = {"chat_template": of_config.chat_template or of_processor.chat_template}
+    if of_config.added_tokens_decoder is None:
+        found |= {key: getattr(of_tokens, key) for key in of_tokens.model_fields_set & {"bos_token", "eos_token"}}
+    return of_config.model_copy(update=found)
 
 
 def _read_settings(path: Path | None) -> Settings:
