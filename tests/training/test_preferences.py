@@ -5,6 +5,7 @@ import json
 import math
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +28,7 @@ from tunix.data.packing import _fill_pairs, _split_pairs
 from tunix.data.shards import Arrays
 from tunix.evaluate import evaluate
 from tunix.models.layers import named
+from tunix.rl import reference
 from tunix.rl.reference import add_reference, digest_weights
 from tunix.training.dpo import preference_loss, sum_answers
 from tunix.training.kto import labelled_loss, make_kl_estimate
@@ -349,19 +351,45 @@ def test_a_run_with_labels_is_the_same_in_other_microbatches_and_on_other_meshes
     assert [line["loss"] for line in metrics(tmp_path / "one")][4:] == [line["loss"] for line in found["one"][2:]]
 
 
+def load_pairs(folder, *words):
+    """Four pairs, some of them held out: the config with these words, and the corpus."""
+    rows = [PAIR | {"prompt": f"{QUESTION} {n}"} for n in range(4)]
+    path = folder / "pairs.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    own = ["task=dpo", "data=pairs", f"data.paths=[{path}]", "data.held_out_fraction=0.3", *words]
+    cfg = compose([*SMALL, *own, "training.seq_len=64", f"loading.cache_dir={folder}/cache"]).config
+    return cfg, load_corpus(cfg)
+
+
 def test_without_a_reference_nothing_is_scored(tmp_path):
     """The answers of ORPO have zeros in the place of the reference, and no model is asked for them."""
-    rows = [PAIR | {"prompt": f"{QUESTION} {n}"} for n in range(4)]
-    path = tmp_path / "pairs.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    own = ["task=dpo", "task.objective=orpo", "data=pairs", f"data.paths=[{path}]", "data.held_out_fraction=0.3"]
-    cfg = compose([*SMALL, *own, "training.seq_len=64", f"loading.cache_dir={tmp_path}/cache"]).config
-    corpus = load_corpus(cfg)
+    cfg, corpus = load_pairs(tmp_path, "task.objective=orpo")
     add_reference(cfg, corpus, None, None)
     for part in (corpus.train["jsonl"], corpus.held_out_parts["jsonl"]):
         assert not part[0]["reference_log_probs"].any()
         assert part[0]["loss_mask"].any()
     assert not (tmp_path / "cache" / "reference").exists()
+
+
+def test_a_reference_belongs_to_the_dtype_of_products(tmp_path, monkeypatch):
+    """A run with 8-bit products does not take the log-probabilities that one without them has kept."""
+    computed = []
+
+    def compute(part, *_):
+        computed.append(part)
+        return [np.zeros((documents, 2), np.float32) for _, documents in part.stream.sizes]
+
+    monkeypatch.setattr(reference, "_compute", compute)
+    monkeypatch.setattr(reference, "digest_weights", lambda *_, **__: "weights")
+    monkeypatch.setattr(reference, "load_init_from", lambda *_: None)
+    layout, batch = SimpleNamespace(compute="bfloat16"), SimpleNamespace(num_rows=1)
+    spec = SimpleNamespace(layout=layout, batch=batch, new_params=lambda *_: None, arch=SimpleNamespace(module=None))
+    counts = []
+    for words in ([], ["training.matmul_dtype=fp8"], ["training.matmul_dtype=fp8"], []):
+        cfg, corpus = load_pairs(tmp_path, *words)
+        add_reference(cfg, corpus, spec, None)
+        counts.append(len(computed))
+    assert counts == [2, 4, 4, 4]
 
 
 @pytest.mark.nightly

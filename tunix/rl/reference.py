@@ -109,7 +109,8 @@ def add_reference(cfg: Config, corpus: Corpus, train_spec: TrainSpec, mesh: Mesh
     same = list_keys_outside("mesh", "start", *([] if has_updates else ["updates"]))  # another kernel rounds otherwise
     model = cfg.model.model_dump_json(exclude=same)
     digest = digest_weights(params, with_updates=has_updates)
-    info = model, train_spec.layout.compute, str(cfg.training.seq_len), digest
+    products = [] if cfg.training.matmul_dtype is None else [cfg.training.matmul_dtype]
+    info = model, train_spec.layout.compute, str(cfg.training.seq_len), digest, *products
     score = jax.jit(_make_pair_scorer(cfg, train_spec))
     num_computed = 0
     for part in parts:
