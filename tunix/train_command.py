@@ -169,7 +169,9 @@ def train(job: compose.Job) -> int:
     """Train here, under a supervisor where the run has several processes; returns the exit code."""
     distributed = job.config.distributed
     if not job.config.resume:
-        reject_restart()
+        reject_restart("at step 0 in a folder of its own")
+    elif job.resume_step is not None:
+        reject_restart(f"at step {job.resume_step} again, without what it has saved since")
     if (code := supervisor.supervise(distributed)) is not None:
         return code
     exits.exit_on_stop_signals()  # also where Python calls `train_command` by itself

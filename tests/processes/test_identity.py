@@ -54,15 +54,16 @@ def test_torchrun():
 
 
 def test_torchrun_may_start_again_only_what_resumes(monkeypatch):
-    """Another run would begin at step 0, without a word."""
+    """Another run would begin at step 0, without a word; one of a named step would leave what it has saved since."""
     job, started = compose([]), []
     resumed = replace(job, config=job.config.model_copy(update={"resume": "run"}))
     monkeypatch.setattr("tunix.processes.supervisor.supervise", lambda distributed: started.append(1) or 0)
     for count, again in (("0", job), ("1", resumed)):
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)
         assert train(again) == 0
-    with pytest.raises(UserError, match=r"RESTART_COUNT=1\), and it would begin at step 0 .* resume=RUN_DIR"):
-        train(job)
+    for refused, begins in ((job, "at step 0 in"), (replace(resumed, resume_step=3), "at step 3 again, without what")):
+        with pytest.raises(UserError, match=rf"RESTART_COUNT=1\), and it would begin {begins} .* resume=RUN_DIR"):
+            train(refused)
     assert len(started) == 2
 
 

@@ -91,12 +91,13 @@ def reject_idle_gpus(identity: Identity, distributed: Distributed, environment: 
         )
 
 
-def reject_restart(environment: Environment = os.environ) -> None:
-    """Raise `UserError` where torchrun starts a run anew that does not resume: it would begin at step 0, elsewhere."""
+def reject_restart(begins: str, environment: Environment = os.environ) -> None:
+    """Raise `UserError` where torchrun starts a run again whose command names no newest checkpoint; `begins` says where
+    it would begin."""
     if (count := environment.get("TORCHELASTIC_RESTART_COUNT", "0")) != "0":
         raise UserError(
-            f"torchrun starts this run again (TORCHELASTIC_RESTART_COUNT={count}), and it would begin at step 0 in a "
-            "folder of its own; go on with resume=RUN_DIR, with which torchrun may start it again (--max-restarts)"
+            f"torchrun starts this run again (TORCHELASTIC_RESTART_COUNT={count}), and it would begin {begins}; go on "
+            "with resume=RUN_DIR, with which torchrun may start it again (--max-restarts)"
         )
 
 
