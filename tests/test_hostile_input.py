@@ -292,14 +292,14 @@ def test_a_disk_that_fills_leaves_no_half_of_a_runs_files(hf_dir, tmp_path, monk
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with pytest.raises(OSError, match="No space"):
-        keep_files(cfg, SimpleNamespace(save=lambda folder: (save(folder), fill())), tmp_path)
+        keep_files(cfg, SimpleNamespace(save=lambda folder: (save(folder), fill())), tmp_path, shared=True)
     assert list(tmp_path.iterdir()) == []
     with monkeypatch.context() as patch:
         patch.setattr("shutil.copy", fill)
         with pytest.raises(OSError, match="No space"):
-            keep_files(cfg, SimpleNamespace(save=save), tmp_path)
+            keep_files(cfg, SimpleNamespace(save=save), tmp_path, shared=True)
     assert [path.name for path in tmp_path.iterdir()] == ["tokenizer"]
-    keep_files(cfg, SimpleNamespace(save=fill), tmp_path)  # the tokenizer is not written again
+    keep_files(cfg, SimpleNamespace(save=fill), tmp_path, shared=True)  # the tokenizer is not written again
     assert (tmp_path / "pretrained" / "config.json").is_file()
 
 

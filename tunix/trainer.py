@@ -4,7 +4,6 @@ Behind it stand its parts: what it derives before it writes (`Setup`), how far i
 (`Loop`) and what happens between two of them: evaluations, checkpoints, reasons to end.
 """
 
-import json
 import logging
 import math
 import os
@@ -20,6 +19,7 @@ from jax.sharding import Mesh
 
 from tunix.base.buckets import join
 from tunix.base.errors import Finished, RolloutFailed, Stopped, UserError, mask_values
+from tunix.base.files import read_json_lines
 from tunix.batch_sources import Evaluator, Feed, load_data, make_feed
 from tunix.checkpoints.checkpoint import Checkpoints, Improvement
 from tunix.checkpoints.root import check_root, find_root, write_root
@@ -137,7 +137,7 @@ def run(job: compose.Job) -> Result:
             progress = restore_or_begin(job, checkpoints, setup, feed)
             clock.end("state")
             write_record(job, folder, shared, waiting_log)
-            keep_files(cfg, setup.corpus.vocab, folder)
+            keep_files(cfg, setup.corpus.vocab, folder, shared)
             write_root(job, folder, root)
             log.info("writing to %s", folder)
 
@@ -365,16 +365,13 @@ def restore_or_begin(job: compose.Job, checkpoints: Checkpoints, setup: Setup, f
 
 def _warn_of_lost_steps(job: compose.Job) -> None:
     """Log that a run begins again though it has trained already: its checkpoints were perhaps deleted or moved."""
-    try:
-        numbers = [json.loads(line).get("step", 0) for line in (job.run_dir / "metrics.jsonl").read_text().splitlines()]
-    except (OSError, ValueError, AttributeError):  # no metrics, or a line that a crash cut
-        return
-    every = job.config.checkpoint.save_every_steps
+    file, every = job.run_dir / "metrics.jsonl", job.config.checkpoint.save_every_steps
+    numbers = [line.get("step", 0) for line in read_json_lines(file)] if file.is_file() else []
     if every and max(numbers, default=0) >= every:
         log.warning(
-            "%s/metrics.jsonl has steps up to %d, and checkpoints are saved every %d: if they were moved, stop this "
-            "run and put them back; it trains these steps again, and writes their lines a second time",
-            job.run_dir, max(numbers), every,
+            "%s has steps up to %d, and checkpoints are saved every %d: if they were moved, stop this run and put them "
+            "back; it trains these steps again, and writes their lines a second time",
+            file, max(numbers), every,
         )  # fmt: skip
 
 

@@ -241,7 +241,8 @@ def test_a_resumed_run_that_lost_its_checkpoints_is_warned(tmp_path, caplog):
     job = SimpleNamespace(run_dir=tmp_path, config=SimpleNamespace(checkpoint=SimpleNamespace(save_every_steps=3)))
     _warn_of_lost_steps(job)  # no metrics yet
     for steps, warned in (((1, 2), False), ((1, 2, 3, 4), True)):
-        (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({"step": step}) + "\n" for step in steps))
+        lines = "".join(json.dumps({"step": step}) + "\n" for step in steps) + '{"step": 5, "lo'  # cut by a crash
+        (tmp_path / "metrics.jsonl").write_text(lines)
         _warn_of_lost_steps(job)
         assert ("has steps up to 4, and checkpoints are saved every 3" in caplog.text) == warned
 

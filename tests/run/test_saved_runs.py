@@ -135,8 +135,9 @@ def test_the_whole_state_in_one_file(unpack):
             export(read_settings(Export, [*words, f"output={output}"]))
 
 
-def test_a_run_goes_on_without_the_folder_that_it_began_from(hf_dir, tmp_path):
-    """It has copies of the tokenizer and of what ends an answer; whatever was typed, the folder was missed."""
+def test_a_run_goes_on_without_the_folder_that_it_began_from(hf_dir, tmp_path, monkeypatch):
+    """It has copies of the tokenizer and of what ends an answer; whatever was typed, the folder was missed. Without a
+    shared disk each host has them, not that of process 0 alone."""
     base, run = tmp_path / "base", tmp_path / "run"
     shutil.copytree(hf_dir, base)
     words = [f"model.init_from={base}", "training.seq_len=32", "training.loss_chunk_size=32"]
@@ -144,7 +145,11 @@ def test_a_run_goes_on_without_the_folder_that_it_began_from(hf_dir, tmp_path):
     assert (cfg.tokenizer.path, find_model_files(cfg)) == (str(base), base)
     run.mkdir()
     (run / "config.yaml").write_text(to_yaml(cfg))
-    keep_files(cfg, read_vocab(cfg.tokenizer), run)
+    with monkeypatch.context() as patch:
+        patch.setattr("tunix.processes.peers.is_main", lambda: False)
+        keep_files(cfg, read_vocab(cfg.tokenizer), run, shared=True)
+        assert not (run / "tokenizer").exists()
+        keep_files(cfg, read_vocab(cfg.tokenizer), run, shared=False)
     assert compose([f"resume={run}"]).config.tokenizer.path == str(base)
     shutil.rmtree(base)
     cfg = compose([f"resume={run}"]).config

@@ -228,9 +228,15 @@ def open_folder(job: compose.Job) -> tuple[Path, bool]:
     return folder, shared
 
 
-def keep_files(cfg: Config, vocab: Vocab, run_folder: Path) -> None:
-    """Put into the run's folder what export needs: the tokenizer and what `model.init_from` says beside its weights."""
-    if not peers.is_main():
+def _writes_folder(shared: bool) -> bool:
+    """Return True on the process that writes a run's folder: of all that see one folder (`shared`), or of its host."""
+    return peers.is_main() or (not shared and peers.first_of_host())
+
+
+def keep_files(cfg: Config, vocab: Vocab, run_folder: Path, shared: bool) -> None:
+    """Put into the run's folder what export and a resume need: the tokenizer, and what `model.init_from` says beside
+    its weights."""
+    if not _writes_folder(shared):
         return
     # Each folder gets its name when it is whole: a resumed run takes one that is there for complete.
     if not (run_folder / TOKENIZER).is_dir():
@@ -251,7 +257,7 @@ def keep_files(cfg: Config, vocab: Vocab, run_folder: Path) -> None:
 
 def write_record(job: compose.Job, folder: Path, shared: bool, waiting: MemoryHandler) -> None:
     """Write the first files of the folder: config, environment and log; and the link `latest` to the folder."""
-    if peers.is_main() or (not shared and peers.first_of_host()):
+    if _writes_folder(shared):
         write_config(job, folder)
         _write_environment(folder)
         link = OUTPUTS / job.config.project_name / "latest"
