@@ -14,9 +14,10 @@ from support.harness import ONE_LAYER, RUN, SMALL, metrics
 import tunix
 from tunix.base.errors import UserError
 from tunix.batch_sources import schedule_prompts
+from tunix.checkpoints.checkpoint import check_same
 from tunix.config.compose import compose
 from tunix.config.task import Cycle
-from tunix.data.batches import SampleOrder, Stage, TrainBatches, split_samples
+from tunix.data.batches import Position, SampleOrder, Stage, TrainBatches, split_samples
 from tunix.sharding.table import axis_names
 
 shares = st.lists(st.integers(0, 1000), min_size=1, max_size=5).filter(any).map(tuple)
@@ -134,6 +135,14 @@ def test_stages_and_caps_and_the_table(tmp_path):
 )
 def test_a_stage_of_prompts_begins_with_its_step(cycle, step, samples):
     assert schedule_prompts(cycle).taken(step) == samples
+
+
+def test_a_stage_by_step_is_named_where_another_batch_moves_it(tmp_path):
+    """The samples of a stage with `from_step` follow from the batch, also where more devices have made it larger."""
+    cfg = compose([*SMALL, *mixture(tmp_path, STAGES)]).config
+    saved, position = cfg.model_dump(mode="json", by_alias=True), Position(3, 24, "stages of the batch", "")
+    with pytest.raises(UserError, match=r"moved stage more of data.stages.* from_step=10 .* give from_tokens"):
+        check_same(cfg, saved, position, Position(0, 0, "stages of another", ""))
 
 
 def test_stages_out_of_order(tmp_path):

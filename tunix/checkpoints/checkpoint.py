@@ -79,9 +79,17 @@ def check_same(config: Config, saved: dict[str, Any], position: Position, now: P
     if now.data != position.data:
         change = f"resume: the training data ({now.data}) are not the checkpoint's ({position.data}); "
         if not config.loading.allow_changed_data:
+            by_step = [each for each in getattr(config.data, "stages", ()) if each.from_step is not None]
+            hint = ""
+            if by_step:
+                hint = (
+                    f". If the batch is another one, it has moved stage {by_step[0].name} of data.stages, whose first "
+                    f"sample follows from from_step={by_step[0].from_step} and the batch: keep "
+                    "training.global_batch_size, or give from_tokens with loading.allow_changed_data=true"
+                )
             raise UserError(
                 f"{change}sample {position.next_sample} of one is not sample {position.next_sample} of the other. "
-                "loading.allow_changed_data=true goes on with it all the same"
+                f"loading.allow_changed_data=true goes on with it all the same{hint}"
             )
         log.warning("%sgoing on at sample %d of the new ones", change, position.next_sample)
 
