@@ -11,6 +11,9 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 from support.harness import ONE_DEVICE, ONE_LAYER, ROOT, RUN, SMALL, SPLIT_MESHES, metrics
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 
 import tunix
 from tunix.base.errors import UserError
@@ -228,6 +231,19 @@ def test_texts_and_conversations_have_their_class_at_the_last_token(tmp_path):
         assert not example["segment_ids"][last + 1 :].any()
     bos = corpus.vocab.bos_token or ""
     assert found == {f"{bos}{GOOD}": 2, f"{QUESTION}{eos}{GOOD}{eos}": 1, f"{bos}{BAD}": 0}
+
+
+def test_a_text_without_a_token_is_left_out(tmp_path):
+    """Tokenizers of words drop spaces: a document of no tokens gave its label to the one before it in the row."""
+    words = Tokenizer(WordLevel({"</s>": 0, "good": 1, "bad": 2}))
+    words.pre_tokenizer = Whitespace()
+    words.save(str(tmp_path / "tokenizer.json"))
+    rows = [{"text": text, "label": text == "good"} for text in ("good", "bad")]
+    own = [*CLASSIFY, "task.labels=[false,true]", f"tokenizer.path={tmp_path}/tokenizer.json"]
+    corpus = read(tmp_path, [*rows, {"text": "  ", "label": True}], *own)
+    example = corpus.train["jsonl"][0]
+    assert [example[name][:3].tolist() for name in ("tokens", "label_values")] == [[1, 2, 0], [1, 0, 0]]
+    assert corpus.prepared["jsonl"].index["left_out"] == {"empty": 1}
 
 
 ROW = {"text": GOOD, "label": "a"}

@@ -432,6 +432,9 @@ def _tokenize(plan: ShardPlan, folder: Path, vocab: Vocab) -> tuple[dict[str, An
     smallest = 2**HASH_BITS  # of a small corpus, `dataset.prepare` holds out the document with the smallest hash
     for documents in _read_batches(plan, vocab, left_out, examples):
         for document, first in _encode(plan, vocab, documents, left_out, examples):
+            if plan.task.documents == "example" and len(first.answers) == 1:  # nothing stands before its end
+                _count_left_out(LeftOut(document.name, "empty"), left_out, examples)
+                continue
             number = hash_document(document.name)
             smallest = min(smallest, number)
             for encoded in (first, *first.further):
