@@ -335,6 +335,7 @@ def test_a_task_that_the_words_choose_takes_the_length_of_the_command(hf_dir):
         (["checkpoint=run", "step=7"], "step=7: run/checkpoints has no checkpoint of 7; it has 15, 30"),
         (["checkpoint=run/checkpoints/30", "step=all"], "checkpoint=run/checkpoints/30 is one checkpoint; give the folder of a run"),
         (["checkpoint=run", "metric=reward"], "metric=reward: task=sft has no rewards; name them: rewards=[gsm8k,format]"),
+        (["checkpoint=run", "metric=reward", "task=grpo", "task.rewards=[]", "task.teacher=run", "task.group_size=4", "model.lora.dropout=0", "max_new_tokens=4"], "metric=reward: nothing scores answers (task.rewards=[]); name some: task.rewards=[gsm8k,format]"),
         (["checkpoint=run", "metric=gsm8k", "rewards=[format]"], "rewards are given, and metric=gsm8k; set metric=reward"),
         (["checkpoint=run", "metric=reward", "rewards=[gsmk]"], "rewards.0.function=gsmk: expected one of gsm8k, "),
         (["checkpoint=run", "metric=gsm8k", "max_new_tokens=4"], "rewards: gsm8k fails: ValueError: the data's answer 'merged' has no number"),

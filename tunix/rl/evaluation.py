@@ -325,6 +325,8 @@ def _find_rewards(cmd: Evaluate, cfg: Config) -> tuple[RewardTerm, ...]:
         return cmd.rewards
     if not isinstance(cfg.task, Grpo):
         raise UserError(f"metric=reward: task={cfg.task.name} has no rewards; name them: rewards=[gsm8k,format]")
+    if not cfg.task.is_rewarded:  # it learns from a teacher alone
+        raise UserError("metric=reward: nothing scores answers (task.rewards=[]); name some: task.rewards=[gsm8k,format]")
     return cfg.task.rewards
 
 
