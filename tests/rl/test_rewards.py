@@ -74,6 +74,8 @@ def test_format():
 
 def test_exact_match_and_length():
     assert call("exact_match", [" 4 ", "4."], answer=["4", "4"]) == [1.0, 0.0]
+    with pytest.raises(ValueError, match="a row of the data has no answer"):
+        call("exact_match", ["4", "None"], answer=["4", None])
     assert call("length", ["", "x" * 500]) == [0.0, -0.5]
 
 

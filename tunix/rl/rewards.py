@@ -148,7 +148,13 @@ def _make_problems(task: str, config: str) -> Any:
 
 
 def exact_match(prompts: list[str], completions: list[str], answer: list[Any], **columns: list[Any]) -> list[float]:
-    """Score 1 where the answer is that of the data word for word, but for white space around both."""
+    """Score 1 where the answer is that of the data word for word, but for white space around both.
+
+    Raises:
+        ValueError: a row of the data has no answer.
+    """
+    if None in answer:
+        raise ValueError("a row of the data has no answer")
     pairs = zip(completions, answer, strict=True)
     return [float(completion.strip() == str(expected).strip()) for completion, expected in pairs]
 
