@@ -163,6 +163,17 @@ def test_an_evaluation_plays_episodes(calm, tmp_path, monkeypatch):
     assert numbers["turns"] == np.mean([sum(turn["role"] == "assistant" for turn in row["turns"]) for row in rows])
     assert {"reward_environment", "reward_letters", "tool_s"} <= numbers.keys()
     assert numbers["answer_tokens"] == np.mean([sum(episode.learnt) for episode in played[0].episodes])
+    # The name of a reward is short for this reward alone.
+    monkeypatch.setattr(Player, "rollout", lambda *_: played[0])
+    evaluate(
+        read_settings(Evaluate, [words[0], "metric=length", *words[2:]], {"overrides": [*ONE[:2], "sampling=default"]})
+    )
+    numbers = json.loads(Path("results.json").read_text())
+    assert numbers["length"] == numbers["reward_length"]
+    assert numbers["reward"] == pytest.approx(numbers["length"] + numbers["reward_environment"])
+    judge = "rewards=[{function: judge, url: http://127.0.0.1:1, model: m}]"
+    with pytest.raises(UserError, match="a judge scores one answer, and task.environment makes episodes; leave it out"):
+        evaluate(read_settings(Evaluate, [*words, judge], {"overrides": [*ONE[:2], "sampling=default"]}))
 
 
 REFUSED = {

@@ -14,7 +14,7 @@ import numpy as np
 from tunix.base.errors import Stopped, UserError
 from tunix.base.files import describing_refusal, find_writable
 from tunix.config import Config, Evaluate, Sampling, compose
-from tunix.config.rewards import EngineTerm, FunctionTerm, RewardTerm
+from tunix.config.rewards import EngineTerm, FunctionTerm, JudgeTerm, ModelTerm, RewardTerm
 from tunix.config.task import Grpo, Prompted
 from tunix.data.files import Rows
 from tunix.data.prompts import RIGHT, Prompt, PromptCorpus, load_prompts, load_together
@@ -166,7 +166,7 @@ def evaluate_answers(cmd: Evaluate, cfg: Config, checkpoints: list[str]) -> list
         raise UserError("no prompt is held out; split=all takes all of them")
     stop = find_stop_ids(corpus.vocab, settings.stop, model.files)
     # Episodes are played where the run has an environment, or the command line names one.
-    task = cfg.task if cmd.metric == "reward" and isinstance(cfg.task, Grpo) else None
+    task = cfg.task if isinstance(cfg.task, Grpo) else None
     pool = None if task is None else make_pool(task, corpus.vocab)
     player = Player(pool, task, corpus.vocab, stop, max_length) if pool is not None and task is not None else None
     max_lengths = {"max_new_tokens": settings.max_new_tokens}
@@ -208,7 +208,7 @@ def evaluate_answers(cmd: Evaluate, cfg: Config, checkpoints: list[str]) -> list
             labels = [name.removeprefix("reward_") for name in rows[0] if name.startswith("reward_")]
             numbers = summarise(rows, labels, cmd.num_samples)
             # metric=gsm8k is also reported under its own name, beside `reward`.
-            alone = {cmd.metric: numbers["reward"]} if cmd.metric in REWARDS else {}
+            alone = {cmd.metric: numbers[f"reward_{cmd.metric}"]} if cmd.metric in REWARDS else {}
             measured.append(alone | numbers | counts)
     return measured
 
@@ -322,11 +322,19 @@ def _find_rewards(cmd: Evaluate, cfg: Config) -> tuple[RewardTerm, ...]:
     if cmd.metric != "reward":
         return (FunctionTerm(function=cmd.metric, weight=1.0, name=None),)
     if cmd.rewards is not None:
+        has_environment = isinstance(cfg.task, Prompted) and cfg.task.has_environment
+        if has_environment and any(isinstance(term, ModelTerm | JudgeTerm) for term in cmd.rewards):
+            raise UserError(
+                "rewards: a model or a judge scores one answer, and task.environment makes episodes; leave it out, or "
+                "set task.environment=null"
+            )
         return cmd.rewards
     if not isinstance(cfg.task, Grpo):
         raise UserError(f"metric=reward: task={cfg.task.name} has no rewards; name them: rewards=[gsm8k,format]")
     if not cfg.task.is_rewarded:  # it learns from a teacher alone
-        raise UserError("metric=reward: nothing scores answers (task.rewards=[]); name some: task.rewards=[gsm8k,format]")
+        raise UserError(
+            "metric=reward: nothing scores answers (task.rewards=[]); name some: task.rewards=[gsm8k,format]"
+        )
     return cfg.task.rewards
 
 
