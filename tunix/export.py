@@ -55,6 +55,7 @@ from tunix.run.history import read_history
 from tunix.run.model_card import write_card
 
 GENERATION = "generation_config.json"
+DTYPES = ("float32", "bfloat16", "float16")  # of the weights of an export
 TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", SPECIAL_TOKENS, "added_tokens.json", "vocab.json", "merges.txt",
@@ -323,14 +324,15 @@ def _write_adapter(model: Pretrained, folder: Path, dtype: str, shard_gb: float)
 
 
 def _find_dtype(files: Path | None) -> str:
-    """Return the dtype of the Hugging Face files from which the model was trained; float32 if there are none."""
+    """Return the dtype of the Hugging Face files from which the model was trained; float32 if there are none, or they
+    say another (auto, or that of 8-bit codes)."""
     if files is None:
         return "float32"
     whole = read_json(files / "config.json")
     # As in transformers, the key of the whole says what the files have: model.float() leaves that of a part as it was.
     parts = whole, whole.get("text_config") or {}
     found = (part.get(key) for part in parts for key in ("dtype", "torch_dtype"))
-    return next(filter(None, found), "float32")
+    return next((dtype for dtype in found if dtype in DTYPES), "float32")
 
 
 def _list_special_tokens(vocab: Vocab) -> dict[str, str]:

@@ -352,6 +352,8 @@ def test_an_export_has_the_dtype_of_the_whole_source(tmp_path):
         ({"torch_dtype": "float16", "text_config": None}, "float16"),
         ({"dtype": None, "text_config": {"torch_dtype": "bfloat16"}}, "bfloat16"),
         ({"text_config": {}}, "float32"),
+        ({"torch_dtype": "auto"}, "float32"),  # a traceback
+        ({"dtype": "float8_e4m3fn", "text_config": {"dtype": "bfloat16"}}, "bfloat16"),  # codes without their scales
     ):
         (tmp_path / "config.json").write_text(json.dumps(keys))
         assert _find_dtype(tmp_path) == dtype
