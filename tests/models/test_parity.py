@@ -12,7 +12,8 @@ from support.harness import ROOT
 
 import tunix
 from tunix.config.compose import compose
-from tunix.config.pretrained_config import describe_keys_outside_family
+from tunix.config.layers import RopeUnscaled
+from tunix.config.pretrained_config import describe_keys_outside_family, trained_model
 from tunix.huggingface.config_json import read_config, write_config
 from tunix.huggingface.table import FAMILIES
 from tunix.huggingface.weights import save_weights
@@ -168,3 +169,11 @@ def test_a_model_without_local_layers_can_be_written():
     model = compose(["model=adder", "model.vocab_size=320", "tokenizer=bytes"]).config.model
     assert describe_keys_outside_family(model) == ""
     assert write_config(model)["sliding_window"] == model.context_length  # transformers needs one
+
+
+@pytest.mark.parametrize("name", ["apertus", "gpt_oss"])
+def test_rotations_that_are_not_stretched_go_out_so(name):
+    """transformers has a scaling of its own for these families where config.json says nothing."""
+    model = trained_model(PARITY / name, "auto").model_copy(update={"rope_scaling": RopeUnscaled(name="none")})
+    assert write_config(model)["rope_scaling"] == {"rope_type": "default"}
+    assert describe_keys_outside_family(model) == ""

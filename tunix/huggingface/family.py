@@ -66,6 +66,7 @@ class Family:
     also: tuple[str, ...] = ()  # other values of model_type that mean the same
     biases: dict[str, str] = field(default_factory=dict)  # flag of config.json -> `model.biases` where it is true
     local_rope: bool = False  # local layers have rotations of their own, which no scaling changes
+    scaled_rope: bool = False  # transformers stretches rotations where config.json does not say how
     unrotated_global: bool = False  # where there are local layers, the global ones have no positions
     # Keys of config.json with these values tell this family from others of its model_type.
     signature: dict[str, Any] = field(default_factory=dict)

@@ -207,7 +207,7 @@ def write_rope(model: Model, family: Family) -> dict[str, Any]:
         params |= {"mrope_section": list(model.rope_sections), "mrope_interleaved": True}
     if "rope_parameters" not in family.absent:
         config["rope_theta"] = model.rope_theta
-        config["rope_scaling"] = {"rope_type": kind, **params} if params else None
+        config["rope_scaling"] = {"rope_type": kind, **params} if params or family.scaled_rope else None
     if not PARTIAL.isdisjoint(family.absent):
         config["partial_rotary_factor"] = model.num_rotated / model.head_dim
     if model.global_every > 1 and family.local_rope:

@@ -87,6 +87,7 @@ FAMILIES: dict[str, Family] = {
         },
         fixed=NO_BIASES | {"hidden_act": ("xielu",), "post_norm": (False,), "qk_norm": (True,)},
         absent={"max_position_embeddings": 65536, "rms_norm_eps": 1e-5, "rope_theta": 1.2e7},
+        scaled_rope=True,
         constants={"model.layers.{}.mlp.act_fn.beta": 0.5, "model.layers.{}.mlp.act_fn.eps": -1e-6},
     ),
     "deepseek_v3": Family(
@@ -199,6 +200,7 @@ FAMILIES: dict[str, Family] = {
             "num_key_value_heads": 8, "sliding_window": 128, "sliding_window_pattern": 2, "num_local_experts": 128,
             "num_experts_per_tok": 4,
         },
+        scaled_rope=True,
         synonyms={"experts_per_token": "num_experts_per_tok"},
     ),
     "granite": like_llama(
