@@ -139,7 +139,7 @@ def test_a_model_that_its_family_does_not_compute_is_refused(tmp_path):
 
 def test_what_has_no_place_in_a_file(tmp_path, hf_dir, monkeypatch):
     cases = {
-        "gemma2": "model.query_scale=1 is not model.head_dim=16, as in llama.cpp",
+        "gemma2": "model.query_scale=1 is not 16, which llama.cpp has for a gemma2 of 2 layers",
         "gpt2": "format=gguf has no model.family=gpt2; it has gemma2, gemma3, llama",
         "gemma3": "model.global_every=3: llama.cpp has one global layer in 6 of a gemma3, so format=gguf cannot hold it",
         "phi3_long": "format=gguf has no model.family=phi3",
@@ -158,6 +158,13 @@ def test_what_has_no_place_in_a_file(tmp_path, hf_dir, monkeypatch):
             {"rope_scaling": YARN, "rope_parameters": None},
             "model.rope_scaling.attention_factor=1.5: llama.cpp",
         ),
+        # Of keys that a file of Gemma 2 lacks, llama.cpp has values of its own: 50, 30 and 4,096.
+        ("gemma2", {"attn_logit_softcapping": None}, "model.attention_cap=null: llama.cpp takes one of its own"),
+        ("gemma2", {"final_logit_softcapping": None}, "model.logits_cap=null: llama.cpp"),
+        ("gemma2", {"layer_types": ["full_attention"] * 2}, "model.sliding_window=null: llama.cpp"),
+        # The scale of the model with 27B is that of 46 layers alone.
+        ("gemma2", {"query_pre_attn_scalar": 8}, "model.query_scale=8 is not 16"),
+        ("gemma2", {"query_pre_attn_scalar": 16, "num_hidden_layers": 46, "layer_types": None}, "is not 8, which"),
     )
     for name, keys, message in further:
         config = json.loads((PARITY / name / "config.json").read_text()) | keys

@@ -39,11 +39,20 @@ class Architecture(NamedTuple):
     pairs_beside: bool = False  # RoPE rotates numbers that lie beside one another
     norm_offset: float = 0.0  # in the file, and not in ours
     global_every: int | None = None  # one of so many layers is global; None where all are
+    # A model of so many layers has the square root of width / heads as the divisor of scores, others that of head_dim.
+    wide_layers: int | None = None
+    own_values: tuple[str, ...] = ()  # keys of ours for which llama.cpp has a value of its own where a file has none
 
 
 ARCHITECTURES = {
-    "gemma2": Architecture("gemma2", norm_offset=1.0, global_every=2),
-    "gemma3": Architecture("gemma3", norm_offset=1.0, global_every=6),
+    "gemma2": Architecture(
+        "gemma2",
+        norm_offset=1.0,
+        global_every=2,
+        wide_layers=46,
+        own_values=("attention_cap", "logits_cap", "sliding_window"),
+    ),
+    "gemma3": Architecture("gemma3", norm_offset=1.0, global_every=6, wide_layers=62),
     "llama": Architecture("llama", pairs_beside=True),
     "mistral": Architecture("llama", pairs_beside=True),
     "mixtral": Architecture("llama", pairs_beside=True),
@@ -91,8 +100,19 @@ def check(cfg: Model, dtype: str) -> None:
             f"model.sliding_window={cfg.sliding_window}: llama.cpp computes a {cfg.family} without a window, so "
             "format=gguf cannot hold it; export safetensors"
         )
-    if cfg.query_scale not in (cfg.head_dim, cfg.embed_dim / cfg.num_heads):
-        raise UserError(f"model.query_scale={cfg.query_scale:g} is not model.head_dim={cfg.head_dim}, as in llama.cpp")
+    written = {"attention_cap": cfg.attention_cap, "logits_cap": cfg.logits_cap}
+    written["sliding_window"] = cfg.sliding_window if has_window else None
+    if key := next((key for key in architecture.own_values if written[key] is None), None):
+        raise UserError(
+            f"model.{key}=null: llama.cpp takes one of its own for a {cfg.family} without it, so format=gguf cannot "
+            "hold it; export safetensors"
+        )
+    scale = cfg.embed_dim / cfg.num_heads if cfg.num_layers == architecture.wide_layers else cfg.head_dim
+    if cfg.query_scale != scale:
+        raise UserError(
+            f"model.query_scale={cfg.query_scale:g} is not {scale:g}, which llama.cpp has for a {cfg.family} of "
+            f"{cfg.num_layers} layers, so format=gguf cannot hold it; export safetensors"
+        )
     if cfg.rope_scaling.name not in ("none", "linear", "llama3", "yarn"):
         raise UserError(f"model.rope_scaling.name={cfg.rope_scaling.name} has no place in format=gguf")
     if (magnitude := getattr(cfg.rope_scaling, "attention_factor", None)) is not None:
