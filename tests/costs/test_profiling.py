@@ -316,3 +316,6 @@ def test_a_trace_that_finds_no_room_ends_no_run(words, tmp_path, caplog, monkeyp
         trace.at(4, {}, SimpleNamespace(as_text=lambda: "HloModule step"))
     assert f"the trace cannot be written to {tmp_path}, and the run goes on: RESOURCE_EXHAUSTED" in caplog.text
     assert list(tmp_path.iterdir()) == []  # the room is for the rest of the run
+    with jax.set_mesh(mesh), CommunicationTrace(trace.train_spec, mesh, tmp_path, None) as trace:
+        trace.at(2, {}, None)  # the run ends now, and the disk is not why
+    assert list(tmp_path.iterdir()) == []

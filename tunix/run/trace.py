@@ -7,7 +7,7 @@ import shutil
 import socket
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -77,7 +77,8 @@ class CommunicationTrace:
     def __exit__(self, *_: object) -> None:
         if self.running:
             log.warning("the run ended while steps were traced; there is no report of them")
-            jax.profiler.stop_trace()
+            with suppress(OSError, jax.errors.JaxRuntimeError):  # of a full disk; it would hide how the run ends
+                jax.profiler.stop_trace()
             shutil.rmtree(self._trace_folder, ignore_errors=True)
 
     def warn_if_past(self, step: int) -> None:
