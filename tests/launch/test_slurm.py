@@ -121,24 +121,33 @@ def test_the_job_trains_the_saved_config(here):
 
 
 def test_a_run_goes_on_as_a_job(here):
-    """resume=RUN_DIR/checkpoints/STEP starts there once; queued again, it takes the newest."""
+    """resume=RUN_DIR/checkpoints/STEP starts there once; queued again, it takes the newest. A start that ended before it
+    put the newer checkpoint aside was none: the run would go on from that one."""
     folder, _ = written("optimizer=lion")
     (folder / "checkpoints" / "30").mkdir(parents=True)
-    job = compose.compose(
-        ["resume=run/checkpoints/30", "training.max_steps=9", "launcher=slurm", "launcher.dry_run=true"]
-    )
-    slurm.launch(job)
-    line = next(
-        line
-        for line in (folder / "job.sbatch").read_text().splitlines()
-        if "run_training.py" in line and line[0] == " "
-    )
-    words = line.split("run_training.py ")[1]
-    for restarts, step in ((0, "/checkpoints/30"), (1, "")):
-        shown = subprocess.run(
-            ["/bin/bash", "-c", f"restarts={restarts}; echo {words}"], capture_output=True, text=True, check=True
-        )
-        assert shown.stdout == f"resume={folder}{step}\n"
+
+    def submit() -> str:
+        words = ["resume=run/checkpoints/30", "training.max_steps=9", "launcher=slurm", "launcher.dry_run=true"]
+        slurm.launch(compose.compose(words))
+        lines = (folder / "job.sbatch").read_text().splitlines()
+        return next(line for line in lines if "run_training.py" in line and line[0] == " ").split("run_training.py ")[1]
+
+    def start(words: str, restarts: int) -> str:
+        command = ["/bin/bash", "-c", f"restarts={restarts}; echo {words}"]
+        return subprocess.run(command, env={"PATH": os.defpath}, capture_output=True, text=True, check=True).stdout
+
+    first, newest = f"resume={folder}/checkpoints/30\n", f"resume={folder}\n"
+    words = submit()
+    assert [start(words, 0), start(words, 1)] == [first, newest]
+    newer = folder / "checkpoints" / "60"
+    newer.mkdir()
+    words = submit()
+    assert [start(words, 0), start(words, 1)] == [first, first]
+    newer.rename(folder / "aside")
+    assert start(words, 1) == newest
+    newer.mkdir()
+    os.utime(newer, (1, 1))  # of another time: the run has written it anew
+    assert start(words, 1) == newest
     saved = yaml.safe_load((folder / "config.yaml").read_text())
     assert (saved["training"]["max_steps"], saved["optimizer"]["name"], saved["resume"]) == (9, "lion", None)
 

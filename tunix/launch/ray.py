@@ -56,7 +56,7 @@ def launch(job: compose.Job) -> int:
         with submission.prepare_folder(job) as folder:
             nodes = take_nodes()
         print(f"run folder: {folder}", flush=True)
-        start_at = job.resume_step
+        start_at, newer = job.resume_step, submission.find_newer(job.config, folder, job.resume_step)
         for restart in range(launcher.max_restarts + 1):
             code, is_requested = _run_once(launcher, nodes, folder, start_at, received)
             training = job.config.training
@@ -68,7 +68,8 @@ def launch(job: compose.Job) -> int:
                 children.say(f"exit code {code}; launcher.max_restarts={restart} are used up")
                 break
             children.say(f"exit code {code}: starts again, {restart} of {launcher.max_restarts} times so far")
-            start_at = None  # from the newest checkpoint: only the first start has a step that the user named
+            if newer is None or submission.find_newer(job.config, folder, start_at) != newer:
+                start_at = None  # a start has gone on from the step that the user named: from now on the newest
             try:
                 nodes = take_nodes()
             except Ending as ending:  # no nodes, or a signal: the run ends with the exit code that it has

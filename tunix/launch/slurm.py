@@ -125,9 +125,11 @@ def format_script(config: Config, slurm: Slurm, folder: Path, resume_step: int |
     quoted = re.sub(r'(["`\\])', r"\\\1", str(expand_home(slurm.tmp_dir)))
     setup = "\n".join([f'export TMPDIR="{quoted}"', *exports, *slurm.pre_launch_commands])
     resume = compose.format_resume(folder)
-    if resume_step is not None:  # only the first start begins at the given step; a restart takes the newest
-        first = compose.format_resume(folder / "checkpoints" / str(resume_step))
-        resume = f'"$([ $restarts -gt 0 ] && echo {resume} || echo {first})"'
+    if resume_step is not None:  # the first start begins at the given step; those behind it take the newest
+        first, behind = compose.format_resume(folder / "checkpoints" / str(resume_step)), "$restarts -gt 0"
+        if newer := submission.find_newer(config, folder, resume_step):
+            behind = f'"$(stat -c %Y {shlex.quote(str(newer[0]))} 2>&1)" != {newer[1]}'
+        resume = f'"$([ {behind} ] && echo {resume} || echo {first})"'
     python = str(expand_home(slurm.python or ("python3" if slurm.container_image else sys.executable)))
     training = shlex.join([python, str(expand_home(slurm.train_script or RUN_TRAINING).absolute())])
     # Below, {x} is a value of Python's, {{x}} stands for {x} in the script, and \\ for a backslash.

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from tunix.base.errors import UserError, mask_values
+from tunix.base.files import list_numbers
 from tunix.base.text import flat
 from tunix.config import Config, Local, compose
 from tunix.config.launcher import Nodes
@@ -66,6 +67,20 @@ def prepare_folder(job: compose.Job) -> Iterator[Path]:
                 break
             os.rmdir(each)
         raise
+
+
+def find_newer(config: Config, folder: Path, step: int | None) -> tuple[Path, int] | None:
+    """Return the newest checkpoint of a run that is to go on from an earlier `step`, and when it was changed (seconds).
+
+    The start that goes on from that step puts it aside. As long as it is there as it was, no start has come so far, and
+    the next one begins with that step, too. None where no checkpoint is newer, or where they are in a bucket.
+    """
+    checkpoints = Path(config.checkpoint.folder or folder) / "checkpoints"
+    newest = max(list_numbers(checkpoints), default=0)
+    if step is None or newest <= step:
+        return None
+    path = checkpoints / str(newest)
+    return path, int(path.stat().st_mtime)
 
 
 def describe(config: Config, nodes: Nodes) -> str:
