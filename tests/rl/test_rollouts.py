@@ -100,9 +100,11 @@ def test_evaluate_measures_what_the_run_did(wide, tmp_path, monkeypatch):
         same = ("reward", "reward_letters", "accuracy", "answer_tokens", "truncated", "prompts", "reward_errors")
         assert {name: measured[step][name] for name in same} == {name: own[step][name] for name in same}
     of_nan = Drawn([Answer([0], [math.nan], [math.nan], False)], [""])
-    monkeypatch.setattr("tunix.rl.evaluation.draw_answers", lambda *_: of_nan)
+    asked: list = []
+    monkeypatch.setattr("tunix.rl.evaluation.draw_answers", lambda *given: asked.append(given[2].sampling) or of_nan)
     with pytest.raises(UserError, match="/2: the scores of tokens of text 1 are no numbers"):
-        evaluate(read_settings(Evaluate, words, {"overrides": [ONE[0], ONE[1]]}))
+        evaluate(read_settings(Evaluate, words, {"overrides": [ONE[0], ONE[1], "sampling=standard"]}))
+    assert (asked[0].stop, asked[0].top_k) == (tuple("abcdefgh"), 50)  # a preset does not say where an answer ends
     with pytest.raises(UserError, match="metric=loss: task=grpo has no loss on held-out answers; set metric=reward"):
         evaluate(read_settings(Evaluate, [f"checkpoint={wide}"], {"overrides": []}))
 

@@ -370,7 +370,11 @@ def _find_sampling(cmd: Evaluate, cfg: Config) -> Sampling:
     settings = cfg.evaluation.sampling
     if overrides:
         preset = [] if any(word.startswith("sampling=") for word in overrides) else ["sampling=greedy"]
-        settings = compose.compose([*preset, *overrides]).config.sampling
+        chosen = compose.compose([*preset, *overrides]).config.sampling
+        # Where a turn and an answer end is a choice of its own, which the presets leave out.
+        named = {word.split("=")[0] for word in overrides}
+        kept = {key: getattr(settings, key) for key in ("stop", "max_turn_tokens") if f"sampling.{key}" not in named}
+        settings = chosen.model_copy(update=kept)
     max_length = cfg.evaluation.sampling.max_new_tokens if isinstance(cfg.task, Grpo) else MAX_ANSWER
     changed: dict[str, Any] = {"max_new_tokens": cmd.max_new_tokens or max_length}
     if cmd.temperature is not None:
