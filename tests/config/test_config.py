@@ -81,6 +81,8 @@ MISTAKES = [
     ("scheduler=wsd scheduler.warmup_ratio=0.5 scheduler.decay_ratio=0.8", "scheduler.warmup_ratio=0.5 and scheduler.decay_ratio=0.8 are more than the run together"),
     ("optimizer.groups=[{params:'(',weight_decay:0}]", "optimizer.groups.0.params=(: not a regular expression"),
     ("optimizer=sgd optimizer.momentum=0 optimizer.moments=int8", "optimizer.moments=int8: optimizer.momentum=0 keeps no moments"),
+    ("optimizer.b1=1", "optimizer.b1=1: expected a number below 1"),
+    ("optimizer=muon optimizer.beta=1", "optimizer.beta=1: expected a number below 1"),
     ("optimizer.groups=[{param:a}]", "unknown key optimizer.groups.0.param; did you mean optimizer.groups.0.params?"),
     ("optimizer.groups={params:a}", "optimizer.groups={params:a}: expected a list like [a,b]"),
     ("optimizer=adamw,muon", "optimizer=adamw,muon: --multirun runs each of them; as a list it is optimizer=[adamw,muon]"),

@@ -3,9 +3,9 @@
 from itertools import pairwise
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
-from tunix.base.config_types import Count, CountOrZero, Flag, Positive, PositiveOrZero, Section, reject_bool
+from tunix.base.config_types import Count, CountOrZero, Decay, Flag, Positive, PositiveOrZero, Section
 from tunix.base.errors import near_multiples
 from tunix.config.batch import BatchKeys, check_batch_stages
 from tunix.models.table import MATMUL_DTYPES
@@ -50,9 +50,6 @@ def _differ(decays: tuple[float, ...]) -> tuple[float, ...]:
     if len(set(decays)) < len(decays):
         raise ValueError("expected each decay once")
     return decays
-
-
-Decay = Annotated[float, BeforeValidator(reject_bool), Field(ge=0, lt=1)]  # at 1 an average would never move
 
 
 class StepKeys(Section):

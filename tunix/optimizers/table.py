@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 
 from pydantic import Field, model_validator
 
-from tunix.base.config_types import Count, DottedPath, Flag, Positive, PositiveOrZero, Regex, Section, Share
+from tunix.base.config_types import Count, Decay, DottedPath, Flag, Positive, PositiveOrZero, Regex, Section, Share
 from tunix.base.dotted_path import blame_user, import_object
 
 if TYPE_CHECKING:
@@ -98,9 +98,9 @@ class AdamW(Optimizer):
 
     name: Literal["adamw"]
     """Update rule."""
-    b1: Share
+    b1: Decay
     """Decay of the mean of gradients."""
-    b2: Share
+    b2: Decay
     """Decay of the mean of squared gradients."""
     eps: Positive
     """Added to the root of the second moment."""
@@ -159,7 +159,7 @@ class Muon(Optimizer):
 
     name: Literal["muon"]
     """Update rule."""
-    beta: Share
+    beta: Decay
     """Decay of the momentum of matrices."""
     ns_steps: Count
     """Newton-Schulz iterations."""
@@ -167,9 +167,9 @@ class Muon(Optimizer):
     """Largest score of attention (QK-clip, arXiv:2507.20534): after an update, a head whose largest score in the step
     was above it has its queries and keys scaled down, by this over the score. The score is the log of the sum of
     exp(score) of a query. Null scales nothing."""
-    b1: Share
+    b1: Decay
     """AdamW's decay of the mean, for embeddings and vectors."""
-    b2: Share
+    b2: Decay
     """AdamW's decay of the squares, for embeddings and vectors."""
     eps: Positive
     """AdamW's epsilon, for embeddings and vectors."""
