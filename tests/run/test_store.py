@@ -159,8 +159,10 @@ def test_a_folder_that_is_gone_is_not_made_anew(tmp_path):
 
 @pytest.mark.parametrize("kind", [OSError, ValueError])
 def test_a_failure_behind_the_training_is_raised_by_the_next_call(tmp_path, monkeypatch, kind):
-    """A disk that takes no more is one line; a bug stays what it is. Whole checkpoints stay, and no half one counts."""
-    store = open_at(tmp_path)
+    """A disk that takes no more is one line; a bug stays what it is. Whole checkpoints stay, and no half one counts.
+    The run is asked to end at once: all steps up to the next save were lost, without a word."""
+    store, asked = open_at(tmp_path), []
+    monkeypatch.setattr("tunix.processes.watchdog.request_stop", lambda reason, fails: asked.append((reason, fails)))
     save(store, 1)
     store.wait()
 
@@ -172,6 +174,9 @@ def test_a_failure_behind_the_training_is_raised_by_the_next_call(tmp_path, monk
         save(store, 2)
         with pytest.raises(UserError if kind is OSError else ValueError, match="the index cannot be written"):
             store.finish()
+    ((reason, fails),) = asked
+    assert fails
+    assert reason.startswith("the checkpoint of step 2 cannot be written: ")
     assert open_at(tmp_path).steps() == [1]
     assert json.loads(store.storage.read(1, "run/metadata")) == {"step": 1}
     assert [path.name for path in tmp_path.iterdir()] == ["1"]
@@ -185,6 +190,7 @@ def test_every_process_sees_the_failure_of_another_one(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr("tunix.processes.peers.published", lambda _: answers)
         patch.setattr("tunix.processes.peers.publish", lambda *_: None)
+        patch.setattr("tunix.processes.watchdog.request_stop", lambda *_, fails: None)
         patch.setattr("jax.process_count", lambda: 2)
         store._complete(1, write, None, "saved/1")
     with pytest.raises(UserError, match="process 1: No space left on device"):

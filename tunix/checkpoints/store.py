@@ -38,7 +38,7 @@ from tunix.checkpoints.folders import Folder, OneHostFolder, read_together
 from tunix.config import Checkpoint
 from tunix.config.compose import format_resume
 from tunix.config.saved_runs import find_run
-from tunix.processes import peers
+from tunix.processes import peers, watchdog
 from tunix.training.state import State
 
 log = logging.getLogger(__name__)
@@ -285,9 +285,11 @@ class Store:
                 self._delete_old()
         except Exception as error:
             # Nobody sees an exception of this thread. So process 0 is told, which would wait for ever, and `wait`
-            # raises it in the main thread.
-            peers.publish(f"{answers}/{rank}", json.dumps({"failure": self.storage.explain(error) or repr(error)}))
+            # raises it in the main thread: at the next save, for which the run is asked now. Later steps would be lost.
+            reason = self.storage.explain(error) or repr(error)
+            peers.publish(f"{answers}/{rank}", json.dumps({"failure": reason}))
             self.failure = error
+            watchdog.request_stop(f"the checkpoint of step {step} cannot be written: {reason}", fails=True)
 
     def _delete_old(self) -> None:
         """Delete the checkpoints that are not kept."""
