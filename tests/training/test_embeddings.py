@@ -207,6 +207,19 @@ def test_each_number_of_negatives_is_read_anew(tmp_path):
         assert corpus.train["jsonl"][0]["segment_ids"].max() == 2 + count
 
 
+def test_negatives_of_a_table_are_a_list_as_json_a_text_or_none(tmp_path):
+    path = tmp_path / "rows.csv"
+    path.write_text('prompt,chosen,rejected\n1,b,"[""c"", ""d""]"\n2,b,\n3,b,[c]\n')
+    words = [*RUN_OF_GROUPS, *ONE_LAYER, "data=csv", "data.columns.prompt=prompt", f"data.paths=[{path}]"]
+    corpus = load_corpus(compose([*words, "data.held_out_fraction=0"]).config)
+    found = {}
+    for example in (corpus.train["csv"][number] for number in range(3)):
+        segments = [example["tokens"][example["segment_ids"] == number] for number in range(1, 5)]
+        query, _, *wrong = [corpus.tokenizer.decode(each.tolist()) for each in segments]
+        found[query] = [text for text in wrong if text]
+    assert found == {"1": ["c", "d"], "2": [], "3": ["[c]"]}
+
+
 def test_a_tokenizer_is_trained_on_the_negatives_that_are_read(tmp_path):
     """Whatever other run has trained one before."""
     path = tmp_path / "rows.jsonl"

@@ -383,11 +383,23 @@ def read_group(columns: Columns, row: dict[str, Any], task: Task) -> Group:
     assert isinstance(task, Embed)
     texts = [_read_cell(columns, meaning, row) for meaning in ("prompt", "chosen")]
     if task.negatives:
-        wrong = _read_cell(columns, "rejected", row, (list, str))
-        texts += ([wrong] if isinstance(wrong, str) else wrong)[: task.negatives]
+        texts += _read_texts(columns, "rejected", row)[: task.negatives]
     if not all(isinstance(text, str) and text for text in texts):
         raise BadRow("has a query or a document that is empty, or no text")
     return Group(texts)
+
+
+def _read_texts(columns: Columns, meaning: str, row: dict[str, Any]) -> list[Any]:
+    """Return the texts in a column: one of them, a list, or that list as JSON; none where it is empty."""
+    value = _read_cell(columns, meaning, row, (list, str))
+    if isinstance(value, list):
+        return value
+    if value.lstrip().startswith("["):
+        with suppress(ValueError, RecursionError):
+            texts = json.loads(value)  # in a CSV file
+            if all(isinstance(text, str) for text in texts):
+                return texts
+    return [value] if value else []
 
 
 MAX_LABEL = float(np.finfo(np.float32).max)  # shards keep labels in float32
