@@ -534,9 +534,24 @@ UNREAD: tuple[tuple[str, Callable[[Config, str], object], str], ...] = (
         "it is of task.objective=simpo",
     ),
     (
-        r"task\.(max_turns|tool_calls|episode_timeout_s|environment_\w+)$",
+        r"task\.(max_turns|tool_calls|episode_timeout_s|environment_\w+)$|(evaluation\.)?sampling\.max_turn_tokens$",
         lambda cfg, key: getattr(cfg.task, "environment", None),
         "task.environment=null; name one",
+    ),
+    (
+        r"task\.importance$",
+        lambda cfg, key: isinstance(cfg.task, Grpo) and cfg.task.on_policy and cfg.task.max_importance,
+        "it is of one step a rollout with a number for task.max_importance",
+    ),
+    (
+        r"task\.kl$",
+        lambda cfg, key: getattr(cfg.task, "kl_coefficient", None),
+        "task.kl_coefficient=0; give a number",
+    ),
+    (
+        r"task\.curriculum\.turns$",
+        lambda cfg, key: isinstance(cfg.task, Grpo) and cfg.task.curriculum.is_used,
+        "no prompt is left out; give task.curriculum.solved or task.curriculum.unsolved",
     ),
     (
         r"training\.(spike_window|max_spikes)$",
