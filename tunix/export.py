@@ -58,8 +58,8 @@ GENERATION = "generation_config.json"
 DTYPES = ("float32", "bfloat16", "float16")  # of the weights of an export
 TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
 TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", SPECIAL_TOKENS, "added_tokens.json", "vocab.json", "merges.txt",
-    *TEMPLATE_FILES,
+    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", SPECIAL_TOKENS, "added_tokens.json", "vocab.json",
+    "merges.txt", *TEMPLATE_FILES,
 )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
+from sentencepiece import sentencepiece_model_pb2
 from support.harness import ROOT, metrics
 from support.hf_files import TEMPLATE, WORDS
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -22,7 +23,7 @@ from tunix.config import Evaluate, Export
 from tunix.config.command_line import read_settings
 from tunix.config.compose import compose
 from tunix.config.pretrained_config import trained_model
-from tunix.data.tokenizer import read_vocab
+from tunix.data.tokenizer import BPE, CONTROL, load_vocab, read_backend, read_vocab
 from tunix.evaluate import _list_steps
 from tunix.export import _write_model, export
 from tunix.huggingface.config_json import read_config, translate_config, write_config
@@ -464,6 +465,27 @@ def test_what_ends_an_answer_goes_out(loaded, copy, tmp_path):
     begun = replace(loaded, files=copy, tokenizer_files=shutil.copytree(copy, tmp_path / "begun"))
     _, tokenizer, special, _ = write_out(begun, tmp_path / "older")
     assert tokenizer["eos_token"] == special["eos_token"] == "<pad>"
+
+
+def test_a_tokenizer_of_sentencepiece_alone(loaded, copy, tmp_path):
+    """A prompt begins with <bos> where tokenizer_config.json says so; the file goes out with the model."""
+    proto = sentencepiece_model_pb2.ModelProto()
+    proto.trainer_spec.model_type = BPE
+    for piece, kind in (("<unk>", 2), ("<bos>", CONTROL), ("<eos>", CONTROL), ("\u2581", 1), ("w", 1)):
+        proto.pieces.add(piece=piece, score=0, type=kind)
+    (copy / "tokenizer.json").unlink()
+    (copy / "tokenizer.model").write_bytes(proto.SerializeToString())
+    keys = {"bos_token": "<bos>", "eos_token": "<eos>"}
+    for more, first in (({"add_bos_token": True}, [1]), ({}, [])):
+        (copy / "tokenizer_config.json").write_text(json.dumps(keys | more))
+        begun = tmp_path / f"run-{len(more)}"
+        load_vocab(str(copy)).save(begun)
+        for folder in (copy, begun):  # a run has the converted tokenizer
+            model = replace(loaded, files=copy, tokenizer_files=folder, tokenizer=read_backend(folder))
+            assert model.encode("w") == [*first, 3, 4]
+            assert model.encode_rendered("w") == [3, 4]
+    write_out(model, tmp_path / "out")
+    assert (tmp_path / "out" / "tokenizer.model").read_bytes() == proto.SerializeToString()
 
 
 def test_the_ids_of_a_base_do_not_go_out_with_another_tokenizer(loaded, copy, tmp_path):

@@ -201,6 +201,7 @@ class Settings(BaseModel):
     eos_token: str | Token | None = None
     chat_template: str | list[NamedTemplate] | None = None
     added_tokens_decoder: Any = None  # of newer files
+    add_bos_token: Any = None
 
 
 def read_settings(files: dict[str, Path]) -> Settings:
@@ -497,6 +498,13 @@ def read_backend(folder: Path) -> Backend | None:
     """Return the tokenizer of a model's folder; None if it has none."""
     files = find_tokenizer_files(str(folder))
     return read_backend_of(str(folder), files) if {"tokenizer.json", "tokenizer.model"} & files.keys() else None
+
+
+def lacks_first_token(folder: Path) -> bool:
+    """Return whether transformers begins a text with `bos_token` where the folder's tokenizer does not: a file of
+    SentencePiece does not say it, tokenizer_config.json does."""
+    files = find_tokenizer_files(str(folder))
+    return "tokenizer.json" not in files and bool(_read_settings(files.get("tokenizer_config.json")).add_bos_token)
 
 
 def read_chat(

@@ -140,7 +140,7 @@ class Respondent:
         self.model, self.batch_size, self.name = model, batch_size, name
         vocab = model.vocab or load_vocab(str(model.tokenizer_files))
         # A run's own tokenizer adds the first token here, as it does in the export.
-        self.backend = model.tokenizer or vocab.backend if model.has_source_tokenizer else vocab.with_bos()
+        self.backend = model.source_tokenizer if model.has_source_tokenizer else vocab.with_bos()
         self.scorer, self.eos = TokenScorer(model), vocab.eos
         self.stop = tuple(sorted({*model.find_stop_ids(), vocab.eos}))  # what the harness's own backend stops at
         self.prefix = vocab.eos if vocab.bos is None else vocab.bos  # stands before a text

@@ -21,7 +21,15 @@ from tunix.config import Config, Model, pretrained_config
 from tunix.config.saved_runs import COPIED, find_run, read_saved
 from tunix.data.image_processors import find_processor
 from tunix.data.image_slots import place_images
-from tunix.data.tokenizer import Vocab, add_images, explaining_library, load_vocab, read_backend, tokenizer_digest
+from tunix.data.tokenizer import (
+    Vocab,
+    add_images,
+    explaining_library,
+    lacks_first_token,
+    load_vocab,
+    read_backend,
+    tokenizer_digest,
+)
 from tunix.huggingface.adapter import check_adapter, write_updates
 from tunix.huggingface.adapter_config import read_adapter
 from tunix.huggingface.hub import INFO_FILES, WEIGHTS, find
@@ -134,6 +142,14 @@ class Pretrained:
         source = None if self.files is None else read_backend(self.files)
         return source is not None and tokenizer_digest(source) == tokenizer_digest(self.vocab.backend)
 
+    @cached_property
+    def source_tokenizer(self) -> Tokenizer:
+        """The tokenizer of Hugging Face's files, which adds the first token to a text."""
+        assert self.tokenizer is not None
+        if self.files is None or not lacks_first_token(self.files):
+            return self.tokenizer
+        return load_vocab(str(self.files)).with_bos()
+
     def find_stop_ids(self, stop_strings: tuple[str, ...] = ()) -> tuple[int, ...]:
         """Return the ids of the tokens that end an answer (`sampling.find_stop_ids`), with words of the user's."""
         assert self.tokenizer is not None
@@ -152,19 +168,14 @@ class Pretrained:
         if self.tokenizer is None:
             raise UserError(f"{self.tokenizer_files} has no tokenizer.json, so a text has no tokens; put it there")
         if self.vocab is None or self.has_source_tokenizer:
-            return self._encode(text, True)  # a tokenizer of Hugging Face adds the first token itself
+            return _encode(self.source_tokenizer, text, True)
         ids = self.encode_rendered(text)
         return ids if self.vocab.bos is None else [self.vocab.bos, *ids]  # as the documents in training
 
     def encode_rendered(self, text: str) -> list[int]:
         """Return the tokens of a text by a chat template, which has written all special tokens itself."""
-        return self._encode(text, False)
-
-    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         assert self.tokenizer is not None
-        # `encode` holds Python's lock, so that no other thread runs for the 5 s of a megabyte; a batch does not.
-        with explaining_library():
-            return self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        return _encode(self.tokenizer, text, False)
 
     def score(self, rows: Sequence[Sequence[int]], num_at_once: int = 8) -> np.ndarray:
         """Return the numbers [documents, v] float32 that the model gives to documents, lists of token ids.
@@ -295,6 +306,12 @@ class Pretrained:
         with jax.set_mesh(self.mesh):
             params = jax.jit(lambda params: merge(params, self.arch.weights, self.cfg.lora, self.layout))(self.params)
             return replace(self, cfg=cfg, arch=describe(cfg, self.layout), params=params)
+
+
+def _encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
+    # `encode` holds Python's lock, so that no other thread runs for the 5 s of a megabyte; a batch does not.
+    with explaining_library():
+        return tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
 
 def load_pretrained(
