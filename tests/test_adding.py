@@ -166,6 +166,7 @@ def traced(root) -> dict:
     return json.loads(python(root, str(ROOT / "tests" / "support" / "use_new_entries.py"), *small, *words))
 
 
+@pytest.mark.nightly
 def test_a_new_dtype_of_products_multiplies(traced):
     assert traced["products"] > 0
     assert 0 < traced["matmul_share"] < 1

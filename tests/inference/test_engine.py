@@ -22,7 +22,6 @@ PARITY = ROOT / "tests" / "models" / "parity"
 # Drawn by the sampler that answered prompts in waves (commit b0fcd05).
 EXPECTED = json.loads((ROOT / "tests" / "inference" / "expected_tokens.json").read_text())
 FAMILIES = sorted(set(EXPECTED) - {"rollout"})
-FEW = ["gemma4_small"]  # windows, shared keys and values
 
 
 def make_prompts(vocab_size: int, lengths=(3, 20, 9)) -> list[list[int]]:
@@ -30,7 +29,7 @@ def make_prompts(vocab_size: int, lengths=(3, 20, 9)) -> list[list[int]]:
     return [rng.integers(3, min(vocab_size, 60), length).tolist() for length in lengths]
 
 
-@pytest.mark.nightly(but=FEW)
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", FAMILIES)
 def test_tokens_are_those_of_waves(name):
     """Two answers to each of three prompts, on four rows: the last ones take rows of others."""

@@ -120,7 +120,7 @@ def weights(family: str, program: Any) -> Any:
     return jax.tree.map(jax.device_put, _weights[family], shardings)
 
 
-@pytest.mark.nightly(but=["llama"])
+@pytest.mark.nightly
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_one_step_on_every_axis(family):
     cfg = config(family)

@@ -131,7 +131,7 @@ def test_products_are_compared_with_ragged_dot_before_the_first_step():
     assert compared("fused") is None  # operations of JAX stand for the kernels
 
 
-@pytest.mark.nightly(but=["False"])
+@pytest.mark.nightly
 @pytest.mark.parametrize("is_wrong", [False, True])
 def test_fused_kernels_are_compared_before_the_first_step(is_wrong, monkeypatch):
     """The kernels are interpreted; a wrong one takes the weights of the router twice."""

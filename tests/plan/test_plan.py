@@ -56,7 +56,7 @@ MICROBATCHES = 4
 EXPERTS = experts()
 
 
-@pytest.mark.nightly(but=["ep", "all axes"])
+@pytest.mark.nightly(but=["all axes"])
 @pytest.mark.parametrize(
     ("mesh", "more"),
     [

@@ -115,6 +115,7 @@ def test_a_resumed_run_reads_the_same_images(trained, tmp_path):
     assert [line["grad_norm"] for line in again] == [line["grad_norm"] for line in lines]
 
 
+@pytest.mark.nightly
 def test_the_end_of_a_run_shows_images_with_answers(trained):
     log = (trained / "train.log").read_text()
     (count,) = re.findall(r"answers to (\d+) images that are held out: ", log)

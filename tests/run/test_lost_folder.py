@@ -36,7 +36,7 @@ LOSE = {
 }
 
 
-@pytest.mark.nightly(but=["another-4"])
+@pytest.mark.nightly
 @pytest.mark.parametrize(("lose", "at"), [("deleted", 4), ("moved", 4), ("emptied", 4), ("another", 4), ("deleted", 6)])
 def test_a_run_that_lost_its_folder_fails(lose, at, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

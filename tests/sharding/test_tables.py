@@ -44,7 +44,7 @@ def new_axis(monkeypatch):
     monkeypatch.setattr(dims, "MESH", (*dims.MESH, Axis("xp", splits_batch=True)))
 
 
-@pytest.mark.nightly(but=["full_shard"])
+@pytest.mark.nightly
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_optimizer"])
 def test_a_new_axis_that_splits_the_batch_is_one_row(new_axis, strategy):
     more = [f"training.sharding_strategy={strategy}", "training.gradient_accumulation_steps=2"]

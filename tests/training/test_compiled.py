@@ -113,6 +113,7 @@ def test_muon_sends_each_momentum_out_and_back_once():
     assert muon["other"] <= 2 * 8 / 3
 
 
+@pytest.mark.nightly
 def test_strategies_order_by_bytes_per_device():
     strategies = {"full_shard": 1, "shard_optimizer": MICROBATCHES, "no_shard": MICROBATCHES}
     sizes = [moved(strategy, sync)["arguments"] for strategy, sync in strategies.items()]

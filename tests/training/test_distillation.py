@@ -292,6 +292,7 @@ def test_documents_teach_beside_a_teacher(teacher, tmp_path):
     )
 
 
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("error:Some donated buffers")
 def test_a_model_of_another_family_teaches(hf_dir, tmp_path):
     """A Llama of Hugging Face's with 320 rows of vocabulary; its tokenizer must be that of the run, where it has one."""

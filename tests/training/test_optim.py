@@ -277,7 +277,7 @@ def test_a_schedule_longer_than_the_run_is_told_of(words, steps, told):
     assert bool(told) == bool(said)
 
 
-@pytest.mark.nightly(but=["muon"])  # AdamW on meshes: with moments of 8 bits above, and in test_train.py
+@pytest.mark.nightly  # AdamW on meshes: with moments of 8 bits above, and in test_train.py
 @pytest.mark.parametrize("name", ["adamw", "adafactor", "lion", "muon", "sgd"])
 def test_every_optimizer_gives_the_same_on_every_mesh(name):
     words = [f"optimizer={name}", "optimizer.learning_rate=1e-3", *CONSTANT]

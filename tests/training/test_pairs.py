@@ -66,7 +66,7 @@ def check_pair(first: str, second: str, meshes: list[str]) -> int:
     return traced
 
 
-@pytest.mark.nightly(but=["experts-lora"])
+@pytest.mark.nightly
 @pytest.mark.parametrize(("first", "second"), BUGS)
 def test_pairs_that_failed_once(first, second):
     assert check_pair(first, second, MESHES[:3]) > 0

@@ -114,7 +114,7 @@ def test_dense_layers_before_stages(mesh, more, dense_first):
     assert [layers[name].addressable_shards[0].data.shape[0] for name in layers] == [2, 1, 4 // step.mesh.shape["pp"]]
 
 
-@pytest.mark.nightly(but=["dense first"])  # it has experts, too
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "words",
     [LAYERS, [EXPERTS_ALL, "model.num_layers=2"], [EXPERTS, "model.num_layers=5", "model.layers_before_stages=3"]],

@@ -109,7 +109,7 @@ WAYS = {
 }
 
 
-@pytest.mark.nightly(but=["shared_keys-kept"])
+@pytest.mark.nightly
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", LAYERS)
 def test_stages_clip_as_one_device(kind, way):
