@@ -486,6 +486,22 @@ def test_a_tokenizer_of_sentencepiece_alone(loaded, copy, tmp_path):
             assert model.encode_rendered("w") == [3, 4]
     write_out(model, tmp_path / "out")
     assert (tmp_path / "out" / "tokenizer.model").read_bytes() == proto.SerializeToString()
+    # Tokens that others have added: in a file of their own, or, by newer versions, in tokenizer_config.json.
+    (copy / "special_tokens_map.json").write_text('{"pad_token": {"content": "<end>"}}')
+    (copy / "added_tokens.json").write_text('{"<end>": 6, "<tool>": 5}')
+    vocab = load_vocab(str(copy))
+    assert [ids.tolist() for ids in vocab.encode(["w<end><tool>"])] == [[3, 4, 6, 5]]
+    assert {index for index, token in vocab.backend.get_added_tokens_decoder().items() if token.special} == {1, 2, 6}
+    added = {"1": {"content": "<bos>", "special": True}, "5": {"content": "<new>", "normalized": False}}
+    (copy / "tokenizer_config.json").write_text(json.dumps(keys | {"added_tokens_decoder": added}))
+    assert [ids.tolist() for ids in load_vocab(str(copy)).encode(["w<new>"])] == [[3, 4, 5]]
+    for wrong, message in (
+        ({"7": {"content": "<new>"}}, "has the id 7, and gets 5 behind"),
+        ({"5": 1}, "not unders"),
+    ):
+        (copy / "tokenizer_config.json").write_text(json.dumps(keys | {"added_tokens_decoder": wrong}))
+        with pytest.raises(UserError, match=message):
+            load_vocab(str(copy))
 
 
 def test_the_ids_of_a_base_do_not_go_out_with_another_tokenizer(loaded, copy, tmp_path):

@@ -112,9 +112,9 @@ def _find_merges(proto: Any) -> list[tuple[str, str]]:
 
 # Characters or tokens that the steps of a tokenizer may make of one, by their product; those of XLM-R make 36.
 MAX_GROWTH = 1000
-SPECIAL_TOKENS = "special_tokens_map.json"
+SPECIAL_TOKENS, ADDED_TOKENS = "special_tokens_map.json", "added_tokens.json"
 FILES = (
-    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", SPECIAL_TOKENS, "chat_template.jinja",
+    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", SPECIAL_TOKENS, ADDED_TOKENS, "chat_template.jinja",
     "chat_template.json",
 )  # fmt: skip
 NAMED_TEMPLATES = "additional_chat_templates"  # folder of further ones beside chat_template.jinja
@@ -151,6 +151,7 @@ def read_backend_of(path: str, files: dict[str, Path]) -> Backend:
             backend.model.dropout = None  # by chance, other tokens of a text each time
     elif "tokenizer.model" in files:
         backend = convert(files["tokenizer.model"])
+        _add_tokens(backend, files, path)
     else:
         raise UserError(f"tokenizer.path={path} has neither a tokenizer.json nor a tokenizer.model; name another")
     if (growth := find_growth(backend)) > MAX_GROWTH:
@@ -159,6 +160,39 @@ def read_backend_of(path: str, files: dict[str, Path]) -> Backend:
             f"machine; at most {MAX_GROWTH:,} are read"
         )
     return backend
+
+
+def _add_tokens(backend: Backend, files: dict[str, Path], path: str) -> None:
+    """Add the tokens that a folder has beside its SentencePiece model: those of added_tokens_decoder, or of a file of
+    their own, whose special ones special_tokens_map.json names.
+
+    Raises:
+        UserError: they are no tokens, or their ids are not the next ones.
+    """
+    decoder = _read_settings(files.get("tokenizer_config.json")).added_tokens_decoder
+    older, named = (read_json(files[name]) if name in files else {} for name in (ADDED_TOKENS, SPECIAL_TOKENS))
+    try:
+        special = {word if isinstance(word, str) else str(word.get("content")) for word in _list_words(named)}
+        if decoder is None:
+            tokens = {int(index): AddedToken(text, special=text in special) for text, index in older.items()}
+        else:
+            tokens = {int(index): AddedToken(**keys) for index, keys in decoder.items()}
+    except (TypeError, ValueError, AttributeError) as error:
+        raise UserError(f"tokenizer.path={path}: its added tokens are not understood: {error}") from None
+    ordered = sorted(tokens.items(), key=itemgetter(0))
+    backend.add_tokens([token for _, token in ordered if backend.token_to_id(token.content) is None])
+    for index, token in ordered:
+        if (found := backend.token_to_id(token.content)) != index:
+            raise UserError(
+                f"tokenizer.path={path}: the added token {token.content[:80]!r} has the id {index}, and gets {found} "
+                "behind those of tokenizer.model; save its tokenizer.json with transformers"
+            )
+
+
+def _list_words(named: dict[str, Any]) -> list[Any]:
+    """Return the tokens of special_tokens_map.json: texts, or objects with their `content`; some stand in lists."""
+    words = [word for value in named.values() for word in (value if isinstance(value, list) else [value])]
+    return [word for word in words if isinstance(word, str | dict)]
 
 
 @contextmanager
