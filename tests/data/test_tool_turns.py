@@ -239,6 +239,11 @@ def test_which_turns_are_learnt(tmp_path):
     assert learnt_texts(tmp_path, "data.columns.learnt_turns=others")[1] == [SECOND]
     with pytest.raises(UserError, match="has no list of 4 times true or false, one for each turn, in column bad"):
         learnt_texts(tmp_path, "data.columns.learnt_turns=bad")
+    # Both columns would be left out without a word.
+    with pytest.raises(UserError, match="data.columns.learnt_turns=marks is of the turns of data.columns.messages"):
+        learnt_texts(tmp_path, "data.columns.learnt_turns=marks", "data.columns.prompt=prompt")
+    with pytest.raises(UserError, match="data.columns.system=rules stands before data.columns.prompt, which is null"):
+        learnt_texts(tmp_path, "data.columns.system=rules")
 
 
 def test_a_column_of_tools_may_be_left_out(tmp_path):

@@ -131,6 +131,9 @@ def read_documents(
         UserError: a file cannot be read, or a row is bad and data.bad_rows=error.
     """
     limit = source.max_document_bytes if isinstance(source, Limited) else None
+    if isinstance(source, Rows) and task.documents != "text":
+        with source.naming_keys():
+            _check_columns(source.columns)
     reader = None
     if processor is not None and isinstance(source, Rows):
         rules = limit or 1 << 31, source.max_image_pixels, source.image_addresses
@@ -140,6 +143,22 @@ def read_documents(
     items = source.read_all_columns(unit) if is_prompt else source.read(unit)  # type: ignore[attr-defined]
     with source.naming_keys():
         yield from map(read, items) if reader is None else map_ahead(read, items, count_threads())
+
+
+def _check_columns(columns: Columns) -> None:
+    """Raise `UserError` for a column that would be left out, because others hold the conversation."""
+    system, prompt, learnt = columns.system, columns.prompt, columns.learnt_turns
+    if system is not None and prompt is None:
+        raise UserError(
+            f"data.columns.system={system} stands before data.columns.prompt, which is null: messages have it as their "
+            'first turn; set data.columns.system=null, and write it there: `jq -c \'.messages = [{role: "system", '
+            f"content: .{system}}}] + .messages' FILE`"
+        )
+    if learnt is not None and prompt is not None:
+        raise UserError(
+            f"data.columns.learnt_turns={learnt} is of the turns of data.columns.messages, and data.columns.prompt="
+            f"{prompt} is read in their place; set one of the two to null"
+        )
 
 
 HALF = re.compile("[\ud800-\udfff]")  # half of a pair of surrogates: no file has one, a text of Python may

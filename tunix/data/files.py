@@ -327,7 +327,7 @@ class Columns(Section):
     completion: str | None
     """Column of the answer to it: text, or a list of turns (of task=grpo text alone)."""
     system: str | None
-    """Column of the system prompt before it; null for none."""
+    """Column of the system prompt before `prompt`; null for none."""
     chosen: str | None
     """Column of the better of two answers: text, or the list of its turns; without `prompt`, the whole conversation."""
     rejected: str | None
