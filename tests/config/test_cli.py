@@ -192,12 +192,15 @@ def test_a_sweep_of_several_processes_has_a_child_for_each_point(codes, told, wo
 def test_a_sweep_is_refused_before_its_first_point(words, tmp_path):
     done = cli_here(*words[:-1], "--multirun", f"{words[-1]},[/nowhere]", "hydra.sweep.dir=it", cwd=tmp_path)
     assert_refused(done, "data.paths: /nowhere does not exist", tmp_path)
+    sweep = [*words, "--multirun", "seed=1,2", "hydra.sweep.dir=it", "checkpoint.folder=home"]
+    done = cli_here(*sweep, cwd=tmp_path)  # the first point would train, and take it from all others
+    assert_refused(done, "/home has the checkpoints of several points of the sweep", tmp_path)
 
 
 def test_a_dry_sweep_writes_nothing(words, tmp_path, monkeypatch):
     monkeypatch.setattr("tunix.processes.supervisor.run_member", lambda *_: 0)
     dry = ["--multirun", "dry_run=true", "seed=1,2", "evaluation.sets.more=text", "evaluation.sets.more.paths=[/x]"]
-    done = cli_here(*words, *dry, "hydra.sweep.dir=it", cwd=tmp_path)
+    done = cli_here(*words, *dry, "hydra.sweep.dir=it", "checkpoint.folder=home/${seed}", cwd=tmp_path)
     assert (done.returncode, done.stdout.count("sweep job"), done.stderr) == (0, 2, "")
     assert list(tmp_path.iterdir()) == []
 

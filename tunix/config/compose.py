@@ -227,6 +227,12 @@ def check_sweep(overrides: list[str], config_dir: str | Path | None = None, conf
     jobs = [compose(list(point), config_dir, config_name) for point in points]
     if any(job.config.resume for job in jobs):
         raise UserError("resume goes on with one run; it cannot be part of a sweep")
+    homes = [home for job in jobs if (home := job.config.checkpoint.folder)]
+    if shared := next((home for home in homes if homes.count(home) > 1), None):
+        raise UserError(
+            f"checkpoint.folder={shared} has the checkpoints of several points of the sweep, and is for those of one; "
+            "give each its own, as 'checkpoint.folder=DIR/${seed}' does in a sweep of seed"
+        )
     return jobs
 
 
