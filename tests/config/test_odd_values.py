@@ -135,6 +135,14 @@ def test_an_output_that_does_not_block_its_writers_gets_every_line():
     assert process.returncode == 0
 
 
+@pytest.mark.parametrize("words", [["-u"], []], ids=["unbuffered", "as it is"])
+def test_a_line_of_progress_is_written_when_it_is_said(words):
+    """Containers set PYTHONUNBUFFERED, so that `kubectl logs` has each line at once."""
+    code = "import os, sys; from tunix.processes import exits; exits.drop_unread_output(); print('compiling', file=sys.stderr); os._exit(0)"
+    done = subprocess.run([sys.executable, *words, "-c", code], stderr=subprocess.PIPE, text=True, cwd=ROOT, check=True)
+    assert done.stderr == "compiling\n"
+
+
 def test_a_user_without_a_home_gets_no_folder_of_that_name(monkeypatch):
     """As one whose number is in no list of users, in a container; `rm -r ~` would be the way to remove it."""
     monkeypatch.delenv("HOME")

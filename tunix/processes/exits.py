@@ -179,8 +179,9 @@ def drop_unread_output() -> None:
         if out is None or getattr(sys, name) is not out:
             continue
         file = io.BufferedWriter(_Output(out.fileno(), "w", closefd=False))
-        options = {key: getattr(out, key) for key in ("encoding", "errors", "line_buffering", "write_through")}
-        setattr(sys, name, io.TextIOWrapper(file, **options))
+        # Python -u (PYTHONUNBUFFERED) writes through to a file without a buffer, and this one has one.
+        at_once = out.line_buffering or out.write_through
+        setattr(sys, name, io.TextIOWrapper(file, out.encoding, out.errors, line_buffering=at_once))
 
 
 def find_exit_code(status: int) -> int:
