@@ -1,6 +1,7 @@
 # `make help` lists the targets. ARGS='model=gemma3_1b ...' goes on to the program.
 PYTHON ?= python3
-DRIVER := $(shell nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1 | cut -d. -f1)
+# Where nvidia-smi finds no device, or not the driver that it was built for, it says so in place of a version.
+DRIVER := $(shell nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | sed -n '1s/^\([0-9]*\)\..*/\1/p')
 CUDA := $(if $(DRIVER),$(shell test $(DRIVER) -ge 580 && echo cuda13 || echo cuda12))
 REQUIREMENTS := requirements.txt $(CUDA:%=requirements/%.txt)
 BIN := .venv/bin

@@ -1,7 +1,9 @@
 """Ways to install tunix: what containers copy and install is there, and optional packages stay optional."""
 
 import ast
+import os
 import re
+import subprocess
 import tomllib
 from pathlib import Path
 
@@ -63,6 +65,27 @@ def test_a_container_installs_the_locked_versions(cuda):
         name: versions for name, versions in locked.items() if name in pins
     }
     assert {canonicalize_name(Requirement(line).name) for line in PROJECT["dependencies"]} <= pins.keys()
+
+
+@pytest.mark.parametrize(
+    ("said", "cuda"),
+    [
+        ("580.95.05\n580.95.05", "cuda13"),
+        ("535.161.08", "cuda12"),
+        ("No devices were found", None),
+        ("Failed to initialize NVML: Driver/library version mismatch\nNVML library version: 535.161", None),
+        ("NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.", None),
+    ],
+)
+def test_make_installs_cuda_for_a_driver_that_has_a_version(said, cuda, tmp_path):
+    """nvidia-smi writes its errors to stdout."""
+    (tmp_path / "nvidia-smi").write_text(f'#!/bin/sh\necho "{said}"\n')
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+    command = ["make", "-n", "-B", ".venv/installed"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    assert re.findall(r"-r requirements/(\w+)\.txt", done.stdout) == ([cuda] if cuda else [])
+    assert done.stderr == ""
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "requirements").glob("*.txt")), ids=lambda path: path.stem)
