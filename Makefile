@@ -75,7 +75,7 @@ MAKE_VENV = $(PYTHON) -c 'import sys; sys.exit("tunix needs Python >= 3.11, $(PY
 # Two pips at a time, each with a quarter of the packages: one pip uses one core.
 .venv/installed-tests: $(REQUIREMENTS) requirements/tests.txt
 	@$(MAKE_VENV)
-	@awk '/^[a-zA-Z]/ { print > ".venv/part" NR % 4 ".txt" }' requirements/tests.txt
+	@awk '/^[a-zA-Z]/ { print > (".venv/part" NR % 4 ".txt") }' requirements/tests.txt
 	printf '%s\n' 0 1 2 3 | xargs -P 2 -I{} $(INSTALL_LOCKED) -r .venv/part{}.txt
 	$(CUDA:%=$(INSTALL_LOCKED) -r requirements/%.txt)
 	@touch .venv/installed $@

@@ -88,6 +88,11 @@ def test_make_installs_cuda_for_a_driver_that_has_a_version(said, cuda, tmp_path
     assert done.stderr == ""
 
 
+def test_the_programs_of_the_makefile_run_by_the_awk_of_macos():
+    """It takes one word behind `print >`: of several it says `syntax error`, unless they are in brackets."""
+    assert not re.search(r'print > "[^"]*" [^}]', (ROOT / "Makefile").read_text())
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "requirements").glob("*.txt")), ids=lambda path: path.stem)
 def test_users_get_the_versions_that_are_tested(path):
     """`make lock` makes all files from one; and a lock names no package index."""
