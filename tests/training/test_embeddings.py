@@ -94,6 +94,12 @@ def test_losses_gradients_and_vectors_are_those_of_sentence_transformers(case, l
     assert float(jax.jit(optax.tree.norm)(grads)) == pytest.approx(expected["grad_norm"], rel=1e-5)
     vectors = llama.embed([group[0] for group in REFERENCE["groups"]], pooling)
     np.testing.assert_allclose(vectors, expected["vectors"], rtol=1e-5, atol=1e-5)
+    texts = [text for group in REFERENCE["groups"] for text in group[1 : int(count)]]
+    documents, own = np.asarray(llama.embed(texts, pooling)), np.arange(5) * (int(count) - 1)
+    for name, size in {"accuracy": None, **{f"accuracy_{size}": size for size in cfg.task.sizes or ()}}.items():
+        cut = documents[:, :size] / np.linalg.norm(documents[:, :size], axis=1, keepdims=True)
+        hits = np.argmax(np.asarray(vectors)[:, :size] @ cut.T, 1) == own
+        assert float(loss.sums[name]) == hits.sum(), name
 
 
 @pytest.mark.parametrize("pooling", ["last", "mean"])

@@ -135,6 +135,23 @@ def test_at_step_0_nothing_is_known_and_swapped_answers_turn_the_gradient(policy
     assert float(optax.tree.norm(jax.tree.map(jnp.add, grads, turned))) < 1e-5 * scale
 
 
+def test_reported_numbers_of_pairs_are_their_means(policy, batches):
+    """By hand, of TRL's pairs; one of which a rejected answer has no tokens left is none."""
+    batch = batches["several pairs a row"]
+    cut = np.array(batch["loss_mask"])
+    cut[2, np.asarray(batch["segment_ids"])[2] == 2] = 0
+    with jax.set_mesh(policy.model.mesh):
+        now, before = (policy.sides(params, batch) for params in (policy.params, policy.reference))
+        less = batch | {"loss_mask": jnp.asarray(cut)}
+    gains = np.stack([np.asarray(a - b)[[0, 0, 1, 1, 2], [0, 1, 0, 1, 0]] for a, b in zip(now, before, strict=True)])
+    for given, (chosen, rejected) in ((batch, gains), (less, gains[:, :4])):
+        (_, sums), _ = policy(given)
+        rewards = {"reward_chosen": TASK.beta * chosen, "reward_rejected": TASK.beta * rejected}
+        expected = rewards | {"margin": TASK.beta * (chosen - rejected), "accuracy": chosen > rejected}
+        found = {name: float(sums[name]) for name in expected}
+        assert found == pytest.approx({name: float(np.mean(each)) for name, each in expected.items()}, rel=1e-4)
+
+
 @pytest.fixture(scope="module")
 def labelled(policy):
     """Loss and gradient of the answers with labels in rows of 2, 2 and 1, as (head of the policy) -> numbers of a step.
@@ -166,21 +183,33 @@ def labelled(policy):
         with jax.set_mesh(policy.model.mesh):
             full = add_kl(params, batch)
             (loss, parts), grads = step(params, {name: field[0] for name, field in full.items()})
-        return {"loss": loss, "kl": full["kl"][0, 0], "grad_norm": optax.tree.norm(grads)}, parts
+            flat = {name: field[0] for name, field in batch.items()}
+            now, before = (policy.sides(each, flat).chosen for each in (params, policy.reference))
+        gains = np.asarray(now - before)[[0, 1, 1, 2, 0], [1, 1, 0, 0, 0]]  # in the order of the labels
+        return {"loss": loss, "kl": full["kl"][0, 0], "grad_norm": optax.tree.norm(grads)}, parts, gains
 
     return numbers
 
 
 @pytest.mark.parametrize("requested", TRL["kto"]["losses"], ids=lambda numbers: f"head {numbers['head']}")
 def test_the_loss_of_labels_is_trls(requested, labelled):
-    found, parts = labelled(requested["head"])
-    assert float(parts.weight) == len(TRL["kto"]["labels"])
+    found, parts, gains = labelled(requested["head"])
+    labels = np.array(TRL["kto"]["labels"])
+    assert float(parts.weight) == len(labels)
     for name, value in found.items():
         assert float(value) == pytest.approx(requested[name], rel=1e-4, abs=1e-6), name
+    numbers = LOSSES["kto"].evaluate(parts.sums, parts.weight, 0)
+    expected = {
+        "kl": requested["kl"],
+        "accuracy": np.mean((gains > requested["kl"]) == labels),
+        "reward_desirable": TRL["beta"] * gains[labels].mean(),
+        "reward_undesirable": TRL["beta"] * gains[~labels].mean(),
+    }
+    assert {name: numbers[name] for name in expected} == pytest.approx(expected, rel=1e-4, abs=1e-6)
 
 
 def test_at_step_0_an_answer_is_worth_half_its_weight(labelled):
-    found, parts = labelled(1.0)
+    found, parts, _ = labelled(1.0)
     mean_weight = (3 * 1.0 + 2 * TRL["kto"]["undesirable_weight"]) / 5
     assert float(found["loss"]) == pytest.approx(mean_weight / 2, rel=1e-5)
     numbers = LOSSES["kto"].evaluate(parts.sums, parts.weight, 0)

@@ -137,6 +137,17 @@ def test_losses_and_gradients_are_those_of_trl_and_transformers(case, classifier
     assert float(loss.weight) == 5
     assert float(value) == pytest.approx(TRL[case]["loss"], rel=1e-4)
     assert float(optax.tree.norm(grads)) == pytest.approx(TRL[case]["grad_norm"], rel=1e-4)
+    scores = np.asarray(model.score(CHOSEN))
+    if case == "classify":
+        expected = {"accuracy": np.argmax(scores, -1) == TRL["classes"]}
+    elif case == "regression":
+        expected = {"absolute_error": np.abs(scores[:, 0] - TRL["numbers"])}
+    else:
+        chosen, rejected = scores[:, 0], np.asarray(model.score([pair["rejected_ids"] for pair in TRL["pairs"]]))[:, 0]
+        expected = {"margin": chosen - rejected, "accuracy": chosen > rejected}
+        expected |= {"reward_chosen": chosen, "reward_rejected": rejected}
+    means = {name: float(np.mean(each)) for name, each in expected.items()}
+    assert {name: float(loss.sums[name]) / 5 for name in means} == pytest.approx(means, rel=1e-4, abs=1e-5)
 
 
 def write_rows(path, rows):
