@@ -166,6 +166,31 @@ def test_importance_weights_are_measured_and_capped(world):
         assert float(mismatch.total / mismatch.divisor) == pytest.approx(np.log(factor), rel=1e-5)
 
 
+def test_parts_of_the_loss_have_the_share_of_their_answers(world):
+    """z_loss and entropy at the temperature of the answers, of answers of one and of two tokens that count equally."""
+    mask = world.mask.copy()
+    mask[::3, -1] = 0
+    zeros = dict.fromkeys(("advantages", "log_probs"), np.zeros_like(mask))
+    batch = world.on_device(world.fields | zeros | {"loss_mask": mask})
+    sampling = SAMPLING.model_copy(update={"temperature": 0.7})
+
+    @jax.jit
+    def compute(params):
+        keys = {"task": task(divide_by="answers"), "sampling": sampling, "chunk_size": 64, "z_loss": 0.1}
+        return policy_loss(world.model(params), batch, **keys), world.model(params)(world.fields["tokens"])
+
+    with jax.set_mesh(world.mesh):
+        loss, logits = jax.device_get(compute(world.params))
+    log_z = np.log(np.exp(logits / 0.7).sum(-1))
+    log_probs = logits / 0.7 - log_z[..., None]
+    assert loss.weight == len(mask)
+    assert loss.objective == pytest.approx(0.1 * np.sum(log_z**2 * mask / mask.sum(1, keepdims=True)), rel=1e-5)
+    entropy = -np.sum(np.exp(log_probs) * log_probs, -1)
+    assert report_sums(loss.sums, loss.weight)["entropy"] == pytest.approx(
+        np.sum(entropy * mask) / mask.sum(), rel=1e-5
+    )
+
+
 MASK = np.array([[0, 1, 1, 1], [1, 1, 0, 0]], np.float32)
 OLD = np.array([[-9, -1, -2, -3], [-1, -2, -9, -9]], np.float32)
 MOVE = np.array([[0, 0.5, -0.5, 0.1], [1.5, -0.1, 3, 3]], np.float32)  # log p - log p_old
