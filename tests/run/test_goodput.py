@@ -55,6 +55,9 @@ def test_seconds_over_two_starts(tmp_path):
     again = Goodput(elapsed_s=0.0)
     again.go_on(tmp_path / "metrics.jsonl", step=2)
     assert (again.record(2)["lost_steps_s"], again.record(2)["train_s"]) == (10, 4)
+    older = Goodput(elapsed_s=0.0)  # behind step 1: it loses step 2, too, which the second start had gone on from
+    older.go_on(tmp_path / "metrics.jsonl", step=1)
+    assert older.record(1)["lost_steps_s"] == 12
 
 
 def test_a_clock_that_is_set_back(monkeypatch, tmp_path):

@@ -15,7 +15,7 @@ from tunix.checkpoints.checkpoint import Improvement
 from tunix.checkpoints.store import find_parts, find_storage, read_about
 from tunix.config.compose import compose
 from tunix.data.batches import TrainBatches
-from tunix.run.early_stopping import check_patience
+from tunix.run.early_stopping import Moment, check_patience, check_spikes, find_ending
 from tunix.run.metrics import remark_on_skipped
 
 SMALLEST = [
@@ -181,6 +181,20 @@ def test_the_end_of_patience_names_the_number_that_counts(task, best, said):
     source = SimpleNamespace(can_stop=lambda step: True)
     ending = check_patience(SimpleNamespace(cfg=cfg, improvement=Improvement(best, 2), source=source, step=3))
     assert f"evaluation.patience=2: the held-out {said} in 2 evaluations" in str(ending)
+
+
+def test_a_run_ends_behind_as_many_spikes_as_it_allows():
+    """The message has the steps to leave out; what ends the run as a failure comes before a stop that saves."""
+    cfg = compose(["training.max_spikes=1"]).config
+
+    def find(spikes, *reasons):
+        source = SimpleNamespace(can_stop=lambda step: True)
+        moment = Moment(cfg, Path("run"), 8, {"step": 7, "spikes": spikes}, Improvement(), 0.0, source)
+        return find_ending(moment, [*reasons, check_spikes])
+
+    assert find(1) is None
+    assert "training.skip_steps=[6:7] goes on" in str(find(2))
+    assert isinstance(find(2, lambda _: Stopped("saved")), Diverged)
 
 
 @pytest.mark.nightly

@@ -184,11 +184,13 @@ def test_a_failure_behind_the_training_is_raised_by_the_next_call(tmp_path, monk
 
 def test_every_process_sees_the_failure_of_another_one(tmp_path, monkeypatch):
     """Process 0 waits for all parts; where one could not be written, there is no checkpoint."""
+    monkeypatch.setattr("tunix.checkpoints.store.POLL_S", 0)
     store = open_at(tmp_path)
-    answers = {"0": '{"written": {}}', "1": '{"failure": "No space left on device"}'}
+    first = {"0": '{"written": {}}'}
+    looks = iter([first, first | {"1": '{"failure": "No space left on device"}'}])
     write = store.storage.copy(1, STATE, {"run/metadata": "{}", "tokenizer/metadata": "{}"})
     with monkeypatch.context() as patch:
-        patch.setattr("tunix.processes.peers.published", lambda _: answers)
+        patch.setattr("tunix.processes.peers.published", lambda _: next(looks))
         patch.setattr("tunix.processes.peers.publish", lambda *_: None)
         patch.setattr("tunix.processes.watchdog.request_stop", lambda *_, fails: None)
         patch.setattr("jax.process_count", lambda: 2)
