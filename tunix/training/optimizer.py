@@ -73,7 +73,7 @@ class SpikeGuard:
         deviation = jnp.sqrt(jnp.where(is_set, (ring - mean) ** 2, 0).sum() / count)
         smallest = jnp.finfo(jnp.float32).eps * jnp.abs(mean) + jnp.finfo(jnp.float32).tiny  # equal numbers: rounding
         # The deviation of a few numbers says little: any of the first steps of a run could be a spike.
-        is_ready = taken >= max(2, self.window // 2)
+        is_ready = taken >= self.window // 2
         return jnp.where(is_ready, (number - mean) / jnp.maximum(deviation, smallest), jnp.nan)
 
 
