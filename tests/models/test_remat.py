@@ -8,7 +8,7 @@ import jax.extend.core
 import jax.numpy as jnp
 import pytest
 from jax.ad_checkpoint import checkpoint_name
-from support.harness import batch, program
+from support.harness import SGD, TWO_DEVICES, batch, program
 
 from tunix.base.dotted_path import import_object
 from tunix.base.errors import UserError
@@ -102,6 +102,13 @@ def test_activations_on_the_host():
     text = str(gradient("training.remat=attention", "training.offload=activations"))
     kept = {re.sub("@[^,]*", "", re.sub(r"@\([^)]*\)", "", shape)) for shape in re.findall(r"<host>\[([^\]]+)\]", text)}
     assert kept == {"16,32,32", "3,16,32,32", "16,32,4,8", "3,16,32,4,8"}
+
+
+def test_groups_of_layers_take_weights_that_are_gathered_once_a_step():
+    """Their types say that their gradients are parts of sums, which a plain reshape refuses."""
+    step = program(*TWO_DEVICES, *SGD, "training.sharding_strategy=shard_grad_op", "training.remat_every=3")
+    with jax.set_mesh(step.mesh):
+        jax.eval_shape(step.step, step.built.abstract, step.built.abstract_batch)
 
 
 def test_layers_in_groups_that_do_not_divide_them():

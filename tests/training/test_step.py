@@ -101,7 +101,7 @@ CUTS = {
     ],
     "shard_grad_op, two reductions": [
         "training.sharding_strategy=shard_grad_op", "training.gradient_accumulation_steps=4",
-        "training.sync_gradients_every=2",
+        "training.sync_gradients_every=2", "training.remat_every=3",
     ],
 }  # fmt: skip
 

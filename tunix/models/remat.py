@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
 
 from tunix.config import PROJECTIONS
 from tunix.config.training import REMAT
@@ -85,7 +86,13 @@ def scan_blocks(
             results.append(result)
         return x, jax.tree.map(lambda *each: jnp.stack(each), *results)
 
-    grouped = jax.tree.map(lambda leaf: leaf.reshape(-1, remat.every, *leaf.shape[1:]), layers)
+    def split(leaf):
+        # Of weights that are gathered for the whole step, jax 0.10.2 does not find the layout by itself.
+        spec = jax.typeof(leaf).sharding.spec
+        shape, of_layer = (-1, remat.every, *leaf.shape[1:]), spec.partitions[1:]
+        return leaf.reshape(shape, out_sharding=PartitionSpec(None, None, *of_layer, reduced=spec.reduced))
+
+    grouped = jax.tree.map(split, layers)
     x, results = jax.lax.scan(group, x, grouped, unroll=remat.unrolled)
     return x, jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), results)
 
