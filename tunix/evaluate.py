@@ -113,9 +113,10 @@ def make_config(cmd: Evaluate) -> Config:
         )
     if cfg.training.micro_batch_size == "auto":  # a run's own choice is for the devices that it ran on
         cfg = cfg.with_training(micro_batch_size=1)
-    # An evaluation takes microbatches: the global batch of the run and its stages perhaps do not fit its devices.
+    # An evaluation takes microbatches: the global batch of the run and its stages perhaps do not fit its devices. Each
+    # is alone, and a saved `sync_gradients_every` may ask for several.
     of_run = {"global_batch_size": None, "global_batch_tokens": None, "batch_stages": ()}
-    cfg = cfg.with_training(gradient_accumulation_steps=1, **of_run)
+    cfg = cfg.with_training(gradient_accumulation_steps=1, sync_gradients_every="auto", **of_run)
     if cfg.training.remat == "budget":  # a budget is for what the backward pass needs, and there is none here
         cfg = cfg.with_training(remat="full")
     tokenizer = {"path": str(run[0] / TOKENIZER), "train": False} if run else {"train": False}

@@ -27,6 +27,7 @@ from tunix.inference.pretrained import check_init_from, load_init_from, load_pre
 from tunix.models.layers import named
 from tunix.rl.evaluation import estimate_pass
 from tunix.sharding.arrays import to_global
+from tunix.sharding.table import axis_names
 from tunix.training.choices import build_mesh
 from tunix.training.loss import next_token_loss
 from tunix.training.train_spec import assemble
@@ -317,6 +318,14 @@ def test_a_task_that_the_words_choose_takes_the_length_of_the_command(hf_dir):
     given = {"checkpoint": str(hf_dir), "overrides": ["task=grpo", "data=arithmetic", "training.seq_len=12"]}
     settings = read_settings(Evaluate, ["checkpoint=given", "metric=reward", "max_new_tokens=4"], given)
     assert make_config(settings).sampling.max_new_tokens == 4
+
+
+def test_the_microbatch_of_an_evaluation_has_no_others_to_sum_gradients_with(hf_dir):
+    """As the saved config of a run may say; an evaluation has no gradients."""
+    words = ["training.seq_len=12", "training.gradient_accumulation_steps=4", "training.sync_gradients_every=2"]
+    settings = read_settings(Evaluate, ["checkpoint=given"], {"checkpoint": str(hf_dir), "overrides": words})
+    shape = make_config(settings).training.batch_shape(dict.fromkeys(axis_names(), 1))
+    assert shape.num_microbatches == 1
 
 
 @pytest.mark.parametrize(
