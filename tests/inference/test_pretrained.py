@@ -201,6 +201,14 @@ def test_keys_of_rope_win_over_others_as_in_transformers(name, changes, original
     assert read_config(tmp_path)["rope_scaling"]["original_context"] == original
 
 
+def test_a_family_that_rotates_a_share_of_each_head_has_no_other_share(tmp_path):
+    """No published file has both; what transformers computes for them is not what our rotations do."""
+    shutil.copy(PARITY / "nemotron" / "config.json", tmp_path)
+    change_config(tmp_path, rope_parameters={"rope_type": "proportional", "partial_rotary_factor": 0.5})
+    with pytest.raises(UserError, match="rope_type=proportional is not understood in a family of which a share"):
+        read_config(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("name", "key", "ours", "value"),
     [
