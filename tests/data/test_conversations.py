@@ -361,6 +361,7 @@ OF_OTHERS = [  # task, row, and what the answer to it says
     ("sft", {"messages": [{"from": "human", "value": "a"}]}, """of {from, value}; `jq -c '.messages |= map({role: ({human: "user", """),
     ("sft", {"messages": [ASKED, SAID | {"weight": 0}, SAID]}, """jq -c '.learnt = [.messages[] | .role == "assistant" and .weight != 0]' FILE"""),
     ("sft", {"messages": json.dumps([ASKED, SAID | {"train": False}])}, "has a turn with train=false in column messages"),
+    ("sft completion", {"prompt": "a", "completion": [SAID | {"weight": 0}]}, "write the prompt's turns and these into one"),
     ("dpo", {"chosen": [ASKED, SAID], "rejected": [ASKED]}, "data.columns.prompt=null takes the prompt from the conversations"),
     ("dpo", {"prompt": "a", "chosen": SAID, "rejected": SAID}, "holds one turn in column chosen, not a list; `jq -c '.chosen |= [.]' FILE`"),
 ]  # fmt: skip
@@ -368,8 +369,10 @@ OF_OTHERS = [  # task, row, and what the answer to it says
 
 @pytest.mark.parametrize(("task", "row", "answer"), OF_OTHERS)
 def test_rows_of_other_trainers_are_answered(task, row, answer):
+    task, _, has_completion = task.partition(" ")
     data = {"sft": "jsonl", "dpo": "pairs"}[task]
-    cfg = compose([*SMALL, f"task={task}", f"data={data}", "data.paths=[a.jsonl]"]).config
+    words = ["data.columns.prompt=prompt", "data.columns.completion=completion"] if has_completion else []
+    cfg = compose([*SMALL, f"task={task}", f"data={data}", "data.paths=[a.jsonl]", *words]).config
     with pytest.raises(BadRow) as error:
         DOCUMENTS[cfg.task.documents].read(cfg.data.columns, row, cfg.task)
     assert answer in str(error.value)

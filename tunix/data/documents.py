@@ -6,7 +6,7 @@ and the one that makes its tokens. All of these functions are in this file.
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
@@ -255,12 +255,16 @@ def read_conversation(columns: Columns, row: dict[str, Any], task: Task) -> Conv
         if not any(message["role"] == "assistant" for message in messages):
             return None
         if columns.learnt_turns is None and learnt == "assistant":
-            _refuse_marks(value, columns.messages)
+            _refuse_marks(_find_turns(value) or (), columns.messages, OF_MESSAGES)
         return Conversation(messages, options, _read_learnt(columns, row, len(messages)) or learnt)
     prompt = _read_turns(columns, "prompt", row, "user") or [{"role": "user", "content": ""}]
     answer = _drop_prompt(_read_turns(columns, "completion", row, "assistant"), prompt, columns.completion)
     if not any(message["role"] == "assistant" for message in answer):
         return None
+    if learnt == "assistant":
+        _refuse_marks(
+            _find_turns(_read_cell(columns, "completion", row, (str, list))) or (), columns.completion, OF_COMPLETION
+        )
     turns = [*_read_system(columns, row), *prompt]
     # A prompt may have answers of its own, which are not learnt, as in TRL.
     of_turns = [False] * len(turns) + [True] * len(answer)
@@ -502,15 +506,22 @@ def _read_turns(columns: Columns, meaning: str, row: dict[str, Any], role: str) 
     if isinstance(row.get(name), dict):
         raise BadRow(f"holds one turn in column {name}, not a list; `jq -c '.{name} |= [.]' FILE` writes it so")
     value = _read_cell(columns, meaning, row, (str, list))
-    turns: Any = value
-    if isinstance(value, str) and value.lstrip().startswith("["):
-        with suppress(ValueError, RecursionError):
-            turns = json.loads(value)  # a JSON list of objects: turns in a CSV file
-    if isinstance(value, list) or (turns and all(isinstance(turn, dict) and "role" in turn for turn in turns)):
+    if (turns := _find_turns(value)) is not None:
         return _read_messages(turns, name)
     if columns.prompt is None:
         raise BadRow(f"has text in column {name}, not a conversation; set data.columns.prompt to the prompt's column")
     return [{"role": role, "content": value}] if value else []
+
+
+def _find_turns(value: Any) -> Any:
+    """Return the turns of a cell that is a list, or a list of turns in JSON, as in a CSV file; None of other text."""
+    turns = value
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        with suppress(ValueError, RecursionError):
+            turns = json.loads(value)
+    if isinstance(value, list) or (turns and all(isinstance(turn, dict) and "role" in turn for turn in turns)):
+        return turns
+    return None
 
 
 SHAREGPT = (
@@ -542,19 +553,24 @@ def _read_messages(value: Any, column: str | None) -> list[Message]:
 
 
 MARKS = ("weight", "train", "training")  # of a turn that OpenAI's files, or those of axolotl, leave out of the loss
+OF_MESSAGES = (
+    "data.columns.learnt_turns=learnt reads which turns are learnt, as `jq -c '.learnt = [.COLUMN[] | .role == "
+    '"assistant" and .MARK]\' FILE` writes them'
+)
+OF_COMPLETION = (
+    "data.columns.learnt_turns reads which turns of a column of messages are learnt: write the prompt's turns and "
+    "these into one"
+)
 
 
-def _refuse_marks(value: Any, column: str | None) -> None:
-    """Raise `BadRow` if one of the turns, or of those in JSON, says that it is not learnt: it would be learnt."""
-    for turn in json.loads(value) if isinstance(value, str) else value:
+def _refuse_marks(turns: Iterable[Any], column: str | None, way_out: str) -> None:
+    """Raise `BadRow` if one of the turns says that it is not learnt: it would be learnt."""
+    for turn in turns:
         for key in MARKS:
             if turn.get(key) == 0:
                 mark = json.dumps(turn[key])
-                raise BadRow(
-                    f"has a turn with {key}={mark} in column {column}; data.columns.learnt_turns=learnt reads which "
-                    f'turns are learnt, as `jq -c \'.learnt = [.{column}[] | .role == "assistant" and '
-                    f".{key} != {mark}]' FILE` writes them"
-                )
+                way_out = way_out.replace("COLUMN", str(column)).replace("MARK", f"{key} != {mark}")
+                raise BadRow(f"has a turn with {key}={mark} in column {column}; {way_out}")
 
 
 TEMPLATE_KEYS = ("name", "tool_calls", "tool_call_id", *THOUGHTS)  # of a message, beside its role and content
