@@ -169,6 +169,14 @@ def test_a_tokenizer_learns_the_same_from_pieces(monkeypatch):
     assert train_vocab(cfg, cut).backend.to_str() == whole.backend.to_str()
 
 
+def test_a_tokenizer_learns_from_parts_of_a_long_word():
+    """Its time is the square of a word's length: a genome of 1 MB took a quarter of an hour, and no key stopped it."""
+    cfg = compose(["data=synthetic", "tokenizer.vocab_size=300"]).config.tokenizer
+    backend = train_vocab(cfg, ["ab" * 4096, "ab cd"]).backend
+    assert max(map(len, backend.get_vocab())) == 4096
+    assert backend.encode(" cd").tokens == ["Ġcd"]  # shorter words are whole, and what is read is not cut
+
+
 def test_the_library_never_gets_a_long_text(tokenizers, monkeypatch):
     """What it is given at a time decides the memory of `prepare`: more than 100 times its size."""
     text, sizes = "The quick brown fox. " * 100_000, []

@@ -559,11 +559,20 @@ def read_chat(
     return ChatTemplate(template, special, None if images is None else images.mark)
 
 
+MAX_TOKEN_BYTES = 4096  # of a tokenizer that is trained here
+
+
 def train_vocab(tokenizer: Tokenizer, texts: Iterable[str], more: Sequence[str] = ()) -> Vocab:
-    """Train a byte-level BPE. The same texts give the same tokenizer. `more` special tokens follow the first three."""
+    """Train a byte-level BPE. The same texts give the same tokenizer. `more` special tokens follow the first three.
+
+    No token is longer than `MAX_TOKEN_BYTES`.
+    """
     bos, eos = tokenizer.bos_token or BOS, tokenizer.eos_token or EOS
     backend = Backend(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    words = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    # It learns from the parts of a longer word (a genome, a line of blanks): its time is the square of a word's length.
+    parts = pre_tokenizers.Split(Regex(f".{{{MAX_TOKEN_BYTES}}}"), "isolated")
+    backend.pre_tokenizer = pre_tokenizers.Sequence([words, parts])
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=tokenizer.vocab_size + len(more),
@@ -573,6 +582,7 @@ def train_vocab(tokenizer: Tokenizer, texts: Iterable[str], more: Sequence[str] 
     )
     # All 256 bytes are tokens from the start (`initial_alphabet`), so every text can be encoded, in any language.
     backend.train_from_iterator(texts, trainer)
+    backend.pre_tokenizer = words
     return Vocab(backend, bos, eos, PLAIN)
 
 
