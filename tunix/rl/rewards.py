@@ -29,17 +29,15 @@ BRACES = re.compile(r"\\boxed\{|\\.|[{}]", re.DOTALL)  # of LaTeX, where \{ and 
 
 
 def find_boxed(text: str) -> list[str]:
-    """Return what stands in each box \\boxed{...} of a text, without boxes in boxes; braces may be nested."""
+    """Return what stands in each box \\boxed{...} of a text, in the order of their ends; braces may be nested."""
     open_braces: list[int | None] = []  # where a box begins, None of other braces
-    found: list[tuple[int, int]] = []
+    found: list[str] = []
     for match in BRACES.finditer(text):
         if match[0].endswith("{") and match[0] != r"\{":
             open_braces.append(None if match[0] == "{" else match.end())
         elif match[0] == "}" and open_braces and (begin := open_braces.pop()) is not None:
-            while found and found[-1][0] > begin:  # boxes in this one
-                found.pop()
-            found.append((begin, match.start()))
-    return [text[begin:end] for begin, end in found]
+            found.append(text[begin : match.start()])
+    return found
 
 
 MARKS: tuple[Callable[[str], list[str]], ...] = (  # of an answer in a longer text; the first kind is taken that occurs
