@@ -135,6 +135,9 @@ def test_a_row_twice_in_a_step_is_no_wrong_answer_to_itself():
     np.testing.assert_allclose(losses[0, [0, 2]], alone[0, [0, 0]], rtol=1e-6)
     assert hits[0, [0, 2]].tolist() == own_hits[0, [0, 0]].tolist()
     assert losses[0, 1] > alone[0, 1]  # to it they are two rows
+    with jax.set_mesh(device_mesh(ONE_DEVICE_SHAPE, {}, True)):
+        _, hits = compare_rows(np.ones_like(vectors), is_text, tokens)
+    assert not np.asarray(hits).any()  # where all are as near, none is the nearest
 
 
 RUN_OF_GROUPS = [

@@ -143,6 +143,9 @@ def test_reported_numbers_of_pairs_are_their_means(policy, batches):
     with jax.set_mesh(policy.model.mesh):
         now, before = (policy.sides(params, batch) for params in (policy.params, policy.reference))
         less = batch | {"loss_mask": jnp.asarray(cut)}
+        ends, zeros = batch["reference_log_probs"] != 0, jnp.zeros_like(batch["reference_log_probs"])
+        equal = batch | {"loss_mask": ends.astype(jnp.float32), "reference_log_probs": zeros}
+        flat = policy.params | {"head": {"table": jnp.zeros_like(policy.params["head"]["table"])}}
     gains = np.stack([np.asarray(a - b)[[0, 0, 1, 1, 2], [0, 1, 0, 1, 0]] for a, b in zip(now, before, strict=True)])
     for given, (chosen, rejected) in ((batch, gains), (less, gains[:, :4])):
         (_, sums), _ = policy(given)
@@ -150,6 +153,8 @@ def test_reported_numbers_of_pairs_are_their_means(policy, batches):
         expected = rewards | {"margin": TASK.beta * (chosen - rejected), "accuracy": chosen > rejected}
         found = {name: float(sums[name]) for name in expected}
         assert found == pytest.approx({name: float(np.mean(each)) for name, each in expected.items()}, rel=1e-4)
+    (_, sums), _ = policy(equal, params=flat)  # all tokens are as likely, and each answer is one
+    assert (float(sums["margin"]), float(sums["accuracy"])) == (0, 0.5)
 
 
 @pytest.fixture(scope="module")
@@ -177,11 +182,12 @@ def labelled(policy):
         loss = labelled_loss(policy.model.arch.module(params), batch, task=task, chunk_size=32)
         return loss.objective / loss.weight, loss
 
-    def numbers(head):
+    def numbers(head, kl=None):
         table = policy.reference["head"]["table"] * head
         params = policy.reference | {"head": {"table": table}}
         with jax.set_mesh(policy.model.mesh):
             full = add_kl(params, batch)
+            full |= {} if kl is None else {"kl": jnp.full_like(full["kl"], kl)}
             (loss, parts), grads = step(params, {name: field[0] for name, field in full.items()})
             flat = {name: field[0] for name, field in batch.items()}
             now, before = (policy.sides(each, flat).chosen for each in (params, policy.reference))
@@ -206,6 +212,13 @@ def test_the_loss_of_labels_is_trls(requested, labelled):
         "reward_undesirable": TRL["beta"] * gains[~labels].mean(),
     }
     assert {name: numbers[name] for name in expected} == pytest.approx(expected, rel=1e-4, abs=1e-6)
+
+
+def test_an_answer_is_right_on_its_side_of_the_divergence(labelled):
+    """Here all gains are below it: undesirable answers alone are right."""
+    *_, gains = labelled(1.2)
+    _, parts, _ = labelled(1.2, kl=gains.max() + 1)
+    assert float(parts.sums["accuracy"]) == TRL["kto"]["labels"].count(False)
 
 
 def test_at_step_0_an_answer_is_worth_half_its_weight(labelled):
