@@ -370,7 +370,7 @@ class SampleOrder(grain.transforms.DatasetSelectionMap):
 
     def count_by_part(self, count: int) -> list[int]:
         """Return how many of the first `count` samples of the run are of each part."""
-        number = bisect_right(self.firsts, max(0, count - 1)) - 1  # the stage of the last of these samples
+        number = bisect_right(self.firsts, count) - 1  # the last stage that begins within them, or behind them
         stage = self.stages[number]
         counts = split_samples(count - stage.first_sample, stage.ratios)
         return [a + b for a, b in zip(self.before[number], counts, strict=True)]
