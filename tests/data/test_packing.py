@@ -108,6 +108,18 @@ def test_only_answers_are_learnt(cache_dir, packing):
         assert packing == "concat" or (learnt == (inside & (row["targets"] % 3 == 0))).all()
 
 
+def test_a_document_with_a_label_may_fill_a_sequence(cache_dir):
+    """Of 4, 5 and 6 tokens, without the one that marks the end, only the last is longer than a sequence of 5."""
+    lengths = np.array([5, 6, 7])
+    ends = np.zeros(18, bool)
+    ends[np.cumsum(lengths) - 1] = True
+    labels = np.arange(1, 4, dtype=np.float32)
+    shard = Arrays(np.arange(18, dtype=np.uint32), np.cumsum(lengths) - lengths, ends, label_values=labels)
+    packed = Sequences(Stream([(18, 3)], [shard].__getitem__, "with labels"), 5, "pad", cache_dir / "packing_tests")
+    assert (len(packed), packed.num_left_out, packed.num_tokens) == (2, 1, 9)
+    assert [row["label_values"].tolist() for row in packed] == [[0, 0, 0, 1, 0], [0, 0, 0, 0, 2]]
+
+
 @pytest.mark.nightly
 @pytest.mark.slow
 def test_best_fit_on_the_default_corpus():
