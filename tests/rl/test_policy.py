@@ -326,5 +326,6 @@ def test_answers_that_share_rows_have_the_same_gains(values):
 def test_rows_and_microbatches_of_a_plan():
     plan = plan_rows(np.array([4, 3, 8, 2]), 9, 1)
     assert (plan.rows.tolist(), plan.starts.tolist(), plan.numbers.tolist()) == ([0, 1, 2, 3], [0] * 4, [1] * 4)
+    assert plan_rows(np.array([2, 2, 2, 2]), 8, 3).numbers.tolist() == [1, 2, 3, 1]  # at most three in a row
     assert [count_microbatches(rows, 4, 32, 1) for rows in (1, 16, 17, 128)] == [4, 4, 8, 32]
     assert [count_microbatches(rows, 4, 6, 3) for rows in (1, 12, 13)] == [3, 3, 6]
