@@ -183,6 +183,17 @@ def test_the_end_of_patience_names_the_number_that_counts(task, best, said):
     assert f"evaluation.patience=2: the held-out {said} in 2 evaluations" in str(ending)
 
 
+def test_what_counts_as_an_improvement():
+    """A cost that is lower by more than evaluation.min_improvement; a number that is none is none."""
+    keys = compose(["evaluation.min_improvement=0.25", "evaluation.patience=2"]).config.evaluation
+    found, without = Improvement(), []
+    for cost in (1.0, 0.875, float("nan"), 0.625, 0.5):
+        found = found.after(cost, keys)
+        without.append((found.best, found.without, found.is_over(keys)))
+    assert without == [(1.0, 0, False), (1.0, 1, False), (1.0, 2, True), (0.625, 0, False), (0.625, 1, False)]
+    assert Improvement(float("nan"), 1).after(2.0, keys) == Improvement(2.0)  # as earlier versions may have saved it
+
+
 def test_a_run_ends_behind_as_many_spikes_as_it_allows():
     """The message has the steps to leave out; what ends the run as a failure comes before a stop that saves."""
     cfg = compose(["training.max_spikes=1"]).config
