@@ -38,7 +38,7 @@ from tunix.costs.devices import (
 from tunix.costs.hlo import read_collectives
 from tunix.costs.passes import count_weight_bytes
 from tunix.costs.rollout import PAGE, USABLE, select_pages, select_rows
-from tunix.costs.step import derive, find_train_spec
+from tunix.costs.step import derive, derive_costs, find_train_spec
 from tunix.models.context_parallel import select_exchange
 from tunix.models.flops import flops_per_token, forward_flops_per_token
 from tunix.plan import __main__ as plan
@@ -50,7 +50,7 @@ from tunix.sharding.mesh import data_shards, explicit_sizes, meshes, token_shard
 from tunix.sharding.table import axis_names
 from tunix.trainer import plan_run
 from tunix.trainer import run as train
-from tunix.training.choices import Planned
+from tunix.training.choices import Planned, select
 
 MICROBATCHES = 4
 EXPERTS = experts()
@@ -312,13 +312,13 @@ def test_a_cluster_that_is_not_there(run):
 
 
 def test_meshes_are_compared_on_one_batch(run):
-    """The batch of a mesh of data shards alone; the command carries it."""
+    """The batch of a mesh of data shards alone; the command carries it, whatever a saved run says."""
     code, out, _ = run(*SMALL, "plan.topology=h200:2x2", "training.gradient_accumulation_steps=2", "--json")
     assert code == 0
     found = json.loads(out)
     assert {each["tokens_per_step"] for each in found["fit"]} == {4 * 2 * 32}
     assert "training.global_batch_size=8" in found["command"]
-    assert "gradient_accumulation_steps" not in found["command"]
+    assert re.findall(r"gradient_accumulation_steps=\w+", found["command"]) == ["gradient_accumulation_steps=null"]
 
 
 def test_the_command_has_the_keys_that_its_numbers_depend_on():
@@ -589,6 +589,7 @@ def test_a_budget_that_contradicts_another_key(words, message):
 def test_larger_chunks_of_logits_where_they_are_known_to_fit(more_bytes, chunk_size, monkeypatch):
     """8,192 rows of a device by derived memory, in a plan and in a run on the same devices."""
     long = [*SMALL, "model.context_length=4096", "training.seq_len=4096", "training.micro_batch_size=4"]
+    long += ["model.vocab_size=32000"]  # logits are the peak
     cluster, sizes = read_topology("h200:8"), dict.fromkeys(axis_names(), 1) | {"fsdp": 8}
     needed = derive(
         compose([*long, "training.remat=full", "training.loss_chunk_size=2048"]).config, sizes, "gpu"
@@ -601,6 +602,9 @@ def test_larger_chunks_of_logits_where_they_are_known_to_fit(more_bytes, chunk_s
     ours, message = plan_run(cfg)
     assert ours.loss_chunk_size == chunk_size
     assert ("training.loss_chunk_size=2048: a step with 8,192 rows of logits" in message) == (chunk_size == 2048)
+    of_config = find_train_spec(cfg, sizes, "gpu")
+    reported = derive_costs(replace(of_config, choices=select(cfg, of_config.mesh, "gpu", ours)))
+    assert (reported.memory == needed) == (chunk_size == 2048)
 
 
 def test_a_run_that_fits_nowhere():

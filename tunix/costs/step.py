@@ -312,7 +312,7 @@ def count_activation_bytes(train_spec: TrainSpec) -> int:
 
     def count_logit_bytes(num_rows: int, num_tokens: int) -> float:
         """Return the bytes of a chunk's logits in float32, and of part of their gradient, for each row."""
-        chunk_size = train_spec.cfg.training.loss_chunk_size
+        chunk_size = train_spec.choices.planned.loss_chunk_size
         # A teacher in the loss has logits too.
         num_models = 2 if train_spec.teacher and train_spec.teacher.in_loss else 1
         return 1.75 * num_models * count_chunk_positions(chunk_size, num_rows, num_tokens) * num_outputs * 4

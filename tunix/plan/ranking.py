@@ -317,6 +317,7 @@ class Ranking:
     refused: dict[str, str]  # the reason, keyed by mesh
     limit: float  # bytes that a device may use
     global_batch_size: int | None = None  # sequences on which the meshes are compared, where the config named none
+    replaces_accumulation: bool = False  # that batch stands in the place of training.gradient_accumulation_steps
     num_slower: int = 0  # meshes that divide the model, and are left out because they are predicted to be slower
     num_hopeless: int = 0  # and those whose weights, optimizer and gradients alone are too large
     open_key: str | None = None  # key of `training` whose value each mesh chose for itself
@@ -384,6 +385,7 @@ def rank(cfg: Config, cluster: Cluster, progress: Callable[[str], None] = lambda
         refused=refused,
         limit=limit,
         global_batch_size=cfg.training.global_batch_size if cfg is not original else None,
+        replaces_accumulation=cfg is not original and original.training.gradient_accumulation_steps is not None,
         num_slower=num_slower,
         num_hopeless=num_hopeless,
         open_key=find_open_key(cfg),

@@ -343,10 +343,12 @@ def format_command(overrides: list[str], ranking: Ranking) -> str:
     # Of the keys of `plan` a run reads those by which `auto` chooses: its share of the memory, and the network.
     replaced = {"model.mesh_shape", "mesh_shape", "training.remat_memory_gib", f"training.{key}"}
     replaced |= {f"plan.{name}" for name in ("topology", "choose_mesh", "num_compiled", "output")}
+    replaced |= {"training.gradient_accumulation_steps"} if ranking.replaces_accumulation else set()
     words = [word for word in overrides if word.lstrip("+").partition("=")[0] not in replaced]
     if key:
         words.append(f"training.{key}={getattr(best.cfg.training, key)}")
+    if ranking.replaces_accumulation:  # which a saved run or a file of values may set, too
+        words.append("training.gradient_accumulation_steps=null")
     if ranking.global_batch_size:
-        words = [word for word in words if not word.lstrip("+").startswith("training.gradient_accumulation_steps=")]
         words.append(f"training.global_batch_size={ranking.global_batch_size}")
     return shlex.join(["python", "run_training.py", *words, f"model.mesh_shape={format_mesh_shape(best.sizes)}"])
