@@ -252,13 +252,18 @@ def test_schedules():
 
 
 def test_phases_in_steps_tokens_and_ratio():
-    def warmup(*words: str) -> int:
-        return count_phase_steps(compose(list(words)).config.scheduler, "warmup", [(200, 10)])
+    def count(*words: str, phase: str = "warmup", spans=((200, 10),)) -> int:
+        return count_phase_steps(compose(list(words)).config.scheduler, phase, spans)
 
-    assert warmup("scheduler.warmup_ratio=0.1") == 20
-    assert warmup("scheduler.warmup_tokens=500") == 50
-    assert warmup("scheduler.warmup_steps=7") == 7
-    assert warmup("scheduler.warmup_steps=0") == 0
+    assert count("scheduler.warmup_ratio=0.1") == 20
+    assert count("scheduler.warmup_tokens=500") == 50
+    assert count("scheduler.warmup_steps=7") == 7
+    assert count("scheduler.warmup_steps=0") == 0
+    stages = ((10, 10), (20, 30))  # 10 steps of 10 tokens, then 20 of 30
+    found = [count(f"scheduler.warmup_tokens={tokens}", spans=stages) for tokens in (70, 190, 1000)]
+    assert found == [7, 10 + 3, 10 + 30]
+    words = ["scheduler=wsd", "scheduler.decay_tokens=660"]  # which ends with the run
+    assert count(*words, phase="decay", spans=stages) == 20 + 6
     assert schedule("scheduler=constant", "scheduler.warmup_steps=0")[0] == 1
 
 

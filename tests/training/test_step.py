@@ -12,6 +12,7 @@ from support.harness import ONE_LAYER, SGD, batch, program
 from tunix.sharding.arrays import bytes_per_device
 from tunix.sharding.table import keeping_axes
 from tunix.training.loss import find_loss_kind
+from tunix.training.train_spec import TrainSpec
 
 ONE = "model.mesh_shape=[[1],[fsdp]]", "distributed.allow_idle_devices=true"
 TOLERANCE = 1e-5  # float32; sums in another order
@@ -242,6 +243,19 @@ def test_a_step_that_is_not_finite_or_learns_nothing_changes_only_its_counters_a
     good = trained.run(batch(), steps=10)
     assert good[0]["skipped"] == 0
     assert good[-1]["loss"] < 0.8 * good[0]["loss"]
+
+
+def test_each_microbatch_of_each_step_has_a_seed_of_its_own(monkeypatch):
+    """So dropout draws other numbers in each."""
+
+    def report_seeds(params, batch, seeds):
+        sums = {"loss": jnp.zeros(()), "first": seeds[0].astype("float32"), "last": seeds[-1].astype("float32")}
+        return jax.tree.map(jnp.zeros_like, params), jnp.ones(()), sums
+
+    monkeypatch.setattr(TrainSpec, "gradients", lambda self: report_seeds)
+    rows = {"tokens": np.zeros((3, 2, 32), np.int32)}
+    lines = program(*ONE, *ONE_LAYER, *SGD).run(rows, steps=2)
+    assert [(line["first"], line["last"]) for line in lines] == [(0, 2), (3, 5)]
 
 
 def test_z_loss_is_added_and_reported(reference):
