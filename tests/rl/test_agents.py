@@ -255,6 +255,7 @@ def test_credit_of_turns():
         episode([(0, 1), (2, 4)], [0.5, 0.0]),
         episode([(0, 1)], [0.0], problem="late"),
     ]
+    assert [each.reward for each in (*group, episode([(0, 1)], [1.0], problem="late"))] == [1.0, 0.5, 0.0, 0.0]
     rewards = np.array([[1.0, 0.5, 0.0]])
     found = credit_turns(group, rewards, [False] * 3, center, 10)
     answers = [Answer(each.tokens, [0.0] * len(each.tokens), [0.0] * len(each.tokens), True) for each in group]
