@@ -20,7 +20,7 @@ from tunix.evaluate import evaluate
 from tunix.inference.engine import Answer
 from tunix.play import play
 from tunix.rl.episodes import Episode, Played, Player, credit_turns
-from tunix.rl.rollouts import RolloutGroup, Rollouts, arrange_answers, center
+from tunix.rl.rollouts import RolloutGroup, Rollouts, arrange_answers, center, leave_one_out
 from tunix.rl.scoring import Scores
 
 
@@ -264,6 +264,7 @@ def test_credit_of_turns():
     np.testing.assert_allclose(found[0], [0, 0.5, 0.5, 0, 0.5, 0.5, 0, 0, 0, 0])
     np.testing.assert_allclose(found[1], [0, 0, 0, -0.5, -0.5, 0, 0, 0, 0, 0])
     np.testing.assert_allclose(found[2], [0, -0.5, 0, 0, 0, 0, 0, 0, 0, 0])
+    assert credit_turns(group, rewards, [False] * 3, leave_one_out, 10)[0].tolist()[7:] == [0, 0, 0]  # a turn alone
     # With rewards of the last turn (0.2), and an episode that is cut and counts as 0.
     found = credit_turns(group, np.array([[1.2, 0.0, 0.0]]), [False, True, False], center, 10)
     np.testing.assert_allclose(found[0], [0, 0.8, 0.8, 0, 0.6, 0.6, 0, 0, 0, 0])
