@@ -125,11 +125,26 @@ def test_rows_end_with_few_pages():
     assert min(waits[3:]) > 0
 
 
+def test_pages_are_given_as_long_as_all_rows_can_end():
+    """One after the other, those that need least first; the last page counts, and shared ones only with their last row."""
+    pool = PagePool(160, 20)
+    assert None not in [pool.begin(*row) for row in ((0, 15, None), (1, 127, None, 144), (2, 47, None, 64))]
+    pool = PagePool(160, 20)
+    assert None not in [pool.begin(*row) for row in ((0, 15, None), (1, 15, None), (2, 15, None, 32))]
+    assert pool.extend({0: 144, 1: 144}) == {0, 1}  # one page is left, and each row may need one more
+    pool = PagePool(320, 40)
+    shared = pool.begin(0, 160, (), 192)
+    assert None not in [pool.begin(*row) for row in ((1, 160, shared, 304), (2, 15, None, 320), (3, 15, None, 272))]
+    pool.give_back(shared)
+    # Row 0 would end and leave 5 pages of its own, where row 3 would need 6; row 1 has the shared ones still.
+    assert pool.extend({2: 208, 3: 176}) == {2}
+
+
 def test_an_answer_that_may_be_short_waits_for_no_more_than_it_can_use():
-    """26 pages are two of the longest rows, and five of 5 pages with one to spare."""
+    """26 pages are two of the longest rows, for which there always is room; and five of 5 pages with one to spare."""
     begun = {}
     for longest in (None, 76):
-        pool = PagePool(200, 26)
+        pool = PagePool(200, 1)
         begun[longest] = sum(pool.begin(number, 60, None, longest) is not None for number in range(10))
     assert begun == {None: 2, 76: 5}
 
