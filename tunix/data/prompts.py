@@ -249,14 +249,12 @@ class PromptOrder:
         self.num_left_out = 0  # by the curriculum, in all
         # For each prompt that is left out, how often it will still be; by what its row says, whatever its number is.
         self.turns_left: dict[str, int] = unpack(start.curriculum)
-        # Of the two newest rollouts, by their first steps: what was before each, and the range of samples that it took.
-        self.before: dict[int, tuple[int, dict[str, int]]] = {}
-        self.ranges: dict[int, range] = {}
+        self.before: dict[int, tuple[int, dict[str, int]]] = {}  # what was before the newest rollout, by its first step
+        self.ranges: dict[int, range] = {}  # the samples that the two newest took, by their first steps
 
     def begin(self, first_step: int) -> None:
         """Remember what a checkpoint before a rollout has to keep: the next one may be drawn before it is saved."""
-        self.before = dict([*self.before.items()][-1:])
-        self.before[first_step] = self.num_extra, dict(self.turns_left)
+        self.before = {first_step: (self.num_extra, dict(self.turns_left))}
 
     def end(self, first_step: int, planned: range, number: int) -> None:
         """Note that a rollout took all samples up to `number`, in the place of those that its steps count."""
