@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -83,3 +84,10 @@ def test_flops_of_a_forward_pass(name, mtp):
             unseen += 2.0 * each.num_heads * (heads.dim + heads.value_dim) * unseen_pairs
     derived = forward_flops_per_token(cfg, arch.num_active, LENGTH) + chunk_flops_per_token(cfg, LENGTH) + unseen
     assert sum(products(traced.jaxpr.jaxpr)) / (ROWS * LENGTH) == pytest.approx(derived, rel=0.01)
+
+
+@pytest.mark.parametrize(("kind", "tokens"), [("window", [1, 2, 3, 4, 4, 4]), ("chunk", [1, 2, 3, 4, 1, 2])])
+def test_tokens_that_local_layers_see(kind, tokens):
+    cfg = SimpleNamespace(local_attention=kind, list_windows=lambda seq_len: [4, seq_len])
+    assert attended_tokens(cfg, 6, [0]) == pytest.approx(np.mean(tokens))
+    assert attended_tokens(cfg, 6, [0, 1]) == pytest.approx(np.mean(tokens) + 3.5)
