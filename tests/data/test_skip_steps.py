@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tunix.base.errors import UserError
+from tunix.checkpoints.checkpoint import check_same
 from tunix.config.compose import compose
 from tunix.config.task import Cycle
 from tunix.config.training import read_steps
@@ -74,3 +75,10 @@ def test_samples_that_are_left_out_bring_the_end_of_an_epoch_nearer():
 def test_ranges_that_mean_nothing_are_refused(value, message):
     with pytest.raises(UserError, match=message):
         compose([f"training.skip_steps={value}"])
+
+
+def test_steps_that_a_checkpoint_has_learnt_from_are_not_left_out():
+    saved, position = compose([]).config.model_dump(mode="json", by_alias=True), Position(3, 24, "data", "tokenizer")
+    check_same(compose(["training.skip_steps=[4:5]"]).config, saved, position, position)
+    with pytest.raises(UserError, match=r"skip_steps=3:5 begins before step 4, .*, or training.skip_steps=\[4:5\]"):
+        check_same(compose(["training.skip_steps=[3:5]"]).config, saved, position, position)

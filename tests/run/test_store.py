@@ -3,7 +3,9 @@
 import json
 import os
 import shutil
+from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +21,7 @@ from tunix.checkpoints.folders import Folder
 from tunix.checkpoints.root import check_root
 from tunix.checkpoints.store import WAITING, Record, Store, list_dropped
 from tunix.config.compose import compose
+from tunix.data.batches import Position
 from tunix.processes import peers
 
 STATE = {"params": {"w": jnp.arange(12.0).reshape(3, 4)}}
@@ -282,3 +285,18 @@ def test_what_others_put_among_the_checkpoints_stays(tmp_path):
     shutil.rmtree(tmp_path / "2" / "metrics")
     assert open_at(tmp_path).storage.read_metrics(2) is None
     assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "7", "8", "notes"]
+
+
+@pytest.mark.parametrize(("window", "is_kept"), [(8, True), (4, False), (0, False)])
+def test_a_window_of_spikes_of_another_length_is_left_out(window, is_kept):
+    """The run begins it anew, as where the checkpoint has none."""
+    cfg, position = compose([]).config, Position(3, 24, "data", "tokenizer")
+    info = {"config": cfg.model_dump(mode="json", by_alias=True), "position": asdict(position)}
+    info["parts"] = {"copies": [], "spike_window": window}
+    store = SimpleNamespace(
+        folder="here", steps=lambda: [3], check=lambda _: None, info=lambda _: info, check_state=lambda *_: None,
+        restore=lambda _, wanted: wanted, put_aside=lambda _: None,
+    )  # fmt: skip
+    found = Checkpoints(store).restore(None, {"params": {}, "spikes": {"loss": np.zeros(8)}}, cfg, position)
+    assert found is not None
+    assert ("spikes" in found[0]) == is_kept
