@@ -10,9 +10,18 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import NamedSharding
 from models.test_parity import MODELS, PARITY
+from support.harness import program
+from support.images import SEES, SEES_ANY_SIZE, SEES_TILES
 
 from tunix.config.pretrained_config import trained_model
-from tunix.models.flops import attended_tokens, chunk_flops_per_token, forward_flops_per_token
+from tunix.data.batches import IMAGE_FIELDS
+from tunix.models.flops import (
+    attended_tokens,
+    chunk_flops_per_token,
+    forward_flops_per_token,
+    forward_tower_flops,
+)
+from tunix.models.vision import Images
 from tunix.sharding.layout import STRATEGIES, Layout
 from tunix.sharding.mesh import device_mesh
 from tunix.training.state import abstract_params, describe
@@ -26,7 +35,7 @@ def is_repeated_vector(equation) -> bool:
     return for_tokens and vector.size > 1 and not {0, 1} & set(equation.params["broadcast_dimensions"])
 
 
-def products(jaxpr) -> Iterator[float]:
+def products(jaxpr, with_biases: bool = True) -> Iterator[float]:
     """Yield the FLOPs of each product of a program, those in a loop as often as it runs.
 
     A vector at work is a product that sums over nothing (a bias), or a vector that is repeated for every token (the
@@ -37,7 +46,7 @@ def products(jaxpr) -> Iterator[float]:
             (summed, _), _ = each.params["dimension_numbers"]
             left, right = (value.aval.shape for value in each.invars)
             num_summed = math.prod(left[dim] for dim in summed)
-            scales = 1 in (math.prod(left), math.prod(right))
+            scales = 1 in (math.prod(left), math.prod(right)) or (num_summed == 1 and not with_biases)
             yield 0.0 if scales else 2.0 * math.prod(each.outvars[0].aval.shape) * num_summed
         elif each.primitive.name == "broadcast_in_dim" and is_repeated_vector(each):
             yield 2.0 * math.prod(each.outvars[0].aval.shape)
@@ -47,7 +56,7 @@ def products(jaxpr) -> Iterator[float]:
             yield 1.0 * math.prod(each.outvars[0].aval.shape) * each.invars[0].aval.shape[-1]
         times = each.params.get("length", 1) if each.primitive.name == "scan" else 1
         for inner in jaxprs_in_params(each.params):
-            yield times * sum(products(inner))
+            yield times * sum(products(inner, with_biases))
 
 
 CASES = [(name, False) for name in MODELS] + [(name, True) for name in ("deepseek_v3", "glm4_moe", "qwen3_next")]
@@ -91,3 +100,22 @@ def test_tokens_that_local_layers_see(kind, tokens):
     cfg = SimpleNamespace(local_attention=kind, list_windows=lambda seq_len: [4, seq_len])
     assert attended_tokens(cfg, 6, [0]) == pytest.approx(np.mean(tokens))
     assert attended_tokens(cfg, 6, [0, 1]) == pytest.approx(np.mean(tokens) + 3.5)
+
+
+@pytest.mark.parametrize("words", [SEES, SEES_ANY_SIZE, SEES_TILES], ids=["squares", "any size", "tiles"])
+def test_flops_of_the_tower_for_an_image(words):
+    """Of an image of the largest size; biases, which the derived FLOPs leave out, are sums over nothing."""
+    words = [*words, "training.images_per_row=1", "training.seq_len=48", "model.mesh_shape=[[1],[fsdp]]"]
+    spec = program(*words, "distributed.allow_idle_devices=true", "task=sft", "data=jsonl", "data.paths=[x]").built
+    batch = {name: leaf for name, leaf in spec.abstract_batch.items() if leaf.dtype != np.float32}
+
+    def see(params, batch):
+        model, rows = spec.arch.module(params), {name: leaf[0] for name, leaf in batch.items()}
+        x = model.embed(model.vocab_weights(), rows["tokens"], rows["positions"])
+        inputs = model.add_images(x, rows["positions"], Images(*(rows[name] for name in IMAGE_FIELDS)))
+        return inputs.x, inputs.features
+
+    with jax.set_mesh(spec.mesh):
+        traced = jax.jit(see).trace(spec.abstract["params"], batch)
+    derived = sum(forward_tower_flops(spec.cfg.model, spec.cfg.model.vision)) * spec.batch.num_rows
+    assert sum(products(traced.jaxpr.jaxpr, with_biases=False)) == pytest.approx(derived, rel=1e-6)
