@@ -23,7 +23,7 @@ from tunix.data.tokenizer import load_vocab
 from tunix.inference.engine import Answer
 from tunix.inference.gathered import gather
 from tunix.inference.kv_cache import make_cache, prefill
-from tunix.inference.sampling import Sampling, find_stop_ids, select, select_greedy
+from tunix.inference.sampling import Sampling, _run_race, find_stop_ids, select, select_greedy
 
 PARITY = ROOT / "tests" / "models" / "parity"
 PROMPTS = [[5, 9, 11], [7] * 20, [3]]
@@ -126,12 +126,14 @@ def test_a_stop_id_ends_one_answer_and_not_the_others(gemma, together):
 def test_every_id_that_ends_an_answer_is_known(hf_dir, tmp_path):
     """The end of a document, that of a turn in the chat template, those of the model's files, and the user's words."""
     (tmp_path / "end.jinja").write_text(
-        "{% for m in messages %}{{ m['content'] }}{{ '<pad>' if m['role'] == 'assistant' }}{% endfor %}"
+        "{% for m in messages %}{{ m['content'] }}{{ '<pad><bos>' if m['role'] == 'assistant' }}{% endfor %}"
     )
     vocab = load_vocab(str(hf_dir), chat_template=str(tmp_path / "end.jinja"))
     (tmp_path / "config.json").write_text('{"eos_token_id": 7}')
     assert find_stop_ids(vocab, (), tmp_path) == (0, 2, 7)
-    (tmp_path / "config.json").write_text('{"text_config": {"eos_token_id": 6}}')  # a model that sees
+    (tmp_path / "config.json").write_text(
+        '{"eos_token_id": null, "text_config": {"eos_token_id": 6}}'
+    )  # a model that sees
     assert find_stop_ids(vocab, (), tmp_path) == (0, 2, 6)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [9, 8]}')  # it stands above config.json
     word = vocab.backend.token_to_id("a")
@@ -327,3 +329,10 @@ def test_the_largest_random_number_draws_no_token_that_was_left_out():
     logits[0, 86] = 5
     drawn = jax.jit(select, static_argnums=2)(logits, key[None], Sampling(8, 1.0, top_k=1))
     assert drawn.tokens.tolist() == [86]
+
+
+@pytest.mark.parametrize("bits", [0, 2**32 - 1])
+def test_no_random_number_is_0_or_1(bits, monkeypatch):
+    """0 would win against every token, and draw one that was left out."""
+    monkeypatch.setattr(jax.random, "bits", lambda key, shape, dtype: jnp.full(shape, bits, dtype))
+    assert _run_race(jnp.array([[0.0, 1.0, 2.0]]), jax.random.key(0)[None]).tolist() == [2]
