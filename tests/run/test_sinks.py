@@ -5,6 +5,7 @@ import resource
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from tensorboard.plugin_util import markdown_to_safe_html
 
 import tunix
 from tunix.base.errors import UserError
+from tunix.config.batch import BatchShape
 from tunix.config.compose import compose
 from tunix.processes.watchdog import Watchdog
 from tunix.run.metrics import Metrics, StartedStep, make_record
@@ -184,3 +186,14 @@ def test_a_loss_may_not_report_a_number_of_the_batch():
     sizes: Any = None  # not read before
     with pytest.raises(UserError, match="task.loss: its sums have reward, which the line of step 2 has already"):
         make_record(StartedStep(2, {}, {"reward": 0.25}), {"loss": 1.0, "reward": 7.0}, 1.0, sizes, None)
+
+
+def test_the_speed_of_a_step_is_that_of_the_rows_in_use():
+    """On all devices together; MFU compares one of them with its peak."""
+    schedule = SimpleNamespace(at=lambda step: SimpleNamespace(shape=BatchShape(2, 4, 10)))
+    sizes: Any = SimpleNamespace(schedule=schedule, flops_by_length={10: 1e12}, num_devices=4)
+    names = ("tokens_per_s", "tokens_per_s_per_device", "tflops_per_device", "mfu")
+    for numbers, expected in (({}, (40, 10, 10, 0.5)), ({"rows_used": 4}, (20, 5, 5, 0.25))):
+        line = make_record(StartedStep(3, {}, numbers), {"loss": float("nan"), "skipped": 1.0}, 2.0, sizes, 20.0)
+        assert tuple(line[name] for name in names) == expected
+        assert (line["loss"], line["skipped"]) == (None, 1)
