@@ -10,7 +10,7 @@ from support.harness import ONE_LAYER, SMALL, batch, program
 
 from tunix.base.errors import UserError
 from tunix.config.compose import compose
-from tunix.optimizers.moments import Block, _decode, _encode
+from tunix.optimizers.moments import Block, _decode, _encode, _to_half
 from tunix.training.choices import build_layout, build_mesh
 from tunix.training.optimizer import check_phases, count_phase_steps, make_optimizer, make_schedule
 from tunix.training.state import describe
@@ -313,3 +313,12 @@ def test_roots_of_squares_in_8_bits_are_right_in_the_mean(root):
     np.testing.assert_allclose(roots[:, 0], 1, rtol=1e-5)
     np.testing.assert_allclose(roots[:, 1:].mean(), root, rtol=0.003 if root > 1e-4 else 0.02)
     assert (roots > 0).all()
+
+
+def test_squares_in_bfloat16_are_right_in_the_mean():
+    """A quarter of the way to the next number, a quarter is rounded up: other places in each step."""
+    squares = jnp.full((64, 64), 1 + 2**-9, jnp.float32)
+    first, second = (_to_half(squares, None, True, jnp.int32(count)) > 1 for count in (1, 2))
+    assert [float(each.mean()) for each in (first, second)] == pytest.approx([0.25, 0.25], abs=0.03)
+    assert float((first & second).mean()) == pytest.approx(0.25**2, abs=0.02)
+    assert not (_to_half(squares, None, False, None) > 1).any()  # a mean goes to the nearest one
