@@ -170,7 +170,7 @@ def test_a_tokenizer_learns_the_same_from_pieces(monkeypatch):
 
 
 def test_a_tokenizer_learns_from_parts_of_a_long_word():
-    """Its time is the square of a word's length: a genome of 1 MB took a quarter of an hour, and no key stopped it."""
+    """Its time is the square of a word's length: a genome of 1 MB took 7 minutes, one of 4 MB would take two hours."""
     cfg = compose(["data=synthetic", "tokenizer.vocab_size=300"]).config.tokenizer
     backend = train_vocab(cfg, ["ab" * 4096, "ab cd"]).backend
     assert max(map(len, backend.get_vocab())) == 4096
