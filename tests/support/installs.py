@@ -20,8 +20,8 @@ QUICKLY = ("install", "-q", "--no-compile")  # Python compiles the few files tha
 
 @contextmanager
 def one_at_a_time(label: str = "installs") -> Iterator[None]:
-    """Let one process of this machine after the other do `label`."""
-    with (Path(tempfile.gettempdir()) / f"tunix-test-{label}.lock").open("w") as lock:
+    """Let one process of this user after the other do `label`."""
+    with (Path(tempfile.gettempdir()) / f"tunix-test-{os.getuid()}-{label}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
