@@ -1,13 +1,19 @@
-"""`python -m benchmarks.gpu` at tiny sizes: each part runs here, so that it works the first time on a GPU."""
+"""`python -m benchmarks.gpu` at tiny sizes: each part runs here, so that it works the first time on a GPU.
+
+And `make bench`, which no other test starts.
+"""
 
 import sys
 
 import jax
 import pytest
+from support.harness import ONE_LAYER, SMALL
 
-from benchmarks import gpu, gpu_blocks, gpu_kernels
+from benchmarks import gpu, gpu_blocks, gpu_kernels, minimal, step
+from tunix.checkpoints.checkpoint import Checkpoints
 from tunix.config.compose import compose
 from tunix.models.kernels import EXPERT_BLOCKS, FLASH_BLOCKS
+from tunix.run.metrics import Metrics
 
 
 @pytest.mark.parametrize("name", gpu.CASES)
@@ -59,3 +65,22 @@ def test_blocks_of_kernels_are_compared(monkeypatch):
     assert len(lines) == 3 + 7
     assert lines[0].startswith("64 forward: (")
     assert all("ms" in line.split("|")[1] for line in lines)
+
+
+@pytest.mark.nightly
+def test_the_loop_around_the_step(corpus, monkeypatch, capsys):
+    for kind, name in ((Metrics, "write"), (Checkpoints, "save")):
+        monkeypatch.setattr(kind, name, getattr(kind, name))  # comes back
+    for module, values in (
+        (minimal, {"V": 320, "D": 32, "F": 64, "L": 1, "N": 2, "H": 8, "WINDOW": 8}),
+        (step, {"STEPS": 10, "ROUNDS": 1, "WARMUP": 2, "LAYERS": (1, 2)}),
+    ):
+        for name, value in values.items():
+            monkeypatch.setattr(module, name, value)
+    words = [*step.WORDS, *SMALL, *ONE_LAYER, "data=text", f"data.paths=['{corpus}']"]
+    monkeypatch.setattr(step, "WORDS", words)
+    step.main()
+    table = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()[-7:])
+    assert [*table] == ["machine", "work", "step", "wait", "writing", "checkpoint", "compiling"]
+    assert table["checkpoint"].endswith("(1 saves)")
+    assert "of 1 rounds of 10 steps" in table["work"]
