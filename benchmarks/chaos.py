@@ -40,6 +40,7 @@ from conftest import write_corpus
 from support.harness import PAIR
 from support.processes import Processes
 
+from benchmarks.arguments import check_names, read_values
 from benchmarks.faults import left
 from tunix.processes.supervisor import CHILD
 
@@ -408,15 +409,14 @@ def describe(seconds: list[float]) -> str:
 
 
 def main(words: list[str]) -> int:
+    given = read_values(words, seconds="300", seed="0", kinds=",".join(KINDS).replace(" ", "_"))
+    kinds = given["kinds"].replace("_", " ").split(",")
+    check_names(kinds, KINDS)
     if os.environ.setdefault("CHAOS_NETWORK", "machine") == "machine":  # take a network of our own, to cut it
         os.environ["CHAOS_NETWORK"] = "own"
         os.execvp("unshare", ["unshare", "--net", "--mount", sys.executable, "-m", "benchmarks.chaos", *words])
     subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
-    given = dict(word.split("=") for word in words)
-    kinds = [name.replace("_", " ") for name in given["kinds"].split(",")] if "kinds" in given else KINDS
-    if unknown := {*kinds} - {*KINDS}:
-        sys.exit(f"no such event: {', '.join(sorted(unknown))}; there are {', '.join(KINDS)}")
-    seed, until = int(given.get("seed", 0)), time.time() + float(given.get("seconds", 300))
+    seed, until = int(given["seed"]), time.time() + float(given["seconds"])
     root = Path(tempfile.mkdtemp())
     os.environ.update(
         TUNIX_CACHE_DIR=str(root / "cache"), JAX_PLATFORMS="cpu", JAX_COMPILATION_CACHE_DIR=str(root / "jax"),

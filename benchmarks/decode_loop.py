@@ -20,6 +20,7 @@ def main(words: list[str]) -> None:
     import jax
     from support.decoding import compile_decode
 
+    from benchmarks.arguments import read_values
     from tunix.config.compose import compose
     from tunix.costs.compiled_time import Speeds, predict_time
     from tunix.costs.devices import read_topology
@@ -30,8 +31,8 @@ def main(words: list[str]) -> None:
     from tunix.training.choices import build_mesh
     from tunix.training.train_spec import assemble
 
-    given = {"model": "gemma3_1b", "rows": "256", "slots": "1024"} | dict(word.split("=") for word in words)
-    rows, slots, cache_dtype = int(given["rows"]), int(given["slots"]), given.get("cache_dtype")
+    given = read_values(words, model="gemma3_1b", rows="256", slots="1024", cache_dtype="")
+    rows, slots, cache_dtype = int(given["rows"]), int(given["slots"]), given["cache_dtype"] or None
     sampling = Sampling(slots // 2, cache_dtype=cache_dtype)
     cfg = compose([f"model={given['model']}", "tokenizer.path=x.json", "model.mesh_shape=[[1],[fsdp]]"]).config
     mesh = build_mesh(cfg, describe_devices(read_topology("h100:1")))

@@ -24,6 +24,8 @@ from conftest import write_corpus
 from support.harness import PAIR, ROOT, metrics
 from support.processes import Processes
 
+from benchmarks.arguments import check_names
+
 PAGE, MARK = ROOT / "docs" / "reliability.md", "<!-- written by make faults -->\n"
 HEARTBEAT_S, STEP_DEADLINE_S, PHASE_DEADLINE_S = 10, 10, 20  # of a quiet machine
 PLACES = {"start": 0, "compile": 0, "step": 60, "save": 50, "evaluation": 50}  # and the step it is in
@@ -159,8 +161,7 @@ def measure(events: list[Event], words: list[str], root: Path) -> list[Row]:
 
 
 def main(chosen: list[str]) -> int:
-    if unknown := set(chosen) - {*CODES, *PLACES}:
-        sys.exit(f"no such event or place: {', '.join(sorted(unknown))}; there are {', '.join([*CODES, *PLACES])}")
+    check_names(chosen, [*CODES, *PLACES])
     root = Path(tempfile.mkdtemp())
     os.environ.update(
         TUNIX_CACHE_DIR=str(root / "cache"), JAX_PLATFORMS="cpu", JAX_COMPILATION_CACHE_DIR=str(root / "jax"),

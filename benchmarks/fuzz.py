@@ -31,6 +31,7 @@ import pyarrow.parquet
 from support import forks
 from support.harness import ROOT, SMALL
 
+from benchmarks.arguments import read_values
 from benchmarks.fuzz_requests import make_requests
 from tunix.config import Config, Section, commands
 from tunix.config.mistakes import list_sections, read_rows
@@ -525,13 +526,7 @@ def try_case(case: Case, root: Path) -> tuple[End, list[str]]:
 
 
 def main(words: list[str]) -> int:
-    given = {
-        "seed": "0",
-        "minutes": "60",
-        "keep": "build/fuzz",
-        "workers": "2",
-        **dict(word.split("=", 1) for word in words),
-    }
+    given = read_values(words, seed="0", minutes="60", keep="build/fuzz", workers="2", case="")
     keep = Path(given["keep"])
     signal.signal(signal.SIGINT, signal.default_int_handler)  # commands would ignore it where a shell began this behind
     with tempfile.TemporaryDirectory() as name:
@@ -543,7 +538,7 @@ def main(words: list[str]) -> int:
         (home / "home").mkdir()
         root = home / "root"
         make_root(root)
-        if "case" in given:
+        if given["case"]:
             case = Case(**json.loads(Path(given["case"]).read_text())["case"])
             end, faults = try_case(case, root)
             print(end.stdout, end.stderr, faults or "as it should be", sep="\n")

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.arguments import read_values
 from benchmarks.long_tails import MODEL, PROMPT, VOCAB
 from benchmarks.models import write_model
 
@@ -72,8 +73,9 @@ def ask(command: list[str], question: dict) -> dict:
 
 
 def main(words: list[str]) -> None:
-    given = {"batches": "1,8,16,32,128", "new": "32", "dtype": "float32", "rounds": "2"}
-    given |= dict(word.split("=") for word in words)
+    given = read_values(words, batches="1,8,16,32,128", new="32", dtype="float32", rounds="2")
+    if "TRANSFORMERS_PYTHON" not in os.environ:
+        sys.exit("TRANSFORMERS_PYTHON must name a Python with torch and transformers")
     rng = np.random.default_rng(1)
     cases = [(kind, int(batch)) for kind in KINDS for batch in given["batches"].split(",")]
     lengths = [draw_lengths(kind, batch, int(given["new"])) for kind, batch in cases]

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.arguments import read_values
 from benchmarks.models import write_model
 
 MODEL = ["model.embed_dim=512", "model.mlp_dim=1536", "model.num_layers=8", "model.num_heads=8", "model.num_kv_heads=4"]
@@ -61,9 +62,7 @@ def main(words: list[str]) -> None:
 
     import tunix
 
-    given = {"answers": "64", "rows": "8", "longest": "256", "caches": "slots"} | dict(
-        word.split("=") for word in words
-    )
+    given = read_values(words, answers="64", rows="8", longest="256", caches="slots")
     count, rows, longest = (int(given[name]) for name in ("answers", "rows", "longest"))
     rng = np.random.default_rng(1)
     prompts = rng.integers(3, VOCAB, (count, PROMPT)).tolist()

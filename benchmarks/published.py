@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import yaml
 
+from benchmarks.arguments import check_names
 from tunix.config import Config
 from tunix.config.compose import compose
 from tunix.costs.compiled_time import StepTime, predict_time
@@ -100,6 +101,7 @@ class Run:
 
 def main(words: list[str]) -> None:
     runs = [Run(name, **values) for name, values in yaml.safe_load(RUNS.read_text()).items()]
+    check_names(words, ["derived", *(run.name for run in runs)])
     chosen = [word for word in words if word != "derived"]
     runs = [run for run in runs if run.name in chosen or not chosen]
     if "derived" in words:

@@ -11,6 +11,7 @@ from collections import deque
 
 import numpy as np
 
+from benchmarks.arguments import read_values
 from tunix.costs.rollout import CHUNK, PAGE, count_slots, pad_rows, select_fewer_rows
 from tunix.inference.page_pool import PagePool
 
@@ -91,7 +92,7 @@ def main(words: list[str]) -> None:
     from tunix.costs.devices import read_topology
     from tunix.plan.ranking import rank
 
-    given = {"cache_dtype": "null"} | dict(word.split("=") for word in words)
+    given = read_values(words, cache_dtype="null")
     cluster, plans = read_topology("h100:1"), {}
     for cache in ("slots", "pages"):
         cfg = compose([

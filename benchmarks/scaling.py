@@ -12,6 +12,7 @@ import sys
 from dataclasses import replace
 from itertools import product
 
+from benchmarks.arguments import check_names
 from tunix.config.compose import compose
 from tunix.costs.devices import PLATFORM, read_topology
 from tunix.costs.step import find_train_spec
@@ -57,6 +58,7 @@ def describe(model: str, scaling: str, best: Candidate) -> str:
 
 
 def main(words: list[str]) -> None:
+    check_names(words, ["derived", *MODELS, *SEQUENCES, *map(str, NODES)])
     models, scalings = ([name for name in names if name in words] or names for names in (MODELS, SEQUENCES))
     nodes = [count for count in NODES if str(count) in words] or NODES
     print(HEAD, "|---" * HEAD.count(" | ") + "|---|", sep="\n")

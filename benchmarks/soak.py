@@ -22,6 +22,8 @@ from support.devices import xla_flags
 from support.harness import PAIR, ROOT
 from support.processes import Processes
 
+from benchmarks.arguments import read_values
+
 LIMIT_S = 900  # with a load average of 25, a start that takes 7 s has taken 290
 LAST_WORDS = ("terminate called", "FATAL", "Fatal Python error", "Traceback")  # of a process that does not end well
 
@@ -82,8 +84,8 @@ def start(kind: Kind, folder: Path, data: list[str]) -> tuple[float, list[int], 
 
 
 def main(words: list[str]) -> int:
-    given = dict(word.split("=") for word in words)
-    root, rng = Path(tempfile.mkdtemp()), random.Random(int(given.get("seed", 0)))
+    given = read_values(words, count="300", seed="0")
+    root, rng = Path(tempfile.mkdtemp()), random.Random(int(given["seed"]))
     os.environ.update(
         TUNIX_CACHE_DIR=str(root / "cache"), JAX_PLATFORMS="cpu", JAX_COMPILATION_CACHE_DIR=str(root / "jax"),
         JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0",
@@ -92,7 +94,7 @@ def main(words: list[str]) -> int:
     _, codes, text = start(Kind(1, ["run_training.py", *TRAIN, "hydra.run.dir=RUN"]), root, data)
     assert codes == [0], text
     results = {name: Ends() for name in KINDS}
-    for number in range(int(given.get("count", 300))):
+    for number in range(int(given["count"])):
         name = rng.choice([*KINDS])
         kind, ends = KINDS[name], results[name]
         try:

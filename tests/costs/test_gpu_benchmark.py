@@ -1,6 +1,6 @@
 """`python -m benchmarks.gpu` at tiny sizes: each part runs here, so that it works the first time on a GPU.
 
-And `make bench`, which no other test starts.
+And `make bench`, which no other test starts, and words that programs of this folder do not know.
 """
 
 import sys
@@ -9,7 +9,22 @@ import jax
 import pytest
 from support.harness import ONE_LAYER, SMALL
 
-from benchmarks import gpu, gpu_blocks, gpu_kernels, minimal, step
+from benchmarks import (
+    chaos,
+    faults,
+    fuzz,
+    generation,
+    gpu,
+    gpu_blocks,
+    gpu_kernels,
+    long_tails,
+    minimal,
+    published,
+    rollout_prediction,
+    scaling,
+    soak,
+    step,
+)
 from tunix.checkpoints.checkpoint import Checkpoints
 from tunix.config.compose import compose
 from tunix.models.kernels import EXPERT_BLOCKS, FLASH_BLOCKS
@@ -84,3 +99,13 @@ def test_the_loop_around_the_step(corpus, monkeypatch, capsys):
     assert [*table] == ["machine", "work", "step", "wait", "writing", "checkpoint", "compiling"]
     assert table["checkpoint"].endswith("(1 saves)")
     assert "of 1 rounds of 10 steps" in table["work"]
+
+
+PROGRAMS = [chaos, faults, fuzz, generation, long_tails, published, rollout_prediction, scaling, soak]
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+def test_a_word_that_a_measurement_does_not_know_is_refused(program):
+    """It would measure something else, for an hour: `rollout_prediction cache_dtypes=int8` printed bfloat16's numbers."""
+    with pytest.raises(SystemExit, match=r"no such word: countt; there are \w+"):
+        program.main(["countt" if program in (faults, published, scaling) else "countt=3"])
