@@ -605,6 +605,11 @@ def test_larger_chunks_of_logits_where_they_are_known_to_fit(more_bytes, chunk_s
     of_config = find_train_spec(cfg, sizes, "gpu")
     reported = derive_costs(replace(of_config, choices=select(cfg, of_config.mesh, "gpu", ours)))
     assert (reported.memory == needed) == (chunk_size == 2048)
+    # With stages of the batch a run keeps chunks of 4,096 rows, and so does the plan of each stage.
+    stages = ["training.global_batch_size=64", "training.batch_stages=[{until_step:5,global_batch_size:32}]"]
+    staged = make_candidate(compose([*long, *words, *stages]).config, sizes, None, cluster)
+    assert len(staged.stages) == 1
+    assert staged.memory == staged.costs.memory < needed
 
 
 def test_a_run_that_fits_nowhere():

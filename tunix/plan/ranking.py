@@ -245,12 +245,18 @@ def derive_candidate(cfg: Config, sizes: dict[str, int], cluster: Cluster, limit
 
 
 def make_candidate(
-    cfg: Config, sizes: dict[str, int], choice: Any, cluster: Cluster, with_activations: bool = True
+    cfg: Config,
+    sizes: dict[str, int],
+    choice: Any,
+    cluster: Cluster,
+    with_activations: bool = True,
+    is_stage: bool = False,
 ) -> Candidate:
     """Derive the costs of a mesh, with this value of the key that the config leaves open.
 
     `training.remat=auto` becomes `REMAT_THAT_FITS` where the step then fits into a device, else the policy that needs
-    the least memory. Without activations nothing says what fits, so it is the latter. Then `_enlarge_chunks`.
+    the least memory. Without activations nothing says what fits, so it is the latter. Then `_enlarge_chunks`, but not
+    for a stage of the batch, which has the chunks of logits of the run.
     """
     # Copies of activations to the host take longer than computing them again: the fewer there are the better.
     if cfg.training.remat == "auto":
@@ -269,10 +275,10 @@ def make_candidate(
     stages = {}
     for period in train_spec.cfg.training.batch_schedule(sizes).periods[:-1]:
         with_batch = train_spec.cfg.model_copy(update={"training": period.batch})
-        stages[period.shape] = make_candidate(with_batch, sizes, None, cluster, with_activations)
+        stages[period.shape] = make_candidate(with_batch, sizes, None, cluster, with_activations, is_stage=True)
     parts = tuple(stages.values())
     candidate = Candidate(sizes, train_spec.cfg, train_spec.choices, costs, cluster, rollout, stages=parts)
-    return _enlarge_chunks(candidate) if with_activations and choice is None else candidate
+    return _enlarge_chunks(candidate) if with_activations and choice is None and not is_stage else candidate
 
 
 def _enlarge_chunks(candidate: Candidate) -> Candidate:
