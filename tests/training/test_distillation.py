@@ -114,10 +114,10 @@ def test_own_answers_have_the_same_divergence(student):
     fields = dict.fromkeys(("advantages", "log_probs", "reference_log_probs"), zeros)
     batch = student.batch | fields | {TEACHER: student.teacher.params}
 
-    def loss(params):
-        model = student.model.arch.module(params)
+    def loss(params, batch=batch, divide_by="tokens"):
+        model, task = student.model.arch.module(params), cfg.task.model_copy(update={"divide_by": divide_by})
         loss = policy_loss(
-            model, batch, task=cfg.task, sampling=cfg.sampling, chunk_size=4, z_loss=0.0,
+            model, batch, task=task, sampling=cfg.sampling, chunk_size=4, z_loss=0.0,
             teacher=student.describe(0.3, cfg.sampling.temperature),
         )  # fmt: skip
         return loss.objective / loss.weight, loss.sums["teacher_kl"]
@@ -128,6 +128,13 @@ def test_own_answers_have_the_same_divergence(student):
     assert float(value) == pytest.approx(0.5 * expected["loss"], rel=2e-5)
     assert float(mean.total / mean.divisor) == pytest.approx(expected["loss"], rel=2e-5)
     assert norm(gradient) == pytest.approx(0.5 * expected["grad_norm"], rel=2e-5)
+    # Of answers of two tokens each, the mean over answers is that over tokens.
+    mask = student.batch["loss_mask"]
+    two = batch | {"loss_mask": mask * (np.cumsum(mask, 1) <= 2)}
+    assert two["loss_mask"].sum(1).tolist() == [2] * len(mask)
+    with jax.set_mesh(student.model.mesh):
+        means = jax.jit(lambda params: [loss(params, two, by)[0] for by in ("tokens", "answers")])(student.params)
+    assert float(means[0]) == pytest.approx(float(means[1]), rel=1e-5)
 
 
 def test_logits_of_all_tokens_never_exist(student):
