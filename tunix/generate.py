@@ -191,12 +191,13 @@ class Speaker:
     def _encode(self, prompt: Prompt) -> tuple[list[int], Images | None]:
         """Return the tokens of a prompt, and its images; a text without a template is continued."""
         if self.template is not None:
-            if self.template.find_dropped_role(prompt.turns):
+            options = self.model.template_options | (self.command.chat_template_kwargs or {})
+            if self.template.find_dropped_role(prompt.turns, options):
                 raise UserError(
                     f"system={self.command.system}: the chat template drops it; put it into the prompt, or give a "
                     "template that shows it: chat_template=FILE"
                 )
-            text = self.template.render(prompt.turns, add_generation_prompt=True)
+            text = self.template.render(prompt.turns, add_generation_prompt=True, options=options)
             tokenize = self.model.encode_rendered
         else:
             mark = "" if self.images is None else self.images.processor.mark

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 from conftest import write_corpus
+from omegaconf import OmegaConf
 from support.extending import my_parts
 from support.harness import ONE_LAYER, RUN, batch, cli, metrics, program
 
@@ -20,6 +21,7 @@ from tunix.config import Evaluate, Export, Generate
 from tunix.config.command_line import read_settings, run_command
 from tunix.config.compose import compose
 from tunix.data.dataset import load_corpus
+from tunix.data.tokenizer import read_backend
 from tunix.evaluate import evaluate, make_config
 from tunix.export import export
 from tunix.generate import Prompt, Speaker
@@ -96,6 +98,20 @@ def test_an_adapter_goes_on(tuned, hf_dir, monkeypatch, capsys):
     code, error, _ = command(monkeypatch, capsys, *base, "model.lora.rank=4")
     assert code == 2
     assert "has no low-rank updates; leave it out, or give model.init_adapter=ADAPTER" in error
+
+
+def test_a_run_is_asked_as_it_was_trained(tuned, hf_dir, tmp_path):
+    """Its answers have ended at its own tokens, and its template had variables."""
+    run = shutil.copytree(tuned[1].folder, tmp_path / "run")
+    saved = OmegaConf.load(run / "config.yaml")
+    saved.task.chat_template_kwargs, saved.sampling.stop = {"mood": "calm "}, [read_backend(hf_dir).id_to_token(40)]
+    OmegaConf.save(saved, run / "config.yaml")
+    model = load_pretrained(run)
+    assert 40 in model.find_stop_ids()
+    for words, mood in ((), "calm "), (["chat_template_kwargs={mood: 'merged '}"], "merged "):
+        asked = [f"checkpoint={run}", "chat=true", "chat_template='{{ mood }}{{ messages[0].content }}'", *words]
+        speaker = Speaker(model, read_settings(Generate, asked))
+        assert speaker._encode(Prompt([{"role": "user", "content": "a"}]))[0] == model.encode_rendered(f"{mood}a")
 
 
 def test_the_loss_is_of_answers_alone_in_the_words_of_the_folder(tuned, hf_dir, monkeypatch):

@@ -196,6 +196,7 @@ MISTAKES = [
     ([".csv", "id,question\n1,a\n"], "has no prompt in row 1; column=NAME says which column holds the prompts; row 1 has the columns id, question"),
     (["prompt=a", "system=Be brief."], "system is of a chat, and prompts are plain text without one; add chat=true, or drop system"),
     (["prompt=a", "chat_template=chatml"], "chat_template is of a chat"),
+    (["prompt=a", "chat_template_kwargs={calm: true}"], "chat_template_kwargs is of a chat"),
     ([".csv", "prompt\na\nb,c\n"], "has more cells than columns in row 2"),
     ([".csv", 'prompt\n"a\n'], "cannot be read: unexpected end of data"),
     ([".jsonl", PROMPT], "cannot be read: Expecting property name"),

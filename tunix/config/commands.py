@@ -131,6 +131,9 @@ class Generate(Guessing, Decoding, ReadModel):
     """The system's message before a chat."""
     chat_template: str | None
     """A Jinja file, or the name of one of the tokenizer's templates; null is the tokenizer's own."""
+    chat_template_kwargs: dict[str, Any] | None
+    """Variables that the template gets beside the messages, like {enable_thinking: false}, added to those of the run
+    (task.chat_template_kwargs); null for no others."""
     sampling: str | None
     """A file of conf/sampling, like greedy, standard or liberal: its temperature, top_k, top_p and min_p, unless they
     are typed too; null keeps the values of these keys."""
@@ -159,8 +162,8 @@ class Generate(Guessing, Decoding, ReadModel):
             raise ValueError("prompt is empty: it has no token to continue from; give prompt=TEXT")
         if self.prompt is None and self.input is None and not self.chat:
             raise ValueError("give prompt=TEXT, input=FILE or chat=true")
-        if not self.chat and (self.system or self.chat_template):
-            key = "system" if self.system else "chat_template"
+        of_chat = ("system", "chat_template", "chat_template_kwargs")
+        if not self.chat and (key := next((name for name in of_chat if getattr(self, name)), None)):
             raise ValueError(
                 f"{key} is of a chat, and prompts are plain text without one; add chat=true, or drop {key}"
             )

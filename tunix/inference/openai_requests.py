@@ -115,7 +115,8 @@ class RequestReader:
         messages = [
             self._break_special_texts(read_message(message, index)) for index, message in enumerate(parameters.messages)
         ]
-        options = {**(parameters.chat_template_kwargs or {}), **({"tools": tools} if tools else {})}
+        options = self.model.template_options | (parameters.chat_template_kwargs or {})
+        options |= {"tools": tools} if tools else {}
         files = await asyncio.to_thread(self._read_images, messages, arrived)
         # In this thread, which alone can end a template that takes too long.
         text = template.render(messages, add_generation_prompt=True, options=options)

@@ -1,7 +1,7 @@
 """A trained model ready for use, out of a run's folder or Hugging Face's files: `tunix.load_pretrained`."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,9 @@ from tunix.base.files import list_numbers
 from tunix.base.progress import announcing
 from tunix.checkpoints.store import describe_unreadable, find_parts, find_storage, reject_damaged_checkpoint
 from tunix.config import Config, Model, pretrained_config
+from tunix.config.mistakes import validate
 from tunix.config.saved_runs import COPIED, find_run, read_saved
+from tunix.config.task import Sampling as SamplingKeys
 from tunix.data.image_processors import find_processor
 from tunix.data.image_slots import place_images
 from tunix.data.tokenizer import (
@@ -66,6 +68,8 @@ class Pretrained:
     files: Path | None  # Hugging Face's files about it: where it comes from, or what the run began with
     tokenizer: Tokenizer | None
     tokenizer_files: Path  # of a run, its own folder of them
+    stop_strings: tuple[str, ...] = ()  # sampling.stop of a run: its answers have ended there
+    template_options: dict[str, Any] = field(default_factory=dict)  # task.chat_template_kwargs of a run
 
     def __call__(self, tokens: Any, pixel_values: Any = None, image_grid_thw: Any = None) -> jax.Array:
         """Return logits [B, T, V] float32 of tokens [B, T] int32.
@@ -153,7 +157,7 @@ class Pretrained:
     def find_stop_ids(self, stop_strings: tuple[str, ...] = ()) -> tuple[int, ...]:
         """Return the ids of the tokens that end an answer (`sampling.find_stop_ids`), with words of the user's."""
         assert self.tokenizer is not None
-        return find_stop_ids(self.vocab or self.tokenizer, stop_strings, self.files, "stop")
+        return find_stop_ids(self.vocab or self.tokenizer, (*self.stop_strings, *stop_strings), self.files, "stop")
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text that is to be continued.
@@ -375,7 +379,16 @@ def load_pretrained(
     files = folder / FILES if run else folder
     tokenizer_files = folder / TOKENIZER if run else folder
     has_files = (files / "config.json").is_file()  # not in a run that went on from one without them
-    return Pretrained(cfg, mesh, layout, arch, params, files if has_files else None, tokenizer, tokenizer_files)
+    model = Pretrained(cfg, mesh, layout, arch, params, files if has_files else None, tokenizer, tokenizer_files)
+    if not run:
+        return model
+    saved = read_saved(folder)
+    options = saved["task"].get("chat_template_kwargs")
+    return replace(
+        model,
+        stop_strings=validate(SamplingKeys, saved["sampling"], "sampling").stop,
+        template_options=options if isinstance(options, dict) else {},
+    )
 
 
 def load_language_model(source: str | Path, *arguments: Any, **named_arguments: Any) -> Pretrained:
