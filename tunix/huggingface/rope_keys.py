@@ -131,9 +131,7 @@ def read_rope(raw: dict[str, Any], values: dict[str, Any], family: Family) -> di
     rotated: dict[str, Any] = {}  # how many of a head's numbers are rotated, None for all
     (share,) = PARTIAL
     if share in family.absent:
-        if (
-            kind == "proportional"
-        ):  # the share is its own key there, and the first numbers of a head are not all rotated
+        if kind == "proportional":  # its share of the pairs has the same key, and means other numbers of a head
             raise ValueError(f"rope_type={kind} is not understood in a family of which a share of each head is rotated")
         rotated_dim = int(values["head_dim"] * params.pop(share, raw[share]))
         rotated = {"rotated_dim": None if rotated_dim == values["head_dim"] else rotated_dim}
