@@ -112,7 +112,7 @@ def make_config(cmd: Evaluate) -> Config:
             "out, or give model.init_adapter=ADAPTER"
         )
     if cfg.training.micro_batch_size == "auto":  # a run's own choice is for the devices that it ran on
-        cfg = cfg.with_training(micro_batch_size=1)
+        cfg = cfg.with_training(micro_batch_size=1, pipeline_microbatches="auto")
     # An evaluation takes microbatches: the global batch of the run and its stages perhaps do not fit its devices. Each
     # is alone, and a saved `sync_gradients_every` may ask for several.
     of_run = {"global_batch_size": None, "global_batch_tokens": None, "batch_stages": ()}

@@ -18,6 +18,7 @@ from support.harness import ONE_LAYER, RUN, batch, cli, metrics, program
 import tunix
 from tunix.base.errors import UserError
 from tunix.config import Evaluate, Export, Generate
+from tunix.config.batch import count_parts
 from tunix.config.command_line import read_settings, run_command
 from tunix.config.compose import compose
 from tunix.data.dataset import load_corpus
@@ -342,6 +343,14 @@ def test_the_microbatch_of_an_evaluation_has_no_others_to_sum_gradients_with(hf_
     settings = read_settings(Evaluate, ["checkpoint=given"], {"checkpoint": str(hf_dir), "overrides": words})
     shape = make_config(settings).training.batch_shape(dict.fromkeys(axis_names(), 1))
     assert shape.num_microbatches == 1
+
+
+def test_the_parts_of_a_microbatch_that_a_run_chose_are_not_those_of_an_evaluation(hf_dir):
+    """Stages split the one sequence of an evaluation as it is, not into as many parts as the run's microbatch."""
+    words = ["training.seq_len=12", "training.micro_batch_size=auto", "training.global_batch_size=8"]
+    words += ["training.pipeline_microbatches=6", 'model.mesh_shape=[[3],["pp"]]']
+    settings = read_settings(Evaluate, ["checkpoint=given"], {"checkpoint": str(hf_dir), "overrides": words})
+    assert count_parts(make_config(settings).training, dict.fromkeys(axis_names(), 1) | {"pp": 3}) == 3
 
 
 @pytest.mark.parametrize(
