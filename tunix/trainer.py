@@ -55,7 +55,15 @@ from tunix.run.compiling import (
     keep_programs,
     list_unfit_settings,
 )
-from tunix.run.early_stopping import PLANNED, REASONS, REASONS_OF_EVALUATIONS, Moment, check_time_limit, find_ending
+from tunix.run.early_stopping import (
+    PLANNED,
+    REASONS,
+    REASONS_OF_EVALUATIONS,
+    Moment,
+    check_time_limit,
+    find_ending,
+    list_unreached,
+)
 from tunix.run.folder import hold_lock, keep_files, open_folder, start_logging, watch_folder, write_record
 from tunix.run.goodput import SPLIT, Goodput
 from tunix.run.metrics import Metrics, StepLog, read_peak_memory_gib
@@ -135,6 +143,8 @@ def run(job: compose.Job) -> Result:
             Checkpoints(open_store(checkpoints_folder, cfg.checkpoint, is_shared)) as checkpoints,
         ):
             progress = restore_or_begin(job, checkpoints, setup, feed)
+            for remark in list_unreached(cfg, progress.last, feed.held_out is not None):
+                log.warning("%s", remark)
             clock.end("state")
             write_record(job, folder, shared, waiting_log)
             keep_files(cfg, setup.corpus.vocab, folder, shared)

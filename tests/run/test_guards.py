@@ -15,7 +15,7 @@ from tunix.checkpoints.checkpoint import Improvement
 from tunix.checkpoints.store import find_parts, find_storage, read_about
 from tunix.config.compose import compose
 from tunix.data.batches import TrainBatches
-from tunix.run.early_stopping import Moment, check_patience, check_spikes, find_ending
+from tunix.run.early_stopping import Moment, check_patience, check_spikes, find_ending, list_unreached
 from tunix.run.metrics import remark_on_skipped
 
 SMALLEST = [
@@ -181,6 +181,20 @@ def test_the_end_of_patience_names_the_number_that_counts(task, best, said):
     source = SimpleNamespace(can_stop=lambda step: True)
     ending = check_patience(SimpleNamespace(cfg=cfg, improvement=Improvement(best, 2), source=source, step=3))
     assert f"evaluation.patience=2: the held-out {said} in 2 evaluations" in str(ending)
+
+
+@pytest.mark.parametrize(
+    ("words", "has_held_out", "remarks"),
+    [
+        ("training.hard_stop=6 checkpoint.save_at_steps=[2,6] evaluation.patience=2", True, []),
+        ("training.hard_stop=7", True, ["training.hard_stop=7 does nothing: the last step of the run is 6"]),
+        ("checkpoint.save_at_steps=[2,9]", True, ["checkpoint.save_at_steps=9 does nothing: the last step of the run is 6"]),
+        ("evaluation.patience=2", False, ["evaluation.patience=2 never ends this run: nothing is held out"]),
+        ("evaluation.patience=2 evaluation.every_steps=null", True, ["evaluation.patience=2 never ends this run: evaluation.every_steps=null"]),
+    ],
+)  # fmt: skip
+def test_an_end_that_a_run_never_comes_to_is_said(words, has_held_out, remarks):
+    assert list_unreached(compose(words.split()).config, 6, has_held_out) == remarks
 
 
 def test_what_counts_as_an_improvement():

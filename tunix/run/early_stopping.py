@@ -49,6 +49,20 @@ def check_failure(now: Moment) -> Ending | None:
     return RolloutFailed(_add_way_on(now.failure, now))
 
 
+def list_unreached(cfg: Config, last: int, has_held_out: bool) -> list[str]:
+    """Return a remark for each key of an end, or of a save, that a run to the step `last` never comes to."""
+    hard_stop, patience = cfg.training.hard_stop, cfg.evaluation.patience
+    steps = [
+        ("training.hard_stop", hard_stop or 0),
+        *(("checkpoint.save_at_steps", at) for at in cfg.checkpoint.save_at_steps),
+    ]
+    remarks = [f"{key}={step} does nothing: the last step of the run is {last}" for key, step in steps if step > last]
+    if patience is not None and not (has_held_out and cfg.evaluation.every_steps):
+        reason = "nothing is held out" if cfg.evaluation.every_steps else "evaluation.every_steps=null"
+        remarks.append(f"evaluation.patience={patience} never ends this run: {reason}")
+    return remarks
+
+
 def check_hard_stop(now: Moment) -> Ending | None:
     """Stop after the step `training.hard_stop`; a resumed run is past it."""
     if now.step != now.cfg.training.hard_stop:
