@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
@@ -20,6 +21,7 @@ from tunix.models.flops import (
     chunk_flops_per_token,
     forward_flops_per_token,
     forward_tower_flops,
+    tower_flops,
 )
 from tunix.models.vision import Images
 from tunix.sharding.layout import STRATEGIES, Layout
@@ -106,7 +108,8 @@ def test_tokens_that_local_layers_see(kind, tokens):
 def test_flops_of_the_tower_for_an_image(words):
     """Of an image of the largest size; biases, which the derived FLOPs leave out, are sums over nothing."""
     words = [*words, "training.images_per_row=1", "training.seq_len=48", "model.mesh_shape=[[1],[fsdp]]"]
-    spec = program(*words, "distributed.allow_idle_devices=true", "task=sft", "data=jsonl", "data.paths=[x]").built
+    words += ["distributed.allow_idle_devices=true", "task=sft", "data=jsonl", "data.paths=[x]"]
+    spec = program(*words).built
     batch = {name: leaf for name, leaf in spec.abstract_batch.items() if leaf.dtype != np.float32}
 
     def see(params, batch):
@@ -119,3 +122,16 @@ def test_flops_of_the_tower_for_an_image(words):
         traced = jax.jit(see).trace(spec.abstract["params"], batch)
     derived = sum(forward_tower_flops(spec.cfg.model, spec.cfg.model.vision)) * spec.batch.num_rows
     assert sum(products(traced.jaxpr.jaxpr, with_biases=False)) == pytest.approx(derived, rel=1e-6)
+
+    # No gradient goes into the tower, which the updates leave out; it goes through a projector with a norm in it.
+    updates = "model.lora.rank=2", "model.lora.targets='^attention|^mlp'", "model.lora.train_also=projector"
+    spec = program(*words, *updates).built
+
+    def measure(trained, params, batch):
+        return sum(jnp.sum(x) for x in jax.tree.leaves(see(spec.arch.merge(trained, params), batch)))
+
+    with jax.set_mesh(spec.mesh):
+        differentiate = jax.jit(lambda params, batch: jax.grad(measure)(spec.arch.trained(params), params, batch))
+        traced = differentiate.trace(spec.abstract["params"], batch)
+    derived = tower_flops(spec.cfg.model, spec.arch.trained_shares_of_vision) * spec.batch.num_rows
+    assert sum(products(traced.jaxpr.jaxpr, with_biases=False)) == pytest.approx(derived, rel=0.01)

@@ -94,8 +94,9 @@ def derive_costs(train_spec: TrainSpec, with_activations: bool = True) -> Costs:
     all_flops = flops + recompute * forward_flops + (3 + recompute) * chunk_flops
     all_flops += _count_pipeline_flops(train_spec, all_flops, forward_flops, num_tokens)
     # Devices that share the tokens of a row all compute its images.
-    all_flops += tower_flops(cfg.model, recompute) * num_images * token_shards(train_spec.mesh.shape)
-    flops += tower_flops(cfg.model) * num_images
+    shares = arch.trained_shares_of_vision
+    all_flops += tower_flops(cfg.model, shares, recompute) * num_images * token_shards(train_spec.mesh.shape)
+    flops += tower_flops(cfg.model, shares) * num_images
     with jax.sharding.use_abstract_mesh(train_spec.abstract_mesh):
         num_bytes = count_state_bytes(train_spec)
         num_bytes["activations"] = count_activation_bytes(train_spec) if with_activations else 0

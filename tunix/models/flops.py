@@ -65,20 +65,22 @@ def chunk_flops_per_token(cfg: Model, seq_len: int, num_shards: int = 1) -> floa
     return float(_num_linear(cfg) * flops)
 
 
-def tower_flops(cfg: Model, recompute: float = 0.0) -> float:
+def tower_flops(cfg: Model, trained_shares: tuple[float, float], recompute: float = 0.0) -> float:
     """Return FLOPs of both passes per image of tower and projector; 0 of a model of text alone.
 
-    A part that is trained has three passes, as in `flops_per_token`. A frozen tower has one, as no gradient reaches it;
-    low-rank updates of the tower leave the weights' gradients out. `recompute` is the share of a trained tower that the
-    backward pass computes again.
+    `trained_shares` are those of the parameters of both (`Architecture.trained_shares_of_vision`). A part that is
+    trained has three passes, as in `flops_per_token`. A tower without anything trained has one, as no gradient reaches
+    it. `recompute` is the share of a trained tower that the backward pass computes again.
     """
     vision = cfg.vision
     if vision is None:
         return 0.0
     tower, projector = forward_tower_flops(cfg, vision)
-    is_updated = cfg.lora.rank > 0
-    tower_passes = 1 if vision.freeze_tower else recompute + (2 if is_updated else 3)
-    projector_passes = 1 + (not vision.freeze_tower) + (not vision.freeze_projector and not is_updated)
+    tower_share, projector_share = trained_shares
+    tower_passes = 1 + tower_share + ((1 + recompute) if tower_share else 0)
+    # The gradient goes through the projector's products to the tower, or to a norm before them. smolvlm has none there.
+    goes_through = tower_share or (projector_share and not isinstance(vision, SmolVision))
+    projector_passes = 1 + projector_share + (1 if goes_through else 0)
     return tower_passes * tower + projector_passes * projector
 
 

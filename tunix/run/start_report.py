@@ -187,7 +187,8 @@ def _describe_vision(cfg: Config, train_spec: TrainSpec, vision: AnyVision) -> s
     for name in ("tower", "projector"):
         number = count(trained[name])
         texts.append(f"{name} {count(parts[name]):,} parameters, {f'{number:,} trained' if number else 'frozen'}")
-    slots, gflop = cfg.training.images_per_row, tower_flops(cfg.model) / 1e9
+    gflop = tower_flops(cfg.model, train_spec.arch.trained_shares_of_vision) / 1e9
+    slots = cfg.training.images_per_row
     max_size = find_processor(vision).describe_max_size()
     return (
         f"{'; '.join(texts)}; {slots} of {max_size} a sequence, each {vision.num_patches:,} patches, "

@@ -111,6 +111,15 @@ class Architecture:
         """Trained parameters that compute each token."""
         return count(self.trained_weights, active=True)
 
+    @property
+    def trained_shares_of_vision(self) -> tuple[float, float]:
+        """Shares of the parameters of tower and projector that are trained; 0 of a model of text alone."""
+        if self.model.vision is None:
+            return 0.0, 0.0
+        all_parts, trained = self.weights["vision"], self.trained_weights["vision"]
+        tower, projector = (count(trained[part]) / count(all_parts[part]) for part in ("tower", "projector"))
+        return tower, projector
+
 
 def keep_trained(tree: Any, is_trained: Any) -> Any:
     """Return the tree with None in the place of what is frozen; `is_trained` is a tree of bool."""

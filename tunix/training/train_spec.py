@@ -72,7 +72,7 @@ def derive_sizes(train_spec: "TrainSpec", num_samples: int | None, start: Positi
     data_schedule = make_data_schedule(cfg, schedule, start)
     lengths = {period.shape.seq_len for period in schedule.periods}
     # Images of a row are computed whatever its slots hold; each token has its share of them.
-    of_images = tower_flops(cfg.model) * cfg.training.images_per_row
+    of_images = tower_flops(cfg.model, arch.trained_shares_of_vision) * cfg.training.images_per_row
     return Sizes(
         schedule,
         data_schedule,
