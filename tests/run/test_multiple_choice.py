@@ -131,8 +131,9 @@ def test_files_that_cannot_be_asked_are_refused_before_data_are_read(words, monk
             Path(name).write_bytes(content)
         with pytest.raises(UserError, match=f"^evaluation.choices.code={name} {message}"):
             tunix.train([*words[:-2], f"+evaluation.choices.code={name}"])
-    with pytest.raises(UserError, match="evaluation.choices.train: this name is taken"):
-        compose([*words, "+evaluation.choices.train=a.jsonl"])
+    for name in ("train", "goodput"):  # splits of metrics.jsonl; a resumed run reads the lines of goodput
+        with pytest.raises(UserError, match=f"evaluation.choices.{name}: this name is taken"):
+            compose([*words, f"+evaluation.choices.{name}=a.jsonl"])
     with pytest.raises(UserError, match="task=dpo has no loss on other documents"):
         compose(["+evaluation.choices.a=a.jsonl", "task=dpo", "data=pairs", "data.paths=[x]"])
 

@@ -95,7 +95,7 @@ class Evaluation(Section):
         for name, source in self.sets.items():
             source._key = f"evaluation.sets.{name}"
         for key, names in (("sets", self.sets), ("choices", self.choices)):
-            others = ("train", "held_out", "all", *(self.sets if key == "choices" else ()))
+            others = ("train", "held_out", "all", "goodput", *(self.sets if key == "choices" else ()))
             if taken := [name for name in names if name in others]:
                 raise ValueError(f"evaluation.{key}.{taken[0]}: this name is taken; choose another")
         if self.num_samples > 1 and self.sampling.temperature == 0:
