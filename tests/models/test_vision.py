@@ -328,7 +328,8 @@ def test_an_export_keeps_the_tower_and_says_how_pixels_are_normalized(tmp_path):
         ({"do_normalize": False}, "do_normalize=False is not supported; it must be True"),
         ({"rescale_factor": 1}, "rescale_factor=1 is not supported; it must be 0.0039"),
         ({"resample": 3}, "resample=3 is not supported; it must be 2"),
-        ({"do_resize": "no"}, "a key has a value of the wrong type"),
+        ({"do_pan_and_scan": True}, "do_pan_and_scan=True is not supported; it must be False"),
+        ({"do_resize": "no"}, "preprocessor_config.json: a key has a value of the wrong type"),
         ({"image_mean": [0.5, 0.5, math.inf]}, "model.vision.image_mean.2=inf"),
     ):
         (source / "preprocessor_config.json").write_text(json.dumps(wrong))

@@ -276,6 +276,8 @@ def _read_processor(folder: Path, vision: dict[str, Any]) -> dict[str, Any]:
         return read_processor(raw, vision)
     except ValueError as error:
         raise UserError(f"{file}: {error}") from None
+    except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
+        raise UserError(f"{file}: a key has a value of the wrong type, or is missing ({error})") from None
 
 
 def read_limits(folder: Path, kind: str) -> dict[str, Any]:

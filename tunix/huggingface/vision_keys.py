@@ -168,6 +168,7 @@ PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_p
 
 # What every processor does with the pixels of an image, and by which filter it resizes them, in Pillow's numbers.
 STEPS = {"do_resize": True, "do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True}
+NO_STEPS = {"do_pan_and_scan": False}  # gemma3: crops of a wide image beside the whole of it
 RESAMPLING = {"gemma3": 2, "qwen3_vl": 3, "smolvlm": 1}
 
 
@@ -179,7 +180,7 @@ def read_processor(raw: dict[str, Any], vision: dict[str, Any]) -> dict[str, Any
     Raises:
         ValueError: steps that are not ours, or tiles of another size than the tower's; the message says which.
     """
-    for key, value in (STEPS | {"resample": RESAMPLING[vision["kind"]]}).items():
+    for key, value in (STEPS | NO_STEPS | {"resample": RESAMPLING[vision["kind"]]}).items():
         if raw.get(key) is not None and not math.isclose(raw[key], value, rel_tol=1e-6):
             raise ValueError(f"{key}={raw[key]} is not supported; it must be {value}")
     found = {key: raw[key] for key in ("image_mean", "image_std") if raw.get(key) is not None}
