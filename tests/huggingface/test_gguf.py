@@ -158,6 +158,11 @@ def test_what_has_no_place_in_a_file(tmp_path, hf_dir, monkeypatch):
             {"rope_scaling": YARN, "rope_parameters": None},
             "model.rope_scaling.attention_factor=1.5: llama.cpp",
         ),
+        (
+            "llama",
+            {"rope_scaling": YARN | {"attention_factor": None, "truncate": False}, "rope_parameters": None},
+            "model.rope_scaling.truncate=false: llama.cpp rounds",
+        ),
         # Of keys that a file of Gemma 2 lacks, llama.cpp has values of its own: 50, 30 and 4,096.
         ("gemma2", {"attn_logit_softcapping": None}, "model.attention_cap=null: llama.cpp takes one of its own"),
         ("gemma2", {"final_logit_softcapping": None}, "model.logits_cap=null: llama.cpp"),

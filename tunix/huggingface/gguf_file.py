@@ -120,6 +120,11 @@ def check(cfg: Model, dtype: str) -> None:
             f"model.rope_scaling.attention_factor={magnitude:g}: llama.cpp computes it from model.rope_scaling.factor, "
             "so format=gguf cannot hold it; export safetensors"
         )
+    if not getattr(cfg.rope_scaling, "truncate", True):
+        raise UserError(
+            "model.rope_scaling.truncate=false: llama.cpp rounds the borders of its rotations, so format=gguf cannot "
+            "hold it; export safetensors"
+        )
     if isinstance(cfg.mlp, ExpertsMlp) and cfg.family == "qwen3_moe" and not cfg.mlp.normalized:
         raise UserError(
             "model.mlp.normalized=false: llama.cpp divides the weights of the experts of a qwen3_moe by their sum, so "
