@@ -20,7 +20,7 @@ from tunix.config.compose import compose
 from tunix.data.batches import TrainBatches
 from tunix.evaluate import evaluate
 from tunix.run import folder as lock
-from tunix.run.folder import describe_environment
+from tunix.run.folder import _write_environment, describe_environment
 from tunix.trainer import run
 from tunix.training.loss import RESERVED
 
@@ -312,6 +312,14 @@ def test_a_change_that_is_no_utf8_a_repository_without_tunix_and_a_machine_witho
     git.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert describe_environment()["git_diff"] == "+gr\ufffd\ufffde"
+    # A run that is resumed a thousand times keeps a difference once.
+    for change in ("e", "e", "e", "u", "u", "e"):
+        git.write_text(git.read_text().replace("\\337" + ("u" if change == "e" else "e"), "\\337" + change))
+        _write_environment(tmp_path)
+    found = json.loads((tmp_path / "environment.json").read_text())
+    assert [start["git_diff"] and start["git_diff"][-1] for start in [found, *found["resumed"]]] == [
+        "e", None, None, "u", None, "e",
+    ]  # fmt: skip
     # Installed in a folder of another repository, as in its .venv: that one's commit and changes are not tunix's.
     git.write_text("#!/bin/sh\n[ $1 != ls-files ] && echo of another\n")
     for _ in range(2):

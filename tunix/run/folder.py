@@ -345,15 +345,22 @@ def write_config(job: compose.Job, folder: Path) -> None:
 
 
 def _write_environment(folder: Path) -> None:
-    """Write environment.json; a resumed run adds its environment to the list `resumed`."""
+    """Write environment.json; a resumed run adds its environment to the list `resumed`.
+
+    Its `git_diff`, which may have a megabyte, is null where it is that of the start before.
+    """
     path = folder / "environment.json"
     record = describe_environment()
     if path.exists():
         try:
             first = parse_json(path.read_text())
-            first.setdefault("resumed", []).append(record)
+            starts = [first, *first.setdefault("resumed", [])]
+            before = next((start["git_diff"] for start in reversed(starts) if start.get("git_diff") is not None), None)
+            if record["git_diff"] == before:
+                record["git_diff"] = None
+            first["resumed"].append(record)
             record = first
-        except (ValueError, AttributeError) as error:
+        except (ValueError, AttributeError, TypeError) as error:
             log.warning("%s is damaged (%s): it is written anew", path, error)
     write_whole(path, json.dumps(record, indent=1))
 
