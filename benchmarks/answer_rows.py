@@ -41,6 +41,8 @@ def main(words: list[str]) -> None:
     given = {"steps": "8", "rounds": "2", "packed": "8"}
     own = [word for word in words if word.split("=")[0] in given]
     given |= dict(word.split("=") for word in own)
+    if int(given["steps"]) <= 2:
+        sys.exit(f"steps={given['steps']}: the first two do not count; give more")
     words = [f"training.max_steps={given['steps']}", *(word for word in words if word not in own)]
     found: dict[int, list[tuple[float, float]]] = {1: [], int(given["packed"]): []}
     with tempfile.TemporaryDirectory() as name:

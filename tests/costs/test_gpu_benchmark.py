@@ -10,6 +10,7 @@ import pytest
 from support.harness import ONE_LAYER, SMALL
 
 from benchmarks import (
+    answer_rows,
     chaos,
     faults,
     fuzz,
@@ -23,6 +24,7 @@ from benchmarks import (
     rollout_prediction,
     scaling,
     soak,
+    staleness,
     step,
 )
 from tunix.checkpoints.checkpoint import Checkpoints
@@ -109,3 +111,9 @@ def test_a_word_that_a_measurement_does_not_know_is_refused(program):
     """It would measure something else, for an hour: `rollout_prediction cache_dtypes=int8` printed bfloat16's numbers."""
     with pytest.raises(SystemExit, match=r"no such word: countt; there are \w+"):
         program.main(["countt" if program in (faults, published, scaling) else "countt=3"])
+
+
+@pytest.mark.parametrize(("program", "steps"), [(staleness, 10), (answer_rows, 2)])
+def test_steps_of_which_none_counts_are_refused_before_they_are_trained(program, steps):
+    with pytest.raises(SystemExit, match=f"steps={steps}: the first .* do not count; give more"):
+        program.main([f"steps={steps}"])
