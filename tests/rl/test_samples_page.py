@@ -114,6 +114,8 @@ def test_a_step_that_was_written_again(tmp_path):
     assert (groups["answers"] == GROUP).all()
     assert np.allclose(groups["highest"][3:], 7)
     assert [record["answer"] for record in run.index.read(3)] == ["new"] * GROUP
+    abandoned = read_run(write_run(tmp_path / "abandoned", [*make_lines(range(1, 6)), *new]))  # ends at step 3 now
+    assert abandoned.index.steps.tolist() == [1, 2, 3]
     single = [answer(1, 5, number, "p") for number in range(GROUP)]
     again = read_run(write_run(tmp_path / "single", [*single, *(line | {"answer": "new"} for line in single)]))
     assert [record["answer"] for record in again.index.read(0)] == ["new"] * GROUP

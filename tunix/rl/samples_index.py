@@ -6,7 +6,7 @@ answers to one prompt in one step. Its lines are parsed when a group is chosen.
     line     {"step": 1, "sample": 0, "prompt": "1+1=", "answer": "2", "reward": 1.0, ...}
     row      step 1, sample 0, digest of the prompt, bytes 0 to 4,096, 8 answers, rewards from 0 to 1
 
-A resumed run writes the steps behind its checkpoint again; of these, the newest counts.
+A resumed run writes the steps behind its checkpoint again; what it had written of them before does not count.
 """
 
 import json
@@ -154,14 +154,15 @@ class _Builder:
 
 
 def keep_latest(groups: np.ndarray) -> np.ndarray:
-    """Return those groups [n] of the block in which each step was written last, by step and sample.
+    """Return those groups [n] that no later block has replaced, by step and sample.
 
-    A block is a part of the file with one step and rising samples.
+    A block is a part of the file with one step and rising samples. Where the run goes on from a checkpoint, its steps
+    replace all those behind it, also those that it does not write again: they are of a model that is left.
     """
-    steps, inverse = np.unique(groups["step"], return_inverse=True)
-    latest = np.zeros(len(steps), groups["block"].dtype)
-    np.maximum.at(latest, inverse, groups["block"])
-    kept = groups[groups["block"] == latest[inverse]]
+    steps = groups["step"][np.unique(groups["block"], return_index=True)[1]]  # of each block
+    lowest = np.minimum.accumulate(steps[::-1])[::-1]  # of a block and all later ones
+    is_kept = np.append(steps[:-1] < lowest[1:], True)
+    kept = groups[is_kept[groups["block"]]]
     return kept[np.lexsort((kept["sample"], kept["step"]))]
 
 
