@@ -19,7 +19,7 @@ from tunix.data.chat import PLAIN, ChatTemplate
 from tunix.data.dataset import load_corpus
 from tunix.data.files import BadRow
 from tunix.data.image_processors import PatchProcessor, SquareProcessor, TileProcessor
-from tunix.data.image_slots import ImageSlots
+from tunix.data.image_slots import ImagePrompts, ImageSlots
 from tunix.data.images import ImageReader, keep_image, map_ahead
 
 pytestmark = pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")  # as tunix has it
@@ -66,6 +66,22 @@ def test_narrow_images_are_refused():
     with Image.open(io.BytesIO(kept)) as image:
         assert image.size == (1776, 8)
     assert processor.find_grid(kept) == processor.decode(kept).grid == (2, 444)
+
+
+def test_references_and_what_their_messages_name(tmp_path):
+    """A URL of a file has %20 for a space; an image in memory is bounded as a file is; generate has keys of its own."""
+    (tmp_path / "a cat.png").write_bytes(IMAGES["rgb"])
+    reader = ImageReader(SEEN, "/", 100_000, 10_000)
+    assert reader.read([(tmp_path / "a cat.png").as_uri()]) == [keep_image(IMAGES["rgb"], "", SEEN, 10_000)]
+    with pytest.raises(BadRow, match="has an image of more than 8 bits a channel, of Pillow"):
+        reader.read([GRAYS])
+    prompts, turns = ImagePrompts(SEEN, 4, 500), [{"role": "user", "content": "?"}]
+    for reference, message in (
+        ("https://a.org/a.png", "the prompt names an image at an address; download it, and name its file"),
+        (IMAGES["rgb"], "the prompt has an image of more than max_image_pixels=500 pixels"),
+    ):
+        with pytest.raises(UserError, match=message):
+            prompts.read([dict(turn) for turn in turns], [reference], "")
 
 
 def test_a_large_image_is_kept_in_the_size_of_the_tower():

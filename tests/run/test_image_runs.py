@@ -222,7 +222,7 @@ def test_the_server_takes_images(trained, tmp_path):
         status, found = ask(port, "data:image/png;base64," + base64.b64encode(data).decode())
         assert status == 200
         np.testing.assert_allclose(found, expected.log_probabilities[: len(found)], atol=1e-5)
-        assert ask(port, f"file://{allowed}/a.png") == (200, found)
+        assert ask(port, f"file://{allowed}/%61.png") == (200, found)
         scored = ask(port, f"file://{allowed}/a.png", top_logprobs=1)[1]  # by a second pass, which sees the image too
         np.testing.assert_allclose(scored, found, atol=1e-5)
         assert (
@@ -234,7 +234,7 @@ def test_the_server_takes_images(trained, tmp_path):
             ([f"{allowed}/link.png"], "names a file outside of server.image_folders"),
             (["https://example.org/a.png"], "names an image at an address"),
             ([f"{allowed}/broken.png"], "has an image that is none of JPEG"),
-            (["data:image/png;base64," + base64.b64encode(save(Image.new("RGB", (30, 30)))).decode()], "more than data.max_image_pixels=500"),
+            (["data:image/png;base64," + base64.b64encode(save(Image.new("RGB", (30, 30)))).decode()], "more than server.max_image_pixels=500"),
             ([f"{allowed}/a.png"] * 9000, "9000 images are more tokens than"),
         ):  # fmt: skip
             status, said = ask(port, *urls)

@@ -260,7 +260,9 @@ class ImagePrompts:
         Raises:
             UserError: an image that cannot be read, or other places than images.
         """
-        reader = ImageReader(self.processor, find_root(source), MAX_BYTES, self.max_pixels)
+        bounds, in_place = ("1 GiB", "max_image_pixels"), "download it, and name its file"
+        rules = MAX_BYTES, self.max_pixels
+        reader = ImageReader(self.processor, find_root(source), *rules, bounds=bounds, in_place=in_place)
         try:
             return reader.read(take_images(turns, list(references), reader))
         except BadRow as error:

@@ -40,10 +40,13 @@ KEPT_AREAS = 4  # an image with more than so many times the pixels that the towe
 DEEP_MODES = ("I", "F")  # with more than 8 bits a channel, which Pillow would cut off
 
 
-def keep_image(data: bytes, name: str, processor: ImageProcessor, max_pixels: int) -> bytes:
+def keep_image(
+    data: bytes, name: str, processor: ImageProcessor, max_pixels: int, key: str = "data.max_image_pixels"
+) -> bytes:
     """Return what the shards keep of an image: its file, or of a large one a PNG of the pixels that the tower sees.
 
     `ImageProcessor.decode` gives the same pixels for both. The image is decoded here once, so it can be read later.
+    `key` sets `max_pixels`; messages name it.
 
     Raises:
         BadRow: it cannot be read, or has too many pixels, or the tower takes none of its shape.
@@ -53,16 +56,15 @@ def keep_image(data: bytes, name: str, processor: ImageProcessor, max_pixels: in
             width, height = image.size
             kind = image.format
             if width * height > max_pixels:
-                raise BadRow(_describe_bomb(name, max_pixels, f", {width} x {height}"))
+                raise BadRow(_describe_bomb(name, max_pixels, key, f", {width} x {height}"))
             if getattr(image, "is_animated", False) and kind != "MPO":  # a camera's MPO has a preview behind the photo
                 raise BadRow(f"has an animation, {name}; give one image of it")
-            if image.mode.split(";")[0] in DEEP_MODES:
-                raise BadRow(f"has an image of more than 8 bits a channel, {name}; store it with 8")
+            _check_depth(image, name)
             pixels = convert(image)
     except BadRow:
         raise
     except Image.DecompressionBombError:
-        raise BadRow(_describe_bomb(name, max_pixels)) from None
+        raise BadRow(_describe_bomb(name, max_pixels, key)) from None
     except Image.UnidentifiedImageError:
         raise BadRow(f"has an image that is none of {', '.join(FORMATS)}, {name}") from None
     except Exception as error:  # decoders raise errors of many kinds for a file that is broken
@@ -80,8 +82,13 @@ def keep_image(data: bytes, name: str, processor: ImageProcessor, max_pixels: in
     return file.getvalue()
 
 
-def _describe_bomb(name: str, max_pixels: int, size: str = "") -> str:
-    return f"has an image of more than data.max_image_pixels={max_pixels} pixels, {name}{size}"
+def _check_depth(image: Image.Image, name: str) -> None:
+    if image.mode.split(";")[0] in DEEP_MODES:
+        raise BadRow(f"has an image of more than 8 bits a channel, {name}; store it with 8")
+
+
+def _describe_bomb(name: str, max_pixels: int, key: str, size: str = "") -> str:
+    return f"has an image of more than {key}={max_pixels} pixels, {name}{size}"
 
 
 class ImageReader(NamedTuple):
@@ -95,6 +102,9 @@ class ImageReader(NamedTuple):
     only_places: bool = False  # of a text that is read for its words, without the images
     folders: tuple[str, ...] | None = None  # of requests to a server: where files may be; None: anywhere
     deadline: float = math.inf  # of requests to a server, on the clock of `time.monotonic`
+    # For messages: what bounds the bytes and the pixels, and what to give in place of an address that nothing allows.
+    bounds: tuple[str, str] = ("data.max_document_bytes", "data.max_image_pixels")
+    in_place: str = ""
 
     def read(self, references: list[Any]) -> list[bytes]:
         """Return what is kept of each image; a reference is a path, an address, a data URL, bytes, a mapping with one
@@ -114,8 +124,8 @@ class ImageReader(NamedTuple):
             data, name = self._fetch(reference, left)
             left -= len(data)
             if left < 0:
-                raise BadRow(f"has images that are longer than data.max_document_bytes, {name}")
-            images.append(keep_image(data, name, self.processor, self.max_pixels))
+                raise BadRow(f"has images that are longer than {self.bounds[0]}, {name}")
+            images.append(keep_image(data, name, self.processor, self.max_pixels, self.bounds[1]))
         return images
 
     def _fetch(self, reference: Any, limit: int) -> tuple[bytes, str]:
@@ -131,6 +141,7 @@ class ImageReader(NamedTuple):
         if isinstance(reference, bytes):
             return reference, name or "in its bytes"
         if isinstance(reference, Image.Image):
+            _check_depth(reference, "of Pillow")
             file = io.BytesIO()
             convert(reference).save(file, "PNG", compress_level=1)
             return file.getvalue(), "of Pillow"
@@ -138,9 +149,11 @@ class ImageReader(NamedTuple):
             raise BadRow(f"has {type(reference).__name__} in place of an image")
         if reference.startswith("data:"):
             return _decode_url(reference), "in a data URL"
-        if is_address(reference) and not reference.startswith("file://"):
+        if reference.startswith("file://"):
+            return self._read_file(unquote(reference.removeprefix("file://")), limit), _show(reference)
+        if is_address(reference):
             return self._download(reference, limit), _show(reference)
-        return self._read_file(reference.removeprefix("file://"), limit), _show(reference)
+        return self._read_file(reference, limit), _show(reference)
 
     def _read_file(self, path: str, limit: int) -> bytes:
         if is_address(self.root):
@@ -163,8 +176,8 @@ class ImageReader(NamedTuple):
         raise BadRow(f"has an image that is {'no file' if exists else 'not there'}, {_show(str(full))}")
 
     def _download(self, address: str, limit: int) -> bytes:
-        if self.folders is not None:
-            raise BadRow("names an image at an address; send a data URL, or name a file of server.image_folders")
+        if self.in_place:
+            raise BadRow(f"names an image at an address; {self.in_place}")
         self.check_address(address)
         if address.startswith(("http://", "https://")):
             return _fetch_page(address, limit, self.check_address)

@@ -176,7 +176,11 @@ class RequestReader:
         folders = tuple(str(expand_home(folder).resolve()) for folder in limits.image_folders)
         size = int(limits.max_body_mb * 1e6)  # of images in files too
         deadline = arrived + limits.request_timeout_s
-        reader = ImageReader(self.processor, "/", size, limits.max_image_pixels, folders=folders, deadline=deadline)
+        reader = ImageReader(
+            self.processor, "/", size, limits.max_image_pixels, folders=folders, deadline=deadline,
+            bounds=("server.max_body_mb", "server.max_image_pixels"),
+            in_place="send a data URL, or name a file of server.image_folders",
+        )  # fmt: skip
         try:
             references = take_images(messages, [], reader)
             if len(references) * self.processor.min_tokens > self.max_length:
