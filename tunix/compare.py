@@ -60,6 +60,9 @@ def _format_number(history: History, number: Callable[[History], str]) -> str:
 def _format_best(history: History) -> str:
     """Return the best held-out number with its step: the highest reward, or the lowest loss."""
     lines = [line for line in history.evaluations if line.get(history.metric) is not None]
+    # Without any score the reward is 0, and no best one (`HeldOutAnswers.cost`).
+    num_samples = history.keys.get("evaluation.num_samples", 1)
+    lines = [line for line in lines if line.get("reward_errors", 0) < line.get("prompts", 1) * num_samples]
     better = max if history.metric == "reward" else min
     best = better(lines, key=lambda line: line[history.metric])
     return f"{best[history.metric]:.4f} (step {best['step']:,})"

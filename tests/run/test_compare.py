@@ -68,6 +68,22 @@ def test_steps_that_a_run_went_back_behind_do_not_count(runs):
     assert numbers["best held out"][0] == "4.0000 (step 2)"
 
 
+def test_an_evaluation_without_any_score_is_not_the_best(runs):
+    """Where rewards are below 0, the 0 that stands for a missing score would be."""
+    with (runs[0] / "metrics.jsonl").open("w") as file:
+        for step, (reward, errors) in enumerate([(-2.0, 1), (0.0, 4), (-3.0, 0)], 1):
+            line = {
+                "step": step,
+                "tokens": 100,
+                "tokens_per_s": 2.0,
+                "tokens_per_s_per_device": 1.0,
+                "step_time_s": 0.5,
+            }
+            held_out = {"step": step, "split": "held_out", "reward": reward, "reward_errors": errors, "prompts": 4}
+            file.writelines(json.dumps(each) + "\n" for each in (line | {"reward": -1.0}, held_out))
+    assert dict(list_results(read_histories(runs[:1])))["best held out"] == ["-2.0000 (step 1)"]
+
+
 def test_the_command(runs):
     """Tables with the same names and numbers as the JSON."""
     command = [sys.executable, "-m", "tunix.compare", *map(str, runs)]
