@@ -211,7 +211,9 @@ def make_forms(folder):
             {"messages": turn([{"type": "image"}, text], ANSWERS[n]), "images": [paths[n]]} for n in range(3)
         ],
         "column": [{"messages": turn("what?", ANSWERS[n]), "images": paths[n]} for n in range(3)],
-        "column image": [{"messages": turn("what?", ANSWERS[n]), "image": {"path": paths[n]}} for n in range(3)],
+        "column image": [  # beside an empty column, as joined tables have one
+            {"messages": turn("what?", ANSWERS[n]), "image": {"path": paths[n]}, "images": None} for n in range(3)
+        ],
         "placeholder": [{"messages": turn("<start_of_image>what?", ANSWERS[n]), "image": paths[n]} for n in range(3)],
         "messages as text": [
             {"messages": json.dumps(turn([part(n)[0], text], ANSWERS[n])), "images": "[]"} for n in range(3)

@@ -290,7 +290,7 @@ def read_parts(content: list[Any]) -> str | list[dict[str, Any]]:
 def list_column(columns: Columns, row: dict[str, Any]) -> list[Any]:
     """Return the images in a row's column: one of them, a list, or a list as JSON."""
     name = columns.images
-    if name == "images" and name not in row:
+    if name == "images" and row.get(name) is None:
         name = "image"
     try:
         references = list_references(None if name is None else row.get(name))
