@@ -295,6 +295,17 @@ def test_meshes_that_are_refused_for_one_reason_share_a_line():
     assert lines == ["refused A B: ep=2 splits experts", "refused C: ep=4 splits experts"]
 
 
+@pytest.mark.parametrize(("rank", "passes"), [(0, 3), (4, 2)])
+def test_the_bubble_of_stages_has_no_logits(rank, passes):
+    """Of a table that low-rank updates leave frozen there are two passes, not three: the bubble was too small."""
+    sizes, costs = dict.fromkeys(axis_names(), 1) | {"pp": 3}, []
+    for rows in (512, 1024):
+        cfg = compose([*SMALL, f"model.lora.rank={rank}", f"model.vocab_size={rows}", "training.seq_len=48"]).config
+        costs.append(derive(cfg, sizes, "cpu", with_activations=False))
+    further = 2 * 512 * cfg.model.embed_dim * costs[0].tokens_per_step / 3
+    assert costs[1].flops - costs[0].flops == pytest.approx(passes * further)
+
+
 @pytest.mark.parametrize(("optimizer", "told"), [("muon", True), ("adamw", False)])
 def test_what_muon_adds_is_told_to_be_missing(optimizer, told, run):
     _, out, _ = run(*SMALL, f"optimizer={optimizer}", "model.mesh_shape=[[8],[fsdp]]", "plan.topology=h200:8")

@@ -127,9 +127,10 @@ def _count_pipeline_flops(train_spec: TrainSpec, flops: float, forward_flops: fl
     FLOPs grow by a quarter.
     """
     model, pipeline = train_spec.cfg.model, train_spec.choices.pipeline
-    logits = 2.0 * train_spec.cfg.num_outputs * model.embed_dim * num_tokens  # forward; three times in all
+    logits = 2.0 * train_spec.cfg.num_outputs * model.embed_dim * num_tokens  # forward; backward twice as many
+    in_all = (2 if model.lora.rank else 3) * logits  # a frozen table has no gradient
     first = _compute_first_share(train_spec)
-    on_stages = (1 - first) * (flops - 3 * logits + pipeline.recompute_runs * (forward_flops - logits))
+    on_stages = (1 - first) * (flops - in_all + pipeline.recompute_runs * (forward_flops - logits))
     recompute = ((1 - first) * pipeline.recompute_runs + first) * (forward_flops - logits)
     return recompute + on_stages * (pipeline.iterations_per_microbatch - 1)
 
