@@ -42,15 +42,19 @@ def serve_gcs() -> Iterator[str]:
         text=True,
     )
     assert server.stderr is not None
-    assert any("server started" in line for line in server.stderr)
-    threading.Thread(target=server.stderr.read, daemon=True).start()  # it logs every request
+    deadline = threading.Timer(60, server.kill)
+    deadline.start()
     try:
+        assert any("server started" in line for line in server.stderr)
+        deadline.cancel()
+        threading.Thread(target=server.stderr.read, daemon=True).start()  # it logs every request
         with named(url):
             info = json.dumps({"name": BUCKET}).encode()
             made = urllib.request.Request(f"{url}/storage/v1/b", info, {"Content-Type": "application/json"})
             urllib.request.urlopen(made).close()
             yield url
     finally:
+        deadline.cancel()
         server.terminate()
         server.wait()
 
