@@ -39,8 +39,8 @@ def leave(code: int) -> NoReturn:
     """End the process with this code: as Python ends, or at once where a thread still works for nobody."""
     ignore_stop_signals()
     if still_works.is_set():
-        if "jax" in sys.modules:  # the other processes wait for this one there
-            sys.modules["jax"].distributed.shutdown()
+        if peers := sys.modules.get("tunix.processes.peers"):  # the other processes wait for this one there
+            peers.disconnect()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

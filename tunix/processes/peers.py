@@ -8,6 +8,7 @@ the devices. So it works while the devices compute, in any thread, and before th
     publish    one process sets tunix/KEY; the others read it whenever they like, and wait for nothing
 """
 
+import atexit
 import json
 import logging
 import os
@@ -76,8 +77,21 @@ def join(cfg: Distributed, info: dict[str, Any]) -> list[str]:
             )
     except (RuntimeError, ValueError) as error:
         raise UserError(f"{identity.source}: cannot join the run: {first_line(error)}") from None
+    atexit.register(disconnect)  # before that of JAX, which was there first
     _check_devices()
     return remarks
+
+
+def disconnect() -> None:
+    """Leave the other processes when all have come here; process 0, which has the store of small texts, after them.
+
+    JAX's runtime aborts a process that sees the store end, and on a busy machine one may still be leaving.
+    """
+    service, runtime.global_state.service = runtime.global_state.service, None
+    jax.distributed.shutdown()
+    if service is not None:
+        time.sleep(1)
+        service.shutdown()
 
 
 def _check_devices() -> None:
