@@ -415,14 +415,18 @@ def read_group(columns: Columns, row: dict[str, Any], task: Task) -> Group:
 def _read_texts(columns: Columns, meaning: str, row: dict[str, Any]) -> list[Any]:
     """Return the texts in a column: one of them, a list, or that list as JSON; none where it is empty."""
     value = _read_cell(columns, meaning, row, (list, str))
-    if isinstance(value, list):
-        return value
-    if value.lstrip().startswith("["):
-        with suppress(ValueError, RecursionError):
-            texts = json.loads(value)  # in a CSV file
-            if all(isinstance(text, str) for text in texts):
-                return texts
+    texts = _parse_list(value)
+    if isinstance(value, list) or (texts is not None and all(isinstance(text, str) for text in texts)):
+        return texts
     return [value] if value else []
+
+
+def _parse_list(value: Any) -> Any:
+    """Return a cell that is a list, or a list in JSON, as in a CSV file; None of other text."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        with suppress(ValueError, RecursionError):
+            return json.loads(value)
+    return value if isinstance(value, list) else None
 
 
 MAX_LABEL = float(np.finfo(np.float32).max)  # shards keep labels in float32
@@ -514,11 +518,8 @@ def _read_turns(columns: Columns, meaning: str, row: dict[str, Any], role: str) 
 
 
 def _find_turns(value: Any) -> Any:
-    """Return the turns of a cell that is a list, or a list of turns in JSON, as in a CSV file; None of other text."""
-    turns = value
-    if isinstance(value, str) and value.lstrip().startswith("["):
-        with suppress(ValueError, RecursionError):
-            turns = json.loads(value)
+    """Return the turns of a cell that is a list, or a list of turns in JSON; None of other text."""
+    turns = _parse_list(value)
     if isinstance(value, list) or (turns and all(isinstance(turn, dict) and "role" in turn for turn in turns)):
         return turns
     return None
