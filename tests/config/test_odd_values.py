@@ -182,7 +182,7 @@ def test_python_code_says_that_texts_have_another_encoding(monkeypatch):
 def test_a_command_does_not_wait_for_what_works_on_as_python_ends(tmp_path):
     code = (
         "import atexit, sys, time, types; from tunix.processes import exits\n"
-        "sys.modules['jax'] = types.SimpleNamespace(distributed=types.SimpleNamespace(shutdown=lambda: print('told')))\n"
+        "sys.modules['tunix.processes.peers'] = types.SimpleNamespace(disconnect=lambda: print('told'))\n"
         "atexit.register(time.sleep, 60); exits.still_works.set(); exits.leave(3)"
     )
     done = run_here(code, cwd=tmp_path, timeout=30)
