@@ -17,7 +17,7 @@ from tunix.base.progress import announcing
 from tunix.base.text import print_table
 from tunix.config import Config, Evaluate, command_line, compose
 from tunix.config.data import Mixture
-from tunix.config.saved_runs import find_checkpoints, find_run
+from tunix.config.saved_runs import find_checkpoints, find_run, read_saved
 from tunix.config.task import Compared
 from tunix.data.dataset import Corpus, load_corpus
 from tunix.data.prompts import load_together
@@ -105,6 +105,11 @@ def make_config(cmd: Evaluate) -> Config:
     words = [word for word in cmd.overrides if not is_sampling(word)]
     if cmd.max_new_tokens is not None and "task=grpo" in words:  # whose default length may leave no room for a prompt
         words.append(f"sampling.max_new_tokens={cmd.max_new_tokens}")
+    # An evaluation takes microbatches, each alone: the batch of the run and its stages may not fit these devices.
+    if run and read_saved(run[0])["task"]["name"] != "grpo":  # whose groups of answers are parts of a batch
+        typed = {word.lstrip("+").partition("=")[0] for word in words}
+        batch = ("global_batch_size=null", "global_batch_tokens=null", "batch_stages=[]", "sync_gradients_every=auto")
+        words += [f"training.{word}" for word in batch if f"training.{word.partition('=')[0]}" not in typed]
     cfg = compose.compose([origin, *words]).config
     if not run and cfg.model.lora.rank and cfg.model.init_adapter is None:
         raise UserError(
@@ -113,8 +118,6 @@ def make_config(cmd: Evaluate) -> Config:
         )
     if cfg.training.micro_batch_size == "auto":  # a run's own choice is for the devices that it ran on
         cfg = cfg.with_training(micro_batch_size=1, pipeline_microbatches="auto")
-    # An evaluation takes microbatches: the global batch of the run and its stages perhaps do not fit its devices. Each
-    # is alone, and a saved `sync_gradients_every` may ask for several.
     of_run = {"global_batch_size": None, "global_batch_tokens": None, "batch_stages": ()}
     cfg = cfg.with_training(gradient_accumulation_steps=1, sync_gradients_every="auto", **of_run)
     if cfg.training.remat == "budget":  # a budget is for what the backward pass needs, and there is none here

@@ -20,7 +20,7 @@ from tunix.base.errors import UserError
 from tunix.config import Evaluate, Export, Generate
 from tunix.config.batch import count_parts
 from tunix.config.command_line import read_settings, run_command
-from tunix.config.compose import compose
+from tunix.config.compose import compose, to_yaml
 from tunix.data.dataset import load_corpus
 from tunix.data.tokenizer import read_backend
 from tunix.evaluate import evaluate, make_config
@@ -343,6 +343,18 @@ def test_the_microbatch_of_an_evaluation_has_no_others_to_sum_gradients_with(hf_
     settings = read_settings(Evaluate, ["checkpoint=given"], {"checkpoint": str(hf_dir), "overrides": words})
     shape = make_config(settings).training.batch_shape(dict.fromkeys(axis_names(), 1))
     assert shape.num_microbatches == 1
+
+
+def test_the_batch_of_a_run_need_not_fit_the_devices_that_measure_it(tmp_path):
+    words = ["training.global_batch_size=4", "training.batch_stages=[{until_step: 2, global_batch_size: 2}]"]
+    (tmp_path / "config.yaml").write_text(to_yaml(compose([*words, "training.micro_batch_size=1"]).config))
+    (tmp_path / "checkpoints" / "1").mkdir(parents=True)
+    others = ["training.micro_batch_size=8", 'model.mesh_shape=[[8],["fsdp"]]']
+    settings = read_settings(Evaluate, ["checkpoint=given"], {"checkpoint": str(tmp_path), "overrides": others})
+    assert make_config(settings).training.batch_shape(dict.fromkeys(axis_names(), 1) | {"fsdp": 8}).num_sequences == 64
+    typed = {"checkpoint": str(tmp_path), "overrides": [*others, "training.global_batch_size=4"]}
+    with pytest.raises(UserError, match="training.global_batch_size=4 is not divisible by 64"):
+        make_config(read_settings(Evaluate, ["checkpoint=given"], typed))
 
 
 def test_the_parts_of_a_microbatch_that_a_run_chose_are_not_those_of_an_evaluation(hf_dir):
