@@ -139,6 +139,11 @@ def test_every_id_that_ends_an_answer_is_known(hf_dir, tmp_path):
     word = vocab.backend.token_to_id("a")
     assert find_stop_ids(vocab, ("a",), tmp_path) == tuple(sorted((0, 2, 8, 9, word)))
     assert find_stop_ids(load_vocab(str(hf_dir)), (), None) == (2,)
+    # A model of others, whose tokenizer says what ends a turn, and its generation_config.json does not.
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<eos>"}')
+    assert find_stop_ids(vocab.backend, (), tmp_path) == (2, 8, 9)
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<end>"}')
+    assert find_stop_ids(vocab.backend, (), tmp_path) == (8, 9), "the tokenizer has no such token"
     # The files of a base with another tokenizer: 2 is the same token there, 8 and 9 are others.
     words = Tokenizer.from_file(str(hf_dir / "tokenizer.json"))
     other = Tokenizer(models.WordLevel({words.id_to_token(n) if n < 3 else f"word {n}": n for n in range(10)}))

@@ -16,7 +16,7 @@ from tunix.base.files import read_json
 from tunix.config import Generate
 from tunix.config import Sampling as SamplingKeys
 from tunix.costs.rollout import CHUNK
-from tunix.data.tokenizer import Vocab, read_backend, special_tokens
+from tunix.data.tokenizer import Vocab, find_tokenizer_files, read_backend, read_settings, special_tokens, token_text
 from tunix.inference.gathered import Gathered
 from tunix.inference.kv_cache import (
     SLOTS,
@@ -76,9 +76,9 @@ def find_stop_ids(
 ) -> tuple[int, ...]:
     """Return the ids that end an answer, in order: each of them is a token of the answer, and is trained.
 
-    They are those that the files of the model in `folder` name, and `stop_strings`, the value of `key`; with the
-    tokenizer of a run also the end of a document, and the first special token after an answer in its chat template. An
-    id of the files that is another token in the tokenizer of the run is left out.
+    They are those that the files of the model in `folder` name, its `eos_token` too, and `stop_strings`, the value of
+    `key`; with the tokenizer of a run also the end of a document, and the first special token after an answer in its
+    chat template. An id of the files that is another token in the tokenizer of the run is left out.
 
     Raises:
         UserError: one of `stop_strings` is not a token of the tokenizer.
@@ -89,6 +89,8 @@ def find_stop_ids(
         source = read_backend(folder) if folder and ends else None
         ends = {index for index in ends if source is None or source.id_to_token(index) == backend.id_to_token(index)}
         ends.add(tokenizer.eos)
+    elif folder and (end := token_text(read_settings(find_tokenizer_files(str(folder))).eos_token)):
+        ends |= {index for index in [backend.token_to_id(end)] if index is not None}
     if isinstance(tokenizer, Vocab) and tokenizer.chat_template is not None:
         ids, special = backend.encode(tokenizer.chat.read_end(), add_special_tokens=False).ids, special_tokens(backend)
         ends |= set([token for token in ids if token in special][:1])
