@@ -313,7 +313,8 @@ def test_other_ways_of_writing_calls():
         )
         (call,) = read["xml"](f"<function=f><parameter=a>{value}</parameter></function>")
         assert call.arguments == {"a": value}, "a text"
-    assert read["hermes"]('<tool_call>{"name": "f", "id": null}') == [Call("f", {})]
+    for more in ('"id": null', '"arguments": null', '"parameters": null', '"arguments": null, "parameters": {}'):
+        assert read["hermes"](f'<tool_call>{{"name": "f", {more}}}') == [Call("f", {})]
 
 
 WORDS = [
@@ -424,14 +425,17 @@ def test_the_schema_of_a_request_says_which_arguments_are_texts():
     """As clients of a server give it: a number of a house is a text where the schema says so."""
     kinds = {
         "a": {"type": "string"}, "b": {"type": ["string", "null"]}, "c": {"anyOf": [{"type": "string"}, {"type": "number"}]},
-        "d": {"type": "integer"}, "e": {}, "f": 3,
+        "d": {"type": "integer"}, "e": {}, "f": 3, "g": {"enum": ["42", "43"]}, "h": {"enum": [42, "all"]}, "i": {"const": "42"},
+        "j": {"oneOf": [{"type": "null"}, {"$ref": "#/$defs/House"}]}, "k": {"allOf": [{"$ref": "#/$defs/Own"}], "$defs": {"Own": {"type": "string"}}},
+        "l": {"$ref": "#/$defs/Loop"},
     }  # fmt: skip
     text = "".join(f"<parameter={name}>42</parameter>" for name in kinds)
-    function = {"name": "note", "parameters": {"type": "object", "properties": kinds}}
+    definitions = {"House": {"enum": ["42"]}, "Loop": {"anyOf": [{"$ref": "#/$defs/Loop"}] * 9}}
+    function = {"name": "note", "parameters": {"type": "object", "properties": kinds, "$defs": definitions}}
     tools = [{"function": function}]
     for given, expected in (
-        (tools, ["42", "42", 42, 42, 42, 42]),
-        ([{}, {"function": function | {"parameters": 1}}], [42] * 6),
+        (tools, ["42", "42", 42, 42, 42, 42, "42", 42, "42", "42", "42", 42]),
+        ([{}, {"function": function | {"parameters": 1}}], [42] * 12),
     ):
         (call,) = TOOL_CALLS["xml"].read(f"<function=note>{text}</function>")
         assert [*keep_texts(call, given).arguments.values()] == expected

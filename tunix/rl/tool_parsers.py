@@ -27,7 +27,8 @@ def _read_object(value: Any) -> Call:
     """Return the call that a JSON object describes."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return _malformed('a call is an object like {"name": ..., "arguments": {...}}')
-    name, arguments = value["name"], value.get("arguments", value.get("parameters", {}))
+    name, given = value["name"], (value.get(key) for key in ("arguments", "parameters"))
+    arguments: Any = next((each for each in given if each is not None), {})
     if isinstance(arguments, str):  # some models write the object once more as a string
         try:
             arguments = json.loads(arguments)
@@ -392,7 +393,9 @@ def find_reader(name: str) -> Callable[[str], list[Call]]:
 
 
 # Kinds of values, as JSON schemas name them.
-KINDS = {bool: "boolean", int: "integer", float: "number", type(None): "null", list: "array", dict: "object"}
+KINDS = {
+    bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null", list: "array", dict: "object",
+}  # fmt: skip
 
 
 def keep_texts(call: Call, tools: Sequence[Mapping[str, Any]]) -> Call:
@@ -407,7 +410,7 @@ def keep_texts(call: Call, tools: Sequence[Mapping[str, Any]]) -> Call:
         parameters = function.get("parameters")
         properties = parameters.get("properties") if isinstance(parameters, dict) else None
         for name, text in (call.texts or {}).items():
-            kinds = _list_kinds(properties.get(name) if isinstance(properties, dict) else None)
+            kinds = _list_kinds(properties.get(name) if isinstance(properties, dict) else None, parameters)
             if "string" in kinds and KINDS.get(type(call.arguments[name])) not in kinds:
                 call.arguments[name] = text
     return call
@@ -424,14 +427,31 @@ def is_named_object(call: Call, names: Sequence[str]) -> bool:
     return not call.arguments and call.name not in names
 
 
-def _list_kinds(schema: Any) -> list[str]:
-    """Return the kinds of values that a JSON schema allows, as far as it names them."""
-    if not isinstance(schema, dict):
-        return []
-    kinds, others = schema.get("type"), schema.get("anyOf")
-    named = [kind for kind in (kinds if isinstance(kinds, list) else [kinds]) if isinstance(kind, str)]
-    named += ["integer"] if "number" in named else []
-    return named + [kind for other in (others if isinstance(others, list) else []) for kind in _list_kinds(other)]
+def _list_kinds(schema: Any, parameters: Any) -> set[str]:
+    """Return the kinds of values that a JSON schema allows, as far as it names them: by a type, by the values, or in
+    other schemas that it has or refers to. `parameters` is the schema around it."""
+    kinds, seen, waiting = set[str](), set[int](), [schema]
+    while waiting:
+        part = waiting.pop()
+        if not isinstance(part, dict) or id(part) in seen:  # schemas may refer to one another
+            continue
+        seen.add(id(part))
+        types, values = part.get("type"), part.get("enum")
+        kinds |= {kind for kind in (types if isinstance(types, list) else [types]) if isinstance(kind, str)}
+        listed = [*(values if isinstance(values, list) else []), *([part["const"]] if "const" in part else [])]
+        kinds |= {KINDS[type(value)] for value in listed if type(value) in KINDS}
+        for key in ("anyOf", "oneOf", "allOf"):
+            waiting += others if isinstance(others := part.get(key), list) else []
+        if isinstance(reference := part.get("$ref"), str):
+            waiting += [_find_definition(reference, root) for root in (schema, parameters)]
+    return kinds | ({"integer"} if "number" in kinds else set())
+
+
+def _find_definition(reference: str, root: Any) -> Any:
+    """Return the schema that a reference like #/$defs/Color names; None where `root` lacks it."""
+    for name in reference.removeprefix("#/").split("/"):
+        root = root.get(name) if isinstance(root, dict) else None
+    return root
 
 
 def find_text_before_calls(name: str, text: str) -> str:
