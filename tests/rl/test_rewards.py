@@ -24,6 +24,8 @@ from tunix.rl.table import REWARDS
         ("1/2", Fraction(1, 2)), ("-1/2", Fraction(-1, 2)), ("1/0", None),
         (". 42", 42), (".5", Fraction(1, 2)), ("42.", 42), ("42...", 42), ("**42.**", 42), ("3.50 dollars.", Fraction(7, 2)),
         ("3 and 4 make 7", 7), ("#### 42", 42), ("1e3", 1000), ("50%", 50), ("", None), ("no idea", None), ("...", None),
+        ("1\u202f234", 1234), ("1\xa0234\u2009567.5", Fraction("1234567.5")), ("10\\,000", 10000), ("1 234", 234), ("1\u202f2345", 2345),
+        ("\u20115", -5), ("gpt\u20115", 5),
         ("1" * 5000, None), ("5 and 1" + ",000" * 2000, 5), ("7 1/" + "1" * 5000, 7),
     ],
 )  # fmt: skip
@@ -87,6 +89,11 @@ def test_formulas():
         ("$x^2 + 1$", "#### 1 + x^2", "#### x^2 + 2"),
         ("x^2 + 1", "$1 + x^2$", "1"),
         ("half of it is #### 1/2", "1/2", ""),
+        ("18", r"\boxed{\$18}", r"\boxed{\$81}"),
+        ("18", "#### **18**", "#### **81**"),
+        ("18", "<answer>18 dollars</answer>", "<answer>18 or 19 dollars</answer>"),
+        ("1234", "#### 1\u202f234", "#### 234"),
+        ("2", "<answer>The answer is 2.</answer>", "<answer>2 sin x</answer>"),
     ):
         assert call("math_verify", [right, wrong], answer=[gold] * 2) == [1.0, 0.0], gold
     for gold in ("", None):

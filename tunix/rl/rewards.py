@@ -25,6 +25,10 @@ NUMBER = re.compile(
     """,
     re.VERBOSE,
 )
+# What stands between groups of three digits beside commas: LaTeX's 1\,234, and spaces of typesetting, which some models
+# write (GPT-OSS: U+202F).
+GROUPING = re.compile(r"(?<=\d)(?:\\,|[\u00a0\u2009\u202f])(?=\d{3}(?!\d))")
+WORD = re.compile(r"(?:^|\s)[A-Za-z]{4,}(?:[\s.,;:]|$)")  # shorter ones may be functions, like sin
 BRACES = re.compile(r"\\boxed\{|\\.|[{}]", re.DOTALL)  # of LaTeX, where \{ and \} are signs
 
 
@@ -58,8 +62,8 @@ def find_marked(text: str) -> str:
 
 def read_number(text: str) -> Fraction | None:
     """Return the last number of a text, exactly: 1,234 · -5 · $7.00 · 1/2 · .5; None if there is none."""
-    # Marks of typesetting: a minus sign that is no hyphen, and LaTeX's 1{,}234, \$5 and \!.
-    text = text.replace("\u2212", "-").replace("{,}", ",").replace("\\$", "$").replace("\\!", "")
+    # Marks of typesetting: LaTeX's 1{,}234, \$5 and \!.
+    text = _use_plain_signs(text).replace("{,}", ",").replace("\\$", "$").replace("\\!", "")
     number = None
     for match in NUMBER.finditer(text):
         digits = match["whole"].replace(",", "") + match["rest"]
@@ -69,6 +73,11 @@ def read_number(text: str) -> Fraction | None:
             # A fraction is exact: 0.5, 1/2 and 5e-1 are equal, and 16-digit numbers that differ stay different.
             number = Fraction(digits) / int(match["below"] or 1) * (-1 if negative else 1)
     return number
+
+
+def _use_plain_signs(text: str) -> str:
+    """Return a text whose minus signs are hyphens, and whose digits stand together or in groups by commas."""
+    return GROUPING.sub("", text).replace("\u2212", "-").replace("\u2011", "-")
 
 
 def gsm8k(prompts: list[str], completions: list[str], answer: list[Any], **columns: list[Any]) -> list[float]:
@@ -102,9 +111,9 @@ def math_verify(prompts: list[str], completions: list[str], answer: list[Any], *
 
     def read(text: str) -> list[Any]:
         marked = find_marked(text)
-        if "$" in marked or marked == text.strip():
+        if "$" in marked.replace("\\$", "") or marked == text.strip():
             return parse(marked)
-        return parse(f"${marked}$")  # the library reads formulas only within dollar signs
+        return parse(f"${marked.strip('*')}$")  # the library reads formulas only within dollar signs
 
     scores = []
     for completion, expected in zip(completions, answer, strict=True):
@@ -112,8 +121,17 @@ def math_verify(prompts: list[str], completions: list[str], answer: list[Any], *
         right = [] if expected is None else read(f"#### {find_marked(str(expected))}")
         if not right:
             raise ValueError(f"math-verify does not understand the data's answer {str(expected)[:80]!r}")
-        scores.append(float(verify(right, read(completion))))
+        text = _use_plain_signs(completion)
+        is_right = verify(right, read(text))
+        if not is_right and is_number_with_words(marked := find_marked(text)):
+            is_right = verify(right, parse(marked))
+        scores.append(float(is_right))
     return scores
+
+
+def is_number_with_words(text: str) -> bool:
+    """Return whether a text is one number with words, like `18 dollars`. As a formula it is a product of letters."""
+    return "\\" not in text and len(NUMBER.findall(text)) == 1 and WORD.search(text) is not None
 
 
 def reasoning_gym(
