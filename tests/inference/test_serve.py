@@ -319,6 +319,11 @@ def test_log_probabilities_of_prompts_answers_and_other_tokens(model, client):
     np.testing.assert_allclose(answer.token_logprobs[1:], expected, atol=1e-4)
     for place in range(len(whole) - 3, len(whole)):  # drawn as the likeliest
         assert max(answer.top_logprobs[place].values()) == answer.token_logprobs[place]
+    assert answer.top_logprobs[0] is None
+    for token, log_prob, top in zip(answer.tokens[1:], answer.token_logprobs[1:], answer.top_logprobs[1:], strict=True):
+        first, *others = top.values()
+        assert first >= max(others), "the likeliest comes first"
+        assert top[token] >= log_prob, "the one in the text stands there too, as with OpenAI"
     chat = client.chat.completions.create(
         model="small", messages=[{"role": "user", "content": "be"}], max_tokens=4, temperature=0, logprobs=True, top_logprobs=3
     )  # fmt: skip

@@ -355,10 +355,9 @@ class TokenScores:
     def for_completion(self) -> dict[str, Any]:
         tops = None
         if self.tops is not None:
-            # Several tokens may have the same text, such as a byte that is no character: the likeliest comes first.
             tops = [
-                None if each is None else {_to_text(part): log_prob for part, log_prob in reversed(top)}
-                for each, top in zip(self.log_probs, self.tops, strict=True)
+                None if own is None else _name_scores([*top, (part, own)])
+                for part, own, top in zip(self.parts, self.log_probs, self.tops, strict=True)
             ]
         return {
             "tokens": self.texts, "token_logprobs": self.log_probs, "top_logprobs": tops, "text_offset": self.offsets,
@@ -374,6 +373,15 @@ class TokenScores:
             for part, log_prob, top in zip(self.parts, self.log_probs, tops, strict=True)
         ]
         return {"content": content, "refusal": None}
+
+
+def _name_scores(scores: Sequence[tuple[bytes, float]]) -> dict[str, float]:
+    """Return log-probabilities of the likeliest tokens, and of the drawn one behind them, by their texts. Several may
+    have the same text, such as a byte that is no character: the likeliest of them counts."""
+    named: dict[str, float] = {}
+    for part, log_prob in scores:
+        named.setdefault(_to_text(part), log_prob)
+    return named
 
 
 def _to_text(part: bytes) -> str:
