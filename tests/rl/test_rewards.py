@@ -72,6 +72,10 @@ def test_format():
         "2": 0.0,
     }
     assert call("format", list(cases)) == list(cases.values())
+    # Where the prompt begins the thought, the answer does not.
+    rest = whole.replace("reasoning", "think").removeprefix("<think>")
+    scores = call_reward(REWARDS["format"], ["assistant:\n<think>\n", "assistant:\n"], [rest] * 2, {})
+    assert scores == [1.0, 3 / 8]
 
 
 def test_exact_match_and_length():

@@ -183,13 +183,16 @@ def format_tags(prompts: list[str], completions: list[str], **columns: list[Any]
     """Score 1 for `<reasoning>...</reasoning><answer>...</answer>` with nothing around it, each tag once.
 
     `<think>` counts like `<reasoning>`. An answer of another form gets an eighth for each tag that it has exactly once,
-    so that a model learns the form step by step.
+    so that a model learns the form step by step. The first tag may end the prompt, as chat templates of models that
+    think write it.
     """
-    return [max(_score_form(completion.strip(), tags) for tags in TAGS) for completion in completions]
+    pairs = zip(prompts, completions, strict=True)
+    return [max(_score_form(prompt, completion, tags) for tags in TAGS) for prompt, completion in pairs]
 
 
-def _score_form(text: str, tags: tuple[str, str]) -> float:
+def _score_form(prompt: str, completion: str, tags: tuple[str, str]) -> float:
     all_tags = (*tags, *ANSWER)
+    text = (tags[0] if prompt.rstrip().endswith(tags[0]) else "") + completion.strip()
     once = sum(text.count(tag) == 1 for tag in all_tags)
     begin, end, answer, close = map(re.escape, all_tags)
     if once == 4 and re.fullmatch(rf"{begin}.*{end}\s*{answer}.*{close}", text, re.DOTALL):
