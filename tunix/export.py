@@ -343,10 +343,15 @@ def _list_special_tokens(vocab: Vocab) -> dict[str, str]:
 
 
 def _find_token_ids(model: Pretrained) -> dict[str, Any]:
-    """Return the ids of special tokens: those of the run's own tokenizer, or those in the source's config.json."""
+    """Return the ids of special tokens: those of the run's own tokenizer, or those in the source's config.json.
+
+    A token that the run's tokenizer lacks is null: for a key that is not there transformers takes the id that the
+    published models of the family have, which may be another token here, or none.
+    """
     vocab = model.vocab
     if vocab is not None and not model.has_source_tokenizer:
-        return {f"{key}_id": vocab.backend.token_to_id(token) for key, token in _list_special_tokens(vocab).items()}
+        found = {f"{key}_id": vocab.backend.token_to_id(token) for key, token in _list_special_tokens(vocab).items()}
+        return dict.fromkeys(TOKEN_IDS) | found
     return {} if model.files is None else read_token_ids(read_json(model.files / "config.json"))
 
 

@@ -522,8 +522,10 @@ def test_the_ids_of_a_base_do_not_go_out_with_another_tokenizer(loaded, copy, tm
     (tmp_path / "run" / "tokenizer_config.json").write_text('{"bos_token": "<begin>", "eos_token": "<end>"}')
     model = replace(loaded, files=copy, tokenizer=words, tokenizer_files=tmp_path / "run")
     generation, _, config = write_out(model, tmp_path / "out")
-    assert generation == {"bos_token_id": 1, "eos_token_id": 0, "top_k": 20}
-    assert (config["bos_token_id"], config["eos_token_id"]) == (1, 0)
+    # The tokenizer has no padding. transformers fills up a key that is not there with the family's id.
+    ids = {"bos_token_id": 1, "eos_token_id": 0, "pad_token_id": None}
+    assert generation == {**ids, "top_k": 20}
+    assert config.items() >= ids.items()
     assert model.find_stop_ids() == (0,)
     assert model.encode("w5 w6") == [1, 5, 6]  # with the first token, as in training
 
