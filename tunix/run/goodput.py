@@ -40,24 +40,27 @@ class Goodput:
         """Add what earlier starts have written into metrics.jsonl; this one goes on behind `step`."""
         latest: dict[str, Any] | None = None
         behind: list[dict[str, Any]] = []  # lines of steps behind the newest line of goodput
-        steps: dict[int, dict[str, Any]] = {}  # the newest line of each step
+        lost: list[dict[str, Any]] = []  # lines of steps behind `step`, which this start trains again, in order
         for line in read_json_lines(file) if file.is_file() else ():
-            if not isinstance(line.get("step"), int):
+            number = line.get("step")
+            if not isinstance(number, int):
                 continue
             if line.get("split") == SPLIT:
                 latest, behind = line, []
                 # A start goes on behind the step of this line. Later steps that stand before it are counted as lost.
-                steps = {number: each for number, each in steps.items() if number <= line["step"]}
+                while lost and lost[-1]["step"] > number:
+                    lost.pop()
             elif "split" not in line and isinstance(line.get("step_time_s"), float):
                 behind.append(line)
-                steps[line["step"]] = line
+                if number > step:
+                    lost.append(line)
         if latest is None:
             return
         for name in self.seconds:
             self.seconds[name] += latest[f"{name}_s"]
         for line in behind:
             self.record_step(line)
-        for line in (line for number, line in steps.items() if number > step):
+        for line in lost:
             self.seconds["train"] -= line["step_time_s"] - line["data_wait_s"]
             self.seconds["data"] -= line["data_wait_s"]
             self.seconds["lost_steps"] += line["step_time_s"]
