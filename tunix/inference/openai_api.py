@@ -230,6 +230,8 @@ def _read_function(function: Any) -> dict[str, Any]:
 # Texts of answers.
 
 UNFINISHED = "\ufffd"  # at the end of a text: bytes of a character whose other bytes may follow
+MAX_OPEN = 32  # newest tokens without a certain text: more of them are bytes of no character, or special tokens
+MAX_CHARACTER = 4  # bytes, and so tokens, of one
 
 
 class AnswerText:
@@ -252,7 +254,9 @@ class AnswerText:
         self.shown: list[bool] = []  # of each token: it is of the part
         self.starts: list[int] = []  # place in the text of each token
         self.text, self.num_sent, self.is_stopped, self.is_closed = "", 0, False, False
-        self.first, self.read = 0, 0  # tokens from `first` on give the context of those from `read` on
+        # The newest tokens of the part: the first `num_read` have text already, and are the context of the others.
+        self.window: list[int] = []
+        self.num_read, self.is_begin = 0, True  # the window begins with the text
 
     def add(self, tokens: Sequence[int]) -> str:
         """Take tokens, and return the text that is now certain, and was not before."""
@@ -262,17 +266,15 @@ class AnswerText:
             self.tokens.append(token)
             self.shown.append(self.parts is None or self.parts.read(token) == self.part)
             self.starts.append(len(self.text))
-            before = self._decode(self.first, self.read)
-            now = self._decode(self.first)
-            if len(now) > len(before) and not now.endswith(UNFINISHED):
-                self._grow(self.text + now[len(before) :])
-                self.first, self.read = self.read, len(self.tokens)
+            if self.shown[-1]:
+                self.window.append(token)
+                self._read_window()
         return self._send(len(self.text) if self.is_stopped else len(self.text) - self._count_held_back())
 
     def close(self) -> str:
         """Return the rest of the text: the answer has ended."""
         self.is_closed = True
-        whole = self._decode(0)
+        whole = self._decode_all()
         if not self.is_stopped and whole.startswith(self.text[: self.num_sent]):
             self._grow(whole)
         return self._send(len(self.text))
@@ -284,20 +286,45 @@ class AnswerText:
 
     def read_until(self, end: int, starts: Sequence[int]) -> str:
         """Return the text of the part's tokens whose places in the text of all tokens, `starts`, are before `end`."""
-        return self._decode(0, bisect_left(starts, end))
+        return self._decode_all(bisect_left(starts, end))
 
     @property
     def num_tokens(self) -> int:
         """Tokens that have a part of the text that is sent; at the end all, unless a stop string cuts some off."""
         if self.is_closed and not self.is_stopped:
             return len(self.tokens)
-        return sum(start < self.num_sent for start in self.starts)
+        return bisect_left(self.starts, self.num_sent)
 
-    def _decode(self, first: int, end: int | None = None) -> str:
-        if first == 0 and self.behind is not None:
-            return decode_behind(self.tokenizer, self.behind, self.tokens[:end])
-        shown = [*compress(self.tokens[first:end], self.shown[first:end])]
-        return decode(self.tokenizer, shown, self.skip)
+    def _read_window(self) -> None:
+        """Add the text of the newest tokens, where it is certain."""
+        window, size = self.window, len(self.window)
+        before, now = (self._decode(tokens, self.is_begin) for tokens in (window[: self.num_read], window))
+        if len(now) > len(before) and not now.endswith(UNFINISHED):
+            self._move_window(before, now, size)
+        elif size - self.num_read > MAX_OPEN:  # else each token would be read with all that stand before it
+            for cut in range(size - 1, size - 1 - MAX_CHARACTER, -1):
+                text = self._decode(window[:cut], self.is_begin)
+                if text + self._decode(window[cut:]) == now:  # no character lies across the cut
+                    self._move_window(before, text, cut)
+                    break
+
+    def _move_window(self, before: str, now: str, end: int) -> None:
+        """Take the tokens before `end` as read: they make `now` of the text `before`."""
+        if now == before:  # special tokens: what stands before them stays the context
+            del self.window[self.num_read : end]
+            return
+        self._grow(self.text + now[len(before) :])
+        self.is_begin = self.is_begin and self.num_read == 0
+        del self.window[: self.num_read]
+        self.num_read = end - self.num_read
+
+    def _decode_all(self, end: int | None = None) -> str:
+        return self._decode([*compress(self.tokens[:end], self.shown)], is_begin=True)
+
+    def _decode(self, tokens: list[int], is_begin: bool = False) -> str:
+        if is_begin and self.behind is not None:
+            return decode_behind(self.tokenizer, self.behind, tokens)
+        return decode(self.tokenizer, tokens, self.skip)
 
     def _grow(self, text: str) -> None:
         self.text = text
