@@ -322,6 +322,8 @@ def test_checkpoints_that_cannot_be_used_are_named(run, finished_copy):
         (["model.num_layers=4"], "model.num_layers=4, but the checkpoint was made with 3"),
         (["model.rope_theta=5e5"], "model.rope_theta=500000.0, but the checkpoint was made with 1000000.0"),
         (["optimizer=lion"], "optimizer.name=lion, but the checkpoint was made with adamw"),
+        (["optimizer=adafactor"], "optimizer.name=adafactor, but the checkpoint was made with adamw"),
+        (["model.tied_head=false"], "model.tied_head=false, but the checkpoint was made with true"),
         (["training.seq_len=16"], "training.seq_len=16, but the checkpoint was made with 32"),
         (["training.param_dtype=bfloat16"], "training.param_dtype=bfloat16, but the checkpoint was made with float32"),
         (["seed=1"], "seed=1, but the checkpoint was made with 0"),

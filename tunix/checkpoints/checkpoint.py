@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 from tunix.base.errors import UserError, first_line, mask_values
 from tunix.base.forms import sign
-from tunix.base.text import flat
+from tunix.base.text import as_typed, flat
 from tunix.checkpoints.store import WAITING, Record, Store
 from tunix.config import Config, Evaluation, Grpo
 from tunix.config.compose import format_resume
@@ -52,12 +52,12 @@ def check_same(config: Config, saved: dict[str, Any], position: Position, now: P
     for values in (old, new):
         values["training.param_dtype"] = values["training.param_dtype"] or "float32"
     same = SAME if config.model.vision is None else SAME + SAME_OF_IMAGES
-    # The kind of a part comes first: its other keys differ for that reason.
-    for key in sorted(old.keys() | new.keys(), key=lambda key: (not key.endswith(".kind"), key)):
+    # The kind or the name of a part comes first: its other keys differ for that reason.
+    for key in sorted(old.keys() | new.keys(), key=lambda key: (not key.endswith((".kind", ".name")), key)):
         must_agree = any(key == name or key.startswith(f"{name}.") for name in same) and key not in MAY_DIFFER
         if must_agree and old.get(key) != new.get(key):
             raise UserError(
-                f"resume: {key}={new.get(key)}, but the checkpoint was made with {old.get(key)}; "
+                f"resume: {key}={as_typed(new.get(key))}, but the checkpoint was made with {as_typed(old.get(key))}; "
                 "leave it as it was or start a new run"
             )
     for text in config.training.skip_steps:
