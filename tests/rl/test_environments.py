@@ -379,7 +379,10 @@ def test_the_mark_of_a_thought_in_an_argument_behind_a_text(name):
     ("name", "text"),
     [
         ("xml", "<function=" * 20_000),
+        ("xml", "<function=f>" + "<parameter=a>" * 5_000 + "</function>"),
         ("glm", "<tool_call>f" + "<arg_key>" * 20_000),
+        ("glm", "<tool_call>f" + "<arg_key>a</arg_key><arg_value>" * 5_000),
+        ("python", "<function_calls>" * 5_000),
         ("harmony", "to=functions." * 10_000),
         ("harmony", "to=functions." + "a" * 40_000),
     ],

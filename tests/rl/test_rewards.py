@@ -3,6 +3,7 @@
 import math
 import re
 import sys
+import time
 from fractions import Fraction
 
 import pytest
@@ -40,6 +41,13 @@ def test_an_answer_may_be_marked():
     assert find_marked(r"{\boxed{\left\{1, \boxed{2} \right.} \boxed{3") == r"\left\{1, \boxed{2} \right."
     assert find_marked("6 * 7\n#### 42\nDone in 1 step.") == "42"
     assert find_marked(" 42 ") == "42"
+    assert find_marked("<answer>4 <answer>2</answer>") == "4 <answer>2"
+
+
+def test_a_marked_answer_of_a_text_that_repeats_itself_is_read_in_time():
+    start = time.process_time()
+    assert find_marked("<answer>" * 10_000 + "#### 42") == "42"
+    assert time.process_time() - start < 1
 
 
 def call(name, completions, **columns):

@@ -44,8 +44,20 @@ def find_boxed(text: str) -> list[str]:
     return found
 
 
+ANSWER = ("<answer>", "</answer>")
+
+
+def find_tagged(text: str) -> list[str]:
+    """Return what stands between <answer> and the next </answer> of a text, in their order."""
+    # No regular expression: of a text that repeats <answer> without an end, it would take the square of the length.
+    (begin, end), found, at = ANSWER, list[str](), 0
+    while (first := text.find(begin, at)) >= 0 and (at := text.find(end, first)) >= 0:
+        found.append(text[first + len(begin) : at])
+    return found
+
+
 MARKS: tuple[Callable[[str], list[str]], ...] = (  # of an answer in a longer text; the first kind is taken that occurs
-    re.compile(r"<answer>(.*?)</answer>", re.DOTALL).findall,
+    find_tagged,
     find_boxed,
     re.compile(r"####\s*([^\n]*)").findall,
 )
@@ -64,15 +76,14 @@ def read_number(text: str) -> Fraction | None:
     """Return the last number of a text, exactly: 1,234 · -5 · $7.00 · 1/2 · .5; None if there is none."""
     # Marks of typesetting: LaTeX's 1{,}234, \$5 and \!.
     text = _use_plain_signs(text).replace("{,}", ",").replace("\\$", "$").replace("\\!", "")
-    number = None
-    for match in NUMBER.finditer(text):
+    for match in reversed([*NUMBER.finditer(text)]):
         digits = match["whole"].replace(",", "") + match["rest"]
         negative = match["sign"] == "-" or match["late_sign"] == "-"
         # Neither 1/0 is a number, nor are more digits than Python reads (4,300), as of a model that repeats itself.
         with suppress(ZeroDivisionError, ValueError):
             # A fraction is exact: 0.5, 1/2 and 5e-1 are equal, and 16-digit numbers that differ stay different.
-            number = Fraction(digits) / int(match["below"] or 1) * (-1 if negative else 1)
-    return number
+            return Fraction(digits) / int(match["below"] or 1) * (-1 if negative else 1)
+    return None
 
 
 def _use_plain_signs(text: str) -> str:
@@ -176,7 +187,6 @@ def exact_match(prompts: list[str], completions: list[str], answer: list[Any], *
 
 
 TAGS = (("<reasoning>", "</reasoning>"), ("<think>", "</think>"))  # a model uses one of these pairs
-ANSWER = ("<answer>", "</answer>")
 
 
 def format_tags(prompts: list[str], completions: list[str], **columns: list[Any]) -> list[float]:

@@ -78,15 +78,18 @@ PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTAL
 
 def read_xml(text: str) -> list[Call]:
     """Return the calls `<function=NAME>` with their `<parameter=KEY>` values; a value that is JSON is read as such."""
+    cut = _malformed("the call has no end: </function> is missing")
     return [
-        _read_tags(PARAMETER, name, inside) if end else _malformed("the call has no end: </function> is missing")
+        _read_tags(PARAMETER, "</parameter>", name, inside) if end else cut
         for name, inside, end in FUNCTION.findall(text)
     ]
 
 
-def _read_tags(parameter: re.Pattern[str], name: str, inside: str) -> Call:
-    """Return a call whose arguments stand between tags."""
-    if "<" in parameter.sub("", inside):  # of a tag that is not closed, as in an answer that is cut
+def _read_tags(parameter: re.Pattern[str], end: str, name: str, inside: str) -> Call:
+    """Return a call whose arguments stand between tags, the last of which is `end`."""
+    # Of a tag that is not closed, as in an answer that is cut. It is looked for behind the last end first: where such a
+    # tag is repeated, the pattern would take the square of the text's length.
+    if "<" in inside.rpartition(end)[2] or "<" in parameter.sub("", inside):
         return _malformed("an argument has no end")
     texts = {key.strip(): value for key, value in parameter.findall(inside)}
     return Call(name.strip(), {key: _read_value(value) for key, value in texts.items()}, texts=texts or None)
@@ -145,7 +148,7 @@ def read_json(text: str) -> list[Call]:
 
 
 PYTHON_BLOCK = re.compile(
-    r"```(?:tool_code|python)\s*(.*?)```|<function_calls>(.*?)</function_calls>"
+    r"```(?:tool_code|python)\s*(.*?)```|<function_calls>(.*?)(?:</function_calls>|$)"
     r"|<\|(?:python|tool_call)_start\|>(.*?)(?:<\|(?:python|tool_call)_end\|>|$)",
     re.DOTALL,
 )
@@ -201,7 +204,7 @@ def read_glm(text: str) -> list[Call]:
 
     The last one needs no end: </tool_call> may be the token that stops a turn, which is no part of the text.
     """
-    return [_read_tags(ARGUMENT, name, inside) for name, inside in GLM.findall(text)]
+    return [_read_tags(ARGUMENT, "</arg_value>", name, inside) for name, inside in GLM.findall(text)]
 
 
 GEMMA = re.compile(r"<\|tool_call>call:([\w.-]+)(\{.*?)(?:<tool_call\|>|$)", re.DOTALL)
