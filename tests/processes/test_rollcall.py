@@ -51,6 +51,15 @@ def test_who_differs_is_named_with_every_key():
     assert "seed" not in str(heard[0])
 
 
+def test_a_long_config_is_compared():
+    """With 32,000 files in data.paths the other processes were not counted: they "did not come" within 5 minutes."""
+    paths = {"data.paths": [f"/corpus/{number:090}.jsonl" for number in range(20_000)]}
+    assert called((0, 2, paths), (1, 2, paths)) == [[], []]
+    heard = called((0, 2, paths), (1, 2, {"data.paths": paths["data.paths"][1:]}))
+    assert "data.paths is ['/corpus/000" in str(heard[1])
+    assert len(str(heard[1])) < 2000
+
+
 @pytest.mark.parametrize(
     ("who", "said"),
     [

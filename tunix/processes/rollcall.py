@@ -32,7 +32,8 @@ PACKAGES = (
     "jax-cuda13-plugin",
 )  # fmt: skip
 READ_S = 5.0  # for one line of another process, from its first byte to its last
-MAX_LINE = 1_000_000  # bytes
+MAX_LINE = 1 << 26  # bytes; the config of a run may name a million files
+MAX_VALUE = 500  # characters of a value in a message
 CLOCKS_S = 5.0  # clocks of hosts that differ by more give a remark
 LATE_S = 5.0  # after an error, seconds that process 0 waits for the other processes, so that it can tell them too
 # Kubernetes sets it in every pod. There the name of process 0's pod is unknown until that pod has an address, which may
@@ -142,6 +143,7 @@ def _call_roll(server: socket.socket, num_processes: int, about: dict[str, Any],
         if not mistake and (mistake := _find_mistake(present, other)):
             deadline = min(deadline, time.monotonic() + LATE_S)
         if 0 <= other["process"] < num_processes:
+            del other["facts"]  # of thousands of processes they may be gigabytes
             present.setdefault(other["process"], other)
     missing = sorted(set(range(num_processes)) - set(present))
     answer: dict[str, Any] = {"remarks": _compare_clocks(present)}
@@ -167,7 +169,8 @@ def _find_mistake(present: dict[int, dict[str, Any]], other: dict[str, Any]) -> 
     process, host = other["process"], other["host"]
     ours, info, first_host = present[0]["facts"], other["facts"], present[0]["host"]
     different = [
-        f"{key} is {ours.get(key)} on process 0 ({first_host}) and {info.get(key)} on process {process} ({host})"
+        f"{key} is {_show(ours.get(key))} on process 0 ({first_host}) and {_show(info.get(key))} on process {process} "
+        f"({host})"
         for key in sorted(ours.keys() | info.keys())
         if ours.get(key) != info.get(key)
     ]
@@ -177,6 +180,11 @@ def _find_mistake(present: dict[int, dict[str, Any]], other: dict[str, Any]) -> 
     if process in present:
         return f"two processes have the number {process}: one on {present[process]['host']}, one on {host}"
     return ""
+
+
+def _show(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= MAX_VALUE else f"{text[:MAX_VALUE]}..."
 
 
 def _compare_clocks(present: dict[int, dict[str, Any]]) -> list[str]:
@@ -232,7 +240,7 @@ def read(peer: socket.socket, limit_s: float) -> dict[str, Any] | None:
 
     None if the peer is late, sends something else, or has closed the connection.
     """
-    line, deadline = b"", time.monotonic() + limit_s
+    line, deadline = bytearray(), time.monotonic() + limit_s
     try:
         while not line.endswith(b"\n"):
             peer.settimeout(max(0.01, deadline - time.monotonic()))
