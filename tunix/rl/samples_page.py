@@ -143,9 +143,9 @@ def split_seconds(numbers: dict[int, dict[str, float]], step: int) -> dict[str, 
 
 def mean_rewards(index: SamplesIndex) -> Iterator[tuple[int, float]]:
     """Yield each step of the file with the mean reward of its answers."""
-    for step in index.steps:
-        groups = index.groups[index.groups["step"] == step]
-        yield int(step), float(groups["total"].sum() / groups["answers"].sum())
+    steps, firsts = np.unique(index.groups["step"], return_index=True)
+    totals, answers = (np.add.reduceat(index.groups[name], firsts) for name in ("total", "answers"))
+    yield from zip(steps.tolist(), (totals / answers).tolist(), strict=True)
 
 
 def round_number(value: Any) -> float | None:
@@ -228,6 +228,7 @@ class TokenTexts:
     def __init__(self, backend: Backend | None):
         self.backend, self.texts = backend, dict[int, str]()
         self.byte_level = backend is not None and isinstance(backend.decoder, decoders.ByteLevel)
+        self.added = set[int]() if backend is None else set(backend.get_added_tokens_decoder())  # may be thousands
 
     def add(self, token: int) -> int:
         """Take a token; return the bytes that it adds to the page."""
@@ -239,7 +240,7 @@ class TokenTexts:
 
     def _decode(self, token: int, word: str) -> str:
         assert self.backend is not None
-        if token in self.backend.get_added_tokens_decoder():
+        if token in self.added:
             return word
         if self.byte_level:
             text = decode(self.backend, [token], False)
