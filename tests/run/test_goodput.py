@@ -101,6 +101,17 @@ def test_a_clock_that_is_set_back(monkeypatch, tmp_path):
     assert second.record(2)["total_s"] == pytest.approx(120, abs=1)
 
 
+def test_a_clock_that_is_set_forward(monkeypatch, tmp_path):
+    """By three hours while the run trains: they are no stop of the run."""
+    goodput, now = Goodput(elapsed_s=60.0), time.time
+    monkeypatch.setattr(time, "time", lambda: now() + 3 * 3600)
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(goodput.record(2)) + "\n")
+    monkeypatch.setattr(time, "time", lambda: now() + 3 * 3600 + 100)
+    second = Goodput(elapsed_s=60.0)
+    second.go_on(tmp_path / "metrics.jsonl", step=2)
+    assert second.record(2)["stops_s"] == pytest.approx(40, abs=1)
+
+
 @pytest.mark.nightly
 def test_a_run_that_goes_on(tmp_path, monkeypatch, corpus):
     monkeypatch.chdir(tmp_path)

@@ -30,7 +30,7 @@ class Goodput:
 
     def __init__(self, elapsed_s: float):
         """`elapsed_s` are the seconds since this program began."""
-        self.started_at = self.began_at = time.time() - elapsed_s  # of this start, and of the run
+        self.started_at = time.time() - elapsed_s
         self.before_s = 0.0  # from the begin of the run to this start
         # A clock that is set while the run trains would give negative seconds: those of this start are counted without.
         self.start_time = time.monotonic() - elapsed_s
@@ -64,9 +64,8 @@ class Goodput:
             self.seconds["train"] -= line["step_time_s"] - line["data_wait_s"]
             self.seconds["data"] -= line["data_wait_s"]
             self.seconds["lost_steps"] += line["step_time_s"]
-        self.began_at = latest["began_at"]
         until_last_sign_s = latest["total_s"] + sum(line["step_time_s"] for line in behind)
-        stop_s = max(0.0, self.started_at - self.began_at - until_last_sign_s)
+        stop_s = max(0.0, self.started_at - latest["began_at"] - until_last_sign_s)
         self.seconds["stops"] += stop_s
         self.before_s = until_last_sign_s + stop_s
 
@@ -96,7 +95,7 @@ class Goodput:
         share = min(1.0, max(0.0, self.seconds["train"] / max(total, 1e-9)))
         return {
             "step": step, "split": SPLIT, "goodput": share, **seconds, "other_s": other, "total_s": total,
-            "began_at": self.began_at,
+            "began_at": time.time() - total,  # by the clock of now: the next start counts from now, by the same clock
         }  # fmt: skip
 
 
