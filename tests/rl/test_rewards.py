@@ -113,6 +113,13 @@ def test_formulas():
             call("math_verify", ["1"], answer=[gold])
 
 
+def test_formulas_of_no_end_do_not_make_other_answers_late():
+    answers = [r"\boxed{3}", r"\boxed{9^{9^{9^9}}}", "7 " * 40_000, r"\boxed{3}"]
+    start = time.monotonic()
+    assert call("math_verify", answers, answer=["3"] * 4) == [1.0, 0.0, 0.0, 1.0]
+    assert time.monotonic() - start < 8, "math-verify takes 5 s for each by itself"
+
+
 def test_problems_of_the_library_check_their_answers():
     cfg = compose(["data=reasoning_gym", "data.tasks={chain_sum: {max_terms: 3}}", "data.num_problems=5"]).config
     (unit,) = cfg.data.units(10**6)

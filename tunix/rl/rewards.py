@@ -29,6 +29,9 @@ NUMBER = re.compile(
 # write (GPT-OSS: U+202F).
 GROUPING = re.compile(r"(?<=\d)(?:\\,|[\u00a0\u2009\u202f])(?=\d{3}(?!\d))")
 WORD = re.compile(r"(?:^|\s)[A-Za-z]{4,}(?:[\s.,;:]|$)")  # shorter ones may be functions, like sin
+# Time of math-verify for one answer. Its own 5 s each would make all answers of a process late for the sake of two that
+# repeat a number 10,000 times or are powers like 9^{9^{9^9}}; others take 0.1 s to read, and less than 1 s to compare.
+READING_S, COMPARING_S = 1, 2
 BRACES = re.compile(r"\\boxed\{|\\.|[{}]", re.DOTALL)  # of LaTeX, where \{ and \} are signs
 
 
@@ -120,22 +123,23 @@ def math_verify(prompts: list[str], completions: list[str], answer: list[Any], *
     except ImportError:
         raise ImportError("math-verify is not installed: pip install 'tunix-trainer[math]'") from None
 
-    def read(text: str) -> list[Any]:
+    def read(text: str, seconds: int) -> list[Any]:
         marked = find_marked(text)
         if "$" in marked.replace("\\$", "") or marked == text.strip():
-            return parse(marked)
-        return parse(f"${marked.strip('*')}$")  # the library reads formulas only within dollar signs
+            return parse(marked, parsing_timeout=seconds)
+        # The library reads formulas only within dollar signs.
+        return parse(f"${marked.strip('*')}$", parsing_timeout=seconds)
 
     scores = []
     for completion, expected in zip(completions, answer, strict=True):
         # With `####` before it, the data's answer counts as marked: `read` then takes a bare \frac{1}{2} for a formula.
-        right = [] if expected is None else read(f"#### {find_marked(str(expected))}")
+        right = [] if expected is None else read(f"#### {find_marked(str(expected))}", 5)
         if not right:
             raise ValueError(f"math-verify does not understand the data's answer {str(expected)[:80]!r}")
         text = _use_plain_signs(completion)
-        is_right = verify(right, read(text))
+        is_right = verify(right, read(text, READING_S), timeout_seconds=COMPARING_S)
         if not is_right and is_number_with_words(marked := find_marked(text)):
-            is_right = verify(right, parse(marked))
+            is_right = verify(right, parse(marked, parsing_timeout=READING_S), timeout_seconds=COMPARING_S)
         scores.append(float(is_right))
     return scores
 
