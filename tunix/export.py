@@ -238,12 +238,15 @@ def _write_gguf(checkpoint: str, model: Pretrained, folder: Path, dtype: str, sh
     _reject_keys_outside_family(model)
     model, path = model.merged(), folder / gguf_file.FILE
     tensors = list_tensors(model.params, model.cfg, model.arch.weights)
+    stops: dict[int, str] = {}
+    if (backend := model.tokenizer) is not None:
+        stops = {index: token for index in model.find_stop_ids() if (token := backend.id_to_token(index)) is not None}
     with temporary_folder("tunix-tokenizer-") as tokenizer:
         _write_tokenizer(model, Path(tokenizer))
         _write_vector_files(checkpoint, Path(tokenizer), model)
-        size = gguf_file.write_gguf(path, tensors, model.cfg, Path(tokenizer), dtype, folder.name.split(".")[0])
-    stops = [] if model.vocab is None else [model.vocab.backend.id_to_token(index) for index in model.find_stop_ids()]
-    gguf_file.write_modelfile(folder, [token for token in stops if token is not None])
+        name = folder.name.split(".")[0]
+        size = gguf_file.write_gguf(path, tensors, model.cfg, Path(tokenizer), [*stops], dtype, name)
+    gguf_file.write_modelfile(folder, [*stops.values()])
     count = model.arch.num_parameters
     return f"{model.cfg.family} as {gguf_file.FILE}, {count:,} parameters in {dtype}, {size / 1e9:.3f} GB"
 

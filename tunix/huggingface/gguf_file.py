@@ -134,10 +134,13 @@ def check(cfg: Model, dtype: str) -> None:
         raise UserError(f"model.mlp.dense_layers={cfg.mlp.dense_layers}: llama.cpp has none in a {cfg.family}")
 
 
-def write_gguf(path: Path, tensors: list[Tensor], cfg: Model, tokenizer: Path, dtype: str, name: str) -> int:
+def write_gguf(
+    path: Path, tensors: list[Tensor], cfg: Model, tokenizer: Path, stops: list[int], dtype: str, name: str
+) -> int:
     """Write a model as one file, read it back, and return its bytes. One tensor is in memory at a time.
 
-    `tensors` are those of Hugging Face's files, `tokenizer` a folder with tokenizer.json, and `name` that of the model.
+    `tensors` are those of Hugging Face's files, `tokenizer` a folder with tokenizer.json, `stops` the tokens that end
+    an answer, and `name` that of the model.
 
     Raises:
         UserError: the tokenizer is missing, or of a kind that llama.cpp lacks.
@@ -150,7 +153,7 @@ def write_gguf(path: Path, tensors: list[Tensor], cfg: Model, tokenizer: Path, d
     _add_sizes(writer, cfg, gguf)
     writer.add_file_type(getattr(gguf.LlamaFileType, FILE_TYPES[dtype]))
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-    _add_tokenizer(writer, tokenizer, cfg.vocab_size, gguf)
+    _add_tokenizer(writer, tokenizer, cfg.vocab_size, stops, gguf)
     _add_pooling(writer, tokenizer, gguf)
     named = list(_rename(tensors, cfg, gguf))
     for theirs, shape, _ in named:
@@ -294,7 +297,7 @@ def _add_sizes(writer: Any, cfg: Model, gguf: Any) -> None:
         writer.add_expert_feed_forward_length(cfg.mlp.expert_dim)
 
 
-def _add_tokenizer(writer: Any, folder: Path, num_rows: int, gguf: Any) -> None:
+def _add_tokenizer(writer: Any, folder: Path, num_rows: int, stops: list[int], gguf: Any) -> None:
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise UserError("format=gguf holds a tokenizer, and the model has no tokenizer.json; put it into its folder")
@@ -330,7 +333,7 @@ def _add_tokenizer(writer: Any, folder: Path, num_rows: int, gguf: Any) -> None:
         writer.add_token_list(tokens)
         writer.add_token_merges([" ".join(merge) for merge in merges])
     writer.add_token_types(types)
-    _add_special_tokens(writer, folder, backend)
+    _add_special_tokens(writer, folder, backend, stops)
 
 
 def _add_pooling(writer: Any, folder: Path, gguf: Any) -> None:
@@ -354,7 +357,7 @@ def _name_cuts(info: dict[str, Any], path: Path) -> str:
     return CUTS[cuts]
 
 
-def _add_special_tokens(writer: Any, folder: Path, backend: Tokenizer) -> None:
+def _add_special_tokens(writer: Any, folder: Path, backend: Tokenizer, stops: list[int]) -> None:
     path = folder / "tokenizer_config.json"
     config = json.loads(path.read_text()) if path.is_file() else {}
     for key, add in (
@@ -370,8 +373,13 @@ def _add_special_tokens(writer: Any, folder: Path, backend: Tokenizer) -> None:
             ids = backend.encode("a").ids
             if key == "bos_token":
                 writer.add_add_bos_token(ids[:1] == [index])
-            elif key == "eos_token" and ids[-1:] == [index]:  # of a model of task=embed
-                writer.add_add_eos_token(True)
+            elif key == "eos_token":
+                stops = [stop for stop in stops if stop != index]
+                if ids[-1:] == [index]:  # of a model of task=embed
+                    writer.add_add_eos_token(True)
+    # llama.cpp ends an answer at these two as at <eos>; of others it knows only the names that published models have.
+    for add, index in zip((writer.add_eot_token_id, writer.add_eom_token_id), stops, strict=False):
+        add(index)
     template = folder / "chat_template.jinja"
     chat = template.read_text() if template.is_file() else config.get("chat_template")
     if isinstance(chat, list):  # of several, each with its name
