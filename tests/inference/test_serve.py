@@ -377,13 +377,16 @@ def test_tools_reach_the_template_and_calls_are_read(model, hf_dir):
     with serving(model, hf_dir, f"chat_template='{template}'") as (app, port):
         call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 17}'}}
         messages = [{"role": "user", "content": "u"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
-        without = messages[1] | {"tool_calls": [call | {"function": {"name": "now", "arguments": ""}}]}
-        assert read_message(without, 1)["tool_calls"][0]["function"]["arguments"] == {}
+        for nothing in ("", "null", None):
+            without = messages[1] | {"tool_calls": [call | {"function": {"name": "now", "arguments": nothing}}]}
+            assert read_message(without, 1)["tool_calls"][0]["function"]["arguments"] == {}, nothing
         # OpenAI's client sends the name behind the arguments, and templates may write the object as it is.
         backward = messages[1] | {"tool_calls": [call | {"function": {"arguments": "{}", "name": "now"}}]}
         assert json.dumps(read_message(backward, 1)["tool_calls"][0]["function"]) == '{"name": "now", "arguments": {}}'
         for name in THOUGHTS:
-            assert read_message({"role": "assistant", "content": "", name: "hm"}, 1)[name] == "hm"
+            for text in ({"content": ""}, {"content": None}, {}):
+                thought = {"role": "assistant", name: "hm"}
+                assert read_message(thought | text, 1) == thought | {"content": ""}
         body = {"messages": messages, "tools": [tool], "max_tokens": 2}
         job = asyncio.run(app.reader.read_chat(json.dumps(body).encode(), 0))
         assert model.tokenizer.decode(job.prompts[0], skip_special_tokens=False) == "add <tool_call>u17"
@@ -837,6 +840,7 @@ def test_parameters_that_are_refused_are_named(client, parameters, kind, message
         ({"messages": [{"role": "user", "content": "a" * 5000}]}, "characters is more than 64 tokens"),
         ({"messages": [{"content": "a"}]}, "messages.0 has no role"),
         ({"messages": [{"role": "user"}]}, "messages.0 has no content that is a text"),
+        ({"messages": [{"role": "assistant", "function_call": {"name": "a"}}]}, "messages.0 has no content that is a"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "parts other than text"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"function": 3}]}]}, "messages.0.tool_calls"),
         ({"messages": [{"role": "user", "content": "a"}], "tool_choice": "required"}, "tool_choice"),

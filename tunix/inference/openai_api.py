@@ -197,7 +197,8 @@ def read_message(message: dict[str, Any], index: int) -> dict[str, Any]:
             content = read_parts(content)
         except BadRow:
             raise ApiError(400, f"{location}: parts other than text and image_url are not served", "messages") from None
-    if content is None and message.get("tool_calls"):
+    # A turn of calls alone, or one that ended in its thoughts: clients send both back without a text.
+    if content is None and message["role"] == "assistant" and not message.get("function_call"):
         content = ""
     if not isinstance(content, str | list):
         raise ApiError(400, f"{location} has no content that is a text", "messages")
@@ -223,6 +224,8 @@ def _read_function(function: Any) -> dict[str, Any]:
     arguments = function["arguments"]
     if isinstance(arguments, str):
         arguments = json.loads(arguments.strip() or "{}")
+    if arguments is None:  # of a function without parameters, as some clients write it
+        arguments = {}
     first = {key: function[key] for key in ("name",) if key in function}
     return first | function | {"arguments": arguments}
 
