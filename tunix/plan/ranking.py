@@ -521,7 +521,10 @@ def _compile_candidates(
 def describe_no_fit(ranking: Ranking, cluster: Cluster, key: str = "plan.topology") -> str:
     """Return the message for a ranking in which nothing fits: how much is missing, and what would make it fit."""
     if not ranking.too_large:
-        [(reason, _)] = Counter(ranking.refused.values()).most_common(1)
+        reasons = Counter(ranking.refused.values())
+        [(reason, _)] = reasons.most_common(1)
+        if len(reasons) == 1:  # of the mesh that the config names, or whatever the mesh is
+            return reason
         return f"no mesh of {cluster.num_devices} devices divides this model and batch: {reason}"
     best = ranking.too_large[0]
     sizes = best.num_bytes
