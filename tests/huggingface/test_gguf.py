@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from models.test_parity import PARITY
 from safetensors.numpy import load_file, save_file
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
 import tunix
 from tunix.base.errors import UserError
@@ -147,6 +147,33 @@ def test_a_model_that_its_family_does_not_compute_is_refused(tmp_path):
             write_model(other, tmp_path, "float32", 5)
 
 
+BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"pre_tokenizer": pre_tokenizers.Whitespace()}, r"no name for \({'type': 'Whitespace'}\)"),
+        ({"pre_tokenizer": pre_tokenizers.ByteLevel(add_prefix_space=True)}, "'add_prefix_space': True"),
+        ({"pre_tokenizer": pre_tokenizers.ByteLevel(False, use_regex=False)}, "'use_regex': False"),
+        (
+            {"pre_tokenizer": pre_tokenizers.Sequence([pre_tokenizers.Digits(False), BYTES])},
+            "'individual_digits': False",
+        ),
+        ({"normalizer": normalizers.Lowercase()}, r"that llama.cpp lacks \(Lowercase\)"),
+        ({"normalizer": normalizers.Sequence([normalizers.NFC(), normalizers.NFKC()])}, r"lacks \(NFKC\)"),
+    ],
+)
+def test_words_that_llama_cpp_would_cut_otherwise(changes, message, tmp_path):
+    folder = give_tokenizer(Path(shutil.copytree(PARITY / "llama", tmp_path / "llama")))
+    backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    for part, value in changes.items():
+        setattr(backend, part, value)
+    backend.save(str(folder / "tokenizer.json"))
+    with pytest.raises(UserError, match=message):
+        write(folder, tmp_path / "out")
+
+
 def test_what_has_no_place_in_a_file(tmp_path, hf_dir, monkeypatch):
     cases = {
         "gemma2": "model.query_scale=1 is not 16, which llama.cpp has for a gemma2 of 2 layers",
@@ -192,11 +219,6 @@ def test_what_has_no_place_in_a_file(tmp_path, hf_dir, monkeypatch):
         write(PARITY / "llama", tmp_path / "out", f"adapter={Path(__file__).parent / 'adapters/llama'}")
     with pytest.raises(UserError, match="dtype=q8_0 is for format=gguf; add it, or take bfloat16"):
         read_settings(Export, ["checkpoint=x", "output=y", "dtype=q8_0"])
-    words = give_tokenizer(Path(shutil.copytree(PARITY / "llama", tmp_path / "llama"))) / "tokenizer.json"
-    info = json.loads(words.read_text())
-    words.write_text(json.dumps(info | {"pre_tokenizer": {"type": "Whitespace"}}))
-    with pytest.raises(UserError, match=r"cuts texts in a way that llama.cpp has no name for \(Whitespace\)"):
-        write(tmp_path / "llama", tmp_path / "out")
     monkeypatch.setitem(__import__("sys").modules, "gguf", None)
     with pytest.raises(UserError, match=r"format=gguf needs gguf: pip install 'tunix-trainer\[gguf\]'"):
         export(read_settings(Export, [f"checkpoint={hf_dir}", f"output={tmp_path / 'out'}", "format=gguf"]))

@@ -63,12 +63,24 @@ ARCHITECTURES = {
 # How texts are cut before they are encoded: llama.cpp has a name for each way, and the expressions in its code.
 CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-CUTS = {
-    ("ByteLevel",): "gpt-2",
-    ("Digits", "ByteLevel"): "smollm",
-    (CONTRACTIONS + r"\p{N}{1,3}" + REST, "ByteLevel"): "llama-bpe",
-    (CONTRACTIONS + r"\p{N}" + REST, "ByteLevel"): "qwen2",
+PIECES = {"type": "Split", "behavior": "Isolated", "invert": False}
+BYTES = {"type": "ByteLevel", "add_prefix_space": False}
+CUTS: dict[str, list[dict[str, Any]]] = {
+    "gpt-2": [BYTES | {"use_regex": True}],
+    "smollm": [{"type": "Digits", "individual_digits": True}, BYTES | {"use_regex": True}],
+    "llama-bpe": [PIECES | {"pattern": {"Regex": CONTRACTIONS + r"\p{N}{1,3}" + REST}}, BYTES | {"use_regex": False}],
+    "qwen2": [PIECES | {"pattern": {"Regex": CONTRACTIONS + r"\p{N}" + REST}}, BYTES | {"use_regex": False}],
 }
+# What may happen to a text before: llama.cpp puts marks in place of spaces itself, and does without NFC, as its
+# converter does, because nearly all texts are composed.
+MARKS: list[dict[str, Any]] = [
+    {"type": "Prepend"},
+    {"type": "Replace", "pattern": {"String": " "}},
+    {"type": "Replace", "pattern": {"Regex": r"\A "}},
+    {"type": "Metaspace"},
+    {"type": "Split", "pattern": {"String": " "}},
+]
+COMPOSED: list[dict[str, Any]] = [{"type": "NFC"}]
 # How the tokens of a text become its vector: names of sentence-transformers, the earlier ones behind, and of llama.cpp.
 POOLINGS = {
     "lasttoken": "LAST", "mean": "MEAN", "cls": "CLS",
@@ -301,7 +313,8 @@ def _add_tokenizer(writer: Any, folder: Path, num_rows: int, stops: list[int], g
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise UserError("format=gguf holds a tokenizer, and the model has no tokenizer.json; put it into its folder")
-    info, backend = json.loads(path.read_text()), Tokenizer.from_file(str(path))
+    backend = Tokenizer.from_file(str(path))
+    info = json.loads(backend.to_str())  # with the values that the file leaves out
     if info["model"]["type"] != "BPE":
         raise UserError(f"{path}: a tokenizer of type {info['model']['type']} has no place in format=gguf, only BPE")
     has_bytes = bool(info["model"].get("byte_fallback"))
@@ -317,6 +330,14 @@ def _add_tokenizer(writer: Any, folder: Path, num_rows: int, stops: list[int], g
         tokens.append(token)
         types.append(kind)
     merges = [merge.split(" ", 1) if isinstance(merge, str) else merge for merge in info["model"]["merges"]]
+    cuts = _list_steps(info, "pre_tokenizer")
+    changes = [*_list_steps(info, "normalizer"), *(cuts if has_bytes else [])]
+    known = MARKS if has_bytes else COMPOSED
+    if foreign := [step["type"] for step in changes if not any(_is_like(step, each) for each in known)]:
+        raise UserError(
+            f"{path} changes or cuts texts in a way that llama.cpp lacks ({', '.join(foreign)}); format=gguf cannot "
+            "hold it"
+        )
     if has_bytes:  # as SentencePiece: the pair whose token has the highest score is merged first
         ranks: dict[str, int] = {}
         for rank, merge in enumerate(merges):
@@ -329,7 +350,7 @@ def _add_tokenizer(writer: Any, folder: Path, num_rows: int, stops: list[int], g
         writer.add_add_space_prefix(prepends and '"never"' not in json.dumps(info.get("pre_tokenizer")))
     else:
         writer.add_tokenizer_model("gpt2")
-        writer.add_tokenizer_pre(_name_cuts(info, path))
+        writer.add_tokenizer_pre(_name_cuts(cuts, path))
         writer.add_token_list(tokens)
         writer.add_token_merges([" ".join(merge) for merge in merges])
     writer.add_token_types(types)
@@ -345,16 +366,24 @@ def _add_pooling(writer: Any, folder: Path, gguf: Any) -> None:
         writer.add_pooling_type(getattr(gguf.PoolingType, kind))
 
 
-def _name_cuts(info: dict[str, Any], path: Path) -> str:
+def _list_steps(info: dict[str, Any], kind: str) -> list[dict[str, Any]]:
+    """Return the steps of a part of tokenizer.json."""
+    step = info.get(kind)
+    inner = {"pre_tokenizer": "pretokenizers", "normalizer": "normalizers"}[kind]
+    return [] if step is None else step[inner] if step["type"] == "Sequence" else [step]
+
+
+def _is_like(step: dict[str, Any], known: dict[str, Any]) -> bool:
+    return known.items() <= step.items()
+
+
+def _name_cuts(steps: list[dict[str, Any]], path: Path) -> str:
     """Return llama.cpp's name for how a byte-level tokenizer cuts texts."""
-    step = info.get("pre_tokenizer") or {"type": "none"}
-    steps = step["pretokenizers"] if step["type"] == "Sequence" else [step]
-    cuts = tuple(each["pattern"].get("Regex", "") if each["type"] == "Split" else each["type"] for each in steps)
-    if cuts not in CUTS:
-        raise UserError(
-            f"{path} cuts texts in a way that llama.cpp has no name for ({', '.join(cuts)}); format=gguf cannot hold it"
-        )
-    return CUTS[cuts]
+    for name, known in CUTS.items():
+        if len(steps) == len(known) and all(map(_is_like, steps, known)):
+            return name
+    cuts = ", ".join(str(step)[:200] for step in steps) or "none"
+    raise UserError(f"{path} cuts texts in a way that llama.cpp has no name for ({cuts}); format=gguf cannot hold it")
 
 
 def _add_special_tokens(writer: Any, folder: Path, backend: Tokenizer, stops: list[int]) -> None:
