@@ -111,12 +111,13 @@ def test_dtypes_and_tokenizer(dtype, kind, tolerance, hf_dir, tmp_path):
 
 
 def test_all_that_ends_an_answer(tmp_path):
-    """llama.cpp reads the file alone, Ollama the words beside it; an id that is no token ends nothing."""
+    """llama.cpp reads the file alone, Ollama the words beside it; an id that is no token ends nothing, and none begins."""
     folder = give_tokenizer(Path(shutil.copytree(PARITY / "llama", tmp_path / "llama")))
     (folder / "tokenizer_config.json").write_text('{"eos_token": "b"}')
     (folder / "generation_config.json").write_text('{"eos_token_id": [2, 1, 7]}')
     keys = keys_of(write(folder, tmp_path / "out", "dtype=float32"))
     assert [keys[f"tokenizer.ggml.{name}_token_id"] for name in ("eos", "eot")] == [1, 2]
+    assert keys["tokenizer.ggml.add_bos_token"] is False
     assert (tmp_path / "out/Modelfile").read_text().endswith('PARAMETER stop "b"\nPARAMETER stop "ab"\n')
 
 

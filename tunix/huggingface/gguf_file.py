@@ -389,6 +389,7 @@ def _name_cuts(steps: list[dict[str, Any]], path: Path) -> str:
 def _add_special_tokens(writer: Any, folder: Path, backend: Tokenizer, stops: list[int]) -> None:
     path = folder / "tokenizer_config.json"
     config = json.loads(path.read_text()) if path.is_file() else {}
+    begins_with_bos = False
     for key, add in (
         ("bos_token", writer.add_bos_token_id),
         ("eos_token", writer.add_eos_token_id),
@@ -401,11 +402,13 @@ def _add_special_tokens(writer: Any, folder: Path, backend: Tokenizer, stops: li
             add(index)
             ids = backend.encode("a").ids
             if key == "bos_token":
-                writer.add_add_bos_token(ids[:1] == [index])
+                begins_with_bos = ids[:1] == [index]
             elif key == "eos_token":
                 stops = [stop for stop in stops if stop != index]
                 if ids[-1:] == [index]:  # of a model of task=embed
                     writer.add_add_eos_token(True)
+    # Without the key llama.cpp puts a token of its own choice before a text, for some ways to cut texts.
+    writer.add_add_bos_token(begins_with_bos)
     # llama.cpp ends an answer at these two as at <eos>; of others it knows only the names that published models have.
     for add, index in zip((writer.add_eot_token_id, writer.add_eom_token_id), stops, strict=False):
         add(index)
