@@ -107,6 +107,19 @@ def test_the_best_checkpoint_is_named_where_it_is_not_the_newest(tmp_path):
     assert open_at(tmp_path, "keep_best=false").describe_best() == ""
 
 
+def test_a_save_reads_the_loss_of_each_kept_checkpoint_once(tmp_path, monkeypatch):
+    """With 1,000 checkpoints in a bucket each save asked for all of them again."""
+    store, read = open_at(tmp_path, "async=false", "keep_every_steps=1", "max_to_keep=1"), []
+    read_metrics = store.storage.read_metrics
+    monkeypatch.setattr(store.storage, "read_metrics", lambda step: read.append(step) or read_metrics(step))
+    for step in (1, 2, 3):
+        save(store, step, 4.0 - step)
+    assert read == [1, 2, 3]
+    store.put_aside([2, 3])
+    save(store, 2, 5.0)
+    assert store.describe_best().startswith("best held out: step 1;")
+
+
 def test_a_folder_with_any_name(tmp_path):
     store = open_at(tmp_path / "a [1]*?", "async=false")
     save(store, 1)
@@ -227,7 +240,7 @@ def test_a_pipe_in_a_checkpoint_is_not_opened(tmp_path, name):
     os.mkfifo(tmp_path / "1" / name)
     with pytest.raises(Damaged, match=f"lacks {name}$|/{name} is a pipe or a device, and no file"):
         store.check(1)
-    assert [*store._read_losses().values()] == [None if name.startswith("metrics") else 0.5]
+    assert [*open_at(tmp_path)._read_losses().values()] == [None if name.startswith("metrics") else 0.5]
 
 
 @pytest.mark.parametrize(

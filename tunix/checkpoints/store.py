@@ -125,6 +125,7 @@ class Store:
         self.storage, self.cfg = storage, cfg
         self.thread: threading.Thread | None = None
         self.failure: Exception | None = None
+        self.losses: dict[int, float | None] = {}  # what `_read_losses` has read: in a bucket each one is a request
         peers.on_main(storage.open, "checkpoints that are not whole")
 
     @property
@@ -282,6 +283,7 @@ class Store:
             if peers.is_main():
                 # Last, and after all parts of all processes.
                 self.storage.commit(step, written | _wait_for_others(answers), metrics)
+                self.losses.pop(step, None)  # of one with this number that was put aside
                 self._delete_old()
         except Exception as error:
             # Nobody sees an exception of this thread. So process 0 is told, which would wait for ever, and `wait`
@@ -302,15 +304,16 @@ class Store:
 
     def _read_losses(self) -> dict[int, float | None]:
         """Return the held-out loss of each checkpoint by its step, None where nothing was measured."""
-        losses: dict[int, float | None] = {}
-        for step in self.storage.list_steps():
+        steps = self.storage.list_steps()
+        self.losses = {step: loss for step, loss in self.losses.items() if step in steps}
+        for step in [step for step in steps if step not in self.losses]:
             try:
                 metrics = self.storage.read_metrics(step)
-                losses[step] = None if metrics is None else float(metrics["held_out_loss"])
+                self.losses[step] = None if metrics is None else float(metrics["held_out_loss"])
             except (Damaged, OSError, ValueError, KeyError, TypeError) as error:
-                losses[step] = None  # the other checkpoints stay usable
+                self.losses[step] = None  # the other checkpoints stay usable
                 log.error("step %d in %s: %r: this checkpoint does not count as the best", step, self.folder, error)
-        return losses
+        return self.losses
 
     def _explain(self, error: Exception) -> Exception:
         """Return a `UserError` for a disk or a bucket that takes no more, and any other error, a bug, as it is."""
