@@ -196,14 +196,12 @@ def test_calls_as_openai_writes_them(tmp_path):
     assert learnt_texts(tmp_path)[1] == [FIRST, SECOND]
 
 
-@pytest.mark.parametrize("arguments", ["", " ", {"a": None, "b": 1}, '{"a": null, "b": 1}'])
+@pytest.mark.parametrize("arguments", ["", " ", None, "null", "left out", {"a": None, "b": 1}, '{"a": null, "b": 1}'])
 def test_arguments_are_kept(tmp_path, arguments):
-    """None of them in a text; null where it stands there."""
-    write(
-        tmp_path,
-        [TALK[0], {**TALK[1], "tool_calls": [{"function": {"name": "add", "arguments": arguments}}]}, *TALK[2:]],
-    )
-    expected = '{"a": null, "b": 1}' if "b" in arguments else "{}"
+    """A call that has none is one with an empty object; a null within them stays."""
+    function = {"name": "add"} | ({} if arguments == "left out" else {"arguments": arguments})
+    write(tmp_path, [TALK[0], {**TALK[1], "tool_calls": [{"function": function}]}, *TALK[2:]])
+    expected = '{"a": null, "b": 1}' if "b" in (arguments or ()) else "{}"
     assert f'{{"name": "add", "arguments": {expected}}}' in learnt_texts(tmp_path)[1][0]
 
 

@@ -591,10 +591,13 @@ def _read_message(turn: Any) -> Message:
 
 
 def _read_call(call: dict[str, Any]) -> dict[str, Any]:
-    """Return a call with its arguments as an object, which templates want; OpenAI's files have them as JSON."""
+    """Return a call with its arguments as an object, which templates want; OpenAI's files have them as JSON. Where a
+    function has no parameters, files have null, or no arguments at all."""
     function = call.get("function", call)
-    if isinstance(function.get("arguments"), str):
-        function = function | {"arguments": json.loads(function["arguments"].strip() or "{}")}
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        arguments = json.loads(arguments.strip() or "{}")
+    function = function | {"arguments": {} if arguments is None else arguments}
     return call | {"function": function} if "function" in call else function
 
 
