@@ -24,6 +24,10 @@ from tunix.export import _write_gguf, _write_model, export
 from tunix.huggingface.gguf_file import check
 
 EXPECTED = json.loads((Path(__file__).parent / "gguf/expected.json").read_text())
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}  # fmt: skip
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "attention_factor": 1.5}
 
 
@@ -201,6 +205,8 @@ def test_what_has_no_place_in_a_file(tmp_path, hf_dir, monkeypatch):
             {"rope_scaling": YARN | {"attention_factor": None, "truncate": False}, "rope_parameters": None},
             "model.rope_scaling.truncate=false: llama.cpp rounds",
         ),
+        # It reads the tensor of factors in models of its name llama alone, and refuses a file with a tensor that it leaves.
+        ("qwen2", {"rope_scaling": LLAMA3, "rope_parameters": None}, "name=llama3: llama.cpp does not read"),
         # Of keys that a file of Gemma 2 lacks, llama.cpp has values of its own: 50, 30 and 4,096.
         ("gemma2", {"attn_logit_softcapping": None}, "model.attention_cap=null: llama.cpp takes one of its own"),
         ("gemma2", {"final_logit_softcapping": None}, "model.logits_cap=null: llama.cpp"),

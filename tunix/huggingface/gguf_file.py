@@ -127,6 +127,11 @@ def check(cfg: Model, dtype: str) -> None:
         )
     if cfg.rope_scaling.name not in ("none", "linear", "llama3", "yarn"):
         raise UserError(f"model.rope_scaling.name={cfg.rope_scaling.name} has no place in format=gguf")
+    if cfg.rope_scaling.name == "llama3" and architecture.name != "llama":
+        raise UserError(
+            f"model.rope_scaling.name=llama3: llama.cpp does not read its factors in a {cfg.family}, so format=gguf "
+            "cannot hold it; export safetensors"
+        )
     if (magnitude := getattr(cfg.rope_scaling, "attention_factor", None)) is not None:
         raise UserError(
             f"model.rope_scaling.attention_factor={magnitude:g}: llama.cpp computes it from model.rope_scaling.factor, "
