@@ -173,6 +173,8 @@ def test_quantized_layers_on_stages_are_traced():
          r"training.seq_len=30 is split over 4 devices of the mesh axes pp x cp; nearest: 28 or 32, or leave pp out of"),
         (["model.num_layers=6", "model.mesh_shape=[[2,4],[pp,fsdp]]", "training.pipeline_schedule=interleaved"],
          r"training.pipeline_chunks=2 does not divide the 3 layers of each of 2 stages; nearest: 3, or training.pipeline_"),
+        (["model.num_layers=4", "model.mesh_shape=[[4,2],[pp,fsdp]]", "training.pipeline_schedule=interleaved"],
+         r"training.pipeline_chunks=2 does not divide the 1 layers of .*; set training.pipeline_schedule=1f1b"),
         (["model.num_layers=4", "model.mesh_shape=[[2,4],[pp,fsdp]]", "training.remat_every=2"],
          r"training.remat_every=2: stages keep .* set training.pipeline_recompute=true, or leave pp out of"),
         (["model.num_layers=4", "model.mesh_shape=[[2,4],[pp,fsdp]]", "training.offload=activations"],
@@ -182,7 +184,8 @@ def test_quantized_layers_on_stages_are_traced():
         (["model.num_layers=8", "model.layers_before_stages=1", EXPERTS],
          r"layers_before_stages=1 must be at least the 2 dense layers before experts, and below model.num_layers=8; set it"),
     ],
-    ids=["layers", "fewer parts than stages", "sequences", "tokens", "chunks", "groups of layers", "kept values on the host",
+    ids=["layers", "fewer parts than stages", "sequences", "tokens", "chunks", "no chunks",
+         "groups of layers", "kept values on the host",
          "dense layers before experts", "dense layers on stages"],
 )  # fmt: skip
 def test_what_does_not_fit_the_stages(words, message):

@@ -135,7 +135,7 @@ def check_pipeline_chunks(model: Model, pipeline: PipelineShape) -> None:
     turns_per_stage = num_turns // pipeline.num_stages
     units = "layers" if len(staged.pattern) == 1 else f"turns of {len(staged.pattern)} layers"
     valid = [count for count in range(2, turns_per_stage + 1) if turns_per_stage % count == 0]
-    hint = f"nearest: {' or '.join(map(str, nearest(valid, pipeline.num_chunks)))}, or " if valid else ""
+    hint = f"nearest: {' or '.join(map(str, nearest(valid, pipeline.num_chunks)))}, or " if valid else "set "
     raise UserError(
         f"training.pipeline_chunks={pipeline.num_chunks} does not divide the {turns_per_stage} {units} of each of "
         f"{pipeline.num_stages} stages; {hint}training.pipeline_schedule=1f1b"
