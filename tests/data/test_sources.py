@@ -129,6 +129,18 @@ def test_parquet(tmp_path):
         documents(*words)
 
 
+def test_a_parquet_file_is_opened_once_for_all_of_its_row_groups(tmp_path, monkeypatch):
+    """Opened for each, 1,000 row groups with 15 columns took 13 GB and 27 s, and 4,000 more than the machine had."""
+    opened, open_file = [], parquet.ParquetFile
+    monkeypatch.setattr(parquet, "ParquetFile", lambda *args, **keys: opened.append(1) or open_file(*args, **keys))
+    parquet.write_table(pyarrow.table({"text": TEXTS}), tmp_path / "a.parquet", row_group_size=4)
+    words = ["data=parquet", f"data.paths=[{tmp_path}]"]
+    assert documents(*words) == sorted(TEXTS)
+    assert len(opened) == 2  # for the list of its groups, and to read them
+    parquet.write_table(pyarrow.table({"text": TEXTS[1:]}), tmp_path / "a.parquet", row_group_size=4)
+    assert documents(*words) == sorted(TEXTS[1:])
+
+
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
