@@ -320,11 +320,11 @@ ANSWER = {"prompt": QUESTION, "completion": GOOD, "label": True}
 
 
 def test_an_answer_with_a_label_has_the_one_before_beside_it(tmp_path):
-    """Text, turns, and labels as 0 and 1 or as words are the same documents."""
-    rows = [ANSWER, ANSWER | {"completion": BAD, "label": False}]
+    """Text, turns, and labels as numbers or as words are the same documents."""
+    rows = [ANSWER | {"label": "True"}, ANSWER | {"completion": BAD, "label": False}]
     other = [
         {"messages": TURNS + ANSWERS[0], "label": 1},
-        {"messages": json.dumps(TURNS + ANSWERS[1]), "label": "False"},
+        {"messages": json.dumps(TURNS + ANSWERS[1]), "label": 0.0},
     ]
     corpora = []
     for number, (table, words) in enumerate(

@@ -354,7 +354,8 @@ def _drop_prompt(turns: list[Message], prompt: list[Message], column: str | None
     return answer
 
 
-LABELS = {"true": True, "1": True, "false": False, "0": False}  # as a CSV file has them
+# As files of CSV have them, and columns of pandas that have held an empty cell.
+LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
 
 
 def read_labelled(columns: Columns, row: dict[str, Any], task: Task) -> Labelled:
@@ -372,7 +373,7 @@ def read_labelled(columns: Columns, row: dict[str, Any], task: Task) -> Labelled
         raise BadRow("has no prompt")
     if not any(map(_says_something, answer)):
         raise BadRow(f"has no answer in column {name}")
-    value = str(_read_cell(columns, "label", row, (str, bool, int))).lower()
+    value = str(_read_cell(columns, "label", row, (str, bool, int, float))).lower()
     if value not in LABELS:
         raise BadRow(f"has no label in column {columns.label}: {value!r:.40} is neither true nor false")
     return Labelled(prompt, answer, LABELS[value], _read_options(columns, row, task))
