@@ -76,7 +76,7 @@ from tunix.training.kernel_check import check_attention, check_expert_matmul
 from tunix.training.multiple_choice import read_questions
 from tunix.training.optimizer import check_phases
 from tunix.training.state import State
-from tunix.training.train_spec import Sizes, TrainSpec, assemble, assemble_stages, derive_sizes
+from tunix.training.train_spec import Sizes, TrainSpec, assemble, assemble_stages, check_shared_rows, derive_sizes
 
 log = logging.getLogger(__name__)
 
@@ -298,6 +298,7 @@ def set_up(
     3. the report of every derived number.
     """
     train_spec = assemble(cfg, mesh, planned=planned)
+    check_shared_rows(cfg, train_spec.batch)
     train_specs = assemble_stages(train_spec, planned.batch.batch_schedule(mesh.shape))
     for each in train_specs.values():
         each.try_out_loss()

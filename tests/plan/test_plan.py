@@ -731,6 +731,7 @@ def test_a_derived_plan_needs_no_device_for_a_chosen_kernel():
         (["model.mesh_shape=[[4],[fsdp]]"], "fsdp=4 needs 4 devices, 8 are in plan.topology"),
         (["training.global_batch_size=3", "model.mesh_shape=auto", "model.num_heads=3", "model.num_kv_heads=3"], "no mesh of 8 devices divides this model and batch"),
         (["task=grpo", "data=arithmetic", "sampling.cache=pages", "sampling.max_new_tokens=8", "model.head_dim=8", "model.mesh_shape=[[8],[fsdp]]"], "error: sampling.cache=pages: the kernel of pages takes heads of"),
+        (["task=grpo", "data=arithmetic", "task.answers_per_row=2", "sampling.max_new_tokens=8", "model.mesh_shape=[[8],[fsdp]]"], "error: task.answers_per_row=2: a step has one microbatch"),
         (["plan.output=/dev/null/plan"], "plan.output=/dev/null/plan cannot be written: /dev/null is not a folder"),
         (["model=llama3_405b", "plan.topology=l40s:8", "model.mesh_shape=[[8],[fsdp]]"], "the model fits on no mesh of plan.topology: [[8],[\"fsdp\"]] needs"),
     ],

@@ -541,7 +541,7 @@ def test_a_run_whose_answers_share_rows_goes_on_to_the_digit(tmp_path):
 def test_rows_are_shared_by_answers_alone_and_where_microbatches_can_be_left_out(tmp_path):
     words = [*SHARED, "model.mesh_shape=[[1],[fsdp]]", "task.answers_per_row=2", f"hydra.run.dir={tmp_path}"]
     with pytest.raises(UserError, match="answers_per_row=2: a step has one microbatch.*lower training.micro_batch"):
-        tunix.train([*words, "training.micro_batch_size=16"])
+        tunix.train([*words, "training.micro_batch_size=16", "dry_run=true"])
 
 
 # Prompts that depend on earlier answers.

@@ -17,6 +17,7 @@ from tunix.config import Config, Model, Training, list_dims
 from tunix.config.batch import BatchSchedule, BatchShape, PipelineShape, Spans
 from tunix.config.layers import ExpertsMlp
 from tunix.config.model_checks import check_stages
+from tunix.config.task import Grpo
 from tunix.data.batches import BEGINNING, DataSchedule, Position, abstract_arrays, make_data_schedule, schedule_after
 from tunix.models.context_parallel import select_exchange
 from tunix.models.flops import flops_per_token, tower_flops
@@ -123,7 +124,16 @@ def check_on_mesh(cfg: Config, sizes: Mapping[str, int]) -> None:
     check_model_on_mesh(cfg.model, sizes)
     check_divides(cfg.dims, sizes)  # `cfg.dims` has the tokens of a sequence too
     if cfg.training.micro_batch_size != "auto":
-        cfg.training.batch_shape(sizes)
+        check_shared_rows(cfg, cfg.training.batch_shape(sizes))
+
+
+def check_shared_rows(cfg: Config, batch: BatchShape) -> None:
+    """Raise `UserError` where answers share rows, and a step has no microbatch that could be left out."""
+    if isinstance(cfg.task, Grpo) and cfg.task.answers_per_row > 1 and batch.num_microbatches == 1:
+        raise UserError(
+            f"task.answers_per_row={cfg.task.answers_per_row}: a step has one microbatch, and none can be left out; "
+            "lower training.micro_batch_size, or set task.answers_per_row=1"
+        )
 
 
 def check_pipeline_chunks(model: Model, pipeline: PipelineShape) -> None:
