@@ -24,7 +24,7 @@ from tunix.config.compose import compose
 from tunix.data.dataset import find_units, load_corpus, prepare_corpus
 from tunix.data.documents import Document, read_documents
 from tunix.data.files import find_files, skip_line, zstd
-from tunix.data.sources import _find_saved_splits
+from tunix.data.sources import HuggingFace, _find_saved_splits
 
 TEXTS = [f"document {number}: {'word ' * (number % 7 + 1)}" for number in range(40)]
 TINY = [*SMALL, "tokenizer=bytes", "tokenizer.vocab_size=259", "training.seq_len=16"]
@@ -162,18 +162,23 @@ def test_a_time_that_python_does_not_have(kind, reason, tmp_path):
 
 
 @pytest.mark.parametrize("streaming", ["false", "true"])
-def test_hf(tmp_path, streaming):
+def test_hf(tmp_path, monkeypatch, streaming):
     file = write(tmp_path / "a.jsonl", as_jsonl({"text": text} for text in TEXTS))
     words = ["data=hf", "data.path=json", f"data.data_files=[{file}]", f"data.streaming={streaming}"]
     assert documents(*words, "loading.shard_bytes=500") == sorted(TEXTS)
     with pytest.raises(UserError, match=r"data.path=json: .*[Ss]plit"):
         documents(*words, "data.split=other")
-    source = config(*words).data
+    source, loads, load = config(*words).data, [], HuggingFace._load
+    monkeypatch.setattr(HuggingFace, "_load", lambda source: loads.append(source) or load(source))
+    units = source.units(500)
+    assert len([item for unit in units for item in source.read(unit)]) == len(TEXTS)
+    assert len(loads) <= 2  # not once for each unit: a data set of the hub is looked up there
     (before,) = source.units(10**6)
     file.write_text(file.read_text().upper())
     os.utime(file, (1, 1))
     (changed,) = source.units(10**6)  # its tokens are made anew
     assert changed.digest != before.digest
+    assert {item.content["TEXT"] for item in source.read(changed)} == {text.upper() for text in TEXTS}
 
 
 @pytest.mark.parametrize("streaming", ["false", "true"])

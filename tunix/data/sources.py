@@ -11,7 +11,7 @@ import sys
 import sysconfig
 import warnings
 from collections.abc import Iterator
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
@@ -338,7 +338,7 @@ class HuggingFace(Rows):
         return [Unit(self.path, self.path, start, stop, size // count, version) for start, stop in pairwise(bounds)]
 
     def read(self, unit: Unit) -> Iterator[Item]:
-        data, _ = self._load()
+        data = _load_again(self, unit.version)
         if self.streaming:  # a unit is a shard of the data set, whose rows are counted from 0
             rows, first, prefix = data.shard(data.num_shards, unit.start), 0, f"{self.path}@{unit.start}."
         else:
@@ -372,6 +372,12 @@ class HuggingFace(Rows):
         except Exception as error:  # the library passes on any error of the libraries below it
             reason = ": ".join(first_line(each) for each in (error, error.__cause__) if each)  # that of some is apart
             raise UserError(f"data.path={self.path}: {reason}") from None
+
+
+@lru_cache(1)
+def _load_again(source: HuggingFace, version: str) -> Any:
+    """Return a data set, the same one for all of its units: for each the library would ask the hub again."""
+    return source._load()[0]
 
 
 def _find_saved_splits(folder: Path) -> dict[str, list[str]]:
