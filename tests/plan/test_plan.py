@@ -472,6 +472,12 @@ def test_the_largest_micro_batch_that_fits(run):
     assert found[1] in (1, 2, 4)
 
 
+def test_answers_that_share_rows_get_two_microbatches():
+    words = ["task=grpo", "data=arithmetic", "model=adder", "sampling.max_new_tokens=12", "task.answers_per_row=4"]
+    cfg = compose([*words, "training.micro_batch_size=auto", "training.global_batch_size=16"]).config
+    assert list_micro_batch_sizes(cfg, dict.fromkeys(axis_names(), 1)) == [1, 2, 4, 8]
+
+
 def test_a_run_takes_what_plan_would():
     cfg = compose([*AUTO, "plan.choose_mesh=true", "plan.num_compiled=0"]).config
     ours, message = plan_run(cfg)

@@ -31,7 +31,7 @@ from tunix.plan.derived_time import derive_time, resolve_exchange
 from tunix.sharding.mesh import format_mesh_shape, meshes, resolve, token_shards
 from tunix.training.choices import Choices, check_rollout_devices, select_rollout_sizes
 from tunix.training.logprobs import MORE_ROWS, count_chunk_positions
-from tunix.training.train_spec import check_on_mesh, last_step
+from tunix.training.train_spec import check_on_mesh, check_shared_rows, last_step
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ def _list_policies(cfg: Config, sizes: dict[str, int]) -> list[str]:
 def list_micro_batch_sizes(cfg: Config, sizes: dict[str, int]) -> list[int]:
     """Return the values that training.micro_batch_size=auto may take, smallest first.
 
-    They are the powers of two that divide the global batch.
+    They are the powers of two that divide the global batch; where answers share rows, into two parts or more.
 
     Raises:
         UserError: there is none.
@@ -79,7 +79,7 @@ def list_micro_batch_sizes(cfg: Config, sizes: dict[str, int]) -> list[int]:
     allowed, first_error = [], None
     for size in (2**power for power in range(MAX_MICRO_BATCH.bit_length())):
         try:
-            cfg.with_training(micro_batch_size=size).training.batch_shape(sizes)
+            check_shared_rows(cfg, cfg.with_training(micro_batch_size=size).training.batch_shape(sizes))
         except UserError as error:
             first_error = first_error or error
         else:
