@@ -321,7 +321,7 @@ def _add_tokenizer(writer: Any, folder: Path, num_rows: int, stops: list[int], g
     backend = Tokenizer.from_file(str(path))
     info = json.loads(backend.to_str())  # with the values that the file leaves out
     if info["model"]["type"] != "BPE":
-        raise UserError(f"{path}: a tokenizer of type {info['model']['type']} has no place in format=gguf, only BPE")
+        raise UserError(f"a tokenizer of type {info['model']['type']} has no place in format=gguf, only BPE")
     has_bytes = bool(info["model"].get("byte_fallback"))
     texts = {index: token for token, index in backend.get_vocab(with_added_tokens=True).items()}
     added, types, tokens = backend.get_added_tokens_decoder(), [], []
@@ -340,8 +340,8 @@ def _add_tokenizer(writer: Any, folder: Path, num_rows: int, stops: list[int], g
     known = MARKS if has_bytes else COMPOSED
     if foreign := [step["type"] for step in changes if not any(_is_like(step, each) for each in known)]:
         raise UserError(
-            f"{path} changes or cuts texts in a way that llama.cpp lacks ({', '.join(foreign)}); format=gguf cannot "
-            "hold it"
+            f"the tokenizer changes or cuts texts in a way that llama.cpp lacks ({', '.join(foreign)}); format=gguf "
+            "cannot hold it"
         )
     if has_bytes:  # as SentencePiece: the pair whose token has the highest score is merged first
         ranks: dict[str, int] = {}
@@ -355,7 +355,7 @@ def _add_tokenizer(writer: Any, folder: Path, num_rows: int, stops: list[int], g
         writer.add_add_space_prefix(prepends and '"never"' not in json.dumps(info.get("pre_tokenizer")))
     else:
         writer.add_tokenizer_model("gpt2")
-        writer.add_tokenizer_pre(_name_cuts(cuts, path))
+        writer.add_tokenizer_pre(_name_cuts(cuts))
         writer.add_token_list(tokens)
         writer.add_token_merges([" ".join(merge) for merge in merges])
     writer.add_token_types(types)
@@ -382,13 +382,15 @@ def _is_like(step: dict[str, Any], known: dict[str, Any]) -> bool:
     return known.items() <= step.items()
 
 
-def _name_cuts(steps: list[dict[str, Any]], path: Path) -> str:
+def _name_cuts(steps: list[dict[str, Any]]) -> str:
     """Return llama.cpp's name for how a byte-level tokenizer cuts texts."""
     for name, known in CUTS.items():
         if len(steps) == len(known) and all(map(_is_like, steps, known)):
             return name
     cuts = ", ".join(str(step)[:200] for step in steps) or "none"
-    raise UserError(f"{path} cuts texts in a way that llama.cpp has no name for ({cuts}); format=gguf cannot hold it")
+    raise UserError(
+        f"the tokenizer cuts texts in a way that llama.cpp has no name for ({cuts}); format=gguf cannot hold it"
+    )
 
 
 def _add_special_tokens(writer: Any, folder: Path, backend: Tokenizer, stops: list[int]) -> None:
