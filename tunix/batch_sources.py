@@ -49,7 +49,7 @@ from tunix.run.folder import find_model_files
 from tunix.run.metrics import Metrics
 from tunix.training.loss import HeldOut, find_loss_kind, make_completion
 from tunix.training.multiple_choice import make_choices
-from tunix.training.train_spec import TrainSpec, check_shared_rows
+from tunix.training.train_spec import TrainSpec
 
 log = logging.getLogger(__name__)
 
@@ -211,7 +211,6 @@ class PromptFeed:
         assert isinstance(cfg.task, Grpo)
         self.cfg, self.corpus, self.train_spec, self.mesh, task = cfg, corpus, train_spec, mesh, cfg.task
         shape = train_spec.batch
-        check_shared_rows(cfg, shape)
         cycle = task.cycle(shape.num_sequences)
         if corpus.num_samples < cycle.samples:
             raise UserError(
