@@ -20,17 +20,18 @@ from tunix.config.compose import compose
 from tunix.export import _write_card
 
 
-def write_run(folder: Path, losses: list[float], *words: str, again: int = 0) -> Path:
+def write_run(folder: Path, losses: list[float], *words: str, again: int = 0, mfu: float | None = None) -> Path:
     """Write the folder of a run on 2 devices, whose steps take half a second; the last `again` steps ran twice."""
     folder.mkdir()
     config = compose(["training.max_steps=5", *words]).config.model_dump(mode="json", by_alias=True)
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
-    lines = [
-        {"step": n, "loss": loss, "tokens": 100 * n, "tokens_per_s": 200.0, "tokens_per_s_per_device": 100.0,
-         "step_time_s": 0.5, "data_wait_s": 0.05, "mfu": None, "peak_memory_gib": 1.5}
+    lines = [  # the first step waits for the compiler, the third ran on a device of an unknown kind
+        {"step": n, "loss": loss, "tokens": 100 * n, "tokens_per_s": 200.0 * n, "tokens_per_s_per_device": 100.0 * n,
+         "step_time_s": 0.5, "data_wait_s": 0.05, "peak_memory_gib": 1.5 + n * (4 - n),
+         "mfu": None if n == 3 or mfu is None else mfu * n}
         for n, loss in enumerate(losses, 1)
     ]  # fmt: skip
-    held_out = [{"step": n, "split": "held_out", "loss": losses[n - 1] + 1, "bits_per_byte": 0.5} for n in (2, 4)]
+    held_out = [{"step": n, "split": "held_out", "loss": losses[n - 1] + 1, "bits_per_byte": n / 4} for n in (2, 4)]
     lines = sorted(lines + held_out, key=lambda line: line["step"])
     lines += [line for line in lines if line["step"] > len(losses) - again]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 5, "lo')
@@ -40,7 +41,8 @@ def write_run(folder: Path, losses: list[float], *words: str, again: int = 0) ->
 @pytest.fixture
 def runs(tmp_path) -> list[Path]:
     first = write_run(tmp_path / "first", [5.0, 3.0, 4.0, 2.0], "optimizer.learning_rate=0.1", again=2)
-    return [first, write_run(tmp_path / "second", [5.0, 2.0, 1.0, 2.5], "run_name=better")]
+    more = "run_name=better", "logging.sinks=[jsonl]"
+    return [first, write_run(tmp_path / "second", [5.0, 2.0, 1.0, 2.5], *more, mfu=0.1)]
 
 
 def test_numbers_and_differences(runs):
@@ -52,8 +54,15 @@ def test_numbers_and_differences(runs):
     assert numbers["best held out"] == ["3.0000 (step 4)", "3.0000 (step 2)"]
     assert numbers["devices"] == ["2", "2"]
     assert numbers["device hours"] == [f"{6 * 0.5 * 2 / 3600:.3g}", f"{4 * 0.5 * 2 / 3600:.3g}"]  # two steps ran again
-    assert "MFU (median)" not in numbers  # no run has it
-    assert [key for key, _ in list_differences(histories)] == ["optimizer.learning_rate"]
+    assert numbers["final bits per byte"] == ["1.0000", "1.0000"]
+    assert numbers["tokens/s (median)"] == ["600", "600"]  # of the steps behind the first
+    assert numbers["MFU (median)"] == ["", "30.0%"]
+    assert numbers["peak memory of a device"] == ["5.50 GiB", "5.50 GiB"]
+    assert list_differences(histories) == [
+        ("logging.sinks", ['["jsonl", "tensorboard"]', '["jsonl"]']),
+        ("optimizer.learning_rate", ["0.1", str(histories[1].keys["optimizer.learning_rate"])]),
+    ]
+    assert "MFU (median)" not in dict(list_results(histories[:1]))  # no run has it
     assert [each.name for each in read_histories([runs[0], runs[0]])] == [str(runs[0])] * 2
 
 
@@ -69,9 +78,12 @@ def test_steps_that_a_run_went_back_behind_do_not_count(runs):
 
 
 def test_an_evaluation_without_any_score_is_not_the_best(runs):
-    """Where rewards are below 0, the 0 that stands for a missing score would be."""
+    """Where rewards are below 0, the 0 that stands for a missing score would be. Each prompt has two answers."""
+    config = yaml.safe_load((runs[0] / "config.yaml").read_text())
+    config["evaluation"]["num_samples"] = 2
+    (runs[0] / "config.yaml").write_text(yaml.safe_dump(config))
     with (runs[0] / "metrics.jsonl").open("w") as file:
-        for step, (reward, errors) in enumerate([(-2.0, 1), (0.0, 4), (-3.0, 0)], 1):
+        for step, (reward, errors) in enumerate([(-2.0, 1), (0.0, 8), (-3.0, 0), (-1.0, 7)], 1):
             line = {
                 "step": step,
                 "tokens": 100,
@@ -81,7 +93,7 @@ def test_an_evaluation_without_any_score_is_not_the_best(runs):
             }
             held_out = {"step": step, "split": "held_out", "reward": reward, "reward_errors": errors, "prompts": 4}
             file.writelines(json.dumps(each) + "\n" for each in (line | {"reward": -1.0}, held_out))
-    assert dict(list_results(read_histories(runs[:1])))["best held out"] == ["-2.0000 (step 1)"]
+    assert dict(list_results(read_histories(runs[:1])))["best held out"] == ["-1.0000 (step 4)"]
 
 
 def test_the_command(runs):
@@ -94,7 +106,7 @@ def test_the_command(runs):
     values = as_json(read_histories(runs))
     assert [run["name"] for run in values["runs"]] == ["first", "better"]
     assert values["numbers"]["final loss"] == ["2.0000", "2.5000"]
-    assert list(values["differences"]) == ["optimizer.learning_rate"]
+    assert list(values["differences"]) == ["logging.sinks", "optimizer.learning_rate"]
 
 
 def test_a_folder_that_is_no_run_is_named(tmp_path, runs, monkeypatch, capsys):
