@@ -107,7 +107,9 @@ def test_keys_win_over_the_environment():
     assert identity(TORCHRUN, words[0]).process_id == 3
     assert identity(TORCHRUN, "distributed.local_device_ids=[0,2]").local_device_ids == (0, 2)
     assert identity(TORCHRUN | SLURM | MPI).source == "RANK and WORLD_SIZE"
-    assert identity(SLURM | MPI).source == "Slurm"
+    # mpirun in an `srun --pty bash`, and one that has started its daemons on the other nodes by srun
+    for tasks in ("1", "2"):
+        assert identity(SLURM | {"SLURM_STEP_NUM_TASKS": tasks} | MPI).source == "Open MPI"
 
 
 @pytest.mark.parametrize(

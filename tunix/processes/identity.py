@@ -1,6 +1,6 @@
 """Identity of this process: its rank, the number of processes, and the address where they meet.
 
-The first source that recognises the environment decides: the config, torchrun, Slurm, Open MPI, JAX's own detectors.
+The first source that recognises the environment decides: the config, torchrun, Open MPI, Slurm, JAX's own detectors.
 jax is imported only if JAX's detectors are asked. What users export for a node's launcher (`tunix.launch`) is read here
 too: the number of nodes, and which of them this is.
 """
@@ -56,9 +56,9 @@ def find_identity(distributed: Distributed, environment: Environment = os.enviro
     else:
         if distributed.coordinator_address:
             environment = {**environment, "JAX_COORDINATOR_ADDRESS": distributed.coordinator_address}
-        # torchrun first: under Slurm, srun often starts one torchrun a node. Then srun's variables count the torchruns,
-        # and torchrun's count the processes.
-        sources = (_read_torchrun, _read_slurm, _read_open_mpi, _query_jax)
+        # Slurm behind torchrun and Open MPI: in a job, srun often starts one torchrun a node, and mpirun starts one
+        # daemon a node by srun. Then srun's variables count those, and the launcher's own count the processes.
+        sources = (_read_torchrun, _read_open_mpi, _read_slurm, _query_jax)
         read = next(filter(None, (source(environment) for source in sources)), None)
         if read is None and explicit.keys() - {"local_device_ids"}:
             missing = [f"distributed.{key}" for key in keys[:3] if key not in explicit]
