@@ -278,14 +278,23 @@ class Setup:
 
 
 def try_out(cfg: Config) -> None:
-    """Call the code that the user brings once on made-up input, and read small files. Raises `UserError` for faults."""
-    if unfit := list_unfit_settings():
-        raise UserError(unfit[0])
-    for name, path in cfg.evaluation.choices.items():
-        read_questions(name, path)
-    for section in (cfg.data, cfg.optimizer, cfg.scheduler):
-        section.try_out()
-    peers.on_main(cfg.logging.try_out, "trying the sinks")
+    """Call the code that the user brings once on made-up input, and read small files.
+
+    Raises:
+        UserError: a fault. It is raised on every process, also where one host alone has another file or environment.
+    """
+
+    def work() -> None:
+        if unfit := list_unfit_settings():
+            raise UserError(unfit[0])
+        for name, path in cfg.evaluation.choices.items():
+            read_questions(name, path)
+        for section in (cfg.data, cfg.optimizer, cfg.scheduler):
+            section.try_out()
+        if peers.is_main():
+            cfg.logging.try_out()
+
+    peers.together(work, "trying the code that the user brings")
 
 
 def set_up(

@@ -3,6 +3,9 @@
 import jax
 import pytest
 
+from tunix import trainer
+from tunix.base.errors import UserError
+from tunix.config.compose import compose
 from tunix.processes import peers
 
 
@@ -46,3 +49,13 @@ def test_the_store_keeps_the_texts_of_the_newest_gather_alone(store):
     for number in range(4):
         assert peers.gather(f"ours {number}", "scores") == [f"ours {number}", "theirs"]
         assert list(store.texts.values()) == [f"ours {number}", "theirs"]
+
+
+def test_a_setting_of_one_host_ends_every_process(monkeypatch):
+    """The others were aborted by JAX's runtime a heartbeat's time later, and did not say why."""
+    told: list[str] = []
+    monkeypatch.setattr(trainer, "list_unfit_settings", lambda: ["JAX_ENABLE_X64 is True"])
+    monkeypatch.setattr(peers, "gather", lambda text, *_: told.append(text) or [text])
+    with pytest.raises(UserError, match="JAX_ENABLE_X64"):
+        trainer.try_out(compose([]).config)
+    assert told == ["JAX_ENABLE_X64 is True"]
