@@ -128,16 +128,26 @@ def test_a_flag_whose_value_is_two_dashes_has_none(flag, capsys):
     assert re.search("expected one argument|invalid int value: '--'", capsys.readouterr().err)
 
 
-def test_nodes_meet():
+@pytest.mark.parametrize(
+    ("endpoint", "address", "port"),
+    [("a", "a", 29500), ("a:5", "a", 5), ("[fd00::2]:5", "fd00::2", 5), ("[fd00::2]", "fd00::2", 29500)],
+)
+def test_where_nodes_meet(endpoint, address, port):
+    node = find_node(asked(f"--nnodes=2 --node_rank=1 --rdzv_endpoint={endpoint}"), {})
+    assert (node.master_addr, node.master_port) == (address, port)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_nodes_meet(host):
     """Three nodes run the same command; each gets a number, and node 0 is at the address."""
     port, found = find_free_port(), []
     run = {"rdzv_id": "job", "nnodes": 3, "nprocs": 2}
-    threads = [threading.Thread(target=lambda: found.append(meet("127.0.0.1", port, 3, run, 10))) for _ in range(3)]
+    threads = [threading.Thread(target=lambda: found.append(meet(host, port, 3, run, 10))) for _ in range(3)]
     threads[0].start()
     stranger = None
     while stranger is None and threads[0].is_alive():  # until node 0 listens
         with suppress(ConnectionRefusedError):
-            stranger = socket.create_connection(("127.0.0.1", port))  # someone else knocks
+            stranger = socket.create_connection((host, port))  # someone else knocks
     stranger.sendall(b"GET / HTTP/1.1\r\n")
     stranger.close()
     for thread in threads[1:]:

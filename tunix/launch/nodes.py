@@ -40,15 +40,16 @@ def meet(host: str, port: int, num_nodes: int, run: dict[str, Any], timeout_s: f
     """
     deadline = time.monotonic() + timeout_s
     try:
-        address = socket.getaddrinfo(host, port, socket.AF_INET, socket.SOCK_STREAM)[0][4]
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
         raise UserError(f"--rdzv_endpoint: host {host[:100]} is unknown here ({socket.gethostname()})") from None
+    family, *_, address = min(found, key=lambda each: each[0])  # IPv4 where there is one
     try:
-        with socket.socket() as probe:
+        with socket.socket(family) as probe:
             # This works only on the host that has the address. Comparing addresses would not do: a host may resolve
             # its own name to 127.0.1.1.
             probe.bind((address[0], 0))
-        with socket.create_server(("", port)) as server:
+        with socket.create_server(("", port), family=family) as server:
             return _welcome(server, num_nodes, run, deadline)
     except OSError as error:
         # Join: the address is not ours (EADDRNOTAVAIL), or another launcher of this host is node 0 (EADDRINUSE).
@@ -96,7 +97,7 @@ def _join(address: Any, run: dict[str, Any], deadline: float) -> int:
     """Join as any other node: try until node 0 listens, then wait for the number and return it."""
     while True:
         try:
-            with connect(*address) as host:
+            with connect(*address[:2]) as host:
                 write(host, run)
                 answer = read(host, deadline - time.monotonic())
         except OSError as error:
@@ -157,7 +158,9 @@ def find_node(flags: argparse.Namespace, environment: Environment = os.environ) 
     num_local = _count_processes(flags.nprocs or "1", environment)
     nodes = 1 if flags.standalone else count_nodes(flags.nnodes, env, num_local)
     rank = find_node_rank(flags.node_rank, env, nodes, num_local)
-    meeting_host, _, meeting_port = (flags.rdzv_endpoint or "").partition(":")
+    ipv6, _, after = (flags.rdzv_endpoint or "").rpartition("]")  # HOST, HOST:PORT or [fe80::1]:PORT
+    meeting_host, _, meeting_port = after.partition(":")
+    meeting_host = ipv6.removeprefix("[") or meeting_host
     addr = flags.master_addr or meeting_host or env.get("MASTER_ADDR")
     port = flags.master_port or read_whole({"--rdzv_endpoint": meeting_port}, "--rdzv_endpoint")
     port = port or read_whole(env, "MASTER_PORT")
