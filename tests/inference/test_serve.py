@@ -872,13 +872,13 @@ def test_bodies_that_are_nonsense(served, body, status):
     assert set(answer["error"]) == {"message", "type", "param", "code"}
 
 
-MANY = dict.fromkeys(map(str, range(50)))
+MANY = dict.fromkeys(map(str, range(50)), 1)
 
 
 @pytest.mark.parametrize(
     ("key", "items"),
     [
-        *((key, [1.5] * 50) for key in ("prompt", "messages", "tools", "stop")),
+        *((key, [1.5] * 50) for key in ("prompt", "messages", "tools", "stop", "modalities")),
         *((key, MANY) for key in ("logit_bias", "response_format")),
     ],
 )
@@ -894,6 +894,18 @@ def test_unknown_parameters_are_refused_by_the_first(monkeypatch):
     monkeypatch.setattr(ChatParameters, "model_validate", None)  # which would make an error of each
     with pytest.raises(ApiError, match="^0 is not a parameter that is served$"):
         read_parameters(ChatParameters, json.dumps(MANY).encode())
+
+
+def test_parameters_that_change_nothing_are_taken():
+    """Those of benchmarks of vLLM and SGLang, those that came in place of OpenAI's `user`, and null of a client that
+    sends all it knows."""
+    values = {"repetition_penalty": 1.0, "ignore_eos": False, "safety_identifier": "a", "prompt_cache_key": "a"}
+    nulls = {"functions": None, "reasoning_effort": None}
+    messages = {"messages": [{"role": "user", "content": "a"}], "modalities": ["text"]}
+    assert read_parameters(CompletionParameters, json.dumps({"prompt": "a"} | values | nulls).encode()).prompt == "a"
+    assert read_parameters(ChatParameters, json.dumps(messages | values | nulls).encode()).modalities == ["text"]
+    with pytest.raises(ApiError, match="repetition_penalty"):
+        read_parameters(CompletionParameters, b'{"prompt": "a", "repetition_penalty": 1.1}')
 
 
 def test_nonsense_gets_an_answer_and_ends_nothing(model, hf_dir):

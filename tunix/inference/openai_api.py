@@ -74,14 +74,18 @@ class Parameters(BaseModel):
     ] | None = None  # fmt: skip
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    # Values of OpenAI's parameters that change nothing.
+    # Values of parameters of OpenAI's and vLLM's that change nothing; benchmarks of servers send them.
     frequency_penalty: Zero | None = None
     presence_penalty: Zero | None = None
+    repetition_penalty: Annotated[float, Field(ge=1, le=1)] | None = None
+    ignore_eos: Literal[False] | None = None
     logit_bias: Annotated[dict[str, Any], Field(max_length=0)] | None = None
     user: str | None = None
     metadata: dict[str, Any] | None = None
     store: bool | None = None
     service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
 
     @property
     def num_top(self) -> int:
@@ -122,6 +126,7 @@ class ChatParameters(Parameters):
     tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: bool | None = None
     response_format: Annotated[dict[str, Any], AfterValidator(_check_format)] | None = None
+    modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     @property
@@ -169,6 +174,7 @@ def read_parameters(kind: type[P], body: bytes) -> P:
         raise ApiError(400, "the body is no JSON") from None
     if not isinstance(values, dict):
         raise ApiError(400, "the body is no JSON object")
+    values = {name: value for name, value in values.items() if value is not None or name in kind.model_fields}
     for name in values:
         if name not in kind.model_fields:
             raise ApiError(400, f"{name[:100]} is not a parameter that is served", name[:100])
