@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
 
-from tunix.config.mistakes import ForeignName, read_rows
+from tunix.config.mistakes import LEFT_OUT, ForeignName, read_rows
 
 DOCS = Path(__file__).parents[1] / "docs"
 HEAD = """## Keys of other trainers
@@ -36,6 +36,8 @@ def _lines(row: ForeignName) -> Iterator[str]:
         shown = f"`{first}`" if value in (None, "x") else f"`{first}={value}`"
         here = row.translate(value or "") or row.here
         right = [*([f"`{here}`"] if here else []), *filter(None, (row.unit, row.remark))]
+        if row.is_default(value or ""):
+            right = [LEFT_OUT]
         yield f"| {', '.join([shown, *(f'`{name}`' for name in others)])} | {', '.join(right)} |"
 
 

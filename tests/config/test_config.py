@@ -23,7 +23,7 @@ MISTAKES = [
     ("training.micro_batchsize=4", "unknown key training.micro_batchsize; did you mean training.micro_batch_size?"),
     ("max_steps=4", "unknown key max_steps; did you mean training.max_steps?"),
     ("+training.foo=1", "unknown key training.foo; docs/config.md lists all keys"),
-    ("trainig.max_steps=4", "unknown key trainig; did you mean training?"),
+    ("trainig.max_steps=4", "unknown key trainig.max_steps; did you mean training.max_steps?"),
     ("modl=tiny", "unknown key modl; did you mean model?"),
     ("optimizer=lion optimizer.eps=1", "unknown key optimizer.eps: optimizer=lion has none; its keys are learning_rate,"),
     ("model=deepseek_v3 model.attention=cudnn", "model.attention=cudnn: cuDNN takes values as wide as keys, and model.latent.value_dim=128 is not model.head_dim=192"),

@@ -70,7 +70,7 @@ def test_no_key_of_ours_is_taken_for_another():
         ("trainer.max_duration={value: 1, unit: epochs}", "(where its unit is steps; training.max_tokens counts tokens, training.num_epochs epochs)"),
         ("tool_parser_name=qwen", "here it is task=grpo task.tool_calls=hermes"),
         ("LoraConfig.init_lora_weights=True", "here it is model.lora.init=zero"),
-        ("load_in_8bit=false", "here it is model.lora.quantize_base=null"),
+        ("load_in_8bit=false", "unknown key load_in_8bit; leave it out"),
         ("data.val_files=a.parquet", "here it is evaluation.sets.test=parquet evaluation.sets.test.paths=[a.parquet]"),
         ("checkpoint.keep_latest_k=3", "here it is checkpoint.max_to_keep=3"),
         ("max_samples=100", "tunix has none: training.max_steps or training.max_tokens bound a run"),
@@ -92,7 +92,20 @@ def test_no_key_of_ours_is_taken_for_another():
         ("scheduler=cosine", "here it is scheduler=warmup_cosine"),
         ("optimizer=adam", "here it is optimizer=adamw"),
         ("+training.sync_gradients_every=2", "+training.sync_gradients_every: the config has this key already; write it without +"),
-        ("wandb.enabled=true", "unknown key wandb; docs/config.md lists all keys"),
+        ("wandb.enabled=true", "unknown key wandb.enabled; docs/config.md lists all keys"),
+        ("trainer.weight_decay=0.1", "unknown key trainer.weight_decay; did you mean optimizer.weight_decay?"),
+        ("tokens.micro_batch_size=2", "did you mean training.micro_batch_size?"),
+        ("optim.type=fancy", "unknown key optim.type; here it is optimizer, whose values"),
+        ("trainer.loss.type=default", "unknown key trainer.loss.type; docs/config.md lists all keys"),
+        ("trainer.model.ac.freq=1", "unknown key trainer.model.ac.freq; docs/config.md lists all keys"),
+        ("model.ep=2", "here it is model.mesh_shape=[[-1,2],[fsdp,ep]]"),
+        ("validation.steps=10", "here it is evaluation.num_sequences: a number"),
+        ("validation.dataset=c4", "here it is evaluation.sets.test="),
+        ("val_kwargs.n=4", "here it is task=grpo evaluation.num_samples=4"),
+        ("optimizer.epsilon=1e-8", "here it is optimizer.eps=1e-8"),
+        ("orchestrator.batch_size=128", "here it is task=grpo training.global_batch_size=128"),
+        ("report_to=none", "here it is logging.sinks=[jsonl]"),
+        ("profiler=xplane", "here it is training.profile_communication=true"),
         ("logging.wandb.name=a", "unknown key logging.wandb.name; docs/config.md lists all keys"),
         ("data.train_files=a.parquet", "here it is data=parquet data.paths=[a.parquet]"),
         ("data.train_files=[a.parquet,b.parquet]", "here it is data=parquet data.paths=[a.parquet,b.parquet]"),
@@ -107,6 +120,13 @@ def test_answers(word, answer):
         compose([word])
     assert answer in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_a_default_of_theirs_undoes_nothing():
+    """verl's use_kl_in_reward=false beside use_kl_loss=true: words that are copied in any order give one run."""
+    for name in ("load_in_4bit", "use_kl_loss", "use_kl_in_reward", "optimizer_offload", "enable_activation_offload"):
+        with pytest.raises(UserError, match=f"unknown key {name}; leave it out"):
+            compose([f"{name}=False"])
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from tunix.base.files import describe_missing, expand_home, names_file
 from tunix.base.text import flat, format_yaml
 from tunix.config import Config, Grpo, Slurm
 from tunix.config.data import Mixture
-from tunix.config.mistakes import describe_errors, find_foreign, read_rows, reject_newer, validate
+from tunix.config.mistakes import describe_errors, describe_unknown_key, find_foreign, read_rows, reject_newer, validate
 from tunix.config.pretrained_config import (
     count_rows,
     fill_from_adapter,
@@ -104,6 +104,9 @@ def check_key(override: Override) -> None:
     value = "null" if override.is_delete() else str(override.input_line).partition("=")[2]
     if hint := find_foreign(key, value):
         raise UserError(f"unknown key {key}; {hint}")
+    section, point, _ = key.partition(".")
+    if point and section not in {*Config.model_fields, "hydra"}:
+        raise UserError(describe_unknown_key(key))
 
 
 def check_choice(override: Override) -> None:

@@ -163,6 +163,9 @@ def find_tag(kind: type[Section]) -> str:
 
 # Names of other programs: the rows of conf/foreign_names.yaml, which says what their fields mean.
 
+# The answer to a value that is the default: words for it would undo those for another name of the same key.
+LEFT_OUT = "leave it out, a run does so without a word"
+
 
 @dataclass(frozen=True)
 class ForeignName:
@@ -190,12 +193,18 @@ class ForeignName:
             entries = entries.replace("[VALUE]", value)
         return entries.replace("VALUE", value)
 
+    def is_default(self, value: str) -> bool:
+        """Return whether a value of theirs is what a run does without a word."""
+        return (self.values or {}).get(value.strip("'\"").lower()) == ""
+
     def answer(self, value: str) -> str:
         """Return what the name is here, with the value of theirs, as the end of a message."""
         # A link of the page is named by its file.
         unit, remark = (re.sub(r"\[\w+\]\(([^)#]+)[^)]*\)", r"docs/\1", text) for text in (self.unit, self.remark))
         if not self.here and not self.values:
             return f"tunix has none: {remark}"
+        if self.is_default(value):
+            return LEFT_OUT
         if entries := self.translate(value):
             return f"here it is {entries}{f' ({remark})' if remark else ''}"
         # The task whose key it is stays; other values are examples.
@@ -236,7 +245,10 @@ def _read_file() -> dict:
 
 
 # Last parts of names that say nothing without their section: wandb.enabled is no profile.enabled.
-SAYS_LITTLE = "enabled", "enable", "value", "interval", "keep", "mode", "name", "format", "path", "paths"
+SAYS_LITTLE = (
+    *("enabled", "enable", "value", "interval", "freq", "keep", "mode", "name", "type", "format", "path", "paths"),
+    *("n", "cp", "ep"),
+)
 
 
 @cache
@@ -607,7 +619,7 @@ def describe_unknown_key(
     guesses = [
         (leaf, leaves, 1.0),  # the right name in another section
         (leaf, local, 0.7),  # a typo in the name
-        (normalize(leaf), theirs | leaves, 0.8),  # both, or a typo in a name of another program
+        ("" if leaf in SAYS_LITTLE else normalize(leaf), theirs | leaves, 0.8),  # both, or a typo in a name of theirs
     ]
     if not (head and local):
         guesses.append((key, full, 0.75))  # a typo in the section's name
