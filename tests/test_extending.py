@@ -49,8 +49,19 @@ def uphill():
 def forgets():
     optax.scale_by_adam()
 
+def asks():
+    def update(updates, state, params=None):
+        return (optax.tree.scale(-1.0, updates) if optax.global_norm(updates) < 100 else updates), state
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
 def infinite(phases):
     return lambda step: float("inf")
+
+def downhill(phases):
+    return lambda step: -1.0
+
+def halves_late(phases):
+    return lambda step: 1.0 if step < phases.rest // 2 else 0.5
 
 def mean_loss(model, batch, seed):
     return batch["loss_mask"].mean()
@@ -194,7 +205,10 @@ def try_out(words: list[str]) -> None:
         ("optimizer=custom optimizer.function=wrong_parts:uphill", "optimizer.function=wrong_parts:uphill fails: ValueError: its update does not lower the loss"),
         ("optimizer=custom optimizer.function=wrong_parts:forgets", "fails: TypeError: returned None, not an optax.GradientTransformation"),
         ("optimizer=custom optimizer.function=my_parts:adabelief optimizer.arguments={b3:1}", "unexpected keyword argument 'b3'"),
+        ("optimizer=custom optimizer.function=wrong_parts:asks", "wrong_parts:asks fails: TracerBoolConversionError: "),
         ("scheduler.name=wrong_parts:infinite", "its factor is inf at step 0"),
+        ("scheduler.name=wrong_parts:downhill", "its factor is -1.0 at step 0"),
+        ("scheduler.name=wrong_parts:halves_late", "wrong_parts:halves_late fails: TracerBoolConversionError: "),
         ("logging.sinks=[wrong_parts:Silent]", "logging.sinks=wrong_parts:Silent fails: OSError: no disk"),
         ("scheduler.name=my_parts:stair", "module my_parts has no function or class stair; did you mean stairs?"),
         ("scheduler.name=my_parts.py:stairs", "on PYTHONPATH; did you mean my_parts:stairs?"),

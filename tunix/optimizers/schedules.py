@@ -138,12 +138,15 @@ class Scheduler(Section):
         return SHAPES[self.name]
 
     def try_out(self) -> None:
-        """Raise `UserError` where a shape that a user brings does not give a finite factor."""
+        """Raise `UserError` where a user's shape gives no share of the rate, or asks for the value of a traced step."""
         if not is_dotted(self.name):
             return
+        import jax
+
         with blame_user("scheduler.name", self.name):
             phases = Phases(warmup=10, rest=90, decay=30, final=self.final_ratio)
             for step in (0, phases.rest):
                 factor = float(self.shape.factor(phases)(step))
-                if not math.isfinite(factor):
+                if not 0 <= factor < math.inf:
                     raise ValueError(f"its factor is {factor} at step {step} of {phases}")
+            jax.eval_shape(self.shape.factor(phases), phases.rest)

@@ -245,7 +245,9 @@ class Custom(Optimizer):
         gradients = jax.tree.map(lambda leaf: 0.1 * leaf, params)
         rule = self.rule(params)
         with blame_user("optimizer.function", self.function):
-            direction, _ = rule.update(gradients, rule.init(params), params)
+            state = rule.init(params)
+            jax.eval_shape(rule.update, gradients, state, params)  # a step traces it: no `if` may ask for a number
+            direction, _ = rule.update(gradients, state, params)
             slope = jax.tree.reduce(jnp.add, jax.tree.map(jnp.vdot, gradients, direction))
             if not slope > 0:
                 raise ValueError(
