@@ -1,5 +1,9 @@
 """Agreement of processes through the store of JAX's runtime, whose place a stand-in takes here."""
 
+import json
+import logging
+import os
+
 import jax
 import pytest
 
@@ -16,7 +20,7 @@ class Store:
         self.texts: dict[str, str] = {}
         self.limits_ms: list[int] = []
 
-    def key_value_set(self, key: str, value: str) -> None:
+    def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None:
         self.texts |= {key: value, key[:-1] + "1": "theirs"}
 
     def key_value_dir_get(self, folder: str) -> list[tuple[str, str]]:
@@ -59,3 +63,21 @@ def test_a_setting_of_one_host_ends_every_process(monkeypatch):
     with pytest.raises(UserError, match="JAX_ENABLE_X64"):
         trainer.try_out(compose([]).config)
     assert told == ["JAX_ENABLE_X64 is True"]
+
+
+def test_a_process_without_a_device_says_so(store, monkeypatch):
+    """JAX does not know the number of a process whose devices it does not find: the process ended by a traceback."""
+
+    def no_device() -> int:
+        raise RuntimeError("Unable to initialize backend 'cuda'")
+
+    ended: list[int] = []
+    monkeypatch.setattr(jax, "process_index", no_device)
+    monkeypatch.setattr(jax, "process_count", no_device)
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(peers.runtime.global_state, "process_id", 2)
+    monkeypatch.setattr(logging, "shutdown", lambda: None)
+    monkeypatch.setattr(os, "_exit", ended.append)
+    peers.leave(2, "JAX finds no device")
+    assert ended == [2]
+    assert json.loads(store.texts["tunix/failed/2"])["why"] == "JAX finds no device"

@@ -101,6 +101,11 @@ def _check_devices() -> None:
     except (RuntimeError, AssertionError) as error:
         platforms = os.environ.get("JAX_PLATFORMS")
         reason = str(error).splitlines()[0] if str(error) else "no such platform"
+        if "gloo" in reason:
+            raise UserError(
+                f"JAX cannot connect the CPUs of several processes ({reason}): does this host know its own name, "
+                f"{socket.gethostname()}? /etc/hosts may say its address"
+            ) from None
         if not platforms:
             raise UserError(f"JAX finds no device: {reason}") from None
         raise UserError(
@@ -226,9 +231,9 @@ def barrier(name: str, timeout_s: float = NO_LIMIT_S) -> None:
 
 def publish(key: str, value: str) -> None:
     """Set a value that the other processes read with `published`. Does nothing once the coordinator is gone."""
-    if jax.process_count() > 1:
+    if (store := _find_store()) is not None:
         try:
-            _find_store().key_value_set(f"tunix/{key}", value, allow_overwrite=True)
+            store.key_value_set(f"tunix/{key}", value, allow_overwrite=True)
         except RuntimeError:
             log.warning("the coordinator does not answer")
 
@@ -340,10 +345,9 @@ def leave(code: int, reason: str) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         logging.shutdown()
-        publish(
-            f"failed/{jax.process_index()}", json.dumps({"code": code, "why": reason, "host": socket.gethostname()})
-        )
-        if is_main():
+        rank = runtime.global_state.process_id  # `jax.process_index` fails where JAX finds no device
+        publish(f"failed/{rank}", json.dumps({"code": code, "why": reason, "host": socket.gethostname()}))
+        if rank == 0:
             # The store ends with this process, and then the runtime aborts the others. So give their watchdogs the time
             # to read why: they look every `watchdog.POLL_S`.
             time.sleep(3)
