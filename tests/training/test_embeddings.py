@@ -102,11 +102,20 @@ def test_losses_gradients_and_vectors_are_those_of_sentence_transformers(case, l
         assert float(loss.sums[name]) == hits.sum(), name
 
 
-@pytest.mark.parametrize("pooling", ["last", "mean"])
-def test_files_are_those_that_sentence_transformers_writes(pooling):
-    written = REFERENCE["files"][pooling]
-    del written["config_sentence_transformers.json"]["__version__"]
-    assert list_files(pooling, 32) == written
+@pytest.mark.parametrize(("pooling", "mode"), [("last", "lasttoken"), ("mean", "mean_tokens")])
+def test_files_are_those_that_all_versions_of_sentence_transformers_read(pooling, mode):
+    """What version 5.1.2 writes: it cannot read those of 6, and text-embeddings-inference wants its names of poolings."""
+    files = list_files(pooling, 32, 64)
+    modes = ("cls_token", "mean_tokens", "max_tokens", "mean_sqrt_len_tokens", "weightedmean_tokens", "lasttoken")
+    assert files["1_Pooling/config.json"] == {
+        "word_embedding_dimension": 32, "include_prompt": True,
+    } | {f"pooling_mode_{name}": name == mode for name in modes}  # fmt: skip
+    assert [(each["path"], each["type"]) for each in files["modules.json"]] == [
+        ("", "sentence_transformers.models.Transformer"),
+        ("1_Pooling", "sentence_transformers.models.Pooling"),
+        ("2_Normalize", "sentence_transformers.models.Normalize"),
+    ]
+    assert files["sentence_bert_config.json"] == {"max_seq_length": 64, "do_lower_case": False}
 
 
 def write_rows(path, count=24):
@@ -171,10 +180,10 @@ def test_a_run_learns_resumes_and_is_exported(tmp_path, monkeypatch):
     assert read == f"{bos}{text}{corpus.vocab.eos_token}"
     vectors = tunix.load_pretrained(run).embed([ids], "last")
     np.testing.assert_allclose(tunix.load_pretrained("out").embed([ids], "last"), vectors, rtol=1e-5, atol=1e-6)
-    assert json.loads((tmp_path / "out" / "1_Pooling" / "config.json").read_text())["pooling_mode"] == "lasttoken"
+    assert json.loads((tmp_path / "out" / "1_Pooling" / "config.json").read_text())["pooling_mode_lasttoken"]
     average(read_settings(Average, [f"checkpoint={run}", "steps=[3,6]", "output=mean"]))
     export(read_settings(Export, ["checkpoint=out", "output=again", "dtype=bfloat16"]))
-    for name in ("modules.json", "1_Pooling/config.json", "2_Normalize/config.json", "tokenizer.json"):
+    for name in ("modules.json", "1_Pooling/config.json", "sentence_bert_config.json", "tokenizer.json"):
         for other in ("mean", "again"):
             assert (tmp_path / other / name).read_text() == (tmp_path / "out" / name).read_text()
     export(read_settings(Export, [f"checkpoint={run}", "output=gguf", "format=gguf"]))

@@ -1,9 +1,10 @@
 """Files beside a model's own with which sentence-transformers gives the vectors that task=embed trained.
 
+Their keys are those of before version 6, which all versions read, and text-embeddings-inference, vLLM and llama.cpp.
+
 modules.json                          the steps: model, pooling, length 1
-sentence_bert_config.json             what the first step takes and gives
+sentence_bert_config.json             how many tokens of a text the first step takes
 1_Pooling/config.json                 how the tokens of a text become one
-2_Normalize/config.json
 config_sentence_transformers.json     how two vectors are compared: by their cosine
 tokenizer.json                        adds what the texts of training began and ended with
 """
@@ -16,33 +17,26 @@ from tokenizers import Tokenizer, processors
 
 from tunix.base.files import write_tokenizer
 
-POOLINGS = {"last": "lasttoken", "mean": "mean"}  # names of sentence-transformers
-PACKAGE = "sentence_transformers"
-MODULES = {
-    "": f"{PACKAGE}.base.modules.transformer.Transformer",
-    "1_Pooling": f"{PACKAGE}.sentence_transformer.modules.pooling.Pooling",
-    "2_Normalize": f"{PACKAGE}.base.modules.normalize.Normalize",
-}
+POOLINGS = {"last": "lasttoken", "mean": "mean_tokens"}  # task.pooling by the names of sentence-transformers
+MODULES = {"": "Transformer", "1_Pooling": "Pooling", "2_Normalize": "Normalize"}
 
 
-def list_files(pooling: str, width: int) -> dict[str, object]:
-    """Return the content of each JSON file by its path; `pooling` is task.pooling, `width` that of the vectors."""
+def list_files(pooling: str, width: int, length: int) -> dict[str, object]:
+    """Return the content of each JSON file by its path; `pooling` is task.pooling, `width` that of the vectors, and
+    `length` the most tokens of a text.
+    """
+    modes = ("cls_token", "mean_tokens", "max_tokens", "mean_sqrt_len_tokens", "weightedmean_tokens", "lasttoken")
     return {
         "modules.json": [
-            {"idx": number, "name": str(number), "path": path, "type": kind}
+            {"idx": number, "name": str(number), "path": path, "type": f"sentence_transformers.models.{kind}"}
             for number, (path, kind) in enumerate(MODULES.items())
         ],
-        "sentence_bert_config.json": {
-            "transformer_task": "feature-extraction",
-            "modality_config": {"text": {"method": "forward", "method_output_name": "last_hidden_state"}},
-            "module_output_name": "token_embeddings",
-        },
+        "sentence_bert_config.json": {"max_seq_length": length, "do_lower_case": False},
         "1_Pooling/config.json": {
-            "embedding_dimension": width,
-            "pooling_mode": POOLINGS[pooling],
+            "word_embedding_dimension": width,
+            **{f"pooling_mode_{mode}": mode == POOLINGS[pooling] for mode in modes},
             "include_prompt": True,
         },
-        "2_Normalize/config.json": dict.fromkeys(("module_input_name", "module_output_name"), "sentence_embedding"),
         "config_sentence_transformers.json": {
             "model_type": "SentenceTransformer",
             "prompts": {"document": "", "query": ""},
@@ -54,7 +48,7 @@ def list_files(pooling: str, width: int) -> dict[str, object]:
 
 def copy_files(source: Path, folder: Path) -> None:
     """Copy the files from the folder of a model, if it has them, into that of its export."""
-    for name in list_files("last", 0):
+    for name in (*list_files("last", 0, 0), "2_Normalize/config.json"):
         if (source / name).is_file():
             (folder / name).parent.mkdir(exist_ok=True)
             shutil.copy(source / name, folder / name)
@@ -67,7 +61,7 @@ def write_files(
 
     `bos` and `eos` are the first and the last token of a text in training. The library pads on the right, behind <eos>.
     """
-    for name, content in list_files(pooling, width).items():
+    for name, content in list_files(pooling, width, length).items():
         path = folder / name
         path.parent.mkdir(exist_ok=True)
         path.write_text(json.dumps(content, indent=2) + "\n")

@@ -2,7 +2,7 @@
 
     python tests/training/trl/make_embeddings.py        with a Python that has torch, transformers, trl, sentence-transformers
 
-The model is that of tests/models/parity. `files` are those that sentence-transformers writes beside the model's.
+The model is that of tests/models/parity.
 """
 
 import json
@@ -22,10 +22,6 @@ from transformers import AutoModel, PreTrainedTokenizerFast
 HERE = Path(__file__).parent
 PAD, TEMPERATURE, SIZES = 96, 0.1, [8]
 POOLINGS = {"last": "lasttoken", "mean": "mean"}
-FILES = (
-    "modules.json", "sentence_bert_config.json", "config_sentence_transformers.json", "1_Pooling/config.json",
-    "2_Normalize/config.json",
-)  # fmt: skip
 
 
 def make_model(pooling: str, folder: str) -> sentence_transformers.SentenceTransformer:
@@ -58,7 +54,6 @@ def main() -> None:
         "sizes": SIZES,
         "groups": groups,
         "cases": {},
-        "files": {},
     }
     for pooling in POOLINGS:
         for count in (2, 3):
@@ -72,9 +67,6 @@ def main() -> None:
                         loss = MatryoshkaLoss(model, loss, [32, *sizes])
                     name = f"{pooling}-{count}-{'sizes' if sizes else 'whole'}"
                     results["cases"][name] = measure(model, loss(columns, None)) | {"vectors": vectors}
-                    model.save(f"{folder}/saved")
-                    files = {path: json.loads(Path(folder, "saved", path).read_text()) for path in FILES}
-                    results["files"][pooling] = files
     (HERE / "embeddings.json").write_text(json.dumps(results, indent=1) + "\n")
 
 
