@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from tunix.base.errors import UserError
 from tunix.config import Average, Model
@@ -85,7 +84,8 @@ def average_weights(sources: list[str], shares: tuple[float, ...], command: Aver
 
     # Low-rank updates are added to their matrices first: the average of two products is not the product of averages.
     def load(source: str) -> Pretrained:
-        return load_pretrained(source, weights=command.weights, strategy=strategy, family=command.family).merged()
+        model = load_pretrained(source, "float32", weights=command.weights, strategy=strategy, family=command.family)
+        return model.merged()
 
     first = load(sources[0])
     total = _scale(first.params, shares[0] / sum(shares))
@@ -105,7 +105,7 @@ def average_weights(sources: list[str], shares: tuple[float, ...], command: Aver
                 f"{source}; weights for different tokens have no average: name models with one tokenizer"
             )
         total = _add(total, model.params, share / sum(shares))  # two models in memory at a time, however many sources
-    return replace(first, params=jax.tree.map(lambda mean, p: mean.astype(p.dtype), total, first.params))
+    return replace(first, params=total)
 
 
 STACKS = "layers_before_stages"  # says which layers have their weights in one array, and an export has none of these
@@ -129,12 +129,12 @@ def _find_other_token(first: Pretrained, model: Pretrained) -> tuple[int, str, s
 
 @jax.jit
 def _scale(params: Any, share: float) -> Any:
-    return jax.tree.map(lambda p: share * p.astype(jnp.float32), params)
+    return jax.tree.map(lambda p: share * p, params)
 
 
 @jax.jit
 def _add(total: Any, params: Any, share: float) -> Any:
-    return jax.tree.map(lambda t, p: t + share * p.astype(jnp.float32), total, params)
+    return jax.tree.map(lambda t, p: t + share * p, total, params)
 
 
 if __name__ == "__main__":

@@ -576,11 +576,12 @@ def test_an_average_takes_what_differs_in_no_part_of_the_architecture(finished, 
 
 
 def test_weights_in_other_stacks_have_no_average(monkeypatch):
-    """Their arrays have other names: the sum of both ended in a traceback."""
+    """Their arrays have other names: the sum of both ended in a traceback. The weights are those of the key `weights`."""
     cfg = compose([]).config.model
     configs = {"a": cfg, "b": cfg.model_copy(update={"layers_before_stages": 1})}
 
-    def load(source, **_):
+    def load(source, *_, weights, **__):
+        assert weights == "ema"
         model = Mock(cfg=configs[source], params={})
         model.merged.return_value = model
         return model
@@ -590,7 +591,7 @@ def test_weights_in_other_stacks_have_no_average(monkeypatch):
         "model.layers_before_stages is None in a, but 1 in b; their weights have no average; average their exports"
     )
     with pytest.raises(UserError, match=message):
-        average_weights(["a", "b"], (1.0, 1.0), Mock(), "no_shard")
+        average_weights(["a", "b"], (1.0, 1.0), Mock(weights="ema"), "no_shard")
 
 
 @pytest.mark.nightly
