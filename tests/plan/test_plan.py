@@ -173,11 +173,13 @@ def test_small_collectives_wait_for_their_hops():
     assert microseconds("all-gather", 0, eight) == pytest.approx(6.6 + 7 * 0.6)
     assert microseconds("all-gather", 0, many) == pytest.approx(6.6 + (127 - 15) * 0.6 + 15 * 2.7)
     assert microseconds("all-reduce", 0, many) == pytest.approx(6.8 + 2 * 7 * 0.6 + 2 * 4 * 5.0)  # by tree
+    assert microseconds("all-reduce", 0, Group(2, 2)) == pytest.approx(6.6 + 2 * 0.6)  # by ring, twice round
     assert microseconds("all-reduce", 10**10, many) < 2.01 * microseconds("all-gather", 10**10, many)  # by ring
     split = 1000 * microseconds("all-gather", 10**6, many)
     assert split > 3 * microseconds("all-gather", 10**9, many)
     far = replace_network(kind, "efa_400")
     assert microseconds("all-gather", 0, many, far) == pytest.approx(microseconds("all-gather", 0, many) + 15 * 75)
+    assert microseconds("all-reduce", 0, many, far) == pytest.approx(microseconds("all-reduce", 0, many) + 2 * 4 * 75)
     assert microseconds("all-gather", 0, eight, far) == microseconds("all-gather", 0, eight)
     slow = replace_network(kind, "tcpx_200")
     assert microseconds("all-gather", 10**10, many, slow) == pytest.approx(

@@ -1,12 +1,14 @@
 """Mesh shapes: what is read, what is refused, and what is proposed in its place."""
 
 import json
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from tunix.base.errors import UserError
 from tunix.config.compose import compose
-from tunix.sharding.mesh import check_divides, parse, resolve
+from tunix.sharding.mesh import check_divides, device_mesh, parse, resolve
 from tunix.sharding.table import Equation, axis_names
 
 DIMS = {"D": 64, "F": 128, "N": 8, "K": 2, "V": 256, "H": 8, "T": 36, "n": 8}
@@ -81,6 +83,15 @@ def test_proposed_shapes_are_legal():
 
 def test_idle_devices_only_when_asked_for():
     assert resolve(((3,), ("dp",)), 8, DIMS, allow_idle=True)["dp"] == 3
+    with pytest.raises(UserError, match=r"dp=12 needs 12 devices, 8 are visible; legal here: [^;]*\]\]$"):
+        resolve(((12,), ("dp",)), 8, DIMS, allow_idle=False)  # none would be idle
+
+
+def test_no_process_is_idle():
+    """All processes take part in collectives, and wait for one another at barriers."""
+    devices: list[Any] = [SimpleNamespace(process_index=n // 4) for n in range(8)]
+    with pytest.raises(UserError, match=r"leaves processes \[1\] without a device; start fewer processes"):
+        device_mesh(((4,), ("fsdp",)), DIMS, allow_idle=True, devices=devices)
 
 
 @pytest.mark.parametrize(
@@ -118,6 +129,7 @@ def test_key_value_heads_that_neither_divide_nor_are_divided():
             r"num_heads=12 is not .* tp=8 \(nearest tp: 1 or 2\)",
         ),  # 4, 6: not K, F
         ({"L": 60, "s": 10}, {"pp": 7}, r"num_layers=60 is not .* pp=7 \(nearest pp: 2, 5 or 10\)"),
+        ({"L": 64, "s": 64}, {"pp": 12}, r"num_layers=64 is not .* pp=12 \(nearest pp: 8, 16 or 32\)"),  # by ratio
         ({"L": 35, "s": 1}, {"pp": 4}, r"num_layers=35 is not .* pp=4 \(nearest pp: 1\)"),
         # Numbers up to it are not tried one after the other, which took minutes.
         ({"T": 10**9 + 1}, {"cp": 8}, r"seq_len=1000000001 is not .* cp=8 \(nearest cp: 1\)"),
