@@ -8,7 +8,7 @@ import pytest
 
 from tunix.base.errors import UserError
 from tunix.config.compose import compose
-from tunix.sharding.mesh import check_divides, device_mesh, parse, resolve
+from tunix.sharding.mesh import check_divides, device_mesh, parse, resolve, whole_sequences
 from tunix.sharding.table import Equation, axis_names
 
 DIMS = {"D": 64, "F": 128, "N": 8, "K": 2, "V": 256, "H": 8, "T": 36, "n": 8}
@@ -85,6 +85,13 @@ def test_idle_devices_only_when_asked_for():
     assert resolve(((3,), ("dp",)), 8, DIMS, allow_idle=True)["dp"] == 3
     with pytest.raises(UserError, match=r"dp=12 needs 12 devices, 8 are visible; legal here: [^;]*\]\]$"):
         resolve(((12,), ("dp",)), 8, DIMS, allow_idle=False)  # none would be idle
+
+
+def test_weights_stay_on_their_devices_where_each_device_takes_whole_sequences():
+    mesh = device_mesh(((2, 4), ("fsdp", "cp")), DIMS, allow_idle=False)
+    whole = whole_sequences(mesh)
+    assert (whole.shape["fsdp"], whole.shape["cp"]) == (8, 1)
+    assert [*whole.devices.flat] == [*mesh.devices.flat]
 
 
 def test_no_process_is_idle():
