@@ -74,6 +74,10 @@ def _find_median(history: History, key: str) -> float:
     return statistics.median(line[key] for line in lines if line[key] is not None)
 
 
+def _sum(history: History, key: str) -> float:
+    return sum(line[key] for line in history.steps)
+
+
 def _format_steps(history: History) -> str:
     limit = history.keys.get("training.max_steps")
     return f"{history.steps[-1]['step']:,}" + (f" of {int(limit):,}" if limit else "")
@@ -93,7 +97,7 @@ NUMBERS: dict[str, Callable[[History], str]] = {
     "tokens/s (median)": lambda run: f"{_find_median(run, 'tokens_per_s'):,.0f}",
     "tokens/s of a device": lambda run: f"{_find_median(run, 'tokens_per_s_per_device'):,.0f}",
     "MFU (median)": lambda run: f"{_find_median(run, 'mfu'):.1%}",
-    "waiting for data": lambda run: f"{sum(line['data_wait_s'] for line in run.steps) / run.seconds:.1%}",
+    "waiting for data": lambda run: f"{_sum(run, 'data_wait_s') / _sum(run, 'step_time_s'):.1%}",
     "goodput": lambda run: describe(run.goodput or {}),
     "peak memory of a device": lambda run: f"{max(line['peak_memory_gib'] for line in run.steps):.2f} GiB",
     "devices": lambda run: f"{run.num_devices:,}",

@@ -198,7 +198,9 @@ ORIGINAL = {"original_max_position_embeddings": 16}
 def test_keys_of_rope_win_over_others_as_in_transformers(name, changes, original, tmp_path):
     shutil.copy(PARITY / name / "config.json", tmp_path)
     change_config(tmp_path, **changes)
-    assert read_config(tmp_path)["rope_scaling"]["original_context"] == original
+    read = read_config(tmp_path)
+    assert read["rope_scaling"]["original_context"] == original
+    assert read["local_rope_theta"] == (read["rope_theta"] if name == "olmo3" else None)  # not stretched, where it is
 
 
 def test_a_family_that_rotates_a_share_of_each_head_has_no_other_share(tmp_path):

@@ -57,6 +57,7 @@ def test_numbers_and_differences(runs):
     assert numbers["final bits per byte"] == ["1.0000", "1.0000"]
     assert numbers["tokens/s (median)"] == ["600", "600"]  # of the steps behind the first
     assert numbers["MFU (median)"] == ["", "30.0%"]
+    assert numbers["waiting for data"] == ["10.0%", "10.0%"]
     assert numbers["peak memory of a device"] == ["5.50 GiB", "5.50 GiB"]
     assert list_differences(histories) == [
         ("logging.sinks", ['["jsonl", "tensorboard"]', '["jsonl"]']),
