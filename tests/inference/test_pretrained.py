@@ -187,7 +187,7 @@ ORIGINAL = {"original_max_position_embeddings": 16}
 @pytest.mark.parametrize(
     ("name", "changes", "original"),
     [
-        ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "rope_scaling": YARN}, 32),
+        ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 3e4}, "rope_scaling": YARN}, 32),
         ("llama", {"rope_parameters": None, "rope_scaling": YARN, **ORIGINAL}, 16),
         ("phi3_long", ORIGINAL, 16),
         ("phi3_long", {"original_max_position_embeddings": ...}, 4096),
@@ -200,6 +200,7 @@ def test_keys_of_rope_win_over_others_as_in_transformers(name, changes, original
     change_config(tmp_path, **changes)
     read = read_config(tmp_path)
     assert read["rope_scaling"]["original_context"] == original
+    assert read["rope_theta"] != 3e4  # of both, rope_scaling is taken, and nothing of the other
     assert read["local_rope_theta"] == (read["rope_theta"] if name == "olmo3" else None)  # not stretched, where it is
 
 
