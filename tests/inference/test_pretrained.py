@@ -180,6 +180,16 @@ def test_keys_of_published_files_that_would_change_something(name, key, value, t
         read_config(tmp_path)
 
 
+def test_a_family_without_local_layers_has_layers_of_one_type(tmp_path):
+    shutil.copy(PARITY / "llama" / "config.json", tmp_path)
+    usual = read_config(tmp_path)
+    change_config(tmp_path, layer_types=["full_attention"] * usual["num_layers"])
+    assert read_config(tmp_path) == usual
+    change_config(tmp_path, layer_types=["full_attention", "sliding_attention"])
+    with pytest.raises(UserError, match="layer_types=.* is not understood; layers must be of one type"):
+        read_config(tmp_path)
+
+
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 ORIGINAL = {"original_max_position_embeddings": 16}
 
@@ -202,6 +212,19 @@ def test_keys_of_rope_win_over_others_as_in_transformers(name, changes, original
     assert read["rope_scaling"]["original_context"] == original
     assert read["rope_theta"] != 3e4  # of both, rope_scaling is taken, and nothing of the other
     assert read["local_rope_theta"] == (read["rope_theta"] if name == "olmo3" else None)  # not stretched, where it is
+
+
+def test_a_factor_of_longrope_replaces_the_ratio_of_the_contexts(tmp_path):
+    shutil.copy(PARITY / "phi3_long" / "config.json", tmp_path)
+    usual = read_config(tmp_path)
+    written = write_config(trained_model(tmp_path, ((1,), ("tp",))))
+    assert written["rope_scaling"]["factor"] == 64 / 2  # of the model's context to the original one
+    parameters = json.loads((tmp_path / "config.json").read_text())["rope_parameters"]
+    for factor, magnitude in ((32.0, None), (4.0, 3**0.5)):
+        change_config(tmp_path, rope_parameters=parameters | {"factor": factor})
+        read = read_config(tmp_path)
+        assert read["rope_scaling"].pop("attention_factor") == pytest.approx(magnitude)
+        assert read["rope_scaling"].items() <= usual["rope_scaling"].items()
 
 
 def test_a_family_that_rotates_a_share_of_each_head_has_no_other_share(tmp_path):

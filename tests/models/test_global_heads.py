@@ -115,6 +115,7 @@ def test_config_of_the_published_files():
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention=all is not supported"),
         ({"per_layer_config": {"2": {"head_dim": 10}}}, "per_layer_config=.* is not understood"),
         ({"per_layer_config": {"1": {"head_dim": 10}}}, "per_layer_config=.* is not understood"),
+        ({"per_layer_config": {n: {"head_dim": 10} for n in "012345"}}, "per_layer_config=.* is not understood"),
         ({"query_clip": 3}, "query_clip=3 is not understood"),
     ],
 )
