@@ -12,7 +12,7 @@ from support.harness import ROOT, metrics
 
 import tunix
 from tunix.base.errors import UserError
-from tunix.huggingface.config_json import read_config
+from tunix.huggingface.config_json import read_config, read_quantization
 from tunix.huggingface.table import FAMILIES
 from tunix.huggingface.weights import TensorFiles
 from tunix.models.layers import named
@@ -104,6 +104,14 @@ def test_forms_of_others_are_refused_by_name(tmp_path, keys, message):
     with pytest.raises(UserError, match=message) as error:
         read_config(tmp_path)
     assert "\n" not in str(error.value)
+
+
+def test_old_names_of_keys_are_read():
+    old = {"quant_method": "awq", "w_bit": 4, "q_group_size": 64, "version": "GEMM"}
+    new = {"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemm"}
+    found, expected = (read_quantization({"quantization_config": keys}) for keys in (old, new))
+    assert found == expected
+    assert expected.group_size == 64
 
 
 def spoil(name: str, folder: Path, tensor: str, value: np.ndarray | None) -> Path:

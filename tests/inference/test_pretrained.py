@@ -180,13 +180,19 @@ def test_keys_of_published_files_that_would_change_something(name, key, value, t
         read_config(tmp_path)
 
 
-def test_a_family_without_local_layers_has_layers_of_one_type(tmp_path):
-    shutil.copy(PARITY / "llama" / "config.json", tmp_path)
-    usual = read_config(tmp_path)
-    change_config(tmp_path, layer_types=["full_attention"] * usual["num_layers"])
-    assert read_config(tmp_path) == usual
-    change_config(tmp_path, layer_types=["full_attention", "sliding_attention"])
-    with pytest.raises(UserError, match="layer_types=.* is not understood; layers must be of one type"):
+@pytest.mark.parametrize(
+    ("name", "key", "usual", "other"),
+    [
+        ("llama", "layer_types", ["full_attention"] * 2, ["full_attention", "sliding_attention"]),
+        ("qwen3_moe", "mlp_only_layers", [0], [1]),
+    ],
+)
+def test_layers_in_an_order_that_is_not_ours_are_refused(name, key, usual, other, tmp_path):
+    shutil.copy(PARITY / name / "config.json", tmp_path)
+    change_config(tmp_path, **{key: usual})
+    assert read_config(tmp_path) == read_config(PARITY / name)
+    change_config(tmp_path, **{key: other})
+    with pytest.raises(UserError, match=f"{key}=.* is not understood; "):
         read_config(tmp_path)
 
 

@@ -26,6 +26,7 @@ from tunix.data.packing import _fill_examples, _fill_pairs, _split_pairs
 from tunix.data.shards import Arrays
 from tunix.evaluate import evaluate
 from tunix.export import export
+from tunix.huggingface.config_json import read_labels
 from tunix.training.scores import classification_loss, reward_loss
 
 TRL = json.loads((ROOT / "tests" / "training" / "trl" / "scores.json").read_text())
@@ -353,3 +354,10 @@ def test_a_run_is_the_same_on_every_mesh(task, tmp_path, monkeypatch):
         ]
         for line, other in zip(*both, strict=True):
             assert line["loss"] == pytest.approx(other["loss"], rel=1e-4)
+
+
+def test_labels_stand_in_the_order_of_their_numbers():
+    """Files have these numbers as texts, in the order of texts: 10 before 2."""
+    names = {str(number): f"label {number}" for number in sorted(range(12), key=str)}
+    config = {"architectures": ["LlamaForSequenceClassification"], "id2label": names}
+    assert read_labels(config) == [f"label {number}" for number in range(12)]
