@@ -166,15 +166,19 @@ def test_rows_with_choices_of_their_own_draw_as_if_alone():
         key = jax.random.fold_in(jax.random.key(seed), seed)
         return select(logits, jax.vmap(lambda n: jax.random.fold_in(key, n))(count), choice)
 
-    together = jax.jit(select_by_row)(many, rows, count)
+    draw = jax.jit(select_by_row)
+    together = draw(many, rows, count)
     for index, choice in enumerate(choices):
         part = slice(index * 50, index * 50 + 50)
+        apart = draw(many[part], jax.tree.map(lambda values, part=part: values[part], rows), count[part])
+        assert np.array_equal(apart.tokens, together.tokens[part]), choice  # whatever the others ask for
         if choice.temperature:
             alone = jax.jit(draw_alone, static_argnums=2)(many[part], count[part], choice, index)
             assert np.array_equal(together.tokens[part], alone.tokens), choice
             np.testing.assert_allclose(together.log_probs[part], alone.log_probs, atol=1e-5)
         else:
             assert (together.tokens[part] == logits[index].argmax()).all()
+            assert not together.log_probs[part].any()
 
 
 CHOICES = [
