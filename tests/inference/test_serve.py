@@ -149,7 +149,7 @@ def test_rows_with_choices_of_their_own_draw_as_if_alone():
     count = np.arange(300, dtype=np.int32)
     choices = [
         Sampling(1), Sampling(1, temperature=0), Sampling(1, 0.7, top_k=5), Sampling(1, 1.3, top_p=0.8),
-        Sampling(1, 1.1, min_p=0.1), Sampling(1, 0.9, top_k=40, top_p=0.7, min_p=0.05),
+        Sampling(1, 1.1, min_p=0.1), Sampling(1, 1.5, top_k=5, top_p=0.7, min_p=0.05),
     ]  # fmt: skip
 
     def repeat(values, dtype):

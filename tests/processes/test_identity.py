@@ -71,6 +71,9 @@ def test_slurm():
     assert identity(SLURM) == Identity("Slurm", "gpu07:61441", 16, 5, (1,))
     per_node = SLURM | {"SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "1(x4)", "SLURM_PROCID": "3"}
     assert identity(per_node).local_device_ids is None
+    uneven = per_node | {"SLURM_STEP_NUM_TASKS": "5", "SLURM_STEP_TASKS_PER_NODE": "1(x2),3"}
+    assert identity(uneven).local_device_ids is None  # of the second node
+    assert identity(uneven | {"SLURM_NODEID": "2"}).local_device_ids == (1,)
     assert identity(SLURM | {"JAX_COORDINATOR_ADDRESS": "10.0.0.1:77"}).coordinator_address == "10.0.0.1:77"
 
 
