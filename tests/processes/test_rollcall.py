@@ -8,6 +8,7 @@ from contextlib import suppress
 
 import pytest
 
+from tunix.base import dotted_path
 from tunix.base.errors import PeerLost, UserError
 from tunix.launch.nodes import find_free_port
 from tunix.processes import rollcall
@@ -49,6 +50,21 @@ def test_who_differs_is_named_with_every_key():
     assert "jax is 0.10.2 on process 0 (" in str(heard[0])
     assert "and 0.11.2 on process 2 (" in str(heard[0])
     assert "seed" not in str(heard[0])
+
+
+def test_own_code_is_compared(tmp_path, monkeypatch):
+    """An old copy of a loss on one host: each device learnt by the one of its host."""
+    file = tmp_path / "loss_of_a_host.py"
+    file.write_text("def loss(): ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(dotted_path, "_modules", {})
+    dotted_path.import_object("loss_of_a_host:loss")
+    assert called((0, 2, {}), (1, 2, {})) == [[], []]
+    old = dotted_path.hash_modules()
+    file.write_text("def loss(): return 0\n")
+    copies = iter((old, dotted_path.hash_modules()))
+    monkeypatch.setattr(rollcall, "hash_modules", lambda: next(copies))
+    assert "the processes differ: code of loss_of_a_host is " in str(called((0, 2, {}), (1, 2, {}))[1])
 
 
 def test_a_long_config_is_compared():

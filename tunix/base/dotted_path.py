@@ -1,5 +1,6 @@
 """Objects that a user brings, named by a dotted path: `package.module:name`. Imports neither jax nor pydantic."""
 
+import hashlib
 import importlib
 import inspect
 import os
@@ -9,9 +10,23 @@ import threading
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from tunix.base.errors import UserError, did_you_mean, name_error
+
+_modules: dict[str, ModuleType] = {}  # that `import_object` has imported, by name
+
+
+def hash_modules() -> dict[str, str]:
+    """Return a hash of the file of each module of the user's that this process has imported, by `code of MODULE`."""
+    files = {name: Path(module.__file__ or "") for name, module in _modules.items() if hasattr(module, "__file__")}
+    return {
+        f"code of {name}": hashlib.sha256(file.read_bytes()).hexdigest()[:12]
+        for name, file in files.items()
+        if file.suffix == ".py" and file.is_file()
+    }
 
 
 def import_object(path: str, kind: type | None = None) -> Any:
@@ -28,7 +43,7 @@ def import_object(path: str, kind: type | None = None) -> Any:
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.append(os.getcwd())
     try:
-        module = importlib.import_module(module_name)
+        module = _modules[module_name] = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:  # the module is the user's: it may raise anything, or end the program
         as_module = module_name.removesuffix(".py").removeprefix("./").replace("/", ".")
         is_file = module_name.endswith(".py") and all(map(str.isidentifier, as_module.split(".")))

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from tunix.base.config_types import read_version
+from tunix.base.dotted_path import hash_modules
 from tunix.base.errors import PeerLost, UserError
 from tunix.processes.identity import Identity
 
@@ -85,7 +86,7 @@ def roll_call(identity: Identity, info: dict[str, Any], timeout_s: float) -> lis
     about = {
         "process": identity.process_id,
         "host": socket.gethostname(),
-        "facts": {"the number of processes": identity.num_processes, **info},
+        "facts": {"the number of processes": identity.num_processes, **hash_modules(), **info},
     }
     if identity.process_id:
         answer = _report(host, int(port), about, deadline)
