@@ -18,6 +18,7 @@ from tunix.base.text import as_text
 from tunix.compare import as_json, list_differences, list_results, read_histories
 from tunix.config.compose import compose
 from tunix.export import _write_card
+from tunix.run.model_card import write_card
 
 
 def write_run(folder: Path, losses: list[float], *words: str, again: int = 0, mfu: float | None = None) -> Path:
@@ -176,3 +177,11 @@ def test_a_card_of_an_export_counts_what_its_checkpoint_has_learnt(runs, tmp_pat
         assert 'pipeline_tag: "text-classification"' in card
         assert expected in card
         assert other not in card.partition("![")[0]
+
+
+def test_a_card_shows_the_whole_of_a_value_with_bars(tmp_path):
+    keys = {"model.lora.rank": 8, "model.lora.targets": "attention|mlp"}
+    write_card(tmp_path, "a", "text-generation", None, keys, [{"step": 1, "tokens": 8}], [], {"task": "a|b"})
+    card = (tmp_path / "README.md").read_text()
+    assert r"| `model.lora.targets` | attention\|mlp |" in card
+    assert r"| task | a\|b |" in card

@@ -51,9 +51,15 @@ def write_card(
         text += _describe_run(keys, steps, evaluations)
     if results:
         text += ["## Evaluation", "", "| number | value |", "|---|---|"]
-        text += [f"| {key} | {value} |" for key, value in results.items() if isinstance(value, int | float | str)]
+        text += [_write_row(key, value) for key, value in results.items() if isinstance(value, int | float | str)]
         text.append("")
     (folder / CARD).write_text("\n".join(text))
+
+
+def _write_row(name: str, value: Any) -> str:
+    """Return a row of a table, whose reader would take a | of a value for the end of its cell."""
+    shown = str(value).replace("|", r"\|")
+    return f"| {name} | {shown} |"
 
 
 def is_id(source: str) -> bool:
@@ -72,7 +78,7 @@ def read_license(base: str | None) -> dict[str, str]:
 def _describe_run(keys: dict[str, Any], steps: Sequence[Line], evaluations: Sequence[Line]) -> list[str]:
     text = ["## Training", "", "| key | value |", "|---|---|"]
     shown = [key for key in SHOWN if keys.get("model.lora.rank") or not key.startswith("model.lora.")]
-    text += [f"| `{key}` | {keys[key]} |" for key in shown if keys.get(key) is not None]
+    text += [_write_row(f"`{key}`", keys[key]) for key in shown if keys.get(key) is not None]
     last = steps[-1]
     text += [f"| steps | {last['step']} |", f"| tokens | {last['tokens']:,} |"]
     if last.get("loss") is not None:  # null of a step that learnt nothing
