@@ -33,6 +33,7 @@ def called(*who: tuple[int, int, dict], timeout_s: float = 5) -> list[object]:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     monkeypatch.setattr(rollcall, "LATE_S", 0.5)
+    monkeypatch.setattr(dotted_path, "_modules", {})  # other tests may have imported some
     monkeypatch.delenv(rollcall.IN_POD, raising=False)  # the tests may run in a pod
 
 
@@ -57,10 +58,11 @@ def test_own_code_is_compared(tmp_path, monkeypatch):
     file = tmp_path / "loss_of_a_host.py"
     file.write_text("def loss(): ...\n")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(dotted_path, "_modules", {})
+    dotted_path.import_object("tunix.base.errors:UserError")
     dotted_path.import_object("loss_of_a_host:loss")
     assert called((0, 2, {}), (1, 2, {})) == [[], []]
     old = dotted_path.hash_modules()
+    assert old.keys() == {"code of loss_of_a_host"}
     file.write_text("def loss(): return 0\n")
     copies = iter((old, dotted_path.hash_modules()))
     monkeypatch.setattr(rollcall, "hash_modules", lambda: next(copies))
