@@ -644,6 +644,14 @@ def test_processes_take_the_same_checkpoints_of_a_run_that_still_trains(tmp_path
     assert _list_steps(read_settings(Evaluate, words)) == {2: str(tmp_path / "checkpoints/2")}
 
 
+def test_a_host_that_does_not_see_a_checkpoint_is_named(tmp_path, monkeypatch):
+    """Without a shared disk, evaluate said of the folder of process 0 that it "has none"."""
+    monkeypatch.setattr(peers, "decide", lambda *_: 4)
+    monkeypatch.setattr("socket.gethostname", lambda: "host-b")
+    with pytest.raises(UserError, match="checkpoints/4 is not seen by host-b, but by process 0"):
+        agree_on_checkpoint(tmp_path / "checkpoints", None)
+
+
 def test_files_of_a_model_are_those_of_process_0(copy, monkeypatch):
     """Each host may have its own copy, and one of them may be older: weights of two models were mixed in silence."""
     first = {}

@@ -1,5 +1,6 @@
 """A trained model ready for use, out of a run's folder or Hugging Face's files: `tunix.load_pretrained`."""
 
+import socket
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -490,7 +491,17 @@ def agree_on_checkpoint(checkpoints: Path, step: int | None) -> Path:
     Where the run still trains, the newest is another one a moment later: weights of two steps would be mixed.
     """
     agreed = peers.decide(lambda: int(find_checkpoint(checkpoints, step).name), "the checkpoint")
-    return peers.together(lambda: find_checkpoint(checkpoints, agreed), "looking for the checkpoint")
+
+    def look() -> Path:
+        folder = (checkpoints / str(agreed)).absolute()
+        if not folder.is_dir():
+            raise UserError(
+                f"checkpoint: {folder} is not seen by {socket.gethostname()}, but by process 0; all hosts must see it: "
+                "copy it to a disk that they share"
+            )
+        return folder
+
+    return peers.together(look, "looking for the checkpoint")
 
 
 def _restore_params(checkpoint: Path, arch: Architecture, abstract: Params, weights: str) -> Params:
