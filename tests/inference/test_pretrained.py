@@ -290,6 +290,8 @@ def test_names_of_other_classes_are_read(name, rename, tmp_path):
     renamed = {rename(tensor): value for tensor, value in before.items() if rename(tensor)}
     if rename is in_mistral3:
         renamed |= {f"{part}.w": np.zeros(3, np.float32) for part in ("vision_tower", "multi_modal_projector")}
+    else:  # as old versions of transformers saved it
+        renamed["layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(4, np.float32)
     save_file(renamed, tmp_path / "copy" / "model.safetensors")
     read, usual = (tunix.load_pretrained(folder) for folder in (tmp_path / "copy", PARITY / name))
     jax.tree.map(np.testing.assert_array_equal, read.params, usual.params)
@@ -496,15 +498,24 @@ def test_what_ends_an_answer_goes_out(loaded, copy, tmp_path):
     assert (tokenizer["bos_token"], tokenizer["eos_token"], config["eos_token_id"]) == ("<bos>", "<bos>", 2)
     (copy / "generation_config.json").write_text('{"eos_token_id": [9, 2], "top_k": 20}')
     (copy / "special_tokens_map.json").write_text('{"eos_token": "<eos>"}')
+    (copy / "chat_template.jinja").write_text("of the base")
     generation, _, special, _ = write_out(model, tmp_path / "further")
+    assert not (tmp_path / "further" / "chat_template.jinja").exists()  # it would win over the run's own template
     assert generation == {"eos_token_id": [0, 1, 2, 9], "top_k": 20}
     assert special == {"eos_token": "<bos>"}
     plain = replace(loaded, files=copy, tokenizer_files=copy)
     assert write_out(plain, tmp_path / "plain")[0] == {"eos_token_id": [9, 2], "top_k": 20}
+    assert (tmp_path / "plain" / "chat_template.jinja").read_text() == "of the base"
     (copy / "special_tokens_map.json").write_text('{"eos_token": "<pad>"}')  # not all read it
     begun = replace(loaded, files=copy, tokenizer_files=shutil.copytree(copy, tmp_path / "begun"))
     _, tokenizer, special, _ = write_out(begun, tmp_path / "older")
     assert tokenizer["eos_token"] == special["eos_token"] == "<pad>"
+
+
+def test_numbers_that_float16_does_not_have_are_not_written(loaded, tmp_path):
+    model = replace(loaded, params=jax.tree.map(lambda leaf: leaf + 1e5, loaded.params))
+    with pytest.raises(UserError, match="dtype=float16: .* has numbers above 65504.* take dtype=bfloat16"):
+        _write_model(model, tmp_path, "float16", 5)
 
 
 def test_a_tokenizer_of_sentencepiece_alone(loaded, copy, tmp_path):
