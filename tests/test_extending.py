@@ -74,6 +74,13 @@ def steps_loss(model, batch, seed):
 class Quiet(sinks.Sink):
     pass
 
+import my_parts
+from dataclasses import replace
+from tunix.huggingface.family import Name
+
+Q = {"blocks.attention.q.w": Name("model.layers.{}.self_attn.q_proj.weight", "NH,Y")}
+LETTER = replace(my_parts.ARCEE, names=my_parts.ARCEE.names | Q)
+
 class Silent:
     def __init__(self, start):
         raise OSError("no disk")
@@ -187,6 +194,10 @@ def test_a_family_of_ones_own(folder):
     ):
         with pytest.raises(UserError, match=message):
             compose([*words, *short])
+    with pytest.raises(
+        UserError, match="q_proj.weight has dims=NH,Y in its family; the model has no dimension Y, but D"
+    ):
+        tunix.load_pretrained("hf", family="wrong_parts:LETTER")
 
 
 def try_out(words: list[str]) -> None:

@@ -243,7 +243,16 @@ def list_numbers(path: str, name: Name, cfg: Model) -> list[tuple[int, ...]]:
 
 
 def shape_in_files(name: Name, dims: Mapping[str, int]) -> tuple[int, ...]:
-    """Return the shape of a tensor in the files: "NH,D" is [num_heads * head_dim, embed_dim]."""
+    """Return the shape of a tensor in the files: "NH,D" is [num_heads * head_dim, embed_dim].
+
+    Raises:
+        UserError: the tensor has a dimension that the model has not; a family of a user's own may say so.
+    """
+    if unknown := [dim_name for dim_name in name.dims.replace(",", "") if dim_name not in dims]:
+        raise UserError(
+            f"{name.tensor} has dims={name.dims} in its family; the model has no dimension {unknown[0]}, "
+            f"but {', '.join(dims)}"
+        )
     shape = list_sizes(name.dims.split(","), dims)
     if name.fused:
         shape[name.fused_dim] = sum(list_sizes(name.fused, dims))
