@@ -42,3 +42,18 @@ def test_a_stop_signal_ends_a_command_that_has_joined(monkeypatch):
         work = lambda: handlers.append(signal.getsignal(signal.SIGTERM))  # noqa: E731
         assert command_line.run_joined("prepare", compose([]).config.distributed, {}, work) == 0
     assert handlers == [signal.SIG_DFL]
+
+
+def test_an_interrupted_process_tells_the_others(monkeypatch, capsys):
+    """Ctrl-C on one host: JAX's end waited half a minute there for the others, which then had "lost" one another."""
+    told = []
+    monkeypatch.setattr(peers, "is_joined", lambda: True)
+    monkeypatch.setattr(peers, "leave", lambda *why: told.append(why))
+
+    def work() -> None:
+        raise KeyboardInterrupt
+
+    with state_of_process():
+        assert supervisor.run_member(DISTRIBUTED, work) == 130
+    assert told == [(130, "interrupted")]
+    assert capsys.readouterr().err == "error: interrupted\n"

@@ -339,9 +339,14 @@ def blame(error: Exception) -> tuple[int, str]:
     return 1, line
 
 
+def is_joined() -> bool:
+    """Return True where this process is one of several that have joined."""
+    return jax.distributed.is_initialized()
+
+
 def leave(code: int, reason: str) -> None:
     """Tell the other processes why, and end this one with `code` without waiting for them. Returns if it is alone."""
-    if jax.distributed.is_initialized():
+    if is_joined():
         sys.stdout.flush()
         sys.stderr.flush()
         logging.shutdown()

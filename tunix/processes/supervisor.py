@@ -110,6 +110,11 @@ def run_member(distributed: Distributed, work: Callable[[], int | None]) -> int:
             exits.ignore_stop_signals()
             print(reason, flush=True)
             return code
+    except KeyboardInterrupt:
+        if not peers.is_joined():
+            raise
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the others hear of it first
+        code, reason = 128 + signal.SIGINT, "interrupted"
     except Exception as error:
         if not find_identity(distributed):
             raise  # a bug in a run of one process: Python prints its traceback
