@@ -275,10 +275,19 @@ def test_a_chat_and_mistakes(hf_dir, tmp_path, monkeypatch, capsys):
         monkeypatch.setattr(sys, "argv", ["generate", f"checkpoint={hf_dir}", *words])
         return run_command(Generate, generate.generate), *capsys.readouterr()
 
+    asked, answer = [], generate.Speaker.answer
+
+    def note(speaker, prompts, seed):
+        asked.append((len(prompts[0].turns), seed))
+        return answer(speaker, prompts, seed)
+
     monkeypatch.setattr(sys, "stdin", io.StringIO("a few\nmerged\n\nnever read\n"))
-    code, out, _ = run("chat=true", "max_new_tokens=2")
+    with monkeypatch.context() as patch:
+        patch.setattr(generate.Speaker, "answer", note)
+        code, out, _ = run("chat=true", "max_new_tokens=2", "seed=7")
     assert (code, sys.stdin.read()) == (0, "never read\n")
     assert out
+    assert asked == [(1, 7), (3, 8)]  # all turns so far, each with noise of its own
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\n"), "utf-8"))
     for mistake, message in (
         (["prompt=a", "max_new_tokens=100"], "are more than the model's context of 64"),
