@@ -274,7 +274,7 @@ def cli_here(*words: str, cwd: Path, devices: int | None = None) -> subprocess.C
 def state_of_process() -> Iterator[None]:
     """Put back what a program that has its process for itself changes: arguments, signals, logging, Hydra's config."""
     argv, unraisable, raises, hydra = sys.argv, sys.unraisablehook, logging.raiseExceptions, HydraConfig.instance().cfg
-    signals = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    signals = {number: signal.getsignal(number) for number in (*STOP_SIGNALS, signal.SIGINT)}
     loggers = [(logger, logger.level, logger.handlers[:]) for logger in (logging.root, logging.getLogger("tunix"))]
     logging.root.handlers.clear()  # a run closes those that it finds, and they are pytest's
     try:
