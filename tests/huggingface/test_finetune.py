@@ -6,6 +6,7 @@ import logging
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -398,6 +399,15 @@ def test_mistakes(words, message, tuned, hf_dir, monkeypatch, capsys):
     assert (code, out) == (2, "")
     assert message in error
     assert error.count("\n") == 1
+
+
+def test_a_loss_that_is_no_number_is_null_in_the_results(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("tunix.evaluate.make_config", lambda _: SimpleNamespace(data=SimpleNamespace(source="text")))
+    monkeypatch.setattr("tunix.evaluate.evaluate_loss", lambda *_: [{"loss": float("nan"), "tokens": 3}])
+    evaluate(read_settings(Evaluate, ["checkpoint=run", "output=results.json"]))
+    results = (tmp_path / "results.json").read_text()
+    assert json.loads(results) == {"checkpoint": "run", "data": "text", "split": "held_out", "loss": None, "tokens": 3}
 
 
 def test_pass_at_k_is_the_share_of_draws_with_a_right_answer():
