@@ -408,6 +408,10 @@ def test_a_loss_that_is_no_number_is_null_in_the_results(tmp_path, monkeypatch):
     evaluate(read_settings(Evaluate, ["checkpoint=run", "output=results.json"]))
     results = (tmp_path / "results.json").read_text()
     assert json.loads(results) == {"checkpoint": "run", "data": "text", "split": "held_out", "loss": None, "tokens": 3}
+    monkeypatch.setattr("tunix.evaluate._list_steps", lambda _: {3: "run/checkpoints/3"})
+    evaluate(read_settings(Evaluate, ["checkpoint=run", "step=[3]", "output=list.json"]))
+    results = json.loads((tmp_path / "list.json").read_text())
+    assert results["steps"] == [{"step": 3, "loss": None, "tokens": 3}]  # a list, also of one
 
 
 def test_pass_at_k_is_the_share_of_draws_with_a_right_answer():
