@@ -28,6 +28,7 @@ from tunix.base.files import read_json
 from tunix.base.text import as_typed, flat
 from tunix.config import Config, ParameterGroup, Section
 from tunix.config.saved_runs import GONE
+from tunix.sharding.table import axis_names
 
 # Keys of the config as users type them, read from the pydantic types of `tunix.config`.
 
@@ -247,7 +248,7 @@ def _read_file() -> dict:
 # Last parts of names that say nothing without their section: wandb.enabled is no profile.enabled.
 SAYS_LITTLE = (
     *("enabled", "enable", "value", "interval", "freq", "keep", "mode", "name", "type", "format", "path", "paths"),
-    *("n", "cp", "ep"),
+    *("n", *axis_names()),
 )
 
 
