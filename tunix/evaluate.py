@@ -107,9 +107,8 @@ def make_config(cmd: Evaluate) -> Config:
         words.append(f"sampling.max_new_tokens={cmd.max_new_tokens}")
     # An evaluation takes microbatches, each alone: the batch of the run and its stages may not fit these devices.
     if run and read_saved(run[0])["task"]["name"] != "grpo":  # whose groups of answers are parts of a batch
-        typed = {word.lstrip("+").partition("=")[0] for word in words}
         batch = ("global_batch_size=null", "global_batch_tokens=null", "batch_stages=[]", "sync_gradients_every=auto")
-        words += [f"training.{word}" for word in batch if f"training.{word.partition('=')[0]}" not in typed]
+        words = [*(f"training.{word}" for word in batch), *words]  # of two words for a key the last one counts
     cfg = compose.compose([origin, *words]).config
     if not run and cfg.model.lora.rank and cfg.model.init_adapter is None:
         raise UserError(
