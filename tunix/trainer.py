@@ -26,7 +26,14 @@ from tunix.checkpoints.root import check_root, find_root, write_root
 from tunix.checkpoints.store import open_store
 from tunix.config import Config, Evaluation, compose
 from tunix.config.batch import BatchShape
-from tunix.config.compose import remark_on_environment, remark_on_random, remark_on_tiny, remark_on_unread, to_yaml
+from tunix.config.compose import (
+    remark_on_environment,
+    remark_on_random,
+    remark_on_repeated,
+    remark_on_tiny,
+    remark_on_unread,
+    to_yaml,
+)
 from tunix.costs.devices import Cluster, find_kind, read_topology, replace_network
 from tunix.costs.step import check_matmul_dtype, find_run_peak_tflops
 from tunix.data.batches import Batch, BatchSource, Numbers, Position
@@ -116,10 +123,14 @@ def run(job: compose.Job) -> Result:
         compiler = stack.enter_context(Compiler(mesh, watchdog))
         setup = set_up(cfg, planned, mesh, chosen, watchdog, compiler, clock)
         log.info("%s", setup.report)
-        for remark in filter(
-            None,
-            (remark_on_tiny(job), remark_on_random(job), remark_on_unread(job), remark_on_environment(job, os.environ)),
-        ):
+        remarks_on_words = (
+            remark_on_repeated(job.overrides),
+            remark_on_tiny(job),
+            remark_on_random(job),
+            remark_on_unread(job),
+            remark_on_environment(job, os.environ),
+        )
+        for remark in filter(None, remarks_on_words):
             log.warning("%s", remark)
         if setup.corpus is None:
             steps = setup.sizes.total_steps

@@ -21,6 +21,7 @@ from tunix.config.compose import (
     reject_missing_inputs,
     remark_on_environment,
     remark_on_random,
+    remark_on_repeated,
     remark_on_tiny,
     remark_on_unread,
     to_yaml,
@@ -183,6 +184,19 @@ def test_a_key_that_nothing_reads_is_named(words, said):
     remark = remark_on_unread(compose(words.split()))
     assert remark.startswith(said)
     assert bool(remark) == bool(said)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("training.max_steps=5 +training.max_steps=7 seed=1", "training.max_steps is given 2 times: the last value counts, 7"),
+        ("optimizer=lion optimizer=adamw", "optimizer is given 2 times: the last value counts, adamw"),
+        ("training.max_steps=5 training.max_steps=5 ~model.mtp ~model.mtp", ""),
+        ("sampling=greedy sampling@evaluation.sampling=standard", ""),
+    ],
+)  # fmt: skip
+def test_a_key_that_is_given_twice_is_named(words, said):
+    assert remark_on_repeated(words.split()) == said
 
 
 def test_a_folder_that_holds_a_run_is_refused_before_anything_is_read(tmp_path):

@@ -95,6 +95,7 @@ def run_command(section: type[S], work: Callable[[S], str | None]) -> int:
         text = describe_command(section, f"python -m tunix.{name} key=value ...")
         return exits.report_errors(lambda: print(text))
     print_warnings()
+    repeated = compose.remark_on_repeated(argv)
     command_args, others, joins = _split_words(section, argv)
 
     def run() -> int:
@@ -107,6 +108,8 @@ def run_command(section: type[S], work: Callable[[S], str | None]) -> int:
         def work_and_print() -> None:
             from tunix.processes import peers
 
+            if repeated:
+                peers.print_progress(repeated)
             text = work(settings)
             if text is not None and peers.is_main():
                 print(text)

@@ -490,6 +490,20 @@ def count_idle_rows(cfg: Config, num_tokens: int | None) -> int:
     return rows - num_tokens if rows - num_tokens > rows // 10 and rows > pad_rows(num_tokens) else 0
 
 
+def remark_on_repeated(words: Sequence[str]) -> str:
+    """Return a remark for keys that the words of a command line give twice, with different values."""
+    values: dict[str, list[str]] = {}
+    for key, mark, value in (word.partition("=") for word in words):
+        if mark:
+            values.setdefault(key.lstrip("+"), []).append(value)
+    remarks = [
+        f"{key} is given {len(others)} times: the last value counts, {others[-1]}"
+        for key, others in values.items()
+        if len(set(others)) > 1
+    ]
+    return "; ".join(remarks)
+
+
 def remark_on_tiny(job: Job) -> str:
     """Return a remark for a model that is `tiny` with other dimensions, and trains with the settings of tiny."""
     typed = _typed(job)
