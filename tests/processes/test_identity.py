@@ -27,6 +27,7 @@ MPI = {
     "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
     "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911",
 }  # fmt: skip
+MPICH = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
 
 
 def identity(environment: dict[str, str], *overrides: str) -> Identity | None:
@@ -101,6 +102,35 @@ def test_open_mpi():
         assert identity(MPI | {"OMPI_MCA_orte_hnp_uri": uri}).coordinator_address == f"{host}:{port}"
     uri = "1531580416.0;tcp://10.96.0.1,10.148.0.1:34911"  # mpirun's number of the next job is larger by 4096
     assert identity(MPI | {"OMPI_MCA_orte_hnp_uri": uri}).coordinator_address != found.coordinator_address
+
+
+def test_open_mpi_5_names_the_first_node_in_the_job():
+    """It gives the processes of each node the address of the daemon there, which listens for them alone."""
+    here = MPI | {"OMPI_MCA_orte_hnp_uri": "", "PMIX_SERVER_URI41": "prterun-node-0-4711@0.1;tcp4://127.0.0.1:41671"}
+    assert identity(here).coordinator_address.startswith("127.0.0.1:")
+    two_nodes = here | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"}
+    assert identity(two_nodes).coordinator_address.startswith("node-0:")
+    first = two_nodes | {"PMIX_SERVER_URI41": "prterun-node-0-4711@0.0;tcp4://127.0.0.1:35773"}
+    assert identity(first).coordinator_address == identity(two_nodes).coordinator_address
+
+
+def test_mpich():
+    """Each process trained alone, a run of its own."""
+    with pytest.raises(UserError, match="PMI_RANK=3 and PMI_SIZE=4: .* set distributed.coordinator_address=HOST:PORT"):
+        identity(MPICH)
+    found = identity(SLURM | MPICH, "distributed.coordinator_address=b:1")
+    assert found == Identity("PMI_RANK and PMI_SIZE", "b:1", 4, 3, (1,))
+    assert identity(MPICH | {"PMI_RANK": "0", "PMI_SIZE": "1"}) is None
+    assert identity(SLURM | {"PMI_RANK": "5", "PMI_SIZE": "16"}).source == "Slurm"  # srun --mpi=pmi2
+
+
+@pytest.mark.parametrize("launched", [MPI, SLURM])
+def test_a_container_of_one_process_hides_no_launcher(launched):
+    """A platform sets RANK and WORLD_SIZE for the command that it runs; torchrun and accelerate set LOCAL_RANK too."""
+    container = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "a", "MASTER_PORT": "29500"}
+    assert identity(container) is None
+    assert identity(launched | container) == identity(launched)
+    assert identity(launched | container | {"LOCAL_RANK": "0"}) is None
 
 
 def test_keys_win_over_the_environment():

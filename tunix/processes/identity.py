@@ -1,6 +1,6 @@
 """Identity of this process: its rank, the number of processes, and the address where they meet.
 
-The first source that recognises the environment decides: the config, torchrun, Open MPI, Slurm, JAX's own detectors.
+The first source that recognises the environment decides: the config, torchrun, mpirun, Slurm, JAX's own detectors.
 jax is imported only if JAX's detectors are asked. What users export for a node's launcher (`tunix.launch`) is read here
 too: the number of nodes, and which of them this is.
 """
@@ -56,9 +56,9 @@ def find_identity(distributed: Distributed, environment: Environment = os.enviro
     else:
         if distributed.coordinator_address:
             environment = {**environment, "JAX_COORDINATOR_ADDRESS": distributed.coordinator_address}
-        # Slurm behind torchrun and Open MPI: in a job, srun often starts one torchrun a node, and mpirun starts one
+        # Slurm behind torchrun and mpirun: in a job, srun often starts one torchrun a node, and mpirun starts one
         # daemon a node by srun. Then srun's variables count those, and the launcher's own count the processes.
-        sources = (_read_torchrun, _read_open_mpi, _read_slurm, _query_jax)
+        sources = (_read_torchrun, _read_open_mpi, _read_mpich, _read_slurm, _query_jax)
         read = next(filter(None, (source(environment) for source in sources)), None)
         if read is None and explicit.keys() - {"local_device_ids"}:
             missing = [f"distributed.{key}" for key in keys[:3] if key not in explicit]
@@ -181,7 +181,8 @@ def _read_torchrun(env: Environment) -> Identity | None:
         return None
     size, rank = _read_number(env, "WORLD_SIZE"), _read_number(env, "RANK")
     if size == 1:
-        return ALONE
+        # A platform that runs the command in one container sets both, and mpirun or srun may start processes in it.
+        return ALONE if "LOCAL_RANK" in env else None
     coordinator = env.get("JAX_COORDINATOR_ADDRESS")
     if coordinator is None:
         missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not env.get(name)]
@@ -218,21 +219,43 @@ def _read_open_mpi(env: Environment) -> Identity | None:
     size, rank = _read_number(env, "OMPI_COMM_WORLD_SIZE"), _read_number(env, "OMPI_COMM_WORLD_RANK")
     if size == 1:
         return ALONE
+    local_size = _read_number(env, "OMPI_COMM_WORLD_LOCAL_SIZE", 1)
     coordinator = env.get("JAX_COORDINATOR_ADDRESS")
     if coordinator is None:
         uri = env.get("OMPI_MCA_orte_hnp_uri") or env.get("PMIX_SERVER_URI41") or ""
         # The job and the addresses of its first node: 1531576320.0;tcp://10.96.0.1,10.148.0.1:34911, or tcp6://[fe80::1]:34911
+        # Open MPI 5 gives each process the daemon of its own node, and names the first node in the job:
+        # prterun-node0-4711@0.1;tcp4://127.0.0.1:41671
         job, _, after = uri.partition(";")
         address = re.match(r"tcp4?://([^,:]+)|tcp6://\[([^,\]]+)", after)
+        first = re.match(r"prterun-(.+)-[0-9]+@", job) if local_size < size else None
         if address is None:
             raise UserError("Open MPI does not tell where process 0 is; set distributed.coordinator_address=HOST:PORT")
+        host = first[1] if first else address[1] or f"[{address[2]}]"
         number = int("".join(filter(str.isdigit, job.split(".")[0])) or 0)
         # mpirun counts jobs in the bits from the 12th on, so the rest of a division by `NUM_PORTS` is 0 for every job.
         port = FIRST_PORT + (number >> 12 if number % (1 << 12) == 0 else number) % NUM_PORTS
-        coordinator = f"{address[1] or f'[{address[2]}]'}:{port}"
-    local_size = _read_number(env, "OMPI_COMM_WORLD_LOCAL_SIZE", 1)
+        coordinator = f"{host}:{port}"
     local = _select_devices(env, _read_number(env, "OMPI_COMM_WORLD_LOCAL_RANK", 0), local_size)
     return Identity("Open MPI", coordinator, size, rank, local, local_size)
+
+
+def _read_mpich(env: Environment) -> Identity | None:
+    """Read the variables of a process that `mpirun` of MPICH or Intel MPI has started: they tell no address."""
+    if "MPI_LOCALRANKID" not in env or "PMI_RANK" not in env:
+        return None
+    size, rank = _read_number(env, "PMI_SIZE"), _read_number(env, "PMI_RANK")
+    if size == 1:
+        return ALONE
+    coordinator = env.get("JAX_COORDINATOR_ADDRESS")
+    if coordinator is None:
+        raise UserError(
+            f"PMI_RANK={rank} and PMI_SIZE={size}: mpirun of MPICH and of Intel MPI does not tell where process 0 is; "
+            "set distributed.coordinator_address=HOST:PORT"
+        )
+    local_size = _read_number(env, "MPI_LOCALNRANKS", 1)
+    local = _select_devices(env, _read_number(env, "MPI_LOCALRANKID"), local_size)
+    return Identity("PMI_RANK and PMI_SIZE", coordinator, size, rank, local, local_size)
 
 
 def _query_jax(env: Environment) -> Identity | None:
