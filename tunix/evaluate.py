@@ -36,6 +36,13 @@ from tunix.training.train_spec import assemble
 
 Sets = dict[str, HeldOut | MultipleChoice]
 
+# Keys of the evaluation in a run for which this command has keys of its own, where the model draws answers.
+KEYS_OF_RUNS = {
+    "evaluation.num_sequences": "num_prompts",
+    "evaluation.num_prompts": "num_prompts",
+    "evaluation.num_samples": "num_samples",
+}
+
 
 def evaluate(cmd: Evaluate) -> None:
     """Print a table of what was measured, a line for each checkpoint, and write it to `cmd.output`.
@@ -102,6 +109,10 @@ def make_config(cmd: Evaluate) -> Config:
     # One length in two places would leave open which one counts.
     if override := next((word for word in cmd.overrides if word.startswith("sampling.max_new_tokens=")), None):
         raise UserError(f"{override}: this command has the key max_new_tokens for it")
+    for word in cmd.overrides if cmd.metric not in ("loss", "lm_eval") else ():
+        key, _, value = word.partition("=")
+        if own := KEYS_OF_RUNS.get(key):
+            raise UserError(f"{word}: metric={cmd.metric} does not read it; write {own}={value}")
     words = [word for word in cmd.overrides if not is_sampling(word)]
     if cmd.max_new_tokens is not None and "task=grpo" in words:  # whose default length may leave no room for a prompt
         words.append(f"sampling.max_new_tokens={cmd.max_new_tokens}")

@@ -387,6 +387,7 @@ def test_the_parts_of_a_microbatch_that_a_run_chose_are_not_those_of_an_evaluati
         (["checkpoint=run", "metric=reward", "rewards=[gsmk]"], "rewards.0.function=gsmk: expected one of gsm8k, "),
         (["checkpoint=run", "metric=gsm8k", "max_new_tokens=4"], "rewards: gsm8k fails: ValueError: the data's answer 'merged' has no number"),
         (["checkpoint=run", "metric=exact_match", "sampling.max_new_tokens=5"], "sampling.max_new_tokens=5: this command has the key max_new_tokens for it"),
+        (["checkpoint=run", "metric=exact_match", "evaluation.num_sequences=4"], "evaluation.num_sequences=4: metric=exact_match does not read it; write num_prompts=4"),
         (["checkpoint=run", "sampling=standard"], "sampling=standard: metric=loss draws no answers; set metric=reward"),
         (["checkpoint=run", "metric=exact_match", "sampling=gready"], "sampling=gready: conf/sampling has no such file; choose from default, greedy, liberal, standard; did you mean greedy?"),
         (["checkpoint=HF", "metric=exact_match"], "metric=exact_match asks the questions of conversations, and data=python_stdlib has none"),
