@@ -31,7 +31,7 @@ from tunix.config.saved_runs import is_run_config, load_saved
 from tunix.data.chat import ChatTemplate
 from tunix.data.documents import BadRow, _read_messages
 from tunix.evaluate import evaluate
-from tunix.generate import _make_writer, _read_rows, show
+from tunix.generate import AnswerFile, _read_rows, show
 from tunix.huggingface.weights import weight_files
 from tunix.inference.sampling import read_stop_ids
 from tunix.launch.nodes import read_config
@@ -158,9 +158,9 @@ def test_what_a_full_disk_refuses_is_not_lost(tmp_path, monkeypatch, capsys):
     """Answers and measurements of hours stand on the terminal, and the message names the key."""
     for name in ("answers.jsonl", "results.json"):
         (tmp_path / name).symlink_to("/dev/full")
-    write = _make_writer(tmp_path / "answers.jsonl")
+    file = AnswerFile(tmp_path / "answers.jsonl", [{"prompt": "2+2"}], {})
     with pytest.raises(UserError, match=r"^output=.*/answers.jsonl cannot be written .No space.*; make room"):
-        write([{"prompt": "2+2", "prediction": "4"}])
+        file.add([{"prompt": "2+2", "prediction": "4"}])
     assert json.loads(capsys.readouterr().out) == {"prompt": "2+2", "prediction": "4"}
 
     cfg = compose([]).config

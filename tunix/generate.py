@@ -2,29 +2,33 @@
 
 import base64
 import csv
+import io
 import json
+import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tunix.base.errors import UserError, escape_controls
+from tunix.base.digests import hash_texts
+from tunix.base.errors import UserError, escape_controls, mask_values
 from tunix.base.files import (
-    STOP_SIGNALS,
     describing_refusal,
-    end_by_signal,
     expand_home,
     find_writable,
-    handling_signals,
+    list_numbers,
     parse_json,
+    read_json,
     read_line,
+    write_whole,
 )
 from tunix.base.progress import announcing
 from tunix.config import Generate
 from tunix.config.command_line import run_command
+from tunix.config.saved_runs import find_run
 from tunix.data.chat import join_parts
 from tunix.data.image_slots import find_image_prompts
 from tunix.data.images import list_references
@@ -46,31 +50,44 @@ def generate(command: Generate) -> None:
     Where there are several processes, all draw the answers together; process 0 alone reads prompts and writes answers.
     """
     # Files first: a mistake in them is reported before a model is loaded, which takes minutes.
-    rows, write = peers.on_main(lambda: _open_files(command), "reading the prompts") or ([], None)
+    rows, file = peers.on_main(lambda: _open_files(command), "reading the prompts") or ([], None)
     source = command.checkpoint, command.dtype, command.mesh_shape, command.weights
     model = load_language_model(*source, family=command.family, adapter=command.adapter, mtp=command.by_mtp)
     speaker = Speaker(model, command)
     if command.prompt is None and command.input is None:
         _converse(speaker, command)
         return
-    num_rows = int(peers.agree(str(len(rows)), "number of prompts"))
-    answered: list[Row] = []  # apart from `rows`, which may have a column `prediction` of their own
-    with _keeping(answered, write):
-        for start in range(0, num_rows, command.batch_size):
-            batch = rows[start : start + command.batch_size]
+    own_counts = json.dumps([len(rows), file.num_rows if file else 0])
+    num_rows, num_answered = json.loads(peers.agree(own_counts, "number of prompts"))
+    if num_answered:
+        peers.print_progress(f"output={command.output} has {num_answered:,} answers already: going on behind them")
+    for start in range(num_answered, num_rows, command.batch_size):
+        batch = rows[start : start + command.batch_size]
 
-            def read(batch: list[Row] = batch, start: int = start) -> str:
-                return json.dumps([speaker.read(row, start + number) for number, row in enumerate(batch, 1)])
+        def read(batch: list[Row] = batch, start: int = start) -> str:
+            return json.dumps([speaker.read(row, start + number) for number, row in enumerate(batch, 1)])
 
-            own = peers.on_main(read, "reading the prompts of a batch") or ""
-            prompts = [Prompt(*each) for each in json.loads(peers.agree(own, "prompts of a batch"))]
-            work = f"answering prompts {start + 1} to {start + len(prompts)} of {num_rows}"
-            with announcing(work, peers.print_progress):
-                answers = speaker.answer(prompts, command.seed, start)
-            for row, (text, answer) in zip(batch, answers, strict=False):  # only process 0 has rows
-                answered.append(row | {"prediction": text, "log_probability": sum(answer.log_probabilities)})
-    if not write and peers.is_main():
-        show(*(row["prediction"] for row in answered), sep="\n" if command.input is None else "\n---\n")
+        own = peers.on_main(read, "reading the prompts of a batch") or ""
+        prompts = [Prompt(*each) for each in json.loads(peers.agree(own, "prompts of a batch"))]
+        work = f"answering prompts {start + 1} to {start + len(prompts)} of {num_rows}"
+        with announcing(work, peers.print_progress):
+            answers = speaker.answer(prompts, command.seed, start)
+        answered = [
+            row | {"prediction": text, "log_probability": sum(answer.log_probabilities)}
+            for row, (text, answer) in zip(batch, answers, strict=False)  # only process 0 has rows
+        ]
+        peers.on_main(partial(_deliver, file, answered, start), "writing the answers")
+    if file:
+        file.finish()
+
+
+def _deliver(file: "AnswerFile | None", answered: list[Row], start: int) -> None:
+    if file:
+        file.add(answered)
+        return
+    if start:
+        print("---")
+    show(*(row["prediction"] for row in answered), sep="\n---\n")
 
 
 def show(*texts: str, sep: str = "\n") -> None:
@@ -78,39 +95,88 @@ def show(*texts: str, sep: str = "\n") -> None:
     print(*(map(escape_controls, texts) if sys.stdout.isatty() else texts), sep=sep, flush=True)
 
 
-@contextmanager
-def _keeping(answered: list[Row], write: Any) -> Iterator[None]:
-    """Write the answers that exist at the end, also where an error, Ctrl-C or a stop signal ends the command."""
-
-    def save() -> None:
-        if write and answered:
-            try:
-                write(answered)
-            except UserError:
-                answered.clear()  # not tried again
-                raise
-
-    def end(number: int, frame: object) -> None:
-        save()
-        end_by_signal(number, frame)
-
-    with handling_signals(STOP_SIGNALS if write else (), end):
-        try:
-            yield
-        finally:
-            save()
-
-
-def _open_files(command: Generate) -> tuple[list[Row], Any]:
-    """Return the rows with the prompts, and the function that writes the answers, None where they are printed."""
+def _open_files(command: Generate) -> tuple[list[Row], "AnswerFile | None"]:
+    """Return the rows with the prompts, and the file that gets the answers, None where they are printed."""
     if command.input is None:
         rows: list[Row] = [{command.column: command.prompt}]
     else:
         rows = _read_rows(expand_home(command.input), command.column)
-        output = None if command.output is None else expand_home(command.output)
-        if output is not None and output.exists() and output.samefile(expand_home(command.input)):
-            raise UserError(f"output={output} would take the place of the prompts, which are in it; name another file")
-    return rows, None if command.output is None else _make_writer(expand_home(command.output))
+    if command.output is None:
+        return rows, None
+    output = expand_home(command.output)
+    if command.input is not None and output.exists() and output.samefile(expand_home(command.input)):
+        raise UserError(f"output={output} would take the place of the prompts, which are in it; name another file")
+    return rows, AnswerFile(output, rows, _describe(command))
+
+
+# Keys of which the answers do not depend.
+NEUTRAL = {"input", "output", "batch_size", "cache_gib", "mesh_shape"}
+
+
+def _describe(command: Generate) -> Row:
+    """Return what the answers follow from, beside the prompts."""
+    info = mask_values(command.model_dump(mode="json", exclude=NEUTRAL))
+    if run := find_run(command.checkpoint):  # which may train on
+        folder, step = run
+        newest = max(list_numbers(folder / "checkpoints"), default=None)
+        info["checkpoint"] = f"{folder.absolute()}, step {newest if step is None else step}"
+    return info
+
+
+class AnswerFile:
+    """The file `output`: rows of the input with their answers, whole batches at a time.
+
+    OUTPUT.unfinished beside it says, until all answers are there, how many there are and what they follow from. With
+    it, a start after a kill goes on behind them.
+
+    Raises:
+        UserError: the file cannot be written, or has answers of another command that did not come to its end.
+    """
+
+    def __init__(self, path: Path, rows: list[Row], info: Row):
+        if path.suffix not in FORMATS:
+            raise UserError(f"output={path} must end in {' or '.join(FORMATS)}")
+        find_writable("output", str(path))  # now, and not after hours
+        self.path, self.note = path, path.with_name(f"{path.name}.unfinished")
+        # JSON rows may differ in their columns.
+        self.columns = list(dict.fromkeys([*(name for row in rows for name in row), "prediction", "log_probability"]))
+        self.info = info | {"prompts": hash_texts(*(json.dumps(row, sort_keys=True) for row in rows))}
+        self.num_rows = self.num_bytes = 0
+        if not (self.note.exists() and path.exists()):
+            return
+        found = read_json(self.note)
+        differing = [key for key, value in self.info.items() if found["info"].get(key) != value]
+        differing += ["length"] if path.stat().st_size < found["num_bytes"] else []
+        if differing:
+            raise UserError(
+                f"output={path} has {found['num_rows']:,} answers of a command that did not come to its end, with "
+                f"another {' and '.join(differing)}; name another file, or remove {self.note} to replace them"
+            )
+        self.num_rows, self.num_bytes = found["num_rows"], found["num_bytes"]
+
+    def add(self, rows: list[Row]) -> None:
+        """Write the next rows. Rows that the disk refuses are printed."""
+        data = FORMATS[self.path.suffix](rows, self.columns, self.num_rows == 0).encode("utf-8", "backslashreplace")
+        with describing_refusal(f"output={self.path}", ": the answers are printed as lines of JSON"):
+            try:
+                with self.path.open("r+b" if self.num_rows else "wb") as file:
+                    if self.num_rows:
+                        file.seek(self.num_bytes)
+                        file.truncate()  # a kill may have left a part of rows
+                    file.write(data)
+            except OSError:
+                print(*map(json.dumps, rows), sep="\n")  # they have taken hours, perhaps
+                with suppress(OSError):
+                    os.truncate(self.path, self.num_bytes)
+                raise
+        self.num_rows, self.num_bytes = self.num_rows + len(rows), self.num_bytes + len(data)
+        note = {"num_rows": self.num_rows, "num_bytes": self.num_bytes, "info": self.info}
+        with describing_refusal(str(self.note)):
+            write_whole(self.note, json.dumps(note, indent=2) + "\n")
+
+    def finish(self) -> None:
+        """Remove the note: all answers are there."""
+        self.note.unlink(missing_ok=True)
 
 
 class Prompt(NamedTuple):
@@ -299,11 +365,13 @@ READERS: dict[str, Callable[[Any, str], list[Any]]] = {
 }
 
 
-def _write_csv(file: Any, rows: list[Row]) -> None:
-    columns = dict.fromkeys(name for row in rows for name in row)  # of all rows: JSON rows may differ in their columns
-    writer = csv.DictWriter(file, list(columns))
-    writer.writeheader()
+def _format_csv(rows: list[Row], columns: list[str], with_head: bool) -> str:
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, columns)
+    if with_head:
+        writer.writeheader()
     writer.writerows({name: _to_cell(value) for name, value in row.items()} for row in rows)
+    return text.getvalue()
 
 
 def _to_cell(value: Any) -> Any:
@@ -311,29 +379,10 @@ def _to_cell(value: Any) -> Any:
     return json.dumps(value, ensure_ascii=False) if isinstance(value, dict | list | bool) else value
 
 
-WRITERS = {
-    ".csv": _write_csv,
-    ".jsonl": lambda file, rows: file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows),
+FORMATS: dict[str, Callable[[list[Row], list[str], bool], str]] = {  # (rows, columns, whether they are the first)
+    ".csv": _format_csv,
+    ".jsonl": lambda rows, columns, with_head: "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows),
 }
-
-
-def _make_writer(path: Path) -> Any:
-    """Return a function that writes rows to a file. A file that cannot be written is refused now, not after hours."""
-    if path.suffix not in WRITERS:
-        raise UserError(f"output={path} must end in {' or '.join(WRITERS)}")
-    find_writable("output", str(path))
-
-    def write(rows: list[Row]) -> None:
-        with describing_refusal(f"output={path}", ": the answers are printed as lines of JSON"):
-            try:
-                # Half of a surrogate pair, which a JSON row may have, is written as JSON's escape of it.
-                with path.open("w", encoding="utf-8", errors="backslashreplace", newline="") as file:
-                    WRITERS[path.suffix](file, rows)
-            except OSError:
-                print(*map(json.dumps, rows), sep="\n")  # they have taken hours, perhaps
-                raise
-
-    return write
 
 
 if __name__ == "__main__":

@@ -2,9 +2,10 @@
 
 import csv
 import io
-import signal
+import json
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -222,10 +223,11 @@ def test_rows_end_where_lines_do(name, text, tmp_path):
 
 
 def test_values_of_json_are_json_in_a_csv(tmp_path):
-    row = {"prompt": "a", "meta": {"x": ["é", None]}, "ok": True, "n": 2, "none": None}
-    generate._make_writer(tmp_path / "out.csv")([row])
+    row = {"prompt": "a", "meta": {"x": ["é", None]}, "ok": True, "n": 2, "none": None, "prediction": "b"}
+    generate.AnswerFile(tmp_path / "out.csv", [row], {}).add([row])
     (read,) = generate._read_rows(tmp_path / "out.csv", "prompt")
-    assert read == {"prompt": "a", "meta": '{"x": ["é", null]}', "ok": "true", "n": "2", "none": ""}
+    assert read.pop("log_probability") == ""
+    assert read == {"prompt": "a", "meta": '{"x": ["é", null]}', "ok": "true", "n": "2", "none": "", "prediction": "b"}
 
 
 @pytest.mark.parametrize(("words", "message"), MISTAKES)
@@ -308,14 +310,52 @@ def test_a_chat_and_mistakes(hf_dir, tmp_path, monkeypatch, capsys):
         assert error.count("\n") == 1
 
 
-def test_a_stop_signal_keeps_the_answers_until_then(tmp_path, monkeypatch):
-    written, ended = tmp_path / "out.jsonl", []
-    monkeypatch.setattr(generate, "end_by_signal", lambda *words: ended.append(written.read_text()))
-    before = signal.getsignal(signal.SIGTERM)
-    with generate._keeping([{"prompt": "a", "prediction": "b"}], generate._make_writer(written)):
-        signal.raise_signal(signal.SIGTERM)
-    assert ended == ['{"prompt": "a", "prediction": "b"}\n']
-    assert signal.getsignal(signal.SIGTERM) is before
+@pytest.mark.parametrize("name", ["out.csv", "out.jsonl"])
+def test_a_killed_command_goes_on_behind_its_answers(name, tmp_path, monkeypatch):
+    """Whole rows are there after each batch, and the second start, with other batches, ends with the same file."""
+    monkeypatch.chdir(tmp_path)
+    rows = [{"id": number, "prompt": f"line {number}\nof two"} for number in range(5)]
+    Path("in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    dies_at, started = [4], []
+
+    class Speaker:
+        def __init__(self, model, command):
+            self.number = command.temperature
+
+        def read(self, row, number):
+            return generate.Prompt([row])
+
+        def answer(self, prompts, seed, first_row):
+            started.append(first_row)
+            if first_row in dies_at:
+                raise KeyboardInterrupt
+            return [(f'"{self.number}"\n', Answer([], [-1.0], [-1.0], stopped=True)) for _ in prompts]
+
+    def command(*more: str) -> None:
+        words = ["checkpoint=model", "input=in.jsonl", f"output={name}", *more]
+        generate.generate(read_settings(Generate, words))
+
+    monkeypatch.setattr(generate, "load_language_model", lambda *source, **more: None)
+    monkeypatch.setattr(generate, "Speaker", Speaker)
+    with pytest.raises(KeyboardInterrupt):
+        command("batch_size=2")
+    assert [row["id"] for row in generate._read_rows(Path(name), "prompt")] == (
+        ["0", "1", "2", "3"] if name == "out.csv" else [0, 1, 2, 3]
+    )
+    with Path(name).open("ab") as file:  # a kill while rows are written
+        file.write(b'"half a row')
+    with pytest.raises(UserError, match=f"output={name} has 4 answers of .* with another temperature; name another"):
+        command("temperature=0.5")
+    dies_at.clear()
+    command("batch_size=3")
+    assert started == [0, 2, 4, 4]
+    answered = Path(name).read_bytes()
+    command()
+    assert started == [0, 2, 4, 4, 0]
+    assert Path(name).read_bytes() == answered
+    assert not Path(f"{name}.unfinished").exists()
+    command("temperature=0.5")  # the answers of a command that came to its end are replaced
+    assert Path(name).read_bytes() != answered
 
 
 @pytest.mark.slow
