@@ -13,7 +13,7 @@ import numpy as np
 import optax
 import pytest
 
-from tunix.base.digests import Damaged
+from tunix.base.digests import Damaged, read_digests
 from tunix.base.errors import UserError
 from tunix.checkpoints import folders
 from tunix.checkpoints.checkpoint import Checkpoints
@@ -118,6 +118,18 @@ def test_a_save_reads_the_loss_of_each_kept_checkpoint_once(tmp_path, monkeypatc
     store.put_aside([2, 3])
     save(store, 2, 5.0)
     assert store.describe_best().startswith("best held out: step 1;")
+
+
+def test_a_process_lists_its_own_files_alone(tmp_path, monkeypatch):
+    """Others make a folder beside them for a moment: who listed it when it was gone took the run's folder for deleted."""
+    storage, listed, list_files = Folder(tmp_path), [], folders.list_files
+    monkeypatch.setattr(folders, "list_files", lambda folder: listed.append(folder) or list_files(folder))
+    storage.copy(1, STATE, {})()
+    state = tmp_path / f"1{folders.UNFINISHED}" / "state"
+    assert listed == [state / "ocdbt.process_0"]
+    sealed = read_digests(state / "digests.0.json")["files"]
+    assert "array_metadatas/process_0" in sealed
+    assert len(sealed) == len(list_files(listed[0])) + 1
 
 
 def test_a_folder_with_any_name(tmp_path):

@@ -93,10 +93,11 @@ class Folder:
             for future in futures or []:
                 future.result()
             rank, state_folder = jax.process_index(), unfinished / "state"
-            # Orbax's names for the files that one process writes. `commit` digests the files that are left.
-            names = {f"ocdbt.process_{rank}", f"process_{rank}"}
-            local = [path for path in list_files(state_folder) if names & set(path.relative_to(state_folder).parts)]
-            write_digests(state_folder, local, f"digests.{rank}.json")
+            # What Orbax writes for one process, and no look at what the others do here: they rename and delete folders.
+            # `commit` digests the files that are left.
+            arrays = list_files(state_folder / f"ocdbt.process_{rank}")
+            shapes = state_folder.glob(f"array_metadatas/process_{rank}")
+            write_digests(state_folder, [*arrays, *shapes], f"digests.{rank}.json")
             for name, text in texts.items():
                 file = unfinished / name
                 file.write_text(text)
