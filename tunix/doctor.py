@@ -44,7 +44,7 @@ from tunix.config import command_line, compose
 from tunix.config.compose import Job, add_search_path
 from tunix.costs.communication import Transfer, predict_seconds
 from tunix.costs.devices import BUS_FACTORS, find_kind
-from tunix.processes import exits, peers
+from tunix.processes import exits, peers, supervisor
 from tunix.processes.identity import FIRST_PORT, NUM_PORTS
 from tunix.processes.peers import find_blind
 from tunix.run.compiling import list_unfit_settings
@@ -603,7 +603,7 @@ def main() -> int:
             print(format_json(diagnosis)) if args.json else show(diagnosis)
         return int(not diagnosis.is_fit)
 
-    return exits.report_errors(work)
+    return exits.report_errors(work, supervisor.tell_refusal)
 
 
 if __name__ == "__main__":

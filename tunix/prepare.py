@@ -12,7 +12,7 @@ import sys
 
 from tunix.config import Config, command_line, compose
 from tunix.config.compose import add_search_path
-from tunix.processes import exits
+from tunix.processes import exits, supervisor
 
 
 def main() -> int:
@@ -26,7 +26,7 @@ def main() -> int:
             os.environ["JAX_PLATFORMS"] = "cpu"
         return command_line.run_joined("prepare", cfg.distributed, compose.list_info(cfg), lambda: prepare(cfg))
 
-    return exits.report_errors(run)
+    return exits.report_errors(run, supervisor.tell_refusal)
 
 
 def prepare(cfg: Config) -> None:

@@ -56,7 +56,7 @@ def train_command() -> int:
                 under_hydra(make_point)
             return 0
 
-    return exits.report_errors(work)
+    return exits.report_errors(work, supervisor.tell_refusal)
 
 
 def reject_foreign_flags() -> None:

@@ -39,7 +39,7 @@ from tunix.data.batches import Position
 from tunix.data.documents import DOCUMENTS
 from tunix.data.prompts import AnyCorpus, load_together
 from tunix.inference.pretrained import check_init_from, load_init_from
-from tunix.processes import exits, peers
+from tunix.processes import exits, peers, supervisor
 from tunix.processes.identity import find_identity
 from tunix.processes.watchdog import Watchdog
 from tunix.run.compiling import compile_step
@@ -288,7 +288,7 @@ def main() -> int:
 
         return command_line.run_joined("verify", cfg.distributed, info, compare)
 
-    return exits.report_errors(work)
+    return exits.report_errors(work, supervisor.tell_refusal)
 
 
 if __name__ == "__main__":

@@ -215,10 +215,21 @@ def test_different_configs_and_code_are_refused(words, tmp_path):
 
 
 def test_a_process_that_never_comes(words, tmp_path):
-    with Processes(*words, "distributed.init_timeout_s=3", folder=tmp_path, count=2, own=["", "dry_run=wrong"]) as run:
+    stays_away = ["", "distributed.process_id=9"]
+    with Processes(*words, "distributed.init_timeout_s=3", folder=tmp_path, count=2, own=stays_away) as run:
         ends = run.ends(120)
     assert [end.code for end in ends] == [76, 2]
     assert "processes [1] of 2 did not come, only 0 (" in ends[0].stderr
+
+
+@pytest.mark.parametrize("refused", [0, 1])
+def test_a_wrong_config_of_one_process_ends_all(refused, words, tmp_path):
+    own = ["dry_run=wrong" * (rank == refused) for rank in range(2)]
+    with Processes(*words, folder=tmp_path, count=2, own=own) as run:
+        ends = run.ends(120)
+    assert [end.code for end in ends] == [2, 2]
+    assert f": process {refused} (" in ends[1 - refused].stderr
+    assert all("dry_run=wrong" in end.stderr for end in ends)
 
 
 COUNTING = """

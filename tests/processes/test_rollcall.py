@@ -97,6 +97,22 @@ def test_numbers_that_do_not_fit(who, said):
     assert sum(said in str(label) and isinstance(label, UserError) for label in heard) >= 2
 
 
+@pytest.mark.parametrize("refused", [0, 1])
+def test_a_process_that_is_refused_before_tells_the_others(refused):
+    """They waited for it in vain, five minutes long."""
+    port = find_free_port()
+
+    def come(process: int) -> str:
+        identity = Identity("torchrun", f"127.0.0.1:{port}", 3, process)
+        with pytest.raises(UserError) as error:
+            roll_call(identity, {"seed": 1}, 60, "there is no file b" if process == refused else "")
+        return str(error.value)
+
+    with ThreadPoolExecutor(3) as threads:
+        said = f"process {refused} ({socket.gethostname()}): there is no file b"
+        assert list(threads.map(come, range(3))) == [said] * 3
+
+
 def test_two_of_number_0():
     heard = called((0, 2, {}), (0, 2, {}), timeout_s=1)
     assert {type(label) for label in heard} == {UserError, PeerLost}

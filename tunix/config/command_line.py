@@ -116,7 +116,7 @@ def run_command(section: type[S], work: Callable[[S], str | None]) -> int:
 
         return run_joined(name, compose.compose(joins).config.distributed, info, work_and_print)
 
-    return exits.report_errors(run)
+    return exits.report_errors(run, supervisor.tell_refusal)
 
 
 def _reject_dashes(section: type[Section], argv: list[str]) -> None:

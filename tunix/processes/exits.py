@@ -114,8 +114,10 @@ def announce_imports() -> None:
     _imports.enter_context(announcing("importing tunix"))
 
 
-def report_errors(work: Callable[[], int | None]) -> int:
+def report_errors(work: Callable[[], int | None], tell: Callable[[str], object] = lambda mistake: None) -> int:
     """Return the exit code of `work()`, 0 if it returns none; the message of an `Ending` goes to stderr.
+
+    `tell` is called with that of a `UserError`, behind it.
 
     The work goes on, and keeps its exit code, when the reader of a pipe leaves early, as `head` does, when the output
     cannot be written, and when stdout or stderr is closed from the start.
@@ -135,6 +137,8 @@ def report_errors(work: Callable[[], int | None]) -> int:
         return work() or 0
     except Ending as ending:
         print(f"error: {ending}", file=sys.stderr)
+        if isinstance(ending, UserError):
+            tell(str(ending))
         return ending.code
     except OSError as error:
         if error.errno not in (errno.ENAMETOOLONG, errno.ENOSPC, errno.EDQUOT, errno.EROFS):

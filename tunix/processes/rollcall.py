@@ -3,10 +3,11 @@
 It runs before JAX's runtime starts, because that runtime aborts a process whose peers are missing or different, without
 a message that names them. Each process sends process 0 one line of JSON and gets one back:
 
-    process k -> 0    {"process": k, "host": ..., "facts": {key: value, ...}, "time": ...}
+    process k -> 0    {"process": k, "host": ..., "facts": {key: value, ...}, "time": ..., "refused": ...}
     process 0 -> k    {"remarks": [...]}   or {"mistake": ...}   or {"absent": ...}
 
-They use the port that the runtime's coordinator takes afterwards.
+A process that is refused before, for a file that its host lacks, comes too and says why. They use the port that the
+runtime's coordinator takes afterwards.
 """
 
 import hashlib
@@ -37,6 +38,7 @@ MAX_LINE = 1 << 26  # bytes; the config of a run may name a million files
 MAX_VALUE = 500  # characters of a value in a message
 CLOCKS_S = 5.0  # clocks of hosts that differ by more give a remark
 LATE_S = 5.0  # after an error, seconds that process 0 waits for the other processes, so that it can tell them too
+REFUSED_S = 120.0  # that a refused process waits for the others: it comes before them, which import JAX first
 # Kubernetes sets it in every pod. There the name of process 0's pod is unknown until that pod has an address, which may
 # be minutes after this one has started; elsewhere an unknown name is a mistake.
 IN_POD = "KUBERNETES_SERVICE_HOST"
@@ -60,11 +62,12 @@ def list_versions() -> dict[str, str]:
     return by_name
 
 
-def roll_call(identity: Identity, info: dict[str, Any], timeout_s: float) -> list[str]:
+def roll_call(identity: Identity, info: dict[str, Any], timeout_s: float, refused: str = "") -> list[str]:
     """Wait until all processes have come; return remarks for the log.
 
     Args:
         info: values that must be the same on all processes, by their names.
+        refused: why this process takes no part; the others hear it.
 
     Raises:
         UserError: the host is unknown, the port is taken, or the processes do not belong together.
@@ -87,6 +90,7 @@ def roll_call(identity: Identity, info: dict[str, Any], timeout_s: float) -> lis
         "process": identity.process_id,
         "host": socket.gethostname(),
         "facts": {"the number of processes": identity.num_processes, **hash_modules(), **info},
+        "refused": refused,
     }
     if identity.process_id:
         answer = _report(host, int(port), about, deadline)
@@ -125,7 +129,7 @@ def _call_roll(server: socket.socket, num_processes: int, about: dict[str, Any],
     """Run the roll call on process 0: hear every process, then send all of them the result, which is returned too."""
     peers: list[socket.socket] = []
     present = {0: about | {"ahead_s": 0.0}}  # by process
-    mistake = ""
+    mistake = _describe_refusal(about)
     while len(present) < num_processes and time.monotonic() < deadline:
         server.settimeout(max(0.01, deadline - time.monotonic()))
         try:
@@ -167,6 +171,8 @@ def _call_roll(server: socket.socket, num_processes: int, about: dict[str, Any],
 
 def _find_mistake(present: dict[int, dict[str, Any]], other: dict[str, Any]) -> str:
     """Compare a process that has come with process 0; return what is wrong, or nothing."""
+    if refused := _describe_refusal(other):
+        return refused
     process, host = other["process"], other["host"]
     ours, info, first_host = present[0]["facts"], other["facts"], present[0]["host"]
     different = [
@@ -181,6 +187,10 @@ def _find_mistake(present: dict[int, dict[str, Any]], other: dict[str, Any]) -> 
     if process in present:
         return f"two processes have the number {process}: one on {present[process]['host']}, one on {host}"
     return ""
+
+
+def _describe_refusal(about: dict[str, Any]) -> str:
+    return f"process {about['process']} ({about['host']}): {about['refused']}" if about.get("refused") else ""
 
 
 def _show(value: Any) -> str:

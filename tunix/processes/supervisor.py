@@ -12,14 +12,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
-from tunix.base.errors import Ending
-from tunix.base.files import STOP_SIGNALS
+from tunix.base.errors import Ending, PeerLost, UserError
+from tunix.base.files import STOP_SIGNALS, is_whole_number
 from tunix.base.progress import announcing
 from tunix.config import Distributed
 from tunix.processes import exits
 from tunix.processes.identity import find_identity
+from tunix.processes.rollcall import REFUSED_S, roll_call
 
 CHILD = "TUNIX_SUPERVISED"
 
@@ -95,6 +98,21 @@ def _is_stopped(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
     except OSError:
         return False
+
+
+def tell_refusal(mistake: str) -> None:
+    """Tell the other processes of this run why this one is refused before all join; they would wait for it in vain.
+
+    The config may be what is wrong. So the launcher, or the words of the command line, say which process this is.
+    """
+    words = [word.partition("=") for word in sys.argv[1:]]
+    typed = {key: int(value) if is_whole_number(value) else value for key, _, value in words}
+    values: dict[str, Any] = {key: typed.get(f"distributed.{key}") for key in Distributed.model_fields}
+    with suppress(UserError, PeerLost):
+        if identity := find_identity(Distributed.model_construct(**values)):
+            for number in STOP_SIGNALS:  # of a launcher that stops the processes because another one has ended
+                signal.signal(number, lambda *_: os._exit(exits.USER_ERROR))
+            roll_call(identity, {}, REFUSED_S, mistake)
 
 
 def run_member(distributed: Distributed, work: Callable[[], int | None]) -> int:
