@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from models.test_parity import PARITY
 from safetensors.numpy import load_file, save_file
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 
 import tunix
 from tunix.base.errors import UserError
@@ -21,7 +21,7 @@ from tunix.config import Export
 from tunix.config.command_line import read_settings
 from tunix.config.pretrained_config import trained_model
 from tunix.export import _write_gguf, _write_model, export
-from tunix.huggingface.gguf_file import check
+from tunix.huggingface.gguf_file import ARCHITECTURES, _add_sizes, _add_tokenizer, _choose_kind, check
 
 EXPECTED = json.loads((Path(__file__).parent / "gguf/expected.json").read_text())
 LLAMA3 = {
@@ -150,6 +150,69 @@ def test_a_model_that_its_family_does_not_compute_is_refused(tmp_path):
     for write_model in (_write_model, partial(_write_gguf, "")):
         with pytest.raises(UserError, match=r"cannot be written as a llama: model.logits_cap=5.0 \(a llama has None\)"):
             write_model(other, tmp_path, "float32", 5)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "expected"),
+    [
+        (
+            "gemma3",
+            {"layer_types": None, "num_hidden_layers": 6},
+            {"rope.freq_base": 1e6, "rope.freq_base_swa": 1e4, "attention.sliding_window": 5},
+        ),
+        (
+            "llama",
+            {"rope_scaling": YARN | {"beta_fast": 16, "beta_slow": 2}, "rope_parameters": None},
+            {"scaling.type": "yarn", "scaling.factor": 4.0, "scaling.original_context_length": 16,
+             "scaling.yarn_beta_fast": 16, "scaling.yarn_beta_slow": 2},
+        ),
+    ],
+)  # fmt: skip
+def test_keys_of_rotations(name, changes, expected, tmp_path):
+    """Of local layers beside global ones, and of a stretched context."""
+    config = json.loads((PARITY / name / "config.json").read_text()) | changes
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    writer = gguf.GGUFWriter(None, ARCHITECTURES[name].name)
+    _add_sizes(writer, trained_model(tmp_path, ((1,), ("tp",))), gguf)
+    keys = {key: each.value for key, each in writer.kv_data[0].items()}
+    assert {key: keys.get(f"{name}.{key}", keys.get(f"{name}.rope.{key}")) for key in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("marks", "prepends"),
+    [
+        ({"normalizer": normalizers.Prepend("▁")}, True),
+        ({"pre_tokenizer": pre_tokenizers.Metaspace(prepend_scheme="first")}, True),
+        ({"pre_tokenizer": pre_tokenizers.Metaspace(prepend_scheme="never")}, False),
+        ({"normalizer": normalizers.Replace(" ", "▁")}, False),
+    ],
+)
+def test_a_tokenizer_like_sentencepiece(marks, prepends, tmp_path):
+    """llama.cpp merges the pair with the highest score first: that of its earliest merge, of several with one result."""
+    words = ["<s>", "<0x0A>", "a", "b", "c", "ab", "bc", "abc", "▁"]
+    merges = [("a", "b"), ("ab", "c"), ("b", "c"), ("a", "bc")]
+    backend = Tokenizer(models.BPE({word: n for n, word in enumerate(words)}, merges, byte_fallback=True))
+    backend.add_special_tokens(["<s>"])
+    backend.add_tokens(["<think>"])
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    for part, value in marks.items():
+        setattr(backend, part, value)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "<s>"}')
+    writer = gguf.GGUFWriter(None, "llama")
+    _add_tokenizer(writer, tmp_path, 11, [], gguf)
+    keys = {key.removeprefix("tokenizer.ggml."): each.value for key, each in writer.kv_data[0].items()}
+    assert (keys["model"], keys["tokens"]) == ("llama", [*words, "<think>", "[PAD10]"])
+    assert keys["scores"] == [-4, -4, -4, -4, -4, 0, -2, -1, -4, -4, -4]
+    normal, control, user_defined, unused, byte = 1, 3, 4, 5, 6
+    assert keys["token_type"] == [control, byte, *[normal] * 7, user_defined, unused]
+    assert keys["add_space_prefix"] is prepends
+    assert keys["add_bos_token"] is True
+
+
+def test_rows_without_whole_blocks_are_float16():
+    kinds = [_choose_kind("blk.0.ffn_up.weight", (4, width), "q8_0", gguf).name for width in (64, 48)]
+    assert kinds == ["Q8_0", "F16"]
 
 
 BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False)
