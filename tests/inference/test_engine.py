@@ -14,8 +14,9 @@ from support.rollouts import TASK
 import tunix
 from tunix.base.errors import UserError
 from tunix.inference import kv_cache
+from tunix.inference.page_pool import PagePool
 from tunix.inference.rollout import Request
-from tunix.inference.sampling import Sampling
+from tunix.inference.sampling import Sampling, select
 from tunix.models import paged_attention
 
 PARITY = ROOT / "tests" / "models" / "parity"
@@ -168,7 +169,8 @@ def converse(model, sampling, rows, waits, fixed_shapes=False):
 
 
 def check_against_one_pass(model, turns, temperature):
-    """Log-probabilities of all turns are those of one pass over the whole conversation."""
+    """Tokens and log-probabilities of all turns are those of one pass over the whole conversation, drawn with noise that
+    depends on how many tokens were drawn before."""
     for number, prompt in enumerate(make_prompts(model.cfg.vocab_size, LENGTHS)):
         text, places, found = list(prompt), [], []
         for count, answer in enumerate(turns[number], 1):
@@ -179,6 +181,11 @@ def check_against_one_pass(model, turns, temperature):
         log_probs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
         expected = [log_probs[place - 1, text[place]] for place in places]
         np.testing.assert_allclose(found, expected, atol=2e-5)
+        keys = jax.vmap(partial(jax.random.fold_in, jax.random.fold_in(jax.random.key(3), number)))(
+            np.arange(len(places))
+        )
+        drawn = jax.jit(select, static_argnums=2)(log_probs[np.array(places) - 1], keys, Sampling(TURN))
+        assert drawn.tokens.tolist() == [text[place] for place in places]
 
 
 @pytest.mark.nightly(but=["gpt2"])
@@ -249,3 +256,45 @@ def test_a_row_that_waits_holds_its_place_and_a_released_one_gives_it_up():
     assert not engine.is_busy
     with pytest.raises(UserError, match="rows of 99999 tokens are longer than the model's context of"):
         model.sampler.engine(model.params, Sampling(4), 0, 99999)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_rows_share_few_pages(seed):
+    """Rows begin, grow, wait and end at random: no two write to one page, all can end, and no page is lost."""
+    rng, pool = np.random.default_rng(seed), PagePool(max_length=100, num_pages=20)  # 7 pages of 16 tokens for a row
+    waiting = [(prompt, answer) for prompt in range(12) for answer in range(3)]
+    lengths = rng.integers(1, 60, 12)
+    shared, sizes, ended = dict.fromkeys(range(12), ()), {}, 0
+
+    def check():
+        own = [page for number, table in pool.tables.items() for page in table[int(lengths[number // 3]) // 16 :]]
+        assert len(own) == len(set(own))
+        used = set(own).union(*shared.values(), *pool.tables.values())
+        assert sorted([*pool.free, *used]) == list(range(20))
+
+    while waiting or sizes:
+        before = ended, len(waiting), sum(sizes.values())
+        while waiting:
+            prompt, answer = waiting[0]
+            pages = pool.begin(3 * prompt + answer, int(lengths[prompt]), shared[prompt])
+            if pages is None:
+                break
+            waiting.pop(0)
+            sizes[3 * prompt + answer], shared[prompt] = int(lengths[prompt]), pages
+            if answer == 2:
+                pool.give_back(shared.pop(prompt))
+                shared[prompt] = ()
+            check()
+        wanted = {number: min(100, size + int(rng.integers(1, 30))) for number, size in sizes.items()}
+        for number in pool.extend(wanted):
+            assert len(pool.tables[number]) * 16 >= wanted[number]
+            sizes[number] = wanted[number]
+        check()
+        for number in [number for number, size in sizes.items() if size == 100 or rng.random() < 0.1]:
+            pool.release(number)
+            del sizes[number]
+            ended += 1
+        check()
+        assert before != (ended, len(waiting), sum(sizes.values())), "all rows wait"
+    assert ended == 36
+    assert sorted(pool.free) == list(range(20))

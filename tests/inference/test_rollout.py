@@ -95,12 +95,15 @@ def test_noise_is_where_rows_are():
 
 @pytest.mark.nightly(but=["[[4,2],[fsdp,tp]]"])
 @pytest.mark.parametrize("mesh", MESHES)
-def test_pages_on_every_mesh(mesh, alone, rollout_on):
-    """Rows wait for pages: a data shard has 12, and a row of the longest length 5."""
-    rollout = rollout_on(mesh)
+def test_pages_on_every_mesh(mesh, alone, rollout_on, monkeypatch):
+    """Rows wait for pages: a data shard has 12, and a row of the longest length 5. At the end all are free."""
+    rollout, engines = rollout_on(mesh), []
+    make = lambda *given: engines.append(Engine(*given)) or engines[-1]  # noqa: E731
+    monkeypatch.setattr("tunix.inference.rollout.Engine", make)
     rollout.sampler.num_pages = 12
     answers = rollout.draw(PROMPTS, replace(HOW, cache="pages"))
     rollout.sampler.num_pages = None
+    assert {len(pool.free) for pool in engines[0].pools} == {12}
     assert [answer.tokens for answer in answers] == [answer.tokens for answer in alone.answers]
 
 

@@ -24,7 +24,15 @@ from tunix.data.tokenizer import load_vocab
 from tunix.inference.engine import Answer
 from tunix.inference.gathered import gather
 from tunix.inference.kv_cache import make_cache, prefill
-from tunix.inference.sampling import Sampling, _run_race, find_stop_ids, select, select_greedy
+from tunix.inference.sampling import (
+    Sampling,
+    _count_right,
+    _find_guesses,
+    _run_race,
+    find_stop_ids,
+    select,
+    select_greedy,
+)
 
 PARITY = ROOT / "tests" / "models" / "parity"
 PROMPTS = [[5, 9, 11], [7] * 20, [3]]
@@ -106,9 +114,10 @@ def test_log_probabilities_are_the_models(gemma, together):
 
 
 def test_rotations_of_longrope_follow_from_the_row_alone():
-    """It has others above 64 tokens: one row stays below them, although its prompt is padded, and one does not."""
+    """It has others above 64 tokens: one row stays below them, although its prompt is padded, and one does not, although
+    its prompt does."""
     model = tunix.load_pretrained(PARITY / "phi3_short")
-    prompts = [(np.arange(length) * 7 % 50 + 3).tolist() for length in (40, 80)]
+    prompts = [(np.arange(length) * 7 % 50 + 3).tolist() for length in (40, 62)]
     for prompt, answer in zip(prompts, model.sample(prompts, Sampling(4)), strict=True):
         logits = jax.nn.log_softmax(model(np.array([prompt + answer.tokens]))[0])[len(prompt) - 1 : -1]
         requested = np.take_along_axis(np.asarray(logits), np.array(answer.tokens)[:, None], 1)[:, 0]
@@ -375,6 +384,23 @@ def test_a_loaded_model_gathers_its_weights_once(gemma, monkeypatch):
     tokens = [answer.tokens for answer in gemma.sample(PROMPTS, sampling)]
     monkeypatch.setattr(type(gemma.sampler), "gather", None)
     assert [answer.tokens for answer in gemma.sample(PROMPTS, sampling)] == tokens
+
+
+def test_guesses_are_what_followed_the_newest_pair():
+    """The last time that it stood there; where less has followed it than is guessed, the guess begins again."""
+    texts = [
+        [1, 2, 3, 4, 1, 2, 5, 6, 1, 2, 0, 0],  # 1 2 is followed by 5 6 1
+        [3, 1, 2, 1, 2, 1, 2, 1, 2, 1, 0, 0],  # 2 1 by 2 1, and so on
+        [7, 7, 7, 7, 7, 7, 7, 7, 7, 0, 7, 7],
+    ]
+    guesses = _find_guesses(jnp.array(texts), jnp.array([9, 9, 8]), 3)
+    assert guesses.tolist() == [[5, 6, 1], [2, 1, 2], [7, 7, 7]]
+
+
+def test_tokens_count_behind_right_guesses_and_before_an_end():
+    tokens, drawn = jnp.array([[1, 2, 3, 4]] * 4), jnp.array([[2, 3, 4, 5], [2, 3, 9, 5], [9, 3, 4, 5], [2, 3, 4, 5]])
+    ends = jnp.zeros((4, 4), bool).at[3, 1].set(True)
+    assert _count_right(tokens, drawn, ends).tolist() == [[1, 1, 1, 1], [1, 1, 1, 0], [1, 0, 0, 0], [1, 1, 0, 0]]
 
 
 def test_the_largest_random_number_draws_no_token_that_was_left_out():

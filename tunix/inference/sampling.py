@@ -657,10 +657,10 @@ def _find_guesses(text: jax.Array, length: jax.Array, count: int) -> jax.Array:
     before, last_token = (jnp.take_along_axis(text, (length - back)[:, None], axis=1) for back in (1, 0))
     positions = jnp.arange(text.shape[1] - 1)
     same = (text[:, :-1] == before) & (text[:, 1:] == last_token) & (positions + 1 < length[:, None])
-    last = jnp.max(jnp.where(same, positions, 0), axis=1)
-    # Behind the newest token nothing is known: there the guess goes on from the beginning of the pair.
-    index = jnp.minimum((last + 2)[:, None] + jnp.arange(count), length[:, None])
-    return jnp.take_along_axis(text, index, axis=1)
+    last = jnp.max(jnp.where(same, positions, 0), axis=1)[:, None]
+    # Behind the newest token nothing is known: there the guess begins again with what has followed the pair.
+    num_known = jnp.maximum(length[:, None] - last - 1, 1)
+    return jnp.take_along_axis(text, last + 2 + jnp.arange(count) % num_known, axis=1)
 
 
 def _put(old: jax.Array, new: jax.Array, start: jax.Array, counts: jax.Array) -> jax.Array:
