@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from models.test_parity import PARITY
 from safetensors.numpy import load_file, save_file
+from support.harness import experts
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -129,6 +130,27 @@ def test_loose_adapters_that_do_not_fit(tmp_path):
         with pytest.raises(UserError, match=message) as error:
             tunix.load_pretrained(source, adapter=adapter)
         assert "\n" not in str(error.value)
+
+
+def test_an_adapter_of_whole_numbers_is_refused(tmp_path):
+    shutil.copy(ADAPTERS / "llama/adapter_config.json", tmp_path)
+    tensors = load_file(ADAPTERS / "llama/adapter_model.safetensors")
+    save_file({name: tensor.astype("int8") for name, tensor in tensors.items()}, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(UserError, match=r"q_proj.lora_A.weight holds I8, not"):
+        tunix.load_pretrained(PARITY / "llama", adapter=tmp_path)
+
+
+@pytest.mark.parametrize("init", ["zero", "pissa"])
+@pytest.mark.parametrize("use_rslora", [False, True])
+@pytest.mark.parametrize("mlp", [[], [experts(), "model.lora.targets=mlp"]], ids=["dense", "experts"])
+def test_peft_multiplies_updates_by_our_factor(init, use_rslora, mlp):
+    """PEFT divides alpha by r, or by its square root; an update of PiSSA has twice our rank in the file."""
+    keys = {"rank": 4, "alpha": 6, "init": init, "use_rslora": use_rslora}
+    model = compose([*(f"model.lora.{key}={value}" for key, value in keys.items()), *mlp]).config.model
+    info = write_adapter_config(model, {"q_proj"})
+    factor = info["lora_alpha"] / (info["r"] ** 0.5 if info["use_rslora"] else info["r"])
+    assert factor == pytest.approx(6 / (2 if use_rslora else 4))
+    assert info["r"] == (8 if init == "pissa" else 4)
 
 
 @pytest.mark.parametrize(("key", "value"), [

@@ -194,11 +194,12 @@ def test_a_tokenizer_like_sentencepiece(marks, prepends, tmp_path):
     backend = Tokenizer(models.BPE({word: n for n, word in enumerate(words)}, merges, byte_fallback=True))
     backend.add_special_tokens(["<s>"])
     backend.add_tokens(["<think>"])
-    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A ▁", special_tokens=[("<s>", 0), ("▁", 8)])
     for part, value in marks.items():
         setattr(backend, part, value)
     backend.save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "<s>"}')
+    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "<s>", "eos_token": "▁", "chat_template": "old"}')
+    (tmp_path / "chat_template.jinja").write_text("new")
     writer = gguf.GGUFWriter(None, "llama")
     _add_tokenizer(writer, tmp_path, 11, [], gguf)
     keys = {key.removeprefix("tokenizer.ggml."): each.value for key, each in writer.kv_data[0].items()}
@@ -207,12 +208,15 @@ def test_a_tokenizer_like_sentencepiece(marks, prepends, tmp_path):
     normal, control, user_defined, unused, byte = 1, 3, 4, 5, 6
     assert keys["token_type"] == [control, byte, *[normal] * 7, user_defined, unused]
     assert keys["add_space_prefix"] is prepends
-    assert keys["add_bos_token"] is True
+    assert keys["add_bos_token"] is keys["add_eos_token"] is True
+    assert keys["tokenizer.chat_template"] == "new"
 
 
-def test_rows_without_whole_blocks_are_float16():
-    kinds = [_choose_kind("blk.0.ffn_up.weight", (4, width), "q8_0", gguf).name for width in (64, 48)]
-    assert kinds == ["Q8_0", "F16"]
+def test_kinds_of_numbers_beside_q8_0():
+    """Rows without whole blocks are float16, vectors and routers float32."""
+    shapes = {"ffn_up": (4, 64), "ffn_down": (4, 48), "attn_norm": (64,), "ffn_gate_inp": (4, 64)}
+    kinds = [_choose_kind(f"blk.0.{name}.weight", shape, "q8_0", gguf).name for name, shape in shapes.items()]
+    assert kinds == ["Q8_0", "F16", "F32", "F32"]
 
 
 BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False)

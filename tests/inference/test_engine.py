@@ -258,19 +258,22 @@ def test_a_row_that_waits_holds_its_place_and_a_released_one_gives_it_up():
         model.sampler.engine(model.params, Sampling(4), 0, 99999)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(8))
 def test_rows_share_few_pages(seed):
     """Rows begin, grow, wait and end at random: no two write to one page, all can end, and no page is lost."""
-    rng, pool = np.random.default_rng(seed), PagePool(max_length=100, num_pages=20)  # 7 pages of 16 tokens for a row
+    rng, pool = (
+        np.random.default_rng(seed),
+        PagePool(max_length=100, num_pages=1),
+    )  # 7 pages of 16 tokens for a row, and at least two rows
     waiting = [(prompt, answer) for prompt in range(12) for answer in range(3)]
-    lengths = rng.integers(1, 60, 12)
+    lengths = rng.integers(1, 6, 12) * 16 - rng.integers(0, 2, 12)
     shared, sizes, ended = dict.fromkeys(range(12), ()), {}, 0
 
     def check():
         own = [page for number, table in pool.tables.items() for page in table[int(lengths[number // 3]) // 16 :]]
         assert len(own) == len(set(own))
         used = set(own).union(*shared.values(), *pool.tables.values())
-        assert sorted([*pool.free, *used]) == list(range(20))
+        assert sorted([*pool.free, *used]) == list(range(14))
 
     while waiting or sizes:
         before = ended, len(waiting), sum(sizes.values())
@@ -297,4 +300,4 @@ def test_rows_share_few_pages(seed):
         check()
         assert before != (ended, len(waiting), sum(sizes.values())), "all rows wait"
     assert ended == 36
-    assert sorted(pool.free) == list(range(20))
+    assert sorted(pool.free) == list(range(14))

@@ -137,10 +137,11 @@ def test_lines_that_are_broken(tmp_path, monkeypatch):
         '{"step": 1, "sample": 0, "prompt": "' + "x" * 5000,
         "\n".join([odd, "[1]", "{", "[" * 100_000, "nothing"]),
     )
-    folder = write_run(tmp_path / "run", make_lines(range(1, 2)), f"{text}\n{huge}\n" + '{"step": 1, "sam')
+    folder = write_run(tmp_path / "run", make_lines(range(1, 2)), f"{huge}\n{text}\n" + '{"step": 1, "sam')
     monkeypatch.setattr(index, "MAX_LINE", 4000)
     run = read_run(folder)
     assert len(run.index.groups) == 4
+    assert [record["prompt"] for record in run.index.read(3)] == ["odd"]  # it stands behind the longest line
     assert run.index.num_broken == 5
     assert run.index.torn
     _, left_out = make_page([run], ALL)

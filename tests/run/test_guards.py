@@ -10,12 +10,21 @@ from support.harness import ONE_LAYER, RUN, metrics
 
 import tunix
 from tunix import trainer
-from tunix.base.errors import Diverged, Stopped, UserError
+from tunix.base.errors import Diverged, RolloutFailed, Stopped, UserError
 from tunix.checkpoints.checkpoint import Improvement
 from tunix.checkpoints.store import find_parts, find_storage, read_about
 from tunix.config.compose import compose
 from tunix.data.batches import TrainBatches
-from tunix.run.early_stopping import Moment, check_patience, check_spikes, find_ending, list_unreached
+from tunix.run.early_stopping import (
+    Moment,
+    check_failure,
+    check_hard_stop,
+    check_patience,
+    check_skipped_steps,
+    check_spikes,
+    find_ending,
+    list_unreached,
+)
 from tunix.run.metrics import remark_on_skipped
 
 SMALLEST = [
@@ -220,6 +229,35 @@ def test_a_run_ends_behind_as_many_spikes_as_it_allows():
     assert find(1) is None
     assert "training.skip_steps=[6:7] goes on" in str(find(2))
     assert isinstance(find(2, lambda _: Stopped("saved")), Diverged)
+
+
+def test_a_run_ends_behind_more_skipped_steps_than_it_allows():
+    """The parameters are those before the first of them."""
+    cfg = compose(["training.max_skipped_steps=2"]).config
+    source = SimpleNamespace(samples=lambda step: range(4 * step, 4 * step + 4))
+    ends = [
+        check_skipped_steps(Moment(cfg, Path("run"), 8, {"step": 7, "skipped": row}, Improvement(), 0.0, source))
+        for row in (0, 2, 3)
+    ]
+    assert ends[:2] == [None, None]
+    assert "in 3 steps in a row" in str(ends[2])
+    assert "step 7 had samples 28 to 31. The parameters are those of step 4" in str(ends[2])
+
+
+def test_a_run_that_is_resumed_is_past_its_hard_stop():
+    cfg = compose(["training.hard_stop=8"]).config
+    ends = [check_hard_stop(Moment(cfg, Path("run"), step, {}, Improvement(), 0.0, None)) for step in (7, 8, 9)]
+    assert [end and str(end) for end in ends] == [None, "training.hard_stop=8: saved; go on with resume=run", None]
+
+
+@pytest.mark.parametrize("check", [check_failure, check_patience])
+def test_within_a_rollout_no_run_ends(check):
+    """The answers that are under way are not saved."""
+    cfg, failure = compose(["evaluation.patience=2"]).config, RolloutFailed("the judge is away")
+    for can_stop in (False, True):
+        source = SimpleNamespace(can_stop=lambda step, can_stop=can_stop: can_stop)
+        found = check(Moment(cfg, Path("run"), 8, {}, Improvement(0.5, 2), 0.0, source, failure))
+        assert (found is not None) == can_stop
 
 
 @pytest.mark.nightly

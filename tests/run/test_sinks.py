@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import jax.numpy as jnp
 import pytest
 from support.harness import ONE_LAYER, RUN
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -17,11 +18,13 @@ import tunix
 from tunix.base.errors import UserError
 from tunix.config.batch import BatchShape
 from tunix.config.compose import compose
-from tunix.processes.watchdog import Watchdog
-from tunix.run.metrics import Metrics, StartedStep, make_record
+from tunix.processes.watchdog import Pace, Watchdog
+from tunix.run.goodput import Goodput
+from tunix.run.metrics import Metrics, StartedStep, StepLog, make_record
 from tunix.run.remote_sinks import keep_id, read_id
 from tunix.run.sinks import TensorBoard
 from tunix.run.table import SINKS, Start
+from tunix.training.step import NORMS
 
 
 @pytest.fixture
@@ -197,3 +200,28 @@ def test_the_speed_of_a_step_is_that_of_the_rows_in_use():
         line = make_record(StartedStep(3, {}, numbers), {"loss": float("nan"), "skipped": 1.0}, 2.0, sizes, 20.0)
         assert tuple(line[name] for name in names) == expected
         assert (line["loss"], line["skipped"]) == (None, 1)
+
+
+def test_the_line_of_a_step_comes_while_the_next_one_runs(monkeypatch):
+    """Its time is that from line to line, less what the loop did beside steps. Norms of layers have steps of their own."""
+    lines, clock = [], SimpleNamespace(now=0.0)
+    monkeypatch.setattr("tunix.run.metrics.time.perf_counter", lambda: clock.now)
+    schedule = SimpleNamespace(at=lambda step: SimpleNamespace(shape=BatchShape(2, 4, 10)))
+    sizes: Any = SimpleNamespace(schedule=schedule, flops_by_length={10: 1e12}, num_devices=4)
+    metrics: Any = SimpleNamespace(write=lines.append)
+    step_log = StepLog(metrics, sizes, None, lambda step: range(step), 2, Pace(), Goodput(0.0), clock=0.0)
+    for step in (1, 2, 3):
+        clock.now += 5
+        scalars = {"loss": jnp.float32(step), "expert_load": jnp.array([0.5, 1.5]), NORMS: {"norm": jnp.float32(9)}}
+        step_log.record_start(step, scalars | {"skipped": jnp.int32(0)}, {"data_wait_s": 0.0})
+        assert len(lines) == step - 1
+        if step == 2:
+            clock.now += 1
+            with step_log.pause():  # writes step 2
+                assert len(lines) == 2
+                clock.now += 100
+    step_log.finish()
+    assert [line["step_time_s"] for line in lines] == [10, 1, 5]
+    assert [(line["loss"], line["expert_load/1"], line.get("norm")) for line in lines] == [
+        (1, 1.5, None), (2, 1.5, 9), (3, 1.5, None)
+    ]  # fmt: skip
