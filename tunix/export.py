@@ -40,7 +40,7 @@ from tunix.data.tokenizer import (
 from tunix.data.tokenizer import read_settings as read_tokenizer_settings
 from tunix.huggingface import gguf_file, hub
 from tunix.huggingface.adapter import gather_adapter, gather_score
-from tunix.huggingface.adapter_config import CONFIG, PREFIX, WEIGHTS, write_adapter_config
+from tunix.huggingface.adapter_config import CONFIG, PREFIX, WEIGHTS, name_in_auto_model, write_adapter_config
 from tunix.huggingface.config_json import read_num_rows, write_config
 from tunix.huggingface.hub import list_copied_files
 from tunix.huggingface.sentence_vectors import copy_files as copy_sentence_files
@@ -262,15 +262,19 @@ def _add_files(command: Export, folder: Path, model: Pretrained) -> None:
 
 
 def add_vector_files(checkpoint: str, folder: Path, model: Pretrained) -> None:
-    """Write what sentence-transformers wants beside a whole model, where `checkpoint` is a run of task=embed or a
-    folder that has it."""
-    if (folder / "config.json").is_file():
+    """Write what sentence-transformers wants beside a model or an adapter, where `checkpoint` is a run of task=embed or
+    a folder that has it."""
+    if (folder / "config.json").is_file() or model.gives_vectors:
         _write_vector_files(checkpoint, folder, model)
 
 
 def _write_vector_files(checkpoint: str, folder: Path, model: Pretrained) -> None:
     run = find_run(checkpoint)
-    if run is None and model.files is not None:
+    if run is None and model.gives_vectors:  # those of the adapter, and not of its base
+        adapter = Path(str(model.cfg.init_adapter))
+        copy_sentence_files(adapter, folder)
+        _copy_files(adapter, ("tokenizer.json", "tokenizer_config.json"), folder)
+    elif run is None and model.files is not None:
         copy_sentence_files(model.files, folder)
     task = read_saved(run[0])["task"] if run else {}
     if task.get("name") == "embed":
@@ -315,10 +319,13 @@ def _write_adapter(model: Pretrained, folder: Path, dtype: str, shard_gb: float)
     tensors, modules = gather_adapter(model.params, cfg, model.arch.weights, dtype)
     if cfg.labels is not None:  # PEFT keeps a head that is trained whole beside the updates (modules_to_save)
         tensors[f"{PREFIX}score.weight"] = np.ascontiguousarray(gather_score(model.params).astype(jnp.dtype(dtype)))
+    output = "scores" if cfg.labels is not None else "vectors" if model.gives_vectors else "logits"
+    if output == "vectors":
+        tensors = {name_in_auto_model(name): tensor for name, tensor in tensors.items()}
 
     def write_files() -> None:
         save_tensors(tensors, folder / WEIGHTS, {"format": "pt"})
-        _write_json(folder / CONFIG, write_adapter_config(cfg, modules))
+        _write_json(folder / CONFIG, write_adapter_config(cfg, modules, output))
         _write_tokenizer(model, folder)
 
     peers.on_main(write_files, "writing the adapter")

@@ -26,7 +26,8 @@ from tunix.config.compose import compose
 from tunix.export import export
 from tunix.generate import generate
 from tunix.huggingface.adapter import gather_adapter
-from tunix.huggingface.adapter_config import read_adapter, write_adapter_config
+from tunix.huggingface.adapter_config import name_in_auto_model, read_adapter, write_adapter_config
+from tunix.huggingface.sentence_vectors import list_files
 from tunix.inference.pretrained import check_init_from, load_init_from
 from tunix.models.layers import named
 from tunix.sharding.arrays import to_global
@@ -111,6 +112,34 @@ def test_commands_take_a_loose_adapter(tmp_path, capsys, monkeypatch):
     assert all(np.array_equal(after[name], before[name]) for name in before)
     info = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
     assert (info["base_model_name_or_path"], info["r"]) == (str(base), 4)
+
+
+def test_an_adapter_of_vectors_is_read_and_written_as_that_of_auto_model(tmp_path):
+    """As sentence-transformers has it: names without a head's class, and its files beside them; the merged model too."""
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    shutil.copytree(PARITY / "llama", base)
+    words_of_the_vocabulary(base, 97)
+    shutil.copytree(ADAPTERS / "llama", adapter)
+    for name, content in list_files("mean", 32, 64).items():
+        (adapter / name).parent.mkdir(exist_ok=True)
+        (adapter / name).write_text(json.dumps(content))
+    shutil.copy(base / "tokenizer.json", adapter)
+    file = adapter / "adapter_model.safetensors"
+    tensors = {name_in_auto_model(name): tensor for name, tensor in load_file(file).items()}
+    assert "base_model.model.layers.0.self_attn.q_proj.lora_A.weight" in tensors
+    save_file(tensors, file, metadata={"format": "pt"})
+
+    tokens = load_file(base / "expected.safetensors")["tokens"]
+    expected = load_file(ADAPTERS / "llama" / "expected.safetensors")["logits"]
+    np.testing.assert_allclose(tunix.load_pretrained(base, adapter=adapter)(tokens), expected, atol=1e-4)
+    for output, merged in (("again", "false"), ("merged", "true")):
+        words = [f"checkpoint={base}", f"adapter={adapter}", f"output={tmp_path / output}", f"merge_lora={merged}"]
+        export(read_settings(Export, words))
+        for name in (*list_files("mean", 32, 64), "tokenizer.json"):
+            assert (tmp_path / output / name).read_text() == (adapter / name).read_text()
+    assert load_file(tmp_path / "again/adapter_model.safetensors").keys() == tensors.keys()
+    info = json.loads((tmp_path / "again/adapter_config.json").read_text())
+    assert info["task_type"] == "FEATURE_EXTRACTION"
 
 
 def test_loose_adapters_that_do_not_fit(tmp_path):
@@ -334,7 +363,7 @@ def test_updates_that_peft_would_drop_are_not_written(name, targets):
 def test_the_factor_of_updates_of_experts_is_that_of_peft(targets, written):
     words = [f"model.init_from={PARITY / 'olmoe'}", *SHORT, "model.lora.rank=4", "model.lora.alpha=6"]
     model = compose([*words, "model.lora.use_rslora=true", f"model.lora.targets='{targets}'"]).config.model
-    info = write_adapter_config(model, {"q_proj"})
+    info = write_adapter_config(model, {"q_proj"}, "logits")
     assert (info["use_rslora"], info["lora_alpha"]) == written
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from support.harness import ONE_DEVICE, ONE_LAYER, ROOT, RUN, SPLIT_MESHES, metrics
+from support.harness import ONE_DEVICE, ONE_LAYER, ROOT, RUN, SMALL, SPLIT_MESHES, metrics
 from tokenizers import Tokenizer
 
 import tunix
@@ -197,6 +197,22 @@ def test_a_run_learns_resumes_and_is_exported(tmp_path, monkeypatch):
         own = example["segment_ids"] == segment
         assert example["tokens"][own][-1] == corpus.vocab.eos
         assert example["loss_mask"][own].tolist() == [0] * (own.sum() - 1) + [1]
+
+
+@pytest.mark.nightly
+def test_an_adapter_has_the_files_of_sentence_transformers(hf_dir, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    of_run = [word for word in RUN_OF_GROUPS if word not in (*SMALL, "tokenizer=bytes")]
+    words = [*of_run, f"model.init_from={hf_dir}", "model.lora.rank=2", "training.seq_len=64", ONE_DEVICE]
+    words += [f"data.paths=[{write_rows(tmp_path / 'rows.jsonl')}]", "training.max_steps=3", "hydra.run.dir=run"]
+    tunix.train([*words, "training.loss_chunk_size=64", "training.micro_batch_size=1"])
+    for more in (["output=adapter"], ["output=merged", "merge_lora=true", "dtype=float32"]):
+        export(read_settings(Export, ["checkpoint=run", *more]))
+    for name in ("modules.json", "1_Pooling/config.json", "tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / "adapter" / name).read_text() == (tmp_path / "merged" / name).read_text()
+    rows = [[5, 6, 7], [8]]
+    vectors = tunix.load_pretrained(hf_dir, adapter="adapter").embed(rows, "last")
+    np.testing.assert_allclose(vectors, tunix.load_pretrained("merged").embed(rows, "last"), rtol=1e-4, atol=1e-5)
 
 
 MISTAKES = {

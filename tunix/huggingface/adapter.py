@@ -31,7 +31,16 @@ from tunix.base.errors import UserError, name_first
 from tunix.base.files import read_json
 from tunix.config import Model
 from tunix.config.layers import EXPERT_PROJECTIONS
-from tunix.huggingface.adapter_config import CONFIG, MAGNITUDE, OTHERWISE, PACKED, PREFIX, WEIGHTS, list_packed
+from tunix.huggingface.adapter_config import (
+    CONFIG,
+    MAGNITUDE,
+    OTHERWISE,
+    PACKED,
+    PREFIX,
+    WEIGHTS,
+    list_packed,
+    name_in_class,
+)
 from tunix.huggingface.quantized_tensors import Index, Plain, Stored
 from tunix.huggingface.table import Family, Name, find_family
 from tunix.huggingface.weights import (
@@ -106,7 +115,7 @@ class AdapterFiles(TensorFiles):
         return [self.folder / WEIGHTS]
 
     def _canonical(self, name: str) -> str:
-        return super()._canonical(name.removeprefix(PREFIX))
+        return super()._canonical(name_in_class(name))
 
 
 def check_adapter(folder: Path, cfg: Model, weights: Parameters) -> None:

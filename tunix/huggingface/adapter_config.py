@@ -16,6 +16,7 @@ from tunix.huggingface.table import Family, find_family
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # begins the names of all tensors
+LAYERS = "model.layers."  # begins the modules of a class with a head; those of AutoModel begin with `layers.`
 MAGNITUDE = "lora_magnitude_vector"
 FACTOR = re.compile(rf"(.+)\.(?:lora_[AB]\.weight|{MAGNITUDE})")
 # Factors of all experts of a layer in one matrix: `.base_layer` are those of gates and what they gate.
@@ -76,7 +77,7 @@ def _read_adapter(folder: Path, family: str) -> dict[str, Any]:
         raise UserError(f"{folder / WEIGHTS} is no safetensors file: {error}") from None
     modules, found = list_projections(find_family(family)), set[str]()
     for tensor in tensors:
-        factor = FACTOR.fullmatch(find_family(family).usual_name(tensor.removeprefix(PREFIX)))
+        factor = FACTOR.fullmatch(find_family(family).usual_name(name_in_class(tensor)))
         module = re.sub(r"\.\d+\.", ".{}.", factor[1]) if factor else ""
         packed = PACKED.fullmatch(tensor)
         if not (updated := set(list_packed(packed, find_family(family))) if packed else modules.get(module)):
@@ -92,6 +93,18 @@ def _read_adapter(folder: Path, family: str) -> dict[str, Any]:
         "use_dora": bool(raw.get("use_dora")),
         "targets": f"^({'|'.join(name for name in UPDATED if name in found)})$",
     }
+
+
+def name_in_class(tensor: str) -> str:
+    """Return the name of an adapter's tensor in a class with a head, also where the adapter is one of AutoModel."""
+    name = tensor.removeprefix(PREFIX)
+    return f"model.{name}" if name.startswith(LAYERS.removeprefix("model.")) else name
+
+
+def name_in_auto_model(tensor: str) -> str:
+    """Return the name of an adapter's tensor in AutoModel, which sentence-transformers loads: it has no head."""
+    begin = PREFIX + LAYERS
+    return PREFIX + tensor.removeprefix(f"{PREFIX}model.") if tensor.startswith(begin) else tensor
 
 
 def _updates_packed_experts(raw: dict[str, Any]) -> bool:
@@ -129,9 +142,10 @@ def list_projections(family: Family) -> dict[str, set[str]]:
     return modules
 
 
-TASK_TYPES: dict[bool, dict[str, Any]] = {  # by whether the model gives scores
-    False: {"task_type": "CAUSAL_LM"},
-    True: {"task_type": "SEQ_CLS", "modules_to_save": ["score"]},
+TASK_TYPES: dict[str, dict[str, Any]] = {  # by what the model gives
+    "logits": {"task_type": "CAUSAL_LM"},
+    "scores": {"task_type": "SEQ_CLS", "modules_to_save": ["score"]},
+    "vectors": {"task_type": "FEATURE_EXTRACTION"},
 }
 
 
@@ -140,8 +154,8 @@ def stack_of_projection(name: str) -> str:
     return f"vision.{TOWER}.blocks.{name.removeprefix(TOWER + '.')}" if name.startswith(TOWER) else f"blocks.{name}"
 
 
-def write_adapter_config(model: Model, modules: set[str]) -> dict[str, Any]:
-    """Return adapter_config.json for updates of modules with these last names."""
+def write_adapter_config(model: Model, modules: set[str], output: str) -> dict[str, Any]:
+    """Return adapter_config.json for updates of modules with these last names; `output` is a key of `TASK_TYPES`."""
     lora, rank, alpha = model.lora, model.lora.rank, model.lora.alpha
     if lora.init == "pissa":  # with the factors that it started from, and the same scale
         rank, alpha = 2 * rank, alpha * (2**0.5 if lora.use_rslora else 2)
@@ -152,7 +166,7 @@ def write_adapter_config(model: Model, modules: set[str]) -> dict[str, Any]:
         use_rslora, alpha = False, alpha * rank**0.5
     return {
         "peft_type": "LORA",
-        **TASK_TYPES[model.labels is not None],
+        **TASK_TYPES[output],
         "base_model_name_or_path": model.init_from,
         "r": rank,
         "lora_alpha": alpha,

@@ -46,8 +46,13 @@ def list_files(pooling: str, width: int, length: int) -> dict[str, object]:
     }
 
 
+def has_files(folder: Path) -> bool:
+    """Return whether the folder of a model or of an adapter has the files."""
+    return (folder / "modules.json").is_file()
+
+
 def copy_files(source: Path, folder: Path) -> None:
-    """Copy the files from the folder of a model, if it has them, into that of its export."""
+    """Copy the files from the folder of a model or of an adapter, if it has them, into that of an export."""
     for name in (*list_files("last", 0, 0), "2_Normalize/config.json"):
         if (source / name).is_file():
             (folder / name).parent.mkdir(exist_ok=True)

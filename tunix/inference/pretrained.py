@@ -36,6 +36,7 @@ from tunix.data.tokenizer import (
 from tunix.huggingface.adapter import check_adapter, write_updates
 from tunix.huggingface.adapter_config import read_adapter
 from tunix.huggingface.hub import INFO_FILES, WEIGHTS, find
+from tunix.huggingface.sentence_vectors import has_files as has_sentence_files
 from tunix.huggingface.weights import CHANGED, check_weights, load_weights
 from tunix.inference.engine import Answer
 from tunix.inference.gathered import Gathered
@@ -71,6 +72,7 @@ class Pretrained:
     tokenizer_files: Path  # of a run, its own folder of them
     stop_strings: tuple[str, ...] = ()  # sampling.stop of a run: its answers have ended there
     template_options: dict[str, Any] = field(default_factory=dict)  # task.chat_template_kwargs of a run
+    gives_vectors: bool = False  # a run of task=embed, or an adapter of one
 
     def __call__(self, tokens: Any, pixel_values: Any = None, image_grid_thw: Any = None) -> jax.Array:
         """Return logits [B, T, V] float32 of tokens [B, T] int32.
@@ -382,13 +384,14 @@ def load_pretrained(
     has_files = (files / "config.json").is_file()  # not in a run that went on from one without them
     model = Pretrained(cfg, mesh, layout, arch, params, files if has_files else None, tokenizer, tokenizer_files)
     if not run:
-        return model
+        return replace(model, gives_vectors=adapter is not None and has_sentence_files(updates))
     saved = read_saved(folder)
     options = saved["task"].get("chat_template_kwargs")
     return replace(
         model,
         stop_strings=validate(SamplingKeys, saved["sampling"], "sampling").stop,
         template_options=options if isinstance(options, dict) else {},
+        gives_vectors=saved["task"]["name"] == "embed",
     )
 
 
