@@ -145,6 +145,8 @@ def test_every_id_that_ends_an_answer_is_known(hf_dir, tmp_path):
         '{"eos_token_id": null, "text_config": {"eos_token_id": 6}}'
     )  # a model that sees
     assert find_stop_ids(vocab, (), tmp_path) == (0, 2, 6)
+    (tmp_path / "config.json").write_text('{"eos_token_id": 5, "text_config": {"eos_token_id": 6}}')
+    assert find_stop_ids(vocab, (), tmp_path) == (0, 2, 5)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [9, 8]}')  # it stands above config.json
     word = vocab.backend.token_to_id("a")
     assert find_stop_ids(vocab, ("a",), tmp_path) == tuple(sorted((0, 2, 8, 9, word)))

@@ -300,6 +300,21 @@ def test_which_answers_are_written(every, of_rollout, written, tmp_path):
     assert [answer["step"] for answer in samples(tmp_path)] == written
 
 
+def test_written_answers_have_the_numbers_of_their_prompts(tmp_path):
+    """Further prompts may be asked than the next ones; an answer that is not trained on has no advantage."""
+    file = SamplesFile(tmp_path, 1, 1, SimpleNamespace(writing=nullcontext, table=lambda *_: None))
+    answers = [Answer([number], [-1.0], [-2.0], number < 8) for number in (5, 6, 7, 8)]
+    scores = Scores({"a": [0.0, 1.0, 2.0, 3.0]}, [0.0, 0.5, 1.0, 1.5], {}, 0.0)
+    rollouts = RolloutGroup([Prompt([5], "x", {}), Prompt([5], "y", {})], answers, ["e", "f", "g", "h"], scores, 0.0)
+    file.write(1, [3, 9], rollouts, np.array([[-1.0, 1.0], [0.5, np.nan]]))
+    file.close()
+    keys = "sample", "prompt", "answer", "reward", "reward_a", "advantage", "stopped", "tokens", "log_probabilities"
+    assert [tuple(line[key] for key in keys) for line in samples(tmp_path)] == [
+        (3, "x", "e", 0.0, 0.0, -1.0, True, [5], [-2.0]), (3, "x", "f", 0.5, 1.0, 1.0, True, [6], [-2.0]),
+        (9, "y", "g", 1.0, 2.0, 0.5, True, [7], [-2.0]), (9, "y", "h", 1.5, 3.0, None, False, [8], [-2.0]),
+    ]  # fmt: skip
+
+
 def test_seeds_depend_on_every_part():
     assert len({derive_seed(seed, index) for seed in range(3) for index in range(100)}) == 300
     assert 0 <= derive_seed("anything") < 2**31
