@@ -117,7 +117,7 @@ def test_dtypes_and_tokenizer(dtype, kind, tolerance, hf_dir, tmp_path):
 def test_all_that_ends_an_answer(tmp_path):
     """llama.cpp reads the file alone, Ollama the words beside it; an id that is no token ends nothing, and none begins."""
     folder = give_tokenizer(Path(shutil.copytree(PARITY / "llama", tmp_path / "llama")))
-    (folder / "tokenizer_config.json").write_text('{"eos_token": "b"}')
+    (folder / "tokenizer_config.json").write_text('{"bos_token": "ab", "eos_token": "b"}')
     (folder / "generation_config.json").write_text('{"eos_token_id": [2, 1, 7]}')
     keys = keys_of(write(folder, tmp_path / "out", "dtype=float32"))
     assert [keys[f"tokenizer.ggml.{name}_token_id"] for name in ("eos", "eot")] == [1, 2]

@@ -259,6 +259,16 @@ def test_the_order_of_work(num_processes, monkeypatch, caplog):
         each.close()
 
 
+def test_episodes_that_wait_keep_their_prompts():
+    task, prompts = compose([*TASK, "task.group_size=2"]).config.task, [Prompt([1], "a", {}), Prompt([2], "b", {})]
+    episodes = [
+        Episode(row, prompts[row // 2], 5, [1], [row], [True], [-0.1], [-0.2], [], [(0, 1)], [0.5]) for row in range(4)
+    ]
+    played = Played(episodes, 0.1, 0, task)
+    waiting = {5: SampledRollout(4, [], [], Scores({}, [], {}, 0.1), 1.0, played, "asked")}
+    assert unpack(pack(waiting), [5], task, lambda step: prompts, lambda prompts: "asked") == waiting
+
+
 def test_weights_of_importance():
     logs = jnp.log(jnp.array([[0.5, 3.0, 1.0], [1.5, 1.5, 1.0]]))
     answers = locate_answers({"segment_ids": np.ones((2, 3), np.int32)}, 1)
