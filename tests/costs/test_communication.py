@@ -1,0 +1,83 @@
+"""Bytes and counts of transfers, by hand: nightly cases of plan/test_plan.py compare them with compiled programs."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from support.harness import ONE_LAYER
+
+from tunix.config.compose import compose
+from tunix.costs.communication import (
+    ExpertTokens,
+    LocalHeads,
+    gather_tokens,
+    hand_on_keys,
+    send_rows,
+    swap_heads,
+)
+from tunix.costs.step import derive
+from tunix.models.remat import Remat
+from tunix.sharding.mesh import explicit_sizes
+
+HEADS = LocalHeads(rows=2, queries=4, keys=2, numbers=100, num_devices=4, itemsize=2)
+
+
+@pytest.mark.parametrize(("policy", "runs", "times"), [("none", False, 2), ("full", False, 3), ("none", True, 3)])
+def test_swapped_heads(policy, runs, times):
+    """Queries, keys, values and results there and back; two key heads are repeated for four devices."""
+    transfer = swap_heads(Remat(policy), HEADS, runs)
+    assert transfer.num_bytes == times * 2 * (4 + 2 * 2) * 100 * 2
+    assert (transfer.kind, transfer.count, transfer.overlaps) == ("all-to-all", 4 * times, 0)
+
+
+@pytest.mark.parametrize(("policy", "runs", "hops"), [("none", False, 6), ("full", False, 8), ("none", True, 9)])
+def test_keys_that_go_round(policy, runs, hops):
+    """Three hops of four devices, forward and backward; gradients of keys and values, float32, make four."""
+    transfer = hand_on_keys(Remat(policy), HEADS, runs)
+    assert transfer.num_bytes == 2 * 2 * 100 * (hops * 2 + 4 * 4)
+    assert (transfer.kind, transfer.count) == ("collective-permute", 2 * (hops + 4))
+
+
+def exchange(**changed: Any) -> ExpertTokens:
+    """One layer whose 10 tokens of 2,048 bytes have 2 of 8 experts each, on 4 devices."""
+    mlp: Any = SimpleNamespace(experts_per_token=2, num_experts=8, weighted="outputs")
+    values = {"mlp": mlp, "axes": ("ep",), "num_devices": 4, "num_tokens": 10, "row": 2048, "capacity": None}
+    return ExpertTokens(**values | {"layers": 1, "runs": 1, "hidden": 0.0, "results": 1} | changed)
+
+
+def test_tokens_that_are_gathered_for_experts():
+    """The numbers of its experts and their shares, 8 bytes each, the token, and the gradient of its sum."""
+    gathered, scattered = gather_tokens(exchange())
+    assert (gathered.num_bytes, gathered.count) == (40 * (2048 + 8 + 8 + 2048), 3)
+    assert (scattered.num_bytes, scattered.count) == (40 * (2048 + 2048 + 8), 3)
+    again, _ = gather_tokens(exchange(runs=2))
+    assert again.num_bytes - gathered.num_bytes == 40 * (2048 + 8 + 8)
+
+
+def test_rows_that_are_sent_to_experts():
+    """A row of each choice: there, back, and the same for gradients; shares go with them, but not where they multiply
+    what comes back. A buffer bounds the rows."""
+    counts, rows = send_rows(exchange())
+    assert (counts.num_bytes, counts.count) == (4 * 8 * 4, 1)
+    assert (rows.num_bytes, rows.count) == (20 * (4 * 2048 + 2 * 4), 6)
+    _, bounded = send_rows(exchange(capacity=0.5))
+    assert bounded.num_bytes == rows.num_bytes // 2
+    mlp: Any = SimpleNamespace(experts_per_token=2, num_experts=8, weighted="inputs")
+    _, without = send_rows(exchange(mlp=mlp))
+    assert (without.num_bytes, without.count) == (20 * 4 * 2048, 4)
+
+
+def test_frozen_weights_are_gathered_and_not_reduced():
+    def count(*words: str) -> dict[str, int]:
+        cfg = compose([*ONE_LAYER, "model.mesh_shape=[[2,4],[dp,fsdp]]", *words]).config
+        costs = derive(cfg, explicit_sizes(cfg.model.mesh_shape), with_activations=False)
+        transfers = [each for each in costs.transfers if {*each.axes} & {"dp", "fsdp"}]
+        # Sums over dp come at the end of the backward pass, where nothing hides them.
+        assert {each.overlaps for each in transfers if each.kind == "all-reduce"} == {0}
+        kinds = "all-gather", "reduce-scatter", "all-reduce"
+        return {kind: sum(each.num_bytes for each in transfers if each.kind == kind) for kind in kinds}
+
+    whole, updates = count(), count("model.lora.rank=2")
+    assert updates["all-gather"] >= whole["all-gather"]
+    assert 0 < updates["reduce-scatter"] < whole["reduce-scatter"] / 4
+    assert 0 < updates["all-reduce"] < whole["all-reduce"] / 4
