@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 import yaml
 from models.test_linear_attention import HYBRID
@@ -42,6 +43,7 @@ from tunix.costs.step import derive, derive_costs, find_train_spec
 from tunix.models.context_parallel import select_exchange
 from tunix.models.flops import flops_per_token, forward_flops_per_token
 from tunix.plan import __main__ as plan
+from tunix.plan import derived_time
 from tunix.plan.compile import WORKERS, Compiled, RunningCompiles, compile_all, find_backend
 from tunix.plan.derived_time import Link, count_pairs_in_ring, resolve_exchange
 from tunix.plan.ranking import Ranking, _pick_to_compile, describe_no_fit, list_micro_batch_sizes, make_candidate, rank
@@ -198,6 +200,31 @@ def test_a_transfer_waits_for_half_of_the_one_before_it():
     assert link.wait_behind_others(20.0) == pytest.approx(4 * 0.5 * 0.5)
     assert list(link.in_passes) == [5.0, 5.0]
     assert Link().wait_behind_others(20.0) == 0.0
+
+
+def test_what_arithmetic_cannot_hide_is_exposed(monkeypatch):
+    """3 s of arithmetic, of which the backward pass has 2 s; sums of gradients that overlap it take 2.4 s. A sum of 0.2 s
+    that is waited for waits for one of them, of which half is left, as often as the link is busy."""
+    monkeypatch.setattr(derived_time, "_derive_compute_s", lambda *_: (3.0, 0.0))
+    monkeypatch.setattr(derived_time, "predict_seconds", lambda transfer, *_: transfer.num_bytes / 10)
+    sizes: Any = dict.fromkeys(axis_names(), 1) | {"fsdp": 8}
+    transfers = [Transfer("reduce-scatter", ("fsdp",), 24), Transfer("all-reduce", ("fsdp",), 2, overlaps=0.0)]
+    costs: Any = SimpleNamespace(model_flops=3.0, flops=3.0, transfers=transfers)
+    found = derived_time.derive_time(compose([]).config, sizes, costs, read_topology("h100:8"))
+    assert found.exposed_s == pytest.approx(0.2 + (2.4 - 2) + 2.4 / 3 * 2.4 / 2)
+    assert (found.compute_s, found.communication_s) == (3.0, pytest.approx(2.6))
+
+
+def test_a_ring_waits_for_its_slowest_transfer(monkeypatch):
+    """Keys travel while a block is computed; backward, gradients too, and the last ones go home alone."""
+    monkeypatch.setattr(derived_time, "_predict_pair_times", lambda case: derived_time.PairTimes(1.0, 2.0))
+    monkeypatch.setattr(derived_time, "_count_pairs", lambda case, window: np.array([4.0, 3.0]))
+    monkeypatch.setattr(derived_time, "predict_seconds", lambda transfer, *_: transfer.num_bytes)
+    heads = SimpleNamespace(
+        rows=1, queries=1, numbers=1, keys=1, itemsize=2
+    )  # keys and values of 4 s, gradients of 8 s
+    case: Any = SimpleNamespace(heads=heads, recompute=1, sizes={}, cluster=SimpleNamespace(kind=None, per_node=8))
+    assert derived_time.time_of_ring(case, 9) == 2 * (4 + 3) + (8 + 8) + 8
 
 
 def test_derived_collectives_are_counted():
