@@ -176,7 +176,7 @@ def test_peft_multiplies_updates_by_our_factor(init, use_rslora, mlp):
     """PEFT divides alpha by r, or by its square root; an update of PiSSA has twice our rank in the file."""
     keys = {"rank": 4, "alpha": 6, "init": init, "use_rslora": use_rslora}
     model = compose([*(f"model.lora.{key}={value}" for key, value in keys.items()), *mlp]).config.model
-    info = write_adapter_config(model, {"q_proj"})
+    info = write_adapter_config(model, {"q_proj"}, "logits")
     factor = info["lora_alpha"] / (info["r"] ** 0.5 if info["use_rslora"] else info["r"])
     assert factor == pytest.approx(6 / (2 if use_rslora else 4))
     assert info["r"] == (8 if init == "pissa" else 4)

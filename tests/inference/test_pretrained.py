@@ -319,6 +319,20 @@ TRAINING = [
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_that_are_not_finite_are_named(dtype, tmp_path, caplog):
+    tunix.load_pretrained(PARITY / "qwen3", dtype=dtype)
+    assert not caplog.messages
+    shutil.copytree(PARITY / "qwen3", tmp_path / "copy")
+    tensors = load_file(tmp_path / "copy" / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][1, 2] = np.nan
+    tensors["model.norm.weight"][3] = -np.inf
+    save_file(tensors, tmp_path / "copy" / "model.safetensors")
+    tunix.load_pretrained(tmp_path / "copy", dtype=dtype)
+    (message,) = caplog.messages
+    assert message.endswith("not finite (NaN or infinity): model.layers.*.mlp.up_proj.weight, model.norm.weight")
+
+
 def test_keys_that_contradict_the_files(hf_dir):
     with pytest.raises(UserError, match=r"model.context_length=131072, but .*config.json says 64; leave it out"):
         compose(["model=llama3_1b", f"model.init_from={hf_dir}", "training.seq_len=64"])

@@ -52,6 +52,7 @@ from tunix.huggingface.weights import (
     load_parameter,
     pack,
     shape_in_files,
+    warn_of_no_numbers,
 )
 from tunix.models.layers import named, parameter_name
 from tunix.sharding.arrays import replicate, replicate_part
@@ -192,6 +193,7 @@ def write_updates(
                 updates[path] = jnp.zeros(weight.shape, weight.dtype, device=sharding)
             else:
                 updates[path] = load(name, weight.equation, weight.dtype, layers_of(path, cfg))
+    warn_of_no_numbers(folder, updates)
     return jax.tree.map_with_path(
         lambda path, leaf: updates.get(parameter_name(path), leaf), params, is_leaf=lambda leaf: leaf is None
     )

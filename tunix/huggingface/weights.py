@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import logging
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -41,6 +42,8 @@ from tunix.processes.peers import find_blind
 from tunix.sharding.arrays import Index, fill, replicate, replicate_part
 from tunix.sharding.layout import Layout
 from tunix.sharding.table import EXPERTS, LAYERS, Equation
+
+log = logging.getLogger(__name__)
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 BASE = "model."  # begins names in a class with a head; a model that AutoModel has saved has none, and no beginning
@@ -157,6 +160,7 @@ def load_weights(folder: Path, cfg: Model, weights: Parameters, layout: Layout, 
     check_weights(folder, cfg, weights)
     _check_copies(folder, cfg)
     loaded: dict[str, jax.Array] = {}
+    names: dict[str, str] = {}  # of tensors, by the path of their parameter
     with TensorFiles(folder, find_family(cfg.family), cfg.vocab_size) as files:
         load = partial(load_parameter, files, cfg, lambda equation: NamedSharding(mesh, layout.stored(equation)))
         try:
@@ -164,6 +168,7 @@ def load_weights(folder: Path, cfg: Model, weights: Parameters, layout: Layout, 
                 layers = layers_of(path, cfg)
                 if name.tensor in SCORE_TENSORS and name.tensor not in files.tensors:
                     continue  # of a language model, whose head of scores is new
+                names[path] = name.tensor
                 if weight.equation.is_quantized:
                     equation = weight.equation.dequantized()
                     matrices = (load(name, equation, "float32", layers[n : n + 1]) for n in range(len(layers)))
@@ -172,7 +177,25 @@ def load_weights(folder: Path, cfg: Model, weights: Parameters, layout: Layout, 
                     loaded[path] = load(name, weight.equation, weight.dtype, layers)
         except SafetensorError as error:
             raise UserError(f"{folder}: {error}") from None
+    warn_of_no_numbers(folder, {names.get(path, path): array for path, array in loaded.items()})
     return jax.tree.map_with_path(lambda path, _: loaded.get(parameter_name(path)), weights)
+
+
+def warn_of_no_numbers(folder: Path, arrays: dict[str, jax.Array]) -> None:
+    """Log the names of arrays with NaN or infinity, which may be a damaged file or a run that has diverged.
+
+    It is no error: a row of a table whose token no text has changes nothing.
+    """
+    floats = {name: array for name, array in arrays.items() if jnp.issubdtype(array.dtype, jnp.floating)}
+    names = [name.replace("{}", "*") for name, is_finite in _are_finite(floats).items() if not is_finite]
+    if names and peers.is_main():
+        log.warning("%s has numbers that are not finite (NaN or infinity): %s", folder, name_first(names))
+
+
+@jax.jit
+def _are_finite(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    # NaN - NaN and infinity - infinity are NaN. On CPUs `isfinite` takes three times as long, and memory.
+    return jax.tree.map(lambda array: jnp.sum(array - array, dtype="float32") == 0, arrays)
 
 
 def list_in_files(weights: Parameters, family: Family, cfg: Model) -> list[tuple[str, Name, Any]]:
