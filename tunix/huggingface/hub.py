@@ -26,6 +26,7 @@ REASONS = {
     "LocalEntryNotFoundError": "it is not in the cache, and the hub is out of reach or HF_HUB_OFFLINE is set",
     "ConnectError": "it is not in the cache, and the hub is out of reach",
 }
+OUT_OF_REACH = (REASONS["LocalEntryNotFoundError"], REASONS["ConnectError"])
 
 
 def find(source: str, patterns: tuple[str, ...] = INFO_FILES, key: str = "model.init_from") -> Path:
@@ -59,6 +60,8 @@ def fetch(source: str, patterns: tuple[str, ...], key: str, kind: str) -> Path:
     except Exception as error:  # many kinds: no network, no permission, no such name
         kinds = {each.__name__ for each in type(error).__mro__}
         reason = next((text for name, text in REASONS.items() if name in kinds), first_line(error))
+        if reason in OUT_OF_REACH:  # by a certificate, a proxy, a name that is not known
+            reason += f" ({first_line(error.__cause__ or error)})"
         raise UserError(
             f"{key}={source} is not a {kind} here and could not be fetched from the Hugging Face hub: {reason}"
         ) from None
