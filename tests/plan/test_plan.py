@@ -46,7 +46,15 @@ from tunix.plan import __main__ as plan
 from tunix.plan import derived_time
 from tunix.plan.compile import WORKERS, Compiled, RunningCompiles, compile_all, find_backend
 from tunix.plan.derived_time import Link, count_pairs_in_ring, resolve_exchange
-from tunix.plan.ranking import Ranking, _pick_to_compile, describe_no_fit, list_micro_batch_sizes, make_candidate, rank
+from tunix.plan.ranking import (
+    Candidate,
+    Ranking,
+    _pick_to_compile,
+    describe_no_fit,
+    list_micro_batch_sizes,
+    make_candidate,
+    rank,
+)
 from tunix.plan.report import _list_refused, format_command, format_text, make_record
 from tunix.sharding.mesh import data_shards, explicit_sizes, meshes, token_shards
 from tunix.sharding.table import axis_names
@@ -213,6 +221,23 @@ def test_what_arithmetic_cannot_hide_is_exposed(monkeypatch):
     found = derived_time.derive_time(compose([]).config, sizes, costs, read_topology("h100:8"))
     assert found.exposed_s == pytest.approx(0.2 + (2.4 - 2) + 2.4 / 3 * 2.4 / 2)
     assert (found.compute_s, found.communication_s) == (3.0, pytest.approx(2.6))
+
+
+def test_the_memory_of_a_mesh_is_that_of_the_largest_need():
+    """Of a step with a teacher beside it, of the batch of another stage, or of what runs alone."""
+
+    def make(memory: int, **more: Any) -> Candidate:
+        costs: Any = SimpleNamespace(**{"memory": memory, "alone_bytes": 0, "num_bytes": {}} | more)
+        cluster: Any = None
+        return Candidate({}, compose([]).config, cluster, costs, cluster)
+
+    compiled: Any = SimpleNamespace(memory=80, step_time=None)
+    assert make(100).memory == 100
+    assert make(100, alone_bytes=500).memory == 500
+    assert replace(make(100), stages=(make(150), make(90))).memory == 150
+    assert replace(make(100), stages=(make(150),), compiled=compiled).memory == 80 + 50
+    with_teacher = make(100, num_bytes={"teacher": 7})
+    assert replace(with_teacher, compiled=compiled).memory == 87  # the derived memory has it already
 
 
 def test_a_ring_waits_for_its_slowest_transfer(monkeypatch):
