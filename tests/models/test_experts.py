@@ -157,6 +157,23 @@ def test_a_layer_is_its_definition(scores, groups, normalized, more):
     np.testing.assert_allclose(np.asarray(y).reshape(-1, 12), expected, rtol=1e-4, atol=1e-5)
 
 
+def test_padding_counts_in_no_sum():
+    """Loads, penalties and entropy of a row with padding are those of its tokens alone."""
+    made, _ = layer(scores="sigmoid", balance_loss=0.1, z_loss=0.01)
+    x = np.random.default_rng(0).normal(size=(2, 5, 12)).astype(np.float32)
+    spec = made.layout.activation("BtD")
+
+    def find(x, is_text):
+        return made.router(jax.reshard(x, spec), is_text)[1]
+
+    with jax.set_mesh(made.router.w.get_value().sharding.mesh):
+        padded, whole = (jax.jit(find)(x[:, :length], np.arange(length) < np.full((2, 1), 3)) for length in (5, 3))
+    assert padded.routing.tokens == 6
+    assert padded.routing.load.sum() == 6 * 2
+    assert padded.penalties.keys() == {"balance_loss", "router_z_loss"}
+    jax.tree.map(lambda *sums: np.testing.assert_allclose(*sums, rtol=1e-5), padded, whole)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
