@@ -12,6 +12,7 @@ from tunix.base.errors import UserError
 from tunix.config.compose import compose
 from tunix.costs.step import derive_costs
 from tunix.models.experts import Experts
+from tunix.models.layer_scan import LayerSlice
 from tunix.models.layers import Initializer, Routing
 from tunix.training.choices import build_layout, build_mesh
 from tunix.training.optimizer import move_biases
@@ -238,3 +239,21 @@ def test_dense_layers_between_those_with_experts(words, turns):
     found = program(*TURNS, *words).run(batch(sequences=8))
     for name, value in turns[0].items():
         np.testing.assert_allclose(found[0][name], value, rtol=2e-5, err_msg=name)
+
+
+@pytest.mark.nightly
+def test_microbatches_add_to_the_gradients_of_the_same_layers():
+    """Each turn has two layers of the dense stack. The gradients of one microbatch are those of autodiff; of several, a
+    layer adds to its place in the sums."""
+    words = [*SGD, *ONE, "model.num_layers=6", "model.global_every=1", "model.sliding_window=null", experts(every=3)]
+    made = [program(*words, f"training.micro_batch_size={size}") for size in (4, 2)]
+    for microbatches, each in enumerate(made, 1):
+        each.run(batch(sequences=4, microbatches=microbatches))
+    one, two = (jax.tree.leaves_with_path(each.state["params"]) for each in made)
+    for (path, weight), (_, other) in zip(one, two, strict=True):
+        np.testing.assert_allclose(weight, other, atol=1e-5, err_msg=str(path))
+
+
+def test_layers_of_a_stack_that_stands_twice_in_a_turn():
+    """Of D D E D D E, the second of the dense layers in a turn."""
+    assert [LayerSlice("dense_blocks", first=1, step=2).layer(turn) for turn in (0, 1)] == [1, 3]
