@@ -40,7 +40,7 @@ from tunix.data.tokenizer import (
 from tunix.data.tokenizer import read_settings as read_tokenizer_settings
 from tunix.huggingface import gguf_file, hub
 from tunix.huggingface.adapter import gather_adapter, gather_score
-from tunix.huggingface.adapter_config import CONFIG, PREFIX, WEIGHTS, name_in_auto_model, write_adapter_config
+from tunix.huggingface.adapter_config import CONFIG, HEAD, WEIGHTS, name_in_auto_model, write_adapter_config
 from tunix.huggingface.config_json import read_num_rows, write_config
 from tunix.huggingface.hub import list_copied_files
 from tunix.huggingface.sentence_vectors import copy_files as copy_sentence_files
@@ -318,7 +318,7 @@ def _write_adapter(model: Pretrained, folder: Path, dtype: str, shard_gb: float)
         )
     tensors, modules = gather_adapter(model.params, cfg, model.arch.weights, dtype)
     if cfg.labels is not None:  # PEFT keeps a head that is trained whole beside the updates (modules_to_save)
-        tensors[f"{PREFIX}score.weight"] = np.ascontiguousarray(gather_score(model.params).astype(jnp.dtype(dtype)))
+        tensors[HEAD] = np.ascontiguousarray(gather_score(model.params).astype(jnp.dtype(dtype)))
     output = "scores" if cfg.labels is not None else "vectors" if model.gives_vectors else "logits"
     if output == "vectors":
         tensors = {name_in_auto_model(name): tensor for name, tensor in tensors.items()}

@@ -1,6 +1,7 @@
 """Heads of scores: logits of transformers, losses and gradients of TRL, files both ways, data, and runs."""
 
 import json
+import shutil
 from functools import partial
 
 import jax
@@ -27,7 +28,10 @@ from tunix.data.shards import Arrays
 from tunix.evaluate import evaluate
 from tunix.export import export
 from tunix.huggingface.config_json import read_labels
+from tunix.inference.pretrained import check_init_from, load_init_from
+from tunix.training.choices import build_mesh
 from tunix.training.scores import classification_loss, reward_loss
+from tunix.training.train_spec import assemble
 
 TRL = json.loads((ROOT / "tests" / "training" / "trl" / "scores.json").read_text())
 LLAMA = ROOT / "tests" / "models" / "parity" / "llama"
@@ -287,6 +291,38 @@ def test_mistakes_of_numbers_and_of_keys(tmp_path):
         task_of(*CLASSIFY, "task.labels=null", "loading.packing=concat")
 
 
+def test_an_adapter_with_a_head_of_scores_is_read(tmp_path):
+    """As PEFT saves it: on a language model it gives the scores of the classifier with the same updates and head."""
+    updates, adapter = ROOT / "tests" / "huggingface" / "adapters" / "llama", tmp_path / "adapter"
+    classifier = write_classifier(tmp_path / "classifier", ["a", "b", "c"])
+    with safe_open(classifier / "model.safetensors", framework="np") as file:
+        head = file.get_tensor("score.weight")
+    shutil.copytree(updates, adapter)
+    tensors = load_file(adapter / "adapter_model.safetensors") | {"base_model.model.score.weight": head}
+    save_file(tensors, adapter / "adapter_model.safetensors")
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    config |= {"task_type": "SEQ_CLS", "modules_to_save": ["classifier", "score"]}
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+
+    model = tunix.load_pretrained(LLAMA, adapter=adapter)
+    assert model.cfg.labels == ("LABEL_0", "LABEL_1", "LABEL_2")
+    expected = tunix.load_pretrained(classifier, adapter=updates)
+    assert expected.cfg.labels == ("a", "b", "c")
+    np.testing.assert_allclose(model.score(CHOSEN), expected.score(CHOSEN), rtol=1e-5, atol=1e-6)
+
+    words = [f"model.init_from={LLAMA}", f"model.init_adapter={adapter}", *CLASSIFY, "training.seq_len=32"]
+    words += ["training.loss_chunk_size=32", "data.paths=[rows.jsonl]", "distributed.allow_idle_devices=true"]
+    cfg = compose([*words, "task.labels=[no,yes,both]", "training.micro_batch_size=1"]).config
+    assert cfg.model.labels == ("no", "yes", "both")
+    mesh = build_mesh(cfg)
+    with jax.set_mesh(mesh):
+        train_spec = assemble(cfg, mesh)
+        check_init_from(cfg, train_spec.arch)
+        np.testing.assert_array_equal(load_init_from(train_spec, mesh)["score"]["w"].T, head)
+    with pytest.raises(UserError, match=r"model.labels"):
+        compose([*words, "task.labels=[no,yes]"])
+
+
 @pytest.mark.nightly
 def test_low_rank_updates_are_exported_with_the_head_and_merged(hf_dir, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -307,6 +343,9 @@ def test_low_rank_updates_are_exported_with_the_head_and_merged(hf_dir, tmp_path
     rows = [[5, 6, 7], [8]]
     np.testing.assert_allclose(
         tunix.load_pretrained("merged").score(rows), tunix.load_pretrained(run).score(rows), rtol=0.05, atol=0.02
+    )
+    np.testing.assert_allclose(
+        tunix.load_pretrained(hf_dir, adapter="adapter").score(rows), tunix.load_pretrained(run).score(rows), rtol=1e-4
     )
 
 

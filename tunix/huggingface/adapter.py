@@ -41,6 +41,7 @@ from tunix.huggingface.adapter_config import (
     list_packed,
     name_in_class,
 )
+from tunix.huggingface.family import SCORE
 from tunix.huggingface.quantized_tensors import Index, Plain, Stored
 from tunix.huggingface.table import Family, Name, find_family
 from tunix.huggingface.weights import (
@@ -133,6 +134,7 @@ def check_adapter(folder: Path, cfg: Model, weights: Parameters) -> None:
             if _find_matrix(path) not in left_out
             for numbers in list_numbers(path, name, cfg)
         }
+        requested |= {name.tensor: shape_in_files(name, cfg.dims) for _, name, _ in _list_heads(files, weights)}
         if missing := sorted(requested.keys() - files.tensors.keys()):
             raise UserError(
                 f"{folder} lacks {name_first(missing)}; every layer must have the same updates, or {OTHERWISE}"
@@ -174,10 +176,21 @@ def _find_matrices_left_out(files: TensorFiles, cfg: Model, weights: Parameters)
     return {matrix for matrix, is_there in found.items() if not is_there}
 
 
+def _list_heads(files: TensorFiles, weights: Parameters) -> list[tuple[str, Name, Any]]:
+    """Return the head of scores with its place in an adapter's files, if the model and the files have one."""
+    return [
+        (path, SCORE[path], weight)
+        for path, weight in named(weights)
+        if path in SCORE and SCORE[path].tensor in files.tensors
+    ]
+
+
 def write_updates(
     params: Parameters, folder: Path, cfg: Model, weights: Parameters, layout: Layout, mesh: Mesh
 ) -> dict[str, Any]:
     """Return parameters whose low-rank updates, None in `params`, are those of an adapter; see `load_weights`.
+
+    The head of an adapter that gives scores takes the place of that of `params`.
 
     A matrix that the adapter does not update has factors of 0, which stay so in training: each has the other as its
     gradient's factor.
@@ -193,6 +206,8 @@ def write_updates(
                 updates[path] = jnp.zeros(weight.shape, weight.dtype, device=sharding)
             else:
                 updates[path] = load(name, weight.equation, weight.dtype, layers_of(path, cfg))
+        for path, name, weight in _list_heads(files, weights):
+            updates[path] = load(name, weight.equation, weight.dtype, layers_of(path, cfg))
     warn_of_no_numbers(folder, updates)
     return jax.tree.map_with_path(
         lambda path, leaf: updates.get(parameter_name(path), leaf), params, is_leaf=lambda leaf: leaf is None

@@ -18,6 +18,8 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # begins the names of all tensors
 LAYERS = "model.layers."  # begins the modules of a class with a head; those of AutoModel begin with `layers.`
 MAGNITUDE = "lora_magnitude_vector"
+HEAD = f"{PREFIX}score.weight"  # of a model that gives scores: it is trained whole, beside the updates
+HEADS = {"score", "classifier"}  # names that PEFT gives to modules_to_save of such a model
 FACTOR = re.compile(rf"(.+)\.(?:lora_[AB]\.weight|{MAGNITUDE})")
 # Factors of all experts of a layer in one matrix: `.base_layer` are those of gates and what they gate.
 PACKED = re.compile(r".+\.(?P<layer>\d+)\.mlp\.experts(?P<gate_up>\.base_layer)?\.(?P<factor>lora_[AB])\.weight")
@@ -62,6 +64,8 @@ def _read_adapter(folder: Path, family: str) -> dict[str, Any]:
     if rank < 1 or not 0 < alpha < 1e6:
         raise UserError(f"{source}: r={rank} and lora_alpha={str(alpha)[:50]} must be numbers above 0")
     understood = {*FIXED, *IGNORED, *READ, *(EXPERT_KEYS if _updates_packed_experts(raw) else ())}
+    if isinstance(saved := raw.get("modules_to_save"), list) and {*map(str, saved)} <= HEADS:
+        understood.add("modules_to_save")
     for key, value in raw.items():
         if key in FIXED and value not in FIXED[key]:
             usual = " or ".join(map(str, FIXED[key]))
@@ -77,6 +81,8 @@ def _read_adapter(folder: Path, family: str) -> dict[str, Any]:
         raise UserError(f"{folder / WEIGHTS} is no safetensors file: {error}") from None
     modules, found = list_projections(find_family(family)), set[str]()
     for tensor in tensors:
+        if tensor == HEAD:
+            continue
         factor = FACTOR.fullmatch(find_family(family).usual_name(name_in_class(tensor)))
         module = re.sub(r"\.\d+\.", ".{}.", factor[1]) if factor else ""
         packed = PACKED.fullmatch(tensor)
@@ -93,6 +99,14 @@ def _read_adapter(folder: Path, family: str) -> dict[str, Any]:
         "use_dora": bool(raw.get("use_dora")),
         "targets": f"^({'|'.join(name for name in UPDATED if name in found)})$",
     }
+
+
+def read_adapter_labels(folder: Path) -> tuple[str, ...] | None:
+    """Return LABEL_0, LABEL_1, ... for the scores of an adapter with a head, which names none; None without a head."""
+    with safe_open(folder / WEIGHTS, framework="np") as file:
+        if HEAD not in file.keys():  # noqa: SIM118
+            return None
+        return tuple(f"LABEL_{number}" for number in range(file.get_slice(HEAD).get_shape()[0]))
 
 
 def name_in_class(tensor: str) -> str:
