@@ -30,6 +30,7 @@ from tunix.generate import generate
 from tunix.huggingface.config_json import read_config
 from tunix.huggingface.table import find_family
 from tunix.huggingface.weights import save_weights
+from tunix.inference.gathered import gather
 from tunix.inference.lm_eval import TokenScorer
 from tunix.inference.pretrained import load_init_from
 from tunix.inference.sampling import Sampling
@@ -252,6 +253,22 @@ def test_low_rank_updates_of_each_part(kind):
     assert count("^attention|^mlp") == decoder
     assert count("tower") == tower
     assert count("attention|mlp") == decoder | tower
+
+
+def test_generation_sees_by_a_tower_with_normalized_updates_as_training_does(expected):
+    """Magnitudes of the decoder are divided by their norms before the first token, and those of the tower are not."""
+    one = assembled(
+        "model.lora.rank=2", "model.lora.use_dora=true", "model.lora.targets=tower", "model.vision.freeze_tower=false",
+        "training.mixed_precision=fp32",
+    )  # fmt: skip
+    with jax.set_mesh(one.mesh):
+        drawn = np.random.default_rng(0).normal(size=10_000).astype(np.float32)
+        params = jax.tree.map(lambda p: jax.device_put(np.resize(drawn, p.shape), p.sharding), one.abstract["params"])
+        images = Images(*(host_rows(expected)[name] for name in IMAGE_FIELDS))
+        see = jax.jit(lambda model: model.vision.tower(images, model.remat, None)[0])
+        gathered = gather(one.arch, params, as_matrices=False)
+        training, generation = (see(model) for model in (one.arch.module(params), gathered.module(one.arch)))
+    np.testing.assert_allclose(generation, training, atol=1e-5)
 
 
 def test_a_step_learns_from_images_and_leaves_a_frozen_tower_as_it_is(expected):

@@ -37,12 +37,14 @@ class Gathered(NamedTuple):
         if self.mtp_layers:
             tree["mtp"] = tree["mtp"] | {name: trees[0] for name, trees in self.mtp_layers.items()}
         module = arch.module(tree)
-        parts: list[Einsum | Embedding] = [module.embedding]  # a tower keeps its products: it has many patches
-        parts += [part for name in self.layers for part in _list_einsums(getattr(module, name))]
-        parts += [part for name in self.mtp_layers for part in _list_einsums(getattr(module.mtp, name))]
+        # The others keep what they have: a tower its products, which have many patches, and the norms of its updates.
+        stacks = [getattr(module, name) for name in self.layers]
+        stacks += [getattr(module.mtp, name) for name in self.mtp_layers]
+        parts: list[Einsum | Embedding] = [module.embedding]
+        parts += [part for stack in stacks for part in _list_einsums(stack)]
         for part in parts:
             part.product = product_of_few_rows()
-        for update in _list_normalized(module):
+        for update in [update for stack in stacks for update in _list_normalized(stack)]:
             update.is_divided = True
         return module
 
