@@ -126,14 +126,12 @@ def test_a_program_is_awaited_by_all_processes_once(monkeypatch):
 
 
 def test_a_program_that_a_full_disk_has_cut_does_not_end_the_cache(tmp_path, monkeypatch):
-    """JAX looks for the time of each program before it writes another one, and writes none where one has no time."""
+    """JAX before 0.12 looks for the time of each program before it writes another one, and raises where one has none."""
     monkeypatch.setattr(jax, "config", config := Config())
     compiler.keep_programs(compose([f"loading.cache_dir={tmp_path}"]).config)
     cache = LRUCache(config.values["jax_compilation_cache_dir"], max_size=1 << 20)
     cache.put("whole", b"program")
     (cache.path / "cut-cache").write_bytes(b"pro")
-    with pytest.raises(FileNotFoundError, match="cut-atime"):
-        cache.put("next", b"program")
     compiler.keep_programs(compose([f"loading.cache_dir={tmp_path}"]).config)
     cache.put("next", b"program")
     assert {path.name for path in cache.path.glob("*-cache")} == {"whole-cache", "next-cache"}

@@ -76,12 +76,15 @@ def _round(x: jax.Array, dtype: jnp.dtype) -> Rounded:
 
 def _scale(max_value: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """Return the smallest power of two that brings `max_value` below the largest power of two of `dtype`."""
-    _, exponent = jnp.frexp(max_value.astype(jnp.float32))  # largest is less than 2 to this power
+    # A float32 above zero has 8 bits of exponent and 23 of fraction. jnp.frexp and jnp.ldexp of JAX 0.12 lose the
+    # sharding under vmap, which is how stages run.
+    bits = jax.lax.bitcast_convert_type(max_value.astype(jnp.float32), jnp.int32)
+    exponent = (bits >> 23) - 126  # largest is less than 2 to this power
     # e4m3: numbers up to 448, of which 256 = 2^8 is the largest power of two. A largest number of 1000 < 2^10 gets the
     # scale 2^(10 - 8) = 4, and becomes 250.
     power = exponent - (jnp.finfo(dtype).maxexp - 1)
     # Zeros have any scale. A number that is not finite leaves none in the result, and the step is skipped.
-    scale = jnp.ldexp(jnp.float32(1), jnp.clip(power, -120, 120))
+    scale = jax.lax.bitcast_convert_type((jnp.clip(power, -120, 120) + 127) << 23, jnp.float32)
     return jnp.where(jnp.isfinite(max_value), scale, jnp.nan)
 
 
