@@ -234,6 +234,10 @@ def test_resume_applies_overrides_to_the_saved_config(tmp_path):
     assert changed.scheduler.name == "wsd"
     assert changed.model.mesh_shape == ((-1,), ("fsdp",))
     assert changed.training.seq_len == 64
+    # Another optimizer has the rate of its own file, not that of model=tiny, and the mesh stays.
+    changed = compose([f"resume={tmp_path}", "optimizer=adamw"]).config
+    assert changed.optimizer.learning_rate == compose(["training=default"]).config.optimizer.learning_rate == 3e-4
+    assert changed.model.mesh_shape == ((1,), ("tp",))
     # A group may be chosen for several places.
     places = ["data=text", "data.paths=[/x]", "sampling@evaluation.sampling=liberal"]
     sets = [
