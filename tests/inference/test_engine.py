@@ -14,9 +14,10 @@ from support.rollouts import TASK
 import tunix
 from tunix.base.errors import UserError
 from tunix.inference import kv_cache
+from tunix.inference.engine import Engine
 from tunix.inference.page_pool import PagePool
 from tunix.inference.rollout import Request
-from tunix.inference.sampling import Sampling, select
+from tunix.inference.sampling import NO_TOKEN, Sampling, select
 from tunix.models import paged_attention
 
 PARITY = ROOT / "tests" / "models" / "parity"
@@ -43,22 +44,30 @@ def test_tokens_are_those_of_waves(name):
 
 @pytest.mark.nightly(but=["gpt2"])
 @pytest.mark.parametrize("name", ["gemma4_small", "qwen3_5", "deepseek_v3", "llama4", "gpt_oss", "gpt2"])
-def test_guesses_change_no_token(name):
-    """Rows guess what followed the two newest tokens earlier; here a prompt repeats itself, so that many are right."""
+def test_guesses_change_no_token(name, monkeypatch):
+    """Rows guess what followed the two newest tokens earlier; here a prompt repeats itself, so that many are right. There
+    are slots for all that a row draws until it waits for the others."""
     model = tunix.load_pretrained(PARITY / name)
     sampling = Sampling(24, temperature=0.2, stop=(0,), guess=3)
     prompts = [prompt * 2 for prompt in make_prompts(model.cfg.vocab_size)]
-    calls, guess = [], model.sampler.programs.guess
+    lengths, resize, guess = [], Engine._resize, model.sampler.programs.guess
 
-    def guess_and_note(*arguments, **keywords):
-        results = guess(*arguments, **keywords)
-        calls.append(np.asarray(results[1].tokens))
+    def guess_and_note(weights, cache, rows, *arguments, **keywords):
+        results = guess(weights, cache, rows, *arguments, **keywords)
+        counts = (np.asarray(results[1].tokens) != NO_TOKEN).sum(1)
+        lengths[-1] = lengths[-1], (np.asarray(rows.length) + counts).max(), counts.max()
         return results
 
+    monkeypatch.setattr(
+        Engine, "_resize", lambda self, rows, length: lengths.append(length) or resize(self, rows, length)
+    )
+    monkeypatch.setattr("tunix.inference.engine.CHUNK", 4)
     model.sampler.programs.guess = guess_and_note
     guessed, plain = (model.sample(prompts, each, seed=7) for each in (sampling, replace(sampling, guess=0)))
     assert [answer.tokens for answer in guessed] == [answer.tokens for answer in plain]
-    assert calls
+    asked, longest, counts = zip(*(each for each in lengths if isinstance(each, tuple)), strict=True)
+    assert max(counts) > 4
+    assert all(length <= most for length, most in zip(longest, asked, strict=True))
     for one, other in zip(guessed, plain, strict=True):
         np.testing.assert_allclose(one.sampled_log_probabilities, other.sampled_log_probabilities, atol=1e-4)
 
