@@ -127,7 +127,7 @@ class AnswerFile:
     """The file `output`: rows of the input with their answers, whole batches at a time.
 
     OUTPUT.unfinished beside it says, until all answers are there, how many there are and what they follow from. With
-    it, a start after a kill goes on behind them.
+    it, a start after a kill goes on behind them. A prompt that has no answer yet may be another one.
 
     Raises:
         UserError: the file cannot be written, or has answers of another command that did not come to its end.
@@ -140,19 +140,26 @@ class AnswerFile:
         self.path, self.note = path, path.with_name(f"{path.name}.unfinished")
         # JSON rows may differ in their columns.
         self.columns = list(dict.fromkeys([*(name for row in rows for name in row), "prediction", "log_probability"]))
-        self.info = info | {"prompts": hash_texts(*(json.dumps(row, sort_keys=True) for row in rows))}
+        self.info = info | {"columns": self.columns if path.suffix == ".csv" else None}
+        self.rows, self.digest = rows, ""  # of the prompts that have answers: one behind them may be mended
         self.num_rows = self.num_bytes = 0
         if not (self.note.exists() and path.exists()):
             return
         found = read_json(self.note)
+        self.num_rows, self.num_bytes = found["num_rows"], found["num_bytes"]
+        self._digest(rows[: self.num_rows])
         differing = [key for key, value in self.info.items() if found["info"].get(key) != value]
-        differing += ["length"] if path.stat().st_size < found["num_bytes"] else []
+        differing += ["prompts"] if found["digest"] != self.digest else []
+        differing += ["length"] if path.stat().st_size < self.num_bytes else []
         if differing:
             raise UserError(
-                f"output={path} has {found['num_rows']:,} answers of a command that did not come to its end, with "
-                f"another {' and '.join(differing)}; name another file, or remove {self.note} to replace them"
+                f"output={path} has {self.num_rows:,} answers of a command that did not come to its end, and differs "
+                f"in {' and '.join(differing)}; name another file, or remove {self.note} to replace them"
             )
-        self.num_rows, self.num_bytes = found["num_rows"], found["num_bytes"]
+
+    def _digest(self, rows: list[Row]) -> None:
+        for row in rows:
+            self.digest = hash_texts(self.digest, json.dumps(row, sort_keys=True))
 
     def add(self, rows: list[Row]) -> None:
         """Write the next rows. Rows that the disk refuses are printed."""
@@ -169,8 +176,9 @@ class AnswerFile:
                 with suppress(OSError):
                     os.truncate(self.path, self.num_bytes)
                 raise
+        self._digest(self.rows[self.num_rows : self.num_rows + len(rows)])
         self.num_rows, self.num_bytes = self.num_rows + len(rows), self.num_bytes + len(data)
-        note = {"num_rows": self.num_rows, "num_bytes": self.num_bytes, "info": self.info}
+        note = {"num_rows": self.num_rows, "num_bytes": self.num_bytes, "digest": self.digest, "info": self.info}
         with describing_refusal(str(self.note)):
             write_whole(self.note, json.dumps(note, indent=2) + "\n")
 

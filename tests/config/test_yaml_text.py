@@ -34,6 +34,7 @@ VALUES = st.recursive(
 )
 
 
+@hypothesis.settings(deadline=None)
 @hypothesis.given(VALUES)
 def test_omegaconf_reads_what_is_written(value):
     hypothesis.assume("${" not in repr(value))  # an interpolation, which a composed config has no more

@@ -355,8 +355,13 @@ def test_a_killed_command_goes_on_behind_its_answers(name, tmp_path, monkeypatch
     )
     with Path(name).open("ab") as file:  # a kill while rows are written
         file.write(b'"half a row')
-    with pytest.raises(UserError, match=f"output={name} has 4 answers of .* with another temperature; name another"):
+    with pytest.raises(UserError, match=f"output={name} has 4 answers of .* differs in temperature; name another"):
         command("temperature=0.5")
+    prompts = Path("in.jsonl").read_text()
+    Path("in.jsonl").write_text(prompts.replace("line 3", "line 9"))
+    with pytest.raises(UserError, match="differs in prompts; name another"):
+        command()
+    Path("in.jsonl").write_text(prompts.replace("line 4", "line 9"))  # one that has no answer yet
     dies_at.clear()
     command("batch_size=3")
     assert started == [0, 2, 4, 4]
