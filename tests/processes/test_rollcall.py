@@ -126,14 +126,19 @@ def test_who_did_not_come_is_named():
     assert f"processes [1, 3] of 4 did not come, only 0 ({host}), 2 ({host})" in str(heard[1])
 
 
-def test_clocks_that_are_apart(monkeypatch):
-    here = iter([1000.0, 1090.0])  # of process 1 when it comes, then of process 0
+@pytest.mark.parametrize(
+    ("ahead", "said"),
+    [(90, "is 90 s ahead of that of"), (3600, "; a stop signal or time limit ends the run without a save; NTP")],
+)
+def test_clocks_that_are_apart(ahead, said, monkeypatch):
+    here = iter([1000.0, 1000.0 + ahead])  # of process 1 when it comes, then of process 0
     monkeypatch.setattr(
         rollcall, "time", type("", (), {"time": lambda: next(here), "monotonic": time.monotonic, "sleep": time.sleep})
     )
     heard = called((0, 2, {}), (1, 2, {}))
     assert heard[0] == heard[1]
-    assert "is 90 s ahead of that of" in heard[0][0]
+    assert said in heard[0][0]
+    assert ("without a save" in heard[0][0]) == (ahead > 900)
 
 
 def test_a_stranger_on_the_port():

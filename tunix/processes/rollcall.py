@@ -37,6 +37,9 @@ READ_S = 5.0  # for one line of another process, from its first byte to its last
 MAX_LINE = 1 << 26  # bytes; the config of a run may name a million files
 MAX_VALUE = 500  # characters of a value in a message
 CLOCKS_S = 5.0  # clocks of hosts that differ by more give a remark
+# JAX's runtime agrees on the last step 15 minutes before an end that each process names by its own clock: those whose
+# clock is behind wait until then.
+STOP_CLOCKS_S = 900.0
 LATE_S = 5.0  # after an error, seconds that process 0 waits for the other processes, so that it can tell them too
 REFUSED_S = 120.0  # that a refused process waits for the others: it comes before them, which import JAX first
 # Kubernetes sets it in every pod. There the name of process 0's pod is unknown until that pod has an address, which may
@@ -204,7 +207,10 @@ def _compare_clocks(present: dict[int, dict[str, Any]]) -> list[str]:
     apart = fast["ahead_s"] - slow["ahead_s"]
     if apart < CLOCKS_S:
         return []
-    return [f"the clock of {fast['host']} is {apart:.0f} s ahead of that of {slow['host']}; NTP would set them right"]
+    lost = "a stop signal or time limit ends the run without a save; " if apart > STOP_CLOCKS_S else ""
+    return [
+        f"the clock of {fast['host']} is {apart:.0f} s ahead of that of {slow['host']}; {lost}NTP would set them right"
+    ]
 
 
 def _report(host: str, port: int, about: dict[str, Any], deadline: float) -> dict[str, Any]:
