@@ -275,7 +275,8 @@ class Grpo(Prompted, Taught):
     clip_high: PositiveOrZero
     """Share by which a ratio may rise."""
     max_importance: Positive | None
-    """Cap of the probability in training over the one in sampling, which weights each token; null does not weight."""
+    """Cap of the probability in training over the one in sampling, which weights each token. With several steps on a
+    rollout it bounds the ratio where the advantage is negative (dual clip, arXiv:1912.09729). Null does neither."""
     importance: Literal["truncate", "mask", "sequence"]
     """What task.max_importance does with one step a rollout: caps the weight of each token (truncate), leaves tokens
     beyond it out (mask), or caps one weight of the whole answer, the product of those of its tokens (sequence)."""
