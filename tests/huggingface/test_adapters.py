@@ -171,7 +171,9 @@ def test_an_adapter_of_whole_numbers_is_refused(tmp_path):
 
 @pytest.mark.parametrize("init", ["zero", "pissa"])
 @pytest.mark.parametrize("use_rslora", [False, True])
-@pytest.mark.parametrize("mlp", [[], [experts(), "model.lora.targets=mlp"]], ids=["dense", "experts"])
+@pytest.mark.parametrize(
+    "mlp", [["model.lora.dropout=0.1"], [experts(), "model.lora.targets=mlp"]], ids=["dense", "experts"]
+)
 def test_peft_multiplies_updates_by_our_factor(init, use_rslora, mlp):
     """PEFT divides alpha by r, or by its square root; an update of PiSSA has twice our rank in the file."""
     keys = {"rank": 4, "alpha": 6, "init": init, "use_rslora": use_rslora}
@@ -180,6 +182,7 @@ def test_peft_multiplies_updates_by_our_factor(init, use_rslora, mlp):
     factor = info["lora_alpha"] / (info["r"] ** 0.5 if info["use_rslora"] else info["r"])
     assert factor == pytest.approx(6 / (2 if use_rslora else 4))
     assert info["r"] == (8 if init == "pissa" else 4)
+    assert info["lora_dropout"] == model.lora.dropout
 
 
 @pytest.mark.parametrize(("key", "value"), [

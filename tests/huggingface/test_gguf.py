@@ -125,6 +125,14 @@ def test_all_that_ends_an_answer(tmp_path):
     assert (tmp_path / "out/Modelfile").read_text().endswith('PARAMETER stop "b"\nPARAMETER stop "ab"\n')
 
 
+def test_a_file_that_is_not_what_was_written_is_named(tmp_path, monkeypatch):
+    folder = give_tokenizer(Path(shutil.copytree(PARITY / "llama", tmp_path / "llama")))
+    written = gguf.GGUFWriter.write_tensor_data
+    monkeypatch.setattr(gguf.GGUFWriter, "write_tensor_data", lambda self, data: written(self, data * 0))
+    with pytest.raises(UserError, match=r"is not what was written: blk.0.attn_k.weight, .* is the disk full"):
+        write(folder, tmp_path / "out", "dtype=float32")
+
+
 def test_float16_and_named_templates(tmp_path):
     """Numbers that float16 lacks would be infinite; further templates belong to the tokenizer."""
     folder = give_tokenizer(Path(shutil.copytree(PARITY / "llama", tmp_path / "llama")))

@@ -237,6 +237,7 @@ def test_the_order_of_work(num_processes, monkeypatch, caplog):
     rollouts = RolloutsAhead(draw, mesh, range(1, 9), 2, {})
     taken = [tokens(rollouts.take(weights(step), step + 1, go_on)) for step in range(5)]
     assert taken == [(0, [0]), (0, [0]), (0, [0]), (1, [1]), (2, [2])]
+    assert [*rollouts.rollouts] == [5, 6, 7]  # those that were learnt are gone
     waiting = unpack(pack(rollouts.find_waiting(4)), [5, 6], task, lambda step: prompts, lambda prompts: "asked")
     assert waiting == rollouts.find_waiting(4)
     assert not caplog.text
