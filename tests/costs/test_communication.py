@@ -4,18 +4,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.harness import ONE_LAYER
+from support.harness import ONE_LAYER, SMALL
 
 from tunix.config.compose import compose
 from tunix.costs.communication import (
     ExpertTokens,
     LocalHeads,
+    _list_in_blocks,
     gather_tokens,
     hand_on_keys,
     send_rows,
     swap_heads,
 )
-from tunix.costs.step import derive
+from tunix.costs.step import derive, find_train_spec
 from tunix.models.remat import Remat
 from tunix.sharding.mesh import explicit_sizes
 
@@ -81,3 +82,12 @@ def test_frozen_weights_are_gathered_and_not_reduced():
     assert updates["all-gather"] >= whole["all-gather"]
     assert 0 < updates["reduce-scatter"] < whole["reduce-scatter"] / 4
     assert 0 < updates["all-reduce"] < whole["all-reduce"] / 4
+
+
+@pytest.mark.parametrize(("num_devices", "times"), [(2, []), (4, [2 * 3])])
+def test_key_heads_that_all_devices_keep(num_devices, times):
+    """Each device has the gradients of its own queries; those of keys and values of three layers are summed over all."""
+    words = f"model.mesh_shape=[[{num_devices}],[tp]]", "distributed.allow_idle_devices=true"
+    cfg = compose([*SMALL, *words]).config  # two heads of keys
+    exchanges = list(_list_in_blocks(find_train_spec(cfg, explicit_sizes(cfg.model.mesh_shape), "cpu")))
+    assert [each.times for each in exchanges if each[:3] == ("all-reduce", "BTKH", ("tp",))] == times

@@ -34,7 +34,7 @@ from tunix.models.remat import Remat, product_name
 from tunix.models.table import CP_EXCHANGES, EXPERT_EXCHANGES
 from tunix.sharding.layout import Layout
 from tunix.sharding.mesh import count_devices, token_shards
-from tunix.sharding.table import EXPERTS, STREAM_TOKENS, TOKENS, Equation, axis_names, token_axes
+from tunix.sharding.table import DIMS, EXPERTS, STREAM_TOKENS, TOKENS, Equation, axis_names, token_axes
 from tunix.training.choices import Choices
 from tunix.training.loss import find_loss_kind
 from tunix.training.state import Weight
@@ -221,8 +221,7 @@ def _list_attention_transfers(train_spec: TrainSpec) -> Iterator[Transfer]:
     segment_ids = math.prod(find_shard_shape((rows, tokens), train_spec.layout.activation("BS"), mesh)) * 4
     yield Transfer("all-gather", axes, num_microbatches * segment_ids, overlaps=0.0, count=num_microbatches)
     exchanged = import_object(CP_EXCHANGES[train_spec.layout.cp_exchange].transfers)
-    further = [] if cfg.model.mtp is None else [*cfg.model.mtp_model.head_kinds.items()]
-    for kind, numbers in (*cfg.model.head_kinds.items(), *further):
+    for kind, numbers in _list_head_kinds(cfg.model):
         heads = measure_heads(cfg.model, kind, train_spec.choices, mesh)
         for pipeline, number in list_passes(train_spec, numbers):
             layers = num_microbatches * number * pipeline.iterations_per_microbatch
@@ -230,6 +229,12 @@ def _list_attention_transfers(train_spec: TrainSpec) -> Iterator[Transfer]:
             num_bytes, count = round(layers * layer.num_bytes), max(1, round(layers * layer.count))
             yield replace(layer, num_bytes=num_bytes, count=count)
     yield from _list_memory_transfers(train_spec)
+
+
+def _list_head_kinds(model: Model) -> list[tuple[HeadSizes, tuple[int, ...]]]:
+    """Return the kinds of heads with their layers, also that of the layer of `model.mtp`."""
+    further = [] if model.mtp is None else [*model.mtp_model.head_kinds.items()]
+    return [*model.head_kinds.items(), *further]
 
 
 def _list_memory_transfers(train_spec: TrainSpec) -> Iterator[Transfer]:
@@ -401,6 +406,12 @@ def _list_in_blocks(train_spec: TrainSpec) -> Iterator[Exchange]:
             else:
                 yield Exchange("all-reduce", equation.x, layout.product_axes(equation.transposed()), layers)
     yield from dict.fromkeys(expert_exchanges)
+    for kind, numbers in _list_head_kinds(cfg.model):
+        if kind.dim_names[0] in layout.unsplit:
+            # Every device has all keys and values, and their gradients of its own queries alone.
+            for pipeline, number in list_passes(train_spec, numbers):
+                times = 2 * number * pipeline.iterations_per_microbatch
+                yield Exchange("all-reduce", f"BT{kind.dim_names}", DIMS["N"].activation_axes, times)
     for layers, times in entered.values():
         yield Exchange("all-gather", ENTERED, stream, times * layers)
         yield Exchange("reduce-scatter", ENTERED, stream, layers)
