@@ -10,6 +10,7 @@ from tunix.config.compose import compose
 from tunix.costs.communication import (
     ExpertTokens,
     LocalHeads,
+    _list_at_ends,
     _list_in_blocks,
     gather_tokens,
     hand_on_keys,
@@ -91,3 +92,11 @@ def test_key_heads_that_all_devices_keep(num_devices, times):
     cfg = compose([*SMALL, *words]).config  # two heads of keys
     exchanges = list(_list_in_blocks(find_train_spec(cfg, explicit_sizes(cfg.model.mesh_shape), "cpu")))
     assert [each.times for each in exchanges if each[:3] == ("all-reduce", "BTKH", ("tp",))] == times
+
+
+@pytest.mark.parametrize(("words", "times"), [([], 2), (["model.lora.rank=2"], 1)])
+def test_tokens_that_are_gathered_at_the_ends(words, times):
+    """What the head takes, and the gradient of what the lookup gives, which a frozen table does not need."""
+    cfg = compose([*SMALL, "model.mesh_shape=[[4,2],[fsdp,tp]]", *words]).config
+    exchanges = list(_list_at_ends(find_train_spec(cfg, explicit_sizes(cfg.model.mesh_shape), "cpu")))
+    assert [each.times for each in exchanges if each.kind == "all-gather"] == [times]

@@ -78,7 +78,7 @@ EXPERTS = experts()
         ("[[8],[fsdp]]", ["model.lora.rank=2", "model.lora.quantize_base=int8"]),
         ("[[2,2,2],[dp,fsdp,tp]]", []),
         ("[[2,2,2],[dp,fsdp,tp]]", ["training.sequence_parallel=false"]),
-        ("[[2,4],[fsdp,tp]]", []),
+        ("[[2,4],[fsdp,tp]]", ["model.lora.rank=2"]),
         ("[[4,2],[fsdp,tp]]", ["training.remat=projections", "training.remat_every=3", "model.num_layers=6"]),
         ("[[4,2],[pp,fsdp]]", ["model.num_layers=8", "model.global_every=2"]),
         ("[[2,4],[fsdp,cp]]", []),

@@ -444,8 +444,10 @@ def _list_at_ends(train_spec: TrainSpec) -> Iterator[Exchange]:
     yield Exchange("all-reduce", ENTERED, train_spec.layout.product_axes(table.equation.transposed()), sums)
     if (inputs := train_spec.arch.weights.get("layer_inputs")) is not None:  # a lookup in a table of its own
         yield Exchange("all-reduce", "BTlp", train_spec.layout.product_axes(inputs["table"].equation), 1)
-    # What the head takes, and the gradient of what the lookup gives: the stream begins and ends between them.
-    yield Exchange("all-gather", ENTERED, train_spec.layout.stream_axes, times)
+    # What the head takes, and the gradient of what the lookup gives: the stream begins and ends between them. A frozen
+    # table needs no gradient.
+    gathers = times if train_spec.arch.is_trained["embedding"]["table"] else times // 2
+    yield Exchange("all-gather", ENTERED, train_spec.layout.stream_axes, gathers)
 
 
 def _list_expert_layers(model: Model) -> list[int]:
