@@ -32,7 +32,7 @@ from tunix.huggingface.table import find_family
 from tunix.huggingface.weights import save_weights
 from tunix.inference.gathered import gather
 from tunix.inference.lm_eval import TokenScorer
-from tunix.inference.pretrained import load_init_from
+from tunix.inference.pretrained import load_init_from, load_pretrained
 from tunix.inference.sampling import Sampling
 from tunix.models.layers import named
 from tunix.models.table import CP_EXCHANGES
@@ -240,6 +240,14 @@ def test_parts_are_frozen(kind):
     assert usual == decoder | {"projector": projector}
     assert count_trained(kind, "model.vision.freeze_tower=false") == usual | {"tower": tower}
     assert count_trained(kind, "model.vision.freeze_projector=true") == decoder
+
+
+@pytest.mark.parametrize("kind", COUNTS)
+def test_weights_in_parts_are_those_of_one_device(kind):
+    """Files have the squares of patches of a projector as one dimension, within which the tower's width is split."""
+    one = load_pretrained(SEEING.parent / kind)
+    split = load_pretrained(SEEING.parent / kind, mesh_shape=((2,), ("fsdp",)), strategy="full_shard")
+    jax.tree.map(np.testing.assert_array_equal, split.params, one.params)
 
 
 @pytest.mark.parametrize("kind", COUNTS)

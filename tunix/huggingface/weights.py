@@ -379,7 +379,7 @@ def load_parameter(
     def part(index: Index) -> np.ndarray:
         ranges = {dim_name: (each.start, each.stop) for dim_name, each in zip(ours, index, strict=True)}
         requested = [numbers[dim_name][slice(*ranges[dim_name])] for dim_name in name.numbered]
-        slices, unpacked = _find_slices(name, cfg.dims, ranges)
+        slices, unpacked, within = _find_slices(name, cfg.dims, ranges)
         entries = ranges[name.dims.split(",")[name.fused_dim][0]]
         views = []
         for which in itertools.product(*requested):
@@ -387,7 +387,7 @@ def load_parameter(
             stored = files.read(tensor, slices)
             if name.interleaved:
                 stored = _take_entries(stored, name, cfg.dims, entries)
-            views.append(stored.reshape(unpacked).transpose(order))
+            views.append(stored.reshape(unpacked)[within].transpose(order))
         if len(views) == 1:
             return np.expand_dims(views[0], new_dims)
         stacked = np.stack(views).reshape(*map(len, requested), *views[0].shape)
@@ -408,13 +408,12 @@ def load_parameter(
 
 def _find_slices(
     name: Name, dims: Mapping[str, int], ranges: Mapping[str, tuple[int, int]]
-) -> tuple[tuple[slice, ...], list[int]]:
-    """Return the slice of a tensor in the files that has these ranges of our dimensions, and its shape by letter."""
-    slices, unpacked = [], []
+) -> tuple[tuple[slice, ...], list[int], tuple[slice, ...]]:
+    """Return the slice of a tensor in the files that has these ranges of our dimensions, its shape by letter, and the
+    ranges within that shape: of a group, as NH, a slice has whole entries of the first letter."""
+    slices, unpacked, within = [], [], []
     for index, group in enumerate(name.dims.split(",")):
         inner = math.prod(dims[dim_name] for dim_name in group[1:])
-        # Shards and pieces cut NH between heads, never within one: they cut the first letter of a group alone.
-        assert all(ranges[dim_name] == (0, dims[dim_name]) for dim_name in group[1:]), f"{group} is split within"
         begin = sum(list_sizes(name.fused, dims)[: name.part]) if index == name.fused_dim else 0
         first, last = ranges[group[0]]
         if name.interleaved and index == name.fused_dim:
@@ -426,7 +425,8 @@ def _find_slices(
         else:
             slices.append(slice(begin + first * inner, begin + last * inner))
         unpacked += [last - first, *(dims[dim_name] for dim_name in group[1:])]
-    return tuple(slices), unpacked
+        within += [slice(None), *(slice(*ranges[dim_name]) for dim_name in group[1:])]
+    return tuple(slices), unpacked, tuple(within)
 
 
 def entry_sizes(name: Name, dims: Mapping[str, int]) -> list[int]:
