@@ -529,6 +529,9 @@ class Dpo(Compared):
     """sigmoid, simpo: share of the pairs that are taken to be in the wrong order (arXiv:2306.14111)."""
     length_normalized: Flag
     """sigmoid: log-probabilities per token of an answer in place of their sum."""
+    sft_weight: PositiveOrZero
+    """Weight of the cross entropy of the chosen answer, which is added to the loss: a mean over the tokens of the answer
+    (RPO, arXiv:2404.19733)."""
 
     @property
     def has_reference(self) -> bool:

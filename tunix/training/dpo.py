@@ -60,6 +60,7 @@ def preference_loss(
         log_probs = sum_answers(per_token * batch["loss_mask"], batch)
         reference = sum_answers(batch["reference_log_probs"], batch)
         num_tokens = sum_answers(batch["loss_mask"], batch)
+        sft_loss = -log_probs.chosen / jnp.maximum(num_tokens.chosen, 1)
         if objective.per_token or task.length_normalized:
             log_probs, reference = (
                 Sides(*(side / jnp.maximum(count, 1) for side, count in zip(sides, num_tokens, strict=True)))
@@ -77,7 +78,7 @@ def preference_loss(
             return jnp.sum(per_pair * is_pair)
 
         penalty, block_sums = add_block_sums(blocks, jnp.sum(is_pair, 1))
-        loss = total(import_object(objective.function)(pairs, task))
+        loss = total(import_object(objective.function)(pairs, task) + task.sft_weight * sft_loss)
         sums: Sums = {
             "loss": loss,
             # Of pairs that are as far apart as at step 0, half are counted: the first step has no right order yet.
@@ -85,6 +86,7 @@ def preference_loss(
             "margin": total(task.beta * margin),
             "reward_chosen": total(task.beta * gains.chosen),
             "reward_rejected": total(task.beta * gains.rejected),
+            **({"sft_loss": total(sft_loss)} if task.sft_weight else {}),
             **block_sums,
         }
         return Loss(loss + penalty, jnp.sum(is_pair), sums)
