@@ -163,7 +163,9 @@ def test_cross_entropy_of_the_chosen_answer_is_added(policy, batches):
     (loss, sums), _ = policy(batch, TASK.model_copy(update={"sft_weight": 0.5}))
     with jax.set_mesh(policy.model.mesh):
         chosen = np.asarray(policy.sides(policy.params, batch).chosen)[[0, 1, 1, 2, 0], [1, 1, 0, 0, 0]]
-    sft_loss = np.mean([-float(total) / len(pair["chosen_ids"]) for total, pair in zip(chosen, TRL["pairs"], strict=True)])
+    sft_loss = np.mean(
+        [-float(total) / len(pair["chosen_ids"]) for total, pair in zip(chosen, TRL["pairs"], strict=True)]
+    )
     assert float(sums["sft_loss"]) == pytest.approx(sft_loss, rel=1e-5)
     assert float(loss - before) == pytest.approx(0.5 * sft_loss, rel=1e-5)
 

@@ -530,8 +530,8 @@ class Dpo(Compared):
     length_normalized: Flag
     """sigmoid: log-probabilities per token of an answer in place of their sum."""
     sft_weight: PositiveOrZero
-    """Weight of the cross entropy of the chosen answer, which is added to the loss: a mean over the tokens of the answer
-    (RPO, arXiv:2404.19733)."""
+    """Weight of the cross entropy of the chosen answer, which is added to the loss: a mean over its tokens (RPO,
+    arXiv:2404.19733)."""
 
     @property
     def has_reference(self) -> bool:
