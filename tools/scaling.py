@@ -90,9 +90,12 @@ def of_tp(sizes: Sizes, num_devices: int) -> float:
 
     Forward each branch gathers and scatters. Backward it does both for the gradients, and gathers once more what it
     took, for the gradient of its weights. remat=full computes the sums of attention again. Both ends add six: a lookup
-    and a gradient of logits are all-reduces, and the stream begins and ends.
+    and a gradient of logits are all-reduces, and the stream begins and ends. Where the devices do not divide the
+    heads of keys and values, all of them keep these, and the gradients are two all-reduces in a layer.
     """
-    return _share(num_devices) * (11 * sizes.cfg.model.num_layers + 6) * sizes.stream
+    model, tokens = sizes.cfg.model, sizes.cfg.training.seq_len
+    kept = model.num_kv_heads * model.head_dim * tokens * SIXTEEN_BITS if model.num_kv_heads % num_devices else 0
+    return _share(num_devices) * ((11 * model.num_layers + 6) * sizes.stream + 4 * model.num_layers * kept)
 
 
 def of_cp(sizes: Sizes, num_devices: int) -> float:
