@@ -233,14 +233,20 @@ def remove_unfinished() -> None:
 def replacing(target: Path) -> Iterator[Path]:
     """Yield a path beside `target` to make a file or a folder at; it takes the place of `target` at the end.
 
-    When the block raises, or a signal ends the process, nothing is left of it. `target` may be a file, or an empty
-    folder.
+    When the block raises, or a signal ends the process, nothing is left of it. What killed processes of this host have
+    left of the same target is removed. `target` may be a file, or an empty folder.
 
     A reader sees the old content or the new one, and never a part: `os.replace` changes one entry of the folder, which
     file systems do at once. It works within one file system only, so the new content is made beside the target, and not
     in /tmp.
     """
-    with temporary_folder(f".{target.name}-", beside=target) as temporary:
+    prefix = f".{target.name}-{platform.node()}-"
+    for left in target.parent.glob(f"{glob.escape(prefix)}*"):
+        # Whoever made it was killed, or has made it in this moment and locks it next.
+        with suppress(OSError), _locking(left) as is_locked:
+            if is_locked and time.time() - left.stat().st_mtime > 1:
+                shutil.rmtree(left)
+    with temporary_folder(prefix, beside=target) as temporary, _locking(Path(temporary)):
         new = Path(temporary) / target.name
         yield new
         os.replace(new, target)
@@ -304,8 +310,6 @@ def describe_refusal(error: OSError) -> str:
 def make_once(target: Path, make: Callable[[Path], object], key: str = "loading.cache_dir") -> Path:
     """Return `target`, made by `make(path)` if it is not there yet. Of two processes that make it, one wins.
 
-    What killed processes of this host have left of it is removed.
-
     Raises:
         UserError: the disk cannot be written; it names the `key` that chooses the folder.
     """
@@ -315,15 +319,8 @@ def make_once(target: Path, make: Callable[[Path], object], key: str = "loading.
     # OSError, and takes what the first has made.
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        prefix = f".{target.name}-{platform.node()}-"
-        for left in target.parent.glob(f"{glob.escape(prefix)}*"):
-            # Whoever made it was killed, or has made it in this moment and locks it next.
-            with suppress(OSError), _locking(left) as is_locked:
-                if is_locked and time.time() - left.stat().st_mtime > 1:
-                    shutil.rmtree(left)
-        with temporary_folder(prefix, beside=target) as temporary, _locking(Path(temporary)):
-            make(new := Path(temporary) / target.name)
-            os.replace(new, target)
+        with replacing(target) as new:
+            make(new)
     except OSError as error:
         if not target.exists():
             hint = find_way_out(error, f"set {key} to a writable folder")
