@@ -17,6 +17,7 @@ from tunix.config.pretrained_config import describe_keys_outside_family, trained
 from tunix.huggingface.config_json import read_config, write_config
 from tunix.huggingface.table import FAMILIES
 from tunix.huggingface.weights import save_weights
+from tunix.inference.pretrained import load_pretrained
 from tunix.inference.sampling import Sampling
 from tunix.training.loss import next_token_loss
 
@@ -120,7 +121,8 @@ def test_gradients(mesh, tmp_path):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_weights_and_config_go_out_as_they_came(name, tmp_path):
-    model = tunix.load_pretrained(PARITY / name, mesh_shape=MESHES["2x2"])
+    mesh = (2, 2, 2), ("fsdp", "cp", "tp")
+    model = load_pretrained(PARITY / name, mesh_shape=mesh, strategy="full_shard")
     save_weights(tmp_path, model.params, model.cfg, model.arch.weights, "bfloat16", shard_gb=5)
     before, after = load_file(PARITY / name / "model.safetensors"), load_file(tmp_path / "model.safetensors")
     assert before.keys() == after.keys()
