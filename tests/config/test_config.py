@@ -74,6 +74,7 @@ MISTAKES = [
     ("training.micro_batch_tokens=256 training.micro_batch_size=auto", "training.micro_batch_size=auto are both set"),
     ("training.max_steps=null", "the run has no end; set one of training.max_steps"),
     ("training.loss_chunk_size=half", "training.loss_chunk_size=half: expected a whole number or auto"),
+    ("task=grpo model.mesh_shape=[[8],[fsdp]] training.micro_batch_size=1 task.group_size=3", "task.group_size=3 does not divide the 8 answers of a step (training.global_batch_size); nearest: a batch of 24 or 48, or task.group_size=2 or 4 or 8"),
     ("task=grpo task.rollout_rows=some", "task.rollout_rows=some: expected a whole number, auto or null"),
     ("distributed.shared_filesystem=maybe", "distributed.shared_filesystem=maybe: expected true or false or auto"),
     ("model.lora.quantize_base=int9", "expected one of int8, nf4 or null; did you mean int8?"),

@@ -153,7 +153,7 @@ class Config(Section):
         if sizes and self.training.micro_batch_size != "auto":
             batch = self.training.batch_shape(sizes)
             if isinstance(self.task, Grpo):
-                self.task.num_prompts(batch.num_sequences)
+                self.task.num_prompts(batch.num_sequences, batch.num_rows)
         if isinstance(self.task, Grpo):
             self._check_grpo(self.task)
         self._check_stage_lengths()

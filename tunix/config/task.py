@@ -1,5 +1,6 @@
 """Tasks: which documents a run learns from, and which loss their batches get."""
 
+import math
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, get_args
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -112,8 +113,8 @@ class Task(Section):
         """Tokens of each position that a teacher on disk has; None without one."""
         return None
 
-    def cycle(self, num_sequences: int) -> Cycle:
-        """Return what is read at one time for steps of `num_sequences` sequences."""
+    def cycle(self, num_sequences: int, unit: int = 1) -> Cycle:
+        """Return what is read at one time for steps of `num_sequences` sequences, a multiple of `unit`."""
         return Cycle(num_sequences, 1)
 
     def describe_tools(self) -> list[dict[str, Any]]:
@@ -450,22 +451,25 @@ class Grpo(Prompted, Taught):
         """Return the steps from one rollout to the next."""
         return self.steps_per_rollout * self.passes_per_rollout
 
-    def cycle(self, num_sequences: int) -> Cycle:
-        """Return the prompts of a rollout, and the steps from one rollout to the next."""
-        prompts = round(self.oversample * self.num_prompts(num_sequences) * self.steps_per_rollout)
+    def cycle(self, num_sequences: int, unit: int = 1) -> Cycle:
+        """Return the prompts of a rollout, and the steps from one rollout to the next; see `num_prompts`."""
+        prompts = round(self.oversample * self.num_prompts(num_sequences, unit) * self.steps_per_rollout)
         return Cycle(prompts, self.num_steps_of_rollout)
 
-    def num_prompts(self, num_sequences: int) -> int:
+    def num_prompts(self, num_sequences: int, unit: int = 1) -> int:
         """Return the number of prompts of a step of `num_sequences` answers: each prompt has a group of answers.
+
+        Every batch of the run is a multiple of `unit`, and so are those that the message names.
 
         Raises:
             UserError: the groups do not fill the sequences, with the nearest values that do.
         """
         if num_sequences % self.group_size:
             near = " or ".join(map(str, nearest(list_divisors(num_sequences, least=2), self.group_size)))
+            batches = near_multiples(num_sequences, math.lcm(self.group_size, unit))
             raise UserError(
                 f"task.group_size={self.group_size} does not divide the {num_sequences} answers of a step "
-                f"(training.global_batch_size); nearest: a batch of {near_multiples(num_sequences, self.group_size)}"
+                f"(training.global_batch_size); nearest: a batch of {batches}"
                 f"{f', or task.group_size={near}' if near else ''}"
             )
         return num_sequences // self.group_size
