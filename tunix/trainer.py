@@ -160,7 +160,7 @@ def run(job: compose.Job) -> Result:
             write_record(job, folder, shared, waiting_log)
             keep_files(cfg, setup.corpus.vocab, folder, shared)
             write_root(job, folder, root)
-            log.info("writing to %s", folder)
+            log.info("writing to %s%s", folder, "" if root == str(folder) else f", checkpoints to {root}")
 
             with open_loop(setup, progress, feed, checkpoints, folder, watchdog, start_time) as loop:
                 loop.begin(clock)
@@ -348,14 +348,19 @@ def check_before_writing(setup: Setup, feed: Feed) -> None:
     """Raise `UserError` for mistakes that only the length of the data, a download or the devices can show."""
     cfg, num_steps = setup.cfg, setup.sizes.total_steps
     assert num_steps is not None, "a corpus or the config ends every run"
-    left_out = setup.sizes.data_schedule.left_out(num_steps)
-    if table := feed.samples.stages(num_steps, left_out):
-        log.info("stages of the mixture\n%s", table)
+    if not cfg.resume:  # a resumed run knows its samples when it knows its checkpoint
+        log_stages(feed, num_steps, setup.sizes)
     check_window(cfg, num_steps)
     peers.main_first(lambda: check_init_from(cfg, setup.train_spec.arch), "looking at model.init_from")
     for check in (check_attention, check_expert_matmul):
         if agreement := check(cfg, setup.train_spec.layout, setup.mesh):
             log.info("%s", agreement)
+
+
+def log_stages(feed: Feed, last: int, sizes: Sizes) -> None:
+    """Log the stages of a mixture; raises `UserError` where a part would be repeated too often."""
+    if table := feed.samples.stages(last, sizes.data_schedule):
+        log.info("stages of the mixture\n%s", table)
 
 
 @dataclass
@@ -391,6 +396,8 @@ def restore_or_begin(job: compose.Job, checkpoints: Checkpoints, setup: Setup, f
         start, improvement = beginning, Improvement()
     sizes = derive_sizes(train_spec, corpus.num_samples, start)
     last = find_last_step(setup, sizes, start, improvement)
+    if cfg.resume:
+        log_stages(feed, last, sizes)
     return Progress(state, start, improvement, restored is None, sizes, last)
 
 
@@ -423,9 +430,10 @@ def find_last_step(setup: Setup, sizes: Sizes, start: Position, improvement: Imp
     # A run that changed its batch on the way has taken other samples in its first steps than the config says. What is
     # left of the data or of the tokens then gives another number of steps.
     if start.num_samples != whole_run.data_schedule.taken(start.step):
+        ends = "" if last == whole_run.total_steps else f"; the last step is {last}, not {whole_run.total_steps}"
         log.warning(
-            "steps so far were not all of %d sequences: sample %d comes after step %d; the last step is %d, not %d",
-            sizes.batch.num_sequences, start.next_sample, start.step, last, whole_run.total_steps,
+            "steps so far were not all of %d sequences: sample %d comes after step %d%s",
+            sizes.batch.num_sequences, start.next_sample, start.step, ends,
         )  # fmt: skip
     if last == start.step:
         reached = ", ".join(cfg.training.limits)

@@ -1,6 +1,7 @@
 """Several sources in one run: shares, stages, caps; each source's own samples in its own order, none lost or repeated."""
 
 import json
+import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,7 +18,7 @@ from tunix.batch_sources import schedule_prompts
 from tunix.checkpoints.checkpoint import check_same
 from tunix.config.compose import compose
 from tunix.config.task import Cycle
-from tunix.data.batches import Position, SampleOrder, Stage, TrainBatches, split_samples
+from tunix.data.batches import BEGINNING, DataSchedule, Position, SampleOrder, Stage, TrainBatches, split_samples
 from tunix.sharding.table import axis_names
 
 shares = st.lists(st.integers(0, 1000), min_size=1, max_size=5).filter(any).map(tuple)
@@ -108,20 +109,28 @@ def test_stages_and_caps_and_the_table(tmp_path):
     assert [stage.first_sample for stage in data.order.stages] == [0, 40, 128]  # 128 is the first with no token before
     before, after = data.order.count_by_part(40), data.order.count_by_part(128)
     assert [b - a for a, b in zip(before, after, strict=True)] == [0, 88, 0]
-    table = data.stages(40)
+    table = data.stages(40, data.data_schedule)
     for text in ("stage", "from step", "from token", "start", "more", "last", "rare: samples (epochs)", "4,096"):
         assert text in table
     assert sum(data.source_tokens(128).values()) == 128 * 32
     # 40 samples of the stage `more` are left out: 48 are read of it, and the run reads 40 more of the last stage.
-    rows = [line.split() for line in data.stages(40, [[50, 90]]).splitlines()]
+    skipping = DataSchedule(BEGINNING, data.data_schedule.cycle, ["14:23"])
+    assert skipping.left_out(40) == [[52, 92]]
+    rows = [line.split() for line in data.stages(40, skipping).splitlines()]
     assert (rows[2][0], rows[2][-4]) == ("more", "48")
     assert sum(int(row[index]) for row in rows[1:] for index in (-6, -4, -2)) == 160
+    # Four steps with four samples each, then two samples a step.
+    rows = [
+        line.split() for line in data.stages(20, DataSchedule(Position(4, 16, "", ""), Cycle(2, 1), [])).splitlines()
+    ]
+    assert [row[-8] for row in rows[1:]] == ["begun", "16", "60"]
+    assert sum(int(row[index]) for row in rows[1:] for index in (-6, -4, -2)) == 16 + 16 * 2
     _, data = batches(tmp_path, "data.max_epochs={rare: 2}")
-    data.stages(10)
+    data.stages(10, data.data_schedule)
     with pytest.raises(
         UserError, match=r"data.max_epochs: the run would read rare [\d.]+ times, more than 2; lower its weight"
     ):
-        data.stages(1000)
+        data.stages(1000, data.data_schedule)
 
 
 @pytest.mark.parametrize(
@@ -145,6 +154,18 @@ def test_a_stage_by_step_is_named_where_another_batch_moves_it(tmp_path):
         check_same(cfg, saved, position, Position(0, 0, "stages of another", ""))
 
 
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        ("data.weights={short: 0.9999996, long: 0, rare: 4e-7}", "data.weights"),
+        (STAGES.replace("long: 1, rare: 0", "long: 0.9999996, rare: 4e-7"), "data.stages: stage more: weights"),
+    ],
+)
+def test_a_weight_that_gives_no_sample_is_refused(tmp_path, words, key):
+    with pytest.raises(UserError, match=f"^{key}: rare=4e-07 is less than half a millionth .*set it to 0"):
+        batches(tmp_path, words, "data.weight_unit=sample")
+
+
 def test_stages_out_of_order(tmp_path):
     with pytest.raises(UserError, match="stage last begins at sample 128, not after stage more"):
         batches(tmp_path, STAGES.replace("from_step: 10", "from_step: 32"))
@@ -163,6 +184,7 @@ def test_a_run_counts_what_each_source_gave_and_goes_on_with_the_mixture(tmp_pat
     saved = json.loads((folder / "checkpoints" / "6" / "run" / "metadata").read_text())
     assert saved["position"]["source_tokens"]["rare"] == lines[-1]["tokens_rare"]
     tunix.train(["resume=run/checkpoints/3"])
+    assert re.search("start +begun +0 ", (folder / "train.log").read_text())
     assert [line["loss"] for line in metrics(folder)][6:] == [line["loss"] for line in lines[3:]]
     changed = ["resume=run", "data.weights={short: 0.2, long: 0.6, rare: 0.2}", "training.max_steps=7"]
     with pytest.raises(UserError, match="loading.allow_changed_data=true goes on with it all the same"):

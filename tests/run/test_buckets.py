@@ -348,6 +348,7 @@ def test_a_local_folder_keeps_the_checkpoints_too(corpus, tmp_path, monkeypatch)
     monkeypatch.chdir("elsewhere")
     tunix.train(["resume=../run", "training.max_steps=4"])
     assert sorted(os.listdir("../disk/checkpoints")) == ["3", "4"]
+    assert f"writing to {tmp_path}/run, checkpoints to {tmp_path}/disk" in Path("../run/train.log").read_text()
 
 
 def test_a_local_folder_is_the_same_from_everywhere(tmp_path, monkeypatch):

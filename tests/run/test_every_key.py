@@ -92,7 +92,8 @@ def the_sources(folder: Path, corpus: Path) -> Callable[[], None]:
 
     def use() -> None:
         for cfg in configs:
-            TrainBatches(load_corpus(cfg).train, cfg, cfg.training, build_mesh(cfg)).stages(10)
+            batches = TrainBatches(load_corpus(cfg).train, cfg, cfg.training, build_mesh(cfg))
+            batches.stages(10, batches.data_schedule)
             find_loss_kind(cfg)
 
     return use

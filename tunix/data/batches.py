@@ -293,9 +293,9 @@ class DataSchedule:
 
 def make_data_schedule(cfg: Config, schedule: BatchSchedule, start: Position) -> DataSchedule:
     """Return the samples of the steps of a run that goes on from `start`, with the batches of `schedule_after` it."""
-    *before, remaining = schedule.periods
-    stages = [(period.last_step or 0, cfg.task.cycle(period.num_samples)) for period in before]  # all have a last step
-    return DataSchedule(start, cfg.task.cycle(remaining.num_samples), cfg.training.skip_steps, stages)
+    cycles = [cfg.task.cycle(each.num_samples, each.shape.num_rows // each.num_cuts) for each in schedule.periods]
+    ends = [period.last_step or 0 for period in schedule.periods[:-1]]  # all have a last step
+    return DataSchedule(start, cycles[-1], cfg.training.skip_steps, list(zip(ends, cycles[:-1], strict=True)))
 
 
 def schedule_after(start: Position, batch: BatchKeys, mesh_sizes: Mapping[str, int]) -> BatchSchedule:
@@ -386,11 +386,11 @@ def read_stages(mixture: Mixture | None, parts: Parts, data_schedule: DataSchedu
     """Return the stages of a run, in samples; None, a single source, is a mixture of one part with one stage.
 
     Raises:
-        UserError: the stages are out of order.
+        UserError: the stages are out of order, or a weight is too small.
     """
     if mixture is None:
         return [Stage("all", 0, (PRECISION,))]
-    stages = [Stage("start", 0, _compute_ratios(mixture, mixture.weights, parts))]
+    stages = [Stage("start", 0, _compute_ratios(mixture, mixture.weights, parts, "data.weights"))]
     for stage in mixture.stages:
         if stage.from_tokens is not None:
             first = -(-stage.from_tokens // seq_len)
@@ -401,12 +401,17 @@ def read_stages(mixture: Mixture | None, parts: Parts, data_schedule: DataSchedu
                 f"data.stages: stage {stage.name} begins at sample {first}, not after stage {stages[-1].name} "
                 f"(sample {stages[-1].first_sample}); put the stages in order"
             )
-        stages.append(Stage(stage.name, first, _compute_ratios(mixture, stage.weights, parts)))
+        ratios = _compute_ratios(mixture, stage.weights, parts, f"data.stages: stage {stage.name}: weights")
+        stages.append(Stage(stage.name, first, ratios))
     return stages
 
 
-def _compute_ratios(mixture: Mixture, weights: dict[str, float], parts: Parts) -> tuple[int, ...]:
-    """Convert the weights, which are of samples, tokens or documents, to shares of samples in millionths."""
+def _compute_ratios(mixture: Mixture, weights: dict[str, float], parts: Parts, key: str) -> tuple[int, ...]:
+    """Convert the weights of a `key`, which are of samples, tokens or documents, to shares of samples in millionths.
+
+    Raises:
+        UserError: a weight is not 0, and its share is.
+    """
     per_sample = {
         "sample": lambda part: 1.0,
         "token": lambda part: part.num_tokens / len(part),
@@ -414,7 +419,13 @@ def _compute_ratios(mixture: Mixture, weights: dict[str, float], parts: Parts) -
     }[mixture.weight_unit]
     # A part whose samples have twice the tokens needs half as many samples for the same weight in tokens.
     samples = [weights[name] / per_sample(part) for name, part in parts.items()]
-    return tuple(round(PRECISION * number / sum(samples)) for number in samples)
+    ratios = tuple(round(PRECISION * number / sum(samples)) for number in samples)
+    if lost := next((name for name, ratio in zip(parts, ratios, strict=True) if weights[name] and not ratio), None):
+        raise UserError(
+            f"{key}: {lost}={weights[lost]:g} is less than half a millionth of the samples, and no sample would be of "
+            f"{lost}; raise it, or set it to 0"
+        )
+    return ratios
 
 
 def count_read(order: SampleOrder, first: int, end: int, left_out: Sequence[Sequence[int]]) -> list[int]:
@@ -459,19 +470,20 @@ class Samples:
             return corpus
         return hash_texts(f"{corpus} {self.order.stages}")
 
-    def stages(self, num_steps: int, left_out: Sequence[Sequence[int]] = ()) -> str:
-        """Format the stages of a mixture in `num_steps` steps: where each begins, the samples and epochs of each part.
+    def stages(self, last_step: int, data_schedule: DataSchedule) -> str:
+        """Format the stages of a mixture up to a step: where each begins, the samples and epochs of each part.
 
-        The samples [first, end) that training.skip_steps leaves out do not count, and the run takes as many more behind
-        them. Empty for a single source.
+        `data_schedule` may go on from a later position than step 0: a run that changed its batch on the way has taken
+        other samples than the config says. Samples that training.skip_steps leaves out do not count. Empty for a
+        single source.
 
         Raises:
             UserError: a part would be repeated more often than data.max_epochs allows.
         """
         if self.mixture is None:
             return ""
-        order, parts = self.order, self.parts
-        num_samples = self.data_schedule.taken(num_steps) + sum(end - first for first, end in left_out)
+        order, parts, start = self.order, self.parts, data_schedule.start
+        num_samples, left_out = data_schedule.next_sample(last_step), data_schedule.left_out(last_step)
         total = dict(zip(parts, count_read(order, 0, num_samples, left_out), strict=True))
         for name, max_epochs in (self.mixture.max_epochs or {}).items():
             epochs = total[name] / len(parts[name])
@@ -487,11 +499,12 @@ class Samples:
             table.add_column(column, justify="left" if column == "stage" else "right")
         ends = [*order.firsts[1:], num_samples]
         for stage, end in zip(order.stages, ends, strict=True):
-            first = min(stage.first_sample, num_samples)
-            counts = count_read(order, first, max(first, min(end, num_samples)), left_out)
+            first = stage.first_sample
+            counts = count_read(order, min(first, num_samples), min(end, num_samples), left_out)
             cells = [f"{count:,} ({count / len(part):.2f})" for count, part in zip(counts, parts.values(), strict=True)]
-            step, token = self.data_schedule.steps_of(first), first * self.tokens_per_sample
-            table.add_row(stage.name, f"{step:,.4g}", f"{token:,}", *cells)
+            has_begun = first < start.next_sample
+            step = "begun" if has_begun else f"{start.step + data_schedule.steps_of(first - start.next_sample):,.4g}"
+            table.add_row(stage.name, step, f"{first * self.tokens_per_sample:,}", *cells)
         return as_text(table)
 
     def position_after(self, step: int, start: Position, data_schedule: DataSchedule) -> Position:
