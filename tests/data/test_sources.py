@@ -311,6 +311,22 @@ def test_files_of_one_name_are_named(tmp_path, caplog):
     assert 0 < corpus.num_held_out < 12
 
 
+def test_a_set_of_files_that_are_trained_on_is_named(tmp_path, byte_tokenizer, caplog):
+    for name in ("learnt", "own"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.txt").write_text(f"{name} " * 100)
+    (tmp_path / "own" / "b.txt").symlink_to(tmp_path / "learnt" / "a.txt")
+    words = ["data=text", f"data.paths=[{tmp_path}/learnt]", "data.held_out_fraction=0", byte_tokenizer]
+    more = ["evaluation.sets.more=text", f"evaluation.sets.more.paths=[{tmp_path}/own]"]
+    load_corpus(config(*words, *more))
+    assert "evaluation.sets.more: the run trains on 1 of its 2 files too" in caplog.text
+    assert f"({tmp_path}/learnt/a.txt)" in caplog.text
+    caplog.clear()
+    (tmp_path / "own" / "b.txt").unlink()
+    load_corpus(config(*words, *more))
+    assert "the run trains on" not in caplog.text
+
+
 def test_ends_of_short_files_are_not_left_out_in_silence(tmp_path, byte_tokenizer, caplog):
     for number in range(3):
         flat(tmp_path, f"{number}.bin", np.full(30, 5, np.uint16))

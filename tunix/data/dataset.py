@@ -36,7 +36,7 @@ from tunix.config.task import Classify, Embed, Kto, Paired, Prompted, Uncut
 from tunix.config.vision import AnyVision
 from tunix.data.chat import THOUGHTS
 from tunix.data.documents import DOCUMENTS, Document, read_documents
-from tunix.data.files import Source, TextFiles, Unit
+from tunix.data.files import Files, Source, TextFiles, Unit
 from tunix.data.image_processors import ImageProcessor
 from tunix.data.image_slots import find_slots
 from tunix.data.packing import Sequences
@@ -432,6 +432,7 @@ def _check_image_tokens(vocab: Vocab, vision: AnyVision | None) -> None:
 def prepare_corpus(cfg: Config) -> tuple[dict[str, Prepared], Vocab]:
     """Tokenize each source; return the results keyed by the sources' names, and the tokenizer that they share."""
     copied, units, vocab = find_inputs(cfg)
+    _warn_learnt_sets(cfg, units)
     prepared = {}
     for name, source in cfg.sources.items():
         if name in copied:
@@ -440,6 +441,22 @@ def prepare_corpus(cfg: Config) -> tuple[dict[str, Prepared], Vocab]:
             prepared[name] = prepare(source, units[name], cfg.task, vocab, cfg.loading)
         warn_left_out(name, prepared[name])
     return prepared, vocab
+
+
+def _warn_learnt_sets(cfg: Config, units: dict[str, list[Unit]]) -> None:
+    """Warn where a set of evaluation.sets reads files that the run trains on."""
+
+    def find_paths(source: Source, units: list[Unit]) -> set[Path]:
+        return {Path(unit.path).resolve() for unit in units} if isinstance(source, Files) else set()
+
+    learnt = set().union(*(find_paths(cfg.sources[name], each) for name, each in units.items()))
+    for name, source in cfg.evaluation.sets.items():
+        files = find_paths(*find_set(source, cfg))
+        if shared := sorted(files & learnt):
+            log.warning(
+                "evaluation.sets.%s: the run trains on %d of its %d files too (%s); give the set files of its own",
+                name, len(shared), len(files), shared[0],
+            )  # fmt: skip
 
 
 def _name_keys(images: dict[str, Any]) -> str:
