@@ -28,10 +28,10 @@ from tunix.data.image_slots import index_images
 from tunix.data.prompts import load_prompts
 from tunix.inference.openai_api import ApiError
 from tunix.inference.sampling import Sampling
-from tunix.models.transformer import Transformer
 from tunix.sharding.arrays import to_global
 from tunix.training.choices import build_mesh
 from tunix.training.logprobs import compute_token_log_probs
+from tunix.training.scores import score_documents
 from tunix.training.train_spec import assemble
 from tunix.verify import verify
 
@@ -126,24 +126,25 @@ def test_the_end_of_a_run_shows_images_with_answers(trained):
     assert Image.open(io.BytesIO(sheet.encoded_image_string)).size == (4 * 172, -(-int(count) // 4) * 220)
 
 
-def test_a_image_is_seen_by_its_own_conversation_alone():
-    """Two conversations in a row: another image in one of them changes no number of the other."""
-    cfg = compose([*SHAPES, "task=sft"]).config
-    (packed,) = load_corpus(cfg).train.values()
-    row = next(row for row in map(packed.__getitem__, range(len(packed))) if row["image_index"].max() >= 4)
+def compare_images(cfg, row, compute):
+    """Return numbers [T] that `compute(module, batch)` gives for a row, and those with another first image."""
     other = row | {"images": row["images"].copy()}
     other["images"][0] = 255 - other["images"][0]
     mesh = build_mesh(cfg)
-
-    def score(params, batch):
-        module: Transformer = program.arch.module(params)
-        return compute_token_log_probs(module, batch, None, chunk_size=80)[0]
-
     with jax.set_mesh(mesh):
         program = assemble(cfg, mesh)
         params = program.new_state(cfg.seed)["params"]
         batch = to_global({name: np.stack([row[name], other[name]])[None] for name in row}, mesh)
-        one, two = np.asarray(jax.jit(score)(params, {name: leaf[0] for name, leaf in batch.items()}))
+        first = {name: leaf[0] for name, leaf in batch.items()}
+        return np.asarray(jax.jit(lambda params, batch: compute(program.arch.module(params), batch))(params, first))
+
+
+def test_an_image_is_seen_by_its_own_conversation_alone():
+    """Two conversations in a row: another image in one of them changes no number of the other."""
+    cfg = compose([*SHAPES, "task=sft"]).config
+    (packed,) = load_corpus(cfg).train.values()
+    row = next(row for row in map(packed.__getitem__, range(len(packed))) if row["image_index"].max() >= 4)
+    one, two = compare_images(cfg, row, lambda *of: compute_token_log_probs(*of, None, chunk_size=80)[0])
     segments, place = row["segment_ids"], int(np.argmax(row["image_index"] >= 0))
     own = segments == segments[place]
     behind = own & (np.arange(len(own)) >= place)
@@ -152,6 +153,20 @@ def test_a_image_is_seen_by_its_own_conversation_alone():
     assert (segments > 0).sum() > own.sum() > 0
     np.testing.assert_array_equal(one[~own], two[~own])
     np.testing.assert_array_equal(one[before], two[before])
+
+
+def test_scores_follow_from_images(tmp_path):
+    """Of task=classify, and of task=reward, which are computed by one function."""
+    image = "data:image/png;base64," + base64.b64encode(save(Image.fromarray(draw(16, 16)))).decode()
+    messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what?"}]}]
+    rows = [{"messages": messages, "images": [image], "label": label} for label in "ab"]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    words = [word for word in SHAPES if not word.startswith("data")]
+    own = ["task=classify", "task.labels=[a,b]", "data=jsonl", f"data.paths=[{tmp_path}/rows.jsonl]"]
+    cfg = compose([*words, *own, "data.held_out_fraction=0", f"loading.cache_dir={tmp_path}/cache"]).config
+    (packed,) = load_corpus(cfg).train.values()
+    one, two = compare_images(cfg, packed[0], lambda *of: score_documents(*of, None)[0])
+    assert np.abs(one - two)[packed[0]["loss_mask"] > 0].max() > 0.1
 
 
 def test_prompts_have_their_images():

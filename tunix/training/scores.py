@@ -19,7 +19,7 @@ from tunix.models.layers import BlockSums
 from tunix.models.scores import pool_weights
 from tunix.models.transformer import Transformer
 from tunix.training.dpo import sum_answers
-from tunix.training.logprobs import Loss, Sums, add_block_sums
+from tunix.training.logprobs import Loss, Sums, add_block_sums, compute_hidden
 
 EXAMPLE_FIELDS = {
     **FIELDS,
@@ -32,8 +32,7 @@ def score_documents(model: Transformer, batch: Batch, seed: jax.Array | None) ->
 
     The weights are 0 in segments that are no document.
     """
-    arrays = batch["tokens"], batch["positions"], batch["segment_ids"]
-    hidden, blocks = model.hidden(model.vocab_weights(), *arrays, seed)
+    hidden, blocks = compute_hidden(model, model.vocab_weights(), batch, seed)
     assert model.score is not None
     return model.score(hidden), pool_weights(batch["segment_ids"], model.layout), blocks
 
