@@ -19,8 +19,10 @@ from support.forks import Started, start
 from support.harness import ONE_LAYER, ROOT, RUN, cli, cli_here, errors, experts, metrics, run_python
 from support.rollouts import TASK
 
-from tunix.config.command_line import print_warnings
+from tunix.config import Average, Evaluate, Export, Generate, Play, Samples, Serve
+from tunix.config.command_line import describe_command, print_warnings
 from tunix.config.compose import build, compose, to_yaml
+from tunix.config.mistakes import list_keys
 
 
 @pytest.fixture
@@ -105,6 +107,18 @@ def test_help_and_info(tmp_path):
     assert "docs/config.md" in shown
     assert "tiny" in cli_here("--info", "defaults", cwd=tmp_path).stdout
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("section", [Average, Evaluate, Export, Generate, Play, Samples, Serve])
+def test_help_of_a_command_with_keys_of_its_own(section, monkeypatch):
+    """It fits into the terminal, and says what each key is where nobody types it."""
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = describe_command(section, "python -m tunix.NAME key=value ...").splitlines()
+    assert max(map(len, lines)) <= 80
+    written = {line.strip() for line in lines if re.match(r"  \S", line)}
+    assert len(written) == len([*list_keys(section)])
+    assert written & {"checkpoint", "run", "checkpoint=null"}  # a key without a default must be typed
+    assert section is not Generate or {"max_new_tokens=128", "temperature=0.8", "chat=false", "stop=[]"} <= written
 
 
 PRINTS = """

@@ -8,7 +8,9 @@ join by `run_joined`.
 import argparse
 import logging
 import math
+import shutil
 import sys
+import textwrap
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -17,7 +19,7 @@ from omegaconf import OmegaConf
 
 from tunix.base.config_types import CONF, list_options
 from tunix.base.errors import FlagParser, UserError, did_you_mean
-from tunix.base.text import flat
+from tunix.base.text import as_typed, flat
 from tunix.config import Average, Config, Distributed, Evaluate, Export, Generate, Play, Section, Serve, compose
 from tunix.config.mistakes import describe_errors, list_keys, reject_flags, validate
 from tunix.processes import exits, supervisor
@@ -135,9 +137,21 @@ def _reject_dashes(section: type[Section], argv: list[str]) -> None:
 
 
 def describe_command(section: type[Section], usage: str) -> str:
-    """Return the help of a command with the keys of a section."""
-    lines = [f"  {key:24} {description}" for key, description in list_keys(section)]
-    return "\n".join([usage, "", section.__doc__ or "", "", *lines])
+    """Return the help of a command with the keys of a section and their defaults, as wide as the terminal."""
+    values: Any = OmegaConf.to_container(compose.compose_file(CONF / "command" / section.__name__.lower()))
+    defaults = flat(values)
+    lines = [usage, "", *_wrap(section.__doc__ or "", indent=""), ""]
+    for key, description in list_keys(section):
+        typed = key if defaults[key] == "???" else f"{key}={as_typed(defaults[key])}"
+        lines += [f"  {typed}", *_wrap(description, indent=" " * 6)]
+    return "\n".join(lines)
+
+
+def _wrap(text: str, indent: str) -> list[str]:
+    width = min(shutil.get_terminal_size().columns, 120)
+    return textwrap.wrap(
+        text, width, initial_indent=indent, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
 
 
 def run_local(section: type[S], work: Callable[[S], str | None]) -> int:
