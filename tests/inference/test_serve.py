@@ -381,8 +381,8 @@ def test_tools_reach_the_template_and_calls_are_read(model, hf_dir):
     with serving(model, hf_dir, f"chat_template='{template}'") as (app, port):
         call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 17}'}}
         messages = [{"role": "user", "content": "u"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
-        for nothing in ("", "null", None):
-            without = messages[1] | {"tool_calls": [call | {"function": {"name": "now", "arguments": nothing}}]}
+        for nothing in ({"arguments": ""}, {"arguments": "null"}, {"arguments": None}, {}):
+            without = messages[1] | {"tool_calls": [call | {"function": {"name": "now", **nothing}}]}
             assert read_message(without, 1)["tool_calls"][0]["function"]["arguments"] == {}, nothing
         # OpenAI's client sends the name behind the arguments, and templates may write the object as it is.
         backward = messages[1] | {"tool_calls": [call | {"function": {"arguments": "{}", "name": "now"}}]}

@@ -609,6 +609,19 @@ def _with_json(message: Message) -> Message:
     return {**message, "tool_calls": list(map(write, calls))} if calls else message
 
 
+def read_function(function: dict[str, Any]) -> dict[str, Any]:
+    """Return a called function with its arguments as an object, which templates want; OpenAI's form of files and
+    requests has them as JSON. Where a function has no parameters, some write null, an empty text or no arguments.
+
+    Raises:
+        ValueError, RecursionError: the arguments are a text that is no JSON.
+    """
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        arguments = json.loads(arguments.strip() or "{}")
+    return function | {"arguments": {} if arguments is None else arguments}
+
+
 def read_tool_name(call: Mapping[str, Any]) -> str:
     function = call.get("function", call)
     return str(function.get("name") or "") if isinstance(function, Mapping) else ""

@@ -17,7 +17,17 @@ from tunix.base.errors import UserError
 from tunix.base.text import as_typed
 from tunix.config import Task
 from tunix.config.task import Classify, Embed, Prompted, Sft
-from tunix.data.chat import NO_OPTIONS, THOUGHTS, LearntTurns, Message, Options, Pieces, RefusedConversation, join_parts
+from tunix.data.chat import (
+    NO_OPTIONS,
+    THOUGHTS,
+    LearntTurns,
+    Message,
+    Options,
+    Pieces,
+    RefusedConversation,
+    join_parts,
+    read_function,
+)
 from tunix.data.files import TOO_LONG, BadRow, Columns, Item, Limited, Rows, Source, Unit, is_longer
 from tunix.data.image_processors import ImageProcessor
 from tunix.data.images import ImageReader, count_threads, find_root, list_column, map_ahead, read_parts, take_images
@@ -592,13 +602,8 @@ def _read_message(turn: Any) -> Message:
 
 
 def _read_call(call: dict[str, Any]) -> dict[str, Any]:
-    """Return a call with its arguments as an object, which templates want; OpenAI's files have them as JSON. Where a
-    function has no parameters, files have null, or no arguments at all."""
-    function = call.get("function", call)
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        arguments = json.loads(arguments.strip() or "{}")
-    function = function | {"arguments": {} if arguments is None else arguments}
+    """Return a call in the form of OpenAI, or a function alone, with its arguments as an object."""
+    function = read_function(call.get("function", call))
     return call | {"function": function} if "function" in call else function
 
 

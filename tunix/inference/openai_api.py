@@ -19,7 +19,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from tokenizers import Tokenizer
 
 from tunix.base.config_types import Temperature
-from tunix.data.chat import THOUGHTS
+from tunix.data.chat import THOUGHTS, read_function
 from tunix.data.files import BadRow
 from tunix.data.images import read_parts
 from tunix.data.thoughts import ANSWER, PartReader
@@ -217,23 +217,17 @@ def read_message(message: dict[str, Any], index: int) -> dict[str, Any]:
 
 def _read_calls(calls: Any, location: str) -> list[dict[str, Any]]:
     try:
-        return [call | {"function": _read_function(call["function"])} for call in calls]
-    except (TypeError, KeyError, ValueError, RecursionError):
+        return [call | {"function": _put_name_first(read_function(call["function"]))} for call in calls]
+    except (AttributeError, TypeError, KeyError, ValueError, RecursionError):
         raise ApiError(
             400, f"{location}.tool_calls are no calls with a function and JSON arguments", "messages"
         ) from None
 
 
-def _read_function(function: Any) -> dict[str, Any]:
+def _put_name_first(function: dict[str, Any]) -> dict[str, Any]:
     """Return a called function, its name first, as models write calls. OpenAI's client puts the arguments first, and
     templates such as Mistral's write the object as it is."""
-    arguments = function["arguments"]
-    if isinstance(arguments, str):
-        arguments = json.loads(arguments.strip() or "{}")
-    if arguments is None:  # of a function without parameters, as some clients write it
-        arguments = {}
-    first = {key: function[key] for key in ("name",) if key in function}
-    return first | function | {"arguments": arguments}
+    return {key: function[key] for key in ("name",) if key in function} | function
 
 
 # Texts of answers.
