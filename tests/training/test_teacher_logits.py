@@ -3,6 +3,7 @@ meshes, and folders that are not what a run reads."""
 
 import json
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +20,7 @@ import tunix
 from tunix.base.errors import UserError
 from tunix.base.forms import CACHE_FORMS
 from tunix.config.compose import compose
+from tunix.config.pretrained_config import read_teacher
 from tunix.costs.devices import read_topology
 from tunix.data import teacher_logits
 from tunix.data.teacher_logits import IDS, LOG_PROBS, REST, LogitFiles, TopK
@@ -193,12 +195,20 @@ def test_work_that_was_killed_goes_on_and_a_resumed_run_has_the_same_digits(plac
             run(place, "killed", *words)
     pieces = {path: path.stat().st_mtime_ns for path in tmp_path.glob("teacher/*/*/*/ids.npy")}
     assert len(pieces) == 3
-    folder = run(tmp_path, "run", *words, f"loading.cache_dir={tmp_path}")
+    teacher = shutil.copytree(place / "teacher", tmp_path / "teacher_run")
+    words = [f"loading.cache_dir={tmp_path}", f"task.teacher={teacher}", "task.teacher_top_k=3"]
+    folder = run(tmp_path, "run", *words)
     assert len([*tmp_path.glob("teacher/*/*/*/ids.npy")]) > 5
     assert {path: path.stat().st_mtime_ns for path in pieces} == pieces
     tunix.train([f"resume={folder}/checkpoints/1"])
-    _, before, after = numbers(folder)
-    assert before == after
+    shutil.rmtree(teacher)
+    read_teacher.cache_clear()
+    with pytest.raises(UserError, match=f"task.teacher={teacher}.* goes on without it: task.teacher=FOLDER"):
+        tunix.train([f"resume={folder}/checkpoints/1"])
+    files = re.search(r"teacher: the run reads (\S+)", (folder / "train.log").read_text())[1]
+    tunix.train([f"resume={folder}/checkpoints/1", f"task.teacher={files}"])
+    _, before, *after = numbers(folder)
+    assert after == [before, before]
 
 
 def test_files_that_are_damaged_or_of_another_run_are_refused(place, whole):

@@ -156,6 +156,7 @@ def give_logits(cfg: Config, corpus: Corpus, train_spec: TrainSpec, mesh: Mesh) 
             )
         peers.main_first(lambda: write_info(folder, info), "making the folder of the teacher's logits")
         _compute_missing(cfg, corpus, train_spec, mesh, folder, list(zip(files, missing, strict=True)))
+    log.info("teacher: the run reads %s", folder)
     for each in files:
         peers.main_first(partial(each.verify, cfg.loading), "checking the teacher's logits")
         each.sequences.of_teacher = each.read

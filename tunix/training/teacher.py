@@ -237,7 +237,14 @@ def describe_teacher(
     temperature = task.teacher_temperature if isinstance(task, Distilled) else cfg.sampling.temperature
     if top_k is not None and (info := read_logits_info(task.teacher)) is not None:
         return _make_offline(cfg, task.teacher, top_k, info.num_rows, temperature)
-    model = read_teacher(task.teacher)
+    try:
+        model = read_teacher(task.teacher)
+    except UserError as error:
+        if top_k is None or not cfg.resume:
+            raise
+        raise UserError(
+            f"{error}; a run that has the teacher's files goes on without it: task.teacher=FOLDER, which its log names"
+        ) from None
     if cfg.training.seq_len > model.context_length:
         raise UserError(
             f"task.teacher={task.teacher} reads at most {model.context_length} tokens, and "
