@@ -526,6 +526,7 @@ class Loop:
         if progress.improvement.is_due:
             progress.improvement = replace(progress.improvement, is_due=False)
             self.evaluations.run(progress.start.step)
+            self.checkpoints.store.add_loss(progress.start.step, self.evaluations.cost(progress.start.step))
             if progress.improvement.is_over(self.setup.cfg.evaluation):
                 progress.last = find_last_step(self.setup, progress.sizes, progress.start, progress.improvement)
         self.write_goodput(progress.start.step)
@@ -583,6 +584,7 @@ class Loop:
             with self.goodput.count("checkpoint"):
                 self.checkpoints.finish()
             self.check_folder()
+            self.checkpoints.store.add_loss(last, self.evaluations.cost(last))
             self.write_goodput(last)
             log.info("%s", describe_memory(self.compiled.at(last), read_peak_memory_gib()))
             if self.evaluations.latest:

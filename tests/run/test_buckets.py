@@ -147,6 +147,13 @@ def test_what_is_kept_is_what_was_asked_for(server, files):
     assert store.steps() == [3]
     (aside,) = [name for name in buckets.list_names(store.storage.root, "test") if "aside" in name]
     assert buckets.list_names(f"{store.storage.root}/{aside}", "test") == ["4", "6"]
+    store.save(7, make_state((1, 1)), Record(INFO_FILES, {}, None))
+    store.finish()
+    assert store.describe_best().startswith("best held out: step 3;")
+    store.add_loss(7, 0.5)  # measured after the save
+    again = open_bucket(store.folder, checkpoint_keys())
+    again.check(7)
+    assert again.describe_best() == ""
 
 
 def test_a_damaged_object_is_named(server, files):

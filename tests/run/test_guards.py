@@ -91,7 +91,9 @@ def test_a_hard_stop_comes_after_the_evaluation_of_its_step(signal, monkeypatch)
         ),
         "compiled": SimpleNamespace(at=lambda _: None),
         "evaluations": SimpleNamespace(run=evaluate, cost=lambda _: 1.0),
-        "checkpoints": SimpleNamespace(finish=lambda: None),
+        "checkpoints": SimpleNamespace(
+            finish=lambda: None, store=SimpleNamespace(add_loss=lambda step, loss: happened.append((step, loss)))
+        ),
         "watchdog": SimpleNamespace(phase=lambda _: nullcontext()),
         "goodput": SimpleNamespace(count=lambda _: nullcontext(), end_start=lambda: None),
     }
@@ -102,7 +104,7 @@ def test_a_hard_stop_comes_after_the_evaluation_of_its_step(signal, monkeypatch)
     assert parts["progress"].improvement.is_due == bool(signal)
     happened.clear()
     trainer.Loop(**parts).begin(trainer.StartClock())
-    assert happened == [*(["evaluation"] if signal else []), "write_goodput"]
+    assert happened == [*(["evaluation", (4, 1.0)] if signal else []), "write_goodput"]
     assert not parts["progress"].improvement.is_due
 
 

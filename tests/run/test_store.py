@@ -107,6 +107,22 @@ def test_the_best_checkpoint_is_named_where_it_is_not_the_newest(tmp_path):
     assert open_at(tmp_path, "keep_best=false").describe_best() == ""
 
 
+def test_a_model_that_is_measured_after_its_save_may_be_the_best(tmp_path):
+    """A stop saves without the evaluation that is due, and the run that goes on makes up for it: its checkpoint was
+    deleted as if nothing had been measured, and the log named a worse one as the best.
+    """
+    save(open_at(tmp_path, "async=false"), 1, 2.0)
+    save(open_at(tmp_path, "async=false"), 2)
+    store = open_at(tmp_path)
+    for step, loss in ((2, 1.0), (1, 0.5), (7, 0.5), (2, None)):  # saved with a loss, not saved at all, not measured
+        store.add_loss(step, loss)
+    assert store.describe_best() == ""
+    again = open_at(tmp_path, "async=false", "max_to_keep=1")
+    again.check(2)
+    save(again, 3, 3.0)
+    assert again.steps() == [2, 3]
+
+
 def test_a_save_reads_the_loss_of_each_kept_checkpoint_once(tmp_path, monkeypatch):
     """With 1,000 checkpoints in a bucket each save asked for all of them again."""
     store, read = open_at(tmp_path, "async=false", "keep_every_steps=1", "max_to_keep=1"), []

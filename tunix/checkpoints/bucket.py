@@ -186,6 +186,10 @@ class Bucket:
     def read_metrics(self, step: int) -> dict[str, float] | None:
         return json.loads(self.read(step, FILE))["metrics"]
 
+    def add_metrics(self, step: int, metrics: dict[str, float]) -> None:
+        record = json.loads(self.read(step, FILE)) | {"metrics": metrics}
+        self.objects.write(f"{step}/{FILE}", json.dumps(record).encode())
+
     def list_arrays(self, step: int) -> dict[str, tuple[int, ...]]:
         arrays = json.loads(self.read(step, ARRAYS))
         return {name: tuple(array["shape"]) for name, array in arrays.items()}

@@ -14,6 +14,7 @@ step, so that an item of another step is found too.
 """
 
 import asyncio
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -154,6 +155,14 @@ class Folder:
         if (item / FILE).is_file():
             check_files([item / FILE])
         return parse_json(check_size(item / "metrics").read_text())
+
+    def add_metrics(self, step: int, metrics: dict[str, float]) -> None:
+        unfinished = self.folder / str(step) / f"metrics{UNFINISHED}"
+        unfinished.mkdir(exist_ok=True)
+        file = unfinished / "metrics"
+        file.write_text(json.dumps(metrics))
+        write_digests(unfinished, [file], step=step)
+        unfinished.rename(unfinished.with_name("metrics"))
 
     def list_arrays(self, step: int) -> dict[str, tuple[int, ...]]:
         tree = ocp.PyTreeCheckpointHandler().metadata(epath.Path(self.folder / str(step) / "state")).tree

@@ -82,6 +82,7 @@ class Storage(Protocol):
     def read(self, step: int, name: str) -> str: ...  # a text
     def add(self, step: int, name: str, text: str) -> None: ...  # 0: to a whole checkpoint, as a whole
     def read_metrics(self, step: int) -> dict[str, float] | None: ...  # 0; Damaged
+    def add_metrics(self, step: int, metrics: dict[str, float]) -> None: ...  # 0: to a whole checkpoint without any
     def list_arrays(self, step: int) -> dict[str, tuple[int, ...]]: ...  # shapes by name: params/embed/table
     def read_arrays(self, step: int) -> dict[str, np.ndarray]: ...  # all of them, whole, in the shapes of `list_arrays`
     def restore(self, step: int, abstract: State) -> State: ...  # the arrays that `abstract` names, laid out as it says
@@ -167,6 +168,20 @@ class Store:
 
         if text:
             peers.on_main(write, "what is added to the checkpoint")
+
+    def add_loss(self, step: int, loss: float | None) -> None:
+        """Add the held-out loss to a checkpoint that was saved before its model was measured."""
+
+        def write() -> None:
+            try:
+                if loss is not None and self._read_losses().get(step, loss) is None:
+                    self.storage.add_metrics(step, {"held_out_loss": loss})
+                    self.losses[step] = loss
+            except Exception as error:
+                reason = self.storage.explain(error) or repr(error)
+                log.warning("the checkpoint of step %d does not get its held-out loss: %s", step, reason)
+
+        peers.on_main(write, "the held-out loss of a checkpoint")
 
     def wait(self) -> None:
         """Wait until what this process has begun to save is written."""
