@@ -30,6 +30,7 @@ from tunix.models.expert_parallel import count_rows
 from tunix.models.layer_scan import sums_in_layers
 from tunix.models.layers import parameter_name
 from tunix.models.linear_attention import count_rounds
+from tunix.models.pipeline import list_sends
 from tunix.models.remat import Remat, product_name
 from tunix.models.table import CP_EXCHANGES, EXPERT_EXCHANGES
 from tunix.sharding.layout import Layout
@@ -160,15 +161,16 @@ def _list_stage_transfers(train_spec: TrainSpec) -> Iterator[Transfer]:
     # A part comes in and its result goes out, forward; backward the gradients of both.
     parts = pipeline.num_microbatches * pipeline.num_parts
     entered = parts + pipeline.num_stages - 1  # with what the first stage takes when all parts have gone in
-    times = entered + parts
-    yield Transfer("all-gather", layout.stage_axes, times * joined + entered * extra_bytes, overlaps=0.0)
     returned = parts if pipeline.num_chunks > 1 else entered
+    num_bytes = (entered + parts) * stream + entered * extra_bytes
+    yield Transfer("all-gather", layout.stage_axes, num_bytes, overlaps=0.0)
+    yield Transfer("reduce-scatter", layout.stage_axes, (parts + returned) * stream, overlaps=0.0)
+    if layout.stream_axes:  # outside of the stages, devices that split the stream have other tokens of it
+        between, crossings = (*layout.stage_axes, *layout.stream_axes), entered + 2 * parts + returned
+        num_bytes = crossings * stream // pipeline.num_stages
+        yield Transfer("collective-permute", between, num_bytes, overlaps=0.0, count=crossings)
     if cfg.model.first_runs:  # entries of all parts, and their gradients
         yield Transfer("all-to-all", layout.stage_axes, 2 * parts * joined // pipeline.num_stages, overlaps=0.0)
-    yield Transfer("reduce-scatter", layout.stage_axes, (parts + returned) * joined, overlaps=0.0)
-    if layout.stream_axes:  # on its way between stages and what is outside of them, a part has its tokens joined
-        num_bytes = times * (joined + joined // pipeline.num_stages)
-        yield Transfer("all-gather", layout.stream_axes, num_bytes, overlaps=0.0)
     # Once a step the batch is dealt out anew: its tokens in the place of its sequences.
     fields = sum(field.dims == "ABT" for field in find_loss_kind(cfg).fields.values())
     batch = pipeline.num_microbatches * train_spec.choices.batch.sequences_per_shard * local_tokens * 4
@@ -178,11 +180,15 @@ def _list_stage_transfers(train_spec: TrainSpec) -> Iterator[Transfer]:
         arch = train_spec.arch
         dealt_out = [(weight, weight.dtype) for weight in jax.tree.leaves(arch.weights)]
         dealt_out += [(weight, "float32") for weight in jax.tree.leaves(arch.trained_weights)]
+        chunks = range(pipeline.num_chunks)  # each travels in a permute of its own, of which one may move nothing
+        trips = [list_sends(pipeline.num_stages, pipeline.num_chunks, number) for number in chunks]
+        moving = sum(any(source != target for source, _, target, _ in each) for each in trips)
         num_bytes, count = 0, 0
         for weight, dtype in dealt_out:
             if weight.equation.is_stacked and not weight.equation.is_before_stages:
-                num_bytes += count_shard_bytes(weight, layout.stored(weight.equation), dtype, mesh)
-                count += pipeline.num_chunks
+                in_all = count_shard_bytes(weight, layout.stored(weight.equation), dtype, mesh)
+                num_bytes += in_all * moving // pipeline.num_chunks
+                count += moving
         yield Transfer("collective-permute", layout.stage_axes, num_bytes, overlaps=0.0, count=count)
 
 

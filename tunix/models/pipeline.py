@@ -156,10 +156,18 @@ class Lanes:
         return jnp.broadcast_to(x, (self.num_stages, *x.shape), out_sharding=PartitionSpec(self.stage_axes, *spec))
 
     def from_stage(self, condition: jax.Array, x: jax.Array, spec: PartitionSpec) -> jax.Array:
-        """[S, rows, ...] -> [rows, ...] of the one stage where the condition [S] holds, laid out as `spec`."""
-        # A product with 0 and 1: the choice is a sum over stages, so it is one reduce-scatter where `spec` splits rows.
-        dim_names = "BTD"[: x.ndim - 1]
-        return jnp.einsum(f"S,S{dim_names}->{dim_names}", condition.astype(x.dtype), x, out_sharding=spec)
+        """[S, rows, T, D] -> [rows, t, D] of the one stage where the condition [S] holds, laid out as `spec`: stages
+        split the tokens that each of their devices has. [S, rows] -> [rows], which every stage has.
+        """
+
+        # A sum over stages, to which the others add zeros. XLA would sum and send where it could scatter.
+        def on_each_stage(x: jax.Array) -> jax.Array:
+            if x.ndim == 2:
+                return jax.lax.psum(x[0], self.stage_axes)
+            return jax.lax.psum_scatter(x[0], self.stage_axes, scatter_dimension=1, tiled=True)
+
+        x = self.select(condition, x, jnp.zeros_like(x))
+        return jax.shard_map(on_each_stage, in_specs=jax.typeof(x).sharding.spec, out_specs=spec)(x)
 
     def make_ring(self, shapes: Any, num_slots: int) -> Any:
         """Return zeros for arrays of these shapes in each slot, [slots, ...]; stages use slots of their own."""

@@ -285,11 +285,9 @@ class StagedModel:
 
         The other stages add zeros, and the sum over stages is scattered over the tokens: one reduce-scatter.
         """
-        (x, penalties), lanes, layout = stream, self.lanes, self.outer.layout
-        spec = layout.activation
+        (x, penalties), lanes, spec = stream, self.lanes, self.outer.layout.activation
         penalties = jax.tree.map(lambda each: lanes.from_stage(condition, each, spec("B")), penalties)
-        x = reshard(x, PartitionSpec(lanes.stage_axes, *self.model.block_layout.activation("BTD")))
-        return layout.split_stream(lanes.from_stage(condition, x, spec("BTD"))), penalties
+        return reshard(lanes.from_stage(condition, x, self._on_the_way), spec("BtD")), penalties
 
     def spread(self, stream: Stream) -> Stream:
         """Return a stream from outside of the stages on every stage: the opposite of `leave`."""
@@ -301,13 +299,24 @@ class StagedModel:
         return self.outer.module(self.arch.merge(outer, self.outer_weights) | self.stored_blocks)
 
     def _on_every_stage(self, x: jax.Array) -> jax.Array:
-        """Return [rows, t, D] from outside of the stages as [S, rows, t, D], the same on each stage.
+        """Return [rows, t, D] from outside of the stages as [S, rows, t, D], the same on each stage."""
+        return self.lanes.on_every_stage(reshard(x, self._on_the_way), self.model.block_layout.activation("BtD"))
 
-        The axes of the stages split no tokens there.
+    @property
+    def _on_the_way(self) -> PartitionSpec:
+        """Place of [rows, t, D] between the stages and what is outside: a stage's part of each device's own tokens.
+
+        Outside, a stage has tokens in a row, which its devices split. So a part of the stream that devices split (tp)
+        changes places, and is not gathered: with two stages of two devices and four tokens,
+
+                      stage 0, device 0   stage 0, device 1   stage 1, device 0   stage 1, device 1
+            stages    0 1                 2 3                 0 1                 2 3
+            here      0                   2                   1                   3
+            outside   0                   1                   2                   3
         """
-        spec = self.model.block_layout.activation
-        x = self.lanes.on_every_stage(self.outer.layout.gather_stream(x), spec("BTD"))
-        return reshard(x, PartitionSpec(self.lanes.stage_axes, *spec("BtD")))
+        rows, tokens, width = self.model.block_layout.activation("BtD").partitions
+        tokens = (tokens,) if isinstance(tokens, str) else tokens or ()
+        return PartitionSpec(rows, (*tokens, *self.lanes.stage_axes), width)
 
 
 # A tick has up to three parts. Which of them a tick has, all stages know before they begin (`Turns.loops`):
