@@ -4,14 +4,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.harness import ONE_LAYER, SMALL
+from support.harness import ONE_LAYER, SMALL, experts
 
 from tunix.config.compose import compose
 from tunix.costs.communication import (
     ExpertTokens,
     LocalHeads,
     _list_at_ends,
+    _list_expert_transfers,
     _list_in_blocks,
+    _list_stage_transfers,
     gather_tokens,
     hand_on_keys,
     send_rows,
@@ -19,6 +21,7 @@ from tunix.costs.communication import (
 )
 from tunix.costs.step import derive, find_train_spec
 from tunix.models.remat import Remat
+from tunix.sharding.arrays import bytes_per_device
 from tunix.sharding.mesh import explicit_sizes
 
 HEADS = LocalHeads(rows=2, queries=4, keys=2, numbers=100, num_devices=4, itemsize=2)
@@ -100,3 +103,52 @@ def test_tokens_that_are_gathered_at_the_ends(words, times):
     cfg = compose([*SMALL, "model.mesh_shape=[[4,2],[fsdp,tp]]", *words]).config
     exchanges = list(_list_at_ends(find_train_spec(cfg, explicit_sizes(cfg.model.mesh_shape), "cpu")))
     assert [each.times for each in exchanges if each.kind == "all-gather"] == [times]
+
+
+WITH_TP = [*SMALL, experts(), "training.remat=none"]
+
+
+def test_tokens_enter_and_leave_experts_that_tp_splits():
+    """As other branches: tokens come for the products and once more for their gradients, and so do gradients of sums."""
+    cfg = compose([*WITH_TP, "model.mesh_shape=[[4,2],[ep,tp]]"]).config
+    exchanges = list(_list_in_blocks(find_train_spec(cfg, explicit_sizes(cfg.model.mesh_shape), "cpu")))
+    layers, branches = cfg.model.num_layers, 2
+    times = {
+        kind: sum(each.times for each in exchanges if (each.kind, each.axes) == (kind, ("tp",)))
+        for kind in ("all-gather", "reduce-scatter")
+    }
+    assert times == {"all-gather": 3 * branches * layers, "reduce-scatter": 2 * branches * layers}
+
+
+def test_no_policy_keeps_tokens_of_other_devices():
+    """What experts have gathered, the backward pass gathers again, whatever `training.remat` is."""
+
+    def gathered(remat: str) -> int:
+        cfg = compose([*WITH_TP, "model.mesh_shape=[[8],[ep]]", f"training.remat={remat}"]).config
+        transfers = _list_expert_transfers(find_train_spec(cfg, explicit_sizes(cfg.model.mesh_shape), "cpu"))
+        return sum(each.num_bytes for each in transfers if each.kind == "all-gather")
+
+    assert gathered("none") == gathered("full")
+
+
+def test_stages_whose_devices_split_the_stream():
+    """A part of 32 tokens of 32 numbers: half of it for each device of a stage, a quarter of that for each stage."""
+    layers = "model.num_layers=4", "model.global_every=1"
+    cfg = compose([*SMALL, *layers, "model.mesh_shape=[[4,2],[pp,tp]]"]).config
+    transfers = list(_list_stage_transfers(find_train_spec(cfg, explicit_sizes(cfg.model.mesh_shape), "cpu")))
+    stream, parts = 32 * 32 * 4 // 2, 4
+    entered = parts + 3
+    moved = {(each.kind, each.axes): each.num_bytes for each in transfers}
+    assert moved["reduce-scatter", ("pp",)] == (parts + entered) * stream
+    assert moved["all-gather", ("pp",)] == (entered + parts) * stream + entered * (32 + 32) * 4
+    assert moved["collective-permute", ("pp", "tp")] == 2 * (entered + parts) * stream // 4
+    assert not [each for each in transfers if each.kind == "all-gather" and each.axes == ("tp",)]
+
+
+def test_chunks_that_stay_on_their_stage_are_not_sent():
+    """Of two chunks of a stage one is at rest where it belongs, the other one travels; so do gradients, float32 too."""
+    words = "model.num_layers=4", "model.global_every=1", "training.pipeline_schedule=interleaved"
+    cfg = compose([*SMALL, *words, "model.mesh_shape=[[2,4],[pp,fsdp]]"]).config
+    train_spec = find_train_spec(cfg, explicit_sizes(cfg.model.mesh_shape), "cpu")
+    *_, dealt_out = _list_stage_transfers(train_spec)
+    assert dealt_out.num_bytes == bytes_per_device(train_spec.abstract["params"]["blocks"])

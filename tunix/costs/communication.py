@@ -372,8 +372,8 @@ def _list_matmul_transfers(train_spec: TrainSpec) -> Iterator[Transfer]:
         choices = count_numbers("BT") * cfg.model.mlp.experts_per_token * 4
         for pipeline, number in list_passes(train_spec, _list_expert_layers(cfg.model)):
             layers = number * pipeline.iterations_per_microbatch
-            forward = 1 + train_spec.choices.remat.recompute_fraction("product") + pipeline.recompute_runs
-            yield transfer("all-gather", layout.stream_axes, choices, 2 * forward * layers)
+            entered = count_entries(pipeline) * layers
+            yield transfer("all-gather", layout.stream_axes, choices, 2 * entered)
             yield transfer("reduce-scatter", layout.stream_axes, choices, layers)  # the gradient of the weights
 
 
@@ -382,7 +382,7 @@ def _list_in_blocks(train_spec: TrainSpec) -> Iterator[Exchange]:
     cfg, layout = train_spec.cfg, train_spec.layout
     remat, stream = train_spec.choices.remat, layout.stream_axes
     entered: dict[str, tuple[float, int]] = {}  # of each branch that tokens enter, by its name: layers, times of each
-    expert_exchanges: list[Exchange] = []  # of one expert
+    around_experts: dict[tuple[str, str], list[Exchange]] = {}  # by stack, and by what the products take
     for path, weight in jax.tree.leaves_with_path(train_spec.arch.weights):
         equation = weight.equation.dequantized()
         if not equation.is_stacked or equation.is_vector or equation.is_scales:
@@ -394,10 +394,13 @@ def _list_in_blocks(train_spec: TrainSpec) -> Iterator[Exchange]:
         if ".mlp." in name and gives_stream and cfg.model.norm_placement == "pre":
             recompute = 0.0  # nothing behind the last product needs its result again
         forward = (1 + recompute + pipeline.recompute_runs) * layers
+        is_update = "r" in equation.w  # of low rank: it takes what the product beside it takes
         if EXPERTS in equation.w:
             # Sums of experts' products are summed over devices once for each token: not once for each expert, and not
             # apart for the two products that take it.
-            expert_exchanges = [*_list_around_expert(train_spec, equation, forward, layers), *expert_exchanges]
+            if not is_update:
+                around = _list_around_expert(layout, equation, forward, layers, count_entries(pipeline) * layers)
+                around_experts[path[0].key, equation.x] = [*around]
         elif stream and equation.leaves_branch:
             axes, summed = layout.product_axes(equation), equation.y.replace(STREAM_TOKENS, TOKENS)
             yield Exchange("reduce-scatter", summed, axes, forward)
@@ -405,13 +408,12 @@ def _list_in_blocks(train_spec: TrainSpec) -> Iterator[Exchange]:
             yield Exchange("all-reduce", equation.x, layout.product_axes(equation.transposed()), layers)
         else:
             yield Exchange("all-reduce", equation.y, layout.product_axes(equation), forward)
-            is_update = "r" in equation.w  # of low rank: it takes what the product beside it takes
             if stream and equation.x == ENTERED and not is_update:
-                # No policy keeps what a branch takes.
-                entered[name.rsplit(".", 2)[0]] = layers, 2 + pipeline.recompute_runs
+                entered[name.rsplit(".", 2)[0]] = layers, count_entries(pipeline)
             else:
                 yield Exchange("all-reduce", equation.x, layout.product_axes(equation.transposed()), layers)
-    yield from dict.fromkeys(expert_exchanges)
+    for exchanges in around_experts.values():
+        yield from exchanges
     for kind, numbers in _list_head_kinds(cfg.model):
         if kind.dim_names[0] in layout.unsplit:
             # Every device has all keys and values, and their gradients of its own queries alone.
@@ -423,9 +425,18 @@ def _list_in_blocks(train_spec: TrainSpec) -> Iterator[Exchange]:
         yield Exchange("reduce-scatter", ENTERED, stream, layers)
 
 
-def _list_around_expert(train_spec: TrainSpec, equation: Equation, forward: float, layers: float) -> Iterator[Exchange]:
-    """Yield the exchanges around a product of experts, which runs forward `forward` times in all its `layers`."""
-    layout = train_spec.layout
+def count_entries(pipeline: PipelineShape) -> int:
+    """Return how often a step brings tokens to a branch of a layer, or to its experts: no policy keeps them there."""
+    return 2 + pipeline.recompute_runs
+
+
+def _list_around_expert(
+    layout: Layout, equation: Equation, forward: float, layers: float, entered: float
+) -> Iterator[Exchange]:
+    """Yield the exchanges around a product of experts, which runs forward `forward` times in all its `layers`.
+
+    Where devices split the stream, their tokens come to it `entered` times.
+    """
     gives, takes = layout.product_axes(equation), layout.product_axes(equation.transposed())
     if not layout.stream_axes:
         yield Exchange("all-reduce", ENTERED, gives, forward)
@@ -434,8 +445,7 @@ def _list_around_expert(train_spec: TrainSpec, equation: Equation, forward: floa
         yield Exchange("reduce-scatter", ENTERED, gives, forward)
         yield Exchange("all-gather", ENTERED, gives, layers)
     else:
-        recompute = train_spec.choices.remat.recompute_fraction("product")
-        yield Exchange("all-gather", ENTERED, takes, (1 + recompute) * layers)
+        yield Exchange("all-gather", ENTERED, takes, entered)
         yield Exchange("reduce-scatter", ENTERED, takes, layers)
 
 
@@ -474,7 +484,7 @@ class ExpertTokens(NamedTuple):
     row: int  # bytes of a token in products
     capacity: float | None  # of `count_rows`
     layers: float  # layers with experts x microbatches, with those of the bubble of a pipeline
-    runs: float  # forward passes of a layer: one, and those that the backward pass needs again
+    runs: float  # passes of a layer in which tokens come to experts: one, and those that the backward pass needs again
     hidden: float  # share of the time in which another part of the batch computes
     results: float  # forward passes of which the results come back: nothing but a norm behind them needs them again
 
@@ -500,7 +510,7 @@ def _list_expert_transfers(train_spec: TrainSpec) -> Iterator[Transfer]:
             layers=number * batch.num_microbatches * pipeline.iterations_per_microbatch,
             # The exchange of one of two parts hides behind the other part; nothing is left to hide the last one.
             hidden=1 - 1 / layout.batch_parts if num_rows % layout.batch_parts == 0 else 0.0,
-            runs=1 + remat.recompute_fraction("exchange") + pipeline.recompute_runs,
+            runs=count_entries(pipeline),
             results=1 + pipeline.recompute_runs + needs_results,
         )
         yield from import_object(EXPERT_EXCHANGES[layout.expert_exchange].transfers)(exchanged)
