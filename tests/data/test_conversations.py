@@ -404,24 +404,24 @@ def test_a_conversation_that_the_template_refuses_is_a_bad_row(tmp_path, task, c
     assert "jsonl: left out: 1 refused by task.chat_template (a.jsonl@" in caplog.text
 
 
-def test_a_template_that_ends_no_answer_is_said(tmp_path, caplog):
-    """As that of GLM 4.5, where the next turn begins with the token that stops an answer."""
+@pytest.mark.parametrize(
+    ("end", "said"),
+    [
+        ("", "writes nothing behind an answer"),  # as that of GLM 4.5: the next turn begins with the token that stops
+        ("<|im_end|>\n", "writes '<|im_end|>' behind an answer, which has no special token"),
+        (" {{ eos_token }}", ""),
+    ],
+)
+def test_a_template_that_ends_no_answer_is_said(tmp_path, end, said, caplog):
     (tmp_path / "a.jsonl").write_text("\n".join([json.dumps({"messages": TALK[1:3]})] * 2))
     (tmp_path / "own.jinja").write_text(
-        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
+        f"{{% for m in messages %}}<|{{{{ m.role }}}}|>{{{{ m.content }}}}{end}{{% endfor %}}"
         "{% if add_generation_prompt %}<|assistant|>{% endif %}"
     )
-    words = [
-        *SMALL,
-        "task=sft",
-        "data=jsonl",
-        f"data.paths=[{tmp_path}]",
-        "tokenizer=bytes",
-        "data.held_out_fraction=0",
-    ]
-    for more, is_said in ([], False), ([f"task.chat_template={tmp_path}/own.jinja"], True):
-        prepare_corpus(compose([*words, *more]).config)
-        assert ("writes nothing behind an answer" in caplog.text) == is_said
+    words = ["task=sft", "data=jsonl", f"data.paths=[{tmp_path}]", "tokenizer=bytes", "data.held_out_fraction=0"]
+    prepare_corpus(compose([*SMALL, *words, f"task.chat_template={tmp_path}/own.jinja"]).config)
+    assert said in caplog.text
+    assert ("behind an answer" in caplog.text) == bool(said)
 
 
 def test_a_conversation_whose_answer_cannot_be_found_is_a_bad_row(tmp_path):

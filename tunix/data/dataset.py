@@ -53,7 +53,7 @@ from tunix.data.shards import (
     open_prepared,
 )
 from tunix.data.sources import Tokens
-from tunix.data.tokenizer import Vocab, add_images, bytes_by_token, check_fits, read_vocab, train_vocab
+from tunix.data.tokenizer import Vocab, add_images, bytes_by_token, check_fits, read_vocab, special_tokens, train_vocab
 from tunix.processes import peers
 from tunix.processes.peers import find_blind
 
@@ -176,14 +176,22 @@ def _report_names(source: Source, units: list[Unit]) -> None:
 
 
 def _report_end(task: Task, vocab: Vocab) -> None:
-    """Warn where the chat template writes nothing behind an answer, as that of GLM 4.5 does."""
+    """Warn where the chat template writes nothing behind an answer, as that of GLM 4.5 does, or mere text."""
     if task.documents != "conversation" or vocab.chat_template is None:
         return
     with suppress(UserError):  # a template may refuse the conversation of two words that shows the end
-        if not vocab.chat.read_end().strip():
+        end = vocab.chat.read_end().strip()
+        if not end:
             log.warning(
                 "task.chat_template writes nothing behind an answer, so the model learns no end of one, and stops only "
                 "where it has learnt that before; take a template that writes the token that ends a turn"
+            )
+        elif special_tokens(vocab.backend).isdisjoint(vocab.backend.encode(end, add_special_tokens=False).ids):
+            log.warning(
+                "task.chat_template writes %r behind an answer, which has no special token of the tokenizer: the model "
+                "learns to write it as text, and goes on behind it; write {{ eos_token }} there, or take a tokenizer "
+                "with a token for it",
+                end,
             )
 
 
