@@ -22,7 +22,7 @@ from support.harness import ONE_LAYER, ROOT, SMALL, cli
 from tunix.base.dotted_path import blame_user, import_object
 from tunix.base.errors import MaskingFilter, UserError, is_masked, mask_secrets, mask_values, mask_variables
 from tunix.base.files import find_writable, is_plain, open_lines, read_yaml
-from tunix.base.text import as_text
+from tunix.base.text import as_text, format_rows, print_table
 from tunix.checkpoints.folders import Folder
 from tunix.config import Evaluate
 from tunix.config.command_line import read_settings
@@ -339,3 +339,13 @@ def test_sizes_of_a_terminal_that_are_no_numbers_are_ignored(name, value, monkey
     assert exits.report_errors(lambda: print(as_text(Table("a")), argparse.ArgumentParser().format_help())) == 0
     assert name not in os.environ
     assert "usage: " in capsys.readouterr().out
+
+
+def test_a_table_is_text_in_a_notebook_too(monkeypatch, capsys):
+    """rich showed it below the cell and wrote nothing: train.log had an empty line in the place of the start report."""
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    assert format_rows({"mesh": "one device"}) == " mesh  one device"
+    table = Table("mesh")
+    table.add_row("one device")
+    print_table(table)
+    assert "one device" in capsys.readouterr().out

@@ -12,7 +12,8 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-AS_IT_IS: dict[str, Any] = {"markup": False, "emoji": False}  # [/INST] is text, and so is :smile:
+# [/INST] is text, and so is :smile:. In a notebook rich shows a table itself, and writes nothing into the file.
+AS_IT_IS: dict[str, Any] = {"markup": False, "emoji": False, "force_jupyter": False}
 
 
 def print_table(table: Table) -> None:
