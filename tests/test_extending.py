@@ -211,7 +211,7 @@ def try_out(words: list[str]) -> None:
     ("words", "message"),
     [
         ("data=custom data.function=wrong_parts:numbers", "data.function=wrong_parts:numbers fails: TypeError: the first document is 5"),
-        ("data=custom data.function=wrong_parts:empty", "the first document is None, not a text (str) or a row (dict)"),
+        ("data=custom data.function=wrong_parts:empty", "data.function=wrong_parts:empty yields no document"),
         ("data=custom data.function=my_parts:paragraphs data.arguments={path:nowhere.txt}", "FileNotFoundError: [Errno 2] No such file or directory: 'nowhere.txt'"),
         ("optimizer=custom optimizer.function=wrong_parts:uphill", "optimizer.function=wrong_parts:uphill fails: ValueError: its update does not lower the loss"),
         ("optimizer=custom optimizer.function=wrong_parts:forgets", "fails: TypeError: returned None, not an optax.GradientTransformation"),

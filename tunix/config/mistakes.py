@@ -368,12 +368,20 @@ OUTSIDE = {
     "model": "model.init_from=", "tokenizer": "tokenizer.path=", "data": "data=hf data.path=", "checkpoint": "resume=",
 }  # fmt: skip
 
+# Keys of parts in Python, which are no file of conf/ either.
+DOTTED = {
+    "data": "data=custom data.function=", "optimizer": "optimizer=custom optimizer.function=",
+    "scheduler": "scheduler.name=", "task": "task.loss=",
+}  # fmt: skip
+
 
 def _describe_choice(group: str, choice: str, options: list[str]) -> str:
-    """Return what a choice that conf/ lacks is here, as the end of a message: files, a name on the hub, or a typo."""
+    """Return what a choice that conf/ lacks is here, to end a message: a part, files, a name on the hub, or a typo."""
     suffix = choice.rpartition(".")[2]
     if not choice:
         return f"; {name_choices(choice, options)}"
+    if group in DOTTED and re.fullmatch(r"[\w.]+:\w+", choice):
+        return f"; here it is {DOTTED[group]}{choice}"
     if group == "data" and (suffix in options or choice.startswith((".", "/"))):
         return f"; here it is data={suffix if suffix in options else 'text'} data.paths=[{choice}]"
     far = group in ("tokenizer", "checkpoint") and not did_you_mean(choice, options)  # no typo

@@ -258,10 +258,13 @@ class Custom(Rows):
 
     def try_out(self) -> None:
         """Raise `UserError` where the function does not yield a document."""
-        first = next(self._documents(), None)
-        if not isinstance(first, str | dict):
+        for first in self._documents():
+            if isinstance(first, str | dict):
+                return
             with blame_user("data.function", self.function):
                 raise TypeError(f"the first document is {first!r:.80}, not a text (str) or a row (dict)")
+        with self.naming_keys():
+            raise UserError(f"data.function={self.function} yields no document; look at data.arguments and its files")
 
     def _documents(self) -> Iterator[Any]:
         # `with` is inside of the generator, because most of the function's code runs while its documents are read.
