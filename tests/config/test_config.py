@@ -1,9 +1,11 @@
 """Each mistake gets its one line; each key has a meaning, a place, and an effect."""
 
+import inspect
 import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
@@ -13,8 +15,9 @@ from support.harness import ROOT
 
 from tunix.base.config_types import CONF
 from tunix.base.errors import UserError
+from tunix.base.files import read_yaml
 from tunix.config.compose import add_search_path, compose, compose_overrides, to_yaml
-from tunix.config.mistakes import list_keys
+from tunix.config.mistakes import _list_leaves, list_keys
 from tunix.config.pretrained_config import fill_from_run
 from tunix.huggingface.config_json import write_config
 from tunix.sharding.table import axis_names
@@ -333,6 +336,17 @@ def test_batch_keys_agree():
     assert compose(base).config.training.batch_shape(four).num_microbatches == 1
     in_tokens = compose([*base, "training.micro_batch_tokens=1024"]).config.training
     assert in_tokens.batch_shape(four) == (1, 4 * 1024 // in_tokens.seq_len, in_tokens.seq_len)
+
+
+def test_the_linters_of_a_commit_see_all_files_with_keys():
+    """A commit that changed a key of a data source left docs/config.md as it was."""
+    (hook,) = [
+        hook
+        for hook in read_yaml((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
+        if hook["id"] == "reference"
+    ]
+    files = {inspect.getfile(section) for _, _, section in _list_leaves()}
+    assert {file for file in files if not re.match(hook["files"], str(Path(file).relative_to(ROOT)))} == set()
 
 
 def test_every_key_is_described():
