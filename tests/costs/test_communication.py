@@ -13,6 +13,7 @@ from tunix.costs.communication import (
     _list_at_ends,
     _list_expert_transfers,
     _list_in_blocks,
+    _list_matmul_transfers,
     _list_stage_transfers,
     gather_tokens,
     hand_on_keys,
@@ -143,6 +144,24 @@ def test_stages_whose_devices_split_the_stream():
     assert moved["all-gather", ("pp",)] == (entered + parts) * stream + entered * (32 + 32) * 4
     assert moved["collective-permute", ("pp", "tp")] == 2 * (entered + parts) * stream // 4
     assert not [each for each in transfers if each.kind == "all-gather" and each.axes == ("tp",)]
+
+
+@pytest.mark.parametrize(("words", "leaves"), [([], 2 * 4 + 1), (["model.lora.rank=2"], 4)])
+def test_parts_leave_the_stages(words, leaves):
+    """Four parts with their results, and five ticks with gradients of their entries, if a table needs them."""
+    layers = "model.num_layers=4", "model.global_every=1", "training.micro_batch_size=2"
+    cfg = compose([*SMALL, *layers, *words, "model.mesh_shape=[[2,4],[pp,fsdp]]"]).config
+    transfers = _list_stage_transfers(find_train_spec(cfg, explicit_sizes(cfg.model.mesh_shape), "cpu"))
+    [scattered] = [each for each in transfers if each.kind == "reduce-scatter"]
+    assert scattered.num_bytes == leaves * 32 * 32 * 4
+
+
+def test_half_a_pass_of_a_bubble_is_counted():
+    """Four layers in two chunks on two stages, and four parts: 4 1/2 passes of layers, for two sequences of a device."""
+    words = "model.num_layers=4", "model.global_every=1", "training.pipeline_schedule=interleaved"
+    cfg = compose([*SMALL, *words, "training.micro_batch_size=2", "model.mesh_shape=[[2,2,2],[pp,fsdp,tp]]"]).config
+    transfers = _list_matmul_transfers(find_train_spec(cfg, explicit_sizes(cfg.model.mesh_shape), "cpu"))
+    assert {each.num_bytes for each in transfers if each.kind == "reduce-scatter"} == {4.5 * 2 * 32 * 32 * 4}
 
 
 def test_chunks_that_stay_on_their_stage_are_not_sent():
