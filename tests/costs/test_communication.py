@@ -3,8 +3,9 @@
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import pytest
-from support.harness import ONE_LAYER, SMALL, experts
+from support.harness import ONE_LAYER, ROOT, SMALL, experts
 
 from tunix.config.compose import compose
 from tunix.costs.communication import (
@@ -20,10 +21,12 @@ from tunix.costs.communication import (
     send_rows,
     swap_heads,
 )
-from tunix.costs.step import derive, find_train_spec
+from tunix.costs.step import Costs, derive, derive_costs, find_train_spec
+from tunix.models.flops import forward_flops_per_token
 from tunix.models.remat import Remat
 from tunix.sharding.arrays import bytes_per_device
 from tunix.sharding.mesh import explicit_sizes
+from tunix.training.train_spec import TrainSpec
 
 HEADS = LocalHeads(rows=2, queries=4, keys=2, numbers=100, num_devices=4, itemsize=2)
 
@@ -106,6 +109,7 @@ def test_tokens_that_are_gathered_at_the_ends(words, times):
     assert [each.times for each in exchanges if each.kind == "all-gather"] == [times]
 
 
+SUMS = "reduce-scatter", "all-reduce"
 WITH_TP = [*SMALL, experts(), "training.remat=none"]
 
 
@@ -119,6 +123,15 @@ def test_tokens_enter_and_leave_experts_that_tp_splits():
         for kind in ("all-gather", "reduce-scatter")
     }
     assert times == {"all-gather": 3 * branches * layers, "reduce-scatter": 2 * branches * layers}
+
+
+def test_factors_of_experts_that_tp_splits():
+    """Both devices have those beside the width of the stream, and each has a part of their gradients."""
+    cfg = compose([*WITH_TP, "model.mesh_shape=[[4,2],[ep,tp]]", "model.lora.rank=2"]).config
+    exchanges = _list_in_blocks(find_train_spec(cfg, explicit_sizes(cfg.model.mesh_shape), "cpu"))
+    factors = [each for each in exchanges if each.axes and {"X", "r"} <= {*each.dim_names}]
+    assert sorted(each.dim_names for each in factors) == ["XDr", "XDr", "XrD"]
+    assert {(each.kind, each.axes, each.times) for each in factors} == {("all-reduce", ("tp",), cfg.model.num_layers)}
 
 
 def test_no_policy_keeps_tokens_of_other_devices():
@@ -171,3 +184,25 @@ def test_chunks_that_stay_on_their_stage_are_not_sent():
     train_spec = find_train_spec(cfg, explicit_sizes(cfg.model.mesh_shape), "cpu")
     *_, dealt_out = _list_stage_transfers(train_spec)
     assert dealt_out.num_bytes == bytes_per_device(train_spec.abstract["params"]["blocks"])
+
+
+def test_a_teacher_in_the_loss_goes_forward():
+    """Its weights are gathered once, and its products have two FLOPs; nothing of it has a gradient."""
+
+    def find(*words: str) -> TrainSpec:
+        cfg = compose(
+            [*SMALL, "model.mesh_shape=[[8],[fsdp]]", "training.sharding_strategy=shard_grad_op", *words]
+        ).config
+        return find_train_spec(cfg, explicit_sizes(cfg.model.mesh_shape), "cpu")
+
+    def moved(costs: Costs, *kinds: str) -> int:
+        return sum(each.num_bytes for each in costs.transfers if each.kind in kinds and "fsdp" in each.axes)
+
+    with_teacher = find(f"task.teacher={ROOT}/tests/models/parity/gemma3")
+    alone, both = (derive_costs(each, with_activations=False) for each in (find(), with_teacher))
+    arch = with_teacher.teacher.arch
+    moving = [weight for weight in jax.tree.leaves(arch.weights) if not weight.equation.is_vector]
+    assert moved(both, "all-gather") - moved(alone, "all-gather") == sum(4 * weight.size for weight in moving)
+    assert moved(both, *SUMS) == moved(alone, *SUMS)
+    assert both.flops - alone.flops == forward_flops_per_token(arch.model, arch.num_active, 32) * 32
+    assert both.model_flops == alone.model_flops

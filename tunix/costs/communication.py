@@ -33,12 +33,13 @@ from tunix.models.linear_attention import count_rounds
 from tunix.models.pipeline import list_sends
 from tunix.models.remat import Remat, product_name
 from tunix.models.table import CP_EXCHANGES, EXPERT_EXCHANGES
-from tunix.sharding.layout import Layout
+from tunix.sharding.layout import STRATEGIES, Layout
 from tunix.sharding.mesh import count_devices, token_shards
 from tunix.sharding.table import DIMS, EXPERTS, STREAM_TOKENS, TOKENS, Equation, axis_names, token_axes
 from tunix.training.choices import Choices
 from tunix.training.loss import find_loss_kind
 from tunix.training.state import Weight
+from tunix.training.teacher import Teacher
 from tunix.training.train_spec import TrainSpec
 
 
@@ -90,9 +91,39 @@ def list_transfers(train_spec: TrainSpec) -> list[Transfer]:
     """Return all collectives of one step."""
     lists = (
         _list_weight_transfers, _list_attention_transfers, _list_stage_transfers, _list_matmul_transfers,
-        _list_expert_transfers,
+        _list_expert_transfers, _list_teacher_transfers,
     )  # fmt: skip
     return [transfer for each in lists for transfer in each(train_spec)]
+
+
+def _list_teacher_transfers(train_spec: TrainSpec) -> Iterator[Transfer]:
+    """Yield the collectives of the forward pass of a teacher in the loss.
+
+    They are those that one more forward pass of its layers would add to its own training, and its tables, gathered
+    once. Its weights are no part of the state: nothing keeps them gathered for a step. What devices of tp exchange
+    before its first layer and behind its last one is left out.
+    """
+    teacher = train_spec.teacher
+    if not (isinstance(teacher, Teacher) and teacher.in_loss):
+        return
+    arch, mesh, choices = teacher.arch, train_spec.mesh, train_spec.choices
+    if (layout := arch.layout).strategy.splits:
+        layout = replace(layout, strategy=STRATEGIES["full_shard"])
+    cfg = train_spec.cfg.model_copy(update={"model": arch.model})
+
+    def list_of_training(recompute_runs: bool) -> list[Transfer]:
+        pipeline = choices.pipeline._replace(recompute_runs=recompute_runs)
+        own = replace(choices, layout=layout, pipeline=pipeline, sync_every=1, prefetch=False)
+        return list_transfers(replace(train_spec, cfg=cfg, arch=arch, choices=own, teacher=None))
+
+    for once, twice in zip(list_of_training(False), list_of_training(True), strict=True):
+        if twice.count > once.count:
+            yield replace(once, num_bytes=twice.num_bytes - once.num_bytes, count=twice.count - once.count)
+    for weight in jax.tree.leaves(arch.weights):
+        axes = layout.gather_axes(weight.equation)
+        if axes and layout.strategy.splits and not weight.equation.is_stacked:
+            dtype = find_gathered_dtype(weight, layout)
+            yield Transfer("all-gather", axes, count_shard_bytes(weight, layout.in_use(weight.equation), dtype, mesh))
 
 
 def _list_weight_transfers(train_spec: TrainSpec) -> Iterator[Transfer]:
@@ -400,7 +431,10 @@ def _list_in_blocks(train_spec: TrainSpec) -> Iterator[Exchange]:
         if EXPERTS in equation.w:
             # Sums of experts' products are summed over devices once for each token: not once for each expert, and not
             # apart for the two products that take it.
-            if not is_update:
+            if is_update:  # a factor that devices with parts of an expert all have: each has a part of its gradient
+                axes = () if "G" in equation.w else DIMS["G"].activation_axes
+                yield Exchange("all-reduce", equation.w[1:], axes, layers)
+            else:
                 around = _list_around_expert(layout, equation, forward, layers, count_entries(pipeline) * layers)
                 around_experts[path[0].key, equation.x] = [*around]
         elif stream and equation.leaves_branch:

@@ -93,6 +93,8 @@ def derive_costs(train_spec: TrainSpec, with_activations: bool = True) -> Costs:
     # `flops` leaves out what linear attention computes inside of its chunks: one time forward and two times backward.
     all_flops = flops + recompute * forward_flops + (3 + recompute) * chunk_flops
     all_flops += _count_pipeline_flops(train_spec, all_flops, forward_flops, num_tokens)
+    if isinstance(teacher := train_spec.teacher, Teacher) and teacher.in_loss:
+        all_flops += forward_flops_per_token(teacher.arch.model, teacher.arch.num_active, batch.seq_len) * num_tokens
     # Devices that share the tokens of a row all compute its images.
     shares = arch.trained_shares_of_vision
     all_flops += tower_flops(cfg.model, shares, recompute) * num_images * token_shards(train_spec.mesh.shape)
