@@ -426,6 +426,21 @@ def test_compiles_until_the_first_place_is_settled(monkeypatch):
     assert all(each.tokens_per_s <= ranking.fit[0].tokens_per_s for each in derived)
 
 
+def test_a_plan_ends_where_every_compile_fails(monkeypatch):
+    """It tried one mesh after the other, however many they were."""
+    calls = []
+    monkeypatch.setattr("tunix.plan.ranking.compile_all", lambda configs, _: calls.append(configs) or ["no compiler"])
+    ranking = rank(compose([*SMALL, "plan.num_compiled=1"]).config, read_topology("h200:4"))
+    assert len(ranking.fit) > 3
+    assert len(calls) == 1
+    # The CPU backend compiles for no more than 2,048 devices.
+    monkeypatch.setattr("tunix.plan.ranking.find_backend", lambda: "cpu")
+    lines: list[str] = []
+    rank(compose([*SMALL, "model.mesh_shape=[[2049],[dp]]"]).config, read_topology("h200:2049"), lines.append)
+    assert len(calls) == 1
+    assert lines[-1].startswith("nothing is compiled: XLA's CPU backend compiles for at most 2,048 devices")
+
+
 def no_time(_) -> Compiled:
     """A compiled step that takes no time: nothing can be faster."""
     return Compiled("gpu", 1, 1, [], StepTime(compute_s=1e-12), 0.0)

@@ -63,6 +63,8 @@ def find_backend() -> str:
     return "gpu" if has_cuda else "cpu"
 
 
+MAX_CPU_DEVICES = 2048  # XLA's CPU backend takes further ones for those of another process
+GET_COMPILER = f"pip install --no-deps jax-cuda13-plugin=={jax.__version__} jax-cuda13-pjrt=={jax.__version__}"
 XLA_SHARE = 0.8  # of the memory of a described device, for which XLA compiles; in a run it is what JAX may use
 
 

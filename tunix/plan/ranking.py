@@ -26,7 +26,7 @@ from tunix.costs.devices import PLATFORM, Cluster, compute_peak_tflops
 from tunix.costs.rollout import RolloutPlan, plan_rollout
 from tunix.costs.step import Costs, check_matmul_dtype, derive, derive_costs, find_train_spec
 from tunix.data.batches import BEGINNING, make_data_schedule
-from tunix.plan.compile import WORKERS, Compiled, compile_all
+from tunix.plan.compile import GET_COMPILER, MAX_CPU_DEVICES, WORKERS, Compiled, compile_all, find_backend
 from tunix.plan.derived_time import derive_time, resolve_exchange
 from tunix.sharding.mesh import format_mesh_shape, meshes, resolve, token_shards
 from tunix.training.choices import Choices, check_rollout_devices, select_rollout_sizes
@@ -378,7 +378,14 @@ def rank(cfg: Config, cluster: Cluster, progress: Callable[[str], None] = lambda
                 refused[format_mesh_shape(sizes)] = str(error)
     # A derived time may be too short. So the fastest are compiled, and then those that seem faster than the best one,
     # until a compiled mesh is first.
-    chosen = _pick_to_compile(candidates, cfg.plan.num_compiled, limit)
+    num_compiled = cfg.plan.num_compiled
+    if num_compiled and cluster.num_devices > MAX_CPU_DEVICES and find_backend() == "cpu":
+        progress(
+            f"nothing is compiled: XLA's CPU backend compiles for at most {MAX_CPU_DEVICES:,} devices, and JAX's CUDA "
+            f"plugin is not installed: {GET_COMPILER}"
+        )
+        num_compiled = 0
+    chosen = _pick_to_compile(candidates, num_compiled, limit)
     while chosen:
         compiled = _compile_candidates(cfg, [candidates[index] for index in chosen], cluster, limit, progress)
         for index, candidate in zip(chosen, compiled, strict=True):
@@ -467,8 +474,10 @@ def _pick_to_compile(candidates: list[Candidate], count: int, limit: float) -> l
 def _find_faster(candidates: list[Candidate], limit: float) -> list[int]:
     """Return the places of the next candidates to compile: those predicted faster than the fastest compiled one.
 
-    At most as many as are compiled side by side; none where the first place is settled.
+    At most as many as are compiled side by side; none where the first place is settled, or where every compile failed.
     """
+    if not any(each.compiled for each in candidates):
+        return []
     compiled = [each.tokens_per_s for each in candidates if each.compiled and each.memory <= limit]
     fastest = max(compiled, default=0.0)
     indices = [

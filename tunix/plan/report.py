@@ -9,15 +9,13 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from tunix.base.errors import UserError
 from tunix.base.figures import INK, PALE, Bar, Panel, plot
 from tunix.base.files import expand_home, find_existing
 from tunix.base.text import format_table
 from tunix.costs.devices import HBM_SHARE, Cluster, find_matmul_tflops
 from tunix.data.teacher_logits import describe_logits
-from tunix.plan.compile import find_backend
+from tunix.plan.compile import GET_COMPILER, find_backend
 from tunix.plan.ranking import GIB, MANY, Candidate, Ranking, count_usable_bytes
 from tunix.sharding.mesh import format_mesh_shape
 
@@ -234,8 +232,7 @@ def _list_assumptions(cluster: Cluster, candidates: list[Candidate]) -> list[str
     if any(each.source == "compiled by CPU" for each in candidates):
         lines.append(
             "JAX's CUDA plugin is not installed, so the CPU backend compiled: memory is an upper bound (it computes "
-            "bfloat16 in float32), times are derived. For the GPU's own program: pip install --no-deps "
-            f"jax-cuda13-plugin=={jax.__version__} jax-cuda13-pjrt=={jax.__version__}"
+            f"bfloat16 in float32), times are derived. For the GPU's own program: {GET_COMPILER}"
         )
     elif candidates and all(each.compiled is None for each in candidates):
         lines.append("nothing is compiled: temporary memory is an estimate, and all of a schedule's overlap is assumed")
