@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+from hydra.errors import ConfigCompositionException
 from omegaconf import OmegaConf
 from support.devices import xla_flags
 from support.forks import Started, start
@@ -21,7 +22,7 @@ from support.rollouts import TASK
 
 from tunix.config import Average, Evaluate, Export, Generate, Play, Samples, Serve
 from tunix.config.command_line import describe_command, print_warnings
-from tunix.config.compose import build, compose, to_yaml
+from tunix.config.compose import build, compose, compose_overrides, to_yaml
 from tunix.config.mistakes import list_keys
 
 
@@ -105,6 +106,14 @@ def test_help_and_info(tmp_path):
     shown = cli_here("--help", cwd=tmp_path).stdout
     assert "gemma3_1b" in shown
     assert "docs/config.md" in shown
+    listed = re.findall(r"^([\w/]+): ([\w.]+)", shown.partition("== Config ==")[0], re.M)
+    assert len(listed) > 20
+    for group, option in listed:
+        if group.startswith(("command", "model/family", "saved", "task/keys")):
+            with pytest.raises(ConfigCompositionException):
+                compose_overrides([f"{group}={option}"])
+        else:
+            compose_overrides([f"{'+' if group == 'experiment' else ''}{group}={option}"])
     assert "tiny" in cli_here("--info", "defaults", cwd=tmp_path).stdout
     assert list(tmp_path.iterdir()) == []
 
