@@ -46,9 +46,9 @@ def write_files(folder):
     )
     talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": text}]
     (folder / "talk.jsonl").write_text(f"{json.dumps({'messages': talk, 'q': 'hi', 'a': text})}\n" * 9)
-    (own,) = re.findall(r"```yaml\n# (\S+)\n(.*?)```", PAGE, re.DOTALL)
-    (folder / own[0]).parent.mkdir(parents=True)
-    (folder / own[0]).write_text(own[1])
+    (folder / "mine/data").mkdir(parents=True)
+    for name, mixture in re.findall(r"```yaml\n# (\S+)\n(.*?)```", PAGE, re.DOTALL):
+        (folder / name).write_text(mixture)
     (folder / "talk.csv").write_text("system_prompt,user_prompt,prediction\n" + f"Be brief,hi,{text}\n" * 9)
 
 
@@ -65,7 +65,9 @@ def test_example(files, command):
         assert corpus.num_samples > 0
 
 
-def test_the_mixture_of_the_page(files):
+def test_the_mixtures_of_the_page(files):
+    folders = compose(add_search_path(["data=folders"], "mine")).config.data
+    assert [part.paths for part in folders.parts.values()] == [("one",), ("two",)]
     data = compose(add_search_path(["data=web_and_code"], "mine")).config.data
     assert list(data.parts) == ["code", "web"]
     assert data.parts["web"].columns.text == "content"
