@@ -366,6 +366,25 @@ def test_the_bubble_of_stages_has_no_logits(rank, passes):
     assert costs[1].flops - costs[0].flops == pytest.approx(passes * further)
 
 
+@pytest.mark.parametrize(
+    ("words", "passes"),
+    [
+        (["training.remat=full"], 3),
+        (["training.remat=full", "model.lora.rank=4"], 2),
+        (["task=dpo", "data=pairs", "data.paths=[none]", "loading.packing=pad"], 4),
+    ],
+    ids=["remat", "lora", "dpo"],
+)
+def test_logits_are_in_no_block(words, passes):
+    """No policy computes them again; a loss whose tokens depend on one another does."""
+    costs = []
+    for rows in (512, 1024):
+        cfg = compose([*SMALL, *words, f"model.vocab_size={rows}"]).config
+        costs.append(derive(cfg, dict.fromkeys(axis_names(), 1), "cpu", with_activations=False))
+    further = 2 * 512 * cfg.model.embed_dim * costs[0].tokens_per_step
+    assert costs[1].flops - costs[0].flops == pytest.approx(passes * further)
+
+
 @pytest.mark.parametrize(("optimizer", "told"), [("muon", True), ("adamw", False)])
 def test_what_muon_adds_is_told_to_be_missing(optimizer, told, run):
     _, out, _ = run(*SMALL, f"optimizer={optimizer}", "model.mesh_shape=[[8],[fsdp]]", "plan.topology=h200:8")

@@ -91,10 +91,16 @@ def derive_costs(train_spec: TrainSpec, with_activations: bool = True) -> Costs:
     chunk_flops = chunk_flops_per_token(cfg.model, batch.seq_len, token_shards(train_spec.mesh.shape)) * num_tokens
     recompute = _derive_recompute_fraction(train_spec)
     # `flops` leaves out what linear attention computes inside of its chunks: one time forward and two times backward.
-    all_flops = flops + recompute * forward_flops + (3 + recompute) * chunk_flops
-    all_flops += _count_pipeline_flops(train_spec, all_flops, forward_flops, num_tokens)
+    logits = 2.0 * cfg.num_outputs * cfg.model.embed_dim * num_tokens  # forward; backward twice as many
+    in_blocks = forward_flops - logits * (1 if cfg.model.mtp is None else 2)  # which has logits of its own
+    all_flops = flops + recompute * in_blocks + (3 + recompute) * chunk_flops
+    all_flops += _count_pipeline_flops(train_spec, all_flops, in_blocks, logits)
+    widths = [cfg.model.embed_dim]  # of what logits are made of
     if isinstance(teacher := train_spec.teacher, Teacher) and teacher.in_loss:
+        widths.append(teacher.arch.model.embed_dim)
         all_flops += forward_flops_per_token(teacher.arch.model, teacher.arch.num_active, batch.seq_len) * num_tokens
+    if find_loss_kind(cfg).logits_again:
+        all_flops += logits * sum(widths) / cfg.model.embed_dim
     # Devices that share the tokens of a row all compute its images.
     shares = arch.trained_shares_of_vision
     all_flops += tower_flops(cfg.model, shares, recompute) * num_images * token_shards(train_spec.mesh.shape)
@@ -121,19 +127,18 @@ def _derive_recompute_fraction(train_spec: TrainSpec) -> float:
     return recompute / in_all
 
 
-def _count_pipeline_flops(train_spec: TrainSpec, flops: float, forward_flops: float, num_tokens: float) -> float:
+def _count_pipeline_flops(train_spec: TrainSpec, flops: float, in_blocks: float, logits: float) -> float:
     """Return the FLOPs that stages add on one device: the bubble, and the forward pass of the stages once more.
 
-    `flops` are those without stages, of `num_tokens` tokens. The logits are outside of the stages. In a bubble a stage
-    computes what nobody uses: 4 stages with 12 parts take 12 + 3 ticks, 15 / 12 = 1.25 for each part, so the blocks'
-    FLOPs grow by a quarter.
+    `flops` are those without stages; `in_blocks` and `logits` are those of a forward pass. The logits are outside of
+    the stages. In a bubble a stage computes what nobody uses: 4 stages with 12 parts take 12 + 3 ticks, 15 / 12 = 1.25
+    for each part, so the blocks' FLOPs grow by a quarter.
     """
     model, pipeline = train_spec.cfg.model, train_spec.choices.pipeline
-    logits = 2.0 * train_spec.cfg.num_outputs * model.embed_dim * num_tokens  # forward; backward twice as many
     in_all = (2 if model.lora.rank else 3) * logits  # a frozen table has no gradient
     first = _compute_first_share(train_spec)
-    on_stages = (1 - first) * (flops - in_all + pipeline.recompute_runs * (forward_flops - logits))
-    recompute = ((1 - first) * pipeline.recompute_runs + first) * (forward_flops - logits)
+    on_stages = (1 - first) * (flops - in_all + pipeline.recompute_runs * in_blocks)
+    recompute = ((1 - first) * pipeline.recompute_runs + first) * in_blocks
     return recompute + on_stages * (pipeline.iterations_per_microbatch - 1)
 
 

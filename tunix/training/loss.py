@@ -74,6 +74,7 @@ class LossKind(NamedTuple):
     complete: Callable[[Config, Callable[[Any], Transformer]], Callable[[Any, Batch], Batch]] | None = None
     measures_text: bool = True  # False: it needs no token of a text as a target
     sized_fields: Callable[[Config], Mapping[str, Field]] | None = None  # beside `fields`: those of the config's sizes
+    logits_again: bool = False  # in the backward pass, because the loss of a token depends on others (`score_targets`)
 
 
 def next_token_loss(
@@ -167,11 +168,15 @@ _compute_document_metrics = partial(compute_means, "eval_documents")
 
 LOSSES = {
     "next_token": LossKind(_make_next_token, _compute_text_metrics),  # of sft too: its loss_mask keeps only the answers
-    "dpo": LossKind(_in_chunks(preference_loss), _compute_pair_metrics, PAIR_FIELDS),
+    "dpo": LossKind(_in_chunks(preference_loss), _compute_pair_metrics, PAIR_FIELDS, logits_again=True),
     "kto": LossKind(
-        _in_chunks(labelled_loss), partial(compute_means, "eval_answers"), LABELLED_FIELDS, make_kl_estimate
+        _in_chunks(labelled_loss),
+        partial(compute_means, "eval_answers"),
+        LABELLED_FIELDS,
+        make_kl_estimate,
+        logits_again=True,
     ),
-    "grpo": LossKind(_make_policy, _compute_text_metrics, POLICY_FIELDS),
+    "grpo": LossKind(_make_policy, _compute_text_metrics, POLICY_FIELDS, logits_again=True),
     "reward": LossKind(_with_task(reward_loss), _compute_pair_metrics, measures_text=False),
     "classify": LossKind(
         _with_task(classification_loss), _compute_document_metrics, EXAMPLE_FIELDS, measures_text=False
