@@ -493,18 +493,21 @@ class Samples:
                     f"lower its weight, shorten the run, give it more data (it has {len(parts[name]):,} sequences, "
                     f"{total[name]:,} are asked for), or raise the cap"
                 )
-        # A stage that begins behind the end of the run is in the table with no samples.
+        # A stage that begins behind the end of the run is in the table with no samples. Each part has a line: a mixture
+        # may have hundreds.
         table = Table(box=None)
-        for column in ("stage", "from step", "from token", *(f"{name}: samples (epochs)" for name in parts)):
-            table.add_column(column, justify="left" if column == "stage" else "right")
+        for column in ("stage", "from step", "from token", "part", "samples", "epochs"):
+            table.add_column(column, justify="left" if column in ("stage", "part") else "right")
         ends = [*order.firsts[1:], num_samples]
         for stage, end in zip(order.stages, ends, strict=True):
             first = stage.first_sample
             counts = count_read(order, min(first, num_samples), min(end, num_samples), left_out)
-            cells = [f"{count:,} ({count / len(part):.2f})" for count, part in zip(counts, parts.values(), strict=True)]
-            has_begun = first < start.next_sample
-            step = "begun" if has_begun else f"{start.step + data_schedule.steps_of(first - start.next_sample):,.4g}"
-            table.add_row(stage.name, step, f"{first * self.tokens_per_sample:,}", *cells)
+            step = start.step + round(data_schedule.steps_of(first - start.next_sample), 2)
+            begin = "begun" if first < start.next_sample else f"{step:,.12g}"
+            cells = [stage.name, begin, f"{first * self.tokens_per_sample:,}"]
+            for count, (name, part) in zip(counts, parts.items(), strict=True):
+                table.add_row(*cells, name, f"{count:,}", f"{count / len(part):.2f}")
+                cells = ["", "", ""]
         return as_text(table)
 
     def position_after(self, step: int, start: Position, data_schedule: DataSchedule) -> Position:
