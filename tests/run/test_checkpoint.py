@@ -408,6 +408,12 @@ def test_a_checkpoint_that_is_not_there_as_a_whole_is_refused(finished_copy, tmp
         assert find_checkpoint(run / "checkpoints", None).name == "3"
 
 
+@pytest.mark.parametrize("step", [None, 3])
+def test_a_run_without_a_checkpoint_has_none_yet(tmp_path, step):
+    with pytest.raises(UserError, match=r"^checkpoint: .* has no checkpoint yet$"):
+        find_checkpoint(tmp_path, step)
+
+
 def test_a_changed_corpus_is_refused(run, tmp_path):
     corpus = write_corpus(tmp_path / "corpus")
     folder = run("tokenizer.train_bytes=1", corpus=corpus)  # the tokenizer sees the first document only

@@ -85,6 +85,10 @@ def test_a_checkpoint_that_is_deleted_while_it_is_written_gets_no_name(tmp_path,
         ("OUT_OF_RANGE: write failed: File too large", "ulimit -f"),
         ("[Errno 24] Too many open files: 'x'", "ulimit -n"),
         ("[Errno 28] No space left on device", "GiB free"),
+        (
+            f"RESOURCE_EXHAUSTED: {'/a long path' * 40}: Disk quota exceeded [os_error_code='122']",
+            "Disk quota exceeded",
+        ),
     ],
 )
 def test_what_a_disk_refuses_is_said_with_its_way_out(tmp_path, text, hint):

@@ -128,7 +128,10 @@ class Folder:
             return f"{self.folder} was deleted or moved while the run wrote to it"
         free = f"{shutil.disk_usage(self.folder).free / 2**30:.2f} GiB free"
         limit = next((f"; {hint}" for words, hint in LIMITS.items() if words in text), "")
-        return f"{first_line(error)[:200]} ({free}{limit})"
+        said = first_line(error)
+        if len(said) > 250:  # the reason stands at the end, behind paths
+            said = f"{said[:100]} ... {said[-140:]}"
+        return f"{said} ({free}{limit})"
 
     def delete(self, step: int) -> None:
         # Renamed first: whoever is killed in between leaves no half of a checkpoint under its name.

@@ -490,8 +490,8 @@ def find_checkpoint(checkpoints: Path, step: int | None, key: str = "checkpoint"
     """Return the folder of a run's checkpoint; step None is the newest, `key` is for messages."""
     steps = list_numbers(checkpoints)
     if not steps or step not in (None, *steps):
-        message = "no checkpoint yet" if step is None else f"no checkpoint of step {step}"
-        raise UserError(f"{key}: {checkpoints} has {message}; it has {', '.join(map(str, steps)) or 'none'}")
+        message = f"no checkpoint of step {step}; it has {', '.join(map(str, steps))}" if steps else "no checkpoint yet"
+        raise UserError(f"{key}: {checkpoints} has {message}")
     return (checkpoints / str(steps[-1] if step is None else step)).absolute()
 
 
