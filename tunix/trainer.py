@@ -348,13 +348,18 @@ def check_before_writing(setup: Setup, feed: Feed) -> None:
     """Raise `UserError` for mistakes that only the length of the data, a download or the devices can show."""
     cfg, num_steps = setup.cfg, setup.sizes.total_steps
     assert num_steps is not None, "a corpus or the config ends every run"
-    if not cfg.resume:  # a resumed run knows its samples when it knows its checkpoint
-        log_stages(feed, num_steps, setup.sizes)
     check_window(cfg, num_steps)
-    peers.main_first(lambda: check_init_from(cfg, setup.train_spec.arch), "looking at model.init_from")
+    if not cfg.resume:  # a resumed run knows its samples, and whether it needs first weights, by its checkpoint
+        log_stages(feed, num_steps, setup.sizes)
+        check_first_weights(setup)
     for check in (check_attention, check_expert_matmul):
         if agreement := check(cfg, setup.train_spec.layout, setup.mesh):
             log.info("%s", agreement)
+
+
+def check_first_weights(setup: Setup) -> None:
+    """Raise `UserError` where the files of `model.init_from` are not what they should be, before they are read."""
+    peers.main_first(lambda: check_init_from(setup.cfg, setup.train_spec.arch), "looking at model.init_from")
 
 
 def log_stages(feed: Feed, last: int, sizes: Sizes) -> None:
@@ -391,6 +396,7 @@ def restore_or_begin(job: compose.Job, checkpoints: Checkpoints, setup: Setup, f
         if cfg.resume:
             log.warning("no checkpoint in %s yet: starting at step 0", checkpoints.store.folder)
             _warn_of_lost_steps(job)
+            check_first_weights(setup)
         weights = load_init_from(train_spec, setup.mesh)
         state = setup.compiler.new_state(train_spec) if weights is None else train_spec.new_state(cfg.seed, weights)
         start, improvement = beginning, Improvement()

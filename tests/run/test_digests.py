@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 from conftest import write_corpus
+from support.rollouts import ONE
 
 import tunix
 from tunix import verify as command
@@ -23,6 +24,7 @@ from tunix.config import command_line
 from tunix.config.compose import compose
 from tunix.data.dataset import prepare_corpus
 from tunix.inference.pretrained import check_init_from
+from tunix.run.folder import write_config
 
 INFO_FILES = {"position": {"step": 3}, "config": {"seed": 0}}
 
@@ -189,7 +191,7 @@ def test_a_checkpoint_is_checked_at_any_time(saved, tmp_path, monkeypatch, capsy
         reject_damaged_checkpoint(run / "checkpoints" / "6")
 
 
-def test_damage_to_an_export_is_found(hf_dir, tmp_path, monkeypatch, capsys):
+def test_damage_to_an_export_is_found(hf_dir, tmp_path, corpus, monkeypatch, capsys):
     folder = tmp_path / "export"
     shutil.copytree(hf_dir, folder)
     digests.write_digests(folder, digests.list_files(folder))  # as tunix.export does at its end
@@ -205,6 +207,12 @@ def test_damage_to_an_export_is_found(hf_dir, tmp_path, monkeypatch, capsys):
     cfg = compose([f"model.init_from={folder}", "training.seq_len=32"]).config
     with pytest.raises(UserError, match="model.init_from: .*safetensors has other bytes"):
         check_init_from(cfg, arch=None)
+    # A run that was killed before its first checkpoint begins with these weights again.
+    words = [f"model.init_from={folder}", "data=text", f"data.paths=['{corpus}']", "training.seq_len=32", *ONE]
+    (tmp_path / "run").mkdir()
+    write_config(compose(words), tmp_path / "run")
+    with pytest.raises(UserError, match="model.init_from: .*safetensors has other bytes"):
+        tunix.train([f"resume={tmp_path}/run"])
 
 
 def test_damage_to_a_prepared_corpus_is_found(tmp_path, monkeypatch, capsys):

@@ -540,7 +540,7 @@ def check_init_from(cfg: Config, arch: Architecture) -> None:
         UserError: files that are not complete, damaged, or of another model; a run without a checkpoint.
     """
     source = cfg.model.init_from
-    if source is None or cfg.resume:
+    if source is None:
         return
     if run := find_run(source, "model.init_from"):
         checkpoint = _find_checkpoint_of(cfg, *run)
