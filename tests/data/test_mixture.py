@@ -125,6 +125,7 @@ def test_stages_and_caps_and_the_table(tmp_path):
     skipping = DataSchedule(BEGINNING, data.data_schedule.cycle, ["14:23"])
     assert skipping.left_out(40) == [[52, 92]]
     rows = read_rows(40, skipping)
+    assert [row[1] for row in rows[::3]] == ["0", "10", "22"]
     assert rows[4][:2] == ["long", "48"]
     assert sum(int(row[-2]) for row in rows) == 160
     # Four steps with four samples each, then two samples a step.

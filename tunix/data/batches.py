@@ -502,7 +502,8 @@ class Samples:
         for stage, end in zip(order.stages, ends, strict=True):
             first = stage.first_sample
             counts = count_read(order, min(first, num_samples), min(end, num_samples), left_out)
-            step = start.step + round(data_schedule.steps_of(first - start.next_sample), 2)
+            skipped = sum(max(0, min(stop, first) - begin) for begin, stop in left_out if begin >= start.next_sample)
+            step = start.step + round(data_schedule.steps_of(first - start.next_sample - skipped), 2)
             begin = "begun" if first < start.next_sample else f"{step:,.12g}"
             cells = [stage.name, begin, f"{first * self.tokens_per_sample:,}"]
             for count, (name, part) in zip(counts, parts.items(), strict=True):
