@@ -173,6 +173,13 @@ def test_a_weight_that_gives_no_sample_is_refused(tmp_path, words, key):
         batches(tmp_path, words, "data.weight_unit=sample")
 
 
+def test_the_weights_that_a_message_names_are_taken(tmp_path):
+    """Of thirds with four digits the sum was 0.9999, which was refused too."""
+    with pytest.raises(UserError, match=r"data.weights add up to 3, not to 1; scaled: ") as error:
+        compose(mixture(tmp_path, "data.weights={short: 1, long: 1, rare: 1}"))
+    compose(mixture(tmp_path, f"data.weights={str(error.value).partition('scaled: ')[2]}"))
+
+
 def test_stages_out_of_order(tmp_path):
     with pytest.raises(UserError, match="stage last begins at sample 128, not after stage more"):
         batches(tmp_path, STAGES.replace("from_step: 10", "from_step: 32"))

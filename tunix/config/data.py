@@ -56,7 +56,7 @@ class Mixture(Section):
             if total == 0:
                 raise ValueError(f"{label} add up to 0, not to 1; give a part a share")
             if abs(total - 1) > 1e-6:
-                shares = ", ".join(f"{name}: {weight / total:.4g}" for name, weight in weights.items())
+                shares = ", ".join(f"{name}: {weight / total:.7g}" for name, weight in weights.items())
                 raise ValueError(f"{label} add up to {total:g}, not to 1; scaled: {{{shares}}}")
         if unknown := (self.max_epochs or {}).keys() - self.parts.keys():
             raise ValueError(f"data.max_epochs names {_names(unknown)}, data.parts are {_names(self.parts)}")
