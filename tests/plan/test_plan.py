@@ -39,7 +39,7 @@ from tunix.costs.devices import (
 from tunix.costs.hlo import read_collectives
 from tunix.costs.passes import count_weight_bytes
 from tunix.costs.rollout import PAGE, USABLE, select_pages, select_rows
-from tunix.costs.step import derive, derive_costs, find_train_spec
+from tunix.costs.step import _count_repeated_flops, derive, derive_costs, find_train_spec
 from tunix.models.context_parallel import select_exchange
 from tunix.models.flops import flops_per_token, forward_flops_per_token
 from tunix.plan import __main__ as plan
@@ -383,6 +383,16 @@ def test_logits_are_in_no_block(words, passes):
         costs.append(derive(cfg, dict.fromkeys(axis_names(), 1), "cpu", with_activations=False))
     further = 2 * 512 * cfg.model.embed_dim * costs[0].tokens_per_step
     assert costs[1].flops - costs[0].flops == pytest.approx(passes * further)
+
+
+@pytest.mark.parametrize(("num_devices", "repeats"), [(2, 1), (4, 4)])
+def test_products_that_all_devices_of_tp_compute(num_devices, repeats):
+    """Two heads of keys and of values are split over two devices; of four devices each computes both heads."""
+    words = "training.remat=none", f"model.mesh_shape=[[{num_devices}],[tp]]", "distributed.allow_idle_devices=true"
+    cfg = compose([*SMALL, *words]).config
+    train_spec = find_train_spec(cfg, explicit_sizes(cfg.model.mesh_shape), "cpu")
+    weights = cfg.model.num_layers * 2 * cfg.model.embed_dim * cfg.model.num_kv_heads * cfg.model.head_dim
+    assert _count_repeated_flops(train_spec, 10) == 3 * 2 * weights * 10 * (repeats - 1)
 
 
 @pytest.mark.parametrize(("optimizer", "told"), [("muon", True), ("adamw", False)])

@@ -25,6 +25,7 @@ from tunix.costs.communication import (
     count_microbatch_rows,
     count_shard_bytes,
     find_gathered_dtype,
+    find_passes,
     find_shard_shape,
     list_transfers,
 )
@@ -43,9 +44,9 @@ from tunix.models.remat import Remat, product_name
 from tunix.models.table import EXPERT_EXCHANGES, FUSED, MATMUL_DTYPES
 from tunix.models.vision import Images
 from tunix.sharding.arrays import bytes_per_device
-from tunix.sharding.layout import Layout
+from tunix.sharding.layout import Layout, list_axes
 from tunix.sharding.mesh import count_devices, data_shards, token_shards
-from tunix.sharding.table import STREAM_TOKENS, axis_names, data_axes
+from tunix.sharding.table import STREAM_TOKENS, TOKENS, axis_names, data_axes
 from tunix.training.choices import select
 from tunix.training.logprobs import count_chunk_positions
 from tunix.training.loss import find_loss_kind, make_loss
@@ -99,6 +100,7 @@ def derive_costs(train_spec: TrainSpec, with_activations: bool = True) -> Costs:
     if isinstance(teacher := train_spec.teacher, Teacher) and teacher.in_loss:
         widths.append(teacher.arch.model.embed_dim)
         all_flops += forward_flops_per_token(teacher.arch.model, teacher.arch.num_active, batch.seq_len) * num_tokens
+    all_flops += _count_repeated_flops(train_spec, num_tokens)
     if find_loss_kind(cfg).logits_again:
         all_flops += logits * sum(widths) / cfg.model.embed_dim
     # Devices that share the tokens of a row all compute its images.
@@ -140,6 +142,31 @@ def _count_pipeline_flops(train_spec: TrainSpec, flops: float, in_blocks: float,
     on_stages = (1 - first) * (flops - in_all + pipeline.recompute_runs * in_blocks)
     recompute = ((1 - first) * pipeline.recompute_runs + first) * in_blocks
     return recompute + on_stages * (pipeline.iterations_per_microbatch - 1)
+
+
+BATCH = "B", TOKENS, STREAM_TOKENS
+
+
+def _count_repeated_flops(train_spec: TrainSpec, num_tokens: float) -> float:
+    """Return the FLOPs of one device that others have too: of products whose weights and tokens no axis splits.
+
+    With 4 devices on tp and 2 key/value heads, each computes both heads: 4 times the share that it would have of one
+    product in 4 parts. So it is with low-rank factors beside the width.
+    """
+    layout, mesh, repeated = train_spec.layout.with_all_layers(), train_spec.mesh, 0.0
+    weights = jax.tree.leaves_with_path(train_spec.arch.weights)
+    trained = jax.tree.leaves(train_spec.arch.is_trained)
+    for (path, weight), is_trained in zip(weights, trained, strict=True):
+        equation = weight.equation.dequantized()
+        if not equation.is_stacked or equation.is_vector or equation.is_scales:
+            continue
+        tokens = layout.activation("".join(letter for letter in equation.x if letter in BATCH))
+        axes = list_axes(layout.in_use(equation)) | list_axes(tokens)
+        repeats, pipeline = mesh.size / count_devices(mesh.shape, tuple(axes)), find_passes(weight, train_spec)
+        recompute = train_spec.choices.remat.recompute_fraction(product_name(parameter_name(path)))
+        passes = (2 + is_trained + recompute + pipeline.recompute_runs) * pipeline.iterations_per_microbatch
+        repeated += 2.0 * weight.size * weight.used * num_tokens * passes * (repeats - 1)
+    return repeated
 
 
 def _compute_first_share(train_spec: TrainSpec) -> float:

@@ -202,7 +202,7 @@ class Layout:
         `stored` is where the weight rests, of a layer whose equation does not say that it stands before stages.
         """
         stored = self.stored(equation) if stored is None else stored
-        return PartitionSpec(*stored, unreduced=set(self.gradient_axes(equation)) - _list_axes(stored))
+        return PartitionSpec(*stored, unreduced=set(self.gradient_axes(equation)) - list_axes(stored))
 
     def has_replicas(self, sizes: Mapping[str, int]) -> bool:
         """Return whether gradients are sums over axes of this mesh that keep no weights."""
@@ -329,7 +329,7 @@ class Layout:
         """
         gradient = gradient.astype(self.reduce)
         local_parts = jax.typeof(gradient).sharding.spec.unreduced  # axes along which each device has a part of the sum
-        others = local_parts - _list_axes(spec)
+        others = local_parts - list_axes(spec)
         return gradient if others == local_parts else reshard(gradient, PartitionSpec(*spec, unreduced=others))
 
     def split_stream(self, x: jax.Array) -> jax.Array:
@@ -401,7 +401,7 @@ def _make_spec(axes: list[tuple[str, ...]], **types: set[str]) -> PartitionSpec:
     return PartitionSpec(*(each if len(each) > 1 else each[0] if each else None for each in axes), **types)
 
 
-def _list_axes(spec: PartitionSpec) -> set[str]:
+def list_axes(spec: PartitionSpec) -> set[str]:
     """Return the axes that split an array."""
     return {axis for axes in spec.partitions for axis in ((axes,) if isinstance(axes, str) else axes or ())}
 
