@@ -344,8 +344,9 @@ def test_sizes_of_a_terminal_that_are_no_numbers_are_ignored(name, value, monkey
 def test_a_table_is_text_in_a_notebook_too(monkeypatch, capsys):
     """rich showed it below the cell and wrote nothing: train.log had an empty line in the place of the start report."""
     monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
-    assert format_rows({"mesh": "one device"}) == " mesh  one device"
+    monkeypatch.setenv("FORCE_COLOR", "1")  # a notebook sets it
+    assert format_rows({"mesh": "one device"}, title="run") == "run\n mesh  one device"
     table = Table("mesh")
-    table.add_row("one device")
+    table.add_row("one device " * 20)
     print_table(table)
-    assert "one device" in capsys.readouterr().out
+    assert "one device " * 20 in capsys.readouterr().out

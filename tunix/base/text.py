@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import sys
 import zlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -18,9 +19,8 @@ AS_IT_IS: dict[str, Any] = {"markup": False, "emoji": False, "force_jupyter": Fa
 
 def print_table(table: Table) -> None:
     """Print the table; a file or a pipe gets lines as wide as the table needs, where a terminal would cut cells."""
-    console = Console(**AS_IT_IS)
-    if console.is_terminal:
-        console.print(table)
+    if sys.stdout.isatty():
+        Console(**AS_IT_IS).print(table)
     else:
         print(as_text(table, width=10_000))
 
@@ -28,7 +28,8 @@ def print_table(table: Table) -> None:
 def as_text(table: Table, width: int = 160) -> str:
     """Format the table as lines of at most `width` characters."""
     out = io.StringIO()
-    Console(file=out, width=width, **AS_IT_IS).print(table)
+    # FORCE_COLOR, which Jupyter and some services set, would put orders to a terminal into the text.
+    Console(file=out, width=width, force_terminal=False, **AS_IT_IS).print(table)
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
 
