@@ -404,6 +404,18 @@ def test_a_conversation_that_the_template_refuses_is_a_bad_row(tmp_path, task, c
     assert "jsonl: left out: 1 refused by task.chat_template (a.jsonl@" in caplog.text
 
 
+def test_a_conversation_that_begins_with_an_answer_is_refused_with_its_way_out(tmp_path):
+    """Published templates ask for the role of the first message, also where there is none."""
+    (tmp_path / "a.jsonl").write_text("\n".join([json.dumps({"messages": [TALK[2], *TALK[1:3]]})] * 2))
+    (tmp_path / "own.jinja").write_text("{% if messages[0].role == 'x' %}{% endif %}" + PLAIN)
+    words = ["task=sft", "data=jsonl", f"data.paths=[{tmp_path}]", "tokenizer=bytes", "data.held_out_fraction=0"]
+    words += [*SMALL, f"task.chat_template={tmp_path}/own.jinja"]
+    with pytest.raises(UserError, match="it begins with an answer, .*; task.learnt_turns=last learns its last answer"):
+        prepare_corpus(compose(words).config)
+    (found,) = prepare_corpus(compose([*words, "task.learnt_turns=last"]).config)[0].values()
+    assert found.index["documents"] == 2
+
+
 @pytest.mark.parametrize(
     ("end", "said"),
     [

@@ -4,6 +4,7 @@ import csv
 import gzip
 import json
 import os
+import re
 import shutil
 import threading
 from functools import partial
@@ -430,14 +431,15 @@ def test_bad_rows_are_refused_with_file_and_line_or_counted(tmp_path, data, mess
     assert "jsonl: left out: 1 bad row (a.jsonl@" in caplog.text
 
 
-def test_a_table_with_another_delimiter(tmp_path):
-    (tmp_path / "a.csv").write_text("id;text\n" + "".join(f"{n};{text}\n" for n, text in enumerate(TEXTS)))
+@pytest.mark.parametrize(("delimiter", "word"), [(";", "';'"), ("\t", r"'\t'")])
+def test_a_table_with_another_delimiter(tmp_path, delimiter, word):
+    rows = (f"{n}{delimiter}{text}\n" for n, text in enumerate(TEXTS))
+    (tmp_path / "a.csv").write_text(f"id{delimiter}text\n" + "".join(rows))
     words = ["data=csv", f"data.paths=[{tmp_path}]"]
-    with pytest.raises(
-        UserError, match=r"""its columns are id;text \("data.delimiter=';'" splits them\); data.bad_rows"""
-    ):
+    said = f'its columns are id{delimiter}text ("data.delimiter={word}" splits them); data.bad_rows'
+    with pytest.raises(UserError, match=re.escape(said)):
         documents(*words)
-    assert documents(*words, "data.delimiter=';'") == sorted(TEXTS)
+    assert documents(*words, f"data.delimiter={word}") == sorted(TEXTS)
 
 
 @pytest.mark.parametrize("data", ['[\n{"text": "a"}\n]\n', '[{"text": "a"}]\n'])

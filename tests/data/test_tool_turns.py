@@ -270,9 +270,10 @@ def test_what_is_no_tool_is_refused(tmp_path):
     with pytest.raises(UserError, match="has no list of tools in column tools"):
         learnt_texts(tmp_path)
     assert learnt_texts(tmp_path, "data.columns.tools=null")[1] == [FIRST, SECOND]
-    write(tmp_path, [TALK[0], {**TALK[1], "tool_calls": ["add"]}])
-    with pytest.raises(UserError, match="has no list of {role, content} in column messages"):
-        learnt_texts(tmp_path)
+    for call in ("add", {"function": {"name": "add", "arguments": "{a: 1}"}}):
+        write(tmp_path, [TALK[0], {**TALK[1], "tool_calls": [call]}])
+        with pytest.raises(UserError, match="has tool_calls in column messages that are not a list of {function"):
+            learnt_texts(tmp_path)
 
 
 def test_nothing_is_written_with_a_template_that_drops_calls(tmp_path):

@@ -346,7 +346,15 @@ class ChatTemplate:
         sequences: list[Pieces] = [[]]
         done, written = "", 0  # the text of the last sequence, and the characters of all
         for number in numbers:
-            prompt = self.render(messages[:number], add_generation_prompt=True, options=options)
+            try:
+                prompt = self.render(messages[:number], add_generation_prompt=True, options=options)
+            except RefusedConversation as error:
+                if number:
+                    raise
+                raise RefusedConversation(
+                    f"{error}: it begins with an answer, and nothing asks for that one; task.learnt_turns=last learns "
+                    "its last answer alone"
+                ) from None
             answered = self.render(messages[: number + 1], options=options)
             if not answered.startswith(prompt):
                 answered = prompt + self._find_answer(messages[:number], messages[number], options, prompt, answered)

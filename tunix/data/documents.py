@@ -546,7 +546,9 @@ def _read_messages(value: Any, column: str | None) -> list[Message]:
     """Return the turns of a list of {role, content}, or of such a list written as JSON."""
     try:
         turns = json.loads(value) if isinstance(value, str) else value
-        messages = [_read_message(turn) for turn in turns]
+        messages = [_read_message(turn, column) for turn in turns]
+    except BadRow:
+        raise
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         is_sharegpt = isinstance(value, list) and value and isinstance(value[0], dict) and "from" in value[0]
         hint = SHAREGPT.replace("COLUMN", str(column)) if is_sharegpt else ""
@@ -588,16 +590,23 @@ def _refuse_marks(turns: Iterable[Any], column: str | None, way_out: str) -> Non
 TEMPLATE_KEYS = ("name", "tool_calls", "tool_call_id", *THOUGHTS)  # of a message, beside its role and content
 
 
-def _read_message(turn: Any) -> Message:
+def _read_message(turn: Any, column: str | None) -> Message:
     """Return a turn with the keys that templates read.
 
     Raises:
+        BadRow: its calls of tools cannot be read.
         KeyError: it has no role, or neither a content nor calls of tools.
     """
     message = {key: turn[key] for key in TEMPLATE_KEYS if turn.get(key) is not None}
     content = turn.get("content") if "tool_calls" in message else turn["content"]
     if "tool_calls" in message:
-        message["tool_calls"] = [_read_call(call) for call in message["tool_calls"]]
+        try:
+            message["tool_calls"] = [_read_call(call) for call in message["tool_calls"]]
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            raise BadRow(
+                f"has tool_calls in column {column} that are not a list of {{function: {{name, arguments}}}} with "
+                "arguments as an object or as JSON"
+            ) from None
     return {"role": turn["role"], "content": "" if content is None and "tool_calls" in message else content, **message}
 
 
@@ -621,8 +630,8 @@ def _read_cell(columns: Columns, meaning: str, row: dict[str, Any], kinds: tuple
         raise UserError(f"data.columns.{meaning} is not set; name the column that holds it")
     if name not in row:
         listed = ", ".join(map(str, row))
-        marks = [mark for mark in ";|" if len(row) == 1 and mark in listed]  # of a table with another delimiter
-        hint = f" (\"data.delimiter='{marks[0]}'\" splits them)" if marks else ""
+        marks = [mark for mark in ";|\t" if len(row) == 1 and mark in listed]  # of a table with another delimiter
+        hint = f' ("data.delimiter={marks[0]!r}" splits them)' if marks else ""
         hint += OTHER_COLUMNS.get(meaning, "")
         raise BadRow(f"has no column {name} (data.columns.{meaning}); its columns are {listed}{hint}")
     value = row[name]
