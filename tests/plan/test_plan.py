@@ -385,14 +385,16 @@ def test_logits_are_in_no_block(words, passes):
     assert costs[1].flops - costs[0].flops == pytest.approx(passes * further)
 
 
-@pytest.mark.parametrize(("num_devices", "repeats"), [(2, 1), (4, 4)])
-def test_products_that_all_devices_of_tp_compute(num_devices, repeats):
-    """Two heads of keys and of values are split over two devices; of four devices each computes both heads."""
+@pytest.mark.parametrize(("num_devices", "rows", "keys", "logits"), [(2, 320, 0, 0), (4, 320, 3, 0), (4, 321, 3, 3)])
+def test_products_that_all_devices_of_tp_compute(num_devices, rows, keys, logits):
+    """Two heads of keys and of values are split over two devices; of four devices each computes both heads. So it is
+    with a vocabulary that the devices do not divide."""
     words = "training.remat=none", f"model.mesh_shape=[[{num_devices}],[tp]]", "distributed.allow_idle_devices=true"
-    cfg = compose([*SMALL, *words]).config
+    cfg = compose([*SMALL, *words, f"model.vocab_size={rows}"]).config
     train_spec = find_train_spec(cfg, explicit_sizes(cfg.model.mesh_shape), "cpu")
-    weights = cfg.model.num_layers * 2 * cfg.model.embed_dim * cfg.model.num_kv_heads * cfg.model.head_dim
-    assert _count_repeated_flops(train_spec, 10) == 3 * 2 * weights * 10 * (repeats - 1)
+    heads = cfg.model.num_layers * 2 * cfg.model.num_kv_heads * cfg.model.head_dim
+    more = cfg.model.embed_dim * (keys * heads + logits * rows)  # products of a number with a weight
+    assert _count_repeated_flops(train_spec, 10) == 3 * 2 * more * 10
 
 
 @pytest.mark.parametrize(("optimizer", "told"), [("muon", True), ("adamw", False)])

@@ -151,20 +151,24 @@ def _count_repeated_flops(train_spec: TrainSpec, num_tokens: float) -> float:
     """Return the FLOPs of one device that others have too: of products whose weights and tokens no axis splits.
 
     With 4 devices on tp and 2 key/value heads, each computes both heads: 4 times the share that it would have of one
-    product in 4 parts. So it is with low-rank factors beside the width.
+    product in 4 parts. So it is with low-rank factors beside the width, and with a vocabulary that tp does not divide.
     """
-    layout, mesh, repeated = train_spec.layout.with_all_layers(), train_spec.mesh, 0.0
-    weights = jax.tree.leaves_with_path(train_spec.arch.weights)
+    layout, mesh, cfg, repeated = train_spec.layout.with_all_layers(), train_spec.mesh, train_spec.cfg, 0.0
+    tops, weights = train_spec.arch.weights, jax.tree.leaves_with_path(train_spec.arch.weights)
+    of_logits = tops["embedding" if cfg.model.tied_head else "head"]["table"] if cfg.has_logits else None
     trained = jax.tree.leaves(train_spec.arch.is_trained)
     for (path, weight), is_trained in zip(weights, trained, strict=True):
         equation = weight.equation.dequantized()
-        if not equation.is_stacked or equation.is_vector or equation.is_scales:
+        is_multiplied = weight is of_logits or equation.is_stacked
+        if not is_multiplied or equation.is_vector or equation.is_scales:
             continue
         tokens = layout.activation("".join(letter for letter in equation.x if letter in BATCH))
         axes = list_axes(layout.in_use(equation)) | list_axes(tokens)
         repeats, pipeline = mesh.size / count_devices(mesh.shape, tuple(axes)), find_passes(weight, train_spec)
         recompute = train_spec.choices.remat.recompute_fraction(product_name(parameter_name(path)))
         passes = (2 + is_trained + recompute + pipeline.recompute_runs) * pipeline.iterations_per_microbatch
+        if weight is of_logits:
+            passes = 2 + is_trained + find_loss_kind(cfg).logits_again
         repeated += 2.0 * weight.size * weight.used * num_tokens * passes * (repeats - 1)
     return repeated
 
