@@ -377,6 +377,10 @@ class Model(Section):
         """Return whether the layer has linear attention."""
         return self.linear_attention is not None and not self.is_global(layer)
 
+    @property
+    def num_linear_layers(self) -> int:
+        return sum(map(self.is_linear, range(self.num_layers)))
+
     def is_paged(self, layer: int) -> bool:
         """Return whether pages may hold the cache of the layer (sampling.cache): keys and values of all tokens."""
         sees_all = self.is_global(layer) or (self.sliding_window is None and self.linear_attention is None)

@@ -12,8 +12,9 @@ arrays. Each device has 1/8 of an array already, and sends 7/8 of the bytes (BUS
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -287,8 +288,7 @@ def _list_memory_transfers(train_spec: TrainSpec) -> Iterator[Transfer]:
 
     def count_numbers(dim_names: str, length: int = 1) -> int:
         sizes = model.dims | {"B": rows, TOKENS: length * token_shards(mesh.shape)}
-        shape = [sizes[dim_name] for dim_name in dim_names]
-        return math.prod(find_shard_shape(shape, layout.activation(dim_names), mesh))
+        return count_local_numbers(sizes, dim_names, layout, mesh)
 
     local_tokens, earlier = tokens // token_shards(mesh.shape), linear.filter_size - 1
     hops, rounds = -(-earlier // local_tokens), count_rounds(token_shards(mesh.shape))
@@ -297,7 +297,7 @@ def _list_memory_transfers(train_spec: TrainSpec) -> Iterator[Transfer]:
     num_bytes = hops * filtered * jnp.dtype(layout.compute).itemsize
     num_bytes += 4 * ((rounds + 1) * state + max(0, rounds - 1) * transition)  # the last round needs no transition
     count = 3 * hops + rounds + 1 + max(0, rounds - 1)
-    layers = num_microbatches * sum(map(model.is_linear, range(model.num_layers))) * pipeline.iterations_per_microbatch
+    layers = num_microbatches * model.num_linear_layers * pipeline.iterations_per_microbatch
     times = layers * (2 + train_spec.choices.remat.recompute_fraction("exchange") + pipeline.recompute_runs)
     kind, total = "collective-permute", round(times * num_bytes)
     yield Transfer(kind, token_axes(), total, overlaps=0.0, count=max(1, round(times * count)))
@@ -363,6 +363,11 @@ def find_shard_shape(shape: Sequence[int], spec: PartitionSpec, mesh: Mesh | Abs
     return NamedSharding(mesh, PartitionSpec(*spec.partitions)).shard_shape(tuple(shape))
 
 
+def count_local_numbers(sizes: Mapping[str, int], dim_names: str, layout: Layout, mesh: Mesh | AbstractMesh) -> int:
+    """Return the numbers of an activation that one device has; `sizes` are those of the dimensions."""
+    return math.prod(find_shard_shape([sizes[name] for name in dim_names], layout.activation(dim_names), mesh))
+
+
 # Collectives of activations around products: sums over devices, and tokens that enter and leave branches.
 
 ENTERED = "BTD"  # what the first products of a branch take, and the sums of its last product before they are scattered
@@ -390,13 +395,11 @@ def _list_matmul_transfers(train_spec: TrainSpec) -> Iterator[Transfer]:
         sizes |= {"i": num_images * vision.num_patches, "g": num_images * vision.tokens_per_image}
     item = jnp.dtype(layout.compute).itemsize
 
+    count_numbers = partial(count_local_numbers, sizes, layout=layout, mesh=mesh)
+
     def transfer(kind: str, axes: tuple[str, ...], num_bytes: float, times: float) -> Transfer:
         in_all = batch.num_microbatches * times  # a bubble of interleaved stages may be a half of a pass
         return Transfer(kind, axes, round(in_all * num_bytes), overlaps=0.0, count=max(1, round(in_all)))
-
-    def count_numbers(dim_names: str) -> int:
-        shape = [sizes[dim_name] for dim_name in dim_names]
-        return math.prod(find_shard_shape(shape, layout.activation(dim_names), mesh))
 
     for kind, dim_names, axes, times in (*_list_in_blocks(train_spec), *_list_at_ends(train_spec)):
         if axes and times:

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ from tunix.config import Config, DeviceKind
 from tunix.config.task import Grpo
 from tunix.costs.communication import (
     Transfer,
+    count_local_numbers,
     count_shard_bytes,
     find_gathered_dtype,
     find_shard_shape,
@@ -488,19 +490,14 @@ def _count_cache_bytes(
             if paged is not None:
                 counted = [layer for layer in counted if (each is model and model.is_paged(layer)) == paged]
             num_bytes += sum(windows[layer] for layer in counted) * sum(size * item + scale for size in vectors)
-    num_linear = 0 if paged else sum(model.is_linear(layer) for layer in range(model.num_layers))
+    num_linear = 0 if paged else model.num_linear_layers
     return num_bytes + num_linear * _count_memory_bytes(arch, mesh) if num_linear else num_bytes
 
 
 def _count_memory_bytes(arch: Architecture, mesh: Mesh | AbstractMesh) -> int:
     """Return the bytes that linear attention keeps of one row: the delta rule's memory, and inputs of the filters."""
     dims, layout = arch.model.dims, arch.layout
-
-    def size(dim_names: str) -> int:
-        return math.prod(
-            find_shard_shape([dims[dim_name] for dim_name in dim_names], layout.activation(dim_names), mesh)
-        )
-
+    size = partial(count_local_numbers, dims, layout=layout, mesh=mesh)
     inputs = (dims["Z"] - 1) * (2 * size("IE") + size("JM"))
     return 4 * size("JEM") + inputs * jnp.dtype(layout.compute).itemsize
 

@@ -29,7 +29,7 @@ def forward_flops_per_token(cfg: Model, num_active: int, seq_len: int, needs_hea
     """
     # A layer of `model.mtp` has scores, and logits of its own.
     further = 0.0 if cfg.mtp is None else _score_flops(cfg.mtp_model, seq_len) + 2.0 * cfg.vocab_size * cfg.embed_dim
-    memory = 0.0 if cfg.linear_attention is None else 6.0 * _num_linear(cfg) * cfg.linear_attention.state_size
+    memory = 0.0 if cfg.linear_attention is None else 6.0 * cfg.num_linear_layers * cfg.linear_attention.state_size
     return 2.0 * _multiplied(cfg, num_active, needs_head) + _score_flops(cfg, seq_len) + further + memory
 
 
@@ -62,7 +62,7 @@ def chunk_flops_per_token(cfg: Model, seq_len: int, num_shards: int = 1) -> floa
         more: float = 6 * linear.key_dim + 2 * size + 2 * linear.value_dim
         more += 2 * linear.key_dim * both * count_rounds(num_shards) / local_tokens
         flops += linear.num_value_heads * linear.key_dim * more
-    return float(_num_linear(cfg) * flops)
+    return float(cfg.num_linear_layers * flops)
 
 
 def tower_flops(cfg: Model, trained_shares: tuple[float, float], recompute: float = 0.0) -> float:
@@ -96,10 +96,6 @@ def forward_tower_flops(cfg: Model, vision: AnyVision) -> tuple[float, float]:
         projector = (1 + len(vision.deepstack_layers)) * merged * (merged + cfg.embed_dim)
     tower = 2.0 * (vision.num_layers * products + patches * pixels * width)
     return tower, 2.0 * vision.tokens_per_image * projector
-
-
-def _num_linear(cfg: Model) -> int:
-    return sum(cfg.is_linear(layer) for layer in range(cfg.num_layers))
 
 
 def attended_tokens(cfg: Model, seq_len: int, layers: Sequence[int]) -> float:

@@ -120,10 +120,9 @@ def describe_model(cfg: Config, train_spec: TrainSpec, corpus: AnyCorpus | None)
         + _describe_attention(train_spec.choices)
     }
     if linear is not None:
-        num_linear = sum(model.is_linear(layer) for layer in range(model.num_layers))
         rows["linear attention"] = (
-            f"{num_linear} of {model.num_layers} layers; {linear.num_value_heads} heads, each with a memory of "
-            f"{linear.key_dim} x {linear.value_dim} numbers, whatever the length of a sequence"
+            f"{model.num_linear_layers} of {model.num_layers} layers; {linear.num_value_heads} heads, each with a "
+            f"memory of {linear.key_dim} x {linear.value_dim} numbers, whatever the length of a sequence"
         )
     if isinstance(model.mlp, ExpertsMlp):
         rows["experts"] = _describe_experts(cfg, train_spec, model.mlp)
