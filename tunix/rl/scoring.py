@@ -323,13 +323,7 @@ class Scorer:
         Args:
             errors: an answer that a reward does not score gets 0 and is counted, or ends the run.
             start_s: seconds for the start of a worker, and for the first row that it scores.
-
-        Raises:
-            UserError: two rewards have one name.
         """
-        labels = [term.label for term in rewards]
-        if twice := [label for label in labels if labels.count(label) > 1]:
-            raise UserError(f"rewards: {twice[0]} stands there twice; numbers are recorded by name, so rename one")
         self.rewards, self.processes = rewards, processes if rewards else 0
         self.timeout_s, self.errors, self.start_s = timeout_s, errors, start_s
         self.workers: list[ScoringProcess] = []
