@@ -52,7 +52,7 @@ def test_chunks_equal_steps():
 
     expected = gradients(one_by_one)
     for chunk in (4, 64):
-        found = gradients(lambda *arrays, chunk=chunk: run_chunks(*arrays, number_runs(SEGMENTS), chunk))
+        found = gradients(lambda *arrays, chunk=chunk: run_chunks(*arrays, number_runs(SEGMENTS), chunk=chunk))
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), found, expected)
 
 

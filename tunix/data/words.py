@@ -18,7 +18,7 @@ The tokens are those of the whole text, because
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 
 import numpy as np
@@ -53,13 +53,9 @@ class WordMemory(dict[str, bytes]):
         elif NOT_PLAIN.search(text) is None:
             tokens = self._look_up(text)
         else:
-            tokens = b"".join(self._encode_parts(text))
+            runs = groupby(WORD_ENDS.split(text), lambda part: NOT_PLAIN.search(part) is None)
+            tokens = b"".join((self._look_up if is_plain else self._ask)("".join(parts)) for is_plain, parts in runs)
         return np.frombuffer(tokens, self.dtype)
-
-    def _encode_parts(self, text: str) -> Iterator[bytes]:
-        """Yield the tokens of the plain parts of a text, and of those between them."""
-        for is_plain, parts in groupby(WORD_ENDS.split(text), lambda part: NOT_PLAIN.search(part) is None):
-            yield (self._look_up if is_plain else self._ask)("".join(parts))
 
     def _look_up(self, text: str) -> bytes:
         return b"".join(map(self.__getitem__, WORD.findall(text)))

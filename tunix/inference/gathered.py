@@ -44,8 +44,9 @@ class Gathered(NamedTuple):
         parts += [part for stack in stacks for part in _list_einsums(stack)]
         for part in parts:
             part.product = product_of_few_rows()
-        for update in [update for stack in stacks for update in _list_normalized(stack)]:
-            update.is_divided = True
+        for _, part in [each for stack in stacks for each in nnx.iter_modules(stack)]:
+            if isinstance(part, LowRank) and part.magnitude is not None:
+                part.is_divided = True  # `_order_weights` has divided the magnitudes by their norms
         return module
 
 
@@ -100,12 +101,6 @@ def _list_einsums(module: nnx.Module) -> list[Einsum]:
     """Return the products of a module; those with quantized weights are left out, because codes keep their order."""
     parts = [part for _, part in nnx.iter_modules(module) if isinstance(part, Einsum)]
     return [part for part in parts if jnp.issubdtype(part.w.dtype, jnp.floating)]
-
-
-def _list_normalized(module: nnx.Module) -> list[LowRank]:
-    """Return the updates of a module that have magnitudes, which `_order_weights` has divided by their norms."""
-    parts = [part for _, part in nnx.iter_modules(module) if isinstance(part, LowRank)]
-    return [part for part in parts if part.magnitude is not None]
 
 
 def _split_layers(stack: Tree) -> list[Tree]:

@@ -76,8 +76,8 @@ def run_chunks(
     decay: jax.Array,
     beta: jax.Array,
     runs: jax.Array,
-    chunk: int = CHUNK,
     memory: jax.Array | None = None,
+    chunk: int = CHUNK,
     continues: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Return the results [B, T, J, M] of rows, and the memory [B, J, E, M] after them.
@@ -139,11 +139,6 @@ def run_chunks(
     out = jnp.moveaxis(out, 0, 1).reshape(batch, -1, *out.shape[3:])[:, :length]
     out, after = out.reshape(batch, length, -1, out.shape[-1]), after.reshape(batch, -1, *after.shape[3:])
     return out if continues is not None else checkpoint_name(out, "attention"), after
-
-
-def _run_after(q, k, v, decay, beta, runs, memory) -> tuple[jax.Array, jax.Array]:
-    """Do as `run_chunks` for rows that begin with a memory."""
-    return run_chunks(q, k, v, decay, beta, runs, memory=memory)
 
 
 # Rows whose tokens lie on several devices, in order (the mesh axis cp).
@@ -335,7 +330,7 @@ class LinearAttention(nnx.Module):
         if memory is None:
             out, state = self._map_devices(run_chunks, WHOLE_ROWS, "BS")(*filtered, decay, beta, runs)
         else:
-            extend = self._map_devices(_run_after, WHOLE_ROWS, "BS", "BJEM")
+            extend = self._map_devices(run_chunks, WHOLE_ROWS, "BS", "BJEM")
             out, state = extend(*filtered, decay, beta, runs, memory.state)
         index = count[:, None] + jnp.arange(num_before)
         last = (self._take_tokens(x, index, dim_names) for x, dim_names in zip(windows, DIM_NAMES[:3], strict=True))

@@ -66,7 +66,8 @@ def summarise(rows: Sequence[Row], labels: Sequence[str], num_samples: int) -> N
 def count_right(first_scores: np.ndarray) -> Numbers:
     """Return accuracy, and pass@k for k = 2, 4, 8, ... up to G, of scores [P, G] by the first reward."""
     right, num_samples = first_scores >= RIGHT, first_scores.shape[1]
-    chances = {f"pass@{k}": estimate_pass(k, right.sum(1), num_samples) for k in list_powers_of_two(num_samples)[1:]}
+    powers_of_two = [1 << n for n in range(1, num_samples.bit_length())]
+    chances = {f"pass@{k}": estimate_pass(k, right.sum(1), num_samples) for k in powers_of_two}
     return {"accuracy": float(right.mean())} | chances
 
 
@@ -79,11 +80,6 @@ def estimate_pass(k: int, num_right: np.ndarray, num_samples: int) -> float:
     # C(n - right, k) have no right answer. With n = 4, 1 right, k = 2 it is 3 / 6. `comb` is 0 where k > n - right.
     chances = [1 - math.comb(num_samples - right, k) / math.comb(num_samples, k) for right in num_right.tolist()]
     return float(np.mean(chances))
-
-
-def list_powers_of_two(limit: int) -> list[int]:
-    """Return 1, 2, 4, ... up to `limit`."""
-    return [1 << n for n in range(limit.bit_length())]
 
 
 # Held-out prompts, answered by the model in training.
