@@ -152,15 +152,13 @@ def _fill(model: dict[Any, Any], decided: dict[str, Any], source: str) -> None:
     """
     for key in sorted(decided):
         given = model.get(key)
+        values: dict[Any, Any] = {}
         if key == "mlp" and given is not None:
             values = dict(given)
             decided["mlp"] |= {name: values.pop(name) for name in OUTSIDE_MLP if name in values}
             # The file decides whether experts have biases. Where they have, the user may change the rate.
             if values.get("bias_rate") is not None and decided["mlp"].get("bias_rate") is not None:
                 decided["mlp"]["bias_rate"] = values.pop("bias_rate")
-            for name, value in values.items():
-                if value != (found := decided["mlp"].get(name)):
-                    raise UserError(f"model.mlp.{name}={value}, but {source} says {found}; leave it out")
         elif key == "vision" and given is not None:
             values = {name: value for name, value in given.items() if value is not None}
             if values and decided["vision"] is None:
@@ -168,11 +166,11 @@ def _fill(model: dict[Any, Any], decided: dict[str, Any], source: str) -> None:
                 raise UserError(f"model.vision.{name}={value}, but the model of {source} does not see; leave it out")
             if values:
                 decided["vision"] |= {name: values.pop(name) for name in OUTSIDE_VISION if name in values}
-            for name, value in values.items():
-                if value != (found := decided["vision"].get(name)):
-                    raise UserError(f"model.vision.{name}={value}, but {source} says {found}; leave it out")
         elif given is not None and given != decided[key]:
             raise UserError(f"model.{key}={given}, but {source} says {decided[key]}; leave it out")
+        for name, value in values.items():
+            if value != (found := decided[key].get(name)):
+                raise UserError(f"model.{key}.{name}={value}, but {source} says {found}; leave it out")
         model[key] = decided[key]
 
 
