@@ -19,7 +19,7 @@ ORDER = (
     "config.saved_runs", "config.mistakes", "config.pretrained_config",
     "config.compose", "config.command_line",
     "data", "training", "costs", "checkpoints", "run", "inference", "rl",  # subjects end here
-    "plan", "batch_sources", "trainer",  # the program, and its commands
+    "plan", "feeds", "trainer",  # the program, and its commands
     "launch", "doctor", "prepare", "verify", "parity", "generate", "evaluate", "export", "compare", "samples", "play", "average", "serve", "train_command", "__init__", "__main__",
 )  # fmt: skip
 FILES = sorted((ROOT / "tunix").rglob("*.py"))

@@ -33,9 +33,9 @@ def prepare(cfg: Config) -> None:
     """Prepare the corpus of the config, and print where it is; compute the logits of its teacher, if it has one."""
     import jax
 
-    from tunix.batch_sources import load_data
     from tunix.data.dataset import Corpus, make_shares
     from tunix.data.prompts import load_together
+    from tunix.feeds import load_data
     from tunix.inference.teacher import give_logits
     from tunix.processes import peers
     from tunix.trainer import plan_run

@@ -20,25 +20,18 @@ from jax.sharding import Mesh
 from tunix.base.buckets import join
 from tunix.base.errors import Finished, RolloutFailed, Stopped, UserError, mask_values
 from tunix.base.files import read_json_lines
-from tunix.batch_sources import Evaluator, Feed, load_data, make_feed
 from tunix.checkpoints.checkpoint import Checkpoints, Improvement
 from tunix.checkpoints.root import check_root, find_root, write_root
 from tunix.checkpoints.store import open_store
 from tunix.config import Config, Evaluation, compose
 from tunix.config.batch import BatchShape
-from tunix.config.compose import (
-    remark_on_environment,
-    remark_on_random,
-    remark_on_repeated,
-    remark_on_tiny,
-    remark_on_unread,
-    to_yaml,
-)
+from tunix.config.compose import list_remarks, to_yaml
 from tunix.costs.devices import Cluster, find_kind, read_topology, replace_network
 from tunix.costs.step import check_matmul_dtype, find_run_peak_tflops
 from tunix.data.batches import Batch, BatchSource, Numbers, Position
 from tunix.data.prompts import AnyCorpus, load_together
 from tunix.data.tokenizer import tokenizer_digest
+from tunix.feeds import Evaluator, Feed, load_data, make_feed
 from tunix.inference.pretrained import check_init_from, load_init_from
 from tunix.plan.derived_time import resolve_exchange
 from tunix.plan.ranking import (
@@ -123,14 +116,7 @@ def run(job: compose.Job) -> Result:
         compiler = stack.enter_context(Compiler(mesh, watchdog))
         setup = set_up(cfg, planned, mesh, chosen, watchdog, compiler, clock)
         log.info("%s", setup.report)
-        remarks_on_words = (
-            remark_on_repeated(job.overrides),
-            remark_on_tiny(job),
-            remark_on_random(job),
-            remark_on_unread(job),
-            remark_on_environment(job, os.environ),
-        )
-        for remark in filter(None, remarks_on_words):
+        for remark in list_remarks(job, os.environ):
             log.warning("%s", remark)
         if setup.corpus is None:
             steps = setup.sizes.total_steps

@@ -28,7 +28,6 @@ from tunix.base.errors import UserError
 from tunix.base.files import read_yaml
 from tunix.base.progress import announcing
 from tunix.base.text import print_table
-from tunix.batch_sources import load_data, make_feed
 from tunix.checkpoints.store import check_everything
 from tunix.config import Config, command_line, compose
 from tunix.config.compose import add_search_path
@@ -38,6 +37,7 @@ from tunix.costs.step import check_matmul_dtype
 from tunix.data.batches import Position
 from tunix.data.documents import DOCUMENTS
 from tunix.data.prompts import AnyCorpus, load_together
+from tunix.feeds import load_data, make_feed
 from tunix.inference.pretrained import check_init_from, load_init_from
 from tunix.processes import exits, peers, supervisor
 from tunix.processes.identity import find_identity

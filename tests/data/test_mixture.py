@@ -14,11 +14,11 @@ from support.harness import ONE_LAYER, RUN, SMALL, metrics
 
 import tunix
 from tunix.base.errors import UserError
-from tunix.batch_sources import schedule_prompts
 from tunix.checkpoints.checkpoint import check_same
 from tunix.config.compose import compose
 from tunix.config.task import Cycle
 from tunix.data.batches import BEGINNING, DataSchedule, Position, SampleOrder, Stage, TrainBatches, split_samples
+from tunix.feeds import schedule_prompts
 from tunix.sharding.table import axis_names
 
 shares = st.lists(st.integers(0, 1000), min_size=1, max_size=5).filter(any).map(tuple)

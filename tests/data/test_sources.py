@@ -20,12 +20,12 @@ from support.harness import SMALL
 
 from tunix.base.buckets import find_objects
 from tunix.base.errors import UserError
-from tunix.batch_sources import CorpusFeed, load_data
 from tunix.config.compose import compose
 from tunix.data.dataset import find_units, load_corpus, prepare_corpus
 from tunix.data.documents import Document, read_documents
 from tunix.data.files import find_files, skip_line, zstd
 from tunix.data.sources import HuggingFace, _find_saved_splits
+from tunix.feeds import CorpusFeed, load_data
 
 TEXTS = [f"document {number}: {'word ' * (number % 7 + 1)}" for number in range(40)]
 TINY = [*SMALL, "tokenizer=bytes", "tokenizer.vocab_size=259", "training.seq_len=16"]

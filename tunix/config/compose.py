@@ -490,6 +490,18 @@ def count_idle_rows(cfg: Config, num_tokens: int | None) -> int:
     return rows - num_tokens if rows - num_tokens > rows // 10 and rows > pad_rows(num_tokens) else 0
 
 
+def list_remarks(job: Job, environment: Mapping[str, str]) -> list[str]:
+    """Return what a user may not expect of a run, to be logged at its start."""
+    remarks = (
+        remark_on_repeated(job.overrides),
+        remark_on_tiny(job),
+        remark_on_random(job),
+        remark_on_unread(job),
+        remark_on_environment(job, environment),
+    )
+    return [remark for remark in remarks if remark]
+
+
 def remark_on_repeated(words: Sequence[str]) -> str:
     """Return a remark for keys that the words of a command line give twice, with different values."""
     values: dict[str, list[str]] = {}

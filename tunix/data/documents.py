@@ -892,7 +892,7 @@ class DocumentKind(NamedTuple):
     in_hashes: str
     arrays: tuple[str, ...] = ()  # that a shard has beside tokens and starts (data/shards.py)
     load: str = "tunix.data.dataset:load_corpus"  # function that reads all data of a config
-    feed: str = "tunix.batch_sources:CorpusFeed"  # class, a `Feed` (batch_sources.py): batches, and held-out data
+    feed: str = "tunix.feeds:CorpusFeed"  # class, a `Feed` (feeds.py): batches, and held-out data
     asks_peers: bool = False  # the processes exchange data outside of the step to make a batch: rewards, for example
 
 
@@ -904,19 +904,19 @@ DOCUMENTS = {
         encode_prompts,
         "prompt",
         ("rows", "row_ends"),
-        load="tunix.batch_sources:load_task_prompts",
-        feed="tunix.batch_sources:PromptFeed",
+        load="tunix.feeds:load_task_prompts",
+        feed="tunix.feeds:PromptFeed",
         asks_peers=True,
     ),
     "pair": DocumentKind(
-        read_pair, encode_pairs, "pair", ("answers", "splits"), feed="tunix.batch_sources:PairFeed", asks_peers=True
+        read_pair, encode_pairs, "pair", ("answers", "splits"), feed="tunix.feeds:PairFeed", asks_peers=True
     ),
     "labelled": DocumentKind(
         read_labelled,
         encode_labelled,
         "labelled",
         ("answers", "splits", "labels"),
-        feed="tunix.batch_sources:PairFeed",
+        feed="tunix.feeds:PairFeed",
         asks_peers=True,
     ),
     "comparison": DocumentKind(read_pair, encode_comparisons, "comparison", ("answers", "splits")),
