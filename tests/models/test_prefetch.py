@@ -7,7 +7,6 @@ from support.harness import batch, program
 from tunix.base.errors import UserError
 from tunix.models import layer_scan
 from tunix.training.choices import keep_known_options
-from tunix.training.loss import find_loss_kind
 
 NF4 = [
     "model.mesh_shape=[[8],[fsdp]]", "model.lora.rank=2", "model.lora.quantize_base=nf4", "model.num_layers=4",
@@ -99,14 +98,7 @@ def test_gradients_that_products_add_to_their_sums_are_those_of_the_cpu(updates,
 def kept_shapes(*words: str) -> list[tuple[int, ...]]:
     """Return the shapes of what the backward pass needs of three layers."""
     small = program("model.mesh_shape=[[8],[fsdp]]", "training.remat=dots", *words)
-    loss, rows = find_loss_kind(small.cfg).make(small.cfg), {name: leaf[0] for name, leaf in batch().items()}
-
-    def kept(params):
-        return jax.vjp(lambda params: loss(small.arch.module(params), rows, None).objective, params)[1]
-
-    with jax.set_mesh(small.mesh):
-        leaves = jax.tree.leaves(jax.eval_shape(kept, small.state["params"]))
-    return sorted(leaf.shape for leaf in leaves if leaf.shape[:1] == (3,) and leaf.ndim > 3)
+    return sorted(shape for shape in small.kept_shapes() if shape[:1] == (3,) and len(shape) > 3)
 
 
 def test_no_gathered_weight_is_kept():

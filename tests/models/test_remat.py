@@ -8,14 +8,13 @@ import jax.extend.core
 import jax.numpy as jnp
 import pytest
 from jax.ad_checkpoint import checkpoint_name
-from support.harness import SGD, TWO_DEVICES, batch, program
+from support.harness import SGD, TWO_DEVICES, program
 
 from tunix.base.dotted_path import import_object
 from tunix.base.errors import UserError
 from tunix.models import matmul
 from tunix.models.attention_mask import row_mask_rule
 from tunix.models.table import KERNELS
-from tunix.training.loss import find_loss_kind
 
 ONE = ["model.mesh_shape=[[1],[fsdp]]", "distributed.allow_idle_devices=true"]
 
@@ -64,11 +63,8 @@ def count(jaxpr, primitive: str) -> int:
 def gradient(*overrides: str):
     """The program of the gradient of a small model, as JAX traces it."""
     small = program(*ONE, *overrides)
-    loss, rows = find_loss_kind(small.cfg).make(small.cfg), {name: leaf[0] for name, leaf in batch().items()}
     with jax.set_mesh(small.mesh):
-        return jax.make_jaxpr(jax.grad(lambda params: loss(small.arch.module(params), rows, None).objective))(
-            small.state["params"]
-        ).jaxpr
+        return jax.make_jaxpr(jax.grad(small.loss))(small.state["params"]).jaxpr
 
 
 @pytest.mark.parametrize(("remat", "times"), [("none", 1), ("dots", 1), ("attention", 1), ("full", 2)])
@@ -129,14 +125,8 @@ def test_the_kernel_on_ranges_keeps_sums_beside_outputs(remat, monkeypatch):
     """Without the sums its forward pass would run again. Rows of 32 tokens are filled up to 128."""
     monkeypatch.setattr(jax, "shard_map", partial(jax.shard_map, check_vma=False))  # as in test_flash.py
     small = program(*ONE, "model.attention=test_flash:interpreted", f"training.remat={remat}")
-    loss, rows = find_loss_kind(small.cfg).make(small.cfg), {name: leaf[0] for name, leaf in batch().items()}
-
-    def kept(params):
-        return jax.vjp(lambda params: loss(small.arch.module(params), rows, None).objective, params)[1]
-
-    with jax.set_mesh(small.mesh):
-        shapes = [leaf.shape for leaf in jax.tree.leaves(jax.eval_shape(kept, small.state["params"]))]
     outputs, sums = (3, 16, 128, 4, 8), (3, 16, 4, 128)
+    shapes = small.kept_shapes()
     assert (outputs in shapes, sums in shapes) == (remat == "attention",) * 2
 
 
@@ -159,13 +149,6 @@ def test_gathered_weights_are_not_kept():
 
     def weights(remat: str) -> int:
         small = program("model.mesh_shape=[[8],[fsdp]]", f"training.remat={remat}")
-        loss, rows = find_loss_kind(small.cfg).make(small.cfg), {name: leaf[0] for name, leaf in batch().items()}
-
-        def kept(params):
-            return jax.vjp(lambda params: loss(small.arch.module(params), rows, None).objective, params)[1]
-
-        with jax.set_mesh(small.mesh):
-            leaves = jax.tree.leaves(jax.eval_shape(kept, small.state["params"]))
-        return sum(leaf.shape == small.state["params"]["blocks"]["mlp"]["up"]["w"].shape for leaf in leaves)
+        return small.kept_shapes().count(small.state["params"]["blocks"]["mlp"]["up"]["w"].shape)
 
     assert weights("none") == weights("full")

@@ -36,6 +36,7 @@ from tunix.sharding.mesh import ONE_DEVICE as ONE_DEVICE_SHAPE
 from tunix.sharding.mesh import device_mesh
 from tunix.training import train_spec as training
 from tunix.training.choices import build_layout, build_mesh
+from tunix.training.loss import find_loss_kind
 from tunix.training.state import Architecture, describe, new_state
 
 ROOT = Path(__file__).parents[2]
@@ -148,6 +149,17 @@ class Program:
                     {name: float(value) if value.ndim == 0 else value.tolist() for name, value in metrics.items()}
                 )
         return out
+
+    def loss(self, params: Any) -> jax.Array:
+        """Loss of one random microbatch, on the mesh in use."""
+        loss, rows = find_loss_kind(self.cfg).make(self.cfg), {name: leaf[0] for name, leaf in batch().items()}
+        return loss(self.arch.module(params), rows, None).objective
+
+    def kept_shapes(self) -> list[tuple[int, ...]]:
+        """Shapes of what the forward pass of `loss` keeps for the backward pass."""
+        with jax.set_mesh(self.mesh):
+            kept = jax.eval_shape(lambda params: jax.vjp(self.loss, params)[1], self.state["params"])
+        return [leaf.shape for leaf in jax.tree.leaves(kept)]
 
 
 def program(*overrides: str, fresh: bool = False) -> Program:
