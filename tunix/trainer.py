@@ -133,11 +133,10 @@ def run(job: compose.Job) -> Result:
         # the weights of model.init_from, else new ones. Checkpoints are refused before the folder is written to.
         folder, shared = open_folder(job)
         root = find_root(job, folder)
-        checkpoints_folder = join(root, "checkpoints")
         is_shared = shared if home_is_shared is None else home_is_shared
         with (
             hold_lock(folder, root),
-            Checkpoints(open_store(checkpoints_folder, cfg.checkpoint, is_shared)) as checkpoints,
+            Checkpoints(open_store(join(root, "checkpoints"), cfg.checkpoint, is_shared)) as checkpoints,
         ):
             progress = restore_or_begin(job, checkpoints, setup, feed)
             for remark in list_unreached(cfg, progress.last, feed.held_out is not None):
@@ -574,7 +573,7 @@ class Loop:
         with self.watchdog.phase("closing"):
             self.check_folder()  # what is saved into a folder that is gone fails with many words
             with self.goodput.count("checkpoint"):
-                self.checkpoints.finish()
+                self.checkpoints.store.finish()
             self.check_folder()
             self.checkpoints.store.add_loss(last, self.evaluations.cost(last))
             self.write_goodput(last)
@@ -655,7 +654,7 @@ class Loop:
                 self.save(position, self.evaluations.cost(step))
                 if ending:  # the message of the ending says that everything is saved, so wait until that is true
                     with self.goodput.count("checkpoint"):
-                        self.checkpoints.finish()
+                        self.checkpoints.store.finish()
                         if (whole := self.source.after(step)) != position:
                             self.checkpoints.add_waiting(whole)
         if save_now or evaluate_now or ending:

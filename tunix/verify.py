@@ -187,7 +187,7 @@ def _train(cfg: Config, mesh: jax.sharding.Mesh, corpus: AnyCorpus, num_steps: i
         sizes = derive_sizes(train_spec, corpus.num_samples)
         assert sizes.total_steps is not None
         state = train_spec.new_state(cfg.seed, load_init_from(train_spec, mesh))
-        train_step = compile_step(train_spec, sizes.schedule.spans(sizes.total_steps), mesh)
+        train_step = compile_step(train_spec, sizes.schedule.spans(sizes.total_steps))
         metrics: dict[str, list[float]] = {name: [] for name in COMPARED}
         feed = make_feed(cfg, corpus, train_spec, mesh, Watchdog(cfg.distributed))
         with feed, closing(feed.batches(Position(0, 0, "", ""), num_steps, None, None)) as source:

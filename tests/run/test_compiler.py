@@ -103,7 +103,7 @@ def test_where_epochs_are_counted_the_data_tell_what_to_compile(words, monkeypat
     """The program of a guess would not be the one that runs: the learning rate depends on the length of the run."""
     lengths = []
 
-    def compile_step(_program: object, spans, _mesh: object) -> None:
+    def compile_step(_program: object, spans) -> None:
         lengths.append(sum(count for count, _ in spans))
         raise RuntimeError("enough")
 

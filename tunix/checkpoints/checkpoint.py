@@ -182,10 +182,6 @@ class Checkpoints:
         """Add answers to the checkpoint of a position that were drawn for later steps while it was written."""
         self.store.add(position.step, WAITING, position.waiting)
 
-    def finish(self) -> None:
-        """Wait until all that was begun is on disk."""
-        self.store.finish()
-
     def restore(
         self, step: int | None, abstract: State, config: Config, now: Position
     ) -> tuple[State, Position, Improvement] | None:

@@ -372,7 +372,7 @@ def decode(
             size = cached[0].shape[SLOTS]
             cached = _write(cached, _pack(new, cached), None, jnp.where(working[:, None], time % size, size))
             visible = _find_visible(model, layer, time, _list_times(newest.start + 1, size))
-            look = _look_at(model, heads, visible, model.cfg.attention_options)
+            look = _look_at(heads, visible, model.cfg.attention_options)
             return heads.look_back(q, _unpack(cached, q.dtype), look), cached
 
         def recur(recurrence):
@@ -433,7 +433,7 @@ def _find_visible(model: Transformer, layer: Layer, times: jax.Array, key_times:
     return visible
 
 
-def _look_at(model: Transformer, heads: Any, visible: jax.Array, options: Mapping[str, Any]) -> Callable:
+def _look_at(heads: Any, visible: jax.Array, options: Mapping[str, Any]) -> Callable:
     def look(q, k, v, layout):
         return attend_to_cache(q, k, v, visible, layout, options, heads.kv_dim_name)
 
@@ -455,7 +455,7 @@ def _look_at_parts(
     """
     options, outs, log_sums = model.cfg.attention_options, [], []
     for entries, key_times in parts:
-        attend = _look_at(model, heads, _find_visible(model, layer, times, key_times), {**options, "with_sums": True})
+        attend = _look_at(heads, _find_visible(model, layer, times, key_times), {**options, "with_sums": True})
 
         def look(*arguments, attend=attend):
             out, sums = attend(*arguments)
@@ -501,7 +501,7 @@ def _look_into_pages(
         return attend_to_pages(q, k, v, table, times, model.layout, options, heads.kv_dim_name), cached
     entries = on_shards(_gather_pages, cached.arrays, table)
     visible = times[:, :, None] >= jnp.arange(entries[0].shape[SLOTS])
-    return heads.look_back(q, _unpack(entries, q.dtype), _look_at(model, heads, visible, options)), cached
+    return heads.look_back(q, _unpack(entries, q.dtype), _look_at(heads, visible, options)), cached
 
 
 def _gather_pages(x: jax.Array, table: jax.Array) -> jax.Array:

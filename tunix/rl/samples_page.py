@@ -199,7 +199,7 @@ def find_in_other(index: SamplesIndex, prompt: int, step: int) -> list[int]:
 
 
 @dataclass
-class Left:
+class LeftOutCounts:
     """Counts of what the page leaves out."""
 
     texts: int = 0
@@ -254,7 +254,7 @@ class Payload:
 
     runs: list[Run]
     max_bytes: int
-    left: Left = field(default_factory=Left)
+    left: LeftOutCounts = field(default_factory=LeftOutCounts)
     groups: list[str] = field(default_factory=list)  # as JSON
     numbers: dict[tuple[int, int], int] = field(default_factory=dict)  # of groups, by run and row
     num_bytes: int = 0
@@ -375,7 +375,7 @@ def make_page(runs: list[Run], choice: Choice) -> tuple[str, list[str]]:
                 others += [(1, row) for row in find_in_other(runs[1].index, prompt, step)]
             found = [payload.add(run, row, listed=False) for run, row in others]
             same[number] = [number for number in found if number is not None]
-    left_out = describe_left_out(runs, payload, steps, len(listed), choice)
+    left_out = describe_left_out(runs, payload, steps, len(listed))
     head = {
         "runs": [
             {"name": run.name, "folder": str(run.folder), "texts": texts.texts, "curves": make_curves(run)}
@@ -404,9 +404,7 @@ def select_steps(run: Run, choice: Choice, common: np.ndarray) -> np.ndarray:
     return np.unique(np.array(choice.steps))
 
 
-def describe_left_out(
-    runs: list[Run], payload: Payload, steps: np.ndarray, num_listed: int, choice: Choice
-) -> list[str]:
+def describe_left_out(runs: list[Run], payload: Payload, steps: np.ndarray, num_listed: int) -> list[str]:
     """Return sentences about what the page does not show; `steps` [n] are those that it shows."""
     index, left = runs[0].index, payload.left
     all_steps, num_groups = len(index.steps), len(index.groups)

@@ -149,7 +149,7 @@ def _remove_torn(folder: Path) -> None:
                 program.unlink()
 
 
-def compile_step(train_spec: TrainSpec, spans: Spans, mesh: Mesh) -> Any:
+def compile_step(train_spec: TrainSpec, spans: Spans) -> Any:
     """Compile the step of a run of these steps; its state is donated. Logs its time, memory and collectives."""
     start_time, reads = time.perf_counter(), count_reads()
     traced = jax.jit(train_spec.step(spans), donate_argnums=0).lower(train_spec.abstract, train_spec.abstract_batch)
@@ -223,7 +223,7 @@ class Compiler:
 
     def begin_step(self, train_spec: TrainSpec, spans: Spans) -> Future:
         """Begin with the step of a program, of a run of these steps: the learning rate depends on them."""
-        return self._begin((train_spec.batch, tuple(spans)), lambda: compile_step(train_spec, spans, self.mesh))
+        return self._begin((train_spec.batch, tuple(spans)), lambda: compile_step(train_spec, spans))
 
     def step(self, train_spec: TrainSpec, spans: Spans) -> Any:
         """Return the compiled step of a program."""

@@ -330,12 +330,11 @@ def make_gradients(
 
         if in_blocks and names and prefetch and arch.layout.has_replicas(get_abstract_mesh().shape):
             grads, reported = in_replicas((fields, seeds))
-            return grads, *add_up(reported)
-        if in_blocks:
+        elif in_blocks:
             grads, reported = jax.lax.scan(microbatch, arrays.zeros(local_part=False), (fields, seeds))
-            return grads, *add_up(reported)
-        groups = jax.tree.map(lambda x: x.reshape(-1, sync_every, *x.shape[1:]), (fields, seeds))
-        grads, reported = jax.lax.scan(group, arrays.zeros(local_part=False), groups)
+        else:
+            groups = jax.tree.map(lambda x: x.reshape(-1, sync_every, *x.shape[1:]), (fields, seeds))
+            grads, reported = jax.lax.scan(group, arrays.zeros(local_part=False), groups)
         return grads, *add_up(reported)
 
     return gradients
