@@ -209,7 +209,7 @@ class PromptFeed:
 
     def __init__(self, cfg: Config, corpus: PromptCorpus, train_spec: TrainSpec, mesh: Mesh, watchdog: Watchdog):
         assert isinstance(cfg.task, Grpo)
-        self.cfg, self.corpus, self.train_spec, self.mesh, task = cfg, corpus, train_spec, mesh, cfg.task
+        self.cfg, self.train_spec, self.mesh, task = cfg, train_spec, mesh, cfg.task
         shape = train_spec.batch
         cycle = task.cycle(shape.num_sequences)
         if corpus.num_samples < cycle.samples:

@@ -25,7 +25,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 
@@ -39,7 +39,6 @@ from tunix.data.tokenizer import TokenBytes
 from tunix.inference.openai_api import (
     AnswerText,
     ApiError,
-    Parameters,
     TokenScores,
     make_envelope,
     show_calls,
@@ -65,7 +64,6 @@ except ImportError:
     print("error: tunix.serve needs a web server: pip install 'tunix-trainer[serve]'", file=sys.stderr)
     sys.exit(2)
 
-P = TypeVar("P", bound=Parameters)
 SEEDS = 2**31  # of the noise
 BACKLOG = 2048  # connections that wait until the server takes them
 TAKEN = 32  # of them at a time: those that are one too many are closed before the process can open no more files
@@ -283,7 +281,7 @@ class App:
     def __init__(self, model: Pretrained, command: Serve):
         if model.tokenizer is None:
             raise UserError(f"checkpoint={command.checkpoint} has no tokenizer.json")
-        self.model, self.tokenizer, self.command, self.limits = model, model.tokenizer, command, command.server
+        self.tokenizer, self.limits = model.tokenizer, command.server
         self.read_bytes = TokenBytes(model.tokenizer)
         self.marks_thoughts = bool(PartReader(model.tokenizer).marks)
         place = expand_home(command.checkpoint)

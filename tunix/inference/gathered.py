@@ -44,9 +44,9 @@ class Gathered(NamedTuple):
         parts += [part for stack in stacks for part in _list_einsums(stack)]
         for part in parts:
             part.product = product_of_few_rows()
-        for _, part in [each for stack in stacks for each in nnx.iter_modules(stack)]:
-            if isinstance(part, LowRank) and part.magnitude is not None:
-                part.is_divided = True  # `_order_weights` has divided the magnitudes by their norms
+        for _, update in [each for stack in stacks for each in nnx.iter_modules(stack)]:
+            if isinstance(update, LowRank) and update.magnitude is not None:
+                update.is_divided = True  # `_order_weights` has divided the magnitudes by their norms
         return module
 
 

@@ -9,7 +9,6 @@ The best one is that of a run that leaves open its mesh (plan.choose_mesh=true),
 (training.micro_batch_size=auto), or what blocks keep (training.remat=budget): `plan_run` in trainer.py.
 """
 
-import logging
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -32,8 +31,6 @@ from tunix.sharding.mesh import format_mesh_shape, meshes, resolve, token_shards
 from tunix.training.choices import Choices, check_rollout_devices, select_rollout_sizes
 from tunix.training.logprobs import MORE_ROWS, count_chunk_positions
 from tunix.training.train_spec import check_on_mesh, check_shared_rows, last_step
-
-log = logging.getLogger(__name__)
 
 MAX_MICRO_BATCH = 1024  # that training.micro_batch_size=auto chooses
 

@@ -170,8 +170,7 @@ class Mlflow(Sink):
         from mlflow import MlflowClient
         from mlflow.entities import Param
 
-        self.start, config = start, start.config
-        keys = config["logging"]["mlflow"]
+        config, keys = start.config, start.config["logging"]["mlflow"]
         self.client = MlflowClient(tracking_uri=keys["tracking_uri"])
         self.waiting: dict[tuple[str, int], dict[str, Any]] = {}  # numbers by group and step, to be sent
         self.sent = time.monotonic()  # when the newest numbers were sent
