@@ -323,6 +323,11 @@ def test_what_is_missing_is_named_before_the_run(tmp_path, monkeypatch):
     assert "mlflow needs an address: set logging.mlflow.tracking_uri=http://HOST:5000, or" in refused("mlflow")
     address = "logging.mlflow.tracking_uri='localhost:5000'"
     assert "is localhost:5000; a server is http://localhost:5000" in refused("mlflow", address)
+    folder = "logging.mlflow.tracking_uri=./mlruns"
+    monkeypatch.delenv("MLFLOW_ALLOW_FILE_STORE", raising=False)
+    assert "is ./mlruns, and this MLflow writes into no folders" in refused("mlflow", folder)
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    compose(["logging.sinks=[mlflow]", folder]).config.logging.try_out()
     monkeypatch.setattr("tunix.run.remote_sinks.find_spec", lambda name: None)
     for name in ("wandb", "mlflow"):
         assert f"needs the package {name}: pip install 'tunix-trainer[{name}]'" in refused(name)

@@ -163,6 +163,17 @@ class Mlflow(Sink):
             raise UserError(
                 f"logging.mlflow.tracking_uri (or MLFLOW_TRACKING_URI) is {address}; a server is http://{address}"
             )
+        if address.startswith("file:") or (":" not in address and not address.startswith(("databricks", "uc"))):
+            from mlflow import MlflowClient
+
+            with tempfile.TemporaryDirectory() as folder:
+                try:
+                    MlflowClient(tracking_uri=folder).search_experiments(max_results=1)
+                except Exception:
+                    raise UserError(
+                        f"logging.mlflow.tracking_uri (or MLFLOW_TRACKING_URI) is {address}, and this MLflow writes "
+                        "into no folders; a file is sqlite:///mlflow.db, or set MLFLOW_ALLOW_FILE_STORE=true"
+                    ) from None
 
     def __init__(self, start: Start):
         # `Background` tries again and says so. MLflow's own tries would take minutes before the first word in the log.
