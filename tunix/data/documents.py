@@ -30,9 +30,10 @@ from tunix.data.chat import (
 )
 from tunix.data.files import TOO_LONG, BadRow, Columns, Item, Limited, Rows, Source, Unit, is_longer
 from tunix.data.image_processors import ImageProcessor
-from tunix.data.images import ImageReader, count_threads, find_root, list_column, map_ahead, read_parts, take_images
+from tunix.data.images import ImageReader, find_root, list_column, map_ahead, read_parts, take_images
 from tunix.data.pieces import count_bytes
 from tunix.data.tokenizer import Vocab
+from tunix.data.words import count_threads
 
 PROMPT_ROLES = {"system", "developer", "user", "tool"}  # the model learns nothing from turns of these roles
 

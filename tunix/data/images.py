@@ -373,11 +373,6 @@ def _split(text: str, mark: str) -> Iterator[dict[str, Any]]:
             yield {"type": "text", "text": piece}
 
 
-def count_threads() -> int:
-    """Return the threads that read images in this process: one for each core, as the tokenizer's."""
-    return int(os.environ.get("RAYON_NUM_THREADS") or os.cpu_count() or 1)
-
-
 AHEAD = 4  # items of each thread that are read before their turn
 
 

@@ -74,6 +74,11 @@ def find_word_memory(backend: Backend, dtype: np.dtype) -> WordMemory | None:
         return None
     if not isinstance(words, ByteLevel) or not words.use_regex or words.add_prefix_space:
         return None
-    if int(os.environ.get("RAYON_NUM_THREADS") or os.cpu_count() or 1) > FEW_CORES:
+    if count_threads() > FEW_CORES:
         return None
     return WordMemory(backend, dtype, [token.content for token in backend.get_added_tokens_decoder().values()])
+
+
+def count_threads() -> int:
+    """Return the threads of the tokenizer's library in this process: one for each core, unless a variable says less."""
+    return int(os.environ.get("RAYON_NUM_THREADS") or os.cpu_count() or 1)
