@@ -434,7 +434,7 @@ def _write_template(vocab: Vocab) -> str | None:
 
 
 def _write_processors_template(vocab: Vocab, folder: Path) -> None:
-    """Of a model that sees: write its chat template where processors look for it, which do not read the tokenizer's."""
+    """Write the chat template of a model that sees for its processor, which does not read the tokenizer's."""
     if vocab.images is not None and (template := _write_template(vocab)) is not None:
         (folder / TEMPLATE_FILES[0]).write_text(template)
 

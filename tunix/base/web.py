@@ -54,7 +54,7 @@ def try_again(
 
 
 class _Limited(io.RawIOBase):
-    """What a server sends on a connection until a deadline, in the place of the connection's socket.
+    """Reads what a server sends until a deadline; it stands in the place of the connection's socket.
 
     The limit that a socket has is for one piece of an answer: a head of a byte at a time may take years.
     """
