@@ -274,8 +274,11 @@ def test_a_key_that_spaces_tear_from_its_value(monkeypatch, capsys):
 
 def test_a_flag_of_a_command_is_answered_by_its_key(monkeypatch, capsys):
     from tunix.config.command_line import command_parser, run_command
-    from tunix.config.commands import Generate, Serve
+    from tunix.config.commands import Evaluate, Generate, Serve
 
+    monkeypatch.setattr(sys, "argv", ["evaluate", "--config-dir", "mine", "checkpoint=run"])
+    assert run_command(Evaluate, lambda settings: None) == 2
+    assert "of your own config files is 'hydra.searchpath=[file:///FOLDER]'; `python" in capsys.readouterr().err
     monkeypatch.setattr(sys, "argv", ["generate", "--checkpoint", "run", "prompt=a"])
     assert run_command(Generate, lambda settings: None) == 2
     assert "tunix.generate has no --checkpoint; a key is written checkpoint=VALUE; `python" in capsys.readouterr().err

@@ -133,6 +133,8 @@ def _reject_dashes(section: type[Section], argv: list[str]) -> None:
         if key not in known:  # --port is server.port
             key = next((each for each in known if each.endswith(f".{key}")), key)
         form = f"a key is written {key}=VALUE"
+        if key == "config_dir" and "overrides" in section.model_fields:
+            form = "a folder of your own config files is 'hydra.searchpath=[file:///FOLDER]'"
         raise UserError(f"tunix.{name} has no {flags[0]}; {form}; `python -m tunix.{name} --help` lists its keys")
 
 
