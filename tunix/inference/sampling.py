@@ -1,6 +1,5 @@
 """Sampling: what ends an answer, the choice of the next token, and the compiled programs in which rows draw tokens."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,6 +26,7 @@ from tunix.inference.kv_cache import (
     decode,
     insert_rows,
     make_cache,
+    on_shards,
     prefill,
     resize,
     run_after,
@@ -571,7 +571,7 @@ def _decode_guesses(
         if sampling.by_mtp:
             guesses, cache = _guess_by_mtp(model, bound, cache, rows, at_work, key, sampling)
         else:
-            guesses = _on_rows(partial(_find_guesses, count=sampling.guess), text, rows.length)
+            guesses = on_shards(partial(_find_guesses, count=sampling.guess), text, rows.length)
         tokens = jnp.concatenate([rows.token[:, None], guesses], axis=1)
         hidden, write = run_after(model, bound, cache, rows.behind(tokens))
         logits = model.logits(model.vocab_weights(), hidden)
@@ -670,13 +670,7 @@ def _put(old: jax.Array, new: jax.Array, start: jax.Array, counts: jax.Array) ->
         index = jnp.where(counts > 0, start[:, None] + jnp.arange(new.shape[1]), old.shape[1])
         return old.at[jnp.arange(len(old))[:, None], index].set(new, mode="drop")
 
-    return _on_rows(put, old, new, start, counts)
-
-
-def _on_rows(function: Callable, *arrays: jax.Array) -> jax.Array:
-    """Return what a function of arrays [B, ...] returns on each data shard apart, laid out like the first of them."""
-    specs = [jax.typeof(each).sharding.spec for each in arrays]
-    return jax.shard_map(function, in_specs=tuple(specs), out_specs=specs[0])(*arrays)
+    return on_shards(put, old, new, start, counts)
 
 
 def _keep_in_loop(now: jax.Array, weights: Gathered) -> Gathered:
