@@ -23,10 +23,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import PartitionSpec, reshard
+from jax.sharding import PartitionSpec
 
 from tunix.models.kernels import has_product_library
-from tunix.sharding.layout import gradient_spec
+from tunix.sharding.layout import drop_reduced, gradient_spec
 from tunix.sharding.table import Equation
 
 MANY_MULTIPLICATIONS = 2**22  # of a product, from which on it takes the library; small ones keep the digits of old runs
@@ -83,7 +83,7 @@ def multiply(equation: Equation, x: jax.Array, w: jax.Array, spec: PartitionSpec
 
     def backward(factors, g):
         # Gradients of `reduced` factors are sums still open, of factors that are no longer `reduced`.
-        x, w, g = (reshard(each, PartitionSpec(*jax.typeof(each).sharding.spec.partitions)) for each in (*factors, g))
+        x, w, g = map(drop_reduced, (*factors, g))
         d_x = dot(equation.transposed().text, g, w, gradient_spec(x_spec))
         factors = [(_split_tokens(each), dims) for each, dims in ((x, equation.x), (g, equation.y))]
         (first, first_dims), (second, second_dims) = sorted(factors, key=lambda factor: factor[0].size)

@@ -23,7 +23,7 @@ from tunix.config import PROJECTIONS, Model
 from tunix.config.layers import Lora
 from tunix.models.matmul import product
 from tunix.models.quantized import dequantize
-from tunix.sharding.layout import Layout
+from tunix.sharding.layout import Layout, drop_reduced
 from tunix.sharding.table import Equation
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ class ExpertFactors(Factors):
 
 def _detach(x: jax.Array) -> jax.Array:
     """Return an array that nothing differentiates; `reduced` in its type says how a gradient would be summed."""
-    return jax.lax.stop_gradient(reshard(x, PartitionSpec(*jax.typeof(x).sharding.spec.partitions)))
+    return jax.lax.stop_gradient(drop_reduced(x))
 
 
 def _multiply(a: jax.Array, b: jax.Array, updated: Equation, spec: PartitionSpec) -> jax.Array:
@@ -204,7 +204,7 @@ def start_updates(
         lora |= {"a": a.astype(dtype), "b": b.astype(dtype)}
         lora |= {"a_start": lora["a"], "b_start": lora["b"]}
     if "magnitude" in lora:  # the update is zero, so the norms are those of the matrix
-        w = reshard(w, PartitionSpec(*jax.typeof(w).sharding.spec.partitions))
+        w = drop_reduced(w)
         norms = jnp.sqrt(jnp.sum(w * w, [equation.w.index(dim_name) for dim_name in equation.summed]))
         spec = layout.stored(weights["lora"]["magnitude"].equation)
         lora["magnitude"] = reshard(norms, spec).astype(lora["magnitude"].dtype)

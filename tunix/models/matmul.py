@@ -14,7 +14,7 @@ from tunix.models import cpu_library
 from tunix.models.kernels import mesh_platform
 from tunix.models.table import GROUPED, MATMUL_DTYPES
 from tunix.sharding.arrays import vary_alike
-from tunix.sharding.layout import Layout, gradient_spec
+from tunix.sharding.layout import Layout, drop_reduced, gradient_spec
 from tunix.sharding.table import Equation
 
 # Products of 8-bit floats ("FP8 Formats for Deep Learning", Micikevicius et al. 2022, arXiv:2209.05433).
@@ -67,7 +67,7 @@ Rounded = tuple[jax.Array, jax.Array]  # numbers in 8 bits, and the power of two
 
 def _round(x: jax.Array, dtype: jnp.dtype) -> Rounded:
     """Return an array in 8 bits, and its scale."""
-    x = reshard(x, PartitionSpec(*jax.typeof(x).sharding.spec.partitions))  # nothing differentiates what follows
+    x = drop_reduced(x)  # nothing differentiates what follows
     # Remat policies that keep products keep their scales: the backward pass asks no other device for them again.
     scale = checkpoint_name(_scale(jnp.max(jnp.abs(x)), dtype), "product")
     # Without a barrier XLA may widen the numbers at once, and drop both conversions: nothing would be rounded.

@@ -66,6 +66,11 @@ def gradient_spec(spec: PartitionSpec) -> PartitionSpec:
     return PartitionSpec(*spec.partitions, unreduced=spec.reduced)
 
 
+def drop_reduced(x: jax.Array) -> jax.Array:
+    """Return an array whose type no longer says (by `reduced`) that its gradient is a sum over devices."""
+    return reshard(x, PartitionSpec(*jax.typeof(x).sharding.spec.partitions))
+
+
 # Ways of weights, gradients and activations between their places on the mesh, by methods of `Layout`.
 #
 # One weight `BTD,DNH->BTNH` on a mesh with dp, fsdp and tp. D rests on fsdp, an axis that keeps weights; N is split
