@@ -92,7 +92,7 @@ def test_a_hard_stop_comes_after_the_evaluation_of_its_step(signal, monkeypatch)
         "compiled": SimpleNamespace(at=lambda _: None),
         "evaluations": SimpleNamespace(run=evaluate, cost=lambda _: 1.0),
         "checkpoints": SimpleNamespace(
-            finish=lambda: None, store=SimpleNamespace(add_loss=lambda step, loss: happened.append((step, loss)))
+            store=SimpleNamespace(finish=lambda: None, add_loss=lambda step, loss: happened.append((step, loss)))
         ),
         "watchdog": SimpleNamespace(phase=lambda _: nullcontext()),
         "goodput": SimpleNamespace(count=lambda _: nullcontext(), end_start=lambda: None),
