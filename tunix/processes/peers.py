@@ -18,7 +18,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import cache
 from itertools import count
 from pathlib import Path
@@ -28,11 +28,11 @@ import jax
 from jax._src import distributed as runtime
 
 from tunix.base import progress
-from tunix.base.errors import PeerLost, UserError, first_line, name_error
+from tunix.base.errors import UserError, first_line, name_error
 from tunix.config import Distributed
 from tunix.processes import exits
 from tunix.processes.identity import find_identity, reject_idle_gpus
-from tunix.processes.rollcall import REFUSED_S, roll_call
+from tunix.processes.rollcall import roll_call, tell_refusal
 
 log = logging.getLogger(__name__)
 
@@ -63,8 +63,7 @@ def join(cfg: Distributed, info: dict[str, Any]) -> list[str]:
     try:
         reject_idle_gpus(identity, cfg)
     except UserError as error:
-        with suppress(UserError, PeerLost):
-            roll_call(identity, info, REFUSED_S, str(error))
+        tell_refusal(identity, str(error))
         raise
     # Our own roll call comes first: its messages name who is missing or different. The runtime would abort instead.
     remarks = roll_call(identity, info, cfg.init_timeout_s)

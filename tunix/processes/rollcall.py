@@ -120,6 +120,12 @@ def roll_call(identity: Identity, info: dict[str, Any], timeout_s: float, refuse
     return answer["remarks"]
 
 
+def tell_refusal(identity: Identity, mistake: str) -> None:
+    """Tell the other processes why this one takes no part, if they come within `REFUSED_S`."""
+    with suppress(UserError, PeerLost):
+        roll_call(identity, {}, REFUSED_S, mistake)
+
+
 def _find_addresses(host: str, port: int) -> list[Any]:
     """Return what `socket.getaddrinfo` knows about the host; nothing where it is unknown."""
     try:

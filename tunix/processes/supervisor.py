@@ -16,13 +16,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tunix.base.errors import Ending, PeerLost, UserError
+from tunix.base.errors import Ending, UserError
 from tunix.base.files import STOP_SIGNALS, is_whole_number
 from tunix.base.progress import announcing
 from tunix.config import Distributed
-from tunix.processes import exits
+from tunix.processes import exits, rollcall
 from tunix.processes.identity import find_identity
-from tunix.processes.rollcall import REFUSED_S, roll_call
 
 CHILD = "TUNIX_SUPERVISED"
 
@@ -108,11 +107,11 @@ def tell_refusal(mistake: str) -> None:
     words = [word.partition("=") for word in sys.argv[1:]]
     typed = {key: int(value) if is_whole_number(value) else value for key, _, value in words}
     values: dict[str, Any] = {key: typed.get(f"distributed.{key}") for key in Distributed.model_fields}
-    with suppress(UserError, PeerLost):
+    with suppress(UserError):
         if identity := find_identity(Distributed.model_construct(**values)):
             for number in STOP_SIGNALS:  # of a launcher that stops the processes because another one has ended
                 signal.signal(number, lambda *_: os._exit(exits.USER_ERROR))
-            roll_call(identity, {}, REFUSED_S, mistake)
+            rollcall.tell_refusal(identity, mistake)
 
 
 def run_member(distributed: Distributed, work: Callable[[], int | None]) -> int:
