@@ -232,6 +232,12 @@ def find_passes(weight: Weight, train_spec: TrainSpec) -> PipelineShape:
     return pipeline.before_stages if weight.equation.is_before_stages else pipeline
 
 
+def find_table_of_logits(train_spec: TrainSpec) -> Weight | None:
+    """Return the table that logits are made with, None of a model without logits."""
+    weights, cfg = train_spec.arch.weights, train_spec.cfg
+    return weights["embedding" if cfg.model.tied_head else "head"]["table"] if cfg.has_logits else None
+
+
 def count_layers(weight: Weight, train_spec: TrainSpec) -> int:
     """Return the layers of a stack that a device has: those of its stage, or all where stages do not share them."""
     return weight.shape[0] // find_passes(weight, train_spec).num_stages

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from tunix.config import Model
 from tunix.config.layers import ExpertsMlp
-from tunix.costs.communication import count_shard_bytes, find_passes
+from tunix.costs.communication import count_shard_bytes, find_passes, find_table_of_logits
 from tunix.models.expert_parallel import buffer_rows_per_token
 from tunix.models.kernels import CAPACITY_FACTOR
 from tunix.models.table import EXPERT_EXCHANGES, FUSED
@@ -117,8 +117,7 @@ def count_weight_bytes(train_spec: TrainSpec) -> float:
     """Return the bytes of passes over weights and their gradients in one step."""
     layout, mesh, choices, num_bytes = train_spec.layout, train_spec.mesh, train_spec.choices, 0.0
     in_blocks = layout.gathers_in_blocks(choices.sync_every)
-    model, tops, shards = train_spec.cfg.model, train_spec.arch.weights, data_shards(mesh.shape)
-    of_logits = tops["embedding" if model.tied_head else "head"]["table"] if train_spec.cfg.has_logits else None
+    of_logits, shards = find_table_of_logits(train_spec), data_shards(mesh.shape)
     shards *= token_shards(mesh.shape) * choices.pipeline.num_stages
     num_chunks = train_spec.batch.num_tokens / shards / ROWS
     leaves = zip(jax.tree.leaves(train_spec.arch.weights), jax.tree.leaves(train_spec.arch.is_trained), strict=True)

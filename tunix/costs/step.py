@@ -27,6 +27,7 @@ from tunix.costs.communication import (
     find_gathered_dtype,
     find_passes,
     find_shard_shape,
+    find_table_of_logits,
     list_transfers,
 )
 from tunix.costs.devices import compute_peak_tflops, find_kind, find_matmul_tflops, read_device_kinds
@@ -154,8 +155,7 @@ def _count_repeated_flops(train_spec: TrainSpec, num_tokens: float) -> float:
     product in 4 parts. So it is with low-rank factors beside the width, and with a vocabulary that tp does not divide.
     """
     layout, mesh, cfg, repeated = train_spec.layout.with_all_layers(), train_spec.mesh, train_spec.cfg, 0.0
-    tops, weights = train_spec.arch.weights, jax.tree.leaves_with_path(train_spec.arch.weights)
-    of_logits = tops["embedding" if cfg.model.tied_head else "head"]["table"] if cfg.has_logits else None
+    of_logits, weights = find_table_of_logits(train_spec), jax.tree.leaves_with_path(train_spec.arch.weights)
     trained = jax.tree.leaves(train_spec.arch.is_trained)
     for (path, weight), is_trained in zip(weights, trained, strict=True):
         equation = weight.equation.dequantized()
