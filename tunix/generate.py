@@ -19,7 +19,6 @@ from tunix.base.files import (
     describing_refusal,
     expand_home,
     find_writable,
-    list_numbers,
     parse_json,
     read_json,
     read_line,
@@ -35,7 +34,7 @@ from tunix.data.images import list_references
 from tunix.data.thoughts import split_thought
 from tunix.data.tokenizer import decode, decode_behind, read_chat
 from tunix.inference.engine import Answer
-from tunix.inference.pretrained import Pretrained, load_language_model, reject_nan
+from tunix.inference.pretrained import Pretrained, find_checkpoint, load_language_model, reject_nan
 from tunix.inference.rollout import CacheBound, Request
 from tunix.inference.sampling import select_sampling
 from tunix.models.vision import Images
@@ -117,9 +116,7 @@ def _describe(command: Generate) -> Row:
     """Return what the answers follow from, beside the prompts."""
     info = mask_values(command.model_dump(mode="json", exclude=NEUTRAL))
     if run := find_run(command.checkpoint):  # which may train on
-        folder, step = run
-        newest = max(list_numbers(folder / "checkpoints"), default=None)
-        info["checkpoint"] = f"{folder.absolute()}, step {newest if step is None else step}"
+        info["checkpoint"] = str(find_checkpoint(run[0] / "checkpoints", run[1]))
     return info
 
 
