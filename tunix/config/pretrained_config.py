@@ -31,7 +31,7 @@ from tunix.config.task import AnyTask
 from tunix.config.vision import TOWER
 from tunix.data.sources import Tokens
 from tunix.huggingface import config_json, hub
-from tunix.huggingface.adapter_config import list_projections, read_adapter, read_adapter_labels
+from tunix.huggingface.adapter_config import find_labels, list_projections, read_adapter
 from tunix.huggingface.table import find_family
 
 # Keys of the model that are no part of an architecture: sections and single keys, keys of experts, keys of a tower.
@@ -183,8 +183,8 @@ def fill_from_adapter(model: dict[Any, Any]) -> None:
     source, lora = str(model["init_adapter"]), model["lora"]
     folder = hub.find(source, hub.INFO_FILES + hub.WEIGHTS, key="model.init_adapter")
     read = read_adapter(folder, model["family"])
-    if (labels := read_adapter_labels(folder)) and len(model.get("labels") or ()) != len(labels):
-        model["labels"] = list(labels)
+    labels = find_labels(folder, model.get("labels"))
+    model["labels"] = labels and list(labels)
     updates_tower = any(name.startswith(TOWER) and re.search(read["targets"], name) for name in PROJECTIONS)
     if updates_tower and model["vision"] and model["vision"]["freeze_tower"]:
         raise UserError(

@@ -1,6 +1,7 @@
 """adapter_config.json of PEFT, to and from the keys of `model.lora`. Imports no jax."""
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from tunix.huggingface.table import Family, find_family
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # begins the names of all tensors
-LAYERS = "model.layers."  # begins the modules of a class with a head; those of AutoModel begin with `layers.`
+LAYERS = "layers."  # begins the modules of AutoModel; those of a class with a head begin with `model.layers.`
 MAGNITUDE = "lora_magnitude_vector"
 HEAD = f"{PREFIX}score.weight"  # of a model that gives scores: it is trained whole, beside the updates
 HEADS = {"score", "classifier"}  # names that PEFT gives to modules_to_save of such a model
@@ -101,24 +102,25 @@ def _read_adapter(folder: Path, family: str) -> dict[str, Any]:
     }
 
 
-def read_adapter_labels(folder: Path) -> tuple[str, ...] | None:
-    """Return LABEL_0, LABEL_1, ... for the scores of an adapter with a head, which names none; None without a head."""
+def find_labels(folder: Path, labels: Sequence[str] | None) -> tuple[str, ...] | None:
+    """Return the labels of a model with an adapter: its own, or LABEL_0, LABEL_1, ... where the adapter has a head with
+    another number of scores, which it does not name."""
+    own = None if labels is None else tuple(labels)
     with safe_open(folder / WEIGHTS, framework="np") as file:
-        if HEAD not in file.keys():  # noqa: SIM118
-            return None
-        return tuple(f"LABEL_{number}" for number in range(file.get_slice(HEAD).get_shape()[0]))
+        num_scores = file.get_slice(HEAD).get_shape()[0] if HEAD in file.keys() else 0  # noqa: SIM118
+    return own if num_scores in (0, len(own or ())) else tuple(f"LABEL_{number}" for number in range(num_scores))
 
 
 def name_in_class(tensor: str) -> str:
     """Return the name of an adapter's tensor in a class with a head, also where the adapter is one of AutoModel."""
     name = tensor.removeprefix(PREFIX)
-    return f"model.{name}" if name.startswith(LAYERS.removeprefix("model.")) else name
+    return f"model.{name}" if name.startswith(LAYERS) else name
 
 
 def name_in_auto_model(tensor: str) -> str:
     """Return the name of an adapter's tensor in AutoModel, which sentence-transformers loads: it has no head."""
-    begin = PREFIX + LAYERS
-    return PREFIX + tensor.removeprefix(f"{PREFIX}model.") if tensor.startswith(begin) else tensor
+    begin = f"{PREFIX}model.{LAYERS}"
+    return f"{PREFIX}{LAYERS}{tensor.removeprefix(begin)}" if tensor.startswith(begin) else tensor
 
 
 def _updates_packed_experts(raw: dict[str, Any]) -> bool:

@@ -34,7 +34,7 @@ from tunix.data.tokenizer import (
     tokenizer_digest,
 )
 from tunix.huggingface.adapter import check_adapter, write_updates
-from tunix.huggingface.adapter_config import read_adapter, read_adapter_labels
+from tunix.huggingface.adapter_config import find_labels, read_adapter
 from tunix.huggingface.hub import INFO_FILES, WEIGHTS, find
 from tunix.huggingface.sentence_vectors import has_files as has_sentence_files
 from tunix.huggingface.weights import CHANGED, check_weights, load_weights
@@ -366,15 +366,9 @@ def load_pretrained(
         lora = cfg.lora.model_copy(update=read_adapter(updates, cfg.family))
         # Nothing is trained here, and a frozen tower would have no updates.
         vision = cfg.vision and cfg.vision.model_copy(update={"freeze_tower": False})
-        changes: dict[str, Any] = {
-            "lora": lora,
-            "vision": vision,
-            "init_from": str(source),
-            "init_adapter": str(updates),
-        }
-        if (labels := read_adapter_labels(updates)) and len(cfg.labels or ()) != len(labels):
-            changes["labels"] = labels
-        cfg = cfg.model_copy(update=changes)
+        labels = find_labels(updates, cfg.labels)
+        changes = {"lora": lora, "vision": vision, "labels": labels}
+        cfg = cfg.model_copy(update={**changes, "init_from": str(source), "init_adapter": str(updates)})
     # `allow_idle`: one device of several is enough for a small model.
     mesh = whole_sequences(device_mesh(cfg.mesh_shape, cfg.dims, allow_idle=True))
     unsplit = frozenset(unsplit_dims(cfg.dims, mesh.shape))
