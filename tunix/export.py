@@ -19,7 +19,15 @@ from safetensors import SafetensorError
 from tunix.base.buckets import is_address, is_bucket, list_names, upload
 from tunix.base.digests import FILE, list_files, write_digests
 from tunix.base.errors import UserError
-from tunix.base.files import describe_refusal, expand_home, read_json, replacing, temporary_folder, write_tokenizer
+from tunix.base.files import (
+    describe_refusal,
+    expand_home,
+    read_json,
+    remove_left,
+    replacing,
+    temporary_folder,
+    write_tokenizer,
+)
 from tunix.base.forms import sign
 from tunix.base.progress import announcing
 from tunix.base.text import flat
@@ -106,6 +114,7 @@ def _export_state(command: Export) -> str:
             texts = {name: storage.read(step, f"{name}/metadata") for name in ("run", "tokenizer")}
         try:
             output.parent.mkdir(parents=True, exist_ok=True)
+            remove_left(output)
             with replacing(output) as new:
                 save_tensors(arrays, new, texts)
         except (OSError, SafetensorError) as error:
@@ -187,6 +196,7 @@ def _make_folder(output: Path, stack: ExitStack) -> Path:
 
     def make() -> str:
         output.parent.mkdir(parents=True, exist_ok=True)
+        remove_left(output)  # a killed export's, which may be as large as the model
         folder = stack.enter_context(replacing(output))
         folder.mkdir()
         return str(folder)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import platform
 import shutil
 import signal
 import socket
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +31,7 @@ from tunix.data.dataset import load_corpus, prepare_corpus
 from tunix.data.prompts import load_together
 from tunix.data.shards import hash_document
 from tunix.data.tokenizer import bytes_by_token
+from tunix.export import _make_folder
 from tunix.processes import peers
 from tunix.training.choices import build_mesh
 
@@ -210,6 +213,15 @@ def test_what_a_killed_process_left_of_a_shard_is_removed(tmp_path):
         processes[1].terminate()
         processes[1].wait()
     assert [path.name for path in tmp_path.iterdir()] == ["00002"]
+
+
+def test_an_export_removes_what_a_killed_one_has_left(tmp_path):
+    left = tmp_path / f".model-{platform.node()}-abcd"
+    left.mkdir()
+    os.utime(left, (0, 0))
+    with ExitStack() as stack:
+        assert Path(_make_folder(tmp_path / "model", stack)).is_dir()
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
 def test_a_prepared_folder_is_a_source(corpus, tmp_path):

@@ -233,23 +233,31 @@ def remove_unfinished() -> None:
 def replacing(target: Path) -> Iterator[Path]:
     """Yield a path beside `target` to make a file or a folder at; it takes the place of `target` at the end.
 
-    When the block raises, or a signal ends the process, nothing is left of it. What killed processes of this host have
-    left of the same target is removed. `target` may be a file, or an empty folder.
+    When the block raises, or a signal ends the process, nothing is left of it; behind a kill `remove_left` removes it.
+    `target` may be a file, or an empty folder.
 
     A reader sees the old content or the new one, and never a part: `os.replace` changes one entry of the folder, which
     file systems do at once. It works within one file system only, so the new content is made beside the target, and not
     in /tmp.
     """
-    prefix = f".{target.name}-{platform.node()}-"
-    for left in target.parent.glob(f"{glob.escape(prefix)}*"):
+    with temporary_folder(_find_prefix(target), beside=target) as temporary, _locking(Path(temporary)):
+        new = Path(temporary) / target.name
+        yield new
+        os.replace(new, target)
+
+
+def remove_left(target: Path) -> None:
+    """Remove what killed processes of this host have left of `target` in `replacing`. Reads the names of its folder."""
+    for left in target.parent.glob(f"{glob.escape(_find_prefix(target))}*"):
         # Whoever made it was killed, or has made it in this moment and locks it next.
         with suppress(OSError), _locking(left) as is_locked:
             if is_locked and time.time() - left.stat().st_mtime > 1:
                 shutil.rmtree(left)
-    with temporary_folder(prefix, beside=target) as temporary, _locking(Path(temporary)):
-        new = Path(temporary) / target.name
-        yield new
-        os.replace(new, target)
+
+
+def _find_prefix(target: Path) -> str:
+    """Return how the names of temporary folders beside `target` begin: locks are those of one host."""
+    return f".{target.name}-{platform.node()}-"
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -319,6 +327,7 @@ def make_once(target: Path, make: Callable[[Path], object], key: str = "loading.
     # OSError, and takes what the first has made.
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
+        remove_left(target)
         with replacing(target) as new:
             make(new)
     except OSError as error:
