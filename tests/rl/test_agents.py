@@ -19,6 +19,7 @@ from tunix.config.compose import compose
 from tunix.evaluate import evaluate
 from tunix.inference.engine import Answer
 from tunix.play import play
+from tunix.rl import evaluation
 from tunix.rl.episodes import Episode, Played, Player, credit_turns
 from tunix.rl.rollouts import RolloutGroup, Rollouts, arrange_answers, center, leave_one_out
 from tunix.rl.scoring import Scores
@@ -28,7 +29,7 @@ def samples(folder: Path) -> list[dict]:
     """Return the lines of samples.jsonl, without the seconds that tools took."""
     answers = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
     for answer in answers:
-        for turn in answer["turns"]:
+        for turn in answer.get("turns", ()):
             turn.pop("seconds", None)
     return answers
 
@@ -148,6 +149,34 @@ def test_two_processes_play_the_same_episodes(tmp_path):
     assert [each["tokens"] for each in alone[:16]] == [each["tokens"] for each in together[:16]]
     assert [each["turns"] for each in alone[:16]] == [each["turns"] for each in together[:16]]
     assert len(together) == 32
+
+
+@pytest.mark.parametrize("more", [[], ["task.environment=null"]], ids=["episodes", "answers"])
+def test_answers_of_an_evaluation_are_written_as_they_come(calm, tmp_path, monkeypatch, more):
+    """What ends an evaluation loses one part of the answers; those of parts are those of one rollout."""
+    monkeypatch.chdir(tmp_path)
+    words = [f"checkpoint={calm}", "metric=reward", "num_prompts=4", "num_samples=2", "batch_size=2"]
+    words += ["rewards=[length]", "reward_processes=1", "samples=samples.jsonl"]
+    overrides = {"overrides": [*ONE[:2], "sampling=default", *more]}
+    evaluate(read_settings(Evaluate, words, overrides))
+    whole, numbers = samples(tmp_path), json.loads(Path("results.json").read_text())
+    monkeypatch.setattr(evaluation, "ROUNDS", 2)
+    evaluate(read_settings(Evaluate, words, overrides))
+    parts = json.loads(Path("results.json").read_text())
+    assert [row["answer"] for row in samples(tmp_path)] == [row["answer"] for row in whole]
+    assert parts | {"tool_s": None} == numbers | {"tool_s": None}
+    draw, drawn = evaluation.draw_answers, []
+
+    def draw_one(*arguments):
+        if drawn:
+            raise KeyboardInterrupt
+        drawn.append(draw(*arguments))
+        return drawn[0]
+
+    monkeypatch.setattr(evaluation, "draw_answers", draw_one)
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(read_settings(Evaluate, words, overrides))
+    assert samples(tmp_path) == whole[:4]
 
 
 def test_an_evaluation_plays_episodes(calm, tmp_path, monkeypatch):

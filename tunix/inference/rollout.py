@@ -77,6 +77,7 @@ class RolloutRequest:
     # Called from time to time while answers are drawn, on every process as often; an error that it raises ends all.
     between_chunks: Callable[[], None] | None = None
     rank: int = 0  # of the rollouts that are under way at one time, the lowest goes first
+    first_prompt: int = 0  # number of the first one among the prompts whose noise this is
 
 
 def derive_seed(*parts: object) -> int:

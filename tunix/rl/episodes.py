@@ -255,6 +255,13 @@ class Played:
         return [0.0 if each.problem else score for each, score in zip(self.episodes, total, strict=True)]
 
 
+def join_played(parts: Sequence[Played]) -> Played:
+    """Return the episodes of several rollouts as those of one."""
+    episodes = [episode for part in parts for episode in part.episodes]
+    tool_s, num_lost = sum(part.tool_s for part in parts), sum(part.num_lost for part in parts)
+    return Played(episodes, tool_s, num_lost, parts[0].task)
+
+
 LABEL = "environment"  # of its reward in records
 
 
@@ -424,7 +431,7 @@ class Player:
         size, keys = request.group_size, request.sampling
         episodes = [
             Episode(index * size + member, prompt, derive_seed(request.seed, "environment", index))
-            for index, prompt in enumerate(request.prompts)
+            for index, prompt in enumerate(request.prompts, request.first_prompt)
             for member in range(size)
         ]
         sampling = select_sampling(keys, stop)

@@ -13,6 +13,7 @@ import numpy as np
 
 from tunix.base.errors import Stopped, UserError
 from tunix.base.files import describing_refusal, find_writable
+from tunix.base.progress import announcing
 from tunix.config import Config, Evaluate, Sampling, compose
 from tunix.config.rewards import EngineTerm, FunctionTerm, JudgeTerm, ModelTerm, RewardTerm
 from tunix.config.task import Grpo, Prompted
@@ -26,7 +27,7 @@ from tunix.inference.rollout import RolloutRequest, derive_seed
 from tunix.inference.sampling import find_stop_ids
 from tunix.processes import peers, watchdog
 from tunix.rl.engine_rewards import EngineRewards
-from tunix.rl.episodes import Drawn, Player, make_pool, try_user_code
+from tunix.rl.episodes import Drawn, Played, Player, join_played, make_pool, try_user_code
 from tunix.rl.rollouts import RolloutEngine, draw_answers, score_together
 from tunix.rl.scoring import Scorer
 from tunix.rl.table import REWARDS
@@ -147,6 +148,10 @@ def _stop_if_requested() -> None:
 
 MAX_ANSWER = 128  # tokens, where neither the command nor the run says how many
 
+# Answers are written when so many times batch_size of them are drawn and scored, so that a kill loses no more.
+# Fewer would leave rows idle more often, behind the longest answers of each part.
+ROUNDS = 16
+
 
 def evaluate_answers(cmd: Evaluate, cfg: Config, checkpoints: list[str]) -> list[Numbers]:
     """Draw answers to the prompts of the split, score them, and return their quality for each checkpoint."""
@@ -168,6 +173,7 @@ def evaluate_answers(cmd: Evaluate, cfg: Config, checkpoints: list[str]) -> list
     max_lengths = {"max_new_tokens": settings.max_new_tokens}
     engine_rewards = EngineRewards(terms, max_lengths, cmd.reward_errors, cmd.reward_timeout_s, cfg)
     in_processes = [term for term in terms if not isinstance(term, EngineTerm)]
+    num_at_once = max(1, ROUNDS * cmd.batch_size // cmd.num_samples)
     measured: list[Numbers] = []
     with (
         Scorer(in_processes, cmd.reward_processes, cmd.reward_timeout_s, cmd.reward_errors) as scorer,
@@ -188,19 +194,32 @@ def evaluate_answers(cmd: Evaluate, cfg: Config, checkpoints: list[str]) -> list
             params = model.params
             if checkpoint != checkpoints[0]:
                 params, _ = load_params(checkpoint, model.cfg, model.arch, model.layout, model.mesh, cmd.weights)
-            request = RolloutRequest(prompts, settings, cmd.num_samples, cfg.seed)
-            drawn = draw_answers(model.sampler, params, request, cmd.batch_size, stop, corpus.vocab, player)
-            log_probs = (answer.log_probabilities for answer in drawn.answers)
-            reject_nan(log_probs, checkpoint, "training.mixed_precision=fp32")
-            rows, counts = _make_rows(cmd, prompts, drawn, scorer, engine_rewards, settings.max_new_tokens)
-            if "samples" in paths:
-                _add_lines("samples", paths["samples"], ({"checkpoint": checkpoint, **row} for row in rows))
-            if cmd.best is not None:
-                plain = _find_plain(corpus.vocab, drawn.answers)
-                chosen = select_best(prompts, rows, cmd.num_samples, cmd.best_from, plain)
-                counts["best_rows"] = len(chosen)
-                if "best" in paths:
-                    _add_lines("best", paths["best"], chosen)
+            rows: list[Row] = []
+            counts: Numbers = {} if cmd.best is None else {"best_rows": 0}
+            played: list[Played] = []
+            for start in range(0, len(prompts), num_at_once):
+                asked = prompts[start : start + num_at_once]
+                request = RolloutRequest(asked, settings, cmd.num_samples, cfg.seed, first_prompt=start)
+                work = f"answering prompts {start + 1:,} to {start + len(asked):,} of {len(prompts):,}"
+                with announcing(work, peers.print_progress):
+                    drawn = draw_answers(model.sampler, params, request, cmd.batch_size, stop, corpus.vocab, player)
+                log_probs = (answer.log_probabilities for answer in drawn.answers)
+                reject_nan(log_probs, checkpoint, "training.mixed_precision=fp32")
+                own, own_counts = _make_rows(cmd, asked, drawn, scorer, engine_rewards, settings.max_new_tokens)
+                rows += own
+                counts |= {name: counts.get(name, 0) + number for name, number in own_counts.items()}
+                if drawn.played is not None:
+                    played.append(drawn.played)
+                if "samples" in paths:
+                    _add_lines("samples", paths["samples"], ({"checkpoint": checkpoint, **row} for row in own))
+                if cmd.best is not None:
+                    plain = _find_plain(corpus.vocab, drawn.answers)
+                    chosen = select_best(asked, own, cmd.num_samples, cmd.best_from, plain)
+                    counts["best_rows"] += len(chosen)
+                    if "best" in paths:
+                        _add_lines("best", paths["best"], chosen)
+            if played:
+                counts |= join_played(played).numbers()
             labels = [name.removeprefix("reward_") for name in rows[0] if name.startswith("reward_")]
             numbers = summarise(rows, labels, cmd.num_samples)
             # metric=gsm8k is also reported under its own name, beside `reward`.
@@ -217,11 +236,11 @@ def _make_rows(
     engine_rewards: EngineRewards,
     max_new_tokens: int,
 ) -> tuple[list[Row], Numbers]:
-    """Score the answers; return a row for each, those to the first prompt first, and counts: of the episodes, the
-    number of missing scores, what a judge has cost."""
+    """Score the answers; return a row for each, those to the first prompt first, and counts: of missing scores, and
+    what a judge has cost."""
     rows: list[Row] = []
     count = cmd.num_samples
-    counts: Numbers = {} if drawn.played is None else dict(drawn.played.numbers())
+    counts: Numbers = {}
     # In batches, because reward_timeout_s is the time that a reward has for one batch.
     size = max(1, cmd.batch_size // count)
     for start in range(0, len(prompts), size):

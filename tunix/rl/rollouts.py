@@ -246,7 +246,8 @@ def draw_answers(
     tokens, images = [each.tokens for each in request.prompts], [each.images for each in request.prompts]
     has_images = any(each is not None for each in images)
     asked = [prompt for prompt in tokens for _ in range(request.group_size)]
-    drawing = Request(tokens, request.group_size, request.seed, images=images if has_images else None)
+    first_row = request.first_prompt * request.group_size
+    drawing = Request(tokens, request.group_size, request.seed, first_row, images if has_images else None)
     sampling = select_sampling(request.sampling, stop)
     answers = sampler.rollout(params, drawing, sampling, rows_at_once, request.between_chunks)
     pairs = zip(answers, asked, strict=True)
