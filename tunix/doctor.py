@@ -599,6 +599,8 @@ def main() -> int:
         compose.reject_missing_inputs(job)
         with _stdout_as_stderr():
             diagnosis = examine(job)
+            if repeated := compose.remark_on_repeated(args.overrides):
+                peers.print_progress(repeated)
         if not diagnosis.joined or peers.is_main():
             print(format_json(diagnosis)) if args.json else show(diagnosis)
         return int(not diagnosis.is_fit)

@@ -24,7 +24,8 @@ def main() -> int:
         if cfg.task.offline_top_k is None:
             # Nothing needs an accelerator. JAX would take most of its memory, which another run may be using.
             os.environ["JAX_PLATFORMS"] = "cpu"
-        return command_line.run_joined("prepare", cfg.distributed, compose.list_info(cfg), lambda: prepare(cfg))
+        info = compose.list_info(cfg)
+        return command_line.run_joined("prepare", cfg.distributed, info, lambda: prepare(cfg), args.overrides)
 
     return exits.report_errors(run, supervisor.tell_refusal)
 

@@ -286,7 +286,7 @@ def main() -> int:
         def compare() -> int:
             return _print_report(verify(cfg, mesh_shapes, args.steps, every), args.tolerance)
 
-        return command_line.run_joined("verify", cfg.distributed, info, compare)
+        return command_line.run_joined("verify", cfg.distributed, info, compare, args.overrides)
 
     return exits.report_errors(work, supervisor.tell_refusal)
 

@@ -33,15 +33,16 @@ def test_a_signal_ends_the_child_before_it_handles_signals(stop_code, code, tmp_
     assert capsys.readouterr().err == ""
 
 
-def test_a_stop_signal_ends_a_command_that_has_joined(monkeypatch):
-    """JAX's runtime takes SIGTERM when processes join, and would only note it."""
+def test_a_stop_signal_ends_a_command_that_has_joined(monkeypatch, capsys):
+    """JAX's runtime takes SIGTERM when processes join, and would only note it. A key that is given twice is named."""
     monkeypatch.setattr(supervisor, "supervise", lambda *_, **__: None)
     with state_of_process():
         monkeypatch.setattr(peers, "join", lambda *_: signal.signal(signal.SIGTERM, signal.SIG_IGN))
         handlers = []
         work = lambda: handlers.append(signal.getsignal(signal.SIGTERM))  # noqa: E731
-        assert command_line.run_joined("prepare", compose([]).config.distributed, {}, work) == 0
+        assert command_line.run_joined("prepare", compose([]).config.distributed, {}, work, ["seed=1", "seed=2"]) == 0
     assert handlers == [signal.SIG_DFL]
+    assert capsys.readouterr().err == "seed is given 2 times: the last value counts, 2\n"
 
 
 def test_an_interrupted_process_tells_the_others(monkeypatch, capsys):

@@ -11,7 +11,7 @@ import math
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -97,7 +97,6 @@ def run_command(section: type[S], work: Callable[[S], str | None]) -> int:
         text = describe_command(section, f"python -m tunix.{name} key=value ...")
         return exits.report_errors(lambda: print(text))
     print_warnings()
-    repeated = compose.remark_on_repeated(argv)
     command_args, others, joins = _split_words(section, argv)
 
     def run() -> int:
@@ -110,13 +109,11 @@ def run_command(section: type[S], work: Callable[[S], str | None]) -> int:
         def work_and_print() -> None:
             from tunix.processes import peers
 
-            if repeated:
-                peers.print_progress(repeated)
             text = work(settings)
             if text is not None and peers.is_main():
                 print(text)
 
-        return run_joined(name, compose.compose(joins).config.distributed, info, work_and_print)
+        return run_joined(name, compose.compose(joins).config.distributed, info, work_and_print, argv)
 
     return exits.report_errors(run, supervisor.tell_refusal)
 
@@ -192,11 +189,14 @@ def print_warnings() -> None:
     logging.getLogger("tunix").setLevel(logging.NOTSET)
 
 
-def run_joined(name: str, distributed: Distributed, info: dict[str, Any], work: Callable[[], int | None]) -> int:
+def run_joined(
+    name: str, distributed: Distributed, info: dict[str, Any], work: Callable[[], int | None], words: Sequence[str]
+) -> int:
     """Run `work` in one process, or in several that join first; return the exit code.
 
     Each of several processes has a parent that watches it, and a watchdog that ends it when another one fails. `info`
-    are values that must be the same on all of them. Stop signals end the command at once, unless it handles them.
+    are values that must be the same on all of them; of `words`, the command line, it says which key is given twice.
+    Stop signals end the command at once, unless it handles them.
     """
     if (code := supervisor.supervise(distributed, stop_code=None)) is not None:
         return code
@@ -207,6 +207,8 @@ def run_joined(name: str, distributed: Distributed, info: dict[str, Any], work: 
         peers.join(distributed, list_versions() | info)
         exits.restore_stop_signals()  # JAX's runtime has replaced the effect of SIGTERM: it would only note it
         with watchdog.Watchdog(distributed) as watching, watching.phase(name, math.inf, is_announced=False):
+            if repeated := compose.remark_on_repeated(words):
+                peers.print_progress(repeated)
             return work()
 
     return supervisor.run_member(distributed, join_and_work)

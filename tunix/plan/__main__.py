@@ -26,6 +26,8 @@ def main() -> int:
     def work() -> None:
         overrides = add_search_path(args.overrides, args.config_dir)
         cfg = compose.compose(overrides).config
+        if repeated := compose.remark_on_repeated(overrides):
+            print(repeated, file=sys.stderr)
         cluster = read_topology(cfg.plan.topology, cfg.plan.network)
         # A folder is refused now, and not after minutes of compiling.
         folder = report.find_folder(cfg.plan.output) if cfg.plan.output is not None else None
