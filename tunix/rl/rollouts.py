@@ -55,7 +55,7 @@ from tunix.processes.watchdog import Watchdog
 from tunix.rl.ahead import RolloutsAhead, SampledRollout, pack, unpack
 from tunix.rl.engine_rewards import EngineRewards
 from tunix.rl.environment_pool import EnvironmentPool
-from tunix.rl.episodes import Drawn, Episode, Played, Player, PrioritySlots, credit_turns
+from tunix.rl.episodes import Drawn, Episode, Played, Player, PrioritySlots, credit_turns, join_played
 from tunix.rl.samples_file import SamplesFile
 from tunix.rl.scoring import Scorer, Scores
 from tunix.run.folder import find_model_files
@@ -131,21 +131,14 @@ def join_rollouts(parts: Sequence[RolloutGroup]) -> RolloutGroup:
     if not others:
         return first
     scores = replace(_join([part.scores for part in parts]), seconds=sum(part.scores.seconds for part in parts))
-    played = None
-    if games := [part.played for part in parts if part.played is not None]:
-        played = replace(
-            games[0],
-            episodes=[episode for game in games for episode in game.episodes],
-            tool_s=sum(game.tool_s for game in games),
-            num_lost=sum(game.num_lost for game in games),
-        )
+    played = [part.played for part in parts if part.played is not None]
     return RolloutGroup(
         [prompt for part in parts for prompt in part.prompts],
         [answer for part in parts for answer in part.answers],
         [text for part in parts for text in part.texts],
         scores,
         sum(part.rollout_s for part in parts),
-        played,
+        join_played(played) if played else None,
     )
 
 
@@ -471,6 +464,36 @@ class RewardTrend:
         )
 
 
+# Rollouts in a row that teach nothing: a run says so once, and goes on.
+
+NUM_USELESS = 5  # rollouts in a row
+USELESS = {
+    "truncated": "all answers of the last {count} rollouts were cut at their longest length; raise "
+    "sampling.max_new_tokens{turns}, or see in samples.jsonl whether the model ends an answer (sampling.stop)",
+    "no_signal": "the rewards of the last {count} rollouts taught nothing: those of the answers to each prompt were "
+    "equal; problems may be too hard or too easy, or a reward may not read answers as you expect",
+}
+
+
+class UselessRollouts:
+    """Counts rollouts of which all answers were cut, or no group teaches anything; a resumed run begins anew."""
+
+    def __init__(self, max_turns: int | None):
+        """`max_turns` ends episodes, where the answers are such."""
+        self.counts = dict.fromkeys(USELESS, 0)  # of rollouts in a row, by their number that is 1
+        self.turns = "" if max_turns is None else f" or task.max_turns={max_turns}"
+
+    def add(self, numbers: Numbers) -> list[str]:
+        """Take the numbers of a rollout; return a warning for each kind that has come to `NUM_USELESS`, once a run."""
+        warnings = []
+        for name, count in list(self.counts.items()):
+            self.counts[name] = count + 1 if numbers.get(name) == 1 else 0
+            if self.counts[name] == NUM_USELESS:
+                warnings.append(USELESS[name].format(count=NUM_USELESS, turns=self.turns))
+                del self.counts[name]
+        return [f'{warning} (docs/post_training.md, "What the numbers say")' for warning in warnings]
+
+
 # (parameters of the policy, batch) -> log-probabilities [A, B, T] under the reference
 Reference = Callable[[Any, Batch], jax.Array]
 
@@ -508,6 +531,7 @@ class Rollouts:
         self.data_schedule = DataSchedule(start, self.cycle, cfg.training.skip_steps)
         self.rows = local_rows(self.mesh, self.shape.num_rows)  # of B, those of this process
         self.trend = RewardTrend(self.cycle.steps)
+        self.useless = UselessRollouts(self.task.max_turns if self.task.has_environment else None)
         self.order = PromptOrder(samples, cfg.task, start)
         self.batches: list[Batch] = []  # of the newest rollout, one for each step of a pass
         self.ahead: RolloutsAhead | None = None
@@ -686,7 +710,10 @@ class Rollouts:
             "rollout_tokens_per_s": num_tokens / rollouts.rollout_s,
             "reward_s": rollouts.scores.seconds,
         }
+        warnings = self.useless.add(numbers)
         if self.task.is_rewarded and (warning := self.trend.add(numbers["reward"])):
+            warnings.append(warning)
+        for warning in warnings:
             log.warning("step %d: %s", self.step + 1, warning)
         return batches, numbers
 
