@@ -88,15 +88,16 @@ def test_a_prompt_of_parquet_is_read_again_as_it_was_tokenized(tmp_path):
         assert corpus.vocab.chat.render(prompt.question.messages, True, prompt.question.options) == prompt.text
 
 
-def test_a_system_message_stands_before_prompts_that_have_none(rows, tmp_path):
-    own = [{"role": "system", "content": "Mine."}, {"role": "user", "content": "And?"}]
+@pytest.mark.parametrize("role", ["system", "developer"])
+def test_a_system_message_stands_before_prompts_that_have_none(rows, tmp_path, role):
+    own = [{"role": role, "content": "Mine."}, {"role": "user", "content": "And?"}]
     with (tmp_path / "a.jsonl").open("a") as file:
         file.write("\n" + json.dumps({"messages": own, "level": 99}))  # nobody has answered: all of it is the prompt
     with_system, without = (load_prompts(prompted(system=system), 100) for system in ("Think.", None))
     assert with_system.fingerprint != without.fingerprint
     *_, nineteenth, last = everything(with_system)
     assert nineteenth.text.startswith("<bos>system:\nThink.\nuser:\n19 + 1?")
-    assert last.text == "<bos>system:\nMine.\nuser:\nAnd?\nassistant:\n"
+    assert last.text == f"<bos>{role}:\nMine.\nuser:\nAnd?\nassistant:\n"
     assert last.columns == {"messages": own, "level": 99}
     assert gather_columns([nineteenth, last])["answer"] == ["#### 20", None]
 

@@ -82,3 +82,5 @@ def test_steps_that_a_checkpoint_has_learnt_from_are_not_left_out():
     check_same(compose(["training.skip_steps=[4:5]"]).config, saved, position, position)
     with pytest.raises(UserError, match=r"skip_steps=3:5 begins before step 4, .*, or training.skip_steps=\[4:5\]"):
         check_same(compose(["training.skip_steps=[3:5]"]).config, saved, position, position)
+    again = compose(["training.skip_steps=[3:5]"]).config  # of a run that has left them out
+    check_same(again, again.model_dump(mode="json", by_alias=True), position, position)

@@ -242,6 +242,9 @@ def test_which_turns_are_learnt(tmp_path):
         learnt_texts(tmp_path, "data.columns.learnt_turns=marks", "data.columns.prompt=prompt")
     with pytest.raises(UserError, match="data.columns.system=rules stands before data.columns.prompt, which is null"):
         learnt_texts(tmp_path, "data.columns.system=rules")
+    # Marks in the turns contradict the usual choice alone.
+    write(tmp_path, [TALK[0], {**TALK[1], "weight": 0}, *TALK[2:]])
+    assert learnt_texts(tmp_path, "task.learnt_turns=last")[1] == [SECOND]
 
 
 def test_a_column_of_tools_may_be_left_out(tmp_path):

@@ -88,7 +88,7 @@ def test_paths_of_configs_logs_and_scripts(here):
         "launcher.scripts_path=logs/scripts",
     ]
     job = compose.compose(
-        ["launcher=slurm", "launcher.dry_run=true", "run_name=x", "launcher.train_script=mine.py", *words]
+        ["launcher=slurm", "launcher.dry_run=true", "run_name=team/x", "launcher.train_script=mine.py", *words]
     )
     slurm.launch(job)
     (folder,) = (here / "outputs" / "tunix").glob("*/*")
@@ -153,8 +153,8 @@ def test_a_run_goes_on_as_a_job(here):
 
 
 def test_a_folder_with_any_name(here):
-    compose_overrides = ["launcher=slurm", "launcher.dry_run=true", "hydra.run.dir='a, (b) 5%j it'"]
-    slurm.launch(compose.compose(compose_overrides))
+    names = ["hydra.run.dir='a, (b) 5%j it'", """launcher.tmp_dir='/a `b` "c"'"""]
+    slurm.launch(compose.compose(["launcher=slurm", "launcher.dry_run=true", *names]))
     text = Path("a, (b) 5%j it/job.sbatch").read_text()
     line = next(line for line in text.splitlines() if "run_training.py" in line and line[0] == " ")
     shown = subprocess.run(
@@ -165,6 +165,25 @@ def test_a_folder_with_any_name(here):
     )
     assert compose.compose([shown.stdout]).run_dir == here / "a, (b) 5%j it"
     assert f"#SBATCH --output='{here}/a, (b) 5%%j it/slurm-%j.out'" in text
+    line = next(line for line in text.splitlines() if "TMPDIR=" in line)
+    shown = subprocess.check_output(["/bin/bash", "-c", f'{line}; printf %s "$TMPDIR"'], text=True)
+    assert shown == '/a `b` "c"'
+
+
+@pytest.mark.parametrize(
+    ("said", "state"),
+    [
+        ("echo JobId=7 JobState=FAILED Restarts=0 ExitCode=2:0", ("FAILED", 2)),
+        ("echo JobId=7 JobState=FAILED ExitCode=0:9", ("FAILED", 137)),
+        ("echo slurm_load_jobs error: Invalid job id specified >&2", ("COMPLETED", 5)),  # forgotten since its end
+        ("echo Unable to contact the controller >&2", ("PENDING", 5)),
+    ],
+)
+def test_what_slurm_says_of_a_job(said, state, here):
+    (here / "bin").mkdir()
+    (here / "bin" / "scontrol").write_text(f"#!/bin/sh\n{said}\n")
+    (here / "bin" / "scontrol").chmod(0o755)
+    assert slurm._read_state("7", 5) == state
 
 
 def test_dry_run_of_the_training_writes_nothing(here, capsys):

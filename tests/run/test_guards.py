@@ -212,7 +212,7 @@ def test_what_counts_as_an_improvement():
     """A cost that is lower by more than evaluation.min_improvement; a number that is none is none."""
     keys = compose(["evaluation.min_improvement=0.25", "evaluation.patience=2"]).config.evaluation
     found, without = Improvement(), []
-    for cost in (1.0, 0.875, float("nan"), 0.625, 0.5):
+    for cost in (1.0, 0.75, float("nan"), 0.625, 0.5):
         found = found.after(cost, keys)
         without.append((found.best, found.without, found.is_over(keys)))
     assert without == [(1.0, 0, False), (1.0, 1, False), (1.0, 2, True), (0.625, 0, False), (0.625, 1, False)]
