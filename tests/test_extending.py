@@ -72,7 +72,8 @@ def steps_loss(model, batch, seed):
     return Loss(total, total, {"loss": total, "step": total})
 
 class Quiet(sinks.Sink):
-    pass
+    def __init__(self, start):
+        self.name = start.config["logging"]["sinks"][0]
 
 import my_parts
 from dataclasses import replace
@@ -84,6 +85,13 @@ LETTER = replace(my_parts.ARCEE, names=my_parts.ARCEE.names | Q)
 class Silent:
     def __init__(self, start):
         raise OSError("no disk")
+
+class Bare:
+    def __init__(self, start):
+        pass
+
+    def write(self, record, group):
+        pass
 """
 
 
@@ -203,8 +211,9 @@ def test_a_family_of_ones_own(folder):
 def try_out(words: list[str]) -> None:
     """Compose and call the parts, as the beginning of a run does."""
     cfg = compose([*RUN, *words]).config
-    for section in (cfg.data, cfg.optimizer, cfg.scheduler, cfg.logging):
+    for section in (cfg.data, cfg.optimizer, cfg.scheduler):
         section.try_out()
+    cfg.logging.try_out(cfg.model_dump(mode="json"))
 
 
 @pytest.mark.parametrize(
@@ -221,6 +230,7 @@ def try_out(words: list[str]) -> None:
         ("scheduler.name=wrong_parts:downhill", "its factor is -1.0 at step 0"),
         ("scheduler.name=wrong_parts:halves_late", "wrong_parts:halves_late fails: TracerBoolConversionError: "),
         ("logging.sinks=[wrong_parts:Silent]", "logging.sinks=wrong_parts:Silent fails: OSError: no disk"),
+        ("logging.sinks=[wrong_parts:Bare]", "logging.sinks=wrong_parts:Bare has no text and no image and no close; let the class derive from tunix.run.table.Sink"),
         ("scheduler.name=my_parts:stair", "module my_parts has no function or class stair; did you mean stairs?"),
         ("scheduler.name=my_parts.py:stairs", "on PYTHONPATH; did you mean my_parts:stairs?"),
         ("scheduler.name=nowhere:stairs", "module nowhere cannot be imported (ModuleNotFoundError: No module named 'nowhere')"),
@@ -286,7 +296,7 @@ def test_a_change_of_the_named_file_makes_a_new_corpus(folder):
     assert not any(unit in before for unit in (source.units(1) for source in sources))
 
 
-def test_a_sink_may_leave_everything_out(folder):
+def test_a_sink_may_leave_everything_out_and_reads_the_config(folder):
     try_out(["logging.sinks=[wrong_parts:Quiet]"])
 
 

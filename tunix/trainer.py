@@ -288,7 +288,7 @@ def try_out(cfg: Config) -> None:
         for section in (cfg.data, cfg.optimizer, cfg.scheduler):
             section.try_out()
         if peers.is_main():
-            cfg.logging.try_out()
+            cfg.logging.try_out(mask_values(cfg.model_dump(mode="json")))
 
     peers.together(work, "trying the code that the user brings")
 

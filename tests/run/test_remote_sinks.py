@@ -308,9 +308,13 @@ def test_a_sink_that_hangs_delays_nothing_and_ends_in_time(tmp_path, caplog, mon
 
 
 def test_what_is_missing_is_named_before_the_run(tmp_path, monkeypatch):
+    def try_out(*words: str) -> None:
+        cfg = compose([*words]).config
+        cfg.logging.try_out(cfg.model_dump(mode="json"))
+
     def refused(*words: str) -> str:
         with pytest.raises(UserError) as error:
-            compose([f"logging.sinks=[{words[0]}]", *words[1:]]).config.logging.try_out()
+            try_out(f"logging.sinks=[{words[0]}]", *words[1:])
         return str(error.value)
 
     for name in ("TUNIX_WEBHOOK_URL", "WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL", "MLFLOW_TRACKING_URI"):
@@ -327,7 +331,7 @@ def test_what_is_missing_is_named_before_the_run(tmp_path, monkeypatch):
     monkeypatch.delenv("MLFLOW_ALLOW_FILE_STORE", raising=False)
     assert "is ./mlruns, and this MLflow writes into no folders" in refused("mlflow", folder)
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    compose(["logging.sinks=[mlflow]", folder]).config.logging.try_out()
+    try_out("logging.sinks=[mlflow]", folder)
     monkeypatch.setattr("tunix.run.remote_sinks.find_spec", lambda name: None)
     for name in ("wandb", "mlflow"):
         assert f"needs the package {name}: pip install 'tunix-trainer[{name}]'" in refused(name)

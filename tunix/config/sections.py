@@ -1,6 +1,6 @@
 """Sections around the training: checkpoints, evaluation, logs, processes."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -177,10 +177,13 @@ class Logging(Section):
     prometheus: PrometheusKeys
     """Numbers for a monitor to fetch."""
 
-    def try_out(self) -> None:
-        """Raise `UserError` where a sink cannot work: a package, a key or an address is missing, or its code fails."""
+    def try_out(self, config: dict[str, Any]) -> None:
+        """Raise `UserError` where a sink cannot work: a package, a key or an address is missing, or its code fails.
+
+        `config` has the values of every key, as a sink gets them.
+        """
         for name in self.sinks:
-            try_out(name, self.model_dump(mode="json"))
+            try_out(name, config)
 
 
 class Profile(Section):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tunix.base.dotted_path import blame_user, import_object, is_dotted
+from tunix.base.errors import UserError
 from tunix.run.remote_sinks import Mlflow, Prometheus, Wandb, Webhook
 from tunix.run.sinks import Background, Jsonl, Sink, Start, TensorBoard, Terminal
 
@@ -38,17 +39,22 @@ def open_sink(name: str, start: Start) -> Sink:
     return make(start)
 
 
-def try_out(name: str, logging: dict[str, Any]) -> None:
+def try_out(name: str, config: dict[str, Any]) -> None:
     """Raise `UserError` where a sink cannot work: a package or a key is missing, or the code of a user fails.
 
-    A sink of a dotted path gets what a run gives it, in a temporary folder. `logging` has the values of that section.
+    A sink of a dotted path gets what a run gives it, in a temporary folder. `config` has the values of every key.
     """
     if not is_dotted(name):
         if check := getattr(find_sink(name), "check", None):
-            check(logging)
+            check(config["logging"])
         return
     with blame_user("logging.sinks", name), tempfile.TemporaryDirectory() as folder:
-        sink = find_sink(name)(Start(Path(folder), config={}, step=0, last_step=1))
+        sink = find_sink(name)(Start(Path(folder), config, step=0, last_step=1))
+        if missing := [method for method in ("write", "text", "image", "close") if not hasattr(sink, method)]:
+            raise UserError(
+                f"logging.sinks={name} has no {' and no '.join(missing)}; let the class derive from "
+                "tunix.run.table.Sink, whose methods do nothing"
+            )
         sink.write({"step": 1, "loss": 1.0}, "train")
         sink.text("report", "a made-up text", 1)
         sink.image("image", b"a made-up image", 1)
