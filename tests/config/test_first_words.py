@@ -2,6 +2,8 @@
 
 import contextlib
 import io
+import re
+import shlex
 import signal
 import sys
 import threading
@@ -9,6 +11,7 @@ from types import SimpleNamespace
 
 import jax
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from support.harness import ROOT
 
 from tunix.base.config_types import list_options, read_version
@@ -60,7 +63,7 @@ def test_a_command_without_the_key_step_says_how_to_name_one(section):
         ("mesh_shape=ddp", r"here it is model\.mesh_shape=\[\[-1\],\[dp\]\]$"),
         ("+experiment=full_training", r"conf/experiment has no such file; here it is \+experiment=grpo_gsm8k"),
         ("logging.ranks=all", r"logging\.ranks=all: .*; here it is logging\.ranks=null"),
-        ("launcher.extra_env=[NCCL_DEBUG=WARN]", r"entries with = need quotes: \"launcher\.extra_env=\['NCCL_DEBUG=WARN'\]\""),
+        ("launcher.extra_env=[NCCL_DEBUG=WARN]", r"needs quotes, within quotes for the shell: \"launcher\.extra_env=\['NCCL_DEBUG=WARN'\]\"$"),
         ("task=grpo", r"leaves no room .* lower it \(sampling\.max_new_tokens=64\), or raise training\.seq_len"),
         ("task=grpo sampling.max_new_tokens=64 task.rewards=[my_rewards.shaky]", r"did you mean my_rewards:shaky\?$"),
         ("data=custom data.function=my_data.read", r"expected package\.module:name; did you mean my_data:read\?$"),
@@ -72,6 +75,44 @@ def test_a_wrong_word_is_answered_by_one_line(words, message):
     with pytest.raises(UserError, match=message) as error:
         compose(words.split())
     assert len(str(error.value)) < 500
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(
+            "größer",
+            "日本語",
+            "a (b)",
+            "f(x)",
+            "a=b",
+            "a;b",
+            "a#b",
+            "it's",
+            'say "hi"',
+            "costs 5$!",
+            "a`b",
+            "a]",
+            "a, b",
+        ),
+        *("1e5", "3.10", "2024_11_30", "[ü,x y]", "[a=b]", "[2024_11_30,a]", "true"),
+    ],
+)
+def test_a_value_that_needs_quotes_is_shown_with_them(value):
+    """What is shown can be pasted into a shell."""
+    key = "data.paths" if value.startswith("[") else "run_name"
+    with pytest.raises(UserError) as error:
+        compose(["data=text", "data.paths=[a]", f"{key}={value}"])
+    (word,) = shlex.split(re.split(r"within quotes for the shell: |as text it is |as one text ", str(error.value))[-1])
+    texts = value[1:-1].split(",") if value.startswith("[") else value
+    assert OverridesParser.create().parse_override(word).value() == texts
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("word", ["model.mesh_shape=[[4,2],[fsdp,tp]", "task.rewards=[{function: a]", "prompt={a"])
+def test_brackets_that_do_not_close_are_no_text(word):
+    with pytest.raises(UserError, match="values with special characters need quotes within quotes"):
+        compose([word])
 
 
 def test_every_choice_is_answered_by_few_names():

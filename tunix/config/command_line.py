@@ -21,7 +21,7 @@ from tunix.base.config_types import CONF, list_options
 from tunix.base.errors import FlagParser, UserError, did_you_mean
 from tunix.base.text import as_typed, flat
 from tunix.config import Average, Config, Distributed, Evaluate, Export, Generate, Play, Section, Serve, compose
-from tunix.config.mistakes import describe_errors, list_keys, reject_flags, validate
+from tunix.config.mistakes import describe_errors, list_keys, reject_flags, reject_number, validate
 from tunix.processes import exits, supervisor
 from tunix.processes.rollcall import list_versions
 
@@ -242,6 +242,8 @@ def read_settings(section: type[S], argv: list[str], more: dict[str, Any] | None
     """Return the section of conf/command, changed by the words of the command line and then by the values `more`."""
     preset = _find_preset(argv) if "sampling" in section.model_fields else []
     with describe_errors(section):
+        for override in OverridesParser.create().parse_overrides([*argv]):
+            reject_number(override, section)
         composed = compose.compose_file(CONF / "command" / section.__name__.lower(), [*preset, *argv])
         values: Any = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
     return validate(section, values | (more or {}))

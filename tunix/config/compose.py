@@ -31,7 +31,15 @@ from tunix.base.files import describe_missing, expand_home, names_file
 from tunix.base.text import flat, format_yaml
 from tunix.config import Config, Grpo, Slurm
 from tunix.config.data import Mixture
-from tunix.config.mistakes import describe_errors, describe_unknown_key, find_foreign, read_rows, reject_newer, validate
+from tunix.config.mistakes import (
+    describe_errors,
+    describe_unknown_key,
+    find_foreign,
+    read_rows,
+    reject_newer,
+    reject_number,
+    validate,
+)
 from tunix.config.pretrained_config import (
     count_rows,
     fill_from_adapter,
@@ -203,6 +211,7 @@ def compose(overrides: list[str], config_dir: str | Path | None = None, config_n
         for override in typed:
             check_key(override)
             check_choice(override)
+            reject_number(override)
         parsed = {override.key_or_group: override for override in typed}
         if "resume" in parsed and parsed["resume"].value() is not None:
             return _compose_resumed(overrides, typed, parsed)

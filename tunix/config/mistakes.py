@@ -6,6 +6,7 @@ by its row of conf/foreign_names.yaml.
 
 import difflib
 import re
+import shlex
 import types
 import typing
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -17,6 +18,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
@@ -390,6 +393,50 @@ def _describe_choice(group: str, choice: str, options: list[str]) -> str:
     return f"; {name_choices(choice, options)}"
 
 
+def quote_word(key: str, value: str) -> str:
+    """Return KEY=VALUE in quotes for Hydra's grammar and for a shell: a text, or a list of texts.
+
+    Empty where that is no word, as of brackets in brackets.
+    """
+    texts, is_list = [value], value[:1] == "[" and value[-1:] == "]"
+    if is_list:
+        texts = [text.strip() for text in value[1:-1].split(",")]
+    if value[:1] in ("[", "{") and (not is_list or re.search(r"[][{}]", value[1:-1])):
+        return ""
+    mark = "'" if not re.search(r"[$`\"\\!]", value) or "'" in value else '"'
+    quoted = ",".join(mark + text.replace(mark, f"\\{mark}") + mark for text in texts)
+    word = f"{key}=[{quoted}]" if is_list else f"{key}={quoted}"
+    try:
+        if OverridesParser.create().parse_override(word).value() != (texts if is_list else value):
+            return ""
+    except HydraException:
+        return ""
+    word = word.replace("\n", "\\n")
+    return shlex.quote(word) if mark == '"' or re.search(r"[$`\"!]|\\(?!')", word) else f'"{word}"'
+
+
+def reject_number(override: Override, root: type[Section] = Config) -> None:
+    """Raise `UserError` for a text that Hydra reads as a number, which is written otherwise: run_name=2024_11_30."""
+    key, value = override.key_or_group, override.value()
+    word = str(override.input_line).partition("=")[2]
+    for text, number in zip(word.strip("[]").split(","), value if isinstance(value, list) else [value], strict=False):
+        if isinstance(number, bool) or not isinstance(number, int | float) or str(number) == text.strip():
+            continue
+        fields = (kind.model_fields[name] for typed, name, kind in _list_leaves(root) if typed == key)
+        if any(_takes_text(field.annotation) for field in fields):
+            raise UserError(
+                f"{key}={word}: {text.strip()} is read as the number {number}; as text it is {quote_word(key, word)}"
+            )
+
+
+def _takes_text(annotation: Any) -> bool:
+    """Return whether a field takes text, or a list of texts, and no number."""
+    kinds = set(_list_types(annotation))
+    lists = [kind for kind in kinds if typing.get_origin(kind) is tuple]
+    kinds |= {each for kind in lists for entry in typing.get_args(kind) for each in _list_types(entry)}
+    return str in kinds and kinds.isdisjoint((int, float))
+
+
 @contextmanager
 def describe_errors(root: type[Section] = Config) -> Iterator[None]:
     """Turn errors of Hydra and OmegaConf into a `UserError` of one line; `root` is the section with the legal keys."""
@@ -408,15 +455,17 @@ def describe_errors(root: type[Section] = Config) -> Iterator[None]:
         hint = find_value(group, choice) or _describe_choice(group, choice, list(error.options or []))
         raise UserError(f"{group}={choice}: conf/{group} has no such file{hint}") from None
     except OverrideParseException as error:
+        word, override = str(error.override), str(error.override).replace("\n", "\\n")
+        key, mark, value = word.partition("=")
+        if not mark:
+            raise UserError(f"{override}: words have the form key=value") from None
+        if quoted := quote_word(key, value):
+            raise UserError(
+                f"cannot read {override}: such a value needs quotes, within quotes for the shell: {quoted}"
+            ) from None
         # The lines of the message that are neither a marker (^^^) nor a link; the last one says what is wrong.
         lines = [line for line in str(error).splitlines() if line.strip(" ^") and "https://" not in line]
         hint = "values with special characters need quotes within quotes: \"key='<a b>'\""
-        if entries := re.fullmatch(r"([\w.+]+)=\[([^][{}'\"]+=[^][{}'\"]*)\]", str(error.override)):
-            quoted = ",".join(f"'{each}'" for each in entries[2].split(","))
-            hint = f'entries with = need quotes: "{entries[1]}=[{quoted}]"'
-        override = str(error.override).replace("\n", "\\n")
-        if "=" not in override:
-            raise UserError(f"{override}: words have the form key=value") from None
         raise UserError(f"cannot read {override}: {lines[-1]}; {hint}") from None
     except MissingMandatoryValue as error:
         key = str(error.full_key)
@@ -444,7 +493,10 @@ def describe_errors(root: type[Section] = Config) -> Iterator[None]:
             word = re.findall("'(.*)'", first)[0]
             key, _, values = word.partition("=")
             hint = "--multirun runs each of them; as a list it is " if root is Config else "a list is "
-            raise UserError(f"{word}: {hint}{key}=[{values}]") from None
+            raise UserError(f"{word}: {hint}{key}=[{values}], as one text {quote_word(key, values)}") from None
+        if first.startswith("Sweep parameters") and root is not Config:  # the words of a text, like range(1,3)
+            key, _, value = re.findall("'(.*)'", first)[0].partition("=")
+            raise UserError(f"{key}={value} is a sweep; as a text it is {quote_word(key, value)}") from None
         if first.startswith("Error merging override "):
             form = "a list like [a,b]" if "object_type=list" in str(cause) else "a mapping like {a:b}"
             raise UserError(f"{first.removeprefix('Error merging override ')}: expected {form}") from None
@@ -532,6 +584,8 @@ def _explain(error: dict[str, Any], root: type[Section]) -> _Mistake:
     # A hint ends the line, also where other types add their words.
     message, mark, meant = message.partition("; did you mean ")
     hint = find_value(key, str(value)) or mark + meant
+    if kind == "string_type" and isinstance(value, bool) and not key[-1].isdigit():  # that of an entry of a list
+        hint = hint or f"; as text it is {quote_word(key, as_typed(value))}"
     prefix = f"{key}={as_typed(value)}" if key else ""  # empty where a file holds no mapping at all
     return _Mistake(prefix, message[0].lower() + message[1:], hint, allows_null and kind in EXPECTED)
 
