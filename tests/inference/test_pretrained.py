@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -13,7 +14,7 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 from sentencepiece import sentencepiece_model_pb2
-from support.harness import ROOT, metrics
+from support.harness import ROOT, extract, metrics
 from support.hf_files import TEMPLATE, WORDS
 from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -28,6 +29,7 @@ from tunix.evaluate import _list_steps
 from tunix.export import _write_model, export
 from tunix.huggingface.config_json import read_config, translate_config, write_config
 from tunix.huggingface.weights import weight_files
+from tunix.inference import pretrained
 from tunix.inference.pretrained import agree_on_checkpoint, reject_other_files
 from tunix.inference.sampling import Sampling
 from tunix.models.layers import named
@@ -688,3 +690,24 @@ def test_files_of_a_model_are_those_of_process_0(copy, monkeypatch):
     change_tensors(copy, lambda tensors: tensors.update({name: -each for name, each in tensors.items()}))
     with pytest.raises(UserError, match=r"checkpoint=DIR: process 0 \(a\) and process 1 \(b\) see different files; "):
         reject_other_files(copy, "checkpoint=DIR")
+
+
+def test_a_checkpoint_of_a_run_is_that_of_process_0(tmp_path, monkeypatch):
+    """Two hosts had runs of their own at one path: half of each model was measured, or trained on, in silence."""
+    extract(ROOT / "tests" / "run" / "saved_by_0979945.tar.gz", tmp_path)
+    read: list[tuple] = []
+    monkeypatch.setattr(pretrained, "reject_other_files", lambda *given: read.append(given))
+    run = tmp_path / "run"
+    model = tunix.load_pretrained(run)
+    cfg = SimpleNamespace(model=model.cfg.model_copy(update={"init_from": str(run)}))
+    pretrained.load_init_from(SimpleNamespace(cfg=cfg, arch=model.arch), model.mesh)
+    checkpoint = run / "checkpoints" / "3"
+    assert read == [(checkpoint, f"checkpoint={run}"), (checkpoint, f"model.init_from={run}")]
+    monkeypatch.undo()
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    keys: list[str] = []
+    monkeypatch.setattr(peers, "reject_others", lambda key, *_: keys.append(key))
+    for _ in range(2):
+        reject_other_files(checkpoint, "checkpoint=run")
+        (checkpoint / "state" / "manifest.ocdbt").write_text("of another run")
+    assert keys[0] != keys[1]

@@ -14,6 +14,7 @@ from tunix.config import Evaluate
 from tunix.config.command_line import read_settings
 from tunix.config.compose import compose
 from tunix.evaluate import evaluate
+from tunix.processes import peers
 from tunix.training.multiple_choice import MultipleChoice, read_questions
 
 QUESTIONS = [
@@ -151,3 +152,13 @@ def test_a_question_that_no_row_can_have_is_named(words, tokens, message, monkey
     monkeypatch.setattr("tunix.training.multiple_choice._encode", lambda question, vocab: encoded)
     with pytest.raises(UserError, match=f"^evaluation.choices.code, question 1: {message}"):
         tunix.train([*words, "model.mesh_shape=[[8],[fsdp]]", "training.global_batch_size=8"])
+
+
+def test_processes_ask_the_same_questions(words, monkeypatch):
+    """With another file on one host the first evaluation ended in a message of Gloo, or its accuracy was of neither."""
+    cfg, asked = compose(words).config, []
+    monkeypatch.setattr(peers, "gather", lambda key, name: [key, asked.append(name) or "other"])
+    monkeypatch.setattr(peers, "hosts", lambda: ["a", "b"])
+    with pytest.raises(UserError, match=r"evaluation.choices.code=code.jsonl: process 0 \(a\) and process 1 \(b\) see"):
+        MultipleChoice("code", cfg, None, None, None, 2)
+    assert asked == ["questions"]

@@ -17,7 +17,13 @@ from tunix.base.digests import reject_damaged, sample_files
 from tunix.base.errors import UserError
 from tunix.base.files import list_numbers
 from tunix.base.progress import announcing
-from tunix.checkpoints.store import describe_unreadable, find_parts, find_storage, reject_damaged_checkpoint
+from tunix.checkpoints.store import (
+    ADDRESS,
+    describe_unreadable,
+    find_parts,
+    find_storage,
+    reject_damaged_checkpoint,
+)
 from tunix.config import Config, Model, pretrained_config
 from tunix.config.mistakes import validate
 from tunix.config.saved_runs import COPIED, find_run, read_saved
@@ -56,6 +62,7 @@ from tunix.training.train_spec import TrainSpec
 
 Params = dict[str, Any]
 DTYPES = ("float32", "bfloat16")  # of weights and products
+CHECKPOINT_FILES = ("state/manifest.ocdbt", "state/digests*.json", ADDRESS)  # small, and no other checkpoint has them
 
 
 @dataclass(frozen=True)
@@ -433,6 +440,7 @@ def load_params(
     """
     if run := find_run(source):
         checkpoint = agree_on_checkpoint(run[0] / "checkpoints", run[1])
+        reject_other_files(checkpoint, f"checkpoint={source}")
         if peers.first_of_host():
             reject_damaged_checkpoint(checkpoint)
         with describe_unreadable(checkpoint):
@@ -458,10 +466,11 @@ def load_params(
 def reject_other_files(folder: Path, name: str) -> None:
     """Raise `UserError` where processes have different files of a model: weights of two models would be mixed.
 
-    `name` is the key that names it, with its value.
+    `folder` has files of Hugging Face's, or is a checkpoint. `name` is the key that names it, with its value.
     """
     if jax.process_count() > 1:
-        files = sorted(path for pattern in INFO_FILES + WEIGHTS for path in folder.glob(pattern) if path.is_file())
+        patterns = (*INFO_FILES, *WEIGHTS, *CHECKPOINT_FILES)
+        files = sorted(path for pattern in patterns for path in folder.glob(pattern) if path.is_file())
         peers.reject_others(sample_files(folder, files, num_blocks=4), name, "files")
 
 
@@ -578,6 +587,7 @@ def _load_base(train_spec: TrainSpec, mesh: Mesh, source: str) -> dict[str, Any]
         paths = flatten_dict(abstract)
         own = {path: leaf for path, leaf in paths.items() if not absent & {*path}}
         checkpoint = _find_checkpoint_of(train_spec.cfg, *run)
+        reject_other_files(checkpoint, f"model.init_from={source}")
         with describe_unreadable(checkpoint, "model.init_from"):
             index, step = find_storage(checkpoint)
             params = index.restore(step, {"params": unflatten_dict(own)})["params"]

@@ -8,6 +8,7 @@ Each choice is scored behind the prompt, and its own tokens count, as in Eleuthe
 share a row, each as a document of its own.
 """
 
+import json
 import math
 from functools import cache
 from pathlib import Path
@@ -17,12 +18,14 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec, reshard
 
+from tunix.base.digests import hash_texts
 from tunix.base.errors import UserError
 from tunix.base.files import expand_home, parse_json
 from tunix.config import Config
 from tunix.data.batches import Batch, Example, add_fields, empty_example, image_fields
 from tunix.data.packing import pack_best_fit
 from tunix.data.tokenizer import Vocab
+from tunix.processes import peers
 from tunix.sharding.arrays import local_rows, to_global
 from tunix.training.logprobs import compute_token_log_probs
 from tunix.training.state import Architecture
@@ -86,8 +89,15 @@ class MultipleChoice:
     """The questions of a file on the devices. The numbers are the same on every mesh."""
 
     def __init__(self, name: str, cfg: Config, vocab: Vocab, arch: Architecture, mesh: Mesh, num_rows: int):
-        """`num_rows` are the sequences of a microbatch."""
-        questions = read_questions(name, cfg.evaluation.choices[name])
+        """`num_rows` are the sequences of a microbatch. Every process calls this.
+
+        Raises:
+            UserError: a question does not fit a sequence, or processes have different files.
+        """
+        path = cfg.evaluation.choices[name]
+        questions = read_questions(name, path)
+        key = hash_texts(json.dumps(questions))
+        peers.reject_others(key, f"evaluation.choices.{name}={path}", "questions")
         self.answers = np.array([each.answer for each in questions])
         self.first = np.cumsum([0, *(len(each.choices) for each in questions)])  # choice of each question, of all
         self.num_bytes = np.array([len(text.encode()) for each in questions for text in each.choices])
