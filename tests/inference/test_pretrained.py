@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -417,9 +418,16 @@ def test_out_as_it_came_in(hf_dir, tmp_path):
             shard_gb=3e-5,
         )
     )
-    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
     before, after = tensors_of(hf_dir), tensors_of(tmp_path / "out")
     assert before.keys() == after.keys()
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    sizes = Counter[str]()
+    for name, file in index["weight_map"].items():
+        sizes[file] += before[name].nbytes
+    assert {path.name for path in (tmp_path / "out").glob("*.safetensors")} == sizes.keys()
+    assert len(sizes) > 1
+    assert max(sizes.values()) <= 3e4
+    assert index["metadata"]["total_size"] == sizes.total()
     assert all(np.array_equal(before[name].view(np.uint16), after[name].view(np.uint16)) for name in before)
     with pytest.raises(UserError, match="exists already"):
         export(

@@ -2,6 +2,7 @@
 
 import re
 import shlex
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -146,13 +147,16 @@ def test_the_pods_read_the_saved_config(here, tmp_path):
     assert (job.config.training.max_steps, job.config.launcher.name) == (7, "local")
 
 
-def test_names(here):
+def test_names(here, monkeypatch):
     _, jobset = written(here)  # of the run's folder
     assert re.fullmatch(r"[a-z]([a-z0-9-]*[a-z0-9])?", jobset["metadata"]["name"])
     for name in ("9lives", "x" * 41):
         with pytest.raises(UserError) as error:
             kubernetes.launch(compose.compose([*WORDS, f"run_name={name}"]))
         assert "Kubernetes takes at most 40 letters" in str(error.value)
+    sweep = SimpleNamespace(initialized=lambda: True, get=lambda: SimpleNamespace(job=SimpleNamespace(num=3)))
+    monkeypatch.setattr(kubernetes, "HydraConfig", sweep)
+    assert kubernetes._select_name(compose.compose([*WORDS, "run_name=Try"])) == "try-3"
 
 
 def test_dry_run_writes_nothing(here, capsys):

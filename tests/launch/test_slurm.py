@@ -170,8 +170,20 @@ def test_a_folder_with_any_name(here):
     assert shown == '/a `b` "c"'
 
 
+@pytest.fixture
+def say(here):
+    """Function that puts a program on the PATH which runs a line of shell."""
+
+    def write(name: str, line: str) -> None:
+        (here / "bin").mkdir()
+        (here / "bin" / name).write_text(f"#!/bin/sh\n{line}\n")
+        (here / "bin" / name).chmod(0o755)
+
+    return write
+
+
 @pytest.mark.parametrize(
-    ("said", "state"),
+    ("line", "state"),
     [
         ("echo JobId=7 JobState=FAILED Restarts=0 ExitCode=2:0", ("FAILED", 2)),
         ("echo JobId=7 JobState=FAILED ExitCode=0:9", ("FAILED", 137)),
@@ -179,11 +191,21 @@ def test_a_folder_with_any_name(here):
         ("echo Unable to contact the controller >&2", ("PENDING", 5)),
     ],
 )
-def test_what_slurm_says_of_a_job(said, state, here):
-    (here / "bin").mkdir()
-    (here / "bin" / "scontrol").write_text(f"#!/bin/sh\n{said}\n")
-    (here / "bin" / "scontrol").chmod(0o755)
+def test_what_slurm_says_of_a_job(line, state, say):
+    say("scontrol", line)
     assert slurm._read_state("7", 5) == state
+
+
+def test_a_job_that_is_cancelled_has_not_succeeded(say, monkeypatch):
+    monkeypatch.setattr(slurm, "POLL_S", 0)
+    say("scontrol", "echo JobState=CANCELLED ExitCode=0:0")
+    assert slurm.follow("7", Path("none")) == 1
+
+
+@pytest.mark.parametrize("said", ["7", "7;far"])
+def test_a_job_has_the_number_that_slurm_gives_it(said, say):
+    say("sbatch", f"echo '{said}'")
+    assert slurm.submit(Path("job.sbatch")) == "7"
 
 
 def test_dry_run_of_the_training_writes_nothing(here, capsys):

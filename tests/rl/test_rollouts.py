@@ -5,11 +5,15 @@ import math
 import os
 import signal
 import string
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import yaml
@@ -27,20 +31,21 @@ from tunix.config.command_line import read_settings
 from tunix.config.compose import compose
 from tunix.config.data import Tokenizer
 from tunix.config.task import Cycle
-from tunix.data.batches import BEGINNING, BatchSource, DataSchedule, Position, Samples
+from tunix.data.batches import BEGINNING, Batch, BatchSource, DataSchedule, Position, Samples
 from tunix.data.documents import Question
 from tunix.data.prompts import Prompt, PromptOrder, _digest, load_prompts
 from tunix.data.tokenizer import train_vocab
 from tunix.evaluate import evaluate
 from tunix.inference.engine import Answer, Engine
-from tunix.inference.rollout import derive_seed
+from tunix.inference.rollout import RolloutRequest, derive_seed
 from tunix.models.vision import Images
 from tunix.rl.episodes import Drawn
 from tunix.rl.evaluation import HeldOutAnswers, _find_plain, select_best
-from tunix.rl.rollouts import RolloutGroup, arrange_answers
+from tunix.rl.rollouts import RolloutGroup, Rollouts, arrange_answers
 from tunix.rl.samples_file import SamplesFile
 from tunix.rl.scoring import Scores
 from tunix.run.early_stopping import Moment, check_stop_request
+from tunix.training.choices import build_mesh
 
 
 def samples(folder: Path) -> list[dict]:
@@ -284,6 +289,93 @@ def test_answers_are_placed_after_their_prompts():
     np.testing.assert_allclose(fields["log_probs"][0], [0, 0, -0.1, -0.2, -0.3, 0, 0, 0])
     assert fields["segment_ids"][0].tolist() == [1, 1, 1, 1, 1, 0, 0, 0]
     assert fields["positions"][0].tolist() == [0, 1, 2, 3, 4, 0, 0, 0]
+
+
+# Four prompts with two answers each, of which a step learns from two prompts: answer n is `n, <end>` after `5, prompt`.
+FOUR_GROUPS = [
+    *TASK, "model.mesh_shape=[[1],[fsdp]]", "distributed.allow_idle_devices=true", "training.global_batch_size=4",
+    "training.micro_batch_size=1", "task.group_size=2", "task.oversample=2", "task.advantage=centered",
+]  # fmt: skip
+REWARDS = [1.0, 1.0, 0.0, 1.0, 3.0, 3.0, 1.0, 2.0]
+
+
+@contextmanager
+def answering(
+    *words: str,
+    rewards: list[float] = REWARDS,
+    reference: Any = None,
+    teacher: Any = None,
+    start: Position = BEGINNING,
+) -> Iterator[Rollouts]:
+    """Rollouts of a model that gives these answers, of which the last one is cut."""
+    cfg = compose([*FOUR_GROUPS, *words]).config
+    mesh = build_mesh(cfg)
+
+    def ask(_: Any, request: RolloutRequest) -> RolloutGroup:
+        answers = [Answer([n, 2], [-1.0, -1.0], [-n / 10, 0.0], n < 7) for n in range(8)]
+        return RolloutGroup(request.prompts, answers, ["x"] * 8, Scores({"a": rewards}, rewards, {"a": 0}, 0.0), 1.0)
+
+    samples: Any = [Prompt([5, number], "x", {}) for number in range(99)]
+    engine: Any = SimpleNamespace(mesh=mesh, ask=ask)
+    shape = cfg.training.batch_shape(mesh.shape)
+    with jax.set_mesh(mesh):
+        yield Rollouts(cfg, shape, samples, engine, reference, start, None, teacher)
+
+
+def list_learnt(batch: Batch) -> list[tuple[int, int, list[float], list[float]]]:
+    """Return prompt, answer, masks and advantages of each answer in a batch."""
+    fields = {name: np.asarray(leaf).reshape(-1, 16) for name, leaf in batch.items()}
+    found = []
+    for row, segments in enumerate(fields["segment_ids"]):
+        for number in range(1, segments.max() + 1):
+            tokens, targets, mask, advantages = (
+                fields[name][row][segments == number].tolist()
+                for name in ("tokens", "targets", "loss_mask", "advantages")
+            )
+            assert (tokens[0], mask[0], targets[-1]) == (5, 0, 2)
+            found.append((tokens[1], targets[1], mask[1:], advantages[1:]))
+    return found
+
+
+def learn(*words: str, **given: Any) -> list[tuple[int, int, list[float], list[float]]]:
+    with answering(*words, **given) as rollouts:
+        return list_learnt(rollouts.next({"params": None})[0])
+
+
+def test_batches_of_a_rollout_come_in_turn():
+    """The line of a step counts the tokens of the steps before, which may have had another batch."""
+    steps = "task.steps_per_rollout=2", "task.passes_per_rollout=2", "checkpoint.save_every_steps=4"
+    keys = "task.oversample=1", "evaluation.every_steps=4", *steps
+    with answering(*keys, start=replace(BEGINNING, step=4, next_sample=16)) as rollouts:
+        found = [rollouts.next({"params": None}) for _ in range(5)]
+    assert [[prompt for prompt, *_ in list_learnt(batch)][::2] for batch, _ in found] == [
+        [16, 17], [18, 19], [16, 17], [18, 19], [20, 21],
+    ]  # fmt: skip
+    assert [numbers["tokens"] for _, numbers in found] == [64 * steps for steps in range(17, 22)]
+
+
+@pytest.mark.parametrize("words", [(), ("task.answers_per_row=2",)], ids=["alone", "in shared rows"])
+def test_a_step_learns_from_the_groups_that_teach(words):
+    """In the order of the prompts. Rewards, and what is learnt of an answer that was cut, are as the keys say."""
+    places = [(1, 2), (1, 3), (3, 6), (3, 7)]
+    kl = "task.kl=advantage", "task.kl_coefficient=2"
+    for more, gains in {
+        (): [-0.5, 0.5, -0.5, 0.5],
+        ("task.truncated=mask",): [-0.5, 0.5, -0.5, 0],
+        ("task.truncated=zero",): [-0.5, 0.5, 0.5, -0.5],
+        kl: [-0.4, 0.4, -0.4, 0.4],  # log q of answer n is -n / 10, and under the reference it is -n / 5
+        (*kl, "task.truncated=mask"): [-0.4, 0.4, -0.4, 0],
+    }.items():
+        found = learn(*words, *more, reference=(lambda _, batch: -batch["targets"] / 5) if more[:2] == kl else None)
+        assert [each[:2] for each in found] == places
+        for (_, _, mask, advantages), gain in zip(found, gains, strict=True):
+            assert mask == [gain != 0] * 2
+            assert advantages == pytest.approx([gain] * 2)
+    found = learn(*words, teacher=lambda batch: jnp.zeros_like(batch["log_probs"]))
+    for (_, answer, _, advantages), gain in zip(found, [-0.5, 0.5, -0.5, 0.5], strict=True):
+        assert advantages == pytest.approx([gain + answer / 10, gain])  # a teacher gives each token log p - log q
+    found = learn(*words, rewards=[1.0] * 5 + [2.0] * 3)  # one group teaches, and the first of the others is taken
+    assert [prompt for prompt, *_ in found] == [0, 0, 2, 2]
 
 
 @pytest.mark.parametrize(

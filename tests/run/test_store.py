@@ -3,9 +3,10 @@
 import json
 import os
 import shutil
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -328,16 +329,38 @@ def test_what_others_put_among_the_checkpoints_stays(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "7", "8", "notes"]
 
 
+CONFIG, POSITION = compose([]).config, Position(3, 24, "data", "tokenizer")
+
+
+def holding(steps: list[int], window: int = 0, aside: list[int] | None = None) -> Any:
+    """A store whose checkpoints are all of `CONFIG` at `POSITION`; what is put aside is added to a list."""
+    info = {"config": CONFIG.model_dump(mode="json", by_alias=True), "position": asdict(POSITION)}
+    info["parts"] = {"copies": [], "spike_window": window}
+    return SimpleNamespace(
+        folder="here", steps=lambda: steps, check=lambda _: None, info=lambda _: info, check_state=lambda *_: None,
+        restore=lambda _, wanted: wanted, put_aside=([] if aside is None else aside).extend,
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize(("window", "is_kept"), [(8, True), (4, False), (0, False)])
 def test_a_window_of_spikes_of_another_length_is_left_out(window, is_kept):
     """The run begins it anew, as where the checkpoint has none."""
-    cfg, position = compose([]).config, Position(3, 24, "data", "tokenizer")
-    info = {"config": cfg.model_dump(mode="json", by_alias=True), "position": asdict(position)}
-    info["parts"] = {"copies": [], "spike_window": window}
-    store = SimpleNamespace(
-        folder="here", steps=lambda: [3], check=lambda _: None, info=lambda _: info, check_state=lambda *_: None,
-        restore=lambda _, wanted: wanted, put_aside=lambda _: None,
-    )  # fmt: skip
-    found = Checkpoints(store).restore(None, {"params": {}, "spikes": {"loss": np.zeros(8)}}, cfg, position)
+    abstract = {"params": {}, "spikes": {"loss": np.zeros(8)}}
+    found = Checkpoints(holding([3], window)).restore(None, abstract, CONFIG, POSITION)
     assert found is not None
     assert ("spikes" in found[0]) == is_kept
+
+
+@pytest.mark.parametrize(("step", "aside"), [(3, [5, 9]), (None, [])])
+def test_newer_checkpoints_alone_are_put_aside(step, aside):
+    found: list[int] = []
+    Checkpoints(holding([1, 3, 5, 9], aside=found)).restore(step, {"params": {}}, CONFIG, POSITION)
+    assert found == aside
+
+
+def test_a_run_that_goes_on_with_changed_data_knows_them_from_then_on():
+    """`loading.allow_changed_data` is given once."""
+    cfg, now = compose(["loading.allow_changed_data=true"]).config, replace(POSITION, data="new")
+    found = Checkpoints(holding([3])).restore(None, {"params": {}}, cfg, now)
+    assert found is not None
+    assert found[1] == now

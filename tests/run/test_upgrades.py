@@ -91,6 +91,7 @@ def test_a_checkpoint_of_a_newer_form_is_refused(earlier):
         store = open_store(str(run / "checkpoints"), checkpoint.model_copy(update={"verify": verify}), is_shared=True)
         store.check(3)  # an older one passes
     load_pretrained(run)
+    shutil.copytree(run / "checkpoints" / "3", run / "checkpoints" / "2")  # the newest one counts
     sign_as_newer(run / "checkpoints" / "3" / "run" / "metadata", "checkpoint")
     resumed = compose([f"resume={run}"])
     readers = (

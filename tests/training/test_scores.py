@@ -280,7 +280,7 @@ def test_mistakes_of_classes(rows, message, tmp_path):
 
 
 def test_mistakes_of_numbers_and_of_keys(tmp_path):
-    for label, shown in (("many", "'many'"), (10**400, f"1{'0' * 39}"), (1e300, r"1e\+300")):
+    for label, shown in (("many", "'many'"), (10**400, f"1{'0' * 39}"), (1e300, r"1e\+300"), (-1e300, r"-1e\+300")):
         with pytest.raises(UserError, match=f"has {shown} in column label, no number; task.labels names classes"):
             read(tmp_path, [{"text": GOOD, "label": label}], *CLASSIFY, "task.labels=null")
     with pytest.raises(UserError, match="all documents to train on have the label 0.5"):
