@@ -36,14 +36,7 @@ from tunix.config.command_line import run_command
 from tunix.config.commands import is_loopback
 from tunix.data.thoughts import ANSWER, THOUGHT, PartReader
 from tunix.data.tokenizer import TokenBytes
-from tunix.inference.openai_api import (
-    AnswerText,
-    ApiError,
-    TokenScores,
-    make_envelope,
-    show_calls,
-    show_usage,
-)
+from tunix.inference.openai_api import AnswerText, ApiError, TokenScores, make_envelope, show_calls, show_usage
 from tunix.inference.openai_requests import Job, RequestReader
 from tunix.inference.pretrained import Pretrained, load_language_model
 from tunix.inference.sampling import Sampling

@@ -47,14 +47,7 @@ from tunix.plan.ranking import (
 from tunix.processes import peers
 from tunix.processes.rollcall import list_versions
 from tunix.processes.watchdog import Watchdog, listening
-from tunix.run.compiling import (
-    CompiledSteps,
-    Compiler,
-    StartClock,
-    describe_memory,
-    keep_programs,
-    list_unfit_settings,
-)
+from tunix.run.compiling import CompiledSteps, Compiler, StartClock, describe_memory, keep_programs, list_unfit_settings
 from tunix.run.early_stopping import (
     PLANNED,
     REASONS,

@@ -18,15 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tunix.base.errors import UserError, first_line
-from tunix.base.files import (
-    MAX_TEXT,
-    describing_refusal,
-    expand_home,
-    read_json,
-    replacing,
-    resolve_below,
-    write_whole,
-)
+from tunix.base.files import MAX_TEXT, describing_refusal, expand_home, read_json, replacing, resolve_below, write_whole
 from tunix.base.forms import CACHE_FORMS
 
 log = logging.getLogger(__name__)

@@ -423,11 +423,7 @@ class ChatTemplate:
     # templates of GPT-OSS and Gemma 4 show what a tool says behind a call alone, that of Kimi K2 with the call's id.
 
     def text_after_turn(
-        self,
-        role: str,
-        texts: Sequence[str],
-        options: Options = NO_OPTIONS,
-        calls: Sequence[tuple[str, str]] = (),
+        self, role: str, texts: Sequence[str], options: Options = NO_OPTIONS, calls: Sequence[tuple[str, str]] = ()
     ) -> str:
         """Return the text between an answer and the next one, where messages of this role say `texts`.
 

@@ -450,13 +450,7 @@ def _take_entries(stored: np.ndarray, name: Name, dims: Mapping[str, int], entri
 
 
 def save_weights(
-    folder: Path,
-    params: Parameters,
-    cfg: Model,
-    weights: Any,
-    dtype: str,
-    shard_gb: float,
-    like: Path | None = None,
+    folder: Path, params: Parameters, cfg: Model, weights: Any, dtype: str, shard_gb: float, like: Path | None = None
 ) -> int:
     """Write `params` as safetensors files of at most `shard_gb` GB, with an index if there are several.
 

@@ -451,13 +451,7 @@ def _insert(
 
 
 def _extend(
-    arch: Architecture,
-    weights: Gathered,
-    cache: Cache,
-    more: Extension,
-    key: jax.Array,
-    *,
-    sampling: Sampling,
+    arch: Architecture, weights: Gathered, cache: Cache, more: Extension, key: jax.Array, *, sampling: Sampling
 ) -> tuple[Cache, Sampled]:
     """Give rows [A] more tokens [A, C]; return the cache, and the token behind them, [A] on every device."""
     model = weights.module(arch)

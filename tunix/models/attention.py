@@ -331,12 +331,7 @@ def _weigh_values(
 
 
 def _weigh_slots(
-    q: jax.Array,
-    k: jax.Array | Scaled,
-    v: jax.Array | Scaled,
-    visible: jax.Array,
-    cap: float | None,
-    with_sums: bool,
+    q: jax.Array, k: jax.Array | Scaled, v: jax.Array | Scaled, visible: jax.Array, cap: float | None, with_sums: bool
 ) -> Any:
     """Do as `_weigh_values` for few queries of each row, [B, T, N, H], which look into a cache; visible [B, T, S] bool.
 

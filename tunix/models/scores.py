@@ -32,10 +32,7 @@ def weigh_all_tokens(segment_ids: jax.Array) -> jax.Array:
 
 
 # How the tokens of a document become one: weights of its tokens [B, T], out of the segments [B, T] of whole sequences.
-POOLINGS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "last": weigh_last_token,
-    "mean": weigh_all_tokens,
-}
+POOLINGS: dict[str, Callable[[jax.Array], jax.Array]] = {"last": weigh_last_token, "mean": weigh_all_tokens}
 
 
 def pool_weights(segment_ids: jax.Array, layout: Layout, pooling: str = "last") -> jax.Array:
@@ -51,11 +48,7 @@ def pool(hidden: jax.Array, segment_ids: jax.Array, layout: Layout, pooling: str
     is_local = reshard(segment_ids, layout.activation("BT"))[..., None] == numbers
     weights = pool_weights(segment_ids, layout, pooling)[..., None] * is_local
     return jnp.einsum(
-        "BTu,BTD->BuD",
-        weights,
-        hidden.astype(jnp.float32),
-        precision="highest",
-        out_sharding=layout.activation("BuD"),
+        "BTu,BTD->BuD", weights, hidden.astype(jnp.float32), precision="highest", out_sharding=layout.activation("BuD")
     )
 
 

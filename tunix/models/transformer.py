@@ -147,13 +147,7 @@ class Transformer(nnx.Module):
         return find_ends(index, self.cfg.vision.tokens_per_image)
 
     def hidden_apart(
-        self,
-        vocab_weights,
-        tokens,
-        positions,
-        forward: Forward,
-        params: dict[str, list[Any]],
-        images: Images | None,
+        self, vocab_weights, tokens, positions, forward: Forward, params: dict[str, list[Any]], images: Images | None
     ) -> tuple[jax.Array, list]:
         """[B, T] int32 -> [B, T, D], the result of the final norm, and the cache of each layer.
 

@@ -417,12 +417,7 @@ class Player:
         self.devices = PrioritySlots(1)  # of the rollout that computes
 
     def rollout(
-        self,
-        sampler: Sampler,
-        params: Any,
-        request: RolloutRequest,
-        rows_at_once: int | None,
-        stop: tuple[int, ...],
+        self, sampler: Sampler, params: Any, request: RolloutRequest, rows_at_once: int | None, stop: tuple[int, ...]
     ) -> Played:
         """Play the episodes of a request with parameters at rest; `stop` ends a turn. See `play`.
 

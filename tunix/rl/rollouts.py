@@ -334,10 +334,7 @@ def has_signal(advantages: np.ndarray) -> np.ndarray:
 
 
 def arrange_answers(
-    prompts: Sequence[list[int]],
-    answers: Sequence[Answer],
-    seq_len: int,
-    learnt: Sequence[list[bool]] | None,
+    prompts: Sequence[list[int]], answers: Sequence[Answer], seq_len: int, learnt: Sequence[list[bool]] | None
 ) -> Example:
     """Return fields [rows, T] of answers after their prompts, then padding: those of `FIELDS`, and `log_probs`.
 

@@ -23,15 +23,7 @@ from tunix.config.task import Grpo
 from tunix.data.batches import FIELDS, Batch, Field
 from tunix.models.layers import merge_runs
 from tunix.models.transformer import Transformer
-from tunix.training.logprobs import (
-    Loss,
-    Max,
-    Mean,
-    add_block_sums,
-    compute_hidden,
-    score_targets,
-    sum_further_tokens,
-)
+from tunix.training.logprobs import Loss, Max, Mean, add_block_sums, compute_hidden, score_targets, sum_further_tokens
 from tunix.training.teacher import AnyTeacher
 
 POLICY_FIELDS = {

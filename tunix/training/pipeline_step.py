@@ -488,12 +488,7 @@ def split_stacks(arch: Architecture) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def make_pipelined_gradients(
-    arch: Architecture,
-    loss_fn: LossFn,
-    sync_every: int,
-    num_chunks: int,
-    recompute_runs: bool,
-    reports_scores: bool,
+    arch: Architecture, loss_fn: LossFn, sync_every: int, num_chunks: int, recompute_runs: bool, reports_scores: bool
 ) -> Gradients:
     """Return what `make_gradients` returns: gradients of a step, its weight and its sums.
 
