@@ -20,8 +20,9 @@ from tunix.evaluate import evaluate
 from tunix.inference.engine import Answer
 from tunix.play import play
 from tunix.rl import evaluation
+from tunix.rl.ahead import RolloutGroup
 from tunix.rl.episodes import Episode, Played, Player, credit_turns
-from tunix.rl.rollouts import RolloutGroup, Rollouts, arrange_answers, center, leave_one_out
+from tunix.rl.rollouts import Rollouts, arrange_answers, center, leave_one_out
 from tunix.rl.scoring import Scores
 
 

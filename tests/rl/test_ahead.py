@@ -27,7 +27,7 @@ from tunix.data.prompts import Prompt
 from tunix.inference.engine import Answer
 from tunix.plan.ranking import leave_to_learning, rank
 from tunix.plan.report import format_text
-from tunix.rl.ahead import RolloutsAhead, SampledRollout, pack, unpack
+from tunix.rl.ahead import RolloutGroup, RolloutsAhead, pack, unpack
 from tunix.rl.episodes import Episode, Played
 from tunix.rl.rollouts import Rollouts
 from tunix.rl.scoring import Scores
@@ -174,7 +174,7 @@ def test_a_stop_waits_for_no_answers_before_the_first_checkpoint(monkeypatch):
 
     def draw(params, first_step):
         assert first_step not in is_slow or may_end.wait(60)
-        return SampledRollout(0, [], [], Scores({}, [], {}, 0.0), 1.0)
+        return RolloutGroup([], [], [], Scores({}, [], {}, 0.0), 1.0)
 
     def stop():
         raise Stopped("SIGTERM")
@@ -199,7 +199,7 @@ def test_a_checkpoint_leaves_out_answers_that_failed(num_processes, error, monke
     def draw(params, first_step):
         if first_step == 3:
             raise error
-        return SampledRollout(0, [], [], Scores({}, [], {}, 0.0), 1.0)
+        return RolloutGroup([], [], [], Scores({}, [], {}, 0.0), 1.0)
 
     rollouts = RolloutsAhead(draw, build_mesh(compose([*TASK, *APART]).config), range(1, 9), 2, {})
     for step in range(2):  # steps before it learn
@@ -226,7 +226,7 @@ def test_the_order_of_work(num_processes, monkeypatch, caplog):
         turns, spans = [{"role": "assistant", "content": "b"}], [(0, 1)]
         episode = Episode(0, prompts[0], 5, [1], answer.tokens, [True], [-0.1], [-1 / 3], turns, spans, [0.5])
         scores = Scores({"a": [1.0]}, [1.0], {"a": 0}, 0.1)
-        return SampledRollout(0, [answer], ["b"], scores, 1.0, Played([episode], 0.1, 0, task), "asked")
+        return RolloutGroup(prompts, [answer], ["b"], scores, 1.0, Played([episode], 0.1, 0, task), request="asked")
 
     def weights(step):
         return {"w": jax.device_put(jnp.full((), step), NamedSharding(mesh, jax.P()))}
@@ -266,7 +266,7 @@ def test_episodes_that_wait_keep_their_prompts():
         Episode(row, prompts[row // 2], 5, [1], [row], [True], [-0.1], [-0.2], [], [(0, 1)], [0.5]) for row in range(4)
     ]
     played = Played(episodes, 0.1, 0, task)
-    waiting = {5: SampledRollout(4, [], [], Scores({}, [], {}, 0.1), 1.0, played, "asked")}
+    waiting = {5: RolloutGroup(prompts, [], [], Scores({}, [], {}, 0.1), 1.0, played, 4, "asked")}
     assert unpack(pack(waiting), [5], task, lambda step: prompts, lambda prompts: "asked") == waiting
 
 

@@ -39,9 +39,10 @@ from tunix.evaluate import evaluate
 from tunix.inference.engine import Answer, Engine
 from tunix.inference.rollout import RolloutRequest, derive_seed
 from tunix.models.vision import Images
+from tunix.rl.ahead import RolloutGroup
 from tunix.rl.episodes import Drawn
 from tunix.rl.evaluation import HeldOutAnswers, _find_plain, select_best
-from tunix.rl.rollouts import RolloutGroup, Rollouts, arrange_answers
+from tunix.rl.rollouts import Rollouts, arrange_answers
 from tunix.rl.samples_file import SamplesFile
 from tunix.rl.scoring import Scores
 from tunix.run.early_stopping import Moment, check_stop_request

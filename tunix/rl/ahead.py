@@ -1,4 +1,4 @@
-"""Rollouts that are drawn ahead, beside learning, each by weights of a fixed age (task.staleness).
+"""Rollouts, and those that are drawn ahead, beside learning, each by weights of a fixed age (task.staleness).
 
 Rollout r is drawn by the weights after rollout r - 1 - k has been learnt, always. How long anything takes changes no
 token. With k = 2 and one step a rollout:
@@ -21,11 +21,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from tunix.base import text
@@ -41,16 +42,54 @@ log = logging.getLogger(__name__)
 CHECK_S = 0.5  # between two looks at whether the run is to stop, while a step waits for its answers
 
 
-class SampledRollout(NamedTuple):
-    """Answers of a rollout with their scores, as they wait."""
+@dataclass(frozen=True)
+class RolloutGroup:
+    """P prompts and their P x G answers, grouped by prompt, with scores."""
 
-    weights_step: int  # step after which the weights were that drew them
+    prompts: list[Prompt]
     answers: list[Answer]
-    texts: list[str]
+    texts: list[str]  # of the answers, without their thoughts (data/thoughts.py) and the token that stopped them
     scores: Scores
     rollout_s: float
-    played: Played | None = None
-    request: str = ""  # digest of what was asked: another request has other answers
+    played: Played | None = None  # where the answers are episodes
+    weights_step: int = 0  # of a rollout that is drawn ahead: step after which the weights were that drew it
+    request: str = ""  # and the digest of what was asked: another request has other answers
+
+    @property
+    def group_size(self) -> int:
+        return len(self.answers) // len(self.prompts)
+
+    @property
+    def stopped(self) -> np.ndarray:
+        """[P, G] bool: the answer has an end, and was not cut at its longest length."""
+        return np.array([answer.stopped for answer in self.answers]).reshape(-1, self.group_size)
+
+    @property
+    def totals(self) -> np.ndarray:
+        """[P, G] float64: the weighted sum of the scores of each answer."""
+        return np.array(self.scores.total).reshape(-1, self.group_size)
+
+    @property
+    def first_scores(self) -> np.ndarray:
+        """[P, G]: the scores by the first reward, which says what is right."""
+        return np.array(next(iter(self.scores.values.values()))).reshape(-1, self.group_size)
+
+    def numbers(self) -> dict[str, float]:
+        """Return what metrics.jsonl says about the answers and their scores."""
+        lengths = [len(answer.tokens) for answer in self.answers]
+        if self.played is not None:
+            lengths = [sum(episode.learnt) for episode in self.played.episodes]
+        guessed = [answer.num_guessed for answer in self.answers if answer.num_guessed is not None]
+        rewards = {"reward": float(np.mean(self.scores.total))} if self.scores.values else {}
+        return rewards | {
+            **{f"reward_{label}": float(np.mean(values)) for label, values in self.scores.values.items()},
+            "answer_tokens": float(np.mean(lengths)),
+            "truncated": float(1 - self.stopped.mean()),
+            **({"guessed": sum(guessed) / sum(lengths)} if guessed else {}),
+            "reward_errors": sum(self.scores.errors.values()),
+            **self.scores.numbers,
+            **({} if self.played is None else self.played.numbers()),
+        }
 
 
 class InTurn(Executor):
@@ -96,11 +135,11 @@ class RolloutsAhead:
 
     def __init__(
         self,
-        sample: Callable[[Any, int], SampledRollout],
+        sample: Callable[[Any, int], RolloutGroup],
         mesh: Mesh,
         first_steps: range,
         staleness: int,
-        waiting: dict[int, SampledRollout],
+        waiting: dict[int, RolloutGroup],
     ):
         """`sample(parameters, first_step)` draws and scores a rollout; `first_steps` are those of all rollouts to come.
 
@@ -109,12 +148,12 @@ class RolloutsAhead:
         self.sample, self.mesh, self.first_steps, self.staleness = sample, mesh, first_steps, staleness
         # While a step waits for its rollout, the ones of the next `staleness` steps are begun too.
         self.threads = ThreadPoolExecutor(staleness + 1, "drawing") if jax.process_count() == 1 else InTurn()
-        self.rollouts: dict[int, Future[SampledRollout]] = {}
+        self.rollouts: dict[int, Future[RolloutGroup]] = {}
         for first_step, rollout in waiting.items():
             self.rollouts[first_step] = Future()
             self.rollouts[first_step].set_result(rollout)
 
-    def take(self, params: Any, first_step: int, check: Callable[[], None]) -> SampledRollout:
+    def take(self, params: Any, first_step: int, check: Callable[[], None]) -> RolloutGroup:
         """Return the rollout that begins with a step, drawn by weights of the past.
 
         Rollouts that are to be drawn by `params`, the parameters after the step before, begin now. While threads draw,
@@ -138,7 +177,7 @@ class RolloutsAhead:
             check()
         return rollout.result()
 
-    def find_waiting(self, after: int, waits: bool = True) -> dict[int, SampledRollout]:
+    def find_waiting(self, after: int, waits: bool = True) -> dict[int, RolloutGroup]:
         """Return the rollouts that a checkpoint after a step keeps; without `waits`, those that are drawn by now.
 
         One drawn by the weights after that step is left out: a resumed run draws it again, and also one that failed.
@@ -155,9 +194,9 @@ class RolloutsAhead:
         """Give up what is not drawn yet; wait for the threads."""
         self.threads.shutdown(cancel_futures=True)
 
-    def _sample(self, params: Any, first_step: int, weights_step: int) -> SampledRollout:
+    def _sample(self, params: Any, first_step: int, weights_step: int) -> RolloutGroup:
         with jax.set_mesh(self.mesh):  # `jax.set_mesh` of the main thread does not reach this thread
-            return self.sample(params, first_step)._replace(weights_step=weights_step)
+            return replace(self.sample(params, first_step), weights_step=weights_step)
 
 
 def copy_params(params: Any, mesh: Mesh) -> Any:
@@ -168,14 +207,17 @@ def copy_params(params: Any, mesh: Mesh) -> Any:
 # Rollouts that wait, as a checkpoint keeps them: JSON, packed, because log-probabilities are many digits.
 
 
-def pack(waiting: dict[int, SampledRollout]) -> str:
+def pack(waiting: dict[int, RolloutGroup]) -> str:
     """Return rollouts by their first steps as a text."""
     plain = {
-        str(first_step): rollout._asdict()
-        | {
+        str(first_step): {
+            "weights_step": rollout.weights_step,
             "answers": [asdict(answer) for answer in rollout.answers],
-            "played": None if rollout.played is None else _to_plain(rollout.played),
+            "texts": rollout.texts,
             "scores": asdict(rollout.scores),
+            "rollout_s": rollout.rollout_s,
+            "played": None if rollout.played is None else _to_plain(rollout.played),
+            "request": rollout.request,
         }
         for first_step, rollout in waiting.items()
     }
@@ -205,7 +247,7 @@ def unpack(
     task: Grpo,
     prompts_of: Callable[[int], Sequence[Prompt]],
     request_of: Callable[[Sequence[Prompt]], str],
-) -> dict[int, SampledRollout]:
+) -> dict[int, RolloutGroup]:
     """Return the rollouts of a text that `pack` has made: the same digits. One of another request is left out.
 
     `first_steps` are those that the text should have; a warning names what it lacks. `prompts_of` gives the prompts of
@@ -227,13 +269,14 @@ def unpack(
                 first_step,
             )
             continue
-        rollouts[int(first_step)] = SampledRollout(
-            rollout["weights_step"],
+        rollouts[int(first_step)] = RolloutGroup(
+            list(prompts),
             [Answer(**answer) for answer in rollout["answers"]],
             rollout["texts"],
             Scores(**rollout["scores"]),
             rollout["rollout_s"],
             None if rollout["played"] is None else _to_played(rollout["played"], task, prompts),
+            rollout["weights_step"],
             digest,
         )
     return rollouts

@@ -26,7 +26,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -52,10 +52,10 @@ from tunix.inference.rollout import Request, RolloutRequest, Sampler, derive_see
 from tunix.inference.sampling import find_stop_ids, select_sampling
 from tunix.processes import peers, watchdog
 from tunix.processes.watchdog import Watchdog
-from tunix.rl.ahead import RolloutsAhead, SampledRollout, pack, unpack
+from tunix.rl.ahead import RolloutGroup, RolloutsAhead, pack, unpack
 from tunix.rl.engine_rewards import EngineRewards
 from tunix.rl.environment_pool import EnvironmentPool
-from tunix.rl.episodes import Drawn, Episode, Played, Player, PrioritySlots, credit_turns, join_played
+from tunix.rl.episodes import Drawn, Episode, Player, PrioritySlots, credit_turns, join_played
 from tunix.rl.samples_file import SamplesFile
 from tunix.rl.scoring import Scorer, Scores
 from tunix.run.folder import find_model_files
@@ -75,54 +75,6 @@ log = logging.getLogger(__name__)
 #
 #     with one         draw 7 ~~ draw 7 ~~ draw 7         while its environments work (~~), others have the devices: as
 #                         draw 8 ~~ draw 8 ~~ draw 8      many as have caches in memory
-
-
-@dataclass(frozen=True)
-class RolloutGroup:
-    """P prompts and their P x G answers, grouped by prompt, with scores."""
-
-    prompts: list[Prompt]
-    answers: list[Answer]
-    texts: list[str]  # of the answers, without their thoughts (data/thoughts.py) and the token that stopped them
-    scores: Scores
-    rollout_s: float
-    played: Played | None = None  # where the answers are episodes
-
-    @property
-    def group_size(self) -> int:
-        return len(self.answers) // len(self.prompts)
-
-    @property
-    def stopped(self) -> np.ndarray:
-        """[P, G] bool: the answer has an end, and was not cut at its longest length."""
-        return np.array([answer.stopped for answer in self.answers]).reshape(-1, self.group_size)
-
-    @property
-    def totals(self) -> np.ndarray:
-        """[P, G] float64: the weighted sum of the scores of each answer."""
-        return np.array(self.scores.total).reshape(-1, self.group_size)
-
-    @property
-    def first_scores(self) -> np.ndarray:
-        """[P, G]: the scores by the first reward, which says what is right."""
-        return np.array(next(iter(self.scores.values.values()))).reshape(-1, self.group_size)
-
-    def numbers(self) -> dict[str, float]:
-        """Return what metrics.jsonl says about the answers and their scores."""
-        lengths = [len(answer.tokens) for answer in self.answers]
-        if self.played is not None:
-            lengths = [sum(episode.learnt) for episode in self.played.episodes]
-        guessed = [answer.num_guessed for answer in self.answers if answer.num_guessed is not None]
-        rewards = {"reward": float(np.mean(self.scores.total))} if self.scores.values else {}
-        return rewards | {
-            **{f"reward_{label}": float(np.mean(values)) for label, values in self.scores.values.items()},
-            "answer_tokens": float(np.mean(lengths)),
-            "truncated": float(1 - self.stopped.mean()),
-            **({"guessed": sum(guessed) / sum(lengths)} if guessed else {}),
-            "reward_errors": sum(self.scores.errors.values()),
-            **self.scores.numbers,
-            **({} if self.played is None else self.played.numbers()),
-        }
 
 
 def join_rollouts(parts: Sequence[RolloutGroup]) -> RolloutGroup:
@@ -591,11 +543,8 @@ class Rollouts:
         samples = self.data_schedule.samples(first_step)
         if self.ahead is None:
             return self._ask_now(params, first_step, samples)
-        sampled = self.ahead.take(params, first_step, self._stop_if_requested)
-        prompts = self._prompts_of(first_step)
-        answers = sampled.answers, sampled.texts, sampled.scores, sampled.rollout_s, sampled.played
-        rollouts = RolloutGroup(prompts, *answers)
-        waited = {"data_wait_s": time.perf_counter() - start_time, "staleness": self.step - sampled.weights_step}
+        rollouts = self.ahead.take(params, first_step, self._stop_if_requested)
+        waited = {"data_wait_s": time.perf_counter() - start_time, "staleness": self.step - rollouts.weights_step}
         return list(samples), rollouts, waited
 
     def _ask_now(self, params: Any, first_step: int, samples: range) -> tuple[list[int], RolloutGroup, Numbers]:
@@ -647,14 +596,13 @@ class Rollouts:
         zeroed = [self.task.truncated == "zero" and not episode.stopped for episode in episodes]
         return credit_turns(episodes, rewards, zeroed, advantage, self.shape.seq_len)
 
-    def _sample_ahead(self, params: Any, first_step: int) -> SampledRollout:
+    def _sample_ahead(self, params: Any, first_step: int) -> RolloutGroup:
         """Draw and score the rollout that begins with a step, mostly in another thread than the main one."""
         samples = self.data_schedule.samples(first_step)
         request = self._make_request(first_step, {number: self.prompts[number] for number in samples})
         in_thread = threading.current_thread() is not threading.main_thread()
         drawn = self.engine.ask(params, request, in_thread)
-        digest = self._digest_request(drawn.prompts)
-        return SampledRollout(0, drawn.answers, drawn.texts, drawn.scores, drawn.rollout_s, drawn.played, digest)
+        return replace(drawn, request=self._digest_request(drawn.prompts))
 
     def _make_request(self, first_step: int, prompts: dict[int, Prompt]) -> RolloutRequest:
         """Return what the rollout that begins with a step asks the model: prompts by their numbers, which are noise."""
@@ -784,7 +732,5 @@ class Rollouts:
     def _to_devices(self, fields: Example) -> Batch:
         """Return fields [rows, ...], which every process has, as global arrays [A, B, ...]."""
         # Rows -> [A, B], of which this process puts its own rows of B on its devices.
-        local = {
-            name: leaf.reshape(-1, self.shape.num_rows, *leaf.shape[1:])[:, self.rows] for name, leaf in fields.items()
-        }
+        local = {name: x.reshape(-1, self.shape.num_rows, *x.shape[1:])[:, self.rows] for name, x in fields.items()}
         return to_global(local, self.mesh)

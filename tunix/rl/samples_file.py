@@ -4,16 +4,13 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tunix.base.files import open_lines
 from tunix.processes import peers
+from tunix.rl.ahead import RolloutGroup
 from tunix.run.metrics import Metrics
-
-if TYPE_CHECKING:  # rollouts.py writes this file
-    from tunix.rl.rollouts import RolloutGroup
 
 SHOWN = 4  # answers of a step that other sinks get as text
 WIDTH = 300  # characters of a prompt or an answer there
@@ -27,7 +24,7 @@ class SamplesFile:
         self.every_steps, self.steps_per_rollout, self.metrics = every_steps, steps_per_rollout, metrics
         self.file = open_lines(folder / "samples.jsonl") if peers.is_main() else None
 
-    def write(self, step: int, samples: Sequence[int], rollouts: "RolloutGroup", advantages: np.ndarray) -> None:
+    def write(self, step: int, samples: Sequence[int], rollouts: RolloutGroup, advantages: np.ndarray) -> None:
         """Write the answers that `step` begins to learn from.
 
         Args:
