@@ -120,9 +120,7 @@ def _find_other_token(first: Pretrained, model: Pretrained) -> tuple[int, str, s
     """Return the first id that two models have for different tokens, with both tokens; None if there is none."""
     if first.tokenizer is None or model.tokenizer is None:
         return None
-    own, other = (
-        {number: token for token, number in each.get_vocab().items()} for each in (first.tokenizer, model.tokenizer)
-    )
+    own, other = ({n: token for token, n in each.get_vocab().items()} for each in (first.tokenizer, model.tokenizer))
     number = min((number for number in own.keys() & other.keys() if own[number] != other[number]), default=None)
     return None if number is None else (number, own[number], other[number])
 

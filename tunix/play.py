@@ -195,9 +195,7 @@ def print_episode(row: dict[str, Any]) -> None:
     print(f"prompt\n{_indent(row['prompt'])}")
     for turn in row["turns"]:
         print(f"{turn['role']}\n{_indent(turn['content'])}")
-    parts = ", ".join(
-        f"{name.removeprefix('reward_')} {value:g}" for name, value in row.items() if name.startswith("reward_")
-    )
+    parts = ", ".join(f"{key.removeprefix('reward_')} {x:g}" for key, x in row.items() if key.startswith("reward_"))
     ended = "" if row["stopped"] else ", cut"
     print(f"reward {row['reward']:g} ({parts}), {row['num_tokens']} tokens{ended}\n", flush=True)
 

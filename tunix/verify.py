@@ -66,9 +66,7 @@ class Trial:
 
     def compute_differences(self, reference: "Trial", num_steps: int | None = None) -> dict[str, float]:
         """Return the largest relative difference of each metric over the first steps; infinite if one is not finite."""
-        pairs = {
-            name: list(zip(self.metrics[name], reference.metrics[name], strict=True))[:num_steps] for name in COMPARED
-        }
+        pairs = {key: list(zip(self.metrics[key], reference.metrics[key], strict=True))[:num_steps] for key in COMPARED}
         return {name: max(_relative(ours, theirs) for ours, theirs in pair) for name, pair in pairs.items()}
 
 

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from tunix.base.dotted_path import import_object
 from tunix.config import DeviceKind, Model
@@ -34,6 +34,7 @@ from tunix.models.linear_attention import count_rounds
 from tunix.models.pipeline import list_sends
 from tunix.models.remat import Remat, product_name
 from tunix.models.table import CP_EXCHANGES, EXPERT_EXCHANGES
+from tunix.sharding.arrays import AnyMesh
 from tunix.sharding.layout import STRATEGIES, Layout
 from tunix.sharding.mesh import count_devices, token_shards
 from tunix.sharding.table import DIMS, EXPERTS, STREAM_TOKENS, TOKENS, Equation, axis_names, token_axes
@@ -320,7 +321,7 @@ class LocalHeads(NamedTuple):
     itemsize: int  # bytes of a number in products
 
 
-def measure_heads(model: Model, kind: HeadSizes, choices: Choices, mesh: Mesh | AbstractMesh) -> LocalHeads:
+def measure_heads(model: Model, kind: HeadSizes, choices: Choices, mesh: AnyMesh) -> LocalHeads:
     """Return the sizes on one device of heads of a kind (`Model.head_kinds`)."""
     layout, (_, rows, tokens) = choices.layout, choices.shape
     shape = rows, tokens, model.num_heads, kind.dim
@@ -359,17 +360,17 @@ def find_gathered_dtype(weight: Weight, layout: Layout) -> str:
     return weight.dtype if weight.equation.is_quantized else layout.use_dtype(weight.equation)
 
 
-def count_shard_bytes(weight: Weight, spec: PartitionSpec, dtype: str, mesh: Mesh | AbstractMesh) -> int:
+def count_shard_bytes(weight: Weight, spec: PartitionSpec, dtype: str, mesh: AnyMesh) -> int:
     """Return the bytes that one device has of a weight laid out as `spec` in this dtype."""
     return math.prod(find_shard_shape(weight.shape, spec, mesh)) * jnp.dtype(dtype).itemsize
 
 
-def find_shard_shape(shape: Sequence[int], spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> tuple[int, ...]:
+def find_shard_shape(shape: Sequence[int], spec: PartitionSpec, mesh: AnyMesh) -> tuple[int, ...]:
     """Return the shape of the part of an array that one device has."""
     return NamedSharding(mesh, PartitionSpec(*spec.partitions)).shard_shape(tuple(shape))
 
 
-def count_local_numbers(sizes: Mapping[str, int], dim_names: str, layout: Layout, mesh: Mesh | AbstractMesh) -> int:
+def count_local_numbers(sizes: Mapping[str, int], dim_names: str, layout: Layout, mesh: AnyMesh) -> int:
     """Return the numbers of an activation that one device has; `sizes` are those of the dimensions."""
     return math.prod(find_shard_shape([sizes[name] for name in dim_names], layout.activation(dim_names), mesh))
 

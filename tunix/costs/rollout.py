@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import Mesh
 
 from tunix.config import Config, DeviceKind
 from tunix.config.task import Grpo
@@ -23,7 +23,7 @@ from tunix.costs.devices import Cluster, Group, predict_collective_s
 from tunix.costs.step import count_teacher_bytes, estimate_inside_bytes
 from tunix.models.flops import forward_flops_per_token
 from tunix.models.kernels import select_cache
-from tunix.sharding.arrays import bytes_per_device
+from tunix.sharding.arrays import AnyMesh, bytes_per_device
 from tunix.sharding.mesh import data_shards, whole_sequences
 from tunix.sharding.table import keeping_axes
 from tunix.training.choices import select_rollout_sizes
@@ -161,7 +161,7 @@ class RolloutPlan:
     costs: RolloutCosts  # of all these
     reference_bytes: int  # of the model of step 0, which is beside the training state in steps too
     copy_bytes: int  # of one device that draws: weights at rest that wait for their turn (task.staleness)
-    apart: Mesh | AbstractMesh | None  # of task.rollout_devices; None: the mesh that learns draws
+    apart: AnyMesh | None  # of task.rollout_devices; None: the mesh that learns draws
     resting_bytes: int  # of one device that draws: weights as they come from the devices that learn
 
     def predict_weights_s(self, cluster: Cluster) -> tuple[float, float]:
@@ -200,7 +200,7 @@ def plan_rollout(train_spec: TrainSpec, device_bytes: int | None) -> RolloutPlan
     )
 
 
-def find_rollout_mesh(train_spec: TrainSpec) -> Mesh | AbstractMesh:
+def find_rollout_mesh(train_spec: TrainSpec) -> AnyMesh:
     """Return the mesh that draws answers: that of the program, or one of task.rollout_devices, which need not exist."""
     task = _read_task(train_spec)
     if task.rollout_devices is None:
@@ -339,9 +339,7 @@ def select_rollouts_at_once(train_spec: TrainSpec, device_bytes: int | None) -> 
         return max_rollouts
     costs = _derive_costs_of_run(train_spec, answers, device_bytes)
     free = _count_free_bytes(train_spec, device_bytes)
-    return max(
-        (count for count in range(2, max_rollouts + 1) if costs.with_others(count - 1).memory <= free), default=1
-    )
+    return max((n for n in range(2, max_rollouts + 1) if costs.with_others(n - 1).memory <= free), default=1)
 
 
 def _read_task(train_spec: TrainSpec) -> Grpo:
@@ -386,7 +384,7 @@ def _derive_costs_of_run(
 
 def derive_rollout_costs(
     arch: Architecture,
-    mesh: Mesh | AbstractMesh,
+    mesh: AnyMesh,
     rows_at_once: int,
     num_prompts: int,
     answers_per_prompt: int,
@@ -450,7 +448,7 @@ def derive_rollout_costs(
     return RolloutCosts(rows, parts, num_programs, bytes_read, flops * shards / mesh.size)
 
 
-def _count_weight_bytes(arch: Architecture, mesh: Mesh | AbstractMesh, device_bytes: int | None) -> int:
+def _count_weight_bytes(arch: Architecture, mesh: AnyMesh, device_bytes: int | None) -> int:
     """Return the bytes of all weights gathered; of a quantized one those of its matrix, if all matrices fit."""
     layout, quantized, matrices = arch.layout.for_generation(), 0, 0
     for weight in jax.tree.leaves(arch.weights):
@@ -463,13 +461,13 @@ def _count_weight_bytes(arch: Architecture, mesh: Mesh | AbstractMesh, device_by
     return matrices if fit_as_matrices(matrices, device_bytes) else quantized
 
 
-def count_page_bytes(arch: Architecture, mesh: Mesh | AbstractMesh, cache: CacheSpec) -> int:
+def count_page_bytes(arch: Architecture, mesh: AnyMesh, cache: CacheSpec) -> int:
     """Return the bytes of one device for a page, in all layers that have pages."""
     return _count_cache_bytes(arch, mesh, PAGE, cache, paged=True)
 
 
 def _count_cache_bytes(
-    arch: Architecture, mesh: Mesh | AbstractMesh, num_slots: int, cache: CacheSpec, paged: bool | None = None
+    arch: Architecture, mesh: AnyMesh, num_slots: int, cache: CacheSpec, paged: bool | None = None
 ) -> int:
     """Return the bytes of keys and values of one row, or of their latents; of 8 bits, with their scales.
 
@@ -494,7 +492,7 @@ def _count_cache_bytes(
     return num_bytes + num_linear * _count_memory_bytes(arch, mesh) if num_linear else num_bytes
 
 
-def _count_memory_bytes(arch: Architecture, mesh: Mesh | AbstractMesh) -> int:
+def _count_memory_bytes(arch: Architecture, mesh: AnyMesh) -> int:
     """Return the bytes that linear attention keeps of one row: the delta rule's memory, and inputs of the filters."""
     dims, layout = arch.model.dims, arch.layout
     size = partial(count_local_numbers, dims, layout=layout, mesh=mesh)

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType
 
 from tunix.base.errors import UserError
 from tunix.config import Config, Model
@@ -44,7 +44,7 @@ from tunix.models.linear_attention import CHUNK
 from tunix.models.remat import Remat, product_name
 from tunix.models.table import EXPERT_EXCHANGES, FUSED, MATMUL_DTYPES
 from tunix.models.vision import Images
-from tunix.sharding.arrays import bytes_per_device
+from tunix.sharding.arrays import AnyMesh, bytes_per_device
 from tunix.sharding.layout import Layout, list_axes
 from tunix.sharding.mesh import count_devices, data_shards, token_shards
 from tunix.sharding.table import STREAM_TOKENS, TOKENS, axis_names, data_axes
@@ -375,7 +375,7 @@ def count_activation_bytes(train_spec: TrainSpec) -> int:
     return round(rows_of_microbatch * (num_slots * in_slot + QUEUES * row + entries) + max(at_work, loss))
 
 
-def estimate_inside_bytes(model: Model, layout: Layout, mesh: Mesh | AbstractMesh, length: int) -> int:
+def estimate_inside_bytes(model: Model, layout: Layout, mesh: AnyMesh, length: int) -> int:
     """Return the bytes inside of one layer on one device, for a sequence of `length` tokens. An estimate."""
     item = jnp.dtype(layout.compute).itemsize
 
@@ -421,7 +421,7 @@ def _estimate_tower_bytes(train_spec: TrainSpec) -> int:
     return passes * num_patches * item * numbers + scores
 
 
-def _count_mlp_numbers(model: Model, layout: Layout, mesh: Mesh | AbstractMesh, local: dict[str, int]) -> int:
+def _count_mlp_numbers(model: Model, layout: Layout, mesh: AnyMesh, local: dict[str, int]) -> int:
     """Return the numbers that the MLP has inside for each token of a device; `local` has its sizes of dimensions."""
     mlp = (2 if model.mlp.kind == "plain" else 3) * max(local["F"], local.get("f", 0))
     if not isinstance(model.mlp, ExpertsMlp):

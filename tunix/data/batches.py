@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import grain
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from rich.table import Table
 
 from tunix.base.digests import hash_texts
@@ -30,7 +30,7 @@ from tunix.config.data import Mixture
 from tunix.config.task import Cycle
 from tunix.config.training import read_steps
 from tunix.data.image_processors import find_processor
-from tunix.sharding.arrays import local_rows, to_global
+from tunix.sharding.arrays import AnyMesh, local_rows, to_global
 from tunix.sharding.layout import activation_spec
 
 Numbers = dict[str, float]  # of one step, by their names in metrics.jsonl
@@ -114,7 +114,7 @@ def image_fields(cfg: Config) -> Fields:
     }
 
 
-def abstract_arrays(fields: Fields, shape: BatchShape, mesh: Mesh | AbstractMesh) -> dict[str, jax.ShapeDtypeStruct]:
+def abstract_arrays(fields: Fields, shape: BatchShape, mesh: AnyMesh) -> dict[str, jax.ShapeDtypeStruct]:
     """Return shapes, dtypes and shardings of the fields of a global batch. No array is made."""
     arrays = {}
     for name, field in fields.items():
@@ -146,9 +146,7 @@ def split_rows(batch: Example, num_cuts: int) -> Example:
     sizes, num_rows, length = batch["tokens"].shape
     shape = sizes, num_rows * num_cuts, length // num_cuts
     # What is not one number a token, like images, belongs to each row of a sequence.
-    rows = {
-        name: leaf.reshape(shape) if leaf.ndim == 3 else np.repeat(leaf, num_cuts, 1) for name, leaf in batch.items()
-    }
+    rows = {name: x.reshape(shape) if x.ndim == 3 else np.repeat(x, num_cuts, 1) for name, x in batch.items()}
     # In each row, documents are numbered from 1 again, and one that began before the row begins with it. A row that
     # begins with padding has nothing else.
     segments = rows["segment_ids"]

@@ -836,9 +836,7 @@ def encode_labelled(vocab: Vocab, documents: list[Document]) -> Iterator[Encoded
     """
     answers: list[Labelled] = [document.content for document in documents]  # type: ignore[misc]
     before = [*answers[-1:], *answers[:-1]]
-    pairs = [
-        Pair(own.prompt, own.answer, other.answer, own.options) for own, other in zip(answers, before, strict=True)
-    ]
+    pairs = [Pair(own.prompt, own.answer, last.answer, own.options) for own, last in zip(answers, before, strict=True)]
     images = [document.images for document in documents]
     for own, encoded in zip(answers, _encode_pairs(vocab, pairs, images), strict=True):
         yield encoded._replace(label=own.label)

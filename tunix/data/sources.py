@@ -128,9 +128,7 @@ class Synthetic(Source):
         """List ranges of document numbers."""
         step = max(1, unit_bytes // self.mean_document_bytes)
         bounds, mean = [*range(0, self.num_documents, step), self.num_documents], self.mean_document_bytes
-        return [
-            Unit("synthetic", "", start, stop, (stop - start) * mean, str(mean)) for start, stop in pairwise(bounds)
-        ]
+        return [Unit("synthetic", "", start, end, (end - start) * mean, str(mean)) for start, end in pairwise(bounds)]
 
     def read(self, unit: Unit) -> Iterator[Item]:
         """Make documents of made-up words, each from its number. Words are as frequent as in real text (Zipf's law)."""

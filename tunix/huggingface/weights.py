@@ -346,9 +346,7 @@ def _list_zero_biases(tensors: Mapping[str, Stored]) -> set[str]:
 
 def list_constants(family: Family, cfg: Model) -> dict[str, float]:
     """Return the tensors of the files that are numbers which our layers have in their code."""
-    return {
-        tensor.format(layer): number for layer in range(cfg.num_layers) for tensor, number in family.constants.items()
-    }
+    return {tensor.format(n): value for n in range(cfg.num_layers) for tensor, value in family.constants.items()}
 
 
 def load_parameter(
@@ -574,9 +572,7 @@ def _fuse(chunks: list[np.ndarray], name: Name, dims: Mapping[str, int]) -> np.n
     if not name.interleaved:
         return np.concatenate(chunks, dim)
     rows = entry_sizes(name, dims)
-    by_entry = [
-        piece.reshape(*shape[:dim], -1, local, *shape[dim + 1 :]) for piece, local in zip(chunks, rows, strict=True)
-    ]
+    by_entry = [x.reshape(*shape[:dim], -1, local, *shape[dim + 1 :]) for x, local in zip(chunks, rows, strict=True)]
     return np.concatenate(by_entry, dim + 1).reshape(*shape[:dim], -1, *shape[dim + 1 :])
 
 

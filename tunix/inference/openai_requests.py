@@ -112,9 +112,7 @@ class RequestReader:
         names = list(map(read_tool_name, tools or ()))
         if not all(names):  # the model could not call it
             raise ApiError(400, f"tools.{names.index('')} has no name", "tools")
-        messages = [
-            self._break_special_texts(read_message(message, index)) for index, message in enumerate(parameters.messages)
-        ]
+        messages = [self._break_special_texts(read_message(each, n)) for n, each in enumerate(parameters.messages)]
         options = self.model.template_options | (parameters.chat_template_kwargs or {})
         options |= {"tools": tools} if tools else {}
         files = await asyncio.to_thread(self._read_images, messages, arrived)

@@ -221,9 +221,7 @@ class Stacks:
         """Return passes over the layers of each stage, values of the layers, and what all layers share."""
         pattern = self.cfg.runs[-1].pattern
         blocks, _, shared, _ = self._prepare(pattern, rows, forward, ())
-        slices = [
-            LayerSlice(name, pattern[:index].count(name), pattern.count(name)) for index, name in enumerate(pattern)
-        ]
+        slices = [LayerSlice(name, pattern[:n].count(name), pattern.count(name)) for n, name in enumerate(pattern)]
         passes, values = self._make_passes(pattern, blocks, _split_turns(pattern, layers, dim=1), None, slices)
         passes.weights.take_one = take
         return passes, passes.weights.by_layer(values), shared

@@ -147,9 +147,7 @@ class PrefetchPasses(Passes):
             if has_sums:
                 return self.slices.add(sums, parts, number, SumOverReplicas(weights.layout.reduce, is_due))
             summed = weights.sum_parts(parts, params)
-            layer_sums = [
-                None if each is None else each.astype(p.dtype) for each, p in zip(summed, params, strict=True)
-            ]
+            layer_sums = [None if x is None else x.astype(p.dtype) for x, p in zip(summed, params, strict=True)]
             update = partial(jax.lax.dynamic_update_index_in_dim, index=number, axis=weights.dim)
             return jax.tree.map(update, sums, layer_sums)
 

@@ -95,9 +95,7 @@ class HeldOutAnswers:
         self.prompts = corpus.spread("held_out", cfg.evaluation.num_prompts)
         max_new_tokens, context = cfg.evaluation.sampling.max_new_tokens, cfg.model.context_length
         # In front of an episode there is room for a prompt with what `reset` says, whatever it says.
-        max_length = (
-            max(len(prompt.tokens) for prompt in self.prompts) if engine.player is None else cfg.max_prompt_length
-        )
+        max_length = max(len(each.tokens) for each in self.prompts) if engine.player is None else cfg.max_prompt_length
         if max_length + max_new_tokens > context:
             raise UserError(
                 f"evaluation.sampling.max_new_tokens={max_new_tokens} behind a held-out prompt of {max_length} tokens "

@@ -3,7 +3,7 @@
 import socket
 
 import jax
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import Mesh
 from rich.table import Table
 
 from tunix.base.buckets import is_address
@@ -29,7 +29,7 @@ from tunix.huggingface.table import find_family
 from tunix.models.flops import tower_flops
 from tunix.processes import peers
 from tunix.rl.table import format_environment
-from tunix.sharding.arrays import bytes_per_device
+from tunix.sharding.arrays import AnyMesh, bytes_per_device
 from tunix.sharding.mesh import (
     MAX_ROWS,
     data_shards,
@@ -48,7 +48,7 @@ from tunix.training.teacher import OfflineTeacher
 from tunix.training.train_spec import Sizes, TrainSpec, derive_sizes
 
 
-def describe_batch(cfg: Config, train_spec: TrainSpec, mesh: Mesh | AbstractMesh, sizes: Sizes) -> dict[str, str]:
+def describe_batch(cfg: Config, train_spec: TrainSpec, mesh: AnyMesh, sizes: Sizes) -> dict[str, str]:
     """Return the rows about the batch of a step, its way through the devices, and the length of the run."""
     batch, choices, pipeline = sizes.batch, train_spec.choices, train_spec.choices.pipeline
     reduced = f"gradients reduced every {choices.sync_every} microbatch(es)"

@@ -18,6 +18,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, get_a
 from tunix.sharding.layout import activation_spec
 from tunix.sharding.mesh import data_shards
 
+AnyMesh = Mesh | AbstractMesh  # of devices, or of shapes alone, where a program is derived without the devices
 POOL = ThreadPoolExecutor(2, "tunix-pieces")  # makes pieces; one for all arrays: new threads keep memory of their own
 AHEAD = 1  # pieces that are made or waiting while one is put into its place
 
@@ -165,7 +166,7 @@ def rows_to_global(rows: np.ndarray, mesh: Mesh) -> jax.Array:
     return to_global({"rows": local[None]}, mesh)["rows"][0]
 
 
-def abstract_results(mesh: Mesh | AbstractMesh, function: Callable, *arguments: Any) -> Any:
+def abstract_results(mesh: AnyMesh, function: Callable, *arguments: Any) -> Any:
     """Return shapes, dtypes and shardings on the mesh of what a function returns for these arrays, or their shapes.
 
     An array that the function puts into the host's memory has a sharding of this kind of memory.

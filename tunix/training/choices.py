@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractDevice, Mesh, NamedSharding, PartitionSpec
 
 from tunix.base.errors import UserError, first_line
 from tunix.config import Config, Model, Training, list_dims
@@ -19,6 +19,7 @@ from tunix.models.expert_parallel import check_expert_exchange, select_expert_ex
 from tunix.models.kernels import Choice, choose_kernels, select_expert_matmul
 from tunix.models.remat import Remat
 from tunix.models.table import MATMUL_DTYPES
+from tunix.sharding.arrays import AnyMesh
 from tunix.sharding.layout import STRATEGIES, Layout
 from tunix.sharding.mesh import check_divides, data_shards, device_mesh, format_mesh_shape, num_stages, unsplit_dims
 from tunix.sharding.table import DIMS, data_axes, keeping_axes
@@ -67,9 +68,7 @@ class Choices:
         return f" ({self.reasons[key]})" if key in self.reasons else ""
 
 
-def select(
-    cfg: Config, mesh: Mesh | AbstractMesh, platform: str | None = None, planned: Planned | None = None
-) -> Choices:
+def select(cfg: Config, mesh: AnyMesh, platform: str | None = None, planned: Planned | None = None) -> Choices:
     """Make all choices of a config on a mesh. `platform` is that of the devices, where the mesh has none.
 
     Raises:
@@ -180,20 +179,18 @@ def select_rollout_sizes(cfg: Config, sizes: Mapping[str, int], num_hosts: int) 
     return rollout_sizes
 
 
-def find_device(mesh: Mesh | AbstractMesh) -> AbstractDevice | None:
+def find_device(mesh: AnyMesh) -> AbstractDevice | None:
     """Return platform and kind of the devices of a mesh; None if it has none."""
     return (mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh).abstract_device
 
 
-def build_layout(cfg: Config, mesh: Mesh | AbstractMesh) -> Layout:
+def build_layout(cfg: Config, mesh: AnyMesh) -> Layout:
     """Return the layout of a config on a mesh, whatever its batch is."""
     device = find_device(mesh)
     return _lay_out(cfg, Planned.of(cfg), mesh.shape, device, device.platform if device else None, {})
 
 
-def lay_out_teacher(
-    cfg: Config, model: Model, mesh: Mesh | AbstractMesh, platform: str | None, planned: Planned
-) -> Layout:
+def lay_out_teacher(cfg: Config, model: Model, mesh: AnyMesh, platform: str | None, planned: Planned) -> Layout:
     """Return the layout of a second model of a run, which is not trained: it rests in the dtype of products.
 
     Every device has all of its layers; axes of stages split the sequences.
@@ -232,9 +229,7 @@ def _lay_out(
         dtypes["reduce"],
         block_matmul="plain" if cfg.training.matmul_dtype is None else cfg.training.matmul_dtype,
         moments_on_host=cfg.training.offload == "optimizer",
-        kernels=tuple(
-            (dim_name, name(f"attention.{dim_name}", model.attention, each)) for dim_name, each in kernels.items()
-        ),
+        kernels=tuple((dim, name(f"attention.{dim}", model.attention, each)) for dim, each in kernels.items()),
         cp_exchange=name("cp_exchange", planned.cp_exchange, select_exchange(model, sizes, planned.cp_exchange)),
         expert_products=name("expert_products", model.expert_products, products),
         expert_exchange=name("expert_exchange", model.expert_exchange, select_expert_exchange(model, sizes, platform)),
@@ -372,7 +367,7 @@ def _find_obstacle(cfg: Config, layout: Layout, sync_every: int) -> str | None:
     return None
 
 
-def keep_known_options(options: Options, mesh: Mesh | AbstractMesh) -> Options:
+def keep_known_options(options: Options, mesh: AnyMesh) -> Options:
     """Return those of `options` that the installed compiler knows for the devices of a mesh, which need not exist.
 
     Options of XLA come and go with its versions. One that is gone makes a step slower; it must not end a run.

@@ -116,9 +116,7 @@ def make_gradients(cfg: Config, module: Callable[[Any], Transformer]) -> Callabl
 
     def add_gradients(params: dict[str, Any], batch: Batch) -> Batch:
         with jax.named_scope("vectors"):
-            vectors = jax.lax.scan(
-                lambda _, rows: (None, embed_texts(module(params), rows, None, task)[0]), None, batch
-            )[1]
+            vectors = jax.lax.scan(lambda _, x: (None, embed_texts(module(params), x, None, task)[0]), None, batch)[1]
             numbers = 1 + jnp.arange(task.num_texts)
             is_text = jnp.any(reshard(batch["segment_ids"], activation_spec("ABS"))[..., None] == numbers, 2)
             hashes = hash_rows(reshard(batch["tokens"], activation_spec("ABS")))

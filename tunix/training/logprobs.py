@@ -294,9 +294,7 @@ def sum_over_hidden(
     sum_up.defvjp(forward, backward)
     with jax.named_scope("loss"):
         split = make_splitter(hidden, chunk_size)
-        fields = {
-            name: split(field) for name, field in split_shared(batch)[0].items() if field.shape == hidden.shape[:2]
-        }
+        fields = {name: split(leaf) for name, leaf in split_shared(batch)[0].items() if leaf.shape == hidden.shape[:2]}
         if teacher is not None:
             fields[STATES] = jax.tree.map(split, teacher.hidden)
         objective, sums = sum_up(vocab_weights[1], split(hidden), None if teacher is None else teacher.table, fields)

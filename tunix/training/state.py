@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, reshard
+from jax.sharding import NamedSharding, reshard
 
 from tunix.base.errors import UserError
 from tunix.config import Model
@@ -25,7 +25,7 @@ from tunix.models.layers import Initializer, parameter_name
 from tunix.models.lora import start_updates
 from tunix.models.remat import KEEP_ALL, Remat
 from tunix.models.transformer import Transformer
-from tunix.sharding.arrays import bring_to, to_host_memory
+from tunix.sharding.arrays import AnyMesh, bring_to, to_host_memory
 from tunix.sharding.layout import Layout
 from tunix.sharding.table import EXPERTS, FIRST_LAYERS, LAYERS, Equation
 from tunix.training.ema import Copy, init_ema
@@ -235,7 +235,7 @@ def start_state(
     return state | copies | (guard.start() if guard else {})
 
 
-def abstract_params(arch: Architecture, mesh: Mesh | AbstractMesh) -> dict[str, Any]:
+def abstract_params(arch: Architecture, mesh: AnyMesh) -> dict[str, Any]:
     """Return shapes, dtypes and shardings of the parameters at rest."""
 
     def abstract(weight: Weight) -> jax.ShapeDtypeStruct:

@@ -38,9 +38,7 @@ def compute_norms(weights: dict[str, Any], trees: dict[str, dict[str, Any]]) -> 
         squares = jnp.square(x.astype(jnp.float32)).sum(range(first, x.ndim))
         return reshard(jnp.sqrt(squares), PartitionSpec(*[None] * first))
 
-    return {
-        f"{label}/{name}": norm(leaf, equations[name]) for label, tree in trees.items() for name, leaf in named(tree)
-    }
+    return {f"{label}/{name}": norm(x, equations[name]) for label, tree in trees.items() for name, x in named(tree)}
 
 
 # (params, batch [A, B, T], seeds [A]) -> (gradients, weight, sums), summed over microbatches.
@@ -227,9 +225,7 @@ class StepArrays:
 
     def put_together(self, layers: Any) -> Any:
         """Return the weights of `list_layers`, a stack as one array."""
-        return jax.tree.map(
-            lambda _, parts: jnp.concatenate(parts) if len(parts) > 1 else parts[0], self.arch.weights, layers
-        )
+        return jax.tree.map(lambda _, xs: jnp.concatenate(xs) if len(xs) > 1 else xs[0], self.arch.weights, layers)
 
     def sum_over_devices(self, grads: Any) -> Any:
         """Return the sums of gradients of which each device has a part, a stack as one array."""

@@ -18,7 +18,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, Mesh, reshard
+from jax.sharding import reshard
 
 from tunix.base.errors import UserError
 from tunix.config import Config, Model
@@ -29,6 +29,7 @@ from tunix.data.batches import TEACHER, Batch
 from tunix.data.teacher_logits import IDS, LOG_PROBS, NO_TOKEN, REST, TopK
 from tunix.models.context_parallel import select_exchange
 from tunix.models.transformer import Transformer
+from tunix.sharding.arrays import AnyMesh
 from tunix.sharding.mesh import check_divides, num_stages
 from tunix.sharding.table import DIMS, LAYERS
 from tunix.training.choices import Planned, lay_out_teacher
@@ -73,11 +74,11 @@ class Teacher:
 
         return TeacherOutput(compute, vocab_weights[1], hidden)
 
-    def abstract_params(self, mesh: Mesh | AbstractMesh) -> dict[str, Any]:
+    def abstract_params(self, mesh: AnyMesh) -> dict[str, Any]:
         """Return shapes, dtypes and shardings of its parameters at rest: in the dtype of products."""
         return abstract_params(self.arch, mesh)
 
-    def abstract_shared(self, mesh: Mesh | AbstractMesh) -> dict[str, Any]:
+    def abstract_shared(self, mesh: AnyMesh) -> dict[str, Any]:
         """Return shapes, dtypes and shardings of what it adds to each batch."""
         return {TEACHER: self.abstract_params(mesh)} if self.in_loss else {}
 
@@ -109,7 +110,7 @@ class OfflineTeacher:
 
         return TeacherOutput(compute, None, TopK(by_token(batch[IDS]), by_token(batch[LOG_PROBS]), batch[REST]))
 
-    def abstract_shared(self, mesh: Mesh | AbstractMesh) -> dict[str, Any]:
+    def abstract_shared(self, mesh: AnyMesh) -> dict[str, Any]:
         return {}
 
     def compute_top_k(self, params: Any, rows: Batch, chunk_size: int | str) -> TopK:
@@ -214,9 +215,7 @@ def _compare(log_p: jax.Array, log_q: jax.Array, beta: float) -> jax.Array:
     return beta * kl(log_q, log_m) + (1 - beta) * kl(log_p, log_m)
 
 
-def describe_teacher(
-    cfg: Config, planned: Planned, mesh: Mesh | AbstractMesh, platform: str | None
-) -> AnyTeacher | None:
+def describe_teacher(cfg: Config, planned: Planned, mesh: AnyMesh, platform: str | None) -> AnyTeacher | None:
     """Return the teacher of a run on its mesh; None if it has none.
 
     Raises:

@@ -21,7 +21,7 @@ from tunix.config.task import Grpo
 from tunix.data.batches import BEGINNING, DataSchedule, Position, abstract_arrays, make_data_schedule, schedule_after
 from tunix.models.context_parallel import select_exchange
 from tunix.models.flops import flops_per_token, tower_flops
-from tunix.sharding.arrays import abstract_results, has_host_memory
+from tunix.sharding.arrays import AnyMesh, abstract_results, has_host_memory
 from tunix.sharding.layout import Layout
 from tunix.sharding.mesh import check_divides, list_divisors, nearest
 from tunix.training.choices import Choices, Options, Planned, keep_known_options, select
@@ -152,7 +152,7 @@ def check_pipeline_chunks(model: Model, pipeline: PipelineShape) -> None:
     )
 
 
-def check_memory_keys(cfg: Config, pipeline: PipelineShape, mesh: Mesh | AbstractMesh) -> None:
+def check_memory_keys(cfg: Config, pipeline: PipelineShape, mesh: AnyMesh) -> None:
     """Raise `UserError` where the layers do not make groups of `training.remat_every`, or nothing can be offloaded."""
     training = cfg.training
     for run in cfg.model.runs:
@@ -184,7 +184,7 @@ class TrainSpec:
     """The parts of a training on a mesh. No array is made yet, and the devices need not exist."""
 
     cfg: Config
-    mesh: Mesh | AbstractMesh
+    mesh: AnyMesh
     platform: str | None  # of the devices, where the mesh has none
     choices: Choices
     arch: Architecture
@@ -316,9 +316,7 @@ class TrainSpec:
         return make_train_step(self.gradients(), self.arch, update)
 
 
-def assemble(
-    cfg: Config, mesh: Mesh | AbstractMesh, platform: str | None = None, planned: Planned | None = None
-) -> TrainSpec:
+def assemble(cfg: Config, mesh: AnyMesh, platform: str | None = None, planned: Planned | None = None) -> TrainSpec:
     """Return what `cfg` trains on `mesh`, which must be the mesh in use (`jax.set_mesh`).
 
     `platform` is that of the devices, where the mesh has none: a plan describes meshes of devices that are not there.
