@@ -425,16 +425,14 @@ def _measure(mesh: Mesh, axis: str, collective: str, per_node: int) -> Link:
     # Each device has one row of float32 numbers. A gather makes `PAYLOAD_MIB` of the rows of a group; every other
     # collective begins with so much on each device.
     #     all-gather:  [1, n / size] -> [1, n]      reduce-scatter:  [1, n] -> [1, n / size]      n = payload / 4 bytes
-    size, everywhere = mesh.shape[axis], PartitionSpec(mesh.axis_names)
+    size, spec = mesh.shape[axis], PartitionSpec(mesh.axis_names)
     share = PAYLOAD_MIB.get(jax.default_backend(), 64) * 2**20 // 4 // size
     num_bytes = 4 * share * size
     if collective != "all-gather":
         share *= size
-    x = jax.jit(lambda: jnp.ones((mesh.size, share)), out_shardings=NamedSharding(mesh, everywhere))()
+    x = jax.jit(lambda: jnp.ones((mesh.size, share)), out_shardings=NamedSharding(mesh, spec))()
     on_device = partial(COLLECTIVES[collective], axis=axis)
-    run_collective = jax.jit(
-        jax.shard_map(on_device, mesh=mesh, in_specs=everywhere, out_specs=everywhere, check_vma=False)
-    )
+    run_collective = jax.jit(jax.shard_map(on_device, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
     times = _time(lambda: run_collective(x))
     middle, slowest = float(np.median(times)), int(np.argmax(times))
     kind, transfer = find_kind(mesh.devices.flat[0].device_kind), Transfer(collective, (axis,), num_bytes)

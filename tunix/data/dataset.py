@@ -627,9 +627,7 @@ def load_corpus(cfg: Config) -> Corpus:
         UserError: the data cannot be read, or there are too few, or too many, sequences to shuffle.
     """
     prepared, vocab = prepare_corpus(cfg)
-    train, held_out = (
-        {name: _pack(folder, split, cfg) for name, folder in prepared.items()} for split in ("train", "held_out")
-    )
+    train, held_out = ({name: _pack(folder, split, cfg) for name, folder in prepared.items()} for split in SPLITS)
     if isinstance(cfg.task, Paired | Uncut):
         _report_long({**train, **{f"{name}, held out": part for name, part in held_out.items()}}, cfg, cfg.task)
     if isinstance(cfg.task, Kto | Classify):
@@ -716,9 +714,7 @@ def _report_long(parts: dict[str, Sequences], cfg: Config, task: Paired | Uncut)
     Raises:
         UserError: there are such pairs, and task.long_pairs=error; or documents, and task.long_documents=error.
     """
-    key, choice = (
-        ("long_documents", task.long_documents) if isinstance(task, Uncut) else ("long_pairs", task.long_pairs)
-    )
+    key = "long_documents" if isinstance(task, Uncut) else "long_pairs"
     if isinstance(task, Embed):
         kind, counted = "groups", ", a query with its documents"
     else:
@@ -730,7 +726,7 @@ def _report_long(parts: dict[str, Sequences], cfg: Config, task: Paired | Uncut)
                 f"{name}: {part.num_left_out:,} of {part.stream.num_documents:,} {kind} are longer than "
                 f"training.seq_len={cfg.training.seq_len} tokens{slots if part.slots else ''}{counted}"
             )
-            if choice == "error":
+            if getattr(task, key) == "error":
                 raise UserError(f"data: {problem}; raise it, or set task.{key}=skip to leave them out")
             log.warning("%s: left out", problem)
 
