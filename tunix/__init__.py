@@ -57,7 +57,7 @@ def train(config_or_overrides: "Config | Sequence[str]") -> "Result":
         return run(job)
     if not isinstance(config_or_overrides, compose.Config):
         raise UserError(f"tunix.train takes a Config, or a list of words, not {config_or_overrides!r:.80}")
-    return run(compose.make_job(config_or_overrides))
+    return run(compose.Job(config_or_overrides, [], compose.dated_folder(config_or_overrides), False))
 
 
 def load_pretrained(

@@ -4,10 +4,10 @@ Everything comes from config.yaml and metrics.jsonl of the runs' folders, which 
 curves: `tensorboard --logdir outputs/`.
 """
 
-import argparse
 import json
 import statistics
 import sys
+from argparse import RawDescriptionHelpFormatter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -113,9 +113,7 @@ def _as_text(value: Any) -> str:
 
 def main() -> int:
     """Compare the runs of the command line; returns the exit code."""
-    parser = FlagParser(
-        "python -m tunix.compare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = FlagParser("python -m tunix.compare", description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", metavar="RUN", type=Path, help="the folder of a run")
     parser.add_argument("--json", action="store_true", help="print numbers and keys as JSON")
     arguments = parser.parse_args()

@@ -31,7 +31,7 @@ from tunix.data.batches import (
 from tunix.data.dataset import Corpus
 from tunix.data.documents import DOCUMENTS
 from tunix.data.image_slots import find_slots
-from tunix.data.prompts import AnyCorpus, PromptCorpus, load_prompts
+from tunix.data.prompts import AnyCorpus, PromptCorpus
 from tunix.data.tokenizer import decode
 from tunix.inference.rollout import Request, Sampler
 from tunix.inference.sampling import Sampling, find_stop_ids
@@ -188,10 +188,6 @@ class PairFeed(CorpusFeed):
         with watchdog.phase("scoring the pairs with the model of step 0", math.inf):
             add_reference(cfg, corpus, train_spec, mesh)
         super().__init__(cfg, corpus, train_spec, mesh, watchdog)
-
-
-def load_task_prompts(cfg: Config) -> PromptCorpus:
-    return load_prompts(cfg, cfg.max_prompt_length)
 
 
 def schedule_prompts(cycle: Cycle) -> DataSchedule:

@@ -7,11 +7,11 @@ differs, a line names the layer or the tensor. Exit code 1 if anything does. Not
 is not run.
 """
 
-import argparse
 import os
 import shutil
 import subprocess
 import sys
+from argparse import RawDescriptionHelpFormatter
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -163,9 +163,7 @@ def make_tiny(source: Path, output: Path, python: str) -> None:
 
 def main() -> int:
     """Run the command line and return its exit code."""
-    parser = FlagParser(
-        "python -m tunix.parity", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = FlagParser("python -m tunix.parity", description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument(
         "folder", metavar="FOLDER", type=Path, help="the folder of a model, of which config.json is read"
     )

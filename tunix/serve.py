@@ -195,25 +195,17 @@ class Metrics:
 
     def __init__(self, serving: Serving):
         self.registry = prometheus_client.CollectorRegistry()
-        registry = self.registry
-        self.requests = prometheus_client.Counter(
-            "tunix_requests", "Requests by status", ["path", "status"], registry=registry
-        )
-        self.prompt_tokens = prometheus_client.Counter("tunix_prompt_tokens", "Tokens of prompts", registry=registry)
-        self.drawn_tokens = prometheus_client.Counter("tunix_generated_tokens", "Tokens drawn", registry=registry)
-        self.guessed_tokens = prometheus_client.Counter(
-            "tunix_guessed_tokens", "Those of them that were guessed", registry=registry
-        )
-        self.first_s = prometheus_client.Histogram(
-            "tunix_first_token_seconds", "Until the first token", buckets=SECONDS, registry=registry
-        )
-        self.whole_s = prometheus_client.Histogram(
-            "tunix_request_seconds", "Until the last token", buckets=SECONDS, registry=registry
-        )
-        running = prometheus_client.Gauge("tunix_answers_running", "Answers that are drawn", registry=registry)
-        running.set_function(lambda: serving.num_running)
-        waiting = prometheus_client.Gauge("tunix_answers_waiting", "Answers that wait for a row", registry=registry)
-        waiting.set_function(lambda: serving.num_waiting)
+        counter = partial(prometheus_client.Counter, registry=self.registry)
+        histogram = partial(prometheus_client.Histogram, registry=self.registry, buckets=SECONDS)
+        gauge = partial(prometheus_client.Gauge, registry=self.registry)
+        self.requests = counter("tunix_requests", "Requests by status", ["path", "status"])
+        self.prompt_tokens = counter("tunix_prompt_tokens", "Tokens of prompts")
+        self.drawn_tokens = counter("tunix_generated_tokens", "Tokens drawn")
+        self.guessed_tokens = counter("tunix_guessed_tokens", "Those of them that were guessed")
+        self.first_s = histogram("tunix_first_token_seconds", "Until the first token")
+        self.whole_s = histogram("tunix_request_seconds", "Until the last token")
+        gauge("tunix_answers_running", "Answers that are drawn").set_function(lambda: serving.num_running)
+        gauge("tunix_answers_waiting", "Answers that wait for a row").set_function(lambda: serving.num_waiting)
 
 
 @dataclass
@@ -303,9 +295,8 @@ class App:
             Route("/health", self._guard(self._show_health, is_open=True)),
             Route("/metrics", self._guard(self._show_metrics)),
         ]
-        self.starlette = Starlette(
-            routes=routes, exception_handlers={HTTPException: _show_http_error, Exception: _show_bug}
-        )
+        handlers: Any = {HTTPException: _show_http_error, Exception: _show_bug}
+        self.starlette = Starlette(routes=routes, exception_handlers=handlers)
         self.open: set[_Answers] = set()  # of requests that wait for tokens
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:

@@ -230,9 +230,8 @@ def command_parser(name: str, description: str | None) -> argparse.ArgumentParse
 
     The command adds its own flags to the parser.
     """
-    parser = _KeyParser(
-        f"python -m tunix.{name}", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    form = argparse.RawDescriptionHelpFormatter
+    parser = _KeyParser(f"python -m tunix.{name}", description=description, formatter_class=form)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="as run_training.py takes them")
     parser.add_argument("--config-dir", metavar="DIR", help="your own folder of config files, laid out like conf/")
     return parser

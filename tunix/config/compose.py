@@ -261,12 +261,8 @@ def format_resume(run_dir: Path | str) -> str:
     return shlex.quote(f"resume={quote_path(run_dir)}")
 
 
-def make_job(config: Config) -> Job:
-    """Return a job for a config that was made in Python, with the run folder that Hydra would choose."""
-    return Job(config, [], _dated_folder(config), False)
-
-
-def _dated_folder(config: Config) -> Path:
+def dated_folder(config: Config) -> Path:
+    """Return the run folder that Hydra would choose now."""
     return OUTPUTS / config.project_name / time.strftime("%Y-%m-%d/%H-%M-%S")
 
 
@@ -364,7 +360,8 @@ def _compose_resumed(overrides: list[str], words: list[Override], parsed: dict[s
     # does not know; and what the path names may be gone, or on another machine.
     path = composed.tokenizer.path
     is_trained = path is None and composed.loading.allow_changed_data
-    if is_trained or ("tokenizer.path" not in parsed and path and _is_gone(path) and (run_dir / "tokenizer").is_dir()):
+    is_gone = path and names_file(path) and not is_address(path) and not expand_home(path).exists()
+    if is_trained or ("tokenizer.path" not in parsed and is_gone and (run_dir / "tokenizer").is_dir()):
         saved = split_step(source)[0] if is_address(source) else str(run_dir.absolute())
         composed.tokenizer.path = join(saved, "tokenizer")
     root = split_step(source)[0] if is_address(source) else read_saved_root(run_dir)
@@ -373,7 +370,7 @@ def _compose_resumed(overrides: list[str], words: list[Override], parsed: dict[s
     config = check(composed, fresh=False, typed=parsed)
     folder, is_explicit = run_dir, True
     if is_address(source):  # `run_dir` is a copy of the bucket's files here; the run takes a new folder
-        folder, is_explicit = typed or _dated_folder(config), typed is not None
+        folder, is_explicit = typed or dated_folder(config), typed is not None
     return Job(config, overrides, folder, is_explicit, resume_step=step, came_from=root or str(run_dir))
 
 
@@ -447,11 +444,6 @@ def _list_paths(cfg: Config) -> Iterator[tuple[str, str]]:
         return
     if names_file(path):
         yield "tokenizer.path", path
-
-
-def _is_gone(path: str) -> bool:
-    """Return True for a file or folder of this machine that is not there."""
-    return names_file(path) and not is_address(path) and not expand_home(path).exists()
 
 
 # Command lines that are legal and probably not what the user wants: refused, or answered with a remark.

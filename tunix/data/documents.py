@@ -903,7 +903,7 @@ DOCUMENTS = {
         encode_prompts,
         "prompt",
         ("rows", "row_ends"),
-        load="tunix.feeds:load_task_prompts",
+        load="tunix.data.prompts:load_prompts",
         feed="tunix.feeds:PromptFeed",
         asks_peers=True,
     ),

@@ -78,9 +78,14 @@ class Parquet(Files, Rows):
             # Batches of smaller columns are large enough without a look at their pages.
             if column.max_repetition_level == 0 and sizes[column.path] > ROWS_BYTES // 32:
                 sizes[column.path] = _find_max_page_bytes(unit.path, group.column(at))  # no value is longer
-        in_lists = [at for at, column in enumerate(schema) if _is_in_list(column, requested)]
-        lists = [schema[at].path for at in in_lists if _is_text(schema[at])]
-        if (values := max([0, *(group.column(at).num_values for at in in_lists)])) > LIST_VALUES:
+        in_lists = [
+            (at, column)
+            for at, column in enumerate(schema)
+            if column.max_repetition_level > 0 and any(f"{column.path}.".startswith(f"{name}.") for name in requested)
+        ]
+        of_text = [column for _, column in in_lists if column.physical_type == "BYTE_ARRAY"]
+        lists = [column.path for column in of_text if column.logical_type.type != "DECIMAL"]
+        if (values := max([0, *(group.column(at).num_values for at, _ in in_lists)])) > LIST_VALUES:
             raise UserError(
                 f"data: {unit.path}, row group {unit.start}, has {values} values in lists of a column, and at most "
                 f"{LIST_VALUES} are read at a time; write groups of fewer rows (pyarrow: row_group_size=10000)"
@@ -178,15 +183,6 @@ def _read_thrift(data: io.BytesIO) -> dict[int, int]:
         elif kind not in (1, 2):  # not a truth value: lists and maps, which no header of a page has
             raise IndexError
     return fields
-
-
-def _is_in_list(column: Any, requested: list[str]) -> bool:
-    """Return whether a column of a Parquet file has lists, and is part of one that is asked for."""
-    return column.max_repetition_level > 0 and any(f"{column.path}.".startswith(f"{name}.") for name in requested)
-
-
-def _is_text(column: Any) -> bool:
-    return column.physical_type == "BYTE_ARRAY" and column.logical_type.type != "DECIMAL"
 
 
 def _list_parts(array: Any) -> list[Any]:

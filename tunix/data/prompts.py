@@ -177,12 +177,15 @@ def load_together(load: Callable[[], C]) -> C:
     return corpus
 
 
-def load_prompts(cfg: Config, max_length: int) -> PromptCorpus:
+def load_prompts(cfg: Config, max_length: int | None = None) -> PromptCorpus:
     """Read the prompts of `cfg.data` that have at most `max_length` tokens; `cfg.task` must be one that asks for them.
+
+    None is what the config leaves beside an answer.
 
     Raises:
         UserError: the data cannot be read, are no conversations, or all prompts are longer.
     """
+    max_length = cfg.max_prompt_length if max_length is None else max_length
     prepared, vocab = prepare_corpus(cfg)
     for name, folder in prepared.items():
         has_images = any(shard[split].get("images") for shard in folder.index["shards"] for split in SPLITS)
@@ -196,7 +199,7 @@ def load_prompts(cfg: Config, max_length: int) -> PromptCorpus:
             name: PromptPart(folder.stream(split), max_length, cfg.sources[name], cfg.task, find_slots(cfg))
             for name, folder in prepared.items()
         }
-        for split in ("train", "held_out")
+        for split in SPLITS
     )
     for name, part in train.items():
         too_long = part.num_too_long + held_out[name].num_too_long

@@ -123,16 +123,12 @@ def move_rows(rows: Any, trips: Trips, opposite: Trips, lengths: tuple[int, int]
     return jax.lax.ragged_all_to_all(rows, empty, *trips, axis_name=axes)
 
 
-def _move_forward(rows, trips, opposite, lengths, axes):
-    return move_rows(rows, trips, opposite, lengths, axes), (trips, opposite)
-
-
 def _move_backward(lengths, axes, residuals, gradient):
     trips, opposite = residuals
     return move_rows(gradient, opposite, trips, lengths[::-1], axes), None, None
 
 
-move_rows.defvjp(_move_forward, _move_backward)
+move_rows.defvjp(lambda rows, trips, back, *more: (move_rows(rows, trips, back, *more), (trips, back)), _move_backward)
 
 
 WITHOUT_ROWS = ("cpu",)  # platforms for which jax 0.10.2 does not compile `ragged_all_to_all`

@@ -49,17 +49,13 @@ def _multiply(rows, w, sizes, blocks, interpret):
     return _product(rows, w, sizes, blocks.forward, interpret, transposed=False, name="grouped_forward")
 
 
-def _multiply_forward(rows, w, sizes, blocks, interpret):
-    return _multiply(rows, w, sizes, blocks, interpret), (rows, w, sizes)
-
-
 def _multiply_backward(blocks, interpret, residuals, gradient):
     rows, w, sizes = residuals
     d_rows = _product(gradient, w, sizes, blocks.d_rows, interpret, transposed=True, name="grouped_d_rows")
     return d_rows, _weights_gradient(rows, gradient, w, sizes, blocks.d_weights, interpret), None
 
 
-_multiply.defvjp(_multiply_forward, _multiply_backward)
+_multiply.defvjp(lambda rows, w, sizes, *more: (_multiply(rows, w, sizes, *more), (rows, w, sizes)), _multiply_backward)
 
 
 def _product(rows, w, sizes, block: GroupedBlock, interpret: bool, transposed: bool, name: str) -> jax.Array:

@@ -167,7 +167,8 @@ class RolloutsAhead:
         ahead = self.first_steps[index : index + self.staleness + 1]
         if missing := [each for each in ahead if each not in self.rollouts]:
             # The step that follows takes the memory of its parameters, so those that wait for a thread are copied.
-            copied = copy_params(params, self.mesh)
+            mesh = self.mesh  # that of the parameters, or of other devices
+            copied = jax.tree.map(lambda leaf: copy_to(leaf, NamedSharding(mesh, leaf.sharding.spec)), params)
             for each in missing:
                 self.rollouts[each] = self.threads.submit(self._sample, copied, each, first_step - 1)
         for past in [each for each in self.rollouts if each < first_step]:
@@ -197,11 +198,6 @@ class RolloutsAhead:
     def _sample(self, params: Any, first_step: int, weights_step: int) -> RolloutGroup:
         with jax.set_mesh(self.mesh):  # `jax.set_mesh` of the main thread does not reach this thread
             return replace(self.sample(params, first_step), weights_step=weights_step)
-
-
-def copy_params(params: Any, mesh: Mesh) -> Any:
-    """Return a copy of parameters at rest on a mesh, of the same devices or of others."""
-    return jax.tree.map(lambda leaf: copy_to(leaf, NamedSharding(mesh, leaf.sharding.spec)), params)
 
 
 # Rollouts that wait, as a checkpoint keeps them: JSON, packed, because log-probabilities are many digits.

@@ -207,11 +207,6 @@ class Session:
         for holder in self.pool.holders:
             holder.inbox.put((self, 0, ("close",)))
 
-    @property
-    def busiest_s(self) -> float:
-        """Seconds that the environments of the busiest process have worked."""
-        return max(self.seconds)
-
     def ask(self, number: int, request: Request) -> None:
         """Send a request of an episode; its reply comes with `replies`, but for `forget`, which ends the episode.
 

@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -37,7 +37,7 @@ from tunix.data.chat import NO_ID, WORDS, Options
 from tunix.data.prompts import Prompt
 from tunix.data.thoughts import split_thought
 from tunix.data.tokenizer import Vocab, break_special_texts, compile_special_texts, decode, special_tokens
-from tunix.inference.engine import Answer
+from tunix.inference.engine import Answer, Engine
 from tunix.inference.rollout import RolloutRequest, Sampler, derive_seed
 from tunix.inference.sampling import select_sampling
 from tunix.processes import peers
@@ -194,21 +194,6 @@ class Episode:
         }
 
 
-class TurnEngine(Protocol):
-    """Methods of `tunix.inference.engine.Engine` that episodes use."""
-
-    @property
-    def num_working(self) -> int: ...
-
-    def admit(self, prompt: Sequence[int], numbers: Sequence[int], max_new_tokens: int) -> None: ...
-
-    def extend(self, number: int, tokens: Sequence[int], max_new_tokens: int) -> None: ...
-
-    def release(self, number: int) -> None: ...
-
-    def run(self) -> list[tuple[int, Answer]]: ...
-
-
 @dataclass(frozen=True)
 class Played:
     """Episodes that are over, and what their environments took."""
@@ -287,14 +272,8 @@ def make_pool(task: Grpo, vocab: Vocab) -> EnvironmentPool | None:
     if task.describe_tools():
         label = format_environment(task.environment)
         log.info("tools of %s: calls are read as %s (task.tool_calls)", label, name)
-    return EnvironmentPool(
-        task.environment,
-        task.environment_options or {},
-        name,
-        task.environment_processes,
-        task.environment_timeout_s,
-        task.environment_memory_mib,
-    )
+    limits = task.environment_processes, task.environment_timeout_s, task.environment_memory_mib
+    return EnvironmentPool(task.environment, task.environment_options or {}, name, *limits)
 
 
 def try_user_code(example: Prompt, scorer: Scorer, pool: EnvironmentPool | None) -> None:
@@ -437,7 +416,7 @@ class Player:
         return self.play(engine, episodes, request, rows_at_once)
 
     def play(
-        self, engine: TurnEngine, episodes: list[Episode], request: RolloutRequest, rows_at_once: int | None
+        self, engine: Engine, episodes: list[Episode], request: RolloutRequest, rows_at_once: int | None
     ) -> Played:
         """Play episodes to their ends; those of a group follow one another.
 
@@ -464,7 +443,7 @@ class Player:
                 for number, drawn in engine.run():
                     game.take_turn(number, drawn)
                 run_s = time.perf_counter() - start_time
-        count = json.dumps([session.busiest_s, session.num_lost])
+        count = json.dumps([max(session.seconds), session.num_lost])
         facts = [json.loads(text) for text in peers.gather(count, "times of environments")]
         return Played(episodes, max(fact[0] for fact in facts), sum(fact[1] for fact in facts), self.task)
 
@@ -494,7 +473,7 @@ class _Game:
     """Episodes of one call of `Player.play`: what each is at."""
 
     def __init__(
-        self, player: Player, session: Session, engine: TurnEngine, episodes: list[Episode], request: RolloutRequest
+        self, player: Player, session: Session, engine: Engine, episodes: list[Episode], request: RolloutRequest
     ):
         self.player, self.session, self.engine = player, session, engine
         self.request, self.keys, size = request, request.sampling, request.group_size
