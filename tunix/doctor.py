@@ -542,8 +542,7 @@ def _examine_together(job: compose.Job, findings: list[Finding]) -> Diagnosis:
         mesh = build_mesh(job.config)
     except UserError:
         return diagnosis  # `examine_machine` has reported the error on each process
-    per_node = max(Counter(hosts).values()) * jax.local_device_count()
-    diagnosis.links = list(measure_links(mesh, per_node))
+    diagnosis.links = list(measure_links(mesh, max(Counter(hosts).values()) * jax.local_device_count()))
     diagnosis.between += judge(diagnosis.links)
     return diagnosis
 

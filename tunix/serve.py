@@ -413,8 +413,7 @@ class App:
             for number, prompt in enumerate(job.prompts):
                 first = number * job.num_answers
                 work = (prompt, job.num_answers, job.max_new_tokens, sampling, seed, first)
-                emit = partial(answers.emit, first)
-                answers.requests.append(Request(*work, emit=emit, images=job.images))
+                answers.requests.append(Request(*work, emit=partial(answers.emit, first), images=job.images))
             with answers.naming_limits():
                 self.serving.submit(answers.requests)
         self.metrics.prompt_tokens.inc(sum(map(len, job.prompts)))

@@ -142,8 +142,7 @@ def run(job: compose.Job) -> Result:
 
             with open_loop(setup, progress, feed, checkpoints, folder, watchdog, start_time) as loop:
                 loop.begin(clock)
-                last = loop.run()
-                loop.end(last, feed)
+                loop.end(loop.run(), feed)
         log.info("done: %s", folder)
         return Result(folder, loop.step_log.last, loop.evaluations.latest)
 

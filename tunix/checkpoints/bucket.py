@@ -90,8 +90,7 @@ class Objects:
         # tensorstore has no time limit, but a number of tries. It waits 1, 2, 4, ... 32, 32 seconds between them.
         delays = itertools.accumulate(min(2.0**number, 32.0) for number in itertools.count())
         tries = next(number for number, waited in enumerate(delays, 1) if waited >= timeout_s)
-        retries = {"max_retries": tries, "initial_delay": "1s", "max_delay": "32s"}
-        driver = DRIVERS[scheme](self.address, retries)
+        driver = DRIVERS[scheme](self.address, {"max_retries": tries, "initial_delay": "1s", "max_delay": "32s"})
         self.spec = driver | {"bucket": bucket, "path": f"{path}/" if path else ""}
         self.store = ts.KvStore.open(self.spec).result()
 

@@ -174,8 +174,7 @@ def compose_saved(run_dir: Path, parsed: list[Override]) -> DictConfig:
         saved.model.mesh_shape = chosen.model.mesh_shape if group == "mesh_shape" else mesh_shape
     # Hydra composes files only; its store takes a tree of values in the place of one.
     ConfigStore.instance().store(name="saved_run", node=OmegaConf.to_container(saved))
-    keys = [str(word.input_line) for word in parsed if word not in groups]
-    return compose_overrides(keys, name="saved_run")
+    return compose_overrides([str(word.input_line) for word in parsed if word not in groups], name="saved_run")
 
 
 IDENTITY = ("coordinator_address", "num_processes", "process_id", "local_device_ids")  # keys of `distributed`

@@ -242,8 +242,7 @@ def fill_from_run(values: dict[Any, Any], folder: Path, step: int | None) -> Non
             f"model.init_from={model['init_from']} has low-rank updates beside its matrices; add them first: "
             f"python -m tunix.export checkpoint={folder} output=DIR merge_lora=true, then model.init_from=DIR"
         )
-    decided = {key: found[key] for key in found.keys() - OUTSIDE}
-    _fill(model, decided, f"{folder}/config.yaml")
+    _fill(model, {key: found[key] for key in found.keys() - OUTSIDE}, f"{folder}/config.yaml")
     if (model.get("mtp") is None) != (found["mtp"] is None):
         way_out = "leave it out" if found["mtp"] is None else "give it, with a loss_weight"
         raise UserError(f"model.mtp={model.get('mtp')}, but {folder}/config.yaml says {found['mtp']}; {way_out}")

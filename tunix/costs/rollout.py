@@ -202,8 +202,7 @@ def plan_rollout(train_spec: TrainSpec, device_bytes: int | None) -> RolloutPlan
 
 def find_rollout_mesh(train_spec: TrainSpec) -> AnyMesh:
     """Return the mesh that draws answers: that of the program, or one of task.rollout_devices, which need not exist."""
-    task = _read_task(train_spec)
-    if task.rollout_devices is None:
+    if _read_task(train_spec).rollout_devices is None:
         return train_spec.mesh
     mesh, num_hosts = train_spec.mesh, train_spec.num_hosts
     if isinstance(mesh, Mesh):

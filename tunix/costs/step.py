@@ -156,8 +156,7 @@ def _count_repeated_flops(train_spec: TrainSpec, num_tokens: float) -> float:
     """
     layout, mesh, cfg, repeated = train_spec.layout.with_all_layers(), train_spec.mesh, train_spec.cfg, 0.0
     of_logits, weights = find_table_of_logits(train_spec), jax.tree.leaves_with_path(train_spec.arch.weights)
-    trained = jax.tree.leaves(train_spec.arch.is_trained)
-    for (path, weight), is_trained in zip(weights, trained, strict=True):
+    for (path, weight), is_trained in zip(weights, jax.tree.leaves(train_spec.arch.is_trained), strict=True):
         equation = weight.equation.dequantized()
         is_multiplied = weight is of_logits or equation.is_stacked
         if not is_multiplied or equation.is_vector or equation.is_scales:

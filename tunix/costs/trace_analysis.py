@@ -349,8 +349,7 @@ def _format_axes(communication: Communication) -> str:
     for (kind, axes), prediction in left.items():
         rows.append(["+".join(axes), kind, "0", *["-"] * 5, *_format_prediction(prediction)])
     columns = ("axes", "kind", "count", "MiB/step", *TIMED, "derived MiB", "predicted ms")
-    title = "by mesh axis, beside what is derived from the config"
-    return format_table(title, columns, ("axes", "kind"), rows, 200)
+    return format_table("by mesh axis, beside what is derived from the config", columns, ("axes", "kind"), rows, 200)
 
 
 def _format_collectives(communication: Communication) -> str:

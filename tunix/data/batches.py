@@ -496,8 +496,7 @@ class Samples:
         table = Table(box=None)
         for column in ("stage", "from step", "from token", "part", "samples", "epochs"):
             table.add_column(column, justify="left" if column in ("stage", "part") else "right")
-        ends = [*order.firsts[1:], num_samples]
-        for stage, end in zip(order.stages, ends, strict=True):
+        for stage, end in zip(order.stages, [*order.firsts[1:], num_samples], strict=True):
             first = stage.first_sample
             counts = count_read(order, min(first, num_samples), min(end, num_samples), left_out)
             skipped = sum(max(0, min(stop, first) - begin) for begin, stop in left_out if begin >= start.next_sample)

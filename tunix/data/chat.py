@@ -200,8 +200,7 @@ class ChatTemplate:
         """`special_tokens` maps bos_token, eos_token and others to their text. `mark` is what a template writes for an
         image, of a model that sees (data/image_processors.py). `date` is what the template takes for now; None is the
         time of the call. A template with an error is refused."""
-        extensions = [GenerationBlock, loopcontrols]
-        environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+        environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, loopcontrols])
         environment.filters["tojson"] = lambda x, **options: json.dumps(x, **({"ensure_ascii": False} | options))
         environment.globals |= {
             "raise_exception": _reject,

@@ -71,8 +71,7 @@ IMAGE_KEYS = {"max_image_pixels", "image_addresses"}  # of rows; texts alone do 
 
 def find_units(source: Source, loading: Loading) -> list[Unit]:
     """Return the units of a source in a fixed random order, that of the hashes of their names."""
-    units = source.units(loading.shard_bytes)
-    return sorted(units, key=lambda unit: (hash_document(unit.name), unit.start))
+    return sorted(source.units(loading.shard_bytes), key=lambda unit: (hash_document(unit.name), unit.start))
 
 
 def find_vocab(

@@ -127,8 +127,7 @@ class Sequences(grain.sources.RandomAccessDataSource):
         local_chunks = chunks[bounds[local] : bounds[local + 1]].tolist()
         if shard.splits is None:
             fill = _fill_chunks if shard.label_values is None else _fill_examples
-            example = fill(shard, local_chunks, self.seq_len)
-            return example | self._fill_slots(shard, local_chunks)
+            return fill(shard, local_chunks, self.seq_len) | self._fill_slots(shard, local_chunks)
         of_pairs = None if self.of_pairs is None else self.of_pairs(number)
         halves = _split_pairs(shard, local_chunks)
         return _fill_pairs(shard, halves, self.seq_len, of_pairs) | self._fill_slots(shard, halves)

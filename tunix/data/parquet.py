@@ -49,8 +49,7 @@ class Parquet(Files, Rows):
         self.refuse_twice(unit.path, present)
         requested = present if columns is None else [name for name in columns if name in present]
         try:
-            batches = self._read_batches(unit, file, requested)
-            rows = (row for batch in batches for row in self._convert(batch))
+            rows = (row for batch in self._read_batches(unit, file, requested) for row in self._convert(batch))
             for number, row in enumerate(rows):
                 # If none of the columns is there, the row has their names alone: an error message lists them.
                 content = row if requested else dict.fromkeys(present)

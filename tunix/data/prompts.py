@@ -171,8 +171,7 @@ def load_together(load: Callable[[], C]) -> C:
             have changed since process 0 listed them.
     """
     corpus = peers.main_first(load, "preparing the data")
-    streams = (part.stream.fingerprint for part in corpus.parts)
-    key = hash_texts(corpus.vocab.digest, *streams)
+    key = hash_texts(corpus.vocab.digest, *(part.stream.fingerprint for part in corpus.parts))
     peers.reject_others(key, "data", "documents, or different versions of files")
     return corpus
 

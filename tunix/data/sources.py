@@ -141,8 +141,7 @@ class Synthetic(Source):
             rng = np.random.default_rng(number)  # so any process can make any document
             count = 1 + int(rng.exponential(self.mean_document_bytes / mean_word))
             # Rank r is drawn with a probability of about r ** -1.2. Ranks have no upper end, so they wrap around.
-            text = " ".join(words[rank % len(words)] for rank in rng.zipf(1.2, count))
-            yield Item(f"synthetic@{number}", text)
+            yield Item(f"synthetic@{number}", " ".join(words[rank % len(words)] for rank in rng.zipf(1.2, count)))
 
 
 @cache
@@ -248,8 +247,7 @@ class Custom(Rows):
         return [Unit(self.function, "", 0, 1, unit_bytes, version)]
 
     def read(self, unit: Unit) -> Iterator[Item]:
-        documents = self._documents()
-        for number, content in enumerate(documents):
+        for number, content in enumerate(self._documents()):
             problem = "" if isinstance(content, str | dict) else f"is {type(content).__name__}, not a text or a row"
             source = partial("{}, document {},".format, self.function, number)
             yield Item(f"{self.function}@{number}", None if problem else content, problem, source)

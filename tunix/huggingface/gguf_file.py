@@ -163,8 +163,7 @@ def write_gguf(
         UserError: the tokenizer is missing, or of a kind that llama.cpp lacks.
     """
     gguf = _import()
-    architecture = ARCHITECTURES[cfg.family]
-    writer = gguf.GGUFWriter(None, architecture.name)
+    writer = gguf.GGUFWriter(None, ARCHITECTURES[cfg.family].name)
     writer.add_type("model")
     writer.add_name(name)
     _add_sizes(writer, cfg, gguf)
@@ -229,8 +228,7 @@ Made = tuple[str, tuple[int, ...], Callable[[], np.ndarray]]  # name and shape o
 
 def _rename(tensors: list[Tensor], cfg: Model, gguf: Any) -> Iterator[Made]:
     """Yield llama.cpp's name, shape and a function for each tensor of its file, which makes it in float32."""
-    architecture = ARCHITECTURES[cfg.family]
-    arch = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == architecture.name)
+    arch = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == ARCHITECTURES[cfg.family].name)
     names = gguf.get_tensor_name_map(arch, cfg.num_layers)
     # Experts have one tensor each: "...experts.3.w1.weight" joins "...experts.w1.weight".
     groups: dict[str, list[Tensor]] = {}

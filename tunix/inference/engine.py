@@ -595,8 +595,7 @@ class Engine:
         table = self._make_table({(row.shard, row.index): row.number for row in working}, shape)
         rows = Drawing(**{name: self._to_devices(values) for name, values in fields.items()}, table=table)
         # It returns when an eighth of the rows have ended, so that others take them.
-        min_rows = len(working) - max(1, len(working) // 8) + 1
-        extent = Extent(np.int32(steps), np.int32(min_rows), self.stop_ids)
+        extent = Extent(np.int32(steps), np.int32(len(working) - max(1, len(working) // 8) + 1), self.stop_ids)
         rows = rows._replace(working=rows.working > 0)
         if guess:
             text = np.zeros((*shape, self.num_slots + 1), np.int32)  # with a place for the newest token

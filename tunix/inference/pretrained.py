@@ -239,8 +239,7 @@ class Pretrained:
     @cached_property
     def _embeddings(self):
         def embeddings(params, tokens, segment_ids, pooling):
-            module = self.arch.module(params)
-            return reshard(embed_rows(module, tokens, segment_ids, pooling), PartitionSpec())
+            return reshard(embed_rows(self.arch.module(params), tokens, segment_ids, pooling), PartitionSpec())
 
         return jax.jit(embeddings, static_argnames="pooling")
 
@@ -373,8 +372,7 @@ def load_pretrained(
         lora = cfg.lora.model_copy(update=read_adapter(updates, cfg.family))
         # Nothing is trained here, and a frozen tower would have no updates.
         vision = cfg.vision and cfg.vision.model_copy(update={"freeze_tower": False})
-        labels = find_labels(updates, cfg.labels)
-        changes = {"lora": lora, "vision": vision, "labels": labels}
+        changes = {"lora": lora, "vision": vision, "labels": find_labels(updates, cfg.labels)}
         cfg = cfg.model_copy(update={**changes, "init_from": str(source), "init_adapter": str(updates)})
     # `allow_idle`: one device of several is enough for a small model.
     mesh = whole_sequences(device_mesh(cfg.mesh_shape, cfg.dims, allow_idle=True))
@@ -528,8 +526,7 @@ def _restore_params(checkpoint: Path, arch: Architecture, abstract: Params, weig
             f"weights={weights}: {checkpoint} has weights={', '.join(names)}; training.ema_decay keeps an average"
         )
     # A copy has the trained parameters only; frozen ones do not change, so they are those of the run.
-    requested = {"params": arch.frozen(abstract), "copies": {weights: arch.trained(abstract)}}
-    state = index.restore(step, requested)
+    state = index.restore(step, {"params": arch.frozen(abstract), "copies": {weights: arch.trained(abstract)}})
     return arch.merge(state["copies"][weights], state["params"])
 
 

@@ -244,8 +244,7 @@ class Sampler:
         elif device_bytes is None:
             fitting, why = wanted, ""
         else:
-            drawn = max(0, max_length - pad_prompt(max_prompt_length))
-            lengths = max_prompt_length, drawn
+            lengths = max_prompt_length, max(0, max_length - pad_prompt(max_prompt_length))
             others = derive_rollout_costs(self.arch, self.mesh, rows, rows, 1, *lengths, cache, device_bytes).memory
             free = USABLE * device_bytes - bytes_per_device(params) - others
             fitting, why = int(free // of_page), f"{USABLE:.0%} of a device's memory without weights and products"

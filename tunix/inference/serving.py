@@ -137,8 +137,7 @@ class Serving:
             QueueFull: more answers would wait than may.
         """
         with self.changed:
-            wanted = sum(each.num_answers for each in requests)
-            self._refuse_more(self.num_waiting + wanted - len(self.free))
+            self._refuse_more(self.num_waiting + sum(each.num_answers for each in requests) - len(self.free))
             self.waiting.extend(requests)
             self.changed.notify()
 

@@ -135,8 +135,7 @@ def give_logits(cfg: Config, corpus: Corpus, train_spec: TrainSpec, mesh: Mesh) 
         return None
     info, found = _describe_logits(cfg, corpus, teacher, train_spec.layout.compute), read_logits_info(teacher.source)
     if found is None:
-        key = hash_texts(info.model_dump_json())
-        folder = locate_cached(cfg.loading.cache_dir, "teacher", key)
+        folder = locate_cached(cfg.loading.cache_dir, "teacher", hash_texts(info.model_dump_json()))
     else:
         folder = Path(teacher.source)
         _check_info(found, info, folder)

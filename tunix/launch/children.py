@@ -287,7 +287,6 @@ def _report(children: list[Child]) -> int:
             # A machine may clear /tmp of files that nobody has written to for days.
             with suppress(OSError), worst.log.open("rb") as file:
                 file.seek(max(0, worst.log.stat().st_size - 100_000))
-                last_lines = file.read().decode(errors="replace").splitlines()[-TAIL_LINES:]
-                print("\n".join(last_lines), file=sys.stderr)
+                print("\n".join(file.read().decode(errors="replace").splitlines()[-TAIL_LINES:]), file=sys.stderr)
         say(f"process {worst.rank} ended with exit code {worst.code}; its output is in {worst.log}")
     return worst.code

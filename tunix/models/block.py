@@ -39,8 +39,7 @@ class LayerInputs(nnx.Module):
         self.equation, self.layout = Equation("BTV,Vlp->BTlp"), layout
         shape = [cfg.dims[dim_name] for dim_name in self.equation.w]
         self.width, self.projection_scale = cfg.dims["p"], cfg.embed_dim**-0.5
-        table = initializer.normal(shape, layout.param, self.width**-0.5)
-        self.table = nnx.Param(table, equation=self.equation)
+        self.table = nnx.Param(initializer.normal(shape, layout.param, self.width**-0.5), equation=self.equation)
         self.projection = Matrix("BtD,Dlp->Btlp", cfg, layout, initializer)
         self.norm = NORMS[cfg.norm]("Btlp", cfg, layout)
 

@@ -249,9 +249,8 @@ class Matrix(nnx.Module):
     def __init__(self, equation: str, cfg: Model, layout: Layout, initializer: Initializer, qtype: str | None = None):
         self.equation, self.layout, self.product, self.qtype = Equation(equation), layout, "plain", qtype
         fan_in = math.prod(cfg.dims[dim_name] for dim_name in self.equation.summed)
-        shape = [cfg.dims[dim_name] for dim_name in self.equation.w]
         # With variance 1 / fan-in, numbers of y have the variance of those of x.
-        weight = initializer.normal(shape, layout.param, fan_in**-0.5)
+        weight = initializer.normal([cfg.dims[dim_name] for dim_name in self.equation.w], layout.param, fan_in**-0.5)
         if self.qtype is None:
             self.w = nnx.Param(weight, equation=self.equation)
         else:

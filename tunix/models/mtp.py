@@ -55,5 +55,4 @@ class MtpLayer(nnx.Module):
     def join(self, tokens: jax.Array, states: jax.Array) -> jax.Array:
         """Vectors [B, t, D] of the next tokens, and states [B, T, D] -> what the block takes, [B, t, D]."""
         states = self.layout.split_stream(states)
-        both = jnp.concatenate([self.token_norm(tokens), self.state_norm(states)], -1)
-        return self.projection.multiply(both)
+        return self.projection.multiply(jnp.concatenate([self.token_norm(tokens), self.state_norm(states)], -1))

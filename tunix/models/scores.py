@@ -70,8 +70,7 @@ def score_rows(model: Any, tokens: jax.Array, segment_ids: jax.Array) -> jax.Arr
     `segment_ids` [B, T] are 1 in the document and 0 behind it.
     """
     hidden, _ = model.hidden(model.vocab_weights(), tokens, None, segment_ids)
-    weights = pool_weights(segment_ids, model.layout)
-    return jnp.sum(model.score(hidden) * weights[..., None], 1)
+    return jnp.sum(model.score(hidden) * pool_weights(segment_ids, model.layout)[..., None], 1)
 
 
 def embed_rows(model: Any, tokens: jax.Array, segment_ids: jax.Array, pooling: str) -> jax.Array:

@@ -114,8 +114,7 @@ class Transformer(nnx.Module):
         segment_ids = reshard(segment_ids, self.layout.activation("BS"))
         with jax.named_scope("mtp"):
             x = self.mtp.join(self.embedding.lookup(vocab_weights[0], next_tokens), hidden)
-            rows = Rows(x, positions, RowMask(segment_ids, None))
-            return self.mtp(rows, Forward(self.mix_of_row, hidden.shape[1]))
+            return self.mtp(Rows(x, positions, RowMask(segment_ids, None)), Forward(self.mix_of_row, hidden.shape[1]))
 
     def run_before_stages(self, rows: Rows, forward: Forward) -> tuple[Rows, BlockSums]:
         """Run the layers before those that stages share, if there are some: around the stages' layers these axes split
@@ -143,8 +142,7 @@ class Transformer(nnx.Module):
         """Return the position behind the last key that each token of [B, S] may see; None without images."""
         if images is None or not isinstance(self.cfg.vision, Gemma3Vision):
             return None
-        index = reshard(images.image_index, self.layout.activation("BS"))
-        return find_ends(index, self.cfg.vision.tokens_per_image)
+        return find_ends(reshard(images.image_index, self.layout.activation("BS")), self.cfg.vision.tokens_per_image)
 
     def hidden_apart(
         self, vocab_weights, tokens, positions, forward: Forward, params: dict[str, list[Any]], images: Images | None

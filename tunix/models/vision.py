@@ -184,8 +184,7 @@ class Tower(nnx.Module):
             seed, patch_positions = shared
             dropout_key = None
             if seed is not None:  # of other layers than the decoder's
-                key = jax.random.fold_in(jax.random.key(seed), self.cfg.num_layers + number)
-                dropout_key = DropoutKey(key)
+                dropout_key = DropoutKey(jax.random.fold_in(jax.random.key(seed), self.cfg.num_layers + number))
             return nnx.merge(graphdef, params)(x, patch_positions, dropout_key), None
 
         taken, ends = [], [layer + 1 for layer in self.vision.deepstack_layers]

@@ -177,8 +177,7 @@ class Candidate:
         """Seconds of rollouts for each step, if every answer is as long as it may be."""
         if self.rollout is None:
             return 0.0
-        drawing_s = self.rollout.costs.predict_seconds(self.cluster.kind)
-        return (drawing_s + sum(self.weights_s)) / self.rollout.steps
+        return (self.rollout.costs.predict_seconds(self.cluster.kind) + sum(self.weights_s)) / self.rollout.steps
 
     @property
     def weights_s(self) -> tuple[float, float]:

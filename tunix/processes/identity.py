@@ -319,8 +319,7 @@ def _find_first_node(nodes: str) -> str:
 
     first = re.split(r",(?![^\[]*\])", nodes)[0]  # up to the first comma outside brackets: node[3-5,7]
     name = re.sub(r"\[(\w+)[^\]]*\]", r"\1", first)  # the first number in the brackets: node3
-    info = dict(word.split("=", 1) for word in scontrol("node", name).split() if "=" in word)
-    return info.get("NodeAddr", name)
+    return dict(word.split("=", 1) for word in scontrol("node", name).split() if "=" in word).get("NodeAddr", name)
 
 
 def _check(identity: Identity) -> Identity:

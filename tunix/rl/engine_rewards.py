@@ -188,8 +188,7 @@ class EngineRewards:
                     log.info("reward model: %s, %s parameters", term.path, f"{model.model.arch.num_parameters:,}")
                     self.scores.append(partial(score_by_model, model))
                 case JudgeTerm():
-                    folder = expand_home(cfg.loading.cache_dir)
-                    judge = Judge(term, timeout_s, folder) if peers.is_main() else None
+                    judge = Judge(term, timeout_s, expand_home(cfg.loading.cache_dir)) if peers.is_main() else None
                     self.judges.append(judge)
                     self.scores.append(partial(score_by_judge, judge))
                 case OverlongTerm():

@@ -128,8 +128,7 @@ def select_arguments(reset: Callable[..., Any], seed: int, columns: Mapping[str,
     """
     if "seed" in columns:
         raise ValueError("the data have a column seed, which is an argument of reset; rename the column")
-    parameters = inspect.signature(reset).parameters.values()
-    return select_named("reset", parameters, {"seed": seed, **columns}, columns)
+    return select_named("reset", inspect.signature(reset).parameters.values(), {"seed": seed, **columns}, columns)
 
 
 def read_step(result: Any) -> Reply:

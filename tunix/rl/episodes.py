@@ -270,8 +270,7 @@ def make_pool(task: Grpo, vocab: Vocab) -> EnvironmentPool | None:
         return None
     name = choose_tool_calls(vocab.chat.source) if task.tool_calls == "auto" else task.tool_calls
     if task.describe_tools():
-        label = format_environment(task.environment)
-        log.info("tools of %s: calls are read as %s (task.tool_calls)", label, name)
+        log.info("tools of %s: calls are read as %s (task.tool_calls)", format_environment(task.environment), name)
     limits = task.environment_processes, task.environment_timeout_s, task.environment_memory_mib
     return EnvironmentPool(task.environment, task.environment_options or {}, name, *limits)
 

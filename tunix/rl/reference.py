@@ -115,8 +115,7 @@ def add_reference(cfg: Config, corpus: Corpus, train_spec: TrainSpec, mesh: Mesh
     num_computed = 0
     for part in parts:
         slots = [] if part.slots is None else [part.slots.suffix]  # which pairs have room for their images
-        key = hash_texts(*info, part.stream.fingerprint, *slots)
-        folder = locate_cached(cfg.loading.cache_dir, "reference", key)
+        folder = locate_cached(cfg.loading.cache_dir, "reference", hash_texts(*info, part.stream.fingerprint, *slots))
         numbers = range(len(part.stream.sizes))
         # Each host may have a cache of its own. All processes compute together, or all of them read.
         if all(text == "yes" for text in peers.gather("yes" if folder.is_dir() else "no", "reference")):

@@ -608,8 +608,7 @@ class Rollouts:
         """Return what the rollout that begins with a step asks the model: prompts by their numbers, which are noise."""
         seed = derive_seed(self.cfg.seed, "rollout", next(iter(prompts)))
         stop = self._stop_if_requested if self.ahead is None else self._stop_if_closed
-        asked = list(prompts.values())
-        return RolloutRequest(asked, self.cfg.sampling, self.task.group_size, seed, stop, first_step)
+        return RolloutRequest(list(prompts.values()), self.cfg.sampling, self.task.group_size, seed, stop, first_step)
 
     def _prompts_of(self, first_step: int) -> list[Prompt]:
         return [self.prompts[number] for number in self.data_schedule.samples(first_step)]

@@ -134,8 +134,7 @@ HOST = "pinned_host"  # JAX's name for memory of the host that devices can read
 def local_rows(mesh: Mesh, num_rows: int) -> list[int]:
     """Return the rows of a batch of `num_rows` sequences that live on this process's devices, in order."""
     rows: set[int] = set()
-    sharding = NamedSharding(mesh, activation_spec("B"))
-    for index in sharding.addressable_devices_indices_map((num_rows,)).values():
+    for index in NamedSharding(mesh, activation_spec("B")).addressable_devices_indices_map((num_rows,)).values():
         assert index is not None
         rows.update(range(*index[0].indices(num_rows)))
     return sorted(rows)
@@ -162,8 +161,7 @@ def rows_to_global(rows: np.ndarray, mesh: Mesh) -> jax.Array:
     shards = data_shards(mesh.shape)
     padded = np.zeros((-(-len(rows) // shards) * shards, *rows.shape[1:]), rows.dtype)
     padded[: len(rows)] = rows
-    local = padded[local_rows(mesh, len(padded))]
-    return to_global({"rows": local[None]}, mesh)["rows"][0]
+    return to_global({"rows": padded[local_rows(mesh, len(padded))][None]}, mesh)["rows"][0]
 
 
 def abstract_results(mesh: AnyMesh, function: Callable, *arguments: Any) -> Any:

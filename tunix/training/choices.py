@@ -84,8 +84,7 @@ def select(cfg: Config, mesh: AnyMesh, platform: str | None = None, planned: Pla
         choices = ", ".join(REMAT)
         raise UserError(f"training.remat=budget is chosen by a run and by tunix.plan only; choose from {choices}")
     policy = REMAT_BY_PLATFORM.get(platform or "", "full") if planned.remat == "auto" else planned.remat
-    on_host = training.offload == "activations"
-    remat = Remat(policy, training.remat_every, on_host, training.unroll_layers)
+    remat = Remat(policy, training.remat_every, training.offload == "activations", training.unroll_layers)
     _check_kept_on_stages(training, pipeline)
     if pipeline.num_stages > 1 and training.matmul_dtype and not MATMUL_DTYPES[training.matmul_dtype].on_stages:
         raise UserError(
@@ -199,8 +198,7 @@ def lay_out_teacher(cfg: Config, model: Model, mesh: AnyMesh, platform: str | No
     platform = platform or (device.platform if device else None)
     own = planned._replace(cp_exchange=model.cp_exchange)
     layout = _lay_out(cfg.model_copy(update={"model": model}), own, mesh.shape, device, platform, {})
-    plain = replace(layout, param=layout.compute, block_matmul="plain", moments_on_host=False)
-    return plain.with_all_layers()
+    return replace(layout, param=layout.compute, block_matmul="plain", moments_on_host=False).with_all_layers()
 
 
 def _lay_out(

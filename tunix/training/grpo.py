@@ -138,8 +138,7 @@ def compute_gains(log_probs: jax.Array, batch: Batch, task: Grpo) -> Gains:
     # min() takes the clipped branch, which has no gradient, where the ratio has gone further than it may in the
     # direction in which the advantage pulls; in the other direction the gradient brings it back.
     outside = ((ratio > clipped) & (advantages > 0)) | ((ratio < clipped) & (advantages < 0))
-    gap = jnp.abs(masked(now - sampled))
-    return Gains(masked(gain), masked(ratio), masked(outside.astype(jnp.float32)), gap, kl)
+    return Gains(masked(gain), masked(ratio), masked(outside.astype(jnp.float32)), jnp.abs(masked(now - sampled)), kl)
 
 
 class Answers(NamedTuple):

@@ -452,8 +452,7 @@ class Iterations:
         the first chunk of the first stage comes the embedding.
         """
         model, lanes, slot = self.model, self.lanes, self.schedule.backward(now, self.stages)
-        leaves = lanes.take(carry.saved, self._find_slots(self.slots.taken, now))
-        kept = jax.tree.unflatten(self.kept_tree, leaves)
+        kept = jax.tree.unflatten(self.kept_tree, lanes.take(carry.saved, self._find_slots(self.slots.taken, now)))
         is_last = self.is_last & (slot.chunk == self.schedule.num_chunks - 1)
         # The gradient of a bubble is zero: `carry.back` begins as zeros, and a stage hands zeros on.
         chunk, d_stream = self.chunks.take(self.blocks, slot.chunk), lanes.select(is_last, d_finished, carry.back)

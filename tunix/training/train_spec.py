@@ -278,8 +278,7 @@ class TrainSpec:
         def start(params):
             return init_ema(ema, self.arch.trained(params))
 
-        started = jax.jit(start, out_shardings=shardings)(state["params"])
-        return state | {"copies": state.get("copies", {}) | started}
+        return state | {"copies": state.get("copies", {}) | jax.jit(start, out_shardings=shardings)(state["params"])}
 
     def compiler_options(self) -> Options:
         """Return XLA's options for the step; those of the config win."""
