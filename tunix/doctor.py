@@ -363,7 +363,7 @@ def compare(job: Job, info: dict[str, Any]) -> Iterator[Finding]:
 
     Every process must call this; every process gets all findings.
     """
-    info_by_rank = [json.loads(text) for text in peers.gather(json.dumps(info), "facts")]
+    info_by_rank = peers.gather(info, "facts")
     for key in info:
         ranks: dict[str, list[int]] = {}  # by value
         for rank, values in enumerate(info_by_rank):
@@ -377,7 +377,7 @@ def compare(job: Job, info: dict[str, Any]) -> Iterator[Finding]:
 
 def _compare_clocks() -> Finding:
     peers.barrier("clocks", 60)  # all processes leave a barrier within milliseconds, and read their clocks then
-    times = [float(text) for text in peers.gather(repr(time.time()), "clocks")]
+    times = peers.gather(time.time(), "clocks")
     apart = max(times) - min(times)
     if apart <= SKEW_S:
         return Finding("clocks", "ok", f"at most {apart:.3f} s apart")
@@ -450,14 +450,14 @@ def _time(work: Callable[[], jax.Array]) -> list[float]:
     began = time.perf_counter()
     jax.block_until_ready(work())
     once = max(1e-6, time.perf_counter() - began)
-    calls = int(peers.agree(str(min(20, max(3, math.floor(SECONDS / once)))), "calls"))
+    calls = peers.agree(min(20, max(3, math.floor(SECONDS / once))), "calls")
     times = []
     for _ in range(calls):
         began = time.perf_counter()
         jax.block_until_ready(work())
         times.append(time.perf_counter() - began)
     # Not the mean: one call that the system interrupts may take ten times as long.
-    return [float(text) for text in peers.gather(repr(float(np.median(times))), "times")]
+    return peers.gather(float(np.median(times)), "times")
 
 
 def judge(links: list[Link]) -> Iterator[Finding]:
@@ -525,11 +525,11 @@ def examine(job: compose.Job) -> Diagnosis:
 def _examine_together(job: compose.Job, findings: list[Finding]) -> Diagnosis:
     """Exchange findings with the other processes, and compare what they have in common."""
     hosts = peers.hosts()
-    answers = [json.loads(text) for text in peers.gather(json.dumps([*map(asdict, findings)]), "findings")]
+    answers = peers.gather([*map(asdict, findings)], "findings")
     diagnosis = Diagnosis(hosts, [[Finding(**values) for values in answer] for answer in answers])
     # The names of all processes, so that a variable that one process lacks is compared too.
-    names = json.dumps([name for name in os.environ if name.startswith("NCCL_")])
-    nccl = {name for text in peers.gather(names, "variables") for name in json.loads(text)}
+    names = [name for name in os.environ if name.startswith("NCCL_")]
+    nccl = {name for each in peers.gather(names, "variables") for name in each}
     info = {
         **{name: installed_version(name) for name in SHOWN},
         "Python": platform.python_version(),

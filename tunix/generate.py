@@ -56,18 +56,16 @@ def generate(command: Generate) -> None:
     if command.prompt is None and command.input is None:
         _converse(speaker, command)
         return
-    own_counts = json.dumps([len(rows), file.num_rows if file else 0])
-    num_rows, num_answered = json.loads(peers.agree(own_counts, "number of prompts"))
+    num_rows, num_answered = peers.agree([len(rows), file.num_rows if file else 0], "number of prompts")
     if num_answered:
         peers.print_progress(f"output={command.output} has {num_answered:,} answers already: going on behind them")
     for start in range(num_answered, num_rows, command.batch_size):
         batch = rows[start : start + command.batch_size]
 
-        def read(batch: list[Row] = batch, start: int = start) -> str:
-            return json.dumps([speaker.read(row, start + number) for number, row in enumerate(batch, 1)])
+        def read(batch: list[Row] = batch, start: int = start) -> list[Prompt]:
+            return [speaker.read(row, start + number) for number, row in enumerate(batch, 1)]
 
-        own = peers.on_main(read, "reading the prompts of a batch") or ""
-        prompts = [Prompt(*each) for each in json.loads(peers.agree(own, "prompts of a batch"))]
+        prompts = [Prompt(*each) for each in peers.decide(read, "reading the prompts of a batch")]
         work = f"answering prompts {start + 1} to {start + len(prompts)} of {num_rows}"
         with announcing(work, peers.print_progress):
             answers = speaker.answer(prompts, command.seed, start)

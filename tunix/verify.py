@@ -12,7 +12,6 @@ The processes of a launcher join as they do for training. If the devices of proc
 trains on it alone and the others wait. So one device is compared with a cluster.
 """
 
-import json
 import math
 import os
 import sys
@@ -171,8 +170,7 @@ def _train_together(cfg: Config, mesh: jax.sharding.Mesh, corpus: AnyCorpus, num
     # all processes are asked for them now; `hosts` keeps the answer.
     peers.hosts()
     trial = peers.on_main(lambda: _train(cfg, mesh, corpus, num_steps), f"training on {cfg.model.mesh_shape}")
-    text = peers.agree(json.dumps(asdict(trial)) if trial else "", "the numbers of process 0")
-    return Trial(**json.loads(text))
+    return Trial(**peers.agree(trial and asdict(trial), "the numbers of process 0"))
 
 
 def _train(cfg: Config, mesh: jax.sharding.Mesh, corpus: AnyCorpus, num_steps: int) -> Trial:

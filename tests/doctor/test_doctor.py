@@ -238,9 +238,9 @@ def test_a_host_without_a_known_name(num_processes, status, monkeypatch):
 
 def test_differences_between_processes(tmp_path, monkeypatch):
     """Two processes as `gather` would hear them: another flax, a clock an hour late, a folder of its own, a slow link."""
-    answers = iter([['{"flax": "0.12.8"}', '{"flax": "0.12.9"}'], [repr(time.time()), repr(time.time() - 3600)]])
-    monkeypatch.setattr(together.peers, "gather", lambda text, name: next(answers))
-    monkeypatch.setattr(together.peers, "agree", lambda text, name: text)
+    answers = iter([[{"flax": "0.12.8"}, {"flax": "0.12.9"}], [time.time(), time.time() - 3600]])
+    monkeypatch.setattr(together.peers, "gather", lambda value, name: next(answers))
+    monkeypatch.setattr(together.peers, "agree", lambda value, name: value)
     monkeypatch.setattr(together, "find_blind", lambda folder: [1])
     found = list(
         together.compare(

@@ -21,7 +21,7 @@ class Store:
         self.limits_ms: list[int] = []
 
     def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None:
-        self.texts |= {key: value, key[:-1] + "1": "theirs"}
+        self.texts |= {key: value, key[:-1] + "1": '"theirs"'}
 
     def key_value_dir_get(self, folder: str) -> list[tuple[str, str]]:
         return [(key, value) for key, value in self.texts.items() if key.startswith(folder)]
@@ -52,7 +52,7 @@ def test_the_store_keeps_the_texts_of_the_newest_gather_alone(store):
     """Another process may still read them. Those before would fill the memory of process 0."""
     for number in range(4):
         assert peers.gather(f"ours {number}", "scores") == [f"ours {number}", "theirs"]
-        assert list(store.texts.values()) == [f"ours {number}", "theirs"]
+        assert list(store.texts.values()) == [f'"ours {number}"', '"theirs"']
 
 
 def test_a_setting_of_one_host_ends_every_process(monkeypatch):

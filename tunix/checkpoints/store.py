@@ -345,8 +345,8 @@ class Store:
 
     def _ask_main(self, work: Callable[[], T]) -> T:
         """Return `work()` of process 0, a value for JSON, on every process."""
-        text = json.dumps(read_together(lambda: work() if peers.is_main() else None))
-        return cast(T, json.loads(peers.agree(text, "what process 0 has read")))
+        value = read_together(lambda: work() if peers.is_main() else None)
+        return cast(T, peers.agree(value, "what process 0 has read"))
 
 
 def list_dropped(cfg: Checkpoint, losses: dict[int, float | None]) -> list[int]:

@@ -1,7 +1,6 @@
 """A rollout: answers to prompts, drawn from a model with weights that are gathered once."""
 
 import hashlib
-import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -107,7 +106,7 @@ class CacheBound:
 
 def gather_device_bytes() -> int | None:
     """Return the memory of the smallest device of all processes; None where one does not know it, as on CPUs."""
-    known = [json.loads(text) for text in peers.gather(json.dumps(read_device_bytes()), "memory of a device")]
+    known = peers.gather(read_device_bytes(), "memory of a device")
     return None if None in known else min(known)
 
 

@@ -2,7 +2,6 @@
 says of the run's data, written to disk once."""
 
 import itertools
-import json
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -143,7 +142,7 @@ def give_logits(cfg: Config, corpus: Corpus, train_spec: TrainSpec, mesh: Mesh) 
     parts = _list_sequences(corpus, cfg.evaluation.num_sequences)
     files = [LogitFiles(folder, info, part, rows, name) for name, part, rows in parts]
     # Each host may have a cache of its own. All processes compute what one of them lacks.
-    answers = map(json.loads, peers.gather(json.dumps([each.missing for each in files]), "logits of the teacher"))
+    answers = peers.gather([each.missing for each in files], "logits of the teacher")
     missing = [sorted({*itertools.chain(*numbers)}) for numbers in zip(*answers, strict=True)]
     if any(missing):
         if teacher.model is None:

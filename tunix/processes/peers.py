@@ -122,15 +122,17 @@ def is_main() -> bool:
     return jax.process_index() == 0
 
 
-def agree(text: str, name: str, timeout_s: float = NO_LIMIT_S) -> str:
-    """Return the text of process 0 on every process."""
-    return gather(text if is_main() else "", name, timeout_s)[0]
+def agree(value: Any, name: str, timeout_s: float = NO_LIMIT_S) -> Any:
+    """Return the value of process 0 on every process, as JSON has it."""
+    return gather(value if is_main() else None, name, timeout_s)[0]
 
 
-def gather(text: str, name: str, timeout_s: float = NO_LIMIT_S) -> list[str]:
-    """Return the texts of all processes, in their order; `name` stands in the error of one that waits in vain."""
+def gather(value: Any, name: str, timeout_s: float = NO_LIMIT_S) -> list[Any]:
+    """Return the values of all processes, in their order and as JSON has them; `name` stands in the error of one that
+    waits in vain."""
+    text = json.dumps(value)
     if jax.process_count() == 1:
-        return [text]
+        return [json.loads(text)]
     # A new number for each gather, because others may still read the texts of the one before. It is the same on all
     # processes, because they call gathers in the same order: only the main thread may call them. Six digits of the
     # rank, so that the alphabetical order of the keys is the order of ranks.
@@ -140,7 +142,7 @@ def gather(text: str, name: str, timeout_s: float = NO_LIMIT_S) -> list[str]:
     barrier(f"{name}, {key}", timeout_s)
     if is_main() and number:  # every process has read the texts before it came to this barrier
         _find_store().key_value_delete(f"tunix/gather/{number - 1}")
-    return [value for _, value in sorted(_find_store().key_value_dir_get(f"{key}/"))]
+    return [json.loads(each) for _, each in sorted(_find_store().key_value_dir_get(f"{key}/"))]
 
 
 def reject_others(key: str, name: str, label: str) -> None:
@@ -194,7 +196,7 @@ def on_main(work: Callable[[], T], name: str) -> T | None:
 
 def decide(work: Callable[[], Any], name: str) -> Any:
     """Return on every process what `work()` returns on process 0, as JSON has it; its `UserError` is raised on all."""
-    return json.loads(agree(json.dumps(on_main(work, name)), name))
+    return agree(on_main(work, name), name)
 
 
 def print_progress(line: str) -> None:

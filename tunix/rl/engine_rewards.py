@@ -6,7 +6,6 @@ of an answer's length.
 {function: overlong, buffer: 256}      0 for an answer with room for 256 more tokens, -1 for one that is cut
 """
 
-import json
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -243,11 +242,9 @@ class EngineRewards:
         numbers = dict(scores.numbers)
         for term, score in zip(self.terms, self.scores, strict=True):
             with hold() if isinstance(term, ModelTerm) else nullcontext():
-                own = json.dumps(score(answers))
                 # One answer for all processes: devices of several hosts may round otherwise, and process 0 alone asks
                 # a judge.
-                agreed = peers.agree(own, f"scores of {term.label}", SLACK_S + self.timeout_s)
-            found = Found(*json.loads(agreed))
+                found = Found(*peers.agree(score(answers), f"scores of {term.label}", SLACK_S + self.timeout_s))
             # A model whose numbers overflow gives nan, which would reach each advantage of the group.
             given = [each if isinstance(each, str) else read_score(each) for each in found.scores]
             values[term.label], errors[term.label] = count_failed(term.label, term.label, given, self.errors)

@@ -18,7 +18,6 @@ waits for its environments lends them to the others.
 
 import heapq
 import itertools
-import json
 import logging
 import re
 import threading
@@ -442,8 +441,7 @@ class Player:
                 for number, drawn in engine.run():
                     game.take_turn(number, drawn)
                 run_s = time.perf_counter() - start_time
-        count = json.dumps([max(session.seconds), session.num_lost])
-        facts = [json.loads(text) for text in peers.gather(count, "times of environments")]
+        facts = peers.gather([max(session.seconds), session.num_lost], "times of environments")
         return Played(episodes, max(fact[0] for fact in facts), sum(fact[1] for fact in facts), self.task)
 
     def _gather_replies(self, game: "_Game", timeout_s: float) -> list[Answered]:
@@ -459,10 +457,9 @@ class Player:
         ]
         if self.num_processes == 1:
             return sorted(here, key=lambda answered: answered.number)
-        parts = [json.loads(text) for text in peers.gather(json.dumps(here), "replies of environments")]
         replies = [
             Answered(number, None if reply is None else Reply(*reply), problem, seconds)
-            for part in parts
+            for part in peers.gather(here, "replies of environments")
             for number, reply, problem, seconds in part
         ]
         return sorted(replies, key=lambda answered: answered.number)

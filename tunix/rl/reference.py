@@ -118,7 +118,7 @@ def add_reference(cfg: Config, corpus: Corpus, train_spec: TrainSpec, mesh: Mesh
         folder = locate_cached(cfg.loading.cache_dir, "reference", hash_texts(*info, part.stream.fingerprint, *slots))
         numbers = range(len(part.stream.sizes))
         # Each host may have a cache of its own. All processes compute together, or all of them read.
-        if all(text == "yes" for text in peers.gather("yes" if folder.is_dir() else "no", "reference")):
+        if all(peers.gather(folder.is_dir(), "reference")):
             tables = [np.load(folder / f"{number:05}.npy") for number in numbers]
         else:
             tables = _compute(part, score, params, train_spec.batch.num_rows, mesh)

@@ -220,7 +220,7 @@ def score_together(scorer: Scorer, prompts: list[Prompt], drawn: Drawn, group_si
         return scorer.score([prompt.text for prompt in local], texts, columns, group_size)
 
     local_scores = peers.together(score, "scoring answers")
-    scores = _join([Scores(**json.loads(text)) for text in peers.gather(json.dumps(asdict(local_scores)), "scores")])
+    scores = _join([Scores(**each) for each in peers.gather(asdict(local_scores), "scores")])
     return scores if drawn.played is None else drawn.played.add_rewards(scores)
 
 
