@@ -49,15 +49,7 @@ from tunix.config.pretrained_config import (
     fill_reward_models,
     fill_teacher,
 )
-from tunix.config.saved_runs import (
-    OUTPUTS,
-    find_resume_point,
-    find_run,
-    read_saved,
-    read_saved_root,
-    split_step,
-    upgrade,
-)
+from tunix.config.saved_runs import OUTPUTS, find_resume_point, find_run, read_root, read_saved, split_step, upgrade
 from tunix.data.files import Rows, Source
 from tunix.data.sources import Custom, Tokens
 from tunix.optimizers.schedules import SHAPES
@@ -363,7 +355,7 @@ def _compose_resumed(overrides: list[str], words: list[Override], parsed: dict[s
     if is_trained or ("tokenizer.path" not in parsed and is_gone and (run_dir / "tokenizer").is_dir()):
         saved = split_step(source)[0] if is_address(source) else str(run_dir.absolute())
         composed.tokenizer.path = join(saved, "tokenizer")
-    root = split_step(source)[0] if is_address(source) else read_saved_root(run_dir)
+    root = split_step(source)[0] if is_address(source) else read_root(run_dir)
     if "checkpoint.folder" not in parsed:
         composed.checkpoint.folder = root
     config = check(composed, fresh=False, typed=parsed)
@@ -548,72 +540,35 @@ DECAYING = [name for name, shape in SHAPES.items() if shape.has_decay]  # schedu
 
 # Keys that nothing reads while another key is off: which ones, whether they are read, and the key that is off.
 UNREAD: tuple[tuple[str, Callable[[Config, str], object], str], ...] = (
-    (
-        r"model\.lora\.(?!rank$)",
-        lambda cfg, key: cfg.model.lora.rank,
-        "model.lora.rank=0 trains all weights; give a rank",
-    ),
-    (
-        r"scheduler\.decay_",
-        lambda cfg, key: cfg.scheduler.shape.has_decay,
-        f"the schedule has no decay at its end; scheduler.name={' or '.join(DECAYING)} has one",
-    ),
-    (
-        r"task\.teacher_",
-        lambda cfg, key: getattr(cfg.task, "teacher", None),
-        "task.teacher=null; name a run, or a model's folder or ID",
-    ),
-    (
-        r"task\.simpo_gamma$",
-        lambda cfg, key: getattr(cfg.task, "objective", None) == "simpo",
-        "it is of task.objective=simpo",
-    ),
-    (
-        r"task\.(max_turns|tool_calls|episode_timeout_s|environment_\w+)$|(evaluation\.)?sampling\.max_turn_tokens$",
-        lambda cfg, key: getattr(cfg.task, "environment", None),
-        "task.environment=null; name one",
-    ),
-    (
-        r"task\.importance$",
-        lambda cfg, key: isinstance(cfg.task, Grpo) and cfg.task.on_policy and cfg.task.max_importance,
-        "it is of one step a rollout with a number for task.max_importance",
-    ),
-    (
-        r"task\.kl$",
-        lambda cfg, key: getattr(cfg.task, "kl_coefficient", None),
-        "task.kl_coefficient=0; give a number",
-    ),
-    (
-        r"task\.curriculum\.turns$",
-        lambda cfg, key: isinstance(cfg.task, Grpo) and cfg.task.curriculum.is_used,
-        "no prompt is left out; give task.curriculum.solved or task.curriculum.unsolved",
-    ),
-    (
-        r"training\.(spike_window|max_spikes)$",
-        lambda cfg, key: cfg.training.spike_deviations,
-        "training.spike_deviations=null skips no spike; give a number",
-    ),
-    (
-        r"training\.ema_(dtype|memory)$",
-        lambda cfg, key: cfg.training.ema_decay,
-        "training.ema_decay=null keeps no average",
-    ),
-    (
-        r"evaluation\.min_improvement$",
-        lambda cfg, key: cfg.evaluation.patience,
-        "evaluation.patience=null; give a number",
-    ),
-    (
-        r"tokenizer\.(vocab_size|train_bytes)$",
-        lambda cfg, key: cfg.tokenizer.path is None or cfg.tokenizer.train,
-        "the tokenizer is read from tokenizer.path or model.init_from, and none is trained",
-    ),
-    (
-        r"logging\.(wandb|mlflow|webhook|prometheus)\.",
-        lambda cfg, key: key.split(".")[1] in cfg.logging.sinks,
-        "logging.sinks does not name the sink",
-    ),
-)
+    (r"model\.lora\.(?!rank$)", lambda cfg, key: cfg.model.lora.rank,
+     "model.lora.rank=0 trains all weights; give a rank"),
+    (r"scheduler\.decay_", lambda cfg, key: cfg.scheduler.shape.has_decay,
+     f"the schedule has no decay at its end; scheduler.name={' or '.join(DECAYING)} has one"),
+    (r"task\.teacher_", lambda cfg, key: getattr(cfg.task, "teacher", None),
+     "task.teacher=null; name a run, or a model's folder or ID"),
+    (r"task\.simpo_gamma$", lambda cfg, key: getattr(cfg.task, "objective", None) == "simpo",
+     "it is of task.objective=simpo"),
+    (r"task\.(max_turns|tool_calls|episode_timeout_s|environment_\w+)$|(evaluation\.)?sampling\.max_turn_tokens$",
+     lambda cfg, key: getattr(cfg.task, "environment", None),
+     "task.environment=null; name one"),
+    (r"task\.importance$",
+     lambda cfg, key: isinstance(cfg.task, Grpo) and cfg.task.on_policy and cfg.task.max_importance,
+     "it is of one step a rollout with a number for task.max_importance"),
+    (r"task\.kl$", lambda cfg, key: getattr(cfg.task, "kl_coefficient", None),
+     "task.kl_coefficient=0; give a number"),
+    (r"task\.curriculum\.turns$", lambda cfg, key: isinstance(cfg.task, Grpo) and cfg.task.curriculum.is_used,
+     "no prompt is left out; give task.curriculum.solved or task.curriculum.unsolved"),
+    (r"training\.(spike_window|max_spikes)$", lambda cfg, key: cfg.training.spike_deviations,
+     "training.spike_deviations=null skips no spike; give a number"),
+    (r"training\.ema_(dtype|memory)$", lambda cfg, key: cfg.training.ema_decay,
+     "training.ema_decay=null keeps no average"),
+    (r"evaluation\.min_improvement$", lambda cfg, key: cfg.evaluation.patience,
+     "evaluation.patience=null; give a number"),
+    (r"tokenizer\.(vocab_size|train_bytes)$", lambda cfg, key: cfg.tokenizer.path is None or cfg.tokenizer.train,
+     "the tokenizer is read from tokenizer.path or model.init_from, and none is trained"),
+    (r"logging\.(wandb|mlflow|webhook|prometheus)\.", lambda cfg, key: key.split(".")[1] in cfg.logging.sinks,
+     "logging.sinks does not name the sink"),
+)  # fmt: skip
 
 
 def remark_on_unread(job: Job) -> str:

@@ -197,13 +197,17 @@ class ForeignName:
             entries = entries.replace("[VALUE]", value)
         return entries.replace("VALUE", value)
 
+    def is_default(self, value: str) -> bool:
+        """Return whether a value of theirs is what a run does without a word."""
+        return (self.values or {}).get(value.strip("'\"").lower()) == ""
+
     def answer(self, value: str) -> str:
         """Return what the name is here, with the value of theirs, as the end of a message."""
         # A link of the page is named by its file.
         unit, remark = (re.sub(r"\[\w+\]\(([^)#]+)[^)]*\)", r"docs/\1", text) for text in (self.unit, self.remark))
         if not self.here and not self.values:
             return f"tunix has none: {remark}"
-        if (self.values or {}).get(value.strip("'\"").lower()) == "":  # what a run does without a word
+        if self.is_default(value):
             return LEFT_OUT
         if entries := self.translate(value):
             return f"here it is {entries}{f' ({remark})' if remark else ''}"

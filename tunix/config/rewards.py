@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
 
-from tunix.base.config_types import Count, Positive, PositiveOrZero, Section, entry_of
+from tunix.base.config_types import Count, Positive, PositiveOrZero, Section, row_of
 from tunix.rl.table import REWARDS
 
 JUDGE_PROMPT = """You grade an answer to a question.
@@ -112,24 +112,17 @@ class JudgeTerm(EngineTerm):
 TERMS: dict[str, tuple[type[RewardTerm], dict[str, Any]]] = {
     "overlong": (OverlongTerm, {}),
     "model": (ModelTerm, {}),
-    "judge": (
-        JudgeTerm,
-        {
-            "prompt": JUDGE_PROMPT,
-            "max_rating": 10.0,
-            "options": {"temperature": 0, "max_tokens": 512},
-            "num_parallel": 16,
-            "api_key_variable": None,
-            "usd_per_million_tokens": None,
-        },
-    ),
-}
+    "judge": (JudgeTerm, {
+        "prompt": JUDGE_PROMPT, "max_rating": 10.0, "options": {"temperature": 0, "max_tokens": 512},
+        "num_parallel": 16, "api_key_variable": None, "usd_per_million_tokens": None,
+    }),
+}  # fmt: skip
 
 
 class FunctionTerm(RewardTerm):
     """A function, which runs in processes of its own."""
 
-    function: entry_of((*REWARDS, *TERMS))  # type: ignore[valid-type]
+    function: row_of((*REWARDS, *TERMS))  # type: ignore[valid-type]
     """A reward by name, or `package.module:name` of your own (docs/post_training.md)."""
 
 

@@ -898,27 +898,13 @@ class DocumentKind(NamedTuple):
 DOCUMENTS = {
     "text": DocumentKind(read_text, encode_texts, "pretrain"),
     "conversation": DocumentKind(read_conversation, encode_conversations, "sft", ("answers",)),
-    "prompt": DocumentKind(
-        read_prompt,
-        encode_prompts,
-        "prompt",
-        ("rows", "row_ends"),
-        load="tunix.data.prompts:load_prompts",
-        feed="tunix.feeds:PromptFeed",
-        asks_peers=True,
-    ),
-    "pair": DocumentKind(
-        read_pair, encode_pairs, "pair", ("answers", "splits"), feed="tunix.feeds:PairFeed", asks_peers=True
-    ),
-    "labelled": DocumentKind(
-        read_labelled,
-        encode_labelled,
-        "labelled",
-        ("answers", "splits", "labels"),
-        feed="tunix.feeds:PairFeed",
-        asks_peers=True,
-    ),
+    "prompt": DocumentKind(read_prompt, encode_prompts, "prompt", ("rows", "row_ends"),
+                           "tunix.data.prompts:load_prompts", "tunix.feeds:PromptFeed", asks_peers=True),
+    "pair": DocumentKind(read_pair, encode_pairs, "pair", ("answers", "splits"),
+                         feed="tunix.feeds:PairFeed", asks_peers=True),
+    "labelled": DocumentKind(read_labelled, encode_labelled, "labelled", ("answers", "splits", "labels"),
+                             feed="tunix.feeds:PairFeed", asks_peers=True),
     "comparison": DocumentKind(read_pair, encode_comparisons, "comparison", ("answers", "splits")),
     "example": DocumentKind(read_example, encode_examples, "example with all turns", ("answers", "label_values")),
     "group": DocumentKind(read_group, encode_groups, "group", ("answers", "label_values")),
-}
+}  # fmt: skip

@@ -44,14 +44,9 @@ class Architecture(NamedTuple):
     own_values: tuple[str, ...] = ()  # keys of ours for which llama.cpp has a value of its own where a file has none
 
 
+GEMMA2_VALUES = "attention_cap", "logits_cap", "sliding_window"
 ARCHITECTURES = {
-    "gemma2": Architecture(
-        "gemma2",
-        norm_offset=1.0,
-        global_every=2,
-        wide_layers=46,
-        own_values=("attention_cap", "logits_cap", "sliding_window"),
-    ),
+    "gemma2": Architecture("gemma2", norm_offset=1.0, global_every=2, wide_layers=46, own_values=GEMMA2_VALUES),
     "gemma3": Architecture("gemma3", norm_offset=1.0, global_every=6, wide_layers=62),
     "llama": Architecture("llama", pairs_beside=True),
     "mistral": Architecture("llama", pairs_beside=True),

@@ -48,18 +48,9 @@ from tunix.training.state import Architecture
 from tunix.training.teacher import AnyTeacher
 
 __all__ = [
-    "LOSSES",
-    "HeldOut",
-    "Loss",
-    "LossFn",
-    "LossKind",
-    "Mean",
-    "add_block_sums",
-    "compute_token_log_probs",
-    "find_loss_kind",
-    "make_loss",
-    "next_token_loss",
-]
+    "LOSSES", "HeldOut", "Loss", "LossFn", "LossKind", "Mean", "add_block_sums", "compute_token_log_probs",
+    "find_loss_kind", "make_loss", "next_token_loss",
+]  # fmt: skip
 
 
 class LossKind(NamedTuple):
@@ -165,16 +156,13 @@ def _in_chunks(loss: Callable[..., Loss]) -> Callable[[Config], LossFn]:
 
 _compute_pair_metrics = partial(compute_means, "eval_pairs")
 _compute_document_metrics = partial(compute_means, "eval_documents")
+_compute_answer_metrics = partial(compute_means, "eval_answers")
 
 LOSSES = {
     "next_token": LossKind(_make_next_token, _compute_text_metrics),  # of sft too: its loss_mask keeps only the answers
     "dpo": LossKind(_in_chunks(preference_loss), _compute_pair_metrics, PAIR_FIELDS, logits_again=True),
     "kto": LossKind(
-        _in_chunks(labelled_loss),
-        partial(compute_means, "eval_answers"),
-        LABELLED_FIELDS,
-        make_kl_estimate,
-        logits_again=True,
+        _in_chunks(labelled_loss), _compute_answer_metrics, LABELLED_FIELDS, make_kl_estimate, logits_again=True
     ),
     "grpo": LossKind(_make_policy, _compute_text_metrics, POLICY_FIELDS, logits_again=True),
     "reward": LossKind(_with_task(reward_loss), _compute_pair_metrics, measures_text=False),
