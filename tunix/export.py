@@ -36,15 +36,7 @@ from tunix.config import Export, pretrained_config
 from tunix.config.command_line import run_command
 from tunix.config.saved_runs import find_run, read_saved
 from tunix.config.vision import AnyVision
-from tunix.data.tokenizer import (
-    NAMED_TEMPLATES,
-    PAD,
-    SPECIAL_TOKENS,
-    Vocab,
-    find_tokenizer_files,
-    load_vocab,
-    token_text,
-)
+from tunix.data.tokenizer import PAD, SPECIAL_TOKENS, TEMPLATES, Vocab, find_tokenizer_files, load_vocab, token_text
 from tunix.data.tokenizer import read_settings as read_tokenizer_settings
 from tunix.huggingface import gguf_file, hub
 from tunix.huggingface.adapter import gather_adapter, gather_score
@@ -413,8 +405,8 @@ def _write_tokenizer(model: Pretrained, folder: Path) -> None:
     if model.files is None:
         return
     _copy_files(model.files, TOKENIZER_FILES, folder)
-    if (further := model.files / NAMED_TEMPLATES).is_dir():
-        shutil.copytree(further, folder / NAMED_TEMPLATES)
+    if (further := model.files / TEMPLATES).is_dir():
+        shutil.copytree(further, folder / TEMPLATES)
     if vocab is None:
         return
     read = find_tokenizer_files(str(model.files))
@@ -428,7 +420,7 @@ def _write_tokenizer(model: Pretrained, folder: Path) -> None:
         # A template in a file of its own wins over the one in tokenizer_config.json.
         for name in TEMPLATE_FILES:
             (folder / name).unlink(missing_ok=True)
-        shutil.rmtree(folder / NAMED_TEMPLATES, ignore_errors=True)
+        shutil.rmtree(folder / TEMPLATES, ignore_errors=True)
         changes["chat_template"] = _write_template(vocab)
         _write_processors_template(vocab, folder)
     if changes:

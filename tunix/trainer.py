@@ -48,15 +48,7 @@ from tunix.processes import peers
 from tunix.processes.rollcall import list_versions
 from tunix.processes.watchdog import Watchdog, listening
 from tunix.run.compiling import CompiledSteps, Compiler, StartClock, describe_memory, keep_programs, list_unfit_settings
-from tunix.run.early_stopping import (
-    PLANNED,
-    REASONS,
-    REASONS_OF_EVALUATIONS,
-    Moment,
-    check_time_limit,
-    find_ending,
-    list_unreached,
-)
+from tunix.run.early_stopping import EVALUATED, PLANNED, REASONS, Moment, check_time_limit, find_ending, list_unreached
 from tunix.run.folder import hold_lock, keep_files, open_folder, start_logging, watch_folder, write_record
 from tunix.run.goodput import SPLIT, Goodput
 from tunix.run.metrics import Metrics, StepLog, read_peak_memory_gib
@@ -626,7 +618,7 @@ class Loop:
         if ending and not ending.saves:  # the state is not worth a checkpoint: its loss is not finite, for example
             raise ending
         if not ending:
-            reasons = [*PLANNED, *(REASONS_OF_EVALUATIONS if evaluate_now else [])]
+            reasons = [*PLANNED, *(EVALUATED if evaluate_now else [])]
             try:
                 if evaluate_now:
                     self.evaluations.run(step)

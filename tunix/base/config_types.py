@@ -103,7 +103,7 @@ class Choices(NamedTuple):
     names: tuple[str, ...]
 
 
-def entry_of(table: Collection[str], kind: type | None = None) -> Any:
+def row_of(table: Collection[str], kind: type | None = None) -> Any:
     """Return the type of a key that takes the name of an entry of the table, or a dotted path (to a `kind`)."""
 
     def check(name: str) -> str:

@@ -8,18 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from omegaconf import OmegaConf
 from pydantic import BeforeValidator, Field, SecretStr, model_validator
 
-from tunix.base.config_types import (
-    CONF,
-    Count,
-    CountOrZero,
-    Flag,
-    Positive,
-    Section,
-    Seed,
-    Share,
-    Temperature,
-    entry_of,
-)
+from tunix.base.config_types import CONF, Count, CountOrZero, Flag, Positive, Section, Seed, Share, Temperature, row_of
 from tunix.config.model import MeshShape
 from tunix.config.rewards import RewardTerms
 from tunix.config.task import Decoding, Guessing
@@ -40,7 +29,7 @@ class ReadWeights(Section):
 class ReadModel(ReadWeights):
     """Keys of a command that reads a whole model."""
 
-    family: entry_of(FAMILIES, Family) | None  # type: ignore[valid-type]
+    family: row_of(FAMILIES, Family) | None  # type: ignore[valid-type]
     """Of a Hugging Face directory: its family of models, or your own, `package.module:name`; null finds the family by
     model_type in config.json."""
     adapter: str | None
@@ -99,7 +88,7 @@ class Average(WrittenModel):
     """Of one run: the steps of the checkpoints to average, or all that are kept; null where several are named."""
     shares: tuple[Positive, ...] | None
     """Share of each checkpoint in the average, in their order; only the ratios count. null means equal shares."""
-    family: entry_of(FAMILIES, Family) | None  # type: ignore[valid-type]
+    family: row_of(FAMILIES, Family) | None  # type: ignore[valid-type]
     """Of Hugging Face directories: their family of models, or your own, `package.module:name`; null finds the family by
     model_type in config.json."""
     dtype: Literal["float32", "bfloat16", "float16"] | None
@@ -173,7 +162,7 @@ class Generate(Guessing, Decoding, ReadModel):
 class Play(Section):
     """Play an environment by hand, or let a checkpoint play it; keys of training, like data=jsonl, work too."""
 
-    environment: entry_of(ENVIRONMENTS, type) | tuple[entry_of(ENVIRONMENTS, type), ...] | None  # type: ignore[valid-type]
+    environment: row_of(ENVIRONMENTS, type) | tuple[row_of(ENVIRONMENTS, type), ...] | None  # type: ignore[valid-type]
     """What is played: a row of tunix, or `package.module:name`, or a list of them; null is that of the run."""
     checkpoint: str | None
     """A run's folder, RUN_DIR/checkpoints/STEP, latest, or a Hugging Face directory or ID: it plays. null: you play, a
@@ -300,7 +289,7 @@ class Evaluate(ReadWeights):
     step: Count | tuple[Count, ...] | Literal["all"] | None
     """Of a run: the checkpoint of this step, of several steps, or all that are kept; null is the one that `checkpoint`
     names."""
-    metric: entry_of(("loss", "reward", "lm_eval", *REWARDS))  # type: ignore[valid-type]
+    metric: row_of(("loss", "reward", "lm_eval", *REWARDS))  # type: ignore[valid-type]
     """loss: loss, perplexity and bits per byte; lm_eval: `tasks` of EleutherAI's harness; reward: the model answers the
     questions of conversations, and `rewards` score its answers; the name of one reward, or `package.module:name`, is
     the same with this reward alone."""

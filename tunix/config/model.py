@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from tunix.base.config_types import Count, Flag, Positive, Regex, Section, entry_of
+from tunix.base.config_types import Count, Flag, Positive, Regex, Section, row_of
 from tunix.config.layers import (
     AnyMlp,
     ExpertsMlp,
@@ -58,7 +58,7 @@ MeshShape = Annotated[Any, AfterValidator(mesh.parse)]
 class Model(Section):
     """A decoder's architecture and size, and the mesh it is laid out on."""
 
-    family: entry_of(FAMILIES, Family)  # type: ignore[valid-type]
+    family: row_of(FAMILIES, Family)  # type: ignore[valid-type]
     """Family whose names of tensors and of config.json's keys the model has in Hugging Face's files; or your own,
     `package.module:name`."""
     vocab_size: Count
@@ -171,10 +171,10 @@ class Model(Section):
     init_adapter: str | None
     """Start from the low-rank updates of an adapter: a folder as PEFT or tunix.export writes it, or an ID of the
     Hugging Face hub. Sets rank, alpha, targets, use_rslora and use_dora of model.lora; its base is model.init_from."""
-    attention: entry_of(("auto", *KERNELS))  # type: ignore[valid-type]
+    attention: row_of(("auto", *KERNELS))  # type: ignore[valid-type]
     """Attention kernel: flash (our own; GPUs, 16-bit products), cudnn (GPUs, 16-bit products), xla (anywhere), or auto:
     the fastest one that is exact here. The start report says which, and why."""
-    expert_products: entry_of(("auto", FUSED, *GROUPED))  # type: ignore[valid-type]
+    expert_products: row_of(("auto", FUSED, *GROUPED))  # type: ignore[valid-type]
     """Products of experts: fused (our own kernels, which take tokens by their indices and copy no rows; GPUs, 16-bit
     products; on CPUs operations of JAX stand for them), grouped (our own kernel of one product; GPUs, 16-bit products),
     xla (anywhere; on GPUs it multiplies all tokens with all experts), or auto: the fastest one that is exact here. The

@@ -233,7 +233,7 @@ def find_run(source: str, key: str = "checkpoint", copied: Sequence[str] = ()) -
     if not is_run:
         return None
     run_dir, step = find_resume_point(source, None, key)
-    root = read_saved_root(run_dir)
+    root = read_root(run_dir)
     if root is None or Path(root) == run_dir:
         return run_dir, step
     return (find_mirrored(root, key, copied)[0] if is_address(root) else Path(root)), step
@@ -268,7 +268,7 @@ def find_resume_point(value: str, project: str | None, key: str = "resume") -> t
     return path, step
 
 
-def read_saved_root(run_dir: Path) -> str | None:
+def read_root(run_dir: Path) -> str | None:
     """Return the `checkpoint.folder` of a run's saved config; a folder as an absolute path.
 
     A folder that has the checkpoints itself may have been moved or copied since.

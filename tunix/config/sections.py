@@ -14,7 +14,7 @@ from tunix.base.config_types import (
     Section,
     Share,
     Temperature,
-    entry_of,
+    row_of,
 )
 from tunix.base.files import expand_home
 from tunix.config.task import Sampling
@@ -162,7 +162,7 @@ class Logging(Section):
     """Least severe messages of tunix that are shown and kept in train.log."""
     ranks: tuple[CountOrZero, ...] | None
     """Processes whose messages are shown on their terminal; null is all of them. Each has a log file of its own."""
-    sinks: tuple[entry_of(SINKS), ...]  # type: ignore[valid-type]
+    sinks: tuple[row_of(SINKS), ...]  # type: ignore[valid-type]
     """What is written: jsonl is metrics.jsonl, tensorboard its events; wandb, mlflow, webhook and prometheus tell other
     programs (docs/metrics.md); `package.module:name` is a sink of your own (docs/extending.md). The console is always
     there."""

@@ -15,7 +15,7 @@ from tunix.base.config_types import (
     Section,
     Share,
     Temperature,
-    entry_of,
+    row_of,
 )
 from tunix.base.errors import UserError, near_multiples
 from tunix.config.rewards import JudgeTerm, ModelTerm, RewardTerms
@@ -320,14 +320,14 @@ class Grpo(Prompted, Taught):
     beside the training state, and all of a rollout where that memory is not known; null draws all of a rollout."""
     samples_every_steps: Count | None
     """Steps between those whose answers are written to samples.jsonl; null writes none."""
-    environment: entry_of(ENVIRONMENTS, type) | tuple[entry_of(ENVIRONMENTS, type), ...] | None  # type: ignore[valid-type]
+    environment: row_of(ENVIRONMENTS, type) | tuple[row_of(ENVIRONMENTS, type), ...] | None  # type: ignore[valid-type]
     """What the model talks with in several turns (docs/agents.md): a row of tunix, or `package.module:name` of a class
     of your own; a list gives the tools of several; null: an answer is one turn."""
     environment_options: dict[str, Any] | None
     """Arguments of its class; of several {NAME: {ARGUMENT: VALUE}}; null for none."""
     max_turns: Count
     """Most turns of the model in an episode. sampling.max_new_tokens counts what it draws and what it sees together."""
-    tool_calls: entry_of(("auto", *TOOL_CALLS))  # type: ignore[valid-type]
+    tool_calls: row_of(("auto", *TOOL_CALLS))  # type: ignore[valid-type]
     """How the model writes calls of tools; auto chooses by the chat template."""
     environment_processes: Count
     """Processes that hold environments, on each host of the run."""

@@ -117,7 +117,7 @@ FILES = (
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json", SPECIAL_TOKENS, ADDED_TOKENS, "chat_template.jinja",
     "chat_template.json",
 )  # fmt: skip
-NAMED_TEMPLATES = "additional_chat_templates"  # folder of further ones beside chat_template.jinja
+TEMPLATES = "additional_chat_templates"  # folder of further ones beside chat_template.jinja
 TOOL_USE = "tool_use"  # name of the template for conversations with tools, where it is not the default one
 
 
@@ -277,7 +277,7 @@ def find_templates(files: dict[str, Path], settings: Settings, key: str) -> dict
     if "chat_template.jinja" in files:
         file = files["chat_template.jinja"]
         templates["default"] = _read_template(file, key)
-        for other in sorted(file.parent.glob(f"{NAMED_TEMPLATES}/*.jinja")):
+        for other in sorted(file.parent.glob(f"{TEMPLATES}/*.jinja")):
             templates[other.stem] = _read_template(other, key)
     return templates
 

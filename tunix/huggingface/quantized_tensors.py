@@ -413,7 +413,7 @@ class Enlarged:
         return np.concatenate([old, new])
 
 
-def merge_scales(tensors: Mapping[str, Stored], fp8_sizes: tuple[int, int]) -> dict[str, Stored]:
+def join_scales(tensors: Mapping[str, Stored], fp8_sizes: tuple[int, int]) -> dict[str, Stored]:
     """Return tensors by name, in which codes and their scales are one tensor."""
     joined: dict[str, Stored] = dict(tensors)
     plain = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, Plain)}
@@ -430,7 +430,7 @@ def merge_scales(tensors: Mapping[str, Stored], fp8_sizes: tuple[int, int]) -> d
     return joined
 
 
-def merge_packed(tensors: Mapping[str, Plain], quantization: Quantization) -> dict[str, Stored]:
+def join_packed(tensors: Mapping[str, Plain], quantization: Quantization) -> dict[str, Stored]:
     """Return tensors by name, in which the parts of a packed matrix are one, NAME.weight.
 
     Raises:

@@ -25,15 +25,7 @@ from tunix.base.files import is_plain, read_json
 from tunix.config import Model
 from tunix.huggingface.config_json import MTP_DEPTH, find_quantization, read_labels, read_num_rows
 from tunix.huggingface.family import SCORE
-from tunix.huggingface.quantized_tensors import (
-    Enlarged,
-    Integers,
-    MappedFile,
-    Plain,
-    Stored,
-    merge_packed,
-    merge_scales,
-)
+from tunix.huggingface.quantized_tensors import Enlarged, Integers, MappedFile, Plain, Stored, join_packed, join_scales
 from tunix.huggingface.table import Family, Name, find_family
 from tunix.models.layers import named, parameter_name
 from tunix.models.quantized import stack_quantized
@@ -79,7 +71,7 @@ class TensorFiles:
             tensors = {BASE + name: tensor for name, tensor in tensors.items()}
         try:
             quantization = find_quantization(self.folder)
-            self.tensors = merge_scales(merge_packed(tensors, quantization), quantization.block_sizes)
+            self.tensors = join_scales(join_packed(tensors, quantization), quantization.block_sizes)
         except ValueError as error:
             raise UserError(f"{self.folder}: {error}") from None
         self.family = self.family.as_in(self.tensors)

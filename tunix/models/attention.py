@@ -23,7 +23,7 @@ from tunix.config import Model
 from tunix.models import cpu_library
 from tunix.models.attention_mask import MaskRule
 from tunix.models.kernels import branches_are_cheap, find_kernel
-from tunix.models.layers import NORMS, Bias, Einsum, Initializer, divide_by_rms, soft_cap, unchanged
+from tunix.models.layers import NORMS, Bias, Einsum, Initializer, divide_by_rms, identity, soft_cap
 from tunix.models.mla import Heads
 from tunix.models.rope import apply_rope, grow_queries
 from tunix.models.table import CP_EXCHANGES
@@ -404,7 +404,7 @@ class Attention(nnx.Module):
         self.v = Einsum("attention.v", f"BTD,D{dim_names}->BT{dim_names}", cfg, layout, initializer) if has_v else None
         self.o = Einsum("attention.o", f"BTN{width},N{width}D->BtD", cfg, layout, initializer)
         self.q_norm = self._norm(f"BTN{width}", cfg, layout)
-        self.k_norm = self._norm(f"BT{dim_names}", cfg, layout) if has_kv else unchanged
+        self.k_norm = self._norm(f"BT{dim_names}", cfg, layout) if has_kv else identity
         self.sinks = Bias("BTN", cfg, layout) if cfg.attention_sinks else None
         gate_equation = f"BTD,DN{width}->BTN{width}"
         self.gate = Einsum("attention.gate", gate_equation, cfg, layout, initializer) if cfg.attention_gate else None
@@ -412,7 +412,7 @@ class Attention(nnx.Module):
     def _norm(self, dim_names: str, cfg: Model, layout: Layout) -> Any:
         """Return the norm of queries or keys, over each head or over all heads together."""
         if cfg.qk_norm in ("none", "after_rotation"):
-            return unchanged
+            return identity
         dims = {"per_head": dim_names[-1], "all_heads": dim_names[-2:]}[cfg.qk_norm]
         return NORMS[cfg.norm](dim_names, cfg, layout, dims)
 

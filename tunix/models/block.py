@@ -14,7 +14,7 @@ from tunix.config import Model
 from tunix.config.layers import ExpertsMlp
 from tunix.models.attention import Attention
 from tunix.models.experts import Experts
-from tunix.models.layers import ACTIVATIONS, MLP, NORMS, BlockSums, DropoutKey, Initializer, Matrix, look_up, unchanged
+from tunix.models.layers import ACTIVATIONS, MLP, NORMS, BlockSums, DropoutKey, Initializer, Matrix, identity, look_up
 from tunix.models.linear_attention import LinearAttention, Recurrence
 from tunix.models.mla import Heads, LatentAttention
 from tunix.models.rope import Rope, Turns, layer_rope, make_tables
@@ -206,7 +206,7 @@ class Block(nnx.Module):
 
     def __init__(self, cfg: Model, layout: Layout, mixer: str, mlp: str, initializer: Initializer):
         def norm(is_there: bool) -> Any:
-            return NORMS[cfg.norm]("BtD", cfg, layout) if is_there else unchanged
+            return NORMS[cfg.norm]("BtD", cfg, layout) if is_there else identity
 
         self.multiplier = cfg.residual_multiplier
         before, after = cfg.norm_placement != "post", cfg.norm_placement != "pre"
@@ -214,7 +214,7 @@ class Block(nnx.Module):
         self.mlp, self.has_experts = MLPS[mlp].make(cfg, layout, initializer), mlp in ("experts", "experts_beside")
         self.pre_attention, self.post_attention = norm(before), norm(after)
         self.pre_mlp, self.post_mlp = norm(before and mlp != "experts_beside"), norm(after)
-        self.scale = LayerScale(layout) if cfg.layer_scale else unchanged
+        self.scale = LayerScale(layout) if cfg.layer_scale else identity
         self.input_gate = InputGate(cfg, layout, initializer) if cfg.layer_inputs is not None else None
 
     def __call__(

@@ -38,7 +38,7 @@ from tunix.models.fused_experts import (
     count_capacity,
     sort_rows,
 )
-from tunix.models.layers import ACTIVATIONS, MLP, Bias, BlockSums, Initializer, Matrix, RMSNorm, Routing, unchanged
+from tunix.models.layers import ACTIVATIONS, MLP, Bias, BlockSums, Initializer, Matrix, RMSNorm, Routing, identity
 from tunix.models.lora import ExpertFactors
 from tunix.models.matmul import grouped_product
 from tunix.models.table import EXPERT_EXCHANGES, FUSED
@@ -75,10 +75,10 @@ class Router(Matrix):
         super().__init__("BtD,DY->BtY", cfg, layout, initializer)
         assert isinstance(cfg.mlp, ExpertsMlp)
         self.mlp = cfg.mlp
-        self.logits_bias = Bias("BtY", cfg, layout) if self.mlp.biases else unchanged
+        self.logits_bias = Bias("BtY", cfg, layout) if self.mlp.biases else identity
         # Beside an MLP (Gemma 4) the router takes the residual stream, so it has a norm and scales of its own.
         is_parallel = self.mlp.beside_mlp
-        self.norm = RMSNorm("BtD", cfg, layout) if is_parallel else unchanged
+        self.norm = RMSNorm("BtD", cfg, layout) if is_parallel else identity
         self.input_scale = cfg.embed_dim**-0.5 if is_parallel else 1.0
         ones = jnp.ones(self.mlp.num_experts, layout.param)
         self.expert_scales = nnx.Param(ones, equation=Equation("Bt,Y->BtY")) if is_parallel else None
@@ -359,7 +359,7 @@ class Experts(nnx.Module):
         the axes that split the experts' width has a part of the sum: the first one adds the bias.
         """
         if not biases:
-            return [unchanged] * 3
+            return [identity] * 3
         *inner, outer = (bias.at[group].get(mode="fill", fill_value=0) for bias in biases)
         width_axes = self.layout.product_axes(self.expert_down.equation)
         if probs is not None:

@@ -297,7 +297,7 @@ class Einsum(Matrix):
         self.result_name = f"product.{name}"  # by which remat policies keep the result
         in_tower = name.startswith(TOWER)
         has_bias = in_tower or (cfg.biases is not None and re.search(cfg.biases, name))
-        self.bias = Bias(self.equation.y, cfg, layout) if has_bias else unchanged
+        self.bias = Bias(self.equation.y, cfg, layout) if has_bias else identity
         is_frozen = in_tower and cfg.vision is not None and cfg.vision.freeze_tower
         has_update = cfg.lora.rank and not is_frozen and re.search(cfg.lora.targets, name)
         self.lora = LowRank(name, self.equation, cfg, layout, initializer) if has_update else None
@@ -339,7 +339,7 @@ class MLP(nnx.Module):
         return self.down(h, dropout_key), NO_SUMS
 
 
-def unchanged(x: jax.Array) -> jax.Array:
+def identity(x: jax.Array) -> jax.Array:
     """Return x of any shape: it stands in the place of a part that a family does not have."""
     return x
 

@@ -26,17 +26,7 @@ from tunix.config import Model
 from tunix.config.vision import TOWER, AnyVision, Gemma3Vision, Qwen3Vision, SmolVision
 from tunix.models.attention_mask import MaskRule
 from tunix.models.kernels import find_kernel
-from tunix.models.layers import (
-    ACTIVATIONS,
-    Bias,
-    DropoutKey,
-    Einsum,
-    Initializer,
-    LayerNorm,
-    Matrix,
-    RMSNorm,
-    unchanged,
-)
+from tunix.models.layers import ACTIVATIONS, Bias, DropoutKey, Einsum, Initializer, LayerNorm, Matrix, RMSNorm, identity
 from tunix.models.remat import Remat, scan_blocks
 from tunix.models.rope import Turns, rotate
 from tunix.sharding.layout import Layout
@@ -172,7 +162,7 @@ class Tower(nnx.Module):
         self.patches = Patches(cfg, vision, layout, initializer)
         self.blocks = initializer.make_stack(vision.num_layers, lambda own: TowerBlock(cfg, vision, layout, own))
         is_normed = not isinstance(vision, Qwen3Vision)
-        self.norm = LayerNorm("Bid", cfg, layout, eps=vision.norm_eps) if is_normed else unchanged
+        self.norm = LayerNorm("Bid", cfg, layout, eps=vision.norm_eps) if is_normed else identity
 
     def __call__(self, images: Images, remat: Remat, seed: Any) -> tuple[jax.Array, list[jax.Array]]:
         """Return the results [B', i, d] of the tower, and those of `deepstack_layers`; `seed` is for the dropout of

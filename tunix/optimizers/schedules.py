@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from pydantic import model_validator
 
-from tunix.base.config_types import CountOrZero, Section, Share, entry_of
+from tunix.base.config_types import CountOrZero, Section, Share, row_of
 from tunix.base.dotted_path import blame_user, import_object, is_dotted
 
 
@@ -98,7 +98,7 @@ SHAPES = {
 class Scheduler(Section):
     """Learning rate over the run, as a multiple of its peak."""
 
-    name: entry_of(SHAPES)  # type: ignore[valid-type]
+    name: row_of(SHAPES)  # type: ignore[valid-type]
     """Shape after the warmup, or `package.module:name` of your own (docs/extending.md)."""
     warmup_ratio: Share
     """Share of the run over which the rate rises, from peak / steps at the first one; warmup_steps and warmup_tokens

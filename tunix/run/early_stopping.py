@@ -130,7 +130,7 @@ def check_patience(now: Moment) -> Ending | None:
 
 # All processes ask all reasons, in this order, and every process must get the same answer: a process that ended alone
 # would leave the others waiting in the next step. After every step the loop asks `REASONS`. If none of them holds, it
-# evaluates, where that is due; then it asks `PLANNED`, and after an evaluation `REASONS_OF_EVALUATIONS` too.
+# evaluates, where that is due; then it asks `PLANNED`, and after an evaluation `EVALUATED` too.
 REASONS: list[Callable[[Moment], Ending | None]] = [
     check_failure,
     check_time_limit,
@@ -139,7 +139,7 @@ REASONS: list[Callable[[Moment], Ending | None]] = [
     check_spikes,
 ]
 PLANNED: list[Callable[[Moment], Ending | None]] = [check_hard_stop]
-REASONS_OF_EVALUATIONS: list[Callable[[Moment], Ending | None]] = [check_patience]
+EVALUATED: list[Callable[[Moment], Ending | None]] = [check_patience]
 
 
 def find_ending(now: Moment, reasons: list[Callable[[Moment], Ending | None]]) -> Ending | None:
