@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -418,44 +418,39 @@ def find_last_step(setup: Setup, sizes: Sizes, start: Position, improvement: Imp
     return last
 
 
+@dataclass
 class Evaluations:
-    """Measures the model on every set, and notes how its held-out loss goes. `latest` is the last held-out line.
+    """Measures the model on every set, and notes how its held-out loss goes.
 
     The cost of a model is the held-out number that is lowest for the best one: the loss, or the reward with its sign
     turned.
     """
 
-    def __init__(
-        self,
-        feed: Feed,
-        progress: Progress,
-        evaluation: Evaluation,
-        metrics: Metrics,
-        watchdog: Watchdog,
-        goodput: Goodput,
-    ):
-        self.goodput = goodput
-        self.held_out, self.sets, self.progress, self.evaluation = feed.held_out, feed.sets, progress, evaluation
-        self.metrics, self.watchdog = metrics, watchdog
-        self.latest: dict[str, Any] = {}
+    feed: Feed
+    progress: Progress
+    evaluation: Evaluation
+    metrics: Metrics
+    watchdog: Watchdog
+    goodput: Goodput
+    latest: dict[str, Any] = field(default_factory=dict)  # the last held-out line
 
     def run(self, step: int) -> None:
         """Write and log a line of metrics.jsonl for each set, of the model after `step`."""
-        for name, evaluator in self.sets.items():
+        for name, evaluator in self.feed.sets.items():
             self._evaluate(evaluator, step, name, f"sets/{name}", name)
-        if self.held_out:
-            self.latest = self._evaluate(self.held_out, step, "held_out", "held_out", "held out")
-            cost = self.held_out.cost(self.latest)
+        if self.feed.held_out:
+            self.latest = self._evaluate(self.feed.held_out, step, "held_out", "held_out", "held out")
+            cost = self.feed.held_out.cost(self.latest)
             self.progress.improvement = self.progress.improvement.after(cost, self.evaluation)
 
     def make_up(self, last: int) -> None:
         """Measure the model after the last step, where a stop prevented that."""
-        if self.held_out and self.latest.get("step") != last:
+        if self.feed.held_out and self.latest.get("step") != last:
             self.run(last)
 
     def cost(self, step: int) -> float | None:
         """Return the number after `step` that is lowest for the best model; None where it was not measured then."""
-        return self.held_out.cost(self.latest) if self.held_out and self.latest.get("step") == step else None
+        return self.feed.held_out.cost(self.latest) if self.feed.held_out and self.latest.get("step") == step else None
 
     def _evaluate(self, evaluator: Evaluator, step: int, split: str, group: str, label: str) -> dict[str, Any]:
         with self.watchdog.phase("evaluation"), self.goodput.count("evaluation"):

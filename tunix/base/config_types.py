@@ -76,11 +76,11 @@ def _temperature(value: float) -> float:
 Count = Annotated[int, BeforeValidator(reject_bool), Field(ge=1)]
 CountOrZero = Annotated[int, BeforeValidator(reject_bool), Field(ge=0)]
 Positive = Annotated[float, BeforeValidator(reject_bool), Field(gt=0, allow_inf_nan=False)]
-PositiveOrZero = Annotated[float, BeforeValidator(reject_bool), Field(ge=0, allow_inf_nan=False)]
+NonNegative = Annotated[float, BeforeValidator(reject_bool), Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, BeforeValidator(reject_bool), Field(ge=0, le=1)]
 Decay = Annotated[float, BeforeValidator(reject_bool), Field(ge=0, lt=1)]  # at 1 an average would never move
 Seed = Annotated[int, BeforeValidator(reject_bool), Field(ge=0, lt=2**31)]  # an int32 in compiled programs
-Temperature = Annotated[PositiveOrZero, AfterValidator(_temperature)]
+Temperature = Annotated[NonNegative, AfterValidator(_temperature)]
 Flag = Annotated[bool, Field(strict=True)]
 ProjectName = Annotated[str, AfterValidator(_plain)]
 RunName = Annotated[str, AfterValidator(_one_line)]

@@ -349,25 +349,22 @@ class Evaluate(ReadWeights):
 
     @model_validator(mode="after")
     def _check(self) -> "Evaluate":
-        if self.rewards is not None and self.metric != "reward":
-            raise ValueError(f"rewards are given, and metric={self.metric}; set metric=reward")
-        if self.best is not None and self.metric in ("loss", "lm_eval"):
-            raise ValueError(
-                f"best={self.best} needs answers with rewards, and metric={self.metric}; set metric=reward"
-            )
+        metric = self.metric
+        if self.rewards is not None and metric != "reward":
+            raise ValueError(f"rewards are given, and metric={metric}; set metric=reward")
+        if self.best is not None and metric in ("loss", "lm_eval"):
+            raise ValueError(f"best={self.best} needs answers with rewards, and metric={metric}; set metric=reward")
         if self.best_from is not None and self.best is None:
             raise ValueError(f"best_from={self.best_from:g} is of the file that `best` names, and best=null")
-        if bool(self.tasks) != (self.metric == "lm_eval"):
-            raise ValueError(
-                f"metric={self.metric} and tasks={list(self.tasks)}: metric=lm_eval takes tasks=[NAME,...]"
-            )
-        kind = self.metric if self.metric in ("loss", "lm_eval") else "reward"
+        if bool(self.tasks) != (metric == "lm_eval"):
+            raise ValueError(f"metric={metric} and tasks={list(self.tasks)}: metric=lm_eval takes tasks=[NAME,...]")
+        kind = metric if metric in ("loss", "lm_eval") else "reward"
         defaults = OmegaConf.load(CONF / "command" / "evaluate.yaml")
         for readers, keys in self._keys.items():
             for key in keys if kind not in readers else ():
                 if (value := getattr(self, key)) != OmegaConf.select(defaults, key):
                     name = " and metric=".join(readers)
-                    raise ValueError(f"{key}={value} is of metric={name}, and metric={self.metric}; leave it out")
+                    raise ValueError(f"{key}={value} is of metric={name}, and metric={metric}; leave it out")
         return self
 
 

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, Union
 
 from pydantic import Field, model_validator
 
-from tunix.base.config_types import Count, CountOrZero, Flag, PositiveOrZero, Section
+from tunix.base.config_types import Count, CountOrZero, Flag, NonNegative, Section
 from tunix.data.files import Source
 from tunix.data.sources import SOURCES, AnySource
 
@@ -18,7 +18,7 @@ class Stage(Section):
     """First optimizer step of the stage, from 0."""
     from_tokens: CountOrZero | None = Field(default=None)
     """Tokens of the run before the stage."""
-    weights: dict[str, PositiveOrZero]
+    weights: dict[str, NonNegative]
     """Share of each part; the shares add up to 1."""
 
     @model_validator(mode="after")
@@ -35,11 +35,11 @@ class Mixture(Section):
     """Where documents come from."""
     parts: Annotated[dict[str, AnySource], Field(min_length=1)]
     """Sources by name, each with the keys of its kind; docs/data.md shows some (Mixtures)."""
-    weights: dict[str, PositiveOrZero]
+    weights: dict[str, NonNegative]
     """Share of each part; the shares add up to 1."""
     weight_unit: Literal["token", "sample", "document"]
     """What the shares are shares of: tokens that are not padding, packed sequences, or documents."""
-    max_epochs: dict[str, PositiveOrZero] | None
+    max_epochs: dict[str, NonNegative] | None
     """Times that a part may be repeated; a run that needs more is refused before it starts. Parts not named here
     may be repeated without end; null names none."""
     stages: tuple[Stage, ...]

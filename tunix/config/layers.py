@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 from pydantic import Field, field_validator, model_validator
 
-from tunix.base.config_types import Count, CountOrZero, Flag, Positive, PositiveOrZero, Regex, Section
+from tunix.base.config_types import Count, CountOrZero, Flag, NonNegative, Positive, Regex, Section
 
 if TYPE_CHECKING:
     from tunix.config.model import Model
@@ -234,11 +234,11 @@ class ExpertsMlp(Section):
     """Groups of equal size that the experts are in; 1 for no groups."""
     groups_per_token: Count
     """Groups that a token's experts are taken from: those with the largest sum of two scores (arXiv:2412.19437)."""
-    balance_loss: PositiveOrZero
+    balance_loss: NonNegative
     """Weight of the loss that balances the experts' loads within each sequence (arXiv:2412.19437, equation 17)."""
-    z_loss: PositiveOrZero
+    z_loss: NonNegative
     """Weight of the square of log(Z), Z the sum of exp(router's logits), per token (arXiv:2202.08906)."""
-    bias_rate: PositiveOrZero | None
+    bias_rate: NonNegative | None
     """Each expert has a bias in the choice, not in the weights; after a step it rises by this where the expert's load
     was below the mean, and falls by this where it was above (arXiv:2408.15664). null for no bias."""
     beside_mlp: Flag

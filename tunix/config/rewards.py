@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
 
-from tunix.base.config_types import Count, Positive, PositiveOrZero, Section, row_of
+from tunix.base.config_types import Count, NonNegative, Positive, Section, row_of
 from tunix.rl.table import REWARDS
 
 JUDGE_PROMPT = """You grade an answer to a question.
@@ -104,7 +104,7 @@ class JudgeTerm(EngineTerm):
     """Requests at one time."""
     api_key_variable: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")] | None
     """Environment variable with the key of the server; null sends none."""
-    usd_per_million_tokens: tuple[PositiveOrZero, PositiveOrZero] | None
+    usd_per_million_tokens: tuple[NonNegative, NonNegative] | None
     """Price of what is read and of what is written, for the counter of costs; null counts tokens alone."""
 
 

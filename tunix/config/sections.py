@@ -5,17 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from tunix.base.buckets import BUCKETS, is_address, is_bucket
-from tunix.base.config_types import (
-    Count,
-    CountOrZero,
-    Flag,
-    Positive,
-    PositiveOrZero,
-    Section,
-    Share,
-    Temperature,
-    row_of,
-)
+from tunix.base.config_types import Count, CountOrZero, Flag, NonNegative, Positive, Section, Share, Temperature, row_of
 from tunix.base.files import expand_home
 from tunix.config.task import Sampling
 from tunix.data.sources import AnySource
@@ -69,7 +59,7 @@ class Evaluation(Section):
     patience: Count | None
     """The run ends, with everything saved, after this many evaluations in a row that did not lower the held-out loss,
     or with task=grpo did not raise the held-out reward; null never ends it."""
-    min_improvement: PositiveOrZero
+    min_improvement: NonNegative
     """Least decrease of the held-out loss, or increase of the reward, that counts for evaluation.patience."""
     num_sequences: Count
     """Held-out sequences of seq_len tokens, the same at every evaluation; fewer if there are fewer. Of each set too."""
@@ -166,7 +156,7 @@ class Logging(Section):
     """What is written: jsonl is metrics.jsonl, tensorboard its events; wandb, mlflow, webhook and prometheus tell other
     programs (docs/metrics.md); `package.module:name` is a sink of your own (docs/extending.md). The console is always
     there."""
-    close_timeout_s: PositiveOrZero
+    close_timeout_s: NonNegative
     """Seconds at the end of a run for sinks that have not sent everything yet."""
     wandb: WandbKeys
     """Weights & Biases."""

@@ -10,8 +10,8 @@ from tunix.base.config_types import (
     CountOrZero,
     Flag,
     NameOrPath,
+    NonNegative,
     Positive,
-    PositiveOrZero,
     Section,
     Share,
     Temperature,
@@ -273,7 +273,7 @@ class Grpo(Prompted, Taught):
     """Beyond the limits a token has no gradient (PPO), or keeps it with a clipped weight (CISPO, arXiv:2506.13585)."""
     clip_low: Share
     """Share by which a ratio may fall."""
-    clip_high: PositiveOrZero
+    clip_high: NonNegative
     """Share by which a ratio may rise."""
     max_importance: Positive | None
     """Cap of the probability in training over the one in sampling, which weights each token. With several steps on a
@@ -290,7 +290,7 @@ class Grpo(Prompted, Taught):
     kl: Literal["advantage", "loss"]
     """Where the divergence from the model of step 0 enters: as a penalty of each answer's reward, whose gradient is
     exact (advantage: k1), or in the loss of each token (loss: k3, http://joschu.net/blog/kl-approx.html)."""
-    kl_coefficient: PositiveOrZero
+    kl_coefficient: NonNegative
     """Weight of the divergence, a reward per nat; 0 needs no reference model."""
     truncated: Literal["count", "mask", "zero"]
     """An answer that is cut at sampling.max_new_tokens: counts with its reward, has no loss, or gets the reward 0."""
@@ -301,7 +301,7 @@ class Grpo(Prompted, Taught):
     from what was drawn."""
     curriculum: Curriculum
     """Prompts that are left out for a time."""
-    teacher_weight: PositiveOrZero
+    teacher_weight: NonNegative
     """Weight of the divergence from the teacher, in rewards per nat."""
     teacher_loss: Literal["sampled", "full"]
     """Divergence from the teacher at each token of an answer: by the token that was drawn (sampled), whose advantage
@@ -527,13 +527,13 @@ class Dpo(Compared):
     beta: Positive
     """Strength of the tie to the model of step 0; of simpo, scale of the margin; of orpo, weight of the odds (lambda of
     the paper)."""
-    simpo_gamma: PositiveOrZero
+    simpo_gamma: NonNegative
     """simpo: margin, times beta, that a pair should have."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)]
     """sigmoid, simpo: share of the pairs that are taken to be in the wrong order (arXiv:2306.14111)."""
     length_normalized: Flag
     """sigmoid: log-probabilities per token of an answer in place of their sum."""
-    sft_weight: PositiveOrZero
+    sft_weight: NonNegative
     """Weight of the cross entropy of the chosen answer, which is added to the loss: a mean over its tokens (RPO,
     arXiv:2404.19733)."""
 
@@ -565,9 +565,9 @@ class Kto(Compared):
     """What is learnt."""
     beta: Positive
     """Strength of the tie to the model of step 0: scale of the gain in log-probability beyond the divergence."""
-    desirable_weight: PositiveOrZero
+    desirable_weight: NonNegative
     """Weight of answers whose label is true."""
-    undesirable_weight: PositiveOrZero
+    undesirable_weight: NonNegative
     """Weight of answers whose label is false."""
 
 
@@ -580,7 +580,7 @@ class Reward(Paired):
 
     name: Literal["reward"]  # type: ignore[assignment]
     """What is learnt."""
-    center_coefficient: PositiveOrZero
+    center_coefficient: NonNegative
     """Weight of the square of the sum of both rewards of a pair, which keeps rewards around 0 (arXiv:2312.09244)."""
 
     @property

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from tunix.base.config_types import Count, CountOrZero, Decay, Flag, Positive, PositiveOrZero, Section
+from tunix.base.config_types import Count, CountOrZero, Decay, Flag, NonNegative, Positive, Section
 from tunix.base.errors import near_multiples
 from tunix.config.batch import BatchKeys, check_batch_stages
 from tunix.models.table import MATMUL_DTYPES
@@ -81,7 +81,7 @@ class StepKeys(Section):
     ema_memory: Literal["device", "host"]
     """Where averages are between two steps: device, beside the parameters; host, in the pinned memory of the host,
     sharded alike. Each step then moves them to the devices and back."""
-    z_loss: PositiveOrZero
+    z_loss: NonNegative
     """Weight of the squared log-partition added to the loss (PaLM, arXiv:2204.02311: 1e-4)."""
     remat: Literal[("auto", "budget", *REMAT)]  # type: ignore[valid-type]
     """What the backward pass computes again: none, only activations and other cheap operations; dots, all but matrix
@@ -163,7 +163,7 @@ class Training(StepKeys, BatchKeys):
     """Spikes in a row, each skipped, before the run stops with exit code 77."""
     profile_communication: Flag
     """Trace the steps of `profile` and write into the run's folder what its collectives take."""
-    compile_cache_gib: PositiveOrZero
+    compile_cache_gib: NonNegative
     """Disk space for compiled programs in loading.cache_dir, in GiB: a second start reads them. 0 keeps none."""
 
     @model_validator(mode="after")

@@ -435,9 +435,9 @@ def _read_texts(columns: Columns, meaning: str, row: dict[str, Any]) -> list[Any
 
 def _parse_list(value: Any) -> Any:
     """Return a cell that is a list, or a list in JSON, as in a CSV file; None of other text."""
-    if isinstance(value, str) and value.lstrip().startswith("["):
+    if isinstance(value, str):
         with suppress(ValueError, RecursionError):
-            return json.loads(value)
+            value = json.loads(value)
     return value if isinstance(value, list) else None
 
 
@@ -473,12 +473,8 @@ def _read_options(columns: Columns, row: dict[str, Any], task: Task) -> Options:
     options = dict(task.chat_template_kwargs or {})
     tools: Any = task.describe_tools()
     if columns.tools is not None and row.get(columns.tools):
-        value = row[columns.tools]
-        try:
-            tools = json.loads(value) if isinstance(value, str) else value
-        except (ValueError, RecursionError):
-            tools = None
-        if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        tools = _parse_list(row[columns.tools])
+        if tools is None or not all(isinstance(tool, dict) for tool in tools):
             raise BadRow(f"has no list of tools in column {columns.tools}")
     return options | {"tools": tools} if tools else options
 
@@ -501,12 +497,8 @@ def _read_learnt(columns: Columns, row: dict[str, Any], num_turns: int) -> list[
     """Return for each turn whether it is learnt, as the row's column says; None without a column."""
     if columns.learnt_turns is None:
         return None
-    value = _read_cell(columns, "learnt_turns", row, (str, list))
-    try:
-        value = json.loads(value) if isinstance(value, str) else value
-    except (ValueError, RecursionError):
-        value = []
-    if not isinstance(value, list) or len(value) != num_turns or not all(each in (0, 1) for each in value):
+    value = _parse_list(_read_cell(columns, "learnt_turns", row, (str, list)))
+    if value is None or len(value) != num_turns or not all(each in (0, 1) for each in value):
         raise BadRow(
             f"has no list of {num_turns} times true or false, one for each turn, in column {columns.learnt_turns}"
         )

@@ -502,18 +502,16 @@ def _encode(
         return list(zip(documents, encode(vocab, documents), strict=True))
     # Which ones it refuses is found one by one: nearly all corpora have none.
     accepted = []
-    for document in documents:
+    for each in documents:
         try:
-            list(encode(vocab, [document]))
-            accepted.append(document)
+            list(encode(vocab, [each]))
+            accepted.append(each)
         except RefusedConversation as error:
             if not isinstance(plan.source, Rows) or plan.source.bad_rows == "error":
                 reason = str(error).partition(": ")[2]
                 with plan.source.naming_keys():
-                    raise refuse_row(
-                        document, f"has a conversation that task.chat_template refuses: {reason}"
-                    ) from None
-            _count_left_out(LeftOut(document.name, REFUSED), left_out, examples)
+                    raise refuse_row(each, f"has a conversation that task.chat_template refuses: {reason}") from None
+            _count_left_out(LeftOut(each.name, REFUSED), left_out, examples)
     return list(zip(accepted, encode(vocab, accepted), strict=True)) if accepted else []
 
 

@@ -20,7 +20,7 @@ from tunix.processes import exits
 JOB, CONTAINER = "workers", "trainer"
 FOR_GOOD = [exits.USER_ERROR, exits.DIVERGED]  # exit codes after which starting again would fail the same way
 INDEX = "batch.kubernetes.io/job-completion-index"
-NAME_LENGTH = 40  # a host name has at most 63 characters; this leaves room for "-workers-0-15"
+MAX_NAME = 40  # a host name has at most 63 characters; this leaves room for "-workers-0-15"
 
 
 def launch(job: compose.Job) -> int:
@@ -161,8 +161,6 @@ def _select_name(job: compose.Job) -> str:
     if job.config.run_name and HydraConfig.initialized():
         text += f"-{HydraConfig.get().job.num}"
     name = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
-    if not name or not name[0].isalpha() or len(name) > NAME_LENGTH:
-        raise UserError(
-            f"run_name={text}: Kubernetes takes at most {NAME_LENGTH} letters, digits and -, a letter first"
-        )
+    if not name or not name[0].isalpha() or len(name) > MAX_NAME:
+        raise UserError(f"run_name={text}: Kubernetes takes at most {MAX_NAME} letters, digits and -, a letter first")
     return name

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 
 from pydantic import Field, model_validator
 
-from tunix.base.config_types import Count, Decay, DottedPath, Flag, Positive, PositiveOrZero, Regex, Section, Share
+from tunix.base.config_types import Count, Decay, DottedPath, Flag, NonNegative, Positive, Regex, Section, Share
 from tunix.base.dotted_path import blame_user, import_object
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ class ParameterGroup(Section):
 
     params: Regex
     """Regular expression searched for in the parameter's dotted path."""
-    weight_decay: PositiveOrZero | None = Field(default=None)
+    weight_decay: NonNegative | None = Field(default=None)
     """Weight decay of these parameters."""
     learning_rate: Positive | None = Field(default=None)
     """Peak learning rate of these parameters."""
@@ -29,7 +29,7 @@ class ParameterGroup(Section):
 class Optimizer(Section):
     learning_rate: Positive
     """Peak learning rate; the scheduler scales it."""
-    weight_decay: PositiveOrZero
+    weight_decay: NonNegative
     """Decoupled weight decay, times the learning rate; not for vectors (norm scales)."""
     groups: tuple[ParameterGroup, ...]
     """Settings for some parameters; the first pattern that matches wins, one that matches nothing is an error."""
