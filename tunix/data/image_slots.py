@@ -42,17 +42,15 @@ def find_slots(cfg: Config) -> "ImageSlots | None":
     return ImageSlots(find_processor(vision), per_row, vision.image_token)
 
 
-def index_images(
-    tokens: Sequence[int], files: Sequence[bytes], processor: ImageProcessor, soft_id: int
-) -> Images | None:
+def index_images(tokens: Sequence[int], files: Sequence[bytes], processor: ImageProcessor, soft: int) -> Images | None:
     """Return the images of a prompt, out of their files; None without any (`Engine.admit`).
 
     Raises:
         ValueError: the tokens are those of another number of images.
     """
     row = np.asarray(tokens)
-    processor.find(row, soft_id, files)
-    return _join([processor.decode(data) for data in files], _count_soft(row, soft_id)) if files else None
+    processor.find(row, soft, files)
+    return _join([processor.decode(data) for data in files], _count_soft(row, soft)) if files else None
 
 
 def place_images(

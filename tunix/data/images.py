@@ -352,13 +352,12 @@ def take_images(turns: list[Message], column: list[Any], reader: ImageReader | N
 
 def _place(turns: list[Message], count: int, mark: str) -> None:
     """Put places for `count` images into turns of text."""
-    num_marks = sum(turn["content"].count(mark) for turn in turns)
-    if num_marks == 0:
+    if not any(mark in turn["content"] for turn in turns):
         first = next((turn for turn in turns if turn["role"] == "user"), None)
         if first is None:
             raise BadRow("has images and no turn of the user")
-        first["content"] = [{"type": "image"}] * count + [{"type": "text", "text": first["content"]}]
-        first["content"] = [dict(part) for part in first["content"]]
+        places = [{"type": "image"} for _ in range(count)]
+        first["content"] = [*places, {"type": "text", "text": first["content"]}]
         return
     for turn in turns:
         if mark in turn["content"]:

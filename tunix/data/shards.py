@@ -464,12 +464,10 @@ def can_split(source: Source, document: Document, cutter: Cutter | None) -> bool
     return len(text) * 4 <= limit or find_max_piece_bytes(text, cutter) <= limit
 
 
-def _read_batches(
-    plan: ShardPlan, vocab: Vocab, left_out: Counter[str], examples: list[str]
-) -> Iterator[list[Document]]:
+def _read_batches(plan: ShardPlan, vocab: Vocab, left_out: Counter[str], names: list[str]) -> Iterator[list[Document]]:
     """Yield the documents in order, about `BATCH_CHARS` of text at a time.
 
-    `left_out` counts the items that give no document by reason; `examples` gets the names of the first five.
+    `left_out` counts the items that give no document by reason; `names` gets the names of the first five.
     """
     batch: list[Document] = []
     size = 0
@@ -478,7 +476,7 @@ def _read_batches(
             if isinstance(document, Document) and not can_split(plan.source, document, vocab.cutter):
                 document = LeftOut(document.name, NOT_SPLIT)
             if isinstance(document, LeftOut):
-                _count_left_out(document, left_out, examples)
+                _count_left_out(document, left_out, names)
                 continue
             batch.append(document)
             size += len(document.text) + sum(map(len, document.images)) // IMAGE_BYTES_PER_CHAR

@@ -170,9 +170,8 @@ def _find_matrices_left_out(files: TensorFiles, cfg: Model, weights: Parameters)
     found: dict[str, bool] = {}
     for path, name, _ in _list_factors(cfg, weights):
         tensors = {name.tensor.format(*numbers) for numbers in list_numbers(path, name, cfg)}
-        found[_find_matrix(path)] = found.get(_find_matrix(path), cfg.lora.use_dora) or not tensors.isdisjoint(
-            files.tensors
-        )
+        matrix = _find_matrix(path)
+        found[matrix] = found.get(matrix, cfg.lora.use_dora) or not tensors.isdisjoint(files.tensors)
     return {matrix for matrix, is_there in found.items() if not is_there}
 
 

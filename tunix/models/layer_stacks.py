@@ -430,10 +430,9 @@ def split_rows(rows: Any, num_parts: int) -> list[Any]:
 
     def split(array: jax.Array) -> tuple[jax.Array, ...]:
         spec = jax.typeof(array).sharding.spec
-        split_own = jax.shard_map(
+        return jax.shard_map(
             lambda own: tuple(jnp.split(own, num_parts)), in_specs=spec, out_specs=(spec,) * num_parts
-        )
-        return split_own(array)
+        )(array)
 
     leaves, tree = jax.tree.flatten(rows)
     return [jax.tree.unflatten(tree, part) for part in zip(*map(split, leaves), strict=True)]

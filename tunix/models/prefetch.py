@@ -63,14 +63,12 @@ class GatheredWeights(Weights):
             spec = PartitionSpec(self.stages, *spec.partitions, unreduced=spec.unreduced)
         return reshard(jnp.zeros(shape, dtype), spec)
 
-    def scatter_over_devices(
-        self, gradients: list[jax.Array | None], params: list[jax.Array]
-    ) -> list[jax.Array | None]:
+    def scatter_over_devices(self, grads: list[jax.Array | None], params: list[jax.Array]) -> list[jax.Array | None]:
         """Return the gradients [...] of one layer as parts of sums over replicas; None stays.
 
         See `Layout.scatter_gradient`.
         """
-        return self._map(self.layout.scatter_gradient, gradients, params)
+        return self._map(self.layout.scatter_gradient, grads, params)
 
     def sum_parts(self, parts: list[jax.Array | None], params: list[jax.Array]) -> list[jax.Array | None]:
         """Return the gradients of one layer, in the shapes of its weights, as `Layout.gather` would; None stays."""

@@ -413,12 +413,10 @@ class Player:
             engine = sampler.engine(params, sampling, request.seed, max_length, rows, fixed_shapes=True)
         return self.play(engine, episodes, request, rows_at_once)
 
-    def play(
-        self, engine: Engine, episodes: list[Episode], request: RolloutRequest, rows_at_once: int | None
-    ) -> Played:
+    def play(self, engine: Engine, episodes: list[Episode], request: RolloutRequest, max_rows: int | None) -> Played:
         """Play episodes to their ends; those of a group follow one another.
 
-        Every process calls it with the same arguments, and gets all episodes. At most `rows_at_once` are played at one
+        Every process calls it with the same arguments, and gets all episodes. At most `max_rows` are played at one
         time; None plays all.
 
         Raises:
@@ -430,7 +428,7 @@ class Player:
             while game.live or game.waiting:
                 if request.between_chunks is not None:
                     request.between_chunks()
-                game.begin_groups(rows_at_once)
+                game.begin_groups(max_rows)
                 # While most rows wait for their environments, a stretch of tokens costs nearly as much as one of all
                 # rows: then it is worth a wait of the same time.
                 waits = len(game.live) - engine.num_working > engine.num_working

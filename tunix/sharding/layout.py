@@ -131,9 +131,7 @@ class Layout:
     # Parts of a device's sequences that take turns in a layer (models/layer_stacks.py), where they divide them.
     batch_parts: int = 1
     splits_stream: bool = False  # devices with parts of the same products split the tokens of the residual stream
-    in_first_layers: bool = (
-        False  # inside of layers before the stages, whose weights rest on the axes of the stages too
-    )
+    in_first_layers: bool = False  # in layers before the stages, whose weights rest on the axes of the stages too
 
     @property
     def stage_axes(self) -> tuple[str, ...]:

@@ -154,24 +154,20 @@ def _in_chunks(loss: Callable[..., Loss]) -> Callable[[Config], LossFn]:
     return lambda cfg: partial(loss, task=cfg.task, chunk_size=cfg.training.loss_chunk_size)
 
 
-_compute_pair_metrics = partial(compute_means, "eval_pairs")
-_compute_document_metrics = partial(compute_means, "eval_documents")
-_compute_answer_metrics = partial(compute_means, "eval_answers")
+_pair_metrics = partial(compute_means, "eval_pairs")
+_document_metrics = partial(compute_means, "eval_documents")
+_answer_metrics = partial(compute_means, "eval_answers")
 
 LOSSES = {
     "next_token": LossKind(_make_next_token, _compute_text_metrics),  # of sft too: its loss_mask keeps only the answers
-    "dpo": LossKind(_in_chunks(preference_loss), _compute_pair_metrics, PAIR_FIELDS, logits_again=True),
-    "kto": LossKind(
-        _in_chunks(labelled_loss), _compute_answer_metrics, LABELLED_FIELDS, make_kl_estimate, logits_again=True
-    ),
+    "dpo": LossKind(_in_chunks(preference_loss), _pair_metrics, PAIR_FIELDS, logits_again=True),
+    "kto": LossKind(_in_chunks(labelled_loss), _answer_metrics, LABELLED_FIELDS, make_kl_estimate, logits_again=True),
     "grpo": LossKind(_make_policy, _compute_text_metrics, POLICY_FIELDS, logits_again=True),
-    "reward": LossKind(_with_task(reward_loss), _compute_pair_metrics, measures_text=False),
-    "classify": LossKind(
-        _with_task(classification_loss), _compute_document_metrics, EXAMPLE_FIELDS, measures_text=False
-    ),
+    "reward": LossKind(_with_task(reward_loss), _pair_metrics, measures_text=False),
+    "classify": LossKind(_with_task(classification_loss), _document_metrics, EXAMPLE_FIELDS, measures_text=False),
     "embed": LossKind(
         _with_task(embedding_loss),
-        _compute_document_metrics,
+        _document_metrics,
         EXAMPLE_FIELDS,
         make_gradients,
         measures_text=False,

@@ -541,9 +541,8 @@ def make_pipelined_gradients(
             sums = sums | {HEAD_SCORES: Max(of_layers.head_scores)}
         with jax.named_scope("reduce"):
             d_blocks = jax.tree.map(chunks.merge_stage, d_blocks)
-            grads = jax.tree.map_with_path(
-                zeros_like.sum_over_devices, d_outer | d_first | d_blocks, arch.trained_weights
-            )
+            summed = d_outer | d_first | d_blocks
+            grads = jax.tree.map_with_path(zeros_like.sum_over_devices, summed, arch.trained_weights)
             grads = grads | {name: jax.tree.map(chunks.take_back, grads[name]) for name in names}
         return grads, carry.weight, sums
 
