@@ -373,13 +373,10 @@ def _format_csv(rows: list[Row], columns: list[str], with_head: bool) -> str:
     writer = csv.DictWriter(text, columns)
     if with_head:
         writer.writeheader()
-    writer.writerows({name: _to_cell(value) for name, value in row.items()} for row in rows)
+    for row in rows:  # a value of JSON that is no text or number is JSON again
+        nested = {name: value for name, value in row.items() if isinstance(value, dict | list | bool)}
+        writer.writerow(row | {name: json.dumps(value, ensure_ascii=False) for name, value in nested.items()})
     return text.getvalue()
-
-
-def _to_cell(value: Any) -> Any:
-    """Return what a cell of CSV has for a value of JSON: JSON again, where it is no text or number."""
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, dict | list | bool) else value
 
 
 FORMATS: dict[str, Callable[[list[Row], list[str], bool], str]] = {  # (rows, columns, whether they are the first)

@@ -22,7 +22,7 @@ from tunix.base.errors import Finished, RolloutFailed, Stopped, UserError, mask_
 from tunix.base.files import read_json_lines
 from tunix.checkpoints.checkpoint import Checkpoints, Improvement
 from tunix.checkpoints.root import check_root, find_root, write_root
-from tunix.checkpoints.store import open_store
+from tunix.checkpoints.store import WAITING, open_store
 from tunix.config import Config, Evaluation, compose
 from tunix.config.batch import BatchShape
 from tunix.config.compose import list_remarks, to_yaml
@@ -635,7 +635,7 @@ class Loop:
                     with self.goodput.count("checkpoint"):
                         self.checkpoints.store.finish()
                         if (whole := self.source.after(step)) != position:
-                            self.checkpoints.add_waiting(whole)
+                            self.checkpoints.store.add(step, WAITING, whole.waiting)
         if save_now or evaluate_now or ending:
             self.write_goodput(step)
         if isinstance(ending, Finished):

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from tunix.base.errors import UserError, first_line, mask_values
 from tunix.base.forms import sign
 from tunix.base.text import as_typed, flat
-from tunix.checkpoints.store import WAITING, Record, Store
+from tunix.checkpoints.store import Record, Store
 from tunix.config import Config, Evaluation, Grpo
 from tunix.config.compose import format_resume
 from tunix.config.model import list_keys_outside
@@ -177,10 +177,6 @@ class Checkpoints:
         }
         metrics = None if held_out_loss is None else {"held_out_loss": held_out_loss}
         self.store.save(position.step, state, Record(info, json.loads(tokenizer.to_str()), metrics))
-
-    def add_waiting(self, position: Position) -> None:
-        """Add answers to the checkpoint of a position that were drawn for later steps while it was written."""
-        self.store.add(position.step, WAITING, position.waiting)
 
     def restore(
         self, step: int | None, abstract: State, config: Config, now: Position

@@ -245,10 +245,7 @@ class Pretrained:
 
     @cached_property
     def _scores(self):
-        def scores(params, tokens, segment_ids):
-            return reshard(score_rows(self.arch.module(params), tokens, segment_ids), PartitionSpec())
-
-        return jax.jit(scores)
+        return jax.jit(lambda params, *rows: reshard(score_rows(self.arch.module(params), *rows), PartitionSpec()))
 
     @cached_property
     def sampler(self) -> Sampler:
