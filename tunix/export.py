@@ -221,8 +221,7 @@ def _reject_keys_outside_family(model: Pretrained) -> None:
 
 def _write_processor(vision: AnyVision, model: Pretrained, folder: Path) -> None:
     """Write the files with which transformers makes of an image what the model has seen: those of its source, unless
-    their sizes or tiles are others.
-    """
+    their sizes or tiles are others."""
     own, source = write_processor(vision), model.files
     if source is not None:
         found = pretrained_config.trained_model(source, model.cfg.mesh_shape, model.cfg.family).vision

@@ -22,8 +22,7 @@ PositiveChannels = Annotated[tuple[Positive, Positive, Positive], Field(min_leng
 
 class Vision(Section):
     """Keys of all towers; `kind` tells them apart. A tower turns patches of images into vectors of its own width, and
-    a projector turns these into soft tokens: the embeddings of some tokens of a row.
-    """
+    a projector turns these into soft tokens: the embeddings of some tokens of a row."""
 
     image_size: Count
     """Rows and columns of pixels of an image to which images are resized (gemma3), of a tile that an image is cut into

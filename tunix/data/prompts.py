@@ -116,8 +116,7 @@ class PromptPart(grain.sources.RandomAccessDataSource):
         if question is not None and "messages" in row:  # with the places of images
             question = question._replace(messages=row["messages"])
         columns = row["columns"] if question is None else {"messages": question.messages, **row["columns"]}
-        begin, length = int(starts[0]), len(tokens)
-        images = None if self.slots is None else self.slots.read(shard, begin, length)
+        images = None if self.slots is None else self.slots.read(shard, int(starts[0]), len(tokens))
         return Prompt(tokens.tolist(), row["text"], columns, question, images)
 
 

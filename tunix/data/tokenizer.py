@@ -472,8 +472,7 @@ class Vocab:
     def digest(self) -> str:
         """Hash of everything that decides the tokens of a document."""
         images = () if self.images is None else (str(self.images.describe()),)
-        parts = (tokenizer_digest(self.backend), str(self.bos_token), self.eos_token, *images)
-        return hash_texts(*parts)
+        return hash_texts(tokenizer_digest(self.backend), str(self.bos_token), self.eos_token, *images)
 
     def with_bos(self) -> Backend:
         """Return a tokenizer that adds the first token of a document to each text, as Hugging Face's tokenizers do."""

@@ -23,8 +23,7 @@ MODULES = {"": "Transformer", "1_Pooling": "Pooling", "2_Normalize": "Normalize"
 
 def list_files(pooling: str, width: int, length: int) -> dict[str, object]:
     """Return the content of each JSON file by its path; `pooling` is task.pooling, `width` that of the vectors, and
-    `length` the most tokens of a text.
-    """
+    `length` the most tokens of a text."""
     modes = ("cls_token", "mean_tokens", "max_tokens", "mean_sqrt_len_tokens", "weightedmean_tokens", "lasttoken")
     return {
         "modules.json": [

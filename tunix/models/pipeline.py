@@ -157,8 +157,7 @@ class Lanes:
 
     def from_stage(self, condition: jax.Array, x: jax.Array, spec: PartitionSpec) -> jax.Array:
         """[S, rows, T, D] -> [rows, t, D] of the one stage where the condition [S] holds, laid out as `spec`: stages
-        split the tokens that each of their devices has. [S, rows] -> [rows], which every stage has.
-        """
+        split the tokens that each of their devices has. [S, rows] -> [rows], which every stage has."""
 
         # A sum over stages, to which the others add zeros. XLA would sum and send where it could scatter.
         def on_each_stage(x: jax.Array) -> jax.Array:

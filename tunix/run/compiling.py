@@ -138,8 +138,7 @@ def keep_programs(cfg: Config) -> None:
 
 def _remove_torn(folder: Path) -> None:
     """Remove the programs that a full disk or a kill has cut: JAX gives a whole one a file with its time, and stops to
-    keep programs where one lacks it.
-    """
+    keep programs where one lacks it."""
     if not (peers.is_main() and folder.is_dir()):
         return
     with suppress(OSError), (folder / ".lockfile").open("a") as lock:
