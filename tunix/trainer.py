@@ -223,12 +223,8 @@ def _select(cfg: Config, cluster: Cluster) -> dict:
 
 def _resolve_mesh(cfg: Config) -> dict[str, int]:
     """Return the sizes of this run's mesh, also where they are `auto` or -1."""
-    return resolve(cfg.model.mesh_shape, _count_devices(cfg), cfg.dims, cfg.distributed.allow_idle_devices)
-
-
-def _count_devices(cfg: Config) -> int:
-    """Return how many devices of this run learn."""
-    return len(split_devices(cfg, jax.devices())[0])
+    num_devices = len(split_devices(cfg, jax.devices())[0])  # that learn
+    return resolve(cfg.model.mesh_shape, num_devices, cfg.dims, cfg.distributed.allow_idle_devices)
 
 
 def _describe_cluster(cfg: Config) -> Cluster:
@@ -236,7 +232,7 @@ def _describe_cluster(cfg: Config) -> Cluster:
     kind = find_kind(jax.devices()[0].device_kind) or read_topology(cfg.plan.topology).kind
     if cfg.plan.network:
         kind = replace_network(kind, cfg.plan.network)
-    num_devices = _count_devices(cfg)
+    num_devices = len(split_devices(cfg, jax.devices())[0])
     if not isinstance(cfg.model.mesh_shape, str) and -1 not in cfg.model.mesh_shape[0]:
         num_devices = math.prod(cfg.model.mesh_shape[0])  # other devices stay idle, if that is allowed
     per_node = max(1, num_devices // len(set(peers.hosts())))

@@ -76,9 +76,7 @@ def gather(arch: Architecture, params: Tree, as_matrices: bool) -> Gathered:
 def _split_stacks(model: Any, tree: Tree) -> tuple[Tree, dict[str, list[Tree]]]:
     """Return the parameters of a model without those of its stacks, and those of each of its layers."""
     blocks = {stack.name: nnx.graphdef(getattr(model, stack.name)) for stack in model.stacks}
-    layers = {
-        name: [_order_weights(block, layer) for layer in _split_layers(tree[name])] for name, block in blocks.items()
-    }
+    layers = {name: [_order_weights(block, one) for one in _split_layers(tree[name])] for name, block in blocks.items()}
     return {name: part for name, part in tree.items() if name not in blocks}, layers
 
 

@@ -94,9 +94,7 @@ class RewardModel:
         """
         rows, max_length = self.encode(prompts, answers), self.model.cfg.context_length
         too_long = "it has {:,} tokens with its prompt, more than model.context_length={} of the reward model"
-        scores: list[float | str] = [
-            row if isinstance(row, str) else too_long.format(len(row), max_length) for row in rows
-        ]
+        scores: list[float | str] = [x if isinstance(x, str) else too_long.format(len(x), max_length) for x in rows]
         fitting = {n: row for n, row in enumerate(rows) if not isinstance(row, str) and len(row) <= max_length}
         if fitting:
             num_at_once = max(1, TOKENS // max(map(len, fitting.values())))

@@ -140,10 +140,8 @@ def make_train_step(
         # Frozen parameters come from the old state.
         selected["params"] = arch.merge(selected["params"], state["params"])
         if update.bias_rate:  # a router's bias follows the loads of its experts, and has no gradient
-            rate_of_biases = jnp.where(is_good, update.bias_rate, 0.0)
-            selected["params"] = move_biases(
-                selected["params"], arch.weights, arch.model, sums[ROUTING], rate_of_biases
-            )
+            bias_rate = jnp.where(is_good, update.bias_rate, 0.0)
+            selected["params"] = move_biases(selected["params"], arch.weights, arch.model, sums[ROUTING], bias_rate)
         new_state = {**selected, **watched, "step": state["step"] + 1, "skipped": skipped}
         return new_state, {**reported, "learning_rate": rate, "skipped": skipped}
 
