@@ -46,14 +46,12 @@ def train(config_or_overrides: "Config | Sequence[str]") -> "Result":
     """
     from tunix.base.errors import UserError
     from tunix.config import compose
-    from tunix.config.compose import reject_foreign_vocab, reject_missing_inputs
     from tunix.trainer import run
 
     _reject_other_encodings()
     if isinstance(config_or_overrides, list | tuple) and all(isinstance(word, str) for word in config_or_overrides):
         job = compose.compose(list(config_or_overrides))
-        reject_foreign_vocab(job)
-        reject_missing_inputs(job)
+        compose.check_inputs(job)
         return run(job)
     if not isinstance(config_or_overrides, compose.Config):
         raise UserError(f"tunix.train takes a Config, or a list of words, not {config_or_overrides!r:.80}")

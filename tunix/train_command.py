@@ -22,7 +22,7 @@ from omegaconf import DictConfig
 from tunix.base.config_types import CONF
 from tunix.base.errors import UserError
 from tunix.config import Distributed, Local, compose
-from tunix.config.compose import add_implied_model, add_search_path, reject_foreign_vocab, reject_missing_inputs
+from tunix.config.compose import add_implied_model, add_search_path, check_inputs
 from tunix.config.mistakes import describe_errors, reject_flags
 from tunix.processes import exits, supervisor
 from tunix.processes.identity import find_identity, reject_restart
@@ -157,12 +157,6 @@ def launch(job: compose.Job) -> int:
         return train(job)
     exits.restore_stop_signals()  # the run is elsewhere: 75 would say that it can be resumed
     return import_module(f"tunix.launch.{job.config.launcher.name}").launch(job)
-
-
-def check_inputs(job: compose.Job) -> None:
-    """Raise `UserError` for what a run would be refused for before its first step, as far as files tell it."""
-    reject_foreign_vocab(job)
-    reject_missing_inputs(job)
 
 
 def train(job: compose.Job) -> int:

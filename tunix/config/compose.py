@@ -365,6 +365,12 @@ def _compose_resumed(overrides: list[str], words: list[Override], parsed: dict[s
     return Job(config, overrides, folder, is_explicit, resume_step=step, came_from=root or str(run_dir))
 
 
+def check_inputs(job: Job) -> None:
+    """Raise `UserError` for what a run would be refused for before its first step, as far as files tell it."""
+    reject_foreign_vocab(job)
+    reject_missing_inputs(job)
+
+
 def reject_missing_inputs(job: Job) -> None:
     """Raise `UserError` for data or a tokenizer that is not there, and for folders that are addresses of buckets.
 
