@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import time
 
 import jax
 import pytest
@@ -81,3 +82,11 @@ def test_a_process_without_a_device_says_so(store, monkeypatch):
     peers.leave(2, "JAX finds no device")
     assert ended == [2]
     assert json.loads(store.texts["tunix/failed/2"])["why"] == "JAX finds no device"
+
+
+@pytest.mark.parametrize(("code", "own"), [(2, 2), (77, 77), (1, 76), (130, 76)])
+def test_an_error_behind_the_end_of_another_process_has_its_reason_and_its_code(code, own, store, monkeypatch):
+    """A disk of process 0 was full: process 1, whose connection broke before its watchdog looked, ended with 76."""
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    store.texts["tunix/failed/0"] = json.dumps({"code": code, "why": "the disk is full", "host": "a"})
+    assert peers.blame(RuntimeError("Gloo: closed")) == (own, "process 0 (a) failed: the disk is full")

@@ -89,6 +89,8 @@ def test_a_checkpoint_that_is_deleted_while_it_is_written_gets_no_name(tmp_path,
             f"RESOURCE_EXHAUSTED: {'/a long path' * 40}: Disk quota exceeded [os_error_code='122']",
             "Disk quota exceeded",
         ),
+        ('UNKNOWN: Error writing "state/d/37": Input/output error [source locations=...]', "Input/output error"),
+        ('UNKNOWN: Error writing "state/d/37": Stale file handle [source locations=...]', "Stale file handle"),
     ],
 )
 def test_what_a_disk_refuses_is_said_with_its_way_out(tmp_path, text, hint):

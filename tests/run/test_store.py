@@ -240,7 +240,7 @@ def test_every_process_sees_the_failure_of_another_one(tmp_path, monkeypatch):
         patch.setattr("tunix.processes.watchdog.request_stop", lambda *_, fails: None)
         patch.setattr("jax.process_count", lambda: 2)
         store._complete(1, write, None, "saved/1")
-    with pytest.raises(UserError, match="process 1: No space left on device"):
+    with pytest.raises(UserError, match="process 1: No space left on device; whole"):
         store.wait()
     assert store.storage.list_steps() == []
 

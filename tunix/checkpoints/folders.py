@@ -49,7 +49,9 @@ LIMITS = {
     "File too large": "a limit of files' sizes: ulimit -f, a quota",
     "Too many open files": "a limit of open files: ulimit -n",
 }
-DISK_REFUSES = ("No space left", "RESOURCE_EXHAUSTED", "PERMISSION_DENIED", *LIMITS)
+DISK_REFUSES = (
+    "No space left", "RESOURCE_EXHAUSTED", "PERMISSION_DENIED", "Input/output error", "Stale file handle", *LIMITS
+)  # fmt: skip
 T = TypeVar("T")
 
 

@@ -50,6 +50,10 @@ POLL_S = 0.2  # seconds between two looks whether the other processes have writt
 _saves = count()
 
 
+class FailedElsewhere(Exception):
+    """Another process could not write its part of a checkpoint; the message names it, and has its reason."""
+
+
 class Record(NamedTuple):
     """Values for JSON that a checkpoint holds beside the arrays of the state, each an item of it."""
 
@@ -303,7 +307,7 @@ class Store:
         except Exception as error:
             # Nobody sees an exception of this thread. So process 0 is told, which would wait for ever, and `wait`
             # raises it in the main thread: at the next save, for which the run is asked now. Later steps would be lost.
-            reason = self.storage.explain(error) or repr(error)
+            reason = self._find_reason(error) or repr(error)
             peers.publish(f"{answers}/{rank}", json.dumps({"failure": reason}))
             self.failure = error
             watchdog.request_stop(f"the checkpoint of step {step} cannot be written: {reason}", fails=True)
@@ -332,7 +336,7 @@ class Store:
 
     def _explain(self, error: Exception) -> Exception:
         """Return a `UserError` for a disk or a bucket that takes no more, and any other error, a bug, as it is."""
-        if (reason := self.storage.explain(error)) is None:
+        if (reason := self._find_reason(error)) is None:
             return error
         try:
             whole = ", ".join(map(str, self.storage.list_steps())) or "none"
@@ -342,6 +346,10 @@ class Store:
             f"a checkpoint could not be written to {self.folder}: {reason}; whole checkpoints: {whole}. "
             f"When it can be written again, go on with {format_resume(self.home)}"
         )
+
+    def _find_reason(self, error: Exception) -> str | None:
+        """Return why a save failed, None for a bug; of another process it is what that one says of its own disk."""
+        return str(error) if isinstance(error, FailedElsewhere) else self.storage.explain(error)
 
     def _ask_main(self, work: Callable[[], T]) -> T:
         """Return `work()` of process 0, a value for JSON, on every process."""
@@ -375,7 +383,7 @@ def _wait_for_others(answers: str) -> dict[str, Any]:
     for rank, text in texts.items():
         answer = json.loads(text)
         if "failure" in answer:
-            raise OSError(f"process {rank}: {answer['failure']}")
+            raise FailedElsewhere(f"process {rank}: {answer['failure']}")
         written |= answer["written"]
     return written
 

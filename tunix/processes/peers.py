@@ -39,6 +39,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 # Words in the runtime's errors that mean a lost peer.
 LOST_PEER = ("Gloo", "NCCL", "Connection reset", "Connection closed", "heartbeat", "Barrier timed out")
+OWN_CODES = (exits.USER_ERROR, exits.STOPPED, exits.DIVERGED)  # codes of a peer that this process ends with too
 PROBE_S = 5.0  # seconds that a network file system may take to show a new file
 # Preparing a large corpus or digesting a large export takes hours. Heartbeats detect a process that dies meanwhile, and
 # the phases of a run have deadlines of their own (`watchdog`).
@@ -335,14 +336,20 @@ def blame(error: Exception) -> tuple[int, str]:
     # The cause may be on another process: then the error here is only that its connection broke. Give it the time to
     # publish its reason.
     time.sleep(2)
-    for rank, text in published("failed").items():
-        failure = json.loads(text)
-        return exits.PEER, f"process {rank} ({failure['host']}) failed: {failure['why']}"
+    for rank, failure in published("failed").items():
+        return describe_failure(int(rank), failure)
     line = name_error(error)
     if any(word in str(error) for word in LOST_PEER):
         return exits.PEER, f"another process died or cannot be reached: {line}"
     traceback.print_exception(error)
     return 1, line
+
+
+def describe_failure(rank: int, text: str) -> tuple[int, str]:
+    """Return the exit code and the reason of a process whose peer has published `text`: that it failed."""
+    failure = json.loads(text)
+    code = failure["code"] if failure["code"] in OWN_CODES else exits.PEER
+    return code, f"process {rank} ({failure['host']}) failed: {failure['why']}"
 
 
 def is_joined() -> bool:

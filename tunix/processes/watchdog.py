@@ -169,7 +169,6 @@ class Pace:
 POLL_S = 1.0  # seconds between two looks at the deadline and at the peers
 PUBLISH_S = 5.0  # seconds between two reports of this process
 JOIN_S = 10.0  # the thread may be waiting for a coordinator that has stopped
-OWN_CODES = (exits.USER_ERROR, exits.STOPPED, exits.DIVERGED)  # codes of a peer that this process ends with too
 
 
 class Watchdog:
@@ -252,7 +251,7 @@ class Watchdog:
             # heartbeats alone they would learn of the end after `heartbeat_timeout_s`, without the reason.
             for rank, failure in peers.published("failed").items():
                 if int(rank) != jax.process_index():
-                    self._follow(int(rank), json.loads(failure))
+                    self._follow(int(rank), failure)
             if now - self.since > self.limit:
                 self._expire(now - self.since)
             self._announce(now)
@@ -270,14 +269,13 @@ class Watchdog:
         state = {"step": self.number, "doing": self.doing, "host": socket.gethostname(), **self.pace.average()}
         peers.publish(f"progress/{jax.process_index()}", json.dumps({**state, "for_s": time.monotonic() - self.since}))
 
-    def _follow(self, rank: int, failure: dict[str, Any]) -> None:
+    def _follow(self, rank: int, failure: str) -> None:
         """End after a peer that has failed."""
         # An error that all processes find at the same time ends each by itself, with its own message.
         if self.ended.wait(POLL_S):
             return
         self._dump_stacks()
-        code = failure["code"] if failure["code"] in OWN_CODES else exits.PEER
-        self._end(code, f"process {rank} ({failure['host']}) failed: {failure['why']}")
+        self._end(*peers.describe_failure(rank, failure))
 
     def _expire(self, waited_s: float) -> None:
         """End after a deadline has passed: log where every process is, and name the one that is late."""
