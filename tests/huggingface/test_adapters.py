@@ -25,7 +25,7 @@ from tunix.config.command_line import read_settings
 from tunix.config.compose import compose
 from tunix.export import export
 from tunix.generate import generate
-from tunix.huggingface.adapter import gather_adapter
+from tunix.huggingface.adapter import gather_adapter, remark_on_base
 from tunix.huggingface.adapter_config import name_in_auto_model, read_adapter, write_adapter_config
 from tunix.huggingface.sentence_vectors import list_files
 from tunix.inference.pretrained import check_init_from, load_init_from
@@ -85,7 +85,7 @@ def words_of_the_vocabulary(folder: Path, count: int) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
 
 
-def test_commands_take_a_loose_adapter(tmp_path, capsys, monkeypatch):
+def test_commands_take_a_loose_adapter(tmp_path, capsys, caplog, monkeypatch):
     """Generated words are PEFT's; an export has the adapter's bits, or the base with the updates added. What takes
     long says so.
     """
@@ -100,6 +100,7 @@ def test_commands_take_a_loose_adapter(tmp_path, capsys, monkeypatch):
     words = [*beside, f"prompt={prompt}", "max_new_tokens=1", "temperature=0"]
     generate(read_settings(Generate, words))
     printed = capsys.readouterr()
+    assert "the adapter was made for base_model_name_or_path=" in caplog.text
     assert printed.out == f" w{expected[0, -1].argmax()}\n"
     assert f"reading {base}: 0 s so far" in printed.err
     assert "answering prompts 1 to 1 of 1: 0 s so far" in printed.err
@@ -392,6 +393,22 @@ def test_what_is_not_understood_is_named(key, tmp_path):
     path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
     with pytest.raises(UserError, match=message):
         read_adapter(tmp_path / "adapter", "llama")
+
+
+@pytest.mark.parametrize(
+    ("made_for", "base", "is_other"),
+    [
+        ("meta-llama/Llama-3.2-1B", "unsloth/llama-3.2-1b-bnb-4bit", False),
+        ("meta-llama/Llama-3.2-1B", "/models/Llama-3.2-1B/", False),
+        ("meta-llama/Llama-3.2-1B", "/hub/models--meta-llama--Llama-3.2-1B/snapshots/4e20de3", False),
+        ("/hub/models--Qwen--Qwen3-4B/snapshots/1cfa9a7", "Qwen/Qwen3-4B", False),
+        ("meta-llama/Llama-3.2-1B", "meta-llama/Llama-3.1-8B", True),
+        ("Qwen/Qwen3-4B", "/models/base", True),
+        (None, "/models/base", False),
+    ],
+)
+def test_an_adapter_of_another_base_is_named(made_for, base, is_other):
+    assert bool(remark_on_base(made_for, base)) == is_other
 
 
 def test_tensors_that_do_not_fit(tmp_path):

@@ -16,6 +16,7 @@ as those of each expert; an adapter that is written has factors for each expert,
 """
 
 import itertools
+import logging
 import re
 from dataclasses import replace
 from functools import partial
@@ -59,6 +60,8 @@ from tunix.models.layers import named, parameter_name
 from tunix.sharding.arrays import replicate, replicate_part
 from tunix.sharding.layout import Layout
 from tunix.sharding.table import EXPERTS
+
+log = logging.getLogger(__name__)
 
 
 class FactorPart:
@@ -156,6 +159,23 @@ def check_adapter(folder: Path, cfg: Model, weights: Parameters) -> None:
                 raise UserError(f"{folder}: {name} holds {stored.dtype}, not {', '.join(FLOATS)}")
 
 
+def remark_on_base(made_for: object, init_from: str | None) -> str:
+    """Return a remark for an adapter that was made for a model of another name than its base; names may differ by an
+    owner, a folder above and what stands behind them (Llama-3.2-1B, Llama-3.2-1B-bnb-4bit)."""
+    if not isinstance(made_for, str) or not made_for or init_from is None:
+        return ""
+    # A snapshot in the cache of the hub is models--OWNER--NAME/snapshots/COMMIT.
+    hub_names = [re.search(r"models--.+?--([^/]+)", name) for name in (made_for, init_from)]
+    paths = (made_for, init_from)
+    one, two = (found[1] if found else Path(path).name for found, path in zip(hub_names, paths, strict=True))
+    if one.lower() in two.lower() or two.lower() in one.lower():
+        return ""
+    return (
+        f"the adapter was made for base_model_name_or_path={made_for:.200}, and its base is {init_from}: with other "
+        "weights the answers are wrong"
+    )
+
+
 def _find_matrix(path: str) -> str:
     """Return the path of the matrix, like `linear_blocks.attention.q`, that a factor updates."""
     return path.rpartition(".lora.")[0]
@@ -195,6 +215,8 @@ def write_updates(
     gradient's factor.
     """
     check_adapter(folder, cfg, weights)
+    if remark := remark_on_base(read_json(folder / CONFIG).get("base_model_name_or_path"), cfg.init_from):
+        log.warning("%s: %s", folder, remark)
     updates: dict[str, jax.Array] = {}
     with AdapterFiles(folder, cfg) as files:
         left_out = _find_matrices_left_out(files, cfg, weights)
