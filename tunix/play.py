@@ -4,6 +4,7 @@ By hand, a line of stdin is a turn, and a line that ends with a backslash goes o
 in a process of its own, with the limits that it has in training, and gets the texts that it would get there.
 """
 
+import inspect
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -23,7 +24,7 @@ from tunix.processes import peers
 from tunix.rl.environment_pool import EnvironmentPool, Request, Session
 from tunix.rl.environments import Reply
 from tunix.rl.evaluation import evaluate_answers, is_sampling
-from tunix.rl.table import format_environment
+from tunix.rl.table import find_environment, format_environment
 from tunix.rl.tool_parsers import TOOL_CALLS
 
 # No model reads the prompts where a person plays, so they may be long.
@@ -68,6 +69,9 @@ def play_by_hand(command: Play, cfg: Config, task: Grpo) -> None:
     corpus = load_prompts(cfg, cfg.training.seq_len) if has_data else None
     lines = _read_turns()
     assert task.environment is not None
+    # Tools are described in each episode; a game says itself what may be done.
+    if not task.describe_tools() and (about := inspect.getdoc(find_environment(task.environment))):
+        print(f"{format_environment(task.environment)}\n{_indent(about)}", flush=True)
     pool = EnvironmentPool(
         task.environment, task.environment_options or {}, tool_calls, 1,
         task.environment_timeout_s, task.environment_memory_mib,

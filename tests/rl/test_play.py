@@ -44,6 +44,15 @@ def test_tools_by_hand(monkeypatch, capsys):
     assert said.endswith("the episode is over after 3 turns; the environment's reward is 0\n")
 
 
+def test_a_game_says_how_it_is_played(tmp_path, monkeypatch, capsys):
+    rows = f"loading.cache_dir={tmp_path}/cache", "data=look_up", "data.num_rows=4"
+    play_lines(monkeypatch, "!x\n", ["environment=look_up"], *rows)
+    said = capsys.readouterr().out
+    assert said.startswith("look_up\n  A game for a model from scratch")
+    assert '"?c" asks for the value of the key c, and "!7" answers' in said
+    assert said.endswith("the episode is over after 1 turns; the environment's reward is 0\n")
+
+
 def test_several_environments_by_hand(monkeypatch, capsys):
     call = '<tool_call>{"name": "calculate", "arguments": {"expression": "6*7"}}</tool_call>\n'
     play_lines(
