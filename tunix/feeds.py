@@ -168,7 +168,8 @@ class CorpusFeed:
         questions = slots.find_questions(self.corpus.held_out, NUM_ANSWERED, cfg.model.context_length - num_tokens)
         if not questions:
             return []
-        stop = find_stop_ids(self.corpus.vocab, (), find_model_files(cfg))
+        options = cfg.task.chat_template_kwargs
+        stop = find_stop_ids(self.corpus.vocab, (), find_model_files(cfg), template_options=options)
         sampling = Sampling(num_tokens, 0.0, stop=stop)
         prompts, images = [each.prompt for each in questions], [each.images for each in questions]
         request = Request(prompts, seed=cfg.seed, images=images)

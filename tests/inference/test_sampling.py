@@ -151,6 +151,11 @@ def test_every_id_that_ends_an_answer_is_known(hf_dir, tmp_path):
     word = vocab.backend.token_to_id("a")
     assert find_stop_ids(vocab, ("a",), tmp_path) == tuple(sorted((0, 2, 8, 9, word)))
     assert find_stop_ids(load_vocab(str(hf_dir)), (), None) == (2,)
+    # What ends a turn may follow from variables of the template.
+    by_variable = "{% for m in messages %}{{ m.content }}{{ end }}{% endfor %}"
+    changed = replace(vocab, chat_template=by_variable)
+    assert find_stop_ids(changed, (), None) == (2,)
+    assert find_stop_ids(changed, (), None, template_options={"end": "<pad>"}) == (0, 2)
     # A model of others, whose tokenizer says what ends a turn, and its generation_config.json does not.
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<eos>"}')
     assert find_stop_ids(vocab.backend, (), tmp_path) == (2, 8, 9)

@@ -398,9 +398,9 @@ class ChatTemplate:
             "{enable_thinking: false}"
         )
 
-    def read_end(self) -> str:
+    def read_end(self, options: Options = NO_OPTIONS) -> str:
         """Return what the template writes behind the last answer of a conversation, like `<|im_end|>`."""
-        _, mark, end = self.render([{"role": "user", "content": "?"}, ANSWER]).rpartition(MARK)
+        _, mark, end = self.render([{"role": "user", "content": "?"}, ANSWER], options=options).rpartition(MARK)
         return end if mark else ""
 
     def read_end_of_call(self, options: Options = NO_OPTIONS) -> str:

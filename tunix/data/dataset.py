@@ -179,7 +179,7 @@ def _report_end(task: Task, vocab: Vocab) -> None:
     if task.documents != "conversation" or vocab.chat_template is None:
         return
     with suppress(UserError):  # a template may refuse the conversation of two words that shows the end
-        end = vocab.chat.read_end().strip()
+        end = vocab.chat.read_end(task.chat_template_kwargs or {}).strip()
         if not end:
             log.warning(
                 "task.chat_template writes nothing behind an answer, so the model learns no end of one, and stops only "

@@ -167,7 +167,8 @@ class Pretrained:
     def find_stop_ids(self, stop_strings: tuple[str, ...] = ()) -> tuple[int, ...]:
         """Return the ids of the tokens that end an answer (`sampling.find_stop_ids`), with words of the user's."""
         assert self.tokenizer is not None
-        return find_stop_ids(self.vocab or self.tokenizer, (*self.stop_strings, *stop_strings), self.files, "stop")
+        words = *self.stop_strings, *stop_strings
+        return find_stop_ids(self.vocab or self.tokenizer, words, self.files, "stop", self.template_options)
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text that is to be continued.

@@ -1,5 +1,6 @@
 """Sampling: what ends an answer, the choice of the next token, and the compiled programs in which rows draw tokens."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -72,13 +73,18 @@ def read_stop_ids(folder: Path) -> list[int]:
 
 
 def find_stop_ids(
-    tokenizer: Vocab | Tokenizer, stop_strings: tuple[str, ...], folder: Path | None, key: str = "sampling.stop"
+    tokenizer: Vocab | Tokenizer,
+    stop_strings: tuple[str, ...],
+    folder: Path | None,
+    key: str = "sampling.stop",
+    template_options: Mapping[str, Any] | None = None,
 ) -> tuple[int, ...]:
     """Return the ids that end an answer, in order: each of them is a token of the answer, and is trained.
 
     They are those that the files of the model in `folder` name, its `eos_token` too, and `stop_strings`, the value of
     `key`; with the tokenizer of a run also the end of a document, and the first special token after an answer in its
-    chat template. An id of the files that is another token in the tokenizer of the run is left out.
+    chat template, which gets `template_options`. An id of the files that is another token in the tokenizer of the run
+    is left out.
 
     Raises:
         UserError: one of `stop_strings` is not a token of the tokenizer.
@@ -92,7 +98,8 @@ def find_stop_ids(
     elif folder and (end := token_text(read_settings(find_tokenizer_files(str(folder))).eos_token)):
         ends |= {index for index in [backend.token_to_id(end)] if index is not None}
     if isinstance(tokenizer, Vocab) and tokenizer.chat_template is not None:
-        ids, special = backend.encode(tokenizer.chat.read_end(), add_special_tokens=False).ids, special_tokens(backend)
+        end_of_turn, special = tokenizer.chat.read_end(template_options or {}), special_tokens(backend)
+        ids = backend.encode(end_of_turn, add_special_tokens=False).ids
         ends |= set([token for token in ids if token in special][:1])
     for word in stop_strings:
         index = backend.token_to_id(word)

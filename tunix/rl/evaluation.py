@@ -163,7 +163,8 @@ def evaluate_answers(cmd: Evaluate, cfg: Config, checkpoints: list[str]) -> list
     prompts = corpus.spread("held_out" if cmd.split == "held_out" else "train", cmd.num_prompts)
     if not prompts:
         raise UserError("no prompt is held out; split=all takes all of them")
-    stop = find_stop_ids(corpus.vocab, settings.stop, model.files)
+    options = cfg.task.chat_template_kwargs
+    stop = find_stop_ids(corpus.vocab, settings.stop, model.files, template_options=options)
     # Episodes are played where the run has an environment, or the command line names one.
     task = cfg.task if isinstance(cfg.task, Grpo) else None
     pool = None if task is None else make_pool(task, corpus.vocab)

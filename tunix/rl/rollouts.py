@@ -133,9 +133,10 @@ class RolloutEngine:
         folder = find_model_files(cfg)
         # What ends an answer, by the value of `sampling.stop`: held-out answers may have ends of their own.
         stop, held_out = cfg.sampling.stop, cfg.evaluation.sampling.stop
-        self.stops = {stop: find_stop_ids(corpus.vocab, stop, folder)}
+        find = partial(find_stop_ids, corpus.vocab, folder=folder, template_options=cfg.task.chat_template_kwargs)
+        self.stops = {stop: find(stop_strings=stop)}
         if held_out not in self.stops:
-            self.stops[held_out] = find_stop_ids(corpus.vocab, held_out, folder, "evaluation.sampling.stop")
+            self.stops[held_out] = find(stop_strings=held_out, key="evaluation.sampling.stop")
         self.player = (
             None if pool is None else Player(pool, cfg.task, corpus.vocab, self.stops[stop], cfg.max_prompt_length)
         )
