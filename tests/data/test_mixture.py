@@ -3,6 +3,7 @@
 import json
 import re
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +18,17 @@ from tunix.base.errors import UserError
 from tunix.checkpoints.checkpoint import check_same
 from tunix.config.compose import compose
 from tunix.config.task import Cycle
-from tunix.data.batches import BEGINNING, DataSchedule, Position, SampleOrder, Stage, TrainBatches, split_samples
+from tunix.data.batches import (
+    BEGINNING,
+    DataSchedule,
+    Position,
+    SampleOrder,
+    Samples,
+    Stage,
+    TrainBatches,
+    count_read,
+    split_samples,
+)
 from tunix.feeds import schedule_prompts
 from tunix.sharding.table import axis_names
 
@@ -47,6 +58,15 @@ def test_every_part_is_read_in_order_through_all_stages(lengths_and_shares):
         part, number = order[sample]
         assert number == seen[part]
         seen[part] += 1
+
+
+def test_samples_that_are_left_out_count_for_no_part():
+    order = SampleOrder([Stage("s", 0, (1, 2))])
+    read = [order[sample][0] for sample in (6, 7, 9)]
+    assert count_read(order, 4, 10, [[2, 6], [8, 9], [12, 14]]) == [read.count(0), read.count(1)]
+    data: Any = SimpleNamespace(mixture=True, order=order, parts="ab", tokens_per_sample=8)
+    read += [order[sample][0] for sample in range(4)]
+    assert Samples.source_tokens(data, 10, [[4, 6], [8, 9]]) == {"a": 8 * read.count(0), "b": 8 * read.count(1)}
 
 
 def mixture(tmp_path, *words):

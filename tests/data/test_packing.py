@@ -208,6 +208,14 @@ def test_the_held_out_set_is_the_same_for_every_batch_size(cache_dir, batch_size
     assert first.tolist() == [index * len(packed) // 10 * 8 for index in range(10)]
 
 
+def test_what_fills_up_a_held_out_batch_is_no_token_of_an_image():
+    found = read_held_out([{"tokens": np.array([7]), "image_index": np.array([0])}], 1, 2, [0, 1])
+    assert {name: leaf.tolist() for name, leaf in found.items()} == {
+        "tokens": [[[7], [0]]],
+        "image_index": [[[0], [-1]]],
+    }
+
+
 def test_a_corpus_smaller_than_one_batch(cache_dir):
     cfg = compose([*SMALL, "training.global_batch_size=512", "model.mesh_shape=[[4],[fsdp]]"]).config
     with pytest.raises(UserError, match="one step needs 512; add data or make the batch or seq_len smaller"):

@@ -48,6 +48,7 @@ def test_a_rollout_is_left_out_as_one():
     assert [data_schedule.samples(step).start for step in range(1, 9)] == [0, 0, 8, 8, 24, 24, 32, 32]
     assert data_schedule.left_out(4) == []
     assert data_schedule.left_out(5) == [[16, 24]]
+    assert [data_schedule.last_step_within(count) for count in (7, 8, 15, 16)] == [0, 2, 2, 4]
 
 
 def test_samples_that_are_left_out_bring_the_end_of_an_epoch_nearer():

@@ -757,7 +757,13 @@ def test_an_order_of_prompts():
     assert (position.next_sample, position.num_extra, position.num_samples) == (10, 2, 8)
     assert (order.ranges[2], order.complete(Position(1, 4, "", ""), 2).next_sample) == (range(4, 10), 4)
     again = PromptOrder(prompts, task, position)
-    assert list(again.take(10, 5)[0]) == list(order.take(10, 5)[0]) == [10, 11, 13, 15, 16]
+    for each, first in ((order, 8), (again, 10)):  # a resumed run plans from where it begins
+        each.begin(3)
+        taken, number = each.take(10, 5)
+        assert (list(taken), number) == ([10, 11, 13, 15, 16], 17)
+        each.end(3, range(first, first + 5), number)
+    rest = order.complete(Position(3, 13, "", ""), 4), again.complete(replace(position, step=3, next_sample=15), 4)
+    assert [(end.next_sample, end.num_extra, end.num_samples) for end in rest] == [(17, 4, 13)] * 2
     again.turns_left = {_digest(prompt): 1000 for prompt in prompts[:6]}
     assert list(again.take(0, 2)[0]) == [200, 201]
 

@@ -17,7 +17,15 @@ from tunix.checkpoints.store import find_storage, read_about
 from tunix.config import Config
 from tunix.config.compose import build, compose
 from tunix.costs.devices import read_topology
-from tunix.data.batches import BEGINNING, DataSchedule, Position, PrefetchReader, make_data_schedule, schedule_after
+from tunix.data.batches import (
+    BEGINNING,
+    DataSchedule,
+    Position,
+    PrefetchReader,
+    make_data_schedule,
+    schedule_after,
+    split_rows,
+)
 from tunix.plan.ranking import rank
 from tunix.plan.report import format_text
 from tunix.processes.watchdog import Watchdog
@@ -84,6 +92,21 @@ def test_the_length_of_a_run_and_of_its_schedule_count_the_tokens_of_each_stage(
     for phase, tokens, steps in (("warmup", 640, 4), ("warmup", 5000, 14), ("decay", 1280, 3), ("decay", 512, 1)):
         scheduler = staged().scheduler.model_copy(update={f"{phase}_tokens": tokens})
         assert count_phase_steps(scheduler, phase, spans) == steps
+
+
+def test_a_sequence_becomes_rows():
+    """Documents are numbered anew in each row, padding is none; what is not one number a token is of each row."""
+    fields = {
+        "tokens": [1, 2, 3, 4, 5, 6, 7, 0],
+        "segment_ids": [1, 1, 1, 2, 2, 2, 2, 0],
+        "positions": [0, 1, 2, 0, 1, 2, 3, 0],
+    }
+    example = {name: np.array([[row, row]], np.int32) for name, row in fields.items()}
+    found = split_rows(example | {"image_grids": np.arange(4).reshape(1, 2, 1, 2)}, 2)
+    assert found["tokens"].tolist() == [[[1, 2, 3, 4], [5, 6, 7, 0]] * 2]
+    assert found["segment_ids"].tolist() == [[[1, 1, 1, 2], [1, 1, 1, 0]] * 2]
+    assert found["positions"].tolist() == [[[0, 1, 2, 0], [0, 1, 2, 0]] * 2]
+    assert found["image_grids"].tolist() == [[[[0, 1]], [[0, 1]], [[2, 3]], [[2, 3]]]]
 
 
 def test_the_data_are_those_of_a_run_without_stages(cache_dir, monkeypatch):
