@@ -108,6 +108,7 @@ def asked(flags: str) -> Namespace:
         ("--standalone --nnodes=2", {}, "--standalone is a run of one node, --nnodes=2 of several"),
         ("--nnodes=0", {}, "--nnodes=0: must be at least 1"),
         ("--nnodes=2 --master_addr=a --node_rank=0 --master_port=70000", {}, "port 70000 of node 0: must be from 1 to 65534"),
+        ("--nnodes=2 --master_addr=a --node_rank=0 --master_port=65535", {}, "port 65535 of node 0: must be from 1 to 65534"),
         ("--nprocs=many", {}, "--nprocs=many: expected a whole number, or one of gpu, cpu, auto"),
         ("--nnodes=2 --rdzv_backend=c10d", {}, "needs the address of node 0: set --rdzv_endpoint=HOST:PORT"),
         ("--nprocs=0", {}, "--nprocs=0: must be at least 1"),
@@ -137,6 +138,12 @@ def test_where_nodes_meet(endpoint, address, port):
     assert (node.master_addr, node.master_port) == (address, port)
 
 
+@pytest.mark.parametrize("flags", ["--master_addr=a --master_port=5", "--rdzv_endpoint=a:5"])
+def test_a_flag_wins_over_the_environment(flags):
+    node = find_node(asked(f"--nprocs=4 {flags}"), {**SEED, "RANK": "4", "WORLD_SIZE": "8"})
+    assert (node.master_addr, node.master_port) == ("a", 5)
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
 def test_nodes_meet(host):
     """Three nodes run the same command; each gets a number, and node 0 is at the address."""
@@ -154,6 +161,8 @@ def test_nodes_meet(host):
             stranger = socket.create_connection((host, port))  # someone else knocks
     stranger.sendall(b"GET / HTTP/1.1\r\n")
     stranger.close()
+    with socket.create_connection((host, port)) as stranger:  # or speaks as the nodes do
+        stranger.sendall(b"{}\n")
     for thread in threads[1:]:
         thread.start()
     for thread in threads:
@@ -236,6 +245,8 @@ def test_accelerate_config(tmp_path):
     file.write_text(ONE_MACHINE)
     node = found("", {"RANK": "3", "WORLD_SIZE": "4"})
     assert (node.num_processes, node.world_size, node.master_addr) == (8, 8, "127.0.0.1")
+    assert nodes.read_config(file).environment == {}
+    assert found("--nnodes=2 --node_rank=1 --master_addr=a", {}).world_size == 16
     file.write_text(TWO_MACHINES)
     node = found("--node_rank=1", {})
     assert (node.num_processes, node.world_size, node.rank, node.master_port) == (4, 8, 1, 29500)

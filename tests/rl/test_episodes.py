@@ -4,12 +4,14 @@ tests/rl/test_agents.py plays them with a model and its engine.
 """
 
 import random
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from support.processes import wait_until
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
@@ -295,6 +297,23 @@ def test_who_is_interrupted_waits_for_the_devices_no_more(monkeypatch):
     assert (slots.waiting, slots.free) == ([], 1)
 
 
+def test_the_lowest_rank_is_next():
+    slots, order = PrioritySlots(1), []
+
+    def work(rank: int) -> None:
+        with slots.hold(rank):
+            order.append(rank)
+
+    with slots.hold(0):
+        threads = [threading.Thread(target=work, args=(rank,)) for rank in (3, 1, 2)]
+        for thread in threads:
+            thread.start()
+        wait_until(lambda: len(slots.waiting) == 3, "three threads that wait")
+    for thread in threads:
+        thread.join()
+    assert order == [1, 2, 3]
+
+
 def test_budgets(vocab):
     turns, _ = play(vocab, "Riddle", lambda text, number: "?", max_turns=2, prompts=1, group_size=2)
     assert [(episode.num_turns, episode.stopped, episode.reward) for episode in turns] == [(2, False, -0.5)] * 2
@@ -304,6 +323,11 @@ def test_budgets(vocab):
     assert not tokens[0].stopped
     cut, _ = play(vocab, "Riddle", lambda text, number: "?" * 50, sampling=keys(100, 10), prompts=1, group_size=2)
     assert [(len(episode.tokens), episode.stopped, episode.num_turns) for episode in cut] == [(10, False, 1)] * 2
+    cut, _ = play(
+        vocab, "Riddle", lambda text, number: "!" if "!" not in text else "?" * 50, sampling=keys(30, 10), prompts=1,
+        group_size=2,
+    )  # fmt: skip
+    assert [(len(episode.tokens), episode.num_turns) for episode in cut] == [(30, 2)] * 2, "both budgets bound a turn"
     late, _ = play(vocab, "Riddle", lambda text, number: "?", prompts=1, group_size=2, limit_s=1e-9)
     assert [(episode.num_turns, episode.stopped, episode.reward) for episode in late] == [(1, False, -0.25)] * 2
     late, _ = play(vocab, "BeginsLate", lambda text, number: "?", prompts=1, group_size=2, limit_s=0.2)

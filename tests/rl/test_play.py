@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,8 @@ def test_several_environments_by_hand(monkeypatch, capsys):
     said = capsys.readouterr().out
     assert "tool python(code)" in said
     assert "environment\n  42\n" in said
+    play_lines(monkeypatch, "", [CHATTY.replace("Chatty", "RewardsAtTheEnd")])  # it is asked where the input ends
+    assert capsys.readouterr().out.endswith("over after 0 turns; the environment's reward is 0.75\n")
 
 
 def test_an_answer_may_have_an_end_of_a_line_that_json_does_not_escape(tmp_path, monkeypatch, capsys):
@@ -119,6 +122,9 @@ def test_data_by_hand(tmp_path, monkeypatch, capsys):
     assert "over after 0 turns" in said
     with pytest.raises(UserError, match="row=7: the data have 3 prompts"):
         play_lines(monkeypatch, "", [CHATTY, "row=7"], *data)
+    play_lines(monkeypatch, "a\na\n", [CHATTY, "episodes=2"], "task.max_turns=1", *data_of(tmp_path, "one", "one"))
+    said = capsys.readouterr().out
+    assert len({*re.findall(r"environment\n  (=\d\d)", said)}) == 2, "each episode has a seed of its own"
 
 
 @pytest.mark.parametrize(

@@ -80,6 +80,11 @@ class Silent:
         return place
 
 
+class RewardsAtTheEnd(Silent):
+    def get_reward(self) -> float:
+        return 0.75
+
+
 def read_numbers(text: str) -> list:
     """A format of calls that fails for a text that is no number, and makes no call of one, or one with a number as id."""
     number = int(text)
