@@ -2,6 +2,8 @@
 
 import json
 import re
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ from tunix.base import buckets, forms
 from tunix.base.errors import UserError
 from tunix.base.forms import CACHE_FORMS
 from tunix.config.compose import compose
-from tunix.data.dataset import load_corpus, prepare_corpus
+from tunix.data.dataset import find_folder, load_corpus, prepare_corpus
 from tunix.data.shards import open_prepared
 
 PAIRS = {"prompt": "1 + 1 =", "completion": "2", "chosen": "2", "rejected": "3", "answer": "2"}
@@ -117,3 +119,32 @@ def test_a_copied_folder_of_an_older_form_is_read(corpus, tmp_path):
     older = {key: value for key, value in found.index.items() if key != "kind"} | {"format": "2", "answers": False}
     (found.folder / "index.json").write_text(json.dumps(older))
     assert open_prepared(found.folder).documents == "text"
+
+
+@pytest.mark.parametrize(
+    ("words", "vocab"),
+    [
+        (["task.learnt_turns=all"], {}),
+        (["task.chat_template_kwargs={thinking: true}"], {}),
+        (["data.columns.tools=functions"], {}),
+        (["data.columns.images=pictures"], {}),
+        (["loading.shard_bytes=1000000"], {}),
+        ([], {"digest": "another tokenizer"}),
+        ([], {"chat_template": "another template"}),
+        ([], {"prefix": "first"}),
+        ([], {"images": True}),
+    ],
+)
+def test_what_changes_tokens_has_a_folder_of_its_own(words, vocab):
+    def name(words: list[str], **changed: Any) -> str:
+        cfg = compose([*SMALL, "data=jsonl", "data.paths=[rows.jsonl]", *words]).config
+        usual = {"digest": "tokenizer", "chat_template": "template", "prefix": None, "images": None}
+        tokenizer: Any = SimpleNamespace(**usual | changed)
+        return find_folder(cfg.data, [], cfg.task, tokenizer, cfg.loading).name
+
+    chat = ["task=sft"]
+    assert name([*chat, *words], **vocab) != name(chat)
+    if vocab.keys() & {"chat_template", "prefix"} or any("columns" in word for word in words):
+        assert name(words, **vocab) == name([])  # of texts alone
+    pixels = ["data.max_image_pixels=1000"]
+    assert (name([*chat, *pixels], **vocab) == name(chat, **vocab)) == ("images" not in vocab)

@@ -14,6 +14,8 @@ import time
 from argparse import Namespace
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from support.harness import ROOT
@@ -313,6 +315,15 @@ def test_output_goes_to_the_terminal_and_to_files(tmp_path):
 )
 def test_exit_code_is_the_worst(words, code, tmp_path):
     assert ended(launch("--nprocs", "2", LAUNCHED, *words, cwd=tmp_path))[0] == code
+
+
+def test_a_process_that_the_launcher_has_ended_says_nothing_of_the_reason():
+    ends = [(137, True), (76, False), (75, True), (0, False)]
+    parts: Any = [
+        SimpleNamespace(rank=rank, code=code, was_stopped=stopped) for rank, (code, stopped) in enumerate(ends)
+    ]
+    assert children.find_worst(parts).code == 76
+    assert children.find_worst(parts[:1]).code == 137
 
 
 def test_one_death_ends_all(tmp_path):

@@ -94,6 +94,14 @@ def test_the_length_of_a_run_and_of_its_schedule_count_the_tokens_of_each_stage(
         assert count_phase_steps(scheduler, phase, spans) == steps
 
 
+@pytest.mark.parametrize(("num_sequences", "shape"), [(24, (3, 8, 32)), (10, (5, 2, 32)), (4, (1, 4, 32))])
+def test_a_microbatch_of_a_stage_is_no_larger_than_that_of_the_run(num_sequences, shape):
+    stages = f"training.batch_stages=[{{until_step: 3, global_batch_size: {num_sequences}}}]"
+    keys = compose([*SMALL, "training.micro_batch_size=4", "training.global_batch_size=32", stages]).config.training
+    first, _ = keys.batch_schedule(dict.fromkeys(axis_names(), 1) | {"fsdp": 2}).periods
+    assert first.shape == shape
+
+
 def test_a_sequence_becomes_rows():
     """Documents are numbered anew in each row, padding is none; what is not one number a token is of each row."""
     fields = {

@@ -108,7 +108,7 @@ def test_the_best_checkpoint_is_named_where_it_is_not_the_newest(tmp_path):
     assert open_at(tmp_path, "keep_best=false").describe_best() == ""
 
 
-def test_a_model_that_is_measured_after_its_save_may_be_the_best(tmp_path):
+def test_a_model_that_is_measured_after_its_save_may_be_the_best(tmp_path, caplog):
     """A stop saves without the evaluation that is due, and the run that goes on makes up for it: its checkpoint was
     deleted as if nothing had been measured, and the log named a worse one as the best.
     """
@@ -118,6 +118,7 @@ def test_a_model_that_is_measured_after_its_save_may_be_the_best(tmp_path):
     for step, loss in ((2, 1.0), (1, 0.5), (7, 0.5), (2, None)):  # saved with a loss, not saved at all, not measured
         store.add_loss(step, loss)
     assert store.describe_best() == ""
+    assert not caplog.text
     again = open_at(tmp_path, "async=false", "max_to_keep=1")
     again.check(2)
     save(again, 3, 3.0)
@@ -219,6 +220,7 @@ def test_a_failure_behind_the_training_is_raised_by_the_next_call(tmp_path, monk
         save(store, 2)
         with pytest.raises(UserError if kind is OSError else ValueError, match="the index cannot be written"):
             store.finish()
+    store.wait()  # it is raised once
     ((reason, fails),) = asked
     assert fails
     assert reason.startswith("the checkpoint of step 2 cannot be written: ")
