@@ -23,7 +23,7 @@ from tunix.base.errors import Diverged, UserError
 from tunix.config.compose import compose
 from tunix.processes import exits
 from tunix.run.metrics import Metrics
-from tunix.run.remote_sinks import Wandb
+from tunix.run.remote_sinks import Mlflow, Wandb
 from tunix.run.sinks import Background
 from tunix.run.table import Start, open_sink
 
@@ -204,6 +204,28 @@ def test_wandb_has_one_run_and_all_of_its_steps(tmp_path, monkeypatch):
     steps = [row[0] for row in rows]
     assert steps == sorted({*steps})
     assert steps[0] >= 11
+
+
+def test_a_number_that_mlflow_refuses_holds_back_no_other_one(monkeypatch, caplog):
+    pytest.importorskip("mlflow")
+    from mlflow import MlflowException
+    from mlflow.protos.databricks_pb2 import INVALID_PARAMETER_VALUE
+
+    kept = []
+
+    def log_batch(run_id: str, metrics: list) -> None:
+        if bad := [metric.key for metric in metrics if "//" in metric.key]:
+            raise MlflowException(f"Invalid value {bad[0]}", error_code=INVALID_PARAMETER_VALUE)
+        kept.extend((metric.key, metric.step) for metric in metrics)
+
+    sink = Mlflow.__new__(Mlflow)
+    sink.client, sink.run_id = SimpleNamespace(log_batch=log_batch), "a"
+    sink.waiting, sink.refused, sink.sent = {}, set(), time.monotonic()
+    for step in range(1, 6):
+        sink.write({"step": step, "loss": 1.0, "reward_a//b": 1.0, "reward": 1.0}, "train")
+    sink._send()
+    assert sorted(kept) == sorted((key, step) for key in ("train/loss", "train/reward") for step in range(1, 6))
+    assert caplog.text.count("train/reward_a//b is left out: ") == 1
 
 
 @pytest.mark.nightly

@@ -2,6 +2,7 @@
 
 import html
 import json
+import logging
 import netrc
 import os
 import re
@@ -20,11 +21,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
-from tunix.base.errors import Ending, UserError
+from tunix.base.errors import Ending, UserError, name_error
 from tunix.base.files import write_whole
 from tunix.base.text import flat
 from tunix.base.web import NoRedirects, build_opener
 from tunix.run.sinks import Sink, Start
+
+log = logging.getLogger(__name__)
 
 # Ids under which other programs know a run are in run_ids.json of its folder, and a resumed run keeps them:
 # {"wandb": "9c1f2ab0", "mlflow": "5d0e..."}
@@ -184,6 +187,7 @@ class Mlflow(Sink):
         config, keys = start.config, start.config["logging"]["mlflow"]
         self.client = MlflowClient(tracking_uri=keys["tracking_uri"])
         self.waiting: dict[tuple[str, int], dict[str, Any]] = {}  # numbers by group and step, to be sent
+        self.refused: set[str] = set()  # names of numbers
         self.sent = time.monotonic()  # when the newest numbers were sent
         known = read_id(start.folder, "mlflow")
         if known is not None:
@@ -233,8 +237,27 @@ class Mlflow(Sink):
             if key != "step" and isinstance(value, int | float)
         ]
         for first in range(0, len(metrics), BATCH):
-            self.client.log_batch(self.run_id, metrics=metrics[first : first + BATCH])
+            self._log(metrics[first : first + BATCH])
         self.waiting, self.sent = {}, time.monotonic()
+
+    def _log(self, metrics: list[Any]) -> None:
+        """Send numbers. Those of a name that the server refuses, like reward_a//b, are left out from then on: tried
+        again with all that follow, they would hold those back for good."""
+        from mlflow import MlflowException
+
+        metrics = [metric for metric in metrics if metric.key not in self.refused]
+        try:
+            self.client.log_batch(self.run_id, metrics=metrics)
+        except MlflowException as error:
+            if error.error_code != "INVALID_PARAMETER_VALUE":
+                raise
+            if len(metrics) > 1:
+                half = len(metrics) // 2
+                self._log(metrics[:half])
+                self._log(metrics[half:])
+                return
+            self.refused.add(metrics[0].key)
+            log.warning("logging.sinks=mlflow: %s is left out: %s", metrics[0].key, name_error(error)[:300])
 
 
 def _name(key: str) -> str:
