@@ -206,6 +206,16 @@ def test_wandb_has_one_run_and_all_of_its_steps(tmp_path, monkeypatch):
     assert steps[0] >= 11
 
 
+def test_a_file_that_a_kill_has_left_half_made_is_named(tmp_path, monkeypatch):
+    def open_file(**_) -> None:
+        raise ValueError("(sqlite3.OperationalError) duplicate column name: step")
+
+    monkeypatch.setitem(sys.modules, "mlflow", SimpleNamespace(MlflowClient=open_file))
+    monkeypatch.setitem(sys.modules, "mlflow.entities", SimpleNamespace(Param=None))
+    with pytest.raises(RuntimeError, match="^sqlite:///a.db was left half made, by a kill .*; remove it$"):
+        Mlflow(start_of(tmp_path, "logging.mlflow.tracking_uri=sqlite:///a.db"))
+
+
 def test_a_number_that_mlflow_refuses_holds_back_no_other_one(monkeypatch, caplog):
     pytest.importorskip("mlflow")
     from mlflow import MlflowException

@@ -185,7 +185,13 @@ class Mlflow(Sink):
         from mlflow.entities import Param
 
         config, keys = start.config, start.config["logging"]["mlflow"]
-        self.client = MlflowClient(tracking_uri=keys["tracking_uri"])
+        try:
+            self.client = MlflowClient(tracking_uri=keys["tracking_uri"])
+        except Exception as error:
+            if not re.search("duplicate column|already exists", str(error)):
+                raise
+            address = keys["tracking_uri"] or os.environ["MLFLOW_TRACKING_URI"]
+            raise RuntimeError(f"{address} was left half made, by a kill while MLflow made it; remove it") from error
         self.waiting: dict[tuple[str, int], dict[str, Any]] = {}  # numbers by group and step, to be sent
         self.refused: set[str] = set()  # names of numbers
         self.sent = time.monotonic()  # when the newest numbers were sent
