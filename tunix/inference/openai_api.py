@@ -219,9 +219,8 @@ def _read_calls(calls: Any, location: str) -> list[dict[str, Any]]:
     try:
         return [call | {"function": _put_name_first(read_function(call["function"]))} for call in calls]
     except (AttributeError, TypeError, KeyError, ValueError, RecursionError):
-        raise ApiError(
-            400, f"{location}.tool_calls are no calls with a function and JSON arguments", "messages"
-        ) from None
+        message = f"{location}.tool_calls are no calls with a function and JSON arguments"
+        raise ApiError(400, message, "messages") from None
 
 
 def _put_name_first(function: dict[str, Any]) -> dict[str, Any]:

@@ -91,9 +91,8 @@ class RequestReader:
 
     def check_model(self, name: str | None) -> None:
         if name is not None and name != self.name:
-            raise ApiError(
-                404, f"there is no model {name[:100]}; this server has {self.name}", "model", "model_not_found"
-            )
+            message = f"there is no model {name[:100]}; this server has {self.name}"
+            raise ApiError(404, message, "model", "model_not_found")
 
     async def read_chat(self, body: bytes, arrived: float) -> Job:
         parameters = read_parameters(ChatParameters, body)
@@ -119,19 +118,12 @@ class RequestReader:
         # In this thread, which alone can end a template that takes too long.
         text = template.render(messages, add_generation_prompt=True, options=options)
         if role := template.find_dropped_role(messages, options):
-            raise ApiError(
-                400,
-                f"the chat template drops messages of the role {role[:100]}: send them as system or user, or start "
-                "with chat_template=FILE",
-                "messages",
-            )
+            way_out = "send them as system or user, or start with chat_template=FILE"
+            raise ApiError(400, f"the chat template drops messages of the role {role[:100]}: {way_out}", "messages")
         if names and not any(name in text for name in names):
-            raise ApiError(
-                400,
-                f"the chat template does not show the model its tools ({name_first(names)}): leave tools out, name "
-                "them in a message of the system, or start with chat_template=FILE",
-                "tools",
-            )
+            way_out = "leave tools out, name them in a message of the system, or start with chat_template=FILE"
+            message = f"the chat template does not show the model its tools ({name_first(names)}): {way_out}"
+            raise ApiError(400, message, "tools")
         prompt, images = await self._tokenize(len(text), partial(self._encode_chat, text, files))
         max_tokens = parameters.max_completion_tokens or parameters.max_tokens
         call_format = choose_tool_calls(template.source)
@@ -182,10 +174,8 @@ class RequestReader:
         try:
             references = take_images(messages, [], reader)
             if len(references) * self.processor.min_tokens > self.max_length:
-                raise ApiError(
-                    400, f"{len(references)} images are more tokens than {self.max_length}", "messages",
-                    "context_length_exceeded",
-                )  # fmt: skip
+                message = f"{len(references)} images are more tokens than {self.max_length}"
+                raise ApiError(400, message, "messages", "context_length_exceeded")
             return reader.read(references)
         except BadRow as error:
             raise ApiError(400, f"the conversation {error}"[:500], "messages") from None
@@ -260,13 +250,9 @@ class RequestReader:
             if not 0 <= min(prompt) <= max(prompt) < self.model.cfg.vocab_size:
                 raise ApiError(400, f"prompt has tokens outside of 0 to {self.model.cfg.vocab_size - 1}", where)
             if len(prompt) + (1 if max_tokens is None else max_tokens) > self.max_length:
-                raise ApiError(
-                    400,
-                    f"a prompt of {len(prompt)} tokens and max_tokens={max_tokens or 1} are more than "
-                    f"{self.max_length}",
-                    where,
-                    "context_length_exceeded",
-                )
+                asked = f"a prompt of {len(prompt)} tokens and max_tokens={max_tokens or 1}"
+                message = f"{asked} are more than {self.max_length}"
+                raise ApiError(400, message, where, "context_length_exceeded")
         if max_tokens is None:
             max_tokens = min(self.command.max_new_tokens, self.max_length - max(map(len, prompts)))
         if max_tokens == 0 and not echo:
@@ -283,10 +269,5 @@ class RequestReader:
         top_k = own.top_k if parameters.top_k is None else parameters.top_k
         top_p = own.top_p if parameters.top_p is None else parameters.top_p
         min_p = own.min_p if parameters.min_p is None else parameters.min_p
-        return Sampling(
-            0,
-            temperature,
-            None if top_k is None or top_k <= 0 else top_k,
-            None if top_p is None or top_p >= 1 else top_p,
-            min_p or None,
-        )
+        top_k = None if top_k is None or top_k <= 0 else top_k
+        return Sampling(0, temperature, top_k, None if top_p is None or top_p >= 1 else top_p, min_p or None)
