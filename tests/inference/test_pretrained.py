@@ -673,7 +673,7 @@ def test_processes_take_the_same_checkpoints_of_a_run_that_still_trains(tmp_path
     for step in (2, 4):
         (tmp_path / "checkpoints" / str(step)).mkdir(parents=True)
     monkeypatch.setattr(peers, "is_main", lambda: False)
-    monkeypatch.setattr(peers, "agree", lambda _, name: {"the checkpoint": "2", "the checkpoints": "[2]"}[name])
+    monkeypatch.setattr(peers, "agree", lambda _, name: {"the checkpoint": 2, "the checkpoints": [2]}[name])
     assert agree_on_checkpoint(tmp_path / "checkpoints", None).name == "2"
     words = [f"checkpoint={tmp_path}", "step=all"]
     assert _list_steps(read_settings(Evaluate, words)) == {2: str(tmp_path / "checkpoints/2")}
