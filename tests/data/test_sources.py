@@ -17,6 +17,7 @@ import pytest
 from conftest import write_corpus
 from pyarrow import parquet
 from support.harness import SMALL
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from tunix.base.buckets import find_objects
 from tunix.base.errors import UserError
@@ -90,6 +91,20 @@ def test_files_of_any_name(tmp_path):
     prepared, _ = prepare_corpus(config(*words))
     assert prepared["text"].index["left_out_names"] == ["latin?.txt"]
     assert prepared["text"].index["documents"] == 2
+
+
+@pytest.mark.parametrize(("text", "is_known"), [("a b a b", True), ("a c b c", False)])
+def test_words_that_the_tokenizer_does_not_know_are_counted(tmp_path, caplog, text, is_known):
+    """A model that is made of them has a low loss."""
+    backend = Tokenizer(models.WordLevel({"[UNK]": 0, "<eos>": 1, "a": 2, "b": 3}, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend.add_special_tokens(["[UNK]", "<eos>"])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<eos>"}')
+    write(tmp_path / "a.jsonl", as_jsonl([{"text": text}] * 4))
+    words = ["data=jsonl", f"data.paths=[{tmp_path}/a.jsonl]", "data.held_out_fraction=0", "tokenizer=bpe"]
+    prepare_corpus(config(*words, f"tokenizer.path={tmp_path}", "training.seq_len=4"))
+    assert ("40.0 % of the tokens are [UNK]" in caplog.text) != is_known
 
 
 def test_links_to_folders_are_followed_once(tmp_path):

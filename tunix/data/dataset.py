@@ -53,7 +53,16 @@ from tunix.data.shards import (
     open_prepared,
 )
 from tunix.data.sources import Tokens
-from tunix.data.tokenizer import Vocab, add_images, bytes_by_token, check_fits, read_vocab, special_tokens, train_vocab
+from tunix.data.tokenizer import (
+    Vocab,
+    add_images,
+    bytes_by_token,
+    check_fits,
+    find_unknown,
+    read_vocab,
+    special_tokens,
+    train_vocab,
+)
 from tunix.processes import peers
 from tunix.processes.peers import find_blind
 
@@ -323,6 +332,7 @@ def _make_index(source: Source, task: Task, info: list[dict], folder: Path, voca
             f"data: all {counts.sum():,} tokens are like padding and stand for no text; give other files, or the "
             "tokenizer that made them"
         )
+    unknown = None if isinstance(source, Tokens) else find_unknown(vocab.backend)
     # The loss of a model that knows only how frequent each token is; a trained model must be better than that.
     probs = counts[counts > 0] / counts.sum()
     entropy_bits = float(-(probs * np.log2(probs)).sum())
@@ -339,6 +349,7 @@ def _make_index(source: Source, task: Task, info: list[dict], folder: Path, voca
         "left_out": left_out,
         "left_out_names": [name for fact in info for name in fact["left_out_names"]][:5],
         "kind": "text" if isinstance(source, Tokens) else task.documents,
+        **({} if unknown is None else {"unknown": [unknown, int(counts[vocab.backend.token_to_id(unknown)])]}),
         **({} if isinstance(source, Tokens) else {"choices": _list_task_choices(task)}),
         **({"images": vocab.images.describe()} if vocab.images and not isinstance(source, Tokens) else {}),
         "shards": [{"name": fact["name"], "train": fact["train"], "held_out": fact["held_out"]} for fact in info],
@@ -545,8 +556,18 @@ def compute_fingerprint(data: Source | Mixture, prepared: dict[str, Prepared], p
     return hash_texts(packing, mixing, *parts)
 
 
+MAX_UNKNOWN = 0.01  # of all tokens, before a run says so
+
+
 def warn_left_out(name: str, prepared: Prepared) -> None:
-    """Log how many items gave no document, with the names of the first ones. Empty documents are not named."""
+    """Log how many items gave no document, with the names of the first ones, and how many words the tokenizer does not
+    know. Empty documents are not named."""
+    unknown, count = prepared.index.get("unknown", (None, 0))
+    if count > MAX_UNKNOWN * prepared.index["tokens"]:
+        log.warning(
+            "%s: %.1f %% of the tokens are %s, which stands for all that the tokenizer does not know; give another one",
+            name, 100 * count / prepared.index["tokens"], unknown,
+        )  # fmt: skip
     if left_out := {reason: count for reason, count in prepared.index["left_out"].items() if count}:
         names = prepared.index["left_out_names"]
         more = ["..."] if sum(left_out.values()) - left_out.get("empty", 0) > len(names) else []

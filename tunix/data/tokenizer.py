@@ -630,6 +630,13 @@ def count_ids(backend: Backend) -> int:
     return index + 1
 
 
+def find_unknown(backend: Backend) -> str | None:
+    """Return the token that stands for what the tokenizer does not know; None where it has none."""
+    model = json.loads(backend.to_str())["model"]
+    token = backend.id_to_token(model["unk_id"]) if model.get("unk_id") is not None else model.get("unk_token")
+    return None if token is None or backend.token_to_id(token) is None else token
+
+
 def tokenizer_digest(backend: Backend) -> str:
     return hash_texts(backend.to_str())
 
