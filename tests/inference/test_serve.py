@@ -14,6 +14,7 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import numpy as np
@@ -45,6 +46,7 @@ from tunix.inference.openai_api import (
     ApiError,
     ChatParameters,
     CompletionParameters,
+    Parameters,
     TokenScores,
     read_message,
     read_parameters,
@@ -278,6 +280,10 @@ def test_a_stop_string_ends_an_answer_and_is_no_part_of_it(client):
     assert (first.choices[0].text, first.usage.completion_tokens) == ("", 1)
 
 
+def test_a_seed_may_be_any_whole_number(client):
+    assert len({ask(client, max_tokens=9, seed=seed).choices[0].text for seed in (5, 5 + 2**40, 5 - 2**31)}) == 1
+
+
 def test_a_stream_has_the_log_probabilities_of_the_whole_answer(client):
     asked = {"max_tokens": 30, "seed": 1, "logprobs": 0}
     text = ask(client, **asked).choices[0].text
@@ -298,6 +304,22 @@ def test_texts_grow_by_whole_characters_and_hold_back_what_may_be_a_stop_string(
     stopped = AnswerText(model.tokenizer, ["字"])
     assert "".join(stopped.add([token]) for token in tokens) == "a few wörds 漢"
     assert stopped.is_stopped
+
+
+@pytest.mark.parametrize(
+    ("drawn", "stop", "sent", "num_tokens"),
+    [
+        (["a ", "E", "N", "D", " b"], ["END"], ["a ", "", "", "", ""], 1),
+        (["E", "N", "x"], ["END"], ["", "", "ENx"], 3),  # it was none
+        (["ab", "cde"], ["e", "c"], ["ab", ""], 1),  # the first of them in the text
+        (["ab", "cde"], ["d"], ["ab", "c"], 2),
+    ],
+)
+def test_where_a_stop_string_ends_a_text(drawn, stop, sent, num_tokens):
+    tokenizer: Any = SimpleNamespace(decode=lambda tokens, skip_special_tokens: "".join(drawn[n] for n in tokens))
+    text = AnswerText(tokenizer, stop)
+    assert [text.add([number]) for number in range(len(drawn))] == sent
+    assert (text.close(), text.text, text.num_tokens) == ("", "".join(sent), num_tokens)
 
 
 class CountingTokenizer:
@@ -404,6 +426,8 @@ def test_tools_reach_the_template_and_calls_are_read(model, hf_dir):
                 asyncio.run(app.reader.read_chat(json.dumps(body | {"tools": [tool, nameless]}).encode(), 0))
         text = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
         assert job.read_calls(text) == [Call("add", {"a": 1})]
+        one = asyncio.run(app.reader.read_chat(json.dumps(body | {"parallel_tool_calls": False}).encode(), 0))
+        assert [len(each.read_calls(text * 2)) for each in (job, one)] == [2, 1]
         raw = AnswerText(model.tokenizer, [], keep_special=True)
         raw.add(model.tokenizer.encode(f"<bos>a ```b``` {text}").ids)
         ends = [
@@ -813,6 +837,7 @@ def test_scores_have_the_limits_of_answers_and_others_draw_between_them(model, h
     [
         ({"model": "other"}, openai.NotFoundError, "there is no model other; this server has small"),
         ({"prompt": [3] * 60, "max_tokens": 5}, openai.BadRequestError, "60 tokens and max_tokens=5 are more than 64"),
+        ({"prompt": [3] * 64}, openai.BadRequestError, "64 tokens and max_tokens=1 are more than 64"),
         ({"prompt": ""}, openai.BadRequestError, "prompt is empty"),
         ({"prompt": "a" * 5000}, openai.BadRequestError, "a prompt of 5000 characters is more than 64 tokens"),
         ({"prompt": ["a" * 5000] * 10, "n": 20}, openai.BadRequestError, "200 answers are more than 128"),
@@ -826,6 +851,7 @@ def test_scores_have_the_limits_of_answers_and_others_draw_between_them(model, h
         ({"stop": [""]}, openai.BadRequestError, "stop"),
         ({"presence_penalty": 1}, openai.BadRequestError, "presence_penalty: "),
         ({"best_of": 3}, openai.BadRequestError, "best_of is served where it is n"),
+        ({"best_of": 1, "prompt": ""}, openai.BadRequestError, "prompt is empty"),
         ({"stream": True, "logprobs": 2}, openai.BadRequestError, "logprobs is served without stream"),
         ({"extra_body": {"nonsense": 1}}, openai.BadRequestError, "nonsense is not a parameter that is served"),
     ],
@@ -910,6 +936,15 @@ def test_parameters_that_change_nothing_are_taken():
     assert read_parameters(ChatParameters, json.dumps(messages | values | nulls).encode()).modalities == ["text"]
     with pytest.raises(ApiError, match="repetition_penalty"):
         read_parameters(CompletionParameters, b'{"prompt": "a", "repetition_penalty": 1.1}')
+
+
+@pytest.mark.parametrize("top_k", [0, -1])
+def test_a_request_may_leave_every_token_in(top_k):
+    """Whatever filters the server was started with."""
+    own: Any = SimpleNamespace(command=SimpleNamespace(temperature=0.5, top_k=5, top_p=0.5, min_p=0.5))
+    assert RequestReader.select_sampling(own, Parameters()) == Sampling(0, 0.5, 5, 0.5, 0.5)
+    everything = Parameters(temperature=1.0, top_k=top_k, top_p=1.0, min_p=0.0)
+    assert RequestReader.select_sampling(own, everything) == Sampling(0, 1.0)
 
 
 def test_nonsense_gets_an_answer_and_ends_nothing(model, hf_dir):
@@ -1002,6 +1037,9 @@ def test_long_texts_that_wait_hold_no_thread(model, hf_dir, monkeypatch):
 def test_other_addresses_keys_and_what_is_shown(served, client):
     port = served[1]
     assert post(port, b"{}", key="wrong")[0] == 401
+    basic = http.client.HTTPConnection("127.0.0.1", port)
+    basic.request("GET", "/v1/models", headers={"Authorization": f"Basic {KEY}"})
+    assert basic.getresponse().status == 401
     with pytest.raises(openai.AuthenticationError):
         openai.OpenAI(api_key="no", base_url=f"http://127.0.0.1:{port}/v1", max_retries=0).models.list()
     assert post(port, None, "/v1/nothing", method="GET")[0] == 404
