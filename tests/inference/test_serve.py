@@ -55,7 +55,7 @@ from tunix.inference.openai_requests import RequestReader
 from tunix.inference.page_pool import PagePool
 from tunix.inference.rollout import Request, RowSizes
 from tunix.inference.sampling import NO_MIN_P, NO_TOP_K, NO_TOP_P, RowChoices, Sampling, select, select_by_row
-from tunix.inference.serving import Piece
+from tunix.inference.serving import Piece, QueueFull, Serving
 from tunix.rl.judge import Judge
 from tunix.rl.tool_parsers import Call, find_reader
 from tunix.serve import TAKEN, App, Connection, _Answer, _Answers, _show_message, open_socket, serve
@@ -766,6 +766,16 @@ def test_a_full_queue_says_when_to_come_again_and_a_client_that_goes_frees_its_r
 def wait_until(is_so):
     while not is_so():
         time.sleep(0.01)
+
+
+@pytest.mark.parametrize(("seconds", "told"), [(0.01, 1), (6.0, 8), (900.0, 60)])
+def test_when_to_come_again(seconds, told):
+    """When the answers that wait may have ended, within a minute."""
+    own: Any = SimpleNamespace(max_waiting=3, seconds_per_answer=seconds, num_waiting=3, num_rows=3)
+    with pytest.raises(QueueFull) as full:
+        Serving._refuse_more(own, 4)
+    assert full.value.retry_after_s == told
+    Serving._refuse_more(own, 3)
 
 
 def test_a_deadline_and_a_broken_engine_end_requests_and_not_the_server(model, hf_dir, caplog):

@@ -12,6 +12,8 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -154,6 +156,27 @@ def test_what_is_kept_is_what_was_asked_for(server, files):
     again = open_bucket(store.folder, checkpoint_keys())
     again.check(7)
     assert again.describe_best() == ""
+
+
+def test_a_checkpoint_counts_as_none_before_its_objects_go():
+    """A reader that comes while they are deleted would take the rest for one."""
+    deleted, objects = [], bucket.Objects.__new__(bucket.Objects)
+    objects.timeout_s = 1.0
+    done = SimpleNamespace(result=lambda timeout_s: None)
+    objects.store = SimpleNamespace(delete_range=lambda keys: (deleted.append(keys), done)[1])
+    objects.delete_folder("3")
+    ranges = [(keys.inclusive_min, keys.exclusive_max) for keys in deleted]
+    assert ranges == [(b"3/digests.json", b"3/digests.json\0"), (b"3/", b"30")]
+
+
+@pytest.mark.parametrize(("timeout_s", "tries"), [(1, 1), (2, 2), (63, 6), (64, 7), (600, 23)])
+def test_requests_are_tried_again_for_about_the_time_limit(timeout_s, tries, monkeypatch):
+    """After 1, 2, 4, ... 32, 32 seconds."""
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setitem(bucket.DRIVERS, "s3", lambda _, retries: (asked.append(retries), {"driver": "none"})[1])
+    with pytest.raises(ValueError, match="none"):
+        bucket.Objects("s3://bucket/run", timeout_s)
+    assert [each["max_retries"] for each in asked] == [tries]
 
 
 def test_a_damaged_object_is_named(server, files):
