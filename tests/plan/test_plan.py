@@ -47,6 +47,7 @@ from tunix.plan import derived_time
 from tunix.plan.compile import WORKERS, Compiled, RunningCompiles, compile_all, find_backend
 from tunix.plan.derived_time import Link, count_pairs_in_ring, resolve_exchange
 from tunix.plan.ranking import (
+    KNOWN_TO_FIT,
     Candidate,
     Ranking,
     _pick_to_compile,
@@ -568,7 +569,7 @@ def test_the_largest_micro_batch_that_fits(run):
     """In an eighth of the memory, a smaller one."""
     mesh = "model.mesh_shape=[[8],[fsdp]]"
     found = []
-    for share in (0.75, 1e-5):
+    for share in (0.75, 6e-6):
         code, out, _ = run(*AUTO, mesh, f"plan.memory_share={share}", "--json")
         assert code == 0
         best = json.loads(out)["fit"][0]
@@ -680,7 +681,7 @@ def test_a_policy_that_keeps_products_where_they_are_known_to_fit(more_bytes, po
     """By derived memory, in a plan and in a run on the same devices."""
     cluster, sizes = read_topology("h200:8"), dict.fromkeys(axis_names(), 1) | {"fsdp": 8}
     needed = derive(compose([*SMALL, "training.remat=dots"]).config, sizes, "gpu").memory
-    share = (needed + more_bytes) / (cluster.kind.memory_gib * 2**30)
+    share = (needed + more_bytes) / KNOWN_TO_FIT / (cluster.kind.memory_gib * 2**30)
     words = [*SMALL, "model.mesh_shape=[[8],[fsdp]]", f"plan.memory_share={share}", "plan.num_compiled=0"]
     cfg = compose(words).config
     ranking = rank(cfg, cluster)
@@ -717,7 +718,7 @@ def test_larger_chunks_of_logits_where_they_are_known_to_fit(more_bytes, chunk_s
     needed = derive(
         compose([*long, "training.remat=full", "training.loss_chunk_size=2048"]).config, sizes, "gpu"
     ).memory
-    share = (needed + more_bytes) / (cluster.kind.memory_gib * 2**30)
+    share = (needed + more_bytes) / KNOWN_TO_FIT / (cluster.kind.memory_gib * 2**30)
     words = ["training.remat=full", "training.loss_chunk_size=auto", "model.mesh_shape=[[8],[fsdp]]"]
     cfg = compose([*long, *words, f"plan.memory_share={share}"]).config
     assert make_candidate(cfg, sizes, None, cluster).cfg.training.loss_chunk_size == chunk_size

@@ -1,17 +1,16 @@
 """Costs of a training step on one device, derived from config and mesh: memory, FLOPs, and with them its transfers.
 
-No device and no compile is needed. Read `derive_costs` first. `count_state_bytes` counts what does not grow with the
-batch: weights, optimizer, gradients and gathered weights; `count_activation_bytes` counts what does.
+No device and no compile is needed. Read `derive_costs` first; `count_bytes` derives memory.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from tunix.base.errors import UserError
 from tunix.config import Config, Model
@@ -37,7 +36,7 @@ from tunix.models.attention import select_query_block
 from tunix.models.context_parallel import is_in_blocks
 from tunix.models.expert_parallel import buffer_rows_per_token
 from tunix.models.flops import chunk_flops_per_token, forward_flops_per_token, tower_flops
-from tunix.models.kernels import CAPACITY_FACTOR
+from tunix.models.kernels import CAPACITY_FACTOR, FLASH_BLOCKS, find_row_in_use
 from tunix.models.layer_scan import sums_in_layers
 from tunix.models.layers import parameter_name
 from tunix.models.linear_attention import CHUNK
@@ -47,7 +46,7 @@ from tunix.models.vision import Images
 from tunix.sharding.arrays import AnyMesh, bytes_per_device
 from tunix.sharding.layout import Layout, list_axes
 from tunix.sharding.mesh import count_devices, data_shards, token_shards
-from tunix.sharding.table import STREAM_TOKENS, TOKENS, axis_names, data_axes
+from tunix.sharding.table import EXPERTS, STREAM_TOKENS, TOKENS, axis_names, data_axes
 from tunix.training.choices import select
 from tunix.training.logprobs import count_chunk_positions
 from tunix.training.loss import find_loss_kind, make_loss
@@ -109,8 +108,7 @@ def derive_costs(train_spec: TrainSpec, with_activations: bool = True) -> Costs:
     all_flops += tower_flops(cfg.model, shares, recompute) * num_images * token_shards(train_spec.mesh.shape)
     flops += tower_flops(cfg.model, shares) * num_images
     with jax.sharding.use_abstract_mesh(train_spec.abstract_mesh):
-        num_bytes = count_state_bytes(train_spec)
-        num_bytes["activations"] = count_activation_bytes(train_spec) if with_activations else 0
+        num_bytes = count_bytes(train_spec, with_activations)
         transfers = list_transfers(train_spec)
     share = compute_matmul_share(cfg, arch, batch.seq_len)
     alone = train_spec.teacher.model if isinstance(train_spec.teacher, OfflineTeacher) else None
@@ -203,28 +201,39 @@ def find_train_spec(cfg: Config, sizes: dict[str, int], platform: str | None = N
     return replace(_programs[key], cfg=cfg, choices=select(cfg, mesh, platform))
 
 
-# Memory of what does not grow with the batch: weights, optimizer, gradients, and weights that are gathered.
+# Memory of a step: what rests on a device, and beside it the most that exists at one moment.
 #
-# An example: a weight [1024, 4096] in each of 4 blocks, over 8 devices of fsdp, with full_shard, float32 parameters,
-# bfloat16 products, adamw, and one microbatch. One block's weight has 4 Mi numbers, so one device holds
+# XLA frees each array behind its last use. So the gradient of a table and the inside of a layer do not meet all else
+# that a step has: they belong to different moments, of which the largest counts.
 #
-#     weights     4 blocks x 4 Mi x 4 bytes / 8 devices         8 MiB
-#     optimizer   two moments, each as large as the weights    16 MiB
-#     gradients   float32, split as the weights rest            8 MiB
-#     gathered    the whole weight of the block at work and
-#                 of the next one: 2 x 4 Mi x 2 bytes          16 MiB
+#     moment     gradients                              gathered               activations
+#     loss       table: the sum of all chunks, float32, table of logits        kept for the backward pass, logits of
+#                and that of a chunk                                           a chunk
+#     backward   table: the sum; those of the blocks    blocks at work         kept, and the inside of a block
+#     sums       a device's own parts of the tables'                           the residual stream
+#                gradients, and sums of all
 #
-# Where blocks gather ahead (training.overlap), gradients have 8 MiB more: those of one block, before they are summed.
+# With several microbatches, the sums of those before are there in each moment. Weights that are gathered once a step,
+# and copies of weights that rest in another order than they travel in, are too.
 
 
-def count_state_bytes(train_spec: TrainSpec) -> dict[str, int]:
-    """Return the bytes of one device for weights, optimizer, gradients and gathered weights."""
+class Moment(NamedTuple):
+    """Bytes of one device at one moment of a step, beside what rests there."""
+
+    gradients: float
+    gathered: float
+    activations: float
+
+
+def count_bytes(train_spec: TrainSpec, with_activations: bool = True) -> dict[str, int]:
+    """Return the bytes of one device at the moment of a step that has the most of them, by what they are for."""
+    list_them = _list_moments if train_spec.choices.pipeline.num_stages == 1 else _list_moments_on_stages
+    largest = max(list_them(train_spec, with_activations), key=sum)
     return {
         "weights": bytes_per_device(train_spec.abstract["params"]),
         "optimizer": bytes_per_device([train_spec.abstract["opt_state"], train_spec.abstract.get("copies", {})]),
-        "gradients": _count_gradient_bytes(train_spec),
-        "gathered": _count_gathered_bytes(train_spec),
         **({"teacher": count_teacher_bytes(train_spec)} if isinstance(train_spec.teacher, Teacher) else {}),
+        **{name: round(size) for name, size in largest._asdict().items()},
     }
 
 
@@ -232,6 +241,215 @@ def count_teacher_bytes(train_spec: TrainSpec) -> int:
     """Return the bytes of one device for the teacher between two uses; 0 without one in memory."""
     teacher = train_spec.teacher
     return bytes_per_device(teacher.abstract_params(train_spec.mesh)) if isinstance(teacher, Teacher) else 0
+
+
+def _list_moments(train_spec: TrainSpec, with_activations: bool) -> list[Moment]:
+    """Return the moments of a step without stages of which one needs the most memory."""
+    layout, mesh, arch = train_spec.layout, train_spec.mesh, train_spec.arch
+    sync_every, num_microbatches = train_spec.choices.sync_every, train_spec.batch.num_microbatches
+    in_blocks, several = layout.gathers_in_blocks(sync_every), num_microbatches > 1
+
+    def count_own(weight: Weight, dtype: str) -> int:
+        return count_shard_bytes(weight, layout.in_use(weight.equation), dtype, mesh)
+
+    def count_summed(weight: Weight) -> int:
+        return count_shard_bytes(weight, layout.stored(weight.equation), "float32", mesh)
+
+    # Microbatches are added up where the newest one is summed over devices, or as each device's own parts.
+    def count_total(weight: Weight) -> int:
+        return count_summed(weight) if in_blocks else count_own(weight, "float32")
+
+    trained, of_logits = jax.tree.leaves(arch.trained_weights), find_table_of_logits(train_spec)
+    outside = [weight for weight in trained if not weight.equation.is_stacked]
+    of_blocks = sum(count_total(weight) for weight in trained if weight.equation.is_stacked)
+    # The sums that each moment has; with one microbatch, those of blocks begin with the backward pass.
+    before = sum(map(count_total, trained)) if several or not in_blocks else 0
+    if not in_blocks and num_microbatches > sync_every:  # and those that devices have summed
+        before += sum(map(count_summed, trained))
+    latest = _count_latest_bytes(train_spec)
+    ahead, turned = _count_ahead(train_spec), _count_turned_bytes(train_spec)
+    table = 0 if of_logits is None else _count_bytes_in_use(of_logits, train_spec)
+    everything = sum(_count_bytes_in_use(weight, train_spec) for weight in jax.tree.leaves(arch.weights))
+    table_sum = part_of_chunk = 0  # of the gradient of a table that is trained
+    if of_logits is not None and any(weight is of_logits for weight in outside):
+        table_sum, part_of_chunk = count_own(of_logits, "float32"), count_own(of_logits, layout.compute)
+    found = _count_activations(train_spec) if with_activations else Activations()
+    loss = Moment(
+        # Sums of blocks that gather ahead begin as zeros, which XLA makes before the loss.
+        gradients=max(before, of_blocks if train_spec.choices.prefetch else 0)
+        + table_sum
+        + part_of_chunk
+        + ahead.parts
+        + ahead.summed,
+        gathered=turned + (table + ahead.in_use if in_blocks else everything),
+        activations=found.kept + found.streams + found.logits,
+    )
+    backward = Moment(
+        gradients=max(before, of_blocks)
+        + latest
+        + table_sum * in_blocks
+        + ahead.parts
+        + ahead.summed
+        + ahead.more
+        + ahead.in_flight,
+        gathered=turned + ahead.reordered + (_count_neighbour_bytes(train_spec) if in_blocks else everything),
+        activations=found.kept + found.inside,
+    )
+    # A table of another order than it travels in is there twice before the loss begins.
+    has_copy = in_blocks and of_logits is not None and _is_turned(of_logits, train_spec)
+    gather = Moment(loss.gradients - part_of_chunk, loss.gathered + table * has_copy, found.kept + found.streams)
+    own = sum(count_own(weight, "float32") for weight in outside)
+    # Beside own parts, the gradient of a lookup in the dtype of products, or a part in the order in which it travels.
+    reordered = several and any(_is_turned(weight, train_spec) for weight in outside)
+    copied = max((count_own(weight, "float32" if reordered else layout.compute) for weight in outside), default=0)
+    are_parts = any(count_own(weight, "float32") > count_summed(weight) for weight in outside)
+    sums = Moment(
+        gradients=max(before, of_blocks)
+        + latest
+        + own * in_blocks
+        + copied
+        + sum(map(count_summed, outside if in_blocks else trained)) * are_parts
+        + ahead.parts
+        + ahead.summed,
+        gathered=turned,
+        activations=found.streams,
+    )
+    return [gather, loss, backward, sums]
+
+
+def _count_latest_bytes(train_spec: TrainSpec) -> int:
+    """Return the bytes of the newest gradients of blocks beside the float32 sums, where layers do not add to these."""
+    layout, mesh = train_spec.layout, train_spec.mesh
+    in_blocks = layout.gathers_in_blocks(train_spec.choices.sync_every)
+    has_sums = train_spec.batch.num_microbatches > 1 or not in_blocks
+    if not has_sums and jnp.dtype(layout.param).itemsize == 4:  # the gradients of autodiff, made float32 by no copy
+        return 0
+    add_themselves = has_sums and sums_in_layers(layout, train_spec.choices.remat)
+    dtype, find_spec = (layout.param, layout.stored) if in_blocks else (layout.compute, layout.in_use)
+    return sum(
+        count_shard_bytes(weight, find_spec(weight.equation), dtype, mesh)
+        for weight in jax.tree.leaves(train_spec.arch.trained_weights)
+        if weight.equation.is_stacked and not (add_themselves and weight.used > 0)  # a tower's are added as a whole
+    )
+
+
+class Ahead(NamedTuple):
+    """Bytes of one turn of blocks that gather ahead: what travels from iteration to iteration."""
+
+    in_use: float = 0.0  # gathered weights
+    parts: float = 0.0  # a device's own parts of gradients, in the dtype of products
+    summed: float = 0.0  # sums inside of a replica
+    more: float = 0.0  # parts of the block at work
+    in_flight: float = 0.0  # parts that devices sum
+    reordered: float = 0.0  # weights of experts as their kernels take them
+
+
+def _count_ahead(train_spec: TrainSpec) -> Ahead:
+    """Return the bytes of the turn that needs the most; none where blocks do not gather ahead.
+
+    A part is summed in `training.reduce_dtype`. XLA puts two layers into one iteration: sums of experts' gradients,
+    which take longer than a layer computes, are on their way for both. Kernels of experts add up each round apart.
+    """
+    if not train_spec.choices.prefetch:
+        return Ahead()
+    layout, mesh, arch = train_spec.layout, train_spec.mesh, train_spec.arch
+
+    def count_weight(weight: Weight, is_trained: bool) -> Ahead:
+        num_layers, is_expert = weight.shape[0], EXPERTS in weight.equation.w
+
+        def count(spec: PartitionSpec, dtype: str) -> float:
+            return count_shard_bytes(weight, spec, dtype, mesh) / num_layers
+
+        stored, used = layout.stored(weight.equation), layout.in_use(weight.equation)
+        in_use = _count_bytes_in_use(weight, train_spec) / num_layers
+        reordered = in_use if is_expert and layout.expert_products == FUSED else 0.0
+        if not is_trained:
+            return Ahead(in_use, reordered=reordered)
+        part, summed, wide = count(used, layout.compute), count(stored, layout.reduce), count(used, layout.reduce)
+        travels = count_devices(mesh.shape, layout.gradient_axes(weight.equation)) > 1
+        in_flight = wide * travels * (layout.reduce != layout.compute)
+        return Ahead(in_use, part, summed, (1 + is_expert) * part, (1 + is_expert) * in_flight, reordered)
+
+    def count_block(name: str) -> Ahead:
+        pairs = zip(jax.tree.leaves(arch.weights[name]), jax.tree.leaves(arch.is_trained[name]), strict=True)
+        return Ahead(*map(sum, zip(*(count_weight(*pair) for pair in pairs), strict=True)))
+
+    def count_turn(names: Sequence[str]) -> Ahead:
+        blocks = [count_block(name) for name in names]
+        turn = Ahead(*map(sum, zip(*blocks, strict=True)))
+        at_work = {name: max(getattr(block, name) for block in blocks) for name in ("more", "in_flight", "reordered")}
+        return turn._replace(**at_work)
+
+    return max((count_turn(run.pattern) for run in train_spec.cfg.model.runs), key=sum)
+
+
+def _is_turned(weight: Weight, train_spec: TrainSpec) -> bool:
+    """Return whether a weight rests in another order than it travels in.
+
+    Devices gather the parts of an array one after the other, so the dimension that is split comes first in memory.
+    """
+    layout, mesh = train_spec.layout, train_spec.mesh
+    stored = find_shard_shape(weight.shape, layout.stored(weight.equation), mesh)
+    in_use = find_shard_shape(weight.shape, layout.in_use(weight.equation), mesh)
+    return stored[int(weight.equation.is_stacked) + 1 :] != in_use[int(weight.equation.is_stacked) + 1 :]
+
+
+def _count_turned_bytes(train_spec: TrainSpec) -> int:
+    """Return the bytes of copies of weights at rest in the order in which they travel.
+
+    Those of stacks are made before the scan over layers, those of tables before a loop over microbatches.
+    """
+    layout, several = train_spec.layout, train_spec.batch.num_microbatches > 1
+    if not layout.gathers_in_blocks(train_spec.choices.sync_every):
+        return 0
+    return sum(
+        count_shard_bytes(weight, layout.stored(weight.equation), weight.dtype, train_spec.mesh)
+        for weight in jax.tree.leaves(train_spec.arch.weights)
+        if (several or weight.equation.is_stacked) and _is_turned(weight, train_spec)
+    )
+
+
+STREAMS = 3  # that the loss has of the residual stream: of the last block, of the final norm, and of a chunk
+
+
+class Activations(NamedTuple):
+    """Bytes of the activations of a microbatch on one device."""
+
+    kept: float = 0.0  # for the backward pass
+    inside: float = 0.0  # of one block at work
+    logits: float = 0.0  # of a chunk, and at the same place their gradient
+    streams: float = 0.0
+
+
+def _count_activations(train_spec: TrainSpec) -> Activations:
+    cfg, layout, mesh, length = train_spec.cfg, train_spec.layout, train_spec.mesh, train_spec.batch.seq_len
+    rows = train_spec.choices.batch.sequences_per_shard
+    inside = estimate_inside_bytes(cfg.model, layout, mesh, length, train_spec.choices.remat)
+    local_tokens = find_shard_shape((length,), layout.activation(TOKENS), mesh)[0]
+    item = jnp.dtype(layout.compute).itemsize
+    return Activations(
+        kept=rows * _count_residual_bytes(train_spec),
+        inside=rows * max(inside, _estimate_tower_bytes(train_spec)),
+        logits=rows * item * _count_chunk_logits(train_spec, rows, local_tokens),
+        streams=rows * item * STREAMS * local_tokens * cfg.model.embed_dim,
+    )
+
+
+def _count_chunk_logits(train_spec: TrainSpec, num_rows: int, num_tokens: int) -> int:
+    """Return the logits of one of `num_rows` sequences in a chunk, on a device with `num_tokens` tokens of each."""
+    cfg = train_spec.cfg
+    outputs = train_spec.layout.activation("V" if cfg.model.labels is None else "v")
+    num_outputs = find_shard_shape((cfg.num_outputs,), outputs, train_spec.mesh)[0]
+    # A teacher in the loss has logits too.
+    num_models = 2 if train_spec.teacher and train_spec.teacher.in_loss else 1
+    chunk_size = train_spec.choices.planned.loss_chunk_size
+    return num_models * count_chunk_positions(chunk_size, num_rows, num_tokens) * num_outputs
+
+
+def _list_moments_on_stages(train_spec: TrainSpec, with_activations: bool) -> list[Moment]:
+    """Return the one moment that is derived for a step on stages: the largest of each part."""
+    activations = _count_activations_on_stages(train_spec) if with_activations else 0
+    return [Moment(_count_gradient_bytes(train_spec), _count_gathered_bytes(train_spec), activations)]
 
 
 def _count_gathered_bytes(train_spec: TrainSpec) -> int:
@@ -286,44 +504,26 @@ def _count_bytes_in_use(weight: Weight, train_spec: TrainSpec) -> int:
 
 
 def _count_gradient_bytes(train_spec: TrainSpec) -> int:
-    """Return the bytes of gradients that exist at one time, in each of the places that they pass through.
+    """Return the bytes of gradients on stages.
 
-    own part    of this data shard alone, as large as the gathered weight; none where blocks sum theirs at once
-       | sum over devices
-    summed      as the weight rests, float32
-       | added to
-    sum of all microbatches: with several of them, one more array beside the gradients of the newest, of which layers
-        that add to the sums (models/layer_scan.py) have one layer at a time
+    Each tick adds those of its layers to sums of all ticks; where blocks gather ahead, it begins with zeros as large.
+    Of tables there are a device's own parts, of all ticks, and the sum of the logits' table over the chunks of a tick.
     """
-    layout, mesh, pipeline = train_spec.layout, train_spec.mesh, train_spec.choices.pipeline
-    in_blocks = layout.gathers_in_blocks(train_spec.choices.sync_every)
-    in_layers = sums_in_layers(layout, train_spec.choices.remat)
-    local_parts, summed, latest_parts, latest_summed = 0, 0, 0.0, 0.0
+    layout, mesh, of_logits = train_spec.layout, train_spec.mesh, find_table_of_logits(train_spec)
+    in_blocks, num_bytes = layout.gathers_in_blocks(train_spec.choices.sync_every), 0
     for weight in jax.tree.leaves(train_spec.arch.trained_weights):
-        equation = weight.equation
-        # Of the newest microbatch, layers that add to the sums have the gradients of one layer at a time. A tower has
-        # blocks of its own, whose gradients are added as a whole.
-        adds_itself = equation.is_stacked and in_layers and weight.used > 0
-        latest_share = 1 / weight.shape[0] if adds_itself else 1.0
-        summed_bytes = count_shard_bytes(weight, layout.stored(equation), "float32", mesh)
-        summed, latest_summed = summed + summed_bytes, latest_summed + latest_share * summed_bytes
-        if not (in_blocks and equation.is_stacked):
-            local_bytes = count_shard_bytes(weight, layout.in_use(equation), "float32", mesh)
-            local_parts, latest_parts = local_parts + local_bytes, latest_parts + latest_share * local_bytes
-        elif train_spec.choices.prefetch:  # of the block whose gradients are summed while another is at work
-            local_part = count_shard_bytes(weight, layout.in_use(equation), layout.compute, mesh)
-            local_parts += local_part // count_layers(weight, train_spec)
-        if not (equation.is_stacked or equation.is_vector):  # the loss adds the table's up, and then rounds the sum
-            local_parts += count_shard_bytes(weight, layout.in_use(equation), layout.compute, mesh)
-    in_compute = round(latest_parts * jnp.dtype(layout.compute).itemsize / 4)  # own parts, in the dtype of products
-    latest, sums_later = 0, in_blocks or train_spec.choices.sync_every > 1
-    if pipeline.num_stages == 1 and train_spec.batch.num_microbatches > 1 and sums_later:
-        latest = round(latest_summed) if in_blocks else in_compute
-    elif in_blocks and jnp.dtype(layout.param).itemsize < 4:  # gradients of blocks have the dtype of their weights
-        latest = summed * jnp.dtype(layout.param).itemsize // 4
-    if pipeline.num_stages > 1:  # the gradients of the newest tick beside the sum of all ticks
-        latest += summed if in_blocks else in_compute
-    return local_parts + summed + latest
+        summed = count_shard_bytes(weight, layout.stored(weight.equation), "float32", mesh)
+        own = count_shard_bytes(weight, layout.in_use(weight.equation), "float32", mesh)
+        in_compute = own * jnp.dtype(layout.compute).itemsize // 4
+        if not weight.equation.is_stacked:
+            num_bytes += own * (1 + (weight is of_logits)) + summed * (own > summed)
+        elif in_blocks:
+            num_bytes += (2 + train_spec.choices.prefetch) * summed
+            if train_spec.choices.prefetch:  # of the block whose gradients are summed while another is at work
+                num_bytes += in_compute // count_layers(weight, train_spec)
+        else:
+            num_bytes += own + in_compute + summed * (own > summed)
+    return num_bytes
 
 
 # Memory of activations: what the forward pass keeps for the backward pass, and what one layer needs while it works.
@@ -335,38 +535,26 @@ QUEUES = 3  # of the rows of a part: what enters the stages, what leaves them, a
 LONG = 2048  # tokens of a sequence on one device, of which all are traced
 
 
-def count_activation_bytes(train_spec: TrainSpec) -> int:
-    """Return the bytes of activations: kept of each sequence, and one layer's inside or the logits of a chunk.
+def _count_activations_on_stages(train_spec: TrainSpec) -> int:
+    """Return the bytes of activations on stages: what ticks keep, and one layer's inside or the logits of a chunk.
 
-    On stages the forward pass keeps what the backward pass of a part needs until it comes by (`assign_slots`): with 4
-    stages of 7 parts, however many follow. Where `training.pipeline_recompute` says so, this is only the rows that a
-    stage takes, and one part at a time has in one stage what it has without stages.
+    The forward pass keeps what the backward pass of a part needs until it comes by (`assign_slots`): with 4 stages of 7
+    parts, however many follow. Where `training.pipeline_recompute` says so, this is only the rows that a stage takes,
+    and one part at a time has in one stage what it has without stages.
     """
     layout, mesh, pipeline = train_spec.layout, train_spec.mesh, train_spec.choices.pipeline
     length = train_spec.batch.seq_len
     inside = max(estimate_inside_bytes(train_spec.cfg.model, layout, mesh, length), _estimate_tower_bytes(train_spec))
     local_tokens = find_shard_shape((length,), layout.activation("T"), mesh)[0]
-    outputs = layout.activation("V" if train_spec.cfg.model.labels is None else "v")
-    num_outputs = find_shard_shape((train_spec.cfg.num_outputs,), outputs, mesh)[0]
-
-    def count_logit_bytes(num_rows: int, num_tokens: int) -> float:
-        """Return the bytes of a chunk's logits in float32, and of part of their gradient, for each row."""
-        chunk_size = train_spec.choices.planned.loss_chunk_size
-        # A teacher in the loss has logits too.
-        num_models = 2 if train_spec.teacher and train_spec.teacher.in_loss else 1
-        return 1.75 * num_models * count_chunk_positions(chunk_size, num_rows, num_tokens) * num_outputs * 4
-
-    num_rows, residual = train_spec.choices.batch.sequences_per_shard, _count_residual_bytes(train_spec)
-    if pipeline.num_stages == 1:
-        return round(num_rows * (residual + max(inside, count_logit_bytes(num_rows, local_tokens))))
-    # With stages: what ticks keep, rows of a part in each slot, and the larger of what is at work in one tick.
+    residual = _count_residual_bytes(train_spec)
     row = _count_stream_bytes(train_spec) + 4 * (local_tokens + length)  # with its positions and segments
     rows_of_microbatch = count_microbatch_rows(train_spec)
     # Of one sequence in one chunk of layers, and in the layers before the stages, of which a device has all.
     of_layer, num_first = residual / train_spec.cfg.model.num_layers, train_spec.cfg.model.num_first_layers
     kept = (residual - num_first * of_layer) / (pipeline.num_stages * pipeline.num_chunks)
     at_work = rows_of_microbatch * (max(kept, num_first * of_layer) + inside)
-    loss = rows_of_microbatch * count_logit_bytes(rows_of_microbatch, local_tokens // pipeline.num_stages)
+    logits = _count_chunk_logits(train_spec, rows_of_microbatch, local_tokens // pipeline.num_stages)
+    loss = rows_of_microbatch * jnp.dtype(layout.compute).itemsize * logits
     num_slots = (pipeline.num_chunks + 1) * pipeline.num_stages - 1  # as many as `assign_slots` needs
     in_slot = row if pipeline.recompute_runs else row + kept
     parts = pipeline.num_microbatches * pipeline.num_parts if num_first else 0
@@ -374,7 +562,7 @@ def count_activation_bytes(train_spec: TrainSpec) -> int:
     return round(rows_of_microbatch * (num_slots * in_slot + QUEUES * row + entries) + max(at_work, loss))
 
 
-def estimate_inside_bytes(model: Model, layout: Layout, mesh: AnyMesh, length: int) -> int:
+def estimate_inside_bytes(model: Model, layout: Layout, mesh: AnyMesh, length: int, remat: Remat | None = None) -> int:
     """Return the bytes inside of one layer on one device, for a sequence of `length` tokens. An estimate."""
     item = jnp.dtype(layout.compute).itemsize
 
@@ -384,11 +572,12 @@ def estimate_inside_bytes(model: Model, layout: Layout, mesh: AnyMesh, length: i
     local = {dim_name: count_local(size, dim_name) for dim_name, size in model.dims.items()}
     tokens = count_local(length, "T")
     heads, kinds = local["N"], model.head_kinds
-    # Numbers of queries and keys of a token; of key/value heads that every device keeps, it uses one.
-    head_numbers = max((heads + min(local[each.dim_names[0]], heads)) * each.dim for each in kinds)
-    mlp = _count_mlp_numbers(model, layout, mesh, local)
-    factor = 2 if token_shards(mesh.shape) == 1 else 4  # of queries, keys, values and results: exchanged ones are more
-    inside = 2 * tokens * item * (6 * local["D"] + factor * head_numbers + mlp)
+    # Numbers of queries and of keys or values of a token; of key/value heads that every device keeps, it uses one.
+    head_numbers = max(
+        4 * heads * each.dim + 3 * min(local[each.dim_names[0]], heads) * (each.dim + each.value_dim) for each in kinds
+    )
+    mlp = _count_mlp_numbers(model, layout, mesh, local, remat)
+    inside = tokens * item * (5 * local["D"] + head_numbers * (1 if token_shards(mesh.shape) == 1 else 2) + mlp)
     # Also where a mesh has no devices. Devices that share a sequence split its scores, by heads or by keys.
     if is_in_blocks(layout.cp_exchange) or "xla" in dict(layout.kernels).values():
         inside += heads * min(length, select_query_block(length)) * tokens * (4 + item)
@@ -399,7 +588,7 @@ def estimate_inside_bytes(model: Model, layout: Layout, mesh: AnyMesh, length: i
     columns = linear.value_dim + (linear.key_dim if token_shards(mesh.shape) > 1 else 0)  # of errors, results, memory
     per_value_head = 2 * columns + linear.value_dim + 2 * linear.key_dim + 4 * chunk + linear.key_dim * columns / chunk
     numbers = 2 * local["I"] * linear.key_dim + local["J"] * per_value_head
-    return max(inside, round(2 * tokens * (item * (6 * local["D"] + mlp) + 4 * numbers)))
+    return max(inside, round(tokens * (item * (5 * local["D"] + mlp) + 2 * 4 * numbers)))
 
 
 def _estimate_tower_bytes(train_spec: TrainSpec) -> int:
@@ -420,9 +609,14 @@ def _estimate_tower_bytes(train_spec: TrainSpec) -> int:
     return passes * num_patches * item * numbers + scores
 
 
-def _count_mlp_numbers(model: Model, layout: Layout, mesh: AnyMesh, local: dict[str, int]) -> int:
-    """Return the numbers that the MLP has inside for each token of a device; `local` has its sizes of dimensions."""
-    mlp = (2 if model.mlp.kind == "plain" else 3) * max(local["F"], local.get("f", 0))
+def _count_mlp_numbers(model: Model, layout: Layout, mesh: AnyMesh, local: dict[str, int], remat: Remat | None) -> int:
+    """Return the numbers that the MLP has inside for each token of a device; `local` has its sizes of dimensions.
+
+    Gate and up, where they are computed again, their gradients, and the gradient of what the last product takes.
+    """
+    kept = 0 if remat is None else 1 - remat.recompute_fraction("product")
+    products = 1 if model.mlp.kind == "plain" else 2
+    mlp = round((2 * products - kept * (products - 1)) * max(local["F"], local.get("f", 0)))
     if not isinstance(model.mlp, ExpertsMlp):
         return mlp
     # Rows for which the exchange has room, for each token of this device.
@@ -432,12 +626,13 @@ def _count_mlp_numbers(model: Model, layout: Layout, mesh: AnyMesh, local: dict[
         per_token = model.mlp.experts_per_token
         arriving = num_rows if EXPERT_EXCHANGES[layout.expert_exchange].has_buffer else num_rows / per_token
         in_round = min(num_rows, CAPACITY_FACTOR * per_token)
-        expert_numbers = in_round * (3 * local["G"] + local["D"]) + 2 * arriving * local["D"]
+        expert_numbers = in_round * (3 * local["G"] + 2 * local["D"]) + 6 * arriving * local["D"]
     else:
-        expert_numbers = num_rows * (3 * local["G"] + 2 * local["D"])
-    expert_numbers += 3 * local.get("U", 0)
+        expert_numbers = 2 * num_rows * (3 * local["G"] + 2 * local["D"])
+    expert_numbers += 4 * local.get("U", 0)
     if EXPERT_EXCHANGES[layout.expert_exchange].has_buffer:  # sent, and returned
-        expert_numbers += 2 * model.mlp.experts_per_token * local["D"]
+        expert_numbers += 4 * model.mlp.experts_per_token * local["D"]
+    expert_numbers /= layout.batch_parts  # while one part is with its experts, the other one is not
     if model.mlp.beside_mlp:
         return round(expert_numbers) + mlp
     return max(round(expert_numbers), mlp if len(model.expert_layers) < model.num_layers else 0)
@@ -461,7 +656,11 @@ def _count_residual_bytes(train_spec: TrainSpec) -> int:
     images = cfg.training.images_per_row if cfg.model.vision is not None else 0
     key = (model, step, length, images, layout, train_spec.choices.remat, task, *others)
     if key not in _known_residual_bytes:
-        _known_residual_bytes[key] = _trace_residuals(train_spec)
+        axes = train_spec.abstract_mesh
+        # Without devices any kernel can be traced.
+        mesh = AbstractMesh(axes.axis_sizes, axes.axis_names, axis_types=axes.axis_types)
+        with jax.sharding.use_abstract_mesh(mesh):
+            _known_residual_bytes[key] = _trace_residuals(replace(train_spec, mesh=mesh))
     return _known_residual_bytes[key]
 
 
@@ -475,17 +674,20 @@ def _trace_residuals(train_spec: TrainSpec) -> int:
     """
     cfg, mesh = train_spec.cfg, train_spec.mesh
 
-    # cuDNN's kernel cannot be traced without cuDNN; it keeps what the plain one keeps of long sequences.
-    def kernels_of(layout: Layout) -> tuple[tuple[str, str], ...]:
-        return tuple((dim_name, "xla") for dim_name, _ in layout.kernels)
+    # What a kernel keeps of a sequence is what `flash` keeps, where it has blocks for the heads: no other can be traced
+    # without its devices, and the plain one keeps keys once more for each block of queries, which XLA finds out.
+    def with_kernels(layout: Layout, model: Model) -> Layout:
+        max_dim = max(find_row_in_use(FLASH_BLOCKS))
+        named = ((heads.dim_names[0], "flash" if heads.dim <= max_dim else "xla") for heads in model.head_kinds)
+        return replace(layout, kernels=tuple(named))
 
     layout, remat = train_spec.layout.with_all_layers(), train_spec.choices.remat
-    layout = replace(layout, kernels=kernels_of(layout))
+    layout = with_kernels(layout, cfg.model)
     # Where what is kept waits in the host's memory, what blocks take does too: the rest is outside of blocks.
     arch = describe(cfg.model, layout, Remat("full") if remat.on_host else remat)
     teacher, loss_fn = train_spec.teacher, train_spec.loss_fn
     if isinstance(teacher, Teacher) and teacher.in_loss:
-        plain = describe(teacher.arch.model, replace(teacher.arch.layout, kernels=kernels_of(teacher.arch.layout)))
+        plain = describe(teacher.arch.model, with_kernels(teacher.arch.layout, teacher.arch.model))
         loss_fn = make_loss(cfg, replace(teacher, arch=plain))
 
     def residuals(params, batch):
@@ -521,9 +723,14 @@ def _trace_residuals(train_spec: TrainSpec) -> int:
     shape = BatchShape(1, prime * data_shards(mesh.shape), length // times)
     batch = abstract_arrays(find_loss_kind(cfg).fields, shape, mesh) | train_spec.abstract_shared
 
+    def is_kept(leaf: jax.ShapeDtypeStruct) -> bool:
+        # Outside of stacks, what is made float32 is kept as it was before: a kernel makes it float32 where it reads it.
+        is_wide_copy = leaf.dtype == jnp.float32 and layout.compute != "float32" and leaf.shape[:1] == (shape.num_rows,)
+        return any(size % prime == 0 for size in leaf.shape) and not is_wide_copy
+
     def count_bytes(function: Callable, batch: Any) -> int:
         leaves = jax.tree.leaves(jax.eval_shape(function, abstract_params(arch, mesh), batch))
-        return bytes_per_device([leaf for leaf in leaves if any(size % prime == 0 for size in leaf.shape)]) // prime
+        return bytes_per_device(list(filter(is_kept, leaves))) // prime
 
     # What is kept of images does not grow with the tokens, so it is traced apart.
     text = {name: leaf for name, leaf in batch.items() if name not in IMAGE_FIELDS}

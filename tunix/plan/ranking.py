@@ -95,7 +95,7 @@ def describe_choice(cfg: Config, chosen: Config) -> str:
 
 GIB = 2**30
 # What `training.remat=auto` takes on devices whose memory is known, where the step fits: the fastest policy, by the
-# predictions of docs/performance.md. Derived memory is more than compiled (docs/plan.md), so what fits by it fits.
+# predictions of docs/performance.md.
 REMAT_THAT_FITS = "dots"
 
 
@@ -258,7 +258,7 @@ def make_candidate(
     if cfg.training.remat == "auto":
         if with_activations and cfg.training.offload != "activations":
             fast = make_candidate(cfg.with_training(remat=REMAT_THAT_FITS), sizes, choice, cluster)
-            if fast.memory <= count_usable_bytes(cfg, cluster):
+            if is_known_to_fit(fast):
                 return fast
         cfg = cfg.with_training(remat="full")  # not what a CPU would take that compiles for the plan
     with_mesh, _ = resolve_exchange(replace_mesh(cfg, sizes, choice), sizes, cluster)
@@ -287,7 +287,7 @@ def _enlarge_chunks(candidate: Candidate) -> Candidate:
     if larger <= count_chunk_positions("auto", num_rows, num_tokens):
         return candidate
     enlarged = make_candidate(cfg.with_training(loss_chunk_size=larger), candidate.sizes, None, candidate.cluster)
-    return enlarged if enlarged.memory <= count_usable_bytes(cfg, candidate.cluster) else candidate
+    return enlarged if is_known_to_fit(enlarged) else candidate
 
 
 def count_usable_bytes(cfg: Config, cluster: Cluster) -> float:
@@ -295,7 +295,15 @@ def count_usable_bytes(cfg: Config, cluster: Cluster) -> float:
     return cluster.kind.memory_gib * GIB * cfg.plan.memory_share
 
 
-DERIVED_MARGIN = 1.5  # derived memory can be this many times the memory of the compiled step
+DERIVED_MARGIN = 1.25  # derived memory can be this many times the memory of the compiled step
+KNOWN_TO_FIT = 0.95  # share of the usable bytes that is surely enough: derived memory is seldom below the compiled one
+
+
+def is_known_to_fit(candidate: Candidate) -> bool:
+    """Return whether a step that is not compiled fits by its derived memory."""
+    return candidate.memory <= KNOWN_TO_FIT * count_usable_bytes(candidate.cfg, candidate.cluster)
+
+
 MANY = 48  # meshes that are shown: of more than these, the fastest that fit by derived costs
 NUM_SMALLEST = 4  # and those that need the least memory
 # Keys that make a step smaller, by the purpose that takes the most memory.
