@@ -36,6 +36,20 @@ def test_no_thread_is_left_when_the_run_ends(fails, monkeypatch):
     assert not dog.thread.is_alive()
 
 
+def test_a_process_that_has_done_its_work_waits_for_the_others_under_its_watchdog(monkeypatch):
+    """The disk of process 0 was full for its last line: the others had no watchdog any more, and ended with 76."""
+    waits = []
+    monkeypatch.setattr(peers, "gather", lambda text, name: waits.append((name, dog.doing, dog.ended.is_set())))
+    dog = watchdog.Watchdog(compose([]).config.distributed)
+    with dog:
+        pass
+    assert waits == [("the end of all processes", "ending", False)]
+    dog = watchdog.Watchdog(compose([]).config.distributed)
+    with pytest.raises(OSError, match="no space left"), dog:
+        raise OSError("no space left")
+    assert len(waits) == 1  # the others do not come there
+
+
 def test_a_deadline_leaves_no_thread():
     before = threading.active_count()
     with peers.deadline(1000, "nothing happened"):

@@ -197,8 +197,14 @@ class Watchdog:
         self.thread.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        """Wait for the thread: Python aborts the process (exit code 134) if it ends while a thread is inside jaxlib."""
+    def __exit__(self, kind: object, *_: object) -> None:
+        """Wait for the other processes, where this one has not failed: one may fail in its last act, a write for all.
+
+        Then wait for the thread: Python aborts the process (exit code 134) if it ends while a thread is inside jaxlib.
+        """
+        if kind is None:
+            with self.phase("ending"):
+                peers.gather("", "the end of all processes")
         self.ended.set()
         self.thread.join(JOIN_S)
 
