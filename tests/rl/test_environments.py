@@ -614,7 +614,7 @@ class GenericEnvClient:
 def test_a_server_of_openenv(tmp_path, monkeypatch):
     """By the library's client, which is played here; docs/log/rl.md says what was tried with a server."""
     options = {"url": "http://127.0.0.1:8000", "action": "message"}
-    with pytest.raises(ValueError, match="needs OpenEnv: pip install openenv-core"):
+    with pytest.raises(ValueError, match="needs OpenEnv: pip install openenv"):
         open_environment(ENVIRONMENTS["openenv"], options, "hermes")
     (tmp_path / "openenv" / "core").mkdir(parents=True)
     (tmp_path / "openenv" / "core" / "generic_client.py").write_text(CLIENT)

@@ -169,7 +169,7 @@ class OpenEnv:
         try:
             from openenv.core.generic_client import GenericEnvClient
         except ImportError:
-            raise ValueError("task.environment=openenv needs OpenEnv: pip install openenv-core") from None
+            raise ValueError("task.environment=openenv needs OpenEnv: pip install openenv") from None
         self.action, self.observation = action, observation
         self.client = GenericEnvClient(base_url=url).sync()
 
