@@ -104,6 +104,8 @@ def test_no_key_of_ours_is_taken_for_another():
         ("val_kwargs.n=4", "here it is task=grpo evaluation.num_samples=4"),
         ("optimizer.epsilon=1e-8", "here it is optimizer.eps=1e-8"),
         ("orchestrator.batch_size=128", "here it is task=grpo training.global_batch_size=128"),
+        ("async_grpo.max_trajectory_age_steps=1", "here it is task=grpo task.staleness=1 (always"),
+        ("async_training.staleness_threshold=0.5", "here it is task=grpo task.staleness: a number of rollouts"),
         ("report_to=none", "here it is logging.sinks=[jsonl]"),
         ("profiler=xplane", "here it is training.profile_communication=true"),
         ("logging.wandb.name=a", "unknown key logging.wandb.name; docs/config.md lists all keys"),
