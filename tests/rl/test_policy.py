@@ -269,6 +269,9 @@ def test_divergence_in_the_loss_is_k3():
     k3 = (np.exp(-0.2) - 1 + 0.2) * MASK
     np.testing.assert_allclose(gains.kl, k3, rtol=1e-4)
     np.testing.assert_allclose(plain.gain - gains.gain, 0.5 * k3, rtol=1e-4)
+    rewarded = compute_gains(jnp.array(OLD), FIELDS, task(kl="advantage", kl_coefficient=0.5))  # it is in the rewards
+    np.testing.assert_array_equal(rewarded.gain, plain.gain)
+    np.testing.assert_array_equal(rewarded.kl, gains.kl)
 
 
 def test_sums_of_microbatches():

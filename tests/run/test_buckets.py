@@ -92,6 +92,7 @@ def make_state(mesh_shape: tuple[int, ...], seed: int = 0) -> dict:
         "w": (rng.normal(size=(16, 8, 4)).astype(np.float32), ("a", None, "b")),
         "half": (rng.normal(size=(8, 24)).astype(ml_dtypes.bfloat16), (None, ("a", "b"))),
         "codes": (rng.integers(0, 255, (8, 8)).astype(np.uint8), (None, "a")),
+        "zeros": (np.zeros((8, 8), np.float32), ("b", None)),  # an object that is missing would be read as zeros
         "count": (np.int32(seed + 3), ()),
     }
     return {
@@ -167,6 +168,14 @@ def test_a_checkpoint_counts_as_none_before_its_objects_go():
     objects.delete_folder("3")
     ranges = [(keys.inclusive_min, keys.exclusive_max) for keys in deleted]
     assert ranges == [(b"3/digests.json", b"3/digests.json\0"), (b"3/", b"30")]
+
+
+@pytest.mark.parametrize(
+    ("shape", "chunk"), [((262144, 1152), (8192, 1152)), ((3, 2**25), (1, 2**24)), ((4, 2**22), (4, 2**22)), ((), ())]
+)
+def test_chunks_are_equal_parts_of_a_shard_below_the_limit(shape, chunk):
+    whole: Any = SimpleNamespace(shape=shape, dtype=np.dtype("float32"), sharding=SimpleNamespace(shard_shape=tuple))
+    assert bucket.split_shard(whole) == chunk
 
 
 @pytest.mark.parametrize(("timeout_s", "tries"), [(1, 1), (2, 2), (63, 6), (64, 7), (600, 23)])

@@ -12,6 +12,7 @@ import tunix
 from tunix import trainer
 from tunix.base.errors import UserError
 from tunix.checkpoints.folders import Folder
+from tunix.run.folder import watch_folder
 
 WORDS = [*RUN, *ONE_LAYER, *TWO_DEVICES, "data=synthetic", "data.num_documents=60", "hydra.run.dir=run"]
 
@@ -34,6 +35,18 @@ LOSE = {
     "emptied": lambda folder: (folder / "config.yaml").unlink(),
     "another": put_another,
 }
+
+
+@pytest.mark.parametrize("lose", LOSE)
+def test_a_folder_that_is_lost_is_noticed(lose, tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "config.yaml").touch()
+    check = watch_folder(folder)
+    check()
+    LOSE[lose](folder)
+    with pytest.raises(UserError, match="was deleted or moved while the run wrote to it"):
+        check()
 
 
 @pytest.mark.nightly
