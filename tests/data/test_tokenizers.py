@@ -305,3 +305,15 @@ def test_special_tokens_in_a_text_are_broken_in_one_pass():
     start_s = time.process_time()
     break_special_texts("<|" * 500_000, special)
     assert time.process_time() - start_s < 1, "one pass takes 0.03 s, one for each token 1.3 s"
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "dtype", "rows"),
+    [(128, "uint16", 128), (129, "uint16", 256), (2**16, "uint16", 2**16), (2**16 + 1, "uint32", 2**16 + 128)],
+)
+def test_numbers_of_tokens_have_room(num_tokens, dtype, rows):
+    """On disk, and in a table."""
+    vocab = tokenizer.train_vocab(compose([]).config.tokenizer.model_copy(update={"vocab_size": 300}), ["a few words"])
+    vocab.__dict__["num_tokens"] = num_tokens
+    assert vocab.dtype == dtype
+    assert tokenizer.pad_rows(num_tokens) == rows

@@ -65,6 +65,8 @@ def test_numbers_and_differences(runs):
         ("optimizer.learning_rate", ["0.1", str(histories[1].keys["optimizer.learning_rate"])]),
     ]
     assert "MFU (median)" not in dict(list_results(histories[:1]))  # no run has it
+    histories[0].steps[0]["tokens_per_s_per_device"] = 50.0  # the run went on with fewer devices
+    assert dict(list_results(histories))["devices"] == ["2", "2"]
     assert [each.name for each in read_histories([runs[0], runs[0]])] == [str(runs[0])] * 2
 
 

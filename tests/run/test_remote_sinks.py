@@ -8,10 +8,12 @@ import socket
 import sys
 import threading
 import time
+from collections import namedtuple
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from support.harness import ONE_LAYER, RUN, metrics
@@ -19,9 +21,10 @@ from support.mlflow_server import Door, serve_mlflow
 from support.processes import wait_until
 
 import tunix
-from tunix.base.errors import Diverged, UserError
+from tunix.base.errors import Diverged, Stopped, UserError
 from tunix.config.compose import compose
 from tunix.processes import exits
+from tunix.run import remote_sinks
 from tunix.run.metrics import Metrics
 from tunix.run.remote_sinks import Mlflow, Wandb
 from tunix.run.sinks import Background
@@ -102,6 +105,42 @@ def start_of(folder: Path, *words: str) -> Start:
 def mlflow(tmp_path_factory):
     with serve_mlflow(tmp_path_factory.mktemp("mlflow")) as server:
         yield server
+
+
+def test_mlflow_gets_every_number_in_batches_and_how_a_run_has_ended(monkeypatch):
+    sent: list[tuple[str, Any]] = []
+    client = SimpleNamespace(
+        log_batch=lambda _, metrics: sent.append(("batch", [(each.key, each.value, each.step) for each in metrics])),
+        set_terminated=lambda _, status: sent.append(("end", status)),
+    )
+    entities = SimpleNamespace(Metric=namedtuple("Metric", "key, value, timestamp, step"))
+    for name, module in (("mlflow", SimpleNamespace(MlflowException=OSError)), ("mlflow.entities", entities)):
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(remote_sinks, "BATCH", 2)
+    for error, status in (
+        (None, "FINISHED"),
+        (Stopped("stopped"), "KILLED"),
+        (Diverged("NaN"), "FAILED"),
+        (OSError(), "FAILED"),
+    ):
+        sink = Mlflow.__new__(Mlflow)
+        sink.client, sink.run_id, sink.waiting, sink.refused = client, "id", {}, set()
+        sink.sent = time.monotonic()
+        sink.write({"step": 3, "pass@8": 0.5, "loss": 2, "name": "x"}, "held_out")
+        sink.write({"step": 4, "loss": 1.5}, "train")
+        sink.close(error)
+        assert sent == [
+            ("batch", [("held_out/pass_at_8", 0.5, 3), ("held_out/loss", 2.0, 3)]), ("batch", [("train/loss", 1.5, 4)]),
+            ("end", status),
+        ]  # fmt: skip
+        sent.clear()
+
+
+def test_a_text_is_no_html_of_wandb():
+    sink, shown = Wandb.__new__(Wandb), []
+    sink.wandb, sink._log = SimpleNamespace(Html=str), lambda values, step: shown.append((values, step))
+    sink.text("sample", "<img src=x>", 3)
+    assert shown == [({"sample": "<pre>&lt;img src=x&gt;</pre>"}, 3)]
 
 
 @pytest.mark.nightly

@@ -4,12 +4,14 @@ import json
 import resource
 import time
 from concurrent.futures import ThreadPoolExecutor
+from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import jax.numpy as jnp
 import pytest
+from PIL import Image
 from support.harness import ONE_LAYER, RUN
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugin_util import markdown_to_safe_html
@@ -22,7 +24,7 @@ from tunix.processes.watchdog import Pace, Watchdog
 from tunix.run.goodput import Goodput
 from tunix.run.metrics import Metrics, StartedStep, StepLog, make_record
 from tunix.run.remote_sinks import keep_id, read_id
-from tunix.run.sinks import TensorBoard
+from tunix.run.sinks import TensorBoard, Terminal
 from tunix.run.table import SINKS, Start
 from tunix.training.step import NORMS
 
@@ -167,6 +169,39 @@ def test_tensorboard_fetches_nothing_that_a_text_names(tmp_path):
     (event,) = EventAccumulator(str(tmp_path)).Reload().Tensors("sample")
     shown = markdown_to_safe_html(event.tensor_proto.string_val[0])
     assert (shown.count("http://stranger"), shown.count("<img"), shown.count("<code>")) == (8, 0, 1)
+
+
+def test_an_image_of_tensorboard_has_its_sizes(tmp_path):
+    png = BytesIO()
+    Image.new("RGB", (5, 3)).save(png, "PNG")
+    sink = TensorBoard(Start(tmp_path, {}, 0, 1))
+    sink.image("seen", png.getvalue(), 1)
+    sink.close(None)
+    (event,) = EventAccumulator(str(tmp_path)).Reload().Images("seen")
+    assert (event.width, event.height, event.encoded_image_string) == (5, 3, png.getvalue())
+
+
+def test_events_of_a_start_stand_behind_all_that_are_there(tmp_path):
+    (tmp_path / "events.out.tfevents.9000000000.zzz.99999.999999999").touch()  # of a host whose clock is ahead
+    TensorBoard(Start(tmp_path, {}, 0, 1)).close(None)
+    assert len({*tmp_path.iterdir()}) == 2
+    assert max(tmp_path.iterdir()).name.startswith("events.out.tfevents.9000000001.")
+
+
+def test_the_last_step_has_a_line_too(caplog):
+    caplog.set_level("INFO")
+    sink = Terminal(Start(Path(), {"logging": {"every_steps": 3}}, 0, 5))
+    for step in range(1, 6):
+        numbers = {
+            "loss": 2.0,
+            "tokens_per_s": 100.0,
+            "mfu": None,
+            "step_time_s": 0.5,
+            "grad_norm": 1.0,
+            "learning_rate": 0.1,
+        }
+        sink.write({"step": step, **numbers}, "train")
+    assert [each.message.split("  ")[0] for each in caplog.records] == ["step 3/5", "step 5/5"]
 
 
 def test_ids_of_sinks_in_several_threads(tmp_path):
