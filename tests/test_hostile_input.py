@@ -171,6 +171,16 @@ def test_what_a_full_disk_refuses_is_not_lost(tmp_path, monkeypatch, capsys):
         evaluate(command)
     assert "1.2500" in capsys.readouterr().out
 
+    def interrupted(*_):
+        yield {"loss": 1.25}
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("tunix.evaluate._list_steps", lambda *_: {100: "run/100", 200: "run/200"})
+    monkeypatch.setattr("tunix.evaluate.evaluate_loss", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(command)
+    assert "step 100: loss 1.2500\n" in capsys.readouterr().err
+
     with pytest.raises(UserError, match="^samples=/dev/full cannot be written .No space"):
         _add_lines("samples", Path("/dev/full"), [{"answer": "4"}])
 

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -54,7 +55,12 @@ def evaluate(cmd: Evaluate) -> None:
     cfg = peers.main_first(lambda: make_config(cmd), "reading the config")
     cfg_of_split = _hold_out_nothing(cfg) if cmd.split == "all" else cfg
     evaluate_fn = {"loss": evaluate_loss, "lm_eval": evaluate_tasks}.get(cmd.metric, evaluate_answers)
-    measured = evaluate_fn(cmd, cfg_of_split, list(steps.values()))
+    measured = []
+    for number, numbers in zip(steps, evaluate_fn(cmd, cfg_of_split, list(steps.values())), strict=True):
+        measured.append(numbers)
+        if len(steps) > 1:  # the table comes at the end, perhaps in hours
+            found = (f"{name} {_format(value)}" for name, value in numbers.items() if name != "sets")
+            peers.print_progress(f"step {number}: {', '.join(found)}")
     if output is None:
         return
     info = {"checkpoint": cmd.checkpoint}
@@ -136,8 +142,9 @@ def make_config(cmd: Evaluate) -> Config:
     return cfg.model_copy(update={"tokenizer": cfg.tokenizer.model_copy(update=tokenizer)})
 
 
-def evaluate_loss(cmd: Evaluate, cfg: Config, checkpoints: list[str]) -> list[dict[str, Any]]:
-    """Measure the held-out loss as a run with this config does: on the same sequences, mesh and dtypes.
+def evaluate_loss(cmd: Evaluate, cfg: Config, checkpoints: list[str]) -> Iterator[dict[str, Any]]:
+    """Measure the held-out loss as a run with this config does, on the same sequences, mesh and dtypes; yield the
+    numbers of each checkpoint.
 
     The numbers of evaluation.sets and of evaluation.choices stand under `sets`, by name.
     """
@@ -146,7 +153,6 @@ def evaluate_loss(cmd: Evaluate, cfg: Config, checkpoints: list[str]) -> list[di
     if texts := [word for word in cmd.overrides if is_sampling(word)]:
         raise UserError(f"{texts[0]}: metric=loss draws no answers; set metric=reward")
     mesh = build_mesh(cfg)
-    measured: list[dict[str, Any]] = []
     with jax.set_mesh(mesh):
         layout = build_layout(cfg, mesh)
         arch = describe(cfg.model, layout)
@@ -160,8 +166,7 @@ def evaluate_loss(cmd: Evaluate, cfg: Config, checkpoints: list[str]) -> list[di
             with announcing(f"measuring {checkpoint}", peers.print_progress):
                 numbers = held_out.evaluate(params)
             labelled = {name: each.evaluate(params) for name, each in sets.items()}
-            measured.append(numbers | ({"sets": labelled} if labelled else {}))
-    return measured
+            yield numbers | ({"sets": labelled} if labelled else {})
 
 
 def _load_held_out(cmd: Evaluate, cfg: Config, arch: Architecture, mesh: Mesh) -> tuple[HeldOut, Sets]:
@@ -189,16 +194,14 @@ def _load_documents(cmd: Evaluate, cfg: Config) -> Corpus:
     return corpus
 
 
-def evaluate_tasks(cmd: Evaluate, cfg: Config, checkpoints: list[str]) -> list[Numbers]:
-    """Ask the tasks of EleutherAI's harness; return their numbers as TASK/METRIC for each checkpoint."""
+def evaluate_tasks(cmd: Evaluate, cfg: Config, checkpoints: list[str]) -> Iterator[Numbers]:
+    """Ask the tasks of EleutherAI's harness; yield their numbers as TASK/METRIC for each checkpoint."""
     if words := [word for word in cmd.overrides if is_sampling(word)]:
         raise UserError(f"{words[0]}: a task of metric=lm_eval says itself how answers are drawn; leave it out")
-    measured = []
     for checkpoint in checkpoints:
         dtype, info = cfg.training.dtypes["compute"], describe_files(checkpoint, cfg.model)
         model = load_language_model(checkpoint, dtype, cfg.model.mesh_shape, cmd.weights, **info)
-        measured.append(list_tasks(model, cmd))
-    return measured
+        yield list_tasks(model, cmd)
 
 
 def _hold_out_nothing(cfg: Config) -> Config:

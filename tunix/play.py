@@ -188,7 +188,8 @@ def play_by_checkpoint(command: Play) -> None:
             raise UserError(
                 f"checkpoint={command.checkpoint} was trained without an environment; give environment=NAME"
             )
-        evaluate_answers(settings, cfg.model_copy(update={"seed": command.seed}), [str(command.checkpoint)])
+        for _ in evaluate_answers(settings, cfg.model_copy(update={"seed": command.seed}), [str(command.checkpoint)]):
+            pass
         if peers.is_main():
             for row in read_json_lines(file):
                 print_episode(row)

@@ -79,7 +79,7 @@ def test_an_answer_may_have_an_end_of_a_line_that_json_does_not_escape(tmp_path,
 
     def write(settings, *_):
         line = json.dumps(row | {"num_tokens": 3}, ensure_ascii=False)
-        Path(settings.samples).write_text(f"{line}\n", encoding="utf-8")
+        yield Path(settings.samples).write_text(f"{line}\n", encoding="utf-8")
 
     monkeypatch.setattr("tunix.play.evaluate_answers", write)
     play(read_settings(Play, ["checkpoint=given"], {"overrides": []}))
@@ -98,7 +98,7 @@ def test_a_model_of_another_task_plays_in_the_length_that_is_typed(task, added, 
         return compose([*words, *chosen, "sampling.max_new_tokens=16", *settings.overrides]).config
 
     monkeypatch.setattr("tunix.play.make_config", read_config)
-    monkeypatch.setattr("tunix.play.evaluate_answers", lambda settings, *_: Path(settings.samples).write_text(""))
+    monkeypatch.setattr("tunix.play.evaluate_answers", lambda settings, *_: [Path(settings.samples).write_text("")])
     given = ["task.rewards=[]", "sampling.max_new_tokens=4"]
     play(read_settings(Play, ["checkpoint=given", CHATTY], {"overrides": given}))
     assert list(seen[-1].overrides) == [*added, f"task.{CHATTY}", "task.rewards=[]"]

@@ -3,7 +3,7 @@
 import json
 import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -151,8 +151,8 @@ MAX_ANSWER = 128  # tokens, where neither the command nor the run says how many
 ROUNDS = 16
 
 
-def evaluate_answers(cmd: Evaluate, cfg: Config, checkpoints: list[str]) -> list[Numbers]:
-    """Draw answers to the prompts of the split, score them, and return their quality for each checkpoint."""
+def evaluate_answers(cmd: Evaluate, cfg: Config, checkpoints: list[str]) -> Iterator[Numbers]:
+    """Draw answers to the prompts of the split, score them, and yield their quality for each checkpoint."""
     terms = _find_rewards(cmd, cfg)
     settings = _find_sampling(cmd, cfg)
     dtype, decoder = cfg.training.dtypes["compute"], cfg.model
@@ -173,7 +173,6 @@ def evaluate_answers(cmd: Evaluate, cfg: Config, checkpoints: list[str]) -> list
     engine_rewards = EngineRewards(terms, max_lengths, cmd.reward_errors, cmd.reward_timeout_s, cfg)
     in_processes = [term for term in terms if not isinstance(term, EngineTerm)]
     num_at_once = max(1, ROUNDS * cmd.batch_size // cmd.num_samples)
-    measured: list[Numbers] = []
     with (
         Scorer(in_processes, cmd.reward_processes, cmd.reward_timeout_s, cmd.reward_errors) as scorer,
         jax.set_mesh(model.mesh),
@@ -223,8 +222,7 @@ def evaluate_answers(cmd: Evaluate, cfg: Config, checkpoints: list[str]) -> list
             numbers = summarise(rows, labels, cmd.num_samples)
             # metric=gsm8k is also reported under its own name, beside `reward`.
             alone = {cmd.metric: numbers[f"reward_{cmd.metric}"]} if cmd.metric in REWARDS else {}
-            measured.append(alone | numbers | counts)
-    return measured
+            yield alone | numbers | counts
 
 
 def _make_rows(
