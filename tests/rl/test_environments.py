@@ -605,7 +605,8 @@ class GenericEnvClient:
     def reset(self, **given): return self._reply({"heard": str(given)})
     def step(self, action):
         self.said.append(action)
-        return self._reply({"heard": action["message"]}, 0.5, action["message"] == "end")
+        words = {"nothing": None, "a board": [["x", None]]}.get(action["message"], action["message"])
+        return self._reply({"heard": words}, 0.5, words == "end")
     def _reply(self, fields, reward=None, done=False):
         return SimpleNamespace(observation=fields | {"num": len(self.said)}, reward=reward, done=done)
 """
@@ -622,6 +623,8 @@ def test_a_server_of_openenv(tmp_path, monkeypatch):
     episode = open_environment(ENVIRONMENTS["openenv"], options | {"observation": "heard"}, "hermes")
     assert episode.reset(5, {"question": "a"}).observations == ["{'seed': 5}"]
     assert episode.step("a") == Reply(["a"], 0.5, False)
+    assert episode.step("nothing") == Reply(None, 0.5, False)  # a null is no words, and the model does not read "None"
+    assert episode.step("a board") == Reply(['[["x", null]]'], 0.5, False)
     assert episode.step("end") == Reply(["end"], 0.5, True)
     episode.close()
     whole = open_environment(ENVIRONMENTS["openenv"], options, "hermes")

@@ -164,7 +164,7 @@ class OpenEnv:
         """`url` is the address of the server; a turn is sent as {action: text}.
 
         Args:
-            observation: field of an observation that the model reads; None: all of them, as JSON.
+            observation: field of an observation that the model reads, as JSON where it is no text; None: all of them.
         """
         try:
             from openenv.core.generic_client import GenericEnvClient
@@ -173,23 +173,22 @@ class OpenEnv:
         self.action, self.observation = action, observation
         self.client = GenericEnvClient(base_url=url).sync()
 
-    def reset(self, seed: int) -> str:
+    def reset(self, seed: int) -> str | None:
         self.client.connect()
         return self._read(self.client.reset(seed=seed).observation)
 
-    def step(self, text: str) -> tuple[str, float, bool]:
+    def step(self, text: str) -> tuple[str | None, float, bool]:
         result = self.client.step({self.action: text})
         return self._read(result.observation), float(result.reward or 0), bool(result.done)
 
     def close(self) -> None:
         self.client.close()
 
-    def _read(self, fields: dict[str, Any]) -> str:
-        if self.observation is None:
-            return json.dumps(fields, ensure_ascii=False)
-        if self.observation not in fields:
+    def _read(self, fields: dict[str, Any]) -> str | None:
+        if self.observation is not None and self.observation not in fields:
             raise ValueError(f"the server's observation has no field {self.observation}; it has {', '.join(fields)}")
-        return str(fields[self.observation])
+        said = fields if self.observation is None else fields[self.observation]
+        return said if said is None or isinstance(said, str) else json.dumps(said, ensure_ascii=False)
 
 
 # A calculator.
