@@ -111,8 +111,35 @@ RECORDED = {
         "training.remat=full training.micro_batch_size=2 training.gradient_accumulation_steps=1 "
         "model.lora.rank=16", 3.79,
     ),
+    "8b pp2fsdp4 recompute": (
+        "plan.topology=h200:8 model=llama3_8b model.num_layers=8 model.mesh_shape=[[2,4],[pp,fsdp]] "
+        "training.remat=full training.micro_batch_size=1 training.gradient_accumulation_steps=4 "
+        "training.pipeline_recompute=true", 19.18,
+    ),
+    "0.6b embed dots": (
+        "plan.topology=h200:1 model=qwen3_0_6b model.num_layers=6 model.mesh_shape=[[1],[fsdp]] "
+        "training.remat=dots training.micro_batch_size=4 training.gradient_accumulation_steps=1 task=embed "
+        "data=pairs data.paths=[none] loading.packing=pad", 4.87,
+    ),
+    "8b dp2fsdp4 dots A2": (
+        "plan.topology=h200:8 model=llama3_8b model.num_layers=4 model.mesh_shape=[[2,4],[dp,fsdp]] "
+        "training.remat=dots training.micro_batch_size=2 training.gradient_accumulation_steps=2", 20.37,
+    ),
+    "30b_a3b fsdp8 full": (
+        "plan.topology=h200:8 model=qwen3_30b_a3b model.num_layers=4 model.mesh_shape=[[8],[fsdp]] "
+        "training.remat=full training.micro_batch_size=2 training.gradient_accumulation_steps=1", 16.81,
+    ),
+    "8b dp2fsdp4 dots A4": (
+        "plan.topology=h200:8 model=llama3_8b model.num_layers=4 model.mesh_shape=[[2,4],[dp,fsdp]] "
+        "training.remat=dots training.micro_batch_size=2 training.gradient_accumulation_steps=4", 21.24,
+    ),
+    "8b fsdp8 full nooverlap": (
+        "plan.topology=h200:8 model=llama3_8b model.num_layers=4 model.mesh_shape=[[8],[fsdp]] "
+        "training.remat=full training.micro_batch_size=2 training.gradient_accumulation_steps=1 "
+        "training.overlap=none", 8.32,
+    ),
 }  # fmt: skip
-EACH_TIME = ["0.6b one dots", "8b fsdp8 full A4", "8b zero1 full A2", "30b_a3b ep8 dots"]
+EACH_TIME = ["0.6b one dots", "8b fsdp8 full A4", "8b zero1 full A2", "30b_a3b ep8 dots", "8b dp2fsdp4 dots A4"]
 
 
 def read_case(name: str) -> tuple[Config, Cluster]:

@@ -284,6 +284,15 @@ def _list_moments(train_spec: TrainSpec, with_activations: bool) -> list[Moment]
         gathered=turned + (table + ahead.in_use if in_blocks else everything),
         activations=found.kept + found.streams + found.logits,
     )
+    if several and train_spec.choices.prefetch and layout.has_replicas(mesh.shape):
+        # The last microbatch is a piece of program of its own (`make_gradients`), of which XLA gathers the tables and
+        # makes room for sums and kept values before the loop over the others is done.
+        tables = sum(_count_bytes_in_use(weight, train_spec) for weight in outside)
+        loss = Moment(
+            loss.gradients + table_sum + ahead.parts + ahead.summed,
+            loss.gathered + tables + ahead.in_use,
+            loss.activations + found.kept,
+        )
     backward = Moment(
         gradients=max(before, of_blocks)
         + latest
@@ -292,7 +301,7 @@ def _list_moments(train_spec: TrainSpec, with_activations: bool) -> list[Moment]
         + ahead.summed
         + ahead.more
         + ahead.in_flight,
-        gathered=turned + ahead.reordered + (_count_neighbour_bytes(train_spec) if in_blocks else everything),
+        gathered=turned + (_count_neighbour_bytes(train_spec) if in_blocks else everything),
         activations=found.kept + found.inside,
     )
     # A table of another order than it travels in is there twice before the loss begins.
@@ -341,7 +350,6 @@ class Ahead(NamedTuple):
     summed: float = 0.0  # sums inside of a replica
     more: float = 0.0  # parts of the block at work
     in_flight: float = 0.0  # parts that devices sum
-    reordered: float = 0.0  # weights of experts as their kernels take them
 
 
 def _count_ahead(train_spec: TrainSpec) -> Ahead:
@@ -356,19 +364,19 @@ def _count_ahead(train_spec: TrainSpec) -> Ahead:
 
     def count_weight(weight: Weight, is_trained: bool) -> Ahead:
         num_layers, is_expert = weight.shape[0], EXPERTS in weight.equation.w
+        has_rounds = is_expert and count_devices(mesh.shape, layout.expert_axes) > 1
 
         def count(spec: PartitionSpec, dtype: str) -> float:
             return count_shard_bytes(weight, spec, dtype, mesh) / num_layers
 
         stored, used = layout.stored(weight.equation), layout.in_use(weight.equation)
         in_use = _count_bytes_in_use(weight, train_spec) / num_layers
-        reordered = in_use if is_expert and layout.expert_products == FUSED else 0.0
         if not is_trained:
-            return Ahead(in_use, reordered=reordered)
+            return Ahead(in_use)
         part, summed, wide = count(used, layout.compute), count(stored, layout.reduce), count(used, layout.reduce)
         travels = count_devices(mesh.shape, layout.gradient_axes(weight.equation)) > 1
         in_flight = wide * travels * (layout.reduce != layout.compute)
-        return Ahead(in_use, part, summed, (1 + is_expert) * part, (1 + is_expert) * in_flight, reordered)
+        return Ahead(in_use, part, summed, (1 + has_rounds) * part, (1 + is_expert) * in_flight)
 
     def count_block(name: str) -> Ahead:
         pairs = zip(jax.tree.leaves(arch.weights[name]), jax.tree.leaves(arch.is_trained[name]), strict=True)
@@ -377,7 +385,7 @@ def _count_ahead(train_spec: TrainSpec) -> Ahead:
     def count_turn(names: Sequence[str]) -> Ahead:
         blocks = [count_block(name) for name in names]
         turn = Ahead(*map(sum, zip(*blocks, strict=True)))
-        at_work = {name: max(getattr(block, name) for block in blocks) for name in ("more", "in_flight", "reordered")}
+        at_work = {name: max(getattr(block, name) for block in blocks) for name in ("more", "in_flight")}
         return turn._replace(**at_work)
 
     return max((count_turn(run.pattern) for run in train_spec.cfg.model.runs), key=sum)
