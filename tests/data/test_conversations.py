@@ -321,6 +321,15 @@ def test_every_form_gives_the_same_conversations_and_learns_the_answers(files, m
         assert (text, answer) in found[0]
 
 
+@pytest.mark.parametrize(("seq_len", "is_said"), [(16, True), (128, False)])
+def test_conversations_that_are_longer_than_a_sequence_are_named(tmp_path, caplog, seq_len, is_said):
+    row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "word " * 8}]}
+    (tmp_path / "a.jsonl").write_text(f"{json.dumps(row)}\n" * 8)
+    words = ["task=sft", "data=jsonl", f"data.paths=[{tmp_path}/a.jsonl]", "data.held_out_fraction=0"]
+    load_corpus(compose([*SMALL, *words, "tokenizer=bytes", f"training.seq_len={seq_len}"]).config)
+    assert (f"tokens on average, more than training.seq_len={seq_len}: most are cut" in caplog.text) == is_said
+
+
 def test_rows_without_a_conversation(tmp_path):
     good = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
     bad = [

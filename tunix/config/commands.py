@@ -163,7 +163,8 @@ class Play(Section):
     """Play an environment by hand, or let a checkpoint play it; keys of training, like data=jsonl, work too."""
 
     environment: row_of(ENVIRONMENTS, type) | tuple[row_of(ENVIRONMENTS, type), ...] | None  # type: ignore[valid-type]
-    """What is played: a row of tunix, or `package.module:name`, or a list of them; null is that of the run."""
+    """What is played: an environment of docs/agents.md, like calculator, or `package.module:name`, or a list of them;
+    null is that of the run."""
     checkpoint: str | None
     """A run's folder, RUN_DIR/checkpoints/STEP, latest, or a Hugging Face directory or ID: it plays. null: you play, a
     line is a turn."""

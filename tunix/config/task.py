@@ -321,8 +321,8 @@ class Grpo(Prompted, Taught):
     samples_every_steps: Count | None
     """Steps between those whose answers are written to samples.jsonl; null writes none."""
     environment: row_of(ENVIRONMENTS, type) | tuple[row_of(ENVIRONMENTS, type), ...] | None  # type: ignore[valid-type]
-    """What the model talks with in several turns (docs/agents.md): a row of tunix, or `package.module:name` of a class
-    of your own; a list gives the tools of several; null: an answer is one turn."""
+    """What the model talks with in several turns: an environment of docs/agents.md, like calculator, or
+    `package.module:name` of a class of your own; a list gives the tools of several; null: an answer is one turn."""
     environment_options: dict[str, Any] | None
     """Arguments of its class; of several {NAME: {ARGUMENT: VALUE}}; null for none."""
     max_turns: Count

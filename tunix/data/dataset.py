@@ -656,6 +656,8 @@ def load_corpus(cfg: Config) -> Corpus:
         _report_ends(f"{name}, held out", part, MAX_AT_ENDS_HELD_OUT)
     for name, sequences in train.items():
         _report_ends(name, sequences, MAX_AT_ENDS)
+        if prepared[name].index["kind"] == "conversation":
+            _report_cut(name, sequences.stream.num_tokens / sequences.stream.num_documents, cfg.training.seq_len)
         if not len(sequences):
             raise UserError(
                 f"data: {name} has {sequences.stream.num_tokens:,} tokens to train on, too few for one sequence of "
@@ -725,6 +727,16 @@ def _report_ends(name: str, sequences: Sequences, max_share: float) -> None:
             "%s: %s of %s tokens are in no sequence: loading.packing=concat leaves out the end of each shard, of which "
             "there are %s; loading.packing=best_fit takes them",
             name, f"{left_out:,}", f"{total:,}", f"{num_shards:,}",
+        )  # fmt: skip
+
+
+def _report_cut(name: str, mean_length: float, seq_len: int) -> None:
+    """Warn where conversations are mostly longer than a sequence: answers are then learnt without their questions."""
+    if mean_length > seq_len:
+        log.warning(
+            "%s: a conversation has %.0f tokens on average, more than training.seq_len=%d: most are cut, and what "
+            "stands behind a cut is learnt without what stands before it; raise training.seq_len",
+            name, mean_length, seq_len,
         )  # fmt: skip
 
 
