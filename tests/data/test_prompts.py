@@ -85,6 +85,7 @@ def test_a_prompt_of_parquet_is_read_again_as_it_was_tokenized(tmp_path):
     corpus = load_prompts(cfg, 100)
     for prompt, tool in zip(everything(corpus), tools, strict=True):
         assert prompt.question.options == {"tools": [tool]}
+        assert prompt.columns["tools"][0]["parameters"].keys() == {"a", "b"}, "rewards get the row as it is"
         assert corpus.vocab.chat.render(prompt.question.messages, True, prompt.question.options) == prompt.text
 
 

@@ -10,7 +10,7 @@ import pytest
 from conftest import write_corpus
 from sentencepiece import SentencePieceProcessor, SentencePieceTrainer, sentencepiece_model_pb2
 from support.harness import SMALL
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from tunix.base.errors import UserError
 from tunix.config.compose import compose
@@ -317,3 +317,16 @@ def test_numbers_of_tokens_have_room(num_tokens, dtype, rows):
     vocab.__dict__["num_tokens"] = num_tokens
     assert vocab.dtype == dtype
     assert tokenizer.pad_rows(num_tokens) == rows
+    tokenizer.check_fits(vocab, num_tokens)
+    with pytest.raises(UserError, match=f"has {num_tokens} tokens, more than model.vocab_size={num_tokens - 1}"):
+        tokenizer.check_fits(vocab, num_tokens - 1)
+
+
+def test_an_exported_tokenizer_begins_texts_unless_it_adds_tokens_itself():
+    vocab = tokenizer.train_vocab(compose([]).config.tokenizer.model_copy(update={"vocab_size": 300}), ["a few words"])
+    (bos, *words) = vocab.with_bos().encode("a").ids
+    assert bos == vocab.bos
+    vocab.backend.post_processor = processors.TemplateProcessing(
+        single="$A <eos>", special_tokens=[("<eos>", vocab.eos)]
+    )
+    assert vocab.with_bos().encode("a").ids == [*words, vocab.eos]
