@@ -109,6 +109,13 @@ def test_a_value_that_needs_quotes_is_shown_with_them(value):
     assert "\n" not in str(error.value)
 
 
+def test_a_folder_whose_name_is_a_number_is_refused():
+    with pytest.raises(
+        UserError, match="is read as the number 20241130; as text it is \"hydra.run.dir='2024_11_30'\"$"
+    ):
+        compose(["hydra.run.dir=2024_11_30"])
+
+
 @pytest.mark.parametrize("word", ["model.mesh_shape=[[4,2],[fsdp,tp]", "task.rewards=[{function: a]", "prompt={a"])
 def test_brackets_that_do_not_close_are_no_text(word):
     with pytest.raises(UserError, match="values with special characters need quotes within quotes"):

@@ -423,7 +423,7 @@ def reject_number(override: Override, root: type[Section] = Config) -> None:
         if isinstance(number, bool) or not isinstance(number, int | float) or str(number) == text.strip():
             continue
         fields = (kind.model_fields[name] for typed, name, kind in _list_leaves(root) if typed == key)
-        if any(_takes_text(field.annotation) for field in fields):
+        if re.fullmatch(r"hydra\..*dir", key) or any(_takes_text(field.annotation) for field in fields):
             raise UserError(
                 f"{key}={word}: {text.strip()} is read as the number {number}; as text it is {quote_word(key, word)}"
             )
