@@ -90,12 +90,16 @@ def run(job: compose.Job) -> Result:
     waiting_log = start_logging(remarks, job.config.logging)
     keep_programs(job.config)
     cfg = job.config
-    planned, chosen = plan_run(cfg)
-    try_out(cfg)
-    home_is_shared = None if cfg.dry_run else check_root(job)
-    mesh = build_mesh(cfg, planned=planned)
 
-    with listening(), Watchdog(cfg.distributed) as watchdog, jax.set_mesh(mesh), ExitStack() as stack:
+    # From here on a process that fails alone ends the others, with its reason.
+    with listening(), Watchdog(cfg.distributed) as watchdog, ExitStack() as stack:
+        with watchdog.phase("planning", math.inf):
+            planned, chosen = plan_run(cfg)
+        try_out(cfg)
+        home_is_shared = None if cfg.dry_run else check_root(job)
+        mesh = build_mesh(cfg, planned=planned)
+        stack.enter_context(jax.set_mesh(mesh))
+
         # Find every mistake before anything is written. A dry run ends with the report of all derived numbers. In a
         # new run the compiler begins as soon as it knows the program, and works while data and weights are read.
         compiler = stack.enter_context(Compiler(mesh, watchdog))

@@ -7,7 +7,10 @@ import time
 
 import pytest
 
+import tunix
+from tunix import trainer
 from tunix.base import progress
+from tunix.base.errors import UserError
 from tunix.base.files import STOP_SIGNALS
 from tunix.config.compose import compose
 from tunix.processes import peers, watchdog
@@ -48,6 +51,20 @@ def test_a_process_that_has_done_its_work_waits_for_the_others_under_its_watchdo
     with pytest.raises(OSError, match="no space left"), dog:
         raise OSError("no space left")
     assert len(waits) == 1  # the others do not come there
+
+
+def test_a_run_is_watched_from_its_first_plan_on(monkeypatch):
+    """The error of one process, in its choice of a mesh or in a try of its user's code, reached no other process."""
+    threads = []
+
+    def fail(_: object) -> None:
+        threads.extend(thread.name for thread in threading.enumerate())
+        raise UserError("nothing fits")
+
+    monkeypatch.setattr(trainer, "plan_run", fail)
+    with pytest.raises(UserError, match="nothing fits"):
+        tunix.train([])
+    assert "watchdog" in threads
 
 
 def test_a_deadline_leaves_no_thread():
