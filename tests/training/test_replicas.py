@@ -39,8 +39,12 @@ def test_several_microbatches_are_summed_over_replicas_in_the_last_one(ahead):
     assert sum(each.num_bytes * each.times for each in found) == pytest.approx(expected, rel=0.02)
 
 
-@pytest.mark.parametrize(("mesh", "limit"), [("[[2,4],[dp,fsdp]]", 64), ("[[8],[fsdp]]", 8)])
-def test_sums_over_replicas_do_not_queue_behind_gathers(mesh, limit):
-    built = program(f"model.mesh_shape={mesh}").built
+@pytest.mark.parametrize(
+    ("mesh", "limit", "is_early"),
+    [("[[2,4],[dp,fsdp]]", 64, True), ("[[8],[fsdp]]", 8, True), ("[[2,4],[pp,fsdp]]", 64, False)],
+)
+def test_sums_over_replicas_do_not_queue_behind_gathers(mesh, limit, is_early):
+    built = program(f"model.mesh_shape={mesh}", "model.num_layers=4").built
     options = select(built.cfg, built.abstract_mesh, "gpu").options
     assert options["xla_gpu_experimental_parallel_collective_overlap_limit"] == limit
+    assert ("xla_gpu_experimental_collective_start_as_early_as_possible" in options) == is_early

@@ -299,6 +299,13 @@ OPTIONS: dict[str, Options] = {
         "xla_gpu_enable_latency_hiding_scheduler": True,
     },
 }
+# The same where layers are not split into stages, on which steps with tp and cp wait longer with it.
+OPTIONS_WITHOUT_STAGES: dict[str, Options] = {
+    # By itself XLA begins a collective as late as it thinks is early enough. It does not know how long our kernels
+    # take, so that many would begin too late.
+    "gpu": {"xla_gpu_experimental_collective_start_as_early_as_possible": True},
+}
+
 # The same where two parts of a microbatch take turns.
 OPTIONS_OF_PARTS: dict[str, Options] = {
     # XLA joins gathers of up to so many bytes. It would join what the routers of both parts say: the first part would
@@ -324,6 +331,8 @@ def _choose_overlap(
         UserError: `prefetch` where layers cannot gather ahead.
     """
     name, options = cfg.training.overlap, OPTIONS.get(platform or "", {})
+    if not layout.stage_axes:
+        options = options | OPTIONS_WITHOUT_STAGES.get(platform or "", {})
     lacks = _find_obstacle(cfg, layout, sync_every)
     if lacks is None and name in ("auto", "prefetch") and layout.has_replicas(sizes):
         options = options | OPTIONS_OF_REPLICAS.get(platform or "", {})
