@@ -111,6 +111,10 @@ RECORDED = {
         "training.remat=full training.micro_batch_size=2 training.gradient_accumulation_steps=1 "
         "model.lora.rank=16", 3.79,
     ),
+    "9b hybrid, 8 layers": (
+        "plan.topology=h200:8 model=qwen3_5_9b model.num_layers=8 model.mesh_shape=[[8],[fsdp]] "
+        "training.remat=full training.micro_batch_size=2 training.gradient_accumulation_steps=1", 27.51,
+    ),
     "8b pp2fsdp4 recompute": (
         "plan.topology=h200:8 model=llama3_8b model.num_layers=8 model.mesh_shape=[[2,4],[pp,fsdp]] "
         "training.remat=full training.micro_batch_size=1 training.gradient_accumulation_steps=4 "
@@ -137,6 +141,10 @@ RECORDED = {
         "plan.topology=h200:8 model=llama3_8b model.num_layers=4 model.mesh_shape=[[8],[fsdp]] "
         "training.remat=full training.micro_batch_size=2 training.gradient_accumulation_steps=1 "
         "training.overlap=none", 8.32,
+    ),
+    "9b hybrid, 16 layers": (
+        "plan.topology=h200:8 model=qwen3_5_9b model.num_layers=16 model.mesh_shape=[[8],[fsdp]] "
+        "training.remat=full training.micro_batch_size=2 training.gradient_accumulation_steps=1", 28.81,
     ),
 }  # fmt: skip
 EACH_TIME = ["0.6b one dots", "8b fsdp8 full A4", "8b zero1 full A2", "30b_a3b ep8 dots", "8b dp2fsdp4 dots A4"]

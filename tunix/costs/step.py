@@ -355,12 +355,14 @@ class Ahead(NamedTuple):
 def _count_ahead(train_spec: TrainSpec) -> Ahead:
     """Return the bytes of the turn that needs the most; none where blocks do not gather ahead.
 
-    A part is summed in `training.reduce_dtype`. XLA puts two layers into one iteration: sums of experts' gradients,
-    which take longer than a layer computes, are on their way for both. Kernels of experts add up each round apart.
+    A part is summed in `training.reduce_dtype`. XLA puts two turns into one iteration: sums of experts' gradients,
+    which take longer than a layer computes, are on their way for both where a turn is one layer. Kernels of experts add
+    up each round apart.
     """
     if not train_spec.choices.prefetch:
         return Ahead()
     layout, mesh, arch = train_spec.layout, train_spec.mesh, train_spec.arch
+    is_alone = all(len(run.pattern) == 1 for run in train_spec.cfg.model.runs)
 
     def count_weight(weight: Weight, is_trained: bool) -> Ahead:
         num_layers, is_expert = weight.shape[0], EXPERTS in weight.equation.w
@@ -376,7 +378,7 @@ def _count_ahead(train_spec: TrainSpec) -> Ahead:
         part, summed, wide = count(used, layout.compute), count(stored, layout.reduce), count(used, layout.reduce)
         travels = count_devices(mesh.shape, layout.gradient_axes(weight.equation)) > 1
         in_flight = wide * travels * (layout.reduce != layout.compute)
-        return Ahead(in_use, part, summed, (1 + has_rounds) * part, (1 + is_expert) * in_flight)
+        return Ahead(in_use, part, summed, (1 + has_rounds) * part, (2 if is_expert and is_alone else 1) * in_flight)
 
     def count_block(name: str) -> Ahead:
         pairs = zip(jax.tree.leaves(arch.weights[name]), jax.tree.leaves(arch.is_trained[name]), strict=True)
@@ -385,8 +387,7 @@ def _count_ahead(train_spec: TrainSpec) -> Ahead:
     def count_turn(names: Sequence[str]) -> Ahead:
         blocks = [count_block(name) for name in names]
         turn = Ahead(*map(sum, zip(*blocks, strict=True)))
-        at_work = {name: max(getattr(block, name) for block in blocks) for name in ("more", "in_flight")}
-        return turn._replace(**at_work)
+        return turn._replace(more=max(block.more for block in blocks))
 
     return max((count_turn(run.pattern) for run in train_spec.cfg.model.runs), key=sum)
 
@@ -433,6 +434,8 @@ def _count_activations(train_spec: TrainSpec) -> Activations:
     cfg, layout, mesh, length = train_spec.cfg, train_spec.layout, train_spec.mesh, train_spec.batch.seq_len
     rows = train_spec.choices.batch.sequences_per_shard
     inside = estimate_inside_bytes(cfg.model, layout, mesh, length, train_spec.choices.remat)
+    if train_spec.choices.prefetch:  # XLA computes all blocks of a turn again before the first of them goes backward
+        inside *= max(len(run.pattern) for run in cfg.model.runs)
     local_tokens = find_shard_shape((length,), layout.activation(TOKENS), mesh)[0]
     item = jnp.dtype(layout.compute).itemsize
     return Activations(
