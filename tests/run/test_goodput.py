@@ -147,7 +147,7 @@ def free_port() -> int:
 def test_prometheus_fetches_the_newest_numbers(tmp_path):
     config = compose(["logging.sinks=[prometheus]", f"logging.prometheus.port={free_port()}", "run_name=mine"]).config
     keys = config.model_dump(mode="json")
-    try_out("prometheus", keys["logging"])
+    try_out("prometheus", keys)
     sink = open_sink("prometheus", Start(tmp_path, keys, 0, 9))
     address = f"http://127.0.0.1:{config.logging.prometheus.port}/metrics"
     for number in (1, 2):
@@ -163,7 +163,7 @@ def test_prometheus_fetches_the_newest_numbers(tmp_path):
         assert line in text, text
     # A second run finds it out before it reads its data, or, where both begin at the same time, behind that.
     for take in (
-        lambda: try_out("prometheus", keys["logging"]),
+        lambda: try_out("prometheus", keys),
         lambda: open_sink("prometheus", Start(tmp_path, keys, 0, 9)),
     ):
         with pytest.raises(
@@ -172,4 +172,4 @@ def test_prometheus_fetches_the_newest_numbers(tmp_path):
             take()
     sink.close(None)
     with pytest.raises(UserError, match="logging.sinks=prometheus needs a port: set logging.prometheus.port=9400"):
-        try_out("prometheus", compose([]).config.model_dump(mode="json")["logging"])
+        try_out("prometheus", compose([]).config.model_dump(mode="json"))
