@@ -29,6 +29,7 @@ from tunix.data.batches import (
     count_read,
     split_samples,
 )
+from tunix.data.dataset import compute_fingerprint
 from tunix.feeds import schedule_prompts
 from tunix.sharding.table import axis_names
 
@@ -257,3 +258,11 @@ def test_an_error_names_the_keys_of_its_source_where_they_stand(tmp_path):
         said = rf"^{key}: .*/data\.paths\.txt is not UTF-8 \(byte 0\); {key}\.decode_errors=skip leaves"
         with pytest.raises(UserError, match=said):
             load_corpus(compose(config).config)
+
+
+def test_other_weights_are_other_data(tmp_path):
+    prepared: Any = {name: SimpleNamespace(fingerprint=name) for name in ("short", "long", "rare")}
+    words = [], ["data.weights={short: 0.5, long: 0.2, rare: 0.3}"], ["data.max_epochs={short: 9}"]
+    mixtures = [compose([*SMALL, *mixture(tmp_path, *more)]).config.data for more in words]
+    first, others, capped = (compute_fingerprint(each, prepared, "concat") for each in mixtures)
+    assert first == capped != others

@@ -134,6 +134,8 @@ def test_one_number_is_the_place_in_the_order(rows):
     assert levels[size : 2 * size] == [again[n].columns["level"] for n in range(size, 2 * size)]
     assert sorted(levels[:size]) == sorted(levels[size:]) != levels[:size]
     assert levels[:size] != levels[size:]
+    other = Samples(corpus.train, prompted(*PAIRS, "seed=4"), FOUR, 32)
+    assert levels[:size] != [other[n].columns["level"] for n in range(size)]
 
 
 def test_long_prompts_are_left_out_and_counted(rows, caplog):

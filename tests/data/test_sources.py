@@ -264,7 +264,7 @@ def byte_tokenizer(tmp_path):
      ("headed.npy", "uint16", b"")],
 )  # fmt: skip
 def test_flat_token_files(tmp_path, byte_tokenizer, name, dtype, head):
-    tokens = (np.arange(1000) % 200 + 3).astype(dtype)
+    tokens = (np.arange(1000) % 199 + 3).astype(dtype)  # other ones in each place that the bytes might be taken from
     tokens[99::100] = 2  # ten documents
     path = flat(tmp_path, name, tokens, head)
     words = [
