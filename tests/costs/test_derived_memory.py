@@ -146,6 +146,29 @@ RECORDED = {
         "plan.topology=h200:8 model=qwen3_5_9b model.num_layers=16 model.mesh_shape=[[8],[fsdp]] "
         "training.remat=full training.micro_batch_size=2 training.gradient_accumulation_steps=1", 28.81,
     ),
+    "0.6b one fp32 full": (
+        "plan.topology=h200:1 model=qwen3_0_6b model.num_layers=6 model.mesh_shape=[[1],[fsdp]] "
+        "training.remat=full training.micro_batch_size=4 training.gradient_accumulation_steps=1 "
+        "training.mixed_precision=fp32", 6.38,
+    ),
+    "0.6b kto full": (
+        "plan.topology=h200:1 model=qwen3_0_6b model.num_layers=6 model.mesh_shape=[[1],[fsdp]] "
+        "training.remat=full training.micro_batch_size=4 training.gradient_accumulation_steps=1 task=kto "
+        "data=labelled data.paths=[none]", 5.26,
+    ),
+    "70b fsdp8tp8 full": (
+        "plan.topology=h200:8x8 model=llama3_70b model.num_layers=8 model.mesh_shape=[[8,8],[fsdp,tp]] "
+        "training.remat=full training.micro_batch_size=2 training.gradient_accumulation_steps=1", 4.65,
+    ),
+    "8b zero3 sync4": (
+        "plan.topology=h200:8 model=llama3_8b model.num_layers=4 model.mesh_shape=[[8],[fsdp]] "
+        "training.remat=full training.micro_batch_size=1 training.gradient_accumulation_steps=4 "
+        "training.sync_gradients_every=4", 16.73,
+    ),
+    "gpt_oss ep8 full": (
+        "plan.topology=h200:8 model=gpt_oss_20b model.num_layers=4 model.mesh_shape=[[8],[ep]] "
+        "training.remat=full training.micro_batch_size=2 training.gradient_accumulation_steps=1", 16.07,
+    ),
 }  # fmt: skip
 EACH_TIME = ["0.6b one dots", "8b fsdp8 full A4", "8b zero1 full A2", "30b_a3b ep8 dots", "8b dp2fsdp4 dots A4"]
 
@@ -163,7 +186,7 @@ def test_derived_memory_is_that_of_the_compiled_step(name):
     sizes = explicit_sizes(cfg.model.mesh_shape)
     assert sizes is not None
     derived = derive(cfg, sizes, "gpu").memory / 2**30
-    assert 0.94 * RECORDED[name][1] < derived < 1.15 * RECORDED[name][1]
+    assert 0.92 * RECORDED[name][1] < derived < 1.15 * RECORDED[name][1]
 
 
 @pytest.mark.nightly
