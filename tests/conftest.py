@@ -90,7 +90,7 @@ def no_announcements() -> None:
     """Tests compare what a command prints, and on a busy machine everything takes long (`tunix.base.progress.announcing`)."""
     from tunix.base import progress
 
-    progress.QUIET_S = 1e6
+    progress.QUIET_S = progress.REPEAT_S = 1e6
 
 
 @pytest.fixture(scope="session", autouse=True)

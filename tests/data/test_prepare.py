@@ -131,7 +131,7 @@ def test_progress_is_told_while_shards_are_made(tmp_path):
     assert shards._count_array_bytes(tmp_path, "tokens") == 3_000_000
     assert shards._count_array_bytes(tmp_path / "gone", "tokens") == 0
     is_told = threading.Event()
-    with repeating(is_told.set, 0.01, 0.01):
+    with repeating(is_told.set, lambda _: 0.01):
         assert is_told.wait(60)
 
 

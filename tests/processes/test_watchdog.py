@@ -117,7 +117,7 @@ def test_processes_of_one_pace_are_not_named(caplog):
 def test_a_phase_that_takes_long_is_announced(monkeypatch, caplog):
     """A step is not: it has a line of its own. Nor is a command that waits for its user."""
     monkeypatch.setattr(watchdog, "POLL_S", 0)
-    monkeypatch.setattr(progress, "QUIET_S", 0.01)
+    monkeypatch.setattr(progress, "find_wait", lambda elapsed_s: 0.01 if elapsed_s == 0 else 30)
     looked = threading.Semaphore(0)
     monkeypatch.setattr(peers, "published", lambda folder: looked.release() or {})
     caplog.set_level("INFO", "tunix")
@@ -150,6 +150,18 @@ def test_work_is_announced_by_its_time(monkeypatch):
     count = len(lines)
     time.sleep(0.05)
     assert len(lines) == count
+
+
+def test_lines_about_long_work_become_fewer(monkeypatch):
+    """At least one in 5 seconds at first, and in the end one in 30."""
+    monkeypatch.setattr(progress, "QUIET_S", 4.0)
+    monkeypatch.setattr(progress, "REPEAT_S", 30.0)
+    times = [0.0]
+    while times[-1] < 600:
+        times.append(times[-1] + progress.find_wait(times[-1]))
+    assert times[1:6] == [4, 8, 12, 16, 20]
+    assert times[-1] - times[-2] == 30
+    assert len(times) < 40
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)

@@ -19,7 +19,9 @@ from tunix.base import progress
 from tunix.config.compose import compose
 from tunix.run.folder import list_packages
 
-progress.QUIET_S = 1e6  # tests compare what programs print, and on a busy machine everything takes long
+progress.QUIET_S = progress.REPEAT_S = (
+    1e6  # tests compare what programs print, and on a busy machine everything takes long
+)
 list_packages()
 composing.remember()
 compose([])

@@ -8,7 +8,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 QUIET_S = 4.0  # of work, before it is announced
-REPEAT_S = 30.0  # between two lines about the same work
+REPEAT_S = 30.0  # at most, between two lines about the same work
+
+
+def find_wait(elapsed_s: float) -> float:
+    """Return the seconds before the next line about work that has taken so long: more, the longer it takes."""
+    return min(max(QUIET_S, elapsed_s / 4), REPEAT_S)
 
 
 def is_watched() -> bool:
@@ -23,22 +28,20 @@ def print_progress(line: str) -> None:
 
 @contextmanager
 def announcing(work: str, say: Callable[[str], None] = print_progress) -> Iterator[None]:
-    """Say what the block does where it takes long: after QUIET_S, and again every REPEAT_S."""
+    """Say again and again (`find_wait`) what the block does."""
     start = time.monotonic()
-    with repeating(lambda: say(f"{work}: {time.monotonic() - start:.0f} s so far"), QUIET_S, REPEAT_S):
+    with repeating(lambda: say(f"{work}: {time.monotonic() - start:.0f} s so far")):
         yield
 
 
 @contextmanager
-def repeating(report: Callable[[], None], first_s: float, every_s: float) -> Iterator[None]:
-    """Call `report` in a thread while the block runs: after `first_s` seconds, and again every `every_s`."""
-    ended = threading.Event()
+def repeating(report: Callable[[], None], wait: Callable[[float], float] = find_wait) -> Iterator[None]:
+    """Call `report` in a thread while the block runs: again after `wait` of the seconds so far."""
+    ended, start = threading.Event(), time.monotonic()
 
     def watch() -> None:
-        wait_s = first_s
-        while not ended.wait(wait_s):
+        while not ended.wait(wait(time.monotonic() - start)):
             report()
-            wait_s = every_s
 
     thread = threading.Thread(target=watch, name="progress", daemon=True)
     thread.start()

@@ -545,7 +545,7 @@ def make_shards(plans: list[ShardPlan], folder: Path, loading: Loading) -> list[
             if not with_bar:
                 log.info("tokenizing, %s so far", text)
 
-        with repeating(report, REPORT_EVERY_S, REPORT_EVERY_S):
+        with repeating(report, lambda _: REPORT_EVERY_S):
             for name in _make_missing(missing, folder, num_workers):
                 progress.advance(bar, sizes[name])
     return [json.loads((folder / plan.name / "facts.json").read_text()) for plan in plans]

@@ -263,11 +263,10 @@ class Watchdog:
             self._announce(now)
 
     def _announce(self, now: float) -> None:
-        """Say on process 0 what takes long: after progress.QUIET_S, and again every progress.REPEAT_S."""
+        """Say on process 0 what takes long, again and again (`progress.find_wait`)."""
         begun = self.since
-        is_new = self.announced < begun
-        wait_s = progress.QUIET_S if is_new else progress.REPEAT_S
-        if self.is_announced and peers.is_main() and now - max(begun, self.announced) > wait_s:
+        last = max(begun, self.announced)
+        if self.is_announced and peers.is_main() and now - last > progress.find_wait(last - begun):
             self.announced = now
             log.info("%s: %.0f s so far", self.doing, now - begun)
 
