@@ -21,6 +21,7 @@ from tunix.data.files import BadRow
 from tunix.data.image_processors import PatchProcessor, SquareProcessor, TileProcessor
 from tunix.data.image_slots import ImagePrompts, ImageSlots
 from tunix.data.images import ImageReader, keep_image, map_ahead
+from tunix.data.prompts import load_prompts
 
 pytestmark = pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")  # as tunix has it
 IMAGES = list_images()
@@ -474,6 +475,24 @@ def test_pairs_have_their_images_in_both_halves(folder):
             assert (row["tokens"][here][index >= 0] == TOWER["image_token"]).all()
     with pytest.raises(UserError, match="3 of 3 pairs .*, or have more than training.images_per_row=1 images, both"):
         load(folder, rows, "training.images_per_row=1", "training.seq_len=128", source=source)
+
+
+@pytest.mark.parametrize("column", ["messages", "prompt"])
+@pytest.mark.parametrize("form", [list, json.dumps])
+def test_rewards_get_the_places_of_images_and_not_the_images(folder, column, form):
+    """Whatever the column with the turns is; a file of an image may have megabytes."""
+    text = {"type": "text", "text": "what?"}
+    turns = [{"role": "user", "content": [{"type": "image", "image": "photos/0.png"}, text]}]
+    (folder / "rows.jsonl").write_text(json.dumps({column: form(turns), "answer": "a", "level": 3}))
+    words = [*SMALL, *SEES, "task=grpo", "task.rewards=[exact_match]", "task.group_size=2", "sampling.max_new_tokens=8",
+             "training.global_batch_size=2", "training.seq_len=64", "tokenizer=bytes", "data=jsonl",
+             f"data.paths=['{folder}/rows.jsonl']", "data.held_out_fraction=0", f"loading.cache_dir='{folder}/cache'",
+             "model.mesh_shape=[[1],[fsdp]]", "distributed.allow_idle_devices=true"]  # fmt: skip
+    words += ["data.columns.prompt=prompt", "data.columns.completion=answer"] if column == "prompt" else []
+    (prompt,) = load_prompts(compose(words).config).spread("train", 1)
+    places = [{"role": "user", "content": [{"type": "image"}, text]}]
+    assert prompt.columns == {column: places, "messages": places, "answer": "a", "level": 3}
+    assert prompt.images.pixels.shape == (1, 8, 8, 3)
 
 
 def test_cuts():

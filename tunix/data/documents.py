@@ -234,8 +234,9 @@ def refuse_row(row: Item | Document, problem: object) -> UserError:
 def _drop_images(question: Question, columns: Columns) -> Question:
     """Return a question whose columns, which rewards get, have the places of images and not the images."""
     kept = {name: value for name, value in question.columns.items() if name not in (columns.images, "image")}
-    if columns.prompt is None and columns.messages in kept:
-        kept[columns.messages] = question.messages
+    of_turns = columns.messages if columns.prompt is None else columns.prompt
+    if of_turns in kept and _find_turns(kept[of_turns]) is not None:
+        kept[of_turns] = question.messages
     return question._replace(columns=kept)
 
 
