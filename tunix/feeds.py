@@ -215,6 +215,7 @@ class PromptFeed:
             )
         tokens_per_prompt = shape.num_tokens * cycle.steps // cycle.samples
         self.samples = Samples(corpus.train, cfg, schedule_prompts(cycle), tokens_per_prompt)
+        self.has_images = corpus.has_images
         in_processes = [term for term in task.rewards if not isinstance(term, EngineTerm)]
         self.scorer = Scorer(in_processes, task.reward_processes, task.reward_timeout_s, task.reward_errors)
         self.pool = make_pool(task, corpus.vocab)
@@ -240,7 +241,7 @@ class PromptFeed:
             peers.together(lambda: try_user_code(example, self.scorer, self.pool), "trying the rewards")
             if self.engine.engine_rewards is not None:
                 stack.callback(self.engine.engine_rewards.close)
-                self.engine.engine_rewards.try_out(example)
+                self.engine.engine_rewards.try_out(example, self.has_images)
             self.stack = stack.pop_all()
         return self
 

@@ -487,11 +487,14 @@ def test_rewards_get_the_places_of_images_and_not_the_images(folder, column, for
     words = [*SMALL, *SEES, "task=grpo", "task.rewards=[exact_match]", "task.group_size=2", "sampling.max_new_tokens=8",
              "training.global_batch_size=2", "training.seq_len=64", "tokenizer=bytes", "data=jsonl",
              f"data.paths=['{folder}/rows.jsonl']", "data.held_out_fraction=0", f"loading.cache_dir='{folder}/cache'",
-             "model.mesh_shape=[[1],[fsdp]]", "distributed.allow_idle_devices=true"]  # fmt: skip
+             "model.mesh_shape=[[1],[fsdp]]", "distributed.allow_idle_devices=true", "task.system=S"]  # fmt: skip
     words += ["data.columns.prompt=prompt", "data.columns.completion=answer"] if column == "prompt" else []
     (prompt,) = load_prompts(compose(words).config).spread("train", 1)
     places = [{"role": "user", "content": [{"type": "image"}, text]}]
-    assert prompt.columns == {column: places, "messages": places, "answer": "a", "level": 3}
+    turns = [{"role": "system", "content": "S"}, *places]
+    own = {"messages": turns} | ({"prompt": places} if column == "prompt" else {})
+    assert prompt.columns == {**own, "answer": "a", "level": 3}
+    assert prompt.question.messages == turns
     assert prompt.images.pixels.shape == (1, 8, 8, 3)
 
 

@@ -99,20 +99,21 @@ def test_a_saved_reward_may_have_keys_of_others():
 
 
 @pytest.mark.parametrize(
-    ("values", "message"),
-    [({}, "a model reads turns, and data=tokens keeps the tokens"), ({"images": 1}, "a model reads texts alone, and prompts have images")],
+    ("has_images", "message"),
+    [(False, "a model reads turns, and data=tokens keeps the tokens"), (True, "a model reads texts alone, and prompts have images")],
 )  # fmt: skip
-def test_what_a_reward_model_cannot_read_is_refused_at_the_start(values, message):
+def test_what_a_reward_model_cannot_read_is_refused_at_the_start(has_images, message):
+    """Also where the first prompt has no image, and a later one has."""
     rewards = EngineRewards.__new__(EngineRewards)
     model = SimpleNamespace(encode=lambda prompts, answers: [[1]])
     rewards.models, rewards.judges = [("x", model)], []
     question = Question([{"role": "user", "content": "a?"}], {})
-    rewards.try_out(Prompt([], "", {}, question))
+    rewards.try_out(Prompt([], "", {}, question), False)
     with pytest.raises(UserError, match=f"task.rewards: {message}"):
-        rewards.try_out(Prompt([], "", {}, question if values else None, **values))
+        rewards.try_out(Prompt([], "", {}, question if has_images else None), has_images)
     model.encode = lambda prompts, answers: ["task.chat_template refuses it"]
     with pytest.raises(UserError, match="path=x cannot read the first prompt: task.chat_template refuses it"):
-        rewards.try_out(Prompt([], "", {}, question))
+        rewards.try_out(Prompt([], "", {}, question), False)
 
 
 def test_a_reward_model_that_does_not_fit_the_mesh_is_named():

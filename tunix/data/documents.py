@@ -234,9 +234,10 @@ def refuse_row(row: Item | Document, problem: object) -> UserError:
 def _drop_images(question: Question, columns: Columns) -> Question:
     """Return a question whose columns, which rewards get, have the places of images and not the images."""
     kept = {name: value for name, value in question.columns.items() if name not in (columns.images, "image")}
-    of_turns = columns.messages if columns.prompt is None else columns.prompt
-    if of_turns in kept and _find_turns(kept[of_turns]) is not None:
-        kept[of_turns] = question.messages
+    if columns.prompt is None and columns.messages in kept:
+        kept[columns.messages] = question.messages
+    elif columns.prompt in kept and (turns := _find_turns(kept[columns.prompt])):
+        kept[columns.prompt] = question.messages[-len(turns) :]  # without those of the system, which others give
     return question._replace(columns=kept)
 
 

@@ -141,6 +141,16 @@ class PromptCorpus:
         return [*self.train.values(), *self.held_out.values()]
 
     @property
+    def has_images(self) -> bool:
+        """Whether any of the prompts, also of those that are left out, has an image."""
+        return any(
+            shard[split].get("images")
+            for each in self.prepared.values()
+            for shard in each.index["shards"]
+            for split in SPLITS
+        )
+
+    @property
     def num_samples(self) -> int:
         """Prompts to train on."""
         return sum(map(len, self.train.values()))

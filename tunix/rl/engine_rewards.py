@@ -130,16 +130,11 @@ def find_read(prompt: Prompt) -> Question:
     """Return what a reward model reads of a prompt.
 
     Raises:
-        UserError: there are no turns, or it has images.
+        UserError: there are no turns.
     """
     if prompt.question is None:
         raise UserError(
             "task.rewards: a model reads turns, and data=tokens keeps the tokens of prompts alone; give rows"
-        )
-    if prompt.images is not None:
-        raise UserError(
-            "task.rewards: a model reads texts alone, and prompts have images; leave the term out, or set "
-            "data.columns.images=null"
         )
     return prompt.question
 
@@ -197,8 +192,17 @@ class EngineRewards:
                             )
                     self.scores.append(partial(score_length, term.buffer))
 
-    def try_out(self, prompt: Prompt) -> None:
-        """Ask each judge once. Raises `UserError` where one gives no rating, or a model could not read the prompt."""
+    def try_out(self, prompt: Prompt, has_images: bool) -> None:
+        """Ask each judge once; `has_images` says whether any of the prompts has an image.
+
+        Raises:
+            UserError: a judge gives no rating, or a model could not read the prompt, or an image of another one.
+        """
+        if self.models and has_images:
+            raise UserError(
+                "task.rewards: a model reads texts alone, and prompts have images; leave the term out, or set "
+                "data.columns.images=null"
+            )
         for path, model in self.models:
             question = find_read(prompt)
             (row,) = model.encode([(question.messages, question.options)], ["42"])

@@ -183,7 +183,7 @@ def evaluate_answers(cmd: Evaluate, cfg: Config, checkpoints: list[str]) -> Iter
             files.enter_context(pool)
         try_user_code(prompts[0], scorer, pool)
         files.callback(engine_rewards.close)
-        engine_rewards.try_out(prompts[0])
+        engine_rewards.try_out(prompts[0], any(prompt.images is not None for prompt in prompts))
         if cmd.best is not None:
             _check_best(cmd, prompts, len(checkpoints), has_environment=pool is not None)
         paths = peers.on_main(lambda: _make_files(cmd), "making the files to write") or {}
