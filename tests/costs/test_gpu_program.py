@@ -24,7 +24,7 @@ PROGRAMS = {
         ["model=qwen3_30b_a3b", "model.num_layers=4", "training.seq_len=8192", "plan.topology=h200:8",
          "model.mesh_shape=[[8],[fsdp]]", FULL], 13.7, AGAIN,
     ),
-    "27b on 256": (["model=gemma3_27b", "plan.topology=h200:32x8", "model.mesh_shape=[[64,4],[fsdp,tp]]", FULL], 4.15, AGAIN),
+    "27b on 256": (["model=gemma3_27b", "plan.topology=h200:32x8", "model.mesh_shape=[[64,4],[fsdp,tp]]", FULL], 4.2, AGAIN),
 }  # fmt: skip
 # Two stages, 8 parts a step: 9 ticks.
 STAGES = [
@@ -106,7 +106,9 @@ def test_the_derived_time_is_near_the_compiled_one(program, request):
     sizes = explicit_sizes(cfg.model.mesh_shape)
     assert sizes is not None
     derived = make_candidate(cfg, sizes, None, read_topology(cfg.plan.topology), with_activations=False).time
-    assert derived.step_s == pytest.approx(program[0]["predicted"]["step_time_s"], rel=0.25)
+    compiled = program[0]["predicted"]
+    assert derived.step_s == pytest.approx(compiled["step_time_s"], rel=0.25)
+    assert derived.communication_s == pytest.approx(compiled["communication_s"], rel=0.1)  # small ones are joined
 
 
 def test_arithmetic_is_that_of_the_model(program):

@@ -12,7 +12,7 @@ arrays. Each device has 1/8 of an array already, and sends 7/8 of the bytes (BUS
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -92,10 +92,32 @@ def _count_neighbours(axes: Sequence[str], sizes: dict[str, int], per_node: int)
 def list_transfers(train_spec: TrainSpec) -> list[Transfer]:
     """Return all collectives of one step."""
     lists = (
-        _list_weight_transfers, _list_attention_transfers, _list_stage_transfers, _list_matmul_transfers,
-        _list_expert_transfers, _list_teacher_transfers,
+        _list_attention_transfers, _list_stage_transfers, _list_matmul_transfers, _list_expert_transfers,
+        _list_teacher_transfers,
     )  # fmt: skip
-    return [transfer for each in lists for transfer in each(train_spec)]
+    of_weights = _join_small(_list_weight_transfers(train_spec), train_spec)
+    return [*of_weights, *(transfer for each in lists for transfer in each(train_spec))]
+
+
+JOINED_BYTES = 30 << 20  # of results that XLA makes one collective: its `xla_gpu_all_gather_combine_threshold_bytes`
+
+
+def _join_small(transfers: Iterable[Transfer], train_spec: TrainSpec) -> Iterator[Transfer]:
+    """Yield transfers as XLA joins them: those of a kind in a layer, in their order, up to `JOINED_BYTES`."""
+    groups: dict[tuple, list[Transfer]] = {}
+    for transfer in transfers:
+        key = transfer.kind, transfer.axes, transfer.overlaps, transfer.count
+        groups.setdefault(key, []).append(transfer)
+    for (kind, axes, overlaps, count), group in groups.items():
+        # XLA is told to join no gathers where two parts of a microbatch take turns (training/choices.py).
+        is_apart = count == 1 or (kind == "all-gather" and train_spec.layout.batch_parts > 1)
+        shards = count_devices(train_spec.mesh.shape, axes) if kind == "reduce-scatter" else 1
+        limit, joined = 0 if is_apart else JOINED_BYTES * count * shards, [0]
+        for transfer in group:
+            if joined[-1] and joined[-1] + transfer.num_bytes > limit:
+                joined.append(0)
+            joined[-1] += transfer.num_bytes
+        yield from (Transfer(kind, axes, num_bytes, overlaps, count) for num_bytes in joined)
 
 
 def _list_teacher_transfers(train_spec: TrainSpec) -> Iterator[Transfer]:
