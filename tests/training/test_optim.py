@@ -11,9 +11,10 @@ from support.harness import ONE_LAYER, SMALL, batch, program
 from tunix.base.errors import UserError
 from tunix.config.compose import compose
 from tunix.optimizers.moments import Block, _decode, _encode, _to_half
+from tunix.sharding.table import Equation
 from tunix.training.choices import build_layout, build_mesh
 from tunix.training.optimizer import check_phases, count_phase_steps, make_optimizer, make_schedule
-from tunix.training.state import describe
+from tunix.training.state import Weight, describe
 
 CONSTANT = ["scheduler=constant", "scheduler.warmup_ratio=0", "training.max_grad_norm=null"]
 
@@ -58,6 +59,15 @@ def split_layers(weights, tree):
     return jax.tree.map(
         lambda weight, array: list(np.asarray(array)) if weight.equation.is_stacked else array, weights, tree
     )
+
+
+def test_an_update_without_decay_does_not_read_parameters():
+    """A product of 0 and a parameter would cost an array of zeros, and be no number where the parameter is none."""
+    weights = {"w": Weight(Equation("BTD,DF->BTF"), (2, 2), "float32")}
+    tx = make_optimizer(compose(["optimizer=sgd", "optimizer.weight_decay=0"]).config.optimizer, weights, None)
+    params, gradients = {"w": np.full((2, 2), np.inf)}, {"w": np.ones((2, 2))}
+    direction, _ = jax.jit(tx.update)(gradients, tx.init(params), params)
+    assert np.isfinite(direction["w"]).all()
 
 
 @pytest.mark.parametrize("name", REFERENCES)

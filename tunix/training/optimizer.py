@@ -99,7 +99,8 @@ def make_optimizer(
 
     def decay_and_scale(update, param, group):
         decay, rate = group
-        return (update + decay * param) * rate
+        # Of a product by 0 XLA keeps the zeros, an array as large as all parameters, through the whole step.
+        return (update + decay * param if decay else update) * rate
 
     # Decay comes after the rule ("decoupled", AdamW): moments do not see it. A group scales both by its rate.
     clip = optax.identity() if max_grad_norm is None else optax.clip_by_global_norm(max_grad_norm)
