@@ -217,6 +217,17 @@ def test_a_transfer_waits_for_half_of_the_one_before_it():
     assert Link().wait_behind_others(20.0) == 0.0
 
 
+def test_the_update_reads_the_summed_gradients():
+    """Not the bytes of gradients at the moment that needs the most memory, which has parts of them as well."""
+    cfg, sizes, cluster = compose(["model=llama3_8b"]).config, {"fsdp": 8}, read_topology("h100:8")
+    sizes = dict.fromkeys(axis_names(), 1) | sizes
+    costs = derive(cfg, sizes, "gpu", with_activations=False)
+    assert costs.gradient_bytes == costs.num_bytes["weights"] < costs.num_bytes["gradients"]
+    at_another = replace(costs, num_bytes=costs.num_bytes | {"gradients": 0})
+    times = [derived_time.derive_time(cfg, sizes, each, cluster).step_s for each in (costs, at_another)]
+    assert times[0] == times[1]
+
+
 def test_what_arithmetic_cannot_hide_is_exposed(monkeypatch):
     """3 s of arithmetic, of which the backward pass has 2 s; sums of gradients that overlap it take 2.4 s. A sum of 0.2 s
     that is waited for waits for one of them, of which half is left, as often as the link is busy."""

@@ -68,6 +68,7 @@ class Costs:
     fused: FusedWork = NO_FUSED_WORK
     alone_bytes: int = 0  # of a teacher at rest that runs before the state is made (task.teacher_top_k)
     pass_bytes: float = 0.0  # that what is no product reads and writes (costs/passes.py)
+    gradient_bytes: int = 0  # of the sums that the update takes, float32; `num_bytes` has those of its moment
 
     @property
     def memory(self) -> int:
@@ -114,7 +115,8 @@ def derive_costs(train_spec: TrainSpec, with_activations: bool = True) -> Costs:
     alone = train_spec.teacher.model if isinstance(train_spec.teacher, OfflineTeacher) else None
     alone_bytes = 0 if alone is None else bytes_per_device(alone.abstract_params(train_spec.mesh))
     fused, passes = count_fused_work(train_spec), count_pass_bytes(train_spec)
-    return Costs(num_bytes, transfers, flops, all_flops, batch.num_tokens, share, fused, alone_bytes, passes)
+    summed = sum(_count_summed_bytes(weight, train_spec) for weight in jax.tree.leaves(arch.trained_weights))
+    return Costs(num_bytes, transfers, flops, all_flops, batch.num_tokens, share, fused, alone_bytes, passes, summed)
 
 
 def _derive_recompute_fraction(train_spec: TrainSpec) -> float:
@@ -237,6 +239,11 @@ def count_bytes(train_spec: TrainSpec, with_activations: bool = True) -> dict[st
     }
 
 
+def _count_summed_bytes(weight: Weight, train_spec: TrainSpec) -> int:
+    """Return the bytes of one device for the gradient of a weight that all devices have summed."""
+    return count_shard_bytes(weight, train_spec.layout.stored(weight.equation), "float32", train_spec.mesh)
+
+
 def count_teacher_bytes(train_spec: TrainSpec) -> int:
     """Return the bytes of one device for the teacher between two uses; 0 without one in memory."""
     teacher = train_spec.teacher
@@ -253,11 +260,15 @@ def _list_moments(train_spec: TrainSpec, with_activations: bool) -> list[Moment]
         return count_shard_bytes(weight, layout.in_use(weight.equation), dtype, mesh)
 
     def count_summed(weight: Weight) -> int:
-        return count_shard_bytes(weight, layout.stored(weight.equation), "float32", mesh)
+        return _count_summed_bytes(weight, train_spec)
 
-    # Microbatches are added up where the newest one is summed over devices, or as each device's own parts.
+    # Microbatches are added up where the newest one is summed over devices, or as each device's own parts. Of one
+    # microbatch there are the gradients of autodiff, which the update makes float32 as it reads them.
     def count_total(weight: Weight) -> int:
-        return count_summed(weight) if in_blocks else count_own(weight, "float32")
+        if not in_blocks:
+            return count_own(weight, "float32")
+        dtype = "float32" if several else layout.param
+        return count_shard_bytes(weight, layout.stored(weight.equation), dtype, mesh)
 
     trained, of_logits = jax.tree.leaves(arch.trained_weights), find_table_of_logits(train_spec)
     outside = [weight for weight in trained if not weight.equation.is_stacked]
@@ -274,6 +285,7 @@ def _list_moments(train_spec: TrainSpec, with_activations: bool) -> list[Moment]
     if of_logits is not None and any(weight is of_logits for weight in outside):
         table_sum, part_of_chunk = count_own(of_logits, "float32"), count_own(of_logits, layout.compute)
     found = _count_activations(train_spec) if with_activations else Activations()
+    of_teacher = _count_teacher_at_work(train_spec)
     loss = Moment(
         # Sums of blocks that gather ahead begin as zeros, which XLA makes before the loss.
         gradients=max(before, of_blocks if train_spec.choices.prefetch else 0)
@@ -281,7 +293,7 @@ def _list_moments(train_spec: TrainSpec, with_activations: bool) -> list[Moment]
         + part_of_chunk
         + ahead.parts
         + ahead.summed,
-        gathered=turned + (table + ahead.in_use if in_blocks else everything),
+        gathered=turned + (table + ahead.in_use if in_blocks else everything) + of_teacher.table,
         activations=found.kept + found.streams + found.logits,
     )
     if several and train_spec.choices.prefetch and layout.has_replicas(mesh.shape):
@@ -308,8 +320,9 @@ def _list_moments(train_spec: TrainSpec, with_activations: bool) -> list[Moment]
     has_copy = in_blocks and of_logits is not None and _is_turned(of_logits, train_spec)
     gather = Moment(loss.gradients - part_of_chunk, loss.gathered + table * has_copy, found.kept + found.streams)
     own = sum(count_own(weight, "float32") for weight in outside)
-    # Beside own parts, the gradient of a lookup in the dtype of products, or a part in the order in which it travels.
-    reordered = several and any(_is_turned(weight, train_spec) for weight in outside)
+    # Beside own parts, the gradient of a lookup in the dtype of products, or a part in the order in which it travels:
+    # XLA turns it before the backward pass of blocks or behind it.
+    reordered = any(_is_turned(weight, train_spec) for weight in outside)
     copied = max((count_own(weight, "float32" if reordered else layout.compute) for weight in outside), default=0)
     are_parts = any(count_own(weight, "float32") > count_summed(weight) for weight in outside)
     sums = Moment(
@@ -323,7 +336,42 @@ def _list_moments(train_spec: TrainSpec, with_activations: bool) -> list[Moment]
         gathered=turned,
         activations=found.streams,
     )
-    return [gather, loss, backward, sums]
+    teaching = Moment(before, turned + of_teacher.gathered, found.kept + of_teacher.inside * with_activations)
+    return [gather, teaching, loss, backward, sums]
+
+
+class TeacherAtWork(NamedTuple):
+    """Bytes of one device for a teacher in the loss while it works, beside its parameters at rest."""
+
+    table: int = 0  # gathered, that its logits are made with
+    gathered: int = 0  # of the block at work and of the next, or of the whole teacher
+    inside: int = 0  # of one block at work
+
+
+def _count_teacher_at_work(train_spec: TrainSpec) -> TeacherAtWork:
+    teacher, cfg = train_spec.teacher, train_spec.cfg
+    if not isinstance(teacher, Teacher) or not teacher.in_loss:
+        return TeacherAtWork()
+    model, layout = teacher.arch.model, teacher.arch.layout
+    own = replace(
+        train_spec,
+        cfg=cfg.model_copy(update={"model": model}),
+        arch=teacher.arch,
+        choices=replace(train_spec.choices, layout=layout),
+    )
+
+    def count_gathered(weight: Weight) -> int:  # of one that rests on its devices in parts
+        stored, in_use = (find(weight.equation) for find in (layout.stored, layout.in_use))
+        shapes = {find_shard_shape(weight.shape, spec, own.mesh) for spec in (stored, in_use)}
+        return _count_bytes_in_use(weight, own) if len(shapes) > 1 else 0
+
+    table = teacher.arch.weights["embedding" if model.tied_head else "head"]["table"]
+    all_bytes = sum(map(count_gathered, jax.tree.leaves(teacher.arch.weights)))
+    in_blocks = layout.gathers_in_blocks(train_spec.choices.sync_every)
+    gathered = min(all_bytes, _count_neighbour_bytes(own)) if in_blocks else all_bytes
+    inside = estimate_inside_bytes(model, layout, train_spec.mesh, train_spec.batch.seq_len)
+    rows = train_spec.choices.batch.sequences_per_shard
+    return TeacherAtWork(count_gathered(table), gathered, rows * inside)
 
 
 def _count_latest_bytes(train_spec: TrainSpec) -> int:
@@ -331,7 +379,7 @@ def _count_latest_bytes(train_spec: TrainSpec) -> int:
     layout, mesh = train_spec.layout, train_spec.mesh
     in_blocks = layout.gathers_in_blocks(train_spec.choices.sync_every)
     has_sums = train_spec.batch.num_microbatches > 1 or not in_blocks
-    if not has_sums and jnp.dtype(layout.param).itemsize == 4:  # the gradients of autodiff, made float32 by no copy
+    if not has_sums:  # the gradients of autodiff are the sums
         return 0
     add_themselves = has_sums and sums_in_layers(layout, train_spec.choices.remat)
     dtype, find_spec = (layout.param, layout.stored) if in_blocks else (layout.compute, layout.in_use)
@@ -411,10 +459,19 @@ def _count_turned_bytes(train_spec: TrainSpec) -> int:
     layout, several = train_spec.layout, train_spec.batch.num_microbatches > 1
     if not layout.gathers_in_blocks(train_spec.choices.sync_every):
         return 0
+    is_narrow, remat = train_spec.cfg.training.matmul_dtype is not None, train_spec.choices.remat
+
+    # Products of 8 bits take weights with their summed dimensions last. Behind the forward pass only products that are
+    # computed again do.
+    def is_copied(name: str, weight: Weight) -> bool:
+        if is_narrow and _has_matmul_dtype(name, weight) and remat.recompute_fraction(product_name(name)) > 0:
+            return True
+        return (several or weight.equation.is_stacked) and _is_turned(weight, train_spec)
+
     return sum(
         count_shard_bytes(weight, layout.stored(weight.equation), weight.dtype, train_spec.mesh)
-        for weight in jax.tree.leaves(train_spec.arch.weights)
-        if (several or weight.equation.is_stacked) and _is_turned(weight, train_spec)
+        for path, weight in jax.tree.leaves_with_path(train_spec.arch.weights)
+        if is_copied(parameter_name(path), weight)
     )
 
 
@@ -441,20 +498,25 @@ def _count_activations(train_spec: TrainSpec) -> Activations:
     return Activations(
         kept=rows * _count_residual_bytes(train_spec),
         inside=rows * max(inside, _estimate_tower_bytes(train_spec)),
-        logits=rows * item * _count_chunk_logits(train_spec, rows, local_tokens),
+        logits=rows * _count_logit_bytes(train_spec, rows, local_tokens),
         streams=rows * item * STREAMS * local_tokens * cfg.model.embed_dim,
     )
 
 
-def _count_chunk_logits(train_spec: TrainSpec, num_rows: int, num_tokens: int) -> int:
-    """Return the logits of one of `num_rows` sequences in a chunk, on a device with `num_tokens` tokens of each."""
-    cfg = train_spec.cfg
-    outputs = train_spec.layout.activation("V" if cfg.model.labels is None else "v")
+def _count_logit_bytes(train_spec: TrainSpec, num_rows: int, num_tokens: int) -> int:
+    """Return the bytes of logits of one of `num_rows` sequences in a chunk, of which a device has `num_tokens` tokens.
+
+    Without a teacher and a cap they are there once. A teacher in the loss has logits too, and the gradient of a
+    divergence or of a cap is made of float32 numbers.
+    """
+    cfg, layout = train_spec.cfg, train_spec.layout
+    outputs = layout.activation("V" if cfg.model.labels is None else "v")
     num_outputs = find_shard_shape((cfg.num_outputs,), outputs, train_spec.mesh)[0]
-    # A teacher in the loss has logits too.
-    num_models = 2 if train_spec.teacher and train_spec.teacher.in_loss else 1
+    has_teacher = train_spec.teacher is not None and train_spec.teacher.in_loss
+    of_each = (1 + has_teacher) * jnp.dtype(layout.compute).itemsize
+    of_each += 4 if has_teacher or cfg.model.logits_cap is not None else 0
     chunk_size = train_spec.choices.planned.loss_chunk_size
-    return num_models * count_chunk_positions(chunk_size, num_rows, num_tokens) * num_outputs
+    return of_each * count_chunk_positions(chunk_size, num_rows, num_tokens) * num_outputs
 
 
 def _list_moments_on_stages(train_spec: TrainSpec, with_activations: bool) -> list[Moment]:
@@ -564,8 +626,7 @@ def _count_activations_on_stages(train_spec: TrainSpec) -> int:
     of_layer, num_first = residual / train_spec.cfg.model.num_layers, train_spec.cfg.model.num_first_layers
     kept = (residual - num_first * of_layer) / (pipeline.num_stages * pipeline.num_chunks)
     at_work = rows_of_microbatch * (max(kept, num_first * of_layer) + inside)
-    logits = _count_chunk_logits(train_spec, rows_of_microbatch, local_tokens // pipeline.num_stages)
-    loss = rows_of_microbatch * jnp.dtype(layout.compute).itemsize * logits
+    loss = rows_of_microbatch * _count_logit_bytes(train_spec, rows_of_microbatch, local_tokens // pipeline.num_stages)
     num_slots = (pipeline.num_chunks + 1) * pipeline.num_stages - 1  # as many as `assign_slots` needs
     in_slot = row if pipeline.recompute_runs else row + kept
     parts = pipeline.num_microbatches * pipeline.num_parts if num_first else 0
@@ -638,6 +699,8 @@ def _count_mlp_numbers(model: Model, layout: Layout, mesh: AnyMesh, local: dict[
         arriving = num_rows if EXPERT_EXCHANGES[layout.expert_exchange].has_buffer else num_rows / per_token
         in_round = min(num_rows, CAPACITY_FACTOR * per_token)
         expert_numbers = in_round * (3 * local["G"] + 2 * local["D"]) + 6 * arriving * local["D"]
+    elif layout.expert_products == "xla":  # each expert multiplies all rows, of which it masks those of the others
+        expert_numbers = num_rows * local["X"] * (6 * local["G"] + 3 * local["D"])
     else:
         expert_numbers = 2 * num_rows * (3 * local["G"] + 2 * local["D"])
     expert_numbers += 4 * local.get("U", 0)
@@ -762,6 +825,12 @@ def _count_stream_bytes(train_spec: TrainSpec) -> int:
 IN_COMPUTE_DTYPE = "XYp"
 
 
+def _has_matmul_dtype(name: str, weight: Weight) -> bool:
+    """Return whether the product of a weight has `training.matmul_dtype`: that of an `Einsum` (models/layers.py)."""
+    equation = weight.equation
+    return equation.is_stacked and name.endswith(".w") and not set(IN_COMPUTE_DTYPE) & set(equation.w)
+
+
 def check_matmul_dtype(cfg: Config, platform: str, device_kind: str) -> None:
     """Raise `UserError` where `training.matmul_dtype` is asked of devices that do not multiply its numbers.
 
@@ -784,9 +853,7 @@ def compute_matmul_share(cfg: Config, arch: Architecture, seq_len: int) -> float
     flops = 0.0
     trained = jax.tree.leaves(arch.is_trained)
     for (path, weight), is_trained in zip(jax.tree.leaves_with_path(arch.weights), trained, strict=True):
-        # Products of an `Einsum` (models/layers.py) have this dtype.
-        name, equation = parameter_name(path), weight.equation
-        if equation.is_stacked and name.endswith(".w") and not set(IN_COMPUTE_DTYPE) & set(equation.w):
+        if _has_matmul_dtype(parameter_name(path), weight):
             flops += (6 if is_trained else 4) * weight.size
     return flops / derive_flops_per_token(cfg, arch, seq_len)
 

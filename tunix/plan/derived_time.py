@@ -299,7 +299,7 @@ def _derive_compute_s(cfg: Config, sizes: dict[str, int], costs: Costs, cluster:
     attention = derive_attention(cfg, sizes, cluster)
     bytes_per_s, bf16 = kind.hbm_gb_per_s * 1e9 * HBM_SHARE, kind.peak_tflops * 1e12 * kind.efficiency
     # The update reads and writes all of the state once, and reads gradients twice: their norm comes first.
-    update_s = 2 * (num_bytes["weights"] + num_bytes["optimizer"] + num_bytes["gradients"]) / bytes_per_s
+    update_s = 2 * (num_bytes["weights"] + num_bytes["optimizer"] + costs.gradient_bytes) / bytes_per_s
     flops = costs.flops - fused.counted_flops - attention.counted_flops
     share = min(1.0, costs.matmul_share * costs.flops / flops)  # attention has none of products of 8 bits
     peak = compute_peak_tflops(kind, cfg.training.matmul_dtype, share)
