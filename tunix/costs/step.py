@@ -490,7 +490,8 @@ class Activations(NamedTuple):
 def _count_activations(train_spec: TrainSpec) -> Activations:
     cfg, layout, mesh, length = train_spec.cfg, train_spec.layout, train_spec.mesh, train_spec.batch.seq_len
     rows = train_spec.choices.batch.sequences_per_shard
-    inside = estimate_inside_bytes(cfg.model, layout, mesh, length, train_spec.choices.remat)
+    in_layers = layout if rows % layout.batch_parts == 0 else replace(layout, batch_parts=1)  # `count_parts`
+    inside = estimate_inside_bytes(cfg.model, in_layers, mesh, length, train_spec.choices.remat)
     if train_spec.choices.prefetch:  # XLA computes all blocks of a turn again before the first of them goes backward
         inside *= max(len(run.pattern) for run in cfg.model.runs)
     local_tokens = find_shard_shape((length,), layout.activation(TOKENS), mesh)[0]
@@ -693,18 +694,21 @@ def _count_mlp_numbers(model: Model, layout: Layout, mesh: AnyMesh, local: dict[
         return mlp
     # Rows for which the exchange has room, for each token of this device.
     num_rows = buffer_rows_per_token(model, count_devices(mesh.shape, layout.expert_axes), layout.expert_exchange)
+    has_buffer = EXPERT_EXCHANGES[layout.expert_exchange].has_buffer
     if layout.expert_products == FUSED:
         # Tokens arrive, and sums for them or for rows go back; rows of a round have room for more than equal loads.
         per_token = model.mlp.experts_per_token
-        arriving = num_rows if EXPERT_EXCHANGES[layout.expert_exchange].has_buffer else num_rows / per_token
+        arriving = num_rows if has_buffer else num_rows / per_token
         in_round = min(num_rows, CAPACITY_FACTOR * per_token)
-        expert_numbers = in_round * (3 * local["G"] + 2 * local["D"]) + 6 * arriving * local["D"]
+        # XLA makes the empty buffers of both parts, and fills those of both, before one part is done.
+        arrays = 10 if has_buffer and layout.batch_parts > 1 else 6
+        expert_numbers = in_round * (3 * local["G"] + 2 * local["D"]) + arrays * arriving * local["D"]
     elif layout.expert_products == "xla":  # each expert multiplies all rows, of which it masks those of the others
         expert_numbers = num_rows * local["X"] * (6 * local["G"] + 3 * local["D"])
     else:
         expert_numbers = 2 * num_rows * (3 * local["G"] + 2 * local["D"])
     expert_numbers += 4 * local.get("U", 0)
-    if EXPERT_EXCHANGES[layout.expert_exchange].has_buffer:  # sent, and returned
+    if has_buffer:  # sent, and returned
         expert_numbers += 4 * model.mlp.experts_per_token * local["D"]
     expert_numbers /= layout.batch_parts  # while one part is with its experts, the other one is not
     if model.mlp.beside_mlp:

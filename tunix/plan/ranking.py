@@ -296,7 +296,7 @@ def count_usable_bytes(cfg: Config, cluster: Cluster) -> float:
 
 
 DERIVED_MARGIN = 1.25  # derived memory can be this many times the memory of the compiled step
-KNOWN_TO_FIT = 0.92  # share of the usable bytes that is surely enough: derived memory is seldom less of the compiled
+KNOWN_TO_FIT = 0.9  # share of the usable bytes that is surely enough: derived memory is seldom less of the compiled
 
 
 def is_known_to_fit(candidate: Candidate) -> bool:
