@@ -217,6 +217,14 @@ RECORDED = {
         "plan.topology=h200:8 model=gemma2_2b model.num_layers=6 model.mesh_shape=[[8],[fsdp]] "
         "training.remat=dots training.micro_batch_size=2 training.gradient_accumulation_steps=1", 9.77,
     ),
+    "gemma4 26b ep8, 12 layers": (
+        "plan.topology=h200:8 model=gemma4_26b_a4b model.num_layers=12 model.mesh_shape=[[8],[ep]] "
+        "training.remat=full training.micro_batch_size=2 training.gradient_accumulation_steps=1", 36.31,
+    ),
+    "mixtral fsdp8 full": (
+        "plan.topology=h200:8 model=mixtral_8x7b model.num_layers=4 model.mesh_shape=[[8],[fsdp]] "
+        "training.remat=full training.micro_batch_size=2 training.gradient_accumulation_steps=1", 34.41,
+    ),
     "glm_air mtp": (
         "plan.topology=h200:8 model=glm4_5_air model.num_layers=3 model.mesh_shape=[[8],[ep]] "
         "training.remat=full training.micro_batch_size=1 training.gradient_accumulation_steps=1", 18.15,
