@@ -235,6 +235,7 @@ RECORDED = {
         "data.paths=[x] loading.packing=pad", 9.10,
     ),
 }  # fmt: skip
+TEACHER = f"task.teacher={ROOT}/tests/models/parity/gemma3"
 EACH_TIME = [
     "0.6b one dots", "8b fsdp8 full A4", "8b zero1 full A2", "30b_a3b ep8 dots", "8b dp2fsdp4 dots A4",
     "8b fsdp8 optimizer on the host", "8b one bf16 weights", "0.6b fp8 full", "30b_a3b fp32", "moonlight fsdp8ep8",
@@ -258,16 +259,17 @@ def test_derived_memory_is_that_of_the_compiled_step(name):
 
 
 @pytest.mark.parametrize(
-    ("word", "times"),
+    ("more", "times"),
     [
-        ("model.logits_cap=null", 2),
-        ("model.logits_cap=30", 2 + 4),
-        (f"task.teacher={ROOT}/tests/models/parity/gemma3", 2 * 2 + 4),
+        ([], 2),
+        (["model.logits_cap=30"], 2 + 4),
+        ([TEACHER], 2 * 2 + 4),
+        ([TEACHER, "task.teacher_top_k=8"], 2 + 2 * 4 + 1),
     ],
 )
-def test_a_cap_and_a_teacher_have_float32_numbers_beside_logits(word, times):
+def test_a_cap_and_a_teacher_have_float32_numbers_beside_logits(more, times):
     """Of a 0.6B beside a teacher of 8B the derived memory was 0.57 to 0.82 of the compiled one."""
-    words = ["model=tiny", "model.vocab_size=4096", "training.mixed_precision=bf16", "training.seq_len=64", word]
+    words = ["model=tiny", "model.vocab_size=4096", "training.mixed_precision=bf16", "training.seq_len=64", *more]
     train_spec = find_train_spec(compose(words).config, dict.fromkeys(axis_names(), 1), "gpu")
     with jax.sharding.use_abstract_mesh(train_spec.abstract_mesh):
         assert _count_logit_bytes(train_spec, 1, 64) == times * count_chunk_positions("auto", 1, 64) * 4096

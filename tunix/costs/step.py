@@ -508,14 +508,19 @@ def _count_logit_bytes(train_spec: TrainSpec, num_rows: int, num_tokens: int) ->
     """Return the bytes of logits of one of `num_rows` sequences in a chunk, of which a device has `num_tokens` tokens.
 
     Without a teacher and a cap they are there once. A teacher in the loss has logits too, and the gradient of a
-    divergence or of a cap is made of float32 numbers.
+    divergence or of a cap is made of float32 numbers. The likeliest tokens of a teacher's files are spread over the
+    vocabulary: two float32 arrays, and whether a token is one of them.
     """
-    cfg, layout = train_spec.cfg, train_spec.layout
+    cfg, layout, teacher = train_spec.cfg, train_spec.layout, train_spec.teacher
+    item = jnp.dtype(layout.compute).itemsize
     outputs = layout.activation("V" if cfg.model.labels is None else "v")
     num_outputs = find_shard_shape((cfg.num_outputs,), outputs, train_spec.mesh)[0]
-    has_teacher = train_spec.teacher is not None and train_spec.teacher.in_loss
-    of_each = (1 + has_teacher) * jnp.dtype(layout.compute).itemsize
-    of_each += 4 if has_teacher or cfg.model.logits_cap is not None else 0
+    if isinstance(teacher, OfflineTeacher):
+        of_each = item + 2 * 4 + 1
+    elif teacher is not None and teacher.in_loss:
+        of_each = 2 * item + 4
+    else:
+        of_each = item + 4 * (cfg.model.logits_cap is not None)
     chunk_size = train_spec.choices.planned.loss_chunk_size
     return of_each * count_chunk_positions(chunk_size, num_rows, num_tokens) * num_outputs
 
