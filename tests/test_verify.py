@@ -24,7 +24,8 @@ MIXED = {"fsdp": 2, "cp": 2, "tp": 2}
 
 @pytest.fixture
 def words(corpus) -> list[str]:
-    return [*RUN, *ONE_LAYER, "data=text", f"data.paths=['{corpus}']"]
+    once = dict(word.split("=", 1) for word in (*RUN, *ONE_LAYER))  # the last value of each key
+    return [*(f"{key}={value}" for key, value in once.items()), "data=text", f"data.paths=['{corpus}']"]
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 from conftest import write_corpus
 from hypothesis import given, settings
@@ -177,7 +178,7 @@ def test_after_a_kill_finished_shards_are_not_made_again(tmp_path):
         len(done := sorted((tmp_path / "killed").glob("tokens/*/000*/facts.json"))) < 3 and time.monotonic() < deadline
     ):
         time.sleep(0.02)
-    children = subprocess.run(["ps", "-o", "pid=", "--ppid", str(running.pid)], capture_output=True, text=True).stdout
+    children = psutil.Process(running.pid).children()
     running.send_signal(signal.SIGKILL)
     running.wait()
     assert 3 <= len(done) < 18
@@ -192,7 +193,8 @@ def test_after_a_kill_finished_shards_are_not_made_again(tmp_path):
     assert whole.returncode == 0, whole.stderr
     theirs = contents(tmp_path / "whole")
     assert contents(tmp_path / "killed") == theirs
-    assert not any(os.path.exists(f"/proc/{pid}") for pid in children.split())
+    assert children
+    assert not psutil.wait_procs(children, timeout=60)[1]  # those that are still there
 
 
 def test_what_a_killed_process_left_of_a_shard_is_removed(tmp_path):
