@@ -24,7 +24,7 @@ RECORDED = {
     ),
     "8b fsdp8 full": (
         "plan.topology=h200:8 model=llama3_8b model.num_layers=4 model.mesh_shape=[[8],[fsdp]] "
-        "training.remat=full training.micro_batch_size=2 training.gradient_accumulation_steps=1", 8.87,
+        "training.remat=full training.micro_batch_size=2 training.gradient_accumulation_steps=1", 10.19,
     ),
     "8b pp2fsdp4 dots": (
         "plan.topology=h200:8 model=llama3_8b model.num_layers=8 model.mesh_shape=[[2,4],[pp,fsdp]] "
@@ -32,7 +32,7 @@ RECORDED = {
     ),
     "8b fsdp8 dots": (
         "plan.topology=h200:8 model=llama3_8b model.num_layers=4 model.mesh_shape=[[8],[fsdp]] "
-        "training.remat=dots training.micro_batch_size=2 training.gradient_accumulation_steps=1", 10.05,
+        "training.remat=dots training.micro_batch_size=2 training.gradient_accumulation_steps=1", 10.62,
     ),
     "0.6b one dots": (
         "plan.topology=h200:1 model=qwen3_0_6b model.num_layers=6 model.mesh_shape=[[1],[fsdp]] "
@@ -61,7 +61,7 @@ RECORDED = {
     ),
     "8b fsdp4tp2 full": (
         "plan.topology=h200:8 model=llama3_8b model.num_layers=4 model.mesh_shape=[[4,2],[fsdp,tp]] "
-        "training.remat=full training.micro_batch_size=2 training.gradient_accumulation_steps=1", 6.33,
+        "training.remat=full training.micro_batch_size=2 training.gradient_accumulation_steps=1", 6.39,
     ),
     "8b tp8 dots": (
         "plan.topology=h200:8 model=llama3_8b model.num_layers=4 model.mesh_shape=[[8],[tp]] "
@@ -70,7 +70,7 @@ RECORDED = {
     "8b dp2fsdp4 full prefetch": (
         "plan.topology=h200:8 model=llama3_8b model.num_layers=4 model.mesh_shape=[[2,4],[dp,fsdp]] "
         "training.remat=full training.micro_batch_size=2 training.gradient_accumulation_steps=1 "
-        "training.overlap=prefetch", 12.87,
+        "training.overlap=prefetch", 13.13,
     ),
     "0.6b dpo full": (
         "plan.topology=h200:1 model=qwen3_0_6b model.num_layers=6 model.mesh_shape=[[1],[fsdp]] "
@@ -89,7 +89,7 @@ RECORDED = {
     ),
     "8b fsdp2cp4 full": (
         "plan.topology=h200:8 model=llama3_8b model.num_layers=4 model.mesh_shape=[[2,4],[fsdp,cp]] "
-        "training.remat=full training.seq_len=16384 training.gradient_accumulation_steps=1", 9.14,
+        "training.remat=full training.seq_len=16384 training.gradient_accumulation_steps=1", 10.19,
     ),
     "gemma 1b one full": (
         "plan.topology=h200:1 model=gemma3_1b model.num_layers=6 model.mesh_shape=[[1],[fsdp]] "
@@ -105,7 +105,7 @@ RECORDED = {
     ),
     "8b fsdp8 dots mb8": (
         "plan.topology=h200:8 model=llama3_8b model.num_layers=4 model.mesh_shape=[[8],[fsdp]] "
-        "training.remat=dots training.micro_batch_size=8 training.gradient_accumulation_steps=1", 16.52,
+        "training.remat=dots training.micro_batch_size=8 training.gradient_accumulation_steps=1", 16.36,
     ),
     "8b pp4tp2 dots": (
         "plan.topology=h200:8 model=llama3_8b model.num_layers=8 model.mesh_shape=[[4,2],[pp,tp]] "
@@ -132,11 +132,11 @@ RECORDED = {
     ),
     "8b dp2fsdp4 dots A2": (
         "plan.topology=h200:8 model=llama3_8b model.num_layers=4 model.mesh_shape=[[2,4],[dp,fsdp]] "
-        "training.remat=dots training.micro_batch_size=2 training.gradient_accumulation_steps=2", 20.37,
+        "training.remat=dots training.micro_batch_size=2 training.gradient_accumulation_steps=2", 20.32,
     ),
     "30b_a3b fsdp8 full": (
         "plan.topology=h200:8 model=qwen3_30b_a3b model.num_layers=4 model.mesh_shape=[[8],[fsdp]] "
-        "training.remat=full training.micro_batch_size=2 training.gradient_accumulation_steps=1", 16.81,
+        "training.remat=full training.micro_batch_size=2 training.gradient_accumulation_steps=1", 16.86,
     ),
     "8b dp2fsdp4 dots A4": (
         "plan.topology=h200:8 model=llama3_8b model.num_layers=4 model.mesh_shape=[[2,4],[dp,fsdp]] "
@@ -163,7 +163,7 @@ RECORDED = {
     ),
     "70b fsdp8tp8 full": (
         "plan.topology=h200:8x8 model=llama3_70b model.num_layers=8 model.mesh_shape=[[8,8],[fsdp,tp]] "
-        "training.remat=full training.micro_batch_size=2 training.gradient_accumulation_steps=1", 4.65,
+        "training.remat=full training.micro_batch_size=2 training.gradient_accumulation_steps=1", 4.71,
     ),
     "8b zero3 sync4": (
         "plan.topology=h200:8 model=llama3_8b model.num_layers=4 model.mesh_shape=[[8],[fsdp]] "
