@@ -10,7 +10,8 @@ from support.harness import ROOT
 from tunix.config import Config
 from tunix.config.compose import compose
 from tunix.costs.devices import Cluster, read_topology
-from tunix.costs.step import _count_logit_bytes, derive, find_train_spec
+from tunix.costs.memory import _count_logit_bytes
+from tunix.costs.step import derive, find_train_spec
 from tunix.plan.ranking import KNOWN_TO_FIT
 from tunix.sharding.mesh import explicit_sizes
 from tunix.sharding.table import axis_names

@@ -263,7 +263,7 @@ def test_turns_of_interleaved_stages():
 @pytest.mark.parametrize(("num_stages", "num_chunks"), [(4, 1), (4, 5), (3, 2), (8, 3)])
 def test_slots_hold_what_stages_keep(num_stages, num_chunks):
     """A stage finds in its slot what it put there for the same part and chunk, and there are no more slots than parts
-    that are under way at one time, however many follow (costs/step.py counts them)."""
+    that are under way at one time, however many follow (costs/memory.py counts them)."""
     num_parts, stages = 5 * num_stages, np.arange(num_stages)
     turns, slots = Turns(num_stages, num_chunks, num_parts), assign_slots(num_stages, num_chunks, num_parts)
     assert slots.num_slots == (num_chunks + 1) * num_stages - 1

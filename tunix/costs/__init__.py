@@ -2,11 +2,11 @@
 
 Three ways to the same numbers, and tests that compare them:
 
-    derived    `step`, `communication`   from the config alone, in milliseconds
-    compiled   `hlo`, `compiled_time`    from the compiled program: its collectives, and its predicted time
-    traced     `trace_analysis`          from a trace of real steps
+    derived    `step`, `memory`, `communication`   from the config alone, in milliseconds
+    compiled   `hlo`, `compiled_time`              from the compiled program: its collectives, and its predicted time
+    traced     `trace_analysis`                    from a trace of real steps
 
-Read `step` first: it counts memory and FLOPs, and adds up collectives. `rollout` has the memory and the time of a
-rollout, `passes` what a step does beside its products, `devices` the speeds of kinds of devices, of their links and of
-clusters.
+Read `step` first: it counts FLOPs, and takes memory and collectives from the two others. `rollout` has the memory and
+the time of a rollout, `passes` what a step does beside its products, `devices` the speeds of kinds of devices, of their
+links and of clusters.
 """

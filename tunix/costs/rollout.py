@@ -20,7 +20,7 @@ from tunix.costs.communication import (
     predict_seconds,
 )
 from tunix.costs.devices import Cluster, Group, predict_collective_s
-from tunix.costs.step import count_teacher_bytes, estimate_inside_bytes
+from tunix.costs.memory import count_teacher_bytes, estimate_inside_bytes
 from tunix.models.flops import forward_flops_per_token
 from tunix.models.kernels import select_cache
 from tunix.sharding.arrays import AnyMesh, bytes_per_device
