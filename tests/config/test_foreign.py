@@ -114,6 +114,13 @@ def test_no_key_of_ours_is_taken_for_another():
         ("checkpoint=run", "here it is resume=run"),
         ("resume=run,other", "resume=run,other: resume goes on with one run; name one"),
         ("RUN_DIR", "RUN_DIR: words have the form key=value"),
+        ("critic.optim.lr=1e-5", "unknown key critic.optim.lr; tunix has none: there is no model of values"),
+        ("rollout.tensor_model_parallel_size=2", "tunix has none: one program holds weights, rollouts and training"),
+        ("trainer.checkpointer.save_interval=30m", "here it is checkpoint.save_every_steps: a number of steps"),
+        ("env.id=game", "tunix has none: task.environment=MODULE:NAME"),
+        ("wobble.id=game", "unknown key wobble.id; docs/config.md lists all keys"),
+        ("rope_theta=10000", "unknown key rope_theta; did you mean model.rope_theta?"),
+        ("norm_eps=1e-5", "unknown key norm_eps; did you mean model.norm_eps?"),
         ("training.wobble=1", "unknown key training.wobble; docs/config.md lists all keys"),
     ],
 )  # fmt: skip
@@ -145,6 +152,9 @@ def test_a_default_of_theirs_undoes_nothing():
         (["--config", "sft.yaml"], "--config: there is no such flag; here it is --config-path FOLDER --config-name NAME"),
         (["--config-path", "nowhere", "--config-name", "mine"], "--config-path: Primary config directory not found."),
         (["--config-name", "mine"], "--config-name=mine: there is no mine.yaml; --config-path names its folder"),
+        (["--dp", "4", "--pp=2", "--tp", "2"], "--dp, --pp, --tp: there is no such flag; here it is model.mesh_shape=[[2,4,-1,2],[pp,dp,fsdp,tp]]"),
+        (["--dp-shard-size=4", "--tp=2"], "--dp-shard-size, --tp: there is no such flag; here it is model.mesh_shape=[[-1,4,2],[dp,fsdp,tp]]"),
+        (["parallelism.data_parallel_shard_degree=-1", "tp=2"], "here it is model.mesh_shape=[[-1,2],[fsdp,tp]]"),
         (["--info", "config-groups"], "--info config-groups: choose from all, config, defaults"),
         (["--multirun", "hydra/sweeper=optuna", "seed=1,2"], "hydra/sweeper=optuna: "),
     ],
@@ -164,6 +174,17 @@ def test_each_flag_has_its_line():
     assert str(error.value).splitlines() == [
         "--run_name: there is no such flag; keys are written without dashes: run_name=x",
         "--nodes: there is no such flag; here it is launcher=slurm launcher.nodes=4",
+    ]
+
+
+def test_each_key_of_another_program_has_its_line():
+    with pytest.raises(UserError) as error:
+        compose(["lr=1e-3", "dp=4", "wobble.x=1", "tp=2", "dp=8"])
+    assert str(error.value).splitlines() == [
+        "unknown key dp, tp; here it is model.mesh_shape=[[4,-1,2],[dp,fsdp,tp]]",
+        "unknown key lr; here it is optimizer.learning_rate=1e-3",
+        "unknown key wobble.x; docs/config.md lists all keys",
+        "unknown key dp; here it is model.mesh_shape=[[8],[dp]] (one key holds all axes)",
     ]
 
 

@@ -35,6 +35,7 @@ from tunix.config.mistakes import (
     describe_errors,
     describe_unknown_key,
     find_foreign,
+    raise_answers,
     read_rows,
     reject_newer,
     reject_number,
@@ -98,15 +99,18 @@ def add_search_path(overrides: list[str], *folders: str | Path | None) -> list[s
     return [*overrides, word] if paths and word not in overrides else overrides
 
 
-def check_key(override: Override) -> None:
-    """Raise `UserError` for a key of another program, which names ours; Hydra would name its section alone."""
-    key = override.key_or_group
-    value = "null" if override.is_delete() else str(override.input_line).partition("=")[2]
-    if hint := find_foreign(key, value):
-        raise UserError(f"unknown key {key}; {hint}")
-    section, point, _ = key.partition(".")
-    if point and section not in {*Config.model_fields, "hydra"}:
-        raise UserError(describe_unknown_key(key))
+def check_keys(overrides: list[Override]) -> None:
+    """Raise `UserError` for keys of other programs, which names ours; Hydra would name a section alone."""
+    answers = []
+    for override in overrides:
+        key = override.key_or_group
+        value = "null" if override.is_delete() else str(override.input_line).partition("=")[2]
+        section, point, _ = key.partition(".")
+        if hint := find_foreign(key, value):
+            answers.append((key, hint))
+        elif point and section not in {*Config.model_fields, "hydra"}:
+            answers.append((key, describe_unknown_key(key).partition("; ")[2]))
+    raise_answers("unknown key {}; {}", answers)
 
 
 def check_choice(override: Override) -> None:
@@ -199,8 +203,8 @@ def compose(overrides: list[str], config_dir: str | Path | None = None, config_n
     overrides = [select_set(word) for word in overrides]
     with describe_errors():
         typed = OverridesParser.create().parse_overrides(overrides)
+        check_keys(typed)
         for override in typed:
-            check_key(override)
             check_choice(override)
             reject_number(override)
         parsed = {override.key_or_group: override for override in typed}

@@ -251,7 +251,7 @@ def _read_file() -> dict:
 # Last parts of names that say nothing without their section: wandb.enabled is no profile.enabled.
 SAYS_LITTLE = (
     *("enabled", "enable", "value", "interval", "freq", "keep", "mode", "name", "type", "format", "path", "paths"),
-    *("n", *axis_names()),
+    *("n", "id", "args", *axis_names()),
 )
 
 
@@ -602,7 +602,7 @@ def find_foreign(key: str, value: str | None) -> str:
 
 def reject_flags(words: Sequence[str], local: Sequence[str]) -> None:
     """Raise `UserError`, a line for each, for flags that are not ours (`local`): keys are written without dashes."""
-    lines = []
+    flags = []
     for word, following in zip_longest(words, words[1:], fillvalue=""):
         flag, _, value = word.partition("=")
         meant = [known for known in local if known == flag] or [known for known in local if known.startswith(flag)]
@@ -610,14 +610,41 @@ def reject_flags(words: Sequence[str], local: Sequence[str]) -> None:
             continue
         if not value:
             value = "true" if following.startswith("--") or re.match(r"[a-z_.]+=", following) else following or "true"
-        lines.append(f"{flag}: there is no such flag; {_describe_flag(flag.lstrip('-').replace('-', '_'), value)}")
-    if lines:
+        flags.append((flag, _describe_flag(flag.lstrip("-").replace("-", "_"), value)))
+    raise_answers("{}: there is no such flag; {}", flags)
+
+
+def raise_answers(form: str, answers: Sequence[tuple[str, str]]) -> None:
+    """Raise `UserError` with a line of this form for each name and its answer; axes of the mesh are one line."""
+    axes: list[str] = []  # names that are axes
+    sizes: dict[str, str] = {}  # of the axes that have a number
+    open_axes: list[str] = []  # those that may take the other devices
+    others = []
+    for name, answer in answers:
+        mesh = re.match(r"here it is model\.mesh_shape=\[\[([-\d,]+)\],\[([a-z,]+)\]\]", answer)
+        shape = dict(zip(mesh[2].split(","), mesh[1].split(","), strict=True)) if mesh else {}
+        numbers = {axis: size for axis, size in shape.items() if size != "-1"}
+        if shape and all(sizes.get(axis, size) == size for axis, size in numbers.items()):
+            axes.append(name)
+            sizes |= numbers
+            open_axes += shape.keys() - numbers.keys()
+        else:
+            others.append((name, answer))
+    if len(axes) > 1:
+        sizes |= dict([(axis, "-1") for axis in open_axes if axis not in sizes][:1])
+        in_order = [axis for axis in axis_names() if axis in sizes]
+        mesh_shape = f"[[{','.join(sizes[axis] for axis in in_order)}],[{','.join(in_order)}]]"
+        answers = [(", ".join(axes), f"here it is model.mesh_shape={mesh_shape}"), *others]
+    if lines := [form.format(*each) for each in answers]:
         raise UserError("\n".join(lines))
 
 
 def _index_last_parts(keys: list[str]) -> dict[str, str]:
-    """Return keys by their last part, whatever their section; of several keys the first."""
-    return {key.rpartition(".")[2]: key for key in reversed(keys)}
+    """Return keys by their last part, whatever their section; of several keys the least deep, of these the first."""
+    leaves: dict[str, str] = {}
+    for key in sorted(keys, key=lambda key: key.count(".")):
+        leaves.setdefault(key.rpartition(".")[2], key)
+    return leaves
 
 
 def _describe_flag(key: str, value: str) -> str:
