@@ -21,6 +21,7 @@ from omegaconf import DictConfig
 
 from tunix.base.config_types import CONF
 from tunix.base.errors import UserError
+from tunix.base.progress import announcing
 from tunix.config import Distributed, Local, compose
 from tunix.config.compose import add_implied_model, add_search_path, check_inputs
 from tunix.config.mistakes import describe_errors, reject_flags
@@ -171,7 +172,7 @@ def train(job: compose.Job) -> int:
     exits.exit_on_stop_signals()  # also where Python calls `train_command` by itself
 
     def work() -> None:
-        with exits.ending_at_interrupts():
+        with exits.ending_at_interrupts(), announcing("importing tunix"):
             from tunix.trainer import run  # imports jax: a wrong config is refused before
 
         run(job)
