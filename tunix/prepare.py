@@ -10,6 +10,7 @@ import logging
 import os
 import sys
 
+from tunix.base.progress import announcing
 from tunix.config import Config, command_line, compose
 from tunix.config.compose import add_search_path
 from tunix.processes import exits, supervisor
@@ -48,7 +49,8 @@ def prepare(cfg: Config) -> None:
     cfg.data.try_out()
     if jax.process_count() > 1:
         make_shares(cfg)
-    corpus = load_together(lambda: load_data(cfg))
+    with announcing("preparing the data", peers.print_progress):
+        corpus = load_together(lambda: load_data(cfg))
     if peers.is_main():
         print(corpus.summary)
         for name, prepared in corpus.prepared.items():

@@ -8,6 +8,7 @@ import pytest
 from pyarrow import parquet
 from support.harness import SMALL
 
+from tunix.base import progress
 from tunix.base.errors import UserError
 from tunix.config import Config
 from tunix.config.compose import compose
@@ -192,12 +193,15 @@ def test_a_mixture_of_prompts(rows):
     assert samples.stages(10, samples.data_schedule).splitlines()[2].split()[0] == "b"
 
 
-def test_prompts_are_prepared_once(rows, capsys):
+def test_prompts_are_prepared_once(rows, capsys, monkeypatch):
+    monkeypatch.setattr(progress, "QUIET_S", 0.001)
     words = ["task=grpo", *FILE, *PAIRS, *(word for word in WORDS if word != "task=sft"), "sampling.max_new_tokens=4"]
     words += ["training.seq_len=128", "training.global_batch_size=8", "training.micro_batch_size=8"]
     cfg = compose(words).config
     prepare(cfg)
-    assert "prompts to train on" in capsys.readouterr().out
+    printed = capsys.readouterr()
+    assert "prompts to train on" in printed.out
+    assert "preparing the data: 0 s so far" in printed.err
     before = load_prompts(cfg, 60)
     rows_file = next(iter(before.prepared.values())).folder / "00000" / "train.rows.npy"
     made = rows_file.stat().st_mtime_ns
