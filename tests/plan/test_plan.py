@@ -678,8 +678,10 @@ def test_a_budget_keeps_the_most_that_fits():
         policy: derive(compose([*SMALL, f"training.remat={policy}"]).config, sizes, "gpu").memory for policy in REMAT
     }
     assert needs["none"] > needs["dots"] > needs["projections"] > needs["attention"] > needs["full"]
-    words = [*budget, f"training.remat_memory_gib={(needs['dots'] + 1) / 2**30}", "plan.num_compiled=0"]
-    assert rank(compose(words).config, cluster).fit[0].cfg.training.remat == "dots"
+    for more_bytes, policy in ((1, "dots"), (-1, "projections")):
+        gib = (needs["dots"] + more_bytes) / KNOWN_TO_FIT / 2**30
+        words = [*budget, f"training.remat_memory_gib={gib}", "plan.num_compiled=0"]
+        assert rank(compose(words).config, cluster).fit[0].cfg.training.remat == policy
     ours, message = plan_run(compose([*budget, "plan.num_compiled=1"]).config)
     assert ours.remat == "none"
     assert "training.remat=none; predicted (compiled" in message
@@ -884,6 +886,20 @@ def test_wrong_files_of_devices(old, new, message, tmp_path):
     (file := tmp_path / "mine.yaml").write_text(whole.replace(old, new, 1) if old else new)
     with pytest.raises(UserError, match=re.escape(f"plan.topology: {file}{message}")):
         read_topology(f"{file}:8")
+
+
+@pytest.mark.parametrize(("more_bytes", "micro_batch_size"), [(1, 4), (-1, 2)])
+def test_a_micro_batch_that_is_known_to_fit(more_bytes, micro_batch_size, monkeypatch):
+    """By derived memory, where nothing is compiled, and where no compile succeeds."""
+    monkeypatch.setattr("tunix.plan.ranking.compile_all", lambda cfgs, cluster: ["XLA fails" for _ in cfgs])
+    cluster, sizes = read_topology("h200:8"), dict.fromkeys(axis_names(), 1) | {"fsdp": 8}
+    words = [*SMALL, "training.remat=full", "training.global_batch_size=64", "model.mesh_shape=[[8],[fsdp]]"]
+    needed = derive(compose([*words, "training.micro_batch_size=4"]).config, sizes, "gpu").memory
+    share = (needed + more_bytes) / KNOWN_TO_FIT / (cluster.kind.memory_gib * 2**30)
+    words += ["training.micro_batch_size=auto", f"plan.memory_share={share}"]
+    for num_compiled in (0, 1):
+        ranking = rank(compose([*words, f"plan.num_compiled={num_compiled}"]).config, cluster)
+        assert ranking.fit[0].cfg.training.micro_batch_size == micro_batch_size
 
 
 def test_a_mesh_that_the_batch_refuses_is_left_out_of_many(monkeypatch):

@@ -296,7 +296,7 @@ def count_usable_bytes(cfg: Config, cluster: Cluster) -> float:
 
 
 DERIVED_MARGIN = 1.25  # derived memory can be this many times the memory of the compiled step
-KNOWN_TO_FIT = 0.9  # share of the usable bytes that is surely enough: derived memory is seldom less of the compiled
+KNOWN_TO_FIT = 0.9  # share of a limit that is surely enough: derived memory is seldom less of the compiled
 
 
 def is_known_to_fit(candidate: Candidate) -> bool:
@@ -377,7 +377,7 @@ def rank(cfg: Config, cluster: Cluster, progress: Callable[[str], None] = lambda
             candidates, remaining, num_slower, num_hopeless = _narrow(cfg, valid, cluster, limit)
         for sizes in remaining:
             try:
-                candidates.append(derive_candidate(cfg, sizes, cluster, limit))
+                candidates.append(derive_candidate(cfg, sizes, cluster, KNOWN_TO_FIT * limit))
             except UserError as error:
                 refused[format_mesh_shape(sizes)] = str(error)
     # A derived time may be too short. So the fastest are compiled, and then those that seem faster than the best one,
@@ -435,7 +435,7 @@ def _narrow(
     chosen: list[Candidate] = []
     for each in sorted(may_fit, key=lambda each: -each.tokens_per_s):
         try:
-            with_activations = derive_candidate(cfg, each.sizes, cluster, limit)
+            with_activations = derive_candidate(cfg, each.sizes, cluster, KNOWN_TO_FIT * limit)
         except UserError:  # as above
             continue
         if with_activations.memory <= DERIVED_MARGIN * limit:
@@ -516,7 +516,7 @@ def _compile_candidates(
                 candidate = results[index]
                 if isinstance(answer, str):
                     progress(f"{format_mesh_shape(candidate.sizes)} not compiled: {answer}")
-                    results[index] = replace(candidate, note=answer)
+                    results[index] = replace(chosen[index], note=answer)
                     continue
                 choice = f" with {describe_choice(cfg, candidate.cfg)}" if key else ""
                 progress(f"{format_mesh_shape(candidate.sizes)}{choice} compiled in {answer.compile_s:.0f} s")
