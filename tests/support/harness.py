@@ -84,12 +84,9 @@ def extract(file: Path, folder: Path) -> None:
 
 
 def experts(**changed: Any) -> str:
-    """Return the word that gives any model a few experts, with some of their keys changed.
-
-    The other keys come from a file of values, so a new key of experts needs no change in tests.
-    """
-    family: Any = OmegaConf.to_container(OmegaConf.load(ROOT / "conf" / "model" / "family" / "qwen3_moe.yaml").mlp)
-    values = family | FEW_EXPERTS | changed
+    """Return the word that gives any model a few experts, with some of their keys changed."""
+    usual: Any = OmegaConf.to_container(OmegaConf.load(ROOT / "conf" / "model" / "family" / "experts.yaml").mlp)
+    values = usual | FEW_EXPERTS | changed
     named = (f"{name}: {value if isinstance(value, str) else json.dumps(value)}" for name, value in values.items())
     return f"++model.mlp={{{', '.join(named)}}}"
 
