@@ -42,7 +42,7 @@ class Run:
     framework: str  # that made the run: all runs of one are left out together
     topology: str  # as plan.topology
     network: str  # as plan.network
-    words: list[str]  # keys of training
+    words: list[str]  # keys of training, several in a line
     seconds: float  # of a step
     source: str
     # Bytes for each parameter that the run's optimizer reads and writes beside those of one fused update.
@@ -52,7 +52,8 @@ class Run:
     def cfg(self) -> Config:
         # Whoever published the run had communication in an order of his own: XLA's is the neutral choice. So is the
         # share of the memory that XLA takes for a device that is only described, where a run does not need more.
-        return compose([f"plan.memory_share={XLA_SHARE}", *self.words, "training.overlap=none"]).config
+        words = " ".join(self.words).split()
+        return compose([f"plan.memory_share={XLA_SHARE}", *words, "training.overlap=none"]).config
 
     @property
     def cluster(self) -> Cluster:
