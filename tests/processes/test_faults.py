@@ -121,3 +121,15 @@ def test_asked_to_stop(rank, number, words, tmp_path, monkeypatch):
         tunix.train([*words, length, "hydra.run.dir=whole", "distributed.allow_idle_devices=true"])
         losses = [[line["loss"] for line in metrics(tmp_path / name)] for name in ("run", "whole")]
         assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+@pytest.mark.nightly
+def test_asked_to_stop_while_process_0_prepares_the_data(words, tmp_path):
+    """Process 1 waits for it, and no step comes at which all could stop."""
+    with Processes(*words, folder=tmp_path, count=2, script="tests/support/faulty.py", FAULT="0 hang start 0") as run:
+        run.wait_for_file(tmp_path / "happened")
+        run.started[1].send_signal(signal.SIGTERM)
+        assert seconds_to_end(run) < NOTICED_S
+        ends = run.ends()
+    assert [end.code for end in ends] == [75, 75], ends
+    assert "SIGTERM while preparing the data: nothing to save" in ends[1].stdout

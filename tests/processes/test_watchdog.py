@@ -1,6 +1,9 @@
 """The watchdog's thread ends before the block that it watches is left, and names a process that is slow."""
 
 import json
+import math
+import os
+import queue
 import signal
 import threading
 import time
@@ -169,4 +172,26 @@ def test_each_stop_signal_asks_the_run_to_stop(number):
     with watchdog.listening():
         signal.raise_signal(number)
         assert watchdog.stop_requested() == signal.Signals(number).name
+    watchdog._stop_signals.clear()
+
+
+@pytest.mark.parametrize("where", ["here", "elsewhere"])
+def test_a_request_to_stop_ends_a_phase_without_a_limit(where, monkeypatch, capsys):
+    """A run that was asked to stop while it prepared its data went on for hours, and a cluster killed it."""
+    codes = queue.Queue[int]()
+
+    def end(code: int) -> None:
+        codes.put(code)
+        raise SystemExit  # of the thread alone
+
+    monkeypatch.setattr(watchdog, "POLL_S", 0)
+    monkeypatch.setattr(os, "_exit", end)
+    dog = watchdog.Watchdog(compose([]).config.distributed)
+    with watchdog.listening(), dog, dog.phase("preparing the data", math.inf):
+        if where == "here":
+            signal.raise_signal(signal.SIGTERM)
+        else:
+            monkeypatch.setattr(peers, "is_preempted", lambda: True)
+        assert codes.get(timeout=10) == 75
+    assert capsys.readouterr().out == "SIGTERM while preparing the data: nothing to save\n"
     watchdog._stop_signals.clear()

@@ -256,6 +256,14 @@ def published(folder: str) -> dict[str, str]:
     return {key.rsplit("/", 1)[1]: value for key, value in entries}
 
 
+def is_preempted() -> bool:
+    """Return whether JAX's handler of SIGTERM has told the processes that one of them is to stop."""
+    try:
+        return jax.process_count() > 1 and bool(_find_store().key_value_try_get("RECEIVED_PREEMPTION_NOTICE"))
+    except RuntimeError:  # nobody has set it
+        return False
+
+
 def find_blind(folder: Path) -> list[int]:
     """Return the ranks of the processes that do not see a file which process 0 makes in the folder.
 

@@ -10,6 +10,7 @@ second thread looks at the clock, and at what the other processes have published
 import faulthandler
 import json
 import logging
+import math
 import os
 import signal
 import socket
@@ -28,7 +29,7 @@ from jax.experimental import multihost_utils
 
 from tunix.base import progress
 from tunix.base.errors import Ending, PeerLost
-from tunix.base.files import STOP_SIGNALS, handling_signals
+from tunix.base.files import STOP_SIGNALS, handling_signals, remove_unfinished
 from tunix.config import Distributed
 from tunix.processes import exits, peers
 
@@ -83,6 +84,11 @@ def failure_of_stop() -> str | None:
 def stopped_by_signal() -> bool:
     """Return True if a signal has asked the run to stop, and not its own time limit alone."""
     return any(reason in signal.Signals.__members__ for reason in _stop_signals)
+
+
+def find_request() -> str | None:
+    """Return why this process or another one has been asked to stop; any thread may ask."""
+    return _stop_signals[0] if _stop_signals else "SIGTERM" if peers.is_preempted() else None
 
 
 def stop_requested() -> str | None:
@@ -176,7 +182,7 @@ class Watchdog:
 
     `phase` surrounds work that is no part of a step: saving, an evaluation, reading. The time between two `step` calls
     is a step, with a deadline of `step_deadline_factor` times the median step. The start, which compiles, has the
-    deadline of a phase.
+    deadline of a phase. Phases without a limit come before the first step, and a request to stop ends them at once.
     """
 
     def __init__(self, cfg: Distributed):
@@ -253,6 +259,8 @@ class Watchdog:
                 self._publish()
                 if jax.process_index() == 0:
                     self.pace.compare(_read_states())
+            if self.limit == math.inf and (reason := find_request()):
+                self._stop(reason)
             # A process that fails says so before it ends. The others read it here, and end at once with its reason; by
             # heartbeats alone they would learn of the end after `heartbeat_timeout_s`, without the reason.
             for rank, failure in peers.published("failed").items():
@@ -273,6 +281,14 @@ class Watchdog:
     def _publish(self) -> None:
         state = {"step": self.number, "doing": self.doing, "host": socket.gethostname(), **self.pace.average()}
         peers.publish(f"progress/{jax.process_index()}", json.dumps({**state, "for_s": time.monotonic() - self.since}))
+
+    def _stop(self, reason: str) -> None:
+        """End before the first step, with nothing to save: data may take hours, and a cluster waits for minutes."""
+        reason = f"{reason} while {self.doing}: nothing to save"
+        print(reason, flush=True)
+        remove_unfinished()
+        peers.leave(exits.STOPPED, reason)
+        os._exit(exits.STOPPED)
 
     def _follow(self, rank: int, failure: str) -> None:
         """End after a peer that has failed."""
