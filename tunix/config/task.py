@@ -530,7 +530,7 @@ class Dpo(Compared):
     simpo_gamma: NonNegative
     """simpo: margin, times beta, that a pair should have."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)]
-    """sigmoid, simpo: share of the pairs that are taken to be in the wrong order (arXiv:2306.14111)."""
+    """sigmoid, simpo: share of the pairs that are taken to be in the wrong order (cDPO, ericmitchell.ai/cdpo.pdf)."""
     length_normalized: Flag
     """sigmoid: log-probabilities per token of an answer in place of their sum."""
     sft_weight: NonNegative

@@ -9,8 +9,9 @@ with the even number behind it.
 
     margin = (log p(chosen) - x) - (log p(rejected) - y)      nats: how far the policy has moved the pair apart
 
-DPO is arXiv:2305.18290, its smoothed labels arXiv:2306.14111, IPO arXiv:2310.12036. SimPO (arXiv:2405.14734) and ORPO
-(arXiv:2403.07691) have no reference: x, y, z and w are 0. `PAIR_OBJECTIVES` of config/task.py lists them.
+DPO is arXiv:2305.18290, its smoothed labels cDPO (ericmitchell.ai/cdpo.pdf), IPO arXiv:2310.12036. SimPO
+(arXiv:2405.14734) and ORPO (arXiv:2403.07691) have no reference: x, y, z and w are 0. `PAIR_OBJECTIVES` of
+config/task.py lists them.
 """
 
 from typing import NamedTuple
