@@ -27,13 +27,13 @@ from tunix.config.task import AnyTask, Embed, Grpo, Paired, Sampling, Task, Uncu
 from tunix.config.training import Training, read_steps
 from tunix.data.files import Source
 from tunix.optimizers.schedules import Scheduler
-from tunix.optimizers.table import AnyOptimizer, Optimizer, ParameterGroup
+from tunix.optimizers.table import AnyOptimizer, Optimizer
 from tunix.sharding import mesh
 from tunix.sharding.table import read_dims
 
 __all__ = [
     "PROJECTIONS", "Average", "Checkpoint", "Config", "DeviceKind", "Distributed", "Evaluate", "Evaluation", "Export",
-    "Generate", "Kubernetes", "Loading", "Local", "Logging", "Lora", "Model", "Network", "Optimizer", "ParameterGroup",
+    "Generate", "Kubernetes", "Loading", "Local", "Logging", "Lora", "Model", "Network", "Optimizer",
     "Plan", "Play", "Profile", "Ray", "Samples", "Sampling", "Scheduler", "Section", "Serve", "Slurm", "Task",
     "Tokenizer", "Training",
 ]  # fmt: skip

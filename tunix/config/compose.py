@@ -114,15 +114,19 @@ def check_keys(overrides: list[Override]) -> None:
 
 
 def check_choice(override: Override) -> None:
-    """Raise `UserError` if a group gets a value that is not the name of one of its files: `mesh_shape=[[8],[fsdp]]`."""
+    """Raise `UserError` if a group gets a value that is not the name of one of its files: `mesh_shape=[[8],[fsdp]]`.
+
+    Several experiments go together: they change keys of other sections.
+    """
     group = override.key_or_group
     if not (CONF / group).is_dir() or override.is_delete() or override.is_sweep_override():
         return
     value: Any = override.value()
-    if not all(isinstance(choice, str) for choice in (value if isinstance(value, list) else [value])):
+    choices = value if isinstance(value, list) and group == "experiment" else [value]
+    if not all(isinstance(choice, str) for choice in choices):
         keys = "shapes go to model.mesh_shape" if group == "mesh_shape" else f"its keys are set by {group}.KEY=VALUE"
-        choices = ", ".join(list_options(group))
-        raise UserError(f"{override.input_line}: takes a file of conf/{group} ({choices}); {keys}")
+        options = ", ".join(list_options(group))
+        raise UserError(f"{override.input_line}: takes a file of conf/{group} ({options}); {keys}")
 
 
 def compose_file(file: Path, overrides: Sequence[str] = (), *, with_hydra: bool = False) -> DictConfig:

@@ -29,7 +29,7 @@ from tunix.base.config_types import CONF, list_options, read_descriptions, read_
 from tunix.base.errors import UserError, did_you_mean, first_line, name_choices, name_first
 from tunix.base.files import read_json
 from tunix.base.text import as_typed, flat
-from tunix.config import Config, ParameterGroup, Section
+from tunix.config import Config, Section
 from tunix.config.saved_runs import GONE
 from tunix.sharding.table import axis_names
 
@@ -85,12 +85,28 @@ def list_sections(annotation: Any) -> list[type[Section]]:
 
 
 def list_members(key: str) -> list[type[Section]]:
-    """Return the sections that a key of the config may hold: several for a union, none for a plain value."""
+    """Return the sections that a key of the config may hold: several for a union, none for a plain value.
+
+    An entry of a list or of a mapping has a key, too: optimizer.groups.0, data.parts.NAME.
+    """
     kinds: list[type[Section]] = [Config]
+    entries: list[type[Section]] = []  # sections that the list or mapping before may hold
     for part in key.split("."):
+        if entries:
+            kinds, entries = entries, []
+            continue
         fields = [field for kind in kinds for name, field in kind.model_fields.items() if part in (name, field.alias)]
-        kinds = list_sections(fields[0].annotation) if fields else []
+        annotation = fields[0].annotation if fields else None
+        kinds = list_sections(annotation)
+        inner = [each for kind in _list_types(annotation) for each in typing.get_args(kind)]
+        entries = [section for each in inner for section in list_sections(each)]
     return kinds
+
+
+def is_entry(key: str) -> bool:
+    """Return whether a key of the config names a section in a list or mapping: optimizer.groups.0, data.parts.NAME."""
+    above = key.rpartition(".")[0]
+    return bool(above and list_members(key)) and not list_members(above)
 
 
 def is_mapping(key: str) -> bool:
@@ -452,7 +468,7 @@ def describe_errors(root: type[Section] = Config) -> Iterator[None]:
             raise UserError(
                 f"--config-name={choice}: there is no {choice}.yaml; --config-path names its folder"
             ) from None
-        hint = find_value(group, choice) or _describe_choice(group, choice, list(error.options or []))
+        hint = find_value(group, choice) or _describe_choice(group, choice, list(error.options or list_options(group)))
         raise UserError(f"{group}={choice}: conf/{group} has no such file{hint}") from None
     except OverrideParseException as error:
         word, override = str(error.override), str(error.override).replace("\n", "\\n")
@@ -595,9 +611,11 @@ def find_foreign(key: str, value: str | None) -> str:
     head, _, leaf = key.rpartition(".")
     kinds = list_members(head) if head else [Config]
     local = {each for kind in kinds for name, field in kind.model_fields.items() for each in (name, field.alias)}
-    if key in GONE or leaf in local:
+    if (
+        key in GONE or leaf in local or is_mapping(head) or is_entry(head)
+    ):  # a key elsewhere would change all the others
         return ""
-    return "" if is_mapping(head) else find_key(key, value, {name.rpartition(".")[2] for name, *_ in _list_leaves()})
+    return find_key(key, value, {name.rpartition(".")[2] for name, *_ in _list_leaves()})
 
 
 def reject_flags(words: Sequence[str], local: Sequence[str]) -> None:
@@ -694,11 +712,12 @@ def describe_unknown_key(
             f"unknown key {key}: {head}={find_tag(variant)} has none; "
             f"its keys are {', '.join(variant.model_fields)}{solution}"
         )
-    if head.startswith("optimizer.groups."):
-        valid = [f"{head}.{name}" for name in ParameterGroup.model_fields]
+    if is_entry(head):
+        kinds = [variant] if variant in members else members
+        valid = [f"{head}.{name}" for name in dict.fromkeys(name for kind in kinds for name in kind.model_fields)]
     # `leaves` has one key for each last part, whatever its section; `local` has those of the section that was typed.
     leaves = _index_last_parts([name for name in valid if name.rpartition(".")[2] not in SAYS_LITTLE])
-    theirs = _list_single_keys() if root is Config else {}
+    theirs = _list_single_keys() if root is Config and not is_entry(head) else {}
     local = {name.rpartition(".")[2]: name for name in valid if name.rpartition(".")[0] == head}
     if not head:
         local |= {name: name for name in root.model_fields}  # `valid` has the keys of sections, and not their names
@@ -716,5 +735,7 @@ def describe_unknown_key(
     for word, choices, cutoff in guesses:
         if near := difflib.get_close_matches(word, choices, n=1, cutoff=cutoff):
             return f"unknown key {key}; did you mean {choices[near[0]]}?"
+    if is_entry(head):
+        return f"unknown key {key}; its keys are {', '.join(local)}"
     entries = "docs/config.md lists all keys" if root is Config else f"keys are {', '.join(valid)}"
     return f"unknown key {key}; {entries}"
