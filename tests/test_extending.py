@@ -170,10 +170,7 @@ def test_a_family_of_ones_own(folder):
 
     model = tunix.load_pretrained("hf", family=OWN)
     assert describe_keys_outside_family(model.cfg) == ""
-    words = {"checkpoint": "hf", "weights": "trained", "family": OWN, "adapter": None, "output": "out"}
-    export(
-        Export(**words, dtype="float32", merge_lora=False, format="huggingface", push=None, private=True, shard_gb=5.0)
-    )
+    export(read_settings(Export, ["checkpoint=hf", f"family={OWN}", "output=out", "dtype=float32"]))
     average(read_settings(Average, ["checkpoint=[hf,out]", f"family={OWN}", "output=mean", "dtype=float32"]))
     written = json.loads((folder / "out/config.json").read_text())
     assert (written["model_type"], written["architectures"]) == ("arcee", ["ArceeForCausalLM"])

@@ -376,16 +376,9 @@ def test_in_trained_with_lora_and_out_again(hf_dir, corpus, tmp_path, monkeypatc
     np.testing.assert_allclose(after.merged()(tokens), after(tokens), atol=1e-5)
     assert np.abs(np.asarray(after(tokens) - before(tokens))).max() > 1e-3
 
-    settings = {
-        "checkpoint": str(result.folder),
-        "weights": "trained",
-        "family": None,
-        "adapter": None,
-        "dtype": "float32",
-        "shard_gb": 5.0,
-    }
-    export(Export(**settings, output="merged", merge_lora=True, format="huggingface", push=None, private=True))
-    export(Export(**settings, output="adapter", merge_lora=False, format="huggingface", push=None, private=True))
+    words = [f"checkpoint={result.folder}", "dtype=float32"]
+    export(read_settings(Export, [*words, "output=merged", "merge_lora=true"]))
+    export(read_settings(Export, [*words, "output=adapter"]))
     assert {path.name for path in (tmp_path / "merged").iterdir()} == {
         "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
         "digests.json",
@@ -403,21 +396,7 @@ def test_in_trained_with_lora_and_out_again(hf_dir, corpus, tmp_path, monkeypatc
 
 def test_out_as_it_came_in(hf_dir, tmp_path):
     """Several files in, several files out: every bit the same."""
-    export(
-        Export(
-            checkpoint=str(hf_dir),
-            weights="trained",
-            family=None,
-            adapter=None,
-            output=str(tmp_path / "out"),
-            dtype=None,
-            merge_lora=False,
-            format="huggingface",
-            push=None,
-            private=True,
-            shard_gb=3e-5,
-        )
-    )
+    export(read_settings(Export, [f"checkpoint={hf_dir}", f"output={tmp_path / 'out'}", "shard_gb=3e-5"]))
     before, after = tensors_of(hf_dir), tensors_of(tmp_path / "out")
     assert before.keys() == after.keys()
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
@@ -430,21 +409,7 @@ def test_out_as_it_came_in(hf_dir, tmp_path):
     assert index["metadata"]["total_size"] == sizes.total()
     assert all(np.array_equal(before[name].view(np.uint16), after[name].view(np.uint16)) for name in before)
     with pytest.raises(UserError, match="exists already"):
-        export(
-            Export(
-                checkpoint=str(hf_dir),
-                weights="trained",
-                family=None,
-                adapter=None,
-                output=str(tmp_path / "out"),
-                dtype=None,
-                merge_lora=False,
-                format="huggingface",
-                push=None,
-                private=True,
-                shard_gb=1,
-            )
-        )
+        export(read_settings(Export, [f"checkpoint={hf_dir}", f"output={tmp_path / 'out'}", "shard_gb=1"]))
 
 
 @pytest.fixture(scope="module")

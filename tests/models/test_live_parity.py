@@ -13,6 +13,7 @@ from support import installs
 
 import tunix
 from tunix.config import Export
+from tunix.config.command_line import read_settings
 from tunix.export import _write_adapter, export
 from tunix.models.layers import named
 from tunix.training.state import describe
@@ -64,21 +65,7 @@ def test_transformers_loads_what_is_exported_without_a_warning(python, tmp_path)
     expected = [load_file(PARITY / name / "expected.safetensors") for name in MODELS]
     for name, said in zip(MODELS, expected, strict=True):
         output = str(tmp_path / name)
-        export(
-            Export(
-                checkpoint=str(PARITY / name),
-                weights="trained",
-                family=None,
-                adapter=None,
-                output=output,
-                dtype=None,
-                merge_lora=False,
-                format="huggingface",
-                push=None,
-                private=True,
-                shard_gb=5,
-            )
-        )
+        export(read_settings(Export, [f"checkpoint={PARITY / name}", f"output={output}"]))
         save_file({"tokens": said["tokens"]}, tmp_path / name / "tokens")
     logits = their_logits(python, [tmp_path / name for name in MODELS])
     for name, said, ours in zip(MODELS, expected, logits, strict=True):
@@ -98,21 +85,7 @@ def test_peft_loads_an_adapter(python, tmp_path):
         ]
         params = jax.tree.unflatten(jax.tree.structure(arch.weights), leaves)
     model = replace(base, cfg=cfg, arch=arch, params=params)
-    export(
-        Export(
-            checkpoint=str(PARITY / "llama"),
-            weights="trained",
-            family=None,
-            adapter=None,
-            output=str(tmp_path / "base"),
-            dtype=None,
-            merge_lora=False,
-            format="huggingface",
-            push=None,
-            private=True,
-            shard_gb=5,
-        )
-    )
+    export(read_settings(Export, [f"checkpoint={PARITY / 'llama'}", f"output={tmp_path / 'base'}"]))
     tokens = load_file(PARITY / "llama" / "expected.safetensors")["tokens"]
     save_file({"tokens": tokens}, tmp_path / "base" / "tokens")
     (tmp_path / "adapter").mkdir()

@@ -11,6 +11,7 @@ from support.harness import SGD, batch, metrics, program
 import tunix
 from tunix.base.errors import UserError
 from tunix.config import Export
+from tunix.config.command_line import read_settings
 from tunix.export import export
 from tunix.inference.sampling import Sampling
 from tunix.models.layers import named
@@ -76,21 +77,7 @@ def test_a_run(hf_dir, corpus, tmp_path, monkeypatch):
     tunix.train(["resume=run/checkpoints/2"])
     assert [line["loss"] for line in metrics(tmp_path / "run")] == [*losses, *losses[2:]]
 
-    export(
-        Export(
-            checkpoint="run",
-            weights="trained",
-            family=None,
-            adapter=None,
-            output="merged",
-            dtype="float32",
-            merge_lora=True,
-            format="huggingface",
-            push=None,
-            private=True,
-            shard_gb=5,
-        )
-    )
+    export(read_settings(Export, ["checkpoint=run", "output=merged", "dtype=float32", "merge_lora=true"]))
     merged = tunix.load_pretrained("merged")
     tokens = np.random.default_rng(0).integers(0, 300, (3, 20))
     np.testing.assert_allclose(merged(tokens), run(tokens), atol=1e-4)

@@ -20,6 +20,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 import tunix
 from tunix.base.errors import UserError
 from tunix.config import Export, Generate
+from tunix.config.command_line import read_settings
 from tunix.config.compose import compose
 from tunix.config.pretrained_config import trained_model
 from tunix.data.image_processors import PatchProcessor
@@ -103,8 +104,7 @@ def test_rows_of_text_alone(expected):
 
 
 def test_an_export_keeps_the_tower_and_writes_a_processor(tmp_path):
-    values = OmegaConf.to_container(OmegaConf.load(ROOT / "conf/command/export.yaml"))
-    export(Export.model_validate(values | {"checkpoint": str(SEEING), "output": str(tmp_path / "out")}))
+    export(read_settings(Export, [f"checkpoint={SEEING}", f"output={tmp_path / 'out'}"]))
     before, after = (load_file(folder / "model.safetensors") for folder in (SEEING, tmp_path / "out"))
     assert before.keys() == after.keys()
     assert all((before[name] == after[name]).all() for name in before)

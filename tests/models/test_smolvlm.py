@@ -5,7 +5,6 @@ import shutil
 
 import numpy as np
 import pytest
-from omegaconf import OmegaConf
 from safetensors.numpy import load_file
 from support.harness import ROOT
 from support.image_parity import check_logits_and_gradients
@@ -14,6 +13,7 @@ from support.images import SEES_TILES
 import tunix
 from tunix.base.errors import UserError
 from tunix.config import Export
+from tunix.config.command_line import read_settings
 from tunix.config.compose import compose
 from tunix.export import export
 from tunix.huggingface.config_json import read_config
@@ -67,8 +67,7 @@ def test_an_export_keeps_the_tower_and_says_how_images_are_cut(tmp_path):
     file.write_text(json.dumps({"image_seq_len": 9, "image_processor": published}))
     assert read_config(source)["vision"]["tiles_per_side"] == 3
     file.unlink()
-    values = OmegaConf.to_container(OmegaConf.load(ROOT / "conf/command/export.yaml"))
-    export(Export.model_validate(values | {"checkpoint": str(source), "output": str(output)}))
+    export(read_settings(Export, [f"checkpoint={source}", f"output={output}"]))
     before, after = (load_file(folder / "model.safetensors") for folder in (SEEING, output))
     assert before.keys() == after.keys()
     assert all((before[name] == after[name]).all() for name in before)

@@ -20,6 +20,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 import tunix
 from tunix.base.errors import UserError
 from tunix.config import Export, Generate
+from tunix.config.command_line import read_settings
 from tunix.config.compose import compose
 from tunix.config.vision import check_vision
 from tunix.data.batches import IMAGE_FIELDS
@@ -361,8 +362,7 @@ def test_an_export_keeps_the_tower_and_says_how_pixels_are_normalized(tmp_path):
         with pytest.raises(UserError, match=message):
             compose([f"model.init_from={source}", "training.seq_len=64"])
     (source / "preprocessor_config.json").unlink()
-    values = OmegaConf.to_container(OmegaConf.load(ROOT / "conf/command/export.yaml"))
-    export(Export.model_validate(values | {"checkpoint": str(source), "output": str(output)}))
+    export(read_settings(Export, [f"checkpoint={source}", f"output={output}"]))
     before, after = (load_file(folder / "model.safetensors") for folder in (SEEING, output))
     assert before.keys() == after.keys()
     assert all((before[name] == after[name]).all() for name in before)

@@ -271,18 +271,8 @@ def test_two_processes_tune_a_pretrained_model(hf_dir, corpus, tmp_path):
     models = []
     for folder in (tmp_path, tmp_path / "one"):
         export(
-            Export(
-                checkpoint=str(folder / "run"),
-                weights="trained",
-                family=None,
-                adapter=None,
-                output=str(folder / "out"),
-                dtype="float32",
-                merge_lora=True,
-                format="huggingface",
-                push=None,
-                private=True,
-                shard_gb=5,
+            read_settings(
+                Export, [f"checkpoint={folder / 'run'}", f"output={folder / 'out'}", "dtype=float32", "merge_lora=true"]
             )
         )
         models.append(load_file(folder / "out" / "model.safetensors"))

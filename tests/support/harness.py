@@ -72,7 +72,7 @@ SPLIT_MESHES = [
     ["model.mesh_shape=[[2,2],[cp,tp]]", "training.micro_batch_size=4", "model.cp_exchange=ring"],
 ]
 
-# Experts of a tiny model: what differs from the values of Qwen 3's family.
+# Experts of a tiny model: their number, and what differs from conf/model/family/experts.yaml.
 FEW_EXPERTS = {"num_experts": 8, "experts_per_token": 2, "expert_dim": 16, "balance_loss": 0.01, "z_loss": 0.001}
 
 
