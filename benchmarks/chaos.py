@@ -27,7 +27,6 @@ import socket
 import statistics
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -36,12 +35,11 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
-from conftest import write_corpus
 from support.harness import PAIR
 from support.processes import Processes
 
 from benchmarks.arguments import check_names, read_values
-from benchmarks.faults import left
+from benchmarks.faults import left, make_root
 from tunix.processes.supervisor import CHILD
 
 STEPS, EVERY, BATCH = 120, 10, 4
@@ -417,12 +415,7 @@ def main(words: list[str]) -> int:
         os.execvp("unshare", ["unshare", "--net", "--mount", sys.executable, "-m", "benchmarks.chaos", *words])
     subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
     seed, until = int(given["seed"]), time.time() + float(given["seconds"])
-    root = Path(tempfile.mkdtemp())
-    os.environ.update(
-        TUNIX_CACHE_DIR=str(root / "cache"), JAX_PLATFORMS="cpu", JAX_COMPILATION_CACHE_DIR=str(root / "jax"),
-        JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0",
-    )  # fmt: skip
-    data = ["data=text", f"data.paths=['{write_corpus(root / 'corpus')}']"]
+    root, data = make_root()
     with Processes(*WORDS, *data, "hydra.run.dir=whole", folder=root, count=2, fork=False) as run:
         assert [end.code for end in run.ends()] == [0, 0], run.ends()
     rng, wrong = random.Random(seed), []

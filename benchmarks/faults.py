@@ -76,6 +76,20 @@ class Row:
         return in_time and self.codes == expected and self.lost == "nothing"
 
 
+def make_root() -> tuple[Path, list[str]]:
+    """Make a folder with a corpus, in which this program and those that it starts keep what they keep between runs.
+
+    Returns:
+        The folder, and the words of the command line that name the corpus.
+    """
+    root = Path(tempfile.mkdtemp())
+    os.environ.update(
+        TUNIX_CACHE_DIR=str(root / "cache"), JAX_PLATFORMS="cpu", JAX_COMPILATION_CACHE_DIR=str(root / "jax"),
+        JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0",
+    )  # fmt: skip
+    return root, ["data=text", f"data.paths=['{write_corpus(root / 'corpus')}']"]
+
+
 def lines(run: Path) -> set[tuple[str | None, int, float]]:
     """Split, step and loss of every line of metrics, also of those that were written twice."""
     return {(split, line["step"], line["loss"]) for split in (None, "held_out") for line in metrics(run, split)}
@@ -85,7 +99,7 @@ def left(sessions: list[int]) -> list[int]:
     """Processes of these sessions that have not ended."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
+        with suppress(OSError, ValueError):  # it has ended meanwhile
             state, _, _, session = (folder / "stat").read_text().rpartition(")")[2].split()[:4]
             if int(session) in sessions and state != "Z":
                 found.append(int(folder.name))
@@ -162,13 +176,8 @@ def measure(events: list[Event], words: list[str], root: Path) -> list[Row]:
 
 def main(chosen: list[str]) -> int:
     check_names(chosen, [*CODES, *PLACES])
-    root = Path(tempfile.mkdtemp())
-    os.environ.update(
-        TUNIX_CACHE_DIR=str(root / "cache"), JAX_PLATFORMS="cpu", JAX_COMPILATION_CACHE_DIR=str(root / "jax"),
-        JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0",
-    )  # fmt: skip
-    corpus = write_corpus(root / "corpus")
-    small = [*SMALL, "data=text", f"data.paths=['{corpus}']"]
+    root, data = make_root()
+    small = [*SMALL, *data]
     kinds, places = ([name for name in names if name in chosen] or list(names) for names in (CODES, PLACES))
     rows = measure(list_events(kinds, places), small, root)
     if not chosen:

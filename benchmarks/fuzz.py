@@ -32,6 +32,7 @@ from support import forks
 from support.harness import ROOT, SMALL
 
 from benchmarks.arguments import read_values
+from benchmarks.faults import left
 from benchmarks.fuzz_requests import make_requests
 from tunix.config import Config, Section, commands
 from tunix.config.mistakes import list_sections, read_rows
@@ -361,19 +362,16 @@ def run_case(case: Case, root: Path, *, fork: bool) -> End:
         before = list_files(Path(name))
         out, err = Path(name) / "out", Path(name) / "err"
         words = [str(ROOT / word) if word == "run_training.py" else word for word in case.words]
-        environment = {
-            **os.environ,
-            "PYTHONPATH": str(ROOT),
-            **{key: value for key, value in case.environment.items() if "\0" not in value},
-        }
+        given = {key: value for key, value in case.environment.items() if "\0" not in value}
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), **given}
         started = forks.start(words, folder, environment, out, err, fork=fork)
         session = Session(started.pid)
         session.wait(started, case.signal)
-        left = session.kill()
+        still_there = session.kill()
         written = [path for path, version in list_files(Path(name)).items() if before.get(path) != version]
         stdout, stderr = (each.read_text(errors="replace") for each in (out, err))
         code = None if session.is_late else started.wait(60)
-        return End(code, stdout, stderr, session.memory_gib, left, sorted({*written} - {"out", "err"}))
+        return End(code, stdout, stderr, session.memory_gib, still_there, sorted({*written} - {"out", "err"}))
 
 
 def list_files(folder: Path) -> dict[str, tuple[int, int]]:
@@ -392,15 +390,6 @@ class Session:
     def __init__(self, pid: int):
         self.pid, self.memory_gib, self.is_late = pid, 0.0, False
 
-    def processes(self) -> list[int]:
-        found = []
-        for path in Path("/proc").glob("[0-9]*"):
-            with suppress(OSError, ValueError, IndexError):
-                after_name = (path / "stat").read_text().rpartition(")")[2].split()
-                if int(after_name[3]) == self.pid and after_name[0] != "Z":
-                    found.append(int(path.name))
-        return found
-
     def wait(self, started: Any, sent: tuple[int, float] | None) -> None:
         """Wait for the end; sends the signal of a case at its moment."""
         start_time = time.monotonic()
@@ -410,7 +399,7 @@ class Session:
                 with suppress(OSError):
                     os.kill(self.pid, sent[0])
                 sent = None
-            self.memory_gib = max(self.memory_gib, sum(map(read_memory_gib, self.processes())))
+            self.memory_gib = max(self.memory_gib, sum(map(read_memory_gib, left([self.pid]))))
             if now > LIMIT_S or self.memory_gib > MAX_MEMORY_GIB:
                 self.is_late = True
                 self.kill(grace_s=0)
@@ -419,12 +408,12 @@ class Session:
     def kill(self, grace_s: float = 3) -> list[int]:
         """Kill what is left of the session after a while; returns it."""
         deadline = time.monotonic() + grace_s
-        while (left := self.processes()) and time.monotonic() < deadline:
+        while (pids := left([self.pid])) and time.monotonic() < deadline:
             time.sleep(0.05)
-        for pid in left:
+        for pid in pids:
             with suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
-        return left
+        return pids
 
 
 def read_memory_gib(pid: int) -> float:
@@ -498,13 +487,8 @@ def make_root(root: Path) -> None:
         [*train_words, *lora, "hydra.run.dir=lora"],
         ["-m", "tunix.export", "checkpoint=lora", "output=adapter"],
     ):
-        done = subprocess.run(
-            [sys.executable, *words],
-            cwd=root,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-        )
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        done = subprocess.run([sys.executable, *words], cwd=root, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
     shutil.rmtree(root / "lora")
     # A command that is always refused would be taken for one that refuses what is damaged.
@@ -565,21 +549,13 @@ def loop(rng: random.Random, seconds: float, workers: int, keep: Path, root: Pat
                 findings[form] = findings.get(form, 0) + 1
                 if findings[form] == 1:
                     keep.mkdir(parents=True, exist_ok=True)
-                    shown = {
-                        "faults": faults,
-                        "case": asdict(case),
-                        "stdout": end.stdout[-2000:],
-                        "stderr": end.stderr[-6000:],
-                    }
-                    (keep / f"{case.kind.replace(' ', '_')}-{len(findings)}.json").write_text(
-                        json.dumps(shown, indent=1)
-                    )
-                    print(
-                        f"{case.kind}: {'; '.join(faults)}: {' '.join(case.words)[-400:]} {case.environment} "
-                        f"{[*case.files]}\n"
-                        f"  {end.stderr.strip()[-300:]}",
-                        flush=True,
-                    )
+                    shown = {"faults": faults, "case": asdict(case)}
+                    shown |= {"stdout": end.stdout[-2000:], "stderr": end.stderr[-6000:]}
+                    file = keep / f"{case.kind.replace(' ', '_')}-{len(findings)}.json"
+                    file.write_text(json.dumps(shown, indent=1))
+                    words, error = " ".join(case.words)[-400:], end.stderr.strip()[-300:]
+                    line = f"{case.kind}: {'; '.join(faults)}: {words} {case.environment} {[*case.files]}"
+                    print(f"{line}\n  {error}", flush=True)
 
     with ThreadPoolExecutor(workers) as pool:
         for future in [pool.submit(work) for _ in range(workers)]:

@@ -11,7 +11,6 @@ counted.
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -21,9 +20,8 @@ import numpy as np
 
 from benchmarks.arguments import read_values
 from benchmarks.long_tails import MODEL, PROMPT, VOCAB
-from benchmarks.models import write_model
+from benchmarks.models import ask, find_transformers, write_model
 
-ROOT = Path(__file__).parents[1]
 KINDS = "equal", "long-tailed"
 
 
@@ -61,34 +59,21 @@ def measure_own(folder: str, question: dict) -> dict:
     return {"seconds": seconds}
 
 
-def ask(command: list[str], question: dict) -> dict:
-    """Return the answer of a side's process, the last line of its output."""
-    environment = os.environ | {"OMP_WAIT_POLICY": "PASSIVE"}
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, input=json.dumps(question), capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        sys.exit(f"{' '.join(command)}: {done.stderr}")
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 def main(words: list[str]) -> None:
     given = read_values(words, batches="1,8,16,32,128", new="32", dtype="float32", rounds="2")
-    if "TRANSFORMERS_PYTHON" not in os.environ:
-        sys.exit("TRANSFORMERS_PYTHON must name a Python with torch and transformers")
     rng = np.random.default_rng(1)
     cases = [(kind, int(batch)) for kind in KINDS for batch in given["batches"].split(",")]
     lengths = [draw_lengths(kind, batch, int(given["new"])) for kind, batch in cases]
     prompts = [rng.integers(3, VOCAB, (batch, PROMPT)).tolist() for _, batch in cases]
     question = {"lengths": lengths, "prompts": prompts, "dtype": given["dtype"]}
     with tempfile.TemporaryDirectory() as name:
-        write_model(Path(name), [*MODEL, f"model.vocab_size={VOCAB}"], "float32")
         sides = {
+            "transformers": find_transformers("lengths", name),
             "tunix": [sys.executable, "-m", "benchmarks.generation", "--own", name],
-            "transformers": [os.environ["TRANSFORMERS_PYTHON"], "benchmarks/by_transformers.py", "lengths", name],
         }
+        write_model(Path(name), [*MODEL, f"model.vocab_size={VOCAB}"], "float32")
         rounds = [
-            {side: ask(command, question)["seconds"] for side, command in sides.items()}
+            {side: ask(command, question, OMP_WAIT_POLICY="PASSIVE")["seconds"] for side, command in sides.items()}
             for _ in range(int(given["rounds"]))
         ]
     print(f"{given['dtype']}, load {os.getloadavg()[0]:.0f}")

@@ -12,25 +12,19 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 ROOT = Path(__file__).parents[1]
 LARGE = [
-    "model.embed_dim=2048",
-    "model.mlp_dim=8192",
-    "model.num_layers=4",
-    "model.num_heads=32",
-    "model.num_kv_heads=8",
-]
+    "model.embed_dim=2048", "model.mlp_dim=8192", "model.num_layers=4", "model.num_heads=32", "model.num_kv_heads=8",
+]  # fmt: skip
 SMALL = [
-    "model.embed_dim=768",
-    "model.mlp_dim=2048",
-    "model.num_layers=12",
-    "model.num_heads=12",
-    "model.num_kv_heads=4",
-]
+    "model.embed_dim=768", "model.mlp_dim=2048", "model.num_layers=12", "model.num_heads=12", "model.num_kv_heads=4",
+]  # fmt: skip
 LLAMA = ["model=llama3_1b", "model.head_dim=64", "model.vocab_size=32000", "model.context_length=2048"]
 PROMPT, NEW, ROUNDS, TURNS = 64, 64, 2, 2
 
@@ -59,12 +53,8 @@ def write_model(folder: Path, words: list[str], dtype: str) -> None:
         shape = shape_in_files(name, cfg.model.dims)
         scale = 1.0 if len(shape) == 1 else shape[-1] ** -0.5
         for layer in range(cfg.model.num_layers if "{}" in name.tensor else 1):
-            dropout_key = (
-                rng.standard_normal(shape, np.float32) * scale if len(shape) > 1 else np.ones(shape, np.float32)
-            )
-            tensors[name.tensor.format(layer)] = dropout_key.astype(
-                ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype
-            )
+            weight = rng.standard_normal(shape, np.float32) * scale if len(shape) > 1 else np.ones(shape, np.float32)
+            tensors[name.tensor.format(layer)] = weight.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(write_config(cfg.model) | {"dtype": dtype}))
 
@@ -96,26 +86,33 @@ def decode(folder: str, batch: str, prompt: str, new: str, rounds: str) -> dict:
     return {"seconds": seconds[1:], "tokens": [answer.tokens for answer in answers]}
 
 
+def find_transformers(*words: object) -> list[object]:
+    """Return the command by which transformers does what the words say; ends the program where no Python is named."""
+    if "TRANSFORMERS_PYTHON" not in os.environ:
+        sys.exit("TRANSFORMERS_PYTHON must name a Python with torch and transformers")
+    return [os.environ["TRANSFORMERS_PYTHON"], "benchmarks/by_transformers.py", *words]
+
+
+def ask(command: Iterable[object], question: dict | None = None, **environment: str) -> dict:
+    """Return the answer of a side's process, the last line of its output; it reads the question as JSON on stdin."""
+    words = list(map(str, command))
+    settings: Any = {"cwd": ROOT, "env": os.environ | environment, "capture_output": True, "text": True}
+    done = subprocess.run(words, input=json.dumps(question), check=False, **settings)
+    if done.returncode:
+        sys.exit(f"{' '.join(words)}: {done.stderr}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
 def sides(*words: object) -> dict[str, dict]:
     """What each side answers."""
-    commands = {
-        "tunix": [sys.executable, "-m", "benchmarks.models"],
-        "transformers": [os.environ["TRANSFORMERS_PYTHON"], str(ROOT / "benchmarks" / "by_transformers.py")],
-    }
-    answers = {}
-    for side, command in commands.items():
-        done = subprocess.run([*command, *map(str, words)], cwd=ROOT, capture_output=True, text=True, check=False)
-        if done.returncode:
-            sys.exit(f"{side}: {done.stderr}")
-        answers[side] = json.loads(done.stdout.splitlines()[-1])
-    return answers
+    ours = [sys.executable, "-m", "benchmarks.models", *words]
+    return {"tunix": ask(ours), "transformers": ask(find_transformers(*words))}
 
 
 def main() -> None:
     import jax
 
-    if "TRANSFORMERS_PYTHON" not in os.environ:
-        sys.exit("TRANSFORMERS_PYTHON must name a Python with torch and transformers")
+    find_transformers()
     with tempfile.TemporaryDirectory() as name:
         large, small = Path(name) / "large", Path(name) / "small"
         for folder, words, dtype in ((large, LARGE, "bfloat16"), (small, SMALL, "float32")):

@@ -20,15 +20,13 @@ import json
 import os
 import platform
 import statistics
-import subprocess
 import sys
 import tempfile
-from pathlib import Path
 from typing import Any
 
 from benchmarks import gpu
+from benchmarks.models import ask
 
-ROOT = Path(__file__).parents[1]
 ROUNDS, STEPS = int(os.environ.get("ROUNDS", "2")), int(os.environ.get("STEPS", "5"))
 PRECISIONS = os.environ.get("PRECISIONS", "float32,bf16").split(",")
 WORDS = [
@@ -51,17 +49,6 @@ def by_tunix(precision: str) -> dict[str, Any]:
     return gpu.train(cfg, jax.devices()[0], STEPS)
 
 
-def ask(command: list[str], question: dict[str, Any], compiled: str) -> dict[str, Any]:
-    """Return the answer of a side's process, the last line of its output; `compiled` keeps programs between rounds."""
-    environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": compiled, "OMP_WAIT_POLICY": "PASSIVE"}
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, input=json.dumps(question), capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        sys.exit(f"{' '.join(command)}: {done.stderr}")
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 def same_model() -> dict[str, Any]:
     """Return model and batch as the scripts of the other sides take them."""
     from tunix.config.compose import compose
@@ -73,12 +60,7 @@ def same_model() -> dict[str, Any]:
 
 def of_transformers(precision: str) -> dict[str, Any]:
     """Return what differs for `trained_by_transformers.py`: no torch.compile, float32 weights."""
-    return {
-        "param_dtype": "float32",
-        "compiled": False,
-        "checkpointed": False,
-        "autocast": precision == "bf16",
-    }
+    return {"param_dtype": "float32", "compiled": False, "checkpointed": False, "autocast": precision == "bf16"}
 
 
 def of_google_tunix(precision: str) -> dict[str, Any]:
@@ -94,14 +76,15 @@ PEERS = {
 
 
 def compare(precision: str, peers: list[str], compiled: str) -> list[dict[str, dict[str, Any]]]:
-    """Return the answers of all sides by name, for each round."""
+    """Return the answers of all sides by name, for each round; the folder `compiled` keeps programs between rounds."""
     model, rounds = same_model(), []
+    environment = {"JAX_COMPILATION_CACHE_DIR": compiled, "OMP_WAIT_POLICY": "PASSIVE"}
     for _ in range(ROUNDS):
-        answers = {"tunix": ask([sys.executable, "-m", "benchmarks.peers", "--own", precision], {}, compiled)}
+        answers = {"tunix": ask([sys.executable, "-m", "benchmarks.peers", "--own", precision], **environment)}
         for name in peers:
             variable, script, differs = PEERS[name]
-            command = [os.environ[variable], str(ROOT / "benchmarks" / script)]
-            answers[name] = ask(command, model | differs(precision), compiled)
+            command = [os.environ[variable], f"benchmarks/{script}"]
+            answers[name] = ask(command, model | differs(precision), **environment)
         rounds.append(answers)
     return rounds
 

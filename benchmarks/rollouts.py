@@ -10,7 +10,6 @@ import json
 import os
 import platform
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -18,9 +17,8 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.models import SMALL, write_model
+from benchmarks.models import SMALL, ask, find_transformers, write_model
 
-ROOT = Path(__file__).parents[1]
 PROMPT, NEW, TURNS = 64, 32, 2
 BATCHES = (1, 8, 16, 32, 128)
 
@@ -70,27 +68,14 @@ def measure(folder: str, batch: str) -> dict:
 
 def sides(folder: Path, batch: int) -> dict[str, dict]:
     """What each side answers."""
-    commands = {
-        "tunix": [sys.executable, "-m", "benchmarks.rollouts", "measure", folder, batch],
-        "transformers": [
-            os.environ["TRANSFORMERS_PYTHON"], ROOT / "benchmarks" / "by_transformers.py",
-            "rate", folder, batch, PROMPT, NEW,
-        ],
-    }  # fmt: skip
-    answers = {}
-    for side, command in commands.items():
-        done = subprocess.run(list(map(str, command)), cwd=ROOT, capture_output=True, text=True, check=False)
-        if done.returncode:
-            sys.exit(f"{side}: {done.stderr}")
-        answers[side] = json.loads(done.stdout.splitlines()[-1])
-    return answers
+    ours = [sys.executable, "-m", "benchmarks.rollouts", "measure", folder, batch]
+    return {"tunix": ask(ours), "transformers": ask(find_transformers("rate", folder, batch, PROMPT, NEW))}
 
 
 def main(batches: list[int]) -> None:
     import jax
 
-    if "TRANSFORMERS_PYTHON" not in os.environ:
-        sys.exit("TRANSFORMERS_PYTHON must name a Python with torch and transformers")
+    find_transformers()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_model(folder, SMALL, "float32")

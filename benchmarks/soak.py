@@ -12,17 +12,16 @@ import shutil
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from conftest import write_corpus
 from support.devices import xla_flags
 from support.harness import PAIR, ROOT
 from support.processes import Processes
 
 from benchmarks.arguments import read_values
+from benchmarks.faults import make_root
 
 LIMIT_S = 900  # with a load average of 25, a start that takes 7 s has taken 290
 LAST_WORDS = ("terminate called", "FATAL", "Fatal Python error", "Traceback")  # of a process that does not end well
@@ -85,12 +84,7 @@ def start(kind: Kind, folder: Path, data: list[str]) -> tuple[float, list[int], 
 
 def main(words: list[str]) -> int:
     given = read_values(words, count="300", seed="0")
-    root, rng = Path(tempfile.mkdtemp()), random.Random(int(given["seed"]))
-    os.environ.update(
-        TUNIX_CACHE_DIR=str(root / "cache"), JAX_PLATFORMS="cpu", JAX_COMPILATION_CACHE_DIR=str(root / "jax"),
-        JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0",
-    )  # fmt: skip
-    data = ["data=text", f"data.paths=['{write_corpus(root / 'corpus')}']"]
+    (root, data), rng = make_root(), random.Random(int(given["seed"]))
     _, codes, text = start(Kind(1, ["run_training.py", *TRAIN, "hydra.run.dir=RUN"]), root, data)
     assert codes == [0], text
     results = {name: Ends() for name in KINDS}
