@@ -142,6 +142,14 @@ MISTAKES = [
     ("resume=latest", "resume=latest: there is no outputs/tunix/latest"),
     ("model.norm=layer model.qk_norm=per_head", "model.qk_norm=per_head needs an RMSNorm, not model.norm=layer"),
     ("resume=/nowhere", "resume=/nowhere: /nowhere is not a run's folder"),
+    ("model.qk_norm=after_rotation model.positions=learned", "model.qk_norm=after_rotation needs rotations, not model.positions=learned"),
+    ("model.query_growth={rate:0.1,every:9,offset:0,layers:unrotated}", "model.query_growth.layers=unrotated needs layers without positions"),
+    ("model.lora.rank=2 model.lora.targets=attnetion", "model.lora.targets=attnetion: matches none of attention.q, "),
+    ("model.head_dim=15", "model.head_dim=15 must be even: RoPE rotates pairs"),
+    ("model.lora.rank=2 model.lora.quantize_base=nf4 model.embed_dim=33", "model.embed_dim=33 must be even: model.lora.quantize_base=nf4"),
+    ("training.ema_decay=[0.9,0.9]", "training.ema_decay=[0.9, 0.9]: expected a number, each decay once or null"),
+    ("model.mesh_shape=[[2,2],[fsdp]]", "model.mesh_shape=[[2, 2], ['fsdp']]: 2 sizes for 1 axes; expected "),
+    ("task=grpo task.rewards=[{function:model}]", "the reward model needs path: {function: model, path: ...}"),
     ("training.seq_len=0 training.max_steps=-1", "training.seq_len=0: expected a number of at least 1\ntraining.max_steps=-1"),
 ]  # fmt: skip
 

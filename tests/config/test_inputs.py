@@ -69,6 +69,11 @@ def test_a_dry_run_checks_what_the_run_would(words, message, tmp_path, monkeypat
     assert not any(tmp_path.iterdir())
 
 
+def test_what_is_trained_is_a_config_or_a_list_of_words():
+    with pytest.raises(UserError, match="tunix.train takes a Config, or a list of words, not 'seed=1'"):
+        tunix.train("seed=1")  # type: ignore[arg-type]
+
+
 LAUNCHED = {
     "RANK": "1",
     "WORLD_SIZE": "8",

@@ -479,11 +479,14 @@ def test_pairs_have_their_images_in_both_halves(folder):
 
 @pytest.mark.parametrize("column", ["messages", "prompt"])
 @pytest.mark.parametrize("form", [list, json.dumps])
-def test_rewards_get_the_places_of_images_and_not_the_images(folder, column, form):
-    """Whatever the column with the turns is; a file of an image may have megabytes."""
-    text = {"type": "text", "text": "what?"}
-    turns = [{"role": "user", "content": [{"type": "image", "image": "photos/0.png"}, text]}]
-    (folder / "rows.jsonl").write_text(json.dumps({column: form(turns), "answer": "a", "level": 3}))
+@pytest.mark.parametrize("in_column", [None, "images", "image"])
+def test_rewards_get_the_places_of_images_and_not_the_images(folder, column, form, in_column):
+    """Whatever the column with the turns is, and that of the images; a file of an image may have megabytes."""
+    text, file = {"type": "text", "text": "what?"}, "photos/0.png"
+    image = {"type": "image"} if in_column else {"type": "image", "image": file}
+    turns = [{"role": "user", "content": [image, text]}]
+    more = {in_column: [file] if in_column == "images" else file} if in_column else {}
+    (folder / "rows.jsonl").write_text(json.dumps({column: form(turns), "answer": "a", "level": 3, **more}))
     words = [*SMALL, *SEES, "task=grpo", "task.rewards=[exact_match]", "task.group_size=2", "sampling.max_new_tokens=8",
              "training.global_batch_size=2", "training.seq_len=64", "tokenizer=bytes", "data=jsonl",
              f"data.paths=['{folder}/rows.jsonl']", "data.held_out_fraction=0", f"loading.cache_dir='{folder}/cache'",

@@ -360,13 +360,15 @@ def test_ends_of_short_files_are_not_left_out_in_silence(tmp_path, byte_tokenize
 
 
 def test_a_flat_file_of_one_document_is_not_cut(tmp_path, byte_tokenizer):
-    many, one = np.full(1000, 5, np.uint16), np.full(300, 5, np.uint16)
-    many[99::100] = one[-1] = 2
-    paths = f"data.paths=[{flat(tmp_path, 'a.bin', many)},{flat(tmp_path, 'one.bin', one)}]"
+    """Nor is the last document of a file, which is held out where the cut would be in it."""
+    many, one, two = np.full(1000, 5, np.uint16), np.full(300, 5, np.uint16), np.full(50, 5, np.uint16)
+    many[99::100] = one[-1] = two[[9, -1]] = 2
+    files = [flat(tmp_path, f"{name}.bin", tokens) for name, tokens in {"a": many, "one": one, "two": two}.items()]
+    paths = f"data.paths=[{','.join(map(str, files))}]"
     words = ["data=tokens", paths, byte_tokenizer, "data.document_end=2", "data.held_out_fraction=0.1"]
     corpus = load_corpus(config(*words))
     (train,) = corpus.train.values()
-    assert (train.stream.num_documents, corpus.num_held_out) == (10, 1)
+    assert (train.stream.num_documents, corpus.num_held_out) == (11, 2)
     assert corpus.held_out[0]["positions"][0] == 0
 
 
@@ -408,6 +410,25 @@ def test_flat_token_files_have_no_columns(tmp_path, byte_tokenizer, caplog, task
         return
     with pytest.raises(UserError, match=f"data: task={task} needs rows with columns, and files of tokens have none"):
         load_data(cfg)
+
+
+def test_the_entropy_of_single_tokens_is_that_of_the_training_data(tmp_path):
+    """Of all sources together, a byte of each counts as much."""
+    parts = []
+    for name, text in {"a": "abcdefgh" * 20, "b": "a" * 30}.items():
+        (tmp_path / name).mkdir()
+        for number in range(12):
+            (tmp_path / name / f"{number}.txt").write_text(text + "xyz"[: number % 4] * 30)
+        keys = "source: text, held_out_fraction: 0.3, decode_errors: skip, extensions: [.txt]"
+        parts.append(f"{name}: {{{keys}, paths: ['{tmp_path}/{name}']}}")
+    corpus = load_corpus(config("data=mixture", f"data.parts={{{', '.join(parts)}}}", "data.weights={a: 0.5, b: 0.5}"))
+    bits = num_bytes = 0.0
+    for prepared in corpus.prepared.values():
+        tokens = np.concatenate([np.load(file) for file in prepared.folder.glob("*/train.tokens.npy")])
+        counts = np.unique(tokens, return_counts=True)[1]
+        bits -= (counts * np.log2(counts / len(tokens))).sum()
+        num_bytes += prepared.index["bytes"]
+    assert corpus.unigram_bits_per_byte == pytest.approx(bits / num_bytes)
 
 
 def test_the_end_of_a_run_on_one_token(caplog):

@@ -210,7 +210,9 @@ MISTAKES = [
     (["prompt=a", "output=folder.csv"], "output=folder.csv is a folder; name a file to write"),
     (["prompt="], "prompt is empty: it has no token to continue from; give prompt=TEXT"),
     (["input=none.csv"], "input=none.csv cannot be read: No such file or directory"),
-    ([".csv", ""], "is empty"),
+    ([".csv", ""], "input=in.csv is empty"),
+    (["prompt=a", "input=in.csv"], "prompt and input are both given; keep one"),
+    ([], "give prompt=TEXT, input=FILE or chat=true"),
     ([".csv", "prompt\na\n", "output=in.csv"], "output=in.csv would take the place of the prompts, which are in it; name another file"),
     ([".tsv", "id\tquestion\n1\ta\n"], "has no prompt in row 1; column=NAME says which column holds the prompts; row 1 has the columns id, question"),
     ([".csv", "prompt,prompt\na,b\n"], "in.csv cannot be read: its column prompt stands there more than once; rename all but one"),
@@ -250,7 +252,7 @@ def test_values_of_json_are_json_in_a_csv(tmp_path):
 def test_mistakes_are_told_before_the_model_is_loaded(words, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder.csv").mkdir()
-    if words[0].startswith("."):
+    if words and words[0].startswith("."):
         (tmp_path / f"in{words[0]}").write_bytes(words[1].encode(errors="surrogateescape"))
         words = [f"input=in{words[0]}", *words[2:]]
     with pytest.raises(UserError) as error:

@@ -379,6 +379,7 @@ def test_modules_and_programs(tmp_path):
     [
         (["nowhere.py"], "error: nowhere.py: no such file"),
         (["--no-python", "nowhere"], "no such program on the PATH"),
+        (["--no-python", "--module", "notes"], "--module and --no_python exclude each other"),
         (["--log-dir", "/proc/x", LAUNCHED], "--log_dir=/proc/x cannot be written"),
         (["--log-dir", "/proc", LAUNCHED], "--log_dir: /proc/train.0.log cannot be written"),
         (["--no-python", "./notes"], "./notes cannot be started (Exec format error); a script begins with a line #!"),

@@ -117,6 +117,85 @@ def test_processes_of_one_pace_are_not_named(caplog):
     assert "slow" not in caplog.text
 
 
+def test_two_slow_processes_do_not_hide_each_other(caplog):
+    """The mean of the others would be that of the second one, nearly. Three times what they spend is not slow yet."""
+    pace = watchdog.Pace()
+
+    def compare(*host_s: float) -> str:
+        caplog.clear()
+        pace.compare({
+            rank: {"host": "a", "step_time_s": 1.0, "host_s": each, "data_wait_s": 0.0}
+            for rank, each in enumerate(host_s)
+        })  # fmt: skip
+        return caplog.text
+
+    assert "process 1 (a) is slow" in compare(0.1, 0.9, 0.85, 0.2, 0.2)
+    assert compare(0.3, 0.3, 0.89, 0.3) == ""
+
+
+def test_how_long_a_step_may_take(monkeypatch):
+    """20 times the median of the steps behind the first, at least 60 s, and no more than a phase."""
+    clock = [0.0]
+    monkeypatch.setattr(watchdog.time, "monotonic", lambda: clock[0])
+    words = ["step_deadline_s=60", "step_deadline_factor=20", "phase_deadline_s=1800"]
+    dog = watchdog.Watchdog(compose([f"distributed.{word}" for word in words]).config.distributed)
+    limits = []
+    for number, step_time_s in enumerate((900, 8, 2, 1, 1, 200, 300, 400), 1):
+        dog.step(number)
+        limits.append(dog.limit)
+        clock[0] += step_time_s
+    assert limits == [1800, 1800, 160, 100, 60, 60, 60, 100]
+    clock[0] += 50
+    with dog.phase("saving"):
+        assert (dog.doing, dog.limit, dog.since) == ("saving", 1800, clock[0])
+        clock[0] += 90
+    assert (dog.doing, dog.limit, dog.since) == ("a step", 100, clock[0])  # all of its time again
+
+
+def state(step: int, doing: str) -> str:
+    return json.dumps({"host": "a", "step": step, "doing": doing, "for_s": 70.0})
+
+
+def test_a_deadline_names_the_process_that_is_late(monkeypatch, caplog):
+    """The one in the earliest step, and there the one that does something else: the others wait for it in the step."""
+    ends = []
+    monkeypatch.setattr(watchdog, "POLL_S", 0)
+    monkeypatch.setattr(peers, "publish", lambda *_: None)
+    states = {"0": state(8, "a step"), "1": state(7, "a step"), "2": state(7, "reading data"), "3": state(7, "a step")}
+    monkeypatch.setattr(peers, "published", lambda _: states)
+    dog = watchdog.Watchdog(compose([]).config.distributed)
+    monkeypatch.setattr(dog, "_end", lambda code, reason: ends.append((code, reason)))
+    dog.step(8)
+    dog._expire(70)
+    ((code, reason),) = ends
+    assert code == 76
+    assert "a step at step 8 has taken 70 s, its deadline was 1800 s; process 2 is late; stacks are in" in reason
+    assert "process 1 (a): step 7, a step, 70 s" in caplog.text
+
+
+def test_work_that_ends_late_is_no_reason_to_end(monkeypatch, caplog):
+    monkeypatch.setattr(watchdog, "POLL_S", 0)
+    dog = watchdog.Watchdog(compose([]).config.distributed)
+    monkeypatch.setattr(dog, "_end", lambda *why: pytest.fail(str(why)))
+    monkeypatch.setattr(peers, "publish", lambda *_: dog.step(2))  # while the process tells the others
+    dog.step(1)
+    dog._expire(70)
+    assert "step 2 took 70 s, more than its deadline of 1800 s" in caplog.text
+
+
+def test_a_process_does_not_follow_itself(monkeypatch):
+    """Its own failure is among those that it reads."""
+    looked, followed = threading.Semaphore(0), []
+    failures = {"0": "own", "1": "theirs"}
+    monkeypatch.setattr(watchdog, "POLL_S", 0)
+    monkeypatch.setattr(peers, "published", lambda folder: looked.release() or (failures if folder == "failed" else {}))
+    monkeypatch.setattr(watchdog.Watchdog, "_follow", lambda _, rank, failure: followed.append((rank, failure)))
+    with watchdog.Watchdog(compose([]).config.distributed):
+        for _ in range(6):
+            looked.acquire()
+    assert set(followed) == {(1, "theirs")}
+
+
 def test_a_phase_that_takes_long_is_announced(monkeypatch, caplog):
     """A step is not: it has a line of its own. Nor is a command that waits for its user."""
     monkeypatch.setattr(watchdog, "POLL_S", 0)
@@ -195,3 +274,12 @@ def test_a_request_to_stop_ends_a_phase_without_a_limit(where, monkeypatch, caps
         assert codes.get(timeout=10) == 75
     assert capsys.readouterr().out == "SIGTERM while preparing the data: nothing to save\n"
     watchdog._stop_signals.clear()
+
+
+def test_a_failure_says_nothing_about_the_next_run():
+    """A sweep has its runs in one process: the next one would end with the failure of the one before."""
+    with watchdog.listening():
+        watchdog.request_stop("the disk is full", fails=True)
+        assert watchdog.failure_of_stop() == "the disk is full"
+    with watchdog.listening():
+        assert (watchdog.stop_requested(), watchdog.failure_of_stop()) == (None, None)

@@ -521,6 +521,7 @@ def test_checkpoints_are_averaged(finished, tmp_path, monkeypatch):
         (["steps=[3,3]"], "checkpoints/3 is named twice; name each checkpoint once"),
         (["steps=[0,3]"], "^steps.0=0: expected a number of at least 1$"),
         (["steps=[3]"], "an average needs two checkpoints or more, 1 given"),
+        (["steps=[3]", "checkpoint=[a,b]"], "steps chooses checkpoints of one run, but"),
         (["steps=all", "shares=[1]"], "has 1 numbers for 2 checkpoints"),
         ([], r"give the folder of a run and steps=\[300,400\]"),
         (["steps=all", "output=again"], "output=again exists already"),

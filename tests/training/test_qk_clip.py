@@ -6,13 +6,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from support.collective_order import list_races
-from support.harness import RUN, batch, experts, metrics, program
+from support.harness import RUN, SMALL, batch, experts, metrics, program
 
 import tunix
 from tunix.base.errors import UserError
 from tunix.config.compose import compose
 from tunix.models.block import Mix
+from tunix.training.logprobs import Max
+from tunix.training.qk_clip import make_clip
 
 STILL = ("optimizer=muon", "optimizer.learning_rate=1e-12", "optimizer.weight_decay=0", "scheduler=constant")
 LEARNING = ("optimizer=muon", "optimizer.learning_rate=3e-4", "scheduler=constant")
@@ -61,6 +64,38 @@ def scores_of(small, rows, params) -> tuple[np.ndarray, np.ndarray]:
         jax.block_until_ready(model.hidden(model.vocab_weights(), *fields)[0])
         jax.effects_barrier()
     return np.stack(largest), np.stack(log_sums)
+
+
+# What a head keeps of each number of its weights, where its largest score is four times the limit; H is 4 or 12.
+KEPT = {
+    "shared_keys": {"q.w": [0.25], "q.bias.b": [0.25], "k.w": [1]},
+    "own_keys": {"q.w": [0.5], "q.bias.b": [0.5], "k.w": [0.5], "k.bias.b": [0.5], "v.w": [1]},
+    "latent": {"q.w": [*[0.5] * 8, *[0.25] * 4], "kv_up.w": [*[0.5] * 8, *[1] * 8], "k.w": [1]},
+}
+
+
+@pytest.mark.parametrize("kind", KEPT)
+def test_what_a_head_with_large_scores_keeps(kind):
+    """Its scores shrink to the limit: by queries alone where other heads have its keys, too."""
+    cfg = compose([*SMALL, *STILL, *KINDS[kind], "optimizer.qk_clip=8"]).config
+    model, tree = cfg.model, {}
+    ((stack, layers),) = model.stacks.items()
+    for name, kept in KEPT[kind].items():
+        width = model.head_dim if len(kept) == 1 else len(kept)
+        heads = 1 if kind == "latent" and name == "k.w" else model.num_kv_heads if name[0] in "kv" else model.num_heads
+        shape = [len(layers), *([3] if name.endswith("w") else []), heads, width]
+        tree[stack, "attention", *name.split(".")] = jnp.ones(shape)
+    params = nnx.traversals.unflatten_mapping(tree)
+    scores = np.full((model.num_layers, model.num_heads), 4.0)
+    scores[-1, 1] = 32
+    clip = make_clip(cfg, params)
+    clipped = nnx.traversals.flatten_mapping(clip(params, {"attention_score_max": Max(jnp.asarray(scores))}))
+    for name, kept in KEPT[kind].items():
+        found = clipped[stack, "attention", *name.split(".")]
+        expected = np.ones(found.shape)
+        if found.shape[-2] > 1:
+            expected[-1, ..., 1, :] = kept
+        np.testing.assert_allclose(found, expected, err_msg=name)
 
 
 @pytest.mark.nightly
