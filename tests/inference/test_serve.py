@@ -884,7 +884,7 @@ def test_parameters_that_are_refused_are_named(client, parameters, kind, message
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "parts other than text"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"function": 3}]}]}, "messages.0.tool_calls"),
         ({"messages": [{"role": "user", "content": "a"}], "tool_choice": "required"}, "tool_choice"),
-        ({"messages": [{"role": "user", "content": "a"}], "response_format": {"type": "json_object"}}, "response_format"),
+        ({"messages": [{"role": "user", "content": "a"}], "response_format": {"type": "json_object"}}, 'response_format: {"type": "text"} alone is served'),
         ({"messages": [{"role": "user", "content": "a\ud800"}]}, "surrogates"),
         ({"\ud800": 1}, "\ud800 is not a parameter that is served"),
         ({"": 1}, " is not a parameter that is served"),

@@ -184,7 +184,8 @@ def read_parameters(kind: type[P], body: bytes) -> P:
         first = error.errors(include_url=False, include_input=False)[0]
         place = [str(each)[:100] for each in first["loc"]]
         location = ".".join(each for each in place if not each.startswith(("list[", "function-")))
-        raise ApiError(400, f"{location}: {first['msg']}"[:500], place[0]) from None
+        message = first["msg"].removeprefix("Value error, ")
+        raise ApiError(400, f"{location}: {message}"[:500], place[0]) from None
 
 
 def read_message(message: dict[str, Any], index: int) -> dict[str, Any]:
