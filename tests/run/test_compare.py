@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
+from PIL import Image
 from rich.table import Table
 from support.harness import ROOT
 
@@ -18,7 +19,7 @@ from tunix.base.text import as_text
 from tunix.compare import as_json, list_differences, list_results, read_histories
 from tunix.config.compose import compose
 from tunix.export import _write_card
-from tunix.run.model_card import write_card
+from tunix.run.model_card import COLORS, write_card
 
 
 def write_run(folder: Path, losses: list[float], *words: str, again: int = 0, mfu: float | None = None) -> Path:
@@ -187,3 +188,21 @@ def test_a_card_shows_the_whole_of_a_value_with_bars(tmp_path):
     card = (tmp_path / "README.md").read_text()
     assert r"| `model.lora.targets` | attention\|mlp |" in card
     assert r"| task | a\|b |" in card
+
+
+def test_a_card_says_what_is_known_and_no_more(tmp_path, monkeypatch):
+    """The licence of a base, no data of the hub where a folder has their name, no updates, no loss that is null."""
+    monkeypatch.chdir(tmp_path)
+    Path("base").mkdir()
+    Path("base/README.md").write_text("---\nlicense: 'apache-2.0'\n---\n")
+    Path("someone/data").mkdir(parents=True)
+    keys = {"data.path": "someone/data", "model.lora.rank": 0, "model.lora.targets": "attention", "seed": 3}
+    steps = [{"step": 1, "tokens": 8, "loss": 5.0}, {"step": 2, "tokens": 16, "loss": 1.0}]
+    write_card(tmp_path, "a", "text-generation", "base", keys, steps, [{"step": 2, "loss": None}], None)
+    card = Path("README.md").read_text()
+    assert 'license: "apache-2.0"' in card
+    assert "| `seed` | 3 |" in card
+    for word in ("datasets", "base_model", "lora", "held-out", "Evaluation"):
+        assert word not in card
+    with Image.open("loss.png") as image:  # the loss falls
+        assert (image.getpixel((225, 125)), image.getpixel((225, 275))) == (COLORS["training"], (255, 255, 255))

@@ -1,6 +1,7 @@
 """Questions with several choices inside a run: the scores are those of the trained model's logits, on every mesh."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -13,9 +14,10 @@ from tunix.base.errors import UserError
 from tunix.config import Evaluate
 from tunix.config.command_line import read_settings
 from tunix.config.compose import compose
+from tunix.data.tokenizer import decode, load_vocab
 from tunix.evaluate import evaluate
 from tunix.processes import peers
-from tunix.training.multiple_choice import MultipleChoice, read_questions
+from tunix.training.multiple_choice import MultipleChoice, Question, _arrange, _encode, read_questions
 
 QUESTIONS = [
     {"prompt": "def f(x): ", "choices": ["return x", "yield", "pass # nothing at all"], "answer": 0},
@@ -88,6 +90,24 @@ def test_scores_that_are_no_numbers_have_no_likeliest_choice(monkeypatch):
     for sums, right in (([0.0, -1.0, -1.0, 0.0], 1.0), ([np.nan, -1.0, -1.0, 0.0], np.nan)):
         monkeypatch.setattr(asked, "sum_choices", lambda _, sums=sums: np.array(sums))
         np.testing.assert_equal(asked.evaluate(None), {"accuracy": right, "accuracy_per_byte": right, "questions": 2})
+
+
+def test_the_tokens_of_a_choice(hf_dir):
+    """Spaces at the end of a prompt are a part of each choice, and a text begins as a document does."""
+    vocab = load_vocab(str(hf_dir))
+    texts = _encode(Question("def f(x):  ", ["return x", "\u00e9t\u00e9"], 0), vocab)
+    batch, owners = _arrange(texts, num_rows=1, seq_len=64)
+    for number, ((ids, count), choice) in enumerate(zip(texts, ("return x", "\u00e9t\u00e9"), strict=True)):
+        assert vocab.bos == ids[0]
+        assert decode(vocab.backend, ids[:-count]) == "def f(x):"
+        assert decode(vocab.backend, ids[-count:]) == f"  {choice}"
+        is_own = owners == number
+        assert batch["targets"][is_own].tolist() == ids[-count:]
+        assert batch["positions"][is_own].tolist() == [*range(len(ids) - 1)][-count:]
+        assert set(batch["segment_ids"][is_own]) == {number + 1}
+        assert batch["loss_mask"][is_own].all()
+    assert batch["loss_mask"].sum() == sum(count for _, count in texts)
+    assert _encode(Question("a", ["b", "c"], 0), replace(vocab, bos_token=None))[0][0][0] != vocab.bos
 
 
 @pytest.mark.parametrize(

@@ -131,8 +131,8 @@ FULL = ("model.sliding_window=null", "model.local_rope_theta=null")
 
 
 def test_a_row_twice_in_a_step_is_no_wrong_answer_to_itself():
-    """As a step across the end of an epoch may hold it. Rows that only begin alike are compared."""
-    tokens = np.array([[[5, 1, 2], [5, 1, 3], [5, 1, 2]]], np.int32)
+    """As a step across the end of an epoch may hold it. Rows with the same tokens in another order are compared."""
+    tokens = np.array([[[5, 1, 2], [5, 2, 1], [5, 1, 2]]], np.int32)
     vectors = np.random.default_rng(0).normal(size=(1, 3, 3, 4)).astype(np.float32)
     vectors[:, 2] = vectors[:, 0]
     is_text = np.ones((1, 3, 3), bool)
@@ -147,6 +147,11 @@ def test_a_row_twice_in_a_step_is_no_wrong_answer_to_itself():
     with jax.set_mesh(device_mesh(ONE_DEVICE_SHAPE, {}, True)):
         _, hits = compare_rows(np.ones_like(vectors), is_text, tokens)
     assert not np.asarray(hits).any()  # where all are as near, none is the nearest
+    away = np.array([[[[1, 0], [-1, 9], [-9, 1]]] * 3], np.float32)
+    away[:, 1:, 1:] = away[:, :1, 2:]
+    with jax.set_mesh(device_mesh(ONE_DEVICE_SHAPE, {}, True)):
+        _, hits = compare_rows(away, is_text, np.arange(9, dtype=np.int32).reshape(1, 3, 3))
+    assert hits[0].tolist() == [1, 0, 0]  # all documents point away from the queries, the first one the least
 
 
 RUN_OF_GROUPS = [
