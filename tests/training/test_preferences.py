@@ -246,6 +246,7 @@ def test_at_step_0_an_answer_is_worth_half_its_weight(labelled):
 QUESTION, GOOD, BAD = "what is it", "a few good words", "bad words"
 TURNS = [{"role": "user", "content": QUESTION}]
 ANSWERS = [[{"role": "assistant", "content": text}] for text in (GOOD, BAD)]
+SYSTEM = {"role": "system", "content": "Answer briefly."}
 
 
 def read(folder, rows, *words, kind=("task=dpo", "data=pairs")):
@@ -291,6 +292,11 @@ MISTAKES = [
         {"prompt": QUESTION + " ", "chosen": TURNS + ANSWERS[0], "rejected": TURNS + ANSWERS[1]},
         [],
         "begins with a turn of the user in column chosen that is not that of the prompt",
+    ),
+    (
+        {"chosen": [SYSTEM, *TURNS, *ANSWERS[0]], "rejected": [SYSTEM, TURNS[0] | {"content": "?"}, *ANSWERS[1]]},
+        ["data.columns.prompt=null"],
+        "has conversations in columns chosen and rejected that differ before an answer; set data.columns.prompt",
     ),
     (PAIR, ["data.columns.prompt=null"], "has text in column chosen, not a conversation; set data.columns.prompt"),
     (PAIR | {"chosen": "words " * 90}, [], "1 of 1 pairs are longer than training.seq_len=64 tokens"),

@@ -36,6 +36,7 @@ from tunix.data.tokenizer import Vocab
 from tunix.data.words import count_threads
 
 PROMPT_ROLES = {"system", "developer", "user", "tool"}  # the model learns nothing from turns of these roles
+ASKING = PROMPT_ROLES - {"tool"}  # roles of turns with which no answer begins
 
 
 class Conversation(NamedTuple):
@@ -331,10 +332,11 @@ def read_pair(columns: Columns, row: dict[str, Any], task: Task) -> Pair:
         while alike < min(len(chosen), len(rejected)) and chosen[alike] == rejected[alike]:
             alike += 1
         prompt, chosen, rejected = chosen[:alike], chosen[alike:], rejected[alike:]
-        if not prompt and (chosen or rejected):
+        asks = chosen and rejected and any(turns[0]["role"] in ASKING for turns in (chosen, rejected))
+        if asks or (not prompt and (chosen or rejected)):
             raise BadRow(
-                f"has conversations in columns {columns.chosen} and {columns.rejected} that do not begin alike; set "
-                "data.columns.prompt to the column of their prompt"
+                f"has conversations in columns {columns.chosen} and {columns.rejected} that differ before an answer; "
+                "set data.columns.prompt to the column of their prompt"
             )
     else:
         prompt = _read_turns(columns, "prompt", row, "user")
@@ -359,7 +361,7 @@ def _says_something(turn: Message) -> bool:
 def _drop_prompt(turns: list[Message], prompt: list[Message], column: str | None) -> list[Message]:
     """Return the turns of an answer, of which some data have the prompt's before them (UltraFeedback)."""
     answer = turns[len(prompt) :] if turns[: len(prompt)] == prompt else turns
-    if answer and (role := answer[0]["role"]) in ("system", "developer", "user"):
+    if answer and (role := answer[0]["role"]) in ASKING:
         raise BadRow(
             f"begins with a turn of the {role} in column {column} that is not that of the prompt, so the model would "
             "read both; data.columns.prompt=null takes the prompt from the conversations"
@@ -573,10 +575,10 @@ OF_COMPLETION = (
 
 
 def _refuse_marks(turns: Iterable[Any], column: str | None, way_out: str) -> None:
-    """Raise `BadRow` if one of the turns says that it is not learnt: it would be learnt."""
+    """Raise `BadRow` if a turn of the assistant says that it is not learnt: it would be learnt."""
     for turn in turns:
         for key in MARKS:
-            if turn.get(key) == 0:
+            if turn["role"] == "assistant" and turn.get(key) == 0:
                 mark = json.dumps(turn[key])
                 way_out = way_out.replace("COLUMN", str(column)).replace("MARK", f"{key} != {mark}")
                 raise BadRow(f"has a turn with {key}={mark} in column {column}; {way_out}")
