@@ -391,6 +391,13 @@ def test_rows_of_other_trainers_are_answered(task, row, answer):
     assert DOCUMENTS["conversation"].read(columns, learnt, cfg.task).learnt == [False, False, True]
 
 
+def test_a_turn_of_the_user_may_say_that_it_is_not_learnt():
+    cfg = compose([*SMALL, "task=sft", "data=jsonl", "data.paths=[a.jsonl]"]).config
+    row = {"messages": [ASKED | {"train": False}, SAID | {"train": True}]}
+    conversation = DOCUMENTS["conversation"].read(cfg.data.columns, row, cfg.task)
+    assert conversation.messages == [ASKED, SAID]
+
+
 NEEDS_SYSTEM = "{% if messages[0].role != 'system' %}{{ raise_exception('no system') }}{% endif %}" + PLAIN
 WORDS = {"sft": [], "dpo": ASKED_TWICE[1:], "kto": [], "grpo": ["sampling.max_new_tokens=8"]}
 
