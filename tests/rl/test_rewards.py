@@ -192,11 +192,12 @@ def test_what_a_reward_returns_is_checked():
     def returning(values):
         return lambda prompts, completions: values
 
-    odd = call_reward(returning([1, True, None, math.nan, math.inf, "x", 10**5000, 0.5]), [""] * 8, [""] * 8, {})
-    assert [odd[0], odd[1], odd[7]] == [1.0, 1.0, 0.5]
-    assert odd[2:7] == [
+    odd = call_reward(returning([1, True, None, math.nan, math.inf, "x", 10**5000, -1e39, 0.5]), [""] * 9, [""] * 9, {})
+    assert [odd[0], odd[1], odd[8]] == [1.0, 1.0, 0.5]
+    assert odd[2:8] == [
         "returned None for an answer", "returned nan for an answer", "returned inf for an answer",
-        "returned 'x' (str) for an answer, not a number", "returned a number beyond 1e308 for an answer",
+        "returned 'x' (str) for an answer, not a number", "returned a number beyond 1e+30 for an answer",
+        "returned -1e+39 for an answer, beyond 1e+30",
     ]  # fmt: skip
     with pytest.raises(ValueError, match="returned 1 scores for 2 answers"):
         call_reward(returning([1]), ["", ""], ["", ""], {})

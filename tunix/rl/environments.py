@@ -18,7 +18,6 @@ each of which is a message; None says nothing, and the model goes on at once.
 
 import functools
 import inspect
-import math
 import typing
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
@@ -26,6 +25,7 @@ from typing import Any, NamedTuple
 
 from tunix.base.dotted_path import LateCall, describe_value, import_object, is_dotted, select_named
 from tunix.base.errors import UserError
+from tunix.rl.rewards import MAX_SCORE
 from tunix.rl.tool_parsers import Call, find_reader, keep_texts
 
 MAX_CHARACTERS = 1_000_000  # of an observation: more is an error of the environment
@@ -164,8 +164,8 @@ def _read_reward(value: Any) -> float:
         reward = float(value)
     except (TypeError, ValueError, OverflowError):
         raise ValueError(f"it returned {describe_value(value)} for a reward, not a number") from None
-    if not math.isfinite(reward):
-        raise ValueError(f"it returned {reward} for a reward")
+    if not abs(reward) <= MAX_SCORE:  # also nan
+        raise ValueError(f"it returned {reward} for a reward, and one has at most {MAX_SCORE:g}")
     return reward
 
 

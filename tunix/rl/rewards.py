@@ -9,6 +9,8 @@ from functools import cache
 from typing import Any
 
 Reward = Callable[..., list[float]]  # (prompts, completions, **columns) -> a score for each completion
+# Largest score, also of a turn: float32, in which advantages are learnt, holds 3e38, and terms have weights and sums.
+MAX_SCORE = 1e30
 
 
 # Rewards for right answers: 1 for each answer that is that of the data, else 0.

@@ -43,7 +43,7 @@ from tunix.base.dotted_path import describe_value, select_named
 from tunix.base.errors import UserError
 from tunix.base.files import STOP_SIGNALS, follow_parent
 from tunix.rl import rewards as rewards_of_tunix
-from tunix.rl.rewards import Reward
+from tunix.rl.rewards import MAX_SCORE, Reward
 from tunix.rl.table import find_reward
 
 log = logging.getLogger(__name__)
@@ -554,5 +554,7 @@ def read_score(value: Any) -> float | str:
     except (TypeError, ValueError):
         return f"returned {describe_value(value)} for an answer, not a number"
     except OverflowError:  # a whole number; Python does not even print one of more than 4,300 digits
-        return "returned a number beyond 1e308 for an answer"
+        return f"returned a number beyond {MAX_SCORE:g} for an answer"
+    if math.isfinite(score) and abs(score) > MAX_SCORE:
+        return f"returned {score} for an answer, beyond {MAX_SCORE:g}"
     return score if math.isfinite(score) else f"returned {score} for an answer"
