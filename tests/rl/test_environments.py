@@ -159,7 +159,12 @@ def test_schemas_of_tools():
         def add(cls, a: int):
             """Add."""
 
+    class ForTypeCheckers:
+        def look(self, a: int) -> "Sequence[str]":  # noqa: F821 (as where TYPE_CHECKING imports it)
+            """Look."""
+
     for kind, message in (
+        (ForTypeCheckers, "look has a type that cannot be read: name 'Sequence' is not defined; import it"),
         (Waits, "wait is async or yields; write a def"),
         (Yields, "count is async"),
         (Static, "add is a staticmethod; give"),

@@ -199,7 +199,7 @@ def describe_tools(kind: type) -> list[dict[str, Any]]:
     The first paragraph of a docstring describes a tool, and the lines of its section `Args:` describe the parameters.
 
     Raises:
-        UserError: a parameter has no type, or one that JSON lacks; see also `find_tools`.
+        UserError: a parameter has no type, or one that JSON lacks or that cannot be read; see also `find_tools`.
     """
     return [] if hasattr(kind, "step") else [_describe_tool(*item) for item in find_tools(kind).items()]
 
@@ -208,8 +208,13 @@ def _describe_tool(name: str, method: Callable[..., Any]) -> dict[str, Any]:
     from pydantic import TypeAdapter  # here: processes of environments need none, and begin a third sooner
 
     text = inspect.getdoc(method) or ""
-    descriptions, types = _read_arguments(text), typing.get_type_hints(method)
-    properties, required = {}, []
+    descriptions, properties, required = _read_arguments(text), {}, []
+    try:
+        types = typing.get_type_hints(method)
+    except Exception as error:  # a type as a text, of `from __future__ import annotations` too, is read here
+        raise UserError(
+            f"the tool {name} has a type that cannot be read: {error}; import it, and not for TYPE_CHECKING alone"
+        ) from None
     for each in list(inspect.signature(method).parameters.values())[1:]:  # without self
         if each.name not in types or each.kind in (each.VAR_KEYWORD, each.VAR_POSITIONAL):
             raise UserError(f"the tool {name} has a parameter {each.name} without a type; write {each.name}: int")
