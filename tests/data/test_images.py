@@ -17,6 +17,7 @@ from tunix.base.errors import UserError
 from tunix.config.compose import compose
 from tunix.data.chat import PLAIN, ChatTemplate
 from tunix.data.dataset import load_corpus
+from tunix.data.documents import read_prompt
 from tunix.data.files import BadRow
 from tunix.data.image_processors import PatchProcessor, SquareProcessor, TileProcessor
 from tunix.data.image_slots import ImagePrompts, ImageSlots
@@ -481,10 +482,12 @@ def test_pairs_have_their_images_in_both_halves(folder):
 @pytest.mark.parametrize("form", [list, json.dumps])
 @pytest.mark.parametrize("in_column", [None, "images", "image"])
 def test_rewards_get_the_places_of_images_and_not_the_images(folder, column, form, in_column):
-    """Whatever the column with the turns is, and that of the images; a file of an image may have megabytes."""
+    """Whatever the column with the turns is, which are those of the row, and that of the images; a file of an image may
+    have megabytes."""
     text, file = {"type": "text", "text": "what?"}, "photos/0.png"
     image = {"type": "image"} if in_column else {"type": "image", "image": file}
-    turns = [{"role": "user", "content": [image, text]}]
+    answer = [{"role": "assistant", "content": "a"}] if column == "messages" else []
+    turns = [{"role": "user", "content": [image, text]}, *answer]
     more = {in_column: [file] if in_column == "images" else file} if in_column else {}
     (folder / "rows.jsonl").write_text(json.dumps({column: form(turns), "answer": "a", "level": 3, **more}))
     words = [*SMALL, *SEES, "task=grpo", "task.rewards=[exact_match]", "task.group_size=2", "sampling.max_new_tokens=8",
@@ -495,10 +498,17 @@ def test_rewards_get_the_places_of_images_and_not_the_images(folder, column, for
     (prompt,) = load_prompts(compose(words).config).spread("train", 1)
     places = [{"role": "user", "content": [{"type": "image"}, text]}]
     turns = [{"role": "system", "content": "S"}, *places]
-    own = {"messages": turns} | ({"prompt": places} if column == "prompt" else {})
+    own = {"messages": turns} | {column: [*places, *answer]}
     assert prompt.columns == {**own, "answer": "a", "level": 3}
     assert prompt.question.messages == turns
     assert prompt.images.pixels.shape == (1, 8, 8, 3)
+
+
+def test_an_answer_of_the_data_has_no_image():
+    words = ["task=grpo", "task.rewards=[exact_match]", "sampling.max_new_tokens=8", "data=jsonl", "data.paths=[a]"]
+    cfg = compose([*SMALL, *SEES, *words]).config
+    with pytest.raises(BadRow, match="has an image in an answer, and a model answers with text"):
+        read_prompt(cfg.data.columns, {"messages": [*turn("?", "yes"), *turn([PART], [PART])]}, cfg.task)
 
 
 def test_cuts():

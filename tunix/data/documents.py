@@ -30,7 +30,7 @@ from tunix.data.chat import (
 )
 from tunix.data.files import TOO_LONG, BadRow, Columns, Item, Limited, Rows, Source, Unit, is_longer
 from tunix.data.image_processors import ImageProcessor
-from tunix.data.images import ImageReader, find_root, list_column, map_ahead, read_parts, take_images
+from tunix.data.images import IMAGE_IN_ANSWER, ImageReader, find_root, list_column, map_ahead, read_parts, take_images
 from tunix.data.pieces import count_bytes
 from tunix.data.tokenizer import Vocab
 from tunix.data.words import count_threads
@@ -235,10 +235,11 @@ def refuse_row(row: Item | Document, problem: object) -> UserError:
 def _drop_images(question: Question, columns: Columns) -> Question:
     """Return a question whose columns, which rewards get, have the places of images and not the images."""
     kept = {name: value for name, value in question.columns.items() if name not in (columns.images, "image")}
-    if columns.prompt is None and columns.messages in kept:
-        kept[columns.messages] = question.messages
-    elif columns.prompt in kept and (turns := _find_turns(kept[columns.prompt])):
-        kept[columns.prompt] = question.messages[-len(turns) :]  # without those of the system, which others give
+    name = columns.messages if columns.prompt is None else columns.prompt
+    if name is not None and (turns := _find_turns(kept.get(name))):
+        # The row's own turns: neither those of the system, which others give, nor without the answer.
+        num_asked = len(turns) - (turns[-1]["role"] == "assistant")
+        kept[name] = [*question.messages[-num_asked:], *turns[num_asked:]]
     return question._replace(columns=kept)
 
 
@@ -299,6 +300,8 @@ def read_prompt(columns: Columns, row: dict[str, Any], task: Task) -> Question |
             last = messages.pop()
             if not _says_something(last):
                 return None
+            if isinstance(last["content"], list):
+                raise BadRow(IMAGE_IN_ANSWER)
             answer = last["content"] or None  # calls alone are no text that a reward may compare with
         while task.has_environment and messages and messages[-1]["role"] in ("assistant", "tool"):
             messages.pop()

@@ -312,6 +312,9 @@ def list_references(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
+IMAGE_IN_ANSWER = "has an image in an answer, and a model answers with text"
+
+
 def take_images(turns: list[Message], column: list[Any], reader: ImageReader | None) -> list[Any]:
     """Take the images out of the turns, where {"type": "image"} stays; return them in the order of their places.
 
@@ -341,7 +344,7 @@ def take_images(turns: list[Message], column: list[Any], reader: ImageReader | N
                     raise BadRow(f"has {token} in its text where there is no image")
                 continue
             if turn["role"] == "assistant":
-                raise BadRow("has an image in an answer, and a model answers with text")
+                raise BadRow(IMAGE_IN_ANSWER)
             image = part.pop("image", None)
             found.append(next(rest, None) if image is None else image)
     num_missing, num_left = sum(each is None for each in found), len(list(rest))
