@@ -527,6 +527,11 @@ def test_python_is_bounded():
     assert {code: text[-len(PROGRAMS[code]) :] for code, text in said.items()} == PROGRAMS
     assert all(len(text) < 5000 for text in said.values())
     assert 'File "program.py", line 1' in said["1 / 0"], "no name of this machine's folders"
+    hashes = []
+    for seed in (3, 3, 4):  # an episode that is played again says the same
+        python.reset(seed)
+        hashes.append(python.python("print(hash('a'))"))
+    assert hashes[0] == hashes[1] != hashes[2]
 
 
 def test_python_ends_with_all_that_it_has_started(tmp_path, monkeypatch):

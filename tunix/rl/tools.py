@@ -29,7 +29,8 @@ from tunix.base.files import expand_home
 #
 # - a session of its own, which is killed as a group, with everything in it, at the deadline
 # - limits of memory, processor time, size of files and open files
-# - an empty working folder, an empty environment, an interpreter that reads no user's site-packages (-I)
+# - an empty working folder, an empty environment, an interpreter that reads no user's site-packages (-s, -P; with -I
+#   it would not read PYTHONHASHSEED, and an episode that is played again would print a set in another order)
 # - where the kernel allows it, namespaces: no network, no processes but its own, which end with it
 
 FOLDER = "tunix_python_"  # of a program, in /tmp; the number of the process that has made it follows
@@ -74,7 +75,7 @@ class Python:
             # Read by this descriptor: under the name of the file a program may leave a pipe, which nobody ever writes.
             with output.open("w+b") as file:
                 process = subprocess.Popen(
-                    [*_list_namespaces(), sys.executable, "-I", str(script)],
+                    [*_list_namespaces(), sys.executable, "-sP", str(script)],
                     cwd=workplace,
                     env={"PYTHONHASHSEED": str(self.seed % 2**32), "PATH": os.defpath, "LANG": "C.UTF-8"},
                     stdin=subprocess.DEVNULL,
