@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import time
+from pathlib import Path
 
 import jax
 import pytest
@@ -90,3 +91,53 @@ def test_an_error_behind_the_end_of_another_process_has_its_reason_and_its_code(
     monkeypatch.setattr(time, "sleep", lambda _: None)
     store.texts["tunix/failed/0"] = json.dumps({"code": code, "why": "the disk is full", "host": "a"})
     assert peers.blame(RuntimeError("Gloo: closed")) == (own, "process 0 (a) failed: the disk is full")
+
+
+def test_the_error_of_a_broken_connection_is_no_bug(store, monkeypatch, capsys):
+    """Another process was killed, and could not say so: a scheduler starts the run again. A bug has its traceback."""
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    lost = "another process died or cannot be reached: RuntimeError: Connection reset by peer"
+    assert peers.blame(RuntimeError("Connection reset by peer")) == (76, lost)
+    assert capsys.readouterr().err == ""
+    assert peers.blame(KeyError("x")) == (1, "KeyError: 'x'")
+    assert "KeyError: 'x'" in capsys.readouterr().err
+
+
+def test_shares_of_all_processes_are_the_whole_in_order(monkeypatch):
+    for count, size in ((3, 10), (4, 3), (2, 0), (1, 5)):
+        monkeypatch.setattr(jax, "process_count", lambda count=count: count)
+        shares = []
+        for rank in range(count):
+            monkeypatch.setattr(jax, "process_index", lambda rank=rank: rank)
+            shares.append(peers.share(size))
+        assert [each for share in shares for each in share] == [*range(size)]
+        assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+@pytest.mark.parametrize(("rank", "turn"), [(0, 0), (1, 2), (2, 1), (3, 2)])
+def test_one_process_of_each_host_works_before_the_others(rank, turn, monkeypatch):
+    """They find what it leaves on the disk of their host; process 0 is before all, as hosts may share a disk."""
+    monkeypatch.setattr(peers, "hosts", lambda: ["a", "a", "b", "b"])
+    monkeypatch.setattr(peers.socket, "gethostname", lambda: "ab"[rank // 2])
+    monkeypatch.setattr(jax, "process_count", lambda: 4)
+    monkeypatch.setattr(jax, "process_index", lambda: rank)
+    turns = []
+    monkeypatch.setattr(peers, "together", lambda work, name: turns.append(work()))
+    peers.main_first(lambda: "work", "making it")
+    assert turns == ["work" if each == turn else None for each in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("blind", "requested", "found"),
+    [([], "auto", True), ([1, 2], "auto", False), ([2], "auto", "c"), ([1, 2], True, "b, c"), ([1, 2], False, False)],
+)
+def test_a_disk_is_shared_by_all_hosts_or_by_none(blind, requested, found, monkeypatch):
+    """Where some hosts alone lack it, it is not mounted there."""
+    monkeypatch.setattr(peers, "hosts", lambda: ["a", "b", "c"])
+    monkeypatch.setattr(jax, "process_count", lambda: 3)
+    monkeypatch.setattr(peers, "find_blind", lambda _: blind)
+    if isinstance(found, bool):
+        assert peers.is_seen_by_all(Path("runs"), requested, "the folder", "hydra.run.dir") is found
+        return
+    with pytest.raises(UserError, match=f"the folder runs is not seen by {found}; choose one .*: hydra.run.dir=DIR"):
+        peers.is_seen_by_all(Path("runs"), requested, "the folder", "hydra.run.dir")

@@ -125,6 +125,12 @@ def test_ratings_are_counted_and_asked_once(server, tmp_path):
     assert rate(again, "5", "10", "0.5")[1]["calls"] == 1
     other = make(server, tmp_path, *ASKED, "options: {temperature: 0}")  # another judge
     assert rate(other, "5")[1]["calls"] == 1
+    of_20 = make(server, tmp_path, *ASKED, "options: {temperature: 0.5}", "max_rating: 20")  # and another one
+    question = Question([{"role": "system", "content": "S"}, {"role": "user", "content": "a?"}], {})
+    scores, numbers = rate(of_20, "5")
+    assert (scores, numbers["calls"]) == ([0.25], 1)
+    of_20.score([Prompt([], "", {"level": 3}, question)], ["5"])
+    assert Server.asked[-1]["messages"][0]["content"] == "system: S\nuser: a? 3 5"
 
 
 def test_a_full_disk_keeps_no_rating_and_ends_no_run(server, tmp_path, caplog):
@@ -188,11 +194,15 @@ def test_a_judge_that_is_busy_is_asked_again(server, tmp_path, monkeypatch):
 
 
 def test_a_slow_judge_ends_at_the_deadline(server, tmp_path):
-    """Also one that sends a byte now and then; what came in time counts."""
+    """Also one that sends a byte now and then; what came in time counts, and nothing is asked behind the deadline."""
     begin = time.monotonic()
-    (good, slow), _ = rate(make(server, tmp_path, *ASKED, timeout_s=0.5), "5", "slow")
+    (good, slow, late), _ = rate(make(server, tmp_path, *ASKED, "num_parallel: 1", timeout_s=0.5), "5", "slow", "7")
     assert time.monotonic() - begin < 2.5
-    assert good == 0.5
+    assert (good, late) == (0.5, "the judge gave no answer within 0.5 s")
+    for thread in threading.enumerate():
+        if thread.name == "judge":
+            thread.join(30)
+    assert [each["messages"][0]["content"] for each in Server.asked] == ["a? 3 5", "a? 3 slow"]
     assert "it takes more than 0." in slow or "within 0.5 s" in slow
 
 

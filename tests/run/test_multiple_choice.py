@@ -168,9 +168,12 @@ def test_files_that_cannot_be_asked_are_refused_before_data_are_read(words, monk
 )
 def test_a_question_that_no_row_can_have_is_named(words, tokens, message, monkeypatch):
     """It is longer than a row; or prompt and choice are one token, where the tokenizer has no `<bos>`."""
-    encoded = [([1, 2], 1), ([*tokens], 1)]
-    monkeypatch.setattr("tunix.training.multiple_choice._encode", lambda question, vocab: encoded)
-    with pytest.raises(UserError, match=f"^evaluation.choices.code, question 1: {message}"):
+
+    def encode(question: Question, vocab: object) -> list[tuple[list[int], int]]:
+        return [([*tokens] if question == Question(**QUESTIONS[1]) else [1, 2], 1) for _ in question.choices]
+
+    monkeypatch.setattr("tunix.training.multiple_choice._encode", encode)
+    with pytest.raises(UserError, match=f"^evaluation.choices.code, question 2: {message}"):
         tunix.train([*words, "model.mesh_shape=[[8],[fsdp]]", "training.global_batch_size=8"])
 
 
