@@ -173,6 +173,24 @@ def test_each_answer_is_learnt_behind_the_text_that_generation_has(kind):
     assert not any(is_learnt for _, is_learnt in nothing)
 
 
+# As Gemma 4's: two answers in a row are one turn.
+JOINS = (
+    "{% for m in messages %}{% if loop.changed(m.role) %}<|{{ m.role }}|>{% endif %}{{ m.content }}"
+    "{% if loop.last or loop.nextitem.role != m.role %}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def test_an_answer_that_a_template_joins_with_the_one_before_is_refused():
+    """The model would learn to write the first one again."""
+    turns = [ASKED, *({"role": "assistant", "content": text} for text in ("one", "two"))]
+    with pytest.raises(RefusedConversation, match=r"cannot be told from it: .* and \.\.\..*onetwo"):
+        template(JOINS).split_answers(turns)
+    sequences = template(THOUGHTS).split_answers(turns)
+    learnt = [text for pieces in sequences for text, is_learnt in pieces if is_learnt]
+    assert learnt == ["<think></think>one<|end|>", "<think></think>two<|end|>"]
+
+
 ASKED_TWICE = ["task=dpo", "data.columns.prompt=start", "data.columns.chosen=one", "data.columns.rejected=two"]
 
 

@@ -383,14 +383,20 @@ class ChatTemplate:
         Raises:
             RefusedConversation: the text that asks for an answer does not stand before it.
         """
+
+        def share(*turns: Message) -> str:
+            """Return what the text with the answer shares with that of other turns."""
+            other, sizes = self.render(turns, options=options), range(1, len(answered) + 1)
+            return answered[: bisect_left(sizes, True, key=lambda size: not other.startswith(answered[:size]))]
+
         with suppress(RefusedConversation):
             history = self.render(before, options=options)
             request = prompt.removeprefix(history) if prompt.startswith(history) else ""
-            other = self.render([*before, ANSWER], options=options)
-            sizes = range(1, len(answered) + 1)
-            shared = answered[: bisect_left(sizes, True, key=lambda size: not other.startswith(answered[:size]))]
-            if request and request in shared:
-                return answered[shared.rindex(request) + len(request) :]
+            shared = share(*before, ANSWER)
+            # Two answers in a row may be one turn, as of Gemma 4: what asks for the first does not ask for the second.
+            first = len(share(*before[:-1], ANSWER, answer)) if before and before[-1]["role"] == "assistant" else 0
+            if request and (begin := shared.rfind(request)) >= first:
+                return answered[begin + len(request) :]
         raise RefusedConversation(
             "task.chat_template: a conversation with its answer does not begin with the text before the "
             f"answer, so the answer cannot be told from it: ...{prompt[-40:]!r} and ...{answered[-80:]!r}; "
