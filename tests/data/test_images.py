@@ -456,8 +456,24 @@ def test_images_behind_the_last_answer_that_is_learnt_are_left_out(folder):
         "{% if add_generation_prompt %}assistant: {% endif %}"
     )
     messages = [*turn(image[0], "one"), {"role": "user", "content": image[1]}]
-    with pytest.raises(UserError, match="writes 1 times <start_of_image> for 2 images of a conversation"):
+    with pytest.raises(UserError, match="line 1, .* refuses: it writes 1 times <start_of_image> for 2 images"):
         load(folder, [{"messages": messages}], f"task.chat_template='{template}'")
+
+
+@pytest.mark.parametrize(
+    ("token", "content", "times"),
+    [("<start_of_image>", [PART], "2 times"), ("<image_soft_token>", "?", "1 times")],  # 1 took another's place
+)
+def test_a_thought_with_a_token_of_an_image_is_refused(folder, token, content, times):
+    template = folder / "thoughts.jinja"
+    template.write_text(PLAIN.replace("{{ message.content", "{{ message.reasoning_content }}{{ message.content"))
+    words = [f"task.chat_template='{template}'", "data.bad_rows=skip"]
+    good = {"messages": turn([PART, {"type": "text", "text": "?"}], "yes")}
+    asked, answer = turn(content, "no")
+    bad = {"messages": [asked, answer | {"reasoning_content": f"I see {token}"}]}
+    with pytest.raises(UserError, match=f"line 2, .* refuses: it writes {times} {token} for"):
+        load(folder, [good, bad], words[0])
+    assert load(folder, [good, bad], *words).prepared["jsonl"].index["left_out"] == {"refused by task.chat_template": 1}
 
 
 def test_pairs_have_their_images_in_both_halves(folder):

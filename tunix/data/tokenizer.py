@@ -25,7 +25,7 @@ from tunix.base.digests import hash_texts
 from tunix.base.errors import UserError
 from tunix.base.files import check_size, describe_missing, expand_home, names_file, read_json, write_tokenizer
 from tunix.config import Tokenizer
-from tunix.data.chat import CORPUS_DATE, PLAIN, ChatTemplate
+from tunix.data.chat import CORPUS_DATE, PLAIN, ChatTemplate, RefusedConversation
 from tunix.data.image_processors import ImageProcessor
 from tunix.data.pieces import GROUP, PIECE, Cutter, drop_prefix, find_cutter, find_growth, find_prefix, split_text
 from tunix.data.words import WordMemory, find_word_memory
@@ -425,27 +425,27 @@ class Vocab:
         """Return the texts of a document with all tokens of each of its images.
 
         Raises:
-            UserError: the chat template has written more images, or fewer.
+            RefusedConversation: the chat template has written more images, or fewer: a thought or a call may have one.
         """
         if self.images is None:
             return texts
         try:
             return self.images.expand(texts, images)
         except ValueError as error:
-            raise UserError(f"task.chat_template writes {error} of a conversation") from None
+            raise RefusedConversation(f"task.chat_template: it writes {error}") from None
 
     def find_images(self, tokens: Sequence[np.ndarray], images: Sequence[bytes]) -> np.ndarray:
         """Return the spans [images, 2] of images in a document's parts (`ImageProcessor.find`).
 
         Raises:
-            UserError: the chat template has written other soft tokens than those of the images.
+            RefusedConversation: the chat template has written other soft tokens than those of the images.
         """
-        if self.images is None or not images:
+        if self.images is None:
             return np.zeros((0, 2), np.int64)
         try:
             return self.images.find(np.concatenate(tokens), self.soft_id, images)
         except ValueError as error:  # a template, or its options, may write soft tokens of its own
-            raise UserError(f"task.chat_template writes {error} of a conversation") from None
+            raise RefusedConversation(f"task.chat_template: it writes {error}") from None
 
     def is_of_image(self, tokens: np.ndarray) -> np.ndarray:
         """Return which tokens [T] stand for images, which no model learns to write."""
