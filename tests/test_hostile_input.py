@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import pytest
 from models.test_parity import PARITY
 from rich.table import Table
-from support.harness import ONE_LAYER, ROOT, SMALL, cli
+from support.harness import ONE_LAYER, ROOT, SMALL, cli, state_of_process
 
 from tunix.base.dotted_path import blame_user, import_object
 from tunix.base.errors import MaskingFilter, UserError, is_masked, mask_secrets, mask_values, mask_variables
@@ -311,6 +311,16 @@ def test_a_disk_that_fills_leaves_no_half_of_a_runs_files(hf_dir, tmp_path, monk
     assert [path.name for path in tmp_path.iterdir()] == ["tokenizer"]
     keep_files(cfg, SimpleNamespace(save=fill), tmp_path, shared=True)  # the tokenizer is not written again
     assert (tmp_path / "pretrained" / "config.json").is_file()
+
+
+@pytest.mark.parametrize("number", [errno.ENAMETOOLONG, errno.ENOSPC, errno.EDQUOT, errno.EROFS])
+def test_an_error_of_the_disk_is_one_line(number, capsys):
+    def work() -> None:
+        raise OSError(number, os.strerror(number), "outputs/run")
+
+    with state_of_process():
+        assert exits.report_errors(work) == 2
+    assert capsys.readouterr().err == f"error: outputs/run: {os.strerror(number)}\n"
 
 
 def test_ctrl_c_in_a_callback_of_a_library_is_not_lost(tmp_path):

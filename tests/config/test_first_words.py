@@ -17,7 +17,7 @@ from support.harness import ROOT
 from tunix.base.config_types import list_options, read_version
 from tunix.base.dotted_path import import_object
 from tunix.base.errors import UserError, name_choices
-from tunix.config import Export, Generate
+from tunix.config import Export, Generate, command_line
 from tunix.config.command_line import read_settings
 from tunix.config.compose import (
     compose,
@@ -338,6 +338,22 @@ def test_a_flag_of_a_command_is_answered_by_its_key(monkeypatch, capsys):
         command_parser("plan", None).parse_intermixed_args()
     assert end.value.code == 2
     assert "--model: there is no such flag; keys are written without dashes: model=gemma3_1b" in capsys.readouterr().err
+
+
+def test_processes_of_a_command_differ_by_the_words_that_join_them(monkeypatch):
+    """These are not compared: each process has a number of its own."""
+    from tunix.config.command_line import run_command
+    from tunix.config.commands import Evaluate
+
+    found = []
+    monkeypatch.setattr(command_line, "run_joined", lambda name, distributed, info, *_: found.append(info) or 0)
+    for rank in range(2):
+        words = ["coordinator_address=a:1", "num_processes=2", f"process_id={rank}"]
+        joins = [f"distributed.{word}" for word in words]
+        monkeypatch.setattr(sys, "argv", ["evaluate", "checkpoint=run", "training.seq_len=8", *joins])
+        assert run_command(Evaluate, lambda settings: None) == 0
+    assert found[0] == found[1]
+    assert found[0]["evaluate.overrides"] == ["training.seq_len=8"]
 
 
 def test_a_run_of_a_newer_version_is_refused_by_both_versions(tmp_path):

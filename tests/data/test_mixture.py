@@ -153,7 +153,11 @@ def test_stages_and_caps_and_the_table(tmp_path):
     rows = read_rows(20, DataSchedule(Position(4, 16, "", ""), Cycle(2, 1), []))
     assert [row[1] for row in rows[::3]] == ["begun", "16", "60"]
     assert sum(int(row[-2]) for row in rows) == 16 + 16 * 2
-    _, data = batches(tmp_path, "data.max_epochs={rare: 2}")
+    _, other = batches(tmp_path, "data.max_epochs={rare: 2}")
+    assert (
+        len({"corpus", data.fingerprint("corpus"), other.fingerprint("corpus")}) == 3
+    )  # other samples, in a resumed run
+    data = other
     data.stages(10, data.data_schedule)
     with pytest.raises(
         UserError, match=r"data.max_epochs: the run would read rare [\d.]+ times, more than 2; lower its weight"

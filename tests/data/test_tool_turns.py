@@ -133,6 +133,16 @@ def test_arguments_are_json_where_a_template_takes_no_object():
     assert template(CHATML).render(READ[:2]).count('"arguments": {"a": 1, "b": 2}') == 1
 
 
+def test_a_template_has_tools_and_documents_also_where_there_are_none():
+    """As in transformers: templates ask whether they are none."""
+    assert template("{% if tools is none and documents is none %}yes{% endif %}").render(READ[:1]) == "yes"
+
+
+def test_a_template_may_show_tools_in_another_order():
+    source = "{% for tool in (tools or [])|reverse %}{{ tool.name }} {% endfor %}{{ messages[0].content }}"
+    template(source).check_tools(READ[:1], {"tools": [{"name": name} for name in ("add", "sub", "mul")]})
+
+
 @pytest.mark.parametrize("name", HIDDEN)
 def test_a_template_that_drops_tool_words_is_refused(name):
     source, talk, problem = HIDDEN[name]

@@ -17,6 +17,7 @@ from tunix.base.errors import UserError
 from tunix.config import Evaluate
 from tunix.config.command_line import read_settings
 from tunix.config.compose import compose
+from tunix.config.pretrained_config import check_gives_reward
 from tunix.config.rewards import ModelTerm
 from tunix.data.documents import Question
 from tunix.data.prompts import Prompt
@@ -158,6 +159,10 @@ def test_a_language_model_is_no_reward(hf_dir):
     terms = f"task.rewards=[{{function: model, path: '{hf_dir}'}}]"
     with pytest.raises(UserError, match="gives logits, not one number; train one with task=reward"):
         compose([*TASK, terms])
+    model = compose([]).config.model
+    with pytest.raises(UserError, match="^the model gives bad, good, not one number; train one with task=reward$"):
+        check_gives_reward(model.model_copy(update={"labels": ("bad", "good")}))
+    check_gives_reward(model.model_copy(update={"labels": ("reward",)}))
 
 
 @pytest.fixture(scope="module")

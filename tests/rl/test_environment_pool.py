@@ -4,13 +4,14 @@ import os
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 from support.processes import wait_until
 
 from tunix.base.errors import UserError
-from tunix.rl.environment_pool import EnvironmentPool, Session
+from tunix.rl.environment_pool import EnvironmentPool, Session, _Holder
 
 ENVIRONMENTS = '''
 import functools, os, random, signal, subprocess, sys, time
@@ -285,6 +286,24 @@ def test_a_program_that_is_late_leaves_no_folder(tmp_path, monkeypatch):
     with EnvironmentPool("python", {}, "hermes", 1, 0.5, 400) as pool:
         assert play(pool, {1: [text]})[1][-1] == "its process takes longer than 0.5 s"
         assert not list(tmp_path.iterdir())
+
+
+def test_an_episode_that_is_played_again_has_the_time_of_all_its_calls():
+    holder, asked = object.__new__(_Holder), []
+    holder.pool, holder.index = SimpleNamespace(timeout_s=2.0, replays=True), 0
+    holder.played, holder.present = {}, set()
+
+    def exchange(kind, key, timeout_s, requests):
+        asked.append((timeout_s, len(requests)))
+        return ["said"] * len(requests), "", 0.5
+
+    holder._exchange = exchange
+    session = SimpleNamespace(number=1, seconds=[0.0])
+    for number in range(4):
+        if number == 3:  # its process was lost
+            holder.present.clear()
+        assert holder._ask(session, 7, ("step", str(number))).reply == "said"
+    assert (asked, session.seconds) == ([(2.0, 1)] * 3 + [(8.0, 4)], [2.0])
 
 
 def test_what_is_not_played_again(folder):

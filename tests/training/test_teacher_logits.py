@@ -266,6 +266,16 @@ def test_prepare_computes_logits(place, tmp_path, capsys):
     )
 
 
+def test_a_teacher_that_gives_no_logits_is_refused(monkeypatch):
+    model = compose([]).config.model.model_copy(update={"labels": ("no", "yes")})
+    monkeypatch.setattr("tunix.config.pretrained_config.find_run", lambda *_, **__: (Path("x"), None))
+    monkeypatch.setattr("tunix.config.pretrained_config.trained_model", lambda *_: model)
+    with pytest.raises(
+        UserError, match="^task.teacher=a_classifier gives no, yes and no text; a teacher gives logits$"
+    ):
+        read_teacher("a_classifier")
+
+
 @pytest.mark.nightly
 def test_processes_compute_and_read_the_same_logits(place, tmp_path):
     """Two processes with a device each give the numbers of one with both."""
