@@ -160,6 +160,10 @@ def test_episodes_of_several_processes(folder):
         said = play(pool, {number: ["add 1", "add 2"] for number in range(5)})
         with pool.open() as session:
             again = play_in(session, {number: ["add 1", "add 2"] for number in range(5)})
+            for number in range(5):
+                session.ask(number, ("reset", 1, {"first": 1}))
+            assert [holder.num_episodes for holder in pool.holders] == [3, 2]
+        assert [holder.num_episodes for holder in pool.holders] == [0, 0]
         assert session.num_lost == 0
         pids = [holder.process.process.pid for holder in pool.holders]
     assert said == again
@@ -334,15 +338,16 @@ def test_a_process_that_is_killed_from_outside(folder):
 
 
 def test_sessions_share_processes(folder):
-    """Episodes of two rollouts have the same numbers and do not meet, also when a process of both is lost."""
+    """Episodes of two rollouts have the same numbers and do not meet, also when a process of both is lost or one ends."""
     words = {number: ["add 1", "add 2"] for number in range(4)}
     with make_pool("Sums", processes=1) as pool:
         alone = play(pool, words)
-        with pool.open() as first, pool.open() as second:
+        with pool.open() as first:
             first.ask(0, ("reset", 7, {"first": 5}))
             (before,) = first.replies(30.0)
-            assert play_in(second, words) == alone
-            assert play_in(second, {8: ["dies 1"]})[8][-1] == "its process ended with exit code 3, twice"
+            with pool.open() as second:
+                assert play_in(second, words) == alone
+                assert play_in(second, {8: ["dies 1"]})[8][-1] == "its process ended with exit code 3, twice"
             first.ask(0, ("step", "add 3"))
             (after,) = first.replies(30.0)
         assert (before.reply.observations, after.reply.reward) == (["7 5"], 8.0)

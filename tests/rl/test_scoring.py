@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from support.harness import ROOT
@@ -13,7 +14,7 @@ from support.processes import wait_until
 from tunix.base.errors import UserError
 from tunix.config.rewards import FunctionTerm
 from tunix.rl.environment_pool import EnvironmentPool
-from tunix.rl.scoring import Scorer, _split, describe_error
+from tunix.rl.scoring import LateProcess, LostProcess, Scorer, ScoringProcess, _split, describe_error
 
 REWARDS = '''
 import math, os, re, signal, subprocess, sys, time
@@ -86,6 +87,7 @@ def test_scores_of_a_batch(folder):
     two = [*terms("letters", weight=0.5), *terms("about")]
     with Scorer(two, 3, 20, "stop") as scorer:
         scorer.try_out("?", {"level": 1, "answer": "1"})
+        assert {worker.sample[1][0] for worker in scorer.workers} == {"1"}  # of the processes that follow, too
         pids = [worker.process.pid for worker in scorer.workers]
         words = ["a" * n for n in range(7)]
         scores = scorer.score(["?", "?!"] * 3 + ["?"], words, {"level": range(7)})
@@ -212,8 +214,27 @@ with Scorer([term], 1, 600, "zero") as scorer:
     assert parent.returncode == -signal.SIGKILL
 
 
+@pytest.mark.parametrize(("lost", "tries"), [(LateProcess, 1), (LostProcess, 2)])
+def test_how_often_a_lost_process_is_asked(lost, tries):
+    """One that is late would take the time a second time. A new process loads first what rewards load."""
+    worker, asked = object.__new__(ScoringProcess), []
+    worker.functions, worker.sample, worker.closed, worker.start_s = ["a", "b"], ([], ["42"], {}), False, 9.0
+    worker.connection = SimpleNamespace(close=lambda: None)
+    worker.kill = worker.start = worker.wait_for_rewards = lambda: None
+
+    def exchange(request, timeout_s):
+        asked.append((request[0], timeout_s))
+        if timeout_s == 1.0:
+            raise lost("is gone")
+
+    worker.exchange = exchange
+    assert worker.ask(("a", [], ["x", "y"], {}, 1), 1.0) == ["is gone"] * 2
+    assert asked == [("a", 1.0), ("a", 9.0), ("b", 9.0)] * tries
+
+
 def test_whole_groups_stay_together():
     assert _split(12, 4, 2) == [slice(0, 4), slice(4, 12)]
+    assert _split(10, 2, 3) == [slice(0, 2), slice(2, 6), slice(6, 10)]
     assert _split(7, 1, 3) == [slice(0, 2), slice(2, 4), slice(4, 7)]
     assert _split(3, 3, 4) == [slice(0, 3)]
     assert _split(0, 2, 4) == []
