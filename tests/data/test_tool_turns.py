@@ -130,6 +130,8 @@ def test_arguments_are_json_where_a_template_takes_no_object():
     source = "{% for m in messages %}{{ m.content }}{% for call in m.tool_calls %}<{{ call.function.name + ' ' + "
     chat = template(source + "call.function.arguments }}>{% endfor %}{% endfor %}")
     assert chat.render(READ) == '1 + 2?<add {"a": 1, "b": 2}>3It is 3.'
+    called = {"function": {"name": "say", "arguments": {"a": "\u00e9"}}}
+    assert chat.render([READ[0], {**READ[1], "tool_calls": [called]}]) == '1 + 2?<say {"a": "\u00e9"}>'
     assert template(CHATML).render(READ[:2]).count('"arguments": {"a": 1, "b": 2}') == 1
 
 
