@@ -21,6 +21,7 @@ class Store:
     def __init__(self) -> None:
         self.texts: dict[str, str] = {}
         self.limits_ms: list[int] = []
+        self.barriers: set[str] = set()
 
     def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None:
         self.texts |= {key: value, key[:-1] + "1": '"theirs"'}
@@ -31,7 +32,8 @@ class Store:
     def key_value_delete(self, key: str) -> None:
         self.texts = {name: value for name, value in self.texts.items() if not name.startswith(f"{key}/")}
 
-    def wait_at_barrier(self, _: str, limit_ms: int) -> None:
+    def wait_at_barrier(self, name: str, limit_ms: int) -> None:
+        self.barriers.add(name)
         self.limits_ms.append(limit_ms)
 
 
@@ -55,6 +57,7 @@ def test_the_store_keeps_the_texts_of_the_newest_gather_alone(store):
     for number in range(4):
         assert peers.gather(f"ours {number}", "scores") == [f"ours {number}", "theirs"]
         assert list(store.texts.values()) == [f'"ours {number}"', '"theirs"']
+    assert len(store.barriers) == 1  # their names are kept too
 
 
 def test_a_setting_of_one_host_ends_every_process(monkeypatch):

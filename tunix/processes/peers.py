@@ -140,7 +140,7 @@ def gather(value: Any, name: str, timeout_s: float = NO_LIMIT_S) -> list[Any]:
     number = next(_gathers)
     key = f"tunix/gather/{number}"
     _find_store().key_value_set(f"{key}/{jax.process_index():06}", text)
-    barrier(f"{name}, {key}", timeout_s)
+    barrier(name, timeout_s)  # without the number: the runtime keeps every name of a barrier for ever
     if is_main() and number:  # every process has read the texts before it came to this barrier
         _find_store().key_value_delete(f"tunix/gather/{number - 1}")
     return [json.loads(each) for _, each in sorted(_find_store().key_value_dir_get(f"{key}/"))]
