@@ -310,7 +310,7 @@ class Grpo(Prompted, Taught):
     """Terms of the reward, each {function: NAME, weight: NUMBER}, or a name alone, which has the weight 1. A term of
     weight 0 is measured and not learnt. None ([]) needs a teacher, or an environment that rewards."""
     reward_processes: Count
-    """Processes that compute rewards, on each host of the run."""
+    """Processes that compute rewards, for each process of the run."""
     reward_timeout_s: Positive
     """Seconds that one reward may take for the answers of a rollout; an answer without a score by then is an error."""
     reward_errors: Literal["zero", "stop"]
@@ -330,7 +330,7 @@ class Grpo(Prompted, Taught):
     tool_calls: row_of(("auto", *TOOL_CALLS))  # type: ignore[valid-type]
     """How the model writes calls of tools; auto chooses by the chat template."""
     environment_processes: Count
-    """Processes that hold environments, on each host of the run."""
+    """Processes that hold environments, for each process of the run."""
     environment_timeout_s: Positive
     """Seconds that an environment may take for one turn, with all calls of tools in it; then its process is killed, and
     the episode has no score."""
