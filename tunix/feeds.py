@@ -217,7 +217,8 @@ class PromptFeed:
         self.samples = Samples(corpus.train, cfg, schedule_prompts(cycle), tokens_per_prompt)
         self.has_images = corpus.has_images
         in_processes = [term for term in task.rewards if not isinstance(term, EngineTerm)]
-        self.scorer = Scorer(in_processes, task.reward_processes, task.reward_timeout_s, task.reward_errors)
+        keys = task.reward_processes, task.reward_timeout_s, task.reward_errors
+        self.scorer = Scorer(in_processes, *keys, column_names=corpus.column_names)
         self.pool = make_pool(task, corpus.vocab)
         by_key = {"sampling": cfg.sampling, "evaluation.sampling": cfg.evaluation.sampling}
         max_lengths = {f"{key}.max_new_tokens": keys.max_new_tokens for key, keys in by_key.items()}

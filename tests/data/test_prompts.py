@@ -102,6 +102,7 @@ def test_a_system_message_stands_before_prompts_that_have_none(rows, tmp_path, r
     assert last.text == f"<bos>{role}:\nMine.\nuser:\nAnd?\nassistant:\n"
     assert last.columns == {"messages": own, "level": 99}
     assert gather_columns([nineteenth, last])["answer"] == ["#### 20", None]
+    assert set(with_system.column_names) == {"answer", *rows[0]}
 
 
 @pytest.mark.parametrize("words", [PAIRS, ["data.columns.messages=talk"]], ids=["prompt and completion", "messages"])

@@ -42,7 +42,7 @@ from tunix.models.vision import Images
 from tunix.rl.ahead import RolloutGroup
 from tunix.rl.episodes import Drawn
 from tunix.rl.evaluation import HeldOutAnswers, _find_plain, select_best
-from tunix.rl.rollouts import Rollouts, arrange_answers
+from tunix.rl.rollouts import Rollouts, arrange_answers, score_together
 from tunix.rl.samples_file import SamplesFile
 from tunix.rl.scoring import Scores
 from tunix.run.early_stopping import Moment, check_stop_request
@@ -548,6 +548,21 @@ def test_a_stop_gives_up_the_answers_that_are_being_drawn(wide, tmp_path, monkey
     assert [line["grad_norm"] for line in metrics(folder)] == [line["grad_norm"] for line in metrics(wide)[:2]]
     position = read_about(*find_storage(folder.absolute() / "checkpoints" / "2"))["position"]
     assert (position["step"], position["next_sample"]) == (2, 8)
+
+
+def test_a_process_gives_its_rewards_the_columns_of_all_prompts(monkeypatch):
+    """Its share of them may lack one that a reward takes."""
+    given = []
+
+    def score(*arguments: Any) -> Scores:
+        given.append(arguments)
+        return Scores({}, [0.0, 0.0], {}, 0.0)
+
+    monkeypatch.setattr("tunix.processes.peers.share", lambda size: range(1, size))
+    prompts = [Prompt([1], "a", {"hint": "this"}), Prompt([1], "b", {"level": 2})]
+    drawn = Drawn([Answer([1], [0.0], [0.0], True)] * 4, ["0", "1", "2", "3"])
+    score_together(SimpleNamespace(score=score), prompts, drawn, group_size=2)
+    assert given == [(["b", "b"], ["2", "3"], {"hint": [None, None], "level": [2, 2]}, 2)]
 
 
 @pytest.mark.nightly

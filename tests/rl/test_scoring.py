@@ -28,6 +28,9 @@ def about(prompts, completions, level):
     signal.signal(signal.SIGALRM, lambda *_: None)  # only the main thread may do this
     return [value + ("jax" in sys.modules) + 100 * len(prompt) for prompt, value in zip(prompts, level)]
 
+def given(prompts, completions, hint):
+    return [each is not None for each in hint]
+
 def alone(prompts, completions):
     """Fail in the process that comes first; in others, take long."""
     try:
@@ -100,6 +103,14 @@ def test_scores_of_a_batch(folder):
     assert scores.total == [0.5 * n + value for n, value in enumerate(about)]
     assert scores.errors == again.errors == {"letters": 0, "about": 0}
     assert not any(map(is_running, pids))
+
+
+def test_a_column_that_no_row_of_a_batch_has_is_none(folder):
+    """It was an error where other rows of the data have it: the answers of the batch got no score."""
+    with Scorer(terms("given"), 1, 20, "stop", column_names=["hint"]) as scorer:
+        scorer.try_out("?", {"answer": "1"})
+        assert scorer.score(["?"] * 2, ["a", "b"], {}).total == [0, 0]
+        assert scorer.score(["?"] * 2, ["a", "b"], {"hint": ["this", None]}).total == [1, 0]
 
 
 def test_rewards_that_fail_are_counted_and_named(folder, caplog):

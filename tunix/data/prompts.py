@@ -14,6 +14,7 @@ import json
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
 import grain
@@ -36,6 +37,8 @@ from tunix.models.vision import Images
 from tunix.processes import peers
 
 log = logging.getLogger(__name__)
+
+NUM_LOOKED_AT = 1000  # prompts of a split whose columns are taken for those of the data
 
 
 class Prompt(NamedTuple):
@@ -158,6 +161,11 @@ class PromptCorpus:
     @property
     def num_held_out(self) -> int:
         return sum(map(len, self.held_out.values()))
+
+    @cached_property
+    def column_names(self) -> list[str]:
+        """Names of the columns that rows have, as far as prompts spread over all of them tell."""
+        return [*gather_columns([each for split in SPLITS for each in self.spread(split, NUM_LOOKED_AT)])]
 
     def spread(self, split: str, count: int) -> list[Prompt]:
         """Return at most `count` prompts of a split, "train" or "held_out", spread evenly over all of its prompts."""

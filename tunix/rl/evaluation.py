@@ -173,8 +173,9 @@ def evaluate_answers(cmd: Evaluate, cfg: Config, checkpoints: list[str]) -> Iter
     engine_rewards = EngineRewards(terms, max_lengths, cmd.reward_errors, cmd.reward_timeout_s, cfg)
     in_processes = [term for term in terms if not isinstance(term, EngineTerm)]
     num_at_once = max(1, ROUNDS * cmd.batch_size // cmd.num_samples)
+    keys = cmd.reward_processes, cmd.reward_timeout_s, cmd.reward_errors
     with (
-        Scorer(in_processes, cmd.reward_processes, cmd.reward_timeout_s, cmd.reward_errors) as scorer,
+        Scorer(in_processes, *keys, column_names=corpus.column_names) as scorer,
         jax.set_mesh(model.mesh),
         ExitStack() as files,
     ):

@@ -209,9 +209,11 @@ def score_together(scorer: Scorer, prompts: list[Prompt], drawn: Drawn, group_si
     them as `turns`.
     """
     share = peers.share(len(prompts))
-    local = [prompt for prompt in prompts[share.start : share.stop] for _ in range(group_size)]
     part = slice(share.start * group_size, share.stop * group_size)
-    own, columns = drawn.part(part), gather_columns(local)
+    repeated = [prompt for prompt in prompts for _ in range(group_size)]
+    # Those that any prompt has: a reward may need a column that the rows of this share lack.
+    columns = {name: values[part] for name, values in gather_columns(repeated).items()}
+    local, own = repeated[part], drawn.part(part)
     texts = own.texts
     if own.played is not None:
         texts = [episode.last_turn for episode in own.played.episodes]

@@ -317,15 +317,18 @@ class Scorer:
         timeout_s: float,
         errors: Literal["zero", "stop"],
         start_s: float = START_S,
+        column_names: Sequence[str] = (),
     ):
         """`timeout_s` is the time that one reward has for the answers of one batch.
 
         Args:
             errors: an answer that a reward does not score gets 0 and is counted, or ends the run.
             start_s: seconds for the start of a worker, and for the first row that it scores.
+            column_names: of the data; rewards get None for each row of a batch that has no such column.
         """
         self.rewards, self.processes = rewards, processes if rewards else 0
         self.timeout_s, self.errors, self.start_s = timeout_s, errors, start_s
+        self.column_names = column_names
         self.workers: list[ScoringProcess] = []
         # Each thread waits for one worker. Batches of several callers share the workers, the first that came first.
         self.threads = ThreadPoolExecutor(max(1, self.processes), "scoring")
@@ -361,7 +364,7 @@ class Scorer:
         """
         # The data's own answer runs the code for right answers; the empty one is what a new model may give.
         answers = [str(columns.get("answer", "42")), ""]
-        row = [prompt] * 2, answers, {name: [value] * 2 for name, value in columns.items()}
+        row = [prompt] * 2, answers, self._complete({name: [value] * 2 for name, value in columns.items()}, 2)
 
         def try_worker(worker: "ScoringProcess") -> None:
             worker.sample = row
@@ -389,6 +392,7 @@ class Scorer:
         """
         start_time = time.perf_counter()
         slices = _split(len(completions), group_size, len(self.workers))
+        columns = self._complete(columns, len(completions))
 
         def score_share(share: slice) -> list[list[float | str]]:
             """Return for each reward the scores of the share's answers."""
@@ -411,6 +415,9 @@ class Scorer:
         rows = zip(*values.values(), strict=True) if values else [()] * len(completions)
         total = [sum(weight * score for weight, score in zip(weights, row, strict=True)) for row in rows]
         return Scores(values, total, errors, time.perf_counter() - start_time)
+
+    def _complete(self, columns: Mapping[str, Sequence[Any]], num_rows: int) -> dict[str, Sequence[Any]]:
+        return {**{name: [None] * num_rows for name in self.column_names}, **columns}
 
 
 def count_failed(
