@@ -71,7 +71,10 @@ def check_same(config: Config, saved: dict[str, Any], position: Position, now: P
             )
     if now.tokenizer != position.tokenizer:
         hint = "its tokens mean another text; set tokenizer.path to the old one"
-        if config.tokenizer.path is None:
+        keys = [key for key in new if key.startswith("tokenizer.") and key != "tokenizer.path"]
+        if changed := next((key for key in keys if new[key] != old.get(key)), None):
+            hint = f"{changed} was {as_typed(old.get(changed))}; leave it as it was"
+        elif config.tokenizer.path is None:
             hint = "the corpus it is trained on has changed; loading.allow_changed_data=true goes on with the old one"
         raise UserError(
             f"resume: the tokenizer ({now.tokenizer}) is not the checkpoint's ({position.tokenizer}); {hint}"
