@@ -91,8 +91,12 @@ def run(job: compose.Job) -> Result:
     keep_programs(job.config)
     cfg = job.config
 
-    # From here on a process that fails alone ends the others, with its reason.
-    with listening(), Watchdog(cfg.distributed) as watchdog, ExitStack() as stack:
+    # From here on a process that fails alone ends the others, with its reason. A process that is alone listens to stop
+    # signals later: until it has a folder they end it at once, and hours of tokenizing have no step to wait for.
+    is_alone = jax.process_count() == 1
+    with ExitStack() as signals, Watchdog(cfg.distributed) as watchdog, ExitStack() as stack:
+        if not is_alone:
+            signals.enter_context(listening())
         with watchdog.phase("planning", math.inf):
             planned, chosen = plan_run(cfg)
         try_out(cfg)
@@ -120,6 +124,8 @@ def run(job: compose.Job) -> Result:
 
         # Take the folder, and the state to start from: the newest checkpoint of a resumed run that can be read, else
         # the weights of model.init_from, else new ones. Checkpoints are refused before the folder is written to.
+        if is_alone:
+            signals.enter_context(listening())
         folder, shared = open_folder(job)
         root = find_root(job, folder)
         is_shared = shared if home_is_shared is None else home_is_shared

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -134,6 +134,18 @@ def test_progress_is_told_while_shards_are_made(tmp_path):
     is_told = threading.Event()
     with repeating(is_told.set, lambda _: 0.01):
         assert is_told.wait(60)
+
+
+def test_no_line_says_that_there_are_no_tokens_so_far(tmp_path, monkeypatch, caplog):
+    """The first tokens of a document of gigabytes come at its end."""
+    monkeypatch.setattr(shards, "repeating", lambda report, wait: nullcontext(report()))
+    caplog.set_level("INFO")
+    cfg = compose(SMALL).config
+    shards.make_shards([], tmp_path, cfg.loading)
+    assert not caplog.messages
+    np.save(tmp_path / "train.tokens.npy", np.zeros(100_000, np.uint16))
+    shards.make_shards([], tmp_path, cfg.loading)
+    assert caplog.messages == ["tokenizing, 0.2 MB of tokens so far"]
 
 
 def test_unigram_entropy_is_the_streams_own(corpus):

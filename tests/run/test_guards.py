@@ -3,6 +3,7 @@
 import shutil
 from contextlib import nullcontext
 from pathlib import Path
+from signal import SIGTERM, getsignal
 from types import SimpleNamespace
 
 import pytest
@@ -57,6 +58,29 @@ def test_a_step_without_learnt_tokens_after_a_spike():
     record |= {"loss_deviations": None, "grad_norm_deviations": None}
     reason = remark_on_skipped(record, range(20, 24))
     assert reason == "step 6 changed no weight: its batch has no token that is learnt; its samples are 20 to 23"
+
+
+def test_a_stop_signal_has_its_usual_effect_until_the_run_has_a_folder(words, monkeypatch):
+    """It ends the command at once: data that are tokenized for hours have no step to wait for."""
+    handlers = [getsignal(SIGTERM)]
+
+    load = trainer.load_data
+
+    def note_and_load(cfg):
+        handlers.append(getsignal(SIGTERM))
+        return load(cfg)
+
+    def note_and_refuse(job):
+        handlers.append(getsignal(SIGTERM))
+        raise UserError("no folder")
+
+    monkeypatch.setattr(trainer, "load_data", note_and_load)
+    monkeypatch.setattr(trainer, "open_folder", note_and_refuse)
+    with pytest.raises(UserError, match="no folder"):
+        tunix.train(words)
+    usual, preparing, running = handlers
+    assert preparing == usual != running
+    assert getsignal(SIGTERM) == usual
 
 
 @pytest.mark.parametrize("signal", [None, "SIGTERM", "SIGTERM while it is evaluated"])

@@ -538,11 +538,12 @@ def make_shards(plans: list[ShardPlan], folder: Path, loading: Loading) -> list[
         bar = progress.add_task("0.0 MB of tokens", total=sum(sizes.values()))
 
         def report() -> None:
-            text = f"{_count_array_bytes(folder, 'tokens') / 1e6:.1f} MB of tokens"
+            megabytes = _count_array_bytes(folder, "tokens") / 1e6
+            text = f"{megabytes:.1f} MB of tokens"
             if num_images := _count_array_bytes(folder, "image_ends") // 8:
                 text += f", {num_images:,} images, {num_images / (time.perf_counter() - start_time):.0f} a second"
             progress.update(bar, description=text)
-            if not with_bar:
+            if not with_bar and round(megabytes, 1):  # the first of a long document come at its end
                 log.info("tokenizing, %s so far", text)
 
         with repeating(report, lambda _: REPORT_EVERY_S):
