@@ -150,6 +150,13 @@ MISTAKES = [
     ("training.ema_decay=[0.9,0.9]", "training.ema_decay=[0.9, 0.9]: expected a number, each decay once or null"),
     ("model.mesh_shape=[[2,2],[fsdp]]", "model.mesh_shape=[[2, 2], ['fsdp']]: 2 sizes for 1 axes; expected "),
     ("task=grpo task.rewards=[{function:model}]", "the reward model needs path: {function: model, path: ...}"),
+    ("model=gemma4_e2b model.global_heads=null", "model.shared_kv needs model.global_heads, and a gated MLP in each layer; set model.shared_kv=null"),
+    ("model=qwen3_vl_2b model.rope_sections=[1,2,3]", "model.rope_sections=[1, 2, 3] must be 64 pairs together, half of model.head_dim=128"),
+    ("model=gemma4_e2b model.global_heads.head_dim=511", "model.global_heads.head_dim=511 must be even: RoPE rotates pairs"),
+    ("optimizer=muon optimizer.qk_clip=100", "optimizer.qk_clip=100.0: model.qk_norm divides queries and keys by their size"),
+    ("model=gemma3_4b_vision model.vision=null", "model.family=gemma3_vision has a tower: model.vision=null goes with another family"),
+    ("model=smolvlm_256m model.vision.image_size=511 model.vision.patch_size=1 model.vision.merge_size=1", "model.vision.image_size=511 must be even"),
+    ("training.global_batch_size=8 training.batch_stages=[{until_step:2,global_batch_size:3,seq_len:64}]", "training.batch_stages.0.global_batch_size=3 sequences of 64 tokens are not cut from whole ones of training.seq_len=128; nearest: 2 or 4"),
     ("training.seq_len=0 training.max_steps=-1", "training.seq_len=0: expected a number of at least 1\ntraining.max_steps=-1"),
 ]  # fmt: skip
 
