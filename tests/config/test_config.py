@@ -16,6 +16,7 @@ from support.harness import ROOT
 from tunix.base.config_types import CONF
 from tunix.base.errors import UserError
 from tunix.base.files import read_yaml
+from tunix.config import Average, Config, Evaluate, Export, Generate, Play, Samples, Serve
 from tunix.config.compose import add_search_path, compose, compose_overrides, to_yaml
 from tunix.config.mistakes import _list_leaves, list_keys
 from tunix.config.pretrained_config import fill_from_run
@@ -371,6 +372,12 @@ def test_the_linters_of_a_commit_see_all_files_with_keys():
 
 def test_every_key_is_described():
     assert [key for key, description in list_keys() if not description] == []
+
+
+@pytest.mark.parametrize("root", [Config, Average, Evaluate, Export, Generate, Play, Samples, Serve])
+def test_types_have_no_defaults(root):
+    """Each value stands in a file of conf/, so that `--cfg job` shows all that a run uses."""
+    assert [key for key, name, kind in _list_leaves(root) if not kind.model_fields[name].is_required()] == []
 
 
 def test_the_reference_page_is_current():
