@@ -258,7 +258,13 @@ def test_cfg_job_of_a_run_that_is_resumed(words, tmp_path):
 
 @pytest.mark.nightly
 def test_a_saved_run_replays_and_reads_its_programs(words, tmp_path, monkeypatch):
-    """The second start finds the step that the first one compiled, and takes it to the same digits."""
+    """The second start finds the step that the first one compiled, and takes it to the same digits.
+
+    Both write into their folders and the cache alone, beside the link to the last run.
+    """
+    for name in ("HOME", "TMPDIR"):
+        (tmp_path / name).mkdir()
+        monkeypatch.setenv(name, str(tmp_path / name))
     for name in list(os.environ):
         if "COMPILATION_CACHE" in name or "PERSISTENT_CACHE" in name:
             monkeypatch.delenv(name)
@@ -284,6 +290,10 @@ def test_a_saved_run_replays_and_reads_its_programs(words, tmp_path, monkeypatch
         assert re.search(
             r"ready for the first step after [\d.]+ s: program .*, data .*, checks .*, state .*, step ", log
         )
+    written = {path.name for path in tmp_path.iterdir()}
+    assert written == {"first", "again", "cache", "outputs", "HOME", "TMPDIR"}
+    found = [path for name in ("HOME", "TMPDIR", "outputs") for path in (tmp_path / name).rglob("*")]
+    assert [path.name for path in found] == ["tunix", "latest"]
 
 
 @pytest.mark.nightly
