@@ -6,6 +6,7 @@ import json
 import struct
 import zlib
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from tunix.data.documents import read_prompt
 from tunix.data.files import BadRow
 from tunix.data.image_processors import PatchProcessor, SquareProcessor, TileProcessor
 from tunix.data.image_slots import ImagePrompts, ImageSlots
-from tunix.data.images import ImageReader, keep_image, map_ahead
+from tunix.data.images import ImageReader, keep_image, map_ahead, take_images
 from tunix.data.prompts import load_prompts
 
 pytestmark = pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")  # as tunix has it
@@ -492,6 +493,20 @@ def test_pairs_have_their_images_in_both_halves(folder):
             assert (row["tokens"][here][index >= 0] == TOWER["image_token"]).all()
     with pytest.raises(UserError, match="3 of 3 pairs .*, or have more than training.images_per_row=1 images, both"):
         load(folder, rows, "training.images_per_row=1", "training.seq_len=128", source=source)
+
+
+def test_images_of_a_column_stand_before_the_first_turn_of_the_user():
+    """A turn of the system may come first; marks in a text say where they stand."""
+    reader = SimpleNamespace(processor=SimpleNamespace(mark="<image>", tokens=["<soft>"]))
+    turns = [{"role": role, "content": role} for role in ("system", "user", "assistant", "user")]
+    assert take_images(turns, ["a", "b"], reader) == ["a", "b"]
+    assert [[part["type"] for part in turn["content"]] for turn in turns if isinstance(turn["content"], list)] == [
+        ["image", "image", "text"]
+    ]
+    assert isinstance(turns[1]["content"], list)
+    marked = [{"role": "system", "content": "S"}, {"role": "user", "content": "a<image>b"}]
+    assert take_images(marked, ["a"], reader) == ["a"]
+    assert [part.get("text") for part in marked[1]["content"]] == ["a", None, "b"]
 
 
 @pytest.mark.parametrize("column", ["messages", "prompt"])

@@ -138,6 +138,16 @@ def test_arguments_are_json_where_a_template_takes_no_object():
 def test_a_template_has_tools_and_documents_also_where_there_are_none():
     """As in transformers: templates ask whether they are none."""
     assert template("{% if tools is none and documents is none %}yes{% endif %}").render(READ[:1]) == "yes"
+    accents = template("{{ messages[0].content|tojson }}{{ messages[0].content|tojson(ensure_ascii=True) }}")
+    assert accents.render([{"role": "user", "content": "\u00e9"}]) == '"\u00e9""\\u00e9"'
+
+
+def test_all_of_a_conversation_is_learnt_up_to_its_last_answer():
+    """Turns behind it, which nobody has answered, are left out."""
+    turns = [{"role": role, "content": role} for role in ("user", "assistant", "user")]
+    source = "{% for m in messages %}{{ m.content }} {% endfor %}"
+    assert template(source).split_answers(turns, learnt="all") == [[("user assistant ", True)]]
+    assert template(source).split_answers(turns[:1], learnt="all") == [[("user ", True)]]
 
 
 def test_a_template_may_show_tools_in_another_order():

@@ -3,6 +3,7 @@
 import json
 import shutil
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from tunix.config import Evaluate
 from tunix.config.command_line import read_settings
 from tunix.evaluate import evaluate
 from tunix.inference import lm_eval
+from tunix.inference.engine import Answer
 from tunix.inference.sampling import Sampling
 
 
@@ -76,14 +78,26 @@ def test_tasks_of_the_harness(hf_dir, tmp_path, monkeypatch):
 
 
 def test_odd_requests(hf_dir):
-    """A continuation without tokens, and a filter that leaves every token in."""
+    """A continuation without tokens, texts longer than the context, and a filter that leaves every token in."""
     model = tunix.load_pretrained(hf_dir)
-    empty, last = lm_eval.Respondent(model, 2, "small").score_continuations(
-        [(None, [5, 6, 7], []), (None, [5, 6], [7])]
-    )
+    respondent = lm_eval.Respondent(model, 5, "small")
+    assert (respondent.max_length, respondent.prefix) == (64, 1)
+    likeliest = int(np.argmax(np.asarray(model(np.array([[5, 6]])))[0, -1]))
+    long, short = [5, *range(10, 80)], [6, 7, 8]
+    pairs = [([5, 6, 7], []), ([5, 6], [7]), ([5, 6], [likeliest]), (long, short), (short, long)]
+    empty, last, best, cut, whole = respondent.score_continuations([(None, *pair) for pair in pairs])
     assert empty == (0.0, True)
     assert last[0] == pytest.approx(log_probs(model, [5, 6, 7])[-1], abs=1e-4)
-    respondent = lm_eval.Respondent(model, 2, "small")
+    assert (last[1], best[1]) == (False, True)
+    # Their last tokens: one more than the context, because the last one is no input.
+    assert cut[0] == pytest.approx(log_probs(model, [*long, *short][-65:])[-3:].sum(), abs=1e-3)
+    assert whole[0] == pytest.approx(log_probs(model, [*short, *long][-65:]).sum(), abs=1e-3)
+    asked = []
+    respondent.model = SimpleNamespace(
+        sample=lambda prompts, *_, **__: asked.extend(prompts) or [Answer([], [], [], False)]
+    )
+    respondent.answer([("few words " * 40, {"max_gen_toks": 8})])
+    assert asked == [model.encode("few words " * 40)[-56:]]
     respondent.scorer = lambda rows, batch_size: [(np.full(len(row) - 1, np.nan), None) for row in rows]
     with pytest.raises(UserError, match="checkpoint=small: the scores of tokens of text 1 are no numbers"):
         respondent.score_continuations([(None, [5, 6], [7])])
